@@ -1,1 +1,1 @@
-"""The daemon beside each engine: owns the arena, answers the engine, writes through to lower tiers."""
+"""The sidecar of an engine: owns the arena, answers the engine's calls, writes through to lower tiers."""

@@ -1,4 +1,4 @@
-"""The command line: ``lmcache-sidecar serve``."""
+"""The command line: ``lmcache-sidecar serve | explain``."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ import lmcache
 from lmcache.logging import FloodFilter, set_up
 from lmcache_sidecar import config as configuration
 from lmcache_sidecar.config import ConfigError, Reading
+from lmcache_sidecar.explain import command as explain
 
 _PR_SET_PDEATHSIG = 1
 _SERVE = """\
-Keep the KV cache of the engines in this pod: in host memory, on disk, and in a Redis tier that all pods
-share.
+Run the KV cache of the engines in this pod: in host memory, on disk, and in a Redis tier that all pods share.
 
-An option is taken from its flag, else from the environment variable in [brackets], else from the file given
-by --config (keys as the flags, with _ for -), else it has its default.
+Each option comes from the first of these sources that has it: its flag, the environment variable in
+[brackets], the file given by --config (keys as the flags, with _ for -), its default.
 """
 
 _EXIT = """\
-exit status: 0 after SIGTERM or SIGINT, 2 when it can't run (one line says why; with --stay-up true it stays).
+exit status: 0 after SIGTERM or SIGINT; 2 if the sidecar can't run, with one line that gives the reason. With
+--stay-up true, a sidecar that can't run does not exit.
 
 example: lmcache-sidecar serve --memory-size 64Gi --remote-url redis://kv-remote:6379/0
 """
@@ -50,35 +51,40 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     configuration.add_arguments(serve)
+    explain.add_arguments(commands)
     return parser
 
 
 def _read(arguments: Sequence[str] | None) -> Reading:
-    """What the command line and all other sources say. Raises ConfigError, unless the sidecar stays up."""
+    """Read the options of all sources. Raises ConfigError for a mistake, unless the sidecar stays up."""
     flags: dict[str, str | None] = {}
     mistakes, unknown = [], []
     try:
-        known, others = _parser().parse_known_args(arguments)
+        known, rest = _parser().parse_known_args(arguments)
         flags = vars(known)
-        # Without values, which may be secrets.
-        names = sorted({other.partition("=")[0] for other in others if other.startswith("--")})
-        unknown = [f"argument {' '.join(names)} is unknown"] if others else []
+        # Names only, because values may be secrets.
+        names = sorted({word.partition("=")[0] for word in rest if word.startswith("--")})
+        unknown = [f"argument {' '.join(names)} is unknown"] if rest else []
     except ConfigError as error:
         mistakes = [str(error)]
     reading = configuration.read(flags, os.environ)
     mistakes += reading.mistakes
-    if reading.config.stay_up:  # and reads on: a newer operator may have written it
+    if reading.config.stay_up:  # a newer operator may have written unknown options: ignore them
         return reading._replace(mistakes=tuple(mistakes), warnings=(*unknown, *reading.warnings))
     reading._replace(mistakes=(*mistakes, *unknown)).usable()
     return reading
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command and return the exit status."""
     try:
+        words = sys.argv[1:] if arguments is None else [*arguments]
+        if words[:1] == ["explain"]:
+            parsed = _parser().parse_args(words)
+            return int(parsed.run(parsed))
         reading = _read(arguments)
         set_up(reading.config.log_format, reading.config.log_level, FloodFilter())
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads, which we never use, cost 50 ms
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads cost 50 ms, and are not used
         from lmcache_sidecar.daemon import serve
 
         asyncio.run(serve(reading, lambda: _read(arguments)))
@@ -89,7 +95,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    ctypes.CDLL(None).prctl(
-        _PR_SET_PDEATHSIG, signal.SIGKILL
-    )  # never without the parent that starts it again
+    # The sidecar must not outlive the parent that restarts it.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     sys.exit(main())

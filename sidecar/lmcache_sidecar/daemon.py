@@ -1,7 +1,7 @@
-"""The process: from its start to SIGTERM, whether a sidecar can run in it or not.
+"""The process of a sidecar, from its start to SIGTERM.
 
-Where it is told to stay up, a sidecar that can't run is up and not ready: a container that ends again and
-again would take its pod, and so a healthy engine, out of service.
+With ``stay_up``, a sidecar that can't run stays up and is not ready. A container that ends again and again
+would take its pod, and so a healthy engine, out of service.
 """
 
 from __future__ import annotations
@@ -32,23 +32,22 @@ logger = logging.getLogger(__name__)
 _RETRY_SECONDS = 2.0
 _SLOW_SECONDS = 1.0
 _END_SECONDS = 2.0
-"""A stopping sidecar has these beyond its grace, to let go of everything."""
-
+"""Time that a stopping sidecar has after its grace period, to release its resources."""
 
 FIGURES: tuple[Figure[Daemon], ...] = (
     Figure("uptime_seconds", "Seconds since the start", lambda daemon: daemon.uptime_seconds),
     Figure(
         "is_ready",
-        "1 if engines can attach; else /readyz says why",
+        "1 if engines can attach; otherwise /readyz gives the reason",
         lambda daemon: not daemon.not_ready_reason,
     ),
 )
 
 
 async def serve(reading: Reading, read_again: Callable[[], Reading]) -> None:
-    """Run until SIGTERM or SIGINT. Raises ConfigError when it can't run, unless it is to stay up."""
+    """Run until SIGTERM or SIGINT. Raises ConfigError if the sidecar can't run, unless it must stay up."""
     daemon = Daemon(reading)
-    # Not by the loop, which may hang.
+    # Signal handlers of the loop would not run while the loop hangs.
     before = {number: signal.signal(number, daemon.end_soon) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         await daemon.run(read_again)
@@ -60,7 +59,7 @@ async def serve(reading: Reading, read_again: Callable[[], Reading]) -> None:
 
 
 class Daemon:
-    """The HTTP server, and behind it a sidecar as soon as one can run."""
+    """The HTTP server, and the sidecar as soon as it can run."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
@@ -69,13 +68,13 @@ class Daemon:
         self._stopping = asyncio.Event()
         self._calls = CallStats()
         self._sidecar: Sidecar | None = None
-        self._reason = ""  # why there is none
+        self._reason = ""  # why no sidecar runs
         self._http: HttpServer | None = None
         self._http_address = ("", 0)  # as configured
-        self._http_port = 0  # as it is
+        self._http_port = 0  # the port in use
 
     def end_soon(self, *_: object) -> None:
-        """Begin to stop; a signal handler. Whatever hangs then, the process ends."""
+        """Begin to stop (a signal handler). A watchdog ends the process if something hangs."""
         seconds = self._reading.config.drain_grace_seconds + _END_SECONDS
         watchdog = threading.Timer(seconds, _end_now)
         watchdog.daemon = True
@@ -84,19 +83,19 @@ class Daemon:
         self._loop.call_soon_threadsafe(self._stopping.set)
 
     async def run(self, read_again: Callable[[], Reading]) -> None:
-        """Start, as often as it takes, and wait for the end. Raises ConfigError unless it is to stay up."""
+        """Start the sidecar, with retries, and wait for the end. Raises ConfigError without stay_up."""
         for sentence in self._reading.warnings:
             logger.warning("%s", sentence)
         while not await self._try_to_start() and not self._stopping.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), _RETRY_SECONDS)
-            with contextlib.suppress(ConfigError):  # it is not to stay up any more: it did until now
+            with contextlib.suppress(ConfigError):  # it may lack stay_up now: keep running
                 self._reading = read_again()
         await self._stopping.wait()
         logger.info("Stopping")
 
     async def stop(self) -> None:
-        """Let go of everything."""
+        """Stop the sidecar and the HTTP server."""
         if self._sidecar is not None:
             await self._sidecar.stop()
         if self._http is not None:
@@ -116,7 +115,7 @@ class Daemon:
             return False
         self._reason = ""
         logger.info(
-            "LMCache sidecar %s serves %s, arena %s of %d bytes, http port %d",
+            "LMCache sidecar %s serves %s: arena %s of %d bytes, http port %d",
             lmcache.__version__, config.socket, config.arena_path, config.memory_size, self._http_port,
         )  # fmt: skip
         return True
@@ -125,10 +124,10 @@ class Daemon:
         if self._sidecar is None:
             opening = asyncio.create_task(asyncio.to_thread(Sidecar, config, self._calls))
             await asyncio.wait([opening], timeout=_SLOW_SECONDS)
-            if not opening.done():  # probes are answered while a disk hangs
-                self._reason = "starting: arena and disk take long to open"
+            if not opening.done():  # the HTTP server must answer probes while a disk hangs
+                self._reason = "starting: opening the arena and the disk tier takes long"
                 await self._listen(config)
-                logger.warning("Not ready, http port %d, %s", self._http_port, self._reason)
+                logger.warning("Not ready (http port %d): %s", self._http_port, self._reason)
             sidecar = await opening
             try:
                 await sidecar.start()
@@ -138,7 +137,7 @@ class Daemon:
             self._sidecar = sidecar
 
     async def _listen(self, config: Config) -> None:
-        """Serve the pages where the configuration says, and nowhere else."""
+        """Serve the pages on the configured address; moves there if it has changed."""
         address = config.http_host, config.http_port
         if self._http is not None:
             if self._http_address == address:
@@ -152,15 +151,15 @@ class Daemon:
             raise ConfigError(f"--http-port: can't listen on {address[0]}:{address[1]}: {error}") from error
 
     async def _stay_up(self, config: Config, error: Exception) -> None:
-        """Say why there is no sidecar: once in the log, and over HTTP until there is one."""
+        """Report why no sidecar runs: once in the log, and over HTTP until it runs."""
         bug = None if isinstance(error, ConfigError) else error
-        reason, known = repr(bug) if bug else str(error), self._reason
+        reason, last_reason = repr(bug) if bug else str(error), self._reason
         self._reason = reason
         with contextlib.suppress(ConfigError):
             await self._listen(config)
-        if _without_figures(reason) != _without_figures(known):
+        if _without_digits(reason) != _without_digits(last_reason):
             logger.error(
-                "The sidecar can't run, says so at http port %d, and tries again: %s",
+                "The sidecar can't run and tries again; http port %d serves the reason at /readyz: %s",
                 self._http_port, reason, exc_info=bug,
             )  # fmt: skip
 
@@ -172,18 +171,19 @@ class Daemon:
             "/metrics": self._metrics_page,
             "/stats": self._stats_page,
             "/samples": self._samples_page,
+            "/requests": self._requests_page,
             "/healthz": self._healthz_page,
             "/readyz": self._readyz_page,
         }
 
     @property
     def not_ready_reason(self) -> str:
-        """Why engines can't attach now; empty: they can."""
-        return self._reason or (self._sidecar.not_ready_reason if self._sidecar else "starting, or stopping")
+        """Reason why engines can't attach now; empty if they can."""
+        return self._reason or (self._sidecar.not_ready_reason if self._sidecar else "starting or stopping")
 
     @property
     def uptime_seconds(self) -> float:
-        """Since the start."""
+        """Seconds since the start."""
         return round(time.monotonic() - self._started, 3)
 
     def _stats(self) -> list[Part]:
@@ -212,8 +212,16 @@ class Daemon:
         except ValueError as error:
             return Page(HTTPStatus.BAD_REQUEST, f"{error}\n".encode())
 
+    async def _requests_page(self, query: str) -> Page:
+        if self._sidecar is None:
+            return Page(HTTPStatus.SERVICE_UNAVAILABLE, f"{self.not_ready_reason}\n".encode())
+        try:
+            return Page(HTTPStatus.OK, self._sidecar.requests(query), "application/json")
+        except ValueError as error:
+            return Page(HTTPStatus.BAD_REQUEST, f"{error}\n".encode())
+
     async def _healthz_page(self, _: str) -> Page:
-        return Page(HTTPStatus.OK, b"ok\n")  # that this runs is the proof
+        return Page(HTTPStatus.OK, b"ok\n")  # this answer proves that the loop runs
 
     async def _readyz_page(self, _: str) -> Page:
         if reason := self.not_ready_reason:
@@ -221,10 +229,10 @@ class Daemon:
         return Page(HTTPStatus.OK, b"ready\n")
 
 
-def _without_figures(reason: str) -> str:
-    return re.sub(r"[0-9.]+", "", reason)  # as of free bytes, which change all the time
+def _without_digits(reason: str) -> str:
+    return re.sub(r"[0-9.]+", "", reason)  # free bytes and the like change all the time
 
 
 def _end_now() -> None:
-    logger.warning("Something hangs, as a disk may, or a name that does not resolve: ending without it")
+    logger.warning("The sidecar did not stop in time: a disk or a name lookup may hang. Ending the process")
     os._exit(0)

@@ -1,7 +1,8 @@
 """The read-only HTTP server, on the same loop as the engine's calls: an answer proves that the loop is alive.
 
-One request per connection, few connections, little time for each: whoever holds one open, or sends rubbish,
-takes nothing from the kubelet's probe. It is answered even when the process has no descriptor left.
+Each connection serves one request, in limited time, and the number of connections is limited. Slow or broken
+clients therefore cannot block the kubelet's probe. The server answers even when the process has no file
+descriptor left.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
 
-_MAX_CONNECTIONS = 32  # one more, and the oldest is closed
-_CONNECTION_SECONDS = 10.0  # from its first byte to its last
+_MAX_CONNECTIONS = 32  # with one more, the oldest is closed
+_CONNECTION_SECONDS = 10.0  # from accepting it to closing it
 _MAX_HEAD_BYTES = 16 << 10
 _BACKLOG = 128
 _REQUEST_LINE = re.compile(rb"([A-Z]+) (\S+) HTTP/1\.[01]\r\n")
-_PAUSE_SECONDS = 0.05  # when there is no descriptor, and nothing of ours to close
+_PAUSE_SECONDS = 0.05  # while no descriptor is left, and none can be closed
 
 
 class Page(NamedTuple):
-    """What is answered."""
+    """An answer's status, body and content type."""
 
     status: HTTPStatus
     body: bytes
@@ -37,17 +38,19 @@ class Page(NamedTuple):
 
 
 class HttpServer:
-    """Serves ``pages`` by their paths, each given the query (what follows the "?"), GET and HEAD only, from
-    ``start`` to ``stop``."""
+    """Serves ``pages`` by path, for GET and HEAD, between ``start`` and ``stop``.
+
+    Each page gets the query of the URL, the text after "?".
+    """
 
     def __init__(self, pages: Mapping[str, Callable[[str], Awaitable[Page]]]) -> None:
         self._pages = pages
         self._listener: socket.socket | None = None
         self._connections: dict[asyncio.Task[None], None] = {}  # the oldest first
-        self._spare = -1  # a descriptor for the connection that comes when no other is left
+        self._spare = -1  # a descriptor to free when no other is left
 
     def start(self, host: str, port: int) -> int:
-        """Listen, and say on which port; no host: on every address of IPv4 and IPv6. Raises OSError."""
+        """Listen and return the port. An empty host means every address of IPv4 and IPv6. Raises OSError."""
         self._listener = _listen(host, port)
         self._listener.setblocking(False)
         self._keep_spare()
@@ -56,7 +59,7 @@ class HttpServer:
         return chosen
 
     async def stop(self) -> None:
-        """Take no more requests."""
+        """Stop listening and close all connections."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
@@ -73,23 +76,23 @@ class HttpServer:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        """Take one connection; the loop comes back while there are more."""
+        """Accept one connection; the loop calls this again while more are waiting."""
         try:
             connection, _ = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # gone before its turn
+        except (BlockingIOError, ConnectionAbortedError):  # the client closed it already
             return
         except OSError:  # no descriptor is left
-            self._make_room(listener)
+            self._free_descriptor(listener)
             return
         connection.setblocking(False)
         task = asyncio.get_running_loop().create_task(self._serve(connection))
         self._connections[task] = None
         task.add_done_callback(self._note_end)
-        # Not only one: those that end take a moment longer than the next one's coming.
+        # A cancelled connection counts until it ends. Close all that exceed the limit, not only one.
         self._close_oldest(len(self._connections) - _MAX_CONNECTIONS)
 
-    def _make_room(self, listener: socket.socket) -> None:
-        """Let go of a descriptor of ours for whoever waits; nothing is logged, it may go on for long."""
+    def _free_descriptor(self, listener: socket.socket) -> None:
+        """Free a descriptor for the waiting connection. Logs nothing, because this may happen often."""
         loop = asyncio.get_running_loop()
         if self._connections:
             self._close_oldest(1)
@@ -110,7 +113,7 @@ class HttpServer:
 
     def _keep_spare(self) -> None:
         if self._spare < 0:
-            with contextlib.suppress(OSError):  # the next connection's end is the next chance
+            with contextlib.suppress(OSError):  # tried again when the next connection ends
                 self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def _free_spare(self) -> None:
@@ -119,7 +122,7 @@ class HttpServer:
             self._spare = -1
 
     async def _serve(self, connection: socket.socket) -> None:
-        """One request, one answer."""
+        """Answer the one request of a connection."""
         loop = asyncio.get_running_loop()
         with connection, contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(_CONNECTION_SECONDS):
@@ -131,14 +134,14 @@ class HttpServer:
                     head += piece
                 await loop.sock_sendall(connection, await self._answer(head))
                 connection.shutdown(socket.SHUT_WR)
-                # What is still on its way here would reset the connection, and the answer with it.
+                # Unread input would reset the connection, and the client would lose the answer.
                 while await loop.sock_recv(connection, _MAX_HEAD_BYTES):
                     pass
 
     # ---- requests ----
 
     async def _answer(self, head: bytes) -> bytes:
-        """The whole answer to a request's head."""
+        """Return the whole answer to a request's head."""
         is_head = head.startswith(b"HEAD ")
         status, body, content_type = await self._page(head)
         lines = (
@@ -167,7 +170,7 @@ class HttpServer:
         try:
             return await page(query)
         except Exception:
-            logger.exception("a page has a bug")
+            logger.exception("GET %s failed: this is a bug", path)
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR)
 
 

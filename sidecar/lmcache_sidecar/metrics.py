@@ -1,6 +1,7 @@
-"""/metrics: the engine's calls, and all figures of the stats, in Prometheus' text format.
+"""``/metrics``: the engines' calls and all figures of the statistics, in Prometheus' text format.
 
-Imported at the first scrape: the library is a fifth of the sidecar's start.
+The daemon imports this module at the first scrape, because importing the client library takes a fifth of the
+sidecar's start.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from lmcache_sidecar.stats import CallStats, Part
 _process = ProcessCollector(registry=CollectorRegistry())
 
 
-class _One(Collector):
-    """A registry of one metric, so that the text is made metric by metric."""
+class _SingleMetric(Collector):
+    """A registry of one metric, to render the text metric by metric."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric
@@ -28,12 +29,12 @@ class _One(Collector):
 
 
 def _calls(calls: CallStats) -> Iterator[Metric]:
-    about = "Time from a call's arrival to its answer, in the sidecar, in seconds"
+    about = "Seconds from the arrival of a call in the sidecar to its answer"
     seconds = HistogramMetricFamily("lmcache_request_seconds", about, labels=["method"])
     for method, total in calls.seconds.items():
         seconds.add_metric([method], calls.buckets(method), total)
     yield seconds
-    about = "Calls by gRPC status; Attach when its stream ends"
+    about = "Calls by gRPC status; Attach counts when its stream ends"
     ended = CounterMetricFamily("lmcache_requests", about, labels=["method", "code"])
     for labels, number in calls.ended.items():
         ended.add_metric(labels, number)
@@ -41,7 +42,7 @@ def _calls(calls: CallStats) -> Iterator[Metric]:
 
 
 def _families(parts: Iterable[Part]) -> Iterable[Metric]:
-    """Parts that are alike, as two tiers are, share their families."""
+    """Make the metric families of all parts; similar parts, such as two tiers, share families."""
     families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
     for part in parts:
         for figure, value in part.figures.items():
@@ -55,9 +56,9 @@ def _families(parts: Iterable[Part]) -> Iterable[Metric]:
 
 
 async def render(calls: CallStats, parts: Iterable[Part]) -> bytes:
-    """The whole text, family by family: other tasks run in between, so that no lookup waits for a scrape."""
+    """Render the whole text. Other tasks run between metrics, so that no lookup waits for a scrape."""
     texts = []
     for metric in (*_calls(calls), *_families(parts), *_process.collect()):
-        texts.append(generate_latest(_One(metric)))
+        texts.append(generate_latest(_SingleMetric(metric)))
         await asyncio.sleep(0)
     return b"".join(texts)

@@ -1,18 +1,22 @@
-"""The memory tier grows and shrinks to the size that it is to have now, while engines use it.
+"""Grow and shrink the memory tier to its target size while engines use it.
 
-**Growing**: the arena populates more, as its container has room; more rows are ready, and clients are told.
+**Growing**: the arena populates more memory, up to the limit of its container. The sidecar then announces the
+new rows to its clients.
 
-**Shrinking**, in this order, so that nobody can read KV where other KV or nothing is:
+**Shrinking** takes these steps, in this order. No client can therefore read a row whose memory was reused or
+given back:
 
-1. Slots beyond are given out no more, and rows there are evicted: index and slot table say so first. What
-   somebody has in use is waited for.
-2. Workers are asked to let go, in a numbered round: each answers when the copies that began before have
-   ended and its device has nothing of those rows pinned. A device would go on with pages that it has pinned:
-   with old KV, once that part of the arena is populated again. So the readers of GPUs are ended, too.
-3. The memory goes back.
+1. The sidecar stops giving out slots beyond the target, and evicts the rows in them. It removes the rows from
+   the index and the slot table first. It waits for rows in use.
+2. The sidecar asks the workers to release these rows, in a numbered round. A worker answers when its earlier
+   copies have ended and its device has none of the rows pinned. The sidecar also ends the readers of GPUs.
+3. The sidecar gives the memory back to the kernel.
 
-Each step looks at what is so now, and can be repeated: another size may be asked for, and the process may
-end, at any time.
+Pinned pages matter because a device continues to use them: it would read old KV after that part of the arena
+is populated again.
+
+Each step starts from the present state and can be repeated, because the target may change, and the process
+may end, at any time.
 """
 
 from __future__ import annotations
@@ -20,54 +24,54 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from lmcache.units import format_size
+from lmcache.common.units import format_size
 from lmcache_sidecar.copiers.copier import SidecarCopier
-from lmcache_sidecar.followed import SizeFile
 from lmcache_sidecar.sessions import Sessions
+from lmcache_sidecar.watched_files import SizeFile
 
 logger = logging.getLogger(__name__)
 
-_ROWS_AT_ONCE = 128
-"""Evicted in about 1 ms."""
+_ROWS_PER_STEP = 128
+"""Rows to evict in one step; they take about 1 ms."""
 
 
 class Resizer:
-    """One event loop owns it; ``size`` is followed by somebody else."""
+    """Resizes the memory tier step by step. One event loop owns it; its owner calls ``size.follow``."""
 
     def __init__(
         self, sessions: Sessions, copier: SidecarCopier, size: SizeFile, announce: Callable[[], None]
     ) -> None:
-        """``announce``: called when clients are to be told of a round."""
+        """``announce`` is called when a round starts, to notify the clients."""
         self._announce = announce
         self._sessions, self._copier, self._size = sessions, copier, size
         self._arena = sessions.arena
-        self._asked = 0  # bytes; by the last step
+        self._last_target = 0  # bytes; target of the last step
         self._num_rounds = 0
         self._wait = ""
 
     @property
     def target_bytes(self) -> int:
-        """What is asked for."""
+        """Size that the memory tier should have."""
         return self._size.num_bytes
 
     @property
     def problem(self) -> str:
-        """Why the memory tier is not (yet) as large as it is to be; empty: it is, or is on its way."""
-        return self._size.problem or self._wait or self._arena.growth_error or self._least
+        """Reason why the memory tier does not have its target size; empty if it has, or grows to it."""
+        return self._size.problem or self._wait or self._arena.growth_error or self._size_limit
 
     @property
-    def _least(self) -> str:
+    def _size_limit(self) -> str:
         arena = self._arena
-        least = arena.bytes_of(arena.target_rows)
-        if least <= arena.target_bytes:
+        smallest = arena.bytes_of(arena.target_rows)
+        if smallest <= arena.target_bytes:
             return ""
-        return f"it can't be smaller than {format_size(least)}: its tables are those of --memory-max-size"
+        return f"the smallest size is {format_size(smallest)}: the tables are sized for --memory-max-size"
 
     def step(self) -> bool:
-        """Do what can be done now, for about 1 ms; is there more to do at once?"""
+        """Do what is possible now, in about 1 ms. Returns True if more can be done at once."""
         arena, wanted = self._arena, self._size.num_bytes
-        if wanted != self._asked:
-            self._asked = wanted
+        if wanted != self._last_target:
+            self._last_target = wanted
             self._end_round()
         if arena.rows_within(wanted) >= arena.target_rows and wanted != arena.target_bytes:
             arena.resize(wanted)
@@ -78,41 +82,41 @@ class Resizer:
         return self._shrink(wanted)
 
     def note_bug(self, error: Exception) -> None:
-        """A step ended with it: the next one tries again."""
-        problem = f"the sidecar has a bug, see its log, and tries again: {error!r}"
+        """Report an unexpected error of a step. The next step tries again."""
+        problem = f"resizing failed and is retried; this is a bug, see the sidecar's log: {error!r}"
         if problem != self._wait:
-            logger.error("The memory tier does not get to its size", exc_info=error)
+            logger.error("Resizing the memory tier failed; the sidecar tries again", exc_info=error)
         self._wait = problem
 
     def _shrink(self, wanted: int) -> bool:
         sessions, arena = self._sessions, self._arena
-        if too_old := sessions.clients.that_can_not_let_go():
-            self._wait = f"the memory tier stays as large as it is: {too_old}, can't let go of memory"
+        if worker := sessions.clients.first_worker_without_release_support():
+            self._wait = f"{worker}, can't release memory: upgrade its LMCache to shrink the memory tier"
             self._end_round()
             return False
         if sessions.store is not None:
-            evicted, blocked = sessions.store.memory.vacate(arena.rows_within(wanted), _ROWS_AT_ONCE)
+            evicted, blocked = sessions.store.memory.vacate(arena.rows_within(wanted), _ROWS_PER_STEP)
             users = ", ".join(f"{number} {how}" for how, number in sorted(blocked.items()))
-            self._wait = f"rows beyond the size that is asked for are in use: {users}" if blocked else ""
-            if evicted >= _ROWS_AT_ONCE or blocked:
-                return evicted >= _ROWS_AT_ONCE
-        if not sessions.round:
+            self._wait = f"rows beyond the target size are in use: {users}" if blocked else ""
+            if evicted >= _ROWS_PER_STEP or blocked:
+                return evicted >= _ROWS_PER_STEP
+        if not sessions.release_round:
             self._num_rounds += 1
             arena.resize(wanted)
-            sessions.round = self._num_rounds
+            sessions.release_round = self._num_rounds
             self._announce()
-        if holder := sessions.clients.holding(sessions.round):
-            self._wait = f"memory beyond the size that is asked for is held: waits for {holder}"
-        elif not self._copier.let_go():
-            self._wait = "waits for the reader of a GPU to end"
+        if holder := sessions.clients.first_holder(sessions.release_round):
+            self._wait = f"memory beyond the target size is not yet released by {holder}"
+        elif not self._copier.release_surplus():
+            self._wait = "the sidecar waits for the reader of a GPU to end"
         else:
-            arena.give_back()
+            arena.release_surplus()
             self._wait = ""
             self._end_round()
         return False
 
     def _end_round(self) -> None:
-        """Nobody is asked for anything any more, and what is ready may be used."""
-        self._sessions.round = 0
+        """End the round of releases, and allow the use of all ready rows again."""
+        self._sessions.release_round = 0
         if self._sessions.store is not None:
             self._sessions.store.memory.usable_slots = None

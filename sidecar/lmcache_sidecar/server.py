@@ -1,4 +1,13 @@
-"""The gRPC server of the sessions: one asyncio loop, a UNIX socket, statuses with sentences."""
+"""The gRPC server for engines: one asyncio loop, a UNIX socket, and errors as gRPC statuses.
+
+``Sessions`` has the methods for the calls of ``kvcache.proto``. Each client also has one stream, Attach, on
+which both sides report changes:
+
+- **Extents**: how many rows of the cache's shared memory are ready, that is, filled with memory. If the
+  memory tier shrinks, each worker must release the rows that are no longer ready. The number of this request
+  is the **round**.
+- **Store copier**: whether the sidecar or the engine copies the client's new KV into the shared memory.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +29,7 @@ from google.protobuf.message import DecodeError, Message
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache_sidecar.clients.registry import Client
-from lmcache_sidecar.clients.validation import RefusedError, invalid, parse_pinned
+from lmcache_sidecar.clients.validation import CallRefusedError, invalid, parse_pinned
 from lmcache_sidecar.config import ConfigError
 from lmcache_sidecar.sessions import Sessions, store_copier
 from lmcache_sidecar.stats import CallStats
@@ -34,7 +43,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", service.MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", -1),  # answers are bounded by what was asked
+    ("grpc.max_send_message_length", -1),  # requests bound the size of their answers
 ]
 
 
@@ -46,15 +55,15 @@ class Server:
         self._socket_path = socket_path
         self._calls = calls
         self._server: grpc.aio.Server | None = None
-        self._news = asyncio.Event()  # replaced whenever it was set
+        self._announced = asyncio.Event()  # replaced each time it is set
 
     @property
     def is_listening(self) -> bool:
-        """True from start to stop."""
+        """True between ``start`` and ``stop``."""
         return self._server is not None
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError when the socket can't be made."""
+        """Listen. Raises ConfigError if the socket can't be created."""
         server = grpc.aio.server(options=_OPTIONS)
         methods = {
             method.name: self._unary(method, getattr(self._sessions, _snake_case(method.name)))
@@ -65,7 +74,7 @@ class Server:
             response_serializer=pb.AttachReply.SerializeToString,
         )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.SERVICE, methods),))
-        umask = os.umask(0o117)  # the socket is 0660 from the first moment
+        umask = os.umask(0o117)  # the socket must have mode 0660 from its creation on
         try:
             server.add_insecure_port(f"unix:{self._socket_path}")
         except RuntimeError as error:
@@ -82,9 +91,9 @@ class Server:
             await server.stop(grace=None)
 
     def announce(self) -> None:
-        """Tell every client what is new for it: more rows are ready, somebody else copies its stores."""
-        self._news.set()
-        self._news = asyncio.Event()
+        """Send all clients their changes: more or fewer ready rows, or another store copier."""
+        self._announced.set()
+        self._announced = asyncio.Event()
 
     def _unary(self, method: service.Method, call: Callable[[Any], Any]) -> grpc.RpcMethodHandler[Any, Any]:
         async def work(data: bytes) -> Any:
@@ -104,11 +113,11 @@ class Server:
         await self._answer("Attach", context, self._serve(context))
 
     async def _answer(self, method: str, context: _Context, work: Awaitable[T]) -> T:
-        """Turn exceptions into statuses: whatever a call does, the daemon lives."""
+        """Turn exceptions into statuses, so that no call can end the sidecar."""
         code = grpc.StatusCode.OK
         try:
             return await work
-        except RefusedError as refused:
+        except CallRefusedError as refused:
             code = refused.code
             metadata = ((service.REASON_METADATA, refused.reason),) if refused.reason else ()
             await context.abort(code, refused.message, trailing_metadata=metadata)
@@ -118,50 +127,52 @@ class Server:
         except Exception:
             code = grpc.StatusCode.INTERNAL
             logger.exception("%s failed", method)
-            await context.abort(code, "the sidecar has a bug, see its log")
+            await context.abort(code, f"{method} failed: this is a bug, see the sidecar's log")
         finally:
             self._calls.count(method, code)
 
     async def _serve(self, context: _Context) -> None:
-        """From Hello to the end of the stream, whoever ends it."""
+        """Serve one client from Hello to the end of its stream."""
         message = await _read(context)
         if message is None or message.WhichOneof("message") != "hello":
             raise invalid("the first message of Attach must be hello")
         client = await self._sessions.attach(message.hello)
-        telling: asyncio.Task[None] | None = None
+        sending: asyncio.Task[None] | None = None
         try:
             attached = self._sessions.attached_message(client)
             await context.write(pb.AttachReply(attached=attached))
-            telling = asyncio.create_task(self._tell_news(context, client, attached))
+            sending = asyncio.create_task(self._send_changes(context, client, attached))
             while (message := await _read(context)) is not None:
-                if message.WhichOneof("message") == "let_go":
-                    client.let_go = message.let_go.round
+                if message.WhichOneof("message") == "extents_released":
+                    client.released_round = message.extents_released.round
                 elif message.WhichOneof("message") == "drained":
-                    self._sessions.clients.drained(client, message.drained)
+                    self._sessions.clients.note_drained(client, message.drained)
                 elif message.WhichOneof("message") == "pinned":
                     client.pins = parse_pinned(message.pinned, client.peer)
                 else:
-                    raise invalid("after hello only drained, let_go and pinned are understood")
+                    raise invalid("after hello, Attach accepts only drained, extents_released and pinned")
         finally:
             self._sessions.clients.detach(client)
-            if telling is not None:
-                telling.cancel()
-                await asyncio.gather(telling, return_exceptions=True)  # a write to a lost stream is no event
+            if sending is not None:
+                sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)  # writing to a lost stream may fail
 
-    async def _tell_news(self, context: _Context, client: Client, attached: pb.Attached) -> None:
-        told = attached.ready_rows, 0
+    async def _send_changes(self, context: _Context, client: Client, attached: pb.Attached) -> None:
+        """Send new extents and a new store copier to one client, until the task is cancelled."""
+        last_extents = attached.ready_rows, 0
         copier = pb.StoreCopier(store_copier=attached.store_copier, reason=attached.copier_reason)
         while True:
-            news = self._news
+            announced = self._announced
             extents = self._sessions.extents(client)
-            if extents != told and (extents[1] or extents[0] > told[0]):
-                told = extents
+            # Without a round, a client needs to hear only of more rows.
+            if extents != last_extents and (extents[1] or extents[0] > last_extents[0]):
+                last_extents = extents
                 ready_rows, round_ = extents
                 await context.write(pb.AttachReply(extents=pb.Extents(ready_rows=ready_rows, round=round_)))
             if (present := store_copier(client)) != copier:
                 copier = present
                 await context.write(pb.AttachReply(copier=copier))
-            await news.wait()
+            await announced.wait()
 
 
 def _snake_case(name: str) -> str:
@@ -169,31 +180,31 @@ def _snake_case(name: str) -> str:
 
 
 async def _read(context: _Context) -> pb.AttachRequest | None:
-    """The next message of a stream, None at its end."""
+    """Read the next message of a stream; None at its end."""
     data = await context.read()
     return _parse(pb.AttachRequest, data) if isinstance(data, bytes) else None
 
 
 def _parse(kind: type[M], data: bytes) -> M:
-    """Here and not in gRPC, which calls bad bytes an unknown error, with a traceback for each."""
+    """Parse a message. gRPC's own parser reports bad bytes as unknown errors, with a traceback for each."""
     try:
         return kind.FromString(data)
     except DecodeError:
-        logger.warning("A client sent %d bytes that are no %s", len(data), kind.__name__)
-        raise invalid(f"these {len(data)} bytes are no {kind.__name__}") from None
+        logger.warning("A client sent %d bytes that are not a valid %s", len(data), kind.__name__)
+        raise invalid(f"the {len(data)} bytes of this message are not a valid {kind.__name__}") from None
 
 
 def claim_socket(path: str) -> None:
-    """Remove the socket file of a sidecar that is gone. Raises ConfigError when the path can't be used."""
+    """Remove the socket file of a sidecar that has ended. Raises ConfigError if the path can't be used."""
     directory = os.path.dirname(path) or "."
     if not os.path.isdir(directory):
-        raise ConfigError(f"--socket: {directory} is not a directory: make it, or mount a volume there")
+        raise ConfigError(f"--socket: {directory} is not a directory: create it, or mount a volume there")
     if not os.path.lexists(path):
         return
     if not stat.S_ISSOCK(os.lstat(path).st_mode):
-        raise ConfigError(f"--socket: {path} is in the way and no socket: remove it, or choose another path")
+        raise ConfigError(f"--socket: {path} exists and is not a socket: remove it, or choose another path")
     with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(1.0)  # a frozen sidecar with a full backlog is a live one
+        probe.settimeout(1.0)  # a frozen sidecar with a full backlog is still alive
         try:
             probe.connect(path)
         except ConnectionRefusedError:
@@ -202,5 +213,5 @@ def claim_socket(path: str) -> None:
         except TimeoutError:
             pass
         except OSError as error:
-            raise ConfigError(f"--socket: {path} can't be looked at: {error.strerror}") from error
+            raise ConfigError(f"--socket: {path} can't be checked: {error.strerror}") from error
     raise ConfigError(f"--socket: {path} is in use by a live sidecar: stop it, or choose another path")

@@ -1,10 +1,12 @@
-"""What clients ask for, over the one store that they share. One event loop owns it; nothing here blocks."""
+"""The calls of clients, on the store that all clients share. One event loop owns it; nothing here blocks."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import lmcache
 from lmcache.rpc import kvcache_pb2 as pb
@@ -17,18 +19,21 @@ from lmcache_sidecar.clients import offers, validation
 from lmcache_sidecar.clients.registry import Client, Clients
 from lmcache_sidecar.clients.validation import precondition
 from lmcache_sidecar.copiers.copier import SidecarCopier
+from lmcache_sidecar.explain.causes import Causes, Scheduled, blocking_absence, is_unstored
+from lmcache_sidecar.explain.sources import find_sources
 from lmcache_sidecar.samples import Samples
 
 logger = logging.getLogger(__name__)
 
 _FINAL_DRAIN_SECONDS = 2.0
-"""For what the engines that left have stored, before the arena gets another format."""
+"""Time to write through the rows of engines that left, before the arena gets another format."""
 
 
 class Sessions:
     """All clients of one sidecar and their store.
 
-    ``arena`` is formatted by the first Hello, or adopted; ``make_store`` makes a TieredStore over it.
+    The first Hello determines the format of ``arena``, unless an earlier sidecar's rows are adopted.
+    ``make_store`` makes a TieredStore on the arena.
     """
 
     def __init__(
@@ -47,13 +52,14 @@ class Sessions:
         self._arena_path = arena_path
         self._make_store = make_store
         self.samples = Samples(clients)
+        self.causes = Causes()
         self.forming = asyncio.Lock()
-        """Protects the change of the arena's format, which awaits."""
-        self.round = 0
-        """In which workers are asked to let go of rows that are not ready any more; 0: there are none."""
+        """Lock for changes of the arena's format, which contain awaits."""
+        self.release_round = 0
+        """Present round in which workers are asked to release rows that are not ready any more; 0: none."""
 
     async def start(self) -> None:
-        """Adopt what an earlier sidecar left in the arena."""
+        """Adopt the rows that an earlier sidecar left in the arena."""
         self.clients.find_previous()
         async with self.forming:
             if self.arena.geometry is not None:
@@ -62,7 +68,7 @@ class Sessions:
     # ---- the stream ----
 
     async def attach(self, hello: pb.Hello) -> Client:
-        """Admit a client under a new epoch. Raises RefusedError."""
+        """Admit a client under a new epoch. Raises CallRefusedError."""
         peer = validation.parse_hello(hello)
         offers.check_offer(peer)
         probe = self.clients.probe(peer)
@@ -80,7 +86,7 @@ class Sessions:
         return client
 
     def attached_message(self, client: Client) -> pb.Attached:
-        """The answer to Hello."""
+        """Return the answer to Hello."""
         arena, column = self.arena, client.peer.hello.column
         index_offset, index_buckets = arena.index_place
         copier = store_copier(client)
@@ -100,39 +106,57 @@ class Sessions:
             index_offset=index_offset,
             index_buckets=index_buckets,
             takes_pinned=True,
-            memory_only=self._present_store.is_memory_only(client.peer.hello.namespace),
+            memory_only=self._required_store.is_memory_only(client.peer.hello.namespace),
         )
 
     def extents(self, client: Client) -> tuple[int, int]:
-        """Rows that are ready, and the round that the client has to answer."""
-        return self.arena.ready_rows, self.round if client.peer.is_worker else 0
+        """Return the number of ready rows, and the release round that the client must answer; 0: none."""
+        return self.arena.ready_rows, self.release_round if client.peer.is_worker else 0
 
     # ---- calls ----
 
     def lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
-        """Lease what is in memory, unless it is a hint."""
+        """Lease rows that are in memory, unless the call is a hint."""
         client = self.clients.caller(request)
         chains = validation.parse_lookup(request, client.peer)
         client.prefill_tokens_per_second = request.prefill_tokens_per_second
-        if request.HasField("scheduled"):
-            store = self._present_store
-            usable, origins = store.memory.usable_slots, store.origins
-            self.samples.note(client.peer, chains, request.scheduled, usable, origins)
-        num_resident, num_leased, num_pending, is_probing = self._present_store.lookup(
+        store = self._required_store
+        scheduled = request.scheduled if request.HasField("scheduled") else None
+        if scheduled is not None:
+            sources = find_sources(chains, scheduled, store.origins)
+            loaded = scheduled.num_loaded_tokens
+            self.samples.note(client.peer, chains, sources, loaded, store.memory.usable_slots)
+            absence = partial(store.absence, request=request.request_id)
+            blocking = blocking_absence(chains, len(sources), absence)
+            self.causes.note(
+                Scheduled(
+                    time.time(),
+                    request.request_id,
+                    chains,
+                    scheduled,
+                    sources,
+                    store.history,
+                    blocking,
+                    is_unstored(blocking, chains, len(sources), store.history),
+                )
+            )
+            if not chains.num_chunks:
+                return pb.LookupReply()
+        num_resident, num_leased, num_pending, is_probing = store.lookup(
             (client.peer.engine, request.request_id),
             chains,
             chunk_seconds=client.chunk_seconds,
             is_hint=request.hint,
-            is_scheduled=request.HasField("scheduled"),
+            num_scheduled_hits=None if scheduled is None else scheduled.num_hit_chunks,
         )
         return pb.LookupReply(
             num_resident=num_resident, num_leased=num_leased, num_pending=num_pending, probing=is_probing
         )
 
     def reserve(self, request: pb.ReserveRequest) -> pb.ReserveReply:
-        """Give out slots of the client's column."""
+        """Reserve slots of the client's column."""
         peer = self.clients.calling_worker(request)
-        reserved = self._present_store.reserve(
+        reserved = self._required_store.reserve(
             validation.parse_reserve(request, peer),
             peer.hello.column,
             peer.uuid,
@@ -149,39 +173,39 @@ class Sessions:
     async def copy_blocks(self, request: pb.CopyBlocksRequest) -> pb.CopyBlocksReply:
         """Fill reserved slots from the client's GPU memory.
 
-        Until that has ended they are nobody else's, whatever becomes of the call, client or reservation.
+        The slots are not reused until the copies have ended, even if the call, client or reservation ends.
         """
         client = self.clients.caller(request)
         if not client.transfer.is_ipc:
             raise precondition(client.transfer.reason, service.REASON_ENGINE_COPIES)
         peer = client.peer
         copies = offers.parse_copies(request, peer, self.arena.num_rows)
-        memory, held = self._present_store.memory, [copy.slot for copy in copies]
+        memory, held = self._required_store.memory, [copy.slot for copy in copies]
         lengths = [peer.chunk_bytes[copy.group] for copy in copies]
         try:
             memory.hold(held, peer.hello.column, peer.uuid, lengths)
         except StaleSlotError as error:
             raise precondition(f"nothing was copied: {error}") from error
         copying = self.copier.begin(client, copies)
-        copying.job.ended.add_done_callback(lambda _: memory.let_go(held, peer.hello.column))
+        copying.job.ended.add_done_callback(lambda _: memory.end_hold(held, peer.hello.column))
         return pb.CopyBlocksReply(copied=await copying.wait())
 
     def commit(self, request: pb.CommitRequest) -> pb.CommitReply:
-        """The bytes of reserved slots are complete."""
+        """Commit reserved slots whose bytes are complete."""
         self._end_reservations(request, "committed", lambda store: store.commit)
         return pb.CommitReply()
 
     def abort(self, request: pb.AbortRequest) -> pb.AbortReply:
-        """Take reserved slots back."""
+        """Free reserved slots."""
         self._end_reservations(request, "aborted", lambda store: store.abort)
         return pb.AbortReply()
 
     def release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
-        """End leases."""
+        """End the leases of requests."""
         client = self.clients.caller(request)
         request_ids = [validation.parse_request_id(request_id) for request_id in request.request_ids]
         for request_id in request_ids:
-            self._present_store.memory.release((client.peer.engine, request_id))
+            self._required_store.memory.release((client.peer.engine, request_id))
         return pb.ReleaseReply()
 
     def _end_reservations(
@@ -193,22 +217,23 @@ class Sessions:
         peer = self.clients.calling_worker(request)
         slots = validation.parse_slots(request.slots, self.arena.num_rows)
         try:
-            action(self._present_store)(slots, peer.hello.column, peer.uuid)
+            action(self._required_store)(slots, peer.hello.column, peer.uuid)
         except StaleSlotError as error:
             raise precondition(f"nothing was {done}: {error}") from error
 
     # ---- the arena's format ----
 
     async def _agree_on_format(self, geometry: Geometry) -> TieredStore:
+        """Return the store for this geometry. Formats the arena if it has another one and no live clients."""
         present = self.arena.geometry
         if present != geometry:
             if self.copier.num_slots_under_way:
-                raise precondition("a GPU's reader may still be writing to the arena: attach again")
+                raise precondition("the reader of a GPU may still write to the arena: attach again")
             num_clients = len(self.clients.by_uuid) or len(self.clients.previous)
             if present is not None and num_clients:
                 raise precondition(
-                    f"the arena has {present} for {num_clients} live clients, this one needs {geometry}: stop"
-                    " those engines, or give this one a sidecar of its own"
+                    f"the arena has the format {present} for {num_clients} live clients, this client needs"
+                    f" {geometry}: stop those engines, or give this engine a separate sidecar"
                 )
             try:
                 self.arena.check(geometry)
@@ -222,14 +247,12 @@ class Sessions:
         return self.store or await self._open_store()
 
     async def _close_store(self) -> None:
-        """Write through what the engines that left have stored, as far as that goes at once."""
+        """Write through the rows of engines that left, as far as time allows, and close the store."""
         if self.store is None:
             return
         await self.store.drain(_FINAL_DRAIN_SECONDS)
         if not await self.store.close(_FINAL_DRAIN_SECONDS):
-            raise precondition(
-                "a disk or remote tier still holds rows of the old format and does not answer: attach again"
-            )
+            raise precondition("a lower tier has not released rows of the old format: attach again")
         self.store = self.clients.memory = None
 
     async def _open_store(self) -> TieredStore:
@@ -240,12 +263,12 @@ class Sessions:
         return store
 
     @property
-    def _present_store(self) -> TieredStore:
+    def _required_store(self) -> TieredStore:
         assert self.store is not None, "a client is attached, so the arena is formatted"
         return self.store
 
 
 def store_copier(client: Client) -> pb.StoreCopier:
-    """Who copies the client's stores now."""
+    """Return the present copier of the client's stores."""
     copier = pb.COPIER_SIDECAR if client.transfer.is_ipc else pb.COPIER_ENGINE
     return pb.StoreCopier(store_copier=copier, reason=client.transfer.reason)

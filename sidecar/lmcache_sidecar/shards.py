@@ -1,4 +1,4 @@
-"""The list of the remote tier's shards: a file that is followed while it changes.
+"""The list of the remote tier's shards, in a file that the sidecar re-reads while it runs.
 
 .. code-block:: yaml
 
@@ -8,7 +8,8 @@
     tls: [cache-2.cache:6379]
     ca: /etc/cache/ca.crt
 
-``tls``: those that speak it though the URL says nothing of it; ``ca``: who may sign their certificates.
+``until`` is the time up to which the sidecar also asks the previous shards. ``tls`` lists shards that use TLS
+although the URL says ``redis://``. ``ca`` is a file with the certificate authorities that these shards use.
 """
 
 from __future__ import annotations
@@ -17,47 +18,47 @@ import logging
 from collections.abc import Mapping
 from datetime import datetime
 
-from lmcache.options import read_yaml, unknown_keys
+from lmcache.common.options import read_yaml, unknown_keys
 from lmcache.tiers.remote.address import Endpoint, parse_endpoints
 from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.remote.topology import ShardList
-from lmcache_sidecar.followed import FollowedFile
+from lmcache_sidecar.watched_files import FollowedFile
 
 logger = logging.getLogger(__name__)
 
 _KEYS = "current", "previous", "until", "tls", "ca"
 _MAX_SHARDS = 64
-"""Each costs every key a hash."""
+"""Limit of each list: every key is hashed once per shard."""
 
 
 class ShardsFile(FollowedFile):
-    """See the module."""
+    """The shards file of one remote tier; see the module's description."""
 
     def __init__(self, path: str, tier: RemoteTier) -> None:
         super().__init__(path)
         self._tier = tier
 
     def use(self, text: str) -> None:
-        """See ``FollowedFile``."""
+        """Give the list to the remote tier. Raises ValueError, naming file and key."""
         self._tier.set_shards(read_shards(self.path, text))
 
     @property
     def used(self) -> tuple[str, str]:
-        """See ``FollowedFile``."""
+        """Subject and present value, for the log."""
         return "The list of the remote tier's shards", str(self._tier.address)
 
 
 def read_shards(path: str, text: str) -> ShardList:
-    """Read a file's text. Raises ValueError, naming file and key."""
+    """Parse the text of a shards file. Raises ValueError, naming file and key."""
     keys = read_yaml(path, text)
     for sentence in unknown_keys(path, keys, _KEYS):
         logger.warning("%s", sentence)
     current, previous = _endpoints(path, keys, "current"), _endpoints(path, keys, "previous")
     if not current:
-        raise ValueError(f"{path}: current: name a shard, as in 'current: [cache-0.cache:6379]'")
+        raise ValueError(f"{path}: current: name at least one shard, such as 'current: [cache-0.cache:6379]'")
     secure, ca = frozenset(_endpoints(path, keys, "tls")), keys.get("ca") or ""
     if not isinstance(ca, str):
-        raise ValueError(f"{path}: ca: must be the name of a file")
+        raise ValueError(f"{path}: ca: must be the path of a file")
     return ShardList(current, previous, _until(path, keys) if previous else 0.0, secure, ca)
 
 
@@ -77,7 +78,5 @@ def _until(path: str, keys: Mapping[str, object]) -> float:
     except ValueError:
         until = datetime.min
     if until.tzinfo is None:
-        raise ValueError(
-            f"{path}: until: write up to when the previous shards are asked, as 2026-01-31T12:00:00Z"
-        )
+        raise ValueError(f"{path}: until: write a time with its time zone, such as 2026-01-31T12:00:00Z")
     return until.timestamp()

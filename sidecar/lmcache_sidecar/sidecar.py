@@ -1,4 +1,4 @@
-"""The parts of one sidecar put together: arena, tiers, sessions and the socket."""
+"""Assembles one sidecar from its arena, tiers, sessions and socket."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.capacity import volume_bytes
 from lmcache.tiers.stats import MemoryStats
+from lmcache.tiers.tiered.history import ChunkHistory
 from lmcache.tiers.tiered.store import Admit, TieredStore
 from lmcache.tiers.tiered.tasks import Tasks
 from lmcache_sidecar import stats
 from lmcache_sidecar.clients.registry import Clients
 from lmcache_sidecar.config import Config, ConfigError
 from lmcache_sidecar.copiers.copier import Mode, SidecarCopier
-from lmcache_sidecar.followed import SizeFile
+from lmcache_sidecar.explain import page
+from lmcache_sidecar.lower_tiers import open_tiers
 from lmcache_sidecar.resizing import Resizer
 from lmcache_sidecar.samples import Samples
 from lmcache_sidecar.server import Server, claim_socket
 from lmcache_sidecar.sessions import Sessions
 from lmcache_sidecar.stats import CallStats, Part
-from lmcache_sidecar.tiers import open_tiers
+from lmcache_sidecar.watched_files import SizeFile
 
 logger = logging.getLogger(__name__)
 
@@ -34,20 +36,21 @@ _CHECK_SECONDS = 30.0
 _FOLLOW_SECONDS = 1.0
 _RESIZE_SECONDS = 0.25
 _CLOSE_SECONDS = 1.0
-"""That a tier which does not come back from the kernel has to: then the process ends without it."""
+"""Time for tiers to close. A tier may hang in the kernel; the process then ends without it."""
 
 
 class Sidecar:
-    """What engines attach to, from ``start`` to ``stop``."""
+    """The sidecar that engines attach to, between ``start`` and ``stop``."""
 
     def __init__(self, config: Config, calls: CallStats) -> None:
-        """Take the socket and the arena. Raises ConfigError, and then nothing is taken."""
+        """Take the socket path and the arena. Raises ConfigError, and then holds neither."""
         self._config = config
         claim_socket(config.socket)
         locks = _make_locks_directory(config.socket)
-        # No volume grows by itself: who was given more than it has starts with the size of before.
-        most = min(config.memory_capacity, max(config.memory_size, volume_bytes(Path(config.arena_path))))
-        self._size = SizeFile(config.memory_size_file, config.memory_size, most)
+        # The arena's volume does not grow while this process runs. SizeFile refuses a size that exceeds the
+        # volume. The tier then keeps the size of --memory-size.
+        largest = min(config.memory_capacity, max(config.memory_size, volume_bytes(Path(config.arena_path))))
+        self._size = SizeFile(config.memory_size_file, config.memory_size, largest)
         self._size.follow()
         with ExitStack() as opened:
             self._arena = _open_arena(config, self._size.num_bytes)
@@ -55,8 +58,8 @@ class Sidecar:
             self._handles = open_tiers(config, opened)
             self._opened = opened.pop_all()
         self._tiers = {name: lower.tier for name, lower in self._handles.items() if lower.tier}
-        # Over all formats of the arena.
-        self._memory_stats = MemoryStats()
+        self._memory_stats = MemoryStats()  # not reset when the arena gets another format
+        self._history = ChunkHistory()
         self._copier = SidecarCopier(Mode(config.transfer), self._arena)
         self._sessions = Sessions(
             self._arena, config.arena_path, Clients(locks), self._copier, self._make_store
@@ -68,15 +71,18 @@ class Sidecar:
 
     @property
     def not_ready_reason(self) -> str:
-        """Why engines can't attach now; empty: they can."""
+        """Reason why engines can't attach now; empty if they can."""
         if not self._server.is_listening:
-            return "not listening: starting, or stopping"
+            return "the sidecar does not listen: it is starting or stopping"
         if not self._arena.path.exists():
-            return f"the arena's file {self._arena.path} is gone: restart the sidecar"
+            return f"the arena file {self._arena.path} was removed: restart the sidecar"
         return ""
 
     async def start(self) -> None:
-        """Listen; populating goes on in the background. Raises ConfigError; call ``stop`` then, too."""
+        """Start to listen. The arena populates its memory in the background.
+
+        Raises ConfigError; the caller must call ``stop`` in that case, too.
+        """
         loop = asyncio.get_running_loop()
         await self._sessions.start()
         await self._server.start()
@@ -85,20 +91,17 @@ class Sidecar:
             self._server.announce()
             self._copier.grow()
 
-        def on_growth() -> None:
-            loop.call_soon_threadsafe(grew)
-
-        self._arena.start(on_growth)
+        self._arena.start(lambda: loop.call_soon_threadsafe(grew))
         self._tasks.spawn(self._sessions.clients.monitor.run())
         self._tasks.spawn(self._keep_size())
         for handle in self._handles.values():
             if handle.shards is not None:
-                self._tasks.spawn(_keep(_FOLLOW_SECONDS, handle.shards.follow))
+                self._tasks.spawn(_repeat(_FOLLOW_SECONDS, handle.shards.follow))
             if handle.tier is not None:
-                self._tasks.spawn(_keep(_CHECK_SECONDS, handle.tier.check))
+                self._tasks.spawn(_repeat(_CHECK_SECONDS, handle.tier.check))
 
     async def stop(self) -> None:
-        """Take no more calls, write through what is queued, let go of everything. The arena's file stays."""
+        """Refuse new calls, write queued rows through, and release all resources except the arena's file."""
         await self._server.stop()
         await self._copier.close()
         await self._tasks.cancel()
@@ -112,21 +115,31 @@ class Sidecar:
 
     @property
     def samples(self) -> Samples:
-        """What requests looked up."""
+        """Samples of looked-up keys, from which the operator computes the best sizes of tiers."""
         return self._sessions.samples
 
+    def requests(self, query: str) -> bytes:
+        """Return the page of recent requests. Raises ValueError for a bad query."""
+        causes = self._sessions.causes
+        causes.settle()
+        return page.answer(reversed(causes.requests), query)
+
     def stats(self) -> list[Part]:
-        """Everything that is known about its parts."""
+        """Statistics of all components of this sidecar."""
         return stats.collect(self._sessions, self._handles, self._memory_stats, self._resizer)
 
     async def _keep_size(self) -> None:
+        """Resize the memory tier, step by step, whenever its size file changes.
+
+        The lock ``forming`` excludes changes of the arena's format during a step.
+        """
         while True:
             try:
                 await asyncio.to_thread(self._size.follow)
-                is_going_on = True
-                while is_going_on:
+                has_more = True
+                while has_more:
                     async with self._sessions.forming:
-                        is_going_on = self._resizer.step()
+                        has_more = self._resizer.step()
                     await asyncio.sleep(0)
             except Exception as error:
                 self._resizer.note_bug(error)
@@ -139,14 +152,15 @@ class Sidecar:
             admit=Admit(self._config.admit),
             stats={name: lower.traffic for name, lower in self._handles.items()},
             memory_stats=self._memory_stats,
+            history=self._history,
             tenant_quota_percent=self._config.tenant_quota_percent,
         )
 
 
-async def _keep(seconds: float, doing: Callable[[], None]) -> None:
-    """Do something in a thread, and again that long after it is done."""
+async def _repeat(seconds: float, action: Callable[[], None]) -> None:
+    """Run an action in a thread, again and again, with a pause of ``seconds`` in between."""
     while True:
-        await asyncio.to_thread(doing)
+        await asyncio.to_thread(action)
         await asyncio.sleep(seconds)
 
 
@@ -154,18 +168,16 @@ def _make_locks_directory(socket_path: str) -> Path:
     path = service.locks_directory(socket_path)
     try:
         path.mkdir(exist_ok=True)
-        path.chmod(0o2770)  # clients of the same group make their files here
+        path.chmod(0o2770)  # clients of the same group create files here
     except OSError as error:
-        raise ConfigError(
-            f"--socket: can't make {path} for the clients' lock files: {error.strerror}"
-        ) from error
+        raise ConfigError(f"--socket: can't create {path} for lock files: {error.strerror}") from error
     return path
 
 
 def _open_arena(config: Config, num_bytes: int) -> ArenaFile:
     directory = os.path.dirname(config.arena_path) or "."
     if not os.path.isdir(directory):
-        raise ConfigError(f"--arena: {directory} is not a directory: make it, or mount a volume there")
+        raise ConfigError(f"--arena: {directory} is not a directory: create it, or mount a volume there")
     try:
         return ArenaFile(
             config.arena_path,

@@ -1,7 +1,7 @@
-"""What the sidecar says of itself: facts, which are for people, and figures, which are metrics, too.
+"""Statistics of the sidecar: facts for people, and figures that are also metrics.
 
-A figure is declared once, with its name and what it means: gauges here, counters where they are counted
-(``lmcache.tiers.stats``). ``/stats``, ``/metrics`` and the guide's table walk these declarations.
+Each figure is declared once, with its name and a description: gauges here, counters where they are counted
+(``lmcache.tiers.stats``). The declarations produce ``/stats``, ``/metrics`` and docs/reference/stats.md.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ from lmcache.tiers.tiered.tier_worker import TierWorker
 from lmcache_sidecar.clients.registry import Client
 from lmcache_sidecar.copiers.copier import Mode
 from lmcache_sidecar.copiers.jobs import CopyStats
+from lmcache_sidecar.explain.causes import CauseStats
+from lmcache_sidecar.lower_tiers import TierHandle
 from lmcache_sidecar.resizing import Resizer
 from lmcache_sidecar.samples import LookupStats, Samples
 from lmcache_sidecar.sessions import Sessions
-from lmcache_sidecar.tiers import TierHandle
 
 T = TypeVar("T")
 
+_NUM_BRANCHES = 10
 _BOUNDS_SECONDS = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0)
 
 
 class CallStats:
-    """The engine's calls by method. Plain numbers: a call must not pay for its statistics."""
+    """Counts and durations of the engines' calls, by method. Plain numbers, to keep calls fast."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -48,23 +50,23 @@ class CallStats:
         self._buckets: defaultdict[str, list[int]] = defaultdict(lambda: [0] * (len(_BOUNDS_SECONDS) + 1))
 
     def observe(self, method: str, seconds: float) -> None:
-        """A call was answered."""
+        """Record the duration of an answered call."""
         self._buckets[method][bisect_left(_BOUNDS_SECONDS, seconds)] += 1
         self.seconds[method] += seconds
 
     def count(self, method: str, code: grpc.StatusCode) -> None:
-        """A call ended."""
+        """Count a call that ended, by its gRPC status."""
         self.ended[method, code.name] += 1
 
     def buckets(self, method: str) -> list[tuple[str, int]]:
-        """Upper bounds in seconds, and how many calls took no longer."""
+        """Return upper bounds in seconds, each with the number of calls that took no longer."""
         bounds = [*map(str, _BOUNDS_SECONDS), "+Inf"]
         return list(zip(bounds, accumulate(self._buckets[method]), strict=True))
 
 
 @dataclass(frozen=True)
 class Figure(Generic[T]):
-    """The declaration of a number, or of one for each value of ``label``."""
+    """Declaration of a number, or of one number per value of ``label``."""
 
     name: str
     about: str
@@ -74,46 +76,46 @@ class Figure(Generic[T]):
 
     @property
     def metric(self) -> str:
-        """Its name in Prometheus, after that of its part."""
+        """Name in Prometheus, without the prefix of its part."""
         return re.sub("^(num|is)_", "", self.name) + ("_total" if self.is_counter else "")
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one part of the sidecar says of itself; figures of what is not there (yet) are left out."""
+    """Statistics of one part of the sidecar. Figures without a source are left out."""
 
     name: str
-    """Its key in ``/stats``; empty: the sidecar itself, whose keys stand beside the parts."""
+    """Key in ``/stats``; empty for the sidecar itself, whose keys are on the top level."""
 
     facts: Mapping[str, Any]
-    """For people; they are no metrics."""
+    """Texts and structures for people, which are not metrics."""
 
     figures: Mapping[Figure[Any], Any]
-    """With their values; those by label are mappings."""
+    """Figures with their values; the value of a figure with a label is a mapping."""
 
     prefix: str = "lmcache"
-    """Of the metrics' names."""
+    """Prefix of the metrics' names."""
 
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Of all its metrics."""
+    """Labels of all metrics of this part."""
 
 
 def read(figures: Iterable[Figure[T]], source: T | None) -> dict[Figure[Any], Any]:
-    """Return the figures' values now; none where there is no source."""
+    """Return the present values of figures; an empty dictionary if there is no source."""
     return {} if source is None else {figure: _plain(figure.read(source)) for figure in figures}
 
 
 def document(parts: Iterable[Part]) -> dict[str, Any]:
-    """Return all of it as plain numbers and text, by name."""
-    found: dict[str, Any] = {}
+    """Return the content of ``/stats``: plain numbers and texts, by name."""
+    content: dict[str, Any] = {}
     for part in parts:
         values = {**part.facts, **{figure.name: value for figure, value in part.figures.items()}}
-        found |= {part.name: values} if part.name else values
-    return found
+        content |= {part.name: values} if part.name else values
+    return content
 
 
 def declared(kind: type[Any]) -> tuple[Figure[Any], ...]:
-    """Return the counters that a dataclass declares."""
+    """Return figures for the counters that a dataclass declares."""
     return tuple(
         Figure(count.name, read=attrgetter(count.name), is_counter=True, **count.metadata)
         for count in fields(kind)
@@ -122,22 +124,22 @@ def declared(kind: type[Any]) -> tuple[Figure[Any], ...]:
 
 
 def _plain(value: Any) -> Any:
-    """Text in place of members of an enumeration, which label some counters."""
+    """Replace enumeration members, which label some counters, by their values."""
     if not isinstance(value, dict):
         return value
-    present = dict(value)  # at once: threads count on
+    present = dict(value)  # one atomic copy: threads may still count
     return {getattr(key, "value", key): number for key, number in present.items()}
 
 
 def _mode(client: Client) -> str:
-    """How what it stores gets into the arena; empty for a scheduler, which stores nothing."""
+    """Return the transfer mode of a worker; empty for a scheduler, which stores nothing."""
     mode = Mode.CUDA_IPC if client.transfer.is_ipc else Mode.SHARED_MEMORY
     return mode.value if client.peer.is_worker else ""
 
 
 def transfer_facts(sessions: Sessions) -> dict[str, str]:
-    """Return what was asked for, and what all attached workers together have: the worst of it."""
-    workers = [one for one in sessions.clients.by_uuid.values() if one.is_attached and one.peer.is_worker]
+    """Return the requested transfer mode, and the slowest mode of all attached workers with its reason."""
+    workers = [c for c in sessions.clients.by_uuid.values() if c.is_attached and c.peer.is_worker]
     facts = {"asked": sessions.copier.mode.value, "mode": "", "reason": "no engine is attached"}
     for worker in sorted(workers, key=lambda worker: worker.transfer.is_ipc)[:1]:
         facts |= {"mode": _mode(worker), "reason": worker.transfer.reason}
@@ -145,7 +147,7 @@ def transfer_facts(sessions: Sessions) -> dict[str, str]:
 
 
 def _engine_pins(sessions: Sessions) -> list[tuple[str, PinStatus]]:
-    """What each attached worker has pinned, with a name for people."""
+    """Return a description and the pinned memory of each attached worker."""
     clients = [client for client in sessions.clients.by_uuid.values() if client.is_attached]
     return [(f"{client.name},", client.pins) for client in clients if client.pins is not None]
 
@@ -156,15 +158,20 @@ def _reader_pins(sessions: Sessions) -> list[tuple[str, PinStatus]]:
 
 def _pins_by_process(sessions: Sessions) -> dict[str, PinStatus]:
     named = {"engine": _engine_pins(sessions), "reader": _reader_pins(sessions)}
-    return {process: PinStatus.total(pins for _, pins in found) for process, found in named.items()}
+    return {process: PinStatus.total(pins for _, pins in statuses) for process, statuses in named.items()}
 
 
 def pin_problem(sessions: Sessions) -> str:
-    """Say which process could not pin memory, and why; empty: none failed. The first one stands for all."""
+    """Describe the first process that could not pin memory, with the reason; empty if none failed."""
     for name, pins in (*_engine_pins(sessions), *_reader_pins(sessions)):
         if pins.num_failures:
             return f"{name} could not pin {pins.num_failures} parts of the memory tier: {pins.problem}"
     return ""
+
+
+def _branches(sessions: Sessions) -> dict[str, Any]:
+    branches = sessions.causes.branches.top(_NUM_BRANCHES)
+    return {"branches": [asdict(branch) for branch in branches]}
 
 
 def _num_workers(sessions: Sessions) -> dict[str, int]:
@@ -186,8 +193,8 @@ def _row_bytes(arena: Arena) -> int:
 
 
 def _tenants(counts: MemoryStats, number: str) -> dict[str, int]:
-    largest, others = counts.tenants.largest()
-    uses = {use.name.hex()[:16] or "none": use for use in largest} | {"other": others}
+    largest, remaining = counts.tenants.largest()
+    uses = {use.name.hex()[:16] or "none": use for use in largest} | {"other": remaining}
     return {name: getattr(use, number) for name, use in uses.items()}
 
 
@@ -206,64 +213,64 @@ SESSIONS: tuple[Figure[Sessions], ...] = (
         lambda sessions: sessions.store.num_unwritten if sessions.store else 0),
 )
 TRANSFER: tuple[Figure[Sessions], ...] = (
-    Figure("num_workers", "Attached workers by how what they store gets into memory", _num_workers, "mode"),
+    Figure("num_workers", "Attached workers, by the transfer mode of their stores", _num_workers, "mode"),
     Figure("num_slots_under_way", "Slots that a reader of a GPU may be writing to",
         lambda sessions: sessions.copier.num_slots_under_way),
     Figure("pinned_bytes", "Bytes of the memory tier that CUDA has pinned, by the process that copies",
         lambda sessions: {name: pins.pinned_bytes for name, pins in _pins_by_process(sessions).items()},
         "process"),
-    Figure("num_pin_failures", "Parts of the memory tier that CUDA could not pin: their copies are slow",
+    Figure("num_pin_failures", "Parts of the memory tier that CUDA could not pin; their copies are slow",
         lambda sessions: {name: pins.num_failures for name, pins in _pins_by_process(sessions).items()},
         "process"),
 )
 TARGET: Figure[Resizer] = Figure(
-    "target_bytes", "Bytes that the memory tier is to have, of which slot table and index take some",
+    "target_bytes", "Bytes that the memory tier should have, including its slot table and index",
     lambda resizer: resizer.target_bytes)
 ARENA: tuple[Figure[ArenaFile], ...] = (
-    Figure("size_bytes", "Bytes that it takes at most now: the target when that, and nothing else, is there",
+    Figure("size_bytes", "Bytes that the tier takes at most now; equals the target after a resize",
         lambda arena: min(arena.size_bytes, max(arena.target_bytes, arena.taken_bytes))),
     Figure("max_bytes", "Bytes to which it can grow without a restart", lambda arena: arena.capacity_bytes),
-    Figure("capacity_rows", "Rows (chunks of all ranks) when all of the target is populated; with several KV"
-        " groups slots, of which a row takes as many as its group needs", _capacity_rows),
-    Figure("capacity_bytes", "Bytes of these rows", lambda arena: _capacity_rows(arena) * _row_bytes(arena)),
+    Figure("capacity_rows", "Rows (chunks of all ranks) that fit the target; with several KV groups slots, of"
+        " which a row takes as many as its group needs", _capacity_rows),
+    Figure("capacity_bytes", "Bytes of capacity_rows",
+        lambda arena: _capacity_rows(arena) * _row_bytes(arena)),
     Figure("ready_rows", "Rows (or slots) whose memory is populated", lambda arena: arena.ready_rows),
-    Figure("ready_bytes", "Bytes of these rows", lambda arena: arena.ready_rows * _row_bytes(arena)),
+    Figure("ready_bytes", "Bytes of ready_rows", lambda arena: arena.ready_rows * _row_bytes(arena)),
 )
 MEMORY: tuple[Figure[MemoryTier], ...] = (
-    Figure("usable_rows", "Rows (or slots, as above) that may be given out or leased",
+    Figure("usable_rows", "Rows (or slots) that may be reserved or leased",
         lambda memory: memory.usable_slots),
-    Figure("usable_bytes", "Bytes of these rows",
+    Figure("usable_bytes", "Bytes of usable_rows",
         lambda memory: memory.usable_slots * _row_bytes(memory.arena)),
-    Figure("used_rows", "Rows in use", lambda memory: memory.num_used),
-    Figure("used_bytes", "Bytes of these rows",
-        lambda memory: memory.used_bytes),
-    Figure("leased_rows", "Rows under a lease", lambda memory: memory.num_leased),
+    Figure("used_rows", "Rows that are not free", lambda memory: memory.num_used),
+    Figure("used_bytes", "Bytes of used_rows", lambda memory: memory.used_bytes),
+    Figure("leased_rows", "Rows that a lease protects against eviction", lambda memory: memory.num_leased),
     Figure("quarantined_slots", "Slots whose reuse is not proven safe",
         lambda memory: memory.num_quarantined),
 )
 MEMORY_COUNTS: tuple[Figure[MemoryStats], ...] = (
     *declared(MemoryStats),
     HIT_RATIO,
-    Figure("tenant_rows", "Rows of the 32 largest tenants, by the head of their hashes, and of all others",
+    Figure("tenant_rows", "Rows of the 32 largest tenants, by the start of their hashes, and of all others",
         lambda counts: _tenants(counts, "num_rows"), "tenant"),
-    Figure("tenant_bytes", "Bytes of these rows", lambda counts: _tenants(counts, "num_bytes"), "tenant"),
+    Figure("tenant_bytes", "Bytes of tenant_rows", lambda counts: _tenants(counts, "num_bytes"), "tenant"),
 )
 REACHABLE: Figure[tuple[TierHandle, TierWorker | None]] = Figure(
-    "is_reachable", "1 if the tier answers, as far as known", lambda lower: _is_reachable(*lower))
+    "is_reachable", "1 if the tier answers, as far as the sidecar knows", lambda lower: _is_reachable(*lower))
 TRAFFIC: tuple[Figure[TierWorker], ...] = (
-    Figure("load_bytes_per_second", "How fast it loads, as measured in the last minute; 0: not known",
+    Figure("load_bytes_per_second", "Speed of loads from the tier, measured in the last minute; 0: not known",
         lambda lower: round(lower.bytes_per_second)),
-    Figure("num_queued_loads", "Rows being brought, or waiting for it", lambda lower: lower.num_loads),
-    Figure("num_queued_writes", "Rows that wait for their write", lambda lower: lower.num_queued),
+    Figure("num_queued_loads", "Rows that are being promoted, or wait for it", lambda lower: lower.num_loads),
+    Figure("num_queued_writes", "Rows that wait to be written to the tier", lambda lower: lower.num_queued),
 )
 USED_BYTES: Figure[LowerTier] = Figure(
-    "used_bytes", "Bytes that the tier takes of its volume; of servers, all that they hold",
+    "used_bytes", "Bytes in use on the tier's volume; for servers, all bytes that they hold",
     lambda tier: tier.used_bytes)
 RESIDENCE: Figure[LowerTier] = Figure(
-    "residence_seconds", "How long an object stays that nobody uses, as things go",
+    "residence_seconds", "Estimated seconds until the tier evicts an object that is not used",
     lambda tier: tier.residence_seconds)
 LOOKUPS: tuple[Figure[Samples], ...] = (
-    Figure("samples_dropped", "Samples that left the ring behind /samples",
+    Figure("samples_dropped", "Samples dropped from the ring that /samples serves",
         lambda samples: samples.num_dropped, is_counter=True),
     Figure("chunk_tokens", "Tokens of a chunk", lambda samples: samples.chunk_tokens),
     Figure("row_bytes", "Bytes that a chunk takes in memory, of all ranks and KV groups",
@@ -271,11 +278,11 @@ LOOKUPS: tuple[Figure[Samples], ...] = (
     Figure("kv_bytes_per_token", "Bytes of a token's KV as stored, of all ranks",
         lambda samples: samples.kv_bytes_per_token),
     Figure("engine_kv_bytes", "Bytes of the engines' own KV caches, of all ranks",
-        lambda samples: sum(one.peer.hello.kv_bytes for one in samples.followed())),
-    Figure("gpus", "Attached workers, each of which has a GPU",
-        lambda samples: sum(one.peer.is_worker for one in samples.followed())),
-    Figure("prefill_tokens_per_second", "Tokens of prompts that the engines compute per second; 0: not known",
-        lambda samples: round(sum(one.prefill_tokens_per_second for one in samples.followed()))),
+        lambda samples: sum(client.peer.hello.kv_bytes for client in samples.followed())),
+    Figure("gpus", "GPUs of the engines: attached workers, with one GPU each",
+        lambda samples: sum(client.peer.is_worker for client in samples.followed())),
+    Figure("prefill_tokens_per_second", "Prompt tokens that the engines compute per second; 0: not known",
+        lambda samples: round(sum(client.prefill_tokens_per_second for client in samples.followed()))),
 )
 # fmt: on
 
@@ -283,13 +290,14 @@ LOOKUPS: tuple[Figure[Samples], ...] = (
 def collect(
     sessions: Sessions, handles: Mapping[str, TierHandle], counts: MemoryStats, resizer: Resizer
 ) -> list[Part]:
-    """Return what is known about the parts of a sidecar. Costs O(clients)."""
+    """Return the statistics of all parts of a sidecar. Takes time in proportion to the clients."""
     arena, store = sessions.arena, sessions.store
     facts = {
         "epoch": arena.epoch,
         "geometry": arena.geometry and asdict(arena.geometry),
         "clients": [_client(client) for client in sessions.clients.by_uuid.values()],
     }
+    sessions.causes.settle()
     samples = read(declared(LookupStats), sessions.samples.stats) | read(LOOKUPS, sessions.samples)
     memory = read([TARGET], resizer) | read(ARENA, arena)
     memory |= read(MEMORY, store.memory if store else None) | read(MEMORY_COUNTS, counts)
@@ -298,6 +306,7 @@ def collect(
     return [
         Part("", facts, read(SESSIONS, sessions)),
         Part("lookups", {"namespace": sessions.samples.namespace}, samples),
+        Part("causes", _branches(sessions), read(declared(CauseStats), sessions.causes.stats), "lmcache"),
         Part(
             "transfer",
             transfer_facts(sessions) | {"pin_problem": pin_problem(sessions)},
@@ -313,7 +322,7 @@ def collect(
 
 
 def tier_part(name: str, handle: TierHandle, worker: TierWorker | None) -> Part:
-    """Return what a lower tier did, and whether it answers; there is no worker before the arena's format."""
+    """Return the statistics of a lower tier. ``worker`` is None until the arena has a format."""
     figures = read([REACHABLE], (handle, worker))
     if handle.tier is not None:
         figures |= read([*declared(type(handle.tier.stats)), HIT_RATIO], handle.tier.stats)
@@ -323,8 +332,8 @@ def tier_part(name: str, handle: TierHandle, worker: TierWorker | None) -> Part:
         if handle.tier.residence_seconds < math.inf:
             figures |= read([RESIDENCE], handle.tier)
     health = handle.tier.health if handle.tier is not None else None
-    why = health.problem if health is not None and health.is_open else handle.off_reason
-    facts = {"address": str(handle.tier.address) if handle.tier else handle.address, "off_reason": why}
+    reason = health.problem if health is not None and health.is_open else handle.off_reason
+    facts = {"address": str(handle.tier.address) if handle.tier else handle.address, "off_reason": reason}
     if handle.shards is not None:
         facts["shards_problem"] = handle.shards.problem
     return Part(name, facts, figures, "lmcache_tier", {"tier": name})

@@ -1,1 +1,1 @@
-"""Clients of the sidecar: who is attached, what they may get wrong, and how their death is proven."""
+"""Clients of the sidecar: their registry, the checks of their messages, and the proof of their death."""

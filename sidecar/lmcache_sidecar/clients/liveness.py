@@ -19,27 +19,29 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 2.0
-"""Between the lock's end and the reuse of slots: a dying process's last DMA may still be under way."""
+"""Time from the lock's end to the reuse of slots: a dying process's last DMA may still be under way."""
 
 POLL_SECONDS = 0.25
 
 
 class LockProbe:
-    """One client's lock file, by a descriptor of our own: it names that file even when the path is gone."""
+    """One client's lock file, held open by a descriptor, which is valid even after the path was removed."""
 
     def __init__(self, path: Path, *, is_resting: bool = False) -> None:
-        """Raises OSError when the file can't be opened. A resting probe opens it when it is asked, and keeps
-        it open once the lock was held: the files of dead clients may be more than our descriptors.
+        """Raises OSError if the file can't be opened.
+
+        A resting probe opens the file at each check, and keeps it open once the lock was held. Dead clients
+        may have left more files than this process can have descriptors.
         """
         self._path = path
         self._fd = -1 if is_resting else _open(path)
 
     def is_held(self) -> bool:
-        """Does the client hold its lock, as far as can be told?"""
+        """Return whether the client holds its lock. Returns True if that is uncertain."""
         try:
             fd = self._fd if self._fd >= 0 else _open(self._path)
         except OSError as error:
-            return not isinstance(error, FileNotFoundError)  # it detached; or nothing is proven
+            return not isinstance(error, FileNotFoundError)  # other errors prove nothing
         is_held = _is_held(fd)
         if is_held:
             self._fd = fd
@@ -48,13 +50,13 @@ class LockProbe:
         return is_held
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._fd >= 0:
             os.close(self._fd)
 
     def remove(self) -> None:
-        """The client is dead: remove its file, unless somebody put another there."""
-        with contextlib.suppress(OSError):  # gone already, or not ours to remove: it only takes an inode
+        """Remove the file of a dead client, unless another file has taken its path."""
+        with contextlib.suppress(OSError):  # a file that remains only takes an inode
             if self._fd < 0 or os.path.samestat(os.stat(self._path), os.fstat(self._fd)):
                 self._path.unlink()
         self.close()
@@ -74,31 +76,31 @@ def _is_held(fd: int) -> bool:
 
 
 def probes_in(directory: Path) -> dict[bytes, LockProbe]:
-    """Probes of all lock files that are there, by client uuid.
+    """Return probes of all lock files in a directory, by client UUID.
 
-    What can't be opened as one is left alone: a client whose lock can't be seen is never attached.
+    Other files are ignored: a client without a readable lock file is never attached.
     """
-    probes, num_odd = {}, 0
+    probes, num_ignored = {}, 0
     for path in directory.glob("*.lock"):
         if re.fullmatch(r"[0-9a-f]{32}", path.stem):
             if _is_lock_file(path):
                 probes[bytes.fromhex(path.stem)] = LockProbe(path, is_resting=True)
             else:
-                num_odd += 1
-    if num_odd:
-        logger.warning("%d entries of %s are no clients' lock files, and left alone", num_odd, directory)
+                num_ignored += 1
+    if num_ignored:
+        logger.warning("Ignored %d entries of %s that are not lock files of clients", num_ignored, directory)
     return probes
 
 
 def _is_lock_file(path: Path) -> bool:
     try:
         return stat.S_ISREG(path.lstat().st_mode) and os.access(path, os.R_OK | os.W_OK)
-    except FileNotFoundError:  # its client has just detached: the probe will find that out
+    except FileNotFoundError:  # its client has just detached; the probe will notice
         return True
 
 
 class LivenessMonitor:
-    """Calls ``on_death(uuid)`` once per watched client, when it is proven dead."""
+    """Calls ``on_death(uuid)`` once for each watched client that is proven dead."""
 
     def __init__(self, on_death: Callable[[bytes], None], clock: Callable[[], float]) -> None:
         self._on_death = on_death
@@ -108,18 +110,18 @@ class LivenessMonitor:
         self._has_work = asyncio.Event()
 
     def watch(self, uuid: bytes, probe: LockProbe) -> None:
-        """Look at a client from now on; takes over its probe."""
+        """Start watching a client, and take over its probe."""
         self._probes[uuid] = probe
         self._has_work.set()
 
     def forget(self, uuid: bytes) -> None:
-        """The client is attached again."""
+        """Stop watching a client that is attached again."""
         self._unlocked_at.pop(uuid, None)
         if (probe := self._probes.pop(uuid, None)) is not None:
             probe.close()
 
     def step(self) -> None:
-        """Look at every watched client once."""
+        """Check every watched client once."""
         now = self._clock()
         for uuid, probe in list(self._probes.items()):
             if probe.is_held():
@@ -130,12 +132,12 @@ class LivenessMonitor:
                 self._on_death(uuid)
 
     async def run(self) -> None:
-        """Step every POLL_SECONDS while there is somebody to look at."""
+        """Call ``step`` every POLL_SECONDS while there are clients to watch."""
         while True:
             await self._has_work.wait()
             try:
                 self.step()
-            except Exception:  # a monitor that ends would keep all slots in quarantine from then on
+            except Exception:  # if the monitor ended, all slots would stay in quarantine
                 logger.exception("Looking for dead clients failed")
             if not self._probes:
                 self._has_work.clear()

@@ -1,7 +1,7 @@
-"""Where a client's GPU memory is and what shall be copied from it: all that a message may get wrong.
+"""Checks a client's offer of GPU memory, and its requests to copy from that memory.
 
-Each function raises RefusedError with a sentence that says what to do. Sums are taken of Python's integers,
-which don't overflow; what the driver says of an allocation once it is opened is checked again in the child.
+Each function raises CallRefusedError with a sentence that says what to do. Sums use Python's integers, which
+don't overflow. The reader process checks the offer again with the sizes that the driver reports.
 """
 
 from __future__ import annotations
@@ -15,21 +15,13 @@ from numpy.typing import NDArray
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.tiers.memory.contracts import Slot
-from lmcache_sidecar.clients.validation import (
-    MAX_GROUPS,
-    MAX_TEXT_BYTES,
-    Peer,
-    check_length,
-    invalid,
-    parse_slots,
-    require,
-)
+from lmcache_sidecar.clients.validation import MAX_GROUPS, Peer, check_length, invalid, parse_slots, require
 
 HANDLE_BYTES = 64
 MAX_ALLOCATIONS = 4096
 MAX_LAYERS = 4096
 MAX_PAGES_PER_ROW = 1 << 16
-"""What copies of one slot cost the reader: 16 blocks of 128 layers are 2,048."""
+"""Limit of the pieces that a copy of one slot has; 16 blocks of 128 layers are 2,048 pieces."""
 
 _MAX_ALLOCATION_BYTES = 1 << 48
 _UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
@@ -37,7 +29,7 @@ _GPU = re.compile(rf"GPU-{_UUID}|MIG-{_UUID}|MIG-GPU-{_UUID}/[0-9]+/[0-9]+")
 
 
 class SlotCopy(NamedTuple):
-    """One slot to be filled."""
+    """One slot to fill, and the blocks to copy into it."""
 
     group: int
     slot: Slot
@@ -45,38 +37,37 @@ class SlotCopy(NamedTuple):
 
 
 def check_offer(peer: Peer) -> None:
-    """Check a Hello's offer as far as its own words go."""
+    """Check the offer of a Hello, as far as possible without opening the memory."""
     offer = peer.hello.transfer
-    check_length("refusal", offer.refusal.encode(), MAX_TEXT_BYTES)
+    check_length("refusal", offer.refusal.encode())
     if not offer.gpu_uuid:
         require(not offer.allocations and not offer.groups, "GPU memory is offered without a gpu_uuid")
         return
     require(
-        bool(_GPU.fullmatch(offer.gpu_uuid)), f"gpu_uuid {offer.gpu_uuid[:64]!r} is no GPU's or MIG device's"
+        bool(_GPU.fullmatch(offer.gpu_uuid)), f"gpu_uuid {offer.gpu_uuid[:64]!r} names no GPU or MIG device"
     )
     if not offer.allocations:
         require(not offer.groups, "pages are offered without allocations")
         return
-    require(peer.is_worker, "only a worker has KV to offer: this client attaches as the scheduler")
+    require(peer.is_worker, "only a worker can offer KV: this client attaches as the scheduler")
     _check_allocations(offer)
-    require(
-        len(offer.groups) <= MAX_GROUPS, f"at most {MAX_GROUPS} groups are taken, not {len(offer.groups)}"
-    )
+    num_groups = len(offer.groups)
+    require(num_groups <= MAX_GROUPS, f"at most {MAX_GROUPS} groups are allowed, not {num_groups}")
     groups = sorted(pages.group for pages in offer.groups)
     require(
         groups == peer.storing,
-        f"pages must be offered of each of the groups {peer.storing} once, not of {groups}",
+        f"pages must be offered once for each of the groups {peer.storing}, not for {groups}",
     )
     for pages in offer.groups:
         _check_pages(pages, offer, peer.chunk_bytes[pages.group])
 
 
 def parse_copies(request: pb.CopyBlocksRequest, peer: Peer, num_rows: int) -> list[SlotCopy]:
-    """Return what a CopyBlocks asks for, in its order."""
-    require(len(request.groups) <= MAX_GROUPS, f"a call takes at most {MAX_GROUPS} groups of slots")
+    """Return the copies that a CopyBlocks requests, in its order."""
+    require(len(request.groups) <= MAX_GROUPS, f"a call accepts at most {MAX_GROUPS} groups of slots")
     parse_slots(b"".join(copies.slots for copies in request.groups), num_rows)
     offered = {pages.group: pages for pages in peer.hello.transfer.groups}
-    found = []
+    requested = []
     for copies in request.groups:
         if (pages := offered.get(copies.group)) is None:
             raise invalid(f"no pages of group {copies.group} were offered")
@@ -92,14 +83,14 @@ def parse_copies(request: pb.CopyBlocksRequest, peer: Peer, num_rows: int) -> li
             not blocks.size or int(blocks.max()) < pages.num_blocks,
             f"blocks of group {copies.group} must be below {pages.num_blocks}",
         )
-        found += [SlotCopy(copies.group, slot, ids) for slot, ids in zip(slots, blocks, strict=True)]
-    require(bool(found), "the call names no slot")  # nothing would ever end
-    return found
+        requested += [SlotCopy(copies.group, slot, ids) for slot, ids in zip(slots, blocks, strict=True)]
+    require(bool(requested), "the call names no slot")  # a job without slots would never end
+    return requested
 
 
 def _check_allocations(offer: pb.TransferOffer) -> None:
     number = len(offer.allocations)
-    require(number <= MAX_ALLOCATIONS, f"at most {MAX_ALLOCATIONS} allocations are taken, not {number}")
+    require(number <= MAX_ALLOCATIONS, f"at most {MAX_ALLOCATIONS} allocations are allowed, not {number}")
     handles = [allocation.ipc_handle for allocation in offer.allocations]
     require(all(len(handle) == HANDLE_BYTES for handle in handles), f"an ipc_handle has {HANDLE_BYTES} bytes")
     require(len(set(handles)) == len(handles), "every allocation must be offered once")

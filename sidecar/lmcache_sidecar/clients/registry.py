@@ -1,9 +1,10 @@
-"""Who is attached, under which epoch, and whose slots wait for a proof. One event loop owns it.
+"""The clients of a sidecar: attached ones with their epochs, and quarantined ones. One event loop owns it.
 
-A client is **attached** from its Hello to the end of its stream, then in **quarantine** until it attaches
-again and sends Drained, or is proven dead. Slots belong to the client, leases to its engine. Whoever attaches
-gets a new epoch, and every call must carry the present one: what a client did in an older epoch can't be
-mistaken for the new one's.
+A client is **attached** from its Hello to the end of its stream. It is then in **quarantine** until it
+attaches again and sends Drained, or is proven dead. Slots belong to the client, leases to its engine.
+
+A client gets a new epoch whenever it attaches, and every call must carry the present epoch. The sidecar can
+therefore not mistake a message of an older epoch for one of the present epoch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from lmcache.cuda.pin_status import PinStatus
 from lmcache.rpc import kvcache_pb2 as pb
@@ -24,21 +25,19 @@ from lmcache_sidecar.clients.validation import Peer, precondition
 
 logger = logging.getLogger(__name__)
 
-Request = (
-    pb.LookupRequest
-    | pb.ReserveRequest
-    | pb.CopyBlocksRequest
-    | pb.CommitRequest
-    | pb.AbortRequest
-    | pb.ReleaseRequest
-)
+
+class Request(Protocol):
+    """A call of an attached client."""
+
+    client_uuid: bytes
+    epoch: int
 
 
 class Transfer(NamedTuple):
-    """Who copies a client's stores, and why."""
+    """The copier of a client's stores, and the reason for the choice."""
 
     is_ipc: bool
-    """The sidecar does, by CUDA IPC; else the engine, through shared memory."""
+    """True: the sidecar copies, by CUDA IPC. False: the engine copies, through shared memory."""
     reason: str
 
 
@@ -51,40 +50,40 @@ class Client:
 
     peer: Peer
     probe: LockProbe
-    """Given to the liveness monitor when the stream ends."""
+    """Probe of the client's lock; the liveness monitor takes it over when the stream ends."""
     epoch: int
     is_attached: bool = True
     prefill_tokens_per_second: float = 0.0
-    """As it said last; 0: not known yet."""
+    """Prefill speed that the engine reported last; 0: not known yet."""
     transfer: Transfer = _NOTHING_TO_COPY
-    """As it is now."""
+    """Present copier of the client's stores."""
     pins: PinStatus | None = None
-    """How much of its column its CUDA driver has pinned; None: it never said."""
-    let_go: int = 0
-    """The last round of Extents that it answered."""
+    """Amount of its column that its CUDA driver has pinned; None: the client has not reported it."""
+    released_round: int = 0
+    """Last release round that the client answered."""
 
     @property
     def chunk_seconds(self) -> float:
-        """What computing one chunk takes its engine; 0.0: not known yet."""
+        """Seconds that the engine takes to compute one chunk; 0.0: not known yet."""
         rate = self.prefill_tokens_per_second
         return self.peer.hello.geometry.chunk_tokens / rate if rate else 0.0
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Description of the worker for messages."""
         hello = self.peer.hello
         return f"the worker of column {hello.column}, pid {hello.pid}"
 
     @property
     def state(self) -> str:
-        """For people."""
-        return "attached" if self.is_attached else "lost, and not proven dead"
+        """State of the client for messages."""
+        return "attached" if self.is_attached else "lost, not proven dead"
 
     def check_epoch(self, epoch: int) -> None:
-        """Raise RefusedError unless the stream is open and ``epoch`` its own."""
+        """Raise CallRefusedError unless the stream is open and ``epoch`` is its epoch."""
         if not self.is_attached or epoch != self.epoch:
-            present = f"the present one is {self.epoch}" if self.is_attached else "its stream has ended"
-            raise precondition(f"epoch {epoch} is over, {present}: attach again", service.REASON_ATTACH_AGAIN)
+            reason = f"the present epoch is {self.epoch}" if self.is_attached else "its stream has ended"
+            raise precondition(f"epoch {epoch} is over, {reason}: attach again", service.REASON_ATTACH_AGAIN)
 
 
 class Clients:
@@ -97,57 +96,52 @@ class Clients:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.memory: MemoryTier | None = None
-        """Where their slots are; None while the arena has no format."""
+        """Memory tier that holds the clients' slots; None while the arena has no format."""
         self.by_uuid: dict[bytes, Client] = {}
         self.previous: set[bytes] = set()
         """Clients of an earlier sidecar that may still use adopted rows."""
         self.on_detached: Callable[[Client], None] = lambda _: None
-        """Called when a client's stream ended."""
+        """Callback for the end of a client's stream."""
         self.monitor = LivenessMonitor(self._on_dead, clock)
         self._locks_directory = locks_directory
         self._make_probe = make_probe
         self._last_epoch = 0
 
     def find_previous(self) -> None:
-        """Watch the clients of an earlier sidecar by the lock files that they left."""
+        """Watch the clients of an earlier sidecar by their lock files."""
         for uuid, probe in probes_in(self._locks_directory).items():
             self.previous.add(uuid)
             self.monitor.watch(uuid, probe)
 
     def probe(self, peer: Peer) -> LockProbe:
-        """Open the client's lock file. Raises RefusedError unless the client holds its lock."""
+        """Open the client's lock file. Raises CallRefusedError unless the client holds its lock."""
         path = self._locks_directory / f"{peer.uuid.hex()}.lock"
         try:
             probe = self._make_probe(path)
         except OSError as error:
-            raise precondition(
-                f"the client's lock file can't be opened, {error}: make it, then attach"
-            ) from error
+            raise precondition(f"the client's lock file can't be opened ({error}): create it") from error
         if not probe.is_held():
             probe.close()
             raise precondition(f"no other process holds the record lock on {path}: take it, then attach")
         return probe
 
     def check_engine(self, peer: Peer) -> None:
-        """Raise RefusedError if another client of its engine says something else of it."""
+        """Raise CallRefusedError if another client of this engine reported another layout."""
         if any(other.layout != peer.layout for other in self._peers(peer.engine)):
-            raise precondition(
-                "another client of this engine_uuid has another namespace or geometry:"
-                " all ranks of an engine must agree"
-            )
+            raise precondition("another client of this engine_uuid has another namespace or geometry")
 
     def admit(self, peer: Peer, probe: LockProbe) -> Client:
-        """Attach it under a new epoch; takes over the probe."""
+        """Attach a client under a new epoch, and take over its probe."""
         if (older := self.by_uuid.get(peer.uuid)) is not None:
             self.detach(older)
         self.monitor.forget(peer.uuid)
-        self._last_epoch = max(self._last_epoch + 1, time.time_ns())  # differs from all earlier sidecars'
+        self._last_epoch = max(self._last_epoch + 1, time.time_ns())  # no earlier sidecar used it
         client = self.by_uuid[peer.uuid] = Client(peer, probe, self._last_epoch)
         logger.info("Client %s attached, epoch %d: %s", peer.uuid.hex(), client.epoch, peer)
         return client
 
     def detach(self, client: Client) -> None:
-        """The client's stream ended: what it holds goes to quarantine."""
+        """Move a client whose stream ended, and its slots, to quarantine."""
         if not client.is_attached:
             return
         client.is_attached = False
@@ -155,15 +149,15 @@ class Clients:
             self.memory.quarantine(client.peer.uuid)
         self.on_detached(client)
         self.monitor.watch(client.peer.uuid, client.probe)
-        logger.info("Client %s lost, epoch %d: in quarantine", client.peer.uuid.hex(), client.epoch)
+        logger.info("Client %s lost, epoch %d: now in quarantine", client.peer.uuid.hex(), client.epoch)
 
-    def drained(self, client: Client, message: pb.Drained) -> None:
-        """No copy of an older epoch is under way in the client."""
+    def note_drained(self, client: Client, message: pb.Drained) -> None:
+        """Free the slots of a client's older epochs: none of its copies uses them any more."""
         client.check_epoch(message.epoch)
         self._free(client.peer.uuid)
 
     def caller(self, request: Request) -> Client:
-        """Who calls. Raises RefusedError unless it is attached, under the epoch of the request."""
+        """Return the calling client. Raises CallRefusedError unless it is attached with this epoch."""
         client = self.by_uuid.get(request.client_uuid)
         if client is None or not client.is_attached:
             raise precondition("this client is not attached: attach again", service.REASON_ATTACH_AGAIN)
@@ -171,23 +165,23 @@ class Clients:
         return client
 
     def calling_worker(self, request: Request) -> Peer:
-        """The rank that calls. Raises RefusedError for a scheduler, too."""
+        """Return the calling worker. Raises CallRefusedError as ``caller`` does, and for a scheduler."""
         peer = self.caller(request).peer
         if not peer.is_worker:
-            raise precondition("only a worker stores: this client attached as the scheduler")
+            raise precondition("only a worker can store: this client is attached as the scheduler")
         return peer
 
-    def that_can_not_let_go(self) -> str:
-        """Name a worker that will never answer a round of Extents; empty: there is none."""
-        too_old = [one for one in self._workers if not one.peer.hello.can_let_go]
-        return "".join(f"{one.name}, version {one.peer.hello.client_version}" for one in too_old[:1])
+    def first_worker_without_release_support(self) -> str:
+        """Describe a worker whose version never answers a release round; empty if there is none."""
+        too_old = [worker for worker in self._workers if not worker.peer.hello.can_release_extents]
+        return "".join(f"{worker.name}, version {worker.peer.hello.client_version}" for worker in too_old[:1])
 
-    def holding(self, round_: int) -> str:
-        """Name who may still use memory that is not ready any more, or have it pinned; empty: nobody."""
+    def first_holder(self, round_: int) -> str:
+        """Describe a client that may still use or pin memory that is not ready any more; empty: none."""
         if self.previous:
-            return f"{len(self.previous)} clients of before the sidecar's restart, which may still run"
-        late = [one for one in self._workers if not one.is_attached or one.let_go != round_]
-        return "".join(f"{one.name}, {one.state}, to let go of it" for one in late[:1])
+            return f"{len(self.previous)} clients from before the sidecar's restart, which may still run"
+        late = [w for w in self._workers if not w.is_attached or w.released_round != round_]
+        return "".join(f"{worker.name} ({worker.state})" for worker in late[:1])
 
     @property
     def _workers(self) -> list[Client]:
@@ -197,8 +191,7 @@ class Clients:
         return [client.peer for client in self.by_uuid.values() if client.peer.engine == engine]
 
     def free_unknown(self) -> None:
-        """Free the slots of owners that left no lock file: they detached, or their pod is another one by
-        now."""
+        """Free the slots of owners without a lock file: they detached, or their pod was replaced."""
         assert self.memory is not None
         for uuid in self.memory.quarantined_owners - self.previous:
             self.memory.end_quarantine(uuid)
@@ -206,7 +199,7 @@ class Clients:
             self.memory.release_adopted()
 
     def _free(self, uuid: bytes) -> None:
-        """Nothing of the client's older epochs is in use any more."""
+        """End the quarantine of a client: nothing of its older epochs is in use any more."""
         self.previous.discard(uuid)
         if self.memory is not None:
             self.memory.end_quarantine(uuid)

@@ -1,6 +1,6 @@
-"""From messages to values: everything a peer may get wrong is found here, before anything is changed.
+"""Checks and parses messages, so that an invalid message is refused before it changes anything.
 
-Each function raises RefusedError with a sentence that says what to do. Lengths and counts are bounded, so
+Each function raises CallRefusedError with a sentence that says what to do. Lengths and counts are bounded, so
 that no message can cost more than its size.
 """
 
@@ -23,15 +23,15 @@ from lmcache.tiers.memory.contracts import Chains, Geometry, Slot
 from lmcache.tiers.pages import PAGE_BYTES
 
 _UUID_BYTES = 16
-MAX_TEXT_BYTES = 512
+_MAX_TEXT_BYTES = 512
 MAX_GROUPS = 64
 _MAX_COLUMNS = 1024
 _MAX_CHUNK_BYTES = 1 << 40
 _KINDS = {kind.value: kind for kind in GroupKind}
 
 
-class RefusedError(Exception):
-    """A call that is not done, and why; ``reason`` is set where the client's code acts upon it."""
+class CallRefusedError(Exception):
+    """A refused call, with the message for people, and a ``reason`` if the client's code reacts to it."""
 
     def __init__(self, code: grpc.StatusCode, message: str, reason: str = "") -> None:
         super().__init__(message)
@@ -40,43 +40,43 @@ class RefusedError(Exception):
         self.reason = reason
 
 
-def invalid(message: str) -> RefusedError:
-    """The message itself is wrong, whatever the sidecar's state."""
-    return RefusedError(grpc.StatusCode.INVALID_ARGUMENT, message)
+def invalid(message: str) -> CallRefusedError:
+    """Return the error for a message that is wrong in any state of the sidecar."""
+    return CallRefusedError(grpc.StatusCode.INVALID_ARGUMENT, message)
 
 
-def precondition(message: str, reason: str = "") -> RefusedError:
-    """The message does not fit the sidecar's state."""
-    return RefusedError(grpc.StatusCode.FAILED_PRECONDITION, message, reason)
+def precondition(message: str, reason: str = "") -> CallRefusedError:
+    """Return the error for a message that does not fit the sidecar's present state."""
+    return CallRefusedError(grpc.StatusCode.FAILED_PRECONDITION, message, reason)
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A client: its Hello, found sound, and what follows from it."""
+    """A client: its checked Hello, and the values derived from it."""
 
     hello: pb.Hello
     geometry: Geometry
     groups: dict[int, KVGroup]
-    """By their numbers."""
+    """KV groups by number."""
 
     @property
     def uuid(self) -> bytes:
-        """Who it is."""
+        """UUID of the client."""
         return self.hello.client_uuid
 
     @property
     def engine(self) -> bytes:
-        """Whose it is."""
+        """UUID of the client's engine."""
         return self.hello.engine_uuid
 
     @property
     def chunk_bytes(self) -> dict[int, int]:
-        """Of one column, by KV group; 0: the group stores nothing."""
+        """Bytes of a chunk in one column, by KV group; 0: the group stores nothing."""
         return {number: group.chunk_bytes for number, group in self.groups.items()}
 
     @cached_property
     def storing(self) -> list[int]:
-        """Groups that store something."""
+        """Sorted numbers of the groups that store KV."""
         return sorted(number for number, group in self.groups.items() if group.chunk_bytes)
 
     @property
@@ -92,83 +92,79 @@ class Peer:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """What all clients of one engine have in common."""
+        """Values that all clients of one engine must have in common."""
         chunk_tokens = self.hello.geometry.chunk_tokens
         private = bool(self.hello.private_reason)
         return self.hello.namespace, self.geometry, chunk_tokens, self.groups, private
 
 
 def parse_hello(hello: pb.Hello) -> Peer:
-    """Check everything in a Hello that can be checked without looking at other clients."""
+    """Parse a Hello. Checks everything that does not depend on other clients."""
     _check_protocol(hello)
-    for name, num_bytes in (
-        ("client_uuid", _UUID_BYTES),
-        ("engine_uuid", _UUID_BYTES),
-        ("namespace", KEY_BYTES),
-    ):
+    lengths = {"client_uuid": _UUID_BYTES, "engine_uuid": _UUID_BYTES, "namespace": KEY_BYTES}
+    for name, num_bytes in lengths.items():
         length = len(getattr(hello, name))
         require(length == num_bytes, f"{name} must have {num_bytes} bytes, it has {length}")
     require(hello.role in (pb.ROLE_SCHEDULER, pb.ROLE_WORKER), "role must be ROLE_SCHEDULER or ROLE_WORKER")
     for name in ("client_version", "private_reason", "model"):
-        check_length(name, getattr(hello, name).encode(), MAX_TEXT_BYTES)
+        check_length(name, getattr(hello, name).encode())
     num_columns, num_groups = hello.geometry.num_columns, len(hello.geometry.groups)
     require(1 <= num_columns <= _MAX_COLUMNS, f"num_columns must be 1 to {_MAX_COLUMNS}, it is {num_columns}")
     require(hello.column < num_columns, f"column {hello.column} is not below num_columns, {num_columns}")
-    require(
-        1 <= num_groups <= MAX_GROUPS, f"geometry must have 1 to {MAX_GROUPS} groups, it has {num_groups}"
-    )
+    require(1 <= num_groups <= MAX_GROUPS, f"geometry must have 1 to {MAX_GROUPS} groups, not {num_groups}")
     groups = {
         group.group: _parse_group(group, hello.geometry.chunk_tokens) for group in hello.geometry.groups
     }
-    require(len(groups) == num_groups, "every group must have a number of its own")
+    require(len(groups) == num_groups, "every group must have a different number")
     row_bytes = [group.chunk_bytes for group in groups.values() if group.chunk_bytes]
-    require(bool(row_bytes), "at least one group must store something")
+    require(bool(row_bytes), "at least one group must store KV")
     slots_per_frame, slot_bytes = best_slots_per_frame(row_bytes, PAGE_BYTES)
     return Peer(hello, Geometry(slot_bytes, num_columns, slots_per_frame), groups)
 
 
 def parse_lookup(request: pb.LookupRequest, peer: Peer) -> Chains:
-    """The row keys of all groups that store something."""
+    """Return the row keys of all groups that store KV."""
     parse_request_id(request.request_id)
     if not 0 <= request.prefill_tokens_per_second < math.inf:
-        raise invalid("prefill_tokens_per_second must be a finite number, 0 when it is not known")
+        raise invalid("prefill_tokens_per_second must be a finite number, or 0 if it is not known")
     numbers = [group.group for group in request.groups]
     if sorted(numbers) != peer.storing:
-        raise invalid(f"groups must be each of {peer.storing} once, they are {numbers[:MAX_GROUPS]}")
-    check_length("tenant", request.tenant, MAX_TEXT_BYTES)
+        raise invalid(f"groups must contain each of {peer.storing} once, they are {numbers[:MAX_GROUPS]}")
+    check_length("tenant", request.tenant)
+    blocks = request.scheduled.first_blocks
+    check_length("first_blocks", blocks, service.MAX_FIRST_BLOCKS * service.NAME_BYTES)
+    _check_multiple("first_blocks", blocks, service.NAME_BYTES)
     _check_num_keys(sum(len(group.keys) for group in request.groups), service.MAX_KEYS_PER_LOOKUP)
     keys = tuple(_split_keys(group.keys) for group in request.groups)
-    require(
-        len(set(map(len, keys))) == 1, "there must be as many keys in each group: those of the same chunks"
-    )
+    require(len(set(map(len, keys))) == 1, "each group must have the same number of keys, one for each chunk")
     groups = tuple(peer.groups[number] for number in numbers)
     return Chains(peer.hello.geometry.chunk_tokens, groups, keys, request.tenant)
 
 
 def parse_reserve(request: pb.ReserveRequest, peer: Peer) -> list[RowKey]:
-    """Row keys in the order of the chain."""
+    """Return the row keys, in the order of the chain."""
     if request.group not in peer.storing:
         raise invalid(
-            f"group {request.group} is unknown, or stores nothing: those that do are {peer.storing}"
+            f"group {request.group} is unknown or stores no KV: the groups that do are {peer.storing}"
         )
     if request.request_id:
         parse_request_id(request.request_id)
-    check_length("tenant", request.tenant, MAX_TEXT_BYTES)
+    check_length("tenant", request.tenant)
     _check_num_keys(len(request.keys), service.MAX_KEYS_PER_CALL)
     return _split_keys(request.keys)
 
 
 def parse_pinned(message: pb.Pinned, peer: Peer) -> PinStatus:
     """Return how much of its column a worker has pinned."""
-    require(peer.is_worker, "only a worker pins memory: this client attached as the scheduler")
-    check_length("problem", message.problem.encode(), MAX_TEXT_BYTES)
+    require(peer.is_worker, "only a worker can pin memory: this client is attached as the scheduler")
+    check_length("problem", message.problem.encode())
     return PinStatus(message.pinned_bytes, message.num_failures, message.problem)
 
 
 def parse_slots(packed: bytes, num_rows: int) -> list[Slot]:
-    """The slots that a Commit or Abort names."""
+    """Return the slots of a Commit, Abort or CopyBlocks."""
     _check_multiple("slots", packed, service.SLOT_BYTES)
-    # Before anything is unpacked: a message may hold a quarter of a million.
+    # Checked before unpacking: a message may hold a quarter of a million slots.
     is_short = len(packed) <= service.MAX_KEYS_PER_CALL * service.SLOT_BYTES
     slots = service.unpack_slots(packed) if is_short else []
     if not is_short or len({slot.row for slot in slots}) != len(slots):
@@ -179,7 +175,7 @@ def parse_slots(packed: bytes, num_rows: int) -> list[Slot]:
 
 
 def parse_request_id(request_id: str) -> str:
-    """A request id of a bearable length."""
+    """Return the request id if its length is valid."""
     if not request_id:
         raise invalid("request_id must not be empty")
     check_length("request_id", request_id.encode(), service.MAX_REQUEST_ID_BYTES)
@@ -198,7 +194,7 @@ def _check_protocol(hello: pb.Hello) -> None:
 
 
 def _parse_group(group: pb.KVGroup, chunk_tokens: int) -> KVGroup:
-    require(group.kind in _KINDS, f"group {group.group} must say its kind")
+    require(group.kind in _KINDS, f"group {group.group} must have a known kind")
     kind = _KINDS[group.kind]
     require(
         0 < group.block_tokens <= chunk_tokens and chunk_tokens % group.block_tokens == 0,
@@ -221,26 +217,26 @@ def _parse_group(group: pb.KVGroup, chunk_tokens: int) -> KVGroup:
 
 def _check_num_keys(num_bytes: int, limit: int) -> None:
     if num_bytes > limit * ROW_KEY_BYTES:
-        raise invalid(f"a call takes at most {limit} keys: ask for fewer at once")
+        raise invalid(f"a call accepts at most {limit} keys: send fewer keys per call")
 
 
 def _split_keys(keys: bytes) -> list[RowKey]:
     _check_multiple("keys", keys, ROW_KEY_BYTES)
-    return [keys[at : at + ROW_KEY_BYTES] for at in range(0, len(keys), ROW_KEY_BYTES)]
+    return [keys[start : start + ROW_KEY_BYTES] for start in range(0, len(keys), ROW_KEY_BYTES)]
 
 
 def _check_multiple(name: str, value: bytes, item_bytes: int) -> None:
     if len(value) % item_bytes:
-        raise invalid(f"{name} must have {item_bytes} bytes each, {len(value)} bytes are no multiple of that")
+        raise invalid(f"{name} must have {item_bytes} bytes each, {len(value)} bytes are not a multiple")
 
 
-def check_length(name: str, value: bytes, limit: int) -> None:
-    """Refuse a longer one."""
+def check_length(name: str, value: bytes, limit: int = _MAX_TEXT_BYTES) -> None:
+    """Raise CallRefusedError if a value is longer than ``limit`` bytes."""
     if len(value) > limit:
-        raise invalid(f"{name} has {len(value)} bytes, at most {limit} are taken")
+        raise invalid(f"{name} has {len(value)} bytes, at most {limit} are allowed")
 
 
-def require(is_so: bool, sentence: str) -> None:
-    """Refuse what is not so."""
-    if not is_so:
+def require(is_valid: bool, sentence: str) -> None:
+    """Raise CallRefusedError with this sentence unless ``is_valid``."""
+    if not is_valid:
         raise invalid(sentence)

@@ -1,1 +1,1 @@
-"""Stores copied by the sidecar, which reads the engines' GPU memory."""
+"""Copies of the engines' stores by the sidecar, which reads GPU memory in separate processes."""

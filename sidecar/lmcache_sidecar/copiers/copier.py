@@ -1,4 +1,4 @@
-"""The store copier of all clients: which of them the sidecar copies for, and why not for the others."""
+"""The store copier of all clients: for which of them the sidecar copies, and why not for the others."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from lmcache_sidecar.clients.offers import SlotCopy
 from lmcache_sidecar.clients.registry import Client, Transfer
 from lmcache_sidecar.clients.validation import precondition
 from lmcache_sidecar.copiers import jobs
-from lmcache_sidecar.copiers.gpu import Gpu, Member
+from lmcache_sidecar.copiers.gpu import Gpu
 from lmcache_sidecar.copiers.jobs import CopyStats, Job
+from lmcache_sidecar.copiers.members import Member
 
 CLOSE_SECONDS = 2.0
-"""For readers to be gone; one that hangs in the driver may never be."""
-
+"""Time for readers to end; a reader that hangs in the driver may never end."""
 
 _MAX_GPUS = 64
-"""A process each: no more of these than GPUs that a node may have, whatever clients say."""
+"""Limit of GPUs to read: each takes a process, and clients could name any number of GPUs."""
 
 
 class Mode(enum.Enum):
-    """``--transfer``."""
+    """Values of ``--transfer``."""
 
     AUTO = "Auto"
     CUDA_IPC = "CudaIPC"
@@ -36,15 +36,17 @@ class Mode(enum.Enum):
 
 
 class Copying(NamedTuple):
-    """Copies that were begun."""
+    """A job of copies that were started for one client."""
 
     gpu: Gpu
     client: Client
     job: Job
 
     async def wait(self) -> list[bool]:
-        """Wait for the end of all of them; is each slot filled? Raises RefusedError when the engine has to
-        copy. A caller that goes away takes back what is not under way yet.
+        """Wait for the end of all copies. Returns whether each slot is filled.
+
+        Raises CallRefusedError when the engine has to copy. If the caller disconnects, copies that have not
+        begun are dropped.
         """
         try:
             await asyncio.shield(self.job.ended)
@@ -57,9 +59,9 @@ class Copying(NamedTuple):
 
 
 class SidecarCopier:
-    """See the module. It works without any GPU, too: then it refuses, with the reason.
+    """Copies stores from GPUs for the clients that allow it. Without a GPU it refuses, with the reason.
 
-    ``on_change`` is called whenever somebody else copies a client's stores from now on.
+    ``on_change`` is called whenever the copier of a client's stores changes.
     """
 
     def __init__(self, mode: Mode, arena: ArenaFile, on_change: Callable[[], None] = lambda: None) -> None:
@@ -72,19 +74,19 @@ class SidecarCopier:
     @property
     def num_slots_under_way(self) -> int:
         """Slots that a reader may be writing to."""
-        return sum(one.num_slots_under_way for one in self._gpus.values())
+        return sum(gpu.num_slots_under_way for gpu in self._gpus.values())
 
     @property
     def pins(self) -> dict[str, PinStatus]:
-        """How much of the arena each reader has pinned, by the UUID of its GPU."""
-        return {uuid: one.pins for uuid, one in self._gpus.items()}
+        """Amount of the arena that each reader has pinned, by the UUID of its GPU."""
+        return {uuid: gpu.pins for uuid, gpu in self._gpus.items()}
 
     def attach(self, client: Client) -> None:
-        """Copy for the client if it can be; ``client.transfer`` says so, now and later."""
+        """Copy for a worker if possible. ``client.transfer`` holds the decision, now and after changes."""
         offer = client.peer.hello.transfer
         if not client.peer.is_worker:
             return
-        self._gpus = {uuid: one for uuid, one in self._gpus.items() if not one.is_idle}
+        self._gpus = {uuid: gpu for uuid, gpu in self._gpus.items() if not gpu.is_idle}
         if self.mode is Mode.SHARED_MEMORY:
             refusal = "the sidecar runs with --transfer SharedMemory"
         elif not offer.gpu_uuid:
@@ -113,33 +115,33 @@ class SidecarCopier:
         )
 
     def detach(self, client: Client) -> None:
-        """The client's stream ended: close its memory at once."""
-        if (one := self._gpus.get(client.peer.hello.transfer.gpu_uuid)) is not None:
-            one.remove(client.epoch)
+        """Close the memory of a client whose stream ended."""
+        if (gpu := self._gpus.get(client.peer.hello.transfer.gpu_uuid)) is not None:
+            gpu.remove(client.epoch)
 
     def begin(self, client: Client, copies: Sequence[SlotCopy]) -> Copying:
-        """Fill slots from the memory of a client whose ``transfer`` says that the sidecar copies."""
-        one = self._gpus[client.peer.hello.transfer.gpu_uuid]
+        """Start to fill slots from a client's GPU memory. ``client.transfer.is_ipc`` must be true."""
+        gpu = self._gpus[client.peer.hello.transfer.gpu_uuid]
         column = client.peer.hello.column
         placed = [
-            jobs.SlotCopy(copy.group, self._arena.row_offset(copy.slot.row, column), copy.blocks)
+            jobs.PlacedCopy(copy.group, self._arena.row_offset(copy.slot.row, column), copy.blocks)
             for copy in copies
         ]
-        return Copying(one, client, one.begin(client.epoch, placed))
+        return Copying(gpu, client, gpu.begin(client.epoch, placed))
 
     def grow(self) -> None:
-        """More rows of the arena are populated."""
-        for one in self._gpus.values():
-            one.grow()
+        """Report newly populated rows of the arena to all readers."""
+        for gpu in self._gpus.values():
+            gpu.grow()
 
-    def let_go(self) -> bool:
-        """End the readers that have rows pinned that are not ready any more; True: none has."""
-        have_let_go = [one.let_go() for one in self._gpus.values()]  # all begin to
-        return all(have_let_go)
+    def release_surplus(self) -> bool:
+        """End readers that have rows pinned that are not ready any more. Returns True if no reader has."""
+        have_released = [gpu.release_surplus() for gpu in self._gpus.values()]  # start all, then compare
+        return all(have_released)
 
     async def close(self) -> None:
-        """End all readers."""
-        closing = [asyncio.create_task(one.close()) for one in self._gpus.values()]
+        """End all readers, and wait for up to ``CLOSE_SECONDS``."""
+        closing = [asyncio.create_task(gpu.close()) for gpu in self._gpus.values()]
         if closing:
             await asyncio.wait(closing, timeout=CLOSE_SECONDS)
 

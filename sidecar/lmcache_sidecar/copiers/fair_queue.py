@@ -1,4 +1,4 @@
-"""Who is next: clients take turns, one item each, however much each of them asks for. Pure."""
+"""A fair queue: clients take turns, one item each, however many items each of them has queued. Pure."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Items by client, first in first out."""
+    """Items by client, first in first out within each client."""
 
     def __init__(self) -> None:
-        self._by_client: OrderedDict[int, deque[T]] = OrderedDict()  # nobody's is empty; the next one first
+        self._by_client: OrderedDict[int, deque[T]] = OrderedDict()  # next client first; none is empty
 
     def __bool__(self) -> bool:
         return bool(self._by_client)
 
     def put(self, client: int, items: Iterable[T]) -> None:
-        """Append to a client's."""
+        """Append items to the queue of one client."""
         if added := deque(items):
             self._by_client.setdefault(client, deque()).extend(added)
 
-    def take(self, most: int, cost: Callable[[T], int]) -> list[T]:
-        """Take items in turn, at least one, as long as their costs are not more than ``most``."""
+    def take(self, max_cost: int, cost: Callable[[T], int]) -> list[T]:
+        """Take items in turn: at least one, and more while the sum of costs stays within ``max_cost``."""
         taken: list[T] = []
         while self._by_client:
             client, items = next(iter(self._by_client.items()))
-            most -= cost(items[0])
-            if taken and most < 0:
+            max_cost -= cost(items[0])
+            if taken and max_cost < 0:
                 break
             taken.append(items.popleft())
             self._by_client.move_to_end(client)
@@ -38,7 +38,7 @@ class FairQueue(Generic[T]):
         return taken
 
     def drop(self, client: int, is_dropped: Callable[[T], bool] = lambda _: True) -> list[T]:
-        """Take a client's items that are not wanted any more."""
+        """Remove and return the items of a client for which ``is_dropped`` is true."""
         items = self._by_client.pop(client, deque())
         self.put(client, (item for item in items if not is_dropped(item)))
         return [item for item in items if is_dropped(item)]

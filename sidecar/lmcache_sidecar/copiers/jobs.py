@@ -1,4 +1,4 @@
-"""What one GPU is to copy, and what came of it."""
+"""Copy jobs of one GPU, and the counters of their results."""
 
 from __future__ import annotations
 
@@ -15,45 +15,43 @@ from lmcache.tiers.stats import counter, counters
 
 @dataclass
 class CopyStats:
-    """What the sidecar copied from GPUs."""
+    """Counters of copies from GPU memory."""
 
     copied_slots: int = counter("Slots filled from GPU memory")
-    copied_bytes: int = counter("Bytes of these slots")
-    copy_batches: int = counter("Batches of such copies, each of one GPU")
-    failed_slots: int = counter("Slots that were not filled because a reader ended: the engine copied them")
-    started_readers: int = counter("Processes started to read a GPU")
-    failed_readers: int = counter("Of these, how many ended by a fault")
-    left_to_engines: Counter[str] = counters(
-        "reason", "Times that a worker was left to copy its stores itself"
-    )
+    copied_bytes: int = counter("Bytes copied from GPU memory into slots")
+    copy_batches: int = counter("Batches of copies that were sent to readers")
+    failed_slots: int = counter("Slots not filled because a reader ended; the engines copied their KV")
+    started_readers: int = counter("Reader processes that were started")
+    failed_readers: int = counter("Reader processes that ended by a fault")
+    left_to_engines: Counter[str] = counters("reason", "Decisions that a worker copies its stores itself")
 
 
 @dataclass(eq=False)
 class Job:
-    """Slots of one client that are to be filled together."""
+    """Slots of one client that one call fills."""
 
     num_left: int
-    """Queued, or under way."""
+    """Slots that are queued or under way."""
 
     copied: list[bool]
-    """By slot."""
+    """Whether each slot was filled, in the order of the slots."""
 
     ended: asyncio.Future[None]
-    """Done when none is left."""
+    """Future that is done when no slot is left."""
 
     refusal: str = ""
-    """Why they were not all filled."""
+    """Reason why some slots were not filled; empty while there is none."""
 
     def note_end(self, position: int, *, is_copied: bool) -> None:
-        """One slot less."""
+        """Record the end of one slot's copy."""
         self.copied[position] = is_copied
         self.num_left -= 1
         if not self.num_left:
             self.ended.set_result(None)
 
 
-class SlotCopy(NamedTuple):
-    """One slot to be filled; ``offset``: of the slot in the arena's file."""
+class PlacedCopy(NamedTuple):
+    """One slot to fill; ``offset`` is the slot's place in the arena's file, in bytes."""
 
     group: int
     offset: int

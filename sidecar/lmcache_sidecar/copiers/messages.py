@@ -1,4 +1,4 @@
-"""What the sidecar and the reader of a GPU say to each other, over a pair of sockets. Pure.
+"""Messages between the sidecar and the reader of a GPU, over a pair of sockets. Pure.
 
 ::
 
@@ -7,16 +7,16 @@
                                     <-   STARTED
     GROWN(rows)                     ->
     OPEN(client, offer)             ->
-                                    <-   OPENED(client, why not)
+                                    <-   OPENED(client, problem or empty)
     COPY(batch, copies)             ->
                                     <-   COPIED(batch)
-                                    <-   PINNED(bytes, failures), whenever they changed
+                                    <-   PINNED(bytes, failures), when they change
     CLOSE(client)                   ->
                                     <-   CLOSED(client)
-                                    <-   FAILED(why); then it ends
+                                    <-   FAILED(reason); then the reader ends
 
-Answers to COPY and CLOSE come in the order of the questions, so CLOSED says that no copy for the client is
-under way. Lengths are bounded; numbers are little-endian; nothing is pickled.
+Answers to COPY and CLOSE arrive in the order of the requests. CLOSED therefore proves that no copy for the
+client is under way. Lengths are bounded, numbers are little-endian, and nothing is pickled.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from lmcache.cuda.pin_status import PinStatus
 
 HEAD = struct.Struct("<IIQ")
-"""Kind, bytes of the body, number (of a client, of a batch, of rows)."""
+"""Kind, bytes of the body, and a number: of a client, of a batch, or of ready rows."""
 
 MAX_BODY_BYTES = 8 << 20
 
@@ -43,11 +43,11 @@ _MAX_REASON_BYTES = 2048
 
 
 class MessageError(Exception):
-    """The other end does not speak this language."""
+    """A message does not follow this module's format."""
 
 
 class Kind(enum.IntEnum):
-    """See the module."""
+    """Kinds of messages, as numbered on the socket."""
 
     START = 1
     STARTED = 2
@@ -63,7 +63,7 @@ class Kind(enum.IntEnum):
 
 
 class Format(NamedTuple):
-    """Of the arena."""
+    """Format of the arena."""
 
     slot_bytes: int
     num_rows: int
@@ -71,14 +71,14 @@ class Format(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """Slots of one client and KV group to be filled."""
+    """Slots to fill, of one client and KV group."""
 
     client: int
     group: int
     offsets: NDArray[np.uint64]
-    """Of the slots in the arena's file."""
+    """Places of the slots in the arena's file, in bytes."""
     blocks: NDArray[np.uint32]
-    """``[num_slots, blocks_per_row]``."""
+    """Numbers of the blocks to copy, ``[num_slots, blocks_per_row]``."""
 
 
 def pack(kind: Kind, number: int = 0, body: bytes = b"") -> bytes:
@@ -105,7 +105,7 @@ def pack_pinned(status: PinStatus) -> bytes:
 
 
 def parse_pinned(pinned_bytes: int, text: str) -> PinStatus:
-    """Return what PINNED says by its number and its body. Raises ValueError."""
+    """Return the status from the number and the body of PINNED. Raises ValueError."""
     num_failures, _, problem = text.partition(" ")
     return PinStatus(pinned_bytes, int(num_failures), problem)
 
@@ -121,7 +121,7 @@ def parse_start(body: bytes) -> tuple[str, Format]:
 
 
 def pack_open(column_offset: int, offer: bytes) -> bytes:
-    """Return the body of OPEN: where the client's column is in the arena's file, and its offer."""
+    """Return the body of OPEN: the offset of the client's column in the arena's file, and its offer."""
     return _COLUMN.pack(column_offset) + offer
 
 
@@ -140,15 +140,15 @@ def pack_copies(copies: Iterable[Copies]) -> bytes:
 
 def parse_copies(body: bytes) -> Iterator[Copies]:
     """Undo ``pack_copies``. Raises MessageError."""
-    at = 0
+    start = 0
     try:
-        while at < len(body):
-            client, group, num_slots, num_blocks = _COPIES.unpack_from(body, at)
-            at += _COPIES.size
-            offsets = np.frombuffer(body, "<u8", num_slots, at)
-            at += offsets.nbytes
-            blocks = np.frombuffer(body, "<u4", num_slots * num_blocks, at).reshape(num_slots, num_blocks)
-            at += blocks.nbytes
+        while start < len(body):
+            client, group, num_slots, num_blocks = _COPIES.unpack_from(body, start)
+            start += _COPIES.size
+            offsets = np.frombuffer(body, "<u8", num_slots, start)
+            start += offsets.nbytes
+            blocks = np.frombuffer(body, "<u4", num_slots * num_blocks, start).reshape(num_slots, num_blocks)
+            start += blocks.nbytes
             yield Copies(client, group, offsets, blocks)
     except (ValueError, struct.error) as error:
         raise MessageError(f"a COPY of {len(body)} bytes: {error}") from error

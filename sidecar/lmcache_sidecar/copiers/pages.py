@@ -1,4 +1,4 @@
-"""From blocks of a KV group to addresses, with every bound checked against memory as it really is. Pure."""
+"""Translate blocks of a KV group into addresses, and check all bounds against the opened memory. Pure."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ Words = NDArray[np.uint64]
 
 
 class Opened(NamedTuple):
-    """An allocation of a client, as it lies in this process."""
+    """An allocation of a client, as mapped in this process."""
 
     base: int
     num_bytes: int
-    """What the driver says, whatever the client said."""
+    """Size that the driver reports; the client's own figure is not trusted."""
 
 
 class Column(NamedTuple):
-    """A client's slots, as they lie in this process; offsets are those of the arena's file."""
+    """A client's slots, as mapped in this process. Offsets are those of the arena's file, in bytes."""
 
     offset: int
     num_bytes: int
     slot_bytes: int
     address: int
-    """Of the column's first byte."""
+    """Address of the column's first byte."""
 
 
 class Pages:
-    """Where the blocks of one KV group are."""
+    """Addresses of the blocks of one KV group."""
 
     def __init__(self, pages: pb.GroupPages, allocations: Sequence[Opened], column: Column) -> None:
-        """Raises ValueError when a page would be outside of its allocation, a row larger than its column."""
+        """Raises ValueError if a page lies outside its allocation, or a row is larger than its column."""
         self._num_blocks, self._blocks_per_row = pages.num_blocks, pages.blocks_per_row
         self._column = column
         for layer in pages.layers:
             end = layer.offset + (pages.num_blocks - 1) * layer.block_stride + layer.page_bytes
-            really = allocations[layer.allocation].num_bytes
-            if end > really:
+            num_bytes = allocations[layer.allocation].num_bytes
+            if end > num_bytes:
                 raise ValueError(
-                    f"a layer of group {pages.group} ends at byte {end} of an allocation that has {really}"
+                    f"a layer of group {pages.group} ends at byte {end} of an allocation of {num_bytes}"
                 )
         layers = pages.layers
-        self._bases = np.array([allocations[at.allocation].base + at.offset for at in layers], np.uint64)
+        self._bases = np.array([allocations[p.allocation].base + p.offset for p in layers], np.uint64)
         self._strides = np.array([layer.block_stride for layer in layers], np.uint64)
         self._sizes = np.array([layer.page_bytes for layer in layers], np.uint64)
         self._starts = np.cumsum(self._sizes) - self._sizes  # of each layer within a block of a slot
@@ -56,20 +56,20 @@ class Pages:
             raise ValueError(f"a row of group {pages.group} is larger than its column of the arena")
 
     def pieces(self, offsets: Words, blocks: NDArray[np.uint32]) -> tuple[Words, Words, Words]:
-        """Addresses in the arena and on the GPU, and bytes, of each page: slot after slot, block after block.
+        """Return the pages to copy, slot by slot and block by block: target and source addresses, and sizes.
 
-        ``offsets``: of the slots ``[n]``; ``blocks``: ``[n, blocks_per_row]``. Raises ValueError when one of
-        them is not within the column or the KV: nobody checks addresses later.
+        ``offsets`` are those of the slots ``[n]``; ``blocks`` is ``[n, blocks_per_row]``. Raises ValueError
+        if a slot is outside the column, or a block outside the KV: later code does not check addresses.
         """
         column = self._column
         if blocks.shape != (len(offsets), self._blocks_per_row) or int(blocks.max()) >= self._num_blocks:
-            raise ValueError("the blocks are not all blocks of the KV, or not those of whole rows")
+            raise ValueError("a block does not exist in the KV, or the blocks do not form whole rows")
         within = offsets - np.uint64(column.offset)
         if (
             int(within.max()) > column.num_bytes - self._row_bytes
             or (within % np.uint64(column.slot_bytes)).any()
         ):
-            raise ValueError("a slot is not one of the client's column")
+            raise ValueError("a slot is outside the client's column")
         in_row = np.arange(self._blocks_per_row, dtype=np.uint64) * np.uint64(self._block_bytes)
         slots = within + np.uint64(column.address)
         to = slots[:, None, None] + in_row[None, :, None] + self._starts

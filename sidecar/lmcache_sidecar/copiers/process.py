@@ -1,4 +1,4 @@
-"""The sidecar's end of a reader: a child process, its messages and its end."""
+"""The sidecar's side of a GPU reader: its child process, messages and deadlines."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 _MAX_LINE_BYTES = 4096
 _FINAL_SECONDS = 0.5
-"""More for what hangs: it may be we who slept, and its answer is there to be read."""
+"""Extra time after a deadline: if this process was paused, the answer may wait to be read already."""
 
 
 class Reader:
-    """One reader. What must be answered has a deadline; who misses it is killed."""
+    """One reader process. Requests have deadlines; a reader that misses one is killed."""
 
     def __init__(
         self,
@@ -31,9 +31,9 @@ class Reader:
     ) -> None:
         self.pid = process.pid
         self.verdict = ""
-        """Why it was killed, or what it said before it ended."""
+        """Reason why the reader was killed, or the reason that it reported before it ended."""
         self.is_ending = False
-        """It was killed, or has said its last word."""
+        """True once the reader was killed, or has sent its last message."""
         self._process = process
         self._incoming, self._outgoing = incoming, outgoing
         self._deadlines: dict[tuple[Kind, int], asyncio.TimerHandle] = {}
@@ -41,16 +41,16 @@ class Reader:
 
     @classmethod
     async def start(cls, gpu_uuid: str, arena_fd: int, pids: Callable[[], Set[int]]) -> Reader:
-        """Start one whose process id is none of ``pids``. Raises OSError."""
-        unlike: list[Reader] = []
+        """Start a reader whose process id differs from all ``pids``. Raises OSError."""
+        rejected: list[Reader] = []
         try:
             while (reader := await cls._spawn(gpu_uuid, arena_fd)).pid in pids():
-                unlike.append(reader)  # and alive, until the next one has another id
+                rejected.append(reader)  # it stays alive, so that the next reader gets another id
             return reader
         finally:
-            for other in unlike:
-                other.kill("its process id is an engine's, too")
-                await other.reap()
+            for unusable in rejected:
+                unusable.kill("the reader of its GPU has the same process id as an engine")
+                await unusable.reap()
 
     @classmethod
     async def _spawn(cls, gpu_uuid: str, arena_fd: int) -> Reader:
@@ -64,41 +64,40 @@ class Reader:
                 stderr=asyncio.subprocess.STDOUT,
                 pass_fds=(theirs.fileno(), arena_fd),
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu_uuid},
-                start_new_session=True,  # a terminal's Ctrl-C is for the sidecar
+                start_new_session=True,  # Ctrl-C in a terminal must reach only the sidecar
                 limit=_MAX_LINE_BYTES,
             )  # fmt: skip
             on_error.pop_all()
         return cls(process, *await asyncio.open_connection(sock=ours))
 
     def ask(self, kind: Kind, number: int, body: bytes, answer: Kind, seconds: float) -> None:
-        """Send what must be answered within so many seconds."""
-        self.tell(kind, number, body)
+        """Send a request; kill the reader if ``answer`` does not arrive within ``seconds``."""
+        self.send(kind, number, body)
         loop = asyncio.get_running_loop()
 
         def late(is_final: bool = False) -> None:
             if is_final:
-                self.kill(f"its reader did not answer {kind.name} within {seconds:g} s")
+                self.kill(f"the reader of its GPU did not answer {kind.name} within {seconds:g} s")
             else:
                 self._deadlines[answer, number] = loop.call_later(_FINAL_SECONDS, late, True)
 
         self._deadlines[answer, number] = loop.call_later(seconds, late)
 
-    def tell(self, kind: Kind, number: int, body: bytes = b"") -> None:
-        """Send what needs no answer."""
+    def send(self, kind: Kind, number: int, body: bytes = b"") -> None:
+        """Send a message that needs no answer."""
         self._outgoing.write(messages.pack(kind, number, body))
 
     async def receive(self) -> tuple[Kind, int, str] | None:
-        """Wait for the next message, with its reason; None: it has ended, or must be."""
+        """Wait for a message and return its kind, number and reason; None: the reader ended or was killed."""
         try:
-            kind, num_bytes, number = messages.parse_head(
-                await self._incoming.readexactly(messages.HEAD.size)
-            )
+            head = await self._incoming.readexactly(messages.HEAD.size)
+            kind, num_bytes, number = messages.parse_head(head)
             reason = (await self._incoming.readexactly(num_bytes)).decode(errors="replace")
         except (asyncio.IncompleteReadError, OSError):
             self.is_ending = True
             return None
         except MessageError as error:
-            self.kill(f"its reader sent something else: {error}")
+            self.kill(f"the reader of its GPU sent an invalid message: {error}")
             return None
         if (deadline := self._deadlines.pop((kind, number), None)) is not None:
             deadline.cancel()
@@ -108,35 +107,34 @@ class Reader:
         return kind, number, reason
 
     def kill(self, verdict: str) -> None:
-        """End it, at once."""
+        """Kill the reader at once. The first ``verdict`` is kept."""
         self.verdict, self.is_ending = self.verdict or verdict, True
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     async def reap(self) -> str:
-        """Wait until it is no more: then nothing of it is under way. Return why it ended."""
+        """Wait until the process has ended, which ends all its copies. Returns why it ended."""
         for deadline in self._deadlines.values():
             deadline.cancel()
         self._outgoing.close()
-        if not self.verdict:  # it is ending by itself
+        if not self.verdict:  # the reader ends by itself
             with contextlib.suppress(TimeoutError):
                 status = await asyncio.wait_for(self._process.wait(), _FINAL_SECONDS)
-                self.verdict = (
-                    f"its reader ended, signal {-status}" if status < 0 else f"its reader ended: {status}"
-                )
-        self.kill("its reader hung up")
+                how = f"by signal {-status}" if status < 0 else f"with exit status {status}"
+                self.verdict = f"the reader of its GPU ended {how}"
+        self.kill("the reader of its GPU closed its connection")
         await self._process.wait()
         await self._logging
         return self.verdict
 
     async def _log(self) -> None:
-        """Its words, line by line, into the sidecar's log."""
+        """Copy the reader's output to the sidecar's log, line by line."""
         output = self._process.stdout
         assert output is not None
         while True:
             try:
                 line = await output.readline()
-            except ValueError:  # longer than the limit, and left out
+            except ValueError:  # the line is longer than the limit, and is skipped
                 continue
             if not line:
                 return

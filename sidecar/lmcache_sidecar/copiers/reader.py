@@ -1,11 +1,15 @@
 """The reader of one GPU: a program that the sidecar starts, ``python -m lmcache_sidecar.copiers.reader``.
 
-It opens the engines' KV by CUDA IPC and copies blocks into the arena; it never writes to a GPU. It is a
-process of its own because a CUDA context costs memory on its GPU, can be broken for good by one bad copy, and
-because its process id matters: CUDA refuses handles of a process that has the same one, as a number.
+The reader opens the engines' KV by CUDA IPC and copies blocks into the arena. It never writes to a GPU. It is
+a separate process for three reasons:
 
-Two threads: one takes messages and queues copies on the GPU, the other waits for their ends in order and
-answers. Whatever fails while copies may be under way ends the process: only that proves that they ended.
+- A CUDA context costs memory on its GPU.
+- One bad copy can break a context for good.
+- CUDA refuses handles of a process with the same process id, even if that process is in another PID
+  namespace.
+
+One thread receives messages and queues copies on the GPU. The other thread waits for their ends in order and
+answers. A failure while copies may be under way ends the process, because only that proves that they ended.
 """
 
 from __future__ import annotations
@@ -44,10 +48,10 @@ class Link:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._lock = threading.Lock()  # protects against two messages being mixed
+        self._lock = threading.Lock()  # keeps messages of two threads apart
 
     def send(self, kind: Kind, number: int = 0, reason: str = "") -> None:
-        """Say something. Raises OSError."""
+        """Send a message without a body, except for a reason. Raises OSError."""
         self.send_packed(messages.pack(kind, number, messages.pack_reason(reason)))
 
     def send_packed(self, message: bytes) -> None:
@@ -56,7 +60,7 @@ class Link:
             self._connection.sendall(message)
 
     def receive(self) -> tuple[Kind, int, bytes] | None:
-        """Wait for the next message; None: the sidecar is gone. Raises MessageError."""
+        """Wait for the next message; None: the sidecar has ended. Raises MessageError."""
         head = self._read(messages.HEAD.size)
         if head is None:
             return None
@@ -69,15 +73,15 @@ class Link:
         return data if len(data) == num_bytes else None
 
 
-class Client(NamedTuple):
-    """An engine's memory that is open."""
+class OpenedMemory(NamedTuple):
+    """The opened memory of one engine process."""
 
     mappings: list[Mapping]
     groups: dict[int, Pages]
 
 
 class Reader:
-    """See the module."""
+    """Copies blocks of one GPU into the arena, as the sidecar requests."""
 
     def __init__(self, link: Link, arena: mmap.mmap, gpu_uuid: str, arena_format: Format) -> None:
         """Raises CudaUnavailableError, CudaError."""
@@ -87,7 +91,7 @@ class Reader:
         self._context = _open_context(Device.find(gpu_uuid))
         self._stream = Stream(self._context)
         self._mappings = Mappings(self._context)
-        self._clients: dict[int, Client] = {}
+        self._clients: dict[int, OpenedMemory] = {}
         self._pins: dict[int, Pins] = {}  # by offset of the column
         self._ends: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._handlers: dict[Kind, Callable[[int, bytes], None]] = {
@@ -95,18 +99,19 @@ class Reader:
         }  # fmt: skip
 
     def run(self) -> None:
-        """Serve until the sidecar is gone. Raises CudaError, MessageError, ValueError: nothing helps then."""
+        """Serve until the sidecar ends. Raises CudaError, MessageError, ValueError: each ends the process."""
         threading.Thread(target=self._answer, daemon=True).start()
         self._link.send(Kind.STARTED)
         while (message := self._link.receive()) is not None:
             kind, number, body = message
             if kind not in self._handlers:
-                raise MessageError(f"{kind.name} is not for a reader")
+                raise MessageError(f"a reader does not handle {kind.name} messages")
             self._handlers[kind](number, body)
 
     def _answer(self) -> None:
-        """Do in order what must not overtake the copies that were queued before: no handle is opened while
-        the mapping of one like it is still to be closed.
+        """Run queued work in order: what follows a copy must wait for its end.
+
+        A handle must not be opened while an earlier mapping of the same handle is still to be closed.
         """
         with _ending(self._link):
             while True:
@@ -137,19 +142,20 @@ class Reader:
     def _column(self, offset: int) -> Column:
         num_bytes = self._format.num_rows * self._format.slot_bytes
         if offset + num_bytes > self._arena.nbytes:
-            raise MessageError(f"a column at byte {offset} of an arena of {self._arena.nbytes}")
+            raise MessageError(f"a column at byte {offset} exceeds the arena of {self._arena.nbytes}")
         return Column(offset, num_bytes, self._format.slot_bytes, self._arena.ctypes.data + offset)
 
-    def _open_memory(self, offer: pb.TransferOffer, column: Column) -> Client:
+    def _open_memory(self, offer: pb.TransferOffer, column: Column) -> OpenedMemory:
         mappings: list[Mapping] = []
         try:
             for allocation in offer.allocations:
                 mappings.append(self._mappings.open(allocation.ipc_handle))
             opened = [Opened(mapping.base, mapping.num_bytes) for mapping in mappings]
-            return Client(mappings, {pages.group: Pages(pages, opened, column) for pages in offer.groups})
+            groups = {pages.group: Pages(pages, opened, column) for pages in offer.groups}
+            return OpenedMemory(mappings, groups)
         except BaseException:
             for mapping in mappings:
-                with contextlib.suppress(CudaError):  # the first error is the one to tell
+                with contextlib.suppress(CudaError):  # only the first error is reported
                     mapping.close()
             raise
 
@@ -162,7 +168,7 @@ class Reader:
 
     def _report_pins(self) -> None:
         status = PinStatus.total(pins.status for pins in list(self._pins.values()))
-        with contextlib.suppress(OSError):  # the sidecar is gone, and the main thread ends the process
+        with contextlib.suppress(OSError):  # the sidecar has ended: the main thread ends this process
             self._link.send_packed(messages.pack_pinned(status))
 
     def _copy(self, batch: int, body: bytes) -> None:
@@ -199,37 +205,41 @@ def _open_context(device: Device) -> Context:
     except CudaError as error:
         if device.is_exclusive:
             raise CudaUnavailableError(
-                f"{error}: its compute mode lets one process use it: set it to Default"
+                f"{error}: the GPU's compute mode admits only one process: set the mode to Default"
             ) from error
         raise
 
 
 @contextlib.contextmanager
 def _ending(link: Link) -> Iterator[None]:
-    """Say why the process can't go on, and end it."""
+    """End the process after any error, and report the reason to the sidecar first."""
     try:
         yield
     except BaseException as error:
-        is_expected = isinstance(error, CudaError | CudaUnavailableError)
-        if not is_expected:
+        reason = str(error)
+        if not isinstance(error, CudaError | CudaUnavailableError):
+            reason = f"the reader of its GPU has a bug, see the sidecar's log: {error!r}"
             traceback.print_exc()
         with contextlib.suppress(OSError):
-            link.send(Kind.FAILED, reason=str(error) if is_expected else f"a bug, see the log: {error!r}")
+            link.send(Kind.FAILED, reason=reason)
         sys.stderr.flush()
         os._exit(1)
 
 
 def main(arguments: list[str]) -> None:
-    """``SOCKET ARENA``: descriptors. Whoever holds the arena's open holds its lock, too."""
+    """Run a reader. ``arguments``: the descriptors of the socket and the arena.
+
+    The arena's lock belongs to its descriptor: the arena stays locked until this process ends, too.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     link, arena_fd = Link(socket.socket(fileno=int(arguments[0]))), int(arguments[1])
     with _ending(link):
-        first = link.receive()  # the sidecar may not like our process id: nothing of CUDA before that
+        first = link.receive()  # the sidecar may reject this process id: start CUDA only after START
         if first is not None and first[0] == Kind.START:
             gpu_uuid, arena_format = messages.parse_start(first[2])
             arena = mmap.mmap(arena_fd, os.fstat(arena_fd).st_size)
             Reader(link, arena, gpu_uuid, arena_format).run()
-    os._exit(0)  # the kernel lets go of everything, faster and more surely than we would
+    os._exit(0)  # the kernel frees everything, faster and more reliably than this code
 
 
 if __name__ == "__main__":

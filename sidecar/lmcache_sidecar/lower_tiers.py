@@ -1,4 +1,4 @@
-"""The lower tiers that the configuration asks for."""
+"""Opens the lower tiers that the configuration enables: disk and remote."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TierHandle:
-    """One lower tier; ``off_reason`` says why there is none though it was asked for."""
+    """One enabled lower tier; ``off_reason`` says why ``tier`` is None."""
 
     address: str
-    """For people: holds no secret."""
+    """Address for people, without secrets."""
 
     tier: LowerTier | None
     off_reason: str = ""
     shards: ShardsFile | None = None
-    """To be followed."""
+    """Shards file to follow; None: the hosts of the URL are the shards."""
     traffic: TieredStats = field(default_factory=TieredStats)
-    """What went between it and memory, over all formats of the arena."""
+    """Traffic between this tier and memory; not reset when the arena gets another format."""
 
 
 def open_tiers(config: Config, opened: ExitStack) -> dict[str, TierHandle]:
-    """By name, in the order in which they are asked; ``opened`` closes them. Raises ConfigError for a secret
-    that can't be read, unless it is to stay up."""
+    """Open the enabled tiers and return them by name, in lookup order. ``opened`` closes them on exit.
+
+    Raises ConfigError for a secret that can't be read, unless the sidecar must stay up.
+    """
     handles: dict[str, TierHandle] = {}
     for name, open_tier in TIERS.items():
         if (handle := open_tier(config)) is not None:
@@ -51,26 +53,26 @@ def _open_remote(config: Config) -> TierHandle | None:
     if address is None:
         return None
 
-    def present() -> Address:
-        """Read again for every connection: mounted secrets are rotated while we run."""
+    def current_address() -> Address:
+        """Read the credentials for each new connection: mounted secrets rotate while the sidecar runs."""
         try:
-            return config.present(address)
+            return config.with_credentials(address)
         except ConfigError as error:
             raise ConnectionError(str(error)) from error
 
-    # A wrong path is a mistake that shows at the start. In a pod it is a secret that is not there yet, or was
-    # declared after the pod was made: the other tiers do their work meanwhile.
+    # A wrong path fails the start. In a pod, the secret may not exist yet, or be newer than the pod.
+    # The other tiers work without it.
     if not config.stay_up:
-        config.present(address)
-    remote = RemoteTier(address, timeout_seconds=config.remote_timeout_seconds, present=present)
+        config.with_credentials(address)
+    remote = RemoteTier(address, timeout_seconds=config.remote_timeout_seconds, present=current_address)
     shards = ShardsFile(config.remote_shards_file, remote) if config.remote_shards_file else None
     if shards is not None:
-        shards.follow()  # before anybody asks the wrong ones
+        shards.follow()  # so that the first request asks the right shards
     return TierHandle(str(address), remote, shards=shards)
 
 
 def _open_disk(config: Config) -> TierHandle | None:
-    """A disk is a help, not a need: without it the sidecar does its work."""
+    """Open the disk tier. If that fails, the sidecar works without it."""
     if not config.disk_path:
         return None
     try:
@@ -84,4 +86,4 @@ TIERS: dict[str, Callable[[Config], TierHandle | None]] = {
     "disk": _open_disk,
     "remote": _open_remote,
 }
-"""All lower tiers there are, in the order in which they are asked; None: it was not asked for."""
+"""Functions that open each lower tier, in lookup order; they return None for a tier that is not enabled."""

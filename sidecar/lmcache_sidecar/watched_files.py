@@ -1,0 +1,85 @@
+"""Files that the sidecar re-reads while it runs. In a pod, the kubelet updates them.
+
+If a file is missing or invalid, the sidecar keeps the last valid content. The log and ``/stats`` give the
+reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+
+from lmcache.common.units import format_size, parse_size
+from lmcache_sidecar.config import ConfigError, read_text
+
+logger = logging.getLogger(__name__)
+
+
+class FollowedFile(ABC):
+    """A file that is re-read by ``follow``. One thread at a time may use it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.problem = ""
+        """Reason why the file's present content is not in use; empty if it is in use."""
+        self._last_text: str | None = None  # content at the last ``follow``; None: it was not readable
+
+    def follow(self) -> None:
+        """Read the file, and use its content if it changed."""
+        text, problem = None, ""
+        try:
+            text = read_text(self.path)
+            if text == self._last_text:
+                return
+            self.use(text)
+            logger.info("%s is %s", self.used[0], self.used[1])
+        except (ConfigError, ValueError) as error:
+            problem = str(error)
+        self._last_text = text
+        if problem and problem != self.problem:
+            logger.error("%s is still %s: %s", *self.used, problem)
+        self.problem = problem
+
+    @abstractmethod
+    def use(self, text: str) -> None:
+        """Use this text from now on. Raises ValueError that names the file, and then changes nothing."""
+
+    @property
+    @abstractmethod
+    def used(self) -> tuple[str, str]:
+        """Subject of the file, and the value in use, as text for the log."""
+
+
+class SizeFile(FollowedFile):
+    """The file with the target size of the memory tier, from 1 byte to ``max_bytes``."""
+
+    def __init__(self, path: str, num_bytes: int, max_bytes: int) -> None:
+        """``num_bytes`` is the size until the file has a valid one; without a path it never changes."""
+        super().__init__(path)
+        self.num_bytes = num_bytes
+        self._max_bytes = max_bytes
+
+    def follow(self) -> None:
+        """Read the file, unless there is no path."""
+        if self.path:
+            super().follow()
+
+    def use(self, text: str) -> None:
+        """Use a new size. An empty text changes nothing: the pod may lack the annotation."""
+        if not text.strip():
+            return
+        try:
+            num_bytes = parse_size(text.strip())
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from None
+        if num_bytes > self._max_bytes:
+            raise ValueError(
+                f"{self.path}: {text.strip()} is more than {format_size(self._max_bytes)}, the largest size"
+                " of this process: increase --memory-max-size and the arena's volume, then restart it"
+            )
+        self.num_bytes = num_bytes
+
+    @property
+    def used(self) -> tuple[str, str]:
+        """Subject and present value, for the log."""
+        return "The size of the memory tier", format_size(self.num_bytes)
