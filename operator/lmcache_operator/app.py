@@ -1,8 +1,8 @@
-"""The running operator: kopf watches, the queue schedules, the reconciler works.
+"""The operator process: kopf watches, the queue schedules, and the reconciler does the work.
 
-Only ``on.event`` handlers are registered. kopf's change handlers, timers and daemons would put annotations or
-finalizers on objects; events alone write nothing, so that deletion works while the operator is down and a
-restart changes nothing.
+Only ``on.event`` handlers are registered, because these write nothing to objects. kopf's change handlers,
+timers and daemons would add annotations or finalizers. Without them, deletion works while the operator is
+down, and a restart changes nothing.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from prometheus_client import start_http_server
 
 from lmcache_operator import metrics
 from lmcache_operator.api import GROUP, KIND
-from lmcache_operator.components import COMPONENTS, kinds_of
+from lmcache_operator.autoscaling.intake.poller import Poller
 from lmcache_operator.components.base import Context
+from lmcache_operator.components.registry import COMPONENTS, kinds_of
 from lmcache_operator.election import Elector, LeaseName
 from lmcache_operator.errors import ApiError
 from lmcache_operator.kube.client import Fence, KubeApi, connect
 from lmcache_operator.kube.watch import login
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.reconciler import Reconciler
-from lmcache_operator.scaling.poller import Poller
 from lmcache_operator.specs.kinds import CERTIFICATE, CLUSTER, PROFILE, ClusterKey, Kind, controller_of
 from lmcache_operator.specs.names import FIELD_MANAGER, MANAGED_BY_LABEL
 from lmcache_operator.stats import StatsClient
@@ -40,15 +40,15 @@ from lmcache_operator.stats import StatsClient
 logger = logging.getLogger(__name__)
 
 _NUM_WORKERS = 8
-"""Clusters reconciled at the same time. More make no more in a second, and each takes longer."""
+"""Number of clusters that are reconciled concurrently. More do not increase the throughput."""
 _MAX_RUN_SECONDS = 300.0
-"""A reconciliation that takes longer than this hangs: single calls time out after half a minute."""
+"""Longest normal reconciliation. A longer one hangs, since each call times out after 30 s."""
 _DEFINITION_SECONDS = 1.0
-"""Between looks for our definitions."""
+"""Time between checks for the custom resource definitions."""
 _NUM_LOOKS_FOR_PROFILES = 10
-"""Without their definition, which is made with the other, engines run, and conditions say what is missing."""
+"""Number of checks for the LMCacheProfile definition. Engines run without it; a condition reports it."""
 _POLL_SECONDS = 5.0
-"""For one answer to the poller, which is in no hurry."""
+"""Timeout of one request of the autoscaling poller."""
 _Queue = KeyedQueue[ClusterKey]
 
 
@@ -61,18 +61,21 @@ async def run(
     metrics_port: int,
     lease: LeaseName | None,
 ) -> None:
-    """Run until SIGTERM or SIGINT; without namespaces for all of them.
+    """Run until SIGTERM or SIGINT. Without ``namespaces``, watch all of them.
 
-    With a Lease, stand by until it is held, watching nothing. Raises LeaseLostError when another has it.
+    With ``lease``, stand by without watching anything until this operator holds the Lease.
+
+    Raises:
+        LeaseLostError: another operator holds the Lease.
     """
     if kubeconfig is not None:
-        os.environ["KUBECONFIG"] = kubeconfig  # for the client, and for kopf's
+        os.environ["KUBECONFIG"] = kubeconfig  # for this operator's client and for kopf's
     start_http_server(metrics_port)
     health = Health()
-    me = asyncio.current_task()
-    assert me is not None
-    # Until kopf puts its own in its place.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
+    task = asyncio.current_task()
+    assert task is not None
+    # kopf replaces this handler when it starts.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with health.serve(health_port):
         if lease is None:
             metrics.LEADING.set(1)
@@ -107,7 +110,7 @@ async def _work(
                 registry=build_registry(queue, settle),
                 settings=_kopf_settings(),
                 standalone=True,
-                # Made up by kopf it would hold the user's name, and a pod's user has none.
+                # kopf would derive an identity from the user's name, which a pod's user may not have.
                 identity=cast(Any, FIELD_MANAGER),
                 clusterwide=not namespaces,
                 namespaces=namespaces,
@@ -117,14 +120,14 @@ async def _work(
 
 
 class Health:
-    """Answers the kubelet's probes: whether this process works, or stands by, and does not hang."""
+    """Answers the kubelet's probes: the process is healthy while no reconciliation hangs."""
 
     def __init__(self) -> None:
         self.longest_run_seconds: Callable[[], float] = lambda: 0.0
 
     @contextlib.asynccontextmanager
     async def serve(self, port: int) -> AsyncIterator[None]:
-        """Answer on this port."""
+        """Serve /healthz on a port while the context is open."""
         application = web.Application()
         application.router.add_get("/healthz", self._answer)
         runner = web.AppRunner(application, access_log=None)  # probes would fill the log
@@ -143,29 +146,29 @@ class Health:
 
 
 async def wait_for_definition(api: KubeApi) -> None:
-    """Until the API server serves our kinds: kopf looks for them when it starts, and not again."""
+    """Wait until the API server serves the custom kinds, because kopf looks for them only at its start."""
     for kind, num_looks in ((CLUSTER, None), (PROFILE, _NUM_LOOKS_FOR_PROFILES)):
         for look in itertools.count(1):
             with contextlib.suppress(ApiError):
                 if await api.serves(kind):
                     break
             if look == 1:
-                logger.warning("The API server does not serve %s.%s (yet): waiting", kind.plural, kind.group)
+                logger.warning("waiting for the CRD %s.%s in the API server", kind.plural, kind.group)
             if look == num_looks:
                 break
             await asyncio.sleep(_DEFINITION_SECONDS)
 
 
 def build_registry(queue: _Queue, settle: Callable[[], Awaitable[object]]) -> kopf.OperatorRegistry:
-    """What kopf watches: it wakes clusters. At the end ``settle`` waits for the writes that are under way."""
+    """The event handlers of kopf, which wake clusters. At exit, ``settle`` waits for pending writes."""
     registry = kopf.OperatorRegistry()
 
-    # Coroutines, though they wait for nothing: kopf runs plain functions in threads, the queue lives here.
+    # These are coroutines, because kopf runs plain functions in threads, and the queue is not thread-safe.
     async def cluster_changed(
         namespace: str | None, meta: Mapping[str, Any], type: str | None, **_: Any
     ) -> None:
-        # The generation is that of the spec. What the operator says of it is no reason to look again: else
-        # words that differ each time would do away with all pauses.
+        # A status write does not change the generation, and so wakes no cluster. Otherwise a status text that
+        # differs each time would defeat all back-offs.
         version = None if type == "DELETED" else (meta.get("generation"), dict(meta.get("annotations") or {}))
         queue.wake(ClusterKey(namespace or "", meta["name"], meta["uid"]), version)
 
@@ -174,8 +177,8 @@ def build_registry(queue: _Queue, settle: Callable[[], Awaitable[object]]) -> ko
             queue.wake(key)
 
     async def stop_working(**_: Any) -> None:
-        # Before kopf takes our tasks for hanging ones of its own: it cancels them after five seconds, and an
-        # unanswered write with them.
+        # This has to run before kopf mistakes the queue's tasks for its own hung ones. kopf would cancel them
+        # after five seconds, along with unanswered writes.
         await queue.close()
         await settle()
 
@@ -190,13 +193,13 @@ def build_registry(queue: _Queue, settle: Callable[[], Awaitable[object]]) -> ko
 
 
 def _watched() -> list[Kind]:
-    """But Certificates: where there is no cert-manager, kopf would complain at every start. A cluster's one
-    is looked at with all else of its cluster."""
+    """Kinds of children to watch. Certificates are left out: without cert-manager, kopf would log errors at
+    every start. Each reconciliation reads the cluster's Certificate anyway."""
     return [kind for kind in kinds_of(COMPONENTS) if kind is not CERTIFICATE]
 
 
 def owner_key(namespace: str, metadata: Mapping[str, Any]) -> ClusterKey | None:
-    """The cluster that owns an object."""
+    """Key of the cluster that owns an object; None if no cluster owns it."""
     owner = controller_of(metadata)
     is_cluster = owner.get("kind") == KIND and owner["apiVersion"].startswith(f"{GROUP}/")
     return ClusterKey(namespace, owner["name"], owner["uid"]) if is_cluster else None
@@ -205,7 +208,7 @@ def owner_key(namespace: str, metadata: Mapping[str, Any]) -> ClusterKey | None:
 def _kopf_settings() -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
-    # Whatever keeps it from ending: the kubelet starts it again.
+    # If the process cannot stop in time, it exits, and the kubelet starts it again.
     settings.process.ultimate_exiting_timeout = 20
     # A watch that is silently cut off by the network is noticed after 70 s; ten minutes bound what is left.
     settings.watching.server_timeout = 600
@@ -213,7 +216,7 @@ def _kopf_settings() -> kopf.OperatorSettings:
     settings.watching.chunk_size = 500
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = 5
-    # Filtered by the API server: other people's Services and ConfigMaps are never sent here.
+    # The API server filters by label, so the operator never receives other Services and ConfigMaps.
     for kind in _watched():
         selectors = settings.watching.label_selectors
         selectors[kind.group, kind.version, kind.plural] = f"{MANAGED_BY_LABEL}={FIELD_MANAGER}"

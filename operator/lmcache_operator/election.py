@@ -1,11 +1,11 @@
-"""Which of several operators works: the one that holds the Lease.
+"""Leader election: of several operators, only the holder of the Lease works.
 
-As client-go does it: the holder writes the Lease every 2 s; another takes it when nobody has written it for
-15 s by its own clock, so clocks need not agree. Every write of it names the version that it replaces: of two
-who try, one succeeds.
+The protocol is that of client-go. The holder renews the Lease every 2 s. Another operator takes the Lease
+after it saw no write for 15 s by its own clock, so clocks need not agree. Every write names the version that
+it replaces, so of two candidates only one succeeds.
 
-The holder may write to the API server for 15 s from when it sent its last renewal that was answered: before
-anybody else can have waited for as long. A process that was frozen sees by its clock alone that this is over.
+The holder may write to the API server until 15 s after it sent its last confirmed renewal. No other operator
+can have waited that long by then. A process that was frozen notices the end of this time by its own clock.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 15.0
 _TRY_SECONDS = 5.0
-"""For one look at the Lease, or one write of it."""
+"""Timeout of one attempt to read and write the Lease."""
 _RETRY_SECONDS = 2.0
 _RELEASED_SECONDS = 1
-"""Duration in a Lease that its holder gave up, and that has none; as client-go writes it."""
-# Made where there is none, and then waited for: that none was there all the time can't be seen.
+"""Duration in a Lease that its holder released; client-go writes the same."""
+# A missing Lease is created without a holder, and then waited for: a deleted Lease may still have a holder.
 _UNHELD = {"leaseDurationSeconds": int(LEASE_SECONDS)}
 _MAX_TRANSITIONS = 2**31 - 1
 
 
 class LeaseName(NamedTuple):
-    """Where the Lease is."""
+    """Namespace and name of the Lease."""
 
     namespace: str
     name: str
 
 
 def _boot_time() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)  # goes on while the machine sleeps
+    return time.clock_gettime(time.CLOCK_BOOTTIME)  # includes time in which the machine sleeps
 
 
-class _Seen(NamedTuple):
-    """A version of the Lease that was new to us."""
+class _LeaseVersion(NamedTuple):
+    """The latest version of the Lease that this operator read."""
 
     version: str
     time: float
-    """When we knew of it. Until it is another one, nobody has written the Lease since."""
+    """Time at which it was first read. While the version stays, no operator has written the Lease since."""
 
 
 class Elector:
-    """One operator's part in the election. ``seconds_left`` is the fence for whatever its leader writes."""
+    """One operator's part in the election. ``seconds_left`` is the fence for all writes of the leader."""
 
     def __init__(
         self,
@@ -73,28 +73,30 @@ class Elector:
         self._lease_name = lease
         self.identity = f"{pod}_{uuid.uuid4().hex[:8]}"
         self._clock = clock
-        self._seen = _Seen("", clock())
+        self._last_version = _LeaseVersion("", clock())
         self._stored: Object | None = None
-        """The Lease as we wrote it; None when it may be another by now."""
+        """The Lease as this operator wrote it; None if it may have changed since."""
         self._renewed = -math.inf
-        """When that was sent."""
+        """Time at which the last confirmed renewal was sent."""
         self._is_leading = False
-        self._said = ""
+        self._last_message = ""
 
     def seconds_left(self) -> float:
-        """For how long nobody else can lead; 0: somebody may."""
+        """Seconds in which no other operator can lead; 0: another may lead already."""
         return max(0.0, self._renewed + LEASE_SECONDS - self._clock())
 
     async def lead(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Wait for the Lease, then ``work`` while it is held, and give it up.
+        """Wait for the Lease, run ``work`` while holding it, and release it.
 
-        Raises LeaseLostError when another has it, after the work was cancelled; and what the work raises.
+        Raises:
+            LeaseLostError: another operator holds the Lease; ``work`` has been cancelled.
+            Exception: an exception of ``work``.
         """
         while not await self._try():
-            runs_out = self._seen.time + LEASE_SECONDS - self._clock()
+            runs_out = self._last_version.time + LEASE_SECONDS - self._clock()
             await asyncio.sleep(min(_RETRY_SECONDS * random.uniform(1.0, 1.2), max(0.1, runs_out)))
         self._is_leading = True
-        self._say(logging.INFO, f"leading as {self.identity}")
+        self._log(logging.INFO, f"leading as {self.identity}")
         metrics.LEADING.set_function(lambda: float(self.seconds_left() > 0))
         tasks = asyncio.create_task(work()), asyncio.create_task(self._renew())
         try:
@@ -115,14 +117,14 @@ class Elector:
             await self._try()
 
     async def _try(self) -> bool:
-        """Take the Lease, or renew it, if it is ours to take; whether that was done."""
+        """Take or renew the Lease if this operator may. Returns whether it did."""
         try:
             async with asyncio.timeout(_TRY_SECONDS):
                 return await self._take()
         except LeaseLostError:
             raise
-        except Exception as error:  # whatever it is: at the next try it may be over, and until then time runs
-            self._say(logging.WARNING, f"the lease can't be had: {str(error) or type(error).__name__}")
+        except Exception as error:  # the next try may succeed; meanwhile the fence expires
+            self._log(logging.WARNING, f"cannot access the lease: {str(error) or type(error).__name__}")
             return False
 
     async def _take(self) -> bool:
@@ -139,12 +141,12 @@ class Elector:
 
     async def _look(self) -> Object | None:
         lease = await self._api.get(LEASE, *self._lease_name)
-        if lease and (version := lease["metadata"]["resourceVersion"]) != self._seen.version:
-            self._seen = _Seen(version, self._clock())
+        if lease and (version := lease["metadata"]["resourceVersion"]) != self._last_version.version:
+            self._last_version = _LeaseVersion(version, self._clock())
         return lease
 
     def _may_take(self, lease: Object | None) -> bool:
-        """Whether nobody else can lead. One that is gone, or was edited, may have a holder all the same."""
+        """Whether no other operator can lead. Even a deleted or edited Lease may still have a holder."""
         spec = _spec(lease)
         holder = spec.get("holderIdentity")
         if holder == self.identity or (not holder and self.seconds_left()):
@@ -152,10 +154,10 @@ class Elector:
         if lease is None:
             return False
         if self._is_leading:
-            raise LeaseLostError(f"the lease is held by {holder or 'nobody'}")
-        self._say(logging.INFO, f"standing by: the lease is held by {holder or 'nobody'}")
+            raise LeaseLostError(f"the lease is held by {holder or 'no operator'}")
+        self._log(logging.INFO, f"standing by: the lease is held by {holder or 'no operator'}")
         is_released = not holder and spec.get("leaseDurationSeconds") == _RELEASED_SECONDS
-        return is_released or self._clock() - self._seen.time >= LEASE_SECONDS
+        return is_released or self._clock() - self._last_version.time >= LEASE_SECONDS
 
     def _record(self, lease: Object | None) -> Object:
         now, before = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"), _spec(lease)
@@ -170,14 +172,14 @@ class Elector:
         }
 
     async def _store(self, lease: Object | None, spec: Object) -> Object | None:
-        """The Lease as stored; None if it is not any more what was read."""
+        """Write the Lease. Returns it as stored, or None if another client changed it since it was read."""
         namespace, name = self._lease_name
         metadata = lease["metadata"] if lease else {"namespace": namespace, "name": name}
         wanted = {"apiVersion": LEASE.api_version, "kind": LEASE.kind, "metadata": metadata, "spec": spec}
         return await (self._api.replace if lease else self._api.create)(LEASE, wanted)
 
     async def _release(self) -> None:
-        """Give the Lease up, if it is ours, so that nobody waits for it to run out."""
+        """Release the Lease if this operator holds it, so that no other has to wait until it expires."""
         self._renewed = -math.inf
         try:
             async with asyncio.timeout(_TRY_SECONDS):
@@ -188,11 +190,13 @@ class Elector:
                     del spec["holderIdentity"]
                     await self._store(lease, spec)
         except Exception as error:
-            logger.warning("the lease was not released, it runs out: %s", str(error) or type(error).__name__)
+            logger.warning(
+                "could not release the lease; it will expire: %s", str(error) or type(error).__name__
+            )
 
-    def _say(self, level: int, text: str) -> None:
-        if text != self._said:
-            self._said = text
+    def _log(self, level: int, text: str) -> None:
+        if text != self._last_message:
+            self._last_message = text
             logger.log(level, text)
 
 

@@ -1,27 +1,27 @@
-"""Everything the operator raises on purpose, one tree::
+"""The errors that the operator raises::
 
     OperatorError
-    ├── InvalidSpecError        the declaration can't be carried out: it has to change first
-    ├── FileError               a file that was given can't be used
-    ├── NoCurveError            nothing is known, of a cluster's tier, that could be shown
-    ├── LeaseLostError          another operator leads: this one has to end
+    ├── InvalidSpecError        the spec is invalid: the user has to change it
+    ├── FileError               a file that the user named can't be read, parsed or written
+    ├── NoCurveError            there is no curve of this tier to show
+    ├── LeaseLostError          another operator leads: this process has to exit
     └── ApiError                a call to the API server failed
-        ├── RefusedError        for good: the request, or the operator's permissions, have to change first
-        └── UnavailableError    for now: the same call may succeed when it is made again
-            └── NoAnswerError   not even an answer came: no other call would fare better
+        ├── RefusedError        permanently: the request or the operator's permissions have to change
+        └── UnavailableError    temporarily: a retry may succeed
+            └── NoAnswerError   the API server is unreachable: other calls would fail, too
 
-Anything else that is raised is a fault of the operator, and is logged with its stack.
+Any other exception is a bug of the operator, and is logged with its stack trace.
 """
 
 from __future__ import annotations
 
 
 class OperatorError(Exception):
-    """Base of what the operator raises."""
+    """Base class of all errors of the operator."""
 
 
 class InvalidSpecError(OperatorError):
-    """The object can't be what it asks for. ``path`` is where, the message is a sentence for the user."""
+    """An object's spec is invalid. ``path`` is the field; the message is a sentence for the user."""
 
     def __init__(self, path: str, sentence: str) -> None:
         super().__init__(f"{path}: {sentence}")
@@ -29,19 +29,19 @@ class InvalidSpecError(OperatorError):
 
 
 class FileError(OperatorError):
-    """A file that was given can't be used; the message begins with its name."""
+    """A file can't be read, parsed or written. The message begins with its name."""
 
 
 class NoCurveError(OperatorError):
-    """There is no curve; the message says why, and what to do."""
+    """There is no curve. The message gives the reason and a remedy."""
 
 
 class LeaseLostError(OperatorError):
-    """Another operator may work now."""
+    """Another operator holds the Lease and may work now."""
 
 
 class ApiError(OperatorError):
-    """A call failed; ``message`` is what the API server says about it, without the call."""
+    """A call to the API server failed. ``message`` is the server's explanation, without the call."""
 
     def __init__(self, what: str, message: str) -> None:
         super().__init__(f"{what}: {message}")
@@ -49,11 +49,11 @@ class ApiError(OperatorError):
 
 
 class RefusedError(ApiError):
-    """400, 403, 422 and the like, and an object that does not fit the schema."""
+    """The API server refused a call: 400, 403, 422 and similar, or an object that violates its schema."""
 
 
 class UnavailableError(ApiError):
-    """408, 409, 429 or 5xx: the server, or a webhook it asks, is busy or gone, or somebody was faster."""
+    """408, 409, 429 or 5xx: the API server or a webhook is unavailable, or another client wrote first."""
 
 
 class NoAnswerError(UnavailableError):

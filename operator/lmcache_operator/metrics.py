@@ -1,4 +1,4 @@
-"""What the operator counts about itself."""
+"""Prometheus metrics of the operator itself."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from prometheus_client import Counter, Gauge, Histogram
 from lmcache_operator import __version__
 
 API_REQUESTS = Counter(
-    "lmcache_operator_api_requests_total", "Calls to the API server; code 0: no answer.", ["verb", "code"]
+    "lmcache_operator_api_requests_total", "Calls to the API server. Code 0: no answer.", ["verb", "code"]
 )
 RECONCILE_SECONDS = Histogram(
-    "lmcache_operator_reconcile_seconds", "Time of one reconciliation of a cluster, its status written.",
+    "lmcache_operator_reconcile_seconds", "Time of one reconciliation, including the status write.",
     buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
 )  # fmt: skip
 RECONCILE_FAILURES = Counter(
-    "lmcache_operator_reconcile_failures_total", "Reconciliations that failed and are tried again."
+    "lmcache_operator_reconcile_failures_total", "Reconciliations that failed and are retried."
 )
 WRITES = Counter(
     "lmcache_operator_writes_total",
-    "Changes: apply, delete, evict, status. At rest it stands still.",
+    "Writes such as apply, delete, evict, status. Constant while nothing changes.",
     ["what"],
 )
 CLUSTERS = Gauge("lmcache_operator_clusters", "LMCacheClusters being reconciled.")
@@ -30,24 +30,24 @@ CONDITION = Gauge(
 CONDITION_VALUES = {"True": 1, "False": 0, "Unknown": -1}
 MEMORY_BYTES = Gauge(
     "lmcache_operator_autoscaling_memory_bytes",
-    "Memory tier of each pod: as it is (current), and as it would be best (recommended).",
+    "Memory tier of each pod: present size (current) and best size (recommended).",
     ["namespace", "name", "size"],
 )
 SHARDS = Gauge(
     "lmcache_operator_autoscaling_shards",
-    "Shards of the managed remote tier: as many as there are (current), and as would be best (recommended).",
+    "Shards of the managed remote tier: present number (current) and best number (recommended).",
     ["namespace", "name", "size"],
 )
 SAVING = Gauge(
     "lmcache_operator_autoscaling_saving_usd_per_hour",
-    "What the recommended size of a tier is worth more than the present one.",
+    "Value of the recommended size of a tier compared with the present size.",
     ["namespace", "name", "tier"],
 )
 LIMITED = Gauge(
     "lmcache_operator_autoscaling_limited",
-    "1, with what keeps a tier's size from being the best there is (status.autoscaling, limitedBy).",
+    "1 for each limit that keeps a tier from its best size (limitedBy in status.autoscaling).",
     ["namespace", "name", "tier", "by"],
 )
-LEADING = Gauge("lmcache_operator_leading", "1: this one of several operators may write; 0: another may.")
-BUILD_INFO = Gauge("lmcache_operator_build_info", "1, with the version.", ["version"])
+LEADING = Gauge("lmcache_operator_leading", "1: this operator leads and may write; 0: it stands by.")
+BUILD_INFO = Gauge("lmcache_operator_build_info", "Always 1; the label has the version.", ["version"])
 BUILD_INFO.labels(version=__version__).set(1)

@@ -1,13 +1,13 @@
-"""A queue of keys in which no wake-up is lost and no key is worked on twice at a time.
+"""A queue of keys that loses no wake-up, and never runs two jobs of one key at the same time.
 
-Whose version changed comes first: somebody waits for it. Then those that were never worked on, for a restart
-or a thousand new keys would otherwise work on the first ones again and again before it begins with the last.
+Keys whose version changed run first, because a user is waiting for the result. New keys come next. Otherwise,
+after a restart with a thousand keys, the first keys would run again and again before the last one starts.
 
-Each key has its own lane: one task that waits for a wake-up or a deadline and then does the work. Wake-ups
-that come in a burst, or while the work runs, make one more run. The event is cleared before the work observes
-anything, so a change is either seen by the run or starts the next one.
+Each key has its own lane: a task that waits for a wake-up or a deadline, and then runs the work. Wake-ups in
+a burst, or during a run, cause one more run. The event is cleared before the work observes anything, so a
+change is either observed by the run or starts the next one.
 
-All times are those of the event loop; a test gives it another clock.
+All times are those of the event loop, so that tests can use a simulated clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
-from lmcache.backoff import Backoff
+from lmcache.common.backoff import Backoff
 from lmcache_operator.errors import OperatorError
 
 Key = TypeVar("Key", bound=Hashable)
@@ -28,10 +28,9 @@ logger = logging.getLogger(__name__)
 
 
 BACKOFF = Backoff(0.5, 60.0, jitter=0.5)
-"""Before a key whose work failed is worked on again."""
+"""Delay before failed work is retried."""
 NUM_RESERVED = 4
-"""Workers beside the others that keys whose version changed may have, so that work that hangs or is long does
-not hold them up."""
+"""Extra workers for keys whose version changed, so that long or hung work does not delay these keys."""
 
 
 class _Rank(enum.IntEnum):
@@ -42,7 +41,7 @@ class _Lane:
     task: asyncio.Task[None]
     turn: asyncio.Future[None]
     started: float | None = None
-    """When the present run began; None between runs."""
+    """Start time of the present run; None between runs."""
     rank = _Rank.NEW
 
     def __init__(self, version: object) -> None:
@@ -50,11 +49,11 @@ class _Lane:
 
 
 class KeyedQueue(Generic[Key]):
-    """Runs ``work(key)`` for every key that was woken. Not thread-safe: it lives on one event loop.
+    """Runs ``work(key)`` for every key that was woken. Not thread-safe: use it on one event loop.
 
-    ``work`` returns the seconds after which the key is due again by itself, or None when the key is gone: its
-    lane ends unless it was woken meanwhile. Work that raises is tried again after a back-off, or at the next
-    wake-up.
+    ``work`` returns the seconds until the next run without a wake-up, or None if the key no longer exists.
+    Then its lane ends, unless it was woken meanwhile. Work that raises is retried after a back-off, or at the
+    next wake-up.
     """
 
     def __init__(
@@ -75,9 +74,9 @@ class KeyedQueue(Generic[Key]):
         return len(self._lanes)
 
     def wake(self, key: Key, version: object = None) -> None:
-        """Have the key worked on soon, ahead of others if its ``version`` was known and is another now.
+        """Schedule a run of a key. It runs ahead of others if its known ``version`` changed.
 
-        Nothing happens if it is the same, or after ``close``.
+        Does nothing if the version is unchanged, or after ``close``.
         """
         if self._is_closed:
             return
@@ -88,20 +87,20 @@ class KeyedQueue(Generic[Key]):
             lane = self._lanes[key] = _Lane(version)
             lane.task = asyncio.get_running_loop().create_task(self._serve(key, lane), name=f"lane {key}")
         elif version is not None:
-            # Not the first that is heard of it: a child may have been heard of before.
+            # The first version of a key is no change: an event of a child may have created the lane before.
             lane.rank = lane.rank if lane.version is None else _Rank.CHANGED
             lane.version = version
             self._start_next()
         lane.wakeup.set()
 
     def longest_run_seconds(self) -> float:
-        """Age of the oldest run that has not ended; a large value means that work hangs."""
+        """Seconds since the start of the oldest unfinished run. A large value means that work hangs."""
         now = asyncio.get_running_loop().time()
         starts = [lane.started for lane in self._lanes.values() if lane.started is not None]
         return now - min(starts, default=now)
 
     async def close(self) -> None:
-        """Cancel everything and wait for it."""
+        """Cancel all work, and wait until it has ended."""
         self._is_closed = True
         tasks = [lane.task for lane in self._lanes.values()]
         for task in tasks:
@@ -115,7 +114,7 @@ class KeyedQueue(Generic[Key]):
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(lane.wakeup.wait(), delay)
-            # What happens to a key comes in bursts: one run for all of it.
+            # Changes of a key arrive in bursts, and one run handles all of them.
             await asyncio.sleep(self._debounce_seconds)
             async with self._turn(lane):
                 lane.wakeup.clear()
@@ -133,12 +132,12 @@ class KeyedQueue(Generic[Key]):
 
     @contextlib.asynccontextmanager
     async def _turn(self, lane: _Lane) -> AsyncIterator[None]:
-        """One of the workers, as soon as it is this lane's turn."""
+        """Wait for a worker, and occupy it for one run of this lane."""
         loop = asyncio.get_running_loop()
         lane.turn = loop.create_future()
         self._waiting.append(lane)
         self._start_next()
-        await lane.turn  # cancelled by `close` alone, after which nobody's turn comes
+        await lane.turn  # only `close` cancels this, and it ends all lanes
         lane.rank, lane.started = _Rank.USUAL, loop.time()
         yield
         lane.started = None
@@ -148,7 +147,7 @@ class KeyedQueue(Generic[Key]):
     def _start_next(self) -> None:
         if not self._waiting:
             return
-        following = min(self._waiting, key=lambda waiting: waiting.rank)  # the first one of equals
+        following = min(self._waiting, key=lambda waiting: waiting.rank)  # the first of equal rank
         if self._num_free > (-NUM_RESERVED if following.rank is _Rank.CHANGED else 0):
             self._num_free -= 1
             self._waiting.remove(following)
@@ -158,4 +157,4 @@ class KeyedQueue(Generic[Key]):
 def _log_failure(key: object, error: Exception, delay: float) -> None:
     is_bug = not isinstance(error, OperatorError)
     level, trace = (logging.ERROR, error) if is_bug else (logging.WARNING, None)
-    logger.log(level, "%s: %s; trying again in %.1f s", key, error, delay, exc_info=trace)
+    logger.log(level, "%s: %s; retrying in %.1f s", key, error, delay, exc_info=trace)

@@ -1,4 +1,4 @@
-"""Reads what sidecars say of themselves, over HTTP from their pods."""
+"""Reads /stats and /samples of sidecars over HTTP."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from lmcache_operator.specs.names import SIDECAR_PORT
 _MAX_BYTES = 256 << 10
 _MAX_SAMPLES_BYTES = 3 << 20
 _MAX_PARTS = 16
-"""Lists and objects in an answer of samples; it has four. Each takes more memory than its two bytes."""
+"""Maximum number of lists and objects in an answer of /samples, which bounds memory. A valid one has four."""
 
 
 class StatsClient:
     """An HTTP client for the sidecars' /stats and /samples; an async context manager.
 
-    Whatever is at the other end is a user's: no redirect is followed, nothing decompressed or remembered.
+    Servers are not trusted, because they run in users' pods. The client follows no redirect, decompresses
+    nothing and stores no cookies.
     """
 
     def __init__(self, port: int = SIDECAR_PORT, *, seconds: float = 1.0) -> None:
-        """``seconds``: for one answer."""
+        """``seconds``: timeout of one request."""
         self._port = port
         self._timeout = aiohttp.ClientTimeout(total=seconds)
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),  # whoever asks bounds it
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),  # callers limit concurrency
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
         )
@@ -41,11 +42,11 @@ class StatsClient:
         await self._session.close()
 
     async def read(self, address: str) -> Any:
-        """The JSON value of the sidecar at an IP address; None if no answer comes in time."""
+        """Read /stats of the sidecar at an IP address, as JSON; None if no valid answer arrives in time."""
         return await self._get(address, "/stats", {}, _MAX_BYTES, None)
 
     async def samples(self, address: str, question: Mapping[str, int]) -> Any:
-        """What its requests looked up, empty if it never tells; None if no answer comes in time."""
+        """Read /samples; {} if the sidecar does not serve it, None if no valid answer arrives in time."""
         return await self._get(address, "/samples", question, _MAX_SAMPLES_BYTES, {})
 
     async def _get(

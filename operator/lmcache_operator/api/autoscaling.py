@@ -1,11 +1,11 @@
-"""How the sizes of a cluster's tiers follow what they gain, as a user declares it."""
+"""Autoscaling of tiers, as declared in the spec and reported in the status."""
 
 from __future__ import annotations
 
 from decimal import Decimal
 from typing import Any, Literal
 
-from lmcache.units import parse_quantity, parse_size
+from lmcache.common.units import parse_quantity, parse_size
 from lmcache_operator.api.fields import Part, Rule, field
 from lmcache_operator.api.keywords import matches, size_between
 from lmcache_operator.api.tiers import MAX_SHARDS
@@ -22,175 +22,175 @@ _USD: dict[str, Any] = {
 
 
 class MemoryBounds(Part):
-    """Between what sizes of each pod's memory tier to choose."""
+    """Bounds of the size of each pod's memory tier."""
 
     RULES = (
         Rule(
             "!has(self.minSize) || !isQuantity(self.minSize) || !isQuantity(self.maxSize) || "
             "quantity(self.minSize).compareTo(quantity(self.maxSize)) <= 0",
             "minSize must not be more than maxSize",
-            lambda own: own.min_size is None or parse_quantity(own.min_size) <= parse_quantity(own.max_size),
+            lambda b: b.min_size is None or parse_quantity(b.min_size) <= parse_quantity(b.max_size),
         ),
     )
 
     min_size: str | None = field(
-        "Least bytes of the arena of each pod. Default: a quarter of tiers.memory.size.",
+        "Smallest size of each pod's memory tier, in bytes. Default: a quarter of tiers.memory.size.",
         **size_between("autoscaling.memory.minSize", "64Mi", "16Ti"),
     )
     max_size: str = field(
-        "Most bytes of the arena of each pod: what its node has for it.",
+        "Largest size of each pod's memory tier, in bytes. Its node must have that much free.",
         **size_between("autoscaling.memory.maxSize", "64Mi", "16Ti"),
     )
 
 
 class ShardBounds(Part):
-    """Between what numbers of shards of the managed remote tier to choose."""
+    """Bounds of the number of shards of the managed remote tier."""
 
     RULES = (
         Rule(
             "self.minShards <= self.maxShards",
             "minShards must not be more than maxShards",
-            lambda own: own.min_shards <= own.max_shards,
+            lambda bounds: bounds.min_shards <= bounds.max_shards,
         ),
     )
 
-    min_shards: int = field("Least number of shards.", default=1, minimum=1, maximum=MAX_SHARDS)
-    max_shards: int = field("Most shards.", minimum=1, maximum=MAX_SHARDS)
+    min_shards: int = field("Smallest number of shards.", default=1, minimum=1, maximum=MAX_SHARDS)
+    max_shards: int = field("Largest number of shards.", minimum=1, maximum=MAX_SHARDS)
 
 
 class Prices(Part):
-    """What is weighed against each other, in USD. Only their ratio decides."""
+    """Prices in USD. Decisions depend only on their ratio."""
 
     gpu_hour: str = field(
-        'One GPU for an hour: what prompt tokens cost that have to be computed again. The default, "2.50", '
-        "is about what a cloud takes for an H100 that is reserved.",
+        "Price of one GPU for an hour, in USD. It is the cost of computing prompt tokens again. The default, "
+        '"2.50", is about the cloud price of a reserved H100.',
         default="2.50",
         **_USD,
     )
     memory_gi_b_hour: str = field(
-        'One GiB of a memory tier of a pod for an hour. The default is "0", because the memory of a GPU node '
-        "is paid for with its GPUs. The tier then grows as long as more is hit, up to memory.maxSize. Set a "
-        "price if memory that the tier gives back is used, or not paid for.",
+        'Price of one GiB of a pod\'s memory tier for an hour, in USD. The default is "0", because you pay '
+        "for a GPU node's memory with its GPUs. The tier then grows up to memory.maxSize while hits "
+        "increase. Set a price if you can use, or need not pay for, memory that the tier releases.",
         default="0",
         **_USD,
     )
     shard_gi_b_hour: str | None = field(
-        "One GiB of the managed remote tier's servers for an hour. Default: memoryGiBHour if that is more "
-        'than 0, or else "0.004", which is about what a cloud takes for memory in large machines.',
+        "Price of one GiB of the managed remote tier's servers for an hour, in USD. Default: memoryGiBHour "
+        'if it is more than 0, or else "0.004", about the cloud price of memory in large machines.',
         **_USD,
     )
 
     @property
     def usd_per_hour(self) -> tuple[float, float, float]:
-        """Of one GPU, of one GiB of pods' memory, and of one GiB of shards."""
+        """Prices of one GPU, of one GiB of pods' memory, and of one GiB of shards."""
         gpu, memory = Decimal(self.gpu_hour), Decimal(self.memory_gi_b_hour)
         shard = Decimal(self.shard_gi_b_hour) if self.shard_gi_b_hour else memory or _USD_OF_SHARDS
         return float(gpu), float(memory), float(shard)
 
 
 class Autoscaling(Part):
-    """How large tiers should be, by what they gain and cost."""
+    """Autoscaling of tiers by their savings and costs."""
 
     RULES = (
         Rule(
             "self.mode != 'Auto' || has(self.memory) || has(self.remote)",
-            "mode Auto changes what has bounds: set memory.maxSize, remote.maxShards, or both",
-            lambda own: own.mode != AUTO or own.memory is not None or own.remote is not None,
+            "mode Auto changes only tiers with bounds: set memory.maxSize, remote.maxShards, or both",
+            lambda scaling: scaling.mode != AUTO or scaling.memory is not None or scaling.remote is not None,
         ),
     )
 
     mode: str = field(
-        "Recommend: status.autoscaling tells what sizes would be best, and why; nothing is changed. Auto: "
-        "tiers that have bounds here get these sizes while pods run; spec stays as it is. Off: sidecars are "
-        "not asked for what is looked up. Away from Auto, sizes go back to what is declared.",
+        "Recommend: the operator reports the best sizes in status.autoscaling, and changes nothing. Auto: it "
+        "also applies them, while pods run, to tiers with bounds; the spec stays as it is. Off: it does not "
+        "poll sidecars. If you switch from Auto to another mode, tiers return to the declared sizes.",
         default="Recommend",
         enum=["Off", "Recommend", "Auto"],
     )
     memory: MemoryBounds | None = field(
-        "Bounds of tiers.memory.size. Default: from a quarter of it to four times of it, to recommend only."
+        "Bounds of tiers.memory.size. Default, only for recommendations: a quarter to four times of it."
     )
     remote: ShardBounds | None = field(
-        "Bounds of tiers.remote.managed.shards. Default: from 1 to four times as many, to recommend only."
+        "Bounds of tiers.remote.managed.shards. Default, only for recommendations: 1 to four times as many."
     )
-    prices: Prices = field("What is weighed against each other.", default={})
+    prices: Prices = field("Prices in USD. Decisions depend only on their ratio.", default={})
 
     def memory_bounds(self, declared_bytes: int) -> tuple[int, int]:
-        """Least and most bytes of a pod's memory tier, where this many are declared."""
-        least, most = max(64 << 20, declared_bytes // 4), 4 * declared_bytes
+        """Return the smallest and the largest size of a pod's memory tier, for its declared size."""
+        smallest, largest = max(64 << 20, declared_bytes // 4), 4 * declared_bytes
         if self.memory is None:
-            return least, most
-        most = parse_size(self.memory.max_size)
-        return parse_size(self.memory.min_size) if self.memory.min_size else min(least, most), most
+            return smallest, largest
+        largest = parse_size(self.memory.max_size)
+        return parse_size(self.memory.min_size) if self.memory.min_size else min(smallest, largest), largest
 
     def shard_bounds(self, declared_number: int) -> tuple[int, int]:
-        """Least and most shards, where this many are declared."""
+        """Return the smallest and the largest number of shards, for the declared number."""
         if self.remote is None:
             return 1, min(MAX_SHARDS, 4 * declared_number)
         return self.remote.min_shards, self.remote.max_shards
 
 
 class CurvePoint(Part):
-    """What one size would do."""
+    """One size on the curve of a tier."""
 
-    size: str = field("All bytes of the tier: of one pod, or of all shards.")
-    hit: str = field("Share of the prompt tokens that it would hit, the engine's own cache included.")
-    low: str | None = field("The share less its sampling error (95 %); none if all keys are sampled.")
-    high: str | None = field("The share plus its sampling error.")
-    net_per_hour: str | None = field("USD that it is worth more than the present size.")
+    size: str = field("Bytes of the tier: of one pod, or of all shards together.")
+    hit: str = field("Expected share of prompt tokens that hit, including hits in the engine's own cache.")
+    low: str | None = field("The share minus its sampling error (95 %). Absent if all keys are sampled.")
+    high: str | None = field("The share plus its sampling error (95 %).")
+    net_per_hour: str | None = field("Net value in USD per hour, compared with the present size.")
 
 
 class Saving(Part):
-    """What the recommended size is worth more than the present one."""
+    """Net value of the recommended size, compared with the present one."""
 
-    usd_per_hour: str | None = field("GPU time saved, less what memory costs.")
-    low: str | None = field("The same less its sampling error (95 %).")
-    high: str | None = field("The same plus its sampling error.")
+    usd_per_hour: str | None = field("Saved GPU time minus the cost of memory, in USD per hour.")
+    low: str | None = field("The saving minus its sampling error (95 %).")
+    high: str | None = field("The saving plus its sampling error (95 %).")
 
 
 class LocalityLoss(Part):
-    """What is missed because requests go to other pods than those that hold their prefixes."""
+    """Misses of requests that were routed to a pod without their prefix, while another pod holds it."""
 
-    points: str | None = field("Per cent of all prompt tokens.")
-    usd_per_hour: str | None = field("The same in money.")
+    points: str | None = field("Lost hits, in per cent of all prompt tokens.")
+    usd_per_hour: str | None = field("Value of the lost hits, in USD per hour.")
 
 
-class _Sized(Part):
-    reason: str | None = field("Why it is recommended, or why nothing is changed, with figures.")
+class _TierSizes(Part):
+    reason: str | None = field("Reason for the recommended size, or for no change, with figures.")
     limited_by: str | None = field(
-        "What keeps the size from being the best there is: None, Max, Min, Samples, Young, Uncertain, "
+        "What keeps the size from being the best one: None, Max, Min, Samples, Young, Uncertain, "
         "Locality, Bandwidth, Engine, Cooldown, Verifying, Frozen or Infeasible."
     )
-    keys_in_size: int | None = field("Sampled keys that the present size holds.", format="int64")
-    saving: Saving | None = field("What it is worth.")
-    curve: list[CurvePoint] | None = field("What other sizes would do.", maxItems=32)
+    keys_in_size: int | None = field("Sampled keys that fit into the present size.", format="int64")
+    saving: Saving | None = field("Net value of the recommended size, compared with the present one.")
+    curve: list[CurvePoint] | None = field("Expected hits and net value of other sizes.", maxItems=32)
 
 
-class MemorySizes(_Sized):
-    """The memory tier."""
+class MemorySizes(_TierSizes):
+    """Sizes of the memory tier."""
 
-    current: str | None = field("Bytes of each pod.")
-    recommended: str | None = field("Bytes that each pod should have.")
-    next: str | None = field("Bytes that Auto gives each pod next.")
+    current: str | None = field("Present bytes of each pod.")
+    recommended: str | None = field("Recommended bytes of each pod.")
+    next: str | None = field("Bytes of each pod after the next step of mode Auto.")
 
 
-class RemoteSizes(_Sized):
-    """The managed remote tier."""
+class RemoteSizes(_TierSizes):
+    """Sizes of the managed remote tier."""
 
-    current: int | None = field("Shards.")
-    recommended: int | None = field("Shards that there should be.")
-    next: int | None = field("Shards that Auto goes to next.")
+    current: int | None = field("Present number of shards.")
+    recommended: int | None = field("Recommended number of shards.")
+    next: int | None = field("Number of shards after the next step of mode Auto.")
 
 
 class AutoscalingStatus(Part):
-    """What sizes would be best, and why."""
+    """Recommended sizes of the tiers, and the reasons."""
 
-    observed_at: str | None = field("When this was last news.", format="date-time")
-    window: str | None = field("Half-life of what is counted.")
-    samples: int | None = field("Sampled lookups.", format="int64")
-    memory: MemorySizes | None = field("The memory tier.")
-    remote: RemoteSizes | None = field("The managed remote tier.")
+    observed_at: str | None = field("Time of the last update of this status.", format="date-time")
+    window: str | None = field("Half-life of the counts.")
+    samples: int | None = field("Number of sampled lookups.", format="int64")
+    memory: MemorySizes | None = field("Sizes of the memory tier.")
+    remote: RemoteSizes | None = field("Sizes of the managed remote tier.")
     engine_hit: str | None = field("Share of the prompt tokens that engines hit in their own caches.")
     locality_loss: LocalityLoss | None = field(
-        "What is missed because requests go to other pods than those that hold their prefixes."
+        "Misses of requests that were routed to a pod without their prefix, while another pod holds it."
     )
-    break_even_age: str | None = field("A token that comes back later than this is not worth its memory.")
+    break_even_age: str | None = field("Age at which keeping a token costs as much as computing it again.")

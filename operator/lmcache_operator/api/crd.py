@@ -14,25 +14,25 @@ from lmcache_operator.api.types import CLUSTER_NAME, Spec, Status
 _HEADER = "# Generated from operator/lmcache_operator/api by `make generate`.\n"
 _UNKNOWN = "x-kubernetes-preserve-unknown-fields"
 _TYPES = {str: {"type": "string"}, int: {"type": "integer"}}
-_ADDED = ("containers", "initContainers", "resourceClaims", "securityContext", "volumes")
-"""Fields of a pod that one of somebody else's is given."""
+_INJECTED = ("containers", "initContainers", "resourceClaims", "securityContext", "volumes")
+"""Pod fields that injection adds to a user's pod."""
 _OF_EVERY_OBJECT = {"apiVersion": _TYPES[str], "kind": _TYPES[str], "metadata": {"type": "object"}}
 
 
 def crd(definitions: Mapping[str, Any]) -> dict[str, Any]:
-    """The one of LMCacheClusters as a plain object, with Kubernetes' own types as ``definitions`` have them.
+    """Return the CRD of LMCacheCluster as a plain object.
 
-    With them the API server refuses a wrong type in a pod template, kubectl an unknown field, and neither
-    lets one through that is nested without end.
+    ``definitions`` are the JSON schemas of Kubernetes' own types. They let the API server refuse wrong types
+    in a pod template, and kubectl unknown fields. Both refuse unbounded nesting.
     """
     root = {
         "type": "object",
-        "description": "Engine pods of an LLM server, each with a sidecar that keeps their KV in tiers.",
+        "description": "Engine pods of an LLM server, each with a sidecar that caches KV in tiers.",
         "required": ["spec"],
         "properties": {
             **_OF_EVERY_OBJECT,
-            "spec": {"description": "What the cluster should be.", **_type_schema(Spec)},
-            "status": {"description": "What the operator sees.", **_type_schema(Status)},
+            "spec": {"description": "The declared state of the cluster.", **_type_schema(Spec)},
+            "status": {"description": "The observed state of the cluster.", **_type_schema(Status)},
         },
         **_validations((CLUSTER_NAME,)),
     }  # fmt: skip
@@ -42,28 +42,28 @@ def crd(definitions: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def profile_crd(definitions: Mapping[str, Any]) -> dict[str, Any]:
-    """The one of LMCacheProfiles, which the operator writes, and the admission of pods reads.
+    """Return the CRD of LMCacheProfile. The operator writes profiles, and the admission of pods reads them.
 
-    Its template has those fields of a pod that are added to somebody's.
+    The template has the pod fields that injection adds to a user's pod.
     """
     spec = definitions["io.k8s.api.core.v1.PodSpec"]["properties"]
     annotations = {"type": "object", "additionalProperties": _TYPES[str]}
     template = {
         "type": "object",
-        "description": "What is added: to the pod, and as its one container, to the engine's.",
+        "description": "Additions to the pod. The one container has the additions to the engine's container.",
         "required": ["metadata", "spec"],
         "properties": {
             "metadata": {"type": "object", "properties": {"annotations": annotations}},
             "spec": {
                 "type": "object",
                 "required": ["containers", "initContainers", "securityContext", "volumes"],
-                "properties": {name: _structural(spec[name], definitions) for name in _ADDED},
+                "properties": {name: _structural(spec[name], definitions) for name in _INJECTED},
             },
         },
     }
     root = {
         "type": "object",
-        "description": "What pods get that ask for the cache of an LMCacheCluster. The operator writes it.",
+        "description": "Additions to pods that use the cache of an LMCacheCluster. The operator writes it.",
         "required": ["template"],
         "properties": {**_OF_EVERY_OBJECT, "template": template},
     }
@@ -72,9 +72,9 @@ def profile_crd(definitions: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def render(definitions: Mapping[str, Any]) -> dict[str, str]:
-    """The CRDs as they are checked in, by their names."""
-    found = (crd(definitions), profile_crd(definitions))
-    return {one["metadata"]["name"]: _HEADER + dump([one]) for one in found}
+    """Return the CRDs as checked-in YAML files, by name."""
+    crds = (crd(definitions), profile_crd(definitions))
+    return {document["metadata"]["name"]: _HEADER + dump([document]) for document in crds}
 
 
 def _definition(kind: str, plural: str, schema: Any, names: Any, more: Any) -> dict[str, Any]:
@@ -139,58 +139,61 @@ def _field_schema(field: Field) -> dict[str, Any]:
     schema = {"description": field.description, **_type_schema(field.type), **field.keywords}
     schema |= _validations(field.rules)
     if field.default is not None:
-        # With the defaults of its own fields: rules are checked against a default as it stands here.
-        own = {name: own["default"] for name, own in schema.get("properties", {}).items() if "default" in own}
-        schema["default"] = own or field.default
+        # The API server checks rules against this default, so it includes the defaults of the inner fields.
+        inner = schema.get("properties", {}).items()
+        defaults = {name: value["default"] for name, value in inner if "default" in value}
+        schema["default"] = defaults or field.default
     return schema
 
 
 def _resolved(schema: dict[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
-    """With the types of Kubernetes written out where a field has their shape."""
+    """Return the schema with the Kubernetes types that fields have as their shape."""
     if shape := schema.pop("shape", None):
         kind, _, member = shape.partition(".")
-        own = {"$ref": f"/io.k8s.api.core.v1.{kind}"}
+        source = {"$ref": f"/io.k8s.api.core.v1.{kind}"}
         if member:
-            own = definitions[f"io.k8s.api.core.v1.{kind}"]["properties"][member]
-        kept = {key: value for key, value in schema.items() if key not in (_UNKNOWN, "items")}
-        return kept | _structural(own, definitions)
+            source = definitions[f"io.k8s.api.core.v1.{kind}"]["properties"][member]
+        base = {key: value for key, value in schema.items() if key not in (_UNKNOWN, "items")}
+        return base | _structural(source, definitions)
     if properties := schema.get("properties"):
-        schema["properties"] = {name: _resolved(own, definitions) for name, own in properties.items()}
+        schema["properties"] = {name: _resolved(value, definitions) for name, value in properties.items()}
     return schema
 
 
 _PARTIAL = ("PodSpec", "Volume")
-"""What stands for a part only: what they require, containers and a name, is ours."""
+"""Types that users write in part. The operator adds the required fields, containers and a name."""
 _LEFT_OUT = ("ephemeralContainers", "managedFields")
-"""What only the API server writes; the latter is an object of no known form, which has no end."""
+"""Fields that only the API server writes. The form of ``managedFields`` is unbounded."""
 
 
 def _structural(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON schema in the form that a CRD takes: no references, one type for each field.
+    """Return a JSON schema in the form that a CRD needs: no references, one type for each field.
 
-    Null is allowed everywhere: merged into the rendered pod, it removes.
+    Every field may be null, because null removes a field when it is merged into the rendered pod.
     """
     if ref := schema.get("$ref"):
         name = ref.rpartition("/")[2]
-        found = _structural(definitions[name], definitions)
+        result = _structural(definitions[name], definitions)
         if name.endswith(".Time"):
-            found["format"] = "date-time"  # else it is refused later, by nobody who names the field
+            result["format"] = "date-time"  # else a later refusal would not name the field
         if name.rpartition(".")[2] in _PARTIAL:
-            found.pop("required", None)
-        return found
+            result.pop("required", None)
+        return result
     if isinstance(schema["type"], list):  # quantities, ports by number or name
         return {"x-kubernetes-int-or-string": True}
-    found = {key: schema[key] for key in ("type", "enum", "required") if key in schema}
+    result = {key: schema[key] for key in ("type", "enum", "required") if key in schema}
     if "properties" in schema:
-        named = {name: own for name, own in schema["properties"].items() if name not in _LEFT_OUT}
-        of = {name: _structural(own, definitions) | {"nullable": True} for name, own in named.items()}
-        found["properties"] = of
+        fields = {name: value for name, value in schema["properties"].items() if name not in _LEFT_OUT}
+        nullable = {
+            name: _structural(value, definitions) | {"nullable": True} for name, value in fields.items()
+        }
+        result["properties"] = nullable
     for key in ("items", "additionalProperties"):
         if schema.get(key):
-            found[key] = _structural(schema[key], definitions)
-    return found
+            result[key] = _structural(schema[key], definitions)
+    return result
 
 
 def _validations(rules: tuple[Rule, ...]) -> dict[str, Any]:
-    found = [{"rule": rule.cel, "message": rule.message} for rule in rules if rule.cel]
-    return {"x-kubernetes-validations": found} if found else {}
+    validations = [{"rule": rule.cel, "message": rule.message} for rule in rules if rule.cel]
+    return {"x-kubernetes-validations": validations} if validations else {}

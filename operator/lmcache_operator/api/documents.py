@@ -1,4 +1,4 @@
-"""YAML as kubectl has it: what one of the two writes, the other reads as the same."""
+"""YAML with kubectl's rules, so that kubectl and Python read the same values."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _STRING, _TIMESTAMP, _VALUE = (f"tag:yaml.org,2002:{name}" for name in ("str", "
 _AMBIGUOUS = re.compile(
     r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?0[xXoObB][0-9a-fA-F_]+|[yYnN]"
 )
-"""Strings that Go's reader takes for numbers or booleans, Python's for strings: 1e3, 0o17."""
+"""Strings that Go's parser reads as numbers or booleans and Python's as strings, such as 1e3 and 0o17."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Without dates, which JSON, and so Kubernetes, has not, and without what else only YAML 1.1 has."""
+    """Loader without dates and other types of YAML 1.1 that JSON, and so Kubernetes, lacks."""
 
 
 class _WithoutColons(NamedTuple):
     pattern: re.Pattern[str]
 
     def match(self, text: str) -> re.Match[str] | None:
-        """Numbers to the base 60, such as 1:30, are strings to kubectl."""
+        """Match like the pattern, but not numbers to base 60 such as 1:30: kubectl reads them as strings."""
         return None if ":" in text else self.pattern.match(text)
 
 
@@ -34,7 +34,7 @@ _Loader.yaml_implicit_resolvers = {
 
 
 class _Dumper(yaml.SafeDumper):
-    """With quotes where one of the two readers would take a string for something else."""
+    """Dumper that quotes strings which one of the two parsers would not read as strings."""
 
 
 def _string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -46,12 +46,12 @@ _Dumper.add_representer(str, _string)
 
 
 def load(text: str) -> list[Any]:
-    """The documents of a file. Raises yaml.YAMLError."""
+    """Parse the documents of a file. Raises yaml.YAMLError."""
     return list(yaml.load_all(text, _Loader))
 
 
 def dump(documents: list[dict[str, Any]]) -> str:
-    """YAML for people and for ``kubectl apply``: documents with keys in the order they were put in."""
-    # What is used twice would be written as an anchor and an alias; a copy is not used twice.
+    """Return YAML for users and for ``kubectl apply``. Keys keep their order."""
+    # PyYAML writes an object that occurs twice as an anchor and an alias. The copy has no shared objects.
     unshared = json.loads(json.dumps(documents))
     return str(yaml.dump_all(unshared, Dumper=_Dumper, sort_keys=False, width=110))

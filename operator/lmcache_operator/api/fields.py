@@ -1,4 +1,4 @@
-"""How a field of the resource is declared: once, with everything the CRD and the parser need to know.
+"""Declarations of the resource's fields, each with everything that the CRD and the parser need.
 
 The dataclasses in ``types.py`` are the single source. ``crd.py`` turns them into an OpenAPI schema and
 ``parse.py`` into checks, so that the API server and ``lmcache-operator render`` refuse the same objects.
@@ -14,43 +14,44 @@ from typing import Any, ClassVar, NamedTuple
 
 
 class Rule(NamedTuple):
-    """One validation in two spellings, for the API server and for the parser, side by side to agree."""
+    """One validation in two forms: CEL for the API server, and Python for the parser."""
 
     cel: str | None
-    """None for what CEL can't say: then only the parser refuses it, and a condition reports it."""
+    """CEL expression. None if CEL cannot express the check: only the parser checks it, for a condition."""
     message: str
     holds: Callable[[Any], bool]
-    """The same check on the parsed value. True for transition rules: here is no old value."""
+    """The same check on the parsed value. True for transition rules, which need the old value."""
 
 
 def field(description: str, *, default: Any = None, rules: tuple[Rule, ...] = (), **keywords: Any) -> Any:
     """Declare a field. A field without a default is required, unless its type allows None.
 
-    The default is in the form a user would write it: ``{}`` for an object whose own fields have defaults.
-    ``keywords`` are those of OpenAPI: pattern, minimum, maximum, multipleOf, maxLength, maxItems, items,
-    enum, format, list types. ``shape`` is the type of Kubernetes that a free-form object is part of, or a
-    field of one, as in ``PodSpec.tolerations``: the API server checks it, where the parser does not.
+    Args:
+        default: the value as a user would write it, such as ``{}`` for an object whose fields have defaults.
+        keywords: OpenAPI keywords: pattern, minimum, maximum, multipleOf, maxLength, maxItems, items, enum,
+            format, list types. ``shape`` names the Kubernetes type of a free-form object, or a field of one
+            such as ``PodSpec.tolerations``. The API server checks the shape, and the parser does not.
     """
-    known = {"description": description, "default": default, "rules": rules, "keywords": keywords}
-    return dataclasses.field(metadata=known)
+    metadata = {"description": description, "default": default, "rules": rules, "keywords": keywords}
+    return dataclasses.field(metadata=metadata)
 
 
 class Field(NamedTuple):
-    """One field of a part, as it was declared."""
+    """One declared field of a part."""
 
     name: str
     type: Any
-    """Without the None of an optional field."""
+    """Type of the field, without the None of an optional one."""
     is_required: bool
     description: str
     default: Any
-    """None if there is none."""
+    """Default value; None: no default."""
     rules: tuple[Rule, ...]
     keywords: Mapping[str, Any]
 
     @property
     def json_name(self) -> str:
-        """``tokenSecretRef`` for ``token_secret_ref``."""
+        """Name in the resource, such as ``tokenSecretRef`` for ``token_secret_ref``."""
         head, *tail = self.name.split("_")
         return head + "".join(word.capitalize() for word in tail)
 
@@ -60,7 +61,7 @@ class Part:
     """Base of the parts of the resource: frozen dataclasses whose fields are declared with ``field(...)``."""
 
     FIELDS: ClassVar[tuple[Field, ...]]
-    """In the order they were declared."""
+    """Fields in the order of their declarations."""
     RULES: ClassVar[tuple[Rule, ...]] = ()
     """Validations of the part as a whole."""
 
@@ -71,7 +72,7 @@ class Part:
 
 
 def is_part(annotation: Any) -> bool:
-    """Whether a type is a part, and no scalar, list or free-form object."""
+    """Return whether a type is a part, and not a scalar, a list or a free-form object."""
     return isinstance(annotation, type) and issubclass(annotation, Part)
 
 

@@ -1,6 +1,6 @@
-"""What images and remote URLs look like: regular expressions that Python and CEL (RE2) read alike.
+"""Regular expressions for images and remote URLs, with the same meaning in Python and CEL (RE2).
 
-Whatever is accepted here, the sidecar accepts too: a URL that it can't use would cost the pod its cache.
+The sidecar must accept every URL that matches. Otherwise a pod would run without its cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REMOTE_URL = (
 
 
 def hosts_of(remote_url: str) -> list[str]:
-    """The hosts of a URL, each with its port."""
+    """Return the hosts of a remote URL, each with its port."""
     scheme, _, rest = remote_url.partition("://")
     port = "26379" if scheme.endswith("-sentinel") else "6379"
     hosts = rest.partition("?")[0].partition("/")[0].split(",")

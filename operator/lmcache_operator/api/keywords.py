@@ -1,11 +1,11 @@
-"""Keywords of fields that several parts of the resource have: names, images, amounts of bytes."""
+"""Keywords for fields of several parts: names, images, sizes."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-from lmcache.units import SIZE_PATTERN, parse_quantity
+from lmcache.common.units import SIZE_PATTERN, parse_quantity
 from lmcache_operator.api.fields import Rule
 from lmcache_operator.api.grammar import IMAGE
 
@@ -16,17 +16,17 @@ CLUSTER_NAME_PATTERN = "^[a-z]([-a-z0-9]{0,43}[a-z0-9])?$"
 
 
 def matches(pattern: str, message: str) -> Rule:
-    """For a pattern that would be no help as a message."""
+    """Return the rule that a text matches a pattern, with a message that is clearer than the pattern."""
     return Rule(f"self.matches(r'{pattern}')", message, lambda text: re.fullmatch(pattern, text) is not None)
 
 
-def size_between(path: str, least: str, most: str) -> dict[str, Any]:
-    """Keywords of a field that holds an amount of bytes within bounds; ``path`` is what messages call it."""
+def size_between(path: str, smallest: str, largest: str) -> dict[str, Any]:
+    """Return the keywords of a field for a size within bounds. ``path`` is its name in messages."""
     in_bounds = Rule(
-        f"!isQuantity(self) || (quantity(self).compareTo(quantity('{least}')) >= 0 && "
-        f"quantity(self).compareTo(quantity('{most}')) <= 0)",
-        f"{path} must be between {least} and {most}",
-        lambda size: parse_quantity(least) <= parse_quantity(size) <= parse_quantity(most),
+        f"!isQuantity(self) || (quantity(self).compareTo(quantity('{smallest}')) >= 0 && "
+        f"quantity(self).compareTo(quantity('{largest}')) <= 0)",
+        f"{path} must be between {smallest} and {largest}",
+        lambda size: parse_quantity(smallest) <= parse_quantity(size) <= parse_quantity(largest),
     )
     is_size = matches(SIZE_PATTERN, "must be an amount of bytes such as 64Gi or 0.5Ti")
     return {"maxLength": 20, "rules": (is_size, in_bounds)}

@@ -1,7 +1,7 @@
-"""From the object a user wrote to typed values, or to a sentence that says what is wrong where.
+"""The parser: from a user's object to typed values, or to an error that names the field.
 
-The API server has checked most of this already; it is checked again because ``lmcache-operator render`` has
-no API server, and because an object may be older than the CRD.
+The API server has already checked most of this. The parser checks it again because ``lmcache-operator
+render`` has no API server, and because an object may be older than the CRD.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lmcache_operator.api.tiers import MemoryTier
 from lmcache_operator.api.types import CLUSTER_NAME, Engine, Model, Spec
 from lmcache_operator.errors import InvalidSpecError
 
-# Far more than a pod template needs, and far less than what a stack takes.
+# More than any pod template needs, and far less than the limit of recursion.
 _MAX_LEVELS = 32
 TYPE_NAMES = {str: "a string", int: "an integer", list: "a list", dict: "an object"}
 _KEYWORDS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
@@ -30,14 +30,14 @@ _KEYWORDS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "enum": (lambda value, known: value in known, "must be one of {limit}, not {value!r}"),
     "maxItems": (lambda value, limit: len(value) <= limit, "is too long: more than {limit} items"),
 }
-"""The keywords of OpenAPI that restrict a value, each with its check and with what to say if it fails."""
+"""OpenAPI keywords that restrict a value, each with its check and its error message."""
 
 
 class Sizes(NamedTuple):
-    """What the operator has chosen instead of what is declared; None: nothing."""
+    """Sizes that the operator chose instead of the declared ones; None: no choice."""
 
     memory_bytes: int | None = None
-    """Of the memory tier of each pod."""
+    """Bytes of each pod's memory tier."""
     shards: int | None = None
 
 
@@ -56,39 +56,39 @@ class Cluster:
 
     @property
     def memory_bytes(self) -> int:
-        """Of the memory tier of each pod, as it should be."""
+        """Bytes of each pod's memory tier, chosen or declared."""
         return self.chosen.memory_bytes or self.memory.num_bytes
 
     @property
     def num_shards(self) -> int:
-        """Of the managed remote tier, as it should be; 0: it has none."""
+        """Number of shards, chosen or declared; 0: no managed remote tier."""
         managed = self.spec.tiers.managed
         return (self.chosen.shards or managed.shards) if managed else 0
 
     @property
     def engine(self) -> Engine:
-        """That of a cluster that has one."""
+        """Spec of the engine. The cluster must have one."""
         assert self.spec.engine is not None
         return self.spec.engine
 
     @property
     def model(self) -> Model:
-        """What the engine serves."""
+        """The model that the engine serves. The cluster must have an engine."""
         assert self.spec.model is not None
         return self.spec.model
 
     @property
     def memory(self) -> MemoryTier:
-        """The memory tier of its pods."""
+        """Spec of the memory tier. The cluster must have an engine."""
         assert self.spec.tiers.memory is not None
         return self.spec.tiers.memory
 
 
 def parse(resource: Mapping[str, Any]) -> Cluster:
-    """Read an LMCacheCluster.
+    """Parse an LMCacheCluster.
 
     Raises:
-        InvalidSpecError: the object can't be rendered.
+        InvalidSpecError: its name or spec is invalid.
     """
     metadata = _parse_value(dict, resource.get("metadata"), "metadata")
     name = _parse_value(str, metadata.get("name"), "metadata.name")
@@ -103,7 +103,7 @@ def parse(resource: Mapping[str, Any]) -> Cluster:
 
 def _parse_value(annotation: Any, raw: Any, path: str) -> Any:
     expected = dict if is_part(annotation) else typing.get_origin(annotation) or annotation
-    # bool is an int for Python, but not for anyone who writes YAML.
+    # bool is an int in Python, but not in YAML.
     if not isinstance(raw, expected) or isinstance(raw, bool):
         raise InvalidSpecError(path, f"must be {TYPE_NAMES[expected]}, not {reprlib.repr(raw)}")
     if is_part(annotation):
@@ -117,7 +117,7 @@ def _parse_value(annotation: Any, raw: Any, path: str) -> Any:
 
 
 def _check_depth(raw: Any, path: str) -> None:
-    """Refuse what no recursion could walk through. The CRD has no place for it, but ``render`` has no CRD."""
+    """Refuse nesting that exceeds the recursion limit. The CRD refuses it too, but ``render`` has no CRD."""
     level = [raw]
     for _ in range(_MAX_LEVELS):
         inner = (value.values() if isinstance(value, dict) else value for value in level)
@@ -130,17 +130,13 @@ def _parse_object(cls: Any, raw: dict[str, Any], path: str) -> Any:
     fields = cls.FIELDS
     if unknown := sorted(raw.keys() - {field.json_name for field in fields}, key=str):
         raise InvalidSpecError(f"{path}.{unknown[0]}", "is not a known field")
-    parsed = cls(
-        **{
-            field.name: _parse_field(field, raw.get(field.json_name), f"{path}.{field.json_name}")
-            for field in fields
-        }
-    )
+    parsed = cls(**{field.name: _parse_field(field, raw, path) for field in fields})
     _check_rules(cls.RULES, parsed, path)
     return parsed
 
 
-def _parse_field(field: Field, raw: Any, path: str) -> Any:
+def _parse_field(field: Field, part: dict[str, Any], path: str) -> Any:
+    raw, path = part.get(field.json_name), f"{path}.{field.json_name}"
     raw = field.default if raw is None else raw
     if raw is None:
         if field.is_required:
@@ -167,15 +163,15 @@ def _check_rules(rules: tuple[Rule, ...], value: Any, path: str) -> None:
 
 
 def declared(value: Part) -> dict[str, Any]:
-    """The fields of a parsed object that differ from their defaults, by their Python names.
+    """Return the fields of a parsed object that differ from their defaults, by their Python names.
 
-    What equals its default is left out, so that a field which a later version adds changes nothing here.
+    Defaults are left out, so that a field that a later version adds does not change the result.
     """
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for field in value.FIELDS:
-        own = getattr(value, field.name)
-        if isinstance(own, Part):
-            own = declared(own) or None
-        if own is not None and own != field.default:
-            found[field.name] = own
-    return found
+        current = getattr(value, field.name)
+        if isinstance(current, Part):
+            current = declared(current) or None
+        if current is not None and current != field.default:
+            fields[field.name] = current
+    return fields

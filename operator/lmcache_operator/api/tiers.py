@@ -1,10 +1,10 @@
-"""The tiers of an LMCacheCluster as a user writes them."""
+"""Tiers in the spec of an LMCacheCluster."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from lmcache.units import parse_size
+from lmcache.common.units import parse_size
 from lmcache_operator.api.fields import Part, Rule, field
 from lmcache_operator.api.grammar import REMOTE_URL, hosts_of
 from lmcache_operator.api.keywords import (
@@ -17,21 +17,21 @@ from lmcache_operator.api.keywords import (
 )
 
 MAX_SHARDS = 64
-"""Of a managed remote tier; sidecars take no longer list."""
+"""Largest number of shards of a managed remote tier, and in the list of a sidecar."""
 
 
 class MemoryTier(Part):
-    """Host memory of one pod."""
+    """The memory tier: host memory of one pod."""
 
     size: str = field(
-        "Bytes of the arena of each pod, e.g. 64Gi. A change reaches pods while they run, up to "
-        "autoscaling.memory.maxSize, or else four times the size that they were made with.",
+        "Bytes of each pod's memory tier, such as 64Gi. The operator resizes running pods. They can grow to "
+        "autoscaling.memory.maxSize, or else to four times the size that they were created with.",
         **size_between("tiers.memory.size", "64Mi", "16Ti"),
     )
     tenant_quota_percent: int = field(
-        "How much of the memory the rows of one tenant, that is of requests with one cache_salt, may take: "
-        "a tenant that has as much makes room with its own. Requests without a salt are not limited. 100: no "
-        "limit. A change replaces the pods, one at a time.",
+        "Per cent of the memory tier that one tenant, all requests with the same cache_salt, may use. A "
+        "tenant at its limit evicts its own rows. Requests without a cache_salt have no limit. 100: no "
+        "limits. A change replaces the pods, one at a time.",
         default=100,
         minimum=1,
         maximum=100,
@@ -44,15 +44,15 @@ class MemoryTier(Part):
 
 
 class DiskTier(Part):
-    """A volume of each pod's own, made and deleted with the pod."""
+    """The disk tier: a volume that is created and deleted with its pod."""
 
     size: str = field(
-        "Bytes of the volume, e.g. 500Gi. The tier takes 85 % of them: a file system needs some for itself, "
-        "and gets slow when it is nearly full. A change reaches a pod when it is next replaced.",
+        "Bytes of each pod's volume, such as 500Gi. The tier uses 85 % of them, because a nearly full file "
+        "system is slow. A change applies to a pod at its next replacement.",
         **size_between("tiers.disk.size", "1Gi", "1024Ti"),
     )
     storage_class_name: str | None = field(
-        "StorageClass of the volume, best one of local NVMe. Default: the Kubernetes cluster's own.", **NAME
+        "StorageClass of the volume, best of local NVMe. Default: that of the Kubernetes cluster.", **NAME
     )
 
     @property
@@ -62,8 +62,11 @@ class DiskTier(Part):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tier. It takes no more than nine tenths of what is free on an empty volume: 95 % of
-        one of 1 GiB with ext4, 98 % of one of 100 GiB (mkfs.ext4 -m0)."""
+        """Bytes of the tier: 85 % of the volume.
+
+        The sidecar uses at most nine tenths of the free bytes of an empty volume. With ext4 (mkfs.ext4 -m0),
+        95 % of 1 GiB and 98 % of 100 GiB are free.
+        """
         return self.volume_bytes * 85 // 100
 
 
@@ -76,48 +79,48 @@ class AuthSecretRef(Part):
 
 
 class ExternalRemote(Part):
-    """A Redis or Valkey the user runs."""
+    """Redis or Valkey servers that the user runs."""
 
     url: str = field(
-        "redis://host:port/db, without credentials. Several hosts, joined by commas, are shards. "
-        "Also rediss:// (TLS), redis-sentinel://hosts/service, redis-cluster://hosts. "
-        "Options: prefix, verify.",
+        "URL of the servers: redis://host:port/db, without credentials. Several hosts, joined by commas, "
+        "are shards. Also rediss:// (TLS), redis-sentinel://hosts/service, redis-cluster://hosts. Options: "
+        "prefix, verify.",
         maxLength=512,
         rules=(
-            Rule("!self.contains('@')", "credentials belong into authSecretRef", lambda url: "@" not in url),
+            Rule("!self.contains('@')", "credentials belong in authSecretRef", lambda url: "@" not in url),
             matches(
                 REMOTE_URL,
                 "must be redis://host:port/db, redis-sentinel://host:port/service/db or "
-                "redis-cluster://host:port (with TLS: rediss), ports from 1 to 65535; options: prefix, "
-                "and with TLS verify=full, ca or none",
+                "redis-cluster://host:port, with rediss for TLS. Ports are from 1 to 65535. Options: "
+                "prefix, and with TLS verify=full, ca or none",
             ),
             Rule(None, "names a host twice", lambda url: len(set(hosts_of(url))) == url.count(",") + 1),
         ),
     )
-    auth_secret_ref: AuthSecretRef | None = field("Credentials; mounted, never read.")
+    auth_secret_ref: AuthSecretRef | None = field("Credentials. The operator never reads them.")
 
 
 class IssuerRef(Part):
-    """Who of cert-manager signs."""
+    """An issuer of cert-manager."""
 
     name: str = field("Name of the issuer.", **NAME)
-    kind: str = field("Issuer: of the same namespace.", default="Issuer", enum=["Issuer", "ClusterIssuer"])
+    kind: str = field("Issuer: in the same namespace.", default="Issuer", enum=["Issuer", "ClusterIssuer"])
     group: str = field("API group of the issuer.", default="cert-manager.io", **NAME)
 
 
 class TlsSecretRef(Part):
-    """A certificate that somebody else renews."""
+    """A Secret with a certificate that the operator does not renew."""
 
     name: str = field(
-        "Name of the Secret, in the same namespace: tls.crt for *.NAME-remote.NAMESPACE.svc, tls.key, and in "
-        "ca.crt who signed. Other clusters find it if it is NAME-remote-tls; another name, given to engines "
-        "that run, replaces their pods.",
+        "Name of the Secret, in the same namespace. It has tls.crt for *.NAME-remote.NAMESPACE.svc, "
+        "tls.key, and ca.crt with the signing CA. Other clusters find it only as NAME-remote-tls. A changed "
+        "name replaces the engine pods.",
         **NAME,
     )
 
 
 class ShardTls(Part):
-    """By what servers show who they are."""
+    """TLS certificate of the servers."""
 
     RULES = (
         Rule(
@@ -127,51 +130,51 @@ class ShardTls(Part):
         ),
     )
 
-    secret_ref: TlsSecretRef | None = field("A certificate that is there; mounted, never read.")
+    secret_ref: TlsSecretRef | None = field("An existing certificate. The operator never reads it.")
     issuer_ref: IssuerRef | None = field(
-        "Have cert-manager make and renew one: the operator makes a Certificate, NAME-remote."
+        "Issuer of cert-manager for the certificate. The operator creates the Certificate NAME-remote."
     )
 
 
 class ManagedRemote(Part):
-    """Servers that the operator runs: each holds its share of the rows, none knows of the others."""
+    """Shards that the operator runs. Each stores its part of the rows, independently of the others."""
 
     shards: int = field(
-        "Servers. Those that are added are used when all of them are ready; those that go are read for "
-        "another 15 minutes, and what was hit meanwhile is kept.",
+        "Number of servers. Sidecars use added shards once all of them are ready. They read removed shards "
+        "for another 15 minutes, and keep the rows that hit there.",
         default=1,
         minimum=1,
         maximum=MAX_SHARDS,
     )
     memory_per_shard: str = field(
-        "Memory of one server, its request and its limit. It stores 80 % of it, and 256Mi less at least: the "
-        "rest is for connections and fragmentation. A change replaces the servers, one every 15 minutes.",
+        "Memory request and limit of one server. It stores at most 80 % of this size, and leaves at least "
+        "256Mi for connections and fragmentation. A change replaces the servers, one every 15 minutes.",
         **size_between("tiers.remote.managed.memoryPerShard", "512Mi", "16Ti"),
     )
     access: str = field(
-        "Whose pods may use it. Namespace: also those of other LMCacheClusters of the namespace, which name "
-        "it in tiers.remote.clusterRef. Cluster: those of this one alone. It holds where NetworkPolicies do.",
+        "Pods that may use the servers, if NetworkPolicies are enforced. Namespace: also pods of "
+        "LMCacheClusters that set tiers.remote.clusterRef. Cluster: only pods of this one.",
         default="Namespace",
         enum=["Namespace", "Cluster"],
     )
     tls: ShardTls | None = field(
-        "Servers speak TLS alone, and sidecars verify them; renewed certificates need no restart. It costs "
-        "most of a connection's speed. A change replaces the servers, one every 15 minutes. Default: no TLS."
+        "TLS between sidecars and servers. Renewed certificates need no restart. It costs most of a "
+        "connection's speed. A change replaces the servers, one every 15 minutes. Default: no TLS."
     )
     image: str | None = field(
-        "Image with Valkey >= 7.2 or Redis >= 6.2, and a shell. Default: the operator's, see its help.",
+        "Image with Valkey >= 7.2 or Redis >= 6.2, and a shell. Default: see lmcache-operator --help.",
         **IMAGE_NAME,
     )
     resources: dict[str, Any] = field(
-        "CPUs of one server; its memory is memoryPerShard. Default: a request of 500m.",
+        "CPU of one server. Set its memory in memoryPerShard. Default: a request of 500m.",
         default={},
         shape="Container.resources",
         rules=(
             Rule(
                 None,
-                "limits and requests are objects without memory, which is memoryPerShard",
-                lambda own: all(
-                    isinstance(part := own.get(kind) or {}, dict) and "memory" not in part
+                "limits and requests are objects without memory: set memoryPerShard instead",
+                lambda resources: all(
+                    isinstance(part := resources.get(kind) or {}, dict) and "memory" not in part
                     for kind in ("limits", "requests")
                 ),
             ),
@@ -200,7 +203,7 @@ class ClusterRef(Part):
 
 
 class RemoteTier(Part):
-    """A cache that all pods share."""
+    """The remote tier, which all pods share."""
 
     RULES = (
         Rule(
@@ -211,37 +214,37 @@ class RemoteTier(Part):
     )
 
     managed: ManagedRemote | None = field("Redis or Valkey servers that the operator runs.")
-    external: ExternalRemote | None = field("A Redis or Valkey that exists already.")
+    external: ExternalRemote | None = field("Redis or Valkey servers that you run.")
     cluster_ref: ClusterRef | None = field(
-        "The managed tier of another cluster, where that allows it. Rows are found where models, their "
-        "layouts and chunks are the same."
+        "Another LMCacheCluster whose managed tier this one uses, if its access allows that. They share rows "
+        "only for the same model, layout and chunk size."
     )
 
 
 class Tiers(Part):
-    """Where KV is kept, fastest first."""
+    """Tiers of the cache, fastest first."""
 
-    memory: MemoryTier | None = field("Host memory, per pod. Every engine has it.")
-    disk: DiskTier | None = field("A volume, per pod. Default: none.")
-    remote: RemoteTier | None = field("A remote tier all pods share. Default: none.")
+    memory: MemoryTier | None = field("Memory tier of each pod. Required with an engine.")
+    disk: DiskTier | None = field("Disk tier of each pod. Default: none.")
+    remote: RemoteTier | None = field("Remote tier that all pods share. Default: none.")
     admit: str = field(
-        "Which chunks are written to the disk and remote tiers. All: every chunk, at once. OnReuse: those "
-        "that were hit in memory, which spares volumes and networks where few prompts come again.",
+        "Chunks that are written to the disk and remote tiers. All: every chunk, at once. OnReuse: chunks "
+        "that hit in memory, which saves writes if few prompts repeat.",
         default="All",
         enum=["All", "OnReuse"],
     )
 
     @property
     def external(self) -> ExternalRemote | None:
-        """A remote tier of the user's own, if it is that."""
+        """The external remote tier, or None."""
         return self.remote.external if self.remote else None
 
     @property
     def managed(self) -> ManagedRemote | None:
-        """A remote tier of the cluster's own, if it is that."""
+        """The managed remote tier, or None."""
         return self.remote.managed if self.remote else None
 
     @property
     def remote_auth(self) -> AuthSecretRef | None:
-        """The user's credentials for it, if it needs any."""
+        """Credentials of the external remote tier, or None."""
         return self.external.auth_secret_ref if self.external else None

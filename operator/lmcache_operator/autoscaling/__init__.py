@@ -1,6 +1,6 @@
-"""How large should a cache tier be? Pure: no client, no clock, no state of its own.
+"""Autoscaling of cache tiers.
 
-``traffic`` holds what is known of a cluster's lookups: curves, and what was measured. ``tier`` says what a
-size of one tier saves and costs, in money per hour. ``decide`` turns both into a decision with its reason,
-and into the state that the next decision starts from.
+``intake`` polls sidecars for samples of their lookups. ``sizing`` keeps what one cluster's tiers need to be
+decided on. ``policy`` decides. ``component`` stores decisions and reports them in the status, ``metrics`` and
+``tier_status`` report figures. ``show`` draws curves.
 """

@@ -1,8 +1,8 @@
-"""The contract of a component: one part of what a cluster is made of, such as its engine pods.
+"""The contract of a component, which is one part of every cluster, such as its engine pods.
 
-A component renders its objects from what is declared, plans its steps from what is observed of it, and says
-how it does. It is pure: no client, no clock, no state; so ``render`` prints what ``run`` applies. Observing,
-carrying out steps and merging conditions is the same for all and knows none of them by name.
+A component renders objects from the spec, plans steps from observations, and reports its status. It is pure,
+without client, clock or state, so ``render`` prints exactly what ``run`` applies. The reconciler observes,
+applies and merges conditions in the same way for all components.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.autoscaling.report import Report
-from lmcache_operator.components.reasons import Reason, Trouble
+from lmcache_operator.autoscaling.policy.report import Report
+from lmcache_operator.components.conditions import Condition, Event, Problem
 from lmcache_operator.specs import Images, Object
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import SHARD_IMAGE
@@ -24,156 +24,129 @@ from lmcache_operator.specs.ownership import Path
 
 
 class Context(NamedTuple):
-    """What shapes objects and is not the user's."""
+    """Settings of the operator that shape a cluster's objects."""
 
     images: Images
-    """By container, for clusters that name none."""
+    """Default images by container."""
     operator_namespace: str = ""
-    """Whose operator may reach the sidecars' metrics port; empty: no one's."""
+    """Namespace of the operator that may reach the sidecars' metrics port; empty: none."""
     allow_all_gpus: bool = False
-    """Whether sidecars may see all GPUs of their nodes, those of other pods included."""
+    """Whether sidecars may see all GPUs of their nodes, including those of other pods."""
     shard_image: str = SHARD_IMAGE
-    """Of a managed remote tier's servers, for clusters that name none."""
-
-
-class Problem(NamedTuple):
-    """Something that stands in the way, and that the user, and nobody else, can remedy."""
-
-    reason: Trouble
-    message: str
-
-
-class Condition(NamedTuple):
-    """One aspect of the present state."""
-
-    status: Literal["True", "False", "Unknown"]
-    reason: Reason
-    message: str
-    generation: int | None = None
-    """Of the spec that it was derived from; None: of the present one."""
-
-
-class Event(NamedTuple):
-    """Something that happened to a cluster."""
-
-    type: Literal["Normal", "Warning"]
-    reason: str
-    message: str
+    """Default image of the servers of a managed remote tier."""
 
 
 class RemoteFigures(NamedTuple):
-    """What a sidecar counts of its remote tier, since it runs."""
+    """A sidecar's counters of its remote tier, since it started."""
 
     used_bytes: int = 0
-    """Of all servers together; 0: they do not say."""
+    """Bytes in use on all servers together; 0: unknown."""
     evicted: int = 0
-    """Values that these removed to make room."""
+    """Values that the servers evicted."""
 
 
 class LookupFigures(NamedTuple):
-    """What a sidecar counts of what requests looked up, since it runs: tokens, and those that each tier
-    had."""
+    """A sidecar's counters of looked-up tokens, and of hits in each tier, since it started."""
 
     tokens: int = 0
     engine: int = 0
-    """In the engine's own prefix cache."""
+    """Hits in the engine's own prefix cache."""
     memory: int = 0
     disk: int = 0
     remote: int = 0
 
 
 class Sidecar(NamedTuple):
-    """What the sidecar of a running pod says of itself."""
+    """State of the sidecar of a running pod, as the sidecar reports it."""
 
     pod: str = ""
     is_engine_ready: bool = False
     """Whether the pod is Ready."""
     answers: bool = True
     reason: str = ""
-    """Why it is not ready; empty: it is."""
+    """Why the sidecar is not ready; empty: it is ready."""
     is_attached: bool = False
-    """Whether its engine uses it."""
+    """Whether its engine is connected and uses it."""
     is_remote_reachable: bool | None = None
-    """None: it has no remote tier, or does not say."""
+    """Whether the sidecar reaches the remote tier; None: no remote tier, or unknown."""
     remote_reason: str = ""
-    """Why it is not."""
+    """Why the remote tier is not reachable."""
     remote: RemoteFigures = RemoteFigures()
     lookups: LookupFigures = LookupFigures()
     is_disk_available: bool | None = None
-    """None: it has no disk tier, or does not say."""
+    """Whether the disk tier is in use; None: no disk tier, or unknown."""
     disk_reason: str = ""
-    """Why it is not."""
+    """Why the disk tier is not available."""
     transfer: str = ""
-    """Who copies its engine's KV: CudaIPC or SharedMemory; empty: it has no engine, or does not say."""
+    """CudaIPC (the sidecar copies KV) or SharedMemory (the engine copies); empty: no engine, or unknown."""
     transfer_reason: str = ""
-    """Why it is that."""
+    """Why the transfer is this one."""
     is_memory_pinned: bool | None = None
-    """Whether CUDA has pinned all of its memory tier that copies use; None: no GPU is used, or it does not
-    say."""
+    """Whether CUDA has pinned all memory of the tier that copies use; None: no GPU, or unknown."""
     pin_problem: str = ""
-    """Which process could not pin memory, and why."""
+    """Process that could not pin memory, and the reason."""
     memory_bytes: int | None = None
-    """Of its memory tier, now; None: it follows no size, or does not say."""
+    """Present size of the memory tier; None: the sidecar cannot resize, or unknown."""
     memory_target: int = 0
-    """The size that it follows."""
+    """Size in bytes that the sidecar resizes its memory tier to."""
     resize_problem: str = ""
-    """Why the one is not the other."""
+    """Why the memory tier does not have its target size."""
 
 
 class Resize(NamedTuple):
-    """One step of a running pod towards another size of its memory tier."""
+    """One step in the resize of a running pod's memory tier."""
 
     pod: Object
     num_bytes: int
-    """Of the memory tier, in the end."""
+    """Final size of the memory tier."""
     annotations: Mapping[str, str] | None = None
-    """All that the operator has on the pod, from now on; None: as they are."""
+    """New value of all annotations that the operator owns on the pod; None: unchanged."""
     memory: Mapping[str, Any] | None = None
-    """Limits and requests of the sidecar, from now on; None: as they are."""
+    """New limits and requests of the sidecar's container; None: unchanged."""
     sidecar_bytes: int | None = None
-    """Only if the sidecar says that its tier has no more, and gets no more; None: whatever it says."""
+    """Limit on the sidecar's reported size and target, a precondition of this step; None: no precondition."""
     is_start: bool = False
-    """Whether the pod begins to grow."""
+    """Whether this step starts the growth of a pod."""
 
 
 class Probed(NamedTuple):
-    """What the sidecars of a cluster say."""
+    """Reports of the sidecars of a cluster."""
 
     sidecars: tuple[Sidecar, ...]
     is_certain: bool
-    """False: one that did not answer may do so the next time, as it perhaps did before."""
+    """False: a sidecar missed one answer and may answer at the next probe."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """A cluster, and what there is of one of its components."""
+    """A cluster, and the present state of one of its components."""
 
     resource: Object
-    """The LMCacheCluster as the API server has it."""
+    """The LMCacheCluster as the API server stores it."""
     children: Mapping[Ref, Object] = field(default_factory=dict)
     """Objects of the component that the cluster owns."""
     taken: frozenset[Ref] = frozenset()
-    """Names of children under which there is an object that the cluster does not own."""
+    """Names of children that belong to existing objects of other owners."""
     pods: tuple[Object, ...] = ()
-    """Of its StatefulSets."""
+    """Pods of the component's StatefulSets."""
     foreign_pods: tuple[Object, ...] = ()
-    """Somebody else's, which ``Component.foreign_pods`` selects."""
+    """Pods of other owners, selected by ``Component.foreign_pods``."""
     nodes: Mapping[str, Object | None] = field(default_factory=dict)
-    """Those of pods that don't serve, by name; None: there is no such node."""
+    """Nodes of pods that are not ready, by name; None: the node does not exist."""
     node_refusal: str = ""
-    """Why the operator may not look at nodes; empty: it may."""
+    """Why the operator is not allowed to read nodes; empty: it is allowed."""
     warnings: tuple[Object, ...] = ()
-    """Events that say why pods are not there, or not ready; some are about the claims of their volumes."""
+    """Events that explain missing or unready pods; some are about the claims of their volumes."""
     probed: Probed | None = None
-    """What the sidecars say; asked when all that is due has been done, None before."""
+    """Reports of the sidecars, which are probed after all steps were carried out; None before."""
     contested: Mapping[Ref, frozenset[Path]] = field(default_factory=dict)
-    """Fields of children, or whole ones, that somebody else keeps changing back."""
+    """Fields of children, or whole children, that another client keeps changing back."""
     referred: Object | None = None
-    """The other LMCacheCluster that ``Component.referred`` names, if there is one."""
+    """The other LMCacheCluster that ``Component.referred`` names, if it exists."""
     users: tuple[Object, ...] = ()
-    """The other LMCacheClusters that name this one in ``referred``, if ``Component.asks_users``."""
+    """Other LMCacheClusters that refer to this one; read only if ``Component.observes_users``."""
     autoscaling: Report | None = None
-    """The latest of who watches what the cluster looks up; None: there is none, or none yet."""
+    """Latest report of the autoscaler on this cluster; None: no report yet."""
     now: datetime
 
     @property
@@ -184,62 +157,55 @@ class Observed:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is due for one component of a cluster. At rest everything in it is empty."""
+    """The steps that are due for one component. All are empty while the cluster matches its spec."""
 
     make: tuple[Object, ...] = ()
-    """Secrets to make before anything, unless they exist: nobody reads them to see whether they do. Each gets
-    a random password."""
+    """Secrets to create first, each with a random password. The operator cannot read Secrets, so it tries to
+    create them even if they may exist."""
     apply: tuple[Object, ...] = ()
     """Children to write, prerequisites first."""
     lost: Mapping[Ref, list[Path]] = field(default_factory=dict)
-    """Fields of these that are not as we applied them: () for a child that is not there."""
+    """Fields of children to apply that another client changed; the path () stands for a missing child."""
     delete: tuple[Ref, ...] = ()
-    """Children that are not wanted any more."""
+    """Children that the spec no longer asks for."""
     evict: tuple[Object, ...] = ()
     """Pods to replace now."""
     resize: tuple[Resize, ...] = ()
-    """Running pods whose memory tier gets another size, those that have begun first."""
+    """Resize steps of running pods; pods whose resize is in progress come first."""
     num_starts: int = 0
-    """How many of these may begin to grow."""
+    """Number of these pods that may start to grow."""
     abandon: tuple[Object, ...] = ()
-    """Pods to delete by force: their nodes are gone."""
+    """Terminating pods on lost nodes, to delete by force."""
     problems: tuple[Problem, ...] = ()
     due_seconds: float = math.inf
-    """After which more is due, even if nothing happens."""
+    """Time until the next step is due, even if nothing changes."""
     num_outdated: int = 0
-    """Pods that still are what the user declared before."""
+    """Number of pods that still run a previous spec."""
     note: str = ""
-    """What reaches no pod before it is replaced for another reason: a sentence for the user."""
+    """A sentence for the user about a change that reaches a pod only when the pod is replaced."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the status that follow from what is declared."""
+    """Values that ``Component.status`` derives fields of the status from."""
 
 
 _COMPLETE = Condition("False", "Complete", "")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Status:
-    """What the cluster's status says of one component."""
+class ComponentStatus:
+    """A component's part of the cluster's status."""
 
     summary: str = ""
-    """Says that it is as declared, where it is."""
+    """Contribution to the message of condition Ready."""
     progressing: Condition = _COMPLETE
-    """Whether it is on its way to what is declared. The cluster's is that of who has not arrived."""
+    """Whether the component progresses towards its spec. The cluster shows the least complete component."""
     conditions: Mapping[str, Condition] = field(default_factory=dict)
-    """Conditions of its own, by their types."""
+    """Conditions of this component, by type."""
     degraded: tuple[Problem, ...] = ()
-    """What is not as it should be and yet makes nothing unready."""
+    """Problems that degrade the cluster without making it unready."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """More fields of the status."""
+    """Further fields of the status."""
     events: tuple[Event, ...] = ()
-    """What of these fields is news, beside conditions."""
-
-
-def former_conditions(resource: Object) -> dict[str, Condition]:
-    """What the status of a cluster says at present, by the conditions' types."""
-    before = (resource.get("status") or {}).get("conditions") or ()
-    keys = ("status", "reason", "message", "observedGeneration")
-    return {c["type"]: Condition(*(c[key] for key in keys)) for c in before if c.keys() >= set(keys)}
+    """Events about changes of these fields. The reconciler adds those about conditions."""
 
 
 class Component(ABC):
@@ -247,35 +213,38 @@ class Component(ABC):
 
     name: ClassVar[str]
     """Value of the component label, on its objects and on its pods."""
-    is_for_others: ClassVar[bool] = False
-    """Whether what it makes gets into other people's pods: only what the API server took as ours may."""
+    changes_foreign_pods: ClassVar[bool] = False
+    """Whether its objects change users' own pods. They are applied only if no component failed to plan, and
+    none before it failed to apply."""
+    renders_from_spec_only: ClassVar[bool] = True
+    """Whether the spec alone decides which of ``refs`` it creates. If so, absent children need no read."""
 
     @abstractmethod
     def refs(self, cluster_name: str) -> tuple[Ref, ...]:
-        """Every object that it may have, wanted at present or not, prerequisites first.
+        """References to every object that the component may ever create, prerequisites first.
 
-        The names are ours, so that none has to be searched for, also when its labels are gone.
+        The names are fixed, so the operator finds an object even if its labels were removed.
         """
 
     def foreign_pods(self, cluster_name: str) -> str:
-        """A selector of other people's pods to report on, in the words of the API; empty: of none."""
+        """Label selector of users' own pods to report on; empty: none."""
         return ""
 
     def referred(self, resource: Object) -> str:
-        """Name of another LMCacheCluster that this one relies on; empty: of none."""
+        """Name of another LMCacheCluster that this one uses; empty: none."""
         return ""
 
-    def asks_users(self, resource: Object) -> bool:
-        """Whether what it is like is known to the other LMCacheClusters that rely on it alone."""
+    def observes_users(self, resource: Object) -> bool:
+        """Whether the component's status comes from the other LMCacheClusters that use this one."""
         return False
 
-    def sized(self, cluster: Cluster, observed: Observed) -> Cluster:
-        """The cluster as all components are to render it: here as it is declared."""
+    def with_chosen_sizes(self, cluster: Cluster, observed: Observed) -> Cluster:
+        """The cluster with the sizes that autoscaling chose. By default the declared sizes."""
         return cluster
 
     @abstractmethod
     def render(self, cluster: Cluster, context: Context) -> list[Object]:
-        """Its objects as they should be, prerequisites first, each made by ``names.child``: some of ``refs``.
+        """The objects that the spec asks for, prerequisites first. Each is built by ``names.child``.
 
         Raises:
             InvalidSpecError: the spec can't be rendered.
@@ -283,12 +252,12 @@ class Component(ABC):
 
     @abstractmethod
     def plan(self, cluster: Cluster, observed: Observed, context: Context) -> Plan:
-        """What is due: as a rule the ``differences`` from what is rendered.
+        """The steps that are due, usually the ``differences`` between rendered and observed objects.
 
         Raises:
-            InvalidSpecError: the spec can't be rendered; then the cluster stays as it is.
+            InvalidSpecError: the spec can't be rendered. The cluster then stays as it is.
         """
 
-    def status(self, observed: Observed, plan: Plan) -> Status:
-        """What the cluster's status says of it: here nothing."""
-        return Status()
+    def status(self, observed: Observed, plan: Plan) -> ComponentStatus:
+        """The component's part of the cluster's status. By default empty."""
+        return ComponentStatus()

@@ -1,1 +1,1 @@
-"""The only part that talks to the API server."""
+"""The client for the API server. No other package calls it."""

@@ -1,4 +1,4 @@
-"""A thin client on plain dicts: what the operator needs, and nothing else."""
+"""A thin client for the API server on plain dicts, limited to the calls that the operator needs."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from lmcache_operator.kube.shallow import loads
 from lmcache_operator.kube.watch import configuration
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import BY_NAME, EVENT, POD, Kind
-from lmcache_operator.specs.merge import at
+from lmcache_operator.specs.merge import dig
 from lmcache_operator.specs.names import FIELD_MANAGER, digest
 
 _SECONDS = 30.0
-"""For one request."""
+"""Timeout of one request."""
 _MAX_REQUESTS = 64
-"""At the same time."""
+"""Maximum number of concurrent requests."""
 _MIN_WRITE_SECONDS = 5.0
-"""A write is given that long at least, and not sent where so much is not left of the right to write."""
+"""Minimum timeout of a write. A write is not sent if the operator's right to write ends sooner."""
 _MAX_EVENT_MESSAGE = 1024
 _READS = frozenset({"GET"})
 _UNAVAILABLE_STATUSES = frozenset({408, 409, 429})
 _FORCE = {"fieldManager": FIELD_MANAGER, "force": "true"}
 _NOT_SENT = "not sent: this operator does not lead, or cannot renew its lease"
-# The client would turn a body of exactly this type into ASCII itself.
+# With the charset, the client leaves the body alone. For the bare type it would re-encode it as ASCII.
 _APPLY_PATCH = "application/apply-patch+yaml; charset=utf-8"
-# What YAML reads otherwise than JSON: line breaks and what it calls unprintable, and halves of pairs.
+# Characters that YAML reads differently from JSON: line breaks, unprintable ones and lone surrogates.
 _ESCAPED_IN_YAML = {
     code: f"\\u{code:04x}"
     for code in (*range(0x7F, 0xA0), 0x2028, 0x2029, *range(0xD800, 0xE000), 0xFEFF, 0xFFFE, 0xFFFF)
@@ -45,15 +45,15 @@ _ESCAPED_IN_YAML = {
 
 
 Fence = Callable[[], float]
-"""For how many seconds from now on this operator may write."""
+"""Returns the seconds from now for which this operator may write."""
 
 
 @asynccontextmanager
 async def connect(fence: Fence = lambda: math.inf) -> AsyncIterator[KubeApi]:
-    """A client for the cluster that the operator is configured for; it writes only within the fence."""
+    """Connect to the configured Kubernetes cluster. The client writes only while the fence allows it."""
 
     class Request(aiohttp.ClientRequest):
-        """Looks once more when there is a connection: a process may be frozen at any time, and thaw."""
+        """Checks the fence again once connected, because the process may have been frozen meanwhile."""
 
         async def send(self, conn: Any) -> aiohttp.ClientResponse:
             if self.method not in _READS and fence() < _MIN_WRITE_SECONDS:
@@ -68,7 +68,7 @@ async def connect(fence: Fence = lambda: math.inf) -> AsyncIterator[KubeApi]:
 
 
 class KubeApi:
-    """Calls to the API server. All of them raise ApiError, and all of them may be repeated."""
+    """Calls to the API server. All calls may raise ApiError, and all are safe to repeat."""
 
     def __init__(self, client: ApiClient, fence: Fence = lambda: math.inf) -> None:
         self._client = client
@@ -77,68 +77,68 @@ class KubeApi:
         self._writes = set[asyncio.Task[Any]]()
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
-        """An object, or None if there is none. What belongs to no namespace is in the one without a name."""
-        status, found = await self._call("GET", _path(kind, namespace, name), accept=(HTTPStatus.NOT_FOUND,))
-        return found if status == HTTPStatus.OK else None
+        """Read an object; None if it does not exist. Cluster-scoped objects have the namespace ""."""
+        status, answer = await self._call("GET", _path(kind, namespace, name), accept=(HTTPStatus.NOT_FOUND,))
+        return answer if status == HTTPStatus.OK else None
 
     async def serves(self, kind: Kind) -> bool:
-        """Whether the API server knows this kind: it learns of a definition seconds after it was made."""
-        status, found = await self._call("GET", _root(kind), accept=(HTTPStatus.NOT_FOUND,))
-        return status == HTTPStatus.OK and any(item["name"] == kind.plural for item in found["resources"])
+        """Whether the API server serves a kind. It does so seconds after the definition was created."""
+        status, answer = await self._call("GET", _root(kind), accept=(HTTPStatus.NOT_FOUND,))
+        return status == HTTPStatus.OK and any(item["name"] == kind.plural for item in answer["resources"])
 
     async def find(self, kind: Kind, namespace: str, **selectors: str) -> list[Object]:
-        """All objects of a kind that a ``labelSelector``, or a ``fieldSelector``, selects."""
+        """Read all objects of a kind that a ``labelSelector`` or a ``fieldSelector`` matches."""
         _, page = await self._call("GET", _path(kind, namespace), query=selectors)
-        found: list[Object] = page["items"]
-        return found
+        objects: list[Object] = page["items"]
+        return objects
 
     async def is_ending(self, namespace: str) -> bool:
-        """Whether a namespace is being deleted; nothing can be made in it then."""
+        """Whether a namespace is terminating, so that no object can be created in it."""
         accept = (HTTPStatus.NOT_FOUND, HTTPStatus.FORBIDDEN)
-        status, found = await self._call("GET", f"/api/v1/namespaces/{namespace}", accept=accept)
-        return status == HTTPStatus.OK and "deletionTimestamp" in found["metadata"]
+        status, answer = await self._call("GET", f"/api/v1/namespaces/{namespace}", accept=accept)
+        return status == HTTPStatus.OK and "deletionTimestamp" in answer["metadata"]
 
     async def apply(self, wanted: Object, uid: str | None) -> None:
-        """Server-side apply: the fields of ``wanted`` become ours, and those we no longer name are given up.
+        """Server-side apply: take ownership of the fields in ``wanted``, and release all other fields.
 
-        ``uid`` is that of the object to change, None to make a new one: one that appeared or was replaced in
-        between is left alone, by 409 or 422.
+        ``uid``: the object to change, or None to create one. If an object was created or replaced meanwhile,
+        the API server refuses the call with 409 or 422.
         """
-        # No object has the resource version 1, and to one that doesn't exist it does not matter.
+        # No existing object has resource version 1, and for a new object the API server ignores the version.
         condition = {"resourceVersion": "1"} if uid is None else {"uid": uid}
         body = wanted | {"metadata": wanted["metadata"] | condition}
         await self._call("PATCH", _path_of(wanted), body, query=_FORCE)
 
     async def apply_status(self, wanted: Object) -> None:
-        """The same for the status; nothing happens if the object is gone."""
-        gone = (HTTPStatus.NOT_FOUND,)
-        await self._call("PATCH", f"{_path_of(wanted)}/status", wanted, query=_FORCE, accept=gone)
+        """Server-side apply of the status. Does nothing if the object no longer exists."""
+        accept = (HTTPStatus.NOT_FOUND,)
+        await self._call("PATCH", f"{_path_of(wanted)}/status", wanted, query=_FORCE, accept=accept)
 
     async def create(self, kind: Kind, wanted: Object) -> Object | None:
-        """The object as stored; None if there is one of this name."""
+        """Create an object. Returns it as stored, or None if the name is taken."""
         accept = (HTTPStatus.CONFLICT,)
         path = _path(kind, wanted["metadata"]["namespace"])
         status, stored = await self._call("POST", path, wanted, accept=accept)
         return None if status in accept else stored
 
     async def replace(self, kind: Kind, changed: Object) -> Object | None:
-        """The object as stored; None if it was changed, or has gone, since it was read."""
+        """Replace an object. Returns it as stored, or None if it was changed or deleted since it was read."""
         accept, metadata = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT), changed["metadata"]
         path = _path(kind, metadata["namespace"], metadata["name"])
         status, stored = await self._call("PUT", path, changed, accept=accept)
         return None if status in accept else stored
 
     async def settle(self) -> None:
-        """Wait for the answers to all writes; those of cancelled callers go on until then."""
+        """Wait for the answers to all pending writes, including those of cancelled callers."""
         if self._writes:
             await asyncio.wait(self._writes)
 
     async def delete(
         self, kind: Kind, namespace: str, name: str, uid: str, *, grace_seconds: int | None = None
     ) -> bool:
-        """Delete this object and what it owns. False if it is gone already, or another has its name.
+        """Delete an object and its dependents. False if it does not exist, or another object has its name.
 
-        ``grace_seconds``: for a pod, None: its own; 0 waits for no kubelet.
+        ``grace_seconds``: grace period of a pod; None: the pod's own; 0: do not wait for the kubelet.
         """
         body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
         if grace_seconds is not None:
@@ -148,7 +148,7 @@ class KubeApi:
         return status not in accept
 
     async def evict(self, namespace: str, pod: str, uid: str) -> bool:
-        """Ask for a pod's eviction. False if a disruption budget forbids it at present, or it is gone."""
+        """Evict a pod. False if a disruption budget forbids it at present, or the pod no longer exists."""
         options, metadata = {"preconditions": {"uid": uid}}, {"name": pod, "namespace": namespace}
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata, "deleteOptions": options}
         path = f"{_path(POD, namespace, pod)}/eviction"
@@ -157,18 +157,19 @@ class KubeApi:
         return status not in accept
 
     async def annotate(self, pod: Object, annotations: Mapping[str, str]) -> None:
-        """Server-side apply of all annotations that we have on a pod; another one of its name is refused."""
+        """Server-side apply of all annotations that the operator owns on a pod. Refused for another uid."""
         await self._apply_to_pod(pod, "", {}, annotations=annotations)
 
     async def resize(self, pod: Object, init_container: str, resources: Mapping[str, Any]) -> None:
-        """Ask for other resources of a pod that runs; its kubelet answers in the pod's status.
+        """Ask for an in-place resize of a running pod. The kubelet answers in the pod's status.
 
-        Raises RefusedError where other containers would get other limits with it: the API server gives those
-        without the ones of a LimitRange that came after the pod, and an engine could be killed for it.
+        Raises:
+            RefusedError: the limits of another container would change, too. The API server adds the defaults
+                of a LimitRange that is newer than the pod, and the kernel could then kill the engine.
         """
         spec = {"initContainers": [{"name": init_container, "resources": resources}]}
-        found = await self._apply_to_pod(pod, "/resize", {"spec": spec}, dry_run=True)
-        before, after = (_limits_of_others(one, init_container) for one in (pod, found))
+        resized = await self._apply_to_pod(pod, "/resize", {"spec": spec}, dry_run=True)
+        before, after = (_limits_except(each, init_container) for each in (pod, resized))
         if changed := [name for name, limits in after.items() if limits != before.get(name)]:
             what = f"a LimitRange of the namespace would limit container {changed[0]} of the running pod, too"
             raise RefusedError("resize", f"{what}: replace the pod, or give that container limits")
@@ -185,10 +186,7 @@ class KubeApi:
         return cast(Object, stored)
 
     async def post_event(self, about: Object, kind: str, reason: str, message: str, now: datetime) -> None:
-        """Report something about a cluster where ``kubectl describe`` and ``kubectl events`` show it.
-
-        What was reported in the same words before is counted up.
-        """
+        """Post an Event about an object. A repeated Event only increases the count of the former one."""
         metadata, time = about["metadata"], now.strftime("%Y-%m-%dT%H:%M:%SZ")
         involved = {key: metadata[key] for key in ("name", "namespace", "uid")}
         name = f"{metadata['name']}.{digest([metadata['uid'], kind, reason, message])}"
@@ -212,17 +210,21 @@ class KubeApi:
         query: Mapping[str, str] | None = None,
         accept: tuple[int, ...] = (),
     ) -> tuple[int, Any]:
-        """One request: its status and its answer. Raises ApiError for failures that are not in ``accept``."""
+        """Send one request. Returns its HTTP status and answer.
+
+        Raises:
+            ApiError: the request failed with a status that is not in ``accept``.
+        """
         headers = {"Content-Type": _APPLY_PATCH if verb == "PATCH" else "application/json"}
         content = apply_patch(body) if verb == "PATCH" else body
         path = f"{path}?{urlencode(query)}" if query else path
-        # Without the body, which is plain already: the client would walk through all of it.
+        # The body is passed later, because the client would convert all of it, and it is plain data already.
         method, url, headers, *_ = await self._client.param_serialize(
             verb, path, header_params=headers, auth_settings=["BearerToken"]
         )
         exchange = asyncio.create_task(self._exchange(method, url, headers, content))
         if verb not in _READS:
-            # Nobody may lead next while a write is on its way: who is cancelled leaves it to `settle`.
+            # The Lease must not be released while a write is pending, so `settle` waits for cancelled writes.
             self._writes.add(exchange)
             exchange.add_done_callback(self._writes.discard)
         status, data = await (exchange if verb in _READS else asyncio.shield(exchange))
@@ -234,7 +236,7 @@ class KubeApi:
     async def _exchange(
         self, method: str, url: str, headers: Mapping[str, str], content: Any
     ) -> tuple[int, bytes]:
-        """A request and its answer; status 0: there is none."""
+        """Send a request. Returns its status and body; status 0: no answer."""
         try:
             async with self._slots:
                 seconds = _SECONDS if method in _READS else min(_SECONDS, self._fence())
@@ -248,36 +250,39 @@ class KubeApi:
             return 0, f"no answer: {error or type(error).__name__}".encode()
 
 
-def _limits_of_others(pod: Object, init_container: str) -> dict[str, Any]:
-    containers = [own for kind in ("containers", "initContainers") for own in at(pod, "spec", kind) or ()]
+def _limits_except(pod: Object, init_container: str) -> dict[str, Any]:
+    containers = [item for kind in ("containers", "initContainers") for item in dig(pod, "spec", kind) or ()]
     return {
-        own["name"]: (own.get("resources") or {}).get("limits")
-        for own in containers
-        if own["name"] != init_container
+        item["name"]: (item.get("resources") or {}).get("limits")
+        for item in containers
+        if item["name"] != init_container
     }
 
 
 def error_of(what: str, status: int, body: bytes) -> ApiError:
-    """The error that an answer stands for: ``what`` names the call, status 0 is no answer."""
+    """The error for a failed call. ``what``: the call; ``status``: HTTP status, or 0 without an answer."""
     try:
         answer = json.loads(body)
         message, is_explained = answer["message"], "reason" in answer
     except (ValueError, KeyError, TypeError):
         message, is_explained = body[:200].decode(errors="replace") or f"HTTP {status}", True
-        if status == HTTPStatus.NOT_FOUND:  # an object that is missing is explained
+        if status == HTTPStatus.NOT_FOUND:  # for a missing object the answer has a reason
             needed = (
                 "cert-manager" if "cert-manager" in what else "a newer Kubernetes, or the chart's definitions"
             )
             message = f"the API server does not know this kind of object: it needs {needed}"
     if status == 0:
         return NoAnswerError(what, message)
-    # Server-side apply answers what does not fit the schema by 500 without a reason.
+    # For a schema violation, server-side apply answers 500 without a reason.
     is_unavailable = status in _UNAVAILABLE_STATUSES or (status >= 500 and is_explained)
     return (UnavailableError if is_unavailable else RefusedError)(what, message)
 
 
 def apply_patch(body: Any) -> str:
-    """Plain data as JSON that YAML reads the same: JSON may escape surrogate pairs, YAML knows none."""
+    """Encode plain data as JSON that is also valid YAML of the same value.
+
+    JSON's escapes of surrogate pairs are not valid in YAML.
+    """
     return json.dumps(body, ensure_ascii=False).translate(_ESCAPED_IN_YAML)
 
 

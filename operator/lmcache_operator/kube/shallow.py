@@ -1,8 +1,7 @@
-"""JSON of any depth, without recursion's limit.
+"""A JSON parser that accepts any depth of nesting.
 
-The API server takes objects that are thousands of levels deep, and Python's parser gives up at about one
-thousand, with an error that ends whoever doesn't expect it. Nothing the operator reads on purpose is deeper
-than a pod's spec.
+The API server accepts objects that are thousands of levels deep. Python's parser raises RecursionError at
+about one thousand, which would end a watch. The operator needs no field deeper than a pod's spec.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
 
 
 def loads(data: bytes) -> Any:
-    """The value. Where it is too deep to be read, what lies below 200 levels is null."""
+    """Parse JSON. If it is too deep for Python's parser, values below 200 levels become null."""
     try:
         return json.loads(data)
     except RecursionError:
@@ -24,14 +23,14 @@ def loads(data: bytes) -> Any:
 
 
 def _prune(data: bytes) -> bytes:
-    kept, depth, end = [], 0, 0
+    parts, depth, end = list[bytes](), 0, 0
     for token in _TOKEN.finditer(data):
         if token[0] in (b"{", b"["):
             depth += 1
             if depth == _MAX_DEPTH + 1:
-                kept += [data[end : token.start()], b"null"]
+                parts += [data[end : token.start()], b"null"]
         elif token[0] in (b"}", b"]"):
             if depth == _MAX_DEPTH + 1:
                 end = token.end()
             depth -= 1
-    return b"".join([*kept, data[end:]])
+    return b"".join([*parts, data[end:]])

@@ -1,8 +1,7 @@
-"""What kopf gets to see of the API server: names and owners, never an object's content.
+"""kopf's access to the API server, limited to the metadata of objects.
 
-kopf wakes clusters and decides nothing, so lists and watches of namespaced objects are asked for as metadata
-only, and of that the little that is needed goes on. It keeps the memory small, and an object that is odd or
-thousands of levels deep can't stop a watch for everybody.
+kopf only wakes clusters, for which names and owners are enough. So lists and watches request metadata only,
+and unneeded fields are dropped. That saves memory, and a malformed or very deep object can't stop a watch.
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ _NEEDED = (
 
 
 async def configuration() -> Configuration:
-    """How to reach the API server: by $KUBECONFIG, as this pod, or by the home's file."""
-    found, named = Configuration(), os.environ.get("KUBECONFIG")
-    if named is None and "KUBERNETES_SERVICE_HOST" in os.environ:
-        kube_config.load_incluster_config(client_configuration=found)
+    """Configuration of the API server, from $KUBECONFIG, this pod's ServiceAccount, or ~/.kube/config."""
+    settings, kubeconfig = Configuration(), os.environ.get("KUBECONFIG")
+    if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ:
+        kube_config.load_incluster_config(client_configuration=settings)
     else:
-        await kube_config.load_kube_config(config_file=named, client_configuration=found)
-    return found
+        await kube_config.load_kube_config(config_file=kubeconfig, client_configuration=settings)
+    return settings
 
 
 def default_namespace() -> str:
-    """Of the present context, as for kubectl."""
+    """Namespace of the kubeconfig's present context, as kubectl uses it."""
     _, context = kube_config.list_kube_config_contexts(os.environ.get("KUBECONFIG"))
     return (context.get("context") or {}).get("namespace") or "default"
 
 
 async def login(**_: Any) -> kopf.AiohttpSession:
-    """A session for kopf, which asks for another when the API server does not take its token any more.
+    """Open a session for kopf. kopf calls this again when the API server rejects its token.
 
-    A coroutine, since a session belongs to the event loop it is made on.
+    This is a coroutine, because a session belongs to the event loop on which it is created.
     """
     server = await configuration()
     token = await server.get_api_key_with_prefix("BearerToken")
@@ -67,7 +66,7 @@ async def _ask_for_metadata(
     request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
 ) -> aiohttp.ClientResponse:
     is_watch, is_list = "watch" in request.url.query, "limit" in request.url.query
-    # The content of definitions is what kopf watches them for.
+    # kopf needs the content of custom resource definitions.
     if (is_watch or is_list) and not request.url.path.endswith("/customresourcedefinitions"):
         request.headers["Accept"] = _METADATA_ONLY.format(_KIND if is_watch else f"{_KIND}List")
     return await handler(request)
@@ -88,7 +87,7 @@ class _Response(aiohttp.ClientResponse):
 
 
 class _Events:
-    """The lines of a watch, as a stream of whole lines."""
+    """The stream of a watch, one reduced event per line."""
 
     def __init__(self, content: aiohttp.StreamReader) -> None:
         self._content = content
@@ -113,6 +112,6 @@ def _slim(item: dict[str, Any]) -> dict[str, Any]:
         return item
     metadata = {key: value for key, value in item["metadata"].items() if key in _NEEDED}
     if annotations := item["metadata"].get("annotations"):
-        # They may be large, and what counts is that they are others.
+        # Annotations may be large, and only their changes matter.
         metadata["annotations"] = {"digest": digest(annotations)}
     return {"apiVersion": item.get("apiVersion"), "kind": _KIND, "metadata": metadata}

@@ -1,1 +1,1 @@
-"""The loop over one cluster: observe, plan, apply, report."""
+"""The reconcile loop of one cluster: observe, plan, apply, probe, report."""

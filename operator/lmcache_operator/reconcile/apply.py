@@ -1,4 +1,4 @@
-"""Apply: carries out what is due, in order, whatever fails, and keeps what came of it."""
+"""Apply: carries out the planned steps in order. Records a failed step and continues with the next."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from datetime import datetime
 from secrets import token_urlsafe
 
 from lmcache_operator import metrics
-from lmcache_operator.components.base import Event, Observed, Plan, Problem, Resize
-from lmcache_operator.components.differences import rendering
-from lmcache_operator.components.resize import refuse
+from lmcache_operator.components.base import Observed, Plan, Resize
+from lmcache_operator.components.conditions import Event, Problem
 from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError
 from lmcache_operator.kube.client import KubeApi
+from lmcache_operator.pods.differences import rendering
+from lmcache_operator.pods.resize import refuse
 from lmcache_operator.reconcile.contest import ContestLog
 from lmcache_operator.reconcile.probe import ReadStats, read_sidecar
 from lmcache_operator.specs import Object
@@ -24,14 +25,15 @@ from lmcache_operator.specs.ownership import spell
 logger = logging.getLogger(__name__)
 
 _NOUNS = {
-    "make": "making ", "apply": "", "delete": "deletion of ", "evict": "eviction of ", "resize": "resize of "
+    "make": "creation of ", "apply": "", "delete": "deletion of ", "evict": "eviction of ",
+    "resize": "resize of ",
 }  # fmt: skip
-_FOLLOWS_NONE = "its sidecar's image is from before sizes could change: replace the pod with a later image"
+_CANNOT_RESIZE = "its sidecar image does not support resizing: replace the pod with a later image"
 
 
 @dataclass
 class Applier:
-    """Carries out the plans of one reconciliation of one cluster."""
+    """Carries out the plans of one reconciliation of one cluster, and collects the outcome."""
 
     api: KubeApi
     key: ClusterKey
@@ -39,16 +41,20 @@ class Applier:
     time: float
     read_stats: ReadStats
     problems: list[Problem] = field(default_factory=list)
-    """What was refused for good."""
+    """Permanent failures: calls that the API server refused."""
     failure: ApiError | None = None
-    """The first failure that may go away."""
+    """First failure that a retry may resolve."""
     events: list[Event] = field(default_factory=list)
-    """Of what was done."""
+    """Events about completed steps."""
     num_resized: int = 0
-    """Steps of running pods towards another size."""
+    """Number of completed resize steps."""
 
     async def carry_out(self, plan: Plan, observed: Observed) -> None:
-        """One component's plan. Raises only NoAnswerError, since what comes next would fare no better."""
+        """Carry out one component's plan.
+
+        Raises:
+            NoAnswerError: the API server is unreachable, so further steps would fail, too.
+        """
         for wanted in plan.make:
             await self._attempt("make", ref_of(wanted), self._make(wanted))
         for wanted in plan.apply:
@@ -66,30 +72,29 @@ class Applier:
             name, node = pod["metadata"]["name"], pod["spec"]["nodeName"]
             call = self.api.delete(POD, self.key.namespace, name, pod["metadata"]["uid"], grace_seconds=0)
             if await self._attempt("delete", Ref("pod", name), call):
-                message = f"deleted pod {name} by force: its node {node} is gone"
+                message = f"deleted pod {name} by force, because its node {node} is lost"
                 self.events.append(Event("Warning", "NodeLost", message))
         for pod in plan.evict:
             ref = Ref("pod", pod["metadata"]["name"])
             call = self.api.evict(self.key.namespace, ref.name, pod["metadata"]["uid"])
             if await self._attempt("evict", ref, call):
-                message = f"evicted pod {ref.name}: it is not as declared"
+                message = f"evicted pod {ref.name}, because it does not match the spec"
                 self.events.append(Event("Normal", "Replacing", message))
 
-        await self._resize_some(plan, observed.now)
+        await self._resize_pods(plan, observed.now)
 
-    async def _resize_some(self, plan: Plan, now: datetime) -> None:
+    async def _resize_pods(self, plan: Plan, now: datetime) -> None:
         num_starts = plan.num_starts
         for step in plan.resize:
             if step.is_start and not num_starts:
                 continue
-            if await self._attempt(
-                "resize", Ref("pod", step.pod["metadata"]["name"]), self._unless_gone(step, now)
-            ):
+            ref = Ref("pod", step.pod["metadata"]["name"])
+            if await self._attempt("resize", ref, self._resize_if_present(step, now)):
                 self.num_resized += 1
                 num_starts -= step.is_start
 
-    async def _unless_gone(self, step: Resize, now: datetime) -> bool:
-        """Of a pod that somebody deleted meanwhile anything is refused."""
+    async def _resize_if_present(self, step: Resize, now: datetime) -> bool:
+        """Carry out a resize step. A refusal because the pod was deleted meanwhile counts as False."""
         try:
             return await self._resize(step, now)
         except RefusedError:
@@ -100,7 +105,10 @@ class Applier:
             return False
 
     async def _resize(self, step: Resize, now: datetime) -> bool:
-        """False: its sidecar is not that far. What is refused is noted on the pod, and taken back then."""
+        """Carry out a resize step; False if the sidecar does not meet the step's precondition yet.
+
+        A refusal is recorded on the pod, so that later steps take the resize back.
+        """
         try:
             if step.sidecar_bytes is not None:
                 stats = await self.read_stats(step.pod["status"]["podIP"])
@@ -108,7 +116,7 @@ class Applier:
                     return False
                 sidecar = read_sidecar(stats)
                 if sidecar.memory_bytes is None:
-                    raise RefusedError("resize", _FOLLOWS_NONE)
+                    raise RefusedError("resize", _CANNOT_RESIZE)
                 if max(sidecar.memory_bytes, sidecar.memory_target) > step.sidecar_bytes:
                     return False
             if step.memory is not None:
@@ -120,12 +128,12 @@ class Applier:
         return True
 
     async def _make(self, secret: Object) -> bool:
-        """False: there is one, with a password that works as well."""
+        """Create a Secret with a random password; False if it exists, since its password works as well."""
         password = {"password": token_urlsafe(32)}
         return await self.api.create(BY_NAME[secret["kind"]], secret | {"stringData": password}) is not None
 
     async def _attempt(self, verb: str, ref: Ref, call: Awaitable[bool | None]) -> bool:
-        """Whether it was done: None counts as done."""
+        """Await one call and record its failure. Returns whether it changed something; None counts as yes."""
         try:
             is_done = await call is not False
         except NoAnswerError:
@@ -138,13 +146,13 @@ class Applier:
             return False
         if is_done:
             metrics.WRITES.labels(verb).inc()
-            if verb != "evict":  # told by an Event
+            if verb != "evict":  # an Event reports evictions
                 logger.info("%s: %s %s", self.key, verb, ref)
         return is_done
 
     def _note_repair(self, plan: Plan, ref: Ref, *, is_new: bool) -> None:
         for path in plan.lost[ref]:
             if not is_new:
-                what = spell(path) or "all"
-                logger.info("%s: %s of %s was changed; repaired it", self.key, what, ref)
+                what = spell(path) or "all fields"
+                logger.info("%s: restored %s of %s, changed by another client", self.key, what, ref)
             self.contests.note_repair(ref, path, self.time)

@@ -1,9 +1,9 @@
-"""Notices when somebody else keeps undoing what the operator writes.
+"""Detects that another client keeps undoing the operator's writes.
 
-Repairing a field that another controller changes back at once would go on for ever and load the API server.
-Three times it is repaired at once; after that the field, and no other, is left alone for longer and longer,
-and a condition says so. An operator of another version takes no field: it renders the whole child otherwise,
-which is then left alone.
+If another controller changes a field back at once, repairs would go on forever and load the API server. The
+operator repairs a field three times at once. Then it pauses the repair of this field, longer each time, and a
+condition reports it. A second operator of another version contests no single field, but the rendering of the
+whole child. The operator then pauses writes of that child.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from lmcache.backoff import Backoff
+from lmcache.common.backoff import Backoff
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.ownership import Path
 
 _NUM_FREE = 3
 _FORGET_SECONDS = 60.0
-"""Quiet for that long after the last pause: the next time counts as the first."""
+"""Time after the last pause without a repair, after which the count starts again."""
 _PAUSE = Backoff(base=30.0, cap=600.0)
 
 Contested = Mapping[Ref, frozenset[Path]]
-"""Fields to leave alone at present, by child."""
+"""Fields whose repair is paused, by child."""
 
 
 class _Contest(NamedTuple):
     num_times: int
     until: float
-    """End of the pause; the time of the last repair if there is none."""
+    """End of the pause, or the time of the last repair if there is no pause."""
 
 
 class ContestLog:
-    """Of one cluster: how often each field of a child was repaired recently."""
+    """Recent repairs of each field of a cluster's children."""
 
     def __init__(self) -> None:
         self._contests: dict[tuple[Ref, Path], _Contest] = {}
         self._written: dict[Ref, Path] = {}
 
     def note_repair(self, ref: Ref, path: Path, now: float) -> None:
-        """A field was not as it had been applied, and was repaired; () stands for a child that was gone."""
+        """Record the repair of a field that another client changed; () stands for a deleted child."""
         for known, contest in list(self._contests.items()):
             if now >= contest.until + _FORGET_SECONDS:
                 del self._contests[known]
@@ -47,15 +47,16 @@ class ContestLog:
         self._contests[ref, path] = _Contest(times, now + pause)
 
     def note_write(self, ref: Ref, rendering: Path, now: float, *, is_repair: bool) -> None:
-        """A child was written. The same over another as the time before: somebody had written that other."""
+        """Record the write of a child. Writing the same rendering twice in a row, without a lost field in
+        between, means that another operator wrote a different rendering."""
         if not is_repair and self._written.get(ref) == rendering:
             self.note_repair(ref, rendering, now)
         self._written[ref] = rendering
 
     def contested(self, now: float) -> Contested:
-        """Fields to leave alone at present."""
-        found: dict[Ref, frozenset[Path]] = {}
+        """Fields whose repair is paused at present."""
+        paused: dict[Ref, frozenset[Path]] = {}
         for (ref, path), contest in self._contests.items():
             if now < contest.until:
-                found[ref] = found.get(ref, frozenset()) | {path}
-        return found
+                paused[ref] = paused.get(ref, frozenset()) | {path}
+        return paused

@@ -1,54 +1,52 @@
-"""Plan: from what is and what should be to what has to be done. Pure: no client, no clock, no state."""
+"""Plan: derives the due steps from the spec and the observed state. Pure: no client, no clock, no state."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Component, Context, Observed, Plan, Problem
-from lmcache_operator.components.nodes import abandoned, node_problems
-from lmcache_operator.components.pods import pod_problems
+from lmcache_operator.components.base import Component, Context, Observed, Plan
+from lmcache_operator.components.conditions import Problem
 from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.pods.differences import unchanged
 from lmcache_operator.specs import Object
 
 
 def plan(
     components: Sequence[Component], resource: Object, observed: Mapping[str, Observed], context: Context
 ) -> tuple[dict[str, Plan], Exception | None]:
-    """What is due for each component, by its name, and a fault of ours that was met.
+    """Plans by component name, and an internal error of the operator if one occurred.
 
-    With an invalid spec all is left as it is, but pods of lost nodes, which would keep their successors from
-    being made as they were; with a fault of ours, that of the component that has it.
+    If the spec is invalid, all components stay unchanged. If a component fails with an internal error, only
+    this component stays unchanged. In both cases, terminating pods on lost nodes are deleted, because they
+    block their replacements.
     """
     plans: dict[str, Plan] = {}
     fault: Exception | None = None
     try:
         cluster = parse(resource)
-        for own in components:
-            cluster = own.sized(cluster, observed[own.name])
-        for own in components:
+        for component in components:
+            cluster = component.with_chosen_sizes(cluster, observed[component.name])
+        for component in components:
+            name = component.name
             try:
-                plans[own.name] = own.plan(cluster, observed[own.name], context)
+                plans[name] = component.plan(cluster, observed[name], context)
             except InvalidSpecError:
                 raise
             except Exception as error:
-                fault, plans[own.name] = error, _left_alone(observed[own.name], internal_error(error))
+                fault, plans[name] = error, unchanged(observed[name], internal_error(error))
     except InvalidSpecError as error:
         invalid = Problem("InvalidSpec", str(error))
-        return {own.name: _left_alone(observed[own.name], invalid) for own in components}, None
+        return {each.name: unchanged(observed[each.name], invalid) for each in components}, None
     return plans, fault
 
 
 def internal_error(error: Exception) -> Problem:
-    """How a fault of ours is told."""
-    return Problem("InternalError", f"a fault of the operator, see its log: {error!r}")
-
-
-def _left_alone(observed: Observed, why: Problem) -> Plan:
-    problems = (why, *node_problems(observed), *pod_problems(observed))
-    return Plan(abandon=tuple(abandoned(observed)), problems=problems)
+    """The problem that reports an internal error of the operator."""
+    return Problem("InternalError", f"internal error of the operator, see its log: {error!r}")
 
 
 def creates_something(plans: Mapping[str, Plan], observed: Mapping[str, Observed]) -> bool:
-    """Whether an object is due that is not there yet."""
+    """Whether the plans create an object that does not exist yet."""
+    # ``Plan.lost`` has an entry for each child that the plan writes.
     return any(plans[name].lost.keys() - observed[name].children.keys() for name in plans)

@@ -1,7 +1,6 @@
-"""Asks the sidecars of pods how they are: at each reconciliation, a few at once.
+"""Probes the sidecars of a cluster at each reconciliation, a few at once.
 
-Nothing relies on them. What they say is text from a user's pod: it is cut, cleaned, and used for the status
-alone.
+Reports come from users' pods and are not trusted: texts are cut and cleaned, and serve the status only.
 """
 
 from __future__ import annotations
@@ -14,35 +13,37 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lmcache_operator.components.base import LookupFigures, Probed, RemoteFigures, Sidecar
-from lmcache_operator.components.pods import is_ready, plain
+from lmcache_operator.pods.pods import is_ready, is_running, plain
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.names import SIDECAR
 
 ReadStats = Callable[[str], Awaitable[Any]]
-"""Answers the /stats of the sidecar at an IP address; None where none is to be had within a second or so."""
+"""Reads /stats of the sidecar at an IP address; None if no answer arrives in about a second."""
 
 _MAX_AT_ONCE = 16
 _PROBE_SECONDS = 3.0
-"""For all sidecars of a cluster; whoever was not reached then comes first the next time."""
+"""Time for all sidecars of a cluster. The next probe starts with those that this one did not reach."""
 _SILENCE_SECONDS = 60.0
-"""Who did not answer is not asked for that long: reconciling stays fast where pods can't be reached."""
-_SILENT = "it does not say why"
+"""Time before a silent sidecar is probed again: unreachable pods must not slow down reconciliation."""
+_SILENT = "the sidecar gives no reason"
 _MAX_COUNT = 1 << 63
 _REASONS = ("reason", "transfer_reason", "remote_reason", "disk_reason", "pin_problem", "resize_problem")
 
 
 class _Last(NamedTuple):
-    """The last time that a sidecar was asked."""
+    """The last probe of a sidecar."""
 
     sidecar: Sidecar | None = None
     time: float = float("-inf")
     num_misses: int = 0
-    """Answers, one after the other, that did not come. One is no news: the operator may be busy itself."""
+
+
+"""Time before a silent sidecar is probed again, since unreachable pods would slow down reconciliation."""
 
 
 @dataclass
 class SidecarProber:
-    """Asks the sidecars of one cluster, and remembers what they said."""
+    """Probes the sidecars of one cluster, and remembers their last reports."""
 
     read_stats: ReadStats
     monotonic: Callable[[], float]
@@ -51,7 +52,7 @@ class SidecarProber:
         self._last: dict[str, _Last] = {}
 
     async def probe(self, pods: Sequence[Object]) -> Probed:
-        """Ask those in pods that run; other pods have none. Raises nothing that comes from them."""
+        """Probe the sidecars of running pods. No answer of a sidecar makes this call raise."""
         running = {pod["metadata"]["uid"]: pod for pod in pods if has_running_sidecar(pod)}
         self._last = {uid: self._last.get(uid, _Last()) for uid in running}
         now, slots = self.monotonic(), asyncio.Semaphore(_MAX_AT_ONCE)
@@ -73,16 +74,14 @@ class SidecarProber:
 
     def _sidecars(self, running: dict[str, Object]) -> Iterator[Sidecar]:
         for uid, pod in sorted(running.items(), key=lambda item: str(item[1]["metadata"]["name"])):
-            said = self._last[uid].sidecar or Sidecar(answers=False)
-            yield said._replace(pod=str(pod["metadata"]["name"]), is_engine_ready=is_ready(pod))
+            sidecar = self._last[uid].sidecar or Sidecar(answers=False)
+            yield sidecar._replace(pod=str(pod["metadata"]["name"]), is_engine_ready=is_ready(pod))
 
 
 def has_running_sidecar(pod: Object) -> bool:
-    """Whether there is one to be asked."""
-    status, containers = pod.get("status", {}), pod["spec"].get("initContainers") or ()
-    is_there = status.get("phase") == "Running" and status.get("podIP")
-    has_sidecar = any(container["name"] == SIDECAR for container in containers)
-    return bool(is_there) and has_sidecar and "deletionTimestamp" not in pod["metadata"]
+    """Whether a pod has a running sidecar that can be probed."""
+    containers = pod["spec"].get("initContainers") or ()
+    return is_running(pod) and any(container["name"] == SIDECAR for container in containers)
 
 
 def _is_certain(last: _Last) -> bool:
@@ -93,17 +92,17 @@ def _probed(stats: Any, last: _Last, now: float) -> _Last:
     if not isinstance(stats, dict):
         num_misses = last.num_misses + 1
         return _Last(last.sidecar if num_misses == 1 else None, now, num_misses)
-    said = read_sidecar(stats)
+    sidecar = read_sidecar(stats)
     if former := last.sidecar:
         steady: dict[str, Any] = {
-            name: _steady(getattr(said, name), getattr(former, name)) for name in _REASONS
+            name: _steady(getattr(sidecar, name), getattr(former, name)) for name in _REASONS
         }
-        said = said._replace(**steady)
-    return _Last(said, now)
+        sidecar = sidecar._replace(**steady)
+    return _Last(sidecar, now)
 
 
 def read_sidecar(stats: dict[str, Any]) -> Sidecar:
-    """What an answer says, as far as it can be used."""
+    """Parse the /stats of a sidecar. Missing or invalid values get their defaults."""
     names = "num_clients", "disk", "remote", "transfer", "lookups", "memory"
     clients, disk, remote, transfer, lookups, memory = (_part(stats, name) for name in names)
     hits = _part(lookups, "hit_tokens")
@@ -123,7 +122,7 @@ def read_sidecar(stats: dict[str, Any]) -> Sidecar:
         disk_reason=plain(disk.get("off_reason")) or _SILENT,
         is_memory_pinned=_is_pinned(transfer),
         pin_problem=plain(transfer.get("pin_problem")),
-        # A sidecar of before says how large its arena is, and follows no size.
+        # Sidecars of earlier versions report the arena's size, but can't resize.
         memory_bytes=_count(memory.get("size_bytes")) if "target_bytes" in memory else None,
         memory_target=_count(memory.get("target_bytes")),
         resize_problem=plain(memory.get("resize_problem")),
@@ -140,8 +139,8 @@ def _count(value: object) -> int:
 
 
 def _is_reachable(tier: dict[str, Any]) -> bool | None:
-    said = tier.get("is_reachable")
-    return said if isinstance(said, bool) else None
+    is_reachable = tier.get("is_reachable")
+    return is_reachable if isinstance(is_reachable, bool) else None
 
 
 def _is_pinned(transfer: dict[str, Any]) -> bool | None:
@@ -151,7 +150,7 @@ def _is_pinned(transfer: dict[str, Any]) -> bool | None:
 
 
 def _steady(reason: str, former: str) -> str:
-    """A reason whose figures change, as of free bytes, is reported once."""
+    """The former reason if only its figures changed, such as free bytes, so that it is reported once."""
     return former if _without_figures(former) == _without_figures(reason) else reason
 
 

@@ -1,4 +1,4 @@
-"""Reconciles a cluster: observe, plan, apply, status. Each starts from what the API server says."""
+"""Reconciles a cluster: observe, plan, apply, probe, status. Each run starts from the API server's state."""
 
 from __future__ import annotations
 
@@ -13,64 +13,72 @@ from datetime import UTC, datetime
 from itertools import chain
 from typing import Protocol
 
-from lmcache.backoff import Backoff
+from lmcache.common.backoff import Backoff
 from lmcache_operator import metrics
 from lmcache_operator.api import API_VERSION, KIND
-from lmcache_operator.autoscaling.report import Report
-from lmcache_operator.components import COMPONENTS
-from lmcache_operator.components.base import Component, Context, Event, Observed, Plan, Problem, Status
+from lmcache_operator.autoscaling.metrics import measure, unmeasure
+from lmcache_operator.autoscaling.policy.report import Report
+from lmcache_operator.components.base import Component, ComponentStatus, Context, Observed, Plan
+from lmcache_operator.components.conditions import Event, Problem
+from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.errors import ApiError, RefusedError
 from lmcache_operator.kube.client import KubeApi
+from lmcache_operator.reconcile.absent import AbsentChildren
 from lmcache_operator.reconcile.apply import Applier
 from lmcache_operator.reconcile.contest import ContestLog
-from lmcache_operator.reconcile.measured import measure, unmeasure
 from lmcache_operator.reconcile.observe import observe
 from lmcache_operator.reconcile.plan import creates_something, internal_error, plan
 from lmcache_operator.reconcile.probe import ReadStats, SidecarProber
-from lmcache_operator.reconcile.status import derive_status, events, is_at_rest, news
+from lmcache_operator.reconcile.status import changed_conditions, derive_status, events, is_settled
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import CLUSTER, ClusterKey
 
 logger = logging.getLogger(__name__)
 
 _RESYNC_SECONDS = 900.0
-"""Every cluster is reconciled this often even when nothing was reported about it."""
+"""Time between reconciliations of a cluster without any change."""
 _ALWAYS_KNOWN = ("conditions", "observedGeneration", "readyReplicas", "replicas", "selector")
 """Fields of the status in every version of the LMCacheCluster definition."""
 _WAIT = Backoff(base=5.0, cap=60.0)
-"""Until the next try at what nobody reports: why a pod is not ready, a budget that frees up, a refusal."""
+"""Back-off for changes that no watch reports, such as a freed disruption budget or a granted permission."""
 
 
 @dataclass
 class _Memory:
-    """What is remembered of a cluster between reconciliations; nothing breaks when it is lost."""
+    """State of a cluster between reconciliations. Nothing breaks if it is lost."""
 
     prober: SidecarProber
     contests: ContestLog = field(default_factory=ContestLog)
+    """Fields that another client keeps changing back."""
+    absent: AbsentChildren = field(default_factory=AbsentChildren)
+    """Children that need no read, because they do not exist and the spec does not ask for them."""
     num_failures: int = 0
-    """Reconciliations that failed one after the other."""
+    """Consecutive reconciliations that failed."""
     num_waits: int = 0
-    """Those one after the other that changed nothing while something was not as it should be."""
+    """Consecutive reconciliations that changed nothing although the cluster did not match its spec."""
 
-    def seconds_to_next_try(self, is_news: bool) -> float:
-        """After a reconciliation that left something as it should not be; longer and longer."""
-        self.num_waits = 0 if is_news else self.num_waits + 1
+    def seconds_to_next_try(self, has_changed: bool) -> float:
+        """Delay after a reconciliation that left the cluster unsettled. It grows while nothing changes."""
+        self.num_waits = 0 if has_changed else self.num_waits + 1
         return _WAIT.seconds(self.num_waits + 1)
 
 
 class Autoscaler(Protocol):
-    """Watches what clusters look up, and wakes those that it has news of. Neither call waits, or raises."""
+    """Sizes the tiers of clusters, and wakes a cluster after a decision. No call blocks or raises."""
 
     def report(self, key: ClusterKey, observed: Mapping[str, Observed]) -> Report | None:
-        """Its latest of a cluster, of which it learns here: its spec, its pods, and by the component
-        ``autoscaling`` what survived a restart."""
+        """Give the autoscaler the observed state of a cluster, and return its latest report on the cluster.
+
+        ``observed``: the spec, the pods and, from the component ``autoscaling``, the autoscaler's own state,
+        which was persisted before a restart of the operator.
+        """
 
     def forget(self, key: ClusterKey) -> None:
-        """The cluster is gone, or going."""
+        """Drop the state of a cluster that is deleted or terminating."""
 
 
 class Reconciler:
-    """Brings clusters to their declared state."""
+    """Brings clusters to the state that their specs declare."""
 
     def __init__(
         self,
@@ -91,12 +99,14 @@ class Reconciler:
         self._memories: dict[str, _Memory] = {}
 
     async def reconcile(self, key: ClusterKey) -> float | None:
-        """Observe a cluster once and do what is due.
+        """Observe a cluster once and carry out the steps that are due.
 
-        Returns the seconds after which it is due again even if nothing happens; None when the cluster, or its
-        namespace, is gone or going: its children are the garbage collector's.
+        Returns:
+            Seconds until the next reconciliation if nothing changes; None if the cluster or its namespace is
+            deleted or terminating. The garbage collector then deletes the children.
 
-        Raises what went wrong after it was reported, so that it is due again after a back-off.
+        Raises:
+            Exception: the failure of this run, after the status reported it. The queue retries later.
         """
         with metrics.RECONCILE_SECONDS.time(), metrics.RECONCILE_FAILURES.count_exceptions():
             resource = await self._api.get(CLUSTER, key.namespace, key.name)
@@ -125,62 +135,66 @@ class Reconciler:
             plans, fault = plan(self._components, resource, observed, self._context)
             if creates_something(plans, observed) and await self._api.is_ending(key.namespace):
                 return None
-            for own in self._components:
-                if not (own.is_for_others and (fault or applier.problems or applier.failure)):
-                    await applier.carry_out(plans[own.name], observed[own.name])
+            for component in self._components:
+                # After a problem, do not apply objects that change users' own pods.
+                if not (component.changes_foreign_pods and (fault or applier.problems or applier.failure)):
+                    await applier.carry_out(plans[component.name], observed[component.name])
             failure = fault or applier.failure
             observed = await self._probe(observed, memory)
         except Exception as error:
             failure = error
-        statuses: list[Status] = []
+        statuses: list[ComponentStatus] = []
         try:
-            statuses = [own.status(observed[own.name], plans[own.name]) for own in self._components if plans]
-        except Exception as error:  # a fault of ours, which is reported like any other
+            statuses = [c.status(observed[c.name], plans[c.name]) for c in self._components if plans]
+        except Exception as error:  # an internal error, which is reported like any other failure
             failure = error
         problems = [*applier.problems, *_problems_of(failure, memory)]
         status = derive_status(resource, now, statuses, plans, problems)
         await self._post(key, resource, applier.events, now)
-        is_news = await self._report(key, resource, status, now)
-        await self._post(key, resource, chain.from_iterable(own.events for own in statuses), now)
+        has_changed = await self._report(key, resource, status, now)
+        await self._post(key, resource, chain.from_iterable(part.events for part in statuses), now)
         memory.num_failures = 0 if failure is None else memory.num_failures + 1
         if failure is not None:
+            memory.absent.forget()
             raise failure
-        if is_at_rest(status, statuses, plans):
-            due = min((own.due_seconds for own in plans.values()), default=math.inf)
+        memory.absent.note(self._components, observed, plans)
+        if is_settled(status, statuses, plans):
+            due = min((each.due_seconds for each in plans.values()), default=math.inf)
             return min(_RESYNC_SECONDS * random.uniform(0.9, 1.1), due + 1)
-        return memory.seconds_to_next_try(is_news or applier.num_resized > 0)
+        return memory.seconds_to_next_try(has_changed or applier.num_resized > 0)
 
     async def _observe(
         self, key: ClusterKey, resource: Object, memory: _Memory, now: datetime
     ) -> dict[str, Observed]:
         contested = memory.contests.contested(self._monotonic())
-        found = await asyncio.gather(
-            *(observe(self._api, own, resource, contested, now) for own in self._components)
+        absent = memory.absent.known(resource, self._monotonic())
+        parts = await asyncio.gather(
+            *(observe(self._api, each, resource, contested, absent, now) for each in self._components)
         )
-        observed = {own.name: one for own, one in zip(self._components, found, strict=True)}
+        observed = {each.name: part for each, part in zip(self._components, parts, strict=True)}
         report = self._autoscaler.report(key, observed) if self._autoscaler else None
-        return {name: replace(one, autoscaling=report) for name, one in observed.items()}
+        return {name: replace(part, autoscaling=report) for name, part in observed.items()}
 
     async def _probe(self, observed: dict[str, Observed], memory: _Memory) -> dict[str, Observed]:
-        probed = await memory.prober.probe([pod for own in observed.values() for pod in own.pods])
-        return {name: replace(own, probed=probed) for name, own in observed.items()}
+        probed = await memory.prober.probe([pod for part in observed.values() for pod in part.pods])
+        return {name: replace(part, probed=probed) for name, part in observed.items()}
 
     async def _report(self, key: ClusterKey, resource: Object, status: Object, now: datetime) -> bool:
-        """Write the status if it is news; whether more has changed than figures."""
+        """Write the status if it changed. Returns whether a condition's status or reason changed."""
         before = resource.get("status") or {}
-        changed = news(before, status)
+        changed = changed_conditions(before, status)
         measure(key, status)
         if status != before:
             metadata = {"name": key.name, "namespace": key.namespace, "uid": key.uid}
             header = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata}
             try:
                 await self._api.apply_status({**header, "status": status})
-            except RefusedError as error:  # conditions are told also where the definition is an older one
+            except RefusedError as error:  # an older definition still accepts the conditions
                 logger.warning(
-                    "%s: is the LMCacheCluster definition older than this operator? %s", key, error
+                    "%s: status refused; is the LMCacheCluster CRD older than this operator? %s", key, error
                 )
-                kept = {field: status[field] for field in _ALWAYS_KNOWN if field in status}
-                await self._api.apply_status({**header, "status": kept})
+                known = {field: status[field] for field in _ALWAYS_KNOWN if field in status}
+                await self._api.apply_status({**header, "status": known})
             metrics.WRITES.labels("status").inc()
         await self._post(key, resource, events(before, changed), now)
         return bool(changed)
@@ -192,11 +206,11 @@ class Reconciler:
             try:
                 await self._api.post_event(resource, *event, now)
             except ApiError as error:
-                logger.warning("an Event was not taken: %s", error)
+                logger.warning("%s: could not post an Event: %s", key, error)
 
 
 def _problems_of(failure: Exception | None, memory: _Memory) -> list[Problem]:
-    """What the status says of a failure: nothing of one that may be gone the next time."""
+    """Problems that report a failure. A first failure that a retry may resolve is not reported."""
     if isinstance(failure, RefusedError):
         return [Problem("Refused", str(failure))]
     if failure is None or not memory.num_failures:

@@ -1,7 +1,7 @@
-"""What a cluster should look like, as plain Kubernetes objects.
+"""Names, kinds, merging and ownership of Kubernetes objects as plain data.
 
-Everything here is a pure function of the cluster and its images: the same input gives the same bytes, in
-every process, so that nothing is applied and no pod restarted without a cause.
+All functions are pure, and the same input gives the same bytes in every process. So the operator writes no
+object and restarts no pod without a cause.
 """
 
 from __future__ import annotations
@@ -12,4 +12,4 @@ Object = dict[str, Any]
 """A Kubernetes object as plain data."""
 
 Images = dict[str, str]
-"""Image by container: engine and sidecar."""
+"""Images by container (engine, sidecar)."""

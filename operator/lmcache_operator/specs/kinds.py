@@ -1,4 +1,4 @@
-"""The kinds of objects the operator handles, and where the API server keeps them."""
+"""The kinds of objects that the operator handles, and their places in the API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lmcache_operator.specs import Object
 
 
 class Kind(NamedTuple):
-    """One kind of object; the core group is the empty string."""
+    """One kind of object. The group of the core API is the empty string."""
 
     group: str
     version: str
@@ -19,12 +19,12 @@ class Kind(NamedTuple):
 
     @property
     def api_version(self) -> str:
-        """As it stands in an object."""
+        """The field ``apiVersion`` of objects of this kind."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
 
 class ClusterKey(NamedTuple):
-    """One life of an LMCacheCluster: another one of the same name has another uid."""
+    """Identity of an LMCacheCluster. A cluster that was created again under its name has another uid."""
 
     namespace: str
     name: str
@@ -35,7 +35,7 @@ class ClusterKey(NamedTuple):
 
 
 class Ref(NamedTuple):
-    """A child, within the namespace of its cluster."""
+    """Reference to a child in the namespace of its cluster."""
 
     kind: str
     name: str
@@ -77,5 +77,5 @@ def controller_of(metadata: Mapping[str, Any]) -> Object:
 
 
 def controller_uid(live: Object) -> str | None:
-    """The uid of the object's controlling owner."""
+    """The uid of the object's controlling owner; None if it has none."""
     return controller_of(live["metadata"]).get("uid")

@@ -1,4 +1,4 @@
-"""Names, labels and annotations: the one place that spells them."""
+"""Names, labels and annotations of all objects. No other module spells them out."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ OPERATOR_LABELS = {
     "app.kubernetes.io/component": "operator",
     "app.kubernetes.io/part-of": "lmcache-cluster",
 }
-"""Of the operator's own pod, as the chart makes it."""
+"""Labels of the operator's own pod, as the chart sets them."""
 
 SPEC_HASH = "lmcache.io/spec-hash"
-"""On pods: what the user declared for them. A pod with another hash than its template is replaced."""
+"""On pods: hash of the user's settings. A pod whose hash differs from its template's is replaced."""
 RENDERED_HASH = "lmcache.io/rendered-hash"
-"""On every child: hash of what was rendered, so that fields we stop rendering are noticed and removed."""
+"""On every child: hash of the rendered object. It reveals fields that the operator no longer renders."""
 DEFAULT_IMAGES = "lmcache.io/default-images"
-"""On the StatefulSet: the images that were resolved when it was made, as JSON by container."""
+"""On the StatefulSet: the default images at its creation, as JSON by container."""
 
 MEMORY_SIZE = "lmcache.io/memory-size"
-"""On pods: bytes of the memory tier; the sidecar follows them while it runs."""
+"""On pods: bytes of the memory tier. The running sidecar follows this value."""
 RESIZE_REFUSED = "lmcache.io/resize-refused"
-"""On pods: a size that they could not get, as JSON: bytes, at, and the message."""
+"""On pods: a refused size of the memory tier, as JSON with the keys bytes, at and message."""
 
 INJECT_LABEL = "lmcache.io/inject"
-"""On somebody's own pods: the LMCacheCluster of their namespace whose cache they get."""
+"""On users' own pods: name of the LMCacheCluster in their namespace whose cache is injected."""
 INJECTION = "injection"
-"""Component: what such pods are given."""
+"""Component: the additions to pods with that label."""
 
 REMOTE = "remote"
 """Component: the shards of a managed remote tier. Also the container in their pods."""
 REMOTE_PORT = 6379
 REMOTE_USER = "lmcache"
 SHARD_IMAGE = "valkey/valkey:8.1.4"
-"""Of shards, where neither a cluster nor the operator's flags name one. Valkey is free software as Redis was
-up to 7.2: who offers it to others as a service needs nobody's leave."""
+"""Default image of shards. Valkey has a BSD license, as Redis had up to 7.2, so it may be offered as a
+service without restrictions."""
 
 AUTOSCALING = "autoscaling"
-"""Component: the sizes that were chosen for a cluster."""
+"""Component: the sizes that the operator chose for a cluster."""
 
 ENGINE = "engine"
 SIDECAR = "sidecar"
@@ -57,14 +57,14 @@ STOCK_IMAGES: Images = {
     ENGINE: "vllm/vllm-openai:v0.32.0",
     SIDECAR: f"ghcr.io/lmcache-cluster/sidecar:{__version__}",
 }
-"""Used where a cluster names none, unless the operator's flags name others."""
+"""Default images by container. The operator's flags may name others."""
 
 ENGINE_PORT = 8000
 SIDECAR_PORT = 9464
 
 
 def engine_name(cluster_name: str) -> str:
-    """Name of the StatefulSet and of all that belongs to the engine's pods."""
+    """Name of the StatefulSet and of most other objects of the engine pods."""
     return f"{cluster_name}-engine"
 
 
@@ -74,34 +74,34 @@ def config_name(cluster_name: str) -> str:
 
 
 def autoscaling_name(cluster_name: str) -> str:
-    """Name of the ConfigMap with the sizes that were chosen, and what they were chosen from."""
+    """Name of the ConfigMap with the chosen sizes and the data behind them."""
     return f"{cluster_name}-autoscaling"
 
 
 def remote_name(cluster_name: str) -> str:
-    """Name of the StatefulSet of shards, and of list, Secret and Service that belong to it."""
+    """Name of the StatefulSet of shards, and of its ConfigMap (the list), Secret and Service."""
     return f"{cluster_name}-remote"
 
 
 def remote_tls_name(cluster_name: str) -> str:
-    """The Secret with the certificate of a managed remote tier, unless its user names another."""
+    """Default name of the Secret with the certificate of a managed remote tier."""
     return f"{remote_name(cluster_name)}-tls"
 
 
 def remote_certificate(cluster: Cluster) -> str:
-    """The Secret with the certificate of the servers that a cluster uses, and with who signed it."""
+    """Name of the Secret with the certificate, and the CA, of the shards that a cluster uses."""
     managed = cluster.spec.tiers.managed
-    named = managed and managed.tls and managed.tls.secret_ref
-    return named.name if named else remote_tls_name(remote_owner(cluster) or "")
+    secret_ref = managed and managed.tls and managed.tls.secret_ref
+    return secret_ref.name if secret_ref else remote_tls_name(remote_owner(cluster) or "")
 
 
 def remote_host(cluster: Cluster, owner: str) -> str:
-    """The name in DNS that all shards of a cluster of this namespace have in common."""
+    """Common DNS suffix of the shards of the cluster ``owner``, which is in the cluster's namespace."""
     return f"{remote_name(owner)}.{cluster.namespace}.svc"
 
 
 def remote_owner(cluster: Cluster) -> str | None:
-    """Whose shards a cluster uses: its own, or those of another one in its namespace; None: of no one."""
+    """Name of the cluster whose shards a cluster uses: its own, or another's; None: no managed shards."""
     remote = cluster.spec.tiers.remote
     if remote is None or remote.external is not None:
         return None
@@ -109,7 +109,7 @@ def remote_owner(cluster: Cluster) -> str | None:
 
 
 def injection_name(cluster_name: str) -> str:
-    """Name of the LMCacheProfile with what other people's pods are given."""
+    """Name of the LMCacheProfile, which lists the additions to users' own pods."""
     return f"{cluster_name}-injection"
 
 
@@ -119,12 +119,12 @@ def selector(cluster_name: str, component: str) -> dict[str, str]:
 
 
 def selector_text(cluster_name: str, component: str) -> str:
-    """The same in the words of the API."""
+    """The labels of ``selector`` as a label selector string."""
     return ",".join(f"{key}={value}" for key, value in selector(cluster_name, component).items())
 
 
 def labels(cluster: Cluster, component: str) -> dict[str, str]:
-    """Labels of every child of a component."""
+    """Labels of all children of a component."""
     return {
         "app.kubernetes.io/component": component,
         "app.kubernetes.io/instance": cluster.name,
@@ -137,7 +137,7 @@ def labels(cluster: Cluster, component: str) -> dict[str, str]:
 def child(
     cluster: Cluster, component: str, kind: str, name: str, annotations: Object | None = None, **content: Any
 ) -> Object:
-    """An object that the cluster owns and that is deleted with it, also while the operator is down."""
+    """Build an object that the cluster owns. It is deleted with the cluster, even if the operator is down."""
     owner: Object = {"apiVersion": API_VERSION, "kind": KIND, "name": cluster.name, "uid": cluster.uid}
     owner |= {"controller": True, "blockOwnerDeletion": True}
     metadata: Object = {"name": name, "namespace": cluster.namespace}
@@ -147,19 +147,19 @@ def child(
 
 
 def hashed(rendered: Object) -> Object:
-    """The same object with the hash of all else that is in it."""
-    others = {key: value for key, value in annotations_of(rendered).items() if key != RENDERED_HASH}
-    bare = rendered | {"metadata": rendered["metadata"] | {"annotations": others}}
-    annotations = others | {RENDERED_HASH: digest(bare)}
+    """A copy of an object with the annotation ``RENDERED_HASH``, a hash of everything else in it."""
+    annotations = {key: value for key, value in annotations_of(rendered).items() if key != RENDERED_HASH}
+    bare = rendered | {"metadata": rendered["metadata"] | {"annotations": annotations}}
+    annotations = annotations | {RENDERED_HASH: digest(bare)}
     return bare | {"metadata": bare["metadata"] | {"annotations": annotations}}
 
 
 def digest(value: Any) -> str:
-    """A short hash of plain data that does not depend on the order of keys."""
+    """Short hash of plain data, independent of the order of keys."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def annotations_of(live: Object) -> dict[str, str]:
-    """An object's annotations; none when it has no such field."""
+    """Annotations of an object; empty if it has none."""
     return live["metadata"].get("annotations") or {}

@@ -1,10 +1,11 @@
-"""Which fields of an object are as we applied them, told by the API server's own records. Pure.
+"""Ownership of an object's fields, from the API server's records. Pure.
 
 With server-side apply the API server records the fields that each manager applied
-(``metadata.managedFields``). Whoever else changes or removes a field takes it from us. So a child that
-carries the hash of what we would apply, and of which we still have every field, is what the API server made
-of our words, whatever it made of them: defaults, other spellings, zero values that it drops, changes by
-admission webhooks.
+(``metadata.managedFields``). Another client that changes or removes a field takes over its ownership.
+
+So a child is unchanged if it has the hash of the present rendering, and the operator still owns every
+rendered field. A comparison of values would be unreliable: the API server adds defaults, normalizes values
+and drops zero values, and admission webhooks change more.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from lmcache_operator.specs.merge import ITEM_KEYS
 from lmcache_operator.specs.names import FIELD_MANAGER
 
 Path = tuple[str, ...]
-"""A field as the records name it: ("f:spec", "f:ports", 'k:{"port":80}', "f:name"); () is the object."""
+"""Path of a field in the records: ("f:spec", "f:ports", 'k:{"port":80}', "f:name"); () is the object."""
 _RECORDED_METADATA = ("annotations", "labels", "ownerReferences")
 
 
 def lost_fields(wanted: Object, live: Object) -> list[Path]:
-    """Fields of ``wanted``, applied before, that ``live`` no longer has as ours; (()) if it has none."""
+    """Paths of fields in ``wanted`` that the operator no longer owns in ``live``; [()] if it owns none."""
     for entry in live["metadata"].get("managedFields") or ():
         is_ours = entry.get("manager") == FIELD_MANAGER and entry.get("operation") == "Apply"
         if is_ours and "subresource" not in entry:
@@ -34,12 +35,12 @@ def lost_fields(wanted: Object, live: Object) -> list[Path]:
 
 
 def without(wanted: Object, paths: Collection[Path]) -> Object:
-    """A copy of ``wanted`` that says nothing about these fields."""
+    """A copy of ``wanted`` without the fields at these paths."""
     return reduce(_dropped, filter(None, paths), wanted)
 
 
 def spell(path: Path) -> str:
-    """For people: spec.ports[80].name."""
+    """A path in readable form, such as spec.ports[80].name."""
     text = ""
     for name in path:
         kind, _, value = name.partition(":")
@@ -52,14 +53,14 @@ def spell(path: Path) -> str:
 
 
 def _recorded(wanted: Object) -> Object:
-    """The part of an object that is recorded: neither what it is nor what it is called."""
-    kept = {key: value for key, value in wanted.items() if key not in ("apiVersion", "kind")}
+    """The part of an object whose fields the API server records: all but its kind and its identity."""
+    fields = {key: value for key, value in wanted.items() if key not in ("apiVersion", "kind")}
     metadata = wanted["metadata"]
-    return kept | {"metadata": {key: metadata[key] for key in _RECORDED_METADATA if key in metadata}}
+    return fields | {"metadata": {key: metadata[key] for key in _RECORDED_METADATA if key in metadata}}
 
 
 def _lost(wanted: Any, owned: Object, path: Path) -> Iterator[Path]:
-    if not owned:  # a leaf: whatever is in it is one value
+    if not owned:  # a leaf, which is owned as a whole
         return
     for name, value in _parts(wanted, owned):
         if name in owned:
@@ -69,9 +70,9 @@ def _lost(wanted: Any, owned: Object, path: Path) -> Iterator[Path]:
 
 
 def _parts(value: Any, names: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """The fields of an object, or the items of a list, by the names that the records give them.
+    """The fields of an object, or the items of a list, with their names in the records.
 
-    ``names`` are the recorded ones: which fields name an item is known to the API server alone.
+    ``names``: the recorded names. Only the API server knows which fields identify an item of a list.
     """
     if isinstance(value, Mapping):
         yield from ((f"f:{key}", item) for key, item in value.items())
@@ -84,20 +85,20 @@ def _parts(value: Any, names: Collection[str]) -> Iterator[tuple[str, Any]]:
 
 def _is_named(item: Any, key: Any) -> bool:
     if isinstance(item, Mapping) and isinstance(key, Mapping):
-        # A field that the item lacks is a default, such as the protocol of a port.
+        # A key field that the item lacks has a default, such as the protocol of a port.
         return all(item.get(name, value) == value for name, value in key.items())
     return bool(item == key)
 
 
 def _name_of(item: Any) -> str:
-    """A name for an item that is not recorded; it finds the item again, and says which one it is."""
+    """A name for an item without a record. It identifies the item for ``without`` and for messages."""
     if isinstance(item, Mapping) and (key := next((key for key in ITEM_KEYS if key in item), None)):
         return f"k:{json.dumps({key: item[key]})}"
     return f"v:{json.dumps(item)}"
 
 
 def _is_void(value: Any) -> bool:
-    """Whether applying this leaves no record: null, an empty list, an object of nothing but these."""
+    """Whether applying a value leaves no record: null, an empty list, or an object of only such values."""
     is_full = isinstance(value, Mapping) and bool(value)
     return value is None or value == [] or (is_full and all(map(_is_void, value.values())))
 
@@ -105,5 +106,5 @@ def _is_void(value: Any) -> bool:
 def _dropped(value: Any, path: Path) -> Any:
     first, rest = path[0], path[1:]
     parts = [(name, item) for name, item in _parts(value, [first]) if rest or name != first]
-    kept = [(name, _dropped(item, rest) if name == first else item) for name, item in parts]
-    return {name[2:]: item for name, item in kept} if isinstance(value, Mapping) else [i for _, i in kept]
+    left = [(name, _dropped(item, rest) if name == first else item) for name, item in parts]
+    return {name[2:]: item for name, item in left} if isinstance(value, Mapping) else [i for _, i in left]

@@ -1,4 +1,4 @@
-"""Where things are in the containers of an engine pod. Engine and sidecar see the same paths."""
+"""Paths in the containers of an engine pod. Engine and sidecar use the same paths."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ MODELS_DIR = "/models"
 HUB_TOKEN_DIR = "/etc/lmcache/hub-token"
 
 PAYLOAD_SOURCE = "/opt/lmcache/payload"
-"""In the sidecar's image: the client for the engine, so that both ends always have one version."""
+"""Directory of the engine's client in the sidecar's image, so that both have the same version."""
 PAYLOAD_DIR = "/opt/lmcache/client"
-"""In the engine: its copy, on PYTHONPATH."""
+"""Directory of the client in the engine's container, on PYTHONPATH."""

@@ -1,1 +1,1 @@
-"""The engine pods of a cluster, each with a sidecar, and what belongs to them."""
+"""The engine pods of a cluster, each with a sidecar, and the objects that belong to them."""

@@ -1,8 +1,11 @@
-"""How GPUs reach the engine's pod, and who copies KV out of them: the sidecar only where it sees them.
+"""GPUs of the engine pod, and whether the sidecar or the engine copies KV out of them.
 
-A device plugin gives a GPU to one container. So the sidecar has the engine's by a claim that both containers
-name (dynamic resource allocation), or sees all GPUs of the node, which is no isolation at all and therefore
-the choice of whoever runs the operator. Everywhere else the engine copies, into memory that both have.
+The sidecar can copy only if it sees the engine's GPUs. A device plugin assigns a GPU to one container, so
+there are two ways:
+- Both containers name one resource claim (dynamic resource allocation).
+- The sidecar sees all GPUs of the node. This gives up isolation, so only a flag of the operator allows it.
+
+Everywhere else the engine copies into memory that both containers share.
 """
 
 from __future__ import annotations
@@ -11,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.components.base import Problem, Sidecar
+from lmcache_operator.components.base import Sidecar
+from lmcache_operator.components.conditions import Problem
 from lmcache_operator.specs import Object, names
 
 CUDA_IPC, SHARED_MEMORY = "CudaIPC", "SharedMemory"
 CLAIM = "gpu"
-"""Of the pod, and the request in it."""
+"""Name of the pod's resource claim, and of the request in it."""
 _REMEDY = (
     "a device plugin gives the engine's GPUs to no other container: name spec.engine.gpu.deviceClassName "
     "(Kubernetes >= 1.34 with a DRA driver), or run the operator with --allow-all-gpus-sidecar"
@@ -24,7 +28,7 @@ _REMEDY = (
 
 
 class Transfer(NamedTuple):
-    """Who copies KV out of the GPUs, CudaIPC (the sidecar) or SharedMemory (the engine), and why."""
+    """The side that copies KV out of the GPUs: CudaIPC (the sidecar) or SharedMemory (the engine)."""
 
     mode: str
     reason: str
@@ -32,10 +36,10 @@ class Transfer(NamedTuple):
 
 
 def planned_transfer(cluster: Cluster, allow_all_gpus: bool) -> Transfer:
-    """What pods are rendered for. ``allow_all_gpus``: sidecars may see all GPUs of their nodes."""
+    """The transfer that pods are rendered for. ``allow_all_gpus``: sidecars may see all GPUs of a node."""
     gpu = cluster.engine.gpu
     if cluster.spec.sidecar.transfer == SHARED_MEMORY:
-        return Transfer(SHARED_MEMORY, "Requested", "the engine copies, as spec.sidecar.transfer asks for")
+        return Transfer(SHARED_MEMORY, "Requested", "spec.sidecar.transfer is SharedMemory")
     if not gpu.count:
         return Transfer(SHARED_MEMORY, "NoGPU", "the engine has no GPU: spec.engine.gpu.count is 0")
     if gpu.device_class_name is not None:
@@ -46,7 +50,7 @@ def planned_transfer(cluster: Cluster, allow_all_gpus: bool) -> Transfer:
 
 
 def engine_resources(cluster: Cluster) -> Object:
-    """What the engine's container has of the GPUs."""
+    """GPU resources of the engine's container: a claim, a limit, or nothing."""
     gpu = cluster.engine.gpu
     if has_claim(cluster):
         return {"claims": [{"name": CLAIM}]}
@@ -54,7 +58,7 @@ def engine_resources(cluster: Cluster) -> Object:
 
 
 def pod_claims(cluster: Cluster) -> Object:
-    """What the pod's spec says of claims."""
+    """Resource claims in the pod's spec; empty without a claim."""
     if not has_claim(cluster):
         return {}
     template = names.engine_name(cluster.name)
@@ -62,13 +66,13 @@ def pod_claims(cluster: Cluster) -> Object:
 
 
 def has_claim(cluster: Cluster) -> bool:
-    """Whether GPUs come by a claim."""
+    """Whether the engine gets its GPUs through a resource claim."""
     gpu = cluster.engine.gpu
     return bool(gpu.count) and gpu.device_class_name is not None
 
 
 def claim_spec(cluster: Cluster) -> Object:
-    """The spec of the ResourceClaimTemplate, empty without one; nobody can change it once it is there."""
+    """The spec of the ResourceClaimTemplate, which is immutable; empty without a claim."""
     gpu = cluster.engine.gpu
     if not has_claim(cluster):
         return {}
@@ -77,34 +81,32 @@ def claim_spec(cluster: Cluster) -> Object:
 
 
 def sidecar_env(transfer: Transfer) -> dict[str, str]:
-    """Which GPUs the container runtime shows the sidecar. A claim's come whatever is said here."""
+    """Variables that tell the container runtime which GPUs to show the sidecar.
+
+    The GPUs of a claim are visible whatever these variables say.
+    """
     if transfer.reason == "AllGPUsVisible":
         return {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility", "NVIDIA_VISIBLE_DEVICES": "all"}
-    # No GPUs is said aloud: some images default to all of them.
+    # "void" is explicit, because some images default to all GPUs.
     return {"NVIDIA_VISIBLE_DEVICES": "void"}
 
 
-def transfer_fields(requested: str, planned: Transfer) -> Object:
-    """``status.transfer`` as far as it follows from what is declared."""
-    return {"transfer": {"requested": requested, **planned._asdict()}}
-
-
 def transfer_in_use(fields: Mapping[str, Any], sidecars: Sequence[Sidecar]) -> Object:
-    """The same with what the sidecars say: one that does not copy stands for all of these.
+    """``status.transfer`` corrected by the sidecars' reports; the message quotes the first that cannot copy.
 
-    Before the engine serves, who copies for it may still be starting.
+    Sidecars whose engine does not serve yet are left out: their GPU readers may still be starting.
     """
-    said = [s for s in sidecars if s.transfer and s.is_attached and s.is_engine_ready]
-    fallen = [sidecar for sidecar in said if sidecar.transfer != CUDA_IPC]
-    if fields.get("mode") != CUDA_IPC or not fallen:
+    reporting = [s for s in sidecars if s.transfer and s.is_attached and s.is_engine_ready]
+    failed = [sidecar for sidecar in reporting if sidecar.transfer != CUDA_IPC]
+    if fields.get("mode") != CUDA_IPC or not failed:
         return dict(fields)
-    why = f"pod {fallen[0].pod}: {fallen[0].transfer_reason}"
-    message = f"{len(fallen)} of {len(said)} sidecars leave copying to their engines: {why}"
+    why = f"pod {failed[0].pod}: {failed[0].transfer_reason}"
+    message = f"{len(failed)} of {len(reporting)} sidecars cannot copy, so their engines do. First: {why}"
     return {**fields, "mode": SHARED_MEMORY, "reason": "SidecarCannotCopy", "message": message}
 
 
 def transfer_problems(fields: Mapping[str, Any]) -> tuple[Problem, ...]:
-    """What is not as it was asked for; the engines copy, and serve."""
+    """A problem if the user asked for CudaIPC and engines copy instead. The engines still serve."""
     if fields.get("requested") != CUDA_IPC or fields.get("mode") == CUDA_IPC:
         return ()
-    return (Problem("CudaIPCUnavailable", f"the engines copy, not the sidecars: {fields['message']}"),)
+    return (Problem("CudaIPCUnavailable", f"engines copy instead of sidecars: {fields['message']}"),)

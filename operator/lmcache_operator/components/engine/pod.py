@@ -1,12 +1,14 @@
-"""The engine pod: the sidecar, the payload that carries the client into the engine's image, and the engine.
+"""The engine pod: the sidecar, the payload container that copies the client into the engine, and the engine.
 
-The sidecar comes first and has no startup gate: it listens at once and populates its memory in the
-background, so neither a slow nor a broken cache keeps an engine from starting. For the same reason it has no
-readiness probe. The kubelet still counts it: a pod whose sidecar does not run is not Ready. So a sidecar that
-can't use its configuration stays up, and everything it could trip over is refused before it is rendered.
+The sidecar starts first, but has no startup gate and no readiness probe: neither a slow nor a broken cache
+keeps an engine from starting. It listens at once and fills its memory in the background. A pod whose sidecar
+does not run is still not Ready for the kubelet. Therefore a sidecar with an invalid configuration stays up,
+and the operator rejects every setting that could stop it.
 
-A pod that goes: for a few seconds it serves on, until Services and proxies have noticed; then the engine
-finishes the requests it has; when it has ended, the sidecar writes out what is queued.
+A terminating pod takes three steps:
+1. It serves for a few more seconds, until Services and proxies have removed it.
+2. The engine finishes its requests and exits.
+3. The sidecar writes out its queue to the lower tiers.
 """
 
 from __future__ import annotations
@@ -14,36 +16,15 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
-from lmcache.units import format_mebibytes
+from lmcache.common.units import format_mebibytes
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.tiers import DiskTier
-from lmcache_operator.components.engine.gpus import (
-    CLAIM,
-    CUDA_IPC,
-    Transfer,
-    engine_resources,
-    has_claim,
-    pod_claims,
-    sidecar_env,
-)
-from lmcache_operator.components.engine.template import (
-    SHM,
-    declared_template,
-    of_container,
-    with_template,
-)
-from lmcache_operator.components.engine.vllm import (
-    SHUTDOWN_TIMEOUT,
-    SSL_CERTIFICATE,
-    engine_args,
-    int_option,
-    option,
-)
-from lmcache_operator.components.resize import MAX_SIZE, SIZE_ARGUMENT, SIZE_FILE, sidecar_memory
+from lmcache_operator.components.engine import gpus, template, vllm
+from lmcache_operator.pods.resize import MAX_SIZE, SIZE_ARGUMENT, SIZE_FILE, sidecar_memory
 from lmcache_operator.specs import Images, Object, names, paths
-from lmcache_operator.specs.merge import at
+from lmcache_operator.specs.merge import dig
 
-# The uid of the stock engine image. Both containers have it: socket, locks and arena belong to one user.
+# The uid of the stock engine image. Engine and sidecar share it, so one user owns socket, locks and arena.
 _UID = 2000
 _POD_SECURITY = {
     "fsGroup": _UID, "fsGroupChangePolicy": "OnRootMismatch", "runAsGroup": _UID, "runAsNonRoot": True,
@@ -55,8 +36,8 @@ DISK_SIZE = "LMCACHE_DISK_SIZE"
 _NOTICE_SECONDS = 5
 _SHUTDOWN_SECONDS = 60
 _WRITE_OUT_SECONDS = 55
-"""For the end of the engine's processes, and then for the sidecar's queue (20 s)."""
-# What hangs ends nothing in order: without this the kubelet would wait for it as long as for a pod that goes.
+"""Time for the engine's processes to exit, and then for the sidecar to write out its queue (20 s)."""
+# A hung container can't shut down cleanly. Without this, the kubelet would grant it the pod's grace period.
 _HUNG = {"terminationGracePeriodSeconds": 10}
 
 
@@ -64,46 +45,46 @@ class MemorySize(NamedTuple):
     """Bytes of a pod's memory tier."""
 
     num_bytes: int
-    """When it is made."""
+    """Size at creation of the pod."""
     max_bytes: int | None = None
-    """What it may grow to while it runs; None: its size does not change."""
+    """Largest size while the pod runs; None: the size is fixed."""
 
 
 def pod_template(
-    cluster: Cluster, images: Images, spec_hash: str, transfer: Transfer, size: MemorySize
+    cluster: Cluster, images: Images, spec_hash: str, transfer: gpus.Transfer, size: MemorySize
 ) -> Object:
-    """The template of the StatefulSet, with what the user says of pods merged in.
+    """The pod template of the StatefulSet, with the user's pod settings merged in.
 
     Raises:
-        InvalidSpecError: what the user says breaks what the cache needs.
+        InvalidSpecError: a setting of the user breaks what the cache needs.
     """
     annotations = {names.SPEC_HASH: spec_hash, "kubectl.kubernetes.io/default-container": names.ENGINE}
     if size.max_bytes is not None:
         annotations[names.MEMORY_SIZE] = f"{size.num_bytes}"
     metadata = {"annotations": annotations, "labels": names.labels(cluster, names.ENGINE)}
     base = {"metadata": metadata, "spec": _pod_spec(cluster, images, transfer, size)}
-    return with_template(base, cluster)
+    return template.with_template(base, cluster)
 
 
-def _pod_spec(cluster: Cluster, images: Images, transfer: Transfer, size: MemorySize) -> Object:
+def _pod_spec(cluster: Cluster, images: Images, transfer: gpus.Transfer, size: MemorySize) -> Object:
     sidecar_image = images[names.SIDECAR]
     ending = _ending(cluster)
     volumes = _volumes(cluster, size, sidecar_image)
-    before = [_sidecar(cluster, sidecar_image, transfer, size)]
+    init_containers = [_sidecar(cluster, sidecar_image, transfer, size)]
     if cluster.spec.sidecar.payload != IMAGE_VOLUME:
-        before.append(_payload(cluster, sidecar_image))
+        init_containers.append(_payload(cluster, sidecar_image))
     spec: Object = {
         "automountServiceAccountToken": False,
         "containers": [_engine(cluster, images[names.ENGINE], ending)],
-        # Service variables would look like options: LMCACHE_... is also the sidecar's prefix.
+        # The variables of a Service named lmcache... would look like the sidecar's options, LMCACHE_*.
         "enableServiceLinks": False,
-        "initContainers": before,
+        "initContainers": init_containers,
         "securityContext": _POD_SECURITY,
         "serviceAccountName": names.engine_name(cluster.name),
         "terminationGracePeriodSeconds": ending.grace,
-        # What the user says of one has the form of a volume, with a name: ours comes first, and last.
-        "volumes": [{"name": own.name} | own.source | {"name": own.name} for own in volumes],
-        **pod_claims(cluster),
+        # A source that the user gives may have a name, too. The operator's name replaces it and stays first.
+        "volumes": [{"name": vol.name} | vol.source | {"name": vol.name} for vol in volumes],
+        **gpus.pod_claims(cluster),
     }
     if (runtime_class := cluster.engine.gpu.runtime_class_name) is not None:
         spec["runtimeClassName"] = runtime_class
@@ -111,22 +92,22 @@ def _pod_spec(cluster: Cluster, images: Images, transfer: Transfer, size: Memory
 
 
 class _Ending(NamedTuple):
-    """Seconds; what the user sets leads."""
+    """Seconds that a terminating pod may take. The user's settings take precedence."""
 
     shutdown: int
-    """For the requests that an engine has when it has to stop."""
+    """Time for the engine to finish its requests."""
     grace: int
-    """For the pod."""
+    """Grace period of the pod."""
 
 
 def _ending(cluster: Cluster) -> _Ending:
-    others = _NOTICE_SECONDS + _WRITE_OUT_SECONDS
-    given = int_option(cluster.engine.args, SHUTDOWN_TIMEOUT)
-    grace = at(cluster.engine.pod_template, "spec", "terminationGracePeriodSeconds")
+    overhead = _NOTICE_SECONDS + _WRITE_OUT_SECONDS
+    given = vllm.int_option(cluster.engine.args, vllm.SHUTDOWN_TIMEOUT)
+    grace = dig(cluster.engine.pod_template, "spec", "terminationGracePeriodSeconds")
     if isinstance(grace, int):
-        return _Ending(max(0, grace - others) if given is None else given, grace)
+        return _Ending(max(0, grace - overhead) if given is None else given, grace)
     shutdown = _SHUTDOWN_SECONDS if given is None else given
-    return _Ending(shutdown, shutdown + others)
+    return _Ending(shutdown, shutdown + overhead)
 
 
 def _engine(cluster: Cluster, image: str, ending: _Ending) -> Object:
@@ -135,69 +116,68 @@ def _engine(cluster: Cluster, image: str, ending: _Ending) -> Object:
         "HF_HOME": f"{paths.MODELS_DIR}/huggingface",
         "HOME": paths.HOME_DIR,
         "LMCACHE_SOCKET": paths.SOCKET_PATH,
-        # Block hashes must be the same in every process, or no pod could use what another stored.
+        # Block hashes must be equal in every process, or no pod could load KV that another pod stored.
         "PYTHONHASHSEED": "0",
         "PYTHONPATH": paths.PAYLOAD_DIR + (paths.PAYLOAD_SOURCE if is_mounted else ""),
-        # torch asks for the user's name, and an image need not know the uid.
+        # torch looks up the user's name, and the image may not know the uid.
         "USER": "lmcache",
     }
     if cluster.model.token_secret_ref is not None:
         env["HF_TOKEN_PATH"] = f"{paths.HUB_TOKEN_DIR}/token"
     engine: Object = {}
-    # The kubelet asks as clients do, and does not look at whose certificate it is.
-    has_tls = option(cluster.engine.args, SSL_CERTIFICATE) is not None
+    # With TLS the kubelet must probe over HTTPS. It does not verify the certificate.
+    has_tls = vllm.option(cluster.engine.args, vllm.SSL_CERTIFICATE) is not None
     health = partial(_probe, "/health", names.ENGINE_PORT, scheme="HTTPS" if has_tls else None)
-    own = of_container(cluster.engine.pod_template, names.ENGINE)
-    # The API server wants the sleep to end before the grace period does, and no second thing to do beside it.
-    if ending.grace > _NOTICE_SECONDS and not at(own, "lifecycle", "preStop"):
+    container = template.find_container(cluster.engine.pod_template, names.ENGINE)
+    # The API server requires that the sleep is shorter than the grace period, and allows one preStop action.
+    if ending.grace > _NOTICE_SECONDS and not dig(container, "lifecycle", "preStop"):
         engine["lifecycle"] = {"preStop": {"sleep": {"seconds": _NOTICE_SECONDS}}}
     return (
         _container(cluster, names.ENGINE, image, env)
         | engine
         | {
-            "args": engine_args(cluster, ending.shutdown),
+            "args": vllm.engine_args(cluster, ending.shutdown),
             "command": ["vllm", "serve"],
             "livenessProbe": health(period=10, failures=6) | _HUNG,
             "ports": [{"containerPort": names.ENGINE_PORT, "name": "http", "protocol": "TCP"}],
             "readinessProbe": health(period=5, failures=3),
             "resources": _engine_resources(cluster),
-            # One hour: large models are downloaded and loaded before the engine answers.
+            # One hour, because the engine downloads and loads large models before it answers.
             "startupProbe": health(period=5, failures=720),
         }
     )
 
 
 def _engine_resources(cluster: Cluster) -> Object:
-    """GPUs, and a floor of host memory and CPU for each worker.
+    """GPUs, and requests of host memory and CPU for each worker.
 
-    Without it an engine would be the first to go where the node's memory runs out, weigh less than its own
-    sidecar where CPUs do, and be refused where a quota counts requests. There is no limit: it depends on the
-    model.
+    Without requests the kubelet would evict the engine first, the sidecar would get more CPU than the engine,
+    and a ResourceQuota would reject the pod. There is no limit, because the right limit depends on the model.
     """
     num_workers = cluster.engine.parallelism.num_ranks
     requests = {"cpu": f"{num_workers}", "memory": f"{4 * num_workers}Gi"}
-    return engine_resources(cluster) | {"requests": _unlimited(cluster, names.ENGINE, requests)}
+    return gpus.engine_resources(cluster) | {"requests": _unlimited(cluster, names.ENGINE, requests)}
 
 
-def _sidecar(cluster: Cluster, image: str, transfer: Transfer, size: MemorySize) -> Object:
-    env = {"HOME": paths.SOCKET_DIR} | sidecar_env(transfer)
+def _sidecar(cluster: Cluster, image: str, transfer: gpus.Transfer, size: MemorySize) -> Object:
+    env = {"HOME": paths.SOCKET_DIR} | gpus.sidecar_env(transfer)
     if size.max_bytes is not None:
         env |= {MAX_SIZE: f"{size.max_bytes}", SIZE_FILE: f"{paths.MEMORY_DIR}/{paths.SIZE_FILE}"}
     if disk := cluster.spec.tiers.disk:
-        # Variables, not keys of the shared file: they are of this pod's volume, as the size of its memory is.
+        # These are variables and not keys of the shared file, because they describe this pod's own volume.
         env |= {"LMCACHE_DISK_PATH": paths.DISK_DIR, DISK_SIZE: f"{disk.num_bytes}"}
-    has_gpus = transfer.mode == CUDA_IPC
+    has_gpus = transfer.mode == gpus.CUDA_IPC
     num_gpus = cluster.engine.gpu.count if has_gpus else 0
     memory = format_mebibytes(sidecar_memory(size.num_bytes, num_gpus))
-    claims = {"claims": [{"name": CLAIM}]} if has_gpus and has_claim(cluster) else {}
+    claims = {"claims": [{"name": gpus.CLAIM}]} if has_gpus and gpus.has_claim(cluster) else {}
     return _container(cluster, names.SIDECAR, image, env, size) | {
-        # The size is an argument, not a key of the shared file: each pod has its own.
+        # The size is an argument and not a key of the shared file, because each pod has its own size.
         "args": ["serve", f"--config={paths.CONFIG_DIR}/sidecar.yaml", f"{SIZE_ARGUMENT}{size.num_bytes}"],
         "livenessProbe": _probe("/healthz", names.SIDECAR_PORT, period=10, failures=6) | _HUNG,
         "ports": [{"containerPort": names.SIDECAR_PORT, "name": "metrics", "protocol": "TCP"}],
         "resources": {
             "limits": {"memory": memory},
-            # A tenth of an engine's: where CPUs are short, copies for later wait for requests.
+            # A tenth of an engine's CPU: when CPUs are scarce, requests come before write-through copies.
             "requests": _unlimited(cluster, names.SIDECAR, {"cpu": "100m"}) | {"memory": memory},
             **claims,
         },
@@ -217,9 +197,10 @@ def _payload(cluster: Cluster, image: str) -> Object:
 
 
 def _unlimited(cluster: Cluster, container: str, requests: dict[str, str]) -> dict[str, str]:
-    """Those of our requests that no limit of the user's can contradict: one alone is also the request."""
-    limits = at(of_container(declared_template(cluster), container), "resources", "limits")
-    return {name: amount for name, amount in requests.items() if at(limits, name) is None}
+    """The operator's requests, without resources that the user limits: a limit alone is also the request."""
+    declared = template.find_container(template.declared_template(cluster), container)
+    limits = dig(declared, "resources", "limits")
+    return {name: amount for name, amount in requests.items() if dig(limits, name) is None}
 
 
 def _container(
@@ -231,7 +212,7 @@ def _container(
         "image": image,
         "name": name,
         "securityContext": _CONTAINER_SECURITY,
-        # The last lines of one that failed are in the pod's status, and from there in the cluster's.
+        # The kubelet puts a failed container's last lines into the pod's status. Conditions quote them.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [{"mountPath": path, "name": mounts[path]} for path in sorted(mounts)],
     }
@@ -240,9 +221,9 @@ def _container(
 class _Volume(NamedTuple):
     name: str
     path: str
-    """Where it is in every container that has it."""
+    """Mount path, the same in every container."""
     users: tuple[str, ...]
-    """Containers that have it."""
+    """Containers that mount it."""
     source: Object
 
 
@@ -251,31 +232,31 @@ def _volumes(cluster: Cluster, size: MemorySize | None, sidecar_image: str = "")
     if cluster.spec.sidecar.payload == IMAGE_VOLUME:
         payload = {"image": {"reference": sidecar_image}}
     spec, engine, sidecar = cluster.spec, (names.ENGINE,), (names.SIDECAR,)
-    # The arena's file is exactly as large as the tier can get: its head, slot table and index are taken out
-    # of that. It has no more pages than the tier's present size.
-    most = (size.max_bytes or size.num_bytes) if size else 0
-    arena = _in_memory(format_mebibytes(most))
+    # The arena's file is as long as the largest size of the tier, head, slot table and index included. Only
+    # pages of the tier's present size are allocated.
+    max_bytes = (size.max_bytes or size.num_bytes) if size else 0
+    arena = _in_memory(format_mebibytes(max_bytes))
     config = {"configMap": {"name": names.config_name(cluster.name)}}
-    found = [
+    volumes = [
         _Volume("arena", paths.ARENA_DIR, engine + sidecar, arena),
         _Volume("config", paths.CONFIG_DIR, sidecar, config),
         _Volume("home", paths.HOME_DIR, engine, {"emptyDir": {}}),
         _Volume("models", paths.MODELS_DIR, engine, cluster.model.volume or {"emptyDir": {}}),
         _Volume("payload", paths.PAYLOAD_DIR, (*engine, names.PAYLOAD), payload),
-        # Workers exchange tensors there; a container's own has 64 MiB.
-        _Volume(SHM, "/dev/shm", engine, _in_memory("8Gi")),
+        # Workers exchange tensors in /dev/shm; a container's default of 64 MiB is too small.
+        _Volume(template.SHM, "/dev/shm", engine, _in_memory("8Gi")),
         _Volume("socket", paths.SOCKET_DIR, engine + sidecar, _in_memory("16Mi")),
     ]
     if size and size.max_bytes is not None:
         annotation = {"fieldPath": f"metadata.annotations['{names.MEMORY_SIZE}']"}
-        told = {"downwardAPI": {"items": [{"fieldRef": annotation, "path": paths.SIZE_FILE}]}}
-        found.append(_Volume("memory-size", paths.MEMORY_DIR, sidecar, told))
+        size_file = {"downwardAPI": {"items": [{"fieldRef": annotation, "path": paths.SIZE_FILE}]}}
+        volumes.append(_Volume("memory-size", paths.MEMORY_DIR, sidecar, size_file))
     if disk := spec.tiers.disk:
-        found.append(_Volume("disk", paths.DISK_DIR, sidecar, _own_volume(disk)))
-    if token := cluster.model.token_secret_ref:
-        found.append(_Volume("hub-token", paths.HUB_TOKEN_DIR, engine, _secret(token.name, token=token.key)))
+        volumes.append(_Volume("disk", paths.DISK_DIR, sidecar, _ephemeral_volume(disk)))
+    if ref := cluster.model.token_secret_ref:
+        volumes.append(_Volume("hub-token", paths.HUB_TOKEN_DIR, engine, _secret(ref.name, token=ref.key)))
     if owner := names.remote_owner(cluster):
-        # Without them the sidecar has no remote tier, and the engine runs.
+        # All sources are optional: if one is missing, the engine runs, and the sidecar has no remote tier.
         listed = {"configMap": {"name": names.remote_name(owner), "optional": True}}
         secrets = {
             "password": names.remote_name(owner),
@@ -285,22 +266,22 @@ def _volumes(cluster: Cluster, size: MemorySize | None, sidecar_image: str = "")
             {"secret": {"items": [{"key": key, "path": key}], "name": name, "optional": True}}
             for key, name in secrets.items()
         ]
-        found.append(_Volume("remote", paths.REMOTE_DIR, sidecar, listed))
-        found.append(
+        volumes.append(_Volume("remote", paths.REMOTE_DIR, sidecar, listed))
+        volumes.append(
             _Volume("remote-auth", paths.REMOTE_AUTH_DIR, sidecar, {"projected": {"sources": sources}})
         )
     if auth := spec.tiers.remote_auth:
         source = _secret(auth.name, password=auth.password_key, username=auth.username_key)
-        found.append(_Volume("remote-auth", paths.REMOTE_AUTH_DIR, sidecar, source))
-    return sorted(found)
+        volumes.append(_Volume("remote-auth", paths.REMOTE_AUTH_DIR, sidecar, source))
+    return sorted(volumes)
 
 
 def _in_memory(size: str) -> Object:
     return {"emptyDir": {"medium": "Memory", "sizeLimit": size}}
 
 
-def _own_volume(disk: DiskTier) -> Object:
-    """A generic ephemeral volume: made for the pod, and deleted with it."""
+def _ephemeral_volume(disk: DiskTier) -> Object:
+    """A generic ephemeral volume: created for the pod, and deleted with it."""
     claim: Object = {"accessModes": ["ReadWriteOnce"]}
     claim["resources"] = {"requests": {"storage": format_mebibytes(disk.volume_bytes)}}
     if disk.storage_class_name is not None:
@@ -309,7 +290,7 @@ def _own_volume(disk: DiskTier) -> Object:
 
 
 def _secret(name: str, **keys: str | None) -> Object:
-    """Files named as we read them, whatever the user's keys are called."""
+    """A Secret volume whose files have the operator's names, whatever names the user's keys have."""
     items = [{"key": key, "path": path} for path, key in keys.items() if key is not None]
     return {"secret": {"items": items, "secretName": name}}
 

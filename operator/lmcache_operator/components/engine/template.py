@@ -1,7 +1,7 @@
-"""What the user says of the pods: fields of ``spec.engine`` named as in a pod, and ``podTemplate``. Pure.
+"""The user's pod settings: fields of ``spec.engine`` that are named as in a pod, and ``podTemplate``. Pure.
 
-The fields are short ways to say the most common things; ``podTemplate`` says the rest. What both say has to
-be the same, and nothing of it may break what the cache needs.
+The fields are shortcuts for the most common settings; ``podTemplate`` takes every other pod field. The two
+must not contradict each other, and neither may break what the cache needs.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from lmcache_operator.api.parse import Cluster
 from lmcache_operator.components.engine.vllm import ONE_POD
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object, names
-from lmcache_operator.specs.merge import at, first_difference, merge
+from lmcache_operator.specs.merge import dig, first_difference, merge
 
 SHM = "shm"
-"""The volume that is the engine's /dev/shm."""
+"""Name of the volume that is mounted as the engine's /dev/shm."""
 _FREE_TO_CHANGE = (
     "imagePullPolicy", "lifecycle", "livenessProbe", "readinessProbe", "resources", "securityContext",
     "startupProbe", "terminationGracePeriodSeconds", "terminationMessagePolicy",
 )  # fmt: skip
-_PLACES = "engine, sidecar and operator look for each other where the operator says"
+_PLACES = "the operator sets it, so that engine, sidecar and operator find each other"
 _SET_BY = "it is set by spec.{}"
 _RESERVED: dict[str, dict[str, str]] = {
     names.ENGINE: {"VLLM_DP_": ONE_POD},
@@ -36,17 +36,17 @@ _RESERVED: dict[str, dict[str, str]] = {
         "LMCACHE_REMOTE_PASSWORD_FILE": _SET_BY.format("tiers.remote"),
         "LMCACHE_REMOTE_USERNAME_FILE": _SET_BY.format("tiers.remote"),
         "LMCACHE_TRANSFER": _SET_BY.format("sidecar.transfer"),
-        "LMCACHE_STAY_UP": "a sidecar that ends takes its pod out of service",
+        "LMCACHE_STAY_UP": "a sidecar that exits makes its pod unready",
     },
 }
-"""Variables that the user may not set, by container and by how they begin, and why."""
+"""Reasons why the user may not set a variable, by container and prefix of the variable's name."""
 
 
 def declared_template(cluster: Cluster) -> Object:
-    """The user's template: all that the fields and ``podTemplate`` say, on top of one another.
+    """The user's template: the fields of ``spec.engine`` and ``podTemplate``, merged.
 
     Raises:
-        InvalidSpecError: ``podTemplate`` says otherwise than a field.
+        InvalidSpecError: ``podTemplate`` contradicts a field.
     """
     merged: Object = {}
     parts = dict(_parts(cluster))
@@ -54,7 +54,7 @@ def declared_template(cluster: Cluster) -> Object:
         merged = merge(merged, part)
     for name, part in parts.items():
         if name != "podTemplate" and (broken := first_difference(part, merged)):
-            sentence = f"says otherwise of {broken} than spec.engine.{name}: write it in one of the two"
+            sentence = f"contradicts spec.engine.{name} at {broken}: set it in only one of the two"
             raise InvalidSpecError("spec.engine.podTemplate", sentence)
     return merged
 
@@ -76,11 +76,11 @@ def with_template(base: Object, cluster: Cluster) -> Object:
     return merged
 
 
-def of_container(template: Object, name: str) -> Any:
-    """What a user's template, which may have any form, says of a container."""
-    spec = at(template, "spec")
-    items = [item for kind in ("containers", "initContainers") for item in as_list(at(spec, kind))]
-    return next((item for item in items if at(item, "name") == name), {})
+def find_container(template: Object, name: str) -> Any:
+    """A container of the user's template, which is free-form; empty if the template does not name it."""
+    spec = dig(template, "spec")
+    containers = [item for kind in ("containers", "initContainers") for item in as_list(dig(spec, kind))]
+    return next((item for item in containers if dig(item, "name") == name), {})
 
 
 def as_list(value: Any) -> list[Any]:
@@ -89,7 +89,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def _parts(cluster: Cluster) -> Iterator[tuple[str, Object]]:
-    """What is said, by the field that says it, as a part of a template; ``podTemplate`` comes last."""
+    """Parts of a template with the names of the fields that set them; ``podTemplate`` is last."""
     engine = cluster.engine
     if engine.env:
         yield "env", _of_engine(env=engine.env)
@@ -117,23 +117,23 @@ def _of_engine(**fields: Any) -> Object:
 
 def _check_variables(part: Object, path: str) -> None:
     for container, reserved in _RESERVED.items():
-        for item in as_list(at(of_container(part, container), "env")):
-            variable = str(at(item, "name"))
+        for item in as_list(dig(find_container(part, container), "env")):
+            variable = str(dig(item, "name"))
             if why := next((why for begin, why in reserved.items() if variable.startswith(begin)), ""):
                 raise InvalidSpecError(path, f"sets {variable} of the container {container}: {why}")
 
 
 def _needed(base: Object) -> Object:
-    """The part of the rendered template that a user's template must leave alone."""
+    """The part of the rendered template that a user's template must not change."""
 
     def strip(container: Object) -> Object:
-        kept = {key: value for key, value in container.items() if key not in _FREE_TO_CHANGE}
+        needed = {key: value for key, value in container.items() if key not in _FREE_TO_CHANGE}
         if container["name"] in (names.ENGINE, names.SIDECAR):
-            # The engine's GPUs are as many as it has ranks, and its claim is the sidecar's. Less memory than
-            # the arena needs would kill the sidecar as soon as it is full.
-            own = container["resources"]
-            kept["resources"] = {key: own[key] for key in ("claims", "limits") if key in own}
-        return kept
+            # The engine needs one GPU per rank, and shares its claim with the sidecar. A sidecar with a lower
+            # memory limit would be killed when its arena is full.
+            resources = container["resources"]
+            needed["resources"] = {key: resources[key] for key in ("claims", "limits") if key in resources}
+        return needed
 
     spec = {key: value for key, value in base["spec"].items() if key not in _FREE_TO_CHANGE}
     spec["volumes"] = [volume for volume in spec["volumes"] if volume["name"] != SHM]

@@ -1,4 +1,4 @@
-"""The command line of ``vllm serve``."""
+"""The command line of ``vllm serve``, and the check of the user's arguments in it. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RESERVED = {
     "--enable-sleep-mode": f"it takes KV away under copies, and {_NO_CACHE}",
     "--decode-context-parallel-size": _NO_CACHE,
     "-dcp": _NO_CACHE,
-    "--kv-transfer-config": f"it loads LMCache, and no other connector can run beside it; {_SPLIT}",
+    "--kv-transfer-config": f"it loads LMCache, and no other connector can run next to it; {_SPLIT}",
     "--ec-transfer-config": _SPLIT,
     "--kv-offloading-size": "it would replace LMCache as the engine's KV connector",
     "--model": "it is set by spec.model.name",
@@ -38,18 +38,18 @@ RESERVED = {
     **dict.fromkeys(("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port"), ONE_POD),
     "--": "what follows it would be taken for a second model",
 }
-"""Options that the user can't give, and why."""
+"""Reasons why the user may not set an option, by option."""
 _READ = (
     *RESERVED, _EXECUTOR := "--distributed-executor-backend", "--block-size", "--served-model-name",
     SHUTDOWN_TIMEOUT := "--shutdown-timeout", SSL_CERTIFICATE := "--ssl-certfile",
 )  # fmt: skip
-"""Options whose abbreviations have to be recognised."""
+"""Options that are recognised in abbreviated form, too."""
 
 
 def flag_of(arg: str) -> str:
-    """The option an argument sets, as the engine reads it: without its value and parts, ``_`` as ``-``.
+    """The option that an argument sets, without value and sub-options, and with ``-`` for ``_``.
 
-    The engine takes the beginning of an option for the whole. Where that may be one of ours, it is taken so.
+    vLLM accepts any unambiguous prefix of an option. A prefix that fits an option of ``_READ`` counts as it.
     """
     name = re.split("[=.]", arg, maxsplit=1)[0]
     if name.startswith(("--data-parallel", "--data_parallel", "-dp")):
@@ -57,29 +57,29 @@ def flag_of(arg: str) -> str:
     if not name.startswith("--") or name == "--":
         return name[:2] if re.fullmatch("-[nr][0-9]+", name) else name  # -n2 is -n 2
     name = name.replace("_", "-")
-    return next((ours for ours in _READ if ours.startswith(name)), name)
+    return next((known for known in _READ if known.startswith(name)), name)
 
 
 def option(args: list[str], name: str) -> str | None:
-    """What the arguments give an option, the last of several; None if they don't."""
-    found = None
+    """Value of an option in the arguments; the last one counts. None if the option is not set."""
+    value = None
     for index, arg in enumerate(args):
         if flag_of(arg) == name:
             _, has_value, text = arg.partition("=")
-            found = text if has_value else "".join(args[index + 1 : index + 2])
-    return found
+            value = text if has_value else "".join(args[index + 1 : index + 2])
+    return value
 
 
 def int_option(args: list[str], name: str) -> int | None:
-    """The number that the arguments give an option; None if they don't, or what they give is no number."""
+    """Value of an integer option in the arguments; None if it is not set or not an integer."""
     text = option(args, name)
     return int(text) if text is not None and re.fullmatch("[0-9]{1,9}", text) else None
 
 
 def engine_args(cluster: Cluster, shutdown_seconds: int) -> list[str]:
-    """Arguments after ``vllm serve``: the model, ours sorted by name, then the user's in their order.
+    """Arguments of ``vllm serve``: the model, the operator's by name, then the user's in their order.
 
-    ``shutdown_seconds`` is how long an engine that stops goes on with the requests it has.
+    ``shutdown_seconds``: time for a stopping engine to finish its requests.
 
     Raises:
         InvalidSpecError: an argument of the user breaks what the cache needs.
@@ -87,7 +87,7 @@ def engine_args(cluster: Cluster, shutdown_seconds: int) -> list[str]:
     parallelism, model = cluster.engine.parallelism, cluster.model
     user_args = cluster.engine.args
     flags = _checked_flags(user_args, cluster.spec.sidecar.chunk_tokens)
-    ours = {
+    options = {
         "--kv-transfer-config": _kv_transfer_config(cluster),
         "--pipeline-parallel-size": parallelism.pipeline,
         "--port": ENGINE_PORT,
@@ -95,16 +95,16 @@ def engine_args(cluster: Cluster, shutdown_seconds: int) -> list[str]:
         "--tensor-parallel-size": parallelism.tensor,
     }
     if model.revision is not None:
-        ours["--revision"] = model.revision
+        options["--revision"] = model.revision
     if "--served-model-name" not in flags:
-        ours["--served-model-name"] = model.name
+        options["--served-model-name"] = model.name
     if SHUTDOWN_TIMEOUT not in flags:
-        ours[SHUTDOWN_TIMEOUT] = shutdown_seconds
-    return [model.name, *(f"{name}={ours[name]}" for name in sorted(ours)), *user_args]
+        options[SHUTDOWN_TIMEOUT] = shutdown_seconds
+    return [model.name, *(f"{name}={options[name]}" for name in sorted(options)), *user_args]
 
 
 def _checked_flags(args: list[str], chunk_tokens: int) -> list[str]:
-    """What each argument sets."""
+    """The option that each argument sets. Raises InvalidSpecError for an argument that breaks the cache."""
     flags = [flag_of(arg) for arg in args]
     may_be_value = False
     for index, (arg, flag) in enumerate(zip(args, flags, strict=True)):
@@ -129,13 +129,14 @@ def _checked_flags(args: list[str], chunk_tokens: int) -> list[str]:
 
 
 def _kv_transfer_config(cluster: Cluster) -> str:
-    # All layers of a block in one piece: short pieces don't fill the bus of a GPU. CPUs have one layout.
+    # This layout keeps all layers of a block contiguous, because short copies do not saturate a GPU's bus.
+    # CPUs support only one layout.
     layout = {"lmcache.kv_cache_layout": "BLHNC"} if cluster.engine.gpu.count else {}
     config = {
         "kv_connector": "LMCacheClusterConnector",
         "kv_connector_module_path": "lmcache.engines.vllm.connector",
         "kv_role": "kv_both",
-        # A chunk that can't be loaded costs a recomputation, never a request.
+        # A chunk that fails to load is recomputed, and its request does not fail.
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "lmcache.socket": SOCKET_PATH,

@@ -1,1 +1,1 @@
-"""The cache for pods that somebody else makes: of Deployments and the like that exist already."""
+"""Injection of the cache into users' own pods, such as those of existing Deployments."""

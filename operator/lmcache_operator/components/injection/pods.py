@@ -1,9 +1,8 @@
-"""Adds the cache to somebody's pod, or says why not. Pure.
+"""Injects the cache into a user's pod, or explains why it can't. Pure.
 
-The chart's MutatingAdmissionPolicy does the same inside the API server, in CEL, with the same sentences
-(``templates/injection.yaml``); a test compares the two. What is seen in the pod that could make the API
-server refuse it, or its engine fail to start, keeps the cache out of it: the pod is its owner's, and more to
-him than a cache.
+The chart's MutatingAdmissionPolicy does the same inside the API server, in CEL, with the same messages
+(``templates/injection.yaml``); a test compares the two. The pod matters more to its owner than a cache. So a
+pod stays without a cache if injection could make the API server reject it, or its engine fail to start.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object, names
 
 CONTAINER = "lmcache.io/container"
-"""Annotation: which of several containers is the engine."""
+"""Annotation: the name of the engine's container, needed in pods with several containers."""
 OUTCOME = "lmcache.io/injection"
-"""Annotation: what came of the label."""
+"""Annotation: the outcome of the injection."""
 INJECTED = "injected"
 _SHELL = r"(.*/)?(sh|bash|dash|ash|ksh|zsh)|.*\.sh|.*vllm serve .*"
 _STARTS_VLLM = r"(.*bin/)?vllm|vllm\.entrypoints\..*|.*\bvllm serve\b.*"
 _VLLM_IMAGE = r"(.*/)?vllm(-(openai|cpu|cuda|rocm|tpu|xpu|hpu|neuron|ascend|dev)[^/:@]*)?([:@].*)?"
-"""Those that are published; a router's is named after vLLM, too."""
+"""Names of published vLLM images. The images of vLLM's router must not match."""
 _OTHER_EXECUTOR = r"(^|\n)--dis[a-z_-]*[=\n](ray|external_launcher)(\n|$)"
 _EXECUTOR_SENTENCE = f"--distributed-executor-backend can't be ray or external_launcher: {ONE_POD}"
 _RANK_VARIABLES = "VLLM_DP_"
@@ -31,12 +30,12 @@ _USER_FIELDS = ("runAsUser", "runAsGroup", "runAsNonRoot")
 
 
 def has_cache(pod: Object) -> bool:
-    """Whether a pod, or a pod template, has been given its cache."""
+    """Whether the cache was injected into a pod or a pod template."""
     return any(container.get("name") == SIDECAR for container in pod["spec"].get("initContainers") or ())
 
 
 def has_engine(pod: Object) -> bool:
-    """Whether a pod, or a pod template, is one of vLLM for certain: by its command, or its image's name."""
+    """Whether a pod or a pod template certainly runs vLLM, by its annotation, command or image name."""
     return CONTAINER in ((pod.get("metadata") or {}).get("annotations") or {}) or any(
         _starts_vllm(container) for container in pod["spec"]["containers"]
     )
@@ -50,10 +49,10 @@ def _starts_vllm(container: Object) -> bool:
 
 
 def inject(pod: Object, profile: Object, path: str) -> Object:
-    """The same pod, or pod template, with the cache of ``profile``; ``path`` is where it is.
+    """Inject the cache of ``profile`` into a pod or a pod template. ``path``: its place, for messages.
 
     Raises:
-        InvalidSpecError: it can't have one.
+        InvalidSpecError: the cache can't be injected.
     """
     metadata, spec = pod.get("metadata") or {}, pod["spec"]
     annotations = metadata.get("annotations") or {}
@@ -65,26 +64,26 @@ def inject(pod: Object, profile: Object, path: str) -> Object:
     containers[index] = _engine(engine, added["containers"][0])
     security = spec.get("securityContext") or {}
     groups = security.get("supplementalGroups") or []
-    own_groups = [group for group in added["securityContext"]["supplementalGroups"] if group not in groups]
-    ours = [_init_container(container, engine, added) for container in added["initContainers"]]
+    new_groups = [group for group in added["securityContext"]["supplementalGroups"] if group not in groups]
+    init_containers = [_init_container(container, engine, added) for container in added["initContainers"]]
     return pod | {
         "metadata": metadata | {"annotations": annotations | {OUTCOME: INJECTED}},
         "spec": spec | {
             "containers": containers,
-            # The sidecar first: others may take long.
-            "initContainers": [*ours, *(spec.get("initContainers") or [])],
-            "securityContext": security | {"supplementalGroups": [*groups, *own_groups]},
+            # The sidecar starts first, because the user's init containers may take long.
+            "initContainers": [*init_containers, *(spec.get("initContainers") or [])],
+            "securityContext": security | {"supplementalGroups": [*groups, *new_groups]},
             "volumes": [*(spec.get("volumes") or []), *added["volumes"]],
         },
     }  # fmt: skip
 
 
 def _engine_index(annotations: Object, containers: list[Object], path: str) -> int:
-    found = [container["name"] for container in containers]
-    name = annotations.get(CONTAINER, found[0] if len(found) == 1 else "")
-    if name not in found:
-        raise InvalidSpecError(f"{path}.containers", f"the annotation {CONTAINER} must name the engine's")
-    return found.index(name)
+    known = [container["name"] for container in containers]
+    name = annotations.get(CONTAINER, known[0] if len(known) == 1 else "")
+    if name not in known:
+        raise InvalidSpecError(f"{path}.containers", f"annotation {CONTAINER} must name the engine container")
+    return known.index(name)
 
 
 def _engine(engine: Object, added: Object) -> Object:
@@ -98,13 +97,13 @@ def _engine(engine: Object, added: Object) -> Object:
 
 
 def _init_container(container: Object, engine: Object, added: Object) -> Object:
-    """With the engine's user, and with its GPUs where they are claimed and the sidecar is to see them."""
+    """An injected container with the engine's user, and for the sidecar with the engine's GPU claims."""
     user = {key: value for key, value in (engine.get("securityContext") or {}).items() if key in _USER_FIELDS}
-    given = container | {"securityContext": container["securityContext"] | user}
+    injected = container | {"securityContext": container["securityContext"] | user}
     claims = (engine.get("resources") or {}).get("claims")
     if claims and container["name"] == SIDECAR and added.get("resourceClaims"):
-        given["resources"] = container["resources"] | {"claims": claims}
-    return given
+        injected["resources"] = container["resources"] | {"claims": claims}
+    return injected
 
 
 def _check_pod(metadata: Object, spec: Object, path: str) -> None:
@@ -117,25 +116,25 @@ def _check_pod(metadata: Object, spec: Object, path: str) -> None:
         sentence = f"two such pods can't run on one node: each sidecar needs port {names.SIDECAR_PORT}"
         raise InvalidSpecError(f"{path}.hostNetwork", sentence)
     if any((spec.get("resources") or {}).values()):
-        sentence = "there is none left for the sidecar: set resources for each container instead"
+        sentence = "pod-level resources leave no share for the sidecar: set resources for each container"
         raise InvalidSpecError(f"{path}.resources", sentence)
     if any(name.startswith(PREFIX) for name in taken):
-        raise InvalidSpecError(path, f"names of containers and volumes with {PREFIX} are the cache's own")
+        raise InvalidSpecError(path, f"names that begin with {PREFIX} are reserved for the cache")
     if names.SIDECAR_PORT in ports:
-        raise InvalidSpecError(f"{path}.containers", f"port {names.SIDECAR_PORT} is the sidecar's")
+        raise InvalidSpecError(f"{path}.containers", f"port {names.SIDECAR_PORT} is reserved for the sidecar")
 
 
 def _check_args(engine: Object, profile: Object, path: str) -> None:
     command, args = engine.get("command") or [], engine.get("args") or []
     if not command + args:
-        raise InvalidSpecError(f"{path}.args", "the image's own arguments would be lost: write them out")
+        raise InvalidSpecError(f"{path}.args", "the image's own arguments would be lost: set command or args")
     if any(re.fullmatch(_SHELL, word) for word in command + args):
-        sentence = "a shell passes no arguments on: write command: [vllm, serve], and args as a list"
+        sentence = "a shell does not pass arguments on: write command: [vllm, serve], and args as a list"
         raise InvalidSpecError(f"{path}.command", sentence)
     if command and not any("vllm" in word for word in command + args):
         raise InvalidSpecError(f"{path}.command", "does not start vLLM")
     text = "\n".join(command + args)
-    # Options before it are those of what starts it: tini --, nice -n 5.
+    # Options before "vllm" belong to a wrapper, such as tini -- or nice -n 5.
     text = text[text.index("vllm") :] if command else text
     flags = [_flag(word) for word in text.split("\n")]
     for line in profile["metadata"]["annotations"][RESERVED_ARGS].splitlines():
@@ -159,11 +158,11 @@ def _check_engine(engine: Object, profile: Object, path: str) -> None:
     paths = [mount["mountPath"] for mount in added["volumeMounts"]]
     for mount in engine.get("volumeMounts") or ():
         if mount.get("mountPath") in paths:
-            raise InvalidSpecError(f"{path}.volumeMounts", f"{mount['mountPath']} is the cache's")
+            raise InvalidSpecError(f"{path}.volumeMounts", f"{mount['mountPath']} is reserved for the cache")
 
 
 def _flag(word: str) -> str:
-    """The option that an argument sets, of which it may have the beginning only."""
+    """The option that an argument sets, possibly abbreviated."""
     name = re.split("[=.]", word, maxsplit=1)[0].replace("_", "-")
     if name.startswith(("--data-parallel", "-dp")):
         return "--data-parallel-size"
@@ -171,6 +170,6 @@ def _flag(word: str) -> str:
 
 
 def _is_option(name: str, option: str) -> bool:
-    """Whether it is this one; the engine takes the beginning of one for the whole."""
+    """Whether a name is an option or its prefix, which vLLM accepts for the option."""
     is_beginning = name.startswith("--") and len(name) > 2 and option.startswith(name)
     return name == option or is_beginning

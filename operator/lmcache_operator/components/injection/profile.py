@@ -1,7 +1,7 @@
-"""What a pod of somebody else's needs to use a cluster's cache. Pure.
+"""The profile: the fields that injection adds to a user's pod. Pure.
 
-It is taken out of the cluster's own engine pod, so that there is one implementation of both. What belongs to
-the pod stays its owner's: its user, its resources, its ServiceAccount, its other volumes.
+The profile is derived from the cluster's own engine pod, so that both have one implementation. Injection does
+not touch the pod's user, resources, ServiceAccount or other volumes.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from lmcache_operator.components.engine.vllm import RESERVED
 from lmcache_operator.specs import Object, names, paths
 
 RESERVED_ARGS = "lmcache.io/reserved-args"
-"""Annotation: a line for each option that such a pod can't have, with the reason."""
+"""Annotation: a line for each vLLM option that an injected pod must not set, with the reason."""
 PREFIX = "lmcache-"
-"""Of containers and volumes: a pod may have a "config" or a "sidecar" of its own."""
+"""Prefix of injected containers and volumes, since a pod may already have a "config" or a "sidecar"."""
 SIDECAR = f"{PREFIX}{names.SIDECAR}"
-"""The container by which a pod is known to have the cache."""
+"""The container that marks a pod as injected."""
 _GROUP = 2000
-"""Of the sidecar's image. Socket and arena belong to it, so the engine is in it, whoever its user is."""
+"""Group of the sidecar's image. It owns socket and arena, so the engine needs it as a supplemental group."""
 _NO_TOKEN = "no-token"
 _TOKEN_DIR = "/var/run/secrets/kubernetes.io/serviceaccount"
-"""Where the API server mounts the ServiceAccount's token, unless something else is there already."""
+"""Path at which the API server mounts the ServiceAccount's token, unless another volume is mounted at it."""
 _NAME_LENGTH = 63
-"""Of a volume's name, at most."""
+"""Maximum length of a volume's name."""
 _NOT_GIVEN = ("ports", "volumeDevices")
 _SHARED = (paths.ARENA_DIR, paths.PAYLOAD_DIR, paths.SOCKET_DIR)
 _ENV = ("LMCACHE_SOCKET", "PYTHONHASHSEED", "PYTHONPATH")
@@ -46,10 +46,10 @@ _RESERVED = {
 
 
 def profile(cluster: Cluster, context: Context) -> Object:
-    """A pod template with what is added to a pod: init containers, volumes and a group.
+    """A pod template with the additions to a pod: init containers, volumes and a group.
 
-    Its one container has the arguments, variables and mounts to add to the engine's. Where the cluster's GPUs
-    come by a claim it has that, too, as a sign that the sidecar shares the pod's own.
+    Its one container has the arguments, variables and mounts to add to the engine's. If the cluster gets its
+    GPUs through a claim, the template has that claim: it marks that the sidecar shares the pod's own claims.
 
     Raises:
         InvalidSpecError: the spec can't be rendered.
@@ -58,9 +58,9 @@ def profile(cluster: Cluster, context: Context) -> Object:
     images, size = resolved_images(cluster, context.images), MemorySize(cluster.memory.num_bytes)
     whole = pod_template(cluster, images, "", transfer, size)["spec"]
     (engine,) = (container for container in whole["containers"] if container["name"] == names.ENGINE)
-    # A "payload" of the user's own, where the payload is an image's volume, is not ours.
-    own = (names.SIDECAR,) if cluster.spec.sidecar.payload == IMAGE_VOLUME else (names.SIDECAR, names.PAYLOAD)
-    added = [_init_container(container) for container in whole["initContainers"] if container["name"] in own]
+    # If the payload is an image volume, a container named "payload" is the user's own.
+    used = {names.SIDECAR} if cluster.spec.sidecar.payload == IMAGE_VOLUME else {names.SIDECAR, names.PAYLOAD}
+    added = [_init_container(container) for container in whole["initContainers"] if container["name"] in used]
     engine = {
         "args": [arg for arg in engine["args"] if arg.partition("=")[0] in _ARGS],
         "env": [variable for variable in engine["env"] if variable["name"] in _ENV],
@@ -83,20 +83,20 @@ def profile(cluster: Cluster, context: Context) -> Object:
 
 
 def _init_container(container: Object) -> Object:
-    """One of ours, that asks for nothing from the pod around it; the user may have taken fields out of it."""
+    """An injected container, independent of the pod's settings. ``podTemplate`` may have removed fields."""
     resources, security = container.get("resources") or {}, container.get("securityContext") or {}
     renamed: Object = {key: value for key, value in container.items() if key not in _NOT_GIVEN} | {
         "name": f"{PREFIX}{container['name']}",
         "resources": {kind: amounts for kind, amounts in resources.items() if kind != "claims"},
         "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}, **security},
-        # The pod's rights are none of ours.
+        # An empty volume hides the token of the pod's ServiceAccount from the injected container.
         "volumeMounts": _mounts([*container["volumeMounts"], {"mountPath": _TOKEN_DIR, "name": _NO_TOKEN}]),
     }
     if container["name"] == names.SIDECAR:
-        # The one that is ours: selectors of ports by name would find more than they look for.
+        # The port gets a prefixed name, or selectors of ports by name would match it by mistake.
         metrics = next(port for port in container["ports"] if port["containerPort"] == names.SIDECAR_PORT)
         renamed["ports"] = [metrics | {"name": f"{PREFIX}metrics"}]
-        # Links to Services would look like it, and in other people's pods they are on.
+        # In users' pods, service links are enabled and could set this variable.
         renamed["env"] = [*container["env"], {"name": "LMCACHE_HTTP_PORT", "value": f"{names.SIDECAR_PORT}"}]
     return renamed
 
@@ -111,7 +111,8 @@ def _renamed(volume: str) -> str:
 
 
 def _volume(volume: Object) -> Object:
-    """The same volume; settings that are missing keep no pod from starting: its sidecar stays up instead."""
+    """A volume with its prefixed name. ConfigMaps and Secrets are optional, so that a missing one does not
+    keep the pod from starting."""
     renamed = volume | {"name": _renamed(volume["name"])}
     for source in ("configMap", "secret"):
         if isinstance(volume.get(source), dict):

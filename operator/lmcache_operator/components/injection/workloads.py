@@ -1,4 +1,4 @@
-"""Adds the cache to objects that make pods: what ``lmcache-operator inject`` prints. Pure."""
+"""Injects the cache into objects that create pods, for ``lmcache-operator inject``. Pure."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lmcache_operator.components.injection.pods import has_cache, has_engine, in
 from lmcache_operator.components.injection.profile import profile
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object
+from lmcache_operator.specs.merge import dig
 from lmcache_operator.specs.names import INJECT_LABEL
 
 _TEMPLATE = ("spec", "template")
@@ -21,10 +22,10 @@ _PODS: Mapping[str, tuple[str, ...]] = {
     "CronJob": ("spec", "jobTemplate", *_TEMPLATE),
     "Pod": (),
 }
-"""Where the pod is in an object of a kind."""
+"""Path of the pod or pod template in an object, by kind."""
 _GROUPS = ("LeaderWorkerSet", "RayCluster", "RayService")
-_NONE_ASKS = "no pod has this label: add it, or say --name LMCACHECLUSTER"
-_NOT_CERTAIN = f"no container is vLLM's for certain: if one is, label the pods {INJECT_LABEL}: {{}}"
+_NO_LABEL = "no pod has this label: add it, or use --name LMCACHECLUSTER"
+_NOT_CERTAIN = f"no container certainly runs vLLM: if one does, label the pods {INJECT_LABEL}: {{}}"
 _NAMED = {"name": str}
 _CONTAINER = _NAMED | {
     "image": str, "command": [str], "args": [str], "env": [_NAMED], "ports": [{}], "volumeMounts": [{}],
@@ -37,77 +38,77 @@ _POD: Object = {
         "securityContext": {"supplementalGroups": [int]}, "resources": {},
     },
 }  # fmt: skip
-"""The shape of what is read of a pod."""
+"""The types of the fields that injection reads of a pod."""
 
 
 class Injected(NamedTuple):
-    """What became of objects."""
+    """Result of an injection."""
 
     objects: list[Any]
-    """All of them, in their order."""
+    """All objects, in their original order."""
     remarks: list[str]
-    """Which have a cache now, and which of those without a label have none; a sentence each."""
+    """A sentence on each object that has a cache now, or that was left unchanged for lack of a label."""
 
 
 def clusters_in(objects: Sequence[Any]) -> list[Cluster]:
-    """The LMCacheClusters among objects, or in lists of them.
+    """Parse the LMCacheClusters among objects and in lists of objects.
 
     Raises:
-        InvalidSpecError: one can't be rendered.
+        InvalidSpecError: an LMCacheCluster is invalid.
     """
-    return [parse(item) for found in objects for item in _items(found) if _kind(item) == KIND]
+    return [parse(item) for each in objects for item in _items(each) if _kind(item) == KIND]
 
 
 def inject_objects(
     objects: Sequence[Any], clusters: Sequence[Cluster], cluster_name: str | None, context: Context
 ) -> Injected:
-    """The objects; those whose pods name an LMCacheCluster by their label have its cache.
+    """Inject the caches that pods ask for by their label.
 
-    LMCacheClusters may be among the objects; ``cluster_name`` is for pods without a label that are vLLM's for
-    certain. What has its cache already, and what makes no pods, stays as it is.
+    LMCacheClusters may also be among the objects. ``cluster_name``: the cache for pods without a label that
+    certainly run vLLM. Objects that have a cache already or create no pods stay unchanged.
 
     Raises:
-        InvalidSpecError: a pod can't have a cache, or there is none that asks for one.
+        InvalidSpecError: the cache can't be injected into a pod, or no pod asks for one.
     """
     known = {(cluster.name, cluster.namespace): cluster for cluster in (*clusters_in(objects), *clusters)}
     injected = Injected([], [])
-    is_asked = False
-    for found in (item for each in objects for item in _items(each)):
-        if (path := _pod_path(found)) is None:
-            injected.objects.append(found)
+    has_request = False
+    for item in (nested for each in objects for nested in _items(each)):
+        if (path := _pod_path(item)) is None:
+            injected.objects.append(item)
             continue
-        title = f"{found['kind']} {_at(found, ('metadata', 'name'))}"
+        title = f"{item['kind']} {dig(item, 'metadata', 'name')}"
         where = f"{title}: {''.join(f'{key}.' for key in path)}"
-        pod = _at(found, path)
+        pod = dig(item, *path)
         _check_shape(pod, _POD, where.rstrip(": ."))
-        label = _at(pod, ("metadata", "labels", INJECT_LABEL))
+        label = dig(pod, "metadata", "labels", INJECT_LABEL)
         name = label or (cluster_name if has_engine(pod) else None)
         if name is not None:
-            is_asked = True
-            cluster = _named(name, known, _at(found, ("metadata", "namespace")), where)
+            has_request = True
+            cluster = _named(name, known, dig(item, "metadata", "namespace"), where)
             pod = pod if has_cache(pod) else _with_cache(pod, cluster, context, where)
             injected.remarks.append(f"{title}: has the cache of {name}")
         elif cluster_name is not None:
-            injected.remarks.append(f"{title}: left as it is, {_NOT_CERTAIN.format(cluster_name)}")
-        injected.objects.append(_replaced(found, path, pod))
-    if not is_asked:
-        asking = _NOT_CERTAIN.format(cluster_name) if cluster_name else _NONE_ASKS
-        raise InvalidSpecError(INJECT_LABEL, asking)
+            injected.remarks.append(f"{title}: left unchanged, {_NOT_CERTAIN.format(cluster_name)}")
+        injected.objects.append(_replaced(item, path, pod))
+    if not has_request:
+        remedy = _NOT_CERTAIN.format(cluster_name) if cluster_name else _NO_LABEL
+        raise InvalidSpecError(INJECT_LABEL, remedy)
     return injected
 
 
 def _named(
     name: str, clusters: Mapping[tuple[str, str], Cluster], namespace: str | None, where: str
 ) -> Cluster:
-    """The one of the pod's namespace; where one of the two says none, it is taken for the other's."""
+    """The cluster of this name in the pod's namespace. A missing namespace on either side matches any."""
     label = f"{where}metadata.labels[{INJECT_LABEL}]"
-    found = {cluster.namespace: cluster for cluster in clusters.values() if cluster.name == name}
-    if not found:
+    by_namespace = {cluster.namespace: cluster for cluster in clusters.values() if cluster.name == name}
+    if not by_namespace:
         raise InvalidSpecError(label, f"there is no LMCacheCluster {name}: give its file with --cluster")
-    for own in (namespace, "default", *(found if namespace is None else ())):
-        if own in found:
-            return found[own]
-    raise InvalidSpecError(label, f"LMCacheCluster {name} is in another namespace, {', '.join(found)}")
+    for candidate in (namespace, "default", *(by_namespace if namespace is None else ())):
+        if candidate in by_namespace:
+            return by_namespace[candidate]
+    raise InvalidSpecError(label, f"LMCacheCluster {name} is in another namespace, {', '.join(by_namespace)}")
 
 
 def _with_cache(pod: Object, cluster: Cluster, context: Context, where: str) -> Object:
@@ -116,30 +117,24 @@ def _with_cache(pod: Object, cluster: Cluster, context: Context, where: str) -> 
     return inject(pod | {"metadata": metadata | {"labels": labels}}, profile(cluster, context), where)
 
 
-def _items(found: Any) -> Iterator[Any]:
-    """An object, or those of a list as ``kubectl get`` prints it."""
-    if _kind(found) == "List" and isinstance(found.get("items"), list):
-        yield from found["items"]
-    elif found is not None:
-        yield found
+def _items(value: Any) -> Iterator[Any]:
+    """The object itself, or the items of a List as ``kubectl get`` prints it."""
+    if _kind(value) == "List" and isinstance(value.get("items"), list):
+        yield from value["items"]
+    elif value is not None:
+        yield value
 
 
-def _kind(found: Any) -> Any:
-    return found.get("kind") if isinstance(found, dict) else None
+def _kind(value: Any) -> Any:
+    return value.get("kind") if isinstance(value, dict) else None
 
 
-def _pod_path(found: Any) -> tuple[str, ...] | None:
-    """Where the pod is; None if the object makes no pods."""
-    kind = _kind(found)
+def _pod_path(value: Any) -> tuple[str, ...] | None:
+    """Path of the pod in an object; None if the object creates no pods."""
+    kind = _kind(value)
     if kind in _GROUPS:
         raise InvalidSpecError(f"kind {kind}", "engines of several pods can't have a cache in this version")
     return _PODS.get(kind) if isinstance(kind, str) else None
-
-
-def _at(value: Any, path: Sequence[str]) -> Any:
-    for key in path:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
 
 
 def _replaced(value: Any, path: Sequence[str], leaf: Object) -> Any:
@@ -147,7 +142,7 @@ def _replaced(value: Any, path: Sequence[str], leaf: Object) -> Any:
 
 
 def _check_shape(value: Any, shape: Any, path: str) -> None:
-    """Names and containers are required, and everything else may be absent."""
+    """Check the types of a pod's fields. Only names, ``spec`` and ``containers`` are required."""
     expected: type = shape if isinstance(shape, type) else type(shape)
     is_expected = isinstance(value, expected)
     if not is_expected:

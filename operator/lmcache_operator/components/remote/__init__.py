@@ -1,1 +1,1 @@
-"""The component: the servers of a managed remote tier, and the list by which sidecars find them."""
+"""The servers of a managed remote tier, and the list by which sidecars find them."""

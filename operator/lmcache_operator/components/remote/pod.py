@@ -1,25 +1,30 @@
-"""The pod of one shard: a server that keeps nothing on disk, for one user, and evicts what is used least."""
+"""The pod of one shard: a Redis or Valkey server without persistence, with LRU eviction.
+
+All sidecars log in as one Redis user. The default user is disabled.
+"""
 
 from __future__ import annotations
 
-from lmcache.units import format_mebibytes
+from lmcache.common.units import format_mebibytes
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.tiers import ManagedRemote
 from lmcache_operator.specs import Object, names, paths
 from lmcache_operator.specs.merge import merge
 
 _UID = 999
-"""Of the stock images."""
+"""The uid of the stock Redis and Valkey images."""
 _RUN_DIR = "/run/lmcache"
 _RIGHTS = (
     "~lmc1:* resetchannels -@all +hset +hget +hmget +hexists +unlink +ping +info "
     "+get +set +exists +touch"  # for sidecars of earlier releases, until their pods are replaced
 )
-"""What sidecars need (lmcache/tiers/remote/address.py), of names with our prefix."""
+"""ACL rules for sidecars: the commands that they use, on keys with their prefix
+(lmcache/tiers/remote/address.py)."""
 _KEEPER_RIGHTS = "resetkeys resetchannels -@all +config|set +acl|setuser"
 _SOCKET = f"{_RUN_DIR}/socket"
 _KEEPER = "keeper"
-"""The user that renews passwords and certificate, from within: its password is in the memory of a shell."""
+"""Redis user that updates passwords and the certificate inside the pod. The start script makes its
+password."""
 _CLI = f'"$(command -v valkey-cli || command -v redis-cli)" -s {_SOCKET}'
 _FOLLOW_SECONDS = 10
 _START = f"""\
@@ -56,18 +61,27 @@ while sleep {_FOLLOW_SECONDS} && kill -0 $me; do
 done &
 exec "$(command -v valkey-server || command -v redis-server)" {_RUN_DIR}/conf
 """
-"""Hashes of passwords, not themselves, go into the configuration, which is in memory. The Secrets' files are
-renewed by the kubelet, and so is what the server took from them. Of two dollars in a row Kubernetes takes one
-away."""
+"""Start script of the container.
+
+The Secret has the sidecars' password in ``password``. During a rotation, ``other`` has a second valid
+password.
+
+The configuration is in memory and holds hashes of the passwords, not the passwords. When the kubelet updates
+the Secrets' files, a loop updates the server. The script avoids two dollar signs in a row, because Kubernetes
+would replace them by one. So it reads its process id (``me``) from /proc/self/stat.
+"""
 _PING = f"exec {_CLI} ping"
-"""That we are nobody to it is an answer, too. Where a shell waits for it the shell alone is killed when there
-is none in time, and the kubelet waits two minutes for the other's output."""
+"""Probe command. An authentication error is an answer, too.
+
+``exec`` replaces the shell: otherwise a timeout would kill only the shell, and the kubelet would wait two
+minutes for the output of its child.
+"""
 _TLS = {
     "port": "0",
     "tls-port": f"{names.REMOTE_PORT}",
     "tls-cert-file": f"{paths.REMOTE_TLS_DIR}/tls.crt",
     "tls-key-file": f"{paths.REMOTE_TLS_DIR}/tls.key",
-    # A password is asked for.
+    # Clients authenticate by password.
     "tls-auth-clients": "no",
 }
 _TLS_VOLUME = "tls"
@@ -75,13 +89,13 @@ _LEAST_SPARE_BYTES = 256 * 2**20
 
 
 def store_bytes(limit_bytes: int) -> int:
-    """What a server may store: the rest is for buffers of connections, tables and fragmentation. It has no
-    child processes, since it keeps nothing on disk and has no replicas."""
+    """Bytes that a server may store under a memory limit. The rest is for connection buffers, tables and
+    fragmentation. Nothing is reserved for forks: there is no persistence and no replication."""
     return limit_bytes - max(_LEAST_SPARE_BYTES, limit_bytes // 5)
 
 
 def settings(managed: ManagedRemote) -> str:
-    """The server's configuration file, for Redis and Valkey alike."""
+    """The server's configuration file, valid for both Redis and Valkey."""
     lines = {
         **(_TLS if managed.tls else {"port": f"{names.REMOTE_PORT}"}),
         "unixsocket": _SOCKET,
@@ -91,8 +105,8 @@ def settings(managed: ManagedRemote) -> str:
         "appendonly": "no",
         "maxmemory": f"{store_bytes(managed.shard_bytes)}",
         "maxmemory-policy": "allkeys-lru",
-        # With "yes", another thread frees hashes of more than 64 fields. Redis does not wait for that memory
-        # and evicts more rows, up to all of them.
+        # With "yes", a background thread frees hashes of more than 64 fields. Redis would not wait for that
+        # memory and evict more rows, possibly all.
         "lazyfree-lazy-eviction": "no",
         "lazyfree-lazy-server-del": "yes",
     }
@@ -100,11 +114,11 @@ def settings(managed: ManagedRemote) -> str:
 
 
 def pod_template(cluster: Cluster, managed: ManagedRemote, image: str, spec_hash: str) -> Object:
-    """The template of the StatefulSet."""
+    """The pod template of the StatefulSet."""
     selector = names.selector(cluster.name, names.REMOTE)
     apart = {"labelSelector": {"matchLabels": selector}, "topologyKey": "kubernetes.io/hostname"}
     spec: Object = {
-        # A node that is lost takes as few of them along as can be.
+        # Spread shards over nodes, so that a lost node costs as few shards as possible.
         "affinity": {
             "podAntiAffinity": {
                 "preferredDuringSchedulingIgnoredDuringExecution": [{"podAffinityTerm": apart, "weight": 100}]
@@ -128,25 +142,25 @@ def pod_template(cluster: Cluster, managed: ManagedRemote, image: str, spec_hash
         spec["volumes"].append({"name": _TLS_VOLUME, "secret": {"secretName": certificate}})
         mount = {"mountPath": paths.REMOTE_TLS_DIR, "name": _TLS_VOLUME, "readOnly": True}
         spec["containers"][0]["volumeMounts"].append(mount)
-    placed = {
+    placement = {
         "nodeSelector": managed.node_selector,
         "priorityClassName": managed.priority_class_name,
         "tolerations": managed.tolerations,
     }
     metadata = {"annotations": {names.SPEC_HASH: spec_hash}, "labels": names.labels(cluster, names.REMOTE)}
-    return {"metadata": metadata, "spec": spec | {key: value for key, value in placed.items() if value}}
+    return {"metadata": metadata, "spec": spec | {key: value for key, value in placement.items() if value}}
 
 
 def speaks_tls(pod_or_template: Object) -> bool:
-    """Whether the server of a pod, or of those to come, does."""
+    """Whether the server of a pod, or of a pod template, uses TLS."""
     return any(volume["name"] == _TLS_VOLUME for volume in pod_or_template["spec"].get("volumes") or ())
 
 
 def _server(managed: ManagedRemote, image: str) -> Object:
     memory = format_mebibytes(managed.shard_bytes)
-    ours: Object = {"limits": {"memory": memory}, "requests": {"memory": memory}}
+    resources: Object = {"limits": {"memory": memory}, "requests": {"memory": memory}}
     if "cpu" not in (managed.resources.get("limits") or {}):
-        ours["requests"]["cpu"] = "500m"
+        resources["requests"]["cpu"] = "500m"
     return {
         "args": [settings(managed)],
         "command": ["sh", "-ec", _START, "sh"],
@@ -155,7 +169,7 @@ def _server(managed: ManagedRemote, image: str) -> Object:
         "name": names.REMOTE,
         "ports": [{"containerPort": names.REMOTE_PORT, "name": "redis", "protocol": "TCP"}],
         "readinessProbe": _probe(period=5, failures=3),
-        "resources": merge(ours, managed.resources),
+        "resources": merge(resources, managed.resources),
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
@@ -170,5 +184,5 @@ def _server(managed: ManagedRemote, image: str) -> Object:
 
 
 def _probe(*, period: int, failures: int) -> Object:
-    ask = {"command": ["sh", "-c", _PING]}
-    return {"exec": ask, "failureThreshold": failures, "periodSeconds": period, "timeoutSeconds": 5}
+    ping = {"command": ["sh", "-c", _PING]}
+    return {"exec": ping, "failureThreshold": failures, "periodSeconds": period, "timeoutSeconds": 5}

@@ -1,7 +1,7 @@
-"""Which shards there are, and who they were before a change: the list that sidecars follow. Pure.
+"""The list of shards that sidecars follow: present shards, and previous ones during a change. Pure.
 
-A row's shard follows from the list alone, so that nothing has to be moved, and a change that is interrupted
-anywhere goes on from what the list says. Shards are numbered: a list of three is those of pods 0, 1 and 2.
+The list alone determines the shard of a row. So no data has to be moved, and an interrupted change continues
+from the list. Shards are numbered: a list of three shards means pods 0, 1 and 2.
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ from typing import NamedTuple
 from lmcache_operator.api.tiers import MAX_SHARDS
 
 WINDOW = timedelta(minutes=15)
-"""How long the shards before a change are read. By then what is in use was read and written to its present
-one; longer gains nothing when shards come, and costs more than it brings when they go (simulated)."""
+"""Time after a change during which sidecars also read the previous shards.
+
+By then, rows in use have been read and written to their present shard. In simulations a longer window gained
+nothing after adding shards, and cost more than it gained after removing shards.
+"""
 
 _STATE = re.compile(r"([0-9]{1,3})(?: from ([0-9]{1,3}) until (\S{1,40}))?")
 
 
 class Shards(NamedTuple):
-    """The list, as numbers of shards."""
+    """The list of shards, as two counts and a time."""
 
     current: int
     previous: int = 0
-    """Before the change; 0: none is under way."""
+    """Number of shards before the change; 0: no change in progress."""
     until: datetime = datetime.min
-    """When ``previous`` is not read any more."""
+    """Time until which ``previous`` is read."""
 
     def __str__(self) -> str:
         before = f" from {self.previous} until {utc(self.until)}" if self.previous else ""
@@ -34,7 +37,7 @@ class Shards(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Shards | None:
-        """Read what ``str`` wrote; None for anything else."""
+        """Parse the output of ``str``; None for any other text."""
         match = _STATE.fullmatch(text)
         try:
             until = datetime.fromisoformat(match[3]) if match and match[3] else datetime.min
@@ -46,8 +49,13 @@ class Shards(NamedTuple):
         return cls(current, previous, until)
 
     def document(self, endpoints: list[str], secure: set[int], authority: str) -> str:
-        """The file that sidecars read; ``endpoints``: of all servers, ``secure``: the numbers of those that
-        speak TLS, ``authority``: file with who signed their certificates."""
+        """The file that sidecars read.
+
+        Args:
+            endpoints: HOST:PORT of all servers, by number.
+            secure: Numbers of the servers that use TLS.
+            authority: Path of the CA certificate, as sidecars see it.
+        """
 
         def listed(endpoints: list[str]) -> str:
             return "".join(f"\n- {endpoint}" for endpoint in endpoints)
@@ -61,15 +69,15 @@ class Shards(NamedTuple):
 
 
 def next_shards(live: Shards | None, wanted: int, ready: set[int], now: datetime) -> Shards:
-    """The list as it should be now. ``ready``: the servers that are.
+    """The list that should be in effect now. ``ready``: numbers of the servers that are ready.
 
-    One change at a time: what was two changes ago would not be found. Servers that come have to be there
-    first: what is written to one that is not is lost.
+    Changes are made one at a time, because rows from two changes ago would be misses. New servers must be
+    ready before the list names them, because rows written to a missing server are lost.
     """
     if live is None:
         return Shards(wanted)
     if live.previous and now < live.until:
-        # The clock of an operator that took over may be behind. Rows of the former shards are still read.
+        # The clock of a new leader may be behind, so bound the window. Until then all rows stay readable.
         return live._replace(until=min(live.until, (now + WINDOW).replace(microsecond=0)))
     if wanted == live.current or not set(range(live.current, wanted)) <= ready:
         return Shards(live.current)
@@ -77,5 +85,5 @@ def next_shards(live: Shards | None, wanted: int, ready: set[int], now: datetime
 
 
 def utc(time: datetime) -> str:
-    """As the API writes it."""
+    """A time in the format of the Kubernetes API."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ")

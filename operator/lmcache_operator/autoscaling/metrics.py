@@ -1,4 +1,4 @@
-"""Figures of a cluster's status that are metrics, too, for alerts and for those who scale by them."""
+"""Metrics from a cluster's status, for alerts and for other autoscalers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import get_args
 
 from prometheus_client import Gauge
 
-from lmcache.units import parse_quantity
+from lmcache.common.units import parse_quantity
 from lmcache_operator import metrics
-from lmcache_operator.autoscaling.tier import LimitedBy
+from lmcache_operator.autoscaling.policy.tier import LimitedBy
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import ClusterKey
 
@@ -18,7 +18,7 @@ _SIZES = ("current", "recommended")
 
 
 def measure(key: ClusterKey, status: Object) -> None:
-    """As the status has them now; what is as it was is never missing for a moment."""
+    """Set a cluster's metrics to the figures of its status. Unchanged series stay visible all the time."""
     for condition in status.get("conditions") or ():
         if condition["type"] in _CONDITIONS:
             value = metrics.CONDITION_VALUES[condition["status"]]
@@ -27,7 +27,7 @@ def measure(key: ClusterKey, status: Object) -> None:
 
 
 def unmeasure(key: ClusterKey) -> None:
-    """The cluster is gone."""
+    """Remove the metrics of a deleted cluster."""
     for kind in _CONDITIONS:
         _set(metrics.CONDITION, key, (kind,), None)
     _measure_sizes(key, {})
@@ -35,18 +35,18 @@ def unmeasure(key: ClusterKey) -> None:
 
 def _measure_sizes(key: ClusterKey, scaling: Object) -> None:
     for tier, gauge in _TIERS.items():
-        told = scaling.get(tier) or {}
-        limit = told.get("limitedBy")
+        status = scaling.get(tier) or {}
+        limit = status.get("limitedBy")
         for size in _SIZES:
-            _set(gauge, key, (size,), float(parse_quantity(told[size])) if size in told else None)
-        saving = float((told.get("saving") or {}).get("usdPerHour", 0))
+            _set(gauge, key, (size,), float(parse_quantity(status[size])) if size in status else None)
+        saving = float((status.get("saving") or {}).get("usdPerHour", 0))
         _set(metrics.SAVING, key, (tier,), saving if limit else None)
-        for one in get_args(LimitedBy):
-            _set(metrics.LIMITED, key, (tier, one), 1 if one == limit else None)
+        for value in get_args(LimitedBy):
+            _set(metrics.LIMITED, key, (tier, value), 1 if value == limit else None)
 
 
 def _set(gauge: Gauge, key: ClusterKey, labels: tuple[str, ...], value: float | None) -> None:
-    """None: there is none."""
+    """Set one series, or remove it if the value is None."""
     if value is None:
         gauge.remove(key.namespace, key.name, *labels)
     else:

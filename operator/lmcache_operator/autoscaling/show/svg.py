@@ -1,4 +1,4 @@
-"""Curves as SVG, without a library. Pure."""
+"""Line charts as SVG, without a library. Pure."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Xy = tuple[float, float]
 
 @dataclass(frozen=True)
 class Line:
-    """Points in the order of their x."""
+    """One line of a chart, with its points in order of x."""
 
     label: str
     points: Sequence[Xy]
     band: Sequence[tuple[float, float, float]] = ()
-    """(x, low, high) of what it may be wrong by."""
+    """Error band as (x, low, high)."""
     is_stepped: bool = False
     """Whether a value holds until the next one."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A vertical line that says something of one x."""
+    """A vertical line with a label."""
 
     x: float
     label: str
@@ -38,19 +38,19 @@ class Mark:
 
 @dataclass(frozen=True)
 class Panel:
-    """One diagram."""
+    """One chart."""
 
     title: str
     lines: Sequence[Line]
     ticks: Sequence[tuple[float, str]]
-    """Of the x axis."""
+    """Positions and labels on the x axis."""
     marks: Sequence[Mark] = ()
     is_logarithmic: bool = False
-    """Of x."""
+    """Whether the x axis is logarithmic."""
 
 
 def svg(panels: Sequence[Panel], caption: str) -> str:
-    """A picture of diagrams one below the other, with a sentence at its end."""
+    """Draw charts one below the other, and a caption below them."""
     words = textwrap.wrap(caption, _CAPTION_LETTERS)
     height = len(panels) * _HEIGHT + 16 * len(words) + 14
     parts = [part for number, panel in enumerate(panels) for part in _panel(panel, number * _HEIGHT)]
@@ -65,12 +65,12 @@ def svg(panels: Sequence[Panel], caption: str) -> str:
 
 
 def _text(words: str) -> str:
-    """As XML may hold it: no control characters, not even escaped."""
+    """Escape text for XML, without the control characters that XML forbids even if they are escaped."""
     return escape("".join(letter for letter in words if letter.isprintable()))
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
-    """Two to ten round numbers that enclose a range."""
+    """Return two to ten round numbers that enclose the range."""
     span = max(high - low, 1e-3 * abs(high), 1e-9)
     step = 10.0 ** math.floor(math.log10(span))
     step = next(s for s in (step / 5, step / 2, step, 2 * step) if span / s <= 8)
@@ -85,7 +85,7 @@ def _panel(panel: Panel, top: float) -> Iterator[str]:
     left, right = (pick([*(x for x, _ in rows), *(x for x, _ in panel.ticks)]) for pick in (min, max))
     scale = math.log if panel.is_logarithmic else float
 
-    def at(x: float, y: float) -> str:
+    def xy(x: float, y: float) -> str:
         return f"{across(x):.1f},{up(y):.1f}"
 
     def across(x: float) -> float:
@@ -97,13 +97,13 @@ def _panel(panel: Panel, top: float) -> Iterator[str]:
 
     yield f"<text x='{_LEFT}' y='{top + 18}' font-weight='bold'>{_text(panel.title)}</text>"
     for y in heights:
-        yield f"<path d='M{at(left, y)} {at(right, y)}' stroke='#ddd'/>"
+        yield f"<path d='M{xy(left, y)} {xy(right, y)}' stroke='#ddd'/>"
         yield f"<text x='{_LEFT - 6}' y='{up(y) + 4:.1f}' text-anchor='end'>{y:g}</text>"
     for x, label in panel.ticks:
         y = up(heights[0]) + 18
         yield f"<text x='{across(x):.1f}' y='{y:.1f}' text-anchor='middle'>{_text(label)}</text>"
     for number, mark in enumerate(panel.marks):
-        ends = f"M{at(mark.x, heights[0])} {at(mark.x, heights[-1])}"
+        ends = f"M{xy(mark.x, heights[0])} {xy(mark.x, heights[-1])}"
         yield f"<path d='{ends}' stroke='#888' stroke-dasharray='4 3'/>"
         is_left, y = across(mark.x) > (_LEFT + _RIGHT) / 2, up(heights[-1]) + 12 + 14 * number
         anchor, x = ("end", across(mark.x) - 4) if is_left else ("start", across(mark.x) + 4)
@@ -111,9 +111,9 @@ def _panel(panel: Panel, top: float) -> Iterator[str]:
     for number, line in enumerate(panel.lines):
         colour = _COLOURS[number % len(_COLOURS)]
         if line.band:
-            edge = [at(x, high) for x, _, high in line.band] + [at(x, low) for x, low, _ in line.band[::-1]]
+            edge = [xy(x, high) for x, _, high in line.band] + [xy(x, low) for x, low, _ in line.band[::-1]]
             yield f"<polygon points='{' '.join(edge)}' fill='{colour}' opacity='0.15'/>"
-        path = " ".join(at(x, y) for x, y in (_stepped(line.points) if line.is_stepped else line.points))
+        path = " ".join(xy(x, y) for x, y in (_stepped(line.points) if line.is_stepped else line.points))
         yield f"<polyline points='{path}' fill='none' stroke='{colour}' stroke-width='2'/>"
         x, y = _LEFT + 230 * number, up(heights[0]) + 34
         yield f"<text x='{x}' y='{y:.1f}' fill='{colour}'>{_text(line.label)}</text>"

@@ -1,4 +1,4 @@
-"""The curve of a cluster's cache tier, as its status has it: as text, and as a picture. Pure."""
+"""The curve of one tier from a cluster's status, as text and as a picture. Pure."""
 
 from __future__ import annotations
 
@@ -7,90 +7,90 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
-from lmcache.units import format_size, parse_size
+from lmcache.common.units import format_size, parse_size
 from lmcache_operator.api.parse import parse
+from lmcache_operator.autoscaling.show.svg import Line, Mark, Panel, svg
 from lmcache_operator.errors import NoCurveError
-from lmcache_operator.pictures import Line, Mark, Panel, svg
 from lmcache_operator.specs import Object
 
 TIERS = ("memory", "remote")
 _ABOUT = {"samples": "samples", "half-life": "window", "observed": "observedAt"}
-_FEWEST_BARS, _MOST_BARS = 10, 60
+_MIN_BARS, _MAX_BARS = 10, 60
 
 
 class Point(NamedTuple):
-    """One size."""
+    """One size on the curve."""
 
     size: str
     hit: float
-    """Per cent of the prompt tokens that were looked up; so are ``low`` and ``high``: 95 % sampling error."""
+    """Hits in per cent of the looked-up prompt tokens. ``low`` and ``high`` are its 95 % bounds."""
     low: float
     high: float
     net: float
-    """USD per hour that it is worth more than the present size."""
+    """Net value in USD per hour, compared with the present size."""
 
     @property
     def num_bytes(self) -> int:
-        """Of one copy."""
+        """The size in bytes."""
         return parse_size(self.size)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What is known of all sizes of one tier."""
+    """Expected hits and net value for all sizes of one tier."""
 
     title: str
     about: str
-    """What it was counted from."""
+    """Samples, half-life and time of the counts."""
     reason: str
     current: int
-    """Bytes: of one pod, or of all shards."""
+    """Present size: bytes of one pod, or of all shards."""
     recommended: int
     points: tuple[Point, ...]
-    """Ascending; the present and the recommended size are among them."""
+    """Points in ascending order, including the present and the recommended size."""
 
     @classmethod
     def of(cls, resource: Object, tier: str) -> Self:
-        """Read an LMCacheCluster's status. Raises InvalidSpecError, and NoCurveError with the reason."""
+        """Read the curve from an LMCacheCluster. Raises InvalidSpecError, or NoCurveError with the reason."""
         metadata, name = resource["metadata"], resource["metadata"]["name"]
-        found = (resource.get("status") or {}).get("autoscaling")
-        if not found:
+        scaling = (resource.get("status") or {}).get("autoscaling")
+        if not scaling:
             raise NoCurveError(
-                f"{name}: status.autoscaling is empty: the operator fills it from what sidecars count, "
-                "but not with `autoscaling: {mode: Off}`, in its first minutes, or while no sidecar answers"
+                f"{name}: status.autoscaling is empty. The operator fills it some minutes after a sidecar "
+                "answers, unless spec.autoscaling.mode is Off"
             )
         try:
-            if not (own := found.get(tier)):
-                raise NoCurveError(f"{name}: its {tier} tier is not sized; there is {_sized(found)}")
-            if not own.get("curve"):
-                raise NoCurveError(f"{name}: nothing is known of its {tier} tier yet: {own.get('reason')}")
+            if not (status := scaling.get(tier)):
+                raise NoCurveError(f"{name}: its {tier} tier has no curve; available: {_available(scaling)}")
+            if not status.get("curve"):
+                raise NoCurveError(f"{name}: its {tier} tier has no curve yet: {status.get('reason')}")
             shard_bytes = _shard_bytes(resource) if tier == TIERS[1] else 0
-            current, recommended = (_size(own[name], shard_bytes) for name in ("current", "recommended"))
-            about = (f"{what} {found[field]}" for what, field in _ABOUT.items() if field in found)
-            points = sorted(map(_point, own["curve"]), key=lambda point: point.num_bytes)
+            current, recommended = (_size(status[name], shard_bytes) for name in ("current", "recommended"))
+            about = (f"{label} {scaling[field]}" for label, field in _ABOUT.items() if field in scaling)
+            points = sorted(map(_point, status["curve"]), key=lambda point: point.num_bytes)
             title = f"{metadata.get('namespace') or 'default'}/{name}: the {tier} tier"
-            return cls(title, ", ".join(about), str(own["reason"]), current, recommended, tuple(points))
+            return cls(title, ", ".join(about), str(status["reason"]), current, recommended, tuple(points))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise NoCurveError(
-                f"{name}: status.autoscaling is of another version: {type(error).__name__}: {error}"
+                f"{name}: status.autoscaling is from another version: {type(error).__name__}: {error}"
             ) from error
 
     def what_is(self, point: Point) -> str:
-        """Which of all sizes it is."""
+        """Return "present", "recommended", both, or nothing."""
         words = {"present": self.current, "recommended": self.recommended}
         return " and ".join(word for word, size in words.items() if size == point.num_bytes)
 
     def text(self, width: int) -> str:
-        """For a terminal that is so many characters wide."""
-        most = max(point.high for point in self.points) or 1.0
-        bars = max(_FEWEST_BARS, min(_MOST_BARS, width - 59))
+        """Return the curve as text for a terminal of ``width`` characters."""
+        largest = max(point.high for point in self.points) or 1.0
+        bars = max(_MIN_BARS, min(_MAX_BARS, width - 59))
         rows = [
             (
                 f"{'>' if 'present' in (word := self.what_is(point)) else ' '}{point.size:>8}",
                 f"{point.hit:6.1f} %",
                 f"{point.low:.1f}-{point.high:.1f}".center(11),
-                ("=" * round(bars * point.low / most))
-                .ljust(round(bars * point.high / most), "-")
+                ("=" * round(bars * point.low / largest))
+                .ljust(round(bars * point.high / largest), "-")
                 .ljust(bars),
                 f"{point.net:+9.3f}",
                 word,
@@ -103,7 +103,7 @@ class Curve:
         return "\n".join([self.title, f"({self.about})", "", *lines, "", *sentences]) + "\n"
 
     def picture(self) -> str:
-        """As SVG: hits, and below them money, over the size."""
+        """Return the curve as SVG: hits over the size, and below them money."""
         ticks = [(float(point.num_bytes), point.size) for point in self.points if not self.what_is(point)]
         marks = [
             Mark(point.num_bytes, f"{word}: {point.size}")
@@ -121,8 +121,8 @@ class Curve:
         return svg(panels, self.reason)
 
 
-def _sized(found: Mapping[str, Any]) -> str:
-    return ", ".join(f"--tier {tier}" for tier in TIERS if found.get(tier)) or "none yet"
+def _available(scaling: Mapping[str, Any]) -> str:
+    return ", ".join(f"--tier {tier}" for tier in TIERS if scaling.get(tier)) or "none yet"
 
 
 def _shard_bytes(resource: Object) -> int:
@@ -130,9 +130,9 @@ def _shard_bytes(resource: Object) -> int:
     return managed.shard_bytes if managed else 0
 
 
-def _size(said: Any, shard_bytes: int) -> int:
-    """The remote tier's is a number of shards."""
-    return parse_size(format_size(said * shard_bytes)) if shard_bytes else parse_size(said)
+def _size(value: Any, shard_bytes: int) -> int:
+    """Return a size of the status in bytes. For the remote tier, ``value`` is a number of shards."""
+    return parse_size(format_size(value * shard_bytes)) if shard_bytes else parse_size(value)
 
 
 def _point(values: Mapping[str, Any]) -> Point:

@@ -1,12 +1,14 @@
-"""From the objects a component wants and those it has to what has to be applied and deleted. Pure."""
+"""The objects to apply and to delete, from a component's rendered and existing objects. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from lmcache_operator.components.base import Observed, Plan, Problem
-from lmcache_operator.components.nodes import abandoned, node_problems
-from lmcache_operator.components.pods import pod_problems
+from lmcache_operator.components.base import Observed, Plan
+from lmcache_operator.components.conditions import Problem
+from lmcache_operator.pods.nodes import abandoned, node_problems
+from lmcache_operator.pods.pods import pod_problems
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.kinds import ref_of
 from lmcache_operator.specs.ownership import Path, lost_fields, spell, without
@@ -16,7 +18,7 @@ _HASH_FIELD: Path = ("f:metadata", "f:annotations", f"f:{names.RENDERED_HASH}")
 
 
 def differences(wanted: list[Object], observed: Observed) -> Plan:
-    """Apply what is not as rendered, delete what is not wanted any more."""
+    """Plan to apply every changed or missing object, and to delete every object that is not in ``wanted``."""
     due, lost, problems, must_wait = [], {}, list(_conflicts(observed)), False
     unwanted = dict(observed.children)
     for rendered in wanted:
@@ -28,12 +30,12 @@ def differences(wanted: list[Object], observed: Observed) -> Plan:
         declared = _uncontested(rendered, contested)
         missing = _lost(declared, live)
         is_other = live is None or _rendered_hash(live) != _rendered_hash(declared)
-        # The API server lets nobody change it: it is made anew the next time, and the rest comes after that.
+        # A ResourceClaimTemplate is immutable. This run deletes it, and the next run creates it again.
         is_fixed = is_other and declared["kind"] == "ResourceClaimTemplate"
         if () in contested and () in missing:
             problems.append(_contest(f"deleting or taking over {ref}"))
         elif is_other and rendering(declared) in contested:
-            problems.append(_contest(f"writing {ref} otherwise, as another operator would"))
+            problems.append(_contest(f"writing a different {ref}, as a second operator would"))
         elif must_wait:
             continue
         elif is_fixed and live is not None and _is_deletable(live):
@@ -41,21 +43,22 @@ def differences(wanted: list[Object], observed: Observed) -> Plan:
         elif missing or is_other:
             due.append(declared)
             lost[ref] = missing
-        # Were the pods' template there before the claims', pods would be replaced that then have no claim, or
-        # one of before; and where claims can't be had, none would serve.
+        # The claims' template must be applied before the pods' template. Otherwise replaced pods would get no
+        # claim or an outdated one, and if no claim can be allocated, no pod would serve.
         must_wait = must_wait or is_fixed
-    return Plan(
-        apply=tuple(due),
-        lost=lost,
-        # Dependents first, and nothing that somebody made his own by taking our label off.
-        delete=tuple(ref for ref, live in reversed(unwanted.items()) if _is_deletable(live)),
-        abandon=tuple(abandoned(observed)),
-        problems=(*problems, *node_problems(observed), *pod_problems(observed)),
-    )
+    # Dependents go first. A user who removes the operator's label from an object keeps the object.
+    delete = tuple(ref for ref, live in reversed(unwanted.items()) if _is_deletable(live))
+    return replace(unchanged(observed, *problems), apply=tuple(due), lost=lost, delete=delete)
+
+
+def unchanged(observed: Observed, *problems: Problem) -> Plan:
+    """A plan that changes no child: it reports problems, and deletes terminating pods on lost nodes."""
+    problems = (*problems, *node_problems(observed), *pod_problems(observed))
+    return Plan(abandon=tuple(abandoned(observed)), problems=problems)
 
 
 def rendering(child: Object) -> Path:
-    """Stands for the whole of a child as it is rendered, among the paths that somebody keeps changing."""
+    """A pseudo path that stands for a whole rendered child among contested paths."""
     return (_RENDERING, str(_rendered_hash(child)))
 
 
@@ -65,7 +68,7 @@ def _is_deletable(live: Object) -> bool:
 
 
 def _uncontested(rendered: Object, contested: frozenset[Path]) -> Object:
-    """The child without the fields that others keep changing; what is left of it is applied and repaired."""
+    """The child without its contested fields. The operator still applies and repairs the other fields."""
     fields = _fields(contested)
     return names.hashed(without(rendered, fields)) if fields else rendered
 
@@ -75,12 +78,12 @@ def _fields(contested: frozenset[Path]) -> list[Path]:
 
 
 def _lost(declared: Object, live: Object | None) -> list[Path]:
-    """Fields that are not as we applied them; what we are about to change ourselves is none."""
+    """Fields that another client changed; none while the operator is about to change the child itself."""
     if live is None:
         return [()]
     lost = lost_fields(declared, live)
     if any(_HASH_FIELD[: len(path)] == path for path in lost):
-        return [()]  # without the hash there is no telling
+        return [()]  # without the hash, the operator can't tell which fields changed
     return lost if _rendered_hash(live) == _rendered_hash(declared) else []
 
 
@@ -91,10 +94,10 @@ def _rendered_hash(child: Object) -> str | None:
 def _conflicts(observed: Observed) -> Iterator[Problem]:
     for ref in sorted(observed.taken):
         remedy = "delete it or rename this cluster"
-        yield Problem("NameTaken", f"{ref} exists and belongs to somebody else: {remedy}")
+        yield Problem("NameTaken", f"{ref} exists and does not belong to this LMCacheCluster: {remedy}")
     for ref, paths in sorted(observed.contested.items()):
         yield from (_contest(f"changing {spell(path)} of {ref}") for path in _fields(paths))
 
 
 def _contest(what: str) -> Problem:
-    return Problem("FieldContested", f"somebody keeps {what}; it is left alone for a while")
+    return Problem("FieldContested", f"another client keeps {what}; the operator pauses this repair")

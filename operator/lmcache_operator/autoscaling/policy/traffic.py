@@ -1,4 +1,4 @@
-"""What is known of a cluster's lookups: curves, and what was measured of the same accesses. Pure."""
+"""Miss-ratio curves of a cluster's lookups, and the hits measured for the same lookups. Pure."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from lmcache.curves import MissRatioCurve, Window
-from lmcache_operator.autoscaling.decide import DAY_HALF_LIFE, FAST_HALF_LIFE
-from lmcache_operator.autoscaling.state import Obstacle, Seen, State
-from lmcache_operator.autoscaling.tier import Service
+from lmcache_operator.autoscaling.policy.decide import DAY_HALF_LIFE, FAST_HALF_LIFE
+from lmcache_operator.autoscaling.policy.state import Measurements, Obstacle, State
+from lmcache_operator.autoscaling.policy.tier import Service
 
-_USABLE_FROM = 0.45  # the smallest share of a size that is ever asked for
+_MIN_USABLE = 0.45  # the smallest share of a size that decisions look up on the curve
 _DAY, _FAST, _SETTLED = range(3)
 
 
 class Traffic:
-    """Of one namespace: what other keys do tells nothing of these."""
+    """Lookups of one namespace. Keys of other namespaces say nothing about these."""
 
     def __init__(
         self,
@@ -27,28 +27,38 @@ class Traffic:
         max_keys: int = 16_000,
         is_shared: bool = False,
     ) -> None:
-        """``smallest`` and ``largest``: bytes that will be asked for. With ``is_shared``, what all pods share
-        is counted as well."""
+        """Start with no lookups.
+
+        Args:
+            smallest, largest: range of sizes that decisions will ask for, in bytes.
+            rate: share of the keys to track.
+            max_keys: bound of the tracked keys.
+            is_shared: whether to count the tier that all pods share, too.
+        """
         self.namespace, self.bounds = namespace, (smallest, largest)
         self.curve = MissRatioCurve(
             max_keys, rate=rate, half_lives=(DAY_HALF_LIFE, FAST_HALF_LIFE, FAST_HALF_LIFE),
-            smallest_bytes=_USABLE_FROM * smallest, largest_bytes=2 * largest, shared=is_shared,
+            smallest_bytes=_MIN_USABLE * smallest, largest_bytes=2 * largest, shared=is_shared,
         )  # fmt: skip
-        """To be fed with the sampled lookups of all pods, in the order of their time; streams are pods."""
+        """Curve of the sampled lookups. The caller feeds those of all pods by time; streams are pods."""
         self._miss_bytes = Window(FAST_HALF_LIFE, 1.0, 2.0)
         self._pods = Window(DAY_HALF_LIFE, 1.0, 2.0)
 
     @property
     def num_pods(self) -> float:
-        """On average, as accesses are counted; 0: nothing was counted."""
+        """Mean number of pods while the lookups were counted; 0: nothing was counted."""
         return self._pods.accesses_per_hour
 
     def count(
         self, time: float, seconds: float, accesses: float, hits: float,
         shared_hits: float = 0.0, miss_bytes: float = 0.0, num_pods: float = 0.0,
     ) -> None:  # fmt: skip
-        """Add what ``num_pods`` counted themselves in the ``seconds`` before ``time``; ``hits``: in the
-        engine's cache or in the pod's own memory, ``shared_hits``: behind both."""
+        """Add the pods' own counts of the ``seconds`` before ``time``.
+
+        Args:
+            hits: accesses found in the engine's cache or in the pod's own memory.
+            shared_hits: accesses found only in the shared tier.
+        """
         for window in (*self.curve.windows, *self.curve.pooled_windows):
             window.count(time, accesses, hits, seconds)
         for window in self.curve.shared_windows:
@@ -58,28 +68,28 @@ class Traffic:
 
     def memory(
         self, time: float, size: float, service: Service, state: State, obstacle: Obstacle | None = None
-    ) -> Seen:
-        """What a decision about the pods' memory starts from; ``settled`` begins when the state says."""
-        own = self.curve.own_bytes = max(state.usable * size, service.engine_cache_bytes)
-        copies = service.paid_pods or service.num_pods  # while this was looked up
-        loss = sum(
-            window.between(0.0, copies * own).share - self.curve.windows[_DAY].between(0.0, own).share
-            for window in self.curve.pooled_windows
-        )
-        return self._seen(self.curve.windows, time, size, state, copies, loss, obstacle)
+    ) -> Measurements:
+        """Return the measurements for a decision about the pods' memory."""
+        pod_bytes = self.curve.stream_cache_bytes = max(state.usable * size, service.engine_cache_bytes)
+        copies = service.mean_num_pods or service.num_pods
+        alone = self.curve.windows[_DAY].between(0.0, pod_bytes).share
+        loss = sum(w.between(0.0, copies * pod_bytes).share - alone for w in self.curve.pooled_windows)
+        return self._measurements(self.curve.windows, time, size, state, copies, loss, obstacle)
 
-    def remote(self, time: float, size: float, state: State, obstacle: Obstacle | None = None) -> Seen:
-        """What a decision about the remote tier starts from."""
-        return self._seen(self.curve.shared_windows, time, size, state, 1, 0.0, obstacle)
+    def remote(
+        self, time: float, size: float, state: State, obstacle: Obstacle | None = None
+    ) -> Measurements:
+        """Return the measurements for a decision about the remote tier."""
+        return self._measurements(self.curve.shared_windows, time, size, state, 1, 0.0, obstacle)
 
-    def _seen(
+    def _measurements(
         self, windows: list[Window], time: float, size: float, state: State, copies: float,
         loss: float, obstacle: Obstacle | None,
-    ) -> Seen:  # fmt: skip
+    ) -> Measurements:  # fmt: skip
         settled = windows[_SETTLED]
         if settled.begin != state.filled:
             settled.restart(state.filled)
-        return Seen(
+        return Measurements(
             time=time, namespace=self.namespace, size=size,
             fast=windows[_FAST], day=windows[_DAY], settled=settled,
             new_bytes=self.curve.new_bytes / max(1, copies),
@@ -92,7 +102,10 @@ class Traffic:
         return [curve.windows[_DAY], *curve.shared_windows[_DAY : _DAY + 1], *curve.pooled_windows]
 
     def state(self) -> dict[str, Any]:
-        """What has to survive a restart, as plain values: the day. The last hour is soon seen again."""
+        """Return the counts that must survive a restart (half-life of a day), as plain values.
+
+        Those with a half-life of an hour are soon complete again.
+        """
         days = [window.state() for window in self._days()]
         pods = self._pods.state()
         return {
@@ -100,14 +113,14 @@ class Traffic:
         }  # fmt: skip
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state()`` returned. Raises ValueError if that can't be."""
+        """Continue from the result of ``state()``. Raises ValueError for another namespace or form."""
         try:
             if state["namespace"] != self.namespace:
-                raise ValueError(f"of {state['namespace']!r}, not {self.namespace!r}")
+                raise ValueError(f"saved for namespace {state['namespace']!r}, not {self.namespace!r}")
             for window, values in zip(self._days(), state["days"], strict=True):
                 window.restore(values)
             self._pods.restore(state["pods"])
             self.curve.new_bytes = float(state["new_bytes"])
             self.curve.counts_from = max(float(values["latest"]) for values in state["days"])
         except (KeyError, TypeError) as error:
-            raise ValueError(f"not the state of what was looked up: {error}") from error
+            raise ValueError(f"saved traffic is invalid: {error!r}") from error

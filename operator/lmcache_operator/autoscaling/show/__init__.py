@@ -1,0 +1,1 @@
+"""Miss-ratio curves for people: in the terminal, and as SVG. Pure."""

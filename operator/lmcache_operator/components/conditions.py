@@ -1,0 +1,60 @@
+"""Conditions, problems and Events of a cluster, and all reasons that conditions may have.
+
+Programs match on the reasons, and people look them up.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from lmcache_operator.specs import Object
+
+Expected = Literal[
+    "AsDeclared", "Attached", "Available", "Complete", "Counting", "EnginesReady", "NoEngine", "Pinned",
+    "Reachable", "Ready", "Recommending", "Replacing", "ResizePending", "Resizing", "ScaledToZero", "Scaling",
+    "ShardsReady", "Sizing", "Starting",
+]  # fmt: skip
+"""Reasons of conditions that match the spec, or progress towards it."""
+Trouble = Literal[
+    "ApiError", "AutoscalingFrozen", "CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError",
+    "CudaIPCUnavailable", "DiskTierOff", "EngineNotAttached", "FailedBinding", "FailedCreate", "FailedMount",
+    "FieldContested", "ImagePullBackOff", "InternalError", "InvalidSpec", "MemoryNotPinned", "NameTaken",
+    "NoAnswer", "NoEngineReady", "NodeLost", "OOMKilled", "PodFailed", "PodsWithoutCache",
+    "ProgressDeadlineExceeded", "Refused", "RemoteTierNotShared", "RemoteTierUnreachable",
+    "ResizeInfeasible", "ShardsMissing", "SidecarNotReady", "Unschedulable",
+]  # fmt: skip
+"""Reasons of problems. Each has a page in docs/runbooks."""
+Reason = Expected | Trouble
+
+
+class Problem(NamedTuple):
+    """An obstacle to the declared state that only the user can remove."""
+
+    reason: Trouble
+    message: str
+
+
+class Condition(NamedTuple):
+    """A condition of the status, without its type and times."""
+
+    status: Literal["True", "False", "Unknown"]
+    reason: Reason
+    message: str
+    generation: int | None = None
+    """Generation of the spec that it was derived from; None: the present generation."""
+
+
+class Event(NamedTuple):
+    """A Kubernetes Event about a cluster."""
+
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+
+
+def former_conditions(resource: Object, *kinds: str) -> dict[str, Condition]:
+    """Conditions of these types in the present status of a cluster; without ``kinds``: all of them."""
+    before = (resource.get("status") or {}).get("conditions") or ()
+    keys = ("status", "reason", "message", "observedGeneration")
+    known = {c["type"]: Condition(*(c[key] for key in keys)) for c in before if c.keys() >= set(keys)}
+    return {kind: known[kind] for kind in kinds or known if kind in known}

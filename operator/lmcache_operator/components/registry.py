@@ -1,0 +1,24 @@
+"""The components of every cluster. A new capability of the operator is a new component here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lmcache_operator.autoscaling.component import Autoscaling
+from lmcache_operator.components.base import Component
+from lmcache_operator.components.engine.engine import Engine
+from lmcache_operator.components.injection.injection import Injection
+from lmcache_operator.components.remote.remote import Remote
+from lmcache_operator.specs.kinds import BY_NAME, Kind
+
+COMPONENTS: tuple[Component, ...] = (Autoscaling(), Engine(), Injection(), Remote())
+"""Components in the order in which they are applied and reported.
+
+Autoscaling comes first: the operator persists a chosen size before it applies it.
+"""
+
+
+def kinds_of(components: Iterable[Component]) -> tuple[Kind, ...]:
+    """Kinds of objects that components may create. The operator watches them, and its role allows them."""
+    names = dict.fromkeys(ref.kind for component in components for ref in component.refs("any"))
+    return tuple(BY_NAME[name] for name in names)

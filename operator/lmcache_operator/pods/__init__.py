@@ -1,0 +1,1 @@
+"""The pods of a cluster: their state, and the steps that are due for them. Pure."""

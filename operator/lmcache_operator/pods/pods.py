@@ -1,0 +1,312 @@
+"""A component's pods: why they are missing or not ready, and which pod to replace next. Pure.
+
+Messages quote the scheduler, the kubelet and the controllers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from lmcache_operator.components.base import Observed
+from lmcache_operator.components.conditions import Problem, Trouble
+from lmcache_operator.specs import Object
+from lmcache_operator.specs.kinds import controller_uid
+from lmcache_operator.specs.names import SPEC_HASH, annotations_of
+
+_STUCK: dict[str, Trouble] = {
+    "CrashLoopBackOff": "CrashLoopBackOff",
+    "CreateContainerConfigError": "CreateContainerConfigError",
+    **dict.fromkeys(
+        ("CreateContainerError", "PostStartHookError", "PreCreateHookError", "PreStartHookError",
+         "RunContainerError"),
+        "CreateContainerError",
+    ),
+    **dict.fromkeys(
+        ("ErrImageNeverPull", "ErrImagePull", "ImageInspectError", "ImagePullBackOff", "InvalidImageName",
+         "RegistryUnavailable", "SignatureValidationFailed"),
+        "ImagePullBackOff",
+    ),
+}  # fmt: skip
+"""Reasons of conditions for containers that can't start, by the kubelet's reason for waiting. The kubelet
+alternates between some of its reasons, which then share one reason here."""
+_OF_PODS = ("FailedAttachVolume", "FailedCreatePodSandBox", "FailedMount", "FailedPrepareDynamicResources")
+_OF_CLAIMS = ("FailedBinding", "ProvisioningFailed")
+_LOADING = timedelta(minutes=5)
+"""Time for scheduling, volumes and images, before the slowest startup probe of a pod begins."""
+_UNPLACED = timedelta(minutes=10)
+"""Time for a node with enough memory to appear, such as one from the cluster autoscaler."""
+_RECENT = timedelta(minutes=20)
+"""Older events are ignored. If the problem persists, Kubernetes reports it again."""
+_MAX_LAST_LINES, _MAX_LAST_CHARACTERS = 5, 600
+_LONGEST_SECONDS = 10**9
+"""Upper bound on a probe's deadline: users may set values that a timedelta can't hold."""
+
+
+def is_ready(pod: Object) -> bool:
+    """Whether a pod is Ready and not terminating."""
+    is_true = condition_of(pod, "Ready").get("status") == "True"
+    return is_true and "deletionTimestamp" not in pod["metadata"]
+
+
+def is_running(pod: Object) -> bool:
+    """Whether a pod runs, has an address, and is not terminating."""
+    is_running = pod.get("status", {}).get("phase") == "Running" and pod["status"].get("podIP")
+    return bool(is_running) and "deletionTimestamp" not in pod["metadata"]
+
+
+def condition_of(pod_or_node: Object, kind: str) -> Object:
+    """The condition of this type; empty if there is none."""
+    conditions = pod_or_node.get("status", {}).get("conditions") or ()
+    return next((condition for condition in conditions if condition["type"] == kind), {})
+
+
+def ready_since(pod: Object, observed: Observed) -> datetime:
+    """Time since which a pod is ready; now if it is not ready, the earliest time if that is unknown."""
+    if not is_ready(pod):
+        return observed.now
+    since = condition_of(pod, "Ready").get("lastTransitionTime")
+    return time_of(since, observed) if since else datetime.min.replace(tzinfo=UTC)
+
+
+def started_at(pod: Object, observed: Observed) -> datetime:
+    """Latest start of a pod or of one of its containers: no data in their memory is older.
+
+    Readiness is not a substitute, because a network failure changes it, too.
+    """
+    containers = pod.get("status", {}).get("containerStatuses") or []
+    running = [container.get("state", {}).get("running") or {} for container in containers]
+    times = [pod["metadata"].get("creationTimestamp"), *(state.get("startedAt") for state in running)]
+    return max((time_of(time, observed) for time in times if time), default=ready_since(pod, observed))
+
+
+def is_outdated(pod: Object, template: Object) -> bool:
+    """Whether a pod was created from another spec than this template."""
+    return annotations_of(pod).get(SPEC_HASH) != annotations_of(template).get(SPEC_HASH)
+
+
+def why_unplaced(pod: Object, observed: Observed) -> str:
+    """The scheduler's message on a pod whose memory request has fitted no node for 10 minutes; else empty."""
+    condition = _unplaced(pod)
+    message, since = condition.get("message", ""), time_of(condition.get("lastTransitionTime"), observed)
+    # The scheduler names each resource that the nodes lack, as in "Insufficient memory".
+    return plain(message) if "memory" in message and observed.now - since >= _UNPLACED else ""
+
+
+def has_no_node(pod: Object) -> bool:
+    """Whether the scheduler has found no node for a pod, so that the pod serves nothing."""
+    return bool(_unplaced(pod)) and "deletionTimestamp" not in pod["metadata"]
+
+
+def _unplaced(pod: Object) -> Object:
+    """The false PodScheduled condition; empty: the pod has a node, or the scheduler has not seen it yet."""
+    condition = condition_of(pod, "PodScheduled")
+    return condition if condition.get("status") == "False" else {}
+
+
+def next_eviction(
+    owner: Object | None, pods: Sequence[Object], template: Object, too_large: Sequence[Object] = ()
+) -> tuple[Object, ...]:
+    """The pod to replace now: one pod, or none.
+
+    Pods are replaced one at a time: none is evicted while a pod is missing, terminating, or new and not ready
+    yet. A spec that can't run therefore stops after one pod, and the other pods keep serving. Outdated pods
+    that are not ready come first, then the order of ``pods`` decides.
+
+    Pods of ``too_large`` have no node and serve nothing. They are replaced without waiting for other pods.
+    """
+    outdated = [pod for pod in pods if is_outdated(pod, template)]
+    if owner is None or not (outdated or too_large):
+        return ()
+    # Before the controller has observed the new template, it would recreate the old pod.
+    observed_generation = owner.get("status", {}).get("observedGeneration", 0)
+    is_unseen = observed_generation < owner["metadata"].get("generation", 0)
+    if is_unseen or is_outdated(owner["spec"]["template"], template):
+        return ()
+    if too_large:
+        return (too_large[0],)
+    is_moving = any(
+        "deletionTimestamp" in pod["metadata"] or not (is_ready(pod) or pod in outdated) for pod in pods
+    )
+    is_missing = len(pods) < owner["spec"]["replicas"]
+    return () if is_missing or is_moving else (min(outdated, key=is_ready),)
+
+
+def incomplete_sets(observed: Observed) -> Iterator[tuple[Object, list[Object]]]:
+    """StatefulSets with too few pods, each with its existing pods."""
+    for ref, owner in observed.children.items():
+        pods = [pod for pod in observed.pods if controller_uid(pod) == owner["metadata"]["uid"]]
+        if ref.kind == "StatefulSet" and len(pods) < owner["spec"].get("replicas", 0):
+            yield owner, pods
+
+
+def pod_problems(observed: Observed) -> Iterable[Problem]:
+    """Why pods are missing or not ready: one problem per reason, which quotes the first pod."""
+    unready = (problem for pod in observed.pods for problem in _unready(observed, pod))
+    missing = (Problem("FailedCreate", event.get("message", "")) for event in creation_failures(observed))
+    return _first_of_each((*missing, *unready))
+
+
+def kill_problems(observed: Observed) -> Iterable[Problem]:
+    """Recent out-of-memory kills in pods that are ready again. They may recur."""
+    endings = ((pod, *ending) for pod in observed.pods if is_ready(pod) for ending in _ended(pod))
+    return _first_of_each(
+        Problem("OOMKilled", _history(pod, container, ended))
+        for pod, container, ended in endings
+        if _is_oom(ended) and _is_recent(ended, observed)
+    )
+
+
+def has_started(pod: Object) -> bool:
+    """Whether any container of a pod runs or ran. If so, all its volumes are mounted."""
+    return any(container.get("state", {}).keys() - {"waiting"} for container in _containers(pod))
+
+
+def claim_names(pod: Object) -> list[str]:
+    """Names of the PersistentVolumeClaims of a pod that has no node yet; empty once it has a node."""
+    name, spec = pod["metadata"]["name"], pod["spec"]
+    volumes = [] if spec.get("nodeName") else spec.get("volumes") or ()
+    named = [(volume.get("persistentVolumeClaim") or {}).get("claimName") for volume in volumes]
+    ephemeral = [f"{name}-{volume['name']}" for volume in volumes if "ephemeral" in volume]
+    return [*filter(None, named), *ephemeral]
+
+
+def plain(text: Any, max_characters: int = 512) -> str:
+    """The beginning of a text as one printable line; empty for anything but a string."""
+    cut = text[:max_characters] if isinstance(text, str) else ""
+    return " ".join("".join(c if c.isprintable() else " " for c in cut).split())
+
+
+def _first_of_each(problems: Iterable[Problem]) -> Iterable[Problem]:
+    first: dict[str, Problem] = {}
+    for problem in problems:
+        first.setdefault(problem.reason, problem)
+    return first.values()
+
+
+def creation_failures(observed: Observed, age: timedelta = timedelta.min) -> Iterator[Object]:
+    """Events that say why missing pods could not be created. ``age``: minimum age of an event."""
+    for owner, pods in incomplete_sets(observed):
+        created = [time_of(pod["metadata"].get("creationTimestamp"), observed) for pod in pods]
+        for event in _warnings(observed, owner["metadata"]["uid"]):
+            # A pod that was created after the event shows that the failure is over.
+            is_over = bool(created) and _last_seen(event, observed) < max(created)
+            since = time_of(event.get("firstTimestamp") or event.get("eventTime"), observed)
+            if event.get("reason") == "FailedCreate" and not is_over and observed.now - since >= age:
+                yield event
+
+
+def _unready(observed: Observed, pod: Object) -> Iterator[Problem]:
+    if is_ready(pod) or "deletionTimestamp" in pod["metadata"]:
+        return
+    name, status = pod["metadata"]["name"], pod.get("status", {})
+    if status.get("phase") == "Failed":  # evicted, or rejected by its node
+        yield Problem("PodFailed", f"pod {name}: {_quote('PodFailed', status)}")
+    # The cause comes first: the scheduler only reports that a claim is not bound.
+    for event in _warnings(observed, *claim_names(pod)):
+        if event.get("reason") in _OF_CLAIMS:
+            claim = event["involvedObject"]["name"]
+            yield Problem("FailedBinding", f"pod {name}, claim {claim}: {event.get('message', '')}")
+    if (placed := condition_of(pod, "PodScheduled")).get("reason") in ("SchedulingGated", "Unschedulable"):
+        yield Problem("Unschedulable", f"pod {name}: {placed.get('message', '')}")
+    yield from _stuck(observed, pod)
+    # Once a container has started, older events about volumes are obsolete.
+    for event in () if has_started(pod) else _warnings(observed, pod["metadata"]["uid"]):
+        if event.get("reason") in _OF_PODS:
+            yield Problem("FailedMount", f"pod {name}: {_quote('FailedMount', event)}")
+    since = condition_of(pod, "Ready").get("lastTransitionTime") or pod["metadata"].get("creationTimestamp")
+    if observed.now - time_of(since, observed) > (deadline := _deadline(pod)):
+        minutes = deadline // timedelta(minutes=1)
+        yield Problem("ProgressDeadlineExceeded", f"pod {name} has not become ready in {minutes} minutes")
+
+
+def _stuck(observed: Observed, pod: Object) -> Iterator[Problem]:
+    """Problems of containers that do not run, or that run between two crashes."""
+    # An old crash does not explain why a container that has started since is not ready now.
+    endings = {
+        container["name"]: ended
+        for container, ended in _ended(pod)
+        if not container.get("started") or _is_recent(ended, observed)
+    }
+    for container in _containers(pod):
+        waiting, ended = container.get("state", {}).get("waiting") or {}, endings.get(container["name"])
+        reason = _STUCK.get(waiting.get("reason", ""))
+        if reason and reason != "CrashLoopBackOff":
+            yield Problem(reason, f"{_where(pod, container)}: {_quote(reason, waiting)}")
+        elif container.get("ready"):
+            continue
+        elif ended and _is_oom(ended):
+            yield Problem("OOMKilled", _history(pod, container, ended))
+        elif reason or (ended and container.get("restartCount", 0) > 1):
+            yield Problem("CrashLoopBackOff", _history(pod, container, ended or {}))
+
+
+def _containers(pod: Object) -> list[Object]:
+    status = pod.get("status", {})
+    return [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+
+
+def _ended(pod: Object) -> Iterator[tuple[Object, Object]]:
+    """Containers that have terminated at least once, each with its last termination."""
+    for container in _containers(pod):
+        now, before = (container.get(state, {}).get("terminated") for state in ("state", "lastState"))
+        if ended := now or before:
+            yield container, ended
+
+
+def _is_oom(ended: Object) -> bool:
+    return ended.get("reason") == "OOMKilled"
+
+
+def _is_recent(ended: Object, observed: Observed) -> bool:
+    return observed.now - time_of(ended.get("finishedAt"), observed) < _RECENT
+
+
+def _where(pod: Object, container: Object) -> str:
+    return f"pod {pod['metadata']['name']}, container {container['name']}"
+
+
+def _quote(reason: Trouble, source: Object) -> str:
+    """The message of an event or state, after its own reason if that differs from the condition's."""
+    kind = source.get("reason", reason)
+    return f"{'' if kind == reason else f'{kind}: '}{source.get('message', '')}"
+
+
+def _history(pod: Object, container: Object, ended: Object) -> str:
+    """Number of a container's terminations and its last one, with the last lines of its output."""
+    count = container.get("restartCount", 0) + ("running" not in container.get("state", {}))
+    how = f", the last time with {ended.get('reason')}, exit code {ended.get('exitCode')}" if ended else ""
+    lines = [plain(line, _MAX_LAST_CHARACTERS) for line in (ended.get("message") or "").splitlines()]
+    output = " | ".join(list(filter(None, lines))[-_MAX_LAST_LINES:])[-_MAX_LAST_CHARACTERS:]
+    return f"{_where(pod, container)}: ended {count} times{how}" + (f": {output}" if output else "")
+
+
+def _deadline(pod: Object) -> timedelta:
+    """Time for a pod to become ready: its slowest startup probe (one hour by default) plus ``_LOADING``."""
+    probes = [container.get("startupProbe") or {} for container in pod["spec"].get("containers") or ()]
+    tries = (probe.get("failureThreshold", 3) * probe.get("periodSeconds", 10) for probe in probes)
+    return timedelta(seconds=min(max(tries, default=0), _LONGEST_SECONDS)) + _LOADING
+
+
+def _warnings(observed: Observed, *about: str) -> list[Object]:
+    """Recent events about objects that ``about`` gives by uid or name, latest first."""
+    involved = [(event, event["involvedObject"]) for event in observed.warnings]
+    matching = [event for event, ref in involved if ref.get("uid") in about or ref.get("name") in about]
+    recent = [event for event in matching if observed.now - _last_seen(event, observed) < _RECENT]
+    return sorted(recent, key=lambda event: _last_seen(event, observed), reverse=True)
+
+
+def _last_seen(event: Object, observed: Observed) -> datetime:
+    series = event.get("series") or {}
+    return time_of(
+        series.get("lastObservedTime") or event.get("lastTimestamp") or event.get("eventTime"), observed
+    )
+
+
+def time_of(text: str | None, observed: Observed) -> datetime:
+    """Parse a time of the API server; now if it is missing, the earliest time if it is invalid."""
+    try:
+        return datetime.fromisoformat(text) if text else observed.now
+    except ValueError:  # any client may post an Event of the year 0, and the API server accepts it
+        return datetime.min.replace(tzinfo=UTC)

@@ -1,0 +1,45 @@
+"""Specs of the objects around a set of pods that have an identity, such as engine pods or shards."""
+
+from __future__ import annotations
+
+from lmcache_operator.specs import Object
+
+
+def stateful_set(name: str, selector: dict[str, str], replicas: int, template: Object) -> Object:
+    """Pods that start in parallel. The operator replaces outdated pods itself, one at a time."""
+    return {
+        "updateStrategy": {"type": "OnDelete"},
+        "podManagementPolicy": "Parallel",
+        "replicas": replicas,
+        "selector": {"matchLabels": selector},
+        "serviceName": name,
+        "template": template,
+    }
+
+
+def headless_service(selector: dict[str, str], *ports: Object) -> Object:
+    """DNS names of pods, also of those that are not ready.
+
+    Prometheus can then scrape a sidecar before its engine has loaded the model. No resolver caches a negative
+    answer about a new shard.
+    """
+    return {
+        "clusterIP": "None",
+        "ports": list(ports),
+        "publishNotReadyAddresses": True,
+        "selector": selector,
+    }
+
+
+def disruption_budget(selector: dict[str, str]) -> Object:
+    """At most one ready pod may be evicted at a time. Evicting an unready pod interrupts no request."""
+    return {
+        "maxUnavailable": 1,
+        "selector": {"matchLabels": selector},
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+    }
+
+
+def network_policy(selector: dict[str, str], *ingress: Object) -> Object:
+    """Allow only this traffic to the pods, and all traffic from them."""
+    return {"ingress": list(ingress), "podSelector": {"matchLabels": selector}, "policyTypes": ["Ingress"]}
