@@ -2,7 +2,7 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
 {{- end }}
 
-{{/* The release's name, unless it says the chart's already. */}}
+{{/* The release's name, with the chart's name if the release's name does not contain it. */}}
 {{- define "lmcache-operator.fullname" -}}
 {{- $name := include "lmcache-operator.name" . }}
 {{- $full := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) }}
@@ -40,7 +40,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- with .Values.image.digest }}{{ $.Values.image.repository }}@{{ . }}{{ else }}{{ .Values.image.repository }}:{{ $tag }}{{ end }}
 {{- end }}
 
-{{/* Stops before anything is made; without a cluster, as in `helm template`, there is nothing to look up. */}}
+{{/* Fails before Helm creates any object. `helm template` has no cluster, so it skips this check. */}}
 {{- define "lmcache-operator.checkNamespaces" -}}
 {{- if lookup "v1" "Namespace" "" "kube-system" }}
 {{- range .Values.watchNamespaces }}
@@ -51,18 +51,18 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end }}
 
-{{/* The API version of MutatingAdmissionPolicy to use; empty: none. */}}
+{{/* The API version of MutatingAdmissionPolicy; empty: do not install the policy. */}}
 {{- define "lmcache-operator.policyVersion" -}}
 {{- $group := "admissionregistration.k8s.io" }}
 {{- if eq (toString .Values.injection.enabled) "false" }}
 {{- else if .Capabilities.APIVersions.Has (printf "%s/v1/MutatingAdmissionPolicy" $group) }}v1
 {{- else if .Capabilities.APIVersions.Has (printf "%s/v1beta1/MutatingAdmissionPolicy" $group) }}v1beta1
 {{- else if eq (toString .Values.injection.enabled) "true" }}
-{{- fail "injection.enabled: the API server has no MutatingAdmissionPolicy: it needs Kubernetes 1.36, or 1.34 with the feature gate MutatingAdmissionPolicy and --runtime-config=admissionregistration.k8s.io/v1beta1=true" }}
+{{- fail "injection.enabled: the API server has no MutatingAdmissionPolicy. You need Kubernetes 1.36, or 1.34 with the feature gate MutatingAdmissionPolicy and --runtime-config=admissionregistration.k8s.io/v1beta1=true" }}
 {{- end }}
 {{- end }}
 
-{{/* What the operator may do to namespaced objects: in one namespace by a Role, in all by a ClusterRole. */}}
+{{/* Permissions on namespaced objects, for a Role in one namespace or a ClusterRole in all. */}}
 {{- define "lmcache-operator.rules" -}}
 - apiGroups: [lmcache.io]
   resources: [lmcacheclusters]
@@ -70,19 +70,19 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [lmcache.io]
   resources: [lmcacheclusters/status]
   verbs: [patch]
-# Owner references that block deletion ask for it where that admission plugin is on (OpenShift).
+# Required for owner references that block deletion, if the admission plugin for them is on (OpenShift).
 - apiGroups: [lmcache.io]
   resources: [lmcacheclusters/finalizers]
   verbs: [update]
-# What clusters are made of: the kinds of the operator's components (kinds_of in lmcache_operator/components).
+# Children of clusters: the kinds of the operator's components (kinds_of in lmcache_operator/components).
 - apiGroups: [""]
   resources: [serviceaccounts]
   verbs: [get, list, watch, create, patch]
-# Deleted, too, with a managed remote tier that is not wanted any more.
+# The operator also deletes these, when the spec no longer has a managed remote tier.
 - apiGroups: [""]
   resources: [configmaps, services]
   verbs: [get, list, watch, create, patch, delete]
-# With a random password, for a managed remote tier: made, and never read.
+# Random password of a managed remote tier. The operator creates this Secret and never reads it.
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create]
@@ -98,26 +98,26 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [apps]
   resources: [statefulsets]
   verbs: [get, list, watch, create, patch, delete]
-# Of a managed remote tier with an issuer, where cert-manager is.
+# Certificates of a managed remote tier with an issuer. They need cert-manager.
 - apiGroups: [cert-manager.io]
   resources: [certificates]
   verbs: [get, list, watch, create, patch, delete]
-# Deleted, too: nobody can change one, so it is made anew.
+# A claim template is immutable, so the operator deletes it and creates it again.
 - apiGroups: [resource.k8s.io]
   resources: [resourceclaimtemplates]
   verbs: [get, list, watch, create, patch, delete]
-# Deleted by force, where their nodes are gone. An annotation tells a sidecar that runs its memory tier's size.
+# The operator deletes pods of lost nodes by force. It sets the memory tier's size as an annotation of running pods.
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, patch, delete]
 - apiGroups: [""]
   resources: [pods/resize]
   verbs: [patch]
-# Why pods are not there or not ready is read from Events; what happens to a cluster is told by Events.
+# The operator reads from Events why pods are missing or not ready, and reports changes of clusters as Events.
 - apiGroups: [""]
   resources: [events]
   verbs: [get, list, create, patch]
-# Nothing is made in a namespace that is being deleted.
+# The operator creates no objects in a namespace that is terminating.
 - apiGroups: [""]
   resources: [namespaces]
   verbs: [get]
