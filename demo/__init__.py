@@ -1,1 +1,1 @@
-"""``make demo``: the main job on real parts, with something to look at."""
+"""``make demo``: the main use case with real engines, Redis and Kubernetes, and output to read."""

@@ -1,4 +1,4 @@
-"""``python -m demo``: both halves, then the table and ``demo/report.json``."""
+"""Run both parts of the demo, print a table and write ``demo/report.json``: ``python -m demo``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from contextlib import nullcontext
 from benchmarks.report import table
 from demo import engine, kubernetes, start
 from demo.build import Build
-from demo.show import note, show_beside, step, title
+from demo.show import note, show_background, step, title
 from demo.start import HERE, LOGS
 
 
 def finish(build: Build) -> None:
-    """Wait for the build, with progress. Ends the demo if the build failed."""
+    """Wait for the build and print its progress. Ends the demo if the build failed."""
     if not build.is_over(2):
-        with step("Kubernetes is still being built from source, once"):
+        with step("waiting for the build of Kubernetes from source; only the first run needs it"):
             while not build.is_over(10):
                 note(build.progress())
     if build.status:
@@ -28,20 +28,20 @@ def finish(build: Build) -> None:
 
 
 def rows(report: dict[str, dict[str, object]]) -> list[tuple[str, str]]:
-    """The report as a table."""
-    shown: list[tuple[str, str]] = []
+    """Return the rows of the table that the demo prints at its end."""
+    lines: list[tuple[str, str]] = []
     for name, figures in report.get("engine", {}).items():
         assert isinstance(figures, dict)
         hit = f"{figures['ttft_ms']} ms, {figures['share_of_cold']:.1%} of cold"
-        shown.append((f"time to first token, {name}", f"{hit}, {figures['cached_tokens']} tokens cached"))
+        lines.append((f"time to first token, {name}", f"{hit}, {figures['cached_tokens']} tokens cached"))
     for name, figure in report.get("kubernetes", {}).items():
-        what, _, unit = name.rpartition("_")
-        shown.append((what.replace("_", " "), f"{figure} {unit}"))
-    return shown
+        quantity, _, unit = name.rpartition("_")
+        lines.append((quantity.replace("_", " "), f"{figure} {unit}"))
+    return lines
 
 
 def run(halves: Sequence[str], build: Build | None) -> dict[str, dict[str, object]]:
-    """The report of each half."""
+    """Run parts of the demo. Returns the report of each part."""
     report: dict[str, dict[str, object]] = {}
     if "engine" in halves:
         report["engine"] = engine.run(LOGS, build.paused if build is not None else nullcontext)
@@ -63,10 +63,10 @@ def main() -> int:
         build = start.build()
     with build or nullcontext():
         if build is not None:
-            show_beside(build.progress)
+            show_background(build.progress)
         report = run(options.halves, build)
-    title("What you saw")
-    print(table(("what", "measured"), rows(report)))
+    title("Results")
+    print(table(("measurement", "result"), rows(report)))
     (HERE / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     print("\nreport: demo/report.json   logs: demo/logs/", flush=True)
     return 0

@@ -1,4 +1,4 @@
-"""The build of the Kubernetes programs in the background: it stops while something is measured."""
+"""Build the Kubernetes programs in the background. Measurements pause the build."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ kill -s INT -- "-$0" && kill -s CONT -- "-$0"
 for _ in 1 2 3 4 5 6 7 8 9 10; do sleep 0.5; kill -s 0 -- "-$0" || exit; done
 kill -s KILL -- "-$0"
 """
-"""Ends the group when the demo ends without a word, by a SIGKILL for example."""
-_GRACE_SECONDS = 5
+"""Shell script that ends the build if the demo ends without a clean-up, for example by SIGKILL."""
+_GRACE_SECONDS, _KILL_SECONDS = 5, 60
 
 
 class Build:
-    """A command in a process group of its own, with the lowest priority. A context manager that ends it.
+    """A command in its own process group, with the lowest priority. The context manager ends the command.
 
-    A watcher outside the group ends the group when the demo dies. Neither a running build nor a stopped one
-    stays behind. `handle` survives an exec of the demo: the process that follows adopts the build.
+    A watcher outside the group ends the group when the demo dies, also while the build is paused. `handle`
+    survives an exec of the demo, so that the next program adopts the build.
     """
 
     def __init__(self, pid: int, watcher: int, pipe: int, log: Path) -> None:
         self.pid, self._watcher, self._pipe = pid, watcher, pipe
         self._log = log
         self.status: int | None = None
-        """The exit status, once the build is over."""
+        """Exit status of a finished build, or None."""
 
     @classmethod
     def start(cls, argv: Sequence[str], log: Path) -> Build:
-        """Run ``argv``; its output goes to ``log``."""
+        """Run ``argv`` and write its output to ``log``."""
         mode = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         files = [
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, str(log), mode, 0o644),
             (os.POSIX_SPAWN_DUP2, 1, 2),
         ]
-        # A group in our session: Linux compares priorities within a session only.
-        # Where the demo runs in the background, its children would ignore an interrupt.
+        # The group stays in the demo's session, because Linux compares priorities only within a session.
+        # If the demo runs in the background, its children would otherwise ignore an interrupt.
         interrupts = [signal.SIGINT]
         command = ["nice", "-n", "19", *argv]
         pid = os.posix_spawnp(
@@ -66,13 +66,13 @@ class Build:
 
     @property
     def handle(self) -> str:
-        """What `adopt` needs. The pipe is open in the process that follows by exec, and in our children."""
+        """Argument of `adopt`. Makes the pipe survive an exec; child processes inherit the pipe, too."""
         os.set_inheritable(self._pipe, True)
         return f"{self.pid}:{self._watcher}:{self._pipe}"
 
     @classmethod
     def adopt(cls, handle: str, log: Path) -> Build:
-        """The build that this process started before it was another program."""
+        """Return the build that this process started before its exec."""
         pid, watcher, pipe = map(int, handle.split(":"))
         os.set_inheritable(pipe, False)
         return cls(pid, watcher, pipe, log)
@@ -85,11 +85,11 @@ class Build:
 
     @property
     def log(self) -> str:
-        """What the build wrote."""
+        """Output of the build, so far."""
         return self._log.read_text(errors="replace")
 
     def progress(self) -> str:
-        """One line; empty when the build is over."""
+        """Return a line about the progress; empty: the build is over."""
         if self.is_over():
             return ""
         lines = self.log.strip().splitlines()
@@ -97,7 +97,7 @@ class Build:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop all processes of the build; they continue at the end of the block, also after an exception."""
+        """Pause all processes of the build until the end of the block, also after an exception."""
         if self.is_over():
             yield
             return
@@ -110,20 +110,20 @@ class Build:
             self._signal(signal.SIGCONT)
 
     def is_over(self, timeout: float = 0) -> bool:
-        """Whether the build ends within ``timeout`` seconds; `status` is set then."""
+        """Return whether the build ends within ``timeout`` seconds. Sets `status` if so."""
         if self.status is None and self._ends_within(timeout):
             self._reap()
         return self.status is not None
 
     def close(self) -> None:
-        """End the build if it is not over: by an interrupt, after which it tidies up, then by force."""
+        """End an unfinished build: first by an interrupt, so that it can clean up, then by SIGKILL."""
         if self.is_over():
             return
         self._signal(signal.SIGINT)
         self._signal(signal.SIGCONT)
         if not self.is_over(_GRACE_SECONDS):
             self._signal(signal.SIGKILL)
-            self.is_over(_GRACE_SECONDS)
+            self.is_over(_KILL_SECONDS)
 
     def _ends_within(self, timeout: float) -> bool:
         descriptor = os.pidfd_open(self.pid)
@@ -135,7 +135,7 @@ class Build:
             os.close(descriptor)
 
     def _reap(self) -> None:
-        # Until the last line the group's number can't be another group's: its leader is a zombie.
+        # The leader is a zombie until the last line, so no other group can get this group's number.
         self._signal(signal.SIGKILL)  # children that outlived the leader
         os.write(self._pipe, b"\n")
         os.close(self._pipe)
@@ -148,18 +148,18 @@ class Build:
 
 
 def members(group: int) -> dict[int, str]:
-    """The processes of a group, each with the letter of its state."""
-    found = {}
+    """Return the state letter of each process of a group, by process number."""
+    states = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, pgrp = path.read_text().rpartition(")")[2].split()[:3]
-        except OSError:  # ended meanwhile
+        except OSError:  # the process has ended
             continue
         if int(pgrp) == group:
-            found[int(path.parent.name)] = state
-    return found
+            states[int(path.parent.name)] = state
+    return states
 
 
 def kubernetes(log: Path, programs: Sequence[str]) -> Build:
-    """The build of what is missing of ``programs``; where nothing is missing it ends at once."""
+    """Start the build of missing ``programs``. It ends at once if no program is missing."""
     return Build.start([sys.executable, "-m", "tools.kube.machine", *programs], log)

@@ -1,6 +1,6 @@
-"""First half: one prompt, three engines. Cold; from the sidecar's memory; from Redis.
+"""First part: three engines get one prompt. It is cold, then a hit in the sidecar's memory, then in Redis.
 
-Nothing else runs while a prompt is measured: the build is paused, and the sidecar has written all rows.
+No other work runs during a measurement: the build is paused, and the sidecar has written all rows.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from demo.show import command, note, step, title
+from lmcache.explain import tables
 from testing.child_process import free_port
 from testing.engine.process import ServedEngine, connector_config
 from testing.processes import RedisProcess, SidecarProcess
@@ -22,12 +23,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PROMPT_TOKENS, ANSWER_TOKENS, CHUNK_TOKENS = 8192, 32, 256
 ROWS = PROMPT_TOKENS // CHUNK_TOKENS
 Alone = Callable[[], AbstractContextManager[None]]
-"""Makes a context in which no other work of the demo runs."""
+"""Creates a context in which no other work of the demo runs."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one request brought."""
+    """Answer to one request, with its time to first token."""
 
     ttft_seconds: float
     tokens: list[int]
@@ -35,14 +36,14 @@ class Answer:
 
 
 def prompt() -> list[int]:
-    """A long document: in the tiny model's tokenizer, every character is a token."""
+    """Return the tokens of a long document. In the tiny model's tokenizer, each character is a token."""
     text = (ROOT / "LICENSE").read_text()[:PROMPT_TOKENS]
     assert len(text) == PROMPT_TOKENS
     return [4 + (ord(character) % 256) for character in text]
 
 
 def ask(url: str, tokens: list[int], max_tokens: int) -> Answer:
-    """One streamed completion; the first chunk with a token ends the time to first token."""
+    """Stream one completion. The first chunk with a token ends the time to first token."""
     body = {
         "model": "tiny", "prompt": tokens, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
         "stream": True, "return_token_ids": True, "stream_options": {"include_usage": True},
@@ -65,20 +66,22 @@ def ask(url: str, tokens: list[int], max_tokens: int) -> Answer:
 
 
 def start_engine(sidecar: SidecarProcess, number: int, logs: Path) -> ServedEngine:
-    """Start an engine whose KV cache is empty; it is not waited for."""
+    """Start an engine with an empty KV cache. Does not wait until the engine is ready."""
     config = connector_config(sidecar.socket_path)
     command(f'vllm serve tiny --kv-transfer-config \'{{"kv_connector": "{config["kv_connector"]}", ...}}\'')
-    return ServedEngine(logs / f"engine-{number}.log", free_port(), config)
+    # Two threads on any cores, as in `python -m benchmarks vllm`. The other engines are idle at this time.
+    threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return ServedEngine(logs / f"engine-{number}.log", free_port(), config, environment=threads)
 
 
-def measure(what: str, engine: ServedEngine, sidecar: SidecarProcess, alone: Alone) -> Answer:
-    """Ask an engine, and stop it when the sidecar has written what it stored."""
+def measure(label: str, engine: ServedEngine, sidecar: SidecarProcess, alone: Alone) -> Answer:
+    """Send the prompt to an engine. Stops the engine after the sidecar has written its rows."""
     with alone():
         ask(engine.url, [7] * CHUNK_TOKENS, 1)  # the first request of a process pays for lazy imports
         wait_until_written(sidecar, 1)
         answer = ask(engine.url, prompt(), ANSWER_TOKENS)
     note(f"answer: {answer.tokens[:12]} ...")
-    note(f"{what}: first token after {answer.ttft_seconds * 1e3:.0f} ms,"
+    note(f"{label}: first token after {answer.ttft_seconds * 1e3:.0f} ms,"
          f" {answer.num_cached_tokens} of {PROMPT_TOKENS} prompt tokens from the cache")  # fmt: skip
     wait_until_written(sidecar, ROWS + 1)  # the first request's row, too
     engine.close()
@@ -86,15 +89,22 @@ def measure(what: str, engine: ServedEngine, sidecar: SidecarProcess, alone: Alo
 
 
 def wait_until_written(sidecar: SidecarProcess, num_rows: int) -> None:
-    """Wait until the sidecar has ``num_rows`` rows in memory and none left to write to Redis."""
+    """Wait until the sidecar has ``num_rows`` rows in memory and has written all of them to Redis."""
     sidecar.wait_until(
         lambda stats: stats["memory"]["used_rows"] >= num_rows and not stats["num_unwritten_rows"]
     )
 
 
+def explain(sidecar: SidecarProcess) -> None:
+    """Print why the tokens of all prompts so far were loaded or computed."""
+    command(f"lmcache-sidecar explain --url {sidecar.url}")
+    for line in tables.overview(sidecar.stats()["causes"]):
+        note(line)
+
+
 def run(logs: Path, alone: Alone) -> dict[str, object]:
-    """Measure the three engines. Returns what goes into the report."""
-    title("1. One prompt of 8,192 tokens, three engines that never met")
+    """Measure the three engines. Returns the figures for the report."""
+    title("1. Three engines answer the same prompt of 8,192 tokens")
     rounds: dict[str, Answer] = {}
     with (
         RedisProcess() as redis,
@@ -107,16 +117,18 @@ def run(logs: Path, alone: Alone) -> dict[str, object]:
             for number, sidecar in enumerate((first, first, second), 1)
         ]
         with step(
-            "three vLLM servers, their KV caches empty (real vLLM on the CPU, a tiny random-weight Llama)"
+            "starting three vLLM servers with empty KV caches (on the CPU, a tiny Llama with random weights)"
         ):
             for engine in engines:
                 engine.wait_ready()
         rounds["cold"] = measure("cold", engines[0], first, alone)
-        note("This engine is stopped: its own KV is gone. Its sidecar stays. The second engine is asked.")
+        note("The first engine has stopped, and its KV cache is lost. Its sidecar still runs.")
+        note("The second engine gets the same prompt.")
         rounds["memory hit"] = measure("memory hit", engines[1], first, alone)
-        with step("stopping engine and sidecar: their memory is gone, only Redis is left"):
+        explain(first)
+        with step("stopping the sidecar of both engines: now only Redis has the KV"):
             first.terminate()
-        note("The third engine is asked. Its own sidecar has never had a request.")
+        note("The third engine gets the same prompt. Its sidecar has had no request so far.")
         rounds["remote hit"] = measure("remote hit", engines[2], second, alone)
     return report(rounds)
 
@@ -127,11 +139,11 @@ def sidecar_over(redis: RedisProcess) -> SidecarProcess:
 
 
 def report(rounds: dict[str, Answer]) -> dict[str, object]:
-    """Raises AssertionError when a hit's answer is not the cold one."""
+    """Return the figures for the report. Raises AssertionError if an answer differs from the cold one."""
     cold = rounds["cold"]
     for name, answer in rounds.items():
-        assert answer.tokens == cold.tokens, f"{name}: another answer than cold"
-    note(f"All three answers are the same {len(cold.tokens)} tokens, token for token.")
+        assert answer.tokens == cold.tokens, f"{name}: the answer differs from the cold one"
+    note(f"All three answers are identical: the same {len(cold.tokens)} tokens.")
     return {
         name: {
             "ttft_ms": round(answer.ttft_seconds * 1e3, 1),

@@ -1,4 +1,4 @@
-"""Second half: a real control plane, our chart, one LMCacheCluster; it becomes Ready, scales and heals."""
+"""Second part: one LMCacheCluster on a real control plane. It becomes Ready, scales and is repaired."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ CHILDREN = {
     "policy/v1/poddisruptionbudgets": "PodDisruptionBudget",
     "networking.k8s.io/v1/networkpolicies": "NetworkPolicy",
 }
-REST_SECONDS = 10
+IDLE_SECONDS = 10
 
 
 def run(logs: Path) -> dict[str, object]:
-    """Returns what goes into the report, times in seconds."""
-    title("2. One object, a real control plane, our chart")
-    with step("etcd, kube-apiserver, controller-manager, scheduler; nodes with GPUs are simulated by kwok"):
+    """Run this part. Returns the figures for the report, times in seconds."""
+    title("2. One LMCacheCluster on a real Kubernetes control plane")
+    with step(
+        "starting etcd, kube-apiserver, controller-manager and scheduler; kwok simulates nodes with GPUs"
+    ):
         cluster = Cluster(bin_dir=machine.directory(binaries.CLUSTER))
         cluster.__enter__()
     try:
@@ -45,9 +47,9 @@ def _with(cluster: Cluster, logs: Path) -> dict[str, object]:
                      "--create-namespace")  # fmt: skip
     with Operator(cluster, logs, f"{SYSTEM_NAMESPACE}/{SERVICE_ACCOUNT}") as operator:
         operator.start()
-        note("No kubelet runs here, so the operator runs as a process, with the token of the chart's own")
-        note("ServiceAccount: what the chart allows is all it can do.")
-        return {**_becomes_ready(cluster), **_rests(cluster), **_scales(cluster), **_heals(cluster)}
+        note("No kubelet runs here, so the operator runs as a process. It uses the token of the chart's")
+        note("ServiceAccount, so it has exactly the permissions that the chart grants.")
+        return {**_becomes_ready(cluster), **_is_idle(cluster), **_scales(cluster), **_repairs(cluster)}
 
 
 def _becomes_ready(cluster: Cluster) -> dict[str, object]:
@@ -66,18 +68,18 @@ def _becomes_ready(cluster: Cluster) -> dict[str, object]:
     note("\n".join(f"{child['kind']:<22} {child['metadata']['name']}" for child in children(cluster)))
     note(cluster.kubectl("get", "pods", "-l", f"lmcache.io/cluster={NAME}"))
     return {
-        "apply_to_all_children_present_seconds": round(present, 2),
-        "apply_to_Ready_seconds": round(ready, 2),
+        "from_apply_until_all_children_exist_seconds": round(present, 2),
+        "from_apply_until_Ready_seconds": round(ready, 2),
     }
 
 
-def _rests(cluster: Cluster) -> dict[str, object]:
-    with step(f"watching it rest for {REST_SECONDS} s"):
+def _is_idle(cluster: Cluster) -> dict[str, object]:
+    with step(f"counting the operator's writes for {IDLE_SECONDS} s without a change"):
         mark = cluster.mark()
-        time.sleep(REST_SECONDS)  # the measurement itself: nothing may happen in this time
+        time.sleep(IDLE_SECONDS)  # the duration of the measurement: no write may happen in it
         writes = cluster.written_since(mark, by="lmcache-operator")
     note(f"writes by the operator: {len(writes)}")
-    return {f"at_rest_for_{REST_SECONDS}_s_writes": len(writes)}
+    return {f"operator_without_a_change_for_{IDLE_SECONDS}_s_writes": len(writes)}
 
 
 def _scales(cluster: Cluster) -> dict[str, object]:
@@ -89,31 +91,31 @@ def _scales(cluster: Cluster) -> dict[str, object]:
     return {"scale_to_3_seconds": round(time.monotonic() - start, 2)}
 
 
-def _heals(cluster: Cluster) -> dict[str, object]:
+def _repairs(cluster: Cluster) -> dict[str, object]:
     slowest = 0.0
     for child in children(cluster):
         kind, name, uid = child["path"], child["metadata"]["name"], child["metadata"]["uid"]
         cluster.api.delete(kind, name, NAMESPACE)
         took = _timed(cluster, lambda: _is_new(cluster, kind, name, uid))  # noqa: B023
-        note(f"deleted {child['kind']} {name}: back after {took:.2f} s")
+        note(f"deleted {child['kind']} {name}: the operator created it again after {took:.2f} s")
         slowest = max(slowest, took)
-    return {"slowest_child_healed_after_deletion_seconds": round(slowest, 2)}
+    return {"slowest_repair_of_a_deleted_child_seconds": round(slowest, 2)}
 
 
-def _timed(cluster: Cluster, what: Callable[[], object]) -> float:
+def _timed(cluster: Cluster, is_done: Callable[[], object]) -> float:
     start = time.monotonic()
-    cluster.wait(what)
+    cluster.wait(is_done)
     return time.monotonic() - start
 
 
 def _is_new(cluster: Cluster, kind: str, name: str, uid: str) -> bool:
-    found = cluster.api.find(kind, name, NAMESPACE)
-    return found is not None and found["metadata"]["uid"] != uid
+    child = cluster.api.find(kind, name, NAMESPACE)
+    return child is not None and child["metadata"]["uid"] != uid
 
 
 def resource(cluster: Cluster) -> dict[str, Any]:
-    found: dict[str, Any] = cluster.api.get(KIND, NAME, NAMESPACE)
-    return found
+    cluster_object: dict[str, Any] = cluster.api.get(KIND, NAME, NAMESPACE)
+    return cluster_object
 
 
 def condition(cluster: Cluster, kind: str) -> str:
@@ -126,7 +128,7 @@ def pods(cluster: Cluster) -> list[dict[str, Any]]:
 
 
 def children(cluster: Cluster) -> list[dict[str, Any]]:
-    """What the operator made for the object, each with the path of its kind."""
+    """Return the objects that the operator created, each with the path of its kind."""
     return [
         {**child, "path": path, "kind": kind}
         for path, kind in CHILDREN.items()

@@ -1,4 +1,4 @@
-"""How the demo speaks: numbered steps with their time, the commands that it runs, tables."""
+"""Output of the demo: titles, steps with their time, notes and commands."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 _COLOURED = sys.stdout.isatty()
 
-_beside: list[Callable[[], str]] = []
-"""Work in the background, each tells its progress in a line; an empty one when it is done."""
+_background: list[Callable[[], str]] = []
+"""Functions that return a line with the progress of background work; empty: the work is done."""
 
 
-def show_beside(progress: Callable[[], str]) -> None:
-    """From now on every step ends with the progress of what goes on beside it."""
-    _beside.append(progress)
+def show_background(progress: Callable[[], str]) -> None:
+    """Print this progress of background work at the end of each further step."""
+    _background.append(progress)
 
 
 def _paint(text: str, code: str) -> str:
@@ -32,17 +32,17 @@ def note(text: str) -> None:
 
 
 def command(text: str) -> None:
-    """A command as a user would type it."""
+    """Print a command as a user would type it."""
     print(f"    {_paint('$ ' + text, '2')}", flush=True)
 
 
 @contextmanager
 def step(text: str) -> Iterator[None]:
-    """A step that may take a while: announced before, its time given after."""
+    """Print a step before it runs, and its time afterwards."""
     print(f"  {_paint('▸', '36')} {text} ...", flush=True)
     start = time.monotonic()
     yield
     print(f"    {_paint('✓', '32')} {time.monotonic() - start:.1f} s", flush=True)
-    for progress in _beside:
+    for progress in _background:
         if line := progress():
-            print(f"    {_paint('beside: ' + line, '2')}", flush=True)
+            print(f"    {_paint('background: ' + line, '2')}", flush=True)

@@ -1,6 +1,9 @@
-"""``python3 -m demo.start [HALF...]``: set-up and the build of Kubernetes at once, then ``python -m demo``.
+"""Run set-up and the build of Kubernetes at the same time, then ``python -m demo``.
 
-It runs before the environment is there, so it imports nothing but the standard library and the build.
+    python3 -m demo.start [PART...]
+
+This module runs before the Python environment exists. It imports only the standard library and modules that
+do the same.
 """
 
 from __future__ import annotations
@@ -23,36 +26,42 @@ LOGS = HERE / "logs"
 BUILD_LOG = LOGS / "kubernetes-build.log"
 HALVES = ("engine", "kubernetes")
 SECONDS = {"engine": 65, "kubernetes": 25}
-"""What each half takes on two cores when all is there."""
+"""Duration of each part on two cores, after set-up and build."""
 SET_UP_MINUTES, BUILD_MINUTES = 2.5, 5.5
 
 
 def arguments(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m demo", description=description)
-    parser.add_argument("halves", nargs="*", metavar="HALF", default=list(HALVES), help=", ".join(HALVES))
-    # From `main`, after set-up: the `Build.handle` of what it started, empty if that is nothing.
+    parser.add_argument(
+        "halves",
+        nargs="*",
+        metavar="PART",
+        default=list(HALVES),
+        help=f"parts to run: {', '.join(HALVES)} (default: both)",
+    )
+    # `main` passes the `Build.handle` of the build that it started; empty: it started no build.
     parser.add_argument("--build", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if unknown := set(options.halves) - set(HALVES):
-        parser.error(f"unknown half {', '.join(sorted(unknown))}; there are {', '.join(HALVES)}")
+        parser.error(f"unknown part {', '.join(sorted(unknown))}: choose from {', '.join(HALVES)}")
     return options
 
 
 def expected(halves: Sequence[str], *, is_set_up: bool) -> str:
-    """How long it will take, on two cores."""
+    """Return sentences about the duration on two cores, and about downloads and builds."""
     missing = machine.missing(binaries.CLUSTER) if "kubernetes" in halves else []
     seconds = sum(SECONDS[half] for half in halves)
     if is_set_up and not missing:
         return f"This takes about {seconds} seconds."
-    # The build goes on beside set-up and the engine; each of them also takes some of the build's time.
+    # The build runs during set-up and the engine part. Both slow it down.
     minutes = seconds / 60 + max(0 if is_set_up else SET_UP_MINUTES, BUILD_MINUTES if missing else 0)
     lines = [f"This takes about {minutes:.0f} minutes this first time, later {seconds} seconds."]
     if not is_set_up:
         lines.append("3 GB of Python packages are downloaded and installed.")
     if missing:
         lines.append(f"Kubernetes is built from source in the background ({', '.join(missing)}).")
-        lines.append(f"It is kept in {binaries.cache_directory().parent}.")
-        lines.append("The build pauses while something is measured.")
+        lines.append(f"The result is cached in {binaries.cache_directory().parent}.")
+        lines.append("The build pauses during measurements.")
     return "\n".join(lines)
 
 
@@ -72,7 +81,7 @@ def main() -> None:
     with build() if "kubernetes" in options.halves else nullcontext() as started:
         if status := subprocess.run([set_up]).returncode:
             sys.exit(status)
-        # The process stays the same, so that the build stays its child.
+        # An exec keeps the process, so the build remains its child.
         os.execv(python, [*argv, f"--build={started.handle if started else ''}"])
 
 
