@@ -1,1 +1,1 @@
-"""What builds and checks the project; nothing here is shipped."""
+"""Programs that build and check the project. Releases do not contain them."""

@@ -1,4 +1,4 @@
-"""Where things that take minutes to make are kept between runs and checkouts."""
+"""Cache directory for results that take minutes to create. Runs and checkouts share it."""
 
 from __future__ import annotations
 
@@ -13,27 +13,32 @@ from pathlib import Path
 
 
 def cache_root() -> Path:
-    """``$LMCACHE_CACHE_DIR``, or ``lmcache-cluster`` in the user's cache directory, as in setup.sh."""
+    """Return the directory that setup.sh uses, too: ``$LMCACHE_CACHE_DIR``, or one in the user's cache."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmcache-cluster"
     return Path(os.environ.get("LMCACHE_CACHE_DIR") or default)
 
 
 def uv() -> Path:
-    """The package installer: the project's own, the machine's, or the one that set-up fetched. Raises
-    FileNotFoundError with what to do.
+    """Return the package installer: the project's, the machine's, or the one that set-up downloaded.
+
+    Raises FileNotFoundError, with a remedy.
     """
-    own = Path(sys.executable).parent / "uv"
-    candidates = [own, *map(Path, filter(None, [shutil.which("uv")])), *cache_root().glob("uv-*/bin/uv")]
+    in_environment = Path(sys.executable).parent / "uv"
+    candidates = [
+        in_environment,
+        *map(Path, filter(None, [shutil.which("uv")])),
+        *cache_root().glob("uv-*/bin/uv"),
+    ]
     for candidate in candidates:
         if candidate.exists():
             return candidate
     raise FileNotFoundError("uv is not installed: run `make setup`")
 
 
-def kept(name: str, make: Callable[[Path], None]) -> Path:
-    """Return the directory of this name in the cache directory; ``make`` fills it when it is not there.
+def cached_directory(name: str, make: Callable[[Path], None]) -> Path:
+    """Return the directory of this name in the cache directory. If it is missing, ``make`` fills it.
 
-    It appears whole or not at all, also when several processes make it at once.
+    The directory appears complete or not at all, even if several processes create it at the same time.
     """
     target = cache_root() / name
     if not target.is_dir():
@@ -51,12 +56,12 @@ def kept(name: str, make: Callable[[Path], None]) -> Path:
 
 @contextlib.contextmanager
 def exclusive(path: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Holds a lock file; says so when it has to wait for another process."""
+    """Hold a lock file. Calls ``say`` before it waits for another process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"another process is building the same; waiting for it ({path})")
+            say(f"waiting for another process that builds the same ({path})")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

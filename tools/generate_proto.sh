@@ -1,6 +1,6 @@
 #!/bin/sh
-# Generates the message classes. protoc 31 (grpcio-tools 1.75): its code runs on protobuf 6.31 and newer, 7.x included,
-# which is the support window of the engines that the client is loaded into.
+# Generates the message classes with protoc 31 (grpcio-tools 1.75). Its code runs on protobuf 6.31 and newer, including
+# 7.x. This covers the engines that import the client.
 set -eu
 cd "$(dirname "$0")/.."
 uv run --quiet --no-project --isolated --with grpcio-tools==1.75.1 --with 'setuptools<81' \

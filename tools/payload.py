@@ -1,12 +1,14 @@
-"""The client as a folder that any engine's Python can import from: what the sidecar's image hands to engines.
+"""Create the payload: a folder from which any engine's Python can import the client.
+
+The sidecar's image gives this folder to engines.
 
     python -m tools.payload OUT [--part library] [--python 3.12 ...] [--platform x86_64-manylinux_2_28]
 
-    OUT/lmcache/                 the library; OUT is put on the engine's PYTHONPATH
-    OUT/lmcache_bundled/cp312/   gRPC and Protobuf for that Python; `lmcache` appends it to sys.path, so the
-                                 engine's own packages win wherever it has them
+    OUT/lmcache/                 the library; the engine's PYTHONPATH contains OUT
+    OUT/lmcache_bundled/cp312/   gRPC and Protobuf for that Python; `lmcache` appends it to sys.path, so that
+                                 the engine's own packages take precedence
 
-Limits: Linux with glibc, the Pythons and the one platform it was made for; numpy and torch are the engine's.
+Limits: Linux with glibc, and the given Pythons and platform. numpy and torch come from the engine.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ PARTS = ("library", "bundle")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 PLATFORM = f"{platform.machine()}-manylinux_2_28"
 BUNDLED = ("grpcio", "protobuf", "typing-extensions")
-"""What the client imports and an engine may lack, with its dependencies."""
+"""Packages that the client imports and that an engine may lack, with their dependencies."""
 
 
 def pins() -> list[str]:
-    """`BUNDLED` with the versions of the sidecar. Raises ValueError when one is not pinned."""
-    found = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", PINS.read_text(), re.MULTILINE))
-    if missing := set(BUNDLED) - set(found):
+    """Return `BUNDLED` with the versions of the sidecar. Raises ValueError if a version is missing."""
+    versions = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", PINS.read_text(), re.MULTILINE))
+    if missing := set(BUNDLED) - set(versions):
         raise ValueError(f"{PINS.name} has no pin for {', '.join(sorted(missing))}")
-    return [f"{name}=={found[name]}" for name in BUNDLED]
+    return [f"{name}=={versions[name]}" for name in BUNDLED]
 
 
 def copy_library(out: Path) -> None:
@@ -43,7 +45,7 @@ def copy_library(out: Path) -> None:
 
 
 def bundle(out: Path, python: str, target: str = PLATFORM) -> None:
-    """Unpacks the wheels for one Python. Raises CalledProcessError when there is none for it."""
+    """Unpack the wheels for one Python. Raises CalledProcessError if no wheel supports it."""
     folder = out / "lmcache_bundled" / f"cp{python.replace('.', '')}"
     subprocess.run(
         [
@@ -58,7 +60,7 @@ def bundle(out: Path, python: str, target: str = PLATFORM) -> None:
 def make(
     out: Path, parts: Sequence[str] = PARTS, pythons: Sequence[str] = PYTHONS, target: str = PLATFORM
 ) -> None:
-    """Lays parts of the payload out in ``out``, which must not exist."""
+    """Create parts of the payload in ``out``, which must not exist."""
     out.mkdir(parents=True)
     if "library" in parts:
         copy_library(out)

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Resolves pyproject.toml into tools/requirements/. No file names an index, so that any mirror works.
-# engine.txt is a freeze of the engine's own resolution, kept by hand; the others are constrained by it.
+# engine.txt is a freeze of the engine's own resolution, edited by hand. It constrains the other files.
 set -eu
 cd "$(dirname "$0")/.."
 compile() { uv pip compile --quiet --upgrade --no-emit-index-url --no-header --no-annotate --python-version 3.11 \
@@ -8,11 +8,13 @@ compile() { uv pip compile --quiet --upgrade --no-emit-index-url --no-header --n
 compile pyproject.toml --extra sidecar --extra operator --extra dev --output-file tools/requirements/dev.txt
 echo 'torch==2.13.0' | compile --output-file tools/requirements/torch.txt -
 
-# What the images install, by hash: the same versions, and for the operator none of what the storage core needs.
+# Packages of the images, with hashes: the same versions, and for the operator no packages of the storage core.
 image() { compile pyproject.toml --generate-hashes --constraint tools/requirements/dev.txt \
   --constraint tools/requirements/torch.txt "$@"; }
 image --extra sidecar --extra cuda --output-file sidecar/requirements.txt
 image --extra operator --no-emit-package numpy --no-emit-package xxhash --no-emit-package grpcio \
   --no-emit-package protobuf --output-file operator/requirements.txt
-# What builds them.
+# Packages that build the images.
 printf 'uv\nhatchling\n' | compile --generate-hashes --output-file tools/requirements/build.txt -
+# Packages that build the documentation site (tools/docs.py). The theme needs MkDocs 1.
+printf 'mkdocs<2\nmkdocs-material\n' | compile --output-file tools/requirements/docs.txt -

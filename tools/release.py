@@ -1,8 +1,9 @@
-"""Builds and pushes what a release consists of: the images, and the chart that names them by digest.
+"""Build and push a release: the images, and the chart that names them by digest.
 
     python -m tools.release --version 0.1.0 --registry ghcr.io/OWNER [--digests FILE]
 
-Needs Docker with buildx, logged in to the registry. Images get SBOM and provenance as attestations.
+This needs Docker with buildx, logged in to the registry. Each image gets an SBOM and its provenance as
+attestations.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "charts" / "lmcache-operator"
 IMAGES = ("operator", "sidecar")
 BUILDER = "lmcache-release"
-"""A builder with a container of its own: the default one can't make attestations."""
+"""A builder that runs in a container. Docker's default builder can't create attestations."""
 
 
 class ReleaseError(RuntimeError):
-    """Nothing was published, or not all of it; the message says what to do."""
+    """The release is incomplete. The message says what to do."""
 
 
 def run(*argv: str | Path) -> None:
-    """Raises `ReleaseError` with the command."""
+    """Run a command. Raises `ReleaseError` with the command."""
     if subprocess.run([str(a) for a in argv], cwd=ROOT).returncode:
         raise ReleaseError(f"failed: {' '.join(str(a) for a in argv)}")
 
 
 def check_version(version: str) -> None:
-    """Raises `ReleaseError` if chart or library say that they are another version."""
+    """Check the versions of chart and library. Raises `ReleaseError` if one is different."""
     texts = {
         CHART / "Chart.yaml": f"\nappVersion: {version}\n",
         ROOT / "pyproject.toml": f'\nversion = "{version}"\n',
@@ -47,7 +48,7 @@ def check_version(version: str) -> None:
 
 
 def push_image(name: str, reference: str) -> str:
-    """Builds and pushes one image; its digest."""
+    """Build and push one image. Returns its digest."""
     with tempfile.NamedTemporaryFile() as metadata:
         run(
             "docker", "buildx", "build", "--builder", BUILDER, "--platform", "linux/amd64", "--push",
@@ -61,12 +62,14 @@ def push_image(name: str, reference: str) -> str:
 
 def replace_once(text: str, old: str, new: str) -> str:
     if text.count(old) != 1:
-        raise ReleaseError(f"values.yaml has {old!r} {text.count(old)} times: the release has to be adapted")
+        raise ReleaseError(
+            f"values.yaml has {old!r} {text.count(old)} times, not once: adapt tools/release.py"
+        )
     return text.replace(old, new)
 
 
 def pack_chart(version: str, registry: str, digests: dict[str, str], out: Path) -> Path:
-    """The chart's archive in ``out``, with the images of this release in its values."""
+    """Create the chart's archive in ``out``, with the images of this release in its values."""
     chart = out / CHART.name
     shutil.copytree(CHART, chart)
     values = chart / "values.yaml"
@@ -83,7 +86,7 @@ def pack_chart(version: str, registry: str, digests: dict[str, str], out: Path) 
 
 
 def push_chart(archive: Path, registry: str) -> str:
-    """Pushes the chart; its digest, which helm prints."""
+    """Push the chart. Returns its digest, which helm prints."""
     argv = [str(binaries.path("helm")), "push", str(archive), f"oci://{registry}/charts"]
     done = subprocess.run(argv, capture_output=True, text=True)
     output = done.stdout + done.stderr
@@ -94,7 +97,7 @@ def push_chart(archive: Path, registry: str) -> str:
 
 
 def release(version: str, registry: str, digests_file: Path | None) -> None:
-    """Publishes everything. Raises `ReleaseError`."""
+    """Publish images and chart. Raises `ReleaseError`."""
     check_version(version)
     subprocess.run(["docker", "buildx", "rm", BUILDER], capture_output=True)
     run("docker", "buildx", "create", "--name", BUILDER, "--driver", "docker-container")

@@ -1,11 +1,13 @@
-"""What hit ratio would the memory tier have on a trace? ``python -m tools.simulate TRACE --sizes 64Gi``.
+"""Simulate the hit ratio of the memory tier on a trace: ``python -m tools.simulate TRACE --sizes 64Gi``.
 
-Prints, for each size, what the tier's own eviction policy gets on the trace, what plain LRU gets by exact
-stack distances, and what the miss-ratio curve estimates from a sample: they should agree.
+Prints three hit ratios for each size, which should agree. The first one is that of the tier's own eviction
+policy. The second one is that of plain LRU, by exact stack distances. The third one is the estimate of the
+miss-ratio curve from a sample.
 
-A trace is a file of JSON lines, gzipped or not, one request each, in the order of arrival: ``timestamp`` (ms)
-and ``hash_ids``, the prefix hashes of the prompt's blocks, head first (the format of the Mooncake traces,
-https://github.com/kvcache-ai/Mooncake). An object takes ``--block-bytes``, whatever its block holds.
+A trace is a file of JSON lines, gzipped or not, in the format of the Mooncake traces
+(https://github.com/kvcache-ai/Mooncake). Each line is one request, in the order of arrival. ``timestamp`` is
+in ms. ``hash_ids`` are the prefix hashes of the prompt's blocks, head first. Each object takes
+``--block-bytes``, also that of a partly filled block.
 """
 
 from __future__ import annotations
@@ -19,26 +21,26 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lmcache.common.units import format_size, parse_size
 from lmcache.curves import Lookup, MissRatioCurve, RecencyStack
 from lmcache.tiers.policy import LRU
-from lmcache.units import format_size, parse_size
 
 
 class NoEviction(LRU):
-    """Nothing goes: what is full refuses."""
+    """A policy that evicts nothing: a full tier refuses new rows."""
 
     def victims(self, sparing: Hashable = None) -> Iterator[int]:
         return iter(())
 
 
 POLICIES: dict[str, Callable[[int], LRU]] = {"lru": LRU, "none": NoEviction}
-"""What the tier can be run with; made for a number of rows."""
+"""Eviction policies of the simulated tier. The argument is the number of rows."""
 
 _DEFAULT_BLOCK_BYTES = "64Mi"  # 512 tokens, 128 KiB of KV each: an 8B model with grouped-query attention
 
 
 class TraceError(ValueError):
-    """A line of the trace can't be used; the message says which, and why."""
+    """A line of the trace is invalid. The message has its number and the reason."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Request:
 
 
 def read_trace(path: Path) -> Iterator[Request]:
-    """Read a trace. Raises TraceError, and OSError when the file can't be read."""
+    """Read a trace. Raises TraceError, or OSError if the file can't be read."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -58,13 +60,15 @@ def read_trace(path: Path) -> Iterator[Request]:
                 blocks = tuple(int(block) for block in fields["hash_ids"])
                 yield Request(float(fields["timestamp"]) / 1000, blocks)
             except (ValueError, TypeError, KeyError) as error:
-                raise TraceError(f"{path}, line {number}: needs timestamp and hash_ids ({error!r})") from None
+                raise TraceError(
+                    f"{path}, line {number}: timestamp or hash_ids is missing or invalid ({error!r})"
+                ) from None
 
 
 def simulate(requests: Iterable[Request], num_rows: int, policy: LRU) -> float:
-    """Share of blocks that are hits of a prefix in a memory tier of ``num_rows`` rows."""
+    """Return the share of blocks that hit as part of a prefix, in a memory tier of ``num_rows`` rows."""
     rows: dict[int, int] = {}
-    blocks: dict[int, int] = {}  # what each row holds
+    blocks: dict[int, int] = {}  # block of each row
     free = list(range(num_rows))
     num_hits = num_accesses = 0
     for request_id, request in enumerate(requests):
@@ -77,7 +81,7 @@ def simulate(requests: Iterable[Request], num_rows: int, policy: LRU) -> float:
         num_accesses += len(request.blocks)
         policy.touch(hits, request_id)
         for block in request.blocks[len(hits) :]:
-            if block in rows:  # its head was evicted, or refused; the engine finds it there when it stores
+            if block in rows:  # the prompt's head was evicted or refused; the store then finds this block
                 continue
             row = free.pop() if free else next(policy.victims(request_id), None)
             if row is None:
@@ -90,28 +94,30 @@ def simulate(requests: Iterable[Request], num_rows: int, policy: LRU) -> float:
 
 
 def stack_distances(requests: Iterable[Sequence[int]]) -> list[int]:
-    """How many distinct keys were accessed since the last access to each, itself included; 0 for the first.
+    """Return the stack distance of each access; 0 for the first access to a key.
 
-    A request's keys are looked up before any of them is touched, in the order given: tail first.
+    The distance is the number of distinct keys since the last access to the key, including the key. All keys
+    of a request are looked up before the first key is touched. The order of touches is the given one, tail
+    first.
     """
-    stack, found = RecencyStack(), []
+    stack, distances = RecencyStack(), []
     for keys in requests:
-        found += [max(0, distance) for distance in stack.access(keys, 1)]
-    return found
+        distances += [max(0, distance) for distance in stack.access(keys, 1)]
+    return distances
 
 
 def tail_first(requests: Iterable[Request]) -> list[tuple[int, ...]]:
-    """The blocks of each request in the order in which the tiers touch them."""
+    """Return the blocks of each request in the order in which the tiers touch them."""
     return [request.blocks[::-1] for request in requests]
 
 
 def key_hash(block: int) -> int:
-    """64 uniformly distributed bits for a block of a trace."""
+    """Return 64 uniformly distributed bits for a block of a trace."""
     return int.from_bytes(hashlib.sha256(str(block).encode()).digest()[:8], "big")
 
 
 def estimate(requests: Iterable[Request], block_bytes: int, max_keys: int = 16_000) -> MissRatioCurve:
-    """The miss-ratio curve of a trace."""
+    """Return the miss-ratio curve of a trace."""
     curve = MissRatioCurve(max_keys)
     hashes: dict[int, int] = {}
     for request in requests:
@@ -123,7 +129,7 @@ def estimate(requests: Iterable[Request], block_bytes: int, max_keys: int = 16_0
 
 @dataclass(frozen=True)
 class Point:
-    """One size, and the hit ratios there."""
+    """One size, with its hit ratios."""
 
     size_bytes: int
     policies: dict[str, float]
@@ -140,7 +146,7 @@ def curve_points(
     policies: Sequence[str],
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Point]:
-    """All hit ratios at all sizes."""
+    """Return the hit ratios at each size."""
     progress("exact stack distances")
     distances = sorted(stack_distances(tail_first(requests)))
     progress("estimate")
@@ -156,7 +162,7 @@ def curve_points(
 
 
 def plot(points: Sequence[Point], title: str, path: Path) -> None:
-    """Draw the curve. Raises ImportError, saying what to install, without matplotlib."""
+    """Draw the curve. Without matplotlib, raises ImportError that says what to install."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -188,7 +194,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _default_sizes(requests: Sequence[Request], block_bytes: int) -> list[int]:
-    """From 1 % of all distinct blocks to all of them."""
+    """Return sizes from 1 % of all distinct blocks to all of them."""
     total = len({block for request in requests for block in request.blocks}) * block_bytes
     shares = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
     return [max(block_bytes, int(total * share)) for share in shares]
@@ -200,19 +206,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("trace", type=Path, help="JSON lines (may be gzipped) with timestamp and hash_ids")
     parser.add_argument(
-        "--sizes", type=_sizes, metavar="SIZE,..", help="as in 16Gi,64Gi (default: 1 to 100 %% of all blocks)"
+        "--sizes",
+        type=_sizes,
+        metavar="SIZE,..",
+        help="sizes of the tier, such as 16Gi,64Gi (default: 1 to 100 %% of all blocks)",
     )
     parser.add_argument("--block-bytes", type=parse_size, default=_DEFAULT_BLOCK_BYTES, metavar="SIZE",
         help="bytes of KV of one block of the trace (default: %(default)s)")  # fmt: skip
     parser.add_argument(
         "--policy", choices=POLICIES, action="append", help="eviction policy; may be repeated (default: lru)"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curve into a .png, .svg or .pdf")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="write the curve to a .png, .svg or .pdf file"
+    )
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Run the command. Returns its exit status."""
     arguments = _parser().parse_args(argv)
     policies = arguments.policy or ["lru"]
     try:

@@ -1,9 +1,9 @@
-/* Devices, primary contexts, and which context a thread is in. */
+/* Devices, primary contexts, and the current context of each thread. */
 #include "sim.h"
 #include <stdio.h>
 #include <unistd.h>
 
-static char uuids[MAX_DEVICES][64]; /* of the node: "GPU-..." or "MIG-..." */
+static char uuids[MAX_DEVICES][64]; /* of the node's devices: "GPU-..." or "MIG-..." */
 static int num_devices, visible_devices[MAX_DEVICES], num_visible, is_initialized;
 static struct context contexts[MAX_DEVICES];
 
@@ -18,7 +18,7 @@ CUresult entered(const char *function, int needs_context) {
     if (code >= 700 && code < 720 && code != ALREADY_REGISTERED && code != NOT_REGISTERED && current) {
         pthread_mutex_lock(&lock);
         current->sticky = code;
-        pthread_cond_broadcast(&changed); /* nothing is waited for any more */
+        pthread_cond_broadcast(&changed); /* waits end */
         pthread_mutex_unlock(&lock);
     }
     if (code) return code;
@@ -46,7 +46,7 @@ static void read_devices(void) {
             snprintf(number, sizeof number, "%d", i);
             if (!strcmp(part, number) || (strlen(part) > 4 && !strncmp(part, uuids[i], strlen(part)))) found = i;
         }
-        if (found < 0) return; /* as the real one: what follows an unknown name is hidden, too */
+        if (found < 0) return; /* as the real driver: devices after an unknown name are hidden, too */
         visible_devices[num_visible++] = found;
     }
 }

@@ -1,4 +1,4 @@
-/* Names of errors, and how a program finds the entry points. */
+/* Names of errors, and the table of entry points. */
 #include "sim.h"
 #include <dlfcn.h>
 #include <stdio.h>
@@ -31,7 +31,7 @@ void *find_entry(const char *name, int is_newer_form) {
     return dlsym(self, symbol);
 }
 
-/* `version` is the newest CUDA that the caller knows. */
+/* `version`: newest CUDA version that the caller supports. */
 API CUresult cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, int *status) {
     (void)flags;
     static const int BATCHES_SINCE = 12080, NEW_BATCHES_SINCE = 13000;

@@ -9,12 +9,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* Device addresses lie here in every process, so that a restarted one gets the same again. */
+/* Range of device addresses in every process, so that a restarted process gets the same addresses. */
 #define SPACE 0x600000000000ull
 #define SPACE_BYTES (1ull << 42)
 #define ALIGNMENT (2ull << 20)
 
-static struct region *regions; /* the live ones, by address */
+static struct region *regions; /* live regions, by address */
 static uint64_t next_id = 1;
 int running, removing;
 
@@ -42,22 +42,22 @@ static struct region *add_region(enum kind kind, uint64_t start, uint64_t bytes,
     return *place = new;
 }
 
-/* Queued copies see that it is gone; the one that runs is waited for, so that none runs into nothing. */
-static void remove_region(struct region *gone) {
+/* Queued copies detect the removal. The running copy ends first, so that no copy touches unmapped memory. */
+static void remove_region(struct region *region) {
     struct region **place = &regions;
-    while (*place != gone) place = &(*place)->next;
-    *place = gone->next;
-    gone->is_live = 0;
+    while (*place != region) place = &(*place)->next;
+    *place = region->next;
+    region->is_live = 0;
     removing++;
     while (running) pthread_cond_wait(&changed, &lock);
     removing--;
     pthread_cond_broadcast(&changed);
-    if (gone->kind == PINNED) return;
-    mmap((void *)gone->start, rounded(gone->bytes), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-    close(gone->fd); /* and with it the lock that says that the memory is in use */
+    if (region->kind == PINNED) return;
+    mmap((void *)region->start, rounded(region->bytes), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    close(region->fd); /* also releases the lock that marks the memory as used */
 }
 
-/* The lowest free place for so many bytes: what was freed is given again. 0: none. */
+/* The lowest free address for so many bytes. Freed addresses are used again. 0: no free address. */
 static uint64_t find_place(uint64_t bytes) {
     static int is_reserved;
     if (!is_reserved) {
@@ -75,7 +75,7 @@ static uint64_t find_place(uint64_t bytes) {
     return place + rounded(bytes) <= SPACE + SPACE_BYTES ? place : 0;
 }
 
-/* ---- how full a device is: files of memory that some process holds a lock on ---- */
+/* ---- used memory of a device: memory files that a process has locked ---- */
 
 static uint64_t used_bytes(int device) {
     char path[512];
@@ -114,11 +114,11 @@ API CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total) {
 
 /* ---- allocations and their handles ---- */
 
-/* What an IPC handle holds here; the rest of its 64 bytes is 0. */
+/* Content of a simulated IPC handle; the rest of its 64 bytes is 0. */
 struct handle {
     int32_t pid, device;
     uint64_t start, bytes;
-    uint64_t id; /* 0 if CUDASIM_SAME_HANDLES: then an address that is used again has the same handle again */
+    uint64_t id; /* 0 with CUDASIM_SAME_HANDLES: then a reused address has the same handle again */
 };
 
 static const char *memory_path(char *path, const struct handle *h, int is_freed) {
@@ -128,7 +128,7 @@ static const char *memory_path(char *path, const struct handle *h, int is_freed)
     return node_path(path, name);
 }
 
-/* Nobody can open it from now on; who has it open keeps the memory. Node locked. */
+/* No process can open it from now on. Processes with an open handle retain the memory. Node locked. */
 static void hide(const struct handle *handle) {
     char path[512], hidden[512];
     struct handle unique = *handle;
@@ -144,7 +144,7 @@ static CUresult allocate(uint64_t *out, uint64_t start, uint64_t bytes, enum kin
     CUresult rc = check_room(current->device, bytes);
     int fd = -1;
     if (!rc) {
-        hide(&handle); /* of a dead process, if it had the same number and the same address */
+        hide(&handle); /* handle of a dead process with the same number and address */
         fd = open(memory_path(path, &handle, 0), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
         if (fd < 0 || flock(fd, LOCK_SH) || ftruncate(fd, (off_t)bytes)) rc = OUT_OF_MEMORY;
     }
@@ -226,7 +226,7 @@ API CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *out, struct raw_handle raw, unsi
     struct handle handle;
     memcpy(&handle, &raw, sizeof handle);
     if (flags != 1) return INVALID_VALUE;
-    if (handle.pid == getpid()) return INVALID_CONTEXT; /* the value alone decides, whatever the namespace */
+    if (handle.pid == getpid()) return INVALID_CONTEXT; /* only the value counts, not the namespace */
     if (handle.device != current->device) return INVALID_VALUE;
     pthread_mutex_lock(&lock);
     struct region *r = regions;
@@ -286,16 +286,16 @@ API CUresult cuMemHostUnregister(void *address) {
     return rc;
 }
 
-/* ---- virtual memory management, as sleep mode and expandable segments use it: no handle can be had of it ---- */
+/* ---- virtual memory management for sleep mode and expandable segments; it has no IPC handles ---- */
 
 static size_t created[64]; /* sizes; a handle is an index + 1 */
 
 API CUresult cuMemAddressReserve(CUdeviceptr *out, size_t bytes, size_t alignment, CUdeviceptr hint, unsigned long long flags) {
     ENTER(1);
     (void)alignment, (void)hint, (void)flags;
-    static uint64_t next = SPACE + SPACE_BYTES / 2; /* not given again: enough for tests */
+    static uint64_t next = SPACE + SPACE_BYTES / 2; /* addresses are not reused: enough for tests */
     pthread_mutex_lock(&lock);
-    CUresult rc = find_place(bytes) ? OK : OUT_OF_MEMORY; /* reserves the space, if it was not yet */
+    CUresult rc = find_place(bytes) ? OK : OUT_OF_MEMORY; /* reserves the space at the first call */
     *out = next;
     next += rounded(bytes);
     pthread_mutex_unlock(&lock);
@@ -375,7 +375,7 @@ API CUresult cuPointerGetAttribute(void *value, int attribute, CUdeviceptr addre
     case 2: *(unsigned *)value = region->kind == PINNED ? 1 : 2; break; /* host, device */
     case 7: *(uint64_t *)value = region->id; break;
     case 9: *(int *)value = ordinal_of(region->context->device); break;
-    case 10: *(unsigned *)value = region->kind == ALLOCATED; break;     /* can it be exported by IPC? */
+    case 10: *(unsigned *)value = region->kind == ALLOCATED; break;     /* whether IPC can export it */
     case 11: *(uint64_t *)value = region->start; break;
     case 12: *(size_t *)value = region->bytes; break;
     default: rc = INVALID_VALUE;

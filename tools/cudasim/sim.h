@@ -1,16 +1,16 @@
-/* A simulated CUDA driver: what a program sees of libcuda.so.1, on memory of the host.
+/* A simulated CUDA driver: the interface of libcuda.so.1, on memory of the host.
  *
- * It shows: queues with a thread each, so that copies are late; events; IPC between processes; pinning;
- * contexts that break; memory that runs out; faults on demand. It is stricter than hardware: a copy that
- * touches memory that was freed, closed or unregistered, or that lies in no allocation, breaks its context
- * (error 700) where hardware may well read somebody else's bytes.
+ * It simulates streams with one thread each, so that copies are asynchronous. It also simulates events, IPC
+ * between processes, pinning, broken contexts, exhausted memory, and faults on demand. It is stricter than
+ * hardware: a copy that touches freed, closed or unregistered memory, or memory outside of all allocations,
+ * breaks its context (error 700). Hardware may read the bytes of another process instead.
  *
- * It can't show: bandwidth, overlap of copies with kernels, the legacy stream's implicit waits, what a call
- * costs, drivers' quirks, what kernels compute. Only a GPU shows those: `make gpu-check`.
+ * It does not simulate bandwidth, overlap of copies with kernels, implicit waits of the legacy stream, the cost
+ * of calls, defects of drivers, or the results of kernels. `make gpu-check` measures those on a GPU.
  *
- * docs/reference/simulated-driver.md has the environment variables and the words of the control file.
+ * docs/reference/simulated-driver.md lists the environment variables and the commands of the control file.
  *
- * state.c   the node (a folder that all processes share), this process's record, orders, faults
+ * state.c   the node (a folder that all processes share), the record of this process, orders, faults
  * device.c  devices, primary contexts, the current context of a thread
  * memory.c  allocations, mappings of virtual memory, IPC, pins, questions about pointers
  * stream.c  streams, events, copies
@@ -36,31 +36,31 @@ enum { /* as in cuda.h */
 
 /* ---- state.c ---- */
 
-/* What a process has and did; others read it in its record. An entry each, 24 bytes name and 8 value. */
+/* Counters of a process, which other processes read in its record. An entry has 24 bytes of name and 8 of value. */
 enum counter {
     PID, CONTEXTS, ALLOCATIONS, ALLOCATED_BYTES, MAPPINGS, STREAMS, EVENTS, PINS, PINNED_BYTES,
     BATCHES, SINGLE_COPIES, PIECES, COPIED_BYTES, PAGEABLE_PIECES, WRITES_TO_IMPORTS, ILLEGAL_PIECES,
-    CONTEXTS_ON_0, /* .. + MAX_DEVICES - 1: which devices they are on */
+    CONTEXTS_ON_0, /* .. + MAX_DEVICES - 1: contexts by device */
     NUM_COUNTERS = CONTEXTS_ON_0 + 8,
 };
 #define MAX_DEVICES 8
 
-extern pthread_mutex_t lock;    /* guards everything in this process */
-extern pthread_cond_t changed;  /* broadcast when anything that somebody waits for has changed */
+extern pthread_mutex_t lock;    /* guards all state of this process */
+extern pthread_cond_t changed;  /* broadcast after each change that a thread may wait for */
 
 void count(enum counter which, int64_t by);
-int node_open(void);            /* take part in the node; once. Returns an error code. */
+int node_open(void);            /* join the node, once; returns an error code */
 const char *node_path(char *out, const char *name); /* out: 512 bytes */
-void node_lock(void);           /* between processes, and `lock` held: for what lies in the node's folder */
+void node_lock(void);           /* lock the node's folder against other processes; `lock` must be held */
 void node_unlock(void);
-int is_abandoned(const char *path); /* does no process hold this file any more? */
+int is_abandoned(const char *path); /* no process has this file locked */
 int contexts_of_others(int device);
 int num_contexts(int device);   /* of all processes */
 
 /* Orders: the environment variable CUDASIM_ORDERS and the file `orders` in the node's folder. */
-int fault(const char *function); /* the error that this call has to return, or 0; counts the call */
+int fault(const char *function); /* error that this call must return, or 0; counts the call */
 int is_stalled(void);
-double rate(const char *name);   /* `rate` or `pin_rate` in bytes per second; 0: as fast as it goes */
+double rate(const char *name);   /* `rate` or `pin_rate` in bytes per second; 0: no limit */
 double die_after(void);          /* bytes of copies after which the process dies; 0: never */
 void nap(double seconds);
 const char *setting(const char *name, const char *otherwise);
@@ -72,7 +72,7 @@ void *find_entry(const char *name, int is_newer_form);
 /* ---- device.c ---- */
 
 struct context {
-    int device;   /* its number on the node, not among the visible */
+    int device;   /* number on the node, not among the visible devices */
     int retained;
     int sticky;   /* the error that broke it */
     struct stream *legacy;
@@ -95,9 +95,9 @@ CUresult entered(const char *function, int needs_context);
 
 enum kind { ALLOCATED, VIRTUAL, IMPORTED, PINNED };
 
-/* Never freed: a queued copy must be able to tell that its memory is gone. */
+/* Never freed, so that a queued copy can detect that its memory was freed. */
 struct region {
-    struct region *next;  /* by address; only what is live */
+    struct region *next;  /* live regions by address */
     uint64_t start, bytes, id;
     enum kind kind;
     int is_live, fd, opens;
@@ -105,8 +105,8 @@ struct region {
     unsigned char handle[64];
 };
 
-struct region *find_region(uint64_t address);           /* what holds this address; lock held */
-struct region *region_after(uint64_t address);          /* the first that starts above it; lock held */
+struct region *find_region(uint64_t address);           /* region with this address; lock held */
+struct region *region_after(uint64_t address);          /* first region above it; lock held */
 int is_device_address(uint64_t address);
 
 /* ---- stream.c ---- */
@@ -115,4 +115,4 @@ struct piece {
     uint64_t to, from, bytes;
     struct region *to_region, *from_region; /* NULL: pageable memory of the host */
 };
-extern int running, removing; /* pieces that are being copied; calls that wait until there are none */
+extern int running, removing; /* number of pieces in copy, and of calls that wait until it is 0 */

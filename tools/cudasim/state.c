@@ -1,4 +1,4 @@
-/* The node's folder, this process's record in it, and orders from outside. */
+/* The node's folder, the record of this process in it, and orders. */
 #include "sim.h"
 #include <dirent.h>
 #include <errno.h>
@@ -37,7 +37,7 @@ const char *node_path(char *out, const char *name) {
 
 void count(enum counter which, int64_t by) { __atomic_fetch_add(&record[which].value, by, __ATOMIC_RELAXED); }
 
-/* Locked last: who reads the counters of live processes finds it whole. */
+/* The record is locked last, so that readers of live processes' counters find it complete. */
 static int make_record(int fd) {
     const size_t bytes = sizeof(struct entry) * NUM_COUNTERS;
     if (fd < 0 || ftruncate(fd, (off_t)bytes)) return NO_DEVICE;
@@ -52,13 +52,13 @@ static int make_record(int fd) {
 }
 
 int node_open(void) {
-    if (record) return node_pid == getpid() ? OK : NOT_INITIALIZED; /* no driver survives a fork */
+    if (record) return node_pid == getpid() ? OK : NOT_INITIALIZED; /* a driver does not survive a fork */
     char path[512], name[64];
     mkdir(node_path(path, ""), 0777);
     lock_fd = open(node_path(path, "lock"), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
     if (lock_fd < 0) return NO_DEVICE;
     snprintf(name, sizeof name, "process-%s-XXXXXX", setting("CUDASIM_ROLE", "any"));
-    node_lock(); /* or it would be taken for that of a dead process before it is locked */
+    node_lock(); /* otherwise the unlocked file would look like that of a dead process */
     int rc = make_record(mkostemp((char *)node_path(path, name), O_CLOEXEC));
     node_unlock();
     return rc;
@@ -101,7 +101,7 @@ int num_contexts(int device) { return contexts_in_records(device, 0); }
 
 #define MAX_ORDERS 64
 struct order {
-    char function[64]; /* of `fail`, else the word itself */
+    char function[64]; /* function of `fail`, or the command itself */
     long calls, nth;   /* nth 0: every call */
     double value;
 };
@@ -114,11 +114,11 @@ static pthread_mutex_t orders_lock = PTHREAD_MUTEX_INITIALIZER;
 
 static void check(int is_right, const char *text) {
     if (is_right) return;
-    fprintf(stderr, "cudasim: no such order: %s\n", text); /* a test that orders it would show nothing */
+    fprintf(stderr, "cudasim: no such order: %s\n", text); /* a silent mistake would make a test meaningless */
     abort();
 }
 
-/* Orders may name a function with or without the suffix that tells its newer form. */
+/* Orders may name a function with or without the suffix of its newer form. */
 static void without_suffix(char *function) {
     char *suffix = strstr(function, "_v2");
     if (suffix) *suffix = 0;
@@ -158,8 +158,8 @@ static void add_orders(const char *text) {
     for (char *part; (part = strsep(&rest, ";\n"));) add_order(part);
 }
 
-/* Orders that are read anew begin to count anew. Looking for them costs a system call: a copy of many pieces
- * looks once a millisecond. */
+/* Counts start at 0 when orders are read again. Each check costs a system call, so a copy of many pieces checks
+ * once per millisecond. */
 static void read_orders(int is_urgent) {
     static int num_of_environment;
     static struct timespec looked;

@@ -1,4 +1,4 @@
-/* Streams: a queue and a thread each. Events. Copies, which happen when their turn comes. */
+/* Streams with a queue and a thread each, events, and asynchronous copies. */
 #include "sim.h"
 #include <signal.h>
 #include <sys/uio.h>
@@ -14,8 +14,8 @@ struct op {
     enum what what;
     size_t count;
     struct event *event;
-    uint64_t version;        /* of the event */
-    uint64_t address, bytes; /* of a fill or a value */
+    uint64_t version;        /* version of the event */
+    uint64_t address, bytes; /* target of a fill or a value */
     struct region *region;
     uint32_t value;
     struct piece pieces[];
@@ -30,14 +30,14 @@ struct stream {
     pthread_t thread;
 };
 
-/* Handles are numbers that are never used twice: what was destroyed is told from what is new. */
+/* Handles are numbers that are never reused, so a destroyed object differs from each new one. */
 static struct stream *streams;
 static struct event *events;
 static uint64_t next_handle = 0x51000000;
 
 static struct stream *create(void);
 
-/* 0 and 1 are the legacy stream of the current context. */
+/* 0 and 1 mean the legacy stream of the current context. */
 static struct stream *find_stream(uint64_t handle) {
     if (handle == 0 || handle == 1) {
         if (!current->legacy) current->legacy = create();
@@ -57,7 +57,7 @@ static struct event *find_event(uint64_t handle) {
 /* ---- the thread of a stream ---- */
 
 static int can_touch(struct region *region, uint64_t address, uint64_t bytes) {
-    if (!region) return !is_device_address(address); /* of the host: seen when it is touched */
+    if (!region) return !is_device_address(address); /* host memory: checked at the copy */
     return region->is_live && address - region->start + bytes <= region->bytes;
 }
 
@@ -66,7 +66,7 @@ static void illegal(struct context *context) {
     count(ILLEGAL_PIECES, 1);
 }
 
-/* Pageable memory may be gone: the kernel says so, where memcpy would die. */
+/* Pageable memory may be unmapped. The kernel reports this as an error, and memcpy would crash. */
 static int copy_bytes(const struct piece *piece, uint64_t done, uint64_t bytes) {
     void *to = (void *)(piece->to + done), *from = (void *)(piece->from + done);
     struct iovec here = {to, bytes}, there = {from, bytes};
@@ -88,7 +88,7 @@ static void pace(uint64_t bytes) {
     if (speed > 0 && (debt += (double)bytes / speed) > 2e-4) nap(debt), debt = 0;
 }
 
-/* Lock held; it is let go of while bytes move. Memory can't vanish under a slice, but between two. */
+/* Lock held; released during each slice. Memory can be removed between two slices, but not during one. */
 static void run_piece(struct context *context, const struct piece *piece) {
     for (uint64_t done = 0; done < piece->bytes && !context->sticky;) {
         while (removing) pthread_cond_wait(&changed, &lock);
@@ -130,7 +130,7 @@ static void run_op(struct stream *stream, struct op *op) {
     struct context *context = stream->context;
     switch (op->what) {
     case COPY:
-        /* In no order, as hardware may: the last piece first. */
+        /* Hardware may copy in any order. Here, the last piece is first. */
         for (size_t i = op->count; i-- && !context->sticky;) run_piece(context, &op->pieces[i]);
         break;
     case FILL:
@@ -171,7 +171,7 @@ static void *work(void *argument) {
     for (;;) {
         while (!stream->first && !stream->is_closing) pthread_cond_wait(&changed, &lock);
         struct op *op = stream->first;
-        if (!op) break; /* closing, and all is done */
+        if (!op) break; /* closing, and the queue is empty */
         while (is_stalled() && !stream->context->sticky) {
             pthread_mutex_unlock(&lock);
             nap(5e-4);
@@ -197,7 +197,7 @@ static struct stream *create(void) {
     new->last = &new->first;
     streams = new;
     count(STREAMS, 1);
-    sigfillset(&all); /* signals belong to the program's own threads */
+    sigfillset(&all); /* the program's threads handle all signals */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_create(&new->thread, NULL, work, new);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -248,7 +248,7 @@ API CUresult cuStreamDestroy_v2(uint64_t handle) {
     struct stream *stream = *place;
     if (stream) {
         *place = stream->next;
-        stream->is_closing = 1; /* its thread ends with its last piece of work */
+        stream->is_closing = 1; /* the thread ends after its queue */
         count(STREAMS, -1);
         pthread_cond_broadcast(&changed);
     }
@@ -280,7 +280,7 @@ API CUresult cuStreamQuery(uint64_t handle) {
 API CUresult cuCtxSynchronize(void) {
     ENTER(1);
     pthread_mutex_lock(&lock);
-    for (struct stream *s = streams; s;) /* anew after each wait: the list may have changed */
+    for (struct stream *s = streams; s;) /* start again after each wait, because the list may have changed */
         s = s->context == current && s->done < s->submitted ? wait_for(s), streams : s->next;
     CUresult rc = current->sticky;
     pthread_mutex_unlock(&lock);
@@ -312,7 +312,7 @@ API CUresult cuEventDestroy_v2(uint64_t handle) {
     WITH_EVENT(handle);
     struct event **place = &events;
     while (*place != event) place = &(*place)->next;
-    *place = event->next; /* never freed: queued work may refer to it */
+    *place = event->next; /* never freed, because queued work may refer to it */
     count(EVENTS, -1);
     pthread_mutex_unlock(&lock);
     return OK;
@@ -367,7 +367,7 @@ API CUresult cuEventElapsedTime(float *milliseconds, uint64_t start, uint64_t en
     return rc;
 }
 
-/* ---- kernels: they take their time, and do nothing ---- */
+/* ---- kernels: they only take time ---- */
 
 API CUresult cuModuleLoadData(void **module, const void *image) { ENTER(1); *module = (void *)image; return OK; }
 API CUresult cuModuleUnload(void *module) { ENTER(1); (void)module; return OK; }
@@ -384,7 +384,7 @@ API CUresult cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, 
     return OK;
 }
 
-/* ---- values in memory: how a program makes a stream late on hardware, too ---- */
+/* ---- values in memory: they delay a stream, also on hardware ---- */
 
 static CUresult add_value_op(uint64_t handle, uint64_t address, uint32_t value, enum what what) {
     WITH_STREAM(handle);
@@ -400,7 +400,7 @@ static CUresult add_value_op(uint64_t handle, uint64_t address, uint32_t value, 
 
 API CUresult cuStreamWaitValue32_v2(uint64_t stream, CUdeviceptr address, uint32_t value, unsigned flags) {
     ENTER(1);
-    if (flags) return NOT_SUPPORTED; /* 0: until it is at least so much */
+    if (flags) return NOT_SUPPORTED; /* 0: wait until the value is at least this large */
     return add_value_op(stream, address, value, WAIT_VALUE);
 }
 
@@ -412,12 +412,12 @@ API CUresult cuStreamWriteValue32_v2(uint64_t stream, CUdeviceptr address, uint3
 
 /* ---- copies ---- */
 
-/* Which memory an address is of; a copy of the host's memory must lie in one registration or in none. */
+/* Find the region of an address. Host memory of a copy must be in one registration or in none. */
 static CUresult resolve(uint64_t address, uint64_t bytes, struct region **last) {
     struct region *region = *last;
     if (!region || !region->is_live || address - region->start >= region->bytes) region = find_region(address);
     *last = region;
-    if (is_device_address(address)) return OK; /* what is wrong is seen when it runs */
+    if (is_device_address(address)) return OK; /* the copy itself detects errors */
     if (region) return address - region->start + bytes <= region->bytes ? OK : INVALID_VALUE;
     struct region *after = region_after(address);
     return after && after->kind == PINNED && after->start - address < bytes ? INVALID_VALUE : OK;
@@ -444,7 +444,7 @@ static CUresult copy(uint64_t handle, const uint64_t *to, const uint64_t *from, 
         count(PAGEABLE_PIECES, pageable);
         count(WRITES_TO_IMPORTS, to_imports);
         submit(stream, op);
-        if (pageable) rc = wait_for(stream); /* hardware returns when the host's memory was read or written */
+        if (pageable) rc = wait_for(stream); /* hardware returns after it has read or written host memory */
     }
     pthread_mutex_unlock(&lock);
     return rc;
@@ -493,7 +493,7 @@ struct attributes { int order; struct location from, to; unsigned flags; };
 
 static CUresult batch(uint64_t *to, uint64_t *from, size_t *sizes, size_t number, const struct attributes *attributes,
                       const size_t *firsts, size_t num_attributes, size_t *failed, uint64_t stream) {
-    if (failed) *failed = SIZE_MAX; /* no single piece is to blame */
+    if (failed) *failed = SIZE_MAX; /* the error has no single piece */
     if (!number || !to || !from || !sizes || !attributes || !num_attributes || num_attributes > number) return INVALID_VALUE;
     if (stream == 0 || stream == 1 || firsts[0]) return INVALID_VALUE;
     for (size_t i = 0; i < num_attributes; i++)
@@ -506,7 +506,7 @@ static CUresult batch(uint64_t *to, uint64_t *from, size_t *sizes, size_t number
     return rc;
 }
 
-/* CUDA 12.8: says which piece is wrong. CUDA 13 doesn't any more. */
+/* CUDA 12.8 reports the invalid piece. CUDA 13 does not. */
 API CUresult cuMemcpyBatchAsync(uint64_t *to, uint64_t *from, size_t *sizes, size_t number, struct attributes *attributes,
                                 size_t *firsts, size_t num_attributes, size_t *failed, uint64_t stream) {
     ENTER(1);

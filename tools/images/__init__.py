@@ -1,4 +1,4 @@
-"""The images of a release and of tests, built from their Dockerfiles without a container engine."""
+"""Images of a release and of tests, built from their Dockerfiles without a container engine."""
 
 from tools.images.build import IMAGES, Image, ImagesError, build, find
 

@@ -1,4 +1,4 @@
-"""Builds images and says how large they are.
+"""Build images and print their sizes.
 
 python -m tools.images [NAME...]
 """
@@ -15,10 +15,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default all: {', '.join(IMAGES)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all; {', '.join(IMAGES)}")
     names = parser.parse_args().names or list(IMAGES)
     if unknown := set(names) - set(IMAGES):
-        parser.error(f"unknown image {', '.join(sorted(unknown))}; there are {', '.join(IMAGES)}")
+        parser.error(f"unknown image {', '.join(sorted(unknown))}: choose from {', '.join(IMAGES)}")
     too_large = False
     for name in names:
         try:
@@ -31,7 +31,7 @@ def main() -> int:
         bar = f"of at most {limit >> 20}" if limit else ""
         print(f"{name:<9} {image.size_bytes / 2**20:5.0f} MiB {bar:<15} {image.reference}  {image.archive}")
     if too_large:
-        print("an image is larger than it may be", file=sys.stderr)
+        print("an image exceeds its limit", file=sys.stderr)
     return int(too_large)
 
 

@@ -1,11 +1,11 @@
 #!/bin/sh
-# A root file system like that of debian:bookworm-slim.
+# Creates a root file system like that of debian:bookworm-slim.
 #
 #   tools/images/base.sh SUITE FOLDER [MIRROR]
 set -eu
 debootstrap --variant=minbase "$@"
 cd "$2"
-# What Debian's slim images leave out (the copyright files stay), and no daemon is started by a build.
+# Leave out the same files as Debian's slim images, except copyright files. A build starts no daemon.
 printf 'path-exclude /usr/share/%s/*\n' doc man locale info lintian groff > etc/dpkg/dpkg.cfg.d/docker
 echo 'path-include /usr/share/doc/*/copyright' >> etc/dpkg/dpkg.cfg.d/docker
 printf '#!/bin/sh\nexit 101\n' > usr/sbin/policy-rc.d

@@ -1,7 +1,7 @@
-"""Builds images with buildah, in its own store in the cache directory, each once per content.
+"""Build images with buildah, in a separate store in the cache directory. Each content is built once.
 
-No registry is asked: ``debian:bookworm-slim`` is a stand-in made by debootstrap from the same packages. What
-the Dockerfiles install comes from where this machine's own package managers get it.
+The build needs no registry: debootstrap creates a replacement of ``debian:bookworm-slim`` from the same
+packages. The Dockerfiles install packages from the sources of this machine's package managers.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 BASE = "docker.io/library/debian:bookworm-slim"
 SUITE = "bookworm"
-KEPT_ARCHIVES = 6
-"""Of each image: several checkouts with different contents share one cache directory."""
+MAX_ARCHIVES = 6
+"""Limit for each image. Checkouts with different contents share one cache directory."""
 MAX_LAYERS = 300
-"""In buildah's store; a change of ours adds about four, of 15 MB together."""
+"""Limit of buildah's store. A change of the project adds about four layers, 15 MB together."""
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 MOUNTED_CERTIFICATES = "/run/certificates.crt"
 _PACKAGES = {"buildah": "buildah", "debootstrap": "debootstrap"}
 
 
 class ImagesError(RuntimeError):
-    """An image can't be built here; the message says what to do."""
+    """An image can't be built here. The message says what to do."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one image is made."""
+    """Source and limits of one image."""
 
     reference: str
     """The name that pods call it by."""
     folder: Path
-    """Where its Dockerfile is."""
+    """Folder of the Dockerfile."""
     arguments: dict[str, str] = field(default_factory=dict)
     """Build arguments."""
     max_bytes: int | None = None
-    """How large it may be, uncompressed."""
+    """Limit of the uncompressed size."""
 
     def inputs(self) -> list[Path]:
-        """Every file that the image depends on: the Dockerfile, and what it copies from the checkout."""
+        """Return the files that the image depends on: the Dockerfile, and the files that it copies."""
         dockerfile = self.folder / "Dockerfile"
         lines = dockerfile.read_text().splitlines()
         copies = [line.split()[1:-1] for line in lines if line.startswith("COPY ") and "--from=" not in line]
@@ -67,7 +67,7 @@ class Image:
 
     @property
     def size_bytes(self) -> int:
-        """All layers, uncompressed."""
+        """Uncompressed size of all layers."""
         return self.archive.stat().st_size
 
 
@@ -92,20 +92,20 @@ IMAGES = {
 
 
 def tracked(names: list[str]) -> list[Path]:
-    """Files under ``names`` that git knows or would add."""
+    """Return the files under ``names`` that Git tracks or would track."""
     argv = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *names]
     listed = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     return [path for name in sorted(set(listed)) if (path := ROOT / name).is_file()]
 
 
 def build(name: str) -> Image:
-    """The image with the content of this checkout; built if it is not in the cache. Raises `ImagesError`."""
+    """Return the image of this checkout. Builds it if the cache lacks it. Raises `ImagesError`."""
     recipe = IMAGES[name]
     archive = _archive(name)
     with exclusive(_directory() / ".lock", _say):
         if not archive.exists():
             _require_root()
-            _make_room()
+            _limit_layers()
             _make_base()
             _make(name, recipe, archive)
             subprocess.run(["umount", _directory() / "store" / "overlay"], capture_output=True)
@@ -115,7 +115,7 @@ def build(name: str) -> Image:
 
 
 def find(name: str) -> Image | None:
-    """The image with the content of this checkout if it was built; waits for no other process."""
+    """Return the image of this checkout, or None if the cache lacks it. Waits for no other process."""
     archive = _archive(name)
     return Image(IMAGES[name].reference, archive) if archive.exists() else None
 
@@ -142,7 +142,7 @@ def _base_key() -> str:
 
 def _require_root() -> None:
     if os.geteuid():
-        raise ImagesError("images are built as root (mounts and chroot): run this with sudo")
+        raise ImagesError("building images needs root (mounts and chroot): run this with sudo")
     try:
         debian.install(_PACKAGES)
     except debian.PackagesError as error:
@@ -154,9 +154,9 @@ def _say(text: str) -> None:
 
 
 def buildah(*arguments: str | Path, cwd: Path = ROOT) -> str:
-    """Runs buildah on the project's own store. Raises `ImagesError` with the end of its output."""
+    """Run buildah on the project's store. Raises `ImagesError` with the end of the output."""
     store = _directory() / "store"
-    # What is mounted is written down where a restart of the machine forgets it.
+    # A restart of the machine deletes /run, and with it the list of mounts.
     state = Path("/run") / f"lmcache-images-{hashlib.sha256(str(store).encode()).hexdigest()[:8]}"
     argv = ["buildah", "--root", store, "--runroot", state, "--storage-driver", "overlay", *arguments]
     done = subprocess.run([str(a) for a in argv], cwd=cwd, capture_output=True, text=True)
@@ -166,18 +166,18 @@ def buildah(*arguments: str | Path, cwd: Path = ROOT) -> str:
     return done.stdout.strip()
 
 
-def _make_room() -> None:
-    """Forgets all layers when there are many; nobody can tell which of them another build would use."""
+def _limit_layers() -> None:
+    """Delete all layers if the store has too many. Buildah does not show which layers a build would reuse."""
     if len(buildah("images", "--all", "--quiet").split()) > MAX_LAYERS:
         buildah("rmi", "--all", "--force")
 
 
 def _make_base() -> None:
-    """The stand-in of `BASE`, once."""
+    """Create the replacement of `BASE` if it is missing."""
     label = f"lmcache.base={_base_key()}"
     if buildah("images", "--quiet", "--filter", f"label={label}"):
         return
-    _say(f"{BASE} by debootstrap: about 90 s, once")
+    _say(f"creating {BASE} with debootstrap: about 90 s, once")
     start = time.monotonic()
     container = buildah("from", "scratch")
     try:
@@ -196,7 +196,7 @@ def _make_base() -> None:
 
 
 def _mirror() -> list[str]:
-    """Where this machine's apt gets the suite from; nothing for debootstrap's own choice."""
+    """Return the mirror from which apt gets the suite; empty: debootstrap chooses."""
     argv = ["apt-get", "indextargets", "--format", "$(RELEASE) $(REPO_URI)"]
     for line in subprocess.run(argv, capture_output=True, text=True).stdout.splitlines():
         release, _, uri = line.partition(" ")
@@ -227,7 +227,7 @@ def _make(name: str, recipe: Recipe, archive: Path) -> None:
 
 
 def _prune(name: str) -> None:
-    """Deletes what was not used for the longest time."""
-    found = sorted(_directory().glob(f"{name}-*.tar"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in found[KEPT_ARCHIVES:]:
+    """Delete the least recently used archives."""
+    archives = sorted(_directory().glob(f"{name}-*.tar"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in archives[MAX_ARCHIVES:]:
         path.unlink()

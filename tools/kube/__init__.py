@@ -1,1 +1,1 @@
-"""The Kubernetes binaries, built and cached, and the schemas that come from them."""
+"""Kubernetes binaries, built and cached, and the schemas that they export."""

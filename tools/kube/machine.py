@@ -1,8 +1,8 @@
-"""A mix of the machine's own Kubernetes programs and of built ones, so that less is built.
+"""Use the machine's own Kubernetes programs where they fit, and build only the others.
 
     python -m tools.kube.machine NAME...
 
-The demo takes its programs from here. Tests take theirs from `tools.kube.binaries`: the pinned versions.
+The demo uses these programs. Tests use the pinned versions of `tools.kube.binaries`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.cache import kept
+from tools.cache import cached_directory
 from tools.kube import binaries
 
 _KUBERNETES = (("--version",), 2, binaries.KUBERNETES)
@@ -29,7 +29,7 @@ RULES: dict[str, tuple[tuple[str, ...], int, str]] = {
     "helm": (("version", "--short"), 1, binaries.HELM),
     "kwok": (("--version",), 2, binaries.KWOK),
 }
-"""How a program prints its version, and how many numbers of it must equal those of the pinned version.
+"""Arguments that print a program's version, number of leading parts that must match, and pinned version.
 
 Components of Kubernetes must share one minor version: a controller-manager newer than its API server is
 not supported. A Helm of the same major version installs the same charts.
@@ -38,12 +38,12 @@ _TIMEOUT_SECONDS = 20
 
 
 def directory(names: Sequence[str]) -> Path:
-    """A directory that holds ``names``; those that neither machine nor cache has are built first.
+    """Return a directory that has ``names``. Builds programs that machine and cache lack.
 
-    If the cache holds all of them, the machine's own are not used. Raises `BinariesError`.
+    If the cache has all programs, those of the machine are not used. Raises `BinariesError`.
     """
-    if found := binaries.find(names):
-        return found
+    if existing := binaries.find(names):
+        return existing
     sources, refusals = programs(names)
     for line in [*refusals, *(f"taking {name} from {path.parent}" for name, path in sources.items())]:
         _say(line)
@@ -58,11 +58,11 @@ def directory(names: Sequence[str]) -> Path:
             (target / name).symlink_to(source)
 
     digest = hashlib.sha256(repr(sorted(sources.items())).encode()).hexdigest()
-    return kept(f"kube/links-{digest[:16]}", link)
+    return cached_directory(f"kube/links-{digest[:16]}", link)
 
 
 def missing(names: Sequence[str]) -> list[str]:
-    """Those of ``names`` that `directory` would download or build."""
+    """Return the programs that `directory` would download or build."""
     if binaries.find(names):
         return []
     sources, _ = programs(names)
@@ -70,9 +70,9 @@ def missing(names: Sequence[str]) -> list[str]:
 
 
 def programs(names: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
-    """Those of ``names`` that ``$KUBEBUILDER_ASSETS`` or PATH has in a fitting version.
+    """Return the programs that ``$KUBEBUILDER_ASSETS`` or PATH has in a fitting version.
 
-    The second result says why others are refused.
+    The second result has a sentence about each program in another version.
     """
     sources: dict[str, Path] = {}
     refusals = []
@@ -86,19 +86,19 @@ def programs(names: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
             if version[:num_equal] == wanted:
                 sources[name] = candidate
                 break
-            found = f"is version {_dotted(version)}" if version else "does not print its version"
-            refusals.append(f"not taking {candidate}: it {found}; version {_dotted(wanted)} is needed")
+            actual = f"is version {_dotted(version)}" if version else "does not print its version"
+            refusals.append(f"not taking {candidate}: it {actual}; version {_dotted(wanted)} is needed")
     return sources, refusals
 
 
 def _candidates(name: str) -> list[Path]:
     folders = (os.environ.get("KUBEBUILDER_ASSETS"), os.environ.get("PATH"))
-    found = (shutil.which(name, path=folder) for folder in folders if folder)
-    return [Path(path).absolute() for path in found if path]
+    paths = (shutil.which(name, path=folder) for folder in folders if folder)
+    return [Path(path).absolute() for path in paths if path]
 
 
 def _version(program: Path, arguments: tuple[str, ...]) -> tuple[int, ...]:
-    """Empty if the program does not print a version."""
+    """Return a program's version; empty if the program does not print it."""
     try:
         done = subprocess.run(
             [program, *arguments], capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, errors="replace"
@@ -109,9 +109,9 @@ def _version(program: Path, arguments: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """The first version in a text: (1, 36, 3) of ``Kubernetes v1.36.3``."""
-    found = re.search(r"\bv?(\d+)\.(\d+)(?:\.(\d+))?", text)
-    return tuple(int(part) for part in found.groups() if part) if found else ()
+    """Return the first version in a text: (1, 36, 3) for ``Kubernetes v1.36.3``."""
+    match = re.search(r"\bv?(\d+)\.(\d+)(?:\.(\d+))?", text)
+    return tuple(int(part) for part in match.groups() if part) if match else ()
 
 
 def _dotted(version: Sequence[int]) -> str:

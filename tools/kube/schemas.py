@@ -1,10 +1,10 @@
-"""Checks manifests against the schemas of Kubernetes, without a network.
+"""Check manifests against the schemas of Kubernetes, without a network.
 
-    python -m tools.kube.schemas CHART      # what the chart renders, with each set of values
-    python -m testing.kube.openapi | python -m tools.kube.schemas --write    # schemas.json anew
+    python -m tools.kube.schemas CHART      # the chart's manifests, with each set of values
+    python -m testing.kube.openapi | python -m tools.kube.schemas --write    # update schemas.json
 
-kubeconform usually downloads a schema per kind. Ours is one file with the kinds that chart and operator make,
-closed against unknown fields.
+kubeconform usually downloads a schema per kind. This project has one file with the kinds that chart and
+operator create. It refuses unknown fields.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ VALUES: tuple[tuple[str, ...], ...] = (
         "serviceAccount.annotations.a=b", "priorityClassName=high", "allowAllGpusSidecar=true",
     ),
 )  # fmt: skip
-"""Values that between them turn every part of the templates on and off."""
+"""Sets of values that together turn every part of the templates on and off."""
 
 _POLICIES = ("--api-versions", "admissionregistration.k8s.io/v1/MutatingAdmissionPolicy")
-"""Of Kubernetes 1.36, which Helm may not know of."""
+"""Helm option for an API of Kubernetes 1.36, which Helm may not know."""
 
 Schema = dict[str, Any]
 
 
 def convert(openapi: Schema) -> Schema:
-    """One JSON schema for `KINDS` from an OpenAPI v2 document, with only the definitions that they need."""
+    """Convert an OpenAPI v2 document to one JSON schema for `KINDS`, with only the necessary definitions."""
     source: dict[str, Schema] = openapi["definitions"]
     roots = {}
     for name, definition in source.items():
@@ -67,15 +67,15 @@ def convert(openapi: Schema) -> Schema:
         {"if": test, "then": {"$ref": f"#/definitions/{roots[kind]}"}}
         for test, kind in zip(is_kind, KINDS, strict=True)
     ]
-    # Named, because kubeconform otherwise reads draft 4, which has no conditions and would accept anything.
+    # Without this name, kubeconform reads draft 4, which has no conditions and accepts anything.
     draft = "http://json-schema.org/draft-07/schema#"
     return {"$schema": draft, "anyOf": is_kind, "allOf": rules, "definitions": needed}
 
 
 def definitions() -> dict[str, Schema]:
-    """The types of Kubernetes by their full names."""
-    found: dict[str, Schema] = json.loads(SCHEMAS.read_text())["definitions"]
-    return found
+    """Return the types of Kubernetes by their full names."""
+    schemas: dict[str, Schema] = json.loads(SCHEMAS.read_text())["definitions"]
+    return schemas
 
 
 def _is_kind(kind: str) -> Schema:
@@ -86,31 +86,31 @@ def _is_kind(kind: str) -> Schema:
 
 def _references(schema: Schema) -> Iterator[str]:
     for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str):  # a CRD's schema has a property of that name
+        if key == "$ref" and isinstance(value, str):  # the schema of a CRD has a property of this name
             yield value.removeprefix("#/definitions/")
         elif isinstance(value, dict):
             yield from _references(value)
 
 
 def _strict(schema: Schema) -> Schema:
-    """Without prose, and closed: an unknown field is an error, as with ``kubectl --validate=strict``."""
+    """Drop descriptions, and refuse unknown fields as ``kubectl --validate=strict`` does."""
     if schema.get("format") == "int-or-string":
         return {"type": ["integer", "string"]}
-    kept: Schema = {key: schema[key] for key in ("type", "$ref", "enum", "required") if key in schema}
+    strict: Schema = {key: schema[key] for key in ("type", "$ref", "enum", "required") if key in schema}
     if "items" in schema:
-        kept["items"] = _strict(schema["items"])
+        strict["items"] = _strict(schema["items"])
     if "properties" in schema:
-        kept["properties"] = {name: _strict(value) for name, value in schema["properties"].items()}
-        kept["additionalProperties"] = False
+        strict["properties"] = {name: _strict(value) for name, value in schema["properties"].items()}
+        strict["additionalProperties"] = False
     elif isinstance(schema.get("additionalProperties"), dict):
-        kept["additionalProperties"] = _strict(schema["additionalProperties"])
+        strict["additionalProperties"] = _strict(schema["additionalProperties"])
     if schema.get("description", "").startswith("Quantity is"):
-        kept["type"] = ["string", "number"]
-    return kept
+        strict["type"] = ["string", "number"]
+    return strict
 
 
 def validate(manifests: str) -> list[str]:
-    """What is wrong with a stream of YAML documents, a line each."""
+    """Return the problems in a stream of YAML documents, one line each."""
     argv = [str(binaries.path("kubeconform")), "-strict", "-output=json", f"-schema-location={SCHEMAS}", "-"]
     done = subprocess.run(argv, input=manifests, capture_output=True, text=True)
     try:
@@ -133,7 +133,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("chart", nargs="?", type=Path)
-    parser.add_argument("--write", action="store_true", help="from an OpenAPI v2 document on standard input")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="update schemas.json from an OpenAPI v2 document on standard input",
+    )
     options = parser.parse_args()
     if options.write:
         schema = convert(json.load(sys.stdin))

@@ -1,4 +1,4 @@
-"""The programs in the library's guide run, each by itself, and print what the guide says."""
+"""Programs in the library's guide: each runs separately and prints the documented output."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def programs(language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("program", programs("python"), ids=list(PRINTED))
-def test_each_program_runs_alone(program, capsys):
-    (printed,) = (words for mark, words in PRINTED.items() if mark in program)
+def test_program_of_the_guide_prints_the_documented_output(program, capsys):
+    (expected_words,) = (words for mark, words in PRINTED.items() if mark in program)
     exec(program, {"__name__": "__main__"})
-    assert capsys.readouterr().out.split() == printed
+    assert capsys.readouterr().out.split() == expected_words
 
 
-def test_each_command_runs(tmp_path):
+def test_commands_of_the_guide_run(tmp_path):
     for command in programs("sh"):
         python, *arguments = shlex.split(command.replace("curve.png", str(tmp_path / "curve.png")))
         assert python == "python"
-        done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert [line.split()[0] for line in done.stdout.splitlines()[-3:]] == ["256Gi", "1Ti", "4Ti"]
+        completed = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
+        assert completed.returncode == 0, completed.stderr
+        assert [line.split()[0] for line in completed.stdout.splitlines()[-3:]] == ["256Gi", "1Ti", "4Ti"]
     assert (tmp_path / "curve.png").stat().st_size > 0

@@ -1,4 +1,4 @@
-"""The reference of the resource: its examples are values that are accepted, and no field is without one."""
+"""The reference of the resource: its examples are valid, and every field has an example."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components import COMPONENTS
 from lmcache_operator.components.base import Context, Probed, Sidecar
+from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.specs.names import STOCK_IMAGES
 
 from tests.harness.operator_plans import settled_world, status_of
@@ -17,13 +17,13 @@ from tools import resource_docs
 from tools.resource_docs import COMPLETE, CONDITIONS
 
 
-def test_the_complete_example_can_be_carried_out() -> None:
+def test_complete_example_can_be_rendered() -> None:
     cluster = parse(yaml.safe_load(COMPLETE))
     for component in COMPONENTS:
         component.render(cluster, Context(STOCK_IMAGES))
 
 
-def test_what_can_stand_alone_is_accepted() -> None:
+def test_each_example_is_accepted_alone() -> None:
     resource = yaml.safe_load(COMPLETE)
     for path, value in resource_docs.examples().items():
         *parents, name = path.split(".")
@@ -44,16 +44,16 @@ def test_what_can_stand_alone_is_accepted() -> None:
         parse(changed)
 
 
-def test_a_field_without_an_example_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_field_without_an_example_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource_docs, "COMPLETE", COMPLETE.replace("    admit: OnReuse\n", ""))
     with pytest.raises(ValueError, match=r"has no example of spec\.tiers\.admit"):
         resource_docs.render()
 
 
-def test_every_condition_is_explained() -> None:
+def test_all_conditions_are_documented() -> None:
     world = settled_world(tiers={"disk": {"size": "1Gi"}})
     working = dict.fromkeys(("is_remote_reachable", "is_disk_available", "is_memory_pinned"), True)
-    said = Sidecar(pod="p", is_attached=True, **working)
-    told = status_of(world, probed=Probed((said,), True))
-    elsewhere = {"AutoscalingActive", "RemoteTierAvailable"}
-    assert {condition["type"] for condition in told["conditions"]} == set(CONDITIONS) - elsewhere
+    sidecar = Sidecar(pod="p", is_attached=True, **working)
+    status = status_of(world, probed=Probed((sidecar,), True))
+    tested_elsewhere = {"AutoscalingActive", "RemoteTierAvailable"}
+    assert {condition["type"] for condition in status["conditions"]} == set(CONDITIONS) - tested_elsewhere

@@ -1,0 +1,117 @@
+"""The commit check reads the messages since the default branch."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tools import commits
+from tools.commits import Commit
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    git(tmp_path, "init", "--quiet", "--initial-branch=main")
+    git(tmp_path, "config", "user.name", "A")
+    git(tmp_path, "config", "user.email", "a@example.com")
+    commit(tmp_path, "README.md", "Refusing nothing of the default branch.")
+    return tmp_path
+
+
+def git(repository: Path, *arguments: str) -> None:
+    subprocess.run(["git", "-C", str(repository), *arguments], check=True, capture_output=True)
+
+
+def commit(repository: Path, path: str, *message: str) -> None:
+    (repository / path).parent.mkdir(exist_ok=True)
+    with (repository / path).open("a") as file:
+        file.write("text\n")
+    git(repository, "add", ".")
+    git(repository, "commit", "--quiet", *(part for text in message for part in ("-m", text)))
+
+
+def problems(subject: str, body: str = "Because of a reason.", *paths: str) -> list[str]:
+    return list(commits.problems(Commit("0123456789abcdef", subject, body, paths)))
+
+
+@pytest.mark.parametrize(
+    ("subject", "reason"),
+    [
+        ("Refuse " + "x" * 66, "the subject has 73 characters, the limit is 72"),
+        ("Refuse empty chunks.", "the subject ends with a full stop"),
+        ("Refused empty chunks", "begin the subject with an imperative, not with 'refused'"),
+        ("Refusing empty chunks", "begin the subject with an imperative, not with 'refusing'"),
+        ("Refuse empty chunks and rename the tier", "'and rename' joins two changes: make two commits"),
+    ],
+)
+def test_refuses_subjects_that_break_a_rule(subject: str, reason: str) -> None:
+    assert problems(subject) == [f"0123456789 {subject!r}: {reason}"]
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        "Refuse " + "x" * 65,
+        "Count hits and misses",
+        "Feed the shards",
+        "Test commands and arguments",
+        "Bring back v1",
+    ],
+)
+def test_accepts_one_imperative(subject: str) -> None:
+    assert problems(subject) == []
+
+
+@pytest.mark.parametrize("body", ["", "\n", "Signed-off-by: A <a@example.com>"])
+def test_demands_a_body_for_product_code_only(body: str) -> None:
+    (problem,) = problems("Refuse chunks", body, "README.md", "lmcache/tiers/base.py")
+    assert problem.endswith("the commit changes product code, so its body must say why")
+    assert problems("Refuse chunks", body, "README.md", "tools/check.py") == []
+    assert problems("Refuse chunks", f"Readers expect it.\n\n{body}", "lmcache/tiers/base.py") == []
+
+
+def test_checks_each_commit_since_the_default_branch(repository: Path) -> None:
+    git(repository, "switch", "--quiet", "--create", "topic")
+    commit(repository, "sidecar/a.py", "Refuse chunks", "First line.\n\nSecond paragraph.")
+    commit(repository, "sidecar/a b.py", "Rename chunks.")
+    git(repository, "switch", "--quiet", "main")
+    commit(repository, "README.md", "Changed the default branch meanwhile.")
+    git(repository, "switch", "--quiet", "topic")
+    git(repository, "merge", "--quiet", "-m", "Merging is no change.", "main")
+    assert [line.split(": ", 1)[1] for line in commits.all_problems(repository)] == [
+        "the subject ends with a full stop",
+        "the commit changes product code, so its body must say why",
+    ]
+
+
+def test_prefers_the_remote_default_branch(
+    repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    clone = tmp_path_factory.mktemp("clone")
+    git(clone, "clone", "--quiet", str(repository), ".")
+    git(clone, "config", "user.name", "A")
+    git(clone, "config", "user.email", "a@example.com")
+    commit(clone, "README.md", "Refused on main, before a push")
+    assert len(commits.all_problems(clone)) == 1
+
+
+@pytest.mark.parametrize(
+    "state", ["default branch", "detached", "no default branch", "shallow", "no repository"]
+)
+def test_checks_nothing_without_a_common_commit(
+    repository: Path, tmp_path_factory: pytest.TempPathFactory, state: str
+) -> None:
+    if state == "detached":
+        git(repository, "switch", "--quiet", "--detach")
+    elif state == "no default branch":
+        git(repository, "branch", "--move", "trunk")
+    elif state == "shallow":
+        commit(repository, "README.md", "Refused.")
+        clone = tmp_path_factory.mktemp("clone")
+        git(clone, "clone", "--quiet", "--depth=1", f"file://{repository}", ".")
+        repository = clone
+    elif state == "no repository":
+        repository = tmp_path_factory.mktemp("empty")
+    assert commits.all_problems(repository) == []
