@@ -1,4 +1,4 @@
-"""Certificates of our own making, by openssl."""
+"""Test certificates, made by openssl."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Certificates:
 
 
 def make_certificates(folder: Path, names: str = "IP:127.0.0.1,DNS:localhost") -> Certificates:
-    """``names``: for whom the certificate is, as a subjectAltName."""
+    """``names`` are the subjectAltName of the certificate."""
     ca, ca_key, cert, key = (folder / name for name in ("ca.pem", "ca.key", "cert.pem", "key.pem"))
     _openssl("-keyout", ca_key, "-out", ca, "-subj", "/CN=test authority")
     signed = ("-CA", ca, "-CAkey", ca_key, "-addext", f"subjectAltName={names}")

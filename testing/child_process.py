@@ -1,4 +1,4 @@
-"""Processes of ours: started, frozen, killed and started again on the same data."""
+"""Child processes that can be started, frozen, killed, and started again on the same data."""
 
 from __future__ import annotations
 
@@ -13,23 +13,34 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 _TAIL_LINES = 30
 
 
 class ProcessDied(RuntimeError):
-    """A process ended by itself; the message carries the end of its log."""
+    """A process ended by itself. The message carries the end of its log."""
+
+
+class Process(Protocol):
+    """The parts of ``subprocess.Popen`` that ChildProcess uses."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int, /) -> None: ...
+    def kill(self) -> None: ...
 
 
 class ChildProcess:
-    """One process at a time, whose output goes to ``log``. A context manager that ends it."""
+    """One process at a time, with its output in ``log``. The context manager kills it at the end."""
 
     def __init__(self, name: str, log: Path) -> None:
         self.name = name
         self.log_path = log
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -47,11 +58,11 @@ class ChildProcess:
 
     @property
     def log(self) -> str:
-        """What it wrote."""
+        """Output of the process."""
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
     def spawn(self, argv: Sequence[str | Path], **options: Any) -> None:
-        """Start ``argv``; ``options`` are those of Popen. It is not waited for."""
+        """Start ``argv`` without waiting. ``options`` are those of Popen."""
         self.check()
         assert self._process is None, "already started"
         with self.log_path.open("ab") as log:
@@ -59,34 +70,40 @@ class ChildProcess:
                 [*map(str, argv)], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, **options
             )
 
+    def adopt(self, process: Process) -> None:
+        """Take over a process that was not started by ``spawn``."""
+        self.check()
+        assert self._process is None, "already started"
+        self._process = process
+
     def check(self) -> None:
-        """Raises ProcessDied when the process was started and has ended by itself."""
+        """Raise ProcessDied if the process was started and has ended by itself."""
         if self._process is not None and (status := self._process.poll()) is not None:
             tail = self.log.splitlines()[-_TAIL_LINES:]
             raise ProcessDied("\n".join([f"{self.name} exited with {status}:", *tail]))
 
     def wait(self, timeout: float = 60) -> int:
-        """Until it has ended by itself; its exit status."""
+        """Wait until the process has ended by itself. Returns its exit status."""
         status = self._popen.wait(timeout)
         self._process = None
         return status
 
     def terminate(self, *, timeout: float = 60.0) -> int:
-        """SIGTERM, after ``timeout`` seconds SIGKILL; the exit status."""
+        """Send SIGTERM, and SIGKILL after ``timeout`` seconds. Returns the exit status."""
         return self._end(signal.SIGTERM, timeout)
 
     def interrupt(self, *, timeout: float = 60.0) -> int:
-        """SIGINT, after ``timeout`` seconds SIGKILL; the exit status."""
+        """Send SIGINT, and SIGKILL after ``timeout`` seconds. Returns the exit status."""
         return self._end(signal.SIGINT, timeout)
 
     def kill(self) -> None:
-        """SIGKILL, if it runs."""
+        """Send SIGKILL if the process runs, and wait."""
         if self._process is not None:
             self._process.kill()
             self.wait()
 
     def freeze(self) -> None:
-        """SIGSTOP: the kernel still accepts connections and bytes, nobody answers."""
+        """Send SIGSTOP: the kernel still accepts connections and bytes, but nothing answers."""
         self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
@@ -96,7 +113,7 @@ class ChildProcess:
         self.kill()
 
     @property
-    def _popen(self) -> subprocess.Popen[bytes]:
+    def _popen(self) -> Process:
         assert self._process is not None, "not started"
         return self._process
 
@@ -113,7 +130,7 @@ class ChildProcess:
 
 
 def wait_until(predicate: Callable[[], Any], *, timeout: float = 60.0, what: str = "") -> Any:
-    """Poll until ``predicate`` is true; its value. Fails loudly after ``timeout`` seconds."""
+    """Poll until ``predicate`` is true, and return its value. Raises AssertionError after ``timeout``."""
     deadline = time.monotonic() + timeout
     while not (value := predicate()):
         if time.monotonic() > deadline:
@@ -123,7 +140,7 @@ def wait_until(predicate: Callable[[], Any], *, timeout: float = 60.0, what: str
 
 
 def wait_readable(descriptor: int | socket.socket, timeout: float) -> bool:
-    """Wait until a read returns at once; False after ``timeout`` seconds.
+    """Wait until a read returns at once. Returns False after ``timeout`` seconds.
 
     Works for any descriptor: ``select.select`` fails for those above 1,023.
     """
@@ -133,15 +150,15 @@ def wait_readable(descriptor: int | socket.socket, timeout: float) -> bool:
 
 
 _candidates = itertools.cycle(random.Random(os.urandom(8)).sample(range(10_000, 32_000), 22_000))
-"""Ports below those that the kernel gives to connections, in an order that differs between processes: two
-test workers, and the connections of either, do not take a port between its choice and its use."""
+"""Ports below those that the kernel assigns to connections, in a random order for each process. Test workers
+and their connections therefore do not take a port between its choice and its use."""
 
 
 def free_ports(count: int) -> list[int]:
-    """Return distinct free loopback ports."""
+    """Return distinct free ports on loopback."""
     ports: list[int] = []
     while len(ports) < count:
-        with socket.socket() as sock, contextlib.suppress(OSError):  # in use
+        with socket.socket() as sock, contextlib.suppress(OSError):  # the port is in use
             sock.bind(("127.0.0.1", port := next(_candidates)))
             ports.append(port)
     return ports

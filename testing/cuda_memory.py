@@ -1,4 +1,4 @@
-"""Memory of the device and of the host for copies, and work of a GPU that waits until it is told to go on."""
+"""Device and host memory for copies, and a gate that holds back work of a GPU."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from lmcache.cuda.driver import Context, Event, Stream
 
 
 def allocate(context: Context, content: bytes) -> int:
-    """Device memory that holds ``content``."""
+    """Allocate device memory with this content."""
     address = int(context.call("cuMemAlloc", len(content)))
     context.call("cuMemcpyHtoD", address, content, len(content))
     return address
 
 
 def content(context: Context, address: int, num_bytes: int) -> bytes:
-    """What device memory holds."""
+    """Content of device memory."""
     out = np.zeros(num_bytes, np.uint8)
     context.call("cuMemcpyDtoH", out.ctypes.data, address, num_bytes)
     return out.tobytes()
 
 
 def pages(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Blank memory that begins with a page."""
+    """Zeroed memory that starts at a page boundary."""
     return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
 
 
 @contextlib.contextmanager
 def pinned(context: Context, num_bytes: int) -> Iterator[npt.NDArray[np.uint8]]:
-    """Blank memory that is registered meanwhile."""
+    """Zeroed memory that is registered inside the context."""
     array = pages(num_bytes)
     context.call("cuMemHostRegister", array.ctypes.data, num_bytes, 0)
     try:
@@ -43,29 +43,29 @@ def pinned(context: Context, num_bytes: int) -> Iterator[npt.NDArray[np.uint8]]:
 
 
 class Gate:
-    """A word of device memory that streams wait for."""
+    """A word of device memory on which streams wait."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._word = int(context.call("cuMemAlloc", 4))
         context.call("cuMemsetD8", self._word, 0, 4)
         self._opener = Stream(context)
-        self._passed: list[Event] = []
+        self._waits: list[Event] = []
 
     def hold(self, stream: Stream) -> None:
-        """Later work of ``stream`` begins after ``open``."""
+        """Hold back later work of ``stream`` until ``open``."""
         self._context.call("cuStreamWaitValue32", stream.raw, self._word, 1, 0)
-        passed = Event(self._context)
-        passed.record(stream)
-        self._passed.append(passed)
+        wait_ended = Event(self._context)
+        wait_ended.record(stream)
+        self._waits.append(wait_ended)
 
     def open(self) -> None:
         self._context.call("cuStreamWriteValue32", self._opener.raw, self._word, 1, 0)
 
     def close(self) -> None:
-        for passed in self._passed:  # until then the word is looked at
-            passed.synchronize()
-            passed.close()
+        for wait_ended in self._waits:  # streams read the word until then
+            wait_ended.synchronize()
+            wait_ended.close()
         self._opener.synchronize()
         self._opener.close()
         self._context.call("cuMemFree", self._word)
@@ -73,7 +73,7 @@ class Gate:
 
 @contextlib.contextmanager
 def gate(context: Context) -> Iterator[Gate]:
-    """Opened at the end, whatever happens: nothing that waits for it outlives it."""
+    """A gate that is always opened at the end, so that no waiting work outlives it."""
     gate = Gate(context)
     try:
         yield gate

@@ -1,4 +1,4 @@
-"""Another process that uses the GPU: functions that run there, and a way to run them."""
+"""Another process that uses the GPU: functions for it, and a way to call them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMEOUT = 200.0
 
 
 class Peer:
-    """A process that answers ``call``s of functions which take its state, a dictionary, first."""
+    """A process that runs functions. Their first argument is its state, a dictionary."""
 
     def __init__(self, connection: Connection, process: Any) -> None:
         self._connection, self.process = connection, process
@@ -32,11 +32,11 @@ class Peer:
         return self.result()
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Don't wait for what it returns: ask for the ``result``."""
+        """Start a call without waiting. ``result`` returns its result."""
         self._connection.send((function, arguments))
 
     def result(self) -> Any:
-        assert self._connection.poll(TIMEOUT), "what the other process was told to do does not end"
+        assert self._connection.poll(TIMEOUT), "the call in the other process does not end"
         error, result = self._connection.recv()
         assert error is None, error
         return result
@@ -57,27 +57,27 @@ def _serve(connection: Connection) -> None:
 
 @contextlib.contextmanager
 def peer(**environment: str) -> Iterator[Peer]:
-    """Its environment has ``environment``, too. Killed at the end."""
-    ours, theirs = multiprocessing.Pipe()
+    """A peer with these environment variables in addition. It is killed at the end."""
+    parent_end, child_end = multiprocessing.Pipe()
     spawn = multiprocessing.get_context("spawn")
-    process = spawn.Process(target=_serve, args=(theirs,), daemon=True)
-    before = os.environ.copy()
+    process = spawn.Process(target=_serve, args=(child_end,), daemon=True)
+    environment_before = os.environ.copy()
     os.environ.update(environment)
     try:
         process.start()
     finally:
         os.environ.clear()
-        os.environ.update(before)
-    theirs.close()
+        os.environ.update(environment_before)
+    child_end.close()
     try:
-        yield Peer(ours, process)
+        yield Peer(parent_end, process)
     finally:
         process.kill()
         process.join()
-        ours.close()
+        parent_end.close()
 
 
-# ---- what peers do ----
+# ---- functions for peers ----
 
 
 def open_context(state: dict[str, Any]) -> int:
@@ -88,7 +88,7 @@ def open_context(state: dict[str, Any]) -> int:
 
 
 def export_content(state: dict[str, Any], data: bytes, offset: int = 0) -> ipc.Exported:
-    """Allocate, and export the address ``offset`` bytes into it."""
+    """Allocate memory and export the address ``offset`` bytes into it."""
     state["address"] = allocate(state["context"], data)
     return ipc.export(state["context"], state["address"] + offset)
 
@@ -98,12 +98,12 @@ def free(state: dict[str, Any]) -> None:
 
 
 def read(state: dict[str, Any], handle: bytes, offset: int, num_bytes: int) -> bytes:
-    """Open, copy, close."""
+    """Open the handle, copy bytes from it, and close it."""
     mapping = state["mappings"].open(handle)
     out = (ctypes.c_char * num_bytes)()
     try:
-        places = ([ctypes.addressof(out)], [mapping.base + offset], [num_bytes])
-        CopyBatch(*(np.array(words, np.uint64) for words in places)).submit(state["stream"])
+        arguments = ([ctypes.addressof(out)], [mapping.base + offset], [num_bytes])
+        CopyBatch(*(np.array(words, np.uint64) for words in arguments)).submit(state["stream"])
         state["stream"].synchronize()
     finally:
         mapping.close()

@@ -1,4 +1,4 @@
-"""Real servers in processes of their own, for tests, demo and benchmarks: to kill, to freeze, to restart."""
+"""Real servers in child processes for tests, demo and benchmarks, to be killed, frozen and restarted."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -24,7 +25,7 @@ BINARY = os.environ.get("LMCACHE_TEST_SERVER", "redis-server")
 
 
 class Server(ChildProcess, ABC):
-    """One process at a time, and a folder that stays the same over ``kill`` and ``restart``."""
+    """One process at a time, with a folder that persists across ``kill`` and ``restart``."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(type(self).__name__, folder / "log")
@@ -40,15 +41,15 @@ class Server(ChildProcess, ABC):
 
     @abstractmethod
     def start(self, *, timeout: float = 60.0) -> None:
-        """Start, and wait until it answers."""
+        """Start the server, and wait until it answers."""
 
     def restart(self) -> None:
-        """Kill it if it runs, and start it where it was."""
+        """Kill the server if it runs, and start it again on the same data."""
         self.kill()
         self.start()
 
     def close(self) -> None:
-        """Kill it if it runs, and remove the folder."""
+        """Kill the server if it runs, and remove the folder."""
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -67,10 +68,11 @@ class CertificateFiles(Protocol):
 
 
 class RedisProcess(Server):
-    """``with RedisProcess() as server:`` starts a redis-server without persistence; options: redis.conf's.
+    """``with RedisProcess() as server:`` starts a redis-server without persistence. Options are those of
+    redis.conf.
 
-    It listens on a port of the OS's choice, with ``tls`` by TLS, and on a UNIX socket. Both stay the same
-    over ``kill`` and ``restart``; the contents don't. LMCACHE_TEST_SERVER may name a valkey-server instead.
+    It listens on a free port, with ``tls`` by TLS, and on a UNIX socket. Both persist across ``kill`` and
+    ``restart``, and the data does not. LMCACHE_TEST_SERVER may name a valkey-server instead.
     """
 
     def __init__(
@@ -93,11 +95,11 @@ class RedisProcess(Server):
 
     @property
     def client(self) -> redis.Redis:
-        """A fresh redis-py client, for looking at what the code under test did."""
+        """A new redis-py client, to inspect the server."""
         return redis.Redis(unix_socket_path=str(self.socket_path), password=self.password or None)
 
     def start(self, *, timeout: float = 60.0) -> None:
-        # A free port may be taken by somebody else before redis binds it: then try the next one.
+        # Another process may take the free port before redis binds it. In that case try another port.
         for _ in range(5):
             self._spawn()
             if self._wait_ready(timeout):
@@ -140,24 +142,45 @@ class RedisProcess(Server):
 
 
 class SidecarProcess(Server):
-    """``with SidecarProcess(memory_size="64Mi") as sidecar:`` starts it; options are those of the command
-    line.
+    """``with SidecarProcess(memory_size="64Mi") as sidecar:`` starts a sidecar. Options are those of the
+    command line.
 
-    Socket and arena stay the same over ``kill`` and ``restart``; ``log`` holds the output of all processes.
+    Socket and arena persist across ``kill`` and ``restart``. ``log_path`` holds the output of all processes.
     """
 
     def __init__(self, **options: Any) -> None:
-        shm = Path("/dev/shm")  # in memory, as in a pod: an arena on a disk would be written back to it
+        shm = Path("/dev/shm")  # in memory, as in a pod: an arena on a disk would be written back to the disk
         super().__init__(Path(tempfile.mkdtemp(prefix="lmc-sidecar-", dir=shm if shm.is_dir() else None)))
         self.socket_path = str(self.folder / "kvcache.sock")
         self.arena_path = self.folder / "arena"
         self.options = {"memory_size": "64Mi", "http_host": "127.0.0.1", "http_port": 0} | options
-        self.max_descriptors = 0  # 0: as many as we may have
-        self.environment: dict[str, str] = {}  # beside ours
-        self.prefix: list[str] = []  # a command that starts it
+        self.max_descriptors = 0  # 0: the limit of this process
+        self.environment: dict[str, str] = {}  # in addition to the environment of this process
+        self.prefix: list[str] = []  # a command that starts the sidecar
         self.program = ["-m", "lmcache_sidecar"]
         self.http_port = 0
         self._log_start = 0
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            if not any(error):
+                self.check_causes()
+        finally:
+            self.close()
+
+    def check_causes(self) -> None:
+        """The causes of all prompt tokens add up, if the sidecar still answers. Raises AssertionError."""
+        try:
+            with urllib.request.urlopen(self.url + "/stats", timeout=1) as response:
+                causes = json.load(response).get("causes", {})
+        except urllib.error.HTTPError as error:  # its statistics raised
+            raise AssertionError(f"{error}; log {self.log}") from error
+        except (OSError, ValueError):  # killed, frozen, or an old version
+            return
+        by_cause = causes.get("cause_tokens", {}).values()
+        assert all(number > 0 for number in by_cause), f"a cause without tokens: {causes}"
+        total = sum(by_cause)
+        assert total == causes.get("prompt_tokens", 0), f"causes of {total} tokens: {causes}"
 
     @property
     def url(self) -> str:
@@ -165,7 +188,7 @@ class SidecarProcess(Server):
 
     @property
     def log(self) -> str:
-        """What the present process wrote."""
+        """Output of the current process."""
         return self.log_path.read_bytes()[self._log_start :].decode() if self.log_path.exists() else ""
 
     def start(self, *, timeout: float = 60.0) -> None:
@@ -186,12 +209,12 @@ class SidecarProcess(Server):
 
     def _listens(self) -> bool:
         self.check()
-        if found := re.search(r"http port (\d+)", self.log):
-            self.http_port = int(found[1])
-        return bool(found)
+        if match := re.search(r"http port (\d+)", self.log):
+            self.http_port = int(match[1])
+        return bool(match)
 
     def get(self, path: str) -> str:
-        """The body of one page."""
+        """The body of an HTTP page."""
         with urllib.request.urlopen(self.url + path, timeout=60) as response:
             body: bytes = response.read()
         return body.decode()
@@ -201,7 +224,7 @@ class SidecarProcess(Server):
         return stats
 
     def wait_until(self, predicate: Callable[[dict[str, Any]], Any], *, timeout: float = 60.0) -> Any:
-        """Poll /stats until ``predicate(stats)`` is true; its value."""
+        """Poll /stats until ``predicate(stats)`` is true, and return its value."""
         try:
             return wait_until(lambda: predicate(self.stats()), timeout=timeout)
         except AssertionError as error:

@@ -19,19 +19,19 @@ PROMPT = 8  # keys of one prompt
 
 
 class Stress:
-    """A store smaller than what is put into it. A payload is one 64-bit number over and over: its key and its
-    version, so that bytes of another row, or of two writers, show."""
+    """A store that is smaller than the data put into it. A payload repeats one 64-bit number, its key and
+    version, so that bytes of another row or of two writers are detected."""
 
     def __init__(self, num_slots: int = 20 * 16) -> None:
         self.arena = PrivateArena(Geometry(SLOT_BYTES, 1), num_slots)
         self.store = LocalStore(self.arena)
         self.counts: Counter[str] = Counter()
-        self.errors: list[BaseException] = []  # of which the first ends it
-        self.num_compared = 0  # payloads, about: threads count together
+        self.errors: list[BaseException] = []  # the first error ends the run
+        self.num_compared = 0  # number of payloads, approximate: threads share the counter
         self._words = np.frombuffer(self.arena.buffer, np.uint64)
 
     def run(self, num_threads: int, seconds: float) -> None:
-        """Returns when time is up or something was wrong; the first error is raised."""
+        """Run until the time is up or an error occurred. Raises the first error."""
         end = time.monotonic() + seconds
         threads = [threading.Thread(target=self._work, args=(seed, end)) for seed in range(num_threads)]
         for thread in threads:
@@ -44,37 +44,37 @@ class Stress:
             raise error
 
     def check_account(self) -> None:
-        """At rest, and with nothing beyond what is usable: what is taken is what is there."""
+        """Check the idle store within its capacity: its used bytes equal those of its rows."""
         self.store.resize(self.arena.num_rows * SLOT_BYTES)
         keys = self.store.keys()
         lengths = [self.store.get(key, lambda _, length: length) or 0 for key in keys]
-        taken = sum(-(-length // SLOT_BYTES) * SLOT_BYTES for length in lengths)
-        if self.store.num_bytes != taken:
-            self.errors.append(AssertionError(f"{self.store.num_bytes} bytes are taken, of {taken}"))
+        expected = sum(-(-length // SLOT_BYTES) * SLOT_BYTES for length in lengths)
+        if self.store.num_bytes != expected:
+            self.errors.append(AssertionError(f"{self.store.num_bytes} bytes are used, expected {expected}"))
         for number in range(NUM_KEYS):
             self.store.remove(_key(number))
         assert self.store.num_bytes == 0
 
     def _work(self, seed: int, end: float) -> None:
-        draw = random.Random(seed)
+        rng = random.Random(seed)
         actions = [self._put] * 6 + [self._get] * 6 + [self._read_prompt] * 3 + [self._remove, self._resize]
         counts: Counter[str] = Counter()
         try:
             while time.monotonic() < end and not self.errors:
-                action = draw.choice(actions)
-                counts[action.__name__[1:]] += bool(action(draw))
+                action = rng.choice(actions)
+                counts[action.__name__[1:]] += bool(action(rng))
         except BaseException as error:
             self.errors.append(error)
         self.counts += counts
 
-    def _put(self, draw: random.Random) -> bool:
-        number, length = draw.randrange(NUM_KEYS), 8 * draw.randint(1, 16 * SLOT_BYTES // 8)
-        value = number << 32 | draw.getrandbits(32)
+    def _put(self, rng: random.Random) -> bool:
+        number, length = rng.randrange(NUM_KEYS), 8 * rng.randint(1, 16 * SLOT_BYTES // 8)
+        value = number << 32 | rng.getrandbits(32)
 
         def fill(row: int) -> None:
             words = self._payload(row, length)
             words[:] = value
-            if draw.random() < 0.05:
+            if rng.random() < 0.05:
                 raise InterruptedError
             assert (words == value).all(), "two writers"
 
@@ -83,12 +83,12 @@ class Stress:
         except InterruptedError:
             return False
 
-    def _get(self, draw: random.Random) -> bool:
-        number = draw.randrange(NUM_KEYS)
+    def _get(self, rng: random.Random) -> bool:
+        number = rng.randrange(NUM_KEYS)
         return self.store.get(_key(number), lambda row, length: self._check(number, row, length)) is not None
 
-    def _read_prompt(self, draw: random.Random) -> bool:
-        first = draw.randrange(0, NUM_KEYS, PROMPT)
+    def _read_prompt(self, rng: random.Random) -> bool:
+        first = rng.randrange(0, NUM_KEYS, PROMPT)
         keys = [_key(number) for number in range(first, first + PROMPT)]
         with self.store.pin_prefix(keys, first // PROMPT) as rows:
             for _ in range(2):
@@ -96,11 +96,11 @@ class Stress:
                     self._check(number, row, length)
         return bool(rows)
 
-    def _remove(self, draw: random.Random) -> bool:
-        return self.store.remove(_key(draw.randrange(NUM_KEYS)))
+    def _remove(self, rng: random.Random) -> bool:
+        return self.store.remove(_key(rng.randrange(NUM_KEYS)))
 
-    def _resize(self, draw: random.Random) -> bool:
-        size = draw.randint(self.arena.num_rows // 2, self.arena.num_rows)
+    def _resize(self, rng: random.Random) -> bool:
+        size = rng.randint(self.arena.num_rows // 2, self.arena.num_rows)
         return bool(self.store.resize(size * SLOT_BYTES).num_evicted)
 
     def _check(self, number: int, row: int, length: int) -> bool:

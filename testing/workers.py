@@ -1,4 +1,4 @@
-"""Workers of pytest-xdist: what each of the processes that share a test run takes for itself."""
+"""Workers of pytest-xdist: resources that each of them uses alone."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 
 
 def is_worker() -> bool:
-    """Whether other workers run tests beside this process."""
+    """Whether other workers run tests next to this process."""
     return "PYTEST_XDIST_WORKER" in os.environ
 
 
 def core() -> int:
-    """Return the core that this worker's engines compute on; the first one without workers."""
+    """Return the core of this worker's engines. Without workers, the first core."""
     cores = sorted(os.sched_getaffinity(0))
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     return cores[number % len(cores)]

@@ -1,8 +1,8 @@
 """Let torch and vLLM choose their code as on a processor without AVX-512 and AMX.
 
-Python imports this module at its start when the folder is on PYTHONPATH; ``make test-avx2`` puts it there.
-The variables of that target are obeyed by torch's and oneDNN's own kernels (ATEN_CPU_CAPABILITY,
-ONEDNN_MAX_CPU_ISA). vLLM asks ``torch.cpu`` instead, which looks at the processor itself. The processor must
+Python imports this module when it starts with the folder on PYTHONPATH. ``make test-avx2`` puts it there.
+That target also sets variables for torch's and oneDNN's own kernels (ATEN_CPU_CAPABILITY,
+ONEDNN_MAX_CPU_ISA). vLLM asks ``torch.cpu`` instead, which reads the processor's features. The processor must
 have AVX2.
 """
 

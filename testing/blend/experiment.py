@@ -1,7 +1,7 @@
-"""What blending does to the tokens that a model says next, beside a full prefill of the same prompt.
+"""Effect of blending on the tokens that a model predicts, compared with a full prefill of the same prompt.
 
-Each segment's KV is computed alone and stored in an engine in memory; then BlendedModel answers with it, by
-one selection of tokens after another.
+The KV of each segment is computed alone and stored in an engine in memory. BlendedModel then answers with it,
+with each selection of tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KINDS: dict[str, Callable[[float], Selection]] = {
     "first tokens": FirstTokens,
     "most attended": MostAttended,
 }
-CACHE_GB = 0.3  # of a few prompts: what comes later takes the place of what is not asked for again
+CACHE_GB = 0.3  # holds a few prompts: later prompts replace earlier ones, which are not used again
 
 
 class Case(NamedTuple):
@@ -46,21 +46,21 @@ class Case(NamedTuple):
 
     segments: list[list[int]]
     num_compared: int
-    """How many of its last tokens are looked at."""
+    """Number of last tokens that are compared."""
 
 
 @dataclass
 class Comparison:
-    """Of one way to compute prompts with their full prefills; a value per prompt."""
+    """Comparison of one way to compute prompts with a full prefill. Lists have one value per prompt."""
 
     divergence: list[float] = field(default_factory=list)
-    """KL(full prefill || this), in nats, mean over the tokens compared."""
+    """KL(full prefill || this way) in nats, mean over the compared tokens."""
     agreement: list[float] = field(default_factory=list)
-    """The share of them after which the likeliest next token is the same."""
+    """Share of compared tokens with the same most likely next token."""
     next_token: list[int] = field(default_factory=list)
-    """The likeliest one after the prompt."""
+    """The most likely token after the prompt."""
     is_equal: list[bool] = field(default_factory=list)
-    """Whether all logits are the same, bit for bit."""
+    """Whether all logits are equal, bit for bit."""
 
     def add(self, logits: torch.Tensor, full: torch.Tensor) -> None:
         distributions = logits.log_softmax(-1), full.log_softmax(-1)
@@ -76,7 +76,7 @@ def name_of(kind: str, ratio: float) -> str:
 
 
 def selections(ratios: Sequence[float] = RATIOS) -> dict[str, Selection]:
-    """Return all kinds with these ratios, by name, after naive reuse (which most are at 0 %)."""
+    """All kinds of selections with these ratios, by name, after naive reuse. Most kinds equal it at 0 %."""
     ranked = {
         name_of(kind, ratio): selection
         for kind, make in KINDS.items()
@@ -88,38 +88,40 @@ def selections(ratios: Sequence[float] = RATIOS) -> dict[str, Selection]:
 
 @torch.no_grad()
 def compared(
-    model: PreTrainedModel, cases: Sequence[Case], ways: dict[str, Selection], what: str = "prompts"
+    model: PreTrainedModel, cases: Sequence[Case], ways: dict[str, Selection], unit: str = "prompts"
 ) -> dict[str, Comparison]:
-    """Return how far each way's answers are from full prefill's, which is the first one."""
-    found = {name: Comparison() for name in (FULL, *ways)}
+    """Compare the answers of each way with those of full prefill, which is the first way."""
+    comparisons = {name: Comparison() for name in (FULL, *ways)}
     with engine_for(model, max_local_cache_size=CACHE_GB) as engine:
         blended = BlendedModel(model, engine)
-        progress = Progress(what, len(cases))
+        progress = Progress(unit, len(cases))
         for segments, num_compared in cases:
             tokens = torch.tensor([[token for segment in segments for token in segment]])
             full = model(tokens, logits_to_keep=num_compared).logits[0]
-            found[FULL].add(full, full)
+            comparisons[FULL].add(full, full)
             for name, blended.selection in ways.items():
-                found[name].add(blended.prefill([segments], num_compared)[0].logits, full)
+                comparisons[name].add(blended.prefill([segments], num_compared)[0].logits, full)
             progress.step()
         blended.close()
-    return found
+    return comparisons
 
 
 class Progress:
-    """Lines on stderr: how much of what is done, a few times a minute."""
+    """Prints the progress to stderr a few times a minute."""
 
-    def __init__(self, what: str, number: int) -> None:
-        self._what, self._number, self._done = what, number, 0
-        self._start = self._said = time.monotonic()
+    def __init__(self, unit: str, number: int) -> None:
+        self._unit, self._number, self._num_done = unit, number, 0
+        self._start = self._printed_at = time.monotonic()
 
     def step(self) -> None:
-        self._done += 1
-        if time.monotonic() - self._said > 15 or self._done == self._number:
-            self._said = time.monotonic()
-            seconds = self._said - self._start
+        self._num_done += 1
+        if time.monotonic() - self._printed_at > 15 or self._num_done == self._number:
+            self._printed_at = time.monotonic()
+            seconds = self._printed_at - self._start
             print(
-                f"{self._what}: {self._done} of {self._number}, {seconds:.0f} s", file=sys.stderr, flush=True
+                f"{self._unit}: {self._num_done} of {self._number}, {seconds:.0f} s",
+                file=sys.stderr,
+                flush=True,
             )
 
 
@@ -128,32 +130,33 @@ def counter(pretrained: Pretrained) -> CountTokens:
 
 
 def real_cases(pretrained: Pretrained, number: int, num_tokens: int = 200, seed: int = 0) -> list[Case]:
-    """Prompts of natural English; what is compared are the tokens of the question."""
+    """Prompts of natural English. The tokens of the question are compared."""
     rng = np.random.default_rng(seed)
-    made = [texts.prompt(rng, counter(pretrained), num_tokens) for _ in range(number)]
+    generated = [texts.prompt(rng, counter(pretrained), num_tokens) for _ in range(number)]
     ids = [
-        [pretrained.tokenizer(text)["input_ids"] for text in (*one.documents, one.question)] for one in made
+        [pretrained.tokenizer(text)["input_ids"] for text in (*prompt.documents, prompt.question)]
+        for prompt in generated
     ]
     return [Case(segments, len(segments[-1])) for segments in ids]
 
 
 class Fact(NamedTuple):
-    """What a prompt of the little model asks for."""
+    """The fact that a prompt of the small model asks for."""
 
     answer: int
     is_spread: bool
-    """Whether it takes another document than the one that the fact is in."""
+    """Whether the answer needs another document than the one with the fact."""
 
 
 def little_cases(number: int, seed: int = 1) -> tuple[list[Case], list[Fact]]:
-    """Prompts in the little model's language; what is compared is the answer."""
+    """Prompts in the small model's language. The answer is compared."""
     rng = np.random.default_rng(seed)
     cases, facts = [], []
     for _ in range(number):
         documents = prompts.documents(rng)
         answers = prompts.answers([token for document in documents for token in document])
         key = int(rng.choice(list(answers)))
-        (alone,) = (said[key] for said in map(prompts.answers, documents) if key in said)
+        (alone,) = (values[key] for values in map(prompts.answers, documents) if key in values)
         cases.append(Case([*documents, [prompts.ASK, key]], 1))
         facts.append(Fact(answers[key], alone != answers[key]))
     return cases, facts

@@ -1,16 +1,17 @@
-"""Questions for real models whose answers lie in one document, or are spread over two.
+"""Questions for real models whose answers are in one document, or spread over two documents.
 
-A sheet is three documents and questions about four people. Each has a home, an instrument, an animal or so,
-of which nobody else has the same. Two people are named where that is said. The two others are introduced as
-a document ends, and the next one says "he" or "she": only with the document before it does that mean anyone,
-and in another order somebody else. All answers to a question stand in the documents, so chance is 25 %.
+A sheet has three documents and questions about four people. Each person has a home, an instrument, an animal
+and so on, all different. Two people are named where these facts are given. The other two are introduced at
+the end of a document, and the next document refers to them as "he" or "she". The pronoun has a meaning only
+with the document before it, and another meaning in another order. All answers to a question are in the
+documents, so the chance to guess right is 25 %.
 
-How the model answers: for each person it is asked to go on after "Anna plays the", and of the four words that
-could follow the one counts that the name makes likelier than the other three names do, on average. Without
-that, a small model says the commonest word, whomever it is asked about [1]_.
+For each person the model continues "Anna plays the". Of the four possible words, the answer is the word whose
+likelihood the name raises most, compared with the other three names on average. Without this correction, a
+small model chooses the most common word for every person [1]_.
 
 .. [1] Holtzman et al. 2021, "Surface Form Competition: Why the Highest Probability Answer Isn't Always
-   Right"; Zhao et al. 2021, "Calibrate Before Use".
+Right"; Zhao et al. 2021, "Calibrate Before Use".
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ RELATIONS = {
     "speaks": "French German Spanish Italian Russian Chinese Greek",
 }
 NUM_NAMED, NUM_PEOPLE, NUM_ASKED = 2, 4, 2
-"""People who are named where they are told of; all; relations on a sheet."""
-MOST_BEFORE = 2
-"""Sentences of a document before what it says of the one whom the document before introduced, at most."""
+"""People who are named with their facts; all people; relations on a sheet."""
+MAX_SENTENCES_BEFORE = 2
+"""Maximum number of sentences before the facts about the person that the previous document introduced."""
 
 
 class Sheet(NamedTuple):
-    """Documents, and what is asked about them."""
+    """Documents, and questions about them."""
 
     documents: tuple[str, ...]
     questions: tuple[tuple[str, ...], ...]
-    """By relation and person: what goes on with the answer. Those about people after the first ``NUM_NAMED``
-    need two documents."""
+    """Texts that continue with the answer, by relation and person. Questions about people after the first
+    ``NUM_NAMED`` need two documents."""
     answers: tuple[tuple[str, ...], ...]
-    """By relation and person. Those of the others are what else can be chosen."""
+    """Answers by relation and person. The answers of the other people are the wrong candidates."""
 
 
 def sheet(rng: np.random.Generator, count: CountTokens, num_tokens: int = 100) -> Sheet:
-    """Return a sheet whose documents have ``num_tokens`` tokens, and those of the facts besides."""
+    """A sheet whose documents have ``num_tokens`` tokens in addition to the facts."""
     pronoun = str(rng.choice(list(NAMES)))
     people = [str(name) for name in rng.choice(NAMES[pronoun], NUM_PEOPLE, replace=False)]
     relations = [str(phrase) for phrase in rng.choice(list(RELATIONS), NUM_ASKED, replace=False)]
@@ -76,17 +77,17 @@ def sheet(rng: np.random.Generator, count: CountTokens, num_tokens: int = 100) -
             person = named[number // 2]
             sentences[middle:middle] = facts(person, person)
         if number > 0:
-            before = int(rng.integers(min(MOST_BEFORE, middle) + 1))
-            sentences[before:before] = facts(pronoun, introduced[number - 1])
+            num_before = int(rng.integers(min(MAX_SENTENCES_BEFORE, middle) + 1))
+            sentences[num_before:num_before] = facts(pronoun, introduced[number - 1])
         documents.append(" ".join(sentences))
     questions = tuple(tuple(f"{BETWEEN}{name} {phrase}" for name in people) for phrase in relations)
     return Sheet(joined(documents), questions, answers)
 
 
 def is_right(log_probabilities: np.ndarray) -> np.ndarray:
-    """Tell of each question whether its answer is chosen; ``[..., person]`` of ``[..., person, candidate]``.
+    """Whether each question is answered right: ``[..., person]`` from ``[..., person, candidate]``.
 
-    The candidates of a relation are the people's answers, in the people's order.
+    The candidates of a relation are the people's answers, in the order of the people.
     """
     raised = log_probabilities - log_probabilities.mean(axis=-2, keepdims=True)
     chosen: np.ndarray = raised.argmax(axis=-1) == np.arange(raised.shape[-1])

@@ -1,6 +1,7 @@
-"""Time to first token of long known documents and a question, and what of it is blending's own.
+"""Time to first token of long known documents with a question, and the part of it that blending itself takes.
 
-All ways meet each order of the documents in turn, so that what else the machine does falls out of ratios.
+All ways are measured in turn with each order of the documents, so that other load on the machine cancels out
+in ratios.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PREFIX_CACHED = "prefix caching, first document known"
 DOCUMENT_TOKENS = 1000
 CACHE_GB, CHUNK_TOKENS = 2.5, 256
 
-_OWN = (
+_BLENDING_FUNCTIONS = (
     (SPTBlendRetrieverTask, "move"),
     (BlendingPass, "__init__"),
     (BlendingPass, "blend"),
@@ -39,21 +40,21 @@ _OWN = (
     (QuestionAttention, "__init__"),
     (QuestionAttention, "add"),
 )
-"""What is done in a prefill for blending: tokens selected, K rotated, rows written, masks and hidden states
-cut, attention looked at. The rest is the model's own work for the tokens that are computed."""
+"""Functions of a prefill that only blending needs: select tokens, rotate K, write rows, cut masks and hidden
+states, read attention. The rest is the model's own work for the computed tokens."""
 
 
 @dataclass
 class Seconds:
-    """Per round."""
+    """Measured seconds. Each list has one value for each round."""
 
     first_token: dict[str, list[float]] = field(default_factory=dict)
-    own: dict[str, list[dict[str, float]]] = field(default_factory=dict)
-    """Of a blended prefill: blending's own parts, by name, with what is retrieved there before it begins."""
+    blending: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    """Time of blending's own functions in a blended prefill, by name. Retrieval is over before it begins."""
     reading: list[float] = field(default_factory=list)
-    """KV of the documents from the engine's memory to one tensor."""
+    """Time to read the documents' KV from the engine's memory into one tensor."""
     copying: list[float] = field(default_factory=list)
-    """As many bytes from one tensor to another."""
+    """Time to copy as many bytes from one tensor to another."""
     num_bytes: int = 0
     num_layers: int = 0
     num_tokens: int = 0
@@ -61,7 +62,7 @@ class Seconds:
 
 @torch.no_grad()
 def timed(pretrained: Pretrained, num_rounds: int, ways: dict[str, Selection], seed: int = 0) -> Seconds:
-    """Measure so many rounds after one that only warms up."""
+    """Measure ``num_rounds`` rounds after one round to warm up."""
     model = pretrained.model
     documents, question = _texts(pretrained, seed)
     seconds = Seconds(num_layers=model.config.num_hidden_layers)
@@ -83,10 +84,13 @@ def timed(pretrained: Pretrained, num_rounds: int, ways: dict[str, Selection], s
 
 
 def _texts(pretrained: Pretrained, seed: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Documents that can stand in any order, and a question."""
+    """Documents that can be in any order, and a question."""
     rng = np.random.default_rng(seed)
-    made = texts.prompt(rng, counter(pretrained), DOCUMENT_TOKENS)
-    parts = [texts.BETWEEN + text.removeprefix(texts.BETWEEN) for text in (*made.documents, made.question)]
+    generated = texts.prompt(rng, counter(pretrained), DOCUMENT_TOKENS)
+    parts = [
+        texts.BETWEEN + text.removeprefix(texts.BETWEEN)
+        for text in (*generated.documents, generated.question)
+    ]
     *documents, question = (torch.tensor(pretrained.tokenizer(text)["input_ids"]) for text in parts)
     return [document[:DOCUMENT_TOKENS] for document in documents], question
 
@@ -104,7 +108,7 @@ def _first_tokens(
         exact = CachedModel(cached.model, engine)
         exact.generate(prompt[0][None], max_new_tokens=1)
         result.first_token.setdefault(PREFIX_CACHED, []).append(_until_first_token(exact.generate, joined))
-        assert engine.hit_tokens_count, "nothing of the first document was found"
+        assert engine.hit_tokens_count, "the first document must hit"
     for name, blended.selection in ways.items():
         result.first_token.setdefault(name, []).append(_until_first_token(blended.generate, list(prompt)))
 
@@ -113,15 +117,15 @@ def _until_first_token(generate: Callable[..., Any], prompt: Any) -> float:
     clock = _Clock()
     start = time.perf_counter()
     generate(prompt, max_new_tokens=1, do_sample=False, streamer=clock)
-    return clock.seen[1] - start  # the first call brings the prompt
+    return clock.times[1] - start  # the first call passes the prompt
 
 
 class _Clock(BaseStreamer):  # type: ignore[misc]
     def __init__(self) -> None:
-        self.seen: list[float] = []
+        self.times: list[float] = []
 
     def put(self, value: Any) -> None:
-        self.seen.append(time.perf_counter())
+        self.times.append(time.perf_counter())
 
     def end(self) -> None: ...
 
@@ -129,15 +133,15 @@ class _Clock(BaseStreamer):  # type: ignore[misc]
 def _parts(
     blended: BlendedModel, prompt: list[torch.Tensor], ways: dict[str, Selection], result: Seconds
 ) -> None:
-    """Measure what is blending's own in a prefill, and how long reading the KV takes."""
+    """Measure the time of blending's own functions in a prefill, and the time to read the KV."""
     for name, blended.selection in ways.items():
-        with _own_time() as spent:
+        with _blending_time() as spent:
             blended.prefill([prompt])
-        result.own.setdefault(name, []).append(dict(spent))
+        result.blending.setdefault(name, []).append(dict(spent))
     documents = prompt[:-1]
     engine = blended.segments
     kv = engine.empty(sum(map(len, documents)))
-    other = torch.empty_like(kv).fill_(1)
+    copy = torch.empty_like(kv).fill_(1)
     start = time.perf_counter()
     end = 0
     for document in documents:
@@ -145,21 +149,21 @@ def _parts(
         assert engine.retrieve_into(document, kv[..., begin:end, :]) == len(document)
     result.reading.append(time.perf_counter() - start)
     start = time.perf_counter()
-    other.copy_(kv)
+    copy.copy_(kv)
     result.copying.append(time.perf_counter() - start)
 
 
 @contextlib.contextmanager
-def _own_time() -> Iterator[dict[str, float]]:
-    """Seconds by what they were spent on, in real prefills whose segments are retrieved before they begin."""
+def _blending_time() -> Iterator[dict[str, float]]:
+    """Seconds by function, in real prefills whose segments are retrieved before they begin."""
     spent: dict[str, float] = defaultdict(float)
 
     def clocked(owner: type, name: str) -> Any:
-        plain = getattr(owner, name)
+        original = getattr(owner, name)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
-            result = plain(*args, **kwargs)
+            result = original(*args, **kwargs)
             spent[f"{owner.__name__}.{name}"] += time.perf_counter() - start
             return result
 
@@ -173,7 +177,7 @@ def _own_time() -> Iterator[dict[str, float]]:
         return task
 
     with contextlib.ExitStack() as stack:
-        for owner, name in _OWN:
+        for owner, name in _BLENDING_FUNCTIONS:
             stack.enter_context(clocked(owner, name))
         stack.enter_context(mock.patch.object(SPTBlendRetriever, "retrieve", retrieve_at_once))
         yield spent

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, one per family, and engines for them."""
+"""Tiny models with random weights, one for each family, and engines for them."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def tiny_model(family: str, attention: str = "sdpa", **options: Any) -> PreTrain
         AutoConfig.for_model(family, **sizes), attn_implementation=attention
     ).eval()
     for parameter in model.parameters():
-        if parameter.dim() > 1:  # not the norms' scales
+        if parameter.dim() > 1:  # not the scales of norms
             torch.nn.init.normal_(parameter, std=WEIGHTS_STD)
     return model
 
 
 @contextlib.contextmanager
 def engine_for(model: PreTrainedModel, **options: Any) -> Iterator[LMCacheEngine]:
-    """An engine in memory, with blending enabled for prompts of any length."""
+    """An engine in memory that blends prompts of any length."""
     defaults = {
         "chunk_size": CHUNK,
         "local_device": "cpu",

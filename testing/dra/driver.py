@@ -1,8 +1,8 @@
-"""Simulated GPUs of a node: told to the scheduler, and put into the containers of claims that have them.
+"""Simulated GPUs of a node, published to the scheduler and added to the containers of claims.
 
-A claim's containers see its GPUs, and no others do: the simulated CUDA driver in place of NVIDIA's, a device
-file for each, and a folder in which the memory of these GPUs lies. What a claim has is one CDI file, so the
-next driver knows it, too.
+Only a claim's containers see its GPUs: the simulated CUDA driver in place of NVIDIA's, a device file for each
+GPU, and a folder with the GPUs' memory. The state of a claim is one CDI file, so that a restarted driver
+knows it, too.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from testing.dra import kubelet_pb2 as pb
 from testing.dra.plugin import DriverError
 
 NAME = "gpu.lmcache.test"
-"""Of the driver, and of its DeviceClass."""
+"""Name of the driver and of its DeviceClass."""
 CLAIMS = "resource.k8s.io/v1/resourceclaims"
 CLASSES, SLICES = "resource.k8s.io/v1/deviceclasses", "resource.k8s.io/v1/resourceslices"
 MEMORY_BYTES = 2 << 30
 GPUS_DIR = "/dev/cudasim"
-"""In containers: the memory of their GPUs."""
+"""Path in containers of the folder with the memory of their GPUs."""
 _LIBRARY = f"/usr/lib/{platform.machine()}-linux-gnu/libcuda.so.1"
 _CDI_VERSION = "0.6.0"
 
 
 class Api(Protocol):
-    """As much of ``testing.kube.api.Api`` as a driver needs."""
+    """The parts of ``testing.kube.api.Api`` that a driver uses."""
 
     def get(self, kind: str, name: str, namespace: str | None = None) -> Any: ...
 
@@ -41,25 +41,25 @@ class Api(Protocol):
 
 
 def gpu_uuid(node: str, device: str) -> str:
-    """The same at each start."""
+    """The uuid of a device, which is the same after each start."""
     return f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'{device}.{node}')}"
 
 
 class GpuDriver:
-    """See the module. ``num_gpus`` devices are called ``gpu-0`` and so on."""
+    """The driver that the module describes. Its ``num_gpus`` devices are named ``gpu-0`` and so on."""
 
     name = NAME
 
     def __init__(self, api: Api, node: str, num_gpus: int, *, cdi: Path, state: Path) -> None:
-        """``cdi`` is a folder that the container runtime reads CDI files from; ``state``, on a tmpfs best,
-        has the memory of the GPUs.
+        """``cdi`` is a folder from which the container runtime reads CDI files. ``state`` holds the memory of
+        the GPUs, and is best on a tmpfs.
         """
         self.api, self.node, self.num_gpus = api, node, num_gpus
         self._cdi, self._state = cdi, state
         for folder in (cdi, state):
             folder.mkdir(parents=True, exist_ok=True)
 
-    # ---- what the scheduler knows ----
+    # ---- for the scheduler ----
 
     def registered(self) -> None:
         selector = {"cel": {"expression": f'device.driver == "{NAME}"'}}
@@ -70,11 +70,11 @@ class GpuDriver:
                 "spec": {"selectors": [selector]},
             },
         )  # fmt: skip
-        # A kubelet that starts deletes the slices of drivers that do not come back.
+        # When a kubelet starts, it deletes the slices of drivers that do not register again.
         self.api.apply(SLICES, self._slice())
 
     def retire(self) -> None:
-        """Let the scheduler forget all devices."""
+        """Remove all devices from the scheduler."""
         self.api.delete(SLICES, self._slice()["metadata"]["name"])
         self.api.delete(CLASSES, NAME)
 
@@ -95,24 +95,24 @@ class GpuDriver:
             "spec": {"driver": NAME, "nodeName": self.node, "pool": pool, "devices": devices},
         }
 
-    # ---- what containers see ----
+    # ---- for containers ----
 
     def gpus_of(self, claim_uid: str) -> cuda.Node:
-        """The GPUs of a prepared claim, to count what is done with them, and to order faults."""
+        """The GPUs of a prepared claim, to read their counters and to order faults."""
         return cuda.Node(self._state / claim_uid)
 
     def prepared(self) -> dict[str, list[str]]:
-        """The UUIDs of the GPUs of each claim that has some."""
-        found = {}
+        """UUIDs of the GPUs of each prepared claim."""
+        uuids = {}
         for file in self._cdi.glob(f"{NAME}-claim_*.json"):
             (env,) = (v for v in json.loads(file.read_text())["containerEdits"]["env"] if "_DEVICES=" in v)
-            found[file.stem.partition("_")[2]] = env.partition("=")[2].split(",")
-        return found
+            uuids[file.stem.partition("_")[2]] = env.partition("=")[2].split(",")
+        return uuids
 
     def prepare(self, namespace: str, name: str, uid: str) -> list[pb.Device]:
         claim = self.api.get(CLAIMS, name, namespace)
         if claim["metadata"]["uid"] != uid:
-            raise DriverError(f"claim {namespace}/{name} is another one than {uid}")
+            raise DriverError(f"claim {namespace}/{name} does not have uid {uid}")
         allocation = claim.get("status", {}).get("allocation", {}).get("devices", {})
         results = [result for result in allocation.get("results", ()) if result["driver"] == NAME]
         if not results:
@@ -120,7 +120,7 @@ class GpuDriver:
         if not self._file(uid).exists():
             memory = self._state / uid
             memory.mkdir(exist_ok=True)
-            memory.chmod(0o777)  # its users are the pods', and any of them may come first
+            memory.chmod(0o777)  # pods run as any user, and any container may write first
             self._write(uid, [result["device"] for result in results], memory)
         return [
             pb.Device(
@@ -148,7 +148,7 @@ class GpuDriver:
         spec = {
             "cdiVersion": _CDI_VERSION,
             "kind": f"{NAME}/claim",
-            # Of all its devices together: two variables of one name would be one.
+            # The edits cover all devices together, because two variables of one name would be merged.
             "containerEdits": {
                 "env": [f"{key}={value}" for key, value in variables.items()],
                 "mounts": [
@@ -164,6 +164,6 @@ class GpuDriver:
                 for device in devices
             ],
         }
-        fresh = self._file(uid).with_suffix(".tmp")
-        fresh.write_text(json.dumps(spec))
-        fresh.rename(self._file(uid))
+        new_file = self._file(uid).with_suffix(".tmp")
+        new_file.write_text(json.dumps(spec))
+        new_file.rename(self._file(uid))

@@ -1,7 +1,7 @@
-"""The sockets by which a kubelet finds a driver and asks it for the devices of claims.
+"""The sockets through which a kubelet finds a driver and requests the devices of claims.
 
-Names of services, the type and the version are those of k8s.io/kubelet v0.36.3, ``pkg/apis``:
-``pluginregistration/v1`` and ``dra/v1``. A kubelet knows them since Kubernetes 1.34.
+The names of services, the type and the version are those of k8s.io/kubelet v0.36.3, ``pkg/apis``:
+``pluginregistration/v1`` and ``dra/v1``. Kubelets support them since Kubernetes 1.34.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ _GRACE_SECONDS = 1.0
 
 
 class DriverError(Exception):
-    """A claim that can't be prepared, or a kubelet that does not take the driver; the message says why."""
+    """A claim that cannot be prepared, or a kubelet that refuses the driver. The message says why."""
 
 
 class Driver(Protocol):
-    """What the plugin serves. Each call may be repeated, and one claim's failure is its own."""
+    """A driver that the plugin serves. Calls may be repeated. A claim's failure must not affect others."""
 
     name: str
 
     def prepare(self, namespace: str, name: str, uid: str) -> list[pb.Device]:
-        """Make the claim's devices ready for containers. Raises DriverError; OSError."""
+        """Prepare the claim's devices for containers. Raises DriverError or OSError."""
 
     def unprepare(self, uid: str) -> None:
-        """Take them back, also those that a driver before this one prepared. Raises OSError."""
+        """Release the devices, also those that an earlier process of the driver prepared. Raises OSError."""
 
     def registered(self) -> None:
-        """The kubelet has taken the driver, perhaps again."""
+        """Called when the kubelet has registered the driver, possibly again."""
 
 
 class KubeletPlugin:
-    """A driver at its sockets. A context manager: at its end the kubelet forgets the driver."""
+    """A driver at its sockets. When the context ends, the kubelet unregisters the driver."""
 
     def __init__(self, driver: Driver, kubelet_root: Path) -> None:
         """``kubelet_root`` is the kubelet's ``--root-dir``."""
@@ -58,7 +58,7 @@ class KubeletPlugin:
         self._servers: list[tuple[grpc.Server, ThreadPoolExecutor]] = []
 
     def __enter__(self) -> Self:
-        # The kubelet looks for the first as soon as it sees the second.
+        # The kubelet uses the first socket as soon as it finds the second.
         self._serve(
             self.endpoint,
             DRA,
@@ -77,14 +77,14 @@ class KubeletPlugin:
         self.socket.unlink(missing_ok=True)
         for server, threads in reversed(self._servers):
             server.stop(_GRACE_SECONDS).wait()
-            threads.shutdown()  # grpc does not wait for them
+            threads.shutdown()  # grpc does not wait for its threads
         self.endpoint.unlink(missing_ok=True)
 
     def wait_registered(self, timeout: float = 60.0) -> None:
-        """Until the kubelet has taken the driver. Raises DriverError with the kubelet's words."""
+        """Wait until the kubelet has registered the driver. Raises DriverError with the kubelet's message."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._status is not None, timeout):
-                raise DriverError(f"no kubelet has looked at {self.socket} within {timeout:g} s")
+                raise DriverError(f"no kubelet has contacted {self.socket} within {timeout:g} s")
             assert self._status is not None
             if not self._status.plugin_registered:
                 raise DriverError(f"the kubelet refused the driver: {self._status.error}")
@@ -112,31 +112,33 @@ class KubeletPlugin:
             self._changed.notify_all()
         return pb.RegistrationStatusResponse()
 
-    def _prepare(self, asked: pb.Claims) -> pb.PreparedClaims:
-        found = {}
-        for claim in asked.claims:
+    def _prepare(self, request: pb.Claims) -> pb.PreparedClaims:
+        results = {}
+        for claim in request.claims:
             try:
-                found[claim.uid] = pb.Prepared(
+                results[claim.uid] = pb.Prepared(
                     devices=self.driver.prepare(claim.namespace, claim.name, claim.uid)
                 )
             except (DriverError, OSError) as error:
                 logger.warning("Claim %s/%s: %s", claim.namespace, claim.name, error)
-                found[claim.uid] = pb.Prepared(error=str(error))
-        return pb.PreparedClaims(claims=found)
+                results[claim.uid] = pb.Prepared(error=str(error))
+        return pb.PreparedClaims(claims=results)
 
-    def _unprepare(self, asked: pb.Claims) -> pb.UnpreparedClaims:
-        found = {}
-        for claim in asked.claims:
+    def _unprepare(self, request: pb.Claims) -> pb.UnpreparedClaims:
+        results = {}
+        for claim in request.claims:
             try:
                 self.driver.unprepare(claim.uid)
-                found[claim.uid] = pb.Unprepared()
+                results[claim.uid] = pb.Unprepared()
             except OSError as error:
                 logger.warning("Claim %s/%s: %s", claim.namespace, claim.name, error)
-                found[claim.uid] = pb.Unprepared(error=str(error))
-        return pb.UnpreparedClaims(claims=found)
+                results[claim.uid] = pb.Unprepared(error=str(error))
+        return pb.UnpreparedClaims(claims=results)
 
 
-def _handler(request: type[Message], call: Callable[[Any], Message]) -> grpc.RpcMethodHandler[Any, Any]:
+def _handler(request_type: type[Message], call: Callable[[Any], Message]) -> grpc.RpcMethodHandler[Any, Any]:
     return grpc.unary_unary_rpc_method_handler(
-        lambda asked, _context: call(asked), request.FromString, lambda answer: answer.SerializeToString()
+        lambda request, _context: call(request),
+        request_type.FromString,
+        lambda answer: answer.SerializeToString(),
     )

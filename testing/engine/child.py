@@ -1,10 +1,12 @@
-"""The child of ``process.EngineProcess``: one vLLM engine that obeys JSON lines on two inherited pipes.
+"""The child of ``process.EngineProcess``: one vLLM engine that runs commands, JSON lines on two inherited
+pipes.
 
-Each line is ``{"do": name, ...}`` and is answered by one line, ``{"error": text}`` when it failed.
+Each line is ``{"do": name, ...}``. Its answer is one line, ``{"error": text}`` if the command failed.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import sys
@@ -15,22 +17,22 @@ from typing import IO, Any
 import torch
 
 from testing.engine import kv_digests, simulated_gpu
-from testing.engine.served import give_no_store_up
+from testing.engine.served import keep_late_stores
 
 _SCRUBBED = 0x5A
-"""KV bytes that no kernel wrote: a load that copies nothing must not find the right bytes by luck."""
+"""KV bytes that no kernel writes: a load that copies nothing must not leave the right bytes by chance."""
 
 _PHASES = "arrival", "idle", "computing", "load"
 
 
 class Child:
-    """Runs the commands; every public method is one."""
+    """Runs the commands. Every public method is a command."""
 
     def __init__(self, engine_args: dict[str, Any]) -> None:
         from vllm import LLM
 
         if engine_args.pop("is_patient"):
-            give_no_store_up()
+            keep_late_stores()
         with simulated_gpu.kv_in_device_memory():
             self._engine = LLM(**engine_args).llm_engine
         self._core = self._engine.engine_core.engine_core
@@ -48,9 +50,9 @@ class Child:
         self._note_steps()
 
     def generate(self, requests: list[dict[str, Any]], reset_after: int = 0) -> list[dict[str, Any]]:
-        """Run requests ``{prompt: [token ids], max_tokens, cache_salt?, prompt_logprobs?, regex?}`` at once,
-        to their end; ``regex`` is a grammar for the answer. After ``reset_after`` steps, if any, all caches
-        are reset under the running requests.
+        """Run requests ``{prompt: [token ids], max_tokens, cache_salt?, prompt_logprobs?, regex?}``
+        concurrently to their end. ``regex`` is a grammar for the answer. After ``reset_after`` steps, if any,
+        all caches are reset while the requests run.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import StructuredOutputsParams
@@ -75,18 +77,18 @@ class Child:
                 detokenize=False,
                 structured_outputs=StructuredOutputsParams(regex=regex) if regex else None,
             )
-            results[request_id] = {"began": time.perf_counter()}
+            results[request_id] = {"began_at": time.perf_counter()}
             ids.append(self._engine.add_request(request_id, prompt, params))
-            self._phases["arrival"].append(time.perf_counter() - results[request_id]["began"])
+            self._phases["arrival"].append(time.perf_counter() - results[request_id]["began_at"])
         for step in itertools.count(1):
             if not self._engine.has_unfinished_requests():
                 break
             if reset_after and step >= reset_after and self._reset():
                 reset_after = 0
-            began = time.perf_counter()
+            step_began_at = time.perf_counter()
             outputs = self._engine.step()
             phase = "computing" if self._num_step_tokens else "idle"
-            self._phases[phase].append(time.perf_counter() - began)
+            self._phases[phase].append(time.perf_counter() - step_began_at)
             for output in outputs:
                 self._note(results[output.request_id], output, started)
         if reset_after:
@@ -106,11 +108,11 @@ class Child:
         return list(results.values())
 
     def block_tokens(self) -> list[int]:
-        """Of each layer, in the model's order: the tokens of its blocks."""
+        """Tokens in a block of each layer, in the order of the model."""
         return [tokens for _, tokens in kv_digests.layers(self._core.scheduler)]
 
     def loaded_tokens(self) -> list[tuple[str, int]]:
-        """Per KV group: its kind, as vLLM calls it, and how many tokens were loaded since the first call."""
+        """For each KV group: its kind in vLLM, and the number of tokens loaded since the first call."""
         groups = [group.kv_cache_spec for group in self._core.scheduler.kv_cache_config.kv_cache_groups]
         if self._loaded_blocks is None:
             self._loaded_blocks = [0] * len(groups)
@@ -121,40 +123,40 @@ class Child:
         ]
 
     def num_preemptions(self) -> int:
-        """How often a request was preempted so far."""
+        """Number of preemptions so far."""
         return self._num_preemptions
 
     def stop_hashing_kv(self) -> None:
-        """For benchmarks: with one answer token, hashing would lie inside the time to it."""
+        """For benchmarks: with one answer token, hashing would be part of the time to first token."""
         self._hashes_kv = False
 
     def scrub_kv(self) -> None:
-        """Overwrite all KV blocks, and forget which are cached in the engine itself."""
+        """Overwrite all KV blocks, and empty the engine's own prefix cache."""
         self._drain()
         assert self._core.scheduler.reset_prefix_cache()
         self._on_workers(_scrub)
 
     def reset_caches(self) -> bool:
-        """What the engine does when it is paused, put to sleep or given other weights."""
+        """Reset all caches, as an engine does when it is paused, put to sleep or given other weights."""
         self._drain()
         return bool(self._core.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
 
     def phases(self) -> dict[str, list[float]]:
-        """Seconds of what the last ``generate`` did until its last answer: each "arrival" of a request, each
-        step that was "idle" or "computing", and each "load" from the cache.
+        """Seconds of the phases of the last ``generate`` until its last answer: each "arrival" of a request,
+        each step that was "idle" or "computing", and each "load" from the cache.
         """
         return self._phases
 
     def _reset(self) -> bool:
         try:
             return bool(self._core.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
-        except RuntimeError:  # a request waits for its load: vLLM wants to be asked later
+        except RuntimeError:  # a request waits for its load, so vLLM refuses for now
             return False
 
     def _note(self, result: dict[str, Any], output: Any, started: float) -> None:
         answer = output.outputs[0]
         if answer.token_ids and "ttft" not in result:
-            result["ttft"] = time.perf_counter() - result.pop("began")
+            result["ttft"] = time.perf_counter() - result.pop("began_at")
         if output.finished:
             result["ended"] = time.perf_counter() - started
             result["tokens"] = list(answer.token_ids)
@@ -165,14 +167,14 @@ class Child:
             result["finish_reason"] = answer.finish_reason
 
     def _drain(self) -> None:
-        """Let the connector give back the blocks that it holds."""
+        """Step until the connector has released the blocks that it holds."""
         deadline = time.monotonic() + 10
         while self._core.scheduler.has_finished_requests() and time.monotonic() < deadline:
             self._engine.step()
 
-    def _on_workers(self, do: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call ``do(worker, *args)`` on each rank."""
-        results: list[Any] = self._core.model_executor.collective_rpc(do, args=args)
+    def _on_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call ``function(worker, *args)`` on each rank."""
+        results: list[Any] = self._core.model_executor.collective_rpc(function, args=args)
         return results
 
     def _count_loads(self, num_blocks: list[int]) -> None:
@@ -252,6 +254,8 @@ def main() -> None:
         answers.write('{"answer": "ready"}\n')
         answers.flush()
         _serve(child, commands, answers)
+        # vLLM collects garbage at its end, which takes over a second. The process ends anyway.
+        gc.collect = gc.unfreeze = lambda *_: 0  # type: ignore[assignment]
         child._core.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Digests of requests' KV, taken at the last moment that their blocks are their own."""
+"""Digests of the KV of requests, taken just before their blocks are freed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 import torch
 
 Digests = list[list[str]]
-"""Per layer of each rank: a digest of each full block's bytes; "": it slid out before."""
+"""A digest of each full block's bytes, by layer of each rank. "" if the block slid out before."""
 
 
 def watch(
     core: Any, note: Callable[[str, Digests], None], is_wanted: Callable[[], bool] = lambda: True
 ) -> None:
-    """Have ``note`` called with the id and the KV of each request of an EngineCore that finishes; without
-    the KV where it is not wanted.
+    """Call ``note`` with the id and the KV of each request of an EngineCore that finishes. The KV is empty if
+    ``is_wanted`` returns False.
     """
     scheduler = core.scheduler
     finished = scheduler._connector_finished
 
-    def watched(request: Any) -> Any:
+    def note_and_finish(request: Any) -> Any:
         tables = scheduler.kv_cache_manager.get_block_ids(request.request_id)
         num_computed = request.num_computed_tokens
         blocks = [tables[group][: num_computed // tokens] for group, tokens in layers(scheduler)]
@@ -30,23 +30,23 @@ def watch(
         note(request.request_id, list(itertools.chain(*by_rank)))
         return finished(request)
 
-    scheduler._connector_finished = watched
+    scheduler._connector_finished = note_and_finish
 
 
 def layers(scheduler: Any) -> list[tuple[int, int]]:
-    """Of each layer, in the model's order: its KV group, and the tokens of its blocks."""
+    """KV group and block size in tokens of each layer, in the order of the model."""
     from vllm.model_executor.models.utils import extract_layer_index
 
-    found = {
+    by_index = {
         extract_layer_index(name): (number, group.kv_cache_spec.block_size)
         for number, group in enumerate(scheduler.kv_cache_config.kv_cache_groups)
         for name in group.layer_names
     }
-    return [found[index] for index in sorted(found)]
+    return [by_index[index] for index in sorted(by_index)]
 
 
 def _of_blocks(worker: Any, blocks: list[list[int]]) -> Digests:
-    """``blocks`` per layer."""
+    """Digests of these blocks, which are listed by layer."""
     caches = worker.worker.model_runner.kv_caches
     return [
         [_digest(kv[block]) if block else "" for block in ids] for kv, ids in zip(caches, blocks, strict=True)

@@ -1,4 +1,4 @@
-"""Runs the tiny engine: ``EngineProcess`` steps it directly, ``ServedEngine`` is ``vllm serve``."""
+"""Processes of the tiny engine: ``EngineProcess`` steps it directly, ``ServedEngine`` is ``vllm serve``."""
 
 from __future__ import annotations
 
@@ -15,23 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from testing import workers
 from testing.child_process import REPOSITORY, ChildProcess, wait_readable
+from testing.engine import fork_server
+from testing.engine.environment import ENVIRONMENT
 from testing.engine.tiny_model import tiny_model
 
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "TORCHDYNAMO_DISABLE": "1",  # else the first request with logprobs compiles C++ for 15 s
-    # With and without connector the same threads: bitwise equal results.
-    "VLLM_CPU_OMP_THREADS_BIND": str(workers.core()),
-    "OMP_NUM_THREADS": "2",
-    "OMP_WAIT_POLICY": "passive",
-    "PYTHONHASHSEED": "0",
-}
-
+CHILD = "testing.engine.child"
 ENGINE_ARGS: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -48,8 +37,8 @@ ENGINE_ARGS: dict[str, Any] = {
 
 
 def connector_config(socket: str | Path, **extra: Any) -> dict[str, Any]:
-    """Return the kv-transfer-config that loads our connector; ``extra`` are its settings without
-    ``lmcache.``.
+    """Return the kv-transfer-config that loads this project's connector. ``extra`` are its settings without
+    the prefix ``lmcache.``.
     """
     settings = {"lmcache.socket": str(socket), **{f"lmcache.{name}": value for name, value in extra.items()}}
     return {
@@ -62,10 +51,13 @@ def connector_config(socket: str | Path, **extra: Any) -> dict[str, Any]:
 
 
 def _python_path(folder: str | Path) -> str:
-    """``LMCACHE_TEST_VLLM``: where another vLLM than the installed one is (``versions``).
-    ``LMCACHE_TEST_CPU``: a folder with a ``sitecustomize`` that stands for another processor."""
-    others = map(os.environ.get, ("LMCACHE_TEST_VLLM", "LMCACHE_TEST_CPU"))
-    return os.pathsep.join(filter(None, [*others, str(folder)]))
+    """The PYTHONPATH of an engine.
+
+    ``LMCACHE_TEST_VLLM`` is the path of another vLLM than the installed one (``versions``).
+    ``LMCACHE_TEST_CPU`` is a folder with a ``sitecustomize`` that simulates another processor.
+    """
+    folders = map(os.environ.get, ("LMCACHE_TEST_VLLM", "LMCACHE_TEST_CPU"))
+    return os.pathsep.join(filter(None, [*folders, str(folder)]))
 
 
 def multi_config(*children: dict[str, Any]) -> dict[str, Any]:
@@ -79,32 +71,32 @@ def multi_config(*children: dict[str, Any]) -> dict[str, Any]:
 
 
 def example_config(folder: Path) -> dict[str, Any]:
-    """Return the kv-transfer-config of vLLM's own example, which keeps all KV in files."""
+    """Return the kv-transfer-config of vLLM's own example, which stores all KV in files."""
     extra = {"shared_storage_path": str(folder)}
     return {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 class Generated(NamedTuple):
-    """What a request brought."""
+    """The result of a request."""
 
     tokens: list[int]
     logprobs: list[float]
     ttft: float  # seconds
-    ended: float  # seconds after the first of the requests that were run with it arrived
-    num_cached_tokens: int  # as vLLM counts them: loads that failed later are included
-    num_used_cached_tokens: int  # without the tokens that the engine computed after a failed load
+    ended: float  # seconds after the arrival of the first request of the same call
+    num_cached_tokens: int  # as counted by vLLM, which includes loads that failed later
+    num_used_cached_tokens: int  # without tokens that the engine computed after a failed load
     finish_reason: str
-    kv: list[list[str]]  # per layer of each rank: a digest of each full block's bytes; "": slid out
+    kv: list[list[str]]  # by layer of each rank: a digest of each full block's bytes; "": slid out
 
 
 class EngineFailed(Exception):
-    """The engine did not start, ended, or answered with an error; the message ends with its log."""
+    """The engine did not start, ended, or answered with an error. The message ends with its log."""
 
 
 class EngineProcess(ChildProcess):
-    """A vLLM engine in a child process, driven step by step by ``child.py``. A context manager."""
+    """A vLLM engine in a child process, which ``child.py`` steps. A context manager."""
 
-    child: Sequence[str | Path] = ("-m", "testing.engine.child")
+    child: Sequence[str | Path] = ("-m", CHILD)
     python_path: str | Path = REPOSITORY
 
     def __init__(
@@ -116,8 +108,8 @@ class EngineProcess(ChildProcess):
         prefix: Sequence[str] = (),
         **engine_args: Any,
     ) -> None:
-        """``engine_args`` go over ``ENGINE_ARGS``; the child's output goes to ``log``. A patient engine's
-        connector gives no store up because it is late. ``prefix`` is a command that starts the child.
+        """``engine_args`` override ``ENGINE_ARGS``. The child's output goes to ``log``. The connector of a
+        patient engine waits for late stores. ``prefix`` is a command that starts the child.
         """
         super().__init__("the engine", log)
         args = {"model": str(tiny_model()), "is_patient": is_patient, **ENGINE_ARGS, **engine_args}
@@ -125,43 +117,50 @@ class EngineProcess(ChildProcess):
             args["kv_transfer_config"] = connector
         child_reads, self._commands = os.pipe()
         self._answers, child_writes = os.pipe()
-        command = [sys.executable, *map(str, self.child), str(child_reads), str(child_writes)]
         paths = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": _python_path(self.python_path)}
         variables = {**os.environ, **ENVIRONMENT, **paths, **(environment or {})}
-        self.spawn(
-            [*prefix, *command, json.dumps(args)],
-            cwd=self.python_path,
-            env=variables,
-            pass_fds=(child_reads, child_writes),
-        )
+        is_standard = not environment and not prefix and self.child == EngineProcess.child
+        if is_standard and fork_server.is_allowed():
+            ends = child_reads, child_writes
+            cwd = str(self.python_path)
+            copy = fork_server.start(CHILD, [json.dumps(args)], log, cwd=cwd, env=variables, pass_fds=ends)
+            self.adopt(copy)
+        else:
+            command = [*prefix, sys.executable, *self.child, child_reads, child_writes, json.dumps(args)]
+            self.spawn(
+                [*map(str, command)],
+                cwd=self.python_path,
+                env=variables,
+                pass_fds=(child_reads, child_writes),
+            )
         os.close(child_reads)
         os.close(child_writes)
         self._received = b""
         self._is_ready = False
 
     def wait_ready(self, timeout: float = 300) -> EngineProcess:
-        """Wait until the engine takes requests."""
+        """Wait until the engine accepts requests."""
         if not self._is_ready:
             self._receive(timeout)
             self._is_ready = True
         return self
 
     def generate(self, *prompts: list[int], max_tokens: int = 8, **options: Any) -> list[Generated]:
-        """Run the prompts (token ids) at once, to their end."""
+        """Run the prompts (token ids) concurrently to their end."""
         self.start_generate(*prompts, max_tokens=max_tokens, **options)
         return self.finish_generate()
 
     def start_generate(
         self, *prompts: list[int], max_tokens: int = 8, reset_after: int = 0, **options: Any
     ) -> None:
-        """Like ``generate``, but returns while it runs. After ``reset_after`` steps, if any, the engine's and
-        the connector's caches are reset, as before a weight update.
+        """Like ``generate``, but return while the requests run. After ``reset_after`` steps, if any, the
+        caches of engine and connector are reset, as before a weight update.
         """
         requests = [{"prompt": prompt, "max_tokens": max_tokens, **options} for prompt in prompts]
         self._send(do="generate", requests=requests, reset_after=reset_after)
 
     def finish_generate(self, timeout: float = 300) -> list[Generated]:
-        """Wait for what ``start_generate`` started."""
+        """Wait for the requests of ``start_generate``."""
         return [Generated(**result) for result in self._receive(timeout)]
 
     def scrub_kv(self) -> None:
@@ -169,35 +168,35 @@ class EngineProcess(ChildProcess):
         self._call("scrub_kv")
 
     def reset_caches(self) -> bool:
-        """Have the engine forget all KV, its connector's too; False when that is not possible now."""
+        """Invalidate all KV of the engine and its connector. Returns False if that is not possible now."""
         return bool(self._call("reset_caches"))
 
     def phases(self) -> dict[str, list[float]]:
-        """Seconds of what the last ``generate`` did until its last answer: each "arrival" of a request, each
-        step that was "idle" or "computing", and each "load" from the cache.
+        """Seconds of the phases of the last ``generate`` until its last answer: each "arrival" of a request,
+        each step that was "idle" or "computing", and each "load" from the cache.
         """
         phases: dict[str, list[float]] = self._call("phases")
         return phases
 
     def stop_hashing_kv(self) -> None:
-        """From now on ``Generated.kv`` is empty, and its time is in nobody's figures."""
+        """Leave ``Generated.kv`` empty from now on, so that no measured time includes the hashing."""
         self._call("stop_hashing_kv")
 
     def block_tokens(self) -> list[int]:
-        """Of each layer, in the model's order: the tokens of its blocks."""
+        """Tokens in a block of each layer, in the order of the model."""
         tokens: list[int] = self._call("block_tokens")
         return tokens
 
     def loaded_tokens(self) -> list[tuple[str, int]]:
-        """Per KV group: its kind, as vLLM calls it, and how many tokens were loaded since the first call."""
+        """For each KV group: its kind in vLLM, and the number of tokens loaded since the first call."""
         return [(kind, tokens) for kind, tokens in self._call("loaded_tokens")]
 
     def num_preemptions(self) -> int:
-        """How often a request was preempted so far."""
+        """Number of preemptions so far."""
         return int(self._call("num_preemptions"))
 
     def close(self) -> None:
-        """End the engine as a user would; kills it when it takes more than 20 s."""
+        """End the engine as a user would, and kill it after 20 s."""
         for descriptor in (self._commands, self._answers):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -223,8 +222,8 @@ class EngineProcess(ChildProcess):
             is_readable = wait_readable(self._answers, deadline - time.monotonic())
             part = os.read(self._answers, 1 << 20) if is_readable else b""
             if not part:
-                what = "ended" if is_readable else f"did not answer within {timeout:g} s"
-                raise EngineFailed(f"the engine {what}\n{self.log[-4000:]}")
+                problem = "ended" if is_readable else f"did not answer within {timeout:g} s"
+                raise EngineFailed(f"the engine {problem}\n{self.log[-4000:]}")
             self._received += part
         line, self._received = self._received.split(b"\n", 1)
         answer = json.loads(line)
@@ -234,7 +233,10 @@ class EngineProcess(ChildProcess):
 
 
 class ServedEngine(ChildProcess):
-    """``vllm serve`` of the tiny model on a local port. A context manager; ready after about 25 s."""
+    """``vllm serve`` of the tiny model on a local port. A context manager.
+
+    It needs about 25 s until it is ready, or 5 s as a copy of ``fork_server``.
+    """
 
     def __init__(
         self,
@@ -244,11 +246,11 @@ class ServedEngine(ChildProcess):
         *args: str,
         environment: dict[str, str] | None = None,
     ) -> None:
-        """``args`` are further arguments of ``vllm serve``; the server's output goes to ``log``."""
+        """``args`` are further arguments of ``vllm serve``. The server's output goes to ``log``."""
         super().__init__("vllm serve", log)
         self.url = f"http://127.0.0.1:{port}"
-        command = [
-            *(str(Path(sys.executable).parent / "vllm"), "serve", str(tiny_model())),
+        arguments = [
+            *("serve", str(tiny_model())),
             *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)),
             *("--dtype", "float32", "--enforce-eager", "--max-model-len", "9000", "--block-size", "32"),
             *("--max-num-seqs", "8", "--max-num-batched-tokens", "2048", "--no-enable-prefix-caching"),
@@ -256,19 +258,23 @@ class ServedEngine(ChildProcess):
             *("--prefix-caching-hash-algo", "sha256_cbor", *args),
         ]
         if connector is not None:
-            command += ["--kv-transfer-config", json.dumps(connector)]
+            arguments += ["--kv-transfer-config", json.dumps(connector)]
         variables = {
             **os.environ,
             **ENVIRONMENT,
             "PYTHONPATH": _python_path(REPOSITORY),
             **(environment or {}),
         }
-        # Its engine core and workers are in its group, and it may end without them.
-        self.spawn(command, cwd=REPOSITORY, env=variables, start_new_session=True)
+        # The engine core and the workers are in the server's process group, and may outlive the server.
+        options: dict[str, Any] = {"cwd": str(REPOSITORY), "env": variables, "start_new_session": True}
+        if fork_server.is_allowed():
+            self.adopt(fork_server.start("vllm.entrypoints.cli.main", arguments, log, **options))
+        else:
+            self.spawn([Path(sys.executable).parent / "vllm", *arguments], **options)
         self._group = self.pid
 
     def wait_ready(self, timeout: float = 300) -> ServedEngine:
-        """Wait until it takes requests."""
+        """Wait until the server accepts requests."""
         deadline = time.monotonic() + timeout
         while not self._is_healthy():
             if not self.is_running or time.monotonic() > deadline:
@@ -277,7 +283,7 @@ class ServedEngine(ChildProcess):
         return self
 
     def complete(self, prompt: list[int], max_tokens: int = 8) -> dict[str, Any]:
-        """POST /v1/completions; returns the answer."""
+        """POST to /v1/completions and return the answer."""
         body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "return_token_ids": True}
         request = urllib.request.Request(
@@ -288,13 +294,13 @@ class ServedEngine(ChildProcess):
         return result
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        """GET /metrics; those whose names begin so, without their labels."""
+        """GET /metrics and return the metrics with this prefix, without their labels."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
             lines = answer.read().decode().splitlines()
         return {line.split("{")[0]: float(line.split()[-1]) for line in lines if line.startswith(prefix)}
 
     def close(self) -> None:
-        """End the server as a user would, and what it leaves behind when it is late or was killed."""
+        """End the server as a user would, and kill the processes that are left."""
         if self.is_running:
             self.interrupt()
         with contextlib.suppress(ProcessLookupError):

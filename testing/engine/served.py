@@ -1,7 +1,7 @@
-"""``vllm`` for pods of tests: the real one, but its KV lies on a simulated GPU if there is one.
+"""``vllm`` for pods of tests: the real one, with its KV on a simulated GPU if there is one.
 
-``python -m testing.engine.served serve MODEL ...``. The KV of each finished request is told in
-``$HOME/kv.jsonl``, a line ``[request id, digests]`` each.
+``python -m testing.engine.served serve MODEL ...``. It writes the KV of each finished request to
+``$HOME/kv.jsonl``, as a line ``[request id, digests]``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from testing.engine import kv_digests, simulated_gpu
 KV_FILE = "kv.jsonl"
 
 
-def give_no_store_up() -> None:
-    """On a busy machine stores would be late for blocks that windows leave behind, and hits fewer."""
+def keep_late_stores() -> None:
+    """Wait for late stores of blocks that slid out of windows. A busy machine would otherwise miss more."""
     from lmcache.engines.core import worker
 
     worker.HOLD_SECONDS = worker.LEFT_BEHIND_SECONDS = 60.0
 
 
-def _tell_kv() -> None:
+def _record_kv() -> None:
     from vllm.v1.engine.core import EngineCore
 
     initialize = EngineCore.__init__
@@ -39,12 +39,12 @@ def _tell_kv() -> None:
     EngineCore.__init__ = initialize_and_watch
 
 
-# The processes of engine core and workers begin with this module as multiprocessing's main one.
+# The processes of engine core and workers start with this module as multiprocessing's main module.
 if __name__ == "__mp_main__":
-    _for_good = simulated_gpu.kv_in_device_memory()  # undone when nobody refers to it
-    _for_good.__enter__()
-    give_no_store_up()
-    _tell_kv()
+    _device_memory = simulated_gpu.kv_in_device_memory()  # undone if it were garbage-collected
+    _device_memory.__enter__()
+    keep_late_stores()
+    _record_kv()
 
 if __name__ == "__main__":
     from vllm.entrypoints.cli.main import main

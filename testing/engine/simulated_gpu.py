@@ -1,4 +1,4 @@
-"""KV of a CPU's engine in memory of the simulated GPU, in a process that is on a simulated node."""
+"""KV of a CPU engine in memory of the simulated GPU, for processes on a simulated node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmcache.cuda.driver import Context, Device
 
 
 def zeros(context: Context, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """A blank tensor over device memory, which is never freed."""
+    """A zeroed tensor in device memory, which is never freed."""
     address = int(context.call("cuMemAlloc", num_bytes))
     memory = (ctypes.c_char * num_bytes).from_address(address)
     return torch.frombuffer(memory, dtype=torch.uint8).zero_().view(dtype)
@@ -23,7 +23,7 @@ def zeros(context: Context, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
 
 @contextlib.contextmanager
 def kv_in_device_memory() -> Iterator[None]:
-    """Engines that are made in this block keep their KV there, if this process is on a simulated node."""
+    """On a simulated node, engines that are created in this context have their KV in device memory."""
     if "CUDASIM_NODE" not in os.environ:
         yield
         return
@@ -31,14 +31,14 @@ def kv_in_device_memory() -> Iterator[None]:
 
     allocate = utils.allocate_kv_cache
 
-    def allocate_there(*args: object, **kwargs: object) -> Any:
+    def allocate_on_device(*args: object, **kwargs: object) -> Any:
         context = Device.visible()[0].primary_context()
 
-        def there(num_bytes: int, *, dtype: torch.dtype, device: object) -> torch.Tensor:
+        def device_zeros(num_bytes: int, *, dtype: torch.dtype, device: object) -> torch.Tensor:
             return zeros(context, num_bytes, dtype)
 
-        with mock.patch.object(torch, "zeros", there):
+        with mock.patch.object(torch, "zeros", device_zeros):
             return allocate(*args, **kwargs)
 
-    with mock.patch.object(gpu_model_runner, "allocate_kv_cache", allocate_there):
+    with mock.patch.object(gpu_model_runner, "allocate_kv_cache", allocate_on_device):
         yield

@@ -1,7 +1,7 @@
-"""Random-weight models of a few MB, one per kind of KV that vLLM runs on a CPU.
+"""Random-weight models of a few MB, one for each kind of KV that vLLM runs on a CPU.
 
-Made once per content of this file and of ``tiny_model``, into the cache directory. What vLLM 0.32 demands of
-them: head sizes of at least 32, linear attention in bfloat16 with heads of 128.
+They are generated into the cache directory, once for each content of this file and of ``tiny_model``. vLLM
+0.32 requires head sizes of at least 32, and linear attention in bfloat16 with heads of 128.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _BASE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class TinyKind:
-    """A model; ``make`` returns it as transformers has it."""
+    """A model. ``make`` creates it with transformers."""
 
     make: Callable[[], Any]
     engine_args: dict[str, Any] = field(default_factory=dict)
-    """What vLLM needs beside the usual."""
+    """Engine arguments that this model needs in addition."""
 
     @property
     def path(self) -> Path:
-        """The model's directory; makes it when it is not there (a few seconds)."""
+        """The model's directory. Generates the model if it is missing (a few seconds)."""
         name = self.make.__name__.removeprefix("_")
-        return tiny_model.made_once(name, self._save, Path(__file__), Path(tiny_model.__file__))
+        return tiny_model.cached_model(name, self._save, Path(__file__), Path(tiny_model.__file__))
 
     def _save(self, target: Path) -> None:
         import torch
@@ -69,7 +69,7 @@ def _gemma3() -> Any:
 
 
 def _mistral() -> Any:
-    """Every layer slides."""
+    """A model in which every layer has a sliding window."""
     from transformers import MistralConfig, MistralForCausalLM
 
     return MistralForCausalLM(MistralConfig(**_BASE | {"sliding_window": WINDOW}))
@@ -144,10 +144,10 @@ def _qwen3_next() -> Any:
 
 
 def _mla_block_tokens() -> int:
-    """The CPU's latent attention takes blocks of 32 where there is AMX, and of 16 elsewhere."""
+    """Block size of the CPU's latent attention: 32 with AMX, otherwise 16."""
     cpuinfo = Path("/proc/cpuinfo")
-    is_another = "LMCACHE_TEST_CPU" in os.environ  # ``make test-avx2``: without AMX
-    return 32 if not is_another and cpuinfo.exists() and "amx_tile" in cpuinfo.read_text() else 16
+    is_simulated_cpu = "LMCACHE_TEST_CPU" in os.environ  # ``make test-avx2``: without AMX
+    return 32 if not is_simulated_cpu and cpuinfo.exists() and "amx_tile" in cpuinfo.read_text() else 16
 
 
 GEMMA3 = TinyKind(_gemma3)
@@ -157,8 +157,8 @@ LLAMA4 = TinyKind(_llama4)
 DEEPSEEK2 = TinyKind(_deepseek2, {"dtype": "bfloat16", "block_size": _mla_block_tokens()})
 QWEN3_NEXT = TinyKind(
     _qwen3_next,
-    # A block has to be as large as a state: 640 tokens where vLLM keeps states in fp32 (AVX-512 with BF16),
-    # 384 elsewhere. Blocks of 640 fit both, so that the tests do not depend on the processor. States are kept
+    # A block must be as large as a state: 640 tokens where vLLM keeps states in fp32 (AVX-512 with BF16),
+    # otherwise 384. Blocks of 640 fit both, so the tests do not depend on the processor. States are cached
     # where steps end.
     {"dtype": "bfloat16", "block_size": 640, "max_num_batched_tokens": 640},
 )

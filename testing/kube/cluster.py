@@ -1,11 +1,11 @@
-"""A Kubernetes control plane on loopback: etcd, API server, controller-manager, scheduler, kwok's fake nodes.
+"""A Kubernetes control plane on loopback: etcd, API server, controller-manager, scheduler, and fake nodes.
 
     python -m testing.kube.cluster            # stays in the foreground; Ctrl-C stops everything
-    with Cluster(crds=[path]) as cluster:   # up in about 5 s
+    with Cluster(crds=[path]) as cluster:     # up in about 5 s
         cluster.api.objects("v1/nodes")
 
-Scheduling, controllers, garbage collection, admission and CEL are the real ones. Pods are set Ready by kwok:
-nothing runs in them, probes are not made, claims for volumes stay pending.
+Scheduling, controllers, garbage collection, admission and CEL are real. kwok sets pods Ready: nothing runs in
+them, probes are not run, and claims for volumes stay pending.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, TypeVar
+from typing import IO, TypeVar
 
 from testing.child_process import free_ports
 from testing.kube import pki
 from testing.kube.api import PATIENCE, Api, ApiError, Object, manifests, wait_for
+from testing.kube.audit import AuditLog, Write
 from testing.kube.process import Component
 from tools.kube import binaries
 
@@ -39,7 +39,6 @@ PROGRAMS = binaries.CLUSTER
 CRDS = "apiextensions.k8s.io/v1/customresourcedefinitions"
 PREFIX = "lmcache-kube-"
 _LOG_LINES, _NOTE_CHARS = 15, 20_000
-TOKEN_ID = "authentication.kubernetes.io/credential-id"
 FAKE_NODE = "kwok.x-k8s.io/node"
 NODE_CAPACITY = {
     "cpu": "64", "memory": "1Ti", "pods": "250", "ephemeral-storage": "8Ti", "nvidia.com/gpu": "8",
@@ -47,51 +46,31 @@ NODE_CAPACITY = {
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Write:
-    """One answered write request, as the audit log has it."""
-
-    user: str
-    verb: str
-    resource: str
-    namespace: str
-    name: str
-    code: int
-    message: str
-    """Why it was refused."""
-    uri: str
-    token: str
-    """Whose token it came with, as `testing.kube.operator.token_id` names it."""
-    received: str
-    answered: str
-    """ISO times with microseconds, by the API server's clock."""
-
-
 class Cluster:
-    """A throw-away control plane. Its processes die with the thread that started it.
+    """A throw-away control plane. Its processes end with the thread that started them.
 
-    ``crds`` are applied before the controller-manager starts; the children of a kind that comes later are
-    garbage-collected only after the collector's next discovery, up to 40 s away.
+    ``crds`` are applied before the controller-manager starts. Children of a kind that is added later are
+    garbage-collected only after the collector's next discovery, which can take 40 s.
     """
 
     programs: Sequence[str] = PROGRAMS
     api_server_flags: Sequence[str] = ("--advertise-address=127.0.0.1", "--endpoint-reconciler-type=none")
-    """Beyond those that all have."""
+    """Flags of this class of clusters, in addition to the common flags."""
 
     def __init__(self, *, crds: Sequence[Path] = (), num_nodes: int = 2, bin_dir: Path | None = None) -> None:
-        """``bin_dir`` holds `PROGRAMS`; by default they are the pinned ones."""
+        """``bin_dir`` holds `PROGRAMS`. By default the pinned versions are used."""
         self.crds, self.num_nodes = crds, num_nodes
         self.bin = bin_dir or binaries.directory(self.programs)
         self.directory, self._owner = _new_directory()
         self.components: dict[str, Component] = {}
         self.seconds: dict[str, float] = {}
-        """When each step of the start was done."""
+        """Seconds after the start, by step."""
 
     def __enter__(self) -> Cluster:
         try:
             self._start()
         except BaseException as error:
-            for component in self.components.values():  # whose logs are gone in a moment
+            for component in self.components.values():  # stop() removes the logs
                 error.add_note("\n".join([f"{component.name}:", *component.log.splitlines()[-_LOG_LINES:]]))
             self.stop()
             raise
@@ -102,10 +81,10 @@ class Cluster:
     ) -> None:
         self.stop()
 
-    # -- what callers use
+    # -- for callers
 
     def kubeconfig(self, user: str = "admin", *, token: str = "") -> Path:
-        """A kubeconfig file for one of `pki.USERS`, or for ``user`` with a token of its own."""
+        """A kubeconfig file for one of `pki.USERS`, or for another ``user`` with a token."""
         path = self.directory / f"{user.replace(':', '-').replace('/', '-')}.kubeconfig"
         cluster = {"server": self.url, "certificate-authority": str(self.ca)}
         context = {"cluster": "local", "user": user, "namespace": "default"}
@@ -120,26 +99,26 @@ class Cluster:
         return path
 
     def service_account_token(self, namespace: str, name: str, seconds: int = 3600) -> str:
-        """A token as a pod of that ServiceAccount would get it."""
+        """A token like that of a pod with this ServiceAccount."""
         path = self.api.path("v1/serviceaccounts", namespace, f"{name}/token")
         body = {"spec": {"expirationSeconds": seconds}}
         token: str = self.api.request("POST", path, body)["status"]["token"]
         return token
 
     def kubectl(self, *argv: str | Path, stdin: str = "") -> str:
-        """Standard output of kubectl, run as admin. Raises CalledProcessError (`stderr` has the reason)."""
+        """Standard output of kubectl, run as admin. Raises CalledProcessError with the reason in `stderr`."""
         return self._run("kubectl", *argv, stdin=stdin)
 
     def helm(self, *argv: str | Path) -> str:
-        """Standard output of helm, run as admin. Raises CalledProcessError (`stderr` has the reason)."""
+        """Standard output of helm, run as admin. Raises CalledProcessError with the reason in `stderr`."""
         return self._run("helm", *argv)
 
-    def wait(self, what: Callable[[], T | None], timeout: float = PATIENCE) -> T:
-        """`wait_for`, but a component that died is reported at once, and what is there when time is up."""
+    def wait(self, condition: Callable[[], T | None], timeout: float = PATIENCE) -> T:
+        """Like `wait_for`, but fail at once if a component died, and describe the objects after a timeout."""
 
         def checked() -> T | None:
             self.check()
-            return what()
+            return condition()
 
         try:
             return wait_for(checked, timeout)
@@ -148,44 +127,38 @@ class Cluster:
             raise
 
     def check(self) -> None:
-        """Raises `ProcessDied` for a component that ended by itself."""
+        """Raise `ProcessDied` if a component has ended by itself."""
         for component in self.components.values():
             component.check()
 
     def mark(self) -> int:
-        """A point in the audit log, for `written_since`."""
-        return self._audit.stat().st_size
+        """A position in the audit log, for `written_since`."""
+        return self._audit.position()
 
     def written_since(
         self, mark: int, *, by: str = "", namespace: str = "", dry_runs: bool = False
     ) -> list[Write]:
-        """Write requests answered since ``mark``, by users whose name has ``by`` in it."""
-        with self._audit.open("rb") as log:
-            log.seek(max(mark - 1, 0))
-            # The first is empty, or the end of a line that was half written at the mark; the last may be half
-            # written now.
-            lines = log.read().split(b"\n")[bool(mark) : -1]
-        writes = [_write(json.loads(line)) for line in lines]
+        """Write requests answered since ``mark``, by users whose name contains ``by``."""
         return [
             write
-            for write in writes
+            for write in self._audit.since(mark)
             if by in write.user
             and namespace in ("", write.namespace)
             and (dry_runs or "dryRun=All" not in write.uri)
         ]
 
     def kill(self, name: str) -> None:
-        """SIGKILL; `restart` brings the component back on the same data."""
+        """Send SIGKILL. `restart` starts the component again on the same data."""
         self.components[name].kill()
 
     def restart(self, name: str) -> None:
-        """Stops the component if it runs, starts it, and waits until the API server is ready."""
+        """Stop the component if it runs, start it, and wait until the API server is ready."""
         self.components[name].stop()
         self.components[name].start()
         self.wait(self._is_ready)
 
     def stop(self) -> None:
-        """Clients first, the API server, etcd last; nothing is left behind."""
+        """Stop clients first, then the API server, then etcd, and remove all files."""
         for component in reversed(self.components.values()):
             component.stop()
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -197,14 +170,13 @@ class Cluster:
         self._begin = time.monotonic()
         self._tokens = pki.make(self.directory / "pki")
         self.ca = self.directory / "pki" / "ca.crt"
-        self._audit = self.directory / "audit.jsonl"
-        self._audit.touch()
+        self._audit = AuditLog(self.directory / "audit.jsonl")
         etcd_port, peer_port, api_port, manager_port, scheduler_port = free_ports(5)
         self.url = f"https://127.0.0.1:{api_port}"
         self.api = Api(self.url, self.ca, self._tokens["admin"])
         self._launch("etcd", *self._etcd_flags(etcd_port, peer_port))
         self._launch("kube-apiserver", *self._api_server_flags(api_port, etcd_port))
-        # /readyz and not /livez: before the RBAC roles are made, the other components are refused and exit.
+        # /readyz and not /livez: before the RBAC roles exist, the other components are refused and exit.
         self.wait(self._is_ready)
         self.reached("API server")
         self._apply_crds()
@@ -216,24 +188,24 @@ class Cluster:
         self.reached("nodes")
 
     def _start_nodes(self) -> None:
-        """What runs pods, or says so; it returns before they are ready."""
+        """Start the programs that run pods or simulate it. Returns before they are ready."""
         (port,) = free_ports(1)
         self._launch(
             "kwok", f"--kubeconfig={self.kubeconfig('kwok')}", f"--config={HERE / 'stages.yaml'}",
             "--enable-crds=", f"--manage-nodes-with-annotation-selector={FAKE_NODE}=fake",
             "--node-lease-duration-seconds=40", f"--server-address=127.0.0.1:{port}",
-            # Addresses to which nobody can connect, and no packet leaves this machine: pods are not there.
+            # No host has these addresses, and no packet leaves this machine: the pods do not exist.
             "--cidr=239.0.0.1/12",
         )  # fmt: skip
         for number in range(self.num_nodes):
             self.add_node(f"node-{number}")
 
     def reached(self, step: str) -> None:
-        """Note in `seconds` that ``step`` is done."""
+        """Record in `seconds` that ``step`` is complete."""
         self.seconds[step] = time.monotonic() - self._begin
 
     def add_node(self, name: str) -> None:
-        """A fake node with 8 GPUs."""
+        """Add a fake node with 8 GPUs."""
         labels = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"}
         metadata = {"name": name, "labels": labels, "annotations": {FAKE_NODE: "fake"}}
         status = {"capacity": NODE_CAPACITY, "allocatable": NODE_CAPACITY}
@@ -257,9 +229,9 @@ class Cluster:
         component.start()
 
     def _describe(self, error: Exception) -> None:
-        """Add what there is to an error that nobody can look into later."""
+        """Add the state of all objects to an error, because the cluster will be removed."""
         kinds = "lmcacheclusters,statefulsets,pods,poddisruptionbudgets"
-        columns = "N:.metadata.namespace,KIND:.kind,NAME:.metadata.name,GOES:.metadata.deletionTimestamp,"
+        columns = "N:.metadata.namespace,KIND:.kind,NAME:.metadata.name,DELETED:.metadata.deletionTimestamp,"
         columns += "STATUS:.status"
         for argv in (
             ("get", kinds, "--output", f"custom-columns={columns}"),
@@ -296,9 +268,9 @@ class Cluster:
             f"--service-account-signing-key-file={keys}/sa.key",
             "--service-cluster-ip-range=10.96.0.0/16", "--authorization-mode=Node,RBAC",
             "--allow-privileged=true", "--profiling=false", "--enable-priority-and-fairness=false",
-            f"--audit-policy-file={HERE / 'audit-policy.yaml'}", f"--audit-log-path={self._audit}",
+            f"--audit-policy-file={HERE / 'audit-policy.yaml'}", f"--audit-log-path={self._audit.path}",
             "--audit-log-maxsize=4096",  # MiB; marks are positions in one file, so it must not be rotated
-            # Without these three it waits 30 s and more for open watches before it stops.
+            # Without these flags it waits 30 s and more for open watches before it stops.
             "--shutdown-watch-termination-grace-period=2s", "--request-timeout=10s",
             "--min-request-timeout=60", *self.api_server_flags,
         ]  # fmt: skip
@@ -321,9 +293,10 @@ class Cluster:
 
 
 def _new_directory() -> tuple[Path, IO[bytes]]:
-    """A directory of our own, and the file whose lock says that we live; those of killed runs are removed.
+    """Create a directory, and a file whose lock shows that this process lives. Removes directories of killed
+    runs.
 
-    It is in memory where there is a tmpfs: etcd writes a lot, and nothing of it is worth keeping.
+    The directory is on a tmpfs if there is one: etcd writes a lot, and its data is not needed later.
     """
     shm = Path("/dev/shm")
     base = shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
@@ -337,25 +310,8 @@ def _new_directory() -> tuple[Path, IO[bytes]]:
     return directory, lock
 
 
-def _write(event: dict[str, Any]) -> Write:
-    ref, status = event.get("objectRef", {}), event.get("responseStatus", {})
-    return Write(
-        user=event["user"]["username"],
-        verb=event["verb"],
-        resource="/".join(filter(None, (ref.get("resource"), ref.get("subresource")))),
-        namespace=ref.get("namespace", ""),
-        name=ref.get("name", ""),
-        code=status.get("code", 0),
-        message=status.get("message", ""),
-        uri=event["requestURI"],
-        token="".join(event["user"].get("extra", {}).get(TOKEN_ID, [])),
-        received=event["requestReceivedTimestamp"],
-        answered=event["stageTimestamp"],
-    )
-
-
 def _condition(obj: Object, kind: str) -> bool:
-    conditions = obj.get("status", {}).get("conditions") or []  # null until the first one is known
+    conditions = obj.get("status", {}).get("conditions") or []  # null before the first condition
     return any(c["type"] == kind and c["status"] == "True" for c in conditions)
 
 

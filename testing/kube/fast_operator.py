@@ -1,11 +1,11 @@
-"""``lmcache-operator run`` whose autoscaler's clock runs faster: a day of a workload takes minutes.
+"""``lmcache-operator run`` with a faster autoscaler clock: a day of a workload takes minutes.
 
     python -m testing.kube.fast_operator ORIGIN FACTOR SCALE run ...
 
-The clock is `testing.workloads.clock.Clock`'s. Sidecars live in real time, and have SCALE times less
-memory than the operator thinks: what they say of times and of bytes is put into its world. Former shards are
-read for less time by as much; a kubelet has as long as ever. All else is the operator as it is. Each decision
-is a line of the log.
+The clock is `testing.workloads.clock.Clock`. Sidecars run in real time, and have 1/SCALE of the memory that
+the operator assumes: their times and bytes are converted. Previous shards are read for a shorter time by
+FACTOR. The kubelet's time limits stay. Everything else is the unchanged operator. Each decision is a line in
+the log.
 """
 
 from __future__ import annotations
@@ -18,72 +18,72 @@ from functools import partial
 from typing import Any
 
 from lmcache_operator.__main__ import main
-from lmcache_operator.autoscaling import decide as deciding
-from lmcache_operator.autoscaling.state import Decision, Seen, State
-from lmcache_operator.autoscaling.tier import Tier
+from lmcache_operator.autoscaling import sizing
+from lmcache_operator.autoscaling.policy import decide as deciding
+from lmcache_operator.autoscaling.policy.state import Decision, Measurements, State
+from lmcache_operator.autoscaling.policy.tier import Tier
 from lmcache_operator.components.remote import remote, shards
-from lmcache_operator.scaling import sizing
 
 from testing.workloads.clock import Clock
 
 MARK = "DECISION "
-"""What a line of the log that holds a decision begins with; the rest is JSON."""
+"""Start of a log line with a decision. The rest of the line is JSON."""
 
 
-def sped_up(answer: Any, clock: Clock) -> Any:
-    """An answer to ``/samples``, as if its sidecar had that clock."""
+def convert_times(answer: Any, clock: Clock) -> Any:
+    """Convert the times in an answer of ``/samples`` to this clock."""
     if not isinstance(answer, dict):
         return answer
-    times = {name: clock.at(answer[name]) for name in ("now", "started", "t0") if answer[name]}
+    times = {name: clock.workload_time(answer[name]) for name in ("now", "started", "t0") if answer[name]}
     return answer | times | {"ms": [round(ms * clock.factor) for ms in answer["ms"]]}
 
 
-def scaled(answer: Any, scale: int) -> Any:
-    """An answer of a sidecar, as if it had that many times as many bytes of everything."""
+def scale_bytes(answer: Any, scale: int) -> Any:
+    """Multiply all bytes in an answer of a sidecar by ``scale``."""
     if isinstance(answer, dict):
         return {
             name: value * scale
             if "bytes" in name and isinstance(value, int | float)
-            else scaled(value, scale)
+            else scale_bytes(value, scale)
             for name, value in answer.items()
         }
     return answer
 
 
-def decide(tier: Tier, state: State, seen: Seen) -> tuple[Decision, State]:
-    """The operator's own decision, told."""
-    decision, after = deciding.decide(tier, state, seen)
+def decide(tier: Tier, state: State, measured: Measurements) -> tuple[Decision, State]:
+    """Make the operator's own decision, and print it."""
+    decision, after = deciding.decide(tier, state, measured)
 
     def hits(size: float) -> float:
-        return seen.day.between(0.0, tier.effective(size, after.usable)).share
+        return measured.day.between(0.0, tier.effective(size, after.usable)).share
 
-    settled = seen.settled.between(0.0, tier.effective(seen.size, after.usable)).share
+    settled = measured.settled.between(0.0, tier.effective(measured.size, after.usable)).share
 
-    told = {
-        "namespace": seen.namespace, "tier": "memory" if tier.factors else "remote", "time": seen.time,
-        "size": seen.size, "next": decision.next, "target": decision.target,
+    record = {
+        "namespace": measured.namespace, "tier": "memory" if tier.factors else "remote",
+        "time": measured.time, "size": measured.size, "next": decision.next, "target": decision.target,
         "limited_by": decision.limited_by, "reason": decision.reason, "usable": after.usable,
-        "hits": hits(seen.size), "hits_next": hits(decision.next), "settled": settled,
-        "settled_measured": seen.settled.measured_hits, "num_settled": seen.settled.num_accesses,
+        "hits": hits(measured.size), "hits_next": hits(decision.next), "settled": settled,
+        "settled_measured": measured.settled.measured_hits, "num_settled": measured.settled.num_accesses,
     }  # fmt: skip
-    print(MARK + json.dumps(told), flush=True)
+    print(MARK + json.dumps(record), flush=True)
     return decision, after
 
 
 def run(argv: list[str]) -> int:
-    os.environ.setdefault("HOME", "/")  # as lmcache_operator.__main__ does before its imports
+    os.environ.setdefault("HOME", "/")  # like lmcache_operator.__main__ before its imports
     from lmcache_operator import app
-    from lmcache_operator.scaling.poller import Poller
+    from lmcache_operator.autoscaling.intake.poller import Poller
     from lmcache_operator.stats import StatsClient
 
     clock, scale = Clock(float(argv[0]), float(argv[1])), int(argv[2])
 
     class Sidecars(StatsClient):
         async def read(self, address: str) -> Any:
-            return scaled(await super().read(address), scale)
+            return scale_bytes(await super().read(address), scale)
 
         async def samples(self, address: str, question: Mapping[str, int]) -> Any:
-            return scaled(sped_up(await super().samples(address, question), clock), scale)
+            return scale_bytes(convert_times(await super().samples(address, question), clock), scale)
 
     fast = partial(Poller, clock=clock.now, poll_seconds=sizing.POLL_SECONDS / clock.factor)
     window = shards.WINDOW / clock.factor
@@ -93,7 +93,7 @@ def run(argv: list[str]) -> int:
         (sizing, "_CHANGE_SECONDS", clock.factor * sizing._CHANGE_SECONDS),
     ):  # fmt: skip
         if not hasattr(module, name):
-            raise RuntimeError(f"{module.__name__} has no {name} any more: what is to be faster?")
+            raise RuntimeError(f"{module.__name__} has no {name}: adapt the list of accelerated names")
         setattr(module, name, value)
     return main(argv[3:])
 

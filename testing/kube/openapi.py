@@ -1,4 +1,4 @@
-"""``python -m testing.kube.openapi``: the OpenAPI v2 document of the API server, as JSON."""
+"""``python -m testing.kube.openapi``: print the OpenAPI v2 document of the API server as JSON."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The operator beside a control plane, as it runs in its pod: with the chart's token and rights, as a user
-without a name and without a home, on a root file system that nobody can write to.
+"""The operator next to a control plane, run as in its pod: with the chart's token and rights, as a user
+without name and home, on a read-only root file system.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ CLUSTERS = "lmcache.io/v1alpha1/lmcacheclusters"
 SYSTEM_NAMESPACE, RELEASE = "lmcache-system", "lmcache"
 SERVICE_ACCOUNT = "lmcache-lmcache-operator"
 USER = 65532
-"""Of the operator's image; it has no entry in /etc/passwd."""
-# Interpreter and checkout stand for the image's own files; they may lie where only root may read.
+"""User id of the operator's image. It has no entry in /etc/passwd."""
+# Interpreter and checkout replace the image's files. They may be readable for root only.
 _AS_IN_ITS_POD = f"""
 mount -t tmpfs tmpfs /run
 mkdir -p /run/secrets/kubernetes.io/serviceaccount
@@ -39,13 +39,13 @@ exec setpriv --pdeathsig KILL --reuid {USER} --regid {USER} --clear-groups --no-
 
 
 def token_id(token: str) -> str:
-    """What the API server calls a ServiceAccount's token."""
+    """The API server's name for a ServiceAccount token."""
     claims = token.split(".")[1]
     return f"JTI={json.loads(base64.urlsafe_b64decode(claims + '=' * (-len(claims) % 4)))['jti']}"
 
 
 def install(plane: Cluster) -> str:
-    """Install the chart for all namespaces; the "namespace/name" of its ServiceAccount."""
+    """Install the chart for all namespaces. Returns "namespace/name" of its ServiceAccount."""
     plane.helm(
         "install", RELEASE, CHART, "--namespace", SYSTEM_NAMESPACE, "--create-namespace",
         "--set", "crds.enabled=false",
@@ -54,7 +54,7 @@ def install(plane: Cluster) -> str:
 
 
 def chart_flags(plane: Cluster) -> list[str]:
-    """What the installed chart runs the operator with."""
+    """Flags with which the installed chart runs the operator."""
     pod = plane.api.get("apps/v1/deployments", SERVICE_ACCOUNT, SYSTEM_NAMESPACE)["spec"]["template"]["spec"]
     command, *flags = map(str, pod["containers"][0]["args"])
     assert (command, pod["securityContext"]["runAsUser"]) == ("run", USER)
@@ -62,9 +62,9 @@ def chart_flags(plane: Cluster) -> list[str]:
 
 
 class Operator(ChildProcess):
-    """``lmcache-operator run`` as a process of ours, under a ServiceAccount of the cluster.
+    """``lmcache-operator run`` as a child process, with a ServiceAccount of the cluster.
 
-    Without root it can't be made to look like its pod: it is then a process of this user with a kubeconfig.
+    Without root it cannot run as in its pod. It then is a process of this user with a kubeconfig.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Operator(ChildProcess):
         self.user = f"system:serviceaccount:{account.replace('/', ':')}"
         super().__init__("the operator", directory / "operator.log")
         self.token = ""
-        """The id of the token of its present life; audit events have it, too."""
+        """Id of the token of its current run, which audit events have, too."""
         self._plane, self._account, self._program = plane, account, program
         self._health_port, self._metrics_port = free_ports(2)
         self._flags = (*flags, f"--health-port={self._health_port}", f"--metrics-port={self._metrics_port}")
@@ -104,27 +104,27 @@ class Operator(ChildProcess):
         wait_for(self._is_healthy)
 
     def metric(self, name: str) -> float:
-        """A sample of its /metrics, the label sets added up."""
+        """The value of a metric in its /metrics, summed over all labels."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics_port}/metrics", timeout=60) as answer:
             text = answer.read().decode()
         return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
 
     def num_reconciliations(self) -> float:
-        """How often it has reconciled some LMCacheCluster."""
+        """Number of reconciliations of all LMCacheClusters."""
         return self.metric("lmcache_operator_reconcile_seconds_count")
 
     def refusals(self) -> list[str]:
-        """What RBAC refused it since `forgive`; anything here is a hole in the chart's roles.
+        """Requests that RBAC refused since `forgive`. Any entry is a missing right in the chart's roles.
 
-        Its log tells of others' refusals, too: of a controller that may not make a pod, for instance.
+        The operator's log also contains refusals of others, such as a controller that may not create a pod.
         """
         log_mark, audit_mark = self._marks
         writes = self._plane.written_since(audit_mark, by=self.user, dry_runs=True)
-        told = [*self.log[log_mark:].splitlines(), *map(str, writes)]
-        return [line for line in told if re.search(rf"User \W*{self.user}\W* cannot \w+ resource", line)]
+        lines = [*self.log[log_mark:].splitlines(), *map(str, writes)]
+        return [line for line in lines if re.search(rf"User \W*{self.user}\W* cannot \w+ resource", line)]
 
     def forgive(self) -> None:
-        """Forget what was refused so far: an API server that starts has not read its roles yet."""
+        """Ignore the refusals so far: an API server that starts has not read its roles yet."""
         self._marks = len(self.log), self._plane.mark()
 
     def _is_healthy(self) -> bool:

@@ -11,7 +11,7 @@ CONTROLLER_MANAGER, SCHEDULER = "system:kube-controller-manager", "system:kube-s
 USERS = {
     "admin": "system:masters",
     "kwok": "system:masters",
-    CONTROLLER_MANAGER: "",  # their bootstrap ClusterRoles are bound to the user names
+    CONTROLLER_MANAGER: "",  # bootstrap ClusterRoles are bound to these user names
     SCHEDULER: "",
 }
 """User name → group."""
@@ -20,7 +20,7 @@ _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes
 
 
 def make(directory: Path) -> dict[str, str]:
-    """Writes ca.*, api.*, sa.* and tokens.csv into ``directory``; returns each user's token."""
+    """Write ca.*, api.*, sa.* and tokens.csv into ``directory``. Returns each user's token."""
 
     def openssl(*argv: str) -> None:
         subprocess.run(["openssl", *argv], cwd=directory, check=True, capture_output=True)

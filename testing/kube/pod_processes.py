@@ -1,6 +1,4 @@
-"""Processes for pods that are on fake nodes: what a kubelet would do for them, where kwok only says that they
-run.
-"""
+"""Processes for pods on fake nodes, where kwok only reports that pods run."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ _LOOK_SECONDS = 0.2
 
 
 class Startable(Protocol):
-    """A process that is not there yet; see ``testing.child_process``."""
+    """A process that can be started; see ``testing.child_process``."""
 
     def start(self) -> None: ...
 
@@ -30,16 +28,18 @@ P = TypeVar("P", bound=Startable)
 
 
 class PodProcesses(ABC, Generic[P]):
-    """A context manager: while it is open, pods have a process of ours, at an address of their own."""
+    """A context manager that runs a process for each pod, at an address of its own."""
 
     def __init__(self, api: Api, namespace: str, selector: str, addresses: Iterator[str]) -> None:
-        """``addresses``: on loopback, and nobody else's."""
+        """``addresses`` are loopback addresses that nothing else uses."""
         self.api, self.namespace = api, namespace
         self._selector, self._addresses = selector, addresses
         self.processes: dict[str, P] = {}
-        """By uid of the pod."""
-        self._places: dict[str, tuple[str, str]] = {}
-        self._given: dict[str, str] = {}  # addresses by uid, of pods that have to wait, too
+        """Processes by the uid of their pod."""
+        self._listening: dict[str, tuple[str, str]] = {}
+        """Name and address by uid, of pods whose process listens."""
+        self._assigned: dict[str, str] = {}
+        """Addresses by uid, also of pods without a process."""
         self._stop = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"processes of {selector}")
@@ -58,30 +58,30 @@ class PodProcesses(ABC, Generic[P]):
 
     @abstractmethod
     def make(self, pod: Object, address: str) -> P | None:
-        """A pod's process, which will listen when it was started; None: not yet, ask again."""
+        """Create a pod's process, which listens once started. None if it is too early, to be called again."""
 
     def started(self, pod: Object, process: P) -> None:
-        """It listens; called in a thread."""
+        """Called in a thread when the process listens."""
 
     def follow(self, pod: Object) -> None:
-        """Bring what a kubelet brings of a pod that has its process."""
+        """Update the files of a pod with a process, as a kubelet does."""
 
     def look(self) -> None:
-        """Bring what a kubelet brings of all."""
+        """Update files for all pods, as a kubelet does."""
 
     @property
     def num_running(self) -> int:
-        """Processes that listen. Raises as ``check`` does."""
+        """Number of processes that listen. Raises like ``check``."""
         self.check()
-        return len(self._places)
+        return len(self._listening)
 
     @property
     def addresses(self) -> dict[str, str]:
-        """Of those that listen, by the names of their pods."""
-        return dict(self._places.values())
+        """Addresses of listening processes, by the name of their pod."""
+        return dict(self._listening.values())
 
     def check(self) -> None:
-        """Raises what went wrong, and `ProcessDied` for a process that ended by itself."""
+        """Raise the error of the thread, or `ProcessDied` if a process ended by itself."""
         if self._failure is not None:
             raise self._failure
         for process in list(self.processes.values()):
@@ -99,32 +99,32 @@ class PodProcesses(ABC, Generic[P]):
             pods = self.api.objects("v1/pods", self.namespace, self._selector)
         except OSError:
             return
-        found = {pod["metadata"]["uid"]: pod for pod in pods if "deletionTimestamp" not in pod["metadata"]}
-        for uid in self.processes.keys() - found.keys():
-            self._places.pop(uid)
+        live = {pod["metadata"]["uid"]: pod for pod in pods if "deletionTimestamp" not in pod["metadata"]}
+        for uid in self.processes.keys() - live.keys():
+            self._listening.pop(uid)
             self.processes.pop(uid).close()
-        for uid, pod in found.items():
+        for uid, pod in live.items():
             if pod.get("status", {}).get("phase") == "Running" and uid not in self.processes:
-                self._begin(uid, pod)
+                self._start(uid, pod)
             if uid in self.processes:
                 self.follow(pod)
         self.look()
 
-    def _begin(self, uid: str, pod: Object) -> None:
+    def _start(self, uid: str, pod: Object) -> None:
         name = pod["metadata"]["name"]
-        if uid not in self._given:
-            self._given[uid] = next(self._addresses)
-        address = self._given[uid]
+        if uid not in self._assigned:
+            self._assigned[uid] = next(self._addresses)
+        address = self._assigned[uid]
         process = self.make(pod, address)
         if process is None:
             return
         self.processes[uid] = process
         process.start()
         self.started(pod, process)
-        self._places[uid] = name, address
+        self._listening[uid] = name, address
         running = {"podIP": address, "podIPs": [{"ip": address}]}
         try:
             self.api.patch("v1/pods", f"{name}/status", {"status": running}, self.namespace)
         except ApiError as error:
-            if error.code != HTTPStatus.NOT_FOUND:  # gone meanwhile
+            if error.code != HTTPStatus.NOT_FOUND:  # the pod was deleted meanwhile
                 raise

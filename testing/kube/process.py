@@ -1,4 +1,4 @@
-"""A server process of the control plane: it dies with us, and starts again on the same data."""
+"""A server process of the control plane, which ends with its parent and can be restarted on the same data."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Component(ChildProcess):
         self.argv = argv
 
     def start(self) -> None:
-        """Returns at once."""
-        # The kernel ends the process when our thread ends, however that comes. setpriv and not preexec_fn:
-        # no Python runs between fork and exec.
+        """Start the process without waiting."""
+        # The kernel ends the process when its parent thread ends for any reason. setpriv and not preexec_fn,
+        # because no Python may run between fork and exec.
         self.spawn(["setpriv", "--pdeathsig", "KILL", "--", *self.argv], start_new_session=True)
 
     def stop(self, grace_seconds: float = 15) -> None:
-        """SIGTERM if it runs, and SIGKILL after the grace."""
+        """Send SIGTERM if the process runs, and SIGKILL after the grace period."""
         if self._process is not None:
             self.terminate(timeout=grace_seconds)

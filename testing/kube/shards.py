@@ -1,4 +1,4 @@
-"""Servers of a managed remote tier as processes: what is rendered for their pods, without a container."""
+"""Servers of a managed remote tier as processes: the containers of their pods without a container runtime."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ENDPOINT = re.compile(rf"(?<=^- )([^.\s]+)\.\S+(?=:{names.REMOTE_PORT}$)", re.M
 
 
 class MountedSecret:
-    """A folder as the kubelet makes it: all of its files become others at once."""
+    """A folder as the kubelet mounts it: all of its files change at once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -46,47 +46,47 @@ class MountedSecret:
 
 
 class ShardProcess(ChildProcess):
-    """The container of a shard's pod without the container."""
+    """The container of a shard's pod, run as a process."""
 
     def __init__(
         self, folder: Path, container: Object, *, has_tls: bool = False, replaced: Mapping[str, str]
     ) -> None:
-        """``replaced``: texts in its words that become others."""
+        """``replaced`` are texts in the command and arguments with their replacements."""
         super().__init__("shard", folder / "log")
         self.folder = folder
         self.auth, self.tls = MountedSecret(folder / "auth"), MountedSecret(folder / "tls")
         (folder / "run").mkdir()
-        here = {_RUN_DIR: f"{folder / 'run'}", paths.REMOTE_AUTH_DIR: f"{folder / 'auth'}"}
-        here[paths.REMOTE_TLS_DIR] = f"{folder / ('tls' if has_tls else 'none')}"
-        # As the API has it: https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/
-        here |= {"$$": "$", **replaced}
+        replacements = {_RUN_DIR: f"{folder / 'run'}", paths.REMOTE_AUTH_DIR: f"{folder / 'auth'}"}
+        replacements[paths.REMOTE_TLS_DIR] = f"{folder / ('tls' if has_tls else 'none')}"
+        # Escapes in arguments: https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/
+        replacements |= {"$$": "$", **replaced}
 
-        def placed(word: str) -> str:
-            for text, ours in here.items():
-                word = word.replace(text, ours)
+        def replace_texts(word: str) -> str:
+            for text, replacement in replacements.items():
+                word = word.replace(text, replacement)
             return word
 
-        self.argv = [placed(word) for word in [*container["command"], *container["args"]]]
-        self.probe = [placed(word) for word in container["livenessProbe"]["exec"]["command"]]
+        self.argv = [replace_texts(word) for word in [*container["command"], *container["args"]]]
+        self.probe = [replace_texts(word) for word in container["livenessProbe"]["exec"]["command"]]
 
     def start(self) -> None:
         self.spawn(self.argv)
         wait_until(self.is_alive, timeout=60)
 
     def is_alive(self) -> bool:
-        """Whether it answers the kubelet. Raises as ``check`` does."""
+        """Whether the kubelet's probe succeeds. Raises like ``check``."""
         self.check()
         return subprocess.run(self.probe, capture_output=True, timeout=60, check=False).returncode == 0
 
 
-class _OwnFolder(ShardProcess):
+class _TemporaryShard(ShardProcess):
     def close(self) -> None:
         super().close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class PodShards(PodProcesses[ShardProcess]):
-    """A context manager: while it is open, pods of shards have servers, and sidecars are told where."""
+    """A context manager that runs servers for pods of shards, and writes their addresses for sidecars."""
 
     def __init__(
         self,
@@ -98,15 +98,15 @@ class PodShards(PodProcesses[ShardProcess]):
         *,
         scale: int = 1,
     ) -> None:
-        """``folder``: for what sidecars mount. Servers store ``scale`` times less than their pods would."""
+        """``folder`` holds the files that sidecars mount. Servers store 1/``scale`` of their pods' memory."""
         super().__init__(api, namespace, names.selector_text(cluster, names.REMOTE), addresses)
         self._name, self._folder, self._scale = names.remote_name(cluster), folder, scale
         self._list = ""
         self.numbers: list[tuple[float, int]] = []
-        """How many shards sidecars were told of, and since when (seconds since 1970)."""
+        """Number of shards in the list of sidecars, with the time since when (seconds since 1970)."""
 
     def options(self) -> dict[str, Any] | None:
-        """Of sidecars; None: there is no list yet."""
+        """Options of sidecars. None if there is no list yet."""
         if not self._list:
             return None
         address = next(iter(self.addresses.values()))
@@ -119,32 +119,32 @@ class PodShards(PodProcesses[ShardProcess]):
     def make(self, pod: Object, address: str) -> ShardProcess:
         """See ``PodProcesses``."""
         (container,) = pod["spec"]["containers"]
-        (found,) = (match for word in container["args"] if (match := _MAX_MEMORY.search(word)))
+        (match,) = (match for word in container["args"] if (match := _MAX_MEMORY.search(word)))
         replaced = {
-            found[0]: f"maxmemory {int(found[1]) // self._scale}",
+            match[0]: f"maxmemory {int(match[1]) // self._scale}",
             f"port {names.REMOTE_PORT}": f"port {names.REMOTE_PORT}\nbind {address}",
             "sleep 10": "sleep 1",
         }
         secret = self.api.get("v1/secrets", self._name, self.namespace)["data"]["password"]
         password = base64.b64decode(secret).decode()
         (self._folder / "password").write_text(password)
-        server = _OwnFolder(Path(tempfile.mkdtemp(prefix="lmc-shard-")), container, replaced=replaced)
+        server = _TemporaryShard(Path(tempfile.mkdtemp(prefix="lmc-shard-")), container, replaced=replaced)
         server.auth.write(password=password)
         return server
 
     def look(self) -> None:
-        """See ``PodProcesses``. A list that names a server which does not listen yet has to wait."""
+        """See ``PodProcesses``. Does not write a list with a server that does not listen yet."""
         try:
             config = self.api.get("v1/configmaps", self._name, self.namespace)
         except (ApiError, OSError):
             return
-        text, here = config["data"][paths.SHARDS_FILE], self.addresses
+        text, addresses = config["data"][paths.SHARDS_FILE], self.addresses
         shards = Shards.parse(names.annotations_of(config)[_ANNOTATION])
-        is_there = {found[1] for found in _ENDPOINT.finditer(text)} <= here.keys()
-        if shards is None or text == self._list or not is_there:
+        are_listening = {match[1] for match in _ENDPOINT.finditer(text)} <= addresses.keys()
+        if shards is None or text == self._list or not are_listening:
             return
         file = self._folder / paths.SHARDS_FILE
-        file.with_suffix(".new").write_text(_ENDPOINT.sub(lambda match: here[match[1]], text))
+        file.with_suffix(".new").write_text(_ENDPOINT.sub(lambda match: addresses[match[1]], text))
         file.with_suffix(".new").replace(file)
         self._list = text
         if not self.numbers or self.numbers[-1][1] != shards.current:

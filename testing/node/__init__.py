@@ -1,1 +1,1 @@
-"""A Kubernetes node that runs pods, on this machine: a kubelet and containerd in namespaces of their own."""
+"""A Kubernetes node on this machine that runs pods: a kubelet and containerd in their own namespaces."""

@@ -1,10 +1,10 @@
-"""``python -m testing.node COMMAND...``: run a command where a node can run, with nothing of it left after.
+"""``python -m testing.node COMMAND...``: run a command where a node can run, and clean up afterwards.
 
-Without a command it only says whether a node can run on this machine.
+Without a command it only checks whether a node can run on this machine.
 
-The command gets network, mount and process namespaces of its own, in which /run, /var/log, /var/lib and
-/dev/shm can be written to and are thrown away. What containerd unpacked from images is kept on disk between
-runs. However this ends, by SIGKILL too, a process outside takes away control groups and files.
+The command gets its own network, mount and process namespaces. In them, /run, /var/log, /var/lib and /dev/shm
+are writable and temporary. Only the images that containerd has unpacked are cached on disk between runs. A
+process outside removes control groups and files after any end, including SIGKILL.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from testing.node import groups, requirements
-from testing.node.inside import KEPT, THROWN_AWAY
+from testing.node.inside import CACHED, TEMPORARY
 from tools.cache import cache_root
 
 UNSHARE = (
@@ -33,29 +33,31 @@ _END_SECONDS = 60
 
 
 def main() -> int:
-    if reason := requirements.what_is_missing():
+    if reason := requirements.missing_requirement():
         print(f"no node can run on this machine: {reason}", file=sys.stderr)
         return 1
     if not sys.argv[1:]:
         return 0
     disk, lock = _take_disk()
     group = f"lmcache-node-{hashlib.sha256(bytes(disk)).hexdigest()[:8]}"
-    _clean_up(disk, group)  # of a run that the machine's own end cut off
-    watcher, alive = _watch_over(disk, group, lock)
+    _clean_up(disk, group)  # after a run that ended with the machine
+    watcher, write_end = _watch_over(disk, group, lock)
     groups.make(group)
-    for name in (*KEPT, *THROWN_AWAY):
+    for name in (*CACHED, *TEMPORARY):
         (disk / name).mkdir(exist_ok=True)
-    # To the whole foreground belongs a Ctrl-C: the command ends by it, and we by the command's end.
+    # Ctrl-C goes to the whole foreground group. It ends the command, and this process ends with the command.
     signal.signal(signal.SIGINT, lambda *_: None)
-    here = [sys.executable, "-m", "testing.node.inside", str(disk), group]
-    done = subprocess.run(["setpriv", "--pdeathsig", "KILL", "--", *UNSHARE, *here, *sys.argv[1:]])
-    os.close(alive)
+    inside_command = [sys.executable, "-m", "testing.node.inside", str(disk), group]
+    completed = subprocess.run(
+        ["setpriv", "--pdeathsig", "KILL", "--", *UNSHARE, *inside_command, *sys.argv[1:]]
+    )
+    os.close(write_end)
     os.waitpid(watcher, 0)
-    return done.returncode
+    return completed.returncode
 
 
 def _take_disk() -> tuple[Path, IO[bytes]]:
-    """The first directory for a node's disk that no other run has, and the file whose lock makes it ours."""
+    """The first directory for a node's disk that no other run uses, and the file whose lock reserves it."""
     for number in itertools.count():
         disk = cache_root() / "node" / str(number)
         disk.mkdir(parents=True, exist_ok=True)
@@ -70,18 +72,19 @@ def _take_disk() -> tuple[Path, IO[bytes]]:
 
 
 def _watch_over(disk: Path, group: str, lock: IO[bytes]) -> tuple[int, int]:
-    """Fork a process that cleans up when we have ended, however: the pipe returned with its id closes then.
+    """Fork a process that cleans up after this process has ended. It notices the end by the closed pipe,
+    whose write end is returned with its id.
 
-    It keeps the lock until it is done.
+    It holds the lock until it has finished.
     """
-    told, alive = os.pipe()
+    read_end, write_end = os.pipe()
     if watcher := os.fork():
-        os.close(told)
+        os.close(read_end)
         lock.close()
-        return watcher, alive
+        return watcher, write_end
     os.setsid()
-    os.close(alive)
-    os.read(told, 1)
+    os.close(write_end)
+    os.read(read_end, 1)
     _clean_up(disk, group)
     os._exit(0)
 
@@ -90,7 +93,7 @@ def _clean_up(disk: Path, group: str) -> None:
     deadline = time.monotonic() + _END_SECONDS
     while not groups.remove(group) and time.monotonic() < deadline:
         time.sleep(0.05)
-    for name in THROWN_AWAY:
+    for name in TEMPORARY:
         shutil.rmtree(disk / name, ignore_errors=True)
 
 

@@ -1,5 +1,5 @@
-"""What a user of the chart has on a node: the operator as a pod, a Redis with a password, a tiny model, an
-engine's image; and LMCacheClusters of these.
+"""The setup of a chart user on a node: the operator as a pod, a Redis with a password, a tiny model, an
+engine image, and LMCacheClusters that use them.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ NAMESPACE, REDIS_NAMESPACE = "app", "cache"
 REDIS_URL, REDIS_SECRET = "redis://kv.cache.svc:6379/0", "kv-auth"
 PASSWORD = "correct-horse"
 OPERATOR = SERVICE_ACCOUNT
-"""Its Deployment, too."""
+"""The Deployment has the same name."""
 READY_SECONDS = 420
-"""An engine starts in a minute on a quiet machine; several beside other work take theirs."""
+"""An engine starts in a minute on an idle machine. Several engines next to other work need longer."""
 _RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
-# The engine's image is a small one: what weighs 6 GB in a real one lies in these directories.
+# The engine's image is small: the 6 GB that a real image contains are in these directories of the machine.
 _HOST_DIRECTORIES = {"venv": REPOSITORY / ".venv", "python": Path(sys.base_prefix)}
 _MODELS = "models"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "2",
     "OMP_WAIT_POLICY": "passive",
-    "TORCHDYNAMO_DISABLE": "1",  # else the first request with logprobs compiles C++ for 15 s
+    "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request with logprobs compiles C++ for 15 s
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
@@ -45,8 +45,8 @@ ENGINE_ARGS = (
 
 
 def prepare(node: NodeCluster, references: Mapping[str, str]) -> None:
-    """Namespaces that enforce ``restricted``, volumes, and Redis as a pod with a Service; they are not waited
-    for. ``references`` are the images' names.
+    """Create namespaces that enforce ``restricted``, volumes, and Redis as a pod with a Service, without
+    waiting. ``references`` are the names of the images.
     """
     for namespace in (SYSTEM_NAMESPACE, NAMESPACE, REDIS_NAMESPACE):
         node.api.apply("v1/namespaces", _namespace(namespace))
@@ -54,14 +54,14 @@ def prepare(node: NodeCluster, references: Mapping[str, str]) -> None:
         secret = {"metadata": {"name": REDIS_SECRET}, "stringData": {"password": PASSWORD}}
         node.api.create("v1/secrets", secret, namespace)
     for name, path in {**_HOST_DIRECTORIES, _MODELS: tiny_model()}.items():
-        offer(node, name, path)
+        create_claim(node, name, path)
     node.api.create("v1/pods", _redis(references["redis"]), REDIS_NAMESPACE)
     service = {"metadata": {"name": "kv"}, "spec": {"selector": {"app": "kv"}, "ports": [{"port": 6379}]}}
     node.api.create("v1/services", service, REDIS_NAMESPACE)
 
 
 def install(node: NodeCluster, *flags: str) -> None:
-    """The chart, by helm, until the operator's pod and Redis are ready."""
+    """Install the chart by helm, and wait until the operator's pod and Redis are ready."""
     node.helm("upgrade", "--install", RELEASE, CHART, "--namespace", SYSTEM_NAMESPACE, *flags)
     node.reached("chart installed")
     node.wait(lambda: _is_available(node.api.get("apps/v1/deployments", OPERATOR, SYSTEM_NAMESPACE)), 180)
@@ -71,9 +71,7 @@ def install(node: NodeCluster, *flags: str) -> None:
 
 
 def tiny_cluster(name: str, image: str, **tiers: Any) -> Object:
-    """An LMCacheCluster of one engine on the tiny model, with 512 MiB of memory and the Redis; ``tiers`` go
-    over that.
-    """
+    """An LMCacheCluster with one engine, the tiny model, 512 MiB of memory, and the Redis or ``tiers``."""
     mounts = [
         {"name": volume, "mountPath": str(path), "readOnly": True}
         for volume, path in _HOST_DIRECTORIES.items()
@@ -82,7 +80,7 @@ def tiny_cluster(name: str, image: str, **tiers: Any) -> Object:
         "name": "engine",
         "env": [{"name": key, "value": value} for key, value in ENVIRONMENT.items()],
         "volumeMounts": mounts,
-        # Two of them have room on a node with two CPUs. The limit is for tests that exceed it.
+        # Two of them fit on a node with two CPUs. Tests exceed the limit on purpose.
         "resources": {"requests": {"cpu": "200m", "memory": "2Gi"}, "limits": {"memory": "4Gi"}},
     }
     pod = {"containers": [engine], "volumes": [_claimed(volume) for volume in _HOST_DIRECTORIES]}
@@ -113,16 +111,16 @@ class App:
         self.name: str = spec["metadata"]["name"]
 
     def apply(self) -> None:
-        """Declare it as `spec` now says."""
+        """Apply the current `spec`."""
         self.node.api.apply(CLUSTERS, self.spec, NAMESPACE)
 
     def declare_memory(self, size: str) -> None:
-        """Another size of the memory tier, from now on."""
+        """Set the size of the memory tier and apply it."""
         self.spec["spec"]["tiers"]["memory"]["size"] = size
         self.apply()
 
     def delete(self) -> None:
-        """Until its pods are gone."""
+        """Delete the cluster, and wait until its pods are deleted."""
         self.node.api.delete(CLUSTERS, self.name, NAMESPACE)
         self.node.wait(lambda: not self.pods(), 180)
 
@@ -131,12 +129,12 @@ class App:
         return [Pod(self.node, obj) for obj in self.node.api.objects("v1/pods", NAMESPACE, selector)]
 
     def pod(self, number: int = 0) -> Pod:
-        """The pod of that ordinal, as it is now. Raises `ApiError` 404."""
+        """The current pod with this ordinal. Raises `ApiError` 404."""
         name = f"{self.name}-engine-{number}"
         return Pod(self.node, self.node.api.get("v1/pods", name, NAMESPACE))
 
     def ready_pod(self, number: int = 0, *, instead_of: Pod | None = None) -> Pod:
-        """That pod, when it is Ready; when it is another one than ``instead_of``."""
+        """Wait until the pod is Ready, and not ``instead_of``. Returns the pod."""
 
         def look() -> Pod | None:
             pod = self.pod(number)
@@ -150,26 +148,29 @@ class App:
         return {condition["type"]: condition for condition in status.get("conditions", [])}
 
     def wait_condition(self, kind: str, status: str = "True", timeout: float = READY_SECONDS) -> Object:
-        """The condition, when its status is that and it is about the present spec."""
+        """Wait until the condition has this status for the latest spec. Returns the condition."""
 
         def look() -> Object | None:
             cluster = self.node.api.get(CLUSTERS, self.name, NAMESPACE)
-            is_new = cluster.get("status", {}).get("observedGeneration") == cluster["metadata"]["generation"]
-            found = self.conditions().get(kind)
-            return found if is_new and found and found["status"] == status else None
+            is_current = (
+                cluster.get("status", {}).get("observedGeneration") == cluster["metadata"]["generation"]
+            )
+            condition = self.conditions().get(kind)
+            return condition if is_current and condition and condition["status"] == status else None
 
         return self.node.wait(look, timeout)
 
 
 def _is_available(deployment: Object) -> bool:
     status = deployment.get("status", {})
-    wanted = deployment["spec"]["replicas"]
-    is_seen = status.get("observedGeneration") == deployment["metadata"]["generation"]
-    return bool(is_seen and status.get("availableReplicas") == status.get("updatedReplicas") == wanted)
+    num_replicas = deployment["spec"]["replicas"]
+    is_observed = status.get("observedGeneration") == deployment["metadata"]["generation"]
+    are_available = status.get("availableReplicas") == status.get("updatedReplicas") == num_replicas
+    return bool(is_observed and are_available)
 
 
-def offer(node: NodeCluster, name: str, path: Path, namespace: str = NAMESPACE) -> None:
-    """A claim for a directory of this machine: pods of the namespace may not name it themselves."""
+def create_claim(node: NodeCluster, name: str, path: Path, namespace: str = NAMESPACE) -> None:
+    """Create a claim for a directory of this machine. Restricted pods may not mount it directly."""
     size = {"storage": "1Gi"}
     volume = {
         "capacity": size, "accessModes": ["ReadOnlyMany"], "hostPath": {"path": str(path)},

@@ -42,38 +42,38 @@ _COREFILE = f"""
 
 
 class NodeCluster(cluster.Cluster):
-    """etcd and the control plane, kubelet, containerd, kube-proxy and CoreDNS. Up in about 10 s.
+    """etcd and the control plane, kubelet, containerd, kube-proxy and CoreDNS. It starts in about 10 s.
 
-    ``images`` are archives; ``pause`` names the one of them that holds pods' namespaces. Raises RuntimeError
+    ``images`` are archives. ``pause`` names the image that holds the namespaces of pods. Raises RuntimeError
     outside of a node's namespaces.
     """
 
     programs = PROGRAMS
     api_server_flags = (
-        # Pods reach it at the bridge's address, by the Service that it keeps up itself.
+        # Pods reach the API server at the bridge's address, by the Service that it maintains itself.
         "--bind-address=0.0.0.0", f"--advertise-address={inside.ADDRESS}",
         "--kubelet-preferred-address-types=InternalIP",
     )  # fmt: skip
 
     def __init__(self, *, pause: str, images: Sequence[Path] = (), crds: Sequence[Path] = ()) -> None:
         self.group = inside.group()
-        """The control group of all pods, in each hierarchy."""
+        """Control group of all pods, in each hierarchy."""
         if not self.group:
-            raise RuntimeError("no node can run here: start this by `python -m testing.node COMMAND`")
+            raise RuntimeError("no node can run here: run `python -m testing.node COMMAND`")
         super().__init__(crds=crds, num_nodes=1)
         self._pause, self._images = pause, images
 
-    # -- what may happen to a node
+    # -- faults of a node
 
     def stop_kubelet(self) -> None:
-        """SIGKILL; the pods go on."""
+        """Send SIGKILL. Pods keep running."""
         self.components["kubelet"].kill()
 
     def start_kubelet(self) -> None:
         self.components["kubelet"].start()
 
     def reboot(self) -> None:
-        """As after a power cut: nothing in memory is left, and what is on disk is found again."""
+        """Restart the node as after a power cut: memory is lost, and files on disk are kept."""
         for name in ("kubelet", "containerd"):
             self.components[name].kill()
         self._kill_pods()
@@ -85,20 +85,20 @@ class NodeCluster(cluster.Cluster):
         self.start_kubelet()
 
     def set_capacity(self, resource: str, amount: int) -> None:
-        """Have the node offer a resource that no device plugin knows, such as GPUs that are not there."""
+        """Set a resource of the node that no device plugin offers, such as GPUs that do not exist."""
         capacity = {"capacity": {resource: str(amount)}, "allocatable": {resource: str(amount)}}
         self.api.patch("v1/nodes", f"{NODE}/status", {"status": capacity})
 
     def kill_container(self, container_id: str) -> None:
-        """SIGKILL to its processes; ``container_id`` as in a pod's status."""
+        """Send SIGKILL to the container's processes. ``container_id`` is that of the pod's status."""
         task = container_id.rpartition("/")[2]
         self.containerd.ctr("task", "kill", "--all", "--signal", "SIGKILL", task)
 
     def enforce_network_policies(self) -> None:
-        """From now on, within a second or two, as a CNI plugin that knows them would."""
+        """Enforce policies from now on, within a second or two, like a CNI plugin that supports them."""
         log = self.directory / "policies.log"
         argv = [sys.executable, "-m", "testing.node.network_policies", str(self.kubeconfig())]
-        component = self.components["policies"] = Component("the enforcer of policies", argv, log)
+        component = self.components["policies"] = Component("the policy enforcer", argv, log)
         component.start()
 
     @property
@@ -122,7 +122,7 @@ class NodeCluster(cluster.Cluster):
         self._launch(
             "kube-proxy", f"--kubeconfig={self.kubeconfig()}", f"--hostname-override={NODE}",
             f"--cluster-cidr={inside.PODS}", "--proxy-mode=iptables",
-            # Its defaults are limits of the machine, not of these namespaces.
+            # The defaults of these flags limit the machine, not these namespaces.
             "--conntrack-max-per-core=0", "--conntrack-tcp-timeout-established=0",
             "--conntrack-tcp-timeout-close-wait=0",
         )  # fmt: skip
@@ -153,14 +153,14 @@ class NodeCluster(cluster.Cluster):
             "clusterDNS": [_DNS_ADDRESS], "clusterDomain": "cluster.local",
             "resolvConf": str(self.directory / "resolv.conf"), "makeIPTablesUtilChains": False,
             "volumePluginDir": str(KUBELET_ROOT / "volumeplugins"),
-            # The disk is the machine's: how full others made it evicts no pod here, and no image.
+            # The disk belongs to the machine: its usage must not evict pods or images here.
             "evictionHard": {"memory.available": "100Mi", **dict.fromkeys(_FILE_SYSTEMS, "1%")},
             "imageGCHighThresholdPercent": 100,
             "syncFrequency": "5s", "nodeStatusUpdateFrequency": "2s", "maxPods": 60,
         }  # fmt: skip
 
     def _start_dns(self) -> None:
-        """CoreDNS as a process of the node, behind the Service that pods are told."""
+        """CoreDNS as a process of the node, behind the Service that pods use."""
         corefile = self.directory / "Corefile"
         corefile.write_text(_COREFILE % self.kubeconfig())
         self._launch("coredns", "-conf", str(corefile))
@@ -173,7 +173,7 @@ class NodeCluster(cluster.Cluster):
         self.api.create("discovery.k8s.io/v1/endpointslices", slices, "kube-system")
 
     def stop(self) -> None:
-        """Pods end by SIGKILL."""
+        """Stop the node. Pods are killed."""
         for name in ("kubelet", "containerd"):
             if component := self.components.pop(name, None):
                 component.stop()
@@ -181,7 +181,7 @@ class NodeCluster(cluster.Cluster):
         super().stop()
 
     def _kill_pods(self) -> None:
-        """Their processes, and the shims above them, which would report to nobody; then what they mounted."""
+        """Kill pods and their shims, which would report to nothing, and unmount their file systems."""
 
         def ended() -> bool:
             for process in _processes_of(self.group):
@@ -198,7 +198,7 @@ class NodeCluster(cluster.Cluster):
 
 def _processes_of(group: str) -> Iterator[int]:
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended
             is_pod = f"/{group}" in (entry / "cgroup").read_text()
             is_shim = (entry / "comm").read_text().startswith("containerd-shim")
             is_zombie = ") Z " in (entry / "stat").read_text()

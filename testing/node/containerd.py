@@ -1,4 +1,4 @@
-"""containerd, and what it keeps between runs: unpacked images."""
+"""The containerd process, and its cache of unpacked images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from testing.node import inside, requirements
 ROOT, STATE = Path("/var/lib/containerd"), Path("/run/containerd")
 SOCKET = STATE / "containerd.sock"
 CDI = Path("/run/cdi")
-"""Where drivers of devices say what a container gets with one."""
+"""Folder with CDI files, in which device drivers describe devices for containers."""
 _NETWORKS = Path("/run/cni/net.d")
 _CONFIG = """
 version = 3
@@ -24,7 +24,7 @@ disabled_plugins = [
   'io.containerd.internal.v1.opt', 'io.containerd.tracing.processor.v1.otlp',
 ]
 [timeouts]
-  # After 2 s, its default, it gives a container up that is to be stopped, and kills it when its time is over.
+  # By default, containerd gives up after 2 s when it stops a container, and kills it after its grace period.
   'io.containerd.timeout.task.state' = '60s'
   'io.containerd.timeout.shim.load' = '60s'
 [plugins.'io.containerd.cri.v1.images'.pinned_images]
@@ -44,7 +44,7 @@ disabled_plugins = [
 
 
 class Containerd(Component):
-    """The container runtime. ``pause`` is the image that holds a pod's namespaces."""
+    """The container runtime. ``pause`` is the image that holds the namespaces of a pod."""
 
     def __init__(self, bin_dir: Path, log: Path, pause: str) -> None:
         self._ctr = bin_dir / "ctr"
@@ -76,7 +76,7 @@ class Containerd(Component):
         return True
 
     def forget_containers(self) -> bool:
-        """Remove what an earlier run left registered; whether there was anything (then start it again)."""
+        """Remove containers of an earlier run. Returns whether there were any, which requires a restart."""
         containers = self.ctr("containers", "ls", "-q").split()
         sandboxes = [line.split()[0] for line in self.ctr("sandboxes", "ls").splitlines()[1:]]
         if containers:
@@ -86,7 +86,7 @@ class Containerd(Component):
         return bool(containers or sandboxes)
 
     def import_image(self, archive: Path) -> None:
-        """Load an image archive, once: another content has to be another file name."""
+        """Load an image archive once. Another content must have another file name or size."""
         names = _names(archive)
         present = set(self.ctr("images", "ls", "-q").split())
         stamp = ROOT / "imported" / names[0].replace("/", "_")
@@ -94,8 +94,8 @@ class Containerd(Component):
         old = stamp.read_text().splitlines() if stamp.exists() else []
         if old == content and set(names) <= present:
             return
-        # The runtime makes the ID a name, too, once for a name that it did not know: and by its ID it looks
-        # for an image that is mounted.
+        # containerd also makes the image's ID a name, but only for names that it did not know. Mounted images
+        # are looked up by their ID.
         if replaced := present.intersection([*names, *old[1:]]):
             self.ctr("images", "rm", "--sync", *sorted(replaced))
         self.ctr("images", "import", "--local", archive)
@@ -116,7 +116,7 @@ def _network() -> dict[str, Any]:
 
 
 def _names(archive: Path) -> list[str]:
-    """The names that a Docker archive gives its image, and its ID."""
+    """Names of the image in a Docker archive, and its ID."""
     with tarfile.open(archive) as tar:
         manifest = tar.extractfile("manifest.json")
         assert manifest is not None

@@ -1,4 +1,4 @@
-"""The control group that a node's pods are under: in each hierarchy of version 1, or in that of version 2."""
+"""The control group of a node's pods: one in each hierarchy of version 1, or one in version 2."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
 _CONTROLLERS = ("cpu", "cpuset", "io", "memory", "pids", "hugetlb")
-# All pods weigh as one process of the machine, where it has no other groups; so that engines come up beside
-# whatever else runs: four times as much.
+# On a machine without other groups, all pods together weigh as much as one process. Four times as much lets
+# engines start next to other work.
 _SHARES, _WEIGHT = "4096", "400"
 
 
 def make(name: str) -> None:
-    """A kubelet refuses a parent group that is not there. Raises OSError where groups can't be written."""
+    """Create the groups, because a kubelet refuses a missing parent. Raises OSError if that is impossible."""
     if not hierarchies():
         raise FileNotFoundError(f"there are no hierarchies at {ROOT}")
     for hierarchy in hierarchies():
         if is_version_2():
-            offered = (hierarchy / "cgroup.controllers").read_text().split()
-            wanted = " ".join(f"+{controller}" for controller in _CONTROLLERS if controller in offered)
-            (hierarchy / "cgroup.subtree_control").write_text(wanted)
+            available = (hierarchy / "cgroup.controllers").read_text().split()
+            enabled = " ".join(f"+{controller}" for controller in _CONTROLLERS if controller in available)
+            (hierarchy / "cgroup.subtree_control").write_text(enabled)
         group = hierarchy / name
         group.mkdir(exist_ok=True)
         if (hierarchy / "cpuset.cpus").exists():  # version 1: a new group has none
@@ -34,17 +34,17 @@ def make(name: str) -> None:
 
 
 def remove(name: str, *, itself: bool = True) -> bool:
-    """Remove the groups of what has ended; whether all of them are gone."""
+    """Remove the groups of ended processes. Returns whether all groups are removed."""
     for hierarchy in hierarchies():
         for directory, _, _ in os.walk(hierarchy / name, topdown=False):
             if itself or directory != str(hierarchy / name):
-                with contextlib.suppress(OSError):  # something still ends in it
+                with contextlib.suppress(OSError):  # a process in it has not ended yet
                     os.rmdir(directory)
     return not any((hierarchy / name).exists() for hierarchy in hierarchies())
 
 
 def hierarchies() -> list[Path]:
-    """Where groups can be made."""
+    """Hierarchies in which groups can be created."""
     if is_version_2():
         return [ROOT]
     return [path for path in ROOT.iterdir() if not path.is_symlink() and (path / "cgroup.procs").exists()]
@@ -55,7 +55,7 @@ def is_version_2() -> bool:
 
 
 def of_container(name: str, container_id: str, controller: str = "memory") -> Path:
-    """The group of one container under the group ``name``. Raises FileNotFoundError when it has none."""
+    """The group of one container below the group ``name``. Raises FileNotFoundError if it does not exist."""
     top = ROOT / name if is_version_2() else ROOT / controller / name
     for path in top.rglob(f"*{container_id}*") if container_id else ():
         if path.is_dir():
@@ -64,25 +64,25 @@ def of_container(name: str, container_id: str, controller: str = "memory") -> Pa
 
 
 def is_empty(group: Path) -> bool:
-    """Whether all of its processes have ended."""
-    with contextlib.suppress(OSError):  # removed
+    """Whether all processes in the group have ended."""
+    with contextlib.suppress(OSError):  # the group was removed
         return not (group / "cgroup.procs").read_text()
     return True
 
 
 def memory_limit(group: Path) -> int:
-    """Bytes."""
+    """The group's memory limit in bytes."""
     file = group / ("memory.max" if is_version_2() else "memory.limit_in_bytes")
     return int(file.read_text())
 
 
 def memory_peak(group: Path) -> int:
-    """The most bytes that were ever in use at once."""
+    """Maximum bytes in use so far."""
     file = group / ("memory.peak" if is_version_2() else "memory.max_usage_in_bytes")
     return int(file.read_text())
 
 
 def num_oom_kills(group: Path) -> int:
-    """How many of its processes the kernel killed for memory."""
+    """Number of its processes that the kernel killed for memory."""
     text = (group / ("memory.events" if is_version_2() else "memory.oom_control")).read_text()
     return int(dict(line.split() for line in text.splitlines())["oom_kill"])

@@ -1,5 +1,5 @@
-"""The first process in a node's namespaces (``__main__`` starts it): it prepares them, runs a command, and
-reaps what containers leave to it. All that runs in there ends with it.
+"""The first process in a node's namespaces, started by ``__main__``. It prepares the namespaces, runs a
+command, and reaps the orphans of containers. All processes in the namespaces end with it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pathlib import Path
 
 from testing.node import groups
 
-KEPT, THROWN_AWAY = ("containerd",), ("kubelet",)
-"""Directories on the node's disk, which lie under /var/lib in the namespaces; between runs."""
+CACHED, TEMPORARY = ("containerd",), ("kubelet",)
+"""Directories on the node's disk that are mounted under /var/lib: cached between runs, removed after each."""
 ADDRESS, PODS, SERVICES = "10.88.0.1", "10.88.0.0/16", "10.96.0.0/16"
 BRIDGE = "cni0"
 _GROUP = "LMCACHE_NODE_GROUP"
-# The node's address is the bridge's, and is there before the kubelet starts. What goes to Services has to
-# leave by some interface, and there is no other.
+# The node has the bridge's address, which must exist before the kubelet starts. Packets to Services must
+# leave by some interface, and the bridge is the only one.
 _NETWORK = f"""
 ip link set lo up
 ip link add {BRIDGE} type bridge
@@ -39,14 +39,14 @@ done
 
 
 def group() -> str:
-    """The control group, in each hierarchy, of the pods here; empty where no node can run."""
+    """The control group of pods in these namespaces. Empty if no node can run here."""
     return os.environ.get(_GROUP, "")
 
 
 def main() -> int:
     disk, name, *command = sys.argv[1:]
-    signal.signal(signal.SIGINT, lambda *_: None)  # it is the command's
-    paths = [str(Path(disk) / name) for name in (*KEPT, *THROWN_AWAY)]
+    signal.signal(signal.SIGINT, lambda *_: None)  # only the command handles it
+    paths = [str(Path(disk) / name) for name in (*CACHED, *TEMPORARY)]
     subprocess.run(["sh", "-ec", _MOUNTS + _NETWORK, "sh", *paths], check=True)
     process = subprocess.Popen(command, env={**os.environ, _GROUP: name})
     while True:

@@ -1,7 +1,8 @@
 """``python -m testing.node.network_policies KUBECONFIG``: enforces NetworkPolicies on the node's bridge.
 
-What a CNI plugin with policies does, by iptables and for ingress alone. What it does not know (egress, blocks
-of addresses, ports by name) ends it with a message: a test must not pass because a rule was not understood.
+It does the work of a CNI plugin with policies, by iptables and for ingress only. Unsupported rules (egress,
+blocks of addresses, named ports) end it with a message, because a test must not pass with a rule that is not
+enforced.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _INTERVAL_SECONDS = 1.0
 
 
 def rules(policies: list[Object], pods: list[Object], namespaces: list[Object]) -> list[str]:
-    """The rules of our chain, for iptables-restore. Raises ValueError for what is not understood."""
+    """Rules of the policy chain for iptables-restore. Raises ValueError for unsupported policies."""
     labels = {space["metadata"]["name"]: _labels(space) for space in namespaces}
     pods = [pod for pod in pods if _address(pod)]
     allowed, isolated = [], set()
@@ -46,40 +47,40 @@ def rules(policies: list[Object], pods: list[Object], namespaces: list[Object]) 
 
 
 def matches(selector: Object, labels: dict[str, str]) -> bool:
-    """Whether a label selector takes in what has these labels."""
+    """Whether a label selector selects these labels."""
     if any(labels.get(key) != value for key, value in (selector.get("matchLabels") or {}).items()):
         return False
-    return all(_fulfils(rule, labels) for rule in selector.get("matchExpressions") or [])
+    return all(_is_fulfilled(rule, labels) for rule in selector.get("matchExpressions") or [])
 
 
-def _fulfils(rule: Object, labels: dict[str, str]) -> bool:
-    value, wanted = labels.get(rule["key"]), rule.get("values") or []
-    found: dict[str, bool] = {
-        "In": value in wanted,
-        "NotIn": value not in wanted,
+def _is_fulfilled(rule: Object, labels: dict[str, str]) -> bool:
+    value, values = labels.get(rule["key"]), rule.get("values") or []
+    results: dict[str, bool] = {
+        "In": value in values,
+        "NotIn": value not in values,
         "Exists": value is not None,
         "DoesNotExist": value is None,
     }
-    return found[rule["operator"]]
+    return results[rule["operator"]]
 
 
 def _sources(
     peers: list[Object] | None, namespace: str, pods: list[Object], labels: dict[str, dict[str, str]]
 ) -> list[str]:
-    """Matches for where it may come from; one that matches all where a rule names nobody."""
+    """Matches of iptables for the allowed sources. One match for all sources if the rule has no peers."""
     if not peers:
         return [""]
-    found = set()
+    matches_of_peers = set()
     for peer in peers:
         if "ipBlock" in peer:
-            raise ValueError("blocks of addresses are not enforced")
+            raise ValueError("blocks of addresses are not supported")
         for pod in pods:
             space = pod["metadata"]["namespace"]
             selector = peer.get("namespaceSelector")
             is_in_space = space == namespace if selector is None else matches(selector, labels[space])
             if is_in_space and matches(peer.get("podSelector") or {}, _labels(pod)):
-                found.add(f" -s {_address(pod)}")
-    return sorted(found)
+                matches_of_peers.add(f" -s {_address(pod)}")
+    return sorted(matches_of_peers)
 
 
 def _ports(rule: Object) -> Iterator[str]:
@@ -87,7 +88,7 @@ def _ports(rule: Object) -> Iterator[str]:
         protocol = f" -p {port.get('protocol', 'TCP').lower()}" if port else ""
         number = port.get("port")
         if not isinstance(number, int | None):
-            raise ValueError("ports by name are not enforced")
+            raise ValueError("named ports are not supported")
         last = f":{port['endPort']}" if "endPort" in port else ""
         yield protocol if number is None else f"{protocol} --dport {number}{last}"
 
@@ -97,13 +98,13 @@ def _labels(obj: Object) -> dict[str, str]:
 
 
 def _address(pod: Object) -> str:
-    """Empty while it has none of its own."""
+    """The pod's own address. Empty if it has none."""
     is_running = pod["status"].get("phase") == "Running" and not pod["spec"].get("hostNetwork")
     return pod["status"].get("podIP", "") if is_running else ""
 
 
 def _enforce(api: Api) -> None:
-    # Pods are on one bridge: without this, what they send each other passes no rules.
+    # Pods share one bridge: without this setting, packets between them bypass iptables.
     Path("/proc/sys/net/bridge/bridge-nf-call-iptables").write_text("1")
     subprocess.run(["iptables", "-w", "-N", _CHAIN], check=True)
     subprocess.run(["iptables", "-w", "-I", "FORWARD", "-j", _CHAIN], check=True)
@@ -111,7 +112,7 @@ def _enforce(api: Api) -> None:
     while True:
         kinds = ("networking.k8s.io/v1/networkpolicies", "v1/pods", "v1/namespaces")
         now = last
-        with contextlib.suppress(ApiError, OSError):  # the API server is down: what is known stays in force
+        with contextlib.suppress(ApiError, OSError):  # the API server is down: the known rules stay in force
             now = rules(*(api.objects(kind) for kind in kinds))
         if now != last:
             text = "\n".join(["*filter", f":{_CHAIN} - [0:0]", *now, "COMMIT\n"])

@@ -1,4 +1,4 @@
-"""Pods on a node: their containers, their control groups, and what engines and sidecars in them answer."""
+"""Pods on a node: their containers, control groups, and requests to their engines and sidecars."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _REQUEST_SECONDS = 300
 
 @dataclass(frozen=True)
 class Completion:
-    """What one request brought."""
+    """The result of one request."""
 
     tokens: list[int]
     num_cached: int
-    """Prompt tokens that were not computed."""
+    """Prompt tokens that were cached."""
     ttft_seconds: float
 
 
@@ -50,24 +50,24 @@ class Pod:
         return address
 
     def container(self, name: str) -> Object:
-        """The status of a container, whatever its kind; as one that never ran while there is none."""
+        """The status of a container of any kind. Without a status, that of a container that never ran."""
         status = self.object["status"]
         statuses = [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]
-        none = {"name": name, "containerID": "", "restartCount": 0, "state": {}, "lastState": {}}
-        return next((found for found in statuses if found["name"] == name), none)
+        never_ran = {"name": name, "containerID": "", "restartCount": 0, "state": {}, "lastState": {}}
+        return next((item for item in statuses if item["name"] == name), never_ran)
 
     def group(self, container: str, controller: str = "memory") -> Path:
-        """The container's control group. Raises FileNotFoundError while it does not run."""
+        """The container's control group. Raises FileNotFoundError if it does not run."""
         container_id = self.container(container)["containerID"].rpartition("/")[2]
         return groups.of_container(self.node.group, container_id, controller)
 
     def kill(self, container: str) -> None:
-        """SIGKILL to all processes of the container; the kubelet starts it again."""
+        """Send SIGKILL to all processes of the container. The kubelet restarts it."""
         self.node.kill_container(self.container(container)["containerID"])
 
     @contextlib.contextmanager
     def stopped(self, container: str) -> Iterator[None]:
-        """All processes of the container hang; those that are still there go on after the block."""
+        """Stop all processes of the container inside the context. Remaining processes continue afterwards."""
         processes = (self.group(container) / "cgroup.procs").read_text().split()
         _signal(processes, signal.SIGSTOP)
         try:
@@ -83,22 +83,22 @@ class Pod:
         return self.node.kubectl("logs", "-n", self.namespace, self.name, "-c", container, *flags)
 
     def stats(self) -> Any:
-        """What the sidecar says of itself. Raises OSError when it does not answer."""
+        """The sidecar's /stats. Raises OSError if it does not answer."""
         return json.loads(self.get(SIDECAR_PORT, "/stats"))
 
     def get(self, port: int, path: str) -> bytes:
-        """Raises OSError."""
+        """The body of a page. Raises OSError."""
         with urllib.request.urlopen(f"http://{self.address}:{port}{path}", timeout=30) as answer:
             body: bytes = answer.read()
         return body
 
     def reset_engine_cache(self) -> None:
-        """Have the engine forget what it keeps itself, so that hits are the sidecar's."""
+        """Empty the engine's own prefix cache, so that only the sidecar can hit."""
         url = f"http://{self.address}:{ENGINE_PORT}/reset_prefix_cache"
         urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=60).close()
 
     def complete(self, prompt: list[int], max_tokens: int = 8) -> Completion:
-        """A greedy streamed completion. Raises OSError, also when the stream ends early."""
+        """Run a greedy streamed completion. Raises OSError, also when the stream ends early."""
         return complete(self.address, prompt, max_tokens)
 
 
@@ -109,14 +109,14 @@ def _signal(processes: Iterable[str], number: signal.Signals) -> None:
 
 
 def is_ready(pod: Object) -> bool:
-    """Ready, and not about to go."""
+    """Whether the pod is Ready and not terminating."""
     conditions = pod["status"].get("conditions", [])
-    is_going = "deletionTimestamp" in pod["metadata"]
-    return not is_going and any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+    is_terminating = "deletionTimestamp" in pod["metadata"]
+    return not is_terminating and any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
 
 
 def complete(host: str, prompt: list[int], max_tokens: int = 8) -> Completion:
-    """A greedy streamed completion of the engine (or Service) there; see `Pod.complete`."""
+    """Run a greedy streamed completion on the engine or Service at ``host``; see `Pod.complete`."""
     body = {
         "model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
         "return_token_ids": True, "stream": True, "stream_options": {"include_usage": True},
@@ -126,7 +126,7 @@ def complete(host: str, prompt: list[int], max_tokens: int = 8) -> Completion:
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
-    began, first, usage = time.monotonic(), 0.0, None
+    began_at, first, usage = time.monotonic(), 0.0, None
     tokens: list[int] = []
     with urllib.request.urlopen(request, timeout=_REQUEST_SECONDS) as answer:
         for line in answer:
@@ -140,4 +140,4 @@ def complete(host: str, prompt: list[int], max_tokens: int = 8) -> Completion:
     if usage is None:
         raise OSError(f"the stream ended after {len(tokens)} of {max_tokens} tokens")
     num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return Completion(tokens, num_cached, first - began)
+    return Completion(tokens, num_cached, first - began_at)

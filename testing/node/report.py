@@ -1,4 +1,4 @@
-"""What there is to know when something on a node went wrong."""
+"""Diagnostics of a node after a failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COMMANDS = (
 
 
 def report(node: NodeCluster) -> str:
-    """Pods, events, conditions, and the ends of all containers' logs; it never raises."""
+    """Pods, events, conditions, and the ends of all containers' logs. Never raises."""
     parts = [_kubectl(node, *command) for command in _COMMANDS]
     for namespace in (SYSTEM_NAMESPACE, NAMESPACE):
         for pod in _pods(node, namespace):
@@ -33,7 +33,7 @@ def report(node: NodeCluster) -> str:
 
 
 def _pods(node: NodeCluster, namespace: str) -> list[Object]:
-    """None without an API server, whose log then says more."""
+    """Pods of a namespace. Empty without an API server; its log is in the report, too."""
     try:
         return node.api.objects("v1/pods", namespace)
     except (ApiError, OSError):

@@ -1,4 +1,4 @@
-"""Whether a node can run on this machine, and if not, why."""
+"""Whether a node can run on this machine, and the reason if not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PACKAGES = {
     "setpriv": "util-linux",
     str(CNI_PLUGINS / "bridge"): "containernetworking-plugins",
 }
-# What the namespaces of a node are made of (`inside`), tried once.
+# Parts of a node's namespaces (`inside`), tried once.
 _TRIAL = """
 mount -t tmpfs tmpfs /run && mkdir /run/upper /run/work
 mount -t overlay -o lowerdir=/var/lib,upperdir=/run/upper,workdir=/run/work overlay /var/lib
@@ -27,8 +27,8 @@ iptables -t nat -L >/run/rules
 """
 
 
-def what_is_missing() -> str:
-    """Why no node can run, in a line; empty when one can. Installs packages that are missing."""
+def missing_requirement() -> str:
+    """The reason why no node can run, in one line. Empty if a node can run. Installs missing packages."""
     if os.getuid():
         return "it needs root"
     try:
@@ -39,11 +39,11 @@ def what_is_missing() -> str:
     try:
         groups.make(name)
     except OSError as error:
-        return f"no control groups can be made here ({error})"
+        return f"control groups cannot be created here ({error})"
     finally:
         groups.remove(name)
     trial = subprocess.run(
         ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "sh", "-ec", _TRIAL],
         capture_output=True, text=True,
     )  # fmt: skip
-    return f"no namespaces of our own ({trial.stderr.strip()})" if trial.returncode else ""
+    return f"namespaces cannot be created here ({trial.stderr.strip()})" if trial.returncode else ""

@@ -1,1 +1,1 @@
-"""Requests as LLM services see them, tiers that serve them exactly, and autoscalers in a loop with both."""
+"""Requests of LLM services, exact tiers that serve them, and autoscalers in a closed loop with both."""

@@ -1,4 +1,4 @@
-"""Autoscalers in a closed loop with exact tiers: what they decide changes what is hit from then on."""
+"""Autoscalers in a closed loop with exact tiers: their decisions change later hits."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from lmcache_operator.autoscaling.decide import DECIDE_SECONDS, decide
-from lmcache_operator.autoscaling.state import Decision, Obstacle, State
-from lmcache_operator.autoscaling.tier import GIB, Prices, Service, Tier, memory_tier
-from lmcache_operator.autoscaling.traffic import Traffic
+from lmcache_operator.autoscaling.policy.decide import DECIDE_SECONDS, decide
+from lmcache_operator.autoscaling.policy.state import Decision, Obstacle, State
+from lmcache_operator.autoscaling.policy.tier import GIB, Prices, Service, Tier, memory_tier
+from lmcache_operator.autoscaling.policy.traffic import Traffic
 
 from lmcache.curves import HASHES, Lookup, MissRatioCurve
 from testing.workloads import tiers
 from testing.workloads.requests import KV_BYTES_PER_TOKEN, Request, Workload, row_hash
 
 Routing = Callable[[Request], int]
-"""Which pod serves a request."""
+"""The pod that serves a request."""
 
 TICK = 300.0
 
 
 def sticky(num_pods: int) -> Routing:
-    """All requests of a session go to one pod."""
+    """Route all requests of a session to one pod."""
     return lambda request: row_hash(8, request.session) % num_pods
 
 
 def scattered(num_pods: int) -> Routing:
-    """Any pod."""
-    chance = random.Random(0)
-    return lambda request: chance.randrange(num_pods)
+    """Route each request to a random pod."""
+    rng = random.Random(0)
+    return lambda request: rng.randrange(num_pods)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A service whose memory tiers are to be sized."""
+    """A service with memory tiers to be sized."""
 
     workload: Workload
     num_pods: int = 2
@@ -45,12 +45,12 @@ class Setup:
     engine_gib: float = 0.0
     bounds: tuple[float, float] = (16.0, 512.0)
     start: float = 64.0
-    """GiB of one pod."""
+    """Initial GiB of one pod."""
     prices: Prices = field(
         default_factory=lambda: Prices(gpu_hour=2.50, memory_gib_hour=0.004, shard_gib_hour=0.004)
     )
     usable: Callable[[float], float] = lambda gib: gib
-    """What of a size really holds something."""
+    """Usable GiB of a size."""
     rate: float = 1.0
     obstacle: Callable[[float], Obstacle | None] = lambda time: None
 
@@ -76,7 +76,7 @@ class Setup:
         return self.num_pods * self.prices.memory_gib_hour
 
     def ticks(self) -> Iterator[tuple[float, list[tuple[int, Request]]]]:
-        """Requests and their pods, tick by tick, with the time of its end."""
+        """Requests with their pods, in ticks, and the end of each tick."""
         route = self.route(self.num_pods)
         end = TICK
         batch: list[tuple[int, Request]] = []
@@ -88,7 +88,7 @@ class Setup:
         yield end, batch
 
     def constant_hits(self) -> Callable[[float], float]:
-        """Return the share of all rows that a size (GiB) hits if it never changes."""
+        """Return a function: the share of all rows that hit with a constant size (GiB)."""
         smallest = min(self.bounds[0], self.engine_gib or self.bounds[0])
         curve = MissRatioCurve(
             10**7, smallest_bytes=0.45 * smallest * GIB, largest_bytes=2 * self.bounds[1] * GIB
@@ -98,11 +98,11 @@ class Setup:
         return lambda gib: curve.hit_ratio(max(gib, self.engine_gib) * GIB).hit_ratio
 
     def constant(self) -> Callable[[float], float]:
-        """Return the cost of a size (GiB) that never changes, in USD per hour."""
+        """Return a function: the cost of a constant size (GiB), in USD per hour."""
         return self.cost_of(self.constant_hits())
 
     def cost_of(self, hits: Callable[[float], float]) -> Callable[[float], float]:
-        """Return the cost of a size in USD per hour, from the share of rows that the size hits."""
+        """Return a function: the cost of a size in USD per hour, from the share of rows that hit."""
         usd = self.rows_per_hour * self.usd_per_miss
         return lambda gib: (1 - hits(gib)) * usd + gib * self.usd_per_gib_hour
 
@@ -117,14 +117,14 @@ class Setup:
         return [size for i in range(400) if (size := lowest * 2 ** (i / 16)) < highest] + [highest]
 
     def best_constant(self) -> tuple[float, float]:
-        """The size (GiB) that would have cost least, and USD per hour of it."""
+        """The size (GiB) with the lowest cost, and its cost in USD per hour."""
         cost = self.constant()
         best = min(self.sizes(), key=cost)
         return best, cost(best)
 
 
 def lookups(workload: Workload, batch: Sequence[tuple[int, Request]], rate: float = 1.0) -> Iterator[Lookup]:
-    """As samplers keep them: heads, and keys under a threshold."""
+    """Lookups like those of samplers: the head of each request, and keys under a threshold."""
     for pod, request in batch:
         keys = request.keys[::-1]
         if rate < 1:
@@ -140,19 +140,19 @@ class Moment(NamedTuple):
     """GiB of one pod."""
     usd_per_hour: float
     hits: float
-    """Share of rows, in the engine or in memory."""
+    """Share of rows that hit in the engine or in memory."""
 
 
 @dataclass
 class Run:
-    """What came of it."""
+    """Result of a run."""
 
     moments: list[Moment]
     decisions: list[tuple[float, Decision]]
-    """With their hours."""
+    """Decisions with their hours."""
     state: State
     surprises: list[float]
-    """By how much measured hits differed from the curve's, as a share of accesses, at each decision."""
+    """Difference between measured and predicted hits at each decision, as a share of accesses."""
 
     @cached_property
     def resizes(self) -> list[tuple[float, float]]:
@@ -172,7 +172,7 @@ class Run:
 
 
 class Loop:
-    """The memory of all pods is sized while they serve."""
+    """Sizes the memory of all pods while they serve."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -214,19 +214,19 @@ class Loop:
         if decision.next != decision.size:
             self.size = decision.next / GIB
             self._resize(time)
-            self._decided(time)  # it is told of the new size as soon as all say so
+            self._decided(time)  # the autoscaler learns the new size as soon as all pods report it
 
     def _resize(self, time: float) -> None:
         self.pods.resize(self._rows())
 
     def _decided(self, time: float) -> Decision:
         obstacle = self.setup.obstacle(time)
-        seen = self.traffic.memory(time, self.size * GIB, self.setup.service, self.state, obstacle)
-        if seen.settled.num_accesses > 1000:
-            size = self.tier.effective(seen.size, self.state.usable)
-            predicted = seen.settled.between(0.0, size).share
-            self.surprises.append(abs(seen.settled.measured_hits - predicted))
-        decision, self.state = decide(self.tier, self.state, seen)
+        measured = self.traffic.memory(time, self.size * GIB, self.setup.service, self.state, obstacle)
+        if measured.settled.num_accesses > 1000:
+            size = self.tier.effective(measured.size, self.state.usable)
+            predicted = measured.settled.between(0.0, size).share
+            self.surprises.append(abs(measured.settled.measured_hits - predicted))
+        decision, self.state = decide(self.tier, self.state, measured)
         return decision
 
 

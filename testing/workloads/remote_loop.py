@@ -1,14 +1,14 @@
-"""The number of shards of a remote tier, in a closed loop with exact tiers; pods' memory stays as it is."""
+"""Sizes a remote tier by its number of shards, in a closed loop with exact tiers and constant memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lmcache_operator.autoscaling.decide import FAST_HALF_LIFE, decide
-from lmcache_operator.autoscaling.state import Decision, State
-from lmcache_operator.autoscaling.tier import GIB, Service, remote_tier
-from lmcache_operator.autoscaling.traffic import Traffic
+from lmcache_operator.autoscaling.policy.decide import FAST_HALF_LIFE, decide
+from lmcache_operator.autoscaling.policy.state import Decision, State
+from lmcache_operator.autoscaling.policy.tier import GIB, Service, remote_tier
+from lmcache_operator.autoscaling.policy.traffic import Traffic
 
 from lmcache.curves import Window
 from testing.workloads import tiers
@@ -17,10 +17,10 @@ from testing.workloads.closed_loop import TICK, Loop, Moment, Run, Setup
 
 @dataclass(frozen=True)
 class RemoteSetup(Setup):
-    """``start`` is the memory of a pod, and stays."""
+    """A service with a remote tier. ``start`` is the constant memory of a pod."""
 
     counts: tuple[int, ...] = tuple(range(1, 9))
-    """How many shards there may be."""
+    """Allowed numbers of shards."""
     start_count: int = 2
     shard_gib: float = 64.0
     load_bytes_per_second: float = 3e9
@@ -28,7 +28,7 @@ class RemoteSetup(Setup):
     usable_share: float = 1.0
     """Share of a shard's memory that holds payload."""
     first_guess: float = 0.95
-    """What the autoscaler takes for that share before it has measured it."""
+    """The autoscaler's assumption for that share before its first measurement."""
 
     @property
     def service(self) -> Service:
@@ -36,19 +36,19 @@ class RemoteSetup(Setup):
 
     @property
     def usd_per_row(self) -> float:
-        """Of a row that is computed."""
+        """USD for a computed row."""
         return replace(self.service, load_bytes_per_second=0.0).usd_per_token(self.prices) * (
             self.workload.tokens_per_row
         )
 
     def cost(self, served: Sequence[tiers.Hits], gib: float) -> float:
-        """USD per hour of what was computed and waited for in a tick, and of the shards."""
+        """USD per hour for computed rows, for loads in a tick, and for the shards."""
         computed = sum(hits.missed for hits in served) * self.usd_per_row
         loaded = sum(hits.remote for hits in served) * (self.usd_per_row - self.usd_per_miss)
         return (computed + loaded) * 3600 / TICK + gib * self.prices.shard_gib_hour
 
     def with_shards(self, count: int) -> float:
-        """USD per hour with so many shards all the time."""
+        """USD per hour with a constant number of shards."""
         pods = self.pods(count)
         served = (
             [pods.serve(pod, request.keys, request.time) for pod, request in batch]
@@ -59,13 +59,13 @@ class RemoteSetup(Setup):
 
     def pods(self, count: int) -> tiers.Service:
         rows = self.workload.rows
-        held = rows(self.usable_share * self.shard_gib * GIB)
-        remote = tiers.Shards(count, held, refresh=self.refresh)
+        rows_per_shard = rows(self.usable_share * self.shard_gib * GIB)
+        remote = tiers.Shards(count, rows_per_shard, refresh=self.refresh)
         return tiers.Service(self.num_pods, rows(self.engine_gib * GIB), rows(self.start * GIB), remote)
 
 
 class RemoteLoop(Loop):
-    """The number of shards changes while pods serve; ``Moment.size`` is that of all shards."""
+    """Changes the number of shards while pods serve. ``Moment.size`` is the size of all shards."""
 
     def __init__(self, setup: RemoteSetup) -> None:
         super().__init__(setup)
@@ -107,8 +107,8 @@ class RemoteLoop(Loop):
         day = self.traffic.curve.shared_windows[0]
         hits = day.accesses_per_hour * day.measured_hits
         tier = remote_tier(setup.counts, setup.shard_gib * GIB, service, setup.prices, hits)
-        seen = self.traffic.remote(time, self.size * GIB, self.state, setup.obstacle(time))
-        decision, self.state = decide(tier, self.state, seen)
+        measured = self.traffic.remote(time, self.size * GIB, self.state, setup.obstacle(time))
+        decision, self.state = decide(tier, self.state, measured)
         return decision
 
 

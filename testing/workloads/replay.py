@@ -1,4 +1,4 @@
-"""A workload replayed against real sidecars, faster than it was: an hour of it takes a minute or so."""
+"""Replays a workload on real sidecars, accelerated: an hour takes about a minute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from lmcache.rpc.client import ClientHello, KVGroup, Role, Scheduled, Session, SidecarClient
+from lmcache.kv_groups import KVGroup
+from lmcache.rpc.client import SidecarClient
+from lmcache.rpc.hello import ClientHello, Role
+from lmcache.rpc.session import Scheduled, Session
 from lmcache.tiers.base import ROW_KEY_BYTES
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
@@ -22,22 +25,22 @@ from testing.workloads.closed_loop import Routing, sticky
 from testing.workloads.requests import HOUR, TOKENS, Workload
 
 PREFILL_TOKENS_PER_SECOND = 10_000.0
-"""What the engine would compute, if there were one."""
+"""Assumed speed of the engine, which does not exist."""
 _RPC_SECONDS = 60.0
 _ASK_SECONDS = 0.002
-"""How often to ask for rows that are on their way; a scheduler does so at every step."""
+"""Pause between lookups while rows are pending. A scheduler looks up at every step."""
 
 
 class Served(NamedTuple):
-    """What became of one request."""
+    """The result of one request."""
 
     hour: float
-    """Of the workload."""
+    """Hour in the workload's time."""
     num_rows: int
     num_hits: int
-    """In memory, without waiting."""
-    num_brought: int = 0
-    """From a lower tier."""
+    """Rows in memory without waiting."""
+    num_promoted: int = 0
+    """Rows from a lower tier."""
 
 
 @lru_cache(maxsize=1 << 20)
@@ -46,7 +49,7 @@ def _digest(key: int) -> bytes:
 
 
 class Engine:
-    """What an engine does with its sidecar for each request, but compute and copy."""
+    """Makes an engine's calls to its sidecar for each request, without computing and copying."""
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class Engine:
         row_bytes: int,
         prefill_tokens_per_second: float = PREFILL_TOKENS_PER_SECOND,
     ) -> None:
-        """``prefill_tokens_per_second``: what is brought slower than that is not brought."""
+        """Promotions that would be slower than ``prefill_tokens_per_second`` are not awaited."""
         self._namespace, self._prefill = namespace, prefill_tokens_per_second
         uid, group = uuid.uuid4().bytes, KVGroup(group=0, block_tokens=16, chunk_bytes=row_bytes)
         self._clients = [
@@ -70,12 +73,12 @@ class Engine:
             client.close()
 
     def _session(self, number: int) -> Session:
-        found: Session = wait_until(partial(getattr, self._clients[number], "session"), what="attached")
-        return found
+        session: Session = wait_until(partial(getattr, self._clients[number], "session"), what="attached")
+        return session
 
     def serve(self, name: str, keys: tuple[int, ...]) -> tuple[int, int]:
-        """How many of its leading rows are in memory, and how many more lower tiers brought; all are there
-        afterwards."""
+        """Serve a request. Returns the number of leading rows in memory, and of further rows that lower tiers
+        promoted. Afterwards all rows are stored."""
         scheduler, worker = self._session(0), self._session(1)
         names = b"".join(self._namespace + _digest(key) for key in keys)
         look_up = partial(
@@ -85,9 +88,9 @@ class Engine:
         in_memory = num_hits = _num_leading(scheduler, names)
         if not scheduler.memory_only and num_hits < len(keys):
             deadline = time.monotonic() + _RPC_SECONDS
-            while (found := look_up([(0, names)], hint=True)).num_pending or found.is_probing:
+            while (result := look_up([(0, names)], hint=True)).num_pending or result.is_probing:
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"rows of {name} are on their way for {_RPC_SECONDS:.0f} s: {found}")
+                    raise TimeoutError(f"rows of {name} are pending for {_RPC_SECONDS:.0f} s: {result}")
                 time.sleep(_ASK_SECONDS)
             num_hits = max(num_hits, _num_leading(scheduler, names))
         if num_hits:
@@ -95,8 +98,8 @@ class Engine:
         scheduled = Scheduled(num_hit_chunks=num_hits, num_loaded_tokens=num_hits * TOKENS)
         look_up([(0, names)], hint=True, scheduled=scheduled)
         if missing := names[num_hits * ROW_KEY_BYTES :]:
-            given = worker.reserve(0, missing, request_id=name, first_chunk=num_hits, timeout=_RPC_SECONDS)
-            if slots := [reservation.slot for reservation in given if reservation.slot]:
+            reserved = worker.reserve(0, missing, request_id=name, first_chunk=num_hits, timeout=_RPC_SECONDS)
+            if slots := [reservation.slot for reservation in reserved if reservation.slot]:
                 with worker.copying():
                     worker.commit(slots, timeout=_RPC_SECONDS)
         scheduler.release([name], timeout=_RPC_SECONDS)
@@ -104,12 +107,12 @@ class Engine:
 
 
 def _num_leading(scheduler: Session, names: bytes) -> int:
-    found = scheduler.index.find(np.frombuffer(names, np.uint64).reshape(-1, ROW_KEY_BYTES // 8))
-    return len(found.rows)
+    slots = scheduler.index.find(np.frombuffer(names, np.uint64).reshape(-1, ROW_KEY_BYTES // 8))
+    return len(slots.rows)
 
 
 class Replay:
-    """A context manager: requests are served in a thread, each by its pod, at their time."""
+    """A context manager that serves requests in a thread, each by its pod and at its time."""
 
     def __init__(
         self,
@@ -120,9 +123,9 @@ class Replay:
         route: Callable[[int], Routing] = sticky,
         before: Callable[[], object] = lambda: None,
     ) -> None:
-        """``before``: called before each request."""
+        """``before`` is called before each request."""
         self.namespace = hashlib.sha256(name.encode()).digest()
-        """Of its keys."""
+        """Namespace of the keys."""
         self._workload, self._row_bytes, self._clock = workload, row_bytes, clock
         self._route, self._before = route, before
         self._engines: list[Engine] = []
@@ -131,15 +134,15 @@ class Replay:
         self._thread = threading.Thread(target=self._run, name="replay")
         self.served: list[Served] = []
         self.begin = 0.0
-        """The workload's time when it began."""
+        """The workload's time at the start."""
         self.longest_lag = 0.0
-        """Seconds of the workload's time by which a request was served too late."""
+        """Maximum delay of a request in seconds of the workload's time."""
 
     def __enter__(self) -> Self:
         return self
 
     def start(self, sidecars: Sequence[SidecarProcess]) -> None:
-        """Begin, with so many pods."""
+        """Start with one pod for each sidecar."""
         self._engines = [Engine(sidecar, self.namespace, self._row_bytes) for sidecar in sidecars]
         self.begin = self._clock.now()
         self._thread.start()
@@ -157,8 +160,8 @@ class Replay:
         return self.hour_of(time.time())
 
     def hour_of(self, real: float) -> float:
-        """Of the workload, of a real time in seconds since 1970."""
-        return (self._clock.at(real) - self.begin) / HOUR
+        """Return the workload's hour at a real time in seconds since 1970."""
+        return (self._clock.workload_time(real) - self.begin) / HOUR
 
     def _run(self) -> None:
         route = self._route(len(self._engines))

@@ -1,7 +1,7 @@
-"""Workloads: generated, or read from a trace.
+"""Workloads that are generated or read from a trace.
 
-A row is ``TOKENS`` tokens. To be quick, a workload may be ``scale`` times thinner than the service that it
-stands for: one of its rows is then ``scale`` rows. Sizes, money and time stay what they are.
+A row has ``TOKENS`` tokens. To save time, a workload may be ``scale`` times thinner than the service that it
+represents: one of its rows represents ``scale`` rows. Sizes, money and time are those of the service.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Request:
 
     time: float
     session: int
-    """Requests of one session have one conversation as their prefix."""
+    """Requests of one session share a conversation as their prefix."""
     keys: tuple[int, ...]
     """Hashes of its rows, head first."""
 
@@ -50,12 +50,12 @@ class Workload:
         return self.requests[-1].time / HOUR
 
     def rows(self, size_bytes: float) -> int:
-        """How many rows such a size holds."""
+        """Number of rows that a size holds."""
         return int(size_bytes / self.row_bytes)
 
 
 def row_hash(*path: int) -> int:
-    """64 uniformly distributed bits (splitmix64) for a row that is named by numbers."""
+    """64 uniformly distributed bits (splitmix64) for a row that is identified by numbers."""
     value = 0
     for part in path:
         value = (value + part + 0x9E3779B97F4A7C15) % 2**64
@@ -69,44 +69,42 @@ def chat(
     hours: float, sessions_per_second: float, *, scale: float = 8.0, seed: int = 0, diurnal: float = 0.0,
     first: float = 6.0, think: float = 90.0, turns: float = 6.0, systems: int = 5,
 ) -> Workload:  # fmt: skip
-    """Conversations: a system prompt (by Zipf's law), a first message, and turns. ``diurnal``: how much more
-    sessions begin at noon than on average, as a share."""
-    chance = random.Random(seed)
+    """Conversations with a system prompt (by Zipf's law), a first message, and turns. ``diurnal`` is the
+    share by which more sessions begin at noon than on average."""
+    rng = random.Random(seed)
     weights = [1 / (number + 1) for number in range(systems)]
-    prompts = [
-        [row_hash(1, seed, number, i) for i in range(chance.randint(1, 5))] for number in range(systems)
-    ]
+    prompts = [[row_hash(1, seed, number, i) for i in range(rng.randint(1, 5))] for number in range(systems)]
     requests: list[Request] = []
     time, end = 0.0, hours * HOUR
     for session in range(10**9):
-        time += chance.expovariate(sessions_per_second * (1 + diurnal) / scale)
+        time += rng.expovariate(sessions_per_second * (1 + diurnal) / scale)
         if time > end:
             break
-        if chance.random() * (1 + diurnal) > 1 + diurnal * math.sin(2 * math.pi * (time / 86400 - 0.25)):
+        if rng.random() * (1 + diurnal) > 1 + diurnal * math.sin(2 * math.pi * (time / 86400 - 0.25)):
             continue
-        prompt = chance.choices(prompts, weights)[0]
-        requests += _session(chance, session, prompt, time, end, (seed, first, think, turns))
+        prompt = rng.choices(prompts, weights)[0]
+        requests += _session(rng, session, prompt, time, end, (seed, first, think, turns))
     return Workload(sorted(requests, key=lambda request: request.time), scale)
 
 
 def _session(
-    chance: random.Random, session: int, prompt: list[int], time: float, end: float,
+    rng: random.Random, session: int, prompt: list[int], time: float, end: float,
     shape: tuple[int, float, float, float],
 ) -> Iterator[Request]:  # fmt: skip
     seed, first, think, turns = shape
-    length = max(1, int(chance.lognormvariate(math.log(first), 0.9)))
+    length = max(1, int(rng.lognormvariate(math.log(first), 0.9)))
     keys = list(prompt)
     while time <= end:
         keys += [row_hash(2, seed, session, len(keys) + i) for i in range(length)]
         yield Request(time, session, tuple(keys))
-        time += chance.lognormvariate(math.log(think), 1.3)
-        length = chance.randint(1, 3)
-        if chance.random() < 1 / turns:
+        time += rng.lognormvariate(math.log(think), 1.3)
+        length = rng.randint(1, 3)
+        if rng.random() < 1 / turns:
             return
 
 
 def agents(hours: float, sessions_per_second: float, *, scale: float = 8.0, seed: int = 0) -> Workload:
-    """Sessions of an agent: long prompts that grow at every step, many steps, seconds apart."""
+    """Sessions of an agent: long prompts that grow at every step, with many steps at intervals of seconds."""
     return chat(
         hours, sessions_per_second, scale=scale, seed=seed, first=60.0, think=20.0, turns=40.0, systems=2
     )
@@ -116,41 +114,41 @@ def _steady(
     hours: float, rows_per_second: float, scale: float, keys: Callable[[int], Iterable[int]],
     period: int = 10**9,
 ) -> Workload:  # fmt: skip
-    """Requests of ten rows at equal intervals, which begin anew after ``period``."""
+    """Requests of ten rows at equal intervals, which repeat after ``period``."""
     seconds = 10 * scale / rows_per_second
     numbers = range(int(hours * HOUR / seconds))
     return Workload([Request(i * seconds, i % period, tuple(keys(i % period))) for i in numbers], scale)
 
 
 def unique(hours: float, rows_per_second: float = 20.0, *, scale: float = 8.0, salt: int = 0) -> Workload:
-    """Nothing ever comes back."""
+    """Requests whose rows never repeat."""
     return _steady(hours, rows_per_second, scale, lambda i: (row_hash(3, salt, i, j) for j in range(10)))
 
 
 def loop(hours: float, gib: float, rows_per_second: float = 20.0, *, scale: float = 8.0) -> Workload:
-    """The same ``gib`` over and over: a smaller LRU cache hits nothing."""
+    """Requests that repeat the same ``gib`` in order: a smaller LRU cache hits nothing."""
     count = int(gib * 2**30 / (TOKENS * scale * KV_BYTES_PER_TOKEN) / 10)
     return _steady(hours, rows_per_second, scale, lambda i: (row_hash(4, i, j) for j in range(10)), count)
 
 
 def uniform(hours: float, gib: float, rows_per_second: float = 20.0, *, scale: float = 8.0) -> Workload:
-    """Documents that together are so large, at random."""
-    chance = random.Random(0)
+    """Requests for random documents with a total size of ``gib``."""
+    rng = random.Random(0)
     count = int(gib * 2**30 / (TOKENS * scale * KV_BYTES_PER_TOKEN) / 10)
 
     def document(_: int) -> Iterator[int]:
-        number = chance.randrange(count)
+        number = rng.randrange(count)
         return (row_hash(5, number, j) for j in range(10))
 
     return _steady(hours, rows_per_second, scale, document)
 
 
 def documents(start: float, seconds: float, gib: float, count: int, *, scale: float = 8.0) -> Workload:
-    """A flash crowd: ``count`` requests for 60 documents within a while."""
-    chance = random.Random(1)
+    """A flash crowd: ``count`` requests for 60 documents within ``seconds``."""
+    rng = random.Random(1)
     rows = max(1, int(gib * 2**30 / 60 / (TOKENS * scale * KV_BYTES_PER_TOKEN)))
-    times = sorted(start + chance.random() * seconds for _ in range(int(count / scale)))
-    picked = [chance.randrange(60) for _ in times]
+    times = sorted(start + rng.random() * seconds for _ in range(int(count / scale)))
+    picked = [rng.randrange(60) for _ in times]
     return Workload(
         [
             Request(time, -i - 1, tuple(row_hash(6, number, j) for j in range(rows)))
@@ -161,7 +159,7 @@ def documents(start: float, seconds: float, gib: float, count: int, *, scale: fl
 
 
 def shifted(workload: Workload, seconds: float) -> Workload:
-    """The same, later."""
+    """The same workload, shifted in time."""
     requests = [
         Request(request.time + seconds, request.session, request.keys) for request in workload.requests
     ]
@@ -169,7 +167,7 @@ def shifted(workload: Workload, seconds: float) -> Workload:
 
 
 def together(*workloads: Workload) -> Workload:
-    """Several at once; sessions of different ones are different."""
+    """Several workloads at the same time, with different sessions."""
     requests = [
         Request(request.time, request.session * len(workloads) + number, request.keys)
         for number, workload in enumerate(workloads)
@@ -179,7 +177,7 @@ def together(*workloads: Workload) -> Workload:
 
 
 def mooncake(path: Path, *, share: float = 1.0) -> Workload:
-    """A trace of the Mooncake format; a session is what shares a block that is not the first."""
+    """A trace in the Mooncake format. Requests that share a block other than the first form a session."""
     owners: dict[int, int] = {}
     hashes: dict[int, int] = {}
     requests = []
@@ -197,7 +195,7 @@ def mooncake(path: Path, *, share: float = 1.0) -> Workload:
 
 
 def repeated(workload: Workload, hours: int) -> Workload:
-    """A workload of about an hour, hour after hour: each time other sessions, with keys of their own."""
+    """A workload of about an hour, repeated every hour with other sessions and other keys."""
     requests = []
     for number in range(hours):
         salt = row_hash(9, number)

@@ -1,4 +1,4 @@
-"""Tiers of an LLM service, exact: LRU, looked up by leading runs, touched tail first."""
+"""Exact tiers of an LLM service: LRU caches that look up leading runs and touch the tail first."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from testing.workloads.requests import row_hash
 
 
 class Rows(OrderedDict[int, float]):
-    """An LRU cache of rows, with the time when each was last touched."""
+    """An LRU cache of rows, with the time of each row's last touch."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
         self.capacity = capacity
 
     def resize(self, capacity: int) -> None:
-        """What is too much goes at once, the oldest first."""
+        """Change the capacity. Superfluous rows are evicted at once, oldest first."""
         self.capacity = capacity
         while len(self) > capacity:
             self.popitem(last=False)
 
     def run(self, keys: Sequence[int], start: int = 0) -> int:
-        """Up to which key all are there, from ``start`` on."""
+        """The end of the run of present keys that begins at ``start``."""
         for i in range(start, len(keys)):
             if keys[i] not in self:
                 return i
         return max(start, len(keys))
 
     def touch(self, keys: Sequence[int], time: float = 0.0) -> None:
-        """Take keys in, or make them the youngest; tail first."""
+        """Insert keys, or make them the youngest. The tail comes first."""
         if not self.capacity:
             return
         for key in reversed(keys):
@@ -41,7 +41,7 @@ class Rows(OrderedDict[int, float]):
 
 
 class Hits(NamedTuple):
-    """Rows of one request, by where they were hit."""
+    """Rows of one request, by where they hit."""
 
     engine: int
     memory: int
@@ -50,31 +50,32 @@ class Hits(NamedTuple):
 
 
 class Shards:
-    """A remote tier: equal shards, each row on the one that rendezvous hashing says.
+    """A remote tier of equal shards. Rendezvous hashing selects the shard of each row.
 
-    After a change, what the new owner does not have is asked of the old one for a while, and written anew.
+    After a change, rows that the new owner lacks are read from the old owner for a while, and written to the
+    new one.
     """
 
     TRANSITION = 900.0
     LONGEST_REFRESH = 600.0
 
     def __init__(self, count: int, rows_per_shard: int, *, refresh: float | None = None) -> None:
-        """``refresh``: seconds after which what is hit nearer is made young again; None: a quarter of how
-        long the tier keeps it."""
+        """``refresh`` is the number of seconds after which rows that hit in nearer tiers are made young
+        again. None: a quarter of the tier's residence time."""
         self.rows_per_shard, self.fixed_refresh = rows_per_shard, refresh
         self.shards = [Rows(rows_per_shard) for _ in range(count)]
         self.previous: list[Rows] = []
         self.until = 0.0
         self.num_moved = 0
-        """Rows written, and read."""
+        """Rows written and read."""
         self._owners: dict[int, int] = {}
         self._old_owners: dict[int, int] = {}
 
     def resize(self, count: int, time: float) -> None:
         self.previous, self.until = self.shards, time + self.TRANSITION
         self._old_owners, self._owners = self._owners, {}
-        kept = self.shards[:count]
-        self.shards = kept + [Rows(self.rows_per_shard) for _ in range(count - len(kept))]
+        remaining = self.shards[:count]
+        self.shards = remaining + [Rows(self.rows_per_shard) for _ in range(count - len(remaining))]
 
     def run(self, keys: Sequence[int], start: int, time: float) -> int:
         for i in range(start, len(keys)):
@@ -85,7 +86,7 @@ class Shards:
         return max(start, len(keys))
 
     def touch(self, keys: Sequence[int], num_nearer: int, time: float) -> None:
-        """Write what is not there; what is hit nearer is refreshed only now and then."""
+        """Write missing rows. Rows that hit in nearer tiers are refreshed only from time to time."""
         refresh = self.fixed_refresh
         if refresh is None:
             refresh = min(self.LONGEST_REFRESH, self._residence(time) / 4)
@@ -97,7 +98,7 @@ class Shards:
                 shard.touch(keys[i : i + 1], time)
 
     def _residence(self, time: float) -> float:
-        """How long ago the oldest rows were touched, where shards are full."""
+        """Time since the oldest rows of full shards were touched."""
         ages = [time - next(iter(shard.values())) for shard in self.shards if len(shard) >= shard.capacity]
         return min(ages, default=4 * self.LONGEST_REFRESH)
 
@@ -113,7 +114,7 @@ class Shards:
 
 
 def owner(key: int, count: int) -> int:
-    """By rendezvous hashing: with one shard more, a row stays or goes to the new one."""
+    """The owner by rendezvous hashing: if a shard is added, a row stays or moves to the new shard."""
     return max(range(count), key=lambda number: row_hash(key, number)) if count > 1 else 0
 
 
@@ -128,12 +129,12 @@ class Service:
         self.remote = remote
 
     def resize(self, memory_rows: int) -> None:
-        """Of every pod."""
+        """Resize the memory of every pod."""
         for memory in self.memories:
             memory.resize(memory_rows)
 
     def serve(self, pod: int, keys: Sequence[int], time: float = 0.0) -> Hits:
-        """One request: looked up whole, then all of it is touched."""
+        """Serve one request: look up all of its rows, then touch all of them."""
         engine, memory, remote = self.engines[pod], self.memories[pod], self.remote
         hit = in_engine = engine.run(keys)
         in_memory = in_remote = 0

@@ -1,4 +1,4 @@
-"""A node, the chart on it, and one LMCacheCluster that tests share. Started by ``make e2e``."""
+"""A node with the chart installed, and one LMCacheCluster that tests share. ``make e2e`` starts it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from testing.node.report import report
 from tools import images
 
 RUN = REPOSITORY / ".e2e"
-"""What is kept of a run: when each step was reached, and the logs after a failure."""
+"""Files of a run: the time of each step, and the logs after a failure."""
 _NODE = pytest.StashKey[NodeCluster]()
 
 
@@ -25,23 +25,23 @@ def pytest_collection_modifyitems(items):
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.e2e)
             item.add_marker(pytest.mark.timeout(1200))
-    # It reboots the node, on which there is nothing else yet.
+    # test_node.py reboots the node, so it runs before anything else is on the node.
     items.sort(key=lambda item: item.path.name != "test_node.py")
 
 
 @pytest.fixture(scope="session")
 def references() -> dict[str, str]:
-    """The images' names as pods call them."""
+    """References of the images, as pods use them."""
     return {name: images.IMAGES[name].reference for name in images.IMAGES}
 
 
 @pytest.fixture(scope="session")
 def node(request, references) -> Iterator[NodeCluster]:
     if not inside.group():
-        pytest.fail("these tests run in the namespaces of a node: use `make e2e`")
+        pytest.fail("these tests run in the namespaces of a node: run `make e2e`")
     built = {name: images.find(name) for name in references}
     if missing := [name for name, image in built.items() if image is None]:
-        pytest.exit(f"run `make images` before: not built from this checkout: {', '.join(missing)}", 1)
+        pytest.exit(f"run `make images` first: not built from this checkout: {', '.join(missing)}", 1)
     archives = [image.archive for image in built.values() if image]
     with NodeCluster(pause=references["pause"], images=archives) as node:
         request.config.stash[_NODE] = node
@@ -61,13 +61,13 @@ def installed(node, references) -> NodeCluster:
 
 @pytest.fixture(scope="session")
 def make_app(installed, references) -> Callable[..., App]:
-    """An LMCacheCluster that is not applied yet; tests delete theirs."""
+    """Create an LMCacheCluster without applying it. Tests delete the clusters that they apply."""
     return lambda name, **tiers: App(installed, app.tiny_cluster(name, references["engine"], **tiers))
 
 
 @pytest.fixture(scope="session")
 def tiny(make_app) -> App:
-    """One LMCacheCluster, Ready once; a test leaves it Ready and as it was declared."""
+    """One LMCacheCluster, Ready at first. Each test must leave it Ready and with its original spec."""
     tiny = make_app("tiny")
     tiny.apply()
     tiny.node.reached("LMCacheCluster applied")

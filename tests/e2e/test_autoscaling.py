@@ -1,6 +1,6 @@
-"""Auto chooses what memory a pod has while it serves, and a real kubelet gives it: nothing is restarted.
+"""Mode Auto chooses the memory of a serving pod, and a real kubelet grants it without a restart.
 
-The operator is in its pod as installed, but for its autoscaler's clock, which runs an hour in a minute.
+The operator runs in its pod as installed, except that its autoscaler's clock runs an hour in a minute.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from lmcache_operator.autoscaling.report import restore
+from lmcache_operator.autoscaling.policy.report import restore
 
 from testing.child_process import REPOSITORY
 from testing.kube.api import Object
 from testing.kube.operator import CLUSTERS, SYSTEM_NAMESPACE
-from testing.node.app import NAMESPACE, OPERATOR, App, offer
+from testing.node.app import NAMESPACE, OPERATOR, App, create_claim
 from testing.node.cluster import NodeCluster
 from testing.node.pods import Pod
 from tests.harness.pods import has_size, no_restart_between, prompt
@@ -25,15 +25,15 @@ FACTOR = 60
 SECONDS = 300
 MIB = 1 << 20
 PROMPTS = [prompt(100 + number, 1100) for number in range(34)]
-"""Four chunks each of a MiB, by chance: of 136 MiB together a tier hits its share."""
+"""Prompts of four chunks of 1 MiB, in random order: a tier with a share of the 136 MiB hits that share."""
 ENGINE_ARGS = {"--kv-cache-memory-bytes": f"{20 * MIB}", "--max-model-len": "4096"}
-"""The engine's own cache holds less than the smallest memory does."""
+"""The engine's own cache holds less than the smallest memory tier."""
 
 
 @pytest.fixture(scope="module")
-def hurried(installed) -> Iterator[NodeCluster]:
-    """The node, with an operator to whom an hour is a minute."""
-    offer(installed, "testing", REPOSITORY / "testing", SYSTEM_NAMESPACE)
+def accelerated(installed) -> Iterator[NodeCluster]:
+    """The node, with an operator whose clock runs an hour in a minute."""
+    create_claim(installed, "testing", REPOSITORY / "testing", SYSTEM_NAMESPACE)
     program = ["/opt/lmcache/venv/bin/python", "-m", "testing.kube.fast_operator"]
     operator = {
         "name": "operator",
@@ -45,23 +45,23 @@ def hurried(installed) -> Iterator[NodeCluster]:
     patch = {"spec": {"template": {"spec": {"containers": [operator], "volumes": [volume]}}}}
     path = installed.api.path("apps/v1/deployments", SYSTEM_NAMESPACE, OPERATOR)
     installed.api.request("PATCH", path, patch, "application/strategic-merge-patch+json")
-    roll(installed, "status", "--timeout=300s")
+    rollout(installed, "status", "--timeout=300s")
     yield installed
-    roll(installed, "undo")
-    roll(installed, "status", "--timeout=300s")
+    rollout(installed, "undo")
+    rollout(installed, "status", "--timeout=300s")
 
 
-def roll(node: NodeCluster, what: str, *flags: str) -> None:
-    node.kubectl("rollout", what, f"deployment/{OPERATOR}", "-n", SYSTEM_NAMESPACE, *flags)
+def rollout(node: NodeCluster, action: str, *flags: str) -> None:
+    node.kubectl("rollout", action, f"deployment/{OPERATOR}", "-n", SYSTEM_NAMESPACE, *flags)
 
 
 @pytest.fixture
-def app(hurried, make_app) -> Iterator[App]:
+def app(accelerated, make_app) -> Iterator[App]:
     app = make_app("sized", memory={"size": "64Mi"})
     spec = app.spec["spec"]
     del spec["tiers"]["remote"]
-    given = dict(flag.partition("=")[::2] for flag in spec["engine"]["args"]) | ENGINE_ARGS
-    spec["engine"]["args"] = [f"{name}={value}" if value else name for name, value in given.items()]
+    flags = dict(flag.partition("=")[::2] for flag in spec["engine"]["args"]) | ENGINE_ARGS
+    spec["engine"]["args"] = [f"{name}={value}" if value else name for name, value in flags.items()]
     spec["autoscaling"] = {"mode": "Auto", "memory": {"minSize": "64Mi", "maxSize": "1Gi"}}
     app.apply()
     yield app
@@ -69,13 +69,13 @@ def app(hurried, make_app) -> Iterator[App]:
 
 
 @pytest.fixture
-def asked(app) -> Iterator[list[int]]:
-    """The numbers of requests that were answered, one after the other, until the end of the test."""
-    pod, stop, chance, numbers = app.ready_pod(), threading.Event(), random.Random(5), list[int]()
+def answered(app) -> Iterator[list[int]]:
+    """Numbers of the answered prompts. A thread sends requests one after the other until the test ends."""
+    pod, stop, rng, numbers = app.ready_pod(), threading.Event(), random.Random(5), list[int]()
 
     def ask() -> None:
         while not stop.is_set():
-            number = chance.randrange(len(PROMPTS))
+            number = rng.randrange(len(PROMPTS))
             pod.complete(PROMPTS[number], 1)
             numbers.append(number)
 
@@ -86,51 +86,51 @@ def asked(app) -> Iterator[list[int]]:
     requests.join()
 
 
-def told(app: App) -> Object:
-    """What the status says of the memory tier's size."""
+def memory_status(app: App) -> Object:
+    """The autoscaling status of the memory tier."""
     cluster = app.node.api.get(CLUSTERS, app.name, NAMESPACE)
-    found: Object = cluster.get("status", {}).get("autoscaling", {}).get("memory", {})
-    return found
+    status: Object = cluster.get("status", {}).get("autoscaling", {}).get("memory", {})
+    return status
 
 
-def chosen(app: App) -> int | None:
-    """Bytes, by the ConfigMap."""
+def chosen_bytes(app: App) -> int | None:
+    """The chosen size, from the ConfigMap."""
     data = app.node.api.get("v1/configmaps", f"{app.name}-autoscaling", NAMESPACE)["data"]
     return choice.size if (choice := restore(data).memory) else None
 
 
-def hits(app: App, pod: Pod, asked: list[int]) -> float:
-    """The share of the tokens of some requests that was found in memory or in the engine."""
+def hit_ratio(app: App, pod: Pod, answered: list[int]) -> float:
+    """Share of the tokens of the next requests that are found in memory or in the engine."""
 
-    def counted() -> tuple[int, int]:
+    def token_counts() -> tuple[int, int]:
         lookups = pod.stats()["lookups"]
         return lookups["lookup_tokens"], sum(lookups["hit_tokens"].values())
 
-    before, start = counted(), len(asked)
-    app.node.wait(lambda: len(asked) >= start + 2 * len(PROMPTS), SECONDS)
-    looked_up, found = (after - former for after, former in zip(counted(), before, strict=True))
-    return found / looked_up
+    counts_before, start = token_counts(), len(answered)
+    app.node.wait(lambda: len(answered) >= start + 2 * len(PROMPTS), SECONDS)
+    looked_up, hit = (after - before for after, before in zip(token_counts(), counts_before, strict=True))
+    return hit / looked_up
 
 
-def reached(app: App) -> int | None:
-    """The size that was chosen, if it is much and the pod has it: bytes."""
-    size = chosen(app)
+def applied_bytes(app: App) -> int | None:
+    """The chosen size, once it is at least 128 MiB and the pod has it."""
+    size = chosen_bytes(app)
     return size if size and size >= 128 * MIB and has_size(app, size) else None
 
 
-def test_memory_grows_to_what_is_worth_it_and_goes_back_when_auto_ends(app, asked):
+def test_memory_grows_to_the_best_size_and_shrinks_when_auto_ends(app, answered):
     before = app.ready_pod()
-    size = app.node.wait(lambda: reached(app), SECONDS)
+    size = app.node.wait(lambda: applied_bytes(app), SECONDS)
     assert size <= 256 * MIB
-    app.node.wait(lambda: told(app).get("current") not in (None, "64Mi"), SECONDS)
+    app.node.wait(lambda: memory_status(app).get("current") not in (None, "64Mi"), SECONDS)
     events = app.node.api.objects("v1/events", NAMESPACE)
     reasons = [e["message"] for e in events if e["reason"] == "SizeChosen" and app.name in str(e)]
     assert any("per pod instead of 64Mi:" in reason for reason in reasons), reasons
-    hits(app, before, asked)  # it fills
-    assert hits(app, before, asked) > 0.75
-    (least, *_) = told(app)["curve"]
-    assert least["size"] == "64Mi"
-    assert float(least["hit"]) < 0.6
+    hit_ratio(app, before, answered)  # the larger tier fills
+    assert hit_ratio(app, before, answered) > 0.75
+    (smallest, *_) = memory_status(app)["curve"]
+    assert smallest["size"] == "64Mi"
+    assert float(smallest["hit"]) < 0.6
 
     app.spec["spec"]["autoscaling"]["mode"] = "Recommend"
     app.apply()

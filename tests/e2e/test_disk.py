@@ -1,7 +1,6 @@
-"""A cluster whose pods have disks of their own, and the connector from a mounted image: what only a kubelet
-can show of both.
+"""A cluster whose pods have disks, and a connector from a mounted image. Both need a real kubelet.
 
-The tests follow one another on one pod.
+The tests depend on their order, and share one pod.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ PROMPT = list(range(4, 4 + 256)) * 8
 
 @pytest.fixture(scope="module")
 def volume(tmp_path_factory, installed) -> Iterator[Path]:
-    """A file system of 1 GiB on the node that anybody may write to, of a class that makes none itself."""
+    """A file system of 1 GiB on the node that everyone may write to. Its storage class has no provisioner."""
     mounted = tmp_path_factory.mktemp("disk")
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1g,mode=0777", "tmpfs", mounted], check=True)
-    late = {"provisioner": "kubernetes.io/no-provisioner", "volumeBindingMode": "WaitForFirstConsumer"}
-    installed.api.create("storage.k8s.io/v1/storageclasses", {"metadata": {"name": STORAGE_CLASS}, **late})
+    options = {"provisioner": "kubernetes.io/no-provisioner", "volumeBindingMode": "WaitForFirstConsumer"}
+    installed.api.create("storage.k8s.io/v1/storageclasses", {"metadata": {"name": STORAGE_CLASS}, **options})
     yield mounted
     subprocess.run(["umount", "-l", mounted], check=True)
 
@@ -41,7 +40,7 @@ def app(make_app, volume) -> Iterator[App]:
     app.delete()
 
 
-def offer(node: NodeCluster, path: Path) -> None:
+def create_volume(node: NodeCluster, path: Path) -> None:
     spec = {
         "capacity": {"storage": "1Gi"}, "accessModes": ["ReadWriteOnce"], "hostPath": {"path": str(path)},
         "storageClassName": STORAGE_CLASS, "persistentVolumeReclaimPolicy": "Retain",
@@ -49,20 +48,22 @@ def offer(node: NodeCluster, path: Path) -> None:
     node.api.create("v1/persistentvolumes", {"metadata": {"name": "disk"}, "spec": spec})
 
 
-def test_a_volume_that_is_not_there_is_in_the_status(app, volume):
+def test_missing_volume_is_reported_in_the_status(app, volume):
     ready = app.wait_condition("Ready", "False")
     app.node.wait(lambda: app.conditions()["Ready"]["reason"] in ("Unschedulable", "FailedBinding"), 120)
     assert "volume" in app.wait_condition("Ready", "False")["message"], ready
-    offer(app.node, volume)
+    create_volume(app.node, volume)
     pod = app.ready_pod()
     claim = app.node.api.get("v1/persistentvolumeclaims", f"{pod.name}-disk", pod.namespace)
     assert (claim["status"]["phase"], claim["spec"]["volumeName"]) == ("Bound", "disk")
 
 
-def test_what_is_computed_goes_to_the_disk(app):
+def test_computed_rows_are_written_to_the_disk(app):
     pod = app.ready_pod()
     names = [container["name"] for container in pod.object["spec"]["initContainers"]]
-    assert names == ["sidecar"]  # nothing was copied: the image is mounted, and its compiled parts are loaded
+    assert names == [
+        "sidecar"
+    ]  # no payload container: the image is mounted, and its compiled modules are loaded
     pod.complete(PROMPT)
     app.node.wait(lambda: pod.stats()["disk"]["written"] >= len(PROMPT) // 256, 120)
     assert app.wait_condition("SidecarAttached")["reason"] == "Attached"

@@ -1,6 +1,6 @@
-"""Engine and sidecar share a GPU by a claim: a real kubelet, driver, CDI and containers; a simulated GPU.
+"""Engine and sidecar share a simulated GPU by a claim, with a real kubelet, DRA driver, CDI and containers.
 
-The tests of ``on_gpu`` follow one another: each begins where the one before it left the pod.
+The tests of ``on_gpu`` depend on their order: each continues with the pod as the previous test left it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHUNK, BLOCK = 256, 32
 PLUGIN_RESOURCE = "lmcache.test/gpu"
 WAIT_SECONDS = 180
 
-# The image's own vLLM, with KV on the GPU.
+# The vLLM of the image, with KV on the GPU.
 SERVED = """#!/bin/sh
 PYTHONPATH="$PYTHONPATH:/opt/test" exec python -m testing.engine.served "$@"
 """
@@ -47,7 +47,7 @@ PROMPT, OTHER_PROMPT, THIRD_PROMPT = map(make_prompt, range(3))
 
 @pytest.fixture(scope="module")
 def gpus(installed):
-    """Two GPUs."""
+    """A DRA driver with two GPUs."""
     driver = GpuDriver(installed.api, NODE, 2, cdi=CDI, state=Path("/dev/shm/gpus"))
     with KubeletPlugin(driver, KUBELET_ROOT) as plugin:
         plugin.wait_registered()
@@ -57,13 +57,13 @@ def gpus(installed):
 
 @pytest.fixture(scope="module")
 def programs(installed):
-    """Two kinds of ``vllm``, for volumes."""
+    """ConfigMap with two versions of ``vllm``, to be mounted as a volume."""
     modules = {f"{name}.py": (REPOSITORY / "testing/engine" / f"{name}.py").read_text() for name in MODULES}
     offer_programs(installed, PROGRAMS, served=SERVED, idle=IDLE, **modules)
 
 
 def on_program(app, program, gpu, **engine):
-    """The app with that ``vllm``, without Redis, with GPUs."""
+    """Let the app's engine run this version of ``vllm``, with GPUs and without Redis."""
     spec = app.spec["spec"]
     del spec["tiers"]["remote"]
     spec["engine"] |= {"gpu": gpu, **engine}
@@ -74,14 +74,14 @@ def on_program(app, program, gpu, **engine):
     return app
 
 
-def wait(app, what):
-    """Poll until it is true, and the node is well."""
+def wait(app, condition):
+    """Poll until the condition is true. Fails if the node is unhealthy."""
 
-    def look():
+    def check():
         app.node.check()
-        return what()
+        return condition()
 
-    return wait_for(look, READY_SECONDS, 0.5)
+    return wait_for(check, READY_SECONDS, 0.5)
 
 
 def env(**variables):
@@ -100,8 +100,8 @@ def on_gpu(make_app, gpus, programs):
 
 
 def is_up(app):
-    """Raises AssertionError when the engine has ended: waiting would not help."""
-    with contextlib.suppress(ApiError, StopIteration):  # not there yet
+    """Whether the pod is ready. Raises AssertionError if the engine has ended, to end the wait."""
+    with contextlib.suppress(ApiError, StopIteration):  # the pod does not exist yet
         pod = app.pod()
         assert pod.container("engine")["restartCount"] == 0, pod.logs("engine", "--previous")
         return pod.is_ready
@@ -111,8 +111,8 @@ def is_up(app):
 def claim(on_gpu, gpus):
     """The GPU of the pod's claim."""
     (status,) = on_gpu.pod().object["status"]["resourceClaimStatuses"]
-    found = on_gpu.node.api.get(CLAIMS, status["resourceClaimName"], NAMESPACE)
-    return gpus.gpus_of(found["metadata"]["uid"])
+    claim_object = on_gpu.node.api.get(CLAIMS, status["resourceClaimName"], NAMESPACE)
+    return gpus.gpus_of(claim_object["metadata"]["uid"])
 
 
 def transfer(app):
@@ -120,25 +120,25 @@ def transfer(app):
 
 
 def wait_transfer(app, mode, reason):
-    def is_told():
-        found = transfer(app)
-        return (found.get("mode"), found.get("reason")) == (mode, reason)
+    def is_reported():
+        status = transfer(app)
+        return (status.get("mode"), status.get("reason")) == (mode, reason)
 
-    wait(app, is_told)
+    wait(app, is_reported)
 
 
 def wait_copies(app):
-    """Until the sidecar copies; what it says of it."""
+    """Wait until the sidecar copies. Returns its transfer statistics."""
 
-    def look():
-        found = app.pod().stats()["transfer"]
-        return found if found["mode"] == "CudaIPC" and found["num_workers"]["CudaIPC"] else None
+    def statistics():
+        stats = app.pod().stats()["transfer"]
+        return stats if stats["mode"] == "CudaIPC" and stats["num_workers"]["CudaIPC"] else None
 
-    return wait(app, look)
+    return wait(app, statistics)
 
 
 def wait_restarted(app, before, container):
-    """The pod, when the kubelet has started that container again and the pod is Ready."""
+    """Wait until the kubelet has restarted the container and the pod is Ready. Returns the pod."""
     count = before.container(container)["restartCount"]
     wait(app, lambda: app.pod().container(container)["restartCount"] > count)
     after = app.ready_pod()
@@ -146,7 +146,7 @@ def wait_restarted(app, before, container):
     return after
 
 
-# ---- what engines answer, and from which KV ----
+# ---- answers of engines, and the KV that they used ----
 
 
 class Answer:
@@ -157,34 +157,34 @@ class Answer:
             json.dumps(body | {"return_token_ids": True} | options).encode(),
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as answer:
-            found = json.load(answer)
-        self.tokens = found["choices"][0]["token_ids"]
-        self.num_cached = found["usage"]["prompt_tokens_details"]["cached_tokens"] or 0
+        with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as response:
+            answer = json.load(response)
+        self.tokens = answer["choices"][0]["token_ids"]
+        self.num_cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"] or 0
         lines = map(json.loads, pod.exec("engine", "sh", "-c", f'cat "$HOME/{KV_FILE}"').splitlines())
-        (self.kv,) = (kv for request_id, kv in lines if request_id.startswith(found["id"]))
+        (self.kv,) = (kv for request_id, kv in lines if request_id.startswith(answer["id"]))
 
 
 def cold(pod, prompt, salt):
-    """Computed whole: nothing is found under a new salt, and KV does not depend on it."""
+    """Compute the whole prompt: nothing is stored under the new salt, and KV does not depend on the salt."""
     answer = Answer(pod, prompt, cache_salt=salt)
     assert answer.num_cached == 0
     return answer
 
 
 def assert_hit(app, gpu, prompt, computed):
-    """The prompt's KV is loaded, whole, sooner or later; at no time is a byte wrong."""
-    pod, whole = app.pod(), len(prompt) // CHUNK * CHUNK
+    """Repeat the request until the whole prompt is loaded. Every answer must have the right KV."""
+    pod, num_tokens = app.pod(), len(prompt) // CHUNK * CHUNK
 
     def is_loaded():
         pod.reset_engine_cache()
-        before = gpu.count("batches", "engine")
+        num_batches = gpu.count("batches", "engine")
         answer = Answer(pod, prompt)
         assert answer.tokens == computed.tokens
         num_blocks = answer.num_cached // BLOCK
-        for layer, (loaded, right) in enumerate(zip(answer.kv, computed.kv, strict=True)):
-            assert loaded[:num_blocks] == right[:num_blocks], f"layer {layer}"
-        return answer.num_cached == whole and gpu.count("batches", "engine") > before
+        for layer, (loaded, expected) in enumerate(zip(answer.kv, computed.kv, strict=True)):
+            assert loaded[:num_blocks] == expected[:num_blocks], f"layer {layer}"
+        return answer.num_cached == num_tokens and gpu.count("batches", "engine") > num_batches
 
     wait(app, is_loaded)
 
@@ -192,10 +192,10 @@ def assert_hit(app, gpu, prompt, computed):
 # ---- one pod ----
 
 
-def seen_devices(pod, container):
-    """What the container runtime gave a container, running or ended: variables, and paths of devices."""
-    found = pod.container(container)["containerID"].rpartition("/")[2]
-    spec = json.loads(pod.node.containerd.ctr("containers", "info", found))["Spec"]
+def visible_devices(pod, container):
+    """The CUDA variable and device paths that the runtime gave a container, whether it runs or has ended."""
+    container_id = pod.container(container)["containerID"].rpartition("/")[2]
+    spec = json.loads(pod.node.containerd.ctr("containers", "info", container_id))["Spec"]
     variables = dict(line.split("=", 1) for line in spec["process"]["env"])
     paths = [device["path"] for device in spec["linux"].get("devices", [])]
     paths += [mount["destination"] for mount in spec["mounts"]]
@@ -203,108 +203,111 @@ def seen_devices(pod, container):
     return variables.get("CUDASIM_DEVICES"), sorted(gpus)
 
 
-def test_both_containers_have_the_claim_s_gpu_and_no_other_has_it(on_gpu, gpus, claim):
+def test_only_engine_and_sidecar_have_the_gpu_of_the_claim(on_gpu, gpus, claim):
     pod = on_gpu.pod()
-    assert seen_devices(pod, "payload") == (None, [])
-    engine = seen_devices(pod, "engine")
-    assert engine == seen_devices(pod, "sidecar")
+    assert visible_devices(pod, "payload") == (None, [])
+    engine = visible_devices(pod, "engine")
+    assert engine == visible_devices(pod, "sidecar")
     assert engine[0] == ",".join(gpus.prepared()[claim.path.name])
     assert len(engine[1]) == 3
     namespaces = {pod.exec(name, "readlink", "/proc/1/ns/pid") for name in ("engine", "sidecar")}
-    assert len(namespaces) == 2, "they share no process ids"
+    assert len(namespaces) == 2, "the containers must not share process ids"
 
 
-def test_the_sidecar_reads_the_engine_s_memory_across_containers(on_gpu, claim):
+def test_sidecar_reads_the_engines_memory_across_containers(on_gpu, claim):
     pod = on_gpu.pod()
     wait_copies(on_gpu)
     wait_transfer(on_gpu, "CudaIPC", "DRAClaimShared")
     computed = cold(pod, PROMPT, "a")
     assert_hit(on_gpu, claim, PROMPT, computed)
-    found = pod.stats()["transfer"]
-    assert (found["copied_slots"] >= 8, found["failed_slots"]) == (True, 0), found
-    assert not claim.count("writes_to_imports"), "the sidecar only reads"
+    stats = pod.stats()["transfer"]
+    assert (stats["copied_slots"] >= 8, stats["failed_slots"]) == (True, 0), stats
+    assert not claim.count("writes_to_imports"), "the sidecar must only read"
     on_gpu.wait_condition("Ready")
     assert on_gpu.conditions()["Degraded"]["status"] == "False"
 
 
 def pids_of(pod, container):
-    """Its processes: by id in the container, the id here."""
-    found = {}
+    """Processes of a container: process ids of the node, by process id in the container."""
+    pids = {}
     for pid in (pod.group(container) / "cgroup.procs").read_text().split():
-        with contextlib.suppress(OSError):  # ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended
             status = Path("/proc", pid, "status").read_text()
             line = next(line for line in status.splitlines() if line.startswith("NSpid:"))
-            found[int(line.split()[-1])] = int(pid)
-    return found
+            pids[int(line.split()[-1])] = int(pid)
+    return pids
 
 
-def test_no_reader_has_the_engine_s_process_id(on_gpu, claim):
-    """A driver takes a process with the same number for the same process, in whatever container it is."""
+def test_reader_never_has_the_process_id_of_the_engine(on_gpu, claim):
+    """A driver takes two processes with the same number for one process, even in different containers."""
     pod = on_gpu.pod()
     wait_copies(on_gpu)
     (exporter,) = [process["pid"] for process in claim.processes("engine") if process["allocations"]]
     (reader,) = [process["pid"] for process in claim.processes("sidecar")]
     processes = pids_of(pod, "sidecar")
-    assert {1} <= processes.keys() & pids_of(pod, "engine").keys(), "ids are the containers' own"
-    next_one = f"echo {exporter - 1} >/proc/sys/kernel/ns_last_pid"
-    subprocess.run(["nsenter", "--target", str(processes[1]), "--pid", "sh", "-c", next_one], check=True)
+    assert {1} <= processes.keys() & pids_of(pod, "engine").keys(), "each container must have its own ids"
+    set_last_pid = f"echo {exporter - 1} >/proc/sys/kernel/ns_last_pid"
+    subprocess.run(["nsenter", "--target", str(processes[1]), "--pid", "sh", "-c", set_last_pid], check=True)
     subprocess.run(["kill", "-KILL", str(processes[reader])], check=True)
 
-    def another():
-        found = [process["pid"] for process in claim.processes("sidecar") if process["mappings"]]
-        return found[0] if found and found[0] != reader else None
+    def new_reader():
+        pids = [process["pid"] for process in claim.processes("sidecar") if process["mappings"]]
+        return pids[0] if pids and pids[0] != reader else None
 
-    # The next process has the engine's number, and is not taken for a reader.
-    assert exporter < wait(on_gpu, another) < exporter + 50
+    # The next process gets the engine's number, so it must not become the reader.
+    assert exporter < wait(on_gpu, new_reader) < exporter + 50
     wait_copies(on_gpu)
     assert_hit(on_gpu, claim, OTHER_PROMPT, cold(pod, OTHER_PROMPT, "b"))
 
 
-def test_nothing_of_an_engine_that_is_killed_in_mid_copy_is_served(on_gpu, claim):
+def test_partial_copy_of_a_killed_engine_is_not_served(on_gpu, claim):
     pod = on_gpu.pod()
-    right = cold(pod, THIRD_PROMPT, "c")
-    right_before = cold(pod, PROMPT, "d")
+    expected = cold(pod, THIRD_PROMPT, "c")
+    expected_before = cold(pod, PROMPT, "d")
     claim.order("sidecar: stall")
-    before, num_failed = claim.count("batches", "sidecar"), num_failed_readers(pod)
-    asking = threading.Thread(target=ask_what_may_break, args=(pod, THIRD_PROMPT))
-    asking.start()
-    # A reader that hangs for some seconds is killed: on a slow machine we may come too late.
-    wait(on_gpu, lambda: claim.count("batches", "sidecar") > before or num_failed_readers(pod) > num_failed)
-    kill_engine(on_gpu, claim, asking)
+    num_batches, num_failed = claim.count("batches", "sidecar"), num_failed_readers(pod)
+    request = threading.Thread(target=complete_or_fail, args=(pod, THIRD_PROMPT))
+    request.start()
+    # A reader that hangs for some seconds is killed. On a slow machine that may happen first.
+    wait(
+        on_gpu,
+        lambda: claim.count("batches", "sidecar") > num_batches or num_failed_readers(pod) > num_failed,
+    )
+    kill_engine(on_gpu, claim, request)
     wait_copies(on_gpu)
-    assert_hit(on_gpu, claim, THIRD_PROMPT, right)
-    assert_hit(on_gpu, claim, PROMPT, right_before)
-    assert claim.count("batches", "sidecar"), "the sidecar copies again"
+    assert_hit(on_gpu, claim, THIRD_PROMPT, expected)
+    assert_hit(on_gpu, claim, PROMPT, expected_before)
+    assert claim.count("batches", "sidecar"), "the sidecar must copy again"
 
 
 def num_failed_readers(pod):
     return pod.stats()["transfer"]["failed_readers"]
 
 
-def ask_what_may_break(pod, prompt):
+def complete_or_fail(pod, prompt):
     with contextlib.suppress(OSError, subprocess.CalledProcessError, ValueError):
         Answer(pod, prompt)
 
 
-def kill_engine(app, gpu, asking):
-    """Until it is back; its memory is not kept from the next one."""
+def kill_engine(app, gpu, request):
+    """Kill the engine and wait for its restart. The next engine must get all of its memory."""
     before = app.pod()
     before.kill("engine")
     gpu.order("")
-    asking.join(WAIT_SECONDS)
+    request.join(WAIT_SECONDS)
     wait(app, lambda: not gpu.count("mappings", "sidecar"))
     wait_restarted(app, before, "engine")
 
 
-def test_a_killed_sidecar_is_attached_to_again(on_gpu, claim):
+def test_engine_attaches_to_a_restarted_sidecar(on_gpu, claim):
     pod = on_gpu.pod()
     engine = pod.container("engine")["containerID"]
-    right = cold(pod, PROMPT, "e")
+    expected = cold(pod, PROMPT, "e")
     pod.kill("sidecar")
     pod = wait_restarted(on_gpu, pod, "sidecar")
     assert pod.container("engine")["containerID"] == engine
     wait_copies(on_gpu)
-    assert_hit(on_gpu, claim, PROMPT, right)
+    assert_hit(on_gpu, claim, PROMPT, expected)
     fourth = make_prompt(4)
     assert_hit(on_gpu, claim, fourth, cold(pod, fourth, "f"))
     assert claim.count("copied_bytes", "sidecar")
@@ -314,18 +317,18 @@ def test_a_killed_sidecar_is_attached_to_again(on_gpu, claim):
 # ---- several pods ----
 
 
-def test_pods_wait_for_devices_and_give_them_back(make_app, gpus, programs, on_gpu):
-    """``on_gpu`` has one of two GPUs."""
+def test_pods_wait_for_devices_and_release_them(make_app, gpus, programs, on_gpu):
+    """``on_gpu`` uses one of two GPUs."""
     app = on_program(make_app("spare"), "idle", {"deviceClassName": NAME}, replicas=2)
     app.apply()
     try:
         degraded = wait(app, lambda: is_unschedulable(app))
         assert "cannot allocate all claims" in degraded["message"]
-        served = wait(app, lambda: [pod for pod in app.pods() if pod.is_ready])
-        assert len(served) == 1
+        ready_pods = wait(app, lambda: [pod for pod in app.pods() if pod.is_ready])
+        assert len(ready_pods) == 1
         uuids = [uuid for uuids in gpus.prepared().values() for uuid in uuids]
         assert len(set(uuids)) == len(uuids) == 2
-        assert seen_devices(served[0], "sidecar")[0] in uuids
+        assert visible_devices(ready_pods[0], "sidecar")[0] in uuids
     finally:
         app.delete()
     wait(app, lambda: len(gpus.prepared()) == 1)
@@ -337,7 +340,7 @@ def is_unschedulable(app):
     return degraded if degraded.get("reason") == "Unschedulable" else None
 
 
-def test_a_device_plugin_s_gpu_is_the_engine_s_alone(make_app, node, programs):
+def test_gpu_of_a_device_plugin_belongs_to_the_engine_only(make_app, node, programs):
     node.set_capacity(PLUGIN_RESOURCE, 1)
     app = on_program(make_app("plugin"), "idle", {"resourceName": PLUGIN_RESOURCE})
     app.apply()
@@ -345,7 +348,7 @@ def test_a_device_plugin_s_gpu_is_the_engine_s_alone(make_app, node, programs):
         pod = app.ready_pod()
         assert pod.object["spec"]["containers"][0]["resources"]["limits"][PLUGIN_RESOURCE] == "1"
         assert pod.exec("sidecar", "printenv", "NVIDIA_VISIBLE_DEVICES").strip() == "void"
-        assert seen_devices(pod, "sidecar") == (None, [])
+        assert visible_devices(pod, "sidecar") == (None, [])
         wait_transfer(app, "SharedMemory", "GPUNotShared")
     finally:
         app.delete()

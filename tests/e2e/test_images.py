@@ -1,4 +1,4 @@
-"""What a release ships, run as a pod runs it: as its own user, with nothing to write to."""
+"""Released images run as pods run them: as their own users, on a read-only root."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ user=$1 && shift && exec chroot --userspec=$user "$0" "$@"
 
 
 class Container:
-    """A root file system made of an image."""
+    """The root file system of an image."""
 
     def __init__(self, name: str):
         self.name, self.archive = name, build(name).archive
@@ -34,13 +34,13 @@ class Container:
         self.config = json.loads(buildah("inspect", self.container))["OCIv1"]["config"]
 
     def run(self, *argv: str) -> str:
-        """Output of a command as the image's user on a read-only root. Raises with what it printed."""
+        """Run a command as the image's user on a read-only root. Returns or raises with its output."""
         words = ["unshare", "--mount", "sh", "-c", READ_ONLY, str(self.root), self.config["User"], *argv]
-        # HOME as a container runtime sets it for a user that /etc/passwd does not have.
+        # A container runtime sets this HOME for a user that /etc/passwd lacks.
         environment = {"HOME": "/", **dict(entry.split("=", 1) for entry in self.config["Env"])}
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
-        assert not done.returncode, done.stdout + done.stderr
-        return done.stdout
+        completed = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+        assert not completed.returncode, completed.stdout + completed.stderr
+        return completed.stdout
 
     def close(self):
         buildah("umount", self.container)
@@ -49,31 +49,31 @@ class Container:
 
 @pytest.fixture(scope="module", params=["operator", "sidecar"])
 def container(request):
-    made = Container(request.param)
-    yield made
-    made.close()
+    image = Container(request.param)
+    yield image
+    image.close()
 
 
-def test_it_is_no_larger_than_it_may_be(container):
+def test_image_is_within_its_size_limit(container):
     assert container.archive.stat().st_size <= IMAGES[container.name].max_bytes
 
 
-def test_it_runs_as_its_own_user(container):
+def test_image_runs_as_its_own_user(container):
     assert container.config["User"] == USERS[container.name]
     assert container.run("id", "-u").strip() == USERS[container.name].partition(":")[0]
 
 
-def test_its_command_answers_on_a_read_only_root(container):
+def test_command_answers_on_a_read_only_root(container):
     [command] = container.config["Entrypoint"]
     assert container.run(command, "--version").split()[0] == f"lmcache-{container.name}"
     assert "usage:" in container.run(command, "--help")
 
 
-def test_nothing_that_is_imported_was_left_out(container):
+def test_all_modules_can_be_imported(container):
     container.run(PYTHON, "-c", IMPORT_ALL, f"lmcache_{container.name}")
 
 
-def test_bytecode_is_there_for_what_is_imported(container):
+def test_all_modules_have_bytecode(container):
     root = container.root / "opt/lmcache"
     sources = [*root.glob("venv/lib/*/site-packages/*/*.py"), *root.glob("project/lmcache*/**/*.py")]
     missing = [path for path in sources if not list(path.parent.glob(f"__pycache__/{path.stem}.*.pyc"))]
@@ -81,15 +81,15 @@ def test_bytecode_is_there_for_what_is_imported(container):
     assert missing == []
 
 
-def test_the_sidecar_hands_out_the_library_with_bundles_for_all_pythons():
-    made = Container("sidecar")
+def test_sidecar_payload_has_bundles_for_all_supported_pythons():
+    image = Container("sidecar")
     try:
-        payload = made.root / "opt/lmcache/payload"
+        payload = image.root / "opt/lmcache/payload"
         assert (payload / "lmcache" / "__init__.py").exists()
         assert {path.name for path in (payload / "lmcache_bundled").iterdir()} == {
             "cp310", "cp311", "cp312", "cp313",
         }  # fmt: skip
         code = "import sys; sys.path.insert(0, '/opt/lmcache/payload'); import lmcache, grpc, google.protobuf"
-        made.run("/usr/bin/python3", "-c", code)
+        image.run("/usr/bin/python3", "-c", code)
     finally:
-        made.close()
+        image.close()

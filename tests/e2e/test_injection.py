@@ -1,4 +1,4 @@
-"""A Deployment that somebody has already: its pods get a cache by a label, and hit it."""
+"""A Deployment that existed before: with one label its pods get a cache, and hit."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.harness.pods import hit, prompt
 SETTINGS = "settings"
 DEPLOYMENTS = "apps/v1/deployments"
 USER = 1234
-"""Of the engine's container alone: that of neither image."""
+"""User id of the engine's container. Neither image uses it."""
 
 
 def deployment(cluster: Object) -> Object:
-    """As its owner wrote it: the engine of an LMCacheCluster, and of a cache nothing but the label."""
+    """The user's Deployment: like the engine of an LMCacheCluster, but only the label refers to a cache."""
     engine, spec = cluster["spec"]["engine"], cluster["spec"]["engine"]["podTemplate"]["spec"]
     (container,) = spec["containers"]
     mounts = [{"name": "models", "mountPath": "/models"}, {"name": "shm", "mountPath": "/dev/shm"}]
@@ -47,26 +47,26 @@ def deployment(cluster: Object) -> Object:
     return {"metadata": {"name": "llm"}, "spec": {"selector": selector, "template": template}}
 
 
-def test_a_deployments_pods_hit_their_cache(installed, references):
+def test_pods_of_a_labelled_deployment_hit(installed, references):
     node, cluster = installed, app.tiny_cluster(SETTINGS, references["engine"])
-    own = deployment(cluster)
+    deployment_object = deployment(cluster)
     cluster["spec"]["engine"] |= {"replicas": 0}
     node.api.apply(CLUSTERS, cluster, app.NAMESPACE)
-    template = own["spec"]["template"]
-    tried = {**template, "metadata": template["metadata"] | {"name": "tried"}}
+    template = deployment_object["spec"]["template"]
+    trial = {**template, "metadata": template["metadata"] | {"name": "tried"}}
     # The API server reads LMCacheProfiles by a watch.
     path = f"{node.api.path('v1/pods', app.NAMESPACE)}?dryRun=All"
-    node.wait(lambda: has_cache(node.api.request("POST", path, tried)), 60)
-    node.api.create(DEPLOYMENTS, own, app.NAMESPACE)
+    node.wait(lambda: has_cache(node.api.request("POST", path, trial)), 60)
+    node.api.create(DEPLOYMENTS, deployment_object, app.NAMESPACE)
 
     def ready() -> Pod | None:
-        found = [Pod(node, obj) for obj in node.api.objects("v1/pods", app.NAMESPACE, "app=llm")]
-        return next((pod for pod in found if pod.is_ready), None)
+        pods = [Pod(node, obj) for obj in node.api.objects("v1/pods", app.NAMESPACE, "app=llm")]
+        return next((pod for pod in pods if pod.is_ready), None)
 
     try:
         pod = node.wait(ready, app.READY_SECONDS)
         assert pod.object["metadata"]["annotations"][OUTCOME] == "injected"
-        # Of its own: pods of all clusters with this model share what is in Redis.
+        # This prompt is unique: pods of all clusters with this model share rows in Redis.
         question = prompt(50)
         cold = pod.complete(question)
         assert cold.num_cached == 0

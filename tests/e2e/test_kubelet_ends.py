@@ -1,7 +1,7 @@
-"""What a kubelet ends of its own accord: containers that hang, and pods that outgrow their part of its disk;
-and a sidecar that it leaves alone, though nothing in it works.
+"""Containers and pods that a kubelet ends by itself: containers that hang, pods that exceed their disk limit.
 
-The engine is one that only says that it is healthy: these are about probes, limits and who comes back.
+A sidecar that never listens must not be ended. The engine is a program that only reports that it is healthy,
+because these tests are about probes, limits and restarts.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from testing.node.app import READY_SECONDS
-from tests.harness.pods import is_in_service, kept
+from tests.harness.pods import is_in_service, retained
 from tests.harness.programs import IDLE, offer_programs, use_program
 
 PROGRAMS = "idle"
 DISK, TOO_MUCH = "256Mi", 400
-"""Of the engine's container; mebibytes."""
-PROBED = timedelta(seconds=130)
-"""Twice what the sidecar's liveness probe allows, and more."""
+"""Disk limit of the engine's container, and mebibytes that exceed it."""
+PROBE_TIME = timedelta(seconds=130)
+"""More than twice the time after which the sidecar's liveness probe fails."""
 LIBRARIES = "broken-libraries"
 
 
@@ -39,7 +39,7 @@ def idle(make_app, installed):
 
 @pytest.fixture(scope="module", autouse=True)
 def mute(make_app, installed, idle):
-    """Its sidecar dies before it listens, however often it is started; its time passes beside other tests."""
+    """A cluster whose sidecar dies before it listens, at every start. It runs during the other tests."""
     offer_programs(installed, LIBRARIES, **{"grpc.py": "raise ImportError('no such library')"})
     app = make_app("mute")
     use_program(app, PROGRAMS, "vllm")
@@ -56,7 +56,7 @@ def mute(make_app, installed, idle):
     app.delete()
 
 
-def test_containers_that_hang_are_started_again(idle):
+def test_hanging_containers_are_restarted(idle):
     before = idle.ready_pod()
     restarts = {name: before.container(name)["restartCount"] for name in ("engine", "sidecar")}
     with before.stopped("engine"), before.stopped("sidecar"):
@@ -68,13 +68,15 @@ def test_containers_that_hang_are_started_again(idle):
     after = idle.ready_pod()
     assert after.uid == before.uid
     idle.wait_condition("Ready")
-    idle.node.wait(lambda: is_in_service(idle), 60)  # the controller of slices follows the pod
+    idle.node.wait(lambda: is_in_service(idle), 60)  # the endpoint slices follow the pod with a delay
 
 
-def test_a_pod_that_is_evicted_for_its_disk_comes_back(idle):
+def test_pod_evicted_for_disk_usage_is_replaced(idle):
     before = idle.ready_pod()
-    with kept(before):  # its events may be too many for the kubelet to tell of this one, too
-        with contextlib.suppress(subprocess.CalledProcessError):  # it may be evicted before all is written
+    with retained(before):  # otherwise the pod's many events may prevent the kubelet from posting this one
+        with contextlib.suppress(
+            subprocess.CalledProcessError
+        ):  # it may be evicted before dd has written all
             before.exec("engine", "dd", "if=/dev/zero", "of=/tmp/large", "bs=1M", f"count={TOO_MUCH}")
         idle.node.wait(lambda: idle.pod().object["status"]["phase"] == "Failed")
         failed = idle.pod()
@@ -85,22 +87,25 @@ def test_a_pod_that_is_evicted_for_its_disk_comes_back(idle):
     idle.wait_condition("Ready")
 
 
-def test_a_sidecar_that_never_listens_is_not_ended_and_its_engine_serves(mute):
-    def since(pod):
+def test_sidecar_that_never_listens_is_not_restarted_while_its_engine_serves(mute):
+    def start_times(pod):
         running = pod.container("sidecar")["state"]["running"]["startedAt"]
         (ready,) = [c for c in pod.object["status"]["conditions"] if c["type"] == "Ready"]
         return datetime.fromisoformat(running), ready["lastTransitionTime"]
 
     before = mute.ready_pod()
-    running, _ = began = since(before)
-    mute.node.wait(lambda: datetime.now(UTC) - running > PROBED, 3 * PROBED.total_seconds())
+    running, _ = times_before = start_times(before)
+    mute.node.wait(lambda: datetime.now(UTC) - running > PROBE_TIME, 3 * PROBE_TIME.total_seconds())
     after = mute.ready_pod()
-    assert (after.uid, since(after), after.container("sidecar")["restartCount"]) == (before.uid, began, 0)
-    assert before.logs("sidecar").count("ended with exit status 1: starting it again") > 3
+    assert (after.uid, start_times(after)) == (before.uid, times_before)
+    assert after.container("sidecar")["restartCount"] == 0
+    assert before.logs("sidecar").count("ended with exit status 1: restarting it") > 3
     assert is_in_service(mute)
 
-    def is_told():
-        found = mute.conditions()["SidecarAttached"]
-        return found["status"] == "False" and "the sidecar ended with exit status 1" in found["message"]
+    def is_reported():
+        condition = mute.conditions()["SidecarAttached"]
+        return (
+            condition["status"] == "False" and "the sidecar ended with exit status 1" in condition["message"]
+        )
 
-    mute.node.wait(is_told, READY_SECONDS)
+    mute.node.wait(is_reported, READY_SECONDS)

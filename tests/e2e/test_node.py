@@ -1,4 +1,4 @@
-"""The node itself: what a kubelet of any cluster does, and what may happen to it."""
+"""The test node itself: it behaves like a kubelet of any cluster, and survives faults."""
 
 from __future__ import annotations
 
@@ -16,76 +16,76 @@ SECONDS = 120
 
 @pytest.fixture
 def sleeper(node, references):
-    """A pod that sleeps, in a namespace without rules."""
-    made = []
+    """A function that creates a pod that sleeps, in a namespace without policies."""
+    names = []
 
     def make(name, labels=None, volumes=(), **container):
         main = {"name": "main", "image": references["pause"], "command": ["sleep", "infinity"], **container}
         spec = {"terminationGracePeriodSeconds": 0, "containers": [main], "volumes": list(volumes)}
         metadata = {"name": name, "labels": labels or {}}
         node.api.create("v1/pods", {"metadata": metadata, "spec": spec}, "default")
-        made.append(name)
+        names.append(name)
         return lambda: Pod(node, node.api.get("v1/pods", name, "default"))
 
     yield make
-    for name in made:
+    for name in names:
         node.api.delete("v1/pods", name, "default")
 
 
 def test_pods_find_services_by_name(node, sleeper):
-    look = sleeper("asks-names")
-    node.wait(lambda: look().is_ready, SECONDS)
+    get_pod = sleeper("asks-names")
+    node.wait(lambda: get_pod().is_ready, SECONDS)
     assert (
-        look()
+        get_pod()
         .exec("main", "getent", "hosts", "kubernetes.default.svc.cluster.local")
         .startswith("10.96.0.1 ")
     )
 
 
-def test_limits_are_in_the_control_group_and_follow_a_resize(node, sleeper):
+def test_memory_limits_reach_the_control_group_and_follow_resizes(node, sleeper):
     memory = {"memory": "64Mi"}
-    look = sleeper("grows", resources={"requests": memory, "limits": memory})
-    node.wait(lambda: look().is_ready, SECONDS)
+    get_pod = sleeper("grows", resources={"requests": memory, "limits": memory})
+    node.wait(lambda: get_pod().is_ready, SECONDS)
     path = node.api.path("v1/pods", "default", "grows/resize")
     for num_bytes in (128 << 20, 96 << 20):
         memory = {"memory": str(num_bytes)}
         patch = {"containers": [{"name": "main", "resources": {"requests": memory, "limits": memory}}]}
         node.api.request("PATCH", path, {"spec": patch}, "application/strategic-merge-patch+json")
-        node.wait(lambda limit=num_bytes: groups.memory_limit(look().group("main")) == limit, SECONDS)
-    assert look().container("main")["restartCount"] == 0
+        node.wait(lambda limit=num_bytes: groups.memory_limit(get_pod().group("main")) == limit, SECONDS)
+    assert get_pod().container("main")["restartCount"] == 0
 
 
-def test_a_container_over_its_limit_is_killed_and_started_again(node, sleeper):
+def test_container_over_its_memory_limit_is_killed(node, sleeper):
     memory = {"memory": "64Mi"}
-    fill = ["tail", "/dev/zero"]  # it waits for the end of a line
-    look = sleeper("eats", command=fill, resources={"requests": memory, "limits": memory})
+    fill = ["tail", "/dev/zero"]  # tail buffers an endless line
+    get_pod = sleeper("eats", command=fill, resources={"requests": memory, "limits": memory})
 
     def reason():
-        state = look().container("main")
+        state = get_pod().container("main")
         return state["lastState"].get("terminated", state["state"].get("terminated", {})).get("reason")
 
     node.wait(lambda: reason() == "OOMKilled", SECONDS)
 
 
-def test_a_resource_that_nobody_offers_can_be_pretended(node, sleeper):
+def test_node_capacity_can_be_set_for_any_resource(node, sleeper):
     node.set_capacity("example.com/gpu", 1)
-    one = {"limits": {"example.com/gpu": "1"}}
-    first, second = sleeper("has-one", resources=one), sleeper("gets-none", resources=one)
+    one_gpu = {"limits": {"example.com/gpu": "1"}}
+    first, second = sleeper("has-one", resources=one_gpu), sleeper("gets-none", resources=one_gpu)
     node.wait(lambda: first().is_ready or second().is_ready, SECONDS)
     waiting = second if first().is_ready else first
-    (why,) = [c for c in waiting().object["status"]["conditions"] if c["type"] == "PodScheduled"]
-    assert "Insufficient example.com/gpu" in why["message"]
+    (scheduled,) = [c for c in waiting().object["status"]["conditions"] if c["type"] == "PodScheduled"]
+    assert "Insufficient example.com/gpu" in scheduled["message"]
 
 
-def test_an_image_is_a_volume(node, references, sleeper):
+def test_image_can_be_mounted_as_a_volume(node, references, sleeper):
     volume = {"name": "redis", "image": {"reference": references["redis"], "pullPolicy": "IfNotPresent"}}
     mount = {"name": "redis", "mountPath": "/redis", "readOnly": True}
-    look = sleeper("reads-an-image", volumes=[volume], volumeMounts=[mount])
-    node.wait(lambda: look().is_ready, SECONDS)
-    assert "redis-server" in look().exec("main", "ls", "/redis/usr/bin")
+    get_pod = sleeper("reads-an-image", volumes=[volume], volumeMounts=[mount])
+    node.wait(lambda: get_pod().is_ready, SECONDS)
+    assert "redis-server" in get_pod().exec("main", "ls", "/redis/usr/bin")
 
 
-def test_network_policies_hold_between_pods(node, references, sleeper):
+def test_network_policies_apply_between_pods(node, references, sleeper):
     server = sleeper(
         "serves",
         labels={"part": "server"},
@@ -94,50 +94,50 @@ def test_network_policies_hold_between_pods(node, references, sleeper):
         readinessProbe={"tcpSocket": {"port": 6379}, "periodSeconds": 1},
     )
     clients = {name: sleeper(name, labels={"is": name}) for name in ("friend", "stranger")}
-    for look in (server, *clients.values()):
-        node.wait(lambda look=look: look().is_ready, SECONDS)
+    for get_pod in (server, *clients.values()):
+        node.wait(lambda get_pod=get_pod: get_pod().is_ready, SECONDS)
 
-    def who_gets_in():
+    def reaching_clients():
         dial = f"timeout 2 bash -c 'exec 3<>/dev/tcp/{server().address}/6379' && echo in || true"
-        return [name for name, look in clients.items() if look().exec("main", "sh", "-c", dial)]
+        return [name for name, get_pod in clients.items() if get_pod().exec("main", "sh", "-c", dial)]
 
-    assert who_gets_in() == ["friend", "stranger"]
+    assert reaching_clients() == ["friend", "stranger"]
     rule = {"from": [{"podSelector": {"matchLabels": {"is": "friend"}}}], "ports": [{"port": 6379}]}
     selector = {"matchLabels": {"part": "server"}}
     policy = {"metadata": {"name": "friends"}, "spec": {"podSelector": selector, "ingress": [rule]}}
     node.api.create("networking.k8s.io/v1/networkpolicies", policy, "default")
-    node.wait(lambda: who_gets_in() == ["friend"], SECONDS)
-    assert server().is_ready  # the kubelet is no pod: its probes pass
+    node.wait(lambda: reaching_clients() == ["friend"], SECONDS)
+    assert server().is_ready  # policies do not apply to the kubelet's probes
     node.api.delete("networking.k8s.io/v1/networkpolicies", "friends", "default")
-    node.wait(lambda: who_gets_in() == ["friend", "stranger"], SECONDS)
+    node.wait(lambda: reaching_clients() == ["friend", "stranger"], SECONDS)
 
 
-def test_pods_come_back_after_a_power_cut(node, sleeper):
-    look = sleeper("survives")
-    node.wait(lambda: look().is_ready, SECONDS)
+def test_pods_restart_after_a_power_cut(node, sleeper):
+    get_pod = sleeper("survives")
+    node.wait(lambda: get_pod().is_ready, SECONDS)
     node.reboot()
-    node.wait(lambda: look().container("main")["restartCount"] >= 1 and look().is_ready, SECONDS)
+    node.wait(lambda: get_pod().container("main")["restartCount"] >= 1 and get_pod().is_ready, SECONDS)
 
 
-def test_pods_go_on_without_a_kubelet(node, sleeper):
-    look = sleeper("goes-on")
-    node.wait(lambda: look().is_ready, SECONDS)
-    group = look().group("main")
+def test_pods_keep_running_without_a_kubelet(node, sleeper):
+    get_pod = sleeper("goes-on")
+    node.wait(lambda: get_pod().is_ready, SECONDS)
+    group = get_pod().group("main")
     node.stop_kubelet()
     try:
         (process,) = (group / "cgroup.procs").read_text().split()
         with pytest.raises(subprocess.CalledProcessError):
-            look().exec("main", "true")
+            get_pod().exec("main", "true")
     finally:
         node.start_kubelet()
 
     def answer():
         with contextlib.suppress(subprocess.CalledProcessError):
-            return look().exec("main", "echo", "there")
+            return get_pod().exec("main", "echo", "there")
 
     node.wait(lambda: answer() == "there\n", SECONDS)
     assert (group / "cgroup.procs").read_text().split() == [process]
-    assert look().container("main")["restartCount"] == 0
+    assert get_pod().container("main")["restartCount"] == 0
     node.wait(lambda: _is_ready(node), SECONDS)
 
 

@@ -1,6 +1,6 @@
-"""What a kubelet makes of the engine's pod: the order of its containers, their rights, and their ends.
+"""The engine's pod on a real kubelet: the order of its containers, their rights, and their failures.
 
-One pod for all; each test leaves it Ready.
+All tests share one pod, and each leaves it Ready.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ import pytest
 from testing.kube.api import ApiError
 from testing.node import groups
 from testing.node.app import NAMESPACE
-from tests.harness.pods import is_in_service, is_ready, no_restart_between, prompt, started_again
+from tests.harness.pods import is_in_service, is_ready, no_restart_between, prompt, stats_after_restart
 
 PYTHON = "/opt/lmcache/venv/bin/python"
-HOG = "held = []\nwhile True: held.append(bytearray(b'x' * (32 << 20)))"
+HOG = "blocks = []\nwhile True: blocks.append(bytearray(b'x' * (32 << 20)))"
 
 
-# ---- as it starts ----
+# ---- start ----
 
 
-def test_the_sidecar_runs_first_and_nothing_waits_for_it(tiny):
+def test_sidecar_starts_first_and_blocks_no_other_container(tiny):
     pod = tiny.ready_pod()
     sidecar, payload, engine = (pod.container(name) for name in ("sidecar", "payload", "engine"))
-    began = [
+    times = [
         sidecar["state"]["running"]["startedAt"],
         payload["state"]["terminated"]["startedAt"],
         payload["state"]["terminated"]["finishedAt"],
         engine["state"]["running"]["startedAt"],
     ]
-    assert began == sorted(began)
+    assert times == sorted(times)
     [spec] = [c for c in pod.object["spec"]["initContainers"] if c["name"] == "sidecar"]
     assert "startupProbe" not in spec
     assert "readinessProbe" not in spec
 
 
-def test_containers_have_no_rights_and_the_sidecar_no_root_to_write_to(tiny):
+def test_containers_are_unprivileged_and_the_sidecars_root_is_read_only(tiny):
     pod = tiny.ready_pod()
     for name in ("engine", "sidecar"):
         status = dict(
@@ -57,7 +57,7 @@ def test_containers_have_no_rights_and_the_sidecar_no_root_to_write_to(tiny):
     assert "Read-only file system" in refused.value.stderr
 
 
-def test_the_namespace_refuses_pods_with_more_rights(tiny, references):
+def test_namespace_refuses_privileged_pods(tiny, references):
     container = {"name": "c", "image": references["pause"], "securityContext": {"privileged": True}}
     with pytest.raises(ApiError, match="violates PodSecurity"):
         tiny.node.api.create(
@@ -68,7 +68,7 @@ def test_the_namespace_refuses_pods_with_more_rights(tiny, references):
 # ---- memory ----
 
 
-def test_a_full_arena_is_within_the_limit(tiny):
+def test_full_arena_is_within_the_memory_limit(tiny):
     before = tiny.ready_pod()
     for seed in range(100, 200):
         before.complete(prompt(seed, 8192), 1)
@@ -84,24 +84,27 @@ def test_a_full_arena_is_within_the_limit(tiny):
     assert groups.num_oom_kills(after.group("sidecar")) == 0
 
 
-def test_a_sidecar_that_the_kernel_kills_comes_back_with_its_rows(tiny):
+def test_sidecar_killed_by_the_kernel_restarts_with_its_rows(tiny):
     before = tiny.ready_pod()
     question = prompt(1)
     cold = before.complete(question)
-    first = before.stats()
+    stats_before = before.stats()
     with contextlib.suppress(subprocess.CalledProcessError):
         before.exec("sidecar", PYTHON, "-c", HOG)
     during = before.complete(prompt(2, 512))
     assert len(during.tokens) == 8
 
-    def is_back():
+    def is_restarted():
         with contextlib.suppress(OSError):
-            now = tiny.pod().stats()
-            return now["is_ready"] and now["num_clients"]["attached"] == first["num_clients"]["attached"]
+            stats = tiny.pod().stats()
+            return (
+                stats["is_ready"]
+                and stats["num_clients"]["attached"] == stats_before["num_clients"]["attached"]
+            )
 
-    tiny.node.wait(is_back, 180)
+    tiny.node.wait(is_restarted, 180)
     after = tiny.ready_pod()
-    # On version 2 of control groups all of the container was killed, and its former group is gone.
+    # Version 2 of control groups kills all processes of the container, and removes its former group.
     assert not no_restart_between(before, after) or groups.num_oom_kills(after.group("sidecar")) > 0
     assert after.container("engine")["restartCount"] == before.container("engine")["restartCount"]
     after.reset_engine_cache()
@@ -111,15 +114,15 @@ def test_a_sidecar_that_the_kernel_kills_comes_back_with_its_rows(tiny):
 # ---- a sidecar that fails ----
 
 
-def test_a_sidecar_that_crashes_again_and_again_leaves_the_pod_in_service(tiny):
+def test_pod_stays_in_service_while_its_sidecar_crashes_repeatedly(tiny):
     before = tiny.ready_pod()
     pid = before.stats()["pid"]
     for _ in range(4):
         before.exec("sidecar", "sh", "-c", f"kill -SEGV {pid}")
         assert tiny.pod().is_ready
         assert is_in_service(tiny)
-        pid = tiny.node.wait(partial(started_again, before, pid), 120)["pid"]
+        pid = tiny.node.wait(partial(stats_after_restart, before, pid), 120)["pid"]
     tiny.node.wait(lambda: is_ready(before), 120)
     assert no_restart_between(before, tiny.ready_pod())
-    assert "starting it again" in before.logs("sidecar")
+    assert "restarting it" in before.logs("sidecar")
     tiny.wait_condition("SidecarAttached")

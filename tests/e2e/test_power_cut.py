@@ -1,4 +1,4 @@
-"""A node that loses power under engine, sidecar, Redis and operator at once."""
+"""A node that loses power while engine, sidecar, Redis and operator run."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ def num_restarts(pod):
     return sum(pod.container(name)["restartCount"] for name in ("engine", "sidecar"))
 
 
-def test_the_engine_serves_and_is_cached_again(tiny):
+def test_engine_serves_and_hits_again_after_a_power_cut(tiny):
     before = tiny.ready_pod()
     cold = before.complete(PROMPT)
     tiny.node.reboot()
 
-    def is_back():
+    def is_restarted():
         pod = tiny.pod()
         return pod if pod.is_ready and num_restarts(pod) >= num_restarts(before) + 2 else None
 
-    after = tiny.node.wait(is_back, READY_SECONDS)
+    after = tiny.node.wait(is_restarted, READY_SECONDS)
     assert after.uid == before.uid
-    # What was in memory is gone, the sidecar's and that of this Redis, and nothing false came instead.
+    # The memory of the sidecar and of Redis is lost. No wrong KV may be loaded instead.
     assert after.complete(PROMPT).tokens == cold.tokens
     tiny.node.wait(lambda: after.stats()["num_unwritten_rows"] == 0, 120)
     after.reset_engine_cache()

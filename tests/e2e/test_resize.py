@@ -1,4 +1,4 @@
-"""In-place resize of a running sidecar: by hand, as a kubelet does it, and by a changed size."""
+"""In-place resizes of a running sidecar: manually, as a kubelet does them, and by a changed spec."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PROMPT = [token + 4 for token in random.Random(11).choices(range(256), k=2048)]
 
 
 @pytest.fixture
-def kept(tiny):
-    """The answer to a prompt whose rows are in memory, with nothing left to write."""
+def stored_answer(tiny):
+    """The answer to a prompt whose rows are in memory and written through."""
     pod = tiny.ready_pod()
     answer = pod.complete(PROMPT)
     tiny.node.wait(lambda: pod.stats()["num_unwritten_rows"] == 0, SECONDS)
@@ -32,7 +32,7 @@ def resize(pod: Pod, memory: str) -> None:
     api.request("PATCH", path, patch, "application/strategic-merge-patch+json")
 
 
-def test_memory_goes_up_and_down_without_a_restart(tiny, kept):
+def test_memory_grows_and_shrinks_without_a_restart(tiny, stored_answer):
     before = tiny.ready_pod()
     (sidecar,) = (c for c in before.object["spec"]["initContainers"] if c["name"] == "sidecar")
     declared = sidecar["resources"]["limits"]["memory"]
@@ -44,14 +44,14 @@ def test_memory_goes_up_and_down_without_a_restart(tiny, kept):
 
         def is_done(memory=memory, limit=limit):
             pod = tiny.pod()
-            told = pod.container("sidecar").get("resources", {}).get("limits", {}).get("memory")
-            return told == memory and groups.memory_limit(pod.group("sidecar")) == limit << 20
+            limit_of_status = pod.container("sidecar").get("resources", {}).get("limits", {}).get("memory")
+            return limit_of_status == memory and groups.memory_limit(pod.group("sidecar")) == limit << 20
 
         tiny.node.wait(is_done, SECONDS)
         after = tiny.ready_pod()
         after.reset_engine_cache()
         answer = after.complete(PROMPT)
-        assert answer.tokens == kept.tokens
+        assert answer.tokens == stored_answer.tokens
 
     after = tiny.pod()
     assert after.uid == before.uid
@@ -60,17 +60,17 @@ def test_memory_goes_up_and_down_without_a_restart(tiny, kept):
     assert tiny.wait_condition("Ready")["reason"]
 
 
-def test_memory_below_what_is_in_use_kills_nothing(tiny, kept):
-    """The kubelet leaves the limit where it is, and says so; taking the wish back is enough."""
+def test_limit_below_the_used_memory_is_not_applied(tiny, stored_answer):
+    """The kubelet leaves the limit unchanged and reports that. Reverting the request is enough."""
     before = tiny.ready_pod()
     (sidecar,) = (c for c in before.object["spec"]["initContainers"] if c["name"] == "sidecar")
     resize(before, "16Mi")
 
-    def told():
+    def resize_in_progress():
         conditions = tiny.pod().object["status"]["conditions"]
         return next((c for c in conditions if c["type"] == "PodResizeInProgress" and c.get("message")), None)
 
-    assert "memory" in tiny.node.wait(told, SECONDS)["message"]
+    assert "memory" in tiny.node.wait(resize_in_progress, SECONDS)["message"]
     resize(before, sidecar["resources"]["limits"]["memory"])
 
     def is_over():
@@ -82,17 +82,17 @@ def test_memory_below_what_is_in_use_kills_nothing(tiny, kept):
     assert after.uid == before.uid
     assert after.container("sidecar")["restartCount"] == before.container("sidecar")["restartCount"]
     after.reset_engine_cache()
-    assert after.complete(PROMPT).tokens == kept.tokens
+    assert after.complete(PROMPT).tokens == stored_answer.tokens
 
 
-def test_a_changed_size_reaches_the_pod_under_requests_and_restarts_nothing(tiny, kept):
+def test_changed_size_is_applied_under_load_without_a_restart(tiny, stored_answer):
     before = tiny.ready_pod()
     stop, answers, failures = threading.Event(), [], []
 
     def ask() -> None:
         while not stop.is_set():
             try:
-                answers.append(before.complete(PROMPT).tokens == kept.tokens)
+                answers.append(before.complete(PROMPT).tokens == stored_answer.tokens)
             except OSError as error:
                 failures.append(error)
 
@@ -116,12 +116,12 @@ def test_a_changed_size_reaches_the_pod_under_requests_and_restarts_nothing(tiny
         assert after.container(container)["restartCount"] == before.container(container)["restartCount"]
     after.reset_engine_cache()
     answer = after.complete(PROMPT)
-    assert (answer.tokens, answer.num_cached > 0) == (kept.tokens, True)
+    assert (answer.tokens, answer.num_cached > 0) == (stored_answer.tokens, True)
 
 
-def test_a_node_without_room_is_told_and_nothing_stays_asked_for(make_app):
+def test_resize_beyond_the_node_is_reported_and_reverted(make_app):
     app = make_app("crowded", memory={"size": "512Mi"})
-    # Volumes in memory are never larger than all limits of a pod together: here its node is to be the bound.
+    # The limits of a pod bound its volumes in memory. Without the engine's limit, only the node bounds them.
     (engine,) = app.spec["spec"]["engine"]["podTemplate"]["spec"]["containers"]
     del engine["resources"]["limits"]
     app.spec["spec"]["autoscaling"] = {"memory": {"maxSize": "64Gi"}}

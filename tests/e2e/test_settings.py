@@ -1,4 +1,4 @@
-"""How ConfigMaps, Secrets and NetworkPolicies reach the engine's pod, without a restart of anything in it."""
+"""ConfigMaps, Secrets and NetworkPolicies reach the engine's pod without a restart of any container."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from testing.kube.operator import SYSTEM_NAMESPACE
 from testing.node.app import NAMESPACE, OPERATOR, PASSWORD, REDIS_NAMESPACE, REDIS_SECRET
 from testing.node.pods import ENGINE_PORT, SIDECAR_PORT
-from tests.harness.pods import is_in_service, is_ready, no_restart_between, prompt, started_again
+from tests.harness.pods import is_in_service, is_ready, no_restart_between, prompt, stats_after_restart
 
 CONFIG = "tiny-sidecar"
 CONFIG_FILE = "/etc/lmcache/config/sidecar.yaml"
@@ -18,8 +18,8 @@ PYTHON = "/opt/lmcache/venv/bin/python"
 REACH = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 3).close()"
 
 
-def test_a_configuration_that_can_not_be_used_and_one_that_can_again(tiny):
-    """Somebody edits the ConfigMap while no operator is there to heal it."""
+def test_sidecar_recovers_from_an_invalid_configuration(tiny):
+    """The ConfigMap is edited while no operator runs to restore it."""
     node, before = tiny.node, tiny.ready_pod()
     num_operators = node.api.get("apps/v1/deployments", OPERATOR, SYSTEM_NAMESPACE)["spec"]["replicas"]
     _scale_operator(node, 0)
@@ -27,7 +27,7 @@ def test_a_configuration_that_can_not_be_used_and_one_that_can_again(tiny):
         _break_configuration(tiny, before)
     finally:
         _scale_operator(node, num_operators)
-    node.wait(lambda: is_ready(before), 180)  # healed, and read again
+    node.wait(lambda: is_ready(before), 180)  # the operator restored it, and the sidecar has read it again
     assert no_restart_between(before, tiny.ready_pod())
     tiny.wait_condition("SidecarAttached")
 
@@ -40,7 +40,9 @@ def _break_configuration(tiny, before) -> None:
     node.wait(lambda: "many" in before.exec("sidecar", "cat", CONFIG_FILE), 180)
     pid = before.stats()["pid"]
     before.exec("sidecar", "sh", "-c", f"kill -KILL {pid}")
-    assert "drain_grace_seconds" in node.wait(lambda: started_again(before, pid), 120)["not_ready_reason"]
+    assert (
+        "drain_grace_seconds" in node.wait(lambda: stats_after_restart(before, pid), 120)["not_ready_reason"]
+    )
     assert before.stats()["is_ready"] is False
     assert len(before.complete(prompt(3, 512)).tokens) == 8
     assert is_in_service(tiny)
@@ -56,13 +58,13 @@ def _scale_operator(node, replicas: int) -> None:
     node.wait(is_done, 180)
 
 
-def test_a_rotated_password_reaches_the_sidecar_without_a_restart(tiny):
+def test_sidecar_uses_a_rotated_password_without_a_restart(tiny):
     before = tiny.ready_pod()
     _rotate(tiny.node, PASSWORD, "second-horse")
     try:
-        stored = before.stats()["remote"]["stored"]
+        num_stored_before = before.stats()["remote"]["stored"]
         before.complete(prompt(4), 1)
-        tiny.node.wait(lambda: before.stats()["remote"]["stored"] >= stored + 15, 180)
+        tiny.node.wait(lambda: before.stats()["remote"]["stored"] >= num_stored_before + 15, 180)
     finally:
         _rotate(tiny.node, "second-horse", PASSWORD)
     tiny.node.wait(lambda: before.stats()["remote"]["is_reachable"], 180)
@@ -70,7 +72,7 @@ def test_a_rotated_password_reaches_the_sidecar_without_a_restart(tiny):
 
 
 def _rotate(node, old: str, new: str) -> None:
-    """In Redis, whose clients are thrown out, and in the Secret."""
+    """Change the password in Redis, disconnect its clients, and change the Secret."""
     for command in (("CONFIG", "SET", "requirepass", new), ("CLIENT", "KILL", "TYPE", "normal")):
         secret = old if command[0] == "CONFIG" else new
         node.kubectl(
@@ -89,7 +91,7 @@ def _rotate(node, old: str, new: str) -> None:
     node.api.patch("v1/secrets", REDIS_SECRET, data, NAMESPACE)
 
 
-def test_who_reaches_the_sidecar(tiny, references):
+def test_only_pods_of_the_namespace_reach_the_sidecar(tiny, references):
     pod, node = tiny.ready_pod(), tiny.node
     for namespace in (NAMESPACE, REDIS_NAMESPACE):
         node.api.create("v1/pods", _client(references["sidecar"]), namespace)
@@ -106,7 +108,7 @@ def test_who_reaches_the_sidecar(tiny, references):
 
 
 def _client(image: str):
-    """A pod with a Python, of the sidecar's image."""
+    """A pod that can run Python, with the sidecar's image."""
     security = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     container = {
         "name": "client",
@@ -114,8 +116,8 @@ def _client(image: str):
         "command": ["sleep", "infinity"],
         "securityContext": security,
     }
-    of_pod = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
-    spec = {"containers": [container], "securityContext": of_pod, "terminationGracePeriodSeconds": 0}
+    pod_security = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    spec = {"containers": [container], "securityContext": pod_security, "terminationGracePeriodSeconds": 0}
     return {"metadata": {"name": "client"}, "spec": {**spec, "automountServiceAccountToken": False}}
 
 

@@ -1,4 +1,4 @@
-"""Servers of a remote tier as pods: what only a kubelet can show of them. The tests follow one another."""
+"""Servers of a remote tier as pods of a real kubelet. The tests depend on their order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from testing.node.pods import Pod, is_ready
 
 PROMPT = list(range(7, 7 + 256)) * 8
 _NEW = (random.Random(seed).choices(range(4, 260), k=512) for seed in itertools.count())
-"""Prompts that nobody has asked yet."""
+"""Prompts that no test has used yet."""
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +41,12 @@ def servers(app: App) -> list[Pod]:
     return [Pod(app.node, obj) for obj in app.node.api.objects("v1/pods", NAMESPACE, selector)]
 
 
-def status(app: App) -> Object:
-    found: Object = app.node.api.get(CLUSTERS, app.name, NAMESPACE).get("status", {}).get("remote", {})
-    return found
+def remote_status(app: App) -> Object:
+    status: Object = app.node.api.get(CLUSTERS, app.name, NAMESPACE).get("status", {}).get("remote", {})
+    return status
 
 
-def test_what_is_computed_goes_to_the_servers(app):
+def test_computed_rows_are_written_to_the_servers(app):
     pod = app.ready_pod()
     app.wait_condition("RemoteTierAvailable")
     assert all(is_ready(server.object) for server in servers(app))
@@ -55,7 +55,7 @@ def test_what_is_computed_goes_to_the_servers(app):
     assert app.wait_condition("RemoteTierReachable")["reason"] == "Reachable"
 
 
-def test_a_new_pod_finds_it_there(app):
+def test_new_pod_hits_in_the_remote_tier(app):
     before = app.ready_pod()
     app.node.api.delete("v1/pods", before.name, NAMESPACE)
     pod = app.ready_pod(instead_of=before)
@@ -63,13 +63,13 @@ def test_a_new_pod_finds_it_there(app):
     app.node.wait(lambda: pod.stats()["remote"]["hits"] > 0, 120)
 
 
-def test_a_server_more_reaches_a_sidecar_that_runs_on(app):
+def test_running_sidecar_uses_an_added_server(app):
     before = app.ready_pod()
     app.spec["spec"]["tiers"]["remote"]["managed"]["shards"] = 3
     app.apply()
-    app.node.wait(lambda: status(app).get("previousShards") == 2, 300)
-    assert len(servers(app)) == status(app)["readyShards"] == 3
-    # The kubelet brings a changed ConfigMap within a minute and a half.
+    app.node.wait(lambda: remote_status(app).get("previousShards") == 2, 300)
+    assert len(servers(app)) == remote_status(app)["readyShards"] == 3
+    # The kubelet updates a mounted ConfigMap within a minute and a half.
     app.node.wait(lambda: f"{app.name}-remote-2." in before.stats()["remote"]["address"], 300)
     assert app.ready_pod().uid == before.uid
     assert before.stats()["remote"]["shards_problem"] == ""
@@ -78,19 +78,19 @@ def test_a_server_more_reaches_a_sidecar_that_runs_on(app):
     assert before.stats()["remote"]["is_reachable"]
 
 
-def test_servers_get_tls_and_a_sidecar_that_runs_on_uses_it(app, tmp_path):
+def test_running_sidecar_switches_to_tls(app, tmp_path):
     before, secret = app.ready_pod(), f"{app.name}-remote-tls"
     app.node.api.create("v1/secrets", {"metadata": {"name": secret}, **certificate(app, tmp_path)}, NAMESPACE)
     app.spec["spec"]["tiers"]["remote"]["managed"]["tls"] = {"secretRef": {"name": secret}}
     app.apply()
     live = f"{app.name}-remote"
     app.node.wait(lambda: secret in str(app.node.api.get("apps/v1/statefulsets", live, NAMESPACE)["spec"]))
-    for server in servers(app):  # the operator gives each a quarter of an hour
+    for server in servers(app):  # the operator would wait a quarter of an hour between them
         app.node.api.delete("v1/pods", server.name, NAMESPACE)
 
     def is_secure() -> bool:
-        found = servers(app)
-        return len(found) == 3 and all(server.is_ready and secret in str(server.object) for server in found)
+        pods = servers(app)
+        return len(pods) == 3 and all(server.is_ready and secret in str(server.object) for server in pods)
 
     app.node.wait(is_secure, 300)
 
@@ -104,7 +104,7 @@ def test_servers_get_tls_and_a_sidecar_that_runs_on_uses_it(app, tmp_path):
     assert app.ready_pod().uid == before.uid
 
 
-def test_another_password_and_certificate_are_taken_while_all_runs_on(app, tmp_path):
+def test_password_and_certificate_are_rotated_without_a_restart(app, tmp_path):
     pod, name = app.ready_pod(), f"{app.name}-remote"
     old = base64.b64decode(app.node.api.get("v1/secrets", name, NAMESPACE)["data"]["password"]).decode()
 
@@ -116,15 +116,18 @@ def test_another_password_and_certificate_are_taken_while_all_runs_on(app, tmp_p
         ask = ["sh", "-c", f"redis-cli {flags} ping 2>&1 || true"]
         return {server.exec("remote", *ask).strip().splitlines()[-1] for server in servers(app)}
 
-    # Of another authority: until both sides have it they refuse each other.
+    # The new certificate has another authority: until both sides have it, they refuse each other.
     renewed = certificate(app, tmp_path)
     authority = renewed["stringData"]["ca.crt"].strip()
     app.node.api.patch("v1/secrets", f"{name}-tls", renewed, NAMESPACE)
 
     def is_renewed() -> bool:
-        found = {server.exec("remote", "cat", "/etc/lmcache/remote-tls/ca.crt") for server in servers(app)}
-        found.add(pod.exec("sidecar", "cat", "/etc/lmcache/remote-auth/ca.crt"))
-        return {text.strip() for text in found} == {authority} and all("NOAUTH" in a for a in answers("new"))
+        authorities = {
+            server.exec("remote", "cat", "/etc/lmcache/remote-tls/ca.crt") for server in servers(app)
+        }
+        authorities.add(pod.exec("sidecar", "cat", "/etc/lmcache/remote-auth/ca.crt"))
+        is_mounted = {text.strip() for text in authorities} == {authority}
+        return is_mounted and all("NOAUTH" in answer for answer in answers("new"))
 
     app.node.wait(is_renewed, 300)
     app.node.wait(lambda: not pod.stats()["remote"]["off_reason"], 300)
@@ -144,33 +147,33 @@ def test_another_password_and_certificate_are_taken_while_all_runs_on(app, tmp_p
     assert [server.container("remote")["restartCount"] for server in servers(app)] == [0, 0, 0]
 
 
-def test_a_server_that_hangs_is_told_costs_no_answer_and_is_started_again(app):
+def test_hanging_server_is_reported_and_restarted(app):
     pod, name = app.ready_pod(), f"{app.name}-remote-1"
 
     def server() -> Pod:
-        return next(found for found in servers(app) if found.name == name)
+        return next(server_pod for server_pod in servers(app) if server_pod.name == name)
 
     def compute() -> None:
-        """A prompt that nobody knows; the remote tier is given its rows."""
+        """Run a new prompt, whose rows the remote tier must store."""
         assert len(pod.complete(next(_NEW)).tokens) == 8
 
     before, answer = server(), pod.complete(PROMPT)
     with before.stopped("remote"):
-        told = app.wait_condition("RemoteTierAvailable", "False", 300)
-        assert (told["reason"], status(app)["readyShards"]) == ("ShardsMissing", 2)
-        assert "2 of 3 shards of the remote tier are ready" in told["message"]
+        condition = app.wait_condition("RemoteTierAvailable", "False", 300)
+        assert (condition["reason"], remote_status(app)["readyShards"]) == ("ShardsMissing", 2)
+        assert "2 of 3 shards of the remote tier are ready" in condition["message"]
         pod.reset_engine_cache()
         assert pod.complete(PROMPT).tokens == answer.tokens
         compute()
-        # Its liveness probe fails, too: who hangs is killed.
+        # The liveness probe of the hanging server fails, too, so that the kubelet kills it.
         app.node.wait(lambda: server().container("remote")["restartCount"] == 1, 300)
     app.wait_condition("RemoteTierAvailable", timeout=300)
     app.wait_condition("RemoteTierReachable", timeout=300)
-    assert status(app)["readyShards"] == 3
+    assert remote_status(app)["readyShards"] == 3
     assert server().uid == before.uid
 
     def is_written() -> bool:
-        """Also to the one that was empty when it came back."""
+        """Whether rows are also written to the restarted, empty server."""
         compute()
         app.node.wait(lambda: pod.stats()["num_unwritten_rows"] == 0, 120)
         return num_values(server()) > 0
@@ -181,15 +184,15 @@ def test_a_server_that_hangs_is_told_costs_no_answer_and_is_started_again(app):
 
 
 def num_values(server: Pod) -> int:
-    """Of a server, as it counts what the sidecars' user did to it."""
+    """Number of values on a server, counted with the rights of the sidecars' user."""
     flags = "--tls --cacert /etc/lmcache/remote-tls/ca.crt --user lmcache"
     ask = f'redis-cli {flags} --pass "$(cat /etc/lmcache/remote-auth/password)" info keyspace'
-    found = re.search(r"keys=([0-9]+)", server.exec("remote", "sh", "-c", ask))
-    return int(found[1]) if found else 0
+    match = re.search(r"keys=([0-9]+)", server.exec("remote", "sh", "-c", ask))
+    return int(match[1]) if match else 0
 
 
 def certificate(app: App, folder: Path) -> Object:
-    """The content of a Secret: by an authority of its own, for all servers."""
-    made = make_certificates(folder, f"DNS:*.{app.name}-remote.{NAMESPACE}.svc")
-    files = {"tls.crt": made.cert, "tls.key": made.key, "ca.crt": made.ca}
+    """Content of a Secret with a certificate for all servers, signed by a new authority."""
+    certificates = make_certificates(folder, f"DNS:*.{app.name}-remote.{NAMESPACE}.svc")
+    files = {"tls.crt": certificates.cert, "tls.key": certificates.key, "ca.crt": certificates.ca}
     return {"stringData": {name: path.read_text() for name, path in files.items()}}

@@ -1,4 +1,4 @@
-"""Blending on a GPU, with segments kept on the host or on it. Needs one: `make gpu-check`."""
+"""Blending on a GPU, with segments stored on the host or on the GPU. Needs a GPU: `make gpu-check`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT = [*random_tokens(40, 33, 50), *random_tokens(9, seed=1)]
 
 
 def prefilled(model, device, selection) -> list[torch.Tensor]:
-    """The question's logits of a prefill that computes the documents, and of one that finds them."""
+    """The question's logits of two prefills: the first computes the documents, the second finds them."""
     with (
         engine_for(model, local_device=device) as engine,
         BlendedModel(model, engine, selection=selection) as blended,
@@ -28,12 +28,12 @@ def prefilled(model, device, selection) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_everything_computed_is_a_full_prefill(device):
+def test_recomputing_everything_equals_a_full_prefill(device):
     model = tiny_model("llama").cuda()
     with torch.no_grad():
         expected = model(torch.cat(PROMPT)[None].cuda()).logits[0, -9:]
-    for found in prefilled(model, device, AllTokens()):
-        assert torch.equal(found, expected)
+    for logits in prefilled(model, device, AllTokens()):
+        assert torch.equal(logits, expected)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -41,9 +41,9 @@ def test_everything_computed_is_a_full_prefill(device):
 @pytest.mark.parametrize(
     "selection", [NoTokens(), FirstTokens(0.3), LargestDeviation(0.3), MostAttended(0.3)], ids=type
 )
-def test_it_is_what_the_processor_blends(device, dtype, selection):
+def test_gpu_blends_like_the_processor(device, dtype, selection):
     expected = prefilled(tiny_model("llama").to(dtype), "cpu", selection)[0].float()
-    for found in prefilled(tiny_model("llama").to("cuda", dtype), device, selection):
-        assert found.is_cuda
-        found = found.float().cpu()
-        assert (found - expected).norm() <= (1e-3 if dtype == torch.float32 else 0.1) * expected.norm()
+    for logits in prefilled(tiny_model("llama").to("cuda", dtype), device, selection):
+        assert logits.is_cuda
+        logits = logits.float().cpu()
+        assert (logits - expected).norm() <= (1e-3 if dtype == torch.float32 else 0.1) * expected.norm()

@@ -1,4 +1,4 @@
-"""The library's engine between GPU tensors and chunks on the host or the GPU. Needs one: `make gpu-check`."""
+"""The library's engine with GPU tensors and chunks on the host or the GPU. Needs a GPU: `make gpu-check`."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ def on_gpu(kv):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("blocking", [True, False])
-def test_what_was_stored_comes_back_on_the_gpu(device, fmt, blocking):
+def test_stored_chunks_are_retrieved_on_the_gpu(device, fmt, blocking):
     engine = LMCacheEngine(make_config(device), make_metadata(fmt))
     tokens, kv = make_tokens(5 * CHUNK + 3).cuda(), on_gpu(make_kv(5 * CHUNK + 3, fmt))
     expected = tuple((k.clone(), v.clone()) for k, v in kv)
     engine.store(tokens, kv, blocking=blocking)
-    for k, v in kv:  # the caller's tensors are its own again at once
+    for k, v in kv:  # the caller may change its tensors at once
         k.zero_()
         v.zero_()
     wait_until(lambda: engine.lookup(tokens) == len(tokens))
-    retrieved, found = engine.retrieve(tokens, torch.arange(len(tokens), device="cuda") >= 5)
-    assert found.is_cuda
+    retrieved, is_retrieved = engine.retrieve(tokens, torch.arange(len(tokens), device="cuda") >= 5)
+    assert is_retrieved.is_cuda
     assert retrieved[0][0].is_cuda
     assert is_same(retrieved, cut(expected, fmt, 5))
     engine.close()
 
 
-def test_threads_on_streams_of_their_own_see_only_right_bytes(device):
-    """Chunks evict each other: neither reuse nor reading may run ahead of a copy on another stream."""
+def test_threads_on_different_streams_retrieve_right_bytes(device):
+    """Chunks evict each other: neither reuse nor reads may overtake a copy on another stream."""
     config = make_config(device, max_local_cache_size=16 * 16384 / 1024**3)
     engine = LMCacheEngine(config, make_metadata())
     prompts = [(make_tokens(4 * CHUNK, seed), on_gpu(make_kv(4 * CHUNK, seed=seed))) for seed in range(8)]
@@ -65,8 +65,8 @@ def test_threads_on_streams_of_their_own_see_only_right_bytes(device):
             for step in range(100):
                 tokens, kv = prompts[(step * 5 + seed) % 8]
                 engine.store(tokens, kv, blocking=bool(step % 2))
-                retrieved, found = engine.retrieve(tokens)
-                if retrieved != () and not is_same(retrieved, cut(kv, "vllm", 0, int(found.sum()))):
+                retrieved, is_retrieved = engine.retrieve(tokens)
+                if retrieved != () and not is_same(retrieved, cut(kv, "vllm", 0, int(is_retrieved.sum()))):
                     wrong.append((seed, step))
 
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What is declared of sizes, rightly and wrongly; and who stands in for the one that chooses them."""
+"""Accepted and refused declarations of sizes, and an autoscaler whose choice a test sets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from lmcache_operator.autoscaling.report import Choice, Report, restore
+from lmcache_operator.autoscaling.policy.report import Choice, Report, restore
 from lmcache_operator.components.base import Observed
 from lmcache_operator.specs.kinds import ClusterKey, Ref
 
@@ -22,11 +22,11 @@ ACCEPTED: list[tuple[Any, Any]] = [
     ({"mode": "Auto", "remote": {"maxShards": 2}}, _MANAGED),
     ({"mode": "Auto", "memory": _SIZES, "remote": {"minShards": 2, "maxShards": 64}}, _MANAGED),
 ]
-"""spec.autoscaling, and tiers beside a memory of 64Gi."""
+"""Values of spec.autoscaling, and tiers in addition to a memory tier of 64Gi."""
 
 REFUSED: list[tuple[Any, Any, str]] = [
     ({"mode": "Manual"}, {}, "spec.autoscaling.mode"),
-    ({"mode": "Auto"}, {}, "mode Auto changes what has bounds"),
+    ({"mode": "Auto"}, {}, "mode Auto changes only tiers with bounds"),
     ({"memory": {}}, {}, "spec.autoscaling.memory.maxSize"),
     ({"memory": {"maxSize": "1Ki"}}, {}, "autoscaling.memory.maxSize must be between 64Mi and 16Ti"),
     ({"memory": {"maxSize": "many"}}, {}, "must be an amount of bytes such as 64Gi"),
@@ -42,11 +42,11 @@ REFUSED: list[tuple[Any, Any, str]] = [
     ({"prices": {"shardGiBHour": "free"}}, {}, "must be an amount in USD"),
     ({"prices": {"gpuHour": 2}}, {}, "spec.autoscaling.prices.gpuHour"),
 ]
-"""The same, and what is said of it."""
+"""The same, with the message of the refusal."""
 
 
-class Watcher:
-    """Chooses what a test tells it to, and begins with what it finds. It decides nothing itself."""
+class ScriptedAutoscaler:
+    """An autoscaler that reports the choice of the test. It begins with the persisted choice."""
 
     def __init__(self, config: Ref) -> None:
         self.choice: Choice | None = None
@@ -61,4 +61,4 @@ class Watcher:
         return Report({}, memory=self.choice, state="counted")
 
     def forget(self, key: ClusterKey) -> None:
-        """Nothing is remembered that would matter."""
+        """Forget the cluster. There is nothing to forget."""

@@ -1,4 +1,4 @@
-"""A request's row keys in one KV group, as most tests of the tiers have them."""
+"""A request's row keys in one KV group, as most tests of the tiers use them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Looking at the LMCacheCluster of the example, and at what the operator does to it."""
+"""Access to the example's LMCacheCluster, and to the operator's effects on it."""
 
 import time
 
 from testing.kube.api import Object
-from testing.kube.cluster import Cluster, Write
+from testing.kube.audit import Write
+from testing.kube.cluster import Cluster
 from tests.harness.kube import CLUSTERS, NAME, Operator
 
 ENGINE = f"{NAME}-engine"
@@ -11,38 +12,38 @@ ENGINE = f"{NAME}-engine"
 
 def condition(plane: Cluster, namespace: str, kind: str) -> Object:
     status = plane.api.get(CLUSTERS, NAME, namespace).get("status", {})
-    found: Object = next((c for c in status.get("conditions", []) if c["type"] == kind), {})
-    return found
+    matching: Object = next((c for c in status.get("conditions", []) if c["type"] == kind), {})
+    return matching
 
 
 def wait_ready(plane: Cluster, namespace: str) -> None:
-    """Until the operator has seen the present spec and says Ready."""
+    """Wait until the operator has observed the latest spec and reports Ready."""
 
     def is_ready() -> bool:
         live = plane.api.get(CLUSTERS, NAME, namespace)
         ready = condition(plane, namespace, "Ready")
-        seen = ready.get("observedGeneration") == live["metadata"]["generation"]
-        return seen and ready["status"] == "True"
+        is_observed = ready.get("observedGeneration") == live["metadata"]["generation"]
+        return is_observed and ready["status"] == "True"
 
     plane.wait(is_ready)
 
 
 def pods(plane: Cluster, namespace: str) -> dict[str, Object]:
     """The engine's pods by uid."""
-    found = plane.api.objects("v1/pods", namespace, f"lmcache.io/cluster={NAME}")
-    return {pod["metadata"]["uid"]: pod for pod in found}
+    engine_pods = plane.api.objects("v1/pods", namespace, f"lmcache.io/cluster={NAME}")
+    return {pod["metadata"]["uid"]: pod for pod in engine_pods}
 
 
 def reconcile_once_more(plane: Cluster, operator: Operator, namespace: str) -> None:
-    """Have the cluster reconciled again, by a change that means nothing, and wait until it did."""
-    before = operator.num_reconciliations()
-    note = {"metadata": {"annotations": {"test/poke": str(time.monotonic_ns())}}}
-    plane.api.patch(CLUSTERS, NAME, note, namespace)
-    plane.wait(lambda: operator.num_reconciliations() > before)
+    """Trigger a reconciliation by a change without effect, and wait until it has run."""
+    num_before = operator.num_reconciliations()
+    change = {"metadata": {"annotations": {"test/poke": str(time.monotonic_ns())}}}
+    plane.api.patch(CLUSTERS, NAME, change, namespace)
+    plane.wait(lambda: operator.num_reconciliations() > num_before)
 
 
 def wait_quiet(plane: Cluster, operator: Operator, namespace: str) -> None:
-    """Until a reconciliation writes nothing."""
+    """Wait until a reconciliation writes nothing."""
 
     def is_quiet() -> bool:
         mark = plane.mark()

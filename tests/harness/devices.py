@@ -1,4 +1,4 @@
-"""Devices that are only said to exist: enough for a real scheduler to give them to claims."""
+"""Devices that exist only as API objects: enough for a real scheduler to allocate them to claims."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ CLASSES, SLICES = "resource.k8s.io/v1/deviceclasses", "resource.k8s.io/v1/resour
 
 @contextlib.contextmanager
 def published(plane: Cluster, per_node: int) -> Iterator[None]:
-    """So many devices on each node, and a class for them, as a DRA driver publishes them."""
+    """Publish ``per_node`` devices on each node and a class for them, as a DRA driver does."""
     selector = {"cel": {"expression": f'device.driver == "{DEVICE_CLASS}"'}}
     plane.api.create(CLASSES, {"metadata": {"name": DEVICE_CLASS}, "spec": {"selectors": [selector]}})
     slices = []
-    for node in (found["metadata"]["name"] for found in plane.api.objects("v1/nodes")):
+    for node in (obj["metadata"]["name"] for obj in plane.api.objects("v1/nodes")):
         pool = {"name": node, "generation": 1, "resourceSliceCount": 1}
         devices = [{"name": f"gpu-{number}"} for number in range(per_node)]
         spec = {"driver": DEVICE_CLASS, "nodeName": node, "pool": pool, "devices": devices}

@@ -1,4 +1,4 @@
-"""A remote store of one process's own, that can go away, stall and count."""
+"""A remote store inside the process that can fail, stall and count its calls."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from lmcache.storage_backend.connector.base_connector import RemoteBytesConnecto
 
 
 class DictConnector(RemoteBytesConnector):
-    """``calls`` counts by method and, for get and set, also says ``(method, key)``."""
+    """``calls`` counts calls by method, and also by ``(method, key)``."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.calls: Counter[object] = Counter()
         self.is_down = False
-        self.error: Exception = ConnectionError("nobody is there")
+        self.error: Exception = ConnectionError("the server is down")
         self.is_closed = False
         self.may_answer = threading.Event()
         self.may_answer.set()

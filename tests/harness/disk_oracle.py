@@ -1,4 +1,4 @@
-"""What a disk tier holds and what it evicts next, kept in the plainest way."""
+"""A plain model of a disk tier: which objects it holds, and which one it evicts next."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from tests.harness.memory_oracle import Order
 
 @dataclass
 class Known:
-    """An object as the tier knows it."""
+    """An object in the tier."""
 
-    taken: int  # bytes
-    content: bytes | None  # None: something else is in its place
-    used: int = 0  # when
+    num_bytes: int
+    content: bytes | None
+    """The stored bytes. None if the file was replaced by something else."""
+    used: int = 0
+    """Clock of the last use."""
 
 
 def file_bytes(payload_bytes: int) -> int:
@@ -23,7 +25,7 @@ def file_bytes(payload_bytes: int) -> int:
 
 
 class DiskOracle:
-    """Objects by number; an epoch is an eighth of the capacity."""
+    """Objects by number. An epoch ends after an eighth of the capacity."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -32,15 +34,15 @@ class DiskOracle:
         self.restart()
 
     @property
-    def taken(self) -> int:
-        return sum(known.taken for known in self.objects.values())
+    def num_bytes(self) -> int:
+        return sum(known.num_bytes for known in self.objects.values())
 
     def restart(self) -> None:
-        """Replay all uses."""
+        """Replay all uses, as a restarted tier does."""
         self.order = Order()
         self.epoch = self.epoch_left = 0
         for number, known in sorted(self.objects.items(), key=lambda item: item[1].used):
-            self.order.add_tail(number, self.enter(known.taken))
+            self.order.add_tail(number, self.enter(known.num_bytes))
 
     def enter(self, num_bytes: int) -> int:
         if self.epoch_left <= 0:
@@ -52,23 +54,23 @@ class DiskOracle:
     def use(self, number: int) -> None:
         self.clock += 1
         self.objects[number].used = self.clock
-        self.order.add_tail(number, self.enter(self.objects[number].taken))
+        self.order.add_tail(number, self.enter(self.objects[number].num_bytes))
 
     def touch(self, numbers: Sequence[int]) -> None:
-        here = [number for number in numbers if number in self.objects]
-        for number in here:
+        present = [number for number in numbers if number in self.objects]
+        for number in present:
             self.clock += 1
             self.objects[number].used = self.clock
-        self.order.add_head(here, self.enter(sum(self.objects[number].taken for number in here)))
+        self.order.add_head(present, self.enter(sum(self.objects[number].num_bytes for number in present)))
 
-    def make_room(self, taken: int) -> None:
-        while self.taken + taken > self.capacity:
+    def evict_for(self, num_bytes: int) -> None:
+        while self.num_bytes + num_bytes > self.capacity:
             self.discard(self.order.victims()[0])
 
     def store(self, number: int, content: bytes) -> None:
-        taken = file_bytes(len(content))
-        self.make_room(taken)
-        self.objects[number] = Known(taken, content)
+        num_bytes = file_bytes(len(content))
+        self.evict_for(num_bytes)
+        self.objects[number] = Known(num_bytes, content)
         self.use(number)
 
     def discard(self, number: int) -> bool:

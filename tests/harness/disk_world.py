@@ -1,4 +1,4 @@
-"""A directory for disk tiers: tiers that are ready, objects to keep, and faults."""
+"""A directory for disk tiers, with opened tiers, objects and faults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def key_of(number: int) -> bytes:
 
 
 def content(number: int, size: int) -> bytes:
-    """Bytes that no other object has, and that differ from page to page."""
+    """Bytes that no other object has and that differ from page to page."""
     return (bytes([number]) + bytes(range(251)) * (size // 251 + 1))[:size]
 
 
@@ -51,7 +51,7 @@ def file_of(path: Path, number: int, column: int = 0) -> Path:
 
 
 def taken_bytes(path: Path) -> int:
-    """Bytes of the volume that files take, as the file system says."""
+    """Bytes that the files use on the volume, from the file system."""
     return sum(file.lstat().st_blocks * 512 for file in path.rglob("*") if file.is_file())
 
 
@@ -60,7 +60,7 @@ def temporaries(path: Path) -> list[Path]:
 
 
 class _Os:
-    """The module ``os``, of which one function fails."""
+    """The module ``os`` with one failing function."""
 
     def __init__(self, function: str, error: int) -> None:
         self._function = function
@@ -75,7 +75,7 @@ class _Os:
 
 @contextmanager
 def failing(function: str, error: int) -> Iterator[None]:
-    """Let a call to the operating system fail, for the disk tier only."""
+    """Let a call to the operating system fail in the disk tier only."""
     with mock.patch.object(disk_files, "os", _Os(function, error)):
         yield
 
@@ -86,6 +86,6 @@ def volume(tmp_path):
     mounted = tmp_path / "volume"
     mounted.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mounted], check=False).returncode:
-        pytest.skip("mounting a volume takes root")
+        pytest.skip("mounting a volume needs root")
     yield mounted
     subprocess.run(["umount", "-l", mounted], check=True)

@@ -1,4 +1,4 @@
-"""An engine's two sides, in this process, against a real sidecar: store and load rows of random bytes."""
+"""Both sides of an engine in this process, with a real sidecar: store and load rows of random bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmcache.rpc.client import Session, SidecarClient
+from lmcache.rpc.client import SidecarClient
+from lmcache.rpc.session import Session
 from testing.processes import SidecarProcess
 from tests.harness.wire import attached, make_hello, make_keys, slots_of, usable
 
@@ -38,7 +39,7 @@ def connect(sidecar):
 
 @contextlib.contextmanager
 def session_of(sidecar: SidecarProcess, **fields: Any) -> Iterator[Session]:
-    """Of an engine that attached while the whole arena may be used."""
+    """The session of an engine that is attached to a fully populated arena."""
     client = SidecarClient(sidecar.socket_path, make_hello(**fields))
     client.start()
     session = attached(client)
@@ -60,10 +61,10 @@ def store(session: Session, *numbers: int) -> None:
 
 
 def load(scheduler: Session, worker: Session, request_id: str, *numbers: int) -> list[np.ndarray]:
-    """Lease, copy, check, release."""
+    """Lease, copy, verify and release rows."""
     keys = make_keys(*numbers)
-    found = scheduler.lookup(request_id, [(0, keys)])
-    slots = slots_of(scheduler, keys)[: found.num_leased]
+    result = scheduler.lookup(request_id, [(0, keys)])
+    slots = slots_of(scheduler, keys)[: result.num_leased]
     with worker.copying():
         copies = [worker.slots[slot.row, :CHUNK_BYTES].copy() for slot in slots]
         assert all(map(worker.holds, slots))

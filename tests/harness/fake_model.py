@@ -1,8 +1,9 @@
-"""A language model without weights: KV bytes and answers follow from the tokens so far, and can be checked.
+"""A language model without weights: KV bytes and answers follow from the tokens so far, so tests can check
+them.
 
-The KV of a token is a digest of all tokens up to it, of the weights' version and of the layer. So any byte
-that attention would read can be compared with what it must be, and a wrong block, a block that was never
-loaded and one that was overwritten all show.
+The KV of a token is a digest of all tokens up to it, of the version of the weights, and of the layer. Tests
+compare every byte that attention would read with the expected byte. That reveals wrong blocks, blocks that
+were never loaded, and blocks that were overwritten.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ import numpy as np
 import numpy.typing as npt
 
 CELL = 8
-"""Bytes of KV per token and layer."""
+"""Bytes of KV for each token and layer."""
 
 VOCABULARY = 250
 
 Content = Mapping[int, bytes]
-"""What KV depends on beside tokens, an adapter or a picture, by the place of the first token it changes."""
+"""Inputs of KV besides tokens, such as adapters or pictures, by position of the first affected token."""
 
 Cells = npt.NDArray[np.uint8]
 
 
 class TokenChain:
-    """One request's tokens as the runner knows them, with a digest per token."""
+    """One request's tokens as the runner knows them, with a digest for each token."""
 
     def __init__(self, tokens: Sequence[int], weights: bytes, content: Content | None = None) -> None:
         self.tokens = list(tokens)
@@ -44,7 +45,7 @@ class TokenChain:
         return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, CELL)
 
     def continuation(self, drafts: Sequence[int] = ()) -> list[int]:
-        """What the model samples: after the last token, then after each draft as long as it was right."""
+        """Tokens that the model samples: after the last token, and after each right draft."""
         cells = self.cells(drafts)
         sampled = [_sample(cells[len(self.tokens) - 1])]
         for number, draft in enumerate(drafts):
@@ -54,10 +55,10 @@ class TokenChain:
         return sampled
 
     def _extend(self, digests: list[bytes], tokens: Sequence[int]) -> None:
-        for place in range(len(digests), len(tokens)):
-            before = digests[-1] if digests else b"weights" + self.weights
-            here = tokens[place].to_bytes(4, "little") + self.content.get(place, b"")
-            digests.append(hashlib.blake2b(before + here, digest_size=CELL).digest())
+        for position in range(len(digests), len(tokens)):
+            previous = digests[-1] if digests else b"weights" + self.weights
+            token = tokens[position].to_bytes(4, "little") + self.content.get(position, b"")
+            digests.append(hashlib.blake2b(previous + token, digest_size=CELL).digest())
 
 
 def answer(prompt: Sequence[int], num_tokens: int, weights: bytes = b"") -> list[int]:

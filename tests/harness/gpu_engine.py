@@ -1,6 +1,6 @@
-"""An engine's rank whose KV lies on a GPU, in a process of its own.
+"""One rank of an engine whose KV is on a GPU, in a separate process.
 
-``GpuEngine(sidecar, node)`` starts it; its methods are those of ``Rank``, done there.
+``GpuEngine(sidecar, node)`` starts the process and calls the methods of ``Rank`` in it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
@@ -22,9 +23,10 @@ from lmcache.cuda.ipc import export
 from lmcache.engines.core.cuda_copier import CudaCopier
 from lmcache.engines.core.layout import Layout
 from lmcache.engines.vllm.attach import start_client
-from lmcache.rpc.client import ClientHello, KVGroup, Role, SidecarClient
+from lmcache.kv_groups import KVGroup
+from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.errors import EngineCopiesError, SidecarError
-from lmcache.rpc.hello import Allocation, GroupPages, LayerPages, TransferOffer
+from lmcache.rpc.hello import Allocation, ClientHello, GroupPages, LayerPages, Role, TransferOffer
 from lmcache.rpc.session import BlockCopy, Session
 from testing.child_process import REPOSITORY, wait_until
 from testing.cuda import GPU, Node
@@ -38,7 +40,7 @@ ATTEMPTS_SECONDS = 60.0
 
 
 class Rank:
-    """One rank: the first layer has an allocation of its own, the others share one."""
+    """One rank. The first layer has its own allocation, and the other layers share one."""
 
     def __init__(self, socket_path: str, settings: dict[str, Any]) -> None:
         self.device = Device.find(settings.get("gpu", GPU))
@@ -46,7 +48,7 @@ class Rank:
         self.settings = settings
         self.num_groups: int = settings.get("num_groups", 1)
         self.num_fillers = 0
-        # What the GPU has, to compare with.
+        # A copy of the GPU's memory, for comparison.
         self.host = [np.zeros((layers, BLOCKS, STRIDE), np.uint8) for layers in (1, LAYERS - 1)]
         self.layers = [layer[:, :PAGE_BYTES] for host in self.host for layer in host]
         self.addresses: list[int] = []
@@ -56,7 +58,7 @@ class Rank:
         self.client, self.session = self.attach(self.offer())
 
     def attach(self, offer: TransferOffer) -> tuple[SidecarClient, Session]:
-        """With a new client."""
+        """Attach a new client."""
         settings = self.settings
         hello = ClientHello(
             Role.WORKER,
@@ -72,7 +74,7 @@ class Rank:
         return client, attached(client)
 
     def copier_of_rows(self) -> CudaCopier | None:
-        """The engine's own copier, if ``settings`` ask for it: what it pins, the client reports."""
+        """The engine's own copier, if ``settings`` ask for it. The client reports its pins."""
         if not self.settings.get("copies"):
             return None
         layers = []
@@ -83,7 +85,7 @@ class Rank:
         return CudaCopier({0: Layout(tuple(layers), BLOCKS_PER_ROW)}, self.device)
 
     def offer(self) -> TransferOffer:
-        """All that the sidecar must know; ``settings`` may say something wrong."""
+        """The transfer offer for the sidecar. ``settings`` may make it wrong."""
         if refusal := self.settings.get("refusal"):
             return TransferOffer(self.device.uuid, refusal=refusal)
         exported = [export(self.context, address) for address in self.addresses]
@@ -92,26 +94,26 @@ class Rank:
             LayerPages(min(n, 1), max(0, n - 1) * layer_bytes, PAGE_BYTES, stride) for n in range(LAYERS)
         ]
         groups = [GroupPages(0, BLOCKS, BLOCKS_PER_ROW, tuple(pages)), GroupPages(1, BLOCKS, 1, (pages[0],))]
-        allocations = tuple(Allocation(one.handle, one.num_bytes) for one in exported)
-        if claimed := self.settings.get("claimed_blocks"):  # more than there are
-            groups[0] = groups[0]._replace(num_blocks=claimed)
-            allocations = tuple(one._replace(num_bytes=1 << 40) for one in allocations)
+        allocations = tuple(Allocation(export_.handle, export_.num_bytes) for export_ in exported)
+        if claimed := self.settings.get("claimed_blocks"):  # more blocks than exist
+            groups[0] = replace(groups[0], num_blocks=claimed)
+            allocations = tuple(replace(allocation, num_bytes=1 << 40) for allocation in allocations)
         offered_gpu = self.settings.get("offered_gpu", self.device.uuid)
         return TransferOffer(offered_gpu, allocations, tuple(groups[: self.num_groups]))
 
     def fill(self, seed: int) -> None:
-        """Other KV from now on."""
+        """Replace the KV by other random bytes."""
         for host, address in zip(self.host, self.addresses, strict=True):
             host[...] = np.random.default_rng(seed).integers(0, 256, host.shape, np.uint8)
             self.context.call("cuMemcpyHtoD", address, host.ctypes.data, host.nbytes)
             seed += 1000
 
     def copier(self) -> list[Any]:
-        """Who copies stores now, and why."""
+        """The current copier of stores, with the reason."""
         return list(self.session.store_copier)
 
     def store(self, keys: Sequence[int], rows: Sequence[Sequence[int]], timeout: float = 30.0) -> str:
-        """Store rows of blocks: "stored", or why it was not. A row of one block is of group 1."""
+        """Store rows of blocks. Returns "stored" or a reason. Rows of one block are of group 1."""
         groups = [int(len(row) == 1) for row in rows]
         try:
             slots = [
@@ -133,31 +135,31 @@ class Rank:
                 outcome = f"{type(error).__name__}"
                 try:
                     self.session.abort([copy.slot for copy in copies])
-                except SidecarError as also:
-                    outcome += f", {type(also).__name__}"
+                except SidecarError as abort_error:
+                    outcome += f", {type(abort_error).__name__}"
                 return outcome
             assert copied == [True] * len(copies)
             for copy in copies:
-                assert self._is_in(copy.slot.row, copy.blocks), "other bytes"
+                assert self._is_in(copy.slot.row, copy.blocks), "the sidecar copied wrong bytes"
             self.session.commit([copy.slot for copy in copies])
         return "stored"
 
     def is_stored(self, key: int, row: Sequence[int]) -> bool:
-        """Does the cache have exactly these blocks under the key?"""
+        """Whether the cache holds exactly these blocks under the key."""
         (slot,) = self.session.index.find(np.frombuffer(make_keys(key), "<u8").reshape(-1, 8)).slots()
         return self.session.holds(slot) and self._is_in(slot.row, row)
 
     def handles(self) -> list[str]:
-        """Of its memory."""
+        """IPC handles of this rank's memory."""
         return [allocation.ipc_handle.hex() for allocation in self.offer().allocations]
 
     def attach_again(self) -> None:
-        """As another client, with the same memory."""
+        """Attach again as a new client, with the same memory."""
         self.client.close()
         self.client, self.session = self.attach(self.offer())
 
     def attach_often(self, number: int) -> int:
-        """So often, each time until the sidecar copies, and store something."""
+        """Attach ``number`` times. Each time wait until the sidecar copies, and store a row."""
         for count in range(number):
             self.attach_again()
             wait_until(lambda: self.session.store_copier.is_sidecar, timeout=ATTEMPTS_SECONDS)
@@ -165,7 +167,7 @@ class Rank:
         return number
 
     def fill_by_itself(self, number: int) -> int:
-        """Store so many new rows without the sidecar; how many different slots they were given."""
+        """Store ``number`` new rows without the sidecar's copies. Returns the number of different slots."""
         rows = set()
         for _ in range(number):
             self.num_fillers += 1
@@ -177,30 +179,30 @@ class Rank:
         return len(rows)
 
     def free_and_attach_again(self) -> None:
-        """As another client, with memory that is not there any more."""
+        """Attach again as a new client, with memory that has been freed."""
         self.client.close()
         offer = self.offer()
         self.free()
         self.client, self.session = self.attach(offer)
 
     def allocate(self) -> None:
-        """KV of zeros, in new memory."""
+        """Allocate new memory for the KV, filled with zeros."""
         self.addresses = [int(self.context.call("cuMemAlloc", host.nbytes)) for host in self.host]
 
     def free(self) -> None:
-        """As if the engine gave its KV back without a word."""
+        """Free the KV without telling the sidecar."""
         for address in self.addresses:
             self.context.call("cuMemFree", address)
 
     def _is_in(self, slot: int, row: Sequence[int]) -> bool:
-        """Does the slot hold these blocks, one after the other, each with all layers of its group?"""
+        """Whether the slot holds these blocks in order, each with all layers of its group."""
         layers = self.layers if len(row) > 1 else self.layers[:1]
-        wanted = np.concatenate([layer[block] for block in row for layer in layers])
-        return np.array_equal(self.session.view(slot, wanted.nbytes), wanted)
+        expected = np.concatenate([layer[block] for block in row for layer in layers])
+        return np.array_equal(self.session.view(slot, expected.nbytes), expected)
 
 
 class GpuEngine:
-    """A ``Rank`` in a process of its own, in a PID namespace of its own if ``pid`` is given."""
+    """A ``Rank`` in a separate process, with a PID namespace of its own if ``pid`` is given."""
 
     def __init__(
         self,
@@ -211,7 +213,7 @@ class GpuEngine:
         driver: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        """``driver``: its settings of the simulated one; ``settings``: those of the rank."""
+        """``driver``: settings of the simulated driver. ``settings``: settings of the rank."""
         command = [
             sys.executable,
             "-m",
@@ -240,8 +242,8 @@ class GpuEngine:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    def tell(self, method: str, *arguments: Any) -> None:
-        """Have something done; ``answer`` waits for it."""
+    def start_call(self, method: str, *arguments: Any) -> None:
+        """Start a call. ``answer`` waits for its result."""
         assert self._process.stdin is not None
         print(json.dumps([method, *arguments]), file=self._process.stdin, flush=True)
 
@@ -250,20 +252,20 @@ class GpuEngine:
         return json.loads(self._process.stdout.readline())
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        self.tell(method, *arguments)
+        self.start_call(method, *arguments)
         return self.answer()
 
     def wait_until_copied_by(self, *, sidecar: bool) -> str:
-        """Wait until stores are copied by whom; the reason."""
+        """Wait until stores are copied by the sidecar, or by the engine. Returns the reason."""
 
         def reason() -> str | None:
-            is_sidecar, why = self.ask("copier")
-            return why if is_sidecar == sidecar and "start" not in why else None
+            is_sidecar, text = self.ask("copier")
+            return text if is_sidecar == sidecar and "start" not in text else None
 
         return str(wait_until(reason, timeout=ATTEMPTS_SECONDS, what=f"copied by the sidecar: {sidecar}"))
 
     def store_by_sidecar(self, keys: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
-        """Have it stored by the sidecar, as soon as that copies (again): the news may be under way."""
+        """Store rows by the sidecar, once it copies again. Its message to the engine may take a moment."""
 
         def is_stored() -> bool:
             outcome = self.ask("store", keys, rows)
@@ -273,8 +275,8 @@ class GpuEngine:
         wait_until(is_stored, timeout=ATTEMPTS_SECONDS)
 
     def kill(self) -> None:
-        """SIGKILL, and wait: also for all of its PID namespace."""
-        self._process.kill()  # also its namespace
+        """Kill the process and its PID namespace with SIGKILL, and wait."""
+        self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
@@ -282,7 +284,7 @@ class GpuEngine:
 
 
 def in_namespace(command: Sequence[str], pid: int) -> list[str]:
-    """The command, in a PID namespace of its own and with this id there; it dies with who started it."""
+    """The command in a new PID namespace with this id there. It ends with its parent."""
     script = f'exec 3<&0; echo {pid - 1} > /proc/sys/kernel/ns_last_pid; "$@" <&3 & wait'
     return ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", script, "sh", *command]
 
@@ -293,7 +295,7 @@ def make_sidecar(
     patch: dict[str, float] | None = None,
     **settings: object,
 ) -> SidecarProcess:
-    """Its readers find the simulated driver, with ``settings``; ``patch``: other numbers in
+    """A sidecar whose readers use the simulated driver with ``settings``. ``patch`` replaces constants of
     ``copiers.gpu``.
     """
     sidecar = SidecarProcess(**({"memory_size": "16Mi"} | (options or {})))
@@ -306,20 +308,20 @@ def make_sidecar(
 
 
 def new_engine() -> str:
-    """The uuid of another engine."""
+    """The uuid of a new engine."""
     return uuid.uuid4().hex
 
 
 def main(socket_path: str, settings: str) -> None:
-    """The process of ``GpuEngine``: one answer per line of standard input."""
+    """Run the process of ``GpuEngine``: one answer for each line of standard input."""
     rank = Rank(socket_path, json.loads(settings))
     for line in sys.stdin:
         method, *arguments = json.loads(line)
         if method == "pid":
-            found: Any = os.getpid()
+            result: Any = os.getpid()
         else:
-            found = getattr(rank, method)(*arguments)
-        print(json.dumps(found), flush=True)
+            result = getattr(rank, method)(*arguments)
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""vLLM's tiered offloading for an engine whose KV is in host memory: its own worker refuses to run there.
+"""vLLM's tiered offloading for an engine with KV in host memory, where vLLM's own worker refuses to run.
 
-All else is vLLM's: connector, scheduler side, managers and the region that tiers read and write.
+Everything else is vLLM's: the connector, the scheduler side, the managers, and the region of the tiers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class HostWorker(OffloadingWorker):
-    """Copies at once. One KV group; a row holds the blocks of a chunk, one tensor after the other."""
+    """Copies immediately. It has one KV group. A row holds the blocks of a chunk, tensor by tensor."""
 
     def __init__(self, kv_caches, region, blocks_per_chunk):
         (refs,) = kv_caches.group_data_refs
@@ -49,28 +49,33 @@ class HostWorker(OffloadingWorker):
         self._region.cleanup()
 
     def _pairs(self, blocks, chunks):
-        """(page in the engine's KV, its place in a row) of all blocks."""
+        """Pairs of a page in the engine's KV and its part of a row, for all blocks."""
         (first,) = blocks.block_indices
         for position, block in enumerate(blocks.block_ids):
-            chunk, place = divmod(first % self._blocks_per_chunk + position, self._blocks_per_chunk)
-            row, at = self._rows[chunks.block_ids[chunk]], 0
+            chunk, index = divmod(first % self._blocks_per_chunk + position, self._blocks_per_chunk)
+            row, start = self._rows[chunks.block_ids[chunk]], 0
             for pages in self._pages:
                 size = pages.shape[1]
-                yield pages[block], row[at + place * size : at + (place + 1) * size]
-                at += size * self._blocks_per_chunk
+                yield pages[block], row[start + index * size : start + (index + 1) * size]
+                start += size * self._blocks_per_chunk
 
 
 class HostTieringSpec(TieringOffloadingSpec):
-    """``spec_name`` of an engine of one rank."""
+    """The ``spec_name`` of an engine with one rank."""
 
     def get_worker(self, kv_caches):
         if not self._worker:
+            # Version 0.29 calls a chunk of the region a block.
+            unit = "chunk" if hasattr(self, "num_chunks") else "block"
+            sizes = {
+                f"num_{unit}s": getattr(self, f"num_{unit}s"),
+                f"kv_bytes_per_{unit}": self.kv_bytes_per_chunk,
+            }
             region = SharedOffloadRegion(
                 engine_id=self._engine_id,
-                num_chunks=self.num_chunks,
                 rank=0,
-                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
                 cpu_page_size=self.cpu_page_size_per_worker,
+                **sizes,
             )
             self._worker = HostWorker(kv_caches, region, self.blocks_per_chunk)
         return self._worker

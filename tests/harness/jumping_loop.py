@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps from timer to timer: hours of waiting take no time."""
+"""An event loop whose clock jumps from timer to timer, so that hours of waiting take no time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
-    """Never waits: when nothing is ready, it is the time of the next timer."""
+    """Never waits: when no callback is ready, the time of the next timer has come."""
 
     now = 0.0
 

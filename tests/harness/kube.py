@@ -1,10 +1,12 @@
-"""The control plane, the installed chart and the operator process, as fixtures.
+"""Fixtures for the control plane, the installed chart and the operator's process.
 
-One control plane for the whole run and one namespace per test. The operator runs beside it as in its pod.
+There is one control plane for the whole run, and one namespace for each test. The operator runs next to the
+control plane, with the rights of its pod.
 """
 
 import contextlib
 import itertools
+import subprocess
 from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
@@ -35,22 +37,23 @@ __all__ = [
     "SERVICE_ACCOUNT",
     "Operator",
     "example",
+    "helm_error",
     "install",
     "new_namespace",
 ]
 
 EXAMPLE = ROOT / "examples" / "qwen3-8b.yaml"
-NAME = "qwen3-8b"  # as the example has it
+NAME = "qwen3-8b"  # name in the example
 
 
 def since(version: str) -> pytest.MarkDecorator:
-    """For what older releases of Kubernetes don't have."""
-    reason = f"Kubernetes {binaries.VERSION}: there since {version}"
+    """Skip on releases of Kubernetes older than ``version``."""
+    reason = f"Kubernetes {binaries.VERSION}: needs {version}"
     return pytest.mark.skipif(not is_since(version), reason=reason)
 
 
 def is_since(version: str) -> bool:
-    """Whether this run's Kubernetes is that release, or a newer one."""
+    """Whether this run's Kubernetes has this release or a newer one."""
     return _numbers_of(binaries.VERSION) >= _numbers_of(version)
 
 
@@ -58,21 +61,28 @@ def _numbers_of(version: str) -> list[int]:
     return [int(number) for number in version.split(".")]
 
 
+def helm_error(plane: Cluster, *argv: object) -> str:
+    """Run a helm command that fails. Returns its message."""
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        plane.helm(*map(str, argv))
+    return str(error.value.stderr)
+
+
 @contextlib.contextmanager
 def new_namespace(plane: Cluster, name: str, **labels: str) -> Iterator[str]:
-    """A namespace whose ServiceAccount is there. Its end is not waited for: that takes five seconds."""
+    """A namespace with its default ServiceAccount. Its deletion takes five seconds and is not awaited."""
     plane.api.create("v1/namespaces", {"metadata": {"name": name, "labels": labels}})
     plane.wait(lambda: plane.api.get("v1/serviceaccounts", "default", name))
     yield name
     try:
         plane.api.delete("v1/namespaces", name)
-    except ApiError as error:  # the test has deleted it itself
+    except ApiError as error:  # the test has deleted the namespace itself
         if error.code != HTTPStatus.NOT_FOUND:
             raise
 
 
 def example(**spec: object) -> Object:
-    """The example that users start from, with top-level parts of its spec replaced."""
+    """The example, with top-level parts of its spec replaced."""
     loaded: Object = yaml.safe_load(EXAMPLE.read_text())
     loaded["spec"] |= spec
     return loaded
@@ -82,7 +92,7 @@ def example(**spec: object) -> Object:
 def plane() -> Iterator[Cluster]:
     """The control plane of this run."""
     if binaries.find(cluster.PROGRAMS) is None:
-        pytest.fail("the Kubernetes programs are not there yet: run `make kube` (6-8 minutes, once)")
+        pytest.fail("the Kubernetes programs are missing: run `make kube` (6-8 minutes, once)")
     with Cluster(crds=CRDS) as started:
         yield started
         started.check()
@@ -90,7 +100,7 @@ def plane() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def chart(plane: Cluster) -> str:
-    """The chart, installed for all namespaces; the "namespace/name" of its ServiceAccount."""
+    """Install the chart for all namespaces. Returns "namespace/name" of its ServiceAccount."""
     return install(plane)
 
 
@@ -98,7 +108,7 @@ def chart(plane: Cluster) -> str:
 def operator_process(
     plane: Cluster, chart: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Operator]:
-    """The operator beside the control plane, running at first; tests may stop it."""
+    """The operator's process next to the control plane. It runs at first, and tests may stop it."""
     with alone(plane, chart, tmp_path_factory.mktemp("operator")) as process:
         process.start()
         yield process
@@ -106,8 +116,8 @@ def operator_process(
 
 @contextlib.contextmanager
 def alone(plane: Cluster, account: str, directory: Path) -> Iterator[Operator]:
-    """The operator with the chart's flags; the only one, so that nobody waits for a lease."""
-    # Alone: one that was killed would be missed until its lease runs out.
+    """The only operator, with the chart's flags except leader election."""
+    # Without election no successor waits until the lease of a killed operator expires.
     flags = [flag for flag in chart_flags(plane) if not flag.startswith("--leader-elect=")]
     process = Operator(plane, directory, account, *flags)
     yield process
@@ -117,7 +127,7 @@ def alone(plane: Cluster, account: str, directory: Path) -> Iterator[Operator]:
 
 @pytest.fixture
 def operator(operator_process: Operator) -> Iterator[Operator]:
-    """The operator, running; whatever a test did to it, it had all the rights it needed."""
+    """The running operator. After the test, checks that no request of it was refused."""
     if not operator_process.is_running:
         operator_process.start()
     yield operator_process
@@ -129,6 +139,6 @@ _numbers = itertools.count()
 
 @pytest.fixture
 def namespace(plane: Cluster) -> Iterator[str]:
-    """A namespace of the test's own."""
+    """A namespace for one test."""
     with new_namespace(plane, f"test-{next(_numbers)}") as name:
         yield name

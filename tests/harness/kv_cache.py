@@ -1,5 +1,4 @@
-"""KV caches of small models, and a backend that implements what the LMCache 0.1-0.3 API asks for and no
-more."""
+"""KV caches of small models, and a backend with exactly the methods that the LMCache 0.1-0.3 API requires."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache.storage_backend.abstract_backend import LMCBackendInterface
 from lmcache.utils import CacheEngineKey, KVCache
 
-LAYERS, HEADS, HEAD_SIZE, CHUNK = 4, 2, 32, 16  # a full chunk: four pages
+LAYERS, HEADS, HEAD_SIZE, CHUNK = 4, 2, 32, 16  # a full chunk has four pages
 FORMATS = ("vllm", "huggingface")
 
 
@@ -37,7 +36,7 @@ def make_tokens(num_tokens: int, seed: int = 0) -> torch.Tensor:
 
 
 def make_kv(num_tokens: int, fmt: str = "vllm", seed: int = 0, dtype: torch.dtype = torch.float16) -> KVCache:
-    """Random KV without a NaN; another seed makes other bytes everywhere that matters."""
+    """Random KV without a NaN. Different seeds give different bytes."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_tokens, HEADS, HEAD_SIZE) if fmt == "vllm" else (HEADS, num_tokens, HEAD_SIZE)
     return tuple(
@@ -53,12 +52,12 @@ def cut(kv: KVCache, fmt: str, start: int, stop: int | None = None) -> KVCache:
     return tuple((k[:, start:stop], v[:, start:stop]) for k, v in kv)
 
 
-def is_same(one: KVCache, other: KVCache) -> bool:
-    """Equal to the byte, dtypes and shapes included?"""
-    return len(one) == len(other) and all(
+def is_same(first: KVCache, second: KVCache) -> bool:
+    """Whether both are equal to the byte, including dtypes and shapes."""
+    return len(first) == len(second) and all(
         a.dtype == b.dtype and torch.equal(a, b)
-        for ours, theirs in zip(one, other, strict=True)
-        for a, b in zip(ours, theirs, strict=True)
+        for first_layer, second_layer in zip(first, second, strict=True)
+        for a, b in zip(first_layer, second_layer, strict=True)
     )
 
 
@@ -72,7 +71,7 @@ def make_chunk(num_tokens: int = CHUNK, seed: int = 0, dtype: torch.dtype = torc
 
 
 class DictBackend(LMCBackendInterface):
-    """Somebody else's backend: the documented methods over a dict."""
+    """A user's backend: the documented methods over a dict."""
 
     def __init__(self) -> None:
         super().__init__("cpu")
@@ -96,13 +95,13 @@ class DictBackend(LMCBackendInterface):
 
 
 def used_by_threads(use: Callable[[int, torch.Generator], None]) -> None:
-    """Call ``use`` again and again from 8 threads, each with its number and random numbers of its own."""
-    until = time.monotonic() + 0.5
+    """Call ``use`` repeatedly from 8 threads, each with its number and its own random generator."""
+    end = time.monotonic() + 0.5
 
-    def go_on(number: int) -> None:
+    def work(number: int) -> None:
         generator = torch.Generator().manual_seed(number)
-        while time.monotonic() < until:
+        while time.monotonic() < end:
             use(number, generator)
 
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(go_on, range(8)))
+        list(threads.map(work, range(8)))

@@ -1,4 +1,4 @@
-"""KV as an engine makes it: one allocation in any physical order, seen as ``[B, H, N, C]`` per layer."""
+"""KV as engines allocate it: one allocation in any physical order, viewed as ``[B, H, N, C]`` per layer."""
 
 import torch
 
@@ -12,7 +12,7 @@ ORDERS = {
 
 
 def kv_caches(order, dtype=torch.float16):
-    """One backing allocation, seen by the engine as ``[B, H, N, C]`` per layer, as vLLM makes it."""
+    """One allocation, viewed as ``[B, H, N, C]`` per layer, as vLLM makes it."""
     sizes = (L, B, H, N, C)
     backing = torch.arange(L * B * H * N * C, dtype=torch.int32).to(dtype).view([sizes[d] for d in order])
     logical = backing.permute([order.index(d) for d in range(5)])

@@ -1,9 +1,10 @@
-"""A pytest plugin: a test module fails when it leaves descriptors, threads, child processes or shared memory.
+"""A pytest plugin: a test module fails if it leaves descriptors, threads, child processes or shared memory
+open.
 
-A suite of thousands of tests runs in one process. What one module leaves open makes an unrelated test fail
-much later: ``select()`` refuses descriptors above 1,023, and a full /dev/shm stops every sidecar. The check
-runs when the last test of a module has been torn down, because fixtures of a module live until then. What
-fixtures of the session open is exempt.
+A suite of thousands of tests runs in one process. A leak of one module makes an unrelated test fail much
+later: ``select()`` refuses descriptors above 1,023, and a full /dev/shm stops every sidecar. The check runs
+after the last test of a module has been torn down, because fixtures of a module live until then. Resources of
+session fixtures are exempt.
 """
 
 from __future__ import annotations
@@ -22,23 +23,25 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from testing.engine import fork_server
+
 PATIENCE_SECONDS = 10.0
-"""How long threads and children that were asked to end may take."""
+"""Time that threads and children have to end."""
 
 _shared_memory: set[str] = set()
-"""Folders in /dev/shm that this process made. Other processes, such as other test runs, make some as well."""
+"""Folders in /dev/shm that this process created. Other processes create folders there as well."""
 
-_KEPT_THREADS = ("MainThread", "tqdm", "pydevd", "pytest_timeout", "asyncio_")
-"""Prefixes of the names of threads that libraries keep for the life of a process."""
+_LIBRARY_THREADS = ("MainThread", "tqdm", "pydevd", "pytest_timeout", "asyncio_")
+"""Name prefixes of threads that libraries run until the process ends."""
 _LAUNCHER = "setpriv --pdeathsig KILL -- "
-"""How ``testing.kube.process`` starts a program: the same process is both, one after the other."""
+"""How ``testing.kube.process`` starts a program: one process runs the launcher and then the program."""
 _COUNTED = ("socket:", "pipe:", "/dev/shm/", "/tmp/")
-"""Prefixes of descriptors that are counted. Libraries keep others: /dev/null, and the epoll and eventfd
-descriptors of ZeroMQ's contexts in vLLM. An event loop that is not closed leaves sockets as well."""
+"""Prefixes of descriptors that are counted. Libraries hold others: /dev/null, and the epoll and eventfd
+descriptors of ZeroMQ's contexts in vLLM. An event loop that is not closed leaves sockets, too."""
 
 
 class Resources(NamedTuple):
-    """What this process holds. Each entry is readable; equal entries are counted."""
+    """Resources of this process. Entries are readable, and equal entries are counted."""
 
     descriptors: Counter[str]
     threads: Counter[str]
@@ -47,58 +50,62 @@ class Resources(NamedTuple):
 
     @classmethod
     def held(cls) -> Resources:
-        """Look at /proc and /dev/shm."""
+        """Read the current resources from /proc and /dev/shm."""
         return cls(
             Counter(filter(lambda target: target.startswith(_COUNTED), _descriptors())),
             Counter(
-                f"{t.name} ({t.ident})" for t in threading.enumerate() if not t.name.startswith(_KEPT_THREADS)
+                f"{t.name} ({t.ident})"
+                for t in threading.enumerate()
+                if not t.name.startswith(_LIBRARY_THREADS)
             ),
             Counter(_children()),
             Counter(filter(os.path.exists, _shared_memory)),
         )
 
     def beyond(self, other: Resources) -> dict[str, list[str]]:
-        """Return what is here and not in ``other``, by kind."""
-        left = {kind: list((ours - getattr(other, kind)).elements()) for kind, ours in self._asdict().items()}
+        """Return the entries that ``other`` lacks, by kind."""
+        left = {
+            kind: list((counts - getattr(other, kind)).elements()) for kind, counts in self._asdict().items()
+        }
         return {kind: entries for kind, entries in left.items() if entries}
 
     def plus(self, more: dict[str, list[str]]) -> Resources:
-        """Return these and ``more``."""
-        return Resources(*(ours + Counter(more.get(kind, ())) for kind, ours in self._asdict().items()))
+        """Return the sum of these and ``more``."""
+        return Resources(*(counts + Counter(more.get(kind, ())) for kind, counts in self._asdict().items()))
 
     def with_at_least(self, other: Resources) -> Resources:
-        """Return the larger one of each count."""
-        return Resources(*(ours | theirs for ours, theirs in zip(self, other, strict=True)))
+        """Return the larger of each count."""
+        return Resources(*(counts | added for counts, added in zip(self, other, strict=True)))
 
 
 _lasting = Resources(Counter(), Counter(), Counter(), Counter())
-"""What fixtures of the session opened, and what ``lasting`` contexts opened."""
+"""Resources of session fixtures and of ``lasting`` contexts."""
 
 
 @contextmanager
 def lasting() -> Generator[None]:
-    """Allow what is opened in this context until the process ends."""
+    """Allow resources opened in this context until the process ends."""
     global _lasting
-    before = Resources.held()
+    held_before = Resources.held()
     try:
         yield
     finally:
-        _lasting = _lasting.plus(Resources.held().beyond(before))
+        _lasting = _lasting.plus(Resources.held().beyond(held_before))
 
 
 class LeakGuard:
-    """The plugin. One module's tests run without those of another between them."""
+    """The plugin. It relies on the tests of one module running in a row."""
 
     def __init__(self, patience_seconds: float = PATIENCE_SECONDS) -> None:
         self._patience_seconds = patience_seconds
-        resource_tracker.ensure_running()  # multiprocessing's own child, for the life of the process
+        resource_tracker.ensure_running()  # a child of multiprocessing that lives as long as the process
         self._allowed = Resources.held()
         self._module: object = None
         self._has_failed = False
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, object, object]:
-        """Allow what a fixture of the session opens."""
+        """Allow resources that a session fixture opens."""
         if fixturedef.scope not in ("session", "package"):
             return (yield)
         with lasting():
@@ -106,14 +113,14 @@ class LeakGuard:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Note what is held before the first test of a module."""
+        """Record the resources before the first test of a module."""
         if _module_of(item) is not self._module:
             self._module, self._has_failed = _module_of(item), False
             self._allowed = Resources.held()
         return (yield)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note that a module has failed: its frames are kept, and these keep what its tests opened."""
+        """Record that a module has failed: pytest keeps its frames, and they hold what its tests opened."""
         self._has_failed |= report.failed
 
     @pytest.hookimpl(wrapper=True)
@@ -123,27 +130,27 @@ class LeakGuard:
         """Check after the last test of a module, when its fixtures have been torn down."""
         result = yield
         if nextitem is None or _module_of(nextitem) is not _module_of(item):
-            getattr(item, "funcargs", {}).clear()  # pytest forgets these values only after this hook
-            # A server of the session may have been down before: one test stopped it, the next one starts it.
-            left = what_is_left(self._allowed.with_at_least(_lasting), self._patience_seconds)
+            getattr(item, "funcargs", {}).clear()  # pytest drops these values only after this hook
+            # A session's server may have been down before: one test stopped it, and the next one starts it.
+            left = remaining_after(self._allowed.with_at_least(_lasting), self._patience_seconds)
             if left and not self._has_failed:
                 pytest.fail(f"{item.path.name} leaves behind: {describe(left)}", pytrace=False)
         return result
 
 
-def what_is_left(allowed: Resources, patience_seconds: float) -> dict[str, list[str]]:
-    """Return what is held beyond ``allowed`` after a wait for what is about to end; empty: nothing."""
+def remaining_after(allowed: Resources, patience_seconds: float) -> dict[str, list[str]]:
+    """Wait for resources that are about to end, and return those beyond ``allowed``."""
     deadline = time.monotonic() + patience_seconds
     if not (left := Resources.held().beyond(allowed)):
         return left
-    gc.collect()  # a cycle may hold a client of redis-py and its socket
+    gc.collect()  # a reference cycle may hold a client of redis-py and its socket
     while (left := Resources.held().beyond(allowed)) and time.monotonic() < deadline:
         threading.Event().wait(0.05)
     return left
 
 
 def describe(left: dict[str, list[str]]) -> str:
-    """Write ``left`` for people."""
+    """Format ``left`` for people."""
     return "; ".join(
         f"{len(entries)} {kind}: {', '.join(e[:90] for e in entries[:8])}" for kind, entries in left.items()
     )
@@ -165,11 +172,20 @@ def _children() -> Generator[str]:
             continue
         for pid in pids:
             try:
-                command = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ")
-                # Without the pid: a test may start a program of the session anew.
-                yield command.decode().removeprefix(_LAUNCHER)
+                # Without the pid: a test may restart a program of the session.
+                yield _command(Path("/proc", pid)).removeprefix(_LAUNCHER)
             except OSError:
                 continue
+
+
+def _command(process: Path) -> str:
+    """Return the command line of a process. Empty if the process has ended and is not yet reaped."""
+    while True:
+        command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+        if command or state == "Z":
+            return command
+        time.sleep(0.001)  # between two programs: the next command line is not set yet
 
 
 def _note_folder(event: str, args: tuple[Any, ...]) -> None:
@@ -187,7 +203,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def install(config: pytest.Config, **options: float) -> None:
-    """Register a guard with ``options`` of ``LeakGuard``."""
+    """Register a guard with these options of ``LeakGuard``."""
     if Path("/proc/self/fd").is_dir():
         sys.addaudithook(_note_folder)
+        fork_server.around_start = lasting
         config.pluginmanager.register(LeakGuard(**options), "leak-guard")

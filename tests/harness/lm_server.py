@@ -1,4 +1,4 @@
-"""A server of lm:// in this process or in its own, and peers that speak the protocol by hand."""
+"""A server of lm:// in this process or in its own process, and peers that speak the protocol directly."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def dialled(port):
 
 
 def received(peer, num_bytes):
-    """Return so many bytes, or fewer: the peer closed or reset the connection."""
+    """Return ``num_bytes`` bytes, or fewer if the peer closed or reset the connection."""
     raw = b""
     with contextlib.suppress(ConnectionError):
         while len(raw) < num_bytes and (part := peer.recv(num_bytes - len(raw))):

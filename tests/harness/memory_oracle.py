@@ -1,4 +1,4 @@
-"""What the users of a memory tier know about its rows, kept in the plainest way."""
+"""A plain model of the rows of a memory tier, as its users know them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from lmcache.tiers.memory.rows import INCOMPLETE_SECONDS
 
 
 def tenant_of(key: bytes) -> bytes:
-    """The tenant that stores this key: one of two, or nobody."""
+    """The tenant that stores this key: one of two, or no tenant."""
     return [b"", b"A", b"B"][key[0] % 3]
 
 
 @dataclass
 class KnownRow:
-    """A row as its users know it. ``committed`` columns out of ``num_columns``; sizes in bytes."""
+    """A row as its users know it: ``committed`` columns out of ``num_columns``, sizes in bytes."""
 
     slot: Slot
     key: bytes
@@ -27,14 +27,14 @@ class KnownRow:
     writing: dict[int, bytes] = field(default_factory=dict)  # column -> owner
     quarantined: dict[int, bytes] = field(default_factory=dict)
     committed: set[int] = field(default_factory=set)
-    readers: int = 0  # leases, those in quarantine included
+    readers: int = 0  # leases, including those in quarantine
     pins: int = 0
     spoilt: bool = False
     sealed: bool = False
     unverified: bool = False
-    held: bool = False  # a client from before the restart may read it
+    held: bool = False  # a client from before the restart may still read the row
     idle_since: float = 0.0
-    idle_rank: int = 0  # which of those idle since the same time was first
+    idle_rank: int = 0  # order among rows that are idle since the same time
 
     @property
     def visible(self) -> bool:
@@ -46,7 +46,7 @@ class KnownRow:
 
     @property
     def user(self) -> str | None:
-        """Who keeps it from being evicted?"""
+        """The kind of use that prevents eviction, if any."""
         users = {
             "leased": self.readers,
             "pinned": self.pins,
@@ -60,7 +60,7 @@ class KnownRow:
 
 
 def abandoned(rows: Iterable[KnownRow], now: float) -> list[KnownRow]:
-    """Rows that nobody completes any more, the oldest first."""
+    """Incomplete rows that no writer will complete, oldest first."""
     idle = [row for row in rows if not (row.used or row.visible or row.spoilt)]
     return sorted(
         (row for row in idle if now - row.idle_since > INCOMPLETE_SECONDS), key=lambda row: row.idle_rank
@@ -68,7 +68,7 @@ def abandoned(rows: Iterable[KnownRow], now: float) -> list[KnownRow]:
 
 
 class Order:
-    """Rows that may be evicted, by request: the oldest request first, its rows head first."""
+    """Evictable rows by request: oldest request first, and for each request the head first."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[Hashable, list[int]]] = []
@@ -77,8 +77,8 @@ class Order:
         return [row for name, rows in self.requests if not name or name != sparing for row in reversed(rows)]
 
     def remove(self, row: int) -> None:
-        left = [(name, [other for other in rows if other != row]) for name, rows in self.requests]
-        self.requests = [(name, rows) for name, rows in left if rows]
+        remaining = [(name, [other for other in rows if other != row]) for name, rows in self.requests]
+        self.requests = [(name, rows) for name, rows in remaining if rows]
 
     def add_tail(self, row: int, request: Hashable) -> None:
         self._change([row], request, is_head=False)
@@ -91,29 +91,29 @@ class Order:
         for row in changed:
             self.remove(row)
         present = dict(self.requests).get(request, [])
-        rows = [*changed, *present] if is_head else [*present, *changed]
-        self.requests = [(name, others) for name, others in self.requests if name != request]
-        self.requests.append((request, rows))
+        merged = [*changed, *present] if is_head else [*present, *changed]
+        self.requests = [(name, rows) for name, rows in self.requests if name != request]
+        self.requests.append((request, merged))
 
 
 class Orders(Order):
-    """The order of all rows, and that of each tenant's own. ``rows``: those there are."""
+    """The order of all rows, and of the rows of each tenant. ``rows`` are the existing rows."""
 
     def __init__(self, rows: Mapping[int, KnownRow]) -> None:
         super().__init__()
         self._rows = rows
-        self._own: dict[bytes, Order] = {}
+        self._by_tenant: dict[bytes, Order] = {}
 
     def of(self, tenant: bytes) -> Order:
-        return self._own.setdefault(tenant, Order())
+        return self._by_tenant.setdefault(tenant, Order())
 
     def remove(self, row: int) -> None:
         super().remove(row)
-        for order in self._own.values():
+        for order in self._by_tenant.values():
             order.remove(row)
 
     def _change(self, changed: Sequence[int], request: Hashable, *, is_head: bool) -> None:
         super()._change(changed, request, is_head=is_head)
         for tenant in {self._rows[row].tenant for row in changed}:
-            own = [row for row in changed if self._rows[row].tenant == tenant]
-            self.of(tenant)._change(own, request, is_head=is_head)
+            rows = [row for row in changed if self._rows[row].tenant == tenant]
+            self.of(tenant)._change(rows, request, is_head=is_head)

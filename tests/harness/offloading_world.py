@@ -1,7 +1,7 @@
-"""vLLM's own tiering manager and CPU tier over ``LMCacheTier``, without an engine: what OffloadingConnector's
-scheduler side does with them.
+"""vLLM's own tiering manager and CPU tier over ``LMCacheTier``, without an engine.
 
-Whatever it is told is there is compared with what was stored under that key: a wrong byte raises.
+The world calls them as OffloadingConnector's scheduler side does. Everything that a lookup finds is compared
+with the bytes stored under that key: a wrong byte raises.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from lmcache.engines.vllm.tier import LMCacheTier
 
 ROW_BYTES = 16 << 10
 TIMEOUT = 60.0
-"""Of waits that raise: a busy machine must not fail a test."""
+"""Timeout of waits that raise: a busy machine must not fail a test."""
 
 PATIENT = {"lookup_seconds": 60, "job_seconds": 60}
-"""Settings with which nothing is given up for the machine's slowness."""
+"""Settings with which no operation times out on a slow machine."""
 
 SHARED = {"weights_fingerprint": "w1", **PATIENT, "remote_timeout_seconds": 30}
-"""Settings of engines that share."""
+"""Settings of engines that share chunks."""
 
 _NAMES = itertools.count()
 
 
 def make_config(**model: object) -> offload_config.OffloadingConfig:
-    """What vLLM tells a tier about its engine; ``model``: name and dtype."""
+    """The configuration that vLLM passes to a tier. ``model`` sets name and dtype."""
     has_group_id = "group_id" in offload_config.OffloadingGroupConfig.__dataclass_fields__
     group_ids = {"group_id": 0} if has_group_id else {}
     return offload_config.OffloadingConfig(
@@ -60,17 +60,17 @@ def key_of(name: object, group: int = 0) -> bytes:
 
 
 KEYS = [key_of(number) for number in range(6)]
-"""A prompt's chunks."""
+"""The chunks of a prompt."""
 
 
 def content_of(key: bytes, generation: object = 0) -> np.ndarray:
-    """KV that only this key has, computed with these weights."""
+    """KV of this key only, computed with these weights."""
     seed = hashlib.sha256(key + repr(generation).encode()).digest()
     return np.frombuffer(seed * (ROW_BYTES // len(seed)), np.uint8)
 
 
 class OffloadingWorld:
-    """One engine's tiers. ``settings`` are the tier's; a context manager."""
+    """The tiers of one engine, as a context manager. ``settings`` are those of the tier."""
 
     def __init__(
         self, num_rows: int = 8, config: object = None, waits_for_weights: bool = True, **settings: object
@@ -96,7 +96,7 @@ class OffloadingWorld:
         self.rows = np.asarray(view).view(np.uint8)
         if not self.tier._is_off:
             indexed = getattr(self.tier._tier, "indexed", None)
-            assert indexed is None or indexed.wait(TIMEOUT)  # a disk refuses stores until then
+            assert indexed is None or indexed.wait(TIMEOUT)  # a disk tier refuses stores before
             assert not waits_for_weights or not futures.wait([self.tier._weights], TIMEOUT).not_done
 
     def __enter__(self) -> OffloadingWorld:
@@ -111,27 +111,27 @@ class OffloadingWorld:
         assert not os.path.exists(self.region_path)
 
     def step(self) -> None:
-        """The end of one of the scheduler's steps."""
+        """End one step of the scheduler."""
         self.manager.on_schedule_end(ScheduleEndContext((), ()))
 
-    def wait(self, is_so) -> None:
-        """Step until something is so."""
+    def wait(self, condition) -> None:
+        """Step until the condition is true."""
         deadline = time.monotonic() + TIMEOUT
-        while not is_so():
+        while not condition():
             if time.monotonic() > deadline:
-                raise AssertionError("it does not become so")
+                raise AssertionError("the condition does not become true")
             time.sleep(0.001)
             self.step()
 
     def reset(self, new_weights: object) -> None:
-        """As before a weight update: then the weights are new."""
+        """Reset the cache as before a weight update. Afterwards the weights are new."""
         self.manager.reset_cache()
-        if hasattr(self.manager, "on_reset_flushed"):  # since 0.33: the workers touch nothing any more
+        if hasattr(self.manager, "on_reset_flushed"):  # since 0.33: the workers have no transfers left
             self.manager.on_reset_flushed()
         self.weights = new_weights
 
     def settle(self) -> None:
-        """Step until no job is under way: each was reported, and no row is held."""
+        """Step until no job is in progress. Then every job was reported and no row is held."""
         self.wait(lambda: not self.manager._jobs)
         assert not self.tier._open
 
@@ -144,19 +144,19 @@ class OffloadingWorld:
         self.manager.on_request_finished(context)
 
     def store(self, *keys: bytes) -> int:
-        """A request computes chunks; how many of them the CPU tier took. They are on their way then."""
+        """Compute chunks in a request. Returns the number that the CPU tier accepted and now stores."""
         context = self.request()
         output = self.manager.prepare_store(keys, context)
-        taken = [] if output is None else output.keys_to_store
-        if taken:
-            for key, row in zip(taken, rows_of(output.store_spec), strict=True):
+        accepted = [] if output is None else output.keys_to_store
+        if accepted:
+            for key, row in zip(accepted, rows_of(output.store_spec), strict=True):
                 self.rows[row] = content_of(key, self.weights)
-            self.manager.complete_store(taken, context)
+            self.manager.complete_store(accepted, context)
         self.finish(context)
-        return len(taken)
+        return len(accepted)
 
     def look(self, context: ReqContext, keys: Sequence[bytes]) -> list[LookupResult]:
-        """Once, as OffloadingConnector does for one KV group of full attention."""
+        """Look keys up once, as OffloadingConnector does for one KV group of full attention."""
         results = []
         for key in keys:
             results.append(self.manager.lookup(key, context))
@@ -166,8 +166,7 @@ class OffloadingWorld:
         return results
 
     def load(self, *keys: bytes) -> int:
-        """A request asks until it is answered, and loads what there is of the head of its chain; how many
-        chunks that is."""
+        """Look keys up until all are answered, and load the leading hits. Returns their number."""
         context = self.request()
         results: list[LookupResult] = []
 
@@ -186,10 +185,10 @@ class OffloadingWorld:
         return len(hits)
 
     def forget_primary(self) -> None:
-        """Fill the CPU tier with what nobody asks for, so that only the tier below has the rest."""
+        """Fill the CPU tier with unused chunks, so that only the lower tier holds the others."""
         self.settle()
         for number in range(len(self.rows)):
-            assert self.store(key_of(("filler", next(_NAMES), number))), "a row is held by nobody"
+            assert self.store(key_of(("filler", next(_NAMES), number))), "a row is held without a user"
             self.settle()
 
 
@@ -198,7 +197,7 @@ def rows_of(spec) -> list[int]:
 
 
 def _call(make, **arguments):
-    """vLLM 0.29 says blocks where later versions say chunks."""
+    """Call ``make``. For vLLM 0.29, which says blocks where later versions say chunks, rename arguments."""
     if "num_chunks" not in inspect.signature(make.__init__).parameters:
         arguments = {name.replace("chunk", "block"): value for name, value in arguments.items()}
     return make(**arguments)

@@ -1,4 +1,4 @@
-"""A reconciler on a world in memory, with a clock that a test sets."""
+"""A reconciler on an in-memory world, with a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Clock:
 
 
 class Bench:
-    """A world and a reconciler on it; with an autoscaler if a test gives it one."""
+    """A world and its reconciler, with an autoscaler if the test sets one."""
 
     autoscaler: Autoscaler | None = None
 
@@ -43,23 +43,23 @@ class Bench:
         )
 
     def reconcile(self) -> float | None:
-        """Once; what it wrote is in `writes`."""
+        """Reconcile once. Its writes are in `writes`."""
         self.world.writes.clear()
         return asyncio.run(self.reconciler.reconcile(KEY))
 
     def settle(self) -> None:
-        """Reconciliations and controllers in turn, until nothing is written."""
+        """Run reconciliations and controllers in turn, until nothing is written."""
         for _ in range(10):
             self.world.run_stateful_sets()
             self.reconcile()
             if not self.writes:
                 return
-        raise AssertionError(f"does not come to rest: {self.writes}")
+        raise AssertionError(f"does not settle: {self.writes}")
 
     @property
     def writes(self) -> list[str]:
         return self.world.writes
 
     def ready(self) -> tuple[str, str]:
-        found = next(c for c in self.world.resource["status"]["conditions"] if c["type"] == "Ready")
-        return found["status"], found["message"]
+        ready = next(c for c in self.world.resource["status"]["conditions"] if c["type"] == "Ready")
+        return ready["status"], ready["message"]

@@ -1,4 +1,4 @@
-"""Pods of others, for the command line and the API server: some can have a cache, and some can't."""
+"""Users' pods for the command line and the API server: some can have a cache, and some cannot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONTEXT = Context(STOCK_IMAGES)
 
 
 def pod(*, name: str = NAME, **changes: Any) -> dict[str, Any]:
-    """A pod of one engine that asks for the cache of a cluster, with fields of the engine changed."""
+    """A pod with one engine, labelled with a cluster. ``changes`` replace fields of the engine."""
     engine = {"name": "vllm", "image": "vllm/vllm-openai:v0.32.0", "args": ["Qwen/Qwen3-8B", "--port=80"]}
     return {
         "apiVersion": "v1",
@@ -27,15 +27,18 @@ def pod(*, name: str = NAME, **changes: Any) -> dict[str, Any]:
 
 
 def pod_with(metadata: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
-    """The same pod with fields of its own changed."""
-    found = pod()
-    return found | {"metadata": found["metadata"] | (metadata or {}), "spec": found["spec"] | spec}
+    """The same pod with changed fields of the pod."""
+    manifest = pod()
+    return manifest | {
+        "metadata": manifest["metadata"] | (metadata or {}),
+        "spec": manifest["spec"] | spec,
+    }
 
 
 def deployment(**spec: Any) -> dict[str, Any]:
     """A Deployment of these pods."""
-    found = pod_with(**spec)
-    template = {"metadata": {"labels": found["metadata"]["labels"]}, "spec": found["spec"]}
+    manifest = pod_with(**spec)
+    template = {"metadata": {"labels": manifest["metadata"]["labels"]}, "spec": manifest["spec"]}
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -45,7 +48,7 @@ def deployment(**spec: Any) -> dict[str, Any]:
 
 
 _PROXY = {"name": "proxy", "image": "proxy:1"}
-_SHELL = "a shell passes no arguments on: write command: [vllm, serve], and args as a list"
+_SHELL = "a shell does not pass arguments on: write command: [vllm, serve], and args as a list"
 _GROUP = {"labels": {INJECT_LABEL: NAME, "leaderworkerset.sigs.k8s.io/name": "x"}}
 _OPTIONS = {
     "--kv-transfer-config={}": "--kv-transfer-config can't be set: it loads LMCache",
@@ -72,7 +75,7 @@ _OPTIONS = {
 
 
 def refused_pods() -> list[tuple[dict[str, Any], str, str]]:
-    """Pods that can't have a cache, where the reason is, and a part of what is said."""
+    """Pods that cannot have a cache, each with the path of the problem and a part of the message."""
     spec, engine = "spec", "spec.containers[0]"
     volume, (vllm,) = {"name": "lmcache-x", "emptyDir": {}}, pod()["spec"]["containers"]
     mounted = vllm | {"volumeMounts": [{"name": "run", "mountPath": "/run/lmcache"}]}
@@ -85,11 +88,11 @@ def refused_pods() -> list[tuple[dict[str, Any], str, str]]:
             f"{spec}.resources",
             "set resources for each cont",
         ),
-        (pod_with(volumes=[volume]), spec, "with lmcache- are the cache's own"),
-        (pod_with(initContainers=[_PROXY | {"name": "lmcache-x"}]), spec, "with lmcache- are the cache's"),
-        (pod(ports=[{"containerPort": 9464}]), f"{spec}.containers", "port 9464 is the sidecar's"),
-        (pod_with(containers=[_PROXY, vllm]), f"{spec}.containers", "must name the engine's"),
-        (pod(args=[]), f"{engine}.args", "the image's own arguments would be lost: write them out"),
+        (pod_with(volumes=[volume]), spec, "begin with lmcache- are reserved for the cache"),
+        (pod_with(initContainers=[_PROXY | {"name": "lmcache-x"}]), spec, "begin with lmcache- are reserved"),
+        (pod(ports=[{"containerPort": 9464}]), f"{spec}.containers", "port 9464 is reserved for the sidecar"),
+        (pod_with(containers=[_PROXY, vllm]), f"{spec}.containers", "must name the engine container"),
+        (pod(args=[]), f"{engine}.args", "the image's own arguments would be lost: set command or args"),
         (pod(command=["/bin/sh", "-c"], args=["vllm serve x"]), f"{engine}.command", _SHELL),
         (pod(command=["bash", "-c", "exec vllm serve x"], args=[]), f"{engine}.command", _SHELL),
         (pod(command=["/opt/start-vllm.sh"]), f"{engine}.command", _SHELL),
@@ -97,7 +100,7 @@ def refused_pods() -> list[tuple[dict[str, Any], str, str]]:
         (pod(args=["x", "--distributed-executor-backend", "ray"]), f"{engine}.args", "can't be ray or"),
         (pod(env=[{"name": "VLLM_DP_RANK", "value": "0"}]), f"{engine}.env", "VLLM_DP_RANK can't be set"),
         (pod(command=["python3", "-m", "sglang.launch_server"]), f"{engine}.command", "does not start vLLM"),
-        *((pod(args=["x", option]), f"{engine}.args", says) for option, says in _OPTIONS.items()),
+        *((pod(args=["x", option]), f"{engine}.args", meaning) for option, meaning in _OPTIONS.items()),
         *(
             (
                 pod(env=[{"name": name, "value": "x"}]),
@@ -109,7 +112,7 @@ def refused_pods() -> list[tuple[dict[str, Any], str, str]]:
         (
             pod_with(containers=[mounted], volumes=[volume | {"name": "run"}]),
             f"{engine}.volumeMounts",
-            "/run/lmcache is the cache's",
+            "/run/lmcache is reserved for the cache",
         ),
     ]
 
@@ -134,7 +137,7 @@ _PATHS = st.sampled_from(["/a", "/models", "/run/lmcache", "/dev/shm"])
 
 @st.composite
 def pods(draw: st.DrawFn) -> dict[str, Any]:
-    """Valid pods of others; a third of them can have a cache."""
+    """Valid pods of users. A third of them can have a cache."""
     volumes = draw(st.lists(_NAMES, max_size=2, unique=True))
     mounts = draw(st.lists(_PATHS, max_size=2 if volumes else 0, unique=True))
     engine = {
@@ -148,11 +151,11 @@ def pods(draw: st.DrawFn) -> dict[str, Any]:
             "resources": st.just({"claims": [{"name": "gpu"}], "requests": {"cpu": "1"}}),
         })),
     }  # fmt: skip
-    others = draw(st.lists(_NAMES, max_size=2, unique=True))
-    split = draw(st.integers(0, len(others)))
-    containers = [{"name": name, "image": "other:1"} for name in others]
+    other_names = draw(st.lists(_NAMES, max_size=2, unique=True))
+    split = draw(st.integers(0, len(other_names)))
+    containers = [{"name": name, "image": "other:1"} for name in other_names]
     chosen = draw(st.fixed_dictionaries({}, optional={"lmcache.io/container": _NAMES | st.just("vllm")}))
-    labels = st.sampled_from([pod()["metadata"], pod()["metadata"], _GROUP]).map(lambda some: some["labels"])
+    labels = st.sampled_from([pod()["metadata"], pod()["metadata"], _GROUP]).map(lambda obj: obj["labels"])
     return pod_with(
         draw(st.fixed_dictionaries({"labels": labels}, optional={"annotations": st.just(chosen)})),
         containers=[*containers[:split], *pod(**engine)["spec"]["containers"]],
@@ -170,7 +173,7 @@ def pods(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def outcome(*objects: Any, name: str | None = None, **changes: Any) -> Injected:
-    """Of objects with one LMCacheCluster."""
+    """The result of injection into these objects with one LMCacheCluster."""
     return inject_objects(objects, clusters_in([cluster(**changes)]), name, CONTEXT)
 
 

@@ -1,7 +1,7 @@
-"""LMCacheClusters and the API server's side of them, in memory, for tests that need no control plane.
+"""LMCacheClusters and an in-memory API server, for tests that need no control plane.
 
-It stores what is applied, answers what is asked, makes pods for StatefulSets, and fills in fields as the
-API server does. It is no API server: what depends on one is tested against a real one.
+It stores applied objects, answers reads, creates pods for StatefulSets, and sets defaults like the API
+server. It is a simplification: behaviour that depends on a real API server is tested with a real one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAMESPACE, NAME, UID = "team", "demo", "0e7a4a2c-0000-4000-8000-000000000001"
 
 
 def cluster(spec: Object | None = None, **changes: Object) -> Object:
-    """An LMCacheCluster as the API server would hand it out; `changes` are merged into its spec."""
+    """An LMCacheCluster as the API server returns it. `changes` are merged into its spec."""
     metadata = {"name": NAME, "namespace": NAMESPACE, "uid": UID, "generation": 1}
     return {
         "apiVersion": CLUSTER.api_version,
@@ -34,7 +34,7 @@ def cluster(spec: Object | None = None, **changes: Object) -> Object:
 
 
 def _fields(value: Any) -> Object:
-    """What the API server records as applied: every leaf, and lists of named items by these names."""
+    """Fields that the API server records as applied: every leaf, and named items of lists by name."""
     if isinstance(value, dict):
         leaves = ("selector", "matchLabels", "podSelector")
         return {
@@ -47,45 +47,46 @@ def _fields(value: Any) -> Object:
     return {}
 
 
-def _without(value: Any, owned: Object, kept: Object) -> Any:
-    """A value without the fields that were applied the last time, and are not any more."""
+def _without(value: Any, owned: Object, applied: Object) -> Any:
+    """A value without the fields that were applied the last time and are not applied any more."""
     if isinstance(value, dict):
         names = {key: f"f:{key}" for key in value}
-        stays = [key for key, name in names.items() if name in kept or name not in owned]
+        remaining = [key for key, name in names.items() if name in applied or name not in owned]
         return {
-            key: _without(value[key], owned.get(names[key], {}), kept.get(names[key], {})) for key in stays
+            key: _without(value[key], owned.get(names[key], {}), applied.get(names[key], {}))
+            for key in remaining
         }
     if isinstance(value, list) and any(name.startswith("k:") for name in owned):
-        found = []
+        items = []
         for item in value:
             names = {f"k:{json.dumps({key: item[key]})}" for key in (*ITEM_KEYS, "uid") if key in item}
-            if not names & owned.keys() - kept.keys():
+            if not names & owned.keys() - applied.keys():
                 name = next(iter(names & owned.keys()), "")
-                found.append(_without(item, owned.get(name, {}), kept.get(name, {})))
-        return found
+                items.append(_without(item, owned.get(name, {}), applied.get(name, {})))
+        return items
     return value
 
 
 _KEYED_BY_NAME = ("containers", "initContainers", "volumes", "env", "resourceClaims", "imagePullSecrets")
 
 
-def _refuse_twins(value: Any, where: str = "") -> None:
-    """As the API server does: it could not tell which of the two is whose."""
+def _refuse_duplicates(value: Any, path: str = "") -> None:
+    """Refuse list items of equal names, as the API server does: it could not tell which one is meant."""
     if isinstance(value, list):
         names = [item["name"] for item in value if isinstance(item, dict) and "name" in item]
-        if where.rpartition(".")[2] in _KEYED_BY_NAME and len(names) > len(set(names)):
+        if path.rpartition(".")[2] in _KEYED_BY_NAME and len(names) > len(set(names)):
             raise RefusedError(
-                "apply", f"failed to create typed patch object: {where}: duplicate entries for key"
+                "apply", f"failed to create typed patch object: {path}: duplicate entries for key"
             )
         for item in value:
-            _refuse_twins(item, where)
+            _refuse_duplicates(item, path)
     if isinstance(value, dict):
         for key, item in value.items():
-            _refuse_twins(item, f"{where}.{key}")
+            _refuse_duplicates(item, f"{path}.{key}")
 
 
 class World:
-    """The in-memory side of `KubeApi`. `writes` lists what changed something."""
+    """An in-memory `KubeApi`. `writes` lists the calls that changed something."""
 
     def __init__(self, resource: Object) -> None:
         self.resource = resource
@@ -93,62 +94,62 @@ class World:
         self.pods: dict[str, Object] = {}
         self.nodes: dict[str, Object] = {}
         self.warnings: list[Object] = []
-        self.told: list[tuple[str, str]] = []
+        self.events: list[tuple[str, str]] = []
         self.writes: list[str] = []
         self.failures: dict[str, Exception] = {}
-        """What a call raises: by the name of the call, or by it and a kind, as in "apply Service"."""
+        """Exceptions of calls, by the name of the call, or by call and kind, such as "apply Service"."""
         self.replaced: set[Ref] = set()
-        """Objects in whose place somebody puts others while they are being deleted."""
+        """Objects that are replaced by foreign objects while they are being deleted."""
         self.is_namespace_ending = False
         self.evictions_allowed = True
         self.stats: dict[str, Any] = {}
-        """What sidecars answer, by their pods' IP addresses."""
-        self.num_asked = 0
+        """Answers of sidecars, by the IP addresses of their pods."""
+        self.num_stats_reads = 0
         self.now = datetime(2026, 1, 1, tzinfo=UTC)
-        """Of what the API server records."""
+        """Time of the API server."""
         self._uids = itertools.count(100)
 
     async def ask(self, address: str) -> Any:
-        """A sidecar's /stats; None where there is no answer."""
-        self.num_asked += 1
+        """A sidecar's /stats. None if it does not answer."""
+        self.num_stats_reads += 1
         return self.stats.get(address)
 
-    # -- the calls of KubeApi
+    # -- calls of KubeApi
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
-        self._may_fail("get", kind.kind)
+        self._raise_failure("get", kind.kind)
         if kind == NODE:
             return copy.deepcopy(self.nodes.get(name))
-        is_own = kind == CLUSTER and name == NAME
-        found = self.resource if is_own else self.objects.get(Ref(kind.kind, name))
-        return copy.deepcopy(found)
+        is_cluster = kind == CLUSTER and name == NAME
+        obj = self.resource if is_cluster else self.objects.get(Ref(kind.kind, name))
+        return copy.deepcopy(obj)
 
     async def find(
         self, kind: Kind, namespace: str, *, labelSelector: str = "", fieldSelector: str = ""
     ) -> list[Object]:
-        self._may_fail("find", kind.kind)
+        self._raise_failure("find", kind.kind)
         if kind == EVENT:
-            wanted = dict(pair.split("=") for pair in fieldSelector.split(","))
-            assert wanted.pop("type", "Warning") == "Warning"
-            about = {key.removeprefix("involvedObject."): value for key, value in wanted.items()}
+            fields = dict(pair.split("=") for pair in fieldSelector.split(","))
+            assert fields.pop("type", "Warning") == "Warning"
+            about = {key.removeprefix("involvedObject."): value for key, value in fields.items()}
             return [event for event in self.warnings if about.items() <= event["involvedObject"].items()]
         if kind == CLUSTER:
-            own = [found for ref, found in self.objects.items() if ref.kind == CLUSTER.kind]
-            return copy.deepcopy([self.resource, *own])
+            clusters = [obj for ref, obj in self.objects.items() if ref.kind == CLUSTER.kind]
+            return copy.deepcopy([self.resource, *clusters])
         if name := fieldSelector.removeprefix("metadata.name="):
-            return copy.deepcopy([pod for own, pod in self.pods.items() if own == name])
+            return copy.deepcopy([pod for pod_name, pod in self.pods.items() if pod_name == name])
         labels = dict(pair.split("=") for pair in labelSelector.split(","))
-        found = [pod for pod in self.pods.values() if labels.items() <= pod["metadata"]["labels"].items()]
-        return copy.deepcopy(found)
+        pods = [pod for pod in self.pods.values() if labels.items() <= pod["metadata"]["labels"].items()]
+        return copy.deepcopy(pods)
 
     async def is_ending(self, namespace: str) -> bool:
         return self.is_namespace_ending
 
     async def post_event(self, about: Object, kind: str, reason: str, message: str, now: datetime) -> None:
-        self.told.append((kind, reason))
+        self.events.append((kind, reason))
 
     async def create(self, kind: Kind, wanted: Object) -> Object | None:
-        self._may_fail("create", kind.kind)
+        self._raise_failure("create", kind.kind)
         ref = Ref(kind.kind, wanted["metadata"]["name"])
         if ref in self.objects:
             return None
@@ -158,8 +159,8 @@ class World:
 
     async def apply(self, wanted: Object, uid: str | None) -> None:
         ref = Ref(wanted["kind"], wanted["metadata"]["name"])
-        self._may_fail("apply", ref.kind)
-        _refuse_twins(wanted)
+        self._raise_failure("apply", ref.kind)
+        _refuse_duplicates(wanted)
         self.writes.append(f"apply {ref}")
         if uid is None:
             assert ref not in self.objects
@@ -180,7 +181,7 @@ class World:
     async def delete(
         self, kind: Kind, namespace: str, name: str, uid: str, *, grace_seconds: int | None = None
     ) -> bool:
-        self._may_fail("delete", kind.kind)
+        self._raise_failure("delete", kind.kind)
         if kind == POD:
             assert grace_seconds == 0
             self.writes.append(f"delete by force {name}")
@@ -198,7 +199,7 @@ class World:
         self.resource["status"] = copy.deepcopy(wanted["status"])
 
     def edit(self, ref: Ref, *path: str, value: Any) -> None:
-        """Somebody else sets a field, or removes it (None), and it is theirs from then on."""
+        """Set a field as another owner, or remove it (None). The operator does not own it any more."""
         live = self.objects[ref]
         fields = live["metadata"]["managedFields"][0]["fieldsV1"]
         parents = []
@@ -213,57 +214,57 @@ class World:
             if parent.get(name) == {}:
                 del parent[name]
 
-    def _may_fail(self, call: str, kind: str = "") -> None:
+    def _raise_failure(self, call: str, kind: str = "") -> None:
         for name in (call, f"{call} {kind}"):
             if name in self.failures:
                 raise self.failures[name]
 
     async def evict(self, namespace: str, pod: str, uid: str) -> bool:
-        self._may_fail("evict")
+        self._raise_failure("evict")
         if self.evictions_allowed:
             self.writes.append(f"evict {pod}")
             assert self.pods.pop(pod)["metadata"]["uid"] == uid
         return self.evictions_allowed
 
     async def resize(self, pod: Object, init_container: str, resources: Object) -> None:
-        """Other resources for a sidecar; a kubelet has to grant them."""
+        """Set a sidecar's resources. A kubelet has to grant them."""
         live = self._same(pod, "resize")
-        (found,) = (c for c in live["spec"]["initContainers"] if c["name"] == init_container)
+        (container,) = (c for c in live["spec"]["initContainers"] if c["name"] == init_container)
         self.writes.append(f"resize {pod['metadata']['name']}")
-        found["resources"] = merge(found["resources"], copy.deepcopy(resources))
+        container["resources"] = merge(container["resources"], copy.deepcopy(resources))
         live["metadata"]["generation"] = live["metadata"].get("generation", 1) + 1
         time = self.now.isoformat(timespec="seconds")
         entry = {"manager": FIELD_MANAGER, "operation": "Apply", "subresource": "resize", "time": time}
         live["metadata"]["managedFields"] = [entry]
 
     async def annotate(self, pod: Object, annotations: Object) -> None:
-        """All that the operator has on a pod; what it had before and does not name is gone."""
+        """Set all of the operator's annotations on a pod. Annotations that are not named are removed."""
         live = self._same(pod, "annotate")
         self.writes.append(f"annotate {pod['metadata']['name']}")
-        others = {k: v for k, v in live["metadata"]["annotations"].items() if k != RESIZE_REFUSED}
-        live["metadata"]["annotations"] = others | annotations
+        unchanged = {k: v for k, v in live["metadata"]["annotations"].items() if k != RESIZE_REFUSED}
+        live["metadata"]["annotations"] = unchanged | annotations
 
     def _same(self, pod: Object, call: str) -> Object:
-        self._may_fail(call)
+        self._raise_failure(call)
         live = self.pods.get(pod["metadata"]["name"])
         if live is None or live["metadata"]["uid"] != pod["metadata"]["uid"]:
             raise RefusedError(call, "metadata.uid: field is immutable")
         return live
 
-    # -- what controllers would do
+    # -- effects of users and controllers
 
     def change(self, **changes: Object) -> None:
-        """The user edits the spec."""
+        """Edit the spec as a user."""
         self.resource["spec"] = merge(self.resource["spec"], changes)
         self.resource["metadata"]["generation"] += 1
 
     def run_stateful_sets(self, *, is_ready: bool = True) -> None:
-        """Make the pods that are missing, from the present template, and drop those that are too many."""
+        """Create missing pods from the current template, and remove superfluous pods."""
         for live in [o for r, o in self.objects.items() if r.kind == "StatefulSet"]:
             live["status"] = {"observedGeneration": live["metadata"]["generation"]}
             names = [f"{live['metadata']['name']}-{n}" for n in range(live["spec"]["replicas"])]
-            others = {k: p for k, p in self.pods.items() if controller_uid(p) != live["metadata"]["uid"]}
-            self.pods = others | {name: pod for name, pod in self.pods.items() if name in names}
+            unchanged = {k: p for k, p in self.pods.items() if controller_uid(p) != live["metadata"]["uid"]}
+            self.pods = unchanged | {name: pod for name, pod in self.pods.items() if name in names}
             for name in names:
                 self.pods.setdefault(name, self._pod(name, live, is_ready))
 
@@ -278,7 +279,7 @@ class World:
         return template | {"status": {"conditions": [{"type": "Ready", "status": str(is_ready)}]}}
 
     def _settle(self, live: Object) -> None:
-        """Defaults and canonical quantities, in a few places where they differ from what was sent."""
+        """Set defaults and canonical quantities in a few places where they differ from the applied object."""
         live["metadata"]["resourceVersion"] = str(next(self._uids))
         if live["kind"] == "StatefulSet":
             pod = live["spec"]["template"]["spec"]
@@ -289,6 +290,6 @@ class World:
                 if limits.get("memory") == "1024Mi":
                     limits["memory"] = "1Gi"
             pod["containers"][0].setdefault("env", []).append(
-                {"name": "INJECTED", "value": "by somebody else"}
+                {"name": "INJECTED", "value": "by another owner"}
             )
             pod["containers"][0]["env"] = list({e["name"]: e for e in pod["containers"][0]["env"]}.values())

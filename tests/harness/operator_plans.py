@@ -1,4 +1,4 @@
-"""Plans for LMCacheClusters in memory: what is observed, and what carrying out a plan makes of it."""
+"""Plans for in-memory LMCacheClusters: observations, and the effects of a plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from hypothesis import strategies as st
-from lmcache_operator.components.base import Context, Observed, Plan, Problem
+from lmcache_operator.components.base import Context, Observed, Plan
+from lmcache_operator.components.conditions import Problem
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.reconcile import plan as planning
 from lmcache_operator.reconcile.status import derive_status
@@ -34,10 +35,10 @@ def observe(world: World, **more: Any) -> Observed:
 
 
 def plan(observed: Observed, images: Images) -> Plan:
-    """What is due for the engine."""
-    found, fault = planning.plan([ENGINE], observed.resource, {ENGINE.name: observed}, Context(images))
+    """The plan for the engine component."""
+    plans, fault = planning.plan([ENGINE], observed.resource, {ENGINE.name: observed}, Context(images))
     assert fault is None
-    return found[ENGINE.name]
+    return plans[ENGINE.name]
 
 
 def carry_out(world: World, due: Plan, *, is_ready: bool = True) -> None:
@@ -58,7 +59,7 @@ def carry_out(world: World, due: Plan, *, is_ready: bool = True) -> None:
 
 
 def status_of(world: World, failures: tuple[Problem, ...] = (), **more: Any) -> dict[str, Any]:
-    """What is told of the world as it is."""
+    """The status of the world as it is."""
     observed = observe(world, **more)
     due = plan(observed, IMAGES)
     statuses = [ENGINE.status(observed, due)]
@@ -72,11 +73,11 @@ def settled_world(**changes: Any) -> World:
 
 
 def outdated_world(**changes: Any) -> World:
-    """Three ready pods of an earlier declaration, under a template of the present one."""
+    """Three ready pods of an earlier spec, under a template of the current spec."""
     world = settled_world(engine={"replicas": 3})
     world.change(engine={"args": ["--new"]}, **changes)
     due = plan(observe(world), IMAGES)
-    assert not due.evict, "the template has to be written first"
+    assert not due.evict, "the template must be written first"
     carry_out(world, due)
     return world
 

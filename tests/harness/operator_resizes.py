@@ -1,4 +1,4 @@
-"""Pods whose memory tiers get other sizes, with the kubelet and the sidecars that have their say in it."""
+"""Pods whose memory tiers are resized, with their kubelets and sidecars."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from datetime import timedelta
 from typing import Any
 
 from lmcache_operator.components.base import Plan
-from lmcache_operator.components.resize import sidecar_memory
 from lmcache_operator.errors import RefusedError
+from lmcache_operator.pods.resize import sidecar_memory
 from lmcache_operator.reconcile.apply import Applier
 from lmcache_operator.reconcile.contest import ContestLog
 from lmcache_operator.specs.kinds import ClusterKey
 from lmcache_operator.specs.names import MEMORY_SIZE
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 
-from lmcache.units import parse_quantity
+from lmcache.common.units import parse_quantity
 from tests.harness.operator_model import NAME, NAMESPACE, UID, Object, World
 from tests.harness.operator_plans import observe, plan, settled_world, status_of
 
 MI = 2**20
 NODE_BYTES = 6 << 30
-"""What one sidecar may have on a node of these worlds."""
+"""Memory limit of one sidecar on a node of these worlds."""
 
 
 class KilledError(BaseException):
-    """The operator is no more; nothing of it catches this."""
+    """The operator was killed. No code of the operator catches this exception."""
 
 
 class Sidecar:
-    """One that does at once what its file says, limit or no limit: whoever tells it has to know better."""
+    """A sidecar that applies the size in its file at once, without regard to its limit."""
 
     def __init__(self, pod: Object) -> None:
         self.pod = pod
-        self.follows = True
+        self.is_following = True
         self.is_silent = False
         self.sync_file()
         self.restart()
@@ -45,12 +45,12 @@ class Sidecar:
 
     @property
     def granted(self) -> int:
-        """The limit of its cgroup."""
+        """The memory limit of its cgroup."""
         (status,) = self.pod["status"]["initContainerStatuses"]
         return int(parse_quantity(status["resources"]["limits"]["memory"]))
 
     def sync_file(self) -> None:
-        """The kubelet writes the annotation into the volume, sooner or later."""
+        """Write the annotation into the volume, as the kubelet does with a delay."""
         self.file = int(self.pod["metadata"]["annotations"][MEMORY_SIZE])
 
     def restart(self) -> None:
@@ -59,12 +59,14 @@ class Sidecar:
     def answer(self) -> Any:
         if self.is_silent:
             return None
-        memory = {"size_bytes": self.size, "target_bytes": self.file} if self.follows else {"size_bytes": 1}
+        memory = {"size_bytes": self.size, "target_bytes": self.file}
+        if not self.is_following:
+            memory = {"size_bytes": 1}
         return {"is_ready": True, "num_clients": {"attached": 1}, "memory": memory, "engine": {}}
 
 
 class Node:
-    """A world of running pods, an operator that may die after any write, and time."""
+    """A world of running pods, an operator that may die after any write, and a clock."""
 
     def __init__(
         self, replicas: int = 1, size: str = "1Gi", world: World | None = None, **engine: Any
@@ -76,7 +78,7 @@ class Node:
         self.run_pods()
 
     def run_pods(self) -> None:
-        """Start those that are new."""
+        """Start new pods."""
         self.world.run_stateful_sets()
         for number, (name, pod) in enumerate(sorted(self.world.pods.items())):
             if "phase" not in pod["status"]:
@@ -86,7 +88,7 @@ class Node:
                 self._report(pod)
                 self.sidecars[name] = Sidecar(pod)
 
-    # -- what users and time do
+    # -- users and time
 
     def declare(self, size: str) -> None:
         self.world.change(tiers={"memory": {"size": size}})
@@ -95,29 +97,29 @@ class Node:
         self.world.now += timedelta(minutes=minutes)
 
     def replace(self, name: str) -> None:
-        """Somebody deletes the pod."""
+        """Delete the pod, and start its replacement."""
         del self.world.pods[name], self.sidecars[name]
         self.run_pods()
 
-    # -- what the kubelet does
+    # -- the kubelet
 
     def answer(self, name: str, verdict: str = "granted") -> None:
-        """The kubelet looks at what is asked for, and grants it unless it says otherwise."""
+        """Answer the pod's resize request as the kubelet: granted unless ``verdict`` says otherwise."""
         pod = self.world.pods[name]
-        waits = [c for c in pod["status"]["conditions"] if not c["type"].startswith("PodResize")]
-        pod["status"]["conditions"] = waits
+        conditions = [c for c in pod["status"]["conditions"] if not c["type"].startswith("PodResize")]
+        pod["status"]["conditions"] = conditions
         limit = _limit(pod)
         if verdict == "granted" and limit > NODE_BYTES:
             verdict = "Infeasible"
         if verdict == "granted":
-            assert limit >= sidecar_memory(self.sidecars[name].size), "less than what is in use"
+            assert limit >= sidecar_memory(self.sidecars[name].size), "the limit is below the used memory"
             self._report(pod)
         elif limit != self.sidecars[name].granted:
-            said = {"type": "PodResizePending", "status": "True", "reason": verdict, "message": "full"}
-            waits.append(said | {"observedGeneration": pod["metadata"]["generation"]})
+            pending = {"type": "PodResizePending", "status": "True", "reason": verdict, "message": "full"}
+            conditions.append(pending | {"observedGeneration": pod["metadata"]["generation"]})
 
     def settle(self, name: str, verdict: str = "granted") -> None:
-        """Kubelet and sidecar do all that they have to."""
+        """Let kubelet and sidecar finish their work."""
         self.answer(name, verdict)
         self.sidecars[name].sync_file()
         self.sidecars[name].restart()
@@ -126,25 +128,25 @@ class Node:
         (sidecar,) = (c for c in pod["spec"]["initContainers"] if c["name"] == "sidecar")
         pod["status"]["initContainerStatuses"] = [{"name": "sidecar", "resources": sidecar["resources"]}]
 
-    # -- what the operator does
+    # -- the operator
 
     def operate(self, dies_after: int | None = None) -> list[str]:
-        """One reconciliation from what there is now: what it wrote."""
-        before = len(self.world.writes)
+        """Reconcile once from the current state. Returns the writes."""
+        num_before = len(self.world.writes)
         observed = observe(self.world, now=self.world.now)
         due = plan(observed, IMAGES)
-        mark = _Mortal(self.world, dies_after)
-        applier = Applier(mark, ClusterKey(NAMESPACE, NAME, UID), ContestLog(), 0.0, self.ask)  # type: ignore[arg-type]
+        mortal = _Mortal(self.world, dies_after)
+        applier = Applier(mortal, ClusterKey(NAMESPACE, NAME, UID), ContestLog(), 0.0, self.ask)  # type: ignore[arg-type]
         with contextlib.suppress(KilledError):
             asyncio.run(applier.carry_out(due, observed))
         assert not applier.problems, applier.problems
-        return self.world.writes[before:]
+        return self.world.writes[num_before:]
 
     def due(self) -> Plan:
         return plan(observe(self.world, now=self.world.now), IMAGES)
 
     def converge(self, rounds: int = 30) -> None:
-        """Everybody does what they should, until the operator has nothing more to do."""
+        """Run operator, kubelet and sidecars, until the operator has nothing left to do."""
         for _ in range(rounds):
             written = self.operate()
             self.run_pods()
@@ -158,8 +160,8 @@ class Node:
         return status_of(self.world, now=self.world.now)
 
     async def ask(self, address: str) -> Any:
-        found = (s for s in self.sidecars.values() if s.pod["status"]["podIP"] == address)
-        return next(found).answer()
+        answers = (s for s in self.sidecars.values() if s.pod["status"]["podIP"] == address)
+        return next(answers).answer()
 
 
 class _Mortal:
@@ -171,7 +173,7 @@ class _Mortal:
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._world, name)
 
-        async def made(*args: Any, **options: Any) -> Any:
+        async def call_and_count(*args: Any, **options: Any) -> Any:
             answer = await call(*args, **options)
             if self._left is not None:
                 self._left -= 1
@@ -179,7 +181,7 @@ class _Mortal:
                     raise KilledError
             return answer
 
-        return made
+        return call_and_count
 
 
 def _limit(pod: Object) -> int:
@@ -188,14 +190,14 @@ def _limit(pod: Object) -> int:
 
 
 def limits(node: Node) -> dict[str, int]:
-    """MiB that the sidecars' containers ask for, by pod."""
+    """Requested memory of the sidecars' containers in MiB, by pod."""
     return {name: _limit(pod) // MI for name, pod in node.world.pods.items()}
 
 
-def told(node: Node) -> dict[str, int]:
-    """MiB that the sidecars are told to have."""
+def annotated_sizes(node: Node) -> dict[str, int]:
+    """Annotated sizes of the memory tiers in MiB, by pod."""
     annotations = {name: pod["metadata"]["annotations"] for name, pod in node.world.pods.items()}
-    return {name: int(own[MEMORY_SIZE]) // MI for name, own in annotations.items()}
+    return {name: int(values[MEMORY_SIZE]) // MI for name, values in annotations.items()}
 
 
 def refused_by(message: str) -> RefusedError:

@@ -1,13 +1,14 @@
-"""A second component, for tests only: a router, there while a cluster has more than one engine pod."""
+"""A second component for tests: a router that exists while a cluster has more than one engine pod."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.components.base import Component, Condition, Context, Observed, Plan, Status
-from lmcache_operator.components.differences import differences
-from lmcache_operator.components.pods import is_ready
+from lmcache_operator.components.base import Component, ComponentStatus, Context, Observed, Plan
+from lmcache_operator.components.conditions import Condition
+from lmcache_operator.pods.differences import differences
+from lmcache_operator.pods.pods import is_ready
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import child, labels, selector
 
@@ -15,7 +16,7 @@ Object = dict[str, Any]
 
 
 class Router(Component):
-    """A StatefulSet and a ConfigMap that come and go with the number of engine pods."""
+    """A StatefulSet and a ConfigMap that depend on the number of engine pods."""
 
     name = "router"
 
@@ -45,15 +46,15 @@ class Router(Component):
     def plan(self, cluster: Cluster, observed: Observed, context: Context) -> Plan:
         return differences(self.render(cluster, context), observed)
 
-    def status(self, observed: Observed, plan: Plan) -> Status:
+    def status(self, observed: Observed, plan: Plan) -> ComponentStatus:
         if not observed.children or plan.delete:
-            return Status()
-        serves = any(map(is_ready, observed.pods))
-        found = Condition("True", "Serving", "the router answers") if serves else None
+            return ComponentStatus()
+        is_serving = any(map(is_ready, observed.pods))
+        serving = Condition("True", "Serving", "the router answers") if is_serving else None
         waiting = Condition("False", "NotServing", "the router does not answer")
-        progressing = Condition("False", "Complete", "") if serves else Condition("True", "Starting", "")
-        return Status(
+        progressing = Condition("False", "Complete", "") if is_serving else Condition("True", "Starting", "")
+        return ComponentStatus(
             summary="the router serves",
             progressing=progressing,
-            conditions={"RouterAvailable": found or waiting},
+            conditions={"RouterAvailable": serving or waiting},
         )

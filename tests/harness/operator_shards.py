@@ -1,4 +1,4 @@
-"""A cluster with a managed remote tier in memory, at a time of the test's choice."""
+"""An in-memory cluster with a managed remote tier, and a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 import yaml
-from lmcache_operator.autoscaling.report import Report
-from lmcache_operator.components import COMPONENTS
+from lmcache_operator.autoscaling.policy.report import Report
 from lmcache_operator.components.base import (
     Context,
     Observed,
     Plan,
 )
+from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.reconcile import plan as planning
 from lmcache_operator.reconcile.status import derive_status
 from lmcache_operator.specs.kinds import Ref, controller_uid
@@ -40,8 +40,8 @@ def managed(shards: int = 2, **more: Any) -> dict[str, Any]:
 
 
 class Rig:
-    """A cluster with a managed tier at a time of our choice. It is planned for as if the operator had just
-    started: nothing is remembered."""
+    """A cluster with a managed tier at a chosen time. Each plan is made as by an operator that has just
+    started, without any memory of earlier plans."""
 
     def __init__(self, **tier: Any) -> None:
         self.world = World(cluster(tiers=managed(**tier)))
@@ -64,18 +64,17 @@ class Rig:
             nodes=self.nodes,
         )
 
-    def run(self, *, is_ready: bool = True, most: int = 99) -> list[str]:
-        """Plan once and do it, but for what comes after the first so many writes of each component; what was
-        written."""
+    def run(self, *, is_ready: bool = True, max_writes: int = 99) -> list[str]:
+        """Plan once and apply at most ``max_writes`` writes of each component. Returns the writes."""
         self.world.writes.clear()
-        observed = {own.name: self.observed(own) for own in COMPONENTS}
+        observed = {component.name: self.observed(component) for component in COMPONENTS}
         self.plans, fault = planning.plan(COMPONENTS, self.world.resource, observed, self.context)
         assert fault is None
-        for own in COMPONENTS:
-            due = self.plans[own.name]
-            num_left = max(0, most - len(due.apply))
+        for component in COMPONENTS:
+            due = self.plans[component.name]
+            num_left = max(0, max_writes - len(due.apply))
             due = replace(
-                due, apply=due.apply[:most], delete=due.delete[:num_left], evict=due.evict[:num_left]
+                due, apply=due.apply[:max_writes], delete=due.delete[:num_left], evict=due.evict[:num_left]
             )
             carry_out(self.world, due, is_ready=is_ready)
         return list(self.world.writes)
@@ -89,7 +88,7 @@ class Rig:
 
     @property
     def list(self) -> tuple[int, int]:
-        """How many shards there are in the file, and how many there were before."""
+        """Numbers of current and previous shards in the list."""
         document = yaml.load(self.world.objects[LIST]["data"]["shards.yaml"], yaml.BaseLoader)
         assert ("until" in document) == ("previous" in document)
         return len(document["current"]), len(document.get("previous", ()))
@@ -99,16 +98,18 @@ class Rig:
         return int(self.world.objects[SET]["spec"]["replicas"])
 
     def status(self) -> dict[str, Any]:
-        statuses = [own.status(self.observed(own), self.plans[own.name]) for own in COMPONENTS]
+        statuses = [
+            component.status(self.observed(component), self.plans[component.name]) for component in COMPONENTS
+        ]
         return derive_status(self.world.resource, self.now, statuses, self.plans, ())
 
     def condition(self, kind: str) -> tuple[str, str]:
-        (found,) = [c for c in self.status()["conditions"] if c["type"] == kind]
-        return found["status"], found["reason"]
+        (condition,) = [c for c in self.status()["conditions"] if c["type"] == kind]
+        return condition["status"], condition["reason"]
 
 
 def secure(rig: Rig) -> list[str]:
-    """The numbers of the servers that sidecars speak TLS with."""
+    """Numbers of the servers that sidecars use with TLS."""
     document = yaml.load(rig.world.objects[LIST]["data"]["shards.yaml"], yaml.BaseLoader)
     assert ("tls" in document) == (document.get("ca") == "/etc/lmcache/remote-auth/ca.crt")
     return [endpoint.partition(".")[0][-1] for endpoint in document.get("tls", ())]

@@ -1,4 +1,4 @@
-"""What a device does with memory that it has pinned."""
+"""A device that pins memory, as the arena sees it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Device:
-    """Pins rows of one mapping; what is punched while it has them pinned it sees as it was."""
+    """Pins rows of one mapping. It still sees the old content of rows that are punched while pinned."""
 
     def __init__(self, slots: np.ndarray) -> None:
         self.slots = slots

@@ -1,11 +1,11 @@
-"""What tests on a node ask and look at beside `testing.node.pods`."""
+"""Requests and observations of tests on a node, in addition to `testing.node.pods`."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 
-from lmcache_operator.components.resize import sidecar_memory
+from lmcache_operator.pods.resize import sidecar_memory
 from lmcache_operator.specs.names import MEMORY_SIZE
 
 from testing.kube.api import ApiError
@@ -22,16 +22,16 @@ def prompt(seed: int, length: int = 4096) -> list[int]:
 
 
 def least_cached(question: list[int]) -> int:
-    """All chunks but the last, of which an engine computes at least the last token anew."""
+    """Tokens of all chunks except the last: an engine computes at least the last token again."""
     return (len(question) // _CHUNK - 1) * _CHUNK
 
 
 def hit(pod, question: list[int], cold):
-    """The first answer to ``question`` whose prompt was cached whole, as from a user who asks again; all have
-    the tokens of ``cold``, the answer without a cache.
+    """Repeat ``question`` until its whole prompt is cached, and return that answer. All answers must have the
+    tokens of ``cold``, the answer without a cache.
 
-    What a lower tier has comes while the request waits for it, as long as that is worth it; a machine that
-    is busy brings the rest for the next one.
+    A request waits for chunks of a lower tier only while that is faster than computing. On a busy machine the
+    next request finds the rest.
     """
 
     def ask():
@@ -45,19 +45,19 @@ def hit(pod, question: list[int], cold):
 
 
 def num_running(pod) -> float:
-    """Requests that the engine works on."""
+    """Number of running requests of the engine."""
     lines = pod.get(ENGINE_PORT, "/metrics").decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))
 
 
-def is_going(pod) -> bool:
-    """Whether its end has begun."""
+def is_terminating(pod) -> bool:
+    """Whether the pod has a deletion timestamp."""
     return "deletionTimestamp" in pod.object["metadata"]
 
 
 @contextlib.contextmanager
-def kept(*pods):
-    """Their objects stay when they have ended, until the end of the block: with how their containers did."""
+def retained(*pods):
+    """Retain the pods' objects after their end until the block ends, for their container states."""
     patch = {"metadata": {"finalizers": ["lmcache.test/kept"]}}
     for pod in pods:
         pod.node.api.patch("v1/pods", pod.name, patch, pod.namespace)
@@ -65,34 +65,33 @@ def kept(*pods):
         yield
     finally:
         for pod in pods:
-            with contextlib.suppress(ApiError):  # it went already: there was none left to keep
+            with contextlib.suppress(ApiError):  # the object is already deleted
                 pod.node.api.patch("v1/pods", pod.name, {"metadata": {"finalizers": None}}, pod.namespace)
 
 
-def endings(pod):
-    """How the engine and the sidecar of a pod ended, when both have."""
+def termination_states(pod):
+    """Termination states of engine and sidecar, once both have ended."""
     ended = [pod.container(name)["state"].get("terminated") for name in ("engine", "sidecar")]
     return ended if all(ended) else None
 
 
 def is_in_service(app) -> bool:
-    """Whether a client of the Service reaches the engine."""
+    """Whether clients of the Service reach the engine."""
     slices = app.node.api.objects(
         "discovery.k8s.io/v1/endpointslices", NAMESPACE, f"kubernetes.io/service-name={app.name}"
     )
-    return any(e["conditions"].get("ready") for found in slices for e in found.get("endpoints") or [])
+    return any(e["conditions"].get("ready") for item in slices for e in item.get("endpoints") or [])
 
 
 def is_ready(pod) -> bool:
-    """Whether the sidecar answers and says so."""
+    """Whether the sidecar answers that it is ready."""
     with contextlib.suppress(OSError):
         return bool(pod.get(SIDECAR_PORT, "/readyz"))
     return False
 
 
-def started_again(pod, former: int):
-    """The figures of the sidecar's process when it is another one than ``former``; while there is none, its
-    parent answers."""
+def stats_after_restart(pod, former: int):
+    """Statistics of the sidecar once its process is not ``former`` any more. Meanwhile its parent answers."""
     with contextlib.suppress(OSError):
         stats = pod.stats()
         return stats if stats.get("pid", former) != former else None
@@ -112,7 +111,7 @@ def sidecar_limit(pod: Pod) -> str:
 
 
 def has_size(app: App, num_bytes: int) -> bool:
-    """Whether annotation, request, cgroup and sidecar have it."""
+    """Whether annotation, request, cgroup and sidecar have this size."""
     pod = app.pod()
     memory = pod.stats()["memory"]
     mebibytes = sidecar_memory(num_bytes) >> 20

@@ -1,4 +1,4 @@
-"""Sidecars as HTTP servers, and a poller that is told of them, by a clock that nobody waits for."""
+"""Sidecars as HTTP servers, and a poller that knows their clusters, with a clock that never waits."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from aiohttp import web
-from lmcache_operator.autoscaling.report import Report
-from lmcache_operator.components import COMPONENTS
+from lmcache_operator.autoscaling.intake.poller import Poller
+from lmcache_operator.autoscaling.policy.report import Report
 from lmcache_operator.components.base import Observed
-from lmcache_operator.scaling.poller import Poller
+from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.specs.kinds import ClusterKey, Ref
 from lmcache_operator.specs.names import SIDECAR, SPEC_HASH
 from lmcache_operator.stats import StatsClient
@@ -38,16 +38,16 @@ def in_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 @dataclass
 class Pods:
-    """Sidecars of one cluster as HTTP servers at addresses of their own; ``odd`` does something else."""
+    """Sidecars of one cluster as HTTP servers with different addresses. ``odd`` overrides answers by pod."""
 
     sidecars: Sidecars
     clock: Callable[[], float]
     odd: dict[int, Callable[[web.Request], Awaitable[web.StreamResponse]]] = field(default_factory=dict)
-    num_asked: list[int] = field(default_factory=lambda: [0] * 9)
+    num_polls: list[int] = field(default_factory=lambda: [0] * 9)
 
     def application(self, pod: int) -> web.Application:
         async def answer(request: web.Request) -> web.StreamResponse:
-            self.num_asked[pod] += 1
+            self.num_polls[pod] += 1
             if odd := self.odd.get(pod):
                 return await odd(request)
             if request.path == "/stats":
@@ -61,7 +61,7 @@ class Pods:
 
 
 class Rig:
-    """A poller, and the clusters that it is told of; all of them have the same pods."""
+    """A poller and its clusters, which all have the same pods."""
 
     def __init__(self, pods: Pods, poller: Poller, num_pods: int) -> None:
         self.pods, self.poller = pods, poller
@@ -81,18 +81,18 @@ class Rig:
             }
             for uid, address in self.addresses.items()
         )
-        one = Observed(
+        observation = Observed(
             resource=resource, pods=pods, children={Ref("StatefulSet", "demo-engine"): engine},
             now=datetime.now(UTC),
         )  # fmt: skip
-        return {own.name: one for own in COMPONENTS}
+        return {component.name: observation for component in COMPONENTS}
 
     def report(self, number: int = 0, **spec: Any) -> Report | None:
         return self.poller.report(ClusterKey("default", "demo", f"cluster-{number}"), self.observed(**spec))
 
-    async def until(self, found: Callable[[], Any], **spec: Any) -> Any:
+    async def until(self, condition: Callable[[], Any], **spec: Any) -> Any:
         async with asyncio.timeout(PATIENCE):
-            while not (value := found()):  # noqa: ASYNC110 - nobody tells
+            while not (value := condition()):  # noqa: ASYNC110 - the condition has no event
                 await asyncio.sleep(0.01)
         return value
 
@@ -103,7 +103,7 @@ class Rig:
 
 @asynccontextmanager
 async def rig(num_pods: int = 2, **options: Any) -> AsyncIterator[Rig]:
-    """Its clock goes 15 minutes with each look, so that each poll decides."""
+    """A rig whose clock advances by 15 minutes at each read, so that each poll decides."""
     workload = Workload([])
     minutes = itertools.count(1.8e9, 900.0)
     pods = Pods(Sidecars(workload, Service(num_pods, 0, 50), num_pods, 64 << 30), lambda: next(minutes))
@@ -132,11 +132,13 @@ def serve(pods: Pods, pod: int, number: int = 1) -> None:
 
 
 def many(observed: dict[str, Observed], number: int, address: str) -> dict[str, Observed]:
-    one = observed["engine"].pods[0]
+    first = observed["engine"].pods[0]
     pods = tuple(
-        one
-        | {"metadata": one["metadata"] | {"name": f"pod-{number}", "uid": f"uid-{number}"}}
-        | {"status": one["status"] | {"podIP": address}}
+        first
+        | {"metadata": first["metadata"] | {"name": f"pod-{number}", "uid": f"uid-{number}"}}
+        | {"status": first["status"] | {"podIP": address}}
         for number in range(number)
     )
-    return {name: Observed(resource=own.resource, pods=pods, now=own.now) for name, own in observed.items()}
+    return {
+        name: Observed(resource=item.resource, pods=pods, now=item.now) for name, item in observed.items()
+    }

@@ -1,4 +1,4 @@
-"""Other programs in the place of an engine's ``vllm``, out of ConfigMaps."""
+"""Programs from ConfigMaps that replace an engine's ``vllm``."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ python -m http.server 8000 -d "$HOME/www" &
 trap "kill $!" TERM
 wait
 """
-"""It only says that it is healthy, and is up in a second."""
+"""A program that starts in a second and only reports that it is healthy."""
 _DIRECTORY = "/opt/test"
 
 
 def offer_programs(node, name: str, **files: str) -> None:
-    """A ConfigMap of them, for pods of LMCacheClusters."""
+    """Create a ConfigMap of programs for pods of LMCacheClusters."""
     node.api.create("v1/configmaps", {"metadata": {"name": name}, "data": files}, NAMESPACE)
 
 
 def use_program(app, name: str, program: str, modules: Collection[str] = ()) -> None:
-    """Have the app's engine be that file of a ConfigMap, with modules of `testing.engine` from there."""
+    """Let the app's engine run this file of a ConfigMap, with modules of `testing.engine` from there."""
     template = app.spec["spec"]["engine"]["podTemplate"]["spec"]
     (container,) = template["containers"]
     venv = next(mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "venv")

@@ -1,4 +1,4 @@
-"""Servers that know one another: a master with a replica under a Sentinel, and a Redis Cluster."""
+"""Connected servers: a master with a replica under a Sentinel, and a Redis Cluster."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ SERVICE = "kv-cache"
 
 
 class Sentinel:
-    """One Sentinel that decides alone, within half a second."""
+    """One Sentinel, which decides alone and within half a second."""
 
     def __init__(self, master: RedisProcess, *, password: str = "") -> None:
         self.port = free_port()
         self.client = redis.Redis(port=self.port, password=password or None)
         config = master.folder / "sentinel.conf"
         auth = f"sentinel auth-pass {SERVICE} {master.password}\n" if master.password else ""
-        own = f"requirepass {password}\n" if password else ""
+        require_password = f"requirepass {password}\n" if password else ""
         config.write_text(
-            f"port {self.port}\nbind 127.0.0.1\ndir {master.folder}\n{own}"
+            f"port {self.port}\nbind 127.0.0.1\ndir {master.folder}\n{require_password}"
             f"sentinel monitor {SERVICE} 127.0.0.1 {master.port} 1\n{auth}"
             f"sentinel down-after-milliseconds {SERVICE} 300\n"
             f"sentinel failover-timeout {SERVICE} 2000\n"
@@ -35,8 +35,8 @@ class Sentinel:
 
     def _knows_a_replica(self) -> bool:
         with contextlib.suppress(redis.ConnectionError):
-            found = self.client.execute_command("SENTINEL", "REPLICAS", SERVICE)
-            return len(found) == 1 and found[0][b"master-link-status"] == b"ok"
+            replicas = self.client.execute_command("SENTINEL", "REPLICAS", SERVICE)
+            return len(replicas) == 1 and replicas[0][b"master-link-status"] == b"ok"
         return False
 
     def close(self) -> None:
@@ -47,7 +47,7 @@ class Sentinel:
 
 @contextlib.contextmanager
 def sentinel_set(password: str = "") -> Iterator[tuple[Sentinel, RedisProcess, RedisProcess]]:
-    """A Sentinel, a master and its replica in step."""
+    """A Sentinel, and a master with a synchronised replica."""
     options = {"repl_diskless_sync_delay": 0, **({"masterauth": password} if password else {})}
     with (
         RedisProcess(password=password, **options) as master,
@@ -60,7 +60,7 @@ def sentinel_set(password: str = "") -> Iterator[tuple[Sentinel, RedisProcess, R
 
 
 class Cluster:
-    """``nodes[:3]`` own a third of the slots each; ``nodes[3]`` is the replica of ``nodes[0]``."""
+    """``nodes[:3]`` own a third of the slots each. ``nodes[3]`` is the replica of ``nodes[0]``."""
 
     def __init__(self, nodes: Sequence[RedisProcess]) -> None:
         self.nodes = nodes

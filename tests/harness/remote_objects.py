@@ -1,4 +1,4 @@
-"""Objects in a remote tier: made, read back, waited for."""
+"""Objects in a remote tier: their content, reads and faults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def row_name(key: bytes) -> str:
 
 
 def damage_row(client: redis.Redis, name: bytes, damage: str) -> None:
-    """Flip a bit of a row's first piece, put another type of value in its place, or delete it."""
+    """Flip a bit of a row's first piece, replace the row by a value of another type, or delete it."""
     if damage == "flipped":
         piece = bytearray(client.hget(name, "0:0"))
         piece[-1] ^= 1
@@ -30,11 +30,11 @@ def damage_row(client: redis.Redis, name: bytes, damage: str) -> None:
     else:
         client.delete(name)
         if damage == "foreign":
-            client.set(name, b"somebody else's")
+            client.set(name, b"foreign value")
 
 
 def tier_of(url: str, timeout_seconds: float = 60.0) -> RemoteTier:
-    """With time enough for a machine that stands still for a while, unless a test is about the deadline."""
+    """A tier whose timeout is long enough for a slow machine, unless a test is about the deadline."""
     return RemoteTier(Address.parse(url), timeout_seconds=timeout_seconds)
 
 
@@ -45,12 +45,12 @@ def load(remote: RemoteTier, column: int = 0, room: int = 3 * PART_BYTES, key: b
 
 
 def probe(remote: RemoteTier) -> bool:
-    """Probe all servers now; does one answer?"""
+    """Probe all servers now. Returns whether the tier is available."""
     for server in remote._topology.servers():
         server.circuit.probe()
     return not remote.health.is_open
 
 
 def is_available(remote: RemoteTier) -> bool:
-    """Has the tier's own probe found it healthy?"""
+    """Whether the tier's own probe found it healthy."""
     return not remote.health.is_open

@@ -1,4 +1,4 @@
-"""What a sidecar says of the requests that were looked up, read as its page defines it."""
+"""Samples of looked-up requests, read from a sidecar as its page defines them."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 
 
-class Told(NamedTuple):
-    """One request."""
+class SampledRequest(NamedTuple):
+    """One request in the samples."""
 
     time: float
     keys: list[int]
-    """Tail first."""
+    """Keys of the sampled chunks, tail first."""
     tiers: str
 
 
-def requests_of(answer: dict[str, Any]) -> list[Told]:
-    """Of an answer of ``/samples``."""
-    keys = [int(answer["key"][at : at + 16], 16) for at in range(0, len(answer["key"]), 16)]
+def requests_of(answer: dict[str, Any]) -> list[SampledRequest]:
+    """The requests in an answer of ``/samples``."""
+    starts = range(0, len(answer["key"]), 16)
+    keys = [int(answer["key"][start : start + 16], 16) for start in starts]
     assert len(keys) == len(answer["tier"]) == sum(answer["num"])
     assert len(answer["ms"]) == len(answer["num"])
-    told, at = [], 0
+    requests, start = [], 0
     for ms, num in zip(answer["ms"], answer["num"], strict=True):
-        part = slice(at, at + num)
-        told.append(Told(answer["t0"] + ms / 1000, keys[part], answer["tier"][part]))
-        at += num
-    return told
+        part = slice(start, start + num)
+        requests.append(SampledRequest(answer["t0"] + ms / 1000, keys[part], answer["tier"][part]))
+        start += num
+    return requests
 
 
 class Watch:
-    """The requests from now on."""
+    """Reads the requests that are sampled from now on."""
 
     def __init__(self, sidecar: SidecarProcess) -> None:
         self._sidecar = sidecar
@@ -42,25 +43,29 @@ class Watch:
         answer: dict[str, Any] = json.loads(self._sidecar.get(f"/samples?since={since}"))
         return answer
 
-    def next(self, number: int, num_chunks: int = 0) -> list[Told]:
-        """Wait for so many, and no more; with ``num_chunks`` only those of so many chunks are looked at."""
+    def next(self, number: int, num_chunks: int = 0) -> list[SampledRequest]:
+        """Wait for exactly ``number`` requests. With ``num_chunks``, only requests of this length count."""
 
-        def answered() -> list[Told] | None:
+        def answered() -> list[SampledRequest] | None:
             answer = self._ask(self._since)
-            told = [one for one in requests_of(answer) if len(one.keys) == (num_chunks or len(one.keys))]
-            if len(told) < number:
+            requests = [
+                request
+                for request in requests_of(answer)
+                if len(request.keys) == (num_chunks or len(request.keys))
+            ]
+            if len(requests) < number:
                 return None
             self._since = answer["next"]
-            return told
+            return requests
 
-        told = wait_until(answered, timeout=60, what=f"{number} requests are told")
-        assert len(told) == number
-        return told
+        requests = wait_until(answered, timeout=60, what=f"{number} requests are sampled")
+        assert len(requests) == number
+        return requests
 
-    def now(self) -> list[Told]:
-        """All there are, of those that were not told before."""
+    def now(self) -> list[SampledRequest]:
+        """All requests that were not returned before."""
         return requests_of(self._ask(self._since))
 
     def tiers(self, number: int) -> list[str]:
-        """Where their chunks were found, head first."""
-        return [told.tiers[::-1] for told in self.next(number)]
+        """Tiers in which the chunks of the next requests were found, head first."""
+        return [request.tiers[::-1] for request in self.next(number)]

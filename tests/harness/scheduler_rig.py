@@ -1,4 +1,4 @@
-"""The connector's scheduler side over a sidecar double, with requests and steps made by hand."""
+"""The connector's scheduler side over a sidecar double, with hand-made requests and steps."""
 
 import threading
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from tests.harness.wire import make_hello
 
 
 def make_identity(*groups, chunk_tokens=64, **hello):
-    """An engine that hashes every 32 tokens; with one group of full attention unless told otherwise."""
+    """An engine that hashes every 32 tokens, by default with one group of full attention."""
     groups = groups or (KVGroup(0, 32, 4096),)
     return EngineIdentity(make_hello(chunk_tokens=chunk_tokens, groups=groups, **hello), 32)
 
@@ -66,7 +66,7 @@ class Rig:
         self.session = SessionDouble()
         self.extra_keys = {None: ()}
         self.scheduler = VLLMScheduler(
-            lambda _: self.session, self._extra_keys_of, clock=lambda: self.now, **settings
+            lambda _: self.session, self._extra_keys_of, clock=lambda: self.now, num_blocks=1000, **settings
         )
         self.scheduler.adopt(["another connector's message", identity])
         self.lookups = self.scheduler._lookups
@@ -79,14 +79,14 @@ class Rig:
         return lambda: self.extra_keys[request.lora_request]
 
     def stored(self, num_chunks, **context):
-        """Let the sidecar have the first chunks of the default prompt."""
+        """Let the sidecar hold the first chunks of the default prompt."""
         for chunk_hash in GRID.chunk_hashes(hashes(4096), 0, num_chunks):
             slot = Slot(len(self.session.rows), 1)
             self.session.rows[keys.chunk_key(chunk_hash, **context)] = slot
             self.session.committed.append(slot)
 
     def drain_lookups(self):
-        """Wait until the lookup thread did all that was asked so far."""
+        """Wait until the lookup thread has finished all tasks so far."""
         done = threading.Event()
         self.lookups.ask(Ticket("", [], b"", find_extra_keys=done.set))
         assert done.wait(60)
@@ -104,7 +104,7 @@ class Rig:
         self.scheduler.update_state_after_alloc(request, table, external)
 
     def step(self, new=(), cached=(), preempted=(), drafts=None):
-        """``new``: (id, blocks, computed, scheduled); ``cached``: the same and whether it was resumed."""
+        """``new``: (id, blocks, computed, scheduled). ``cached``: the same, and whether it was resumed."""
         for name, ids, *_ in (*new, *(item for item in cached if item[4])):
             self.tables[name] = list(ids)
         for name, ids, *_ in (item for item in cached if not item[4]):

@@ -1,4 +1,4 @@
-"""A sidecar inside the test: as much of ``Session`` as the connector uses, with faults to inject."""
+"""A sidecar inside the test: the parts of ``Session`` that the connector uses, with injected faults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.harness.wire import NAMESPACE
 
 
 class SessionDouble:
-    """Rows are given out in order, never evicted; ``committed`` and ``aborted`` say what became of them."""
+    """Rows are allocated in order and never evicted. ``committed`` and ``aborted`` list their outcome."""
 
     def __init__(self, num_rows: int = 64, slot_bytes: int = 4096) -> None:
         self.epoch = 1
@@ -29,7 +29,7 @@ class SessionDouble:
         self.owed: list[str] = []
         self.num_pending = 0
         self.num_hints = 0
-        self.scheduled: list[tuple[str, int, Scheduled]] = []  # with the number of keys
+        self.scheduled: list[tuple[str, int, Scheduled]] = []  # id, number of keys, report
         self.memory_only = False
         self.is_down = False
         self.is_copying = False
@@ -53,21 +53,21 @@ class SessionDouble:
         return self
 
     def find(self, row_keys: Any) -> Found:
-        """As ``MappedIndex`` does."""
+        """Like ``MappedIndex.find``."""
         slots = self._leading(_split(row_keys.tobytes()))
         rows, generations = [slot.row for slot in slots], [slot.generation for slot in slots]
         return Found(np.array(rows, np.int64), np.array(generations, np.uint64))
 
     def find_each(self, row_keys: Any) -> Located:
-        """As ``MappedIndex`` does."""
+        """Like ``MappedIndex.find_each``."""
         slots = [self.rows.get(key) for key in _split(row_keys.tobytes())]
-        there = [slot if slot in self.committed else None for slot in slots]
-        rows = np.array([slot.row if slot else 0 for slot in there], np.int64)
-        generations = np.array([slot.generation if slot else 0 for slot in there], np.uint64)
-        return Located(np.array([slot is not None for slot in there], np.bool_), rows, generations)
+        committed = [slot if slot in self.committed else None for slot in slots]
+        rows = np.array([slot.row if slot else 0 for slot in committed], np.int64)
+        generations = np.array([slot.generation if slot else 0 for slot in committed], np.uint64)
+        return Located(np.array([slot is not None for slot in committed], np.bool_), rows, generations)
 
     def view(self, row: int, num_bytes: int) -> Any:
-        """As ``Session`` does, with a row of one slot each."""
+        """Like ``Session.view``, with one slot for each row."""
         return self.slots[row][:num_bytes]
 
     def lookup(
@@ -98,7 +98,7 @@ class SessionDouble:
         return list(map(self._reserve, _split(keys)))
 
     def commit(self, slots: Sequence[Slot], timeout: float = 0) -> None:
-        assert self.is_copying, "commit belongs into the copying block"
+        assert self.is_copying, "commit must be called inside the copying block"
         self._check_up()
         self.committed += slots
 
@@ -134,6 +134,6 @@ class SessionDouble:
 
 
 def _split(keys: bytes) -> list[bytes]:
-    """Rows of the Hello's namespace are called by their chunk keys here."""
-    row_keys = (keys[at : at + ROW_KEY_BYTES] for at in range(0, len(keys), ROW_KEY_BYTES))
+    """Row keys, with those of the Hello's namespace shortened to their chunk keys."""
+    row_keys = (keys[start : start + ROW_KEY_BYTES] for start in range(0, len(keys), ROW_KEY_BYTES))
     return [key.removeprefix(NAMESPACE) for key in row_keys]

@@ -1,4 +1,4 @@
-"""What vLLM's scheduler and our connector must be told to run without an engine, a model and a device."""
+"""Configurations for vLLM's scheduler and the connector without an engine, a model and a device."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class SimGroup:
     """Layers of one kind, which share a block table."""
 
     kind: str = "full"
-    """Of attention: full, mla, window, chunked; or state: a snapshot of everything so far per block."""
+    """Kind of attention: full, mla, window, chunked. Or state: a snapshot of everything so far per block."""
     span: int = 0
-    """Tokens of a sliding window, itself included, or of an attention chunk."""
+    """Tokens of a sliding window, including the current token, or of an attention chunk."""
     block_tokens: int = BLOCK
     num_layers: int = NUM_LAYERS
 
     def read_from(self, num_computed: int) -> int:
-        """The first token whose KV the computation of the next one reads."""
+        """The first token whose KV is read when the next token is computed."""
         starts = {
             "window": max(0, num_computed - self.span + 1),
             "chunked": num_computed // max(1, self.span) * self.span,
@@ -66,22 +66,24 @@ class SimGroup:
 
 @dataclass(frozen=True)
 class SimSettings:
-    """One engine's shape."""
+    """The shape of one simulated engine."""
 
-    runner: int = 1  # of vLLM's two model runners
-    num_drafts: int = 0  # speculative tokens per step
+    runner: int = 1  # which of vLLM's two model runners
+    num_drafts: int = 0  # speculative tokens of each step
     num_blocks: int = 64
     has_prefix_caching: bool = False
-    is_async: bool = False  # the next step is scheduled before the last one's tokens are known
+    is_async: bool = False  # the next step is scheduled before the tokens of the last step are known
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 128
-    head_size: int = 1  # times CELL are a token's bytes per layer; the model fills the first CELL of them
+    head_size: int = (
+        1  # a token has head_size * CELL bytes in each layer; the model fills the first CELL bytes
+    )
     groups: tuple[SimGroup, ...] = (SimGroup(),)
-    retention: int | None = 0  # tokens between what vLLM's own cache keeps of windows and states; None: all
-    has_events: bool = False  # KV events, which ``SimEngine.published`` keeps
-    layout: str = "LBNHC"  # the physical order, by vLLM's name for it
+    retention: int | None = 0  # distance in tokens of the windows and states in vLLM's own cache; None: all
+    has_events: bool = False  # KV events, collected in ``SimEngine.published``
+    layout: str = "LBNHC"  # vLLM's name of the physical order
     tensor_parallel: int = 1
-    num_kv_heads: int = 8  # what tensor parallelism can split; of latents 1
+    num_kv_heads: int = 8  # heads that tensor parallelism can split; 1 for latents
     pipeline_parallel: int = 1
 
     @property
@@ -94,11 +96,11 @@ class SimSettings:
 
     @property
     def replicas(self) -> int:
-        """Consecutive tensor-parallel ranks that hold the same KV."""
+        """Number of consecutive tensor-parallel ranks that hold the same KV."""
         return self.tensor_parallel // min(self.tensor_parallel, self.num_kv_heads)
 
     def layers(self, stage: int = 0) -> list[list[str]]:
-        """A pipeline stage's names, per group."""
+        """Layer names of a pipeline stage, by group."""
         return [
             [f"group{number}.layer{stage * group.num_layers + layer}" for layer in range(group.num_layers)]
             for number, group in enumerate(self.groups)
@@ -107,19 +109,19 @@ class SimSettings:
 
 @contextmanager
 def model_runner(number: int):
-    """vLLM reads its choice of a runner from the environment, in several places."""
-    before = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    """Select a runner. vLLM reads the choice from the environment in several places."""
+    value_before = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(number - 1)
     try:
         yield
     finally:
         os.environ.pop("VLLM_USE_V2_MODEL_RUNNER")
-        if before is not None:
-            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = before
+        if value_before is not None:
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = value_before
 
 
 def make_configs(settings: SimSettings, socket: str):
-    """The engine's two configurations; (VllmConfig, KVCacheConfig, block size, hash block size)."""
+    """Configurations of the engine: VllmConfig, KVCacheConfig, block size, hash block size."""
     config = copy.deepcopy(_vllm_config(settings))
     config.kv_transfer_config = KVTransferConfig(**connector_config(socket, **CONNECTOR))
     config.kv_transfer_config.engine_id = config.instance_id = uuid.uuid4().hex
@@ -132,7 +134,7 @@ def make_configs(settings: SimSettings, socket: str):
 
 
 def make_cache_config(config, settings: SimSettings, stage: int = 0) -> KVCacheConfig:
-    """That of the ranks of a pipeline stage."""
+    """The cache configuration of the ranks of a pipeline stage."""
     specs = [_spec(group, settings) for group in settings.groups]
     (page_bytes,) = {spec.page_size_bytes for spec in specs}
     outer = max(group.num_layers for group in settings.groups)
@@ -147,7 +149,7 @@ def make_cache_config(config, settings: SimSettings, stage: int = 0) -> KVCacheC
                 layer_stride=settings.num_blocks * page_bytes if by_layer else page_bytes,
                 block_stride=page_bytes if by_layer else outer * page_bytes,
             )
-            for names in layers  # groups lie over each other
+            for names in layers  # groups share the same memory
         ],
         kv_cache_groups=list(map(KVCacheGroupSpec, layers, specs)),
         prefix_cache_retention_interval=settings.retention,
@@ -161,14 +163,14 @@ def make_cache_config(config, settings: SimSettings, stage: int = 0) -> KVCacheC
 
 
 def _set_if_known(cache: KVCacheConfig, **values: int) -> None:
-    """Older versions of vLLM know neither."""
+    """Set fields that older versions of vLLM lack."""
     for name, value in values.items():
         if hasattr(cache, name):
             setattr(cache, name, value)
 
 
 def _spec(group: SimGroup, settings: SimSettings) -> KVCacheSpec:
-    """All groups have pages of one size, as vLLM unifies them."""
+    """The spec of a group. All groups have pages of one size, as vLLM unifies them."""
     size = settings.head_size * BLOCK // group.block_tokens
     assert size, "blocks of more tokens need a larger head_size"
     if group.kind == "state":
@@ -192,13 +194,13 @@ def _spec(group: SimGroup, settings: SimSettings) -> KVCacheSpec:
 @functools.cache
 def _vllm_config(settings: SimSettings):
     drafts = {"method": "ngram", "num_speculative_tokens": settings.num_drafts, "prompt_lookup_max": 4}
-    with model_runner(1):  # the second one is refused without Triton, which no CPU has
+    with model_runner(1):  # vLLM refuses the second runner without Triton, which no CPU has
         config = EngineArgs(
             model=str(tiny_model()),
             dtype="float32",
             enforce_eager=True,
             max_model_len=2048,
-            block_size=32,  # of the CPU's attention, which does not run
+            block_size=32,  # for the CPU's attention, which does not run
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             enable_prefix_caching=settings.has_prefix_caching,
@@ -212,7 +214,7 @@ def _vllm_config(settings: SimSettings):
     if settings.has_states:
         config.cache_config.mamba_cache_mode = "align" if settings.has_prefix_caching else "none"
         config.cache_config.mamba_block_size = config.cache_config.block_size
-    config.scheduler_config.async_scheduling = settings.is_async  # the CPU's platform forbids it
+    config.scheduler_config.async_scheduling = settings.is_async  # forbidden by the CPU platform
     parallel = config.parallel_config
     parallel.tensor_parallel_size = settings.tensor_parallel
     parallel.pipeline_parallel_size = settings.pipeline_parallel
@@ -225,7 +227,7 @@ def _vllm_config(settings: SimSettings):
 
 
 class _Attention:
-    """What is asked of a layer: how its KV lies."""
+    """An attention layer: vLLM asks it for its KV layout."""
 
     isa = ""
 

@@ -1,8 +1,8 @@
-"""Where a simulated engine's KV lies, and when the kernels of its forwards run.
+"""Memory of a simulated engine's KV, and the time at which the kernels of its forward passes run.
 
-On the host they run at once. In a process on the simulated driver (``testing.cuda``) the KV is device memory
-and the kernels are late: they run when the next step is under way, in the order of the compute stream, as on
-a GPU. A copy that doesn't wait for its fence finds, or leaves, other bytes.
+On the host, kernels run at once. In a process on the simulated driver (``testing.cuda``), the KV is device
+memory and kernels are delayed: they run during the next step, in the order of the compute stream, as on a
+GPU. A copy that does not wait for its fence reads or leaves wrong bytes.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ TIMEOUT = 60.0
 
 
 class HostDevice:
-    """Host memory; kernels run when they are launched."""
+    """Host memory. Kernels run when they are launched."""
 
     def allocate(self, cache: KVCacheConfig, layout: str) -> dict[str, torch.Tensor]:
-        """The engine's KV, as vLLM makes it."""
+        """Allocate the engine's KV as vLLM does."""
         return allocate_kv_cache(cache, torch.device("cpu"), KVCacheLayout[layout])
 
     def launch(self, kernel: Kernel) -> None:
         """Queue work on the compute stream."""
         kernel()
 
-    def go_on(self) -> None:
-        """What was launched so far runs from now on."""
+    def release_kernels(self) -> None:
+        """Let everything launched so far run."""
 
     def synchronize(self) -> None:
-        """Until it has run."""
+        """Wait until everything launched has run."""
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
 
 
 class LateDevice(HostDevice):
-    """Memory of the simulated GPU. The compute stream waits for a word, which says what has run."""
+    """Memory of the simulated GPU. The compute stream waits for a word that counts completed kernels."""
 
     def __init__(self) -> None:
         self._context = Device.visible()[0].primary_context()
         self._word = int(self._context.call("cuMemAlloc", 4))
         ctypes.c_uint32.from_address(self._word).value = 0
         self._addresses = [self._word]
-        self._compute = Stream(self._context, 0)  # the legacy one, where an engine on the host computes
+        self._compute = Stream(self._context, 0)  # the legacy stream, which the engine's computations use
         self._launched = 0
         self._kernels: queue.SimpleQueue[tuple[int, Kernel] | None] = queue.SimpleQueue()
-        self._changed = threading.Condition()  # protects what follows
+        self._changed = threading.Condition()  # protects the fields below
         self._may_run = self._has_run = 0
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="simulated-gpu", daemon=True)
@@ -74,13 +74,13 @@ class LateDevice(HostDevice):
         self._context.call("cuStreamWaitValue32", self._compute.raw, self._word, self._launched, 0)
         self._kernels.put((self._launched, kernel))
 
-    def go_on(self) -> None:
+    def release_kernels(self) -> None:
         with self._changed:
             self._may_run = self._launched
             self._changed.notify_all()
 
     def synchronize(self) -> None:
-        self.go_on()
+        self.release_kernels()
         with self._changed:
             assert self._changed.wait_for(lambda: self._has_run == self._launched or self._error, TIMEOUT)
         if self._error is not None:
@@ -108,7 +108,7 @@ class LateDevice(HostDevice):
                 self._changed.wait_for(lambda number=number: self._may_run >= number)
             try:
                 kernel()
-            except BaseException as error:  # of the harness: whoever waits has to know
+            except BaseException as error:  # an error of the harness: raised by synchronize
                 self._error = error
             ctypes.c_uint32.from_address(self._word).value = number
             with self._changed:
@@ -117,5 +117,5 @@ class LateDevice(HostDevice):
 
 
 def make_device() -> HostDevice:
-    """By whether this process is on the simulated driver."""
+    """A device for this process, on the simulated driver or on the host."""
     return LateDevice() if "CUDASIM_NODE" in os.environ else HostDevice()

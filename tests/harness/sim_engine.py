@@ -1,11 +1,12 @@
-"""vLLM's own Scheduler, KVCacheManager and runner hooks with our connector, over a model that is not there.
+"""vLLM's own Scheduler, KVCacheManager and runner hooks with this project's connector, over a simulated
+model.
 
-One ``SimEngine`` is an engine without a process and without threads of its own: ``step`` does what vLLM's
-EngineCore does in one. The connector's two sides are the real ones and attach to a real sidecar. What
-differs between vLLM's two model runners, the order of the connector's hooks, is run by vLLM's own classes.
+One ``SimEngine`` is an engine without a process or threads: ``step`` does what vLLM's EngineCore does in one
+step. Both sides of the connector are real and attach to a real sidecar. vLLM's own classes run the order of
+the connector's hooks, which differs between vLLM's two model runners.
 
-Every rank compares all KV that the model would read with what the tokens say (``sim_rank``), and reports
-what is wrong (``wrong_reads``).
+Every rank compares all KV that the model would read with the expected KV (``sim_rank``), and reports
+differences in ``wrong_reads``.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _NAMES = itertools.count()
 
 @dataclass
 class Result:
-    """What a request brought so far."""
+    """Results of a request so far."""
 
     tokens: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
@@ -50,7 +51,7 @@ class Result:
 
 
 class SimEngine:
-    """See the module."""
+    """One simulated engine. The module's docstring describes it."""
 
     def __init__(self, socket: str, settings: SimSettings = SimSettings()) -> None:  # noqa: B008  # frozen
         self.settings = settings
@@ -74,7 +75,7 @@ class SimEngine:
             self._num_batches = config.max_concurrent_batches
         self.published: list[KVCacheEvent] = []
         self.scheduler.kv_event_publisher.publish = lambda batch: self.published.extend(batch.events)
-        # The tiny model takes no media.
+        # The tiny model accepts no media.
         self.scheduler.max_num_encoder_input_tokens = _MAX_MEDIA_TOKENS
         self.scheduler.encoder_cache_manager = EncoderCacheManager(_MAX_MEDIA_TOKENS)
         self._handed_out: list[int] = []
@@ -89,7 +90,7 @@ class SimEngine:
 
     @property
     def worker(self) -> LMCacheClusterConnector:
-        """The first rank's side of the connector."""
+        """The worker side of the first rank."""
         return self.ranks[0].worker
 
     def close(self) -> None:
@@ -107,8 +108,11 @@ class SimEngine:
         content: Content | None = None,
         **fields: Any,
     ) -> str:
-        """A request arrives; its name. ``fields`` are more of vLLM's, ``content`` is what they mean to the
-        model. A ``name`` of before: the session goes on."""
+        """Add a request. Returns its name.
+
+        ``fields`` are further fields of vLLM's request, and ``content`` is their meaning to the model. An
+        existing ``name`` continues a session.
+        """
         name = name or f"engine{self._name}-{len(self.results)}"
         self.results.setdefault(name, Result())
         self._contents[name] = {**self._contents.get(name, {}), **(content or {})}
@@ -124,29 +128,29 @@ class SimEngine:
         return name
 
     def abort(self, name: str) -> None:
-        """The client went away."""
+        """Abort the request, as when the client disconnects."""
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def reset(self, new_weights: bytes) -> bool:
-        """As before a weight update; whether the engine was ready for one. Then the weights are new."""
-        while self._batches:  # vLLM pauses first, and can't reset what is still being computed
+        """Reset the caches and change the weights, as for a weight update. Returns whether vLLM accepted."""
+        while self._batches:  # vLLM pauses first, and cannot reset what is being computed
             self._update(*self._batches.popleft())
         try:
             is_reset = self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        except RuntimeError:  # vLLM can't, while a request waits for its load
+        except RuntimeError:  # vLLM refuses while a request waits for its load
             return False
         if is_reset:
             self.weights = new_weights
         return bool(is_reset)
 
     def forget(self, *, also_of_running: bool = False) -> None:
-        """Empty the engine's own prefix cache, so that only the connector can bring KV."""
+        """Empty the engine's own prefix cache, so that only the connector can provide KV."""
         while also_of_running and self._batches:  # vLLM pauses first
             self._update(*self._batches.popleft())
         assert self.scheduler.reset_prefix_cache(reset_running_requests=also_of_running)
 
     def run(self, *names: str, timeout: float = 60.0) -> None:
-        """Step until these requests ended; without names, until nothing is left to do: no block is held."""
+        """Step until these requests have ended. Without names, until no work is left and no block is held."""
         deadline = time.monotonic() + timeout
         while (
             any(self.results[name].finish_reason is None for name in names)
@@ -154,27 +158,28 @@ class SimEngine:
             else self.scheduler.has_requests() or self._batches
         ):
             if time.monotonic() > deadline:
-                raise AssertionError(f"does not end: {list(self.scheduler.requests.values())}")
+                raise AssertionError(f"requests do not end: {list(self.scheduler.requests.values())}")
             self.step()
         for rank in self.ranks:
             rank.synchronize()
 
     def leftovers(self) -> dict[str, object]:
-        """What the connector still knows of requests; nothing, when all ended and their stores did."""
+        """State that the connector holds for requests. Empty after all requests and stores have ended."""
         scheduler = self.scheduler.connector._scheduler
         known = {
             "states": scheduler._states,
             "jobs": scheduler._stores._jobs,
             "computing": scheduler._computing._states,
+            "loads": [*scheduler._open_loads._loading, *scheduler._open_loads._loaded],
         }
         for rank in self.ranks:
             worker = rank.worker._worker
             for name in ("held", "stores", "loading"):
                 known[f"{name} by {rank.place}"] = getattr(worker, f"_{name}")
-        return {name: dict.fromkeys(what) for name, what in known.items() if what}
+        return {name: dict.fromkeys(values) for name, values in known.items() if values}
 
     def step(self) -> bool:
-        """One step of the engine's loop; whether something was computed."""
+        """Run one step of the engine's loop. Returns whether something was computed."""
         if not self.scheduler.has_requests() and not self._batches:
             return False
         num_scheduled = 0
@@ -189,7 +194,7 @@ class SimEngine:
             time.sleep(0.0005)  # EngineCore's own idle step
         return bool(num_scheduled)
 
-    # ---- the scheduler's side ----
+    # ---- the scheduler side ----
 
     def _update(self, output: SchedulerOutput, ran: ModelRunnerOutput) -> None:
         for outputs in self.scheduler.update_from_output(output, ran).values():
@@ -211,16 +216,18 @@ class SimEngine:
         pool = self.scheduler.kv_cache_manager.block_pool
         allocate = pool.get_new_blocks
 
-        def watched(num_blocks: int) -> list[KVCacheBlock]:
+        def get_and_record(num_blocks: int) -> list[KVCacheBlock]:
             blocks = allocate(num_blocks)
             self._handed_out += [block.block_id for block in blocks]
             return blocks
 
-        pool.get_new_blocks = watched
+        pool.get_new_blocks = get_and_record
 
     def _worthless_blocks(self) -> list[int]:
-        """With one group of full attention blocks are given back when no copy reads them, so nothing may rely
-        on what is in a free one; others' slide out under copies, and count when they are handed out.
+        """Free blocks whose content no copy may read.
+
+        With one group of full attention, blocks are freed after all copies that read them. Blocks of other
+        groups slide out under copies, and count when they are allocated again.
         """
         if not self.settings.has_one_full_group:
             return []
@@ -240,13 +247,13 @@ class SimEngine:
             return outputs[0]
         return self._outputs.aggregate(
             list(map(copy.copy, outputs))
-        )  # it writes to one, which may be a constant
+        )  # copies, because aggregate changes one output, which may be a constant
 
-    def _report(self, what: str) -> None:
-        self.wrong_reads.append(what)
+    def _report(self, description: str) -> None:
+        self.wrong_reads.append(description)
 
     def _compute(self, step: Step) -> None:
-        """Say what the step computes, samples and drafts."""
+        """Add the step's computations, samples and drafts."""
         output = step.output
         for name in output.finished_req_ids:
             self._chains.pop(name, None)
@@ -257,14 +264,14 @@ class SimEngine:
             start, chain = self._chains[name].num_computed, self._chains[name]
             drafts = output.scheduled_spec_decode_tokens.get(name, [])
             if drafts and drafts[0] < 0:
-                # Placeholders: the runner may have drafts; those it lacks are never right.
+                # Placeholders: the runner may have drafts. Missing drafts become 0, which is never right.
                 drafts = (self._drafts.get(name, []) + [0] * len(drafts))[: len(drafts)]
             end = start + num_tokens
             step.computations.append(Computation(name, tables, start, end, chain.cells(drafts)))
             step.sampled[name] = self._sample(name, end, drafts)
 
     def _begin_requests(self, output: SchedulerOutput) -> None:
-        """Take new and resumed requests in, in either runner's form; for the others check where they are."""
+        """Add new and resumed requests in the form of either runner. Check the position of other requests."""
         cached = output.scheduled_cached_reqs
         begun = [
             (new.req_id, new.prefill_token_ids or _prompt(new), new.num_computed_tokens)
@@ -295,12 +302,12 @@ class SimEngine:
 
 
 def _prompt(new: NewRequestData) -> list[int]:
-    """Tokens; of embeddings alone, as many that mean nothing."""
+    """Tokens of the prompt. A prompt of embeddings only has placeholders."""
     return new.prompt_token_ids if new.prompt_token_ids is not None else [0] * len(new.prompt_embeds)
 
 
 def right_drafts(chain: TokenChain, num_drafts: int) -> list[int]:
-    """What will be sampled: every draft is accepted."""
+    """The tokens that will be sampled: every draft is accepted."""
     ahead = TokenChain(chain.tokens, chain.weights, chain.content)
     while len(ahead.tokens) < len(chain.tokens) + num_drafts:
         ahead.tokens += ahead.continuation()

@@ -1,8 +1,9 @@
-"""One rank of a simulated engine: its KV, vLLM's runner hooks around its steps, and our worker side.
+"""One rank of a simulated engine: its KV, vLLM's runner hooks around its steps, and the connector's worker
+side.
 
-Every step compares all KV that the model would read with what the tokens say, and overwrites the blocks that
-others may have from then on: a copy that comes too late shows. All of that happens in the order of the
-device's compute stream (``sim_device``).
+Every step compares all KV that the model would read with the expected KV, and overwrites the blocks that may
+be reused from then on, so that a late copy is detected. All of that happens in the order of the device's
+compute stream (``sim_device``).
 """
 
 from __future__ import annotations
@@ -38,35 +39,36 @@ Tables = tuple[list[int], ...]
 
 
 class Computation(NamedTuple):
-    """What a step does for one request."""
+    """The work of a step for one request."""
 
     name: str
     tables: Tables
-    """Per KV group."""
+    """Block tables, by KV group."""
     start: int
-    """The first token that is computed."""
+    """The first computed token."""
     end: int
     cells: Cells
-    """Of all tokens before ``end``, at least."""
+    """KV of at least all tokens before ``end``."""
 
 
 @dataclass
 class Step:
-    """What all ranks do."""
+    """The work of a step for all ranks."""
 
     output: SchedulerOutput
     computations: list[Computation]
     sampled: dict[str, list[int]]
     handed_out: list[int]
-    """Blocks that have new owners."""
+    """Blocks with new owners."""
     free: list[int]
-    """Blocks in which nobody may rely on what is there."""
+    """Blocks whose content no copy may read."""
 
 
 class SimRank:
-    """See the module.
+    """One simulated rank. The module's docstring describes it.
 
-    ``place``: the pipeline stage, and the tensor-parallel rank there; ``report`` takes what was wrong.
+    ``place`` is the pipeline stage and the tensor-parallel rank. ``report`` receives descriptions of wrong
+    reads.
     """
 
     def __init__(
@@ -95,18 +97,18 @@ class SimRank:
             self.handshake = self.worker.get_handshake_metadata()
 
     def synchronize(self) -> None:
-        """Until all of the device's work is done."""
+        """Wait until all work of the device is done."""
         self._device.synchronize()
 
     def close(self) -> None:
-        self._device.go_on()
+        self._device.release_kernels()
         self.worker.shutdown()
         self._device.close()
 
     def execute(self, step: Step) -> ModelRunnerOutput:
-        """As the runner's execute_model and sample_tokens."""
+        """Run a step, like execute_model and sample_tokens of the runner."""
         self._step = step
-        self._device.go_on()  # what the last step launched ends only now: the host was ahead of it
+        self._device.release_kernels()  # kernels of the last step run only now: the host was ahead of them
         with self._in_place():
             run = self.execute_v2 if self.hooks is not None else self._execute_v1
             return run(step)
@@ -129,7 +131,7 @@ class SimRank:
         return ran(step, transferred)
 
     def execute_v2(self, step: Step) -> ModelRunnerOutput:
-        """As the second runner does; public for who runs it in another order."""
+        """Run a step like the second runner. Public, because a test runs the hooks in another order."""
         hooks, output = self.hooks, step.output
         assert hooks is not None
         if not output.total_num_scheduled_tokens:
@@ -145,22 +147,22 @@ class SimRank:
         self._device.launch(partial(self._compute, step))
 
     def _compute(self, step: Step) -> None:
-        """Read and write KV as the model does."""
+        """Read and write KV like the model."""
         self.pages[:, step.free] = POISON
         for source, destination in step.output.kv_cache_block_copies or ():
             self.pages[:, destination] = self.pages[:, source]
-        for computation in step.computations:  # states are written over by what reads them
+        for computation in step.computations:  # states are overwritten by the computation that reads them
             self._check_reads(computation, of_states=True)
         for computation in step.computations:
             self._write(computation)
-        for computation in step.computations:  # attention also reads what others compute in the same step
+        for computation in step.computations:  # attention also reads KV that others compute in the same step
             self._check_reads(computation, of_states=False)
         if (self.pages[:, NULL_BLOCK] != POISON).any():
             self._report("something was written to the null block")
 
     @contextmanager
     def _in_place(self):
-        """As in this rank's process."""
+        """Set vLLM's globals as in this rank's process."""
         stage, rank = self.place
         kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
         pipeline = SimpleNamespace(rank_in_group=stage)
@@ -171,7 +173,7 @@ class SimRank:
             yield
 
     def _begin(self, metadata: KVConnectorMetadata) -> None:
-        """The connector knows of the step, and copies of the last ones are over or fenced."""
+        """Bind the metadata. Copies of earlier steps have ended or are fenced."""
         assert self._step is not None
         self._device.launch(partial(self._overwrite, self._step.handed_out))
         self._bind(metadata)
@@ -180,7 +182,7 @@ class SimRank:
         self.pages[:, blocks] = POISON
 
     def _layers(self, number: int, cells: Cells) -> Sequence[tuple[Cells, Cells]]:
-        """Per layer of a group: its memory, and what these tokens' KV is in it."""
+        """For each layer of a group: its memory, and the expected KV of these tokens."""
         stage, rank = self.place
         shard, first = rank // self.settings.replicas, stage * self.settings.groups[number].num_layers
         return [
@@ -199,9 +201,9 @@ class SimRank:
             for layer, (memory, expected) in enumerate(self._layers(number, cells[first:num_computed])):
                 wrong = (memory[places] != expected).any(axis=(1, 2))
                 if wrong.any():
-                    where = f"{wrong.sum()} of {len(wrong)} tokens from {first + int(wrong.argmax())} on"
-                    what = f"{group.kind} group {number} layer {layer} rank {self.place}"
-                    self._report(f"{name} {what}: {where}")
+                    tokens = f"{wrong.sum()} of {len(wrong)} tokens from {first + int(wrong.argmax())} on"
+                    location = f"{group.kind} group {number} layer {layer} rank {self.place}"
+                    self._report(f"{name} {location}: {tokens}")
 
     def _write(self, computation: Computation) -> None:
         name, tables, start, end, cells = computation
@@ -214,7 +216,7 @@ class SimRank:
 
 
 def _pages(cache: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> Cells:
-    """All of the rank's KV; ``[layers, blocks, bytes of a page]``, the same memory for all groups."""
+    """All of the rank's KV as ``[layers, blocks, bytes of a page]``. Groups share the memory."""
     tensor = max(cache.kv_cache_tensors, key=lambda tensor: len(tensor.layers))
     page_bytes = cache.kv_cache_groups[0].kv_cache_spec.page_size_bytes
     raw = torch.empty(0, dtype=torch.uint8).set_(kv_caches[tensor.layers[0]].untyped_storage())
@@ -224,21 +226,21 @@ def _pages(cache: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> Cells:
 
 
 def _cells(page: Cells, group: SimGroup) -> Cells:
-    """Where a layer's KV is; ``[blocks, tokens, times, CELL]``. A state fills its block."""
+    """A layer's KV as ``[blocks, tokens, times, CELL]``. A state fills its block."""
     if group.kind == "state":
         return page.reshape(len(page), 1, -1, CELL)
     return page.reshape(len(page), group.block_tokens, -1, CELL)[:, :, :1]
 
 
 def _places(group: SimGroup, table: list[int], start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens' blocks and the place within."""
+    """Blocks of the tokens, and their offsets within."""
     positions = np.arange(start, end)
     offsets = positions % group.block_tokens * (group.kind != "state")
     return np.asarray(table, np.int64)[positions // group.block_tokens], offsets
 
 
 def ran(step: Step, transferred: KVConnectorOutput | None) -> ModelRunnerOutput:
-    """What a runner returns of a step."""
+    """The runner's output of a step."""
     names = list(step.sampled)
     return ModelRunnerOutput(
         req_ids=names,

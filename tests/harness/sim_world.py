@@ -1,4 +1,4 @@
-"""Simulated engines on one real sidecar, gates that hold their copies back, and an auditor of the arena."""
+"""Simulated engines on one real sidecar, gates that hold copies back, and an auditor of the arena."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from tests.harness.sim_engine import SimEngine
 _SEEDS = itertools.count()
 
 TRANSFERS = ["CudaIPC", "SharedMemory"] if "CUDASIM_NODE" in os.environ else ["Auto"]
-"""Who copies stores: where KV is in memory of the simulated GPU the sidecar, then the engine."""
+"""Transfer modes to test. With KV in memory of the simulated GPU, the sidecar or the engine copies stores."""
 
 
 def make_tokens(num_tokens: int, seed: object = None) -> list[int]:
-    """Random tokens; without a seed, such that nobody has seen."""
+    """Random tokens. Without a seed, no other call returns the same tokens."""
     generator = random.Random(f"new {next(_SEEDS)}" if seed is None else f"{seed}")
     return [generator.randrange(4, 254) for _ in range(num_tokens)]
 
 
 class Gate:
-    """Where copies wait before they begin, as long as it is shut."""
+    """Copies wait at the gate while it is shut."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -42,7 +42,7 @@ class Gate:
         self.num_waiting = 0
 
     def gated(self, copy):
-        """The same copy, through this gate."""
+        """The same copy function, behind this gate."""
 
         def wait_and_copy(*args, **kwargs):
             with self._changed:
@@ -67,19 +67,19 @@ class Gate:
             self._changed.notify_all()
 
     def wait_arrived(self) -> None:
-        """Until a copy waits here."""
+        """Wait until a copy waits at the gate."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self.num_waiting, 60), "no copy came"
+            assert self._changed.wait_for(lambda: self.num_waiting, 60), "no copy arrived"
 
     def drain(self) -> None:
-        """Open, until every copy that was here has ended."""
+        """Open the gate, and wait until every copy that waited has ended."""
         self.open()
         with self._changed:
             assert self._changed.wait_for(lambda: not self.num_waiting, 60), "a copy does not end"
 
 
 class SimWorld:
-    """See the module. ``load_gate`` and ``store_gate`` are those of all engines, ``settings`` are typical."""
+    """One sidecar with simulated engines. The gates hold copies of all engines. ``settings`` are defaults."""
 
     def __init__(self, sidecar: SidecarProcess, settings: SimSettings = SimSettings()) -> None:  # noqa: B008
         self.sidecar, self.settings = sidecar, settings
@@ -94,7 +94,7 @@ class SimWorld:
 
     @contextmanager
     def engines(self, *settings: SimSettings):
-        """Engines that are attached; at the end the gates are open and the engines are gone."""
+        """Attached engines. At the end the gates are opened and the engines closed."""
         engines = []
         try:
             for wanted in settings:
@@ -114,10 +114,10 @@ class SimWorld:
         self.store_gate.open()
 
     def audit(self, settings: SimSettings, prompts: Iterable[Sequence[int]]) -> int:
-        """Load all that the sidecar has of these tokens into an engine of its own and compare it with what
-        the tokens say; the number of tokens. Raises AssertionError.
+        """Load all cached KV of these tokens into a separate engine, and compare it with the expected KV.
 
-        Nothing may be under way: what is committed later is not seen.
+        Returns the number of cached tokens. Raises AssertionError. No store may be in progress: KV that is
+        committed later is not checked.
         """
         auditor = self._auditor(settings)
         names = []
@@ -141,7 +141,7 @@ class SimWorld:
             num_blocks=256,
             head_size=settings.head_size,
             groups=settings.groups,
-            has_prefix_caching=settings.has_states,  # else there are none
+            has_prefix_caching=settings.has_states,  # states need prefix caching
             tensor_parallel=settings.tensor_parallel,
             num_kv_heads=settings.num_kv_heads,
             pipeline_parallel=settings.pipeline_parallel,
@@ -161,7 +161,7 @@ def world(request):
 
 
 def assert_idle(engine: SimEngine) -> None:
-    """Nothing is under way, every block was given back, all that was read was right."""
+    """Check that nothing is in progress, all blocks are free, and all reads were right."""
     engine.run()
     engine.forget()
     pool = engine.scheduler.kv_cache_manager.block_pool
@@ -170,7 +170,7 @@ def assert_idle(engine: SimEngine) -> None:
 
 
 def wait_attached(engine: SimEngine) -> None:
-    """Until what the engine stores is found again."""
+    """Wait until the engine hits chunks that it stored."""
     prompt = make_tokens(CHUNK + 1)
 
     def is_hit() -> bool:
@@ -184,7 +184,7 @@ def wait_attached(engine: SimEngine) -> None:
 
 
 def wait_copied_for(engine: SimEngine) -> None:
-    """Until the sidecar copies the stores of all ranks that store."""
+    """Wait until the sidecar copies the stores of all ranks that store."""
 
     def is_copied_for(worker: WorkerSide) -> bool:
         session = worker._client.session

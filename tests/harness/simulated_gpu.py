@@ -1,4 +1,4 @@
-"""What processes on a simulated driver do in its tests."""
+"""Functions that processes on a simulated driver run in its tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DATA = np.random.default_rng(0).bytes(SIZE)
 
 
 def failure(state, function, *arguments):
-    """What a function of a peer ends with: the error's class, code and whether it is sticky."""
+    """The error of a peer's function: its code and whether it is sticky, or its representation."""
     try:
         return function(state, *arguments)
     except CudaError as error:

@@ -1,4 +1,4 @@
-"""Two pods with exact tiers, polled minute by minute, and what is decided of it."""
+"""Two pods with exact tiers, polled every minute, and the decisions about their size."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
-from lmcache_operator.autoscaling.report import Report
-from lmcache_operator.autoscaling.tier import Prices
-from lmcache_operator.scaling import answers
-from lmcache_operator.scaling.intake import Answer, NoAnswer
-from lmcache_operator.scaling.sizing import POLL_SECONDS, Settings, Situation, Sizing
+from lmcache_operator.autoscaling.intake import answers
+from lmcache_operator.autoscaling.intake.lookups import Answer, NoAnswer
+from lmcache_operator.autoscaling.policy.report import Report
+from lmcache_operator.autoscaling.policy.tier import Prices
+from lmcache_operator.autoscaling.sizing import POLL_SECONDS, Settings, Situation, Sizing
 
 from testing.workloads.closed_loop import sticky
 from testing.workloads.requests import HOUR, Request, Workload, chat
@@ -27,14 +27,14 @@ MAX_KEYS = 64_000
 
 @cache
 def talk(hours: int = 5) -> Workload:
-    found = chat(hours, 0.2, scale=4)
-    moved = [Request(one.time + START, one.session, one.keys) for one in found.requests]
-    return Workload(moved, found.scale)
+    workload = chat(hours, 0.2, scale=4)
+    moved = [Request(request.time + START, request.session, request.keys) for request in workload.requests]
+    return Workload(moved, workload.scale)
 
 
 @dataclass
 class Loop:
-    """Two pods, polled once a minute; a change of size takes effect with the next poll."""
+    """Two pods, polled once a minute. A change of size takes effect with the next poll."""
 
     sizing: Sizing = field(default_factory=Sizing)
     settings: Settings = AUTO
@@ -57,17 +57,17 @@ class Loop:
         if uid in self.refusals:
             return self.refusals[uid]
         question = self.sizing.intake.question(uid)
-        told = json.loads(json.dumps(self.sidecars.samples(pod, self.now, **question)))
-        return Answer(self.now, answers.samples(told), answers.figures(self.sidecars.stats(pod)))
+        answer = json.loads(json.dumps(self.sidecars.samples(pod, self.now, **question)))
+        return Answer(self.now, answers.samples(answer), answers.figures(self.sidecars.stats(pod)))
 
     def poll(self) -> None:
         self.now += POLL_SECONDS
         while self.following.time <= self.now:
             self.sidecars.serve(self.route(self.following), self.following)
             self.following = next(self.requests)
-        said = {uid: self.ask(int(uid[-1])) for uid in self.situation.pods}
+        polled = {uid: self.ask(int(uid[-1])) for uid in self.situation.pods}
         for _ in self.sizing.intake.take(
-            self.now, self.situation.pods, self.situation.bounds, said, MAX_KEYS
+            self.now, self.situation.pods, self.situation.bounds, polled, MAX_KEYS
         ):
             pass
         if self.sizing.is_due(self.now, self.situation):
@@ -85,6 +85,6 @@ class Loop:
         self.sidecars.size_bytes = size
         self.pods.resize(self.workload.rows(size))
 
-    def told(self) -> Mapping[str, object]:
+    def memory_status(self) -> Mapping[str, object]:
         assert self.report
         return self.report.status["memory"]

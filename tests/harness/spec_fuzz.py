@@ -1,6 +1,6 @@
-"""Random LMCacheClusters: what the definition's schema allows, and the same with one thing broken.
+"""Random LMCacheClusters that fit the definition's schema, some of them with one broken value.
 
-A walk through the schema as the API server has it, from a seed: hypothesis needs seconds for a pod.
+A seed determines a walk through the schema as the API server has it. Hypothesis would need seconds for a pod.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ _ODD = (
 
 
 def spec(seed: int) -> tuple[Object, bool]:
-    """A spec, and whether something in it was broken."""
+    """A spec, and whether one of its values was broken."""
     rng = random.Random(seed)
-    made: Object = _value(_SPEC, "spec", rng, 0)
-    _obey_rules(made)
+    generated: Object = _value(_SPEC, "spec", rng, 0)
+    _obey_rules(generated)
     if is_broken := rng.random() < 0.4:
-        _break(made, rng)
-    return made, is_broken
+        _break(generated, rng)
+    return generated, is_broken
 
 
 def spec_of_init_container(seed: int) -> Object:
-    """A spec that says two things of an init container of ours: few of the others say any."""
+    """A spec that changes two fields of one of the operator's init containers. Few random specs do that."""
     rng = random.Random(seed)
     schema = _SPEC
     for key in ("engine", "podTemplate", "spec", "initContainers"):
         schema = schema["properties"][key]
     fields = schema["items"]["properties"]
-    said = {key: _value(fields[key], key, rng, 5) for key in rng.sample([*fields], 2)}
-    # Of one of each: two with one key only a real API server refuses.
-    said = {key: value[:1] if isinstance(value, list) else value for key, value in said.items()}
-    said.get("resources", {}).pop("claims", None)
-    said |= {key: None for key in said if rng.random() < 0.1}
-    container = said | {"name": rng.choice(("sidecar", "payload"))}
+    values = {key: _value(fields[key], key, rng, 5) for key in rng.sample([*fields], 2)}
+    # Lists have one item: only a real API server refuses two items with the same key.
+    values = {key: value[:1] if isinstance(value, list) else value for key, value in values.items()}
+    values.get("resources", {}).pop("claims", None)
+    values |= {key: None for key in values if rng.random() < 0.1}
+    container = values | {"name": rng.choice(("sidecar", "payload"))}
     payload = {"sidecar": {"payload": "ImageVolume"}} if rng.random() < 0.2 else {}
     return payload | {
         "model": {"name": "m"},
@@ -67,9 +67,9 @@ def spec_of_init_container(seed: int) -> Object:
     }
 
 
-def _obey_rules(made: Object) -> None:
-    """Those that tell one field by another; nearly everything else would be refused by them alone."""
-    engine, tiers = made.get("engine") or {}, made["tiers"]
+def _obey_rules(spec: Object) -> None:
+    """Make the spec obey rules between fields. Otherwise they would refuse nearly every spec."""
+    engine, tiers = spec.get("engine") or {}, spec["tiers"]
     if gpu := engine.get("gpu"):
         gpu["count"] = 1 if gpu.get("count") else 0
         if "deviceClassName" in gpu:
@@ -90,14 +90,14 @@ def _obey_rules(made: Object) -> None:
     for amounts in (remote.get("managed") or {}).get("resources", {}).values():
         if isinstance(amounts, dict):
             amounts.pop("memory", None)
-    _obey_bounds(made.get("autoscaling") or {}, is_managed="managed" in remote)
-    made.setdefault("model", {"name": "m"})
-    made.setdefault("engine", {})
+    _obey_bounds(spec.get("autoscaling") or {}, is_managed="managed" in remote)
+    spec.setdefault("model", {"name": "m"})
+    spec.setdefault("engine", {})
     tiers.setdefault("memory", {"size": "1Gi"})
 
 
 def _obey_bounds(scaling: Object, *, is_managed: bool) -> None:
-    """Of sizes: what is declared is within them."""
+    """Make the declared sizes lie within their bounds."""
     if memory := scaling.get("memory"):
         memory |= {name: size for name, size in (("minSize", "64Mi"), ("maxSize", "16Ti")) if name in memory}
     if "remote" in scaling:
@@ -139,18 +139,18 @@ def _object(schema: Object, rng: random.Random, level: int) -> Object:
         inner = schema.get("additionalProperties")
         return {"key": _value(inner, "", rng, level + 1)} if inner and rng.random() < 0.5 else {}
     required = schema.get("required", ())
-    # Few of a pod's many fields; of ours about half.
+    # Few of the many fields of a pod, and about half of the fields of this project.
     share = 0 if level > _MAX_LEVELS else min(0.5, 2.5 / len(schema["properties"]))
     return {
-        name: None if own.get("nullable") and rng.random() < 0.03 else _value(own, name, rng, level + 1)
-        for name, own in schema["properties"].items()
+        name: None if field.get("nullable") and rng.random() < 0.03 else _value(field, name, rng, level + 1)
+        for name, field in schema["properties"].items()
         if name in required or rng.random() < share
     }
 
 
-def _break(made: Object, rng: random.Random) -> None:
-    """One value becomes another, goes, or gets a neighbour that nobody knows."""
-    parent, key = rng.choice(list(_places(made)))
+def _break(spec: Object, rng: random.Random) -> None:
+    """Replace one value, remove it, or add an unknown field next to it."""
+    parent, key = rng.choice(list(_places(spec)))
     match rng.randrange(4):
         case 0 if isinstance(parent, dict):
             parent["unknown"] = rng.choice(_ODD)
@@ -162,6 +162,6 @@ def _break(made: Object, rng: random.Random) -> None:
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, dict | list):
-        for key, own in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
             yield value, key
-            yield from _places(own)
+            yield from _places(item)

@@ -1,4 +1,4 @@
-"""A tiered store on a running loop, over lower tiers that are held, failed and healed at will."""
+"""A tiered store on a running loop, over lower tiers that a test holds, fails and heals."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lmcache.tiers.header import digests as digests_of
 from lmcache.tiers.memory.contracts import Geometry, LookupResult, Reserved, Slot
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.stats import ObjectStats, TieredStats
-from lmcache.tiers.tiered import tier_worker as lower_module
 from lmcache.tiers.tiered.store import Admit, TieredStore
+from lmcache.tiers.tiered.tier_operations import NUM_WRITERS
 from tests.harness.chains import one_chain
 
 NUM_COLUMNS = 2
@@ -24,7 +24,7 @@ SIZE = 4096
 NAMESPACE = b"n" * 32
 OWNER = b"o" * 16
 LEASE = (b"e" * 16, "request")
-TIMEOUT_SECONDS = 60.0  # of waits that only a defect lets end
+TIMEOUT_SECONDS = 60.0  # of waits that end only with a defect
 
 
 def chain(length: int, start: int = 0) -> list[bytes]:
@@ -36,7 +36,7 @@ def content(key: bytes, column: int) -> bytes:
 
 
 class FaultyTier:
-    """A ``LowerTier`` that is held or unhealthy as tests say; operations in ``held`` wait at the gate."""
+    """A ``LowerTier`` with faults. Operations in ``held`` wait at the gate ``open``."""
 
     address = "nowhere"
     used_bytes = None
@@ -51,7 +51,7 @@ class FaultyTier:
         self.open.set()
         self.is_unhealthy = False
         self.is_full = False
-        self.refused: frozenset[bytes] = frozenset()  # keys of rows that it does not take
+        self.refused: frozenset[bytes] = frozenset()  # keys of rows that it refuses
         self.num_waiting = 0
 
     def _enter(self, name: str) -> None:
@@ -104,7 +104,7 @@ class FaultyDisk(FaultyTier):
 
 
 class FakeTier(FaultyTier):
-    """Objects in a dict by (row key, column); one that is ``INVALID`` does not fit its checksum."""
+    """Objects in a dict by (row key, column). An object that is ``INVALID`` does not match its checksum."""
 
     INVALID = b"invalid"
 
@@ -142,20 +142,20 @@ class FakeTier(FaultyTier):
     def store(self, object_id, payload, label, digests):
         self._enter("store")
         assert digests == digests_of(payload)
-        is_taken = self._takes(object_id.row_key)  # asked once: the test's thread may change it meanwhile
-        if is_taken:
+        is_accepted = self._takes(object_id.row_key)  # evaluated once: the test's thread may change it
+        if is_accepted:
             self.misplaced.discard((object_id.row_key, object_id.column))
             self.objects[object_id.row_key, object_id.column] = bytes(payload)
             self.labels.add(label)
-        return is_taken
+        return is_accepted
 
     def fill(self, keys: list[bytes]) -> None:
         self.objects.update({(key, column): content(key, column) for key in keys for column in range(2)})
 
 
 class World:
-    """A store on a running loop, with what tests do to it again and again. ``disk``: in front of the remote
-    tier, if any."""
+    """A store on a running loop, with frequent operations of tests. ``disk`` is a tier in front of the remote
+    tier."""
 
     def __init__(
         self,
@@ -198,26 +198,26 @@ class World:
         return self.store.lookup((LEASE[0], request), one_chain(keys, SIZE), chunk_seconds=row_seconds)
 
     def slots(self, keys: list[bytes]) -> list[Slot]:
-        """Where the leading keys are in memory."""
+        """Slots of the leading keys in memory."""
         return slots_of(self.store, keys)
 
     @property
     def is_idle(self) -> bool:
-        """Has all work ended that was begun for anybody? Only loops that wait for more are left."""
+        """Whether all work has ended, except the loops that wait for more work."""
         store = self.store
         num_tasks = len(store._tasks._tasks) + sum(len(lower._tasks._tasks) for lower in store.lower.values())
-        is_ended = num_tasks == 1 + lower_module._NUM_WRITERS * len(store.lower)
-        return is_ended and not store.num_unwritten and not store._refresh._has_some.is_set()
+        is_ended = num_tasks == 1 + NUM_WRITERS * len(store.lower)
+        return is_ended and not store.num_unwritten and not store._refresh._has_hits.is_set()
 
     async def until_resident(self, keys: list[bytes]) -> LookupResult:
-        found = self.lookup(keys)
-        while found.num_resident < len(keys):
+        result = self.lookup(keys)
+        while result.num_resident < len(keys):
             await asyncio.sleep(0.001)
-            found = self.lookup(keys)
+            result = self.lookup(keys)
         for key, slot in zip(keys, self.slots(keys), strict=True):
             for column in range(NUM_COLUMNS):
                 assert bytes(self.arena.view(slot.row, column)) == content(key, column)
-        return found
+        return result
 
 
 def slots_of(store: TieredStore, keys: list[bytes]) -> list[Slot]:
@@ -227,12 +227,12 @@ def slots_of(store: TieredStore, keys: list[bytes]) -> list[Slot]:
 
 async def until(condition) -> None:
     async with asyncio.timeout(TIMEOUT_SECONDS):
-        while not condition():  # noqa: ASYNC110 (what is waited for has no event)
+        while not condition():  # noqa: ASYNC110 (the condition has no event)
             await asyncio.sleep(0.001)
 
 
 def run(test):
-    """Run an async test with a World of its own."""
+    """Run an async test with its own World."""
 
     def runner() -> None:
         async def main() -> None:

@@ -1,4 +1,4 @@
-"""Clients of a real sidecar: one that says what it is told, and one in a process that can be killed."""
+"""Clients of a real sidecar: one that sends raw messages, and one in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from typing import Any
 import grpc
 import numpy as np
 
+from lmcache.kv_groups import KVGroup
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.attachment import hello_message
-from lmcache.rpc.client import ClientHello, KVGroup, Role, Session, SidecarClient
+from lmcache.rpc.client import SidecarClient
+from lmcache.rpc.hello import ClientHello, Role
 from lmcache.rpc.lockfile import LockFile
+from lmcache.rpc.session import Session
 from lmcache.tiers.memory.contracts import Slot
 from testing.child_process import REPOSITORY, wait_until
 from testing.processes import SidecarProcess
@@ -42,12 +45,12 @@ def make_hello(role: Role = Role.WORKER, *, chunk_bytes: int = 100_000, **fields
 
 
 def make_keys(*numbers: int, namespace: bytes = NAMESPACE) -> bytes:
-    """One row key per number."""
+    """One row key for each number."""
     return b"".join(namespace + hashlib.sha256(b"%d" % number).digest() for number in numbers)
 
 
 def slots_of(session: Session, keys: bytes) -> list[Slot]:
-    """Where the index says that the leading keys are."""
+    """Slots of the leading keys, according to the index."""
     return session.index.find(np.frombuffer(keys, "<u8").reshape(-1, 8)).slots()
 
 
@@ -65,7 +68,7 @@ def usable(sidecar: SidecarProcess) -> None:
 
 
 class RawClient:
-    """Speaks the messages themselves, so that it can speak wrong ones."""
+    """Sends the protocol's messages directly, so that it can send wrong ones."""
 
     def __init__(self, sidecar: SidecarProcess, hello: ClientHello | None = None) -> None:
         self.uuid = uuid.uuid4().bytes
@@ -87,7 +90,7 @@ class RawClient:
         self.lock.release()
 
     def open(self, *messages: pb.AttachRequest) -> Any:
-        """Begin a stream; its replies."""
+        """Open a stream with these messages. Returns its replies."""
         self._outgoing = queue.SimpleQueue()
         for message in messages:
             self._outgoing.put(message)
@@ -108,17 +111,17 @@ class RawClient:
             ready = next(self._stream).extents.ready_rows
         return attached
 
-    def say(self, **message: Any) -> None:
-        """One more message on the stream."""
+    def send(self, **message: Any) -> None:
+        """Send one more message on the stream."""
         self._outgoing.put(pb.AttachRequest(**message))
 
     def break_stream(self) -> None:
-        """As if the connection was lost."""
+        """Break the stream, as if the connection was lost."""
         self._stream.cancel()
         self._outgoing.put(None)
 
     def call(self, method: service.Method, **fields: Any) -> Any:
-        """One call; raises grpc.RpcError."""
+        """Make one call. Raises grpc.RpcError."""
         call = self._channel.unary_unary(
             method.path,
             request_serializer=lambda message: (
@@ -136,7 +139,7 @@ def _until_none(messages: queue.SimpleQueue[pb.AttachRequest | None]) -> Iterato
 
 
 class ClientProcess:
-    """A worker in a process of its own. ``reserve`` and ``commit`` are done there."""
+    """A worker in a separate process, which runs ``reserve``."""
 
     def __init__(self, socket_path: str) -> None:
         self._process = subprocess.Popen(
@@ -156,11 +159,11 @@ class ClientProcess:
         self._process.wait()
 
     def reserve(self, keys: bytes) -> list[tuple[int, int]]:
-        """Reserve, and fill the slots with half of what they should hold; (row, generation) of each."""
+        """Reserve slots and fill half of each. Returns (row, generation) of each slot."""
         return [(row, generation) for row, generation in self._ask("reserve", keys.hex())]
 
     def leave(self) -> int:
-        """End the process in the ordinary way; its exit status."""
+        """End the process normally. Returns its exit status."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         return self._process.wait(60)
@@ -177,7 +180,7 @@ class ClientProcess:
 
 
 def main(socket_path: str) -> None:
-    """The process of ``ClientProcess``: one answer per line of standard input."""
+    """Run the process of ``ClientProcess``: one answer for each line of standard input."""
     client = SidecarClient(socket_path, make_hello())
     client.start()
     for line in sys.stdin:

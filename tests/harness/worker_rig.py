@@ -1,4 +1,4 @@
-"""The connector's worker side over a sidecar double and copies of one byte per block."""
+"""The connector's worker side over a sidecar double, with copies of one byte for each block."""
 
 import threading
 import time
@@ -15,13 +15,13 @@ from tests.harness.wire import NAMESPACE
 IDENTITY = make_identity()
 
 
-def found(*slots):
+def found_rows(*slots):
     rows, generations = zip(*slots, strict=True)
     return Found(np.array(rows), np.array(generations))
 
 
 class CopierDouble:
-    """Copies one byte per block; ``gate`` holds every copy up, ``in_copy`` says that one has begun."""
+    """Copies one byte for each block. ``gate`` holds copies back, ``in_copy`` is set when one has begun."""
 
     def __init__(self):
         self.kv = {}
@@ -91,7 +91,7 @@ class WorkerRig:
 
     def load(self, *slots, request_id="r", blocks=(11, 12, 13, 14), fails_by_block=True):
         size = len(blocks) // len(slots)
-        group = GroupLoad(0, blocks, found(*slots), blocks_per_row=size)
+        group = GroupLoad(0, blocks, found_rows(*slots), blocks_per_row=size)
         job = LoadJob(request_id, (group,), fails_by_block)
         self.worker.start_loads(StepMeta(loads=[job]))
 
@@ -105,7 +105,7 @@ class WorkerRig:
         return self.worker.collect(meta)
 
     def collect_until(self, done, held=()):
-        """Step like the engine until ``done(sent, loaded)``; everything that was reported."""
+        """Step like the engine until ``done(sent, loaded)``. Returns everything that was reported."""
         sent, loaded, deadline = [], [], time.monotonic() + 60
         while not done(sent, loaded):
             assert time.monotonic() < deadline, (sent, loaded)

@@ -1,4 +1,4 @@
-"""A sidecar's sessions without sockets, processes or clocks."""
+"""Sessions of a sidecar without sockets, processes and clocks."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ from typing import ClassVar
 import pytest
 from lmcache_sidecar.clients.registry import Client, Clients
 from lmcache_sidecar.copiers.copier import Mode, SidecarCopier
+from lmcache_sidecar.explain.causes import Causes
 from lmcache_sidecar.sessions import Sessions
 
+from lmcache.kv_groups import KVGroup
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.attachment import hello_message
-from lmcache.rpc.client import ClientHello, KVGroup, Role
+from lmcache.rpc.hello import ClientHello, Role
 from lmcache.tiers.memory.contracts import Geometry, LookupResult
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.memory.tier import MemoryTier
+from lmcache.tiers.tiered.absences import Absence
+from lmcache.tiers.tiered.history import ChunkHistory
 
 NUM_ROWS = 6
 
 
 class FakeArena:
-    """A heap arena that is formatted later, as the file is."""
+    """A heap arena that is formatted later, like the file."""
 
     def __init__(self) -> None:
         self.geometry: Geometry | None = None
@@ -52,6 +56,7 @@ class FakeStore:
     def __init__(self, arena: FakeArena, clock) -> None:
         self.memory = MemoryTier(arena, clock=clock)
         self.origins: dict[bytes, str] = {}
+        self.history = ChunkHistory(1 << 10)
         self.is_closed = False
 
     def is_memory_only(self, namespace) -> bool:
@@ -71,9 +76,12 @@ class FakeStore:
     def register(self, namespace, *, label) -> None:
         pass
 
-    def lookup(self, lease_id, chains, *, chunk_seconds, is_hint, is_scheduled) -> LookupResult:
-        found = self.memory.lookup(lease_id, chains, is_hint=is_hint)
-        return LookupResult(found.num_resident, found.num_leased)
+    def lookup(self, lease_id, chains, *, chunk_seconds, is_hint, num_scheduled_hits) -> LookupResult:
+        result = self.memory.lookup(lease_id, chains, is_hint=is_hint, num_found=num_scheduled_hits)
+        return LookupResult(result.num_resident, result.num_leased)
+
+    def absence(self, key, request) -> Absence:
+        return Absence.EVICTED
 
     def reserve(self, keys, column, owner, *, length, first_chunk, request, tenant):
         return [
@@ -109,7 +117,7 @@ class FakeLock:
 
 
 class World:
-    """A sidecar's sessions, a clock and everybody's locks."""
+    """Sessions of a sidecar, with a clock and the clients' locks."""
 
     def __init__(self, tmp_path) -> None:
         self.now = 100.0
@@ -121,6 +129,7 @@ class World:
             SidecarCopier(Mode.AUTO, self.arena),
             lambda: FakeStore(self.arena, self.clock),
         )
+        self.sessions.causes = Causes(lambda _, action: action())
         asyncio.run(self.sessions.start())
 
     def clock(self) -> float:
@@ -160,7 +169,7 @@ class World:
         self.sessions.abort(pb.AbortRequest(epoch=client.epoch, client_uuid=client.peer.uuid, slots=slots))
 
     def drain(self, client: Client) -> None:
-        self.sessions.clients.drained(client, pb.Drained(epoch=client.epoch))
+        self.sessions.clients.note_drained(client, pb.Drained(epoch=client.epoch))
 
     def die(self, client_uuid: bytes) -> None:
         FakeLock.held.discard(client_uuid.hex())

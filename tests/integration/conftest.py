@@ -1,4 +1,4 @@
-"""Fixtures of the tests that run a real sidecar."""
+"""Fixtures for tests that run a real sidecar."""
 
 from __future__ import annotations
 
@@ -10,14 +10,26 @@ import torch
 
 from lmcache.rpc.service import Method
 from lmcache.rpc.session import DEFAULT_TIMEOUT_SECONDS, Session
+from testing.engine import fork_server
 from tests.harness.engine import connect, sidecar
 
 __all__ = ["connect", "sidecar"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forked_engines() -> Iterator[None]:
+    """Start engines as copies of a process that has imported vLLM. The first engine starts that process.
+
+    The scope is a module and not the session: a worker may run unit tests next, which start other programs
+    in place of vLLM.
+    """
+    with fork_server.allowed():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _patient_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls may take a minute unless a test says how long: a sidecar may get no processor for seconds."""
+    """Let calls take a minute unless a test sets a timeout: a sidecar may get no processor for seconds."""
     call = Session._call
 
     def patient(session: Session, method: Method, timeout: float, **fields: Any) -> Any:
@@ -28,8 +40,8 @@ def _patient_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """For tiny models: a team of threads for every tensor stalls as soon as one of its cores is taken."""
-    before = torch.get_num_threads()
+    """Run PyTorch on one thread. On tiny models, a team of threads stalls when one of its cores is busy."""
+    num_threads_before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(num_threads_before)

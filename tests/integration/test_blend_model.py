@@ -1,4 +1,4 @@
-"""Blending on a model that learned to read across documents; all of it: ``python -m benchmarks blend``."""
+"""Blending on a model that learned to read across documents. ``python -m benchmarks blend`` runs more."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ def model():
     return trained_model()
 
 
-def test_divergence_falls_with_the_ratio(model):
+def test_divergence_falls_as_the_recompute_ratio_grows(model):
     ratios = (0, 0.15, 0.5, 1)
     cases, facts = little_cases(NUM_PROMPTS)
-    found = compared(model, cases, selections(ratios))
+    comparisons = compared(model, cases, selections(ratios))
     names = [name_of("largest deviation", ratio) for ratio in ratios]
-    means = [np.mean(found[name].divergence) for name in (NAIVE, *names)]
+    means = [np.mean(comparisons[name].divergence) for name in (NAIVE, *names)]
     assert all(before > after for before, after in pairwise(means))
     assert means[2] <= 0.2 * means[1]
-    assert all(found[names[-1]].is_equal)
+    assert all(comparisons[names[-1]].is_equal)
     assert means[-1] == 0
     assert any(fact.is_spread for fact in facts)
-    assert np.mean(np.equal(found[FULL].next_token, [fact.answer for fact in facts])) >= 0.9
+    assert np.mean(np.equal(comparisons[FULL].next_token, [fact.answer for fact in facts])) >= 0.9
 
 
-def test_all_computed_anew_is_prefill():
+def test_recomputing_every_token_equals_prefill():
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG).eval()
     model.apply(lambda part: [torch.nn.init.normal_(x, std=0.2) for x in part.parameters(recurse=False)])
-    found = compared(model, little_cases(2)[0], selections((0, 1)))
+    comparisons = compared(model, little_cases(2)[0], selections((0, 1)))
     for name in selections((1,)).keys() - {NAIVE}:
-        assert all(found[name].is_equal)
-        assert max(found[name].divergence) == 0
-    assert min(found[NAIVE].divergence) > 1e-3
-    assert min(found[name_of("largest deviation", 0)].divergence) > 1e-3
+        assert all(comparisons[name].is_equal)
+        assert max(comparisons[name].divergence) == 0
+    assert min(comparisons[NAIVE].divergence) > 1e-3
+    assert min(comparisons[name_of("largest deviation", 0)].divergence) > 1e-3

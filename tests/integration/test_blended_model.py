@@ -1,4 +1,4 @@
-"""KV that is blended inside of transformers' models, against the same models without it."""
+"""KV blended inside transformers models, compared with the same models without blending."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def kv_of(cache) -> torch.Tensor:
 
 @torch.no_grad()
 def kv_alone(model, tokens, first_position=0, before=()) -> torch.Tensor:
-    """KV of tokens that see nothing but ``before`` and one another, rotated by the model itself."""
+    """KV of tokens that attend only to ``before`` and to one another, rotated by the model itself."""
     cache, everything = DynamicCache(), torch.cat((torch.tensor(before, dtype=torch.long), tokens))
     positions = torch.arange(len(everything)) + first_position - len(before)
     model.get_decoder()(input_ids=everything[None], position_ids=positions[None], past_key_values=cache)
@@ -63,132 +63,141 @@ def kv_alone(model, tokens, first_position=0, before=()) -> torch.Tensor:
 
 @torch.no_grad()
 def computed_one_by_one(model, prompt, is_selected) -> tuple[torch.Tensor, torch.Tensor]:
-    """The obvious way: a token after the other, either computed after all before it or taken as it was
-    alone. Returns the KV and the last token's logits."""
+    """Reference implementation: process tokens in order, and compute each one or take its stand-alone KV.
+
+    Returns the KV and the last token's logits.
+    """
     reused = torch.cat(
         [
-            kv_alone(model, segment, sum(map(len, prompt[:at]))) if at < len(prompt) - 1
+            kv_alone(model, segment, sum(map(len, prompt[:index]))) if index < len(prompt) - 1
             else kv_alone(model, segment)  # computed anyway
-            for at, segment in enumerate(prompt)
+            for index, segment in enumerate(prompt)
         ],
         dim=-2,
     )  # fmt: skip
     cache = DynamicCache()
-    for at, token in enumerate(torch.cat(prompt)):
-        if is_selected[at]:
-            output = model(token[None, None], position_ids=torch.tensor([[at]]), past_key_values=cache)
+    for index, token in enumerate(torch.cat(prompt)):
+        if is_selected[index]:
+            output = model(token[None, None], position_ids=torch.tensor([[index]]), past_key_values=cache)
             logits = output.logits[0, -1]
         else:
             for layer, (k, v) in enumerate(reused):
-                cache.update(k[None, :, at : at + 1], v[None, :, at : at + 1], layer)
+                cache.update(k[None, :, index : index + 1], v[None, :, index : index + 1], layer)
     return kv_of(cache), logits
 
 
 @pytest.mark.parametrize(
     ("family", "attention"), [*((family, "sdpa") for family in FAMILIES), ("llama", "eager")]
 )
-def test_everything_computed_is_a_full_prefill_bit_for_bit(family, attention):
+def test_recomputing_everything_equals_a_full_prefill_bit_for_bit(family, attention):
     model = tiny_model(family, attention)
     tokens = joined(PROMPT)
-    wanted = {"max_new_tokens": 5, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    options = {
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
     with torch.no_grad():
         full = model(tokens)
-    expected = model.generate(tokens, **wanted)
+    expected = model.generate(tokens, **options)
     for name, selection in EVERYTHING.items():
-        with blended(model, selection) as one:
-            assert one.precompute(PROMPT[:-1]) == sum(map(len, PROMPT[:-1]))
-            found = one.prefill([PROMPT], len(QUESTION))[0]
-            assert torch.equal(found.logits, full.logits[0, -len(QUESTION) :]), name
-            assert torch.equal(kv_of(found.cache), kv_of(full.past_key_values)), name
-            output = one.generate(PROMPT, **wanted)
+        with blended(model, selection) as blended_model:
+            assert blended_model.precompute(PROMPT[:-1]) == sum(map(len, PROMPT[:-1]))
+            result = blended_model.prefill([PROMPT], len(QUESTION))[0]
+            assert torch.equal(result.logits, full.logits[0, -len(QUESTION) :]), name
+            assert torch.equal(kv_of(result.cache), kv_of(full.past_key_values)), name
+            output = blended_model.generate(PROMPT, **options)
             assert torch.equal(output.sequences, expected.sequences)
             assert all(map(torch.equal, output.logits, expected.logits))
-            # It was blended: read for the prefill and for generate.
-            assert one.segments.hit_tokens_count == 2 * sum(map(len, PROMPT[:-1]))
+            # The model blended twice: for the prefill and for generate.
+            assert blended_model.segments.hit_tokens_count == 2 * sum(map(len, PROMPT[:-1]))
 
 
 @pytest.mark.parametrize(
     ("family", "attention"), [*((family, "sdpa") for family in FAMILIES), ("llama", "eager")]
 )
 @pytest.mark.parametrize("selection", [NoTokens(), FirstTokens(0.3)], ids=["none", "first"])
-def test_what_is_reused_and_what_is_computed(family, attention, selection):
+def test_kv_equals_a_reference_that_processes_tokens_in_order(family, attention, selection):
     model = tiny_model(family, attention)
     num_documents = sum(map(len, PROMPT[:-1]))
     num_computed = int(0.3 * num_documents) if isinstance(selection, FirstTokens) else 0
     alone = torch.cat([kv_alone(model, segment) for segment in PROMPT], -2)
-    with blended(model, selection) as one:
-        one.precompute(PROMPT[:-1])
-        found = one.prefill([PROMPT])[0]
-        is_reused = (kv_of(found.cache) == alone)[:, 1].all(0).all(0).all(-1)  # V of all layers
-        is_selected = [not same for same in is_reused[:num_documents]] + [True] * len(QUESTION)
+    with blended(model, selection) as blended_model:
+        blended_model.precompute(PROMPT[:-1])
+        result = blended_model.prefill([PROMPT])[0]
+        is_reused = (kv_of(result.cache) == alone)[:, 1].all(0).all(0).all(-1)  # V of all layers
+        is_selected = [not is_same for is_same in is_reused[:num_documents]] + [True] * len(QUESTION)
         assert sum(is_selected) == num_computed + len(QUESTION)
         kv, logits = computed_one_by_one(model, PROMPT, is_selected)
-        assert torch.allclose(kv_of(found.cache), kv, atol=1e-4)
-        assert torch.allclose(found.logits[0], logits, atol=1e-3)
+        assert torch.allclose(kv_of(result.cache), kv, atol=1e-4)
+        assert torch.allclose(result.logits[0], logits, atol=1e-3)
 
 
-def test_first_tokens_are_those_of_moved_segments(llama):
-    with blended(llama, FirstTokens(0.2)) as one:
-        one.precompute(PROMPT[:-1])
-        cache = kv_of(one.prefill([PROMPT])[0].cache)
+def test_first_tokens_selects_an_equal_share_of_each_moved_segment(llama):
+    with blended(llama, FirstTokens(0.2)) as blended_model:
+        blended_model.precompute(PROMPT[:-1])
+        cache = kv_of(blended_model.prefill([PROMPT])[0].cache)
     alone = torch.cat([kv_alone(llama, segment) for segment in PROMPT], -2)
-    computed = [at for at, same in enumerate((cache == alone)[:, 1].all(0).all(0).all(-1)) if not same]
-    # int(0.2 * 123) = 24 tokens, of segments of 40 and 33 tokens behind one of 50: the same share of each
+    computed = [
+        index for index, is_same in enumerate((cache == alone)[:, 1].all(0).all(0).all(-1)) if not is_same
+    ]
+    # int(0.2 * 123) = 24 tokens, from segments of 40 and 33 tokens behind a segment of 50: equal shares
     expected = [*range(50, 63), *range(90, 101), *range(123, 132)]
     assert computed == expected
 
 
-def test_the_largest_deviation_is_that_of_the_layer_it_names(llama):
+def test_largest_deviation_measures_the_configured_layer(llama):
     with torch.no_grad():
         fresh = kv_of(llama(joined(PROMPT)).past_key_values)
     alone = torch.cat([kv_alone(llama, segment) for segment in PROMPT], -2)
     for layer in (1, 2):
-        with blended(llama, LargestDeviation(0.25, layer)) as one:
-            one.precompute(PROMPT[:-1])
-            found = kv_of(one.prefill([PROMPT])[0].cache)
-        assert torch.equal(found[: layer + 1], fresh[: layer + 1])  # computed for all tokens
+        with blended(llama, LargestDeviation(0.25, layer)) as blended_model:
+            blended_model.precompute(PROMPT[:-1])
+            result = kv_of(blended_model.prefill([PROMPT])[0].cache)
+        assert torch.equal(result[: layer + 1], fresh[: layer + 1])  # computed for all tokens
         num_known = sum(map(len, PROMPT[:-1]))
         deviation = (fresh - alone)[layer, 1].square().mean((0, 2))[:num_known]
         expected = set(deviation.argsort(descending=True)[: int(0.25 * num_known)].tolist())
-        is_reused = (found[layer + 1, 1] == alone[layer + 1, 1]).all(0).all(-1)[:num_known]
-        assert {at for at, same in enumerate(is_reused) if not same} == expected
+        is_reused = (result[layer + 1, 1] == alone[layer + 1, 1]).all(0).all(-1)[:num_known]
+        assert {index for index, is_same in enumerate(is_reused) if not is_same} == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_most_attended_are_those_the_question_looks_at(family):
-    model = tiny_model(family, "eager")  # which tells its attention
+def test_most_attended_selects_tokens_by_the_questions_attention(family):
+    model = tiny_model(family, "eager")  # this implementation returns its attention weights
     num_known = sum(map(len, PROMPT[:-1]))
     cache = DynamicCache()
-    for at, segment in enumerate(PROMPT[:-1]):
-        for layer, (k, v) in enumerate(kv_alone(model, segment, sum(map(len, PROMPT[:at])))):
+    for index, segment in enumerate(PROMPT[:-1]):
+        for layer, (k, v) in enumerate(kv_alone(model, segment, sum(map(len, PROMPT[:index])))):
             cache.update(k[None], v[None], layer)
     with torch.no_grad():
         positions = num_known + torch.arange(len(QUESTION))[None]
         output = model(QUESTION[None], position_ids=positions, past_key_values=cache, output_attentions=True)
     attention = torch.cat(output.attentions).amax((1, 2)).sum(0)[:num_known]
-    attention[: len(PROMPT[0])] = 0  # it stands where it was stored
+    attention[: len(PROMPT[0])] = 0  # the first segment stands at its stored position
     expected = set(attention.argsort(descending=True)[: int(0.25 * num_known)].tolist())
     alone = torch.cat([kv_alone(model, segment) for segment in PROMPT], -2)
-    with blended(model, MostAttended(0.25)) as one:
-        one.precompute(PROMPT[:-1])
-        found = kv_of(one.prefill([PROMPT])[0].cache)
-    is_reused = (found == alone)[:, 1].all(0).all(0).all(-1)[:num_known]
-    computed = {at for at, same in enumerate(is_reused) if not same}
+    with blended(model, MostAttended(0.25)) as blended_model:
+        blended_model.precompute(PROMPT[:-1])
+        result = kv_of(blended_model.prefill([PROMPT])[0].cache)
+    is_reused = (result == alone)[:, 1].all(0).all(0).all(-1)[:num_known]
+    computed = {index for index, is_same in enumerate(is_reused) if not is_same}
     assert computed == expected
     kv, _ = computed_one_by_one(
-        model, PROMPT, [at in expected or at >= num_known for at in range(len(alone[0, 0, 0]))]
+        model, PROMPT, [index in expected or index >= num_known for index in range(len(alone[0, 0, 0]))]
     )
-    assert torch.allclose(found, kv, atol=1e-4)
+    assert torch.allclose(result, kv, atol=1e-4)
 
 
-def test_more_computed_is_closer(llama):
+def test_divergence_falls_with_more_recomputed_tokens(llama):
     with torch.no_grad():
         full = llama(joined(PROMPT)).logits[0, -len(QUESTION) :].log_softmax(-1)
     for kind in (LargestDeviation, FirstTokens, MostAttended):
         divergences = []
         for ratio in (0, 0.25, 0.75, 1):
-            with blended(llama, kind(ratio)) as one:
-                answer = one.prefill([PROMPT], len(QUESTION))[0].logits.log_softmax(-1)
+            with blended(llama, kind(ratio)) as blended_model:
+                answer = blended_model.prefill([PROMPT], len(QUESTION))[0].logits.log_softmax(-1)
             divergences.append(
                 torch.nn.functional.kl_div(answer, full, log_target=True, reduction="sum").item()
             )
@@ -197,17 +206,17 @@ def test_more_computed_is_closer(llama):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
+def test_half_precision_models_blend_within_rounding(dtype):
     model = tiny_model("llama").to(dtype)
-    with blended(model, AllTokens()) as one, torch.no_grad():
+    with blended(model, AllTokens()) as blended_model, torch.no_grad():
         full = model(joined(PROMPT), logits_to_keep=1).logits[0]
-        assert torch.equal(one.prefill([PROMPT])[0].logits, full)
-    with blended(model, NoTokens()) as one:
-        one.precompute(PROMPT[:-1])
-        found = kv_of(one.prefill([PROMPT])[0].cache).float()
+        assert torch.equal(blended_model.prefill([PROMPT])[0].logits, full)
+    with blended(model, NoTokens()) as blended_model:
+        blended_model.precompute(PROMPT[:-1])
+        result = kv_of(blended_model.prefill([PROMPT])[0].cache).float()
     start = len(PROMPT[0])
     moved = kv_alone(model, PROMPT[1], start).float()
-    difference = (found[..., start : start + len(PROMPT[1]), :] - moved)[0].abs().max()
+    difference = (result[..., start : start + len(PROMPT[1]), :] - moved)[0].abs().max()
     assert difference <= 4 * torch.finfo(dtype).eps * moved[0].abs().max()
 
 
@@ -226,36 +235,36 @@ def test_half_precision(dtype):
     ],
     ids=lambda rope: rope["rope_type"],
 )
-def test_scaled_rotary_embeddings(rope):
+def test_moved_segments_follow_scaled_rotary_embeddings(rope):
     model = tiny_model("llama", rope_parameters={"rope_theta": 10_000.0, **rope})
-    with blended(model, NoTokens()) as one:
-        one.precompute(PROMPT[:-1])
-        found = kv_of(one.prefill([PROMPT])[0].cache)
+    with blended(model, NoTokens()) as blended_model:
+        blended_model.precompute(PROMPT[:-1])
+        result = kv_of(blended_model.prefill([PROMPT])[0].cache)
     start = len(PROMPT[0])
     moved = kv_alone(model, PROMPT[1], start)
-    assert torch.allclose(found[..., start : start + len(PROMPT[1]), :], moved, atol=1e-4)
+    assert torch.allclose(result[..., start : start + len(PROMPT[1]), :], moved, atol=1e-4)
 
 
 @pytest.mark.parametrize(
     "selection", [LargestDeviation(0.2), FirstTokens(0.2), MostAttended(0.2), NoTokens()]
 )
-def test_packed_prompts_do_not_see_one_another(llama, selection):
-    others = [DOCUMENTS[0], DOCUMENTS[0], QUESTION]  # a document twice
-    with blended(llama, selection) as one:
-        one.precompute(DOCUMENTS)
-        alone = [one.prefill([prompt])[0] for prompt in (PROMPT, others, [QUESTION])]
-        packed = one.prefill([PROMPT, others, [QUESTION]])
-    for expected, found in zip(alone, packed, strict=True):
-        assert torch.allclose(expected.logits, found.logits, atol=1e-3)
-        assert torch.allclose(kv_of(expected.cache), kv_of(found.cache), atol=1e-3)
+def test_packed_prompts_do_not_affect_one_another(llama, selection):
+    second_prompt = [DOCUMENTS[0], DOCUMENTS[0], QUESTION]  # the same document twice
+    with blended(llama, selection) as blended_model:
+        blended_model.precompute(DOCUMENTS)
+        alone = [blended_model.prefill([prompt])[0] for prompt in (PROMPT, second_prompt, [QUESTION])]
+        packed = blended_model.prefill([PROMPT, second_prompt, [QUESTION]])
+    for expected, result in zip(alone, packed, strict=True):
+        assert torch.allclose(expected.logits, result.logits, atol=1e-3)
+        assert torch.allclose(kv_of(expected.cache), kv_of(result.cache), atol=1e-3)
 
 
-def test_generation_goes_on_from_a_prefill(llama):
+def test_generation_continues_from_a_prefill(llama):
     tokens = joined(PROMPT)
-    with blended(llama, LargestDeviation(0.5)) as one:
-        one.precompute(DOCUMENTS)
-        expected = one.generate(PROMPT, max_new_tokens=4, do_sample=False)
-        cache = one.prefill([PROMPT])[0].cache
+    with blended(llama, LargestDeviation(0.5)) as blended_model:
+        blended_model.precompute(DOCUMENTS)
+        expected = blended_model.generate(PROMPT, max_new_tokens=4, do_sample=False)
+        cache = blended_model.prefill([PROMPT])[0].cache
         assert type(cache.layers[0]).__name__ == "DynamicLayer"
         cache.crop(-1)
         assert torch.equal(
@@ -263,16 +272,16 @@ def test_generation_goes_on_from_a_prefill(llama):
         )
 
 
-def test_approximate_kv_is_under_no_name_that_an_exact_lookup_finds(llama):
-    with blended(llama, NoTokens(), save_decode_cache=True) as one:
-        output = one.generate(PROMPT, max_new_tokens=2 * 16, do_sample=False)[0]
-        assert one.segments.lookup(DOCUMENTS[0]) == len(DOCUMENTS[0])
+def test_exact_lookups_never_find_approximate_kv(llama):
+    with blended(llama, NoTokens(), save_decode_cache=True) as blended_model:
+        output = blended_model.generate(PROMPT, max_new_tokens=2 * 16, do_sample=False)[0]
+        assert blended_model.segments.lookup(DOCUMENTS[0]) == len(DOCUMENTS[0])
         for tokens in (*DOCUMENTS, joined(PROMPT)[0], output, QUESTION, *DOCUMENTS[0].split(16)):
-            assert one.engine.lookup(tokens) == 0
-        cached = CachedModel(llama, one.engine)
+            assert blended_model.engine.lookup(tokens) == 0
+        cached = CachedModel(llama, blended_model.engine)
         for prompt in ([DOCUMENTS[0], QUESTION], PROMPT):
-            found = cached.generate(joined(prompt), max_new_tokens=4, do_sample=False)
-            assert torch.equal(found, llama.generate(joined(prompt), max_new_tokens=4, do_sample=False))
-        assert one.engine.hit_tokens_count == 0
-        # Nor does a segment's lookup find what was computed behind others.
-        assert one.segments.lookup(joined(PROMPT)[0]) == len(DOCUMENTS[2]) // 16 * 16
+            result = cached.generate(joined(prompt), max_new_tokens=4, do_sample=False)
+            assert torch.equal(result, llama.generate(joined(prompt), max_new_tokens=4, do_sample=False))
+        assert blended_model.engine.hit_tokens_count == 0
+        # A segment's lookup does not find KV that was computed behind other segments.
+        assert blended_model.segments.lookup(joined(PROMPT)[0]) == len(DOCUMENTS[2]) // 16 * 16

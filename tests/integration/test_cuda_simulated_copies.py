@@ -1,4 +1,4 @@
-"""What only the simulated driver can be told to do with copies: break, hang, die, be slow, be old."""
+"""Copies on the simulated driver that break, hang, are slow, or run on an old driver."""
 
 from __future__ import annotations
 
@@ -49,31 +49,31 @@ def synchronize(state):
 
 
 @pytest.mark.parametrize("vanish", [free_device_memory, unpin], ids=lambda function: function.__name__)
-def test_a_copy_of_memory_that_is_gone_breaks_the_context(node, vanish):
-    """Where hardware may read what others wrote there meanwhile."""
+def test_copying_freed_memory_breaks_the_context(node, vanish):
+    """Hardware might read memory that other processes have written meanwhile."""
     with copying(node) as (process, device, host):
         node.order("copier: stall")
         process.call(submit, host, device)
         process.call(vanish)
         node.order("")
         assert process.call(failure, synchronize) == (700, True)
-        assert process.call(failure, free_bytes) == (700, True)  # whatever is called
+        assert process.call(failure, free_bytes) == (700, True)  # every later call fails, too
         assert node.count("illegal_pieces") == 1
 
 
 @pytest.mark.parametrize(("shift", "size"), [(SIZE, 4096), (SIZE - 4096, 8192), (1 << 40, 1)])
-def test_a_copy_beyond_the_allocation_breaks_the_context(node, shift, size):
+def test_copying_beyond_the_allocation_breaks_the_context(node, shift, size):
     with copying(node) as (process, device, host):
         assert process.call(failure, copy, host, device + shift, size) == (700, True)
         assert process.call(held) == bytes(SIZE)
 
 
-def test_a_copy_from_host_memory_that_is_not_there(node):
+def test_copying_from_unmapped_host_memory_breaks_the_context(node):
     with copying(node) as (process, device, _):
         assert process.call(failure, copy, device, 4096, 4096) == (700, True)
 
 
-def test_a_copy_over_two_registrations_is_refused_and_nothing_sticks(node):
+def test_copying_over_two_registrations_is_refused_without_breaking_the_context(node):
     with copying(node) as (process, device, host):
         assert process.call(failure, copy, host + SIZE - 4096, device, 8192) == (1, False)
         process.call(copy, host, device)
@@ -83,13 +83,13 @@ def test_a_copy_over_two_registrations_is_refused_and_nothing_sticks(node):
 def test_copies_from_pageable_memory_are_counted(node):
     with copying(node) as (process, device, host):
         process.call(copy, host, device)
-        assert node.count("pageable_pieces") == 1  # of filling the device's memory
+        assert node.count("pageable_pieces") == 1  # from filling the device's memory
         process.call(copy, host + SIZE, device)
         assert node.count("pageable_pieces") == 2
 
 
 def pin_slowly_and_copy(state, path, num_bytes, to_copy):
-    """A large arena, none of which is pinned when its first slot is copied."""
+    """Copy the first slot of a large arena whose pins have only begun."""
     with open(path, "rb+") as file:
         arena = np.frombuffer(mmap.mmap(file.fileno(), num_bytes), np.uint8)
     pins = Pins(state["context"], arena.ctypes.data, num_bytes)
@@ -98,27 +98,27 @@ def pin_slowly_and_copy(state, path, num_bytes, to_copy):
     return bytes(arena[:SIZE]) == DATA and not pins.pinned_bytes
 
 
-def test_the_first_slot_of_a_large_arena_does_not_wait_for_its_pins(node, tmp_path):
+def test_first_slot_of_a_large_arena_does_not_wait_for_pinning(node, tmp_path):
     arena = tmp_path / "arena"
     with arena.open("wb") as file:
-        file.truncate(64 << 30)  # of which only what is touched is real
+        file.truncate(64 << 30)  # a sparse file: only touched pages use memory
     with copying(node) as (process, device, _):
         node.order("copier: pin_rate 1000")
         assert process.call(pin_slowly_and_copy, arena, 64 << 30, device)
 
 
 def shrink_while_pinning(state, num_bytes):
-    """Less is ready while the rest is being registered: is it still, when that is said?"""
+    """Lower the ready size while a registration runs. Returns the bytes that are pinned afterwards."""
     host = pages(num_bytes)
     pins = Pins(state["context"], host.ctypes.data, num_bytes, num_bytes)
     pins.set_ready(num_bytes)
-    while not (pins._under_way or pins.pinned_bytes):  # on a slow host it may be over when it is seen
+    while not (pins._registering_end or pins.pinned_bytes):  # on a slow host, pinning may have ended already
         pass
     pins.set_ready(0)
     return pins.pinned_bytes
 
 
-def test_what_is_being_pinned_is_unpinned_before_it_goes(node):
+def test_memory_is_unpinned_before_release_while_pinning_runs(node):
     with copying(node) as (process, _, _):
         before = node.count("pins")
         node.order(f"copier: pin_rate {4 * SIZE}")
@@ -126,14 +126,14 @@ def test_what_is_being_pinned_is_unpinned_before_it_goes(node):
         assert node.count("pins") == before
 
 
-def test_a_driver_before_batches(node):
+def test_driver_without_batched_copies_copies_piece_by_piece(node):
     with copying(node, driver_version=12040) as (process, device, host):
         process.call(copy, host, device)
         assert process.call(held) == DATA
         assert node.count("batches") == 0
 
 
-def test_the_nth_call_fails(node):
+def test_orders_make_the_nth_call_fail(node):
     with copying(node) as (process, device, host):
         node.order("copier: fail cuMemcpyBatchAsync 2 1; other: fail cuMemcpyBatchAsync 1 1")
         process.call(copy, host, device)
@@ -145,14 +145,14 @@ def test_the_nth_call_fails(node):
         assert process.call(failure, copy, host, device) == (719, True)
 
 
-def test_orders_from_the_start(node):
+def test_orders_apply_from_process_start(node):
     with peer(**node.environment(orders="fail cuDevicePrimaryCtxRetain 1 2")) as process:
         assert process.call(failure, open_context) == (2, False)
         process.call(open_context)
 
 
 @pytest.mark.parametrize("order", ["fail cuMemcpyBatchAsink 1 1", "fail cuInit", "stal", "rates 7"])
-def test_an_order_that_is_none_ends_who_reads_it(node, order):
+def test_invalid_orders_abort_the_process(node, order):
     with peer(**node.environment(orders=order)) as process:
         with pytest.raises((EOFError, ConnectionResetError)):
             process.call(open_context)
@@ -161,13 +161,13 @@ def test_an_order_that_is_none_ends_who_reads_it(node, order):
 
 
 @pytest.mark.parametrize("function", ["cuMemAlloc", "cuMemAlloc_v2"])
-def test_functions_are_named_with_or_without_their_version(node, function):
+def test_orders_accept_function_names_with_and_without_version(node, function):
     with copying(node) as (process, _, _):
         node.order(f"fail {function} 1 2")
         assert process.call(failure, cuda_peers.export_content, DATA) == (2, False)
 
 
-def test_copies_at_a_given_rate(node):
+def test_orders_limit_the_copy_rate(node):
     with copying(node) as (process, device, host):
         node.order(f"rate {SIZE * 10}")
         start = time.monotonic()
@@ -176,7 +176,7 @@ def test_copies_at_a_given_rate(node):
         assert process.call(held) == DATA
 
 
-def test_a_process_that_dies_in_mid_copy(node):
+def test_orders_kill_the_process_during_a_copy(node):
     with copying(node) as (process, device, host):
         node.order(f"copier: die_after {SIZE // 2}")
         with pytest.raises(EOFError):
@@ -194,7 +194,7 @@ def open_only(state, handle):
     return len(state["mappings"])
 
 
-def test_a_mapping_of_unknown_size_is_closed_again(node):
+def test_mapping_of_unknown_size_is_closed(node):
     with peer(**node.environment("owner")) as owner, peer(**node.environment("importer")) as importer:
         owner.call(open_context)
         importer.call(open_context)
@@ -215,7 +215,7 @@ def is_done(state):
     return event.is_done()
 
 
-def test_functions_that_a_driver_lacks_and_events_that_fail(node):
+def test_missing_functions_and_failing_events_raise_their_codes(node):
     with copying(node) as (process, _, _):
         assert process.call(failure, call, "cuCtxGetLimit", 0)[0] == 500
         node.order("fail cuEventQuery 1 719")
@@ -229,7 +229,7 @@ def pin_again(state):
     return pins.failures, pins.pinned_bytes
 
 
-def test_memory_that_can_not_be_pinned_is_copied_all_the_same(node):
+def test_memory_that_cannot_be_pinned_is_still_copied(node):
     with copying(node) as (process, device, host):
         node.order("fail cuMemHostRegister 1 2")
         assert process.call(pin_again) == (1, SIZE // 2)
@@ -242,7 +242,7 @@ def test_memory_that_can_not_be_pinned_is_copied_all_the_same(node):
 
 
 def attach_cycles(state, handle, number):
-    """What an attach makes, and what its end must take away."""
+    """Make everything that an attach makes, and close it."""
     host = state["host"]
     for _ in range(number):
         mapping = state["mappings"].open(handle)
@@ -259,7 +259,7 @@ def attach_cycles(state, handle, number):
         mapping.close()
 
 
-def test_a_thousand_attach_cycles_leave_nothing(node):
+def test_a_thousand_attach_cycles_leak_nothing(node):
     with peer(**node.environment("owner")) as owner, copying(node) as (process, _, _):
         owner.call(open_context)
         exported = owner.call(cuda_peers.export_content, DATA)

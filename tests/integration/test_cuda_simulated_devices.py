@@ -1,4 +1,4 @@
-"""The simulated driver's devices and handles: what is not there, not free, or not what it was."""
+"""Devices and handles of the simulated driver that are missing, busy or stale."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def find(state, uuid):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "seen"),
+    ("setting", "expected"),
     [
         (None, [GPU, OTHER_GPU, MIG_SLICE]),
         ("1", [OTHER_GPU]),
@@ -43,24 +43,24 @@ def find(state, uuid):
         ("0,7,1", [GPU]),
     ],
 )
-def test_what_a_process_can_see(wanted, seen):
+def test_process_sees_the_devices_of_cuda_visible_devices(setting, expected):
     with cuda.node([GPU, OTHER_GPU, MIG_SLICE]) as node:
-        environment = node.environment() | ({} if wanted is None else {"CUDA_VISIBLE_DEVICES": wanted})
+        environment = node.environment() | ({} if setting is None else {"CUDA_VISIBLE_DEVICES": setting})
         with peer(**environment) as process:
-            assert process.call(visible) == seen
-            assert process.call(find, seen[-1].lower()) == len(seen) - 1
+            assert process.call(visible) == expected
+            assert process.call(find, expected[-1].lower()) == len(expected) - 1
             hidden = process.call(failure, find, "GPU-" + "9" * 8)
             assert hidden.startswith("DeviceNotVisibleError")
 
 
 @pytest.mark.parametrize("hidden", ["", "-1", "GPU-9"])
-def test_no_gpu_is_visible(node, hidden):
+def test_error_says_that_no_gpu_is_visible(node, hidden):
     with peer(**node.environment(), CUDA_VISIBLE_DEVICES=hidden) as process:
         assert "no NVIDIA GPU is visible here" in process.call(failure, visible)
 
 
-def test_a_device_of_one_process(node):
-    """Compute mode exclusive: until the other's context is gone, also when it was killed."""
+def test_exclusive_device_is_refused_to_a_second_process(node):
+    """In exclusive compute mode a device is busy until its context ends, or until the process is killed."""
     environment = node.environment(compute_mode=3)
     with peer(**environment) as first, peer(**environment) as second:
         first.call(open_context)
@@ -70,7 +70,7 @@ def test_a_device_of_one_process(node):
         second.call(open_context)
 
 
-def test_no_memory_is_left_for_a_context(node):
+def test_context_without_free_memory_is_refused(node):
     environment = node.environment(memory=64 << 20, context_bytes=40 << 20)
     with peer(**environment) as first, peer(**environment) as second:
         first.call(open_context)
@@ -88,11 +88,11 @@ def close_mapping(state):
     state["mapping"].close()
 
 
-def test_a_mapping_keeps_the_memory_of_a_dead_process_in_use(node):
+def test_mapping_keeps_memory_of_a_killed_process_in_use(node):
     environment = node.environment(memory=4 * SIZE)
     with peer(**environment) as owner, peer(**environment) as importer, peer(**environment) as restarted:
-        for each in (owner, importer, restarted):
-            each.call(open_context)
+        for process in (owner, importer, restarted):
+            process.call(open_context)
         exported = owner.call(cuda_peers.export_content, DATA * 3)
         importer.call(open_mapping, exported.handle)
         owner.process.kill()
@@ -106,7 +106,7 @@ def test_a_mapping_keeps_the_memory_of_a_dead_process_in_use(node):
 # ---- handles ----
 
 
-def test_memory_of_virtual_memory_management_has_no_handle(node):
+def test_virtual_memory_management_exports_no_handle(node):
     with peer(**node.environment()) as process:
         process.call(open_context)
         assert process.call(export_virtual_memory) == (False, (1, False))
@@ -132,22 +132,22 @@ def free_and_export_again(state, data):
 
 
 @pytest.mark.parametrize("same_handles", ["", "1"])
-def test_a_handle_may_be_that_of_another_allocation_at_the_same_address(node, same_handles):
-    """A kept mapping then shows the old bytes: only a new one shows the new."""
-    other = os.urandom(SIZE)
+def test_new_mapping_shows_the_new_allocation_at_the_same_address(node, same_handles):
+    """A mapping that stays open shows the old bytes. Only a new mapping shows the new bytes."""
+    new_content = os.urandom(SIZE)
     environment = node.environment(same_handles=same_handles)
     with peer(**environment) as owner, peer(**environment) as importer:
         owner.call(open_context)
         importer.call(open_context)
         first = owner.call(cuda_peers.export_content, DATA)
         importer.call(open_mapping, first.handle)
-        second = owner.call(free_and_export_again, other)
+        second = owner.call(free_and_export_again, new_content)
         assert second.base == first.base
         assert (second.handle == first.handle) == bool(same_handles)
-        if same_handles:  # opened again while it is open: the old mapping
+        if same_handles:  # opening it a second time returns the old mapping
             assert importer.call(cuda_peers.read, second.handle, 0, SIZE) == DATA
         importer.call(close_mapping)
-        assert importer.call(cuda_peers.read, second.handle, 0, SIZE) == other
+        assert importer.call(cuda_peers.read, second.handle, 0, SIZE) == new_content
 
 
 _EXPORT = """
@@ -163,7 +163,7 @@ import os, sys
 from lmcache.cuda.errors import CudaError
 from testing import cuda_memory, cuda_peers
 for _ in range(int(sys.argv[2])):
-    if os.fork():  # the child has another number
+    if os.fork():  # the child has another process id
         os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
 state = {}
 cuda_peers.open_context(state)
@@ -177,9 +177,9 @@ _NAMESPACE = ["unshare", "--fork", "--pid", "--kill-child"]
 
 @pytest.mark.skipif(
     subprocess.run([*_NAMESPACE, "true"], capture_output=True, check=False).returncode != 0,
-    reason="PID namespaces can't be made here",
+    reason="cannot create PID namespaces",
 )
-def test_equal_process_ids_in_two_namespaces_are_one_process_to_the_driver(node):
+def test_driver_confuses_equal_process_ids_of_two_pid_namespaces(node):
     environment = {**os.environ, **node.environment(), "PYTHONPATH": os.pathsep.join(sys.path)}
 
     def start(code, *arguments):

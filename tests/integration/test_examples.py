@@ -1,4 +1,4 @@
-"""The examples on a real API server: admitted as they are, carried out, and at rest afterwards."""
+"""The examples on a real API server: it admits them, and the operator applies each and becomes idle."""
 
 from itertools import chain
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 import yaml
 from lmcache_operator.api.crd import dump
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components import COMPONENTS
 from lmcache_operator.components.base import Context
+from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.specs.names import STOCK_IMAGES
 
 from testing.kube.api import Object
@@ -19,16 +19,16 @@ from tools.kube import schemas
 
 pytestmark = pytest.mark.kube
 FILES = sorted(EXAMPLE.parent.rglob("*.yaml"))
-_OF_OTHERS = {"PodMonitor"}
-"""Kinds that this API server does not have."""
+_MISSING_KINDS = {"PodMonitor"}
+"""Kinds that this API server does not serve."""
 
 
 def documents(file: Path, *kinds: str) -> list[Object]:
-    found = [found for found in yaml.safe_load_all(file.read_text()) if found["kind"] not in _OF_OTHERS]
-    return [document for document in found if not kinds or document["kind"] in kinds]
+    objects = [obj for obj in yaml.safe_load_all(file.read_text()) if obj["kind"] not in _MISSING_KINDS]
+    return [obj for obj in objects if not kinds or obj["kind"] in kinds]
 
 
-def test_all_are_admitted_as_they_are_written(plane: Cluster, namespace):
+def test_api_server_admits_all_examples_unchanged(plane: Cluster, namespace):
     objects = [document for file in FILES for document in documents(file)]
     names = [(document["kind"], document["metadata"]["name"]) for document in objects]
     assert len(set(names)) == len(names) > len(FILES)
@@ -36,17 +36,19 @@ def test_all_are_admitted_as_they_are_written(plane: Cluster, namespace):
     plane.kubectl("apply", *arguments, stdin=yaml.safe_dump_all(objects))
 
 
-def test_what_becomes_of_them_fits_the_schemas():
+def test_rendered_children_of_examples_fit_the_schemas():
     clusters = [parse(document) for file in FILES for document in documents(file, "LMCacheCluster")]
-    rendered = [own.render(cluster, Context(STOCK_IMAGES)) for cluster in clusters for own in COMPONENTS]
-    # What other people's pods are given has the form of a pod's template, in a kind of ours.
+    rendered = [
+        component.render(cluster, Context(STOCK_IMAGES)) for cluster in clusters for component in COMPONENTS
+    ]
+    # An LMCacheProfile lists additions to users' pods. It has the form of a pod template.
     as_pods = {"LMCacheProfile": {"apiVersion": "v1", "kind": "PodTemplate"}}
     children = [child | as_pods.get(child["kind"], {}) for child in chain.from_iterable(rendered)]
     assert schemas.validate(dump(children)) == []
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if documents(f, "LMCacheCluster")], ids=lambda f: f.stem)
-def test_each_is_carried_out_once(plane: Cluster, operator: Operator, namespace, file):
+def test_operator_applies_each_example_once(plane: Cluster, operator: Operator, namespace, file):
     (cluster,) = documents(file, "LMCacheCluster")
     cluster["metadata"]["name"] = NAME
     plane.api.create(CLUSTERS, cluster, namespace)

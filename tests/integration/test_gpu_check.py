@@ -1,4 +1,4 @@
-"""``make gpu-check`` says so where there is no GPU, and works where there is a driver."""
+"""``make gpu-check`` reports a missing GPU, and works with a driver."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ def check(*arguments, **environment):
     )
 
 
-def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
+def test_missing_gpu_is_reported_and_no_file_is_written(tmp_path):
     report = tmp_path / "facts.md"
-    done = check("--output", report, CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 2
-    assert "no GPU here" in done.stderr
+    completed = check("--output", report, CUDA_VISIBLE_DEVICES="")
+    assert completed.returncode == 2
+    assert "no GPU here" in completed.stderr
     assert not report.exists()
 
 
-def test_the_simulated_driver_is_no_gpu(tmp_path):
+def test_simulated_driver_is_not_accepted_as_a_gpu(tmp_path):
     report = tmp_path / "facts.md"
     with cuda.node() as node:
-        done = check("--output", report, **node.environment())
-    assert done.returncode == 2
-    assert "no GPU here: the simulated driver" in done.stderr
+        completed = check("--output", report, **node.environment())
+    assert completed.returncode == 2
+    assert "no GPU here: the simulated driver" in completed.stderr
     assert not report.exists()
 
 
-def test_every_part_of_the_check_runs(tmp_path):
+def test_simulated_check_writes_every_section_of_the_report(tmp_path):
     report = tmp_path / "facts.md"
     with cuda.node() as node:
-        done = check("--output", report, "--simulated", "--no-tests", **node.environment())
-        assert done.returncode == 0, done.stderr
+        completed = check("--output", report, "--simulated", "--no-tests", **node.environment())
+        assert completed.returncode == 0, completed.stderr
         assert node.processes() == []
     text = report.read_text()
     assert "no figure here means anything" in text

@@ -1,4 +1,4 @@
-"""Generation with a stored prompt answers as generation without: a small Llama with random weights."""
+"""Generation with stored prompts gives the same answers as without. The model is a small random Llama."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def engine(model):
 
 @pytest.fixture
 def computed(model):
-    """How many tokens each forward pass computed."""
+    """The number of tokens that each forward pass computed."""
     lengths: list[int] = []
     hook = model.model.embed_tokens.register_forward_hook(
         lambda _, args, __: lengths.append(args[0].shape[1])
@@ -76,7 +76,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 12}
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, CHUNK, CHUNK + 1, 40, 3 * CHUNK])
-def test_a_hit_answers_as_cold(model, engine, computed, num_tokens):
+def test_hits_give_the_same_answer_as_cold_runs(model, engine, computed, num_tokens):
     cached = CachedModel(model, engine)
     expected = model.generate(prompt(num_tokens), **GREEDY)
     for num_computed in (num_tokens, 1, 1):  # at least the last token is computed
@@ -85,7 +85,7 @@ def test_a_hit_answers_as_cold(model, engine, computed, num_tokens):
         assert computed[0] == num_computed
 
 
-def test_a_partial_hit_computes_the_rest(model, engine, computed):
+def test_partial_hit_computes_the_remaining_tokens(model, engine, computed):
     cached = CachedModel(model, engine)
     longer = torch.cat((prompt(40)[:, : 2 * CHUNK], prompt(30, seed=1)), dim=1)
     expected = model.generate(longer, **GREEDY)
@@ -110,26 +110,26 @@ def test_stored_kv_is_what_the_model_computes(model, engine):
         assert torch.allclose(v, layer.values[0], atol=1e-5)
 
 
-def test_what_was_generated_is_stored_if_the_engine_is_to(model, computed):
+def test_generated_tokens_are_stored_with_save_decode_cache(model, computed):
     with engine_of(model, save_decode_cache=True) as engine:
         cached = CachedModel(model, engine)
         turn = cached.generate(prompt(40), **GREEDY)
         computed.clear()
         assert torch.equal(cached.generate(turn, **GREEDY), model.generate(turn, **GREEDY))
-        assert computed[0] == turn.shape[1] % CHUNK  # the tail chunk is another one's
+        assert computed[0] == turn.shape[1] % CHUNK  # the tail chunk is not stored
 
 
 @pytest.mark.parametrize("broken", ["retrieve", "store"])
-def test_a_fault_of_the_cache_is_none_of_the_model(model, engine, broken, monkeypatch, caplog):
+def test_cache_faults_do_not_change_the_answer(model, engine, broken, monkeypatch, caplog):
     def fail(*args, **kwargs):
-        raise OSError("the cache is gone")
+        raise OSError("the storage is unavailable")
 
     cached = CachedModel(model, engine)
     monkeypatch.setattr(engine, broken, fail)
     monkeypatch.setattr(logging.getLogger("lmcache.engines.huggingface"), "propagate", True)
     for _ in range(2):
         assert torch.equal(cached.generate(prompt(40), **GREEDY), model.generate(prompt(40), **GREEDY))
-    assert "the cache is gone" in caplog.text
+    assert "the storage is unavailable" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_fault_of_the_cache_is_none_of_the_model(model, engine, broken, monkey
         *("mask", "padding", "positions"),
     ],
 )
-def test_what_cannot_be_cached_runs_untouched(model, engine, inputs, arguments):
+def test_unsupported_calls_run_without_the_cache(model, engine, inputs, arguments):
     def answer(run):
         torch.manual_seed(0)
         return run(inputs, **(GREEDY | arguments))
@@ -160,8 +160,8 @@ def test_what_cannot_be_cached_runs_untouched(model, engine, inputs, arguments):
     assert engine.lookup(inputs[0]) == 0
 
 
-def test_an_end_in_the_prompt_that_also_pads_hides_nothing(model, engine):
-    """As in chats, whose turns end with the token that pads."""
+def test_end_token_in_the_prompt_that_also_pads_keeps_the_hit(model, engine):
+    """Chats end their turns with the token that also pads."""
     tokens = prompt(40)
     tokens[0, 20] = 7
     for ends in ([7, 9], 7, torch.tensor([7, 9])):
@@ -171,7 +171,7 @@ def test_an_end_in_the_prompt_that_also_pads_hides_nothing(model, engine):
     assert engine.hit_tokens_count == 40
 
 
-def test_sliding_windows_run_untouched():
+def test_sliding_window_models_run_without_the_cache():
     torch.manual_seed(0)
     model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=8)).eval()
     with engine_of(model) as engine:
@@ -180,7 +180,7 @@ def test_sliding_windows_run_untouched():
         assert engine.lookup(prompt(40)[0]) == 0
 
 
-def test_an_engine_of_another_model_is_refused(model, engine):
+def test_engine_of_another_model_is_refused(model, engine):
     engine.metadata.kv_shape = (5, 2, CHUNK, 2, 16)
     with pytest.raises(ValueError, match="does not fit the model"):
         CachedModel(model, engine)

@@ -1,4 +1,4 @@
-"""Pods of others get their cache inside a real API server, the same as by `lmcache-operator inject`."""
+"""The API server injects the cache into users' pods, with the same result as `lmcache-operator inject`."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ def profile_only(**engine: Any) -> Object:
     }
 
 
-def try_out(plane: Cluster, namespace: str, found: Object) -> Object:
-    """The pod as the API server would make it."""
+def dry_run(plane: Cluster, namespace: str, manifest: Object) -> Object:
+    """The pod that the API server would create."""
     path = plane.api.path("v1/pods", namespace)
-    made: Object = plane.api.request("POST", f"{path}?dryRun=All", found)
-    return made
+    created: Object = plane.api.request("POST", f"{path}?dryRun=All", manifest)
+    return created
 
 
-def outcome(made: Object) -> str | None:
-    annotations = made["metadata"].get("annotations") or {}
+def outcome(created: Object) -> str | None:
+    annotations = created["metadata"].get("annotations") or {}
     return annotations.get(OUTCOME)
 
 
-def wait_until_it_acts(plane: Cluster, namespace: str) -> None:
-    """The API server reads policies and their parameters by watches."""
-    found = pod_with({"name": "another"})
-    plane.wait(lambda: has_cache(try_out(plane, namespace, found)))
+def wait_for_policy(plane: Cluster, namespace: str) -> None:
+    """Wait until injection is active: the API server reads policies and their parameters by watches."""
+    manifest = pod_with({"name": "another"})
+    plane.wait(lambda: has_cache(dry_run(plane, namespace, manifest)))
 
 
 @pytest.fixture(scope="module")
 def plane() -> Iterator[Cluster]:
-    """One of its own: the chart is taken off it, and installed again."""
+    """A control plane of this module: a test uninstalls the chart and installs it again."""
     with Cluster(crds=CRDS) as started:
         yield started
 
@@ -73,125 +73,127 @@ def operator_process(plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def home(plane: Cluster, operator_process: Operator) -> Iterator[str]:
-    """A namespace in which pods get a cache, where even only restricted pods are let in."""
+    """A namespace whose pods get a cache, with a warning for pods that are not restricted."""
     operator_process.start()
     with new_namespace(plane, "home", **{"pod-security.kubernetes.io/warn": "restricted"}) as namespace:
         plane.api.create(CLUSTERS, profile_only(**CLAIMS), namespace)
-        wait_until_it_acts(plane, namespace)
+        wait_for_policy(plane, namespace)
         yield namespace
 
 
-def by_command(found: Object) -> Object | str:
-    """What the command makes of a pod, or why it makes nothing."""
+def injected_by_command(manifest: Object) -> Object | str:
+    """The pod that the command prints, or the reason of its refusal."""
     try:
         clusters = clusters_in([profile_only(**CLAIMS)])
-        (made,) = inject_objects([found], clusters, None, Context(STOCK_IMAGES)).objects
+        (injected,) = inject_objects([manifest], clusters, None, Context(STOCK_IMAGES)).objects
     except InvalidSpecError as error:
         return f"refused: {str(error).removeprefix('Pod llm: ')}"
-    return dict(made)
+    return dict(injected)
 
 
-def check_same(plane: Cluster, namespace: str, found: Object) -> None:
+def check_same(plane: Cluster, namespace: str, manifest: Object) -> None:
     try:
-        made = try_out(plane, namespace, found)
+        created = dry_run(plane, namespace, manifest)
     except ApiError:
-        bare = found | {"metadata": {"name": "llm"}}
-        with pytest.raises(ApiError):  # it is the pod itself that is wrong
-            try_out(plane, namespace, bare)
+        bare = manifest | {"metadata": {"name": "llm"}}
+        with pytest.raises(ApiError):  # the pod itself is invalid, even without injection
+            dry_run(plane, namespace, bare)
         assume(False)
-    expected = by_command(found)
+    expected = injected_by_command(manifest)
     event("refused" if isinstance(expected, str) else "injected")
     if isinstance(expected, str):
-        assert outcome(made) == expected
-        assert not has_cache(made)
+        assert outcome(created) == expected
+        assert not has_cache(created)
         return
-    assert outcome(made) == "injected"
-    # What it prints is not touched any more, and has the same defaults.
-    same = try_out(plane, namespace, expected)
-    for each in (made, same):
-        del each["metadata"]["creationTimestamp"], each["metadata"]["uid"], each["metadata"]["managedFields"]
-    assert made == same
+    assert outcome(created) == "injected"
+    # The API server does not inject the command's output again, and sets the same defaults.
+    same = dry_run(plane, namespace, expected)
+    for pod_object in (created, same):
+        metadata = pod_object["metadata"]
+        del metadata["creationTimestamp"], metadata["uid"], metadata["managedFields"]
+    assert created == same
 
 
 @settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(found=pods())
-@example(found=pod_with(automountServiceAccountToken=False))
-def test_the_command_and_the_api_server_do_the_same(plane, home, found):
-    check_same(plane, home, found)
+@given(manifest=pods())
+@example(manifest=pod_with(automountServiceAccountToken=False))
+def test_command_and_api_server_inject_the_same(plane, home, manifest):
+    check_same(plane, home, manifest)
 
 
 @pytest.mark.parametrize("number", range(len(refused_pods())))
-def test_what_the_command_refuses_is_made_as_it_was_written_and_says_why(plane, home, number):
-    found, path, sentence = refused_pods()[number]
-    found = found | {"spec": found["spec"] | {"automountServiceAccountToken": False}}
-    made = try_out(plane, home, found)
-    assert outcome(made) == by_command(found)
-    assert str(outcome(made)).startswith(f"refused: {path}: ")
-    assert sentence in str(outcome(made))
-    bare = try_out(plane, home, found | {"metadata": {"name": "llm"}})
-    assert made["spec"] == bare["spec"]
+def test_pods_that_the_command_refuses_are_created_unchanged_with_the_reason(plane, home, number):
+    manifest, path, sentence = refused_pods()[number]
+    manifest = manifest | {"spec": manifest["spec"] | {"automountServiceAccountToken": False}}
+    created = dry_run(plane, home, manifest)
+    assert outcome(created) == injected_by_command(manifest)
+    assert str(outcome(created)).startswith(f"refused: {path}: ")
+    assert sentence in str(outcome(created))
+    bare = dry_run(plane, home, manifest | {"metadata": {"name": "llm"}})
+    assert created["spec"] == bare["spec"]
 
 
-def test_pods_of_a_deployment_get_it_and_run(plane, home):
+def test_deployment_pods_are_injected_and_run(plane, home):
     plane.api.create("apps/v1/deployments", deployment(), home)
 
-    def made() -> list[Object]:
-        found = plane.api.objects("v1/pods", home, "app=llm")
-        return [each for each in found if each["status"].get("phase") == "Running"]
+    def running_pods() -> list[Object]:
+        listed = plane.api.objects("v1/pods", home, "app=llm")
+        return [item for item in listed if item["status"].get("phase") == "Running"]
 
-    (found,) = plane.wait(made)
-    assert [each["name"] for each in found["spec"]["initContainers"]] == [
+    (running,) = plane.wait(running_pods)
+    assert [container["name"] for container in running["spec"]["initContainers"]] == [
         "lmcache-sidecar",
         "lmcache-payload",
     ]
-    tokens = {volume["name"] for volume in found["spec"]["volumes"] if "projected" in volume}
-    containers = [*found["spec"]["containers"], *found["spec"]["initContainers"]]
-    having = [c["name"] for c in containers if tokens & {mount["name"] for mount in c["volumeMounts"]}]
-    assert having == ["vllm"], "the pod's token is none of the sidecar's business"
+    tokens = {volume["name"] for volume in running["spec"]["volumes"] if "projected" in volume}
+    containers = [*running["spec"]["containers"], *running["spec"]["initContainers"]]
+    with_token = [c["name"] for c in containers if tokens & {mount["name"] for mount in c["volumeMounts"]}]
+    assert with_token == ["vllm"], "the sidecar must not mount the pod's token"
 
 
 @pytest.mark.parametrize("label", [None, "nothing", "x" * 63])
-def test_pods_that_name_no_cluster_are_left_alone(plane, home, label):
+def test_pods_that_name_no_cluster_are_unchanged(plane, home, label):
     labels = {INJECT_LABEL: label} if label else {"app": "llm"}
-    made = try_out(plane, home, pod_with({"labels": labels}))
-    assert "initContainers" not in made["spec"]
-    assert "annotations" not in made["metadata"]
+    created = dry_run(plane, home, pod_with({"labels": labels}))
+    assert "initContainers" not in created["spec"]
+    assert "annotations" not in created["metadata"]
 
 
-def test_where_no_cluster_is_pods_are_made(plane, home, namespace):
-    made = try_out(plane, namespace, pod())
-    assert "initContainers" not in made["spec"]
+def test_pods_are_created_in_namespaces_without_cluster(plane, home, namespace):
+    created = dry_run(plane, namespace, pod())
+    assert "initContainers" not in created["spec"]
 
 
-def test_a_pod_that_has_its_cache_is_not_given_another(plane, home):
-    once = try_out(plane, home, pod())
-    again = try_out(plane, home, {key: once[key] for key in ("apiVersion", "kind", "spec")} | {
-        "metadata": {"name": "again", "labels": once["metadata"]["labels"]}
+def test_injected_pod_is_not_injected_again(plane, home):
+    injected = dry_run(plane, home, pod())
+    created_again = dry_run(plane, home, {key: injected[key] for key in ("apiVersion", "kind", "spec")} | {
+        "metadata": {"name": "again", "labels": injected["metadata"]["labels"]}
     })  # fmt: skip
-    assert again["spec"] == once["spec"]
+    assert created_again["spec"] == injected["spec"]
 
 
-def test_a_restricted_pod_stays_restricted(plane, home):
+def test_restricted_pods_stay_restricted(plane, home):
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     with new_namespace(plane, "strict-pods", **labels) as namespace:
         plane.api.create(CLUSTERS, profile_only(), namespace)
         with pytest.raises(ApiError, match="restricted"):
-            try_out(plane, namespace, pod())
-        found = pod(securityContext=RESTRICTED)
-        plane.wait(lambda: has_cache(try_out(plane, namespace, found)))
-        whole = pod_with(
-            securityContext={"runAsNonRoot": True, "runAsUser": 7}, containers=found["spec"]["containers"]
+            dry_run(plane, namespace, pod())
+        restricted = pod(securityContext=RESTRICTED)
+        plane.wait(lambda: has_cache(dry_run(plane, namespace, restricted)))
+        restricted_as_a_whole = pod_with(
+            securityContext={"runAsNonRoot": True, "runAsUser": 7},
+            containers=restricted["spec"]["containers"],
         )
-        assert has_cache(try_out(plane, namespace, whole))
+        assert has_cache(dry_run(plane, namespace, restricted_as_a_whole))
 
 
-def test_a_changed_cluster_changes_what_new_pods_get(plane, home, namespace):
+def test_changed_cluster_changes_injection_of_new_pods(plane, home, namespace):
     plane.api.create(CLUSTERS, profile_only(), namespace)
-    wait_until_it_acts(plane, namespace)
+    wait_for_policy(plane, namespace)
 
     def size() -> str:
         (volume,) = (
-            v for v in try_out(plane, namespace, pod())["spec"]["volumes"] if v["name"] == "lmcache-arena"
+            v for v in dry_run(plane, namespace, pod())["spec"]["volumes"] if v["name"] == "lmcache-arena"
         )
         return str(volume["emptyDir"]["sizeLimit"])
 
@@ -199,25 +201,25 @@ def test_a_changed_cluster_changes_what_new_pods_get(plane, home, namespace):
     plane.api.patch(CLUSTERS, NAME, {"spec": {"tiers": {"memory": {"size": "2Gi"}}}}, namespace)
     plane.wait(lambda: size() == "2Gi")
     plane.api.delete(CLUSTERS, NAME, namespace)
-    plane.wait(lambda: not has_cache(try_out(plane, namespace, pod())))
+    plane.wait(lambda: not has_cache(dry_run(plane, namespace, pod())))
 
 
-def test_pods_without_their_cache_are_told_of_in_the_status(plane, home, operator, namespace):
-    plane.api.create("v1/pods", pod(), namespace)  # before there is a cluster
+def test_status_reports_labelled_pods_without_cache(plane, home, operator, namespace):
+    plane.api.create("v1/pods", pod(), namespace)  # before the cluster exists
     plane.api.create(CLUSTERS, profile_only(), namespace)
 
     def degraded() -> Object:
         status = plane.api.get(CLUSTERS, NAME, namespace).get("status", {})
         conditions = {condition["type"]: condition for condition in status.get("conditions", [])}
-        found: Object = conditions.get("Degraded", {})
-        return found
+        degraded_condition: Object = conditions.get("Degraded", {})
+        return degraded_condition
 
     plane.wait(lambda: degraded().get("reason") == "PodsWithoutCache")
     message = degraded()["message"]
     assert message.startswith(
-        f"1 of 1 pods labelled {INJECT_LABEL}={NAME} have no cache: pod llm: it is older"
+        f"1 of 1 pods labelled {INJECT_LABEL}={NAME} have no cache. First: pod llm: it is older"
     )
-    wait_until_it_acts(plane, namespace)
+    wait_for_policy(plane, namespace)
     plane.api.delete("v1/pods", "llm", namespace)
     plane.wait(lambda: plane.api.find("v1/pods", "llm", namespace) is None)
     plane.api.create("v1/pods", pod(), namespace)
@@ -225,16 +227,16 @@ def test_pods_without_their_cache_are_told_of_in_the_status(plane, home, operato
     plane.wait(lambda: degraded().get("status") == "False")
 
 
-def test_a_chart_that_is_installed_again_injects_again(plane, home, operator_process):
-    """The API server stopped reading parameters when the last policy with their kind went."""
+def test_reinstalled_chart_injects_again(plane, home, operator_process):
+    """The API server stops reading parameters when the last policy with their kind is deleted."""
     if operator_process.is_running:
         operator_process.terminate()
     plane.helm("uninstall", RELEASE, "--namespace", SYSTEM_NAMESPACE, "--wait")
-    plane.wait(lambda: not has_cache(try_out(plane, home, pod())))
+    plane.wait(lambda: not has_cache(dry_run(plane, home, pod())))
     install(plane)
     operator_process.start()
     with new_namespace(plane, "again") as namespace:
         plane.api.create(CLUSTERS, profile_only(), namespace)
-        wait_until_it_acts(plane, namespace)
+        wait_for_policy(plane, namespace)
         plane.api.delete(CLUSTERS, NAME, namespace)
-        plane.wait(lambda: not has_cache(try_out(plane, namespace, pod())))
+        plane.wait(lambda: not has_cache(dry_run(plane, namespace, pod())))

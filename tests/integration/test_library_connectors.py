@@ -1,4 +1,4 @@
-"""The library's connectors on real servers: alone, behind Sentinel, as a Cluster, by TLS, and unhealthy."""
+"""The library's connectors on real servers: one server, Sentinel, Cluster, TLS, and failing servers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ pytestmark = pytest.mark.redis
 KEYS = [f"vllm@org/model@v1@1@0@{number:064x}" for number in range(40)]
 
 
-def until_it_answers(connector, seconds):
+def wait_for_answer(connector, seconds):
     deadline = time.monotonic() + seconds
     while True:
         try:
             return connector.exists(KEYS[0])
         except ConnectionError:
-            assert time.monotonic() < deadline, "not back in time"
+            assert time.monotonic() < deadline, "the server did not answer in time"
 
 
 def check_everything(connector):
-    """Set, get, exists and list, with values of chunk size."""
+    """Check set, get, exists and list with values of chunk size."""
     payload = random.Random(1).randbytes(5 << 20)
     assert connector.get(KEYS[0]) is None
     for key in KEYS:
@@ -39,26 +39,26 @@ def check_everything(connector):
     assert connector.get(KEYS[3]) == payload
     assert connector.get(KEYS[4]) == KEYS[4].encode()
     assert set(KEYS) <= set(connector.list())
-    asked = ["absent", *KEYS[3:9], "absent too"]
-    assert connector.exists_many(asked) == [False, *[True] * 6, False]
-    assert connector.get_many(asked) == [None, payload, *(key.encode() for key in KEYS[4:9]), None]
+    keys = ["absent", *KEYS[3:9], "absent too"]
+    assert connector.exists_many(keys) == [False, *[True] * 6, False]
+    assert connector.get_many(keys) == [None, payload, *(key.encode() for key in KEYS[4:9]), None]
     assert connector.get_many([]) == []
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_many_keys_are_one_round_trip(debug, monkeypatch):
+def test_exists_many_takes_one_round_trip(debug, monkeypatch):
     monkeypatch.setattr(GlobalConfig, "enable_debug", debug)
     with RedisProcess() as server, server.client as client:
         connector = CreateConnector(f"redis://127.0.0.1:{server.port}")
         connector.set(KEYS[0], b"x")
         before = client.info("stats")["total_reads_processed"]
         assert connector.exists_many(KEYS) == [True, *[False] * (len(KEYS) - 1)]
-        # The server's own count of reads: one for all questions, and one for the INFO itself.
+        # The server counts reads: one for all keys, and one for INFO itself.
         assert client.info("stats")["total_reads_processed"] - before <= 2
         connector.close()
 
 
-def test_defect_19_one_server_with_password_and_database():
+def test_defect_19_url_selects_password_and_database():
     with RedisProcess(password="p@ss/word:1") as server:
         connector = CreateConnector(f"redis://:p%40ss%2Fword%3A1@127.0.0.1:{server.port}/3")
         with server.client as client:
@@ -70,7 +70,7 @@ def test_defect_19_one_server_with_password_and_database():
         connector.close()
 
 
-def test_an_acl_user_may_do_what_we_do_and_no_more():
+def test_documented_acl_rules_suffice():
     rules = ["lmc", "on", ">pw", "~*", "+get", "+set", "+exists", "+scan"]
     with RedisProcess() as server:
         with server.client as client:
@@ -84,41 +84,41 @@ def test_an_acl_user_may_do_what_we_do_and_no_more():
         assert "wrong" not in str(caught.value)
 
 
-def test_tls_trusts_the_authority_that_is_named(tmp_path, monkeypatch):
+def test_tls_trusts_the_configured_authority(tmp_path, monkeypatch):
     certificates = make_certificates(tmp_path)
     with RedisProcess(tls=certificates) as server:
-        stranger = CreateConnector(f"rediss://127.0.0.1:{server.port}")
+        untrusting = CreateConnector(f"rediss://127.0.0.1:{server.port}")
         with pytest.raises(ConnectionError, match="certificate"):
-            stranger.get(KEYS[0])
+            untrusting.get(KEYS[0])
         monkeypatch.setenv("SSL_CERT_FILE", str(certificates.ca))
         connector = CreateConnector(f"rediss://127.0.0.1:{server.port}")
         check_everything(connector)
         connector.close()
 
 
-def test_a_cluster_lists_the_keys_of_all_its_nodes():
+def test_cluster_lists_keys_of_all_nodes():
     with cluster() as servers:
         connector = CreateConnector(servers.url)
         check_everything(connector)
         connector.close()
 
 
-def test_defect_28_what_was_just_set_is_got_behind_sentinel(monkeypatch):
+def test_defect_28_sentinel_reads_return_the_latest_write(monkeypatch):
     monkeypatch.setenv("REDIS_SERVICE_NAME", SERVICE)
     with sentinel_set() as (sentinel, master, replica):
         connector = CreateConnector(f"redis-sentinel://127.0.0.1:{sentinel.port}")
-        replica.freeze()  # it learns nothing any more, and answers nothing
+        replica.freeze()  # replication stops, and the replica answers no request
         check_everything(connector)
         replica.thaw()
         master.kill()
-        until_it_answers(connector, 20)
+        wait_for_answer(connector, 20)
         connector.set(KEYS[0], b"at the new master")
         with replica.client as client:
             assert client.get(KEYS[0]) == b"at the new master"
         connector.close()
 
 
-def test_defect_12_a_server_that_dies_is_an_error_and_comes_back():
+def test_defect_12_killed_server_raises_and_recovers():
     with RedisProcess() as server:
         connector = CreateConnector(f"redis://127.0.0.1:{server.port}")
         connector.set(KEYS[0], b"x")
@@ -127,11 +127,11 @@ def test_defect_12_a_server_that_dies_is_an_error_and_comes_back():
             with pytest.raises(ConnectionError):
                 call(KEYS[0])
         server.restart()
-        assert until_it_answers(connector, 5) is False
+        assert wait_for_answer(connector, 5) is False
         connector.close()
 
 
-def test_defect_12_a_frozen_server_is_an_error_within_its_deadline(monkeypatch):
+def test_defect_12_frozen_server_raises_at_the_deadline(monkeypatch):
     monkeypatch.setitem(redis_connector._TIMEOUTS, "socket_timeout", 0.2)
     with RedisProcess() as server:
         connector = CreateConnector(f"redis://127.0.0.1:{server.port}")
@@ -140,11 +140,11 @@ def test_defect_12_a_frozen_server_is_an_error_within_its_deadline(monkeypatch):
         with pytest.raises(ConnectionError):
             connector.get(KEYS[0])
         server.thaw()
-        assert until_it_answers(connector, 5) is True
+        assert wait_for_answer(connector, 5) is True
         connector.close()
 
 
-def test_a_full_server_is_an_error_not_a_loss_in_silence():
+def test_full_server_raises_instead_of_losing_values():
     with RedisProcess(maxmemory="8mb", maxmemory_policy="noeviction") as server:
         connector = CreateConnector(f"redis://127.0.0.1:{server.port}")
         for key in KEYS[:4]:

@@ -1,4 +1,4 @@
-"""Nothing lost: processes of our own are killed, or told to end, and what they acknowledged is found."""
+"""Chunks that were acknowledged survive SIGKILL and SIGTERM of their process."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def run_until_acknowledged(script: str, directory: str) -> subprocess.Popen[byte
 @pytest.mark.parametrize(
     ("script", "ending"), [(PUT_BLOCKING, signal.SIGKILL), (PUT_NONBLOCKING, signal.SIGTERM)]
 )
-def test_what_was_acknowledged_is_found(tmp_path, script, ending):
+def test_acknowledged_chunks_are_found_after_restart(tmp_path, script, ending):
     process = run_until_acknowledged(script, str(tmp_path))
     process.send_signal(ending)
     assert process.wait(60) == (0 if ending == signal.SIGTERM else -signal.SIGKILL)
     backend = open_backend(str(tmp_path))
     for index in range(NUM_CHUNKS):
         assert torch.equal(backend.get(make_key(str(index))), make_chunk(seed=index))
-    for index in range(NUM_CHUNKS, 1000):  # the others are whole, or not there
+    for index in range(NUM_CHUNKS, 1000):  # later chunks are complete or missing
         chunk = backend.get(make_key(str(index)))
         assert chunk is None or torch.equal(chunk, make_chunk(seed=index))
     backend.close()

@@ -1,4 +1,4 @@
-"""Engines over real servers: shared, killed, frozen and back."""
+"""Engines that share real servers, which are killed, frozen and restarted."""
 
 from __future__ import annotations
 
@@ -66,22 +66,22 @@ def engine_over(
 @pytest.mark.parametrize("pipelined", [False, True])
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("serde", SERDES)
-def test_engines_share_what_is_on_the_server(url, serde, fmt, pipelined):
+def test_engines_share_chunks_on_the_server(url, serde, fmt, pipelined):
     tokens, kv = make_tokens(6 * CHUNK + 5), make_kv(6 * CHUNK + 5, fmt)
     options = {"serde": serde, "fmt": fmt, "pipelined_backend": pipelined}
-    with engine_over(url, **options) as one, engine_over(url, "cpu", **options) as other:
-        one.store(tokens, kv, blocking=False)
-        wait_until(lambda: other.lookup(tokens) == len(tokens))
+    with engine_over(url, **options) as writer, engine_over(url, "cpu", **options) as reader:
+        writer.store(tokens, kv, blocking=False)
+        wait_until(lambda: reader.lookup(tokens) == len(tokens))
         for _ in range(2):
-            retrieved, found = other.retrieve(tokens)
-            assert found.all()
+            retrieved, is_retrieved = reader.retrieve(tokens)
+            assert is_retrieved.all()
             assert is_same(retrieved, kv)
-        assert len(other.engine_.local_store.dict) == 7
+        assert len(reader.engine_.local_store.dict) == 7
         longer = torch.cat((tokens[: 2 * CHUNK], make_tokens(20, seed=1)))
-        assert is_same(one.retrieve(longer)[0], cut(kv, fmt, 0, 2 * CHUNK))
+        assert is_same(writer.retrieve(longer)[0], cut(kv, fmt, 0, 2 * CHUNK))
 
 
-def test_foreign_keys_do_no_harm(redis_server):
+def test_foreign_keys_are_ignored(redis_server):
     with redis_server.client as client:
         client.flushall()
         client.set("session:42", "{}")
@@ -95,7 +95,7 @@ def test_foreign_keys_do_no_harm(redis_server):
 
 @pytest.mark.parametrize("pipelined", [False, True])
 @pytest.mark.parametrize("serde", [*SERDES, "cachegen"])
-def test_values_swapped_on_the_server_are_misses_and_heal(redis_server, serde, pipelined):
+def test_swapped_values_are_misses_until_stored_again(redis_server, serde, pipelined):
     tokens, kv = make_tokens(4 * CHUNK), make_kv(4 * CHUNK)
     url = f"redis://127.0.0.1:{redis_server.port}"
     with redis_server.client as client, engine_over(url, serde=serde, pipelined_backend=pipelined) as engine:
@@ -112,7 +112,7 @@ def test_values_swapped_on_the_server_are_misses_and_heal(redis_server, serde, p
             assert is_same(engine.retrieve(tokens)[0], kv)
 
 
-def test_a_long_model_name_is_cached(url):
+def test_long_model_names_are_cached(url):
     metadata = make_metadata()
     metadata.model_name = "/models/" + "snapshots/" * 20
     tokens, kv = make_tokens(3 * CHUNK), make_kv(3 * CHUNK)
@@ -124,7 +124,7 @@ def test_a_long_model_name_is_cached(url):
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_defect_12_a_killed_server_is_misses_and_is_used_again(pipelined):
+def test_defect_12_killed_server_causes_misses_until_restart(pipelined):
     tokens, kv = make_tokens(6 * CHUNK), make_kv(6 * CHUNK)
     with (
         RedisProcess() as server,
@@ -142,7 +142,7 @@ def test_defect_12_a_killed_server_is_misses_and_is_used_again(pipelined):
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_defect_09_a_frozen_server_costs_one_deadline(redis_server, pipelined, monkeypatch):
+def test_defect_09_frozen_server_costs_one_deadline(redis_server, pipelined, monkeypatch):
     with redis_server.client as client:
         client.flushall()
     tokens, kv = make_tokens(8 * CHUNK), make_kv(8 * CHUNK)
@@ -151,22 +151,22 @@ def test_defect_09_a_frozen_server_costs_one_deadline(redis_server, pipelined, m
         engine.store(tokens[: 2 * CHUNK], cut(kv, "vllm", 0, 2 * CHUNK))
         redis_server.freeze()
         try:
-            engine.retrieve(tokens)  # waits for one time-out of the connector, not for six
+            engine.retrieve(tokens)  # waits for one timeout of the connector, not for six
             remote = engine.engine_.remote_store
             with monkeypatch.context() as patch:
-                asked: list[object] = []
-                for question in ("get", "get_many", "exists_many"):
-                    patch.setattr(remote._connector, question, asked.append)
+                calls: list[object] = []
+                for method in ("get", "get_many", "exists_many"):
+                    patch.setattr(remote._connector, method, calls.append)
                 for _ in range(50):
                     assert is_same(engine.retrieve(tokens)[0], cut(kv, "vllm", 0, 2 * CHUNK))
                     assert engine.lookup(tokens) == 2 * CHUNK
-                assert asked == []
+                assert calls == []
         finally:
             redis_server.thaw()
         wait_until(lambda: not remote._guard._circuit.is_open)
 
 
-def test_what_is_queued_reaches_the_server_before_an_engine_is_closed(url):
+def test_closing_an_engine_writes_queued_chunks_first(url):
     tokens, kv = make_tokens(20 * CHUNK), make_kv(20 * CHUNK)
     with engine_over(url) as engine:
         engine.store(tokens, kv, blocking=False)
@@ -174,7 +174,7 @@ def test_what_is_queued_reaches_the_server_before_an_engine_is_closed(url):
         assert is_same(engine.retrieve(tokens)[0], kv)
 
 
-def test_a_client_that_offers_five_methods_will_do(monkeypatch):
+def test_client_with_five_methods_suffices(monkeypatch):
     class Client:
         values: dict[str, bytes] = {}  # noqa: RUF012
 

@@ -1,4 +1,4 @@
-"""The operator against a real API server, controllers and scheduler; kwok plays the kubelet."""
+"""The operator on a real API server with real controllers and scheduler. kwok plays the kubelet."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from tests.harness.kube import CLUSTERS, EXAMPLE, NAME, Operator, example, is_si
 
 pytestmark = pytest.mark.kube
 
-REST_SECONDS = 60
+IDLE_SECONDS = 60
 CHILDREN = [
     ("v1/serviceaccounts", ENGINE),
     ("v1/configmaps", f"{NAME}-sidecar"),
@@ -46,7 +46,7 @@ EDITS: list[tuple[str, str, Object]] = [
 
 @pytest.fixture(scope="module")
 def shared(plane: Cluster, operator_process: Operator) -> Iterator[str]:
-    """A namespace with the example, Ready: for tests that leave it as they found it."""
+    """A namespace with the example, Ready. Tests that use it must restore what they change."""
     if not operator_process.is_running:
         operator_process.start()
     with new_namespace(plane, "shared") as namespace:
@@ -56,9 +56,9 @@ def shared(plane: Cluster, operator_process: Operator) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def resting(plane: Cluster, shared: str, operator_process: Operator) -> Iterator[tuple[str, int, float]]:
-    """A cluster that nobody touches, with the moment since when: it rests while the other tests run."""
-    with new_namespace(plane, "resting") as namespace:
+def idle(plane: Cluster, shared: str, operator_process: Operator) -> Iterator[tuple[str, int, float]]:
+    """An idle cluster, with the log mark and the time since when it is idle while other tests run."""
+    with new_namespace(plane, "idle") as namespace:
         plane.api.create(CLUSTERS, example(), namespace)
         wait_ready(plane, namespace)
         wait_quiet(plane, operator_process, namespace)
@@ -66,11 +66,11 @@ def resting(plane: Cluster, shared: str, operator_process: Operator) -> Iterator
 
 
 @pytest.fixture(autouse=True)
-def _rests_from_the_start(resting: tuple[str, int, float], operator: Operator) -> None:
-    """The resting cluster is made before the first test; the operator runs in each."""
+def _idle_from_the_start(idle: tuple[str, int, float], operator: Operator) -> None:
+    """Create the idle cluster before the first test. Every test has a running operator."""
 
 
-def test_example_gets_all_its_children_and_becomes_ready(plane, operator, namespace):
+def test_example_gets_all_children_and_becomes_ready(plane, operator, namespace):
     plane.kubectl("apply", "--namespace", namespace, "--filename", EXAMPLE)
     plane.wait(lambda: all(plane.api.find(kind, name, namespace) for kind, name in CHILDREN))
     plane.kubectl(
@@ -80,27 +80,29 @@ def test_example_gets_all_its_children_and_becomes_ready(plane, operator, namesp
     assert live["status"]["replicas"] == 2
     assert live["status"]["observedGeneration"] == live["metadata"]["generation"]
     assert live["metadata"].get("finalizers", []) == []
-    # All that `kubectl apply` and the API server put there: the operator marks no object of the user.
+    # Only `kubectl apply` sets annotations: the operator writes nothing into the user's object.
     assert set(live["metadata"]["annotations"]) == {"kubectl.kubernetes.io/last-applied-configuration"}
     for pod in pods(plane, namespace).values():
         assert pod["spec"]["initContainers"][0]["name"] == "sidecar"
         assert pod["spec"]["nodeName"].startswith("node-")
 
 
-def test_children_are_what_render_prints_without_a_cluster(plane, operator, shared):
+def test_children_equal_the_output_of_render(plane, operator, shared):
     from lmcache_operator.api.parse import parse
-    from lmcache_operator.components import COMPONENTS, kinds_of
     from lmcache_operator.components.base import Context
+    from lmcache_operator.components.registry import COMPONENTS, kinds_of
     from lmcache_operator.specs.names import STOCK_IMAGES
 
     resource = plane.api.get(CLUSTERS, NAME, shared)
-    rendered = [c for own in COMPONENTS for c in own.render(parse(resource), Context(STOCK_IMAGES))]
+    rendered = [
+        c for component in COMPONENTS for c in component.render(parse(resource), Context(STOCK_IMAGES))
+    ]
     wanted = {(c["kind"], c["metadata"]["name"]) for c in rendered}
     live = {
-        (kind.kind, found["metadata"]["name"])
+        (kind.kind, obj["metadata"]["name"])
         for kind in kinds_of(COMPONENTS)
         if kind.group != "cert-manager.io" and (kind.group != "resource.k8s.io" or is_since("1.34"))
-        for found in plane.api.objects(
+        for obj in plane.api.objects(
             f"{kind.api_version}/{kind.plural}", shared, f"lmcache.io/cluster={NAME}"
         )
     }
@@ -108,14 +110,14 @@ def test_children_are_what_render_prints_without_a_cluster(plane, operator, shar
     assert len(CHILDREN) == len(wanted)
 
 
-def test_get_shows_what_matters(plane, operator, shared):
+def test_kubectl_get_prints_size_readiness_and_memory(plane, operator, shared):
     header, row = plane.kubectl("get", "lmcluster", "--namespace", shared).splitlines()
     columns = dict(zip(header.split(), row.split(), strict=True))
-    shown = {column: columns[column] for column in ("NAME", "DESIRED", "READY", "STATUS", "MEMORY")}
-    assert shown == {"NAME": NAME, "DESIRED": "2", "READY": "2", "STATUS": "Ready", "MEMORY": "64Gi"}
+    printed = {column: columns[column] for column in ("NAME", "DESIRED", "READY", "STATUS", "MEMORY")}
+    assert printed == {"NAME": NAME, "DESIRED": "2", "READY": "2", "STATUS": "Ready", "MEMORY": "64Gi"}
 
 
-def test_restart_writes_nothing(plane, operator, shared):
+def test_operator_restart_writes_nothing(plane, operator, shared):
     wait_quiet(plane, operator, shared)
     mark = plane.mark()
     assert operator.terminate() == 0
@@ -126,19 +128,19 @@ def test_restart_writes_nothing(plane, operator, shared):
 
 
 @pytest.mark.parametrize(("kind", "name"), CHILDREN)
-def test_deleted_child_comes_back(plane, operator, shared, kind, name):
-    gone = plane.api.get(kind, name, shared)["metadata"]["uid"]
+def test_deleted_child_is_recreated(plane, operator, shared, kind, name):
+    deleted_uid = plane.api.get(kind, name, shared)["metadata"]["uid"]
     plane.api.delete(kind, name, shared)
 
-    def is_back() -> bool:
-        return bool(plane.api.get(kind, name, shared)["metadata"]["uid"] != gone)
+    def is_recreated() -> bool:
+        return bool(plane.api.get(kind, name, shared)["metadata"]["uid"] != deleted_uid)
 
-    plane.wait(is_back)
+    plane.wait(is_recreated)
     wait_ready(plane, shared)
 
 
 @pytest.mark.parametrize(("kind", "name", "edit"), EDITS)
-def test_edited_child_is_healed(plane, operator, shared, kind, name, edit):
+def test_edited_child_is_restored(plane, operator, shared, kind, name, edit):
     def content() -> Object:
         live = plane.api.get(kind, name, shared)
         for volatile in ("managedFields", "resourceVersion", "generation"):
@@ -152,7 +154,7 @@ def test_edited_child_is_healed(plane, operator, shared, kind, name, edit):
     wait_ready(plane, shared)
 
 
-def test_scale(plane, operator, namespace):
+def test_kubectl_scale_changes_the_number_of_engine_pods(plane, operator, namespace):
     plane.api.create(CLUSTERS, example(), namespace)
     wait_ready(plane, namespace)
     plane.kubectl("scale", "--namespace", namespace, f"lmcluster/{NAME}", "--replicas=3")
@@ -160,7 +162,7 @@ def test_scale(plane, operator, namespace):
     assert plane.api.get("apps/v1/statefulsets", ENGINE, namespace)["spec"]["replicas"] == 3
     scale = plane.api.request("GET", plane.api.path(CLUSTERS, namespace, f"{NAME}/scale"))
     assert scale["spec"]["replicas"] == scale["status"]["replicas"] == 3
-    # What an autoscaler counts: the selector finds exactly the engine's pods.
+    # An autoscaler uses the selector to count pods: it selects exactly the engine's pods.
     assert len(plane.api.objects("v1/pods", namespace, scale["status"]["selector"])) == 3
 
 
@@ -179,14 +181,14 @@ def test_resizing_the_cache_restarts_no_engine(plane, operator, namespace):
     wait_ready(plane, namespace)
     reconcile_once_more(plane, operator, namespace)
     assert set(pods(plane, namespace)) == before
-    # No sidecar answers here, and none is given memory that it might not use.
+    # No sidecar answers here, and the operator grants no memory that a sidecar may not use.
     plane.wait(lambda: condition(plane, namespace, "Progressing")["reason"] == "Resizing")
-    assert "is to have 32Gi" in condition(plane, namespace, "Progressing")["message"]
+    assert "will be resized to 32Gi" in condition(plane, namespace, "Progressing")["message"]
     plane.api.patch(CLUSTERS, NAME, {"spec": {"tiers": {"memory": {"size": "512Gi"}}}}, namespace)
-    plane.wait(lambda: "2 still have the former size" in condition(plane, namespace, "Ready")["message"])
+    plane.wait(lambda: "2 engine pods keep the previous" in condition(plane, namespace, "Ready")["message"])
 
 
-def test_new_image_replaces_every_pod_through_eviction(plane, operator, namespace):
+def test_new_image_replaces_every_pod_by_eviction(plane, operator, namespace):
     plane.api.create(CLUSTERS, example(), namespace)
     wait_ready(plane, namespace)
     before, mark = set(pods(plane, namespace)), plane.mark()
@@ -200,7 +202,7 @@ def test_new_image_replaces_every_pod_through_eviction(plane, operator, namespac
 
 
 @pytest.mark.parametrize("is_running", [True, False], ids=["operator-running", "operator-down"])
-def test_delete_leaves_nothing(plane, operator, namespace, is_running):
+def test_deleting_a_cluster_deletes_all_children(plane, operator, namespace, is_running):
     plane.api.create(CLUSTERS, example(), namespace)
     wait_ready(plane, namespace)
     if not is_running:
@@ -268,7 +270,7 @@ def test_model_cannot_be_changed(plane, operator, shared):
         plane.api.patch(CLUSTERS, NAME, {"spec": {"model": {"name": "another/model"}}}, shared)
 
 
-def test_operator_lives_through_a_restart_of_the_api_server(plane, operator, shared):
+def test_operator_survives_a_restart_of_the_api_server(plane, operator, shared):
     plane.kill("kube-apiserver")
     plane.restart("kube-apiserver")
     plane.api.delete("v1/configmaps", f"{NAME}-sidecar", shared)
@@ -277,13 +279,13 @@ def test_operator_lives_through_a_restart_of_the_api_server(plane, operator, sha
     operator.forgive()
 
 
-def test_nothing_is_written_at_rest(plane, operator, resting):
-    """The last test: the cluster has rested while the others ran, through restarts of both servers."""
-    namespace, mark, since = resting
-    remaining = REST_SECONDS - (time.monotonic() - since)
+def test_operator_writes_nothing_to_an_idle_cluster(plane, operator, idle):
+    """This test runs last: the cluster was idle while the others ran and restarted both servers."""
+    namespace, mark, since = idle
+    remaining = IDLE_SECONDS - (time.monotonic() - since)
     while remaining > 0:
         time.sleep(min(1.0, remaining))
         plane.check()
-        remaining = REST_SECONDS - (time.monotonic() - since)
+        remaining = IDLE_SECONDS - (time.monotonic() - since)
     reconcile_once_more(plane, operator, namespace)
     assert written(plane, operator, mark, namespace) == []

@@ -1,4 +1,4 @@
-"""What a real API server makes of an LMCacheCluster: refused with a sentence, or kept as it was written."""
+"""Admission of LMCacheClusters by a real API server: refused with a sentence, or stored as written."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.kube
 
 @pytest.fixture(scope="module")
 def admission(plane: Cluster) -> Iterator[str]:
-    """A namespace for objects that no operator need look at."""
+    """A namespace for objects that no operator needs to handle."""
     with new_namespace(plane, "admission") as namespace:
         yield namespace
 
@@ -49,7 +49,7 @@ REFUSED = [
     (remote("redis://:6379,,,"), "must be redis://host:port/db"),
     (remote("redis://h?verify=none"), "must be redis://host:port/db"),
     (remote("rediss://h?verify=banana"), "must be redis://host:port/db"),
-    (remote("redis://user:word@h"), "credentials belong into authSecretRef"),
+    (remote("redis://user:word@h"), "credentials belong in authSecretRef"),
     ({"tiers": {"memory": {"size": "4GB"}}}, "an amount of bytes such as 64Gi or 0.5Ti"),
     ({"tiers": {"memory": {"size": "17Ti"}}}, "between 64Mi and 16Ti"),
     ({"tiers": {"disk": {"size": "512Mi"}}}, "tiers.disk.size must be between 1Gi and 1024Ti"),
@@ -81,7 +81,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("spec", "message"), REFUSED)
-def test_what_could_never_run_is_refused(plane, admission, spec, message):
+def test_specs_that_cannot_run_are_refused(plane, admission, spec, message):
     with pytest.raises(ApiError, match=message) as refused:
         create(plane, admission, **spec)
     assert refused.value.code == 422
@@ -101,34 +101,34 @@ def test_what_could_never_run_is_refused(plane, admission, spec, message):
         {"engine": {"image": "ghcr.io/a/b:c@sha256:" + "0" * 64}},
         {"engine": {"args": ["--max-model-len", "8192", "--chat-template=\U0001f999\n{}"]}},
         {"model": {"volume": {"persistentVolumeClaim": {"claimName": "models"}}}},
-        # Parts of a pod, with what only our own rendering completes; null removes.
+        # Partial pods that only become complete by the operator's rendering. null removes a field.
         pod(containers=[{"name": "engine", "resources": {"limits": {"cpu": 8, "memory": "64Gi"}}}]),
         pod(containers=[{"name": "engine", "livenessProbe": {"httpGet": None, "exec": {"command": ["x"]}}}]),
         pod(volumes=[{"name": "shm", "emptyDir": {"sizeLimit": "64Gi"}}], nodeSelector={"gpu": "h200"}),
         {"engine": {"podTemplate": {"metadata": {"labels": {"a": "b"}, "creationTimestamp": None}}}},
     ],
 )
-def test_what_can_run_is_kept_as_it_was_written(plane, admission, spec):
-    written, kept = (
+def test_valid_specs_are_stored_as_written(plane, admission, spec):
+    written, admitted = (
         cluster(**spec)["spec"],
         create(plane, admission, "?dryRun=All&fieldValidation=Strict", **spec),
     )
-    assert is_in(written, kept["spec"])
+    assert is_in(written, admitted["spec"])
 
 
-def test_the_complete_example_of_the_reference_is_admitted(plane, admission):
+def test_complete_example_of_the_reference_is_admitted(plane, admission):
     complete = yaml.safe_load(COMPLETE)
     query = "?dryRun=All&fieldValidation=Strict"
-    kept = plane.api.request("POST", plane.api.path(CLUSTERS, admission) + query, complete)
-    assert is_in(complete["spec"], kept["spec"])
+    admitted = plane.api.request("POST", plane.api.path(CLUSTERS, admission) + query, complete)
+    assert is_in(complete["spec"], admitted["spec"])
 
 
-def test_a_misspelt_field_of_the_pod_is_refused_by_kubectl(plane, admission):
+def test_misspelt_pod_field_is_refused_by_strict_validation(plane, admission):
     with pytest.raises(ApiError, match=r'unknown field "spec.engine.podTemplate.spec.nodeSelectr"'):
         create(plane, admission, "?dryRun=All&fieldValidation=Strict", **pod(nodeSelectr={}))
 
 
-def test_what_is_nested_without_end_ends_at_admission(plane, admission):
+def test_deeply_nested_fields_are_pruned_at_admission(plane, admission):
     deep: Object = {}
     for _ in range(600):
         deep = {"spec": deep}
@@ -137,8 +137,8 @@ def test_what_is_nested_without_end_ends_at_admission(plane, admission):
     assert created["spec"]["model"]["volume"] == {}
 
 
-def test_any_text_reaches_the_engine(plane, operator: Operator, namespace):
-    """An apply patch is YAML: it knows no surrogate pairs, and breaks lines where JSON does not."""
+def test_argument_with_any_unicode_text_reaches_the_engine(plane, operator: Operator, namespace):
+    """An apply patch is YAML. YAML has no surrogate pairs and breaks lines where JSON does not."""
     text = "--chat-template=a\U0001f999b\u2028c\x85d\x7f\ufeffe"
     plane.api.create(CLUSTERS, example(engine={"args": [text]}), namespace)
     plane.wait(lambda: plane.api.find("apps/v1/statefulsets", f"{NAME}-engine", namespace))

@@ -1,4 +1,4 @@
-"""Sizes on a real API server: what may be declared, what is told, what a restart finds."""
+"""Autoscaling on a real API server: validation of the spec, the status, and persistence across restarts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 from lmcache_operator import metrics
-from lmcache_operator.autoscaling.report import Choice, Report, tier_status
-from lmcache_operator.autoscaling.state import Decision, Point
+from lmcache_operator.autoscaling.policy.report import Choice, Report, tier_status
+from lmcache_operator.autoscaling.policy.state import Decision, Point
 from lmcache_operator.components.base import Context, Observed
 from lmcache_operator.kube.client import KubeApi, connect
 from lmcache_operator.reconcile.reconciler import Reconciler
@@ -43,83 +43,83 @@ def dry_run(plane: Cluster, resource: Object) -> None:
     plane.api.request("POST", f"{plane.api.path(CLUSTERS, 'default')}?dryRun=All", resource)
 
 
-def test_the_api_server_takes_what_the_parser_takes(plane):
+def test_api_server_accepts_what_the_parser_accepts(plane):
     for autoscaling, tiers in ACCEPTED:
         dry_run(plane, declared(autoscaling, tiers))
 
 
 @pytest.mark.parametrize(("autoscaling", "tiers", "message"), REFUSED)
-def test_the_api_server_refuses_what_the_parser_refuses(plane, autoscaling, tiers, message):
+def test_api_server_refuses_what_the_parser_refuses(plane, autoscaling, tiers, message):
     with pytest.raises(ApiError, match=message) as refused:
         dry_run(plane, declared(autoscaling, tiers))
     assert refused.value.code == 422
 
 
 def _num_writes() -> float:
-    found = metrics.WRITES.collect()[0].samples
-    return sum(sample.value for sample in found if sample.name.endswith("_total"))
+    samples = metrics.WRITES.collect()[0].samples
+    return sum(sample.value for sample in samples if sample.name.endswith("_total"))
 
 
 @dataclass
-class Watcher:
-    """Says what the test tells it to."""
+class ScriptedAutoscaler:
+    """An autoscaler that reports what the test sets."""
 
-    now: Report | None = None
+    next_report: Report | None = None
 
     def report(self, key: ClusterKey, observed: Mapping[str, Observed]) -> Report | None:
-        return self.now
+        return self.next_report
 
     def forget(self, key: ClusterKey) -> None:
-        raise AssertionError("the cluster is there")
+        raise AssertionError("the cluster still exists")
 
 
 class Rig:
-    """A cluster of 64 GiB, and operators of our own on it."""
+    """A cluster of 64 GiB, with an operator in this process."""
 
     def __init__(self, plane: Cluster, namespace: str, api: KubeApi) -> None:
         self.plane, self.namespace, self.api = plane, namespace, api
         resource = declared(AUTO, {})
         resource["spec"]["engine"]["replicas"] = 0
-        made = plane.api.create(CLUSTERS, resource, namespace)
-        self.key = ClusterKey(namespace, NAME, made["metadata"]["uid"])
+        created = plane.api.create(CLUSTERS, resource, namespace)
+        self.key = ClusterKey(namespace, NAME, created["metadata"]["uid"])
         self.start()
 
     def start(self) -> None:
         async def no_stats(_: str) -> None:
             return None
 
-        self.watcher = Watcher()
-        self.reconciler = Reconciler(self.api, Context(STOCK_IMAGES), no_stats, autoscaler=self.watcher)
+        self.autoscaler = ScriptedAutoscaler()
+        self.reconciler = Reconciler(self.api, Context(STOCK_IMAGES), no_stats, autoscaler=self.autoscaler)
 
     async def reconcile(self) -> float:
-        """How much it wrote."""
-        before = _num_writes()
+        """Reconcile once. Returns the number of writes."""
+        num_writes_before = _num_writes()
         await self.reconciler.reconcile(self.key)
-        return _num_writes() - before
+        return _num_writes() - num_writes_before
 
     async def settle(self) -> None:
         async with asyncio.timeout(300):
-            while await self.reconcile() or not await asyncio.to_thread(self.is_seen):
+            while await self.reconcile() or not await asyncio.to_thread(self.is_observed):
                 pass
 
-    def is_seen(self) -> bool:
-        """By the controller, which has nothing to do for no replicas."""
+    def is_observed(self) -> bool:
+        """Whether the StatefulSet controller has observed the latest generation."""
         live = self.plane.api.get("apps/v1/statefulsets", ENGINE, self.namespace)
         return bool(live.get("status", {}).get("observedGeneration") == live["metadata"]["generation"])
 
     def size(self) -> int:
-        """GiB of new pods."""
+        """GiB of the memory tier of new pods."""
         template = self.plane.api.get("apps/v1/statefulsets", ENGINE, self.namespace)["spec"]["template"]
         arguments = template["spec"]["initContainers"][0]["args"]
         (size,) = [arg for arg in arguments if arg.startswith("--memory-size=")]
         return int(size.partition("=")[2]) // GIB
 
-    def told(self) -> Object:
-        found: Object = self.plane.api.get(CLUSTERS, NAME, self.namespace)["status"]["autoscaling"]
-        return found
+    def status(self) -> Object:
+        status: Object = self.plane.api.get(CLUSTERS, NAME, self.namespace)["status"]["autoscaling"]
+        return status
 
 
-def test_what_was_chosen_is_told_and_outlives_the_operator(
+def test_chosen_size_is_in_the_status_and_survives_operator_restarts(
     plane, operator_process: Operator, namespace, monkeypatch
 ):
     if operator_process.is_running:
@@ -131,10 +131,10 @@ def test_what_was_chosen_is_told_and_outlives_the_operator(
             rig = Rig(plane, namespace, api)
             await rig.settle()
             assert rig.size() == 64
-            rig.watcher.now = Report(STATUS, memory=Choice(108 * GIB, 64 * GIB), state="counted")
+            rig.autoscaler.next_report = Report(STATUS, memory=Choice(108 * GIB, 64 * GIB), state="counted")
             await rig.settle()
             assert rig.size() == 108
-            assert rig.told() == STATUS  # every field of it is in the definition
+            assert rig.status() == STATUS  # the definition has every field of the status
             rig.start()
             assert not await rig.reconcile(), "a restart writes nothing"
             assert rig.size() == 108

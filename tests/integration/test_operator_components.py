@@ -1,4 +1,4 @@
-"""A second component on a real API server: made, told, and deleted when it is not wanted any more."""
+"""A second component on a real API server: the operator creates, reports and deletes it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from lmcache_operator.components import COMPONENTS
 from lmcache_operator.components.base import Context
+from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.errors import UnavailableError
 from lmcache_operator.kube.client import KubeApi, connect
 from lmcache_operator.reconcile.reconciler import Reconciler
@@ -30,7 +30,7 @@ async def no_stats(_: str) -> None:
 
 
 def reconcile_until(plane: Any, namespace: str, is_done: Callable[[], bool]) -> None:
-    """Without the operator's process: it knows no router."""
+    """Reconcile in this process: the operator's process has no router component."""
     resource = plane.api.get(CLUSTERS, NAME, namespace)
     key = ClusterKey(namespace, NAME, resource["metadata"]["uid"])
 
@@ -53,7 +53,7 @@ def status_of(plane: Any, namespace: str) -> tuple[Object, dict[str, str]]:
     return status, {c["type"]: c["status"] for c in status.get("conditions", [])}
 
 
-def test_a_second_component_comes_and_goes(plane, chart, operator_process, namespace, monkeypatch):
+def test_second_component_is_created_and_deleted(plane, chart, operator_process, namespace, monkeypatch):
     monkeypatch.setenv("KUBECONFIG", str(plane.kubeconfig()))
     if operator_process.is_running:
         operator_process.terminate()
@@ -66,21 +66,21 @@ def test_a_second_component_comes_and_goes(plane, chart, operator_process, names
         return conditions.get("RouterAvailable") == conditions.get("Ready") == "True"
 
     reconcile_until(plane, namespace, is_ready)
-    (made,) = plane.api.objects("v1/configmaps", namespace, "lmcache.io/component=router")
-    assert made["data"] == {"engines": "2"}
+    (config,) = plane.api.objects("v1/configmaps", namespace, "lmcache.io/component=router")
+    assert config["data"] == {"engines": "2"}
     (pod,) = plane.api.objects("v1/pods", namespace, "lmcache.io/component=router")
 
-    # Somebody else's ConfigMap takes no harm from what happens to ours.
-    other = {"metadata": {"name": "other", "labels": made["metadata"]["labels"]}}
-    plane.api.create("v1/configmaps", other, namespace)
+    # The operator must not delete another owner's ConfigMap with the same labels.
+    foreign = {"metadata": {"name": "other", "labels": config["metadata"]["labels"]}}
+    plane.api.create("v1/configmaps", foreign, namespace)
     plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"replicas": 1}}}, namespace)
 
-    def is_gone() -> bool:
-        left = any(plane.api.find(kind, name, namespace) for kind, name in (CONFIG, STATEFUL_SET))
+    def is_deleted() -> bool:
+        remains = any(plane.api.find(kind, name, namespace) for kind, name in (CONFIG, STATEFUL_SET))
         conditions = status_of(plane, namespace)[1]
-        return not left and "RouterAvailable" not in conditions and conditions["Ready"] == "True"
+        return not remains and "RouterAvailable" not in conditions and conditions["Ready"] == "True"
 
-    reconcile_until(plane, namespace, is_gone)
+    reconcile_until(plane, namespace, is_deleted)
     plane.wait(lambda: not plane.api.find("v1/pods", pod["metadata"]["name"], namespace))
     assert plane.api.find("v1/configmaps", "other", namespace)
     assert len(plane.api.objects("v1/pods", namespace, "lmcache.io/component=engine")) == 1

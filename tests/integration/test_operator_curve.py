@@ -28,13 +28,13 @@ STATUS = {
 
 @pytest.fixture
 def kubectl(plane, tmp_path):
-    """Runs ``kubectl lmcache``: kubectl finds the plugin where pip would have put it."""
+    """Runs ``kubectl lmcache``. The plugin is on the PATH, as after an installation by pip."""
     plugin = tmp_path / "kubectl-lmcache"
     plugin.write_text(f'#!/bin/sh\nexec {sys.executable} -m lmcache_operator "$@"\n')
     plugin.chmod(0o755)
     path = f"{plane.bin}:{tmp_path}:{os.environ['PATH']}"
-    places = {"PATH": path, "PYTHONPATH": f"{ROOT}:{ROOT / 'operator'}", "HOME": str(tmp_path)}
-    env = {**os.environ, **places, "KUBECONFIG": str(plane.kubeconfig())}
+    paths = {"PATH": path, "PYTHONPATH": f"{ROOT}:{ROOT / 'operator'}", "HOME": str(tmp_path)}
+    env = {**os.environ, **paths, "KUBECONFIG": str(plane.kubeconfig())}
 
     def run(*argv: str | Path) -> subprocess.CompletedProcess[str]:
         command = ["kubectl", "lmcache", "curve", *map(str, argv)]
@@ -43,9 +43,9 @@ def kubectl(plane, tmp_path):
     return run
 
 
-def test_the_curve_of_a_cluster(plane, namespace, kubectl, tmp_path):
+def test_curve_prints_and_draws_the_curve_of_a_cluster(plane, namespace, kubectl, tmp_path):
     resource = example()
-    resource["spec"]["autoscaling"] = {"mode": "Off"}  # or an operator would fill the status
+    resource["spec"]["autoscaling"] = {"mode": "Off"}  # so that no operator fills the status
     plane.api.create(CLUSTERS, resource, namespace)
     early = kubectl(NAME, "-n", namespace)
     assert early.returncode == 2
@@ -53,31 +53,31 @@ def test_the_curve_of_a_cluster(plane, namespace, kubectl, tmp_path):
 
     plane.api.patch(CLUSTERS, f"{NAME}/status", {"status": {"autoscaling": STATUS}}, namespace)
     picture = tmp_path / "curve.svg"
-    done = kubectl(NAME, "-n", namespace, "-o", picture)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"{namespace}/{NAME}: the memory tier" in done.stdout
-    assert "128Gi    30.0 %   29.0-31.0" in done.stdout
+    completed = kubectl(NAME, "-n", namespace, "-o", picture)
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert f"{namespace}/{NAME}: the memory tier" in completed.stdout
+    assert "128Gi    30.0 %   29.0-31.0" in completed.stdout
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
 
 
-def test_a_cluster_that_is_not_there(kubectl):
-    done = kubectl("nobody")
-    assert done.returncode == 2
-    told = (
+def test_missing_cluster_is_an_error(kubectl):
+    completed = kubectl("nobody")
+    assert completed.returncode == 2
+    message = (
         "there is no LMCacheCluster nobody in namespace default: `kubectl get lmcacheclusters -A` lists all"
     )
-    assert done.stderr == f"{told}\n"
+    assert completed.stderr == f"{message}\n"
 
 
-def test_an_api_server_that_is_not_there(kubectl, tmp_path):
+def test_unreachable_api_server_is_an_error(kubectl, tmp_path):
     config = tmp_path / "config"
-    away = {
+    unreachable = {
         "clusters": [{"name": "c", "cluster": {"server": "https://127.0.0.1:1"}}],
         "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
         "users": [{"name": "u", "user": {}}],
         "current-context": "x",
     }
-    config.write_text(json.dumps(away))
-    done = kubectl("nobody", "--kubeconfig", config)
-    assert done.returncode == 2
-    assert "no answer" in done.stderr
+    config.write_text(json.dumps(unreachable))
+    completed = kubectl("nobody", "--kubeconfig", config)
+    assert completed.returncode == 2
+    assert "no answer" in completed.stderr

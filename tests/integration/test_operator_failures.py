@@ -1,4 +1,4 @@
-"""What goes wrong, or is undone, is told and heals: the operator against a real API server."""
+"""Failures and foreign changes on a real API server: the operator reports them and recovers."""
 
 import time
 
@@ -38,12 +38,12 @@ ZERO_VALUES = {
 }
 
 
-def test_rest_is_what_the_api_server_made_of_what_was_applied(plane, operator, namespace):
-    """It drops zero values and spells quantities anew; neither is a change that somebody made."""
+def test_api_server_defaults_are_not_taken_for_changes(plane, operator, namespace):
+    """The API server drops zero values and normalizes quantities. For the operator these are no changes."""
     resource = example()
     resource["spec"]["engine"]["podTemplate"] = {"spec": ZERO_VALUES}
     plane.api.create(CLUSTERS, resource, namespace)
-    # There is no claim "x": what the scheduler says of that is news, whenever it comes.
+    # The claim "x" does not exist: the scheduler's message changes the status once, at any time.
     plane.wait(lambda: condition(plane, namespace, "Ready").get("reason") == "Unschedulable")
     wait_quiet(plane, operator, namespace)
     mark = plane.mark()
@@ -52,18 +52,18 @@ def test_rest_is_what_the_api_server_made_of_what_was_applied(plane, operator, n
     plane.wait(lambda: operator.num_reconciliations() >= operator.metric("lmcache_operator_clusters") > 0)
     reconcile_once_more(plane, operator, namespace)
     assert written(plane, operator, mark, namespace) == []
-    # But what somebody does change, to a zero value or from one, is healed.
+    # A real change to or from a zero value is reverted.
     edit = {"spec": {"template": {"spec": {"hostNetwork": True, "automountServiceAccountToken": None}}}}
     plane.api.patch("apps/v1/statefulsets", ENGINE, edit, namespace)
 
-    def is_healed() -> bool:
+    def is_restored() -> bool:
         pod = plane.api.get("apps/v1/statefulsets", ENGINE, namespace)["spec"]["template"]["spec"]
         return not pod.get("hostNetwork") and pod.get("automountServiceAccountToken") is False
 
-    plane.wait(is_healed)
+    plane.wait(is_restored)
 
 
-def test_a_contested_field_keeps_no_other_from_being_applied(plane, operator, namespace):
+def test_contested_field_does_not_block_other_fields(plane, operator, namespace):
     plane.api.create(CLUSTERS, example(), namespace)
     wait_ready(plane, namespace)
 
@@ -73,21 +73,21 @@ def test_a_contested_field_keeps_no_other_from_being_applied(plane, operator, na
         return condition(plane, namespace, "Degraded")["reason"] == "FieldContested"
 
     plane.wait(is_contested)
-    since = time.monotonic()
+    contested_since = time.monotonic()
     assert "spec.replicas" in condition(plane, namespace, "Degraded")["message"]
     image = "vllm/vllm-openai:v0.31.0"
     plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"image": image}}}, namespace)
 
-    def applied() -> Object:
-        found: Object = plane.api.get("apps/v1/statefulsets", ENGINE, namespace)["spec"]
-        return found if found["template"]["spec"]["containers"][0]["image"] == image else {}
+    def spec_with_new_image() -> Object:
+        spec: Object = plane.api.get("apps/v1/statefulsets", ENGINE, namespace)["spec"]
+        return spec if spec["template"]["spec"]["containers"][0]["image"] == image else {}
 
-    replicas = plane.wait(applied)["replicas"]
-    # It is left alone for half a minute, of which the last look may have been the end.
-    assert replicas == 1 or time.monotonic() - since > 15
+    replicas = plane.wait(spec_with_new_image)["replicas"]
+    # The operator leaves the field alone for half a minute, and that time may just have ended.
+    assert replicas == 1 or time.monotonic() - contested_since > 15
 
 
-def test_a_deletion_fight_is_damped(plane, operator, namespace):
+def test_repeated_deletions_of_a_child_are_damped(plane, operator, namespace):
     plane.api.create(CLUSTERS, example(), namespace)
     wait_ready(plane, namespace)
     mark = plane.mark()
@@ -99,26 +99,26 @@ def test_a_deletion_fight_is_damped(plane, operator, namespace):
         return "deleting" in condition(plane, namespace, "Degraded")["message"]
 
     plane.wait(is_damped)
-    made = [w for w in written(plane, operator, mark, namespace) if w.resource == "poddisruptionbudgets"]
-    # Making it first may count, and each half a minute that a slow machine takes for a round allows one more.
-    assert 3 <= len(made) <= 6
+    recreated = [w for w in written(plane, operator, mark, namespace) if w.resource == "poddisruptionbudgets"]
+    # The first creation may count. On a slow machine each further half minute allows one more.
+    assert 3 <= len(recreated) <= 6
 
 
-def told_events(plane: Cluster, namespace: str) -> set[tuple[str, str]]:
+def cluster_events(plane: Cluster, namespace: str) -> set[tuple[str, str]]:
     events = plane.api.objects("v1/events", namespace)
     return {(e["type"], e["reason"]) for e in events if e["involvedObject"]["kind"] == "LMCacheCluster"}
 
 
-def test_what_the_api_server_refuses_is_told_in_its_words(plane, operator, namespace):
+def test_status_quotes_the_refusal_of_the_api_server(plane, operator, namespace):
     resource = example()
     resource["spec"]["engine"]["podTemplate"] = {"metadata": {"labels": {"a": "not a label"}}}
     plane.api.create(CLUSTERS, resource, namespace)
     plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == "Refused")
     assert "spec.template.labels" in condition(plane, namespace, "Ready")["message"]
-    plane.wait(lambda: ("Warning", "Refused") in told_events(plane, namespace))
+    plane.wait(lambda: ("Warning", "Refused") in cluster_events(plane, namespace))
 
 
-def test_what_a_webhook_keeps_from_being_made_is_told_and_heals(plane, operator, namespace):
+def test_failing_webhook_is_reported_until_removed(plane, operator, namespace):
     kind, name = "admissionregistration.k8s.io/v1/mutatingwebhookconfigurations", "down"
     rule = {"apiGroups": ["apps"], "apiVersions": ["v1"], "operations": ["*"], "resources": ["statefulsets"]}
     hook = {
@@ -135,7 +135,7 @@ def test_what_a_webhook_keeps_from_being_made_is_told_and_heals(plane, operator,
     wait_ready(plane, namespace)
 
 
-def test_two_disruption_budgets_that_block_evictions_are_told(plane, operator, namespace):
+def test_second_disruption_budget_is_reported(plane, operator, namespace):
     plane.api.create(CLUSTERS, example(), namespace)
     wait_ready(plane, namespace)
     selector = plane.api.get("policy/v1/poddisruptionbudgets", ENGINE, namespace)["spec"]["selector"]
@@ -147,7 +147,7 @@ def test_two_disruption_budgets_that_block_evictions_are_told(plane, operator, n
     )
 
 
-def test_why_pods_cannot_be_made_is_told(plane, operator, namespace):
+def test_exceeded_quota_is_reported(plane, operator, namespace):
     quota = {"metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}}
     plane.api.create("v1/resourcequotas", quota, namespace)
     plane.wait(lambda: "hard" in plane.api.get("v1/resourcequotas", "none", namespace).get("status", {}))
@@ -156,7 +156,7 @@ def test_why_pods_cannot_be_made_is_told(plane, operator, namespace):
     assert "exceeded quota: none" in condition(plane, namespace, "Ready")["message"]
 
 
-def test_a_pod_that_fits_no_node_is_told(plane, operator, namespace):
+def test_pod_that_fits_no_node_is_reported(plane, operator, namespace):
     plane.api.create(
         CLUSTERS, example(engine={"gpu": {"count": 16}, "parallelism": {"tensor": 16}}), namespace
     )
@@ -164,8 +164,8 @@ def test_a_pod_that_fits_no_node_is_told(plane, operator, namespace):
     assert "Insufficient nvidia.com/gpu" in condition(plane, namespace, "Ready")["message"]
 
 
-def test_a_missing_secret_is_told_in_the_kubelets_words_and_heals(plane, operator, namespace):
-    """The test plays the kubelet: nothing is mounted here."""
+def test_missing_secret_is_reported_until_mounted(plane, operator, namespace):
+    """The test plays the kubelet: no real kubelet mounts volumes here."""
     resource = example(model={"name": "a/model", "tokenSecretRef": {"name": "hub", "key": "token"}})
     template = {"metadata": {"annotations": {"test/hold": "true"}}}
     resource["spec"]["engine"] |= {"replicas": 1, "podTemplate": template}
@@ -174,10 +174,10 @@ def test_a_missing_secret_is_told_in_the_kubelets_words_and_heals(plane, operato
     ((uid, pod),) = pods(plane, namespace).items()
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     about = {"kind": "Pod", "name": pod["metadata"]["name"], "namespace": namespace, "uid": uid}
-    # Whoever may post Events may leave out anything, and date it as they like.
-    odd = {"metadata": {"name": "odd"}, "type": "Warning", "involvedObject": about}
-    odd |= {"firstTimestamp": None, "lastTimestamp": "0000-01-01T00:00:00Z"}
-    plane.api.create("v1/events", odd, namespace)
+    # Any client that may post Events can omit fields and set any date.
+    malformed = {"metadata": {"name": "odd"}, "type": "Warning", "involvedObject": about}
+    malformed |= {"firstTimestamp": None, "lastTimestamp": "0000-01-01T00:00:00Z"}
+    plane.api.create("v1/events", malformed, namespace)
     message = 'MountVolume.SetUp failed for volume "hub-token" : secret "hub" not found'
     event = {"metadata": {"name": "x"}, "type": "Warning", "reason": "FailedMount", "message": message}
     plane.api.create("v1/events", event | {"involvedObject": about, "lastTimestamp": now}, namespace)
@@ -189,11 +189,11 @@ def test_a_missing_secret_is_told_in_the_kubelets_words_and_heals(plane, operato
     assert condition(plane, namespace, "Degraded")["status"] == "False"
 
 
-def test_nothing_is_made_in_a_namespace_that_is_being_deleted(plane, operator):
+def test_operator_creates_nothing_in_a_terminating_namespace(plane, operator):
     with new_namespace(plane, "ending") as namespace:
         plane.api.create(CLUSTERS, example(), namespace)
         wait_ready(plane, namespace)
-        # As namespaces end: it is marked first, then everything in it goes in no order.
+        # A namespace that ends is marked first. Then its objects are deleted in any order.
         plane.api.patch("v1/namespaces", namespace, {"metadata": {"finalizers": ["test/hold"]}})
         mark = plane.mark()
         plane.api.patch(CLUSTERS, NAME, {"metadata": {"finalizers": ["test/hold"]}}, namespace)
@@ -201,10 +201,10 @@ def test_nothing_is_made_in_a_namespace_that_is_being_deleted(plane, operator):
         plane.wait(lambda: not plane.api.find("v1/services", NAME, namespace))
         plane.api.patch(CLUSTERS, NAME, {"metadata": {"finalizers": None}}, namespace)
         plane.wait(lambda: not plane.api.find(CLUSTERS, NAME, namespace))
-        made = [
+        created = [
             w
             for w in written(plane, operator, mark, namespace)
             if w.verb == "patch" and "/status" not in w.uri and w.resource != "events"
         ]
-        assert made == []
+        assert created == []
         plane.api.patch("v1/namespaces", namespace, {"metadata": {"finalizers": None}})

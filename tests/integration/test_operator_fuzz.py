@@ -1,6 +1,6 @@
-"""Random specs on the real API server: each is refused by its field, or comes to rest within few writes.
+"""Random specs on a real API server. Each is refused by the name of its field, or settles in few writes.
 
-``NUM_SPECS=2000 python -m pytest tests/integration/test_operator_fuzz.py`` takes them all.
+``NUM_SPECS=2000 python -m pytest tests/integration/test_operator_fuzz.py`` runs all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from testing.kube.api import ApiError, Object
-from testing.kube.cluster import Cluster, Write
+from testing.kube.audit import Write
+from testing.kube.cluster import Cluster
 from tests.harness.kube import CLUSTERS, Operator, is_since
 from tests.harness.spec_fuzz import spec
 
@@ -21,10 +22,10 @@ pytestmark = pytest.mark.kube
 
 NUM_SPECS = int(os.environ.get("NUM_SPECS", "200"))
 MAX_WRITES = 15
-"""Of one spec, beyond the one that makes each of its children."""
+"""Writes allowed for each spec, in addition to the first write of each child."""
 FIELD = re.compile(r"\bspec\b")
 SECONDS = 300 + NUM_SPECS
-"""On an idle machine a tenth of it."""
+"""Seconds for all specs to settle. An idle machine needs a tenth of them."""
 
 
 def name_of(seed: int) -> str:
@@ -32,11 +33,11 @@ def name_of(seed: int) -> str:
 
 
 def create(plane: Cluster, namespace: str, seed: int) -> str:
-    """Why the API server refuses the spec, in its words; empty if it takes it."""
+    """The API server's reason to refuse the spec, or an empty string if it accepts the spec."""
     header = {"apiVersion": "lmcache.io/v1alpha1", "kind": "LMCacheCluster"}
     try:
-        made = header | {"metadata": {"name": name_of(seed)}, "spec": spec(seed)[0]}
-        plane.api.create(CLUSTERS, made, namespace)
+        resource = header | {"metadata": {"name": name_of(seed)}, "spec": spec(seed)[0]}
+        plane.api.create(CLUSTERS, resource, namespace)
     except ApiError as error:
         return str(error)
     return ""
@@ -44,48 +45,48 @@ def create(plane: Cluster, namespace: str, seed: int) -> str:
 
 def conditions(cluster: Object) -> dict[str, Object]:
     status = cluster.get("status", {})
-    is_seen = status.get("observedGeneration") == cluster["metadata"]["generation"]
-    return {c["type"]: c for c in status.get("conditions", [])} if is_seen else {}
+    is_observed = status.get("observedGeneration") == cluster["metadata"]["generation"]
+    return {c["type"]: c for c in status.get("conditions", [])} if is_observed else {}
 
 
 def writes(plane: Cluster, operator: Operator, mark: int, namespace: str) -> list[Write]:
-    """What was done; Events are no part of it."""
-    found = plane.written_since(mark, by=operator.user, namespace=namespace)
-    return [write for write in found if write.code < 300 and write.resource != "events"]
+    """The operator's successful writes, without Events."""
+    all_writes = plane.written_since(mark, by=operator.user, namespace=namespace)
+    return [write for write in all_writes if write.code < 300 and write.resource != "events"]
 
 
-def test_random_specs_are_refused_by_their_field_or_come_to_rest(plane, operator, namespace):
+def test_random_specs_are_refused_by_field_or_settle_within_few_writes(plane, operator, namespace):
     log_mark, mark = len(operator.log), plane.mark()
     with ThreadPoolExecutor(2) as pool:
         refused = list(pool.map(lambda seed: create(plane, namespace, seed), range(NUM_SPECS)))
     for seed, message in enumerate(refused):
         is_explained = message.startswith(("400", "422")) and FIELD.search(message)
         assert not message or is_explained, f"seed {seed}: {message}"
-    num_taken = refused.count("")
-    assert NUM_SPECS / 5 < num_taken < NUM_SPECS, refused
+    num_accepted = refused.count("")
+    assert NUM_SPECS / 5 < num_accepted < NUM_SPECS, refused
 
-    def all_seen() -> list[Object] | None:
-        found = plane.api.objects(CLUSTERS, namespace)
-        return found if all(map(conditions, found)) and len(found) == num_taken else None
+    def all_observed() -> list[Object] | None:
+        clusters = plane.api.objects(CLUSTERS, namespace)
+        return clusters if all(map(conditions, clusters)) and len(clusters) == num_accepted else None
 
-    taken = plane.wait(all_seen, SECONDS)
+    accepted = plane.wait(all_observed, SECONDS)
 
     def is_quiet() -> bool:
-        """Nothing is written while the operator finds the time for one that was changed."""
+        """Whether the operator writes nothing while it reconciles a changed cluster."""
         num_writes, num_runs = len(writes(plane, operator, mark, namespace)), operator.num_reconciliations()
-        note = {"metadata": {"annotations": {"test/poke": str(num_runs)}}}
-        plane.api.patch(CLUSTERS, taken[0]["metadata"]["name"], note, namespace)
+        change = {"metadata": {"annotations": {"test/poke": str(num_runs)}}}
+        plane.api.patch(CLUSTERS, accepted[0]["metadata"]["name"], change, namespace)
         plane.wait(lambda: operator.num_reconciliations() > num_runs, SECONDS)
         return len(writes(plane, operator, mark, namespace)) == num_writes
 
     plane.wait(lambda: all(is_quiet() for _ in range(5)), SECONDS)
-    made = writes(plane, operator, mark, namespace)
-    children = {(w.resource, w.name) for w in made if not w.resource.endswith("/status")}
-    num_made = Counter(name.partition("-")[0] for _, name in children)
-    num_written = Counter(write.name.partition("-")[0] for write in made)
-    for cluster in taken:
+    all_writes = writes(plane, operator, mark, namespace)
+    children = {(w.resource, w.name) for w in all_writes if not w.resource.endswith("/status")}
+    num_children = Counter(name.partition("-")[0] for _, name in children)
+    num_written = Counter(write.name.partition("-")[0] for write in all_writes)
+    for cluster in accepted:
         name, degraded = cluster["metadata"]["name"], conditions(cluster)["Degraded"]
-        assert num_written[name] - num_made[name] <= MAX_WRITES, f"{name}: {degraded}"
+        assert num_written[name] - num_children[name] <= MAX_WRITES, f"{name}: {degraded}"
         is_too_new = "does not know this kind" in degraded["message"] and not is_since("1.34")
         if degraded["reason"] in ("InvalidSpec", "Refused") and not is_too_new:
             assert FIELD.search(degraded["message"]), f"{name}: {degraded['message']}"

@@ -1,4 +1,4 @@
-"""GPUs by claims, on a real API server, scheduler and claim controller; devices are only said to exist."""
+"""GPU claims on a real API server, scheduler and claim controller. The devices exist only as objects."""
 
 import asyncio
 import time
@@ -31,15 +31,15 @@ def devices(plane: Cluster) -> Iterator[None]:
 
 
 def transfer(plane: Cluster, namespace: str) -> Object:
-    found: Object = plane.api.get(CLUSTERS, NAME, namespace)["status"]["transfer"]
-    return found
+    status: Object = plane.api.get(CLUSTERS, NAME, namespace)["status"]["transfer"]
+    return status
 
 
 def num_devices(plane: Cluster, namespace: str) -> list[int]:
-    """By claim of a pod that runs."""
+    """Number of allocated devices of each claim."""
     claims = plane.api.objects(CLAIMS, namespace)
     results = [claim.get("status", {}).get("allocation", {}).get("devices", {}) for claim in claims]
-    return [len(found.get("results", [])) for found in results]
+    return [len(devices.get("results", [])) for devices in results]
 
 
 def change(plane: Cluster, namespace: str, **spec: Object) -> None:
@@ -47,31 +47,31 @@ def change(plane: Cluster, namespace: str, **spec: Object) -> None:
 
 
 @since("1.34")
-def test_engine_and_sidecar_share_a_claim_that_comes_changes_and_goes(plane, operator, devices):
+def test_engine_and_sidecar_share_a_claim_through_changes_and_removal(plane, operator, devices):
     with new_namespace(plane, "claims", **RESTRICTED) as namespace:
         engine = {"replicas": 2, "gpu": {"deviceClassName": DEVICE_CLASS}}
         plane.api.create(CLUSTERS, example(engine=engine), namespace)
         wait_ready(plane, namespace)
-        found = transfer(plane, namespace)
-        assert (found["requested"], found["reason"]) == ("Auto", "DRAClaimShared")
+        status = transfer(plane, namespace)
+        assert (status["requested"], status["reason"]) == ("Auto", "DRAClaimShared")
         assert num_devices(plane, namespace) == [1, 1]
         for pod in pods(plane, namespace).values():
-            (status,) = pod["status"]["resourceClaimStatuses"]
-            claim = plane.api.get(CLAIMS, status["resourceClaimName"], namespace)
+            (claim_status,) = pod["status"]["resourceClaimStatuses"]
+            claim = plane.api.get(CLAIMS, claim_status["resourceClaimName"], namespace)
             assert [user["uid"] for user in claim["status"]["reservedFor"]] == [pod["metadata"]["uid"]]
             users = [*pod["spec"]["containers"], pod["spec"]["initContainers"][0]]
             assert [user["resources"]["claims"] for user in users] == [[{"name": "gpu"}]] * 2
-        # At rest nothing is written: what the API server completes is not taken for somebody's change.
+        # When idle, the operator writes nothing: the API server's defaults are not taken for changes.
         wait_quiet(plane, operator, namespace)
-        first = plane.api.get(TEMPLATES, ENGINE, namespace)["metadata"]["uid"]
+        first_uid = plane.api.get(TEMPLATES, ENGINE, namespace)["metadata"]["uid"]
 
         change(plane, namespace, engine={"gpu": {"count": 2}, "parallelism": {"tensor": 2}})
         plane.wait(lambda: num_devices(plane, namespace) == [2, 2])
         wait_ready(plane, namespace)
-        assert plane.api.get(TEMPLATES, ENGINE, namespace)["metadata"]["uid"] != first
+        assert plane.api.get(TEMPLATES, ENGINE, namespace)["metadata"]["uid"] != first_uid
 
-        gone = {"count": 1, "deviceClassName": None}
-        change(plane, namespace, engine={"gpu": gone, "parallelism": {"tensor": 1}})
+        no_claim = {"count": 1, "deviceClassName": None}
+        change(plane, namespace, engine={"gpu": no_claim, "parallelism": {"tensor": 1}})
         plane.wait(lambda: num_devices(plane, namespace) == [])
         wait_ready(plane, namespace)
         assert plane.api.find(TEMPLATES, ENGINE, namespace) is None
@@ -79,39 +79,43 @@ def test_engine_and_sidecar_share_a_claim_that_comes_changes_and_goes(plane, ope
         wait_quiet(plane, operator, namespace)
 
 
-def test_cuda_ipc_without_a_shared_gpu_is_told_and_pods_serve(plane, operator, namespace):
+def test_cuda_ipc_without_a_shared_gpu_is_reported_while_pods_serve(plane, operator, namespace):
     plane.api.create(CLUSTERS, example(sidecar={"transfer": "CudaIPC"}), namespace)
     plane.wait(lambda: condition(plane, namespace, "Ready").get("status") == "True")
-    found = transfer(plane, namespace)
-    assert (found["requested"], found["mode"], found["reason"]) == ("CudaIPC", "SharedMemory", "GPUNotShared")
+    status = transfer(plane, namespace)
+    assert (status["requested"], status["mode"], status["reason"]) == (
+        "CudaIPC",
+        "SharedMemory",
+        "GPUNotShared",
+    )
     degraded = condition(plane, namespace, "Degraded")
     assert (degraded["status"], degraded["reason"]) == ("True", "CudaIPCUnavailable")
     assert "spec.engine.gpu.deviceClassName" in degraded["message"]
-    # Not to copy by the sidecar is what every pod does already, and yet it was declared otherwise.
+    # All pods already use shared memory, but the spec changes: pods are replaced, the condition clears.
     before = set(pods(plane, namespace))
     change(plane, namespace, sidecar={"transfer": "SharedMemory"})
     plane.wait(lambda: len(pods(plane, namespace)) == 2 and not before & set(pods(plane, namespace)))
     plane.wait(lambda: condition(plane, namespace, "Degraded")["status"] == "False")
 
 
-def test_a_claim_that_cannot_be_had_is_told(plane, operator, namespace):
+def test_unsatisfiable_claim_is_reported(plane, operator, namespace):
     engine = {"replicas": 1, "gpu": {"deviceClassName": "no-such-class"}}
     plane.api.create(CLUSTERS, example(engine=engine), namespace)
-    # The scheduler of a Kubernetes that has claims names the class; another one has no such kind.
-    has_claims = _knows_claims(plane)
-    reason, told = (
+    # A Kubernetes with claims reports the class through its scheduler. An older one lacks the kind.
+    has_claims = _has_claim_api(plane)
+    reason, message = (
         ("Unschedulable", "no-such-class") if has_claims else ("Refused", "needs a newer Kubernetes")
     )
     plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == reason)
-    assert told in condition(plane, namespace, "Degraded")["message"]
+    assert message in condition(plane, namespace, "Degraded")["message"]
 
 
-def _knows_claims(plane: Cluster) -> bool:
+def _has_claim_api(plane: Cluster) -> bool:
     groups = plane.api.request("GET", "/apis")["groups"]
     return any(v["groupVersion"] == "resource.k8s.io/v1" for group in groups for v in group["versions"])
 
 
-def test_what_a_real_sidecar_says_of_its_copies_is_understood():
+def test_prober_reads_the_transfer_of_a_real_sidecar():
     async def read(sidecar: SidecarProcess) -> Sidecar:
         async def stats(_: str) -> Any:
             async with StatsClient(sidecar.http_port) as client:
@@ -119,13 +123,13 @@ def test_what_a_real_sidecar_says_of_its_copies_is_understood():
 
         status = {"phase": "Running", "podIP": "127.0.0.1"}
         pod = {"metadata": {"name": "p", "uid": "u"}, "spec": {"initContainers": [{"name": "sidecar"}]}}
-        found = await SidecarProber(stats, time.monotonic).probe([pod | {"status": status}])
-        return found.sidecars[0]
+        survey = await SidecarProber(stats, time.monotonic).probe([pod | {"status": status}])
+        return survey.sidecars[0]
 
     with SidecarProcess(transfer="CudaIPC") as sidecar:
         assert asyncio.run(read(sidecar)).transfer == ""
         with RawClient(sidecar) as engine:
             engine.attach()
-            told = asyncio.run(read(sidecar))
-    assert (told.is_attached, told.transfer) == (True, "SharedMemory")
-    assert told.transfer_reason == "the engine copies: its KV is in host memory"
+            attached = asyncio.run(read(sidecar))
+    assert (attached.is_attached, attached.transfer) == (True, "SharedMemory")
+    assert attached.transfer_reason == "the engine copies: its KV is in host memory"

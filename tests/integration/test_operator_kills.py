@@ -1,9 +1,9 @@
-"""The operator is killed after each of its writes: the next one ends where an undisturbed one does.
+"""An operator that is killed after each of its writes: its successor reaches the state of an undisturbed one.
 
-What an operator has done is what it has written, so these are all the states that one can leave behind. Each
-write has a cluster of its own, in a namespace of its own, that is made, scaled, rolled, sized, deleted. Its
-claim for GPUs, which nobody can change, is deleted and made anew when it is rolled, and given up in the end.
-Another one's pods get more memory and less while they run, and its shards come, are replaced and go.
+An operator's effects are its writes, so the cases cover all states that a killed operator can leave.
+Each case has a cluster and a namespace of its own. The engines' cluster is created, scaled, rolled, resized
+and deleted. Its GPU claim, which is immutable, is recreated when the cluster is rolled, and removed in the
+end. A second cluster changes its pods' memory while they run, and adds, replaces and removes shards.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 
 import pytest
 from kubernetes.aio.client import ApiClient
-from lmcache_operator.autoscaling.report import Choice, Report
-from lmcache_operator.components import COMPONENTS
+from lmcache_operator.autoscaling.policy.report import Choice, Report
 from lmcache_operator.components.base import Context, Observed
+from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.components.remote import remote, shards
 from lmcache_operator.errors import ApiError
 from lmcache_operator.kube.client import KubeApi, connect
@@ -41,18 +41,18 @@ pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
 T = TypeVar("T")
 
 SECONDS = 300.0
-"""For one cluster to come to rest; on an idle machine it takes one or two."""
+"""Time for one cluster to settle. An idle machine needs one or two seconds."""
 NUM_AT_ONCE = 4
-"""Clusters that are worked on; more take no less time in all."""
-REST_SECONDS = 100.0
-"""Whoever is due again sooner waits for something."""
+"""Clusters that are reconciled concurrently. A larger number does not shorten the test."""
+IDLE_SECONDS = 100.0
+"""A reconciler that is due again sooner than this waits for something."""
 SIDECAR = {"is_ready": True, "num_clients": {"attached": 1}}
 HAS_CLAIMS = is_since("1.34")
 ONE_GPU: Object = {"gpu": {"deviceClassName": DEVICE_CLASS} if HAS_CLAIMS else {"count": 0}}
 TWO_GPUS: Object = {"gpu": {"count": 2}, "parallelism": {"tensor": 2}} if HAS_CLAIMS else {}
 NO_GPU: Object = {"gpu": {"count": 0, "deviceClassName": None}, "parallelism": {"tensor": 1}}
 SECRET = f"{NAME}-remote"
-OF_THE_SERVER = (
+SERVER_FIELDS = (
     "uid",
     "resourceVersion",
     "creationTimestamp",
@@ -60,21 +60,21 @@ OF_THE_SERVER = (
     "managedFields",
     "ownerReferences",
 )
-OF_THE_SERVICE = ("clusterIP", "clusterIPs")
+SERVICE_FIELDS = ("clusterIP", "clusterIPs")
 
 
 @dataclass(frozen=True)
 class Story:
-    """What becomes of a cluster."""
+    """The changes that a cluster goes through."""
 
     begin: Object
-    """Its spec."""
+    """The first spec of the cluster."""
     changes: dict[str, Object]
     num_cases: int
-    """More than any change has writes up to the last of a child; how often a status is told is a matter of
-    time."""
+    """Greater than the number of writes of any change up to the last write of a child. The number of status
+    writes depends on time."""
     num_deleted: dict[str, int] = field(default_factory=dict)
-    """Children that a step deletes."""
+    """Children that each step deletes."""
 
 
 ENGINES = Story(
@@ -85,7 +85,8 @@ ENGINES = Story(
             "spec": {"engine": {"image": "engine:2"} | TWO_GPUS, "tiers": {"memory": {"size": "2Gi"}}}
         },
         **({"without a claim": {"spec": {"engine": NO_GPU}}} if HAS_CLAIMS else {}),
-        # After that: the API server resizes no pod with a claim (kubernetes/kubernetes#138641).
+        # This step must come after the claim's removal: the API server resizes no pod with a claim
+        # (kubernetes/kubernetes#138641).
         "sized": {"spec": {"autoscaling": {"mode": "Auto", "memory": {"maxSize": "4Gi"}}}},
     },
     num_cases=15,
@@ -107,12 +108,12 @@ TIERS = Story(
 )
 
 
-class KilledError(BaseException):
-    """The operator is no more; nothing of it catches this."""
+class OperatorKilledError(BaseException):
+    """The operator was killed. No code of the operator catches this exception."""
 
 
 class MortalApi(KubeApi):
-    """A client that dies with its operator, after a write whose answer nobody hears."""
+    """A client that dies with its operator, after a write whose answer is lost."""
 
     def __init__(self, client: ApiClient, num_writes: int | None) -> None:
         super().__init__(client)
@@ -121,19 +122,19 @@ class MortalApi(KubeApi):
 
     async def _call(self, verb: str, path: str, *args: Any, **options: Any) -> tuple[int, Any]:
         if self._num_writes is not None and len(self.written) >= self._num_writes:
-            raise KilledError
+            raise OperatorKilledError
         answer = await super()._call(verb, path, *args, **options)
-        # Events change nothing that an operator looks at, and what is only tried changes nothing at all.
-        is_tried = "dryRun" in (options.get("query") or {})
-        if verb != "GET" and answer[0] < 300 and "/events" not in path and not is_tried:
+        # Events change nothing that an operator reads, and a dry run changes nothing at all.
+        is_dry_run = "dryRun" in (options.get("query") or {})
+        if verb != "GET" and answer[0] < 300 and "/events" not in path and not is_dry_run:
             self.written.append((verb, re.sub("/namespaces/[^/]+", "", path)))
             if len(self.written) == self._num_writes:
-                raise KilledError
+                raise OperatorKilledError
         return answer
 
 
 class Case:
-    """One cluster, and the operators that work on it one after the other."""
+    """One cluster, with the operators that reconcile it one after the other."""
 
     def __init__(
         self, story: Story, api: Api, client: ApiClient, namespace: str, dies_after: int | None
@@ -141,8 +142,8 @@ class Case:
         self.story, self.api, self.client = story, api, client
         self.namespace, self.dies_after = namespace, dies_after
         self.was_killed: dict[str, bool] = {}
-        self.left_undone: dict[str, bool] = {}
-        """Whether the one that was killed had not yet written all but the status."""
+        self.has_remaining_writes: dict[str, bool] = {}
+        """Whether the killed operator had left writes other than the status, by step."""
 
     async def create(self) -> None:
         resource = example(**self.story.begin)
@@ -150,20 +151,20 @@ class Case:
         self.key = ClusterKey(self.namespace, NAME, created["metadata"]["uid"])
 
     async def run(self, step: str) -> Counter[tuple[str, str]]:
-        """An operator that dies, and the next; what the two have written, the status left out."""
+        """Run an operator that dies, and its successor. Returns the writes of both, without the status."""
         first = MortalApi(self.client, self.dies_after)
-        with contextlib.suppress(KilledError):
+        with contextlib.suppress(OperatorKilledError):
             await self._reconcile(first)
         self.was_killed[step] = len(first.written) == self.dies_after
         second = MortalApi(self.client, None)
         await self._reconcile(second)
-        await self._is_at_rest(step)
-        own, left = _without_status(first.written), _without_status(second.written)
-        self.left_undone[step] = bool(left)
-        return Counter([*own, *left])
+        await self._check_idle(step)
+        first_writes, second_writes = _without_status(first.written), _without_status(second.written)
+        self.has_remaining_writes[step] = bool(second_writes)
+        return Counter([*first_writes, *second_writes])
 
     async def change(self, step: str) -> None:
-        """By the user, who also changes the password of the shards, if there is one."""
+        """Apply the user's change. If the shards have a password, change it, too."""
         await asyncio.to_thread(self.api.patch, CLUSTERS, NAME, self.story.changes[step], self.namespace)
         if await self.password():
             new = {"stringData": {"password": step}}
@@ -174,20 +175,20 @@ class Case:
         return base64.b64decode(secret.get("data", {}).get("password", "")).decode()
 
     async def _reconcile(self, api: MortalApi) -> None:
-        """As the operator does it, until several looks in a row find nothing more to do."""
+        """Reconcile until several rounds in a row find nothing to do."""
         reconciler, num_quiet, due = self._reconciler(api), 0, 0.0
         async with asyncio.timeout(SECONDS):
             while num_quiet < 3:
                 num_before = len(api.written)
-                with contextlib.suppress(ApiError):  # as 409, where a controller was quicker
+                with contextlib.suppress(ApiError):  # such as 409, if a controller was faster
                     due = await reconciler.reconcile(self.key) or 0.0
-                has_time = due > REST_SECONDS and len(api.written) == num_before
-                is_quiet = has_time and await self._is_ready()
+                is_idle = due > IDLE_SECONDS and len(api.written) == num_before
+                is_quiet = is_idle and await self._is_ready()
                 num_quiet = num_quiet + 1 if is_quiet else 0
                 await asyncio.sleep(0.2)
 
-    async def _is_at_rest(self, step: str) -> None:
-        """Another operator finds nothing to do."""
+    async def _check_idle(self, step: str) -> None:
+        """Check that a third operator finds nothing to do."""
         third = MortalApi(self.client, None)
         before = await third.get(CLUSTER, self.namespace, NAME)
         await self._reconciler(third).reconcile(self.key)
@@ -197,31 +198,31 @@ class Case:
     async def _is_ready(self) -> bool:
         live = await KubeApi(self.client).get(CLUSTER, self.namespace, NAME)
         assert live is not None
-        found = {c["type"]: c for c in live.get("status", {}).get("conditions", [])}
-        is_seen = live.get("status", {}).get("observedGeneration") == live["metadata"]["generation"]
-        return is_seen and found["Ready"]["status"] == "True"
+        conditions = {c["type"]: c for c in live.get("status", {}).get("conditions", [])}
+        is_observed = live.get("status", {}).get("observedGeneration") == live["metadata"]["generation"]
+        return is_observed and conditions["Ready"]["status"] == "True"
 
     async def pods(self) -> Object:
-        """The memory of their containers, and what they are told to use."""
-        found = await KubeApi(self.client).find(POD, self.namespace)
+        """Memory annotation and container resources of each pod, by name."""
+        pods = await KubeApi(self.client).find(POD, self.namespace)
         return {
             pod["metadata"]["name"]: (
                 annotations_of(pod).get(MEMORY_SIZE),
                 [
-                    own["resources"]
-                    for own in pod["spec"].get("initContainers", []) + pod["spec"]["containers"]
+                    container["resources"]
+                    for container in pod["spec"].get("initContainers", []) + pod["spec"]["containers"]
                 ],
             )
-            for pod in found
+            for pod in pods
         }
 
     def _reconciler(self, api: KubeApi) -> Reconciler:
         async def stats(address: str) -> Object:
-            """Of a sidecar that has at once what it is told."""
-            found = await KubeApi(self.client).find(POD, self.namespace)
+            """Statistics of a sidecar that reaches its target size at once."""
+            pods = await KubeApi(self.client).find(POD, self.namespace)
             sizes = [
                 int(size)
-                for pod in found
+                for pod in pods
                 if pod["status"].get("podIP") == address and (size := annotations_of(pod).get(MEMORY_SIZE))
             ]
             memory = {"size_bytes": sizes[0], "target_bytes": sizes[0]} if sizes else {}
@@ -230,14 +231,14 @@ class Case:
         return Reconciler(api, Context(STOCK_IMAGES), stats, autoscaler=Chooser())
 
     async def children(self) -> list[str]:
-        """All of them, without what differs between any two clusters."""
+        """All children, without the fields that differ between any two clusters."""
         api = KubeApi(self.client)
-        refs = [ref for own in COMPONENTS for ref in own.refs(NAME)]
-        found = [await api.get(BY_NAME[ref.kind], self.namespace, ref.name) for ref in refs]
-        return [_normal(child, self.namespace) for child in found if child is not None]
+        refs = [ref for component in COMPONENTS for ref in component.refs(NAME)]
+        live = [await api.get(BY_NAME[ref.kind], self.namespace, ref.name) for ref in refs]
+        return [_normal(child, self.namespace) for child in live if child is not None]
 
     async def delete(self) -> None:
-        """Nothing is left, and the operator makes nothing anew."""
+        """Delete the cluster. Check that all children disappear and that the operator recreates none."""
         await asyncio.to_thread(self.api.delete, CLUSTERS, NAME, self.namespace)
         last = MortalApi(self.client, None)
         async with asyncio.timeout(SECONDS):
@@ -249,17 +250,17 @@ class Case:
 
 
 class Chooser:
-    """Of whoever has it sized, the same as the operator before."""
+    """An autoscaler that chooses 3 GiB for a cluster in mode Auto."""
 
     def report(self, key: ClusterKey, observed: Mapping[str, Observed]) -> Report | None:
         is_auto = observed["autoscaling"].resource["spec"]["autoscaling"]["mode"] == "Auto"
         return Report({}, memory=Choice(3 * GIB, 2 * GIB), state="counted") if is_auto else None
 
     def forget(self, key: ClusterKey) -> None:
-        """Nothing is remembered."""
+        """Forget the cluster. There is nothing to forget."""
 
 
-async def one_of(slots: asyncio.Semaphore, work: Awaitable[T]) -> T:
+async def in_a_slot(slots: asyncio.Semaphore, work: Awaitable[T]) -> T:
     async with slots:
         return await work
 
@@ -269,20 +270,20 @@ def _without_status(written: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _normal(child: Object, namespace: str) -> str:
-    kept = {key: value for key, value in child.items() if key != "status"}
-    kept["metadata"] = {key: value for key, value in child["metadata"].items() if key not in OF_THE_SERVER}
-    # A hash of all that was rendered, the owner's uid in it.
+    normal = {key: value for key, value in child.items() if key != "status"}
+    normal["metadata"] = {key: value for key, value in child["metadata"].items() if key not in SERVER_FIELDS}
+    # The hash covers everything rendered, including the owner's uid.
     annotations = {key: value for key, value in annotations_of(child).items() if key != RENDERED_HASH}
-    kept["metadata"]["annotations"] = annotations
+    normal["metadata"]["annotations"] = annotations
     if child["kind"] == "Service":
-        kept["spec"] = {key: value for key, value in child["spec"].items() if key not in OF_THE_SERVICE}
-    kept.get("data", {}).pop("savedIn", None)
-    return json.dumps(kept, sort_keys=True).replace(namespace, "NAMESPACE")
+        normal["spec"] = {key: value for key, value in child["spec"].items() if key not in SERVICE_FIELDS}
+    normal.get("data", {}).pop("savedIn", None)
+    return json.dumps(normal, sort_keys=True).replace(namespace, "NAMESPACE")
 
 
 @pytest.fixture
 def alone(plane: Cluster, operator_process: Operator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
-    """No operator runs but those of the test, and there are devices for all of its pods."""
+    """The API, while only the test's own operators run and there are devices for all pods."""
     if operator_process.is_running:
         operator_process.terminate()
     monkeypatch.setenv("KUBECONFIG", str(plane.kubeconfig()))
@@ -302,53 +303,55 @@ async def client() -> AsyncIterator[ApiClient]:
         yield api._client
 
 
-async def live_through(story: Story, api: Api, places: list[str]) -> None:
-    """All cases at once, step by step; each is compared with that of an operator that is not killed."""
+async def run_story(story: Story, api: Api, places: list[str]) -> None:
+    """Run all cases step by step. Compare each with the case whose operator is not killed."""
     async with client() as shared:
         slots = asyncio.Semaphore(NUM_AT_ONCE)
         cases = [Case(story, api, shared, place, n or None) for n, place in enumerate(places)]
         for step in ("created", *story.changes):
             change = [case.create() if step == "created" else case.change(step) for case in cases]
             await asyncio.gather(*change)
-            written = await asyncio.gather(*(one_of(slots, case.run(step)) for case in cases))
+            written = await asyncio.gather(*(in_a_slot(slots, case.run(step)) for case in cases))
             assert [case.was_killed[step] for case in cases[1:3]] == [True, True]
             is_change = step in story.changes
-            assert not (is_change and cases[-1].left_undone[step]), "it has more writes than there are cases"
+            assert not (is_change and cases[-1].has_remaining_writes[step]), (
+                "the change has more writes than the story has cases"
+            )
             deleted = [path for verb, path in written[0] if verb == "DELETE"]
             assert len(deleted) == story.num_deleted.get(step, 0)
-            undisturbed, *others = [(await case.children(), await case.pods()) for case in cases]
-            for case, (children, pods), writes in zip(cases[1:], others, written[1:], strict=True):
+            undisturbed, *killed = [(await case.children(), await case.pods()) for case in cases]
+            for case, (children, pods), writes in zip(cases[1:], killed, written[1:], strict=True):
                 where = f"{step}, killed after write {case.dies_after}"
-                for own, wanted in zip(children, undisturbed[0], strict=True):
-                    assert own == wanted, where
+                for child, expected in zip(children, undisturbed[0], strict=True):
+                    assert child == expected, where
                 assert pods == undisturbed[1], where
-                twice = [write for write, times in writes.items() if times > max(1, written[0][write])]
-                assert twice == [], where
+                repeated = [write for write, times in writes.items() if times > max(1, written[0][write])]
+                assert repeated == [], where
                 if is_change:
                     assert await case.password() == (step if "remote" in story.begin["tiers"] else ""), where
         await asyncio.gather(*(case.delete() for case in cases))
 
 
-def test_an_operator_killed_after_any_write_leaves_nothing_undone_or_done_twice(plane, alone):
+def test_successor_of_a_killed_operator_completes_and_repeats_no_write(plane, alone):
     with namespaces(plane, "killed", ENGINES.num_cases) as places:
-        asyncio.run(live_through(ENGINES, alone, places))
+        asyncio.run(run_story(ENGINES, alone, places))
 
 
 @since("1.35")
-def test_tiers_outlive_an_operator_killed_after_any_write(plane, alone, monkeypatch):
+def test_tier_changes_survive_an_operator_killed_after_any_write(plane, alone, monkeypatch):
     for module in (remote, shards):
         monkeypatch.setattr(module, "WINDOW", timedelta(seconds=1))
     with namespaces(plane, "tiers", TIERS.num_cases) as places:
-        asyncio.run(live_through(TIERS, alone, places))
+        asyncio.run(run_story(TIERS, alone, places))
 
 
-def test_a_cluster_deleted_while_its_operator_is_dead_leaves_nothing(plane, alone):
+def test_cluster_deleted_while_its_operator_is_dead_leaves_nothing(plane, alone):
     async def scenario(places: list[str]) -> None:
         async with client() as shared:
             cases = [Case(ENGINES, alone, shared, place, n) for n, place in enumerate(places, start=1)]
             await asyncio.gather(*(case.create() for case in cases))
             for case in cases:
-                with contextlib.suppress(KilledError):
+                with contextlib.suppress(OperatorKilledError):
                     await case._reconcile(MortalApi(shared, case.dies_after))
             await asyncio.gather(*(case.delete() for case in cases))
 

@@ -1,6 +1,6 @@
-"""Two operators on a real API server: one works, whatever happens to it, to the other, or to the Lease.
+"""Two operators on a real API server: one leads after restarts, freezes, kills and edits of the Lease.
 
-Meanwhile the cluster is changed all the time, so that whoever leads writes all the time.
+A thread changes the cluster all the time, so that the leader always has something to write.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ pytestmark = pytest.mark.kube
 LEASES = "coordination.k8s.io/v1/leases"
 LEASE = SERVICE_ACCOUNT
 PATIENCE = 240.0
-"""Seconds; what a change of the leader may take is held by ``python -m benchmarks failover``."""
+"""Seconds to wait for a new leader. ``python -m benchmarks failover`` measures the real time."""
 LOST = 3
-"""Exit status of an operator that another one has followed.
+"""Exit status of an operator that lost the Lease to the other.
 
-Where a machine stalls for longer than the Lease is good for, that is lawful at any time: no test may ask for
-the leader of before.
+An operator may lose the Lease whenever the machine stalls for longer than the Lease lasts. No test may
+therefore rely on the previous leader.
 """
 LEADING = "leading as"
 
 
 class Pair:
-    """Two operators, and how to look at them. One that has ended is started again, as in its pod."""
+    """Two operators. ``start`` restarts an operator that has ended, as its pod would."""
 
     def __init__(self, plane: Cluster, processes: list[Operator], namespace: str) -> None:
         self.plane, self.processes, self.namespace = plane, processes, namespace
@@ -44,7 +44,7 @@ class Pair:
         self._log_starts: dict[Operator, int] = {}
 
     def start(self, but: Operator | None = None, *, statuses: tuple[int, ...] = (LOST,)) -> None:
-        """Those that are not running; they may have ended by themselves with one of these ``statuses``."""
+        """Start the operators that do not run. They may have ended with one of ``statuses``."""
         for process in self.processes:
             if process is but or process.is_running:
                 continue
@@ -57,20 +57,20 @@ class Pair:
             process.start()
 
     def log(self, process: Operator) -> str:
-        """Of its present life."""
+        """The log of its latest run."""
         return process.log[self._log_starts[process] :]
 
     def lease(self) -> Object:
-        found: Object = self.plane.api.get(LEASES, LEASE, SYSTEM_NAMESPACE)
-        return found
+        lease: Object = self.plane.api.get(LEASES, LEASE, SYSTEM_NAMESPACE)
+        return lease
 
     def holder(self) -> Operator | None:
-        """Whose name is in the Lease."""
+        """The operator whose name is in the Lease."""
         identity = str(self.lease()["spec"].get("holderIdentity"))
         return next((p for p in self.processes if identity.startswith(f"{p.log_path.parent.name}_")), None)
 
     def leader(self, but: Operator | None = None, *, statuses: tuple[int, ...] = (LOST,)) -> Operator:
-        """Who is the first to write from now on; ``but`` is not started, and not meant."""
+        """The first operator that writes from now on. ``but`` is neither started nor returned."""
         mark = self.plane.mark()
 
         def by_token() -> Operator | None:
@@ -82,7 +82,7 @@ class Pair:
         return self.plane.wait(by_token, PATIENCE)
 
     def wait_until_held(self) -> None:
-        """By one of the two, as it writes a Lease, and until somebody works."""
+        """Wait until one of the two operators holds a valid Lease and writes."""
 
         def is_held() -> bool:
             self.start()
@@ -91,14 +91,14 @@ class Pair:
         self.plane.wait(is_held, PATIENCE)
         self.leader()
 
-    def check_that_writes_take_turns(self) -> None:
-        """All that one life of an operator wrote was answered before the next one's first write arrived."""
-        ours = self.processes[0].user
-        writes = [w for w in self.plane.written_since(self.mark, by=ours) if w.code]
-        lives: dict[str, list[str]] = {}
+    def check_writes_do_not_overlap(self) -> None:
+        """Check that all writes of one run were answered before the first write of the next run arrived."""
+        user = self.processes[0].user
+        writes = [w for w in self.plane.written_since(self.mark, by=user) if w.code]
+        runs: dict[str, list[str]] = {}
         for write in writes:
-            lives.setdefault(write.token, []).extend((write.received, write.answered))
-        times = sorted((min(times), max(times)) for times in lives.values())
+            runs.setdefault(write.token, []).extend((write.received, write.answered))
+        times = sorted((min(times), max(times)) for times in runs.values())
         assert all(first[1] <= second[0] for first, second in pairwise(times)), times
 
 
@@ -108,7 +108,7 @@ def pair(
 ) -> Iterator[Pair]:
     operator_process.kill()
     flags = chart_flags(plane)
-    # Given up by somebody before: the first one need not wait.
+    # A released Lease: the first operator need not wait for its expiry.
     released = {"metadata": {"name": LEASE}, "spec": {"leaseDurationSeconds": 1}}
     plane.api.create(LEASES, released, SYSTEM_NAMESPACE)
     processes = [Operator(plane, tmp_path_factory.mktemp("operator"), chart, *flags) for _ in range(2)]
@@ -128,11 +128,11 @@ def pair(
 
 
 def _change(plane: Cluster, namespace: str, is_over: threading.Event) -> None:
-    """Scale the cluster again and again."""
+    """Scale the cluster repeatedly."""
     number = 0
     while not is_over.wait(0.1):
         number += 1
-        with suppress(OSError, HTTPException, ApiError):  # a server that is killed in the middle of an answer
+        with suppress(OSError, HTTPException, ApiError):  # the server may be killed during an answer
             plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"replicas": number % 3}}}, namespace)
 
 
@@ -140,44 +140,44 @@ def _change(plane: Cluster, namespace: str, is_over: threading.Event) -> None:
 def _take_turns(pair: Pair) -> Iterator[None]:
     pair.start()
     yield
-    pair.check_that_writes_take_turns()
+    pair.check_writes_do_not_overlap()
 
 
-def measured(what: str, action: Callable[[], object]) -> None:
+def print_seconds(event: str, action: Callable[[], object]) -> None:
     begin = time.monotonic()
     action()
-    print(f"{what}: {time.monotonic() - begin:.1f} s")
+    print(f"{event}: {time.monotonic() - begin:.1f} s")
 
 
-def test_one_writes_and_the_other_stands_by(pair):
+def test_leader_writes_while_the_other_operator_stands_by(pair):
     pair.leader()
 
-    def is_told() -> bool:
+    def is_reported() -> bool:
         leader = pair.leader()
         return pair.holder() is leader and leader.metric("lmcache_operator_leading") == 1
 
-    def known_to_who_never_led() -> list[float] | None:
+    def metrics_of_standby() -> list[float] | None:
         for process in pair.processes:
             metrics = ("lmcache_operator_leading", "lmcache_operator_clusters")
-            known = [*map(process.metric, metrics), process.num_reconciliations()]
+            values = [*map(process.metric, metrics), process.num_reconciliations()]
             if LEADING not in pair.log(process):
-                return known
+                return values
         return None
 
-    pair.plane.wait(is_told, PATIENCE)
-    # Nothing is watched or known there.
-    assert pair.plane.wait(known_to_who_never_led, PATIENCE) == [0, 0, 0]
+    pair.plane.wait(is_reported, PATIENCE)
+    # The standby watches nothing and knows no cluster.
+    assert pair.plane.wait(metrics_of_standby, PATIENCE) == [0, 0, 0]
 
 
-def test_who_is_asked_to_end_lets_the_other_in_at_once(pair):
+def test_terminated_leader_releases_the_lease(pair):
     leader = pair.leader()
     assert leader.terminate(timeout=PATIENCE) in (0, LOST)
-    # Given up, and not left to run out, unless the API server did not answer in time.
-    assert pair.holder() is not leader or "the lease was not released" in pair.log(leader)
-    measured("SIGTERM of the leader", lambda: pair.leader(but=leader))
+    # The leader released the Lease, unless the API server did not answer in time.
+    assert pair.holder() is not leader or "could not release the lease" in pair.log(leader)
+    print_seconds("SIGTERM of the leader", lambda: pair.leader(but=leader))
 
 
-def test_a_lease_that_was_deleted_or_emptied_is_mended(pair):
+def test_deleted_or_emptied_lease_is_restored(pair):
     path = pair.plane.api.path(LEASES, SYSTEM_NAMESPACE, LEASE)
     pair.wait_until_held()
     pair.plane.api.delete(LEASES, LEASE, SYSTEM_NAMESPACE)
@@ -194,11 +194,11 @@ def test_a_lease_that_was_deleted_or_emptied_is_mended(pair):
         pair.wait_until_held()
 
 
-def test_a_leader_that_was_frozen_writes_nothing_when_it_thaws(pair):
+def test_frozen_leader_writes_nothing_after_it_thaws(pair):
     leader = pair.leader()
     leader.freeze()
     try:
-        measured("freezing of the leader", lambda: pair.leader(but=leader))
+        print_seconds("freezing of the leader", lambda: pair.leader(but=leader))
     finally:
         leader.thaw()
     assert leader.wait(PATIENCE) == LOST
@@ -206,19 +206,19 @@ def test_a_leader_that_was_frozen_writes_nothing_when_it_thaws(pair):
     pair.leader(but=leader)
 
 
-def test_the_other_takes_over_from_one_that_was_killed_though_the_lease_names_a_stranger(pair):
+def test_standby_takes_over_although_the_lease_names_an_unknown_holder(pair):
     leader = pair.leader()
     leader.kill()
     with suppress(ApiError):
         pair.plane.api.patch(LEASES, LEASE, {"spec": {"holderIdentity": "a stranger"}}, SYSTEM_NAMESPACE)
-    measured("death of the leader", lambda: pair.leader(but=leader))
+    print_seconds("death of the leader", lambda: pair.leader(but=leader))
 
 
-def test_one_writes_after_a_restart_of_the_api_server(pair):
+def test_one_operator_leads_after_a_restart_of_the_api_server(pair):
     pair.leader()
     pair.plane.kill("kube-apiserver")
     pair.plane.restart("kube-apiserver")
-    # kopf ends with 1 where it finds no API server for a minute.
+    # kopf ends with status 1 if it finds no API server for a minute.
     pair.plane.wait(lambda: pair.leader(statuses=(LOST, 1)) is pair.holder(), PATIENCE)
     for process in pair.processes:
         process.forgive()

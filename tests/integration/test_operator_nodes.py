@@ -1,4 +1,4 @@
-"""A node that stops to answer, under an engine's pod."""
+"""A node that stops responding under an engine's pod."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.kube
 
 
 def lose(plane, node: str, namespace: str, pod: str, minutes: float) -> None:
-    """What controllers write of a node that was last heard of so long ago, and of a pod there."""
+    """Write what controllers write for a node without heartbeat since ``minutes``, and for a pod on it."""
     plane.api.patch("v1/nodes", node, {"metadata": {"annotations": {FAKE_NODE: None}}})
     since = (datetime.now(UTC) - timedelta(minutes=minutes)).strftime("%Y-%m-%dT%H:%M:%SZ")
     times = {"lastTransitionTime": since, "lastHeartbeatTime": since}
@@ -24,46 +24,46 @@ def lose(plane, node: str, namespace: str, pod: str, minutes: float) -> None:
     plane.api.patch("v1/pods", f"{pod}/status", {"status": {"conditions": [unready]}}, namespace)
 
 
-def is_said(plane, namespace: str, reason: str, words: str) -> bool:
-    """Whether an Event about the cluster says it."""
+def has_event(plane, namespace: str, reason: str, words: str) -> bool:
+    """Whether an Event about the cluster has this reason and these words."""
     events = plane.api.objects("v1/events", namespace)
     about = [event for event in events if event["involvedObject"]["name"] == NAME]
     return any(event["reason"] == reason and words in event["message"] for event in about)
 
 
-def test_a_pod_on_a_lost_node_is_told_and_replaced_once_it_is_to_go(plane, operator, namespace):
+def test_terminating_pod_on_a_lost_node_is_reported_and_deleted(plane, operator, namespace):
     node = f"doomed-{namespace}"
     plane.add_node(node)
     try:
-        # Whoever plays the kubelet takes its time to end a pod.
+        # The fake kubelet takes ten minutes to end a pod.
         slow = {"annotations": {"test/stop-after": "600s"}}
-        there = {"metadata": slow, "spec": {"nodeSelector": {"kubernetes.io/hostname": node}}}
+        on_node = {"metadata": slow, "spec": {"nodeSelector": {"kubernetes.io/hostname": node}}}
         resource = example()
-        resource["spec"]["engine"] |= {"replicas": 1, "podTemplate": there}
+        resource["spec"]["engine"] |= {"replicas": 1, "podTemplate": on_node}
         plane.api.create(CLUSTERS, resource, namespace)
         wait_ready(plane, namespace)
         ((uid, pod),) = pods(plane, namespace).items()
         name, mark = pod["metadata"]["name"], plane.mark()
 
-        def told() -> str:
+        def node_lost_message() -> str:
             lose(plane, node, namespace, name, minutes=10)
             ready = condition(plane, namespace, "Ready")
             return str(ready["message"]) if ready["reason"] == "NodeLost" else ""
 
-        assert f"its node {node} has not been ready" in plane.wait(told)
-        # Nobody has said that it is to go: its kubelet may come back, and it with it.
+        assert f"its node {node} has not been ready" in plane.wait(node_lost_message)
+        # The pod is not terminating: its kubelet may return, with the pod still running.
         assert uid in pods(plane, namespace)
         plane.api.delete("v1/pods", name, namespace)
 
-        def is_gone() -> bool:
+        def is_deleted() -> bool:
             if uid not in pods(plane, namespace):
                 return True
-            lose(plane, node, namespace, name, minutes=10)  # whoever plays the kubelet may have come back
+            lose(plane, node, namespace, name, minutes=10)  # the fake kubelet may have restored the node
             return False
 
-        plane.wait(is_gone)
-        # The operator says so once that is done.
-        plane.wait(lambda: is_said(plane, namespace, "NodeLost", f"deleted pod {name} by force"))
+        plane.wait(is_deleted)
+        # The operator reports the deletion afterwards.
+        plane.wait(lambda: has_event(plane, namespace, "NodeLost", f"deleted pod {name} by force"))
         writes = written(plane, operator, mark, namespace)
         assert [w.code for w in writes if (w.verb, w.name) == ("delete", name)] == [200]
     finally:

@@ -1,4 +1,4 @@
-"""Why pods don't serve reaches the status and the Events: the test plays the kubelet on a real API server."""
+"""Reasons why pods do not serve, in status and Events. The test plays the kubelet on a real API server."""
 
 import pytest
 
@@ -12,8 +12,8 @@ pytestmark = pytest.mark.kube
 LAST_LINES = "INFO loading\nValueError: unknown quantization\n"
 
 
-def held(plane: Cluster, namespace: str, **spec: object) -> str:
-    """The name of a cluster's one pod, of which nobody but the test says how it does."""
+def pod_of_new_cluster(plane: Cluster, namespace: str, **spec: object) -> str:
+    """Create a cluster with one pod whose status only the test writes. Returns the pod's name."""
     resource = example(**spec)
     template = {"metadata": {"annotations": {"test/hold": "true"}}}
     resource["spec"]["engine"] |= {"replicas": 1, "podTemplate": template}
@@ -23,26 +23,26 @@ def held(plane: Cluster, namespace: str, **spec: object) -> str:
 
 
 def events(plane: Cluster, namespace: str) -> dict[str, Object]:
-    """The latest of each reason."""
-    found = plane.api.objects("v1/events", namespace)
-    about = [event for event in found if event["involvedObject"]["kind"] == "LMCacheCluster"]
+    """The latest Event of each reason."""
+    all_events = plane.api.objects("v1/events", namespace)
+    about = [event for event in all_events if event["involvedObject"]["kind"] == "LMCacheCluster"]
     return {event["reason"]: event for event in sorted(about, key=lambda event: event["lastTimestamp"])}
 
 
-def wait_told(plane: Cluster, namespace: str, reason: str, count: int) -> None:
+def wait_reported(plane: Cluster, namespace: str, reason: str, count: int) -> None:
     plane.wait(lambda: condition(plane, namespace, "Degraded")["reason"] == reason)
     plane.wait(lambda: events(plane, namespace).get(reason, {}).get("count") == count)
 
 
 def play(plane: Cluster, operator: Operator, namespace: str, pod: str, engine: Object) -> None:
-    """The kubelet reports this of the engine's container, and the operator has seen it."""
+    """Write the engine container's status as the kubelet would, and wait until the operator has read it."""
     status = {"containerStatuses": [{"name": "engine", "image": "e", "imageID": "", "ready": False} | engine]}
     plane.api.patch("v1/pods", f"{pod}/status", {"status": status}, namespace)
     reconcile_once_more(plane, operator, namespace)
 
 
-def test_a_crash_loop_is_told_once_and_with_its_last_lines(plane, operator, namespace):
-    pod = held(plane, namespace)
+def test_crash_loop_is_reported_once_with_its_last_lines(plane, operator, namespace):
+    pod = pod_of_new_cluster(plane, namespace)
     ended = {"terminated": {"exitCode": 1, "reason": "Error", "message": LAST_LINES}}
     waiting = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}}
     for round_ in range(1, 4):
@@ -51,14 +51,14 @@ def test_a_crash_loop_is_told_once_and_with_its_last_lines(plane, operator, name
             play(plane, operator, namespace, pod, engine)
             plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == "CrashLoopBackOff")
     assert "ValueError: unknown quantization" in condition(plane, namespace, "Ready")["message"]
-    told = plane.wait(lambda: events(plane, namespace).get("CrashLoopBackOff"))
-    assert (told["type"], told["count"]) == ("Warning", 1)
+    event = plane.wait(lambda: events(plane, namespace).get("CrashLoopBackOff"))
+    assert (event["type"], event["count"]) == ("Warning", 1)
     template = plane.api.get("v1/pods", pod, namespace)["spec"]
     containers = [*template["initContainers"], *template["containers"]]
     assert {c["terminationMessagePolicy"] for c in containers} == {"FallbackToLogsOnError"}
 
 
-def test_events_of_the_same_words_are_counted(plane, operator, namespace):
+def test_events_with_the_same_message_are_counted(plane, operator, namespace):
     resource = example()
     resource["spec"]["engine"]["replicas"] = 0
     plane.api.create(CLUSTERS, resource, namespace)
@@ -66,12 +66,12 @@ def test_events_of_the_same_words_are_counted(plane, operator, namespace):
     for count in (1, 2):
         for reason, args in (("InvalidSpec", ["--port=1"]), ("AsDeclared", [])):
             plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"args": args}}}, namespace)
-            wait_told(plane, namespace, reason, count)
-    found = plane.api.objects("v1/events", namespace)
-    assert len(found) == len({(e["reason"], e["message"]) for e in found}) <= 6
+            wait_reported(plane, namespace, reason, count)
+    all_events = plane.api.objects("v1/events", namespace)
+    assert len(all_events) == len({(e["reason"], e["message"]) for e in all_events}) <= 6
 
 
-def test_a_claim_that_is_never_bound_is_told_in_the_words_of_its_controller(plane, operator, namespace):
+def test_unbound_claim_is_reported_with_the_message_of_its_controller(plane, operator, namespace):
     claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
     claim["storageClassName"] = "none"
     plane.api.create("v1/persistentvolumeclaims", {"metadata": {"name": "models"}, "spec": claim}, namespace)

@@ -1,4 +1,4 @@
-"""Shards on a real API server: made, listed, drained and deleted under engines that run on."""
+"""Shards on a real API server: created, listed, drained and deleted while engines keep running."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def uids(plane: Cluster, namespace: str, component: str) -> set[str]:
 
 
 def end_window(plane: Cluster, namespace: str) -> None:
-    """As if a quarter of an hour had passed."""
+    """End the window in which the previous shards are read, as if 15 minutes had passed."""
     before, _, _ = state(plane, namespace).partition(" until ")
     changed = {"metadata": {"annotations": {STATE: f"{before} until 2001-01-01T00:00:00Z"}}}
     plane.api.patch("v1/configmaps", REMOTE, changed, namespace)
 
 
-def test_shards_come_and_go_under_engines_that_run_on(plane, operator, namespace):
+def test_shards_are_added_and_removed_without_restarting_engines(plane, operator, namespace):
     resource = example()
     resource["spec"]["tiers"]["remote"] = {"managed": {"shards": 2, "memoryPerShard": "1Gi"}}
     plane.api.create(CLUSTERS, resource, namespace)
@@ -69,14 +69,14 @@ def test_shards_come_and_go_under_engines_that_run_on(plane, operator, namespace
     declare(plane, namespace, {"shards": 1, "memoryPerShard": "1Gi"})
     plane.wait(lambda: state(plane, namespace).startswith("1 from 3 until "))
     wait_quiet(plane, operator, namespace)
-    assert len(uids(plane, namespace, "remote")) == 3, "they are still read"
+    assert len(uids(plane, namespace, "remote")) == 3, "sidecars still read the removed shards"
     end_window(plane, namespace)
     plane.wait(lambda: len(uids(plane, namespace, "remote")) == 1)
     assert uids(plane, namespace, "remote") < servers
     assert uids(plane, namespace, "engine") == engines
 
 
-def test_a_tier_is_deleted_when_it_is_not_declared_any_more(plane, operator, namespace):
+def test_removed_remote_tier_is_deleted(plane, operator, namespace):
     tier = {"tiers": {"remote": {"managed": {"memoryPerShard": "1Gi"}}}}
     plane.api.create(CLUSTERS, example() | {"spec": tier}, namespace)
     wait_ready(plane, namespace)
@@ -99,7 +99,7 @@ def test_a_tier_is_deleted_when_it_is_not_declared_any_more(plane, operator, nam
     assert plane.api.find("apps/v1/statefulsets", "third-engine", namespace)
 
 
-def test_a_certificate_is_asked_for_where_there_is_somebody_to_ask(plane, operator, namespace):
+def test_certificate_is_requested_once_cert_manager_is_installed(plane, operator, namespace):
     tier = {"memoryPerShard": "1Gi", "tls": {"issuerRef": {"name": "caches"}}}
     plane.api.create(CLUSTERS, example() | {"spec": {"tiers": {"remote": {"managed": tier}}}}, namespace)
 
@@ -110,10 +110,10 @@ def test_a_certificate_is_asked_for_where_there_is_somebody_to_ask(plane, operat
         )
 
     plane.wait(lambda: "it needs cert-manager" in refusal())
-    assert plane.api.find("apps/v1/statefulsets", REMOTE, namespace), "which waits for the Secret"
+    assert plane.api.find("apps/v1/statefulsets", REMOTE, namespace), "its pods wait for the Secret"
     with cert_manager(plane):
-        made = plane.wait(lambda: plane.api.find("cert-manager.io/v1/certificates", REMOTE, namespace))
-        assert made["spec"]["dnsNames"] == [f"*.{REMOTE}.{namespace}.svc"]
+        certificate = plane.wait(lambda: plane.api.find("cert-manager.io/v1/certificates", REMOTE, namespace))
+        assert certificate["spec"]["dnsNames"] == [f"*.{REMOTE}.{namespace}.svc"]
         wait_ready(plane, namespace)
         wait_quiet(plane, operator, namespace)
         declare(plane, namespace, tier | {"tls": None})
@@ -122,7 +122,7 @@ def test_a_certificate_is_asked_for_where_there_is_somebody_to_ask(plane, operat
 
 @contextlib.contextmanager
 def cert_manager(plane: Cluster) -> Iterator[None]:
-    """Its definition of Certificates, without the fields."""
+    """The definition of cert-manager's Certificates, without its fields."""
     group, definitions = "cert-manager.io", "apiextensions.k8s.io/v1/customresourcedefinitions"
     schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     version = {"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}

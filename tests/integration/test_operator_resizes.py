@@ -1,4 +1,4 @@
-"""Memory tiers of running pods on a real API server, which has its own rules for resizes in place."""
+"""Resizes of the memory tiers of running pods on a real API server, which has its own rules for them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from lmcache_operator.autoscaling.report import Choice, Report
-from lmcache_operator.components import resize
+from lmcache_operator.autoscaling.policy.report import Choice, Report
 from lmcache_operator.components.base import Context, Observed
-from lmcache_operator.components.resize import sidecar_memory
 from lmcache_operator.errors import ApiError as KubeError
 from lmcache_operator.kube.client import KubeApi, connect
+from lmcache_operator.pods import resize
+from lmcache_operator.pods.resize import sidecar_memory
 from lmcache_operator.reconcile.reconciler import Autoscaler, Reconciler
 from lmcache_operator.specs.kinds import POD, ClusterKey
 from lmcache_operator.specs.names import MEMORY_SIZE, RESIZE_REFUSED, STOCK_IMAGES, annotations_of
@@ -32,7 +32,7 @@ ENGINE = f"{NAME}-engine"
 
 
 class Operated:
-    """A cluster of two pods, reconciled in this process; its sidecars have at once what their pods say."""
+    """A cluster of two pods, reconciled in this process. Its sidecars reach their target size at once."""
 
     def __init__(self, plane: Cluster, namespace: str) -> None:
         self.plane, self.api, self.namespace = plane, plane.api, namespace
@@ -46,8 +46,8 @@ class Operated:
     def pods(self) -> list[Object]:
         return sorted(self.api.objects("v1/pods", self.namespace), key=lambda pod: pod["metadata"]["name"])
 
-    def may_have(self, memory: str) -> bool:
-        """Whether the API server would let the first sidecar have it: it learns of limits in its time."""
+    def is_allowed(self, memory: str) -> bool:
+        """Whether the API server would accept this memory for a sidecar. Limits apply after a delay."""
         both = {"requests": {"memory": memory}, "limits": {"memory": memory}}
         patch = {"spec": {"initContainers": [{"name": "sidecar", "resources": both}]}}
         path = self.api.path("v1/pods", self.namespace, f"{self.pods()[0]['metadata']['name']}/resize")
@@ -62,7 +62,7 @@ class Operated:
         return next((c for c in status.get("conditions", []) if c["type"] == kind), {})
 
     def until(self, is_done: Callable[[], Any]) -> None:
-        """Reconcile again and again, as the operator does, though sooner."""
+        """Reconcile repeatedly, like the operator but without its pauses."""
         asyncio.run(self._until(is_done))
 
     async def _until(self, is_done: Callable[[], Any]) -> None:
@@ -76,44 +76,44 @@ class Operated:
 
     def reconciler(self, api: KubeApi, autoscaler: Autoscaler | None = None) -> Reconciler:
         async def stats(address: str) -> Any:
-            found = await api.find(POD, self.namespace)
-            (pod,) = (pod for pod in found if pod["status"].get("podIP") == address)
+            pods = await api.find(POD, self.namespace)
+            (pod,) = (pod for pod in pods if pod["status"].get("podIP") == address)
             size = int(annotations_of(pod)[MEMORY_SIZE])
             memory = {"size_bytes": size, "target_bytes": size}
             return {"is_ready": True, "num_clients": {"attached": 1}, "memory": memory}
 
-        # No pause ends in which something is left to another operator.
+        # The clock stands still: no pause ends in which work is left to another operator.
         context = Context(STOCK_IMAGES)
         return Reconciler(api, context, stats, autoscaler=autoscaler, monotonic=lambda: 0.0)
 
-    def keep_from_growing(self, annotation: str | None = "never") -> None:
-        """The kubelet does not answer, until it is None."""
+    def block_growth(self, annotation: str | None = "never") -> None:
+        """Make the kubelet ignore resizes. ``None`` ends this."""
         patch = {"metadata": {"annotations": {"test/resize": annotation}}}
         for pod in self.pods():
             self.api.patch("v1/pods", pod["metadata"]["name"], patch, self.namespace)
 
-    def asking(self) -> list[Object]:
-        """Pods that have asked for memory, and have no answer."""
+    def pods_asking(self) -> list[Object]:
+        """Pods that have requested memory and have no answer."""
         return [
             pod
             for pod in self.pods()
             if pod["metadata"]["generation"] > 1 and RESIZE_REFUSED not in annotations_of(pod)
         ]
 
-    def has(self, size: int) -> bool:
-        """Whether all pods serve with it, by annotation and by what the kubelet says."""
+    def all_pods_have(self, size: int) -> bool:
+        """Whether all pods serve with this size, by annotation and by the kubelet's status."""
         limit = f"{sidecar_memory(size) >> 20}Mi"
         return [_state(pod) for pod in self.pods()] == [(str(size), limit, True)] * 2
 
 
 def _state(pod: Object) -> tuple[str, str, bool]:
-    found = pod.get("status", {}).get("initContainerStatuses") or [{}]
-    (sidecar,) = (status for status in found if status.get("name", "sidecar") == "sidecar")
-    told = sidecar.get("resources", {}).get("limits", {}).get("memory", "")
+    statuses = pod.get("status", {}).get("initContainerStatuses") or [{}]
+    (sidecar,) = (status for status in statuses if status.get("name", "sidecar") == "sidecar")
+    limit = sidecar.get("resources", {}).get("limits", {}).get("memory", "")
     ready = [
         c for c in pod["status"].get("conditions") or () if (c["type"], c["status"]) == ("Ready", "True")
     ]
-    return annotations_of(pod).get(MEMORY_SIZE, ""), told, bool(ready)
+    return annotations_of(pod).get(MEMORY_SIZE, ""), limit, bool(ready)
 
 
 @pytest.fixture
@@ -124,21 +124,21 @@ def operated(
         operator_process.terminate()
     monkeypatch.setenv("KUBECONFIG", str(plane.kubeconfig()))
     operated = Operated(plane, namespace)
-    operated.until(lambda: operated.has(GIB))
+    operated.until(lambda: operated.all_pods_have(GIB))
     return operated
 
 
-def test_pods_grow_and_shrink_and_stay_the_same(operated: Operated) -> None:
+def test_pods_grow_and_shrink_without_replacement(operated: Operated) -> None:
     before = [pod["metadata"]["uid"] for pod in operated.pods()]
     for size in (2, 4, 1):
         operated.declare(f"{size}Gi")
-        operated.until(lambda size=size: operated.has(size * GIB))
+        operated.until(lambda size=size: operated.all_pods_have(size * GIB))
         operated.until(lambda: operated.condition("Progressing")["reason"] == "Complete")
     after = operated.pods()
     assert [pod["metadata"]["uid"] for pod in after] == before
     restarts = [s["restartCount"] for pod in after for s in pod["status"]["containerStatuses"]]
     assert restarts == [0, 0]
-    # At rest nothing is written any more.
+    # An idle operator writes nothing.
     versions = [pod["metadata"]["resourceVersion"] for pod in after]
     num_looks = iter(range(5))
     operated.until(lambda: next(num_looks) == 4)
@@ -146,7 +146,7 @@ def test_pods_grow_and_shrink_and_stay_the_same(operated: Operated) -> None:
 
 
 LIMIT_RANGE = {"limits": [{"type": "Container", "max": {"memory": "4500Mi"}}]}
-"""More than the engine's request: as the engine's limit, too, it is laid down by the API server."""
+"""The maximum exceeds the engine's request. The API server sets it as the engine's limit, too."""
 
 
 @pytest.mark.parametrize(
@@ -156,100 +156,101 @@ LIMIT_RANGE = {"limits": [{"type": "Container", "max": {"memory": "4500Mi"}}]}
         ("v1/resourcequotas", {"hard": {"requests.memory": "12Gi"}}, "exceeded quota"),
     ],
 )
-def test_what_a_namespace_forbids_is_told_and_taken_back(
+def test_resize_that_a_namespace_forbids_is_reported_and_reverted(
     operated: Operated, kind: str, spec: Object, message: str
 ) -> None:
     operated.api.create(kind, {"metadata": {"name": "tight"}, "spec": spec}, operated.namespace)
-    operated.plane.wait(lambda: not operated.may_have("4736Mi"))
+    operated.plane.wait(lambda: not operated.is_allowed("4736Mi"))
     operated.declare("4Gi")
     operated.until(lambda: operated.condition("Degraded").get("reason") == "ResizeInfeasible")
     assert message in operated.condition("Degraded")["message"]
     assert operated.condition("Ready")["status"] == "True"
     operated.api.delete(kind, "tight", operated.namespace)
-    operated.plane.wait(lambda: operated.may_have("4736Mi"))
+    operated.plane.wait(lambda: operated.is_allowed("4736Mi"))
     operated.declare("2Gi")
-    operated.until(lambda: operated.has(2 * GIB))
+    operated.until(lambda: operated.all_pods_have(2 * GIB))
     operated.until(lambda: operated.condition("Degraded")["status"] == "False")
     assert not [pod for pod in operated.pods() if RESIZE_REFUSED in annotations_of(pod)]
 
 
-def test_no_limit_range_reaches_a_running_engine_by_a_resize(operated: Operated) -> None:
-    """The API server would give it the range's maximum as its limit, and it could be killed for that."""
+def test_resize_sets_no_limit_range_maximum_on_a_running_engine(operated: Operated) -> None:
+    """The API server would set the maximum as the engine's limit, and the kernel could kill the engine."""
     tight = {"metadata": {"name": "tight"}, "spec": LIMIT_RANGE}
     operated.api.create("v1/limitranges", tight, operated.namespace)
-    operated.plane.wait(lambda: not operated.may_have("4736Mi"))
+    operated.plane.wait(lambda: not operated.is_allowed("4736Mi"))
     operated.declare("2Gi")
     operated.until(lambda: operated.condition("Degraded").get("reason") == "ResizeInfeasible")
     assert "would limit container engine of the running pod" in operated.condition("Degraded")["message"]
-    engines = [own for pod in operated.pods() for own in pod["spec"]["containers"] if own["name"] == "engine"]
-    assert [own["resources"].get("limits") for own in engines] == [None, None]
+    containers = [container for pod in operated.pods() for container in pod["spec"]["containers"]]
+    engines = [container for container in containers if container["name"] == "engine"]
+    assert [engine["resources"].get("limits") for engine in engines] == [None, None]
 
 
 @pytest.mark.parametrize(
-    ("verdict", "told"),
+    ("verdict", "message"),
     [
-        ("Infeasible", "its node has no room: Node didn't have enough capacity"),
-        ("Deferred", "its node has not given the memory in 0 minutes: Node didn't have enough capacity"),
+        ("Infeasible", "its node cannot grant the memory: Node didn't have enough capacity"),
+        ("Deferred", "the kubelet has not granted the memory for 0 minutes: Node didn't have enough"),
     ],
 )
-def test_what_a_node_has_no_room_for_is_taken_back(
-    operated: Operated, monkeypatch: pytest.MonkeyPatch, verdict: str, told: str
+def test_resize_that_a_node_cannot_grant_is_reverted(
+    operated: Operated, monkeypatch: pytest.MonkeyPatch, verdict: str, message: str
 ) -> None:
-    operated.keep_from_growing()
+    operated.block_growth()
     operated.declare("4Gi")
-    operated.until(operated.asking)
-    _tell(operated, verdict)
+    operated.until(operated.pods_asking)
+    _answer(operated, verdict)
     if verdict == "Deferred":
-        operated.until(lambda: "waits for its node" in operated.condition("Progressing")["message"])
+        operated.until(lambda: "waiting for the kubelet" in operated.condition("Progressing")["message"])
         assert operated.condition("Degraded")["status"] == "False"
         monkeypatch.setattr(resize, "_PATIENCE", timedelta())
     operated.until(lambda: operated.condition("Degraded").get("reason") == "ResizeInfeasible")
-    assert told in operated.condition("Degraded")["message"]
+    assert message in operated.condition("Degraded")["message"]
 
     def limits() -> set[str]:
         sidecars = [c for pod in operated.pods() for c in pod["spec"]["initContainers"]]
         return {c["resources"]["limits"]["memory"] for c in sidecars if c["name"] == "sidecar"}
 
-    def is_taken_back() -> bool:
-        _tell(operated, verdict)  # the other pod asks when the first one is done with
+    def is_reverted() -> bool:
+        _answer(operated, verdict)  # the second pod requests memory once the first has its answer
         refused = [pod for pod in operated.pods() if RESIZE_REFUSED in annotations_of(pod)]
         return len(refused) == 2 and limits() == {f"{sidecar_memory(GIB) >> 20}Mi"}
 
-    operated.until(is_taken_back)
+    operated.until(is_reverted)
     assert operated.condition("Ready")["status"] == "True"
 
 
-def _tell(operated: Operated, verdict: str) -> None:
-    """As a kubelet does."""
-    for pod in operated.asking():
+def _answer(operated: Operated, verdict: str) -> None:
+    """Answer all requests for memory as a kubelet does."""
+    for pod in operated.pods_asking():
         metadata = pod["metadata"]
-        told = {
+        pending = {
             "type": "PodResizePending", "status": "True", "reason": verdict,
             "message": "Node didn't have enough capacity: memory",
             "lastTransitionTime": "2026-01-01T00:00:00Z", "observedGeneration": metadata["generation"],
         }  # fmt: skip
         path = operated.api.path("v1/pods", metadata["namespace"], f"{metadata['name']}/status")
-        patch = {"status": {"conditions": [told]}}
+        patch = {"status": {"conditions": [pending]}}
         operated.api.request("PATCH", path, patch, "application/strategic-merge-patch+json")
 
 
-def test_a_pod_replaced_while_it_grows_comes_as_declared_and_the_other_grows_on(operated: Operated) -> None:
-    operated.keep_from_growing()
+def test_pod_replaced_during_a_resize_starts_with_the_new_size(operated: Operated) -> None:
+    operated.block_growth()
     operated.declare("4Gi")
-    operated.until(operated.asking)
-    (asking,) = operated.asking()
-    operated.api.delete("v1/pods", asking["metadata"]["name"], operated.namespace)
-    (other,) = (pod for pod in operated.pods() if pod["metadata"]["uid"] != asking["metadata"]["uid"])
-    uid = other["metadata"]["uid"]
-    operated.until(lambda: [pod["metadata"]["uid"] for pod in operated.asking()] == [uid])
-    operated.keep_from_growing(None)
-    operated.until(lambda: operated.has(4 * GIB))
+    operated.until(operated.pods_asking)
+    (growing,) = operated.pods_asking()
+    operated.api.delete("v1/pods", growing["metadata"]["name"], operated.namespace)
+    (remaining,) = (pod for pod in operated.pods() if pod["metadata"]["uid"] != growing["metadata"]["uid"])
+    uid = remaining["metadata"]["uid"]
+    operated.until(lambda: [pod["metadata"]["uid"] for pod in operated.pods_asking()] == [uid])
+    operated.block_growth(None)
+    operated.until(lambda: operated.all_pods_have(4 * GIB))
     operated.until(lambda: operated.condition("Progressing")["reason"] == "Complete")
     assert uid in [pod["metadata"]["uid"] for pod in operated.pods()]
 
 
 class Chooser:
-    """An operator's own opinion of how large a memory tier should be."""
+    """An autoscaler that always chooses the same size."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -258,28 +259,28 @@ class Chooser:
         return Report({}, memory=Choice(self._size, GIB), state="counted")
 
     def forget(self, key: ClusterKey) -> None:
-        """Nothing is remembered."""
+        """Forget the cluster. There is nothing to forget."""
 
 
-def test_two_operators_of_different_opinions_come_to_an_end(operated: Operated) -> None:
-    """Both run by mistake; pods get a size of one of them, and then are left alone."""
+def test_two_operators_with_different_sizes_settle(operated: Operated) -> None:
+    """Two operators run by mistake. Pods get the size of one of them, and no further writes."""
     auto = {"spec": {"autoscaling": {"mode": "Auto", "memory": {"minSize": "1Gi", "maxSize": "4Gi"}}}}
     operated.api.patch(CLUSTERS, NAME, auto, operated.namespace)
 
     def versions() -> list[str]:
         return [pod["metadata"]["resourceVersion"] for pod in operated.pods()]
 
-    def have_what_was_chosen() -> bool:
+    def have_chosen_size() -> bool:
         chosen = operated.api.get("v1/configmaps", f"{NAME}-autoscaling", operated.namespace)["data"]["sizes"]
-        return operated.has(int(json.loads(chosen)["memory"]["size"]))
+        return operated.all_pods_have(int(json.loads(chosen)["memory"]["size"]))
 
     async def scenario() -> None:
         async with connect() as api, asyncio.timeout(SECONDS):
             both = [operated.reconciler(api, Chooser(size * GIB)) for size in (2, 3)]
             num_quiet, before = 0, list[str]()
-            while num_quiet < 5 or not await asyncio.to_thread(have_what_was_chosen):
+            while num_quiet < 5 or not await asyncio.to_thread(have_chosen_size):
                 for reconciler in both:
-                    with contextlib.suppress(KubeError):  # as 409, where the other was quicker
+                    with contextlib.suppress(KubeError):  # such as 409, if the other was faster
                         await reconciler.reconcile(operated.key)
                 now = await asyncio.to_thread(versions)
                 num_quiet, before = num_quiet + 1 if now == before else 0, now

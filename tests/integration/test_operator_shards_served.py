@@ -1,4 +1,4 @@
-"""The operator's list of shards, real servers of their pods and real sidecars: what rows find where."""
+"""The operator's list of shards with real servers and real sidecars: where rows are found."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ROW_BYTES, NUM_PODS = 64 << 10, 3
 OLD, NEW = tuple(range(40)), tuple(range(100, 140))
 
 
-def test_a_shard_more_is_used_by_sidecars_that_run_and_nothing_is_lost(plane, operator, namespace, tmp_path):
-    addresses = (f"127.94.65.{number}" for number in range(1, 250))  # of no other test
-    resource, found = example(), dict[str, SidecarProcess]()
+def test_running_sidecars_use_an_added_shard_without_losing_rows(plane, operator, namespace, tmp_path):
+    addresses = (f"127.94.65.{number}" for number in range(1, 250))  # no other test uses this range
+    resource, sidecars_by_pod = example(), dict[str, SidecarProcess]()
     resource["spec"]["engine"]["replicas"] = NUM_PODS
     managed = {"shards": 1, "memoryPerShard": "512Mi"}
     resource["spec"]["tiers"] = {"memory": {"size": "64Mi"}, "remote": {"managed": managed}}
@@ -28,16 +28,21 @@ def test_a_shard_more_is_used_by_sidecars_that_run_and_nothing_is_lost(plane, op
         shards = stack.enter_context(PodShards(plane.api, namespace, NAME, addresses, tmp_path))
 
         def options():
-            given = shards.options()
-            return given and {**given, "remote_timeout_seconds": 60}  # the machine may be slow
+            shard_options = shards.options()
+            return shard_options and {
+                **shard_options,
+                "remote_timeout_seconds": 60,
+            }  # the machine may be slow
 
-        pods = PodSidecars(plane.api, namespace, NAME, addresses, found.__setitem__, options=options)
+        pods = PodSidecars(
+            plane.api, namespace, NAME, addresses, sidecars_by_pod.__setitem__, options=options
+        )
         stack.enter_context(pods)
         plane.api.create(CLUSTERS, resource, namespace)
         plane.wait(lambda: pods.num_running == NUM_PODS)
-        sidecars = [found[name] for name in sorted(found)]
-        # However slow the machine is, nothing is computed instead of brought.
-        one, two, three = (
+        sidecars = [sidecars_by_pod[name] for name in sorted(sidecars_by_pod)]
+        # The assumed prefill speed is so low that engines always load instead of computing.
+        first, second, third = (
             stack.enter_context(contextlib.closing(Engine(sidecar, bytes(32), ROW_BYTES, 1e-3)))
             for sidecar in sidecars
         )
@@ -46,18 +51,18 @@ def test_a_shard_more_is_used_by_sidecars_that_run_and_nothing_is_lost(plane, op
             assert engine.serve(f"store {keys[0]}", keys) == (0, 0)
             sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
 
-        store(one, sidecars[0], OLD)
-        assert two.serve("two", OLD) == (0, len(OLD))
+        store(first, sidecars[0], OLD)
+        assert second.serve("two", OLD) == (0, len(OLD))
 
         more = {"spec": {"tiers": {"remote": {"managed": {"shards": 2}}}}}
         plane.api.patch(CLUSTERS, NAME, more, namespace)
         plane.wait(lambda: shards.check() or shards.numbers[-1][1] == 2)
         for sidecar in sidecars:
             sidecar.wait_until(lambda stats: stats["remote"]["address"].count(":6379") == 2)
-        # What is another server's now is found where it was.
-        assert three.serve("three", OLD) == (0, len(OLD))
-        store(one, sidecars[0], NEW)
-        assert two.serve("new", NEW) == (0, len(NEW))
+        # Rows that now belong to the new server are found on their previous server.
+        assert third.serve("three", OLD) == (0, len(OLD))
+        store(first, sidecars[0], NEW)
+        assert second.serve("new", NEW) == (0, len(NEW))
         assert [sidecar.stats()["remote"]["failures"] for sidecar in sidecars] == [0] * NUM_PODS
-        used = plane.api.get("v1/configmaps", f"{NAME}-remote", namespace)["metadata"]["annotations"]
-        assert used["lmcache.io/shards"].startswith("2 from 1 until ")
+        annotations = plane.api.get("v1/configmaps", f"{NAME}-remote", namespace)["metadata"]["annotations"]
+        assert annotations["lmcache.io/shards"].startswith("2 from 1 until ")

@@ -1,4 +1,4 @@
-"""What a real sidecar says reaches the status, over the network and past a real API server."""
+"""Statistics of a real sidecar in the status, read over the network with a real API server."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tests.harness.wire import RawClient
 pytestmark = pytest.mark.kube
 
 ADDRESS = "127.94.64.1"
-"""Loopback, and of no other test."""
+"""A loopback address that no other test uses."""
 
 
-def wait_told(plane, operator, namespace, kind: str, reason: str) -> None:
-    """Until a look tells it; the operator is not reported what happens inside of pods."""
+def wait_reported(plane, operator, namespace, kind: str, reason: str) -> None:
+    """Reconcile until the condition has this reason. The operator gets no events from inside pods."""
 
-    def is_told() -> bool:
+    def is_reported() -> bool:
         reconcile_once_more(plane, operator, namespace)
         return condition(plane, namespace, kind).get("reason") == reason
 
-    plane.wait(is_told)
+    plane.wait(is_reported)
 
 
-def test_a_sidecar_that_can_not_run_is_told_in_its_words_and_heals(plane, operator, namespace, tmp_path):
-    """The test plays the kubelet: the pod's container is a process of ours."""
+def test_failed_sidecar_start_is_reported_until_corrected(plane, operator, namespace, tmp_path):
+    """The test plays the kubelet: a process of the test is the pod's sidecar container."""
     resource = example()
     template = {"metadata": {"annotations": {"test/hold": "true"}}}
     resource["spec"]["engine"] |= {"replicas": 1, "podTemplate": template}
@@ -44,27 +44,27 @@ def test_a_sidecar_that_can_not_run_is_told_in_its_words_and_heals(plane, operat
         name = pod["metadata"]["name"]
         plane.api.patch("v1/pods", f"{name}/status", {"status": running | ready}, namespace)
 
-        # The engine serves, and the user reads what the sidecar says.
+        # The engine serves, and the status quotes the sidecar.
         wait_ready(plane, namespace)
-        wait_told(plane, operator, namespace, "SidecarAttached", "SidecarNotReady")
-        told = condition(plane, namespace, "SidecarAttached")
-        said = f"{options['config']}: remote_url: remote URL: the host or port can't be read"
-        assert told["message"].startswith(f"1 of 1 sidecars are not ready: pod {name}: {said}")
-        assert condition(plane, namespace, "Degraded")["message"] == told["message"]
+        wait_reported(plane, operator, namespace, "SidecarAttached", "SidecarNotReady")
+        attached = condition(plane, namespace, "SidecarAttached")
+        reason = f"{options['config']}: remote_url: remote URL: the host or port can't be read"
+        assert attached["message"].startswith(f"1 of 1 sidecars are not ready. First: pod {name}: {reason}")
+        assert condition(plane, namespace, "Degraded")["message"] == attached["message"]
         assert condition(plane, namespace, "EngineAvailable")["status"] == "True"
 
-        # What goes on is no news.
+        # An unchanged problem is not written again.
         mark = plane.mark()
         reconcile_once_more(plane, operator, namespace)
         assert written(plane, operator, mark, namespace) == []
 
-        # The kubelet renews the file.
+        # The kubelet updates the file.
         options["config"].write_text(f"remote_url: {json.dumps(redis.url)}\n")
         plane.wait(lambda: "The sidecar can't run" in sidecar.log and "LMCache sidecar" in sidecar.log)
-        wait_told(plane, operator, namespace, "SidecarAttached", "EngineNotAttached")
+        wait_reported(plane, operator, namespace, "SidecarAttached", "EngineNotAttached")
         with RawClient(sidecar) as engine:
             engine.attach()
-            wait_told(plane, operator, namespace, "SidecarAttached", "Attached")
+            wait_reported(plane, operator, namespace, "SidecarAttached", "Attached")
             assert condition(plane, namespace, "RemoteTierReachable")["status"] == "True"
             assert condition(plane, namespace, "Degraded")["status"] == "False"
             assert condition(plane, namespace, "Ready")["status"] == "True"

@@ -1,4 +1,4 @@
-"""What an operator's upgrade leaves alone, and how clusters follow it when their users want it."""
+"""Upgrades of the operator: running clusters keep their images until their users choose new ones."""
 
 import json
 
@@ -22,31 +22,33 @@ def images_of(pod: Object) -> list[str]:
 
 
 def uids(plane: Cluster, namespace: str) -> list[str]:
-    found = plane.api.objects("v1/pods", namespace, f"lmcache.io/cluster={NAME}")
-    return sorted(pod["metadata"]["uid"] for pod in found)
+    pods = plane.api.objects("v1/pods", namespace, f"lmcache.io/cluster={NAME}")
+    return sorted(pod["metadata"]["uid"] for pod in pods)
 
 
-def is_seen(plane: Cluster, namespace: str) -> bool:
-    """Whether the cluster is Ready as it is declared now."""
+def is_ready_now(plane: Cluster, namespace: str) -> bool:
+    """Whether the cluster is Ready in its latest generation."""
     resource = plane.api.get(CLUSTERS, NAME, namespace)
     conditions = resource.get("status", {}).get("conditions", [])
     ready = [c["observedGeneration"] for c in conditions if (c["type"], c["status"]) == ("Ready", "True")]
     return ready == [resource["metadata"]["generation"]]
 
 
-def test_clusters_move_to_the_present_default_images_when_they_are_told(plane, operator, namespace):
+def test_clusters_follow_default_images_only_with_policy_follow(plane, operator, namespace):
     from lmcache_operator.specs.names import STOCK_IMAGES
 
     plane.api.create(CLUSTERS, example(), namespace)
 
     def runs(images: Object) -> bool:
         pods = plane.api.objects("v1/pods", namespace, f"lmcache.io/cluster={NAME}")
-        wanted = [images["engine"], images["sidecar"], images["sidecar"]]
+        expected = [images["engine"], images["sidecar"], images["sidecar"]]
         ready = [c for pod in pods for c in pod["status"].get("conditions", []) if c["type"] == "Ready"]
-        return [c["status"] for c in ready] == ["True"] * 2 and all(images_of(pod) == wanted for pod in pods)
+        return [c["status"] for c in ready] == ["True"] * 2 and all(
+            images_of(pod) == expected for pod in pods
+        )
 
     plane.wait(lambda: runs(STOCK_IMAGES))
-    # As if an operator with other defaults had made it: this one keeps to what is recorded.
+    # Pretend that an operator with other defaults created the cluster. This one keeps the recorded images.
     recorded = {"metadata": {"annotations": {RECORDED: json.dumps(EARLIER)}}}
     plane.api.patch("apps/v1/statefulsets", ENGINE, recorded, namespace)
     plane.wait(lambda: runs(EARLIER))
@@ -57,26 +59,26 @@ def test_clusters_move_to_the_present_default_images_when_they_are_told(plane, o
         status: Object = plane.api.get(CLUSTERS, NAME, namespace)["status"]["images"]
         return status
 
-    told = in_use()
-    assert f"engine {STOCK_IMAGES['engine']}, sidecar {STOCK_IMAGES['sidecar']}" in told.pop("message")
-    assert told == EARLIER
+    images = in_use()
+    assert f"engine {STOCK_IMAGES['engine']}, sidecar {STOCK_IMAGES['sidecar']}" in images.pop("message")
+    assert images == EARLIER
     plane.api.patch(CLUSTERS, NAME, {"spec": {"images": {"policy": "Follow"}}}, namespace)
     plane.wait(lambda: runs(STOCK_IMAGES))
     plane.wait(lambda: in_use() == STOCK_IMAGES)
-    before = uids(plane, namespace)
+    uids_before = uids(plane, namespace)
     plane.api.patch(CLUSTERS, NAME, {"spec": {"images": {"policy": "Keep"}}}, namespace)
-    plane.wait(lambda: is_seen(plane, namespace))
-    assert uids(plane, namespace) == before
+    plane.wait(lambda: is_ready_now(plane, namespace))
+    assert uids(plane, namespace) == uids_before
 
 
-def test_naming_the_image_that_is_there_already_replaces_no_pod(plane, operator, namespace):
+def test_naming_the_current_image_replaces_no_pod(plane, operator, namespace):
     from lmcache_operator.specs.names import STOCK_IMAGES
 
     plane.api.create(CLUSTERS, example(), namespace)
 
-    plane.wait(lambda: is_seen(plane, namespace))
-    before = uids(plane, namespace)
+    plane.wait(lambda: is_ready_now(plane, namespace))
+    uids_before = uids(plane, namespace)
     images = {"engine": {"image": STOCK_IMAGES["engine"]}, "sidecar": {"image": STOCK_IMAGES["sidecar"]}}
     plane.api.patch(CLUSTERS, NAME, {"spec": images}, namespace)
-    plane.wait(lambda: is_seen(plane, namespace))
-    assert uids(plane, namespace) == before
+    plane.wait(lambda: is_ready_now(plane, namespace))
+    assert uids(plane, namespace) == uids_before

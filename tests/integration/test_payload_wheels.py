@@ -1,4 +1,4 @@
-"""The payload as the sidecar's image carries it: real wheels, imported by each Python that engines run on."""
+"""The payload with real wheels, as in the sidecar's image. Each supported Python imports it."""
 
 import os
 import subprocess
@@ -20,14 +20,14 @@ def out(tmp_path_factory) -> Path:
 
 
 def python(version: str) -> str:
-    """An interpreter of that version, if this machine has one: pyenv's, or one that uv finds."""
-    if own := sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python")):
-        return str(own[-1])
+    """An interpreter of that version from pyenv or uv. Skips the test if this machine has none."""
+    if pyenv_pythons := sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python")):
+        return str(pyenv_pythons[-1])
     argv = [uv(), "python", "find", "--no-project", "--no-python-downloads", version]
-    found = subprocess.run(argv, capture_output=True, text=True)
-    if found.returncode:
+    completed = subprocess.run(argv, capture_output=True, text=True)
+    if completed.returncode:
         pytest.skip(f"no Python {version} on this machine")
-    return found.stdout.strip()
+    return completed.stdout.strip()
 
 
 @pytest.mark.parametrize("version", payload.PYTHONS)
@@ -38,18 +38,18 @@ def test_client_imports_with_nothing_but_the_payload(out, version):
     )
     env = {**os.environ, "PYTHONPATH": str(out)}
     argv = [python(version), "-S", "-c", code]
-    done = subprocess.run(argv, env=env, cwd="/", capture_output=True, text=True)
+    completed = subprocess.run(argv, env=env, cwd="/", capture_output=True, text=True)
     pins = dict(pin.split("==") for pin in payload.pins())
-    wanted = [pins["grpcio"], pins["protobuf"], *version.split(".")]
-    assert done.stdout.split() == wanted, done.stderr
+    expected = [pins["grpcio"], pins["protobuf"], *version.split(".")]
+    assert completed.stdout.split() == expected, completed.stderr
 
 
-def test_nothing_of_the_payload_but_the_library_can_hide_what_an_engine_brings(out):
+def test_payload_has_no_top_level_names_but_the_library(out):
     assert {path.name for path in out.iterdir()} == {"lmcache", "lmcache_bundled"}
 
 
 def test_payload_copies_with_plain_cp(out, tmp_path):
-    """How the init container hands it over: no links that break, nothing that only root can read."""
+    """The init container copies the payload with cp: it has no broken links and is readable by every user."""
     subprocess.run(["cp", "-r", f"{out}/.", tmp_path / "copy"], check=True)
     copied = [
         path

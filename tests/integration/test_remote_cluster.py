@@ -1,4 +1,4 @@
-"""Redis Cluster: objects spread over its slots, slots that move, masters that die."""
+"""Redis Cluster: objects spread over its slots, moved slots, and failing masters."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def calls(servers: Cluster, index: int, command: str) -> int:
     return stats.get(f"cmdstat_{command}", {"calls": 0})["calls"]
 
 
-def test_objects_are_spread_and_found_again(remote, servers):
+def test_objects_are_spread_over_all_masters_and_found(remote, servers):
     fill(remote)
     assert sum(node.client.dbsize() for node in servers.nodes[:3]) == len(KEYS)
     assert all(node.client.dbsize() for node in servers.nodes[:3])
@@ -61,11 +61,11 @@ def test_objects_are_spread_and_found_again(remote, servers):
         assert load(remote, 1, key=key) == key + b"\x01"
     remote.touch(KEYS, 2)
     assert sum(calls(servers, index, "hexists") for index in range(3)) == 9 * len(KEYS)
-    for node in servers.nodes:  # the map was right
+    for node in servers.nodes:  # the client's slot map was right
         assert "errorstat_MOVED" not in node.client.info("errorstats")
 
 
-def test_servers_that_announce_names_beside_their_addresses(remote, servers):
+def test_servers_may_announce_host_names(remote, servers):
     for node in servers.nodes:
         node.client.config_set("cluster-announce-hostname", "node.example")
     wait_until(lambda: "node.example" in str(servers.nodes[1].client.execute_command("CLUSTER NODES")))
@@ -73,15 +73,15 @@ def test_servers_that_announce_names_beside_their_addresses(remote, servers):
     assert remote.probe(KEYS, 2) == len(KEYS)
 
 
-def test_a_seed_that_is_in_no_cluster_any_more_is_passed_over(servers):
-    with RedisProcess(cluster_enabled="yes", cluster_port=free_port()) as stranger:
-        remote = tier_of(f"redis-cluster://127.0.0.1:{stranger.port},127.0.0.1:{servers.nodes[0].port}")
+def test_seed_without_cluster_is_skipped(servers):
+    with RedisProcess(cluster_enabled="yes", cluster_port=free_port()) as standalone:
+        remote = tier_of(f"redis-cluster://127.0.0.1:{standalone.port},127.0.0.1:{servers.nodes[0].port}")
         fill(remote)
         assert remote.probe(KEYS, 2) == len(KEYS)
         remote.close()
 
 
-def test_a_row_of_many_pieces_is_in_one_slot(remote):
+def test_all_parts_of_a_row_are_in_one_slot(remote):
     payload = pattern(2 * PART_BYTES + 5)
     assert remote.store(ObjectId(KEY, 3), memoryview(payload))
     assert load(remote, 3, key=KEY) == payload
@@ -89,21 +89,21 @@ def test_a_row_of_many_pieces_is_in_one_slot(remote):
     assert (remote.stats.stored, remote.stats.touched) == (1, 1)
 
 
-def test_a_slot_on_its_way_and_moved(remote, servers):
+def test_operations_follow_a_slot_during_and_after_its_move(remote, servers):
     fill(remote)
     payload = pattern(PART_BYTES + 5)
     source = servers.owner_of(SLOT)
     target = (source + 1) % 3
     servers.set_slot(target, SLOT, "IMPORTING", servers.id_of(source))
     servers.set_slot(source, SLOT, "MIGRATING", servers.id_of(target))
-    # What is still there is read there; what is not is asked for, and written, where the slot goes (ASK).
+    # The source serves rows that it still has. For other rows it redirects reads and writes (ASK).
     assert load(remote, key=KEY) == KEY + b"\x00"
     servers.nodes[source].client.delete(row_name(KEY))
     assert load(remote, key=KEY) is None
     assert remote.store(ObjectId(KEY, 0), memoryview(payload))
     assert load(remote, key=KEY) == payload
     assert servers.nodes[target].client.info("commandstats")["cmdstat_asking"]["calls"] > 3
-    # Moved for good (MOVED).
+    # The move is complete (MOVED).
     for index in (target, source):
         servers.set_slot(index, SLOT, "NODE", servers.id_of(target))
     assert remote.probe([KEY], 1) == 1
@@ -114,7 +114,7 @@ def test_a_slot_on_its_way_and_moved(remote, servers):
 
 
 @pytest.mark.parametrize("operation", ["load", "store", "probe"])
-def test_each_operation_follows_a_moved_slot(remote, servers, operation):
+def test_each_operation_learns_a_moved_slot(remote, servers, operation):
     fill(remote)
     source = servers.owner_of(SLOT)
     target = (source + 1) % 3
@@ -124,18 +124,18 @@ def test_each_operation_follows_a_moved_slot(remote, servers, operation):
     if operation == "store":
         assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
     else:
-        other = tier_of(servers.url)
-        assert other.store(ObjectId(KEY, 0), memoryview(b"x"))
-        other.close()
+        second_tier = tier_of(servers.url)
+        assert second_tier.store(ObjectId(KEY, 0), memoryview(b"x"))
+        second_tier.close()
     if operation == "probe":
         assert remote.probe([KEY], 1) == 1
     assert load(remote, key=KEY) == b"x"
-    before = calls(servers, source, "hmget")
+    num_calls_before = calls(servers, source, "hmget")
     assert load(remote, key=KEY) == b"x"
-    assert calls(servers, source, "hmget") == before  # learned
+    assert calls(servers, source, "hmget") == num_calls_before  # the client has learned the move
 
 
-def test_a_dead_master_s_replica_is_found(remote, servers):
+def test_replica_of_a_dead_master_is_used(remote, servers):
     fill(remote)
     wait_until(lambda: servers.nodes[3].client.dbsize() == servers.nodes[0].client.dbsize())
     servers.nodes[0].kill()
@@ -148,7 +148,7 @@ def test_a_dead_master_s_replica_is_found(remote, servers):
 
 
 @pytest.mark.parametrize("deadline", [2.0])
-def test_the_whole_cluster_away_and_back(remote, servers):
+def test_frozen_cluster_is_used_again_after_it_thaws(remote, servers):
     fill(remote)
     for node in servers.nodes:
         node.freeze()
@@ -163,7 +163,7 @@ def test_the_whole_cluster_away_and_back(remote, servers):
     wait_until(lambda: remote.probe(KEYS, 2) == len(KEYS))
 
 
-def test_nobody_there():
+def test_unreachable_cluster_raises():
     remote = tier_of("redis-cluster://127.0.0.1:1,127.0.0.1:2")
     for _ in range(2):
         with pytest.raises(TierUnavailableError):

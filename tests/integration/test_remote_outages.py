@@ -1,4 +1,4 @@
-"""What an unhealthy server does to the remote tier: down, frozen, full, guarded, or no Redis at all."""
+"""The remote tier with a server that is down, frozen, full, protected, or not Redis at all."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def remote(request, server, deadline):
 
 
 class TestOutages:
-    def test_down_from_the_start(self, tmp_path):
+    def test_server_down_from_the_start_raises(self, tmp_path):
         remote = tier_of(f"unix://{tmp_path}/nobody.sock")
         with pytest.raises(TierUnavailableError, match=r"nobody\.sock"):
             load(remote)
         assert remote.health.is_open
         remote.close()
 
-    def test_killed_and_restarted(self, remote, server):
+    def test_restarted_server_is_used_again(self, remote, server):
         payload = memoryview(pattern(100))
         remote.store(ObjectId(KEY, 0), payload)
         server.kill()
@@ -58,14 +58,14 @@ class TestOutages:
         assert remote.store(ObjectId(KEY, 0), payload)
         assert load(remote) == payload
 
-    def test_restarted_while_nobody_asked(self, remote, server):
+    def test_restart_between_requests_is_not_noticed(self, remote, server):
         remote.store(ObjectId(KEY, 0), memoryview(b"x"))
         server.restart()
         assert load(remote) is None
         assert not remote.health.is_open
 
     @pytest.mark.parametrize("deadline", [3.0])
-    def test_frozen_costs_one_deadline_once(self, remote, server, monkeypatch):
+    def test_frozen_server_costs_one_deadline_once(self, remote, server, monkeypatch):
         remote.store(ObjectId(KEY, 0), memoryview(b"x"))
 
         def frozen():
@@ -73,33 +73,33 @@ class TestOutages:
 
         server.freeze()
         with monkeypatch.context() as patch:
-            asked: list[object] = []
-            (asked_server,) = remote._topology.servers()
-            patch.setattr(asked_server.circuit, "_probe", frozen)
+            attempts: list[object] = []
+            (server_of_tier,) = remote._topology.servers()
+            patch.setattr(server_of_tier.circuit, "_probe", frozen)
             with pytest.raises(TierUnavailableError, match=r"within 3\.0 s"):
                 load(remote)
-            patch.setattr(asked_server, "_attempt", lambda operation, **_: asked.append(operation))
+            patch.setattr(server_of_tier, "_attempt", lambda operation, **_: attempts.append(operation))
             for _ in range(100):
                 with pytest.raises(TierUnavailableError, match="is unavailable"):
                     load(remote)
-            assert not asked
+            assert not attempts
         server.thaw()
         wait_until(lambda: is_available(remote))
         assert load(remote) == b"x"
 
     @pytest.mark.parametrize("deadline", [3.0])
-    def test_frozen_in_the_middle_of_a_value(self, remote, server):
+    def test_server_frozen_during_a_store_keeps_no_partial_value(self, remote, server):
         remote.store(ObjectId(KEY, 0), memoryview(pattern(PART_BYTES)))
         server.freeze()
         with pytest.raises(TierUnavailableError):
             remote.store(ObjectId(KEY[::-1], 0), memoryview(pattern(3 * PART_BYTES)))
         server.thaw()
         wait_until(lambda: is_available(remote))
-        # The half-sent value died with its connection.
+        # The half-sent value was dropped with its connection.
         assert load(remote) == pattern(PART_BYTES)
         assert load(remote, key=KEY[::-1]) is None
 
-    def test_full(self, server):
+    def test_full_server_refuses_stores(self, server):
         server.client.config_set("maxmemory", 24 << 20)
         remote = tier_of(server.unix_url)
         results = [
@@ -114,43 +114,43 @@ class TestOutages:
         assert load(remote, key=bytes([0]) * 64) is not None
         remote.close()
 
-    def test_password(self, server):
-        with RedisProcess(password="s3cret") as guarded:
-            remote = tier_of(guarded.url)
+    def test_password_is_required(self, server):
+        with RedisProcess(password="s3cret") as protected:
+            remote = tier_of(protected.url)
             assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
             assert load(remote) == b"x"
             remote.close()
-            for url in (guarded.url.replace("s3cret", "wr0ng"), guarded.url.replace(":s3cret@", "")):
+            for url in (protected.url.replace("s3cret", "wr0ng"), protected.url.replace(":s3cret@", "")):
                 with (
-                    contextlib.closing(tier_of(url)) as stranger,
+                    contextlib.closing(tier_of(url)) as unauthorized,
                     pytest.raises(TierUnavailableError, match=r"NOAUTH|WRONGPASS") as caught,
                 ):
-                    load(stranger)
+                    load(unauthorized)
                 assert "wr0ng" not in str(caught.value)
 
-    def test_user_who_may_use_our_names_only(self, server):
+    def test_user_restricted_to_the_prefix_suffices(self, server):
         server.client.acl_setuser(
             "kv", enabled=True, passwords=["+s3cret"], keys=["lmc1:*"], categories=["+@all"]
         )
         url = server.url.replace("redis://", "redis://kv:s3cret@")
-        remote, other = tier_of(url), tier_of(f"{url}?prefix=other")
+        remote, foreign = tier_of(url), tier_of(f"{url}?prefix=other")
         assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
         assert load(remote) == b"x"
         assert remote.probe([KEY], 1) == 1
         remote.touch([KEY], 1)
-        # Refused, and that is no outage.
-        assert not other.store(ObjectId(KEY, 0), memoryview(b"x"))
-        assert load(other) is None
-        assert other.probe([KEY], 1) == 0
-        other.touch([KEY], 1)
-        assert other.stats.refused == other.stats.invalid == {"NOPERM": 1}
-        assert not other.health.is_open
+        # The server refuses the commands. The client must not take that for an outage.
+        assert not foreign.store(ObjectId(KEY, 0), memoryview(b"x"))
+        assert load(foreign) is None
+        assert foreign.probe([KEY], 1) == 0
+        foreign.touch([KEY], 1)
+        assert foreign.stats.refused == foreign.stats.invalid == {"NOPERM": 1}
+        assert not foreign.health.is_open
         remote.close()
-        other.close()
+        foreign.close()
 
     @pytest.mark.parametrize("size", [1, 3 * PART_BYTES])
     @pytest.mark.parametrize("command", ["HEXISTS", "HSET"])
-    def test_a_refused_store_leaves_the_connection_in_order(self, remote, server, size, command):
+    def test_refused_store_keeps_the_connection_usable(self, remote, server, size, command):
         server.client.execute_command("ACL", "SETUSER", "default", f"-{command}")
         assert not remote.store(ObjectId(KEY, 0), memoryview(pattern(size)))
         assert remote.stats.refused == {"NOPERM": 1}
@@ -159,8 +159,8 @@ class TestOutages:
         assert remote.store(ObjectId(KEY, 0), memoryview(pattern(size)))
         assert load(remote) == pattern(size)
 
-    def test_a_server_of_a_cluster_by_the_wrong_scheme(self):
-        """It names another server; without redis-cluster:// it is unhealthy, and the log says so."""
+    def test_cluster_node_with_the_wrong_scheme_is_unavailable(self):
+        """The server belongs to a Cluster. Without redis-cluster:// the tier is unhealthy."""
         with RedisProcess(cluster_enabled="yes", cluster_port=free_port()) as server:
             remote = tier_of(server.url)
             with pytest.raises(TierUnavailableError, match="CLUSTERDOWN"):
@@ -168,19 +168,19 @@ class TestOutages:
             assert remote.health.is_open
             remote.close()
 
-    def test_readonly_replica_takes_no_stores(self, remote, server):
+    def test_read_only_replica_refuses_stores(self, remote, server):
         remote.store(ObjectId(KEY, 0), memoryview(b"x"))
         server.client.replicaof("127.0.0.1", "1")
         assert load(remote) == b"x"
         assert not remote.store(ObjectId(KEY[::-1], 0), memoryview(b"x"))
         assert remote.stats.refused == {"READONLY": 1}
 
-    def test_the_lowest_limit_of_a_value_that_redis_has_is_enough_for_any_row(self, remote, server):
+    def test_rows_fit_the_lowest_value_limit_of_redis(self, remote, server):
         server.client.config_set("proto-max-bulk-len", 1 << 20)
         assert remote.store(ObjectId(KEY, 0), memoryview(pattern(3 * PART_BYTES)))
         assert load(remote) == pattern(3 * PART_BYTES)
 
-    def test_a_command_that_a_server_does_not_know_is_no_outage_either(self, server, tmp_path):
+    def test_unknown_command_is_not_an_outage(self, server, tmp_path):
         (tmp_path / "conf").write_text('rename-command HEXISTS ""\n')
         with RedisProcess(include=tmp_path / "conf") as limited:
             remote = tier_of(limited.url)
@@ -190,7 +190,7 @@ class TestOutages:
             assert not remote.health.is_open
             remote.close()
 
-    def test_a_server_that_answers_probes_and_fails_at_work_fills_no_log(self, server, caplog):
+    def test_server_that_only_answers_probes_does_not_flood_the_log(self, server, caplog):
         caplog.set_level(logging.INFO)
         server.client.execute_command("ACL", "SETUSER", "default", "-HMGET")
         remote = tier_of(server.url)
@@ -205,11 +205,11 @@ class TestOutages:
 
 
 class TestBrokenServer:
-    """A server that answers what no Redis would: each answer has a defined end."""
+    """A server with invalid answers: each answer has a defined result."""
 
     @pytest.fixture
     def answer(self, tmp_path):
-        """Return a function: serve these bytes to whoever asks, then close (or stay silent); give the URL."""
+        """A function that sends these bytes to each client, then closes or stays silent. Returns the URL."""
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(tmp_path / "s"))
         listener.listen()
@@ -217,7 +217,7 @@ class TestBrokenServer:
 
         def serve(reply: bytes, *, is_silent_after: bool = False) -> str:
             def run() -> None:
-                for _ in range(2):  # a reset connection is tried once more
+                for _ in range(2):  # the client retries a reset connection once
                     try:
                         peer, _ = listener.accept()
                         peers.append(peer)
@@ -255,7 +255,7 @@ class TestBrokenServer:
             (b"x" * 10_000, True, "does not speak RESP"),
         ],
     )
-    def test_no_answer_hangs_or_is_believed(self, answer, reply, is_silent_after, message):
+    def test_invalid_answers_raise_within_the_deadline(self, answer, reply, is_silent_after, message):
         remote = tier_of(answer(reply, is_silent_after=is_silent_after), 1.0 if "within" in message else 60.0)
         with pytest.raises(TierUnavailableError, match=message):
             load(remote)
@@ -268,8 +268,8 @@ class TestBrokenServer:
         remote.close()
 
     @pytest.mark.parametrize("url", ["redis://:s3cret@", "redis://"])
-    def test_a_server_that_trickles_is_left_at_the_deadline(self, url):
-        """Each byte comes within the deadline, the whole answer (to AUTH, or to SELECT) would not."""
+    def test_trickling_server_raises_at_the_deadline(self, url):
+        """Each byte arrives within the deadline, but the whole answer (to AUTH, or to SELECT) would not."""
         over = threading.Event()
         with socket.create_server(("127.0.0.1", 0)) as listener:
 

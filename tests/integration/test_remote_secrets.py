@@ -1,4 +1,4 @@
-"""The password of the remote tier: in no log, whatever the server says, and read again when it is rotated."""
+"""The password of the remote tier never appears in a log, and is read again after a rotation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECRETS = ("us3r", "S3cr3t")
 
 @pytest.fixture
 def echoing():
-    """Return a function: serve a server that answers everything as it is told, the words in it."""
+    """A function that starts a server with one fixed answer to everything. Returns its port."""
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as peers:
 
         def serve(answer: str) -> int:
@@ -53,7 +53,7 @@ def echoing():
         "$S3cr3t\r\n",
     ],
 )
-def test_a_server_that_repeats_what_it_was_told_tells_no_log(echoing, caplog, answer):
+def test_credentials_echoed_by_a_server_are_not_logged(echoing, caplog, answer):
     caplog.set_level(logging.DEBUG)
     remote = tier_of(f"redis://us3r:S3cr3t@127.0.0.1:{echoing(answer)}")
     with pytest.raises(TierUnavailableError, match="AUTH") as caught:
@@ -65,9 +65,9 @@ def test_a_server_that_repeats_what_it_was_told_tells_no_log(echoing, caplog, an
     remote.close()
 
 
-def test_no_payload_and_no_name_is_repeated_either(echoing, caplog):
+def test_payloads_and_keys_echoed_by_a_server_are_not_logged(echoing, caplog):
     answer = f"-ERR unknown command 'GET', with args beginning with: '{KEY.hex()}' \r\n"
-    remote = tier_of(f"redis://127.0.0.1:{echoing(answer)}", 3.0)  # one answer is all there is
+    remote = tier_of(f"redis://127.0.0.1:{echoing(answer)}", 3.0)  # the server answers only once
     with pytest.raises(TierUnavailableError, match="unknown command 'GET'") as caught:
         load(remote)
     assert KEY.hex() not in caplog.text + repr(caught.value)
@@ -75,7 +75,7 @@ def test_no_payload_and_no_name_is_repeated_either(echoing, caplog):
 
 
 @pytest.mark.redis
-def test_a_redis_without_auth_tells_no_sidecar_s_log(tmp_path):
+def test_sidecar_logs_no_credentials_that_redis_echoes(tmp_path):
     (tmp_path / "conf").write_text('rename-command AUTH ""\n')
     with RedisProcess(include=tmp_path / "conf") as server:
         url = f"redis://us3r:S3cr3t@127.0.0.1:{server.port}"
@@ -87,7 +87,7 @@ def test_a_redis_without_auth_tells_no_sidecar_s_log(tmp_path):
 
 
 @pytest.mark.redis
-def test_a_rotated_password_is_asked_for_again():
+def test_rotated_password_is_requested_again():
     passwords = ["old"]
     with RedisProcess(password="old") as server:
         address = Address.parse(f"redis://127.0.0.1:{server.port}")
@@ -107,7 +107,7 @@ def test_a_rotated_password_is_asked_for_again():
 
 
 @pytest.mark.redis
-def test_a_sidecar_reads_the_file_of_a_rotated_password_again(tmp_path):
+def test_sidecar_reads_a_rotated_password_file_again(tmp_path):
     file = tmp_path / "password"
     file.write_text("old\n")
     with RedisProcess(password="new") as server:
@@ -119,14 +119,14 @@ def test_a_sidecar_reads_the_file_of_a_rotated_password_again(tmp_path):
                 store(session, 1)
                 file.write_text("new\n")
                 sidecar.wait_until(lambda stats: stats["remote"]["written"] == 1)
-                file.unlink()  # a secret that is being replaced: what is connected goes on
+                file.unlink()  # the secret is being replaced: open connections stay in use
                 store(session, 2)
                 sidecar.wait_until(lambda stats: stats["remote"]["written"] == 2)
 
 
 @pytest.mark.redis
-def test_a_sidecar_that_is_to_stay_up_serves_without_its_secret_until_it_is_there(tmp_path):
-    """A pod that was made before the password was declared has no file of it."""
+def test_sidecar_with_stay_up_serves_until_its_secret_appears(tmp_path):
+    """A pod that was created before the password was declared lacks the file."""
     file = tmp_path / "secret" / "password"
     with RedisProcess(password="new") as server:
         options = {"remote_url": f"redis://127.0.0.1:{server.port}", "remote_password_file": file}

@@ -1,4 +1,4 @@
-"""A master that Sentinels name: it alone is read and written, and the next one is found without help."""
+"""A master that Sentinels name: only it is read and written, and a new master is found automatically."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def servers(password):
 @pytest.fixture
 def remote(servers, password):
     userinfo = f":{password}@" if password else ""
-    nobody = f"127.0.0.1:{free_port()}"
-    tier = tier_of(f"redis-sentinel://{userinfo}{nobody},127.0.0.1:{servers[0].port}/{SERVICE}/2")
+    unreachable = f"127.0.0.1:{free_port()}"
+    tier = tier_of(f"redis-sentinel://{userinfo}{unreachable},127.0.0.1:{servers[0].port}/{SERVICE}/2")
     yield tier
     tier.close()
 
@@ -52,7 +52,7 @@ def test_reads_and_writes_go_to_the_master(remote, servers):
     assert not {"cmdstat_get", "cmdstat_exists", "cmdstat_touch"} & calls.keys()
 
 
-def test_the_new_master_is_found_after_the_old_one_died(remote, servers):
+def test_new_master_is_found_after_the_old_one_died(remote, servers):
     _, master, replica = servers
     assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
     wait_until(lambda: num_objects(replica) == 1)
@@ -66,14 +66,14 @@ def test_the_new_master_is_found_after_the_old_one_died(remote, servers):
     assert num_objects(replica) == 2
 
 
-def test_a_master_that_was_made_a_replica_is_left(remote, servers):
-    """As after a failover that did not kill it: it may go on answering, and is read-only."""
+def test_demoted_master_is_left_for_the_new_one(remote, servers):
+    """After a failover that did not kill it, an old master may still answer, and is read-only."""
     sentinel, master, replica = servers
     assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
     wait_until(lambda: num_objects(replica) == 1)
     sentinel.client.execute_command("SENTINEL", "FAILOVER", SERVICE)
     wait_until(lambda: replica.client.role()[0] == b"master")
-    master.client.replicaof("127.0.0.1", replica.port)  # as the Sentinel does, within ten seconds
+    master.client.replicaof("127.0.0.1", replica.port)  # the Sentinel does this within ten seconds
 
     def is_stored() -> bool:
         with contextlib.suppress(TierUnavailableError):
@@ -84,8 +84,8 @@ def test_a_master_that_was_made_a_replica_is_left(remote, servers):
     assert num_objects(replica) == 2
 
 
-def test_no_connection_to_a_read_only_master_is_kept(remote, servers):
-    """The store is refused, and whoever comes next asks the Sentinels."""
+def test_connection_to_a_read_only_master_is_closed(remote, servers):
+    """The store is refused, and the next request asks the Sentinels."""
     _, master, replica = servers
     assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
     assert [client["db"] for client in master.client.client_list()].count("2") == 1
@@ -97,14 +97,14 @@ def test_no_connection_to_a_read_only_master_is_kept(remote, servers):
         load(remote)
 
 
-def test_a_service_that_no_sentinel_knows(servers):
+def test_unknown_service_is_an_error(servers):
     remote = tier_of(f"redis-sentinel://127.0.0.1:{servers[0].port}/nonsense")
     with pytest.raises(TierUnavailableError, match="knows no service 'nonsense'"):
         load(remote)
     remote.close()
 
 
-def test_no_sentinel_at_all():
+def test_unreachable_sentinels_are_an_error():
     remote = tier_of(f"redis-sentinel://127.0.0.1:{free_port()}/{SERVICE}")
     with pytest.raises(TierUnavailableError, match=r"no Sentinel names a master: .*refused"):
         load(remote)

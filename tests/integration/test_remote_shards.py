@@ -1,4 +1,4 @@
-"""Several servers that know nothing of one another: one lost, one back, one more."""
+"""Independent servers as shards: lost shards, recovered shards, added shards."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def payload_of(key: bytes, column: int) -> bytes:
 
 
 def is_loaded(remote: RemoteTier, key: bytes, column: int = 0) -> bool:
-    found = load(remote, column, key=key)
-    assert found in (None, payload_of(key, column))
-    return found is not None
+    content = load(remote, column, key=key)
+    assert content in (None, payload_of(key, column))
+    return content is not None
 
 
-def test_every_row_is_on_one_shard_and_found_again(remote, servers):
+def test_rows_are_spread_over_shards_and_found(remote, servers):
     fill(remote)
     counts = [server.client.dbsize() for server in servers]
     assert sum(counts) == len(KEYS)
@@ -80,7 +80,7 @@ def test_every_row_is_on_one_shard_and_found_again(remote, servers):
     assert remote.find_each([ObjectId(key, 1) for key in mixed]) == [key not in absent for key in mixed]
 
 
-def test_a_probe_costs_one_round_trip_per_shard_and_window(remote, servers):
+def test_probe_asks_for_each_row_of_the_window_once(remote, servers):
     fill(remote, 1)
     for server in servers:
         server.client.config_resetstat()
@@ -91,52 +91,52 @@ def test_a_probe_costs_one_round_trip_per_shard_and_window(remote, servers):
     assert sum(s.client.info("commandstats")["cmdstat_hexists"]["calls"] for s in servers) == 16
 
 
-def frozen() -> None:
+def time_out() -> None:
     raise TimeoutError
 
 
 @pytest.mark.parametrize(("fault", "deadline"), [("kill", 60.0), ("freeze", 3.0)])
-def test_a_lost_shard_costs_its_own_rows_only_until_it_is_available(remote, servers, fault, monkeypatch):
+def test_lost_shard_costs_only_its_own_rows(remote, servers, fault, monkeypatch):
     fill(remote)
     getattr(servers[0], fault)()
     hits = [is_loaded(remote, key) for key in KEYS]
-    lost = hits.count(False)
-    assert 0 < lost < len(KEYS) * 0.7
+    num_lost = hits.count(False)
+    assert 0 < num_lost < len(KEYS) * 0.7
     assert not remote.health.is_open
     assert remote.stats.failures == 1
-    gone, kept = KEYS[hits.index(False)], KEYS[hits.index(True)]
+    lost_key, served_key = KEYS[hits.index(False)], KEYS[hits.index(True)]
     (unhealthy,) = (server for server in remote._topology.servers() if server.circuit.is_open)
     with monkeypatch.context() as patch:
-        asked: list[object] = []
-        patch.setattr(unhealthy.circuit, "_probe", frozen)
-        patch.setattr(unhealthy, "_attempt", lambda operation, **_: asked.append(operation))
+        attempts: list[object] = []
+        patch.setattr(unhealthy.circuit, "_probe", time_out)
+        patch.setattr(unhealthy, "_attempt", lambda operation, **_: attempts.append(operation))
         assert remote.probe(KEYS, 2) == hits.index(False)
-        assert not remote.store(ObjectId(gone, 0), memoryview(payload_of(gone, 0)))
+        assert not remote.store(ObjectId(lost_key, 0), memoryview(payload_of(lost_key, 0)))
         assert remote.stats.refused == {"unavailable": 1}
-        assert remote.store(ObjectId(kept, 0), memoryview(payload_of(kept, 0)))
+        assert remote.store(ObjectId(served_key, 0), memoryview(payload_of(served_key, 0)))
         remote.touch(KEYS, 2)
-        assert not asked
+        assert not attempts
     servers[0].start() if fault == "kill" else servers[0].thaw()
-    # The tier as a whole is available meanwhile: the shard's own circuit brings it back.
-    wait_until(lambda: remote.store(ObjectId(gone, 0), memoryview(payload_of(gone, 0))))
-    assert is_loaded(remote, gone)
+    # The tier as a whole stayed available: the shard's own circuit closes again.
+    wait_until(lambda: remote.store(ObjectId(lost_key, 0), memoryview(payload_of(lost_key, 0))))
+    assert is_loaded(remote, lost_key)
 
 
-def test_shards_replaced_one_by_one_cost_each_row_one_hit(remote, servers):
-    """As when they get other memory: each is empty then, and has time to fill before the next one."""
+def test_shards_replaced_in_turn_cost_each_row_one_hit(remote, servers):
+    """Shards whose memory changes are replaced in turn. Each restarts empty and fills before the next one."""
     fill(remote, 1)
     for server in servers:
         share = server.client.dbsize()
         server.restart()
         hits = [is_loaded(remote, key) for key in KEYS]
         assert hits.count(False) == share < len(KEYS)
-        fill(remote, 1)  # what was missed was computed, and is written again
+        fill(remote, 1)  # engines compute missed rows and store them again
         assert all(is_loaded(remote, key) for key in KEYS)
     assert remote.stats.misses == len(KEYS)
     assert remote.stats.failures == 0
 
 
-def test_all_shards_lost_and_one_back(remote, servers):
+def test_tier_is_available_again_with_one_of_its_shards(remote, servers):
     fill(remote, 1)
     for server in servers:
         server.kill()
@@ -157,7 +157,7 @@ def test_all_shards_lost_and_one_back(remote, servers):
     assert fill_results.count(True) == servers[1].client.dbsize() > 0
 
 
-def test_scale_out_reads_the_previous_owner_until_the_time_is_up(servers):
+def test_scale_out_reads_the_previous_owner_until_the_window_ends(servers):
     old, new = [name_of(server) for server in servers[:2]], [name_of(server) for server in servers]
     remote = tier_of(f"redis://{','.join(old)}")
     fill(remote)
@@ -166,21 +166,24 @@ def test_scale_out_reads_the_previous_owner_until_the_time_is_up(servers):
     assert all(is_loaded(remote, key, 1) for key in KEYS)
     assert servers[2].client.dbsize() == 0
     remote.touch(KEYS, 2)
-    # Writes go to the present owner: what is stored again has moved.
+    # Stores go to the current owner: rows that are stored again have moved.
     fill(remote)
-    moved = servers[2].client.dbsize()
-    assert 0 < moved < len(KEYS) * 0.7
+    num_moved = servers[2].client.dbsize()
+    assert 0 < num_moved < len(KEYS) * 0.7
     servers[2].client.flushall()
     remote.set_shards(shard_list(new, old, until=time.time() - 1))
     hits = sum(is_loaded(remote, key) for key in KEYS)
-    assert hits == len(KEYS) - moved
+    assert hits == len(KEYS) - num_moved
     remote.close()
 
 
-def test_scale_in_stays_readable_though_the_leaving_shard_dies(remote, servers):
+def test_scale_in_survives_the_death_of_the_removed_shard(remote, servers):
     fill(remote)
-    left, all_of_them = [name_of(server) for server in servers[:2]], [name_of(server) for server in servers]
-    remote.set_shards(shard_list(left, all_of_them, until=time.time() + 900))
+    remaining, all_names = (
+        [name_of(server) for server in servers[:2]],
+        [name_of(server) for server in servers],
+    )
+    remote.set_shards(shard_list(remaining, all_names, until=time.time() + 900))
     assert remote.probe(KEYS, 2) == len(KEYS)
     servers[2].kill()
     hits = sum(is_loaded(remote, key) for key in KEYS)
@@ -190,10 +193,13 @@ def test_scale_in_stays_readable_though_the_leaving_shard_dies(remote, servers):
     assert not remote.health.is_open
 
 
-def test_threads_share_the_tier_while_a_shard_dies_and_the_list_changes(remote, servers):
-    """What is read is what was written, whatever happens; at the end all is well again."""
+def test_threads_share_the_tier_while_shards_die_and_change(remote, servers):
+    """Every read returns what was written, and at the end all rows are found."""
     is_over = threading.Event()
-    left, all_of_them = [name_of(server) for server in servers[:2]], [name_of(server) for server in servers]
+    remaining, all_names = (
+        [name_of(server) for server in servers[:2]],
+        [name_of(server) for server in servers],
+    )
 
     def work(number: int) -> int:
         num_loads = 0
@@ -212,10 +218,10 @@ def test_threads_share_the_tier_while_a_shard_dies_and_the_list_changes(remote, 
             for _ in range(3):
                 servers[0].kill()
                 wait_until(lambda: remote.stats.refused["unavailable"] or remote.health.is_open)
-                remote.set_shards(shard_list(left, all_of_them, time.time() + 900))
+                remote.set_shards(shard_list(remaining, all_names, time.time() + 900))
                 servers[0].start()
                 wait_until(lambda: servers[0].client.dbsize())
-                remote.set_shards(shard_list(all_of_them, left, time.time() + 900))
+                remote.set_shards(shard_list(all_names, remaining, time.time() + 900))
                 remote.stats.refused.clear()
         finally:
             is_over.set()
@@ -224,20 +230,20 @@ def test_threads_share_the_tier_while_a_shard_dies_and_the_list_changes(remote, 
     assert remote.probe(KEYS, 1) == len(KEYS)
 
 
-def test_servers_say_how_full_they_are_and_how_soon_they_forget(servers):
+def test_servers_report_their_usage_and_residence(servers):
     now, numbers = [0.0], range(60)
     servers[0].client.config_set("maxmemory", 4 << 20)
     servers[0].client.config_set("maxmemory-policy", "allkeys-lru")
     remote = RemoteTier(Address.parse(f"redis://{','.join(map(name_of, servers[:2]))}"), clock=lambda: now[0])
     assert remote.used_bytes is None
     remote.check()
-    empty = remote.used_bytes
+    used_bytes_empty = remote.used_bytes
     assert remote.residence_seconds == math.inf
     for number in numbers:
         assert remote.store(ObjectId(number.to_bytes(64, "big"), 0), memoryview(pattern(200_000)))
     now[0] = 10.0
     remote.check()
-    assert remote.used_bytes > empty + (4 << 20) // 2
+    assert remote.used_bytes > used_bytes_empty + (4 << 20) // 2
     evicted = servers[0].client.info("stats")["evicted_keys"]
     assert remote.stats.evicted == evicted > 0
     received = (evicted + servers[0].client.dbsize()) * 200_000
@@ -252,7 +258,7 @@ def test_servers_say_how_full_they_are_and_how_soon_they_forget(servers):
     remote.close()
 
 
-def test_columns_of_many_parts(remote):
+def test_columns_of_several_parts_are_read_back(remote):
     payload = pattern(2 * PART_BYTES + 5)
     assert remote.store(ObjectId(KEYS[0], 0), memoryview(payload))
     assert load(remote, key=KEYS[0]) == payload

@@ -1,5 +1,6 @@
-"""Any sequence of lists of shards, good and bad, and of shards that are lost: what is found is exactly what
-the shards that are asked have, and never anything else."""
+"""Random sequences of valid and invalid shard lists and of lost shards: the tier finds exactly the rows that
+the shards in question hold.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def payload_of(key: bytes) -> bytes:
 
 
 class ShardsMachine(RuleBasedStateMachine):
-    """``contents``: the rows of each server; ``down``: those that do not answer."""
+    """``contents``: the rows of each server. ``down``: the servers that do not answer."""
 
     servers: list[RedisProcess]
 
@@ -66,7 +67,7 @@ class ShardsMachine(RuleBasedStateMachine):
         self.remote.close()
         self.folder.close()
 
-    # ---- what is expected ----
+    # ---- expected state ----
 
     def name(self, number: int) -> str:
         return f"127.0.0.1:{self.servers[number].port}"
@@ -77,27 +78,27 @@ class ShardsMachine(RuleBasedStateMachine):
 
         return max(shards, key=weight)
 
-    def asked(self, key: bytes) -> list[int]:
+    def servers_of(self, key: bytes) -> list[int]:
         former = [] if self.is_over or not self.previous else [self.owner(self.previous, key)]
         return [self.owner(self.current, key), *former]
 
     def holder(self, key: bytes) -> int | None:
-        having = [n for n in self.asked(key) if n not in self.down and key in self.contents[n]]
-        return having[0] if having else None
+        holders = [n for n in self.servers_of(key) if n not in self.down and key in self.contents[n]]
+        return holders[0] if holders else None
 
     @property
     def is_unavailable(self) -> bool:
         return self.down >= set(self.current)
 
-    # ---- what happens ----
+    # ---- rules ----
 
     def change(self, text: str) -> None:
         self.path.write_text(text)
         self.file.follow()
 
     @rule(shards=LISTS, is_planned=st.sampled_from([True, True, False]))
-    def other_shards(self, shards: list[int], is_planned: bool) -> None:
-        """By the operator, who says who they were before; or by hand, without a word."""
+    def change_shards(self, shards: list[int], is_planned: bool) -> None:
+        """Change the list like the operator, with the previous shards, or by hand, without them."""
         settled = {key for key in KEYS if self.holder(key) == self.owner(self.current, key)}
         moving = {key for key in KEYS if self.owner(shards, key) != self.owner(self.current, key)}
         self.previous, self.current, self.is_over = self.current if is_planned else [], shards, False
@@ -107,17 +108,17 @@ class ShardsMachine(RuleBasedStateMachine):
         assert self.file.problem == ""
         lost = {key for key in settled if self.holder(key) is None}
         assert lost <= (set() if is_planned else moving)
-        self.know_health()
+        self.update_circuits()
 
     @rule()
-    def time_is_up(self) -> None:
+    def end_window(self) -> None:
         self.is_over = True
         current, previous = ([self.name(n) for n in list_] for list_ in (self.current, self.previous))
         until = "2001-01-01T00:00:00Z"
         self.change(json.dumps({"current": current, "previous": previous, "until": until}))
 
     @rule(text=st.sampled_from(BAD_TEXTS))
-    def edited_by_mistake(self, text: str) -> None:
+    def edit_by_mistake(self, text: str) -> None:
         self.change(text)
         assert self.file.problem
 
@@ -149,7 +150,7 @@ class ShardsMachine(RuleBasedStateMachine):
             if loaded is not None:
                 assert into[: loaded.length] == payload_of(key)
                 assert loaded.is_misplaced == (holder != self.owner(self.current, key))
-                if loaded.is_misplaced:  # as the tiered store does
+                if loaded.is_misplaced:  # the tiered store moves the row to its current owner
                     self.store_one(key)
 
     @precondition(lambda self: not self.is_unavailable)
@@ -166,16 +167,16 @@ class ShardsMachine(RuleBasedStateMachine):
             self.servers[number].kill()
             self.down.add(number)
             self.contents[number].clear()
-            self.know_health()
+            self.update_circuits()
 
     @precondition(lambda self: self.down)
     @rule()
-    def have_it_back(self) -> None:
+    def restart_a_shard(self) -> None:
         self.servers[self.down.pop()].start()
-        self.know_health()
+        self.update_circuits()
 
-    def know_health(self) -> None:
-        """When a circuit notices is not what is examined here."""
+    def update_circuits(self) -> None:
+        """Probe all servers now. When a circuit would notice by itself is not tested here."""
         for server in self.remote._topology._pools.values():
             server.circuit.probe()
 
@@ -183,22 +184,22 @@ class ShardsMachine(RuleBasedStateMachine):
     def find(self) -> None:
         if not hasattr(self, "remote"):
             return
-        held = [self.holder(key) is not None for key in KEYS]
+        is_held = [self.holder(key) is not None for key in KEYS]
         if not self.is_unavailable:
-            assert self.remote.find_each([ObjectId(key, 0) for key in KEYS]) == held
-            assert self.remote.probe(KEYS, 1) == [*held, False].index(False)
+            assert self.remote.find_each([ObjectId(key, 0) for key in KEYS]) == is_held
+            assert self.remote.probe(KEYS, 1) == [*is_held, False].index(False)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def servers() -> Iterator[None]:
     with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Circuit, "_keep_probing", lambda _: None)  # `know_health` does it
+        patch.setattr(Circuit, "_keep_probing", lambda _: None)  # `update_circuits` probes instead
         ShardsMachine.servers = [stack.enter_context(RedisProcess()) for _ in SERVERS]
         yield
 
 
 class TestShards(ShardsMachine.TestCase):
-    # Without shrinking: each example takes real servers a second.
+    # No shrinking: each example keeps real servers busy for a second.
     settings = settings(
         max_examples=30, stateful_step_count=30, deadline=None, phases=[Phase.reuse, Phase.generate]
     )

@@ -1,4 +1,4 @@
-"""The remote tier on a real Redis: what is read back, and what is refused."""
+"""The remote tier on a real Redis: reads return what was stored, and invalid values are misses."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ class TestObjects:
         "size",
         [0, 1, 4096, MAX_PIECE_BYTES, MAX_PIECE_BYTES + 1, PART_BYTES, PART_BYTES + 1, 2 * PART_BYTES + 4096],
     )
-    def test_round_trip(self, remote, server, size):
+    def test_stored_object_is_read_back(self, remote, server, size):
         payload = pattern(size)
         assert remote.store(ObjectId(KEY, 1), memoryview(payload), b"label")
         assert load(remote, 1) == payload
         assert load(remote, 0) is None
-        assert server.client.keys() == [NAME.encode()], "one key, which Redis evicts whole"
+        assert server.client.keys() == [NAME.encode()], "a row must be one key, which Redis evicts as a whole"
         assert remote.stats.hits == remote.stats.stored == remote.stats.misses == 1
         assert not remote.stats.invalid
 
-    def test_what_is_there_is_only_marked_as_used(self, remote, server):
+    def test_storing_a_present_object_only_marks_it_as_used(self, remote, server):
         remote.store(ObjectId(KEY, 0), memoryview(pattern(SEVERAL_PIECES)))
         wait_until(lambda: server.client.object("idletime", NAME) >= 1)
-        before = server.client.info("commandstats")["cmdstat_hset"]["calls"]
+        num_calls_before = server.client.info("commandstats")["cmdstat_hset"]["calls"]
         assert remote.store(ObjectId(KEY, 0), memoryview(pattern(SEVERAL_PIECES)))
         assert (remote.stats.stored, remote.stats.touched) == (1, 1)
-        assert server.client.info("commandstats")["cmdstat_hset"]["calls"] == before
+        assert server.client.info("commandstats")["cmdstat_hset"]["calls"] == num_calls_before
         assert server.client.object("idletime", NAME) == 0
 
-    def test_the_marker_is_written_with_the_last_piece(self, remote, server):
+    def test_marker_is_written_with_the_last_piece(self, remote, server):
         with server.client.monitor() as monitor:
             remote.store(ObjectId(KEY, 7), memoryview(b"x" * (2 * MAX_PIECE_BYTES + 1)))
             commands = []
@@ -71,7 +71,7 @@ class TestObjects:
         fields = [words[2::2] for words in commands]
         assert fields == [["7:0"], ["7:1"], ["7:2", "7"]]
 
-    def test_pieces_of_several_writers_make_one_column(self, remote, server):
+    def test_pieces_of_several_writers_form_one_column(self, remote, server):
         payload = pattern(2 * PART_BYTES)
         remote.store(ObjectId(KEY, 0), memoryview(payload), b"one writer")
         server.client.hdel(NAME, "0")
@@ -79,7 +79,7 @@ class TestObjects:
         remote.store(ObjectId(KEY, 0), memoryview(payload), b"another writer")
         assert load(remote) == payload
 
-    def test_a_column_that_another_writer_has_begun_is_a_miss(self, remote, server):
+    def test_incomplete_column_of_another_writer_is_a_miss(self, remote, server):
         remote.store(ObjectId(KEY, 0), memoryview(pattern(SEVERAL_PIECES)))
         server.client.hdel(NAME, "0")
         assert remote.probe([KEY], 1) == 0
@@ -87,7 +87,7 @@ class TestObjects:
             assert load(remote) is None
         assert not remote.stats.invalid
 
-    def test_columns_go_with_their_row(self, remote, server):
+    def test_columns_are_deleted_with_their_row(self, remote, server):
         for column in range(8):
             remote.store(ObjectId(KEY, column), memoryview(pattern(4096 + column)))
         assert [load(remote, column) for column in range(8)] == [pattern(4096 + c) for c in range(8)]
@@ -108,7 +108,7 @@ class TestObjects:
             server.client.hdel(row_name(keys[num_present - 1]), str(num_columns - 1))
             assert remote.probe(keys, num_columns) == num_present - 1
 
-    def test_touch_marks_a_row_as_used_and_says_what_is_absent(self, remote, server):
+    def test_touch_marks_rows_as_used_and_returns_absent_ones(self, remote, server):
         for column in range(2):
             remote.store(ObjectId(KEY, column), memoryview(pattern(SEVERAL_PIECES)))
         wait_until(lambda: server.client.object("idletime", NAME) >= 1)
@@ -120,8 +120,8 @@ class TestObjects:
 
     @pytest.mark.parametrize("length", [0, 1, PART_BYTES, PART_BYTES + 1, 2 * PART_BYTES])
     @pytest.mark.parametrize("expected", [1, PART_BYTES, 2 * PART_BYTES])
-    def test_an_object_of_another_length_is_a_miss_and_is_written_anew(self, remote, length, expected):
-        """Sound in itself, by a writer with other chunks: the slot's rest would be somebody else's bytes."""
+    def test_object_of_another_length_is_a_miss_and_replaced(self, remote, length, expected):
+        """The writer has another chunk size. The rest of the slot would hold foreign bytes."""
         remote.store(ObjectId(KEY, 0), memoryview(pattern(length)))
         into = memoryview(bytearray(3 * PART_BYTES))
         loaded = remote.load(ObjectId(KEY, 0), into, expected)
@@ -134,17 +134,17 @@ class TestObjects:
         assert remote.store(ObjectId(KEY, 0), memoryview(pattern(expected)))
         assert remote.load(ObjectId(KEY, 0), into, expected).length == expected
 
-    def test_prefix(self, remote, server):
-        other = tier_of(f"{server.url}?prefix=team-a")
-        other.store(ObjectId(KEY, 0), memoryview(b"theirs"))
+    def test_prefixes_separate_tiers(self, remote, server):
+        prefixed = tier_of(f"{server.url}?prefix=team-a")
+        prefixed.store(ObjectId(KEY, 0), memoryview(b"theirs"))
         assert server.client.keys() == [NAME.replace("lmc1", "team-a").encode()]
         assert load(remote) is None
         assert remote.store(ObjectId(KEY, 0), memoryview(b"ours"))
-        assert load(other) == b"theirs"
-        assert remote.probe([KEY], 1) == other.probe([KEY], 1) == 1
-        other.close()
+        assert load(prefixed) == b"theirs"
+        assert remote.probe([KEY], 1) == prefixed.probe([KEY], 1) == 1
+        prefixed.close()
 
-    def test_database_number(self, server):
+    def test_url_selects_the_database(self, server):
         remote = tier_of(server.url.removesuffix("/0") + "/5")
         remote.store(ObjectId(KEY, 0), memoryview(b"x"))
         assert server.client.dbsize() == 0
@@ -153,7 +153,7 @@ class TestObjects:
 
 
 class TestDistrust:
-    """What stands under our name and is not exactly ours is a miss, counted by reason, overwritten later."""
+    """Values under the row's key that this tier did not write are misses, counted by reason, and replaced."""
 
     def check(self, remote: RemoteTier, reason: str) -> None:
         assert load(remote) is None
@@ -165,7 +165,7 @@ class TestDistrust:
         assert load(remote) == payload
 
     @pytest.fixture(autouse=True)
-    def stored(self, remote, server):
+    def store_object(self, remote, server):
         self.client = server.client
         remote.store(ObjectId(KEY, 0), memoryview(pattern(SEVERAL_PIECES)))
         remote.stats.stored = 0
@@ -178,30 +178,30 @@ class TestDistrust:
         self.client.hset(NAME, field, bytes(value))
 
     @pytest.mark.parametrize("piece", [0, 1, 4])
-    def test_flipped_byte_in_a_piece(self, remote, piece):
+    def test_flipped_byte_in_a_piece_is_a_miss(self, remote, piece):
         self.change(f"0:{piece}", 3, b"\xff")
         self.check(remote, "checksum")
 
-    def test_flipped_byte_in_the_marker(self, remote):
+    def test_flipped_byte_in_the_marker_is_a_miss(self, remote):
         self.change("0", 100, b"\xff")
         self.check(remote, "header")
 
-    def test_another_version(self, remote):
+    def test_marker_of_another_version_is_a_miss(self, remote):
         self.change("0", 8, b"\x02")
         self.check(remote, "header")
 
     @pytest.mark.parametrize("value", [b"", b"hello", b"x" * 704, b"x" * 705])
-    def test_foreign_marker(self, remote, value):
+    def test_foreign_marker_is_a_miss(self, remote, value):
         self.client.hset(NAME, "0", value)
         self.check(remote, "header")
 
     @pytest.mark.parametrize("command", ["set", "rpush", "sadd"])
-    def test_foreign_value_of_another_type(self, remote, command):
+    def test_foreign_value_of_another_type_is_a_miss(self, remote, command):
         self.client.delete(NAME)
         getattr(self.client, command)(NAME, "a")
         self.check(remote, "type")
 
-    def test_foreign_value_of_another_type_that_was_never_read(self, remote):
+    def test_store_replaces_a_foreign_value_of_another_type(self, remote):
         self.client.set(NAME, b"x")
         assert remote.store(ObjectId(KEY, 0), memoryview(b"ours"))
         assert load(remote) == b"ours"
@@ -211,42 +211,42 @@ class TestDistrust:
         [(KEY, 0, 2), (KEY, 1, 1), (KEY[::-1], 0, 1)],
         ids=["place", "column", "row"],
     )
-    def test_piece_from_another_place_with_the_same_bytes(self, remote, key, column, piece):
-        """A checksum of the bytes alone would accept it."""
+    def test_piece_with_the_same_bytes_from_another_place_is_a_miss(self, remote, key, column, piece):
+        """A checksum of the bytes alone would accept the piece."""
         self.client.delete(NAME)
-        for name in {(KEY, 0), (key, column)}:
+        for name in dict.fromkeys([(KEY, 0), (key, column)]):  # the columns of a row are stored in order
             remote.store(ObjectId(*name), memoryview(bytes(SEVERAL_PIECES)))
         remote.stats.stored = 0
         self.client.hset(NAME, "0:1", self.client.hget(row_name(key), f"{column}:{piece}"))
         self.check(remote, "checksum")
 
     @pytest.mark.parametrize("piece", ["0:0", "0:2", "0:4"])
-    def test_cut_piece(self, remote, piece):
+    def test_truncated_piece_is_a_miss(self, remote, piece):
         self.client.hset(NAME, piece, self.client.hget(NAME, piece)[:-1])
         self.check(remote, "length")
 
     @pytest.mark.parametrize("piece", ["0:0", "0:2", "0:4"])
-    def test_piece_that_is_too_long(self, remote, piece):
+    def test_piece_that_is_too_long_is_a_miss(self, remote, piece):
         self.client.hset(NAME, piece, self.client.hget(NAME, piece) + b"x")
         self.check(remote, "length")
 
     @pytest.mark.parametrize(("key", "column"), [(KEY[::-1], 0), (KEY, 1)])
-    def test_column_of_another_name(self, remote, key, column):
+    def test_column_of_another_name_is_a_miss(self, remote, key, column):
         remote.store(ObjectId(key, column), memoryview(pattern(SEVERAL_PIECES)))
         remote.stats.stored = 0
         self.client.hset(NAME, "0", self.client.hget(row_name(key), str(column)))
         self.check(remote, "name")
 
     @pytest.mark.parametrize("piece", ["0:0", "0:3", "0:4"])
-    def test_missing_piece(self, remote, piece):
+    def test_missing_piece_is_a_miss(self, remote, piece):
         self.client.hdel(NAME, piece)
         self.check(remote, "evicted")
 
-    def test_column_longer_than_the_slot(self, remote):
+    def test_column_longer_than_the_slot_is_a_miss(self, remote):
         assert load(remote, room=PART_BYTES - 512) is None
         assert remote.stats.invalid == {"length": 1}
 
-    def test_foreign_keys_are_never_touched(self, remote):
+    def test_foreign_keys_are_never_changed(self, remote):
         foreign = {b"other": b"1", NAME.encode() + b"x": b"2", NAME.encode()[:-1]: b"3"}
         self.client.mset(foreign)
         self.client.delete(NAME)

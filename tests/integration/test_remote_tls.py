@@ -1,4 +1,4 @@
-"""The remote tier by TLS: whom it trusts, what it says when it does not, and unhealthy servers."""
+"""The remote tier over TLS: trusted certificates, error messages, and failing servers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def remote(server, certificates, deadline):
 
 
 @pytest.mark.parametrize("size", [0, 1, 16 << 10, PART_BYTES, 2 * PART_BYTES + 4097])
-def test_round_trip(remote, size):
+def test_stored_object_is_read_back_over_tls(remote, size):
     payload = pattern(size)
     assert remote.store(ObjectId(KEY, 0), memoryview(payload))
     assert load(remote) == payload
@@ -64,12 +64,12 @@ def refusal(url: str, deadline: float = 60.0) -> str:
     return str(caught.value)
 
 
-def test_another_authority_is_refused(server, other_certificates):
+def test_certificate_of_another_authority_is_refused(server, other_certificates):
     for url in (server.url, f"{server.url}?ca={other_certificates.ca}"):
         assert "certificate is refused" in refusal(url)
 
 
-def test_another_name_is_refused_unless_names_may_differ(certificates, tmp_path):
+def test_certificate_of_another_name_is_refused_unless_verify_allows_it(certificates, tmp_path):
     named = make_certificates(tmp_path, "DNS:somebody.else")
     with RedisProcess(tls=named) as server:
         message = refusal(f"{server.url}?ca={named.ca}")
@@ -82,7 +82,7 @@ def test_another_name_is_refused_unless_names_may_differ(certificates, tmp_path)
         assert "certificate is refused" in refusal(f"{server.url}?verify=ca&ca={certificates.ca}")
 
 
-def test_a_server_that_wants_to_know_who_we_are(certificates, other_certificates):
+def test_client_certificate_is_sent_and_required(certificates, other_certificates):
     with RedisProcess(tls=certificates, tls_auth_clients="yes") as server:
         url = f"{server.url}?ca={certificates.ca}"
         remote = tier_of(f"{url}&cert={certificates.cert}&key={certificates.key}")
@@ -94,21 +94,23 @@ def test_a_server_that_wants_to_know_who_we_are(certificates, other_certificates
 
 @pytest.mark.parametrize("option", ["ca", "cert"])
 @pytest.mark.parametrize("content", [None, "nonsense"])
-def test_a_file_that_can_t_be_read_is_named(server, tmp_path, option, content):
+def test_unreadable_certificate_file_is_named(server, tmp_path, option, content):
     path = tmp_path / "file.pem"
     if content:
         path.write_text(content)
     assert f"{path} can't be read" in refusal(f"{server.url}?{option}={path}")
 
 
-def test_a_server_without_tls(server):
+def test_server_without_tls_is_refused(server):
     with RedisProcess() as plain:
-        assert "TLS handshake" in refusal(plain.url.replace("redis://", "rediss://"), 2.0)  # it says nothing
+        assert "TLS handshake" in refusal(
+            plain.url.replace("redis://", "rediss://"), 2.0
+        )  # the server stays silent
     refusal(server.url.replace("rediss://", "redis://"))
 
 
 @pytest.mark.parametrize("deadline", [3.0])
-def test_frozen_and_thawed_killed_and_restarted(remote, server):
+def test_server_is_used_again_after_a_freeze_and_a_restart(remote, server):
     remote.store(ObjectId(KEY, 0), memoryview(b"x"))
     server.freeze()
     with pytest.raises(TierUnavailableError, match=r"within 3\.0 s"):
@@ -126,7 +128,7 @@ def test_frozen_and_thawed_killed_and_restarted(remote, server):
 
 
 @pytest.mark.parametrize("deadline", [3.0])
-def test_frozen_in_the_middle_of_a_value(remote, server):
+def test_server_frozen_during_a_store_keeps_no_partial_value(remote, server):
     remote.store(ObjectId(KEY, 0), memoryview(b"x"))
     server.freeze()
     with pytest.raises(TierUnavailableError):
@@ -136,7 +138,7 @@ def test_frozen_in_the_middle_of_a_value(remote, server):
     assert load(remote, key=KEY[::-1]) is None
 
 
-def test_restarted_while_nobody_asked(remote, server):
+def test_restart_between_requests_is_not_noticed(remote, server):
     remote.store(ObjectId(KEY, 0), memoryview(b"x"))
     server.restart()
     assert load(remote) is None

@@ -1,4 +1,4 @@
-"""The tiered store on a real Redis, all the way down and up, while it dies and freezes."""
+"""The tiered store on a real Redis: write-through and promotion while the server dies and freezes."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def put(store: TieredStore, arena: PrivateArena) -> None:
         store.commit(slots, column, b"o" * 16)
 
 
-async def brought(store: TieredStore, arena: PrivateArena) -> None:
+async def check_promoted(store: TieredStore, arena: PrivateArena) -> None:
     async with asyncio.timeout(60):
-        # Engines ask like this: what is waited for has no event of its own.
+        # Engines poll in the same way: promotion has no event of its own.
         while store.lookup(LEASE, one_chain(CHAIN, PAYLOAD_BYTES)).num_resident < len(CHAIN):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     for key, slot in zip(CHAIN, slots_of(store, CHAIN), strict=True):
@@ -61,46 +61,46 @@ async def brought(store: TieredStore, arena: PrivateArena) -> None:
             assert bytes(arena.view(slot.row, column)[:PAYLOAD_BYTES]) == payload_of(key, column)
 
 
-async def unhealthy(store: TieredStore) -> None:
+async def wait_until_unhealthy(store: TieredStore) -> None:
     async with asyncio.timeout(60):
         while store.lower["remote"].is_healthy:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
 
 class TestTieredStore:
-    """The whole way down and up, on a real server that dies and freezes."""
+    """Write-through and promotion on a real server that dies and freezes."""
 
-    def test_rows_survive_their_arena(self):
+    def test_rows_are_promoted_into_a_new_arena(self):
         async def main() -> None:
             with RedisProcess() as server:
                 async with store_of(server) as (store, arena):
                     put(store, arena)
                     assert await store.drain(60)
                 async with store_of(server) as (store, arena):
-                    await brought(store, arena)
+                    await check_promoted(store, arena)
                     assert store.lower["remote"].stats.promoted == len(CHAIN)
 
         asyncio.run(main())
 
-    def test_frozen_server_costs_lookups_nothing_and_writes_resume(self):
+    def test_frozen_server_does_not_delay_lookups_and_writes_resume(self):
         async def main() -> None:
             with RedisProcess() as server:
                 async with store_of(server, deadline=1.0) as (store, arena):
                     server.freeze()
                     put(store, arena)
                     assert store.lookup(LEASE, one_chain(CHAIN, PAYLOAD_BYTES)).num_resident == len(CHAIN)
-                    await unhealthy(store)
+                    await wait_until_unhealthy(store)
                     assert not await store.drain(0.2)
                     missing = [NAMESPACE + bytes([99]) * 32]
                     assert not store.lookup((b"e" * 16, "other"), one_chain(missing, 1)).is_probing
                     server.thaw()
                     assert await store.drain(60)
                 async with store_of(server) as (store, arena):
-                    await brought(store, arena)
+                    await check_promoted(store, arena)
 
         asyncio.run(main())
 
-    def test_killed_server_is_filled_again_after_its_restart(self):
+    def test_restarted_server_gets_the_queued_rows(self):
         async def main() -> None:
             with RedisProcess() as server:
                 async with store_of(server) as (store, arena):

@@ -1,4 +1,4 @@
-"""Two real sidecars, what engines look up in them, and the operator's poller: a recommendation."""
+"""The operator's poller reads the samples of two real sidecars and recommends a size."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
-from lmcache_operator.components import COMPONENTS
+from lmcache_operator.autoscaling.intake.poller import Poller
 from lmcache_operator.components.base import Observed
-from lmcache_operator.scaling.poller import Poller
+from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.specs.kinds import ClusterKey, Ref
 from lmcache_operator.specs.names import SIDECAR
 from lmcache_operator.stats import StatsClient
 
-from lmcache.rpc.client import Role, Scheduled, Session
+from lmcache.rpc.hello import Role
+from lmcache.rpc.session import Scheduled, Session
 from lmcache.tiers.memory.contracts import Reserved
 from testing.processes import SidecarProcess
 from tests.harness.engine import session_of
@@ -30,23 +31,23 @@ CHUNK_TOKENS = 256
 PATIENCE = 120.0
 KEY = ClusterKey("default", "demo", "uid")
 NUM_DOCUMENTS, CHUNKS = 60, 8
-"""Of each pod: 120 MiB of rows, where a pod has 64."""
+"""Documents of each pod: 120 MiB of rows, while a pod has 64 MiB."""
 
 
 def serve(scheduler: Session, worker: Session, request: str, chunks: list[int]) -> int:
-    """Count what is in memory, and store the rest."""
+    """Look up the chunks, store the missing ones, and return the number of hits."""
     keys = make_keys(*chunks)
-    found = len(scheduler.index.find(np.frombuffer(keys, "<u8").reshape(-1, 8)).rows)
-    told = Scheduled(num_hit_chunks=found, num_loaded_tokens=CHUNK_TOKENS * found)
-    scheduler.lookup(request, [(0, keys)], hint=True, scheduled=told, prefill_tokens_per_second=10_000.0)
-    missing = keys[64 * found :]
-    reserved = worker.reserve(0, missing, request_id=request, first_chunk=found) if missing else []
-    worker.commit([one.slot for one in reserved if one.result is Reserved.SLOT])
-    return found
+    num_hits = len(scheduler.index.find(np.frombuffer(keys, "<u8").reshape(-1, 8)).rows)
+    scheduled = Scheduled(num_hit_chunks=num_hits, num_loaded_tokens=CHUNK_TOKENS * num_hits)
+    scheduler.lookup(request, [(0, keys)], hint=True, scheduled=scheduled, prefill_tokens_per_second=10_000.0)
+    missing = keys[64 * num_hits :]
+    reserved = worker.reserve(0, missing, request_id=request, first_chunk=num_hits) if missing else []
+    worker.commit([reservation.slot for reservation in reserved if reservation.result is Reserved.SLOT])
+    return num_hits
 
 
 class ByPort:
-    """Sidecars at one address each, and ports of their own."""
+    """A client for sidecars that share one address and differ in their ports."""
 
     def __init__(self, clients: Mapping[str, StatsClient]) -> None:
         self.clients = clients
@@ -70,24 +71,24 @@ def observed(addresses: list[str]) -> dict[str, Observed]:
         for address in addresses
     )  # fmt: skip
     engine = {"metadata": {"uid": "set"}, "spec": {"replicas": len(pods), "template": {"metadata": {}}}}
-    one = Observed(
+    observation = Observed(
         resource=cluster(tiers={"memory": {"size": "64Mi"}}, autoscaling={"memory": {"maxSize": "512Mi"}}),
         children={Ref("StatefulSet", "demo-engine"): engine},
         pods=pods,
         now=datetime.now(UTC),
     )
-    return {own.name: one for own in COMPONENTS}
+    return {component.name: observation for component in COMPONENTS}
 
 
-async def until(found: Callable[[], Any]) -> Any:
+async def poll(condition: Callable[[], Any]) -> Any:
     async with asyncio.timeout(PATIENCE):
-        while not (value := found()):  # noqa: ASYNC110 - nobody tells
+        while not (value := condition()):  # noqa: ASYNC110 - the condition has no event
             await asyncio.sleep(0.01)
     return value
 
 
 async def recommended(processes: list[SidecarProcess], sessions: list[tuple[Session, Session]]) -> Any:
-    """The report after an hour of five minutes each, and the share of rows that was hit in it."""
+    """The report after an hour with 12 rounds of requests, the hit ratio, and the number of samples."""
     now, hits, requests = [1.8e9], [0, 0], itertools.count()
     addresses = [str(process.http_port) for process in processes]
     async with AsyncExitStack() as stack:
@@ -98,7 +99,7 @@ async def recommended(processes: list[SidecarProcess], sessions: list[tuple[Sess
         stack.push_async_callback(poller.close)
         poller.report(KEY, observed(addresses))
         intake = poller._watched[KEY.uid].sizing.intake
-        await until(lambda: len(intake.pods) == 2 and all(pod.started for pod in intake.pods.values()))
+        await poll(lambda: len(intake.pods) == 2 and all(pod.started for pod in intake.pods.values()))
         for _ in range(12):
             now[0] += 300.0
             for pod, (scheduler, worker) in enumerate(sessions):
@@ -106,18 +107,18 @@ async def recommended(processes: list[SidecarProcess], sessions: list[tuple[Sess
                     first = 1_000_000 * (pod + 1) + 100 * number
                     hits[0] += serve(scheduler, worker, f"{next(requests)}", [*range(first, first + CHUNKS)])
                     hits[1] += CHUNKS
-            told = {
+            next_samples = {
                 address: json.loads(process.get("/samples"))["next"]
                 for address, process in zip(addresses, processes, strict=True)
             }
-            await until(lambda told=told: all(intake.pods[uid].next == told[uid] for uid in told))
+            await poll(lambda ends=next_samples: all(intake.pods[uid].next == ends[uid] for uid in ends))
         now[0] += 900.0
         last = datetime.fromtimestamp(now[0], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        await until(lambda: poller.report(KEY, observed(addresses)).status["observedAt"] == last)
+        await poll(lambda: poller.report(KEY, observed(addresses)).status["observedAt"] == last)
         return poller.report(KEY, observed(addresses)), hits[0] / hits[1], intake.num_samples
 
 
-def test_what_engines_look_up_brings_a_recommendation() -> None:
+def test_lookups_of_engines_lead_to_a_recommendation() -> None:
     with ExitStack() as stack:
         processes = [stack.enter_context(SidecarProcess(memory_size="64Mi")) for _ in range(2)]
         sessions = [
@@ -129,13 +130,13 @@ def test_what_engines_look_up_brings_a_recommendation() -> None:
         ]
         report, hits, num_samples = asyncio.run(recommended(processes, sessions))
     memory = report.status["memory"]
-    assert hits < 0.1  # all documents in turn: what comes again has just been evicted, or nearly all of it
-    # A ring begins with the first request that a sidecar follows, and what it held then is not counted.
+    assert hits < 0.1  # the documents come in turn: nearly every document has just been evicted
+    # The poller does not count the samples that a ring held before its first poll.
     assert num_samples == 11 * 2 * NUM_DOCUMENTS * CHUNKS
     assert memory["current"] == "64Mi"
-    assert memory["recommended"] == "128Mi"  # 120 MiB and the tables, as near as sizes are told apart
-    assert report.memory is None  # by default it only recommends
+    assert memory["recommended"] == "128Mi"  # 120 MiB and the tables, rounded to the steps of the curve
+    assert report.memory is None  # the default mode only recommends
     by_size = {point["size"]: float(point["hit"]) for point in memory["curve"]}
     assert by_size["64Mi"] == 0
     assert by_size["512Mi"] > 0.9
-    assert "more prompt tokens hit" in memory["reason"]
+    assert "percentage points more hits" in memory["reason"]

@@ -1,4 +1,4 @@
-"""What is rendered for a shard, run as a process: a real server with the rights and bounds it should have."""
+"""The rendered container of a shard, run as a process: a real server with its rights and limits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PASSWORD = "p'a$s \"w\\ord"
 
 
 class Shard(ShardProcess):
-    """Of a cluster that declares this."""
+    """A shard of a cluster with this ``managed`` spec."""
 
     def __init__(self, folder: Path, port: int, **managed: Any) -> None:
         resource = cluster(tiers={"remote": {"managed": {"memoryPerShard": "512Mi", **managed}}})
@@ -47,8 +47,8 @@ class Shard(ShardProcess):
         self.auth.write(password=f"{PASSWORD}\n")
 
 
-def write_certificate(secret: MountedSecret, made: Certificates) -> None:
-    files = {"tls.crt": made.cert, "tls.key": made.key, "ca.crt": made.ca}
+def write_certificate(secret: MountedSecret, certificates: Certificates) -> None:
+    files = {"tls.crt": certificates.cert, "tls.key": certificates.key, "ca.crt": certificates.ca}
     secret.write(**{name: path.read_text() for name, path in files.items()})
 
 
@@ -66,15 +66,15 @@ def tier(shard: Shard, password: str = PASSWORD) -> RemoteTier:
 
 
 def names_in_session(session: int) -> Iterator[str]:
-    """Of its processes."""
+    """Names of the processes in a session."""
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # gone
+        with contextlib.suppress(OSError):  # the process has ended
             if os.getsid(int(process.name)) == session:
                 yield (process / "comm").read_text().strip()
 
 
-def test_a_probe_of_a_server_that_hangs_ends_when_it_is_killed(shard):
-    """The kubelet kills what it has started, and then waits for all that could still write an answer."""
+def test_probe_of_a_hanging_server_ends_when_killed(shard):
+    """The kubelet kills a probe, and then waits for every process that could still write an answer."""
     shard.freeze()
     probe = subprocess.Popen(shard.probe, stdout=subprocess.PIPE, start_new_session=True)
     try:
@@ -86,7 +86,7 @@ def test_a_probe_of_a_server_that_hangs_ends_when_it_is_killed(shard):
     assert shard.is_alive()
 
 
-def test_a_sidecar_may_do_all_that_it_does(shard):
+def test_sidecar_has_the_rights_that_it_needs(shard):
     remote = tier(shard)
     assert remote.store(ObjectId(KEY, 0), memoryview(pattern(5 << 20)))
     assert load(remote) == pattern(5 << 20)
@@ -97,18 +97,18 @@ def test_a_sidecar_may_do_all_that_it_does(shard):
     remote.close()
 
 
-def test_a_sidecar_of_an_earlier_release_may_do_all_that_it_does(shard):
-    """Such a sidecar runs on while pods are replaced. It stores each part of a row as a string."""
+def test_sidecar_of_an_earlier_release_has_the_rights_that_it_needs(shard):
+    """The earlier sidecar runs until its pod is replaced. It stores each part of a row as a string."""
     endpoint = Endpoint("127.0.0.1", shard.port)
     address = Address(Kind.SHARDS, (endpoint,), username=REMOTE_USER, password=PASSWORD)
     with contextlib.closing(Connection(endpoint, address, 60)) as connection:
         assert connection.call("SET", "lmc1:old", "x") == b"OK"
         assert connection.call("GET", "lmc1:old") == b"x"
         assert connection.call("EXISTS", "lmc1:old") == connection.call("TOUCH", "lmc1:old") == 1
-        assert connection.call("UNLINK", "lmc1:old") == 1, "a new sidecar replaces a value of another type"
+        assert connection.call("UNLINK", "lmc1:old") == 1, "a new sidecar replaces values of another type"
 
 
-def test_nobody_else_may_do_anything(shard):
+def test_other_users_and_commands_are_refused(shard):
     def refusal(*words: str, username: str = REMOTE_USER, password: str = PASSWORD) -> str:
         endpoint = Endpoint("127.0.0.1", shard.port)
         address = Address(Kind.SHARDS, (endpoint,), username=username, password=password)
@@ -127,7 +127,7 @@ def test_nobody_else_may_do_anything(shard):
         assert "NOPERM" in refusal(*words)
 
 
-def test_it_evicts_within_its_bound_and_keeps_nothing(shard):
+def test_server_evicts_within_its_limit_and_persists_nothing(shard):
     remote = tier(shard)
     remote.check()
     (usage,) = remote._usages.values()
@@ -139,12 +139,12 @@ def test_it_evicts_within_its_bound_and_keeps_nothing(shard):
     remote.close()
 
 
-def test_what_it_may_store_is_what_is_left_of_its_limit():
+def test_store_size_leaves_a_part_of_the_memory_limit_free():
     assert store_bytes(32 << 30) == (32 << 30) - (32 << 30) // 5
     assert store_bytes(1 << 30) == 768 << 20
 
 
-def test_without_a_password_it_does_not_start(tmp_path):
+def test_server_does_not_start_without_a_password(tmp_path):
     with Shard(tmp_path, free_port()) as shard:
         shard.auth.write(password="")
         shard.spawn(shard.argv)
@@ -152,11 +152,11 @@ def test_without_a_password_it_does_not_start(tmp_path):
         assert "the Secret has no key" in shard.log
 
 
-# -- what is changed while it runs
+# ---- changes while the server runs ----
 
 
 def refusal(shard: Shard, password: str) -> str:
-    """Why nobody gets in with it; empty: one does."""
+    """The error of a client with this password. Empty if the server accepts it."""
     with contextlib.closing(tier(shard, password)) as remote:
         try:
             load(remote)
@@ -165,28 +165,28 @@ def refusal(shard: Shard, password: str) -> str:
         return ""
 
 
-def test_a_password_is_changed_without_a_miss(shard):
-    """Sidecars see each of the changes when they like."""
-    lasting = tier(shard)
-    assert lasting.store(ObjectId(KEY, 0), memoryview(b"x"))
+def test_password_rotation_causes_no_miss(shard):
+    """Sidecars see each change at any later time."""
+    connected = tier(shard)
+    assert connected.store(ObjectId(KEY, 0), memoryview(b"x"))
     assert "WRONGPASS" in refusal(shard, "new")
 
-    def found(*passwords: str) -> None:
-        for remote in (lasting, *(tier(shard, password) for password in passwords)):
+    def check_access(*passwords: str) -> None:
+        for remote in (connected, *(tier(shard, password) for password in passwords)):
             assert load(remote) == b"x"
             assert remote.stats.failures == 0
-            if remote is not lasting:
+            if remote is not connected:
                 remote.close()
 
     shard.auth.write(password=PASSWORD, other="new")
     wait_until(lambda: not refusal(shard, "new"))
-    found(PASSWORD, "new")
+    check_access(PASSWORD, "new")
     shard.auth.write(password="new\n", other=PASSWORD)
-    found(PASSWORD, "new")
+    check_access(PASSWORD, "new")
     shard.auth.write(password="new\n")
     wait_until(lambda: "WRONGPASS" in refusal(shard, PASSWORD))
-    found("new")
-    lasting.close()
+    check_access("new")
+    connected.close()
 
 
 @pytest.fixture
@@ -203,35 +203,38 @@ def authority(folder: Path, name: str) -> Certificates:
 
 
 def secure_tier(shard: Shard, ca: Path) -> RemoteTier:
-    """As the list says it."""
+    """A tier with the shard list that the operator writes."""
     remote, endpoint = tier(shard), Endpoint("127.0.0.1", shard.port)
     remote.set_shards(ShardList((endpoint,), secure=frozenset([endpoint]), ca=str(ca)))
     return remote
 
 
-def is_trusted(shard: Shard, made: Certificates) -> bool:
-    with contextlib.closing(secure_tier(shard, made.ca)) as remote, contextlib.suppress(TierUnavailableError):
+def is_trusted(shard: Shard, certificates: Certificates) -> bool:
+    with (
+        contextlib.closing(secure_tier(shard, certificates.ca)) as remote,
+        contextlib.suppress(TierUnavailableError),
+    ):
         load(remote)
         return True
     return False
 
 
-def test_a_certificate_is_renewed_without_a_miss(secure, tmp_path):
-    lasting = secure_tier(secure, secure.tls.folder / "ca.crt")
-    assert lasting.store(ObjectId(KEY, 0), memoryview(pattern(5 << 20)))
-    assert refusal(secure, PASSWORD), "without TLS nobody is heard"
+def test_certificate_renewal_causes_no_miss(secure, tmp_path):
+    connected = secure_tier(secure, secure.tls.folder / "ca.crt")
+    assert connected.store(ObjectId(KEY, 0), memoryview(pattern(5 << 20)))
+    assert refusal(secure, PASSWORD), "the server must refuse clients without TLS"
     second = authority(tmp_path, "second")
     assert not is_trusted(secure, second)
     write_certificate(secure.tls, second)
     wait_until(lambda: is_trusted(secure, second))
     assert not is_trusted(secure, Certificates(tmp_path / "first/ca.pem", second.cert, second.key))
-    for remote in (lasting, secure_tier(secure, secure.tls.folder / "ca.crt")):
+    for remote in (connected, secure_tier(secure, secure.tls.folder / "ca.crt")):
         assert load(remote) == pattern(5 << 20)
         assert remote.stats.failures == 0
         remote.close()
 
 
-def test_a_certificate_that_is_none_changes_nothing_until_it_is_one(secure, tmp_path):
+def test_invalid_certificate_is_ignored_until_replaced(secure, tmp_path):
     secure.tls.write(**{"tls.crt": "nonsense", "tls.key": ""})
     wait_until(lambda: secure.check() or "certificate: ERR" in secure.log)
     assert is_trusted(secure, Certificates(tmp_path / "first/ca.pem", Path(), Path()))

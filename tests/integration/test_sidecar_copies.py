@@ -1,4 +1,4 @@
-"""The sidecar copies stores from a (simulated) GPU: what comes out, and who copies when it can't."""
+"""The sidecar copies stores from a simulated GPU, and reports why the engine copies if it cannot."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def transfer_of(sidecar: SidecarProcess) -> dict[str, Any]:
     return transfer
 
 
-def test_what_the_sidecar_copies_is_what_the_gpu_has(gpus, sidecar):
+def test_sidecar_copies_the_content_of_the_gpu(gpus, sidecar):
     with GpuEngine(sidecar, gpus) as engine:
         engine.store_by_sidecar([1, 2], [ROW, OTHER_ROW])
         assert engine.ask("is_stored", 1, ROW)
@@ -67,39 +67,39 @@ def test_what_the_sidecar_copies_is_what_the_gpu_has(gpus, sidecar):
         assert gpus.count("mappings", "reader") == 2
         assert gpus.count("pinned_bytes", "reader") > 0
         assert gpus.count("writes_to_imports") == 0
-    wait_until(lambda: not gpus.processes(), what="no context is left where no engine is")
+    wait_until(lambda: not gpus.processes(), what="all contexts are closed after the engine has left")
 
 
-def test_two_ranks_on_one_gpu_share_a_reader_and_no_bytes(gpus, sidecar):
+def test_ranks_on_one_gpu_share_a_reader(gpus, sidecar):
     with (
         GpuEngine(sidecar, gpus, num_columns=2, column=0, seed=1) as first,
         GpuEngine(sidecar, gpus, num_columns=2, column=1, seed=2) as second,
     ):
         for engine in (first, second):
             engine.wait_until_copied_by(sidecar=True)
-        many = [list(range(at % 20, at % 20 + 4)) for at in range(60)]
+        blocks = [list(range(start % 20, start % 20 + 4)) for start in range(60)]
         for engine in (first, second):
-            engine.tell("store", list(range(60)), many)
+            engine.start_call("store", list(range(60)), blocks)
         assert [first.answer(), second.answer()] == ["stored", "stored"]
         for engine in (first, second):
-            assert all(engine.ask("is_stored", key, many[key]) for key in (0, 31, 59))
+            assert all(engine.ask("is_stored", key, blocks[key]) for key in (0, 31, 59))
         assert len(gpus.processes("reader")) == 1
         transfer = sidecar.stats()["transfer"]
         assert transfer["copied_slots"] == 120
-        assert transfer["copy_batches"] <= 8, "not a batch per slot"
+        assert transfer["copy_batches"] <= 8, "slots must share batches"
 
 
-def test_rows_of_unlike_groups_lie_side_by_side(gpus, sidecar):
+def test_rows_of_different_groups_share_frames(gpus, sidecar):
     with GpuEngine(sidecar, gpus, num_groups=2) as engine:
         keys, rows = list(range(40)), [ROW if key % 3 else [key % 24] for key in range(40)]
         engine.store_by_sidecar(keys, rows)
         assert sidecar.stats()["geometry"]["slots_per_frame"] > 1, (
-            "else every row would have a slot of its own"
+            "the test needs frames that several rows share"
         )
         assert all(engine.ask("is_stored", key, row) for key, row in zip(keys, rows, strict=True))
 
 
-# ---- what stands in the way ----
+# ---- reasons against copies by the sidecar ----
 
 
 NO_GPU = [
@@ -114,7 +114,7 @@ NO_GPU = [
 
 
 @pytest.mark.parametrize(("of_engine", "of_driver", "reason"), NO_GPU)
-def test_what_stands_in_the_way_is_said_and_the_engine_copies(gpus, of_engine, of_driver, reason):
+def test_engine_copies_and_the_reason_is_reported(gpus, of_engine, of_driver, reason):
     with make_sidecar(gpus, {"transfer": "CudaIPC"}, **of_driver) as sidecar:
         with GpuEngine(sidecar, gpus, **of_engine) as engine:
             assert re.search(reason, engine.wait_until_copied_by(sidecar=False))
@@ -128,56 +128,57 @@ def test_what_stands_in_the_way_is_said_and_the_engine_copies(gpus, of_engine, o
             assert number == 1
             assert 'lmcache_transfer_left_to_engines_total{reason="' in sidecar.get("/metrics")
             assert sidecar.get("/readyz") == "ready\n"
-        wait_until(lambda: not gpus.processes(), what="no context is left")
+        wait_until(lambda: not gpus.processes(), what="all contexts are closed")
 
 
-# ---- memory that CUDA can't pin ----
+# ---- memory that CUDA cannot pin ----
 
 NO_PINS = {"orders": "fail cuMemHostRegister_v2 * 2"}
 ERROR = r"cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY \(2\)"
 
 
-def test_memory_that_a_reader_cannot_pin_is_reported(gpus):
+def test_pin_failures_of_the_reader_are_reported(gpus):
     with make_sidecar(gpus, **NO_PINS) as sidecar, GpuEngine(sidecar, gpus, copies=True) as engine:
         engine.store_by_sidecar([1], [ROW])
         assert engine.ask("is_stored", 1, ROW)
 
         def transfer():
-            found = sidecar.stats()["transfer"]
-            return found if found["num_pin_failures"]["reader"] and found["pinned_bytes"]["engine"] else None
+            transfer = sidecar.stats()["transfer"]
+            is_complete = transfer["num_pin_failures"]["reader"] and transfer["pinned_bytes"]["engine"]
+            return transfer if is_complete else None
 
-        found = wait_until(transfer, what="both processes have reported their pins")
-        assert found["num_pin_failures"] == {"engine": 0, "reader": 1}
-        assert found["pinned_bytes"]["reader"] == 0
-        reported = rf"the reader of {GPU} could not pin 1 parts of the memory tier: {ERROR}"
-        assert re.fullmatch(reported, found["pin_problem"])
+        reported = wait_until(transfer, what="both processes have reported their pins")
+        assert reported["num_pin_failures"] == {"engine": 0, "reader": 1}
+        assert reported["pinned_bytes"]["reader"] == 0
+        problem = rf"the reader of {GPU} could not pin 1 parts of the memory tier: {ERROR}"
+        assert re.fullmatch(problem, reported["pin_problem"])
         assert 'lmcache_transfer_pin_failures{process="reader"} 1.0' in sidecar.get("/metrics")
-    wait_until(lambda: not gpus.processes(), what="no context is left")
+    wait_until(lambda: not gpus.processes(), what="all contexts are closed")
 
 
-def test_memory_that_an_engine_cannot_pin_is_reported_by_client(gpus, sidecar):
+def test_pin_failures_of_an_engine_are_reported_by_client(gpus, sidecar):
     with GpuEngine(sidecar, gpus, copies=True, driver=NO_PINS) as engine:
 
         def pins():
             (client,) = sidecar.stats()["clients"]
             return client["pins"] if client["pins"] and client["pins"]["num_failures"] else None
 
-        found = wait_until(pins, what="the engine has reported its pins")
-        assert (found["pinned_bytes"], found["num_failures"]) == (0, 1)
-        assert re.fullmatch(ERROR, found["problem"])
+        reported = wait_until(pins, what="the engine has reported its pins")
+        assert (reported["pinned_bytes"], reported["num_failures"]) == (0, 1)
+        assert re.fullmatch(ERROR, reported["problem"])
         problem = sidecar.stats()["transfer"]["pin_problem"]
         assert re.fullmatch(
             rf"the worker of column 0, pid {engine.pid}, could not pin 1 .*: {ERROR}", problem
         )
         engine.ask("attach_again")
-        wait_until(lambda: len(sidecar.stats()["clients"]) == 1, what="the first client is gone")
+        wait_until(lambda: len(sidecar.stats()["clients"]) == 1, what="the first client is removed")
         assert wait_until(pins, what="the next client has reported its pins")["num_failures"] == 1
     with GpuEngine(sidecar, gpus) as engine:
         engine.store_by_sidecar([1], [ROW])
         assert not sidecar.stats()["transfer"]["pin_problem"], "the pins of a client end with its stream"
 
 
-def test_without_the_driver_or_its_binding_the_engine_copies(gpus, tmp_path):
+def test_engine_copies_without_the_driver_or_its_binding(gpus, tmp_path):
     with make_sidecar(gpus, None) as sidecar:
         sidecar.kill()
         del sidecar.environment["LD_LIBRARY_PATH"]
@@ -193,19 +194,19 @@ def test_without_the_driver_or_its_binding_the_engine_copies(gpus, tmp_path):
             assert "cuda-bindings is not installed" in engine.wait_until_copied_by(sidecar=False)
 
 
-def test_who_asks_for_shared_memory_gets_no_reader(gpus):
+def test_transfer_shared_memory_starts_no_reader(gpus):
     with make_sidecar(gpus, {"transfer": "SharedMemory"}) as sidecar, GpuEngine(sidecar, gpus) as engine:
         assert "--transfer SharedMemory" in engine.wait_until_copied_by(sidecar=False)
         assert not gpus.processes("reader")
 
 
-def test_a_driver_without_batches_copies_one_by_one(gpus):
+def test_driver_without_batched_copies_copies_piece_by_piece(gpus):
     with make_sidecar(gpus, driver_version=12040) as sidecar, GpuEngine(sidecar, gpus) as engine:
         engine.store_by_sidecar([1], [ROW])
         assert (gpus.count("batches", "reader"), gpus.count("single_copies", "reader")) == (0, 12)
 
 
-def test_a_slice_of_a_gpu_is_read_as_a_gpu():
+def test_reader_reads_a_mig_slice():
     with (
         node((MIG_SLICE,)) as gpus,
         make_sidecar(gpus) as sidecar,
@@ -215,7 +216,7 @@ def test_a_slice_of_a_gpu_is_read_as_a_gpu():
         assert MIG_SLICE in engine.wait_until_copied_by(sidecar=True)
 
 
-def test_each_gpu_has_a_reader_that_sees_no_other():
+def test_each_gpu_has_its_own_reader():
     with (
         node((GPU, OTHER_GPU)) as gpus,
         make_sidecar(gpus) as sidecar,
@@ -226,14 +227,17 @@ def test_each_gpu_has_a_reader_that_sees_no_other():
             engine.store_by_sidecar([key], [ROW])
             assert engine.ask("is_stored", key, ROW)
         readers = gpus.processes("reader")
-        assert sorted((one["contexts_on_0"], one["contexts_on_1"]) for one in readers) == [(0, 1), (1, 0)]
+        assert sorted((reader["contexts_on_0"], reader["contexts_on_1"]) for reader in readers) == [
+            (0, 1),
+            (1, 0),
+        ]
 
 
 # ---- process ids and handles ----
 
 
-def test_a_reader_with_an_engine_s_process_id_is_replaced(gpus):
-    """Containers have PID namespaces of their own, so that equal ids are to be expected."""
+def test_reader_with_the_process_id_of_an_engine_is_replaced(gpus):
+    """Containers have PID namespaces of their own, so equal ids are likely."""
     with make_sidecar(gpus) as sidecar:
         sidecar.kill()
         sidecar.prefix = in_namespace([], 100)
@@ -246,34 +250,34 @@ def test_a_reader_with_an_engine_s_process_id_is_replaced(gpus):
                 for key, engine in enumerate((second, first)):
                     engine.store_by_sidecar([key], [ROW])
                     assert engine.ask("is_stored", key, ROW)
-                (fresh,) = gpus.processes("reader")
-                assert fresh["pid"] != reader
+                (new_reader,) = gpus.processes("reader")
+                assert new_reader["pid"] != reader
                 assert sidecar.stats()["transfer"]["failed_readers"] == 0
 
 
-def test_a_handle_like_that_of_a_dead_engine_is_opened_anew(gpus, sidecar):
-    """The driver gives the address and the handle away again: an old mapping would be of other KV."""
+def test_handle_equal_to_that_of_a_dead_engine_is_opened_again(gpus, sidecar):
+    """The driver reuses the address and the handle: an old mapping would show other KV."""
     gpus_of_engines = {"same_handles": 1}
     with GpuEngine(sidecar, gpus, driver=gpus_of_engines, engine=new_engine(), pid=77, seed=1) as dead:
         dead.wait_until_copied_by(sidecar=True)
         handles = dead.ask("handles")
         assert dead.ask("store", [1], [ROW]) == "stored"
-        # Its stream is still open: nobody has noticed yet that it is dead.
+        # The stream of the dead engine is still open: the sidecar has not noticed its death.
         with GpuEngine(sidecar, gpus, driver=gpus_of_engines, engine=new_engine(), pid=77, seed=2) as engine:
-            assert engine.ask("handles") == handles, "else this shows nothing"
+            assert engine.ask("handles") == handles, "the test needs equal handles"
             engine.store_by_sidecar([2], [ROW])
             assert engine.ask("is_stored", 2, ROW)
             wait_until(lambda: gpus.count("mappings", "reader") == 2)
 
 
-def test_a_freed_allocation_is_not_opened(gpus, sidecar):
+def test_freed_allocation_is_refused(gpus, sidecar):
     with GpuEngine(sidecar, gpus) as engine:
         engine.wait_until_copied_by(sidecar=True)
         engine.ask("free_and_attach_again")
         assert "can't be opened: cuIpcOpenMemHandle" in engine.wait_until_copied_by(sidecar=False)
 
 
-def test_a_reader_that_has_memory_pinned_ends_before_that_is_given_back(gpus, tmp_path):
+def test_reader_ends_before_its_pinned_memory_is_released(gpus, tmp_path):
     size = tmp_path / "memory-size"
     size.write_text("16Mi")
     options = {"memory_max_size": "16Mi", "memory_size_file": size}

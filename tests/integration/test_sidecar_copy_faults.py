@@ -1,4 +1,4 @@
-"""Copies from a (simulated) GPU while something dies or hangs: no slot is reused too early, or never."""
+"""Copies from a simulated GPU while a process dies or hangs: slots are reused, and never too early."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def open_descriptors(sidecar: SidecarProcess) -> int:
     return len(os.listdir(f"/proc/{sidecar.pid}/fd"))
 
 
-def under_way(sidecar: SidecarProcess) -> int:
+def num_slots_under_way(sidecar: SidecarProcess) -> int:
     number: int = sidecar.stats()["transfer"]["num_slots_under_way"]
     return number
 
@@ -49,17 +49,17 @@ def start_stalled_store(
 ) -> None:
     engine.wait_until_copied_by(sidecar=True)
     gpus.order("reader: stall")
-    engine.tell("store", [1], [ROW], timeout)
+    engine.start_call("store", [1], [ROW], timeout)
     wait_for_copies(sidecar, 1)
 
 
-def test_a_slot_is_nobody_s_until_its_copy_ended_whatever_the_engine_says(gpus):
+def test_slot_is_not_reused_before_its_copy_ends(gpus):
     with make_sidecar(gpus, {"memory_size": "1Mi"}, PATIENT) as sidecar, GpuEngine(sidecar, gpus) as engine:
-        start_stalled_store(gpus, sidecar, engine, timeout=3.0)  # it must begin before
-        assert engine.answer() == "SidecarUnavailableError", "and aborted"
+        start_stalled_store(gpus, sidecar, engine, timeout=3.0)  # the copy must begin before the timeout
+        assert engine.answer() == "SidecarUnavailableError", "the engine must give up and abort"
         rows = sidecar.stats()["memory"]["usable_rows"]
-        assert sidecar.stats()["memory"]["used_rows"] == under_way(sidecar) == 1
-        assert engine.ask("fill_by_itself", rows + 5) == rows - 1, "all but the one that is being written"
+        assert sidecar.stats()["memory"]["used_rows"] == num_slots_under_way(sidecar) == 1
+        assert engine.ask("fill_by_itself", rows + 5) == rows - 1, "the slot under copy must not be reused"
         gpus.order("")
         wait_for_copies(sidecar, 0)
         assert engine.ask("fill_by_itself", rows + 5) == rows
@@ -68,31 +68,31 @@ def test_a_slot_is_nobody_s_until_its_copy_ended_whatever_the_engine_says(gpus):
 
 
 @pytest.mark.parametrize("fault", ["killed", "frozen", "stalled"])
-def test_a_reader_that_is_lost_in_mid_copy_leaves_copies_to_the_engine(gpus, fault):
+def test_engine_copies_after_its_reader_failed_during_a_copy(gpus, fault):
     patch = PATIENT if fault == "killed" else HASTY
     with make_sidecar(gpus, None, patch) as sidecar, GpuEngine(sidecar, gpus) as engine:
         engine.wait_until_copied_by(sidecar=True)
         reader = reader_of(gpus)
         gpus.order("reader: stall")
-        engine.tell("store", [1, 2], [ROW, OTHER_ROW], 60.0)
+        engine.start_call("store", [1, 2], [ROW, OTHER_ROW], 60.0)
         if fault == "killed":
             wait_for_copies(sidecar, 2)
             os.kill(reader, signal.SIGKILL)
         elif fault == "frozen":
             os.kill(reader, signal.SIGSTOP)
-        reason = "its reader ended, signal 9" if fault == "killed" else "did not answer COPY within 0.5 s"
+        reason = "ended by signal 9" if fault == "killed" else "did not answer COPY within 0.5 s"
         assert re.search(f"engine copies: .*{reason}", engine.answer())
         assert reason in engine.wait_until_copied_by(sidecar=False)
         stats = sidecar.stats()
         assert (stats["transfer"]["failed_slots"], stats["transfer"]["failed_readers"]) == (2, 1)
-        assert (under_way(sidecar), stats["memory"]["used_rows"]) == (0, 0)
+        assert (num_slots_under_way(sidecar), stats["memory"]["used_rows"]) == (0, 0)
         assert not gpus.processes("reader")
         gpus.order("")
-        engine.ask("attach_again")  # as an engine that is restarted
+        engine.ask("attach_again")  # like a restarted engine
         engine.store_by_sidecar([1], [ROW])
 
 
-def test_a_reader_that_dies_between_copies_is_replaced(gpus):
+def test_reader_that_dies_between_copies_is_replaced(gpus):
     with make_sidecar(gpus) as sidecar, GpuEngine(sidecar, gpus) as engine:
         engine.wait_until_copied_by(sidecar=True)
         first = reader_of(gpus)
@@ -101,45 +101,45 @@ def test_a_reader_that_dies_between_copies_is_replaced(gpus):
         engine.store_by_sidecar([1], [ROW])
 
 
-def test_a_broken_context_is_one_engine_s_and_not_the_other_s(gpus):
+def test_broken_context_affects_only_one_engine(gpus):
     with (
         make_sidecar(gpus) as sidecar,
         GpuEngine(sidecar, gpus, engine=new_engine(), seed=1) as broken,
-        GpuEngine(sidecar, gpus, engine=new_engine(), seed=2) as other,
+        GpuEngine(sidecar, gpus, engine=new_engine(), seed=2) as healthy,
     ):
-        for engine in (broken, other):
+        for engine in (broken, healthy):
             engine.wait_until_copied_by(sidecar=True)
         gpus.order("reader: fail cuMemcpyBatchAsync * 700")
         assert "CUDA_ERROR_ILLEGAL_ADDRESS" in broken.ask("store", [1], [ROW])
         gpus.order("")
-        other.store_by_sidecar([2], [ROW])
+        healthy.store_by_sidecar([2], [ROW])
         assert "CUDA_ERROR_ILLEGAL_ADDRESS" in broken.wait_until_copied_by(sidecar=False)
 
 
-def test_an_engine_that_dies_in_mid_copy_has_its_memory_closed(gpus):
-    """Within the bound of a drain: a restarted engine needs the memory."""
+def test_memory_of_an_engine_killed_during_a_copy_is_closed(gpus):
+    """The memory is closed within the time limit of a drain: a restarted engine needs it."""
     with (
         make_sidecar(gpus, None, HASTY) as sidecar,
-        GpuEngine(sidecar, gpus, engine=new_engine()) as other,
+        GpuEngine(sidecar, gpus, engine=new_engine()) as survivor,
     ):
-        other.wait_until_copied_by(sidecar=True)
+        survivor.wait_until_copied_by(sidecar=True)
         with GpuEngine(sidecar, gpus, engine=new_engine(), seed=2) as engine:
             start_stalled_store(gpus, sidecar, engine)
         wait_for_copies(sidecar, 0)
         gpus.order("")
-        other.store_by_sidecar([2], [ROW])
+        survivor.store_by_sidecar([2], [ROW])
         assert gpus.count("mappings", "reader") == 2
         sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 0, timeout=60)
         assert sidecar.stats()["memory"]["used_rows"] == 1
 
 
-def test_memory_is_not_closed_under_a_copy_from_it(gpus):
-    """That would break the context, and with it the copies of all engines on the GPU."""
+def test_memory_is_not_closed_during_a_copy(gpus):
+    """Closing the memory would break the context, and with it the copies of all engines on the GPU."""
     with (
         make_sidecar(gpus, None, PATIENT) as sidecar,
-        GpuEngine(sidecar, gpus, engine=new_engine()) as other,
+        GpuEngine(sidecar, gpus, engine=new_engine()) as survivor,
     ):
-        other.wait_until_copied_by(sidecar=True)
+        survivor.wait_until_copied_by(sidecar=True)
         with GpuEngine(sidecar, gpus, engine=new_engine(), seed=2) as engine:
             start_stalled_store(gpus, sidecar, engine)
         sidecar.wait_until(lambda stats: stats["num_clients"]["attached"] == 1, timeout=60)
@@ -148,31 +148,31 @@ def test_memory_is_not_closed_under_a_copy_from_it(gpus):
         gpus.order("")
         wait_until(lambda: gpus.count("mappings", "reader") == 2, timeout=60)
         wait_for_copies(sidecar, 0)
-        other.store_by_sidecar([2], [ROW])
+        survivor.store_by_sidecar([2], [ROW])
         assert reader_of(gpus) == reader
         assert sidecar.stats()["transfer"]["failed_readers"] == 0
 
 
-def test_an_engine_that_leaves_has_its_memory_closed_and_no_more(gpus):
-    with make_sidecar(gpus) as sidecar, GpuEngine(sidecar, gpus, engine=new_engine()) as stays:
-        stays.wait_until_copied_by(sidecar=True)
+def test_memory_of_a_detached_engine_is_closed(gpus):
+    with make_sidecar(gpus) as sidecar, GpuEngine(sidecar, gpus, engine=new_engine()) as remaining:
+        remaining.wait_until_copied_by(sidecar=True)
         reader = reader_of(gpus)
-        with GpuEngine(sidecar, gpus, engine=new_engine(), seed=2) as leaves:
-            leaves.wait_until_copied_by(sidecar=True)
+        with GpuEngine(sidecar, gpus, engine=new_engine(), seed=2) as leaving:
+            leaving.wait_until_copied_by(sidecar=True)
             assert gpus.count("mappings", "reader") == 4
         wait_until(lambda: gpus.count("mappings", "reader") == 2)
         assert reader_of(gpus) == reader
-        assert stays.ask("store", [1], [ROW]) == "stored"
+        assert remaining.ask("store", [1], [ROW]) == "stored"
 
 
-def test_a_sidecar_that_is_killed_in_mid_copy_takes_its_reader_along(gpus):
+def test_reader_of_a_killed_sidecar_ends(gpus):
     with make_sidecar(gpus, None, PATIENT) as sidecar, GpuEngine(sidecar, gpus) as engine:
         start_stalled_store(gpus, sidecar, engine)
         reader = reader_of(gpus)
         os.kill(reader, signal.SIGSTOP)
         sidecar.kill()
         assert engine.answer().startswith("SidecarUnavailableError")
-        wait_until(lambda: not gpus.processes("reader"), what="the kernel ends it with its parent")
+        wait_until(lambda: not gpus.processes("reader"), what="the kernel ends the reader with its parent")
         gpus.order("")
         sidecar.start()
         engine.ask("attach_again")
@@ -180,7 +180,7 @@ def test_a_sidecar_that_is_killed_in_mid_copy_takes_its_reader_along(gpus):
         assert engine.ask("is_stored", 1, OTHER_ROW)
 
 
-def test_a_sidecar_that_stops_ends_its_reader(gpus):
+def test_terminated_sidecar_ends_its_reader(gpus):
     with make_sidecar(gpus, None, PATIENT) as sidecar, GpuEngine(sidecar, gpus) as engine:
         start_stalled_store(gpus, sidecar, engine)
         assert sidecar.terminate(timeout=60) == 0
@@ -188,15 +188,15 @@ def test_a_sidecar_that_stops_ends_its_reader(gpus):
         assert engine.answer().startswith("SidecarUnavailableError")
 
 
-def test_many_attaches_leave_nothing_behind(gpus):
+def test_repeated_attaches_leak_nothing(gpus):
     with (
         make_sidecar(gpus) as sidecar,
-        GpuEngine(sidecar, gpus, engine=new_engine()) as stays,
+        GpuEngine(sidecar, gpus, engine=new_engine()) as remaining,
         GpuEngine(sidecar, gpus, engine=new_engine(), seed=2) as engine,
     ):
-        for each in (stays, engine):
-            each.wait_until_copied_by(sidecar=True)
-            assert each.ask("store", [1], [ROW]) in ("stored", "busy")
+        for gpu_engine in (remaining, engine):
+            gpu_engine.wait_until_copied_by(sidecar=True)
+            assert gpu_engine.ask("store", [1], [ROW]) in ("stored", "busy")
         before, descriptors = gpus.processes("reader"), open_descriptors(sidecar)
         assert engine.ask("attach_often", 20) == 20
         (after,) = wait_until(lambda: gpus.processes("reader"))
@@ -205,4 +205,4 @@ def test_many_attaches_leave_nothing_behind(gpus):
         sidecar.wait_until(
             lambda stats: stats["num_clients"] == {"attached": 2, "quarantined": 0}, timeout=60
         )
-        assert open_descriptors(sidecar) < descriptors + 10, "some are of gRPC and HTTP"
+        assert open_descriptors(sidecar) < descriptors + 10, "gRPC and HTTP may open some"

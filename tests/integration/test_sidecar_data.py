@@ -1,4 +1,4 @@
-"""Rows on their way through a real sidecar process, and engines that fail on it."""
+"""Stores and loads of rows with a real sidecar process, and engines that fail."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
-from lmcache.rpc.client import Role
 from lmcache.rpc.errors import StaleSessionError
+from lmcache.rpc.hello import Role
 from lmcache.rpc.service import LOOKUP, RESERVE, unpack_slots
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.contracts import Reserved
@@ -20,7 +20,7 @@ from tests.harness.engine import CHUNK_BYTES, assert_stored, load, payload, stor
 from tests.harness.wire import ClientProcess, RawClient, attached, make_hello, make_keys, slots_of, usable
 
 
-def test_what_was_stored_is_loaded_byte_for_byte(sidecar, connect):
+def test_stored_rows_are_loaded_byte_for_byte(sidecar, connect):
     scheduler, worker = attached(connect(Role.SCHEDULER)), attached(connect())
     usable(sidecar)
     store(worker, 1, 2, 3)
@@ -31,7 +31,7 @@ def test_what_was_stored_is_loaded_byte_for_byte(sidecar, connect):
     assert (memory["used_rows"], memory["leased_rows"], memory["quarantined_slots"]) == (3, 0, 0)
 
 
-def test_a_row_is_visible_when_all_ranks_committed(sidecar, connect):
+def test_row_is_visible_when_all_ranks_have_committed(sidecar, connect):
     scheduler = attached(connect(Role.SCHEDULER, num_columns=2))
     ranks = [attached(connect(num_columns=2, column=column)) for column in range(2)]
     usable(sidecar)
@@ -46,15 +46,15 @@ def test_a_row_is_visible_when_all_ranks_committed(sidecar, connect):
     assert not np.shares_memory(ranks[0].slots, ranks[1].slots)
 
 
-def test_more_keys_than_one_call_takes_are_sent_in_several(sidecar, connect):
+def test_many_keys_are_split_over_several_calls(sidecar, connect):
     worker, scheduler = (attached(connect(role, chunk_bytes=4096)) for role in (Role.WORKER, Role.SCHEDULER))
     usable(sidecar)
     keys = make_keys(*range(2 * service.MAX_KEYS_PER_CALL + 10))
     with worker.copying():
         reserved = worker.reserve(0, keys)
         worker.commit([reservation.slot for reservation in reserved])
-    found = scheduler.lookup("r", [(0, keys + make_keys(10**6))])
-    assert found.num_resident == found.num_leased == len(reserved)
+    result = scheduler.lookup("r", [(0, keys + make_keys(10**6))])
+    assert result.num_resident == result.num_leased == len(reserved)
     assert slots_of(scheduler, keys) == [reservation.slot for reservation in reserved]
     reserved = worker.reserve(0, make_keys(*range(10**6, 10**6 + service.MAX_KEYS_PER_CALL + 1)))
     with worker.copying():
@@ -62,18 +62,18 @@ def test_more_keys_than_one_call_takes_are_sent_in_several(sidecar, connect):
     assert scheduler.lookup("other", [(0, make_keys(10**6))], hint=True).num_pending == 0
 
 
-def test_a_scheduler_reads_what_is_in_memory_without_a_call(sidecar, connect):
+def test_scheduler_reads_the_index_without_a_call(sidecar, connect):
     worker, scheduler = attached(connect()), attached(connect(Role.SCHEDULER))
     usable(sidecar)
     store(worker, 1, 2)
     sidecar.freeze()
-    found = slots_of(scheduler, make_keys(1, 2, 3))
-    assert_stored([worker.slots[slot.row, :CHUNK_BYTES] for slot in found], 1, 2)
-    assert all(map(worker.holds, found))
+    slots = slots_of(scheduler, make_keys(1, 2, 3))
+    assert_stored([worker.slots[slot.row, :CHUNK_BYTES] for slot in slots], 1, 2)
+    assert all(map(worker.holds, slots))
     sidecar.thaw()
 
 
-def test_what_a_reset_engine_stores_is_of_no_namespace_that_others_ask(sidecar, connect):
+def test_rows_of_another_namespace_are_not_found(sidecar, connect):
     worker, scheduler = attached(connect()), attached(connect(Role.SCHEDULER))
     usable(sidecar)
     (reserved,) = worker.reserve(0, make_keys(1, namespace=b"r" * 32))
@@ -83,7 +83,7 @@ def test_what_a_reset_engine_stores_is_of_no_namespace_that_others_ask(sidecar, 
     assert scheduler.lookup("r", [(0, make_keys(1, namespace=b"r" * 32))]).num_resident == 1
 
 
-def test_what_a_request_stored_in_steps_is_evicted_from_its_tail(sidecar, connect):
+def test_rows_of_a_long_prompt_are_evicted_from_its_tail(sidecar, connect):
     session = attached(connect())
     usable(sidecar)
     num_rows = sidecar.stats()["memory"]["capacity_rows"]
@@ -93,24 +93,24 @@ def test_what_a_request_stored_in_steps_is_evicted_from_its_tail(sidecar, connec
         with session.copying():
             session.commit([reservation.slot for reservation in reserved])
 
-    for first in range(0, 32, 8):  # a prompt of 32 chunks, in four steps of the engine
+    for first in range(0, 32, 8):  # a prompt of 32 chunks in four engine steps
         put("long", first, first + 8)
-    sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)  # what is read can't be evicted
+    sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)  # rows that are read cannot be evicted
     put("other", 100, 100 + num_rows - 32 + 5)  # five more than are free
     assert session.lookup("r", [(0, make_keys(*range(32)))]).num_resident == 32 - 5
 
 
-def test_releases_that_did_not_arrive_are_sent_after_the_next_attach(sidecar, connect):
+def test_lost_releases_are_sent_after_the_next_attach(sidecar, connect):
     scheduler, worker = connect(Role.SCHEDULER), attached(connect())
     usable(sidecar)
     store(worker, 1)
-    old = attached(scheduler)
-    assert old.lookup("r", [(0, make_keys(1))]).num_leased == 1
+    old_session = attached(scheduler)
+    assert old_session.lookup("r", [(0, make_keys(1))]).num_leased == 1
     scheduler._attachment.cancel()
-    wait_until(lambda: old.is_over)
+    wait_until(lambda: old_session.is_over)
     with pytest.raises(StaleSessionError):
-        old.release(["r"])
-    attached(scheduler, newer_than=old).release([])
+        old_session.release(["r"])
+    attached(scheduler, newer_than=old_session).release([])
     sidecar.wait_until(lambda stats: stats["memory"]["leased_rows"] == 0)
 
 
@@ -125,7 +125,7 @@ def test_any_request_id_can_be_leased_and_released(sidecar, connect, request_id)
     assert sidecar.stats()["memory"]["leased_rows"] == 0
 
 
-def test_the_client_says_why_it_can_not_populate(sidecar, connect, monkeypatch):
+def test_client_reports_why_it_cannot_populate(sidecar, connect, monkeypatch):
     def fail(*_):
         raise ArenaError("out of memory")
 
@@ -137,23 +137,21 @@ def test_the_client_says_why_it_can_not_populate(sidecar, connect, monkeypatch):
 # ---- faults of the engine ----
 
 
-def test_a_killed_worker_leaves_nothing_visible_and_its_slots_come_back_only_after_the_proof(
-    sidecar, connect
-):
+def test_slots_of_a_killed_worker_are_freed_after_proof_of_death(sidecar, connect):
     scheduler = attached(connect(Role.SCHEDULER))
     with ClientProcess(sidecar.socket_path) as victim:
         victim.reserve(make_keys(1, 2, 3))
         victim.kill()
-        killed = time.monotonic()
+        killed_at = time.monotonic()
         sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 3)
     assert scheduler.lookup("r", [(0, make_keys(1, 2, 3))]).num_resident == 0
     sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 0)
-    assert time.monotonic() - killed >= 2.0
+    assert time.monotonic() - killed_at >= 2.0
     assert sidecar.stats()["memory"]["used_rows"] == 0
-    assert len(list((sidecar.folder / "clients").iterdir())) == 1  # the scheduler's
+    assert len(list((sidecar.folder / "clients").iterdir())) == 1  # only the scheduler's file is left
 
 
-def test_a_process_that_ends_in_order_takes_its_lock_file_with_it(sidecar):
+def test_process_removes_its_lock_file_when_it_ends(sidecar):
     with ClientProcess(sidecar.socket_path) as client:
         client.reserve(make_keys(1))
         assert client.leave() == 0
@@ -161,33 +159,33 @@ def test_a_process_that_ends_in_order_takes_its_lock_file_with_it(sidecar):
     sidecar.wait_until(lambda stats: stats["memory"]["used_rows"] == 0 and not stats["clients"])
 
 
-def test_a_broken_stream_of_a_live_client_frees_nothing_until_it_says_drained(sidecar):
-    # The lock is held by this process the whole time, so nothing but Drained may free the slots.
-    with RawClient(sidecar) as client, ClientProcess(sidecar.socket_path) as other:
+def test_slots_of_a_live_client_stay_quarantined_until_drained(sidecar):
+    # This process holds the lock all the time, so that only Drained may free the slots.
+    with RawClient(sidecar) as client, ClientProcess(sidecar.socket_path) as victim:
         client.attach()
         reserved = client.call(RESERVE, group=0, keys=make_keys(1, 2))
         assert list(reserved.results) == [pb.SLOT, pb.SLOT]
-        other.reserve(make_keys(3))
+        victim.reserve(make_keys(3))
         client.break_stream()
         sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 2)
         old_epoch = client.epoch
-        other.kill()
+        victim.kill()
         sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 3)
-        # When the other one is buried, the grace after a death has passed for this one, too.
+        # When the victim's slots are freed, the grace period has passed for the first client, too.
         sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] < 3)
         assert sidecar.stats()["memory"]["quarantined_slots"] == 2
 
         client.attach()
         assert client.epoch > old_epoch
-        (anew,) = unpack_slots(client.call(RESERVE, group=0, keys=make_keys(1)).slots)
-        assert anew.row not in [slot.row for slot in unpack_slots(reserved.slots)]
+        (new_slot,) = unpack_slots(client.call(RESERVE, group=0, keys=make_keys(1)).slots)
+        assert new_slot.row not in [slot.row for slot in unpack_slots(reserved.slots)]
         assert sidecar.stats()["memory"]["quarantined_slots"] == 2
-        client.say(drained=pb.Drained(epoch=client.epoch))
+        client.send(drained=pb.Drained(epoch=client.epoch))
         sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 0)
-        assert sidecar.stats()["memory"]["used_rows"] == 1  # what was reserved in the new epoch
+        assert sidecar.stats()["memory"]["used_rows"] == 1  # the row reserved in the new epoch
 
 
-def test_the_client_says_drained_only_when_its_copies_have_ended(sidecar, connect):
+def test_client_reports_drained_after_its_copies_ended(sidecar, connect):
     client = connect()
     session = attached(client)
     usable(sidecar)
@@ -201,19 +199,19 @@ def test_the_client_says_drained_only_when_its_copies_have_ended(sidecar, connec
     sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 0)
 
 
-def test_leases_of_a_dead_engine_end(sidecar, connect):
+def test_leases_of_a_dead_engine_are_released(sidecar, connect):
     worker = attached(connect(engine_uuid=b"o" * 16))
     usable(sidecar)
     store(worker, 1)
-    with RawClient(sidecar, make_hello(engine_uuid=b"p" * 16)) as other:
-        other.attach()
+    with RawClient(sidecar, make_hello(engine_uuid=b"p" * 16)) as reader:
+        reader.attach()
         sidecar.wait_until(
             lambda stats: (
-                other.call(
+                reader.call(
                     LOOKUP, request_id="r", groups=[pb.GroupKeys(group=0, keys=make_keys(1))]
                 ).num_leased
             )
         )
-        other.break_stream()
+        reader.break_stream()
         assert sidecar.stats()["memory"]["leased_rows"] == 1
     sidecar.wait_until(lambda stats: stats["memory"]["leased_rows"] == 0)

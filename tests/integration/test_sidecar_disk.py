@@ -1,4 +1,4 @@
-"""A real sidecar over a disk: what is found after a SIGTERM or SIGKILL, and what a bad disk costs."""
+"""A real sidecar with a disk: rows found after SIGTERM and SIGKILL, and a disk that fails."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import subprocess
 
 import pytest
 
-from lmcache.rpc.client import Session
 from lmcache.rpc.service import RESERVE
+from lmcache.rpc.session import Session
 from testing.child_process import wait_until
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.engine import assert_stored, load, payload, session_of, store
 from tests.harness.wire import RawClient, make_keys, slots_of
 
 
-def forget_memory(sidecar: SidecarProcess) -> None:
+def restart_with_empty_arena(sidecar: SidecarProcess) -> None:
     sidecar.arena_path.unlink()
     sidecar.start()
 
 
-def brought(session: Session, *numbers: int) -> None:
+def check_promoted(session: Session, *numbers: int) -> None:
     wait_until(lambda: session.lookup("r", [(0, make_keys(*numbers))]).num_leased == len(numbers))
     assert_stored(load(session, session, "r", *numbers), *numbers)
 
 
-def test_what_was_committed_before_sigterm_is_on_disk(tmp_path):
+def test_rows_committed_before_sigterm_are_on_disk(tmp_path):
     with SidecarProcess(disk_path=tmp_path, disk_size="64Mi") as sidecar:
         with session_of(sidecar) as session:
             store(session, *range(40))
             assert sidecar.terminate() == 0
-        forget_memory(sidecar)
+        restart_with_empty_arena(sidecar)
         with session_of(sidecar) as session:
-            brought(session, *range(40))
+            check_promoted(session, *range(40))
             disk = sidecar.stats()["disk"]
             assert (disk["promoted"], disk["hits"]) == (40, 40)
             assert disk["used_bytes"] > 40 * 100_000
@@ -39,7 +39,7 @@ def test_what_was_committed_before_sigterm_is_on_disk(tmp_path):
 
 
 @pytest.mark.redis
-def test_what_was_committed_before_sigterm_is_in_both_tiers(tmp_path):
+def test_rows_committed_before_sigterm_are_in_both_lower_tiers(tmp_path):
     with (
         RedisProcess() as redis,
         SidecarProcess(remote_url=redis.unix_url, disk_path=tmp_path / "1") as sidecar,
@@ -50,23 +50,23 @@ def test_what_was_committed_before_sigterm_is_in_both_tiers(tmp_path):
         assert redis.client.dbsize() == 20
         assert len(list(tmp_path.rglob("*.0"))) == 20
         sidecar.options["disk_path"] = tmp_path / "2"
-        forget_memory(sidecar)
+        restart_with_empty_arena(sidecar)
         with session_of(sidecar) as session:
-            brought(session, *range(20))
-            assert sidecar.terminate() == 0  # what came from Redis is on the new disk
+            check_promoted(session, *range(20))
+            assert sidecar.terminate() == 0  # rows promoted from Redis are written to the new disk
         assert len(list((tmp_path / "2").rglob("*.0"))) == 20
 
 
-def test_what_is_found_after_sigkill_is_right(tmp_path):
+def test_rows_found_after_sigkill_are_intact(tmp_path):
     with SidecarProcess(disk_path=tmp_path, disk_size="64Mi") as sidecar:
         with session_of(sidecar) as session:
             store(session, *range(10))
             sidecar.wait_until(lambda stats: stats["disk"]["written"] == 10)
             store(session, *range(10, 60))
             sidecar.kill()
-        forget_memory(sidecar)
+        restart_with_empty_arena(sidecar)
         with session_of(sidecar) as session:
-            brought(session, *range(10))
+            check_promoted(session, *range(10))
             session.lookup("more", [(0, make_keys(*range(10, 60)))])
             sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)
             wait_until(lambda: not session.lookup("more", [(0, make_keys(*range(10, 60)))]).is_probing)
@@ -77,7 +77,7 @@ def test_what_is_found_after_sigkill_is_right(tmp_path):
 
 
 @pytest.mark.parametrize("reason", ["can't hold a disk tier", "are more than 90% of the volume"])
-def test_a_disk_that_can_not_be_used_is_off_and_the_sidecar_is_not(tmp_path, reason):
+def test_unusable_disk_is_off_while_the_sidecar_serves(tmp_path, reason):
     (tmp_path / "file").touch()
     options = (
         {"disk_path": tmp_path / "file"}
@@ -94,7 +94,7 @@ def test_a_disk_that_can_not_be_used_is_off_and_the_sidecar_is_not(tmp_path, rea
             assert session.lookup("r", [(0, make_keys(1))]).num_leased == 1
 
 
-def test_on_reuse_only_what_was_hit_is_written(tmp_path):
+def test_admit_on_reuse_writes_only_hit_rows(tmp_path):
     with SidecarProcess(disk_path=tmp_path, admit="OnReuse") as sidecar, session_of(sidecar) as session:
         store(session, 1, 2, 3)
         load(session, session, "r", 1, 2)
@@ -103,31 +103,31 @@ def test_on_reuse_only_what_was_hit_is_written(tmp_path):
     assert len(list(tmp_path.rglob("*.0"))) == 2
 
 
-def test_a_tenant_takes_no_more_than_his_share_and_what_is_brought_is_his(tmp_path):
+def test_promoted_rows_count_in_the_quota_of_their_tenant(tmp_path):
     tenant = b"\xab" * 32
     with SidecarProcess(disk_path=tmp_path, disk_size="64Mi", tenant_quota_percent=50) as sidecar:
         with session_of(sidecar) as session:
             store(session, *range(4))
             assert sidecar.terminate() == 0
-        forget_memory(sidecar)
+        restart_with_empty_arena(sidecar)
         with session_of(sidecar) as session:
-            asked = [(0, make_keys(0, 1, 2, 3))]
-            wait_until(lambda: session.lookup("r", asked, tenant=tenant).num_leased == 4)
+            groups = [(0, make_keys(0, 1, 2, 3))]
+            wait_until(lambda: session.lookup("r", groups, tenant=tenant).num_leased == 4)
             sidecar.wait_until(
                 lambda stats: stats["memory"]["usable_rows"] == stats["memory"]["capacity_rows"]
             )
             memory = sidecar.stats()["memory"]
             assert memory["tenant_rows"] == {"ab" * 8: 4, "other": 0}
             share, keys = memory["capacity_rows"] // 2, make_keys(*range(9, 9 + memory["capacity_rows"]))
-            given = [one.slot for one in session.reserve(0, keys, tenant=tenant) if one.slot]
-            # The four are leased, and nobody else's go for him.
-            assert len(given) == share - 4
+            slots = [row.slot for row in session.reserve(0, keys, tenant=tenant) if row.slot]
+            # The tenant's four rows are leased, and rows of other tenants are not evicted for it.
+            assert len(slots) == share - 4
             memory = sidecar.stats()["memory"]
             assert memory["tenant_rows"] == {"ab" * 8: share, "other": 0}
-            assert memory["refused"] == memory["capacity_rows"] - len(given)
+            assert memory["refused"] == memory["capacity_rows"] - len(slots)
 
 
-def test_tenants_and_both_rates_are_shown(tmp_path):
+def test_stats_show_tenants_and_prefill_rates(tmp_path):
     with SidecarProcess(disk_path=tmp_path) as sidecar, RawClient(sidecar) as client:
         client.attach()
         client.call(RESERVE, group=0, keys=make_keys(1, 2), tenant=b"\xab" * 32)
@@ -153,12 +153,12 @@ runpy.run_module("lmcache_sidecar", run_name="__main__")
 """
 
 
-def test_sigterm_ends_a_sidecar_whose_disk_hangs(tmp_path, monkeypatch):
-    """A write that never comes back from the kernel."""
+def test_sigterm_ends_a_sidecar_with_a_hanging_disk(tmp_path, monkeypatch):
+    """A write that hangs in the kernel."""
     start = subprocess.Popen
     with monkeypatch.context() as patch:
-        words = ["-c", HUNG]
-        patch.setattr(subprocess, "Popen", lambda old, **rest: start([old[0], *words, *old[3:]], **rest))
+        command = ["-c", HUNG]
+        patch.setattr(subprocess, "Popen", lambda old, **rest: start([old[0], *command, *old[3:]], **rest))
         sidecar = SidecarProcess(disk_path=tmp_path / "tier", disk_size="8Mi", drain_grace_seconds=0.5)
         sidecar.start()
     try:

@@ -1,4 +1,4 @@
-"""A real sidecar and models whose KV groups need unlike rows: windows, states, groups that store nothing."""
+"""A real sidecar with models whose KV groups need different rows: windows, states, groups without rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def session(sidecar):
         yield session
 
 
-def test_a_hit_needs_all_rows_of_full_attention_and_the_last_of_windows_and_states(sidecar, session):
+def test_hit_needs_all_full_attention_rows_and_the_last_window_and_state(sidecar, session):
     store(session, range(8))
     assert look_up(session, 9) == LookupResult(8)
     assert_hit(session, 8)
@@ -36,7 +36,7 @@ def test_a_hit_needs_all_rows_of_full_attention_and_the_last_of_windows_and_stat
     assert (memory["used_rows"], memory["leased_rows"]) == (24, 8 + 2 + 1)
 
 
-def test_the_rows_of_groups_share_frames(sidecar, session):
+def test_rows_of_all_groups_share_frames(sidecar, session):
     geometry = sidecar.stats()["geometry"]
     assert geometry["slots_per_frame"] > 1
     store(session, range(8))
@@ -44,17 +44,17 @@ def test_the_rows_of_groups_share_frames(sidecar, session):
     assert sidecar.stats()["memory"]["used_bytes"] < 1.2 * payload_bytes
 
 
-def test_a_hole_in_a_window_moves_the_end_before_it_or_behind_its_window(session):
+def test_hole_in_a_window_moves_the_end_of_the_hit(session):
     store(session, range(8), (FULL, STATE))
-    for part in (range(3), range(4, 5), range(6, 8)):
-        store(session, part, (WINDOW,))
+    for chunks in (range(3), range(4, 5), range(6, 8)):
+        store(session, chunks, (WINDOW,))
     assert find(session, 8)[0] == look_up(session, 8).num_resident == 8
     assert look_up(session, 7).num_resident == find(session, 7)[0] == 3
     assert_hit(session, 3)
     assert_hit(session, 8)
 
 
-def test_no_state_no_hit(session):
+def test_hit_needs_a_state(session):
     store(session, range(8), (FULL, WINDOW))
     assert look_up(session, 8).num_resident == find(session, 8)[0] == 0
     store(session, range(3, 4), (STATE,))
@@ -62,26 +62,26 @@ def test_no_state_no_hit(session):
     assert_hit(session, 4)
 
 
-def test_what_survives_a_restart_is_verified_and_hit(sidecar, session):
+def test_rows_that_survive_a_restart_are_verified_and_hit(sidecar, session):
     store(session, range(8))
     sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)
     sidecar.kill()
     sidecar.start()
-    with session_of(sidecar, groups=GROUPS) as again:
-        until_resident(again, 8)
-        assert_hit(again, 8)
-        assert sidecar.stats()["memory"]["verified"] == 8 + 2 + 1, "what the hit does not need is not read"
+    with session_of(sidecar, groups=GROUPS) as new_session:
+        until_resident(new_session, 8)
+        assert_hit(new_session, 8)
+        assert sidecar.stats()["memory"]["verified"] == 8 + 2 + 1, "only rows that the hit needs are read"
 
 
 @pytest.mark.redis
 @pytest.mark.parametrize("tier", ["disk", "remote"])
-def test_a_lower_tier_brings_what_a_hit_needs_and_nothing_else(tmp_path, tier):
+def test_lower_tier_promotes_only_rows_that_a_hit_needs(tmp_path, tier):
     with RedisProcess() as redis:
         options = {"disk_path": tmp_path} if tier == "disk" else {"remote_url": redis.unix_url}
         with SidecarProcess(memory_size="32Mi", **options) as sidecar:
             with session_of(sidecar, groups=GROUPS) as session:
                 store(session, range(10))
-                store(session, range(10, 12), (FULL, STATE))  # nothing of the window: no end lies here
+                store(session, range(10, 12), (FULL, STATE))  # no rows of the window: no hit can end here
                 assert sidecar.terminate() == 0
             sidecar.arena_path.unlink()
             sidecar.start()

@@ -1,4 +1,4 @@
-"""The sidecar as a process: its pages, its files, how it starts and ends."""
+"""The sidecar as a process: its HTTP pages, its files, its start and its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from testing.child_process import REPOSITORY, wait_until
 from tests.harness.wire import attached, make_hello, make_keys, usable
 
 
-def test_pages(sidecar, connect):
+def test_http_pages_report_health_readiness_and_metrics(sidecar, connect):
     attached(connect())
     usable(sidecar)
     assert sidecar.get("/healthz") == "ok\n"
@@ -42,12 +42,12 @@ def test_pages(sidecar, connect):
         sidecar.get("/nothing")
 
 
-def test_the_socket_is_for_the_group_only(sidecar):
+def test_only_the_group_may_use_the_socket(sidecar):
     assert os.stat(sidecar.socket_path).st_mode & 0o777 == 0o660
     assert (sidecar.folder / "clients").stat().st_mode & 0o777 == 0o770
 
 
-def run_to_the_end(**options) -> subprocess.CompletedProcess[str]:
+def run_until_exit(**options) -> subprocess.CompletedProcess[str]:
     flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     return subprocess.run(
         [sys.executable, "-m", "lmcache_sidecar", "serve", "--http-port", "0", *flags],
@@ -59,19 +59,19 @@ def run_to_the_end(**options) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_two_sidecars_can_not_share_a_socket_or_an_arena(sidecar):
-    same_socket = run_to_the_end(socket=sidecar.socket_path)
+def test_second_sidecar_on_the_same_socket_or_arena_is_refused(sidecar):
+    same_socket = run_until_exit(socket=sidecar.socket_path)
     assert same_socket.returncode == 2
     assert "is in use by a live sidecar" in same_socket.stderr
-    same_arena = run_to_the_end(socket=sidecar.folder / "other.sock", arena=sidecar.arena_path)
+    same_arena = run_until_exit(socket=sidecar.folder / "other.sock", arena=sidecar.arena_path)
     assert same_arena.returncode == 2
     assert "in use by another sidecar" in same_arena.stderr
     assert sidecar.get("/readyz") == "ready\n"
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped", "unanswered"])
-def test_an_engine_lets_go_of_the_arena_with_its_session(sidecar, how):
-    """At once: a garbage collection may be hours away, and an arena that was replaced stays in memory."""
+@pytest.mark.parametrize("ending", ["killed", "stopped", "unanswered"])
+def test_engine_releases_the_arena_when_its_session_ends(sidecar, ending):
+    """Immediately: garbage collection may be hours away, and a replaced arena stays in memory until then."""
     mappings = []
     client = SidecarClient(
         sidecar.socket_path, make_hello(), on_rows=lambda slots, *_: mappings.append(weakref.ref(slots.base))
@@ -81,28 +81,28 @@ def test_an_engine_lets_go_of_the_arena_with_its_session(sidecar, how):
         client.start()
         session = attached(client)
         wait_until(lambda: mappings, timeout=60)
-        if how == "unanswered":
+        if ending == "unanswered":
             sidecar.freeze()
             with pytest.raises(SidecarUnavailableError, match="was not answered"):
                 session.reserve(0, make_keys(1), timeout=0.1)
         else:
-            sidecar.kill() if how == "killed" else sidecar.terminate()
+            sidecar.kill() if ending == "killed" else sidecar.terminate()
         del session
         wait_until(lambda: client.session is None, timeout=60)
-        wait_until(lambda: mappings[0]() is None, timeout=60, what="the mapping is gone")
+        wait_until(lambda: mappings[0]() is None, timeout=60, what="the mapping is freed")
     finally:
         gc.enable()
         client.close()
 
 
-def test_the_socket_of_a_dead_sidecar_is_replaced(sidecar, connect):
+def test_socket_of_a_dead_sidecar_is_replaced(sidecar, connect):
     sidecar.kill()
     assert os.path.exists(sidecar.socket_path)
     sidecar.start()
     attached(connect())
 
 
-def test_what_can_not_be_used_is_one_line_and_exit_status_2(tmp_path):
+def test_unusable_options_exit_with_one_line_and_status_2(tmp_path):
     cases = {
         "is not a directory": {"socket": tmp_path / "missing" / "s.sock"},
         r"--arena: .*missing is not a directory": {
@@ -113,22 +113,22 @@ def test_what_can_not_be_used_is_one_line_and_exit_status_2(tmp_path):
         "at most 107": {"socket": "/tmp/" + "s" * 120},
     }
     for sentence, options in cases.items():
-        result = run_to_the_end(**options)
+        result = run_until_exit(**options)
         assert result.returncode == 2, result.stderr
         lines = [line for line in result.stderr.splitlines() if line.startswith("lmcache-sidecar: error: ")]
         assert len(lines) == 1
         assert re.search(sentence, lines[0]), lines[0]
 
 
-def test_a_file_that_is_no_socket_is_not_removed(tmp_path):
+def test_file_that_is_not_a_socket_is_not_removed(tmp_path):
     (tmp_path / "s.sock").write_text("precious")
-    result = run_to_the_end(socket=tmp_path / "s.sock")
+    result = run_until_exit(socket=tmp_path / "s.sock")
     assert result.returncode == 2
-    assert "is in the way and no socket" in result.stderr
+    assert "exists and is not a socket" in result.stderr
     assert (tmp_path / "s.sock").read_text() == "precious"
 
 
-def test_sigint_ends_it_too(sidecar):
+def test_sigint_ends_the_sidecar(sidecar):
     assert sidecar.interrupt() == 0
     assert not socket_answers(sidecar.socket_path)
 
@@ -138,6 +138,6 @@ def socket_answers(path: str) -> bool:
         return probe.connect_ex(path) == 0
 
 
-def test_errors_are_one_family():
+def test_client_errors_derive_from_sidecar_error():
     for error in (SidecarUnavailableError, StaleSessionError):
         assert issubclass(error, SidecarError)

@@ -1,5 +1,5 @@
-"""The sidecar's process under bad input, hostile neighbours and hanging parts: it answers its probes, says
-why, and ends when it is told to.
+"""The sidecar's process with invalid options, hostile clients and hanging parts: it answers its probes,
+reports the reason, and ends on SIGTERM.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def readyz(sidecar: SidecarProcess) -> tuple[int, str]:
     return answer.status, answer.read().decode()
 
 
-# ---- up, though it can't run ----
+# ---- stay up without being able to serve ----
 
 
 @pytest.mark.parametrize(
@@ -46,35 +46,35 @@ def readyz(sidecar: SidecarProcess) -> tuple[int, str]:
             {"remote_url": "redis://:S3cr3t@h:99999"},
             "--remote-url: remote URL: the host or port can't be read",
         ),
-        ({"remote_password_file": "/x"}, "but no --remote-url"),
+        ({"remote_password_file": "/x"}, "--remote-password-file need --remote-url"),
         ({"memory_size": "900Ti"}, "--arena: "),
         ({"arena": "/nowhere/arena"}, "--arena: /nowhere is not a directory"),
         ({"numa_node": 1023}, "--arena: "),
         ({"config": "/nowhere/sidecar.yaml"}, "/nowhere/sidecar.yaml can't be read"),
     ],
 )
-def test_what_can_not_run_is_up_and_not_ready(options, reason):
+def test_sidecar_that_cannot_serve_is_up_and_not_ready(options, reason):
     with SidecarProcess(stay_up="true", **options) as sidecar:
         assert sidecar.get("/healthz") == "ok\n"
-        status, said = readyz(sidecar)
-        assert (status, reason in said) == (503, True), said
+        status, reported = readyz(sidecar)
+        assert (status, reason in reported) == (503, True), reported
         stats = sidecar.stats()
-        assert (stats["is_ready"], stats["not_ready_reason"]) == (False, said.strip())
+        assert (stats["is_ready"], stats["not_ready_reason"]) == (False, reported.strip())
         assert "\nlmcache_ready 0.0\n" in sidecar.get("/metrics")
-        assert sidecar.log.count(said.strip()) == 1
-        assert "S3cr3t" not in sidecar.log + said
+        assert sidecar.log.count(reported.strip()) == 1
+        assert "S3cr3t" not in sidecar.log + reported
         assert "Traceback" not in sidecar.log
         assert not os.path.exists(sidecar.socket_path)
         assert sidecar.terminate() == 0
 
 
-def test_it_runs_as_soon_as_it_can():
+def test_sidecar_serves_once_its_problem_is_solved():
     with SidecarProcess(stay_up="true") as sidecar:
         sidecar.kill()
         Path(sidecar.socket_path).unlink()
-        Path(sidecar.socket_path).write_text("in the way")
+        Path(sidecar.socket_path).write_text("not a socket")
         sidecar.start()
-        assert "is in the way and no socket" in sidecar.stats()["not_ready_reason"]
+        assert "exists and is not a socket" in sidecar.stats()["not_ready_reason"]
         Path(sidecar.socket_path).unlink()
         sidecar.wait_until(lambda stats: stats["is_ready"])
         with RawClient(sidecar) as client:
@@ -83,7 +83,7 @@ def test_it_runs_as_soon_as_it_can():
         assert "\nlmcache_ready 1.0\n" in sidecar.get("/metrics")
 
 
-def test_a_corrected_file_is_read_again(tmp_path):
+def test_corrected_configuration_file_is_read_again(tmp_path):
     path = tmp_path / "sidecar.yaml"
     path.write_text("drain_grace_seconds: soon\n")
     with SidecarProcess(stay_up="true", config=path) as sidecar:
@@ -92,7 +92,7 @@ def test_a_corrected_file_is_read_again(tmp_path):
         sidecar.wait_until(lambda stats: stats["is_ready"])
 
 
-def test_what_a_newer_operator_says_is_ignored(tmp_path):
+def test_options_of_a_newer_operator_are_ignored(tmp_path):
     path = tmp_path / "sidecar.yaml"
     path.write_text("drain_grace_seconds: 5\nsomething_newer: {a: [b]}\n")
     with SidecarProcess(stay_up="true", config=path, newer_flag="secret") as sidecar:
@@ -102,7 +102,7 @@ def test_what_a_newer_operator_says_is_ignored(tmp_path):
         assert "secret" not in sidecar.log
 
 
-# ---- started again, as in its image ----
+# ---- restarts, as in the sidecar's image ----
 
 
 @pytest.fixture
@@ -120,24 +120,24 @@ def is_ready(sidecar: SidecarProcess) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_sidecar_that_dies_is_started_again(supervised, number):
+def test_sidecar_that_dies_is_restarted(supervised, number):
     wait_until(lambda: is_ready(supervised), timeout=60)
-    first = supervised.stats()["pid"]
-    assert first != supervised.pid
-    os.kill(first, number)
-    wait_until(lambda: "starting it again" in supervised.log, timeout=60)
+    first_pid = supervised.stats()["pid"]
+    assert first_pid != supervised.pid
+    os.kill(first_pid, number)
+    wait_until(lambda: "restarting it" in supervised.log, timeout=60)
     wait_until(lambda: is_ready(supervised), timeout=60)
-    assert f"ended by signal {number.value}: starting it again" in supervised.log
-    assert supervised.stats()["pid"] != first
+    assert f"ended by signal {number.value}: restarting it" in supervised.log
+    assert supervised.stats()["pid"] != first_pid
     with RawClient(supervised) as client:
         client.attach()
     assert supervised.terminate() == 0
 
 
-def test_it_is_told_to_end_while_it_waits_to_start_again(supervised):
+def test_sigterm_ends_a_sidecar_that_waits_for_its_restart(supervised):
     wait_until(lambda: is_ready(supervised), timeout=60)
     os.kill(supervised.stats()["pid"], signal.SIGKILL)
-    wait_until(lambda: "starting it again" in supervised.log, timeout=60)
+    wait_until(lambda: "restarting it" in supervised.log, timeout=60)
     assert supervised.terminate() == 0
 
 
@@ -156,8 +156,8 @@ threading.Event().wait()
 """
 
 
-def test_one_that_dies_before_it_listens_answers_its_probe(tmp_path):
-    """Else the kubelet ends the container, and takes the pod out of service, for up to five minutes."""
+def test_sidecar_that_dies_before_it_listens_answers_probes(tmp_path):
+    """Otherwise the kubelet ends the container and marks the pod as not ready, for up to five minutes."""
     (tmp_path / "grpc.py").write_text(BROKEN)
     port = free_port()
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), *sys.path])
@@ -168,21 +168,23 @@ def test_one_that_dies_before_it_listens_answers_its_probe(tmp_path):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
             connection.request("GET", path)
-            found = connection.getresponse()
-            return found.status, found.read().decode()
+            response = connection.getresponse()
+            return response.status, response.read().decode()
         return None
 
     try:
-        # Each time it was tried again in between.
+        # The sidecar is restarted between the answers.
         for _ in range(2):
             wait_until(lambda: answer("/healthz") == (200, "ok\n"), timeout=60)
             wait_until(lambda: answer("/healthz") is None, timeout=60)
-        status, why = wait_until(lambda: answer("/readyz"), timeout=60)
-        assert (status, why[:42]) == (503, "the sidecar ended with exit status 1: star")
+        status, reason = wait_until(lambda: answer("/readyz"), timeout=60)
+        assert (status, reason[:42]) == (503, "the sidecar ended with exit status 1: rest")
         stats = json.loads(wait_until(lambda: answer("/stats"), timeout=60)[1])
         assert stats["is_ready"] is False
         assert stats["not_ready_reason"].startswith("the sidecar ended with exit status 1")
-        flood = subprocess.Popen([sys.executable, "-c", FLOOD, str(port)])  # who connects and says nothing
+        flood = subprocess.Popen(
+            [sys.executable, "-c", FLOOD, str(port)]
+        )  # clients that connect and send nothing
         try:
             parent.terminate()
             assert parent.wait(timeout=60) == 0
@@ -194,24 +196,24 @@ def test_one_that_dies_before_it_listens_answers_its_probe(tmp_path):
         parent.wait()
 
 
-def test_it_does_not_outlive_its_parent(supervised):
+def test_sidecar_ends_with_its_parent(supervised):
     wait_until(lambda: is_ready(supervised), timeout=60)
     child = supervised.stats()["pid"]
     supervised.kill()
     wait_until(lambda: not Path(f"/proc/{child}/cmdline").exists(), timeout=60)
 
 
-def test_one_that_is_not_to_stay_up_after_all_ends(supervised):
+def test_sidecar_exits_when_stay_up_is_revoked(supervised):
     supervised.options |= {"stay_up": "false", "memory_size": "4Gb"}
     supervised.kill()
     with pytest.raises(ProcessDied, match="exited with 2"):
         supervised.start()
 
 
-# ---- bytes from anywhere ----
+# ---- invalid bytes ----
 
 
-def test_bytes_that_are_no_message_are_an_invalid_argument_and_few_lines(sidecar):
+def test_bytes_that_are_no_message_are_refused_with_few_log_lines(sidecar):
     with RawClient(sidecar) as client:
         client.attach()
         channel = grpc.insecure_channel(f"unix:{sidecar.socket_path}")
@@ -226,33 +228,33 @@ def test_bytes_that_are_no_message_are_an_invalid_argument_and_few_lines(sidecar
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         channel.close()
         assert 'code="INVALID_ARGUMENT",method="Lookup"} 40.0' in sidecar.get("/metrics")
-    assert f"A client sent 3 bytes that are no {LOOKUP.request.__name__}" in sidecar.log
+    assert f"A client sent 3 bytes that are not a valid {LOOKUP.request.__name__}" in sidecar.log
     assert 1 <= sidecar.log.count("A client sent 3 bytes") <= 100
     assert "Traceback" not in sidecar.log
 
 
 @contextlib.contextmanager
 def connections(port: int, number: int, first_bytes: bytes = b"") -> Iterator[list[socket.socket]]:
-    """So many that say ``first_bytes``, and no more."""
+    """Open ``number`` connections that send ``first_bytes`` and nothing else."""
     with contextlib.ExitStack() as stack:
-        opened = []
+        sockets = []
         for _ in range(number):
             connection = stack.enter_context(socket.socket())
             connection.connect(("127.0.0.1", port))
             connection.sendall(first_bytes)
-            opened.append(connection)
-        yield opened
+            sockets.append(connection)
+        yield sockets
 
 
 @pytest.mark.parametrize("first_bytes", [b"", b"GET /hea", b"GET /stats HTTP/1.1\r\n", os.urandom(4096)])
-def test_probes_are_answered_among_connections_that_never_end(few_descriptors, first_bytes):
+def test_probes_are_answered_despite_idle_connections(few_descriptors, first_bytes):
     with connections(few_descriptors.http_port, 100, first_bytes):
         for _ in range(20):
             assert few_descriptors.get("/healthz") == "ok\n"
     assert len(few_descriptors.log) < 2000
 
 
-def test_probes_are_answered_when_no_descriptor_is_left(few_descriptors):
+def test_probes_are_answered_without_free_descriptors(few_descriptors):
     fds = f"/proc/{few_descriptors.pid}/fd"
     with contextlib.ExitStack() as stack:
         for _ in range(100):
@@ -278,10 +280,10 @@ def few_descriptors():
         yield sidecar
 
 
-# ---- what others left in its directory ----
+# ---- files of other processes in its directory ----
 
 
-def test_lock_files_of_any_kind_and_number_never_stop_the_start(few_descriptors):
+def test_stale_lock_files_do_not_prevent_the_start(few_descriptors):
     with RawClient(few_descriptors) as client:
         client.attach()
         few_descriptors.kill()
@@ -291,7 +293,7 @@ def test_lock_files_of_any_kind_and_number_never_stop_the_start(few_descriptors)
         (clients / f"{'d' * 32}.lock").mkdir()
         few_descriptors.start()
         stats = few_descriptors.wait_until(lambda stats: stats["num_previous_clients"] == 1 and stats)
-        assert stats["is_ready"]  # the one that lives; the dead are buried
+        assert stats["is_ready"]  # only the live client is left, dead ones are removed
         assert "1 entries of" in few_descriptors.log
         assert [path.name for path in clients.glob("00000000*.lock")] == []
 
@@ -319,20 +321,20 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize(("what", "status"), [("pool", 0), ("loop", 0), ("log and loop", 1)])
-def test_sigterm_ends_it_whatever_hangs(tmp_path, what, status):
-    with hanging(tmp_path, what) as process:
+@pytest.mark.parametrize(("part", "status"), [("pool", 0), ("loop", 0), ("log and loop", 1)])
+def test_sigterm_ends_a_sidecar_with_a_hanging_part(tmp_path, part, status):
+    with hanging(tmp_path, part) as process:
         wait_for_port(process)
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=60)
+        _, log = process.communicate(timeout=60)
     assert process.returncode == status
-    assert ("Something hangs" in said) == (status == 0)
+    assert ("did not stop in time" in log) == (status == 0)
 
 
-def hanging(tmp_path: Path, what: str) -> subprocess.Popen[str]:
+def hanging(tmp_path: Path, part: str) -> subprocess.Popen[str]:
     flags = ["--socket", str(tmp_path / "s.sock"), "--http-port=0", "--drain-grace-seconds=0"]
     return subprocess.Popen(
-        [sys.executable, "-c", HANGING, what, "serve", *flags],
+        [sys.executable, "-c", HANGING, part, "serve", *flags],
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'sidecar'}"},
@@ -340,10 +342,10 @@ def hanging(tmp_path: Path, what: str) -> subprocess.Popen[str]:
 
 
 def wait_for_port(process: subprocess.Popen[str]) -> int:
-    return next(int(found[1]) for line in process.stderr if (found := re.search(r"http port (\d+)", line)))
+    return next(int(match[1]) for line in process.stderr if (match := re.search(r"http port (\d+)", line)))
 
 
-def test_probes_are_answered_while_its_files_hang(tmp_path):
+def test_probes_are_answered_while_the_arena_hangs(tmp_path):
     with hanging(tmp_path, "open") as process:
         url = f"http://127.0.0.1:{wait_for_port(process)}"
         with urllib.request.urlopen(f"{url}/healthz", timeout=60) as answer:

@@ -1,4 +1,4 @@
-"""What a real sidecar refuses: with a status, a sentence, and nothing changed."""
+"""Calls that a real sidecar refuses with a status and a sentence. A refused call changes nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from lmcache.kv_groups import GroupKind, KVGroup
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
-from lmcache.rpc.client import Role, SidecarClient
+from lmcache.rpc.client import SidecarClient
+from lmcache.rpc.hello import Role
 from lmcache.rpc.service import ABORT, COMMIT, LOOKUP, RELEASE, RESERVE, pack_slots
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
@@ -24,14 +25,14 @@ _, WINDOW, CHUNKED, STATE = GroupKind
 BAD_CALLS = [
     (LOOKUP, {"request_id": ""}, INVALID, "request_id must not be empty"),
     (LOOKUP, {"request_id": "r" * 257}, INVALID, "request_id has 257 bytes, at most 256"),
-    (LOOKUP, {"request_id": "r"}, INVALID, r"groups must be each of \[0\] once"),
-    (LOOKUP, {"request_id": "r", "groups": ONE_GROUP * 2}, INVALID, "groups must be each of"),
-    (LOOKUP, {"request_id": "r", "groups": [pb.GroupKeys(group=7)]}, INVALID, "groups must be each of"),
+    (LOOKUP, {"request_id": "r"}, INVALID, r"groups must contain each of \[0\] once"),
+    (LOOKUP, {"request_id": "r", "groups": ONE_GROUP * 2}, INVALID, "groups must contain each of"),
+    (LOOKUP, {"request_id": "r", "groups": [pb.GroupKeys(group=7)]}, INVALID, "groups must contain each of"),
     (
         LOOKUP,
         {"request_id": "r", "groups": [pb.GroupKeys(keys=b"k" * 33)]},
         INVALID,
-        "33 bytes are no multiple",
+        "33 bytes are not a multiple",
     ),
     (
         LOOKUP,
@@ -56,7 +57,7 @@ BAD_CALLS = [
     (LOOKUP, {"client_uuid": b"x" * 16}, PRECONDITION, "not attached: attach again"),
     (LOOKUP, {"client_uuid": b""}, PRECONDITION, "not attached: attach again"),
     (RESERVE, {"group": 7, "keys": make_keys(9)}, INVALID, "group 7 is unknown"),
-    (RESERVE, {"keys": b"k" * 31}, INVALID, "31 bytes are no multiple"),
+    (RESERVE, {"keys": b"k" * 31}, INVALID, "31 bytes are not a multiple"),
     (RESERVE, {"keys": make_keys(9), "epoch": 0}, PRECONDITION, "attach again"),
     (RESERVE, {"keys": make_keys(9), "request_id": "r" * 257}, INVALID, "request_id has 257 bytes"),
     (COMMIT, {"slots": bytes(17)}, INVALID, "slots must have 16 bytes each, 17 bytes"),
@@ -79,20 +80,21 @@ BAD_CALLS = [
 
 @pytest.fixture(scope="module")
 def busy_client():
-    """A client with one reserved and one leased row, so that a refused call has something to spoil."""
+    """A client with one reserved and one leased row, so that a refused call could change something."""
     with SidecarProcess() as process, RawClient(process) as client:
         client.attach()
         usable(process)
         client.sidecar = process
         stored = client.call(RESERVE, group=0, keys=make_keys(1))
         client.call(COMMIT, slots=stored.slots)
+        process.wait_until(lambda stats: not stats["num_unwritten_rows"])  # digests are computed later
         client.call(RESERVE, group=0, keys=make_keys(2))
         client.call(LOOKUP, request_id="held", groups=ONE_GROUP)
         yield client
 
 
 def state_of(sidecar: SidecarProcess) -> dict[str, object]:
-    """But for the time, and clients that are gone: a test before this one may have left some to be buried."""
+    """Statistics without the time and without detached clients, which earlier tests may have left."""
     stats = sidecar.stats()
     del stats["uptime_seconds"], stats["num_clients"]
     stats["clients"] = [client for client in stats["clients"] if client["is_attached"]]
@@ -100,32 +102,30 @@ def state_of(sidecar: SidecarProcess) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("method", "fields", "code", "sentence"), BAD_CALLS)
-def test_a_bad_call_is_refused_with_a_sentence_and_changes_nothing(
-    busy_client, method, fields, code, sentence
-):
-    before = state_of(busy_client.sidecar)
+def test_invalid_call_is_refused_with_a_sentence(busy_client, method, fields, code, sentence):
+    state_before = state_of(busy_client.sidecar)
     with pytest.raises(grpc.RpcError) as caught:
         busy_client.call(method, **fields)
     assert caught.value.code() is code
     assert re.search(sentence, caught.value.details())
     attach_again = service.reason_of(caught.value) == service.REASON_ATTACH_AGAIN
     assert attach_again == ("attach again" in sentence)
-    assert state_of(busy_client.sidecar) == before
+    assert state_of(busy_client.sidecar) == state_before
 
 
-def test_an_oversized_message_is_refused(busy_client):
-    before = state_of(busy_client.sidecar)
+def test_oversized_message_is_refused(busy_client):
+    state_before = state_of(busy_client.sidecar)
     with pytest.raises(grpc.RpcError) as caught:
         busy_client.call(RESERVE, keys=bytes(service.MAX_MESSAGE_BYTES))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert state_of(busy_client.sidecar) == before
+    assert state_of(busy_client.sidecar) == state_before
 
 
-def test_only_workers_store(busy_client):
+def test_store_calls_of_a_scheduler_are_refused(busy_client):
     with RawClient(busy_client.sidecar, make_hello(Role.SCHEDULER)) as scheduler:
         scheduler.attach()
         for method in (RESERVE, COMMIT, ABORT):
-            with pytest.raises(grpc.RpcError, match="only a worker stores"):
+            with pytest.raises(grpc.RpcError, match="only a worker can store"):
                 scheduler.call(method)
 
 
@@ -155,8 +155,8 @@ def test_only_workers_store(busy_client):
         ({"geometry": pb.Geometry(num_columns=1)}, INVALID, "1 to 64 groups"),
     ],
 )
-def test_a_bad_hello_is_refused(busy_client, change, code, sentence):
-    before = state_of(busy_client.sidecar)
+def test_invalid_hello_is_refused(busy_client, change, code, sentence):
+    state_before = state_of(busy_client.sidecar)
     with RawClient(busy_client.sidecar) as client:
         for name, value in change.items():
             if name == "geometry":
@@ -167,7 +167,7 @@ def test_a_bad_hello_is_refused(busy_client, change, code, sentence):
             client.attach()
     assert caught.value.code() is code
     assert re.search(sentence, caught.value.details()), caught.value.details()
-    assert state_of(busy_client.sidecar) == before
+    assert state_of(busy_client.sidecar) == state_before
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_bad_hello_is_refused(busy_client, change, code, sentence):
         (KVGroup(0, 16, 0, 512, WINDOW), INVALID, "chunk_bytes of group 0 is out of range"),
         (KVGroup(0, 16, 1, 1, WINDOW), INVALID, "chunk_bytes of group 0 is out of range"),
         (KVGroup(0, 16, 4096, 64, CHUNKED), INVALID, "chunk_bytes of group 0 is out of range"),
-        (KVGroup(0, 16, 0, 64, CHUNKED), INVALID, "at least one group must store something"),
+        (KVGroup(0, 16, 0, 64, CHUNKED), INVALID, "at least one group must store KV"),
         (KVGroup(0, 16, 4096, 512, WINDOW), PRECONDITION, "another client of this engine_uuid"),
         (KVGroup(0, 24, 4096), INVALID, "256, must be a multiple of the block_tokens of group 0, 24"),
         (KVGroup(0, 0, 4096), INVALID, "must be a multiple"),
@@ -189,7 +189,7 @@ def test_a_bad_hello_is_refused(busy_client, change, code, sentence):
         (KVGroup(0, 16, 8192), PRECONDITION, "another client of this engine_uuid"),
     ],
 )
-def test_a_bad_group_is_refused(busy_client, group, code, sentence):
+def test_invalid_group_is_refused(busy_client, group, code, sentence):
     with (
         RawClient(busy_client.sidecar, make_hello(groups=(group,))) as client,
         pytest.raises(grpc.RpcError) as caught,
@@ -202,11 +202,11 @@ def test_a_bad_group_is_refused(busy_client, group, code, sentence):
 @pytest.mark.parametrize(
     ("groups", "sentence"),
     [
-        ((KVGroup(0, 16, 4096), KVGroup(0, 16, 4096)), "every group must have a number of its own"),
-        ([KVGroup(number, 16, 4096) for number in range(1000)], "1 to 64 groups, it has 1000"),
+        ((KVGroup(0, 16, 4096), KVGroup(0, 16, 4096)), "every group must have a different number"),
+        ([KVGroup(number, 16, 4096) for number in range(1000)], "1 to 64 groups, not 1000"),
     ],
 )
-def test_bad_groups_are_refused(busy_client, groups, sentence):
+def test_invalid_groups_are_refused(busy_client, groups, sentence):
     with (
         RawClient(busy_client.sidecar, make_hello(groups=groups)) as client,
         pytest.raises(grpc.RpcError, match=sentence),
@@ -214,15 +214,15 @@ def test_bad_groups_are_refused(busy_client, groups, sentence):
         client.attach()
 
 
-def test_a_kind_of_tomorrow_is_refused(busy_client):
+def test_unknown_kind_of_group_is_refused(busy_client):
     with RawClient(busy_client.sidecar) as client:
         client.hello.geometry.groups[0].kind = 99
-        with pytest.raises(grpc.RpcError, match="group 0 must say its kind"):
+        with pytest.raises(grpc.RpcError, match="group 0 must have a known kind"):
             client.attach()
 
 
-def test_groups_as_large_and_as_small_as_can_be_are_laid_out_at_once(sidecar):
-    """Sixty-four sizes to be packed, of up to 1 TiB: the answer is that there is no room."""
+def test_extreme_group_sizes_are_refused_at_once(sidecar):
+    """There are 64 sizes to pack, of up to 1 TiB. The sidecar refuses quickly: the arena is too small."""
     groups = tuple(KVGroup(number, 16, (1 << 40) // (number + 1)) for number in range(64))
     with (
         RawClient(sidecar, make_hello(groups=groups)) as client,
@@ -232,20 +232,20 @@ def test_groups_as_large_and_as_small_as_can_be_are_laid_out_at_once(sidecar):
     assert sidecar.get("/readyz") == "ready\n"
 
 
-def test_groups_are_asked_for_together(sidecar):
+def test_lookup_must_contain_all_groups(sidecar):
     groups = (KVGroup(0, 16, 4096), KVGroup(2, 16, 4096, 64, WINDOW), KVGroup(5, 16, 0, 64, CHUNKED))
     with RawClient(sidecar, make_hello(groups=groups)) as client:
         client.attach()
-        for asked, sentence in (
+        for num_keys, sentence in (
             (((0, 2),), r"each of \[0, 2\] once, they are \[0\]"),
             (((0, 2), (2, 2), (5, 2)), r"each of \[0, 2\] once"),
-            (((0, 2), (2, 1)), "as many keys in each group"),
+            (((0, 2), (2, 1)), "the same number of keys"),
         ):
-            parts = [pb.GroupKeys(group=group, keys=make_keys(*range(number))) for group, number in asked]
+            parts = [pb.GroupKeys(group=group, keys=make_keys(*range(number))) for group, number in num_keys]
             with pytest.raises(grpc.RpcError, match=sentence):
                 client.call(LOOKUP, request_id="r", groups=parts)
         with pytest.raises(
-            grpc.RpcError, match=r"group 5 is unknown, or stores nothing: those that do are \[0, 2\]"
+            grpc.RpcError, match=r"group 5 is unknown or stores no KV: the groups that do are \[0, 2\]"
         ):
             client.call(RESERVE, group=5, keys=make_keys(1))
 
@@ -260,7 +260,7 @@ def test_groups_are_asked_for_together(sidecar):
         ["hello", pb.AttachRequest(drained=pb.Drained(epoch=1))],
     ],
 )
-def test_a_stream_that_breaks_the_rules_is_ended(busy_client, messages):
+def test_stream_that_violates_the_protocol_is_ended(busy_client, messages):
     with RawClient(busy_client.sidecar) as client:
         hello = pb.AttachRequest(hello=client.hello)
         with pytest.raises(grpc.RpcError) as caught:
@@ -268,7 +268,7 @@ def test_a_stream_that_breaks_the_rules_is_ended(busy_client, messages):
     assert caught.value.code() in (INVALID, PRECONDITION)
 
 
-def test_a_hello_without_the_lock_is_refused(busy_client):
+def test_hello_without_the_lock_is_refused(busy_client):
     with RawClient(busy_client.sidecar) as client:
         path = client.lock._path
         client.lock.release()
@@ -278,7 +278,7 @@ def test_a_hello_without_the_lock_is_refused(busy_client):
         path.unlink()
 
 
-def test_rubbish_is_answered_with_a_status(busy_client):
+def test_garbage_is_answered_with_a_status(busy_client):
     channel = grpc.insecure_channel(f"unix:{busy_client.sidecar.socket_path}")
     for path in (LOOKUP.path, f"/{service.SERVICE}/Nothing"):
         with pytest.raises(grpc.RpcError):
@@ -287,35 +287,36 @@ def test_rubbish_is_answered_with_a_status(busy_client):
     assert busy_client.sidecar.stats()["clients"][0]["is_attached"]
 
 
-def test_another_geometry_waits_for_the_last_engine_to_be_gone(sidecar, connect):
+def test_engine_with_another_geometry_waits_until_the_last_engine_leaves(sidecar, connect):
     with RawClient(sidecar) as present:
         present.attach()
-        other = connect(engine_uuid=b"p" * 16, chunk_bytes=200_000)
-        wait_until(lambda: "stop those engines, or give this one a sidecar" in other.detached_reason)
-    session = attached(other)
+        second = connect(engine_uuid=b"p" * 16, chunk_bytes=200_000)
+        remedy = "stop those engines, or give this engine a separate sidecar"
+        wait_until(lambda: remedy in second.detached_reason)
+    session = attached(second)
     assert session.slots.shape[1] == 200_704
     usable(sidecar)
     store(session, 1)
     assert sidecar.stats()["geometry"] == {"slot_bytes": 200_704, "num_columns": 1, "slots_per_frame": 1}
 
 
-def test_a_chunk_larger_than_the_arena_is_refused_and_the_sidecar_lives(sidecar, connect):
+def test_chunk_larger_than_the_arena_is_refused(sidecar, connect):
     client = connect(chunk_bytes=1 << 30)
     wait_until(lambda: "arena" in client.detached_reason)
     client.close()
     attached(connect())
 
 
-def test_the_client_says_what_to_upgrade_and_does_not_hammer(sidecar, caplog, monkeypatch):
-    other = SidecarClient(sidecar.socket_path, make_hello(model="m" * 513))
+def test_client_reports_what_to_upgrade_and_does_not_retry(sidecar, caplog, monkeypatch):
+    misconfigured = SidecarClient(sidecar.socket_path, make_hello(model="m" * 513))
     monkeypatch.setattr(service, "PROTOCOL_VERSION", service.PROTOCOL_VERSION + 1)
     client = SidecarClient(sidecar.socket_path, make_hello())
     client.start()
     wait_until(lambda: "upgrade the sidecar" in client.detached_reason)
-    other.start()  # refused as well, but it tries again after the ordinary pauses
+    misconfigured.start()  # refused as well, but retried after the normal pauses
     refused = 'lmcache_requests_total{code="%s",method="Attach"} %d.0'
     wait_until(lambda: refused % ("INVALID_ARGUMENT", 4) in sidecar.get("/metrics"))
     assert refused % ("FAILED_PRECONDITION", 1) in sidecar.get("/metrics")
     client.close()
-    other.close()
+    misconfigured.close()
     assert len([record for record in caplog.records if "upgrade" in record.getMessage()]) == 1

@@ -1,4 +1,4 @@
-"""A real sidecar over a Redis that dies, freezes or is not there."""
+"""A real sidecar with a Redis that is killed, frozen or absent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.harness.wire import RawClient, make_hello, make_keys
 
 
 @pytest.mark.redis
-def test_sigterm_writes_through_what_is_queued():
+def test_sigterm_writes_queued_rows_through():
     with RedisProcess() as redis_server, SidecarProcess(remote_url=redis_server.unix_url) as sidecar:
         with session_of(sidecar) as session:
             redis_server.freeze()
@@ -32,7 +32,7 @@ def test_sigterm_writes_through_what_is_queued():
 
 
 @pytest.mark.redis
-def test_what_the_grace_period_does_not_suffice_for_is_logged():
+def test_rows_not_written_within_the_grace_period_are_logged():
     with (
         RedisProcess() as redis_server,
         SidecarProcess(remote_url=redis_server.unix_url, drain_grace_seconds=0.3) as sidecar,
@@ -45,7 +45,7 @@ def test_what_the_grace_period_does_not_suffice_for_is_logged():
 
 
 @pytest.mark.redis
-def test_keys_that_mean_nothing_elsewhere_stay_here():
+def test_private_rows_are_not_written_through():
     with RedisProcess() as redis_server, SidecarProcess(remote_url=redis_server.unix_url) as sidecar:
         with session_of(sidecar, private_reason="random hash seed") as session:
             store(session, 1, 2)
@@ -55,7 +55,7 @@ def test_keys_that_mean_nothing_elsewhere_stay_here():
             assert redis.dbsize() == 0
 
 
-def test_an_unreachable_remote_tier_is_no_mistake():
+def test_sidecar_serves_with_an_unreachable_remote_tier():
     with SidecarProcess(remote_url="redis://127.0.0.1:1") as sidecar:
         assert sidecar.get("/readyz") == "ready\n"
         sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
@@ -67,7 +67,7 @@ def test_an_unreachable_remote_tier_is_no_mistake():
 
 
 @pytest.mark.redis
-def test_a_remote_tier_that_was_down_at_the_start_is_used_when_it_comes():
+def test_remote_tier_that_was_down_at_the_start_is_used_later():
     with RedisProcess() as server:
         server.kill()
         with SidecarProcess(remote_url=server.unix_url) as sidecar:
@@ -79,15 +79,15 @@ def test_a_remote_tier_that_was_down_at_the_start_is_used_when_it_comes():
 
 
 @pytest.mark.redis
-def test_a_private_engine_does_not_make_another_one_s_namespace_private():
-    other_hello = make_hello(engine_uuid=b"p" * 16, private_reason="seeded")
+def test_private_engine_does_not_make_the_namespace_of_others_private():
+    private_hello = make_hello(engine_uuid=b"p" * 16, private_reason="seeded")
     with (
         RedisProcess() as redis_server,
         SidecarProcess(remote_url=redis_server.unix_url) as sidecar,
         session_of(sidecar) as session,
-        RawClient(sidecar, other_hello) as other,
+        RawClient(sidecar, private_hello) as private_client,
         redis_server.client as redis,
     ):
-        other.attach()
+        private_client.attach()
         store(session, 1)
         wait_until(lambda: redis.dbsize() == 1)

@@ -1,4 +1,4 @@
-"""A real sidecar follows the list of the remote tier's shards."""
+"""A real sidecar that follows changes of the shard list."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHUNKS = range(24)
 
 
 class ShardsDocument:
-    """As the kubelet writes it: a new file takes the place of the old one."""
+    """The shard list as the kubelet writes it: a new file replaces the old one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,16 +73,16 @@ def num_rows(server: RedisProcess) -> int:
         return int(client.dbsize())
 
 
-def test_one_shard_more_and_one_less_cost_no_hit(servers, document):
+def test_adding_and_removing_shards_costs_no_hit(servers, document):
     document.write(servers[:2])
-    url = "redis://127.0.0.1:1"  # nobody is there: the file says who is
+    url = "redis://127.0.0.1:1"  # no server listens here: the addresses come from the file
     with SidecarProcess(remote_url=url, remote_shards_file=document.path) as sidecar:
         with session_of(sidecar) as session:
             store(session, *CHUNKS)
             sidecar.wait_until(lambda stats: stats["remote"]["written"] == len(CHUNKS))
-        before = list(map(num_rows, servers))
-        assert sum(before) == len(CHUNKS)
-        assert before[2] == 0
+        num_rows_before = list(map(num_rows, servers))
+        assert sum(num_rows_before) == len(CHUNKS)
+        assert num_rows_before[2] == 0
 
         document.write(servers, servers[:2])
         sidecar.wait_until(lambda stats: str(servers[2].port) in stats["remote"]["address"])
@@ -90,8 +90,8 @@ def test_one_shard_more_and_one_less_cost_no_hit(servers, document):
         load_all(sidecar)
         wait_until(lambda: num_rows(servers[2]) > 0)
         sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)
-        moved = num_rows(servers[2])
-        assert sidecar.stats()["remote"]["stored"] == moved < len(CHUNKS) * 0.7
+        num_moved = num_rows(servers[2])
+        assert sidecar.stats()["remote"]["stored"] == num_moved < len(CHUNKS) * 0.7
 
         document.write(servers[1:], servers)
         restart_without_memory(sidecar)
@@ -102,7 +102,7 @@ def test_one_shard_more_and_one_less_cost_no_hit(servers, document):
         load_all(sidecar)
 
 
-def test_a_file_edited_by_mistake_changes_nothing_and_is_told_of(servers, document):
+def test_invalid_shard_list_is_reported_and_ignored(servers, document):
     document.write(servers[:1])
     options = {"remote_url": "redis://127.0.0.1:1", "remote_shards_file": document.path}
     with SidecarProcess(**options) as sidecar, session_of(sidecar) as session:
@@ -120,7 +120,7 @@ def test_a_file_edited_by_mistake_changes_nothing_and_is_told_of(servers, docume
 
 
 @pytest.mark.skipif("valkey" in BINARY, reason="this valkey-server may be built without TLS")
-def test_one_shard_after_the_other_gets_tls(servers, document, tmp_path):
+def test_shards_switch_to_tls_in_turn(servers, document, tmp_path):
     certificates = make_certificates(tmp_path)
     document.write(servers[:2])
     options = {"remote_url": "redis://127.0.0.1:1", "remote_shards_file": document.path}
@@ -128,7 +128,7 @@ def test_one_shard_after_the_other_gets_tls(servers, document, tmp_path):
         chunks = itertools.count(100)
 
         def is_written(server: RedisProcess) -> bool:
-            """As soon as it is known to be well."""
+            """Whether the sidecar writes to this server again."""
             store(session, *itertools.islice(chunks, 8))
             sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)
             return num_rows(server) > 0

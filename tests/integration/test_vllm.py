@@ -1,34 +1,28 @@
-"""The connector in a real vLLM with a real sidecar: what is loaded is what was computed, byte for byte.
+"""The connector in a real vLLM with a real sidecar: loaded KV equals computed KV, byte for byte.
 
-Equal answers prove little with a tiny model, so the KV of every layer is compared too, over blocks that were
-overwritten before the load. Three engines serve all cases:
+Equal answers prove little with a tiny model, so tests also compare the KV of every layer, in blocks that
+were overwritten before the load. Two engines serve all cases:
 
-- ``engine``: prefix caching on, sidecar always there
-- ``small_engine``: KV for a few requests only; its sidecar comes late, is killed and frozen
-- a ``vllm serve`` of two ranks over HTTP
+- ``engine``: prefix caching on, its sidecar always runs
+- ``small_engine``: KV memory for a few requests only; its sidecar starts late, is killed and frozen
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import random
-import socket
 
-import msgspec
 import pytest
-import zmq
-from vllm.distributed.kv_events import KVEventBatch
 
 from testing.child_process import wait_until
-from testing.engine.process import EngineProcess, ServedEngine, connector_config
+from testing.engine.process import EngineProcess, connector_config
 from testing.processes import SidecarProcess
 
 pytestmark = pytest.mark.vllm
 
 BLOCK = 32
 ANSWER_SECONDS = 30.0
-"""Seconds until an unanswered request is computed: a busy machine must not turn hits into misses."""
+"""Seconds until an engine computes an unanswered request. A busy machine must not turn hits into misses."""
 
 SALTS = map("salt {}".format, itertools.count())
 
@@ -39,14 +33,14 @@ def make_prompt(num_tokens, seed=0):
 
 
 def cold(engine, *prompts, **options):
-    """Run without hits: nothing is stored under a new salt, and KV does not depend on it."""
+    """Run without hits: nothing is stored under the new salt, and KV does not depend on the salt."""
     return engine.generate(*prompts, cache_salt=next(SALTS), **options)
 
 
 def assert_hit(hit, stored, num_loaded, reference=None, first_block=0):
-    """``stored`` is the request whose KV was stored; ``reference`` the same prompt as ``hit``, computed.
+    """Check a hit. ``stored`` stored the KV. ``reference`` computed the same prompt as ``hit``.
 
-    They differ where prompts differ: KV computed in batches of other shapes differs in the last bits.
+    The two differ if their prompts differ: batches of different shapes give KV that differs in the last bits.
     """
     reference = reference or stored
     assert hit.num_cached_tokens == num_loaded
@@ -84,7 +78,9 @@ def late_sidecar():
 def start_small_engine(sidecar, folder):
     return EngineProcess(
         folder / "log",
-        connector_config(sidecar.socket_path, answer_seconds=3.0),  # its sidecar is frozen, too
+        connector_config(
+            sidecar.socket_path, answer_seconds=3.0
+        ),  # shorter, because its sidecar is frozen, too
         max_model_len=2000,
         kv_cache_memory_bytes=12 << 20,  # 3,072 tokens
         max_num_batched_tokens=512,
@@ -98,7 +94,7 @@ def small_engine(late_sidecar, tmp_path_factory):
 
 
 def wait_attached(engine, sidecar):
-    """Until the engine hits: it has mapped the arena a moment after the sidecar calls it attached."""
+    """Wait until the engine hits: it maps the arena a moment after the sidecar reports it as attached."""
     sidecar.wait_until(lambda stats: len([c for c in stats["clients"] if c["is_attached"]]) >= 2)
     prompt = make_prompt(256 + BLOCK, next(SALTS))
 
@@ -113,7 +109,7 @@ def wait_attached(engine, sidecar):
     ("num_tokens", "num_loaded"),
     [(1, 0), (31, 0), (32, 0), (33, 0), (255, 0), (256, 224), (257, 256), (2048, 2016), (8192, 8160)],
 )
-def test_a_hit_is_what_was_computed(engine, num_tokens, num_loaded):
+def test_loaded_kv_equals_computed_kv(engine, num_tokens, num_loaded):
     prompt = make_prompt(num_tokens)
     (reference,) = engine.generate(prompt)
     assert reference.num_cached_tokens == 0
@@ -122,8 +118,8 @@ def test_a_hit_is_what_was_computed(engine, num_tokens, num_loaded):
     assert_hit(hit, reference, num_loaded)
 
 
-def test_the_phases_of_a_hit_are_timed(engine):
-    """The benchmark shows where the time of a hit goes."""
+def test_engine_reports_the_phases_of_a_hit(engine):
+    """The benchmark breaks the time of a hit down by phase."""
     prompt = make_prompt(2000)
     engine.generate(prompt)
     engine.scrub_kv()
@@ -136,37 +132,37 @@ def test_the_phases_of_a_hit_are_timed(engine):
     assert max(phases["load"]) < sum(steps) <= hit.ended
 
 
-def test_keys_are_shared_and_the_sidecar_knows_the_engine(sidecar, engine):
+def test_sidecar_reports_both_clients_as_not_private(sidecar, engine):
     clients = sidecar.stats()["clients"]
     assert {client["role"] for client in clients} == {"scheduler", "worker"}
     assert {client["private_reason"] for client in clients} == {""}
 
 
-def test_a_salt_separates(engine):
+def test_requests_with_another_salt_do_not_hit(engine):
     prompt = make_prompt(600)
     engine.generate(prompt)
     engine.scrub_kv()
     assert cold(engine, prompt)[0].num_cached_tokens == 0
 
 
-def test_a_grammar_shapes_the_answer_and_no_kv(engine):
-    """What is sampled under it is named by its tokens, as all else; the prompt does not depend on it."""
+def test_grammar_changes_the_answer_and_not_the_keys(engine):
+    """Sampled tokens get keys like all others, whatever the grammar. The prompt does not depend on it."""
     prompt, letters, digits = make_prompt(700), "[a-z]{80}", "[0-9]{80}"
     (reference,) = cold(engine, prompt, max_tokens=80, regex=digits)
     (stored,) = engine.generate(prompt, max_tokens=80, regex=letters)
-    (other,) = engine.generate(prompt, max_tokens=80, regex=digits)
-    assert other.tokens == reference.tokens
-    assert not set(stored.tokens) & set(other.tokens)
+    (resampled,) = engine.generate(prompt, max_tokens=80, regex=digits)
+    assert resampled.tokens == reference.tokens
+    assert not set(stored.tokens) & set(resampled.tokens)
     engine.scrub_kv()
     (hit,) = engine.generate(prompt, max_tokens=80, regex=digits)
     assert (hit.num_cached_tokens, hit.tokens) == (512, reference.tokens)
-    for answered in (stored, other):
-        turn = prompt + answered.tokens[:-1]
+    for previous in (stored, resampled):
+        turn = prompt + previous.tokens[:-1]
         engine.scrub_kv()
-        assert_hit(engine.generate(turn)[0], answered, 768, cold(engine, turn)[0])
+        assert_hit(engine.generate(turn)[0], previous, 768, cold(engine, turn)[0])
 
 
-def test_two_requests_share_a_prefix(engine):
+def test_requests_share_a_prefix(engine):
     prefix = make_prompt(1024)
     first, second = prefix + make_prompt(100, 1), prefix + make_prompt(300, 2)
     (stored,) = engine.generate(first)
@@ -175,7 +171,7 @@ def test_two_requests_share_a_prefix(engine):
     assert_hit(engine.generate(second)[0], stored, 1024, reference)
 
 
-def test_two_requests_at_once(engine):
+def test_concurrent_requests_hit(engine):
     prompts = [make_prompt(1000, 1), make_prompt(1500, 2)]
     references = [cold(engine, prompt)[0] for prompt in prompts]
     stored = engine.generate(*prompts)
@@ -185,26 +181,26 @@ def test_two_requests_at_once(engine):
         assert_hit(hits[i], stored[i], num_loaded, references[i])
 
 
-def test_the_same_prompt_twice_at_once(engine):
+def test_same_prompt_twice_concurrently_hits(engine):
     prompt = make_prompt(900)
     (stored,) = engine.generate(prompt)
     engine.scrub_kv()
     for hit in engine.generate(prompt, prompt):
-        # The second may find in the engine what the first has computed after its load.
+        # The second request may also find blocks in the engine that the first one computed after its load.
         assert hit.num_cached_tokens in (768, 896)
         assert_hit(hit._replace(num_cached_tokens=768), stored, 768)
 
 
-def test_a_load_continues_a_local_hit_inside_a_chunk(engine):
+def test_load_continues_a_local_hit_inside_a_chunk(engine):
     prompt = make_prompt(1200)
     (reference,) = engine.generate(prompt)
     engine.scrub_kv()
-    # Too short to be loaded itself: leaves 5 blocks in the engine, which is not the edge of a chunk.
+    # The short prompt stores no chunk. It leaves 5 blocks in the engine, which end inside a chunk.
     assert engine.generate(prompt[:165])[0].num_cached_tokens == 0
     assert_hit(engine.generate(prompt)[0], reference, 1024, first_block=5)
 
 
-def test_the_answer_is_the_next_turn_s_prompt(engine):
+def test_answer_is_a_hit_in_the_next_turn(engine):
     prompt = make_prompt(400)
     (turn,) = engine.generate(prompt, max_tokens=150)
     following = prompt + turn.tokens + make_prompt(50, 1)
@@ -220,8 +216,8 @@ def test_prompt_logprobs_are_computed_and_not_loaded(engine):
     assert engine.generate(prompt, prompt_logprobs=1)[0].num_cached_tokens == 0
 
 
-def test_after_a_reset_nothing_from_before_is_loaded_and_what_is_computed_then_is(engine):
-    """The weights may have been changed in place: their old KV is none of theirs."""
+def test_reset_invalidates_stored_kv_and_later_kv_is_loaded(engine):
+    """The weights may have been changed in place: KV of the old weights must not be loaded."""
     prompt = make_prompt(1000)
     (reference,) = engine.generate(prompt)
     engine.scrub_kv()
@@ -234,7 +230,7 @@ def test_after_a_reset_nothing_from_before_is_loaded_and_what_is_computed_then_i
     assert_hit(engine.generate(prompt)[0], computed, 768)
 
 
-def test_without_a_sidecar_and_when_it_comes(small_engine, late_sidecar):
+def test_engine_serves_without_a_sidecar_and_hits_once_it_starts(small_engine, late_sidecar):
     prompt = make_prompt(1000)
     (reference,) = small_engine.generate(prompt)
     assert_hit(small_engine.generate(prompt)[0], reference, 0)
@@ -245,27 +241,27 @@ def test_without_a_sidecar_and_when_it_comes(small_engine, late_sidecar):
     assert_hit(small_engine.generate(prompt)[0], reference, 768)
 
 
-def test_preempted_requests_answer_right(small_engine, late_sidecar):
+def test_preempted_requests_get_the_right_answer(small_engine, late_sidecar):
     wait_attached(small_engine, late_sidecar)
     prompts = [make_prompt(480, seed) for seed in range(6)]
     references = [cold(small_engine, prompt, max_tokens=60)[0] for prompt in prompts]
-    before = small_engine.num_preemptions()
-    for _ in range(2):  # the second time from the cache
+    num_preemptions_before = small_engine.num_preemptions()
+    for _ in range(2):  # the second round loads from the cache
         for result, reference in zip(small_engine.generate(*prompts, max_tokens=60), references, strict=True):
             assert result.tokens == reference.tokens
-    assert small_engine.num_preemptions() > before
+    assert small_engine.num_preemptions() > num_preemptions_before
 
 
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
-def test_a_sidecar_that_fails_in_the_middle_costs_only_computing(small_engine, late_sidecar, fault):
+def test_failing_sidecar_does_not_change_answers(small_engine, late_sidecar, fault):
     wait_attached(small_engine, late_sidecar)
     prompts = [make_prompt(1100, f"{fault} {seed}") for seed in range(4)]
     references = [cold(small_engine, prompt)[0] for prompt in prompts]
     small_engine.generate(*prompts[:2])
-    used = late_sidecar.stats()["memory"]["used_rows"]
+    num_rows_before = late_sidecar.stats()["memory"]["used_rows"]
     small_engine.start_generate(*prompts)  # two of them load, two store
     late_sidecar.wait_until(
-        lambda stats: stats["memory"]["used_rows"] > used or stats["memory"]["leased_rows"]
+        lambda stats: stats["memory"]["used_rows"] > num_rows_before or stats["memory"]["leased_rows"]
     )
     getattr(late_sidecar, fault)()
     for result, reference in zip(small_engine.finish_generate(), references, strict=True):
@@ -275,19 +271,19 @@ def test_a_sidecar_that_fails_in_the_middle_costs_only_computing(small_engine, l
         assert result.tokens == reference.tokens
     late_sidecar.start() if fault == "kill" else late_sidecar.thaw()
     wait_attached(small_engine, late_sidecar)
-    # Back again without a restart of the engine.
+    # The connector works again without a restart of the engine.
     prompt = make_prompt(600, fault)
     wait_until(lambda: small_engine.generate(prompt)[0].num_cached_tokens == 512)
     late_sidecar.wait_until(lambda stats: stats["memory"]["leased_rows"] == 0)
 
 
-def test_an_engine_killed_in_mid_store_leaves_nothing_wrong(small_engine, late_sidecar, tmp_path):
+def test_engine_killed_during_a_store_leaves_no_wrong_kv(small_engine, late_sidecar, tmp_path):
     wait_attached(small_engine, late_sidecar)
     prompt = make_prompt(1900)
     (reference,) = cold(small_engine, prompt)
-    used = late_sidecar.stats()["memory"]["used_rows"]
+    num_rows_before = late_sidecar.stats()["memory"]["used_rows"]
     small_engine.start_generate(prompt)
-    late_sidecar.wait_until(lambda stats: stats["memory"]["used_rows"] > used)
+    late_sidecar.wait_until(lambda stats: stats["memory"]["used_rows"] > num_rows_before)
     small_engine.kill()
     late_sidecar.wait_until(lambda stats: not any(client["is_attached"] for client in stats["clients"]))
     late_sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 0)
@@ -298,82 +294,3 @@ def test_an_engine_killed_in_mid_store_leaves_nothing_wrong(small_engine, late_s
         assert_hit(result, reference, result.num_cached_tokens)
         engine.scrub_kv()
         assert_hit(engine.generate(prompt)[0], reference, 1792)
-
-
-def test_two_ranks_over_http(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{tmp_path}/events"}
-    listener = zmq.Context.instance().socket(zmq.SUB)
-    listener.subscribe("")
-    listener.connect(events["endpoint"])
-    with (
-        listener,
-        SidecarProcess(memory_size="64Mi") as sidecar,
-        ServedEngine(
-            tmp_path / "log",
-            port,
-            connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS),
-            "--tensor-parallel-size=2",
-            f"--kv-events-config={json.dumps(events)}",
-            environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-        ) as engine,
-    ):
-        engine.wait_ready()
-        attached = make_prompt(600, "attached")
-        # The sidecar calls clients attached before they know it themselves.
-        wait_until(lambda: num_cached(engine.complete(attached)) == 512, timeout=300)
-        wait_until(lambda: engine.metrics("vllm:lmcache_")["vllm:lmcache_stored_rows_total"] >= 2 * 2)
-        numbers = itertools.count()
-        prompt, before, first = wait_until(
-            lambda: stored_whole(engine, make_prompt(2000, next(numbers)), 2 * 7), timeout=300
-        )
-        # A worker counts a row when it has sent the commit. Lookups find the row after both ranks' commits.
-        sidecar.wait_until(lambda stats: stats["memory"]["used_rows"] >= 2 + 7)
-        second = engine.complete(prompt)
-        assert (num_cached(first), num_cached(second)) == (0, 1792)
-        assert second["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
-        assert {client["column"] for client in sidecar.stats()["clients"]} == {0, 1}
-        assert_told(listener, prompt)
-        after = engine.metrics("vllm:lmcache_")
-        figures = {name.removeprefix("vllm:lmcache_"): after[name] - before[name] for name in after}
-        assert figures["loads_total"] == 2, "of both ranks"
-        assert figures["failed_loads_total"] == 0
-        assert figures["loaded_blocks_total"] == 2 * 1792 // BLOCK
-        assert figures["stored_rows_total"] == 2 * 7
-        assert figures["load_seconds_total"] > 0
-
-
-def stored_whole(engine, prompt, num_rows):
-    """The prompt, the metrics before it and its answer, if so many rows were stored. A busy machine may store
-    a part of them: blocks of a request that has ended are held for two seconds."""
-    before = engine.metrics("vllm:lmcache_")
-    answer = engine.complete(prompt)
-    name = "vllm:lmcache_stored_rows_total"
-    try:
-        wait_until(lambda: engine.metrics("vllm:lmcache_")[name] >= before[name] + num_rows, timeout=10)
-    except AssertionError:
-        return None
-    return prompt, before, answer
-
-
-def num_cached(answer):
-    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
-def assert_told(listener, prompt):
-    """What vLLM's own publisher sent of the sidecar's memory is the prompt, each chunk once."""
-    listener.setsockopt(zmq.RCVTIMEO, 30_000)
-    told, decoder = [], msgspec.msgpack.Decoder(KVEventBatch)
-    chunks = [prompt[start : start + 256] for start in range(0, 7 * 256, 256)]
-    while len(told) < 7:
-        *_, payload = listener.recv_multipart()
-        events = decoder.decode(payload).events
-        told += [event for event in events if event.medium == "CPU" and event.token_ids in chunks]
-    parent = None
-    for number, event in enumerate(told):
-        assert event.parent_block_hash == parent
-        assert event.token_ids == chunks[number]
-        assert (event.block_size, len(event.block_hashes)) == (BLOCK, 256 // BLOCK)
-        parent = event.block_hashes[-1]

@@ -1,4 +1,4 @@
-"""The options of the real ``vllm serve``: those that break the cache are refused by each of their names."""
+"""Options of the real ``vllm serve``: those that break the cache are refused under each of their names."""
 
 import argparse
 
@@ -6,8 +6,8 @@ import pytest
 from lmcache_operator.components.engine.vllm import RESERVED, flag_of
 
 pytestmark = pytest.mark.vllm
-_BY_THE_DEFINITION = {"-tp", "-pp"}
-"""Refused by the CRD itself."""
+_REFUSED_BY_CRD = {"-tp", "-pp"}
+"""Options that the CRD itself refuses."""
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def parser() -> argparse.ArgumentParser:
     return make_arg_parser(FlexibleArgumentParser(add_help=False))
 
 
-def test_every_name_of_what_is_refused_is_refused(parser):
+def test_every_name_of_a_reserved_option_is_refused(parser):
     known = {name for action in parser._actions for name in action.option_strings}
     assert set(RESERVED) - {"--"} <= known
     for action in parser._actions:
@@ -26,11 +26,11 @@ def test_every_name_of_what_is_refused_is_refused(parser):
             continue
         for name in action.option_strings:
             is_negation = name.startswith("--no-") or name == "--enable-prefix-caching"
-            assert flag_of(name) in RESERVED or name in _BY_THE_DEFINITION or is_negation
+            assert flag_of(name) in RESERVED or name in _REFUSED_BY_CRD or is_negation
 
 
-def test_nothing_else_is_taken_for_it(parser):
-    """A name that is the beginning of a refused one would be."""
+def test_other_options_are_not_refused(parser):
+    """An unreserved option whose name is the beginning of a reserved one would be refused by mistake."""
     for action in parser._actions:
         for name in action.option_strings:
             is_one_pod = action.dest.startswith("data_parallel")

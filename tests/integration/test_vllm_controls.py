@@ -1,4 +1,4 @@
-"""The simulated engine sees what it is there to see: each case breaks one promise, and the break is found."""
+"""Control experiments: each test breaks one promise of engine or connector, and the simulation detects it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WRONG = "committed under a wrong name"
 SETTINGS = SimSettings(runner=2)
 
 
-def test_a_runner_that_saves_before_it_computes(world):
+def test_runner_that_saves_before_it_computes_is_detected(world):
     def execute(step):
         rank, output = engine.ranks[0], step.output
         if not output.total_num_scheduled_tokens:
@@ -41,7 +41,7 @@ def test_a_runner_that_saves_before_it_computes(world):
         world.audit(SETTINGS, [prompt])
 
 
-def test_a_connector_that_is_not_told_of_preemptions(world, monkeypatch):
+def test_connector_that_ignores_preemptions_is_detected(world, monkeypatch):
     prompts = [make_tokens(4 * CHUNK) for _ in range(4)]
     settings = SimSettings(runner=2, num_blocks=40)
     with world.engines(settings) as (engine,):
@@ -59,7 +59,7 @@ def test_a_connector_that_is_not_told_of_preemptions(world, monkeypatch):
         world.audit(settings, prompts)
 
 
-def test_an_engine_that_gives_held_blocks_to_others(world):
+def test_engine_that_reuses_held_blocks_is_detected(world):
     prompt = make_tokens(CHUNK + 1)
     with world.engines(SETTINGS) as (engine,):
         world.store_gate.shut()
@@ -73,7 +73,7 @@ def test_an_engine_that_gives_held_blocks_to_others(world):
         world.audit(SETTINGS, [prompt])
 
 
-def test_a_load_that_copies_nothing(world, monkeypatch):
+def test_load_that_copies_nothing_is_detected(world, monkeypatch):
     prompt = make_tokens(CHUNK + 1)
     with world.engines(SETTINGS) as (engine,):
         engine.add(prompt)
@@ -84,7 +84,7 @@ def test_a_load_that_copies_nothing(world, monkeypatch):
         assert engine.wrong_reads
 
 
-def test_a_reset_that_forgets_nothing(world, monkeypatch):
+def test_reset_that_keeps_old_keys_is_detected(world, monkeypatch):
     prompt = make_tokens(CHUNK + 1)
     with world.engines(SETTINGS) as (engine,):
         engine.add(prompt)

@@ -1,4 +1,4 @@
-"""What routers are told: vLLM's own KV events, of what comes into the sidecar's memory and what leaves it."""
+"""vLLM's own KV events for routers: about blocks that enter and leave the sidecar's memory."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ __all__ = ["world"]
 
 pytestmark = pytest.mark.vllm
 
-TOLD = SimSettings(has_events=True)
+WITH_EVENTS = SimSettings(has_events=True)
 
 
 class Router:
-    """Knows from an engine's events where its blocks are."""
+    """A router that learns from an engine's events where blocks are cached."""
 
     def __init__(self, engine: SimEngine) -> None:
         self.engine = engine
-        self.heard: list[Any] = []
+        self.received: list[Any] = []
         self.in_memory: dict[Any, BlockStored] = {}
         self.num_removed = 0
         self.listen()
 
     def listen(self) -> list[Any]:
-        """Take what was published since the last time; an engine that has nothing to do publishes nothing."""
+        """Take the events published since the last call. An engine without work publishes nothing."""
         run(self.engine, make_tokens(1))
-        self.heard += self.engine.published
-        news = [event for event in self.engine.published if getattr(event, "medium", None) == "CPU"]
+        self.received += self.engine.published
+        changes = [event for event in self.engine.published if getattr(event, "medium", None) == "CPU"]
         self.engine.published.clear()
-        for event in news:
+        for event in changes:
             if isinstance(event, BlockRemoved):
                 for block_hash in event.block_hashes:
                     del self.in_memory[block_hash]
@@ -48,25 +48,25 @@ class Router:
             else:
                 assert len(event.token_ids) == len(event.block_hashes) * event.block_size == CHUNK
                 self.in_memory |= dict.fromkeys(event.block_hashes, event)
-        return news
+        return changes
 
     def learn(self, tokens: list[int], **fields: Any) -> None:
-        """Have the engine run a prompt until its full chunks are told of."""
+        """Run a prompt until the engine has reported all its full chunks."""
 
-        def is_told() -> bool:
+        def is_reported() -> bool:
             run(self.engine, tokens, **fields)
             self.listen()
             return self.num_tokens(tokens, **fields) == len(tokens) // CHUNK * CHUNK
 
-        wait_until(is_told, timeout=60, what="events of all chunks")
+        wait_until(is_reported, timeout=60, what="events of all chunks")
 
     def num_tokens(self, tokens: list[int], **fields: Any) -> int:
-        """Leading tokens of a prompt that it takes for cached in memory."""
+        """Number of leading tokens of a prompt that the router considers cached in memory."""
         name = self.engine.add(tokens, **fields)
         hashes = list(map(maybe_convert_block_hash, self.engine.scheduler.requests[name].block_hashes))
         self.engine.abort(name)
         self.engine.run()
-        known = next((n for n, each in enumerate(hashes) if each not in self.in_memory), len(hashes))
+        known = next((n for n, key in enumerate(hashes) if key not in self.in_memory), len(hashes))
         return known * BLOCK // CHUNK * CHUNK
 
 
@@ -80,55 +80,55 @@ def run(engine: SimEngine, tokens: list[int], **fields: Any) -> int:
 
 @pytest.mark.parametrize("salt", [None, "salt"])
 @pytest.mark.parametrize("runner", [1, 2])
-def test_a_store_is_told_in_the_words_of_the_engine_s_own_blocks(
+def test_store_events_equal_those_of_the_engines_own_blocks(
     world: SimWorld, runner: int, salt: str | None
 ) -> None:
     shape = SimSettings(runner=runner, has_events=True, has_prefix_caching=True)
     with world.engines(shape) as (engine,):
         router, tokens = Router(engine), make_tokens(3 * CHUNK + 5)
         router.learn(tokens, salt=salt)
-        told = [event for event in router.heard if isinstance(event, BlockStored)]
-        own, stored = ([event for event in told if event.medium == medium] for medium in ("GPU", "CPU"))
+        stores = [event for event in router.received if isinstance(event, BlockStored)]
+        on_gpu, stored = ([event for event in stores if event.medium == medium] for medium in ("GPU", "CPU"))
         stored = [event for event in stored if event in router.in_memory.values()][-3:]
         assert [(e.medium, e.group_idx, e.block_size) for e in stored] == [("CPU", 0, BLOCK)] * 3
 
-        def by_block(told: list[BlockStored]) -> list[Any]:
-            found = []
-            for event in told:
+        def by_block(events_of_medium: list[BlockStored]) -> list[Any]:
+            entries = []
+            for event in events_of_medium:
                 parent, keys = event.parent_block_hash, event.extra_keys or [None] * len(event.block_hashes)
                 for number, (block_hash, key) in enumerate(zip(event.block_hashes, keys, strict=True)):
                     part = tuple(event.token_ids[number * BLOCK : (number + 1) * BLOCK])
-                    found.append((block_hash, parent, part, key))
+                    entries.append((block_hash, parent, part, key))
                     parent = block_hash
-            return found
+            return entries
 
         blocks = by_block(stored)
-        start = by_block(own).index(blocks[0])
-        assert blocks == by_block(own)[start : start + 3 * CHUNK // BLOCK]
+        start = by_block(on_gpu).index(blocks[0])
+        assert blocks == by_block(on_gpu)[start : start + 3 * CHUNK // BLOCK]
 
 
-def test_a_hit_of_what_another_engine_stored_is_told_once(world: SimWorld) -> None:
-    with world.engines(SimSettings(), TOLD) as (first, second):
+def test_hit_on_chunks_of_another_engine_is_reported_once(world: SimWorld) -> None:
+    with world.engines(SimSettings(), WITH_EVENTS) as (first, second):
         router, tokens = Router(second), make_tokens(2 * CHUNK + 5)
         wait_until(lambda: run(first, tokens) == 2 * CHUNK, what="a hit")
         router.listen()
         assert router.num_tokens(tokens) == 0
-        wait_until(lambda: run(second, tokens) == 2 * CHUNK, what="a hit of another engine's")
+        wait_until(lambda: run(second, tokens) == 2 * CHUNK, what="a hit on the other engine's chunks")
         assert len(router.listen()) == 2
         assert router.num_tokens(tokens) == 2 * CHUNK
         run(second, tokens)
         assert router.listen() == []
 
 
-def test_without_the_engine_s_setting_nothing_is_told(world: SimWorld) -> None:
+def test_nothing_is_reported_unless_the_engine_enables_events(world: SimWorld) -> None:
     with world.engines(SimSettings()) as (engine,):
         run(engine, make_tokens(CHUNK + 1))
         run(engine, make_tokens(1))
         assert engine.published == []
 
 
-def test_after_a_reset_nothing_is_there(world: SimWorld) -> None:
-    with world.engines(TOLD) as (engine,):
+def test_reset_reports_all_blocks_as_removed(world: SimWorld) -> None:
+    with world.engines(WITH_EVENTS) as (engine,):
         router, tokens = Router(engine), make_tokens(2 * CHUNK + 5)
         router.learn(tokens)
         assert engine.reset(b"new")
@@ -136,14 +136,14 @@ def test_after_a_reset_nothing_is_there(world: SimWorld) -> None:
         assert router.in_memory == {}
 
 
-def test_a_sidecar_that_ends_takes_all_with_it_and_gives_it_back() -> None:
+def test_blocks_of_a_killed_sidecar_are_removed_and_reported_again() -> None:
     with SidecarProcess(memory_size="64Mi") as sidecar:
         world = SimWorld(sidecar)
-        with world.engines(TOLD) as (engine,):
+        with world.engines(WITH_EVENTS) as (engine,):
             router, tokens = Router(engine), make_tokens(2 * CHUNK + 5)
             router.learn(tokens)
             sidecar.kill()
-            wait_until(lambda: router.listen() and not router.in_memory, what="the end of all that was told")
+            wait_until(lambda: router.listen() and not router.in_memory, what="removal events of all blocks")
             sidecar.start()
             wait_attached(engine)
             router.learn(tokens)
@@ -152,7 +152,7 @@ def test_a_sidecar_that_ends_takes_all_with_it_and_gives_it_back() -> None:
 
 @pytest.fixture(scope="module")
 def narrow():
-    """A sidecar with room for a few dozen chunks."""
+    """A sidecar with memory for a few dozen chunks."""
     with SidecarProcess(memory_size="1Mi") as sidecar:
         world = SimWorld(sidecar)
         yield world
@@ -160,21 +160,24 @@ def narrow():
 
 
 @settings(max_examples=10, deadline=None)
-@given(asked=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=30, max_size=60))
-def test_a_router_knows_what_is_there_whatever_was_evicted(narrow: SimWorld, asked: list[Any]) -> None:
-    with narrow.engines(TOLD, SimSettings()) as (engine, other):
+@given(requests=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=30, max_size=60))
+def test_router_state_equals_the_index_despite_evictions(narrow: SimWorld, requests: list[Any]) -> None:
+    with narrow.engines(WITH_EVENTS, SimSettings()) as (engine, silent):
         router, prompts = Router(engine), [make_tokens(4 * CHUNK + 5) for _ in range(10)]
-        for number, num_chunks in asked:
-            run(engine if number % 3 else other, prompts[number][: num_chunks * CHUNK + 5])
+        for number, num_chunks in requests:
+            run(engine if number % 3 else silent, prompts[number][: num_chunks * CHUNK + 5])
             router.listen()
         for _ in range(2 + len(router.in_memory) // events.CHECKED_PER_STEP):
             router.listen()
         index = engine.scheduler.connector._scheduler._lookups.index
-        told = engine.scheduler.connector._scheduler._events._told
-        assert all(there for _, there in events._look(index, list(told))), "told of, and not there"
+        reported = engine.scheduler.connector._scheduler._events._reported
+        is_resident = [present for _, present in events._look_up(index, list(reported))]
+        assert all(is_resident), "chunks are reported that are not in memory"
         num_rows = narrow.sidecar.stats()["memory"]["usable_rows"]
-        assert router.num_removed or len(told) < num_rows, "nothing was evicted, or nobody told of it"
-        hashes = {maybe_convert_block_hash(each) for chunk in told.values() for each in chunk}
+        assert router.num_removed or len(reported) < num_rows, (
+            "nothing was evicted, or evictions are not reported"
+        )
+        hashes = {maybe_convert_block_hash(key) for chunk in reported.values() for key in chunk}
         assert hashes == set(router.in_memory)
         assert_idle(engine)
-        assert_idle(other)
+        assert_idle(silent)

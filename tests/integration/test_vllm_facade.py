@@ -1,4 +1,4 @@
-"""The facade against the engine's own classes: faults in any hook, both runners, what KV bytes mean."""
+"""The connector facade with the engine's own classes: faults in any hook, both runners, and KV layouts."""
 
 import hashlib
 import inspect
@@ -54,7 +54,9 @@ def make_config():
 
 @pytest.fixture
 def scheduler():
-    connector = LMCacheClusterConnector(make_config(), KVConnectorRole.SCHEDULER, None)
+    connector = LMCacheClusterConnector(
+        make_config(), KVConnectorRole.SCHEDULER, SimpleNamespace(num_blocks=100)
+    )
     connector.set_xfer_handshake_metadata_pp_aware({(0, 0): IDENTITY})
     yield connector
     connector.shutdown()
@@ -90,8 +92,8 @@ def make_output(new=(), cached=None):
         zip(output.scheduled_cached_reqs.req_ids, output.scheduled_cached_reqs.new_block_ids, strict=True)
     )
     is_old = "block_ids" in KVConnectorBlockState.__dataclass_fields__  # vLLM 0.29
-    shown = (tables, {}) if is_old else (set(tables), tables.__getitem__, {})
-    output.kv_connector_block_state = KVConnectorBlockState(*shown)
+    constructor_args = (tables, {}) if is_old else (set(tables), tables.__getitem__, {})
+    output.kv_connector_block_state = KVConnectorBlockState(*constructor_args)
     ids = [request.req_id for request in new] + output.scheduled_cached_reqs.req_ids
     output.num_scheduled_tokens = dict.fromkeys(ids, 64)
     output.total_num_scheduled_tokens = 64 * len(ids)
@@ -123,7 +125,7 @@ WORKER_HOOKS = [
 
 
 class Broken:
-    """Raises on every touch, until it is gone offline."""
+    """Raises on every access until it is offline."""
 
     def __init__(self, side):
         self._side = side
@@ -140,24 +142,24 @@ class Broken:
 
 
 @pytest.mark.parametrize(("hook", "arguments", "neutral"), SCHEDULER_HOOKS)
-def test_a_fault_in_a_hook_of_the_scheduler_is_its_last(scheduler, hook, arguments, neutral):
+def test_fault_in_a_scheduler_hook_disables_the_connector(scheduler, hook, arguments, neutral):
     scheduler._scheduler = Broken(scheduler._scheduler)
     assert getattr(scheduler, hook)(*arguments()) == neutral
-    for name, others, value in SCHEDULER_HOOKS:
-        assert getattr(scheduler, name)(*others()) == value
+    for name, other_arguments, value in SCHEDULER_HOOKS:
+        assert getattr(scheduler, name)(*other_arguments()) == value
     assert scheduler._scheduler._is_offline
 
 
 @pytest.mark.parametrize(("hook", "arguments", "neutral"), WORKER_HOOKS)
-def test_a_fault_in_a_hook_of_the_worker_is_its_last(worker, hook, arguments, neutral):
+def test_fault_in_a_worker_hook_disables_the_connector(worker, hook, arguments, neutral):
     worker._worker = Broken(worker._worker)
     assert getattr(worker, hook)(*arguments()) == neutral
-    for name, others, value in WORKER_HOOKS:
-        assert getattr(worker, name)(*others()) == value
+    for name, other_arguments, value in WORKER_HOOKS:
+        assert getattr(worker, name)(*other_arguments()) == value
 
 
 @pytest.mark.parametrize("hook", ["update_state_after_alloc", "build_connector_meta"])
-def test_a_fault_never_leaves_the_engine_waiting_for_a_load(scheduler, worker, hook):
+def test_fault_reports_pending_loads_as_failed(scheduler, worker, hook):
     scheduler.on_new_request(make_request())
     healthy, broken = scheduler._scheduler, Broken(scheduler._scheduler)
     scheduler._scheduler = broken if hook == "update_state_after_alloc" else healthy
@@ -175,7 +177,7 @@ def test_a_fault_never_leaves_the_engine_waiting_for_a_load(scheduler, worker, h
 
 
 @pytest.mark.parametrize("runner", ["V1", "V2"])
-def test_stores_follow_the_engine_s_own_messages(scheduler, runner):
+def test_stores_follow_the_scheduler_output(scheduler, runner):
     """A preempted request comes back as a cached request with V1, as a new one with V2."""
     scheduler.on_new_request(make_request())
     state = scheduler._scheduler._states["r"]
@@ -193,7 +195,7 @@ def test_stores_follow_the_engine_s_own_messages(scheduler, runner):
 
 @pytest.mark.parametrize("fault", ["version", "import"])
 @pytest.mark.parametrize("role", list(KVConnectorRole))
-def test_what_can_t_start_is_a_connector_that_does_nothing(fault, role, monkeypatch):
+def test_connector_that_cannot_start_does_nothing(fault, role, monkeypatch):
     if fault == "version":
         monkeypatch.setattr(vllm, "__version__", "0.99.0")
     else:
@@ -213,29 +215,29 @@ def test_what_can_t_start_is_a_connector_that_does_nothing(fault, role, monkeypa
     connector.shutdown()
 
 
-def test_an_engine_that_can_t_be_cached_runs_untouched(worker):
+def test_unsupported_kv_caches_leave_the_engine_unchanged(worker):
     worker.register_kv_caches({"layer": "not a tensor"})
     assert worker.get_handshake_metadata() is None
     assert worker.get_finished(set()) == (set(), set())
 
 
-def test_inside_another_connector_the_handshake_says_nothing(worker, monkeypatch):
-    """It would be given to all of its children, who fail on it."""
+def test_handshake_inside_another_connector_is_empty(worker, monkeypatch):
+    """vLLM would pass the handshake to all children of the other connector, which fail on it."""
     worker._worker.identity = IDENTITY
-    for group, said in ((worker, IDENTITY), (object(), None)):
-        monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", group)
-        assert worker.get_handshake_metadata() is said
+    for agent, expected in ((worker, IDENTITY), (object(), None)):
+        monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", agent)
+        assert worker.get_handshake_metadata() is expected
 
 
-def test_every_hook_takes_what_the_engine_gives():
+def test_hooks_have_the_signatures_of_the_base_class():
     for name, hook in vars(LMCacheClusterConnector).items():
         base = getattr(KVConnectorBase_V1, name, None)
         if inspect.isfunction(hook) and base is not None and not name.startswith("__"):
             assert list(inspect.signature(hook).parameters) == list(inspect.signature(base).parameters), name
 
 
-def test_golden_content_of_the_cpu_backend():
-    """If it fails, the content needs another id in ``layouts.KNOWN_CONTENTS``."""
+def test_content_of_the_cpu_backend_is_unchanged():
+    """If this test fails, the content needs a new id in ``layouts.KNOWN_CONTENTS``."""
     num_heads, tokens, head_size = 2, 32, 64
     key = torch.arange(tokens * num_heads * head_size, dtype=torch.float32).view(tokens, num_heads, head_size)
     value = -key - 1
@@ -251,7 +253,7 @@ def test_golden_content_of_the_cpu_backend():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "supported", "given"),
+    ("setting", "supported", "expected"),
     [
         ("BLHNC", ["LBNHC", "BLHNC"], "BLHNC"),
         ("BLHNC", ["LBNHC"], "LBNHC"),
@@ -259,15 +261,15 @@ def test_golden_content_of_the_cpu_backend():
         ("NHD", ["LBNHC", "BLHNC"], "LBNHC"),
     ],
 )
-def test_the_engine_is_asked_for_the_layout_that_is_set(monkeypatch, wanted, supported, given):
-    """A backend that can't have it, and a setting that is wrong, leave an engine that runs."""
-    config = layout_config({} if wanted is None else {"lmcache.kv_cache_layout": wanted})
+def test_configured_layout_is_requested_from_the_engine(monkeypatch, setting, supported, expected):
+    """With an unsupported or invalid setting, the engine still runs."""
+    config = layout_config({} if setting is None else {"lmcache.kv_cache_layout": setting})
     assert LMCacheClusterConnector.get_required_kvcache_layout(config) is None, "a CPU has one layout"
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
-    assert resolve_kv_cache_layout(config, [supported]).name == given
+    assert resolve_kv_cache_layout(config, [supported]).name == expected
 
 
-def test_a_layout_that_is_not_set_leaves_other_connectors_theirs(monkeypatch):
+def test_unset_layout_leaves_the_choice_to_other_connectors(monkeypatch):
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     ours = {
         "kv_connector": "LMCacheClusterConnector",

@@ -1,7 +1,7 @@
-"""KV groups of every kind: what a hit brings is what was computed, whatever slides out, fails or comes late.
+"""KV groups of every kind: loaded KV equals computed KV when blocks slide out, loads fail or copies are late.
 
-vLLM's scheduler, block pools and runner hooks are the real ones, so are the connector and the sidecar; the
-model is not (``tests/harness/sim_engine.py``), and all that its layers would read is compared.
+vLLM's scheduler, block pools and runner hooks are real, and so are the connector and the sidecar. The model
+is simulated (``tests/harness/sim_engine.py``), and everything that its layers would read is compared.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MANY = 5 * CHUNK
 
 
 def stores_only_full(groups):
-    """Does a request keep all KV of which something is stored?"""
+    """Whether requests keep all KV of every group that stores something."""
     return all(
         group.kind in ("full", "mla") or (group.kind == "chunked" and group.span == CHUNK) for group in groups
     )
@@ -50,9 +50,9 @@ def stores_only_full(groups):
 def world(request):
     settings = SimSettings(
         groups=request.param,
-        head_size=16,  # several pages per chunk, and fewer of a window's tail
+        head_size=16,  # several pages per chunk, and fewer for a window's tail
         num_blocks=64 * len(request.param),
-        max_num_batched_tokens=CHUNK,  # a state is kept where a step ends
+        max_num_batched_tokens=CHUNK,  # a state is stored where a step ends
     )
     with SidecarProcess(memory_size="64Mi") as sidecar:
         world = SimWorld(sidecar, replace(settings, has_prefix_caching=settings.has_states))
@@ -62,7 +62,7 @@ def world(request):
 
 @pytest.fixture
 def patient(monkeypatch):
-    """No store is given up."""
+    """No store is abandoned."""
     monkeypatch.setattr(worker, "LEFT_BEHIND_SECONDS", 60.0)
     monkeypatch.setattr(worker, "HOLD_SECONDS", 60.0)
 
@@ -71,7 +71,7 @@ def patient(monkeypatch):
     ("runner", "is_async"), [(1, False), (2, True)], ids=["runner1-sync", "runner2-async"]
 )
 @pytest.mark.usefixtures("patient")
-def test_a_hit_is_what_was_computed(world, runner, is_async):
+def test_loaded_kv_equals_computed_kv(world, runner, is_async):
     prompt = make_tokens(MANY + 10)
     with world.engines(replace(world.settings, runner=runner, is_async=is_async)) as (engine,):
         for num_cached in (0, MANY):
@@ -82,8 +82,8 @@ def test_a_hit_is_what_was_computed(world, runner, is_async):
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_hit_moves_no_more_than_the_model_will_read_and_a_chunk(world, monkeypatch):
-    """However long the prompt is."""
+def test_hit_copies_only_blocks_that_the_model_reads(world, monkeypatch):
+    """The number of copied blocks does not depend on the length of the prompt."""
     prompt = make_tokens(MANY + 1)
     with world.engines(world.settings) as (engine,):
         engine.add(prompt)
@@ -100,32 +100,32 @@ def test_a_hit_moves_no_more_than_the_model_will_read_and_a_chunk(world, monkeyp
         assert engine.results[name].num_cached_tokens == MANY
     for number, group in enumerate(world.settings.groups):
         num_read = MANY - group.read_from(MANY)
-        moved = num_blocks[number] * group.block_tokens
-        assert num_read <= moved < num_read + group.block_tokens, group.kind
+        num_moved = num_blocks[number] * group.block_tokens
+        assert num_read <= num_moved < num_read + group.block_tokens, group.kind
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_prefix_that_others_share(world):
-    """vLLM's own cache keeps of windows and states what the same prompt needs, and nothing for others."""
+def test_prefix_shared_by_other_prompts_is_a_hit(world):
+    """vLLM's own cache retains only the windows and states that the same prompt needs."""
     prompt = make_tokens(MANY)
     with world.engines(replace(world.settings, has_prefix_caching=True)) as (engine,):
-        alone = SimEngine("/nowhere", engine.settings)
+        without_connector = SimEngine("/nowhere", engine.settings)
         shared = prompt[: 3 * CHUNK + 7] + make_tokens(CHUNK)
-        for has_others in (False, True):
+        for is_shared in (False, True):
             names = {}
-            for of in (alone, engine):
-                names[of] = of.add(shared if has_others else prompt, max_tokens=3)
-                of.run()
+            for sim_engine in (without_connector, engine):
+                names[sim_engine] = sim_engine.add(shared if is_shared else prompt, max_tokens=3)
+                sim_engine.run()
         assert engine.results[names[engine]].num_cached_tokens == 3 * CHUNK
         if any(group.kind == "window" for group in world.settings.groups):
-            assert alone.results[names[alone]].num_cached_tokens == 0
+            assert without_connector.results[names[without_connector]].num_cached_tokens == 0
         assert not engine.wrong_reads
-        assert not alone.wrong_reads
-        alone.close()
+        assert not without_connector.wrong_reads
+        without_connector.close()
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_hit_behind_what_the_engine_has_itself(world):
+def test_load_continues_a_hit_in_the_engines_own_cache(world):
     prompt = make_tokens(MANY + 10)
     settings = replace(world.settings, has_prefix_caching=True)
     with world.engines(settings, settings) as (first, second):
@@ -139,7 +139,7 @@ def test_a_hit_behind_what_the_engine_has_itself(world):
 
 
 @pytest.mark.usefixtures("patient")
-def test_the_answer_is_the_next_turn_s_prompt(world):
+def test_answer_is_a_hit_in_the_next_turn(world):
     prompt = make_tokens(2 * CHUNK + 10)
     with world.engines(world.settings) as (engine,):
         name = engine.add(prompt, max_tokens=2 * CHUNK)
@@ -152,7 +152,7 @@ def test_the_answer_is_the_next_turn_s_prompt(world):
 
 
 def slide_under_copies(world, engine):
-    """Blocks are given to others while copies of them wait; the requests' tokens."""
+    """Run requests whose blocks are reused while copies of them wait. Returns the requests' tokens."""
     prompts = [make_tokens(3 * CHUNK) for _ in range(4)]
     world.store_gate.shut()
     names = [engine.add(prompt, max_tokens=3 * CHUNK) for prompt in prompts]
@@ -160,32 +160,32 @@ def slide_under_copies(world, engine):
         engine.step()
     world.store_gate.open()
     engine.run()
-    spoken = [prompt + engine.results[name].tokens for name, prompt in zip(names, prompts, strict=True)]
-    return [tokens[: end + 1] for tokens in spoken for end in range(CHUNK, len(tokens), CHUNK)]
+    token_lists = [prompt + engine.results[name].tokens for name, prompt in zip(names, prompts, strict=True)]
+    return [tokens[: end + 1] for tokens in token_lists for end in range(CHUNK, len(tokens), CHUNK)]
 
 
 @pytest.mark.parametrize("num_blocks", [40, 100])
-def test_late_copies_of_blocks_that_others_have_are_not_committed(world, num_blocks):
-    """A block that slid out is the first to be given away, however many are free."""
+def test_late_copies_of_reused_blocks_are_not_committed(world, num_blocks):
+    """A block that slid out of a window is the first to be reused, however many are free."""
     settings = replace(world.settings, num_blocks=num_blocks * len(world.settings.groups))
     with world.engines(settings) as (engine,):
-        spoken = slide_under_copies(world, engine)
+        token_lists = slide_under_copies(world, engine)
         assert_idle(engine)
-    world.audit(settings, spoken)
+    world.audit(settings, token_lists)
 
 
-def test_a_connector_that_is_not_told_of_blocks_that_others_get(world, monkeypatch):
+def test_connector_that_ignores_reused_blocks_is_detected(world, monkeypatch):
     if stores_only_full(world.settings.groups):
-        pytest.skip("nothing slides out that is stored")
+        pytest.skip("no stored block slides out")
     with world.engines(world.settings) as (engine,):
         monkeypatch.setattr(engine.worker, "handle_preemptions", lambda meta: None)
-        spoken = slide_under_copies(world, engine)
+        token_lists = slide_under_copies(world, engine)
     with pytest.raises(AssertionError, match="committed under a wrong name"):
-        world.audit(world.settings, spoken)
+        world.audit(world.settings, token_lists)
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_failed_load_is_computed(world, monkeypatch):
+def test_failed_load_is_computed(world, monkeypatch):
     prompt = make_tokens(MANY + 10)
     with world.engines(world.settings) as (engine,):
         engine.add(prompt)
@@ -202,7 +202,7 @@ def test_a_failed_load_is_computed(world, monkeypatch):
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_load_without_the_first_block_of_a_group_is_seen(world, monkeypatch):
+def test_load_without_the_first_block_of_a_group_is_detected(world, monkeypatch):
     prompt = make_tokens(MANY + 1)
     with world.engines(world.settings) as (engine,):
         engine.add(prompt)
@@ -210,14 +210,14 @@ def test_a_load_without_the_first_block_of_a_group_is_seen(world, monkeypatch):
         loaded, load = set(), CpuCopier.load
         for number in range(len(world.settings.groups)):
 
-            def leave_out_the_first(copier, group, slot, first_block, blocks, fence, number=number):
-                left_out = group == number and number not in loaded
+            def omit_first_block(copier, group, slot, first_block, blocks, fence, number=number):
+                num_omitted = group == number and number not in loaded
                 if group == number:
                     loaded.add(group)
-                if left_out < len(blocks):
-                    load(copier, group, slot, first_block + left_out, blocks[left_out:], fence)
+                if num_omitted < len(blocks):
+                    load(copier, group, slot, first_block + num_omitted, blocks[num_omitted:], fence)
 
-            monkeypatch.setattr(CpuCopier, "load", leave_out_the_first)
+            monkeypatch.setattr(CpuCopier, "load", omit_first_block)
             engine.add(prompt)
             engine.run()
             engine.forget()
@@ -226,10 +226,10 @@ def test_a_load_without_the_first_block_of_a_group_is_seen(world, monkeypatch):
         assert loaded
 
 
-@pytest.mark.filterwarnings("ignore:Do not use the .random. module")  # other threads do
+@pytest.mark.filterwarnings("ignore:Do not use the .random. module")  # other threads use it
 @settings(max_examples=4, suppress_health_check=list(HealthCheck))
-@given(data=st.data(), happens=st.lists(events, min_size=10, max_size=40))
-def test_any_order_of_events(world, data, happens):
+@given(data=st.data(), steps=st.lists(events, min_size=10, max_size=40))
+def test_tokens_are_right_for_any_order_of_events(world, data, steps):
     has_states = world.settings.has_states
     shapes = st.builds(
         replace,
@@ -243,8 +243,37 @@ def test_any_order_of_events(world, data, happens):
         retention=st.sampled_from((0, None)),
         layout=st.sampled_from(("LBNHC", "BLNHC")),
     )
-    shape, other = data.draw(shapes), data.draw(shapes)
+    first, second = data.draw(shapes), data.draw(shapes)
     num_drafts = 0 if has_states else data.draw(st.sampled_from((0, 3)))
-    shape, other = (replace(of, num_drafts=num_drafts) for of in (shape, other))
-    with world.engines(shape, other) as engines:
-        Scenario(world, engines).play(happens)
+    first, second = (replace(shape, num_drafts=num_drafts) for shape in (first, second))
+    with world.engines(first, second) as engines:
+        Scenario(world, engines).play(steps)
+
+
+BLOCKED_BY_LOADS = [
+    *[("arrive", 0, 0, 0, 1, 1, 1)] * 2,
+    ("arrive", 1, 1, 0, 1, 66, 1),
+    ("arrive", 0, 1, 61, 1, 1, 1),
+    *[("reset", engine) for engine in (0, 1, 0)],
+    ("abort", 0, 2),
+    ("arrive", 1, 0, 192, 64, 104, 3),
+    ("open", "store_gate"),
+    ("reset", 0),
+    ("step", 0, 6),
+    ("drafts", 1, 0),
+    ("step", 0, 8),
+]
+"""Two loads get all blocks but five, and both requests need six more. vLLM cannot preempt either."""
+
+
+@settings(max_examples=1, suppress_health_check=list(HealthCheck))
+@given(st.just(BLOCKED_BY_LOADS))
+def test_loads_leave_enough_blocks_to_continue(steps):
+    groups = KINDS["wide windows"]
+    small = SimSettings(num_blocks=52, max_num_seqs=2, max_num_batched_tokens=64, head_size=16, groups=groups)
+    large = replace(small, num_blocks=64, max_num_seqs=4, max_num_batched_tokens=160, layout="BLNHC")
+    with SidecarProcess(memory_size="64Mi") as sidecar:
+        pair = SimWorld(sidecar, large)
+        with pair.engines(small, large) as engines:
+            Scenario(pair, engines).play(steps)
+        pair.close()

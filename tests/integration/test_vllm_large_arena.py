@@ -1,4 +1,4 @@
-"""An arena of 8 GiB serves from the first second on, also after a restart, while it is being populated."""
+"""An arena of 8 GiB serves while it is being populated, from the first second and after a restart."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ def large():
         world.close()
 
 
-def test_nothing_is_lost_while_an_engine_comes_and_the_arena_grows(large):
+def test_no_row_is_lost_while_engines_attach_and_the_arena_grows(large):
     early, late = ([make_tokens(NUM_CHUNKS * CHUNK + 1) for _ in range(4)] for _ in range(2))
     with large.engines(SETTINGS) as (engine,):
         for prompt in early:
             engine.add(prompt)
         assert_idle(engine)
-    large.sidecar.restart()  # finds the rows in the arena again
+    large.sidecar.restart()  # adopts the rows in the arena
     with large.engines(SETTINGS) as (engine,):
         for prompt in late:
             engine.add(prompt)
         assert_idle(engine)
-        for _ in range(2):  # rows of before are checked on first use, and this model is too fast to wait
+        for _ in range(
+            2
+        ):  # adopted rows are verified on first use, and this model is too fast to wait for that
             names = [engine.add(prompt) for prompt in early + late]
             assert_idle(engine)
     cached = [engine.results[name].num_cached_tokens for name in names]
     assert cached == [NUM_CHUNKS * CHUNK] * 8
     memory = large.sidecar.stats()["memory"]
     assert memory["capacity_rows"] > 2**16
-    assert not any(memory["removed"].values())  # so no row of before was stored anew
+    assert not any(memory["removed"].values())  # so no adopted row was stored again

@@ -1,15 +1,17 @@
-"""What is committed is what its key says, and what is loaded is right, whenever blocks are taken back.
+"""Committed KV matches its key and loaded KV is right, whenever blocks are freed or reused.
 
-vLLM's scheduler, block pool and runner hooks are the real ones, so are the connector and the sidecar; the
-model is not (``tests/harness/sim_engine.py``). Copies are held back at gates: each race is lost on purpose.
+vLLM's scheduler, block pool and runner hooks are real, and so are the connector and the sidecar. The model is
+simulated (``tests/harness/sim_engine.py``). Gates hold copies back, so that each race is lost on purpose.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
 
+from testing.child_process import wait_until
 from tests.harness.fake_model import answer
 from tests.harness.sim_config import CHUNK, SimSettings
 from tests.harness.sim_world import assert_idle, make_tokens, world
@@ -31,7 +33,7 @@ every_shape = pytest.mark.parametrize("settings", SHAPES)
 
 
 @every_shape
-def test_a_hit_is_what_was_computed(world, settings):
+def test_loaded_kv_equals_computed_kv(world, settings):
     prompt = make_tokens(5 * CHUNK + 10)
     with world.engines(settings) as (engine,):
         for num_cached in (0, 5 * CHUNK):
@@ -42,11 +44,11 @@ def test_a_hit_is_what_was_computed(world, settings):
 
 
 @every_shape
-def test_a_chunk_that_the_last_step_completes_is_stored_before_its_blocks_are_given_back(world, settings):
-    """Accepted drafts can complete a chunk in the last step: its store begins when the request is over."""
-    prompt = make_tokens(CHUNK - 40)  # with a few steps, so that its lookup is answered meanwhile
+def test_chunk_completed_by_the_last_step_is_stored_before_its_blocks_are_freed(world, settings):
+    """Accepted drafts can complete a chunk in the last step: its store begins after the request has ended."""
+    prompt = make_tokens(CHUNK - 40)  # its few steps leave time for the answer to its lookup
     with world.engines(settings) as (engine,):
-        other = engine.add(make_tokens(CHUNK // 2), max_tokens=400)  # so that no step is an idle one
+        other = engine.add(make_tokens(CHUNK // 2), max_tokens=400)  # so that no step is idle
         engine.step()
         world.store_gate.shut()
         name = engine.add(prompt, max_tokens=41)
@@ -60,7 +62,7 @@ def test_a_chunk_that_the_last_step_completes_is_stored_before_its_blocks_are_gi
 
 
 @every_shape
-def test_a_preempted_request_s_late_copy_is_not_committed(world, settings):
+def test_late_copy_of_a_preempted_request_is_not_committed(world, settings):
     prompts = [make_tokens(4 * CHUNK) for _ in range(4)]
     with world.engines(replace(settings, num_blocks=40)) as (engine,):
         world.store_gate.shut()
@@ -76,14 +78,14 @@ def test_a_preempted_request_s_late_copy_is_not_committed(world, settings):
     assert world.audit(settings, [p + engine.results[n].tokens for n, p in zip(names, prompts, strict=True)])
 
 
-def test_blocks_that_were_held_too_long_are_given_back_and_their_copies_not_committed(world):
+def test_blocks_held_too_long_are_freed_and_their_copies_not_committed(world):
     """A store that does not end must not starve the engine of blocks."""
     settings = SimSettings()
     prompt = make_tokens(2 * CHUNK)
     with world.engines(settings) as (engine,):
         world.store_gate.shut()
         engine.add(prompt, max_tokens=20)
-        assert_idle(engine)  # after the longest time that blocks are held
+        assert_idle(engine)  # after the longest time for which blocks are held
         engine.add(make_tokens(CHUNK // 2))
         engine.run()
         world.store_gate.open()
@@ -91,7 +93,7 @@ def test_blocks_that_were_held_too_long_are_given_back_and_their_copies_not_comm
 
 
 @every_shape
-def test_an_aborted_request_s_blocks_are_its_own_until_its_load_ended(world, settings):
+def test_blocks_of_an_aborted_request_are_not_reused_before_its_load_ended(world, settings):
     prompt = make_tokens(4 * CHUNK + 1)
     with world.engines(settings) as (engine,):
         engine.add(prompt)
@@ -101,16 +103,16 @@ def test_an_aborted_request_s_blocks_are_its_own_until_its_load_ended(world, set
         while not world.load_gate.num_waiting:
             engine.step()
         engine.abort(name)
-        others = [engine.add(make_tokens(4 * CHUNK), max_tokens=4) for _ in range(4)]
-        engine.run(*others)
+        competitors = [engine.add(make_tokens(4 * CHUNK), max_tokens=4) for _ in range(4)]
+        engine.run(*competitors)
         world.load_gate.open()
         assert_idle(engine)
-        again = engine.add(prompt)
+        second_name = engine.add(prompt)
         assert_idle(engine)
-        assert engine.results[again].num_cached_tokens == 4 * CHUNK
+        assert engine.results[second_name].num_cached_tokens == 4 * CHUNK
 
 
-def test_two_engines_that_compute_the_same_prompt_at_once(world):
+def test_engines_may_store_the_same_prompt_concurrently(world):
     settings = SimSettings(has_prefix_caching=True)
     prompt = make_tokens(6 * CHUNK)
     with world.engines(settings, replace(settings, runner=2)) as engines:
@@ -124,3 +126,38 @@ def test_two_engines_that_compute_the_same_prompt_at_once(world):
             assert_idle(engine)
             assert engine.results[name].tokens == answer(prompt, 30)
     assert world.audit(settings, [prompt]) >= 5 * CHUNK
+
+
+@pytest.mark.parametrize("runner", [1, 2])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_loaded_requests_run_before_a_request_that_gets_no_blocks(world, monkeypatch, runner, is_async):
+    """vLLM 0.29 stops at the first queued request, while later requests hold the blocks that it needs."""
+    settings = SimSettings(runner=runner, is_async=is_async, num_blocks=48, has_prefix_caching=False)
+    stored, other = make_tokens(3 * CHUNK + 10), make_tokens(3 * CHUNK - 5)
+    with world.engines(settings) as (engine,):
+        engine.add(stored)
+        assert_idle(engine)
+        connector, pool = engine.scheduler.connector, engine.scheduler.kv_cache_manager.block_pool
+        answer_for = connector.get_num_new_matched_tokens
+        is_answered = threading.Event()
+
+        def answer_late(request, num_computed_tokens):
+            if request.request_id == first and not is_answered.is_set():
+                return None, False
+            return answer_for(request, num_computed_tokens)
+
+        monkeypatch.setattr(connector, "get_num_new_matched_tokens", answer_late)
+        first = engine.add(other, max_tokens=5)  # 12 blocks
+        engine.step()
+        world.load_gate.shut()
+        loading = [engine.add(stored, max_tokens=3) for _ in range(3)]  # 36 blocks of 47
+        wait_until(lambda: engine.step() or pool.get_num_free_blocks() == 11, what="three loads")
+        is_answered.set()
+        engine.step()
+        world.load_gate.open()
+        engine.run(first, *loading)
+        assert engine.results[first].tokens == answer(other, 5)
+        for name in loading:
+            assert engine.results[name].tokens == answer(stored, 3)
+            assert engine.results[name].num_cached_tokens == 3 * CHUNK
+        assert_idle(engine)

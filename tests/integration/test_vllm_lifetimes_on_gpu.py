@@ -1,7 +1,7 @@
-"""The rules of block lifetimes where KV is memory of the simulated GPU: copied by the sidecar, by the engine.
+"""The tests of block lifetimes with KV in memory of the simulated GPU. The sidecar or the engine copies.
 
-The tests are those of the host's memory, and two that see to it that a copy that ignores a fence would be
-found. Kernels are late there (``tests/harness/sim_device.py``).
+Two more tests check that a copy that ignores a fence would be detected, because kernels run late there
+(``tests/harness/sim_device.py``).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ FILES = ["tests/integration/test_vllm_lifetimes.py", "tests/gpu/engine"]
 SHAPES = "not runner or runner1-drafts-sync or runner2-plain-async"
 
 
-def test_on_the_simulated_gpu():
+def test_lifetime_tests_pass_on_the_simulated_gpu():
     with cuda.node() as node:
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", *FILES, "-k", SHAPES],
             cwd=REPOSITORY,
             env=os.environ | node.environment(),
@@ -31,6 +31,6 @@ def test_on_the_simulated_gpu():
             text=True,
             timeout=840,
         )
-    print(done.stdout, done.stderr)
-    assert done.returncode == 0
-    assert "skipped" not in done.stdout
+    print(completed.stdout, completed.stderr)
+    assert completed.returncode == 0
+    assert "skipped" not in completed.stdout

@@ -1,7 +1,7 @@
-"""Real engines under load on one sidecar: answers are right, and hits do not vanish when requests queue.
+"""Real engines under load on one sidecar: answers are right, and queued requests still hit.
 
-Three engines serve all cases, on a sidecar with a disk: ``busy`` runs two requests at a time, ``drafting``
-speculates and is reset while requests run, and a ``vllm serve`` streams to 64 clients at once.
+Three engines serve all cases, on a sidecar with a disk. ``busy`` runs two requests at a time. ``drafting``
+speculates and is reset while requests run. A ``vllm serve`` streams to 64 concurrent clients.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ BLOCK, CHUNK = 32, 256
 SALTS = map("salt {}".format, itertools.count())
 SEEDS = itertools.count()
 PATIENCE = {"answer_seconds": 30, "prefill_tokens_per_second": 1}
-"""What is on its way is waited for, however busy the machine is: else computing is the right answer to a
-stall, and these tests are about what queueing loses."""
+"""Settings with which engines wait for promotions on a busy machine. Otherwise computing would be the right
+answer to a stall, and these tests are about hits that are lost in the queue."""
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
@@ -62,7 +62,7 @@ def drafting(sidecar, tmp_path_factory):
 
 
 def wait_hit(engine):
-    """Until what the engine stores is found again: then it is attached."""
+    """Wait until the engine hits its own chunks, which shows that it is attached."""
     prompt = make_prompt(CHUNK + BLOCK)
 
     def is_hit():
@@ -74,7 +74,7 @@ def wait_hit(engine):
 
 
 def cold(engine, *prompts, **options):
-    """Run without hits: nothing is stored under a new salt, and KV does not depend on it."""
+    """Run without hits: nothing is stored under the new salt, and KV does not depend on the salt."""
     return [engine.generate(prompt, cache_salt=next(SALTS), **options)[0] for prompt in prompts]
 
 
@@ -85,14 +85,14 @@ def assert_same(answers, references):
 
 
 def assert_loaded(hits, stored):
-    """The KV of what was loaded is that of the request which stored it."""
+    """Check that loaded KV equals the KV of the request that stored it."""
     for hit, computed in zip(hits, stored, strict=True):
         end = hit.num_cached_tokens // CHUNK * CHUNK // BLOCK
-        for layer, (found, expected) in enumerate(zip(hit.kv, computed.kv, strict=True)):
-            assert found[:end] == expected[:end], f"layer {layer}"
+        for layer, (loaded, expected) in enumerate(zip(hit.kv, computed.kv, strict=True)):
+            assert loaded[:end] == expected[:end], f"layer {layer}"
 
 
-def settle(sidecar):
+def wait_until_written(sidecar):
     sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)
 
 
@@ -100,31 +100,31 @@ def num_on_disk(sidecar):
     return sidecar.stats()["disk"]["written"]
 
 
-def forget_memory(engine, sidecar):
-    settle(sidecar)
+def restart_with_empty_arena(engine, sidecar):
+    wait_until_written(sidecar)
     sidecar.terminate()
     sidecar.arena_path.unlink()
     sidecar.start()
     wait_hit(engine)
 
 
-def test_queued_requests_are_hit_as_those_of_an_idle_engine(busy, sidecar):
-    """Two run at a time: most wait for long after their lookup, and what is in memory comes from disk."""
+def test_queued_requests_hit_like_those_of_an_idle_engine(busy, sidecar):
+    """Two requests run at a time. Most wait long after their lookup, and their chunks come from the disk."""
     prompts = [make_prompt(4 * CHUNK + 50) for _ in range(12)]
     num_before = num_on_disk(sidecar)
     stored = busy.generate(*prompts)
-    settle(sidecar)
+    wait_until_written(sidecar)
     num_chunks = num_on_disk(sidecar) - num_before
     assert num_chunks >= 0.9 * len(prompts) * 4
-    forget_memory(busy, sidecar)
+    restart_with_empty_arena(busy, sidecar)
     hits = busy.generate(*prompts)
     assert_same(hits, stored)
     assert_loaded(hits, stored)
     assert sum(hit.num_cached_tokens for hit in hits) >= 0.95 * num_chunks * CHUNK, sidecar.stats()
 
 
-def test_what_a_queued_request_waits_for_is_hit_when_it_runs(busy):
-    """Nothing was cached when they arrived; the first one's chunks are there when the others run."""
+def test_queued_requests_hit_chunks_stored_while_they_wait(busy):
+    """Nothing is cached when the requests arrive. The first one's chunks are stored before the others run."""
     prefix = make_prompt(4 * CHUNK)
     prompts = [prefix + make_prompt(40) for _ in range(8)]
     references = cold(busy, *prompts)
@@ -133,12 +133,12 @@ def test_what_a_queued_request_waits_for_is_hit_when_it_runs(busy):
     assert sum(answer.num_cached_tokens == 4 * CHUNK for answer in answers) >= 6
 
 
-def test_two_engines_one_of_them_speculating(busy, drafting):
-    """Each engine loads what the other one stored, chunks of answers included.
+def test_engines_with_and_without_speculation_share_chunks(busy, drafting):
+    """Each engine loads what the other stored, including chunks of answers.
 
-    Only loaded blocks are compared: two engines compute the same tokens in batches of other shapes, and on
-    some processors that changes the last bits of KV. So the loading engine forgets its own KV before each
-    comparison.
+    Only loaded blocks are compared: two engines compute the same tokens in batches of different shapes, and
+    on some processors that changes the last bits of KV. The loading engine therefore drops its own KV before
+    each comparison.
     """
     prompts = [make_prompt(CHUNK + 60) * 2 for _ in range(4)]
     for stores, loads in ((drafting, busy), (busy, drafting)):
@@ -158,20 +158,22 @@ def test_two_engines_one_of_them_speculating(busy, drafting):
         prompts = [make_prompt(CHUNK + 60) * 2 for _ in range(4)]
 
 
-def test_reset_while_requests_run(drafting):
+def test_answers_are_right_after_a_reset_while_requests_run(drafting):
     prompts = [make_prompt(3 * CHUNK + 50) for _ in range(6)]
     references = cold(drafting, *prompts, max_tokens=40)
     drafting.generate(*prompts[:3], max_tokens=40)
     drafting.scrub_kv()
-    drafting.start_generate(*prompts, max_tokens=40, reset_after=6)  # three of them load, three store
+    drafting.start_generate(*prompts, max_tokens=40, reset_after=6)  # three requests load, three store
     assert_same(drafting.finish_generate(), references)
     drafting.scrub_kv()
-    again = drafting.generate(*prompts, max_tokens=40)
-    assert_same(again, references)
-    assert sum(answer.num_cached_tokens for answer in again) >= 6 * 2 * CHUNK  # stored anew after the reset
+    answers = drafting.generate(*prompts, max_tokens=40)
+    assert_same(answers, references)
+    assert (
+        sum(answer.num_cached_tokens for answer in answers) >= 6 * 2 * CHUNK
+    )  # stored again after the reset
 
 
-def test_64_clients_that_stream(tmp_path, sidecar):
+def test_64_streaming_clients_hit_shared_prefixes(tmp_path, sidecar):
     prefixes = [make_prompt(3 * CHUNK) for _ in range(4)]
     prompts = [prefixes[number % 4] + make_prompt(40) for number in range(64)]
     with ServedEngine(
@@ -190,7 +192,7 @@ def test_64_clients_that_stream(tmp_path, sidecar):
 
 
 def stream(engine, prompt, salt=None):
-    """One client: the answer's tokens, and how many of the prompt's came from a cache."""
+    """Run one client. Returns the answer's tokens and the number of cached prompt tokens."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
     if salt:

@@ -1,6 +1,6 @@
-"""Real engines with a model of each kind of KV: what is loaded is what was computed.
+"""Real engines with a model for each kind of KV: loaded KV equals computed KV.
 
-An engine is started once per model: gpt-oss and Gemma 3 (full and window groups), Mistral (windows only),
+One engine is started per model: gpt-oss and Gemma 3 (full and window groups), Mistral (windows only),
 Llama 4 (chunked attention), DeepSeek (latents), Qwen3-Next (states of linear attention).
 """
 
@@ -22,28 +22,28 @@ pytestmark = [pytest.mark.vllm, pytest.mark.redis]
 
 SALTS = map("salt {}".format, itertools.count())
 ANSWER_SECONDS = 30.0
-"""Seconds until an unanswered request is computed: a busy machine must not turn hits into misses."""
+"""Seconds until an engine computes an unanswered request. A busy machine must not turn hits into misses."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and how its hits are cut."""
+    """A model, and the sizes of its hits."""
 
     kind: TinyKind
     chunk_tokens: int = 256
     step_tokens: int = 256
-    """Hits end on multiples of it."""
+    """Hits end on multiples of this number."""
     is_exact: bool = True
-    """Is a hit computed by the same kernels as a whole prompt?"""
+    """Whether a hit and a whole prompt are computed by the same kernels."""
     lower_tier: str = "remote"
 
     @property
     def full_hit(self) -> int:
-        """Tokens that are loaded of ``make_prompt()``."""
+        """Tokens of ``make_prompt()`` that are loaded."""
         return 3 * self.chunk_tokens + 10 // self.step_tokens * self.step_tokens
 
     def make_prompt(self, num_chunks: int = 3, seed: object = 0) -> list[int]:
-        """A few tokens beyond the edge of a chunk, so that windows hold loaded KV to the end."""
+        """A prompt that ends a few tokens behind a chunk, so that windows hold loaded KV to the end."""
         tokens = random.Random(f"{seed}")
         return [tokens.randrange(4, 260) for _ in range(num_chunks * self.chunk_tokens + 10)]
 
@@ -67,7 +67,7 @@ class Served:
     sidecar: SidecarProcess
 
     def cold(self, *prompts: list[int]) -> list[Generated]:
-        """Run without hits: under a new salt nothing is stored, and KV does not depend on it."""
+        """Run without hits: nothing is stored under the new salt, and KV does not depend on the salt."""
         return self.engine.generate(*prompts, cache_salt=next(SALTS))
 
     def wait_attached(self) -> None:
@@ -82,7 +82,7 @@ class Served:
         wait_until(is_hit)
 
     def hit(self, prompt: list[int]) -> Generated:
-        """Ask until all rows are there: a request waits for them no longer than it would compute them."""
+        """Repeat the request until all rows are loaded. A request waits no longer than computing takes."""
         results = []
 
         def is_full() -> bool:
@@ -93,8 +93,8 @@ class Served:
         wait_until(is_full)
         return results[-1]
 
-    def forget_memory(self) -> None:
-        """Only the lower tier has what was stored."""
+    def restart_with_empty_arena(self) -> None:
+        """Empty the memory tier: only the lower tier holds the stored rows."""
         self.sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)
         self.sidecar.terminate()
         self.sidecar.arena_path.unlink()
@@ -121,34 +121,34 @@ def served(request, tmp_path_factory):
 
 
 def assert_loaded(served, hit, stored, num_loaded):
-    """All that was loaded, and is still held, is byte for byte what was stored."""
+    """Check that every loaded block that the engine still holds equals the stored block, byte for byte."""
     assert hit.num_cached_tokens == num_loaded
     num_compared = 0
-    layers = itertools.cycle(served.engine.block_tokens())  # of each rank
+    layers = itertools.cycle(served.engine.block_tokens())  # repeated for each rank
     for layer, (block_tokens, *both) in enumerate(zip(layers, hit.kv, stored.kv, strict=False)):
         loaded, computed = (blocks[: num_loaded // block_tokens] for blocks in both)
-        for at, (ours, theirs) in enumerate(zip(loaded, computed, strict=True)):
-            if ours and theirs:
-                assert ours == theirs, f"layer {layer} block {at}"
+        for index, (loaded_block, computed_block) in enumerate(zip(loaded, computed, strict=True)):
+            if loaded_block and computed_block:
+                assert loaded_block == computed_block, f"layer {layer} block {index}"
                 num_compared += 1
     assert num_compared
 
 
-def test_a_hit_is_what_was_computed(served):
+def test_loaded_kv_equals_computed_kv(served):
     prompt = served.case.make_prompt()
     (computed,) = served.engine.generate(prompt)
     assert computed.num_cached_tokens == 0
-    (own,) = served.engine.generate(prompt)
+    (local_hit,) = served.engine.generate(prompt)
     served.engine.scrub_kv()
     (hit,) = served.engine.generate(prompt)
     assert_loaded(served, hit, computed, served.case.full_hit)
-    reference = computed if served.case.is_exact else own
-    assert hit.num_cached_tokens == own.num_cached_tokens or served.case.is_exact
+    reference = computed if served.case.is_exact else local_hit
+    assert hit.num_cached_tokens == local_hit.num_cached_tokens or served.case.is_exact
     assert (hit.tokens, hit.logprobs) == (reference.tokens, pytest.approx(reference.logprobs, abs=1e-4))
 
 
-def test_a_prefix_that_others_share_while_the_engine_has_a_cache_of_its_own(served):
-    """Of windows and states it keeps only what the very same prompt needs."""
+def test_shared_prefix_hits_with_prefix_caching_enabled(served):
+    """The engine's own cache retains only the windows and states that the very same prompt needs."""
     first, second = (served.case.make_prompt(seed="shared")[: served.case.full_hit - 5] for _ in range(2))
     second = first[: 2 * served.case.chunk_tokens + 3] + served.case.make_prompt(1, "own")
     (reference,) = served.cold(second)
@@ -176,27 +176,27 @@ def test_latents_of_two_ranks_are_stored_once(tmp_path):
             assert sidecar.stats()["geometry"]["num_columns"] == 1
             prompt = case.make_prompt()
             (computed,) = engine.generate(prompt)
-            (own,) = engine.generate(prompt)
+            (local_hit,) = engine.generate(prompt)
             engine.scrub_kv()
             (hit,) = engine.generate(prompt)
             assert_loaded(served, hit, computed, case.full_hit)
-            assert hit.tokens == own.tokens
+            assert hit.tokens == local_hit.tokens
 
 
-def test_under_load_requests_queue_and_all_are_hits(served):
-    prompts = [served.case.make_prompt(2, f"load {number}") for number in range(9)]  # 4 run at once
+def test_queued_requests_hit_under_load(served):
+    prompts = [served.case.make_prompt(2, f"load {number}") for number in range(9)]  # 4 run concurrently
     stored = served.engine.generate(*prompts)
     served.engine.scrub_kv()
     for hit, computed in zip(served.engine.generate(*prompts), stored, strict=True):
         assert_loaded(served, hit, computed, served.case.full_hit - served.case.chunk_tokens)
 
 
-def test_a_sidecar_that_starts_again_and_one_that_has_lost_its_memory(served):
+def test_rows_are_loaded_after_a_restart_and_after_loss_of_the_arena(served):
     prompt = served.case.make_prompt(seed="restarted")
     (computed,) = served.engine.generate(prompt)
     served.sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)
-    for begin_again in (served.sidecar.restart, served.forget_memory):
-        begin_again()
+    for restart in (served.sidecar.restart, served.restart_with_empty_arena):
+        restart()
         served.wait_attached()
         assert_loaded(served, served.hit(prompt), computed, served.case.full_hit)
     assert served.sidecar.stats()[served.case.lower_tier]["promoted"] > 0

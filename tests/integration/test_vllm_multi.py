@@ -1,4 +1,4 @@
-"""Our connector beside others in vLLM's MultiConnector, first and last: what is said at an engine's start."""
+"""The connector inside vLLM's MultiConnector, in first and in last place: the engine's start."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("vllm")
+vllm = pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 
 from vllm.config import KVTransferConfig  # noqa: E402
@@ -22,13 +22,13 @@ IDENTITY = make_identity()
 OURS = connector_config("/nonexistent/kvcache.sock")
 
 
-# ---- the handshake: what one child says is given to all ----
+# ---- the handshake: metadata of one child is passed to all children ----
 
 
 def make_multi(*children, role):
     config, cache, *_ = make_configs(SimSettings(), "/nonexistent/kvcache.sock")
     config.kv_transfer_config = KVTransferConfig(**multi_config(*children), engine_id="e")
-    config.scheduler_config.disable_hybrid_kv_cache_manager = True  # as vLLM does for ExampleConnector
+    config.scheduler_config.disable_hybrid_kv_cache_manager = True  # vLLM sets it for ExampleConnector
     return KVConnectorFactory.create_connector(config, role, cache)
 
 
@@ -38,8 +38,8 @@ def children(request, tmp_path):
     return both if request.param == "ours first" else both[::-1]
 
 
-def say(multi, monkeypatch):
-    """What the engine's worker says of itself, when its side of ours is attached."""
+def handshake_of(multi, monkeypatch):
+    """Handshake metadata of the engine's worker while this project's connector is attached."""
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", multi)
     for child in multi._connectors:
         if hasattr(child, "_worker"):
@@ -47,18 +47,18 @@ def say(multi, monkeypatch):
     return multi.get_handshake_metadata()
 
 
-def test_an_engine_of_several_stages_starts(children, monkeypatch):
-    """Most connectors refuse what a second pipeline stage says."""
+def test_engine_with_several_pipeline_stages_starts(children, monkeypatch):
+    """Most connectors refuse the handshake of a second pipeline stage."""
     worker = make_multi(*children, role=KVConnectorRole.WORKER)
     scheduler = make_multi(*children, role=KVConnectorRole.SCHEDULER)
-    said = say(worker, monkeypatch)
-    handshakes = {(stage, 0): said for stage in range(2) if said is not None}
+    metadata = handshake_of(worker, monkeypatch)
+    handshakes = {(stage, 0): metadata for stage in range(2) if metadata is not None}
     scheduler.set_xfer_handshake_metadata_pp_aware(handshakes)
     for connector in (worker, scheduler):
         connector.shutdown()
 
 
-def test_nixl_is_given_its_own_words_only(children, monkeypatch):
+def test_nixl_gets_only_its_own_handshake(children, monkeypatch):
     """NixlConnector's own check, without a network card."""
     module = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler")
     (check,) = [
@@ -69,19 +69,19 @@ def test_nixl_is_given_its_own_words_only(children, monkeypatch):
     with pytest.raises(ValueError, match="expects NixlHandshakePayload"):
         check(SimpleNamespace(), {(0, 0): IDENTITY})
     worker = make_multi(*children, role=KVConnectorRole.WORKER)
-    assert say(worker, monkeypatch) is None  # so all that Nixl is given is what Nixl said
+    assert handshake_of(worker, monkeypatch) is None  # so Nixl gets only its own handshake
     worker.shutdown()
     scheduler = make_multi(OURS, role=KVConnectorRole.SCHEDULER)
     foreign = object.__new__(module.NixlHandshakePayload)
     scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): foreign, (1, 0): foreign})
     (ours,) = scheduler._connectors
     assert ours._scheduler is not None
-    assert ours._scheduler._lookups is None  # not taken for a worker of ours
+    assert ours._scheduler._lookups is None  # Nixl's handshake is not taken for one of this project's workers
     scheduler.shutdown()
 
 
-def test_what_all_children_must_agree_on(children):
-    """MultiConnector asks classes before it makes connectors: what fails there ends the engine."""
+def test_class_methods_work_inside_multi_connector(children):
+    """MultiConnector calls classes before it creates connectors: a failure there ends the engine."""
     config, _, *_ = make_configs(SimSettings(), "/nonexistent/kvcache.sock")
     config.kv_transfer_config = KVTransferConfig(**multi_config(*children), engine_id="e")
     multi = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
@@ -90,8 +90,10 @@ def test_what_all_children_must_agree_on(children):
     assert multi.requires_piecewise_for_cudagraph(extra) is False
     if hasattr(multi, "supports_sleep_mode"):  # since 0.33
         assert multi.supports_sleep_mode(config.kv_transfer_config)
-    stats = multi.build_kv_connector_stats({"LMCacheClusterConnector": {"loads": 1}})
-    assert stats.reduce()["LMCacheClusterConnector"]  # as it comes from the engine's process
+    figures = {"loads": 1}  # sent by the engine's process; 0.29 adds the name of the field
+    payload = {"data": figures} if vllm.__version__.startswith("0.29.") else figures
+    stats = multi.build_kv_connector_stats({"LMCacheClusterConnector": payload})
+    assert stats.reduce()["LMCacheClusterConnector"]
     scheduler = make_multi(*children, role=KVConnectorRole.SCHEDULER)
     scheduler.get_kv_connector_stats()
     scheduler.shutdown()

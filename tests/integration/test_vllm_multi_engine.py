@@ -1,4 +1,4 @@
-"""Our connector beside vLLM's ExampleConnector in a real engine: hits of either are what was computed."""
+"""The connector next to vLLM's ExampleConnector in a real engine: KV loaded by either equals computed KV."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from testing.processes import SidecarProcess
 pytestmark = pytest.mark.vllm
 
 ANSWER_SECONDS = 30.0
-"""Seconds until an unanswered request is computed: a busy machine must not turn hits into misses."""
+"""Seconds until an engine computes an unanswered request. A busy machine must not turn hits into misses."""
 
 BLOCK, CHUNK, NUM_TOKENS, NUM_CHUNKS = 32, 256, 1050, 4
 
@@ -25,17 +25,17 @@ def make_prompt(seed):
 
 
 def wait_attached(engine, sidecar):
-    """Until the engine's lookups arrive: inside a MultiConnector the first step's report says who it is."""
+    """Wait until lookups arrive: in a MultiConnector the engine's identity follows with the first step."""
     engine.wait_ready()
     sidecar.wait_until(lambda stats: any(client["is_attached"] for client in stats["clients"]), timeout=60)
     sidecar.wait_until(lambda stats: stats["memory"]["usable_rows"] >= 4 * NUM_CHUNKS, timeout=60)
-    seen = sidecar.stats()["memory"]["misses"]
+    num_misses = sidecar.stats()["memory"]["misses"]
 
-    def asks() -> bool:
+    def has_asked() -> bool:
         engine.generate(make_prompt(random.random())[: CHUNK + BLOCK])
-        return sidecar.stats()["memory"]["misses"] > seen
+        return sidecar.stats()["memory"]["misses"] > num_misses
 
-    wait_until(asks, timeout=60)
+    wait_until(has_asked, timeout=60)
 
 
 def assert_hit(hit, computed, num_loaded):
@@ -43,25 +43,27 @@ def assert_hit(hit, computed, num_loaded):
     assert hit.tokens == computed.tokens
     assert hit.logprobs == pytest.approx(computed.logprobs, abs=1e-4)
     end = num_loaded // BLOCK
-    for layer, (found, expected) in enumerate(zip(hit.kv, computed.kv, strict=True)):
-        assert found[:end] == expected[:end], f"layer {layer}"
+    for layer, (loaded, expected) in enumerate(zip(hit.kv, computed.kv, strict=True)):
+        assert loaded[:end] == expected[:end], f"layer {layer}"
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["ours first", "ours last"])
-def test_hits_of_either_connector_are_what_was_computed(is_first, tmp_path):
+def test_kv_loaded_by_either_connector_equals_computed_kv(is_first, tmp_path):
     storage = tmp_path / "example"
     with SidecarProcess(memory_size="256Mi") as sidecar:
         both = [connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS), example_config(storage)]
         config = multi_config(*(both if is_first else both[::-1]))
         with EngineProcess(tmp_path / "log", config) as engine:
             wait_attached(engine, sidecar)
-            before = sidecar.stats()["memory"]
+            memory_before = sidecar.stats()["memory"]
             prompt = make_prompt("prompt")
             (computed,) = engine.generate(prompt)
             assert computed.num_cached_tokens == 0
-            sidecar.wait_until(lambda stats: stats["memory"]["used_rows"] >= before["used_rows"] + NUM_CHUNKS)
+            sidecar.wait_until(
+                lambda stats: stats["memory"]["used_rows"] >= memory_before["used_rows"] + NUM_CHUNKS
+            )
             engine.scrub_kv()
-            (hit,) = engine.generate(prompt)  # the first in the list that has it
+            (hit,) = engine.generate(prompt)  # loaded by the first connector of the list that has the chunks
             by_ours, by_example = NUM_CHUNKS * CHUNK, (NUM_TOKENS - 1) // BLOCK * BLOCK
             assert_hit(hit, computed, by_ours if is_first else by_example)
             shutil.rmtree(storage)

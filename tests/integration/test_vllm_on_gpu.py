@@ -1,7 +1,7 @@
-"""A real vLLM whose KV is memory of the simulated GPU, and a real sidecar that reads it over CUDA IPC.
+"""A real vLLM with KV in memory of the simulated GPU, and a real sidecar that reads it over CUDA IPC.
 
-Both run in PID namespaces of their own, as two containers do, so that their process ids are equal numbers
-again and again. Engines and the sidecar's reader are frozen and killed in mid-copy, and started again.
+Both run in their own PID namespaces, like two containers, so that their process ids are often equal. Engines
+and the sidecar's reader are frozen and killed during copies, and restarted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 BLOCK, CHUNK = 32, 256
 ANSWER_SECONDS = 30.0
 SALTS = map("salt {}".format, itertools.count())
-OWN_PIDS = ["unshare", "--pid", "--fork", "--kill-child"]
+PID_NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child"]
 
 
 def make_prompt(num_chunks, seed):
@@ -45,15 +45,15 @@ def node():
 def sidecar(node):
     sidecar = SidecarProcess(memory_size="256Mi", transfer="Auto")
     sidecar.environment = node.environment("sidecar")
-    sidecar.prefix = OWN_PIDS
+    sidecar.prefix = PID_NAMESPACE
     with sidecar:
         yield sidecar
 
 
 def start_engine(node, sidecar, folder, pid=0):
-    """Whose process id is 1 among its own, or ``pid``."""
+    """Start an engine whose process id in its namespace is 1, or ``pid``."""
     config = connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS)
-    prefix = in_namespace([], pid) if pid else OWN_PIDS
+    prefix = in_namespace([], pid) if pid else PID_NAMESPACE
     environment = node.environment("engine")
     return EngineProcess(folder / "log", config, environment, is_patient=True, prefix=prefix)
 
@@ -68,20 +68,20 @@ def wait_mode(sidecar, mode):
 
 
 def wait_attached(sidecar):
-    """Both sides of the engine's connector: the scheduler's finds, the worker's is copied for."""
+    """Wait until both sides of the connector are attached: scheduler for lookups, worker for copies."""
     wait_mode(sidecar, "CudaIPC")
     what = "the engine's scheduler and worker are attached"
     wait_until(lambda: stats(sidecar)["num_clients"]["attached"] == 2, timeout=60, what=what)
 
 
 def reader_pid(node):
-    """As the reader itself knows it."""
+    """The reader's process id in its own namespace."""
     (reader,) = node.processes("sidecar")
     return reader["pid"]
 
 
 def assert_hit(engine, prompt, computed):
-    """The KV of the whole prompt is loaded, over blocks that were overwritten before."""
+    """Check that the KV of the whole prompt is loaded into blocks that were overwritten before."""
     engine.scrub_kv()
     (hit,) = engine.generate(prompt)
     num_loaded = len(prompt) // CHUNK * CHUNK
@@ -92,13 +92,13 @@ def assert_hit(engine, prompt, computed):
 
 
 def cold(engine, prompt):
-    """Without a hit: nothing is stored under a new salt, and KV does not depend on it."""
+    """Run without a hit: nothing is stored under the new salt, and KV does not depend on the salt."""
     (computed,) = engine.generate(prompt, cache_salt=next(SALTS))
     return computed
 
 
 def store_and_load(engine, sidecar, node):
-    """The sidecar copies what is stored, the engine what is loaded."""
+    """Store and load a prompt. The sidecar copies stored KV, and the engine copies loaded KV."""
     (stored,) = engine.generate(PROMPT)
     assert stored.num_cached_tokens == 0
     assert node.count("batches", "sidecar")
@@ -106,38 +106,40 @@ def store_and_load(engine, sidecar, node):
     assert stored.kv == cold(engine, PROMPT).kv
     assert_hit(engine, PROMPT, stored)
     assert node.count("batches", "engine") == 4
-    assert not node.count("writes_to_imports", "sidecar"), "the sidecar only reads"
+    assert not node.count("writes_to_imports", "sidecar"), "the sidecar must only read"
     return stored
 
 
-def kill_engine_under_a_copy(engine, prompt, node):
-    """The sidecar lets go of its memory at once; the process id of the reader."""
+def kill_engine_during_a_copy(engine, prompt, node):
+    """Kill the engine during a copy. The sidecar closes its memory. Returns the reader's process id."""
     node.order("sidecar: stall")
-    before = node.count("batches", "sidecar")
+    num_batches_before = node.count("batches", "sidecar")
     engine.start_generate(prompt)
-    wait_until(lambda: node.count("batches", "sidecar") > before, timeout=60, what="a copy under way")
+    wait_until(
+        lambda: node.count("batches", "sidecar") > num_batches_before, timeout=60, what="a copy in progress"
+    )
     pid = reader_pid(node)
     engine.kill()
     node.order("")
-    wait_until(lambda: not node.count("mappings", "sidecar"), timeout=60, what="no mapping is left")
+    wait_until(lambda: not node.count("mappings", "sidecar"), timeout=60, what="all mappings are closed")
     return pid
 
 
 def hang_reader(engine, sidecar, node):
-    """The call is given up, then the reader is, and the engine copies for itself."""
+    """Stall the reader. The call times out, then the sidecar ends the reader, and the engine copies."""
     node.order("sidecar: stall")
     prompt = make_prompt(4, 2)
     assert engine.generate(prompt)[0].num_cached_tokens == 0
     wait_mode(sidecar, "SharedMemory")
     node.order("")
     assert "did not" in stats(sidecar)["transfer"]["reason"]
-    before = node.count("batches", "engine")
+    num_batches_before = node.count("batches", "engine")
     assert_hit(engine, prompt, engine.generate(prompt)[0])
-    assert node.count("batches", "engine") > before
+    assert node.count("batches", "engine") > num_batches_before
 
 
 def kill_sidecar(engine, stored, sidecar):
-    """The engine goes on, attaches again when it is back, and is copied for again."""
+    """Restart the sidecar. The engine keeps running, attaches again, and the sidecar copies again."""
     sidecar.kill()
     assert cold(engine, PROMPT).tokens == stored.tokens
     sidecar.restart()
@@ -145,8 +147,8 @@ def kill_sidecar(engine, stored, sidecar):
     assert_hit(engine, PROMPT, stored)
 
 
-def kill_reader_in_mid_copy(engine, sidecar, node):
-    """Nothing is lost, not even this store."""
+def kill_reader_during_a_copy(engine, sidecar, node):
+    """Kill the reader during a copy. Nothing is lost, not even this store."""
     node.order("sidecar: die_after 1")
     prompt = make_prompt(4, 3)
     computed = engine.generate(prompt)[0]
@@ -155,21 +157,21 @@ def kill_reader_in_mid_copy(engine, sidecar, node):
     assert stats(sidecar)["transfer"]["mode"] == "SharedMemory"
 
 
-def test_engine_sidecar_and_reader_are_lost_in_mid_copy_and_no_byte_is_wrong(tmp_path, sidecar, node):
+def test_kv_is_right_after_engine_sidecar_and_reader_failed_during_copies(tmp_path, sidecar, node):
     prompt = make_prompt(4, 1)
     with start_engine(node, sidecar, tmp_path) as engine:
         engine.wait_ready(240)
         wait_attached(sidecar)
         stored = store_and_load(engine, sidecar, node)
-        pid = kill_engine_under_a_copy(engine, prompt, node)
+        pid = kill_engine_during_a_copy(engine, prompt, node)
     with start_engine(node, sidecar, tmp_path, pid) as engine:
         engine.wait_ready(240)
         wait_attached(sidecar)
         assert [process["pid"] for process in node.processes("engine")] == [pid]
-        assert reader_pid(node) != pid, "another reader took its place"
+        assert reader_pid(node) != pid, "a new reader must replace the old one"
         assert_hit(engine, PROMPT, stored)
         assert_hit(engine, prompt, engine.generate(prompt)[0])
         hang_reader(engine, sidecar, node)
         kill_sidecar(engine, stored, sidecar)
-        kill_reader_in_mid_copy(engine, sidecar, node)
-    wait_until(lambda: not node.processes(), timeout=60, what="a reader that nobody needs has ended")
+        kill_reader_during_a_copy(engine, sidecar, node)
+    wait_until(lambda: not node.processes(), timeout=60, what="the unused reader has ended")

@@ -1,8 +1,8 @@
-"""Ranks of one engine never disagree on a hit: what one of them lacks, all of them compute.
+"""Ranks of one engine never disagree on a hit: if one rank lacks a chunk, all ranks compute it.
 
-Tensor and pipeline parallel, and ranks that hold the same KV: latents, and fewer KV heads than ranks.
-Each rank has KV, runner hooks and a worker side of its own in one process; what they report goes through
-vLLM's own aggregator.
+The cases are tensor and pipeline parallelism, and ranks that hold the same KV: latents, and fewer KV heads
+than ranks. All ranks run in one process, each with its own KV, runner hooks and worker side. Their reports
+go through vLLM's own aggregator.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def world(request):
 
 
 class OneRank:
-    """Copies of one rank of an engine go through a gate of their own, and may fail."""
+    """Copies of one rank of an engine, which pass a gate of their own and can be made to fail."""
 
     def __init__(self, monkeypatch, rank) -> None:
         self.gate = Gate()
         self.error: Exception | None = None
-        self._is_mine = lambda copier: copier is rank.worker._worker._copier
+        self._is_of_rank = lambda copier: copier is rank.worker._worker._copier
         for name in ("load", "store"):
             monkeypatch.setattr(CpuCopier, name, self._held_back(getattr(CpuCopier, name)))
 
@@ -53,7 +53,7 @@ class OneRank:
         gated = self.gate.gated(copy)
 
         def copy_or_fail(copier, *args):
-            if not self._is_mine(copier):
+            if not self._is_of_rank(copier):
                 return copy(copier, *args)
             if self.error is not None:
                 raise self.error
@@ -63,7 +63,7 @@ class OneRank:
 
 
 @pytest.mark.parametrize("runner", [1, 2])
-def test_a_hit_is_what_was_computed(world, runner):
+def test_loaded_kv_equals_computed_kv(world, runner):
     prompt = make_tokens(5 * CHUNK + 10)
     with world.engines(replace(world.settings, runner=runner)) as (engine,):
         for num_cached in (0, 5 * CHUNK):
@@ -73,70 +73,70 @@ def test_a_hit_is_what_was_computed(world, runner):
             assert engine.results[name].tokens == answer(prompt, 20)
 
 
-def test_ranks_that_hold_the_same_store_it_once(world):
+def test_ranks_with_the_same_kv_store_it_once(world):
     settings = world.settings
     with world.engines(settings) as (engine,):
         columns = {rank.worker._worker.identity.hello.column for rank in engine.ranks}
         owners = [rank for rank in engine.ranks if not rank.worker._worker.identity.is_replica]
-        told = world.sidecar.stats()["lookups"]["engine_kv_bytes"]
-    assert told == sum(rank.pages.nbytes for rank in owners), "what they hold is one cache"
+        engine_kv_bytes = world.sidecar.stats()["lookups"]["engine_kv_bytes"]
+    assert engine_kv_bytes == sum(rank.pages.nbytes for rank in owners), "replicas must not be counted"
     num_shards = settings.tensor_parallel // settings.replicas
     assert len(columns) == len(owners) == num_shards * settings.pipeline_parallel
 
 
-def test_a_row_that_one_rank_has_not_stored_yet_is_nobody_s(world, monkeypatch):
+def test_row_is_not_found_before_all_ranks_have_stored_it(world, monkeypatch):
     prompt = make_tokens(2 * CHUNK + 10)
     with world.engines(world.settings) as (engine,):
-        last = [rank for rank in engine.ranks if not rank.worker._worker.identity.is_replica][-1]
-        of_last = OneRank(monkeypatch, last)
-        of_last.gate.shut()
+        last_owner = [rank for rank in engine.ranks if not rank.worker._worker.identity.is_replica][-1]
+        copies_of_last = OneRank(monkeypatch, last_owner)
+        copies_of_last.gate.shut()
         name = engine.add(prompt, max_tokens=5)
         engine.run(name)
-        of_last.gate.wait_arrived()
+        copies_of_last.gate.wait_arrived()
         with world.engines(world.settings) as (other,):
             name = other.add(prompt)
             other.run(name)
             assert other.results[name].num_cached_tokens == 0
-        of_last.gate.open()
+        copies_of_last.gate.open()
         assert_idle(engine)
 
 
-def test_a_rank_whose_load_fails(world, monkeypatch):
+def test_all_ranks_compute_when_the_load_of_one_rank_fails(world, monkeypatch):
     prompt = make_tokens(5 * CHUNK + 10)
     with world.engines(world.settings) as (engine,):
         engine.add(prompt)
         assert_idle(engine)
         for rank in (engine.ranks[0], engine.ranks[-1]):
             with monkeypatch.context() as patch:
-                OneRank(patch, rank).error = OSError("its memory is gone")
+                OneRank(patch, rank).error = OSError("its memory is unavailable")
                 name = engine.add(prompt, max_tokens=20)
                 assert_idle(engine)
             assert engine.results[name].tokens == answer(prompt, 20)
             assert engine.results[name].num_cached_tokens < 5 * CHUNK
 
 
-def test_a_rank_whose_load_takes_longer(world, monkeypatch):
-    """The others wait for it with all their blocks."""
+def test_ranks_wait_for_the_slowest_load(world, monkeypatch):
+    """The other ranks keep all their blocks while they wait for it."""
     prompt = make_tokens(5 * CHUNK + 10)
     with world.engines(world.settings) as (engine,):
         engine.add(prompt)
         assert_idle(engine)
-        of_last = OneRank(monkeypatch, engine.ranks[-1])
-        of_last.gate.shut()
+        copies_of_last = OneRank(monkeypatch, engine.ranks[-1])
+        copies_of_last.gate.shut()
         name = engine.add(prompt, max_tokens=20)
-        while not of_last.gate.num_waiting:
+        while not copies_of_last.gate.num_waiting:
             engine.step()
-        others = [engine.add(make_tokens(2 * CHUNK), max_tokens=4) for _ in range(4)]
-        engine.run(*others)
+        competitors = [engine.add(make_tokens(2 * CHUNK), max_tokens=4) for _ in range(4)]
+        engine.run(*competitors)
         assert engine.results[name].finish_reason is None
-        of_last.gate.open()
+        copies_of_last.gate.open()
         assert_idle(engine)
         assert engine.results[name].num_cached_tokens == 5 * CHUNK
         assert engine.results[name].tokens == answer(prompt, 20)
 
 
-def test_a_rank_that_is_not_attached(world):
-    """It can't load what the others can: all compute."""
+def test_all_ranks_compute_when_one_rank_is_not_attached(world):
+    """The rank cannot load the chunks of the other ranks."""
     prompt = make_tokens(5 * CHUNK + 10)
     with world.engines(world.settings) as (engine,):
         engine.add(prompt)
@@ -151,7 +151,7 @@ def test_a_rank_that_is_not_attached(world):
 
 @contextmanager
 def unattached(*ranks):
-    """Their attaching takes long: the others, and the scheduler, know who they are."""
+    """Ranks that have not attached yet, while the other ranks and the scheduler know their identity."""
     with pytest.MonkeyPatch.context() as patch:
         for rank in ranks:
             for name in ("identity", "_client"):
@@ -166,8 +166,8 @@ WINDOWS = {
 
 
 @pytest.mark.parametrize("settings", [*SHAPES.values(), *WINDOWS.values()], ids=[*SHAPES, *WINDOWS])
-def test_a_rank_that_attaches_later_than_the_others(settings):
-    """An engine comes back to a sidecar that has its KV: the first requests find one rank not attached."""
+def test_all_ranks_compute_until_the_last_rank_attaches(settings):
+    """An engine returns to a sidecar that holds its KV: its first requests find one rank not attached."""
     prompt = make_tokens(5 * CHUNK + 10)
     with (
         SidecarProcess(memory_size="64Mi") as sidecar,
@@ -183,18 +183,18 @@ def test_a_rank_that_attaches_later_than_the_others(settings):
         assert engine.results[name].tokens == answer(prompt, 20)
 
 
-def test_blocks_are_held_for_the_rank_that_stores_while_others_are_not_attached(world, monkeypatch):
+def test_blocks_are_held_for_storing_ranks_while_others_are_not_attached(world, monkeypatch):
     prompt = make_tokens(5 * CHUNK + 10)
     with world.engines(world.settings) as (engine,):
         owners = [rank for rank in engine.ranks if not rank.worker._worker.identity.is_replica]
         with unattached(*(rank for rank in engine.ranks if rank not in owners)):
-            of_last = OneRank(monkeypatch, owners[-1])
-            of_last.gate.shut()
+            copies_of_last = OneRank(monkeypatch, owners[-1])
+            copies_of_last.gate.shut()
             name = engine.add(prompt, max_tokens=5)
             engine.run(name)
-            of_last.gate.wait_arrived()
+            copies_of_last.gate.wait_arrived()
             engine.step()
             (state,) = engine.scheduler.connector._scheduler._states.values()
             assert state.num_stores, "a copy reads the request's blocks"
-            of_last.gate.open()
+            copies_of_last.gate.open()
             assert_idle(engine)

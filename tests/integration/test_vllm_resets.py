@@ -1,4 +1,4 @@
-"""A reset of the caches, as before a weight update, leaves nothing of the old weights for anybody to read."""
+"""A reset of the caches, as before a weight update: KV of the old weights is never read again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ every_runner = pytest.mark.parametrize(
 
 
 def reset(engine, new_weights=NEW):
-    """Ask until the engine is ready for it; a request that loads is waited for."""
+    """Reset the caches, once the engine accepts it: it waits for requests that load."""
     for _ in range(10_000):
         if engine.reset(new_weights):
             return
@@ -38,7 +38,7 @@ def reset(engine, new_weights=NEW):
 
 
 @every_runner
-def test_nothing_old_is_loaded_and_the_new_is_stored(world, settings):
+def test_old_kv_is_not_loaded_and_new_kv_is_stored(world, settings):
     prompt = make_tokens(3 * CHUNK + 5)
     with world.engines(settings) as (engine,):
         engine.add(prompt)
@@ -49,12 +49,12 @@ def test_nothing_old_is_loaded_and_the_new_is_stored(world, settings):
             assert_idle(engine)
             assert engine.results[name].num_cached_tokens == num_cached
             assert engine.results[name].tokens == answer(prompt, 20, NEW)
-    assert world.audit(settings, [prompt]) >= 3 * CHUNK  # for those that kept the old weights
+    assert world.audit(settings, [prompt]) >= 3 * CHUNK  # for engines that still have the old weights
 
 
 @every_runner
-def test_in_mid_store_and_with_requests_under_way(world, settings):
-    """Chunks of the old weights that are copied after the reset are nobody's under their old name either."""
+def test_reset_during_stores_and_requests(world, settings):
+    """Chunks of the old weights that are copied after the reset must not be found under the old key."""
     prompts = [make_tokens(3 * CHUNK + 5) for _ in range(3)]
     with world.engines(settings) as (engine,):
         world.store_gate.shut()
@@ -62,7 +62,7 @@ def test_in_mid_store_and_with_requests_under_way(world, settings):
         for _ in range(8):
             engine.step()
         world.store_gate.wait_arrived()
-        for _ in range(5):  # an engine that is refused tries again
+        for _ in range(5):  # a refused engine repeats the reset
             if engine.reset(NEW):
                 break
             engine.step()
@@ -71,16 +71,16 @@ def test_in_mid_store_and_with_requests_under_way(world, settings):
             reset(engine)
         assert_idle(engine)
         assert all(len(engine.results[name].tokens) == 60 for name in names)
-        again = [engine.add(prompt, max_tokens=5) for prompt in prompts]
+        names = [engine.add(prompt, max_tokens=5) for prompt in prompts]
         assert_idle(engine)
-        for name, prompt in zip(again, prompts, strict=True):
+        for name, prompt in zip(names, prompts, strict=True):
             assert engine.results[name].num_cached_tokens >= 3 * CHUNK
             assert engine.results[name].tokens == answer(prompt, 5, NEW)
     world.audit(settings, prompts)
 
 
 @every_runner
-def test_in_mid_load(world, settings):
+def test_reset_during_a_load(world, settings):
     prompt = make_tokens(3 * CHUNK + 5)
     with world.engines(settings) as (engine,):
         engine.add(prompt)
@@ -89,27 +89,27 @@ def test_in_mid_load(world, settings):
         name = engine.add(prompt, max_tokens=10)
         while not world.load_gate.num_waiting:
             engine.step()
-        engine.reset(NEW)  # refused, or the load counts for nothing
+        engine.reset(NEW)  # the reset is refused, or the load is discarded
         world.load_gate.open()
         if not engine.weights:
             reset(engine)
         assert_idle(engine)
-        again = engine.add(prompt, max_tokens=10)
+        second_name = engine.add(prompt, max_tokens=10)
         assert_idle(engine)
-        assert engine.results[again].tokens == answer(prompt, 10, NEW)
+        assert engine.results[second_name].tokens == answer(prompt, 10, NEW)
         assert len(engine.results[name].tokens) == 10
 
 
 @every_runner
-def test_of_the_engine_alone_in_mid_store(world, settings):
-    """vLLM preempts all requests between two steps, and gives their blocks to others in the next one."""
+def test_reset_of_the_engines_own_cache_during_a_store(world, settings):
+    """vLLM preempts all requests between two steps, and reuses their blocks in the next step."""
     settings = replace(settings, num_blocks=40)
     prompts = [make_tokens(4 * CHUNK) for _ in range(4)]
     with world.engines(settings) as (engine,):
         world.store_gate.shut()
         for prompt in prompts[:2]:
             engine.add(prompt, max_tokens=20)
-        for _ in range(4):  # no request ends in so few: vLLM can't forget blocks that are held
+        for _ in range(4):  # so few that no request ends: vLLM cannot drop blocks that are held
             engine.step()
         world.store_gate.wait_arrived()
         engine.forget(also_of_running=True)

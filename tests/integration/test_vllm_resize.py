@@ -1,4 +1,4 @@
-"""A real engine goes on with right answers, and hits, while its sidecar's memory tier grows and shrinks."""
+"""A real engine gives right answers and hits while its sidecar's memory tier grows and shrinks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import pytest
 from testing.child_process import wait_until
 from testing.engine.process import EngineProcess, Generated, connector_config
 from testing.processes import SidecarProcess
-from tests.harness.sized import Sized
+from tests.harness.resized_sidecar import ResizedSidecar
 
 pytestmark = pytest.mark.vllm
 
 BLOCK, CHUNK = 32, 256  # a chunk's KV is 1 MiB
 NUM_HOT, NUM_PROMPTS, NUM_CHUNKS = 3, 18, 4
 PATIENCE = {"answer_seconds": 30, "prefill_tokens_per_second": 1}
-"""What another request stores is waited for, however busy the machine is: hits are what is looked at."""
+"""Settings with which engines wait for stores of other requests, however busy the machine is."""
 
 
 class Load:
-    """One engine that always has requests running and others queued; the first prompts come most often."""
+    """An engine that always has running and queued requests. The first prompts are the most frequent."""
 
     def __init__(self, engine: EngineProcess, prompts: Sequence[list[int]]) -> None:
         self._engine, self._prompts = engine, prompts
@@ -37,22 +37,22 @@ class Load:
         self._order = random.Random(0)
         self._is_over = threading.Event()
         self.hits: list[int] = []
-        """Tokens of each round's prompts that came from the sidecar."""
+        """Cached tokens of the prompts of each round."""
 
-    def during(self, doing: Callable[[], None]) -> None:
-        """Run until that is done. Raises what either raises."""
+    def during(self, action: Callable[[], None]) -> None:
+        """Run rounds of requests until the action ends. Raises the errors of both."""
         with ThreadPoolExecutor(1) as pool:
             rounds = pool.submit(self._run)
             try:
-                doing()
+                action()
             finally:
                 self._is_over.set()
             rounds.result()
 
     def wait_rounds(self, number: int) -> None:
-        """So many more that begin from now on."""
-        enough = len(self.hits) + 1 + number  # one is under way
-        wait_until(lambda: self._is_over.is_set() or len(self.hits) >= enough, timeout=120)
+        """Wait until this number of further rounds has begun."""
+        num_rounds = len(self.hits) + 1 + number  # one round is in progress
+        wait_until(lambda: self._is_over.is_set() or len(self.hits) >= num_rounds, timeout=120)
 
     def _run(self) -> None:
         try:
@@ -65,7 +65,7 @@ class Load:
         hot, cold = range(NUM_HOT), range(NUM_HOT, len(self._prompts))
         numbers = [*hot, *hot, *self._order.sample(cold, 6)]
         self._order.shuffle(numbers)
-        self._engine.scrub_kv()  # what a load leaves as it was is not right by luck
+        self._engine.scrub_kv()  # so that blocks that a load fails to write are not right by chance
         answers = self._engine.generate(*(self._prompts[number] for number in numbers))
         for number, answer in zip(numbers, answers, strict=True):
             self._known[number].add(answer)
@@ -94,7 +94,7 @@ class KnownKV:
         """Compare the blocks that this request found in a cache."""
         end = answer.num_used_cached_tokens // BLOCK
         wrong = [key for key in _digests(answer) if key[1] < end and key not in self._digests]
-        assert not wrong, f"layer, block and digest of KV that nobody computed: {wrong}"
+        assert not wrong, f"layer, block and digest of KV that was never computed: {wrong}"
 
 
 def _digests(answer: Generated) -> Iterator[tuple[int, int, str]]:
@@ -103,8 +103,8 @@ def _digests(answer: Generated) -> Iterator[tuple[int, int, str]]:
             yield layer, block, digest
 
 
-def clients(sized: Sized) -> set[tuple[str, int]]:
-    """Each process's epoch."""
+def clients(sized: ResizedSidecar) -> set[tuple[str, int]]:
+    """Id and epoch of each client."""
     return {(client["uuid"], client["epoch"]) for client in sized.sidecar.stats()["clients"]}
 
 
@@ -114,32 +114,32 @@ def make_prompts(number: int) -> list[list[int]]:
 
 
 @pytest.fixture
-def sized(tmp_path: Path) -> Iterator[Sized]:
+def sized(tmp_path: Path) -> Iterator[ResizedSidecar]:
     path = tmp_path / "memory-size"
     path.write_text("32Mi")
     options = {"memory_size": "32Mi", "memory_max_size": "64Mi", "memory_size_file": path}
     with SidecarProcess(**options) as sidecar:
-        yield Sized(sidecar, path)
+        yield ResizedSidecar(sidecar, path)
 
 
-def test_an_engine_under_load_does_not_notice_new_sizes(tmp_path, sized):
-    """All prompts are 72 MiB of KV, the hot ones 12: there are always hits, stores and evictions."""
+def test_engine_under_load_is_not_disturbed_by_resizes(tmp_path, sized):
+    """All prompts together have 72 MiB of KV, the hot ones 12 MiB: hits, stores and evictions never stop."""
     with EngineProcess(
         tmp_path / "log", connector_config(sized.sidecar.socket_path, **PATIENCE), max_num_seqs=2
     ) as engine:
         load = Load(engine.wait_ready(), make_prompts(NUM_PROMPTS))
         sized.sidecar.wait_until(lambda stats: stats["num_clients"]["attached"] == 2)
-        attached = clients(sized)
+        clients_before = clients(sized)
 
         def resize() -> None:
             load.wait_rounds(2)
             for mebibytes in (64, 32, 64, 32):
-                sized.ask(f"{mebibytes}Mi")
+                sized.write_size(f"{mebibytes}Mi")
                 assert sized.settle(mebibytes)["max_bytes"] == 64 << 20
                 load.wait_rounds(1)
 
         load.during(resize)
-        assert clients(sized) == attached  # nobody attached anew
+        assert clients(sized) == clients_before  # no client attached again
         assert engine.is_running
     assert min(load.hits[2:]) > 0, load.hits
     assert sized.memory["removed"]["evicted"] > 0

@@ -1,7 +1,7 @@
-"""Whatever happens in whatever order, all KV that is read and all that is committed is what its tokens say.
+"""Random events in random order: all KV that is read or committed matches its tokens.
 
-Two engines of any shape on one sidecar; requests arrive, share prefixes, are aborted and preempted, copies
-are held back, the sidecar stands still, and drafts are right or wrong.
+Two engines of random shapes share one sidecar. Requests arrive, share prefixes, are aborted and preempted,
+copies are held back, the sidecar stops, and drafts are right or wrong.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ shapes = st.builds(
 )
 
 
-@pytest.mark.filterwarnings("ignore:Do not use the .random. module")  # other threads do
+@pytest.mark.filterwarnings("ignore:Do not use the .random. module")  # other threads use it
 @settings(max_examples=70, suppress_health_check=list(HealthCheck))
-@given(shape=shapes, other=shapes, happens=st.lists(events, min_size=10, max_size=40))
-def test_any_order_of_events(world, shape, other, happens):
-    with world.engines(shape, replace(other, num_drafts=shape.num_drafts)) as engines:
-        Scenario(world, engines).play(happens)
+@given(first=shapes, second=shapes, steps=st.lists(events, min_size=10, max_size=40))
+def test_tokens_are_right_for_any_order_of_events(world, first, second, steps):
+    with world.engines(first, replace(second, num_drafts=first.num_drafts)) as engines:
+        Scenario(world, engines).play(steps)

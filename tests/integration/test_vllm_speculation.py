@@ -1,8 +1,8 @@
-"""Speculative decoding in a real vLLM: the V1 runner then asks for what ended before stores begin.
+"""Speculative decoding in a real vLLM: the V1 runner then asks for ended stores before new stores begin.
 
-Accepted drafts complete a chunk in a request's last step, whose blocks are given away at once: KV is small,
-and requests that queue take them in the next step. A copy is faster than the next step, so the order of hooks
-itself is tested where a copy can be held up: test_vllm_transfers.py and test_vllm_lifetimes.py.
+Accepted drafts complete a chunk in a request's last step, and its blocks are reused at once: KV memory is
+small, and queued requests take the blocks in the next step. A copy is faster than the next step, so the order
+of hooks is tested where copies can be held back: test_vllm_transfers.py and test_vllm_lifetimes.py.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def engine(tmp_path_factory):
 
 
 def make_prompt(num_tokens, seed):
-    """Repeats itself, so that drafts are made; the tiny model's answers repeat themselves, too."""
+    """A repetitive prompt, so that drafts are made. The tiny model's answers are repetitive, too."""
     tokens = random.Random(f"{num_tokens} {seed}")
     return ([tokens.randrange(4, 260) for _ in range(12)] * num_tokens)[:num_tokens]
 
 
-def test_what_is_stored_is_what_was_computed(engine):
+def test_stored_kv_equals_computed_kv(engine):
     prompts = [make_prompt(90 + 11 * i, i) for i in range(24)]
     turns = list(zip(prompts, engine.generate(*prompts, max_tokens=70), strict=True))
     engine.scrub_kv()
@@ -57,4 +57,4 @@ def test_what_is_stored_is_what_was_computed(engine):
         end = hit.num_cached_tokens // BLOCK
         for layer, (loaded, computed) in enumerate(zip(hit.kv, turn.kv, strict=True)):
             assert loaded[:end] == computed[:end], f"layer {layer}"
-    assert num_loaded > len(turns) * CHUNK, "most were found"
+    assert num_loaded > len(turns) * CHUNK, "most prompts must hit"

@@ -1,4 +1,4 @@
-"""The connector's figures in vLLM's metrics of KV connectors, alone and as one of several connectors."""
+"""The connector's figures in vLLM's metrics of KV connectors, alone and inside MultiConnector."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from testing.engine.process import connector_config
 
 pytestmark = pytest.mark.vllm
 
-ONE = {"loads": 1, "failed_loads": 0, "loaded_blocks": 8, "load_seconds": 0.25}
-OTHER = {"loads": 1, "failed_loads": 1, "loaded_blocks": 0, "load_seconds": 0.5, "stores": 2}
+FIRST = {"loads": 1, "failed_loads": 0, "loaded_blocks": 8, "load_seconds": 0.25}
+SECOND = {"loads": 1, "failed_loads": 1, "loaded_blocks": 0, "load_seconds": 0.5, "stores": 2}
 
 
-def test_ranks_and_steps_add_up() -> None:
-    stats = LMCacheStats(dict(ONE)).aggregate(pickle.loads(pickle.dumps(LMCacheStats(dict(OTHER)))))
+def test_figures_of_ranks_and_steps_are_added() -> None:
+    stats = LMCacheStats(dict(FIRST)).aggregate(pickle.loads(pickle.dumps(LMCacheStats(dict(SECOND)))))
     assert stats.data == {
         "loads": 2,
         "failed_loads": 1,
@@ -39,20 +39,20 @@ def test_ranks_and_steps_add_up() -> None:
     assert stats.is_empty()
 
 
-def among_others() -> Any:
-    """As it goes from the engine to the process that counts; vLLM 0.29 leaves the form to msgspec."""
+def multi_connector_stats() -> Any:
+    """Figures as the engine sends them to the process that counts. vLLM 0.29 leaves the form to msgspec."""
     stats = MultiKVConnectorStats()
-    stats["LMCacheClusterConnector"] = LMCacheStats(dict(ONE))
+    stats["LMCacheClusterConnector"] = LMCacheStats(dict(FIRST))
     return msgspec.to_builtins(stats.to_dict() if hasattr(stats, "to_dict") else stats.data)
 
 
-def test_among_other_connectors_its_figures_are_found_by_its_name() -> None:
-    built = MultiConnector.build_kv_connector_stats(among_others())
-    assert built.data["LMCacheClusterConnector"].data == ONE
-    assert built.data["LMCacheClusterConnector"].aggregate(LMCacheStats(dict(OTHER))).data["loads"] == 2
+def test_figures_are_found_by_name_inside_multi_connector() -> None:
+    built = MultiConnector.build_kv_connector_stats(multi_connector_stats())
+    assert built.data["LMCacheClusterConnector"].data == FIRST
+    assert built.data["LMCacheClusterConnector"].aggregate(LMCacheStats(dict(SECOND))).data["loads"] == 2
 
 
-def test_they_are_counters_with_vllm_s_labels() -> None:
+def test_figures_are_counters_with_the_labels_of_vllm() -> None:
     registry = CollectorRegistry()
 
     def counter(name: str, documentation: str, labelnames: list[str]) -> Any:
@@ -64,8 +64,8 @@ def test_they_are_counters_with_vllm_s_labels() -> None:
         ["model_name", "engine"],
         {0: ["m", "0"], 1: ["m", "1"]},
     )
-    metrics.observe(ONE, 1)
-    metrics.observe(OTHER, 1)
+    metrics.observe(FIRST, 1)
+    metrics.observe(SECOND, 1)
     metrics.observe({"of a later version": 1}, 0)
     text = generate_latest(registry).decode()
     assert 'vllm:lmcache_loads_total{engine="1",model_name="m"} 2.0' in text
@@ -73,13 +73,13 @@ def test_they_are_counters_with_vllm_s_labels() -> None:
     assert 'vllm:lmcache_load_seconds_total{engine="1",model_name="m"} 0.75' in text
 
 
-def test_among_other_connectors_it_brings_its_counters_along() -> None:
-    """Without them vLLM's MultiConnector would end the process that counts at the first figure."""
+def test_counters_are_registered_inside_multi_connector() -> None:
+    """Without its own counters, vLLM's MultiConnector would end the counting process at the first figure."""
     ours = connector_config("unused")
     example = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    several = {"connectors": [ours, example]}
+    connectors = {"connectors": [ours, example]}
     transfer = KVTransferConfig(
-        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=several
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=connectors
     )
     registry = CollectorRegistry()
     metrics = MultiConnector.build_prom_metrics(
@@ -88,5 +88,5 @@ def test_among_other_connectors_it_brings_its_counters_along() -> None:
         ["engine"],
         {0: ["0"]},
     )
-    metrics.observe(among_others(), 0)
+    metrics.observe(multi_connector_stats(), 0)
     assert 'vllm:lmcache_loaded_blocks_total{engine="0"} 8.0' in generate_latest(registry).decode()

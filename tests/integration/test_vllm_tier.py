@@ -1,10 +1,11 @@
-"""Our tiers under vLLM's own tiering manager: what comes back is what was stored, whatever goes wrong."""
+"""This project's tiers under vLLM's own tiering manager: loaded bytes equal stored bytes."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import threading
+from dataclasses import fields
 
 import pytest
 
@@ -29,7 +30,7 @@ def redis():
 
 @pytest.fixture
 def disk(tmp_path):
-    """Settings of a tier on disk."""
+    """Settings of a disk tier."""
     return {"disk_path": str(tmp_path / "disk"), "disk_size": "64Mi", **SHARED}
 
 
@@ -42,7 +43,7 @@ def settings(request, tmp_path):
     return {"remote_url": server.unix_url, **SHARED}
 
 
-def test_another_engine_finds_what_was_stored(settings):
+def test_another_engine_loads_stored_chunks(settings):
     with OffloadingWorld(**settings) as world:
         assert world.store(*KEYS) == len(KEYS)
         world.settle()
@@ -53,7 +54,7 @@ def test_another_engine_finds_what_was_stored(settings):
         assert world.load(key_of("absent")) == 0
 
 
-def test_more_chunks_than_the_cpu_tier_has_rows(settings):
+def test_tier_holds_more_chunks_than_the_cpu_tier(settings):
     with OffloadingWorld(num_rows=4, **settings) as world:
         for key in KEYS:
             assert world.store(key)
@@ -64,7 +65,7 @@ def test_more_chunks_than_the_cpu_tier_has_rows(settings):
             world.settle()
 
 
-def test_a_chain_may_have_holes_and_several_groups(disk):
+def test_chains_may_have_holes_and_several_groups(disk):
     grouped = [key_of(0, group) for group in range(3)]
     with OffloadingWorld(**disk) as world:
         world.store(KEYS[0], grouped[1], KEYS[3])
@@ -75,20 +76,20 @@ def test_a_chain_may_have_holes_and_several_groups(disk):
         assert [world.load(key) for key in grouped] == [1, 1, 0]
 
 
-# ---- whose chunks they are ----
+# ---- shared and private chunks ----
 
 
-def test_what_is_not_named_alike_is_not_shared(disk):
+def test_different_weights_or_configurations_share_nothing(disk):
     with OffloadingWorld(**disk) as world:
         world.store(*KEYS)
         world.settle()
-    for others in ({"weights_fingerprint": "w2"}, {}):
-        config = make_config() if others else make_config(dtype="bfloat16")
-        with OffloadingWorld(config=config, **{**disk, **others}) as world:
+    for other_settings in ({"weights_fingerprint": "w2"}, {}):
+        config = make_config() if other_settings else make_config(dtype="bfloat16")
+        with OffloadingWorld(config=config, **{**disk, **other_settings}) as world:
             assert world.load(*KEYS) == 0
 
 
-def test_without_a_fingerprint_chunks_are_private(disk, caplog):
+def test_chunks_are_private_without_a_fingerprint(disk, caplog):
     del disk["weights_fingerprint"]
     with OffloadingWorld(num_rows=4, **disk) as world:
         world.store(KEYS[0])
@@ -100,7 +101,7 @@ def test_without_a_fingerprint_chunks_are_private(disk, caplog):
 
 
 def make_model(folder, weights=b"weights", config=b"{}"):
-    """Files that are older than this process, as an engine's are: their names say their hashes."""
+    """Files older than this process, as for an engine. The name of a blob is its hash, as on Hugging Face."""
     (folder / "blobs").mkdir(parents=True)
     blob = folder / "blobs" / hashlib.sha256(weights).hexdigest()
     blob.write_bytes(weights)
@@ -109,7 +110,7 @@ def make_model(folder, weights=b"weights", config=b"{}"):
     return {"weights_path": str(folder)}
 
 
-def test_weights_are_named_by_their_content(disk, tmp_path):
+def test_fingerprint_is_derived_from_the_weight_files(disk, tmp_path):
     del disk["weights_fingerprint"]
     with OffloadingWorld(**disk, **make_model(tmp_path / "a")) as world:
         world.store(*KEYS)
@@ -123,31 +124,31 @@ def test_weights_are_named_by_their_content(disk, tmp_path):
             assert world.load(*KEYS) == num_found, name
 
 
-def test_until_the_weights_have_a_name_nothing_is_stored_or_found(disk, monkeypatch, tmp_path):
-    named = threading.Event()
-    monkeypatch.setattr(tier_settings.TierSettings, "weights", lambda self: named.wait(60) and "w1")
+def test_nothing_is_stored_or_found_before_the_fingerprint_is_known(disk, monkeypatch, tmp_path):
+    is_known = threading.Event()
+    monkeypatch.setattr(tier_settings.TierSettings, "weights", lambda self: is_known.wait(60) and "w1")
     monkeypatch.setattr(tier_module, "_START_SECONDS", 0)
     with OffloadingWorld(**disk, waits_for_weights=False) as world:
         world.store(KEYS[0])
         world.settle()
         assert world.tier._tier.stats.stored == 0
         assert world.look(world.request(), [KEYS[1]]) == [LookupResult.MISS]
-        named.set()
+        is_known.set()
         world.wait(lambda: world.tier._weights.done())
         world.store(KEYS[1])
         world.settle()
         assert world.tier._tier.stats.stored == 1
 
 
-def test_the_first_request_finds_what_there_is(disk):
+def test_first_request_finds_stored_chunks(disk):
     with OffloadingWorld(**disk) as world:
         world.store(KEYS[0])
         world.settle()
-    with OffloadingWorld(**disk) as world:  # no step before
+    with OffloadingWorld(**disk) as world:  # no engine step before the lookup
         assert world.manager.lookup(KEYS[0], world.request()) is LookupResult.RETRY
 
 
-def test_a_reset_leaves_nothing_of_the_old_weights(disk):
+def test_reset_hides_chunks_of_the_old_weights(disk):
     with OffloadingWorld(num_rows=4, **disk) as world:
         world.store(KEYS[0])
         world.reset("others")
@@ -156,10 +157,10 @@ def test_a_reset_leaves_nothing_of_the_old_weights(disk):
         world.forget_primary()
         assert world.load(KEYS[0]) == 1
     with OffloadingWorld(**disk) as world:
-        assert world.load(KEYS[0]) == 1  # of the old weights, which this engine has
+        assert world.load(KEYS[0]) == 1  # KV of the old weights, which this engine has
 
 
-def test_hashes_that_can_be_made_to_collide_are_not_taken(disk):
+def test_keys_of_weak_hashes_are_not_stored(disk):
     short = b"xxhash: 16 bytes" + bytes(4)
     with OffloadingWorld(**disk) as world:
         world.store(short)
@@ -173,7 +174,7 @@ def test_hashes_that_can_be_made_to_collide_are_not_taken(disk):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"disk_pth": "/x"}, "unknown setting disk_pth"),
         ({"disk_size": "10 apples"}, "disk_size: "),
@@ -184,27 +185,27 @@ def test_hashes_that_can_be_made_to_collide_are_not_taken(disk):
         ({"disk_path": None, "remote_url": "mysql://user:secret@h"}, "remote_url: "),
     ],
 )
-def test_a_wrong_setting_leaves_an_engine_that_runs(disk, wrong, said, caplog):
+def test_engine_runs_without_the_tier_if_a_setting_is_invalid(disk, wrong, message, caplog):
     with OffloadingWorld(**{**disk, **wrong}) as world:
         assert world.store(*KEYS) == len(KEYS)
-        assert world.load(*KEYS) == len(KEYS)  # of the CPU tier
+        assert world.load(*KEYS) == len(KEYS)  # from the CPU tier
         assert world.load(key_of("absent")) == 0
         world.settle()
         world.reset(0)
     (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("lmcache")]
     assert line.startswith("The LMCache tier is off, the engine runs without it: ")
-    assert said in line
+    assert message in line
     assert "secret" not in line
 
 
-def test_a_version_that_nobody_tried_leaves_an_engine_that_runs(disk, caplog, monkeypatch):
+def test_engine_of_an_unsupported_version_runs_without_the_tier(disk, caplog, monkeypatch):
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
     with OffloadingWorld(**disk) as world:
         assert world.load(KEYS[0]) == 0
     assert "vLLM 0.99.0 is not supported" in caplog.text
 
 
-def test_replicas_have_a_directory_each(disk):
+def test_data_parallel_replicas_have_separate_directories(disk):
     parallel = make_config().parallel
     worlds = []
     for index in range(2):
@@ -231,16 +232,17 @@ def test_credentials_are_read_from_files(tmp_path):
             assert world.tier._tier.stats.stored == 1
 
 
-def test_every_method_of_the_interface_is_there():
+def test_tier_implements_every_method_of_the_interface():
     base = tier_module.SecondaryTierManager
     assert not tier_module.LMCacheTier.__abstractmethods__
     for name in ("lookup", "submit_store", "submit_load", "get_finished_jobs", "drain_jobs", "shutdown"):
         assert getattr(tier_module.LMCacheTier, name) is not getattr(base, name)
 
 
-def test_the_guide_has_every_setting():
+def test_guide_lists_every_setting_with_its_default():
     guide = (REPOSITORY / "docs" / "guides" / "offloading.md").read_text()
-    for name, default in tier_settings.TierSettings._field_defaults.items():
+    for setting in fields(tier_settings.TierSettings):
+        name, default = setting.name, setting.default
         assert f"`{name}`" in guide
         if isinstance(default, float):
             (row,) = [line for line in guide.splitlines() if line.startswith(f"| `{name}`")]

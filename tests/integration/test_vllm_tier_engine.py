@@ -1,4 +1,4 @@
-"""A real engine with vLLM's own offloading over our disk tier: another engine's hit is what was computed."""
+"""A real engine with vLLM's own offloading over this project's disk tier: loaded KV equals computed KV."""
 
 from __future__ import annotations
 
@@ -46,34 +46,34 @@ def make_prompt(seed):
     return [tokens.randrange(4, 260) for _ in range(NUM_TOKENS)]
 
 
-def stored(disk):
-    """Files of chunks: 1 MiB and their header."""
+def chunk_files(disk):
+    """Files of chunks: each has 1 MiB and a header."""
     files = [file for file in disk.rglob("*") if file.is_file() and file.suffix != ".tmp"]
     return [file for file in files if file.stat().st_size > 1 << 20]
 
 
-def test_another_engine_s_hit_is_what_was_computed(tmp_path):
+def test_kv_loaded_by_another_engine_equals_computed_kv(tmp_path):
     prompt, other = make_prompt("hit"), make_prompt("other")
     disk = tmp_path / "disk"
     with EngineProcess(tmp_path / "first.log", offloading_config(disk)) as engine:
         (computed,) = engine.generate(prompt)
         (cold,) = engine.generate(other)
         assert (computed.num_cached_tokens, cold.num_cached_tokens) == (0, 0)
-        engine.generate(make_prompt("steps")[:64])  # steps in which vLLM hands the chunks on
-        wait_until(lambda: len(stored(disk)) == 2 * NUM_CHUNKS, timeout=60)
+        engine.generate(make_prompt("steps")[:64])  # vLLM passes chunks on during further steps
+        wait_until(lambda: len(chunk_files(disk)) == 2 * NUM_CHUNKS, timeout=60)
     with EngineProcess(tmp_path / "second.log", offloading_config(disk)) as engine:
-        # The weights are named by the time that this is found, in however many tries on a busy machine.
+        # A hit shows that the fingerprint of the weights is known. A busy machine may need several attempts.
         wait_until(lambda: engine.generate(other)[0].num_cached_tokens, timeout=60)
         engine.scrub_kv()
         (hit,) = engine.generate(prompt)
-        (again,) = engine.generate([*prompt[: NUM_TOKENS // 2], *other[NUM_TOKENS // 2 :]])
+        (half_hit,) = engine.generate([*prompt[: NUM_TOKENS // 2], *other[NUM_TOKENS // 2 :]])
     assert hit.num_cached_tokens == NUM_CHUNKS * BLOCK * BLOCKS_PER_CHUNK
     assert hit.tokens == computed.tokens
     assert hit.logprobs == pytest.approx(computed.logprobs, abs=1e-4)
     end = NUM_CHUNKS * BLOCKS_PER_CHUNK
-    for layer, (found, expected) in enumerate(zip(hit.kv, computed.kv, strict=True)):
-        assert found[:end] == expected[:end], f"layer {layer}"
-    assert again.num_cached_tokens == NUM_CHUNKS // 2 * BLOCK * BLOCKS_PER_CHUNK
+    for layer, (loaded, expected) in enumerate(zip(hit.kv, computed.kv, strict=True)):
+        assert loaded[:end] == expected[:end], f"layer {layer}"
+    assert half_hit.num_cached_tokens == NUM_CHUNKS // 2 * BLOCK * BLOCKS_PER_CHUNK
     log = (tmp_path / "second.log").read_text()
     assert "stay private" not in log
     assert "goes offline" not in log

@@ -1,5 +1,5 @@
-"""Our tiers under vLLM's own tiering manager, and what goes wrong: misses, and never a wrong byte, a row that
-stays held or a job that is reported twice."""
+"""Faults of this project's tiers under vLLM's own tiering manager. A fault causes misses, but never a wrong
+byte, a row that stays held, or a job that is reported twice."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def redis():
 
 @pytest.fixture
 def disk(tmp_path):
-    """Settings of a tier on disk."""
+    """Settings of a disk tier."""
     return {"disk_path": str(tmp_path / "disk"), "disk_size": "64Mi", **SHARED}
 
 
 @pytest.mark.parametrize("damage", ["flipped", "foreign", "gone"])
-def test_a_damaged_object_is_a_miss_once(redis, damage):
+def test_damaged_object_is_a_miss_until_stored_again(redis, damage):
     redis.client.flushall()
     settings = {"remote_url": redis.unix_url, **SHARED}
     with OffloadingWorld(**settings) as world:
@@ -41,7 +41,7 @@ def test_a_damaged_object_is_a_miss_once(redis, damage):
     with OffloadingWorld(**settings) as world:
         context = world.request()
         world.wait(lambda: LookupResult.HIT_PENDING in world.look(context, KEYS[:1]))
-        # found, and not loaded yet: with the second half of the chain something happens now
+        # The chunks are found but not loaded yet. Now the second half of the chain is damaged.
         for name in redis.client.scan_iter():
             damage_row(redis.client, name, damage)
         world.settle()
@@ -49,29 +49,29 @@ def test_a_damaged_object_is_a_miss_once(redis, damage):
         assert world.load(*KEYS[1:]) == 0
         assert world.store(*KEYS[1:]) == len(KEYS) - 1
         world.settle()
-    with OffloadingWorld(**settings) as world:  # invalid objects were written again
+    with OffloadingWorld(**settings) as world:  # invalid objects were replaced
         assert world.load(*KEYS[1:]) == len(KEYS) - 1
 
 
-def test_what_is_evicted_while_it_is_loaded_is_computed(disk, monkeypatch):
+def test_chunks_evicted_during_a_load_are_misses(disk, monkeypatch):
     with OffloadingWorld(**disk) as world:
         world.store(*KEYS)
         world.settle()
     with OffloadingWorld(**disk) as world:
         tier = world.tier._tier
-        found = tier.find_each
+        find_each = tier.find_each
 
-        def find_and_lose(ids):
-            answers = found(ids)
+        def find_and_evict(ids):
+            answers = find_each(ids)
             for object_id in ids[2:]:
                 tier.remove(object_id)
             return answers
 
-        monkeypatch.setattr(tier, "find_each", find_and_lose)
+        monkeypatch.setattr(tier, "find_each", find_and_evict)
         assert world.load(*KEYS) == 2
 
 
-def test_a_full_disk_refuses_and_stays_bounded(disk, tmp_path):
+def test_full_disk_stays_within_its_size(disk, tmp_path):
     disk["disk_size"] = "128Ki"
     with OffloadingWorld(num_rows=16, **disk) as world:
         for number in range(40):
@@ -84,7 +84,7 @@ def test_a_full_disk_refuses_and_stays_bounded(disk, tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
-def test_redis_that_fails_costs_misses_and_comes_back(fault):
+def test_failing_redis_causes_misses_until_it_recovers(fault):
     with RedisProcess() as server:
         settings = {"remote_url": server.unix_url, **SHARED, "remote_timeout_seconds": 3}
         with OffloadingWorld(num_rows=16, **settings) as world:
@@ -94,7 +94,7 @@ def test_redis_that_fails_costs_misses_and_comes_back(fault):
             assert world.load(*KEYS[:2]) == 2
             getattr(server, fault)()
             assert world.load(*KEYS[2:]) == 0
-            world.store(key_of("while it is away"))
+            world.store(key_of("during the outage"))
             world.settle()
             assert world.tier._tier.health.is_open
             server.start() if fault == "kill" else server.thaw()
@@ -106,44 +106,44 @@ def test_redis_that_fails_costs_misses_and_comes_back(fault):
             assert world.load(key_of("after")) == 1
 
 
-class Hung:
-    """A volume that answers nothing, then all at once."""
+class Hang:
+    """A method of a volume that hangs until ``may_continue`` is set."""
 
     def __init__(self, tier, name, monkeypatch):
-        self.may_go_on = threading.Event()
+        self.may_continue = threading.Event()
         self.num_waiting = 0
-        real = getattr(tier, name)
+        method = getattr(tier, name)
 
         def hang(*arguments):
             self.num_waiting += 1
-            assert self.may_go_on.wait(120)
-            return real(*arguments)
+            assert self.may_continue.wait(120)
+            return method(*arguments)
 
         monkeypatch.setattr(tier, name, hang)
 
 
-@pytest.mark.parametrize("hangs", ["load", "store"])
-def test_a_hung_volume_holds_no_row_and_touches_none_later(disk, hangs, monkeypatch):
-    """Its job ends, and the row is somebody else's when the volume answers."""
+@pytest.mark.parametrize("method", ["load", "store"])
+def test_hanging_volume_holds_no_row_and_changes_none_later(disk, method, monkeypatch):
+    """The job ends, and its row belongs to another chunk when the volume answers."""
     with OffloadingWorld(**disk) as world:
         world.store(*KEYS)
         world.settle()
     disk["job_seconds"] = 0.5
     with OffloadingWorld(num_rows=4, **disk) as world:
-        hung = Hung(world.tier._tier, hangs, monkeypatch)
-        if hangs == "load":
+        hang = Hang(world.tier._tier, method, monkeypatch)
+        if method == "load":
             assert world.load(KEYS[0]) == 0
         else:
             world.store(key_of("hung"))
             world.settle()
-        assert hung.num_waiting
+        assert hang.num_waiting
         assert not world.tier._access.is_available
         assert world.look(world.request(), [KEYS[1]]) == [LookupResult.MISS]  # at once
         world.settle()
-        for number in range(4):  # the rows belong to others now
+        for number in range(4):  # the rows are reused now
             assert world.store(key_of(("other", number)))
             world.settle()
-        hung.may_go_on.set()
+        hang.may_continue.set()
         world.wait(lambda: world.tier._access.is_available)
         for number in range(4):
             assert world.load(key_of(("other", number))) == 1
@@ -151,39 +151,39 @@ def test_a_hung_volume_holds_no_row_and_touches_none_later(disk, hangs, monkeypa
     disk["job_seconds"] = 60
     with OffloadingWorld(**disk) as world:
         assert world.load(*KEYS) == len(KEYS)
-        assert world.load(key_of("hung")) == (hangs == "store")  # its bytes were taken in time
+        assert world.load(key_of("hung")) == (method == "store")  # its bytes were copied in time
 
 
-def test_lookups_that_hang_are_misses(disk, monkeypatch):
+def test_hanging_lookups_are_misses(disk, monkeypatch):
     disk["lookup_seconds"] = 0.1
     with OffloadingWorld(**disk) as world:
-        hung = Hung(world.tier._tier, "find_each", monkeypatch)
+        hang = Hang(world.tier._tier, "find_each", monkeypatch)
         assert world.load(*KEYS) == 0
         assert world.look(world.request(), KEYS[:1]) == [LookupResult.MISS]
-        hung.may_go_on.set()
+        hang.may_continue.set()
         world.wait(lambda: world.tier._access.is_available)
 
 
-def test_stores_hold_a_quarter_of_the_rows_at_most(disk, monkeypatch):
+def test_stores_hold_at_most_a_quarter_of_the_rows(disk, monkeypatch):
     with OffloadingWorld(num_rows=8, **disk) as world:
-        hung = Hung(world.tier._tier, "store", monkeypatch)
+        hang = Hang(world.tier._tier, "store", monkeypatch)
         for key in KEYS:
             assert world.store(key)
-        for _ in range(2):  # vLLM polls at a step's first call, and these were made in one step
+        for _ in range(2):  # vLLM polls at the first call of a step, and all stores were made in one step
             world.step()
         assert len(world.manager._jobs) == 2
-        hung.may_go_on.set()
+        hang.may_continue.set()
         world.settle()
         assert world.tier._tier.stats.stored == 2
 
 
-def test_shutdown_while_the_volume_hangs_lets_go_of_the_memory(disk, monkeypatch):
+def test_shutdown_releases_the_memory_while_the_volume_hangs(disk, monkeypatch):
     monkeypatch.setattr(tier_module, "_CLOSE_SECONDS", 0.1)
     world = OffloadingWorld(**disk)
-    hung = Hung(world.tier._tier, "store", monkeypatch)
+    hang = Hang(world.tier._tier, "store", monkeypatch)
     world.store(*KEYS)
-    world.close()  # asserts that vLLM could unmap and delete the region
-    hung.may_go_on.set()
+    world.close()  # asserts that vLLM can unmap and delete the region
+    hang.may_continue.set()
 
 
 HOOKS = {
@@ -199,20 +199,20 @@ HOOKS = {
 
 
 @pytest.mark.parametrize("hook", sorted(HOOKS))
-def test_a_fault_of_ours_takes_the_tier_offline_and_every_job_ends(disk, hook, monkeypatch, caplog):
+def test_internal_error_takes_the_tier_offline_and_every_job_ends(disk, hook, monkeypatch, caplog):
     with OffloadingWorld(**disk) as world:
         world.store(*KEYS)
         world.settle()
     with OffloadingWorld(**disk) as world:
         if hook == "note_absent":
             monkeypatch.setattr(world.tier._tier, "load", lambda *_: None)
-        hung = Hung(world.tier._tier, "store", monkeypatch)
-        world.store(key_of("under way"))
+        hang = Hang(world.tier._tier, "store", monkeypatch)
+        world.store(key_of("in progress"))
 
         faults = iter([ZeroDivisionError(hook)])
 
         def fail(*_, **__):
-            for fault in faults:  # one: ``drain`` is also a part of closing
+            for fault in faults:  # only the first call fails: closing also calls ``drain``
                 raise fault
 
         monkeypatch.setattr(tier_access.TierAccess, hook, fail)
@@ -220,15 +220,15 @@ def test_a_fault_of_ours_takes_the_tier_offline_and_every_job_ends(disk, hook, m
         HOOKS[hook](world)
         assert world.tier._is_off
         world.settle()
-        assert world.load(*KEYS) in (0, len(KEYS))  # the CPU tier may have them
+        assert world.load(*KEYS) in (0, len(KEYS))  # the CPU tier may have the chunks
         world.store(key_of("later"))
         world.settle()
         world.reset(0)
-        hung.may_go_on.set()
+        hang.may_continue.set()
     assert caplog.text.count("The LMCache tier goes offline, the engine runs on without it") == 1
 
 
-def test_hits_above_are_marked_as_used_here(disk, monkeypatch):
+def test_hits_in_the_cpu_tier_mark_chunks_as_used(disk, monkeypatch):
     with OffloadingWorld(**disk) as world:
         touched = []
         monkeypatch.setattr(world.tier._tier, "touch", lambda keys, *_: touched.extend(keys) or set())

@@ -1,7 +1,7 @@
-"""Any order of requests, faults, resets and restarts under vLLM's own tiering manager: no wrong byte is ever
-offered, every job is reported once, and no row stays held.
+"""Random orders of requests, faults, resets and restarts under vLLM's own tiering manager.
 
-Threads do the tier's work in whatever order they like: nothing here depends on when.
+The tier never offers a wrong byte, reports every job once, and leaves no row held. Threads do its work in any
+order: no check depends on the time.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ chains = st.lists(numbers, min_size=1, max_size=4, unique=True)
 
 
 class Medium:
-    """Outlives engines: objects by id, and what is wrong with it."""
+    """Storage that outlives engines: objects by id, and its current faults."""
 
     def __init__(self):
         self.objects: dict[bytes, bytes] = {}
         self.is_down = False
-        self.goes_on = threading.Event()
-        self.goes_on.set()
+        self.is_responding = threading.Event()
+        self.is_responding.set()
 
 
 class MediumTier(Health):
-    """A lower tier that is as healthy as its medium; what is not valid, it says, as real ones do."""
+    """A lower tier that is as healthy as its medium, and reports invalid objects as real tiers do."""
 
     num_outages = 0
     is_open = False
@@ -51,7 +51,7 @@ class MediumTier(Health):
         self.health = self
 
     def _enter(self):
-        assert self.medium.goes_on.wait(TIMEOUT)
+        assert self.medium.is_responding.wait(TIMEOUT)
         if self.medium.is_down:
             raise TierUnavailableError("down")
 
@@ -102,12 +102,12 @@ class Engines(RuleBasedStateMachine):
 
     @rule(chain=chains)
     def load(self, chain):
-        self.medium.goes_on.set()
+        self.medium.is_responding.set()
         self.world.load(*map(self.key, chain))
 
     @rule(name=st.integers(0, 2), chain=chains)
     def look(self, name, chain):
-        """A request that asks now and then, and may end in between."""
+        """Look chunks up repeatedly in one request, which may end in between."""
         if name not in self.contexts:
             self.contexts[name] = self.world.request()
         keys = list(map(self.key, chain))
@@ -125,22 +125,22 @@ class Engines(RuleBasedStateMachine):
 
     @rule()
     def fill(self):
-        """Nothing but jobs and loads hold a row: when those ended, all rows can be taken."""
-        self.medium.goes_on.set()
+        """Use all rows: only jobs and loads hold rows, and all have ended."""
+        self.medium.is_responding.set()
         self.world.forget_primary()
 
     @rule(is_down=st.booleans())
-    def break_or_mend(self, is_down):
+    def set_outage(self, is_down):
         self.medium.is_down = is_down
 
-    @precondition(lambda self: self.medium.goes_on.is_set())
+    @precondition(lambda self: self.medium.is_responding.is_set())
     @rule()
     def hang(self):
-        self.medium.goes_on.clear()
+        self.medium.is_responding.clear()
 
     @rule()
-    def go_on(self):
-        self.medium.goes_on.set()
+    def respond(self):
+        self.medium.is_responding.set()
 
     @rule(number=numbers, payload=st.sampled_from([None, b"short"]))
     def damage(self, number, payload):
@@ -152,14 +152,14 @@ class Engines(RuleBasedStateMachine):
 
     @rule()
     def update_weights(self):
-        self.medium.goes_on.set()
+        self.medium.is_responding.set()
         self.num_updates += 1
         self.world.reset(self.num_updates)
 
     @rule()
     def restart(self):
-        """The next engine has the weights that the tier was told of."""
-        self.medium.goes_on.set()
+        """Restart the engine. The next engine has the weights of the latest reset."""
+        self.medium.is_responding.set()
         self.world.close()
         self.contexts.clear()
         self.world = self.make_world()
@@ -168,12 +168,12 @@ class Engines(RuleBasedStateMachine):
         return key_of(number, number % 2)
 
     def teardown(self):
-        self.medium.goes_on.set()
+        self.medium.is_responding.set()
         self.medium.is_down = False
         try:
             self.world.settle()
             self.world.load(self.key(0))
-            for _ in range(2):  # every row is free for others, or it would not be taken
+            for _ in range(2):  # fails if any row is still held
                 self.world.forget_primary()
         finally:
             self.world.close()
@@ -183,4 +183,4 @@ class Engines(RuleBasedStateMachine):
 Engines.TestCase.settings = settings(
     max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
-test_any_order = Engines.TestCase
+test_tier_is_right_for_any_order_of_events = Engines.TestCase

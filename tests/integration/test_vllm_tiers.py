@@ -1,4 +1,4 @@
-"""What a real engine gets from the tiers below its sidecar's memory, and what their faults cost it."""
+"""A real engine with a lower tier below its sidecar's memory, and faults of that tier."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.redis]
 BLOCK, CHUNK = 32, 256
 NUM_TOKENS, NUM_CHUNKS = 2100, 8
 ANSWER_SECONDS = 30.0
-"""Seconds until an unanswered request is computed: a busy machine must not turn hits into misses."""
+"""Seconds until an engine computes an unanswered request. A busy machine must not turn hits into misses."""
 
 
 @pytest.fixture(scope="module")
@@ -47,59 +47,62 @@ def make_prompt(seed):
 
 
 def wait_attached(engine, sidecar):
-    """Until the engine's lookups arrive: it learns that it is attached a moment after the sidecar does."""
+    """Wait until the engine's lookups arrive: it learns that it is attached a moment after the sidecar."""
     sidecar.wait_until(lambda stats: [client["is_attached"] for client in stats["clients"]].count(True) >= 2)
     sidecar.wait_until(lambda stats: stats["memory"]["usable_rows"] >= 4 * NUM_CHUNKS)
-    seen = sidecar.stats()["memory"]["misses"]
+    num_misses = sidecar.stats()["memory"]["misses"]
 
-    def asks() -> bool:
+    def has_asked() -> bool:
         engine.generate(make_prompt(random.random())[: CHUNK + BLOCK])
-        return sidecar.stats()["memory"]["misses"] > seen
+        return sidecar.stats()["memory"]["misses"] > num_misses
 
-    wait_until(asks)
+    wait_until(has_asked)
     sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)
 
 
 def compute(engine, sidecar, prompt):
-    """Run a prompt that nobody has seen; returns when its chunks are in Redis."""
-    before = sidecar.stats()["remote"]["written"]
+    """Run a new prompt, and wait until its chunks are in Redis."""
+    num_written_before = sidecar.stats()["remote"]["written"]
     (computed,) = engine.generate(prompt)
     assert computed.num_cached_tokens == 0
-    sidecar.wait_until(lambda stats: stats["remote"]["written"] >= before + NUM_CHUNKS)
+    sidecar.wait_until(lambda stats: stats["remote"]["written"] >= num_written_before + NUM_CHUNKS)
     return computed
 
 
-def forget_memory(engine, sidecar):
+def restart_with_empty_arena(engine, sidecar):
     sidecar.terminate()
     sidecar.arena_path.unlink()
     sidecar.start()
     wait_attached(engine, sidecar)
 
 
-def assert_comes_back(engine, sidecar, prompt, computed):
-    """Only Redis has the rows. A request waits for them no longer than computing them takes, so the first one
-    may not get all; what it began is finished."""
-    before = sidecar.stats()["remote"]["promoted"]
+def assert_promoted(engine, sidecar, prompt, computed):
+    """Check that a prompt whose rows are only in Redis is promoted and hits.
+
+    A request waits no longer than computing takes, so the first request may not load all rows. The promotions
+    that it started continue.
+    """
+    num_promoted_before = sidecar.stats()["remote"]["promoted"]
     assert engine.generate(prompt)[0].tokens == computed.tokens
-    sidecar.wait_until(lambda stats: stats["remote"]["promoted"] == before + NUM_CHUNKS)
+    sidecar.wait_until(lambda stats: stats["remote"]["promoted"] == num_promoted_before + NUM_CHUNKS)
     assert_hit(engine, prompt, computed)
 
 
 def assert_hit(engine, prompt, computed, num_loaded=NUM_CHUNKS * CHUNK):
-    """The engine's KV is overwritten first, so that only a load can bring the right bytes."""
+    """Overwrite the engine's KV first, so that only a load can restore the right bytes."""
     engine.scrub_kv()
     (hit,) = engine.generate(prompt)
     assert hit.num_cached_tokens == num_loaded
     assert hit.tokens == computed.tokens
     end = num_loaded // BLOCK
-    for layer, (found, expected) in enumerate(zip(hit.kv, computed.kv, strict=True)):
-        assert found[:end] == expected[:end], f"layer {layer}"
+    for layer, (loaded, expected) in enumerate(zip(hit.kv, computed.kv, strict=True)):
+        assert loaded[:end] == expected[:end], f"layer {layer}"
 
 
-def test_a_killed_sidecar_finds_its_rows_again(engine, sidecar, redis):
+def test_restarted_sidecar_serves_its_rows_again(engine, sidecar, redis):
     prompt = make_prompt("killed")
     computed = compute(engine, sidecar, prompt)
-    redis.client.flushall()  # what comes back can only come from the arena
+    redis.client.flushall()  # so that rows can only be found in the arena
     sidecar.restart()
     wait_attached(engine, sidecar)
     assert_hit(engine, prompt, computed)
@@ -107,27 +110,27 @@ def test_a_killed_sidecar_finds_its_rows_again(engine, sidecar, redis):
     assert (stats["memory"]["verified"], stats["remote"]["promoted"]) == (NUM_CHUNKS, 0)
 
 
-def test_an_empty_arena_is_filled_from_redis(engine, sidecar):
+def test_rows_are_promoted_from_redis_into_an_empty_arena(engine, sidecar):
     prompt = make_prompt("empty")
     computed = compute(engine, sidecar, prompt)
-    forget_memory(engine, sidecar)
-    assert_comes_back(engine, sidecar, prompt, computed)
+    restart_with_empty_arena(engine, sidecar)
+    assert_promoted(engine, sidecar, prompt, computed)
 
 
-def test_requests_are_told_with_where_their_chunks_were(engine, sidecar):
-    prompt, told = make_prompt("told"), Watch(sidecar)
+def test_samples_show_the_tier_of_each_chunk(engine, sidecar):
+    prompt, watcher = make_prompt("reported"), Watch(sidecar)
     computed = compute(engine, sidecar, prompt)
     assert_hit(engine, prompt, computed)
-    cold, hit = told.next(2, NUM_CHUNKS)
+    cold, hit = watcher.next(2, NUM_CHUNKS)
     assert (cold.tiers, hit.tiers) == ("-" * NUM_CHUNKS, "m" * NUM_CHUNKS)
     assert cold.keys == hit.keys
-    forget_memory(engine, sidecar)
-    told = Watch(sidecar)
-    assert_comes_back(engine, sidecar, prompt, computed)
-    first, second = told.next(2, NUM_CHUNKS)
+    restart_with_empty_arena(engine, sidecar)
+    watcher = Watch(sidecar)
+    assert_promoted(engine, sidecar, prompt, computed)
+    first, second = watcher.next(2, NUM_CHUNKS)
     assert first.keys == second.keys == cold.keys
     chunks = ["".join(letters) for letters in zip(first.tiers, second.tiers, strict=True)]
-    assert set(chunks) <= {"rm", "-r"}, "what did not come at once was computed"
+    assert set(chunks) <= {"rm", "-r"}, "chunks that are not promoted in time must be computed"
     lookups = sidecar.stats()["lookups"]
     assert lookups["hit_tokens"]["remote"] == NUM_CHUNKS * CHUNK
     assert (lookups["gpus"], lookups["chunk_tokens"]) == (1, CHUNK)
@@ -135,20 +138,20 @@ def test_requests_are_told_with_where_their_chunks_were(engine, sidecar):
 
 
 @pytest.mark.parametrize("damage", ["flipped", "foreign"])
-def test_a_damaged_value_is_computed_again(engine, sidecar, redis, damage):
+def test_damaged_value_is_computed_again(engine, sidecar, redis, damage):
     prompt = make_prompt(damage)
-    known = set(redis.client.keys())
+    known_names = set(redis.client.keys())
     computed = compute(engine, sidecar, prompt)
-    for name in set(redis.client.keys()) - known:
+    for name in set(redis.client.keys()) - known_names:
         damage_row(redis.client, name, damage)
-    forget_memory(engine, sidecar)
+    restart_with_empty_arena(engine, sidecar)
     assert_hit(engine, prompt, computed, num_loaded=0)
-    # A value of another type is found out by the probe already: it is not announced.
+    # The probe already detects a value of another type, and does not report the row as found.
     assert (sum(sidecar.stats()["remote"]["invalid"].values()) > 0) == (damage == "flipped")
 
 
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
-def test_redis_that_fails_costs_nothing_but_its_hits(engine, sidecar, redis, fault):
+def test_failing_redis_does_not_change_answers(engine, sidecar, redis, fault):
     known, unknown = make_prompt(f"{fault} known"), make_prompt(f"{fault} unknown")
     computed = compute(engine, sidecar, known)
     engine.start_generate(unknown)
@@ -161,5 +164,5 @@ def test_redis_that_fails_costs_nothing_but_its_hits(engine, sidecar, redis, fau
     sidecar.wait_until(lambda stats: stats["remote"]["is_reachable"])
     prompt = make_prompt(f"{fault} after")
     computed = compute(engine, sidecar, prompt)
-    forget_memory(engine, sidecar)
-    assert_comes_back(engine, sidecar, prompt, computed)
+    restart_with_empty_arena(engine, sidecar)
+    assert_promoted(engine, sidecar, prompt, computed)

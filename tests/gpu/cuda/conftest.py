@@ -1,4 +1,4 @@
-"""The driver that these tests run on: a real one, or the simulated one (integration/test_cuda_driver.py)."""
+"""The driver for these tests: a real one, or the simulated one (integration/test_cuda_driver.py)."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def stream(context):
 
 @pytest.fixture
 def simulated(device):
-    """The simulated node; what needs one is skipped on a real GPU."""
+    """The simulated node. Skips tests that need it on a real GPU."""
     if "CUDASIM_NODE" not in os.environ:
-        pytest.skip("this is no simulated driver")
+        pytest.skip("the driver is not simulated")
     node = Node(Path(os.environ["CUDASIM_NODE"]))
     yield node
     node.order("")

@@ -1,4 +1,4 @@
-"""The engine's copies between device memory and the arena."""
+"""Copies of the engine between device memory and the arena."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import torch
 from lmcache.cuda import ipc
 from lmcache.cuda.driver import Device, Stream
 from lmcache.cuda.errors import CudaError
-from lmcache.engines.core.copier import CpuCopier, make_copier
+from lmcache.engines.core.copier import CpuCopier
+from lmcache.engines.core.copier_choice import make_copier
 from lmcache.engines.core.cuda_copier import CudaCopier
 from lmcache.engines.core.layout import Layout
+from lmcache.rpc.hello import Allocation
 from testing.cuda_memory import gate, pages
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +31,7 @@ KV_BYTES = LAYERS * BLOCKS * PAGE_BYTES
 
 @pytest.fixture
 def memory(context):
-    """Random KV: a tensor over device memory."""
+    """Random KV in a tensor in device memory."""
     content = torch.randint(0, 255, (KV_BYTES,), dtype=torch.uint8, generator=torch.manual_seed(0))
     if "CUDASIM_NODE" not in os.environ:
         yield content.cuda()
@@ -42,7 +44,7 @@ def memory(context):
 
 @pytest.fixture(params=["by layer", "by block"])
 def layout(memory, request):
-    """In both orders that an engine can keep."""
+    """Both memory orders of engines."""
     if request.param == "by layer":
         kv = memory.view(LAYERS, BLOCKS, PAGE_BYTES)
     else:
@@ -53,7 +55,7 @@ def layout(memory, request):
 @pytest.fixture
 def copier(layout):
     copier = make_copier({3: layout})
-    assert isinstance(copier, CudaCopier), "the driver says where the KV is"
+    assert isinstance(copier, CudaCopier), "the driver must report the KV as device memory"
     yield copier
     copier.close()
 
@@ -64,17 +66,17 @@ def slots():
 
 
 def row_of(layout):
-    """What a slot must hold: the blocks in order, each with its layers."""
+    """Expected content of a slot: the blocks in order, each with its layers."""
     return torch.stack([pages[TABLE] for pages in layout.pages], dim=1).cpu().numpy().reshape(-1)
 
 
-def test_a_stored_row_is_the_blocks_in_order(copier, layout, slots):
+def test_stored_row_holds_the_blocks_in_order(copier, layout, slots):
     copier.store(3, slots[1], TABLE, copier.fence())
     np.testing.assert_array_equal(slots[1], row_of(layout))
     assert not slots[0].any()
 
 
-def test_the_cpu_s_copier_makes_the_same_bytes(copier, layout, slots):
+def test_cpu_copier_writes_the_same_bytes(copier, layout, slots):
     copier.store(3, slots[0], TABLE, copier.fence())
     on_the_host = Layout(tuple(pages.cpu().contiguous() for pages in layout.pages), BLOCKS_PER_ROW)
     CpuCopier({3: on_the_host}).store(3, slots[1], TABLE, None)
@@ -82,24 +84,24 @@ def test_the_cpu_s_copier_makes_the_same_bytes(copier, layout, slots):
 
 
 @pytest.mark.parametrize("is_pinned", [False, True])
-def test_a_load_brings_back_its_blocks_and_touches_no_other_byte(copier, layout, slots, is_pinned):
+def test_load_restores_its_blocks_and_changes_no_other_byte(copier, layout, slots, is_pinned):
     if is_pinned:
         copier.prepare(slots, 2)
         assert copier.pins.wait(60)
         assert copier.pins.pinned_bytes == slots.nbytes
     copier.store(3, slots[0], TABLE, copier.fence())
     expected = [pages.clone() for pages in layout.pages]
-    for pages_, before in zip(layout.pages, expected, strict=True):
+    for pages_, wanted in zip(layout.pages, expected, strict=True):
         pages_.zero_()
-        wanted = before[TABLE[4:9]].clone()
-        before.zero_()
-        before[TABLE[4:9]] = wanted
+        loaded = wanted[TABLE[4:9]].clone()
+        wanted.zero_()
+        wanted[TABLE[4:9]] = loaded
     copier.load(3, slots[0], 4, TABLE[4:9], copier.fence())
     for pages_, after in zip(layout.pages, expected, strict=True):
         assert torch.equal(pages_, after)
 
 
-def test_rows_are_loaded_on_several_threads_at_once(copier, layout, slots):
+def test_rows_are_loaded_by_several_threads_concurrently(copier, layout, slots):
     copier.store(3, slots[0], TABLE, copier.fence())
     expected = [pages.clone() for pages in layout.pages]
     for pages_ in layout.pages:
@@ -115,8 +117,8 @@ def test_rows_are_loaded_on_several_threads_at_once(copier, layout, slots):
         assert torch.equal(pages_, after)
 
 
-def test_a_store_waits_for_the_work_before_its_fence(copier, context, layout, memory, slots):
-    """The forward is only queued when its stores are asked for."""
+def test_store_waits_for_the_work_before_its_fence(copier, context, layout, memory, slots):
+    """The forward pass may still be queued when its stores are requested."""
     compute = Stream(context, 0)
     with gate(context) as forward, futures.ThreadPoolExecutor(2) as threads:
         forward.hold(compute)
@@ -133,8 +135,8 @@ def test_a_store_waits_for_the_work_before_its_fence(copier, context, layout, me
     assert (slots[0] == 7).all()
 
 
-def test_a_load_waits_for_the_work_before_its_fence(copier, context, layout, memory, slots):
-    """Attention that was queued before may still read what the blocks hold now."""
+def test_load_waits_for_the_work_before_its_fence(copier, context, layout, memory, slots):
+    """Queued attention may still read the current content of the blocks."""
     slots[0] = 9
     compute = Stream(context, 0)
     with gate(context) as forward, futures.ThreadPoolExecutor(1) as threads:
@@ -148,25 +150,25 @@ def test_a_load_waits_for_the_work_before_its_fence(copier, context, layout, mem
         assert (pages_[[block for block in range(BLOCKS) if block not in TABLE]] == 7).all()
 
 
-def test_a_block_that_holds_all_layers_is_one_piece(copier, layout, slots, simulated):
-    before = simulated.count("pieces")
+def test_block_that_holds_all_layers_is_copied_as_one_piece(copier, layout, slots, simulated):
+    num_pieces_before = simulated.count("pieces")
     copier.store(3, slots[0], TABLE, copier.fence())
     is_by_block = layout.pages[0].stride(0) > PAGE_BYTES
-    expected = len(TABLE) - 2 if is_by_block else len(TABLE) * LAYERS  # blocks 21, 22 and 23 are one piece
-    assert simulated.count("pieces") - before == expected
+    expected = len(TABLE) - 2 if is_by_block else len(TABLE) * LAYERS  # blocks 21, 22 and 23 form one piece
+    assert simulated.count("pieces") - num_pieces_before == expected
 
 
 @pytest.mark.parametrize("blocks", [[BLOCKS], [-1], [*TABLE, 0]])
-def test_no_byte_is_copied_beyond_the_kv_or_the_slot(copier, slots, blocks):
-    with pytest.raises(ValueError, match="not all blocks of"):
+def test_copies_beyond_the_kv_or_the_slot_are_refused(copier, slots, blocks):
+    with pytest.raises(ValueError, match=r"out of range|exceed the slot"):
         copier.store(3, slots[0], blocks, copier.fence())
-    with pytest.raises(ValueError, match="not all blocks of"):
+    with pytest.raises(ValueError, match=r"out of range|exceed the slot"):
         copier.load(3, slots[0], 0, blocks, copier.fence())
     assert not slots.any()
 
 
 @pytest.mark.parametrize("function", ["cuStreamWaitEvent", "cuMemcpyBatchAsync"])
-def test_a_copy_that_fails_has_ended_and_the_next_one_is_good(copier, layout, slots, simulated, function):
+def test_failed_copy_has_ended_and_the_next_copy_succeeds(copier, layout, slots, simulated, function):
     simulated.order(f"fail {function} 1 999")
     with pytest.raises(CudaError, match=function):
         copier.store(3, slots[0], TABLE, copier.fence())
@@ -175,7 +177,7 @@ def test_a_copy_that_fails_has_ended_and_the_next_one_is_good(copier, layout, sl
     np.testing.assert_array_equal(slots[0], row_of(layout))
 
 
-def test_without_a_registration_copies_go_on(copier, layout, slots, simulated):
+def test_copies_continue_without_registration(copier, layout, slots, simulated):
     simulated.order("fail cuMemHostRegister_v2 * 2")
     copier.prepare(slots, 2)
     assert copier.pins.wait(60)
@@ -184,8 +186,8 @@ def test_without_a_registration_copies_go_on(copier, layout, slots, simulated):
     np.testing.assert_array_equal(slots[1], row_of(layout))
 
 
-def test_a_mapping_s_pins_go_with_it_and_with_the_last_copy_from_it(copier, simulated):
-    """The two copying threads change to a new session one after the other."""
+def test_mapping_is_unpinned_after_its_last_copy(copier, simulated):
+    """The two copying threads switch to a new session one after the other."""
     old, new = (pages(2 * ROW_BYTES).reshape(2, ROW_BYTES) for _ in range(2))
     copier.prepare(old, 2)
     assert copier.pins.wait(60)
@@ -193,7 +195,7 @@ def test_a_mapping_s_pins_go_with_it_and_with_the_last_copy_from_it(copier, simu
     copier.prepare(new, 1)
     assert copier.pins.wait(60)
     del old
-    assert simulated.count("pinned_bytes") == 2 * ROW_BYTES, "a copy of the old mapping goes on"
+    assert simulated.count("pinned_bytes") == 2 * ROW_BYTES, "a copy of the old mapping is in progress"
     copier.prepare(new, 2)
     assert copier.pins.wait(60)
     assert simulated.count("pinned_bytes") == 4 * ROW_BYTES
@@ -202,20 +204,20 @@ def test_a_mapping_s_pins_go_with_it_and_with_the_last_copy_from_it(copier, simu
     assert simulated.count("pinned_bytes") == 2 * ROW_BYTES
 
 
-def test_rows_that_go_back_are_not_pinned_when_that_is_said(copier, simulated):
+def test_released_rows_are_unpinned_before_release_is_reported(copier, simulated):
     old, new = (pages(2 * ROW_BYTES).reshape(2, ROW_BYTES) for _ in range(2))
     copier.prepare(old, 2)
     assert copier.pins.wait(60)
     copier.prepare(new, 2)
     assert copier.pins.wait(60)
     copier.prepare(new, 0, True)
-    assert simulated.count("pinned_bytes") == 0, "of no mapping: no copy of the old one goes on"
+    assert simulated.count("pinned_bytes") == 0, "no copy of any mapping is in progress"
     copier.prepare(new, 2, True)
     assert copier.pins.wait(60)
     assert simulated.count("pinned_bytes") == 2 * ROW_BYTES
 
 
-def test_what_stays_pinned_is_never_said_to_have_gone(copier, monkeypatch):
+def test_release_of_rows_that_stay_pinned_is_never_reported(copier, monkeypatch):
     old, new = (pages(2 * ROW_BYTES).reshape(2, ROW_BYTES) for _ in range(2))
     copier.prepare(old, 2)
     assert copier.pins.wait(60)
@@ -237,37 +239,38 @@ def test_what_stays_pinned_is_never_said_to_have_gone(copier, monkeypatch):
         copier._mappings[0][1]._unpin(start)
 
 
-def test_a_thousand_sessions_leave_nothing_behind(copier, simulated):
+def test_a_thousand_sessions_leak_nothing(copier, simulated):
     counters = ("events", "streams", "pins", "mappings", "contexts")
-    before = [simulated.count(name) for name in counters]
+    counts_before = [simulated.count(name) for name in counters]
     for _ in range(1000):
         slots = pages(4096).reshape(1, 4096)
         copier.prepare(slots, 1)
         copier.wait(copier.fence())
     del slots
     gc.collect()
-    assert [simulated.count(name) for name in counters] == before
+    assert [simulated.count(name) for name in counters] == counts_before
 
 
-def test_what_is_offered_is_each_allocation_once_and_where_the_pages_are(copier, context, layout, memory):
+def test_offer_lists_each_allocation_once_with_the_page_offsets(copier, context, layout, memory):
     offer = copier.offer()
     assert offer.gpu_uuid == Device.of(memory.data_ptr()).uuid
     exported = ipc.export(context, memory.data_ptr())
-    assert offer.allocations == ((exported.handle, exported.num_bytes),)
+    assert offer.allocations == (Allocation(exported.handle, exported.num_bytes),)
     (group,) = offer.groups
     assert (group.group, group.num_blocks, group.blocks_per_row) == (3, BLOCKS, BLOCKS_PER_ROW)
-    assert [exported.base + at.offset for at in group.layers] == [each.data_ptr() for each in layout.pages]
-    assert {(at.allocation, at.page_bytes) for at in group.layers} == {(0, PAGE_BYTES)}
-    assert [at.block_stride for at in group.layers] == [each.stride(0) for each in layout.pages]
+    addresses = [exported.base + layer.offset for layer in group.layers]
+    assert addresses == [pages_.data_ptr() for pages_ in layout.pages]
+    assert {(layer.allocation, layer.page_bytes) for layer in group.layers} == {(0, PAGE_BYTES)}
+    assert [layer.block_stride for layer in group.layers] == [pages_.stride(0) for pages_ in layout.pages]
 
 
-def test_memory_that_can_not_be_shared_is_offered_with_the_reason(copier, simulated):
+def test_offer_gives_the_reason_if_memory_cannot_be_shared(copier, simulated):
     simulated.order("fail cuIpcGetMemHandle * 801")
     offer = copier.offer()
     assert not offer.allocations
     assert "can't be exported: cuIpcGetMemHandle" in offer.refusal
 
 
-def test_the_host_s_memory_is_for_the_cpu_s_copier(device):
+def test_kv_in_host_memory_gets_the_cpu_copier(device):
     kv = torch.zeros(8, 4096, dtype=torch.uint8)
     assert isinstance(make_copier({0: Layout((kv,), 4)}), CpuCopier)

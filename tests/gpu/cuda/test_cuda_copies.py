@@ -1,4 +1,4 @@
-"""Batches of copies, between memories of every kind."""
+"""Batches of copies between memories of every kind."""
 
 from __future__ import annotations
 
@@ -30,71 +30,71 @@ def memory(context):
     context.call("cuMemFree", address)
 
 
-def at(array):
+def addresses(array):
     return np.uint64(array.ctypes.data) + OFFSETS
 
 
-def both_ways(context, stream, memory, host, edges=None):
+def copy_both_ways(context, stream, memory, host, edges=None):
     """Gather the pieces into ``host`` and scatter them back in another order."""
-    CopyBatch(at(host), memory + OFFSETS[ORDER], SIZES, edges).submit(stream)
+    CopyBatch(addresses(host), memory + OFFSETS[ORDER], SIZES, edges).submit(stream)
     stream.synchronize()
     np.testing.assert_array_equal(host.reshape(DATA.shape), DATA[ORDER])
-    CopyBatch(memory + OFFSETS, at(host), SIZES, edges).submit(stream, is_source_stable=True)
+    CopyBatch(memory + OFFSETS, addresses(host), SIZES, edges).submit(stream, is_source_stable=True)
     stream.synchronize()
     assert cuda_memory.content(context, int(memory), SIZE) == DATA[ORDER].tobytes()
 
 
-def test_pinned_memory_both_ways(context, stream, memory):
+def test_pinned_memory_is_copied_both_ways(context, stream, memory):
     with pinned(context, SIZE) as host:
-        both_ways(context, stream, memory, host)
+        copy_both_ways(context, stream, memory, host)
 
 
-def test_memory_that_is_not_pinned_both_ways(context, stream, memory):
-    both_ways(context, stream, memory, pages(SIZE))
+def test_pageable_memory_is_copied_both_ways(context, stream, memory):
+    copy_both_ways(context, stream, memory, pages(SIZE))
 
 
-def test_on_the_device(context, stream, memory):
-    other = int(context.call("cuMemAlloc", SIZE))
-    CopyBatch(np.uint64(other) + OFFSETS, memory + OFFSETS[ORDER], SIZES).submit(stream)
+def test_memory_is_copied_within_the_device(context, stream, memory):
+    target = int(context.call("cuMemAlloc", SIZE))
+    CopyBatch(np.uint64(target) + OFFSETS, memory + OFFSETS[ORDER], SIZES).submit(stream)
     stream.synchronize()
-    assert cuda_memory.content(context, other, SIZE) == DATA[ORDER].tobytes()
-    context.call("cuMemFree", other)
+    assert cuda_memory.content(context, target, SIZE) == DATA[ORDER].tobytes()
+    context.call("cuMemFree", target)
 
 
-def test_pieces_over_the_edges_of_registrations(context, stream, memory):
-    """Registered in three parts, none of which ends with a piece; and a part that is not at all."""
+def test_pieces_may_cross_the_edges_of_registrations(context, stream, memory):
+    """Two of three parts of the memory are registered. No part ends with a piece."""
     host = pages(SIZE + PIECE_BYTES)
     pins = Pins(context, host.ctypes.data + 1000, SIZE, extent_bytes=171 * 4096)
     pins.set_ready(2 * 171 * 4096 + 5000)
     assert pins.wait(60)
     assert pins.pinned_bytes == 2 * 171 * 4096
-    both_ways(context, stream, memory, host[2000 : 2000 + SIZE], pins.edges)
+    copy_both_ways(context, stream, memory, host[2000 : 2000 + SIZE], pins.edges)
     pins.close()
 
 
-def test_no_pieces_are_no_call(stream, monkeypatch):
+def test_empty_batch_does_not_call_the_driver(stream, monkeypatch):
     monkeypatch.setattr(Driver, "function", lambda *_: pytest.fail("the driver is called"))
-    none = np.zeros(0, np.uint64)
-    CopyBatch(none, none, none, none).submit(stream)
+    empty = np.zeros(0, np.uint64)
+    CopyBatch(empty, empty, empty, empty).submit(stream)
 
 
-def test_an_empty_piece_is_named(context, stream, memory):
+def test_empty_piece_is_refused(context, stream, memory):
     sizes = SIZES.copy()
     sizes[3] = 0
     with pinned(context, SIZE) as host, pytest.raises(CudaError, match="INVALID_VALUE") as error:
-        CopyBatch(at(host), memory + OFFSETS[ORDER], sizes).submit(stream)
+        CopyBatch(addresses(host), memory + OFFSETS[ORDER], sizes).submit(stream)
     assert not error.value.is_sticky
     stream.synchronize()
 
 
-def test_a_driver_without_batches_copies_piece_by_piece(context, stream, memory, monkeypatch):
-    find, found = Driver.function.__wrapped__, []
+def test_driver_without_batched_copies_copies_piece_by_piece(context, stream, memory, monkeypatch):
+    find, names = Driver.function.__wrapped__, []
 
     def function(self, name, version, *types):
-        found.append(name)
+        names.append(name)
         return None if name == "cuMemcpyBatchAsync" else find(self, name, version, *types)
 
     monkeypatch.setattr(Driver, "function", function)
     with pinned(context, SIZE) as host:
-        both_ways(context, stream, memory, host)
-    assert "cuMemcpyAsync" in found
+        copy_both_ways(context, stream, memory, host)
+    assert "cuMemcpyAsync" in names

@@ -1,4 +1,4 @@
-"""Which GPUs there are, and contexts on them."""
+"""GPUs of this machine, and contexts on them."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from testing import cuda_memory
 pytestmark = pytest.mark.gpu
 
 
-def test_a_device_is_found_by_its_uuid(device):
+def test_device_is_found_by_its_uuid(device):
     assert device.uuid[:4] in {"GPU-", "MIG-"}
     assert Device.find(device.uuid) == device
     assert Device.find(device.uuid.upper().replace("GPU-", "GPU-")) == device
-    assert all(Device.find(each.uuid) == each for each in Device.visible())
+    assert all(Device.find(visible.uuid) == visible for visible in Device.visible())
 
 
-@pytest.mark.parametrize(("uuid", "what"), [("GPU-0", "GPU GPU-0"), ("MIG-0", "the MIG slice MIG-0")])
-def test_what_can_not_be_seen_is_named_beside_what_can(device, uuid, what):
-    with pytest.raises(DeviceNotVisibleError, match=f"{what} is not visible here; visible: {device.uuid}"):
+@pytest.mark.parametrize(("uuid", "name"), [("GPU-0", "GPU GPU-0"), ("MIG-0", "the MIG slice MIG-0")])
+def test_error_names_the_hidden_device_and_the_visible_ones(device, uuid, name):
+    with pytest.raises(DeviceNotVisibleError, match=f"{name} is not visible here; visible: {device.uuid}"):
         Device.find(uuid)
 
 
-def test_attributes(device):
+def test_device_has_plausible_attributes(device):
     assert device.attribute("COMPUTE_CAPABILITY_MAJOR") >= 7
     assert not device.is_exclusive
     assert load().version >= 12000
 
 
-def test_where_memory_lies(context, device):
+def test_device_of_an_address_is_found(context, device):
     address = cuda_memory.allocate(context, b"x" * 4096)
     assert Device.of(address + 4095) == device
     context.call("cuMemFree", address)
@@ -42,7 +42,7 @@ def test_where_memory_lies(context, device):
     assert Device.of(ctypes.addressof(host)) is None
 
 
-def test_a_context_is_current_only_within(context):
+def test_context_is_current_only_inside_its_with_block(context):
     def is_current():
         return bool(int(context.driver.call("cuCtxGetCurrent")))
 
@@ -55,7 +55,7 @@ def test_a_context_is_current_only_within(context):
     assert not is_current()
 
 
-def test_errors_say_which_call_failed_and_how(context):
+def test_errors_name_the_call_and_its_code(context):
     with pytest.raises(CudaError, match=r"cuMemFree: CUDA_ERROR_INVALID_VALUE \(1\)") as error:
         context.call("cuMemFree", 12345)
     assert (error.value.function, error.value.code) == ("cuMemFree", 1)
@@ -63,13 +63,13 @@ def test_errors_say_which_call_failed_and_how(context):
 
 
 def run(code, **environment):
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
-    return done.stdout + done.stderr
+    return completed.stdout + completed.stderr
 
 
-def test_without_a_driver_it_says_so():
+def test_missing_driver_is_reported():
     code = "from lmcache.cuda import driver\ntry: driver.load()\nexcept Exception as e: print(repr(e))"
     hidden = "import sys; sys.modules['cuda.bindings'] = None\n" + code
     assert "install the extra cuda" in run(hidden, PYTHONPATH=":".join(sys.path))

@@ -1,4 +1,4 @@
-"""Device memory of another process."""
+"""Device memory shared with another process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZE = 4 << 20
 DATA = os.urandom(SIZE)
 
 
-def test_another_process_reads_what_was_exported(context):
+def test_another_process_reads_exported_memory(context):
     address = cuda_memory.allocate(context, DATA)
     exported = ipc.export(context, address + 4096)
     assert (exported.base, exported.offset, len(exported.handle)) == (address, 4096, 64)
@@ -26,7 +26,7 @@ def test_another_process_reads_what_was_exported(context):
     context.call("cuMemFree", address)
 
 
-def test_a_handle_is_of_the_whole_allocation_and_its_size_is_the_drivers_word(context):
+def test_handle_maps_the_whole_allocation_with_the_size_of_the_driver(context):
     with cuda_peers.peer() as peer:
         peer.call(cuda_peers.open_context)
         exported = peer.call(cuda_peers.export_content, DATA, 12345)
@@ -34,9 +34,9 @@ def test_a_handle_is_of_the_whole_allocation_and_its_size_is_the_drivers_word(co
         mapping = mappings.open(exported.handle)
         assert (mapping.num_bytes, exported.num_bytes) == (SIZE, SIZE)
         assert cuda_memory.content(context, mapping.base, SIZE) == DATA
-        again = mappings.open(exported.handle)
-        assert again is mapping
-        again.close()
+        second_mapping = mappings.open(exported.handle)
+        assert second_mapping is mapping
+        second_mapping.close()
         assert cuda_memory.content(context, mapping.base, 10) == DATA[:10]
         mapping.close()
         assert not len(mappings)
@@ -44,7 +44,7 @@ def test_a_handle_is_of_the_whole_allocation_and_its_size_is_the_drivers_word(co
             context.call("cuMemGetAddressRange", mapping.base)
 
 
-def test_the_process_that_exported_it_can_not_open_it(context):
+def test_exporting_process_cannot_open_its_handle(context):
     address = cuda_memory.allocate(context, DATA)
     with pytest.raises(CudaError) as error:
         ipc.Mappings(context).open(ipc.export(context, address).handle)
@@ -54,12 +54,12 @@ def test_the_process_that_exported_it_can_not_open_it(context):
 
 
 @pytest.mark.parametrize("length", [0, 63, 65])
-def test_what_has_another_length_is_no_handle(context, length):
+def test_handle_of_another_length_is_refused(context, length):
     with pytest.raises(ValueError, match="64 bytes"):
         ipc.Mappings(context).open(bytes(length))
 
 
-def test_a_handle_of_freed_memory_is_refused(context):
+def test_handle_of_freed_memory_is_refused(context):
     with cuda_peers.peer() as peer:
         peer.call(cuda_peers.open_context)
         exported = peer.call(cuda_peers.export_content, DATA)
@@ -69,7 +69,7 @@ def test_a_handle_of_freed_memory_is_refused(context):
     assert not error.value.is_sticky
 
 
-def test_a_mapping_outlives_its_owner(context):
+def test_mapping_outlives_its_owner(context):
     with cuda_peers.peer() as peer:
         peer.call(cuda_peers.open_context)
         mapping = ipc.Mappings(context).open(peer.call(cuda_peers.export_content, DATA).handle)

@@ -1,4 +1,4 @@
-"""Extents of memory are pinned in the background."""
+"""Extents of memory that are pinned in the background."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pinned_extents(context, host):
     return [is_pinned(context, host.ctypes.data + n * EXTENT) for n in range(4)]
 
 
-def test_what_is_ready_is_pinned_extent_by_extent(context, pins, host):
+def test_ready_memory_is_pinned_extent_by_extent(context, pins, host):
     assert pins.edges.tolist() == [host.ctypes.data + n * EXTENT for n in range(5)]
     pins.set_ready(2 * EXTENT + 5)
     assert pins.wait(60)
@@ -50,7 +50,7 @@ def test_what_is_ready_is_pinned_extent_by_extent(context, pins, host):
     assert (pins.pinned_bytes, pins.failures) == (host.nbytes, 0)
 
 
-def test_what_is_not_ready_any_more_is_unpinned_at_once(context, pins, host):
+def test_memory_that_is_no_longer_ready_is_unpinned_at_once(context, pins, host):
     pins.set_ready(host.nbytes)
     assert pins.wait(60)
     pins.set_ready(EXTENT + 1)
@@ -61,33 +61,33 @@ def test_what_is_not_ready_any_more_is_unpinned_at_once(context, pins, host):
     assert all(pinned_extents(context, host))
 
 
-def test_an_extent_that_is_ready_in_part_is_unpinned_between_copies(context, pins, host):
+def test_partly_ready_extent_is_unpinned_between_copies(context, pins, host):
     pins.set_ready(host.nbytes)
     assert pins.wait(60)
     with pins.in_use():
-        pins.set_ready(2 * EXTENT)  # no copy may use what lies beyond: nobody waits
+        pins.set_ready(2 * EXTENT)  # no copy may use the memory beyond, so that this does not wait
         assert pinned_extents(context, host) == [True, True, False, False]
-        less = threading.Thread(target=pins.set_ready, args=(EXTENT + 1,))
-        less.start()
-        assert pinned_extents(context, host)[1], "a copy may use its head"
-    less.join(60)
+        shrinking = threading.Thread(target=pins.set_ready, args=(EXTENT + 1,))
+        shrinking.start()
+        assert pinned_extents(context, host)[1], "a copy may use the first part of this extent"
+    shrinking.join(60)
     assert pinned_extents(context, host) == [True, False, False, False]
     with pins.in_use():
         pass
 
 
-def test_closing_unpins(context, host):
+def test_closing_unpins_all_extents(context, host):
     pins = Pins(context, host.ctypes.data, host.nbytes, EXTENT)
     pins.set_ready(host.nbytes)
     pins.close()
     assert not any(pinned_extents(context, host))
     pins.close()
-    pins.set_ready(host.nbytes)  # too late
+    pins.set_ready(host.nbytes)  # has no effect after closing
     assert not any(pinned_extents(context, host))
 
 
-def test_the_thread_that_pins_may_close(context, host, monkeypatch):
-    """A finalizer runs on whatever thread the garbage is found."""
+def test_pinning_thread_may_close(context, host, monkeypatch):
+    """A finalizer runs on any thread."""
     pins = Pins(context, host.ctypes.data, host.nbytes, EXTENT)
     register, closed = pins._register, threading.Event()
 
@@ -105,15 +105,15 @@ def test_the_thread_that_pins_may_close(context, host, monkeypatch):
     assert pins.pinned_bytes == 0
 
 
-def test_memory_that_is_pinned_already_is_left_alone_and_counted(context, host):
+def test_memory_that_is_already_pinned_is_counted_as_a_failure(context, host):
     context.call("cuMemHostRegister", host.ctypes.data + EXTENT, PAGE_BYTES, 0)
     pins = Pins(context, host.ctypes.data, host.nbytes, EXTENT)
     pins.set_ready(host.nbytes)
     assert pins.wait(60)
     assert (pins.failures, pins.pinned_bytes) == (1, 3 * EXTENT)
     pins.close()
-    context.call("cuMemHostUnregister", host.ctypes.data + EXTENT)  # still there
-    context.call("cuMemGetInfo")  # and no error stuck
+    context.call("cuMemHostUnregister", host.ctypes.data + EXTENT)  # the foreign registration still exists
+    context.call("cuMemGetInfo")  # no error is sticky
 
 
 def test_only_whole_pages_are_pinned(context, host):
@@ -124,7 +124,7 @@ def test_only_whole_pages_are_pinned(context, host):
     pins.close()
 
 
-def test_memory_of_less_than_a_page_has_nothing_to_pin(context, host):
+def test_memory_smaller_than_a_page_is_not_pinned(context, host):
     pins = Pins(context, host.ctypes.data + 10, 100, EXTENT)
     pins.set_ready(100)
     assert pins.wait(60)

@@ -1,4 +1,4 @@
-"""Streams, events, and copies that are late."""
+"""Streams, events, and delayed copies."""
 
 from __future__ import annotations
 
@@ -34,45 +34,45 @@ def host(context):
         yield array
 
 
-def test_a_copy_happens_when_its_turn_comes(context, stream, memory, host):
+def test_copy_runs_in_stream_order(context, stream, memory, host):
     event = Event(context)
-    with gate(context) as held:
-        held.hold(stream)
+    with gate(context) as closed_gate:
+        closed_gate.hold(stream)
         batch(host.ctypes.data, memory, SIZE).submit(stream)
         event.record(stream)
         assert not event.is_done()
         assert not host.any()
-        held.open()
+        closed_gate.open()
         event.synchronize()
         assert event.is_done()
         assert (host == 1).all()
     event.close()
 
 
-def test_who_waits_lets_other_threads_run(context, stream):
-    with gate(context) as held:
-        held.hold(stream)
+def test_waiting_thread_releases_the_gil(context, stream):
+    with gate(context) as closed_gate:
+        closed_gate.hold(stream)
         waiter = threading.Thread(target=stream.synchronize)
         waiter.start()
-        held.open()  # never reached if the wait held the GIL
+        closed_gate.open()  # not reached if the wait holds the GIL
         waiter.join(60)
         assert not waiter.is_alive()
 
 
-def test_a_stream_waits_for_an_event_of_another(context, stream, memory, host):
-    """As a store waits for the forward: the other stream is used by its raw handle alone."""
+def test_stream_waits_for_an_event_of_another_stream(context, stream, memory, host):
+    """A store waits for the forward pass in the same way: it has only the raw handle of the other stream."""
     engine, fence = Stream(context), Event(context)
-    with gate(context) as held:
-        held.hold(engine)
+    with gate(context) as closed_gate:
+        closed_gate.hold(engine)
         raw = Stream(context, int(engine.raw))
         context.call("cuMemsetD8Async", memory, 7, SIZE, raw.raw)
         fence.record(raw)
-        context.call("cuMemsetD8Async", memory + SIZE // 2, 9, SIZE // 2, raw.raw)  # may come before the copy
+        context.call("cuMemsetD8Async", memory + SIZE // 2, 9, SIZE // 2, raw.raw)  # may run before the copy
         stream.wait(fence)
         batch(host.ctypes.data, memory, SIZE).submit(stream)
         raw.close()
         assert not host.any()
-        held.open()
+        closed_gate.open()
         stream.synchronize()
         assert (host[: SIZE // 2] == 7).all()
         assert set(host[SIZE // 2 :].tolist()) <= {7, 9}
@@ -81,39 +81,39 @@ def test_a_stream_waits_for_an_event_of_another(context, stream, memory, host):
     fence.close()
 
 
-def test_an_event_stands_for_the_last_record(context, stream):
+def test_event_waits_for_its_latest_record(context, stream):
     event = Event(context)
-    assert event.is_done()  # never recorded: nothing to wait for
+    assert event.is_done()  # it was never recorded
     event.record(stream)
     event.synchronize()
-    with gate(context) as held:
-        held.hold(stream)
+    with gate(context) as closed_gate:
+        closed_gate.hold(stream)
         event.record(stream)
         assert not event.is_done()
     event.synchronize()
     event.close()
 
 
-def test_what_is_closed_twice_is_closed_once(context):
+def test_closing_twice_has_no_effect(context):
     stream, event = Stream(context), Event(context)
-    for thing in (event, event, stream, stream):
-        thing.close()
+    for resource in (event, event, stream, stream):
+        resource.close()
 
 
-def test_work_of_a_closed_stream_is_done(context, memory, host):
+def test_work_of_a_closed_stream_still_runs(context, memory, host):
     stream, event = Stream(context), Event(context)
-    with gate(context) as held:
-        held.hold(stream)
+    with gate(context) as closed_gate:
+        closed_gate.hold(stream)
         batch(host.ctypes.data, memory, SIZE).submit(stream)
         event.record(stream)
         stream.close()
-        held.open()
+        closed_gate.open()
         event.synchronize()
     assert (host == 1).all()
     event.close()
 
 
-def test_calls_come_from_any_thread(context, memory, host):
+def test_calls_work_on_any_thread(context, memory, host):
     errors = []
 
     def copy(part):

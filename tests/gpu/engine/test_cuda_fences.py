@@ -1,6 +1,6 @@
-"""Copies that don't wait for the engine's work are seen: the harness would not miss them.
+"""Control experiments: copies that ignore the engine's fences are detected by the harness.
 
-On the simulated GPU only, whose kernels can be held back; see ``tests/harness/sim_device.py``.
+They need the simulated GPU, whose kernels can be held back. See ``tests/harness/sim_device.py``.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ __all__ = ["world"]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.vllm,
-    pytest.mark.skipif("CUDASIM_NODE" not in os.environ, reason="this is no simulated driver"),
+    pytest.mark.skipif("CUDASIM_NODE" not in os.environ, reason="the driver is not simulated"),
 ]
 
 SETTINGS = SimSettings()
 
 
 @pytest.fixture
-def hasty(monkeypatch):
-    """Nothing waits for a fence any more: not on the GPU and not on the host."""
+def ignore_fences(monkeypatch):
+    """A function after which nothing waits for a fence, neither on the GPU nor on the host."""
 
     def begin():
         monkeypatch.setattr(CudaCopier, "wait", lambda *_: None)
@@ -38,8 +38,8 @@ def hasty(monkeypatch):
     monkeypatch.undo()
 
 
-def step_behind_the_copies(engine):
-    """Each step comes when the copies of the last one ended, which they could not if they waited for it."""
+def step_after_copies(engine):
+    """Run each step after the copies of the previous step, which end only if they ignore their fences."""
     worker = engine.worker._worker
     while engine.scheduler.has_requests():
         engine.step()
@@ -52,24 +52,24 @@ def step_behind_the_copies(engine):
         loads.result(60)
 
 
-def test_a_store_that_does_not_wait_is_seen(world, hasty):
+def test_store_that_ignores_its_fence_is_detected(world, ignore_fences):
     prompt = make_tokens(3 * CHUNK + 1)
     with world.engines(SETTINGS) as (engine,):
-        hasty()
+        ignore_fences()
         engine.add(prompt)
-        step_behind_the_copies(engine)
+        step_after_copies(engine)
         engine.run()
     with pytest.raises(AssertionError, match="committed under a wrong name"):
         world.audit(SETTINGS, [prompt])
 
 
-def test_a_load_that_does_not_wait_is_seen(world, hasty):
+def test_load_that_ignores_its_fence_is_detected(world, ignore_fences):
     prompt = make_tokens(3 * CHUNK + 1)
     with world.engines(SETTINGS) as (engine,):
         engine.add(prompt)
         assert_idle(engine)
-        hasty()
+        ignore_fences()
         engine.add(prompt)
-        step_behind_the_copies(engine)
+        step_after_copies(engine)
         engine.run()
         assert engine.wrong_reads

@@ -1,4 +1,4 @@
-"""What memory costs: a pod's own, which is often paid for anyway, and that of shards, which is not."""
+"""Prices of memory: a pod's memory is often paid for anyway, and shards' memory is not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from lmcache_operator.api.parse import parse
-from lmcache_operator.autoscaling.tier import GIB, Prices, Service, memory_tier, remote_tier
+from lmcache_operator.autoscaling.policy.tier import GIB, Prices, Service, memory_tier, remote_tier
 
 from testing.workloads.closed_loop import Setup, simulate
 from testing.workloads.requests import chat
@@ -16,7 +16,7 @@ SERVICE = Service(4, 1, 10_000.0, 128 << 10, 512)
 
 
 @pytest.mark.parametrize(
-    ("declared", "usd"),
+    ("declared", "usd_per_hour"),
     [
         ({}, (2.5, 0.0, 0.004)),
         ({"memoryGiBHour": "0"}, (2.5, 0.0, 0.004)),
@@ -25,26 +25,31 @@ SERVICE = Service(4, 1, 10_000.0, 128 << 10, 512)
         ({"shardGiBHour": "0"}, (2.5, 0.0, 0.0)),
     ],
 )
-def test_shards_have_a_price_although_memory_costs_nothing(declared: Any, usd: Any) -> None:
+def test_shards_have_a_default_price_and_memory_has_none(declared: Any, usd_per_hour: Any) -> None:
     resource = cluster(tiers={"memory": {"size": "64Gi"}})
     resource["spec"]["autoscaling"] = {"prices": declared}
-    assert parse(resource).spec.autoscaling.prices.usd_per_hour == usd
+    assert parse(resource).spec.autoscaling.prices.usd_per_hour == usd_per_hour
 
 
-def test_each_tier_costs_its_own_price() -> None:
+def test_each_tier_has_its_own_price() -> None:
     prices = Prices(2.5, 0.0, 0.004)
     assert memory_tier(16 * GIB, 512 * GIB, SERVICE, prices).is_free
     shards = remote_tier(range(1, 9), 64 * GIB, SERVICE, prices, 1e9)
     assert shards.usd_per_byte_hour * GIB == pytest.approx(0.004)
 
 
-def test_memory_that_costs_nothing_grows_without_waiting_for_what_it_brings() -> None:
-    """No more than 64 GiB ever hold rows. At a price that growth is taken back, and then nothing is done."""
-    free = Prices(2.5, 0.0, 0.004)
-    run = simulate(Setup(chat(6, 0.2), prices=free, usable=lambda gib: min(gib, 64.0), bounds=(16.0, 256.0)))
+def test_memory_without_a_price_grows_without_verification() -> None:
+    """At most 64 GiB hold rows.
+
+    With a price, the operator would revert the growth and then freeze the size.
+    """
+    free_memory = Prices(2.5, 0.0, 0.004)
+    run = simulate(
+        Setup(chat(6, 0.2), prices=free_memory, usable=lambda gib: min(gib, 64.0), bounds=(16.0, 256.0))
+    )
     sizes = [size for _, size in run.resizes]
     assert sizes == sorted(sizes)
     assert sizes[-1] > 64
-    grown = next(decision for _, decision in run.decisions if decision.next > decision.size)
-    assert grown.reason.endswith("USD/h of GPU time, for memory that costs nothing")
+    growth = next(decision for _, decision in run.decisions if decision.next > decision.size)
+    assert growth.reason.endswith("USD/h of GPU time, for memory without a price")
     assert not {decision.limited_by for _, decision in run.decisions} & {"Verifying", "Frozen"}

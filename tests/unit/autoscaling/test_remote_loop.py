@@ -1,6 +1,6 @@
-"""The number of shards and exact tiers in a loop: where it ends, how soon, and what it costs.
+"""The number of shards in a closed loop with exact tiers: final number, time to reach it, and cost.
 
-Four pods have 32 GiB each, any of them gets the next turn of a conversation, and a shard has 64 GiB.
+Four pods have 32 GiB each, and a shard has 64 GiB. Any pod gets the next turn of a conversation.
 """
 
 from __future__ import annotations
@@ -17,55 +17,55 @@ from testing.workloads.tiers import Rows, Service, Shards, owner
 
 
 @cache
-def talk() -> Workload:
+def chat_workload() -> Workload:
     return chat(14, 0.4, scale=16)
 
 
 @cache
 def constant(count: int) -> float:
-    """USD per hour."""
-    return setup(talk()).with_shards(count)
+    """Cost in USD per hour with a constant number of shards."""
+    return setup(chat_workload()).with_shards(count)
 
 
-def setup(workload: Workload, **others: object) -> RemoteSetup:
-    return RemoteSetup(workload, **{"num_pods": 4, "route": scattered, "start": 32.0, **others})
+def setup(workload: Workload, **overrides: object) -> RemoteSetup:
+    return RemoteSetup(workload, **{"num_pods": 4, "route": scattered, "start": 32.0, **overrides})
 
 
 @pytest.mark.parametrize("start_count", [1, 8])
-def test_it_comes_close_to_the_best_number_from_either_side(start_count):
-    run = simulate_remote(setup(talk(), start_count=start_count))
+def test_number_of_shards_converges_from_both_sides(start_count):
+    run = simulate_remote(setup(chat_workload(), start_count=start_count))
     assert constant(round(run.moments[-1].size / 64)) <= 1.02 * min(map(constant, range(2, 7)))
     assert len(run.resizes) <= 6
     sizes = [64 * start_count, *(size for _, size in run.resizes)]
     assert all(abs(after - before) == 64 for before, after in pairwise(sizes))
 
 
-def test_what_never_comes_back_gets_no_shards_however_much_is_written():
+def test_unrepeated_prompts_reduce_shards_to_the_minimum():
     run = simulate_remote(setup(unique(9, 40, scale=16), start_count=3))
     assert [size for _, size in run.resizes] == [128, 64]
     assert run.decisions[-1][1].limited_by == "Min"
 
 
-def test_pods_that_keep_their_sessions_need_few_shards():
-    """Their own memory hits what a tier of the same size as all of it would."""
+def test_sticky_routing_needs_few_shards():
+    """The pods' memory has as many hits as a shared tier of the same total size."""
     shards = setup(chat(9, 0.2, scale=16), route=sticky, start=64.0, start_count=3)
     run = simulate_remote(shards)
     assert run.moments[-1].size <= 64 * 2
 
 
-def test_refreshing_by_what_the_tier_lives_for_keeps_what_is_hot():
-    """Every 600 s is too rare for a tier that lives as long: what pods hit themselves is pushed out."""
-    assert constant(4) < setup(talk(), refresh=600.0).with_shards(4)
+def test_refresh_by_residence_time_keeps_hot_rows():
+    """A refresh every 600 s is too rare if a tier evicts rows after 600 s: pods hit these rows locally."""
+    assert constant(4) < setup(chat_workload(), refresh=600.0).with_shards(4)
 
 
-def test_a_row_stays_or_goes_to_the_new_shard():
+def test_added_shard_moves_only_rows_to_itself():
     keys = [row_hash(9, number) for number in range(4000)]
     moved = [owner(key, 4) for key in keys if owner(key, 4) != owner(key, 3)]
     assert set(moved) == {3}
     assert len(moved) / len(keys) == pytest.approx(1 / 4, abs=0.03)
 
 
-def test_what_moved_is_still_read_where_it_was_and_written_anew():
+def test_moved_rows_are_read_from_the_previous_shard_until_rewritten():
     keys = [row_hash(9, number) for number in range(400)]
     shards = Shards(3, 400)
     shards.touch(keys, 0, 0.0)
@@ -79,10 +79,10 @@ def test_what_moved_is_still_read_where_it_was_and_written_anew():
     assert shards.run(keys, 0, 5000.0 + Shards.TRANSITION) < 400
 
 
-def test_a_service_asks_the_nearest_first_and_its_tiers_are_lru():
+def test_service_looks_up_nearest_tier_first_and_evicts_lru():
     pods = Service(2, engine_rows=2, memory_rows=4, remote=Shards(2, 100))
     assert pods.serve(0, [1, 2, 3, 4, 5, 6]) == (0, 0, 0, 6)
-    # The tail was touched first: the engine has 1 and 2, the memory 1 to 4, and the shards all.
+    # The tail was touched first: the engine has rows 1 and 2, memory has 1 to 4, and shards have all rows.
     assert pods.serve(0, [1, 2, 3, 4, 5, 7]) == (2, 2, 1, 1)
     assert pods.serve(1, [1, 2, 3]) == (0, 0, 3, 0)
     rows = Rows(3)

@@ -1,4 +1,4 @@
-"""What is told of a decision, and what of it survives."""
+"""Reports of decisions: status fields, and the state that survives a restart."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lmcache_operator.autoscaling.report import (
+from lmcache_operator.autoscaling.policy.report import (
     MAX_STATE_BYTES,
     Choice,
     Report,
@@ -18,19 +18,21 @@ from lmcache_operator.autoscaling.report import (
     steady,
     tier_status,
 )
-from lmcache_operator.autoscaling.state import Decision, Point
-from lmcache_operator.autoscaling.tier import GIB
+from lmcache_operator.autoscaling.policy.state import Decision, Point
+from lmcache_operator.autoscaling.policy.tier import GIB
 
 CHOICES = st.none() | st.builds(Choice, st.integers(1, 1 << 44), st.integers(1, 1 << 44))
 GROW = Decision(
     size=64 * GIB, target=108 * GIB, recommended=108 * GIB, next=108 * GIB, reason="108Gi instead of 64Gi: "
-    "16.2 % more prompt tokens hit", limited_by="Max", saving=0.16, saving_error=0.04,
+    "16.2 percentage points more hits", limited_by="Max", saving=0.16, saving_error=0.04,
 )  # fmt: skip
 POINTS = [Point(64 * GIB, 0.4, 0.38, 0.42, 0.0), Point(108 * GIB, 0.562, 0.55, 0.58, 0.16)]
 
 
 @given(memory=CHOICES, shards=CHOICES, state=st.text(max_size=200))
-def test_what_is_saved_is_restored(memory: Choice | None, shards: Choice | None, state: str) -> None:
+def test_restore_returns_saved_choices_and_state(
+    memory: Choice | None, shards: Choice | None, state: str
+) -> None:
     assert restore(save(Report({}, memory, shards, state))) == (memory, shards, state)
 
 
@@ -44,20 +46,20 @@ def test_what_is_saved_is_restored(memory: Choice | None, shards: Choice | None,
         lambda data: {},
     ],
 )
-def test_what_was_edited_is_not_believed(edit: Any) -> None:
+def test_restore_refuses_edited_data(edit: Any) -> None:
     data = save(Report({}, Choice(108, 64), None, "what was counted"))
     assert restore(data).memory == Choice(108, 64)
-    with pytest.raises(ValueError, match=r"edited|missing"):
+    with pytest.raises(ValueError, match=r"edited|incomplete"):
         restore(edit(data))
 
 
-def test_too_much_is_refused_when_it_is_made_and_not_when_it_is_written() -> None:
+def test_report_refuses_too_large_state() -> None:
     Report({}, state="x" * MAX_STATE_BYTES)
     with pytest.raises(ValueError, match="65537 bytes"):
         Report({}, state="x" * (MAX_STATE_BYTES + 1))
 
 
-def test_a_decision_is_told_in_sizes_and_money() -> None:
+def test_tier_status_contains_sizes_and_money() -> None:
     assert tier_status(GROW, POINTS) == {
         "current": "64Gi", "recommended": "108Gi", "next": "108Gi",
         "reason": GROW.reason, "limitedBy": "Max",
@@ -69,38 +71,38 @@ def test_a_decision_is_told_in_sizes_and_money() -> None:
     }  # fmt: skip
 
 
-def test_shards_are_told_by_their_number() -> None:
-    told = tier_status(GROW, POINTS, shard_bytes=4 * GIB)
-    assert (told["current"], told["recommended"], told["curve"][0]["size"]) == (16, 27, "64Gi")
+def test_tier_status_of_shards_contains_their_number() -> None:
+    status = tier_status(GROW, POINTS, shard_bytes=4 * GIB)
+    assert (status["current"], status["recommended"], status["curve"][0]["size"]) == (16, 27, "64Gi")
 
 
-def test_what_is_no_figure_is_not_told() -> None:
+def test_tier_status_omits_infinite_and_nan_values() -> None:
     unknown = replace(GROW, size=math.nan, saving=math.nan)
-    told = tier_status(unknown, [POINTS[0]._replace(net=math.inf)])
-    assert told.keys() == {"recommended", "next", "reason", "limitedBy"}
+    status = tier_status(unknown, [POINTS[0]._replace(net=math.inf)])
+    assert status.keys() == {"recommended", "next", "reason", "limitedBy"}
 
 
-def test_a_status_is_told_anew_only_when_it_says_something_else() -> None:
-    told = {"observedAt": "2026-01-01T00:00:00Z", "samples": 1000, "memory": tier_status(GROW, POINTS)}
+def test_status_is_updated_only_by_significant_changes() -> None:
+    old_status = {"observedAt": "2026-01-01T00:00:00Z", "samples": 1000, "memory": tier_status(GROW, POINTS)}
 
-    def again(**changes: Any) -> bool:
-        more = {"observedAt": "2026-01-01T00:15:00Z", "samples": 1400}
-        found = told | more | {"memory": told["memory"] | changes}
-        kept = steady(told, found)
-        assert kept in (told, found)
-        return kept is found
+    def is_updated(**changes: Any) -> bool:
+        counters = {"observedAt": "2026-01-01T00:15:00Z", "samples": 1400}
+        new_status = old_status | counters | {"memory": old_status["memory"] | changes}
+        reported = steady(old_status, new_status)
+        assert reported in (old_status, new_status)
+        return reported is new_status
 
-    assert not again()
-    assert not again(reason="108Gi instead of 64Gi: 16.4 % more prompt tokens hit")
-    assert not again(saving={"usdPerHour": "0.17", "low": "0.12", "high": "0.21"})
-    assert again(saving={"usdPerHour": "0.19", "low": "0.12", "high": "0.20"})
-    assert again(reason="nothing was looked up")
-    assert again(recommended="110Gi")
-    assert again(limitedBy="None")
-    assert again(curve=told["memory"]["curve"][:1])
-    assert again(keysInSize=1600)
+    assert not is_updated()
+    assert not is_updated(reason="108Gi instead of 64Gi: 16.4 percentage points more hits")
+    assert not is_updated(saving={"usdPerHour": "0.17", "low": "0.12", "high": "0.21"})
+    assert is_updated(saving={"usdPerHour": "0.19", "low": "0.12", "high": "0.20"})
+    assert is_updated(reason="no lookups were counted")
+    assert is_updated(recommended="110Gi")
+    assert is_updated(limitedBy="None")
+    assert is_updated(curve=old_status["memory"]["curve"][:1])
+    assert is_updated(keysInSize=1600)
 
 
-def test_a_loss_of_nothing_has_no_sign() -> None:
-    told = tier_status(replace(GROW, saving=-0.0001, saving_error=0.0), [POINTS[0]._replace(net=-0.0001)])
-    assert told["curve"][0]["netPerHour"] == told["saving"]["usdPerHour"] == "0.000"
+def test_rounded_zero_has_no_sign() -> None:
+    status = tier_status(replace(GROW, saving=-0.0001, saving_error=0.0), [POINTS[0]._replace(net=-0.0001)])
+    assert status["curve"][0]["netPerHour"] == status["saving"]["usdPerHour"] == "0.000"

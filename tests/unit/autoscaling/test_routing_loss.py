@@ -1,18 +1,24 @@
-"""Hits that are lost because another pod holds the keys: they are said, and stop no growth that pays."""
+"""Hits lost because another pod has the keys: they are reported, and do not stop profitable growth."""
 
 from __future__ import annotations
 
-from lmcache_operator.autoscaling.decide import decide
+from lmcache_operator.autoscaling.policy.decide import decide
 
-from tests.unit.autoscaling.test_decide import BY_HAND, OLD, STEEP, WIDE, seen, tier
-
-
-def test_growth_that_pays_is_made_although_routing_loses_more():
-    alone, decision = (decide(WIDE, OLD, seen(STEEP, locality_loss=loss))[0] for loss in (0.0, 0.9))
-    assert (decision.next, decision.limited_by) == (alone.next, alone.limited_by)
-    assert decision.reason.startswith(f"{alone.reason}; 90.0 % of prompt tokens miss because another pod ")
+from tests.harness.known_demand import BY_HAND, SETTLED, STEEP, WIDE, measurements, tier
 
 
-def test_routing_is_named_where_no_size_is_better_and_much_is_lost():
-    found = [decide(tier(), OLD, seen(BY_HAND, locality_loss=loss))[0] for loss in (0.04, 0.9)]
-    assert [decision.limited_by for decision in found] == ["Min", "Locality"]
+def test_profitable_growth_is_chosen_despite_routing_losses():
+    without_loss, decision = (
+        decide(WIDE, SETTLED, measurements(STEEP, locality_loss=loss))[0] for loss in (0.0, 0.9)
+    )
+    assert (decision.next, decision.limited_by) == (without_loss.next, without_loss.limited_by)
+    assert decision.reason.startswith(
+        f"{without_loss.reason}; 90.0 % of prompt tokens miss because another pod "
+    )
+
+
+def test_reason_names_routing_if_no_size_is_better_and_losses_are_high():
+    decisions = [
+        decide(tier(), SETTLED, measurements(BY_HAND, locality_loss=loss))[0] for loss in (0.04, 0.9)
+    ]
+    assert [decision.limited_by for decision in decisions] == ["Min", "Locality"]

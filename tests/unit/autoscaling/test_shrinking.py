@@ -1,46 +1,46 @@
-"""When a tier becomes smaller, and when it goes back."""
+"""Shrinking of a tier, and its reversal."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from lmcache_operator.autoscaling.decide import decide
-from lmcache_operator.autoscaling.state import Obstacle, Step
-from lmcache_operator.autoscaling.tier import GIB, memory_tier
+from lmcache_operator.autoscaling.policy.decide import decide
+from lmcache_operator.autoscaling.policy.state import Obstacle, Step
+from lmcache_operator.autoscaling.policy.tier import GIB, memory_tier
 
-from tests.unit.autoscaling.test_decide import OLD, PRICES, SMALL, Known, seen
+from tests.harness.known_demand import PRICES, SETTLED, SMALL, KnownDemand, measurements
 
 HOUR = 3600.0
 WIDE = memory_tier(16 * GIB, 512 * GIB, SMALL, PRICES)
-FLAT = Known([(16, 0.4), (512, 0.4)])
-CHURN = Obstacle("Cooldown", "7 of 8 pods are ready and as declared")
+FLAT = KnownDemand([(16, 0.4), (512, 0.4)])
+CHURN = Obstacle("Cooldown", "7 of 8 pods are ready and match the spec")
 
 
-@pytest.mark.parametrize(("busy", "hours"), [(1, 1.25), (2, 2.0), (4, 4.0)])
-def test_pods_that_come_and_go_delay_a_shrink_but_do_not_forbid_it(busy, hours):
-    """Only the time without a rollout counts: an hour of it, however long that takes."""
-    state, waited = replace(OLD, time=10 * HOUR, shrinks_since=10 * HOUR), 0
+@pytest.mark.parametrize(("num_busy", "hours"), [(1, 1.25), (2, 2.0), (4, 4.0)])
+def test_rollouts_delay_a_shrink_but_do_not_prevent_it(num_busy, hours):
+    """Only time without a rollout counts, and the shrink needs an hour of it."""
+    state, num_decisions = replace(SETTLED, time=10 * HOUR, shrinks_since=10 * HOUR), 0
     while True:
-        waited += 1
-        is_busy = waited % (busy + 1) and busy > 1
-        now = seen(FLAT, time=10 * HOUR + 900 * waited, obstacle=CHURN if is_busy else None)
+        num_decisions += 1
+        is_busy = num_decisions % (num_busy + 1) and num_busy > 1
+        now = measurements(FLAT, time=10 * HOUR + 900 * num_decisions, obstacle=CHURN if is_busy else None)
         decision, state = decide(WIDE, state, now)
         if decision.next < decision.size:
             break
-        assert waited < 100
-    assert 900 * waited / HOUR >= 1
-    assert waited >= 4 * busy
+        assert num_decisions < 100
+    assert 900 * num_decisions / HOUR >= 1
+    assert num_decisions >= 4 * num_busy
 
 
 @pytest.mark.parametrize(("measured", "size"), [(0.40, 64), (0.37, 64), (0.10, 96)])
-def test_a_shrink_that_was_to_cost_nothing_goes_back_if_hits_fall(measured, size):
+def test_shrink_is_reverted_if_hits_fall(measured, size):
     """The curve is flat, as below the size of the engine's own cache."""
     step = Step(96 * GIB, 64 * GIB)
-    state = replace(OLD, time=10 * HOUR, shrinks_since=None, pending=step, due=10 * HOUR)
+    state = replace(SETTLED, time=10 * HOUR, shrinks_since=None, pending=step, due=10 * HOUR)
     after = replace(FLAT, measured_hits=measured)
-    decision, state = decide(WIDE, state, seen(after, time=10.1 * HOUR, settled=after))
+    decision, state = decide(WIDE, state, measurements(after, time=10.1 * HOUR, settled=after))
     assert decision.next == size * GIB
     if size == 96:
-        assert decision.reason.startswith("64Gi per pod hit 30.0 % fewer than 96Gi per pod")
+        assert decision.reason.startswith("back to 96Gi per pod: 64Gi per pod hit 30.0 % fewer")
         assert state.no_shrink_until >= 34 * HOUR

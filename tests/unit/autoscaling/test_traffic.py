@@ -1,4 +1,4 @@
-"""What is known of lookups: against exact tiers, over pods, and across a restart."""
+"""Traffic statistics of lookups: compared with exact tiers, over pods, and across a restart."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import random
 from pathlib import Path
 
 import pytest
-from lmcache_operator.autoscaling.decide import decide
-from lmcache_operator.autoscaling.state import State
-from lmcache_operator.autoscaling.tier import GIB
-from lmcache_operator.autoscaling.traffic import Traffic
+from lmcache_operator.autoscaling.policy.decide import decide
+from lmcache_operator.autoscaling.policy.state import State
+from lmcache_operator.autoscaling.policy.tier import GIB
+from lmcache_operator.autoscaling.policy.traffic import Traffic
 
 from lmcache.curves import Lookup, MissRatioCurve
 from testing.workloads.closed_loop import Routing, Setup, lookups, scattered, sticky
@@ -21,15 +21,18 @@ TRACES = Path(__file__).parents[3] / "benchmarks" / "traces"
 
 
 def measured(workload: Workload, route: Routing, num_pods: int, gib: float) -> float:
-    """Share of rows that exact tiers of that size hit."""
+    """Hit ratio of exact tiers of this size."""
     pods = Service(num_pods, 0, workload.rows(gib * GIB))
     hits = sum(pods.serve(route(request), request.keys).memory for request in workload.requests)
     return hits / sum(len(request.keys) for request in workload.requests)
 
 
 @pytest.mark.parametrize("gib", [32, 64, 128])
-def test_the_curve_is_what_exact_tiers_hit(gib):
-    """Also where single requests are a fifth of the tier; counted access by access they are far off there."""
+def test_curve_equals_the_hits_of_exact_tiers(gib):
+    """This holds even if a request fills a fifth of the tier.
+
+    A curve that counts single accesses is far off there.
+    """
     workload, route = agents(3, 0.02), sticky(2)
     batch = [(route(request), request) for request in workload.requests]
     curve, naive = MissRatioCurve(10**6), MissRatioCurve(10**6)
@@ -41,8 +44,8 @@ def test_the_curve_is_what_exact_tiers_hit(gib):
     assert abs(naive.hit_ratio(size).hit_ratio - exact) > 0.02
 
 
-def test_requests_scattered_over_sixteen_pods_lose_twenty_points():
-    """On the conversation trace: what pods that share their memory would hit, and these do not."""
+def test_scattering_over_sixteen_pods_loses_twenty_percentage_points():
+    """The loss is the difference to pods that share their memory, on the conversation trace."""
     workload = mooncake(TRACES / "mooncake_conversation_trace.jsonl.gz")
     for route, loss, error in ((scattered(16), 0.20, 0.01), (sticky(16), 0.0, 0.006)):
         setup = Setup(workload, num_pods=16)
@@ -52,15 +55,15 @@ def test_requests_scattered_over_sixteen_pods_lose_twenty_points():
         batch = [(route(request), request) for request in workload.requests]
         traffic.curve.feed(lookups(workload, batch))
         traffic.count(3600.0, 3600.0, sum(len(request.keys) for request in workload.requests), 0)
-        seen = traffic.memory(3600.0, 64 * GIB, setup.service, state)
-        assert seen.locality_loss == pytest.approx(loss, abs=error)
-        decision, _ = decide(setup.tier, state, seen)
+        measured = traffic.memory(3600.0, 64 * GIB, setup.service, state)
+        assert measured.locality_loss == pytest.approx(loss, abs=error)
+        decision, _ = decide(setup.tier, state, measured)
         assert decision.next == 64 * GIB
         assert (decision.limited_by == "Locality") == (loss > 0.1)
 
 
-def test_a_restart_forgets_only_the_last_hour():
-    """The curve of the day is kept; what was accessed last is learned again from the samples."""
+def test_restart_forgets_only_the_last_hour():
+    """The day's curve is saved. The latest accesses are counted again from samples."""
     workload, route = chat(6, 0.2), sticky(2)
     batch = [(route(request), request) for request in workload.requests]
     whole, first = (Traffic("ns", 16 * GIB, 512 * GIB, is_shared=True) for _ in range(2))
@@ -68,32 +71,34 @@ def test_a_restart_forgets_only_the_last_hour():
     whole.curve.feed(lookups(workload, batch))
     first.curve.feed(lookups(workload, batch[:half]))
     text = json.dumps(first.state())
-    again = Traffic("ns", 16 * GIB, 512 * GIB, is_shared=True)
-    again.restore(json.loads(text))
-    again.curve.feed(lookups(workload, batch))
+    restarted = Traffic("ns", 16 * GIB, 512 * GIB, is_shared=True)
+    restarted.restore(json.loads(text))
+    restarted.curve.feed(lookups(workload, batch))
     for gib in (16, 64, 256):
-        for restored, kept in ((again.curve.windows, whole.curve.windows),
-                               (again.curve.shared_windows, whole.curve.shared_windows)):  # fmt: skip
-            assert restored[0].hit_ratio(gib * GIB) == pytest.approx(kept[0].hit_ratio(gib * GIB), abs=1e-3)
-    assert again.curve.new_bytes == pytest.approx(whole.curve.new_bytes)
-    for wrong in ({}, {**json.loads(text), "namespace": "other"}, {**json.loads(text), "days": [1]}):
-        with pytest.raises(ValueError, match=r"not the state|of 'other'|zip"):
-            again.restore(wrong)
+        for restored, whole_window in ((restarted.curve.windows, whole.curve.windows),
+                               (restarted.curve.shared_windows, whole.curve.shared_windows)):  # fmt: skip
+            assert restored[0].hit_ratio(gib * GIB) == pytest.approx(
+                whole_window[0].hit_ratio(gib * GIB), abs=1e-3
+            )
+    assert restarted.curve.new_bytes == pytest.approx(whole.curve.new_bytes)
+    for invalid_state in ({}, {**json.loads(text), "namespace": "other"}, {**json.loads(text), "days": [1]}):
+        with pytest.raises(ValueError, match=r"traffic is invalid|namespace 'other'|window|zip"):
+            restarted.restore(invalid_state)
 
 
-def test_what_is_kept_is_small_however_much_was_counted():
-    """Keys at all distances, in all groups; from 1 GiB to 4 TiB."""
+def test_saved_state_is_small_for_any_amount_of_traffic():
+    """Keys have all distances, and are in all groups, from 1 GiB to 4 TiB."""
     traffic = Traffic("ns", GIB, 4096 * GIB, is_shared=True)
-    chance = random.Random(0)
+    random_source = random.Random(0)
     for window in traffic._days():
         for number in range(200_000):
-            size = GIB * 2 ** chance.uniform(-1, 13)
+            size = GIB * 2 ** random_source.uniform(-1, 13)
             steps = window.steps([int(size)], 1.0, 1)
-            window.add(60.0 * number, [chance.randrange(17)], steps, chance.random())
+            window.add(60.0 * number, [random_source.randrange(17)], steps, random_source.random())
     assert len(json.dumps(traffic.state())) <= 64 << 10
 
 
-def test_a_pod_that_is_gone_takes_its_cache_along():
+def test_forgotten_pod_starts_with_an_empty_cache():
     traffic = Traffic("ns", 1 * GIB, 16 * GIB)
     for pod in ("a", "b"):
         traffic.curve.feed([Lookup(0.0, [1, 2, 3], 1 << 20, pod)])

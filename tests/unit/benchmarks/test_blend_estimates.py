@@ -1,4 +1,4 @@
-"""What the benchmark of blending makes of its prompts: means, quotients, their errors, and answers."""
+"""Statistics of the blending benchmark: means, shares, their errors, and answers."""
 
 from __future__ import annotations
 
@@ -11,50 +11,53 @@ import torch
 
 from benchmarks.blend import mean, share, time_figures
 from testing.blend import prompts
-from testing.blend.asked import answers_of
+from testing.blend.accuracy import answers_of
 from testing.blend.experiment import FULL, NAIVE, Comparison, little_cases
 from testing.blend.questions import NUM_PEOPLE
 from testing.blend.timing import Seconds
 
 
-def test_a_mean_has_the_error_of_its_sample():
+def test_mean_has_the_standard_error_of_its_sample():
     assert mean([1.0, 3.0]) == (2.0, 1.0)
     assert mean([5.0] * 9) == (5.0, 0.0)
     with pytest.raises(ValueError, match="1 values have no standard error"):
         mean([1.0])
 
 
-def test_a_share_is_a_quotient_of_means_over_the_same_prompts():
-    assert share([1.0, 2.0, 6.0], [2.0, 4.0, 12.0]) == (0.5, 0.0)  # the prompts differ, the share doesn't
+def test_share_is_the_quotient_of_means():
+    assert share([1.0, 2.0, 6.0], [2.0, 4.0, 12.0]) == (
+        0.5,
+        0.0,
+    )  # the prompts differ, but the share is equal
     assert share([1.0, 1.0], [1.0, 3.0]).value == 0.5  # not the mean of 1 and 1/3
 
 
-def test_the_error_of_a_share_is_that_of_the_bootstrap():
+def test_share_error_equals_the_bootstrap_error():
     rng = np.random.default_rng(0)
     whole = rng.lognormal(0, 0.5, 60)
     part = whole * rng.uniform(0.2, 0.8, 60)
-    found = share(part, whole)
+    estimate = share(part, whole)
     chosen = rng.integers(0, 60, (20_000, 60))
     error = (part[chosen].mean(1) / whole[chosen].mean(1)).std()
-    assert found.error == pytest.approx(error, rel=0.1)
-    apart = (part[chosen].mean(1) / whole[chosen[:, ::-1]][::-1].mean(1)).std()
-    assert apart > 1.5 * error  # what it would be if the prompts were not the same
+    assert estimate.error == pytest.approx(error, rel=0.1)
+    independent_error = (part[chosen].mean(1) / whole[chosen[:, ::-1]][::-1].mean(1)).std()
+    assert independent_error > 1.5 * error  # the error of independent prompts
 
 
-def test_a_comparison_is_the_mean_over_tokens_of_what_full_prefill_loses():
+def test_comparison_returns_divergence_and_agreement_with_full_prefill():
     full = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
-    other = torch.tensor([[0.25, 0.75], [0.9, 0.1]]).log()
-    one = Comparison()
-    one.add(other, full)
-    one.add(full + 0, full)
+    blended = torch.tensor([[0.25, 0.75], [0.9, 0.1]]).log()
+    comparison = Comparison()
+    comparison.add(blended, full)
+    comparison.add(full + 0, full)
     expected = (0.5 * np.log(0.5 / 0.25) + 0.5 * np.log(0.5 / 0.75)) / 2
-    assert one.divergence == pytest.approx([expected, 0], abs=1e-7)
-    assert one.is_equal == [False, True]
-    assert one.agreement == [0.5, 1.0]  # of equal ones the first
-    assert one.next_token == [0, 0]
+    assert comparison.divergence == pytest.approx([expected, 0], abs=1e-7)
+    assert comparison.is_equal == [False, True]
+    assert comparison.agreement == [0.5, 1.0]  # the first of equal values
+    assert comparison.next_token == [0, 0]
 
 
-def test_little_facts_that_are_spread_lean_on_an_earlier_document():
+def test_spread_facts_refer_to_an_earlier_document():
     cases, facts = little_cases(200)
     assert {fact.is_spread for fact in facts} == {False, True}
     for (segments, num_compared), fact in zip(cases, facts, strict=True):
@@ -69,16 +72,16 @@ def test_little_facts_that_are_spread_lean_on_an_earlier_document():
             assert fact.answer == value
 
 
-def test_answers_are_divided_by_what_they_take():
+def test_answers_of_returns_shares_within_and_across_documents():
     is_right = np.zeros((2, NUM_PEOPLE), dtype=bool)
     is_right[0, 0] = is_right[:, 2:] = True
     assert answers_of(is_right) == (0.25, 1.0)
 
 
-def test_times_are_held_against_full_prefill_and_against_reading():
+def test_times_are_compared_with_full_prefill_and_reading():
     seconds = Seconds(first_token={FULL: [4.0] * 6}, reading=[0.5] * 6)
     for name, first, parts in ((NAIVE, 0.4, {"rotate": 0.25}), ("kind", 2.0, {"rotate": 0.05, "mask": 0.04})):
-        seconds.first_token[name], seconds.own[name] = [first] * 6, [parts] * 6
-    found = [(figure.value, figure.holds) for figure in time_figures(seconds)]
-    assert found == [(10, None), (50, False), (50, None), (pytest.approx(18), True)]
-    assert json.loads(json.dumps(asdict(seconds)))["own"]["kind"][0] == {"rotate": 0.05, "mask": 0.04}
+        seconds.first_token[name], seconds.blending[name] = [first] * 6, [parts] * 6
+    time_results = [(figure.value, figure.holds) for figure in time_figures(seconds)]
+    assert time_results == [(10, None), (50, False), (50, None), (pytest.approx(18), True)]
+    assert json.loads(json.dumps(asdict(seconds)))["blending"]["kind"][0] == {"rotate": 0.05, "mask": 0.04}

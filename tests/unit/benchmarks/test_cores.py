@@ -1,4 +1,4 @@
-"""Pinning and processor time, of a process with a thread and a child."""
+"""Core pinning and processor time of a process with a thread and a child."""
 
 import os
 import subprocess
@@ -32,15 +32,15 @@ def family():
         yield parent, int(parent.stdout.readline())
 
 
-def test_a_tree_has_the_children_and_their_time(family):
+def test_process_tree_contains_children_and_their_time(family):
     parent, child = family
     assert cores.process_tree(parent.pid) == [parent.pid, child]
-    used = cores.cpu_seconds([parent.pid])
-    assert used >= 0.2, "the program computes for 0.3 s; the kernel counts in ticks"
-    assert used > cores.cpu_seconds([child])
+    used_seconds = cores.cpu_seconds([parent.pid])
+    assert used_seconds >= 0.2, "the program computes for 0.3 s, and the kernel counts in ticks"
+    assert used_seconds > cores.cpu_seconds([child])
 
 
-def test_all_threads_are_pinned(family):
+def test_pin_applies_to_all_threads(family):
     parent, child = family
     core = min(os.sched_getaffinity(0))
     cores.pin([parent.pid], {core})
@@ -50,7 +50,7 @@ def test_all_threads_are_pinned(family):
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: every thread is on it")
-def test_a_thread_that_leaves_its_cores_is_found(family):
+def test_thread_that_leaves_its_cores_is_detected(family):
     parent, _ = family
     core = min(os.sched_getaffinity(0))
     cores.pin([parent.pid], {core})
@@ -61,7 +61,7 @@ def test_a_thread_that_leaves_its_cores_is_found(family):
         cores.check_pinned([parent.pid], {core})
 
 
-def test_a_process_that_has_ended_uses_nothing():
+def test_ended_process_has_no_processor_time():
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
     assert cores.cpu_seconds([process.pid]) == 0

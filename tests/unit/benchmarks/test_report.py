@@ -1,4 +1,4 @@
-"""Ratios with intervals: what a benchmark may claim from how many rounds."""
+"""Ratios with confidence intervals, and the minimum number of rounds."""
 
 import random
 
@@ -7,32 +7,32 @@ import pytest
 from benchmarks.report import Report, at_least, paired
 
 
-def test_the_interval_is_of_the_median_of_neighbours():
+def test_paired_returns_the_median_ratio():
     ratio = paired([2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0, 18.0], [1, 2, 3, 4, 5, 6, 7, 8, 9])
     assert ratio == (2.0, 2.0, 2.0)
 
 
-def test_fewer_than_six_pairs_claim_nothing():
+def test_paired_refuses_fewer_than_six_pairs():
     with pytest.raises(ValueError, match="at least 6"):
         paired([1.0] * 5, [1.0] * 5)
 
 
 @pytest.mark.parametrize("number", [6, 9, 15, 40])
-def test_the_interval_covers_the_true_median_in_95_of_100_runs(number):
+def test_interval_covers_the_true_median_in_95_percent_of_runs(number):
     generator = random.Random(number)
     runs = [
         paired([generator.lognormvariate(0, 1) for _ in range(number)], [1.0] * number) for _ in range(4000)
     ]
-    covered = sum(run.low <= 1.0 <= run.high for run in runs) / len(runs)
-    assert 0.945 <= covered <= 0.995
+    covered_share = sum(run.low <= 1.0 <= run.high for run in runs) / len(runs)
+    assert 0.945 <= covered_share <= 0.995
 
 
-def test_a_ratio_in_per_cent_is_shown_with_its_interval():
+def test_percentage_is_shown_with_its_interval():
     figure = at_least("load", paired([9.0] * 9, [10.0] * 9), "%", 90)
     assert figure.row() == ("load", "90 (90-90) %", ">= 90 %", "yes")
 
 
-def test_pictures_are_files_of_their_own():
+def test_pictures_are_not_part_of_the_json():
     report = Report("autoscale", "", [], {"sizes": [1]}, {"curve": "<svg/>"})
     assert report.to_json()["series"] == {"sizes": [1]}
     assert "svg" not in str(report.to_json())

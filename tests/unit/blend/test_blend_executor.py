@@ -15,7 +15,7 @@ NUM_HEADS, HEAD_SIZE = 2, 4
 
 
 def rotate(positions, q, k):
-    """A stand-in for a rotation that shows its position: K times (position + 1), in place as vLLM's is."""
+    """Fake rotation that shows its position: multiplies K by (position + 1), in place as vLLM does."""
     factor = (positions + 1).view(-1, *[1] * (k.dim() - 1)).to(k)
     q.mul_(factor)
     k.mul_(factor)
@@ -37,7 +37,7 @@ def executor(ratio: float, all_reduce=None) -> CacheBlendImpl:
 
 
 class Batch:
-    """Requests of some lengths; their retrieved K and V, of which the invalid rows are NaN."""
+    """Requests of given lengths with their retrieved K and V; invalid rows are NaN."""
 
     def __init__(self, lengths: list[int], valid: list[bool], seed: int = 0) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -57,7 +57,7 @@ class Batch:
         return impl.blend(layer, rk, rv, self.valid, self.original, q, k, v, positions, self.starts, 0)
 
 
-def test_with_nothing_retrieved_everything_is_computed():
+def test_computes_all_tokens_if_nothing_was_retrieved():
     batch = Batch([3, 5], [False] * 8)
     impl = executor(0.15)
     for layer in range(4):
@@ -72,7 +72,7 @@ def test_with_nothing_retrieved_everything_is_computed():
     assert impl.indexes_in_kv.tolist() == list(range(8))
 
 
-def test_what_was_retrieved_may_not_vanish_between_two_layers():
+def test_refuses_missing_kv_after_retrieved_kv():
     batch = Batch([8], [True] * 8)
     impl = executor(0.5)
     batch.blend(impl, 1, *(batch.random(8) for _ in range(5)), batch.positions)
@@ -80,7 +80,7 @@ def test_what_was_retrieved_may_not_vanish_between_two_layers():
         batch.blend(impl, 2, None, None, *(batch.random(4) for _ in range(3)), batch.positions[:4])
 
 
-def test_above_the_layer_that_selects_the_indices_are_those_of_the_short_q():
+def test_layers_above_the_selection_use_indices_of_the_selected_tokens():
     batch = Batch([8], [True] * 8)
     impl = executor(0.25)
     selected = batch.blend(impl, 1, *(batch.random(8) for _ in range(5)), batch.positions)
@@ -91,7 +91,7 @@ def test_above_the_layer_that_selects_the_indices_are_those_of_the_short_q():
 
 
 def choose_slowly(batch: Batch, ratio: float, rv: torch.Tensor, fv: torch.Tensor) -> list[int]:
-    """The obvious selection, a request and a token at a time."""
+    """Select tokens in the simple way, one request and token at a time."""
     chosen = []
     starts = batch.starts.tolist()
     for start, end in pairwise(starts):
@@ -113,14 +113,14 @@ RATIOS = st.sampled_from([0, 0.05, 0.15, 0.29, 0.5, 0.99, 1.0]) | st.floats(0, 1
 
 
 @given(batches(), RATIOS)
-def test_three_layers_against_the_obvious_way(batch, ratio):
+def test_three_layers_match_the_simple_selection(batch, ratio):
     impl = executor(ratio)
     q, k, v, rk, rv = (
         *(batch.random(batch.num_tokens) for _ in range(3)),
         batch.retrieved(),
         batch.retrieved(),
     )
-    for layer in (0, 0):  # as often as one likes: it keeps nothing
+    for layer in (0, 0):  # layer 0 has no state, so it may run repeatedly
         first = batch.blend(impl, layer, rk, rv, q, k, v, batch.positions)
         assert first.q is q
         assert first.k is k
@@ -148,8 +148,8 @@ def test_three_layers_against_the_obvious_way(batch, ratio):
                 assert torch.equal(third.k[token], k[chosen.index(token)])
                 assert torch.equal(third.v[token], v[chosen.index(token)])
             else:
-                moved = rk[token] / (batch.original[token] + 1) * (batch.positions[token] + 1)
-                assert torch.allclose(third.k[token], moved)
+                rotated = rk[token] / (batch.original[token] + 1) * (batch.positions[token] + 1)
+                assert torch.allclose(third.k[token], rotated)
                 assert torch.equal(third.v[token], rv[token])
         assert third.q is q
         assert third.positions is second.positions
@@ -157,7 +157,7 @@ def test_three_layers_against_the_obvious_way(batch, ratio):
         assert third.query_start_loc is None
 
 
-def test_defect_06_undefined_rows_take_no_place_of_valid_ones():
+def test_defect_06_undefined_rows_do_not_reduce_selected_valid_rows():
     batch = Batch([8], [True] * 4 + [False] * 4)
     v = batch.random(8)
     rv = v.clone()
@@ -170,7 +170,7 @@ def test_defect_06_undefined_rows_take_no_place_of_valid_ones():
         assert out.local_indices.tolist() == [0, 1, 4, 5, 6, 7]
 
 
-def test_a_retrieved_row_that_is_no_number_is_computed():
+def test_retrieved_nan_rows_are_computed():
     batch = Batch([4], [True] * 4)
     v = batch.random(4)
     rv = v.clone()
@@ -180,7 +180,7 @@ def test_a_retrieved_row_that_is_no_number_is_computed():
     assert out.local_indices.tolist() == [0, 2]
 
 
-def test_defect_26_an_executor_serves_one_batch_after_another():
+def test_defect_26_executor_serves_several_batches():
     impl = executor(0.5)
     for seed in range(3):
         batch = Batch([6, 3], [True] * 9, seed)
@@ -196,8 +196,8 @@ def test_defect_26_retrieved_tensors_are_not_changed():
     before = rk.clone(), rv.clone()
     q, k, v = (batch.random(6) for _ in range(3))
     out = batch.blend(impl, 1, rk, rv, q, k, v, batch.positions)
-    kept = out.local_indices
-    blended = batch.blend(impl, 2, rk, rv, q[kept], k[kept], v[kept], out.positions)
+    selected = out.local_indices
+    blended = batch.blend(impl, 2, rk, rv, q[selected], k[selected], v[selected], out.positions)
     blended.k.zero_()
     blended.v.zero_()
     assert torch.equal(rk.nan_to_num(7), before[0].nan_to_num(7))
@@ -214,29 +214,32 @@ def test_tokens_may_be_any_dimension():
         return impl.blend(layer, rk, rv, batch.valid, batch.original, q, k, v, positions, batch.starts, dim)
 
     for dim in (1, 2):
-        one = blend(by_token, 0, 1, (rk, rv, q, k, v), batch.positions)
-        other = blend(by_head, dim, 1, (rk, rv, q, k, v), batch.positions)
-        assert torch.equal(one.q, other.q.movedim(dim, 0))
-        kept = one.local_indices
-        assert torch.equal(kept, other.local_indices)
-        short = (rk, rv, q[kept], k[kept], v[kept])
-        one, other = blend(by_token, 0, 2, short, one.positions), blend(by_head, dim, 2, short, one.positions)
-        assert torch.equal(one.k, other.k.movedim(dim, 0))
-        assert torch.equal(one.v, other.v.movedim(dim, 0))
+        expected = blend(by_token, 0, 1, (rk, rv, q, k, v), batch.positions)
+        blended = blend(by_head, dim, 1, (rk, rv, q, k, v), batch.positions)
+        assert torch.equal(expected.q, blended.q.movedim(dim, 0))
+        selected = expected.local_indices
+        assert torch.equal(selected, blended.local_indices)
+        short = (rk, rv, q[selected], k[selected], v[selected])
+        expected, blended = (
+            blend(by_token, 0, 2, short, expected.positions),
+            blend(by_head, dim, 2, short, expected.positions),
+        )
+        assert torch.equal(expected.k, blended.k.movedim(dim, 0))
+        assert torch.equal(expected.v, blended.v.movedim(dim, 0))
 
 
 def test_ranks_select_by_the_sum_of_their_differences():
     batch = Batch([4], [True] * 3 + [False])
     fresh = torch.zeros(4, NUM_HEADS, HEAD_SIZE)
     differences = [torch.tensor([3.0, 0, 2, 0]), torch.tensor([0.0, 1, 2, 0])]
-    for own, other in permutations(differences):
+    for local, remote in permutations(differences):
 
-        def all_reduce(difference, other=other):
-            assert difference[3] == 0  # the undefined row reaches no other rank
-            return difference + other
+        def all_reduce(difference, remote=remote):
+            assert difference[3] == 0  # the undefined row is not sent to other ranks
+            return difference + remote
 
         impl = executor(0.34, all_reduce)
-        rv = own.sqrt()[:, None, None].repeat(1, NUM_HEADS, HEAD_SIZE)
+        rv = local.sqrt()[:, None, None].repeat(1, NUM_HEADS, HEAD_SIZE)
         rv[3] = float("nan")
         out = batch.blend(impl, 1, rv, rv, fresh, fresh, fresh, batch.positions)
         assert out.local_indices.tolist() == [2, 3]
@@ -244,7 +247,7 @@ def test_ranks_select_by_the_sum_of_their_differences():
 
 @given(st.integers(1, 200), RATIOS)
 @example(100, 0.29)  # 28 in float64, 29 in float32
-def test_the_number_selected_is_pythons(num_tokens, ratio):
+def test_number_of_selected_tokens_rounds_as_in_python(num_tokens, ratio):
     valid = torch.ones(num_tokens, dtype=torch.bool)
     tokens = Candidates(valid, torch.arange(num_tokens), torch.tensor([0, num_tokens]))
     selected = highest(torch.zeros(num_tokens), tokens, ratio)
@@ -258,7 +261,7 @@ def test_half_precision_differences_do_not_overflow():
     assert batch.blend(executor(0.34), 1, rv, rv, v, v, v, batch.positions).local_indices.tolist() == [1]
 
 
-def test_without_encoders_k_is_reused_as_it_was_stored():
+def test_without_encoders_k_is_reused_as_stored():
     batch = Batch([3], [True] * 3)
     impl = CacheBlendImpl(0)
     rk, v = batch.retrieved(), batch.random(3)
@@ -266,7 +269,7 @@ def test_without_encoders_k_is_reused_as_it_was_stored():
     assert torch.equal(batch.blend(impl, 2, rk, v, v[:0], v[:0], v[:0], batch.positions[:0]).k, rk)
 
 
-def test_what_does_not_fit_is_refused():
+def test_refuses_inconsistent_arguments():
     with pytest.raises(ValueError, match="recompute_ratio"):
         CacheBlendImpl(1.5)
     batch = Batch([3], [True] * 3)

@@ -1,4 +1,4 @@
-"""The prompts and the questions that real models are tried with; no weights are needed to make them."""
+"""Prompts and questions for tests of real models; building them needs no weights."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def rng() -> np.random.Generator:
 
 
 @pytest.mark.parametrize("make", [texts.prompt, questions.sheet])
-def test_a_seed_says_all(make):
+def test_seed_determines_the_prompt(make):
     assert make(rng(), count, NUM_TOKENS) == make(rng(), count, NUM_TOKENS)
-    other = make(np.random.default_rng(6), count, NUM_TOKENS)
-    assert other.documents != make(rng(), count, NUM_TOKENS).documents
+    another = make(np.random.default_rng(6), count, NUM_TOKENS)
+    assert another.documents != make(rng(), count, NUM_TOKENS).documents
 
 
-def test_documents_are_whole_sentences_of_the_length_asked_for():
+def test_documents_are_whole_sentences_of_the_requested_length():
     longest = max(map(count, texts.SENTENCES))
     random = rng()
     for num_tokens in (20, 200, 1000):
@@ -35,7 +35,7 @@ def test_documents_are_whole_sentences_of_the_length_asked_for():
             assert document.endswith(".")
 
 
-def test_the_parts_of_a_text_are_the_documents_and_the_question():
+def test_text_consists_of_the_documents_and_the_question():
     prompt = texts.prompt(rng(), count, NUM_TOKENS)
     assert prompt.text(SEPARATOR).split(SEPARATOR) == [*prompt.documents, prompt.question]
     assert prompt.text() == "".join([*prompt.documents, prompt.question])
@@ -44,9 +44,9 @@ def test_the_parts_of_a_text_are_the_documents_and_the_question():
 
 
 def facts_of(sheet: questions.Sheet, person: int) -> list[str]:
-    """What is told of a person, without the name."""
+    """Return the facts about a person, without the name."""
     rows = zip(sheet.questions, sheet.answers, strict=True)
-    phrases = [asked[person].strip().split(" ", 1)[1] for asked, _ in rows]
+    phrases = [row_questions[person].strip().split(" ", 1)[1] for row_questions, _ in rows]
     return [f" {phrase} {row[person]}." for phrase, row in zip(phrases, sheet.answers, strict=True)]
 
 
@@ -56,7 +56,7 @@ def name_of(sheet: questions.Sheet, person: int) -> str:
 
 @pytest.mark.parametrize("num_tokens", [1, 20, 100])
 @pytest.mark.parametrize("seed", range(20))
-def test_named_people_are_told_of_in_one_document_and_the_others_in_two(seed, num_tokens):
+def test_documents_repeat_names_for_named_people_and_use_pronouns_for_others(seed, num_tokens):
     sheet = questions.sheet(np.random.default_rng(seed), count, num_tokens)
     joined = "".join(sheet.documents)
     pronoun = next(word for word, names in questions.NAMES.items() if name_of(sheet, 0) in names)
@@ -68,27 +68,27 @@ def test_named_people_are_told_of_in_one_document_and_the_others_in_two(seed, nu
         if person < questions.NUM_NAMED:
             assert "".join(f" {name}{fact}" for fact in facts) in f" {holders[0]}"
         else:
-            said = " ".join(f"{pronoun}{fact}" for fact in facts)
+            pronoun_facts = " ".join(f"{pronoun}{fact}" for fact in facts)
             assert name not in holders[0]
-            assert said in holders[0]
-            # Of all the people, the one who was named last before it.
+            assert pronoun_facts in holders[0]
+            # The person is the last of all people whose name occurs before the facts.
             names = {name_of(sheet, other) for other in range(questions.NUM_PEOPLE)}
-            before = joined[: joined.index(said)].replace(".", "").split()
+            before = joined[: joined.index(pronoun_facts)].replace(".", "").split()
             assert [word for word in before if word in names][-1] == name
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_each_answer_is_one_person_s_and_can_be_told_from_the_others_by_its_beginning(seed):
+def test_each_answer_belongs_to_a_single_person_and_starts_uniquely(seed):
     sheet = questions.sheet(np.random.default_rng(seed), count, NUM_TOKENS)
-    for asked, row in zip(sheet.questions, sheet.answers, strict=True):
-        assert len(asked) == len(row) == len({answer[:3] for answer in row}) == questions.NUM_PEOPLE
+    for row_questions, row in zip(sheet.questions, sheet.answers, strict=True):
+        assert len(row_questions) == len(row) == len({answer[:3] for answer in row}) == questions.NUM_PEOPLE
         assert all("".join(sheet.documents).count(f" {answer}.") == 1 for answer in row)
 
 
-def test_the_answer_is_the_one_that_the_name_raises_most():
-    commonest_first = np.log(
+def test_right_answer_is_the_answer_raised_most_by_the_name():
+    log_probabilities = np.log(
         [[0.5, 0.1, 0.1, 0.1], [0.4, 0.2, 0.1, 0.1], [0.5, 0.1, 0.2, 0.1], [0.5, 0.1, 0.1, 0.2]]
     )
-    assert commonest_first.argmax(axis=-1).tolist() == [0, 0, 0, 0]
-    assert questions.is_right(commonest_first).tolist() == [True, True, True, True]
-    assert questions.is_right(commonest_first[[1, 0, 2, 3]]).tolist() == [False, False, True, True]
+    assert log_probabilities.argmax(axis=-1).tolist() == [0, 0, 0, 0]
+    assert questions.is_right(log_probabilities).tolist() == [True, True, True, True]
+    assert questions.is_right(log_probabilities[[1, 0, 2, 3]]).tolist() == [False, False, True, True]

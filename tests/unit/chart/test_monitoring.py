@@ -1,4 +1,4 @@
-"""Alerts, dashboard and runbooks speak of what there is: figures, reasons and each other."""
+"""Consistency of alerts, dashboard and runbooks with metrics, reasons and each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from lmcache_operator import metrics as operator_metrics
-from lmcache_operator.components.reasons import Expected, Trouble
+from lmcache_operator.components.conditions import Expected, Trouble
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
@@ -25,8 +25,8 @@ EXPRESSIONS = [
 ]
 
 
-def figures() -> set[str]:
-    """All that sidecars and operator export."""
+def metric_names() -> set[str]:
+    """Names of all metrics that sidecars and operator export."""
     sidecars = re.findall(r"`(lmcache_\w+)`", (ROOT / "docs" / "reference" / "stats.md").read_text())
     registry = CollectorRegistry()
     for metric in vars(operator_metrics).values():
@@ -36,21 +36,23 @@ def figures() -> set[str]:
     return {*sidecars, *operators, "lmcache_request_seconds_bucket"}
 
 
-def test_every_reason_and_every_alert_has_a_page_and_no_page_is_for_nothing() -> None:
+def test_runbooks_match_reasons_and_alerts() -> None:
     pages = {path.stem for path in RUNBOOKS.glob("*.md")} - {"README"}
     assert pages == {*typing.get_args(Trouble), *ALERTS}
 
 
-def test_the_list_of_runbooks_is_complete() -> None:
+def test_list_of_runbooks_is_complete() -> None:
     text = (RUNBOOKS / "README.md").read_text()
     assert set(re.findall(r"\[\w+\]\((\w+)\.md\)", text)) == {*typing.get_args(Trouble), *ALERTS}
-    _, _, of_expected = text.partition("Reasons that need nobody")
-    listed = re.findall(r"\w+", " ".join(re.findall(r"^\| ([A-Z][\w, ]+) \|", of_expected, re.MULTILINE)))
+    _, _, expected_section = text.partition("Reasons that need no action")
+    listed = re.findall(
+        r"\w+", " ".join(re.findall(r"^\| ([A-Z][\w, ]+) \|", expected_section, re.MULTILINE))
+    )
     assert sorted(listed) == sorted(typing.get_args(Expected))
 
 
 @pytest.mark.parametrize("page", sorted(RUNBOOKS.glob("[A-Z]*[a-z].md")), ids=lambda path: path.stem)
-def test_pages_say_what_it_is_how_to_see_it_and_what_to_do(page: Path) -> None:
+def test_runbook_has_summary_and_both_sections(page: Path) -> None:
     title, *lines = page.read_text().splitlines()
     assert title == f"# {page.stem}"
     headings = [line for line in lines if line.startswith("## ")]
@@ -58,19 +60,19 @@ def test_pages_say_what_it_is_how_to_see_it_and_what_to_do(page: Path) -> None:
     assert len(lines[0]) > 20
 
 
-def test_alerts_and_dashboard_use_figures_that_exist() -> None:
-    used = {name for text in EXPRESSIONS for name in re.findall(r"\blmcache_\w+", text)}
-    assert used - {"lmcache_io_cluster"} <= figures()
-    assert len(used) > 15
+def test_alerts_and_dashboard_use_existing_metrics() -> None:
+    used_metrics = {name for text in EXPRESSIONS for name in re.findall(r"\blmcache_\w+", text)}
+    assert used_metrics - {"lmcache_io_cluster"} <= metric_names()
+    assert len(used_metrics) > 15
 
 
-def test_operators_that_all_stand_by_are_told_like_none() -> None:
-    """They export all figures; only that of the one that works is 1."""
+def test_operator_down_alert_fires_without_a_leader() -> None:
+    """All operators export the metric, but only the leader's value is 1."""
     assert ALERTS["LMCacheOperatorDown"]["expr"] == "absent(lmcache_operator_leading == 1)"
 
 
-def test_alerts_on_conditions_outlast_a_change_of_leaders() -> None:
-    """Whose figures have another pod in their labels: time would begin anew."""
+def test_condition_alerts_survive_a_leader_change() -> None:
+    """The new leader's metrics have a different pod label, which would restart the alert's time."""
     conditions = [alert["expr"] for alert in ALERTS.values() if "cluster_condition" in alert["expr"]]
     assert len(conditions) == 2
     for expr in conditions:
@@ -84,6 +86,6 @@ def test_alerts_are_few_and_complete() -> None:
         assert alert["severity"] in ("warning", "critical")
 
 
-def test_panels_lie_beside_each_other() -> None:
+def test_dashboard_panels_do_not_overlap() -> None:
     places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in DASHBOARD["panels"]]
     assert len(set(places)) == len(places) == len({panel["id"] for panel in DASHBOARD["panels"]})

@@ -1,4 +1,4 @@
-"""The schemas that `make check` holds rendered manifests against refuse what the API server would refuse."""
+"""Schemas with which `make check` validates rendered manifests. They must be as strict as the API server."""
 
 import json
 
@@ -28,19 +28,19 @@ def openapi() -> dict:
     return {"definitions": definitions}
 
 
-def test_only_needed_definitions_are_kept_without_prose_and_closed():
+def test_convert_keeps_needed_definitions_closed_and_without_descriptions():
     schema = schemas.convert(openapi())
     assert "Unused" not in schema["definitions"]
     assert "Other" in schema["definitions"]
-    kept = schema["definitions"]["D0"]
-    assert kept["additionalProperties"] is False
-    assert kept["required"] == ["count"]
-    assert kept["properties"]["port"] == {"type": ["integer", "string"]}
-    assert kept["properties"]["labels"]["additionalProperties"] == {"type": "string"}
+    definition = schema["definitions"]["D0"]
+    assert definition["additionalProperties"] is False
+    assert definition["required"] == ["count"]
+    assert definition["properties"]["port"] == {"type": ["integer", "string"]}
+    assert definition["properties"]["labels"]["additionalProperties"] == {"type": "string"}
     assert "prose" not in json.dumps(schema)
 
 
-def test_every_kind_has_its_rule_by_group_and_version():
+def test_every_kind_has_a_rule_by_group_and_version():
     schema = schemas.convert(openapi())
     pairs = [(r["if"]["properties"]["apiVersion"]["const"], r["if"]["properties"]["kind"]["const"])
              for r in schema["allOf"]]  # fmt: skip
@@ -48,7 +48,7 @@ def test_every_kind_has_its_rule_by_group_and_version():
     assert schema["anyOf"] == [rule["if"] for rule in schema["allOf"]]
 
 
-def test_the_committed_schemas_are_of_the_kinds_that_we_make():
+def test_committed_schemas_cover_the_rendered_kinds():
     committed = json.loads(schemas.SCHEMAS.read_text())
     assert len(committed["allOf"]) == len(schemas.KINDS)
     pod = committed["definitions"]["io.k8s.api.core.v1.PodSpec"]

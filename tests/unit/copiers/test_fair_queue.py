@@ -1,4 +1,4 @@
-"""Clients take turns: what one asks for delays another by a batch at most."""
+"""Fair queue: a client's items delay another client by a batch at most."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from lmcache_sidecar.copiers.fair_queue import FairQueue
 
 
-def test_a_greedy_client_does_not_starve_another():
+def test_greedy_client_does_not_starve_another():
     queue: FairQueue[str] = FairQueue()
     queue.put(1, ["greedy"] * 1000)
     queue.put(2, ["a", "b"])
@@ -16,7 +16,7 @@ def test_a_greedy_client_does_not_starve_another():
     assert "late" in queue.take(2, lambda _: 1)
 
 
-def test_what_is_larger_than_a_batch_goes_alone():
+def test_item_larger_than_a_batch_is_taken_separately():
     queue: FairQueue[int] = FairQueue()
     queue.put(1, [100, 3])
     queue.put(2, [4])
@@ -35,7 +35,7 @@ def test_what_is_larger_than_a_batch_goes_alone():
         max_size=30,
     )
 )
-def test_nothing_is_lost_doubled_or_overtaken(steps):
+def test_items_are_neither_lost_duplicated_nor_reordered(steps):
     queue: FairQueue[tuple[int, int, int]] = FairQueue()
     waiting: dict[int, list[tuple[int, int, int]]] = {client: [] for client in range(4)}
     number = 0
@@ -48,10 +48,10 @@ def test_nothing_is_lost_doubled_or_overtaken(steps):
             waiting[step[1]] += items
             queue.put(step[1], items)
         elif step[0] == "take":
-            taken = queue.take(step[1], lambda item: item[2])
-            assert bool(taken) == any(waiting.values())
-            assert len(taken) == 1 or sum(item[2] for item in taken) <= step[1]
-            for item in taken:
+            batch = queue.take(step[1], lambda item: item[2])
+            assert bool(batch) == any(waiting.values())
+            assert len(batch) == 1 or sum(item[2] for item in batch) <= step[1]
+            for item in batch:
                 assert waiting[item[0]].pop(0) == item
         else:
             dropped = queue.drop(step[1], lambda item: item[2] == step[2])  # noqa: B023

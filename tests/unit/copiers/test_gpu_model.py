@@ -1,4 +1,7 @@
-"""A GPU's clients, jobs and readers under any interleaving: nothing ends while it may still be written."""
+"""Model-based test of a GPU's clients, jobs and readers.
+
+No job may end while its slots may still be written.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from lmcache_sidecar.copiers import gpu, messages
-from lmcache_sidecar.copiers.gpu import Gpu, Member
-from lmcache_sidecar.copiers.jobs import CopyStats, SlotCopy
+from lmcache_sidecar.copiers.gpu import Gpu
+from lmcache_sidecar.copiers.jobs import CopyStats, PlacedCopy
+from lmcache_sidecar.copiers.members import Member
 from lmcache_sidecar.copiers.messages import Kind
 
 from lmcache.rpc import kvcache_pb2 as pb
@@ -24,19 +28,22 @@ PIDS = st.sampled_from([100, 101, 200, 201, 202, 203])
 
 
 class FakeReader:
-    """Answers when it is told to; what it was told to copy may be written until it is reaped."""
+    """A reader that answers when the model says so.
+
+    Slots of its copies may be written until it is reaped.
+    """
 
     alive: ClassVar[list[FakeReader]] = []
     next_pid: ClassVar[int] = 100
 
     def __init__(self, pid: int) -> None:
         self.pid, self.verdict = pid, ""
-        self.asked: deque[tuple[Kind, int, Kind]] = deque()
-        self.said: asyncio.Queue[tuple[Kind, int, str] | None] = asyncio.Queue()
-        self.gone = asyncio.Event()
-        self.handles: dict[int, set[bytes]] = {}  # open, by client
+        self.requests: deque[tuple[Kind, int, Kind]] = deque()
+        self.replies: asyncio.Queue[tuple[Kind, int, str] | None] = asyncio.Queue()
+        self.may_be_reaped = asyncio.Event()
+        self.handles: dict[int, set[bytes]] = {}  # open handles of each client
         self.offers: dict[int, set[bytes]] = {}
-        self.writing: dict[int, list[int]] = {}  # offsets by batch
+        self.writing: dict[int, list[int]] = {}  # offsets of each batch
 
     @classmethod
     async def start(cls, uuid: str, fd: int, pids: Any) -> FakeReader:
@@ -52,19 +59,19 @@ class FakeReader:
             return
         if kind == Kind.OPEN:
             _, offer = messages.parse_open(body)
-            handles = {one.ipc_handle for one in pb.TransferOffer.FromString(offer).allocations}
+            handles = {allocation.ipc_handle for allocation in pb.TransferOffer.FromString(offer).allocations}
             self.offers[number] = handles
         if kind == Kind.COPY:
             parts = list(messages.parse_copies(body))
-            assert all(part.client in self.handles for part in parts), "copied for who is not open"
+            assert all(part.client in self.handles for part in parts), "a copy for a client that is not open"
             self.writing[number] = [int(offset) for part in parts for offset in part.offsets]
-        self.asked.append((kind, number, answer))
+        self.requests.append((kind, number, answer))
 
-    def tell(self, kind: Kind, number: int, body: bytes = b"") -> None:
+    def send(self, kind: Kind, number: int, body: bytes = b"") -> None:
         pass
 
     async def receive(self) -> tuple[Kind, int, str] | None:
-        return await self.said.get()
+        return await self.replies.get()
 
     @property
     def is_ending(self) -> bool:
@@ -72,29 +79,29 @@ class FakeReader:
 
     def kill(self, verdict: str) -> None:
         self.verdict = self.verdict or verdict
-        self.said.put_nowait(None)
+        self.replies.put_nowait(None)
 
     async def reap(self) -> str:
-        await self.gone.wait()
+        await self.may_be_reaped.wait()
         self.alive.remove(self)
         self.writing.clear()
-        return self.verdict or "it ended"
+        return self.verdict or "exited"
 
     def answer(self, reason: str) -> None:
-        kind, number, answer = self.asked.popleft()
+        kind, number, answer = self.requests.popleft()
         if kind == Kind.OPEN and not reason:
-            open_now = set().union(*self.handles.values()) if self.handles else set()
-            assert not open_now & self.offers[number], "an old mapping would be taken for the new memory"
+            open_handles = set().union(*self.handles.values()) if self.handles else set()
+            assert not open_handles & self.offers[number], "an old mapping would be used for the new memory"
             self.handles[number] = self.offers[number]
         if kind == Kind.COPY:
             del self.writing[number]
         if kind == Kind.CLOSE:
             self.handles.pop(number, None)
-        self.said.put_nowait((answer, number, reason if kind == Kind.OPEN else ""))
+        self.replies.put_nowait((answer, number, reason if kind == Kind.OPEN else ""))
 
 
-class Model(RuleBasedStateMachine):
-    """Clients come, go and ask; readers answer, refuse and die."""
+class GpuMachine(RuleBasedStateMachine):
+    """Rules: clients attach, detach and start copies; readers answer, refuse and die."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,33 +111,33 @@ class Model(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         arena = SimpleNamespace(geometry=Geometry(4096, 1), num_rows=100, ready_rows=100, fileno=lambda: 0)
         self.gpu = Gpu("GPU-1", arena, CopyStats())
-        self.told: dict[int, bool] = {}  # does the sidecar copy for the client, as it was told last
+        self.copies_by_sidecar: dict[int, bool] = {}  # the last answer to each client
         self.present: set[int] = set()
         self.jobs: list[tuple[int, set[int], Any]] = []
         self.next_number = self.next_offset = 0
 
     def serve_all(self) -> None:
-        """From now on all goes well."""
+        """Let all readers answer until no request is left."""
         for _ in range(50):
             for reader in list(FakeReader.alive):
                 if reader.is_ending:
-                    reader.gone.set()
-                while reader.asked and not reader.is_ending:
+                    reader.may_be_reaped.set()
+                while reader.requests and not reader.is_ending:
                     reader.answer("")
             self.run()
 
     def teardown(self) -> None:
         self.serve_all()
-        assert all(self.told[number] for number in self.gpu._members), "a client waits for ever"
-        for _ in range(20):  # however many readers come one after the other
+        assert all(self.copies_by_sidecar[number] for number in self.gpu._members), "a client waits forever"
+        for _ in range(20):  # several readers may start one after the other
             for reader in FakeReader.alive:
                 reader.kill("the end")
-                reader.gone.set()
+                reader.may_be_reaped.set()
             for number in list(self.present):
                 self.gpu.remove(number)
             self.run()
         assert not FakeReader.alive
-        assert all(job.ended.done() for _, _, job in self.jobs), "a job never ends"
+        assert all(job.ended.done() for _, _, job in self.jobs), "a job did not end"
         assert self.gpu.num_slots_under_way == 0
         self.loop.close()
         self.patch.undo()
@@ -150,11 +157,11 @@ class Model(RuleBasedStateMachine):
         pages = pb.GroupPages(num_blocks=9, blocks_per_row=1, layers=[pb.LayerPages(page_bytes=4096)])
         offer = pb.TransferOffer(allocations=[allocation], groups=[pages])
 
-        def turn(is_ipc: bool, reason: str) -> None:
-            self.told[number] = is_ipc
+        def on_change(is_ipc: bool, reason: str) -> None:
+            self.copies_by_sidecar[number] = is_ipc
 
         async def add() -> None:
-            self.gpu.add(Member(number, pid, 0, offer, turn))
+            self.gpu.add(Member(number, pid, 0, offer, on_change))
 
         self.present.add(number)
         self.loop.run_until_complete(add())
@@ -162,44 +169,46 @@ class Model(RuleBasedStateMachine):
 
     @precondition(lambda self: self.present)
     @rule(data=st.data())
-    def leave(self, data):
+    def detach(self, data):
         number = data.draw(st.sampled_from(sorted(self.present)))
         self.gpu.remove(number)
-        self.told[number] = False
+        self.copies_by_sidecar[number] = False
         self.present.discard(number)
         self.run()
 
-    @precondition(lambda self: any(self.told.values()))
+    @precondition(lambda self: any(self.copies_by_sidecar.values()))
     @rule(data=st.data(), num_slots=st.integers(1, 4), num_jobs=st.integers(1, 4))
-    def ask_for_copies(self, data, num_slots, num_jobs):
-        number = data.draw(st.sampled_from([number for number, is_ipc in self.told.items() if is_ipc]))
+    def start_copies(self, data, num_slots, num_jobs):
+        number = data.draw(
+            st.sampled_from([number for number, is_ipc in self.copies_by_sidecar.items() if is_ipc])
+        )
         for _ in range(num_jobs):
             self.begin(number, num_slots)
         self.run()
 
     def begin(self, number, num_slots):
-        offsets = [self.next_offset + at for at in range(num_slots)]
+        offsets = [self.next_offset + index for index in range(num_slots)]
         self.next_offset += num_slots
 
         async def begin() -> Any:
             blocks = np.zeros(1, np.uint32)
-            return self.gpu.begin(number, [SlotCopy(0, offset, blocks) for offset in offsets])
+            return self.gpu.begin(number, [PlacedCopy(0, offset, blocks) for offset in offsets])
 
         self.jobs.append((number, set(offsets), self.loop.run_until_complete(begin())))
 
     @precondition(lambda self: self.jobs)
     @rule(data=st.data())
-    def give_up(self, data):
+    def drop_job(self, data):
         number, _, job = data.draw(st.sampled_from(self.jobs))
         self.gpu.drop(number, job)
         self.run()
 
-    @precondition(lambda self: any(reader.asked for reader in FakeReader.alive))
+    @precondition(lambda self: any(reader.requests for reader in FakeReader.alive))
     @rule(refused=st.lists(st.sampled_from(["", "", "", "no"]), min_size=1, max_size=5))
     def answer(self, refused):
         for reason in refused:
             for reader in FakeReader.alive:
-                if reader.asked and not reader.is_ending:
+                if reader.requests and not reader.is_ending:
                     reader.answer(reason)
             self.run()
 
@@ -212,15 +221,15 @@ class Model(RuleBasedStateMachine):
 
     @precondition(lambda self: FakeReader.alive)
     @rule()
-    def be_reaped(self):
-        """A process that was killed, or died, may hang in the kernel before."""
+    def reap_readers(self):
+        """Reap exited readers. A killed process may hang in the kernel before this step."""
         for reader in list(FakeReader.alive):
             if reader.is_ending:
-                reader.gone.set()
+                reader.may_be_reaped.set()
         self.run()
 
     @invariant()
-    def nothing_ends_while_it_may_be_written(self):
+    def no_job_ends_while_its_slots_may_be_written(self):
         writing = {offset for reader in FakeReader.alive for w in reader.writing.values() for offset in w}
         for _, offsets, job in self.jobs:
             if job.ended.done():
@@ -228,41 +237,41 @@ class Model(RuleBasedStateMachine):
                 assert bool(job.refusal) != all(job.copied)
 
     @invariant()
-    def there_is_one_reader_and_its_id_is_nobody_s(self):
+    def at_most_a_single_reader_runs_and_its_id_is_no_clients_id(self):
         assert len(FakeReader.alive) <= 1
         for reader in FakeReader.alive:
             if not reader.is_ending and not self.gpu._is_retiring:
                 assert reader.pid not in self.gpu._pids()
 
     @invariant()
-    def whoever_was_told_so_has_its_memory_open(self):
+    def clients_of_the_sidecar_have_open_handles(self):
         reader = FakeReader.alive[0] if FakeReader.alive else None
-        for number, is_ipc in self.told.items():
+        for number, is_ipc in self.copies_by_sidecar.items():
             if is_ipc and reader is not None and not reader.is_ending:
                 assert number in reader.handles
 
 
-def test_who_comes_while_a_reader_goes_gets_the_next_one():
-    model = Model()
+def test_client_attached_while_a_reader_stops_gets_the_next_reader():
+    model = GpuMachine()
     model.attach(pid=200, handle=1)
     model.serve_all()
-    assert model.told == {1: True}
+    assert model.copies_by_sidecar == {1: True}
     model.gpu.remove(1)
     model.present.clear()
     (reader,) = FakeReader.alive
     reader.answer("")
     model.run()
-    assert reader.is_ending, "nobody needs it"
+    assert reader.is_ending, "no client needs the reader"
     model.attach(pid=201, handle=1)
-    assert not model.told[2]
+    assert not model.copies_by_sidecar[2]
     model.serve_all()
-    assert model.told[2]
+    assert model.copies_by_sidecar[2]
     model.teardown()
 
 
-def test_who_comes_or_asks_while_a_reader_is_reaped_has_no_part_in_its_end():
-    """A process that hangs in the kernel may take long to die."""
-    model = Model()
+def test_attach_during_reaping_succeeds_and_copies_during_reaping_are_refused():
+    """A process that hangs in the kernel may need a long time to exit."""
+    model = GpuMachine()
     model.attach(pid=200, handle=1)
     model.serve_all()
     model.die()
@@ -270,23 +279,23 @@ def test_who_comes_or_asks_while_a_reader_is_reaped_has_no_part_in_its_end():
     model.begin(1, 2)
     assert model.gpu.num_slots_under_way == 0
     model.serve_all()
-    assert model.told == {1: True, 2: True}
+    assert model.copies_by_sidecar == {1: True, 2: True}
     ((_, _, job),) = model.jobs
     assert job.refusal == "died"
     model.teardown()
 
 
-def test_who_is_always_around_when_readers_end_copies_for_itself():
-    model = Model()
+def test_client_present_at_repeated_reader_exits_copies_by_itself():
+    model = GpuMachine()
     model.attach(pid=200, handle=1)
     for _ in range(gpu._MAX_MOVES + 1):
         model.serve_all()
-        assert model.told[1]
+        assert model.copies_by_sidecar[1]
         model.die()
     model.serve_all()
-    assert not model.told[1]
+    assert not model.copies_by_sidecar[1]
     model.teardown()
 
 
-TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestGpuModel = GpuMachine.TestCase
+TestGpuModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,4 +1,4 @@
-"""From blocks to addresses, against byte-wise copying; and what lies outside is refused."""
+"""Addresses of blocks, compared with copies byte by byte; addresses outside are refused."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ def opened(*sizes: int) -> list[Opened]:
     ),
     rows=st.lists(st.lists(st.integers(0, 4), min_size=2, max_size=2), min_size=1, max_size=5),
 )
-def test_each_byte_of_a_slot_comes_from_its_page(layers, rows):
-    found = Pages(pages(*layers), opened(1000, 1000), COLUMN)
+def test_each_byte_of_a_slot_is_copied_from_its_page(layers, rows):
+    group_pages = Pages(pages(*layers), opened(1000, 1000), COLUMN)
     slots = np.arange(len(rows), dtype=np.uint64) * 4096 + 8192
-    wanted = {}
+    expected = {}
     for slot, blocks in zip(slots.tolist(), rows, strict=True):
-        at = COLUMN.address + slot - COLUMN.offset
+        address = COLUMN.address + slot - COLUMN.offset
         for block in blocks:
             for allocation, offset, page_bytes, stride in layers:
                 for byte in range(page_bytes):
-                    wanted[at + byte] = BASES[allocation] + offset + block * stride + byte
-                at += page_bytes
+                    expected[address + byte] = BASES[allocation] + offset + block * stride + byte
+                address += page_bytes
     copied = {}
-    for to, from_, size in zip(*found.pieces(slots, np.array(rows, np.uint32)), strict=True):
+    for to, from_, size in zip(*group_pages.pieces(slots, np.array(rows, np.uint32)), strict=True):
         copied |= {int(to) + byte: int(from_) + byte for byte in range(int(size))}
-    assert copied == wanted
+    assert copied == expected
 
 
-def test_pages_beyond_what_the_driver_says_are_refused():
+def test_refuses_pages_beyond_their_allocation_or_column():
     Pages(pages((0, 0, 64, 64)), opened(320), COLUMN)
-    with pytest.raises(ValueError, match="ends at byte 320 of an allocation that has 319"):
+    with pytest.raises(ValueError, match="ends at byte 320 of an allocation of 319"):
         Pages(pages((0, 0, 64, 64)), opened(319), COLUMN)
     with pytest.raises(ValueError, match="larger than its column"):
         Pages(pages((0, 0, 1 << 20, 1 << 20)), opened(1 << 30), COLUMN)
@@ -80,21 +80,21 @@ def test_pages_beyond_what_the_driver_says_are_refused():
         (words((1 << 64) - 4096), [[0, 1]]),
     ],
 )
-def test_a_place_outside_is_refused(offsets, blocks):
-    found = Pages(pages((0, 0, 64, 64)), opened(1000), COLUMN)
-    with pytest.raises(ValueError, match=r"not all blocks of the KV|not one of the client's column"):
-        found.pieces(offsets, np.array(blocks, np.uint32))
+def test_refuses_blocks_and_offsets_outside(offsets, blocks):
+    group_pages = Pages(pages((0, 0, 64, 64)), opened(1000), COLUMN)
+    with pytest.raises(ValueError, match=r"does not exist in the KV|outside the client's column"):
+        group_pages.pieces(offsets, np.array(blocks, np.uint32))
 
 
-def test_messages_are_read_as_they_were_written():
+def test_messages_survive_a_round_trip():
     sent = [
         Copies(7, 1, words(4096, 8192), np.array([[1, 2], [3, 4]], np.uint32)),
         Copies(1 << 63, 0, words(1), np.array([[9]], np.uint32)),
     ]
-    for copies, found in zip(sent, messages.parse_copies(messages.pack_copies(sent)), strict=True):
-        assert found[:2] == copies[:2]
-        assert found.offsets.tolist() == copies.offsets.tolist()
-        assert found.blocks.tolist() == copies.blocks.tolist()
+    for copies, parsed in zip(sent, messages.parse_copies(messages.pack_copies(sent)), strict=True):
+        assert parsed[:2] == copies[:2]
+        assert parsed.offsets.tolist() == copies.offsets.tolist()
+        assert parsed.blocks.tolist() == copies.blocks.tolist()
     assert messages.parse_start(messages.pack_start("GPU-1", Format(1, 2, 3))) == ("GPU-1", Format(1, 2, 3))
     assert messages.parse_open(messages.pack_open(5, b"offer")) == (5, b"offer")
     message = messages.pack(Kind.OPENED, 9, messages.pack_reason("é" * 9000))
@@ -102,7 +102,7 @@ def test_messages_are_read_as_they_were_written():
 
 
 @given(st.binary(max_size=80))
-def test_other_bytes_are_refused(noise):
+def test_refuses_arbitrary_bytes(noise):
     try:
         for copies in messages.parse_copies(noise):
             assert copies.blocks.shape[0] == len(copies.offsets)

@@ -1,4 +1,4 @@
-"""A reader's process: whose id it may have, how long it may think, and that nothing outlives it."""
+"""The reader process: its id, its deadlines, and the release of all resources."""
 
 from __future__ import annotations
 
@@ -30,38 +30,38 @@ SECONDS = 60.0
 SLOT_BYTES = 4096
 
 
-class FirstTwo:
-    """The ids of the first two that are asked for."""
+class FirstTwoIds:
+    """A set that contains the first two ids that are looked up."""
 
     def __init__(self) -> None:
-        self.seen: list[int] = []
+        self.looked_up: list[int] = []
 
     def __contains__(self, pid: object) -> bool:
         assert isinstance(pid, int)
-        self.seen.append(pid)
-        return len(self.seen) <= 2
+        self.looked_up.append(pid)
+        return len(self.looked_up) <= 2
 
 
-def test_a_reader_is_started_until_its_id_is_no_engine_s(tmp_path):
+def test_reader_is_restarted_until_its_id_differs_from_engine_ids(tmp_path):
     (tmp_path / "arena").touch()
 
     async def run() -> None:
-        ids = FirstTwo()
+        ids = FirstTwoIds()
         with (tmp_path / "arena").open() as arena:
             reader = await Reader.start(GPU, arena.fileno(), lambda: ids)
-        assert len(set(ids.seen)) == 3
-        assert reader.pid == ids.seen[2]
-        for other in ids.seen[:2]:
+        assert len(set(ids.looked_up)) == 3
+        assert reader.pid == ids.looked_up[2]
+        for pid in ids.looked_up[:2]:
             with pytest.raises(ProcessLookupError):
-                os.kill(other, 0)
-        reader.kill("enough")
-        assert await reader.reap() == "enough"
+                os.kill(pid, 0)
+        reader.kill("test ended")
+        assert await reader.reap() == "test ended"
 
     asyncio.run(run())
 
 
-def test_the_arena_is_locked_as_long_as_a_reader_lives(tmp_path):
-    """After a sidecar's death: rows that a copy may still go to are nobody's."""
+def test_arena_stays_locked_while_a_reader_lives(tmp_path):
+    """After the death of a sidecar, a copy may still write to rows, so no new sidecar may use the arena."""
 
     async def run() -> None:
         arena = ArenaFile(tmp_path / "arena", 1 << 20)
@@ -69,7 +69,7 @@ def test_the_arena_is_locked_as_long_as_a_reader_lives(tmp_path):
         arena.close()
         with pytest.raises(ArenaError, match="in use by another sidecar"):
             ArenaFile(tmp_path / "arena", 1 << 20)
-        reader.kill("enough")
+        reader.kill("test ended")
         await reader.reap()
         ArenaFile(tmp_path / "arena", 1 << 20).close()
 
@@ -77,12 +77,12 @@ def test_the_arena_is_locked_as_long_as_a_reader_lives(tmp_path):
 
 
 async def reader_of(process: object) -> tuple[Reader, socket.socket]:
-    ours, theirs = socket.socketpair()
-    return Reader(process, *await asyncio.open_connection(sock=ours)), theirs
+    local, remote = socket.socketpair()
+    return Reader(process, *await asyncio.open_connection(sock=local)), remote
 
 
 class FakeProcess(SimpleNamespace):
-    """Notes that it is killed; its output has ended."""
+    """A process that records its kill and has no output."""
 
     def __init__(self) -> None:
         output = asyncio.StreamReader()
@@ -93,25 +93,25 @@ class FakeProcess(SimpleNamespace):
         self.killed.set()
 
 
-def test_who_does_not_answer_is_killed_but_not_for_the_sidecar_s_own_sleep():
+def test_silent_reader_is_killed_but_not_because_the_sidecar_slept():
     async def run() -> None:
         process = FakeProcess()
         reader, other_end = await reader_of(process)
         reader.ask(Kind.COPY, 1, b"", Kind.COPIED, 0.05)
         other_end.sendall(messages.pack(Kind.COPIED, 1))
-        time.sleep(0.3)  # noqa: ASYNC251  # as a frozen sidecar does
+        time.sleep(0.3)  # noqa: ASYNC251  # simulates a frozen sidecar
         assert await reader.receive() == (Kind.COPIED, 1, "")
         assert not process.killed.is_set()
         reader.ask(Kind.COPY, 2, b"", Kind.COPIED, 0.05)
         await process.killed.wait()
-        assert reader.verdict == "its reader did not answer COPY within 0.05 s"
+        assert reader.verdict == "the reader of its GPU did not answer COPY within 0.05 s"
         other_end.close()
         assert await reader.receive() is None
 
     asyncio.run(asyncio.wait_for(run(), SECONDS))
 
 
-def test_what_is_no_message_ends_the_reader():
+def test_invalid_message_ends_the_reader():
     async def run() -> None:
         process = FakeProcess()
         reader, other_end = await reader_of(process)
@@ -123,7 +123,7 @@ def test_what_is_no_message_ends_the_reader():
     asyncio.run(asyncio.wait_for(run(), SECONDS))
 
 
-def test_a_thousand_clients_come_and_go_and_leave_nothing(tmp_path):
+def test_thousand_clients_leave_no_resources_behind(tmp_path):
     arena = ArenaFile(tmp_path / "arena", 1 << 20)
     arena.format(Geometry(SLOT_BYTES, 1))
     content = os.urandom(4 * SLOT_BYTES)
@@ -132,11 +132,11 @@ def test_a_thousand_clients_come_and_go_and_leave_nothing(tmp_path):
             allocations=[pb.DeviceAllocation(ipc_handle=handle, num_bytes=len(content))],
             groups=[pb.GroupPages(num_blocks=4, blocks_per_row=1, layers=[LAYER])],
         )
-        asyncio.run(asyncio.wait_for(come_and_go(gpus, arena, offer, content), SECONDS))
+        asyncio.run(asyncio.wait_for(attach_and_detach_clients(gpus, arena, offer, content), SECONDS))
     arena.close()
 
 
-EXPORT = """
+EXPORT_PROGRAM = """
 import sys
 from lmcache.cuda.driver import Device
 from lmcache.cuda.ipc import export
@@ -151,9 +151,9 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def exported(gpus: Node, content: bytes) -> Iterator[bytes]:
-    """The handle of GPU memory of another process."""
+    """Yield the handle of GPU memory of another process."""
     environment = os.environ | gpus.environment("engine") | {"PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-c", EXPORT, content.hex()]
+    command = [sys.executable, "-c", EXPORT_PROGRAM, content.hex()]
     with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, env=environment) as engine:
         assert engine.stdout is not None
         yield bytes.fromhex(engine.stdout.readline().decode())
@@ -161,36 +161,36 @@ def exported(gpus: Node, content: bytes) -> Iterator[bytes]:
 
 
 LAYER = pb.LayerPages(page_bytes=SLOT_BYTES, block_stride=SLOT_BYTES)
-LEAKY = ("contexts", "mappings", "streams", "events", "pins", "pinned_bytes")
+RESOURCES = ("contexts", "mappings", "streams", "events", "pins", "pinned_bytes")
 
 
-async def come_and_go(gpus, arena, offer, content) -> None:
+async def attach_and_detach_clients(gpus, arena, offer, content) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in gpus.environment("reader").items():
             patch.setenv(name, value)
         reader = await Reader.start(GPU, arena.fileno(), set)
 
-    async def ask(kind: Kind, number: int, body: bytes, answer: Kind) -> None:
+    async def request(kind: Kind, number: int, body: bytes, answer: Kind) -> None:
         reader.ask(kind, number, body, answer, SECONDS)
         while (message := await reader.receive()) is not None and message[0] == Kind.PINNED:
-            pass  # comes at any time
+            pass  # may arrive at any time
         assert message == (answer, number, ""), reader.verdict
 
     arena_format = Format(SLOT_BYTES, arena.num_rows, arena.num_rows)
-    await ask(Kind.START, 0, messages.pack_start(GPU, arena_format), Kind.STARTED)
+    await request(Kind.START, 0, messages.pack_start(GPU, arena_format), Kind.STARTED)
     column = arena.column_offset(0)
     counts = []
     for number in range(1, 1002):
-        await ask(Kind.OPEN, number, messages.pack_open(column, offer.SerializeToString()), Kind.OPENED)
+        await request(Kind.OPEN, number, messages.pack_open(column, offer.SerializeToString()), Kind.OPENED)
         row, block = number % 50, number % 4
         copies = messages.Copies(number, 0, word(column + row * SLOT_BYTES), word(block, "<u4").reshape(1, 1))
-        await ask(Kind.COPY, number, messages.pack_copies([copies]), Kind.COPIED)
-        await ask(Kind.CLOSE, number, b"", Kind.CLOSED)
+        await request(Kind.COPY, number, messages.pack_copies([copies]), Kind.COPIED)
+        await request(Kind.CLOSE, number, b"", Kind.CLOSED)
         assert bytes(arena.view(row, 0)) == content[block * SLOT_BYTES : (block + 1) * SLOT_BYTES]
         if number in (1, 1001):
             (process,) = gpus.processes("reader")
-            counts.append({name: process[name] for name in LEAKY})
-    reader.kill("enough")
+            counts.append({name: process[name] for name in RESOURCES})
+    reader.kill("test ended")
     await reader.reap()
     assert counts[0]["mappings"] == 0
     assert counts[0] | {"pins": 1, "pinned_bytes": 0} == counts[1] | {"pins": 1, "pinned_bytes": 0}

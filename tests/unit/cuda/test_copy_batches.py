@@ -1,4 +1,4 @@
-"""What a batch makes of its pieces: joined where they continue one another, cut where memory has edges."""
+"""Copy batches: adjacent pieces are joined, and pieces are split at memory edges."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def words(values):
 
 
 def copied(to, from_, sizes):
-    """A memory whose content is its addresses, after the copies."""
+    """Return a memory after the copies; the content of the source is its addresses."""
     source, target = np.arange(MEMORY), np.full(MEMORY, -1)
     for t, f, size in zip(to.tolist(), from_.tolist(), sizes.tolist(), strict=True):
         assert size > 0
@@ -45,35 +45,39 @@ def crosses(starts, sizes, edges):
 
 
 @given(batches())
-def test_the_bytes_are_the_same_and_no_piece_lies_across_an_edge(batch):
+def test_copies_the_same_bytes_and_no_piece_crosses_an_edge(batch):
     to, from_, sizes, edges = batch
-    made = CopyBatch(to, from_, sizes, edges)
-    assert copied(made.to, made.from_, made.sizes) == copied(to, from_, sizes)
-    assert not crosses(made.to, made.sizes, edges)
-    assert not crosses(made.from_, made.sizes, edges)
-    for array in (made.to, made.from_, made.sizes):
+    batch_of_copies = CopyBatch(to, from_, sizes, edges)
+    assert copied(batch_of_copies.to, batch_of_copies.from_, batch_of_copies.sizes) == copied(
+        to, from_, sizes
+    )
+    assert not crosses(batch_of_copies.to, batch_of_copies.sizes, edges)
+    assert not crosses(batch_of_copies.from_, batch_of_copies.sizes, edges)
+    for array in (batch_of_copies.to, batch_of_copies.from_, batch_of_copies.sizes):
         assert array.dtype == np.uint64
         assert array.flags.c_contiguous
 
 
 @given(batches())
-def test_what_continues_on_both_sides_is_one_piece(batch):
+def test_pieces_adjacent_on_both_sides_are_joined(batch):
     to, from_, sizes, _ = batch
-    made = CopyBatch(to, from_, sizes)
-    assert copied(made.to, made.from_, made.sizes) == copied(to, from_, sizes)
-    continues = (made.to[1:] == made.to[:-1] + made.sizes[:-1]) & (
-        made.from_[1:] == made.from_[:-1] + made.sizes[:-1]
+    batch_of_copies = CopyBatch(to, from_, sizes)
+    assert copied(batch_of_copies.to, batch_of_copies.from_, batch_of_copies.sizes) == copied(
+        to, from_, sizes
     )
-    assert not continues.any()
+    is_adjacent = (batch_of_copies.to[1:] == batch_of_copies.to[:-1] + batch_of_copies.sizes[:-1]) & (
+        batch_of_copies.from_[1:] == batch_of_copies.from_[:-1] + batch_of_copies.sizes[:-1]
+    )
+    assert not is_adjacent.any()
 
 
-def test_adjacent_pages_of_a_block_outermost_layout_are_one_piece():
+def test_adjacent_pages_of_a_block_outermost_layout_become_a_single_piece():
     pages = np.arange(512, dtype=np.uint64) * np.uint64(4096)
     assert CopyBatch(pages, pages + np.uint64(1 << 40), np.full(512, 4096, np.uint64)).sizes.tolist() == [
         512 * 4096
     ]
 
 
-def test_arrays_of_other_lengths_are_refused():
+def test_refuses_arrays_of_unequal_length():
     with pytest.raises(ValueError, match="2 targets, 1 sources and 2 sizes"):
         CopyBatch(words([0, 1]), words([5]), words([1, 1]))

@@ -1,4 +1,4 @@
-"""Whatever becomes ready and goes again: what is pinned is what is ready, and never what is not."""
+"""Pinned memory: exactly the ready extents are pinned, while memory becomes ready and unready."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ADDRESS = 100 * PAGE_BYTES
 
 
 class Registrations:
-    """A context that refuses some extents, and knows which memory may be touched."""
+    """A CUDA context that refuses some extents and knows which memory may be touched."""
 
     def __init__(self, refused):
         self.refused, self.registered, self.ready = refused, {}, 0
@@ -46,7 +46,7 @@ class Registrations:
     waits=st.lists(st.booleans(), min_size=8, max_size=8),
     refused=st.sets(st.integers(0, 6), max_size=2),
 )
-def test_what_is_pinned_is_what_is_ready(shift, num_pages, steps, waits, refused):
+def test_exactly_the_ready_extents_are_pinned(shift, num_pages, steps, waits, refused):
     num_bytes = num_pages * PAGE_BYTES
     context = Registrations(refused if not shift else set())
     pins = Pins(context, ADDRESS + shift, num_bytes, EXTENT)
@@ -57,41 +57,41 @@ def test_what_is_pinned_is_what_is_ready(shift, num_pages, steps, waits, refused
         if grows:
             context.ready = ADDRESS + shift + step
         pins.set_ready(step)
-        with context.lock:  # nothing beyond is registered when this has returned
+        with context.lock:  # no memory beyond ``step`` is registered after the call
             assert all(end <= ADDRESS + shift + step for end in context.registered.values())
         context.ready = ADDRESS + shift + step
         if is_awaited:
             assert pins.wait(60)
-            wanted = {
+            expected = {
                 start: end
                 for start, end in itertools.pairwise(edges)
                 if end <= context.ready and (shift or (start - ADDRESS) // EXTENT not in refused)
             }
-            assert context.registered == wanted
-            assert pins.pinned_bytes == sum(end - start for start, end in wanted.items())
+            assert context.registered == expected
+            assert pins.pinned_bytes == sum(end - start for start, end in expected.items())
     pins.close()
     assert not context.registered
     assert not context.errors
     assert pins.pinned_bytes == 0
 
 
-def test_who_watches_learns_the_first_error_and_what_is_pinned_in_the_end():
-    context, seen, changed = Registrations({0, 2}), [], threading.Condition()
+def test_callback_reports_the_first_error_and_the_pinned_bytes():
+    context, statuses, changed = Registrations({0, 2}), [], threading.Condition()
 
     def on_change():
         with changed:
-            seen.append(pins.status)
+            statuses.append(pins.status)
             changed.notify_all()
 
-    def is_seen(status):
+    def wait_for_status(status):
         with changed:
-            return changed.wait_for(lambda: seen and seen[-1] == status, 60)
+            return changed.wait_for(lambda: statuses and statuses[-1] == status, 60)
 
     context.ready = ADDRESS + 4 * EXTENT
     pins = Pins(context, ADDRESS, 4 * EXTENT, EXTENT, on_change)
     pins.set_ready(4 * EXTENT)
     error = "cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY (2)"
-    assert is_seen(PinStatus(2 * EXTENT, 2, error))
+    assert wait_for_status(PinStatus(2 * EXTENT, 2, error))
     pins.set_ready(EXTENT)
-    assert is_seen(PinStatus(0, 2, error))
+    assert wait_for_status(PinStatus(0, 2, error))
     pins.close()

@@ -1,11 +1,11 @@
-"""Samplers, which keep heads and keys under a threshold in a bounded ring."""
+"""Samplers record heads, and keys below a threshold, in a bounded ring."""
 
 from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache.curves import HASHES, Kept, Sampler
+from lmcache.curves import HASHES, SampledRequest, Sampler
 from tools.simulate import key_hash
 
 
@@ -13,30 +13,32 @@ def joined(keys: list[int]) -> bytes:
     return b"".join(key.to_bytes(8, "big") for key in keys)
 
 
-def keys_of(request: Kept) -> list[int]:
-    return [int.from_bytes(request.keys[at : at + 8], "big") for at in range(0, len(request.keys), 8)]
+def keys_of(request: SampledRequest) -> list[int]:
+    return [
+        int.from_bytes(request.keys[offset : offset + 8], "big") for offset in range(0, len(request.keys), 8)
+    ]
 
 
-def test_a_sampler_keeps_heads_and_its_share_of_the_rest():
+def test_records_heads_and_the_sampled_share_of_other_keys():
     sampler = Sampler(rate=0.25, max_samples=100_000)
     keys = [key_hash(number) for number in range(4000)]
     for first in range(0, 4000, 8):
         sampler.record(float(first), joined(keys[first : first + 8][::-1]), b"-------m")
-    kept = {key for request in sampler.since(0)[1] for key in keys_of(request)}
-    below = {key_hash(number) for number in range(4000) if key_hash(number) < HASHES // 4}
+    recorded = {key for request in sampler.since(0)[1] for key in keys_of(request)}
+    sampled = {key_hash(number) for number in range(4000) if key_hash(number) < HASHES // 4}
     heads = {key_hash(number) for number in range(0, 4000, 8)}
-    assert kept == below | heads
+    assert recorded == sampled | heads
     assert all(request.tiers.endswith(b"m") for request in sampler.since(0)[1])
-    assert sampler.position == len(kept)
+    assert sampler.position == len(recorded)
 
 
-def test_a_sampler_with_rate_one_keeps_everything_and_its_ring_is_bounded():
+def test_rate_one_records_all_keys_in_a_bounded_ring():
     sampler = Sampler(max_samples=10)
     for time in range(5):
         sampler.record(float(time), b"\xff" * 32, b"em--")
-    kept = [Kept(float(time), HASHES, b"\xff" * 32, b"em--") for time in (3, 4)]
-    assert sampler.since(0) == (12, kept)
-    assert sampler.since(13) == (16, kept[1:])
+    expected = [SampledRequest(float(time), HASHES, b"\xff" * 32, b"em--") for time in (3, 4)]
+    assert sampler.since(0) == (12, expected)
+    assert sampler.since(13) == (16, expected[1:])
     assert sampler.since(99) == (20, [])
     assert sampler.num_dropped == 12
 
@@ -48,37 +50,43 @@ def test_a_sampler_with_rate_one_keeps_everything_and_its_ring_is_bounded():
     st.integers(0, 100),
     st.floats(0.01, 1.0),
 )
-def test_a_sampler_keeps_what_a_list_would(requests, max_samples, since, rate):
+def test_sampler_matches_a_list(requests, max_samples, since, rate):
     sampler, expected = Sampler(max_samples=max_samples), []
-    for time, (keys, kept_rate) in enumerate(requests):
-        sampler.rate = kept_rate
+    for time, (keys, request_rate) in enumerate(requests):
+        sampler.rate = request_rate
         sampler.record(float(time), joined(keys), bytes(range(len(keys))))
-        bound = int(kept_rate * HASHES)
-        kept = [(key, at) for at, key in enumerate(keys) if key < bound or at == len(keys) - 1]
-        expected += [(time, bound, kept)] if kept else []
-    position = sum(len(kept) for _, _, kept in expected)
+        bound = int(request_rate * HASHES)
+        pairs = [(key, tier) for tier, key in enumerate(keys) if key < bound or tier == len(keys) - 1]
+        expected += [(time, bound, pairs)] if pairs else []
+    position = sum(len(pairs) for _, _, pairs in expected)
     assert sampler.position == position
-    left = []
-    for time, bound, kept in reversed(expected):
-        position -= len(kept)
+    remaining = []
+    for time, bound, pairs in reversed(expected):
+        position -= len(pairs)
         if sampler.position - position > max_samples or position < since:
             break
-        left.insert(0, (float(time), bound, kept))
-    first, requests_kept = sampler.since(since)
+        remaining.insert(0, (float(time), bound, pairs))
+    first, requests_since = sampler.since(since)
     assert [
-        (one.time, one.bound, list(zip(keys_of(one), one.tiers, strict=True))) for one in requests_kept
-    ] == left
-    assert first + sum(len(one.tiers) for one in requests_kept) == sampler.position
+        (request.time, request.bound, list(zip(keys_of(request), request.tiers, strict=True)))
+        for request in requests_since
+    ] == remaining
+    assert first + sum(len(request.tiers) for request in requests_since) == sampler.position
     lower = int(rate * HASHES)
-    for one, (_, bound, kept) in zip(requests_kept, left, strict=True):
-        fewer = one.below(lower)
-        pairs = [pair for pair in kept[:-1] if pair[0] < lower] + kept[-1:] if lower < bound else kept
-        assert list(zip(keys_of(fewer), fewer.tiers, strict=True)) == pairs
-        assert fewer.bound == min(lower, bound)
+    for request, (_, bound, pairs) in zip(requests_since, remaining, strict=True):
+        reduced = request.below(lower)
+        expected_pairs = (
+            [pair for pair in pairs[:-1] if pair[0] < lower] + pairs[-1:] if lower < bound else pairs
+        )
+        assert list(zip(keys_of(reduced), reduced.tiers, strict=True)) == expected_pairs
+        assert reduced.bound == min(lower, bound)
 
 
-def test_a_ring_that_is_too_small_keeps_fewer_keys_for_longer():
-    """Who asks once a minute misses nothing from then on; and where less comes again, more is kept."""
+def test_small_ring_lowers_the_rate_until_a_reader_loses_nothing():
+    """A reader that reads once a minute loses nothing after the change.
+
+    With less traffic the rate rises again.
+    """
     sampler, time, number = Sampler(max_samples=4096, kept_seconds=240.0), 0.0, 0
     position, lost = 0, []
 
@@ -87,7 +95,7 @@ def test_a_ring_that_is_too_small_keeps_fewer_keys_for_longer():
         for second in range(int(seconds)):
             for _ in range(per_second):
                 number += 1
-                keys = [key_hash(100 * number + at) for at in range(30)]
+                keys = [key_hash(100 * number + index) for index in range(30)]
                 sampler.record(time, joined(keys), b"-" * 30)
             time += 1.0
             if second % 60 == 59:
@@ -99,20 +107,22 @@ def test_a_ring_that_is_too_small_keeps_fewer_keys_for_longer():
     assert any(lost)
     assert not any(lost[-15:])
     assert sampler.rate < 0.2
-    few = sampler.rate
+    low_rate = sampler.rate
     serve(7200, 1)
     assert not any(lost[-120:])
-    assert sampler.rate > few
+    assert sampler.rate > low_rate
 
 
-def test_a_ring_that_is_full_of_requests_keeps_more_than_one_key_of_each():
-    """The last is always kept: halving what else is would not make the ring last any longer."""
+def test_ring_full_of_requests_keeps_several_keys_per_request():
+    """The last key is always recorded, so a lower rate would not make the ring last longer."""
     sampler, number, position = Sampler(max_samples=4096, kept_seconds=480.0), 0, 0
     lost = []
     for second in range(1200):
         for _ in range(10):
             number += 1
-            sampler.record(float(second), joined([key_hash(100 * number + at) for at in range(8)]), b"-" * 8)
+            sampler.record(
+                float(second), joined([key_hash(100 * number + index) for index in range(8)]), b"-" * 8
+            )
         if second % 60 == 59:
             first, _ = sampler.since(position)
             lost.append(first - position)

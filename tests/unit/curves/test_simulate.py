@@ -1,4 +1,4 @@
-"""The trace simulator, and the promise of its estimate on both traces."""
+"""The trace simulator, and the accuracy of its estimate on both traces."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ def test_stack_distances_count_distinct_blocks():
     assert stack_distances([[1, 2], [2, 3], [1], [1]]) == [0, 0, 1, 0, 3, 1]
 
 
-def test_a_prefix_hits_up_to_its_first_missing_block():
+def test_prefix_hits_up_to_its_first_missing_block():
     requests = [Request(0, (1, 2, 3)), Request(1, (1, 2, 4)), Request(2, (9, 2, 3))]
     assert simulate(requests, 10, LRU(10)) == 2 / 9
 
 
-def test_a_tail_goes_before_its_head():
+def test_evicts_tails_before_heads():
     requests = [Request(0, (1, 2, 3)), Request(1, (1, 2, 3))]
     assert simulate(requests, 2, LRU(2)) == 2 / 6
 
 
-def test_without_eviction_what_came_first_stays():
+def test_no_eviction_policy_keeps_the_first_blocks():
     requests = [Request(0, (1, 2)), Request(1, (3, 4)), Request(2, (1, 2, 3))]
     assert simulate(requests, 2, NoEviction(2)) == 2 / 7
 
 
 @pytest.mark.parametrize("name", ["conversation", "synthetic"])
-def test_the_estimate_is_within_half_a_point_on_average(name):
+def test_estimate_is_within_half_a_percentage_point_on_average(name):
     requests = list(read_trace(TRACES / f"mooncake_{name}_trace.jsonl.gz"))
     distances = sorted(stack_distances(tail_first(requests)))
     curve = estimate(requests, BLOCK)
@@ -58,7 +58,7 @@ def test_the_estimate_is_within_half_a_point_on_average(name):
     assert statistics.mean(errors) <= 0.005
 
 
-def test_the_tier_s_policy_is_as_good_as_lru():
+def test_policy_of_the_tiers_is_as_good_as_lru():
     requests = list(read_trace(TRACES / "mooncake_synthetic_trace.jsonl.gz"))
     distances = stack_distances(tail_first(requests))
     exact = sum(0 < distance <= 8000 for distance in distances) / len(distances)
@@ -68,7 +68,7 @@ def test_the_tier_s_policy_is_as_good_as_lru():
 @pytest.mark.parametrize(
     "line", ["", "{", "[]", '{"timestamp": 0}', '{"timestamp": 0, "hash_ids": ["x"]}', "null"]
 )
-def test_a_bad_line_is_named(tmp_path, line, capsys):
+def test_error_names_the_invalid_line(tmp_path, line, capsys):
     trace = tmp_path / "t.jsonl"
     trace.write_text('{"timestamp": 0, "hash_ids": [1]}\n' + line + "\n")
     with pytest.raises(TraceError, match="line 2"):
@@ -77,7 +77,7 @@ def test_a_bad_line_is_named(tmp_path, line, capsys):
     assert "line 2" in capsys.readouterr().err
 
 
-def test_the_command_prints_a_line_per_size_and_draws(tmp_path, capsys):
+def test_command_prints_a_line_per_size_and_draws_a_plot(tmp_path, capsys):
     trace = tmp_path / "t.jsonl"
     trace.write_text('{"timestamp": 0, "hash_ids": [1, 2]}\n' * 4)
     assert (
@@ -89,6 +89,6 @@ def test_the_command_prints_a_line_per_size_and_draws(tmp_path, capsys):
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_file_that_is_not_there_is_an_error_and_not_a_traceback(tmp_path, capsys):
-    assert main([str(tmp_path / "none.jsonl")]) == 1
-    assert "none.jsonl" in capsys.readouterr().err
+def test_missing_file_is_an_error_without_traceback(tmp_path, capsys):
+    assert main([str(tmp_path / "missing.jsonl")]) == 1
+    assert "missing.jsonl" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What the demo says and builds at its start."""
+"""Start of the demo: printed times, and programs to build."""
 
 import subprocess
 import sys
@@ -12,8 +12,8 @@ from tools.kube import binaries, machine
 
 
 @pytest.fixture
-def lacks(monkeypatch):
-    """Make it look as if these programs were missing."""
+def set_missing_programs(monkeypatch):
+    """Simulate that these programs are missing."""
 
     def set_missing(*names: str) -> None:
         monkeypatch.setattr(machine, "missing", lambda _: list(names))
@@ -21,19 +21,19 @@ def lacks(monkeypatch):
     return set_missing
 
 
-def test_it_builds_the_programs_of_its_control_plane_and_no_more():
+def test_demo_builds_only_programs_of_its_control_plane():
     assert set(binaries.CLUSTER) == set(cluster.Cluster.programs)
     assert not {"kubelet", "kube-proxy", "kubeconform"} & set(binaries.CLUSTER)
 
 
-def test_where_all_is_there_it_names_seconds(lacks):
-    lacks()
+def test_expected_time_is_in_seconds_if_nothing_is_missing(set_missing_programs):
+    set_missing_programs()
     assert start.expected(start.HALVES, is_set_up=True) == "This takes about 90 seconds."
     assert start.expected(["engine"], is_set_up=True) == "This takes about 65 seconds."
 
 
-def test_a_build_and_set_up_are_named_with_their_time(lacks):
-    lacks("kwok", "helm")
+def test_expected_time_includes_build_and_set_up(set_missing_programs):
+    set_missing_programs("kwok", "helm")
     text = start.expected(start.HALVES, is_set_up=False)
     assert "7 minutes this first time, later 90 seconds" in text
     assert "built from source in the background (kwok, helm)" in text
@@ -41,12 +41,12 @@ def test_a_build_and_set_up_are_named_with_their_time(lacks):
     assert "downloaded and installed" in text
 
 
-def test_the_engine_alone_needs_no_build(lacks):
-    lacks("kwok")
+def test_engine_half_needs_no_build(set_missing_programs):
+    set_missing_programs("kwok")
     assert "Kubernetes" not in start.expected(["engine"], is_set_up=False)
 
 
-def test_it_starts_before_anything_is_installed():
-    """``-S`` and ``-I``: the standard library alone."""
+def test_demo_starts_before_packages_are_installed():
+    """``-S`` and ``-I`` leave only the standard library."""
     argv = [sys.executable, "-S", "-I", "-c", "import sys; sys.path.insert(0, '.'); import demo.start"]
     subprocess.run(argv, cwd=REPOSITORY, check=True)

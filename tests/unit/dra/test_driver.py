@@ -1,4 +1,4 @@
-"""The driver of simulated GPUs, asked by one who speaks as a kubelet does."""
+"""The DRA driver of simulated GPUs, called by a simulated kubelet."""
 
 import json
 import subprocess
@@ -29,15 +29,17 @@ class FakeApi:
     def delete(self, kind, name, namespace=None):
         del self.objects[kind, name]
 
-    def allocate(self, name, uid, *devices, of=NAME):
-        results = [{"request": "gpu", "driver": of, "pool": "node", "device": device} for device in devices]
+    def allocate(self, name, uid, *devices, driver=NAME):
+        results = [
+            {"request": "gpu", "driver": driver, "pool": "node", "device": device} for device in devices
+        ]
         results.append({"request": "nic", "driver": "net.example.com", "pool": "node", "device": "nic-0"})
         status = {"allocation": {"devices": {"results": results}}}
         self.objects[CLAIMS, name] = {"metadata": {"name": name, "uid": uid}, "status": status}
 
 
 class Kubelet:
-    """Looks at the sockets in its folder of plugins, and calls who is there."""
+    """Calls the plugin whose socket is in the kubelet's plugin folder."""
 
     def __init__(self, root: Path):
         (socket,) = (root / "plugins_registry").glob("*.sock")
@@ -45,7 +47,7 @@ class Kubelet:
         self.socket = socket
 
     def call(self, socket, service, method, request, answer):
-        # A kubelet, which is not Python, names the socket where a host's name is expected.
+        # A kubelet sends the socket's path as the authority, unlike Python's gRPC.
         options = [("grpc.default_authority", str(socket).replace("/", "%2F"))]
         with grpc.insecure_channel(f"unix:{socket}", options) as channel:
             parse = getattr(kubelet_pb2, answer).FromString
@@ -57,16 +59,16 @@ class Kubelet:
         method, answer = "NotifyRegistrationStatus", "RegistrationStatusResponse"
         self.call(self.socket, REGISTRATION, method, status, answer)
 
-    def ask(self, method, answer, **claims):
+    def call_claims(self, method, answer, **claims):
         claims = [kubelet_pb2.Claim(namespace="app", name=name, uid=uid) for name, uid in claims.items()]
         request = kubelet_pb2.Claims(claims=claims)
         return dict(self.call(self.info.endpoint, DRA, method, request, answer).claims)
 
     def prepare(self, **claims):
-        return self.ask("NodePrepareResources", "PreparedClaims", **claims)
+        return self.call_claims("NodePrepareResources", "PreparedClaims", **claims)
 
     def unprepare(self, **claims):
-        return self.ask("NodeUnprepareResources", "UnpreparedClaims", **claims)
+        return self.call_claims("NodeUnprepareResources", "UnpreparedClaims", **claims)
 
 
 @pytest.fixture
@@ -98,45 +100,45 @@ def kubelet(served, tmp_path):
 
 
 def cdi_devices(tmp_path):
-    """What a container runtime would find: device name -> what a container with it gets."""
-    found = {}
+    """Devices as a container runtime finds them: device name -> edits of a container."""
+    edits_by_device = {}
     for file in (tmp_path / "cdi").glob("*.json"):
         spec = json.loads(file.read_text())
         for device in spec["devices"]:
             edits = spec["containerEdits"] | device["containerEdits"]
-            found[f"{spec['kind']}={device['name']}"] = edits
-    return found
+            edits_by_device[f"{spec['kind']}={device['name']}"] = edits
+    return edits_by_device
 
 
-def test_devices_are_told_when_the_kubelet_has_taken_the_driver(api, served, kubelet):
+def test_devices_are_published_after_the_registration(api, served, kubelet):
     assert (kubelet.info.type, kubelet.info.name) == ("DRAPlugin", NAME)
     assert list(kubelet.info.supported_versions) == ["v1.DRAPlugin"]
     assert not api.objects
     kubelet.notify()
     served.wait_registered()
-    (found,) = [obj for (kind, _), obj in api.objects.items() if kind == SLICES]
-    assert [one["attributes"]["uuid"]["string"] for one in found["spec"]["devices"]] == UUIDS
+    (resource_slice,) = [obj for (kind, _), obj in api.objects.items() if kind == SLICES]
+    assert [item["attributes"]["uuid"]["string"] for item in resource_slice["spec"]["devices"]] == UUIDS
     assert (CLASSES, NAME) in api.objects
     served.driver.retire()
     assert not api.objects
 
 
-def test_a_kubelet_that_refuses_or_does_not_come_is_told(served, kubelet):
-    with pytest.raises(DriverError, match=r"no kubelet has looked at .*reg\.sock within 0\.01 s"):
+def test_missing_or_refused_registration_raises_error(served, kubelet):
+    with pytest.raises(DriverError, match=r"no kubelet has contacted .*reg\.sock within 0\.01 s"):
         served.wait_registered(0.01)
     kubelet.notify("unsupported version")
     with pytest.raises(DriverError, match="refused the driver: unsupported version"):
         served.wait_registered()
 
 
-def test_sockets_go_with_the_driver(gpus, tmp_path):
+def test_sockets_are_removed_with_the_driver(gpus, tmp_path):
     for _ in range(2):
         with KubeletPlugin(gpus, tmp_path):
             Kubelet(tmp_path)
         assert not list(tmp_path.rglob("*.sock"))
 
 
-def test_a_claim_gets_its_devices_and_no_other_driver_s(api, kubelet, tmp_path):
+def test_claim_gets_only_devices_of_this_driver(api, kubelet, tmp_path):
     api.allocate("two", "u-2", "gpu-1", "gpu-2")
     prepared = kubelet.prepare(two="u-2")["u-2"]
     assert not prepared.error
@@ -149,25 +151,27 @@ def test_a_claim_gets_its_devices_and_no_other_driver_s(api, kubelet, tmp_path):
     assert {f"CUDASIM_DEVICES={UUIDS[1]},{UUIDS[2]}", f"CUDASIM_NODE={GPUS_DIR}"} < set(
         edits[f"{NAME}/claim=u-2-gpu-2"]["env"]
     )
-    assert [one["path"] for edit in edits.values() for one in edit["deviceNodes"]] == [
+    assert [item["path"] for edit in edits.values() for item in edit["deviceNodes"]] == [
         "/dev/gpu-1",
         "/dev/gpu-2",
     ]
-    assert kubelet.prepare(two="u-2")["u-2"] == prepared, "a kubelet asks again"
+    assert kubelet.prepare(two="u-2")["u-2"] == prepared, (
+        "a repeated call of the kubelet must return the same"
+    )
 
 
-def test_one_claim_s_failure_is_its_own(api, kubelet, tmp_path):
+def test_failed_claim_does_not_affect_others(api, kubelet, tmp_path):
     api.allocate("good", "u-1", "gpu-0")
     api.allocate("renewed", "u-3", "gpu-1")
-    api.allocate("other", "u-4", "gpu-1", of="else.example.com")
-    found = kubelet.prepare(good="u-1", renewed="u-2", other="u-4")
-    assert not found["u-1"].error
-    assert "is another one than u-2" in found["u-2"].error
-    assert "has no devices" in found["u-4"].error
+    api.allocate("other", "u-4", "gpu-1", driver="else.example.com")
+    results = kubelet.prepare(good="u-1", renewed="u-2", other="u-4")
+    assert not results["u-1"].error
+    assert "does not have uid u-2" in results["u-2"].error
+    assert "has no devices" in results["u-4"].error
     assert len(cdi_devices(tmp_path)) == 1
 
 
-def test_what_a_claim_had_is_gone_also_by_the_next_driver(api, gpus, tmp_path):
+def test_restarted_driver_removes_memory_of_a_deleted_claim(api, gpus, tmp_path):
     api.allocate("one", "u-1", "gpu-0")
     with KubeletPlugin(gpus, tmp_path):
         kubelet = Kubelet(tmp_path)
@@ -176,7 +180,7 @@ def test_what_a_claim_had_is_gone_also_by_the_next_driver(api, gpus, tmp_path):
     memory.write_bytes(b"KV")
     second = GpuDriver(api, "node", 3, cdi=tmp_path / "cdi", state=tmp_path / "gpus")
     assert second.prepared() == {"u-1": [UUIDS[0]]}
-    del api.objects[CLAIMS, "one"]  # a kubelet need not have come before its end
+    del api.objects[CLAIMS, "one"]  # the claim may be deleted before the kubelet's call
     with KubeletPlugin(second, tmp_path):
         for _ in range(2):
             assert not Kubelet(tmp_path).unprepare(one="u-1")["u-1"].error
@@ -184,12 +188,12 @@ def test_what_a_claim_had_is_gone_also_by_the_next_driver(api, gpus, tmp_path):
     assert not memory.exists()
 
 
-def test_the_driver_in_containers_can_be_loaded_and_not_changed(api, kubelet, tmp_path):
+def test_cuda_library_in_containers_is_loadable_and_read_only(api, kubelet, tmp_path):
     api.allocate("one", "u-1", "gpu-0")
     kubelet.prepare(one="u-1")
     (edits,) = cdi_devices(tmp_path).values()
     (library,) = [m for m in edits["mounts"] if m["containerPath"].endswith("-linux-gnu/libcuda.so.1")]
     assert library["options"][0] == "ro"
-    # In a process of its own: one that has loaded it takes this machine for one with a GPU.
+    # In a separate process, because the library makes the loading process see GPUs.
     load = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).cuGetErrorName"
     subprocess.run([sys.executable, "-c", load, library["hostPath"]], check=True)

@@ -1,4 +1,4 @@
-"""The rules that both images keep; there may be no container engine here to build them with."""
+"""Rules for the Dockerfiles of both images. The check needs no container engine."""
 
 import re
 import shlex
@@ -12,79 +12,83 @@ ROOT = Path(__file__).resolve().parents[3]
 DOCKERFILES = [ROOT / "operator" / "Dockerfile", ROOT / "sidecar" / "Dockerfile"]
 TEST_DOCKERFILES = sorted((ROOT / "tools" / "images").glob("*/Dockerfile"))
 PINNED = re.compile(r"scratch|debian:[a-z]+-slim(@sha256:[0-9a-f]{64})?$")
-"""A stable suite: its packages change for defects alone, and a release is built from its newest."""
+"""Base images of a stable suite, whose packages change only for fixes. A release uses the newest packages."""
 SECRET = re.compile(r"(?i)(password|token|secret|api_?key)\s*=")
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
-    """Instruction and argument, continuation lines joined, comments dropped."""
+    """Instructions with arguments, with joined continuation lines and without comments."""
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
     return [
-        (name.upper(), rest.strip())
-        for name, _, rest in (line.partition(" ") for line in joined.splitlines())
+        (name.upper(), argument.strip())
+        for name, _, argument in (line.partition(" ") for line in joined.splitlines())
     ]
 
 
 def ignored(path: str) -> bool:
-    """Whether the build context leaves ``path`` out; the last pattern that matches decides."""
-    verdict = False
+    """Whether the build context excludes ``path``. The last matching pattern decides."""
+    is_ignored = False
     for pattern in (ROOT / ".dockerignore").read_text().split("\n"):
-        negated, bare = pattern.startswith("!"), pattern.lstrip("!")
-        if pattern and not pattern.startswith("#") and (fnmatch(path, bare) or fnmatch(path + "/x", bare)):
-            verdict = not negated
-    return verdict
+        negated, bare_pattern = pattern.startswith("!"), pattern.lstrip("!")
+        if (
+            pattern
+            and not pattern.startswith("#")
+            and (fnmatch(path, bare_pattern) or fnmatch(path + "/x", bare_pattern))
+        ):
+            is_ignored = not negated
+    return is_ignored
 
 
 def problems(text: str) -> list[str]:
-    """What is wrong with a Dockerfile, a line each."""
-    wrong, stages, steps = [], set(), instructions(text)
-    for name, rest in steps:
-        words = shlex.split(rest)
+    """Rule violations of a Dockerfile, as text lines."""
+    violations, stages, steps = [], set(), instructions(text)
+    for name, argument in steps:
+        words = shlex.split(argument)
         if name == "FROM":
             if words[0] not in stages and not PINNED.match(words[0]):
-                wrong.append(f"FROM {words[0]} is not pinned to a suite")
+                violations.append(f"FROM {words[0]} is not pinned to a suite")
             stages |= {words[2]} if len(words) == 3 else set()
         elif name == "ADD":
-            wrong.append(f"ADD {rest}: use COPY")
+            violations.append(f"ADD {argument}: use COPY")
         elif name == "COPY" and words[0].startswith("--from="):
             if words[0].removeprefix("--from=") not in stages:
-                wrong.append(f"COPY {words[0]}: no such stage")
+                violations.append(f"COPY {words[0]}: no such stage")
         elif name == "COPY":
             for source in words[:-1]:
                 if not (ROOT / source).exists():
-                    wrong.append(f"COPY {source}: not in the checkout")
+                    violations.append(f"COPY {source}: not in the checkout")
                 elif ignored(source):
-                    wrong.append(f"COPY {source}: .dockerignore leaves it out")
+                    violations.append(f"COPY {source}: .dockerignore leaves it out")
         elif name == "RUN":
-            for install in re.findall(r"(?:uv )?pip install [^&]*", rest):
+            for install in re.findall(r"(?:uv )?pip install [^&]*", argument):
                 if not re.search("--(require-hashes|build-constraint) ", install):
-                    wrong.append(f"RUN {install}: whatever the index has is installed")
+                    violations.append(f"RUN {install}: whatever the index has is installed")
                 if not install.startswith("uv ") and "--no-cache-dir" not in install:
-                    wrong.append(f"RUN {install}: leaves pip's cache in the image")
-            if re.search(r"\b(sudo|curl|wget)\b", rest):
-                wrong.append(f"RUN {rest}: fetches by hand or changes user")
-        elif name in ("ENV", "ARG") and SECRET.search(rest):
-            wrong.append(f"{name} {rest}: a secret in a layer")
+                    violations.append(f"RUN {install}: leaves pip's cache in the image")
+            if re.search(r"\b(sudo|curl|wget)\b", argument):
+                violations.append(f"RUN {argument}: fetches by hand or changes user")
+        elif name in ("ENV", "ARG") and SECRET.search(argument):
+            violations.append(f"{name} {argument}: a secret in a layer")
     last = steps[max(i for i, (name, _) in enumerate(steps) if name == "FROM") :]
-    users = [rest for name, rest in last if name == "USER"]
+    users = [argument for name, argument in last if name == "USER"]
     if not users or not re.fullmatch(r"[1-9]\d*:[1-9]\d*", users[-1]):
-        wrong.append("the image must end as a numeric user that is not root")
-    if not any(name == "ENTRYPOINT" and rest.startswith("[") for name, rest in last):
-        wrong.append("the ENTRYPOINT must be a JSON list: a shell in between swallows SIGTERM")
-    if not any(name == "LABEL" and "org.opencontainers.image.title" in rest for name, rest in last):
-        wrong.append("no OCI labels")
-    return wrong
+        violations.append("the image must end as a numeric user that is not root")
+    if not any(name == "ENTRYPOINT" and argument.startswith("[") for name, argument in last):
+        violations.append("the ENTRYPOINT must be a JSON list: a shell in between swallows SIGTERM")
+    if not any(name == "LABEL" and "org.opencontainers.image.title" in argument for name, argument in last):
+        violations.append("no OCI labels")
+    return violations
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.parent.name)
-def test_dockerfile_keeps_the_rules(path):
+def test_dockerfile_obeys_the_rules(path):
     assert problems(path.read_text()) == []
 
 
-def test_the_sidecar_s_image_stays_up_when_it_can_not_run():
+def test_sidecar_image_sets_stay_up():
     text = (ROOT / "sidecar" / "Dockerfile").read_text()
-    words = [word for name, rest in instructions(text) if name == "ENV" for word in shlex.split(rest)]
+    words = [word for name, argument in instructions(text) if name == "ENV" for word in shlex.split(argument)]
     assert read({}, dict(word.split("=", 1) for word in words)).config.stay_up
 
 
@@ -105,23 +109,23 @@ def test_the_sidecar_s_image_stays_up_when_it_can_not_run():
         (("CMD", "ENV API_KEY=1\nCMD"), "secret"),
     ],
 )
-def test_a_broken_rule_is_found(change, problem):
+def test_rule_violation_is_found(change, problem):
     text = DOCKERFILES[0].read_text()
     assert change[0] in text
     assert any(problem in line for line in problems(text.replace(*change)))
 
 
-def test_both_images_share_one_base():
-    """Instruction by instruction: one layer serves both."""
-    for first in ("debian:bookworm-slim AS base", "base AS root"):
+def test_images_share_their_base_layers():
+    """Equal instructions give a shared layer."""
+    for first_step in ("debian:bookworm-slim AS base", "base AS root"):
         bases = []
         for path in DOCKERFILES:
             steps = instructions(path.read_text())
-            bases.append(steps[(at := steps.index(("FROM", first))) : at + 2])
+            bases.append(steps[(start := steps.index(("FROM", first_step))) : start + 2])
         assert bases[0] == bases[1]
 
 
-def test_sidecar_has_the_uid_and_the_payload_path_that_pods_are_rendered_with():
+def test_sidecar_image_has_the_uid_and_paths_of_rendered_pods():
     text = DOCKERFILES[1].read_text()
     from lmcache_operator.specs import paths
 

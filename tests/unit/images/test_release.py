@@ -1,4 +1,4 @@
-"""A release with a Docker that is not there: what it is told to build, and what the chart says afterwards."""
+"""A release with fake Docker and Helm: the executed commands, and the values of the published chart."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ DIGESTS = {"operator": "sha256:" + "a" * 64, "sidecar": "sha256:" + "b" * 64, "c
 
 @pytest.fixture
 def commands(monkeypatch):
-    """Every command, recorded; buildx writes what it pushed, helm packs with tar."""
+    """All recorded commands. Buildx writes the digest that it pushed, and Helm packages with tar."""
     calls = []
 
     def run(*argv):
@@ -31,7 +31,7 @@ def commands(monkeypatch):
                 archive.add(out / "lmcache-operator", "lmcache-operator")
 
     def push(words, **_):
-        """What helm prints; other calls' results are not looked at."""
+        """Return Helm's output. Results of other commands are not used."""
         if "push" in words:
             calls.append(words)
             with tarfile.open(words[2]) as archive:
@@ -46,7 +46,7 @@ def commands(monkeypatch):
     return calls
 
 
-def test_the_chart_names_the_images_that_were_pushed_by_digest(commands, tmp_path):
+def test_chart_refers_to_pushed_images_by_digest(commands, tmp_path):
     release.release("0.1.0", "registry.example/me", tmp_path / "digests")
     values = yaml.safe_load(next(call[1] for call in commands if call[0] == "values"))
     assert values["image"]["repository"] == "registry.example/me/operator"
@@ -57,7 +57,7 @@ def test_the_chart_names_the_images_that_were_pushed_by_digest(commands, tmp_pat
     assert commands[-2][-1] == "oci://registry.example/me/charts"
 
 
-def test_images_carry_sbom_and_provenance(commands):
+def test_images_have_sbom_and_provenance(commands):
     release.release("0.1.0", "registry.example/me", None)
     builds = [call for call in commands if "--metadata-file" in call]
     assert len(builds) == 2
@@ -65,15 +65,15 @@ def test_images_carry_sbom_and_provenance(commands):
 
 
 @pytest.mark.parametrize(("status", "printed"), [(1, "Error: denied"), (0, "Pushed: x")])
-def test_a_chart_that_may_not_be_there_ends_the_release(monkeypatch, status, printed):
-    done = subprocess.CompletedProcess([], status, "", printed)
-    monkeypatch.setattr(release.subprocess, "run", lambda *_, **__: done)
+def test_failed_chart_push_stops_the_release(monkeypatch, status, printed):
+    completed = subprocess.CompletedProcess([], status, "", printed)
+    monkeypatch.setattr(release.subprocess, "run", lambda *_, **__: completed)
     monkeypatch.setattr(release.binaries, "path", lambda name: name)
     with pytest.raises(release.ReleaseError, match=rf"(?s)failed: helm push .*{printed}"):
         release.push_chart(release.ROOT / "x.tgz", "registry.example/me")
 
 
-def test_another_version_than_the_project_s_publishes_nothing(commands):
+def test_version_mismatch_publishes_nothing(commands):
     with pytest.raises(release.ReleaseError, match=r"Chart.yaml is not of version 9.9.9"):
         release.release("9.9.9", "registry.example/me", None)
     assert not commands

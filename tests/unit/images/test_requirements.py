@@ -1,4 +1,4 @@
-"""What the images install is what the tests run with."""
+"""Requirements of the images equal the versions that the tests use."""
 
 import re
 import tomllib
@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 BUILD = "tools/requirements/build.txt"
 SHARED = ("numpy", "xxhash", "grpcio", "protobuf")
-"""The storage core's, which the operator does without."""
+"""Packages of the storage core, which the operator does not need."""
 
 
 def pins(*names: str) -> dict[str, str]:
@@ -18,26 +18,26 @@ def pins(*names: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("image", ["operator", "sidecar"])
-def test_every_version_is_one_that_is_tested(image):
+def test_installed_versions_are_the_tested_versions(image):
     tested = pins("tools/requirements/dev.txt", "tools/requirements/torch.txt")
     installed = pins(f"{image}/requirements.txt")
     assert installed
     assert {name: tested.get(name) for name in installed} == installed
 
 
-def test_the_operator_installs_nothing_of_the_data_path():
+def test_operator_installs_no_package_of_the_data_path():
     assert not set(pins("operator/requirements.txt")) & set(SHARED)
     assert set(pins("sidecar/requirements.txt")) >= set(SHARED)
 
 
 @pytest.mark.parametrize("name", ["operator/requirements.txt", "sidecar/requirements.txt", BUILD])
-def test_what_the_images_are_made_of_is_named_by_hash(name):
+def test_requirements_are_pinned_by_hash(name):
     lines = (ROOT / name).read_text().replace("\\\n", " ").splitlines()
     hashed = re.compile(r"\S+==\S+( +--hash=sha256:[0-9a-f]{64})+")
     assert lines
     assert [line for line in lines if not hashed.fullmatch(line)] == []
 
 
-def test_the_build_backend_is_among_them():
+def test_build_backend_is_pinned():
     backend = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     assert {*backend, "uv"} <= set(pins(BUILD))

@@ -1,4 +1,4 @@
-"""The workflows of GitHub: they parse, name actions by commit, and ask for no more than they need."""
+"""GitHub workflows: they parse, pin actions by commit, and request minimal permissions."""
 
 import re
 import subprocess
@@ -15,34 +15,34 @@ PINNED = re.compile(r"uses: [\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$")
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_actions_are_named_by_commit_and_say_their_release(path):
-    used = [line.strip(" -") for line in path.read_text().splitlines() if "uses:" in line]
-    used = [line for line in used if not line.startswith("uses: ./")]
-    assert used
-    assert [line for line in used if not PINNED.match(line)] == []
+def test_actions_are_pinned_by_commit_with_their_release(path):
+    actions = [line.strip(" -") for line in path.read_text().splitlines() if "uses:" in line]
+    actions = [line for line in actions if not line.startswith("uses: ./")]
+    assert actions
+    assert [line for line in actions if not PINNED.match(line)] == []
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_rights_are_given_by_job_and_jobs_end(path):
+def test_jobs_have_own_permissions_and_timeouts(path):
     workflow = yaml.safe_load(path.read_text())
     assert workflow["permissions"] == {}
     for job in workflow["jobs"].values():
         assert job["permissions"].get("contents") == "read"
-        if "uses" in job:  # another workflow, whose jobs say the rest
+        if "uses" in job:  # a reusable workflow sets the rest in its own jobs
             assert (ROOT / job["uses"]).exists()
             continue
         assert job["timeout-minutes"] <= 90
         assert job["runs-on"] == "ubuntu-24.04"
 
 
-def test_workflows_run_make_s_targets():
+def test_workflows_run_existing_make_targets():
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     matrix = yaml.safe_load(WORKFLOWS[0].read_text())["jobs"]["target"]["strategy"]["matrix"]["target"]
     called = re.findall(r"\bmake ([a-z0-9-]+)", "\n".join(path.read_text() for path in WORKFLOWS))
     assert {*matrix, *called} <= targets
 
 
-def test_a_release_is_what_was_tested_of_main_and_is_agreed_to():
+def test_release_needs_tested_main_and_approval():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
     job = workflow["jobs"]["release"]
     assert workflow["jobs"][job["needs"]]["uses"] == "./.github/workflows/ci.yml"
@@ -51,7 +51,7 @@ def test_a_release_is_what_was_tested_of_main_and_is_agreed_to():
     assert any("merge-base --is-ancestor" in command for command in commands[:1])
 
 
-def test_all_that_a_release_publishes_is_attested():
+def test_release_attests_all_published_artifacts():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
     steps = [step for step in workflow["jobs"]["release"]["steps"] if "attest" in step.get("uses", "")]
     digests = {step["with"]["subject-digest"] for step in steps}
@@ -59,7 +59,7 @@ def test_all_that_a_release_publishes_is_attested():
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_its_commands_are_a_shell_s(path):
+def test_commands_are_valid_shell(path):
     for job in yaml.safe_load(path.read_text())["jobs"].values():
         for step in job.get("steps", ()):
             subprocess.run(["bash", "-n", "-c", re.sub(r"\${{.*?}}", "x", step.get("run", ""))], check=True)

@@ -1,4 +1,4 @@
-"""Where the Kubernetes programs come from: found, downloaded or built; whole or not at all."""
+"""Sources of Kubernetes programs: found, downloaded or built. A failure leaves no partial result."""
 
 import dataclasses
 import hashlib
@@ -28,16 +28,16 @@ done
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch) -> Path:
-    """An empty cache directory, and hosts that nobody reaches."""
+    """An empty cache directory, and unreachable download hosts."""
     monkeypatch.setenv("LMCACHE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("KUBEBUILDER_ASSETS", raising=False)
-    serve(monkeypatch, "http://127.0.0.1:9")  # the discard port: refused at once
+    serve(monkeypatch, "http://127.0.0.1:9")  # the discard port refuses connections at once
     return tmp_path / "cache"
 
 
 @pytest.fixture
-def go(tmp_path, monkeypatch):
-    """A stand-in for Go that builds in no time; its log has one line per build."""
+def fake_go(tmp_path, monkeypatch):
+    """A fake Go program that builds at once. Its log has a line for each build."""
 
     def install(fails: str = "") -> Path:
         folder, log = tmp_path / "go-bin", tmp_path / "go.log"
@@ -51,18 +51,18 @@ def go(tmp_path, monkeypatch):
 
 
 def serve(monkeypatch, url: str) -> None:
-    """Let every download come from ``url`` instead of its publisher."""
+    """Redirect all downloads to ``url``."""
     programs = {}
     for name, program in binaries.PROGRAMS.items():
-        moved = {key: f"{url}/{getattr(program, key).rsplit('/', 1)[1]}"
+        redirected = {key: f"{url}/{getattr(program, key).rsplit('/', 1)[1]}"
                  for key in ("url", "checksums") if getattr(program, key)}  # fmt: skip
-        programs[name] = dataclasses.replace(program, **moved)
+        programs[name] = dataclasses.replace(program, **redirected)
     monkeypatch.setattr(binaries, "PROGRAMS", programs)
 
 
 @pytest.fixture
 def publisher(tmp_path, monkeypatch):
-    """A host on loopback that offers what is put into the folder."""
+    """A local HTTP server that publishes the files of a folder."""
     folder = tmp_path / "published"
     folder.mkdir()
     handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
@@ -73,8 +73,8 @@ def publisher(tmp_path, monkeypatch):
         server.shutdown()
 
 
-def offer(folder: Path, name: str, body: bytes) -> None:
-    """Publish a program as its publisher does, with its checksum."""
+def publish(folder: Path, name: str, body: bytes) -> None:
+    """Publish a program with its checksum, as its publisher does."""
     program = binaries.PROGRAMS[name]
     file_name = program.url.rsplit("/", 1)[1]
     if file_name.endswith(".tar.gz"):
@@ -86,58 +86,58 @@ def offer(folder: Path, name: str, body: bytes) -> None:
         body = buffer.getvalue()
     (folder / file_name).write_bytes(body)
     digest = hashlib.sha256(body).hexdigest()
-    alone = program.checksums.endswith(".sha256")
-    text = digest if alone else f"{'0' * 64}  other\n{digest}  {file_name}\n"
+    is_single_file = program.checksums.endswith(".sha256")
+    text = digest if is_single_file else f"{'0' * 64}  other\n{digest}  {file_name}\n"
     (folder / program.checksums.rsplit("/", 1)[1]).write_text(text)
 
 
-def test_assets_of_the_user_come_first_if_they_hold_all_that_is_asked_for(tmp_path, monkeypatch, go):
+def test_users_assets_are_preferred_if_complete(tmp_path, monkeypatch, fake_go):
     assets = tmp_path / "assets"
     assets.mkdir()
     for name in ("etcd", "kube-apiserver"):
         (assets / name).write_text("")
         (assets / name).chmod(0o755)
     monkeypatch.setenv("KUBEBUILDER_ASSETS", str(assets))
-    go()
+    fake_go()
     assert binaries.directory(["etcd", "kube-apiserver"]) == assets
     assert binaries.directory(["etcd", "kwok"]) == binaries.cache_directory()
 
 
 @pytest.mark.parametrize("binary", binaries.LINKS)
-def test_programs_of_one_binary_are_links_to_it_and_it_is_built_once(go, binary):
-    log, names = go(), binaries.LINKS[binary]
+def test_programs_of_a_shared_binary_are_links_and_built_once(fake_go, binary):
+    log, names = fake_go(), binaries.LINKS[binary]
     folder = binaries.directory(names)
     assert {os.readlink(folder / name) for name in names} == {binary}
     assert binaries.directory(names) == folder
     assert len(log.read_text().splitlines()) == 1
 
 
-def test_programs_that_share_the_packages_of_kubernetes_are_built_by_one_call(go):
-    log = go()
+def test_programs_with_shared_packages_are_built_by_a_single_call(fake_go):
+    log = fake_go()
     binaries.directory([*binaries.CONTROL_PLANE, "kubectl", "helm", "kwok"])
     (line,) = log.read_text().splitlines()
-    assert "@" not in line  # a package at a version would be built with dependencies of its own
+    assert "@" not in line  # a package with a version would use its own dependencies
     assert "./node" not in line
 
 
-def test_a_release_that_is_too_old_to_share_gets_helm_and_kwok_at_their_pins(monkeypatch):
+def test_release_without_shared_packages_uses_pinned_helm_and_kwok(monkeypatch):
     monkeypatch.setattr(binaries, "_required", lambda module: None)
     assert binaries._shared("sigs.k8s.io/kwok", "cmd/kwok", "v0.8.0") == "sigs.k8s.io/kwok/cmd/kwok@v0.8.0"
 
 
-def test_what_only_a_node_needs_is_not_built_for_tests():
+def test_node_programs_are_not_built_for_tests():
     assert not {"kubelet", "kube-proxy", "containerd"} & set(binaries.ALL)
 
 
-def test_only_what_is_asked_for_is_built(go):
-    log = go()
+def test_only_requested_programs_are_built(fake_go):
+    log = fake_go()
     assert binaries.path("kubeconform").read_text().endswith("built")
     assert "kubernetes" not in log.read_text().split()[-1]
     assert binaries.find(["kube-apiserver"]) is None
 
 
-def test_two_callers_build_once(go):
-    log = go()
+def test_concurrent_callers_build_once(fake_go):
+    log = fake_go()
     threads = [threading.Thread(target=binaries.path, args=("kwok",)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -146,8 +146,8 @@ def test_two_callers_build_once(go):
     assert len(log.read_text().splitlines()) == 1
 
 
-def test_failed_build_says_why_and_leaves_nothing(go, cache):
-    go(fails="yes")
+def test_failed_build_reports_the_reason_and_leaves_no_files(fake_go, cache):
+    fake_go(fails="yes")
     with pytest.raises(binaries.BinariesError, match=r"(?s)proxy reachable.*cannot find module"):
         binaries.path("kwok")
     assert [path.name for path in binaries.cache_directory().iterdir()] == [".lock"]
@@ -155,31 +155,31 @@ def test_failed_build_says_why_and_leaves_nothing(go, cache):
 
 @pytest.mark.parametrize("name", ["kube-apiserver", "etcd", "helm"])
 def test_download_is_checked_and_unpacked(publisher, name):
-    offer(publisher, name, b"#!/bin/sh\necho official")
+    publish(publisher, name, b"#!/bin/sh\necho official")
     path = binaries.path(name)
     assert path.read_bytes() == b"#!/bin/sh\necho official"
     assert os.access(path, os.X_OK)
 
 
-def test_download_with_another_checksum_is_refused(publisher):
-    offer(publisher, "kubectl", b"official")
+def test_download_with_wrong_checksum_is_refused(publisher):
+    publish(publisher, "kubectl", b"official")
     (publisher / "kubectl").write_bytes(b"tampered")
     with pytest.raises(binaries.BinariesError, match=r"does not have the published SHA-256"):
         binaries.path("kubectl")
     assert binaries.find(["kubectl"]) is None
 
 
-def test_what_cannot_be_downloaded_is_built(publisher, go):
-    go()
+def test_failed_download_falls_back_to_a_build(publisher, fake_go):
+    fake_go()
     assert binaries.path("helm").read_text().endswith("built")
 
 
-def test_another_pin_gets_another_directory(monkeypatch):
+def test_changed_pin_changes_the_directory(monkeypatch):
     before = binaries.cache_directory()
     monkeypatch.setattr(binaries, "KWOK", "v0.9.0")
     assert binaries.cache_directory() != before
 
 
-def test_unknown_program_is_named():
+def test_unknown_program_is_reported():
     with pytest.raises(binaries.BinariesError, match=r"unknown program kubelt; there are .*kubelet"):
         binaries.path("kubelt")

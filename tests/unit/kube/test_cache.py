@@ -1,4 +1,4 @@
-"""Where the installer is found, also by a program that was not started by ``make``."""
+"""Location of the installer uv, also for programs that ``make`` did not start."""
 
 import sys
 from pathlib import Path
@@ -8,12 +8,12 @@ import pytest
 from tools import cache
 
 
-def test_the_projects_own_uv_is_found_without_make(monkeypatch):
+def test_uv_of_the_project_is_found_without_make(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     assert cache.uv() == Path(sys.executable).parent / "uv"
 
 
-def test_without_uv_the_error_says_what_to_do(monkeypatch, tmp_path):
+def test_missing_uv_raises_error_with_remedy(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setenv("LMCACHE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))

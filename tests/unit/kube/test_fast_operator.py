@@ -1,11 +1,11 @@
-"""What sidecars say of times and bytes is put into another world, and stays an answer."""
+"""Scaling of times and bytes in sidecars' answers. The results stay valid answers."""
 
 from array import array
 
 import pytest
-from lmcache_operator.scaling import answers
+from lmcache_operator.autoscaling.intake import answers
 
-from testing.kube.fast_operator import scaled, sped_up
+from testing.kube.fast_operator import convert_times, scale_bytes
 from testing.workloads.clock import Clock
 
 CLOCK = Clock(1_700_000_000.0, 60.0)
@@ -16,27 +16,27 @@ ANSWER = {
 }  # fmt: skip
 
 
-def test_times_are_the_clocks():
-    found = answers.samples(sped_up(ANSWER, CLOCK))
-    assert found.now == pytest.approx(1_700_000_600.0)
-    assert found.started == pytest.approx(1_700_000_060.0)
-    assert [time for time, _ in found.requests()] == pytest.approx([1_700_000_240.0, 1_700_000_330.0])
+def test_times_are_converted_to_the_fast_clock():
+    samples = answers.samples(convert_times(ANSWER, CLOCK))
+    assert samples.now == pytest.approx(1_700_000_600.0)
+    assert samples.started == pytest.approx(1_700_000_060.0)
+    assert [time for time, _ in samples.requests()] == pytest.approx([1_700_000_240.0, 1_700_000_330.0])
 
 
-def test_nothing_looked_up_has_no_time():
+def test_empty_answer_has_no_times():
     empty = {**ANSWER, "namespace": "", "t0": 0, "ms": [], "num": [], "key": "", "tier": "", "next": 0}
-    assert answers.samples(sped_up(empty, CLOCK)).times == array("d")
+    assert answers.samples(convert_times(empty, CLOCK)).times == array("d")
 
 
 @pytest.mark.parametrize("answer", [None, [], "x"])
-def test_what_is_no_answer_stays_none(answer):
-    assert sped_up(answer, CLOCK) == answer
+def test_invalid_answer_is_returned_unchanged(answer):
+    assert convert_times(answer, CLOCK) == answer
 
 
-def test_all_that_is_bytes_is_more_and_nothing_else():
-    told = {"memory": {"size_bytes": 64, "used_rows": 3}, "lookups": {"kv_bytes_per_token": 1.5, "gpus": 1}}
-    assert scaled(told, 10) == {
+def test_scaled_multiplies_only_byte_values():
+    stats = {"memory": {"size_bytes": 64, "used_rows": 3}, "lookups": {"kv_bytes_per_token": 1.5, "gpus": 1}}
+    assert scale_bytes(stats, 10) == {
         "memory": {"size_bytes": 640, "used_rows": 3}, "lookups": {"kv_bytes_per_token": 15.0, "gpus": 1}
     }  # fmt: skip
-    assert answers.samples(scaled(ANSWER, 1024)).row_bytes == 4 << 20
-    assert scaled(None, 10) is None
+    assert answers.samples(scale_bytes(ANSWER, 1024)).row_bytes == 4 << 20
+    assert scale_bytes(None, 10) is None

@@ -1,4 +1,4 @@
-"""Programs that the machine already has: taken one by one, if their version fits."""
+"""Programs installed on the machine: each is used if its version fits."""
 
 import os
 from pathlib import Path
@@ -22,8 +22,8 @@ PRINTED = {
 }
 
 
-def put(folder: Path, name: str, printed: str = "") -> Path:
-    """A program that prints a version."""
+def create_program(folder: Path, name: str, printed: str = "") -> Path:
+    """Create a program that prints a version."""
     folder.mkdir(exist_ok=True)
     path = folder / name
     path.write_text(f"#!/bin/sh\necho '{printed or PRINTED[name]}'\n")
@@ -33,21 +33,23 @@ def put(folder: Path, name: str, printed: str = "") -> Path:
 
 @pytest.fixture(autouse=True)
 def places(tmp_path, monkeypatch) -> Path:
-    """Folders ``assets`` ($KUBEBUILDER_ASSETS) and ``path`` (PATH), still empty; builds take no time."""
+    """Empty folders ``assets`` ($KUBEBUILDER_ASSETS) and ``path`` (PATH). Builds finish at once."""
     monkeypatch.setenv("LMCACHE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("KUBEBUILDER_ASSETS", str(tmp_path / "assets"))
     monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:{os.defpath}")
-    monkeypatch.setattr(binaries, "_install", lambda names, folder: [put(folder, name) for name in names])
+    monkeypatch.setattr(
+        binaries, "_install", lambda names, folder: [create_program(folder, name) for name in names]
+    )
     return tmp_path
 
 
-def test_each_program_of_the_demo_has_a_rule_for_its_version():
+def test_demo_programs_have_version_rules():
     assert set(machine.RULES) == set(binaries.CLUSTER) == set(PRINTED)
 
 
-def test_what_the_machine_lacks_is_built_and_no_more(places, capsys):
-    etcd = put(places / "assets", "etcd")
-    api_server = put(places / "path", "kube-apiserver")
+def test_only_missing_programs_are_built(places, capsys):
+    etcd = create_program(places / "assets", "etcd")
+    api_server = create_program(places / "path", "kube-apiserver")
     assert "etcd" not in machine.missing(binaries.CLUSTER)
     folder = machine.directory(binaries.CLUSTER)
     assert (folder / "etcd").resolve() == etcd
@@ -55,24 +57,24 @@ def test_what_the_machine_lacks_is_built_and_no_more(places, capsys):
     built = {path.name for path in binaries.cache_directory().iterdir()} - {".lock"}
     assert built == set(binaries.CLUSTER) - {"etcd", "kube-apiserver"}
     assert (folder / "helm").resolve() == (binaries.cache_directory() / "helm").resolve()
-    said = capsys.readouterr().err
-    assert f"taking etcd from {etcd.parent}" in said
-    assert f"taking kube-apiserver from {api_server.parent}" in said
+    messages = capsys.readouterr().err
+    assert f"taking etcd from {etcd.parent}" in messages
+    assert f"taking kube-apiserver from {api_server.parent}" in messages
     assert machine.missing(binaries.CLUSTER) == []
 
 
-def test_nothing_is_built_where_the_machine_has_all(places):
+def test_nothing_is_built_if_the_machine_has_all_programs(places):
     for name in binaries.CLUSTER:
-        put(places / "path", name)
+        create_program(places / "path", name)
     assert machine.missing(binaries.CLUSTER) == []
     folder = machine.directory(binaries.CLUSTER)
     assert {path.name for path in folder.iterdir()} == set(binaries.CLUSTER)
     assert not binaries.cache_directory().exists()
 
 
-def test_the_users_assets_come_before_path(places):
-    assets = put(places / "assets", "helm")
-    put(places / "path", "helm")
+def test_users_assets_are_preferred_over_path(places):
+    assets = create_program(places / "assets", "helm")
+    create_program(places / "path", "helm")
     assert machine.programs(["helm"]) == ({"helm": assets}, [])
 
 
@@ -85,8 +87,8 @@ def test_the_users_assets_come_before_path(places):
         ("kwok", "no version"),
     ],
 )
-def test_another_version_is_refused_with_the_reason(places, name, printed, capsys):
-    old = put(places / "path", name, printed)
+def test_other_version_is_refused_with_a_reason(places, name, printed, capsys):
+    old = create_program(places / "path", name, printed)
     fitting, (refusal,) = machine.programs([name])
     assert fitting == {}
     assert str(old) in refusal
@@ -96,26 +98,26 @@ def test_another_version_is_refused_with_the_reason(places, name, printed, capsy
     assert refusal in capsys.readouterr().err
 
 
-def test_a_program_that_fails_is_refused(places):
-    put(places / "path", "kwok").write_text("#!/bin/sh\necho v0.8.0\nexit 1\n")
+def test_failing_program_is_refused(places):
+    create_program(places / "path", "kwok").write_text("#!/bin/sh\necho v0.8.0\nexit 1\n")
     assert machine.programs(["kwok"])[0] == {}
 
 
-def test_tests_never_take_programs_from_path(places):
+def test_tests_do_not_use_programs_from_path(places):
     for name in binaries.CLUSTER:
-        put(places / "path", name)
+        create_program(places / "path", name)
     assert binaries.find(binaries.CLUSTER) is None
     assert binaries.directory(binaries.CLUSTER) == binaries.cache_directory()
 
 
-def test_a_full_cache_is_used_as_it_is(places):
+def test_complete_cache_is_used_unchanged(places):
     folder = binaries.directory(binaries.CLUSTER)
-    put(places / "path", "etcd")
+    create_program(places / "path", "etcd")
     assert machine.directory(binaries.CLUSTER) == folder
 
 
-def test_another_mix_gets_another_directory(places):
-    put(places / "path", "helm")
+def test_other_combination_of_programs_uses_a_separate_directory(places):
+    create_program(places / "path", "helm")
     before = machine.directory(["helm", "kwok"])
-    put(places / "assets", "helm")
+    create_program(places / "assets", "helm")
     assert machine.directory(["helm", "kwok"]) != before

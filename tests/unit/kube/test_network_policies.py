@@ -1,4 +1,4 @@
-"""What the tests' node makes of NetworkPolicies."""
+"""NetworkPolicies as iptables rules of the tests' node."""
 
 from __future__ import annotations
 
@@ -34,39 +34,39 @@ PODS = [
 
 
 def allowed(*policies):
-    """(source or '', target, port) of each rule that lets something in, and the isolated pods."""
+    """(source or '', target, port) of each rule that allows traffic, and the isolated pods."""
     lines = rules(list(policies), PODS, SPACES)
     assert "ESTABLISHED" in lines[0]
     dropped = [line.split()[3] for line in lines if line.endswith("DROP")]
-    num_others = len(lines) - len(dropped)
-    assert not any(line.endswith("DROP") for line in lines[:num_others])
-    found = set()
-    for line in lines[1:num_others]:
+    num_accept_rules = len(lines) - len(dropped)
+    assert not any(line.endswith("DROP") for line in lines[:num_accept_rules])
+    accepted = set()
+    for line in lines[1:num_accept_rules]:
         words = line.split()
         options = dict(zip(words[::2], words[1::2], strict=True))
-        found.add((options.get("-s", ""), options["-d"], options.get("--dport", "")))
-    return found, dropped
+        accepted.add((options.get("-s", ""), options["-d"], options.get("--dport", "")))
+    return accepted, dropped
 
 
-def test_pods_that_no_policy_selects_stay_open():
-    assert allowed(policy(selector={"matchLabels": {"part": "nobody"}}))[1] == []
+def test_pods_without_policy_accept_all_traffic():
+    assert allowed(policy(selector={"matchLabels": {"part": "unmatched"}}))[1] == []
 
 
-def test_sources_are_pods_of_the_own_and_of_labelled_namespaces():
+def test_sources_are_pods_of_the_policys_and_of_selected_namespaces():
     peers = [{"podSelector": {}}, {"namespaceSelector": {"matchLabels": {"scraper": "true"}}}]
     rule = {"from": peers, "ports": [{"port": 9464, "protocol": "TCP"}]}
-    found, dropped = allowed(policy(rule, selector={"matchLabels": {"part": "engine"}}))
-    assert found == {(f"10.0.0.{n}", "10.0.0.1", "9464") for n in (1, 2, 3)}
+    accepted, dropped = allowed(policy(rule, selector={"matchLabels": {"part": "engine"}}))
+    assert accepted == {(f"10.0.0.{n}", "10.0.0.1", "9464") for n in (1, 2, 3)}
     assert dropped == ["10.0.0.1"]
 
 
-def test_a_rule_without_sources_lets_all_in_to_its_ports():
+def test_rule_without_sources_allows_all_sources_to_its_ports():
     rule = {"ports": [{"port": 1, "endPort": 9463, "protocol": "TCP"}, {"port": 9465, "protocol": "TCP"}]}
-    found, _ = allowed(policy(rule, selector={"matchLabels": {"part": "engine"}}))
-    assert found == {("", "10.0.0.1", "1:9463"), ("", "10.0.0.1", "9465")}
+    accepted, _ = allowed(policy(rule, selector={"matchLabels": {"part": "engine"}}))
+    assert accepted == {("", "10.0.0.1", "1:9463"), ("", "10.0.0.1", "9465")}
 
 
-def test_a_policy_without_rules_shuts_its_pods():
+def test_policy_without_rules_isolates_its_pods():
     assert allowed(policy()) == (set(), ["10.0.0.1", "10.0.0.2"])
 
 
@@ -81,18 +81,19 @@ def test_a_policy_without_rules_shuts_its_pods():
         ({"operator": "DoesNotExist"}, {"k": ""}, False),
     ],
 )
-def test_expressions_of_selectors(rule, labels, is_match):
+def test_matches_evaluates_selector_expressions(rule, labels, is_match):
     assert matches({"matchExpressions": [{"key": "k", **rule}]}, labels) is is_match
 
 
 @pytest.mark.parametrize(
-    "unknown",
+    ("unknown", "reason"),
     [
-        policy(policyTypes=["Ingress", "Egress"]),
-        policy({"from": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}),
-        policy({"ports": [{"port": "http"}]}),
+        (policy(policyTypes=["Ingress", "Egress"]), "only policies for ingress are enforced"),
+        (policy({"from": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}), "blocks of addresses are not supported"),
+        (policy({"ports": [{"port": "http"}]}), "named ports are not supported"),
     ],
+    ids=["egress", "addresses", "named port"],
 )
-def test_what_is_not_understood_is_refused(unknown):
-    with pytest.raises(ValueError, match="enforced"):
+def test_unsupported_policy_is_refused(unknown, reason):
+    with pytest.raises(ValueError, match=reason):
         rules([unknown], PODS, SPACES)

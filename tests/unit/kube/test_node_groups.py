@@ -1,4 +1,4 @@
-"""Control groups of the tests' node, in both versions; the one that this machine lacks is a folder here."""
+"""Control groups of the tests' node, in both cgroup versions, with folders in place of cgroup mounts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def version_2(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_version_1_has_one_group_in_each_hierarchy(version_1):
+def test_cgroup_v1_creates_a_group_in_each_hierarchy(version_1):
     groups.make("node")
     assert {path.name for path in groups.hierarchies()} == {"cpu", "cpuset", "memory"}
     assert all((path / "node").is_dir() for path in groups.hierarchies())
@@ -36,19 +36,19 @@ def test_version_1_has_one_group_in_each_hierarchy(version_1):
     assert (version_1 / "cpuset" / "node" / "cpuset.mems").read_text() == "0"
 
 
-def test_version_2_hands_down_the_controllers_that_there_are(version_2):
+def test_cgroup_v2_enables_the_available_controllers(version_2):
     groups.make("node")
     assert (version_2 / "cgroup.subtree_control").read_text() == "+cpu +cpuset +memory"
     assert (version_2 / "node" / "cpu.weight").read_text() == "400"
 
 
-def test_a_machine_without_hierarchies_is_told_apart(tmp_path, monkeypatch):
+def test_machine_without_hierarchies_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(groups, "ROOT", tmp_path)
     with pytest.raises(OSError, match="no hierarchies"):
         groups.make("node")
 
 
-def test_groups_are_removed_from_below(version_1):
+def test_groups_are_removed_bottom_up(version_1):
     groups.make("other")
     (version_1 / "memory" / "node" / "pods" / CONTAINER).mkdir(parents=True)
     assert not groups.remove("node", itself=False)
@@ -58,7 +58,7 @@ def test_groups_are_removed_from_below(version_1):
 
 
 @pytest.mark.parametrize(("version", "path"), [("version_1", "memory/node"), ("version_2", "node")])
-def test_a_container_is_found_by_its_id(request, version, path):
+def test_container_group_is_found_by_container_id(request, version, path):
     root = request.getfixturevalue(version)
     (root / path / "pods").mkdir(parents=True)
     (root / path / "pods" / CONTAINER).mkdir()
@@ -68,7 +68,7 @@ def test_a_container_is_found_by_its_id(request, version, path):
             groups.of_container("node", absent)
 
 
-def test_a_group_that_is_gone_has_no_processes(tmp_path):
+def test_removed_group_is_empty(tmp_path):
     (tmp_path / "cgroup.procs").write_text("7\n")
     assert not groups.is_empty(tmp_path)
     (tmp_path / "cgroup.procs").write_text("")

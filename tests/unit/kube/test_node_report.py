@@ -1,4 +1,4 @@
-"""The report of a node on which something went wrong."""
+"""The report of a failed node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def refuse(*argv):
     raise subprocess.CalledProcessError(1, argv, stderr="was the server stopped?")
 
 
-def test_components_logs_are_told_when_the_api_server_has_died():
+def test_report_contains_component_logs_without_api_server():
     components = {"etcd": SimpleNamespace(log="disk is full")}
     node = SimpleNamespace(kubectl=refuse, api=SimpleNamespace(objects=no_answer), components=components)
     text = report(node)

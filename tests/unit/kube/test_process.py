@@ -1,4 +1,4 @@
-"""Components of the control plane: their end is noticed, and they never outlive us."""
+"""Components of the control plane: their end is detected, and they end with the test process."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from testing.kube.api import wait_for
 from testing.kube.process import Component
 
 
-def test_own_end_is_told_with_the_tail_of_the_log(tmp_path):
+def test_unexpected_exit_is_reported_with_the_last_log_lines(tmp_path):
     component = Component("etcd", ["sh", "-c", "echo no space left >&2; exit 3"], tmp_path / "log")
     component.start()
     wait_for(lambda: not component.is_running)
@@ -19,7 +19,7 @@ def test_own_end_is_told_with_the_tail_of_the_log(tmp_path):
         component.check()
 
 
-def test_stopped_component_is_no_failure_and_starts_again(tmp_path):
+def test_stopped_component_is_no_failure_and_can_restart(tmp_path):
     component = Component("sleep", ["sleep", "60"], tmp_path / "log")
     component.start()
     component.stop()
@@ -29,7 +29,7 @@ def test_stopped_component_is_no_failure_and_starts_again(tmp_path):
     component.kill()
 
 
-def test_deaf_component_is_killed_after_its_grace(tmp_path):
+def test_component_that_ignores_sigterm_is_killed_after_the_timeout(tmp_path):
     component = Component(
         "deaf", ["sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.05; done"], tmp_path / "log"
     )
@@ -38,7 +38,7 @@ def test_deaf_component_is_killed_after_its_grace(tmp_path):
     assert component.terminate(timeout=0.2) == -9
 
 
-def test_component_dies_with_us_even_if_we_are_killed(tmp_path):
+def test_component_ends_when_its_parent_is_killed(tmp_path):
     code = (
         "import pathlib; from testing.kube.process import Component\n"
         f"c = Component('sleep', ['sleep', '60'], pathlib.Path({str(tmp_path / 'log')!r})); c.start()\n"
@@ -48,18 +48,18 @@ def test_component_dies_with_us_even_if_we_are_killed(tmp_path):
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as parent:
         pid = int(parent.stdout.readline())
-        # setpriv has become the program: only from then on is the wish to die with us in force.
+        # The parent-death signal is set only after setpriv has started the program.
         wait_for(lambda: Path(f"/proc/{pid}/comm").read_text().strip() == "sleep")
         parent.kill()
 
-        def is_gone() -> bool:
+        def has_ended() -> bool:
             try:
                 return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
             except FileNotFoundError:
                 return True
 
-        wait_for(is_gone)
+        wait_for(has_ended)
 
 
-def test_ports_are_distinct():
+def test_free_ports_are_distinct():
     assert len(set(free_ports(20))) == 20

@@ -1,4 +1,4 @@
-"""What a backend inherits."""
+"""Methods that a backend inherits."""
 
 from __future__ import annotations
 
@@ -36,47 +36,47 @@ def key(number):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
-def test_the_device_is_kept_as_it_was_given(device):
+def test_keeps_the_given_device(device):
     assert DictBackend(device).dst_device == device
 
 
-def test_the_device_is_cuda_unless_said():
+def test_default_device_is_cuda():
     assert DictBackend().dst_device == "cuda"
 
 
-def test_a_device_that_is_none_is_refused():
+def test_refuses_invalid_device():
     with pytest.raises(RuntimeError):
         DictBackend("abacus")
 
 
-def test_the_interface_alone_can_not_be_made():
+def test_interface_is_abstract():
     with pytest.raises(TypeError, match="abstract"):
         LMCBackendInterface("cpu")
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_batched_put_puts_each_and_counts(blocking):
+def test_batched_put_puts_each_chunk_and_returns_their_number(blocking):
     backend = DictBackend("cpu")
     chunks = ((key(number), torch.tensor(number)) for number in range(3))
     assert backend.batched_put(chunks, blocking=blocking) == 3
     assert backend.puts == [(key(number), blocking) for number in range(3)]
 
 
-def test_batched_get_answers_every_key_in_order_and_lazily():
+def test_batched_get_returns_chunks_in_order_and_lazily():
     backend = DictBackend("cpu")
     backend.put(key(0), torch.tensor(0))
     backend.put(key(2), torch.tensor(2))
-    asked = []
-    answers = iter(backend.batched_get(asked.append(number) or key(number) for number in range(3)))
-    assert asked == []
+    requested = []
+    answers = iter(backend.batched_get(requested.append(number) or key(number) for number in range(3)))
+    assert requested == []
     assert next(answers) == torch.tensor(0)
-    assert asked == [0]
+    assert requested == [0]
     assert next(answers) is None
     assert next(answers) == torch.tensor(2)
     assert list(answers) == []
 
 
-def test_the_default_batched_methods_write_no_line_per_call(monkeypatch):
+def test_batched_methods_log_no_line_per_call(monkeypatch):
     lines: list[object] = []
     monkeypatch.setattr(logging.Logger, "info", lambda *arguments: lines.append(arguments))
     backend = DictBackend("cpu")

@@ -1,4 +1,4 @@
-"""Which backend a configuration makes, and the engines of a process by name."""
+"""Backends that configurations create, and engines of a process by name."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def builder(monkeypatch):
         ("directory", REMOTE, LMCHybridBackend),
     ],
 )
-def test_a_configuration_makes_its_backend(local_device, options, kind, tmp_path):
+def test_creates_the_configured_backend(local_device, options, kind, tmp_path):
     if local_device == "directory":
         local_device = str(tmp_path)
     backend = CreateStorageBackend(make_config(local_device, **options), make_metadata(), "cpu")
@@ -55,23 +55,26 @@ def test_a_configuration_makes_its_backend(local_device, options, kind, tmp_path
     backend.close()
 
 
-def test_neither_local_nor_remote_is_refused():
+def test_refuses_configuration_without_local_and_remote_backend():
     with pytest.raises(ValueError, match="Invalid configuration"):
         CreateStorageBackend(make_config(None), make_metadata())
 
 
-def test_workers_have_directories_of_their_own(tmp_path):
+def test_workers_use_separate_directories(tmp_path):
     metadata = [make_metadata(), make_metadata()]
-    for worker, each in enumerate(metadata):
-        each.world_size, each.worker_id = 2, worker
-    backends = [CreateStorageBackend(make_config(str(tmp_path)), each, "cpu") for each in metadata]
+    for worker, worker_metadata in enumerate(metadata):
+        worker_metadata.world_size, worker_metadata.worker_id = 2, worker
+    backends = [
+        CreateStorageBackend(make_config(str(tmp_path)), worker_metadata, "cpu")
+        for worker_metadata in metadata
+    ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["worker-0", "worker-1"]
     for backend in backends:
         backend.close()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
-def test_without_cuda_chunks_come_back_on_the_cpu_with_one_warning(monkeypatch):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is available")
+def test_without_cuda_chunks_are_on_the_cpu_after_a_single_warning(monkeypatch):
     lines = []
     monkeypatch.setattr(tensors.logger, "warning", lambda *line: lines.append(line))
     tensors._warn_once.cache_clear()
@@ -87,7 +90,7 @@ def test_without_cuda_chunks_come_back_on_the_cpu_with_one_warning(monkeypatch):
 # ---- engines by name ----
 
 
-def test_the_same_name_is_the_same_engine(builder):
+def test_same_name_returns_the_same_engine(builder):
     engine = builder.get_or_create("name", make_config(), make_metadata())
     assert isinstance(engine, LMCacheEngine)
     assert builder.get_or_create("name", make_config(), make_metadata()) is engine
@@ -99,7 +102,7 @@ def test_the_same_name_is_the_same_engine(builder):
     builder.destroy("name")
 
 
-def test_another_configuration_is_refused(builder):
+def test_refuses_another_configuration_for_the_name(builder):
     builder.get_or_create("name", make_config(), make_metadata())
     for config, metadata in (
         (make_config(chunk_size=8), make_metadata()),
@@ -109,7 +112,7 @@ def test_another_configuration_is_refused(builder):
             builder.get_or_create("name", config, metadata)
 
 
-def test_defect_27_a_configuration_that_the_caller_changes_is_another(builder):
+def test_defect_27_refuses_configuration_changed_by_the_caller(builder):
     config = make_config()
     builder.get_or_create("name", config, make_metadata())
     config.chunk_size = 8
@@ -117,7 +120,7 @@ def test_defect_27_a_configuration_that_the_caller_changes_is_another(builder):
         builder.get_or_create("name", config, make_metadata())
 
 
-def test_defect_27_an_engine_is_forgotten_even_if_closing_it_raises(builder, monkeypatch):
+def test_defect_27_forgets_engine_even_if_close_raises(builder, monkeypatch):
     engine = builder.get_or_create("name", make_config(), make_metadata())
     monkeypatch.setattr(engine.engine_, "close", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -126,7 +129,7 @@ def test_defect_27_an_engine_is_forgotten_even_if_closing_it_raises(builder, mon
     assert builder.get_or_create("name", make_config(), make_metadata()) is not engine
 
 
-def test_defect_27_many_threads_make_one_engine(builder):
+def test_defect_27_concurrent_calls_create_a_single_engine(builder):
     engines, barrier = [], threading.Barrier(8)
 
     def get():

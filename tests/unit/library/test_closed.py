@@ -1,4 +1,4 @@
-"""Closed means closed: misses and drops, while calls that are under way end well."""
+"""Closed engines and backends: reads miss, writes are dropped, and running calls finish."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS = {
     "remote": (None, REMOTE),
     "pipelined": (None, {**REMOTE, "pipelined_backend": True}),
     "hybrid": ("cpu", REMOTE),
-    "hybrid with a disk": ("disk", {**REMOTE, "pipelined_backend": True}),
+    "hybrid with disk": ("disk", {**REMOTE, "pipelined_backend": True}),
 }
 
 
@@ -45,7 +45,7 @@ def engine(request, tmp_path, monkeypatch):
     assert not connector.calls["after close"]
 
 
-def test_after_close_everything_is_a_miss(engine):
+def test_closed_engine_misses_and_drops(engine):
     tokens, kv = make_tokens(3 * CHUNK), make_kv(3 * CHUNK)
     engine.store(tokens, kv)
     backend, key = engine.engine_, engine._keys(tokens)[0]
@@ -67,26 +67,26 @@ def test_after_close_everything_is_a_miss(engine):
         getattr(backend, "remote_store", backend),
     ):
         if hasattr(part, "num_faults"):
-            assert part.num_faults > 0, "what was dropped is counted"
+            assert part.num_faults > 0, "dropped chunks are counted"
         if hasattr(part, "remove"):
             part.remove(key)
 
 
-def test_threads_may_be_at_work_while_it_closes(engine):
+def test_close_during_concurrent_calls_causes_no_errors(engine):
     tokens = make_tokens(6 * CHUNK)
     started, errors = threading.Barrier(5), []
 
     def work(seed):
-        mine, own = tokens.roll(seed), make_kv(6 * CHUNK, seed=seed)
-        engine.store(mine, own)
+        thread_tokens, thread_kv = tokens.roll(seed), make_kv(6 * CHUNK, seed=seed)
+        engine.store(thread_tokens, thread_kv)
         started.wait()
         try:
             for _ in range(200):
-                retrieved, found = engine.retrieve(mine)
-                if found.all():
-                    assert is_same(retrieved, own)
-                engine.store(mine, own, skip_existing=False)
-                engine.lookup(mine)
+                retrieved, mask = engine.retrieve(thread_tokens)
+                if mask.all():
+                    assert is_same(retrieved, thread_kv)
+                engine.store(thread_tokens, thread_kv, skip_existing=False)
+                engine.lookup(thread_tokens)
         except BaseException as error:
             errors.append(error)
 
@@ -101,23 +101,23 @@ def test_threads_may_be_at_work_while_it_closes(engine):
     assert engine.retrieve(tokens)[0] == ()
 
 
-def test_closing_waits_for_who_is_inside():
-    gate, is_closed, left = UseGate(), threading.Event(), []
+def test_close_waits_for_running_calls():
+    gate, is_closed, events = UseGate(), threading.Event(), []
     with gate.enter() as may_use:
         assert may_use
-        closer = threading.Thread(target=lambda: (gate.close(), left.append("closed"), is_closed.set()))
+        closer = threading.Thread(target=lambda: (gate.close(), events.append("closed"), is_closed.set()))
         closer.start()
-        while True:  # until nobody is let in any more
-            with gate.enter() as late:
-                if not late:
+        while True:  # until the gate refuses new calls
+            with gate.enter() as may_enter:
+                if not may_enter:
                     break
         assert not is_closed.is_set()
-        left.append("left")
+        events.append("left")
     closer.join()
-    assert left == ["left", "closed"]
+    assert events == ["left", "closed"]
 
 
-def test_a_chunk_under_a_reader_stays_while_it_closes():
+def test_chunk_stays_readable_while_the_engine_closes():
     engine = LMCacheEngine(make_config(), make_metadata())
     engine.engine_.put(make_key("a"), make_chunk(seed=3))
     closer = threading.Thread(target=engine.close)

@@ -1,4 +1,4 @@
-"""Configuration from defaults, a file, the environment and the oldest form."""
+"""Configuration from defaults, files, environment variables and the legacy form."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def from_text(tmp_path):
     return read
 
 
-def test_fields_are_in_their_order():
+def test_fields_keep_their_order():
     assert LMCacheEngineConfig.__match_args__ == (
         "chunk_size",
         "local_device",
@@ -57,9 +57,9 @@ def test_fields_are_in_their_order():
     assert LMCacheMemPoolMetadata(shape, torch.half, 0.5).max_local_cache_size == 0.5
 
 
-def test_ten_positions_are_enough():
-    ten = LMCacheEngineConfig(256, "cpu", 5, None, None, False, False, False, 0.15, 256)
-    assert ten == LMCacheEngineConfig.from_defaults(local_device="cpu", remote_url=None, remote_serde=None)
+def test_accepts_ten_positional_arguments():
+    config = LMCacheEngineConfig(256, "cpu", 5, None, None, False, False, False, 0.15, 256)
+    assert config == LMCacheEngineConfig.from_defaults(local_device="cpu", remote_url=None, remote_serde=None)
 
 
 def test_defaults():
@@ -80,11 +80,11 @@ def test_defaults():
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "{}"])
-def test_an_empty_file_has_the_defaults_of_files(from_text, text):
+def test_empty_file_gives_the_defaults_of_files(from_text, text):
     assert from_text(text) == LMCacheEngineConfig(256, None, 20, None, None, False, False, False, 0.15, 256)
 
 
-def test_a_file_names_fields(from_text):
+def test_reads_fields_from_a_file(from_text):
     config = from_text(
         "chunk_size: 512\nlocal_device: cpu\nmax_local_cache_size: 0.5\nremote_url: lm://localhost:65432\n"
         "remote_serde: cachegen\npipelined_backend: true\nblend_separator: '[X]'\nnovelty: 3\n"
@@ -94,11 +94,11 @@ def test_a_file_names_fields(from_text):
     )
 
 
-def test_unknown_keys_are_said(from_text, capsys, monkeypatch):
-    said = []
-    monkeypatch.setattr("lmcache.config.logger.warning", lambda text, *values: said.append(text % values))
+def test_warns_of_unknown_keys(from_text, capsys, monkeypatch):
+    warnings = []
+    monkeypatch.setattr("lmcache.config.logger.warning", lambda text, *values: warnings.append(text % values))
     from_text("chunk_sise: 12\n")
-    assert "chunk_sise" in said[0]
+    assert "chunk_sise" in warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -123,24 +123,24 @@ def test_unknown_keys_are_said(from_text, capsys, monkeypatch):
         ("a: \x01", "is not YAML"),
     ],
 )
-def test_a_bad_file_is_refused_by_name(from_text, text, message):
-    with pytest.raises(ValueError, match=message) as caught:
+def test_error_names_the_invalid_file(from_text, text, message):
+    with pytest.raises(ValueError, match=message) as error:
         from_text(text)
-    assert "config.yaml" in str(caught.value)
+    assert "config.yaml" in str(error.value)
 
 
-def test_a_bad_url_is_not_shown():
-    with pytest.raises(ValueError, match="remote storage url") as caught:
+def test_error_does_not_show_the_url():
+    with pytest.raises(ValueError, match="remote storage url") as error:
         LMCacheEngineConfig.from_legacy.__globals__["_READERS"]["remote_url"]("redis://:secret@host")
-    assert "secret" not in str(caught.value)
+    assert "secret" not in str(error.value)
 
 
-def test_a_file_that_is_not_there_is_an_os_error(tmp_path):
+def test_missing_file_raises_file_not_found_error(tmp_path):
     with pytest.raises(FileNotFoundError):
-        LMCacheEngineConfig.from_file(str(tmp_path / "none.yaml"))
+        LMCacheEngineConfig.from_file(str(tmp_path / "missing.yaml"))
 
 
-def test_defect_18_a_bare_environment_leaves_switches_off():
+def test_defect_18_empty_environment_leaves_switches_off():
     config = LMCacheEngineConfig.from_env()
     assert config == LMCacheEngineConfig.from_defaults(local_device="cpu", remote_url=None, remote_serde=None)
     assert config.pipelined_backend is False
@@ -151,12 +151,12 @@ def test_defect_18_a_bare_environment_leaves_switches_off():
 
 @pytest.mark.parametrize("flag", [True, False])
 @pytest.mark.parametrize("texts", ["true False", "1 0", "Yes no", "on OFF"])
-def test_defect_18_switches_are_read(monkeypatch, texts, flag):
+def test_defect_18_reads_switches(monkeypatch, texts, flag):
     monkeypatch.setenv("LMCACHE_PIPELINED_BACKEND", texts.split()[not flag])
     assert LMCacheEngineConfig.from_env().pipelined_backend is flag
 
 
-def test_the_environment_sets_every_field(monkeypatch):
+def test_reads_all_fields_from_the_environment(monkeypatch):
     values = {
         "chunk_size": "128",
         "local_device": "/var/cache",
@@ -182,7 +182,7 @@ def test_the_environment_sets_every_field(monkeypatch):
     ("name", "text"),
     [("CHUNK_SIZE", "x"), ("ENABLE_BLENDING", "perhaps"), ("REMOTE_URL", "h"), ("LOCAL_DEVICE", "gpu")],
 )
-def test_a_bad_variable_is_refused_by_name(monkeypatch, name, text):
+def test_error_names_the_invalid_variable(monkeypatch, name, text):
     monkeypatch.setenv(f"LMCACHE_{name}", text)
     with pytest.raises(ValueError, match=f"LMCACHE_{name}"):
         LMCacheEngineConfig.from_env()
@@ -199,17 +199,17 @@ def test_a_bad_variable_is_refused_by_name(monkeypatch, name, text):
         ("redis-sentinel://a:26379,b:26379", None, "redis-sentinel://a:26379,b:26379"),
     ],
 )
-def test_a_legacy_backend_is_a_device_or_a_url(backend, device, url):
+def test_legacy_backend_sets_a_device_or_a_url(backend, device, url):
     config = LMCacheEngineConfig.from_legacy(backend=backend, persist_path="/ignored")
     assert (config.local_device, config.remote_url, config.remote_serde) == (device, url, "torch")
 
 
-def test_defect_19_a_directory_needs_no_slash_at_its_end(from_text):
+def test_defect_19_directory_needs_no_trailing_slash(from_text):
     assert LMCacheEngineConfig.from_legacy(backend="file:///tmp").local_device == "/tmp"
     assert from_text("local_device: file:///tmp").local_device == "/tmp"
 
 
-PLACES = {
+DEVICES = {
     "cpu": "cpu",
     "cuda": "cuda",
     "cuda:0": "cuda:0",
@@ -222,21 +222,33 @@ PLACES = {
     "file://data/kv/": "data/kv/",
     "cuda/": "cuda/",
 }
-NO_PLACES = ["gpu", "CPU", "Cuda:0", "cuda:", "cuda:x", "cuda:-1", "kv", "", "file://", "http://h/x", "a\0/b"]
+INVALID_DEVICES = [
+    "gpu",
+    "CPU",
+    "Cuda:0",
+    "cuda:",
+    "cuda:x",
+    "cuda:-1",
+    "kv",
+    "",
+    "file://",
+    "http://h/x",
+    "a\0/b",
+]
 
 
-@pytest.mark.parametrize(("text", "place"), PLACES.items())
-def test_a_local_device_is_read_alike_wherever_it_stands(text, place, from_text, monkeypatch):
+@pytest.mark.parametrize(("text", "device"), DEVICES.items())
+def test_all_sources_read_the_local_device_alike(text, device, from_text, monkeypatch):
     monkeypatch.setenv("LMCACHE_LOCAL_DEVICE", text)
-    assert LMCacheEngineConfig.from_defaults(local_device=text).local_device == place
-    assert LMCacheEngineConfig.from_legacy(backend=text).local_device == place
-    assert from_text(f"local_device: {text}").local_device == place
-    assert LMCacheEngineConfig.from_env().local_device == place
-    assert parse_local_device(place) == place
+    assert LMCacheEngineConfig.from_defaults(local_device=text).local_device == device
+    assert LMCacheEngineConfig.from_legacy(backend=text).local_device == device
+    assert from_text(f"local_device: {text}").local_device == device
+    assert LMCacheEngineConfig.from_env().local_device == device
+    assert parse_local_device(device) == device
 
 
-@pytest.mark.parametrize("text", NO_PLACES)
-def test_a_local_device_that_is_none_is_refused_and_makes_no_directory(text, tmp_path, monkeypatch):
+@pytest.mark.parametrize("text", INVALID_DEVICES)
+def test_refuses_invalid_local_device_without_creating_a_directory(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         ValueError, match=r"Invalid local storage device: .*\(write cpu, cuda, cuda:0, or a dir"
@@ -250,14 +262,14 @@ def test_a_local_device_that_is_none_is_refused_and_makes_no_directory(text, tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_a_home_directory_is_meant_as_everywhere(monkeypatch):
+def test_expands_the_home_directory(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert parse_local_device("~/kv") == "/home/me/kv"
     monkeypatch.setenv("LMCACHE_LOCAL_DEVICE", "~")
     assert LMCacheEngineConfig.from_env().local_device == "/home/me"
 
 
-def test_null_is_nothing_in_yaml_only(from_text, monkeypatch):
+def test_null_is_empty_only_in_yaml(from_text, monkeypatch):
     assert from_text("remote_url: null\nlocal_device: ~").local_device is None
     monkeypatch.setenv("LMCACHE_REMOTE_URL", "null")
     with pytest.raises(ValueError, match="LMCACHE_REMOTE_URL"):
@@ -265,12 +277,12 @@ def test_null_is_nothing_in_yaml_only(from_text, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["", "gpu", "file://", "localhost:6379", "redis://localhost"])
-def test_a_legacy_backend_that_is_neither_is_refused(backend):
+def test_refuses_invalid_legacy_backend(backend):
     with pytest.raises(ValueError, match="Invalid local storage device"):
         LMCacheEngineConfig.from_legacy(backend=backend)
 
 
-def test_debugging_can_be_switched_off():
+def test_debugging_can_be_disabled():
     assert GlobalConfig.is_debug()
     try:
         GlobalConfig.set_debug(False)
@@ -289,7 +301,7 @@ documents = st.dictionaries(
 
 @given(st.text() | documents.map(lambda document: yaml.safe_dump(document)))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
-def test_any_file_is_a_config_or_a_value_error(from_text, text):
+def test_any_file_gives_a_config_or_a_value_error(from_text, text):
     try:
         config = from_text(text)
     except ValueError:
@@ -302,7 +314,7 @@ def test_any_file_is_a_config_or_a_value_error(from_text, text):
     st.dictionaries(st.sampled_from(FIELDS), st.text(st.characters(codec="utf-8", exclude_characters="\0")))
 )
 @settings(max_examples=60)
-def test_any_environment_is_a_config_or_a_value_error(environment):
+def test_any_environment_gives_a_config_or_a_value_error(environment):
     with pytest.MonkeyPatch.context() as patch:
         for name, text in environment.items():
             patch.setenv(f"LMCACHE_{name.upper()}", text)
@@ -314,7 +326,7 @@ def test_any_environment_is_a_config_or_a_value_error(environment):
 
 
 @given(st.text())
-def test_any_legacy_backend_is_a_config_or_a_value_error(backend):
+def test_any_legacy_backend_gives_a_config_or_a_value_error(backend):
     try:
         config = LMCacheEngineConfig.from_legacy(backend=backend)
     except ValueError:

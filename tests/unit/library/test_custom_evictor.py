@@ -1,4 +1,4 @@
-"""A user's own evictor decides: in memory and in a directory, as the LMCache 0.1-0.3 API says."""
+"""Custom evictors in memory and disk backends, as in the LMCache 0.1-0.3 API."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHUNK_BYTES = make_chunk().nbytes
 
 
 class MostRecent(BaseEvictor):
-    """Evicts what was used last, and notes all that it is asked: no LRU ever looks like this."""
+    """An evictor that evicts the most recently used chunk, unlike any LRU, and records its calls."""
 
     def __init__(self, num_chunks: int) -> None:
         self.limit = num_chunks * CHUNK_BYTES
@@ -42,12 +42,12 @@ class MostRecent(BaseEvictor):
         assert isinstance(cache_dict, OrderedDict)
         if cache_size > self.limit:
             return [], PutStatus.ILLEGAL
-        taken, victims = sum(map(self.get_size, cache_dict.values())), []
+        used_bytes, victims = sum(map(self.get_size, cache_dict.values())), []
         for key in reversed(cache_dict):
-            if taken + cache_size <= self.limit:
+            if used_bytes + cache_size <= self.limit:
                 break
             victims.append(key)
-            taken -= self.get_size(cache_dict[key])
+            used_bytes -= self.get_size(cache_dict[key])
         return victims, PutStatus.LEGAL
 
 
@@ -78,25 +78,25 @@ def put(backend, names) -> None:
         backend.put(make_key(name), make_chunk(seed=ord(name)))
 
 
-def test_a_custom_evictor_decides(make_backend):
-    backend, mine = make_backend(), MostRecent(3)
-    backend.evictor = mine
-    assert backend.evictor is mine
+def test_custom_evictor_chooses_victims(make_backend):
+    backend, evictor = make_backend(), MostRecent(3)
+    backend.evictor = evictor
+    assert backend.evictor is evictor
     put(backend, "abcde")
     assert names_in(backend) == ["a", "b", "e"]
     assert [backend.contains(make_key(name)) for name in "abcde"] == [True, True, False, False, True]
-    assert mine.calls == [("put", CHUNK_BYTES)] * 5
+    assert evictor.calls == [("put", CHUNK_BYTES)] * 5
     backend.get(make_key("a"))
-    backend.get(make_key("d"))  # a miss is no use
-    backend.contains(make_key("b"))  # nor is a look
-    assert mine.calls[5:] == [("get", "a")]
+    backend.get(make_key("d"))  # a miss does not count as use
+    backend.contains(make_key("b"))  # contains() does not count as use
+    assert evictor.calls[5:] == [("get", "a")]
     put(backend, "f")
     assert names_in(backend) == ["b", "e", "f"]
     assert backend.get(make_key("b")).equal(make_chunk(seed=ord("b")))
     assert backend.num_faults == 0
 
 
-def test_what_is_here_already_is_handed_over(make_backend):
+def test_new_evictor_gets_existing_chunks(make_backend):
     backend = make_backend()
     put(backend, "abcd")
     backend.get(make_key("a"))
@@ -106,7 +106,7 @@ def test_what_is_here_already_is_handed_over(make_backend):
     assert names_in(backend) == ["b", "c", "d", "e"]
 
 
-def test_the_documents_lru_works_when_it_is_assigned(make_backend):
+def test_assigned_lru_evictor_evicts_the_least_recently_used(make_backend):
     backend = make_backend()
     backend.evictor = LRUEvictor(3 * CHUNK_BYTES / 1024**3)
     put(backend, "abc")
@@ -120,7 +120,7 @@ def test_the_documents_lru_works_when_it_is_assigned(make_backend):
     assert names_in(backend) == ["c", "a", "e"]
 
 
-def test_what_it_does_not_allow_is_dropped_and_counted(make_backend):
+def test_chunks_refused_by_the_evictor_are_dropped_and_counted(make_backend):
     backend = make_backend()
     backend.evictor = MostRecent(0)
     put(backend, "ab")
@@ -129,26 +129,26 @@ def test_what_it_does_not_allow_is_dropped_and_counted(make_backend):
     assert backend.num_faults == 2
 
 
-def test_the_core_evicts_nothing_behind_its_back(make_backend):
+def test_backend_evicts_only_victims_of_the_evictor(make_backend):
     backend = make_backend(4)
     backend.evictor = DummyEvictor()
     put(backend, "abcdef")
     assert names_in(backend) == [*"abcd"]
-    assert backend.num_faults == 2, "there was no room: said, and not made"
+    assert backend.num_faults == 2, "chunks beyond the capacity are dropped and counted"
 
 
-def test_short_chunks_count_as_full_ones_so_that_what_fits_the_limit_fits(make_backend):
-    backend, mine = make_backend(4), MostRecent(4)
-    backend.evictor = mine
+def test_short_chunks_count_as_full_chunks(make_backend):
+    backend, evictor = make_backend(4), MostRecent(4)
+    backend.evictor = evictor
     for number in range(40):
         backend.put(make_key(str(number)), make_chunk(1 + number % CHUNK, seed=number))
         assert backend.contains(make_key(str(number)))
         assert len(backend.dict) <= 4
-    assert set(mine.calls) == {("put", CHUNK_BYTES)}
+    assert set(evictor.calls) == {("put", CHUNK_BYTES)}
     assert backend.num_faults == 0
 
 
-def test_an_evictor_that_raises_costs_the_chunk_and_no_more(make_backend):
+def test_evictor_error_loses_only_the_new_chunk(make_backend):
     class Broken(MostRecent):
         def update_on_put(self, cache_dict, cache_size):
             raise RuntimeError("a bug in the policy")
@@ -162,30 +162,30 @@ def test_an_evictor_that_raises_costs_the_chunk_and_no_more(make_backend):
     put(backend, "b")
     assert names_in(backend) == ["a"]
     assert backend.get(make_key("a")).equal(make_chunk(seed=ord("a")))
-    assert backend.num_faults == 3, "its two errors, and the chunk that was dropped"
+    assert backend.num_faults == 3, "two errors of the evictor and a dropped chunk"
     backend.evictor = MostRecent(3)
     put(backend, "b")
     assert names_in(backend) == ["a", "b"]
 
 
-def test_the_engine_tells_it_of_a_prompt_s_tail_before_its_head(make_backend, monkeypatch):
-    backend, mine = make_backend(16), MostRecent(16)
-    backend.evictor = mine
+def test_engine_reports_uses_of_a_prompt_from_tail_to_head(make_backend, monkeypatch):
+    backend, evictor = make_backend(16), MostRecent(16)
+    backend.evictor = evictor
     monkeypatch.setattr("lmcache.cache_engine.CreateStorageBackend", lambda *_: backend)
     engine = LMCacheEngine(make_config(), make_metadata())
     tokens, kv = make_tokens(4 * CHUNK), make_kv(4 * CHUNK)
     engine.store(tokens, kv)
-    assert mine.calls == [("put", CHUNK_BYTES)] * 4
+    assert evictor.calls == [("put", CHUNK_BYTES)] * 4
     hashes = [key.chunk_hash for key in engine._keys(tokens)]
     retrieved, _ = engine.retrieve(tokens)
     assert is_same(retrieved, kv)
-    assert mine.calls[4:] == [("get", name) for name in reversed(hashes)]
+    assert evictor.calls[4:] == [("get", name) for name in reversed(hashes)]
     assert names_in(backend) == hashes[::-1]
 
 
-def test_threads_never_disturb_its_dictionary(make_backend):
-    backend, mine = make_backend(8), MostRecent(6)
-    backend.evictor = mine
+def test_concurrent_calls_keep_the_dictionary_consistent(make_backend):
+    backend, evictor = make_backend(8), MostRecent(6)
+    backend.evictor = evictor
 
     def work(seed):
         for number in range(60):
@@ -200,21 +200,21 @@ def test_threads_never_disturb_its_dictionary(make_backend):
     for thread in threads:
         thread.join()
     assert len(backend.dict) <= 6
-    # (A put finds no room while readers still hold two of the victims: that is a drop, counted.)
+    # A put is dropped and counted while readers hold two of the victims.
     assert [key for key in map(make_key, "abcdefghijkl") if backend.contains(key)] == sorted(backend.dict)
 
 
-def test_a_reader_that_missed_forgets_no_chunk_that_came_meanwhile(tmp_path, monkeypatch):
-    """The evictor would never hear of its file again."""
+def test_missed_read_does_not_remove_a_concurrently_put_chunk(tmp_path, monkeypatch):
+    """If the read dropped the chunk, the evictor would never see its file again."""
     pool = LMCacheMemPoolMetadata(make_metadata().kv_shape, make_chunk().dtype, 8 * CHUNK_BYTES / 1024**3)
     backend = LMCLocalDiskBackend(make_config(str(tmp_path / "cache")), pool, "cpu")
     backend.evictor = MostRecent(4)
     load = backend._tier.load
 
     def load_and_put(*arguments):
-        found = load(*arguments)
+        answer = load(*arguments)
         put(backend, "a")
-        return found
+        return answer
 
     with monkeypatch.context() as patched:
         patched.setattr(backend._tier, "load", load_and_put)
@@ -224,14 +224,14 @@ def test_a_reader_that_missed_forgets_no_chunk_that_came_meanwhile(tmp_path, mon
     backend.close()
 
 
-def test_files_of_an_earlier_process_make_room_first(tmp_path):
+def test_files_of_an_earlier_process_are_evicted_first(tmp_path):
     size = 4 * CHUNK_BYTES / 1024**3
     pool = LMCacheMemPoolMetadata(make_metadata().kv_shape, make_chunk().dtype, size)
-    earlier = LMCLocalDiskBackend(make_config(str(tmp_path / "cache")), pool, "cpu")
-    put(earlier, "abcd")
-    earlier.close()
+    previous = LMCLocalDiskBackend(make_config(str(tmp_path / "cache")), pool, "cpu")
+    put(previous, "abcd")
+    previous.close()
     backend = LMCLocalDiskBackend(make_config(str(tmp_path / "cache")), pool, "cpu")
-    assert backend.get(make_key("a")) is not None  # known from now on
+    assert backend.get(make_key("a")) is not None  # the backend knows the file from now on
     backend.evictor = MostRecent(4)
     put(backend, "ef")
     assert names_in(backend) == ["a", "e", "f"]

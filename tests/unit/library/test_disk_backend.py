@@ -37,28 +37,28 @@ def backend(tmp_path):
 
 
 def files(directory) -> list:
-    """The files of chunks: the larger ones."""
+    """Return the files that hold chunks: files of more than 1000 bytes."""
     return [path for path in directory.rglob("*") if path.is_file() and path.stat().st_size > 1000]
 
 
-def test_what_was_put_comes_back(backend):
+def test_get_returns_the_put_chunk(backend):
     for index, dtype in enumerate((torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int16)):
         chunk = make_chunk(7, seed=index).to(dtype)
         backend.put(make_key("a"), chunk)
-        again = backend.get(make_key("a"))
-        assert again.dtype == dtype
-        assert torch.equal(again.view(torch.uint8), chunk.view(torch.uint8))
+        loaded = backend.get(make_key("a"))
+        assert loaded.dtype == dtype
+        assert torch.equal(loaded.view(torch.uint8), chunk.view(torch.uint8))
     assert backend.get(make_key("b")) is None
     assert not backend.contains(make_key("b"))
 
 
-def test_defect_21_the_huggingface_layout_works(backend):
+def test_defect_21_stores_the_huggingface_layout(backend):
     chunk = torch.randn(LAYERS, 2, HEADS, CHUNK - 5, HEAD_SIZE).half()
     backend.put(make_key("a", "huggingface"), chunk)
     assert torch.equal(backend.get(make_key("a", "huggingface")), chunk)
 
 
-def test_defect_16_chunks_are_found_after_a_restart(tmp_path):
+def test_defect_16_finds_chunks_after_a_restart(tmp_path):
     backend = open_backend(tmp_path)
     backend.put(make_key("a"), make_chunk(seed=1))
     backend.put(make_key("b"), make_chunk(5, seed=2), blocking=False)
@@ -71,7 +71,7 @@ def test_defect_16_chunks_are_found_after_a_restart(tmp_path):
     backend.close()
 
 
-def test_engines_that_share_a_directory_do_not_meet(tmp_path):
+def test_engines_sharing_a_directory_do_not_share_chunks(tmp_path):
     backends = [open_backend(tmp_path) for _ in range(3)]
     for index, backend in enumerate(backends):
         backend.put(make_key("a"), make_chunk(seed=index))
@@ -83,7 +83,7 @@ def test_engines_that_share_a_directory_do_not_meet(tmp_path):
     backend.close()
 
 
-def test_chunks_of_another_dtype_or_shape_are_none_of_this_cache(tmp_path):
+def test_chunks_of_another_dtype_are_misses(tmp_path):
     backend = open_backend(tmp_path)
     backend.put(make_key("a"), make_chunk())
     backend.close()
@@ -92,7 +92,7 @@ def test_chunks_of_another_dtype_or_shape_are_none_of_this_cache(tmp_path):
     backend.close()
 
 
-def test_a_flipped_byte_is_a_miss(tmp_path):
+def test_flipped_byte_is_a_miss(tmp_path):
     backend = open_backend(tmp_path)
     backend.put(make_key("a"), make_chunk())
     (file,) = files(tmp_path)
@@ -105,22 +105,25 @@ def test_a_flipped_byte_is_a_miss(tmp_path):
     backend.close()
 
 
-def test_foreign_files_are_left_alone(tmp_path):
+def test_foreign_files_are_not_changed(tmp_path):
     legacy = tmp_path / "vllm@org-model@1@0@a.pt"
     save_disk(str(legacy), make_chunk())
-    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "notes.txt").write_text("foreign")
     backend = open_backend(tmp_path)
     assert not backend.contains(make_key("a"))
     backend.put(make_key("a"), make_chunk(seed=1))
     assert torch.equal(backend.get(make_key("a")), make_chunk(seed=1))
     backend.close()
     assert torch.equal(load_file(legacy)["kv_chunk"], make_chunk())
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "notes.txt").read_text() == "foreign"
 
 
 @pytest.mark.parametrize("num_tokens", [3, CHUNK])
-def test_what_can_not_be_read_as_a_chunk_is_there_no_more(backend, num_tokens):
-    """A file of another version, say: as long as it counted as there, nobody would put the chunk again."""
+def test_unreadable_chunk_is_deleted_by_a_read(backend, num_tokens):
+    """The file may be of another version.
+
+    While it counted as present, no client would put the chunk again.
+    """
     chunk = make_chunk(num_tokens, seed=1)
     payload = bytearray(chunk.nbytes) + b"float16 4 2 3 2 32".ljust(128)
     assert backend._tier.store(ObjectId(backend._names(make_key("a")), 0), memoryview(payload))
@@ -131,8 +134,8 @@ def test_what_can_not_be_read_as_a_chunk_is_there_no_more(backend, num_tokens):
     assert torch.equal(backend.get(make_key("a")), chunk)
 
 
-def test_a_put_where_nothing_can_be_removed_is_one_fault_and_leaves_what_is_there(backend, monkeypatch):
-    """A store keeps what has the name: after a removal that failed, the old chunk would pass for the new."""
+def test_put_over_an_undeletable_chunk_counts_a_single_fault(backend, monkeypatch):
+    """A store keeps an existing file. After a failed removal, reads would return the old chunk."""
 
     def refuse(*_, **__):
         raise PermissionError(errno.EPERM, "immutable")
@@ -145,7 +148,7 @@ def test_a_put_where_nothing_can_be_removed_is_one_fault_and_leaves_what_is_ther
     wait_until(lambda: backend.contains(make_key("a")))
 
 
-def test_a_removal_that_fails_is_a_fault_and_no_error(backend, monkeypatch):
+def test_failed_removal_counts_a_fault_without_raising(backend, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(errno.EPERM, "immutable")
 
@@ -156,7 +159,7 @@ def test_a_removal_that_fails_is_a_fault_and_no_error(backend, monkeypatch):
     assert backend.num_faults == 1
 
 
-def test_save_disk_replaces_at_once_or_not_at_all(tmp_path):
+def test_save_disk_replaces_the_file_atomically(tmp_path):
     path = tmp_path / "chunk.pt"
     save_disk(str(path), make_chunk(seed=1).transpose(0, 3))
     with pytest.raises(NotImplementedError):
@@ -165,14 +168,14 @@ def test_save_disk_replaces_at_once_or_not_at_all(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["chunk.pt"]
 
 
-def test_remove(backend):
+def test_removed_chunk_is_a_miss(backend):
     backend.put(make_key("a"), make_chunk())
     backend.remove(make_key("a"))
-    backend.remove(make_key("never"))
+    backend.remove(make_key("unknown"))
     assert not backend.contains(make_key("a"))
 
 
-def test_the_directory_holds_what_its_limit_says(tmp_path):
+def test_directory_stays_within_its_limit(tmp_path):
     shape = (1, 2, 1024, 32, 64)  # 8 MiB
     pool = LMCacheMemPoolMetadata(shape, torch.float16, 3 * 8 / 1024)
     backend = LMCLocalDiskBackend(make_config(str(tmp_path)), pool, "cpu")
@@ -188,14 +191,14 @@ def test_the_directory_holds_what_its_limit_says(tmp_path):
     backend.close()
 
 
-def test_what_is_larger_than_a_full_chunk_is_dropped_and_counted(backend):
+def test_chunk_larger_than_a_full_chunk_is_dropped_and_counted(backend):
     backend.put(make_key("a"), make_chunk(dtype=torch.float32))
     assert not backend.contains(make_key("a"))
     assert backend.num_faults == 1
 
 
-def test_keys_that_are_gone_are_not_remembered_for_ever(backend, monkeypatch):
-    monkeypatch.setattr("lmcache.storage_backend.local_disk_backend._MIN_KNOWN", 10)
+def test_removed_keys_are_forgotten(backend, monkeypatch):
+    monkeypatch.setattr("lmcache.storage_backend.local_disk_backend._MIN_KNOWN_KEYS", 10)
     backend._max_known = 10
     for index in range(50):
         backend.put(make_key(str(index)), make_chunk(1))
@@ -204,21 +207,21 @@ def test_keys_that_are_gone_are_not_remembered_for_ever(backend, monkeypatch):
     assert len(backend._known) <= 16
 
 
-# ---- puts that nobody waits for ----
+# ---- puts in the background ----
 
 
-def test_defect_10_more_puts_than_any_pool_holds_arrive(backend):
+def test_defect_10_completes_more_puts_than_a_pool_holds(backend):
     for index in range(200):
         backend.put(make_key(str(index)), make_chunk(3, seed=index), blocking=False)
-    early = backend.get(make_key("199"))
-    assert early is None or torch.equal(early, make_chunk(3, seed=199))
-    backend.buffer_sweeper()  # returns: there is nothing it could wait for
+    chunk = backend.get(make_key("199"))
+    assert chunk is None or torch.equal(chunk, make_chunk(3, seed=199))
+    backend.buffer_sweeper()  # returns at once, because it has no work
     wait_until(lambda: backend.contains(make_key("199")))
     for index in range(200):
         assert torch.equal(backend.get(make_key(str(index))), make_chunk(3, seed=index))
 
 
-def test_defect_10_a_key_can_be_removed_before_its_file_is_written(backend):
+def test_defect_10_removes_a_key_before_its_file_is_written(backend):
     for index in range(20):
         backend.put(make_key(str(index)), make_chunk(), blocking=False)
         backend.remove(make_key(str(index)))
@@ -228,15 +231,15 @@ def test_defect_10_a_key_can_be_removed_before_its_file_is_written(backend):
     assert backend.num_faults == 0
 
 
-def test_defect_08_a_bad_put_ends_neither_the_worker_nor_the_backend(backend):
-    backend.put_nonblocking(make_key("bad"), make_chunk().to("meta"))
+def test_defect_08_invalid_put_stops_neither_worker_nor_backend(backend):
+    backend.put_nonblocking(make_key("invalid"), make_chunk().to("meta"))
     backend.put_nonblocking(make_key("good"), make_chunk())
     wait_until(lambda: backend.contains(make_key("good")))
-    assert backend.get(make_key("bad")) is None
+    assert backend.get(make_key("invalid")) is None
     assert backend.num_faults == 1
 
 
-def test_defect_08_a_file_that_somebody_deleted_is_a_miss(tmp_path):
+def test_defect_08_externally_deleted_file_is_a_miss(tmp_path):
     backend = open_backend(tmp_path)
     for name in "ab":
         backend.put(make_key(name), make_chunk())
@@ -248,7 +251,7 @@ def test_defect_08_a_file_that_somebody_deleted_is_a_miss(tmp_path):
     backend.close()
 
 
-def test_defect_12_an_unhealthy_disk_is_misses_and_comes_back(backend, monkeypatch):
+def test_defect_12_unhealthy_disk_misses_and_recovers(backend, monkeypatch):
     backend.put(make_key("a"), make_chunk())
     is_unhealthy, load = threading.Event(), backend._tier.load
     is_unhealthy.set()
@@ -273,7 +276,7 @@ def test_defect_12_an_unhealthy_disk_is_misses_and_comes_back(backend, monkeypat
     assert torch.equal(backend.get(make_key("a")), make_chunk())
 
 
-def test_refusals():
+def test_refuses_invalid_directories_and_devices():
     pool = LMCacheMemPoolMetadata(make_metadata().kv_shape, torch.float16, 1)
     with pytest.raises(ValueError, match="directory"):
         LMCLocalDiskBackend(make_config(None), pool, "cpu")
@@ -285,7 +288,7 @@ def test_refusals():
     assert threading.active_count() == before
 
 
-def test_the_limit_can_be_lowered(tmp_path):
+def test_limit_can_be_reduced(tmp_path):
     num_bytes = make_chunk().nbytes
     pool = LMCacheMemPoolMetadata(make_metadata().kv_shape, torch.float16, 8 * num_bytes / 1024**3)
     backend = LMCLocalDiskBackend(make_config(str(tmp_path)), pool, "cpu")

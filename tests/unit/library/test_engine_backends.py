@@ -1,4 +1,4 @@
-"""The same promises, whatever the engine keeps its chunks in."""
+"""Behaviour of the engine that all backends share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = {
     "pipelined": (None, {**REMOTE, "pipelined_backend": True}),
     "hybrid": ("cpu", REMOTE),
     "pipelined hybrid": ("cpu", {**REMOTE, "pipelined_backend": True}),
-    "hybrid with a disk": ("disk", REMOTE),
+    "hybrid with disk": ("disk", REMOTE),
 }
 
 
@@ -57,11 +57,11 @@ def engine(config, fmt):
     engine = LMCacheEngine(config, make_metadata(fmt))
     yield engine
     engine.close()
-    engine.close()  # a second time does no harm
+    engine.close()  # a second close has no effect
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_defect_21_what_was_stored_comes_back_in_both_layouts(engine, fmt, blocking):
+def test_defect_21_retrieves_stored_kv_in_both_layouts(engine, fmt, blocking):
     tokens, kv = make_tokens(5 * CHUNK + 3), make_kv(5 * CHUNK + 3, fmt)
     engine.store(tokens, kv, blocking=blocking)
     wait_until(lambda: engine.lookup(tokens) == len(tokens))
@@ -71,18 +71,18 @@ def test_defect_21_what_was_stored_comes_back_in_both_layouts(engine, fmt, block
         assert is_same(tuple((layer[0], layer[1]) for layer in retrieved), kv)
 
 
-def test_prefixes_masks_and_misses(engine, fmt):
+def test_retrieves_prefixes_behind_masks(engine, fmt):
     tokens, kv = make_tokens(4 * CHUNK), make_kv(4 * CHUNK, fmt)
     engine.store(tokens, kv)
     other = torch.cat((tokens[: 3 * CHUNK - 1], make_tokens(40, seed=1)))
     mask = torch.arange(len(other)) >= 5
-    retrieved, found = engine.retrieve(other, mask)
+    retrieved, retrieved_mask = engine.retrieve(other, mask)
     assert is_same(retrieved, cut(kv, fmt, 5, 2 * CHUNK))
-    assert found.tolist() == [5 <= index < 2 * CHUNK for index in range(len(other))]
+    assert retrieved_mask.tolist() == [5 <= index < 2 * CHUNK for index in range(len(other))]
     assert engine.retrieve(make_tokens(40, seed=2))[0] == ()
 
 
-def test_defect_24_what_exists_is_not_written_again(engine, fmt):
+def test_defect_24_does_not_write_existing_chunks_again(engine, fmt):
     tokens, old, new = make_tokens(40), make_kv(40, fmt), make_kv(40, fmt, seed=1)
     engine.store(tokens, old)
     engine.store(tokens, new)
@@ -91,7 +91,7 @@ def test_defect_24_what_exists_is_not_written_again(engine, fmt):
     assert is_same(engine.retrieve(tokens)[0], new)
 
 
-def test_defect_03_what_was_retrieved_is_the_callers_own(engine, fmt):
+def test_defect_03_caller_owns_retrieved_tensors(engine, fmt):
     tokens, kv = make_tokens(CHUNK), make_kv(CHUNK, fmt)
     engine.store(tokens, kv)
     with torch.inference_mode():
@@ -100,8 +100,8 @@ def test_defect_03_what_was_retrieved_is_the_callers_own(engine, fmt):
     assert is_same(engine.retrieve(tokens)[0], kv)
 
 
-def test_defect_05_large_values_stay_what_they_are(engine, fmt):
-    """A cache of halves is given floats too large for halves: they come back as they were, or not at all."""
+def test_defect_05_large_values_are_returned_unchanged_or_missed(engine, fmt):
+    """The cache has dtype float16, and the stored float32 values exceed its range."""
     tokens = make_tokens(CHUNK // 2)
     kv = tuple((k * 1e30, v * 1e30) for k, v in make_kv(CHUNK // 2, fmt, dtype=torch.float32))
     engine.store(tokens, kv)
@@ -109,7 +109,7 @@ def test_defect_05_large_values_stay_what_they_are(engine, fmt):
     assert retrieved == () or is_same(retrieved, kv)
 
 
-def test_a_chunk_from_before_is_skipped_even_if_the_server_is_away(connector):
+def test_uses_local_chunks_while_the_server_is_down(connector):
     connector.is_down = True
     engine = LMCacheEngine(make_config("cpu", **REMOTE), make_metadata())
     tokens, kv = make_tokens(40), make_kv(40)
@@ -118,7 +118,7 @@ def test_a_chunk_from_before_is_skipped_even_if_the_server_is_away(connector):
     engine.close()
 
 
-def test_a_prompt_too_long_for_the_cache_keeps_its_head():
+def test_evicts_the_tail_of_an_older_prompt_first():
     size = 3 * make_chunk().nbytes / 1024**3
     engine = LMCacheEngine(make_config("cpu", max_local_cache_size=size), make_metadata())
     tokens, kv = make_tokens(2 * CHUNK), make_kv(2 * CHUNK)
@@ -130,7 +130,7 @@ def test_a_prompt_too_long_for_the_cache_keeps_its_head():
     engine.close()
 
 
-def test_what_a_prompt_shares_goes_after_what_is_its_own():
+def test_evicts_own_chunks_of_a_prompt_before_shared_chunks():
     size = 4 * make_chunk().nbytes / 1024**3
     engine = LMCacheEngine(make_config("cpu", max_local_cache_size=size), make_metadata())
     shared, kv = make_tokens(CHUNK), make_kv(3 * CHUNK)
@@ -143,8 +143,8 @@ def test_what_a_prompt_shares_goes_after_what_is_its_own():
     engine.close()
 
 
-def test_what_is_masked_is_used_as_well():
-    """An engine with a prefix cache of its own masks the head; it is no use to lose that before the tail."""
+def test_masked_chunks_count_as_used():
+    """An engine with a prefix cache masks the head, which must not be evicted before the tail."""
     engine = LMCacheEngine(make_config("cpu"), make_metadata())
     tokens, kv = make_tokens(3 * CHUNK), make_kv(3 * CHUNK)
     hashes = [key.chunk_hash for key in engine._keys(tokens)]
@@ -158,8 +158,8 @@ def test_what_is_masked_is_used_as_well():
     engine.close()
 
 
-def test_eight_threads_on_one_engine_see_only_right_bytes():
-    """Prompts share heads and evict each other; what is retrieved is a prefix of what was stored."""
+def test_eight_threads_retrieve_only_right_bytes():
+    """Prompts share heads and evict each other. Each retrieve must return a prefix of the stored KV."""
     size = 24 * make_chunk().nbytes / 1024**3
     engine = LMCacheEngine(make_config("cpu", max_local_cache_size=size), make_metadata())
     prompts = []
@@ -170,19 +170,19 @@ def test_eight_threads_on_one_engine_see_only_right_bytes():
             (torch.cat((a[0], b[0])), torch.cat((a[1], b[1]))) for a, b in zip(head, tail, strict=True)
         )
         prompts.append((tokens, kv))
-    wrong, num_hits = [], []
+    failures, num_hits = [], []
 
     def use(number: int, generator: torch.Generator) -> None:
         tokens, kv = prompts[int(torch.randint(0, 12, (), generator=generator))]
         if torch.rand((), generator=generator) < 0.5:
             engine.store(tokens, kv, blocking=bool(number % 2))
         else:
-            retrieved, found = engine.retrieve(tokens)
-            num_hits.append(int(found.sum()))
+            retrieved, mask = engine.retrieve(tokens)
+            num_hits.append(int(mask.sum()))
             if retrieved != () and not is_same(retrieved, cut(kv, "vllm", 0, num_hits[-1])):
-                wrong.append(number)
+                failures.append(number)
 
     used_by_threads(use)
     engine.close()
-    assert not wrong
+    assert not failures
     assert any(num_hits)

@@ -1,4 +1,4 @@
-"""Evictors: the contract of the LMCache 0.1-0.3 API, and accounts that do not drift."""
+"""Evictors: the contract of the LMCache 0.1-0.3 API, with exact byte counts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ STEPS = ["put", "get", "remove", "fail"]
 
 @pytest.fixture
 def evictor():
-    """Room for 100 bytes."""
+    """An evictor with a capacity of 100 bytes."""
     evictor = LRUEvictor()
     evictor.MAX_CACHE_SIZE = 100
     return evictor
 
 
 def put(evictor, chunks, key, size):
-    """What a backend does; False: the evictor said no."""
+    """Put a chunk as a backend does. Return False if the evictor refuses it."""
     victims, status = evictor.update_on_put(chunks, size)
     for victim in victims:
         chunks.pop(victim)
@@ -39,7 +39,7 @@ def num_bytes(chunks):
     return sum(map(len, chunks.values()))
 
 
-def test_statuses_have_the_documents_values():
+def test_statuses_have_the_documented_values():
     assert [status.value for status in (PutStatus.LEGAL, PutStatus.ILLEGAL)] == [1, 2]
 
 
@@ -52,54 +52,54 @@ def test_statuses_have_the_documents_values():
         DiskCacheMetadata("/x", 12),
     ],
 )
-def test_sizes_are_bytes(kv_obj):
+def test_get_size_returns_bytes(kv_obj):
     assert DummyEvictor().get_size(kv_obj) == 12
 
 
-def test_defect_17_bytes_have_a_size():
+def test_defect_17_get_size_accepts_bytes():
     assert DummyEvictor().get_size(b"12 bytes now") == 12
 
 
-def test_a_size_of_anything_else_is_an_error():
+def test_get_size_refuses_unknown_types():
     with pytest.raises(Exception, match="Encountered unknown kv data type <class 'list'>!"):
         DummyEvictor().get_size([])
 
 
-def test_the_base_alone_can_not_be_made():
+def test_base_evictor_is_abstract():
     with pytest.raises(TypeError, match="abstract"):
         BaseEvictor()
 
 
-def test_the_dummy_evicts_nothing():
+def test_dummy_evictor_evicts_nothing():
     chunks = OrderedDict(a=b"1", b=b"2")
     DummyEvictor().update_on_get("a", chunks)
     assert DummyEvictor().update_on_put(chunks, 1 << 60) == ([], PutStatus.LEGAL)
     assert list(chunks) == ["a", "b"]
 
 
-@pytest.mark.parametrize(("gigabytes", "num"), [(None, 10 << 30), (5, 5 << 30), (0.5, 1 << 29)])
-def test_capacity_is_given_in_gib(gigabytes, num):
+@pytest.mark.parametrize(("gigabytes", "capacity_bytes"), [(None, 10 << 30), (5, 5 << 30), (0.5, 1 << 29)])
+def test_capacity_is_in_gib(gigabytes, capacity_bytes):
     evictor = LRUEvictor() if gigabytes is None else LRUEvictor(gigabytes)
-    assert (evictor.MAX_CACHE_SIZE, evictor.current_cache_size) == (num, 0)
+    assert (evictor.MAX_CACHE_SIZE, evictor.current_cache_size) == (capacity_bytes, 0)
 
 
-def test_the_least_recently_used_go_first(evictor):
+def test_evicts_the_least_recently_used_first(evictor):
     chunks = OrderedDict()
     for key in "abcd":
         assert put(evictor, chunks, key, 25)
     evictor.update_on_get("a", chunks)
     assert evictor.update_on_put(chunks, 30) == (["b", "c"], PutStatus.LEGAL)
-    assert list(chunks) == ["b", "c", "d", "a"]  # removing them is the caller's
+    assert list(chunks) == ["b", "c", "d", "a"]  # the caller removes the victims
 
 
-def test_what_never_fits_is_illegal_and_evicts_nothing(evictor):
+def test_refuses_chunk_larger_than_capacity_without_eviction(evictor):
     chunks = OrderedDict()
     put(evictor, chunks, "a", 25)
     assert evictor.update_on_put(chunks, 101) == ([], PutStatus.ILLEGAL)
     assert evictor.current_cache_size == 25
 
 
-def test_defect_13_overwriting_does_not_count_twice(evictor):
+def test_defect_13_overwritten_chunk_counts_once(evictor):
     chunks = OrderedDict()
     for _ in range(50):
         assert put(evictor, chunks, "a", 40)
@@ -107,7 +107,7 @@ def test_defect_13_overwriting_does_not_count_twice(evictor):
     assert set(chunks) == {"a", "b"}
 
 
-def test_defect_13_what_was_removed_does_not_count(evictor):
+def test_defect_13_removed_chunk_does_not_count(evictor):
     chunks = OrderedDict()
     put(evictor, chunks, "a", 60)
     chunks.pop("a")
@@ -116,9 +116,9 @@ def test_defect_13_what_was_removed_does_not_count(evictor):
     assert list(chunks) == ["b", "c"]
 
 
-def test_defect_13_a_put_that_failed_does_not_count(evictor):
+def test_defect_13_failed_put_does_not_count(evictor):
     chunks = OrderedDict()
-    evictor.update_on_put(chunks, 90)  # and then the copy raised
+    evictor.update_on_put(chunks, 90)  # afterwards the copy raised
     put(evictor, chunks, "b", 90)
     assert put(evictor, chunks, "c", 10)
     assert list(chunks) == ["b", "c"]
@@ -131,14 +131,14 @@ def test_defect_13_a_put_that_failed_does_not_count(evictor):
         )
     )
 )
-def test_accounts_hold_whatever_happens(steps):
+def test_sizes_are_exact_after_any_calls(steps):
     evictor, chunks = LRUEvictor(), OrderedDict()
     evictor.MAX_CACHE_SIZE = 100
     for step, key, size in steps:
         if step == "put":
-            was_there = key in chunks
+            was_present = key in chunks
             assert put(evictor, chunks, key, size) == (size <= 100)
-            if size <= 100 and not was_there:
+            if size <= 100 and not was_present:
                 assert evictor.current_cache_size == num_bytes(chunks)
         elif step == "get" and key in chunks:
             evictor.update_on_get(key, chunks)

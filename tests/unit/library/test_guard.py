@@ -1,4 +1,4 @@
-"""What stands before a medium that may be unavailable."""
+"""Guard in front of a medium that may be unavailable."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ def guard_of(probe) -> tuple[Circuit, Guard]:
     return circuit, Guard(circuit, FaultLog(logging.getLogger("test")))
 
 
-def test_a_probe_that_ends_with_an_error_is_not_the_last():
-    outcomes = iter([RuntimeError("what nobody thought of"), OSError(), None])
+def test_probes_continue_after_an_unexpected_error():
+    outcomes = iter([RuntimeError("a bug"), OSError(), None])
 
     def probe() -> None:
         if (outcome := next(outcomes)) is not None:
             raise outcome
 
     circuit, guard = guard_of(probe)
-    assert guard.call("A get", unavailable, "otherwise") == "otherwise"
+    assert guard.call("A get", unavailable, "default") == "default"
     wait_until(lambda: not circuit.is_open)
-    assert guard.call("A get", lambda: "found", "otherwise") == "found"
+    assert guard.call("A get", lambda: "found", "default") == "found"
     guard.close()
 
 
-def test_while_it_is_unavailable_nothing_is_asked():
+def test_makes_no_calls_while_the_medium_is_unavailable():
     _, guard = guard_of(unavailable)
     guard.call("A get", unavailable, None)
-    assert guard.call("A get", lambda: pytest.fail("asked"), "otherwise") == "otherwise"
+    assert guard.call("A get", lambda: pytest.fail("called"), "default") == "default"
     guard.close()

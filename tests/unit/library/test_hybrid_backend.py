@@ -57,16 +57,16 @@ def check(chunks, names: list[str | None]) -> None:
         assert name is None or torch.equal(chunk, make_chunk(seed=ord(name)))
 
 
-def test_puts_go_to_both(backend):
+def test_puts_reach_both_backends(backend):
     put_only(backend, "a")
     backend.put(key("b"), make_chunk(seed=ord("b")), blocking=False)
-    assert backend.local_store.contains(key("b")), "the local put is always waited for"
+    assert backend.local_store.contains(key("b")), "the local put always completes before the call returns"
     wait_until(lambda: backend.remote_store.contains(key("b")))
     for store in (backend, backend.local_store, backend.remote_store):
         check([store.get(key("a")), store.get(key("b"))], ["a", "b"])
 
 
-def test_what_only_the_remote_has_is_kept_locally(backend, connector):
+def test_chunks_fetched_from_remote_are_stored_locally(backend, connector):
     put_only(backend.remote_store, "ab")
     assert backend.contains(key("a"))
     check([backend.get(key("a"))], ["a"])
@@ -76,21 +76,21 @@ def test_what_only_the_remote_has_is_kept_locally(backend, connector):
     assert backend.get(key("c")) is None
 
 
-def test_defect_02_no_chunk_is_kept_under_another_key(backend):
+def test_defect_02_stores_fetched_chunks_under_their_own_keys(backend):
     put_only(backend.remote_store, "ac")
     check(backend.batched_get([key("a"), key("b"), key("c")]), ["a", None, "c"])
     assert not backend.local_store.contains(key("b"))
     check([backend.local_store.get(key(name)) for name in "ac"], ["a", "c"])
 
 
-def test_a_local_chunk_that_can_not_be_read_is_fetched(backend, monkeypatch):
+def test_fetches_unreadable_local_chunk_from_remote(backend, monkeypatch):
     put_only(backend, "ab")
     get = backend.local_store.get
-    monkeypatch.setattr(backend.local_store, "get", lambda asked: None if asked == key("b") else get(asked))
+    monkeypatch.setattr(backend.local_store, "get", lambda name: None if name == key("b") else get(name))
     check([backend.get(key("b"))], ["b"])
 
 
-def test_local_and_remote_chunks_take_turns(backend):
+def test_prefix_mixes_local_and_remote_chunks(backend):
     put_only(backend.local_store, "ace")
     put_only(backend.remote_store, "bdf")
     keys = [key(name) for name in "abcdefg"]
@@ -98,33 +98,33 @@ def test_local_and_remote_chunks_take_turns(backend):
     check(backend.batched_get(keys), ["a", "b", "c", "d", "e", "f", None])
 
 
-def test_defect_26_nothing_is_fetched_behind_a_miss_nor_at_the_start(backend, connector):
+def test_defect_26_fetches_nothing_behind_a_miss_or_at_start(backend, connector):
     assert not connector.calls
     put_only(backend.remote_store, "a")
     put_only(backend.remote_store, "cdefghijklmnopqrstuvwxyz")
-    with backend.prefix([key(name) for name in "abcdefghijkl"]) as found:
-        check(found, ["a"])
+    with backend.prefix([key(name) for name in "abcdefghijkl"]) as chunks:
+        check(chunks, ["a"])
     if isinstance(backend.remote_store, LMCPipelinedRemoteBackend):
-        backend.remote_store._network.submit(int).result()  # behind all that it has to fetch
+        backend.remote_store._network.submit(int).result()  # wait for all queued fetches
     assert connector.calls["get"] <= 2 + remote_backend._WINDOW
     assert connector.calls["exists"] == 0
 
 
-def test_a_put_during_a_fetch_is_not_undone_by_it(backend, connector, monkeypatch):
+def test_fetch_does_not_undo_a_concurrent_put(backend, connector, monkeypatch):
     put_only(backend.remote_store, "a")
     fetch = connector.get
 
-    def overtaken(name):
+    def put_during_fetch(name):
         content = fetch(name)
         backend.put(key("a"), make_chunk(seed=ord("b")))
         return content
 
-    monkeypatch.setattr(connector, "get", overtaken)
+    monkeypatch.setattr(connector, "get", put_during_fetch)
     backend.get(key("a"))
     check([backend.get(key("a"))], ["b"])
 
 
-def test_defect_19_a_directory_works_as_the_local_one(connector, tmp_path):
+def test_defect_19_directory_works_as_local_backend(connector, tmp_path):
     backend = open_backend(str(tmp_path / "cache"))
     assert isinstance(backend.local_store, LMCLocalDiskBackend)
     put_only(backend, "a")
@@ -132,7 +132,7 @@ def test_defect_19_a_directory_works_as_the_local_one(connector, tmp_path):
     backend.close()
 
 
-def test_defect_19_foreign_keys_on_the_server_do_no_harm(connector):
+def test_defect_19_foreign_keys_on_the_server_are_ignored(connector):
     connector.values["session:42"] = b"{}"
     backend = open_backend()
     assert len(backend.local_store.dict) == 0
@@ -140,7 +140,7 @@ def test_defect_19_foreign_keys_on_the_server_do_no_harm(connector):
     backend.close()
 
 
-def test_pipelined_when_asked(connector):
+def test_pipelined_option_selects_the_pipelined_backend(connector):
     for pipelined in (False, True):
         backend = open_backend(pipelined_backend=pipelined)
         assert isinstance(backend.local_store, LMCLocalBackend)
@@ -148,17 +148,17 @@ def test_pipelined_when_asked(connector):
         backend.close()
 
 
-def test_defect_11_a_remote_that_can_not_be_made_leaves_nothing(connector, tmp_path):
+def test_defect_11_failed_remote_backend_leaves_no_threads_or_locks(connector, tmp_path):
     before = threading.active_count()
     for device in ("cpu", str(tmp_path)):
         with pytest.raises(ValueError, match="serde"):
             open_backend(device, remote_serde="unknown", pipelined_backend=True)
     wait_until(lambda: threading.active_count() == before)
-    DiskTier(tmp_path, 1 << 20).close()  # the directory is free
+    DiskTier(tmp_path, 1 << 20).close()  # the directory is not locked
 
 
-def test_results_are_the_callers_own(backend):
+def test_caller_owns_returned_tensors(backend):
     put_only(backend, "a")
-    (mine,) = backend.batched_get([key("a")])
-    mine.zero_()
+    (chunk,) = backend.batched_get([key("a")])
+    chunk.zero_()
     check([backend.get(key("a"))], ["a"])

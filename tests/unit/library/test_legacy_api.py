@@ -1,4 +1,4 @@
-"""The names of the LMCache 0.1-0.3 API, to the letter, and the calls that their users make."""
+"""Names of the LMCache 0.1-0.3 API, exactly, and calls of its users."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ CLASSES: dict[str, dict[str, dict[str, str]]] = {
         for name in ("RemoteConnector", "RemoteBytesConnector", "RemoteTensorConnector")
     },
     "storage_backend.serde.serde": {
-        # The label is ours: every call of that API works without it.
+        # The label is an extension; calls without it work as in the LMCache 0.1-0.3 API.
         "Serializer": {"to_bytes": "t label=b''"},
         "Deserializer": {"__init__": "dtype", "from_bytes": "bs label=b''"},
     },
@@ -154,15 +154,20 @@ FIELDS = {
 }
 
 
-def named(path: str) -> object:
+def import_name(path: str) -> object:
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(f"lmcache.{module}"), name)
 
 
 def parameters(function) -> str:
-    found = [one for one in inspect.signature(function).parameters.values() if one.name != "self"]
+    listed = [
+        parameter for parameter in inspect.signature(function).parameters.values() if parameter.name != "self"
+    ]
     empty = inspect.Parameter.empty
-    return " ".join(one.name + ("" if one.default is empty else f"={one.default!r}") for one in found)
+    return " ".join(
+        parameter.name + ("" if parameter.default is empty else f"={parameter.default!r}")
+        for parameter in listed
+    )
 
 
 METHODS = [
@@ -175,22 +180,22 @@ METHODS = [
 
 @pytest.mark.parametrize(("path", "method", "expected"), METHODS)
 def test_classes_have_their_methods(path, method, expected):
-    found = getattr(named(path), method)
-    assert expected is None or parameters(found) == expected
+    function = getattr(import_name(path), method)
+    assert expected is None or parameters(function) == expected
 
 
 @pytest.mark.parametrize(("path", "expected"), FUNCTIONS.items())
 def test_functions_have_their_parameters(path, expected):
-    assert parameters(named(path)) == expected
+    assert parameters(import_name(path)) == expected
 
 
 @pytest.mark.parametrize(("path", "expected"), FIELDS.items())
-def test_data_have_their_fields_in_their_order(path, expected):
+def test_data_classes_have_their_fields_in_order(path, expected):
     names = expected.split()
-    assert list(named(path).__match_args__)[: len(names)] == names
+    assert list(import_name(path).__match_args__)[: len(names)] == names
 
 
-def test_a_configuration_matches_by_position():
+def test_configuration_matches_by_position():
     match LMCacheEngineConfig.from_legacy(backend="file://local_disk/"):
         case LMCacheEngineConfig(size, local_device=str(device), remote_url=None):
             assert (size, device) == (256, "local_disk/")
@@ -198,8 +203,8 @@ def test_a_configuration_matches_by_position():
             pytest.fail("does not match")
 
 
-def test_what_an_engine_for_vllm_calls():
-    """Per step: look up and store what is new without waiting; retrieve behind blocks of 16 tokens."""
+def test_calls_of_the_vllm_integration():
+    """In each step vLLM looks up and stores new KV without waiting, and retrieves behind computed blocks."""
     block = 4
     metadata = make_metadata()
     engine = LMCacheEngineBuilder.get_or_create("vllm-instance", make_config(), metadata)
@@ -209,7 +214,7 @@ def test_what_an_engine_for_vllm_calls():
         assert (engine.config.enable_blending, engine.config.blend_min_tokens) == (False, 256)
         tokens, kv = make_tokens(5 * CHUNK + 3), make_kv(5 * CHUNK + 3)
         assert torch.sum(engine.retrieve(tokens, torch.ones_like(tokens, dtype=torch.bool))[1]).item() == 0
-        for end in (2 * CHUNK, 5 * CHUNK + 3):  # prefill by pieces
+        for end in (2 * CHUNK, 5 * CHUNK + 3):  # chunked prefill
             skip = engine.lookup(tokens[:end])
             assert skip % CHUNK == 0
             mask = torch.arange(end) >= skip
@@ -217,19 +222,19 @@ def test_what_an_engine_for_vllm_calls():
                 tokens[:end].cpu(), cut(kv, "vllm", skip, end), mask, skip_existing=True, blocking=False
             )
         assert engine.lookup(tokens) == len(tokens)
-        for num_there in range(0, len(tokens), block):
-            mask = torch.arange(len(tokens)) >= num_there
-            found, where = engine.retrieve(tokens, mask)
-            assert torch.equal(where, mask)
-            assert is_same(found, cut(kv, "vllm", num_there))
-            assert all(part.is_contiguous() for layer in found for part in layer)
+        for num_computed in range(0, len(tokens), block):
+            mask = torch.arange(len(tokens)) >= num_computed
+            retrieved, retrieved_mask = engine.retrieve(tokens, mask)
+            assert torch.equal(retrieved_mask, mask)
+            assert is_same(retrieved, cut(kv, "vllm", num_computed))
+            assert all(part.is_contiguous() for layer in retrieved for part in layer)
     finally:
         LMCacheEngineBuilder.destroy("vllm-instance")
     assert LMCacheEngineBuilder.get("vllm-instance") is None
 
 
 class SmallRedis:
-    """Constructed with host and port only."""
+    """A client that is created with host and port only."""
 
     def __init__(self, host, port):
         self.store = {}
@@ -264,7 +269,7 @@ URLS = ("redis://localhost:6379", "redis-sentinel://localhost:26379")
 
 @pytest.mark.parametrize("fmt", ["vllm", "huggingface"])
 @pytest.mark.parametrize("backend", ["cpu", "cuda", "file://local_disk/", *URLS])
-def test_an_engine_of_the_legacy_configuration(tmp_path, monkeypatch, backend, fmt):
+def test_engine_works_with_the_legacy_configuration(tmp_path, monkeypatch, backend, fmt):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(redis, "Redis", SmallRedis)
     monkeypatch.setattr(redis, "Sentinel", SmallSentinel)
@@ -273,14 +278,14 @@ def test_an_engine_of_the_legacy_configuration(tmp_path, monkeypatch, backend, f
     engine = LMCacheEngine(config, LMCacheEngineMetadata("test_model", 3, 123, fmt, torch.bfloat16, shape))
     tokens, kv = make_tokens(3 * CHUNK + 2), make_kv(3 * CHUNK + 2, fmt, dtype=torch.bfloat16)
     engine.store(tokens, kv)
-    found, mask = engine.retrieve(tokens)
+    retrieved, mask = engine.retrieve(tokens)
     assert mask.all()
-    assert is_same(found, kv)
+    assert is_same(retrieved, kv)
     engine.close()
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda", "file://local_disk/"])
-def test_a_limit_that_is_set_afterwards_evicts_the_least_recently_used(tmp_path, monkeypatch, backend):
+def test_limit_set_after_start_evicts_the_least_recently_used(tmp_path, monkeypatch, backend):
     monkeypatch.chdir(tmp_path)
     config = LMCacheEngineConfig.from_legacy(chunk_size=CHUNK, backend=backend, max_local_cache_size=1 / 64)
     engine = LMCacheEngine(config, make_metadata())

@@ -1,4 +1,4 @@
-"""The lm:// server and its connector together, and the server against clients that misbehave."""
+"""The lm:// server with its connector, and with faulty clients."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def connector(server):
         yield connector
 
 
-# ---- together ----
+# ---- with the connector ----
 
 
-def test_what_was_set_is_got(connector):
+def test_get_returns_the_set_object(connector):
     payload = random.Random(1).randbytes(3 << 20)
     assert connector.get(key(1)) is None
     assert not connector.exists(key(1))
@@ -57,7 +57,7 @@ def test_what_was_set_is_got(connector):
     assert connector.get(key(1)) == payload
 
 
-def test_an_object_may_be_empty_and_is_replaced(connector):
+def test_objects_may_be_empty_and_are_replaced(connector):
     connector.set(key(1), b"")
     assert connector.get(key(1)) == b""
     connector.set(key(1), b"long")
@@ -65,7 +65,7 @@ def test_an_object_may_be_empty_and_is_replaced(connector):
     assert connector.get(key(1)) == b"more"
 
 
-def test_list_names_every_value(connector):
+def test_list_returns_each_name(connector):
     assert connector.list() == []
     names = [key(1), key(2), "foreign", "a@b", "ключ@é"]
     for name in names:
@@ -73,7 +73,7 @@ def test_list_names_every_value(connector):
     assert sorted(connector.list()) == sorted(names)
 
 
-def test_keys_with_long_model_names_are_stored_and_told_apart(connector):
+def test_keys_with_long_model_names_stay_distinct(connector):
     names = [f"vllm@/models/{'x' * 120}/{number}@1@0@{7:064x}" for number in range(3)]
     for number, name in enumerate(names):
         connector.set(name, bytes([number]))
@@ -84,14 +84,14 @@ def test_keys_with_long_model_names_are_stored_and_told_apart(connector):
     assert len(listed) == 3
 
 
-def test_a_key_of_exactly_the_longest_length_keeps_its_name(connector):
+def test_key_of_maximum_length_is_listed_unchanged(connector):
     name = f"vllm@{'m' * (150 - len('vllm@@1@0@') - 64)}@1@0@{1:064x}"
     assert len(name) == 150
     connector.set(name, b"x")
     assert connector.list() == [name]
 
 
-def test_several_keys_are_asked_for_at_once(connector):
+def test_batched_calls_return_results_in_order(connector):
     for number in range(0, 20, 2):
         connector.set(key(number), bytes([number]))
     names = [key(number) for number in range(20)]
@@ -100,28 +100,28 @@ def test_several_keys_are_asked_for_at_once(connector):
     assert connector.get_many([]) == []
 
 
-def test_defect_01_threads_on_one_connector_get_their_own_payloads(connector):
+def test_defect_01_threads_on_a_shared_connector_get_their_own_payloads(connector):
     payloads = {key(number): bytes([number]) * (1 + 997 * number) for number in range(8)}
     for name, payload in payloads.items():
         connector.set(name, payload)
-    wrong = []
+    failures = []
 
-    def ask(seed):
+    def read(seed):
         dice = random.Random(seed)
         for _ in range(60):
             name = dice.choice(list(payloads))
             if connector.get(name) != payloads[name]:
-                wrong.append(name)
+                failures.append(name)
 
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert wrong == []
+    assert failures == []
 
 
-def test_what_the_server_does_not_take_is_an_error():
+def test_set_beyond_the_capacity_of_the_server_raises_value_error():
     with serving(max_size_gb=0.001, max_object_bytes=8 << 20) as server, connected(server) as connector:
         with pytest.raises(ValueError, match="did not take"):
             connector.set(key(1), bytes(4 << 20))
@@ -129,7 +129,7 @@ def test_what_the_server_does_not_take_is_an_error():
         assert connector.get(key(2)) == b"fits"
 
 
-def test_memory_is_bounded_and_the_least_recently_used_go():
+def test_memory_is_bounded_and_evicts_the_least_recently_used():
     with serving("cpu") as server, connected(server) as connector:
         for number in range(12):
             connector.set(key(number), bytes(10 << 20))
@@ -139,10 +139,10 @@ def test_memory_is_bounded_and_the_least_recently_used_go():
         assert not connector.exists(key(1))
 
 
-# ---- a client that misbehaves ----
+# ---- with faulty clients ----
 
 
-def test_a_legacy_client_is_served_byte_for_byte(server):
+def test_serves_legacy_clients(server):
     with dialled(server.port) as peer:
         peer.sendall(head(PUT, key(1), 3) + b"abc" + head(EXIST, key(1)) + head(EXIST, key(2)))
         assert received(peer, 16) == struct.pack("iiii", 200, 0, 400, 0)
@@ -152,7 +152,7 @@ def test_a_legacy_client_is_served_byte_for_byte(server):
         assert received(peer, 8 + len(key(1))) == struct.pack("ii", 200, len(key(1))) + key(1).encode()
 
 
-def test_defect_07_a_client_that_dies_in_a_put_harms_nobody(server, connector):
+def test_defect_07_client_death_during_a_put_changes_nothing(server, connector):
     connector.set(key(1), b"before")
     with dialled(server.port) as peer:
         peer.sendall(head(PUT, key(1), 1 << 20) + bytes(1000))
@@ -173,7 +173,7 @@ def test_defect_07_a_client_that_dies_in_a_put_harms_nobody(server, connector):
         struct.pack("ii", EXIST, 0) + b"\xff\xfe".ljust(150),
     ],
 )
-def test_a_request_that_is_none_is_refused_and_the_connection_closed(server, connector, request_bytes):
+def test_invalid_request_is_refused_and_its_connection_closed(server, connector, request_bytes):
     with dialled(server.port) as peer:
         peer.sendall(request_bytes)
         assert received(peer, 9) == struct.pack("ii", 400, 0)
@@ -181,13 +181,13 @@ def test_a_request_that_is_none_is_refused_and_the_connection_closed(server, con
     assert connector.get(key(1)) == b"x"
 
 
-def test_keys_with_odd_bytes_are_keys(connector):
+def test_accepts_keys_with_unusual_bytes(connector):
     for name in ("a/b", "../../etc", "tab\tand\x00zero", "naïve@ключ", " leading", "."):
         connector.set(name, name.encode())
         assert connector.get(name) == name.encode()
 
 
-def test_half_a_request_ends_after_its_time_and_holds_nobody(device):
+def test_incomplete_request_times_out_without_blocking_others(device):
     with serving(device, timeout_seconds=0.5) as server, dialled(server.port) as peer:
         peer.sendall(head(GET, "k")[:100])
         with connected(server) as connector:
@@ -195,86 +195,86 @@ def test_half_a_request_ends_after_its_time_and_holds_nobody(device):
         assert received(peer, 1) == b""
 
 
-def test_a_client_that_trickles_is_put_off():
+def test_very_slow_client_is_disconnected():
     with serving(timeout_seconds=0.2) as server, dialled(server.port) as peer:
         for _ in range(157):  # never a whole head
             with contextlib.suppress(ConnectionError):
                 peer.sendall(b"\1")
             if wait_readable(peer, 0.1):
                 break
-        assert wait_readable(peer, 0), "the server went on waiting"
+        assert wait_readable(peer, 0), "the server did not close the connection"
         assert received(peer, 1) == b""
 
 
-def test_an_idle_client_is_kept_longer_than_any_message():
+def test_idle_client_may_exceed_the_message_timeout():
     with serving(timeout_seconds=0.1) as server, dialled(server.port) as peer:
         assert not wait_readable(peer, 0.35)
         peer.sendall(head(EXIST, "k"))
         assert received(peer, 8) == struct.pack("ii", 400, 0)
 
 
-def test_clients_beyond_the_bound_are_refused_while_all_others_are_at_work():
+def test_refuses_clients_beyond_the_maximum_when_all_are_active():
     with serving(max_clients=1, timeout_seconds=60) as server, dialled(server.port) as first:
         first.sendall(head(PUT, "k", 2) + b"x")
-        wait_until(lambda: server._unfinished.num_free < server._max_object_bytes)
+        wait_until(lambda: server._incomplete.num_free < server._max_object_bytes)
         with dialled(server.port) as second:
             assert received(second, 1) == b""
         first.sendall(b"y" + head(GET, "k"))
         assert received(first, 10) == struct.pack("ii", 200, 2) + b"xy"
 
 
-def test_silent_clients_make_room_for_new_ones():
-    """20 that were silent held all of 20 places for ever: nobody else was served."""
+def test_longest_idle_client_is_disconnected_for_a_new_client():
+    """Without this rule, as many idle clients as the maximum would block all other clients."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving(max_clients=3))
-        silent = [stack.enter_context(dialled(server.port)) for _ in range(3)]
+        idle = [stack.enter_context(dialled(server.port)) for _ in range(3)]
         wait_until(lambda: len(server._idle) == 3)
-        silent[0].sendall(head(EXIST, "k"))  # so that the next one is silent longest
-        assert received(silent[0], 8) == struct.pack("ii", 400, 0)
+        idle[0].sendall(head(EXIST, "k"))  # the next client is now the longest idle
+        assert received(idle[0], 8) == struct.pack("ii", 400, 0)
         wait_until(lambda: len(server._idle) == 3)
         with connected(server) as connector:
             connector.set(key(1), b"x")
             assert connector.get(key(1)) == b"x"
-            assert received(silent[1], 1) == b"", "it was silent longest"
-            silent[0].sendall(head(GET, key(1)))
-            assert received(silent[0], 9) == struct.pack("ii", 200, 1) + b"x"
+            assert received(idle[1], 1) == b"", "the longest idle client is disconnected"
+            idle[0].sendall(head(GET, key(1)))
+            assert received(idle[0], 9) == struct.pack("ii", 200, 1) + b"x"
 
 
-def test_a_client_that_is_silent_for_long_is_put_off():
+def test_idle_client_is_disconnected_after_idle_seconds():
     with serving(idle_seconds=0.05) as server, dialled(server.port) as peer:
         assert received(peer, 1) == b""
         wait_until(lambda: not server._clients)
 
 
-def test_payloads_on_their_way_are_bounded_together():
+def test_incomplete_payloads_share_a_memory_limit():
     size = 1 << 20
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving(max_object_bytes=size, timeout_seconds=10))
         first, second = (stack.enter_context(dialled(server.port)) for _ in range(2))
         first.sendall(head(PUT, key(1), size))
-        wait_until(lambda: server._unfinished.num_free == 0)
+        wait_until(lambda: server._incomplete.num_free == 0)
         second.sendall(head(PUT, key(2), size))
-        wait_until(lambda: server._unfinished.num_waiting == 1)
+        wait_until(lambda: server._incomplete.num_waiting == 1)
         first.sendall(bytes(size) + head(EXIST, key(1)))
         assert received(first, 8) == struct.pack("ii", 200, 0)
         second.sendall(bytes(size) + head(EXIST, key(2)))
         assert received(second, 8) == struct.pack("ii", 200, 0)
-        assert server._unfinished.num_free == size
+        assert server._incomplete.num_free == size
 
 
-def test_a_client_that_finishes_nothing_holds_others_up_for_its_time_only():
+def test_unfinished_put_delays_others_at_most_until_its_timeout():
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving(max_object_bytes=100, timeout_seconds=0.2))
         first, second = (stack.enter_context(dialled(server.port)) for _ in range(2))
         first.sendall(head(PUT, key(1), 100))
-        wait_until(lambda: server._unfinished.num_free == 0)
+        wait_until(lambda: server._incomplete.num_free == 0)
         second.sendall(head(PUT, key(2), 100) + bytes(100) + head(EXIST, key(2)))
         assert received(second, 8) == struct.pack("ii", 200, 0)
         assert received(first, 1) == b""
-        wait_until(lambda: server._unfinished.num_free == 100)
+        wait_until(lambda: server._incomplete.num_free == 100)
 
 
-def test_a_newline_in_a_key_makes_no_entries_of_others(server, connector):
+def test_refuses_newlines_in_keys(server, connector):
     forged = f"{key(1)}\n{key(2)}"[:150]
     with pytest.raises(ValueError, match="newline"):
         connector.set(forged, b"x")
@@ -286,7 +286,7 @@ def test_a_newline_in_a_key_makes_no_entries_of_others(server, connector):
 
 @given(st.lists(st.binary(max_size=400) | st.just(head(PUT, "k", 4)) | st.just(head(LIST)), max_size=4))
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_server_survives_any_bytes(fuzzed, packets):
+def test_survives_any_request_bytes(fuzzed, packets):
     with dialled(fuzzed.port) as peer, contextlib.suppress(OSError):
         for packet in packets:
             peer.sendall(packet)
@@ -304,7 +304,7 @@ def fuzzed():
         yield server
 
 
-def test_a_stop_ends_idle_clients_and_what_was_sent_is_stored(tmp_path):
+def test_stop_disconnects_idle_clients_and_keeps_stored_objects(tmp_path):
     directory = str(tmp_path / "objects")
     with serving(directory) as server, dialled(server.port) as peer:
         peer.sendall(head(PUT, key(1), 4) + b"data" + head(EXIST, key(1)))

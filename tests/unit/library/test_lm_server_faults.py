@@ -1,4 +1,4 @@
-"""The lm:// connector against servers that misbehave, go and come back."""
+"""The lm:// connector with faulty servers and restarted servers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ from tests.harness.lm_server import (
 
 
 @contextlib.contextmanager
-def false_server(*replies):
-    """Answers each connection's first request with the next reply, then closes it; None: never answers."""
+def fake_server(*replies):
+    """Yield a connector to a server that answers each connection's first request with the next reply.
+
+    The server closes each connection after its reply. It never answers if the reply is None.
+    """
     listener = socket.create_server((HOST, 0))
     listener.settimeout(60)
     is_over = threading.Event()
@@ -54,14 +57,14 @@ def false_server(*replies):
         thread.join(timeout=60)
 
 
-def until(deadline_seconds, call):
-    """Call until it does not raise ConnectionError."""
+def retry_until(deadline_seconds, call):
+    """Call until the call does not raise ConnectionError."""
     deadline = time.monotonic() + deadline_seconds
     while True:
         try:
             return call()
         except ConnectionError:
-            assert time.monotonic() < deadline, "not back in time"
+            assert time.monotonic() < deadline, "no recovery before the deadline"
             time.sleep(0.01)
 
 
@@ -77,15 +80,15 @@ def until(deadline_seconds, call):
         None,
     ],
 )
-def test_defect_12_a_wrong_reply_is_a_connection_error_in_time(reply):
-    with false_server(reply) as connector, pytest.raises(ConnectionError):
+def test_defect_12_invalid_reply_raises_connection_error(reply):
+    with fake_server(reply) as connector, pytest.raises(ConnectionError):
         connector.get(key(1))
 
 
 @given(st.binary(max_size=30))
 @settings(max_examples=15)
-def test_a_connector_survives_any_bytes(reply):
-    with false_server(reply) as connector:
+def test_survives_any_reply_bytes(reply):
+    with fake_server(reply) as connector:
         try:
             value = connector.get(key(1))
         except ConnectionError:
@@ -96,9 +99,9 @@ def test_a_connector_survives_any_bytes(reply):
     )
 
 
-def test_defect_12_a_server_that_is_not_there_is_a_connection_error():
-    with socket.create_server((HOST, 0)) as taken:
-        port = taken.getsockname()[1]
+def test_defect_12_missing_server_raises_connection_error():
+    with socket.create_server((HOST, 0)) as listener:
+        port = listener.getsockname()[1]
     connector = LMCServerConnector(HOST, port)
     for call in (connector.exists, connector.get, lambda name: connector.set(name, b"x")):
         with pytest.raises(ConnectionError):
@@ -108,7 +111,7 @@ def test_defect_12_a_server_that_is_not_there_is_a_connection_error():
     connector.close()
 
 
-def test_defect_12_a_server_that_came_back_is_found_again():
+def test_defect_12_reconnects_to_a_restarted_server():
     with serving() as server, connected(server) as connector:
         port = server.port
         connector.set(key(1), b"x")
@@ -116,14 +119,14 @@ def test_defect_12_a_server_that_came_back_is_found_again():
     with pytest.raises(ConnectionError):
         connector.exists(key(1))
     with serving(port=port):
-        assert until(60, lambda: connector.exists(key(1))) is False
+        assert retry_until(60, lambda: connector.exists(key(1))) is False
         connector.set(key(1), b"y")
         assert connector.get(key(1)) == b"y"
     connector.close()
 
 
-def test_defect_12_a_server_that_failed_is_left_alone_for_a_while():
-    with false_server(b"", struct.pack("ii", 200, 0)) as connector:
+def test_defect_12_failed_server_gets_no_requests_until_a_probe():
+    with fake_server(b"", struct.pack("ii", 200, 0)) as connector:
         connector._circuit = Circuit("server", connector._probe, base=3600, cap=3600)
         for message in ("closed the connection", "unavailable", "unavailable"):
             with pytest.raises(ConnectionError, match=message):
@@ -132,7 +135,7 @@ def test_defect_12_a_server_that_failed_is_left_alone_for_a_while():
         assert connector.get(key(1)) == b""
 
 
-def test_a_server_that_restarted_between_two_calls_is_not_noticed():
+def test_restart_between_two_calls_causes_no_error():
     with serving() as server:
         connector = LMCServerConnector(HOST, server.port)
         connector.set(key(1), b"x")
@@ -142,20 +145,20 @@ def test_a_server_that_restarted_between_two_calls_is_not_noticed():
         connector.close()
 
 
-def test_answers_that_nobody_asked_for_are_not_taken_for_ours():
+def test_unexpected_reply_is_not_used_for_the_next_request():
     stray = struct.pack("ii", 400, 0) + struct.pack("ii", 200, 5) + b"stray"
-    with false_server(stray, struct.pack("ii", 200, 4) + b"mine") as connector:
+    with fake_server(stray, struct.pack("ii", 200, 4) + b"next") as connector:
         assert connector.get(key(1)) is None
-        assert connector.get(key(2)) == b"mine"
+        assert connector.get(key(2)) == b"next"
 
 
-def test_while_a_probe_connects_calls_fail_at_once(monkeypatch):
-    """A host that drops packets keeps who connects to it waiting, and nobody else."""
-    go_on, has_begun = threading.Event(), threading.Event()
+def test_calls_fail_at_once_while_a_probe_connects(monkeypatch):
+    """A host that drops packets delays only the thread that connects."""
+    may_finish, has_started = threading.Event(), threading.Event()
 
     def hang(*_: object) -> None:
-        has_begun.set()
-        assert go_on.wait(60)
+        has_started.set()
+        assert may_finish.wait(60)
         raise TimeoutError("timed out")
 
     connector = LMCServerConnector(HOST, 1)
@@ -163,14 +166,14 @@ def test_while_a_probe_connects_calls_fail_at_once(monkeypatch):
         with pytest.raises(ConnectionError):
             connector.exists("key")
         monkeypatch.setattr(socket, "create_connection", hang)
-        assert has_begun.wait(60)
+        assert has_started.wait(60)
         with ThreadPoolExecutor(1) as pool:
             call = pool.submit(connector.exists, "key")
             try:
                 with pytest.raises(ConnectionError, match="unavailable"):
                     call.result(60)
             finally:
-                go_on.set()
+                may_finish.set()
     finally:
         connector.close()
     assert not [thread for thread in threading.enumerate() if thread.name == f"probe lm server {HOST}:1"]

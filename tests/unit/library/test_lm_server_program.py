@@ -1,4 +1,4 @@
-"""The lm:// server's storage, and the server as a program."""
+"""Storage of the lm:// server, and the server as a program."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.harness.lm_server import (
 )
 
 
-def test_defect_07_a_put_of_nothing_leaves_no_lock_behind():
+def test_defect_07_invalid_put_leaves_no_lock():
     storage = LMSLocalBackend()
     with pytest.raises(TypeError):
         storage.put("k", None)
@@ -46,13 +46,13 @@ def test_defect_07_a_put_of_nothing_leaves_no_lock_behind():
     assert storage.get("k") == b"v"
 
 
-class OnlyAsked(OrderedDict):
-    """Counts questions for one key, and allows no others."""
+class CountingDict(OrderedDict):
+    """A dict that counts lookups of single keys and refuses to list keys."""
 
-    num_asked = 0
+    num_lookups = 0
 
     def __contains__(self, name):
-        self.num_asked += 1
+        self.num_lookups += 1
         return super().__contains__(name)
 
     def __iter__(self):
@@ -64,13 +64,13 @@ class OnlyAsked(OrderedDict):
 @pytest.mark.parametrize("num_keys", [1, 5000])
 def test_defect_15_exist_costs_the_same_for_any_number_of_keys(num_keys):
     storage = LMSLocalBackend()
-    storage.dict = OnlyAsked((key(number), b"x") for number in range(num_keys))
+    storage.dict = CountingDict((key(number), b"x") for number in range(num_keys))
     assert storage.contains(key(0))
-    assert not storage.contains("none")
-    assert storage.dict.num_asked == 2
+    assert not storage.contains("missing")
+    assert storage.dict.num_lookups == 2
 
 
-def test_storage_is_chosen_by_name(tmp_path):
+def test_device_name_selects_the_storage(tmp_path):
     assert isinstance(CreateStorageBackend("cpu"), LMSLocalBackend)
     storage = CreateStorageBackend(str(tmp_path / "a" / "b"))
     assert isinstance(storage, LMSLocalDiskBackend)
@@ -83,7 +83,7 @@ def test_storage_is_chosen_by_name(tmp_path):
             CreateStorageBackend("cpu", size)
 
 
-def test_a_flipped_byte_on_disk_is_a_miss(tmp_path):
+def test_flipped_byte_on_disk_is_a_miss(tmp_path):
     storage = LMSLocalDiskBackend(str(tmp_path), 1 << 24)
     storage.put(key(1), b"payload" * 1000)
     (path,) = tmp_path.rglob("*.0")
@@ -94,7 +94,7 @@ def test_a_flipped_byte_on_disk_is_a_miss(tmp_path):
     storage.close()
 
 
-def test_defect_04_after_a_kill_in_a_put_what_was_acknowledged_is_right(tmp_path):
+def test_defect_04_acknowledged_objects_are_intact_after_a_kill_during_a_put(tmp_path):
     dice = random.Random(4)
     payloads = {key(number): dice.randbytes(1 << 20) for number in range(6)}
     with process(str(tmp_path)) as (child, port), dialled(port) as peer:
@@ -110,7 +110,7 @@ def test_defect_04_after_a_kill_in_a_put_what_was_acknowledged_is_right(tmp_path
         assert sorted(connector.list()) == sorted(payloads)
 
 
-def test_the_program_ends_at_sigterm_and_needs_no_torch(tmp_path):
+def test_program_ends_at_sigterm_and_does_not_import_torch(tmp_path):
     with process() as (child, port):
         maps = Path(f"/proc/{child.pid}/maps").read_text()
         with dialled(port) as peer:
@@ -122,28 +122,30 @@ def test_the_program_ends_at_sigterm_and_needs_no_torch(tmp_path):
     assert "libtorch" not in maps
 
 
-SIGNALLED = """
+SIGNALLED_PROGRAM = """
 import signal, threading, time
 from lmcache.server.__main__ import main
 
-def tell():
+def send_signal():
     while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         time.sleep(0.01)
     time.sleep(0.2)
     signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 
-threading.Thread(target=tell, daemon=True).start()
+threading.Thread(target=send_signal, daemon=True).start()
 main(["127.0.0.1", "0"])
 """
 
 
-def test_a_signal_that_does_not_wake_the_main_thread_ends_it():
-    """As one does that comes just before the main thread waits for a client."""
-    ended = subprocess.run([sys.executable, "-c", SIGNALLED], timeout=60, check=True, capture_output=True)
-    assert b"listening" in ended.stdout
+def test_signal_to_another_thread_ends_the_program():
+    """A signal just before the main thread waits for a client has the same effect."""
+    process_result = subprocess.run(
+        [sys.executable, "-c", SIGNALLED_PROGRAM], timeout=60, check=True, capture_output=True
+    )
+    assert b"listening" in process_result.stdout
 
 
-def test_memory_is_taken_for_what_comes_not_for_what_is_declared():
+def test_memory_is_allocated_for_received_bytes_only():
     with process() as (child, port), contextlib.ExitStack() as peers:
         for _ in range(20):
             peer = peers.enter_context(dialled(port))
@@ -166,18 +168,18 @@ def test_memory_is_taken_for_what_comes_not_for_what_is_declared():
         ([HOST, "0", "cpu", "--max-size-gb", "-1"], "not a size"),
     ],
 )
-def test_the_program_says_why_it_does_not_start(arguments, message):
+def test_failed_start_reports_the_cause(arguments, message):
     with pytest.raises(SystemExit, match=message):
         main(arguments)
 
 
-def test_the_program_explains_itself(capsys):
+def test_help_lists_the_options(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     assert "--max-size-gb" in capsys.readouterr().out
 
 
-def test_commands_are_those_of_the_protocol():
+def test_test_harness_uses_the_commands_of_the_protocol():
     assert (PUT, GET, EXIST, LIST) == (
         Constants.CLIENT_PUT,
         Constants.CLIENT_GET,

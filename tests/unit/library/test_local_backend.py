@@ -38,26 +38,26 @@ def backend():
     backend.close()
 
 
-def test_what_was_put_comes_back(backend):
+def test_get_returns_the_put_chunk(backend):
     for index, dtype in enumerate((torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int32)):
         chunk = make_chunk(7, seed=index).to(dtype)
         backend.put(make_key("a"), chunk)
-        again = backend.get(make_key("a"))
-        assert again.dtype == dtype
-        assert torch.equal(again.view(torch.uint8), chunk.view(torch.uint8))
+        loaded = backend.get(make_key("a"))
+        assert loaded.dtype == dtype
+        assert torch.equal(loaded.view(torch.uint8), chunk.view(torch.uint8))
     assert backend.get(make_key("b")) is None
     assert backend.contains(make_key("a"))
     assert not backend.contains(make_key("b"))
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.float64, torch.bool])
-def test_a_chunk_may_have_any_dtype(backend, dtype):
+def test_stores_chunks_of_any_dtype(backend, dtype):
     chunk = make_chunk(2).to(dtype)
     backend.put(make_key("a"), chunk)
     assert torch.equal(backend.get(make_key("a")), chunk)
 
 
-def test_keys_differ_in_every_field(backend):
+def test_each_field_of_a_key_counts(backend):
     backend.put(make_key("a"), make_chunk())
     for change in (
         {"fmt": "x"},
@@ -70,7 +70,7 @@ def test_keys_differ_in_every_field(backend):
         assert not backend.contains(other)
 
 
-def test_a_put_replaces_what_was_there(backend):
+def test_put_replaces_the_old_chunk(backend):
     backend.put(make_key("a"), make_chunk(seed=1))
     backend.put(make_key("a"), make_chunk(3, seed=2))
     assert torch.equal(backend.get(make_key("a")), make_chunk(3, seed=2))
@@ -78,57 +78,57 @@ def test_a_put_replaces_what_was_there(backend):
     assert backend.evictor.current_cache_size == 4096
 
 
-def test_remove(backend):
+def test_removed_chunk_is_a_miss(backend):
     backend.put(make_key("a"), make_chunk())
     backend.remove(make_key("a"))
-    backend.remove(make_key("never"))
+    backend.remove(make_key("unknown"))
     assert not backend.contains(make_key("a"))
     assert backend.evictor.current_cache_size == 0
 
 
-def test_defect_03_a_retrieved_tensor_is_the_callers_own():
+def test_defect_03_caller_owns_a_retrieved_tensor():
     backend = make_backend(num_chunks=4)
     backend.put(make_key("first"), make_chunk(seed=1))
-    mine = backend.get(make_key("first"))
+    retrieved = backend.get(make_key("first"))
     for index in range(8):
         backend.put(make_key(str(index)), make_chunk(seed=2))
     assert not backend.contains(make_key("first"))
-    assert torch.equal(mine, make_chunk(seed=1))
-    mine.zero_()
+    assert torch.equal(retrieved, make_chunk(seed=1))
+    retrieved.zero_()
     assert torch.equal(backend.get(make_key("7")), make_chunk(seed=2))
     backend.close()
 
 
-def test_defect_03_large_results_share_no_memory_while_they_are_used(backend):
+def test_defect_03_large_results_share_no_memory_while_in_use(backend):
     size = LMCacheMemPoolMetadata((1, 2, 4096, 4, 64), torch.float16, 1 / 16)
     backend = LMCLocalBackend(make_config(), size, "cpu")
     for seed in (1, 2):
         backend.put(make_key(str(seed)), torch.full((1, 2, 4096, 4, 64), seed, dtype=torch.float16))
-    part = backend.get(make_key("1"))[0, 1, 5]  # keeps the memory under it
-    others = [backend.get(make_key("2")) for _ in range(6)]
+    part = backend.get(make_key("1"))[0, 1, 5]  # the view keeps its memory in use
+    results = [backend.get(make_key("2")) for _ in range(6)]
     assert (part == 1).all()
-    addresses = {other.data_ptr() for other in others}
+    addresses = {result.data_ptr() for result in results}
     assert len(addresses) == 6
-    del others
-    assert backend.get(make_key("2")).data_ptr() in addresses, "memory is used again once nobody does"
+    del results
+    assert backend.get(make_key("2")).data_ptr() in addresses, "unused memory is reused"
     backend.close()
 
 
-def test_results_of_any_size_follow_each_other():
+def test_output_pool_returns_results_of_any_size():
     pool = OutputPool(max_cache_gb=1)
     for mebibytes in (2, 8, 3, 1, 8, 5, 2):
         result = pool.empty((mebibytes, 1 << 20), torch.uint8)
         assert result.shape == (mebibytes, 1 << 20)
         result.fill_(7)
         del result
-    assert 1 <= len(pool._kept) <= 4
+    assert 1 <= len(pool._retained) <= 4
     assert pool.num_bytes > 0
     pool.clear()
     assert pool.num_bytes == 0
 
 
-def test_no_more_than_an_eighth_of_the_cache_is_kept_beside_it():
-    pool, size = OutputPool(max_cache_gb=1 / 4), 34 << 20  # 32 MiB may be kept
+def test_output_pool_retains_at_most_an_eighth_of_the_cache():
+    pool, size = OutputPool(max_cache_gb=1 / 4), 34 << 20  # the pool may retain 32 MiB
     for _ in range(6):
         pool.empty([size], torch.uint8)
     assert pool.num_bytes == 0
@@ -139,38 +139,38 @@ def test_no_more_than_an_eighth_of_the_cache_is_kept_beside_it():
     pool.close()
     assert pool.num_bytes == 0
     del result
-    assert pool.num_bytes == 0, "nothing is kept once it is closed"
+    assert pool.num_bytes == 0, "a closed pool retains no memory"
 
 
-def test_threads_share_a_pool():
-    pool, wrong = OutputPool(max_cache_gb=1), []
+def test_output_pool_is_safe_for_threads():
+    pool, failures = OutputPool(max_cache_gb=1), []
 
     def use(seed):
         for number in range(100):
             result = pool.empty([(1 + (number * seed) % 5) << 20], torch.uint8)
             result[::4096] = seed
             if not bool((result[::4096] == seed).all()):
-                wrong.append(seed)
+                failures.append(seed)
 
     threads = [threading.Thread(target=use, args=(seed,)) for seed in range(1, 5)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong
+    assert not failures
     assert pool.num_bytes <= 128 << 20
 
 
-def test_defect_05_another_dtype_is_kept_as_it_is(backend):
+def test_defect_05_stores_another_dtype_unchanged(backend):
     large = make_chunk(4, dtype=torch.float32) * 1e30
     backend.put(make_key("a"), large)
-    again = backend.get(make_key("a"))
-    assert torch.equal(again, large)
-    assert again.isfinite().all()
+    loaded = backend.get(make_key("a"))
+    assert torch.equal(loaded, large)
+    assert loaded.isfinite().all()
 
 
-def test_what_is_larger_than_a_full_chunk_is_dropped_and_counted():
-    # A full chunk of 64 KiB takes a whole frame: there is nothing larger.
+def test_chunk_larger_than_a_full_chunk_is_dropped_and_counted():
+    # A full chunk of 64 KiB uses a whole frame, so a larger chunk does not fit.
     shape = (1, 2, 128, 2, 64)
     backend = LMCLocalBackend(make_config(), LMCacheMemPoolMetadata(shape, torch.float16, 1 / 16), "cpu")
     backend.put(make_key("a"), torch.ones(shape, dtype=torch.float32))
@@ -181,7 +181,7 @@ def test_what_is_larger_than_a_full_chunk_is_dropped_and_counted():
     backend.close()
 
 
-def test_defect_21_the_huggingface_layout_works(backend):
+def test_defect_21_stores_the_huggingface_layout(backend):
     chunk = torch.randn(LAYERS, 2, HEADS, CHUNK - 5, HEAD_SIZE).half()
     backend.put(make_key("a", "huggingface"), chunk)
     assert torch.equal(backend.get(make_key("a", "huggingface")), chunk)
@@ -190,19 +190,19 @@ def test_defect_21_the_huggingface_layout_works(backend):
 # ---- eviction ----
 
 
-def test_the_least_recently_used_goes_first():
+def test_evicts_the_least_recently_used_first():
     backend = make_backend(num_chunks=4)
     for name in "abcd":
         backend.put(make_key(name), make_chunk())
     backend.get(make_key("a"))
-    backend.contains(make_key("b"))  # a look is no use
+    backend.contains(make_key("b"))  # contains() does not count as use
     assert [key.chunk_hash for key in backend.dict] == ["b", "c", "d", "a"]
     backend.put(make_key("e"), make_chunk())
     assert [key.chunk_hash for key in backend.dict] == ["c", "d", "a", "e"]
     backend.close()
 
 
-def test_the_limit_can_be_lowered(backend):
+def test_limit_can_be_reduced(backend):
     for index in range(8):
         backend.put(make_key(str(index)), make_chunk())
     backend.evictor.MAX_CACHE_SIZE = 3 * CHUNK_BYTES
@@ -215,7 +215,7 @@ def test_the_limit_can_be_lowered(backend):
     assert backend.num_faults == 1
 
 
-def test_the_dictionary_is_live(backend):
+def test_dict_is_a_live_view(backend):
     view = backend.dict
     assert len(view) == 0
     backend.put(make_key("a"), make_chunk())
@@ -227,10 +227,10 @@ def test_the_dictionary_is_live(backend):
         view[make_key("b")]
 
 
-# ---- puts that nobody waits for ----
+# ---- puts in the background ----
 
 
-def test_nonblocking_puts_arrive(backend):
+def test_nonblocking_puts_are_stored(backend):
     for index in range(20):
         backend.put(make_key(str(index)), make_chunk(seed=index), blocking=False)
     wait_until(lambda: backend.contains(make_key("19")))
@@ -238,21 +238,23 @@ def test_nonblocking_puts_arrive(backend):
         assert torch.equal(backend.get(make_key(str(index))), make_chunk(seed=index))
 
 
-def test_defect_08_a_bad_put_ends_neither_the_worker_nor_the_backend(backend):
-    backend.put_nonblocking(make_key("bad"), make_chunk().to("meta"))  # has no bytes to copy
+def test_defect_08_invalid_put_stops_neither_worker_nor_backend(backend):
+    backend.put_nonblocking(
+        make_key("invalid"), make_chunk().to("meta")
+    )  # a meta tensor has no bytes to copy
     backend.put_nonblocking(make_key("good"), make_chunk())
     wait_until(lambda: backend.contains(make_key("good")))
-    assert backend.get(make_key("bad")) is None
+    assert backend.get(make_key("invalid")) is None
     assert backend.num_faults == 1
-    assert backend.evictor.current_cache_size == CHUNK_BYTES, "what the bad put took is free again"
+    assert backend.evictor.current_cache_size == CHUNK_BYTES, "slots of the invalid put are free again"
 
 
-def test_close_puts_what_is_queued(monkeypatch):
+def test_close_stores_queued_puts(monkeypatch):
     backend = make_backend()
     gate = threading.Event()
     put = backend._put
     monkeypatch.setattr(backend, "_put", lambda *arguments: gate.wait(60) and put(*arguments))
-    monkeypatch.setattr(backend.mpool, "close", lambda: None)  # to look at what is there afterwards
+    monkeypatch.setattr(backend.mpool, "close", lambda: None)  # keeps the chunks for the check below
     for index in range(5):
         backend.put_nonblocking(make_key(str(index)), make_chunk())
     gate.set()
@@ -262,7 +264,7 @@ def test_close_puts_what_is_queued(monkeypatch):
     assert backend.num_faults == 1
 
 
-def test_a_full_queue_makes_puts_wait(monkeypatch, backend):
+def test_full_queue_blocks_puts(monkeypatch, backend):
     monkeypatch.setattr(queued_backend, "MAX_QUEUED_BYTES", 2 * CHUNK_BYTES)
     gate, put = threading.Event(), backend._put
     monkeypatch.setattr(backend, "_put", lambda *arguments: gate.wait(60) and put(*arguments))
@@ -283,7 +285,7 @@ def test_a_full_queue_makes_puts_wait(monkeypatch, backend):
     assert backend.num_faults == 0
 
 
-def test_defect_11_half_built_and_unused_backends_leave_no_threads():
+def test_defect_11_failed_and_unused_backends_leave_no_threads():
     before = threading.active_count()
     pool = LMCacheMemPoolMetadata(make_metadata().kv_shape, torch.float16, 1 / 16)
     with pytest.raises(RuntimeError):
@@ -292,19 +294,19 @@ def test_defect_11_half_built_and_unused_backends_leave_no_threads():
     backend.put(make_key("a"), make_chunk())
     assert threading.active_count() == before
     backend.close()
-    backend.put_worker()  # nothing is left to do
+    backend.put_worker()  # returns at once, because it has no work
 
 
-def test_threads_see_whole_chunks_only():
+def test_concurrent_reads_return_whole_chunks():
     backend = make_backend(num_chunks=16)
-    wrong = []
+    failures = []
 
     def use(_: int, generator: torch.Generator) -> None:
         number = int(torch.randint(0, 24, (), generator=generator))
         if number % 3:
             chunk = backend.get(make_key(str(number)))
             if chunk is not None and not (chunk == chunk.flatten()[0]).all():
-                wrong.append(number)
+                failures.append(number)
         else:
             value = float(torch.randint(0, 1000, (), generator=generator))
             chunk = torch.full_like(make_chunk(), value)
@@ -312,11 +314,11 @@ def test_threads_see_whole_chunks_only():
 
     used_by_threads(use)
     backend.close()
-    assert not wrong
+    assert not failures
     assert backend.num_faults == 0
 
 
-def test_what_is_larger_than_a_lowered_limit_evicts_nothing(backend):
+def test_chunk_larger_than_a_reduced_limit_evicts_nothing(backend):
     backend.put(make_key("a"), make_chunk(1))
     backend.evictor.MAX_CACHE_SIZE = float(make_chunk().nbytes - 1)
     backend.put(make_key("b"), make_chunk())
@@ -324,7 +326,7 @@ def test_what_is_larger_than_a_lowered_limit_evicts_nothing(backend):
     assert not backend.contains(make_key("b"))
 
 
-def test_a_worker_that_can_not_be_started_drops_the_chunk(backend, monkeypatch):
+def test_chunk_is_dropped_if_the_worker_cannot_start(backend, monkeypatch):
     def fail(thread):
         raise RuntimeError("can't start new thread")
 

@@ -1,4 +1,4 @@
-"""Log lines of our processes: their form, and no more of them than tell what goes on."""
+"""Log lines: their format and rate limit."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 from lmcache.logging import FloodFilter, formatter
 
 
-def line(place: int, level: int = logging.WARNING) -> logging.LogRecord:
-    return logging.LogRecord("name", level, "file.py", place, "%d bytes", (3,), None)
+def line(line_number: int, level: int = logging.WARNING) -> logging.LogRecord:
+    return logging.LogRecord("name", level, "file.py", line_number, "%d bytes", (3,), None)
 
 
-def test_one_place_in_the_code_has_sixty_lines_a_minute():
+def test_each_source_line_may_log_sixty_lines_a_minute():
     now = [0.0]
     floods = FloodFilter(lambda: now[0])
     assert [floods.filter(line(1)) for _ in range(100)] == [True] * 60 + [False] * 40
@@ -27,20 +27,20 @@ def test_one_place_in_the_code_has_sixty_lines_a_minute():
     first, second = line(1), line(1)
     assert floods.filter(first)
     assert floods.filter(second)
-    assert first.getMessage() == "3 bytes (40 more lines like this one were left out)"
+    assert first.getMessage() == "3 bytes (40 more lines like this one were omitted)"
     assert second.getMessage() == "3 bytes"
 
 
-def test_debug_lines_are_all_written():
+def test_debug_lines_are_not_limited():
     floods = FloodFilter()
     assert all(floods.filter(line(1, logging.DEBUG)) for _ in range(100))
 
 
-def test_what_a_message_quotes_makes_no_line_of_its_own():
+def test_control_characters_in_messages_are_escaped():
     record = line(1)
-    record.msg, record.args = "said: %s", ("x\n2026-01-01 CRITICAL all is lost\x1b[2K\u2028\udc80 ü",)
+    record.msg, record.args = "reply: %s", ("x\n2026-01-01 CRITICAL all is lost\x1b[2K\u2028\udc80 ü",)
     text = formatter("text").format(record)
-    assert text.endswith("name: said: x\\n2026-01-01 CRITICAL all is lost\\x1b[2K\\u2028\\udc80 ü")
+    assert text.endswith("name: reply: x\\n2026-01-01 CRITICAL all is lost\\x1b[2K\\u2028\\udc80 ü")
     assert text.isprintable()
     try:
         raise ValueError("x")
@@ -65,12 +65,12 @@ logging.getLogger("name").debug("more")
         ("json", r'\{"time": "(?P<time>\S+)", "level": "INFO", "logger": "name", "message": "3 bytes"\}\n'),
     ],
 )
-def test_lines_have_their_time_in_utc(log_format, line):
+def test_lines_have_utc_time(log_format, line):
     before = datetime.datetime.now(datetime.UTC)
     command = [sys.executable, "-c", _PROGRAM, log_format]
     environ = os.environ | {"TZ": "Asia/Tokyo"}
-    written = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stderr
-    match = re.fullmatch(line, written)
+    output = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stderr
+    match = re.fullmatch(line, output)
     assert match
     assert match["time"].endswith("Z")
     assert -0.001 < (datetime.datetime.fromisoformat(match["time"]) - before).total_seconds() < 60

@@ -1,4 +1,4 @@
-"""Pools and the arena under them."""
+"""Memory pools and their arena."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pool(request):
 
 @pytest.mark.parametrize("layout", ["vllm", "huggingface"])
 @pytest.mark.parametrize("num_tokens", [1, 17, 64])
-def test_defect_21_memory_has_the_chunks_shape_in_both_layouts(pool, layout, num_tokens):
+def test_defect_21_allocates_the_shape_of_the_chunk_in_both_layouts(pool, layout, num_tokens):
     source = chunk(num_tokens, layout)
     kv_obj = pool.allocate(source)
     assert (kv_obj.data.shape, kv_obj.data.dtype) == (source.shape, source.dtype)
@@ -52,14 +52,14 @@ def test_defect_21_memory_has_the_chunks_shape_in_both_layouts(pool, layout, num
     assert torch.equal(kv_obj.data, source)
 
 
-def test_full_chunks_are_as_many_as_fit(pool):
+def test_allocates_as_many_full_chunks_as_fit(pool):
     assert (pool.size_per_chunk, pool.max_chunk_num) == (CHUNK_BYTES, 4)
     objects = [pool.allocate(chunk(64)) for _ in range(4)]
     assert all(kv_obj.size == CHUNK_BYTES for kv_obj in objects)
     assert len({kv_obj.chunk_idx for kv_obj in objects}) == 4
 
 
-def test_chunks_do_not_overlap_and_memory_comes_back(pool):
+def test_chunks_do_not_overlap_and_freed_memory_is_reused(pool):
     objects = [pool.allocate(chunk(64)) for _ in range(4)]
     for number, kv_obj in enumerate(objects):
         kv_obj.data.fill_(number)
@@ -68,12 +68,12 @@ def test_chunks_do_not_overlap_and_memory_comes_back(pool):
     assert pool.allocate(chunk(64)).data.data_ptr() == objects[2].data.data_ptr()
 
 
-def test_defect_15_a_partial_chunk_takes_what_it_needs(pool):
+def test_defect_15_partial_chunk_uses_only_its_slots(pool):
     objects = [pool.allocate(chunk(4)) for _ in range(4 * 16)]
     assert all(kv_obj.size == CHUNK_BYTES // 16 for kv_obj in objects)
 
 
-def test_an_exhausted_pool_says_so():
+def test_exhausted_pool_raises_or_returns_none():
     pool, buffers = LocalCPUPool(metadata(1)), LocalCPUBufferPool(metadata(1))
     pool.allocate(chunk(64)), buffers.allocate(chunk(64))
     with pytest.raises(Exception, match="Mempool allocation failed"):
@@ -81,55 +81,55 @@ def test_an_exhausted_pool_says_so():
     assert buffers.allocate(chunk(1)) is None
 
 
-def test_the_smallest_pool_holds_one_chunk():
+def test_smallest_pool_holds_a_single_chunk():
     assert LocalCPUPool(metadata(0)).max_chunk_num == 1
 
 
-def test_a_chunk_longer_than_a_full_one_is_refused(pool):
+def test_refuses_chunk_longer_than_a_full_chunk(pool):
     with pytest.raises(AssertionError, match="more than a full chunk"):
         pool.allocate(chunk(65))
 
 
-def test_defect_05_no_dtype_is_rounded_silently(pool):
+def test_defect_05_refuses_other_dtypes(pool):
     with pytest.raises(TypeError, match=r"holds torch.float16, not torch.float32"):
         pool.allocate(chunk(64, dtype=torch.float32))
 
 
-def test_what_is_free_can_not_be_freed(pool):
+def test_refuses_to_free_unallocated_memory(pool):
     kv_obj = pool.allocate(chunk(64))
     pool.free(kv_obj)
-    with pytest.raises(ValueError, match="not taken"):
+    with pytest.raises(ValueError, match="is not allocated"):
         pool.free(kv_obj)
-    with pytest.raises(ValueError, match="not taken"):
+    with pytest.raises(ValueError, match="is not allocated"):
         pool.free(KVObj(99, 1, torch.empty(1)))
 
 
 @given(st.lists(st.integers(1, 64), max_size=12), st.randoms())
 @settings(max_examples=25)
-def test_any_mix_of_chunks_keeps_its_bytes(lengths, random):
-    pool, held = LocalCPUBufferPool(metadata(3)), []
+def test_any_mix_of_chunks_preserves_bytes(lengths, random):
+    pool, allocated = LocalCPUBufferPool(metadata(3)), []
     for number, num_tokens in enumerate(lengths):
         kv_obj = pool.allocate(chunk(num_tokens))
         if kv_obj is not None:
             kv_obj.data.fill_(number)
-            held.append((number, kv_obj))
-        if held and random.random() < 0.4:
-            number, kv_obj = held.pop(random.randrange(len(held)))
+            allocated.append((number, kv_obj))
+        if allocated and random.random() < 0.4:
+            number, kv_obj = allocated.pop(random.randrange(len(allocated)))
             assert (kv_obj.data == number).all()
             pool.free(kv_obj)
-    assert all((kv_obj.data == number).all() for number, kv_obj in held)
-    for _, kv_obj in held:
+    assert all((kv_obj.data == number).all() for number, kv_obj in allocated)
+    for _, kv_obj in allocated:
         pool.free(kv_obj)
     assert all(pool.allocate(chunk(64)) for _ in range(pool.max_chunk_num))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_a_gpu_pool_without_a_gpu_is_on_the_host():
-    taken = LocalGPUPool(metadata()).allocate(chunk(64))
-    assert taken.data.device.type == "cpu"
+def test_gpu_pool_without_a_gpu_uses_host_memory():
+    kv_obj = LocalGPUPool(metadata()).allocate(chunk(64))
+    assert kv_obj.data.device.type == "cpu"
 
 
-def test_a_store_over_tensors_returns_the_bytes_that_were_put():
+def test_store_over_tensors_returns_the_put_bytes():
     arena = TorchArena.for_chunks(CHUNK_BYTES, 4 * CHUNK_BYTES)
     store, source = LocalStore(arena), chunk(64)
     key = hashlib.sha256(b"a").digest() * 2
@@ -147,7 +147,7 @@ def test_tiny_chunks_share_frames():
 
 
 class FakeCudart:
-    """Notes what is registered; fails after ``limit`` pieces."""
+    """A CUDA runtime that records registered memory and fails after ``limit`` registrations."""
 
     def __init__(self, limit=99):
         self.ranges, self.limit = {}, limit
@@ -172,7 +172,7 @@ def fake_cuda(monkeypatch):
     return cudart
 
 
-def test_host_memory_is_pinned_as_it_is_used_and_in_whole_frames(fake_cuda):
+def test_host_memory_is_pinned_frame_by_frame_at_first_use(fake_cuda):
     arena = TorchArena.for_chunks(CHUNK_BYTES, 3 * CHUNK_BYTES)
     assert fake_cuda.ranges == {}
     second = arena.tensor(16, (8,), torch.uint8)
@@ -186,14 +186,14 @@ def test_host_memory_is_pinned_as_it_is_used_and_in_whole_frames(fake_cuda):
     assert fake_cuda.ranges == {}
 
 
-def test_memory_that_can_not_be_pinned_is_used_all_the_same(fake_cuda, monkeypatch):
-    said = []
-    log = SimpleNamespace(warning=lambda text, *values: said.append(text % values))
+def test_unpinnable_memory_is_usable(fake_cuda, monkeypatch):
+    warnings = []
+    log = SimpleNamespace(warning=lambda text, *values: warnings.append(text % values))
     monkeypatch.setattr("lmcache.storage_backend.mem_pool.torch_arena.logger", log)
     fake_cuda.limit = 0
     arena = TorchArena.for_chunks(CHUNK_BYTES, CHUNK_BYTES)
     arena.tensor(0, (8,), torch.uint8).fill_(7)
     arena.tensor(0, (8,), torch.uint8)
     assert arena.tensor(0, (8,), torch.uint8).tolist() == [7] * 8
-    assert len(said) == 1
+    assert len(warnings) == 1
     arena.close()

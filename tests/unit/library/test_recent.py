@@ -1,17 +1,17 @@
-"""What is remembered of keys whose number nothing bounds."""
+"""Bounded maps of recent keys."""
 
 from __future__ import annotations
 
-from lmcache.recent import Recent
+from lmcache.common.recent import Recent
 
 
-def test_the_oldest_key_is_forgotten() -> None:
+def test_oldest_key_is_dropped() -> None:
     recent: Recent[str, int] = Recent(2)
     recent["a"], recent["b"], recent["c"] = 1, 2, 3
     assert list(recent.items()) == [("b", 2), ("c", 3)]
 
 
-def test_a_key_that_is_set_again_is_the_latest_and_one_that_is_read_is_not() -> None:
+def test_setting_a_key_refreshes_its_age_and_reading_does_not() -> None:
     recent: Recent[str, int] = Recent(2)
     recent["a"], recent["b"] = 1, 2
     recent["a"] = 3
@@ -20,7 +20,7 @@ def test_a_key_that_is_set_again_is_the_latest_and_one_that_is_read_is_not() -> 
     assert list(recent.items()) == [("a", 3), ("c", 4)]
 
 
-def test_a_default_counts_like_any_other_key() -> None:
+def test_setdefault_counts_as_setting_a_key() -> None:
     recent: Recent[str, int] = Recent(1)
     assert recent.setdefault("a", 1) == 1
     assert recent.setdefault("b", 2) == 2

@@ -39,7 +39,7 @@ def put_chunks(backend, names: str) -> None:
 
 
 def names_of(chunks) -> list[str | None]:
-    """Which chunk each one is."""
+    """Return the name of each chunk."""
     known = {bytes(make_chunk(seed=ord(name)).view(torch.uint8).numpy()): name for name in "abcdefgh"}
     return [None if c is None else known[bytes(c.contiguous().view(torch.uint8).numpy())] for c in chunks]
 
@@ -48,7 +48,7 @@ def keys_of(names: str) -> list:
     return [make_key(name) for name in names]
 
 
-def test_what_was_put_comes_back(backend):
+def test_get_returns_the_put_chunks(backend):
     put_chunks(backend, "ab")
     assert names_of(backend.batched_get(iter(keys_of("ab")))) == ["a", "b"]
     assert names_of([backend.get(make_key("a")), backend.get(make_key("c"))]) == ["a", None]
@@ -56,20 +56,20 @@ def test_what_was_put_comes_back(backend):
     assert not backend.contains(make_key("c"))
 
 
-def test_needs_a_url_and_a_serde():
+def test_requires_a_url_and_a_serde():
     for config in (make_config(None, remote_url=URL), make_config(None, remote_serde="torch")):
         with pytest.raises(AssertionError, match="remote_url and remote_serde"):
             LMCRemoteBackend(config, make_metadata(), "cpu")
 
 
-def test_list_skips_what_is_no_chunk(backend, connector):
+def test_list_skips_foreign_names(backend, connector):
     put_chunks(backend, "ab")
-    for name in ("somebody else's", "", "a@b@c@d@e", "\udcff@m@1@0"):
+    for name in ("foreign", "", "a@b@c@d@e", "\udcff@m@1@0"):
         connector.values[name] = b""
     assert sorted(backend.list()) == keys_of("ab")
 
 
-def test_bytes_that_are_no_chunk_are_misses(backend, connector):
+def test_invalid_bytes_are_misses(backend, connector):
     put_chunks(backend, "abc")
     connector.values[make_key("b").to_string()] = b"garbage"
     assert names_of(backend.batched_get(keys_of("abc"))) == ["a", None, "c"]
@@ -77,14 +77,14 @@ def test_bytes_that_are_no_chunk_are_misses(backend, connector):
 
 
 @pytest.mark.parametrize("pattern", ["aXc", "XXc", "aXXXefXh", "XXXX", "abcdefgh", ""])
-def test_defect_02_misses_keep_their_place(backend, pattern):
+def test_defect_02_results_keep_positions_of_misses(backend, pattern):
     put_chunks(backend, pattern.replace("X", ""))
     keys = [make_key(name if name != "X" else f"missing {index}") for index, name in enumerate(pattern)]
     assert names_of(backend.batched_get(keys)) == [None if name == "X" else name for name in pattern]
 
 
-def test_defect_09_nonblocking_puts_go_on_after_a_failure(backend, connector):
-    backend.put(make_key("x" * 200), make_chunk(), blocking=False)  # the store can't hold such a key
+def test_defect_09_nonblocking_puts_continue_after_a_failure(backend, connector):
+    backend.put(make_key("x" * 200), make_chunk(), blocking=False)  # the store refuses long keys
     put_chunks(backend, "a")
     backend.put(make_key("b"), make_chunk(seed=ord("b")), blocking=False)
     wait_until(lambda: backend.contains(make_key("b")))
@@ -95,18 +95,18 @@ def test_defect_09_nonblocking_puts_go_on_after_a_failure(backend, connector):
 @pytest.mark.parametrize(
     "error", [ConnectionError(), TimeoutError(), struct.error(), RuntimeError(), KeyError()]
 )
-def test_defect_09_a_server_that_dies_ends_in_misses(backend, connector, error):
+def test_defect_09_dead_server_gives_misses(backend, connector, error):
     connector.error = error
     put_chunks(backend, "abcdefgh")
     answers = iter(backend.batched_get(keys_of("abcdefgh")))
     first = [next(answers)]
     connector.is_down = True
-    rest = names_of(first + list(answers))
-    assert len(rest) == 8
-    assert rest == [*"abcdefgh"[: rest.index(None)], *[None] * (8 - rest.index(None))]
+    names = names_of(first + list(answers))
+    assert len(names) == 8
+    assert names == [*"abcdefgh"[: names.index(None)], *[None] * (8 - names.index(None))]
 
 
-def test_defect_09_close_ends_the_workers_before_the_connection(backend, connector):
+def test_defect_09_close_stops_workers_before_the_connection(backend, connector):
     connector.may_answer.clear()
     for name in "abcd":
         backend.put(make_key(name), make_chunk(seed=ord(name)), blocking=False)
@@ -119,28 +119,28 @@ def test_defect_09_close_ends_the_workers_before_the_connection(backend, connect
     reader.join(60)
     assert not closer.is_alive()
     assert not reader.is_alive()
-    assert len(connector.values) == 4, "what was queued is put first"
-    # The misses below ask nobody: the fixture looks whether the connector was used once it was closed.
+    assert len(connector.values) == 4, "queued chunks are stored first"
+    # The misses below must not use the closed connector; the fixture checks this.
     assert list(backend.batched_get(keys_of("ab"))) == [None, None]
     assert backend.get(make_key("a")) is None
 
 
-def test_defect_12_a_dead_server_costs_one_failure_and_comes_back(backend, connector):
+def test_defect_12_dead_server_costs_a_single_failure_and_recovers(backend, connector):
     put_chunks(backend, "ab")
     connector.is_down = True
     assert backend.get(make_key("a")) is None
-    asked = connector.calls["get"]
+    num_gets = connector.calls["get"]
     assert not backend.contains(make_key("a"))
     assert list(backend.batched_get(keys_of("ab" * 20))) == [None] * 40
     backend.put(make_key("c"), make_chunk())
-    assert connector.calls["get"] == asked
+    assert connector.calls["get"] == num_gets
     assert not connector.calls["set", make_key("c").to_string()]
     connector.is_down = False
     wait_until(lambda: backend.contains(make_key("a")))
     assert names_of(backend.batched_get(keys_of("ab"))) == ["a", "b"]
 
 
-def test_defect_12_faults_are_said_once(backend, connector, monkeypatch):
+def test_defect_12_faults_are_logged_once(backend, connector, monkeypatch):
     lines = []
     monkeypatch.setattr(remote_backend.logger, "warning", lambda *arguments: lines.append(arguments))
     connector.is_down = True
@@ -150,7 +150,7 @@ def test_defect_12_faults_are_said_once(backend, connector, monkeypatch):
     assert backend.num_faults == 3
 
 
-def test_defect_26_no_question_is_asked_before_a_get(backend, connector):
+def test_defect_26_get_sends_no_exists_request(backend, connector):
     put_chunks(backend, "ab")
     list(backend.batched_get(keys_of("ab")))
     backend.get(make_key("a"))
@@ -158,32 +158,32 @@ def test_defect_26_no_question_is_asked_before_a_get(backend, connector):
     assert connector.calls["get"] == 3
 
 
-def test_who_stops_asking_stops_the_fetching(backend, connector):
+def test_fetching_stops_when_the_reader_stops(backend, connector):
     put_chunks(backend, "a")
     keys = [*keys_of("a"), *(make_key(str(index)) for index in range(100))]
     for chunk in backend.batched_get(keys):
         if chunk is None:
             break
     if isinstance(backend, LMCPipelinedRemoteBackend):
-        backend._network.submit(int).result()  # behind all that it has to fetch
+        backend._network.submit(int).result()  # wait for all queued fetches
     assert connector.calls["get"] <= 2 + remote_backend._WINDOW
 
 
-def test_a_full_queue_drops_and_counts(backend, connector, monkeypatch):
+def test_full_queue_drops_and_counts_puts(backend, connector, monkeypatch):
     monkeypatch.setattr(queued_backend, "MAX_QUEUED_BYTES", 2 * make_chunk().nbytes)
     connector.may_answer.clear()
     for name in "abcde":
-        backend.put(make_key(name), make_chunk(), blocking=False)  # waits for nobody
+        backend.put(make_key(name), make_chunk(), blocking=False)  # does not block
     assert backend.num_faults == 3
     connector.may_answer.set()
     wait_until(lambda: len(connector.values) == 2)
 
 
-def test_defect_09_a_deserializer_that_raises_anything_ends_in_misses(backend, monkeypatch):
+def test_defect_09_any_deserializer_error_gives_misses(backend, monkeypatch):
     put_chunks(backend, "ab")
 
     def fail(content, label):
-        raise RuntimeError("out of memory, say")
+        raise RuntimeError("out of memory")
 
     monkeypatch.setattr(backend._deserializer, "from_bytes", fail)
     assert list(backend.batched_get(keys_of("ab"))) == [None, None]
@@ -191,16 +191,16 @@ def test_defect_09_a_deserializer_that_raises_anything_ends_in_misses(backend, m
     assert names_of(backend.batched_get(keys_of("ab"))) == ["a", "b"]
 
 
-def test_a_serde_that_refuses_drops_the_chunk(backend, monkeypatch):
+def test_chunk_refused_by_the_serde_is_dropped(backend, monkeypatch):
     def refuse(chunk, label):
-        raise ValueError("not this one")
+        raise ValueError("refused")
 
     monkeypatch.setattr(backend._serializer, "to_bytes", refuse)
     backend.put(make_key("a"), make_chunk())
     assert backend.num_faults == 1
 
 
-def test_defect_11_half_built_backends_leave_no_threads(connector):
+def test_defect_11_failed_backends_leave_no_threads(connector):
     before = threading.active_count()
     for changes in ({"remote_serde": "unknown"}, {"remote_serde": None}):
         with pytest.raises((ValueError, AssertionError)):
@@ -210,43 +210,45 @@ def test_defect_11_half_built_backends_leave_no_threads(connector):
     assert threading.active_count() == before
 
 
-def test_a_later_put_is_not_undone_by_one_that_waits_for_the_worker(backend, connector, monkeypatch):
-    may_set, stored, is_held = threading.Event(), connector.set, threading.Event()
+def test_queued_put_does_not_undo_a_later_put(backend, connector, monkeypatch):
+    may_set, set_value, is_blocked = threading.Event(), connector.set, threading.Event()
 
-    def hold_first(name: str, content: bytes) -> None:
-        if not is_held.is_set():
-            is_held.set()
+    def block_first_call(name: str, content: bytes) -> None:
+        if not is_blocked.is_set():
+            is_blocked.set()
             assert may_set.wait(60)
-        stored(name, content)
+        set_value(name, content)
 
-    monkeypatch.setattr(connector, "set", hold_first)
+    monkeypatch.setattr(connector, "set", block_first_call)
     older, newer = make_chunk(seed=ord("a")), make_chunk(seed=ord("b"))
-    for name in ("begun", "queued"):
+    for name in ("started", "queued"):
         backend.put(make_key(name), older, blocking=False)
-    assert is_held.wait(60)
-    backend.put(make_key("queued"), newer)  # not held up by what the worker does
-    later = threading.Thread(target=backend.put, args=(make_key("begun"), newer))
-    later.start()
-    later.join(0.2)
+    assert is_blocked.wait(60)
+    backend.put(make_key("queued"), newer)  # the busy worker does not block this put
+    later_put = threading.Thread(target=backend.put, args=(make_key("started"), newer))
+    later_put.start()
+    later_put.join(0.2)
     may_set.set()
-    later.join()
+    later_put.join()
     backend.put(make_key("last"), newer, blocking=False)
     wait_until(lambda: backend.contains(make_key("last")))
-    assert names_of([backend.get(make_key(name)) for name in ("begun", "queued")]) == ["b", "b"]
+    assert names_of([backend.get(make_key(name)) for name in ("started", "queued")]) == ["b", "b"]
 
 
-# ---- whose bytes these are ----
+# ---- labels of values ----
 
 
 @pytest.mark.parametrize("serde", ["torch", "safetensor", "fast", "cachegen"])
-def test_values_that_were_swapped_are_misses_and_are_written_again(connector, serde):
+def test_swapped_values_are_misses_and_are_written_again(connector, serde):
     backend = LMCRemoteBackend(make_config(None, remote_url=URL, remote_serde=serde), make_metadata(), "cpu")
     put_chunks(backend, "ab")
-    one, other = (key.to_string() for key in keys_of("ab"))
-    connector.values[one], connector.values[other] = connector.values[other], connector.values[one]
+    first, second = (key.to_string() for key in keys_of("ab"))
+    connector.values[first], connector.values[second] = connector.values[second], connector.values[first]
     assert list(backend.batched_get(keys_of("ab"))) == [None, None]
     assert backend.num_faults == 2
-    assert backend.prefix_length(keys_of("ab")) == 0, "who stores looks first: it must not find them there"
+    assert backend.prefix_length(keys_of("ab")) == 0, (
+        "a store skips existing chunks, so it must not find these"
+    )
     put_chunks(backend, "ab")
     assert backend.prefix_length(keys_of("ab")) == 2
     assert None not in list(backend.batched_get(keys_of("ab")))
@@ -255,29 +257,41 @@ def test_values_that_were_swapped_are_misses_and_are_written_again(connector, se
 
 @pytest.mark.parametrize(("dimension", "size"), [(0, 5), (3, 9), (4, 64)])
 def test_chunks_of_another_geometry_are_misses(connector, dimension, size):
-    config, theirs = make_config(None, remote_url=URL, remote_serde="torch"), make_metadata()
-    theirs.kv_shape = tuple(size if dim == dimension else n for dim, n in enumerate(theirs.kv_shape))
-    chunk = torch.ones(theirs.kv_shape, dtype=torch.float16)
-    one, other = LMCRemoteBackend(config, theirs, "cpu"), LMCRemoteBackend(config, make_metadata(), "cpu")
-    one.put(make_key("a"), chunk)
-    assert torch.equal(one.get(make_key("a")), chunk)
-    assert other.get(make_key("a")) is None
-    assert other.num_faults == 1
-    one.close()
-    other.close()
+    config, other_metadata = make_config(None, remote_url=URL, remote_serde="torch"), make_metadata()
+    other_metadata.kv_shape = tuple(
+        size if dim == dimension else n for dim, n in enumerate(other_metadata.kv_shape)
+    )
+    chunk = torch.ones(other_metadata.kv_shape, dtype=torch.float16)
+    writer, reader = (
+        LMCRemoteBackend(config, other_metadata, "cpu"),
+        LMCRemoteBackend(config, make_metadata(), "cpu"),
+    )
+    writer.put(make_key("a"), chunk)
+    assert torch.equal(writer.get(make_key("a")), chunk)
+    assert reader.get(make_key("a")) is None
+    assert reader.num_faults == 1
+    writer.close()
+    reader.close()
 
 
-def test_engines_whose_chunks_differ_in_length_share_what_fits_both(connector):
-    config, theirs = make_config(None, remote_url=URL, remote_serde="torch"), make_metadata()
-    theirs.kv_shape = (*theirs.kv_shape[:2], 4 * theirs.kv_shape[2], *theirs.kv_shape[3:])
-    one, other = LMCRemoteBackend(config, theirs, "cpu"), LMCRemoteBackend(config, make_metadata(), "cpu")
-    one.put(make_key("a"), make_chunk(3))
-    assert torch.equal(other.get(make_key("a")), make_chunk(3))
-    one.close()
-    other.close()
+def test_engines_of_different_chunk_lengths_share_short_chunks(connector):
+    config, other_metadata = make_config(None, remote_url=URL, remote_serde="torch"), make_metadata()
+    other_metadata.kv_shape = (
+        *other_metadata.kv_shape[:2],
+        4 * other_metadata.kv_shape[2],
+        *other_metadata.kv_shape[3:],
+    )
+    writer, reader = (
+        LMCRemoteBackend(config, other_metadata, "cpu"),
+        LMCRemoteBackend(config, make_metadata(), "cpu"),
+    )
+    writer.put(make_key("a"), make_chunk(3))
+    assert torch.equal(reader.get(make_key("a")), make_chunk(3))
+    writer.close()
+    reader.close()
 
 
-def test_a_value_of_the_format_before_is_a_miss(backend, connector):
+def test_value_of_the_old_format_is_a_miss(backend, connector):
     connector.values[make_key("a").to_string()] = RawSerializer().to_bytes(make_chunk())
     assert backend.get(make_key("a")) is None
     assert backend.num_faults == 1
@@ -287,7 +301,7 @@ def test_a_value_of_the_format_before_is_a_miss(backend, connector):
 
 
 class BatchConnector(DictConnector):
-    """Answers several questions at once, and counts that as one call."""
+    """A connector that supports batched calls, and counts each batch as a single call."""
 
     def exists_many(self, keys):
         self._called("exists_many", "")
@@ -299,37 +313,37 @@ class BatchConnector(DictConnector):
 
 
 @pytest.fixture
-def batches(monkeypatch):
+def batch_connector(monkeypatch):
     connector = BatchConnector()
     monkeypatch.setattr(remote_backend, "CreateConnector", lambda url: connector)
     return connector
 
 
-def test_a_look_at_many_chunks_is_one_round_trip(batches):
+def test_prefix_length_of_many_chunks_takes_a_single_round_trip(batch_connector):
     backend = LMCRemoteBackend(
         make_config(None, remote_url=URL, remote_serde="torch"), make_metadata(), "cpu"
     )
     put_chunks(backend, "abcdefg")
     assert backend.prefix_length(keys_of("abcdefgh")) == 7
-    assert batches.calls["exists_many"] == 1
+    assert batch_connector.calls["exists_many"] == 1
     assert backend.prefix_length(keys_of("haaaaa")) == 0
     assert backend.prefix_length(keys_of("a" * 100 + "h")) == 100
-    assert batches.calls["exists_many"] == 4
-    assert batches.calls["exists"] == 0
+    assert batch_connector.calls["exists_many"] == 4
+    assert batch_connector.calls["exists"] == 0
     backend.close()
 
 
-def test_four_chunks_are_one_round_trip(batches):
+def test_fetching_four_chunks_takes_a_single_round_trip(batch_connector):
     backend = LMCRemoteBackend(
         make_config(None, remote_url=URL, remote_serde="torch"), make_metadata(), "cpu"
     )
     put_chunks(backend, "abcdefgh")
     assert names_of(backend.batched_get(keys_of("abcdefgh"))) == [*"abcdefgh"]
-    assert (batches.calls["get_many"], batches.calls["get"]) == (2, 0)
+    assert (batch_connector.calls["get_many"], batch_connector.calls["get"]) == (2, 0)
     backend.close()
 
 
-def test_one_key_that_is_refused_takes_no_other_with_it(backend, connector, monkeypatch):
+def test_refused_key_does_not_affect_other_keys(backend, connector, monkeypatch):
     put_chunks(backend, "abcd")
     get = connector.get
 

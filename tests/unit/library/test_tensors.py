@@ -1,4 +1,4 @@
-"""Copies of any layout are the right bytes and no others, streamed or not."""
+"""Tensor copies of any layout write exactly the target bytes, streamed or not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from lmcache.storage_backend import tensors
 
-SHAPE = (3, 2, 64, 8, 64)  # what one layer's K or V has is 64 KiB in fp16
+SHAPE = (3, 2, 64, 8, 64)  # K or V of a layer has 64 KiB in fp16
 
 
 def values(shape, dtype=torch.float16):
@@ -22,15 +22,15 @@ def is_streamed(request):
 
 @pytest.fixture
 def calls(is_streamed, monkeypatch):
-    """Sizes of the pieces that were streamed."""
+    """Return a list of the sizes of streamed pieces."""
     sizes: list[int] = []
     stream = tensors._streaming_copy()
     if stream is None and is_streamed:
-        pytest.skip("the loop can't be compiled here: there is no llvmlite")
+        pytest.skip("the loop can't be compiled without llvmlite")
 
-    def count(to, from_, each):
-        sizes.extend(each.tolist())
-        stream(to, from_, each)
+    def count(to, from_, piece_sizes):
+        sizes.extend(piece_sizes.tolist())
+        stream(to, from_, piece_sizes)
 
     monkeypatch.setattr(tensors, "_streaming_copy", lambda: count if is_streamed else None)
     return sizes
@@ -43,8 +43,8 @@ LAYOUTS = {
     "heads": lambda t: t.narrow(3, 2, 3),
     "other order": lambda t: t.transpose(2, 3),
     "every second layer": lambda t: t[::2],
-    "one layer": lambda t: t[1, 1],
-    "nothing": lambda t: t[:0],
+    "single layer": lambda t: t[1, 1],
+    "empty": lambda t: t[:0],
 }
 
 
@@ -53,21 +53,21 @@ LAYOUTS = {
 )
 @pytest.mark.parametrize("to", LAYOUTS)
 @pytest.mark.parametrize("from_", ["the same", "contiguous", "another offset"])
-def test_exactly_the_target_is_written(calls, to, from_, dtype):
-    room, payload = torch.zeros(SHAPE, dtype=dtype), values(SHAPE, dtype)
-    target, source = LAYOUTS[to](room), LAYOUTS[to](payload)
+def test_copy_writes_exactly_the_target(calls, to, from_, dtype):
+    memory, payload = torch.zeros(SHAPE, dtype=dtype), values(SHAPE, dtype)
+    target, source = LAYOUTS[to](memory), LAYOUTS[to](payload)
     if from_ == "contiguous":
         source = source.contiguous()
     if from_ == "another offset":
-        odd = torch.zeros(source.numel() + 1, dtype=dtype)[1:].view(source.shape)
-        source = odd.copy_(source)
+        shifted = torch.zeros(source.numel() + 1, dtype=dtype)[1:].view(source.shape)
+        source = shifted.copy_(source)
     tensors.copy(target, source)
     expected = torch.zeros(SHAPE, dtype=dtype)
     LAYOUTS[to](expected).copy_(LAYOUTS[to](payload))
-    assert torch.equal(room, expected)
+    assert torch.equal(memory, expected)
 
 
-def test_a_chunk_goes_into_a_longer_tensor_piece_by_piece(calls, is_streamed):
+def test_chunk_is_copied_into_a_longer_tensor_piece_by_piece(calls, is_streamed):
     blob, chunk = torch.zeros(3, 2, 256, 8, 64, dtype=torch.float16), values((3, 2, 64, 8, 64))
     assert blob.data_ptr() % 64 == 0
     tensors.copy(blob.narrow(2, 64, 64), chunk)
@@ -76,11 +76,11 @@ def test_a_chunk_goes_into_a_longer_tensor_piece_by_piece(calls, is_streamed):
     assert calls == [64 * 8 * 64 * 2] * 6 * is_streamed
 
 
-def test_only_what_is_aligned_is_streamed(calls, is_streamed):
-    room, payload = torch.empty(2 << 20, dtype=torch.uint8), values([1 << 20], torch.uint8)
-    first = -room.data_ptr() % 64
+def test_only_aligned_memory_is_streamed(calls, is_streamed):
+    memory, payload = torch.empty(2 << 20, dtype=torch.uint8), values([1 << 20], torch.uint8)
+    first = -memory.data_ptr() % 64
     for offset in (0, 1):
-        target = room[first + offset :][: 1 << 20]
+        target = memory[first + offset :][: 1 << 20]
         tensors.copy(target, payload)
         assert torch.equal(target, payload)
         assert calls == [1 << 20] * is_streamed

@@ -1,4 +1,4 @@
-"""Keys as text, and what else the library shares."""
+"""Text form of keys, and other shared helpers."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from hypothesis import strategies as st
 
 from lmcache.utils import CacheEngineKey, DiskCacheMetadata, _lmcache_nvtx_annotate
 
-NO_AT = st.text().filter(lambda text: "@" not in text)
+TEXT_WITHOUT_AT = st.text().filter(lambda text: "@" not in text)
 
 
-def test_the_text_of_a_key_is_the_documents():
+def test_text_of_a_key_has_the_documented_form():
     key = CacheEngineKey("vllm", "meta-llama/Llama-3.1-8B", 2, 1, "ab12")
     assert key.to_string() == "vllm@meta-llama/Llama-3.1-8B@2@1@ab12"
 
 
-def test_defect_19_a_model_name_with_an_at_survives():
+def test_defect_19_model_names_may_contain_an_at_sign():
     key = CacheEngineKey("vllm", "org@host/model@v2", 1, 0, "ab")
     assert CacheEngineKey.from_string(key.to_string()) == key
 
 
-@given(NO_AT, st.text(), st.integers(), st.integers(), NO_AT)
-def test_every_key_survives_its_text(fmt, model, world_size, worker_id, chunk_hash):
+@given(TEXT_WITHOUT_AT, st.text(), st.integers(), st.integers(), TEXT_WITHOUT_AT)
+def test_keys_survive_a_round_trip_through_text(fmt, model, world_size, worker_id, chunk_hash):
     key = CacheEngineKey(fmt, model, world_size, worker_id, chunk_hash)
     assert CacheEngineKey.from_string(key.to_string()) == key
 
 
 @given(st.text() | st.lists(st.text(max_size=3), max_size=7).map("@".join))
-def test_any_text_is_a_key_or_a_documented_error(text):
+def test_any_text_parses_or_raises_value_error(text):
     try:
         key = CacheEngineKey.from_string(text)
     except ValueError:
@@ -38,7 +38,7 @@ def test_any_text_is_a_key_or_a_documented_error(text):
 
 
 @pytest.mark.parametrize("text", ["", "a@b@1@0", "vllm@m@one@0@h", "vllm@m@1@ 0@h", "vllm@m@+1@0@h"])
-def test_what_is_no_key_is_refused(text):
+def test_refuses_invalid_key_text(text):
     with pytest.raises(ValueError, match="Invalid key string"):
         CacheEngineKey.from_string(text)
 
@@ -56,17 +56,17 @@ def test_disk_metadata_needs_only_path_and_size():
     assert DiskCacheMetadata("/x", 3) == DiskCacheMetadata(path="/x", size=3, shape=None, dtype=None)
 
 
-def test_an_annotated_function_is_the_function():
+def test_annotated_function_behaves_like_the_original():
     @_lmcache_nvtx_annotate
     def double(number: int) -> int:
-        """Twice."""
+        """Double."""
         return 2 * number
 
     assert double(4) == 8
-    assert (double.__name__, double.__doc__) == ("double", "Twice.")
+    assert (double.__name__, double.__doc__) == ("double", "Double.")
 
 
-def test_an_annotated_function_is_a_range_where_cuda_is_in_use(monkeypatch):
+def test_annotated_function_opens_an_nvtx_range_if_cuda_is_initialized(monkeypatch):
     ranges = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: ranges.append(name))

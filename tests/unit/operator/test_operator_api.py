@@ -1,4 +1,4 @@
-"""The resource: one source for CRD and parser, and errors that name the field."""
+"""The LMCacheCluster resource: one source for CRD and parser, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lmcache_operator.api.parse import declared, parse
 from lmcache_operator.api.types import Model, Spec, Status
 from lmcache_operator.errors import InvalidSpecError
 
+from lmcache.common.units import format_mebibytes, parse_quantity, quantity_equal
 from lmcache.tiers.remote.address import Address
-from lmcache.units import format_mebibytes, parse_quantity, quantity_equal
 from tests.harness.operator_model import MINIMAL_SPEC, cluster
 from tools.kube.schemas import definitions
 
@@ -28,7 +28,7 @@ REMOTE = {"external": {"url": "redis://redis:6379/0"}}
 
 
 def nested(num_levels: int) -> dict[str, Any]:
-    """An object with that many objects inside one another."""
+    """An object with this many levels of nested objects."""
     value: dict[str, Any] = {}
     for _ in range(num_levels):
         value = {"spec": value}
@@ -41,7 +41,7 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     ({"model": {"name": None}}, "spec.model.name", "is required"),
     ({"model": None}, "spec", "model and engine belong together"),
     ({"engine": None}, "spec", "model and engine belong together"),
-    ({"model": None, "engine": None}, "spec", "without an engine, tiers.remote.managed is all"),
+    ({"model": None, "engine": None}, "spec", "without an engine, tiers must have tiers.remote.managed"),
     ({"tiers": {"memory": None}}, "spec", "tiers.memory is required"),
     ({"modell": {}}, "spec.modell", "not a known field"),
     ({"engine": []}, "spec.engine", "must be an object"),
@@ -98,7 +98,9 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("changes", "path", "sentence"), INVALID)
-def test_an_invalid_spec_is_refused_with_its_path(changes: dict[str, Any], path: str, sentence: str) -> None:
+def test_parse_refuses_invalid_spec_and_names_the_field(
+    changes: dict[str, Any], path: str, sentence: str
+) -> None:
     with pytest.raises(InvalidSpecError) as caught:
         parse(cluster(**changes))
     assert caught.value.path == path
@@ -137,13 +139,13 @@ def with_remote(url: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("url", REMOTE_URLS)
-def test_a_remote_url_that_is_accepted_means_something_to_the_sidecar(url: str) -> None:
+def test_sidecar_can_parse_accepted_remote_url(url: str) -> None:
     parse(with_remote(url))
     Address.parse(url)
 
 
 @pytest.mark.parametrize("url", REFUSED_URLS)
-def test_a_remote_url_that_would_cost_the_pod_its_cache_is_refused(url: str) -> None:
+def test_parse_refuses_remote_url_that_the_sidecar_could_not_use(url: str) -> None:
     with pytest.raises(InvalidSpecError) as caught:
         parse(with_remote(url))
     assert caught.value.path == REMOTE_URL
@@ -164,7 +166,7 @@ queries = st.lists(
 
 @settings(max_examples=500)
 @given(st.builds("{}://{}{}{}{}".format, schemes, endpoints, paths, st.sampled_from(["", "?"]), queries))
-def test_the_sidecar_can_use_every_remote_url_that_is_accepted(url: str) -> None:
+def test_sidecar_can_parse_every_accepted_random_remote_url(url: str) -> None:
     with contextlib.suppress(InvalidSpecError):
         parse(with_remote(url))
         Address.parse(url)
@@ -177,25 +179,25 @@ def test_the_sidecar_can_use_every_remote_url_that_is_accepted(url: str) -> None
         "R.example/a--b.c:T_1.x-y@sha256:" + "0" * 64, "[::1]:5000/x",
     ],
 )  # fmt: skip
-def test_images(image: str) -> None:
+def test_parse_accepts_valid_image(image: str) -> None:
     assert parse(cluster(engine={"image": image})).spec.engine.image == image
 
 
 @pytest.mark.parametrize(
     "image", ["", ":1", "a:", "a/", "/a", "A", "a@", "a:b c", "a@sha256:0", "a//b", "-a", "a\n"]
 )
-def test_what_is_no_image(image: str) -> None:
+def test_parse_refuses_invalid_image(image: str) -> None:
     with pytest.raises(InvalidSpecError, match="must be an image such as"):
         parse(cluster(engine={"image": image}))
 
 
 @pytest.mark.parametrize(("size", "num_bytes"), [("0.5Ti", 2**39), ("64Mi", 2**26), ("1.5G", 1_500_000_000)])
-def test_sizes_of_the_memory_tier(size: str, num_bytes: int) -> None:
+def test_parse_converts_memory_size_to_bytes(size: str, num_bytes: int) -> None:
     assert parse(cluster(tiers={"memory": {"size": size}})).spec.tiers.memory.num_bytes == num_bytes
 
 
 @pytest.mark.parametrize("spec", [None, 5, [], {}, {"model": 1, "tiers": 2}])
-def test_garbage_is_refused_and_never_crashes(spec: Any) -> None:
+def test_parse_refuses_spec_of_wrong_types(spec: Any) -> None:
     with pytest.raises(InvalidSpecError):
         parse(cluster() | {"spec": spec})
 
@@ -209,14 +211,16 @@ def test_garbage_is_refused_and_never_crashes(spec: Any) -> None:
         ({"name": "x" * 46}, "metadata.name", "at most 45 characters"),
     ],
 )
-def test_a_name_that_no_child_could_have_is_refused(metadata: Any, path: str, sentence: str) -> None:
+def test_parse_refuses_metadata_that_gives_children_invalid_names(
+    metadata: Any, path: str, sentence: str
+) -> None:
     with pytest.raises(InvalidSpecError) as caught:
         parse(cluster() | {"metadata": metadata})
     assert caught.value.path == path
     assert sentence in str(caught.value)
 
 
-def test_defaults_fill_a_minimal_spec() -> None:
+def test_parse_fills_minimal_spec_with_defaults() -> None:
     spec = parse(cluster()).spec
     assert (spec.engine.replicas, spec.engine.args) == (1, [])
     assert spec.engine.gpu.resource_name == "nvidia.com/gpu"
@@ -225,13 +229,13 @@ def test_defaults_fill_a_minimal_spec() -> None:
     assert spec.tiers.remote is None
 
 
-def test_an_engine_without_gpu_may_have_several_ranks() -> None:
+def test_engine_without_gpu_may_have_several_ranks() -> None:
     engine = parse(cluster(engine={"gpu": {"count": 0}, "parallelism": {"tensor": 2}})).spec.engine
     assert engine.parallelism.tensor == 2
 
 
-def test_declared_leaves_out_what_the_user_did_not_choose() -> None:
-    """Else a field that a later version adds would restart every pod."""
+def test_declared_omits_fields_with_default_values() -> None:
+    """Otherwise a field that a later version adds would restart every pod."""
     assert declared(parse(cluster()).spec) == {
         "model": {"name": "org/model"}, "tiers": {"memory": {"size": "1Gi"}},
     }  # fmt: skip
@@ -239,12 +243,12 @@ def test_declared_leaves_out_what_the_user_did_not_choose() -> None:
     assert declared(parse(spelt_out).spec) == declared(parse(cluster()).spec)
 
 
-def test_the_crds_in_the_tree_are_up_to_date() -> None:
+def test_crds_in_the_tree_are_up_to_date() -> None:
     assert {path.stem: path.read_text() for path in (ROOT / "crds").iterdir()} == render(definitions())
 
 
-def test_free_form_objects_have_an_end() -> None:
-    """Nothing that can be nested for ever is admitted: no JSON reader would survive its list."""
+def test_free_form_objects_limit_their_nesting() -> None:
+    """The API server must not accept unlimited nesting: no JSON reader could read a list of such objects."""
 
     def walk(schema: dict[str, Any]) -> None:
         assert "x-kubernetes-preserve-unknown-fields" not in schema
@@ -253,8 +257,8 @@ def test_free_form_objects_have_an_end() -> None:
             schema.get("items"),
             schema.get("additionalProperties"),
         ]
-        for own in filter(None, inner):
-            walk(own)
+        for property_schema in filter(None, inner):
+            walk(property_schema)
 
     walk(profile_crd(definitions())["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
     for path in ("spec.engine.podTemplate", "spec.model.volume"):
@@ -269,7 +273,7 @@ def schema_of(path: str) -> dict[str, Any]:
     return dict(schema)
 
 
-def test_the_crd_says_what_the_classes_say() -> None:
+def test_crd_contains_limits_and_defaults_of_the_classes() -> None:
     assert schema_of("spec.engine.replicas") == {
         "type": "integer", "description": schema_of("spec.engine.replicas")["description"],
         "default": 1, "minimum": 0, "maximum": 1000,
@@ -282,7 +286,7 @@ def test_the_crd_says_what_the_classes_say() -> None:
     assert scale["specReplicasPath"] == ".spec.engine.replicas"
 
 
-def test_every_field_is_described() -> None:
+def test_every_field_has_a_description() -> None:
     def check(cls: Any) -> None:
         for declared_field in cls.FIELDS:
             assert declared_field.description.endswith("."), declared_field.name
@@ -293,7 +297,7 @@ def test_every_field_is_described() -> None:
     check(Status)
 
 
-def test_json_names() -> None:
+def test_json_names_are_camel_case() -> None:
     names = {declared_field.name: declared_field.json_name for declared_field in Model.FIELDS}
     assert names["token_secret_ref"] == "tokenSecretRef"
 
@@ -302,22 +306,22 @@ def test_json_names() -> None:
     ("text", "amount"),
     [("64Gi", 64 * 2**30), ("500m", "0.5"), (2, 2), ("1.5k", 1500), ("1e3", 1000), ("12E", 12 * 10**18)],
 )
-def test_quantities(text: str | int, amount: int | str) -> None:
+def test_parse_quantity_returns_amount(text: str | int, amount: int | str) -> None:
     assert parse_quantity(text) == Decimal(amount)
 
 
 @pytest.mark.parametrize("text", ["", "Gi", "1GiB", "1 Gi", "0x10", "--1", "1e999"])
-def test_what_is_no_quantity(text: str) -> None:
+def test_parse_quantity_refuses_invalid_text(text: str) -> None:
     with pytest.raises(ValueError, match="is not a quantity"):
         parse_quantity(text)
     assert not quantity_equal(text, text)
 
 
 @given(st.integers(1, 2**50))
-def test_mebibytes_round_up(num_bytes: int) -> None:
+def test_format_mebibytes_rounds_up(num_bytes: int) -> None:
     assert 0 <= parse_quantity(format_mebibytes(num_bytes)) - num_bytes < 2**20
 
 
-def test_the_minimal_spec_of_the_tests_is_left_alone() -> None:
+def test_cluster_helper_does_not_modify_the_minimal_spec() -> None:
     cluster(engine={"replicas": 2})
     assert MINIMAL_SPEC["engine"] == {}

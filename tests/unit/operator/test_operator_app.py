@@ -1,4 +1,4 @@
-"""What the operator waits for before it watches, and before it ends."""
+"""Start and end of the operator: it waits for its CRD first, and for its last write at the end."""
 
 import asyncio
 from typing import cast
@@ -14,42 +14,42 @@ from tests.harness.jumping_loop import now, run
 
 
 class Api:
-    """Gives one of its answers after the other."""
+    """An API server that returns the given answers in turn."""
 
     def __init__(self, *answers: bool | Exception) -> None:
-        self.answers, self.asked = list(answers), []
+        self.answers, self.checked_kinds = list(answers), []
 
     async def serves(self, kind) -> bool:
-        self.asked.append(kind)
+        self.checked_kinds.append(kind)
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
 
-def test_it_waits_until_its_definition_is_served_and_says_so_once(monkeypatch, caplog):
+def test_operator_waits_for_its_crd_and_logs_it_once(monkeypatch, caplog):
     monkeypatch.setattr(app, "_DEFINITION_SECONDS", 0)
     api = Api(UnavailableError("GET /apis", "starting"), False, False, True, True, False)
     asyncio.run(asyncio.wait_for(app.wait_for_definition(api), 60))
     assert api.answers == [False]
-    assert api.asked == [CLUSTER] * 4 + [PROFILE]
+    assert api.checked_kinds == [CLUSTER] * 4 + [PROFILE]
     assert [record.message for record in caplog.records] == [
-        "The API server does not serve lmcacheclusters.lmcache.io (yet): waiting"
+        "waiting for the CRD lmcacheclusters.lmcache.io in the API server"
     ]
 
 
-def test_it_works_without_the_definition_of_profiles(monkeypatch, caplog):
+def test_operator_starts_without_the_profile_crd(monkeypatch, caplog):
     monkeypatch.setattr(app, "_DEFINITION_SECONDS", 0)
     api = Api(True, *[False] * 20)
     asyncio.run(asyncio.wait_for(app.wait_for_definition(api), 60))
     assert len(api.answers) == 10
     assert [record.message for record in caplog.records] == [
-        "The API server does not serve lmcacheprofiles.lmcache.io (yet): waiting"
+        "waiting for the CRD lmcacheprofiles.lmcache.io in the API server"
     ]
 
 
 class SlowClient:
-    """An API server that works on a write for nine seconds: kopf cancels what is left after five."""
+    """An API server that works on a write for nine seconds. Kopf cancels remaining tasks after five."""
 
     async def param_serialize(self, verb, path, **_):
         return verb, path, {}
@@ -59,8 +59,8 @@ class SlowClient:
         raise OSError("no answer after all")
 
 
-def test_who_is_asked_to_end_waits_for_the_answer_to_its_last_write():
-    """Only then may another operator lead: kopf waits for its cleanup handlers, however long they take."""
+def test_ending_operator_waits_for_the_answer_to_its_last_write():
+    """Another operator may lead only after that. Kopf waits for its cleanup handlers without a limit."""
 
     async def scenario() -> float:
         api = KubeApi(cast(ApiClient, SlowClient()))
@@ -70,7 +70,11 @@ def test_who_is_asked_to_end_waits_for_the_answer_to_its_last_write():
 
         queue = KeyedQueue(work, num_workers=1, debounce_seconds=0)
         handlers = app.build_registry(queue, api.settle)._activities.get_all_handlers()
-        (cleanup,) = (h.fn for h in handlers if h.activity is not None and h.activity.value == "cleanup")
+        (cleanup,) = (
+            handler.fn
+            for handler in handlers
+            if handler.activity is not None and handler.activity.value == "cleanup"
+        )
         queue.wake("a")
         await asyncio.sleep(1)
         await cleanup()

@@ -1,4 +1,4 @@
-"""Sizes that were chosen: what is rendered with them, and what a restart finds."""
+"""Chosen sizes: how they are rendered, and how they survive a restart of the operator."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from lmcache_operator.api.parse import parse
-from lmcache_operator.autoscaling.report import Choice, Report
-from lmcache_operator.components import COMPONENTS
+from lmcache_operator.autoscaling.policy.report import Choice, Report
 from lmcache_operator.components.base import Context, Observed, Plan
 from lmcache_operator.components.engine.engine import spec_hash
+from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.reconcile.plan import plan
 from lmcache_operator.specs.kinds import Ref
@@ -29,7 +29,7 @@ CHOSEN = Report({}, memory=Choice(108 * GIB, 64 * GIB), shards=Choice(3, 2), sta
 
 
 class Rig:
-    """One cluster, and of its objects the ConfigMap."""
+    """A cluster with the ConfigMap that stores its chosen sizes."""
 
     def __init__(self, **autoscaling: Any) -> None:
         self.time, self.world = NOW, World(cluster())
@@ -40,9 +40,9 @@ class Rig:
         self.resource["spec"]["autoscaling"] = autoscaling
 
     def plan(self, report: Report | None = None) -> dict[str, Plan]:
-        """What is due; the ConfigMap is written."""
+        """Return the plan of each component, and write the ConfigMap."""
         blank = Observed(resource=self.resource, now=self.time, autoscaling=report)
-        observed = {own.name: blank for own in COMPONENTS}
+        observed = {component.name: blank for component in COMPONENTS}
         observed["autoscaling"] = replace(blank, children=dict(self.world.objects))
         plans, fault = plan(COMPONENTS, self.resource, observed, Context(STOCK_IMAGES))
         assert fault is None
@@ -50,9 +50,9 @@ class Rig:
         return plans
 
     def sizes(self, report: Report | None = None) -> tuple[int, int]:
-        """Of pods and of the number of shards, as they are rendered."""
+        """Rendered memory size of a pod in GiB, and rendered number of shards."""
         plans = self.plan(report)
-        (engine,) = [one for one in plans["engine"].apply if one["kind"] == "StatefulSet"]
+        (engine,) = [child for child in plans["engine"].apply if child["kind"] == "StatefulSet"]
         sidecar = engine["spec"]["template"]["spec"]["initContainers"][0]
         (size,) = [arg for arg in sidecar["args"] if arg.startswith("--memory-size=")]
         return int(size.partition("=")[2]) // GIB, plans["remote"].fields["wanted"]
@@ -62,39 +62,41 @@ AUTO = {"mode": "Auto", "memory": BOUNDS, "remote": {"maxShards": 4}}
 
 
 @pytest.mark.parametrize(("autoscaling", "tiers"), ACCEPTED)
-def test_what_can_be_declared(autoscaling: Any, tiers: Any) -> None:
+def test_parse_accepts_valid_autoscaling(autoscaling: Any, tiers: Any) -> None:
     resource = cluster(tiers={"memory": {"size": "64Gi"}} | tiers)
     resource["spec"]["autoscaling"] = autoscaling
     scaling = parse(resource).spec.autoscaling
     assert scaling.mode == autoscaling.get("mode", "Recommend")
-    least, most = scaling.memory_bounds(64 * GIB)
-    assert least <= 64 * GIB <= most
+    min_bytes, max_bytes = scaling.memory_bounds(64 * GIB)
+    assert min_bytes <= 64 * GIB <= max_bytes
     assert scaling.shard_bounds(2)[0] <= 2 <= scaling.shard_bounds(2)[1]
 
 
 @pytest.mark.parametrize(("autoscaling", "tiers", "sentence"), REFUSED)
-def test_what_can_not_is_refused_by_its_field(autoscaling: Any, tiers: Any, sentence: str) -> None:
+def test_parse_refuses_invalid_autoscaling_and_names_the_field(
+    autoscaling: Any, tiers: Any, sentence: str
+) -> None:
     resource = cluster(tiers={"memory": {"size": "64Gi"}} | tiers)
     resource["spec"]["autoscaling"] = autoscaling
     with pytest.raises(InvalidSpecError, match=sentence):
         parse(resource)
 
 
-def test_a_tier_without_engines_has_no_sizes_to_choose() -> None:
+def test_parse_refuses_autoscaling_without_engines() -> None:
     tiers = {"remote": {"managed": {"memoryPerShard": "1Gi"}}}
     resource = cluster() | {"spec": {"tiers": tiers, "autoscaling": {"remote": {"maxShards": 2}}}}
-    with pytest.raises(InvalidSpecError, match="set autoscaling at a cluster with one"):
+    with pytest.raises(InvalidSpecError, match="autoscaling needs an engine"):
         parse(resource)
 
 
-def test_auto_renders_what_was_chosen_and_a_restart_changes_nothing() -> None:
+def test_auto_renders_chosen_sizes_also_after_a_restart() -> None:
     rig = Rig(**AUTO)
     assert rig.sizes() == (64, 2)
     assert rig.sizes(CHOSEN) == (108, 3)
-    assert rig.sizes() == (108, 3)  # by the ConfigMap alone
+    assert rig.sizes() == (108, 3)  # from the ConfigMap alone
 
 
-def test_only_auto_changes_sizes_and_only_those_that_have_bounds() -> None:
+def test_only_auto_changes_sizes_and_only_sizes_with_bounds() -> None:
     rig = Rig(**AUTO)
     rig.plan(CHOSEN)
     rig.declare(mode="Auto", memory=BOUNDS)
@@ -105,14 +107,14 @@ def test_only_auto_changes_sizes_and_only_those_that_have_bounds() -> None:
     assert rig.sizes() == rig.sizes(CHOSEN) == (64, 2)
 
 
-def test_who_declares_another_size_means_that_one() -> None:
+def test_size_changed_in_the_spec_replaces_the_choice() -> None:
     rig = Rig(**AUTO)
     rig.plan(CHOSEN)
     rig.declare(tiers=TIERS | {"memory": {"size": "96Gi"}}, **AUTO)
     assert rig.sizes() == rig.sizes(CHOSEN) == (96, 3)
 
 
-def test_bounds_hold_for_what_was_chosen_before_them() -> None:
+def test_new_bounds_limit_earlier_choices() -> None:
     rig = Rig(**AUTO)
     rig.plan(CHOSEN)
     rig.declare(mode="Auto", memory={"maxSize": "80Gi"}, remote={"maxShards": 2})
@@ -121,15 +123,15 @@ def test_bounds_hold_for_what_was_chosen_before_them() -> None:
     assert rig.sizes() == (108, 2)
 
 
-def test_a_state_that_was_edited_is_not_believed() -> None:
+def test_edited_state_is_discarded() -> None:
     rig = Rig(**AUTO)
     rig.plan(CHOSEN)
     rig.world.objects[CONFIG]["data"]["sizes"] = "{}"
     assert rig.sizes() == (64, 2)
-    assert not rig.world.objects  # begun anew
+    assert not rig.world.objects  # a new state starts
 
 
-def test_it_is_written_for_another_size_at_once_and_else_once_in_an_hour() -> None:
+def test_state_is_written_at_once_for_a_new_size_and_otherwise_hourly() -> None:
     rig = Rig(**AUTO)
     counted = [replace(CHOSEN, state=f"{n}") for n in range(5)]
 
@@ -137,24 +139,24 @@ def test_it_is_written_for_another_size_at_once_and_else_once_in_an_hour() -> No
         return bool(rig.plan(report)["autoscaling"].apply)
 
     assert not writes(None)
-    assert not writes(Report({}))  # nothing to be kept
+    assert not writes(Report({}))  # nothing to store
     assert writes(counted[0])
     rig.time += timedelta(minutes=59)
     assert not writes(None)
     assert not writes(counted[1])
     assert writes(replace(counted[2], memory=Choice(128 * GIB, 64 * GIB)))
     rig.time += timedelta(seconds=59)
-    grown = replace(counted[3], memory=Choice(128 * GIB, 64 * GIB))
-    assert not writes(grown)
+    resized = replace(counted[3], memory=Choice(128 * GIB, 64 * GIB))
+    assert not writes(resized)
     rig.time += timedelta(seconds=1)
-    assert writes(grown)
+    assert writes(resized)
     rig.time += timedelta(days=1)
-    assert not writes(grown)  # nothing was counted
+    assert not writes(resized)  # no lookups were counted
     rig.time -= timedelta(days=2)
-    assert writes(replace(grown, state="of a clock that was set back"))
+    assert writes(replace(resized, state="clock was set back"))
 
 
-def test_off_keeps_nothing() -> None:
+def test_mode_off_deletes_the_stored_state() -> None:
     rig = Rig(**AUTO)
     rig.plan(CHOSEN)
     rig.declare(mode="Off")
@@ -162,13 +164,15 @@ def test_off_keeps_nothing() -> None:
     assert not rig.world.objects
 
 
-def test_no_pod_is_replaced_for_how_sizes_are_chosen() -> None:
-    bare, auto = cluster(tiers=TIERS), cluster(tiers=TIERS)
-    auto["spec"]["autoscaling"] = AUTO
-    assert spec_hash(parse(bare), STOCK_IMAGES) == spec_hash(parse(auto), STOCK_IMAGES)
+def test_autoscaling_settings_do_not_change_the_spec_hash() -> None:
+    without_autoscaling, with_autoscaling = cluster(tiers=TIERS), cluster(tiers=TIERS)
+    with_autoscaling["spec"]["autoscaling"] = AUTO
+    assert spec_hash(parse(without_autoscaling), STOCK_IMAGES) == spec_hash(
+        parse(with_autoscaling), STOCK_IMAGES
+    )
 
 
-def test_pods_of_others_get_what_is_declared() -> None:
+def test_injected_pods_get_the_size_in_the_spec() -> None:
     rig = Rig(**AUTO)
     before, after = rig.plan()["injection"].apply, rig.plan(CHOSEN)["injection"].apply
     assert before == after

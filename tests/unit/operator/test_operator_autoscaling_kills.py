@@ -1,4 +1,4 @@
-"""The operator is killed after any write, and chooses, and is overruled: sizes are what they should be."""
+"""Model-based test of chosen sizes when the operator is killed after any write, and users change the spec."""
 
 from __future__ import annotations
 
@@ -7,49 +7,49 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
-from lmcache_operator.autoscaling.report import Choice
+from lmcache_operator.autoscaling.policy.report import Choice
 from lmcache_operator.specs.kinds import Ref
 
-from tests.harness.autoscaling import GIB, Watcher
+from tests.harness.autoscaling import GIB, ScriptedAutoscaler
 from tests.harness.operator_bench import STATEFUL_SET, Bench
 from tests.harness.operator_model import World
 
 CONFIG = Ref("ConfigMap", "demo-autoscaling")
-LEAST, MOST = 16, 128
-AUTO = {"mode": "Auto", "memory": {"minSize": f"{LEAST}Gi", "maxSize": f"{MOST}Gi"}}
-SIZES = st.integers(LEAST, MOST)
+MIN_GIB, MAX_GIB = 16, 128
+AUTO = {"mode": "Auto", "memory": {"minSize": f"{MIN_GIB}Gi", "maxSize": f"{MAX_GIB}Gi"}}
+SIZES = st.integers(MIN_GIB, MAX_GIB)
 
 
 class KilledError(BaseException):
-    """The operator is no more."""
+    """The operator was killed."""
 
 
-class Mortal(World):
-    """A world in which the operator ends with its n-th write, whose answer nobody hears."""
+class KillableWorld(World):
+    """A world in which the operator is killed after its n-th write, before it reads the answer."""
 
     num_left = 1 << 30
 
     async def apply(self, wanted: Any, uid: str | None) -> None:
         await super().apply(wanted, uid)
-        self._note_write()
+        self._count_write()
 
     async def apply_status(self, wanted: Any) -> None:
         await super().apply_status(wanted)
-        self._note_write()
+        self._count_write()
 
-    def _note_write(self) -> None:
+    def _count_write(self) -> None:
         self.num_left -= 1
         if self.num_left == 0:
             raise KilledError
 
 
 class SizesMachine(RuleBasedStateMachine):
-    """One cluster, and one operator after the other."""
+    """A cluster whose operator is killed and restarted."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bench, self.declared, self.is_auto = Bench(), 64, True
-        self.bench.world = Mortal(self.bench.world.resource)
+        self.bench.world = KillableWorld(self.bench.world.resource)
         self._declare()
         self._start()
         self.bench.settle()
@@ -62,11 +62,11 @@ class SizesMachine(RuleBasedStateMachine):
         )
 
     def _start(self) -> None:
-        self.bench.autoscaler = self.watcher = Watcher(CONFIG)
+        self.bench.autoscaler = self.watcher = ScriptedAutoscaler(CONFIG)
         self.bench.restart()
 
     def _size(self) -> int:
-        """Of new pods."""
+        """Memory size of new pods in GiB."""
         template = self.bench.world.objects[STATEFUL_SET]["spec"]["template"]
         arguments = template["spec"]["initContainers"][0]["args"]
         (size,) = [arg for arg in arguments if arg.startswith("--memory-size=")]
@@ -87,12 +87,12 @@ class SizesMachine(RuleBasedStateMachine):
         self._declare()
 
     @rule()
-    def somebody_edits_it(self) -> None:
+    def edit_state_by_hand(self) -> None:
         if CONFIG in self.bench.world.objects:
             self.bench.world.edit(CONFIG, "data", "state", value="more")
 
     @rule(num_writes=st.integers(1, 4))
-    def be_killed(self, num_writes: int) -> None:
+    def kill_operator(self, num_writes: int) -> None:
         self.bench.world.num_left = num_writes
         try:
             self.bench.settle()
@@ -101,7 +101,7 @@ class SizesMachine(RuleBasedStateMachine):
         self.bench.world.num_left = 1 << 30
 
     @rule()
-    def restart_at_rest(self) -> None:
+    def restart_when_settled(self) -> None:
         self.bench.settle()
         before = self._size()
         self._start()
@@ -110,8 +110,8 @@ class SizesMachine(RuleBasedStateMachine):
         assert self._size() == before
 
     @rule()
-    def come_to_rest(self) -> None:
-        """It is what was chosen last, or declared later; and no pod was replaced for that."""
+    def check_settled_size(self) -> None:
+        """The size is the latest choice, or a later value of the spec. No pod was replaced."""
         self.bench.settle()
         choice = self.watcher.choice
         is_chosen = self.is_auto and choice and choice.instead_of == self.declared * GIB
@@ -119,7 +119,7 @@ class SizesMachine(RuleBasedStateMachine):
         assert {name: pod["metadata"]["uid"] for name, pod in self.bench.world.pods.items()} == self.pods
 
     def teardown(self) -> None:
-        self.come_to_rest()
+        self.check_settled_size()
 
 
 TestSizes = SizesMachine.TestCase

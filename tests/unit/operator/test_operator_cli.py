@@ -1,4 +1,4 @@
-"""The command line."""
+"""The command line of the operator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_examples_render(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = example.read_text()
-    clusters = [found for found in yaml.safe_load_all(text) if found["kind"] == "LMCacheCluster"]
+    clusters = [manifest for manifest in yaml.safe_load_all(text) if manifest["kind"] == "LMCacheCluster"]
     assert main(["render", "-f", str(example)]) == (0 if clusters else 2)
     kinds = [rendered["kind"] for rendered in yaml.safe_load_all(capsys.readouterr().out)]
     engine = [
@@ -41,29 +41,33 @@ def test_examples_render(example: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert kinds == (engine if has_engine else []) + (shards if any(map(has_shards, clusters)) else [])
 
 
-def has_shards(found: dict[str, Any]) -> bool:
-    """Then the operator makes a Secret."""
-    remote = found["spec"]["tiers"].get("remote", {}) if found["kind"] == "LMCacheCluster" else {}
+def has_shards(manifest: dict[str, Any]) -> bool:
+    """Whether the cluster has managed shards, for which the operator creates a Secret."""
+    remote = manifest["spec"]["tiers"].get("remote", {}) if manifest["kind"] == "LMCacheCluster" else {}
     return "managed" in remote
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_examples_bring_the_secrets_that_they_need(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Else the first thing a user tries waits for ever."""
+def test_examples_contain_the_secrets_and_claims_that_they_use(
+    example: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise the first example that a user tries would wait forever."""
     texts = [file.read_text() for file in example.parent.glob("*.yaml")]
-    objects = [found for text in texts for found in yaml.safe_load_all(text)]
+    objects = [manifest for text in texts for manifest in yaml.safe_load_all(text)]
     main(["render", "-f", str(example)])
     rendered = capsys.readouterr().out
     for kind, field in (("Secret", "secretName"), ("PersistentVolumeClaim", "claimName")):
-        made = {found["metadata"]["name"] for found in objects if found["kind"] == kind}
-        made |= {remote_name(found["metadata"]["name"]) for found in objects if has_shards(found)}
-        assert set(re.findall(rf"{field}: (\S+)", rendered)) <= made
+        existing = {manifest["metadata"]["name"] for manifest in objects if manifest["kind"] == kind}
+        existing |= {
+            remote_name(manifest["metadata"]["name"]) for manifest in objects if has_shards(manifest)
+        }
+        assert set(re.findall(rf"{field}: (\S+)", rendered)) <= existing
 
 
-def test_the_example_of_monitoring_finds_the_pods(capsys: pytest.CaptureFixture[str]) -> None:
+def test_monitoring_example_selects_the_engine_pods(capsys: pytest.CaptureFixture[str]) -> None:
     monitor = yaml.safe_load((ROOT / "examples" / "monitoring.yaml").read_text())["spec"]
     main(["render", "-f", str(ROOT / "examples" / "qwen3-0.6b.yaml")])
-    objects = {found["kind"]: found for found in yaml.safe_load_all(capsys.readouterr().out)}
+    objects = {manifest["kind"]: manifest for manifest in yaml.safe_load_all(capsys.readouterr().out)}
     template = objects["StatefulSet"]["spec"]["template"]
     assert monitor["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
     assert set(monitor["podTargetLabels"]) <= template["metadata"]["labels"].keys()
@@ -72,7 +76,7 @@ def test_the_example_of_monitoring_finds_the_pods(capsys: pytest.CaptureFixture[
     assert {endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]} <= ports
 
 
-def test_the_example_of_autoscaling_scales_the_cluster() -> None:
+def test_autoscaling_example_targets_its_cluster() -> None:
     cluster, hpa = (
         yaml.safe_load((ROOT / "examples" / "autoscaling" / name).read_text())
         for name in ("cluster.yaml", "hpa.yaml")
@@ -81,7 +85,7 @@ def test_the_example_of_autoscaling_scales_the_cluster() -> None:
     assert hpa["spec"]["scaleTargetRef"] == target
 
 
-def test_render_takes_the_settings_of_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_render_accepts_the_image_options_of_run(capsys: pytest.CaptureFixture[str]) -> None:
     example = str(ROOT / "examples" / "qwen3-8b.yaml")
     arguments = ["--engine-image", "e:1", "--sidecar-image", "s:1"]
     assert main(["render", "-f", example, *arguments]) == 0
@@ -95,12 +99,12 @@ def test_render_takes_the_settings_of_run(capsys: pytest.CaptureFixture[str]) ->
     [
         ("kind: LMCacheCluster\nmetadata: {name: x}\nspec: {}\n", "spec.tiers: is required"),
         ("kind: LMCacheCluster\nspec: {}\n", "metadata: must be an object"),
-        ("kind: Service\n", "holds no LMCacheCluster"),
+        ("kind: Service\n", "contains no LMCacheCluster"),
         ("a: [", "while parsing"),
         ("a: " + "[" * 2000 + "]" * 2000, "is nested too deeply"),
     ],
 )
-def test_render_says_what_is_wrong(
+def test_render_reports_file_and_mistake(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "cluster.yaml"
@@ -112,20 +116,20 @@ def test_render_says_what_is_wrong(
     assert message in captured.err
 
 
-def test_render_of_a_file_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_render_reports_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["render", "-f", str(tmp_path / "none.yaml")]) == 2
     assert "No such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["run", "render"])
-def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_defaults(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
     assert caught.value.code == 0
     assert "default" in capsys.readouterr().out
 
 
-def test_a_log_line_as_json() -> None:
+def test_json_formatter_writes_all_fields() -> None:
     try:
         raise ValueError("x")
     except ValueError as error:

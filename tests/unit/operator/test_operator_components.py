@@ -1,4 +1,4 @@
-"""A second component needs no change anywhere else; and what every component promises."""
+"""The component framework: an added component needs no other change, and all components obey the contract."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any, cast
 import kopf
 import pytest
 import yaml
-from lmcache_operator import components
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components import COMPONENTS, kinds_of
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.engine import spec_hash
+from lmcache_operator.components.registry import COMPONENTS, kinds_of
 from lmcache_operator.errors import RefusedError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.reconciler import Reconciler
@@ -24,8 +23,8 @@ from tests.harness.operator_model import NAME, NAMESPACE, UID, World, cluster
 from tests.harness.operator_router import Router
 
 BOTH = (*COMPONENTS, Router())
-FULLEST = {"replicas": 2, "gpu": {"deviceClassName": "gpu.nvidia.com"}}
-"""An engine with which every component has all the objects that it may have."""
+FULL_ENGINE = {"replicas": 2, "gpu": {"deviceClassName": "gpu.nvidia.com"}}
+"""An engine spec with which the engine component renders all its kinds of objects."""
 SHARDS = {"remote": {"managed": {"memoryPerShard": "1Gi", "tls": {"issuerRef": {"name": "caches"}}}}}
 ROUTER, CONFIG = Ref("StatefulSet", "demo-router"), Ref("ConfigMap", "demo-router")
 
@@ -39,30 +38,30 @@ class Rig:
         self.reconciler = Reconciler(api, Context(STOCK_IMAGES), self.world.ask, components=BOTH)
 
     def run(self) -> list[str]:
-        """Reconcile once; what was written."""
+        """Reconcile once, and return the writes."""
         self.world.writes.clear()
         asyncio.run(self.reconciler.reconcile(ClusterKey(NAMESPACE, NAME, UID)))
         return list(self.world.writes)
 
     def settle(self) -> list[str]:
-        """Reconcile and run the controllers in turn, until nothing is written; what was."""
+        """Reconcile and run the controllers in turn until nothing is written. Return the writes."""
         written = []
         for _ in range(10):
             self.world.run_stateful_sets()
             if not (writes := self.run()):
                 return written
             written += writes
-        raise AssertionError(f"does not come to rest: {written}")
+        raise AssertionError(f"does not settle: {written}")
 
     def conditions(self) -> dict[str, str]:
         return {c["type"]: c["status"] for c in self.world.resource["status"]["conditions"]}
 
     def message(self, kind: str) -> str:
-        (found,) = [c for c in self.world.resource["status"]["conditions"] if c["type"] == kind]
-        return str(found["message"])
+        (condition,) = [c for c in self.world.resource["status"]["conditions"] if c["type"] == kind]
+        return str(condition["message"])
 
 
-def test_a_component_that_is_wanted_is_rendered_applied_and_told() -> None:
+def test_wanted_component_is_applied_and_reported() -> None:
     rig = Rig(replicas=2)
     assert rig.run()[-3:] == [f"apply {CONFIG}", f"apply {ROUTER}", "status"]
     rig.settle()
@@ -71,7 +70,7 @@ def test_a_component_that_is_wanted_is_rendered_applied_and_told() -> None:
     assert rig.world.resource["status"]["replicas"] == 2
 
 
-def test_a_component_on_its_way_makes_the_cluster_unready() -> None:
+def test_component_that_is_not_ready_makes_the_cluster_unready() -> None:
     rig = Rig(replicas=2)
     rig.settle()
     rig.world.set_ready("demo-router-0", False)
@@ -81,7 +80,7 @@ def test_a_component_on_its_way_makes_the_cluster_unready() -> None:
     assert rig.message("Progressing") == rig.message("Ready") == ""
 
 
-def test_only_pods_with_a_sidecar_are_asked_how_it_is() -> None:
+def test_operator_polls_only_pods_with_a_sidecar() -> None:
     rig = Rig(replicas=2)
     rig.settle()
     for number, pod in enumerate(rig.world.pods.values()):
@@ -89,11 +88,11 @@ def test_only_pods_with_a_sidecar_are_asked_how_it_is() -> None:
         rig.world.stats[f"10.0.0.{number}"] = {"is_ready": True, "num_clients": {"attached": 1}}
     rig.run()
     assert len(rig.world.pods) == 3
-    assert rig.world.num_asked == 2
+    assert rig.world.num_stats_reads == 2
     assert rig.message("SidecarAttached") == "2 of 2 engines use their sidecars"
 
 
-def test_what_is_not_wanted_any_more_is_deleted_dependents_first() -> None:
+def test_unwanted_component_is_deleted_with_dependents_first() -> None:
     rig = Rig(replicas=2)
     rig.settle()
     rig.world.change(engine={"replicas": 1})
@@ -110,12 +109,12 @@ def test_what_is_not_wanted_any_more_is_deleted_dependents_first() -> None:
 
 
 @pytest.mark.parametrize("change", ["another owner", "no label", "ending"])
-def test_what_is_not_ours_is_never_deleted(change: str) -> None:
+def test_objects_of_other_owners_are_never_deleted(change: str) -> None:
     rig = Rig(replicas=2)
     rig.settle()
     metadata = rig.world.objects[CONFIG]["metadata"]
     if change == "another owner":
-        metadata["ownerReferences"][0]["uid"] = "of somebody else"
+        metadata["ownerReferences"][0]["uid"] = "of another owner"
     elif change == "no label":
         del metadata["labels"]["app.kubernetes.io/managed-by"]
     else:
@@ -126,8 +125,8 @@ def test_what_is_not_ours_is_never_deleted(change: str) -> None:
     assert f"delete {CONFIG}" not in written
 
 
-def test_an_object_that_took_the_name_meanwhile_is_not_deleted() -> None:
-    """What was observed is deleted, by its uid, or nothing."""
+def test_object_recreated_after_the_observation_is_not_deleted() -> None:
+    """The operator deletes only the object that it observed, by its uid."""
     rig = Rig(replicas=2)
     rig.settle()
     rig.world.change(engine={"replicas": 1})
@@ -136,7 +135,7 @@ def test_an_object_that_took_the_name_meanwhile_is_not_deleted() -> None:
     assert CONFIG in rig.world.objects
 
 
-def test_a_refused_deletion_is_told() -> None:
+def test_refused_deletion_degrades_the_cluster() -> None:
     rig = Rig(replicas=2)
     rig.settle()
     rig.world.change(engine={"replicas": 1})
@@ -146,18 +145,18 @@ def test_a_refused_deletion_is_told() -> None:
     assert ROUTER not in rig.world.objects
 
 
-def test_a_name_that_is_taken_stops_no_other_component() -> None:
+def test_taken_name_does_not_stop_other_components() -> None:
     rig = Rig(replicas=2)
     rig.world.objects[CONFIG] = {"metadata": {"name": "demo-router", "uid": "1", "labels": {}}}
     rig.settle()
-    assert rig.message("Degraded").startswith(f"{CONFIG} exists and belongs to somebody else")
+    assert rig.message("Degraded").startswith(f"{CONFIG} exists and does not belong to this LMCacheCluster")
     assert rig.conditions()["EngineAvailable"] == "True"
     rig.world.change(engine={"replicas": 1})
     rig.settle()
     assert rig.world.objects[CONFIG]["metadata"]["uid"] == "1"
 
 
-def test_an_invalid_spec_leaves_every_component_as_it_is() -> None:
+def test_invalid_spec_changes_no_component() -> None:
     rig = Rig(replicas=2)
     rig.settle()
     rig.world.change(engine={"replicas": 1, "args": ["--port=1"]})
@@ -165,7 +164,7 @@ def test_an_invalid_spec_leaves_every_component_as_it_is() -> None:
     assert rig.message("Degraded").count("--port") == 1
 
 
-def test_its_kinds_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_of_an_added_component_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     from lmcache_operator import app
     from lmcache_operator.queue import KeyedQueue
 
@@ -176,37 +175,37 @@ def test_its_kinds_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(_: ClusterKey) -> None:
         return None
 
-    def watched() -> int:
+    def num_watch_handlers() -> int:
         registry = app.build_registry(KeyedQueue(work, num_workers=1), asyncio.Event().wait)
         assert isinstance(registry, kopf.OperatorRegistry)
         return len(registry._watching.get_all_handlers())
 
-    before = watched()
-    monkeypatch.setattr(app, "COMPONENTS", (*components.COMPONENTS, Widgets()))
-    assert watched() == before + 1
+    before = num_watch_handlers()
+    monkeypatch.setattr(app, "COMPONENTS", (*COMPONENTS, Widgets()))
+    assert num_watch_handlers() == before + 1
 
 
-# -- every component
+# -- contract of all components
 
 
 @pytest.mark.parametrize("component", BOTH, ids=lambda component: component.name)
-def test_what_is_rendered_is_what_is_looked_for(component: Any) -> None:
-    rendered = component.render(parse(cluster(engine=FULLEST, tiers=SHARDS)), Context(STOCK_IMAGES))
-    if component.name == AUTOSCALING:  # what it has follows from what was watched
+def test_component_lists_the_refs_of_all_rendered_objects(component: Any) -> None:
+    rendered = component.render(parse(cluster(engine=FULL_ENGINE, tiers=SHARDS)), Context(STOCK_IMAGES))
+    if component.name == AUTOSCALING:  # its ConfigMap depends on samples
         assert not rendered
         return
     assert sorted(map(ref_of, rendered)) == sorted(component.refs(NAME))
     assert list(map(ref_of, rendered))[-1] == component.refs(NAME)[-1]
 
 
-def test_no_two_components_have_an_object_in_common() -> None:
+def test_components_share_no_object() -> None:
     refs = [ref for component in BOTH for ref in component.refs(NAME)]
     assert len(refs) == len(set(refs))
     assert set(kinds_of(BOTH)) == set(kinds_of(COMPONENTS))
 
 
-def test_the_spec_hash_is_that_of_the_operators_before() -> None:
-    """Pods with another one are replaced: an upgrade of the operator would restart every engine."""
+def test_spec_hash_equals_that_of_earlier_operators() -> None:
+    """A changed hash replaces pods: an upgrade of the operator would restart every engine."""
     assert spec_hash(parse(cluster()), STOCK_IMAGES) == "bae94452763bf7ec"
     remote = {"external": {"url": "redis://h", "authSecretRef": {"name": "auth"}}}
     engine = {
@@ -220,11 +219,11 @@ def test_the_spec_hash_is_that_of_the_operators_before() -> None:
     assert spec_hash(declared, STOCK_IMAGES) == "f81dda7d7f056f25"
 
 
-def test_the_chart_gives_the_rights_that_the_components_need_and_no_other() -> None:
-    """Deleted is only what is not always wanted, or what nobody can change."""
+def test_chart_grants_exactly_the_rights_that_components_need() -> None:
+    """The operator may delete only kinds that are optional or immutable."""
     chart = Path(__file__).resolve().parents[3] / "charts" / "lmcache-operator" / "templates"
-    _, _, rest = (chart / "_helpers.tpl").read_text().partition('define "lmcache-operator.rules" -}}')
-    rules = yaml.safe_load(rest.partition("{{- end }}")[0])
+    _, _, rules_text = (chart / "_helpers.tpl").read_text().partition('define "lmcache-operator.rules" -}}')
+    rules = yaml.safe_load(rules_text.partition("{{- end }}")[0])
     rights = {
         (group, plural): rule["verbs"]
         for rule in rules
@@ -234,10 +233,14 @@ def test_the_chart_gives_the_rights_that_the_components_need_and_no_other() -> N
     }
     verbs = ["get", "list", "watch", "create", "patch"]
     resource, context = parse(cluster()), Context(STOCK_IMAGES)
-    always = {ref_of(child) for own in COMPONENTS for child in own.render(resource, context)}
-    sometimes = {ref.kind for own in COMPONENTS for ref in own.refs(NAME) if ref not in always}
+    required_refs = {
+        ref_of(child) for component in COMPONENTS for child in component.render(resource, context)
+    }
+    optional_kinds = {
+        ref.kind for component in COMPONENTS for ref in component.refs(NAME) if ref not in required_refs
+    }
     assert rights == {
-        (kind.group, kind.plural): [*verbs, "delete"] if kind.kind in sometimes else verbs
+        (kind.group, kind.plural): [*verbs, "delete"] if kind.kind in optional_kinds else verbs
         for kind in kinds_of(COMPONENTS)
     }
     assert [rule["verbs"] for rule in rules if "secrets" in rule["resources"]] == [["create"]]

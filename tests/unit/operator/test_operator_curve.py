@@ -1,4 +1,4 @@
-"""``lmcache-operator curve``: what is known of a tier's sizes, as text and as a picture."""
+"""``lmcache-operator curve``: the hit curve of a tier as text and as a picture."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from lmcache_operator.__main__ import main
-from lmcache_operator.curve import Curve
+from lmcache_operator.autoscaling.show.curve import Curve
+from lmcache_operator.autoscaling.show.svg import Line, Mark, Panel, nice_ticks, svg
 from lmcache_operator.errors import NoCurveError
-from lmcache_operator.pictures import Line, Mark, Panel, nice_ticks, svg
 
 ROOT = Path(__file__).resolve().parents[3]
-REASON = "108Gi per pod instead of 64Gi: 16.2 % more prompt tokens hit, <0.51 USD/h> of GPU time"
+REASON = "108Gi per pod instead of 64Gi: 16.2 percentage points more hits, <0.51 USD/h> of GPU time"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -61,7 +61,7 @@ def write(tmp_path: Path, document: Any) -> list[str]:
     return ["curve", "-f", str(file)]
 
 
-def test_text() -> None:
+def test_text_marks_present_and_recommended_size() -> None:
     lines = Curve.of(CLUSTER, "memory").text(100).splitlines()
     rows = {row[1]: row for line in lines if (row := re.match(r"[> ] +(\w+i) .*% .*", line))}
     assert list(rows) == ["16Gi", "65536Mi", "108Gi", "512Gi"]
@@ -71,62 +71,62 @@ def test_text() -> None:
     assert re.search(r" 58\.0 %   56\.0-60\.0 .* \+0\.160  recommended$", recommended)
     bars = [row[0].count("=") for row in rows.values()]
     assert bars == sorted(bars)
-    assert bars[-1] == round(41 * 0.59 / 0.63)  # of what is left of 100 columns
+    assert bars[-1] == round(41 * 0.59 / 0.63)  # 41 of 100 columns are left for bars
     assert lines[-1] == REASON
 
 
 @pytest.mark.parametrize("width", [20, 80, 200])
-def test_text_fits(width: int) -> None:
+def test_text_fits_the_width(width: int) -> None:
     widest = max(map(len, Curve.of(CLUSTER, "memory").text(width).splitlines()))
     assert widest <= max(width, 80)
 
 
-def test_a_size_that_is_both_is_marked_once() -> None:
-    there = copy.deepcopy(CLUSTER)
-    there["status"]["autoscaling"]["memory"]["recommended"] = "64Gi"
-    text = Curve.of(there, "memory").text(80)
+def test_size_that_is_present_and_recommended_is_marked_once() -> None:
+    changed_cluster = copy.deepcopy(CLUSTER)
+    changed_cluster["status"]["autoscaling"]["memory"]["recommended"] = "64Gi"
+    text = Curve.of(changed_cluster, "memory").text(80)
     assert text.count("present") == 1
     assert "present and recommended" in text
 
 
-def test_sizes_of_the_remote_tier_are_numbers_of_shards() -> None:
-    there = copy.deepcopy(CLUSTER)
+def test_remote_curve_matches_sizes_to_numbers_of_shards() -> None:
+    changed_cluster = copy.deepcopy(CLUSTER)
     managed = {"memoryPerShard": "108Gi", "shards": 1}
-    there["spec"] = {
+    changed_cluster["spec"] = {
         "model": {"name": "m"},
         "engine": {},
         "tiers": {"memory": {"size": "64Gi"}, "remote": {"managed": managed}},
     }
-    own = {"current": 1, "recommended": 3, "next": 2, "reason": REASON}
-    own["curve"] = [point("108Gi", 0.3, 0), point("216Gi", 0.4, 0.1), point("324Gi", 0.45, 0.11)]
-    there["status"]["autoscaling"]["remote"] = own
-    curve = Curve.of(there, "remote")
-    assert [curve.what_is(found) for found in curve.points] == ["present", "", "recommended"]
+    remote = {"current": 1, "recommended": 3, "next": 2, "reason": REASON}
+    remote["curve"] = [point("108Gi", 0.3, 0), point("216Gi", 0.4, 0.1), point("324Gi", 0.45, 0.11)]
+    changed_cluster["status"]["autoscaling"]["remote"] = remote
+    curve = Curve.of(changed_cluster, "remote")
+    assert [curve.what_is(curve_point) for curve_point in curve.points] == ["present", "", "recommended"]
 
 
-def test_picture() -> None:
+def test_picture_draws_logarithmic_sizes_and_net_value() -> None:
     root = ElementTree.fromstring(Curve.of(CLUSTER, "memory").picture())
-    texts = ["".join(found.itertext()) for found in root.iter(f"{SVG}text")]
+    texts = ["".join(element.itertext()) for element in root.iter(f"{SVG}text")]
     assert {"present: 65536Mi", "recommended: 108Gi", "16Gi", "512Gi", REASON} <= set(texts)
-    hits, net = (found.attrib["points"] for found in root.iter(f"{SVG}polyline"))
-    across = [float(pair.split(",")[0]) for pair in hits.split()]
-    octaves = [4.0, 6.0, 6.755, 9.0]  # sizes stand where their logarithms are
-    for x, octave in zip(across, octaves, strict=True):
-        assert (x - across[0]) / (across[-1] - across[0]) == pytest.approx((octave - 4) / 5, abs=0.001)
-    up = [float(pair.split(",")[1]) for pair in net.split()]
-    assert min(up) == up[2]  # the best is drawn highest
+    hits, net = (element.attrib["points"] for element in root.iter(f"{SVG}polyline"))
+    xs = [float(pair.split(",")[0]) for pair in hits.split()]
+    octaves = [4.0, 6.0, 6.755, 9.0]  # the axis of sizes is logarithmic
+    for x, octave in zip(xs, octaves, strict=True):
+        assert (x - xs[0]) / (xs[-1] - xs[0]) == pytest.approx((octave - 4) / 5, abs=0.001)
+    ys = [float(pair.split(",")[1]) for pair in net.split()]
+    assert min(ys) == ys[2]  # the best value is drawn highest
 
 
 @pytest.mark.parametrize(
     ("cluster", "tier", "message"),
     [
-        ({**CLUSTER, "status": {}}, "memory", "status.autoscaling is empty: .*mode: Off"),
-        (CLUSTER, "remote", "its remote tier is not sized; there is --tier memory"),
-        (without("curve"), "memory", f"nothing is known of its memory tier yet: {REASON}"),
-        (without("current"), "memory", "status.autoscaling is of another version: .*current"),
+        ({**CLUSTER, "status": {}}, "memory", "status.autoscaling is empty.*mode is Off"),
+        (CLUSTER, "remote", "its remote tier has no curve; available: --tier memory"),
+        (without("curve"), "memory", f"its memory tier has no curve yet: {REASON}"),
+        (without("current"), "memory", "status.autoscaling is from another version: .*current"),
     ],
 )
-def test_no_curve(cluster: dict[str, Any], tier: str, message: str) -> None:
+def test_missing_curve_raises_error_with_reason(cluster: dict[str, Any], tier: str, message: str) -> None:
     with pytest.raises(NoCurveError, match=f"^llama: {message}"):
         Curve.of(cluster, tier)
 
@@ -134,12 +134,12 @@ def test_no_curve(cluster: dict[str, Any], tier: str, message: str) -> None:
 @given(
     st.recursive(st.none() | st.integers() | st.text(max_size=4), lambda inner: st.lists(inner, max_size=2))
 )
-def test_whatever_a_status_holds_is_told(value: Any) -> None:
-    """The status may be another version's, or edited."""
+def test_unexpected_status_values_raise_no_other_error(value: Any) -> None:
+    """Another version may have written the status, or a user may have edited it."""
     for field in ("samples", "memory", "current", "curve", "reason"):
         changed = copy.deepcopy(CLUSTER)
-        found = changed["status"]["autoscaling"]
-        (found if field in found else found["memory"])[field] = value
+        autoscaling = changed["status"]["autoscaling"]
+        (autoscaling if field in autoscaling else autoscaling["memory"])[field] = value
         try:
             curve = Curve.of(changed, "memory")
         except NoCurveError:
@@ -148,8 +148,8 @@ def test_whatever_a_status_holds_is_told(value: Any) -> None:
         ElementTree.fromstring(curve.picture())
 
 
-def test_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As ``kubectl get -o yaml`` prints them."""
+def test_curve_reads_a_list_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file is a list as ``kubectl get -o yaml`` prints it."""
     picture = tmp_path / "curve.svg"
     listed = write(tmp_path, {"kind": "List", "items": [{"kind": "Pod"}, CLUSTER]})
     assert main([*listed, "llama", "--output", str(picture)]) == 0
@@ -158,30 +158,30 @@ def test_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("arguments", "message"),
     [
-        (["other"], "cluster.yaml: holds no LMCacheCluster other"),
+        (["other"], "cluster.yaml: contains no LMCacheCluster other"),
         (["--output", "x.png"], "x.png: pictures are SVG: name a file that ends in .svg"),
         (["--output", "/nowhere/x.svg"], "/nowhere/x.svg: No such file or directory"),
     ],
 )
-def test_what_is_wrong_is_told(
-    more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_curve_reports_invalid_arguments(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*write(tmp_path, CLUSTER), *more]) == 2
+    assert main([*write(tmp_path, CLUSTER), *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_neither_name_nor_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_curve_needs_a_name_or_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["curve"]) == 2
-    assert "name an LMCacheCluster, or a file that holds one" in capsys.readouterr().err
+    assert "name an LMCacheCluster, or a file that contains one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["", "apiVersion: v1\nkind: Config\ncontexts: []\n"])
-def test_a_kubeconfig_that_names_no_server(
+def test_curve_names_a_kubeconfig_without_server(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KUBECONFIG", "")  # so that what the command sets is taken back
+    monkeypatch.setenv("KUBECONFIG", "")  # so that pytest undoes what the command sets
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     file = tmp_path / "config"
     file.write_text(content)
@@ -189,8 +189,8 @@ def test_a_kubeconfig_that_names_no_server(
     assert str(file) in capsys.readouterr().err
 
 
-def test_kubectl_finds_it() -> None:
-    """``kubectl lmcache`` runs what is called kubectl-lmcache on PATH."""
+def test_kubectl_finds_the_plugin() -> None:
+    """``kubectl lmcache`` runs the program kubectl-lmcache on PATH."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts["kubectl-lmcache"] == scripts["lmcache-operator"] == "lmcache_operator.__main__:main"
 
@@ -200,11 +200,11 @@ points = st.lists(st.tuples(st.floats(1e-3, 1e15), finite), min_size=1, max_size
 
 
 @given(points, st.booleans(), st.booleans(), st.text(st.characters(codec="utf-8"), max_size=20))
-def test_pictures_are_whole(
+def test_picture_contains_all_lines_and_labels(
     xys: list[tuple[float, float]], is_stepped: bool, is_logarithmic: bool, label: str
 ) -> None:
-    """Everything is within the picture, and what people wrote is text in it."""
-    shown = "".join(letter for letter in label if letter.isprintable())
+    """All lines are within the picture, and labels are escaped as text."""
+    printable = "".join(letter for letter in label if letter.isprintable())
     band = [(x, y - 1, y + 1) for x, y in xys]
     lines = [Line(label, xys, band, is_stepped)]
     panel = Panel(label, lines, [(xys[0][0], label)], [Mark(xys[-1][0], label)], is_logarithmic)
@@ -215,12 +215,12 @@ def test_pictures_are_whole(
             x, y = map(float, pair.split(","))
             assert 0 <= x <= width
             assert 0 <= y <= height
-    # Title, tick, mark and line of both panels; the caption is broken into lines.
-    assert sum("".join(found.itertext()) == shown for found in root.iter(f"{SVG}text")) >= 6
+    # Title, tick, mark and line of both panels. The caption is wrapped.
+    assert sum("".join(element.itertext()) == printable for element in root.iter(f"{SVG}text")) >= 6
 
 
 @given(finite, st.floats(0, 1e12))
-def test_ticks_enclose(low: float, span: float) -> None:
+def test_ticks_enclose_the_range(low: float, span: float) -> None:
     ticks = nice_ticks(low, low + span)
     assert 2 <= len(ticks) <= 11
     assert ticks == sorted(ticks)

@@ -1,9 +1,9 @@
-"""What an operator of a later version may say to the images of earlier ones.
+"""Options that the operator may pass to images of earlier versions.
 
-Clusters keep the images they were made with, and the present operator renders their pods: whatever it says in
-them is read by an older sidecar, client and engine. An option that one of those does not know is a crash
-loop, or an engine without its cache. So the sets here only ever shrink. What a later version needs goes into
-the sidecar's ConfigMap, where unknown keys are ignored with a warning.
+Clusters keep the images they were created with, and the current operator renders their pods. Older sidecars,
+clients and engines read its options. An unknown option causes a crash loop, or an engine without its cache.
+Therefore the sets here may only shrink. A setting of a later version goes into the sidecar's ConfigMap: the
+sidecar ignores unknown keys there with a warning.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FULL: dict[str, Any] = {
 
 def rendered(kind: str) -> Any:
     objects = Engine().render(parse(cluster(**FULL)), Context(STOCK_IMAGES))
-    return next(found for found in objects if found["kind"] == kind)
+    return next(child for child in objects if child["kind"] == kind)
 
 
 def container(name: str) -> Any:
@@ -47,27 +47,27 @@ def container(name: str) -> Any:
     return next(c for c in [*pod["initContainers"], *pod["containers"]] if c["name"] == name)
 
 
-def test_sidecars_of_earlier_versions_know_all_their_arguments() -> None:
+def test_earlier_sidecars_know_all_rendered_arguments() -> None:
     sidecar = container("sidecar")
     assert {arg.partition("=")[0] for arg in sidecar["args"]} == SIDECAR_ARGS
     assert "command" not in sidecar
     assert sidecar["livenessProbe"]["httpGet"]["path"] == "/healthz"
 
 
-def test_payloads_of_earlier_versions_are_where_they_are_copied_from() -> None:
+def test_earlier_payloads_have_the_path_that_is_copied() -> None:
     assert container("payload")["command"] == ["cp", "-r", "/opt/lmcache/payload/.", "/opt/lmcache/client"]
 
 
-def test_engines_and_clients_of_earlier_versions_know_all_their_arguments() -> None:
+def test_earlier_engines_and_clients_know_all_rendered_arguments() -> None:
     _, *args = container("engine")["args"]
-    given = dict(arg.split("=", 1) for arg in args)
-    assert given.keys() == ENGINE_ARGS
-    transfer = json.loads(given["--kv-transfer-config"])
+    options = dict(arg.split("=", 1) for arg in args)
+    assert options.keys() == ENGINE_ARGS
+    transfer = json.loads(options["--kv-transfer-config"])
     assert transfer["kv_connector_extra_config"].keys() == CLIENT_SETTINGS
     assert transfer["kv_connector_module_path"] == "lmcache.engines.vllm.connector"
 
 
-def test_a_sidecar_runs_with_the_settings_of_a_later_operator(tmp_path: Any) -> None:
+def test_sidecar_ignores_unknown_settings_of_a_later_operator(tmp_path: Any) -> None:
     later = yaml.safe_load(rendered("ConfigMap")["data"]["sidecar.yaml"])
     later |= {"tenants": {"quota": [1, {"share": 0.5}]}, "log_color": None}
     later = {key: value for key, value in later.items() if not re.search("remote_(user|pass)", key)}

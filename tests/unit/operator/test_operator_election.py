@@ -1,4 +1,4 @@
-"""The election: several operators, one Lease, and an API server that is late, loses answers and refuses."""
+"""Leader election: several operators, one Lease, and an API server that is slow and loses answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.harness.jumping_loop import now, run
 
 NAME = LeaseName("system", "operator")
 TAKEOVER_SECONDS = 18
-"""From the last renewal: 15 s, and the two looks around them."""
+"""Maximum time from the last renewal to a takeover: 15 s and two polls."""
 
 
 class LeaseServer:
@@ -41,7 +41,7 @@ class LeaseServer:
         return copy.deepcopy(self.lease)
 
     def edit(self, **spec: Any) -> None:
-        """Somebody writes the spec by hand; None takes a field out."""
+        """Edit the spec by hand. None removes a field."""
         if self.lease is not None:
             changed = {k: v for k, v in {**self.lease["spec"], **spec}.items() if v is not None}
             self.put(self.lease | {"spec": changed})
@@ -52,7 +52,7 @@ class LeaseServer:
 
 
 class Connection:
-    """One operator's way to it. ``trouble`` is how late calls arrive there, and answers here; -1: never."""
+    """An operator's connection to the API server. ``trouble`` returns the delay of a message; -1 loses it."""
 
     def __init__(self, server: LeaseServer) -> None:
         self.server = server
@@ -66,9 +66,9 @@ class Connection:
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         assert (kind, namespace, name) == (LEASE, *NAME)
         await self._pass()
-        found = copy.deepcopy(self.server.lease)
+        lease = copy.deepcopy(self.server.lease)
         await self._pass()
-        return found
+        return lease
 
     async def create(self, kind: Kind, wanted: Object) -> Object | None:
         await self._pass()
@@ -89,37 +89,37 @@ class Connection:
 
 
 class Process:
-    """An operator that is started again whenever it ends."""
+    """An operator that is restarted whenever it ends."""
 
     def __init__(self, server: LeaseServer, number: int) -> None:
         self.connection = Connection(server)
         self.ended = asyncio.Event()
-        """Set: SIGTERM."""
-        self.num_lives = 0
+        """Set when the operator receives SIGTERM."""
+        self.num_starts = 0
         self.number = number
-        self.elector = self._born()
-        self.task = asyncio.create_task(self._live())
+        self.elector = self._new_elector()
+        self.task = asyncio.create_task(self._run())
 
-    def _born(self) -> Elector:
-        offset = 1000.0 * self.number  # no two clocks agree
+    def _new_elector(self) -> Elector:
+        offset = 1000.0 * self.number  # all clocks differ
         return Elector(
             cast(KubeApi, self.connection), NAME, f"pod-{self.number}", clock=lambda: now() + offset
         )
 
-    async def _live(self) -> None:
+    async def _run(self) -> None:
         while True:
-            self.num_lives += 1
+            self.num_starts += 1
             with contextlib.suppress(LeaseLostError):
                 await self.elector.lead(self._work)
             self.ended.clear()
-            self.elector = self._born()
+            self.elector = self._new_elector()
 
     async def _work(self) -> None:
         await self.ended.wait()
 
 
-def figure_of_leading() -> float:
-    """As whoever leads exports it: all operators of a test are in this process."""
+def leading_metric() -> float:
+    """Value of the metric. All operators of a test share this process and its metric."""
     (gauge,) = metrics.LEADING.collect()
     return gauge.samples[0].value
 
@@ -128,17 +128,17 @@ def leading(processes: list[Process]) -> list[Process]:
     return [process for process in processes if process.elector.seconds_left() > 0]
 
 
-async def until_one_leads(processes: list[Process], seconds: float) -> Process:
+async def wait_for_leader(processes: list[Process], seconds: float) -> Process:
     deadline = now() + seconds
-    while not (found := leading(processes)):
-        assert now() < deadline, f"nobody leads after {seconds} s"
+    while not (leaders := leading(processes)):
+        assert now() < deadline, f"no operator leads after {seconds} s"
         await asyncio.sleep(0.05)
-    (leader,) = found
+    (leader,) = leaders
     return leader
 
 
 def scenario(num: int) -> Callable[[Any], Callable[[], None]]:
-    """A test of so many operators; they are killed at its end."""
+    """Decorate a test that gets this many operators. They are killed at its end."""
 
     def decorate(test: Any) -> Callable[[], None]:
         async def body() -> None:
@@ -158,7 +158,7 @@ def scenario(num: int) -> Callable[[Any], Callable[[], None]]:
 
 
 STEPS = ("ok", "slow", "lossy", "freeze", "kill", "stop", "delete", "unhold", "foreign", "empty", "brief")
-"""What happens next; the last five to the Lease, by hand."""
+"""Events of a random run. The last five are edits of the Lease by hand."""
 
 
 @settings(max_examples=80, deadline=None)
@@ -167,31 +167,31 @@ STEPS = ("ok", "slow", "lossy", "freeze", "kill", "stop", "delete", "unhold", "f
     st.integers(0, 2**32).map(Random),
     st.sampled_from([5.0, 1000.0]),
 )
-def test_never_two_lead_and_at_last_one_does(
+def test_at_most_one_operator_leads_and_finally_one_leads(
     steps: list[tuple[str, int, float]], random: Random, try_seconds: float
 ) -> None:
-    """Whatever the network, the scheduler and people do. A frozen process has no time-outs either."""
+    """Network faults, frozen processes and edits by hand occur. A frozen process has no timeouts either."""
 
     async def body() -> None:
         server = LeaseServer()
         processes = [Process(server, number) for number in range(3)]
 
-        async def look() -> None:
+        async def watch_leaders() -> None:
             while True:
                 assert len(leading(processes)) <= 1
                 await asyncio.sleep(0.25)
 
-        looking = asyncio.create_task(look())
+        watch_task = asyncio.create_task(watch_leaders())
         for step, number, seconds in steps:
-            _happen(step, server, processes[number], random)
+            _apply_step(step, server, processes[number], random)
             await asyncio.sleep(seconds)
         for process in processes:
             process.connection.trouble = lambda: 0.0
-        # A call that hangs ends after 60 s here.
-        await until_one_leads(processes, 60 + 2 * TAKEOVER_SECONDS)
-        looking.cancel()
-        await asyncio.gather(looking, return_exceptions=True)
-        assert looking.cancelled(), looking.exception()
+        # A call that hangs ends after 60 s in this test.
+        await wait_for_leader(processes, 60 + 2 * TAKEOVER_SECONDS)
+        watch_task.cancel()
+        await asyncio.gather(watch_task, return_exceptions=True)
+        assert watch_task.cancelled(), watch_task.exception()
         for process in processes:
             assert not process.task.done(), process.task
             process.task.cancel()
@@ -201,7 +201,7 @@ def test_never_two_lead_and_at_last_one_does(
         run(body())
 
 
-def _happen(step: str, server: LeaseServer, process: Process, random: Random) -> None:
+def _apply_step(step: str, server: LeaseServer, process: Process, random: Random) -> None:
     troubles: dict[str, Callable[[], float]] = {
         "ok": lambda: 0.0,
         "slow": lambda: random.uniform(0, 12),
@@ -212,11 +212,11 @@ def _happen(step: str, server: LeaseServer, process: Process, random: Random) ->
     edits: dict[str, Callable[[], object]] = {
         "stop": process.ended.set,
         "delete": lambda: server.put(None),
-        # Without a holder and for 1 s it would be what a holder writes that gives it up.
+        # A Lease without a holder that lasts 1 s would look like a released Lease.
         "unhold": lambda: server.edit(holderIdentity=None, leaseDurationSeconds=15),
-        "foreign": lambda: server.edit(holderIdentity="somebody"),
+        "foreign": lambda: server.edit(holderIdentity="another program"),
         "empty": lambda: server.lease and server.put(server.lease | {"spec": {}}),
-        "brief": lambda: server.edit(holderIdentity="somebody", leaseDurationSeconds=1),
+        "brief": lambda: server.edit(holderIdentity="another program", leaseDurationSeconds=1),
     }
     if step in troubles:
         process.connection.trouble = troubles[step]
@@ -225,99 +225,102 @@ def _happen(step: str, server: LeaseServer, process: Process, random: Random) ->
 
 
 @scenario(2)
-async def test_the_other_takes_over_within_18_s_of_a_crash(server: LeaseServer, both: list[Process]) -> None:
-    leader = await until_one_leads(both, TAKEOVER_SECONDS)
-    (other,) = {*both} - {leader}
+async def test_standby_takes_over_within_18_s_of_a_crash(server: LeaseServer, both: list[Process]) -> None:
+    leader = await wait_for_leader(both, TAKEOVER_SECONDS)
+    (standby,) = {*both} - {leader}
     leader.connection.trouble = lambda: 10_000.0
-    assert await until_one_leads([other], TAKEOVER_SECONDS) is other
-    assert leading(both) == [other]
+    assert await wait_for_leader([standby], TAKEOVER_SECONDS) is standby
+    assert leading(both) == [standby]
 
 
 @scenario(2)
-async def test_who_ends_lets_the_other_in_at_once(server: LeaseServer, both: list[Process]) -> None:
-    leader = await until_one_leads(both, TAKEOVER_SECONDS)
+async def test_ending_leader_releases_the_lease_at_once(server: LeaseServer, both: list[Process]) -> None:
+    leader = await wait_for_leader(both, TAKEOVER_SECONDS)
     await asyncio.sleep(30)
     leader.ended.set()
     await asyncio.sleep(3)
-    assert leader.num_lives == 2
+    assert leader.num_starts == 2
     assert len(leading(both)) == 1
 
 
 def late_answers(seconds: float) -> Callable[[], float]:
-    """Calls arrive at once."""
+    """Trouble that delays only answers, not calls."""
     delays = itertools.cycle([0.0, seconds])
     return lambda: next(delays)
 
 
 @scenario(2)
-async def test_who_gives_the_lease_up_does_not_write_while_it_waits_for_the_answer(
+async def test_leader_that_releases_the_lease_does_not_write_before_the_answer(
     server: LeaseServer, both: list[Process]
 ) -> None:
-    leader = await until_one_leads(both, TAKEOVER_SECONDS)
+    leader = await wait_for_leader(both, TAKEOVER_SECONDS)
     await asyncio.sleep(1)
     leader.connection.trouble = late_answers(4)
     leader.ended.set()
     await asyncio.sleep(3)
-    assert leader.num_lives == 1
+    assert leader.num_starts == 1
     assert leader not in leading(both)
     assert len(leading(both)) == 1
 
 
-def test_a_process_that_thaws_may_not_write_by_the_answer_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thawed_process_may_not_write_with_an_old_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
     async def thaw(server: LeaseServer, both: list[Process]) -> None:
-        leader = await until_one_leads(both, TAKEOVER_SECONDS)
+        leader = await wait_for_leader(both, TAKEOVER_SECONDS)
         leader.connection.trouble = late_answers(40)
         for _ in range(100):
             await asyncio.sleep(0.5)
             assert len(leading(both)) <= 1
         assert leader not in leading(both)
 
-    monkeypatch.setattr(election, "_TRY_SECONDS", 1000.0)  # no time-out fires before the answer is read
+    monkeypatch.setattr(election, "_TRY_SECONDS", 1000.0)  # no timeout fires before the answer is read
     scenario(2)(thaw)()
 
 
 @scenario(1)
-async def test_the_first_one_waits_until_nobody_can_hold_a_lease_that_was_deleted(
+async def test_first_operator_waits_until_a_deleted_lease_has_expired(
     server: LeaseServer, processes: list[Process]
 ) -> None:
     await asyncio.sleep(LEASE_SECONDS - 0.1)
     assert not leading(processes)
-    await until_one_leads(processes, 3)
+    await wait_for_leader(processes, 3)
 
 
 @scenario(2)
-async def test_the_leader_mends_a_lease_that_was_deleted(server: LeaseServer, both: list[Process]) -> None:
-    leader = await until_one_leads(both, TAKEOVER_SECONDS)
-    for seconds in (0, 0.5, 1, 1.5, 2, 20):  # also before the other has ever seen it
+async def test_leader_recreates_a_deleted_lease(server: LeaseServer, both: list[Process]) -> None:
+    leader = await wait_for_leader(both, TAKEOVER_SECONDS)
+    for seconds in (0, 0.5, 1, 1.5, 2, 20):  # also before the other operator has read it
         server.put(None)
         await asyncio.sleep(seconds)
         assert leading(both) == [leader]
     await asyncio.sleep(60)
     assert leading(both) == [leader]
-    assert (leader.num_lives, server.holder) == (1, leader.elector.identity)
+    assert (leader.num_starts, server.holder) == (1, leader.elector.identity)
 
 
 @scenario(2)
-async def test_an_outage_makes_nobody_end(server: LeaseServer, both: list[Process]) -> None:
-    """Its renewal proves that nobody led meanwhile; without one it may not write."""
-    leader = await until_one_leads(both, TAKEOVER_SECONDS)
-    assert figure_of_leading() == 1
+async def test_api_server_outage_ends_no_operator(server: LeaseServer, both: list[Process]) -> None:
+    """A renewal after the outage proves that no other operator led.
+
+    Without a renewal the leader may not write.
+    """
+    leader = await wait_for_leader(both, TAKEOVER_SECONDS)
+    assert leading_metric() == 1
     for process in both:
         process.connection.trouble = lambda: -1.0
     await asyncio.sleep(60)
-    assert figure_of_leading() == 0
+    assert leading_metric() == 0
     assert leading(both) == []
     leader.connection.trouble = lambda: 0.0
-    assert await until_one_leads(both, 5) is leader
-    assert leader.num_lives == 1
+    assert await wait_for_leader(both, 5) is leader
+    assert leader.num_starts == 1
 
 
 @scenario(2)
-async def test_a_lease_that_was_broken_by_hand_is_mended(server: LeaseServer, both: list[Process]) -> None:
-    await until_one_leads(both, TAKEOVER_SECONDS)
+async def test_lease_with_invalid_edits_is_repaired(server: LeaseServer, both: list[Process]) -> None:
+    await wait_for_leader(both, TAKEOVER_SECONDS)
     assert server.lease is not None
     server.put(server.lease | {"spec": {"leaseTransitions": 2**31 - 1, "leaseDurationSeconds": 9999}})
-    leader = await until_one_leads(both, 40)
+    leader = await wait_for_leader(both, 40)
     await asyncio.sleep(20)
     spec = server.lease["spec"]
     assert server.holder == leader.elector.identity
@@ -325,7 +328,7 @@ async def test_a_lease_that_was_broken_by_hand_is_mended(server: LeaseServer, bo
     assert spec["renewTime"] > spec["acquireTime"]
 
 
-def test_work_ends_before_the_next_one_begins_and_what_it_raises_is_told() -> None:
+def test_work_ends_before_the_next_leader_starts_and_its_error_is_raised() -> None:
     async def body() -> None:
         server, ended = LeaseServer(), asyncio.Event()
 
@@ -337,19 +340,19 @@ def test_work_ends_before_the_next_one_begins_and_what_it_raises_is_told() -> No
                 ended.set()
 
         async def broken() -> None:
-            raise UnavailableError("watch", "gone")
+            raise UnavailableError("watch", "expired")
 
-        one, other = (
+        first, second = (
             Elector(cast(KubeApi, Connection(server)), NAME, pod, clock=now) for pod in ("one", "other")
         )
-        task = asyncio.create_task(one.lead(work))
+        task = asyncio.create_task(first.lead(work))
         await asyncio.sleep(20)
         server.edit(holderIdentity="other")
         with pytest.raises(LeaseLostError, match="held by other"):
             await task
         assert ended.is_set()
-        with pytest.raises(UnavailableError, match="gone"):
-            await other.lead(broken)
+        with pytest.raises(UnavailableError, match="expired"):
+            await second.lead(broken)
         assert server.holder == "None"
 
     run(body())

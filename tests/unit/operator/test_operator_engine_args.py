@@ -1,4 +1,4 @@
-"""The engine: its command line, and how its pod ends."""
+"""The engine's command line, and the termination of its pod."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.harness.operator_model import cluster
 
 
 @pytest.mark.parametrize("num_gpus", [0, 1])
-def test_the_engine_loads_our_connector(num_gpus: int) -> None:
+def test_engine_args_load_the_connector(num_gpus: int) -> None:
     changes = {"engine": {"gpu": {"count": num_gpus}}, "sidecar": {"chunkTokens": 512}}
     rendered = engine_args(parse(cluster(**changes)), 60)
     (argument,) = [arg for arg in rendered if arg.startswith("--kv-transfer-config=")]
@@ -40,7 +40,7 @@ def test_the_engine_loads_our_connector(num_gpus: int) -> None:
         (["--port=1"], "--port can't be set"),
         (["--prefix_caching_hash_algo", "xxhash"], "--prefix-caching-hash-algo can't be set"),
         (["--no-enable-prefix-caching"], "can't be set"),
-        # The engine takes the beginning of an option for the whole.
+        # The engine accepts abbreviations of options.
         (["--por=1"], "--port can't be set"),
         (["--tensor-parallel=2"], "--tensor-parallel-size can't be set"),
         (["--kv-transfer-conf={}"], "--kv-transfer-config can't be set"),
@@ -76,7 +76,7 @@ def test_the_engine_loads_our_connector(num_gpus: int) -> None:
         (["--block-siz=0"], "chunkTokens (256) must be a multiple of the block size"),
     ],
 )
-def test_arguments_that_break_the_cache_are_refused(args: list[str], sentence: str) -> None:
+def test_engine_args_refuses_arguments_that_break_the_cache(args: list[str], sentence: str) -> None:
     with pytest.raises(InvalidSpecError) as caught:
         engine_args(parse(cluster(engine={"args": args})), 60)
     assert caught.value.path.startswith("spec.engine.args[")
@@ -92,11 +92,11 @@ def test_arguments_that_break_the_cache_are_refused(args: list[str], sentence: s
         ["-q", "fp8"], ["-nx"],
     ],
 )  # fmt: skip
-def test_other_arguments_are_passed_on(args: list[str]) -> None:
+def test_engine_args_passes_other_arguments_on(args: list[str]) -> None:
     assert engine_args(parse(cluster(engine={"args": args})), 60)[-len(args) :] == args
 
 
-def test_an_engine_with_a_certificate_is_asked_by_tls() -> None:
+def test_probes_use_https_when_the_engine_has_a_certificate() -> None:
     def schemes(*args: str) -> set[str | None]:
         rendered = Engine().render(parse(cluster(engine={"args": list(args)})), Context(STOCK_IMAGES))
         engine = rendered[-1]["spec"]["template"]["spec"]["containers"][0]
@@ -107,8 +107,8 @@ def test_an_engine_with_a_certificate_is_asked_by_tls() -> None:
     assert schemes("--ssl-keyfile=/tls/tls.key", "--ssl-certfile", "/tls/tls.crt") == {"HTTPS"}
 
 
-def ending_of(args: list[str], spec: dict[str, Any]) -> tuple[list[str], Any, Any]:
-    """The engine's timeouts, what it does before it stops, and the pod's grace period."""
+def termination_of(args: list[str], spec: dict[str, Any]) -> tuple[list[str], Any, Any]:
+    """Shutdown timeouts of the engine, its preStop handler, and the pod's grace period."""
     resource = cluster(engine={"args": args, "podTemplate": {"spec": spec}})
     rendered = Engine().render(parse(resource), Context(STOCK_IMAGES))[-1]["spec"]["template"]["spec"]
     engine = rendered["containers"][0]
@@ -117,31 +117,35 @@ def ending_of(args: list[str], spec: dict[str, Any]) -> tuple[list[str], Any, An
     return timeouts, pre_stop, rendered["terminationGracePeriodSeconds"]
 
 
-def test_a_pod_that_goes_finishes_its_requests_and_then_writes_out_what_is_queued() -> None:
+def test_terminating_pod_has_time_for_requests_and_queued_writes() -> None:
     sleep = {"sleep": {"seconds": 5}}
-    own = {"exec": {"command": ["leave"]}}
-    containers = [{"name": "engine", "lifecycle": {"preStop": own}}]
-    assert ending_of([], {}) == (["--shutdown-timeout=60"], sleep, 120)
-    assert ending_of(["--shutdown-timeout=300"], {}) == (["--shutdown-timeout=300"], sleep, 360)
-    assert ending_of(["--shutdown-timeout", "9"], {}) == (["--shutdown-timeout"], sleep, 69)
-    assert ending_of([], {"terminationGracePeriodSeconds": 300}) == (["--shutdown-timeout=240"], sleep, 300)
-    assert ending_of([], {"terminationGracePeriodSeconds": 30}) == (["--shutdown-timeout=0"], sleep, 30)
+    pre_stop = {"exec": {"command": ["drain"]}}
+    containers = [{"name": "engine", "lifecycle": {"preStop": pre_stop}}]
+    assert termination_of([], {}) == (["--shutdown-timeout=60"], sleep, 120)
+    assert termination_of(["--shutdown-timeout=300"], {}) == (["--shutdown-timeout=300"], sleep, 360)
+    assert termination_of(["--shutdown-timeout", "9"], {}) == (["--shutdown-timeout"], sleep, 69)
+    assert termination_of([], {"terminationGracePeriodSeconds": 300}) == (
+        ["--shutdown-timeout=240"],
+        sleep,
+        300,
+    )
+    assert termination_of([], {"terminationGracePeriodSeconds": 30}) == (["--shutdown-timeout=0"], sleep, 30)
     # The API server refuses a sleep that is not shorter than the grace period, and a second handler.
-    assert ending_of([], {"terminationGracePeriodSeconds": 5}) == (["--shutdown-timeout=0"], None, 5)
-    assert ending_of([], {"containers": containers}) == (["--shutdown-timeout=60"], own, 120)
-    both = {"containers": containers, "terminationGracePeriodSeconds": 90}
-    assert ending_of(["--shutdown-timeout=70"], both) == (["--shutdown-timeout=70"], own, 90)
+    assert termination_of([], {"terminationGracePeriodSeconds": 5}) == (["--shutdown-timeout=0"], None, 5)
+    assert termination_of([], {"containers": containers}) == (["--shutdown-timeout=60"], pre_stop, 120)
+    with_grace = {"containers": containers, "terminationGracePeriodSeconds": 90}
+    assert termination_of(["--shutdown-timeout=70"], with_grace) == (["--shutdown-timeout=70"], pre_stop, 90)
 
 
-def test_what_hangs_is_not_waited_for_as_long_as_a_pod_that_goes() -> None:
+def test_failed_liveness_probe_has_a_shorter_grace_period() -> None:
     def graces(**spec: Any) -> dict[str, Any]:
         resource = parse(cluster(engine={"podTemplate": {"spec": spec}}))
         pod = Engine().render(resource, Context(STOCK_IMAGES))[-1]["spec"]["template"]["spec"]
         probes = {c["name"]: c.get("livenessProbe", {}) for c in pod["initContainers"] + pod["containers"]}
         return {name: probe.get("terminationGracePeriodSeconds") for name, probe in probes.items()}
 
-    own = {"name": "engine", "livenessProbe": {"terminationGracePeriodSeconds": 30}}
-    none = {"name": "sidecar", "livenessProbe": {"terminationGracePeriodSeconds": None}}
+    engine = {"name": "engine", "livenessProbe": {"terminationGracePeriodSeconds": 30}}
+    sidecar = {"name": "sidecar", "livenessProbe": {"terminationGracePeriodSeconds": None}}
     assert graces() == {"sidecar": 10, "payload": None, "engine": 10}
-    assert graces(containers=[own]) == {"sidecar": 10, "payload": None, "engine": 30}
-    assert graces(initContainers=[none]) == {"sidecar": None, "payload": None, "engine": 10}
+    assert graces(containers=[engine]) == {"sidecar": 10, "payload": None, "engine": 30}
+    assert graces(initContainers=[sidecar]) == {"sidecar": None, "payload": None, "engine": 10}

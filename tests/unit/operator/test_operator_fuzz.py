@@ -1,5 +1,6 @@
-"""Thousands of random specs, valid and broken: none stops the operator or keeps it busy, and each that is
-refused is told by its field.
+"""Thousands of random specs, valid and broken.
+
+The operator neither stops nor loops on any of them, and names the field of each spec that it refuses.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from tests.harness.spec_fuzz import spec, spec_of_init_container
 
 KEY = ClusterKey(NAMESPACE, NAME, UID)
 MAX_WRITES = 5
-"""Of one spec, beyond the one that makes each of its children."""
+"""Maximum writes for a spec in addition to the writes that create its children."""
 FIELD = re.compile(r"spec\b|metadata\.name\b")
 
 
-async def reconcile_until_rest(made: Any) -> tuple[World, int]:
-    """The world in the end, and how much was written that makes no child."""
-    resource, num_writes = cluster() | {"spec": made}, 0
+async def reconcile_until_settled(spec_dict: Any) -> tuple[World, int]:
+    """Reconcile until nothing is written.
+
+    Return the world, and the number of writes that created no child.
+    """
+    resource, num_writes = cluster() | {"spec": spec_dict}, 0
     world = World(resource)
     reconciler = Reconciler(cast(KubeApi, world), Context(STOCK_IMAGES), world.ask)
     while num_writes <= len(world.objects) + MAX_WRITES:
@@ -39,11 +43,11 @@ async def reconcile_until_rest(made: Any) -> tuple[World, int]:
     return world, num_writes - len(world.objects)
 
 
-def check(runner: asyncio.Runner, seed: int, made: Any) -> bool:
-    """Whether it was refused, as it should be if so."""
-    world, num_writes = runner.run(reconcile_until_rest(made))
+def check(runner: asyncio.Runner, seed: int, spec_dict: Any) -> bool:
+    """Check the result of a spec, and return whether the operator refused it."""
+    world, num_writes = runner.run(reconcile_until_settled(spec_dict))
     assert num_writes <= MAX_WRITES, f"seed {seed}: {world.writes}"
-    conditions = {found["type"]: found for found in world.resource["status"]["conditions"]}
+    conditions = {condition["type"]: condition for condition in world.resource["status"]["conditions"]}
     degraded = conditions["Degraded"]
     assert degraded["reason"] != "InternalError", f"seed {seed}: {degraded['message']}"
     if degraded["reason"] == "InvalidSpec":
@@ -55,16 +59,16 @@ def check(runner: asyncio.Runner, seed: int, made: Any) -> bool:
 
 
 @pytest.mark.parametrize("thousand", [0, 1])
-def test_random_specs_come_to_rest_or_are_refused_by_their_field(thousand: int) -> None:
+def test_random_specs_settle_or_are_refused_with_their_field(thousand: int) -> None:
     num_refused = 0
     with asyncio.Runner() as runner:
         for seed in range(1000 * thousand, 1000 * (thousand + 1)):
             num_refused += check(runner, seed, spec(seed)[0])
-    # Else the walk makes specs of one kind only, and this shows nothing.
+    # The generator must produce valid and invalid specs, otherwise the test proves nothing.
     assert 100 < num_refused < 900
 
 
-def test_so_do_specs_that_say_something_of_the_init_containers() -> None:
+def test_random_specs_with_init_containers_settle_or_are_refused() -> None:
     with asyncio.Runner() as runner:
         num_refused = sum(check(runner, seed, spec_of_init_container(seed)) for seed in range(500))
     assert 50 < num_refused < 450

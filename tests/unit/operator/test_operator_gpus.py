@@ -1,4 +1,4 @@
-"""How GPUs reach the pod, and who copies KV out of them: declared, rendered, changed, told."""
+"""GPUs of a pod, and the transfer mode of its KV: as specified, rendered, changed and reported."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def rendered(allow_all_gpus: bool = False, **changes: Any) -> dict[Ref, dict[str
 
 
 def pod(allow_all_gpus: bool = False, **changes: Any) -> dict[str, Any]:
-    found: dict[str, Any] = rendered(allow_all_gpus, **changes)[STATEFUL_SET]["spec"]["template"]["spec"]
-    return found
+    pod_spec: dict[str, Any] = rendered(allow_all_gpus, **changes)[STATEFUL_SET]["spec"]["template"]["spec"]
+    return pod_spec
 
 
 def env_of(container: dict[str, Any]) -> dict[str, str]:
@@ -57,12 +57,14 @@ def env_of(container: dict[str, Any]) -> dict[str, str]:
         (spec({"gpu": {"count": 0, "deviceClassName": "x"}}), False, "SharedMemory", "NoGPU"),
     ],
 )
-def test_who_copies(changes: dict[str, Any], allow_all_gpus: bool, mode: str, reason: str) -> None:
-    found = planned_transfer(parse(cluster(**changes)), allow_all_gpus)
-    assert found[:2] == (mode, reason)
+def test_transfer_mode_follows_spec_and_gpus(
+    changes: dict[str, Any], allow_all_gpus: bool, mode: str, reason: str
+) -> None:
+    transfer = planned_transfer(parse(cluster(**changes)), allow_all_gpus)
+    assert transfer[:2] == (mode, reason)
 
 
-def test_engine_and_sidecar_share_one_claim() -> None:
+def test_engine_and_sidecar_share_a_resource_claim() -> None:
     objects, spec_ = rendered(engine=TWO), pod(engine=TWO)
     request = {"name": "gpu", "exactly": {"count": 2, "deviceClassName": "gpu.nvidia.com"}}
     assert objects[TEMPLATE]["spec"] == {"spec": {"devices": {"requests": [request]}}}
@@ -71,27 +73,27 @@ def test_engine_and_sidecar_share_one_claim() -> None:
     assert engine["resources"]["claims"] == sidecar["resources"]["claims"] == [{"name": "gpu"}]
     assert "limits" not in engine["resources"]
     assert "claims" not in payload["resources"]
-    # What the claim does not give, the container runtime must not add.
+    # The container runtime must not add GPUs that are not in the claim.
     assert env_of(sidecar)["NVIDIA_VISIBLE_DEVICES"] == "void"
 
 
-def test_a_sidecar_that_is_not_to_copy_names_no_claim() -> None:
+def test_sidecar_that_does_not_copy_has_no_claim() -> None:
     spec_ = pod(**spec(CLAIMS, "SharedMemory"))
     assert spec_["containers"][0]["resources"]["claims"] == [{"name": "gpu"}]
     assert "claims" not in spec_["initContainers"][0]["resources"]
 
 
-def test_all_gpus_are_visible_only_where_the_operator_allows_it() -> None:
+def test_all_gpus_are_visible_only_if_the_operator_allows_it() -> None:
     allowed, forbidden = (env_of(pod(allow)["initContainers"][0]) for allow in (True, False))
     assert (allowed["NVIDIA_VISIBLE_DEVICES"], forbidden["NVIDIA_VISIBLE_DEVICES"]) == ("all", "void")
     assert allowed["NVIDIA_DRIVER_CAPABILITIES"] == "compute,utility"
     assert "NVIDIA_DRIVER_CAPABILITIES" not in forbidden
-    # What nobody needs is not shown: no sidecar that does not copy sees a GPU.
+    # A sidecar that does not copy sees no GPU.
     assert env_of(pod(True, **spec({}, "SharedMemory"))["initContainers"][0]) == forbidden
     assert rendered(True, **spec(CLAIMS))[STATEFUL_SET] == rendered(False, **spec(CLAIMS))[STATEFUL_SET]
 
 
-def test_each_gpu_that_the_sidecar_copies_out_of_has_host_memory() -> None:
+def test_sidecar_memory_includes_an_overhead_for_each_shared_gpu() -> None:
     def mebibytes(engine: dict[str, Any]) -> int:
         limits = pod(engine=engine)["initContainers"][0]["resources"]["limits"]
         return int(limits["memory"].removesuffix("Mi"))
@@ -102,31 +104,33 @@ def test_each_gpu_that_the_sidecar_copies_out_of_has_host_memory() -> None:
 
 @pytest.mark.parametrize("allow_all_gpus", [False, True])
 @pytest.mark.parametrize("engine", [{}, TWO, {"gpu": {"count": 0}}])
-def test_the_sidecar_is_told_what_was_asked_for(
+def test_sidecar_config_contains_the_requested_transfer(
     engine: dict[str, Any], allow_all_gpus: bool, tmp_path: Path
 ) -> None:
     config = pytest.importorskip("lmcache_sidecar.config")
     for transfer in ("Auto", "CudaIPC", "SharedMemory"):
-        found = rendered(allow_all_gpus, **spec(engine, transfer))[Ref("ConfigMap", "demo-sidecar")]
+        config_map = rendered(allow_all_gpus, **spec(engine, transfer))[Ref("ConfigMap", "demo-sidecar")]
         file = tmp_path / "sidecar.yaml"
-        file.write_text(found["data"]["sidecar.yaml"])
-        read = config.read({"config": str(file), "memory_size": "1073741824"}, {}).usable()
-        assert read.transfer == transfer
+        file.write_text(config_map["data"]["sidecar.yaml"])
+        settings = config.read({"config": str(file), "memory_size": "1073741824"}, {}).usable()
+        assert settings.transfer == transfer
 
 
-def test_a_template_may_not_take_the_sidecars_gpus_away() -> None:
+def test_pod_template_may_not_remove_the_sidecars_gpu_claim() -> None:
     template = {"spec": {"initContainers": [{"name": "sidecar", "resources": {"claims": None}}]}}
     with pytest.raises(InvalidSpecError, match=r"initContainers\[sidecar\].resources.claims"):
         rendered(engine=CLAIMS | {"podTemplate": template})
     template = {"spec": {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "mine"}]}}
     with pytest.raises(InvalidSpecError, match=r"resourceClaims\[gpu\].resourceClaimTemplateName"):
         rendered(engine=CLAIMS | {"podTemplate": template})
-    more = {"spec": {"containers": [{"name": "engine", "resources": {"claims": [{"name": "nic"}]}}]}}
-    found = pod(engine=CLAIMS | {"podTemplate": more})["containers"][0]["resources"]["claims"]
-    assert found == [{"name": "gpu"}, {"name": "nic"}]
+    template_with_claim = {
+        "spec": {"containers": [{"name": "engine", "resources": {"claims": [{"name": "nic"}]}}]}
+    }
+    claims = pod(engine=CLAIMS | {"podTemplate": template_with_claim})["containers"][0]["resources"]["claims"]
+    assert claims == [{"name": "gpu"}, {"name": "nic"}]
 
 
-def test_render_takes_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_render_accepts_the_flag_for_all_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(yaml.safe_dump(cluster()))
     for flags, value in (((), "void"), (("--allow-all-gpus-sidecar",), "all")):
@@ -137,11 +141,11 @@ def test_render_takes_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str
             assert env_of(sidecar)["NVIDIA_VISIBLE_DEVICES"] == value
 
 
-# -- a living cluster
+# -- changes of an existing cluster
 
 
 class Rig:
-    """A cluster of engines that is reconciled, with pods whose sidecars can be asked."""
+    """A cluster of engines with a reconciler, and pods whose sidecars answer."""
 
     def __init__(self, allow_all_gpus: bool = False, world: World | None = None, **changes: Any) -> None:
         self.world = world or World(cluster(**changes))
@@ -151,7 +155,7 @@ class Rig:
         )
 
     def settle(self) -> list[str]:
-        """Reconcile until nothing is written; what was, without the status."""
+        """Reconcile until nothing is written. Return the writes other than the status."""
         written: list[str] = []
         for _ in range(12):
             self.world.run_stateful_sets()
@@ -160,27 +164,27 @@ class Rig:
             if not self.world.writes:
                 return [write for write in written if write != "status"]
             written += self.world.writes
-        raise AssertionError(f"does not come to rest: {written}")
+        raise AssertionError(f"does not settle: {written}")
 
-    def says(self, **transfer: str) -> None:
-        """All sidecars answer, with this about their transfers."""
-        for number, found in enumerate(self.world.pods.values()):
-            found["status"] |= {"phase": "Running", "podIP": f"10.0.0.{number}"}
+    def report_transfer(self, **transfer: str) -> None:
+        """Let all sidecars answer with these transfer statistics, and settle."""
+        for number, pod in enumerate(self.world.pods.values()):
+            pod["status"] |= {"phase": "Running", "podIP": f"10.0.0.{number}"}
             stats = {"is_ready": True, "num_clients": {"attached": 1}, "transfer": transfer}
             self.world.stats[f"10.0.0.{number}"] = stats
         self.settle()
 
     @property
     def transfer(self) -> dict[str, str]:
-        found: dict[str, str] = self.world.resource["status"]["transfer"]
-        return found
+        status: dict[str, str] = self.world.resource["status"]["transfer"]
+        return status
 
     def condition(self, kind: str) -> tuple[str, str, str]:
-        (found,) = [c for c in self.world.resource["status"]["conditions"] if c["type"] == kind]
-        return found["status"], found["reason"], found["message"]
+        (matching,) = [c for c in self.world.resource["status"]["conditions"] if c["type"] == kind]
+        return matching["status"], matching["reason"], matching["message"]
 
 
-def test_claims_come_change_and_go_on_a_living_cluster() -> None:
+def test_claims_can_be_added_changed_and_removed() -> None:
     rig = Rig()
     rig.settle()
     rig.world.change(engine=CLAIMS)
@@ -188,8 +192,8 @@ def test_claims_come_change_and_go_on_a_living_cluster() -> None:
     assert written == [f"apply {TEMPLATE}", f"apply {STATEFUL_SET}", "evict demo-engine-0"]
     assert rig.transfer["reason"] == "DRAClaimShared"
     rig.world.change(engine=TWO)
-    # Nobody can change a template's spec. A pod that is made before the new one is there has the old claim:
-    # it must not pass for what is wanted now, so the pods' template is written last.
+    # A claim template's spec is immutable. A pod created before the new template exists has the old claim,
+    # and must not count as up to date. Therefore the pods' template is written last.
     assert rig.settle() == [
         f"delete {TEMPLATE}", f"apply {TEMPLATE}", f"apply {STATEFUL_SET}", "evict demo-engine-0",
     ]  # fmt: skip
@@ -199,11 +203,11 @@ def test_claims_come_change_and_go_on_a_living_cluster() -> None:
     assert rig.condition("Ready")[0] == "True"
 
 
-def test_where_claims_cannot_be_had_the_pods_serve() -> None:
+def test_pods_serve_without_claims_on_an_older_kubernetes() -> None:
     rig = Rig()
     rig.settle()
-    refused = RefusedError("PATCH x", "it needs a newer Kubernetes")
-    rig.world.failures["apply ResourceClaimTemplate"] = refused
+    error = RefusedError("PATCH x", "it needs a newer Kubernetes")
+    rig.world.failures["apply ResourceClaimTemplate"] = error
     rig.world.change(engine=CLAIMS)
     assert rig.settle() == []
     assert "resourceClaims" not in rig.world.objects[STATEFUL_SET]["spec"]["template"]["spec"]
@@ -216,7 +220,7 @@ def test_where_claims_cannot_be_had_the_pods_serve() -> None:
 
 
 @pytest.mark.parametrize("field", ["labels", "annotations"])
-def test_a_template_whose_metadata_somebody_changed_is_repaired_in_place(field: str) -> None:
+def test_edited_labels_of_a_claim_template_are_repaired(field: str) -> None:
     rig = Rig(engine=CLAIMS)
     rig.settle()
     uid = rig.world.objects[TEMPLATE]["metadata"]["uid"]
@@ -229,7 +233,7 @@ def test_a_template_whose_metadata_somebody_changed_is_repaired_in_place(field: 
     assert (live["uid"] == uid) is (field == "labels")
 
 
-def test_what_somebody_else_made_is_left_alone() -> None:
+def test_claim_template_of_another_owner_is_not_changed() -> None:
     rig = Rig(engine=CLAIMS)
     rig.world.objects[TEMPLATE] = {"metadata": {"name": "demo-engine", "uid": "1", "labels": {}}}
     rig.settle()
@@ -237,20 +241,20 @@ def test_what_somebody_else_made_is_left_alone() -> None:
     assert rig.condition("Degraded")[1] == "NameTaken"
 
 
-def test_a_change_of_the_transfer_replaces_pods() -> None:
+def test_changed_transfer_replaces_pods() -> None:
     rig = Rig(engine=CLAIMS)
     rig.settle()
     rig.world.change(sidecar={"transfer": "SharedMemory"})
     assert "evict demo-engine-0" in rig.settle()
     assert rig.transfer == {
         "requested": "SharedMemory", "mode": "SharedMemory", "reason": "Requested",
-        "message": "the engine copies, as spec.sidecar.transfer asks for",
+        "message": "spec.sidecar.transfer is SharedMemory",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("engine", [{}, CLAIMS], ids=["device plugin", "claims"])
-def test_to_ask_for_cuda_ipc_instead_of_auto_replaces_no_pod(engine: dict[str, Any]) -> None:
-    """Both mean the same to a pod; the difference is what the status says."""
+def test_change_from_auto_to_cuda_ipc_replaces_no_pod(engine: dict[str, Any]) -> None:
+    """Both settings give the same pod. Only the status differs."""
     rig = Rig(engine=engine)
     rig.settle()
     rig.world.change(sidecar={"transfer": "CudaIPC"})
@@ -262,15 +266,15 @@ def test_to_ask_for_cuda_ipc_instead_of_auto_replaces_no_pod(engine: dict[str, A
     assert "evict demo-engine-0" in rig.settle()
 
 
-def test_another_operator_flag_replaces_no_pod() -> None:
+def test_changed_operator_flag_replaces_no_pod() -> None:
     rig = Rig()
     rig.settle()
-    other = Rig(allow_all_gpus=True, world=rig.world)
-    assert other.settle() == [f"apply {STATEFUL_SET}"]
-    assert other.transfer["reason"] == "AllGPUsVisible"
+    other_rig = Rig(allow_all_gpus=True, world=rig.world)
+    assert other_rig.settle() == [f"apply {STATEFUL_SET}"]
+    assert other_rig.transfer["reason"] == "AllGPUsVisible"
 
 
-def test_cuda_ipc_that_cannot_be_had_is_a_condition_and_the_pods_serve() -> None:
+def test_unavailable_cuda_ipc_degrades_the_cluster_and_pods_serve() -> None:
     rig = Rig(sidecar={"transfer": "CudaIPC"})
     rig.settle()
     status, reason, message = rig.condition("Degraded")
@@ -283,57 +287,58 @@ def test_cuda_ipc_that_cannot_be_had_is_a_condition_and_the_pods_serve() -> None
     assert rig.condition("Degraded")[0] == "False"
 
 
-def test_where_it_is_not_asked_for_nothing_is_amiss() -> None:
+def test_unavailable_cuda_ipc_is_no_problem_in_mode_auto() -> None:
     rig = Rig()
     rig.settle()
     assert rig.transfer["reason"] == "GPUNotShared"
     assert rig.condition("Degraded")[0] == "False"
 
 
-def test_what_sidecars_say_at_run_time_leads() -> None:
+def test_status_shows_the_transfer_that_sidecars_report() -> None:
     rig = Rig(engine=CLAIMS | {"replicas": 2}, sidecar={"transfer": "CudaIPC"})
     rig.settle()
-    rig.says(mode="CudaIPC", reason="")
+    rig.report_transfer(mode="CudaIPC", reason="")
     assert (rig.transfer["mode"], rig.transfer["reason"]) == ("CudaIPC", "DRAClaimShared")
-    rig.says(mode="SharedMemory", reason="error 201 for the mapping 1")
-    message = "2 of 2 sidecars leave copying to their engines: pod demo-engine-0: error 201 for the mapping 1"
+    rig.report_transfer(mode="SharedMemory", reason="error 201 for the mapping 1")
+    count = "2 of 2 sidecars cannot copy, so their engines do"
+    message = f"{count}. First: pod demo-engine-0: error 201 for the mapping 1"
     assert rig.transfer == {
         "requested": "CudaIPC", "mode": "SharedMemory", "reason": "SidecarCannotCopy", "message": message,
     }  # fmt: skip
     assert rig.condition("Degraded")[:2] == ("True", "CudaIPCUnavailable")
     assert rig.condition("Ready")[0] == "True"
-    # The same with other figures is no news.
+    # The same message with other figures is not written again.
     rig.world.writes.clear()
-    rig.says(mode="SharedMemory", reason="error 201 for the mapping 2")
+    rig.report_transfer(mode="SharedMemory", reason="error 201 for the mapping 2")
     assert rig.transfer["message"] == message
-    rig.says(mode="CudaIPC", reason="")
+    rig.report_transfer(mode="CudaIPC", reason="")
     assert rig.condition("Degraded")[0] == "False"
 
 
-def test_while_an_engine_starts_its_sidecar_is_not_taken_at_its_word() -> None:
+def test_reported_transfer_is_ignored_while_the_engine_starts() -> None:
     rig = Rig(engine=CLAIMS, sidecar={"transfer": "CudaIPC"})
     rig.settle()
     rig.world.set_ready("demo-engine-0", False)
-    rig.says(mode="SharedMemory", reason="the reader of its GPU is starting")
+    rig.report_transfer(mode="SharedMemory", reason="the reader of its GPU is starting")
     assert (rig.transfer["mode"], rig.condition("Degraded")[0]) == ("CudaIPC", "False")
 
 
-@pytest.mark.parametrize("said", ["x", [1], {"mode": 5}, {"mode": ""}, {}])
-def test_what_says_nothing_about_it_changes_nothing(said: Any) -> None:
+@pytest.mark.parametrize("stats_value", ["x", [1], {"mode": 5}, {"mode": ""}, {}])
+def test_invalid_transfer_statistics_are_ignored(stats_value: Any) -> None:
     rig = Rig(engine=CLAIMS)
     rig.settle()
-    rig.says()
+    rig.report_transfer()
     for stats in rig.world.stats.values():
-        stats["transfer"] = said
+        stats["transfer"] = stats_value
     rig.settle()
     assert rig.transfer["mode"] == "CudaIPC"
 
 
-def test_the_mode_in_use_outlives_what_hides_it() -> None:
-    """A spec that can't be rendered, and a moment in which nobody could be asked."""
+def test_transfer_status_survives_an_invalid_spec() -> None:
+    """The status keeps the mode during an invalid spec, and while no sidecar is polled."""
     rig = Rig(engine=CLAIMS)
     rig.settle()
-    rig.says(mode="SharedMemory", reason="no driver")
+    rig.report_transfer(mode="SharedMemory", reason="no driver")
     before = dict(rig.transfer)
     rig.world.change(engine={"args": ["--port=1"]})
     rig.settle()
@@ -341,7 +346,7 @@ def test_the_mode_in_use_outlives_what_hides_it() -> None:
     assert rig.condition("Degraded")[1] == "InvalidSpec"
 
 
-def test_a_kind_that_the_api_server_does_not_know_is_named() -> None:
+def test_error_for_an_unknown_kind_asks_for_a_newer_kubernetes() -> None:
     error: ApiError = error_of("PATCH x", 404, b"404 page not found\n")
     assert "needs a newer Kubernetes" in error.message
     missing = b'{"message": "namespaces \\"x\\" not found", "reason": "NotFound"}'

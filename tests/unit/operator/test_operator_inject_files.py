@@ -1,4 +1,4 @@
-"""Files of others: what `lmcache-operator inject` makes of the objects in them, and what it says."""
+"""`lmcache-operator inject` on files of users: injected objects, remarks and errors."""
 
 from __future__ import annotations
 
@@ -20,81 +20,83 @@ from tests.harness.operator_model import cluster
 from tools.kube import schemas
 
 
-def without_label(found: dict[str, Any], **engine: Any) -> dict[str, Any]:
-    """A Deployment whose pods ask for nothing, with its container changed."""
-    found = copy.deepcopy(found)
-    template = found["spec"]["template"]
+def without_label(deployment_object: dict[str, Any], **engine: Any) -> dict[str, Any]:
+    """A copy of the Deployment without the label that requests a cache, with its container changed."""
+    deployment_object = copy.deepcopy(deployment_object)
+    template = deployment_object["spec"]["template"]
     del template["metadata"]["labels"][INJECT_LABEL]
     template["spec"]["containers"][0] |= engine
-    return found
+    return deployment_object
 
 
 def deployment_of(engine: dict[str, Any]) -> dict[str, Any]:
-    """A Deployment that asks for the cache, with its container changed."""
-    found = deployment()
-    found["spec"]["template"]["spec"]["containers"][0] |= engine
-    return found
+    """A Deployment that requests the cache, with its container changed."""
+    changed = deployment()
+    changed["spec"]["template"]["spec"]["containers"][0] |= engine
+    return changed
 
 
-def test_twice_is_once() -> None:
-    once = injected(deployment())
-    assert injected(*once) == once
+def test_second_injection_changes_nothing() -> None:
+    injected_once = injected(deployment())
+    assert injected(*injected_once) == injected_once
 
 
-def test_only_pods_that_ask_for_it_get_it_and_all_else_is_passed_on() -> None:
+def test_inject_changes_only_labelled_pods() -> None:
     service = {"kind": "Service", "metadata": {"name": "llm"}}
-    other = without_label(deployment())
-    found = injected(service, other, deployment())
-    assert found[:2] == [service, other]
-    assert found[2] != deployment()
-    named = injected(other, name="demo")[0]
+    unlabelled = without_label(deployment())
+    results = injected(service, unlabelled, deployment())
+    assert results[:2] == [service, unlabelled]
+    assert results[2] != deployment()
+    named = injected(unlabelled, name="demo")[0]
     assert named["spec"]["template"]["metadata"]["labels"][INJECT_LABEL] == "demo"
-    assert named == found[2]
+    assert named == results[2]
 
 
-def test_what_only_old_yaml_takes_for_something_else_stays_a_string() -> None:
+def test_load_keeps_yaml_1_1_words_as_strings() -> None:
     assert load("[1:30, 1:30.5, =, 2001-01-01, 12, 1.5]") == [["1:30", "1:30.5", "=", "2001-01-01", 12, 1.5]]
 
 
-def test_a_list_as_kubectl_prints_it_is_its_items() -> None:
+def test_inject_unpacks_a_list_of_kubectl() -> None:
     listed = {"kind": "List", "items": [deployment(), {"kind": "Service"}]}
     assert injected(listed) == injected(deployment(), {"kind": "Service"})
 
 
 @pytest.mark.parametrize(
-    ("found", "message"),
+    ("document", "message"),
     [
         ({"kind": "LeaderWorkerSet"}, "kind LeaderWorkerSet: engines of several pods can't have a cache"),
         ({"kind": "Pod"}, "Pod None.spec: must be an object, not None"),
         ({"kind": "Job", "metadata": {"name": "x"}, "spec": []}, "Job x: spec.template: must be an object"),
-        (deployment(containers=[]), "spec.containers: the annotation lmcache.io/container must name"),
+        (deployment(containers=[]), "spec.containers: annotation lmcache.io/container must name"),
         (deployment(containers=[{"image": "x"}]), "spec.template.spec.containers[0].name: must be a string"),
         (deployment(volumes=[7]), "spec.template.spec.volumes[0]: must be an object, not 7"),
         (pod(args="--x"), "Pod llm.spec.containers[0].args: must be a list, not '--x'"),
         (pod(args=[7]), "spec.containers[0].args[0]: must be a string, not 7"),
-        ({"kind": "Service"}, "lmcache.io/inject: no pod has this label: add it, or say --name"),
+        ({"kind": "Service"}, "lmcache.io/inject: no pod has this label: add it, or use --name"),
         ("text", "lmcache.io/inject: no pod has this label"),
         (None, "lmcache.io/inject: no pod has this label"),
         (pod(name="other"), f"metadata.labels[{INJECT_LABEL}]: there is no LMCacheCluster other: give its"),
     ],
 )
-def test_rubbish_is_refused_with_a_sentence(found: Any, message: str) -> None:
+def test_inject_refuses_unusable_documents_with_a_reason(document: Any, message: str) -> None:
     with pytest.raises(InvalidSpecError, match=re.escape(message)):
-        injected(found)
+        injected(document)
 
 
-def test_a_cluster_of_another_namespace_is_refused() -> None:
-    found = deployment()
-    found["metadata"]["namespace"] = "elsewhere"
-    there = cluster()
-    there["metadata"]["namespace"] = "here"
+def test_inject_refuses_a_cluster_of_another_namespace() -> None:
+    workload = deployment()
+    workload["metadata"]["namespace"] = "elsewhere"
+    resource = cluster()
+    resource["metadata"]["namespace"] = "here"
     with pytest.raises(InvalidSpecError, match="LMCacheCluster demo is in another namespace, here"):
-        inject_objects([found], clusters_in([there]), None, CONTEXT)
-    there["metadata"]["namespace"] = "elsewhere"
-    assert inject_objects([found], clusters_in([there]), None, CONTEXT).objects != [found]
+        inject_objects([workload], clusters_in([resource]), None, CONTEXT)
+    resource["metadata"]["namespace"] = "elsewhere"
+    assert inject_objects([workload], clusters_in([resource]), None, CONTEXT).objects != [workload]
 
 
-def test_the_command_reads_and_prints_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inject_command_reads_files_and_prints_objects(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     workload, resource = tmp_path / "deployment.yaml", tmp_path / "cluster.yaml"
     workload.write_text(yaml.safe_dump(deployment()))
     resource.write_text(yaml.safe_dump(cluster()))
@@ -108,13 +110,13 @@ def test_the_command_reads_and_prints_files(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("document", ["a: 2026-01-02", "a: '1e3'", "'1e3': b"])
-def test_what_it_reads_it_writes_as_it_was(document: str) -> None:
+def test_dump_preserves_what_load_read(document: str) -> None:
     assert load(dump(load(document))) == load(document)
     assert load("2026-01-02") == ["2026-01-02"]
 
 
-def test_what_it_writes_kubernetes_reads_as_the_same() -> None:
-    """A string stays one: its YAML reads other words as numbers and booleans than Python's."""
+def test_kubernetes_reads_dumped_strings_unchanged() -> None:
+    """Strings must stay strings: YAML readers of Kubernetes and Python disagree on numbers and booleans."""
     words = [
         "1e3",
         "123e4",
@@ -146,26 +148,29 @@ def test_what_it_writes_kubernetes_reads_as_the_same() -> None:
         "",
     ]
     data = {f"k{index}": word for index, word in enumerate(words)}
-    found = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "1e3"}, "data": data}
-    assert schemas.validate(dump([found])) == []
-    assert load(dump([found])) == [found]
+    config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "1e3"}, "data": data}
+    assert schemas.validate(dump([config_map])) == []
+    assert load(dump([config_map])) == [config_map]
 
 
-def test_of_clusters_with_one_name_a_pod_has_that_of_its_namespace() -> None:
+def test_pod_gets_the_cache_of_its_own_namespace() -> None:
     objects, sizes = [], {"a": "1Gi", "b": "2Gi"}
     for namespace, size in sizes.items():
-        found = cluster(tiers={"memory": {"size": size}})
-        objects.append(found | {"metadata": found["metadata"] | {"namespace": namespace}})
+        manifest = cluster(tiers={"memory": {"size": size}})
+        objects.append(manifest | {"metadata": manifest["metadata"] | {"namespace": namespace}})
     for namespace in sizes:
         metadata = {"name": "llm", "namespace": namespace}
         objects.append(deployment() | {"metadata": metadata})
     *_, first, second = inject_objects(objects, [], None, CONTEXT).objects
-    volumes = (found["spec"]["template"]["spec"]["volumes"] for found in (first, second))
-    limits = [[v["emptyDir"]["sizeLimit"] for v in own if v["name"] == "lmcache-arena"] for own in volumes]
+    volumes = (manifest["spec"]["template"]["spec"]["volumes"] for manifest in (first, second))
+    limits = [
+        [v["emptyDir"]["sizeLimit"] for v in pod_volumes if v["name"] == "lmcache-arena"]
+        for pod_volumes in volumes
+    ]
     assert limits == [["1024Mi"], ["2048Mi"]]
 
 
-def test_clusters_may_be_a_list_as_kubectl_prints_it() -> None:
+def test_clusters_in_reads_a_list_of_kubectl() -> None:
     listed = {"kind": "List", "items": [cluster()]}
     assert inject_objects([deployment()], clusters_in([listed]), None, CONTEXT) == outcome(deployment())
 
@@ -193,7 +198,7 @@ ENGINES: list[dict[str, Any]] = [
 ]
 
 
-OTHERS: list[dict[str, Any]] = [
+NON_ENGINES: list[dict[str, Any]] = [
     *({"image": image} for image in OTHER_IMAGES),
     {"image": "redis", "args": ["--appendonly", "yes"]},
     {"image": "router", "args": ["--backend", "http://vllm:8000", "--log=/var/log/vllm"]},
@@ -202,36 +207,36 @@ OTHERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
-def test_a_name_is_for_pods_that_are_vllms_for_certain(engine: dict[str, Any]) -> None:
-    other = without_label(deployment(), image="redis:7", args=["--appendonly", "yes"])
-    found = outcome(without_label(deployment(), **engine), other, name="demo")
-    assert found.objects == [injected(deployment_of(engine))[0], other]
-    taken, left = found.remarks
-    assert taken == "Deployment llm: has the cache of demo"
-    assert left.startswith(
-        "Deployment llm: left as it is, no container is vLLM's for certain: if one is, label"
+def test_name_option_injects_into_unlabelled_vllm_pods(engine: dict[str, Any]) -> None:
+    redis = without_label(deployment(), image="redis:7", args=["--appendonly", "yes"])
+    result = outcome(without_label(deployment(), **engine), redis, name="demo")
+    assert result.objects == [injected(deployment_of(engine))[0], redis]
+    injected_remark, unchanged_remark = result.remarks
+    assert injected_remark == "Deployment llm: has the cache of demo"
+    assert unchanged_remark.startswith(
+        "Deployment llm: left unchanged, no container certainly runs vLLM: if one does, label"
     )
 
 
-@pytest.mark.parametrize("other", OTHERS, ids=str)
-def test_and_for_no_others_that_do_not_ask_themselves(other: dict[str, Any]) -> None:
-    with pytest.raises(InvalidSpecError, match="is vLLM's for certain: if one is, label the pods"):
-        injected(without_label(deployment(), **other), name="demo")
-    if "command" not in other:
-        assert injected(deployment_of(other)) != [deployment_of(other)]
+@pytest.mark.parametrize("container", NON_ENGINES, ids=str)
+def test_name_option_refuses_unlabelled_pods_without_vllm(container: dict[str, Any]) -> None:
+    with pytest.raises(InvalidSpecError, match="certainly runs vLLM: if one does, label the pods"):
+        injected(without_label(deployment(), **container), name="demo")
+    if "command" not in container:
+        assert injected(deployment_of(container)) != [deployment_of(container)]
 
 
-def test_an_annotation_that_names_the_engine_is_certain_enough() -> None:
-    found = without_label(deployment(), image="mine")
-    found["spec"]["template"]["metadata"]["annotations"] = {"lmcache.io/container": "vllm"}
-    assert injected(found, name="demo") != [found]
+def test_name_option_accepts_pods_whose_annotation_names_the_engine() -> None:
+    workload = without_label(deployment(), image="mine")
+    workload["spec"]["template"]["metadata"]["annotations"] = {"lmcache.io/container": "vllm"}
+    assert injected(workload, name="demo") != [workload]
 
 
-def test_a_mistake_is_blamed_on_the_file_that_has_it(
+def test_inject_error_names_the_file_with_the_mistake(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workload, resource = tmp_path / "deployment.yaml", tmp_path / "cluster.yaml"
-    for objects, clusters, blamed in (
+    for objects, clusters, named_file in (
         (dump([pod(args=[7])]), dump([cluster()]), workload),
         ("a: [", dump([cluster()]), workload),
         (dump([deployment()]), dump([cluster() | {"spec": 7}]), resource),
@@ -241,4 +246,4 @@ def test_a_mistake_is_blamed_on_the_file_that_has_it(
         workload.write_text(objects)
         resource.unlink() if clusters is None else resource.write_text(clusters)
         assert main(["inject", "-f", str(workload), "--cluster", str(resource)]) == 2
-        assert capsys.readouterr().err.startswith(f"{blamed}: ")
+        assert capsys.readouterr().err.startswith(f"{named_file}: ")

@@ -1,4 +1,4 @@
-"""Calls to the API server: what is sent, and what becomes of the answers."""
+"""Requests to the API server, and handling of its responses."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ from tests.harness.operator_model import cluster
         *((status, RefusedError) for status in (400, 401, 403, 404, 422)),
     ],
 )
-def test_errors_are_sorted_by_what_to_do(status: int, kind: type[Exception]) -> None:
+def test_error_of_maps_status_codes_to_errors(status: int, kind: type[Exception]) -> None:
     error = error_of("PATCH /x", status, b'{"message": "why", "reason": "Something"}')
     assert type(error) is kind
     assert (error.message, str(error)) == ("why", "PATCH /x: why")
 
 
-def test_an_object_that_does_not_fit_the_schema_is_refused_for_good() -> None:
-    """The answer of server-side apply, word for word."""
+def test_schema_violation_raises_refused_error() -> None:
+    """The body is a real response of server-side apply."""
     message = "failed to create typed patch object: .spec.nodeSelectr: field not declared in schema"
     body = {"kind": "Status", "metadata": {}, "status": "Failure", "message": message, "code": 500}
     assert type(error_of("PATCH /x", 500, json.dumps(body).encode())) is RefusedError
 
 
 @pytest.mark.parametrize(("body", "message"), [(b"", "HTTP 502"), (b"<html>", "<html>"), (b"[]", "[]")])
-def test_an_error_without_a_status_object_still_has_a_message(body: bytes, message: str) -> None:
+def test_error_without_status_object_has_a_message(body: bytes, message: str) -> None:
     assert error_of("GET /x", 502, body).message == message
 
 
 class Server:
-    """Answers every request with what is set, and records it."""
+    """An HTTP server that records each request and returns the configured answer."""
 
     def __init__(self) -> None:
         self.answer: tuple[int, Any] = (200, {})
@@ -70,7 +70,7 @@ class Server:
 
 @asynccontextmanager
 async def served(server: Server) -> AsyncIterator[str]:
-    """Its URL."""
+    """Serve requests, and yield the URL."""
     application = web.Application()
     application.router.add_route("*", "/{tail:.*}", server.handle)
     runner = web.AppRunner(application)
@@ -88,7 +88,7 @@ async def call(
     *arguments: Any,
     is_down: bool = False,
     fence: Fence | None = None,
-    **more: Any,
+    **options: Any,
 ) -> Any:
     async with AsyncExitStack() as stack:
         url = await stack.enter_async_context(served(server))
@@ -96,7 +96,7 @@ async def call(
             await stack.aclose()
         client = await stack.enter_async_context(ApiClient(Configuration(host=url)))
         api = KubeApi(client, *([fence] if fence else []))
-        return await getattr(api, method)(*arguments, **more)
+        return await getattr(api, method)(*arguments, **options)
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ SERVICE: dict[str, Any] = {"apiVersion": "v1", "kind": "Service", "metadata": {"
         ("evict", ("n", "p", "u"), (409, {}), False, f"POST {CORE}/pods/p/eviction"),
     ],
 )  # fmt: skip
-def test_requests_and_their_answers(
+def test_call_sends_request_and_interprets_response(
     server: Server, method: str, arguments: Any, answer: Any, expected: Any, request_line: str
 ) -> None:
     server.answer = answer
@@ -146,7 +146,7 @@ def test_requests_and_their_answers(
     assert content_type == ("application/apply-patch+yaml" if verb == "PATCH" else "application/json")
 
 
-def test_only_the_object_that_was_seen_is_changed_and_none_that_appeared_meanwhile(server: Server) -> None:
+def test_apply_changes_only_the_observed_object(server: Server) -> None:
     for uid, condition in (("u", {"uid": "u"}), (None, {"resourceVersion": "1"})):
         server.requests.clear()
         asyncio.run(call(server, "apply", SERVICE, uid))
@@ -154,9 +154,9 @@ def test_only_the_object_that_was_seen_is_changed_and_none_that_appeared_meanwhi
         assert json.loads(body)["metadata"] == SERVICE["metadata"] | condition
 
 
-def test_an_event_is_counted_up_where_the_same_was_told_before(server: Server) -> None:
+def test_repeated_event_increments_its_count(server: Server) -> None:
     first = {"count": 2, "firstTimestamp": "2025-12-31T00:00:00Z"}
-    for answer, count, since in (((404, {}), 1, None), ((200, first), 3, first["firstTimestamp"])):
+    for answer, count, first_timestamp in (((404, {}), 1, None), ((200, first), 3, first["firstTimestamp"])):
         server.requests.clear()
         server.answer = answer
         with contextlib.suppress(ApiError):  # the server answers both calls alike
@@ -164,11 +164,11 @@ def test_an_event_is_counted_up_where_the_same_was_told_before(server: Server) -
         (_, path, *_), (verb, *_, body) = server.requests
         event = json.loads(body)
         assert (verb, event["count"]) == ("PATCH", count)
-        assert event["firstTimestamp"] == since or event["lastTimestamp"] == "2026-01-01T00:00:00Z"
+        assert event["firstTimestamp"] == first_timestamp or event["lastTimestamp"] == "2026-01-01T00:00:00Z"
         assert path == f"/api/v1/namespaces/team/events/{event['metadata']['name']}"
 
 
-def test_only_the_object_that_was_seen_is_deleted(server: Server) -> None:
+def test_delete_removes_only_the_observed_object(server: Server) -> None:
     asyncio.run(call(server, "delete", POD, "n", "p", "u"))
     asyncio.run(call(server, "delete", POD, "n", "p", "u", grace_seconds=0))
     (_, _, _, body), (_, _, _, forced) = server.requests
@@ -177,7 +177,7 @@ def test_only_the_object_that_was_seen_is_deleted(server: Server) -> None:
     assert json.loads(forced)["gracePeriodSeconds"] == 0
 
 
-def test_no_answer_and_busy_are_transient_and_a_refusal_is_not(server: Server) -> None:
+def test_unavailable_server_is_transient_and_refusal_is_not(server: Server) -> None:
     with pytest.raises(ApiError, match="no answer"):
         asyncio.run(call(server, "get", POD, "n", "p", is_down=True))
     for status, kind in (
@@ -191,10 +191,10 @@ def test_no_answer_and_busy_are_transient_and_a_refusal_is_not(server: Server) -
             asyncio.run(call(server, "apply", SERVICE, None))
 
 
-def test_objects_are_found_by_selectors(server: Server) -> None:
+def test_find_passes_selectors(server: Server) -> None:
     server.answer = (200, {"items": [1]})
-    found = asyncio.run(call(server, "find", POD, "n", labelSelector="a=b"))
-    assert found == asyncio.run(call(server, "find", EVENT, "n", fieldSelector="involvedObject.uid=u")) == [1]
+    pods = asyncio.run(call(server, "find", POD, "n", labelSelector="a=b"))
+    assert pods == asyncio.run(call(server, "find", EVENT, "n", fieldSelector="involvedObject.uid=u")) == [1]
     assert [path for _, path, _, _ in server.requests] == [
         f"{CORE}/pods?labelSelector=a%3Db", f"{CORE}/events?fieldSelector=involvedObject.uid%3Du",
     ]  # fmt: skip
@@ -217,7 +217,7 @@ WRITES: list[tuple[str, tuple[Any, ...]]] = [
 
 
 @pytest.mark.parametrize(("method", "arguments"), WRITES)
-def test_nothing_is_written_without_time_for_the_answer(
+def test_write_is_refused_without_enough_time_for_the_answer(
     server: Server, method: str, arguments: tuple[Any, ...]
 ) -> None:
     with pytest.raises(NoAnswerError, match="does not lead"):
@@ -228,20 +228,18 @@ def test_nothing_is_written_without_time_for_the_answer(
     assert len([verb for verb, *_ in server.requests if verb != "GET"]) == number
 
 
-def test_every_call_that_changes_something_is_fenced() -> None:
+def test_every_writing_call_is_fenced() -> None:
     reads = {"get", "find", "is_ending", "serves", "settle"}
     calls = {name for name in vars(KubeApi) if not name.startswith("_")}
     assert calls == reads | {name for name, _ in WRITES}
 
 
-def test_everybody_may_read(server: Server) -> None:
+def test_read_needs_no_leadership(server: Server) -> None:
     assert asyncio.run(call(server, "get", POD, "n", "p", fence=lambda: 0.0)) == {}
 
 
-def test_a_write_that_waited_for_its_connection_is_looked_at_again(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process that is frozen after the first look: the right to write has run out when it thaws."""
+def test_fence_is_checked_again_after_connecting(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process freezes after the first check. Its right to write has expired when it thaws."""
     left = iter([10.0, 0.0])
 
     async def write() -> None:
@@ -260,7 +258,7 @@ def test_a_write_that_waited_for_its_connection_is_looked_at_again(
     assert list(left) == []
 
 
-def test_the_answer_of_a_write_is_waited_for_when_its_caller_is_cancelled(server: Server) -> None:
+def test_settle_waits_for_writes_of_cancelled_callers(server: Server) -> None:
     async def write() -> None:
         server.is_open.clear()
         async with served(server) as url, ApiClient(Configuration(host=url)) as client:

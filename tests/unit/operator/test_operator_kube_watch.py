@@ -1,4 +1,4 @@
-"""What kopf is shown of the API server: metadata, whatever the objects hold."""
+"""Responses of the API server as kopf sees them: only metadata, also of very deep objects."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def nested(levels: int, inner: str) -> str:
 
 
 @given(values)
-def test_what_is_not_deep_is_read_as_it_is(value: Any) -> None:
+def test_loads_reads_shallow_json_unchanged(value: Any) -> None:
     assert loads(json.dumps(value).encode()) == value
 
 
 @given(values)
-def test_what_is_too_deep_is_cut_off_and_its_neighbours_are_kept(value: Any) -> None:
+def test_loads_truncates_deep_values_and_keeps_their_neighbours(value: Any) -> None:
     text = json.dumps(value)
-    found = loads(f'[{text},{nested(5000, text)},{{"x":{text}}},{nested(3000, text)}]'.encode())
-    assert (found[0], found[2]) == (value, {"x": value})
-    for deep in (found[1], found[3]):
+    parsed = loads(f'[{text},{nested(5000, text)},{{"x":{text}}},{nested(3000, text)}]'.encode())
+    assert (parsed[0], parsed[2]) == (value, {"x": value})
+    for item in (parsed[1], parsed[3]):
         levels = 0
-        while deep is not None:
-            deep, levels = deep["a"], levels + 1
+        while item is not None:
+            item, levels = item["a"], levels + 1
         assert 100 < levels < 500
 
 
@@ -62,10 +62,10 @@ def write_kubeconfig(url: str) -> None:
     Path(os.environ["KUBECONFIG"]).write_text(json.dumps(config))
 
 
-async def ask(
+async def fetch(
     path: str, body: str, use: Callable[[aiohttp.ClientResponse], Awaitable[Any]]
 ) -> tuple[Any, str]:
-    """What `use` makes of an answer with this body, and the formats that were asked for."""
+    """Return the result of `use` for a response with this body, and the requested formats."""
     accepted = []
 
     async def handle(request: web.Request) -> web.Response:
@@ -79,10 +79,10 @@ async def ask(
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     write_kubeconfig(url)
-    found = await login(settings=kopf.OperatorSettings())
-    assert found is not None
+    connection = await login(settings=kopf.OperatorSettings())
+    assert connection is not None
     try:
-        async with found.aiohttp_session as session, session.get(url + path) as response:
+        async with connection.aiohttp_session as session, session.get(url + path) as response:
             return await use(response), accepted[0]
     finally:
         await runner.cleanup()
@@ -93,14 +93,14 @@ def _kubeconfig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
 
 
-def test_a_list_is_of_metadata_and_one_deep_item_does_not_break_it() -> None:
+def test_list_returns_metadata_also_with_a_deep_item() -> None:
     body = f'{{"kind":"PartialObjectMetadataList","items":[{DEEP},{json.dumps(WHOLE)}]}}'
-    answer, accepted = asyncio.run(ask("/apis/a/v1/things?limit=5", body, lambda r: r.json()))
+    answer, accepted = asyncio.run(fetch("/apis/a/v1/things?limit=5", body, lambda r: r.json()))
     assert accepted == "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
     assert [item["metadata"] for item in answer["items"]] == [{"name": "deep"}, SLIM]
 
 
-def test_a_watch_is_of_metadata_and_one_deep_event_does_not_end_it() -> None:
+def test_watch_returns_metadata_also_after_a_deep_event() -> None:
     status = {"type": "ERROR", "object": {"kind": "Status", "code": 410}}
     lines = [f'{{"type":"ADDED","object":{DEEP}}}', json.dumps({"type": "MODIFIED", "object": WHOLE})]
     body = "\n".join([*lines, json.dumps(status)]) + "\n"
@@ -109,15 +109,17 @@ def test_a_watch_is_of_metadata_and_one_deep_event_does_not_end_it() -> None:
         chunks = [chunk async for chunk in response.content.iter_chunked(5)]
         return [json.loads(line) for line in b"".join(chunks).splitlines()]
 
-    (deep, whole, error), accepted = asyncio.run(ask("/apis/a/v1/things?watch=true", body, read))
+    (deep_event, whole_event, error), accepted = asyncio.run(
+        fetch("/apis/a/v1/things?watch=true", body, read)
+    )
     assert accepted == "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
-    assert deep["object"]["metadata"] == {"name": "deep"}
-    assert (whole["type"], whole["object"]["metadata"]) == ("MODIFIED", SLIM)
+    assert deep_event["object"]["metadata"] == {"name": "deep"}
+    assert (whole_event["type"], whole_event["object"]["metadata"]) == ("MODIFIED", SLIM)
     assert error == status
 
 
 @pytest.mark.parametrize("path", ["/apis", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions?limit=5"])
-def test_what_kopf_reads_for_itself_comes_whole(path: str) -> None:
+def test_discovery_and_crds_are_returned_unchanged(path: str) -> None:
     body = {"kind": "CustomResourceDefinitionList", "items": [{"spec": {"group": "g"}}]}
-    answer, accepted = asyncio.run(ask(path, json.dumps(body), lambda r: r.json()))
+    answer, accepted = asyncio.run(fetch(path, json.dumps(body), lambda r: r.json()))
     assert (answer, accepted) == (body, "*/*")

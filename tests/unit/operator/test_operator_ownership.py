@@ -1,4 +1,4 @@
-"""Whether a child is as it was applied, by what the API server recorded of it."""
+"""Drift of a child, detected by the managed fields that the API server records."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WANTED: dict[str, Any] = {
         }},
     },
 }  # fmt: skip
-# As kube-apiserver 1.34 records it, dropped values too; but not null, nor empty lists of named items.
+# As kube-apiserver 1.34 records it: dropped values, but neither null nor empty lists of named items.
 RECORDED = json.loads(r"""{
   "f:metadata": {"f:annotations": {"f:h": {}, "f:i": {}}},
   "f:spec": {"f:selector": {}, "f:template": {"f:spec": {
@@ -47,29 +47,34 @@ ENGINE = (*POD, "f:containers", 'k:{"name":"c"}')
 
 
 def live(fields: Any = None, **entry: Any) -> dict[str, Any]:
-    ours = {"manager": "lmcache-operator", "operation": "Apply", "fieldsV1": fields or RECORDED, **entry}
-    other = {
+    operator_manager = {
+        "manager": "lmcache-operator",
+        "operation": "Apply",
+        "fieldsV1": fields or RECORDED,
+        **entry,
+    }
+    status_manager = {
         "manager": "kube-controller-manager",
         "operation": "Update",
         "subresource": "status",
         "fieldsV1": {},
     }
-    return {"metadata": {"managedFields": [other, ours]}}
+    return {"metadata": {"managedFields": [status_manager, operator_manager]}}
 
 
-def taken(fields: Any, path: tuple[str, ...]) -> Any:
-    """The record without a field; what is empty then is not recorded either."""
-    name, *rest = path
-    inner = taken(fields[name], tuple(rest)) if rest else {}
+def without_field(fields: Any, path: tuple[str, ...]) -> Any:
+    """The record without a field. The API server does not record parents that are empty without it."""
+    name, *remaining_path = path
+    inner = without_field(fields[name], tuple(remaining_path)) if remaining_path else {}
     return {key: value for key, value in fields.items() if key != name} | ({name: inner} if inner else {})
 
 
-def test_an_object_that_nobody_touched_has_lost_nothing() -> None:
+def test_unchanged_object_has_no_lost_fields() -> None:
     assert lost_fields(WANTED, live()) == []
 
 
 @pytest.mark.parametrize(
-    ("path", "spelt"),
+    ("path", "spelled"),
     [
         ((*POD, "f:hostNetwork"), "spec.template.spec.hostNetwork"),
         (("f:metadata", "f:annotations", "f:h"), "metadata.annotations.h"),
@@ -83,28 +88,28 @@ def test_an_object_that_nobody_touched_has_lost_nothing() -> None:
         ((*POD, "f:volumes", 'k:{"name":"v"}', "f:emptyDir"), "spec.template.spec.volumes[v].emptyDir"),
     ],
 )
-def test_a_field_that_somebody_took_is_lost_named_and_can_be_left_alone(
-    path: tuple[str, ...], spelt: str
+def test_field_taken_by_another_manager_is_lost_and_can_be_omitted(
+    path: tuple[str, ...], spelled: str
 ) -> None:
-    fields = taken(RECORDED, path)
+    fields = without_field(RECORDED, path)
     assert lost_fields(WANTED, live(fields)) == [path]
-    assert spell(path) == spelt
+    assert spell(path) == spelled
     before = copy.deepcopy(WANTED)
-    kept = without(WANTED, [path])
-    assert lost_fields(kept, live(fields)) == []
+    remaining = without(WANTED, [path])
+    assert lost_fields(remaining, live(fields)) == []
     assert before == WANTED
-    assert len(json.dumps(kept)) < len(json.dumps(WANTED))
+    assert len(json.dumps(remaining)) < len(json.dumps(WANTED))
 
 
-def test_all_of_the_metadata_can_be_lost_and_the_name_stays() -> None:
+def test_lost_metadata_keeps_name_and_namespace() -> None:
     fields = {key: value for key, value in RECORDED.items() if key != "f:metadata"}
     lost = lost_fields(WANTED, live(fields))
     assert lost == [("f:metadata", "f:annotations")]
     assert without(WANTED, lost)["metadata"] == {"name": "s", "namespace": "n"}
 
 
-def test_an_item_that_somebody_removed_is_named_by_what_names_it() -> None:
-    fields = taken(RECORDED, (*POD, "f:volumes", 'k:{"name":"v"}'))
+def test_removed_list_item_is_named_by_its_key() -> None:
+    fields = without_field(RECORDED, (*POD, "f:volumes", 'k:{"name":"v"}'))
     (path,) = lost_fields(WANTED, live(fields))
     assert spell(path) == "spec.template.spec.volumes"
     fields["f:spec"]["f:template"]["f:spec"]["f:volumes"] = {'k:{"name":"other"}': {".": {}}}
@@ -116,6 +121,6 @@ def test_an_item_that_somebody_removed_is_named_by_what_names_it() -> None:
 @pytest.mark.parametrize(
     "record", [{"manager": "kubectl"}, {"operation": "Update"}, {"subresource": "scale"}], ids=str
 )
-def test_what_others_recorded_is_not_ours(record: dict[str, str]) -> None:
+def test_record_of_another_manager_is_ignored(record: dict[str, str]) -> None:
     assert lost_fields(WANTED, live(**record)) == [()]
     assert lost_fields(WANTED, {"metadata": {}}) == [()]

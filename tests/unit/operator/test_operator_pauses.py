@@ -1,4 +1,4 @@
-"""What wakes a cluster, with kopf's handlers, the queue and the reconciler on a clock that jumps."""
+"""Events that wake a cluster, with kopf's handlers, the queue and the reconciler on a simulated clock."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.harness.jumping_loop import now, run
 from tests.harness.operator_model import NAMESPACE, World, cluster
 
 
-class Watched(World):
-    """Tells an operator of whatever happens to the cluster, its status included, as the API server does."""
+class WatchedWorld(World):
+    """A world that notifies the operator of all changes of the cluster, including its status."""
 
     def __init__(self) -> None:
         super().__init__(cluster())
@@ -45,22 +45,22 @@ class Watched(World):
         self.queue = KeyedQueue(work, num_workers=1)
         self.handler, *_ = build_registry(self.queue, asyncio.Event().wait)._watching.get_all_handlers()
 
-    async def tell(self, kind: str | None) -> None:
+    async def notify(self, kind: str | None) -> None:
         meta: dict[str, Any] = self.resource["metadata"]
         await cast(Any, self.handler.fn)(namespace=NAMESPACE, meta=meta, type=kind)
 
     async def apply_status(self, wanted: dict[str, Any]) -> None:
         await super().apply_status(wanted)
-        await self.tell("MODIFIED")
+        await self.notify("MODIFIED")
 
 
-def watch(seconds: float, prepare: Callable[[Watched], None]) -> list[float]:
-    """When a new cluster was looked at within so many seconds."""
+def watch(seconds: float, prepare: Callable[[WatchedWorld], None]) -> list[float]:
+    """Times at which a new cluster is reconciled within this many seconds."""
 
     async def scenario() -> list[float]:
-        world = Watched()
+        world = WatchedWorld()
         prepare(world)
-        await world.tell("ADDED")
+        await world.notify("ADDED")
         await asyncio.sleep(seconds)
         await world.queue.close()
         return world.runs
@@ -69,10 +69,10 @@ def watch(seconds: float, prepare: Callable[[Watched], None]) -> list[float]:
 
 
 @pytest.mark.parametrize("error", [UnavailableError, RefusedError])
-def test_words_that_differ_each_time_leave_the_pauses(error: type[ApiError]) -> None:
-    """As of a webhook behind a proxy: each refusal names another port."""
+def test_error_message_that_changes_each_time_keeps_the_pauses(error: type[ApiError]) -> None:
+    """A webhook behind a proxy fails like this: each refusal names a different port."""
 
-    def prepare(world: Watched) -> None:
+    def prepare(world: WatchedWorld) -> None:
         ports, apply = itertools.count(40000), world.apply
 
         async def refuse(wanted: dict[str, Any], uid: str | None) -> None:
@@ -86,8 +86,8 @@ def test_words_that_differ_each_time_leave_the_pauses(error: type[ApiError]) -> 
     assert 8 < len(runs) < 30, runs
 
 
-def test_a_sidecar_that_says_something_else_each_time_is_asked_at_the_pauses() -> None:
-    def prepare(world: Watched) -> None:
+def test_sidecar_with_changing_answers_is_polled_at_the_pauses() -> None:
+    def prepare(world: WatchedWorld) -> None:
         flips = itertools.count()
 
         async def flip(_: str) -> dict[str, Any]:
@@ -100,20 +100,20 @@ def test_a_sidecar_that_says_something_else_each_time_is_asked_at_the_pauses() -
     assert 8 < len(runs) < 130, runs
 
 
-def test_annotations_and_ends_wake_a_cluster_and_a_status_does_not() -> None:
+def test_annotation_and_deletion_wake_a_cluster_and_status_does_not() -> None:
     async def scenario() -> list[int]:
-        world, nums = Watched(), list[int]()
+        world, nums = WatchedWorld(), list[int]()
         changes: list[tuple[str, dict[str, Any]]] = [
             ("ADDED", {}), ("MODIFIED", {"resourceVersion": "7"}), ("MODIFIED", {"annotations": {"a": "b"}}),
             ("MODIFIED", {"generation": 2}), ("DELETED", {}),
         ]  # fmt: skip
         for kind, change in changes:
             world.resource["metadata"] |= change
-            await world.tell(kind)
+            await world.notify(kind)
             await asyncio.sleep(100)
             nums.append(len(world.runs))
         await world.queue.close()
         return nums
 
-    first, *later = run(scenario())
-    assert [num - first for num in later] == [0, 1, 2, 3]
+    num_first, *later = run(scenario())
+    assert [num - num_first for num in later] == [0, 1, 2, 3]

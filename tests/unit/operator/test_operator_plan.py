@@ -1,4 +1,4 @@
-"""From observed and wanted to due: convergence, replacing pods one at a time, what only users can mend."""
+"""Plans from observed and wanted objects: convergence, replacement of pods, and problems for users."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_empty(due: Plan) -> bool:
 
 
 @given(specs, specs)
-def test_carrying_out_plans_ends_with_nothing_to_do(first: dict[str, Any], second: dict[str, Any]) -> None:
+def test_plans_converge(first: dict[str, Any], second: dict[str, Any]) -> None:
     world = World(cluster(**first))
     for changed in (False, True):
         if changed:
@@ -51,7 +51,7 @@ def test_carrying_out_plans_ends_with_nothing_to_do(first: dict[str, Any], secon
 
 
 @given(st.data())
-def test_whatever_is_deleted_or_edited_is_healed_and_nothing_else_is_touched(data: st.DataObject) -> None:
+def test_deleted_or_edited_child_is_repaired_and_no_other_changes(data: st.DataObject) -> None:
     world = settled_world(engine={"replicas": 1})
     ref = data.draw(st.sampled_from(sorted(world.objects)))
     if data.draw(st.booleans()):
@@ -61,26 +61,28 @@ def test_whatever_is_deleted_or_edited_is_healed_and_nothing_else_is_touched(dat
     assert [Ref(o["kind"], o["metadata"]["name"]) for o in plan(observe(world), IMAGES).apply] == [ref]
 
 
-def test_what_others_add_is_left_alone() -> None:
+def test_annotation_of_another_program_is_not_changed() -> None:
     world = settled_world()
     world.objects[STATEFUL_SET]["metadata"]["annotations"]["backup"] = "yes"
     assert is_empty(plan(observe(world), IMAGES))
 
 
-def test_a_field_we_no_longer_render_is_taken_back() -> None:
+def test_field_that_is_no_longer_rendered_is_removed() -> None:
     world = settled_world(engine={"podTemplate": {"spec": {"nodeSelector": {"a": "b"}}}})
     world.change(engine={"podTemplate": {"spec": {"nodeSelector": None}}})
     assert [o["kind"] for o in plan(observe(world), IMAGES).apply] == ["StatefulSet"]
 
 
-def test_clusters_that_follow_the_operator_get_its_images_one_pod_at_a_time() -> None:
+def test_policy_follow_rolls_out_new_images_one_pod_at_a_time() -> None:
     newer = {"engine": "vllm:next", "sidecar": "sidecar:next"}
     world = settled_world(engine={"replicas": 2})
-    told = plan(observe(world), newer).fields["images"]
-    assert {name: told[name] for name in IMAGES} == IMAGES
-    assert told["message"].startswith("the operator's defaults are engine vllm:next, sidecar sidecar:next")
+    reported = plan(observe(world), newer).fields["images"]
+    assert {name: reported[name] for name in IMAGES} == IMAGES
+    assert reported["message"].startswith(
+        "the operator's defaults are engine vllm:next, sidecar sidecar:next"
+    )
     world.change(images={"policy": "Follow"})
-    assert is_empty(plan(observe(world), IMAGES)), "the wish alone replaces no pod"
+    assert is_empty(plan(observe(world), IMAGES)), "the policy alone must replace no pod"
     carry_out(world, plan(observe(world), newer))
     assert names(plan(observe(world), newer).evict) == ["demo-engine-0"]
     for _ in range(3):
@@ -93,7 +95,7 @@ def test_clusters_that_follow_the_operator_get_its_images_one_pod_at_a_time() ->
     assert {pod["spec"]["containers"][0]["image"] for pod in world.pods.values()} == {"vllm:next"}
 
 
-def test_an_image_that_is_named_stays_whatever_is_followed() -> None:
+def test_image_in_the_spec_overrides_policy_follow() -> None:
     newer = {"engine": "vllm:next", "sidecar": "sidecar:next"}
     named = {"engine": {"image": "e:1"}, "sidecar": {"image": "s:1"}}
     world = settled_world(images={"policy": "Follow"}, **named)
@@ -102,15 +104,15 @@ def test_an_image_that_is_named_stays_whatever_is_followed() -> None:
     assert not due.num_outdated
 
 
-def test_an_upgrade_of_the_operator_changes_no_image_of_a_cluster_that_exists() -> None:
+def test_operator_upgrade_changes_no_image_of_an_existing_cluster() -> None:
     world = settled_world()
     newer = {"engine": "vllm:next", "sidecar": "sidecar:next"}
     assert is_empty(plan(observe(world), newer))
     world.edit(STATEFUL_SET, "metadata", "annotations", "lmcache.io/default-images", value="edited")
-    assert plan(observe(world), newer).apply  # unreadable: resolved anew
+    assert plan(observe(world), newer).apply  # the record is unreadable, so the images are resolved again
 
 
-def test_an_image_that_the_spec_names_becomes_no_default() -> None:
+def test_image_in_the_spec_is_not_recorded_as_default() -> None:
     world = settled_world(engine={"image": "vllm:own"})
     world.resource["status"] = status_of(world)
     del world.objects[STATEFUL_SET]
@@ -119,11 +121,11 @@ def test_an_image_that_the_spec_names_becomes_no_default() -> None:
 
 
 @pytest.mark.parametrize("lost", ["record", "unreadable", "a list", "StatefulSet"])
-def test_images_are_kept_where_their_record_is_lost(lost: str) -> None:
+def test_images_are_restored_when_their_record_is_lost(lost: str) -> None:
     newer = {"engine": "vllm:next", "sidecar": "sidecar:next"}
     world = settled_world()
     world.resource["status"] = status_of(world)
-    if lost == "StatefulSet":  # deleted, and its pods left
+    if lost == "StatefulSet":  # the StatefulSet was deleted without its pods
         del world.objects[STATEFUL_SET]
     else:
         value = {"record": None, "unreadable": "edited", "a list": "[1]"}[lost]
@@ -138,14 +140,14 @@ def test_images_are_kept_where_their_record_is_lost(lost: str) -> None:
 # -- replacing pods
 
 
-def test_a_resize_replaces_no_pod_but_reaches_the_template() -> None:
+def test_resize_changes_the_template_and_replaces_no_pod() -> None:
     world = settled_world()
     world.change(tiers={"memory": {"size": "2Gi"}})
     due = plan(observe(world), IMAGES)
     assert ([o["kind"] for o in due.apply], due.num_outdated) == (["StatefulSet"], 0)
 
 
-def test_pods_are_replaced_one_after_the_other() -> None:
+def test_pods_are_replaced_one_at_a_time() -> None:
     world = outdated_world()
     evicted = []
     while (due := plan(observe(world), IMAGES)).evict:
@@ -155,13 +157,13 @@ def test_pods_are_replaced_one_after_the_other() -> None:
     assert is_empty(due)
 
 
-def test_a_pod_that_serves_nothing_goes_first() -> None:
+def test_unready_pod_is_replaced_first() -> None:
     world = outdated_world()
     world.set_ready("demo-engine-2", False)
     assert names(plan(observe(world), IMAGES).evict) == ["demo-engine-2"]
 
 
-def test_a_new_pod_that_does_not_get_ready_stops_the_replacement() -> None:
+def test_unready_new_pod_stops_the_rollout() -> None:
     world = outdated_world()
     carry_out(world, plan(observe(world), IMAGES))
     world.set_ready("demo-engine-0", False)
@@ -170,7 +172,7 @@ def test_a_new_pod_that_does_not_get_ready_stops_the_replacement() -> None:
 
 
 @pytest.mark.parametrize("obstacle", ["missing pod", "ending pod", "unseen template"])
-def test_nothing_is_evicted_meanwhile(obstacle: str) -> None:
+def test_no_pod_is_evicted_during_an_obstacle(obstacle: str) -> None:
     world = outdated_world()
     if obstacle == "missing pod":
         del world.pods["demo-engine-1"]
@@ -188,8 +190,8 @@ SPEC_HASH_FIELD = (
 )  # fmt: skip
 
 
-def test_nothing_is_evicted_while_the_templates_hash_is_contested() -> None:
-    """Else the old pod would be made again, and evicted again, for ever."""
+def test_no_pod_is_evicted_while_the_spec_hash_is_contested() -> None:
+    """Otherwise the old pod would be created and evicted again forever."""
     world = settled_world(engine={"replicas": 1})
     world.change(engine={"args": ["--new"]})
     contested = {STATEFUL_SET: frozenset({SPEC_HASH_FIELD})}
@@ -199,7 +201,7 @@ def test_nothing_is_evicted_while_the_templates_hash_is_contested() -> None:
         carry_out(world, due)
 
 
-def test_what_is_not_contested_is_applied_and_rolled_out() -> None:
+def test_uncontested_fields_are_applied_and_rolled_out() -> None:
     world = settled_world(engine={"replicas": 1})
     world.edit(STATEFUL_SET, "spec", "replicas", value=2)
     world.run_stateful_sets()
@@ -219,7 +221,7 @@ def test_what_is_not_contested_is_applied_and_rolled_out() -> None:
 # -- problems
 
 
-def test_an_invalid_spec_leaves_everything_as_it_is() -> None:
+def test_invalid_spec_changes_nothing() -> None:
     world = settled_world()
     world.change(engine={"args": ["--port=1"]})
     due = plan(observe(world), IMAGES)
@@ -227,7 +229,7 @@ def test_an_invalid_spec_leaves_everything_as_it_is() -> None:
     assert [problem.reason for problem in due.problems] == ["InvalidSpec"]
 
 
-def test_names_that_are_taken_and_fields_that_are_contested_are_left_alone() -> None:
+def test_taken_names_and_contested_fields_are_not_applied() -> None:
     world = World(cluster())
     service, budget = Ref("Service", "demo"), Ref("PodDisruptionBudget", "demo-engine")
     contested = {budget: frozenset({("f:spec", "f:maxUnavailable")}), STATEFUL_SET: frozenset({()})}

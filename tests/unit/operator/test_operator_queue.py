@@ -1,4 +1,4 @@
-"""The queue of keys, on an event loop whose clock jumps from timer to timer."""
+"""The queue of keys, on an event loop with a simulated clock."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from lmcache_operator.queue import BACKOFF, NUM_RESERVED, KeyedQueue
 from tests.harness.jumping_loop import now, run
 
 
-async def until_empty(queue: KeyedQueue[str]) -> None:
-    while len(queue):  # noqa: ASYNC110 - time jumps here, nothing waits
+async def wait_until_empty(queue: KeyedQueue[str]) -> None:
+    while len(queue):  # noqa: ASYNC110 - simulated time, nothing waits
         await asyncio.sleep(1)
 
 
 events = st.lists(
     st.tuples(st.floats(0, 1), st.sampled_from("abc"), st.sampled_from([None, 1, 2])), min_size=1, max_size=20
-)  # seconds after the event before it, key, version
+)  # seconds after the previous event, key, version
 
 
 @given(events, st.floats(0, 0.5), st.integers(1, 3), st.sets(st.integers(0, 10)))
-def test_no_wake_up_is_lost(
+def test_each_wake_up_is_followed_by_a_run(
     wakes: list[tuple[float, str, int | None]], work_seconds: float, num_workers: int, failing: set[int]
 ) -> None:
-    """Every wake-up is followed by a whole run of its key, whatever runs, fails or ends meanwhile."""
+    """A full run of the key follows each wake-up, also when other runs are active or fail."""
 
     async def scenario() -> None:
         starts: dict[str, list[float]] = defaultdict(list)
@@ -40,7 +40,7 @@ def test_no_wake_up_is_lost(
         async def work(key: str) -> float | None:
             nonlocal num_runs
             num_runs += 1
-            assert key not in running, "one key, two runs at a time"
+            assert key not in running, "two concurrent runs of a key"
             running.append(key)
             assert len(running) <= num_workers + NUM_RESERVED
             starts[key].append(now())
@@ -52,21 +52,21 @@ def test_no_wake_up_is_lost(
             return None
 
         queue = KeyedQueue(work, num_workers=num_workers)
-        woken: dict[str, float] = {}
-        known: dict[str, int] = {}
+        wake_times: dict[str, float] = {}
+        known_versions: dict[str, int] = {}
         for pause, key, version in wakes:
             await asyncio.sleep(pause)
             queue.wake(key, version)
-            if version is None or version != known.get(key):
-                woken[key] = now()
-                known |= {} if version is None else {key: version}
-        await until_empty(queue)
-        assert all(starts[key][-1] >= woken[key] for key in woken)
+            if version is None or version != known_versions.get(key):
+                wake_times[key] = now()
+                known_versions |= {} if version is None else {key: version}
+        await wait_until_empty(queue)
+        assert all(starts[key][-1] >= wake_times[key] for key in wake_times)
 
     run(scenario())
 
 
-def test_who_is_changed_comes_first_then_who_is_new() -> None:
+def test_changed_keys_run_before_new_and_other_keys() -> None:
     async def scenario() -> list[str]:
         runs: list[str] = []
 
@@ -77,16 +77,16 @@ def test_who_is_changed_comes_first_then_who_is_new() -> None:
 
         queue = KeyedQueue(work, num_workers=1)
         for key in "abc":
-            queue.wake(key)  # a child of it is heard of before it
+            queue.wake(key)  # an event of its child precedes its own event
             queue.wake(key, version=1)
         await asyncio.sleep(10)
         queue.wake("new-1", version=1)
         await asyncio.sleep(0.5)
-        queue.wake("a")  # a child of it
+        queue.wake("a")  # an event of its child
         queue.wake("b")
         queue.wake("new-2", version=1)
         queue.wake("c")
-        queue.wake("c", version=2)  # its spec
+        queue.wake("c", version=2)  # a change of its spec
         await asyncio.sleep(10)
         queue.wake("c")
         queue.wake("a")
@@ -97,7 +97,7 @@ def test_who_is_changed_comes_first_then_who_is_new() -> None:
     assert run(scenario()) == ["a", "b", "c", "new-1", "c", "new-2", "a", "b", "c", "a"]
 
 
-def test_a_changed_key_does_not_wait_for_work_that_hangs() -> None:
+def test_changed_key_does_not_wait_for_hanging_work() -> None:
     async def scenario() -> list[str]:
         starts: list[str] = []
 
@@ -128,8 +128,11 @@ def test_a_changed_key_does_not_wait_for_work_that_hangs() -> None:
     assert run(scenario()) == ["changed"]
 
 
-def test_a_version_that_is_known_is_no_wake_up() -> None:
-    """Though the work itself says something of its key, it is the only reason for its next run."""
+def test_known_version_wakes_no_key() -> None:
+    """The run itself causes an event with the known version.
+
+    Only the requested pause may start the next run.
+    """
 
     async def scenario() -> list[float]:
         times: list[float] = []
@@ -148,7 +151,7 @@ def test_a_version_that_is_known_is_no_wake_up() -> None:
     assert run(scenario()) == pytest.approx([0, 100, 200])
 
 
-def test_a_burst_of_wake_ups_makes_one_run() -> None:
+def test_burst_of_wake_ups_causes_a_single_run() -> None:
     async def scenario() -> int:
         num_runs = 0
 
@@ -167,29 +170,29 @@ def test_a_burst_of_wake_ups_makes_one_run() -> None:
     assert run(scenario()) == 1
 
 
-def test_a_wake_up_during_a_run_makes_one_more() -> None:
+def test_wake_up_during_a_run_causes_another_run() -> None:
     async def scenario() -> int:
         num_runs = 0
-        inside = asyncio.Event()
+        is_running = asyncio.Event()
 
         async def work(_: str) -> None:
             nonlocal num_runs
             num_runs += 1
-            inside.set()
+            is_running.set()
             await asyncio.sleep(10)
 
         queue = KeyedQueue(work, num_workers=1)
         queue.wake("a")
-        await inside.wait()
+        await is_running.wait()
         queue.wake("a")
         queue.wake("a")
-        await until_empty(queue)
+        await wait_until_empty(queue)
         return num_runs
 
     assert run(scenario()) == 2
 
 
-def test_a_key_comes_back_when_it_said_so() -> None:
+def test_key_runs_again_after_the_requested_pause() -> None:
     async def scenario() -> list[float]:
         times: list[float] = []
 
@@ -199,13 +202,13 @@ def test_a_key_comes_back_when_it_said_so() -> None:
 
         queue = KeyedQueue(work, num_workers=1, debounce_seconds=0)
         queue.wake("a")
-        await until_empty(queue)
+        await wait_until_empty(queue)
         return times
 
     assert run(scenario()) == pytest.approx([0, 600, 1200])
 
 
-def test_failures_back_off_and_success_forgets_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_back_off_and_success_resets_the_back_off(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> list[float]:
         times: list[float] = []
 
@@ -217,19 +220,19 @@ def test_failures_back_off_and_success_forgets_them(caplog: pytest.LogCaptureFix
 
         queue = KeyedQueue(work, num_workers=1, debounce_seconds=0)
         queue.wake("a")
-        await until_empty(queue)
+        await wait_until_empty(queue)
         return [later - earlier for earlier, later in itertools.pairwise(times)]
 
     pauses = run(scenario())
-    for pause, longest in zip(pauses, [0.5, 1, 2, 0, 0.5], strict=True):
-        assert longest / 2 <= pause <= longest
+    for pause, max_pause in zip(pauses, [0.5, 1, 2, 0, 0.5], strict=True):
+        assert max_pause / 2 <= pause <= max_pause
     levels = [record.levelno for record in caplog.records if record.name.endswith("queue")]
     assert levels == [logging.WARNING] * 3 + [logging.ERROR]
     assert caplog.records[-1].exc_info is not None  # a bug is logged with its stack
 
 
 @given(st.integers(1, 10_000))
-def test_a_back_off_stays_within_its_bounds(num_failures: int) -> None:
+def test_back_off_stays_within_its_bounds(num_failures: int) -> None:
     assert 0.25 <= BACKOFF.seconds(num_failures) <= 60
     assert num_failures < 8 or BACKOFF.seconds(num_failures) >= 30
 

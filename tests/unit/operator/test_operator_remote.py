@@ -1,4 +1,4 @@
-"""The managed remote tier: shards come and go with what is declared, and engines notice nothing of it."""
+"""The managed remote tier: shards follow the spec, and engines are not restarted for that."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 from lmcache_operator.api.parse import parse
-from lmcache_operator.autoscaling.report import Choice, Report
-from lmcache_operator.components import COMPONENTS
+from lmcache_operator.autoscaling.policy.report import Choice, Report
 from lmcache_operator.components.base import (
     Context,
 )
+from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.components.remote.remote import Remote
 from lmcache_operator.components.remote.shards import WINDOW
 from lmcache_operator.specs.names import STOCK_IMAGES
@@ -33,14 +33,14 @@ from tests.harness.operator_shards import (
 )
 
 
-def test_shards_are_made_with_a_password_and_at_rest_nothing_is_written():
+def test_shards_are_created_with_a_password_and_then_nothing_is_written():
     rig = Rig()
     first = rig.run(is_ready=False)
     assert first[-6:] == [
         f"create {SECRET}", f"apply {LIST}", "apply Service demo-remote",
         "apply NetworkPolicy demo-remote", "apply PodDisruptionBudget demo-remote", f"apply {SET}",
     ]  # fmt: skip
-    assert rig.plans["remote"].make, "until they are ready, the Secret may be missing"
+    assert rig.plans["remote"].make, "the Secret may be missing until shards are ready"
     assert rig.condition("RemoteTierAvailable") == ("False", "ShardsMissing")
     for name in [*rig.world.pods]:
         rig.world.set_ready(name, True)
@@ -51,7 +51,7 @@ def test_shards_are_made_with_a_password_and_at_rest_nothing_is_written():
     assert rig.status()["remote"] == {"shards": 2, "readyShards": 2}
 
 
-def test_shards_that_come_are_in_the_list_when_they_are_ready():
+def test_added_shards_are_listed_when_all_are_ready():
     rig = Rig()
     rig.settle()
     rig.declare(4)
@@ -74,7 +74,7 @@ def test_shards_that_come_are_in_the_list_when_they_are_ready():
     assert rig.list == (4, 0)
 
 
-def test_shards_that_go_are_there_until_they_are_not_read_any_more():
+def test_removed_shards_run_until_the_read_window_ends():
     rig = Rig(shards=4)
     rig.settle()
     rig.declare(1)
@@ -89,45 +89,45 @@ def test_shards_that_go_are_there_until_they_are_not_read_any_more():
     assert [name for name in rig.world.pods if "remote" in name] == ["demo-remote-0"]
 
 
-def test_as_many_shards_as_were_chosen_one_change_at_a_time():
+def test_chosen_number_of_shards_is_applied_after_the_previous_change():
     rig = Rig()
     rig.world.change(autoscaling={"mode": "Auto", "remote": {"minShards": 1, "maxShards": 4}})
     rig.settle()
 
-    def choose(number: int, instead_of: int = 2) -> tuple[int, int]:
-        rig.report = Report({}, shards=Choice(number, instead_of))
+    def choose(num_shards: int, instead_of: int = 2) -> tuple[int, int]:
+        rig.report = Report({}, shards=Choice(num_shards, instead_of))
         rig.settle()
         return rig.list
 
     assert choose(3) == (3, 2)
-    assert choose(1) == (3, 2), "what was two changes ago would not be found"
+    assert choose(1) == (3, 2), "rows of two changes ago would be lost"
     assert rig.condition("Progressing") == ("True", "Scaling")
     rig.now += WINDOW
     assert choose(1) == (1, 3)
     rig.now += WINDOW
-    assert choose(9) == (4, 1), "within the bounds"
+    assert choose(9) == (4, 1), "the bounds limit the number"
     rig.now += WINDOW
     rig.report = None
     rig.settle()
-    assert rig.list == (4, 0), "an operator that starts again remembers"
+    assert rig.list == (4, 0), "a restarted operator keeps the choice"
     rig.declare(3)
-    assert choose(4, 2) == (3, 4), "who declares another number means that one"
+    assert choose(4, 2) == (3, 4), "a changed spec replaces the choice"
     assert rig.world.resource["spec"]["tiers"]["remote"]["managed"]["shards"] == 3
 
 
-def test_no_number_of_shards_changes_an_engine():
+def test_shard_changes_do_not_change_engines():
     rig = Rig()
     rig.settle()
     before = rig.world.objects[ENGINE]["metadata"]["resourceVersion"]
-    for shards, more in ((4, {}), (1, {"image": "valkey:9"}), (2, {"memoryPerShard": "2Gi"})):
-        rig.declare(shards, **more)
+    for shards, changes in ((4, {}), (1, {"image": "valkey:9"}), (2, {"memoryPerShard": "2Gi"})):
+        rig.declare(shards, **changes)
         rig.settle()
         rig.now += WINDOW
         rig.settle()
     assert rig.world.objects[ENGINE]["metadata"]["resourceVersion"] == before
 
 
-def test_a_list_that_somebody_spoiled_is_written_anew():
+def test_edited_list_of_shards_is_restored():
     rig = Rig(shards=3)
     rig.settle()
     rig.world.edit(LIST, "data", "shards.yaml", value="current: [elsewhere:1]")
@@ -140,10 +140,10 @@ def test_a_list_that_somebody_spoiled_is_written_anew():
     for state in ("64", f"3 from 64 until {until}", "64 from 3 until 2001-01-01T00:00:00Z"):
         rig.world.edit(LIST, "metadata", "annotations", value={"lmcache.io/shards": state})
         rig.settle()
-        assert (rig.num_servers, rig.list) == (3, (3, 0)), "nobody makes servers by a ConfigMap"
+        assert (rig.num_servers, rig.list) == (3, (3, 0)), "an edited ConfigMap must not add servers"
 
 
-def test_a_pod_that_somebody_gave_to_the_servers_is_none_of_them():
+def test_foreign_pod_with_shard_labels_is_not_counted():
     rig = Rig(shards=2)
     rig.settle()
     pod = copy.deepcopy(rig.world.pods["demo-remote-1"])
@@ -153,7 +153,7 @@ def test_a_pod_that_somebody_gave_to_the_servers_is_none_of_them():
     assert rig.status()["remote"] == {"shards": 2, "readyShards": 2}
 
 
-def test_changed_servers_are_replaced_one_by_one_with_time_to_fill():
+def test_changed_shards_are_replaced_one_per_window():
     rig = Rig(shards=3)
     rig.settle()
     rig.declare(3, memoryPerShard="2Gi")
@@ -169,7 +169,7 @@ def test_changed_servers_are_replaced_one_by_one_with_time_to_fill():
     assert rig.condition("Progressing") == ("False", "Complete")
 
 
-def test_a_change_on_top_of_another_empties_the_emptiest_server():
+def test_second_change_replaces_the_most_recent_shard_first():
     rig = Rig(shards=3)
     rig.settle()
     rig.declare(3, memoryPerShard="2Gi")
@@ -183,7 +183,7 @@ def test_a_change_on_top_of_another_empties_the_emptiest_server():
     assert rig.run() == ["evict demo-remote-1"]
 
 
-def test_servers_get_tls_one_by_one_and_sidecars_know_which_have_it():
+def test_tls_rolls_out_by_shard_and_the_list_names_secure_shards():
     rig = Rig(shards=2)
     rig.settle()
     before = rig.world.objects[ENGINE]["spec"]["template"]
@@ -199,7 +199,7 @@ def test_servers_get_tls_one_by_one_and_sidecars_know_which_have_it():
     assert rig.world.objects[ENGINE]["spec"]["template"] == before
 
 
-def test_the_certificate_is_for_the_servers_names():
+def test_certificate_covers_the_shard_names():
     rig = Rig(tls={"issuerRef": {"name": "caches"}})
     rig.settle()
     assert rig.world.objects[CERTIFICATE]["spec"] == {
@@ -212,7 +212,7 @@ def test_the_certificate_is_for_the_servers_names():
     assert secure(rig) == ["0", "1"]
 
 
-def test_only_a_certificate_of_another_name_has_to_be_mounted_anew():
+def test_only_a_renamed_certificate_changes_the_engine_pods():
     def pods(tls: dict[str, Any] | None) -> tuple[str, str]:
         rig = Rig(tls=tls)
         rig.settle()
@@ -222,14 +222,14 @@ def test_only_a_certificate_of_another_name_has_to_be_mounted_anew():
             "name"
         ]
 
-    plain, _ = pods(None)
-    assert pods({"secretRef": {"name": "demo-remote-tls"}}) == (plain, "demo-remote-tls")
-    assert pods({"issuerRef": {"name": "caches"}}) == (plain, "demo-remote-tls")
-    other, secret = pods({"secretRef": {"name": "ours"}})
-    assert (other != plain, secret) == (True, "ours")
+    plain_hash, _ = pods(None)
+    assert pods({"secretRef": {"name": "demo-remote-tls"}}) == (plain_hash, "demo-remote-tls")
+    assert pods({"issuerRef": {"name": "caches"}}) == (plain_hash, "demo-remote-tls")
+    other_hash, secret = pods({"secretRef": {"name": "ours"}})
+    assert (other_hash != plain_hash, secret) == (True, "ours")
 
 
-def test_a_shard_on_a_lost_node_is_given_up_and_the_list_stays():
+def test_shard_on_a_lost_node_is_abandoned_and_stays_listed():
     rig = Rig(shards=3)
     rig.settle()
     pod, long_ago = rig.world.pods["demo-remote-1"], (NOON - timedelta(minutes=9)).isoformat()
@@ -247,7 +247,7 @@ def test_a_shard_on_a_lost_node_is_given_up_and_the_list_stays():
     assert rig.list == (3, 0)
 
 
-def test_the_image_is_that_of_when_the_servers_were_made():
+def test_shards_keep_their_image_until_policy_follow():
     rig = Rig()
     rig.settle()
     rig.context = Context(STOCK_IMAGES, shard_image="valkey:later")
@@ -258,7 +258,7 @@ def test_the_image_is_that_of_when_the_servers_were_made():
     assert server["image"] == "valkey:later"
 
 
-def test_a_tier_that_is_not_wanted_any_more_is_deleted_dependents_first():
+def test_removed_remote_tier_is_deleted_with_dependents_first():
     rig = Rig()
     rig.settle()
     rig.world.change(tiers={"remote": None})
@@ -270,7 +270,7 @@ def test_a_tier_that_is_not_wanted_any_more_is_deleted_dependents_first():
     assert "RemoteTierAvailable" not in {c["type"] for c in rig.status()["conditions"]}
 
 
-def test_an_invalid_spec_leaves_shards_and_what_is_told_of_them():
+def test_invalid_spec_keeps_shards_and_their_status():
     rig = Rig()
     rig.settle()
     rig.world.resource["status"] = rig.status()
@@ -280,10 +280,12 @@ def test_an_invalid_spec_leaves_shards_and_what_is_told_of_them():
     assert rig.status()["remote"] == {"shards": 2, "readyShards": 2}
 
 
-def test_a_cluster_without_an_engine_is_a_remote_tier_alone():
+def test_cluster_without_engine_has_only_a_remote_tier():
     spec = {"tiers": managed(2)}
     objects = [
-        child for own in COMPONENTS for child in own.render(parse(cluster(spec)), Context(STOCK_IMAGES))
+        child
+        for component in COMPONENTS
+        for child in component.render(parse(cluster(spec)), Context(STOCK_IMAGES))
     ]
     assert {child["metadata"]["name"] for child in objects} == {"demo-remote"}
     rig = Rig()
@@ -299,9 +301,11 @@ def test_a_cluster_without_an_engine_is_a_remote_tier_alone():
 @pytest.mark.parametrize(
     ("remote", "owner"), [(managed(), "demo"), ({"remote": {"clusterRef": {"name": "kv"}}}, "kv")]
 )
-def test_engines_follow_the_list_and_need_none_to_start(remote, owner):
+def test_engines_mount_the_list_of_shards_as_optional(remote, owner):
     objects = [
-        c for own in COMPONENTS for c in own.render(parse(cluster(tiers=remote)), Context(STOCK_IMAGES))
+        c
+        for component in COMPONENTS
+        for c in component.render(parse(cluster(tiers=remote)), Context(STOCK_IMAGES))
     ]
     (config,) = [
         yaml.safe_load(c["data"]["sidecar.yaml"]) for c in objects if "sidecar.yaml" in c.get("data", {})
@@ -336,9 +340,11 @@ def sources(access: str) -> list[Any]:
     return [source["podSelector"] for source in rule["from"]]
 
 
-def test_other_clusters_may_use_it_unless_it_is_for_its_own_pods():
-    own, injected = sources("Cluster")
-    assert own["matchLabels"]["lmcache.io/cluster"] == injected["matchLabels"]["lmcache.io/inject"] == NAME
-    others, injected = sources("Namespace")
-    assert others == {"matchLabels": {"lmcache.io/component": "engine"}}
+def test_network_policy_follows_the_access_setting():
+    engines, injected = sources("Cluster")
+    assert (
+        engines["matchLabels"]["lmcache.io/cluster"] == injected["matchLabels"]["lmcache.io/inject"] == NAME
+    )
+    engines, injected = sources("Namespace")
+    assert engines == {"matchLabels": {"lmcache.io/component": "engine"}}
     assert injected == {"matchExpressions": [{"key": "lmcache.io/inject", "operator": "Exists"}]}

@@ -1,4 +1,4 @@
-"""Shards outlive an operator that is killed after any write, and two that work at once."""
+"""Model-based test of shards when the operator is killed after any write, and when two operators run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from lmcache_operator.components.base import Observed, Plan
-from lmcache_operator.components.pods import is_outdated, is_ready, started_at
 from lmcache_operator.components.remote.pod import speaks_tls
 from lmcache_operator.components.remote.shards import WINDOW, Shards
+from lmcache_operator.pods.pods import is_outdated, is_ready, started_at
 from lmcache_operator.specs.names import annotations_of
 
-from lmcache.units import parse_quantity
+from lmcache.common.units import parse_quantity
 from tests.harness.operator_model import Object
 from tests.harness.operator_plans import carry_out
 from tests.harness.operator_shards import CERTIFICATE, ENGINE, LIST, SET, Rig, secure
@@ -30,39 +30,42 @@ TLS: dict[str, Any] = {
 
 
 @functools.cache
-def noted(tls: str) -> Object:
-    """What is noted on the StatefulSet of the engines."""
+def engine_annotations(tls: str) -> Object:
+    """Annotations of the engines' StatefulSet."""
     rig = Rig(tls=TLS[tls])
     rig.settle()
     return dict(annotations_of(rig.world.objects[ENGINE]))
 
 
 class TimedRig(Rig):
-    """Of its pods is known since when they are ready."""
+    """A rig that sets creation and ready times of its pods."""
 
-    def run(self, *, is_ready: bool = True, most: int = 99) -> list[str]:
-        written = super().run(is_ready=is_ready, most=most)
-        self.note_times()
+    def run(self, *, is_ready: bool = True, max_writes: int = 99) -> list[str]:
+        written = super().run(is_ready=is_ready, max_writes=max_writes)
+        self.set_times()
         return written
 
     def set_ready(self, name: str, is_ready: bool) -> None:
         self.world.set_ready(name, is_ready)
-        self.note_times()
+        self.set_times()
 
-    def note_times(self) -> None:
+    def set_times(self) -> None:
         for pod in self.world.pods.values():
             pod["metadata"].setdefault("creationTimestamp", self.now.isoformat())
             pod["status"]["conditions"][0].setdefault("lastTransitionTime", self.now.isoformat())
 
     @property
     def servers(self) -> dict[str, Object]:
-        """Their pods, by name."""
+        """Pods of the shards by name."""
         return {name: pod for name, pod in self.world.pods.items() if name.startswith("demo-remote-")}
 
 
 class KillMachine(RuleBasedStateMachine):
-    """The operator is killed after any write. What is read is there, no two servers that serve are emptied
-    within a window, and in the end all is as declared."""
+    """The operator is killed after any write.
+
+    All listed servers exist, the operator replaces at most one serving server per window, and finally the
+    cluster matches the spec.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,8 +73,8 @@ class KillMachine(RuleBasedStateMachine):
         self.rig.settle()
         self.rig.now += WINDOW
         self.declared: dict[str, Any] = {"shards": 2, "memoryPerShard": "1Gi", "tls": None}
-        self.replaced: dict[str, datetime] = {}
-        """Servers that served when they were, and when that was last."""
+        self.replaced_at: dict[str, datetime] = {}
+        """Servers that were replaced while they served, with the time of the last replacement."""
 
     @rule(number=st.integers(1, 4))
     def declare(self, number: int) -> None:
@@ -94,34 +97,36 @@ class KillMachine(RuleBasedStateMachine):
         self.rig.now += timedelta(seconds=seconds)
 
     @rule(number=st.integers(0, 3), wanted=st.booleans())
-    def change_a_pod(self, number: int, wanted: bool) -> None:
+    def change_readiness(self, number: int, wanted: bool) -> None:
         pod = self.rig.servers.get(f"demo-remote-{number}")
         if pod and is_ready(pod) != wanted:
             self.rig.set_ready(f"demo-remote-{number}", wanted)
 
-    @rule(most=st.integers(0, 3), come=st.booleans())
-    def run_and_be_killed(self, most: int, come: bool) -> None:
+    @rule(max_writes=st.integers(0, 3), can_become_ready=st.booleans())
+    def run_and_be_killed(self, max_writes: int, can_become_ready: bool) -> None:
         listed = {f"demo-remote-{number}" for number in range(max(self.rig.list))}
         serving = {name for name, pod in self.rig.servers.items() if is_ready(pod)} & listed
-        written = self.rig.run(is_ready=come, most=most)
+        written = self.rig.run(is_ready=can_become_ready, max_writes=max_writes)
         for name in serving:
             if f"evict {name}" in written:
-                others = {other: time for other, time in self.replaced.items() if other != name}
-                assert all(self.rig.now - time >= WINDOW for time in others.values()), others
-                self.replaced[name] = self.rig.now
+                other_times = {
+                    other_name: time for other_name, time in self.replaced_at.items() if other_name != name
+                }
+                assert all(self.rig.now - time >= WINDOW for time in other_times.values()), other_times
+                self.replaced_at[name] = self.rig.now
 
     @invariant()
-    def what_is_read_is_there(self) -> None:
-        live = self.the_list_is_whole()
+    def check_listed_shards_exist(self) -> None:
+        live = self.check_list()
         is_read = live.previous and self.rig.now < live.until
         assert max(live.current, live.previous if is_read else 0) <= self.rig.num_servers
 
-    def the_list_is_whole(self) -> Shards:
+    def check_list(self) -> Shards:
         live = Shards.parse(annotations_of(self.rig.world.objects[LIST])["lmcache.io/shards"])
         assert live is not None
         assert self.rig.list == (live.current, live.previous)
-        # A certificate of another name has to be mounted; of nothing else engines notice anything.
-        assert annotations_of(self.rig.world.objects[ENGINE]) in [noted(tls) for tls in TLS]
+        # Engines remount a renamed certificate. No other change reaches them.
+        assert annotations_of(self.rig.world.objects[ENGINE]) in [engine_annotations(tls) for tls in TLS]
         return live
 
     def teardown(self) -> None:
@@ -143,7 +148,7 @@ class KillMachine(RuleBasedStateMachine):
         assert (CERTIFICATE in rig.world.objects) == (tls is TLS["issuer"])
 
 
-def test_a_server_that_was_not_ready_for_a_moment_is_not_the_emptiest():
+def test_briefly_unready_shard_is_not_replaced_first():
     rig = TimedRig()
     rig.settle()
     rig.now += WINDOW
@@ -151,7 +156,7 @@ def test_a_server_that_was_not_ready_for_a_moment_is_not_the_emptiest():
     while "evict demo-remote-0" not in rig.run():
         pass
     rig.run()
-    for is_ready_now in (False, True):  # the other one, after the replaced one became ready
+    for is_ready_now in (False, True):  # the second shard, after the replaced shard became ready
         rig.now += timedelta(seconds=1)
         rig.set_ready("demo-remote-1", is_ready_now)
     rig.declare(2, memoryPerShard="4Gi")
@@ -159,39 +164,42 @@ def test_a_server_that_was_not_ready_for_a_moment_is_not_the_emptiest():
     assert written[0] == "evict demo-remote-0"
 
 
-def test_a_server_is_as_old_as_its_containers_last_start():
-    def pod(made: int, started: int | None = None) -> Object:
+def test_started_at_is_the_last_container_start():
+    def pod(created: int, started: int | None = None) -> Object:
         running = {"running": {"startedAt": time_at(started)}} if started else {"waiting": {}}
         status = {"containerStatuses": [{"state": running}]}
-        return {"metadata": {"creationTimestamp": time_at(made)}, "status": status}
+        return {"metadata": {"creationTimestamp": time_at(created)}, "status": status}
 
     def time_at(minute: int) -> str:
         return f"2026-01-31T12:{minute:02}:00Z"
 
     observed = Observed(resource={}, now=datetime(2026, 2, 1, tzinfo=UTC))
-    for made, started, last in ((5, None, 5), (5, 6, 6), (5, 40, 40)):
-        assert started_at(pod(made, started), observed) == datetime.fromisoformat(time_at(last))
+    for created, started, expected in ((5, None, 5), (5, 6, 6), (5, 40, 40)):
+        assert started_at(pod(created, started), observed) == datetime.fromisoformat(time_at(expected))
 
 
 class TwoOperatorsMachine(KillMachine):
-    """Two work by mistake: one writes what it wanted long ago. It may cost hits; nothing is lost for good."""
+    """Two operators run by mistake, and the second applies an old plan.
+
+    It may cost hits, but no permanent loss.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.due = Plan()
 
     @rule()
-    def the_other_looks(self) -> None:
-        self.rig.run(most=0)
+    def second_operator_plans(self) -> None:
+        self.rig.run(max_writes=0)
         self.due = replace(self.rig.plans["remote"], delete=(), evict=())
 
-    @rule(most=st.integers(0, 3))
-    def the_other_writes(self, most: int) -> None:
-        carry_out(self.rig.world, replace(self.due, apply=self.due.apply[:most]))
+    @rule(max_writes=st.integers(0, 3))
+    def second_operator_writes(self, max_writes: int) -> None:
+        carry_out(self.rig.world, replace(self.due, apply=self.due.apply[:max_writes]))
 
     @invariant()
-    def what_is_read_is_there(self) -> None:
-        self.the_list_is_whole()
+    def check_listed_shards_exist(self) -> None:
+        self.check_list()
 
 
 TestTwoOperators = TwoOperatorsMachine.TestCase

@@ -1,17 +1,17 @@
-"""What decisions about the number of shards wait for, and for how long."""
+"""Reasons to delay decisions about the number of shards, and their limits."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
 
-from lmcache_operator.components.remote.remote import Remote, why_filling, why_not_coming
+from lmcache_operator.components.remote.remote import Remote, why_filling, why_never_ready
 from lmcache_operator.components.remote.shards import WINDOW
 
 from tests.harness.operator_shards import SET, Rig, ready_at
 
 
-def test_what_shards_hit_is_not_judged_while_they_fill():
+def test_hits_are_not_judged_while_shards_fill():
     def why() -> str:
         return why_filling(rig.observed(Remote()))
 
@@ -36,9 +36,9 @@ def test_what_shards_hit_is_not_judged_while_they_fill():
     assert why()
 
 
-def test_a_shard_that_does_not_come_is_given_up_after_ten_minutes():
+def test_shard_that_does_not_become_ready_fails_after_ten_minutes():
     def why() -> str:
-        return why_not_coming(rig.observed(Remote()))
+        return why_never_ready(rig.observed(Remote()))
 
     rig = Rig(shards=2)
     rig.settle()
@@ -55,15 +55,15 @@ def test_a_shard_that_does_not_come_is_given_up_after_ten_minutes():
     assert why() == ""
 
 
-def test_a_shard_that_may_not_be_made_is_given_up_after_ten_minutes():
-    """A quota, for example: there is no pod to look at."""
+def test_shard_that_cannot_be_created_fails_after_ten_minutes():
+    """A quota can forbid the pod, for example. Then there is no pod to inspect."""
 
     def why() -> str:
         observed = rig.observed(Remote())
         owner, last = rig.world.objects[SET]["metadata"]["uid"], rig.now.isoformat()
-        told = {"reason": "FailedCreate", "message": "exceeded quota", "firstTimestamp": first.isoformat()}
-        about = {"involvedObject": {"uid": owner}, "lastTimestamp": last}
-        return why_not_coming(replace(observed, warnings=(told | about,)))
+        failure = {"reason": "FailedCreate", "message": "exceeded quota", "firstTimestamp": first.isoformat()}
+        event_meta = {"involvedObject": {"uid": owner}, "lastTimestamp": last}
+        return why_never_ready(replace(observed, warnings=(failure | event_meta,)))
 
     rig = Rig(shards=2)
     rig.settle()
@@ -73,12 +73,12 @@ def test_a_shard_that_may_not_be_made_is_given_up_after_ten_minutes():
     first = rig.now = rig.now + timedelta(minutes=1)
     assert why() == ""
     rig.now += timedelta(minutes=11)
-    assert why() == "no further shard could be made for 10 minutes: exceeded quota"
-    del rig.world.pods["demo-remote-0"]  # another matter: what it held is missing
+    assert why() == "no further shard could be created for 10 minutes: exceeded quota"
+    del rig.world.pods["demo-remote-0"]  # a listed shard is missing, which is another problem
     assert why() == ""
 
 
-def test_a_shard_that_is_on_its_way_out_is_not_waited_for():
+def test_removed_shard_is_not_waited_for():
     rig = Rig(shards=3)
     rig.settle()
     rig.declare(2)
@@ -87,4 +87,4 @@ def test_a_shard_that_is_on_its_way_out_is_not_waited_for():
     rig.world.pods["demo-remote-2"]["metadata"]["creationTimestamp"] = rig.now.isoformat()
     rig.now += timedelta(minutes=11)
     assert rig.list == (2, 3)
-    assert why_not_coming(rig.observed(Remote())) == ""
+    assert why_never_ready(rig.observed(Remote())) == ""

@@ -1,4 +1,4 @@
-"""The list of shards: what is read and written where, whatever becomes of the number that is declared."""
+"""The list of shards: which shards are read and written while their number changes."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ SECOND = timedelta(seconds=1)
 ENDPOINTS = [f"s-{number}.s.team.svc:6379" for number in range(64)]
 
 
-def test_the_first_list_is_what_is_declared():
+def test_first_list_has_the_number_in_the_spec():
     assert next_shards(None, 3, set(), NOON) == Shards(3)
 
 
-def test_shards_that_come_are_used_when_all_of_them_are_ready():
+def test_added_shards_are_used_when_all_are_ready():
     assert next_shards(Shards(2), 4, {0, 1, 2}, NOON) == Shards(2)
     assert next_shards(Shards(2), 4, {2, 3}, NOON) == Shards(4, 2, NOON + WINDOW)
 
 
-def test_shards_that_go_are_read_for_a_while():
-    during = next_shards(Shards(4), 2, set(), NOON)
-    assert during == Shards(2, 4, NOON + WINDOW)
-    assert next_shards(during, 2, ALL, NOON + WINDOW - SECOND) == during
-    assert next_shards(during, 2, ALL, NOON + WINDOW) == Shards(2)
+def test_removed_shards_are_read_until_the_window_ends():
+    changing = next_shards(Shards(4), 2, set(), NOON)
+    assert changing == Shards(2, 4, NOON + WINDOW)
+    assert next_shards(changing, 2, ALL, NOON + WINDOW - SECOND) == changing
+    assert next_shards(changing, 2, ALL, NOON + WINDOW) == Shards(2)
 
 
-def test_a_window_that_seems_too_long_is_shortened():
-    """An operator whose clock is behind took over. What it would drop now is still in use."""
-    during = next_shards(Shards(2, 4, NOON + WINDOW + SECOND), 2, ALL, NOON)
-    assert during == Shards(2, 4, NOON + WINDOW)
-    assert next_shards(during, 2, ALL, NOON + SECOND) == during
-    assert next_shards(during, 2, ALL, NOON + WINDOW) == Shards(2)
+def test_window_end_beyond_the_maximum_is_shortened():
+    """An operator with a slow clock took over. The previous shards are still in use."""
+    changing = next_shards(Shards(2, 4, NOON + WINDOW + SECOND), 2, ALL, NOON)
+    assert changing == Shards(2, 4, NOON + WINDOW)
+    assert next_shards(changing, 2, ALL, NOON + SECOND) == changing
+    assert next_shards(changing, 2, ALL, NOON + WINDOW) == Shards(2)
 
 
-def test_there_is_one_change_at_a_time():
-    during = Shards(2, 4, NOON + WINDOW)
-    assert next_shards(during, 8, ALL, NOON) == during
-    assert next_shards(during, 8, ALL, NOON + WINDOW) == Shards(8, 2, NOON + 2 * WINDOW)
+def test_second_change_waits_for_the_window():
+    changing = Shards(2, 4, NOON + WINDOW)
+    assert next_shards(changing, 8, ALL, NOON) == changing
+    assert next_shards(changing, 8, ALL, NOON + WINDOW) == Shards(8, 2, NOON + 2 * WINDOW)
 
 
 @given(st.integers(1, 64), st.integers(0, 64), st.datetimes(datetime(1990, 1, 1), datetime(2100, 1, 1)))
-def test_what_is_written_is_read(current, previous, until):
+def test_parse_reads_written_shards(current, previous, until):
     until = until.replace(microsecond=0, tzinfo=UTC) if previous else datetime.min
     assert Shards.parse(str(Shards(current, previous, until))) == Shards(current, previous, until)
 
@@ -72,22 +72,22 @@ def test_what_is_written_is_read(current, previous, until):
         "2 from 3 until 2026-01-31T12:00:00",
     ],
 )
-def test_what_somebody_else_wrote_is_nothing(text):
+def test_parse_returns_none_for_invalid_text(text):
     assert Shards.parse(text) is None
 
 
 @given(st.integers(1, 64), st.integers(0, 64), st.sets(st.integers(0, 63)))
-def test_sidecars_understand_it(current, previous, secure):
+def test_sidecar_reads_the_written_document(current, previous, secure):
     document = Shards(current, previous, NOON).document(ENDPOINTS, secure, "/etc/ca")
-    read = read_shards("f", document)
-    assert read.secure == {Endpoint(f"s-{n}.s.team.svc", 6379) for n in secure}
-    assert read.ca == ("/etc/ca" if secure else "")
-    assert (len(read.current), len(read.previous)) == (current, previous)
-    assert read.until == (NOON.timestamp() if previous else 0)
-    assert read.current[-1] == Endpoint(f"s-{current - 1}.s.team.svc", 6379)
+    shards_file = read_shards("f", document)
+    assert shards_file.secure == {Endpoint(f"s-{n}.s.team.svc", 6379) for n in secure}
+    assert shards_file.ca == ("/etc/ca" if secure else "")
+    assert (len(shards_file.current), len(shards_file.previous)) == (current, previous)
+    assert shards_file.until == (NOON.timestamp() if previous else 0)
+    assert shards_file.current[-1] == Endpoint(f"s-{current - 1}.s.team.svc", 6379)
 
 
-def test_the_file_names_the_shards():
+def test_document_names_the_shards():
     document = Shards(1, 2, NOON).document(["a:1", "b:1"], set(), "/ca")
     assert yaml.load(document, yaml.BaseLoader) == {
         "current": ["a:1"], "previous": ["a:1", "b:1"], "until": "2026-01-31T12:00:00Z"
@@ -98,22 +98,22 @@ def test_the_file_names_the_shards():
 
 
 class ListMachine(RuleBasedStateMachine):
-    """Whatever is declared and whenever one looks: no shard leaves the list without having been read for as
-    long as it should, and in the end the list is what is declared."""
+    """For any sequence of specs: each removed shard stays readable for the whole window, and finally the list
+    matches the spec."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = NOON
         self.wanted = 2
         self.live = next_shards(None, self.wanted, set(), self.now)
-        self.left_at: dict[int, datetime] = {}  # shards that are not written to any more
+        self.removed_at: dict[int, datetime] = {}  # shards that get no new rows
 
     @rule(wanted=st.integers(1, 5))
     def declare(self, wanted: int) -> None:
         self.wanted = wanted
 
     @rule(seconds=st.integers(0, 1200), ready=st.sets(st.integers(0, 5)), is_forgotten=st.booleans())
-    def look(self, seconds: int, ready: set[int], is_forgotten: bool) -> None:
+    def advance(self, seconds: int, ready: set[int], is_forgotten: bool) -> None:
         self.now += timedelta(seconds=seconds)
         live = Shards.parse(str(self.live)) if is_forgotten else self.live
         new = next_shards(live, self.wanted, ready, self.now)
@@ -121,15 +121,15 @@ class ListMachine(RuleBasedStateMachine):
             assert number in ready or number in range(self.live.previous)
         for number in range(max(self.live.current, self.live.previous)):
             if number < new.current:
-                self.left_at.pop(number, None)
+                self.removed_at.pop(number, None)
             else:
-                self.left_at.setdefault(number, self.now)
+                self.removed_at.setdefault(number, self.now)
             if number >= max(new.current, new.previous):
-                assert self.now - self.left_at[number] >= WINDOW
+                assert self.now - self.removed_at[number] >= WINDOW
         self.live = new
 
     @invariant()
-    def it_settles(self) -> None:
+    def check_list_settles(self) -> None:
         live = self.live
         for windows in range(3):
             live = next_shards(live, self.wanted, ALL, self.now + windows * WINDOW)

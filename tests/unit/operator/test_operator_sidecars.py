@@ -1,4 +1,4 @@
-"""What sidecars say of themselves: read with suspicion, told honestly, never in anybody's way."""
+"""Statistics of sidecars: validation of their answers, the conditions from them, and limits of polling."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ BAD = GOOD | {"is_ready": False, "not_ready_reason": "--remote-url: no such sche
 
 
 class Rig:
-    """Pods at rest, what their sidecars answer, and who asks them."""
+    """A settled cluster, the answers of its sidecars, and the prober that polls them."""
 
     def __init__(self, *answers: Any, is_ready: bool = True) -> None:
         self.world = settled_world(engine={"replicas": len(answers)})
         self.answers: dict[str, Any] = {}
-        self.asked: list[str] = []
+        self.polled: list[str] = []
         self.now = 0.0
         self.prober = SidecarProber(self._ask, lambda: self.now)
         for number, answer in enumerate(answers):
@@ -36,28 +36,30 @@ class Rig:
             self.answers[f"10.0.0.{number}"] = answer
 
     async def _ask(self, address: str) -> Any:
-        self.asked.append(address)
+        self.polled.append(address)
         return self.answers[address]
 
     def probe(self) -> Probed:
         return asyncio.run(self.prober.probe(tuple(self.world.pods.values())))
 
-    def told(self, kind: str = "SidecarAttached") -> tuple[str, str, str]:
-        """Status, reason and message after one more look; the status is kept as the API server would."""
+    def condition(self, kind: str = "SidecarAttached") -> tuple[str, str, str]:
+        """Status, reason and message after another poll. The status is stored as by the API server."""
         self.world.resource["status"] = status_of(self.world, probed=self.probe(), now=LATE)
-        found = [c for c in self.world.resource["status"]["conditions"] if c["type"] == kind]
-        return tuple(found[0][key] for key in ("status", "reason", "message")) if found else ("", "", "")
+        matching = [c for c in self.world.resource["status"]["conditions"] if c["type"] == kind]
+        return (
+            tuple(matching[0][key] for key in ("status", "reason", "message")) if matching else ("", "", "")
+        )
 
 
 @pytest.mark.parametrize(
-    ("answers", "told"),
+    ("answers", "expected"),
     [
         ([GOOD, GOOD], ("True", "Attached", "2 of 2 engines use their sidecars")),
         (
             [GOOD, BAD],
             (
                 "False", "SidecarNotReady",
-                "1 of 2 sidecars are not ready: pod demo-engine-1: --remote-url: no such scheme",
+                "1 of 2 sidecars are not ready. First: pod demo-engine-1: --remote-url: no such scheme",
             ),
         ),
         ([None, BAD], ("False", "SidecarNotReady", None)),
@@ -69,85 +71,90 @@ class Rig:
         ([{"num_clients": {"attached": "x"}, "is_ready": "x"}], ("False", "SidecarNotReady", None)),
     ],
 )  # fmt: skip
-def test_what_sidecars_say_is_told(answers: list[Any], told: tuple[str, str, str | None]) -> None:
+def test_sidecar_answers_become_conditions(answers: list[Any], expected: tuple[str, str, str | None]) -> None:
     rig = Rig(*answers)
-    status, reason, message = rig.told()
-    assert (status, reason, message if told[2] else None) == told
+    status, reason, message = rig.condition()
+    assert (status, reason, message if expected[2] else None) == expected
     is_false = status == "False"
-    assert rig.told("Degraded")[:2] == (str(is_false), reason if is_false else "AsDeclared")
-    assert rig.told("Ready")[:2] == ("True", "Ready")
-    assert rig.told("EngineAvailable")[0] == "True"
+    assert rig.condition("Degraded")[:2] == (str(is_false), reason if is_false else "AsDeclared")
+    assert rig.condition("Ready")[:2] == ("True", "Ready")
+    assert rig.condition("EngineAvailable")[0] == "True"
 
 
-def test_nothing_is_claimed_before_an_engine_runs() -> None:
+def test_condition_is_unknown_before_an_engine_runs() -> None:
     rig = Rig(GOOD | {"num_clients": {"attached": 0}}, is_ready=False)
-    assert rig.told()[:2] == ("Unknown", "NoEngine")
+    assert rig.condition()[:2] == ("Unknown", "NoEngine")
     rig.world.pods["demo-engine-0"]["status"]["phase"] = "Pending"
-    assert rig.told()[:2] == ("Unknown", "NoEngine")
-    assert len(rig.asked) == 1
+    assert rig.condition()[:2] == ("Unknown", "NoEngine")
+    assert len(rig.polled) == 1
 
 
-def test_whether_the_remote_tier_answers_is_told() -> None:
+def test_unreachable_remote_tier_degrades_the_cluster() -> None:
     rig = Rig(GOOD, GOOD)
-    assert rig.told("RemoteTierReachable") == ("", "", "")
+    assert rig.condition("RemoteTierReachable") == ("", "", "")
     rig.answers["10.0.0.0"] = GOOD | {"remote": {"is_reachable": True}}
-    assert rig.told("RemoteTierReachable")[:2] == ("True", "Reachable")
-    lost = {"is_reachable": False, "off_reason": "NOAUTH was the answer to AUTH"}
-    rig.answers["10.0.0.1"] = GOOD | {"remote": lost}
-    told = rig.told("RemoteTierReachable")
-    assert told == (
+    assert rig.condition("RemoteTierReachable")[:2] == ("True", "Reachable")
+    unreachable = {"is_reachable": False, "off_reason": "NOAUTH was the answer to AUTH"}
+    rig.answers["10.0.0.1"] = GOOD | {"remote": unreachable}
+    actual = rig.condition("RemoteTierReachable")
+    assert actual == (
         "False",
         "RemoteTierUnreachable",
-        "1 of 2 sidecars get no answer from it: pod demo-engine-1: NOAUTH was the answer to AUTH",
+        "1 of 2 sidecars cannot reach the remote tier. First: pod demo-engine-1: "
+        "NOAUTH was the answer to AUTH",
     )
-    assert rig.told("Degraded")[:2] == ("True", "RemoteTierUnreachable")
-    assert rig.told("Ready")[0] == "True"
+    assert rig.condition("Degraded")[:2] == ("True", "RemoteTierUnreachable")
+    assert rig.condition("Ready")[0] == "True"
 
 
-def test_whether_the_disk_tier_is_in_use_is_told() -> None:
+def test_disk_tier_that_is_off_degrades_the_cluster() -> None:
     rig = Rig(GOOD, GOOD)
-    assert rig.told("DiskTierAvailable") == ("", "", "")
+    assert rig.condition("DiskTierAvailable") == ("", "", "")
     rig.answers["10.0.0.0"] = GOOD | {"disk": {"is_reachable": True, "off_reason": ""}}
-    assert rig.told("DiskTierAvailable") == ("True", "Available", "all 1 disk tiers are in use")
-    lost = {"is_reachable": False, "off_reason": "[Errno 30] Read-only file system"}
-    rig.answers["10.0.0.1"] = GOOD | {"disk": lost}
-    told = rig.told("DiskTierAvailable")
-    why = "1 of 2 disk tiers are off: pod demo-engine-1: [Errno 30] Read-only file system"
-    assert told == ("False", "DiskTierOff", why)
-    assert rig.told("Degraded")[:2] == ("True", "DiskTierOff")
-    assert rig.told("Ready")[0] == "True"
+    assert rig.condition("DiskTierAvailable") == ("True", "Available", "All 1 disk tiers are in use.")
+    unreachable = {"is_reachable": False, "off_reason": "[Errno 30] Read-only file system"}
+    rig.answers["10.0.0.1"] = GOOD | {"disk": unreachable}
+    actual = rig.condition("DiskTierAvailable")
+    message = "1 of 2 disk tiers are off. First: pod demo-engine-1: [Errno 30] Read-only file system"
+    assert actual == ("False", "DiskTierOff", message)
+    assert rig.condition("Degraded")[:2] == ("True", "DiskTierOff")
+    assert rig.condition("Ready")[0] == "True"
 
 
-def test_memory_that_cuda_could_not_pin_is_a_condition_with_a_remedy() -> None:
+def test_unpinned_memory_degrades_the_cluster_and_names_the_remedy() -> None:
     rig = Rig(GOOD, GOOD)
-    assert rig.told("MemoryTierPinned") == ("", "", "")
+    assert rig.condition("MemoryTierPinned") == ("", "", "")
     pinned = {"pinned_bytes": {"engine": 1 << 30, "reader": 0}, "pin_problem": ""}
     rig.answers["10.0.0.0"] = GOOD | {"transfer": pinned}
-    assert rig.told("MemoryTierPinned") == ("True", "Pinned", "the memory tiers of all 1 GPU pods are pinned")
+    assert rig.condition("MemoryTierPinned") == (
+        "True",
+        "Pinned",
+        "The memory tiers of all 1 GPU pods are pinned",
+    )
     problem = "the worker of column 0, pid 7, could not pin 3 parts of the memory tier: OUT_OF_MEMORY (2)"
     rig.answers["10.0.0.1"] = GOOD | {"transfer": {"pin_problem": problem}}
-    status, reason, message = rig.told("MemoryTierPinned")
+    status, reason, message = rig.condition("MemoryTierPinned")
     assert (status, reason) == ("False", "MemoryNotPinned")
     assert message.startswith("1 of 2 memory tiers are not fully pinned. ")
     assert "limit of locked memory" in message
     assert message.endswith(f"First: pod demo-engine-1: {problem}")
-    assert rig.told("Degraded")[:2] == ("True", "MemoryNotPinned")
-    assert rig.told("Ready")[0] == "True"
+    assert rig.condition("Degraded")[:2] == ("True", "MemoryNotPinned")
+    assert rig.condition("Ready")[0] == "True"
     rig.answers["10.0.0.1"] = GOOD | {"transfer": pinned}
-    assert rig.told("Degraded")[0] == "False"
+    assert rig.condition("Degraded")[0] == "False"
 
 
 @pytest.mark.parametrize(
-    "said",
+    "transfer",
     ["x", {"pinned_bytes": 5}, {"pinned_bytes": {"engine": "x"}}, {"pinned_bytes": {"engine": -1}},
      {"pin_problem": ["x"]}],
 )  # fmt: skip
-def test_pins_are_read_with_suspicion(said: Any) -> None:
-    assert Rig(GOOD | {"transfer": said}).told("MemoryTierPinned") == ("", "", "")
+def test_invalid_pin_statistics_are_ignored(transfer: Any) -> None:
+    assert Rig(GOOD | {"transfer": transfer}).condition("MemoryTierPinned") == ("", "", "")
 
 
 @pytest.mark.parametrize(
-    ("lookups", "told"),
+    ("lookups", "expected"),
     [
         ({"lookup_tokens": 1000, "hit_tokens": {"engine": 100, "memory": 250, "x": 3}}, (10, 25)),
         ({"lookup_tokens": 1000, "hit_tokens": {"engine": -1, "memory": 2**70}}, (0, 0)),
@@ -156,82 +163,87 @@ def test_pins_are_read_with_suspicion(said: Any) -> None:
         ([], None),
     ],
 )
-def test_hits_are_read_with_suspicion(lookups: Any, told: tuple[int, int] | None) -> None:
+def test_invalid_hit_statistics_are_limited_or_ignored(
+    lookups: Any, expected: tuple[int, int] | None
+) -> None:
     rig = Rig(GOOD | {"lookups": lookups})
-    rig.told()
-    hits = told and {"engine": told[0], "memory": told[1]}
+    rig.condition()
+    hits = expected and {"engine": expected[0], "memory": expected[1]}
     assert rig.world.resource["status"].get("hitPercent") == hits
 
 
-def test_what_they_say_is_cut_and_cleaned() -> None:
+def test_sidecar_texts_are_shortened_and_sanitized() -> None:
     reason = "no\x00 \x1b[31mred\u202e\ud800\r\n" + "x" * 5000
     rig = Rig(GOOD | {"is_ready": False, "not_ready_reason": reason})
-    message = rig.told()[2]
+    message = rig.condition()[2]
     assert "pod demo-engine-0: no [31mred xxx" in message
     assert message.isprintable()
     assert len(message) < 700
 
 
-def test_one_answer_that_does_not_come_is_no_news() -> None:
+def test_single_missing_answer_does_not_change_the_status() -> None:
     rig = Rig(GOOD)
-    before = rig.told(), rig.world.resource["status"]
+    before = rig.condition(), rig.world.resource["status"]
     rig.answers["10.0.0.0"] = None
-    assert (rig.told(), rig.world.resource["status"]) == before
-    rig.now = 50  # who is silent is left alone for a while
-    rig.told()
-    assert len(rig.asked) == 2
+    assert (rig.condition(), rig.world.resource["status"]) == before
+    rig.now = 50  # a silent sidecar is polled after a pause
+    rig.condition()
+    assert len(rig.polled) == 2
     rig.now = 100
-    assert rig.told()[:2] == ("Unknown", "NoAnswer")
+    assert rig.condition()[:2] == ("Unknown", "NoAnswer")
     rig.now, rig.answers["10.0.0.0"] = 200, GOOD
-    assert rig.told()[0] == "True"
+    assert rig.condition()[0] == "True"
 
 
-def test_after_a_restart_one_missing_answer_changes_nothing() -> None:
+def test_missing_answer_after_a_restart_keeps_the_status() -> None:
     rig = Rig(BAD)
-    before = rig.told()
+    before = rig.condition()
     rig.prober = SidecarProber(rig.prober.read_stats, rig.prober.monotonic)
     rig.answers["10.0.0.0"] = None
-    assert rig.told() == before
-    assert rig.told("Degraded")[0] == "True"
+    assert rig.condition() == before
+    assert rig.condition("Degraded")[0] == "True"
 
 
-def test_what_was_not_asked_stays_as_it_was_told() -> None:
+def test_conditions_are_retained_without_a_poll() -> None:
     rig = Rig(BAD)
-    before = rig.told()
+    before = rig.condition()
     rig.world.resource["status"] = status_of(rig.world, probed=None)
     assert before[2] in str(rig.world.resource["status"])
     assert "SidecarAttached" not in str(status_of(settled_world(), probed=None))
 
 
-def test_one_that_misses_an_answer_hides_no_other() -> None:
+def test_silent_sidecar_does_not_hide_a_failing_sidecar() -> None:
     rig = Rig(GOOD, GOOD)
-    assert rig.told()[0] == "True"
+    assert rig.condition()[0] == "True"
     rig.answers |= {"10.0.0.0": None, "10.0.0.1": BAD}
-    assert rig.told()[:2] == ("False", "SidecarNotReady")
+    assert rig.condition()[:2] == ("False", "SidecarNotReady")
 
 
-def test_figures_in_a_reason_are_told_once() -> None:
+def test_changed_number_in_a_reason_does_not_change_the_condition() -> None:
     rig = Rig(BAD | {"not_ready_reason": "17.5 MiB free of 20"})
-    before = rig.told()
+    before = rig.condition()
     rig.answers["10.0.0.0"] = BAD | {"not_ready_reason": "3 MiB free of 20"}
-    assert rig.told() == before
+    assert rig.condition() == before
     rig.answers["10.0.0.0"] = BAD | {"not_ready_reason": "3 GiB free of 20"}
-    assert "3 GiB" in rig.told()[2]
+    assert "3 GiB" in rig.condition()[2]
 
 
-def test_few_are_asked_at_once_and_the_others_are_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 40 sidecars all but four hang: what could not be asked in time is asked first at the next look."""
+def test_prober_limits_concurrency_and_continues_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but four of 40 sidecars hang.
+
+    The next poll starts with the sidecars that were not polled in time.
+    """
     monkeypatch.setattr("lmcache_operator.reconcile.probe._PROBE_SECONDS", 0.05)
     rig = Rig(*[GOOD] * 40)
-    running, most, done = 0, 0, set()
+    running, max_running, answered = 0, 0, set()
 
     async def ask(address: str) -> Any:
-        nonlocal running, most
+        nonlocal running, max_running
         running += 1
-        most = max(most, running)
+        max_running = max(max_running, running)
         try:
-            if len(done) < 4 or address in done:
-                done.add(address)
+            if len(answered) < 4 or address in answered:
+                answered.add(address)
                 return GOOD
             await asyncio.Event().wait()
         finally:
@@ -239,7 +251,7 @@ def test_few_are_asked_at_once_and_the_others_are_not_forgotten(monkeypatch: pyt
 
     rig.prober = SidecarProber(ask, lambda: rig.now)
     probed = rig.probe()
-    assert most == 16
+    assert max_running == 16
     assert sum(sidecar.answers for sidecar in probed.sidecars) == 4
     assert running == 0
 
@@ -249,8 +261,10 @@ def test_few_are_asked_at_once_and_the_others_are_not_forgotten(monkeypatch: pyt
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-def read_from(*pieces: bytes, seconds: float = 0.0, is_listening: bool = True, patience: float = 60.0) -> Any:
-    """What is read from a server that answers these bytes after a while."""
+def read_from(
+    *pieces: bytes, seconds: float = 0.0, is_listening: bool = True, timeout_seconds: float = 60.0
+) -> Any:
+    """Result of reading from a server that sends these bytes after a delay."""
 
     async def run() -> Any:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -264,10 +278,10 @@ def read_from(*pieces: bytes, seconds: float = 0.0, is_listening: bool = True, p
         port = server.sockets[0].getsockname()[1]
         if not is_listening:
             server.close()
-        async with StatsClient(port, seconds=patience) as stats:
-            found = await stats.read("127.0.0.1")
+        async with StatsClient(port, seconds=timeout_seconds) as stats:
+            result = await stats.read("127.0.0.1")
         server.close()
-        return found
+        return result
 
     return asyncio.run(run())
 
@@ -276,7 +290,7 @@ def answer_of(body: bytes, head: bytes = b"") -> bytes:
     return b"HTTP/1.1 200 OK\r\n%sContent-Length: %d\r\n\r\n%s" % (head, len(body), body)
 
 
-def test_stats_are_read_over_http() -> None:
+def test_stats_client_reads_over_http() -> None:
     assert read_from(answer_of(json.dumps(GOOD).encode())) == GOOD
 
 
@@ -297,16 +311,16 @@ def test_stats_are_read_over_http() -> None:
         b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 100000,
     ],
 )
-def test_what_is_no_answer_is_none(answer: bytes) -> None:
+def test_stats_client_returns_none_for_an_invalid_response(answer: bytes) -> None:
     assert read_from(answer) is None
 
 
-def test_nobody_waits_for_who_does_not_answer() -> None:
+def test_stats_client_returns_none_after_the_timeout() -> None:
     assert read_from(is_listening=False) is None
-    assert read_from(answer_of(b"{}"), seconds=60, patience=0.05) is None
+    assert read_from(answer_of(b"{}"), seconds=60, timeout_seconds=0.05) is None
 
 
-def test_an_odd_address_is_no_answer() -> None:
+def test_stats_client_returns_none_for_an_invalid_address() -> None:
     async def run(address: str) -> Any:
         async with StatsClient() as stats:
             return await stats.read(address)

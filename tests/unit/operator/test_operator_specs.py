@@ -1,8 +1,7 @@
-"""What is rendered: as checked in, the same in every process, and with what the cache needs."""
+"""Rendered objects of an engine: golden files, determinism, spec hash, and the contents of the pod."""
 
 from __future__ import annotations
 
-import copy
 import os
 import subprocess
 import sys
@@ -17,10 +16,9 @@ from lmcache_operator.api.crd import dump
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.engine import Engine, spec_hash
-from lmcache_operator.components.engine.pod import sidecar_memory
 from lmcache_operator.components.injection.injection import Injection
+from lmcache_operator.pods.resize import sidecar_memory
 from lmcache_operator.specs.kinds import ref_of
-from lmcache_operator.specs.merge import first_difference, merge
 from lmcache_operator.specs.names import OPERATOR_LABELS
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 
@@ -72,8 +70,8 @@ def env_of(container: dict[str, Any]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rendering_is_as_checked_in(name: str) -> None:
-    """LMCACHE_UPDATE_GOLDEN=1 writes the files anew; look at the difference before committing it."""
+def test_rendered_objects_equal_the_golden_file(name: str) -> None:
+    """LMCACHE_UPDATE_GOLDEN=1 rewrites the files. Review the difference before you commit it."""
     path, text = GOLDEN / f"{name}.yaml", dump(render(CASES[name]))
     if os.environ.get("LMCACHE_UPDATE_GOLDEN"):
         path.write_text(text)
@@ -81,12 +79,12 @@ def test_rendering_is_as_checked_in(name: str) -> None:
 
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
-def test_what_is_rendered_is_what_is_looked_for(changes: dict[str, Any]) -> None:
+def test_engine_lists_the_refs_of_all_rendered_objects(changes: dict[str, Any]) -> None:
     wanted = [ref for ref in Engine().refs("demo") if ref.kind != "ResourceClaimTemplate"]
     assert sorted(map(ref_of, render(changes))) == sorted(wanted)
 
 
-def test_rendering_is_the_same_in_a_process_with_another_hash_seed(tmp_path: Path) -> None:
+def test_rendering_does_not_depend_on_the_hash_seed(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(yaml.safe_dump(cluster(**FULL), sort_keys=False))
     command = [sys.executable, "-m", "lmcache_operator", "render", "-f", str(file)]
@@ -96,11 +94,8 @@ def test_rendering_is_the_same_in_a_process_with_another_hash_seed(tmp_path: Pat
         ).stdout
         for seed in ("1", "2")
     }
-    added = Injection().render(parse(cluster(**FULL)), Context(IMAGES))
-    assert outputs == {dump([*render(FULL), *added]).encode()}
-
-
-# -- spec hash: what makes the operator replace pods
+    injection_objects = Injection().render(parse(cluster(**FULL)), Context(IMAGES))
+    assert outputs == {dump([*render(FULL), *injection_objects]).encode()}
 
 
 @pytest.mark.parametrize(
@@ -132,27 +127,29 @@ def test_rendering_is_the_same_in_a_process_with_another_hash_seed(tmp_path: Pat
         ({"tiers": {"admit": "OnReuse"}}, True),
     ],
 )
-def test_only_a_declaration_for_the_pod_replaces_pods(changes: dict[str, Any], replaces: bool) -> None:
+def test_spec_hash_changes_only_with_fields_of_the_pod(changes: dict[str, Any], replaces: bool) -> None:
     before, after = (spec_hash(parse(cluster(**c)), IMAGES) for c in ({}, changes))
     assert (before != after) is replaces
 
 
-def test_a_tenants_quota_reaches_the_sidecar_by_its_configuration_alone() -> None:
+def test_tenant_quota_is_rendered_only_in_the_sidecar_config() -> None:
     changes = {"tiers": {"memory": {"tenantQuotaPercent": 30}}}
-    plain, limited = ({o["kind"]: o for o in render(c) if o["kind"] != "Service"} for c in ({}, changes))
+    plain_objects, limited = (
+        {o["kind"]: o for o in render(c) if o["kind"] != "Service"} for c in ({}, changes)
+    )
     settings = yaml.safe_load(limited["ConfigMap"]["data"]["sidecar.yaml"])
     assert settings["tenant_quota_percent"] == 30
-    assert "tenant_quota_percent" not in plain["ConfigMap"]["data"]["sidecar.yaml"]
-    pods = [found["StatefulSet"]["spec"]["template"]["spec"] for found in (plain, limited)]
+    assert "tenant_quota_percent" not in plain_objects["ConfigMap"]["data"]["sidecar.yaml"]
+    pods = [by_kind["StatefulSet"]["spec"]["template"]["spec"] for by_kind in (plain_objects, limited)]
     assert pods[0] == pods[1]
 
 
-def test_another_default_image_replaces_pods() -> None:
-    plain = parse(cluster())
-    assert spec_hash(plain, IMAGES) != spec_hash(plain, IMAGES | {"sidecar": "sidecar:2"})
+def test_changed_default_image_changes_the_spec_hash() -> None:
+    resource = parse(cluster())
+    assert spec_hash(resource, IMAGES) != spec_hash(resource, IMAGES | {"sidecar": "sidecar:2"})
 
 
-def test_another_size_of_the_disk_replaces_no_pods_another_class_does() -> None:
+def test_disk_class_changes_the_spec_hash_and_disk_size_does_not() -> None:
     def hash_of(**disk: str) -> str:
         return spec_hash(parse(cluster(tiers={"disk": disk})), IMAGES)
 
@@ -160,37 +157,34 @@ def test_another_size_of_the_disk_replaces_no_pods_another_class_does() -> None:
     assert hash_of(size="1Ti") != hash_of(size="1Ti", storageClassName="nvme")
 
 
-# -- the pod
-
-
-def test_the_sidecar_comes_first_and_gates_nothing() -> None:
+def test_sidecar_starts_first_and_has_no_startup_gate() -> None:
     sidecar, payload = pod_of({})["spec"]["initContainers"]
     assert (sidecar["name"], sidecar["restartPolicy"], payload["name"]) == ("sidecar", "Always", "payload")
     assert not {"startupProbe", "readinessProbe"} & sidecar.keys()
     assert payload["image"] == sidecar["image"]
 
 
-def test_the_payload_can_be_a_mounted_image() -> None:
+def test_payload_can_be_an_image_volume() -> None:
     spec = pod_of({"sidecar": {"payload": "ImageVolume", "image": "sidecar:2"}})["spec"]
     assert [container["name"] for container in spec["initContainers"]] == ["sidecar"]
     assert {"name": "payload", "image": {"reference": "sidecar:2"}} in spec["volumes"]
     engine = spec["containers"][0]
     assert {"mountPath": "/opt/lmcache/client", "name": "payload"} in engine["volumeMounts"]
-    # The whole image is mounted: not every runtime can mount a part of one.
+    # The whole image is mounted, because not every runtime can mount a part of an image.
     assert env_of(engine)["PYTHONPATH"] == "/opt/lmcache/client/opt/lmcache/payload"
 
 
-def test_memory_of_the_sidecar_holds_its_arena_and_more() -> None:
+def test_sidecar_memory_limit_covers_the_arena() -> None:
     template = pod_of({"tiers": {"memory": {"size": "64Gi"}}})
     sidecar = template["spec"]["initContainers"][0]
     arena = next(volume for volume in template["spec"]["volumes"] if volume["name"] == "arena")
     assert "--memory-size=68719476736" in sidecar["args"]
-    # What it may grow to while it runs: a file with holes.
+    # The limit is the maximum size of the arena, a sparse file, while the pod runs.
     assert arena["emptyDir"] == {"medium": "Memory", "sizeLimit": "262144Mi"}
     assert sidecar["resources"]["limits"]["memory"] == sidecar["resources"]["requests"]["memory"] == "68096Mi"
 
 
-def test_the_disk_tier_fits_its_volume() -> None:
+def test_disk_tier_fits_its_volume() -> None:
     spec = pod_of({"tiers": {"disk": {"size": "500Gi", "storageClassName": "local-nvme"}}})["spec"]
     (disk,) = [volume for volume in spec["volumes"] if volume["name"] == "disk"]
     assert disk["ephemeral"]["volumeClaimTemplate"]["spec"] == {
@@ -201,17 +195,17 @@ def test_the_disk_tier_fits_its_volume() -> None:
     sidecar, env = spec["initContainers"][0], env_of(spec["initContainers"][0])
     assert {"mountPath": env["LMCACHE_DISK_PATH"], "name": "disk"} in sidecar["volumeMounts"]
     assert "disk" not in {mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
-    # ext4 keeps 1.8 % of so large a volume, and the tier is refused above nine tenths of what is left.
+    # ext4 reserves 1.8 % of a volume of this size, and the sidecar refuses a tier above 90 % of the rest.
     assert int(env["LMCACHE_DISK_SIZE"]) == 500 * 2**30 * 85 // 100
     assert not [item for item in env_of(pod_of({})["spec"]["initContainers"][0]) if "DISK" in item]
 
 
 @given(st.integers(2**26, 2**44))
-def test_the_sidecar_is_never_smaller_than_what_it_holds(size: int) -> None:
+def test_sidecar_memory_exceeds_the_tier_by_a_bounded_overhead(size: int) -> None:
     assert size + 2**29 <= sidecar_memory(size) < 1.04 * size + 2**30
 
 
-def test_every_container_meets_the_restricted_pod_security_standard() -> None:
+def test_containers_meet_the_restricted_pod_security_standard() -> None:
     spec = pod_of(FULL)["spec"]
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -221,7 +215,7 @@ def test_every_container_meets_the_restricted_pod_security_standard() -> None:
     assert all("hostPath" not in volume for volume in spec["volumes"])
 
 
-def test_secrets_are_mounted_under_our_names_whatever_their_keys_are_called() -> None:
+def test_secret_keys_are_mounted_under_fixed_names() -> None:
     objects = render(FULL)
     volumes = {volume["name"]: volume for volume in objects[-1]["spec"]["template"]["spec"]["volumes"]}
     assert volumes["remote-auth"]["secret"] == {
@@ -233,7 +227,7 @@ def test_secrets_are_mounted_under_our_names_whatever_their_keys_are_called() ->
     assert config["remote_url"] == "redis://redis.caches:6379/1"
 
 
-def test_the_sidecar_accepts_its_configuration(tmp_path: Path) -> None:
+def test_sidecar_accepts_its_rendered_configuration(tmp_path: Path) -> None:
     config = pytest.importorskip("lmcache_sidecar.config")
     file = tmp_path / "sidecar.yaml"
     file.write_text(next(o for o in render(FULL) if o["kind"] == "ConfigMap")["data"]["sidecar.yaml"])
@@ -248,8 +242,8 @@ def test_the_sidecar_accepts_its_configuration(tmp_path: Path) -> None:
     assert (loaded.disk_path, loaded.admit, reading.warnings) == ("/var/lib/lmcache-disk", "OnReuse", ())
 
 
-def test_the_sidecar_sees_no_gpu() -> None:
-    """Also where its image, or the container runtime, would show it all of them."""
+def test_sidecar_sees_no_gpu_by_default() -> None:
+    """This also holds if its image or the container runtime would expose all GPUs."""
     sidecar = pod_of({})["spec"]["initContainers"][0]
     assert env_of(sidecar)["NVIDIA_VISIBLE_DEVICES"] == "void"
     assert sidecar["resources"].keys() == {"limits", "requests"}
@@ -264,7 +258,7 @@ def test_the_sidecar_sees_no_gpu() -> None:
         ({"gpu": {"count": 8}, "parallelism": {"tensor": 8}}, "8", "32Gi"),
     ],
 )
-def test_the_engine_has_requests_and_shared_memory(engine: dict[str, Any], cpu: str, memory: str) -> None:
+def test_engine_has_requests_and_shared_memory(engine: dict[str, Any], cpu: str, memory: str) -> None:
     spec = pod_of({"engine": engine})["spec"]
     assert spec["containers"][0]["resources"]["requests"] == {"cpu": cpu, "memory": memory}
     assert {"mountPath": "/dev/shm", "name": "shm"} in spec["containers"][0]["volumeMounts"]
@@ -272,77 +266,30 @@ def test_the_engine_has_requests_and_shared_memory(engine: dict[str, Any], cpu: 
     assert spec["initContainers"][0]["resources"]["requests"]["cpu"] == "100m"
 
 
-def test_the_sidecars_command_line_never_grows() -> None:
-    """A pod with an older sidecar may be made from a newer operator's template: unlike keys of the file, no
-    flag is ignored where it is not known."""
+def test_sidecar_command_line_has_only_flags_of_earlier_versions() -> None:
+    """A newer operator's template may create a pod with an older sidecar.
+
+    A sidecar ignores unknown keys of its file, but no unknown flags.
+    """
     flags = [arg.partition("=")[0] for arg in pod_of(FULL)["spec"]["initContainers"][0]["args"]]
     assert flags == ["serve", "--config", "--memory-size"]
 
 
-# -- merge and containment
-
-names = st.sampled_from(["a", "b", "c"])
-leaves = st.none() | st.booleans() | st.integers(0, 3) | st.text("xy", max_size=2)
-values = st.recursive(
-    leaves,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
-    max_leaves=12,
-)
-objects = st.dictionaries(names, values, max_size=3)
-
-
-@given(objects)
-def test_everything_contains_itself(value: dict[str, Any]) -> None:
-    assert first_difference(value, copy.deepcopy(value)) is None
-
-
-@given(objects, st.dictionaries(st.sampled_from(["x", "y"]), values, max_size=2))
-def test_fields_of_others_do_not_matter(ours: dict[str, Any], others: dict[str, Any]) -> None:
-    assert first_difference(ours, {**others, **ours}) is None
-
-
-@given(objects, objects)
-def test_merging_changes_neither_side(base: dict[str, Any], overlay: dict[str, Any]) -> None:
-    copies = copy.deepcopy((base, overlay))
-    merge(base, overlay)
-    assert (base, overlay) == copies
-
-
-@pytest.mark.parametrize(
-    ("wanted", "live", "where"),
-    [
-        ({"a": 1}, {"a": 2}, "a"),
-        ({"a": {"b": 1}}, {}, "a"),
-        ({"a": {}}, {}, None),
-        ({"a": []}, {}, None),
-        ({"a": [1, 2]}, {"a": [2, 1]}, "a[0]"),
-        ({"a": [1]}, {"a": [1, 2]}, "a"),
-        ({"e": [{"name": "x", "v": 1}]}, {"e": [{"name": "y"}, {"name": "x", "v": 1}]}, None),
-        ({"e": [{"name": "x", "v": 1}]}, {"e": [{"name": "x", "v": 2}]}, "e[x].v"),
-        ({"e": [{"name": "x"}]}, {"e": [{"name": "y"}]}, "e[x]"),
-        ({"ports": [{"port": 1}]}, {"ports": [{"port": 1}, {"port": 2}]}, "ports"),
-        ({"selector": {"a": "b"}}, {"selector": {"a": "b", "c": "d"}}, None),
-        ({"r": {"limits": {"memory": "1024Mi"}}}, {"r": {"limits": {"memory": "1Gi"}}}, None),
-        ({"data": {"memory": "1024Mi"}}, {"data": {"memory": "1Gi"}}, "data.memory"),
-    ],
-)
-def test_the_first_difference_is_named(wanted: Any, live: Any, where: str | None) -> None:
-    assert first_difference(wanted, live) == where
-
-
-def test_the_operator_may_ask_the_sidecars() -> None:
-    def sources(*where: str) -> list[Any]:
-        rendered = Engine().render(parse(cluster()), Context(IMAGES, *where))
+def test_network_policy_lets_the_operator_poll_sidecars() -> None:
+    def sources(*operator_namespace: str) -> list[Any]:
+        rendered = Engine().render(parse(cluster()), Context(IMAGES, *operator_namespace))
         policy = next(o for o in rendered if o["kind"] == "NetworkPolicy")
-        (own,) = [rule for rule in policy["spec"]["ingress"] if "from" in rule]
-        return own["from"]
+        (rule_with_sources,) = [rule for rule in policy["spec"]["ingress"] if "from" in rule]
+        return rule_with_sources["from"]
 
-    (more,) = [source for source in sources("lmcache-system") if source not in sources()]
-    assert more["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "lmcache-system"}
-    assert more["podSelector"]["matchLabels"] == OPERATOR_LABELS
+    (operator_source,) = [source for source in sources("lmcache-system") if source not in sources()]
+    assert operator_source["namespaceSelector"]["matchLabels"] == {
+        "kubernetes.io/metadata.name": "lmcache-system"
+    }
+    assert operator_source["podSelector"]["matchLabels"] == OPERATOR_LABELS
 
 
-def test_two_ports_of_one_number_are_both_kept_and_the_last_of_two_variables() -> None:
+def test_merge_keeps_ports_by_protocol_and_the_last_duplicate_variable() -> None:
     ports = [
         {"containerPort": 9000, "name": "tcp"}, {"containerPort": 9000, "name": "udp", "protocol": "UDP"},
     ]  # fmt: skip

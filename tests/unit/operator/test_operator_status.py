@@ -1,4 +1,4 @@
-"""What the user is told: why pods are not there or not ready, and the whole status."""
+"""The status of a cluster, its conditions and Events, and reasons for missing or unready pods."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lmcache_operator.components.base import Problem
-from lmcache_operator.reconcile.status import derive_status, events, news
+from lmcache_operator.components.conditions import Problem
+from lmcache_operator.reconcile.status import changed_conditions, derive_status, events
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 
@@ -26,11 +26,11 @@ from tests.harness.operator_plans import (
     status_of,
 )
 
-# -- why pods are not there, or not ready
+# -- reasons for missing or unready pods
 
 
-def waiting(reason: str, **more: Any) -> dict[str, Any]:
-    return {"name": "engine", "state": {"waiting": {"reason": reason, **more}}}
+def waiting(reason: str, **details: Any) -> dict[str, Any]:
+    return {"name": "engine", "state": {"waiting": {"reason": reason, **details}}}
 
 
 UNSCHEDULABLE = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no GPUs"}
@@ -53,53 +53,53 @@ CRASH = waiting("CrashLoopBackOff", message="back-off 5m0s") | {
         ),
     ],
 )  # fmt: skip
-def test_what_keeps_a_pod_from_running_is_told(status: dict[str, Any], reason: str, message: str) -> None:
+def test_reason_why_a_pod_does_not_run_is_reported(status: dict[str, Any], reason: str, message: str) -> None:
     world = settled_world()
     world.pods["demo-engine-0"]["status"] = status
-    found = status_of(world)
-    assert condition(found, "Ready") == ("False", reason)
-    assert condition(found, "Degraded") == ("True", reason)
-    assert next(c["message"] for c in found["conditions"] if c["type"] == "Degraded") == message
+    actual = status_of(world)
+    assert condition(actual, "Ready") == ("False", reason)
+    assert condition(actual, "Degraded") == ("True", reason)
+    assert next(c["message"] for c in actual["conditions"] if c["type"] == "Degraded") == message
 
 
-def test_a_pod_that_only_starts_is_no_problem() -> None:
+def test_starting_pod_is_no_problem() -> None:
     world = settled_world()
     world.pods["demo-engine-0"]["status"] = {"containerStatuses": [waiting("ContainerCreating")]}
     assert condition(status_of(world), "Degraded") == ("False", "AsDeclared")
 
 
-def warning(about: dict[str, Any], reason: str, message: str, time: str) -> dict[str, Any]:
-    involved = {"uid": about["metadata"]["uid"]}
+def warning(regarding: dict[str, Any], reason: str, message: str, time: str) -> dict[str, Any]:
+    involved = {"uid": regarding["metadata"]["uid"]}
     return {"involvedObject": involved, "reason": reason, "message": message, "lastTimestamp": time}
 
 
 @pytest.mark.parametrize(
-    ("time", "is_told"), [("2025-12-31T23:55:00Z", True), ("2025-12-31T23:30:00Z", False)]
+    ("time", "is_reported"), [("2025-12-31T23:55:00Z", True), ("2025-12-31T23:30:00Z", False)]
 )
-def test_what_the_kubelet_says_of_a_pod_that_is_not_ready_is_told(time: str, is_told: bool) -> None:
+def test_recent_event_of_an_unready_pod_is_reported(time: str, is_reported: bool) -> None:
     world = settled_world()
     pod = world.pods["demo-engine-0"]
     world.warnings = [warning(pod, "FailedMount", 'secret "hf" not found', time)]
     assert condition(status_of(world), "Ready") == ("True", "Ready")
     world.set_ready("demo-engine-0", False)
-    found = status_of(world)
-    assert (condition(found, "Degraded") == ("True", "FailedMount")) is is_told
-    assert ('secret "hf" not found' in str(found)) is is_told
+    actual = status_of(world)
+    assert (condition(actual, "Degraded") == ("True", "FailedMount")) is is_reported
+    assert ('secret "hf" not found' in str(actual)) is is_reported
 
 
-@pytest.mark.parametrize("odd", [{"lastTimestamp": "0000-01-01T00:00:00Z"}, {"reason": None}])
-def test_odd_events_say_nothing_and_hide_nothing(odd: dict[str, Any]) -> None:
+@pytest.mark.parametrize("invalid_fields", [{"lastTimestamp": "0000-01-01T00:00:00Z"}, {"reason": None}])
+def test_invalid_event_is_ignored_and_hides_no_other(invalid_fields: dict[str, Any]) -> None:
     world = settled_world()
     world.set_ready("demo-engine-0", False)
     pod, now = world.pods["demo-engine-0"], "2025-12-31T23:59:00Z"
-    first = warning(pod, "FailedMount", "of the year 0", now) | odd
-    told = {key: value for key, value in first.items() if value is not None}
-    world.warnings = [told, warning(pod, "FailedMount", "no such claim", now)]
+    first = warning(pod, "FailedMount", "of the year 0", now) | invalid_fields
+    event = {key: value for key, value in first.items() if value is not None}
+    world.warnings = [event, warning(pod, "FailedMount", "no such claim", now)]
     message = next(c["message"] for c in status_of(world)["conditions"] if c["type"] == "Degraded")
     assert message == "pod demo-engine-0: no such claim"
 
 
-def test_what_could_not_be_mounted_is_over_when_a_container_has_started() -> None:
+def test_mount_failure_ends_when_a_container_starts() -> None:
     world = settled_world()
     pod = world.pods["demo-engine-0"]
     world.warnings = [warning(pod, "FailedMount", 'secret "hf" not found', "2025-12-31T23:59:00Z")]
@@ -110,7 +110,7 @@ def test_what_could_not_be_mounted_is_over_when_a_container_has_started() -> Non
     assert condition(status_of(world), "Degraded") == ("False", "AsDeclared")
 
 
-def test_why_pods_cannot_be_made_is_told_until_one_was_made() -> None:
+def test_failed_pod_creation_is_reported_until_a_pod_is_created() -> None:
     world = settled_world(engine={"replicas": 2})
     del world.pods["demo-engine-1"]
     world.pods["demo-engine-0"]["metadata"]["creationTimestamp"] = "2025-12-31T23:00:00Z"
@@ -121,26 +121,26 @@ def test_why_pods_cannot_be_made_is_told_until_one_was_made() -> None:
     assert condition(status_of(world), "Degraded") == ("False", "AsDeclared")
 
 
-def test_a_pod_that_does_not_get_ready_in_time_is_told() -> None:
+def test_pod_that_misses_the_ready_deadline_is_reported() -> None:
     world = settled_world()
     world.set_ready("demo-engine-0", False)
     world.pods["demo-engine-0"]["metadata"]["creationTimestamp"] = "2025-12-31T23:00:00Z"
     assert condition(status_of(world), "Progressing") == ("True", "Starting")
     world.pods["demo-engine-0"]["metadata"]["creationTimestamp"] = "2025-12-31T22:50:00Z"
-    found = status_of(world)
-    assert condition(found, "Progressing") == ("False", "ProgressDeadlineExceeded")
-    assert condition(found, "Degraded") == ("True", "ProgressDeadlineExceeded")
+    actual = status_of(world)
+    assert condition(actual, "Progressing") == ("False", "ProgressDeadlineExceeded")
+    assert condition(actual, "Degraded") == ("True", "ProgressDeadlineExceeded")
 
 
 # -- status
 
 
 def condition(status: dict[str, Any], kind: str) -> tuple[str, str]:
-    found = next(c for c in status["conditions"] if c["type"] == kind)
-    return found["status"], found["reason"]
+    matching = next(c for c in status["conditions"] if c["type"] == kind)
+    return matching["status"], matching["reason"]
 
 
-def test_status_of_a_cluster_at_rest() -> None:
+def test_status_of_a_settled_cluster() -> None:
     status = status_of(settled_world(engine={"replicas": 2}))
     assert {c["type"]: (c["status"], c["reason"]) for c in status["conditions"]} == {
         "Degraded": ("False", "AsDeclared"),
@@ -167,41 +167,41 @@ def test_status_while_pods_start_scale_and_are_replaced() -> None:
     )
 
 
-def test_problems_are_named_and_make_it_unready() -> None:
+def test_problems_are_listed_and_make_the_cluster_unready() -> None:
     world = settled_world()
-    taken = frozenset({Ref("Service", "demo")})
-    status = status_of(world, (Problem("Refused", "no quota"),), taken=taken)
+    taken_names = frozenset({Ref("Service", "demo")})
+    status = status_of(world, (Problem("Refused", "no quota"),), taken=taken_names)
     assert condition(status, "Ready") == ("False", "NameTaken")
     degraded = next(c for c in status["conditions"] if c["type"] == "Degraded")
     assert degraded["message"].endswith("rename this cluster; no quota")
 
 
-def test_an_invalid_spec_is_not_told_as_carried_out() -> None:
+def test_invalid_spec_is_not_reported_as_complete() -> None:
     world = settled_world()
     world.change(engine={"args": ["--port=1"]})
     assert condition(status_of(world), "Progressing") == ("False", "InvalidSpec")
 
 
-def test_pods_with_a_former_size_are_counted_until_they_are_replaced() -> None:
+def test_pods_with_the_previous_size_are_counted_until_replaced() -> None:
     world = settled_world(engine={"replicas": 2})
-    for pod in world.pods.values():  # made by an operator of before
+    for pod in world.pods.values():  # an earlier operator created the pods
         sidecar = pod["spec"]["initContainers"][0]
         sidecar["env"] = [item for item in sidecar["env"] if item["name"] != "LMCACHE_MEMORY_MAX_SIZE"]
         del pod["metadata"]["annotations"]["lmcache.io/memory-size"]
     world.change(tiers={"memory": {"size": "2Gi"}})
     carry_out(world, plan(observe(world), IMAGES))
-    found = status_of(world)
-    assert condition(found, "Ready") == ("True", "Ready")
-    assert condition(found, "Progressing") == ("False", "ResizePending")
-    assert "2 still have the former size" in str(found)
-    # What the message says to do.
+    actual = status_of(world)
+    assert condition(actual, "Ready") == ("True", "Ready")
+    assert condition(actual, "Progressing") == ("False", "ResizePending")
+    assert "2 engine pods keep the previous size" in str(actual)
+    # The user follows the advice of the message.
     world.change(engine={"podTemplate": {"metadata": {"annotations": {"rolled": "1"}}}})
     for _ in range(5):
         carry_out(world, plan(observe(world), IMAGES))
     assert condition(status_of(world), "Progressing") == ("False", "Complete")
 
 
-def test_what_could_not_be_looked_at_is_unknown_and_the_rest_stays() -> None:
+def test_failed_read_sets_ready_unknown_and_keeps_the_other_conditions() -> None:
     world = settled_world()
     world.resource["status"] = status_of(world)
     status = derive_status(world.resource, EARLY, [], {}, [Problem("Refused", "no right to get services")])
@@ -211,62 +211,67 @@ def test_what_could_not_be_looked_at_is_unknown_and_the_rest_stays() -> None:
     assert status["readyReplicas"] == 1
 
 
-def test_events_tell_what_changed_and_nothing_else() -> None:
+def test_events_report_only_changed_conditions() -> None:
     world = settled_world()
     good = status_of(world)
     bad = status_of(world, (Problem("Refused", "no quota"),))
-    complete = ("Normal", "Complete", "all 1 engine pods are as declared")
+    complete = ("Normal", "Complete", "All 1 engine pods match the spec.")
     ready = ("Normal", "Ready", "1 of 1 engine pods are ready")
-    assert list(events({}, news({}, good))) == [complete, ready]
-    assert news(good, good) == news(bad, bad) == []
-    assert list(events(good, news(good, bad))) == [("Warning", "Refused", "no quota")]
-    healed = ("Normal", "AsDeclared", "nothing stands in the way of the declared state")
-    assert list(events(bad, news(bad, good))) == [healed, ready]
+    assert list(events({}, changed_conditions({}, good))) == [complete, ready]
+    assert changed_conditions(good, good) == changed_conditions(bad, bad) == []
+    assert list(events(good, changed_conditions(good, bad))) == [("Warning", "Refused", "no quota")]
+    recovered = ("Normal", "AsDeclared", "nothing prevents the declared state")
+    assert list(events(bad, changed_conditions(bad, good))) == [recovered, ready]
 
 
-def test_a_part_that_fails_or_works_again_is_told_whatever_else_is_wrong() -> None:
-    def said(remote: tuple[str, str]) -> dict[str, Any]:
-        told = {"Degraded": ("True", "Unschedulable"), "RemoteTierReachable": remote}
+def test_events_report_part_failures_of_a_degraded_cluster() -> None:
+    def status_with(remote: tuple[str, str]) -> dict[str, Any]:
+        conditions = {"Degraded": ("True", "Unschedulable"), "RemoteTierReachable": remote}
         return {
             "conditions": [
-                {"type": k, "status": v[0], "reason": v[1], "message": ""} for k, v in told.items()
+                {"type": k, "status": v[0], "reason": v[1], "message": ""} for k, v in conditions.items()
             ]
         }
 
     good, bad, unknown = (
-        said(found)
-        for found in (("True", "Reachable"), ("False", "RemoteTierUnreachable"), ("Unknown", "NoAnswer"))
+        status_with(remote_condition)
+        for remote_condition in (
+            ("True", "Reachable"),
+            ("False", "RemoteTierUnreachable"),
+            ("Unknown", "NoAnswer"),
+        )
     )
-    assert list(events(good, news(good, bad))) == [("Warning", "RemoteTierUnreachable", "")]
-    assert list(events(bad, news(bad, good))) == [("Normal", "Reachable", "")]
-    assert list(events(good, news(good, unknown))) == list(events(unknown, news(unknown, good))) == []
+    assert list(events(good, changed_conditions(good, bad))) == [("Warning", "RemoteTierUnreachable", "")]
+    assert list(events(bad, changed_conditions(bad, good))) == [("Normal", "Reachable", "")]
+    assert list(events(good, changed_conditions(good, unknown))) == []
+    assert list(events(unknown, changed_conditions(unknown, good))) == []
 
 
-def test_events_tell_each_step_of_a_cluster_once() -> None:
-    world, told = settled_world(engine={"replicas": 2}), []
+def test_events_report_each_step_of_a_cluster_once() -> None:
+    world, reasons = settled_world(engine={"replicas": 2}), []
     pods, world.pods = dict(world.pods), {}
     for num_ready in (0, 1, 2, 2):
         status, before = status_of(world), world.resource.get("status") or {}
-        told.append([reason for _, reason, _ in events(before, news(before, status))])
+        reasons.append([reason for _, reason, _ in events(before, changed_conditions(before, status))])
         world.resource["status"] = status
         world.pods = pods
         for number in range(2):
             world.set_ready(f"demo-engine-{number}", number < num_ready)
-    assert told == [["Scaling"], ["Starting"], [], ["Complete", "Ready"]]
+    assert reasons == [["Scaling"], ["Starting"], [], ["Complete", "Ready"]]
 
 
-def test_a_condition_that_was_not_looked_at_keeps_its_generation() -> None:
+def test_condition_that_was_not_evaluated_keeps_its_generation() -> None:
     world = settled_world()
     world.resource["status"] = status_of(world)
     world.change(engine={"replicas": 2})
-    found = derive_status(world.resource, EARLY, [], {}, [Problem("Refused", "no right to get services")])
-    generations = {c["type"]: c["observedGeneration"] for c in found["conditions"]}
+    actual = derive_status(world.resource, EARLY, [], {}, [Problem("Refused", "no right to get services")])
+    generations = {c["type"]: c["observedGeneration"] for c in actual["conditions"]}
     before = world.resource["status"]["observedGeneration"]
     assert generations["Ready"] == generations["Degraded"] == before + 1
     assert generations["EngineAvailable"] == generations["Progressing"] == before
 
 
-def test_the_transition_time_changes_only_when_the_status_flips() -> None:
+def test_transition_time_changes_only_with_the_status() -> None:
     world = settled_world()
     world.resource["status"] = status_of(world)
     assert status_of(world, now=LATE) == world.resource["status"]
@@ -277,7 +282,7 @@ def test_the_transition_time_changes_only_when_the_status_flips() -> None:
 
 
 @given(specs, st.integers(0, 5))
-def test_an_unknown_field_makes_it_unready_whatever_the_spec(changes: dict[str, Any], replicas: int) -> None:
+def test_unknown_field_makes_any_cluster_unready(changes: dict[str, Any], replicas: int) -> None:
     world = World(cluster(**changes))
     world.resource["spec"]["engine"] = {"replicas": replicas, "unknown": 1}
     status = status_of(world)

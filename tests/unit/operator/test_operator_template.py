@@ -1,4 +1,4 @@
-"""What the user says of the pods is merged into them, in one of two places, and breaks nothing."""
+"""Pod settings of the user, from podTemplate and from fields of spec.engine: merging, and refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def template(**engine: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "where"),
+    ("changes", "expected"),
     [
         (template(command=["sh"]), "spec.containers[engine].command"),
         (template(args=["x"]), "spec.containers[engine].args"),
@@ -50,7 +50,7 @@ def template(**engine: Any) -> dict[str, Any]:
         (pod({"initContainers": None}), "spec.initContainers"),
         (pod({"initContainers": [{"name": "sidecar", "resources": SMALL}]}), "resources.limits.memory"),
         (sidecar_env("LMCACHE_ADMIT"), "sets LMCACHE_ADMIT of the container sidecar: it is set"),
-        (sidecar_env("LMCACHE_SOCKET"), "look for each other where the operator says"),
+        (sidecar_env("LMCACHE_SOCKET"), "so that engine, sidecar and operator find each other"),
         (sidecar_env("LMCACHE_DISK_SIZE"), "it is set by spec.tiers.disk"),
         (template(env=[{"name": "VLLM_DP_SIZE", "value": "2"}]), "an engine is one pod"),
         (template(resources={"limits": {"nvidia.com/gpu": 2}}), "resources.limits.nvidia.com/gpu"),
@@ -60,11 +60,11 @@ def template(**engine: Any) -> dict[str, Any]:
         ({"engine": {"podTemplate": {"metadata": {"labels": {"lmcache.io/cluster": "x"}}}}}, "labels"),
     ],
 )  # fmt: skip
-def test_a_template_that_breaks_the_cache_is_refused(changes: dict[str, Any], where: str) -> None:
+def test_pod_template_that_breaks_the_cache_is_refused(changes: dict[str, Any], expected: str) -> None:
     with pytest.raises(InvalidSpecError) as caught:
         pod_of(changes)
     assert caught.value.path == "spec.engine.podTemplate"
-    assert where in str(caught.value)
+    assert expected in str(caught.value)
 
 
 keys = st.sampled_from(
@@ -79,19 +79,17 @@ garbage = st.recursive(
 
 @settings(max_examples=50)
 @given(st.dictionaries(keys, garbage, max_size=2), st.dictionaries(keys, garbage, max_size=3))
-def test_a_template_of_garbage_is_merged_or_refused_and_never_crashes(
-    template: dict[str, Any], spec: dict[str, Any]
-) -> None:
+def test_random_pod_template_is_merged_or_refused(template: dict[str, Any], spec: dict[str, Any]) -> None:
     with contextlib.suppress(InvalidSpecError):
         pod_of({"engine": {"podTemplate": {"spec": spec, **template}}})
 
 
-def test_the_sidecar_can_be_tuned() -> None:
+def test_pod_template_can_set_the_sidecars_log_level() -> None:
     sidecar = pod_of(sidecar_env("LMCACHE_LOG_LEVEL"))["spec"]["initContainers"][0]
     assert {"name": "LMCACHE_LOG_LEVEL", "value": "x"} in sidecar["env"]
 
 
-def test_a_template_may_change_everything_else() -> None:
+def test_pod_template_can_change_other_fields() -> None:
     extra = {"name": "logger", "image": "logger:1"}
     overlay = {
         "spec": {
@@ -113,7 +111,7 @@ def test_a_template_may_change_everything_else() -> None:
     assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "32Gi"}
 
 
-def test_a_limit_of_the_user_is_not_contradicted_by_a_request_of_ours() -> None:
+def test_users_limit_replaces_the_default_request() -> None:
     limits = {"limits": {"cpu": "500m", "memory": "2Gi"}}
     spec = pod_of(template(resources=limits))["spec"]
     assert spec["containers"][0]["resources"] == {
@@ -121,13 +119,13 @@ def test_a_limit_of_the_user_is_not_contradicted_by_a_request_of_ours() -> None:
     }  # fmt: skip
 
 
-# -- fields named as in a pod
+# -- fields of spec.engine with the names of pod fields
 
 
 SPREAD = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "DoNotSchedule"}
 
 
-def test_fields_say_what_the_template_would() -> None:
+def test_engine_fields_are_rendered_like_the_pod_template() -> None:
     toleration = {"key": "gpu", "operator": "Exists"}
     engine = {
         "env": [{"name": "VLLM_LOGGING_LEVEL", "value": "DEBUG"}],
@@ -149,17 +147,17 @@ def test_fields_say_what_the_template_would() -> None:
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "32Gi"}} in spec["volumes"]
     assert (spec["nodeSelector"], spec["priorityClassName"]) == ({"gpu": "h200"}, "serving")
     assert spec["tolerations"] == [toleration]
-    own, other = spec["topologySpreadConstraints"]
-    assert own["labelSelector"]["matchLabels"]["lmcache.io/cluster"] == "demo"
-    assert other["labelSelector"] == {}
-    # The same in podTemplate is no contradiction, and what it adds comes on top.
-    more = template(resources={"limits": {"cpu": "16"}, "requests": {"memory": "48Gi"}})["engine"]
-    spec = pod_of({"engine": engine | more})["spec"]
+    first, second = spec["topologySpreadConstraints"]
+    assert first["labelSelector"]["matchLabels"]["lmcache.io/cluster"] == "demo"
+    assert second["labelSelector"] == {}
+    # Equal values in podTemplate are no contradiction, and additional fields are merged.
+    overlay = template(resources={"limits": {"cpu": "16"}, "requests": {"memory": "48Gi"}})["engine"]
+    spec = pod_of({"engine": engine | overlay})["spec"]
     assert spec["containers"][0]["resources"]["limits"]["cpu"] == "16"
     assert "cpu" in spec["containers"][0]["resources"]["requests"]
 
 
-def test_a_limit_stands_for_the_request_wherever_it_is_written() -> None:
+def test_limit_replaces_the_default_request_in_both_places() -> None:
     resources = {"limits": {"cpu": "500m", "memory": "2Gi"}}
     spec = pod_of({"engine": {"resources": resources}})["spec"]
     assert spec == pod_of(template(resources=resources))["spec"]
@@ -177,25 +175,25 @@ def test_a_limit_stands_for_the_request_wherever_it_is_written() -> None:
         (
             {"priorityClassName": "a", **pod({"priorityClassName": "b"})["engine"]},
             "podTemplate",
-            "says otherwise of spec.priorityClassName than spec.engine.priorityClassName: write it in one",
+            "contradicts spec.engine.priorityClassName at spec.priorityClassName: set it in only one",
         ),
         (
             {"tolerations": [{"key": "a"}], **pod({"tolerations": [{"key": "b"}]})["engine"]},
-            "podTemplate", "than spec.engine.tolerations",
+            "podTemplate", "contradicts spec.engine.tolerations",
         ),
         (
             {
                 "sharedMemorySize": "1Gi",
                 **pod({"volumes": [{"name": "shm", "emptyDir": {"sizeLimit": "2Gi"}}]})["engine"],
             },
-            "podTemplate", "volumes[shm].emptyDir.sizeLimit than spec.engine.sharedMemorySize",
+            "podTemplate", "spec.engine.sharedMemorySize at spec.volumes[shm].emptyDir.sizeLimit",
         ),
         ({"sharedMemorySize": "1Mi"}, "sharedMemorySize", "between 64Mi and 16Ti"),
         ({"tolerations": {}}, "tolerations", "must be a list"),
         ({"tolerations": ["x"]}, "tolerations[0]", "must be an object"),
     ],
 )  # fmt: skip
-def test_fields_that_break_or_contradict_are_refused(
+def test_invalid_or_contradictory_engine_fields_are_refused(
     engine: dict[str, Any], path: str, sentence: str
 ) -> None:
     with pytest.raises(InvalidSpecError) as caught:
@@ -204,7 +202,7 @@ def test_fields_that_break_or_contradict_are_refused(
     assert sentence in str(caught.value)
 
 
-def test_the_models_volume_has_our_name_whatever_its_source_says() -> None:
+def test_model_volume_has_a_fixed_name() -> None:
     changes = {"model": {"name": "m", "volume": {"name": "foo", "hostPath": {"path": "/m"}}}}
     volumes = pod_of(changes)["spec"]["volumes"]
     assert {"name": "models", "hostPath": {"path": "/m"}} in volumes

@@ -25,19 +25,19 @@ def make_serde(name, dtype=torch.float16, fmt="vllm"):
     return CreateSerde(name, LMCacheEngineConfig.from_defaults(), metadata)
 
 
-def same_bits(one, other):
+def same_bits(first, second):
     return (
-        one.dtype == other.dtype
-        and one.shape == other.shape
+        first.dtype == second.dtype
+        and first.shape == second.shape
         and bool(
-            (one.contiguous().reshape(-1).view(torch.uint8) == other.reshape(-1).view(torch.uint8)).all()
+            (first.contiguous().reshape(-1).view(torch.uint8) == second.reshape(-1).view(torch.uint8)).all()
         )
     )
 
 
 @st.composite
 def tensors(draw):
-    """Tensors of any dtype, shape, strides and bits, NaNs and infinities included."""
+    """Generate tensors of any dtype, shape, strides and bits, including NaNs and infinities."""
     dtype, shape = draw(st.sampled_from(DTYPES)), draw(st.lists(st.integers(0, 4), max_size=6))
     numel = int(torch.Size(shape).numel())
     size = numel * dtype.itemsize
@@ -51,14 +51,14 @@ def tensors(draw):
 @settings(max_examples=40)
 def test_round_trip_is_exact(name, tensor):
     if name == "cachegen" and tensor.ndim == 5 and tensor.shape[1] == 2 and tensor.dtype in DTYPES[:3]:
-        return  # what is encoded comes back within the error bound: test_serde_cachegen.py
+        return  # lossy: test_serde_cachegen.py checks the error bound
     serializer, deserializer = make_serde(name, tensor.dtype)
     assert same_bits(tensor, deserializer.from_bytes(serializer.to_bytes(tensor)))
 
 
 @pytest.mark.parametrize("name", SERDES)
 @pytest.mark.parametrize("buffer", [bytes, bytearray, memoryview])
-def test_what_is_returned_is_the_callers_own(name, buffer):
+def test_caller_owns_returned_tensors(name, buffer):
     serializer, deserializer = make_serde(name)
     tensor = torch.randn(2, 2, 16, 2, 8).half()
     with torch.inference_mode():
@@ -66,13 +66,13 @@ def test_what_is_returned_is_the_callers_own(name, buffer):
         first, second = (deserializer.from_bytes(buffer(blob)) for _ in range(2))
     assert not first.is_inference()
     before = second.clone()
-    first.add_(1)  # an inference tensor, or one that is read-only, would raise
+    first.add_(1)  # an inference tensor or a read-only tensor would raise
     assert torch.equal(second, before)
     assert blob == serializer.to_bytes(tensor)
 
 
 @pytest.mark.parametrize("name", SERDES)
-def test_what_is_written_is_not_changed_and_may_need_a_gradient(name):
+def test_serializing_does_not_change_tensors_with_gradients(name):
     serializer, deserializer = make_serde(name, torch.float32)
     tensor = torch.randn(2, 2, 16, 2, 8, requires_grad=True)
     before = tensor.detach().clone()
@@ -82,19 +82,19 @@ def test_what_is_written_is_not_changed_and_may_need_a_gradient(name):
 
 @pytest.mark.parametrize("writer", SERDES)
 @pytest.mark.parametrize("reader", SERDES)
-def test_every_serde_reads_every_container(writer, reader):
+def test_each_serde_reads_containers_of_all_serdes(writer, reader):
     tensor = torch.zeros(2, 2, 16, 2, 8).half()
     blob = make_serde(writer)[0].to_bytes(tensor)
     assert torch.equal(make_serde(reader)[1].from_bytes(blob), tensor)
 
 
-def test_an_unknown_serde_is_refused_with_those_there_are():
+def test_error_for_unknown_serde_lists_the_known_serdes():
     with pytest.raises(ValueError, match="write torch, safetensor, cachegen, fast"):
         make_serde("pickle")
 
 
 @pytest.mark.parametrize("debug", [True, False])
-def test_calls_are_timed_if_asked_for(debug, monkeypatch):
+def test_calls_are_timed_in_debug_mode(debug, monkeypatch):
     lines = []
     monkeypatch.setattr(GlobalConfig, "enable_debug", debug)
     monkeypatch.setattr("lmcache.storage_backend.serde.serde.logger.debug", lambda *line: lines.append(line))
@@ -105,10 +105,10 @@ def test_calls_are_timed_if_asked_for(debug, monkeypatch):
 
 @pytest.mark.parametrize("name", SERDES)
 @pytest.mark.parametrize("stored", [torch.float32, torch.float64, torch.bfloat16])
-def test_defect_05_a_cast_never_makes_a_value_infinite(name, stored):
+def test_defect_05_cast_never_makes_a_value_infinite(name, stored):
     serializer, deserializer = make_serde(name)
-    fits = torch.full((3,), 60000.0, dtype=stored)
-    assert torch.equal(deserializer.from_bytes(serializer.to_bytes(fits)), fits.half())
+    fitting = torch.full((3,), 60000.0, dtype=stored)
+    assert torch.equal(deserializer.from_bytes(serializer.to_bytes(fitting)), fitting.half())
     with pytest.raises(ContainerError, match="too large"):
         deserializer.from_bytes(serializer.to_bytes(torch.tensor([1.0, 1e30], dtype=stored)))
     was_infinite = torch.tensor([float("inf"), float("nan")], dtype=stored)
@@ -116,7 +116,7 @@ def test_defect_05_a_cast_never_makes_a_value_infinite(name, stored):
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_defect_05_a_cast_to_8_bit_floats_does_not_clip(dtype):
+def test_defect_05_cast_to_8_bit_floats_does_not_clip(dtype):
     serializer, deserializer = make_serde("torch")[0], make_serde("torch", dtype)[1]
     largest = torch.finfo(dtype).max
     blob = serializer.to_bytes(torch.tensor([1.0, -largest]).half())
@@ -126,8 +126,8 @@ def test_defect_05_a_cast_to_8_bit_floats_does_not_clip(dtype):
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf")])
-def test_defect_05_infinity_stays_infinite_or_is_refused(value):
-    """torch makes it 448, the largest number of a dtype that has no infinity."""
+def test_defect_05_infinity_is_returned_unchanged_or_refused(value):
+    """torch casts infinity to 448, the largest number of a dtype without infinity."""
     blob = make_serde("torch", torch.float16)[0].to_bytes(torch.tensor([1.0, value], dtype=torch.float16))
     assert make_serde("torch", torch.float8_e5m2)[1].from_bytes(blob).double().tolist() == [1.0, value]
     with pytest.raises(ContainerError, match="too large"):
@@ -141,13 +141,13 @@ def test_defect_05_integers_are_not_cast(stored, wanted):
         make_serde("torch", getattr(torch, wanted))[1].from_bytes(blob)
 
 
-def test_defect_05_fast_keeps_the_shape():
+def test_defect_05_fast_preserves_the_shape():
     serializer, deserializer = make_serde("fast")
     assert deserializer.from_bytes(serializer.to_bytes(torch.ones(2, 3, 4).half())).shape == (2, 3, 4)
 
 
 @pytest.mark.parametrize("name", SERDES)
-def test_defect_04_a_flipped_byte_is_refused(name):
+def test_defect_04_refuses_flipped_bytes(name):
     serializer, deserializer = make_serde(name)
     blob = serializer.to_bytes(torch.randn(2, 2, 16, 2, 8).half())
     for position in (*range(HEADER_BYTES), HEADER_BYTES + 1, len(blob) // 2, len(blob) - 1):
@@ -157,7 +157,7 @@ def test_defect_04_a_flipped_byte_is_refused(name):
             deserializer.from_bytes(bytes(damaged))
 
 
-# What lmcache 0.1 to 0.3 wrote.
+# Bytes that lmcache 0.1 to 0.3 wrote
 
 
 def torch_saved(value):
@@ -166,21 +166,21 @@ def torch_saved(value):
     return file.getvalue()
 
 
-def with_program(program, archive=None):
-    """An archive of torch.save with another program in it."""
-    made = io.BytesIO()
+def with_pickle_program(program, archive=None):
+    """Return a torch.save archive with another pickle program in it."""
+    modified = io.BytesIO()
     with (
         zipfile.ZipFile(io.BytesIO(archive or torch_saved(torch.ones(2)))) as source,
-        zipfile.ZipFile(made, "w") as target,
+        zipfile.ZipFile(modified, "w") as target,
     ):
         for entry in source.infolist():
             is_program = entry.filename.endswith("data.pkl")
             target.writestr(entry.filename, program if is_program else source.read(entry))
-    return made.getvalue()
+    return modified.getvalue()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_legacy_bytes_are_read(dtype):
+def test_reads_legacy_bytes(dtype):
     tensor = torch.arange(24).to(dtype).reshape(2, 3, 4)
     assert same_bits(tensor, make_serde("torch", dtype)[1].from_bytes(torch_saved(tensor)))
     file = safetensors.torch.save({"tensor_bytes": tensor})
@@ -188,12 +188,12 @@ def test_legacy_bytes_are_read(dtype):
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [(torch.bfloat16, [6]), (torch.float16, [2, 3])])
-def test_a_safetensors_file_must_be_what_its_container_says(dtype, shape):
+def test_safetensors_payload_must_match_its_container(dtype, shape):
     with pytest.raises(ContainerError, match="payload is"):
         make_serde("safetensor")[1].from_bytes(pack(Kind.SAFETENSORS, dtype, shape, [SAFE]))
 
 
-def test_a_view_in_legacy_bytes_comes_alone():
+def test_legacy_bytes_of_a_view_contain_only_the_view():
     view = torch.arange(1000.0)[::100].half()
     assert torch.equal(make_serde("torch")[1].from_bytes(torch_saved(view)), view)
 
@@ -202,7 +202,7 @@ def test_a_view_in_legacy_bytes_comes_alone():
 def test_defect_20_code_in_pickled_legacy_bytes_does_not_run(name, tmp_path):
     target = tmp_path / "ran"
     program = f"cos\nsystem\n(S'touch {target}'\ntR.".encode()
-    for blob in (program, with_program(b"\x80\x02" + program)):
+    for blob in (program, with_pickle_program(b"\x80\x02" + program)):
         with pytest.raises(ContainerError):
             make_serde(name)[1].from_bytes(blob)
     assert not target.exists()
@@ -219,7 +219,7 @@ def test_defect_20_no_module_imports_pickle():
         assert not loads.search(text), path
 
 
-def test_legacy_bytes_take_no_more_memory_than_they_have():
+def test_hostile_legacy_bytes_allocate_no_extra_memory():
     deserializer = make_serde("torch")[1]
     saved = torch_saved(torch.ones(2).half())
     compressed = io.BytesIO()
@@ -230,10 +230,12 @@ def test_legacy_bytes_take_no_more_memory_than_they_have():
         archive.writestr("a/data/0", bytes(1000))
         archive.filelist *= 9
     hostile = {
-        "is no part of a tensor": with_program(b"\x80\x02cbuiltins\nbytearray\n(\x8a\x05\0\0\0\0\x01tR."),
+        "is not part of a tensor": with_pickle_program(
+            b"\x80\x02cbuiltins\nbytearray\n(\x8a\x05\0\0\0\0\x01tR."
+        ),
         "not a dense tensor": torch_saved(torch.ones(1).half().expand(1 << 40)),
-        "does not compress": compressed.getvalue(),
-        "parts overlap": overlapping.getvalue(),
+        "is compressed": compressed.getvalue(),
+        "entries overlap": overlapping.getvalue(),
     }
     assert deserializer.from_bytes(saved).tolist() == [1, 1]
     for reason, blob in hostile.items():
@@ -242,7 +244,7 @@ def test_legacy_bytes_take_no_more_memory_than_they_have():
 
 
 @pytest.mark.parametrize("value", [[torch.ones(1)], {}, 1, torch.nn.Linear(1, 1), torch.eye(2).to_sparse()])
-def test_legacy_bytes_of_anything_but_a_tensor_are_refused(value):
+def test_refuses_legacy_bytes_of_other_types(value):
     with pytest.raises(ContainerError):
         make_serde("torch")[1].from_bytes(torch_saved(value))
 
@@ -252,17 +254,17 @@ SAFE = safetensors.torch.save({"tensor_bytes": torch.arange(6.0).half()})
 
 
 @pytest.mark.parametrize(
-    ("name", "good"), [("torch", SAVED), ("safetensor", SAFE), ("cachegen", b"\x80\x02.")]
+    ("name", "valid"), [("torch", SAVED), ("safetensor", SAFE), ("cachegen", b"\x80\x02.")]
 )
 @given(data=st.data())
 @settings(max_examples=50, suppress_health_check=[HealthCheck.differing_executors])
-def test_hostile_legacy_bytes_raise_one_error_or_are_a_tensor(name, good, data):
-    mutated = bytearray(good)
+def test_hostile_legacy_bytes_give_a_container_error_or_a_tensor(name, valid, data):
+    mutated = bytearray(valid)
     for _ in range(data.draw(st.integers(1, 4))):
-        mutated[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
-    cut = good[: data.draw(st.integers(0, len(good) - 1))]
+        mutated[data.draw(st.integers(0, len(valid) - 1))] = data.draw(st.integers(0, 255))
+    truncated = valid[: data.draw(st.integers(0, len(valid) - 1))]
     deserializer = make_serde(name)[1]
-    for blob in (bytes(mutated), cut, data.draw(st.binary(max_size=200))):
+    for blob in (bytes(mutated), truncated, data.draw(st.binary(max_size=200))):
         try:
             tensor = deserializer.from_bytes(blob)
         except ContainerError:
@@ -272,22 +274,22 @@ def test_hostile_legacy_bytes_raise_one_error_or_are_a_tensor(name, good, data):
 
 
 @given(st.binary(max_size=300))
-def test_bytes_without_a_header_are_nothing_to_fast(blob):
-    """Its legacy bytes had neither shape nor checksum: anything would pass for one tensor or another."""
+def test_fast_refuses_bytes_without_a_header(blob):
+    """Legacy bytes of ``fast`` have neither shape nor checksum, so any bytes would pass for a tensor."""
     with pytest.raises(ContainerError):
         make_serde("fast")[1].from_bytes(blob)
 
 
 @pytest.mark.parametrize("name", SERDES)
-def test_a_bound_value_is_read_under_its_label_only(name):
+def test_labelled_value_is_readable_only_under_its_label(name):
     serializer, deserializer = make_serde(name)
     chunk = torch.ones(2, 2, 16, 2, 8).half()
-    blob = serializer.to_bytes(chunk, b"mine")
+    blob = serializer.to_bytes(chunk, b"label")
     assert torch.equal(
-        deserializer.from_bytes(blob, b"mine"), deserializer.from_bytes(serializer.to_bytes(chunk))
+        deserializer.from_bytes(blob, b"label"), deserializer.from_bytes(serializer.to_bytes(chunk))
     )
-    for label in (b"yours", b"min", b"mine ", b""):
+    for label in (b"other", b"labe", b"label ", b""):
         with pytest.raises(ContainerError):
             deserializer.from_bytes(blob, label)
     with pytest.raises(ContainerError, match="version 1, not 2"):
-        deserializer.from_bytes(serializer.to_bytes(chunk), b"mine")
+        deserializer.from_bytes(serializer.to_bytes(chunk), b"label")

@@ -30,7 +30,7 @@ def in_layout(kv, fmt):
 
 
 def error_bound(kv, bins):
-    """Of every element of KV [L, 2, T, H, D], as docs/reference/serde.md states it."""
+    """Return the error bound of each element of KV [L, 2, T, H, D], as docs/reference/serde.md states it."""
     largest = kv.double().abs().amax((3, 4), keepdim=True)
     half_step = torch.clamp(largest / (bins - 2), min=2**-127) * (1 + 2**-20)
     info = torch.finfo(kv.dtype)
@@ -39,7 +39,7 @@ def error_bound(kv, bins):
 
 @st.composite
 def any_bits(draw):
-    """KV [L, 2, T, H, D] of any finite bits: zeros, denormals and the largest numbers too."""
+    """Generate KV [L, 2, T, H, D] of any finite bits, including zeros, denormals and the largest numbers."""
     dtype = draw(st.sampled_from(CODED))
     shape = (draw(st.integers(1, 2)), 2, *(draw(st.integers(1, 4)) for _ in range(3)))
     size = math.prod(shape) * dtype.itemsize
@@ -50,49 +50,49 @@ def any_bits(draw):
 
 @given(any_bits(), st.sampled_from(["vllm", "huggingface"]), st.sampled_from([4, 8, 16, 32, 64, 128, 256]))
 @settings(max_examples=100)
-def test_every_element_is_within_the_stated_error(kv, fmt, bins):
+def test_each_element_is_within_the_documented_error(kv, fmt, bins):
     serializer, deserializer = make_serde(fmt, kv.dtype, bins)
-    got = deserializer.from_bytes(serializer.to_bytes(in_layout(kv, fmt)))
+    decoded = deserializer.from_bytes(serializer.to_bytes(in_layout(kv, fmt)))
     assert serializer.num_raw == 0
-    assert got.dtype == kv.dtype
-    error = (in_layout(got, fmt).double() - kv.double()).abs()
+    assert decoded.dtype == kv.dtype
+    error = (in_layout(decoded, fmt).double() - kv.double()).abs()
     assert bool((error <= error_bound(kv, bins)).all())
 
 
 @pytest.mark.parametrize("bins", [4, 8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize("dtype", CODED)
-@pytest.mark.parametrize("extreme", ["max", "tiny", "few bits", "one bit"])
-def test_the_largest_and_the_smallest_numbers_are_within_it_too(extreme, dtype, bins):
+@pytest.mark.parametrize("extreme", ["max", "tiny", "few bits", "single bit"])
+def test_extreme_numbers_are_within_the_documented_error(extreme, dtype, bins):
     info = torch.finfo(dtype)
     smallest = info.tiny * info.eps
-    largest = {"max": info.max, "tiny": info.tiny, "few bits": 22 * smallest, "one bit": smallest}[extreme]
+    largest = {"max": info.max, "tiny": info.tiny, "few bits": 22 * smallest, "single bit": smallest}[extreme]
     kv = (torch.linspace(-1, 1, 64).double() * largest).reshape(1, 2, 4, 2, 4).to(dtype)
     serializer, deserializer = make_serde("vllm", dtype, bins)
-    got = deserializer.from_bytes(serializer.to_bytes(kv))
+    decoded = deserializer.from_bytes(serializer.to_bytes(kv))
     assert serializer.num_raw == 0
-    assert bool(((got.double() - kv.double()).abs() <= error_bound(kv, bins)).all())
+    assert bool(((decoded.double() - kv.double()).abs() <= error_bound(kv, bins)).all())
 
 
 @pytest.mark.parametrize("dtype", CODED)
 @pytest.mark.parametrize("fmt", ["vllm", "huggingface"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 17, 256, 300])
-def test_chunks_of_any_length(dtype, fmt, num_tokens):
+def test_chunks_of_any_length_are_within_the_documented_error(dtype, fmt, num_tokens):
     kv = (torch.randn(3, 2, num_tokens, 2, 16) * torch.randn(2, 16).exp() + torch.randn(2, 16)).to(dtype)
     serializer, deserializer = make_serde(fmt, dtype)
     blob = serializer.to_bytes(in_layout(kv, fmt))
-    got = in_layout(deserializer.from_bytes(blob), fmt)
-    assert bool(((got.double() - kv.double()).abs() <= error_bound(kv, 32)).all())
+    decoded = in_layout(deserializer.from_bytes(blob), fmt)
+    assert bool(((decoded.double() - kv.double()).abs() <= error_bound(kv, 32)).all())
     encoded = CacheGenEncoderOutput.from_bytes(blob)
     assert (encoded.num_heads, encoded.head_size) == (2, 16)
 
 
-def test_it_compresses():
+def test_compresses_random_kv_by_three():
     generator = torch.Generator().manual_seed(0)
     kv = torch.randn(4, 2, 256, 4, 64, generator=generator).half()
     assert len(make_serde()[0].to_bytes(kv)) * 3 < kv.nbytes
 
 
-def test_the_two_layouts_say_the_same():
+def test_both_layouts_decode_to_the_same_values():
     kv = torch.randn(2, 2, 9, 3, 8).half()
     rows, heads = (
         make_serde(fmt)[1].from_bytes(make_serde(fmt)[0].to_bytes(in_layout(kv, fmt)))
@@ -108,7 +108,7 @@ def test_zeros_stay_zeros():
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("layer", [0, 1])
-def test_what_is_not_finite_is_stored_raw_and_counted(value, layer):
+def test_non_finite_values_are_stored_raw_and_counted(value, layer):
     serializer, deserializer = make_serde()
     kv = torch.randn(2, 2, 5, 2, 8).half()
     kv[layer, 1, 4, 1, 7] = value
@@ -119,14 +119,14 @@ def test_what_is_not_finite_is_stored_raw_and_counted(value, layer):
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 0, 2, 8), (0, 2, 5, 2, 8), (2, 2, 5, 16), (2, 1, 5, 2, 8), ()])
-def test_what_is_no_kv_is_stored_raw_and_counted(shape):
+def test_tensors_of_other_shapes_are_stored_raw_and_counted(shape):
     serializer, deserializer = make_serde()
     kv = torch.ones(shape).half()
     assert torch.equal(deserializer.from_bytes(serializer.to_bytes(kv)), kv)
     assert serializer.num_raw == 1
 
 
-def test_bad_arguments():
+def test_refuses_invalid_formats_and_bins():
     with pytest.raises(ValueError, match="Invalid format: sglang"):
         make_serde("sglang")
     for bins in (2, 24, 512):
@@ -134,10 +134,10 @@ def test_bad_arguments():
             make_serde(bins=bins)
 
 
-# Hostile payloads: the container's checksum fits, what it holds does not.
+# Hostile payloads: the checksum of the container is right, but its content is not.
 
 SHAPE = (2, 2, 5, 2, 8)
-GOOD = bytes(
+VALID_PAYLOAD = bytes(
     parse(
         make_serde()[0].to_bytes(torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)).half())
     ).payload
@@ -151,14 +151,14 @@ def read(payload, shape=SHAPE, dtype=torch.float16, kind=Kind.CACHEGEN):
 
 @given(st.data())
 @settings(max_examples=150)
-def test_hostile_payloads_raise_one_error_or_are_a_tensor_of_that_shape(data):
-    payload = bytearray(GOOD)
+def test_hostile_payloads_give_a_container_error_or_a_tensor_of_the_shape(data):
+    payload = bytearray(VALID_PAYLOAD)
     for _ in range(data.draw(st.integers(0, 4))):
-        position = data.draw(st.integers(0, FIELDS_BYTES - 1) | st.integers(0, len(GOOD) - 1))
+        position = data.draw(st.integers(0, FIELDS_BYTES - 1) | st.integers(0, len(VALID_PAYLOAD) - 1))
         payload[position] = data.draw(st.integers(0, 255))
     shape = data.draw(st.just(SHAPE) | st.lists(st.sampled_from([0, 1, 2, 5, 8, 2**31]), max_size=8))
-    cut = payload[: data.draw(st.integers(0, len(payload)))]
-    for candidate in (payload, cut, data.draw(st.binary(max_size=100))):
+    truncated = payload[: data.draw(st.integers(0, len(payload)))]
+    for candidate in (payload, truncated, data.draw(st.binary(max_size=100))):
         try:
             tensor = read(candidate, shape)
         except ContainerError:
@@ -178,27 +178,27 @@ def deflated(raw):
     return coder.compress(raw) + coder.flush()
 
 
-def test_a_stream_can_not_grow_beyond_what_a_huffman_code_can_mean():
-    shape = (1, 2, 63, 4, 512)  # 64 symbols a channel
+def test_stream_cannot_expand_beyond_the_limit_of_huffman_codes():
+    shape = (1, 2, 63, 4, 512)  # 64 symbols per channel
     bomb = deflated(bytes(2 * 64 * 4 * 512))
     assert len(bomb) < 2000
     with pytest.raises(ContainerError, match="streams don't fit"):
         read(with_streams([bomb], shape), shape)
 
 
-def test_nothing_may_follow_in_a_stream():
+def test_refuses_trailing_bytes_in_a_stream():
     shape = (1, 2, 2, 2, 8)
     stream = bytes(range(96))
     assert read(with_streams([deflated(stream)], shape), shape).shape == shape
-    with pytest.raises(ContainerError, match="has not the 96"):
+    with pytest.raises(ContainerError, match="does not have exactly 96"):
         read(with_streams([deflated(stream) + b"\0"], shape), shape)
 
 
 @pytest.mark.parametrize("num_symbols", [0, 95, 97, 10**7])
-def test_a_stream_of_another_length_is_refused(num_symbols):
-    shape = (1, 2, 2, 2, 8)  # 3 symbols a channel: 96
+def test_refuses_streams_of_another_length(num_symbols):
+    shape = (1, 2, 2, 2, 8)  # 3 symbols per channel, 96 in total
     stream = deflated(bytes(num_symbols))
-    with pytest.raises(ContainerError, match="has not the 96"):
+    with pytest.raises(ContainerError, match="does not have exactly 96"):
         read(with_streams([stream + bytes(max(0, 12 - len(stream)))], shape), shape)
 
 
@@ -212,24 +212,26 @@ def test_a_stream_of_another_length_is_refused(num_symbols):
         (FIELDS_BYTES + SCALES_BYTES, 7, "stream"),
     ],
 )
-def test_every_field_is_checked(position, value, reason):
-    payload = bytearray(GOOD)
+def test_checks_each_field(position, value, reason):
+    payload = bytearray(VALID_PAYLOAD)
     payload[position] = value
     with pytest.raises(ContainerError, match=reason):
         read(payload)
 
 
-def test_only_what_is_cachegen_is_read_as_cachegen():
+def test_refuses_other_kinds_as_cachegen():
     with pytest.raises(ContainerError, match="RAW"):
         CacheGenEncoderOutput.from_bytes(pack(Kind.RAW, torch.int8, [0], [b""]))
     with pytest.raises(ContainerError, match="int8"):
-        read(GOOD, dtype=torch.int8)
+        read(VALID_PAYLOAD, dtype=torch.int8)
 
 
-def test_the_container_holds_the_formats_fields():
+def test_container_holds_the_documented_fields():
     blob = make_serde()[0].to_bytes(torch.ones(1, 2, 3, 1, 2).half())
     length = int.from_bytes(blob[HEADER_BYTES + 4 : HEADER_BYTES + 8], "little")
     stream = blob[HEADER_BYTES + 8 + 24 :]
     assert blob[HEADER_BYTES : HEADER_BYTES + 4] == bytes([2, 15, 0, 0])
     assert len(stream) == length
-    assert zlib.decompress(stream, -15) == bytes([30, 16, 16, 16]) * 4  # the middle, and 3 times "as it"
+    assert (
+        zlib.decompress(stream, -15) == bytes([30, 16, 16, 16]) * 4
+    )  # the middle, and 3 times the same value

@@ -28,12 +28,12 @@ shapes = st.lists(st.integers(0, 100), max_size=8)
 
 
 def seal(fields, payload=b""):
-    """A container with any fields and a checksum that fits."""
+    """Return a container with any fields and a matching checksum."""
     check = xxhash.xxh3_128(fields + xxhash.xxh3_128(payload).digest()).digest()
     return fields + check + b"LMCserde" + payload
 
 
-def test_golden_bytes():
+def test_packs_golden_bytes():
     tensor = torch.arange(6, dtype=torch.int8).reshape(2, 3)
     blob = pack(Kind.RAW, tensor.dtype, tensor.shape, [tensor_bytes(tensor)])
     assert blob.hex() == (
@@ -47,7 +47,7 @@ def test_golden_bytes():
     )  # fmt: skip
 
 
-def test_codes_of_dtypes_are_part_of_the_format():
+def test_codes_of_dtypes_and_kinds_never_change():
     assert [str(dtype).removeprefix("torch.") for dtype in DTYPES] == [
         "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2",
         "int8", "uint8", "int16", "int32", "int64", "float8_e4m3fnuz", "float8_e5m2fnuz",
@@ -56,20 +56,20 @@ def test_codes_of_dtypes_are_part_of_the_format():
 
 
 @given(kinds, dtypes, shapes, st.lists(st.binary(max_size=50), max_size=3))
-def test_round_trip(kind, dtype, shape, parts):
+def test_parses_the_packed_container(kind, dtype, shape, parts):
     blob = pack(kind, dtype, shape, parts)
     assert is_container(blob)
     assert parse(blob) == (kind, dtype, tuple(shape), b"".join(parts))
 
 
 @given(st.binary(max_size=3 * HEADER_BYTES))
-def test_any_other_bytes_are_a_bad_container(blob):
+def test_refuses_arbitrary_bytes(blob):
     with pytest.raises(ContainerError):
         parse(blob)
 
 
 @given(kinds, dtypes, shapes, st.binary(max_size=20), st.data())
-def test_defect_04_no_bit_may_flip_and_no_damage_makes_legacy_bytes_of_a_container(
+def test_defect_04_refuses_flipped_bits_and_never_reads_them_as_legacy_bytes(
     kind, dtype, shape, payload, data
 ):
     blob = bytearray(pack(kind, dtype, shape, [payload]))
@@ -81,17 +81,17 @@ def test_defect_04_no_bit_may_flip_and_no_damage_makes_legacy_bytes_of_a_contain
 
 
 @given(st.binary(max_size=20), st.data())
-def test_no_container_may_be_cut_or_longer(payload, data):
+def test_refuses_truncated_and_extended_containers(payload, data):
     blob = pack(Kind.RAW, torch.uint8, [len(payload)], [payload])
-    cut = blob[: data.draw(st.integers(0, len(blob) - 1))]
-    for damaged in (cut, blob + b"\0"):
+    truncated = blob[: data.draw(st.integers(0, len(blob) - 1))]
+    for damaged in (truncated, blob + b"\0"):
         assert is_container(damaged)
         with pytest.raises(ContainerError):
             parse(damaged)
 
 
 @given(st.data())
-def test_a_lie_with_a_right_checksum_is_refused_or_read_exactly(data):
+def test_changed_fields_with_right_checksum_are_refused_or_parsed_exactly(data):
     fields = bytearray(pack(Kind.RAW, torch.float16, [2, 3], [bytes(12)])[:FIELDS_BYTES])
     for _ in range(data.draw(st.integers(1, 3))):
         fields[data.draw(st.integers(8, FIELDS_BYTES - 1))] = data.draw(st.integers(0, 255))
@@ -101,7 +101,7 @@ def test_a_lie_with_a_right_checksum_is_refused_or_read_exactly(data):
         assert tensor_from_bytes(payload, dtype, shape).nbytes == 12
 
 
-def test_a_wrong_length_is_found_before_the_payload_is_read():
+def test_refuses_wrong_length_before_reading_the_payload():
     blob = pack(Kind.RAW, torch.uint8, [9], [bytes(9)])
     for damaged in (blob[:-1], blob + b"\0"):
         with pytest.raises(ContainerError, match="payload has"):
@@ -111,9 +111,9 @@ def test_a_wrong_length_is_found_before_the_payload_is_read():
 @pytest.mark.parametrize(
     "shape",
     [(2**32 - 1,) * 8, (0, 2**32 - 1, 2**32 - 1), (2**32 - 1, 0, 2**31)],
-    ids=["huge", "empty but huge", "empty in the middle"],
+    ids=["huge", "empty with huge dimensions", "empty middle dimension"],
 )
-def test_declared_sizes_are_not_believed(shape):
+def test_checks_declared_sizes(shape):
     fields = bytearray(pack(Kind.RAW, torch.int64, [0] * len(shape), [b""])[:FIELDS_BYTES])
     for axis, size in enumerate(shape):
         fields[24 + 4 * axis : 28 + 4 * axis] = size.to_bytes(4, "little")
@@ -121,7 +121,7 @@ def test_declared_sizes_are_not_believed(shape):
         tensor_from_bytes(b"", *parse(seal(bytes(fields)))[1:3])
 
 
-def test_another_version_says_so():
+def test_error_names_unsupported_version():
     fields = bytearray(pack(Kind.RAW, torch.int8, [0], [b""])[:FIELDS_BYTES])
     fields[8] = 2
     with pytest.raises(ContainerError, match="version 2"):
@@ -132,6 +132,6 @@ def test_another_version_says_so():
     ("dtype", "shape"),
     [(torch.bool, [1]), (torch.complex64, [1]), (torch.int8, [1] * 9), (torch.int8, [1 << 32])],
 )
-def test_what_could_not_be_read_is_not_written(dtype, shape):
+def test_refuses_to_pack_unsupported_tensors(dtype, shape):
     with pytest.raises(ValueError, match="can't be stored"):
         pack(Kind.RAW, dtype, shape, [b""])

@@ -1,4 +1,4 @@
-"""What a session knows of its own: answers in parts, leases that could not be ended yet, another arena."""
+"""The client's session: split calls, pending releases, a smaller arena, and refused copies."""
 
 import hashlib
 from types import SimpleNamespace
@@ -13,7 +13,8 @@ from lmcache.rpc import service
 from lmcache.rpc.attachment import Attachment
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.errors import EngineCopiesError, SidecarUnavailableError
-from lmcache.rpc.session import BlockCopy, Copies, Session
+from lmcache.rpc.open_copies import OpenCopies
+from lmcache.rpc.session import BlockCopy, Session
 from lmcache.tiers.memory.contracts import LookupResult, Slot
 from tests.harness.wire import make_hello
 
@@ -38,12 +39,12 @@ class EngineCopies(grpc.RpcError):
 
 
 class Channel:
-    """Notes the ids that are released, and answers unless it is told not to."""
+    """A gRPC channel that records released ids, lookups and copies, and returns an error if one is set."""
 
     def __init__(self):
         self.released = []
         self.error = None
-        self.asked = []  # (group, number of keys) of the last lookup
+        self.looked_up = []  # (group, number of keys) of the last lookup
         self.copies = []
 
     def unary_unary(self, path, request_serializer, response_deserializer):
@@ -57,9 +58,9 @@ class Channel:
             if isinstance(request, pb.ReleaseRequest):
                 self.released += request.request_ids
             if isinstance(request, pb.LookupRequest):
-                self.asked = [(part.group, len(part.keys) // 64) for part in request.groups]
-                number = self.asked[0][1]
-                return pb.LookupReply(num_resident=number, num_leased=number, num_pending=1, probing=True)
+                self.looked_up = [(part.group, len(part.keys) // 64) for part in request.groups]
+                num_keys = self.looked_up[0][1]
+                return pb.LookupReply(num_resident=num_keys, num_leased=num_keys, num_pending=1, probing=True)
             return response_deserializer(b"")
 
         return call
@@ -71,7 +72,7 @@ def client():
 
 
 def attach(client, channel, column=None, store_copier=pb.COPIER_ENGINE):
-    copies = Copies(lambda: None)
+    copies = OpenCopies(lambda: None)
     session = Session(
         channel,
         b"c" * 16,
@@ -86,18 +87,21 @@ def attach(client, channel, column=None, store_copier=pb.COPIER_ENGINE):
     return session
 
 
-def test_what_is_released_while_detached_is_sent_after_the_next_attach(client):
+def test_release_while_detached_is_sent_after_the_next_attach(client):
     client.release_later("r")
     client.release_later("é")
     channel = Channel()
     session = attach(client, channel)
     assert set(channel.released) == {"r", hashlib.sha256("é".encode()).hexdigest()}
     session.release([])
-    assert len(channel.released) == 2, "once is enough"
+    assert len(channel.released) == 2, "a release must be sent only once"
 
 
-def test_a_late_release_does_not_end_a_lease_that_was_taken_again(client):
-    """A preempted request is looked up once more under its id; its old release may still be owed."""
+def test_pending_release_does_not_end_a_renewed_lease(client):
+    """The scheduler looks up a preempted request again with the same id.
+
+    Its old release may still be pending.
+    """
     channel = Channel()
     session = attach(client, channel)
     channel.error = NoAnswer()
@@ -109,45 +113,47 @@ def test_a_late_release_does_not_end_a_lease_that_was_taken_again(client):
     assert channel.released == ["other"]
 
 
-def test_a_lookup_is_one_call_of_as_many_chunks_as_all_groups_may_have(client):
+def test_lookup_limits_the_chunks_of_all_groups_in_a_call(client):
     channel = Channel()
     session = attach(client, channel)
     keys = bytes(64) * 3000
     assert session.lookup("r", [(0, keys), (1, keys)]) == LookupResult(2048, 2048, 1, True)
-    assert channel.asked == [(0, 2048), (1, 2048)]
+    assert channel.looked_up == [(0, 2048), (1, 2048)]
 
 
-def test_a_slot_beyond_a_smaller_arena_is_not_held(client):
+def test_slot_outside_a_smaller_arena_is_not_held(client):
     column = SimpleNamespace(slots=[None] * 4, holds=lambda slot: ([True] * 4)[slot.row])
     session = attach(client, Channel(), column)
     assert session.holds(Slot(3, 1))
     assert not session.holds(Slot(4, 1))
 
 
-def test_many_slots_of_several_groups_are_copied_in_bounded_calls(client):
+def test_copy_of_many_slots_is_split_into_bounded_calls(client):
     channel = Channel()
     session = attach(client, channel, store_copier=pb.COPIER_SIDECAR)
     assert session.store_copier.is_sidecar
     copies = [BlockCopy(row // 200, Slot(row, 7), (row, row + 1)) for row in range(300)]
     assert session.copy_blocks(copies) == [True] * 300
-    sent = [groups for request in channel.copies for groups in request.groups]
-    assert [(groups.group, len(groups.slots) // 16) for groups in sent] == [(0, 200), (1, 56), (1, 44)]
-    assert service.unpack_slots(b"".join(groups.slots for groups in sent)) == [copy.slot for copy in copies]
-    blocks = np.frombuffer(b"".join(groups.blocks for groups in sent), "<u4").reshape(-1, 2)
+    sent_groups = [groups for request in channel.copies for groups in request.groups]
+    assert [(groups.group, len(groups.slots) // 16) for groups in sent_groups] == [(0, 200), (1, 56), (1, 44)]
+    assert service.unpack_slots(b"".join(groups.slots for groups in sent_groups)) == [
+        copy.slot for copy in copies
+    ]
+    blocks = np.frombuffer(b"".join(groups.blocks for groups in sent_groups), "<u4").reshape(-1, 2)
     assert blocks.tolist() == [list(copy.blocks) for copy in copies]
 
 
-def test_a_sidecar_that_can_t_read_the_gpu_leaves_copying_to_the_engine(client):
+def test_refused_copy_raises_error_so_that_the_engine_copies(client):
     channel = Channel()
     session = attach(client, channel, store_copier=pb.COPIER_SIDECAR)
     channel.error = EngineCopies()
     with pytest.raises(EngineCopiesError, match="not visible here"):
         session.copy_blocks([BlockCopy(0, Slot(1, 1), (1,))])
-    assert session.store_copier.is_sidecar, "the stream says when that changes"
+    assert session.store_copier.is_sidecar, "only a message of the stream changes this"
 
 
-def test_a_copy_without_an_answer_is_no_reason_for_a_new_epoch(client):
-    """The sidecar keeps slots whose copy is under way from everybody, also when they are aborted."""
+def test_unanswered_copy_keeps_the_session(client):
+    """The sidecar holds slots whose copy is in progress, also when they are aborted."""
     channel = Channel()
     session = attach(client, channel, store_copier=pb.COPIER_SIDECAR)
     channel.error = NoAnswer()
@@ -156,10 +162,10 @@ def test_a_copy_without_an_answer_is_no_reason_for_a_new_epoch(client):
     assert session.store_copier.is_sidecar
 
 
-@pytest.mark.parametrize("takes_pinned", [True, False], ids=["this sidecar", "an older one"])
-def test_pins_are_reported_only_to_a_sidecar_that_understands_them(takes_pinned):
-    """An older sidecar ends the stream at a message that it does not know."""
-    stream = Attachment("", pb.Hello(), Copies(lambda: None), set())
+@pytest.mark.parametrize("takes_pinned", [True, False], ids=["current sidecar", "older sidecar"])
+def test_pins_are_reported_only_to_a_sidecar_that_supports_them(takes_pinned):
+    """An older sidecar closes the stream when it receives an unknown message."""
+    stream = Attachment("", pb.Hello(), OpenCopies(lambda: None), set())
     requests = stream._requests()
     assert next(requests).WhichOneof("message") == "hello"
     stream._takes_pinned = takes_pinned
@@ -168,3 +174,10 @@ def test_pins_are_reported_only_to_a_sidecar_that_understands_them(takes_pinned)
         assert next(requests).pinned == pb.Pinned(pinned_bytes=5, num_failures=2, problem="ü" * 256)
     stream.cancel()
     assert not list(requests)
+
+
+def test_messages_about_released_extents_keep_their_wire_format():
+    """Engines of earlier releases send these bytes: names of fields may change, numbers and types may not."""
+    assert pb.Hello(can_release_extents=True).SerializeToString() == b"\x78\x01"
+    released = pb.AttachRequest(extents_released=pb.ExtentsReleased(round=7))
+    assert released.SerializeToString() == b"\x22\x02\x08\x07"

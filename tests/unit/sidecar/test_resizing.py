@@ -1,4 +1,4 @@
-"""What a shrinking memory tier waits for, one thing at a time; ``test_resizing_model`` mixes them."""
+"""Conditions that a shrinking memory tier waits for, separately. ``test_resizing_model`` combines them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from lmcache_sidecar.sidecar import Sidecar
 from lmcache_sidecar.stats import CallStats, document
 
 from testing.child_process import wait_until
-from tests.unit.sidecar.test_resizing_model import CAPACITY, SIZES, ResizingModel, Worker, name
+from tests.harness.resizing_worker import CAPACITY, SIZES, Worker, name
+from tests.unit.sidecar.test_resizing_model import ResizingModel
 
 
-class First:
-    """In place of what hypothesis would draw."""
+class FixedWorker:
+    """Replaces hypothesis' data, and always draws the given worker."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -26,30 +27,30 @@ class First:
 
 
 class Scenario(ResizingModel):
-    """Two workers that have all of a full arena pinned."""
+    """A full arena, and two workers that have pinned all of it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = self.workers
-        self.everybody_works()
-        self.fill(First(self.first))
+        self.run_workers()
+        self.fill(FixedWorker(self.first))
         assert self.arena.ready_rows == self.arena.num_rows
 
-    def everybody_works(self) -> None:
+    def run_workers(self) -> None:
         for worker in self.workers:
             for _ in range(4):
                 if worker.is_attached:
                     worker.work()
 
     def shrink(self, num_bytes: int = SIZES[0]) -> None:
-        self.ask(num_bytes)
+        self.request_size(num_bytes)
 
-    def assert_waits(self, why: str) -> None:
-        assert why in self.resizer.problem
+    def assert_waits(self, reason: str) -> None:
+        assert reason in self.resizer.problem
         assert self.arena.size_bytes > self.size.num_bytes
         assert not self.faults
 
-    def assert_is_done(self) -> None:
+    def assert_done(self) -> None:
         self.step()
         assert self.resizer.problem == ""
         assert self.arena.size_bytes == self.size.num_bytes
@@ -63,82 +64,82 @@ def scenario() -> Iterator[Scenario]:
     scenario.teardown()
 
 
-def test_rows_that_are_leased(scenario):
+def test_shrinking_waits_for_leased_rows(scenario):
     scenario.lease()
     scenario.shrink()
-    scenario.everybody_works()
+    scenario.run_workers()
     scenario.step()
     scenario.assert_waits("in use: 1 leased")
     scenario.release()
     scenario.step()
-    scenario.everybody_works()
-    scenario.assert_is_done()
+    scenario.run_workers()
+    scenario.assert_done()
 
 
-def test_rows_in_use_are_shown_again_when_they_stay(scenario):
-    last, key = scenario.last_row()
+def test_leased_rows_return_to_the_index_when_the_shrink_is_cancelled(scenario):
+    last_slot, key = scenario.last_row()
     scenario.lease()
     scenario.shrink()
     scenario.assert_waits("in use: 1 leased")
     scenario.release()
-    scenario.ask(CAPACITY)
-    assert scenario.memory._rows.find(name(key)) == last.row
-    scenario.what_is_found_is_shown_to_engines()
+    scenario.request_size(CAPACITY)
+    assert scenario.memory._rows.find(name(key)) == last_slot.row
+    scenario.check_found_rows_are_in_the_index()
 
 
-def test_nothing_beyond_is_given_out_meanwhile(scenario):
+def test_slots_above_the_target_are_not_reserved_during_a_shrink(scenario):
     scenario.lease()
     scenario.shrink()
-    scenario.fill(First(scenario.first))
+    scenario.fill(FixedWorker(scenario.first))
     assert scenario.memory.usable_slots <= scenario.arena.rows_within(SIZES[0])
     scenario.step()
     scenario.assert_waits("in use: 1 leased")
 
 
-def test_copies_that_began_before(scenario):
-    scenario.begin_load(First(scenario.second))
+def test_shrinking_waits_for_loads_in_progress(scenario):
+    scenario.begin_load(FixedWorker(scenario.second))
     scenario.shrink()
-    scenario.everybody_works()
+    scenario.run_workers()
     scenario.step()
-    scenario.assert_waits("to let go of it")
+    scenario.assert_waits("is not yet released by")
     scenario.end_load(scenario.second)
-    scenario.everybody_works()
-    scenario.assert_is_done()
+    scenario.run_workers()
+    scenario.assert_done()
 
 
-def test_a_worker_that_is_frozen(scenario):
+def test_shrinking_waits_for_a_frozen_worker(scenario):
     scenario.shrink()
     scenario.first.work()
     scenario.step()
-    scenario.assert_waits("attached, to let go of it")
-    scenario.everybody_works()
-    scenario.assert_is_done()
+    scenario.assert_waits("(attached)")
+    scenario.run_workers()
+    scenario.assert_done()
 
 
-def test_a_worker_that_is_lost_until_it_is_dead(scenario):
+def test_shrinking_waits_for_a_lost_worker_until_it_is_dead(scenario):
     scenario.shrink()
     scenario.second.lose()
-    scenario.everybody_works()
+    scenario.run_workers()
     scenario.step()
-    scenario.assert_waits("lost, and not proven dead, to let go of it")
+    scenario.assert_waits("(lost, not proven dead)")
     scenario.second.die()
-    scenario.assert_is_done()
+    scenario.assert_done()
 
 
-def test_a_worker_that_attaches_again_with_the_pins_of_before(scenario):
-    scenario.begin_load(First(scenario.second))
+def test_shrinking_waits_for_old_pins_of_a_reattached_worker(scenario):
+    scenario.begin_load(FixedWorker(scenario.second))
     scenario.second.attach()
     scenario.shrink()
-    scenario.everybody_works()
+    scenario.run_workers()
     scenario.step()
-    scenario.assert_waits("to let go of it")
+    scenario.assert_waits("is not yet released by")
     scenario.end_load(scenario.second)
-    scenario.everybody_works()
-    scenario.assert_is_done()
-    assert not scenario.second.older
+    scenario.run_workers()
+    scenario.assert_done()
+    assert not scenario.second.older_devices
 
 
-def test_workers_of_before_a_restart(scenario):
+def test_shrinking_waits_for_workers_of_the_previous_sidecar(scenario):
     scenario.shrink()
     scenario.restart()
     scenario.step()
@@ -147,50 +148,50 @@ def test_workers_of_before_a_restart(scenario):
     for worker in scenario.workers:
         worker.attach()
         scenario.step()
-    scenario.everybody_works()
+    scenario.run_workers()
     scenario.step()
-    scenario.everybody_works()
-    scenario.assert_is_done()
+    scenario.run_workers()
+    scenario.assert_done()
 
 
-def test_an_answer_of_another_round(scenario):
+def test_shrinking_ignores_answers_of_an_earlier_round(scenario):
     scenario.shrink()
-    scenario.everybody_works()
-    scenario.ask(CAPACITY)
-    scenario.everybody_works()
+    scenario.run_workers()
+    scenario.request_size(CAPACITY)
+    scenario.run_workers()
     scenario.shrink()
     scenario.step()
-    scenario.assert_waits("attached, to let go of it")
-    scenario.everybody_works()
-    scenario.assert_is_done()
+    scenario.assert_waits("(attached)")
+    scenario.run_workers()
+    scenario.assert_done()
 
 
-def test_one_that_is_to_grow_meanwhile(scenario):
+def test_growth_during_a_shrink_waits_for_the_workers(scenario):
     scenario.shrink()
     scenario.first.work()
-    scenario.ask(SIZES[1])
+    scenario.request_size(SIZES[1])
     assert scenario.arena.ready_rows == scenario.arena.rows_within(SIZES[1])
-    scenario.assert_waits("to let go of it")
-    scenario.everybody_works()
-    scenario.assert_is_done()
+    scenario.assert_waits("is not yet released by")
+    scenario.run_workers()
+    scenario.assert_done()
 
 
-BUG = "the sidecar has a bug, see its log, and tries again: ValueError('a bug')"
+BUG = "resizing failed and is retried; this is a bug, see the sidecar's log: ValueError('a bug')"
 
 
-def test_an_error_that_nobody_expects_is_told_and_not_the_end(tmp_path, monkeypatch, caplog):
+def test_unexpected_error_is_reported_and_retried(tmp_path, monkeypatch, caplog):
     step, bugs = Resizer.step, [ValueError("a bug")]
 
-    def broken(resizer: Resizer) -> bool:
+    def failing_step(resizer: Resizer) -> bool:
         if bugs:
             raise bugs[0]
         return step(resizer)
 
-    async def wait_problem(sidecar: Sidecar, text: str) -> None:
-        def is_told() -> bool:
+    async def wait_for_problem(sidecar: Sidecar, text: str) -> None:
+        def is_reported() -> bool:
             return document(sidecar.stats())["memory"]["resize_problem"] == text
 
-        await asyncio.to_thread(wait_until, is_told, timeout=60)
+        await asyncio.to_thread(wait_until, is_reported, timeout=60)
 
     async def run() -> None:
         sidecar = Sidecar(
@@ -198,27 +199,27 @@ def test_an_error_that_nobody_expects_is_told_and_not_the_end(tmp_path, monkeypa
         )
         await sidecar.start()
         try:
-            await wait_problem(sidecar, BUG)
+            await wait_for_problem(sidecar, BUG)
             bugs.clear()
-            await wait_problem(sidecar, "")
+            await wait_for_problem(sidecar, "")
         finally:
             await sidecar.stop()
 
-    monkeypatch.setattr(Resizer, "step", broken)
+    monkeypatch.setattr(Resizer, "step", failing_step)
     asyncio.run(run())
     assert caplog.text.count("Traceback") == 1
 
 
-def test_no_more_is_asked_for_than_the_volume_has(tmp_path, monkeypatch):
-    """The size of before is kept, and a sidecar that starts anew does start."""
-    size = tmp_path / "memory-size"
+def test_size_above_the_volume_is_refused(tmp_path, monkeypatch):
+    """The sidecar keeps the previous size, and a restarted sidecar starts."""
+    size_file = tmp_path / "memory-size"
     config = Config(
         socket=str(tmp_path / "socket"), memory_size=8 << 20, memory_max_size=64 << 20,
-        memory_size_file=str(size), http_port=0,
+        memory_size_file=str(size_file), http_port=0,
     )  # fmt: skip
 
     async def run(text: str) -> tuple[int, str]:
-        size.write_text(text)
+        size_file.write_text(text)
         sidecar = Sidecar(config, CallStats())
         await sidecar.start()
         try:
@@ -230,5 +231,5 @@ def test_no_more_is_asked_for_than_the_volume_has(tmp_path, monkeypatch):
     monkeypatch.setattr("lmcache_sidecar.sidecar.volume_bytes", lambda path: 24 << 20)
     num_bytes, problem = asyncio.run(run("32Mi"))
     assert num_bytes == 8 << 20
-    assert problem.endswith("can grow: it takes a larger --memory-max-size, and volume")
+    assert problem.endswith("increase --memory-max-size and the arena's volume, then restart it")
     assert asyncio.run(run("24Mi")) == (24 << 20, "")

@@ -1,4 +1,4 @@
-"""The file with the shards of the remote tier: what it may say, and what becomes of a wrong one."""
+"""The file with the shards of the remote tier: its format, and handling of invalid files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tier() -> Iterator[RemoteTier]:
     tier.close()
 
 
-def test_a_list_that_changed():
+def test_read_shards_parses_current_and_previous_shards():
     text = "current: [a.svc:6379, b]\nprevious:\n- a.svc:6380\nuntil: 2026-01-31T13:00:00+01:00\n"
     current = Endpoint("a.svc", 6379), Endpoint("b", 6379)
     assert read_shards("f", text) == ShardList(current, (Endpoint("a.svc", 6380),), NOON)
@@ -37,22 +37,25 @@ def test_a_list_that_changed():
 @pytest.mark.parametrize(
     ("text", "mistake"),
     [
-        ("", "f: current: name a shard"),
-        ("current:\n", "f: current: name a shard"),
+        ("", "f: current: name at least one shard"),
+        ("current:\n", "f: current: name at least one shard"),
         ("current: a:1\n", "f: current: must be a list of up to 64 shards, each host:port"),
         ("current: [[a]]\n", "f: current: must be a list"),
         (f"current: [{','.join(f'a{n}' for n in range(65))}]\n", "f: current: must be a list of up to 64"),
         ("current: [a, 'a:70000']\n", "f: current: the host or port can't be read"),
         ("current: ['/run/redis.sock:1']\n", "f: current: the host or port can't be read"),
-        ("current: [a, 'a:6379']\n", "f: current: a host is named twice"),
-        ("current: [a]\nprevious: [b]\n", "f: until: write up to when"),
-        ("current: [a]\nprevious: [b]\nuntil: 2026-01-31T12:00:00\n", "f: until: write up to when"),
+        ("current: [a, 'a:6379']\n", "f: current: a host is listed twice"),
+        ("current: [a]\nprevious: [b]\n", "f: until: write a time with its time zone"),
+        (
+            "current: [a]\nprevious: [b]\nuntil: 2026-01-31T12:00:00\n",
+            "f: until: write a time with its time zone",
+        ),
         ("current: [a]\nprevious: {b: c}\n", "f: previous: must be a list"),
         ("current: [a\n", "f is not YAML, look at line"),
         ("- a\n", "f must hold keys and values"),
     ],
 )
-def test_mistakes_name_the_key(text, mistake):
+def test_read_shards_names_the_key_with_the_mistake(text, mistake):
     with pytest.raises(ValueError, match=mistake.replace("(", r"\(")):
         read_shards("f", text)
 
@@ -60,12 +63,12 @@ def test_mistakes_name_the_key(text, mistake):
 @given(st.text() | st.text("curentpviosl:[], -'2026T\n"))
 @example("current: [a]\nprevious: [b]\nuntil: 0001-01-01T00:00:00+23:59")
 @example("current: [a]\nprevious: [b]\nuntil: 9999-12-31T23:59:59-23:59")
-def test_whatever_it_says_it_is_a_list_or_a_mistake(text):
+def test_read_shards_returns_a_list_or_raises_value_error(text):
     with contextlib.suppress(ValueError):
         assert read_shards("f", text).current
 
 
-def test_a_file_that_cannot_be_used_leaves_the_list_as_it_was(tier, tmp_path, caplog):
+def test_unusable_file_keeps_the_previous_list(tier, tmp_path, caplog):
     path = tmp_path / "shards.yaml"
     file = ShardsFile(str(path), tier)
 
@@ -81,17 +84,17 @@ def test_a_file_that_cannot_be_used_leaves_the_list_as_it_was(tier, tmp_path, ca
         assert follow(None) == ("of-the-url:6379", f"{path} can't be read: no such file or directory")
         assert follow("current: [a, b]\n") == ("a:6379,b:6379", "")
         assert follow("current: []\n")[0] == "a:6379,b:6379"
-        assert file.problem.startswith(f"{path}: current: name a shard")
+        assert file.problem.startswith(f"{path}: current: name at least one shard")
         assert follow("current: [a, b]\n") == ("a:6379,b:6379", "")
         assert follow(None)[0] == "a:6379,b:6379"
         assert file.problem.endswith("no such file or directory")
         assert follow("current: [b]\ncurent: [c]\n") == ("b:6379", "")
-    assert caplog.text.count("name a shard") == 1
-    assert "The list of the remote tier's shards stays a:6379,b:6379" in caplog.text
+    assert caplog.text.count("name at least one shard") == 1
+    assert "The list of the remote tier's shards is still a:6379,b:6379" in caplog.text
     assert "'curent' is unknown, and ignored; did you mean 'current'?" in caplog.text
 
 
-def test_a_file_that_is_not_text(tier, tmp_path: Path):
+def test_binary_file_is_reported(tier, tmp_path: Path):
     (tmp_path / "shards.yaml").write_bytes(b"\xff\xfe")
     file = ShardsFile(str(tmp_path / "shards.yaml"), tier)
     file.follow()

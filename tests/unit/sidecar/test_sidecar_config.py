@@ -1,4 +1,4 @@
-"""Configuration: sources and their order, and one clear line for every mistake."""
+"""Configuration of the sidecar: sources and their order, and a clear line for each mistake."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 from lmcache_sidecar.command import main
-from lmcache_sidecar.config import Config, ConfigError, options, read, suspect_variables
+from lmcache_sidecar.config import Config, ConfigError, read, suspect_variables
 
+from lmcache.common.options import readers_of
+from lmcache.common.units import parse_size
 from lmcache.tiers.remote.address import Address
-from lmcache.units import parse_size
 
 
 def load(arguments: dict[str, str], environ: dict[str, str]) -> Config:
@@ -31,23 +32,23 @@ def load(arguments: dict[str, str], environ: dict[str, str]) -> Config:
         ("2G", 2 * 10**9),
     ],
 )
-def test_sizes(text, num_bytes):
+def test_parse_size_returns_bytes(text, num_bytes):
     assert parse_size(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "-1", "65536", "1_0", " 3 ", "+5", "٣", "0x10", "80.0"])
-def test_a_port_that_is_no_plain_number_is_refused(text):
+def test_invalid_port_is_refused(text):
     with pytest.raises(ConfigError, match=r"--http-port: .* is not a port"):
         load({"memory_size": "4Gi", "http_port": text}, {})
 
 
 @pytest.mark.parametrize("text", ["", "0", "4Gb", "4GiB", "-1", "Gi", "4 Gi", "1e9", "0x10", "nan", "٣Gi"])
-def test_what_is_not_a_size(text):
+def test_parse_size_refuses_invalid_text(text):
     with pytest.raises(ValueError, match="not a size"):
         parse_size(text)
 
 
-def test_defaults():
+def test_default_configuration():
     config = load({}, {})
     assert config == Config()
     assert config.socket == "/run/lmcache/kvcache.sock"
@@ -56,7 +57,7 @@ def test_defaults():
     assert (config.http_port, config.drain_grace_seconds) == (9464, 20.0)
 
 
-def test_what_may_be_left_out():
+def test_optional_values_are_parsed():
     assert load({"numa_node": ""}, {}).numa_node is None
     config = load({"numa_node": "0", "huge_pages": "true"}, {})
     assert (config.numa_node, config.huge_pages) == (0, True)
@@ -71,13 +72,13 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path):
     assert config.log_format == "text"
 
 
-def test_the_file_may_come_from_the_environment(tmp_path):
+def test_environment_can_name_the_file(tmp_path):
     path = tmp_path / "sidecar.yaml"
     path.write_text("memory_size: 1048576")
     assert load({}, {"LMCACHE_CONFIG": str(path)}).memory_size == 1 << 20
 
 
-def test_an_empty_file_is_no_mistake(tmp_path):
+def test_empty_file_is_no_mistake(tmp_path):
     path = tmp_path / "sidecar.yaml"
     path.write_text("# nothing\n")
     assert load({"config": str(path)}, {}) == Config()
@@ -96,7 +97,7 @@ def test_an_empty_file_is_no_mistake(tmp_path):
         ("[" * 10_000, "is not YAML"),
     ],
 )
-def test_mistakes_in_the_file(tmp_path, content, sentence):
+def test_mistake_in_the_file_is_named_in_a_line(tmp_path, content, sentence):
     path = tmp_path / "sidecar.yaml"
     path.write_text(content)
     with pytest.raises(ConfigError, match=sentence) as caught:
@@ -110,17 +111,17 @@ def test_mistakes_in_the_file(tmp_path, content, sentence):
         ("memory_sise: 1Gi", "key 'memory_sise' is unknown, and ignored; did you mean 'memory_size'?"),
         ("memory-size: 1Gi", "key 'memory-size' is unknown, and ignored; did you mean 'memory_size'?"),
         ("1: [2]", "key '1' is unknown, and ignored"),
-        ("redis://:S3cr3t@host: 1", "a key that is no word is ignored"),
+        ("redis://:S3cr3t@host: 1", "a key with characters other than letters, digits, _ and - is ignored"),
     ],
 )
-def test_unknown_keys_are_ignored_since_a_newer_operator_may_write_them(tmp_path, content, sentence):
+def test_unknown_keys_of_a_newer_operator_are_ignored(tmp_path, content, sentence):
     path = tmp_path / "sidecar.yaml"
     path.write_text(f"{content}\nhttp_port: 1111\n")
     assert load({"config": str(path)}, {}).http_port == 1111
     assert read({"config": str(path)}, {}).warnings == (f"{path}: {sentence}",)
 
 
-def test_values_in_the_file_mean_what_is_written(tmp_path):
+def test_values_in_the_file_are_read_as_written(tmp_path):
     path = tmp_path / "sidecar.yaml"
     path.write_text("huge_pages: true\nhttp_port: '1111'\nnuma_node: 0\ndisk_path: 2020-01-01\n")
     config = load({"config": str(path)}, {})
@@ -128,7 +129,7 @@ def test_values_in_the_file_mean_what_is_written(tmp_path):
     assert config.disk_path == "2020-01-01"
 
 
-def test_all_mistakes_are_told_at_once():
+def test_all_mistakes_are_reported_together():
     reading = read({"memory_size": "big", "http_port": "x"}, {"LMCACHE_STAY_UP": "true"})
     assert [mistake.partition(":")[0] for mistake in reading.mistakes] == ["--memory-size", "--http-port"]
     assert reading.config == Config(stay_up=True)
@@ -166,13 +167,13 @@ SECRET = "S3cr3t"
         f"remote_url: redis://:{SECRET}@h\n\x01",
     ],
 )
-def test_no_mistake_repeats_a_secret_of_the_file(tmp_path, content):
+def test_mistakes_do_not_repeat_secrets_of_the_file(tmp_path, content):
     path = tmp_path / "sidecar.yaml"
     path.write_text(content)
     reading = read({"config": str(path)}, {})
-    said = " ".join(reading.mistakes + reading.warnings)
-    assert SECRET not in said
-    assert said or content.endswith(f"&{SECRET}")
+    messages = " ".join(reading.mistakes + reading.warnings)
+    assert SECRET not in messages
+    assert messages or content.endswith(f"&{SECRET}")
 
 
 @pytest.mark.parametrize(
@@ -196,7 +197,7 @@ def test_no_mistake_repeats_a_secret_of_the_file(tmp_path, content):
             {},
             "--remote-url: remote URL: scheme 'http' is not one of redis, unix",
         ),
-        ({"remote_password_file": "/x"}, {}, "no --remote-url"),
+        ({"remote_password_file": "/x"}, {}, "--remote-password-file need --remote-url"),
         ({"remote_shards_file": "/x"}, {}, "--remote-shards-file needs --remote-url with redis://"),
         (
             {"remote_shards_file": "/x", "remote_url": "redis-cluster://host"},
@@ -211,17 +212,17 @@ def test_mistakes_name_their_source(arguments, environ, sentence):
         load(arguments, environ)
 
 
-def test_a_password_in_a_url_is_not_repeated():
+def test_mistake_does_not_repeat_a_password_in_a_url():
     with pytest.raises(ConfigError) as caught:
         load({"remote_url": "http://:hunter2@host"}, {})
     assert "hunter2" not in str(caught.value)
 
 
-def test_the_longest_socket_path_is_taken():
+def test_longest_socket_path_is_accepted():
     assert load({"socket": "/" + "s" * 106}, {}).socket == "/" + "s" * 106
 
 
-def test_credentials_come_from_files_as_they_are_now(tmp_path):
+def test_credentials_are_read_from_files_each_time(tmp_path):
     (tmp_path / "user").write_text("k/v\n")
     (tmp_path / "password").write_text("p@ss:/\n")
     address = Address.parse("redis://somebody:else@host/3")
@@ -230,19 +231,19 @@ def test_credentials_come_from_files_as_they_are_now(tmp_path):
         remote_username_file=str(tmp_path / "user"),
         remote_password_file=str(tmp_path / "password"),
     )
-    assert config.present(address) == replace(address, username="k/v", password="p@ss:/")
+    assert config.with_credentials(address) == replace(address, username="k/v", password="p@ss:/")
     (tmp_path / "password").write_text("rotated")
-    assert config.present(address).password == "rotated"
-    assert Config(remote_url=address).present(address) == address
-    assert "rotated" not in repr(config.present(address))
+    assert config.with_credentials(address).password == "rotated"
+    assert Config(remote_url=address).with_credentials(address) == address
+    assert "rotated" not in repr(config.with_credentials(address))
 
 
-def test_a_missing_secret_is_named():
+def test_missing_secret_file_is_named():
     with pytest.raises(ConfigError, match=r"--remote-password-file: /nowhere can't be read: no such file"):
-        Config(remote_password_file="/nowhere").present(Address.parse("redis://host"))
+        Config(remote_password_file="/nowhere").with_credentials(Address.parse("redis://host"))
 
 
-def test_mistyped_variables_are_pointed_out_but_those_of_services_are_not():
+def test_mistyped_variables_are_reported_and_service_variables_are_not():
     environ = {
         "LMCACHE_MEMORY_SISE": "1Gi",
         "LMCACHE_OPERATOR_SERVICE_HOST": "10.0.0.1",
@@ -250,7 +251,7 @@ def test_mistyped_variables_are_pointed_out_but_those_of_services_are_not():
         "HOME": "/",
     }
     assert list(suspect_variables(environ)) == [
-        "environment variable LMCACHE_MEMORY_SISE is not known; did you mean LMCACHE_MEMORY_SIZE?"
+        "environment variable LMCACHE_MEMORY_SISE is unknown; did you mean LMCACHE_MEMORY_SIZE?"
     ]
 
 
@@ -259,7 +260,7 @@ def test_help_names_every_option_and_its_variable(capsys):
         main(["serve", "--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    for name in options():
+    for name in readers_of(Config):
         assert f"--{name.replace('_', '-')} " in text
         assert f"[LMCACHE_{name.upper()}]" in text
 
@@ -273,7 +274,7 @@ def test_help_names_every_option_and_its_variable(capsys):
         (["--memory-size"], "expected one argument"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_status_2(capsys, monkeypatch, arguments, sentence):
+def test_mistake_prints_a_line_and_exits_with_2(capsys, monkeypatch, arguments, sentence):
     monkeypatch.delenv("LMCACHE_CONFIG", raising=False)
     assert main(["serve", *arguments]) == 2
     error = capsys.readouterr().err

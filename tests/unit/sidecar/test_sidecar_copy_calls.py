@@ -1,4 +1,4 @@
-"""CopyBlocks: whose slots, until when they are nobody else's, and who is told to copy for itself."""
+"""CopyBlocks: which slots a client may copy, how long they are held, and when the engine must copy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from lmcache_sidecar.clients.registry import Transfer
-from lmcache_sidecar.clients.validation import RefusedError
+from lmcache_sidecar.clients.validation import CallRefusedError
 from lmcache_sidecar.copiers import copier
 from lmcache_sidecar.copiers.jobs import Job
 
@@ -28,7 +28,7 @@ OFFER = TransferOffer(
 
 
 class FakeGpu:
-    """Copies end when the test says so."""
+    """A GPU whose copies end when the test ends them."""
 
     def __init__(self, uuid, arena, stats) -> None:
         self.jobs: list[Job] = []
@@ -37,7 +37,7 @@ class FakeGpu:
         self.is_idle = False
 
     def add(self, member) -> None:
-        member.on_turn(True, "it reads")
+        member.on_turn(True, "the reader works")
 
     def remove(self, number) -> None:
         pass
@@ -52,9 +52,9 @@ class FakeGpu:
 
     def end(self, *, is_copied: bool = True) -> None:
         (job,) = self.jobs
-        job.refusal = "" if is_copied else "it died"
-        for at in range(job.num_left):
-            job.note_end(at, is_copied=is_copied)
+        job.refusal = "" if is_copied else "the reader died"
+        for index in range(job.num_left):
+            job.note_end(index, is_copied=is_copied)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def engine(world, monkeypatch):
     monkeypatch.setattr(copier, "Gpu", FakeGpu)
     world.arena.row_offset = lambda row, column: row * 4096
     client = world.attach(new_uuid(), transfer=OFFER)
-    assert client.transfer == Transfer(True, "it reads")
+    assert client.transfer == Transfer(True, "the reader works")
     (gpu,) = world.sessions.copier._gpus.values()
     return SimpleNamespace(client=client, gpu=gpu, world=world, memory=world.sessions.store.memory)
 
@@ -76,15 +76,15 @@ def request(engine, slots: bytes) -> pb.CopyBlocksRequest:
     )
 
 
-def test_slots_are_held_until_their_copy_ended(engine):
+def test_slots_are_held_until_their_copy_ends(engine):
     async def run() -> None:
         slots = engine.world.reserve(engine.client, 1, 2).slots
         call = asyncio.create_task(engine.world.sessions.copy_blocks(request(engine, slots)))
         await asyncio.sleep(0)
         assert engine.memory.num_held == 2
-        with pytest.raises(RefusedError, match=r"nothing was committed: a copy .* is under way"):
+        with pytest.raises(CallRefusedError, match=r"nothing was committed: a copy .* is under way"):
             engine.world.commit(engine.client, slots)
-        with pytest.raises(RefusedError, match=r"nothing was copied: a copy .* is under way"):
+        with pytest.raises(CallRefusedError, match=r"nothing was copied: a copy .* is under way"):
             await engine.world.sessions.copy_blocks(request(engine, slots))
         engine.gpu.end()
         assert list((await call).copied) == [True, True]
@@ -94,15 +94,15 @@ def test_slots_are_held_until_their_copy_ended(engine):
     asyncio.run(run())
 
 
-def test_who_does_not_wait_for_the_end_leaves_its_slots_to_nobody(engine):
+def test_cancelled_copy_holds_its_slots_until_it_ends(engine):
     async def run() -> None:
         slots = engine.world.reserve(engine.client, 1).slots
         call = asyncio.create_task(engine.world.sessions.copy_blocks(request(engine, slots)))
         await asyncio.sleep(0)
-        call.cancel()  # as by the deadline of the call
+        call.cancel()  # as at the deadline of the call
         with pytest.raises(asyncio.CancelledError):
             await call
-        assert engine.gpu.dropped == engine.gpu.jobs, "what is not under way yet is not begun"
+        assert engine.gpu.dropped == engine.gpu.jobs, "copies that have not started must not start"
         engine.world.abort(engine.client, slots)
         assert (engine.memory.num_held, engine.memory.num_used) == (1, 1)
         engine.gpu.end()
@@ -112,53 +112,53 @@ def test_who_does_not_wait_for_the_end_leaves_its_slots_to_nobody(engine):
     asyncio.run(run())
 
 
-def test_a_copy_that_failed_is_the_engine_s_to_do(engine):
+def test_failed_copy_must_be_done_by_the_engine(engine):
     async def run() -> None:
         slots = engine.world.reserve(engine.client, 1).slots
         call = asyncio.create_task(engine.world.sessions.copy_blocks(request(engine, slots)))
         await asyncio.sleep(0)
         engine.gpu.end(is_copied=False)
-        with pytest.raises(RefusedError, match="it died") as caught:
+        with pytest.raises(CallRefusedError, match="the reader died") as caught:
             await call
         assert caught.value.reason == service.REASON_ENGINE_COPIES
-        engine.world.commit(engine.client, slots)  # the engine has copied meanwhile
+        engine.world.commit(engine.client, slots)  # the engine has copied the slot itself
 
     asyncio.run(run())
 
 
-def test_what_can_t_be_copied_is_refused_and_nothing_is_held(engine):
-    async def refused(message: pb.CopyBlocksRequest) -> RefusedError:
-        with pytest.raises(RefusedError) as caught:
+def test_invalid_copy_is_refused_and_holds_no_slot(engine):
+    async def refusal_of(message: pb.CopyBlocksRequest) -> CallRefusedError:
+        with pytest.raises(CallRefusedError) as caught:
             await engine.world.sessions.copy_blocks(message)
         return caught.value
 
     slots = engine.world.reserve(engine.client, 1).slots
-    other = engine.world.attach(new_uuid(), transfer=OFFER)
+    other_client = engine.world.attach(new_uuid(), transfer=OFFER)
     stolen = request(engine, slots)
-    stolen.epoch, stolen.client_uuid = other.epoch, other.peer.uuid
-    assert "not reserved by this client" in asyncio.run(refused(stolen)).message
+    stolen.epoch, stolen.client_uuid = other_client.epoch, other_client.peer.uuid
+    assert "not reserved by this client" in asyncio.run(refusal_of(stolen)).message
     stale = request(engine, slots)
     stale.epoch += 1
-    assert asyncio.run(refused(stale)).reason == service.REASON_ATTACH_AGAIN
-    assert "out of range" in asyncio.run(refused(request(engine, service.pack_slots([(99, 1)])))).message
+    assert asyncio.run(refusal_of(stale)).reason == service.REASON_ATTACH_AGAIN
+    assert "out of range" in asyncio.run(refusal_of(request(engine, service.pack_slots([(99, 1)])))).message
     engine.client.transfer = Transfer(False, "the engine copies: no GPU")
-    error = asyncio.run(refused(request(engine, slots)))
+    error = asyncio.run(refusal_of(request(engine, slots)))
     assert (error.message, error.reason) == ("the engine copies: no GPU", service.REASON_ENGINE_COPIES)
     assert engine.memory.num_held == 0
 
 
-def test_a_row_of_another_group_does_not_reach_into_the_neighbour_s_slots(engine):
-    """It would be written over KV that others have committed."""
+def test_copy_with_the_row_size_of_another_group_is_refused(engine):
+    """The copy would overwrite committed KV of other slots."""
     groups = (KVGroup(0, 16, 3 * 4096), KVGroup(1, 16, 4096))
     pages = [
         GroupPages(group, 9, 1, (LayerPages(0, 0, size, size),)) for group, size in ((0, 12288), (1, 4096))
     ]
     offer = TransferOffer(UUID, OFFER.allocations, tuple(pages))
-    other = {"engine_uuid": b"o" * 16, "groups": groups, "transfer": offer}
+    hello_fields = {"engine_uuid": b"o" * 16, "groups": groups, "transfer": offer}
     engine.world.sessions.clients.detach(engine.client)
     engine.world.die(engine.client.peer.uuid)
     engine.world.pass_time(10.0)
-    client = engine.world.attach(new_uuid(), **other)
+    client = engine.world.attach(new_uuid(), **hello_fields)
     reserved = engine.world.reserve(client, 1, group=1)
     blocks = np.zeros(1, "<u4").tobytes()
     message = pb.CopyBlocksRequest(
@@ -166,21 +166,21 @@ def test_a_row_of_another_group_does_not_reach_into_the_neighbour_s_slots(engine
         client_uuid=client.peer.uuid,
         groups=[pb.GroupCopies(group=0, slots=reserved.slots, blocks=blocks)],
     )
-    with pytest.raises(RefusedError, match=r"nothing was copied: .* is not reserved for 12288 bytes"):
+    with pytest.raises(CallRefusedError, match=r"nothing was copied: .* is not reserved for 12288 bytes"):
         asyncio.run(asyncio.wait_for(engine.world.sessions.copy_blocks(message), 60))
     assert engine.world.sessions.store.memory.num_held == 0
 
 
-def test_a_call_for_nothing_has_an_answer(engine):
-    """And does not wait for the end of no copies for ever."""
+def test_call_without_slots_is_refused(engine):
+    """The call must not wait forever for the end of an empty list of copies."""
     for message in (request(engine, b""), pb.CopyBlocksRequest(epoch=engine.client.epoch)):
         message.client_uuid = engine.client.peer.uuid
-        with pytest.raises(RefusedError, match="names no slot"):
+        with pytest.raises(CallRefusedError, match="names no slot"):
             asyncio.run(asyncio.wait_for(engine.world.sessions.copy_blocks(message), 60))
 
 
-def test_more_gpus_than_a_node_has_are_not_read(engine):
-    """Each costs a process, and any client can name one."""
+def test_number_of_read_gpus_is_limited(engine):
+    """Each GPU needs a process, and any client can name any GPU."""
     for number in range(copier._MAX_GPUS):
         uuid = f"{UUID[:-4]}{number:04x}"
         client = engine.world.attach(new_uuid(), transfer=replace(OFFER, gpu_uuid=uuid))
@@ -189,12 +189,12 @@ def test_more_gpus_than_a_node_has_are_not_read(engine):
     assert engine.world.attach(new_uuid(), transfer=replace(OFFER, gpu_uuid=uuid)).transfer.is_ipc
 
 
-def test_the_arena_gets_no_other_format_under_a_copy(engine):
+def test_arena_keeps_its_geometry_during_a_copy(engine):
     engine.gpu.num_slots_under_way = 1
     engine.world.sessions.clients.detach(engine.client)
     engine.world.die(engine.client.peer.uuid)
     engine.world.pass_time(10.0)
-    with pytest.raises(RefusedError, match="may still be writing to the arena"):
+    with pytest.raises(CallRefusedError, match="may still write to the arena"):
         engine.world.attach(new_uuid(), engine_uuid=b"x" * 16, num_columns=2)
     engine.gpu.num_slots_under_way = 0
     engine.world.attach(new_uuid(), engine_uuid=b"x" * 16, num_columns=2)

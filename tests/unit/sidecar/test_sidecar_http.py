@@ -1,4 +1,4 @@
-"""The HTTP server: read-only, and a bug in a page is that page's only."""
+"""The HTTP server: it is read-only, and a bug in a page affects only that page."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from lmcache_sidecar.http import HttpServer, Page
 T = TypeVar("T")
 
 
-async def _well(_: str) -> Page:
+async def _healthy_page(_: str) -> Page:
     return Page(HTTPStatus.OK, b"well\n")
 
 
-async def _broken(_: str) -> Page:
+async def _broken_page(_: str) -> Page:
     raise RuntimeError("a bug")
 
 
-def served(client: Callable[[int], T]) -> T:
-    """What ``client`` returns, which is called in a thread with the port of a server."""
+def call_server(client: Callable[[int], T]) -> T:
+    """Call ``client`` in a thread with the port of a running server, and return its result."""
 
     async def run() -> T:
-        server = HttpServer({"/healthz": _well, "/broken": _broken})
+        server = HttpServer({"/healthz": _healthy_page, "/broken": _broken_page})
         port = server.start("127.0.0.1", 0)
         try:
             return await asyncio.to_thread(client, port)
@@ -39,8 +39,8 @@ def served(client: Callable[[int], T]) -> T:
     return asyncio.run(run())
 
 
-def ask(method: str, path: str) -> tuple[int, str | None, bytes]:
-    """Status, content type and body of one answer."""
+def request_page(method: str, path: str) -> tuple[int, str | None, bytes]:
+    """Status, content type and body of the response."""
 
     def request(port: int) -> tuple[int, str | None, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
@@ -48,24 +48,24 @@ def ask(method: str, path: str) -> tuple[int, str | None, bytes]:
         answer = connection.getresponse()
         return answer.status, answer.getheader("Content-Type"), answer.read()
 
-    return served(request)
+    return call_server(request)
 
 
-def say(*pieces: bytes) -> bytes:
-    """Everything that is answered to these bytes, sent one after the other."""
+def send_raw(*pieces: bytes) -> bytes:
+    """The whole response to these pieces of a request."""
 
-    def talk(port: int) -> bytes:
+    def exchange(port: int) -> bytes:
         with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for piece in pieces:
                 connection.sendall(piece)
             return b"".join(iter(lambda: connection.recv(4096), b""))
 
-    return served(talk)
+    return call_server(exchange)
 
 
-def test_a_page_is_served_as_it_is():
-    assert ask("GET", "/healthz?x=1") == (200, "text/plain; charset=utf-8", b"well\n")
+def test_page_is_served_unchanged():
+    assert request_page("GET", "/healthz?x=1") == (200, "text/plain; charset=utf-8", b"well\n")
 
 
 @pytest.mark.parametrize(
@@ -79,23 +79,23 @@ def test_a_page_is_served_as_it_is():
         ("GET", "/broken", 500),
     ],
 )
-def test_everything_else_is_refused(method, path, status):
-    assert ask(method, path)[0] == status
+def test_other_paths_and_methods_are_refused(method, path, status):
+    assert request_page(method, path)[0] == status
 
 
-def test_head_is_get_without_its_body():
-    answer = say(b"HEAD /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+def test_head_returns_headers_without_body():
+    answer = send_raw(b"HEAD /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b"Content-Length: 5\r\n" in answer
     assert answer.endswith(b"\r\n\r\n")
 
 
-def test_a_request_may_come_in_pieces():
-    assert say(b"GET /hea", b"lthz HTT", b"P/1.0\r\n", b"\r", b"\n").endswith(b"well\n")
+def test_request_may_arrive_in_pieces():
+    assert send_raw(b"GET /hea", b"lthz HTT", b"P/1.0\r\n", b"\r", b"\n").endswith(b"well\n")
 
 
 @pytest.mark.parametrize(
-    ("said", "status"),
+    ("raw_request", "status"),
     [
         (b"GET /healthz\r\n\r\n", 400),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
@@ -104,21 +104,21 @@ def test_a_request_may_come_in_pieces():
         (b"GET /healthz HTTP/1.1\r\nX: " + b"x" * 20_000, 431),
     ],
 )
-def test_rubbish_is_refused(said, status):
-    assert say(said).startswith(b"HTTP/1.1 %d " % status)
+def test_malformed_request_is_refused(raw_request, status):
+    assert send_raw(raw_request).startswith(b"HTTP/1.1 %d " % status)
 
 
-def test_a_connection_has_its_time(monkeypatch):
+def test_slow_connection_is_closed(monkeypatch):
     monkeypatch.setattr("lmcache_sidecar.http._CONNECTION_SECONDS", 0.05)
-    assert say() == say(b"GET /healthz HTTP/1.1\r\n") == b""
+    assert send_raw() == send_raw(b"GET /healthz HTTP/1.1\r\n") == b""
 
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1", "::1", "::", "0.0.0.0", "localhost"])
-def test_it_listens_where_it_is_told_and_else_everywhere(host):
-    word = token_hex().encode()  # somebody else may have the other protocol's port of that number
+def test_server_listens_on_the_given_host_or_on_all(host):
+    token = token_hex().encode()  # another process may have this port for the other IP version
 
     async def page(_: str) -> Page:
-        return Page(HTTPStatus.OK, word)
+        return Page(HTTPStatus.OK, token)
 
     async def run() -> list[str]:
         server, answering = HttpServer({"/": page}), []
@@ -127,7 +127,7 @@ def test_it_listens_where_it_is_told_and_else_everywhere(host):
             with contextlib.suppress(ConnectionRefusedError):
                 reader, writer = await asyncio.open_connection(address, port)
                 writer.write(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
-                if (await reader.read()).endswith(word):
+                if (await reader.read()).endswith(token):
                     answering.append(address)
                 writer.close()
         await server.stop()
@@ -143,24 +143,24 @@ def was_closed(client: socket.socket) -> bool:
     return False
 
 
-def test_a_flood_of_connections_takes_a_bounded_number_of_descriptors():
+def test_flood_of_connections_uses_a_bounded_number_of_descriptors():
     async def run() -> int:
-        server, most = HttpServer({}), 0
+        server, max_connections = HttpServer({}), 0
         port = server.start("127.0.0.1", 0)
         with contextlib.ExitStack() as stack:
-            # All of them are there before the loop takes the first.
+            # All connections exist before the loop accepts the first.
             clients = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(120)]
             async with asyncio.timeout(60):
                 while sum(map(was_closed, clients)) < 120 - 32:
                     await asyncio.sleep(0)
-                    most = max(most, len(server._connections))
+                    max_connections = max(max_connections, len(server._connections))
             await server.stop()
-        return most
+        return max_connections
 
     assert 32 < asyncio.run(run()) < 40
 
 
-def test_a_port_that_is_taken_is_an_error():
+def test_port_in_use_raises_error():
     async def run() -> None:
         first, second = HttpServer({}), HttpServer({})
         port = first.start("127.0.0.1", 0)

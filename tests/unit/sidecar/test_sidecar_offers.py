@@ -1,25 +1,26 @@
-"""What a client may get wrong about its GPU memory: refused before anything is kept."""
+"""Validation of clients' offers of GPU memory, before the sidecar stores anything."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from lmcache_sidecar.clients import offers
-from lmcache_sidecar.clients.validation import RefusedError, parse_hello
+from lmcache_sidecar.clients.validation import CallRefusedError, parse_hello
 
+from lmcache.kv_groups import KVGroup
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.attachment import hello_message
-from lmcache.rpc.client import ClientHello, KVGroup, Role
-from lmcache.rpc.hello import Allocation, GroupPages, LayerPages, TransferOffer
+from lmcache.rpc.hello import Allocation, ClientHello, GroupPages, LayerPages, Role, TransferOffer
 from lmcache.tiers.memory.contracts import Slot
 
 UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"
 HANDLE = b"h" * 64
 PAGES = LayerPages(allocation=0, offset=4096, page_bytes=1024, block_stride=2048)
-GROUP = GroupPages(0, num_blocks=10, blocks_per_row=2, layers=(PAGES, PAGES._replace(offset=5120)))
+GROUP = GroupPages(0, num_blocks=10, blocks_per_row=2, layers=(PAGES, replace(PAGES, offset=5120)))
 END = 5120 + 9 * 2048 + 1024
 
 
@@ -29,7 +30,7 @@ def offer(**fields: Any) -> TransferOffer:
 
 
 def layers(**fields: Any) -> tuple[GroupPages, ...]:
-    return (GROUP._replace(layers=(PAGES._replace(**fields),)),)
+    return (replace(GROUP, layers=(replace(PAGES, **fields),)),)
 
 
 def peer_of(transfer: TransferOffer, role: Role = Role.WORKER, change=lambda hello: None):
@@ -49,7 +50,7 @@ def peer_of(transfer: TransferOffer, role: Role = Role.WORKER, change=lambda hel
         TransferOffer(gpu_uuid=UUID, refusal="its memory is of the VMM kind"),
     ],
 )
-def test_a_sound_offer_is_taken(transfer):
+def test_valid_offer_is_accepted(transfer):
     offers.check_offer(peer_of(transfer))
 
 
@@ -57,9 +58,9 @@ def test_a_sound_offer_is_taken(transfer):
     ("transfer", "sentence"),
     [
         (offer(gpu_uuid=""), "without a gpu_uuid"),
-        (offer(gpu_uuid="all"), "'all' is no GPU's"),
-        (offer(gpu_uuid=UUID + ",GPU-"), "is no GPU's or MIG"),
-        (offer(gpu_uuid=UUID + "\n"), "is no GPU's or MIG"),
+        (offer(gpu_uuid="all"), "'all' names no GPU"),
+        (offer(gpu_uuid=UUID + ",GPU-"), "names no GPU or MIG"),
+        (offer(gpu_uuid=UUID + "\n"), "names no GPU or MIG"),
         (offer(allocations=()), "pages are offered without allocations"),
         (offer(refusal="r" * 513), "refusal has 513 bytes"),
         (offer(allocations=(Allocation(b"h" * 63, END),)), "an ipc_handle has 64 bytes"),
@@ -74,21 +75,21 @@ def test_a_sound_offer_is_taken(transfer):
             offer(allocations=(Allocation(HANDLE, END - 1),)),
             f"ends at byte {END} of an allocation of {END - 1}",
         ),
-        (offer(groups=()), r"each of the groups \[0\] once"),
-        (offer(groups=(GROUP, GROUP)), r"each of the groups \[0\] once"),
-        (offer(groups=(GROUP._replace(group=1),)), r"each of the groups \[0\] once"),
+        (offer(groups=()), r"once for each of the groups \[0\], not"),
+        (offer(groups=(GROUP, GROUP)), r"once for each of the groups \[0\], not"),
+        (offer(groups=(replace(GROUP, group=1),)), r"once for each of the groups \[0\], not"),
         (offer(groups=(GROUP,) * 65), "at most 64 groups"),
-        (offer(groups=(GROUP._replace(num_blocks=0),)), "num_blocks of group 0 must be positive"),
-        (offer(groups=(GROUP._replace(num_blocks=11),)), "ends at byte"),
-        (offer(groups=(GROUP._replace(num_blocks=(1 << 32) - 1),)), "ends at byte"),
-        (offer(groups=(GROUP._replace(blocks_per_row=0),)), "a row of group 0 must have 1 to"),
+        (offer(groups=(replace(GROUP, num_blocks=0),)), "num_blocks of group 0 must be positive"),
+        (offer(groups=(replace(GROUP, num_blocks=11),)), "ends at byte"),
+        (offer(groups=(replace(GROUP, num_blocks=(1 << 32) - 1),)), "ends at byte"),
+        (offer(groups=(replace(GROUP, blocks_per_row=0),)), "a row of group 0 must have 1 to"),
         (
-            offer(groups=(GROUP._replace(blocks_per_row=3),)),
+            offer(groups=(replace(GROUP, blocks_per_row=3),)),
             "a row of group 0 has 6144 bytes, its chunk_bytes",
         ),
-        (offer(groups=(GROUP._replace(blocks_per_row=(1 << 32) - 1),)), "a row of group 0 must have 1 to"),
-        (offer(groups=(GROUP._replace(layers=()),)), "layers of group 0 must be 1 to"),
-        (offer(groups=(GROUP._replace(layers=(PAGES,) * 4097),)), "layers of group 0 must be 1 to"),
+        (offer(groups=(replace(GROUP, blocks_per_row=(1 << 32) - 1),)), "a row of group 0 must have 1 to"),
+        (offer(groups=(replace(GROUP, layers=()),)), "layers of group 0 must be 1 to"),
+        (offer(groups=(replace(GROUP, layers=(PAGES,) * 4097),)), "layers of group 0 must be 1 to"),
         (offer(groups=layers(allocation=1)), "in an allocation that is not offered"),
         (offer(groups=layers(page_bytes=0)), "page_bytes of group 0 must be positive"),
         (offer(groups=layers(block_stride=1023)), "must not overlap"),
@@ -97,13 +98,13 @@ def test_a_sound_offer_is_taken(transfer):
         (offer(groups=layers(page_bytes=(1 << 64) - 1, block_stride=(1 << 64) - 1)), "its chunk_bytes"),
     ],
 )
-def test_a_hostile_offer_is_refused_with_a_sentence(transfer, sentence):
-    with pytest.raises(RefusedError, match=sentence):
+def test_invalid_offer_is_refused_with_a_reason(transfer, sentence):
+    with pytest.raises(CallRefusedError, match=sentence):
         offers.check_offer(peer_of(transfer))
 
 
-def test_a_scheduler_has_nothing_to_offer():
-    with pytest.raises(RefusedError, match="only a worker has KV"):
+def test_offer_of_a_scheduler_is_refused():
+    with pytest.raises(CallRefusedError, match="only a worker can offer KV"):
         offers.check_offer(peer_of(offer(), Role.SCHEDULER))
 
 
@@ -119,16 +120,16 @@ def copies(*slots: tuple[int, int], blocks: tuple[int, ...] = (), group: int = 0
     )
 
 
-def test_each_slot_has_the_blocks_of_its_row():
-    found = offers.parse_copies(request(copies((3, 7), (1, 8), blocks=(9, 0, 4, 4))), peer_of(offer()), 5)
-    assert [(copy.group, copy.slot, copy.blocks.tolist()) for copy in found] == [
+def test_parse_copies_returns_the_blocks_of_each_slot():
+    parsed = offers.parse_copies(request(copies((3, 7), (1, 8), blocks=(9, 0, 4, 4))), peer_of(offer()), 5)
+    assert [(copy.group, copy.slot, copy.blocks.tolist()) for copy in parsed] == [
         (0, Slot(3, 7), [9, 0]),
         (0, Slot(1, 8), [4, 4]),
     ]
 
 
 @pytest.mark.parametrize(
-    ("asked", "sentence"),
+    ("copy_request", "sentence"),
     [
         (request(copies((1, 1), group=1)), "no pages of group 1 were offered"),
         (
@@ -142,15 +143,18 @@ def test_each_slot_has_the_blocks_of_its_row():
         (request(copies((1, 1)), copies((1, 2))), "slots must be of different rows"),
         (request(copies(*((row, 1) for row in range(257)))), "at most 256"),
         (request(*[copies((row, 1)) for row in range(5)] * 60), "at most 64 groups"),
-        (request(pb.GroupCopies(slots=b"x" * 17)), "17 bytes are no multiple"),
-        (request(pb.GroupCopies(slots=b"x" * 8), pb.GroupCopies(slots=b"x" * 8)), "no multiple|out of range"),
+        (request(pb.GroupCopies(slots=b"x" * 17)), "17 bytes are not a multiple"),
+        (
+            request(pb.GroupCopies(slots=b"x" * 8), pb.GroupCopies(slots=b"x" * 8)),
+            "not a multiple|out of range",
+        ),
     ],
 )
-def test_a_bad_copy_is_refused_with_a_sentence(asked, sentence):
-    with pytest.raises(RefusedError, match=sentence):
-        offers.parse_copies(asked, peer_of(offer()), 5)
+def test_invalid_copy_is_refused_with_a_reason(copy_request, sentence):
+    with pytest.raises(CallRefusedError, match=sentence):
+        offers.parse_copies(copy_request, peer_of(offer()), 5)
 
 
-def test_who_offered_nothing_has_nothing_copied():
-    with pytest.raises(RefusedError, match="no pages of group 0 were offered"):
+def test_copy_without_an_offer_is_refused():
+    with pytest.raises(CallRefusedError, match="no pages of group 0 were offered"):
         offers.parse_copies(request(copies((1, 1))), peer_of(TransferOffer()), 5)

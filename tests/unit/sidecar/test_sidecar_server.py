@@ -1,4 +1,4 @@
-"""The gRPC server: what a bug in a handler costs, and that no call waits for a scrape of the metrics."""
+"""The gRPC server and its statistics: a bug in a handler, the JSON document, and the metrics."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields
 import grpc
 import grpc.aio
 import pytest
+from lmcache_sidecar.lower_tiers import TierHandle
 from lmcache_sidecar.metrics import render
 from lmcache_sidecar.server import Server
 from lmcache_sidecar.stats import CallStats, Figure, Part, declared, document, read, tier_part
-from lmcache_sidecar.tiers import TierHandle
 from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache.rpc import kvcache_pb2 as pb
@@ -28,7 +28,7 @@ from lmcache.tiers.stats import MemoryStats, ObjectStats, TieredStats, counter, 
 
 
 class BrokenSessions:
-    """Every call but release has a bug."""
+    """Sessions in which each call except release has a bug."""
 
     def lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
         raise RuntimeError("boom")
@@ -39,7 +39,7 @@ class BrokenSessions:
         return pb.ReleaseReply()
 
 
-def test_a_bug_is_an_internal_error_and_the_daemon_lives(tmp_path, caplog):
+def test_bug_in_a_handler_returns_internal_error_and_the_server_continues(tmp_path, caplog):
     metrics = CallStats()
 
     async def run() -> grpc.aio.AioRpcError:
@@ -54,22 +54,22 @@ def test_a_bug_is_an_internal_error_and_the_daemon_lives(tmp_path, caplog):
 
     error = asyncio.run(run())
     assert error.code() is grpc.StatusCode.INTERNAL
-    assert error.details() == "the sidecar has a bug, see its log"
+    assert error.details().endswith("failed: this is a bug, see the sidecar's log")
     assert "boom" in caplog.text
     text = asyncio.run(render(metrics, [])).decode()
     assert 'lmcache_requests_total{code="INTERNAL",method="Lookup"} 1.0' in text
     assert 'lmcache_requests_total{code="OK",method="Release"} 1.0' in text
     assert 'lmcache_request_seconds_count{method="Release"} 1.0' in text
-    assert 'lmcache_request_seconds_count{method="Lookup"}' not in text  # what was not done took no time
+    assert 'lmcache_request_seconds_count{method="Lookup"}' not in text  # failed calls are not timed
 
 
 @dataclass
 class Counts:
-    """What a part counts."""
+    """Counters of a part."""
 
     hits: int = counter("Rows that were found")
     removed: Counter[Removal] = counters("reason", "Rows that left")
-    seen: int = 0  # for the part's own use
+    internal: int = 0  # for the part's own use
 
 
 COUNTS = Counts(hits=7, removed=Counter({Removal.EVICTED: 3}))
@@ -88,7 +88,7 @@ PARTS = [
 ]
 
 
-def test_stats_are_walked_for_people():
+def test_document_contains_all_parts():
     tier = {"hits": 7, "removed": {"evicted": 3}}
     assert json.loads(json.dumps(document(PARTS))) == {
         "version": "1.2",
@@ -99,7 +99,7 @@ def test_stats_are_walked_for_people():
     }
 
 
-def test_stats_are_walked_for_prometheus():
+def test_render_writes_prometheus_text():
     lines = asyncio.run(render(CallStats(), PARTS)).decode().splitlines()
     text = [line for line in lines if "process_" not in line and "lmcache_request" not in line]
     assert text == [
@@ -121,7 +121,7 @@ def test_stats_are_walked_for_prometheus():
     ]
 
 
-def test_the_text_reads_as_prometheus_reads_it():
+def test_prometheus_parser_reads_the_rendered_text():
     calls = CallStats()
     for seconds in (0.0, 5e-5, 6e-5, 0.3, 7.0):
         calls.observe("Lookup", seconds)
@@ -145,47 +145,47 @@ def test_the_text_reads_as_prometheus_reads_it():
     assert families["process_resident_memory_bytes"].samples[0].value > 1 << 20
 
 
-def test_other_tasks_run_while_the_text_is_made():
+def test_other_tasks_run_during_rendering():
     turns = 0
 
-    async def other() -> None:
+    async def count_turns() -> None:
         nonlocal turns
         while True:
             turns += 1
             await asyncio.sleep(0)
 
     async def run() -> None:
-        task = asyncio.create_task(other())
+        task = asyncio.create_task(count_turns())
         await render(CallStats(), PARTS)
         task.cancel()
 
     asyncio.run(run())
-    assert turns >= 2 + 4  # families of calls, and of PARTS
+    assert turns >= 2 + 4  # families of calls and of PARTS
 
 
-def test_a_tier_s_counts_by_reason_are_json():
+def test_counts_by_reason_are_json():
     remote = RemoteTier(Address.parse("unix:///nowhere"))
     remote.stats.invalid["checksum"] += 2
     remote.stats.refused["OOM"] += 1
     part = tier_part("remote", TierHandle("nowhere", remote), None)
-    found = json.loads(json.dumps(document([part])))["remote"]
-    assert (found["invalid"], found["refused"]) == ({"checksum": 2}, {"OOM": 1})
+    tier_stats = json.loads(json.dumps(document([part])))["remote"]
+    assert (tier_stats["invalid"], tier_stats["refused"]) == ({"checksum": 2}, {"OOM": 1})
 
 
-def test_why_a_tier_is_off_is_told(tmp_path):
+def test_reason_why_a_tier_is_off_is_shown(tmp_path):
     disk = DiskTier(tmp_path, 1 << 20)
     try:
-        disk._directory.check = lambda: os.listdir(tmp_path / "gone")  # what its probe finds
+        disk._directory.check = lambda: os.listdir(tmp_path / "gone")  # the error of its probe
         disk.health.failure(OSError(errno.EROFS, "Read-only file system"))
         part = tier_part("disk", TierHandle("/disk", disk), None)
     finally:
         disk.close()
-    found = document([part])["disk"]
-    assert (found["is_reachable"], found["off_reason"]) == (0, "[Errno 30] Read-only file system")
+    tier_stats = document([part])["disk"]
+    assert (tier_stats["is_reachable"], tier_stats["off_reason"]) == (0, "[Errno 30] Read-only file system")
 
 
-def test_reasons_that_threads_add_meanwhile_do_not_break_a_page():
-    """A tier's threads count while the loop reads."""
+def test_reasons_added_by_threads_do_not_break_reading():
+    """A tier's threads add reasons while the loop reads them."""
 
     class Reason(str):
         @property
@@ -199,8 +199,8 @@ def test_reasons_that_threads_add_meanwhile_do_not_break_a_page():
     assert read([refused], stats) == {refused: {"OOM": 1}}
 
 
-def test_every_count_of_the_tiers_is_shown():
-    """A field that was made without ``counter`` would be counted for nobody."""
+def test_all_counters_of_tiers_are_shown():
+    """A field without ``counter`` would not be shown."""
     for kind in (MemoryStats, TieredStats, ObjectStats):
         assert {figure.name for figure in declared(kind)} == {
             field.name for field in fields(kind) if field.name[0] != "_" and field.type != "Tenants"

@@ -1,4 +1,4 @@
-"""Sessions: who may use which rows, under which epoch, and until when."""
+"""Sessions: which client may use which rows, in which epoch, and for how long."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import os
 import pytest
 from lmcache_sidecar.clients import liveness
 from lmcache_sidecar.clients.liveness import GRACE_SECONDS, LivenessMonitor
-from lmcache_sidecar.clients.validation import RefusedError
+from lmcache_sidecar.clients.validation import CallRefusedError
 
+from lmcache.kv_groups import KVGroup
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
-from lmcache.rpc.client import KVGroup, Role
+from lmcache.rpc.hello import Role
 from tests.harness.world import FakeLock, new_uuid, world
 
 __all__ = ["world"]
@@ -19,46 +20,48 @@ __all__ = ["world"]
 # ---- epochs and streams ----
 
 
-def test_a_second_stream_of_a_client_ends_the_first(world):
+def test_second_stream_of_a_client_ends_the_first(world):
     first = world.attach(client_uuid := new_uuid())
     reserved = world.reserve(first, 1)
     second = world.attach(client_uuid)
     assert not first.is_attached
-    with pytest.raises(RefusedError, match=f"epoch {first.epoch} is over"):
+    with pytest.raises(CallRefusedError, match=f"epoch {first.epoch} is over"):
         world.commit(first, reserved.slots)
-    with pytest.raises(RefusedError, match="nothing was committed"):
+    with pytest.raises(CallRefusedError, match="nothing was committed"):
         world.commit(second, reserved.slots)
-    world.sessions.clients.detach(first)  # the server notices late
+    world.sessions.clients.detach(first)  # the server detects this late
     assert second.is_attached
 
 
-def test_drained_of_an_older_epoch_is_refused(world):
+def test_drained_message_of_an_older_epoch_is_refused(world):
     first = world.attach(client_uuid := new_uuid())
     world.reserve(first, 1)
     second = world.attach(client_uuid)
-    with pytest.raises(RefusedError, match="attach again"):
-        world.sessions.clients.drained(second, pb.Drained(epoch=first.epoch))
+    with pytest.raises(CallRefusedError, match="attach again"):
+        world.sessions.clients.note_drained(second, pb.Drained(epoch=first.epoch))
     assert world.sessions.store.memory.num_quarantined == 1
 
 
-def test_what_arrives_late_on_a_stream_that_was_replaced_frees_nothing(world):
+def test_late_message_of_a_replaced_stream_frees_no_slot(world):
     first = world.attach(client_uuid := new_uuid())
     world.reserve(first, 1)
     world.attach(client_uuid)
-    with pytest.raises(RefusedError, match="attach again"):
-        world.drain(first)  # said before the reservation, which may be copied into now
+    with pytest.raises(CallRefusedError, match="attach again"):
+        world.drain(first)  # sent before the reservation, whose copy may be in progress
     assert world.sessions.store.memory.num_quarantined == 1
 
 
 def test_slots_are_counted_before_they_are_unpacked(world, monkeypatch):
-    """Else one message of 4 MiB would hold all clients up for a tenth of a second."""
+    """Otherwise a message of 4 MiB would block all clients for a tenth of a second."""
     client = world.attach(new_uuid())
-    monkeypatch.setattr(service, "unpack_slots", lambda packed: pytest.fail("they are too many"))
-    with pytest.raises(RefusedError, match="at most 256"):
+    monkeypatch.setattr(
+        service, "unpack_slots", lambda packed: pytest.fail("too many slots must not be unpacked")
+    )
+    with pytest.raises(CallRefusedError, match="at most 256"):
         world.commit(client, bytes(257 * service.SLOT_BYTES))
 
 
-def test_leases_outlive_a_stream_and_end_with_the_last_client_of_the_engine(world):
+def test_leases_end_with_the_last_client_of_the_engine(world):
     worker, scheduler = world.attach(new_uuid()), world.attach(new_uuid(), Role.SCHEDULER)
     reserved = world.reserve(worker, 1)
     world.commit(worker, reserved.slots)
@@ -67,22 +70,22 @@ def test_leases_outlive_a_stream_and_end_with_the_last_client_of_the_engine(worl
     world.die(scheduler.peer.uuid)
     world.pass_time(GRACE_SECONDS)
     memory = world.sessions.store.memory
-    assert memory.num_leased == 1  # the worker may be loading
+    assert memory.num_leased == 1  # the worker may still load
     world.sessions.clients.detach(worker)
     world.die(worker.peer.uuid)
     world.pass_time(GRACE_SECONDS)
     assert memory.num_leased == 0
 
 
-def test_all_groups_are_answered_together_under_one_lease(world):
+def test_lookup_leases_all_groups_together(world):
     groups = (KVGroup(0, 16, 4096), KVGroup(1, 16, 4096))
     worker = world.attach(new_uuid(), groups=groups)
     world.commit(worker, world.reserve(worker, 1, 2, 3).slots)
     request = pb.LookupRequest(epoch=worker.epoch, client_uuid=worker.peer.uuid, request_id="r")
     for group, numbers in ((1, (1, 9)), (0, (2, 3))):
         request.groups.add(group=group, keys=b"".join(bytes([number]) * 64 for number in numbers))
-    found = world.sessions.lookup(request)
-    assert (found.num_resident, found.num_leased, found.num_pending) == (1, 1, 0)
+    reply = world.sessions.lookup(request)
+    assert (reply.num_resident, reply.num_leased, reply.num_pending) == (1, 1, 0)
     assert world.sessions.store.memory.num_leased == 3
     world.sessions.release(
         pb.ReleaseRequest(epoch=worker.epoch, client_uuid=worker.peer.uuid, request_ids=["r"])
@@ -93,22 +96,22 @@ def test_all_groups_are_answered_together_under_one_lease(world):
 # ---- proof of death ----
 
 
-def test_death_takes_the_lock_and_the_grace(tmp_path):
+def test_death_needs_a_free_lock_and_the_grace_period(tmp_path):
     FakeLock.held = {"a"}
     deaths, now = [], [0.0]
-    watch = LivenessMonitor(deaths.append, lambda: now[0])
-    watch.watch(b"a", FakeLock(tmp_path / "a.lock"))
+    monitor = LivenessMonitor(deaths.append, lambda: now[0])
+    monitor.watch(b"a", FakeLock(tmp_path / "a.lock"))
     now[0] = 1000.0
-    watch.step()
+    monitor.step()
     assert deaths == []
     FakeLock.held.clear()
-    watch.step()
+    monitor.step()
     now[0] += GRACE_SECONDS - 0.01
-    watch.step()
+    monitor.step()
     assert deaths == []
     now[0] += 0.02
-    watch.step()
-    watch.step()
+    monitor.step()
+    monitor.step()
     assert deaths == [b"a"]
 
 
@@ -116,7 +119,7 @@ def lock_name(number: int) -> str:
     return f"{number:032x}.lock"
 
 
-def test_a_lock_file_that_vanishes_is_nobody_s(tmp_path):
+def test_removed_lock_file_is_not_held(tmp_path):
     (tmp_path / lock_name(1)).touch()
     (probe,) = liveness.probes_in(tmp_path).values()
     (tmp_path / lock_name(1)).unlink()
@@ -124,7 +127,7 @@ def test_a_lock_file_that_vanishes_is_nobody_s(tmp_path):
     probe.remove()
 
 
-def test_what_is_no_lock_file_never_stops_the_start(tmp_path, caplog):
+def test_other_files_do_not_stop_the_start(tmp_path, caplog):
     (tmp_path / lock_name(1)).touch()
     (tmp_path / lock_name(2)).mkdir()
     (tmp_path / lock_name(3)).symlink_to(tmp_path / lock_name(1))
@@ -135,13 +138,13 @@ def test_what_is_no_lock_file_never_stops_the_start(tmp_path, caplog):
     assert "3 entries of" in caplog.text
 
 
-def test_who_comes_back_in_time_is_not_dead(tmp_path):
+def test_client_that_reattaches_in_time_is_not_dead(tmp_path):
     FakeLock.held.clear()
     deaths, now = [], [0.0]
-    watch = LivenessMonitor(deaths.append, lambda: now[0])
-    watch.watch(b"a", FakeLock(tmp_path / "a.lock"))
-    watch.step()
-    watch.forget(b"a")
+    monitor = LivenessMonitor(deaths.append, lambda: now[0])
+    monitor.watch(b"a", FakeLock(tmp_path / "a.lock"))
+    monitor.step()
+    monitor.forget(b"a")
     now[0] = 10.0
-    watch.step()
+    monitor.step()
     assert deaths == []

@@ -1,4 +1,4 @@
-"""The slot reuse rule under any interleaving of what clients, the sidecar and time may do."""
+"""Model-based test of the slot reuse rule with random actions of clients, sidecar and clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 from lmcache_sidecar.clients.liveness import GRACE_SECONDS
 from lmcache_sidecar.clients.registry import Client
-from lmcache_sidecar.clients.validation import RefusedError
+from lmcache_sidecar.clients.validation import CallRefusedError
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.service import pack_slots, unpack_slots
@@ -20,12 +20,12 @@ from tests.harness.world import FakeLock, World, new_uuid
 
 @dataclass
 class Actor:
-    """An engine's process: what it believes, and what it may still be writing to."""
+    """An engine's process: the slots that it holds, and the rows to which it may still write."""
 
     uuid: bytes
     client: Client | None = None
-    held: dict[int, int] = field(default_factory=dict)  # row -> generation, of the present epoch
-    may_write: set[int] = field(default_factory=set)  # rows of older epochs whose copies may be under way
+    held: dict[int, int] = field(default_factory=dict)  # row -> generation, of the current epoch
+    may_write: set[int] = field(default_factory=set)  # rows of older epochs whose copies may be in progress
     died_at: float | None = None
 
     @property
@@ -34,7 +34,7 @@ class Actor:
 
 
 class SlotReuse(RuleBasedStateMachine):
-    """No row is given out while a process that was given it before may still be writing to it."""
+    """The sidecar never reserves a row while a previous owner may still write to it."""
 
     actors = Bundle("actors")
 
@@ -42,12 +42,12 @@ class SlotReuse(RuleBasedStateMachine):
         super().__init__()
         FakeLock.held = set()
         self.world = World(Path("/nowhere"))
-        self.everybody: list[Actor] = []
+        self.all_actors: list[Actor] = []
 
     @rule(target=actors)
     def start(self):
         actor = Actor(new_uuid())
-        self.everybody.append(actor)
+        self.all_actors.append(actor)
         actor.client = self.world.attach(actor.uuid)
         return actor
 
@@ -66,7 +66,7 @@ class SlotReuse(RuleBasedStateMachine):
             actor.held.clear()
 
     @rule(actor=actors)
-    def say_drained(self, actor):
+    def send_drained(self, actor):
         if actor.client.is_attached:
             self.world.drain(actor.client)
             actor.may_write.clear()
@@ -83,23 +83,23 @@ class SlotReuse(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.1, 1.0, 1.9, 2.0, 5.0, 31.0]))
     def pass_time(self, seconds):
         self.world.pass_time(seconds)
-        for actor in self.everybody:
+        for actor in self.all_actors:
             if actor.died_at is not None and self.world.now - actor.died_at >= GRACE_SECONDS:
                 actor.may_write.clear()
 
     @rule(actor=actors, numbers=st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True))
     def reserve(self, actor, numbers):
         if not actor.client.is_attached:
-            with pytest.raises(RefusedError, match="attach again"):
+            with pytest.raises(CallRefusedError, match="attach again"):
                 self.world.reserve(actor.client, *numbers)
             return
-        taken = set().union(*(other.reach for other in self.everybody))
+        writable_rows = set().union(*(other_actor.reach for other_actor in self.all_actors))
         reply = self.world.reserve(actor.client, *numbers)
         slots = unpack_slots(reply.slots)
         assert len(slots) == list(reply.results).count(pb.SLOT)
         for row, generation in slots:
-            assert row not in taken
-            taken.add(row)
+            assert row not in writable_rows
+            writable_rows.add(row)
             actor.held[row] = generation
 
     @rule(actor=actors, is_commit=st.booleans())
@@ -109,28 +109,29 @@ class SlotReuse(RuleBasedStateMachine):
             call(actor.client, pack_slots(actor.held.items()))
             actor.held.clear()
 
-    @rule(actor=actors, other=actors)
-    def finish_what_is_not_theirs(self, actor, other):
-        if actor is not other and actor.client.is_attached and other.held:
-            with pytest.raises(RefusedError, match="nothing was"):
-                self.world.commit(actor.client, pack_slots(other.held.items()))
+    @rule(actor=actors, victim=actors)
+    def finish_foreign_slots(self, actor, victim):
+        if actor is not victim and actor.client.is_attached and victim.held:
+            with pytest.raises(CallRefusedError, match="nothing was"):
+                self.world.commit(actor.client, pack_slots(victim.held.items()))
 
     @precondition(lambda self: self.world.sessions.store is not None)
     @invariant()
-    def quarantine_holds_what_may_be_written(self):
-        in_reach = sum(len(actor.may_write) for actor in self.everybody)
-        assert self.world.sessions.store.memory.num_quarantined >= in_reach
+    def check_quarantine_covers_writable_rows(self):
+        num_writable = sum(len(actor.may_write) for actor in self.all_actors)
+        assert self.world.sessions.store.memory.num_quarantined >= num_writable
 
     @precondition(lambda self: self.world.sessions.store is not None)
     @invariant()
-    def nothing_is_lost(self):
-        """When all are drained or dead long ago, nothing is in quarantine."""
-        if not any(actor.reach for actor in self.everybody if actor.died_at is None) and all(
-            actor.client.is_attached for actor in self.everybody if actor.died_at is None
+    def check_quarantine_empties(self):
+        """The quarantine is empty when all actors have drained, or died long ago."""
+        if not any(actor.reach for actor in self.all_actors if actor.died_at is None) and all(
+            actor.client.is_attached for actor in self.all_actors if actor.died_at is None
         ):
             self.world.pass_time(0.0)
-            self.world.pass_time(GRACE_SECONDS)
-            for actor in self.everybody:
+            # A short margin, because the clock is a sum of many rounded steps.
+            self.world.pass_time(GRACE_SECONDS + 1e-6)
+            for actor in self.all_actors:
                 if actor.died_at is not None:
                     actor.may_write.clear()
             assert self.world.sessions.store.memory.num_quarantined == 0

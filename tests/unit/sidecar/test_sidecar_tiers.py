@@ -1,4 +1,4 @@
-"""A lower tier that the product does not know takes one line: the one in the sidecar's table."""
+"""Lower tiers of the sidecar: an additional tier needs only a line in the sidecar's table."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lmcache_sidecar import metrics, tiers
+from lmcache_sidecar import lower_tiers, metrics
 from lmcache_sidecar.clients import liveness
 from lmcache_sidecar.clients.liveness import LockProbe
 from lmcache_sidecar.config import Config, ConfigError
+from lmcache_sidecar.lower_tiers import TierHandle, open_tiers
 from lmcache_sidecar.sidecar import Sidecar
 from lmcache_sidecar.stats import CallStats, document
-from lmcache_sidecar.tiers import TierHandle, open_tiers
 
-from lmcache.rpc.client import Session, SidecarClient
+from lmcache.rpc.client import SidecarClient
+from lmcache.rpc.session import Session
 from lmcache.tiers.base import Loaded, LowerTier, ObjectId, RowKey
 from lmcache.tiers.circuit import Circuit
 from lmcache.tiers.header import digests as digests_of
@@ -30,8 +31,8 @@ from tests.harness.engine import assert_stored, load, store
 from tests.harness.wire import attached, make_hello, make_keys
 
 
-class Attic:
-    """A tier of this test's own: objects in a dictionary."""
+class DictTier:
+    """A lower tier of this test that stores objects in a dictionary."""
 
     address = "attic:under the roof"
     residence_seconds = math.inf
@@ -75,8 +76,8 @@ class Attic:
         self.calls.add("close")
 
 
-class Running:
-    """A sidecar on a loop in a thread of its own."""
+class RunningSidecar:
+    """A sidecar whose event loop runs in a separate thread."""
 
     def __init__(self, folder: Path) -> None:
         self.socket_path = str(folder / "socket")
@@ -85,7 +86,7 @@ class Running:
         self._sidecar: Sidecar | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
 
-    def __enter__(self) -> Running:
+    def __enter__(self) -> RunningSidecar:
         self._thread.start()
         assert self._is_up.wait(60)
         return self
@@ -122,46 +123,50 @@ class Running:
 
 
 @pytest.fixture
-def attic(monkeypatch: pytest.MonkeyPatch) -> Attic:
-    tier: LowerTier = Attic()
-    monkeypatch.setitem(tiers.TIERS, "attic", lambda _config: TierHandle(str(tier.address), tier))
-    assert isinstance(tier, Attic)
+def dict_tier(monkeypatch: pytest.MonkeyPatch) -> DictTier:
+    tier: LowerTier = DictTier()
+    monkeypatch.setitem(lower_tiers.TIERS, "attic", lambda _config: TierHandle(str(tier.address), tier))
+    assert isinstance(tier, DictTier)
     return tier
 
 
-def test_a_third_tier_is_one_line_in_the_table(
-    attic: Attic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_additional_tier_needs_only_a_line_in_the_table(
+    dict_tier: DictTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A record lock is not held against the process that took it, and the client is in this one.
+    # A process does not see its own record locks, and the client is in this process.
     monkeypatch.setattr(LockProbe, "is_held", lambda _probe: True)
     monkeypatch.setattr(
         liveness, "_open", lambda _path: -1
     )  # a sidecar keeps these open until its process ends
-    with Running(tmp_path) as sidecar, sidecar.session() as session:
+    with RunningSidecar(tmp_path) as sidecar, sidecar.session() as session:
         store(session, 1, 2, 3)
         wait_until(lambda: sidecar.stats()["attic"]["written"] == 3)
-        found = sidecar.stats()["attic"]
-        assert (found["address"], found["is_reachable"], found["off_reason"]) == (attic.address, True, "")
-        assert (found["stored"], found["used_bytes"]) == (3, attic.used_bytes) == (3, 300_000)
+        tier_stats = sidecar.stats()["attic"]
+        assert (tier_stats["address"], tier_stats["is_reachable"], tier_stats["off_reason"]) == (
+            dict_tier.address,
+            True,
+            "",
+        )
+        assert (tier_stats["stored"], tier_stats["used_bytes"]) == (3, dict_tier.used_bytes) == (3, 300_000)
         assert 'lmcache_tier_written_total{tier="attic"} 3.0' in sidecar.metrics()
-        wait_until(lambda: "check" in attic.calls)
-    assert "close" in attic.calls
+        wait_until(lambda: "check" in dict_tier.calls)
+    assert "close" in dict_tier.calls
 
     (tmp_path / "arena").unlink()
-    with Running(tmp_path) as sidecar, sidecar.session() as session:
+    with RunningSidecar(tmp_path) as sidecar, sidecar.session() as session:
         wait_until(lambda: session.lookup("r", [(0, make_keys(1, 2, 3))]).num_leased == 3)
         assert_stored(load(session, session, "r", 1, 2, 3), 1, 2, 3)
-        found = sidecar.stats()["attic"]
-        assert (found["promoted"], found["hits"]) == (3, 3)
+        tier_stats = sidecar.stats()["attic"]
+        assert (tier_stats["promoted"], tier_stats["hits"]) == (3, 3)
 
 
-def test_what_was_opened_is_closed_when_a_later_tier_is_a_mistake(
-    attic: Attic, monkeypatch: pytest.MonkeyPatch
+def test_opened_tiers_are_closed_when_a_later_tier_is_invalid(
+    dict_tier: DictTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_config: Config) -> TierHandle:
         raise ConfigError("no such file")
 
-    monkeypatch.setitem(tiers.TIERS, "wrong", refuse)
+    monkeypatch.setitem(lower_tiers.TIERS, "wrong", refuse)
     with pytest.raises(ConfigError, match="no such file"), ExitStack() as opened:
         open_tiers(Config(), opened)
-    assert "close" in attic.calls
+    assert "close" in dict_tier.calls

@@ -1,4 +1,4 @@
-"""A real sidecar over a Redis that loses or refuses what it was given: hot rows get there all the same."""
+"""A sidecar on a Redis that loses or refuses rows: recently hit rows are stored there again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sidecar(server):
 
 @pytest.fixture
 def connect(sidecar):
-    """Attach an engine; one with another geometry is another engine."""
+    """A function that attaches an engine. Other ``fields`` give an engine with another geometry."""
     clients = []
 
     def attach(newer_than=None, **fields):
@@ -59,20 +59,20 @@ def hit_until_stored(server, session) -> None:
     wait_until(hit)
 
 
-def test_a_redis_that_came_back_empty_gets_what_is_hit(server, sidecar, connect):
+def test_restarted_redis_gets_hit_rows_again(server, sidecar, connect):
     session = connect()
     store(session, *ROWS)
     sidecar.wait_until(lambda stats: stats["remote"]["written"] == len(ROWS))
     server.restart()
     assert num_stored(server) == 0
-    store(session, 100)  # whoever asks Redis next finds out
+    store(session, 100)  # the next request to Redis detects the restart
     wait_until(lambda: num_stored(server) == 1)
     server.client.flushall()
     hit_until_stored(server, session)
 
 
 @pytest.mark.parametrize("refusing", ["full", "read-only"])
-def test_what_was_refused_is_stored_when_redis_takes_some_again(server, sidecar, connect, refusing):
+def test_refused_rows_are_stored_when_redis_accepts_them(server, sidecar, connect, refusing):
     if refusing == "full":
         server.client.config_set("maxmemory", 1)
     else:
@@ -83,10 +83,10 @@ def test_what_was_refused_is_stored_when_redis_takes_some_again(server, sidecar,
     assert num_stored(server) == 0
     server.client.config_set("maxmemory", 0)
     server.client.replicaof("NO", "ONE")
-    wait_until(lambda: num_stored(server) == len(ROWS))  # though nobody asks for them
+    wait_until(lambda: num_stored(server) == len(ROWS))  # without any lookup of these rows
 
 
-def test_what_a_killed_sidecar_had_queued_is_stored_when_it_is_hit(server, sidecar, connect):
+def test_queued_rows_of_a_killed_sidecar_are_stored_when_hit(server, sidecar, connect):
     server.freeze()
     session = connect()
     store(session, *ROWS)
@@ -101,8 +101,8 @@ def test_what_a_killed_sidecar_had_queued_is_stored_when_it_is_hit(server, sidec
 
 
 @pytest.mark.parametrize("chunk_bytes", [2 * CHUNK_BYTES, 1 << 38])
-def test_another_geometry_costs_no_row_of_the_queue(server, sidecar, connect, chunk_bytes):
-    """Possible or not: the engine that left has stored its rows."""
+def test_geometry_change_loses_no_queued_row(server, sidecar, connect, chunk_bytes):
+    """The engine that left has stored its rows, whether the new geometry is possible or not."""
     server.freeze()
     session = connect()
     store(session, *ROWS)
@@ -113,12 +113,12 @@ def test_another_geometry_costs_no_row_of_the_queue(server, sidecar, connect, ch
     connect.clients[0].close()
     sidecar.wait_until(lambda stats: not stats["clients"])
     server.thaw()
-    other = SidecarClient(sidecar.socket_path, make_hello(engine_uuid=b"f" * 16, chunk_bytes=chunk_bytes))
-    connect.clients.append(other)
-    other.start()
+    second = SidecarClient(sidecar.socket_path, make_hello(engine_uuid=b"f" * 16, chunk_bytes=chunk_bytes))
+    connect.clients.append(second)
+    second.start()
     wait_until(lambda: num_stored(server) == len(ROWS))
     if chunk_bytes == 2 * CHUNK_BYTES:
-        attached(other)
+        attached(second)
         stats = sidecar.stats()
         assert stats["remote"]["written"] == len(ROWS)
         assert (stats["memory"]["hits"], stats["memory"]["tenant_rows"]["other"]) == (len(ROWS), 0)

@@ -1,4 +1,4 @@
-"""The number of shards, from what pods say: they, and pods' memory, are sized by turns."""
+"""The number of shards from pods' samples. Shards and pods' memory are sized in turns."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-from lmcache_operator.autoscaling.report import Choice
-from lmcache_operator.autoscaling.state import Obstacle, Step
-from lmcache_operator.autoscaling.tier import GIB, Prices
-from lmcache_operator.scaling.sizing import Refused, Settings, Situation, Sizing
+from lmcache_operator.autoscaling.policy.report import Choice
+from lmcache_operator.autoscaling.policy.state import Obstacle, Step
+from lmcache_operator.autoscaling.policy.tier import GIB, Prices
+from lmcache_operator.autoscaling.sizing import Settings, Situation, Sizing, UnavailableSize
 
-from lmcache.units import format_size
+from lmcache.common.units import format_size
 from testing.workloads.closed_loop import Routing, scattered, sticky
 from testing.workloads.remote_loop import RemoteSetup
 from testing.workloads.requests import Request, Workload, chat
@@ -27,43 +27,45 @@ SETTINGS = Settings(
 
 
 @cache
-def talk() -> Workload:
-    found = chat(12, 0.4, scale=16)
-    moved = [Request(one.time + START, one.session, one.keys) for one in found.requests]
-    return Workload(moved, found.scale)
+def chat_workload() -> Workload:
+    workload = chat(12, 0.4, scale=16)
+    moved = [Request(request.time + START, request.session, request.keys) for request in workload.requests]
+    return Workload(moved, workload.scale)
 
 
 class ShardLoop(Loop):
-    """Four pods, and shards; a change of their number takes a quarter of an hour."""
+    """A loop with four pods and with shards, whose number takes a quarter of an hour to change."""
 
     def __init__(self, num_shards: int) -> None:
-        super().__init__(settings=SETTINGS._replace(shards=num_shards), workload=talk())
+        super().__init__(settings=SETTINGS._replace(shards=num_shards), workload=chat_workload())
         rows = self.workload.rows
         self.pods = Service(4, 0, rows(MEMORY), Shards(num_shards, rows(SHARD)))
         self.sidecars = type(self.sidecars)(self.workload, self.pods, 4, MEMORY)
         self.route = scattered(4)
         self.situation = Situation(self.settings, PODS, num_shards=num_shards)
         self.changes: list[int] = []
-        self.until = 0.0
+        self.changing_until = 0.0
 
     def poll(self) -> None:
         super().poll()
         assert self.report
-        wanted = self.report.shards.size if self.report.shards else self.situation.num_shards
-        if wanted != self.situation.num_shards and self.now >= self.until:
-            self.pods.remote.resize(wanted, self.now)
-            self.changes.append(wanted)
-            self.until = self.now + Shards.TRANSITION
-            self.situation = self.situation._replace(num_shards=wanted)
-        busy = Obstacle("Cooldown", "a change of the shards is under way")
-        self.situation = self.situation._replace(shards_obstacle=busy if self.now < self.until else None)
+        num_wanted = self.report.shards.size if self.report.shards else self.situation.num_shards
+        if num_wanted != self.situation.num_shards and self.now >= self.changing_until:
+            self.pods.remote.resize(num_wanted, self.now)
+            self.changes.append(num_wanted)
+            self.changing_until = self.now + Shards.TRANSITION
+            self.situation = self.situation._replace(num_shards=num_wanted)
+        changing = Obstacle("Cooldown", "a change of the shards is in progress")
+        self.situation = self.situation._replace(
+            shards_obstacle=changing if self.now < self.changing_until else None
+        )
 
 
 def constant(
     count: int, memory: int = MEMORY, load_bytes_per_second: float = 3e9,
     route: Callable[[int], Routing] = scattered,
 ) -> float:  # fmt: skip
-    """USD per hour with so many shards, and so much memory, all the time."""
+    """Cost in USD per hour with a constant number of shards and memory size."""
     setup = RemoteSetup(
         chat(12, 0.4, scale=16), num_pods=4, route=route, start=memory / GIB,
         load_bytes_per_second=load_bytes_per_second,
@@ -71,22 +73,22 @@ def constant(
     return setup.with_shards(count) + setup.usd_per_gib_hour * setup.start
 
 
-def test_what_pods_say_brings_the_best_number_of_shards():
+def test_samples_lead_to_the_best_number_of_shards():
     loop = ShardLoop(2)
     loop.run(10.0, follow=False)
     assert loop.report.shards == Choice(loop.changes[-1], 2)
     assert constant(loop.changes[-1]) <= 1.03 * min(map(constant, range(2, 7)))
     assert len(loop.changes) <= 4
-    told = loop.report.status["remote"]
-    assert (told["current"], bool(told["curve"])) == (loop.changes[-1], True)
-    # What was measured behind the pods' memory is what the curve says of these shards.
+    remote_status = loop.report.status["remote"]
+    assert (remote_status["current"], bool(remote_status["curve"])) == (loop.changes[-1], True)
+    # The measured hits of shards equal the curve's hits at this number of shards.
     day = loop.sizing.intake.traffic.curve.shared_windows[0]
-    said = day.hit_ratio(0.95 * loop.changes[-1] * SHARD).hit_ratio
-    assert abs(said - day.measured_hits) < 0.05
+    predicted_hits = day.hit_ratio(0.95 * loop.changes[-1] * SHARD).hit_ratio
+    assert abs(predicted_hits - day.measured_hits) < 0.05
 
 
-def test_both_tiers_together_come_close_to_the_best_pair():
-    """What memory hits more, the shards would have had, and soon: it is worth only the time to load it."""
+def test_memory_and_shards_together_reach_the_best_sizes():
+    """Shards already have the additional hits of memory, so memory saves only their loading time."""
     loop = ShardLoop(2)
     loop.sidecars.load_bytes_per_second = rate = 12e9
     loop.settings = loop.settings._replace(is_memory_auto=True)
@@ -100,14 +102,14 @@ def test_both_tiers_together_come_close_to_the_best_pair():
     assert len(loop.changes) <= 6
 
 
-def test_memory_that_costs_nothing_grows_before_shards_that_cost_much():
-    """Shards are judged beside the memory that pods have in the end."""
+def test_memory_without_a_price_grows_before_shards():
+    """Shards are judged with the final memory size of pods."""
     loop = ShardLoop(2)
-    free = loop.settings._replace(
+    free_memory = loop.settings._replace(
         is_memory_auto=True, memory_bounds=(8 << 30, 128 << 30), prices=Prices(2.5, 0.0, 0.004),
         shard_bounds=(1, 16),
     )  # fmt: skip
-    loop.settings, loop.situation = free, loop.situation._replace(settings=free)
+    loop.settings, loop.situation = free_memory, loop.situation._replace(settings=free_memory)
     loop.run(4.0)
     assert loop.sidecars.size_bytes == 128 << 30
     loop.run(7.0)
@@ -118,28 +120,32 @@ def test_memory_that_costs_nothing_grows_before_shards_that_cost_much():
 
 @cache
 def constant_of_shards(count: int) -> float:
-    """USD per hour beside 128 GiB of memory that cost nothing."""
-    workload, free = chat(12, 0.4, scale=16), Prices(2.5, 0.0, 0.004)
-    return RemoteSetup(workload, num_pods=4, route=scattered, start=128.0, prices=free).with_shards(count)
+    """Cost in USD per hour with 128 GiB of free memory per pod."""
+    workload, free_memory = chat(12, 0.4, scale=16), Prices(2.5, 0.0, 0.004)
+    return RemoteSetup(workload, num_pods=4, route=scattered, start=128.0, prices=free_memory).with_shards(
+        count
+    )
 
 
-def test_memory_that_is_refused_holds_no_shards_up():
-    """Nor does a shard on its way go back because a node has no room for memory."""
+def test_infeasible_memory_size_does_not_block_shards():
+    """A node without free memory must not revert a change of shards either."""
     loop = ShardLoop(2)
     loop.settings = loop.settings._replace(is_memory_auto=True)
     loop.situation = loop.situation._replace(settings=loop.settings)
     loop.run(1.0, follow=False)
     loop.sizing._memory.chosen = Choice(2 * MEMORY, MEMORY)
-    refused = Refused(2 * MEMORY, "pod x: its node has no room")
-    status = loop.sizing.decide(loop.now, loop.situation._replace(refusals=(refused,))).status
-    assert (status["memory"]["limitedBy"], status["memory"]["reason"]) == ("Infeasible", refused.reason)
+    unavailable = UnavailableSize(2 * MEMORY, "pod x: its node has no free memory")
+    status = loop.sizing.decide(loop.now, loop.situation._replace(refusals=(unavailable,))).status
+    assert (status["memory"]["limitedBy"], status["memory"]["reason"]) == ("Infeasible", unavailable.reason)
     assert status["remote"]["limitedBy"] != "Infeasible"
 
 
 @pytest.mark.parametrize("num_shards", [4, 8])
-def test_memory_gives_up_what_shards_hold_already(num_shards):
-    """However large it is: of what twice as much would hit, or half as much would not, they have all, though
-    they have not half of what it misses. What they have at this size tells, not what they had at others."""
+def test_memory_shrinks_if_shards_have_the_same_rows(num_shards):
+    """Shards have all rows that twice the memory would hit, or half the memory would miss.
+
+    They have less than half of all misses. The decision uses their hits at the current size only.
+    """
     loop = ShardLoop(num_shards)
     loop.route = sticky(4)
     loop.sidecars.load_bytes_per_second = rate = 12e9
@@ -153,7 +159,7 @@ def test_memory_gives_up_what_shards_hold_already(num_shards):
     assert constant(num_shards, loop.sidecars.size_bytes, rate, sticky) <= 1.05 * best
 
 
-def test_while_one_tier_is_judged_the_other_waits():
+def test_tier_waits_while_the_other_tier_is_judged():
     loop = ShardLoop(2)
     loop.settings = loop.settings._replace(is_memory_auto=True)
     loop.situation = loop.situation._replace(settings=loop.settings)
@@ -162,15 +168,17 @@ def test_while_one_tier_is_judged_the_other_waits():
 
     def reasons(pending: str) -> tuple[str, str]:
         for name in ("_memory", "_remote"):
-            own = getattr(sizing, name)
-            pair = Step(own.state.size / 2, own.state.size) if name == pending else None
-            own.state = type(own.state)(**{**vars(own.state), "pending": pair, "due": loop.now + 9e9})
+            tier_sizing = getattr(sizing, name)
+            pair = Step(tier_sizing.state.size / 2, tier_sizing.state.size) if name == pending else None
+            tier_sizing.state = type(tier_sizing.state)(
+                **{**vars(tier_sizing.state), "pending": pair, "due": loop.now + 9e9}
+            )
         status = sizing.decide(loop.now, loop.situation).status
         return status["memory"]["reason"], status["remote"]["reason"]
 
     assert reasons("_memory")[1] == "the size of pods' memory has just changed"
     assert reasons("_remote")[0] == "the number of shards has just changed"
-    # Memory that costs nothing can lose nothing. It grows first.
+    # Growth of memory without a price has no risk. Memory grows first.
     loop.situation = loop.situation._replace(settings=loop.settings._replace(prices=Prices(2.5, 0.0, 0.004)))
     assert reasons("_remote")[0] != "the number of shards has just changed"
     assert reasons("_memory")[1] == "the size of pods' memory has just changed"

@@ -1,4 +1,4 @@
-"""What sidecars answer: read as it was told, or refused whole."""
+"""Validation of sidecars' answers: samples and figures are read completely, or refused."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lmcache_operator.scaling.answers import (
+from lmcache_operator.autoscaling.intake.answers import (
     Counts,
-    RefusedAnswerError,
+    InvalidAnswerError,
     figures,
     next_request,
     samples,
@@ -29,44 +29,44 @@ REQUESTS = st.lists(st.lists(KEYS, min_size=1, max_size=5), max_size=8)
 
 def sidecars(requests: list[list[int]]) -> Sidecars:
     workload = Workload([])
-    found = Sidecars(workload, Service(1, 0, 4), 1, 1 << 30)
+    simulated = Sidecars(workload, Service(1, 0, 4), 1, 1 << 30)
     for time, keys in enumerate(requests):
-        found.serve(0, Request(time + 1000.25, 0, tuple(keys)))
-    return found
+        simulated.serve(0, Request(time + 1000.25, 0, tuple(keys)))
+    return simulated
 
 
 @given(REQUESTS, st.integers(0, 10), st.sampled_from([HASHES, HASHES // 2, HASHES // 8]))
-def test_what_was_told_is_read(requests, since, below):
-    told = samples(json.loads(json.dumps(sidecars(requests).samples(0, 2000.0, since, below))))
+def test_samples_reads_the_answer_of_a_sidecar(requests, since, below):
+    parsed = samples(json.loads(json.dumps(sidecars(requests).samples(0, 2000.0, since, below))))
     position, expected = 0, []
     for time, keys in enumerate(requests):
         if position >= since:
-            kept = [key for key in keys[:0:-1] if key < below] + [keys[0]]
-            expected.append((time + 1000.25, tuple(kept)))
+            sampled_keys = [key for key in keys[:0:-1] if key < below] + [keys[0]]
+            expected.append((time + 1000.25, tuple(sampled_keys)))
         position += len(keys)
-    assert list(told.requests()) == expected
-    assert told.next == position
-    assert told.rate == pytest.approx(below / HASHES)
+    assert list(parsed.requests()) == expected
+    assert parsed.next == position
+    assert parsed.rate == pytest.approx(below / HASHES)
 
 
 @given(REQUESTS, st.integers(0, 20))
-def test_of_many_requests_the_latest_are_read(requests, most):
+def test_samples_keeps_the_latest_requests_within_the_limit(requests, max_keys):
     answer = sidecars(requests).samples(0, 2000.0)
-    whole, part = samples(answer), samples(answer, most)
-    told, left = list(part.requests()), list(whole.requests())
-    assert len(part.keys) <= most
-    assert told == left[len(left) - len(told) :]
+    whole, part = samples(answer), samples(answer, max_keys)
+    partial_requests, all_requests = list(part.requests()), list(whole.requests())
+    assert len(part.keys) <= max_keys
+    assert partial_requests == all_requests[len(all_requests) - len(partial_requests) :]
     columns = {name: getattr(part, name) for name in ("times", "sizes", "keys")}
     assert part == whole._replace(num_lost=len(whole.keys) - len(part.keys), **columns)
 
 
 @given(REQUESTS)
-def test_counts_are_those_of_all_tiers(requests):
-    told = sidecars(requests).stats(0)
-    found = figures(told)
-    assert found.counts.looked_up == 512 * sum(map(len, requests))
-    assert found.counts.memory == told["lookups"]["hit_tokens"].get("memory", 0)
-    assert found.counts == Counts(found.counts.looked_up, memory=found.counts.memory)
+def test_figures_counts_lookups_and_hits(requests):
+    stats = sidecars(requests).stats(0)
+    statistics = figures(stats)
+    assert statistics.counts.looked_up == 512 * sum(map(len, requests))
+    assert statistics.counts.memory == stats["lookups"]["hit_tokens"].get("memory", 0)
+    assert statistics.counts == Counts(statistics.counts.looked_up, memory=statistics.counts.memory)
 
 
 WRONG = [
@@ -75,13 +75,13 @@ WRONG = [
 
 
 @pytest.mark.parametrize("answer", [samples, figures])
-def test_whatever_else_is_told_is_refused_or_read_and_never_more(answer):
-    """Each field in turn is something else, or missing."""
-    told = sidecars([[1, 2, 3], [4]])
-    whole = told.samples(0, 2000.0) if answer is samples else told.stats(0)
+def test_wrong_field_is_refused_or_ignored(answer):
+    """Each field in turn gets a wrong value, or is missing."""
+    simulated = sidecars([[1, 2, 3], [4]])
+    whole = simulated.samples(0, 2000.0) if answer is samples else simulated.stats(0)
     for path in paths(whole):
         for value in [*WRONG, KeyError]:
-            with contextlib.suppress(RefusedAnswerError):
+            with contextlib.suppress(InvalidAnswerError):
                 answer(changed(whole, path, value))
     answer(whole)
 
@@ -96,23 +96,23 @@ def test_whatever_else_is_told_is_refused_or_read_and_never_more(answer):
         ("key", "é" * 64), ("key", "0" * 48 + " " * 16), ("key", "0" * 60 + "    "),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_refused(field, value):
+def test_samples_refuses_inconsistent_fields(field, value):
     whole = sidecars([[1, 2, 3], [4]]).samples(0, 2000.0)
     samples(whole)
-    with pytest.raises(RefusedAnswerError):
+    with pytest.raises(InvalidAnswerError):
         samples(whole | {field: value})
 
 
-def test_a_size_of_memory_is_one_that_a_status_can_hold():
+def test_figures_refuses_a_memory_size_that_no_status_can_hold():
     whole = sidecars([[1, 2]]).stats(0)
-    with pytest.raises(RefusedAnswerError, match="size_bytes"):
+    with pytest.raises(InvalidAnswerError, match="size_bytes"):
         figures(whole | {"memory": {"size_bytes": 1 << 62}})
 
 
-def test_more_hits_than_lookups_are_refused():
+def test_figures_refuses_more_hits_than_lookups():
     whole = sidecars([[1, 2], [1, 2]]).stats(0)
     whole["lookups"]["hit_tokens"]["engine"] = 513 * 2
-    with pytest.raises(RefusedAnswerError, match="more tokens were found than looked up"):
+    with pytest.raises(InvalidAnswerError, match="hit_tokens exceed lookup_tokens"):
         figures(whole)
 
 
@@ -126,22 +126,22 @@ def test_more_hits_than_lookups_are_refused():
         max_leaves=8,
     )
 )
-def test_no_answer_raises_anything_else(answer):
+def test_invalid_answer_raises_no_other_error(answer):
     for read in (samples, figures):
-        with pytest.raises(RefusedAnswerError):
+        with pytest.raises(InvalidAnswerError):
             read(answer)
-    following = next_request(answer)
-    assert following is None or 0 <= following < 1 << 63
+    next_position = next_request(answer)
+    assert next_position is None or 0 <= next_position < 1 << 63
 
 
 def paths(value: Any, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     inner = value.items() if isinstance(value, dict) else ()
-    return [path for key, one in inner for path in [(*prefix, key), *paths(one, (*prefix, key))]]
+    return [path for key, child in inner for path in [(*prefix, key), *paths(child, (*prefix, key))]]
 
 
 def changed(value: dict[str, Any], path: tuple[str, ...], new: Any) -> dict[str, Any]:
-    key, *rest = path
-    if rest:
-        return value | {key: changed(value[key], tuple(rest), new)}
-    without = {name: one for name, one in value.items() if name != key}
+    key, *remaining_path = path
+    if remaining_path:
+        return value | {key: changed(value[key], tuple(remaining_path), new)}
+    without = {name: child for name, child in value.items() if name != key}
     return without if new is KeyError else without | {key: new}

@@ -1,4 +1,4 @@
-"""An engine that is told to stop while it answers: as it is rendered, it finishes first."""
+"""An engine that gets SIGTERM while it answers: with the rendered options, it finishes the answer."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests.harness.operator_model import cluster
 
 pytestmark = pytest.mark.vllm
 
-NUM_TOKENS = 1500
+NUM_TOKENS = 500
 
 
 def rendered_timeout() -> str:
@@ -27,7 +27,7 @@ def rendered_timeout() -> str:
     return timeout
 
 
-def test_an_engine_that_is_told_to_stop_finishes_the_stream_it_has_begun(tmp_path):
+def test_terminated_engine_finishes_its_streams(tmp_path):
     (port,) = free_ports(1)
     with ServedEngine(tmp_path / "vllm.log", port, None, rendered_timeout()) as engine:
         engine.wait_ready()
@@ -38,7 +38,7 @@ def test_an_engine_that_is_told_to_stop_finishes_the_stream_it_has_begun(tmp_pat
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             lines = (line for line in answer if line.startswith(b"data: "))
-            assert b'"finish_reason":null' in next(lines)  # it is in the middle of it
+            assert b'"finish_reason":null' in next(lines)  # the answer has begun
             os.kill(engine.pid, signal.SIGTERM)
             *_, usage, end = lines
         assert end.strip() == b"data: [DONE]"

@@ -1,4 +1,4 @@
-"""How many questions a real model answers right from blended KV, and from a full prefill."""
+"""Share of questions that a real model answers right, from blended KV and from a full prefill."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ from testing.blend.weights import Pretrained
 
 Tokens = list[int]
 Prefill = Callable[[list[Tokens]], tuple[torch.Tensor, DynamicCache]]
-"""Segments to the last token's logits and the KV."""
+"""A function from segments to the logits of the last token and the KV."""
 
 
 @dataclass
 class Answers:
-    """The share of right ones, per sheet."""
+    """Share of right answers, for each sheet."""
 
     within: list[float] = field(default_factory=list)
-    """Of the questions whose answer lies in one document."""
+    """Share of questions whose answer is in one document."""
     spread: list[float] = field(default_factory=list)
-    """Of those that take two."""
+    """Share of questions that need two documents."""
 
 
 @torch.no_grad()
-def answered(
+def answer_sheets(
     pretrained: Pretrained, num_sheets: int, ways: dict[str, Selection], seed: int = 0
 ) -> dict[str, Answers]:
-    """Return how each way answers the same sheets; full prefill is the first one."""
+    """Answer the same sheets in each way. Full prefill is the first way."""
     model, rng = pretrained.model, np.random.default_rng(seed)
-    found = {name: Answers() for name in (FULL, *ways)}
+    results = {name: Answers() for name in (FULL, *ways)}
     with engine_for(model, max_local_cache_size=CACHE_GB) as engine:
         blended = BlendedModel(model, engine)
         progress = Progress("sheets of questions", num_sheets)
         for _ in range(num_sheets):
             sheet = questions.sheet(rng, counter(pretrained))
             ask = partial(_answer, pretrained, sheet)
-            ask(found[FULL], partial(_full, model))
+            ask(results[FULL], partial(_full, model))
             for name, blended.selection in ways.items():
-                ask(found[name], partial(_blended, blended), not blended.selection.reads_attention)
+                ask(results[name], partial(_blended, blended), not blended.selection.reads_attention)
             progress.step()
         blended.close()
-    return found
+    return results
 
 
 def _full(model: PreTrainedModel, segments: list[Tokens]) -> tuple[torch.Tensor, DynamicCache]:
@@ -62,8 +62,8 @@ def _full(model: PreTrainedModel, segments: list[Tokens]) -> tuple[torch.Tensor,
 
 
 def _blended(model: BlendedModel, segments: list[Tokens]) -> tuple[torch.Tensor, DynamicCache]:
-    (found,) = model.prefill([segments])
-    return found.logits[-1], found.cache
+    (prefill,) = model.prefill([segments])
+    return prefill.logits[-1], prefill.cache
 
 
 def _answer(
@@ -73,20 +73,19 @@ def _answer(
     prefill: Prefill,
     is_shared: bool = True,
 ) -> None:
-    """Answer a sheet. ``is_shared``: one prefill serves all questions, as it does not depend on which one
-    is asked."""
+    """Answer a sheet. ``is_shared``: one prefill serves all questions, as it does not depend on them."""
 
     def ids(text: str) -> Tokens:
         tokens: Tokens = pretrained.tokenizer(text)["input_ids"]
         return tokens
 
-    asked = [ids(text) for row in sheet.questions for text in row]
+    prompts = [ids(text) for row in sheet.questions for text in row]
     documents = list(map(ids, sheet.documents))
     if is_shared:
-        said = _after_one_prefill(pretrained.model, documents, asked, prefill)
+        last_logits = _after_one_prefill(pretrained.model, documents, prompts, prefill)
     else:
-        said = [prefill([*documents, question])[0] for question in asked]
-    logits = torch.stack(said).view(len(sheet.questions), questions.NUM_PEOPLE, -1)
+        last_logits = [prefill([*documents, question])[0] for question in prompts]
+    logits = torch.stack(last_logits).view(len(sheet.questions), questions.NUM_PEOPLE, -1)
     candidates = torch.tensor([[ids(f" {answer}")[0] for answer in row] for row in sheet.answers])
     log_probabilities = torch.stack(
         [of_people.log_softmax(-1)[:, row] for of_people, row in zip(logits, candidates, strict=True)]
@@ -98,20 +97,20 @@ def _answer(
 
 
 def answers_of(is_right: np.ndarray) -> tuple[float, float]:
-    """Return the shares of right ones of ``[relation, person]``: within a document, across two."""
+    """Shares of right answers in ``[relation, person]``: within one document, and across two."""
     within, spread = np.split(is_right, [questions.NUM_NAMED], axis=1)
     return float(within.mean()), float(spread.mean())
 
 
 def _after_one_prefill(
-    model: PreTrainedModel, documents: list[Tokens], asked: Sequence[Tokens], prefill: Prefill
+    model: PreTrainedModel, documents: list[Tokens], prompts: Sequence[Tokens], prefill: Prefill
 ) -> list[torch.Tensor]:
-    """Prefill the documents and the beginning that all questions have, then go on with all their rests."""
-    same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*asked, strict=False))
+    """Prefill the documents and the common start of all questions, then continue with each ending."""
+    same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False))
     beginning = [tokens[0] for tokens in same]
     cache = prefill([*documents, beginning])[1]
-    rests = [torch.tensor(question[len(beginning) :]) for question in asked]
-    cache.batch_repeat_interleave(len(rests))
-    padded = pad_sequence(rests, batch_first=True)  # behind: no token sees what comes after it
+    endings = [torch.tensor(question[len(beginning) :]) for question in prompts]
+    cache.batch_repeat_interleave(len(endings))
+    padded = pad_sequence(endings, batch_first=True)  # no token attends to the padding, which follows it
     logits = model(padded, past_key_values=cache).logits
-    return [row[len(rest) - 1] for row, rest in zip(logits, rests, strict=True)]
+    return [row[len(ending) - 1] for row, ending in zip(logits, endings, strict=True)]

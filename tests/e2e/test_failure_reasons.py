@@ -1,7 +1,7 @@
-"""What keeps pods from running, as the kubelet tells it and a cluster's condition passes it on.
+"""Reasons why pods do not run, as the kubelet reports them and the cluster's condition repeats them.
 
-The engine is one that only says that it is healthy. A pod that serves nothing is replaced as soon as another
-one is declared, so each test declares its own.
+The engine is a program that only reports that it is healthy. A pod that serves nothing is replaced as soon as
+the spec changes, so each test applies its own spec.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def declare(
     env: Object | None = None,
     volume: Object | None = None,
 ) -> App:
-    """The one cluster, whose engine is that program and has a variable and a volume more."""
+    """Apply the cluster with this engine program, and with an extra variable and an extra volume."""
     app = make_app(NAME)
     use_program(app, PROGRAMS, program)
     template = app.spec["spec"]["engine"]["podTemplate"]["spec"]
@@ -52,41 +52,43 @@ def declare(
     return app
 
 
-def told(app: App, reason: str) -> str:
-    """What the condition says when that is its reason; the pods are not Ready then."""
+def degraded_message(app: App, reason: str) -> str:
+    """Wait until the condition Degraded has this reason. Returns its message. Pods must not be Ready then."""
 
-    def look() -> str | None:
-        found = app.conditions().get("Degraded", {})
-        return found["message"] if found.get("reason") == reason else None
+    def message_of_reason() -> str | None:
+        condition = app.conditions().get("Degraded", {})
+        return condition["message"] if condition.get("reason") == reason else None
 
-    message = app.node.wait(look, READY_SECONDS)
+    message = app.node.wait(message_of_reason, READY_SECONDS)
     assert app.conditions()["Ready"]["status"] == "False"
     return message
 
 
-def test_an_engine_that_ends_again_and_again_is_told_with_its_last_lines(declared):
-    message = told(declared("dies"), "CrashLoopBackOff")
+def test_crash_looping_engine_is_reported_with_its_last_lines(declared):
+    message = degraded_message(declared("dies"), "CrashLoopBackOff")
     assert message.startswith(f"pod {NAME}-engine-0, container engine: ended ")
     assert message.endswith("exit code 3: loading the model | there is no room for it")
 
 
-def test_a_volume_that_can_not_be_mounted_is_told(declared):
+def test_volume_that_cannot_be_mounted_is_reported(declared):
     app = declared(volume={"secret": {"secretName": NOWHERE["name"]}})
-    assert 'secret "nowhere" not found' in told(app, "FailedMount")
+    assert 'secret "nowhere" not found' in degraded_message(app, "FailedMount")
 
 
-def test_a_variable_without_its_secret_is_told(declared):
-    message = told(declared(env={"valueFrom": {"secretKeyRef": NOWHERE}}), "CreateContainerConfigError")
+def test_variable_without_its_secret_is_reported(declared):
+    message = degraded_message(
+        declared(env={"valueFrom": {"secretKeyRef": NOWHERE}}), "CreateContainerConfigError"
+    )
     assert message == f'pod {NAME}-engine-0, container engine: secret "nowhere" not found'
 
 
-def test_a_node_that_is_not_heard_of_is_told_until_it_comes_back(declared):
+def test_unreachable_node_is_reported_until_it_recovers(declared):
     app = declared()
     before = app.ready_pod()
     app.wait_condition("Ready")
     app.node.stop_kubelet()
     try:
-        assert f"its node {NODE} has not been ready since" in told(app, "NodeLost")
+        assert f"its node {NODE} has not been ready since" in degraded_message(app, "NodeLost")
     finally:
         app.node.start_kubelet()
     app.wait_condition("Ready")

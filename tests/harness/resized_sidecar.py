@@ -1,4 +1,4 @@
-"""A sidecar whose memory tier is made larger and smaller, as by a kubelet."""
+"""A sidecar whose memory tier is resized as by a kubelet."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from testing.processes import SidecarProcess
 MIB = 1 << 20
 
 
-class Sized:
-    """A sidecar, and the file with its size as a kubelet writes it: a new one takes the place of the old."""
+class ResizedSidecar:
+    """A sidecar and the file with its size. As a kubelet does, each write replaces the file by a new one."""
 
     def __init__(self, sidecar: SidecarProcess, path: Path) -> None:
         self.sidecar, self.path = sidecar, path
 
-    def ask(self, text: str) -> None:
+    def write_size(self, text: str) -> None:
         new = self.path.with_suffix(".new")
         new.write_text(text)
         os.replace(new, self.path)
@@ -26,17 +26,17 @@ class Sized:
         return self.sidecar.stats()["memory"]
 
     def settle(self, mebibytes: int) -> dict:
-        """Wait until it is as large as it is to be."""
+        """Wait until the tier has this size and no resize is in progress."""
         size = mebibytes * MIB
 
         def is_settled(memory: dict) -> bool:
-            is_so = memory["target_bytes"] == memory["size_bytes"] == size
-            return is_so and not memory["resize_problem"]
+            is_resized = memory["target_bytes"] == memory["size_bytes"] == size
+            return is_resized and not memory["resize_problem"]
 
         self.sidecar.wait_until(lambda stats: is_settled(stats["memory"]))
         memory = self.memory
-        assert self.taken_bytes() <= size + MIB
+        assert self.used_bytes() <= size + MIB
         return memory
 
-    def taken_bytes(self) -> int:
+    def used_bytes(self) -> int:
         return self.sidecar.arena_path.stat().st_blocks * 512

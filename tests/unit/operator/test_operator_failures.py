@@ -1,4 +1,4 @@
-"""What goes wrong in a reconciliation is told, and the rest of it is done."""
+"""Reports of failures during a reconciliation, and the work that continues despite them."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from tests.harness.operator_bench import STATEFUL_SET, Bench
 from tests.harness.operator_model import NAME
 
 
-def test_conditions_are_metrics_until_the_cluster_is_gone() -> None:
-    def measured() -> dict[str, float]:
+def test_condition_metrics_exist_until_the_cluster_is_deleted() -> None:
+    def condition_metrics() -> dict[str, float]:
         samples = metrics.CONDITION.collect()[0].samples
         return {s.labels["condition"]: s.value for s in samples if s.labels["name"] == NAME}
 
     bench = Bench()
     bench.reconcile()
-    assert measured() == {"Ready": 0, "Degraded": 0}
+    assert condition_metrics() == {"Ready": 0, "Degraded": 0}
     bench.settle()
-    assert measured() == {"Ready": 1, "Degraded": 0}
+    assert condition_metrics() == {"Ready": 1, "Degraded": 0}
     bench.world.resource = cast(Any, None)
     bench.reconcile()
-    assert measured() == {}
+    assert condition_metrics() == {}
 
 
-def test_what_the_api_server_refuses_becomes_a_condition_and_the_rest_goes_on() -> None:
+def test_refused_apply_becomes_a_condition_and_the_rest_continues() -> None:
     bench = Bench()
     bench.world.failures["apply NetworkPolicy"] = RefusedError("apply", "quota exceeded")
-    waits = [bench.reconcile() for _ in range(7)]
-    assert waits == [5, 10, 20, 40, 60, 60, 60]
+    pauses = [bench.reconcile() for _ in range(7)]
+    assert pauses == [5, 10, 20, 40, 60, 60, 60]
     assert STATEFUL_SET in bench.world.objects
     assert bench.ready() == ("False", "NetworkPolicy demo-engine: quota exceeded")
-    assert bench.world.told == [("Warning", "Refused"), ("Normal", "Scaling")]
+    assert bench.world.events == [("Warning", "Refused"), ("Normal", "Scaling")]
 
 
 @pytest.mark.parametrize("call", ["get Service", "find Pod", "apply Service", "apply StatefulSet", "evict"])
-def test_a_failure_that_does_not_go_away_is_told_wherever_it_comes_from(call: str) -> None:
+def test_persistent_failure_of_any_call_is_reported(call: str) -> None:
     bench = Bench()
-    is_made = call in ("evict", "find Pod")
-    if is_made:
+    has_children = call in ("evict", "find Pod")
+    if has_children:
         bench.settle()
         bench.world.change(engine={"args": ["--new"]})
         bench.reconcile()
@@ -52,19 +52,19 @@ def test_a_failure_that_does_not_go_away_is_told_wherever_it_comes_from(call: st
         with pytest.raises(ApiError):
             bench.reconcile()
     assert "failed calling webhook" in bench.ready()[1]
-    assert ("Warning", "ApiError") in bench.world.told
-    if call != "apply StatefulSet":  # what comes after it, where it can be done
-        assert (STATEFUL_SET in bench.world.objects) is (is_made or call.startswith("apply"))
+    assert ("Warning", "ApiError") in bench.world.events
+    if call != "apply StatefulSet":  # the operator continues with the remaining children if it can
+        assert (STATEFUL_SET in bench.world.objects) is (has_children or call.startswith("apply"))
     bench.world.failures.clear()
     bench.settle()
     assert bench.ready()[0] == "True"
 
 
-def test_conditions_are_told_under_an_older_definition_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conditions_are_written_under_an_older_crd(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     apply_status = bench.world.apply_status
 
-    async def refuse_what_is_new(wanted: dict[str, Any]) -> None:
+    async def refuse_new_fields(wanted: dict[str, Any]) -> None:
         if unknown := wanted["status"].keys() - {
             "conditions",
             "observedGeneration",
@@ -75,7 +75,7 @@ def test_conditions_are_told_under_an_older_definition_too(monkeypatch: pytest.M
             raise RefusedError("apply", f".status.{min(unknown)}: field not declared in schema")
         await apply_status(wanted)
 
-    monkeypatch.setattr(bench.world, "apply_status", refuse_what_is_new)
+    monkeypatch.setattr(bench.world, "apply_status", refuse_new_fields)
     bench.reconcile()
     bench.world.run_stateful_sets()
     bench.reconcile()
@@ -84,8 +84,8 @@ def test_conditions_are_told_under_an_older_definition_too(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("engine", ["text", 7, ["x"], {"replicas": "many"}, {"replicas": None}, None])
 @pytest.mark.parametrize("has_pods", [False, True])
-def test_a_spec_of_wrong_types_is_told_and_leaves_pods_alone(engine: Any, has_pods: bool) -> None:
-    """As an older definition may have let them through."""
+def test_spec_of_wrong_types_is_reported_and_keeps_pods(engine: Any, has_pods: bool) -> None:
+    """An older CRD may have accepted such specs."""
     bench = Bench()
     if has_pods:
         bench.settle()
@@ -94,12 +94,12 @@ def test_a_spec_of_wrong_types_is_told_and_leaves_pods_alone(engine: Any, has_po
     if engine == {"replicas": None}:
         assert "InvalidSpec" not in str(bench.world.resource["status"])
         return
-    assert ("Warning", "InvalidSpec") in bench.world.told
+    assert ("Warning", "InvalidSpec") in bench.world.events
     assert bench.ready()[1].startswith("spec.engine" if engine else "spec: model and engine belong together")
     assert not any(write.startswith(("apply", "delete", "evict")) for write in bench.writes)
 
 
-def test_a_failure_that_goes_away_is_not_told() -> None:
+def test_transient_failure_is_not_reported() -> None:
     bench = Bench()
     bench.settle()
     bench.world.failures["get Service"] = UnavailableError("get", "busy")
@@ -108,7 +108,7 @@ def test_a_failure_that_goes_away_is_not_told() -> None:
     assert bench.writes == []
 
 
-def test_a_fault_of_the_operator_is_told_too() -> None:
+def test_internal_error_of_the_operator_is_reported() -> None:
     bench = Bench()
     bench.settle()
     bench.world.failures["find Pod"] = RecursionError("too deep")
@@ -118,7 +118,7 @@ def test_a_fault_of_the_operator_is_told_too() -> None:
     assert "RecursionError('too deep')" in bench.ready()[1]
 
 
-def test_a_refused_eviction_is_told() -> None:
+def test_refused_eviction_is_reported() -> None:
     bench = Bench()
     bench.settle()
     bench.world.change(engine={"args": ["--new"]})
@@ -129,14 +129,14 @@ def test_a_refused_eviction_is_told() -> None:
     assert bench.ready() == ("False", "eviction of pod demo-engine-0: no right to it")
 
 
-@pytest.mark.parametrize("other", ["ends", "loads"])
-def test_a_mount_that_fails_is_told_whatever_the_pods_before_it_do(other: str) -> None:
+@pytest.mark.parametrize("first_pod", ["terminating", "loading"])
+def test_failed_mount_is_reported_regardless_of_other_pods(first_pod: str) -> None:
     bench = Bench(engine={"replicas": 2})
     bench.settle()
     first, second = (bench.world.pods[f"demo-engine-{n}"] for n in range(2))
     second["status"] = {"phase": "Pending"}
     first["status"] = {"containerStatuses": [{"name": "engine", "state": {"running": {}}}]}
-    if other == "ends":
+    if first_pod == "terminating":
         first["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     now = datetime.now(UTC).isoformat()
     event = {"reason": "FailedMount", "message": 'secret "kv" not found', "lastTimestamp": now}
@@ -145,7 +145,7 @@ def test_a_mount_that_fails_is_told_whatever_the_pods_before_it_do(other: str) -
     assert bench.ready() == ("False", 'pod demo-engine-1: secret "kv" not found')
 
 
-def test_while_a_spec_is_invalid_its_pods_are_watched_and_those_of_lost_nodes_given_up() -> None:
+def test_pods_of_an_invalid_spec_are_watched_and_abandoned_on_lost_nodes() -> None:
     bench = Bench(engine={"replicas": 2})
     bench.settle()
     bench.world.change(engine={"args": ["--headless"]})
@@ -165,6 +165,6 @@ def test_while_a_spec_is_invalid_its_pods_are_watched_and_those_of_lost_nodes_gi
     assert bench.ready()[1].startswith("spec.engine.args")
     bench.world.run_stateful_sets(is_ready=False)
     bench.world.set_ready("demo-engine-0", True)
-    assert (bench.reconcile() or 900) < 60  # until the new pod serves
+    assert (bench.reconcile() or 900) < 60  # short pauses until the new pod serves
     bench.world.set_ready("demo-engine-1", True)
     assert (bench.reconcile() or 0) > 500

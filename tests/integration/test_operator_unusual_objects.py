@@ -1,4 +1,4 @@
-"""Odd objects, against a real API server: valid ones come to rest, broken ones stop no other."""
+"""Unusual objects on a real API server: valid ones settle, broken ones do not affect others."""
 
 import contextlib
 import random
@@ -9,7 +9,8 @@ import pytest
 from lmcache_operator.specs.merge import merge
 
 from testing.kube.api import ApiError, Object
-from testing.kube.cluster import CRDS, Cluster, Write
+from testing.kube.audit import Write
+from testing.kube.cluster import CRDS, Cluster
 from tests.harness.clusters import condition, written
 from tests.harness.kube import CLUSTERS, Operator, example
 
@@ -63,12 +64,12 @@ METADATA: list[Object] = [
 ]
 
 
-def odd_template(chance: random.Random) -> Object:
-    container = reduce(merge, chance.sample(CONTAINER_PARTS, 4), {"name": "engine"})
-    parts: list[Object] = [{"spec": part} for part in chance.sample(POD_PARTS, 4)]
-    parts.append({"spec": {"containers": [container]}, "metadata": chance.choice(METADATA)})
-    found: Object = reduce(merge, parts, {})
-    return found
+def odd_template(rng: random.Random) -> Object:
+    container = reduce(merge, rng.sample(CONTAINER_PARTS, 4), {"name": "engine"})
+    parts: list[Object] = [{"spec": part} for part in rng.sample(POD_PARTS, 4)]
+    parts.append({"spec": {"containers": [container]}, "metadata": rng.choice(METADATA)})
+    template: Object = reduce(merge, parts, {})
+    return template
 
 
 def odd_cluster(name: str, template: object) -> Object:
@@ -79,7 +80,7 @@ def odd_cluster(name: str, template: object) -> Object:
 
 
 def writes_when_touched(plane: Cluster, operator: Operator, namespace: str) -> list[Write]:
-    """What is written while all clusters are reconciled again."""
+    """Writes of the operator while it reconciles all clusters again."""
     before, mark = operator.num_reconciliations(), plane.mark()
     poke = {"metadata": {"annotations": {"test/poke": str(before)}}}
     for number in range(NUM_ODD):
@@ -88,21 +89,21 @@ def writes_when_touched(plane: Cluster, operator: Operator, namespace: str) -> l
     return written(plane, operator, mark, namespace)
 
 
-def test_odd_but_valid_templates_come_to_rest(plane, operator, namespace):
+def test_odd_but_valid_templates_settle(plane, operator, namespace):
     for number in range(NUM_ODD):
         template = odd_template(random.Random(number))
         plane.api.create(CLUSTERS, odd_cluster(f"odd-{number}", template), namespace)
-    told = plane.wait(lambda: reasons(plane, namespace, NUM_ODD))
-    assert set(told.values()) == {"AsDeclared"}, told
-    # What is never at rest wakes itself: it is written in every round. One round may also see the last Events
-    # of the beginning, and the operator looks at clusters of earlier tests meanwhile.
+    degraded_reasons = plane.wait(lambda: reasons(plane, namespace, NUM_ODD))
+    assert set(degraded_reasons.values()) == {"AsDeclared"}, degraded_reasons
+    # A cluster that never settles triggers itself and is written in every round. A round may also contain the
+    # last Events of the start, and reconciliations of clusters of earlier tests.
     rounds = (writes_when_touched(plane, operator, namespace) for _ in range(NUM_ROUNDS))
     assert any(not writes for writes in rounds)
 
 
 @contextlib.contextmanager
 def loose_definition(plane: Cluster) -> Iterator[None]:
-    """The definition lets everything through meanwhile, as one of an earlier version might have."""
+    """Replace the definition's schema by one that accepts everything, as an earlier version might."""
     schema = "/spec/versions/0/schema/openAPIV3Schema"
     present = plane.api.get(CRDS, CRD)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 
@@ -119,7 +120,7 @@ def loose_definition(plane: Cluster) -> Iterator[None]:
 
 
 def broken() -> dict[str, Object]:
-    """By name: objects that fit no definition of ours, or are very large."""
+    """Objects that violate the definition or are very large, by name."""
     deep: object = {}
     for _ in range(400):
         deep = {"spec": deep}
@@ -129,16 +130,16 @@ def broken() -> dict[str, Object]:
         "text": "text", "list": [1], "nothing": None, "types": {"model": 1, "tiers": []},
         "replicas": {**example()["spec"], "engine": {"replicas": "many"}},
     }  # fmt: skip
-    found = {name: example() | {"spec": spec} for name, spec in specs.items()}
-    found |= {"deep": odd_cluster("deep", deep), "large": odd_cluster("large", large)}
-    found["env"] = odd_cluster("env", {"spec": {"containers": [{"name": "engine", "env": env}]}})
-    found["conditions"] = example() | {"status": {"conditions": [{"type": "Ready"}], "images": {}}}
-    for name, resource in found.items():
+    objects = {name: example() | {"spec": spec} for name, spec in specs.items()}
+    objects |= {"deep": odd_cluster("deep", deep), "large": odd_cluster("large", large)}
+    objects["env"] = odd_cluster("env", {"spec": {"containers": [{"name": "engine", "env": env}]}})
+    objects["conditions"] = example() | {"status": {"conditions": [{"type": "Ready"}], "images": {}}}
+    for name, resource in objects.items():
         resource["metadata"] = {"name": f"broken-{name}"}
-    return found
+    return objects
 
 
-def test_broken_objects_stop_no_other(plane, operator, namespace):
+def test_broken_objects_do_not_block_other_clusters(plane, operator, namespace):
     objects = broken()
 
     def refusal(resource: Object) -> str:
@@ -151,23 +152,23 @@ def test_broken_objects_stop_no_other(plane, operator, namespace):
         return ""
 
     with loose_definition(plane):
-        # When the API server has seen the loose definition; what it refuses even then is no danger.
+        # Wait until the API server has read the loose definition. Objects that it still refuses are harmless.
         first = objects.pop("types")
         plane.wait(lambda: not refusal(first))
         refused = {name: why for name, resource in objects.items() if (why := refusal(resource))}
         assert not refused.keys() & {"deep", "env", "large"}, refused
-        told = plane.wait(lambda: reasons(plane, namespace, len(objects) + 1 - len(refused)))
-    assert told["broken-types"] == told["broken-deep"] == "InvalidSpec", told
-    assert told["broken-large"] == told["broken-env"] == "AsDeclared", told
+        found_reasons = plane.wait(lambda: reasons(plane, namespace, len(objects) + 1 - len(refused)))
+    assert found_reasons["broken-types"] == found_reasons["broken-deep"] == "InvalidSpec", found_reasons
+    assert found_reasons["broken-large"] == found_reasons["broken-env"] == "AsDeclared", found_reasons
     plane.api.create(CLUSTERS, example(), namespace)
     plane.wait(lambda: condition(plane, namespace, "Ready").get("status") == "True")
 
 
 def reasons(plane: Cluster, namespace: str, number: int) -> dict[str, str]:
-    """Why each cluster is degraded, or not; nothing before all have been looked at."""
-    found = {}
+    """The reason of each cluster's Degraded condition. Empty until ``number`` clusters have one."""
+    degraded_reasons = {}
     for resource in plane.api.objects(CLUSTERS, namespace):
         conditions = (resource.get("status") or {}).get("conditions") or []
         if degraded := [c for c in conditions if c["type"] == "Degraded"]:
-            found[resource["metadata"]["name"]] = degraded[0]["reason"]
-    return found if len(found) == number else {}
+            degraded_reasons[resource["metadata"]["name"]] = degraded[0]["reason"]
+    return degraded_reasons if len(degraded_reasons) == number else {}

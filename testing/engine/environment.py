@@ -1,0 +1,16 @@
+"""Environment variables of the tests' engines."""
+
+from testing import workers
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request with logprobs compiles C++ for 15 s
+    # The same threads with and without connector, for bitwise equal results.
+    "VLLM_CPU_OMP_THREADS_BIND": str(workers.core()),
+    "OMP_NUM_THREADS": "2",
+    "OMP_WAIT_POLICY": "passive",
+    "PYTHONHASHSEED": "0",
+}

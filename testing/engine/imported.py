@@ -1,0 +1,38 @@
+"""Modules that all test engines use. ``fork_server`` imports them before the first copy."""
+
+import contextlib
+import gc
+import importlib
+import os
+from typing import Any
+
+MODULES = (
+    "vllm",
+    "vllm.entrypoints.cli.main",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+)
+
+
+def _fork_engine_cores_and_workers() -> None:
+    """Fork on CPUs, too. By default, vLLM forks on GPUs only, and its processes on CPUs import all again."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def check_and_fork(config: Any) -> None:
+        check(config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    CpuPlatform.check_and_update_config = staticmethod(check_and_fork)
+
+
+for name in MODULES:
+    with contextlib.suppress(ImportError):  # other versions of vLLM lack some modules
+        importlib.import_module(name)
+_fork_engine_cores_and_workers()
+gc.collect()
+gc.freeze()  # a collection in a copy would write to all pages and so copy them: one second for each engine

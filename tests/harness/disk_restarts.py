@@ -1,0 +1,34 @@
+"""Restarts of a disk tier over the same directory, and the addresses of test buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from lmcache.tiers.disk.tier import DiskTier
+from tests.harness.disk_world import PAGE
+
+
+@contextmanager
+def restartable_tier(path: Path) -> Iterator[Callable[..., DiskTier]]:
+    """Yield a function that starts a tier in place of the last tier, without waiting for its index."""
+    running: list[DiskTier] = []
+
+    def stop() -> None:
+        while running:
+            running.pop().close()
+
+    def start(capacity: int = 32 * PAGE) -> DiskTier:
+        stop()
+        running.append(DiskTier(path, capacity))
+        return running[0]
+
+    yield start
+    stop()
+
+
+def address_of(memory: memoryview) -> int:
+    return np.frombuffer(memory, np.uint8).ctypes.data

@@ -1,0 +1,172 @@
+"""The objects that Helm renders from the chart, and the values that it refuses."""
+
+import json
+
+import pytest
+import yaml
+from lmcache_operator.api.parse import parse
+from lmcache_operator.components.base import Context
+from lmcache_operator.components.injection.profile import profile
+from lmcache_operator.specs.names import INJECT_LABEL, STOCK_IMAGES
+
+from testing.kube.cluster import Cluster
+from tests.harness.kube import (
+    CHART,
+    helm_error,
+    since,
+)
+from tests.harness.operator_model import cluster
+from tools.kube import binaries, schemas
+
+pytestmark = pytest.mark.kube
+
+
+def rendered(plane: Cluster, *settings: str) -> list[dict]:
+    flags = [part for setting in settings for part in ("--set", setting)]
+    return [obj for obj in yaml.safe_load_all(plane.helm("template", "release", CHART, *flags)) if obj]
+
+
+def test_definition_is_deleted_with_the_release_only_without_keep(plane):
+    with_keep = {obj["kind"]: obj for obj in rendered(plane)}["CustomResourceDefinition"]
+    assert with_keep["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    without = {obj["kind"]: obj for obj in rendered(plane, "crds.keep=false")}["CustomResourceDefinition"]
+    assert "annotations" not in without["metadata"]
+    assert "CustomResourceDefinition" not in {obj["kind"] for obj in rendered(plane, "crds.enabled=false")}
+
+
+def test_monitoring_objects_are_rendered_only_if_enabled(plane):
+    assert not [obj for obj in rendered(plane) if "monitoring" in obj["apiVersion"]]
+    flags = ["monitoring.enabled=true", "monitoring.labels.team=search", "monitoring.dashboard.enabled=true"]
+    objects = {(obj["kind"], obj["metadata"]["name"]): obj for obj in rendered(plane, *flags)}
+    name = "release-lmcache-operator"
+    operator, sidecars = objects["PodMonitor", name], objects["PodMonitor", f"{name}-sidecars"]
+    injected = objects["PodMonitor", f"{name}-injected"]["spec"]
+    assert injected["selector"]["matchExpressions"] == [{"key": INJECT_LABEL, "operator": "Exists"}]
+    containers = profile(parse(cluster()), Context(STOCK_IMAGES))["spec"]["initContainers"]
+    ports = [port["name"] for container in containers for port in container.get("ports") or ()]
+    assert [endpoint["port"] for endpoint in injected["podMetricsEndpoints"]] == ports
+    assert operator["metadata"]["labels"]["team"] == "search"
+    labels = objects["Deployment", name]["spec"]["template"]["metadata"]["labels"]
+    assert operator["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert sidecars["spec"]["namespaceSelector"] == {"any": True}
+    (group,) = objects["PrometheusRule", name]["spec"]["groups"]
+    runbooks = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in group["rules"]}
+    assert len(runbooks) == 8
+    assert all(url.endswith(f"/docs/runbooks/{alert}.md") for alert, url in runbooks.items())
+    assert any("{{ $labels.pod }}" in rule["annotations"]["summary"] for rule in group["rules"])
+    json.loads(objects["ConfigMap", f"{name}-dashboard"]["data"]["lmcache.json"])
+    listed = rendered(plane, *flags, "watchNamespaces={a,b}")
+    for suffix in ("sidecars", "injected"):
+        (monitor,) = [obj for obj in listed if obj["metadata"]["name"] == f"{name}-{suffix}"]
+        assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("replicas=-1", "replicas"),
+        ("image.digest=abc", "digest"),
+        ("image.pullPolicy=Sometimes", "pullPolicy"),
+        ("metrics.service.port=0", "port"),
+        ("metrics.service.port=8080", "port"),
+        ("watchNamespaces={Bad_Name}", "watchNamespaces"),
+        ("crds.enabled=perhaps", "enabled"),
+        ("allowAllGpusSidecar=perhaps", "allowAllGpusSidecar"),
+        ("injection.enabled=perhaps", "enabled"),
+        ("injection.enabled=true", "injection.enabled: the API server has no MutatingAdmissionPolicy"),
+        ("extraArgs={positional}", "extraArgs"),
+    ],
+)
+def test_error_names_the_wrong_value(plane, setting, message):
+    assert message in helm_error(plane, "template", "release", CHART, "--set", setting)
+
+
+def test_operator_parses_the_flags_of_the_deployment(plane):
+    """The operator's command line accepts all arguments of the container, with all optional ones."""
+    from lmcache_operator.__main__ import _parser
+    from lmcache_operator.specs.names import OPERATOR_LABELS
+
+    settings = [
+        "watchNamespaces={a,b}", "defaults.engineImage=e:1", "defaults.sidecarImage=s:1",
+        "defaults.shardImage=v:1", "extraArgs={--log-format=json}", "allowAllGpusSidecar=true",
+    ]  # fmt: skip
+    deployment = {obj["kind"]: obj for obj in rendered(plane, *settings)}["Deployment"]
+    container = deployment["spec"]["template"]["spec"]["containers"][0]
+    parsed = _parser().parse_args(container["args"])
+    assert parsed.namespace == ["a", "b"]
+    assert parsed.allow_all_gpus_sidecar is True
+    # The NetworkPolicies of the sidecars admit the operator by these.
+    assert parsed.operator_namespace == deployment["metadata"]["namespace"]
+    assert OPERATOR_LABELS.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+    images = parsed.engine_image, parsed.sidecar_image, parsed.shard_image
+    assert (images, parsed.log_format) == (("e:1", "s:1", "v:1"), "json")
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert (parsed.health_port, parsed.metrics_port) == (ports["health"], ports["metrics"])
+
+
+def policies(plane: Cluster, *flags: str) -> list[dict]:
+    text = plane.helm("template", "release", CHART, *flags)
+    kinds = ("MutatingAdmissionPolicy", "MutatingAdmissionPolicyBinding")
+    return [obj for obj in yaml.safe_load_all(text) if obj and obj["kind"] in kinds]
+
+
+@pytest.mark.parametrize("version", ["v1", "v1beta1"])
+def test_injection_policies_are_rendered_for_an_api_server_that_has_the_kind(plane, version):
+    group = f"admissionregistration.k8s.io/{version}"
+    has_kind = ["--api-versions", f"{group}/MutatingAdmissionPolicy"]
+    rendered_policies = policies(plane, *has_kind, "--set", "watchNamespaces={a,b}")
+    assert [obj["apiVersion"] for obj in rendered_policies] == [group, group]
+    (expression,) = rendered_policies[0]["spec"]["matchConstraints"]["namespaceSelector"]["matchExpressions"]
+    assert expression["values"] == ["a", "b"]
+
+
+def test_no_injection_policies_without_the_kind_or_if_disabled(plane):
+    assert policies(plane) == []
+    has_kind = ["--api-versions", "admissionregistration.k8s.io/v1/MutatingAdmissionPolicy"]
+    assert policies(plane, *has_kind, "--set", "injection.enabled=false") == []
+
+
+def test_replicas_elect_a_leader_and_run_on_different_nodes(plane):
+    for replicas, kinds in ((2, {"PodDisruptionBudget"}), (1, set())):
+        objects = {obj["kind"]: obj for obj in rendered(plane, f"replicas={replicas}")}
+        assert objects.keys() & {"PodDisruptionBudget"} == kinds
+        spec = objects["Deployment"]["spec"]
+        assert (spec["replicas"], spec["strategy"]["type"]) == (replicas, "RollingUpdate")
+        container = spec["template"]["spec"]["containers"][0]
+        (lease,) = [rule["resourceNames"] for rule in objects["Role"]["rules"] if "update" in rule["verbs"]]
+        assert [f"--leader-elect={name}" for name in lease] == [a for a in container["args"] if "elect" in a]
+    custom = {obj["kind"]: obj for obj in rendered(plane, "affinity.nodeAffinity.a=b")}["Deployment"]
+    assert custom["spec"]["template"]["spec"]["affinity"] == {"nodeAffinity": {"a": "b"}}
+
+
+def test_two_releases_do_not_collide(plane):
+    first = {(o["kind"], o["metadata"]["name"]) for o in rendered(plane, "crds.enabled=false")}
+    flags = ["--set", "crds.enabled=false"]
+    second = yaml.safe_load_all(plane.helm("template", "other", CHART, *flags))
+    assert first.isdisjoint({(o["kind"], o["metadata"]["name"]) for o in second if o})
+
+
+def test_rendered_manifests_fit_the_schemas():
+    assert list(schemas.chart_errors(CHART)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("replicas: 2", "replica: 2"), "replica"),
+        (("apps/v1", "apps/v1beta1"), "Deployment"),
+        (("containers:", "container:"), "container"),
+    ],
+)
+def test_schema_check_finds_a_wrong_manifest(plane, change, message):
+    text = plane.helm("template", "release", CHART, "--show-only", "templates/deployment.yaml")
+    assert change[0] in text
+    wrong = schemas.validate(text.replace(*change, 1))
+    assert len(wrong) == 1
+    assert message in wrong[0]
+
+
+@since(binaries.NEWEST)
+def test_stored_schemas_equal_those_of_the_control_plane(plane):
+    current = schemas.convert(plane.api.request("GET", "/openapi/v2"))
+    assert json.loads(schemas.SCHEMAS.read_text()) == current

@@ -1,0 +1,115 @@
+"""Reconciliations do not read children that do not exist and that the spec does not ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lmcache_operator.errors import UnavailableError
+from lmcache_operator.specs.kinds import Ref
+
+from tests.harness.operator_bench import STATEFUL_SET, Bench
+
+REMOTE = {Ref(kind, "demo-remote") for kind in ("ConfigMap", "Service", "StatefulSet", "Certificate")}
+CLAIM = Ref("ResourceClaimTemplate", "demo-engine")
+SAVED_SIZES = Ref("ConfigMap", "demo-autoscaling")
+MANAGED = {"remote": {"managed": {"shards": 2, "memoryPerShard": "1Gi"}}}
+
+
+class ReadBench(Bench):
+    """Records the objects that a reconciliation reads, and counts its requests."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__(**changes)
+        self.reads: set[Ref] = set()
+        self.num_requests = 0
+        get = self.world.get
+
+        async def record_and_get(kind: Any, namespace: str, name: str) -> Any:
+            self.reads.add(Ref(kind.kind, name))
+            self.num_requests += 1
+            return await get(kind, namespace, name)
+
+        find = self.world.find
+
+        async def count_and_find(*args: Any, **selectors: Any) -> Any:
+            self.num_requests += 1
+            return await find(*args, **selectors)
+
+        self.world.get = record_and_get  # type: ignore[method-assign]
+        self.world.find = count_and_find  # type: ignore[method-assign]
+
+    def reconciled_reads(self) -> set[Ref]:
+        """Reconcile once, and return the objects that were read."""
+        self.reads.clear()
+        self.num_requests = 0
+        self.reconcile()
+        return set(self.reads)
+
+    def remove_remote(self) -> None:
+        """Remove the remote tier from the spec, as a user does."""
+        del self.world.resource["spec"]["tiers"]["remote"]
+        self.world.change()
+
+
+@pytest.fixture
+def bench() -> ReadBench:
+    bench = ReadBench()
+    bench.settle()
+    return bench
+
+
+def test_reconciliation_of_an_idle_cluster_reads_only_existing_children(bench: ReadBench) -> None:
+    reads = bench.reconciled_reads()
+    assert not reads & {CLAIM, *REMOTE}
+    assert reads > {STATEFUL_SET, SAVED_SIZES}
+    assert bench.num_requests == 12, "as docs/reference/benchmarks.md says"
+
+
+def test_first_reconciliation_of_a_process_reads_all_children(bench: ReadBench) -> None:
+    bench.restart()
+    assert bench.reconciled_reads() > {CLAIM, STATEFUL_SET, *REMOTE}
+    assert not bench.reconciled_reads() & {CLAIM, *REMOTE}
+
+
+def test_changed_spec_makes_the_operator_read_all_children(bench: ReadBench) -> None:
+    bench.world.change(tiers=MANAGED)
+    assert bench.reconciled_reads() > {CLAIM, *REMOTE}
+    bench.settle()
+    assert Ref("StatefulSet", "demo-remote") in bench.world.objects
+    bench.remove_remote()
+    bench.settle()
+    assert Ref("StatefulSet", "demo-remote") not in bench.world.objects
+    assert not bench.reconciled_reads() & REMOTE
+
+
+def test_unwanted_child_of_another_program_is_deleted_within_75_minutes(
+    bench: ReadBench,
+) -> None:
+    bench.world.change(tiers=MANAGED)
+    bench.settle()
+    config = Ref("ConfigMap", "demo-remote")
+    restored = bench.world.objects[config]
+    bench.remove_remote()
+    bench.settle()
+    bench.world.objects[config] = restored
+    bench.reconcile()
+    bench.clock.now += 3600
+    bench.reconcile()
+    assert config not in bench.world.objects
+
+
+def test_failed_reconciliation_makes_the_operator_read_all_children(bench: ReadBench) -> None:
+    del bench.world.objects[STATEFUL_SET]
+    bench.world.failures["apply StatefulSet"] = UnavailableError("PATCH x", "no answer")
+    with pytest.raises(UnavailableError):
+        bench.reconcile()
+    bench.world.failures.clear()
+    assert bench.reconciled_reads() > {CLAIM, *REMOTE}
+
+
+def test_wanted_child_that_is_missing_is_read_each_time(bench: ReadBench) -> None:
+    del bench.world.objects[STATEFUL_SET]
+    assert STATEFUL_SET in bench.reconciled_reads()
+    assert STATEFUL_SET in bench.world.objects
+    assert STATEFUL_SET in bench.reconciled_reads()

@@ -1,0 +1,215 @@
+"""Reports of autoscaling decisions: status, condition, Events and metrics; no writes without a change."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime, timedelta, tzinfo
+from typing import Any, Self, cast
+
+import pytest
+from lmcache_operator import metrics
+from lmcache_operator.autoscaling.policy.report import Choice, Report, tier_status
+from lmcache_operator.autoscaling.policy.state import Decision
+from lmcache_operator.components.base import Observed
+from lmcache_operator.reconcile import reconciler
+from lmcache_operator.specs.kinds import ClusterKey
+from prometheus_client import Gauge
+
+from tests.harness.operator_bench import KEY, Bench
+from tests.harness.operator_model import NAME
+from tests.harness.operator_resizes import Node
+
+GIB = 1 << 30
+BOUNDS = {"minSize": "32Gi", "maxSize": "256Gi"}
+NO_CHANGE = Decision(
+    64 * GIB, 64 * GIB, 64 * GIB, 64 * GIB, "lookups counted for 5 min; a decision needs 30 min", "Young"
+)
+GROW = Decision(64 * GIB, 108 * GIB, 108 * GIB, 108 * GIB, "108Gi instead of 64Gi", "None", 0.16, 0.04)
+GROWN = replace(NO_CHANGE, size=108 * GIB, target=108 * GIB, recommended=108 * GIB, next=108 * GIB)
+
+
+class Watcher:
+    """Replaces the poller of the sidecars. The test sets its report."""
+
+    def __init__(self) -> None:
+        self.latest_report: Report | None = None
+        self.forgotten_keys: list[ClusterKey] = []
+
+    def report(self, key: ClusterKey, observed: Mapping[str, Observed]) -> Report | None:
+        assert key == KEY
+        assert observed["engine"].name == NAME
+        return self.latest_report
+
+    def forget(self, key: ClusterKey) -> None:
+        self.forgotten_keys.append(key)
+
+    def decide(self, decision: Decision, **report_fields: Any) -> None:
+        memory = tier_status(decision, []) | {"keysInSize": 2048}
+        self.latest_report = Report({"observedAt": "2026-01-01T00:00:00Z", "memory": memory}, **report_fields)
+
+
+class Rig(Bench):
+    """A cluster with autoscaling, and access to its reports."""
+
+    def __init__(self, size: str = "64Gi", **autoscaling: Any) -> None:
+        self.autoscaler = self.watcher = Watcher()
+        super().__init__(tiers={"memory": {"size": size}}, autoscaling=autoscaling)
+        self.settle()
+
+    def decide(self, decision: Decision, **report_fields: Any) -> list[str]:
+        """Report the decision, settle, and return the reasons of Events about autoscaling."""
+        self.watcher.decide(decision, **report_fields)
+        self.world.events.clear()
+        self.settle()
+        return [reason for _, reason in self.world.events if reason.startswith(("Autoscaling", "Size"))]
+
+    def status(self) -> Any:
+        return self.world.resource["status"].get("autoscaling")
+
+    def condition(self) -> tuple[str, str] | None:
+        active = [c for c in self.world.resource["status"]["conditions"] if c["type"] == "AutoscalingActive"]
+        return (active[0]["status"], active[0]["reason"]) if active else None
+
+
+def uid_of(pod: dict[str, Any]) -> str:
+    return str(pod["metadata"]["uid"])
+
+
+def samples(gauge: Gauge) -> dict[str, float]:
+    """Values of the cluster's samples by their other labels."""
+    cluster_samples = [sample for sample in gauge.collect()[0].samples if sample.labels["name"] == NAME]
+    return {" ".join(list(sample.labels.values())[2:]): sample.value for sample in cluster_samples}
+
+
+def test_recommendation_is_reported_once_and_small_changes_are_not_written() -> None:
+    rig = Rig()
+    assert (rig.status(), rig.condition()) == (None, None)
+    assert rig.decide(NO_CHANGE) == []
+    assert rig.condition() == ("Unknown", "Counting")
+    assert rig.decide(GROW) == ["SizeRecommended"]
+    assert rig.condition() == ("True", "Recommending")
+    first = rig.status()
+    assert first["memory"]["recommended"] == "108Gi"
+    assert "next" not in first["memory"]  # mode Recommend makes no step
+    for usd_per_hour in (0.161, 0.158, 0.163):
+        rig.watcher.decide(replace(GROW, saving=usd_per_hour))
+        rig.reconcile()
+        assert rig.writes == []
+    assert rig.status() == first
+    assert rig.decide(replace(GROW, saving=0.5)) == []
+    assert rig.status()["memory"]["saving"]["usdPerHour"] == "0.500"
+
+
+def test_auto_reports_each_step_and_the_freeze() -> None:
+    rig = Rig(mode="Auto", memory=BOUNDS)
+    rig.decide(NO_CHANGE)
+    chosen = Choice(108 * GIB, 64 * GIB)
+    assert rig.decide(GROW, memory=chosen) == ["SizeRecommended", "SizeChosen"]
+    assert rig.condition() == ("True", "Sizing")
+    assert rig.decide(replace(GROWN, limited_by="Verifying"), memory=chosen) == []
+    frozen = replace(GROWN, limited_by="Frozen", reason="hits stayed below the prediction twice")
+    assert rig.decide(frozen, memory=chosen) == ["AutoscalingFrozen"]
+    assert rig.condition() == ("False", "AutoscalingFrozen")
+    assert rig.ready()[0] == "True"  # engines and cache still serve
+
+
+def test_restarted_operator_keeps_the_last_report_until_it_has_samples() -> None:
+    rig = Rig(mode="Auto", memory=BOUNDS)
+    rig.decide(NO_CHANGE)
+    rig.decide(GROW, memory=Choice(108 * GIB, 64 * GIB))
+    before = rig.status(), rig.condition()
+    rig.watcher.latest_report = None
+    rig.restart()
+    rig.reconcile()
+    assert rig.writes == []
+    assert (rig.status(), rig.condition()) == before
+
+
+def test_mode_off_removes_status_and_metrics() -> None:
+    rig = Rig()
+    rig.decide(GROW)
+    rig.world.resource["spec"]["autoscaling"] = {"mode": "Off"}
+    rig.settle()
+    assert (rig.status(), rig.condition()) == (None, None)
+    assert samples(metrics.MEMORY_BYTES) == {}
+
+
+def test_invalid_spec_keeps_the_autoscaling_report() -> None:
+    rig = Rig()
+    rig.decide(GROW)
+    before = rig.status(), rig.condition()
+    rig.world.change(engine={"args": ["--port=1"]})
+    rig.settle()
+    assert rig.ready()[0] == "False"
+    assert (rig.status(), rig.condition()) == before
+
+
+def test_size_metrics_exist_until_the_cluster_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    rig.decide(GROW)
+    assert samples(metrics.MEMORY_BYTES) == {"current": 64 * GIB, "recommended": 108 * GIB}
+    with monkeypatch.context() as patch:  # a scrape during a reconciliation sees them, too
+        patch.setattr(metrics.MEMORY_BYTES, "remove", None)
+        rig.world.resource["metadata"]["labels"] = {"some": "change"}
+        rig.reconcile()
+    assert samples(metrics.SAVING) == {"memory": 0.16}
+    rig.decide(replace(GROWN, limited_by="Max"))
+    assert samples(metrics.LIMITED) == {"memory Max": 1}
+    rig.world.resource = cast(Any, None)
+    rig.reconcile()
+    assert rig.watcher.forgotten_keys == [KEY]
+    for gauge in (metrics.MEMORY_BYTES, metrics.SHARDS, metrics.SAVING, metrics.LIMITED):
+        assert samples(gauge) == {}
+
+
+def test_remote_tier_is_reported_in_shards() -> None:
+    rig = Rig()
+    remote = tier_status(GROW, [], shard_bytes=4 * GIB)
+    rig.watcher.latest_report = Report({"remote": remote})
+    rig.settle()
+    assert rig.status()["remote"]["recommended"] == 27
+    assert samples(metrics.SHARDS) == {"current": 16, "recommended": 27}
+
+
+class AdvancingTime(datetime):
+    """Wall-clock time that advances by a second with each call, within one hour."""
+
+    seconds = itertools.count()
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> Self:
+        return cls(2026, 1, 1, tzinfo=tz) + timedelta(seconds=next(cls.seconds))
+
+
+def test_two_operators_with_different_choices_stop_writing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two operators run without a Lease by mistake. Each stops changing a contested field, and reports it."""
+    monkeypatch.setattr(reconciler, "datetime", AdvancingTime)
+    rig = Rig("1Gi", mode="Auto", memory={"maxSize": "4Gi"})
+    before = {uid_of(pod) for pod in rig.world.pods.values()}
+    node = Node(world=rig.world)
+    rig.world.ask = node.ask  # type: ignore[method-assign]
+    operators = []
+    for size in (2, 3):
+        rig.autoscaler = watcher = Watcher()
+        rig.restart()
+        operators.append(rig.reconciler)
+        watcher.decide(GROW, memory=Choice(size * GIB, GIB), state=f"{size}")
+    written = []
+    for _ in range(14):
+        for rig.reconciler in operators:
+            rig.clock.now += 1
+            rig.reconcile()
+            written.append(list(rig.writes))
+            for name in node.sidecars:
+                node.settle(name)
+    last_writes = [write for writes in written[-4:] for write in writes]
+    assert not any(write.startswith(("apply", "resize", "annotate")) for write in last_writes)
+    assert ("Warning", "FieldContested") in rig.world.events
+    assert {uid_of(pod) for pod in rig.world.pods.values()} == before
+    sizes = {sidecar.size for sidecar in node.sidecars.values()}
+    assert len(sizes) == 1
+    assert sizes < {2 * GIB, 3 * GIB}, "pods must have one of the two sizes"
