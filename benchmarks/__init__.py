@@ -1,5 +1,6 @@
-"""Measurements, as ratios in one run on one machine: ``python -m benchmarks NAME... [--json FILE]``.
+"""Benchmarks: ``python -m benchmarks NAME... [--json FILE]``.
 
-Nothing here is asserted in a test: a noisy machine must not fail a build. The figures of record, with the
-commands that give them, stand in ``docs/reference/benchmarks.md``.
+Most figures are ratios within one run on one machine. No test asserts a figure, so that a noisy machine does
+not fail a build. ``docs/reference/benchmarks.md`` has the published figures and the commands that measure
+them.
 """

@@ -1,4 +1,4 @@
-"""``python -m benchmarks [NAME...] [--json FILE]``: runs benchmarks and prints their tables."""
+"""Run benchmarks and print their tables: ``python -m benchmarks [NAME...] [--json FILE]``."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from pathlib import Path
 from benchmarks.report import Report, table
 
 NAMES = {
-    "transfer": "256 MiB of KV between paged blocks and the arena, against memcpy of the same pieces",
-    "rpc": "lookup of 128 keys: read from the index in shared memory, and by a call; idle and under load",
-    "tiers": "the memory tier without copies: time and memory per chunk, share of the arena that is payload",
-    "stress": "eight threads on one local store for a minute, every byte compared",
-    "disk": "store and load of objects on disk, against a bare loop; the index at a start",
-    "gil": "longest stall of another thread while bytes are checksummed, stored, loaded and populated",
-    "cuda": "a batch of copies of GPU memory: what it costs Python; a large arena that is being pinned",
-    "gpu_stores": "what a store costs the engine: copied by the sidecar over CUDA IPC, and by the engine",
-    "curves": "miss-ratio curves from samples against exact stack distances, and what they cost",
-    "sizing": "autoscalers in a loop with exact tiers, on generated days: cost, changes, surprises",
+    "transfer": "copies of 256 MiB of KV between blocks and arena, compared with memcpy of the same pieces",
+    "rpc": "lookup of 128 keys in the shared index and by a call to the sidecar; idle and under load",
+    "tiers": "memory tier without copies: time and memory per chunk, payload as a share of the arena",
+    "stress": "eight threads on one local store for a minute; compares every byte",
+    "disk": "store and load of objects on disk, compared with a bare loop; time to index a full disk",
+    "gil": "longest stall of a thread while another one checksums, stores, loads or populates memory",
+    "cuda": "batches of GPU copies: cost in Python; time to the first copy of a large arena",
+    "gpu_stores": "cost of a store for the engine: copies by the sidecar (CUDA IPC), and by the engine",
+    "curves": "miss-ratio curves from samples: error compared with exact stack distances, and cost",
+    "sizing": "autoscaling in a loop with exact tiers, on generated days: cost, changes, surprises",
     "autoscale": "a real operator sizes real sidecars while they serve a trace: cost, changes, predictions",
-    "engine": "the library's engine: store and retrieve of 256 MiB of KV against memcpy, a long lookup",
+    "engine": "library engine: store and retrieve of 256 MiB of KV, compared with memcpy; a long lookup",
     "serde": "each serde on one chunk of KV: speed of one core, size, error",
-    "blend": "what blending loses and saves: KL, answers, time to first token, by selection and ratio",
-    "remote": "loads and stores of rows of 32 MiB over one connection, against bare loops on the same Redis",
-    "shards": "rows of engines on a Redis that evicts; hits before and after a change of the shards",
-    "path": "remote and disk on the sidecar's whole path, against bare loops",
-    "peer": "side by side with lmcache 0.3.0 and 0.5.6 from the registry; only when named",
-    "operator": "many LMCacheClusters on a real API server: writes, requests and memory at rest",
-    "polling": "the operator's poller: 200 clusters of 5 sidecars, what it takes of processor and memory",
-    "failover": "two operators: the time until one repairs what the other did not live to repair",
-    "peer_server": "the sidecar's path and the connector beside lmcache 0.5.6's server; only when named",
+    "blend": "blending: KL divergence, answers and time to first token, by selection and ratio",
+    "remote": "loads and stores of rows of 32 MiB over one connection, compared with bare loops",
+    "shards": "rows on a Redis that evicts; hits before and after a change of the shards",
+    "path": "remote and disk tier through the whole sidecar, compared with bare loops",
+    "peer": "comparison with lmcache 0.3.0 and 0.5.6 from the registry; runs only if you name it",
+    "operator": "many LMCacheClusters on a real API server: writes, requests and memory of the idle operator",
+    "polling": "the operator's poller with 200 clusters of 5 sidecars: processor time and memory",
+    "failover": "two operators: time until the second one repairs a child after the leader ended",
+    "peer_server": "sidecar and connector, compared with lmcache 0.5.6's server; runs only if you name it",
     "hybrid": "time to first token of a model with sliding windows: cold, hit in memory",
-    "vllm": "a real engine: time to first token, cold and of hits; throughput of prompts that hit nothing",
-    "load": "hits on a busy engine: queueing requests, one hot prefix, an engine that is new",
+    "vllm": "real engine: time to first token, cold and of hits; throughput of prompts without hits",
+    "load": "hits on a busy engine: queued requests, one hot prefix, a new engine",
 }
 
 
@@ -57,11 +57,14 @@ def main() -> int:
     usual = [name for name in NAMES if not name.startswith("peer")]
     parser.add_argument("names", nargs="*", metavar="NAME", default=usual)
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the figures there, pictures beside it"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the figures to FILE, and pictures to files next to it",
     )
     args = parser.parse_args()
     if unknown := set(args.names) - set(NAMES):
-        parser.error(f"unknown benchmark {', '.join(sorted(unknown))}")
+        parser.error(f"unknown benchmark {', '.join(sorted(unknown))}: --help lists all benchmarks")
     reports: list[Report] = []
     for name in args.names:
         print(f"\n== {name}: {NAMES[name]}", flush=True)
@@ -69,7 +72,7 @@ def main() -> int:
         report: Report = importlib.import_module(f"benchmarks.{name}").run()
         reports.append(report)
         print(f"{report.conditions}\n")
-        print(table(("what", "measured", "bar", "held"), [figure.row() for figure in report.figures]))
+        print(table(("figure", "measured", "bar", "held"), [figure.row() for figure in report.figures]))
         print(f"\n({time.monotonic() - start:.0f} s on {machine()})", flush=True)
     if args.json:
         document = {"machine": machine(), "reports": [report.to_json() for report in reports]}

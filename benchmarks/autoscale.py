@@ -1,15 +1,18 @@
-"""Tiers that a real operator sizes while real sidecars serve a trace, many times as fast as it was.
+"""Measure a real operator that sizes the tiers of real sidecars, while a trace is replayed at high speed.
 
-API server, controllers and scheduler are real, and so is the operator, but for the clock of its autoscaler.
-Each pod's sidecar is a process, and each shard a redis-server with what is rendered for its pod; kwok says
-that pods run and grants their resizes. There are no engines: who replays the trace looks up, waits for what
-is brought, leases and stores as they do, and copies nothing. Memory is hundreds of times as small as the
-operator is told.
+API server, controllers, scheduler and operator are real. Only the clock of the operator's autoscaler is
+faster. Each pod's sidecar is a process, and each shard is a redis-server with the rendered configuration of
+its pod. kwok reports pods as running and grants their resizes. There are no engines: the replay looks up,
+waits for promotions, leases and stores as an engine does, but it copies no KV. Memory is hundreds of times
+smaller than the size that the operator sees.
 
-TIER=memory (the default) sizes each pod's memory, and begins with a quarter and with four times the best size
-there is, by the exact curve of all that was looked up. TIER=remote sizes the number of shards, and begins
-with the least and the most; the best is that of exact tiers. HOURS, FACTOR (how much faster) and OPERATOR_LOG
-(a file for it) are variables of the environment, too.
+Environment variables:
+
+- TIER=memory (default): size each pod's memory. The runs start with a quarter of the best size, and with four
+  times the best size. The exact curve of all lookups gives the best size.
+- TIER=remote: choose the number of shards. The runs start with the smallest and the largest number. A
+  simulation with exact tiers gives the best number.
+- HOURS: hours of the trace. FACTOR: speed of the replay. OPERATOR_LOG: file for the operator's log.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lmcache_operator.curve import Curve
-from lmcache_operator.pictures import Line, Mark, Panel, svg
+from lmcache_operator.autoscaling.show.curve import Curve
+from lmcache_operator.autoscaling.show.svg import Line, Mark, Panel, svg
 
 from benchmarks.replayed import NUM_PODS, MemorySize, ShardCount, SizedTier
 from benchmarks.report import Figure, Report, at_least, at_most
@@ -49,37 +52,40 @@ TIER = TIERS[os.environ.get("TIER", "memory")]
 HOURS = int(os.environ.get("HOURS", "14" if TIER is MemorySize else "12"))
 FACTOR = float(os.environ.get("FACTOR", "75" if TIER is MemorySize else "60"))
 FILL_HOURS = 0.5
-"""After a change, until what was predicted is compared with what is hit."""
+"""Hours between a change and the first comparison of predicted and measured hits."""
 NUM_NODES = 4
-"""Of 1 TiB, as they say."""
+"""Simulated nodes of 1 TiB of memory."""
 
 
 @dataclass
 class Cloud:
-    """One LMCacheCluster, and what happened to it."""
+    """One LMCacheCluster, with the events of its run."""
 
     name: str
     tier: SizedTier
     start: float
-    told: Callable[[], list[tuple[float, float]]]
-    """(seconds since 1970, size) of all sizes that the operator ordered, one after the other."""
+    ordered_sizes: Callable[[], list[tuple[float, float]]]
+    """Returns (seconds since 1970, size) of all sizes that the operator ordered, in order."""
     pods: tuple[PodProcesses[Any], ...]
     replay: Replay
     sidecars: dict[str, SidecarProcess]
-    """By pod."""
+    """Sidecars by pod."""
     decisions: list[dict[str, Any]] = field(default_factory=list)
     stats: list[dict[str, Any]] = field(default_factory=list)
-    """What sidecars say of themselves in the end."""
+    """Statistics of the sidecars at the end."""
 
     @property
     def sizes(self) -> list[tuple[float, float]]:
-        """(hour, size) from the begin to the end."""
-        begin = [(0.0, self.start), *((self.replay.hour_of(at), size) for at, size in self.told())]
+        """Return (hour, size) from the beginning to the end."""
+        begin = [
+            (0.0, self.start),
+            *((self.replay.hour_of(seconds), size) for seconds, size in self.ordered_sizes()),
+        ]
         return [*begin, (float(HOURS), begin[-1][1])]
 
     @property
     def changes(self) -> list[tuple[float, float]]:
-        """(hour, size) of each."""
+        """Return (hour, size) of each change."""
         return [after for before, after in itertools.pairwise(self.sizes) if after[1] != before[1]]
 
     @property
@@ -88,26 +94,28 @@ class Cloud:
 
     @property
     def settled(self) -> float:
-        """The hour from which on what was predicted is compared with what is hit."""
+        """Return the hour of the first comparison of predicted and measured hits."""
         return FILL_HOURS + (self.changes[-1][0] if self.changes else 0.0)
 
     def hits(self, served: list[Served], begin: float, end: float) -> float:
-        """Per cent of the rows that were looked up in these hours."""
-        found = [one for one in served if begin <= one.hour < end]
-        num_rows = sum(one.num_rows for one in found)
-        return 100 * sum(map(self.tier.hits, found)) / num_rows if num_rows else 0.0
+        """Return the hits in these hours, in per cent of the rows that were looked up."""
+        requests = [request for request in served if begin <= request.hour < end]
+        num_rows = sum(request.num_rows for request in requests)
+        return 100 * sum(map(self.tier.hits, requests)) / num_rows if num_rows else 0.0
 
     def realised(self) -> list[tuple[float, float]]:
-        """(hour, per cent) of each hour."""
+        """Return (hour, measured hits in per cent) for each hour."""
         return [(hour + 0.5, self.hits(self.replay.served, hour, hour + 1)) for hour in range(HOURS)]
 
     def predicted(self) -> list[tuple[float, float]]:
-        """(hour, per cent) of each decision, of the size at that time."""
-        return [(one["hour"], 100 * one["hits"]) for one in self.decisions]
+        """Return (hour, predicted hits in per cent) for each decision and the size at that time."""
+        return [(decision["hour"], 100 * decision["hits"]) for decision in self.decisions]
 
     def predicted_before(self) -> float:
-        """Per cent that the size of now was to hit, when it was chosen."""
-        chosen: list[float] = [one["hits_next"] for one in self.decisions if one["next"] != one["size"]]
+        """Return the prediction for the final size, in per cent, at the time of its choice."""
+        chosen: list[float] = [
+            decision["hits_next"] for decision in self.decisions if decision["next"] != decision["size"]
+        ]
         return 100 * (chosen[-1] if chosen else self.decisions[-1]["hits"])
 
 
@@ -129,12 +137,12 @@ def run() -> Report:
         for cloud, resource in clouds
     }  # fmt: skip
     pictures = {cloud.name: picture(cloud) for cloud, _ in clouds}
-    pictures |= {f"{cloud.name}-curve": Curve.of(found, tier.name).picture() for cloud, found in clouds}
+    pictures |= {f"{cloud.name}-curve": Curve.of(resource, tier.name).picture() for cloud, resource in clouds}
     return Report("autoscale", conditions, figures, series, pictures)
 
 
 def replayed(tier: SizedTier) -> list[tuple[Cloud, Object]]:
-    """Run all; with what became of the LMCacheClusters."""
+    """Run all clusters. Returns each with its final LMCacheCluster object."""
     clock = Clock(time.time(), FACTOR)
     program = ("-m", "testing.kube.fast_operator", f"{clock.origin}", f"{clock.factor}", f"{tier.scale}")
     with contextlib.ExitStack() as stack:
@@ -146,29 +154,29 @@ def replayed(tier: SizedTier) -> list[tuple[Cloud, Object]]:
         pid = os.getpid()
         addresses = (f"127.{64 + pid % 60}.{pid // 60 % 250}.{number}" for number in range(1, 250))
         clouds = [stack.enter_context(cloud(plane, tier, size, clock, addresses)) for size in tier.starts()]
-        for one in clouds:
-            one.replay.start([one.sidecars[pod] for pod in sorted(one.sidecars)])
-        while sum(one.replay.is_over for one in clouds) < len(clouds):
+        for each in clouds:
+            each.replay.start([each.sidecars[pod] for pod in sorted(each.sidecars)])
+        while sum(each.replay.is_over for each in clouds) < len(clouds):
             plane.check()
             operator.check()
-            for one in clouds:
-                for pods in one.pods:
+            for each in clouds:
+                for pods in each.pods:
                     pods.check()
             time.sleep(1)
-        for one in clouds:
-            one.stats += [sidecar.stats() for sidecar in one.sidecars.values()]
-        found = [(one, plane.api.get(kube.CLUSTERS, one.name, "default")) for one in clouds]
+        for each in clouds:
+            each.stats += [sidecar.stats() for sidecar in each.sidecars.values()]
+        results = [(each, plane.api.get(kube.CLUSTERS, each.name, "default")) for each in clouds]
         note_decisions(operator.log, clouds)
-        if kept := os.environ.get("OPERATOR_LOG"):
-            Path(kept).write_text(operator.log)
-        return found
+        if log_path := os.environ.get("OPERATOR_LOG"):
+            Path(log_path).write_text(operator.log)
+        return results
 
 
 @contextlib.contextmanager
 def cloud(
     plane: Cluster, tier: SizedTier, start: float, clock: Clock, addresses: Iterator[str]
 ) -> Iterator[Cloud]:
-    """An LMCacheCluster whose pods have sidecars, and servers of a remote tier if it has one."""
+    """Create an LMCacheCluster whose pods have sidecars, and servers of its remote tier."""
     name = f"from-{tier.described(start)}".lower().replace(".", "-").replace(" ", "-")
     sidecars: dict[str, SidecarProcess] = {}
     with contextlib.ExitStack() as stack:
@@ -188,23 +196,23 @@ def cloud(
         )
         plane.wait(lambda: pods.num_running == NUM_PODS)
 
-        def told() -> list[tuple[float, float]]:
+        def ordered_sizes() -> list[tuple[float, float]]:
             if tier.name == "remote":
-                return [(at, float(number)) for at, number in shards.numbers]
-            return [(at, float(size)) for at, size in next(iter(pods.sizes.values())) if size]
+                return [(seconds, float(number)) for seconds, number in shards.numbers]
+            return [(seconds, float(size)) for seconds, size in next(iter(pods.sizes.values())) if size]
 
-        yield Cloud(name, tier, start, told, (pods, shards), replay, sidecars)
+        yield Cloud(name, tier, start, ordered_sizes, (pods, shards), replay, sidecars)
 
 
 def note_decisions(log: str, clouds: list[Cloud]) -> None:
-    owners = {one.replay.namespace.hex(): one for one in clouds}
+    owners = {each.replay.namespace.hex(): each for each in clouds}
     for line in log.splitlines():
         if line.startswith(MARK):
-            told = json.loads(line.removeprefix(MARK))
-            owner = owners.get(told["namespace"])
-            if owner and told["tier"] == owner.tier.name:
-                told["hour"] = (told["time"] - owner.replay.begin) / HOUR
-                owner.decisions.append(told)
+            decision = json.loads(line.removeprefix(MARK))
+            owner = owners.get(decision["namespace"])
+            if owner and decision["tier"] == owner.tier.name:
+                decision["hour"] = (decision["time"] - owner.replay.begin) / HOUR
+                owner.decisions.append(decision)
 
 
 def figures_of(cloud: Cloud) -> Iterator[Figure]:
@@ -212,17 +220,21 @@ def figures_of(cloud: Cloud) -> Iterator[Figure]:
     best = tier.best
     yield Figure(f"{name}: at the end, {tier.described(cloud.final)}", cloud.final / best, "of the best size")
     share = 100 * tier.net(cloud.final) / tier.net(best)
-    yield at_least(f"{name}: worth at the end, of the best fixed size", share, "%", 95)
+    yield at_least(f"{name}: net value at the end, of the best fixed size", share, "%", 95)
     yield at_most(f"{name}: changes", len(cloud.changes), "", 6)
     yield Figure(f"{name}: settled from hour", cloud.settled, "h")
     realised = cloud.hits(cloud.replay.served, cloud.settled, HOURS)
     yield Figure(f"{name}: hits from then on", realised, "%")
-    told = [one for one in cloud.decisions if one["hour"] > cloud.settled and one["num_settled"] > 5000]
-    surprises = [100 * abs(one["settled"] - one["settled_measured"]) for one in told]
+    settled = [
+        decision
+        for decision in cloud.decisions
+        if decision["hour"] > cloud.settled and decision["num_settled"] > 5000
+    ]
+    surprises = [100 * abs(decision["settled"] - decision["settled_measured"]) for decision in settled]
     surprise = statistics.mean(surprises or [math.nan])
     yield at_most(f"{name}: curve to measured, same requests", surprise, "points", 2)
     predicted, exact = cloud.predicted_before(), tier.served(cloud.final)
-    # Without a change the prediction is that of the end, of all that was looked up.
+    # Without a change, the prediction is the last one, from all lookups.
     chosen = cloud.settled - FILL_HOURS if cloud.changes else HOURS
     drift = cloud.hits(exact, cloud.settled, HOURS) - cloud.hits(exact, 0, chosen)
     surplus = realised - predicted
@@ -234,7 +246,7 @@ def figures_of(cloud: Cloud) -> Iterator[Figure]:
 
 
 def picture(cloud: Cloud) -> str:
-    """Size, and hits as predicted and realised, over time."""
+    """Draw the size, and predicted and measured hits, over time."""
     tier, ticks = cloud.tier, [(float(hour), f"{hour} h") for hour in range(0, HOURS + 1, 2)]
     best = tier.best
     unit, name = (1.0, "shards") if tier.name == "remote" else (2.0**30, "GiB")

@@ -1,4 +1,4 @@
-"""An engine's two clients of a real sidecar, without an engine: its scheduler's and its worker's."""
+"""Scheduler client and worker client of a real sidecar, without an engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from lmcache.rpc.client import ClientHello, KVGroup, Role, Session, SidecarClient
+from lmcache.kv_groups import KVGroup
+from lmcache.rpc.client import SidecarClient
+from lmcache.rpc.hello import ClientHello, Role
+from lmcache.rpc.session import Session
 from lmcache.tiers.base import ROW_KEY_BYTES
 from lmcache.tiers.memory.contracts import Found, Slot
 from testing.child_process import wait_until
@@ -21,18 +24,18 @@ CHUNK_TOKENS, BLOCK_TOKENS = 256, 16
 
 
 def row_keys(prompt: int, number: int) -> bytes:
-    """The row keys of a prompt's chunks, joined."""
+    """Return the joined row keys of a prompt's chunks."""
     digests = (hashlib.sha256(b"%d/%d" % (prompt, chunk)).digest() for chunk in range(number))
     return b"".join(NAMESPACE + digest for digest in digests)
 
 
 def words(keys: bytes) -> npt.NDArray[np.uint64]:
-    """Row keys as the index is asked for them: ``[n, 8]`` words."""
+    """Return row keys in the format of the index: ``[n, 8]`` words."""
     return np.frombuffer(keys, np.uint64).reshape(-1, ROW_KEY_BYTES // 8)
 
 
 class EngineClients:
-    """A context manager: attached when it is entered."""
+    """Clients of one engine. The context manager waits until both are attached."""
 
     def __init__(self, sidecar: SidecarProcess, chunk_bytes: int) -> None:
         engine = uuid.uuid4().bytes
@@ -64,7 +67,7 @@ class EngineClients:
         return self.scheduler.index.find(keys)
 
     def fill(self, keys: bytes) -> list[Slot]:
-        """Commit rows without copying into them; those that are there already stay."""
+        """Commit rows without copying into them. Rows that exist already are unchanged."""
         slots = [reservation.slot for reservation in self.worker.reserve(0, keys) if reservation.slot]
         with self.worker.copying():
             self.worker.commit(slots)

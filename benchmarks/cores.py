@@ -13,11 +13,11 @@ _USER_TICKS, _SYSTEM_TICKS = 11, 12
 
 
 class NotPinnedError(Exception):
-    """A thread may run on a core that its process was kept from."""
+    """A thread may run on a core that is forbidden to its process."""
 
 
 def two_cores() -> tuple[int, int]:
-    """Return the first two cores that this process may use. Raises RuntimeError when it has only one."""
+    """Return the first two cores that this process may use. Raises RuntimeError if it has only one."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise RuntimeError("two cores are needed: one for the engine, one for the sidecar and Redis")
@@ -27,7 +27,7 @@ def two_cores() -> tuple[int, int]:
 def process_tree(pid: int) -> list[int]:
     """Return a process and all its descendants that still run."""
     pids = [pid]
-    for parent in pids:  # grows while it is read
+    for parent in pids:  # the loop extends this list
         for task in _tasks(parent):
             with contextlib.suppress(FileNotFoundError):
                 children = Path(f"/proc/{parent}/task/{task}/children").read_text()
@@ -43,7 +43,7 @@ def pin(pids: Iterable[int], cores: Collection[int]) -> None:
 
 
 def check_pinned(pids: Iterable[int], cores: Collection[int]) -> None:
-    """Raise NotPinnedError if a thread may run elsewhere: a thread that started later chose its own cores."""
+    """Raise NotPinnedError if a thread may run on other cores, for example a thread that started later."""
     for task in _tasks_of_trees(pids):
         with contextlib.suppress(ProcessLookupError):
             if not (allowed := os.sched_getaffinity(task)) <= set(cores):

@@ -1,7 +1,7 @@
-"""What a batch of copies costs the thread that asks for it, and how soon the first comes after an attach.
+"""Measure the Python time of a batch of copies, and the time from an attach to the first copy.
 
-On a GPU where there is one, else on the simulated driver: the Python is the same, and what the driver itself
-takes is taken off. How fast copies are, only a GPU shows: ``make gpu-check``.
+The benchmark runs on a GPU, or else on the simulated driver. The Python code is the same, and the time of the
+driver is subtracted. ``make gpu-check`` measures the speed of the copies on a GPU.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from testing import cuda
 CHUNKS, LAYERS, BLOCKS = 8, 32, 16
 PIECES = CHUNKS * LAYERS * BLOCKS
 PAGE_BYTES = 4096
-"""Small: how long copies take is not what is measured."""
+"""Size of a page; small, because the duration of copies is not measured."""
 ROUNDS = 31
 ALLOWED_MICROSECONDS = 0.3
 
 ARENA_BYTES = 64 << 30
 PIN_RATE = 10 << 30
-"""Bytes per second of the simulated registration, as hosts are said to have."""
+"""Bytes per second of the simulated registration, a typical value of hosts."""
 ALLOWED_SECONDS = 1.0
 
 
@@ -55,7 +55,7 @@ class Chunks:
         self.sizes = np.full(PIECES, PAGE_BYTES, np.uint64)
 
     def places(self) -> tuple[Words, Words, Words]:
-        """Where each page is in the slots and in the KV, block by block, as the copiers reckon it."""
+        """Compute the address of each page in the slots and in the KV, block by block, as the copiers do."""
         page = np.uint64(PAGE_BYTES)
         in_kv = self.layers + page * self.blocks.astype(np.uint64)[:, None]
         in_slots = np.uint64(self.arena.ctypes.data) + page * np.arange(PIECES, dtype=np.uint64)
@@ -63,14 +63,14 @@ class Chunks:
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
-    """Of the calling thread alone: the simulated driver copies in other threads, on the same cores."""
+    """Return the processor time of the calling thread. The simulated driver copies in other threads."""
     start = time.thread_time()
     work()
     return time.thread_time() - start
 
 
 def measure_batches(context: Context) -> dict[str, list[float]]:
-    """CPU time per piece of each round, by way of copying."""
+    """Return the CPU time per piece of each round, by way of copying."""
     chunks, stream, driver = Chunks(context), Stream(context), context.driver
     bindings = driver.bindings
     batch = CopyBatch(*chunks.places(), chunks.pins.edges)
@@ -111,7 +111,7 @@ def measure_batches(context: Context) -> dict[str, list[float]]:
 
 
 def measure_attach(context: Context) -> tuple[float, float]:
-    """Seconds from mapping a large arena to the first slot that is copied, and until all of it is pinned."""
+    """Return the seconds from mapping a large arena to the first copied slot, and to the last pinned page."""
     stream, page = Stream(context), int(context.call("cuMemAlloc", PAGE_BYTES))
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         file.truncate(ARENA_BYTES)
@@ -138,7 +138,7 @@ def child() -> None:
     result = {
         "device": f"the simulated driver, pinning {PIN_RATE >> 30} GiB/s" if is_simulated else device.uuid,
         "batches": measure_batches(context),
-        # A real arena of this size would be populated by pinning it.
+        # On a real GPU, pinning an arena of this size would populate all of its memory.
         "attach": measure_attach(context) if is_simulated else None,
     }
     context.close()

@@ -1,31 +1,38 @@
-"""How close a sampled miss-ratio curve comes to exact stack distances, and what it costs."""
+"""Measure the error of a sampled miss-ratio curve against exact stack distances, and its cost."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from lmcache_sidecar.clients.registry import Clients
 from lmcache_sidecar.clients.validation import parse_hello, parse_lookup
+from lmcache_sidecar.explain.causes import Causes, Scheduled, blocking_absence, is_unstored
+from lmcache_sidecar.explain.sources import find_sources
 from lmcache_sidecar.samples import Samples
 
 from benchmarks.clients import row_keys
-from benchmarks.report import Figure, Report, at_most
+from benchmarks.report import Figure, Report, at_most, of
 from lmcache.curves import HASHES, Lookup, MissRatioCurve
+from lmcache.kv_groups import KVGroup
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.attachment import hello_message
-from lmcache.rpc.client import ClientHello, KVGroup, Role
+from lmcache.rpc.hello import ClientHello, Role
+from lmcache.tiers.memory.contracts import Chains, Geometry
+from lmcache.tiers.memory.private import PrivateArena
+from lmcache.tiers.tiered.store import TieredStore
 from tools.simulate import Request, read_trace, stack_distances, tail_first
 
 TRACES = Path(__file__).parent / "traces"
 BLOCK_BYTES = 64 << 20
 MAX_KEYS = 16_000
-SAMPLES = 8  # independent ones: other hashes for the same blocks
+SAMPLES = 8  # independent: each hashes the same blocks differently
 
 
 def run() -> Report:
@@ -53,14 +60,14 @@ def _figures(name: str, requests: list[Request]) -> list[Figure]:
         errors.append(statistics.mean(differences))
         worst.append(max(differences))
         limit = curve.rate * HASHES
-        kept = [
+        sampled_lookups = [
             lookup._replace(keys=keys)
             for lookup in lookups
             if (keys := [key for key in lookup.keys if key < limit])
         ]
-        num_kept = sum(len(lookup.keys) for lookup in kept)
+        num_sampled = sum(len(lookup.keys) for lookup in sampled_lookups)
         sampled = MissRatioCurve(MAX_KEYS, rate=curve.rate)
-        seconds.append(_cpu_seconds(partial(sampled.feed, kept)) / num_kept)
+        seconds.append(_cpu_seconds(partial(sampled.feed, sampled_lookups)) / num_sampled)
     tracemalloc.start()
     curve = MissRatioCurve(MAX_KEYS)
     curve.feed(lookups)
@@ -77,7 +84,7 @@ def _figures(name: str, requests: list[Request]) -> list[Figure]:
 
 
 def _feeding_all(lookups: list[Lookup]) -> float:
-    """Microseconds per sample where next to all keys are sampled, as with few and large rows."""
+    """Return the microseconds per sample if nearly all keys are sampled, as with few and large rows."""
     num_samples = sum(len(lookup.keys) for lookup in lookups)
     return 1e6 * _cpu_seconds(partial(MissRatioCurve(10**6, rate=0.999).feed, lookups)) / num_samples
 
@@ -93,12 +100,14 @@ def _exact(requests: list[Request]) -> dict[int, float]:
 
 
 def _sampling() -> Iterator[Figure]:
-    """What a sidecar does with each request, before anybody asks for samples."""
+    """Measure the work of a sidecar for each request, before a client reads samples."""
     hello = ClientHello(Role.SCHEDULER, bytes(16), bytes(32), 256, (KVGroup(0, 16, 1 << 20),))
     peer = parse_hello(hello_message(hello, bytes(16)))
     asked = [
         pb.LookupRequest(request_id="r", groups=[pb.GroupKeys(keys=row_keys(number, 30))])
-        for number in range(50)  # few: a sidecar's keys are in the processor's caches, it has just split them
+        for number in range(
+            50
+        )  # few, because a sidecar's keys are in the processor's caches: it has just split them
     ]
     requests = [parse_lookup(request, peer) for request in asked] * 40
     scheduled = pb.Scheduled(num_engine_chunks=5, num_hit_chunks=20, num_loaded_tokens=15 * 256)
@@ -107,10 +116,33 @@ def _sampling() -> Iterator[Figure]:
 
         def work(samples: Samples = samples, num_rows: int = num_rows) -> None:
             for chains in requests:
-                samples.note(peer, chains, scheduled, num_rows, {})
+                sources = find_sources(chains, scheduled, {})
+                samples.note(peer, chains, sources, 15 * 256, num_rows)
 
         seconds = min(_cpu_seconds(work) for _ in range(9))
         yield at_most(f"sampling {what}, per key of 30 in a request", seconds / 60_000 * 1e6, "us", 0.2)
+    yield from asyncio.run(_explaining(requests, scheduled))
+
+
+async def _explaining(requests: Sequence[Chains], message: pb.Scheduled) -> list[Figure]:
+    """Measure what the causes of a request cost: in the engine's call, and afterwards."""
+    store = TieredStore(PrivateArena(Geometry(1 << 20, 1), 1))
+    causes = Causes(lambda seconds, action: None)
+    known = [(chains, find_sources(chains, message, {})) for chains in requests]
+
+    def queue() -> None:
+        for chains, sources in known:
+            blocking = blocking_absence(chains, len(sources), partial(store.absence, request="r"))
+            unstored = is_unstored(blocking, chains, len(sources), store.history)
+            causes.note(Scheduled(0.0, "r", chains, message, sources, store.history, blocking, unstored))
+
+    seconds = [(_cpu_seconds(queue), _cpu_seconds(causes.settle)) for _ in range(9)]
+    await store.close()
+    in_call, after = (min(column) / len(known) * 1e6 for column in zip(*seconds, strict=True))
+    return [
+        at_most("causes in the call, per key of 30 in a request", in_call / 30, "us", 0.2),
+        of("causes after the call, per request of 30 keys", after, "us"),
+    ]
 
 
 def _hash(turn: int, block: int) -> int:

@@ -1,4 +1,4 @@
-"""Objects to and from the disk tier, against a bare loop with the same flags; how long a start takes."""
+"""Compare store and load of the disk tier with a bare loop that uses the same flags; time a start."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Transfer = Callable[[int, list[memoryview], int], int]
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A directory on the volume of TMPDIR."""
+    """Create a directory on the volume of TMPDIR."""
     path = Path(tempfile.mkdtemp(prefix="lmcache-bench-"))
     try:
         yield path
@@ -48,9 +48,9 @@ def scratch() -> Iterator[Path]:
 
 
 def transfers(tier: DiskTier, path: Path, size: int) -> Seconds:
-    """Seconds per object. Bare and tier take turns, in random order: the volume's moods meet both."""
+    """Return seconds per object. Bare loop and tier alternate in random order, so that noise affects both."""
     payload, into = (memoryview(mmap.mmap(-1, size)) for _ in range(2))
-    payload[:] = into[:] = os.urandom(size)  # untouched pages would be populated within the loops
+    payload[:] = into[:] = os.urandom(size)  # otherwise the loops would populate untouched pages
 
     def bare(key: bytes, flags: int, transfer: Transfer, memory: memoryview) -> None:
         fd = os.open(path / key.hex()[64:], flags | os.O_DIRECT, 0o600)
@@ -81,7 +81,7 @@ def transfers(tier: DiskTier, path: Path, size: int) -> Seconds:
 
 
 def fio(path: Path, direction: str, size: int) -> float:
-    """Bytes per second, one object after the other, as fio measures it."""
+    """Return the bytes per second that fio measures, one object at a time."""
     files = ["--nrfiles=16", f"--filesize={size}", f"--bs={size}", "--file_service_type=sequential"]
     command = ["fio", "--name=object", f"--directory={path}", f"--rw={direction}", "--direct=1", *files]
     answer = subprocess.run([*command, "--output-format=json"], check=True, capture_output=True).stdout
@@ -100,7 +100,7 @@ def figures(path: Path, size: int) -> Iterator[Figure]:
 
 
 def start(path: Path) -> Iterator[Figure]:
-    """Index many files; another thread ticks meanwhile."""
+    """Index many files. At the same time, measure the stalls of another thread."""
     ids = [ObjectId(os.urandom(64), 0) for _ in range(NUM_FILES)]
     for object_id in ids:
         file = path / path_of(ObjectId(bytes(32) + object_id.row_key[32:], 0))
@@ -115,10 +115,10 @@ def start(path: Path) -> Iterator[Figure]:
         now = time.perf_counter()
         stall, last = max(stall, now - last - TICK_SECONDS), now
     took = (last - begin) * 100_000 / NUM_FILES
-    assert tier.used_bytes == NUM_FILES * FILE_BYTES, "not all were found"
+    assert tier.used_bytes == NUM_FILES * FILE_BYTES, "the index lacks some files"
     tier.close()
     yield at_most(f"index 100 k objects (of {NUM_FILES})", took, "s", 3)
-    yield Figure("longest stall of another thread meanwhile", stall * 1e3, "ms")
+    yield Figure("longest stall of another thread during it", stall * 1e3, "ms")
     yield Figure("index, per object", index_bytes(), "bytes")
 
 
@@ -144,7 +144,7 @@ def run() -> Report:
 
 def _conditions() -> str:
     return (
-        f"objects in turn with a bare open, O_DIRECT read or write, close on the volume of"
+        f"alternating with a bare open, O_DIRECT read or write, and close on the volume of"
         f" {tempfile.gettempdir()}; {ROUNDS} rounds of {BYTES_PER_ROUND >> 20} MiB, medians per object; the"
-        f" tier besides hashes, writes a header, renames; files of {FILE_BYTES} bytes for the start, warm"
+        f" tier also hashes, writes a header and renames; files of {FILE_BYTES} bytes for the start, warm"
     )

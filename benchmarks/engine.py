@@ -1,8 +1,8 @@
-"""The library's engine: 2,048 tokens of an 8B model's KV stored and retrieved, and a long lookup.
+"""Measure the library's engine: store and retrieve of 2,048 tokens of an 8B model's KV, and a long lookup.
 
-One prompt again and again stays in a processor's cache where that is large, and so does the memcpy beside
-it: both flatter. Several prompts in turn, 1 GiB of KV from and to as much other memory, are what an engine
-sees that serves many users. Both are reported, each beside a memcpy over as many buffers.
+A repeated prompt stays in a large processor cache, and so does the memcpy that it is compared with. Both
+figures are therefore too good. Several prompts in turn, with 1 GiB of KV, are closer to an engine that serves
+many users. The benchmark reports both cases, each compared with a memcpy over as many buffers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def timed(what: Callable[[], object]) -> float:
 
 
 def transfers(num_prompts: int) -> dict[str, list[float]]:
-    """Seconds of each way, taken in turns. The first rounds, which fault the pages in, are not counted."""
+    """Return the seconds of each operation, in turn. The first rounds, which fault pages in, do not count."""
     engine = make_engine(LAYERS, HEADS, HEAD_SIZE)
     prompts = [torch.arange(TOKENS) + number for number in range(num_prompts)]
     shape = (TOKENS, HEADS, HEAD_SIZE)
@@ -51,7 +51,9 @@ def transfers(num_prompts: int) -> dict[str, list[float]]:
         tuple((torch.randn(shape).half(), torch.randn(shape).half()) for _ in range(LAYERS)) for _ in prompts
     ]
     sources, targets = ([np.ones(TOTAL_BYTES, np.uint8) for _ in prompts] for _ in range(2))
-    results: deque[object] = deque(maxlen=num_prompts - 1)  # in use: the next result is in other memory
+    results: deque[object] = deque(
+        maxlen=num_prompts - 1
+    )  # results in use, so that the next result gets other memory
     seconds: dict[str, list[float]] = {}
 
     def retrieve(tokens: torch.Tensor) -> None:
@@ -75,7 +77,7 @@ def transfers(num_prompts: int) -> dict[str, list[float]]:
 
 
 def lookups() -> tuple[list[float], list[float]]:
-    """Seconds of a lookup of 100,000 tokens that are all there, and of hashing them alone."""
+    """Return the seconds of a lookup of 100,000 stored tokens, and of hashing them without a lookup."""
     engine = make_engine(1, 1, 4)
     tokens = torch.arange(LOOKUP_TOKENS)
     half = torch.zeros(LOOKUP_TOKENS, 1, 4, dtype=torch.float16)

@@ -2,7 +2,7 @@
 
 The benchmark requests five times as many rows as fit, by a Zipf law, and stores each row that it misses. A
 second process sends GETs to the same server and measures their latency. The yardstick is a server that stores
-values of 4 MiB, each under a key of its own.
+values of 4 MiB, each under a separate key.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ STORES_PER_SAMPLE = 4
 
 
 def shard() -> RedisProcess:
-    """A server with the operator's settings."""
+    """Start a server with the operator's settings."""
     return RedisProcess(maxmemory=SERVER_BYTES, maxmemory_policy="allkeys-lru", lazyfree_lazy_eviction="no")
 
 
 @dataclass(frozen=True)
-class Found:
-    """What became of rows of one kind. Shares are between 0 and 1."""
+class Outcome:
+    """Result for one kind of rows. Shares are between 0 and 1."""
 
     payload: float
-    """Payload of complete rows, of ``maxmemory``: the median of samples taken once the server is full."""
+    """Payload of complete rows as a share of ``maxmemory``: median of samples from a full server."""
     readable: float
-    """Rows that were read whole, of those that were announced."""
+    """Complete rows that were read, as a share of the announced rows."""
     hits: float
-    """Rows that were read whole, of those that were asked for."""
+    """Complete rows that were read, as a share of the requested rows."""
     residence_seconds: float
-    """How long the server takes to replace all that it holds."""
+    """Time in which the server replaces all of its rows."""
     latencies: list[float]
-    """Of the other client's requests, in seconds."""
+    """Latencies of the other client's requests, in seconds."""
 
 
-def store_rows(row_bytes: int, num_columns: int) -> Found:
-    """Store and load rows until the server has evicted all it can hold a few times."""
+def store_rows(row_bytes: int, num_columns: int) -> Outcome:
+    """Store and load rows until the server has replaced its whole content a few times."""
     column_bytes = row_bytes // num_columns
     num_rows = 5 * SERVER_BYTES // row_bytes
     ids = [
@@ -84,13 +84,13 @@ def store_rows(row_bytes: int, num_columns: int) -> Found:
         present = sum(remote.probe([row[0].row_key], num_columns) for row in ids)
         complete = present / max(1, client.dbsize())
         remote.close()
-    return Found(
+    return Outcome(
         complete * statistics.median(shares), read / announced, read / asked, seconds / TURNOVERS, latencies()
     )
 
 
 def store_values() -> list[float]:
-    """Store values of 4 MiB, each under a key of its own. Returns another client's latencies, in seconds."""
+    """Store values of 4 MiB, each under a separate key. Returns another client's latencies, in seconds."""
     with shard() as server, server.client as client:
         value = os.urandom(4 * MIB - 64)
         with other_client(server) as latencies:
@@ -101,19 +101,19 @@ def store_values() -> list[float]:
 
 @contextlib.contextmanager
 def other_client(server: RedisProcess) -> Iterator[Callable[[], list[float]]]:
-    """Have another process send requests. The yielded function returns their latencies, after the context."""
+    """Send requests from another process. The yielded function returns their latencies, after the context."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_ask, args=(str(server.socket_path), theirs))
     process.start()
     theirs.close()  # so that recv() fails if the process dies
     ours.recv()
-    found: list[float] = []
+    latencies: list[float] = []
     try:
-        yield lambda: found
+        yield lambda: latencies
     finally:
         ours.send("end")
-        found += ours.recv()
+        latencies += ours.recv()
         process.join()
 
 
@@ -130,15 +130,15 @@ def _ask(path: str, pipe: multiprocessing.connection.Connection) -> None:
 
 
 def figures() -> Iterator[Figure]:
-    """Measure every kind of row."""
+    """Yield the figures of each kind of row."""
     for mib, num_columns in ROWS:
-        found = store_rows(mib * MIB, num_columns)
+        outcome = store_rows(mib * MIB, num_columns)
         name = f"rows of {mib} MiB in {num_columns} column{'s'[: num_columns != 1]}"
-        yield at_least(f"{name}: payload, of maxmemory", 100 * found.payload, "%", 92)
-        yield at_least(f"{name}: readable, of the announced", 100 * found.readable, "%", 98)
-        yield Figure(f"{name}: hits", 100 * found.hits, "%")
-        yield Figure(f"{name}: time until all is replaced", found.residence_seconds, "s")
-        yield from _latency(name, found.latencies)
+        yield at_least(f"{name}: payload, of maxmemory", 100 * outcome.payload, "%", 92)
+        yield at_least(f"{name}: readable, of the announced", 100 * outcome.readable, "%", 98)
+        yield Figure(f"{name}: hits", 100 * outcome.hits, "%")
+        yield Figure(f"{name}: time until all is replaced", outcome.residence_seconds, "s")
+        yield from _latency(name, outcome.latencies)
     yield from _latency("values of 4 MiB", store_values())
 
 

@@ -1,8 +1,9 @@
-"""For how long nobody repairs anything, when the operator that leads ends.
+"""Measure the time without repairs after the leading operator ends.
 
-Two operators beside a real API server, as in their pods, with the chart's flags and rights. Whoever leads is
-killed, or asked to end, at some moment between two renewals of its Lease; then a child of a cluster is
-changed, and the time is taken until the other operator has made it as declared. Who ended is started again.
+Two operators run with the chart's flags and permissions on a real API server. The benchmark kills or
+terminates the leader at a random time between two renewals of its Lease. It then changes a child of a
+cluster, and measures the time until the second operator has repaired the child. Then it starts the first
+operator again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from testing.kube.operator import (
 
 ROUNDS = 6
 RENEWAL_SECONDS = 2.0
-"""Between two of the Lease."""
+"""Time between two renewals of the Lease."""
 LEADING = "lmcache_operator_leading"
 CHILD = "v1/services", "one", "default"
 LABEL = "app.kubernetes.io/name"
@@ -47,24 +48,26 @@ def run() -> Report:
 
 @contextlib.contextmanager
 def two_operators(plane: Cluster) -> Iterator[list[Operator]]:
-    """Both run; none leads yet."""
+    """Start two operators. Neither leads yet."""
     account = install(plane)
     flags = chart_flags(plane)
     with contextlib.ExitStack() as stack:
         directories = [Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(2)]
         operators = [stack.enter_context(Operator(plane, path, account, *flags)) for path in directories]
-        for one in operators:
-            one.start()
+        for operator in operators:
+            operator.start()
         yield operators
 
 
 def seconds_unrepaired(plane: Cluster, operators: list[Operator], end: Callable[[Operator], object]) -> float:
-    """From the ``end`` of the leader until the other has repaired something."""
+    """Return the seconds from the ``end`` of the leader to a repair by the other operator."""
     leader = wait_for(
-        lambda: next((one for one in operators if one.metric("lmcache_operator_leading")), None)
+        lambda: next(
+            (operator for operator in operators if operator.metric("lmcache_operator_leading")), None
+        )
     )
     wait_for(lambda: label(plane) == "lmcache-cluster")
-    time.sleep(random.uniform(0, RENEWAL_SECONDS))  # some moment between two renewals
+    time.sleep(random.uniform(0, RENEWAL_SECONDS))  # a random time between two renewals
     start = time.monotonic()
     end(leader)
     kind, name, namespace = CHILD
@@ -76,7 +79,7 @@ def seconds_unrepaired(plane: Cluster, operators: list[Operator], end: Callable[
 
 
 def label(plane: Cluster) -> str:
-    """Of the child that is changed."""
+    """Return the label that the benchmark changes."""
     return str(plane.api.get(*CHILD)["metadata"]["labels"][LABEL])
 
 

@@ -1,4 +1,4 @@
-"""How long another thread stands still while bytes are checksummed, stored, loaded and populated."""
+"""Measure the stalls of a thread while another one checksums, stores, loads or populates memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEY = b"n" * 32 + b"k" * 32
 
 
 def longest_stall(work: Callable[[], object], kind: type[threading.Thread] | type[Process]) -> float:
-    """Seconds beyond its tick for which a ticking thread stood still while a worker worked."""
+    """Return the longest delay of a ticking thread during the work of a worker, in seconds."""
 
     def repeat() -> None:
         end = time.perf_counter() + ROUND_SECONDS

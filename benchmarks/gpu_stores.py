@@ -1,8 +1,8 @@
-"""What stores cost the engine's process, on the simulated driver: copied by the sidecar, and by the engine.
+"""Measure the processor time of stores in the engine's process, if the sidecar copies and if the engine does.
 
-The same bytes each round. On a GPU the copies themselves cost no processor; here a thread of the simulated
-driver makes them, in the process that asks: they are in the engine's time, and figures without them are
-given, too.
+Each round stores the same number of bytes. On a GPU, the copies cost no processor time. Here, a thread of the
+simulated driver copies in the calling process, so the engine's time includes the copies. The report also has
+figures without them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ import torch
 
 from benchmarks.report import Report, at_most, of, paired
 from lmcache.cuda.driver import Device
-from lmcache.engines.core.copier import make_copier
+from lmcache.engines.core.copier_choice import make_copier
 from lmcache.engines.core.cuda_copier import CudaCopier
 from lmcache.engines.core.jobs import EngineIdentity, GroupStore, StepMeta, StoreJob
 from lmcache.engines.core.layout import Layout
 from lmcache.engines.core.worker import WorkerSide
-from lmcache.rpc.client import ClientHello, KVGroup, Role, SidecarClient
+from lmcache.kv_groups import KVGroup
+from lmcache.rpc.client import SidecarClient
+from lmcache.rpc.hello import ClientHello, Role
 from testing import cuda
 from testing.child_process import wait_until
 from testing.engine import simulated_gpu
@@ -40,15 +42,15 @@ class Cost(NamedTuple):
     """CPU seconds of one store."""
 
     hooks: float
-    """On the engine's model thread."""
+    """Time of the hooks on the engine's model thread."""
     storer: float
-    """Of the thread that stores."""
+    """Time of the thread that stores."""
     process: float
-    """Of all threads, gRPC's and the simulated driver's included."""
+    """Time of all threads, including those of gRPC and of the simulated driver."""
 
 
 class Engine:
-    """A rank's side of the connector with its KV on the simulated GPU."""
+    """Worker side of the connector, with its KV on the simulated GPU."""
 
     def __init__(self, sidecar: SidecarProcess, *, is_copied_for: bool) -> None:
         context = Device.visible()[0].primary_context()
@@ -81,7 +83,7 @@ class Engine:
         )
 
     def store(self) -> Cost:
-        """One step that stores ``CHUNKS`` new chunks of scattered blocks, to its end."""
+        """Run one step that stores ``CHUNKS`` new chunks of scattered blocks, and wait for its end."""
         number = next(self._numbers)
         keys = b"".join(b"n" * 32 + os.urandom(32) for _ in range(CHUNKS))
         blocks = np.random.default_rng(number).permutation(NUM_BLOCKS)[: CHUNKS * BLOCKS_PER_CHUNK]
@@ -99,8 +101,8 @@ class Engine:
         self.worker.collect(step)
         hooks += time.thread_time() - hooks_before
         assert self.client.session is not None
-        found = self.client.session.index.find(np.frombuffer(keys, "<u8").reshape(CHUNKS, -1))
-        assert len(found.rows) == CHUNKS, "stored"
+        hits = self.client.session.index.find(np.frombuffer(keys, "<u8").reshape(CHUNKS, -1))
+        assert len(hits.rows) == CHUNKS, "some chunks were not stored"
         return Cost(hooks, storer, process)
 
 

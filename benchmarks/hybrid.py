@@ -1,9 +1,10 @@
-"""Time to first token at 8,192 prompt tokens of a model of which five layers in six slide.
+"""Measure the time to first token of a model in which five of six layers have a sliding window.
 
-And what a hit moves: of the windows no more than they see.
+Prompts have 8,192 tokens. The benchmark also counts the tokens that a hit moves. Window groups must move no
+more than their windows cover.
 
-Beside it the same engine with no connector (``bare``). Each prompt meets all ways in turn, the two engines
-first by chance, so that what else the machine does falls out of the ratios.
+A second engine has no connector (``bare``). Each prompt runs on both engines in random order, so that noise
+of the machine cancels out in the ratios.
 """
 
 from __future__ import annotations

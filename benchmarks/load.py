@@ -1,13 +1,15 @@
-"""What hits are worth on a real engine that is busy: requests queue, prefixes are hot, engines are new.
+"""Measure hits on a busy engine: queued requests, a hot prefix, and a new engine.
 
-Three cases, each beside what it is compared with in the same minute:
+The benchmark compares each case with a reference run in the same minute:
 
-- **queue**: 16 requests arrive at once at an engine that runs two at a time, and no chunk is in memory. Their
-  cached tokens, as a share of those when the same requests come one by one to the idle engine.
-- **hot**: 50 requests with one prefix of 8,192 tokens arrive at once. The time to the end of the last one, of
-  that on an engine with vLLM's own prefix caching alone; both have it on. How often the prefix was computed.
-- **new**: an engine that has never computed a prompt meets one of 4,096 tokens that another engine has stored
-  in Redis. The share of full chunks that it loads; time to first token, of that of a prompt nobody knows.
+- **queue**: 16 requests arrive at once at an engine that runs two at a time. No chunk is in memory. The
+  figure is their cached tokens, as a share of those when the same requests arrive one by one at the idle
+  engine.
+- **hot**: 50 requests with one prefix of 8,192 tokens arrive at once. The figures are the time to the end of
+  the last request, and how often the engine computed the prefix. The reference is an engine without a
+  connector. Both engines use vLLM's prefix caching.
+- **new**: a new engine gets a prompt of 4,096 tokens that another engine has stored in Redis. The figures are
+  the share of full chunks that it loads, and the time to first token, compared with a new prompt.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from testing.processes import RedisProcess, SidecarProcess
 
 CHUNK_TOKENS = 256
 QUEUED, QUEUED_TOKENS, AT_A_TIME, QUEUE_REPEATS = 16, 8 * CHUNK_TOKENS + 50, 2, 3
-SHARING, HOT_TOKENS, OWN_TOKENS, HOT_REPEATS = 50, 8192, 50, 9
+SHARING, HOT_TOKENS, SUFFIX_TOKENS, HOT_REPEATS = 50, 8192, 50, 9
 NEW_TOKENS, NEW_REPEATS = 16 * CHUNK_TOKENS + 50, 6
 SHORT_TOKENS = 200
-"""Of a prompt that warms an engine up without telling how fast it computes: it is below what is timed."""
+"""Tokens of a warm-up prompt, too few for the engine's measurement of its prefill rate."""
 
 _SEEDS = itertools.count(1_000_000)
 
@@ -43,7 +45,7 @@ class Queue(NamedTuple):
 
 
 class New(NamedTuple):
-    """Of engines that are new, one figure each."""
+    """Results of new engines, one value per engine."""
 
     num_cached: list[int]
     hit: list[float]  # seconds
@@ -51,18 +53,18 @@ class New(NamedTuple):
 
 
 def new_prompt(num_tokens: int) -> list[int]:
-    """One that nobody has seen."""
+    """Return a prompt that no engine has computed."""
     return prompt(next(_SEEDS), num_tokens)
 
 
 def wait_hit(engine: EngineProcess) -> None:
-    """Until what the engine stores is found again: then it is attached."""
+    """Wait until the engine hits its own stored prompt, which proves that it is attached."""
     tokens = new_prompt(CHUNK_TOKENS + 50)
     wait_until(lambda: engine.generate(tokens, max_tokens=1)[0].num_cached_tokens, timeout=60, what="a hit")
 
 
 def store(engine: EngineProcess, sidecar: SidecarProcess, tier: str, prompts: list[list[int]]) -> None:
-    """Compute prompts; returns when all their full chunks are in a lower tier."""
+    """Compute prompts, and wait until all of their full chunks are in a lower tier."""
     before = sidecar.stats()[tier]["written"]
     engine.generate(*prompts, max_tokens=1)
     want = before + sum(len(tokens) // CHUNK_TOKENS for tokens in prompts)
@@ -70,7 +72,7 @@ def store(engine: EngineProcess, sidecar: SidecarProcess, tier: str, prompts: li
 
 
 def queue(folder: Path, tier: str, **options: Any) -> Queue:
-    found = Queue([], [])
+    cached = Queue([], [])
     with (
         SidecarProcess(memory_size="512Mi", **options) as sidecar,
         EngineProcess(
@@ -86,12 +88,12 @@ def queue(folder: Path, tier: str, **options: Any) -> Queue:
                 forget_memory(engine, sidecar)
                 batches = [prompts] if name == "at_once" else [[tokens] for tokens in prompts]
                 answers = [answer for batch in batches for answer in engine.generate(*batch, max_tokens=1)]
-                getattr(found, name).append(sum(answer.num_cached_tokens for answer in answers))
-    return found
+                getattr(cached, name).append(sum(answer.num_cached_tokens for answer in answers))
+    return cached
 
 
 def hot(folder: Path) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds, and how many times the prefix was computed, of the engine with and without a connector."""
+    """Return seconds, and how often each engine computed the prefix, with and without a connector."""
     seconds: dict[str, list[float]] = {"with": [], "without": []}
     computed: dict[str, list[float]] = {"with": [], "without": []}
     with (
@@ -107,7 +109,7 @@ def hot(folder: Path) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
             each.generate(new_prompt(HOT_TOKENS), max_tokens=1)
         for _ in range(HOT_REPEATS):
             prefix = new_prompt(HOT_TOKENS)
-            prompts = [prefix + new_prompt(OWN_TOKENS) for _ in range(SHARING)]
+            prompts = [prefix + new_prompt(SUFFIX_TOKENS) for _ in range(SHARING)]
             for name in random.sample(list(engines), 2):
                 answers = engines[name].generate(*prompts, max_tokens=1)
                 seconds[name].append(max(answer.ended for answer in answers))
@@ -117,7 +119,7 @@ def hot(folder: Path) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
 
 
 def new(folder: Path) -> New:
-    found = New([], [], [])
+    measured = New([], [], [])
     prompts = [new_prompt(NEW_TOKENS) for _ in range(NEW_REPEATS)]
     with RedisProcess() as redis:
         with (
@@ -137,14 +139,14 @@ def new(folder: Path) -> New:
                 wait_attached(engine, sidecar)
                 (hit,) = engine.generate(tokens, max_tokens=1)
                 colds = [engine.generate(new_prompt(NEW_TOKENS), max_tokens=1)[0] for _ in range(2)]
-                found.num_cached.append(hit.num_cached_tokens)
-                found.hit.append(hit.ttft)
-                found.cold.append(min(cold.ttft for cold in colds))  # the first one finds pages untouched
-    return found
+                measured.num_cached.append(hit.num_cached_tokens)
+                measured.hit.append(hit.ttft)
+                measured.cold.append(min(cold.ttft for cold in colds))  # the first prompt touches new pages
+    return measured
 
 
 def wait_attached(engine: EngineProcess, sidecar: SidecarProcess) -> None:
-    """Until the sidecar sees both sides, and some prompts too short to tell the engine's speed have run."""
+    """Wait until both clients are attached, then run a few short warm-up prompts."""
     sidecar.wait_until(lambda stats: sum(client["is_attached"] for client in stats["clients"]) == 2)
     for _ in range(3):
         engine.generate(new_prompt(SHORT_TOKENS), max_tokens=1)
@@ -157,17 +159,17 @@ def run() -> Report:
         with RedisProcess() as redis:
             remote = queue(folder, "remote", remote_url=redis.unix_url)
         seconds, computed = hot(folder)
-        others = new(folder)
+        new_engines = new(folder)
     figures = [
         *_queue_figures("on disk", disk),
         *_queue_figures("in Redis", remote),
         at_most("hot: time, of vLLM's own prefix caching", _ratio(seconds), "x", 1.05),
         at_most("hot: the prefix was computed, times, at most", max(computed["with"]), "", 1),
         of("    with vLLM's own prefix caching alone", max(computed["without"]), ""),
-        at_least("new: full chunks loaded, at least", _least_share(others), "%", 100),
-        at_most("new: time to first token, of cold", paired(others.hit, others.cold), "%", 40),
+        at_least("new: full chunks loaded, at least", _least_share(new_engines), "%", 100),
+        at_most("new: time to first token, of cold", paired(new_engines.hit, new_engines.cold), "%", 40),
     ]
-    return Report("load", _conditions(seconds, others), figures)
+    return Report("load", _conditions(seconds, new_engines), figures)
 
 
 def _made(path: Path) -> Path:
@@ -179,9 +181,9 @@ def _ratio(seconds: dict[str, list[float]]) -> Ratio:
     return paired(seconds["with"], seconds["without"])
 
 
-def _queue_figures(where: str, found: Queue) -> list[Figure]:
+def _queue_figures(where: str, cached: Queue) -> list[Figure]:
     possible = QUEUED * (QUEUED_TOKENS // CHUNK_TOKENS) * CHUNK_TOKENS * QUEUE_REPEATS
-    at_once, one_by_one = sum(found.at_once), sum(found.one_by_one)
+    at_once, one_by_one = sum(cached.at_once), sum(cached.one_by_one)
     return [
         at_least(
             f"queue, {where}: cached tokens, of the idle engine's", _share(at_once, one_by_one), "%", 95
@@ -194,17 +196,17 @@ def _share(part: int, whole: int) -> float:
     return 100 * part / whole if whole else 0.0
 
 
-def _least_share(others: New) -> float:
-    return _share(min(others.num_cached), NEW_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS)
+def _least_share(new_engines: New) -> float:
+    return _share(min(new_engines.num_cached), NEW_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS)
 
 
-def _conditions(seconds: dict[str, list[float]], others: New) -> str:
-    times = seconds | {"new, hit": others.hit, "new, cold": others.cold}
+def _conditions(seconds: dict[str, list[float]], new_engines: New) -> str:
+    times = seconds | {"new, hit": new_engines.hit, "new, cold": new_engines.cold}
     shown = "\n".join(f"  {name:<10}  {spread(samples)}" for name, samples in times.items())
     return (
         "vLLM on the CPU, a tiny Llama (fp32, 4 KiB of KV per token), Redis over a UNIX socket.\n"
         f"queue: {QUEUED} requests of {QUEUED_TOKENS} tokens, max_num_seqs {AT_A_TIME},"
         f" {QUEUE_REPEATS} times. hot: {SHARING} requests, {HOT_REPEATS} times.\n"
-        f"new: {NEW_REPEATS} engines, each with a sidecar of its own; cold is the faster of two prompts.\n"
+        f"new: {NEW_REPEATS} engines, each with a separate sidecar; cold is the faster of two prompts.\n"
         "Median (min-max):\n" + shown
     )

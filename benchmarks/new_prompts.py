@@ -1,4 +1,4 @@
-"""Throughput of prompts that hit nothing, with and without the connector, in two layouts of two cores.
+"""Measure the throughput of prompts without hits, with and without the connector, in two layouts of cores.
 
 - **apart**: the engine and all its threads run on one core, sidecar and Redis on the other one. The engine
   computes with one thread. This layout shows what the connector costs the engine.
@@ -8,6 +8,10 @@
 Three engines run a batch of new prompts in turn, in random order, so that other load on the machine affects
 all of them alike. The throughput counts up to a batch's last answer. The engine's processor time counts until
 the batch is also stored and written through.
+
+Two processes with the same settings may differ by a few per cent for as long as they run: two runs with one
+start each gave 95 % and 100 %, with intervals of 2 % and 4 %. Therefore all engines start several times, and
+the samples of all starts count together.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -26,10 +30,10 @@ from testing.child_process import ChildProcess
 from testing.engine.process import EngineProcess, connector_config
 from testing.processes import RedisProcess, SidecarProcess
 
-BATCH, BATCH_TOKENS, ROUNDS = 6, 2048, 21
+BATCH, BATCH_TOKENS, ROUNDS = 6, 2048, 5
 NICENESS = 10
-"""Of sidecar and Redis where they share cores: a pod's engine requests far more processor time, and Redis
-runs on another node."""
+"""Priority of sidecar and Redis in the layout "shared". In a cluster, a pod's engine requests far more
+processor time, and Redis runs on another node."""
 
 WAYS = {"memory": "memory tier", "Redis": "written through to Redis"}
 BARE = "no connector"
@@ -47,7 +51,7 @@ class Layout(NamedTuple):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of an engine: as many compute threads as cores."""
+        """Environment of an engine: as many compute threads as cores."""
         return {"OMP_NUM_THREADS": str(len(self.engine_cores))}
 
 
@@ -79,13 +83,18 @@ class Measured(NamedTuple):
 
     wall: Seconds
     engine_cpu: Seconds
-    """Over the whole round."""
+    """Processor time of the engine during the whole round."""
     cache_cpu: Seconds
-    """Of sidecar and Redis while the batch ran."""
+    """Processor time of sidecar and Redis during the batch."""
+
+    @classmethod
+    def empty(cls) -> Measured:
+        samples: list[Seconds] = [{name: [] for name in (BARE, *WAYS)} for _ in cls._fields]
+        return cls(*samples)
 
 
 def random_tokens(seed: int, num_tokens: int) -> list[int]:
-    """Return a prompt of its own for each seed: no two share their first block."""
+    """Return a different prompt for each seed. No two prompts share their first block."""
     generator = random.Random(seed)
     return [generator.randrange(4, 320) for _ in range(num_tokens)]
 
@@ -95,7 +104,7 @@ def batch_seconds(engine: EngineProcess, seeds: Iterator[int]) -> float:
     prompts = [random_tokens(next(seeds), BATCH_TOKENS) for _ in range(BATCH)]
     answers = engine.generate(*prompts, max_tokens=1)
     if any(answer.num_cached_tokens for answer in answers):
-        raise RuntimeError("a new prompt was hit: the figure would not be that of 0 % hits")
+        raise RuntimeError("a new prompt had hits, so this is no figure of 0 % hits")
     return max(answer.ended for answer in answers)
 
 
@@ -124,16 +133,15 @@ def pods(folder: Path, layout: Layout) -> Iterator[dict[str, Pod]]:
         yield started
 
 
-def measure(layout: Layout, started: Mapping[str, Pod]) -> Measured:
-    """Run new prompts on each engine in turn, on the layout's cores."""
+def measure(layout: Layout, started: Mapping[str, Pod], measured: Measured) -> None:
+    """Run new prompts on each engine in turn, on the layout's cores, and add the samples to ``measured``."""
     seeds = itertools.count(10_000)
-    for pod in started.values():  # all threads that a round uses exist from here on
+    for pod in started.values():  # starts all threads that a round uses
         _round(pod, seeds)
     for pod in started.values():
         cores.pin([pod.engine.pid], layout.engine_cores)
         cores.pin(pod.caches, layout.cache_cores)
         _lower_priority(pod, layout.niceness)
-    measured = Measured(_no_samples(started), _no_samples(started), _no_samples(started))
     for _ in range(ROUNDS):
         for name in random.sample(list(started), len(started)):
             for samples, seconds in zip(measured, _round(started[name], seeds), strict=True):
@@ -141,17 +149,16 @@ def measure(layout: Layout, started: Mapping[str, Pod]) -> Measured:
     for pod in started.values():
         cores.check_pinned([pod.engine.pid], layout.engine_cores)
         cores.check_pinned(pod.caches, layout.cache_cores)
-    return measured
 
 
 def conditions(layout: Layout, measured: Measured) -> str:
-    """Say what was run, with median and range of each sample."""
+    """Describe the run, with median and range of each sample."""
     engine, cache = _listed(layout.engine_cores), _listed(layout.cache_cores)
     lines = [f"cores {layout.name}: engine on {engine}, sidecar and Redis on {cache}"]
     for name, seconds in measured.wall.items():
         lines.append(f"  {name:<12}  {spread(seconds)}; engine's CPU {spread(measured.engine_cpu[name])}")
         if name in WAYS:
-            lines.append(f"  {'':<12}  CPU of sidecar and Redis meanwhile {spread(measured.cache_cpu[name])}")
+            lines.append(f"  {'':<12}  CPU of sidecar and Redis during it {spread(measured.cache_cpu[name])}")
     return "\n".join(lines)
 
 
@@ -170,10 +177,6 @@ def _listed(numbers: frozenset[int]) -> str:
     return " and ".join(map(str, sorted(numbers)))
 
 
-def _no_samples(names: Iterable[str]) -> Seconds:
-    return {name: [] for name in names}
-
-
 def _round(pod: Pod, seeds: Iterator[int]) -> tuple[float, float, float]:
     """Return seconds of the batch, of the engine's processor time, and of the cache's during the batch."""
     engine_cpu, cache_cpu = cores.cpu_seconds([pod.engine.pid]), cores.cpu_seconds(pod.caches)
@@ -185,7 +188,7 @@ def _round(pod: Pod, seeds: Iterator[int]) -> tuple[float, float, float]:
 
 
 def _lower_priority(pod: Pod, niceness: int) -> None:
-    """Let engines go before all threads of their cache."""
+    """Lower the priority of all threads of the cache below that of the engines."""
     processes: list[ChildProcess] = [process for process in (pod.sidecar, pod.redis) if process is not None]
     for process in processes:
         for thread in Path(f"/proc/{process.pid}/task").iterdir():

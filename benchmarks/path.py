@@ -1,8 +1,8 @@
-"""Remote and disk on the sidecar's whole path, against bare loops on the same Redis and the same volume.
+"""Compare the sidecar's whole path to Redis and disk with bare loops on the same Redis and volume.
 
 Store: from the commit of rows in memory until they are sealed and written through. Load: from the first
-lookup of rows that only the lower tier has until the lookup that finds them all in memory. ``remote`` and
-``disk`` time the tiers alone.
+lookup of rows in the lower tier to the lookup that finds all of them in memory. The benchmarks ``remote`` and
+``disk`` measure the tiers alone.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from lmcache.tiers.tiered.store import TieredStore
 from testing.processes import RedisProcess
 
 NUM_ROWS, ROUNDS, WARM_UP = 32, 21, 2
-ARENA_ROWS = 8 * NUM_ROWS  # a lookup brings at most a quarter of them
+ARENA_ROWS = 8 * NUM_ROWS  # a lookup promotes at most a quarter of them
 NAMESPACE, OWNER, ENGINE = b"n" * 32, b"o" * 16, b"e" * 16
-POLL_SECONDS = 2e-3  # an engine asks every 10 ms
+POLL_SECONDS = 2e-3  # an engine polls every 10 ms
 DISK_CAPACITY = 8 << 30
 LIMIT_SECONDS = 30
 
@@ -49,16 +49,16 @@ Way = Callable[[], None]
 
 
 class Sidecar:
-    """One sidecar's store with one lower tier; its rows are one part long."""
+    """Store of one sidecar with one lower tier. Each row has one part."""
 
     def __init__(self, tier: LowerTier) -> None:
         self.arena = PrivateArena(Geometry(PART_BYTES, 1), ARENA_ROWS)
-        np.frombuffer(self.arena.buffer, np.uint8)[:] = 1  # takes the pages
+        np.frombuffer(self.arena.buffer, np.uint8)[:] = 1  # populates the pages
         self.store = TieredStore(self.arena, {"tier": tier})
         self.store.register(NAMESPACE)
 
     def fill(self, keys: list[RowKey]) -> list[Slot]:
-        """Rows that are ready to be committed; each is unlike the others."""
+        """Reserve rows, and write different content to each. The rows are ready for the commit."""
         slots = []
         for key, answer in zip(keys, self.store.reserve(keys, 0, OWNER, length=PART_BYTES), strict=True):
             assert answer.result is Reserved.SLOT, answer
@@ -79,11 +79,11 @@ class Sidecar:
     async def load_all(self, keys: list[RowKey]) -> float:
         request, start = os.urandom(8).hex(), time.perf_counter()
         while True:
-            found = self.store.lookup((ENGINE, request), Chains(256, (KVGroup(0, 16, PART_BYTES),), (keys,)))
-            if found.num_resident == len(keys):
+            result = self.store.lookup((ENGINE, request), Chains(256, (KVGroup(0, 16, PART_BYTES),), (keys,)))
+            if result.num_resident == len(keys):
                 break
             if time.perf_counter() - start > LIMIT_SECONDS:
-                raise RuntimeError(f"{found.num_resident} of {len(keys)} rows came")
+                raise RuntimeError(f"{result.num_resident} of {len(keys)} rows were promoted in time")
             await asyncio.sleep(POLL_SECONDS)
         took = time.perf_counter() - start
         for key, row in zip(keys, self.store.memory._rows.prefix(keys), strict=True):
@@ -120,7 +120,7 @@ async def rounds(tier: LowerTier, bare_store: Way, bare_load: Way, clear: Way) -
 
 @contextmanager
 def bare_files(folder: Path) -> Iterator[tuple[Way, Way, Way]]:
-    """One file per part by O_DIRECT, no header, no name to rename."""
+    """Yield bare store, load and clean-up: one file per part with O_DIRECT, no header and no rename."""
     memory = memoryview(mmap.mmap(-1, ARENA_ROWS * PART_BYTES))
     memory[:] = os.urandom(PART_BYTES) * ARENA_ROWS
     slots = itertools.cycle(range(ARENA_ROWS))
@@ -174,7 +174,7 @@ def run() -> Report:
 
 def _conditions() -> str:
     return (
-        f"{NUM_ROWS} rows of {PART_BYTES >> 20} MiB, {ROUNDS} rounds, in turn with the bare loop: it moves"
-        " one part after the\nother over one connection and neither hashes nor has a header; the disk is that"
-        f" of {tempfile.gettempdir()}, O_DIRECT"
+        f"{NUM_ROWS} rows of {PART_BYTES >> 20} MiB, {ROUNDS} rounds, alternating with a bare loop. It moves"
+        " one part at a time\nover one connection, without hashes and headers. The disk is the volume of"
+        f" {tempfile.gettempdir()}, O_DIRECT"
     )

@@ -1,8 +1,8 @@
-"""Side by side with upstream's packages from the registry, each in an environment of its own.
+"""Compare with upstream's packages from the registry, each in a separate environment.
 
-lmcache 0.3.0 is the last one with that engine; of 0.5.6 the native Redis client is timed.
-Rounds alternate, so that a change of the machine's speed meets both, and every round stores another prompt:
-the first few fill the caches of 1 GB, and fault their memory in, and are not counted.
+lmcache 0.3.0 is the last release with the library's engine. Of 0.5.6, the benchmark times the native Redis
+client. Rounds alternate, so that a change of the machine's speed affects both. Each round stores a new
+prompt. The first rounds fill the caches of 1 GB and fault their memory in, so they do not count.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WARM_UP, ROUNDS = 5, 9
 NUM_PARTS = 32
 
 Rounds = list[tuple[dict[str, float], dict[str, float]]]
-"""Seconds of theirs and of ours, by what was done."""
+"""Seconds of the peer and of this project, by operation."""
 
 
 def run() -> Report:
@@ -83,7 +83,7 @@ def _remote_rounds(server: RedisProcess, url: str) -> Rounds:
     remote = RemoteTier(Address.parse(url), timeout_seconds=10)
     with Peer("0.5.6", "resp.py", server.port, NUM_PARTS, PART_BYTES) as peer, closing(remote):
         for turn in range(1 + ROUNDS):
-            key = turn.to_bytes(64, "big")  # what is there already would not be written again
+            key = turn.to_bytes(64, "big")  # the tier does not write an existing object again
             theirs = peer.round()
             mine = {
                 "store": ours.timed(partial(remote.store, ObjectId(key, 0), source)),

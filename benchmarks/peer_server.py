@@ -1,7 +1,7 @@
-"""The sidecar's path and the connector in vLLM beside those of lmcache 0.5.6 (`lmcache server`, on the CPU).
+"""Compare sidecar and vLLM connector with those of lmcache 0.5.6 (`lmcache server`, on the CPU).
 
-The path: 2,048 tokens of an 8B model's KV, paged, from the engine's process into the cache and back, with all
-calls that belong to it; theirs is driven by their own bench client, in both of its modes. Rounds alternate.
+Each round moves 2,048 tokens of an 8B model's paged KV from the engine's process into the cache and back,
+with all calls. The peer's own bench client drives the peer, in both of its modes. Rounds alternate.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Seconds = dict[str, list[float]]
 
 
 class OurPath:
-    """What the connector's two sides do for one prompt, on a real sidecar."""
+    """Work of the connector's two sides for one prompt, on a real sidecar."""
 
     def __init__(self, engine: EngineClients) -> None:
         self._engine = engine
@@ -54,7 +54,7 @@ class OurPath:
         self._random = np.random.default_rng(0)
 
     def round(self, turn: int) -> dict[str, float]:
-        """Seconds of a store, and of loads on one and two threads."""
+        """Return the seconds of a store, and of loads on one and two threads."""
         blocks = tuple(map(int, self._random.permutation(BLOCKS)[: CHUNKS * BLOCKS_PER_CHUNK]))
         stored = GroupStore(0, 0, row_keys(turn, CHUNKS), blocks)
         transfer = StoreTransfer(StoreJob(turn, f"store-{turn}", (stored,)))
@@ -70,14 +70,14 @@ class OurPath:
             seconds[f"retrieve, {threads}"] = time.perf_counter() - start
             after = [pages[list(blocks)] for pages in self._kv.pages[:: len(self._kv.pages) - 1]]
             if not all(torch.equal(*pair) for pair in zip(before, after, strict=True)):
-                raise RuntimeError("a load did not bring what was stored")
+                raise RuntimeError("a load did not return the stored KV")
         return seconds
 
     def _load(self, stored: GroupStore, request_id: str, threads: int) -> None:
-        found = self._engine.find(words(stored.keys))
+        hits = self._engine.find(words(stored.keys))
         lease = self._lookups.submit(self._engine.scheduler.lookup, request_id, [(0, stored.keys)])
         num_tokens = CHUNKS * CHUNK_TOKENS
-        offer = Offer(0, num_tokens, (found,))
+        offer = Offer(0, num_tokens, (hits,))
         load = LoadJob.from_offer(request_id, GRID, offer, num_tokens, [stored.blocks])
         transfer = LoadTransfer(load, None)
         transfer.run(self._engine.worker, self._copiers[threads])
@@ -97,9 +97,9 @@ def path() -> Iterator[Figure]:
         mine: list[dict[str, float]] = []
         theirs: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
         for turn in range(WARM_UP + ROUNDS):
-            for who in random.sample([*MODES, ""], 3):
-                if who:
-                    theirs[who].append(peers[who].round())
+            for side in random.sample([*MODES, ""], 3):
+                if side:
+                    theirs[side].append(peers[side].round())
                 else:
                     mine.append(ours.round(turn))
     for what, operation, ours_name, bar in (
@@ -107,11 +107,11 @@ def path() -> Iterator[Figure]:
         ("load, 2 threads", "retrieve", "retrieve, 2", 2.5),
         ("store, 1 thread", "store", "store", 3.0),
     ):
-        own = [seconds[ours_name] for seconds in mine[WARM_UP:]]
+        our_seconds = [seconds[ours_name] for seconds in mine[WARM_UP:]]
         samples = {mode: [seconds[operation] for seconds in theirs[mode][WARM_UP:]] for mode in MODES}
         better = min(MODES, key=lambda mode: statistics.median(samples[mode]))
-        yield at_least(f"{what}, of {better}", paired(samples[better], own), "x", bar)
-        yield of("    ours", TOTAL_BYTES / statistics.median(own) / 1e9, "GB/s")
+        yield at_least(f"{what}, of {better}", paired(samples[better], our_seconds), "x", bar)
+        yield of("    ours", TOTAL_BYTES / statistics.median(our_seconds) / 1e9, "GB/s")
         for mode in MODES:
             yield of(f"    {mode}", TOTAL_BYTES / statistics.median(samples[mode]) / 1e9, "GB/s")
 
@@ -127,24 +127,24 @@ def lookups() -> Iterator[Figure]:
     ):
         engine.fill(names)
         for turn in range(WARM_UP + ROUNDS):
-            theirs, own = peer.round()["lookup"], []
+            theirs, our_seconds = peer.round()["lookup"], []
             for _ in range(LOOKUPS):
                 start = time.perf_counter()
-                found = engine.find(indexed)
-                own.append(time.perf_counter() - start)
-                if len(found.rows) != NUM_KEYS:
-                    raise RuntimeError(f"{len(found.rows)} of {NUM_KEYS} keys were found")
+                hits = engine.find(indexed)
+                our_seconds.append(time.perf_counter() - start)
+                if len(hits.rows) != NUM_KEYS:
+                    raise RuntimeError(f"{len(hits.rows)} of {NUM_KEYS} keys were found")
             if turn >= WARM_UP:
                 seconds["theirs"].append(theirs)
-                seconds["ours"].append(statistics.median(own))
+                seconds["ours"].append(statistics.median(our_seconds))
     faster = paired(seconds["theirs"], seconds["ours"])
     yield at_least(f"lookup of {NUM_KEYS} keys, p50, theirs of ours", faster, "x", 10)
-    for who, samples in seconds.items():
-        yield of(f"    {who}", statistics.median(samples) * 1e6, "us")
+    for side, samples in seconds.items():
+        yield of(f"    {side}", statistics.median(samples) * 1e6, "us")
 
 
 class PeersEngine(EngineProcess):
-    """The same engine with the peer's package before ours on its path."""
+    """The same engine, with the peer's package first on its path."""
 
     child = (CHILDREN / "engine.py", REPOSITORY / "testing" / "engine" / "child.py")
 
@@ -180,7 +180,7 @@ def in_vllm() -> Iterator[Figure]:
                     took = ttft(engines[name], prompt(turn), is_hit=is_hit)
                     if turn >= WARM_UP:
                         seconds[name].append(took)
-                time.sleep(0.5)  # theirs shows what is stored a moment later
+                time.sleep(0.5)  # the peer shows stored KV only after a delay
     for what, seconds in (("hit", hit), ("cold", cold)):
         yield of(f"vLLM, 8k prompt, {what}: theirs of ours", paired(seconds["theirs"], seconds["ours"]), "x")
         for name in engines:

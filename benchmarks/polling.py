@@ -1,8 +1,8 @@
-"""What watching many clusters costs the operator: its real poller, and sidecars that only tell, in a process
-of their own.
+"""Measure the cost of polling many clusters: the operator's real poller, with simulated sidecars.
 
-Each pod looks up ``KEYS_PER_SECOND`` sampled keys, of conversations that come again; all of them are polled
-once a minute. The first polls are not measured: sidecars' rings are read then.
+The simulated sidecars run in another process. Each pod looks up ``KEYS_PER_SECOND`` sampled keys of
+conversations that continue. The poller reads each pod once a minute. The first polls do not count, because
+they read the sidecars' whole rings.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from aiohttp import web
-from lmcache_operator.components import COMPONENTS
+from lmcache_operator.autoscaling.intake.poller import Poller
 from lmcache_operator.components.base import Observed
-from lmcache_operator.scaling.poller import Poller
+from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.specs.kinds import ClusterKey, Ref
 from lmcache_operator.specs.names import SIDECAR
 from lmcache_operator.stats import StatsClient
@@ -52,29 +52,29 @@ def run() -> Report:
 
 
 class Pod:
-    """Tells of conversations: each request is one of them, from its beginning on."""
+    """Simulated sidecar. Each request belongs to a conversation, and has its keys from the first one on."""
 
     def __init__(self, name: int) -> None:
         self.name, self.chance = name, random.Random(name)
-        self.started = self.told = time.time()
+        self.started = self.reported_at = time.time()
         self.num_samples = 0
 
     def samples(self) -> dict[str, Any]:
         now = time.time()
-        number = int((now - self.told) * KEYS_PER_SECOND / KEYS_OF_A_REQUEST)
-        first, begin = self.num_samples, self.told
+        number = int((now - self.reported_at) * KEYS_PER_SECOND / KEYS_OF_A_REQUEST)
+        first, begin = self.num_samples, self.reported_at
         self.num_samples += number * KEYS_OF_A_REQUEST
         if number:
-            self.told = now
+            self.reported_at = now
         keys = []
         for _ in range(number):
             session = int(self.chance.paretovariate(0.8))
-            keys += [row_hash(self.name, session, at) for at in range(KEYS_OF_A_REQUEST, 0, -1)]
+            keys += [row_hash(self.name, session, index) for index in range(KEYS_OF_A_REQUEST, 0, -1)]
         return {
             "version": 1, "now": now, "started": self.started, "namespace": "5f" * 32,
             "chunk_tokens": CHUNK_TOKENS, "row_bytes": ROW_BYTES, "below": HASHES, "since": first,
             "next": self.num_samples, "dropped": 0, "t0": begin,
-            "ms": [int(1000 * (now - begin) * at / number) for at in range(number)],
+            "ms": [int(1000 * (now - begin) * index / number) for index in range(number)],
             "num": [KEYS_OF_A_REQUEST] * number,
             "key": b"".join(key.to_bytes(8, "big") for key in keys).hex(), "tier": "-" * len(keys),
         }  # fmt: skip
@@ -89,7 +89,7 @@ class Pod:
 
 
 def serve_fleet(pipe: Connection) -> None:
-    """Each pod has an address of its own, and all the same port."""
+    """Serve all pods, each on its own address and all on the same port."""
     asyncio.run(_serve_fleet(pipe))
 
 
@@ -98,15 +98,15 @@ async def _serve_fleet(pipe: Connection) -> None:
 
     async def answer(request: web.Request) -> web.Response:
         pod = pods.setdefault(request.host, Pod(len(pods)))
-        told = pod.stats() if request.path == "/stats" else pod.samples()
-        return web.Response(body=json.dumps(told).encode(), content_type="application/json")
+        reply = pod.stats() if request.path == "/stats" else pod.samples()
+        return web.Response(body=json.dumps(reply).encode(), content_type="application/json")
 
     application = web.Application()
     application.router.add_get("/{name}", answer)
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     port = 0
     for number in range(NUM_CLUSTERS):
         for pod in range(PODS):
@@ -117,7 +117,7 @@ async def _serve_fleet(pipe: Connection) -> None:
 
 
 def address(number: int, pod: int) -> str:
-    """Of a cluster's pod, all of them on the loopback interface."""
+    """Return the address of a cluster's pod, on the loopback interface."""
     return f"127.{1 + number // 250}.{number % 250}.{pod + 1}"
 
 
@@ -141,17 +141,17 @@ def observed(number: int) -> dict[str, Observed]:
         "autoscaling": {"mode": "Auto", "memory": {"minSize": "16Gi", "maxSize": "512Gi"}},
     }
     metadata = {"name": f"c{number}", "namespace": "default", "uid": f"uid-{number}"}
-    one = Observed(
+    state = Observed(
         resource={"metadata": metadata, "spec": spec},
         children={Ref("StatefulSet", f"c{number}-engine"): engine},
         pods=pods,
         now=datetime.now(UTC),
     )
-    return {own.name: one for own in COMPONENTS}
+    return {component.name: state for component in COMPONENTS}
 
 
 class Stalls:
-    """For how much of the processor's time the event loop let nobody else have a turn, at most."""
+    """Longest time, in processor time, in which the event loop ran a single task."""
 
     def __init__(self) -> None:
         self.longest = 0.0
@@ -172,9 +172,9 @@ async def _measure(port: int) -> list[Figure]:
         start, cpu_of_all = time.monotonic(), time.process_time()
         for number in range(NUM_CLUSTERS):
             poller.report(ClusterKey("default", f"c{number}", f"uid-{number}"), observed(number))
-        await _until(lambda: all(one.report for one in poller._watched.values()))
+        await _until(lambda: all(watched.report for watched in poller._watched.values()))
         at_once, cpu_of_all = time.monotonic() - start, time.process_time() - cpu_of_all
-        await asyncio.sleep(60.0)  # now they are spread
+        await asyncio.sleep(60.0)  # by now, the polls are spread over the minute
         stalls.longest, cpu, begin = 0.0, time.process_time(), time.monotonic()
         samples = _num_samples(poller)
         await asyncio.sleep(MEASURED_SECONDS)
@@ -182,9 +182,11 @@ async def _measure(port: int) -> list[Figure]:
         cpu = time.process_time() - cpu
         samples = _num_samples(poller) - samples
         silent = sum(
-            pod.problem != "" for one in poller._watched.values() for pod in one.sizing.intake.pods.values()
+            pod.problem != ""
+            for watched in poller._watched.values()
+            for pod in watched.sizing.intake.pods.values()
         )
-        state = max(len(one.report.state) for one in poller._watched.values() if one.report)
+        state = max(len(watched.report.state) for watched in poller._watched.values() if watched.report)
         await poller.close()
     watching.cancel()
     mebibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -198,14 +200,14 @@ async def _measure(port: int) -> list[Figure]:
         Figure("processor, per sample", 1e6 * cpu / max(1, samples), "us"),
         at_most("longest stall of the event loop, processor time", 1000 * stalls.longest, "ms", 50.0),
         Figure("largest state", state / 1024, "KiB"),
-        at_most("pods that said nothing of use", silent, "", 0),
+        at_most("pods without a usable answer", silent, "", 0),
     ]
 
 
 def _num_samples(poller: Poller) -> int:
-    return sum(one.sizing.intake.num_samples for one in poller._watched.values())
+    return sum(watched.sizing.intake.num_samples for watched in poller._watched.values())
 
 
 async def _until(done: Callable[[], bool]) -> None:
-    while not done():  # noqa: ASYNC110 - nobody tells
+    while not done():  # noqa: ASYNC110 - no event exists
         await asyncio.sleep(0.02)

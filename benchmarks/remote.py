@@ -1,7 +1,7 @@
-"""Loads and stores of the remote tier over one connection, against a bare loop on the same Redis.
+"""Compare loads and stores of the remote tier over one connection with a bare loop on the same Redis.
 
-The bare loops do what can't be left out: GET by ``recv_into`` to where it belongs, SET by ``sendall``, one
-value of 4 MiB after the other, no header, no checksum.
+The bare loops do the minimum: GET by ``recv_into`` into the target, SET by ``sendall``, one value of 4 MiB
+after another, without headers and checksums.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ BARS = {"unix": 90, "tcp": 90, "tls": 85}  # per cent of the bare loop
 
 
 class BareLoop:
-    """The least that moves some values of 4 MiB each way.
+    """Minimal code that stores and loads values of 4 MiB.
 
-    It takes turns over ``num_places`` places, as an arena does: memory that is in the caches is faster.
+    It cycles through ``num_places`` places, as an arena does, because cached memory is faster.
     """
 
     def __init__(self, connection: socket.socket, flags: int, num_parts: int, num_places: int) -> None:
@@ -125,7 +125,7 @@ def measure(kind: str, server: RedisProcess) -> list[Figure]:
 
 
 def _figures(kind: str, name: str, seconds: dict[str, list[float]]) -> list[Figure]:
-    # Neighbours in time are compared, so that what else the machine does falls out.
+    # Ratios of neighbours in time cancel out other load on the machine.
     ratios = [bare / ours for bare, ours in zip(seconds[f"bare {name}"], seconds[name], strict=True)]
     rate = SLOT_BYTES / statistics.median(seconds[name]) / 1e9
     return [

@@ -1,7 +1,7 @@
-"""Tiers that are sized in a replay: what is declared of them, and what sizes that never change are worth.
+"""Tiers for replays: their declared specs, and the net value of fixed sizes.
 
-A trace is an hour of conversations. A tenth of its sessions is repeated hour after hour, with other keys each
-time: traffic that goes on as it was, which is what a prediction is about.
+A trace is an hour of conversations. The workload repeats a tenth of its sessions every hour, with new keys
+each time. Predictions assume such steady traffic.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
 
-from lmcache_operator.autoscaling.tier import GIB, Prices
+from lmcache_operator.autoscaling.policy.tier import GIB, Prices
 from lmcache_operator.components.remote.pod import store_bytes
 
 from benchmarks.sizing import TRACES
-from lmcache.units import format_size
+from lmcache.common.units import format_size
 from testing.kube.api import Object
 from testing.workloads.closed_loop import Routing, Setup, scattered, sticky
 from testing.workloads.replay import Served
@@ -30,18 +30,18 @@ measures the latter."""
 
 
 class SizedTier(ABC):
-    """One that Auto sizes, and all that stays as it is."""
+    """A tier that mode Auto sizes, with its constant settings."""
 
     name: ClassVar[str]
-    """As the operator calls it."""
+    """Name of the tier in the operator."""
     row_bytes: ClassVar[int]
-    """Of a real sidecar."""
+    """Bytes of a row in the real sidecars of the replay."""
     scale: ClassVar[int]
     """Factor between a real size and the size that the operator sees. It sees rows of 64 MiB, as an 8B model
     has with chunks of 512 tokens."""
     usd_per_gib_hour: ClassVar[float]
     bounds_gib: ClassVar[tuple[float, float]] = (16.0, 512.0)
-    """Of a pod's memory."""
+    """Limits of a pod's memory, in GiB."""
 
     def __init__(self, hours: int) -> None:
         trace = mooncake(TRACES / "mooncake_conversation_trace.jsonl.gz", share=SHARE)
@@ -52,57 +52,59 @@ class SizedTier(ABC):
 
     @abstractmethod
     def route(self) -> Callable[[int], Routing]:
-        """Which pods requests go to."""
+        """Return the routing of requests to pods."""
 
     @cached_property
     @abstractmethod
     def best(self) -> float:
-        """The size that never changes and is worth most."""
+        """Fixed size with the highest net value."""
 
     @abstractmethod
     def starts(self) -> list[float]:
-        """Sizes to begin with."""
+        """Return the sizes at the start of the runs."""
 
     @abstractmethod
     def net(self, size: float) -> float:
-        """What a size that never changes is worth, in USD per hour."""
+        """Return the net value of a fixed size, in USD per hour."""
 
     @abstractmethod
     def declared(self, start: float) -> Object:
-        """The part of a spec."""
+        """Return the tier's part of the spec."""
 
     @abstractmethod
     def described(self, size: float) -> str:
-        """A size, for people."""
+        """Return a readable size."""
 
     @abstractmethod
     def hits(self, served: Served) -> int:
-        """Of the tier's own."""
+        """Return the number of hits in this tier."""
 
     @abstractmethod
     def pods(self, size: float) -> Service:
-        """Exact tiers."""
+        """Return simulated exact tiers of a size."""
 
     def served(self, size: float) -> list[Served]:
-        """What exact tiers hit."""
+        """Return the hits of exact tiers of a size, per request."""
         if size not in self._served:
             pods, route = self.pods(size), self.setup.route(NUM_PODS)
-            found: list[tuple[float, Hits]] = [
-                (one.time / HOUR, pods.serve(route(one), one.keys, one.time))
-                for one in self.workload.requests
+            hits_by_hour: list[tuple[float, Hits]] = [
+                (request.time / HOUR, pods.serve(route(request), request.keys, request.time))
+                for request in self.workload.requests
             ]
-            self._served[size] = [Served(hour, sum(hits), hits.memory, hits.remote) for hour, hits in found]
+            self._served[size] = [
+                Served(hour, sum(hits), hits.memory, hits.remote) for hour, hits in hits_by_hour
+            ]
         return self._served[size]
 
     def spec(self, start: float) -> Object:
-        """Of an LMCacheCluster."""
+        """Return the spec of an LMCacheCluster."""
         requests = {"requests": {"cpu": "10m", "memory": "1Mi"}}
         template = {"spec": {"containers": [{"name": "engine", "resources": requests}]}}
         prices = {"gpuHour": "2.50", "memoryGiBHour": f"{self.usd_per_gib_hour}"}
-        found = self.declared(start)
-        found["autoscaling"] |= {"mode": "Auto", "prices": prices}
+        part = self.declared(start)
+        part["autoscaling"] |= {"mode": "Auto", "prices": prices}
         engine = {"replicas": NUM_PODS, "gpu": {"count": 0}, "podTemplate": template}
-        return {"model": {"name": "org/model"}, "engine": engine, **found}
+        return {"model": {"name": "org/model"}, "engine": engine, **part}
 
 
 class MemorySize(SizedTier):
@@ -124,10 +126,10 @@ class MemorySize(SizedTier):
         return self.setup.best_constant()[0] * GIB
 
     def starts(self) -> list[float]:
-        """A quarter of the best, and four times as much."""
-        least, most = (gib * GIB for gib in self.bounds_gib)
+        """Return a quarter of the best size, and four times the best size."""
+        smallest, largest = (gib * GIB for gib in self.bounds_gib)
         quarter = round(self.best / GIB / 4) * GIB
-        return [max(least, quarter), min(most, 16 * quarter)]
+        return [max(smallest, quarter), min(largest, 16 * quarter)]
 
     def net(self, size: float) -> float:
         """See ``SizedTier``."""
@@ -136,13 +138,13 @@ class MemorySize(SizedTier):
 
     def declared(self, start: float) -> Object:
         """See ``SizedTier``."""
-        least, most = (f"{gib:.0f}Gi" for gib in self.bounds_gib)
-        bounds = {"minSize": least, "maxSize": most}
+        smallest, largest = (f"{gib:.0f}Gi" for gib in self.bounds_gib)
+        bounds = {"minSize": smallest, "maxSize": largest}
         return {"tiers": {"memory": {"size": f"{start:.0f}"}}, "autoscaling": {"memory": bounds}}
 
     def described(self, size: float) -> str:
         """See ``SizedTier``."""
-        return format_size(round(size))
+        return format_size(size)
 
     def hits(self, served: Served) -> int:
         """See ``SizedTier``."""
@@ -154,10 +156,10 @@ class MemorySize(SizedTier):
 
 
 class ShardCount(SizedTier):
-    """How many shards a remote tier has; requests go to any pod, and what one pod stored is another's."""
+    """Number of shards of a remote tier. Requests reach any pod, so pods load rows of other pods."""
 
     name, row_bytes, scale, usd_per_gib_hour = "remote", 64 << 10, 1024, 0.0004
-    _MOST, _MEMORY_GIB, _SHARD_GIB = 6, 32, 64
+    _MAX_SHARDS, _MEMORY_GIB, _SHARD_GIB = 6, 32, 64
 
     def route(self) -> Callable[[int], Routing]:
         """See ``SizedTier``."""
@@ -166,23 +168,23 @@ class ShardCount(SizedTier):
     @cached_property
     def best(self) -> float:
         """See ``SizedTier``."""
-        return max(range(1, self._MOST + 1), key=self.net)
+        return max(range(1, self._MAX_SHARDS + 1), key=self.net)
 
     def starts(self) -> list[float]:
-        """As few as can be, and as many."""
-        return [1, self._MOST]
+        """Return the smallest and the largest number of shards."""
+        return [1, self._MAX_SHARDS]
 
     def net(self, size: float) -> float:
-        """See ``SizedTier``. Of no shards it is 0."""
+        """See ``SizedTier``. The net value of zero shards is 0."""
         usd = replace(self.setup.service, load_bytes_per_second=0.0).usd_per_token(self.setup.prices)
-        rows = sum(one.num_brought for one in self.served(size)) / self.workload.hours
+        rows = sum(served.num_promoted for served in self.served(size)) / self.workload.hours
         return rows * usd * self.workload.tokens_per_row - size * self._SHARD_GIB * self.usd_per_gib_hour
 
     def declared(self, start: float) -> Object:
         """See ``SizedTier``."""
         managed = {"shards": round(start), "memoryPerShard": f"{self._SHARD_GIB}Gi"}
         tiers = {"memory": {"size": f"{self._MEMORY_GIB}Gi"}, "remote": {"managed": managed}}
-        return {"tiers": tiers, "autoscaling": {"remote": {"minShards": 1, "maxShards": self._MOST}}}
+        return {"tiers": tiers, "autoscaling": {"remote": {"minShards": 1, "maxShards": self._MAX_SHARDS}}}
 
     def described(self, size: float) -> str:
         """See ``SizedTier``."""
@@ -190,7 +192,7 @@ class ShardCount(SizedTier):
 
     def hits(self, served: Served) -> int:
         """See ``SizedTier``."""
-        return served.num_brought
+        return served.num_promoted
 
     def pods(self, size: float) -> Service:
         """See ``SizedTier``."""

@@ -1,4 +1,4 @@
-"""What a benchmark returns, and how it is shown."""
+"""Results of a benchmark, and their tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured figure, with the bar it is held against where there is one."""
+    """One measured figure, with an optional bar that it must hold."""
 
     what: str
     value: float
@@ -20,7 +20,7 @@ class Figure:
     holds: bool | None = None
     low: float | None = None
     high: float | None = None
-    """The ends of the value's 95 % interval, where it was measured often enough."""
+    """Upper end of the value's 95 % interval, if there are enough samples."""
 
     def row(self) -> tuple[str, str, str, str]:
         verdict = {True: "yes", False: "NO", None: ""}[self.holds]
@@ -34,9 +34,9 @@ class Report:
     conditions: str
     figures: list[Figure]
     series: dict[str, object] = field(default_factory=dict)
-    """What was measured over time, as plain values."""
+    """Measurements over time, as plain values."""
     pictures: dict[str, str] = field(default_factory=dict)
-    """SVG by name; files of their own."""
+    """SVG pictures by name. Each becomes a file."""
 
     def to_json(self) -> dict[str, object]:
         return {name: value for name, value in asdict(self).items() if name != "pictures"}
@@ -53,7 +53,7 @@ def at_least(what: str, value: float | Ratio, unit: str, limit: float) -> Figure
 
 
 def of(what: str, value: float | Ratio, unit: str) -> Figure:
-    """A figure without a bar; a ratio in per cent is given as a share."""
+    """Return a figure without a bar. In per cent, a ratio counts as a share."""
     if not isinstance(value, Ratio):
         return Figure(what, value, unit)
     scale = 100 if unit == "%" else 1
@@ -72,15 +72,15 @@ class Ratio(NamedTuple):
 
 
 def paired(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
-    """Ratios of neighbours in time, so that what else the machine does falls out.
+    """Return the median ratio of neighbours in time. Other load on the machine cancels out in such ratios.
 
-    The interval is that of the median by order statistics: no shape of the noise is assumed. It needs at
-    least 6 pairs; below 9 it is the range. Raises ValueError for fewer.
+    The interval follows from order statistics and assumes no distribution of the noise. With fewer than 9
+    pairs, it is the range. Raises ValueError for fewer than 6 pairs.
     """
     ratios = sorted(n / d for n, d in zip(numerators, denominators, strict=True))
     number = len(ratios)
     if number < 6:
-        raise ValueError(f"{number} pairs say nothing with 95 % confidence: at least 6 are needed")
+        raise ValueError(f"{number} pairs give no 95 % interval: at least 6 are needed")
     below, rank = 0.0, 0  # the chance that fewer than `rank` ratios lie below the true median
     while below + math.comb(number, rank) / 2**number <= 0.025:
         below += math.comb(number, rank) / 2**number
@@ -89,13 +89,13 @@ def paired(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
 
 
 def spread(samples: Sequence[float]) -> str:
-    """``median (min-max)`` of seconds, in milliseconds."""
+    """Return ``median (min-max)`` of seconds, in milliseconds."""
     low, mid, high = min(samples), statistics.median(samples), max(samples)
     return f"{mid * 1e3:.1f} ms ({low * 1e3:.1f}-{high * 1e3:.1f})"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A plain table, columns as wide as their widest cell."""
+    """Return a plain table whose columns are as wide as their widest cell."""
     widths = [max(len(str(cell)) for cell in column) for column in zip(header, *rows, strict=True)]
     lines = [header, ["-" * width for width in widths], *rows]
     return "\n".join(

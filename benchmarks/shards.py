@@ -1,8 +1,8 @@
-"""What a change of the shards of the remote tier costs: hits before and after, on real servers that evict.
+"""Measure the hits that a change of the shards costs, on real servers that evict.
 
-Rows are asked for by a Zipf law; what is not found is computed, that is stored; what is found at its former
-shard is stored again, as the tiered store does. Without a list of former shards every row that moves is lost.
-No more than the share of the requests whose rows move may be lost.
+Requests for rows follow a Zipf law. The benchmark stores each row that it misses. It also stores a row again
+that it finds at its former shard, as the tiered store does. Without a list of former shards, each row that
+moves is a miss. The bar for lost hits is the share of requests whose rows move.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from testing.processes import RedisProcess
 
 NUM_ROWS, PAYLOAD_BYTES, SHARD_BYTES = 6_000, 24 << 10, 24 << 20
 WARM_UP, WINDOW = 15_000, 3_000
-"""Requests of one row."""
+"""Numbers of requests, each for one row."""
 TRANSITIONS = (3, 4), (4, 3), (1, 2), (2, 1)
 WEIGHTS: list[float] = [1 / (rank + 1) ** 0.8 for rank in range(NUM_ROWS)]
 CUMULATED = list(accumulate(WEIGHTS))
 NOISE_POINTS = 2.0
-"""A window has so many hits more or less by chance."""
+"""Random variation of the hits in a window, in per cent."""
 KEYS = [number.to_bytes(64, "big") for number in range(NUM_ROWS)]
 
 
 class Traffic:
-    """The same requests for everybody, from a seed."""
+    """Requests from a fixed seed, the same in every run."""
 
     def __init__(self, tier: RemoteTier) -> None:
         self._tier = tier
@@ -44,19 +44,19 @@ class Traffic:
         self._slot = memoryview(bytearray(PAYLOAD_BYTES))
 
     def hits(self, number: int) -> float:
-        """Ask that often; the share that was found."""
-        found = 0
+        """Send ``number`` requests. Returns the share of hits."""
+        num_hits = 0
         for key in self._random.choices(KEYS, cum_weights=CUMULATED, k=number):
             loaded = self._tier.load(ObjectId(key, 0), self._slot)
-            found += loaded is not None
+            num_hits += loaded is not None
             if loaded is None or loaded.is_misplaced:
                 self._tier.store(ObjectId(key, 0), self._payload)
-        return found / number
+        return num_hits / number
 
 
 @contextlib.contextmanager
 def tier_of(servers: list[RedisProcess], number: int) -> Iterator[tuple[RemoteTier, Traffic]]:
-    """One that uses the first of these servers; all of them are empty."""
+    """Create a tier on the first ``number`` servers, after clearing all servers."""
     for server in servers:
         server.client.flushall()
     url = ",".join(f"127.0.0.1:{server.port}" for server in servers[:number])
@@ -74,7 +74,7 @@ def owners(tier: RemoteTier) -> list[str]:
 
 
 def share(is_concerned: Iterable[bool]) -> float:
-    """Of the requests, in per cent."""
+    """Return the share of requests for rows that are concerned, in per cent."""
     concerned: float = sum(compress(WEIGHTS, is_concerned))
     return 100 * concerned / CUMULATED[-1]
 
@@ -82,8 +82,10 @@ def share(is_concerned: Iterable[bool]) -> float:
 def change(
     servers: list[RedisProcess], old: int, new: int, *, has_list: bool
 ) -> tuple[float, float, list[float]]:
-    """The share of requests whose rows move, hits before a change and in three windows after it; the former
-    shards are read in the first two of these."""
+    """Return the share of requests whose rows move, and hits before a change and in three windows after it.
+
+    The tier reads the former shards in the first two windows.
+    """
     with tier_of(servers, old) as (tier, traffic):
         traffic.hits(WARM_UP)
         before, owned = traffic.hits(WINDOW), owners(tier)
@@ -96,7 +98,7 @@ def change(
 
 
 def loss(servers: list[RedisProcess]) -> tuple[float, float, float, float]:
-    """The share of requests for one of three servers, hits before it dies, while it is away, and then."""
+    """Return the share of requests for one of three servers, and hits before, during and after its outage."""
     with tier_of(servers, 3) as (tier, traffic):
         traffic.hits(WARM_UP)
         before, owned = traffic.hits(WINDOW), owners(tier)
@@ -104,14 +106,17 @@ def loss(servers: list[RedisProcess]) -> tuple[float, float, float, float]:
         away = traffic.hits(WINDOW)
         servers[0].start()
         _wait_for_all(tier)
-        gone = str(endpoints(servers)[0])
-        concerned = share(name == gone for name in owned)
+        killed = str(endpoints(servers)[0])
+        concerned = share(name == killed for name in owned)
         return concerned, before, away, traffic.hits(WINDOW)
 
 
 def refitted(servers: list[RedisProcess]) -> Iterator[tuple[float, float, float]]:
-    """Three servers get twice the memory, one after the other: of each the share of requests that it answers,
-    hits in the window before it is replaced, and in that after, a tenth of which it is away."""
+    """Double the memory of three servers, one after another.
+
+    Yields for each server its share of the requests, and the hits in the windows before and after its
+    replacement. The server is down in the first tenth of the second window.
+    """
     with tier_of(servers, 3) as (tier, traffic):
         traffic.hits(WARM_UP)
         owned = owners(tier)
@@ -133,7 +138,7 @@ def _wait_for_all(tier: RemoteTier) -> None:
 
 
 def lost(before: float, after: float) -> float:
-    """Per cent of the hits."""
+    """Return the lost hits, in per cent of the hits before."""
     return 100 * (before - after) / before
 
 
@@ -157,15 +162,18 @@ def run() -> Report:
                     moving + NOISE_POINTS,
                 ),
                 Figure(f"{name}: in the second", lost(before, after[1]), "%"),
-                Figure(f"{name}: when the former are not read any more", lost(before, after[2]), "%"),
+                Figure(f"{name}: after reads of the former shards end", lost(before, after[2]), "%"),
                 Figure(f"{name}: in the first window, without a list", lost(before, without[0]), "%"),
             ]
         concerned, before, away, back = loss(servers)
         figures += [
             at_most(
-                "one of 3 lost: hits lost while it is away", lost(before, away), "%", concerned + NOISE_POINTS
+                "one of 3 servers down: hits lost during the outage",
+                lost(before, away),
+                "%",
+                concerned + NOISE_POINTS,
             ),
-            Figure("one of 3 lost: when it is back, empty", lost(before, back), "%"),
+            Figure("one of 3 servers down: hits lost after its return, empty", lost(before, back), "%"),
         ]
         for number, (concerned, before, filling) in enumerate(refitted(servers), 1):
             name = f"memory of 3 doubled, one by one: hits lost in the window of number {number}"

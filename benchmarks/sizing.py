@@ -1,6 +1,6 @@
-"""What autoscaled tiers cost, compared with the best size that never changes, in a loop with exact tiers.
+"""Compare the cost of autoscaled tiers with the best fixed size, in a loop with exact tiers.
 
-CASES=rows runs only those with rows of a real engine, CASES=others the others.
+CASES=rows runs only the cases with rows of a real engine, and CASES=others the other cases.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lmcache_operator.autoscaling.tier import Prices
-from lmcache_operator.scaling.sizing import SHARD_USABLE
+from lmcache_operator.autoscaling.policy.tier import Prices
+from lmcache_operator.autoscaling.sizing import SHARD_USABLE
 
 from benchmarks.report import Figure, Report, at_least, at_most
 from testing.workloads import requests
@@ -40,7 +40,8 @@ MEMORY: dict[str, Callable[[], Setup]] = {
 POD_NUMBERS = (2, 4, 8)
 PAID, FREE = Prices(2.50, 0.004, 0.004), Prices(2.50, 0.0, 0.004)
 PAYLOAD = 0.8 * 0.98
-"""Of a shard's memory. ``maxmemory`` is 80 % of it, and 97-99.8 % of that payload (``benchmarks shards``)."""
+"""Payload of a shard, as a share of its memory. ``maxmemory`` is 80 % of the memory, and 97-99.8 % of
+``maxmemory`` is payload (``benchmarks shards``)."""
 
 
 def run() -> Report:
@@ -65,7 +66,7 @@ def _conversations(num_pods: int) -> requests.Workload:
 
 
 def _rows() -> Iterator[Figure]:
-    """Rows as engines have them, and routing that keeps sessions in their pods."""
+    """Yield figures for rows of real engines, with routing that keeps sessions in their pods."""
     for num_pods in POD_NUMBERS:
         workload = _conversations(num_pods)
         setups = [Setup(workload, num_pods, sticky, prices=prices) for prices in (PAID, FREE)]
@@ -76,7 +77,7 @@ def _rows() -> Iterator[Figure]:
             workload, num_pods, sticky, prices=FREE, usable_share=PAYLOAD, first_guess=SHARD_USABLE,
             counts=(1, 2, 3, 4),
         )  # fmt: skip
-        yield from _worth_shards(f"{num_pods} sticky pods, shards beside 64 GiB", shards)
+        yield from _worth_shards(f"{num_pods} sticky pods, shards behind 64 GiB", shards)
 
 
 def _worth_memory(name: str, setup: Setup, hits: Callable[[float], float]) -> Iterator[Figure]:
@@ -91,9 +92,9 @@ def _worth_memory(name: str, setup: Setup, hits: Callable[[float], float]) -> It
 
 
 def _worth_shards(name: str, setup: RemoteSetup) -> Iterator[Figure]:
-    """Yield what both tiers save, less the price of the shards.
+    """Yield the savings of both tiers, minus the price of the shards.
 
-    The shards alone are worth nearly nothing behind pods that hit their own sessions.
+    Shards alone save nearly nothing behind pods that hit their own sessions.
     """
     costs = {count * setup.shard_gib: setup.with_shards(count) for count in setup.counts}
     best = min(costs, key=costs.__getitem__)

@@ -1,4 +1,4 @@
-"""Eight threads on one local store for a minute; every byte is compared."""
+"""Run eight threads on one local store for a minute, and compare every byte."""
 
 from __future__ import annotations
 

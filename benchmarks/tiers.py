@@ -1,5 +1,4 @@
-"""What the memory tier costs beside copying: time and memory per chunk, and the share of the arena that holds
-payload."""
+"""Measure the memory tier without copies: time and memory per chunk, and payload as a share of the arena."""
 
 from __future__ import annotations
 
@@ -31,11 +30,11 @@ ALLOWED_MICROSECONDS, ALLOWED_GROWTH, ALLOWED_BYTES = 10.0, 1.2, 400.0
 TRACE = Path(__file__).parent / "traces" / "mooncake_conversation_trace.jsonl.gz"
 CHUNK_TOKENS = 256
 NUM_REQUESTS = 2_000
-MIX_CHUNKS = 1_000  # full ones that the arena holds
+MIX_CHUNKS = 1_000  # number of full chunks that the arena can hold
 
 
 class NoBytes:
-    """An arena without bytes: what the tier itself costs is measured."""
+    """An arena without memory, so that only the tier itself is measured."""
 
     first_generation = 1
     shared_index = None
@@ -59,7 +58,7 @@ def resident_bytes() -> int:
 
 
 class Timed:
-    """A store full of prompts, and how long each operation on one prompt's chunks takes, per chunk."""
+    """A store full of prompts, with the time per chunk of each operation on a prompt."""
 
     def __init__(self, num_chunks: int) -> None:
         self.samples: dict[str, list[float]] = {}
@@ -95,7 +94,7 @@ class Timed:
         self.samples.setdefault(name, []).append((time.perf_counter() - start) / PROMPT_CHUNKS)
 
     def round(self) -> None:
-        """The store is full before and after, and holds the youngest ``num_prompts`` prompts."""
+        """Time one round of operations. Before and after it, the store has the latest prompts."""
         newest = self.num_prompts + len(self.samples.get("get", ()))
         prompt = random.randrange(newest - self.num_prompts // 2, newest)
         self.time("lookup", lambda keys, _: self.store.prefix(keys), prompt)
@@ -105,7 +104,7 @@ class Timed:
         self.time("put and evict", self.put, newest)
 
     def median(self, name: str) -> float:
-        """Microseconds."""
+        """Return the median time of an operation, in microseconds."""
         return statistics.median(self.samples[name]) * 1e6
 
 
@@ -119,14 +118,14 @@ def costs() -> Iterator[Figure]:
         for name in ("lookup", "get", "put", "put and evict")
     }
     both = medians.pop("put and evict")
-    medians["evict (put into what is full, less put)"] = {
+    medians["evict (put into a full tier, minus put)"] = {
         size: both[size] - medians["put"][size] for size in SIZES
     }
     for name, by_size in medians.items():
         for size, value in by_size.items():
             yield at_most(f"{name}, {size:,} chunks", value, "us", ALLOWED_MICROSECONDS)
         what, growth = f"{name}, 1 M : 10 k chunks", by_size[SIZES[-1]] / by_size[SIZES[0]]
-        # A lookup is little more than a cache miss: what there are more of when the index is larger.
+        # A lookup is mostly a cache miss of the processor, and a larger index has more of them.
         is_bare = name == "lookup"
         yield Figure(what, growth, "x") if is_bare else at_most(what, growth, "x", ALLOWED_GROWTH)
     for size, store in stores.items():
@@ -134,8 +133,10 @@ def costs() -> Iterator[Figure]:
 
 
 class FirstFit:
-    """The yardstick: objects of any length packed one after the other into the first gap that is long enough;
-    the oldest ones go until one is."""
+    """Reference allocator: places each object in the first gap that is long enough.
+
+    If no gap is long enough, it evicts the oldest objects.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         self._gaps = [(0, num_bytes)]
@@ -165,7 +166,7 @@ class FirstFit:
 
 
 class Stored:
-    """Objects in a ``LocalStore``, each in the slots that it needs or each in a full chunk's."""
+    """Objects in a ``LocalStore``. Each takes the slots that it needs, or those of a full chunk."""
 
     def __init__(self, num_bytes: int, *, is_full_slot: bool) -> None:
         self._store = LocalStore(NoBytes(num_bytes // SLOT_BYTES))
@@ -183,7 +184,7 @@ class Stored:
 
 
 def mixes() -> dict[str, list[int]]:
-    """Lengths of objects, in the order in which they are stored."""
+    """Return lists of objects' lengths, in the order of their stores."""
     with gzip.open(TRACE, "rt") as lines:
         trace = [
             json.loads(line)["input_length"] for _, line in zip(range(NUM_REQUESTS), lines, strict=False)
@@ -208,7 +209,7 @@ def mixes() -> dict[str, list[int]]:
 def shares() -> Iterator[Figure]:
     num_bytes = MIX_CHUNKS * CHUNK_BYTES
     for name, lengths in mixes().items():
-        found: dict[str, float] = {}
+        by_kind: dict[str, float] = {}
         places: dict[str, Stored | FirstFit] = {
             "a frame each": Stored(num_bytes, is_full_slot=True),
             "frames": Stored(num_bytes, is_full_slot=False),
@@ -220,12 +221,12 @@ def shares() -> Iterator[Figure]:
                 place.put(number, length)
                 if number > len(lengths) // 2 and number % 1000 == 0:
                     held.append(place.payload_bytes / num_bytes)
-            found[kind] = 100 * statistics.mean(held)
-        for kind, share in found.items():
+            by_kind[kind] = 100 * statistics.mean(held)
+        for kind, share in by_kind.items():
             what = f"payload in the arena, {name}: {kind}"
             is_ours = kind == "frames"
             yield (
-                at_least(what, share, "%", round(found["a frame each"], 1))
+                at_least(what, share, "%", round(by_kind["a frame each"], 1))
                 if is_ours
                 else Figure(what, share, "%")
             )

@@ -1,7 +1,7 @@
-"""Store and load of 2,048 tokens of an 8B model's KV between paged blocks and the arena, on 1 and 2 threads.
+"""Measure store and load of 2,048 tokens of an 8B model's KV between blocks and arena, on 1 and 2 threads.
 
-The yardsticks are C, so that they cost nothing themselves: the same pieces by memcpy, the same with stores
-past the caches, and the bytes as large pieces, which no paged KV has.
+The references are written in C, so that they have no overhead: memcpy of the same pieces, the same with
+stores that bypass the caches, and memcpy of large pieces, which paged KV never has.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ Ways = dict[str, Callable[[], None]]
 
 
 def make_kv() -> Layout:
-    """Paged KV of 32 layers in one storage, as the engine has it."""
+    """Return paged KV of 32 layers in one storage, as in the engine."""
     storage = torch.randint(0, 255, (LAYERS, BLOCKS, PAGE_BYTES), dtype=torch.uint8)
     return Layout(tuple(storage), BLOCKS_PER_CHUNK)
 
 
 def piece_addresses(kv: Layout, slots: Bytes, tables: list[list[int]]) -> Iterator[tuple[int, int]]:
-    """(in a slot, in the paged KV) of every piece, in the order in which they are copied."""
+    """Yield the addresses of each piece in its slot and in the paged KV, in the order of the copies."""
     for slot, blocks in zip(slots, tables, strict=True):
         address = slot.ctypes.data
         for layer in kv.pages:
@@ -74,7 +74,7 @@ def yardsticks(kv: Layout, slots: Bytes, tables: list[list[int]]) -> Ways:
 
 
 def copies(kv: Layout, slots: Bytes, tables: list[list[int]]) -> Ways:
-    """Ours. Stores have one thread: the engine computes meanwhile."""
+    """Return the copies of this project. Stores use one thread, because the engine computes at that time."""
 
     def load(copier: CpuCopier) -> None:
         todo = iter(list(zip(slots, tables, strict=True)))
@@ -89,8 +89,12 @@ def copies(kv: Layout, slots: Bytes, tables: list[list[int]]) -> Ways:
         for slot, blocks in zip(slots, tables, strict=True):
             copier.store(0, slot, blocks, None)
 
-    one, two = CpuCopier({0: kv}, 1), CpuCopier({0: kv}, 2)
-    return {"load, 1": lambda: load(one), "store, 1": lambda: store(one), "load, 2": lambda: load(two)}
+    single, double = CpuCopier({0: kv}, 1), CpuCopier({0: kv}, 2)
+    return {
+        "load, 1": lambda: load(single),
+        "store, 1": lambda: store(single),
+        "load, 2": lambda: load(double),
+    }
 
 
 def timed(what: Callable[[], None]) -> float:

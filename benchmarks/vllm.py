@@ -1,9 +1,10 @@
-"""Time to first token on a real engine at 8,192 prompt tokens, and the speed of prompts that hit nothing.
+"""Measure time to first token on a real engine at 8,192 prompt tokens, and the speed of prompts without hits.
 
-Beside it the same engine with no connector: cold (``bare``), and a hit in its own prefix cache (``own hit``),
-which copies nothing: no cache outside the engine can be faster. Each prompt meets all ways in turn, the two
-engines first by chance, so that what else the machine does falls out of the ratios. Times to first token are
-measured in the layout "shared" of ``new_prompts``, where sidecar and Redis may use all of the engine's cores.
+A second engine has no connector. It gives two references: a cold prompt (``bare``), and a hit in its own
+prefix cache (``own hit``). Such a hit copies nothing, so no cache outside of the engine can be faster. Each
+prompt runs in all ways, on the two engines in random order, so that noise of the machine cancels out in the
+ratios. Times to first token use the layout "shared" of ``new_prompts``, in which sidecar and Redis may use
+all cores of the engine.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks import new_prompts
 from benchmarks.new_prompts import BARE, Measured, Pod, Seconds, random_tokens
@@ -21,7 +24,10 @@ from testing.child_process import wait_until
 from testing.engine.process import EngineProcess
 from testing.processes import SidecarProcess
 
-PROMPT_TOKENS, CHUNK_TOKENS, REPEATS = 8192, 256, 15
+PROMPT_TOKENS, CHUNK_TOKENS = 8192, 256
+STARTS, PROMPTS = 4, 4
+"""Number of starts of all engines, and prompts per start."""
+WARM_SEED = STARTS * PROMPTS
 ROWS = PROMPT_TOKENS // CHUNK_TOKENS
 
 HITS = "own hit", "memory hit"
@@ -38,7 +44,7 @@ def prompt(seed: int, num_tokens: int = PROMPT_TOKENS) -> list[int]:
 
 
 def ttft(engine: EngineProcess, tokens: list[int], *, is_hit: bool = False) -> float:
-    """Seconds. Raises RuntimeError when the cache did not do what is measured: then there is no figure."""
+    """Return the seconds to the first token. Raises RuntimeError if ``is_hit`` is wrong about the prompt."""
     (answer,) = engine.generate(tokens, max_tokens=1)
     if (answer.num_cached_tokens > 0) is not is_hit:
         raise RuntimeError(f"{answer.num_cached_tokens} tokens came from the cache; is the machine busy?")
@@ -46,8 +52,10 @@ def ttft(engine: EngineProcess, tokens: list[int], *, is_hit: bool = False) -> f
 
 
 def forget_memory(engine: EngineProcess, sidecar: SidecarProcess) -> None:
-    """Only the remote tier is left: another sidecar, an empty arena. The engine attaches again by itself, and
-    knows it a moment after the sidecar does: when its own small prompt is hit.
+    """Restart the sidecar with an empty arena, so that only the remote tier has rows.
+
+    The engine attaches again without help. It notices this a little later than the sidecar, so the function
+    waits until the engine hits a small prompt of its own.
     """
     sidecar.terminate()
     sidecar.arena_path.unlink()
@@ -57,26 +65,40 @@ def forget_memory(engine: EngineProcess, sidecar: SidecarProcess) -> None:
 
 
 def settle(sidecar: SidecarProcess, rows: int) -> None:
-    """Until so many rows are written through: what follows is not measured beside it."""
+    """Wait until ``rows`` rows are written through, so that no writes disturb the next measurement."""
     sidecar.wait_until(lambda stats: stats["remote"]["written"] >= rows, timeout=60)
 
 
-def first_tokens(pod: Pod, bare: Pod) -> tuple[Seconds, dict[str, Seconds]]:
-    """Return seconds to the first token by way, and by kind of hit seconds of each phase."""
+class FirstTokens(NamedTuple):
+    """Samples of all starts."""
+
+    seconds: Seconds
+    """Seconds to the first token, by way."""
+    phases: dict[str, Seconds]
+    """Seconds of each phase, by kind of hit."""
+
+    @classmethod
+    def empty(cls) -> FirstTokens:
+        return cls(
+            {name: [] for name in ("bare", "own hit", "cold", "memory hit", "remote hit")},
+            {hit: {phase: [] for phase in PHASES} for hit in HITS},
+        )
+
+
+def first_tokens(pod: Pod, bare: Pod, seeds: Iterable[int], samples: FirstTokens) -> None:
+    """Run a prompt of each seed in all ways, and add the times to ``samples``."""
     engine, sidecar = pod.engine, pod.sidecar
     assert sidecar is not None
-    seconds: Seconds = {name: [] for name in ("bare", "own hit", "cold", "memory hit", "remote hit")}
-    phases: dict[str, Seconds] = {hit: {phase: [] for phase in PHASES} for hit in HITS}
 
     def measure(name: str, engine: EngineProcess, tokens: list[int], *, is_hit: bool = False) -> None:
-        seconds[name].append(ttft(engine, tokens, is_hit=is_hit))
-        for phase, samples in phases.get(name, {}).items():
-            samples.append(sum(engine.phases()[phase]))
+        samples.seconds[name].append(ttft(engine, tokens, is_hit=is_hit))
+        for phase, seconds in samples.phases.get(name, {}).items():
+            seconds.append(sum(engine.phases()[phase]))
 
     for warm in (engine, bare.engine):
-        ttft(warm, prompt(REPEATS))
-    for repeat in range(REPEATS):
-        tokens = prompt(repeat)
+        ttft(warm, prompt(WARM_SEED))
+    for seed in seeds:
+        tokens = prompt(seed)
         written = sidecar.stats()["remote"]["written"]
         colds = [("bare", bare.engine), ("cold", engine)]
         for name, which in random.sample(colds, 2):
@@ -87,26 +109,24 @@ def first_tokens(pod: Pod, bare: Pod) -> tuple[Seconds, dict[str, Seconds]]:
             measure(name, which, tokens, is_hit=True)
         forget_memory(engine, sidecar)
         measure("remote hit", engine, tokens, is_hit=True)
-    return seconds, phases
 
 
 def run() -> Report:
-    throughput: list[tuple[new_prompts.Layout, Measured]] = []
-    seconds: Seconds = {}
-    phases: dict[str, Seconds] = {}
-    for layout in new_prompts.layouts():
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            new_prompts.pods(Path(folder), layout) as pods,
-        ):
-            if not seconds:
-                seconds, phases = first_tokens(pods["Redis"], pods[BARE])
-            throughput.append((layout, new_prompts.measure(layout, pods)))
-    conditions = "\n".join(
-        [_conditions(seconds, phases), *(new_prompts.conditions(*each) for each in throughput)]
-    )
+    throughput = [(layout, Measured.empty()) for layout in new_prompts.layouts()]
+    firsts = FirstTokens.empty()
+    for start in range(STARTS):
+        for layout, measured in throughput:
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                new_prompts.pods(Path(folder), layout) as pods,
+            ):
+                if layout.name == "shared":
+                    seeds = range(start * PROMPTS, (start + 1) * PROMPTS)
+                    first_tokens(pods["Redis"], pods[BARE], seeds, firsts)
+                new_prompts.measure(layout, pods, measured)
+    conditions = "\n".join([_conditions(*firsts), *(new_prompts.conditions(*each) for each in throughput)])
     figures = [figure for each in throughput for figure in new_prompts.figures(*each)]
-    return Report("vllm", conditions, [*_figures(seconds), *figures])
+    return Report("vllm", conditions, [*_figures(firsts.seconds), *figures])
 
 
 def _conditions(seconds: Seconds, phases: dict[str, Seconds]) -> str:
@@ -118,23 +138,23 @@ def _conditions(seconds: Seconds, phases: dict[str, Seconds]) -> str:
     )
     return (
         "vLLM on the CPU, a tiny Llama (fp32, 4 KiB of KV per token), Redis over a UNIX socket;\n"
-        f"{PROMPT_TOKENS} prompt tokens, 1 answer token, {REPEATS} prompts.\n"
+        f"{PROMPT_TOKENS} prompt tokens, 1 answer token;"
+        f" {STARTS} starts of all engines, each with {PROMPTS} prompts and {new_prompts.ROUNDS} rounds.\n"
         "Ratios are medians of neighbours' with 95 % intervals. Median (min-max):\n"
         f"{shown}\n"
         f"Where the time of a hit goes, medians ({', '.join(HITS)}):\n"
         f"{profile}\n"
-        f"{new_prompts.BATCH} new prompts of {new_prompts.BATCH_TOKENS} tokens at once,"
-        f" {new_prompts.ROUNDS} rounds; where cores are shared,"
-        f" sidecar and Redis at nice {new_prompts.NICENESS};"
+        f"{new_prompts.BATCH} new prompts of {new_prompts.BATCH_TOKENS} tokens at once;"
+        f" where cores are shared, sidecar and Redis at nice {new_prompts.NICENESS};"
         " shares are those of an engine with no connector:"
     )
 
 
 def _figures(seconds: Seconds) -> list[Figure]:
-    cold, own, hit = seconds["cold"], seconds["own hit"], seconds["memory hit"]
+    cold, engine_hit, hit = seconds["cold"], seconds["own hit"], seconds["memory hit"]
     return [
         at_most("memory hit, share of cold", paired(hit, cold), "%", 8),
         at_most("remote hit, share of cold", paired(seconds["remote hit"], cold), "%", 25),
-        at_most("memory hit, of a hit in the engine's own cache", paired(hit, own), "x", 1.25),
+        at_most("memory hit, of a hit in the engine's own cache", paired(hit, engine_hit), "x", 1.25),
         of("speed of one cold prompt, of an engine with no connector", paired(seconds["bare"], cold), "%"),
     ]

@@ -1,5 +1,5 @@
-// What any copy of KV is held against: memcpy of the same pieces, and of one large piece, with no Python between
-// the pieces. `streaming` writes past the caches (non-temporal stores), which is the fastest the memory takes.
+// Reference for copies of KV: memcpy of the same pieces and of large pieces, without Python between the pieces.
+// `streaming` uses non-temporal stores, which bypass the caches and reach the highest memory bandwidth.
 #include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>

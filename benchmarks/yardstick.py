@@ -1,4 +1,4 @@
-"""The copies that ours are held against, in C: they cost nothing themselves. Compiled at the first use."""
+"""Reference copies in C, without overhead. The first use compiles them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SOURCE = Path(__file__).with_suffix(".c")
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The compiled yardstick. Raises FileNotFoundError when there is no C compiler."""
+    """Return the compiled library. Raises FileNotFoundError if there is no C compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
-        raise FileNotFoundError("the yardstick is C and there is no compiler here: install gcc")
+        raise FileNotFoundError("the reference copies are C code, and there is no compiler: install gcc")
     built = cache_root() / f"yardstick-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}.so"
     if not built.exists():
         built.parent.mkdir(parents=True, exist_ok=True)

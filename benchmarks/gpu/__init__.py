@@ -1,1 +1,1 @@
-"""What only a GPU shows: bandwidth of copies, what they do to an engine's kernels, what pinning costs."""
+"""Measurements that need a GPU: bandwidth of copies, their effect on kernels, cost of pinning."""

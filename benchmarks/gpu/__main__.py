@@ -1,6 +1,6 @@
-"""``make gpu-check``: the tests of CUDA on the real driver, then what only a GPU shows, written down.
+"""Run the CUDA tests on the real driver, then measure the GPU and write a report: ``make gpu-check``.
 
-Exits with 2 where there is no GPU, with 1 if a test fails.
+Exits with 2 if there is no GPU, and with 1 if a test fails.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ TESTS = [
     "tests/integration/test_sidecar_copies.py",
     "tests/integration/test_sidecar_copy_faults.py",
 ]
-"""They run on any driver; what only the simulated one can be told or asked is skipped in them."""
-NOT_TESTS = [
-    "tests/integration/test_sidecar_copies.py::test_without_the_driver_or_its_binding_the_engine_copies"
-]
+"""Tests for any driver. They skip cases that need the controls of the simulated driver."""
+NOT_TESTS = ["tests/integration/test_sidecar_copies.py::test_engine_copies_without_the_driver_or_its_binding"]
 OUTPUT = ROOT / "docs" / "reference" / "gpu-facts.md"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="the report (default: %(default)s)")
-    parser.add_argument("--no-tests", action="store_true", help="measure only")
-    parser.add_argument("--simulated", action="store_true", help="try the check on the simulated driver")
+    parser.add_argument(
+        "--output", type=Path, default=OUTPUT, help="file of the report (default: %(default)s)"
+    )
+    parser.add_argument("--no-tests", action="store_true", help="measure, without tests")
+    parser.add_argument("--simulated", action="store_true", help="try this program on the simulated driver")
     args = parser.parse_args()
     try:
         device = Device.visible()[0]
@@ -44,7 +44,9 @@ def main() -> int:
         print(f"no GPU here: {error}", file=sys.stderr)
         return 2
     if "CUDASIM_NODE" in os.environ and not args.simulated:
-        print("no GPU here: the simulated driver can't show what is asked for", file=sys.stderr)
+        print(
+            "no GPU here: the simulated driver can't measure these figures; try --simulated", file=sys.stderr
+        )
         return 2
     tested = "not run" if args.no_tests else run_tests(device)
     if tested is None:
@@ -56,7 +58,7 @@ def main() -> int:
 
 
 def run_tests(device: Device) -> str | None:
-    """The last line of what they say, or None if one failed."""
+    """Run the tests. Returns the last line of their output, or None if a test failed."""
     argv = [
         sys.executable,
         "-m",
@@ -87,7 +89,7 @@ def measure(device: Device, scale: Scale) -> list[Section]:
 
 
 def report(device: Device, tested: str, sections: list[Section], *, is_simulated: bool) -> str:
-    what = "The simulated driver: **no figure here means anything**" if is_simulated else "What a GPU showed"
+    what = "Simulated driver: **no figure here means anything**" if is_simulated else "Measurements on a GPU"
     version = device.driver.version
     facts = {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -101,12 +103,12 @@ def report(device: Device, tested: str, sections: list[Section], *, is_simulated
         "tests": tested,
     }
     lines = [f"| {name} | {value} |" for name, value in facts.items()]
-    head = f"# {what}\nMade by `make gpu-check`, which replaces it.\n\n| | |\n|---|---|\n" + "\n".join(lines)
+    head = f"# {what}\n`make gpu-check` generates this page.\n\n| | |\n|---|---|\n" + "\n".join(lines)
     return "\n\n".join([head, *(section.markdown().rstrip() for section in sections)]) + "\n"
 
 
 def chip(device: Device) -> str:
-    """Name, driver and bus, as nvidia-smi says; the driver API alone has the name only."""
+    """Return name, driver and bus from nvidia-smi, or only the name if nvidia-smi is missing."""
     name = device.driver.call("cuDeviceGetName", 64, device.ordinal).split(b"\0")[0].decode()
     if (program := shutil.which("nvidia-smi")) is None:
         return str(name)

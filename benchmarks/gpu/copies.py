@@ -1,4 +1,4 @@
-"""How fast batches of copies are, by size of their pieces; also of memory that another process owns."""
+"""Measure the speed of batches of copies, by piece size, also from memory of another process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BAR_GBYTES = 45.0
 
 
 class Buffers:
-    """Device memory, as much memory of the host, and a stream."""
+    """Device memory, host memory of the same size, and a stream."""
 
     def __init__(self, context: Context, address: int, scale: Scale, *, is_pinned: bool = True) -> None:
         self.context, self.address, self.scale = context, address, scale
@@ -38,7 +38,7 @@ class Buffers:
         self.stream = Stream(context)
 
     def batch(self, piece_bytes: int, *, is_store: bool) -> CopyBatch:
-        """Pieces whose places on the device are not in order, as blocks of an engine's KV are not."""
+        """Create a batch whose pieces are in random order on the device, as blocks of an engine's KV are."""
         piece_bytes = min(piece_bytes, self.scale.copy_bytes)
         number = min(self.scale.max_pieces, self.scale.copy_bytes // piece_bytes)
         offsets = np.arange(number, dtype=np.uint64) * np.uint64(piece_bytes)
@@ -48,7 +48,7 @@ class Buffers:
         return CopyBatch(to, from_, np.full(number, piece_bytes, np.uint64))
 
     def gbytes(self, batch: CopyBatch, submit: Callable[[CopyBatch, Stream], object] | None = None) -> float:
-        """10^9 bytes per second, submitting included: the median of the rounds."""
+        """Return 10^9 bytes per second, including the submission: the median of the rounds."""
         taken = []
         for _ in range(self.scale.rounds + 1):  # the first is not counted
             start = time.perf_counter()
@@ -64,7 +64,7 @@ class Buffers:
 
 
 def singly(batch: CopyBatch, stream: Stream) -> None:
-    """A call for each piece."""
+    """Copy with one call per piece."""
     types = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
     copy: Any = stream.context.driver.function("cuMemcpyAsync", 4000, *types)
     with stream.context:
@@ -82,9 +82,9 @@ def measure(context: Context, scale: Scale) -> list[Section]:
 def _by_size(context: Context, address: int, scale: Scale) -> Section:
     section = Section(
         "Copies by the size of their pieces",
-        ("pieces of", "to the host", "to the GPU", "read by another process over IPC", "bar"),
-        "GB/s of one batch, pinned memory, pieces in random places on the GPU. Kernels that gather are needed"
-        " only where batches miss the bar at the size that the engine's layout has.",
+        ("piece size", "to the host", "to the GPU", "read by another process over IPC", "bar"),
+        "GB/s of one batch, pinned memory, pieces at random addresses of the GPU. A gather kernel is needed"
+        " only if batches miss the bar at the piece size of the engine's layout.",
     )
     ours = Buffers(context, address, scale)
     exported = ipc.export(context, address)
@@ -103,8 +103,8 @@ def _by_size(context: Context, address: int, scale: Scale) -> Section:
 def _other_ways(context: Context, address: int, scale: Scale) -> Section:
     section = Section(
         "Other ways to copy",
-        ("what", "pieces of", "to the host", "to the GPU"),
-        "GB/s. Both directions: each beside the other, on streams of their own.",
+        ("way", "piece size", "to the host", "to the GPU"),
+        "GB/s. Both directions: at the same time, on separate streams.",
     )
     ours, pageable = (Buffers(context, address, scale, is_pinned=way) for way in (True, False))
 
@@ -129,14 +129,14 @@ def _other_ways(context: Context, address: int, scale: Scale) -> Section:
 
 
 def copy_once(buffers: Buffers, batch: CopyBatch) -> None:
-    """Returns when it has ended."""
+    """Copy a batch, and return when the copy is complete."""
     batch.submit(buffers.stream)
     buffers.stream.synchronize()
 
 
 @contextlib.contextmanager
 def background(work: Callable[[], object]) -> Any:
-    """``work`` over and over in another thread, meanwhile."""
+    """Repeat ``work`` in another thread during the context."""
     is_over = threading.Event()
     errors: list[Exception] = []
 
@@ -158,7 +158,7 @@ def background(work: Callable[[], object]) -> Any:
         raise errors[0]
 
 
-# ---- in the peer: the sidecar's part ----
+# ---- functions for the peer process, which has the role of the sidecar ----
 
 
 def attach(state: dict[str, Any], handle: bytes, scale: Scale) -> None:
@@ -172,7 +172,7 @@ def speed(state: dict[str, Any], piece_bytes: int) -> float:
 
 
 def read_while(state: dict[str, Any], flag: Path, piece_bytes: int) -> float:
-    """Reads as long as a file exists; GB/s."""
+    """Read until a file is deleted. Returns GB/s."""
     buffers: Buffers = state["buffers"]
     batch = buffers.batch(piece_bytes, is_store=True)
     start, number = time.perf_counter(), 0

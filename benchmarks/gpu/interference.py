@@ -1,4 +1,4 @@
-"""What copies do to kernels that read the GPU's memory, as decoding does."""
+"""Measure the effect of copies on kernels that read the GPU's memory, as decoding does."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ALLOWED = 1.05
 
 def measure(context: Context, scale: Scale) -> list[Section]:
     section = Section(
-        "Kernels under copies",
-        ("beside", "p50", "p99", "p99 / alone", "bar"),
+        "Kernels during copies",
+        ("background work", "p50", "p99", "p99 / alone", "bar"),
         f"Times of {scale.kernel_runs} runs of a kernel that reads {size(scale.kernel_bytes)}. The sidecar's"
         " copies come from another process, with its own context, the engine's from another stream.",
     )
@@ -60,7 +60,7 @@ def measure(context: Context, scale: Scale) -> list[Section]:
 
 @contextlib.contextmanager
 def reading(reader: Peer, piece_bytes: int) -> Iterator[None]:
-    """The peer reads meanwhile."""
+    """Let the peer read during the context."""
     with tempfile.NamedTemporaryFile() as flag:
         reader.start(read_while, Path(flag.name), piece_bytes)
         yield

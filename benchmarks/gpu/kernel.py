@@ -1,4 +1,4 @@
-"""A kernel that reads device memory, as decoding does, and how long each run of it takes."""
+"""Kernel that reads device memory, as decoding does, and the time of each of its runs."""
 
 from __future__ import annotations
 
@@ -50,13 +50,15 @@ DONE:
     ret;
 }
 \0"""
-"""Every thread adds up 16 bytes at a time; the sum is written only if it is 42, so that it is computed. The
-driver compiles it for its chip (checked with ptxas 12.9 for sm_70 to sm_100).
+"""PTX of the kernel: each thread adds up 16 bytes at a time.
+
+The kernel writes the sum only if it is 42, so the compiler can't skip the sum. The driver compiles the PTX
+for its chip (checked with ptxas 12.9 for sm_70 to sm_100).
 """
 
 
 class Kernel:
-    """Reads ``num_bytes`` of device memory on a stream of its own, as an engine's attention does."""
+    """Reads ``num_bytes`` of device memory on a separate stream, as an engine's attention does."""
 
     def __init__(self, context: Context, num_bytes: int) -> None:
         """Raises CudaError."""
@@ -70,7 +72,7 @@ class Kernel:
         self._stream = Stream(context)
 
     def times(self, number: int) -> list[float]:
-        """Seconds that each of so many runs took on the device, ascending."""
+        """Run the kernel ``number`` times. Returns the seconds of each run on the device, ascending."""
         events: list[Any] = [self._context.call("cuEventCreate", 0) for _ in range(number + 1)]
         arguments = (self._data, self._num_bytes // 16, self._out), (ctypes.c_uint64,) * 3
         with self._context:

@@ -1,4 +1,4 @@
-"""What contexts, mappings and pinned memory cost."""
+"""Measure the cost of contexts, mappings and pinned memory."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from testing.cuda_peers import open_context, peer
 
 def measure(context: Context, scale: Scale) -> list[Section]:
     section = Section(
-        "What else takes time and memory",
-        ("what", "measured"),
-        "A copy of 2 MiB into memory that is pinned, while other memory is being pinned: what loads of a new"
-        " engine see.",
+        "Other costs in time and memory",
+        ("cost", "measured"),
+        "The copies are 2 MiB from pinned memory. Copies during pinning show the delay of the first loads of"
+        " a new engine.",
     )
     address = int(context.call("cuMemAlloc", scale.copy_bytes))
     before = _free_bytes(context)
@@ -46,7 +46,7 @@ def _free_bytes(context: Context) -> int:
 
 
 def open_and_close(state: dict[str, Any], handle: bytes) -> tuple[float, float]:
-    """Median seconds of either."""
+    """Return the median seconds of opening and of closing a handle."""
     opened, closed = [], []
     for _ in range(20):
         start = time.perf_counter()
@@ -62,11 +62,11 @@ def _pinning(context: Context, address: int, scale: Scale) -> list[tuple[str, st
     gib = scale.pin_bytes / (1 << 30)
     ours = Buffers(context, address, scale)
     batch = ours.batch(2 * MIB, is_store=False)
-    one = type(batch)(batch.to[:1], batch.from_[:1], batch.sizes[:1])
+    single = type(batch)(batch.to[:1], batch.from_[:1], batch.sizes[:1])
 
     def latency() -> float:
         start = time.perf_counter()
-        one.submit(ours.stream)
+        single.submit(ours.stream)
         ours.stream.synchronize()
         return time.perf_counter() - start
 
@@ -91,6 +91,9 @@ def _pinning(context: Context, address: int, scale: Scale) -> list[tuple[str, st
     return [
         ("populating memory", f"{populated / gib:.2f} s per GiB"),
         ("pinning it", f"{pinned / gib:.2f} s per GiB, {failures} extents refused"),
-        ("a copy, nothing being pinned: p50, worst", f"{idle[100] * 1e6:.0f} us, {idle[-1] * 1e6:.0f} us"),
-        ("a copy meanwhile: p50, worst", f"{busy[len(busy) // 2] * 1e6:.0f} us, {busy[-1] * 1e6:.0f} us"),
+        ("a copy without pinning: p50, worst", f"{idle[100] * 1e6:.0f} us, {idle[-1] * 1e6:.0f} us"),
+        (
+            "a copy during pinning: p50, worst",
+            f"{busy[len(busy) // 2] * 1e6:.0f} us, {busy[-1] * 1e6:.0f} us",
+        ),
     ]

@@ -1,4 +1,4 @@
-"""How large the measurements are, and what one of them shows."""
+"""Sizes of the GPU measurements, and tables of their results."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class Scale:
     copy_bytes: int = 256 << 20
-    """Of each measured batch of copies, if its pieces are not so small that there would be too many."""
+    """Bytes of each measured batch of copies. ``max_pieces`` limits batches of small pieces."""
     max_pieces: int = 16384
     rounds: int = 7
     pin_bytes: int = 4 << 30
     kernel_bytes: int = 256 << 20
-    """Device memory that a run of the kernel reads: some 0.1 ms."""
+    """Device memory that a run of the kernel reads, in about 0.1 ms."""
     kernel_runs: int = 2000
 
 
 TINY = Scale(4 << 20, 256, 2, 32 << 20, 1 << 20, 20)
-"""Shows that the measurements run, and nothing else."""
+"""Sizes for a quick run that only checks the program."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Section:
     title: str
     headings: Sequence[str]
     text: str
-    """What was done."""
+    """Description of the measurement."""
     rows: list[Sequence[str]] = field(default_factory=list)
 
     def markdown(self) -> str:
@@ -39,7 +39,7 @@ class Section:
 
 
 def held(value: float, bar: float, *, is_least: bool = False) -> str:
-    """A bar, and whether a value holds it."""
+    """Return a bar, and whether a value holds it."""
     sign, holds = ("≥", value >= bar) if is_least else ("≤", value <= bar)
     return f"{sign} {bar:g}, {'held' if holds else '**not held**'}"
 

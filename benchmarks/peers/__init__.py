@@ -1,1 +1,1 @@
-"""Children that run in a peer's own environment; they import nothing of ours."""
+"""Child programs that run in the environment of a peer. They import nothing of this project."""

@@ -1,6 +1,7 @@
-"""Peers' packages from the registry, each in an environment of its own, and children that run in it.
+"""Environments with peers' packages from the registry, and child programs that run in them.
 
-The environments lie in the cache directory; torch comes from the project's own, so that both run on the same.
+The environments are in the cache directory. They use the project's torch, so that both sides run the same
+one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from tools.cache import cache_root, uv
 
 CHILDREN = Path(__file__).parent
-# torch is the project's own, or each would pull another of 3 GB. Of the first only what is timed is needed.
+# A separate torch would take 3 GB per environment. 0.3.0 gets only the packages that the measured code needs.
 NEEDS = {
     "0.3.0": ["--no-deps", "lmcache==0.3.0", "nvtx", "sortedcontainers", "aiofiles", "setuptools<80"],
     "0.5.6": ["--excludes", str(CHILDREN / "excluded.txt"), "lmcache==0.5.6"],
@@ -25,7 +26,7 @@ NEEDS = {
 
 
 def environment(version: str) -> Path:
-    """The Python of a peer's environment, made at the first call."""
+    """Return the Python of a peer's environment. The first call creates the environment."""
     digest = hashlib.sha256(" ".join(NEEDS[version][-1:]).encode()).hexdigest()[:8]
     folder = cache_root() / f"peer-{version}-{digest}"
     python = folder / "bin" / "python"
@@ -43,12 +44,12 @@ def environment(version: str) -> Path:
 
 
 def site_packages(version: str) -> Path:
-    """Where the peer's packages lie."""
+    """Return the directory of the peer's packages."""
     return Path(sysconfig.get_path("purelib", vars={"base": str(environment(version).parent.parent)}))
 
 
 class Peer:
-    """A child that runs one round per line."""
+    """A child program that runs one round per line of input."""
 
     def __init__(self, version: str, script: str, *arguments: object) -> None:
         command = [environment(version), "-W", "ignore", CHILDREN / script, *map(str, arguments)]
@@ -63,7 +64,7 @@ class Peer:
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         for line in self._process.stdout:
-            if line.startswith("{"):  # it logs to stdout as well
+            if line.startswith("{"):  # the peer also logs to stdout
                 seconds: dict[str, float] = json.loads(line)
                 return seconds
         raise RuntimeError(f"the peer ended with status {self._process.wait()}")
@@ -72,7 +73,7 @@ class Peer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """It tidies up at the end of its input; killed, it would leave its shared memory behind."""
+        """End the input, so that the child cleans up. A killed child would leave its shared memory."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             self._process.stdin.close()

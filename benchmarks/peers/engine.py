@@ -1,4 +1,4 @@
-"""Runs the engine's child (testing/engine/child.py, its path comes first) with the peer's connector in it."""
+"""Run the engine's child program with the peer's connector. The first argument is the program's path."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 from llvmlite.binding import ffi
 
-# vLLM asks every attribute of every module for its __dict__; llvmlite's library answers with a C function.
+# vLLM reads the __dict__ of every attribute of every module. llvmlite's library would return a C function.
 ffi.lib._fntab["__dict__"] = {}
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Times the engine of lmcache 0.3.0: on every line of input, one store and one retrieve of the same KV.
+"""Time the engine of lmcache 0.3.0: one store and one retrieve of the same KV per line of input.
 
-Runs in that package's own environment, on a machine without a GPU. What it would ask of CUDA is taken away,
-in its favour: no pinning, results stay in host memory, and the extension of its CacheGen codec, which is not
-used here, is empty. Every round has other tokens: to store the same again is a KeyError there.
+This program runs in that package's environment, on a machine without a GPU. It disables the package's use of
+CUDA, which is to the package's advantage: no pinning, and results remain in host memory. The unused extension
+of its CacheGen codec is empty. Each round has new tokens, because the package raises KeyError when it stores
+the same tokens again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import time
 import types
 
-os.environ["LMCACHE_TRACK_USAGE"] = "false"  # it phones home otherwise
+os.environ["LMCACHE_TRACK_USAGE"] = "false"  # otherwise the package sends usage data
 os.environ["LMCACHE_LOG_LEVEL"] = "ERROR"
 
 import torch
@@ -53,7 +54,7 @@ def main() -> None:
             raise SystemExit("the peer did not return what was stored")
         del got
         print(json.dumps({"store": stored - start, "retrieve": end - stored}), flush=True)
-    os._exit(0)  # its workers never end
+    os._exit(0)  # the package's workers never end
 
 
 if __name__ == "__main__":

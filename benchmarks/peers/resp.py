@@ -1,5 +1,6 @@
-"""Times the native Redis client of lmcache 0.5.6 (its `resp` adapter) with one connection: on every line of
-input all parts are stored and loaded. Runs in that package's own environment.
+"""Time the native Redis client of lmcache 0.5.6 (its `resp` adapter) with one connection.
+
+For each line of input, the program stores and loads all parts. It runs in that package's environment.
 """
 
 from __future__ import annotations

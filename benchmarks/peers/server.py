@@ -1,8 +1,10 @@
-"""Times `lmcache server` of 0.5.6 by its own bench client: on every line of input one new prompt is stored,
-looked up and retrieved. Runs in that package's own environment.
+"""Time `lmcache server` of 0.5.6 with its bench client: store, look up and retrieve a prompt.
 
-Arguments: transfer mode, tokens per prompt, KV shape (the package's own notation), lookups per round. Or
-``serve``: nothing is timed, every line is answered with the server's port.
+Each line of input starts one round with a new prompt.
+
+The program runs in that package's environment. Arguments: transfer mode, tokens per prompt, KV shape (in the
+package's notation), lookups per round. With ``serve`` instead, it times nothing, and answers each line with
+the server's port.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-os.environ["LMCACHE_TRACK_USAGE"] = "false"  # it phones home otherwise
+os.environ["LMCACHE_TRACK_USAGE"] = "false"  # otherwise the package sends usage data
 os.environ["LMCACHE_LOG_LEVEL"] = "ERROR"
 
 import torch
@@ -60,10 +62,10 @@ def timed_round(client: ServerBenchClient, turn: int, num_lookups: int) -> dict[
     lookups = []
     for number in range(num_lookups):
         warm = client.create_request(turn, f"warm-{turn}-{number}", "warm")
-        found = client.lookup(warm)
-        if not found.is_full_hit:
-            raise SystemExit(f"the peer found {found.hit_chunks} of {found.total_chunks} chunks")
-        lookups.append(found.latency_ms / 1e3)
+        result = client.lookup(warm)
+        if not result.is_full_hit:
+            raise SystemExit(f"the peer found {result.hit_chunks} of {result.total_chunks} chunks")
+        lookups.append(result.latency_ms / 1e3)
         if number + 1 < num_lookups:
             client.end_session(warm)
     client.zero_destination(warm, 0, warm.num_full_tokens)
@@ -99,7 +101,7 @@ def main() -> None:
             for left in Path("/dev/shm").glob(f"*lmcache*{process}_*"):
                 left.unlink()
         Path(f"/dev/shm/bench{port}").unlink(missing_ok=True)
-        os._exit(0)  # its threads never end
+        os._exit(0)  # the package's threads never end
 
 
 def time_prompts(port: int, http_port: int) -> None:
