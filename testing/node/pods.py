@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import signal
+import threading
 import time
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,28 @@ class Pod:
         finally:
             _signal(processes, signal.SIGCONT)
 
+    @contextlib.contextmanager
+    def stopped_during(
+        self, threads: Executor, prompt: list[int], max_tokens: int
+    ) -> Iterator[Future[Completion]]:
+        """Run a completion, and stop the engine inside the context. The request has a token, but not all.
+
+        The thread that reads the tokens also stops the engine, because another thread could be too late.
+        """
+        with contextlib.ExitStack() as stack:
+            is_stopped = threading.Event()
+
+            def stop() -> None:
+                stack.enter_context(self.stopped("engine"))
+                is_stopped.set()
+
+            request = threads.submit(complete, self.address, prompt, max_tokens, stop)
+            request.add_done_callback(lambda _: is_stopped.set())  # also after an error
+            is_stopped.wait()
+            if request.done():
+                raise AssertionError(f"the request ended before the engine was stopped: {request.result()}")
+            yield request
+
     def exec(self, container: str, *argv: str) -> str:
         """Standard output of a command in the container. Raises CalledProcessError."""
         return self.node.kubectl("exec", "-n", self.namespace, self.name, "-c", container, "--", *argv)
@@ -115,7 +139,9 @@ def is_ready(pod: Object) -> bool:
     return not is_terminating and any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
 
 
-def complete(host: str, prompt: list[int], max_tokens: int = 8) -> Completion:
+def complete(
+    host: str, prompt: list[int], max_tokens: int = 8, on_first_token: Callable[[], None] = lambda: None
+) -> Completion:
     """Run a greedy streamed completion on the engine or Service at ``host``; see `Pod.complete`."""
     body = {
         "model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
@@ -134,7 +160,9 @@ def complete(host: str, prompt: list[int], max_tokens: int = 8) -> Completion:
                 continue
             event = json.loads(line.removeprefix(b"data: "))
             for choice in event["choices"]:
-                first = first or time.monotonic()
+                if not first:
+                    first = time.monotonic()
+                    on_first_token()
                 tokens += choice["token_ids"] or []
             usage = event.get("usage") or usage
     if usage is None:

@@ -19,7 +19,6 @@ from tests.harness.pods import (
     hit,
     is_terminating,
     least_cached,
-    num_running,
     prompt,
     retained,
     termination_states,
@@ -87,9 +86,9 @@ def test_rolled_pod_finishes_its_request_and_writes_its_rows_through(tiny, cold)
         with redis.stopped("redis"):
             late = before.complete(LATE_PROMPT)
             node.wait(lambda: before.stats()["num_unwritten_rows"] >= least_cached(LATE_PROMPT) // 256)
-            request = threads.submit(before.complete, prompt(42, 64), NUM_TOKENS)
-            node.wait(lambda: num_running(before))
-            roll_during(tiny, before, request)
+            with before.stopped_during(threads, prompt(42, 64), NUM_TOKENS) as request:
+                roll(tiny)
+                assert not request.done()
             assert len(request.result().tokens) == NUM_TOKENS
             node.wait(lambda: groups.is_empty(engine), 180)
         ended = node.wait(lambda: termination_states(tiny.pod()), 180)
@@ -105,11 +104,9 @@ def test_rolled_pod_finishes_its_request_and_writes_its_rows_through(tiny, cold)
     tiny.wait_condition("Ready")
 
 
-def roll_during(app, pod, request) -> None:
-    """Change the spec, and wait until the operator evicts the pod while the request runs."""
-    with pod.stopped("engine"):
-        [engine] = app.spec["spec"]["engine"]["podTemplate"]["spec"]["containers"]
-        engine["env"].append({"name": "ROLLED", "value": "1"})
-        app.apply()
-        app.node.wait(lambda: is_terminating(app.pod()), 60)
-        assert not request.done()
+def roll(app) -> None:
+    """Change the spec, and wait until the operator evicts the pod."""
+    [engine] = app.spec["spec"]["engine"]["podTemplate"]["spec"]["containers"]
+    engine["env"].append({"name": "ROLLED", "value": "1"})
+    app.apply()
+    app.node.wait(lambda: is_terminating(app.pod()), 60)

@@ -12,7 +12,6 @@ from testing.node.pods import SIDECAR_PORT
 from tests.harness.pods import (
     is_in_service,
     is_terminating,
-    num_running,
     prompt,
     retained,
     termination_states,
@@ -44,12 +43,12 @@ def test_drain_evicts_one_pod_at_a_time_without_failing_requests(tiny):
     node, pods = tiny.node, scale(tiny, 2)
     try:
         with retained(*pods), ThreadPoolExecutor(3) as threads:
-            requests = [
-                threads.submit(pod.complete, prompt(20 + i, 64), NUM_TOKENS) for i, pod in enumerate(pods)
-            ]
-            node.wait(lambda: all(num_running(pod) for pod in pods), 120)
             # However fast the engines are, the requests must still run when a pod is evicted.
-            with pods[0].stopped("engine"), pods[1].stopped("engine"):
+            with (
+                pods[0].stopped_during(threads, prompt(20, 64), NUM_TOKENS) as first,
+                pods[1].stopped_during(threads, prompt(21, 64), NUM_TOKENS) as second,
+            ):
+                requests = [first, second]
                 drain_output = threads.submit(drain, node)
                 node.wait(lambda: any(map(is_terminating, tiny.pods())), 60)
                 assert not any(answer.done() for answer in requests)

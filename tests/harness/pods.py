@@ -11,7 +11,7 @@ from lmcache_operator.specs.names import MEMORY_SIZE
 from testing.kube.api import ApiError
 from testing.node import groups
 from testing.node.app import NAMESPACE, App
-from testing.node.pods import ENGINE_PORT, SIDECAR_PORT, Pod
+from testing.node.pods import SIDECAR_PORT, Pod
 
 _CHUNK = 256
 
@@ -42,12 +42,6 @@ def hit(pod, question: list[int], cold):
 
     pod.reset_engine_cache()
     return pod.node.wait(ask, 180)
-
-
-def num_running(pod) -> float:
-    """Number of running requests of the engine."""
-    lines = pod.get(ENGINE_PORT, "/metrics").decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))
 
 
 def is_terminating(pod) -> bool:
