@@ -3,6 +3,7 @@
     OperatorError
     ├── InvalidSpecError        the spec is invalid: the user has to change it
     ├── FileError               a file that the user named can't be read, parsed or written
+    ├── NotFoundError           there is no such LMCacheCluster
     ├── NoCurveError            there is no curve of this tier to show
     ├── LeaseLostError          another operator leads: this process has to exit
     └── ApiError                a call to the API server failed
@@ -30,6 +31,10 @@ class InvalidSpecError(OperatorError):
 
 class FileError(OperatorError):
     """A file can't be read, parsed or written. The message begins with its name."""
+
+
+class NotFoundError(OperatorError):
+    """There is no such LMCacheCluster. The message says how to list them."""
 
 
 class NoCurveError(OperatorError):

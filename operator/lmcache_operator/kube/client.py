@@ -49,8 +49,11 @@ Fence = Callable[[], float]
 
 
 @asynccontextmanager
-async def connect(fence: Fence = lambda: math.inf) -> AsyncIterator[KubeApi]:
-    """Connect to the configured Kubernetes cluster. The client writes only while the fence allows it."""
+async def connect(fence: Fence = lambda: math.inf, context: str | None = None) -> AsyncIterator[KubeApi]:
+    """Connect to the configured Kubernetes cluster. The client writes only while the fence allows it.
+
+    ``context``: context of the kubeconfig; None: the present one.
+    """
 
     class Request(aiohttp.ClientRequest):
         """Checks the fence again once connected, because the process may have been frozen meanwhile."""
@@ -60,7 +63,7 @@ async def connect(fence: Fence = lambda: math.inf) -> AsyncIterator[KubeApi]:
                 raise aiohttp.ClientError(_NOT_SENT)
             return await super().send(conn)
 
-    server = await configuration()
+    server = await configuration(context)
     server.connection_pool_maxsize = _MAX_REQUESTS
     server.client_session_kwargs = {"request_class": Request}
     async with ApiClient(server) as client:
@@ -127,6 +130,30 @@ class KubeApi:
         path = _path(kind, metadata["namespace"], metadata["name"])
         status, stored = await self._call("PUT", path, changed, accept=accept)
         return None if status in accept else stored
+
+    async def read(self, path: str, *, seconds: float) -> tuple[int, bytes]:
+        """Read any path. Returns the status and the body; status 0: no answer, and the reason."""
+        method, url, headers, *_ = await self._client.param_serialize(
+            "GET", path, header_params={}, auth_settings=["BearerToken"]
+        )
+        return await self._exchange(method, url, headers, None, seconds)
+
+    @asynccontextmanager
+    async def web_socket(
+        self, path: str, protocol: str, *, seconds: float
+    ) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+        """Open a web socket, such as a port-forward. Raises aiohttp.ClientError, OSError or TimeoutError."""
+        _, url, headers, *_ = await self._client.param_serialize(
+            "GET", path, header_params={}, auth_settings=["BearerToken"]
+        )
+        pool = self._client.rest_client.pool_manager or self._client.rest_client._create_pool_manager()
+        self._client.rest_client.pool_manager = pool
+        async with asyncio.timeout(seconds):
+            socket = await pool.ws_connect(url, headers=headers, protocols=(protocol,))
+        try:
+            yield socket
+        finally:
+            await socket.close()
 
     async def settle(self) -> None:
         """Wait for the answers to all pending writes, including those of cancelled callers."""
@@ -234,12 +261,17 @@ class KubeApi:
         return status, loads(data) if status < HTTPStatus.BAD_REQUEST else None
 
     async def _exchange(
-        self, method: str, url: str, headers: Mapping[str, str], content: Any
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        content: Any,
+        max_seconds: float = _SECONDS,
     ) -> tuple[int, bytes]:
         """Send a request. Returns its status and body; status 0: no answer."""
         try:
             async with self._slots:
-                seconds = _SECONDS if method in _READS else min(_SECONDS, self._fence())
+                seconds = max_seconds if method in _READS else min(max_seconds, self._fence())
                 if seconds < _MIN_WRITE_SECONDS:
                     raise aiohttp.ClientError(_NOT_SENT)
                 response = await self._client.call_api(

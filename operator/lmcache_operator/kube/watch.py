@@ -28,20 +28,26 @@ _NEEDED = (
 )  # fmt: skip
 
 
-async def configuration() -> Configuration:
-    """Configuration of the API server, from $KUBECONFIG, this pod's ServiceAccount, or ~/.kube/config."""
+async def configuration(context: str | None = None) -> Configuration:
+    """Configuration of the API server, from $KUBECONFIG, this pod's ServiceAccount, or ~/.kube/config.
+
+    ``context``: context of the kubeconfig; None: the present one.
+    """
     settings, kubeconfig = Configuration(), os.environ.get("KUBECONFIG")
     if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ:
         kube_config.load_incluster_config(client_configuration=settings)
     else:
-        await kube_config.load_kube_config(config_file=kubeconfig, client_configuration=settings)
+        await kube_config.load_kube_config(
+            config_file=kubeconfig, context=context, client_configuration=settings
+        )
     return settings
 
 
-def default_namespace() -> str:
-    """Namespace of the kubeconfig's present context, as kubectl uses it."""
-    _, context = kube_config.list_kube_config_contexts(os.environ.get("KUBECONFIG"))
-    return (context.get("context") or {}).get("namespace") or "default"
+def default_namespace(context: str | None = None) -> str:
+    """Namespace of a context of the kubeconfig, as kubectl uses it. None: the present context."""
+    contexts, present = kube_config.list_kube_config_contexts(os.environ.get("KUBECONFIG"))
+    named = present if context is None else next((c for c in contexts if c["name"] == context), {})
+    return (named.get("context") or {}).get("namespace") or "default"
 
 
 async def login(**_: Any) -> kopf.AiohttpSession:

@@ -1,0 +1,16 @@
+"""The commands for users, also as ``kubectl lmcache``: they read a cluster and change nothing in it.
+
+``connection`` connects to the API server, ``gather`` collects what a command shows, and ``printing`` prints
+it. Each module named in `COMMANDS` is one command. Its views are pure functions of what was gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+COMMANDS: Mapping[str, str] = {
+    "status": "show pods, tiers, conditions and advice of a cluster",
+    "explain": "show why prompts were computed",
+    "curve": "show the hit ratio and value of each size of a cluster's cache tier",
+}
+"""Commands with what they do. Each is a module with ``add_arguments(parser)``, imported if it is used."""

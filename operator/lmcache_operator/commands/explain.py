@@ -1,0 +1,138 @@
+"""``kubectl lmcache explain``: why the prompts of all pods of a cluster were computed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import urlencode
+
+from lmcache.explain import merge, tables
+from lmcache.explain.findings import findings
+from lmcache_operator.commands import connection, printing
+from lmcache_operator.commands.gather import (
+    Gathered,
+    PodFigures,
+    gather,
+    missing_rights,
+    pods_of,
+    read_each,
+    sidecar_port,
+)
+from lmcache_operator.errors import NotFoundError
+from lmcache_operator.kube.pod_http import PodHttp
+from lmcache_operator.specs import Object
+
+_ABOUT = """\
+Show where the tokens of all prompts came from, why the others were computed, and what to do about it.
+
+With --request-id: one of the last 1,000 requests of each pod.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    status = "exit status: 0; 2 if the cluster cannot be read, or no pod knows the request"
+    printing.describe(parser, _ABOUT, status)
+    connection.add_connection(parser)
+    printing.add_output(parser)
+    about = "request id as in the engine's answer, or a part of it"
+    parser.add_argument("--request-id", metavar="ID", help=about)
+    parser.set_defaults(command=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    async def show(connected: connection.Connection) -> int:
+        if arguments.request_id is not None:
+            return await _explain_request(connected, arguments)
+        gathered = await gather(connected, arguments.name)
+        for problem in problems_of(gathered):
+            print(problem, file=sys.stderr)
+        answer = explanation(gathered)
+        if arguments.output == "table":
+            print(*tables.overview(merge.causes(gathered.stats)), sep="\n")
+        else:
+            print(printing.document(answer, arguments.output), end="")
+        return 0
+
+    return connection.run(arguments, show)
+
+
+def explanation(gathered: Gathered) -> dict[str, Any]:
+    """Return the causes of a cluster as plain data. Its fields are stable: programs may read them."""
+    causes = merge.causes(gathered.stats)
+    return {
+        "version": 1,
+        "namespace": gathered.cluster["metadata"]["namespace"],
+        "name": gathered.cluster["metadata"]["name"],
+        "pods": len(gathered.stats),
+        "promptTokens": causes["prompt_tokens"],
+        "causeTokens": causes["cause_tokens"],
+        "divergedTokens": causes["diverged_tokens"],
+        "divergedRequests": causes["diverged_requests"],
+        "branches": causes["branches"],
+        "findings": [finding._asdict() for finding in findings(causes)],
+        "problems": problems_of(gathered),
+    }
+
+
+def problems_of(gathered: Gathered) -> list[str]:
+    """Return a line for each pod that did not answer, after what concerns all of them."""
+    silent = [f"{pod.name}: {pod.problem}" for pod in gathered.pods if pod.problem]
+    old = [
+        f"{pod.name}: its sidecar, version {pod.stats.get('version')}, does not count causes"
+        for pod in gathered.pods
+        if pod.stats and "causes" not in pod.stats and pod.stats.get("is_ready") is True
+    ]
+    return [*gathered.problems, *silent, *old]
+
+
+async def _explain_request(connected: connection.Connection, arguments: argparse.Namespace) -> int:
+    cluster = await connected.cluster(arguments.name)
+    pods = await pods_of(connected, cluster["metadata"]["name"])
+    get = PodHttp(connected.api).get
+
+    async def ask(pod: Object) -> PodFigures:
+        port = sidecar_port(pod)
+        if port is None:
+            return PodFigures(pod, problem="the pod has no sidecar")
+        metadata = pod["metadata"]
+        query = urlencode({"id": arguments.request_id}, errors="replace")
+        answer = await get(metadata["namespace"], metadata["name"], port, f"/requests?{query}")
+        if answer.missing_right:
+            return PodFigures(pod, problem=f"forbidden: {answer.missing_right}")
+        if answer.status != HTTPStatus.OK:
+            return PodFigures(pod, problem=answer.body.decode(errors="replace")[:200])
+        try:
+            return PodFigures(pod, json.loads(answer.body))
+        except ValueError:
+            return PodFigures(pod, problem="the answer is not JSON")
+
+    figures = await read_each(pods, ask)
+    found = [(each.name, request) for each in figures for request in _requests(each.stats)]
+    if not found:
+        for problem in (*missing_rights(figures, connected.namespace), *(f.problem for f in figures)):
+            if problem:
+                print(problem, file=sys.stderr)
+        raise NotFoundError(
+            f"no pod knows a request with {arguments.request_id!r} in its id: each remembers its last 1,000"
+        )
+    pod, newest = max(found, key=lambda each: merge.count(each[1].get("time")))
+    if arguments.output == "table":
+        print(f"Pod {pod}.", *tables.request(newest), sep="\n")
+    else:
+        print(printing.document({"pod": pod, **newest}, arguments.output), end="")
+    return 0
+
+
+def _requests(answer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the requests of an answer that can be shown. Pods are not trusted."""
+    listed = answer.get("requests")
+    return [
+        {**request, "tokens": dict(merge.totals([request], "tokens"))}
+        for request in (listed if isinstance(listed, list) else ())
+        if isinstance(request, Mapping) and {"tokens", "request_id", "common_tokens"} <= request.keys()
+    ]

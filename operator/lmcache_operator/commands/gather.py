@@ -1,0 +1,157 @@
+"""Gathers a cluster and the figures of its sidecars, in seconds, whatever does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+from lmcache_operator.commands.connection import Connection
+from lmcache_operator.errors import ApiError
+from lmcache_operator.kube.pod_http import CREATE_FORWARD, GET_PROXY, Get, PodHttp
+from lmcache_operator.pods.pods import is_running, plain
+from lmcache_operator.specs import Object, names
+from lmcache_operator.specs.kinds import POD
+
+_ALL_SECONDS, _POD_SECONDS = 4.5, 3.0
+"""Time for all sidecars of a cluster, and for one. A command answers within five seconds."""
+_MAX_AT_ONCE = 64
+_METRICS_PORTS = ("metrics", "lmcache-metrics")
+_NO_TIME = f"not asked: the others took all of the {_ALL_SECONDS:g} s"
+STATS = "/stats"
+
+
+class PodFigures(NamedTuple):
+    """One engine pod, and what its sidecar answered."""
+
+    pod: Object
+    stats: Mapping[str, Any] = {}
+    """/stats of the sidecar; empty if it did not answer."""
+    problem: str = ""
+    """Why there is no answer; empty: there is one."""
+
+    @property
+    def name(self) -> str:
+        """Name of the pod."""
+        return str(self.pod["metadata"]["name"])
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What was read of a cluster. All commands show parts of it."""
+
+    cluster: Object
+    pods: tuple[PodFigures, ...]
+    """Its engine pods and the pods with its cache injected, by name."""
+    problems: tuple[str, ...]
+    """What could not be read, with what to do."""
+    time: float = field(default_factory=time.time)
+    """Seconds since 1970."""
+
+    @property
+    def stats(self) -> list[Mapping[str, Any]]:
+        """/stats of all sidecars that answered."""
+        return [pod.stats for pod in self.pods if pod.stats]
+
+
+async def gather(connection: Connection, name: str | None) -> Gathered:
+    """Read an LMCacheCluster, its pods, and /stats of their sidecars. Raises ApiError or NotFoundError."""
+    cluster = await connection.cluster(name)
+    try:
+        pods = await pods_of(connection, cluster["metadata"]["name"])
+    except ApiError as error:
+        return Gathered(cluster, (), (f"the pods cannot be listed: {error.message}",))
+    figures = await read_stats(PodHttp(connection.api, seconds=_POD_SECONDS).get, pods)
+    return Gathered(cluster, tuple(figures), tuple(missing_rights(figures, connection.namespace)))
+
+
+async def pods_of(connection: Connection, name: str) -> list[Object]:
+    """Return the engine pods of a cluster and the pods with its cache injected, by name. Raises ApiError."""
+    own = {names.CLUSTER_LABEL: name, names.COMPONENT_LABEL: names.ENGINE}
+    selectors = ",".join(f"{key}={value}" for key, value in own.items()), f"{names.INJECT_LABEL}={name}"
+    found = await asyncio.gather(
+        *(connection.api.find(POD, connection.namespace, labelSelector=selector) for selector in selectors)
+    )
+    by_name = {pod["metadata"]["name"]: pod for pods in found for pod in pods}
+    return [by_name[name] for name in sorted(by_name, key=_natural)]
+
+
+async def read_stats(get: Get, pods: Sequence[Object]) -> list[PodFigures]:
+    """Read /stats of all pods, several at once. Pods that are not reached in time get the reason."""
+    return await read_each(pods, lambda pod: _read(get, pod, STATS))
+
+
+async def read_each(
+    pods: Sequence[Object], read: Callable[[Object], Any], *, seconds: float = _ALL_SECONDS
+) -> list[PodFigures]:
+    """Call ``read`` for all pods, several at once, and return the answers in the order of the pods."""
+    slots = asyncio.Semaphore(_MAX_AT_ONCE)
+    answers: dict[str, PodFigures] = {}
+
+    async def ask(pod: Object) -> None:
+        async with slots:
+            answers[pod["metadata"]["uid"]] = await read(pod)
+
+    tasks = [asyncio.create_task(ask(pod)) for pod in pods]
+    if tasks:
+        _, late = await asyncio.wait(tasks, timeout=seconds)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return [answers.get(pod["metadata"]["uid"]) or PodFigures(pod, problem=_NO_TIME) for pod in pods]
+
+
+async def _read(get: Get, pod: Object, path: str) -> PodFigures:
+    if not is_running(pod):
+        return PodFigures(pod, problem=f"the pod is {pod['status'].get('phase', 'Pending')}")
+    port = sidecar_port(pod)
+    if port is None:
+        return PodFigures(pod, problem="the pod has no sidecar")
+    metadata = pod["metadata"]
+    answer = await get(metadata["namespace"], metadata["name"], port, path)
+    text = plain(answer.body.decode(errors="replace"))
+    if answer.missing_right:
+        return PodFigures(pod, problem=f"forbidden: {answer.missing_right}")
+    if answer.status != HTTPStatus.OK:
+        return PodFigures(pod, problem=f"HTTP {answer.status}: {text}" if answer.status else text)
+    try:
+        stats = json.loads(answer.body)
+    except (ValueError, RecursionError):
+        stats = None
+    if not isinstance(stats, dict):
+        return PodFigures(pod, problem=f"the answer of port {port} is not of a sidecar: {text[:80]}")
+    return PodFigures(pod, stats)
+
+
+def sidecar_port(pod: Object) -> int | None:
+    """Return the port of the sidecar's HTTP server; None if the pod has no sidecar."""
+    containers = [*(pod["spec"].get("initContainers") or ()), *(pod["spec"].get("containers") or ())]
+    for container in containers:
+        if container["name"] == names.SIDECAR:
+            ports = container.get("ports") or ()
+            named = (port["containerPort"] for port in ports if port.get("name") in _METRICS_PORTS)
+            return int(next(named, names.SIDECAR_PORT))
+    return None
+
+
+def missing_rights(figures: Sequence[PodFigures], namespace: str) -> list[str]:
+    """Return a sentence for the right that keeps the user from asking sidecars, if one is missing."""
+    forbidden = [each.name for each in figures if each.problem.startswith("forbidden: ")]
+    if not forbidden:
+        return []
+    others = f" and {len(forbidden) - 1} more" if len(forbidden) > 1 else ""
+    return [
+        f'Your user may not read the sidecar of {forbidden[0]}{others}. It needs the right "{GET_PROXY}", or '
+        f'"{CREATE_FORWARD}", in namespace {namespace}. '
+        f"Example: kubectl -n {namespace} create role lmcache-read --verb=get --resource=pods/proxy"
+    ]
+
+
+def _natural(name: str) -> tuple[str, int]:
+    """Sort key of pod names: a number at the end counts as a number."""
+    start, _, end = name.rpartition("-")
+    return (start, int(end)) if end.isdecimal() else (name, -1)
