@@ -39,13 +39,13 @@ class Connection(NamedTuple):
                     "`kubectl get lmcacheclusters -A` lists all"
                 )
             return resource
-        found = await self.api.find(CLUSTER, self.namespace)
-        if len(found) == 1:
-            return found[0]
-        names = ", ".join(sorted(cluster["metadata"]["name"] for cluster in found))
+        clusters = await self.api.find(CLUSTER, self.namespace)
+        if len(clusters) == 1:
+            return clusters[0]
+        names = ", ".join(sorted(cluster["metadata"]["name"] for cluster in clusters))
         raise NotFoundError(
             f"name one of the LMCacheClusters of namespace {self.namespace}: {names}"
-            if found
+            if clusters
             else f"namespace {self.namespace} has none: `kubectl get lmcacheclusters -A` lists all"
         )
 

@@ -112,15 +112,15 @@ async def _explain_request(connected: connection.Connection, arguments: argparse
             return PodFigures(pod, problem="the answer is not JSON")
 
     figures = await read_each(pods, ask)
-    found = [(each.name, request) for each in figures for request in _requests(each.stats)]
-    if not found:
+    matching = [(each.name, request) for each in figures for request in _requests(each.stats)]
+    if not matching:
         for problem in (*missing_rights(figures, connected.namespace), *(f.problem for f in figures)):
             if problem:
                 print(problem, file=sys.stderr)
         raise NotFoundError(
             f"no pod knows a request with {arguments.request_id!r} in its id: each remembers its last 1,000"
         )
-    pod, newest = max(found, key=lambda each: merge.count(each[1].get("time")))
+    pod, newest = max(matching, key=lambda each: merge.count(each[1].get("time")))
     if arguments.output == "table":
         print(f"Pod {pod}.", *tables.request(newest), sep="\n")
     else:

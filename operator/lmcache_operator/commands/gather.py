@@ -42,13 +42,13 @@ class PodFigures(NamedTuple):
 
 @dataclass(frozen=True)
 class Gathered:
-    """What was read of a cluster. All commands show parts of it."""
+    """Figures of a cluster and its sidecars. All commands show parts of them."""
 
     cluster: Object
     pods: tuple[PodFigures, ...]
-    """Its engine pods and the pods with its cache injected, by name."""
+    """Engine pods, and the pods with the cluster's cache injected, by name."""
     problems: tuple[str, ...]
-    """What could not be read, with what to do."""
+    """Sentences about figures that could not be read, with what to do."""
     time: float = field(default_factory=time.time)
     """Seconds since 1970."""
 
@@ -71,12 +71,12 @@ async def gather(connection: Connection, name: str | None) -> Gathered:
 
 async def pods_of(connection: Connection, name: str) -> list[Object]:
     """Return the engine pods of a cluster and the pods with its cache injected, by name. Raises ApiError."""
-    own = {names.CLUSTER_LABEL: name, names.COMPONENT_LABEL: names.ENGINE}
-    selectors = ",".join(f"{key}={value}" for key, value in own.items()), f"{names.INJECT_LABEL}={name}"
-    found = await asyncio.gather(
+    labels = {names.CLUSTER_LABEL: name, names.COMPONENT_LABEL: names.ENGINE}
+    selectors = ",".join(f"{key}={value}" for key, value in labels.items()), f"{names.INJECT_LABEL}={name}"
+    matching = await asyncio.gather(
         *(connection.api.find(POD, connection.namespace, labelSelector=selector) for selector in selectors)
     )
-    by_name = {pod["metadata"]["name"]: pod for pods in found for pod in pods}
+    by_name = {pod["metadata"]["name"]: pod for pods in matching for pod in pods}
     return [by_name[name] for name in sorted(by_name, key=_natural)]
 
 
@@ -143,9 +143,9 @@ def missing_rights(figures: Sequence[PodFigures], namespace: str) -> list[str]:
     forbidden = [each.name for each in figures if each.problem.startswith("forbidden: ")]
     if not forbidden:
         return []
-    others = f" and {len(forbidden) - 1} more" if len(forbidden) > 1 else ""
+    more = f" and {len(forbidden) - 1} more" if len(forbidden) > 1 else ""
     return [
-        f'Your user may not read the sidecar of {forbidden[0]}{others}. It needs the right "{GET_PROXY}", or '
+        f'Your user may not read the sidecar of {forbidden[0]}{more}. It needs the right "{GET_PROXY}", or '
         f'"{CREATE_FORWARD}", in namespace {namespace}. '
         f"Example: kubectl -n {namespace} create role lmcache-read --verb=get --resource=pods/proxy"
     ]

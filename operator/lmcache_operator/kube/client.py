@@ -131,12 +131,12 @@ class KubeApi:
         status, stored = await self._call("PUT", path, changed, accept=accept)
         return None if status in accept else stored
 
-    async def read(self, path: str, *, seconds: float) -> tuple[int, bytes]:
+    async def read(self, path: str, *, seconds: float, max_bytes: int) -> tuple[int, bytes]:
         """Read any path. Returns the status and the body; status 0: no answer, and the reason."""
         method, url, headers, *_ = await self._client.param_serialize(
             "GET", path, header_params={}, auth_settings=["BearerToken"]
         )
-        return await self._exchange(method, url, headers, None, seconds)
+        return await self._exchange(method, url, headers, None, seconds, max_bytes)
 
     @asynccontextmanager
     async def web_socket(
@@ -267,19 +267,32 @@ class KubeApi:
         headers: Mapping[str, str],
         content: Any,
         max_seconds: float = _SECONDS,
+        max_bytes: int | None = None,
     ) -> tuple[int, bytes]:
         """Send a request. Returns its status and body; status 0: no answer."""
         try:
             async with self._slots:
                 seconds = max_seconds if method in _READS else min(max_seconds, self._fence())
-                if seconds < _MIN_WRITE_SECONDS:
+                if method not in _READS and seconds < _MIN_WRITE_SECONDS:
                     raise aiohttp.ClientError(_NOT_SENT)
                 response = await self._client.call_api(
                     method, url, headers, content, _request_timeout=seconds
                 )
-                return response.status, await response.read()
+                if max_bytes is None:
+                    return response.status, await response.read()
+                return response.status, await _bounded(response.response.content, max_bytes)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return 0, f"no answer: {error or type(error).__name__}".encode()
+
+
+async def _bounded(content: aiohttp.StreamReader, max_bytes: int) -> bytes:
+    """Read a body. Raises OSError if it is larger than ``max_bytes``, before all of it is in memory."""
+    body = bytearray()
+    async for part in content.iter_any():
+        body += part
+        if len(body) > max_bytes:
+            raise OSError(f"the answer is larger than {max_bytes >> 20} MiB")
+    return bytes(body)
 
 
 def _limits_except(pod: Object, init_container: str) -> dict[str, Any]:

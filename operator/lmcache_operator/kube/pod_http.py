@@ -68,7 +68,7 @@ class PodHttp:
                     task.cancel()
 
     async def _by_proxy(self, path: str) -> PodAnswer:
-        status, body = await self._api.read(path, seconds=self._seconds)
+        status, body = await self._api.read(path, seconds=self._seconds, max_bytes=_MAX_BYTES)
         if status == HTTPStatus.FORBIDDEN and _is_of_api_server(body):
             return PodAnswer(0, _reason(path, status, body), GET_PROXY)
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR and _is_of_api_server(body):

@@ -172,9 +172,12 @@ def test_curve_reports_invalid_arguments(
     assert message in capsys.readouterr().err
 
 
-def test_curve_needs_a_name_or_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_curve_without_a_file_needs_a_kubeconfig(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     assert main(["curve"]) == 2
-    assert "name an LMCacheCluster, or a file that contains one" in capsys.readouterr().err
+    assert str(tmp_path / "none") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["", "apiVersion: v1\nkind: Config\ncontexts: []\n"])

@@ -229,7 +229,7 @@ def test_write_is_refused_without_enough_time_for_the_answer(
 
 
 def test_every_writing_call_is_fenced() -> None:
-    reads = {"get", "find", "is_ending", "serves", "settle"}
+    reads = {"get", "find", "is_ending", "read", "serves", "settle", "web_socket"}
     calls = {name for name in vars(KubeApi) if not name.startswith("_")}
     assert calls == reads | {name for name, _ in WRITES}
 
@@ -245,7 +245,7 @@ def test_fence_is_checked_again_after_connecting(server: Server, monkeypatch: py
     async def write() -> None:
         async with served(server) as url:
 
-            async def configured() -> Configuration:
+            async def configured(context: str | None) -> Configuration:
                 return Configuration(host=url)
 
             monkeypatch.setattr(kube_client, "configuration", configured)

@@ -1,0 +1,87 @@
+"""``kubectl lmcache`` as a user runs it, and sidecars as pods that the API server can reach."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from testing.child_process import REPOSITORY
+from testing.kube.cluster import Cluster
+
+
+class Plugin:
+    """Runs ``kubectl lmcache``. The plugin is on the PATH, as after an installation by pip."""
+
+    def __init__(self, plane: Cluster, folder: Path, namespace: str, kubeconfig: Path | None = None) -> None:
+        plugin = folder / "kubectl-lmcache"
+        plugin.write_text(f'#!/bin/sh\nexec {sys.executable} -m lmcache_operator "$@"\n')
+        plugin.chmod(0o755)
+        self.namespace = namespace
+        self.environment = {
+            **os.environ,
+            "PATH": f"{plane.bin}:{folder}:{os.environ['PATH']}",
+            "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'operator'}",
+            "HOME": str(folder),
+            "KUBECONFIG": str(kubeconfig or plane.kubeconfig()),
+        }
+
+    def __call__(self, command: str, *argv: str | Path) -> subprocess.CompletedProcess[str]:
+        """Run a command in the namespace."""
+        words = ["kubectl", "lmcache", command, "-n", self.namespace, *map(str, argv)]
+        return subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=300)
+
+
+def reachable_address() -> str:
+    """Return an address of this machine that is not a loopback address.
+
+    The API server's proxy refuses to connect to loopback addresses.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unconnected:
+        unconnected.connect(("192.0.2.1", 9))  # this sends nothing
+        return str(unconnected.getsockname()[0])
+
+
+def create_pod(
+    plane: Cluster, namespace: str, cluster: str, number: int, *, port: int, address: str = ""
+) -> dict[str, Any]:
+    """Create a running engine pod whose sidecar listens on this port. It has no node and no kubelet."""
+    name = f"{cluster}-engine-{number}"
+    ports = [{"name": "metrics", "containerPort": port}]
+    containers = {
+        "initContainers": [
+            {"name": "sidecar", "image": "i", "restartPolicy": "Always", "ports": ports},
+        ],
+        "containers": [{"name": "engine", "image": "i"}],
+    }
+    labels = {"lmcache.io/cluster": cluster, "lmcache.io/component": "engine"}
+    plane.api.create(
+        "v1/pods",
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": containers},
+        namespace,
+    )
+    address = address or reachable_address()
+    status = {
+        "phase": "Running",
+        "podIP": address,
+        "podIPs": [{"ip": address}],
+        "conditions": [{"type": "Ready", "status": "True"}],
+    }
+    patched: dict[str, Any] = plane.api.patch("v1/pods", f"{name}/status", {"status": status}, namespace)
+    return patched
+
+
+def kubeconfig_with(plane: Cluster, namespace: str, name: str, rules: Iterable[dict[str, Any]]) -> Path:
+    """Return a kubeconfig of a new ServiceAccount that has these rights in the namespace, and no others."""
+    rbac = "rbac.authorization.k8s.io/v1"
+    metadata = {"metadata": {"name": name}}
+    subject = {"kind": "ServiceAccount", "name": name, "namespace": namespace}
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
+    plane.api.create("v1/serviceaccounts", metadata, namespace)
+    plane.api.create(f"{rbac}/roles", metadata | {"rules": list(rules)}, namespace)
+    plane.api.create(f"{rbac}/rolebindings", metadata | {"roleRef": role, "subjects": [subject]}, namespace)
+    return plane.kubeconfig(f"{namespace}:{name}", token=plane.service_account_token(namespace, name))

@@ -1,0 +1,102 @@
+"""Reading a cluster and the figures of its sidecars."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+from lmcache_operator.commands.gather import (
+    PodFigures,
+    missing_rights,
+    pods_of,
+    read_each,
+    read_stats,
+    sidecar_port,
+)
+from lmcache_operator.kube.pod_http import CREATE_FORWARD, GET_PROXY, PodAnswer
+
+from tests.harness.command_world import pod, stats
+
+
+def read(answer: PodAnswer, **changes: Any) -> PodFigures:
+    """Return what is known of a pod that answers so."""
+
+    async def get(*_: Any) -> PodAnswer:
+        return answer
+
+    [figures] = asyncio.run(read_stats(get, [pod(**changes)]))
+    return figures
+
+
+def test_answer_of_a_sidecar_is_read() -> None:
+    figures = read(PodAnswer(200, json.dumps(stats()).encode()))
+    assert (figures.stats, figures.problem) == (stats(), "")
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (PodAnswer(200, b"<html>\x1b[31m"), "the answer of port 9464 is not of a sidecar: <html> [31m"),
+        (PodAnswer(200, b"[1]"), "the answer of port 9464 is not of a sidecar: [1]"),
+        (PodAnswer(200, b"[" * 100_000), "the answer of port 9464 is not of a sidecar: " + "[" * 80),
+        (PodAnswer(500, b"broken\nhere"), "HTTP 500: broken here"),
+        (PodAnswer(0, b"no answer within 3 s"), "no answer within 3 s"),
+        (PodAnswer(0, b"no", GET_PROXY), "forbidden: get pods/proxy"),
+    ],
+)
+def test_other_answers_are_problems(answer: PodAnswer, problem: str) -> None:
+    figures = read(answer)
+    assert (figures.stats, figures.problem) == ({}, problem)
+
+
+def test_pods_that_cannot_answer_are_not_asked() -> None:
+    unasked = PodAnswer(200, b"{}")
+    assert read(unasked, phase="Pending").problem == "the pod is Pending"
+    assert read(unasked, initContainers=[]).problem == "the pod has no sidecar"
+
+
+def test_hanging_pods_do_not_delay_the_answers_of_others() -> None:
+    """70 pods hang, which is more than are asked at once."""
+
+    async def ask(asked: Any) -> PodFigures:
+        if int(asked["metadata"]["name"].rpartition("-")[2]) < 60:
+            await asyncio.Event().wait()
+        return PodFigures(asked, {"is_ready": True})
+
+    began = time.monotonic()
+    read_figures = asyncio.run(read_each([pod(number) for number in range(200)], ask, seconds=0.5))
+    assert time.monotonic() - began < 5.0
+    assert [bool(figures.stats) for figures in read_figures] == [False] * 60 + [True] * 140
+    assert "not asked" in read_figures[0].problem
+
+
+def test_injected_sidecars_can_listen_on_another_port() -> None:
+    ports = [{"name": "other", "containerPort": 1}, {"name": "lmcache-metrics", "containerPort": 9999}]
+    assert sidecar_port(pod(initContainers=[{"name": "sidecar", "ports": ports}])) == 9999
+    assert sidecar_port(pod(initContainers=[{"name": "sidecar"}])) == 9464
+    assert sidecar_port(pod(initContainers=None)) is None
+
+
+def test_missing_right_is_said_once_for_all_pods() -> None:
+    forbidden = [PodFigures(pod(number), problem=f"forbidden: {CREATE_FORWARD}") for number in range(3)]
+    [sentence] = missing_rights(forbidden, "team")
+    assert "demo-engine-0 and 2 more" in sentence
+    assert '"get pods/proxy"' in sentence
+    assert "kubectl -n team create role" in sentence
+    assert missing_rights([PodFigures(pod())], "team") == []
+
+
+def test_pods_are_in_the_order_of_their_numbers() -> None:
+    class Connection:
+        namespace = "default"
+
+        class api:
+            @staticmethod
+            async def find(_: Any, __: str, labelSelector: str) -> list[Any]:
+                return [pod(10), pod(2)] if "inject" not in labelSelector else [pod(2)]
+
+    pods = asyncio.run(pods_of(Connection(), "demo"))  # type: ignore[arg-type]
+    assert [each["metadata"]["name"] for each in pods] == ["demo-engine-2", "demo-engine-10"]
