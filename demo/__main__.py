@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 from benchmarks.report import table
 from demo import engine, kubernetes, start
@@ -43,11 +43,12 @@ def rows(report: dict[str, dict[str, object]]) -> list[tuple[str, str]]:
 def run(halves: Sequence[str], build: Build | None) -> dict[str, dict[str, object]]:
     """Run parts of the demo. Returns the report of each part."""
     report: dict[str, dict[str, object]] = {}
-    if "engine" in halves:
-        report["engine"] = engine.run(LOGS, build.paused if build is not None else nullcontext)
-    if build is not None:
-        finish(build)
-        report["kubernetes"] = kubernetes.run(LOGS)
+    with ExitStack() as end:
+        if "engine" in halves:
+            report["engine"] = engine.run(LOGS, build.paused if build is not None else nullcontext, end)
+        if build is not None:
+            finish(build)
+            report["kubernetes"] = kubernetes.run(LOGS, with_engine="engine" in halves)
     return report
 
 

@@ -12,16 +12,18 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from demo.show import command, note, step, title
 from lmcache.explain import tables
-from testing.child_process import free_port
+from testing.child_process import free_port, reachable_address
 from testing.engine.process import ServedEngine, connector_config
 from testing.processes import RedisProcess, SidecarProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT_TOKENS, ANSWER_TOKENS, CHUNK_TOKENS = 8192, 32, 256
 ROWS = PROMPT_TOKENS // CHUNK_TOKENS
+SIDECAR_PORT = 9464
 Alone = Callable[[], AbstractContextManager[None]]
 """Creates a context in which no other work of the demo runs."""
 
@@ -75,7 +77,7 @@ def start_engine(sidecar: SidecarProcess, number: int, logs: Path) -> ServedEngi
 
 
 def measure(label: str, engine: ServedEngine, sidecar: SidecarProcess, alone: Alone) -> Answer:
-    """Send the prompt to an engine. Stops the engine after the sidecar has written its rows."""
+    """Send the prompt to an engine. Returns after the sidecar has written its rows."""
     with alone():
         ask(engine.url, [7] * CHUNK_TOKENS, 1)  # the first request of a process pays for lazy imports
         wait_until_written(sidecar, 1)
@@ -84,7 +86,6 @@ def measure(label: str, engine: ServedEngine, sidecar: SidecarProcess, alone: Al
     note(f"{label}: first token after {answer.ttft_seconds * 1e3:.0f} ms,"
          f" {answer.num_cached_tokens} of {PROMPT_TOKENS} prompt tokens from the cache")  # fmt: skip
     wait_until_written(sidecar, ROWS + 1)  # the first request's row, too
-    engine.close()
     return answer
 
 
@@ -102,19 +103,19 @@ def explain(sidecar: SidecarProcess) -> None:
         note(line)
 
 
-def run(logs: Path, alone: Alone) -> dict[str, object]:
-    """Measure the three engines. Returns the figures for the report."""
+def run(logs: Path, alone: Alone, end: ExitStack) -> dict[str, object]:
+    """Measure the three engines. Returns the figures for the report.
+
+    The third engine and its sidecar run until ``end`` closes, so that commands can show them as a pod.
+    """
     title("1. Three engines answer the same prompt of 8,192 tokens")
     rounds: dict[str, Answer] = {}
-    with (
-        RedisProcess() as redis,
-        sidecar_over(redis) as first,
-        sidecar_over(redis) as second,
-        ExitStack() as stack,
-    ):
+    redis = end.enter_context(RedisProcess())
+    second = end.enter_context(sidecar_over(redis, http_host=reachable_address(), http_port=SIDECAR_PORT))
+    with sidecar_over(redis) as first, ExitStack() as stack:
         engines = [
-            stack.enter_context(start_engine(sidecar, number, logs))
-            for number, sidecar in enumerate((first, first, second), 1)
+            stacked.enter_context(start_engine(sidecar, number, logs))
+            for number, (sidecar, stacked) in enumerate(((first, stack), (first, stack), (second, end)), 1)
         ]
         with step(
             "starting three vLLM servers with empty KV caches (on the CPU, a tiny Llama with random weights)"
@@ -122,9 +123,11 @@ def run(logs: Path, alone: Alone) -> dict[str, object]:
             for engine in engines:
                 engine.wait_ready()
         rounds["cold"] = measure("cold", engines[0], first, alone)
+        engines[0].close()
         note("The first engine has stopped, and its KV cache is lost. Its sidecar still runs.")
         note("The second engine gets the same prompt.")
         rounds["memory hit"] = measure("memory hit", engines[1], first, alone)
+        engines[1].close()
         explain(first)
         with step("stopping the sidecar of both engines: now only Redis has the KV"):
             first.terminate()
@@ -133,9 +136,9 @@ def run(logs: Path, alone: Alone) -> dict[str, object]:
     return report(rounds)
 
 
-def sidecar_over(redis: RedisProcess) -> SidecarProcess:
+def sidecar_over(redis: RedisProcess, **options: Any) -> SidecarProcess:
     command(f"lmcache-sidecar serve --memory-size 512Mi --remote-url {redis.unix_url}")
-    return SidecarProcess(memory_size="512Mi", remote_url=redis.unix_url)
+    return SidecarProcess(memory_size="512Mi", remote_url=redis.unix_url, **options)
 
 
 def report(rounds: dict[str, Answer]) -> dict[str, object]:

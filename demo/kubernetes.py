@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from demo.show import command, note, step, title
+from testing.child_process import reachable_address
 from testing.kube.cluster import Cluster
 from testing.kube.operator import SERVICE_ACCOUNT, SYSTEM_NAMESPACE, Operator
 from tools.kube import binaries, machine
@@ -26,8 +30,11 @@ CHILDREN = {
 IDLE_SECONDS = 10
 
 
-def run(logs: Path) -> dict[str, object]:
-    """Run this part. Returns the figures for the report, times in seconds."""
+def run(logs: Path, *, with_engine: bool) -> dict[str, object]:
+    """Run this part. Returns the figures for the report, times in seconds.
+
+    ``with_engine``: an engine of the first part still runs, so commands can show its cache.
+    """
     title("2. One LMCacheCluster on a real Kubernetes control plane")
     with step(
         "starting etcd, kube-apiserver, controller-manager and scheduler; kwok simulates nodes with GPUs"
@@ -35,12 +42,12 @@ def run(logs: Path) -> dict[str, object]:
         cluster = Cluster(bin_dir=machine.directory(binaries.CLUSTER))
         cluster.__enter__()
     try:
-        return _with(cluster, logs)
+        return _with(cluster, logs, with_engine=with_engine)
     finally:
         cluster.stop()
 
 
-def _with(cluster: Cluster, logs: Path) -> dict[str, object]:
+def _with(cluster: Cluster, logs: Path, *, with_engine: bool) -> dict[str, object]:
     command(f"helm install {RELEASE} charts/lmcache-operator -n lmcache-system --create-namespace")
     with step("installing the chart"):
         cluster.helm("install", RELEASE, str(ROOT / "charts" / "lmcache-operator"), "-n", "lmcache-system",
@@ -49,7 +56,10 @@ def _with(cluster: Cluster, logs: Path) -> dict[str, object]:
         operator.start()
         note("No kubelet runs here, so the operator runs as a process. It uses the token of the chart's")
         note("ServiceAccount, so it has exactly the permissions that the chart grants.")
-        return {**_becomes_ready(cluster), **_is_idle(cluster), **_scales(cluster), **_repairs(cluster)}
+        figures = {**_becomes_ready(cluster), **_is_idle(cluster), **_scales(cluster), **_repairs(cluster)}
+        if with_engine:
+            _show_commands(cluster)
+        return figures
 
 
 def _becomes_ready(cluster: Cluster) -> dict[str, object]:
@@ -102,6 +112,39 @@ def _repairs(cluster: Cluster) -> dict[str, object]:
     return {"slowest_repair_of_a_deleted_child_seconds": round(slowest, 2)}
 
 
+def _show_commands(cluster: Cluster) -> None:
+    """Print what a user sees of the third engine of the first part, as if it ran in a pod."""
+    title("3. What the cache did: the third engine as a pod")
+    path = ROOT / "demo" / "tiny.yaml"
+    command("kubectl apply -f demo/tiny.yaml")
+    with step("waiting for its pod, which gets the address of the third engine's sidecar"):
+        cluster.kubectl("apply", "--server-side", "-f", path)
+        address = reachable_address()
+        pod = "tiny-engine-0"
+        cluster.wait(lambda: is_running(cluster.api.find("v1/pods", pod, NAMESPACE)))
+        status = {"podIP": address, "podIPs": [{"ip": address}]}
+        cluster.api.patch("v1/pods", f"{pod}/status", {"status": status}, NAMESPACE)
+        cluster.wait(lambda: condition(cluster, "SidecarAttached", "tiny") == "True")
+    for words in ("status tiny", "explain tiny"):
+        command(f"kubectl lmcache {words}")
+        note(_plugin(cluster, *words.split()))
+
+
+def is_running(pod: dict[str, Any] | None) -> bool:
+    """Whether a pod exists and runs."""
+    return pod is not None and pod["status"].get("phase") == "Running"
+
+
+def _plugin(cluster: Cluster, *words: str) -> str:
+    """Run ``kubectl lmcache``. pip installed the plugin beside Python."""
+    environment = os.environ | {
+        "PATH": f"{cluster.bin}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "KUBECONFIG": str(cluster.kubeconfig()),
+    }
+    done = subprocess.run(["kubectl", "lmcache", *words], env=environment, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
 def _timed(cluster: Cluster, is_done: Callable[[], object]) -> float:
     start = time.monotonic()
     cluster.wait(is_done)
@@ -113,13 +156,13 @@ def _is_new(cluster: Cluster, kind: str, name: str, uid: str) -> bool:
     return child is not None and child["metadata"]["uid"] != uid
 
 
-def resource(cluster: Cluster) -> dict[str, Any]:
-    cluster_object: dict[str, Any] = cluster.api.get(KIND, NAME, NAMESPACE)
+def resource(cluster: Cluster, name: str = NAME) -> dict[str, Any]:
+    cluster_object: dict[str, Any] = cluster.api.get(KIND, name, NAMESPACE)
     return cluster_object
 
 
-def condition(cluster: Cluster, kind: str) -> str:
-    conditions = resource(cluster).get("status", {}).get("conditions", [])
+def condition(cluster: Cluster, kind: str, name: str = NAME) -> str:
+    conditions = resource(cluster, name).get("status", {}).get("conditions", [])
     return next((str(entry["status"]) for entry in conditions if entry["type"] == kind), "Unknown")
 
 

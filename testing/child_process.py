@@ -164,6 +164,16 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+def reachable_address() -> str:
+    """Return an address of this machine that is not a loopback address.
+
+    The API server's proxy refuses to connect to loopback addresses.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unconnected:
+        unconnected.connect(("192.0.2.1", 9))  # this sends nothing
+        return str(unconnected.getsockname()[0])
+
+
 def free_port() -> int:
     (port,) = free_ports(1)
     return port

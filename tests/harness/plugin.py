@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from testing.child_process import REPOSITORY
+from testing.child_process import REPOSITORY, reachable_address
 from testing.kube.cluster import Cluster
 
 
@@ -34,16 +33,6 @@ class Plugin:
         """Run a command in the namespace."""
         words = ["kubectl", "lmcache", command, "-n", self.namespace, *map(str, argv)]
         return subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=300)
-
-
-def reachable_address() -> str:
-    """Return an address of this machine that is not a loopback address.
-
-    The API server's proxy refuses to connect to loopback addresses.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unconnected:
-        unconnected.connect(("192.0.2.1", 9))  # this sends nothing
-        return str(unconnected.getsockname()[0])
 
 
 def create_pod(

@@ -29,6 +29,8 @@ _BAR_COLUMNS, _MIN_WIDTH, _MAX_WIDTH = 24, 60, 120
 _CLEAR = "\x1b[H\x1b[2J"
 _GOOD = {"Degraded": "False", "Progressing": "False"}
 """Status of conditions if all is well; "True" for the others."""
+_SLOW = frozenset({"AutoscalingActive"})
+"""Conditions that are Unknown for a while in each new cluster."""
 _ABOUT = """\
 Show one screen about a cluster: its pods, the tiers of its cache, conditions, and what to do next.
 
@@ -180,7 +182,10 @@ def screen(
 
 def is_bad(condition: Mapping[str, Any]) -> bool:
     """Whether a condition says that something is not as it should be."""
-    return bool(condition["status"] != _GOOD.get(condition["type"], "True"))
+    kind, status = condition["type"], condition["status"]
+    if kind in _SLOW and status == "Unknown":
+        return False
+    return bool(status != _GOOD.get(kind, "True"))
 
 
 def _pod_lines(pods: Sequence[Mapping[str, Any]], style: printing.Style, number: int) -> Iterator[str]:

@@ -64,6 +64,7 @@ def test_problems_are_first_and_lead_to_doctor() -> None:
             condition("Ready", "False", "EnginesNotReady", "1 of 3 engine pods are ready"),
             condition("Degraded", "True", "RemoteTierUnreachable", "a reason"),
             condition("Progressing", "False"),
+            condition("AutoscalingActive", "Unknown"),
         ],
     )  # fmt: skip
     shown = text(world)
@@ -75,6 +76,7 @@ def test_problems_are_first_and_lead_to_doctor() -> None:
     assert "Ready is False (EnginesNotReady): 1 of 3 engine pods are ready" in shown
     assert "Degraded is True (RemoteTierUnreachable): a reason" in shown
     assert "Progressing" not in shown
+    assert "AutoscalingActive" not in shown
     assert "kubectl lmcache doctor -n team demo" in shown
 
 
