@@ -75,7 +75,7 @@ def test_hanging_pods_do_not_delay_the_answers_of_others() -> None:
 
 def test_injected_sidecars_can_listen_on_another_port() -> None:
     ports = [{"name": "other", "containerPort": 1}, {"name": "lmcache-metrics", "containerPort": 9999}]
-    assert sidecar_port(pod(initContainers=[{"name": "sidecar", "ports": ports}])) == 9999
+    assert sidecar_port(pod(initContainers=[{"name": "lmcache-sidecar", "ports": ports}])) == 9999
     assert sidecar_port(pod(initContainers=[{"name": "sidecar"}])) == 9464
     assert sidecar_port(pod(initContainers=None)) is None
 
