@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lmcache_sidecar.clients.registry import Clients
 from lmcache_sidecar.clients.validation import parse_hello, parse_lookup
-from lmcache_sidecar.explain.causes import Causes, Scheduled, blocking_absence, is_unstored
+from lmcache_sidecar.explain.causes import Causes, Scheduled, find_blocking
 from lmcache_sidecar.explain.sources import find_sources
 from lmcache_sidecar.samples import Samples
 
@@ -132,9 +132,8 @@ async def _explaining(requests: Sequence[Chains], message: pb.Scheduled) -> list
 
     def queue() -> None:
         for chains, sources in known:
-            blocking = blocking_absence(chains, len(sources), partial(store.absence, request="r"))
-            unstored = is_unstored(blocking, chains, len(sources), store.history)
-            causes.note(Scheduled(0.0, "r", chains, message, sources, store.history, blocking, unstored))
+            blocking = find_blocking(chains, len(sources), "r", store.absence, store.history.is_stored)
+            causes.note(Scheduled(0.0, "r", chains, message, sources, store.history, blocking))
 
     seconds = [(_cpu_seconds(queue), _cpu_seconds(causes.settle)) for _ in range(9)]
     await store.close()

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import lmcache
 from lmcache.rpc import kvcache_pb2 as pb
@@ -19,7 +18,7 @@ from lmcache_sidecar.clients import offers, validation
 from lmcache_sidecar.clients.registry import Client, Clients
 from lmcache_sidecar.clients.validation import precondition
 from lmcache_sidecar.copiers.copier import SidecarCopier
-from lmcache_sidecar.explain.causes import Causes, Scheduled, blocking_absence, is_unstored
+from lmcache_sidecar.explain.causes import Causes, Scheduled, find_blocking
 from lmcache_sidecar.explain.sources import find_sources
 from lmcache_sidecar.samples import Samples
 
@@ -124,21 +123,13 @@ class Sessions:
         scheduled = request.scheduled if request.HasField("scheduled") else None
         if scheduled is not None:
             sources = find_sources(chains, scheduled, store.origins)
-            loaded = scheduled.num_loaded_tokens
+            loaded, history = scheduled.num_loaded_tokens, store.history
             self.samples.note(client.peer, chains, sources, loaded, store.memory.usable_slots)
-            absence = partial(store.absence, request=request.request_id)
-            blocking = blocking_absence(chains, len(sources), absence)
+            blocking = find_blocking(
+                chains, len(sources), request.request_id, store.absence, history.is_stored
+            )
             self.causes.note(
-                Scheduled(
-                    time.time(),
-                    request.request_id,
-                    chains,
-                    scheduled,
-                    sources,
-                    store.history,
-                    blocking,
-                    is_unstored(blocking, chains, len(sources), store.history),
-                )
+                Scheduled(time.time(), request.request_id, chains, scheduled, sources, history, blocking)
             )
             if not chains.num_chunks:
                 return pb.LookupReply()

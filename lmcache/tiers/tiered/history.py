@@ -6,6 +6,7 @@ used one of its set. A chunk that was forgotten counts as never looked up.
 
 from __future__ import annotations
 
+import struct
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,8 @@ _WAYS = 4
 _LOOKED_UP, _STORED = 1, 2
 _MIX = 0x9E3779B97F4A7C15  # spreads names that differ in few bits over the sets
 _WORDS = ROW_KEY_BYTES // 8
+_WORD, _SET = struct.Struct("<Q"), struct.Struct(f"={_WAYS}Q")
+_LAST_WORD = ROW_KEY_BYTES - 8
 
 
 class Past(NamedTuple):
@@ -43,8 +46,9 @@ class ChunkHistory:
 
     def __init__(self, num_sets: int = 1 << 17) -> None:
         """``num_sets`` must be a power of two."""
-        self._mask = np.uint64(num_sets - 1)
+        self._mask, self._last_set = np.uint64(num_sets - 1), num_sets - 1
         self._names = np.zeros((num_sets, _WAYS), np.uint64)  # 0: free
+        self._name_bytes = self._names.data.cast("B")  # reading one set costs less than with numpy
         self._ages = np.zeros(num_sets * _WAYS, np.uint64)  # number of the last use; 0: free
         self._next = np.zeros(num_sets * _WAYS, np.uint32)  # the chunk that followed last; 0: none did
         self._flags = np.zeros(num_sets * _WAYS, np.uint8)
@@ -91,9 +95,9 @@ class ChunkHistory:
 
     def is_stored(self, key: RowKey) -> bool:
         """Return True if this chunk was in a tier at some time."""
-        name = int.from_bytes(key[-8:], "little") ^ int.from_bytes(key[:8], "little")
-        number = ((name ^ name >> 32) * _MIX >> 32) & int(self._mask)
-        ways: list[int] = self._names[number].tolist()
+        name = _WORD.unpack_from(key, _LAST_WORD)[0] ^ _WORD.unpack_from(key)[0]
+        number = ((name ^ name >> 32) * _MIX >> 32) & self._last_set
+        ways = _SET.unpack_from(self._name_bytes, number * _SET.size)
         return name in ways and bool(self._flags[number * _WAYS + ways.index(name)] & _STORED)
 
     def _find(self, names: Names) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:

@@ -152,21 +152,23 @@ class TieredStore:
 
         The request itself may store the chunk meanwhile.
         """
-        noted = self._absences.of(key)
-        before = self._absences.before(key, request)
-        if before is not None and (self.memory.knows(key) or noted is Absence.STORE_REFUSED):
-            return before
-        if self.memory.is_being_written(key) and not self._promotions.is_under_way(key):
-            return Absence.BEING_STORED
-        if noted is None and self.memory.is_resident(key):  # since a moment ago
-            return Absence.TOO_LATE if key in self.origins else Absence.BEING_STORED
-        return self._missing(key)
+        noted, is_known = self._absences.of(key), self.memory.knows(key)
+        if is_known or noted is Absence.STORE_REFUSED:
+            before = self._absences.before(key, request)
+            if before is not None:
+                return before
+        if is_known:
+            if self.memory.is_being_written(key) and not self._promotions.is_under_way(key):
+                return Absence.BEING_STORED
+            if noted is None and self.memory.is_resident(key):  # since a moment ago
+                return Absence.TOO_LATE if key in self.origins else Absence.BEING_STORED
+        return self._missing(key, noted)
 
-    def _missing(self, key: RowKey) -> Absence:
-        """Return the reason why memory has no row of this key, in any state."""
+    def _missing(self, key: RowKey, noted: Absence | None) -> Absence:
+        """Return the reason why memory has no row of this key. ``noted``: result of ``Absences.of``."""
         if self._promotions.is_under_way(key):
             return Absence.TOO_LATE
-        if (noted := self._absences.of(key)) is not None:
+        if noted is not None:
             return noted
         if not self.history.is_stored(key):
             return Absence.NOT_STORED
@@ -196,7 +198,7 @@ class TieredStore:
         group = request or object()
         for key in keys:
             if not self.memory.knows(key):
-                self._absences.note_opened(key, request, self._missing(key))
+                self._absences.note_opened(key, request, self._missing(key, self._absences.of(key)))
         reservations = [
             self.memory.reserve(key, column, owner, length=length, depth=depth, request=group, tenant=tenant)
             for depth, key in enumerate(keys, first_chunk)

@@ -67,6 +67,17 @@ class ExplainedRequest(NamedTuple):
     """Leading tokens that an earlier request had, too; a lower bound."""
 
 
+class Blocking(NamedTuple):
+    """Why the first chunk after the hit was not one."""
+
+    absence: Absence
+    is_unstored: bool = False
+    """True if no KV group has, or had, a row of that chunk: an engine may still compute it."""
+
+
+_NO_CHUNK = Blocking(Absence.BEING_STORED)
+
+
 class Scheduled(NamedTuple):
     """A request whose causes are not counted yet."""
 
@@ -76,10 +87,8 @@ class Scheduled(NamedTuple):
     message: pb.Scheduled
     sources: bytes
     history: ChunkHistory
-    blocking: Absence
+    blocking: Blocking
     """Reason why the first chunk after the hit was not one, if an earlier request looked it up."""
-    is_unstored: bool = False
-    """True if no KV group has, or had, a row of that chunk: an engine may still compute it."""
 
 
 def call_later(seconds: float, action: Callable[[], None]) -> None:
@@ -145,8 +154,8 @@ class Causes:
             if num_known > num_hit:
                 first_seconds = request.history.first_seconds(chain[len(blocks) + num_hit :])
                 is_recent = request.time - first_seconds < _STORING_SECONDS
-                is_storing = is_recent and request.is_unstored
-                blocking = Absence.BEING_STORED if is_storing else request.blocking
+                is_storing = is_recent and request.blocking.is_unstored
+                blocking = Absence.BEING_STORED if is_storing else request.blocking.absence
                 tokens[blocking.value] = max(0, num_known * chunk - max(position, num_hit * chunk))
             num_new = max(0, num_chunks * chunk - max(position, num_known * chunk))
             tokens[DIVERGED if past.has_diverged else NEW] = num_new
@@ -168,25 +177,30 @@ class Causes:
         self.branches.note(prefix, depth, num_tokens)
 
 
-def blocking_absence(chains: Chains, num_hit: int, absence: Callable[[RowKey], Absence]) -> Absence:
+def find_blocking(
+    chains: Chains,
+    num_hit: int,
+    request: str,
+    absence: Callable[[RowKey, str], Absence],
+    is_stored: Callable[[RowKey], bool],
+) -> Blocking:
     """Return why the first chunk after the hit was not one: the reason of the first KV group that lacked it.
 
     A row that arrives late does not decide if another group has none. ``absence`` says why a row is not in
-    memory.
+    memory, and ``is_stored`` whether it ever was in a tier. Call this with the report, because the request
+    stores the chunk itself soon.
     """
     if num_hit >= chains.num_chunks:
-        return Absence.BEING_STORED
-    reasons = [absence(keys[num_hit]) for keys in chains.keys]
+        return _NO_CHUNK
+    if len(chains.keys) == 1:  # most models: a row that is NOT_STORED never was in a tier
+        reason = absence(chains.keys[0][num_hit], request)
+        return Blocking(reason, reason is Absence.NOT_STORED)
+    keys = [chain[num_hit] for chain in chains.keys]
+    reasons = [absence(key, request) for key in keys]
     arriving = Absence.TOO_LATE if Absence.TOO_LATE in reasons else Absence.BEING_STORED
-    return next((reason for reason in reasons if reason not in (arriving, Absence.BEING_STORED)), arriving)
-
-
-def is_unstored(blocking: Absence, chains: Chains, chunk: int, history: ChunkHistory) -> bool:
-    """Return True if no KV group has, or had, a row of the chunk.
-
-    Call this with the report: the request stores the chunk itself soon.
-    """
-    return blocking is Absence.NOT_STORED and not any(history.is_stored(keys[chunk]) for keys in chains.keys)
+    decisive = (reason for reason in reasons if reason not in (arriving, Absence.BEING_STORED))
+    blocking = next(decisive, arriving)
+    return Blocking(blocking, blocking is Absence.NOT_STORED and not any(map(is_stored, keys)))
 
 
 def _first_blocks(message: pb.Scheduled, key: RowKey) -> Names:

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lmcache_sidecar.explain.causes import Causes, ExplainedRequest, Scheduled, blocking_absence, is_unstored
+from lmcache_sidecar.explain.causes import Blocking, Causes, ExplainedRequest, Scheduled, find_blocking
 from lmcache_sidecar.explain.sources import find_sources
 
 from lmcache.explain.causes import CAUSES
@@ -19,6 +19,7 @@ from lmcache.tiers.tiered.absences import Absence
 from lmcache.tiers.tiered.history import ChunkHistory
 
 CHUNK, BLOCK = 256, 16
+EVICTED = Blocking(Absence.EVICTED)
 
 
 class Engine:
@@ -34,7 +35,7 @@ class Engine:
         prompt: str,
         num_engine: int = 0,
         num_loaded: int = 0,
-        blocking: Absence = Absence.EVICTED,
+        blocking: Absence | Blocking = Absence.EVICTED,
         num_tail: int = 5,
         time: float = 0.0,
         **origins: str,
@@ -57,8 +58,9 @@ class Engine:
         )
         tiers = {chunk_keys[int(name[1:])]: tier for name, tier in origins.items()}
         sources = find_sources(chains, message, tiers)
-        unstored = is_unstored(blocking, chains, len(sources), self.history)
-        self.causes.note(Scheduled(time, "id", chains, message, sources, self.history, blocking, unstored))
+        if isinstance(blocking, Absence):
+            blocking = Blocking(blocking, blocking is Absence.NOT_STORED)
+        self.causes.note(Scheduled(time, "id", chains, message, sources, self.history, blocking))
         self.causes.settle()
         return self.causes.requests[-1]
 
@@ -140,11 +142,9 @@ def test_chunks_of_a_request_that_just_began_are_being_stored():
 def test_a_chunk_that_only_another_kv_group_stored_is_not_stored():
     """An engine has no snapshot of a state at the end of every chunk."""
     engine = Engine()
-    for text in (prompt("a", "b"), prompt("a")):
-        engine.report(text, num_loaded=len(text) * BLOCK)  # so that the row of the first group is stored
-    assert engine.report(prompt("a", "b"), blocking=Absence.NOT_STORED).tokens == {
-        "not_stored": 2 * CHUNK, "tail": 5,
-    }  # fmt: skip
+    engine.report(prompt("a", "b"))
+    blocking = Blocking(Absence.NOT_STORED, is_unstored=False)
+    assert engine.report(prompt("a", "b"), blocking=blocking).tokens == {"not_stored": 2 * CHUNK, "tail": 5}
 
 
 def test_the_last_token_of_a_full_hit_is_tail():
@@ -180,7 +180,7 @@ def test_loaded_chunks_after_the_last_looked_up_one_count_for_memory():
         num_engine_tokens=CHUNK,
     )
     sources = find_sources(chains, message, {keys[1]: "remote"})
-    engine.causes.note(Scheduled(0.0, "id", chains, message, sources, engine.history, Absence.EVICTED))
+    engine.causes.note(Scheduled(0.0, "id", chains, message, sources, engine.history, EVICTED))
     engine.causes.settle()
     assert engine.causes.stats.cause_tokens == {
         "engine": CHUNK, "remote": CHUNK, "memory": 3 * CHUNK, "tail": CHUNK + 5,
@@ -203,7 +203,7 @@ def test_an_engine_that_sends_no_tokens_counts_whole_chunks():
     chains = Chains(CHUNK, (KVGroup(0, BLOCK, 4096),), (keys,))
     message = pb.Scheduled(num_engine_chunks=1, num_hit_chunks=3, num_loaded_tokens=2 * CHUNK)
     sources = find_sources(chains, message, {})
-    engine.causes.note(Scheduled(0.0, "id", chains, message, sources, engine.history, Absence.EVICTED))
+    engine.causes.note(Scheduled(0.0, "id", chains, message, sources, engine.history, EVICTED))
     engine.causes.settle()
     assert engine.causes.stats.cause_tokens == {"engine": CHUNK, "memory": 2 * CHUNK, "new": CHUNK}
 
@@ -277,16 +277,29 @@ def test_branches_keep_those_with_the_most_tokens():
     assert len(engine.causes.branches.top(10_000)) <= 256
 
 
+TWO_GROUPS = Chains(CHUNK, (KVGroup(0, BLOCK, 4096), KVGroup(1, BLOCK, 4096)), ([b"a", b"b"], [b"c", b"d"]))
+
+
+def blocking_of(reasons: dict[bytes, Absence], num_hit: int = 1, stored: bytes = b"") -> Blocking:
+    """Blocking chunk of two KV groups, with the reason of each row. ``stored``: rows that were in a tier."""
+    return find_blocking(
+        TWO_GROUPS, num_hit, "r", lambda key, request: reasons[key], lambda key: key in stored
+    )
+
+
 def test_the_group_whose_row_is_absent_blocks():
-    groups = (KVGroup(0, BLOCK, 4096), KVGroup(1, BLOCK, 4096))
-    chains = Chains(CHUNK, groups, ([b"a", b"b"], [b"c", b"d"]))
     reasons = {b"b": Absence.BEING_STORED, b"d": Absence.EVICTED}
-    assert blocking_absence(chains, 1, reasons.get) is Absence.EVICTED
-    assert blocking_absence(chains, 2, reasons.get) is Absence.BEING_STORED
-    reasons = {b"b": Absence.TOO_LATE, b"d": Absence.INVALID}
-    assert blocking_absence(chains, 1, reasons.get) is Absence.INVALID
-    reasons = {b"b": Absence.BEING_STORED, b"d": Absence.TOO_LATE}
-    assert blocking_absence(chains, 1, reasons.get) is Absence.TOO_LATE
+    assert blocking_of(reasons).absence is Absence.EVICTED
+    assert blocking_of(reasons, num_hit=2).absence is Absence.BEING_STORED
+    assert blocking_of({b"b": Absence.TOO_LATE, b"d": Absence.INVALID}).absence is Absence.INVALID
+    assert blocking_of({b"b": Absence.BEING_STORED, b"d": Absence.TOO_LATE}).absence is Absence.TOO_LATE
+
+
+def test_a_chunk_may_still_be_computed_if_no_group_ever_stored_it():
+    reasons = {b"b": Absence.NOT_STORED, b"d": Absence.BEING_STORED}
+    assert blocking_of(reasons) == Blocking(Absence.NOT_STORED, True)
+    assert blocking_of(reasons, stored=b"d") == Blocking(Absence.NOT_STORED, False)
+    assert not blocking_of({b"b": Absence.EVICTED, b"d": Absence.NOT_STORED}).is_unstored
 
 
 def test_every_reason_has_a_title():
