@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 
 import pytest
+from vllm.lora.request import LoRARequest
 
+from lmcache.explain.findings import findings
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.sim_config import CHUNK, SimSettings
 from tests.harness.sim_world import SimWorld, make_tokens, world
@@ -165,3 +167,36 @@ def test_engines_own_hits_count_for_the_engine(world):
             engine.run()
         causes = difference.tokens(2 * len(prompt))
     assert causes == {"memory": 4 * CHUNK, "engine": 4 * CHUNK + BLOCK, "tail": BLOCK + 2}
+
+
+def first_finding(tokens: dict[str, int]) -> str:
+    """What ``explain`` shows first about tokens by cause."""
+    causes = {"prompt_tokens": sum(tokens.values()), "cause_tokens": tokens, "diverged_tokens": {}}
+    return findings(causes)[0].statement
+
+
+def test_requests_whose_adapter_has_no_hash_are_not_cacheable_and_explain_says_so_first(world, tmp_path):
+    prompt = make_tokens(4 * CHUNK + 7)
+    adapter = {"lora_request": LoRARequest("mine", 1, str(tmp_path / "missing"))}
+    with world.engines(SETTINGS) as (engine,):
+        wait_reported(engine)
+        difference = Difference(world.sidecar)
+        for _ in range(3):
+            engine.run(engine.add(prompt, **adapter))
+            engine.run()
+            engine.forget()
+        causes = difference.tokens(3 * len(prompt))
+    assert causes == {"not_cacheable": 3 * len(prompt)}
+    assert first_finding(causes) == "100 % of all prompt tokens belong to requests that cannot be cached."
+
+
+def test_a_salt_that_changes_with_every_request_makes_its_prompt_new(world):
+    prompt = make_tokens(4 * CHUNK + 1)
+    with world.engines(SETTINGS) as (engine,):
+        wait_reported(engine)
+        difference = Difference(world.sidecar)
+        for number in range(3):
+            engine.run(engine.add(prompt, salt=f"request {number}"))
+            engine.run()
+            engine.forget()
+        assert difference.tokens(3 * len(prompt)) == {"new": 3 * 4 * CHUNK, "tail": 3}
