@@ -22,6 +22,7 @@ from lmcache.engines.core.layout import KVCaches, Layout, num_bytes, page_views,
 from lmcache.engines.errors import UnnamedError, UnsupportedError
 from lmcache.engines.vllm import files, fingerprint
 from lmcache.engines.vllm.groups import GroupSpec, num_replicas, read_groups
+from lmcache.engines.vllm.hashes import hashes_of_engine
 from lmcache.engines.vllm.layouts import check_stages, check_supported, content_id
 from lmcache.kv_groups import KVGroup, stored_blocks
 from lmcache.rpc.client import SidecarClient
@@ -105,6 +106,7 @@ def attach_worker(
         model=vllm_config.model_config.model,
         transfer=_transfer(copier, is_replica=bool(rank % replicas)),
         kv_bytes=0 if rank % replicas else num_bytes(kv_caches),  # replicas count as one cache
+        block_hashes=hashes_of_engine(vllm_config.cache_config.prefix_caching_hash_algo, hash_tokens),
     )
     identity = EngineIdentity(hello, hash_tokens, replicas, is_replica=bool(rank % replicas))
     return start_client(settings.socket, hello, copier), copier, identity
