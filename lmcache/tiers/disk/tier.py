@@ -100,8 +100,8 @@ class DiskTier:
                     return position
             return len(keys)
 
-    def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
-        """Say of each object whether it is stored."""
+    def find_each(self, ids: Sequence[ObjectId], *, is_use: bool = True) -> list[bool]:
+        """Say of each object whether it is stored. This never counts as a use."""
         with self._watching():
             return list(map(self._contains, ids))
 

@@ -102,8 +102,8 @@ class RemoteTier:
             window = min(2 * window, _MAX_WINDOW)
         return present
 
-    def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
-        """Say of each object whether it is stored.
+    def find_each(self, ids: Sequence[ObjectId], *, is_use: bool = True) -> list[bool]:
+        """Say of each object whether it is stored. For ``is_use``, see LowerTier.
 
         Takes one pipelined round trip per server, and another one for absent objects that another server may
         hold. An object whose slot a cluster is migrating (ASK) counts as absent."""
@@ -118,9 +118,11 @@ class RemoteTier:
             if not asked:
                 return present
             for server, indices in asked.items():
-                replies = self._call_all(server, [self._ask_for(ids[index]) for index in indices])
+                replies = self._call_all(server, [self._ask_for(ids[index], is_use) for index in indices])
                 for index, reply in zip(indices, replies, strict=False):
                     present[index] = reply == 1
+                    if not is_use and isinstance(reply, ServerError) and reply.code == "NOPERM":
+                        raise TierUnavailableError(f"the user of {server} lacks the right to EXISTS")
 
     def load(self, object_id: ObjectId, into: memoryview, length: int | None = None) -> Loaded | None:
         """Read one column of a row into ``into``. None: a miss; the contents are then undefined."""
@@ -202,7 +204,9 @@ class RemoteTier:
         for server, questions in asked.items():
             for start in range(0, len(questions), _MAX_NAMES):
                 batch = questions[start : start + _MAX_NAMES]
-                replies = self._call_all(server, [self._ask_for(object_id) for object_id, _ in batch])
+                replies = self._call_all(
+                    server, [self._ask_for(object_id, is_use=True) for object_id, _ in batch]
+                )
                 absent |= {
                     object_id.row_key
                     for (object_id, is_owner), reply in zip(batch, replies, strict=False)
@@ -260,9 +264,14 @@ class RemoteTier:
                 raise
             return None
 
-    def _ask_for(self, object_id: ObjectId) -> tuple[str, ...]:
-        """Return the command that checks for a column. For Redis, it counts as a use of the row."""
+    def _ask_for(self, object_id: ObjectId, is_use: bool) -> tuple[str, ...]:
+        """Return the command that checks for a column.
+
+        For Redis, HEXISTS counts as a use of the row. EXISTS does not, and finds half-written rows, too.
+        """
         name = objects.redis_name(self.address.prefix, object_id.row_key)
+        if not is_use:
+            return ("EXISTS", name)
         return ("HEXISTS", name, objects.marker_field(object_id))
 
     def _note_invalid(self, object_id: ObjectId, reason: str) -> None:

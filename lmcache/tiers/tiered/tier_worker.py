@@ -97,6 +97,15 @@ class TierWorker(TierOperations):
         present = await self._ask(lambda: self._tier.find_each(ids), [False] * len(ids))
         return [all(present[i : i + self._num_columns]) for i in range(0, len(ids), self._num_columns)]
 
+    async def look(self, keys: Sequence[RowKey]) -> list[bool] | None:
+        """Say of each row whether the tier holds all its columns, without using the row; None: no answer."""
+        ids = [ObjectId(key, column) for key in keys for column in range(self._num_columns)]
+        nothing: list[bool] | None = None
+        present = await self._ask(lambda: self._tier.find_each(ids, is_use=False), nothing)
+        if present is None:
+            return None
+        return [all(present[i : i + self._num_columns]) for i in range(0, len(ids), self._num_columns)]
+
     def should_load(self, column_bytes: int, recompute_seconds: float) -> bool:
         """Is loading ``column_bytes`` per column faster than computing them (0.0: time unknown)?"""
         rate = self.bytes_per_second if self._rate.is_certain else 0.0
