@@ -1,5 +1,6 @@
-"""The read-only HTTP server, on the same loop as the engine's calls: an answer proves that the loop is alive.
+"""The HTTP server. It runs on the loop of the engine's calls, so an answer proves that the loop is alive.
 
+No request changes the sidecar's state.
 Each connection serves one request, in limited time, and the number of connections is limited. Slow or broken
 clients therefore cannot block the kubelet's probe. The server answers even when the process has no file
 descriptor left.
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import itertools
 import logging
 import os
@@ -24,7 +26,9 @@ logger = logging.getLogger(__name__)
 _MAX_CONNECTIONS = 32  # with one more, the oldest is closed
 _CONNECTION_SECONDS = 10.0  # from accepting it to closing it
 _MAX_HEAD_BYTES = 16 << 10
+_MAX_BODY_BYTES = 256 << 10
 _BACKLOG = 128
+_CONTENT_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,9})[ \t]*(?:\r\n|$)", re.IGNORECASE)
 _REQUEST_LINE = re.compile(rb"([A-Z]+) (\S+) HTTP/1\.[01]\r\n")
 _PAUSE_SECONDS = 0.05  # while no descriptor is left, and none can be closed
 
@@ -40,11 +44,17 @@ class Page(NamedTuple):
 class HttpServer:
     """Serves ``pages`` by path, for GET and HEAD, between ``start`` and ``stop``.
 
-    Each page gets the query of the URL, the text after "?".
+    Each page gets the query of the URL, the text after "?". ``local_pages`` serve POST requests from this
+    machine only, which includes ``kubectl port-forward``. Each gets the request's body.
     """
 
-    def __init__(self, pages: Mapping[str, Callable[[str], Awaitable[Page]]]) -> None:
+    def __init__(
+        self,
+        pages: Mapping[str, Callable[[str], Awaitable[Page]]],
+        local_pages: Mapping[str, Callable[[bytes], Awaitable[Page]]] | None = None,
+    ) -> None:
         self._pages = pages
+        self._local_pages = local_pages or {}
         self._listener: socket.socket | None = None
         self._connections: dict[asyncio.Task[None], None] = {}  # the oldest first
         self._spare = -1  # a descriptor to free when no other is left
@@ -132,7 +142,7 @@ class HttpServer:
                     if not piece:
                         return
                     head += piece
-                await loop.sock_sendall(connection, await self._answer(head))
+                await loop.sock_sendall(connection, await self._answer(head, connection))
                 connection.shutdown(socket.SHUT_WR)
                 # Unread input would reset the connection, and the client would lose the answer.
                 while await loop.sock_recv(connection, _MAX_HEAD_BYTES):
@@ -140,21 +150,24 @@ class HttpServer:
 
     # ---- requests ----
 
-    async def _answer(self, head: bytes) -> bytes:
-        """Return the whole answer to a request's head."""
+    async def _answer(self, head: bytes, connection: socket.socket) -> bytes:
+        """Return the whole answer to a request. ``head``: what was received, up to the end of the head."""
         is_head = head.startswith(b"HEAD ")
-        status, body, content_type = await self._page(head)
+        status, body, content_type = await self._page(head, connection)
+        allowed = (
+            "POST" if head.split(b" ", 2)[1:2] in ([path.encode()] for path in self._local_pages) else ""
+        )
         lines = (
             f"HTTP/1.1 {status.value} {status.phrase}",
             f"Date: {formatdate(usegmt=True)}",
             f"Content-Type: {content_type}",
             f"Content-Length: {len(body)}",
-            *(["Allow: GET, HEAD"] if status is HTTPStatus.METHOD_NOT_ALLOWED else []),
+            *([f"Allow: {allowed or 'GET, HEAD'}"] if status is HTTPStatus.METHOD_NOT_ALLOWED else []),
             "Connection: close\r\n\r\n",
         )
         return "\r\n".join(lines).encode() + (b"" if is_head else body)
 
-    async def _page(self, head: bytes) -> Page:
+    async def _page(self, head: bytes, connection: socket.socket) -> Page:
         if b"\r\n\r\n" not in head:
             return _error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
         request = _REQUEST_LINE.match(head)
@@ -162,16 +175,40 @@ class HttpServer:
             return _error(HTTPStatus.BAD_REQUEST)
         method, target = request.groups()
         path, _, query = target.decode(errors="replace").partition("?")
-        page = self._pages.get(path)
-        if page is None:
+        page, local_page = self._pages.get(path), self._local_pages.get(path)
+        if page is None and local_page is None:
             return _error(HTTPStatus.NOT_FOUND)
-        if method not in (b"GET", b"HEAD"):
+        if method not in ((b"GET", b"HEAD") if page else (b"POST",)):
             return _error(HTTPStatus.METHOD_NOT_ALLOWED)
         try:
-            return await page(query)
+            if page is not None:
+                return await page(query)
+            assert local_page is not None
+            return await _local(local_page, head, connection)
         except Exception:
-            logger.exception("GET %s failed: this is a bug", path)
+            logger.exception("%s %s failed: this is a bug", method.decode(), path)
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+async def _local(page: Callable[[bytes], Awaitable[Page]], head: bytes, connection: socket.socket) -> Page:
+    """Read the body of a POST request, and serve it to a client on this machine."""
+    address = ipaddress.ip_address(connection.getpeername()[0].partition("%")[0])
+    if not (getattr(address, "ipv4_mapped", None) or address).is_loopback:
+        remedy = "run the command in the pod (kubectl exec), or through kubectl port-forward"
+        return Page(HTTPStatus.FORBIDDEN, f"this page answers only its own machine: {remedy}\n".encode())
+    head, _, body = head.partition(b"\r\n\r\n")
+    length = _CONTENT_LENGTH.search(head)
+    if length is None:
+        return _error(HTTPStatus.LENGTH_REQUIRED)
+    num_bytes = int(length[1])
+    if num_bytes > _MAX_BODY_BYTES:
+        return _error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+    while len(body) < num_bytes:
+        piece = await asyncio.get_running_loop().sock_recv(connection, _MAX_HEAD_BYTES)
+        if not piece:
+            return _error(HTTPStatus.BAD_REQUEST)
+        body += piece
+    return await page(body[:num_bytes])
 
 
 def _listen(host: str, port: int) -> socket.socket:

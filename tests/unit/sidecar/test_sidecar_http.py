@@ -25,11 +25,15 @@ async def _broken_page(_: str) -> Page:
     raise RuntimeError("a bug")
 
 
+async def _echo_page(body: bytes) -> Page:
+    return Page(HTTPStatus.OK, body)
+
+
 def call_server(client: Callable[[int], T]) -> T:
     """Call ``client`` in a thread with the port of a running server, and return its result."""
 
     async def run() -> T:
-        server = HttpServer({"/healthz": _healthy_page, "/broken": _broken_page})
+        server = HttpServer({"/healthz": _healthy_page, "/broken": _broken_page}, {"/echo": _echo_page})
         port = server.start("127.0.0.1", 0)
         try:
             return await asyncio.to_thread(client, port)
@@ -172,3 +176,41 @@ def test_port_in_use_raises_error():
             await second.stop()
 
     asyncio.run(run())
+
+
+def test_local_page_gets_the_body_in_any_pieces():
+    assert send_raw(b"POST /echo HTTP/1.1\r\nContent-", b"Length: 5\r\n\r\na", b"b", b"cde").endswith(
+        b"abcde"
+    )
+    assert request_page("POST", "/echo") == (200, "text/plain; charset=utf-8", b"x" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /echo HTTP/1.1\r\n\r\n", b"405"),
+        (b"POST /echo HTTP/1.1\r\n\r\n", b"411"),
+        (b"POST /echo HTTP/1.1\r\nContent-Length: x\r\n\r\n", b"411"),
+        (b"POST /echo HTTP/1.1\r\nContent-Length: 262145\r\n\r\n", b"413"),
+        (b"POST /healthz HTTP/1.1\r\nContent-Length: 0\r\n\r\n", b"405"),
+    ],
+)
+def test_local_page_refuses_other_requests(head, status):
+    answer = send_raw(head)
+    assert answer.startswith(b"HTTP/1.1 " + status)
+    if status == b"405":
+        assert (b"Allow: POST\r\n" if b"/echo" in head else b"Allow: GET, HEAD\r\n") in answer
+
+
+@pytest.mark.parametrize("address", ["10.0.0.7", "::ffff:10.0.0.7", "fe80::1%eth0"])
+def test_local_page_answers_no_other_machine(address, monkeypatch):
+    monkeypatch.setattr(socket.socket, "getpeername", lambda _: (address, 1))
+    answer = send_raw(b"POST /echo HTTP/1.1\r\nContent-Length: 1\r\n\r\nx")
+    assert answer.startswith(b"HTTP/1.1 403")
+    assert b"kubectl port-forward" in answer
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "::ffff:127.0.0.1"])
+def test_local_page_answers_this_machine(address, monkeypatch):
+    monkeypatch.setattr(socket.socket, "getpeername", lambda _: (address, 1))
+    assert send_raw(b"POST /echo HTTP/1.1\r\nContent-Length: 1\r\n\r\nx").startswith(b"HTTP/1.1 200")
