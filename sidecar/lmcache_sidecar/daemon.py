@@ -143,7 +143,7 @@ class Daemon:
             if self._http_address == address:
                 return
             await self._http.stop()
-        self._http, self._http_address = HttpServer(self._pages), address
+        self._http, self._http_address = HttpServer(self._pages, {"/prompt": self._prompt_page}), address
         try:
             self._http_port = self._http.start(*address)
         except (OSError, UnicodeError) as error:
@@ -217,6 +217,14 @@ class Daemon:
             return Page(HTTPStatus.SERVICE_UNAVAILABLE, f"{self.not_ready_reason}\n".encode())
         try:
             return Page(HTTPStatus.OK, self._sidecar.requests(query), "application/json")
+        except ValueError as error:
+            return Page(HTTPStatus.BAD_REQUEST, f"{error}\n".encode())
+
+    async def _prompt_page(self, body: bytes) -> Page:
+        if self._sidecar is None:
+            return Page(HTTPStatus.SERVICE_UNAVAILABLE, f"{self.not_ready_reason}\n".encode())
+        try:
+            return Page(HTTPStatus.OK, await self._sidecar.prompt(body), "application/json")
         except ValueError as error:
             return Page(HTTPStatus.BAD_REQUEST, f"{error}\n".encode())
 

@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import sys
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+from lmcache.explain import prompt as prompt_lines
 from lmcache.explain import tables
+from lmcache_sidecar.explain import prompt_command
+from lmcache_sidecar.explain.asking import ExplainError, ask
 
 _URL = "http://127.0.0.1:9464"
-_TIMEOUT_SECONDS = 5.0
 _ABOUT = """\
 Show where the tokens of prompts came from, and why the others were computed.
 
-Without --request-id: all requests since the sidecar started, with advice. With it: one of the last 1,000
-requests.
+By default: all requests since the sidecar started, with advice. With --request-id: one of the last 1,000
+requests. With --prompt: where the chunks of a prompt are now.
+
+A prompt is a file with its text, or with JSON: [1, 2, 3], {"token_ids": [1, 2, 3]}, {"prompt": "text"} or
+{"messages": [...]}. The objects can have a "cache_salt". Run the command in the pod, or use kubectl
+port-forward. The sidecar receives hashes of the prompt's chunks, and stores nothing.
 """
 _EXIT = """\
 exit status: 0; 1 if the sidecar does not answer, or does not know the request
 
-example: lmcache-sidecar explain --request-id cmpl-8b2f
+examples: lmcache-sidecar explain --request-id cmpl-8b2f
+          lmcache-sidecar explain --prompt prompt.txt --engine-url http://127.0.0.1:8000
 """
-
-
-class ExplainError(Exception):
-    """The sidecar has no answer. The message says what to do."""
 
 
 def add_arguments(commands: Any) -> None:
@@ -45,9 +45,20 @@ def add_arguments(commands: Any) -> None:
     parser.add_argument(
         "--url", default=_URL, help="address of the sidecar's HTTP server (default: %(default)s)"
     )
-    parser.add_argument(
+    subject = parser.add_mutually_exclusive_group()
+    subject.add_argument(
         "--request-id", metavar="ID", help="request id as in the engine's answer, or a part of it"
     )
+    subject.add_argument("--prompt", metavar="FILE", help="file with a prompt; -: standard input")
+    parser.add_argument(
+        "--engine-url", metavar="URL", help="address of the engine, which then tokenises the prompt's text"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="directory of the tokenizer (default: the engine's model, if it is here)",
+    )
+    parser.add_argument("--model", help="model of the engine, if several engines are attached")
     parser.add_argument("--output", choices=("table", "json"), default="table", help="default: %(default)s")
     parser.set_defaults(run=run)
 
@@ -57,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         answer, lines = _explain(arguments)
         text = json.dumps(answer, indent=2) if arguments.output == "json" else "\n".join(lines)
-    except (AttributeError, LookupError, TypeError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         print(
             f"lmcache-sidecar: error: the server at {arguments.url} is no sidecar: {error}", file=sys.stderr
         )
@@ -70,30 +81,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> tuple[Any, Iterator[str]]:
+    if arguments.prompt is not None:
+        places = prompt_command.explain(arguments)
+        return places.as_dict(), prompt_lines.lines(places)
     if arguments.request_id is None:
-        stats = _get(arguments.url, "/stats")
+        stats = ask(arguments.url, "/stats")
         if "causes" not in stats:
             reason = stats.get("not_ready_reason") or f"version {stats.get('version')} does not count causes"
             raise ExplainError(f"the sidecar at {arguments.url} has no causes: {reason}")
         return stats["causes"], tables.overview(stats["causes"])
     query = urllib.parse.urlencode({"id": arguments.request_id}, errors="replace")
-    requests = _get(arguments.url, f"/requests?{query}")["requests"]
+    requests = ask(arguments.url, f"/requests?{query}")["requests"]
     if not requests:
         raise ExplainError(
             f"none of the last requests has {arguments.request_id!r} in its id: the sidecar remembers 1,000"
         )
     return requests[0], tables.request(requests[0])
-
-
-def _get(url: str, path: str) -> Any:
-    try:
-        with urllib.request.urlopen(url.rstrip("/") + path, timeout=_TIMEOUT_SECONDS) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        reason = error.read(1000).decode(errors="replace").strip()
-        raise ExplainError(f"{url}{path}: {error.code}: {reason}") from error
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", None) or str(error) or type(error).__name__
-        raise ExplainError(
-            f"no sidecar answers at {url}: {reason}. Give the address of its HTTP server with --url"
-        ) from error
