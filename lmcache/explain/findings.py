@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from lmcache.explain.causes import num_computed
+from lmcache.explain.sizes import LargerMemory
 
 _MIN_SHARE = 0.05
 """Share of all prompt tokens below which a cause is not mentioned."""
@@ -30,8 +31,10 @@ class Finding(NamedTuple):
     advice: str
 
 
+EVICTED = "evicted"
+
 _BY_CAUSE = {
-    "evicted": (
+    EVICTED: (
         "were stored before, were evicted, and were computed again",
         "The tiers are too small for your prompts. Compare larger sizes with `kubectl lmcache curve`.",
     ),
@@ -77,12 +80,19 @@ _BY_CAUSE = {
 """Statement and advice by cause."""
 
 
-def findings(causes: Mapping[str, Any]) -> Sequence[Finding]:
-    """Return what stands out in the ``causes`` that one sidecar counts, or several together."""
+def findings(causes: Mapping[str, Any], larger: LargerMemory | None = None) -> Sequence[Finding]:
+    """Return what stands out in the ``causes`` that one sidecar counts, or several together.
+
+    ``larger``: what larger memory tiers would have hit, if it is known.
+    """
     tokens: Mapping[str, int] = causes["cause_tokens"]
     total = causes["prompt_tokens"]
     found = [
-        Finding(number / total, f"{percent(number, total)} of all prompt tokens {statement}.", advice)
+        Finding(
+            number / total,
+            f"{percent(number, total)} of all prompt tokens {statement}.",
+            larger.advice() if larger and cause == EVICTED else advice,
+        )
         for cause, (statement, advice) in _BY_CAUSE.items()
         if (number := tokens.get(cause, 0)) > _MIN_SHARE * total
     ]

@@ -8,13 +8,14 @@ from typing import Any
 
 from lmcache.explain.causes import COMPUTED, HITS, num_computed
 from lmcache.explain.findings import findings, percent
+from lmcache.explain.sizes import LargerMemory
 
 _BAR, _WIDTH = 30, 100  # columns of the largest bar, and of a line of text
 _INDENT = "     "
 
 
-def overview(causes: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines that explain all counted prompts."""
+def overview(causes: Mapping[str, Any], larger: LargerMemory | None = None) -> Iterator[str]:
+    """Yield the lines that explain all counted prompts. ``larger``: see ``findings``."""
     tokens, total = causes["cause_tokens"], causes["prompt_tokens"]
     if not total:
         yield "No prompt was counted yet: send a request to the engine."
@@ -25,7 +26,7 @@ def overview(causes: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield from _rows("LOADED FROM", HITS, tokens, total)
     yield from _rows("COMPUTED BECAUSE", COMPUTED, tokens, total)
-    found = findings(causes)
+    found = findings(causes, larger)
     yield "What stands out:" if found else "Nothing stands out."
     for number, finding in enumerate(found, 1):
         yield from wrap(finding.statement, _WIDTH, initial_indent=f"{number:3}. ", subsequent_indent=_INDENT)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -118,7 +121,13 @@ def test_prompts_larger_than_the_cache_are_evicted():
             more = [make_tokens(8 * CHUNK + 1) for _ in range(num_rows // 8)]
             causes_of(sidecar, engine, *more)
             again = causes_of(sidecar, engine, *prompts)
+            causes_of(sidecar, engine, *prompts)
+            advice = explained(sidecar)
         simulated.close()
+    assert "were stored before, were evicted, and were computed again." in advice
+    assert re.search(
+        r"A memory tier of [0-9.]+ x the size \([0-9.]+Mi\) would have kept [0-9]+ % of them", advice
+    )
     assert max(again, key=lambda cause: again[cause]) == "evicted"
     assert again == {"evicted": 60 * 8 * CHUNK, "tail": 60}
 
@@ -169,8 +178,14 @@ def test_engines_own_hits_count_for_the_engine(world):
     assert causes == {"memory": 4 * CHUNK, "engine": 4 * CHUNK + BLOCK, "tail": BLOCK + 2}
 
 
+def explained(sidecar: SidecarProcess) -> str:
+    """Output of ``lmcache-sidecar explain``, in one line."""
+    command = [sys.executable, "-m", "lmcache_sidecar", "explain", "--url", sidecar.url]
+    return " ".join(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+
+
 def first_finding(tokens: dict[str, int]) -> str:
-    """What ``explain`` shows first about tokens by cause."""
+    """The first advice of ``explain`` about tokens by cause."""
     causes = {"prompt_tokens": sum(tokens.values()), "cause_tokens": tokens, "diverged_tokens": {}}
     return findings(causes)[0].statement
 

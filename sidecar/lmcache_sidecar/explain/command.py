@@ -11,6 +11,7 @@ from typing import Any
 
 from lmcache.explain import prompt as prompt_lines
 from lmcache.explain import tables
+from lmcache.explain.sizes import LargerMemory, larger_memory
 from lmcache_sidecar.explain import prompt_command
 from lmcache_sidecar.explain.asking import ExplainError, ask
 
@@ -89,7 +90,9 @@ def _explain(arguments: argparse.Namespace) -> tuple[Any, Iterator[str]]:
         if "causes" not in stats:
             reason = stats.get("not_ready_reason") or f"version {stats.get('version')} does not count causes"
             raise ExplainError(f"the sidecar at {arguments.url} has no causes: {reason}")
-        return stats["causes"], tables.overview(stats["causes"])
+        larger = _larger_memory(arguments.url, stats)
+        sizes = {"larger_memory": larger._asdict()} if larger else {}
+        return stats["causes"] | sizes, tables.overview(stats["causes"], larger)
     query = urllib.parse.urlencode({"id": arguments.request_id}, errors="replace")
     requests = ask(arguments.url, f"/requests?{query}")["requests"]
     if not requests:
@@ -97,3 +100,14 @@ def _explain(arguments: argparse.Namespace) -> tuple[Any, Iterator[str]]:
             f"none of the last requests has {arguments.request_id!r} in its id: the sidecar remembers 1,000"
         )
     return requests[0], tables.request(requests[0])
+
+
+def _larger_memory(url: str, stats: Any) -> LargerMemory | None:
+    """Return what larger memory tiers would have hit, if chunks were evicted, and samples are enough."""
+    if not stats["causes"]["cause_tokens"].get("evicted"):
+        return None
+    try:
+        memory = stats["memory"]
+        return larger_memory(ask(url, "/samples"), memory["size_bytes"], memory["capacity_bytes"])
+    except (ExplainError, ValueError):  # the causes are useful without it
+        return None
