@@ -187,7 +187,7 @@ class LayerPages(_message.Message):
     def __init__(self, allocation: _Optional[int] = ..., offset: _Optional[int] = ..., page_bytes: _Optional[int] = ..., block_stride: _Optional[int] = ...) -> None: ...
 
 class Attached(_message.Message):
-    __slots__ = ("protocol_version", "server_version", "epoch", "store_copier", "copier_reason", "arena_path", "table_offset", "column_offset", "slot_bytes", "num_rows", "ready_rows", "index_offset", "index_buckets", "memory_only", "slots_per_frame", "takes_pinned")
+    __slots__ = ("protocol_version", "server_version", "epoch", "store_copier", "copier_reason", "arena_path", "table_offset", "column_offset", "slot_bytes", "num_rows", "ready_rows", "index_offset", "index_buckets", "memory_only", "slots_per_frame", "takes_pinned", "takes_times")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -204,6 +204,7 @@ class Attached(_message.Message):
     MEMORY_ONLY_FIELD_NUMBER: _ClassVar[int]
     SLOTS_PER_FRAME_FIELD_NUMBER: _ClassVar[int]
     TAKES_PINNED_FIELD_NUMBER: _ClassVar[int]
+    TAKES_TIMES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     server_version: str
     epoch: int
@@ -220,7 +221,8 @@ class Attached(_message.Message):
     memory_only: bool
     slots_per_frame: int
     takes_pinned: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., epoch: _Optional[int] = ..., store_copier: _Optional[_Union[Copier, str]] = ..., copier_reason: _Optional[str] = ..., arena_path: _Optional[str] = ..., table_offset: _Optional[int] = ..., column_offset: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., num_rows: _Optional[int] = ..., ready_rows: _Optional[int] = ..., index_offset: _Optional[int] = ..., index_buckets: _Optional[int] = ..., memory_only: bool = ..., slots_per_frame: _Optional[int] = ..., takes_pinned: bool = ...) -> None: ...
+    takes_times: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., epoch: _Optional[int] = ..., store_copier: _Optional[_Union[Copier, str]] = ..., copier_reason: _Optional[str] = ..., arena_path: _Optional[str] = ..., table_offset: _Optional[int] = ..., column_offset: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., num_rows: _Optional[int] = ..., ready_rows: _Optional[int] = ..., index_offset: _Optional[int] = ..., index_buckets: _Optional[int] = ..., memory_only: bool = ..., slots_per_frame: _Optional[int] = ..., takes_pinned: bool = ..., takes_times: bool = ...) -> None: ...
 
 class Extents(_message.Message):
     __slots__ = ("ready_rows", "round")
@@ -281,7 +283,7 @@ class LookupRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., request_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupKeys, _Mapping]]] = ..., prefill_tokens_per_second: _Optional[float] = ..., hint: bool = ..., tenant: _Optional[bytes] = ..., scheduled: _Optional[_Union[Scheduled, _Mapping]] = ...) -> None: ...
 
 class Scheduled(_message.Message):
-    __slots__ = ("num_engine_chunks", "num_hit_chunks", "num_loaded_tokens", "num_prompt_tokens", "num_engine_tokens", "first_blocks", "block_tokens")
+    __slots__ = ("num_engine_chunks", "num_hit_chunks", "num_loaded_tokens", "num_prompt_tokens", "num_engine_tokens", "first_blocks", "block_tokens", "reports_times")
     NUM_ENGINE_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     NUM_HIT_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     NUM_LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -289,6 +291,7 @@ class Scheduled(_message.Message):
     NUM_ENGINE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REPORTS_TIMES_FIELD_NUMBER: _ClassVar[int]
     num_engine_chunks: int
     num_hit_chunks: int
     num_loaded_tokens: int
@@ -296,7 +299,8 @@ class Scheduled(_message.Message):
     num_engine_tokens: int
     first_blocks: bytes
     block_tokens: int
-    def __init__(self, num_engine_chunks: _Optional[int] = ..., num_hit_chunks: _Optional[int] = ..., num_loaded_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_engine_tokens: _Optional[int] = ..., first_blocks: _Optional[bytes] = ..., block_tokens: _Optional[int] = ...) -> None: ...
+    reports_times: bool
+    def __init__(self, num_engine_chunks: _Optional[int] = ..., num_hit_chunks: _Optional[int] = ..., num_loaded_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_engine_tokens: _Optional[int] = ..., first_blocks: _Optional[bytes] = ..., block_tokens: _Optional[int] = ..., reports_times: bool = ...) -> None: ...
 
 class GroupKeys(_message.Message):
     __slots__ = ("group", "keys")
@@ -319,14 +323,34 @@ class LookupReply(_message.Message):
     def __init__(self, num_resident: _Optional[int] = ..., num_leased: _Optional[int] = ..., num_pending: _Optional[int] = ..., probing: bool = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("epoch", "client_uuid", "request_ids")
+    __slots__ = ("epoch", "client_uuid", "request_ids", "times")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CLIENT_UUID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     client_uuid: bytes
     request_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    times: _containers.RepeatedCompositeFieldContainer[RequestTimes]
+    def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., request_ids: _Optional[_Iterable[str]] = ..., times: _Optional[_Iterable[_Union[RequestTimes, _Mapping]]] = ...) -> None: ...
+
+class RequestTimes(_message.Message):
+    __slots__ = ("request_id", "lookup_seconds", "wait_seconds", "load_seconds", "first_token_seconds", "num_failed_tokens", "trace_id")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    lookup_seconds: float
+    wait_seconds: float
+    load_seconds: float
+    first_token_seconds: float
+    num_failed_tokens: int
+    trace_id: bytes
+    def __init__(self, request_id: _Optional[str] = ..., lookup_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., load_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ..., num_failed_tokens: _Optional[int] = ..., trace_id: _Optional[bytes] = ...) -> None: ...
 
 class ReleaseReply(_message.Message):
     __slots__ = ()

@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from lmcache.rpc import errors, service
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.open_copies import OpenCopies
+from lmcache.rpc.times import RequestTimes
 from lmcache.tiers.base import ROW_KEY_BYTES
 from lmcache.tiers.memory.contracts import LookupResult, Reservation, Reserved, Slot
 from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
@@ -70,6 +71,7 @@ class Scheduled(NamedTuple):
     num_engine_tokens: int = 0
     first_blocks: bytes = b""
     block_tokens: int = 0
+    reports_times: bool = False
 
 
 class Session:
@@ -95,6 +97,8 @@ class Session:
         """Index of the rows in memory, readable without a call."""
         self.memory_only = attached.memory_only
         """True if there is no lower tier: a lookup finds no more than the index shows."""
+        self.takes_times = attached.takes_times
+        """True if the sidecar understands the times of requests."""
         self.store_copier = StoreCopier(attached.store_copier == pb.COPIER_SIDECAR, attached.copier_reason)
         """The side that copies stores now. The sidecar may change this at any time."""
         self._client_uuid = client_uuid
@@ -242,11 +246,22 @@ class Session:
         """Give reserved slots back. No copy into them may be running."""
         self._call_sliced(service.ABORT, slots, timeout)
 
-    def release(self, request_ids: Sequence[str], timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
-        """End leases. Call it once per request: ids that could not be sent follow with the next release."""
+    def release(
+        self,
+        request_ids: Sequence[str],
+        timeout: float = DEFAULT_TIMEOUT_SECONDS,
+        times: Sequence[RequestTimes] = (),
+    ) -> None:
+        """End leases. Call it once per request: ids that could not be sent follow with the next release.
+
+        ``times``: how long requests took, at most ``MAX_TIMES``. The caller repeats them after an error.
+        """
         self._pending_releases.update(map(bounded, request_ids))
         sent = list(self._pending_releases)[:_MAX_RELEASES]
-        self._call(service.RELEASE, timeout, request_ids=sent)
+        taken = [pb.RequestTimes(**request._asdict()) for request in times]
+        for request in taken:
+            request.request_id = bounded(request.request_id)
+        self._call(service.RELEASE, timeout, request_ids=sent, times=taken)
         self._pending_releases.difference_update(sent)
 
     def holds(self, slot: Slot) -> bool:

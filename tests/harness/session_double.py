@@ -11,6 +11,7 @@ import numpy as np
 
 from lmcache.rpc.errors import SidecarUnavailableError
 from lmcache.rpc.session import BlockCopy, LookupResult, Scheduled, StoreCopier
+from lmcache.rpc.times import RequestTimes
 from lmcache.tiers.base import ROW_KEY_BYTES
 from lmcache.tiers.memory.contracts import Found, Located, Reservation, Reserved, Slot
 from tests.harness.wire import NAMESPACE
@@ -30,6 +31,8 @@ class SessionDouble:
         self.num_pending = 0
         self.num_hints = 0
         self.scheduled: list[tuple[str, int, Scheduled]] = []  # id, number of keys, report
+        self.times: list[RequestTimes] = []
+        self.takes_times = True
         self.memory_only = False
         self.is_down = False
         self.is_copying = False
@@ -106,9 +109,12 @@ class SessionDouble:
         self._check_up()
         self.aborted += slots
 
-    def release(self, request_ids: Sequence[str], timeout: float = 0) -> None:
+    def release(
+        self, request_ids: Sequence[str], timeout: float = 0, times: Sequence[RequestTimes] = ()
+    ) -> None:
         self._check_up()
         self.leased -= set(request_ids)
+        self.times += times
 
     def holds(self, slot: Slot) -> bool:
         return slot in self.committed

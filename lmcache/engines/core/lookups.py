@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -19,10 +19,11 @@ from lmcache.common.units import ceil_div
 from lmcache.engines.core.hits import Hit, Index, find_hit, no_hit
 from lmcache.engines.core.jobs import EngineIdentity
 from lmcache.engines.core.requests import RequestState, Ticket
+from lmcache.engines.core.times import RequestClock
 from lmcache.engines.core.waiting import PrefillRate
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.errors import SidecarError, SidecarUnavailableError
-from lmcache.rpc.service import MAX_FIRST_BLOCKS, NAME_BYTES
+from lmcache.rpc.service import MAX_FIRST_BLOCKS, MAX_TIMES, NAME_BYTES
 from lmcache.rpc.session import Scheduled, Session
 from lmcache.tiers.memory.contracts import LookupResult
 
@@ -35,6 +36,11 @@ _CALL_SECONDS = 0.5
 
 _PAUSE_SECONDS = 1.0
 """Time without calls after a call that was not answered, so that a frozen sidecar delays no request."""
+
+_BATCH_SECONDS = 0.1
+"""Shortest time between two calls that only report the times of requests. Releases carry them, too."""
+
+_MAX_UNSENT_TIMES = 4096
 
 MIN_ANSWER_SECONDS, MAX_ANSWER_SECONDS = 0.02, 0.2
 """Bounds of the measured time that the sidecar has for an answer."""
@@ -72,6 +78,8 @@ class LookupThread:
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._unleased: dict[Ticket, tuple[int, Scheduled]] = {}  # loads without a lease, with their chunks
         self._has_unreleased = False  # True while releases have not been answered
+        self._times: deque[RequestClock] = deque(maxlen=_MAX_UNSENT_TIMES)  # ended, not sent yet
+        self._times_sent_at = -math.inf
         self._silent_epoch = 0  # epoch of the session that did not answer
         self._paused_until = 0.0
         self.answered = threading.Event()  # set after every answer
@@ -120,7 +128,7 @@ class LookupThread:
         """Send a hint: ask which chunks are being promoted, and let the sidecar promote more; no lease."""
         ticket.asked_at = self._clock()
         if self._has_all(ticket):
-            ticket.answer, ticket.answered_at = LookupResult(), ticket.asked_at
+            ticket.answered_at, ticket.answer = self._clock(), LookupResult()
             return
         ticket.is_asking = True
         self._queue.put(partial(self._serve, ticket))
@@ -143,7 +151,10 @@ class LookupThread:
             num_engine,
             first_blocks,
             self._grid.hash_tokens,
+            reports_times=state.clock is not None,
         )
+        if state.clock is not None:
+            state.clock.is_reported = True
         if num_loaded:
             self._unleased[ticket] = num_loaded, scheduled
         else:
@@ -161,6 +172,12 @@ class LookupThread:
             self._queue.put(partial(self._report_scheduled, ticket, 0, self._unleased.pop(ticket)[1]))
         self._queue.put(partial(self._release, ticket))
 
+    def note_times(self, clocks: Sequence[RequestClock]) -> None:
+        """Report how long requests took that were reported as scheduled. Another call carries the times."""
+        session = self._client.session
+        if session is None or session.takes_times:
+            self._queue.put(partial(self._keep_times, clocks))
+
     def close(self) -> None:
         """Let the thread serve its queue, then end and detach. Returns at once."""
         self._queue.put(None)
@@ -168,16 +185,29 @@ class LookupThread:
     def _run(self) -> None:
         while True:
             try:
-                task = self._queue.get(timeout=_PAUSE_SECONDS if self._has_unreleased else None)
+                task = self._queue.get(timeout=self._idle_seconds)
             except queue.Empty:
+                if not (self._has_unreleased or self._times):
+                    continue
                 task = partial(self._release_ids, [])
             if task is None:
                 break
-            try:
-                task()
-            except Exception:  # this thread serves all requests: one bad ticket must not end it
-                logger.exception("A task of the lookup thread failed; the engine goes on")
+            self._do(task)
+        self._do(self._send_times)
         self._client.close()
+
+    @property
+    def _idle_seconds(self) -> float | None:
+        """Longest wait for a task; None: nothing is left to send."""
+        if self._times:
+            return _BATCH_SECONDS
+        return _PAUSE_SECONDS if self._has_unreleased else None
+
+    def _do(self, task: Callable[[], object]) -> None:
+        try:
+            task()
+        except Exception:  # this thread serves all requests: one bad ticket must not end it
+            logger.exception("A task of the lookup thread failed; the engine goes on")
 
     def _serve(self, ticket: Ticket) -> None:
         answer: LookupResult | None = None
@@ -193,7 +223,7 @@ class LookupThread:
             now = self._clock()
             if ticket.keys is None:  # finding its keys raised: the request is not cached, and does not wait
                 ticket.keys = tuple([] for _ in self._groups)
-            ticket.answer, ticket.answered_at = answer or LookupResult(), now
+            ticket.answered_at, ticket.answer = now, answer or LookupResult()
             ticket.is_asking = False
             self._adapt(now - ticket.asked_at)
             self.answered.set()
@@ -253,16 +283,42 @@ class LookupThread:
         self._release_ids([ticket.request_id])
 
     def _release_ids(self, request_ids: list[str]) -> None:
-        """End these leases, and earlier ones whose release was not answered."""
+        """End these leases, and earlier ones whose release was not answered. Send times with the call."""
+        num_times = min(len(self._times), MAX_TIMES)
+        if num_times:
+            self._times_sent_at = time.monotonic()
+        clocks = [self._times.popleft() for _ in range(num_times)]
 
         def release(session: Session) -> bool:
-            session.release(request_ids, timeout=self._call_seconds)
+            session.release(
+                request_ids,
+                timeout=self._call_seconds,
+                times=[clock.times() for clock in clocks],
+            )
             return True
 
         if self._session() is None:
             for request_id in request_ids:
                 self._client.release_later(request_id)
-        self._has_unreleased = not self._call(release)  # the session keeps ids whose release was not answered
+        is_answered = self._call(release) is not None
+        # The session keeps ids whose release was not answered.
+        self._has_unreleased = not is_answered and (self._has_unreleased or bool(request_ids))
+        # Times that were refused would be refused again. Another sidecar would not know these requests.
+        if not is_answered and self.is_attached and self._session() is None:
+            self._times.extendleft(reversed(clocks))
+
+    def _keep_times(self, clocks: Sequence[RequestClock]) -> None:
+        """Keep times for the next call. They must follow the report that the requests were scheduled."""
+        self._times += clocks
+        if len(self._times) >= MAX_TIMES or time.monotonic() - self._times_sent_at >= _BATCH_SECONDS:
+            self._release_ids([])
+
+    def _send_times(self) -> None:
+        """Send all times that are left, before this thread ends."""
+        num_left = len(self._times) + 1
+        while 0 < len(self._times) < num_left:
+            num_left = len(self._times)
+            self._release_ids([])
 
     def _call(self, call: Callable[[Session], T]) -> T | None:
         session = self._session()

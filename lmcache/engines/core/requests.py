@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from lmcache import keys
 from lmcache.engines.core.jobs import Offer
+from lmcache.engines.core.times import RequestClock
 from lmcache.engines.core.waiting import RowWait
 from lmcache.tiers.base import ROW_KEY_BYTES, RowKey
 from lmcache.tiers.memory.contracts import LookupResult
@@ -118,6 +119,7 @@ class RequestState:
         self.is_loading = False
         self.num_stores = 0  # StoreJobs that not all ranks have ended
         self.has_drafts = False  # True: the number of computed tokens may only be known later
+        self.clock: RequestClock | None = None  # None: the last prompt token is computed, or about to be
         self.restart(ticket)
 
     def restart(self, ticket: Ticket) -> None:

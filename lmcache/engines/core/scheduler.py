@@ -40,6 +40,7 @@ from lmcache.engines.core.jobs import EngineIdentity, LoadJob, Offer, StepMeta, 
 from lmcache.engines.core.lookups import LookupThread
 from lmcache.engines.core.requests import Computing, EngineRequest, FindExtraKeys, RequestState, Ticket
 from lmcache.engines.core.stores import Snapshot, Stores
+from lmcache.engines.core.timed_requests import TimedRequests
 from lmcache.engines.core.wait_decisions import WaitDecisions
 from lmcache.engines.core.waiting import PrefillRate
 from lmcache.rpc.client import SidecarClient
@@ -90,6 +91,7 @@ class SchedulerSide:
         self._rate = PrefillRate(prefill_tokens_per_second)
         self._waits = WaitDecisions(self._computing, self._rate, answer_seconds, clock)
         self._next = StepMeta()  # the message to the workers for this step
+        self._times = TimedRequests(clock)
 
     def adopt(self, messages: Iterable[Any]) -> None:
         """Start looking up when a worker has identified itself. Ignores messages of other connectors."""
@@ -100,6 +102,7 @@ class SchedulerSide:
                 self._namespace = self._namespace or message.hello.namespace
                 client = self._connect(message)
                 self._lookups = LookupThread(client, message, self._rate, self._answer_seconds, self._clock)
+                self._times.report = self._lookups.note_times
 
     def go_offline(self) -> None:
         """Release all leases, detach and forget all requests, for the life of the process.
@@ -109,6 +112,7 @@ class SchedulerSide:
         self._is_offline = True
         for state in self._states.values():
             self._release(state)
+            self._times.end(state)
             self._reclaim(state)  # the engine can now reuse blocks that stores still read
         if self._lookups is not None:
             self._lookups.close()
@@ -136,17 +140,25 @@ class SchedulerSide:
     def add(self, request: EngineRequest) -> None:
         """Tell the sidecar that a request arrived, so that it can start promoting chunks. Takes no lease."""
         if self._lookups is not None:
-            ticket = self._ask(request, self._lookups)
-            self._states[request.request_id] = RequestState(request, ticket)
+            arrived_at = self._clock()
+            state = RequestState(request, self._ask(request, self._lookups))
+            self._times.start(state, arrived_at)
+            self._states[request.request_id] = state
 
     def num_loadable(self, request: EngineRequest, num_computed_tokens: int) -> int | None:
         """Return how many tokens can be loaded after the computed ones; None: ask again in the next step."""
+        num_tokens = self._decide(request, num_computed_tokens)
+        self._times.note_decision(self._states.get(request.request_id), is_held=num_tokens is None)
+        return num_tokens
+
+    def _decide(self, request: EngineRequest, num_computed_tokens: int) -> int | None:
         state, lookups = self._states.get(request.request_id), self._lookups
         if state is None or lookups is None:
             return 0
         if state.is_allocated or state.ticket.namespace != self._namespace:
             # The request was preempted, its load failed, or the engine was reset: it starts again.
             self._computing.end(state)
+            self._times.restart(state)
             state.restart(self._ask(request, lookups))
         state.num_engine_tokens = num_computed_tokens
         if state.has_failed or request.skip_reading_prefix_cache:
@@ -193,6 +205,7 @@ class SchedulerSide:
             self._events.note_found(state.request, state.ticket.keys[0][: len(offer.found[0].rows)])
         self._lookups.note_scheduled(state, num_tokens)
         state.is_loading = True
+        self._times.begin_load(state, offer.start, num_tokens)
 
     def note_preempted(self, request_id: str) -> None:
         """Record that the engine preempts the request and reuses its blocks in this step."""
@@ -220,15 +233,18 @@ class SchedulerSide:
         num_computed_tokens: int,
         num_drafts: int = 0,
         snapshots: Iterable[Snapshot] = (),
+        num_new_tokens: int = 0,
     ) -> None:
         """Store the chunks that this step completes.
 
         ``num_computed_tokens``: the request's tokens after the step, without drafts; ``snapshots``: see
-        ``stores``.
+        ``stores``; ``num_new_tokens``: tokens that the step computes.
         """
         state = self._states.get(request_id)
         if state is None:
             return
+        if state.clock is not None:
+            self._times.note_scheduled(state, state.clock, num_computed_tokens, num_new_tokens)
         if num_drafts:
             state.has_drafts = True
         # Most steps of most requests complete no chunk.
@@ -238,7 +254,9 @@ class SchedulerSide:
     def end_step(self, num_tokens: int) -> StepMeta:
         """Return the workers' jobs for a step that computes ``num_tokens``."""
         self._waits.end_step(num_tokens, self._lookups)
-        step = self._rate.begin(num_tokens, self._clock()) if self._lookups else 0
+        is_watched = self._times.is_step_watched
+        step = self._rate.begin(num_tokens, self._clock(), is_watched=is_watched) if self._lookups else 0
+        self._times.begin_step(step)
         meta = self._next
         if self._lookups is not None and (num_tokens or not meta.loads):
             self._lookups.lease_loads()
@@ -253,8 +271,10 @@ class SchedulerSide:
         state = self._states.get(request_id)
         if state is not None:
             state.is_loading = False
+            self._times.end_load(state)
             self._release(state)
             if state.is_finished:
+                self._times.end(state)
                 del self._states[request_id]
 
     def note_released(self, request_id: str) -> None:
@@ -270,6 +290,7 @@ class SchedulerSide:
         if state.is_loading:  # the engine itself holds the blocks until the load is reported
             self._computing.end(state)
             return False
+        self._times.end(state)
         # With async scheduling the last chunk may have its hash only now. The last token has no KV yet.
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         self._store(state, lambda _: tables, num_tokens, is_step_end=False)
@@ -283,12 +304,14 @@ class SchedulerSide:
     def take_report(self, report: WorkerReport) -> None:
         """Record the jobs that ended, from the joined report of all ranks."""
         self.adopt([report.identity])
-        self._rate.end(report.timed_step, self._clock())
+        self._rate.end(report.timed_step, now := self._clock())
+        self._times.end_step(report.timed_step, now)
         for request_id in report.failed_loads:
             state = self._states.get(request_id)
             if state is not None:
                 state.has_failed = True
                 state.num_stored_chunks = 0  # the rows are gone: store the chunks again
+                self._times.fail_load(state)
         if self._stores is not None:
             for job_id, num_ranks in report.stores_ended.items():
                 if self._stores.note_ended(job_id, num_ranks) and self._events is not None:

@@ -105,12 +105,16 @@ class PrefillRate:
         self._num_steps = 0
         self._last_end = 0.0
 
-    def begin(self, num_tokens: int, now: float) -> int:
-        """Start timing a step of ``num_tokens``. Return its number; 0 if the step is not timed."""
-        if self._is_fixed or num_tokens < self.MIN_STEP_TOKENS:
+    def begin(self, num_tokens: int, now: float, *, is_watched: bool = False) -> int:
+        """Start timing a step of ``num_tokens``. Return its number; 0 if its end need not be reported.
+
+        ``is_watched``: the caller needs the end of the step, even if it says nothing about the rate.
+        """
+        is_measured = not self._is_fixed and num_tokens >= self.MIN_STEP_TOKENS
+        if not (is_measured or is_watched):
             return 0
         self._num_steps += 1
-        self._steps[self._num_steps] = (num_tokens, now)
+        self._steps[self._num_steps] = (num_tokens if is_measured else 0, now)
         return self._num_steps
 
     def end(self, step: int, now: float) -> None:

@@ -85,10 +85,13 @@ class VLLMScheduler(SchedulerSide):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return (tokens to load, True if there is a load); (None, False): ask again in the next step."""
-        if self._open_loads.must_yield(request.request_id):
+        request_id = request.request_id
+        if self._open_loads.must_yield(request_id):
+            self._times.note_decision(self._states.get(request_id), is_held=True)
             return None, False
         num_tokens = self.num_loadable(request, num_computed_tokens)
-        if num_tokens and not self._open_loads.may_begin(request.request_id, self._num_blocks(request)):
+        if num_tokens and not self._open_loads.may_begin(request_id, self._num_blocks(request)):
+            self._times.note_decision(self._states.get(request_id), is_held=True)
             return None, False
         return num_tokens, bool(num_tokens)
 
@@ -165,8 +168,8 @@ class VLLMScheduler(SchedulerSide):
         for request_id, num_tokens in computed:
             num_drafts = len(drafts.get(request_id, ())) if drafts else 0
             states = snapshots.get(request_id, ()) if snapshots else ()
-            num_tokens += scheduled[request_id] - num_drafts
-            self.note_scheduled(request_id, get_tables, num_tokens, num_drafts, states)
+            num_new = scheduled[request_id] - num_drafts
+            self.note_scheduled(request_id, get_tables, num_tokens + num_new, num_drafts, states, num_new)
 
 
 def _allocated_blocks(output: Any) -> set[int]:

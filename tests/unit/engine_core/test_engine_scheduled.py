@@ -27,7 +27,7 @@ def figures(
     num_engine: int, num_hit: int, num_loaded: int, prompt: int = 200, computed: int = 0
 ) -> Scheduled:
     """Expected report: chunks in the engine, chunks of the hit, and tokens."""
-    return Scheduled(num_engine, num_hit, num_loaded, prompt, computed, b"p0", 32)
+    return Scheduled(num_engine, num_hit, num_loaded, prompt, computed, b"p0", 32, reports_times=True)
 
 
 def schedule(rig, request, computed=0):
@@ -80,7 +80,8 @@ def test_full_load_is_leased_and_reported_in_a_single_call(rig):
 def test_load_that_ends_within_an_idle_step_is_reported_without_lease(rig):
     rig.stored(3)
     request = rig.arrive(make_request(200))
-    rig.session.release = lambda *_, **__: pytest.fail("nothing was leased")
+    released = []
+    rig.session.release = lambda request_ids, **_: released.extend(request_ids)
     schedule(rig, request)
     assert rig.step().is_idle
     rig.drain_lookups()
@@ -89,6 +90,7 @@ def test_load_that_ends_within_an_idle_step_is_reported_without_lease(rig):
     rig.drain_lookups()
     assert rig.session.scheduled == [("r", 3, figures(0, 3, 192))]
     assert rig.session.leased == set()
+    assert not released, "nothing was leased"
     rig.step()
     assert len(reported(rig)) == 1
 
