@@ -23,6 +23,7 @@ COMPUTED: Mapping[str, str] = {
     "slower_than_computing": "loading was slower than computing",
     "tier_unavailable": "the lower tier was unavailable",
     "invalid": "the stored copy was damaged",
+    "load_failed": "the load from memory failed",
     "private": "evicted: private keys, so lower tiers hold no copy",
     "not_cacheable": "the request cannot be cached",
     "tail": "tail: less than a chunk, or the last token",

@@ -63,6 +63,10 @@ _BY_CAUSE = {
         "Read the tier's reason in the conditions of the cluster, or in /stats of the sidecar.",
     ),
     "invalid": ("were computed because the stored copy was damaged", "Check the disk and the Redis servers."),
+    "load_failed": (
+        "were hits, but their load failed, so the engine computed them",
+        "Read the engine's log. If rows were evicted during their load, the memory tier is too small.",
+    ),
     "private": (
         "were evicted from memory, and lower tiers cannot hold them, because the engine's keys are private",
         "Set PYTHONHASHSEED=0 and --prefix-caching-hash-algo sha256_cbor in the engine. "

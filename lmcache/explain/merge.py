@@ -31,14 +31,19 @@ def total(reports: Iterable[Any], *path: str) -> float:
     return sum(count(part(report, *path[:-1]).get(path[-1])) for report in reports)
 
 
-def totals(reports: Iterable[Any], *path: str) -> Counter[str]:
+def sums(reports: Iterable[Any], *path: str) -> dict[str, float]:
     """Return the sums of figures by label over all reports. ``path`` names the parts."""
-    sums: Counter[str] = Counter()
+    by_label: dict[str, float] = {}
     for report in reports:
         for label, value in part(report, *path).items():
             if isinstance(label, str) and count(value):
-                sums[label] += int(count(value))
-    return sums
+                by_label[label] = by_label.get(label, 0) + count(value)
+    return by_label
+
+
+def totals(reports: Iterable[Any], *path: str) -> Counter[str]:
+    """Return the same as ``sums``, for whole numbers."""
+    return Counter({label: int(value) for label, value in sums(reports, *path).items() if value >= 1})
 
 
 def causes(reports: Iterable[Any]) -> dict[str, Any]:

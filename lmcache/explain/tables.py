@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from textwrap import wrap
 from typing import Any
 
+from lmcache.explain import merge
+from lmcache.explain.benefit import Benefit
 from lmcache.explain.causes import COMPUTED, HITS, num_computed
 from lmcache.explain.findings import findings, percent
 from lmcache.explain.sizes import LargerMemory
@@ -40,9 +42,67 @@ def request(explained: Mapping[str, Any]) -> Iterator[str]:
     request_id = explained["request_id"].encode("unicode_escape").decode()  # users of the engine choose ids
     yield f"Request {request_id}: {total:,} tokens."
     yield f"An earlier prompt began with the same {explained['common_tokens']:,} tokens."
+    yield from _times(explained)
     yield ""
     yield from _rows("LOADED FROM", HITS, tokens, total)
     yield from _rows("COMPUTED BECAUSE", COMPUTED, tokens, total)
+
+
+def benefit(saved: Benefit) -> Iterator[str]:
+    """Yield the lines that say what the cache saves, and what it costs."""
+    if saved.num_silent:
+        total = saved.num_sidecars + saved.num_silent
+        yield f"{saved.num_silent} of {total} sidecars count no benefit: they are old, or starting."
+    if not saved.num_sidecars:
+        return
+    yield f"{'SAVED AND SPENT':38}  {f'IN {saved.uptime_seconds / 3600:,.1f} HOURS':>16}  {'USD':>10}"
+    yield f"{'tokens loaded from tiers':38}  {sum(saved.loaded_tokens.values()):16,}"
+    yield f"{'prefill time saved':38}  {duration(saved.prefill_seconds):>16}"
+    yield f"{'GPU time saved':38}  {f'{saved.gpu_hours:,.2f} h':>16}  {saved.saved_usd:+10,.2f}"
+    for tier, hours in saved.gib_hours.items():
+        if hours:
+            title = "shards of the remote tier" if tier == "remote" else HITS[tier]
+            yield f"{title:38}  {f'{hours:,.1f} GiB h':>16}  {-saved.spent_usd[tier]:+10,.2f}"
+    yield f"{'net':38}  {'':16}  {saved.net_usd:+10,.2f}"
+    if saved.unrated_tokens:
+        yield f"{saved.unrated_tokens:,} loaded tokens are not priced: the engine's speed is not known yet."
+    waits = duration(saved.wait_seconds), duration(saved.load_seconds)
+    yield "Requests waited {} for rows or memory, and spent {} loading, all together.".format(*waits)
+    yield from wrap(_saved_latency(saved), _WIDTH)
+
+
+def duration(seconds: float) -> str:
+    """Return a duration for people, such as "12.3 ms"."""
+    if abs(seconds) < 1:
+        return f"{seconds * 1000:.1f} ms"
+    return f"{seconds:,.2f} s" if abs(seconds) < 600 else f"{seconds / 3600:,.2f} h"
+
+
+def _saved_latency(saved: Benefit) -> str:
+    if saved.saved_latency is None:
+        return (
+            "Time to the first token that hits save: not known. The sidecars saw no requests with hits "
+            "and requests of like length without hits."
+        )
+    p50, p95, number = saved.saved_latency
+    return (
+        f"A hit saves {duration(p50)} to the first token (median), and {duration(p95)} at p95. "
+        f"{number:,} of {saved.num_hits:,} requests with hits were compared with requests of like length."
+    )
+
+
+def _times(explained: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how long a request took, as far as its engine reported it."""
+    if explained.get("lookup_seconds") is None:  # also of an older sidecar
+        yield "Its engine has not reported how long it took."
+        return
+    seconds = {name: merge.count(explained.get(f"{name}_seconds")) for name in ("lookup", "wait")}
+    parts = [f"{name} {duration(number)}" for name, number in seconds.items()]
+    loads = merge.sums([explained], "load_seconds")
+    parts += [f"load from {HITS[tier]} {duration(loads[tier])}" for tier in HITS if tier in loads]
+    if first := merge.count(explained.get("first_token_seconds")):
+        parts.append(f"arrival to first token {duration(first)}")
+    yield f"Time: {', '.join(parts)}."
 
 
 def _rows(title: str, titles: Mapping[str, str], tokens: Mapping[str, int], total: int) -> Iterator[str]:

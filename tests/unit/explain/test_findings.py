@@ -56,7 +56,7 @@ def test_no_prompt_is_said_so():
 
 def test_overview_shows_every_cause_with_its_share():
     shown = text(causes({"64": 10}, **dict.fromkeys([c for c in CAUSES if c != "diverged"], 10)))
-    assert shown.startswith("170 tokens of prompts: 24 % loaded, 76 % computed.")
+    assert shown.startswith("180 tokens of prompts: 22 % loaded, 78 % computed.")
     for title in (*HITS.values(), *COMPUTED.values()):
         assert title in shown
     assert all(len(line) <= 120 for line in shown.splitlines())
@@ -68,3 +68,21 @@ def test_request_shows_only_its_own_causes():
     assert shown.startswith("Request cmpl-1: 2,005 tokens.")
     assert "remote tier" in shown
     assert "memory tier" not in shown
+
+
+def test_request_shows_how_long_it_took():
+    explained = {"request_id": "cmpl-1", "tokens": {"remote": 2000, "tail": 5}, "common_tokens": 2000}
+    assert "Its engine has not reported how long it took." in tables.request(explained), "an older sidecar"
+    explained |= {"lookup_seconds": 0.0004, "wait_seconds": 0.2, "load_seconds": {"remote": 0.0123}}
+    assert (
+        "Time: lookup 0.4 ms, wait 200.0 ms, load from remote tier 12.3 ms, arrival to first token 1.50 s."
+    ) in tables.request(explained | {"first_token_seconds": 1.5})
+    assert "Time: lookup 0.4 ms, wait 200.0 ms, load from remote tier 12.3 ms." in tables.request(
+        explained | {"first_token_seconds": None}
+    )
+
+
+def test_times_of_wrong_types_count_as_nothing():
+    explained = {"request_id": "cmpl-1", "tokens": {"remote": 2000}, "common_tokens": 2000}
+    wrong = {"lookup_seconds": "x", "wait_seconds": [], "load_seconds": 3, "first_token_seconds": "y"}
+    assert "Time: lookup 0.0 ms, wait 0.0 ms." in tables.request(explained | wrong)

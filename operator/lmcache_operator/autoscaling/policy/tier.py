@@ -9,8 +9,9 @@ from typing import Literal, NamedTuple
 
 from lmcache.common.units import format_size
 from lmcache.curves import Window
+from lmcache.explain.prices import GIB as GIB
+from lmcache.explain.prices import Prices as Prices
 
-GIB = 2.0**30
 BYTES_PER_SECOND_OF_A_SHARD = 1e9
 """Planned traffic of one shard: half of the measured rate of one connection."""
 
@@ -26,18 +27,6 @@ LimitedBy = Literal[
     "Verifying", "Frozen", "Infeasible",
 ]  # fmt: skip
 """Reasons why a tier does not get the best size."""
-
-
-@dataclass(frozen=True)
-class Prices:
-    """Prices in USD."""
-
-    gpu_hour: float
-    """One GPU for an hour. This is money only if you use the GPU time that is saved."""
-    memory_gib_hour: float
-    """One GiB of pods' own memory for an hour; 0: the memory is paid for anyway."""
-    shard_gib_hour: float
-    """One GiB of the remote tier's servers for an hour."""
 
 
 @dataclass(frozen=True)
