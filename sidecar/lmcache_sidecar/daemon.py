@@ -22,10 +22,11 @@ from http import HTTPStatus
 
 import lmcache
 from lmcache.rpc import service
+from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.config import Config, ConfigError, Reading
-from lmcache_sidecar.http import HttpServer, Page
+from lmcache_sidecar.http import OPEN_METRICS, HttpServer, Page
 from lmcache_sidecar.sidecar import Sidecar
-from lmcache_sidecar.stats import CallStats, Figure, Part, document, read
+from lmcache_sidecar.stats import Figure, Part, document, read
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +170,7 @@ class Daemon:
     def _pages(self) -> dict[str, Callable[[str], Awaitable[Page]]]:
         return {
             "/metrics": self._metrics_page,
+            f"/metrics {OPEN_METRICS}": self._open_metrics_page,
             "/stats": self._stats_page,
             "/samples": self._samples_page,
             "/requests": self._requests_page,
@@ -196,9 +198,17 @@ class Daemon:
         return [Part("", facts, read(FIGURES, self)), *(self._sidecar.stats() if self._sidecar else ())]
 
     async def _metrics_page(self, _: str) -> Page:
+        return Page(HTTPStatus.OK, await self._metrics(), "text/plain; version=0.0.4; charset=utf-8")
+
+    async def _open_metrics_page(self, _: str) -> Page:
+        text = await self._metrics(is_open_metrics=True)
+        return Page(HTTPStatus.OK, text, f"{OPEN_METRICS}; version=1.0.0; charset=utf-8")
+
+    async def _metrics(self, *, is_open_metrics: bool = False) -> bytes:
         metrics = await asyncio.to_thread(importlib.import_module, "lmcache_sidecar.metrics")
-        text = await metrics.render(self._calls, self._stats())
-        return Page(HTTPStatus.OK, text, "text/plain; version=0.0.4; charset=utf-8")
+        times = self._sidecar.times if self._sidecar else None
+        text: bytes = await metrics.render(self._calls, self._stats(), times, is_open_metrics=is_open_metrics)
+        return text
 
     async def _stats_page(self, _: str) -> Page:
         text = json.dumps(document(self._stats()))

@@ -30,7 +30,11 @@ _MAX_BODY_BYTES = 256 << 10
 _BACKLOG = 128
 _CONTENT_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,9})[ \t]*(?:\r\n|$)", re.IGNORECASE)
 _REQUEST_LINE = re.compile(rb"([A-Z]+) (\S+) HTTP/1\.[01]\r\n")
+_ACCEPT = re.compile(rb"^accept:([^\r]*)", re.MULTILINE | re.IGNORECASE)
 _PAUSE_SECONDS = 0.05  # while no descriptor is left, and none can be closed
+
+
+OPEN_METRICS = "application/openmetrics-text"
 
 
 class Page(NamedTuple):
@@ -44,8 +48,9 @@ class Page(NamedTuple):
 class HttpServer:
     """Serves ``pages`` by path, for GET and HEAD, between ``start`` and ``stop``.
 
-    Each page gets the query of the URL, the text after "?". ``local_pages`` serve POST requests from this
-    machine only, which includes ``kubectl port-forward``. Each gets the request's body.
+    Each page gets the query of the URL, the text after "?". A page whose name is a path, a space and a media
+    type replaces the page of this path for clients that accept the type. ``local_pages`` serve POST requests
+    from this machine only, which includes ``kubectl port-forward``. Each gets the request's body.
     """
 
     def __init__(
@@ -175,7 +180,7 @@ class HttpServer:
             return _error(HTTPStatus.BAD_REQUEST)
         method, target = request.groups()
         path, _, query = target.decode(errors="replace").partition("?")
-        page, local_page = self._pages.get(path), self._local_pages.get(path)
+        page, local_page = self._find(path, head), self._local_pages.get(path)
         if page is None and local_page is None:
             return _error(HTTPStatus.NOT_FOUND)
         if method not in ((b"GET", b"HEAD") if page else (b"POST",)):
@@ -188,6 +193,14 @@ class HttpServer:
         except Exception:
             logger.exception("%s %s failed: this is a bug", method.decode(), path)
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR)
+
+    def _find(self, path: str, head: bytes) -> Callable[[str], Awaitable[Page]] | None:
+        accepted = b",".join(_ACCEPT.findall(head)).decode(errors="replace").lower()
+        for name in self._pages:
+            other_path, _, media_type = name.partition(" ")
+            if other_path == path and media_type and media_type in accepted:
+                return self._pages[name]
+        return self._pages.get(path) if " " not in path else None
 
 
 async def _local(page: Callable[[bytes], Awaitable[Page]], head: bytes, connection: socket.socket) -> Page:

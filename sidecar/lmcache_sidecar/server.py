@@ -28,11 +28,11 @@ from google.protobuf.message import DecodeError, Message
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
+from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.clients.registry import Client
 from lmcache_sidecar.clients.validation import CallRefusedError, invalid, parse_pinned
 from lmcache_sidecar.config import ConfigError
 from lmcache_sidecar.sessions import Sessions, store_copier
-from lmcache_sidecar.stats import CallStats
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from lmcache_sidecar.clients.registry import Client, Clients
 from lmcache_sidecar.clients.validation import precondition
 from lmcache_sidecar.copiers.copier import SidecarCopier
 from lmcache_sidecar.explain.causes import Causes, Scheduled, find_blocking
+from lmcache_sidecar.explain.requests import Engine
 from lmcache_sidecar.explain.sources import find_sources
 from lmcache_sidecar.samples import Samples
 
@@ -53,6 +54,7 @@ class Sessions:
         self._make_store = make_store
         self.samples = Samples(clients)
         self.causes = Causes()
+        clients.on_engine_dead = lambda engine: self.causes.end_engine(engine)
         self.forming = asyncio.Lock()
         """Lock for changes of the arena's format, which contain awaits."""
         self.release_round = 0
@@ -106,6 +108,7 @@ class Sessions:
             index_offset=index_offset,
             index_buckets=index_buckets,
             takes_pinned=True,
+            takes_times=True,
             memory_only=self._required_store.is_memory_only(client.peer.hello.namespace),
         )
 
@@ -130,7 +133,16 @@ class Sessions:
                 chains, len(sources), request.request_id, store.absence, history.is_stored
             )
             self.causes.note(
-                Scheduled(time.time(), request.request_id, chains, scheduled, sources, history, blocking)
+                Scheduled(
+                    time.time(),
+                    request.request_id,
+                    chains,
+                    scheduled,
+                    sources,
+                    history,
+                    blocking,
+                    self._engine(client),
+                )
             )
             if not chains.num_chunks:
                 return pb.LookupReply()
@@ -194,12 +206,19 @@ class Sessions:
         return pb.AbortReply()
 
     def release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
-        """End the leases of requests."""
+        """End the leases of requests, and take the times of requests that have ended."""
         client = self.clients.caller(request)
+        ended = validation.parse_times(request, client.peer.engine)
         request_ids = [validation.parse_request_id(request_id) for request_id in request.request_ids]
         for request_id in request_ids:
             self._required_store.memory.release((client.peer.engine, request_id))
+        for times in ended:
+            self.causes.note(times)
         return pb.ReleaseReply()
+
+    def _engine(self, client: Client) -> Engine:
+        engine = client.peer.engine
+        return Engine(engine, self.clients.num_gpus(engine), client.prefill_tokens_per_second)
 
     def _end_reservations(
         self,

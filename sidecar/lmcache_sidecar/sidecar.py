@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,16 +19,18 @@ from lmcache.tiers.tiered.history import ChunkHistory
 from lmcache.tiers.tiered.store import Admit, TieredStore
 from lmcache.tiers.tiered.tasks import Tasks
 from lmcache_sidecar import stats
+from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.clients.registry import Clients
 from lmcache_sidecar.config import Config, ConfigError
 from lmcache_sidecar.copiers.copier import Mode, SidecarCopier
 from lmcache_sidecar.explain import page, prompt_page
+from lmcache_sidecar.explain.request_times import RequestHistograms
 from lmcache_sidecar.lower_tiers import open_tiers
 from lmcache_sidecar.resizing import Resizer
 from lmcache_sidecar.samples import Samples
 from lmcache_sidecar.server import Server, claim_socket
 from lmcache_sidecar.sessions import Sessions
-from lmcache_sidecar.stats import CallStats, Part
+from lmcache_sidecar.stats import Part
 from lmcache_sidecar.watched_files import SizeFile
 
 logger = logging.getLogger(__name__)
@@ -118,6 +121,11 @@ class Sidecar:
         """Samples of looked-up keys, from which the operator computes the best sizes of tiers."""
         return self._sessions.samples
 
+    @property
+    def times(self) -> RequestHistograms:
+        """Times of requests, for ``/metrics``."""
+        return self._sessions.causes.times
+
     def requests(self, query: str) -> bytes:
         """Return the page of recent requests. Raises ValueError for a bad query."""
         causes = self._sessions.causes
@@ -141,6 +149,8 @@ class Sidecar:
         while True:
             try:
                 await asyncio.to_thread(self._size.follow)
+                held = stats.held_bytes(self._arena, self._handles)
+                self._sessions.causes.benefit.hold(held, time.monotonic())
                 has_more = True
                 while has_more:
                     async with self._sessions.forming:

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_left
-from collections import Counter, defaultdict
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from itertools import accumulate
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
-
-import grpc
 
 from lmcache.cuda.pin_status import PinStatus
 from lmcache.rpc import kvcache_pb2 as pb
@@ -29,7 +26,8 @@ from lmcache.tiers.tiered.tier_worker import TierWorker
 from lmcache_sidecar.clients.registry import Client
 from lmcache_sidecar.copiers.copier import Mode
 from lmcache_sidecar.copiers.jobs import CopyStats
-from lmcache_sidecar.explain.causes import CauseStats
+from lmcache_sidecar.explain.benefit_stats import BenefitStats
+from lmcache_sidecar.explain.causes import Causes, CauseStats
 from lmcache_sidecar.lower_tiers import TierHandle
 from lmcache_sidecar.resizing import Resizer
 from lmcache_sidecar.samples import LookupStats, Samples
@@ -38,30 +36,6 @@ from lmcache_sidecar.sessions import Sessions
 T = TypeVar("T")
 
 _NUM_BRANCHES = 10
-_BOUNDS_SECONDS = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0)
-
-
-class CallStats:
-    """Counts and durations of the engines' calls, by method. Plain numbers, to keep calls fast."""
-
-    def __init__(self) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.ended: Counter[tuple[str, str]] = Counter()  # (method, name of the gRPC status)
-        self._buckets: defaultdict[str, list[int]] = defaultdict(lambda: [0] * (len(_BOUNDS_SECONDS) + 1))
-
-    def observe(self, method: str, seconds: float) -> None:
-        """Record the duration of an answered call."""
-        self._buckets[method][bisect_left(_BOUNDS_SECONDS, seconds)] += 1
-        self.seconds[method] += seconds
-
-    def count(self, method: str, code: grpc.StatusCode) -> None:
-        """Count a call that ended, by its gRPC status."""
-        self.ended[method, code.name] += 1
-
-    def buckets(self, method: str) -> list[tuple[str, int]]:
-        """Return upper bounds in seconds, each with the number of calls that took no longer."""
-        bounds = [*map(str, _BOUNDS_SECONDS), "+Inf"]
-        return list(zip(bounds, accumulate(self._buckets[method]), strict=True))
 
 
 @dataclass(frozen=True)
@@ -174,6 +148,28 @@ def _branches(sessions: Sessions) -> dict[str, Any]:
     return {"branches": [asdict(branch) for branch in branches]}
 
 
+def _benefit_facts(causes: Causes) -> dict[str, Any]:
+    """Return what ``lmcache.explain.benefit`` needs and what is no metric, or a histogram there."""
+    times = causes.times
+    return {
+        "first_tokens": causes.benefit.first_tokens,
+        "unrated_tokens": causes.benefit.unrated_tokens,
+        "lookup_seconds": times.lookup.seconds,
+        "wait_seconds": times.wait.seconds,
+        "load_seconds": {tier: loads.seconds for tier, loads in times.load.by_value.items()},
+    }
+
+
+def held_bytes(arena: ArenaFile, handles: Mapping[str, TierHandle]) -> dict[str, int]:
+    """Return the bytes that this sidecar's own tiers take now: the size of memory, and the use of disk."""
+    disk = handles["disk"].tier if "disk" in handles else None
+    return {"memory": _size_bytes(arena), **({"disk": disk.used_bytes or 0} if disk is not None else {})}
+
+
+def _size_bytes(arena: ArenaFile) -> int:
+    return min(arena.size_bytes, max(arena.target_bytes, arena.taken_bytes))
+
+
 def _num_workers(sessions: Sessions) -> dict[str, int]:
     modes = Counter(_mode(client) for client in sessions.clients.by_uuid.values() if client.is_attached)
     return {mode.value: modes[mode.value] for mode in (Mode.CUDA_IPC, Mode.SHARED_MEMORY)}
@@ -228,7 +224,7 @@ TARGET: Figure[Resizer] = Figure(
     lambda resizer: resizer.target_bytes)
 ARENA: tuple[Figure[ArenaFile], ...] = (
     Figure("size_bytes", "Bytes that the tier takes at most now; equals the target after a resize",
-        lambda arena: min(arena.size_bytes, max(arena.target_bytes, arena.taken_bytes))),
+        _size_bytes),
     Figure("max_bytes", "Bytes to which it can grow without a restart", lambda arena: arena.capacity_bytes),
     Figure("capacity_rows", "Rows (chunks of all ranks) that fit the target; with several KV groups slots, of"
         " which a row takes as many as its group needs", _capacity_rows),
@@ -297,7 +293,9 @@ def collect(
         "geometry": arena.geometry and asdict(arena.geometry),
         "clients": [_client(client) for client in sessions.clients.by_uuid.values()],
     }
-    sessions.causes.settle()
+    causes = sessions.causes
+    causes.settle()
+    causes.benefit.hold(held_bytes(arena, handles), time.monotonic())
     samples = read(declared(LookupStats), sessions.samples.stats) | read(LOOKUPS, sessions.samples)
     memory = read([TARGET], resizer) | read(ARENA, arena)
     memory |= read(MEMORY, store.memory if store else None) | read(MEMORY_COUNTS, counts)
@@ -306,7 +304,8 @@ def collect(
     return [
         Part("", facts, read(SESSIONS, sessions)),
         Part("lookups", {"namespace": sessions.samples.namespace}, samples),
-        Part("causes", _branches(sessions), read(declared(CauseStats), sessions.causes.stats), "lmcache"),
+        Part("causes", _branches(sessions), read(declared(CauseStats), causes.stats), "lmcache"),
+        Part("benefit", _benefit_facts(causes), read(declared(BenefitStats), causes.benefit), "lmcache"),
         Part(
             "transfer",
             transfer_facts(sessions) | {"pin_problem": pin_problem(sessions)},

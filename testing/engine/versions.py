@@ -24,7 +24,7 @@ SIMULATED = (
         for name in ("facade", "multi", "tier", "tier_faults", "tier_model")
     ),
     *(f"tests/integration/test_vllm_{name}.py" for name in ("events", "isolation", "stats")),
-    *(f"tests/integration/test_vllm_{name}.py" for name in ("lifetimes", "resets", "scenarios")),
+    *(f"tests/integration/test_vllm_{name}.py" for name in ("lifetimes", "resets", "scenarios", "times")),
 )
 ENGINES = (
     "tests/integration/test_vllm.py",

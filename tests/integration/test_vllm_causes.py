@@ -59,8 +59,9 @@ def causes_of(sidecar, engine, *prompts) -> dict[str, int]:
 
 def wait_reported(engine) -> None:
     """Wait until the sidecar has all reports of the engine."""
-    done = threading.Event()
-    engine.scheduler.connector._scheduler._lookups._queue.put(done.set)
+    done, lookups = threading.Event(), engine.scheduler.connector._scheduler._lookups
+    lookups._queue.put(lookups._send_times)  # the causes of loads follow with the requests' times
+    lookups._queue.put(done.set)
     assert done.wait(60)
 
 

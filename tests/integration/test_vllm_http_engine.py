@@ -74,6 +74,10 @@ def test_two_ranks_hit_and_publish_events_over_http(tmp_path):
         assert figures["loaded_blocks_total"] == 2 * 1792 // BLOCK
         assert figures["stored_rows_total"] == 2 * 7
         assert figures["load_seconds_total"] > 0
+        computed, loaded = times_of(sidecar, first), times_of(sidecar, second)
+        assert computed["load_seconds"] == {}
+        assert loaded["load_seconds"]["memory"] < loaded["first_token_seconds"]
+        assert loaded["first_token_seconds"] > 0
 
 
 def complete_and_store(engine, prompt, num_rows):
@@ -92,6 +96,16 @@ def complete_and_store(engine, prompt, num_rows):
     except AssertionError:
         return None
     return prompt, metrics_before, answer
+
+
+def times_of(sidecar, answer):
+    """The request on the sidecar's page, once its times are known."""
+
+    def ended(_):
+        (request,) = json.loads(sidecar.get(f"/requests?id={answer['id']}"))["requests"]
+        return request if request["first_token_seconds"] is not None else None
+
+    return sidecar.wait_until(ended)
 
 
 def num_cached(answer):

@@ -104,6 +104,8 @@ class Clients:
         """Clients of an earlier sidecar that may still use adopted rows."""
         self.on_detached: Callable[[Client], None] = lambda _: None
         """Callback for the end of a client's stream."""
+        self.on_engine_dead: Callable[[bytes], None] = lambda _: None
+        """Callback for the end of an engine: all of its clients are dead. Gets the engine's UUID."""
         self.monitor = LivenessMonitor(self._on_dead, clock)
         self._locks_directory = locks_directory
         self._make_probe = make_probe
@@ -185,6 +187,11 @@ class Clients:
         late = [w for w in self._workers if not w.is_attached or w.released_round != round_]
         return "".join(f"{worker.name} ({worker.state})" for worker in late[:1])
 
+    def num_gpus(self, engine: bytes) -> int:
+        """Return the GPUs of an engine: its attached workers, with one GPU each; at least one."""
+        peers = (client.peer for client in self.by_uuid.values() if client.is_attached)
+        return max(1, sum(peer.is_worker and peer.engine == engine for peer in peers))
+
     @property
     def _workers(self) -> list[Client]:
         return [client for client in self.by_uuid.values() if client.peer.is_worker]
@@ -212,6 +219,9 @@ class Clients:
         logger.info("Client %s is dead: its slots may be reused", uuid.hex())
         self._free(uuid)
         client = self.by_uuid.pop(uuid, None)
-        if client is not None and self.memory is not None and not self._peers(client.peer.engine):
+        if client is None or self._peers(client.peer.engine):
+            return
+        self.on_engine_dead(client.peer.engine)
+        if self.memory is not None:
             self.memory.quarantine_leases(client.peer.engine)
             self.memory.end_lease_quarantine(client.peer.engine)

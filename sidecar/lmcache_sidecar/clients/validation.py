@@ -21,6 +21,8 @@ from lmcache.tiers.base import KEY_BYTES, ROW_KEY_BYTES, RowKey
 from lmcache.tiers.memory.allocator import best_slots_per_frame
 from lmcache.tiers.memory.contracts import Chains, Geometry, Slot
 from lmcache.tiers.pages import PAGE_BYTES
+from lmcache_sidecar.explain.open_requests import EndedRequest
+from lmcache_sidecar.explain.requests import Times
 
 _UUID_BYTES = 16
 _MAX_TEXT_BYTES = 512
@@ -186,6 +188,23 @@ def parse_request_id(request_id: str) -> str:
         raise invalid("request_id must not be empty")
     check_length("request_id", request_id.encode(), service.MAX_REQUEST_ID_BYTES)
     return request_id
+
+
+def parse_times(request: pb.ReleaseRequest, engine: bytes) -> list[EndedRequest]:
+    """Return the ended requests of a Release, with their times."""
+    require(len(request.times) <= service.MAX_TIMES, f"times must be of at most {service.MAX_TIMES} requests")
+    ended = []
+    for taken in request.times:
+        seconds = (
+            taken.lookup_seconds, taken.wait_seconds, taken.load_seconds, taken.first_token_seconds,
+        )  # fmt: skip
+        is_valid = all(0 <= number < math.inf for number in seconds)
+        require(is_valid, "the times of a request must be finite numbers of seconds, 0 or more")
+        num_bytes = len(taken.trace_id)
+        require(num_bytes in (0, service.TRACE_ID_BYTES), f"trace_id must have 16 bytes, it has {num_bytes}")
+        times = Times(*seconds, trace_id=taken.trace_id.hex())
+        ended.append(EndedRequest(engine, parse_request_id(taken.request_id), times, taken.num_failed_tokens))
+    return ended
 
 
 def _check_protocol(hello: pb.Hello) -> None:

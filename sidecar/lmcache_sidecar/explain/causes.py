@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,7 +28,11 @@ from lmcache.tiers.memory.contracts import Chains
 from lmcache.tiers.stats import counter, counters
 from lmcache.tiers.tiered.absences import Absence
 from lmcache.tiers.tiered.history import ChunkHistory, Names, chunk_names
+from lmcache_sidecar.explain.benefit_stats import BenefitStats
 from lmcache_sidecar.explain.branches import Branches
+from lmcache_sidecar.explain.open_requests import EndedRequest, OpenRequests
+from lmcache_sidecar.explain.request_times import RequestHistograms
+from lmcache_sidecar.explain.requests import UNKNOWN_ENGINE, Engine, ExplainedRequest
 from lmcache_sidecar.explain.sources import loaded_tokens
 
 NEW, DIVERGED, TAIL, NOT_CACHEABLE = "new", "diverged", "tail", "not_cacheable"
@@ -39,6 +43,8 @@ STORING_SECONDS = 60.0
 """Time in which an engine computes and stores a chunk that it looked up."""
 _SLICE_CHUNKS, _REQUEST_CHUNKS = 1024, 64
 """Chunks to count before other tasks run, in about 1 ms. A request costs as much as 64 chunks."""
+_END_CHUNKS = 16
+"""Cost of the end of a request."""
 
 
 @dataclass
@@ -53,18 +59,6 @@ class CauseStats:
         "depth", "Requests that left an earlier prompt, by the common tokens: at most this number"
     )
     diverged_tokens: Counter[str] = counters("depth", "Tokens computed by these requests after that point")
-
-
-class ExplainedRequest(NamedTuple):
-    """One recent request."""
-
-    time: float
-    """Seconds since 1970."""
-    request_id: str
-    tokens: Mapping[str, int]
-    """Tokens of the prompt by cause. Causes without tokens are left out."""
-    common_tokens: int
-    """Leading tokens that an earlier request had, too; a lower bound."""
 
 
 class Blocking(NamedTuple):
@@ -89,6 +83,7 @@ class Scheduled(NamedTuple):
     history: ChunkHistory
     blocking: Blocking
     """Reason why the first chunk after the hit was not one, if an earlier request looked it up."""
+    engine: Engine = UNKNOWN_ENGINE
 
 
 def call_later(seconds: float, action: Callable[[], None]) -> None:
@@ -105,14 +100,17 @@ class Causes:
     def __init__(self, defer: Callable[[float, Callable[[], None]], object] = call_later) -> None:
         """``defer``: calls a function after some seconds, but not at once."""
         self.stats = CauseStats()
+        self.benefit = BenefitStats()
+        self.times = RequestHistograms()
         self.branches = Branches()
         self.requests: deque[ExplainedRequest] = deque(maxlen=_MAX_REQUESTS)
         """Recent requests, the newest last."""
+        self._open = OpenRequests(self._count)
         self._defer = defer
-        self._queue: deque[Scheduled] = deque()
+        self._queue: deque[Scheduled | EndedRequest] = deque()
 
-    def note(self, request: Scheduled) -> None:
-        """Queue a request."""
+    def note(self, request: Scheduled | EndedRequest) -> None:
+        """Queue a request, or the end of one that was queued before."""
         self._queue.append(request)
         if len(self._queue) == 1:
             self._defer(_DEFER_SECONDS, self._settle_slice)  # after calls that arrived together
@@ -120,18 +118,32 @@ class Causes:
     def settle(self) -> None:
         """Count all queued requests."""
         while self._queue:
-            self._explain(self._queue.popleft())
+            self._take(self._queue.popleft())
+
+    def end_engine(self, engine: bytes) -> None:
+        """Count the loads of an engine that is dead. They count as hits."""
+        self.settle()
+        self._open.end_engine(engine)
 
     def _settle_slice(self) -> None:
         num_left = _SLICE_CHUNKS
         try:
             while self._queue and num_left > 0:
                 request = self._queue.popleft()
-                num_left -= _REQUEST_CHUNKS + request.chains.num_chunks
-                self._explain(request)
+                num_left -= self._take(request)
         finally:
             if self._queue:  # without a pause, so that any rate of requests is counted
                 self._defer(0.0, self._settle_slice)
+
+    def _take(self, request: Scheduled | EndedRequest) -> int:
+        """Process a queued request. Returns its cost in chunks."""
+        if isinstance(request, EndedRequest):
+            if (explained := self._open.end(request)) is not None:
+                self.times.observe(explained)
+                self.benefit.note_first_token(explained)
+            return _END_CHUNKS
+        self._explain(request)
+        return _REQUEST_CHUNKS + request.chains.num_chunks
 
     def _explain(self, request: Scheduled) -> None:
         chains, message, sources = request.chains, request.message, request.sources
@@ -164,10 +176,19 @@ class Causes:
         rest = num_prompt - sum(tokens.values())
         tokens[TAIL if num_chunks or num_prompt <= chunk else NOT_CACHEABLE] = rest
         present = {cause: number for cause, number in tokens.items() if number}
-        self.stats.prompt_tokens += num_prompt
-        for cause, number in present.items():
-            self.stats.cause_tokens[cause] += number
-        self.requests.append(ExplainedRequest(request.time, request.request_id, present, depth))
+        explained = ExplainedRequest(request.time, request.request_id, present, depth, request.engine)
+        self.requests.append(explained)
+        if message.reports_times:
+            self._open.add(explained)
+        if not (message.reports_times and explained.load_tier):
+            self._count(explained)
+
+    def _count(self, request: ExplainedRequest) -> None:
+        """Count a request's tokens, once. The causes of a load are known when it has ended."""
+        request.is_counted = True
+        self.stats.prompt_tokens += sum(request.tokens.values())
+        self.stats.cause_tokens.update(request.tokens)
+        self.benefit.count(request)
 
     def _note_divergence(self, prefix: int, depth: int, num_tokens: int) -> None:
         number = bisect_left(_DEPTHS, depth)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import islice
 from urllib.parse import parse_qsl
 
-from lmcache_sidecar.explain.causes import ExplainedRequest
+from lmcache_sidecar.explain.requests import ExplainedRequest
 
 _MAX_ANSWER = 100
 
@@ -23,5 +23,5 @@ def answer(requests: Iterable[ExplainedRequest], query: str) -> bytes:
             raise ValueError(f"unknown parameter {name[:32]!r}: use id")
         wanted = value
     matching = (request for request in requests if wanted in request.request_id)
-    fields = [request._asdict() for request in islice(matching, _MAX_ANSWER)]
+    fields = [request.document() for request in islice(matching, _MAX_ANSWER)]
     return json.dumps({"version": 1, "requests": fields}).encode() + b"\n"

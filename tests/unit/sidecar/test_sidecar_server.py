@@ -12,10 +12,11 @@ from dataclasses import dataclass, fields
 import grpc
 import grpc.aio
 import pytest
+from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.lower_tiers import TierHandle
 from lmcache_sidecar.metrics import render
 from lmcache_sidecar.server import Server
-from lmcache_sidecar.stats import CallStats, Figure, Part, declared, document, read, tier_part
+from lmcache_sidecar.stats import Figure, Part, declared, document, read, tier_part
 from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache.rpc import kvcache_pb2 as pb

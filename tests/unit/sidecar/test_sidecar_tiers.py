@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 from lmcache_sidecar import lower_tiers, metrics
+from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.clients import liveness
 from lmcache_sidecar.clients.liveness import LockProbe
 from lmcache_sidecar.config import Config, ConfigError
 from lmcache_sidecar.lower_tiers import TierHandle, open_tiers
 from lmcache_sidecar.sidecar import Sidecar
-from lmcache_sidecar.stats import CallStats, document
+from lmcache_sidecar.stats import document
 
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.session import Session

@@ -1,0 +1,93 @@
+"""One recent request with its causes and times. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lmcache.explain.benefit import Source
+
+TIERS = ("remote", "disk", "memory")
+"""Tiers that an engine loads from, the slowest first."""
+
+
+class Engine(NamedTuple):
+    """The engine of a request, as the sidecar knew it when the request was scheduled."""
+
+    uuid: bytes
+    num_gpus: int
+    tokens_per_second: float
+    """Prompt tokens that the engine computes per second; 0: not known yet."""
+
+
+UNKNOWN_ENGINE = Engine(b"", 1, 0.0)
+
+
+class Times(NamedTuple):
+    """How long a request took. The fields are those of ``RequestTimes`` in ``kvcache.proto``."""
+
+    lookup_seconds: float
+    wait_seconds: float
+    load_seconds: float
+    first_token_seconds: float
+    trace_id: str = ""
+    """Id of the request's trace in hexadecimal digits; empty if it has none."""
+
+
+@dataclass(slots=True)
+class ExplainedRequest:
+    """One recent request."""
+
+    time: float
+    """Seconds since 1970."""
+    request_id: str
+    tokens: dict[str, int]
+    """Tokens of the prompt by cause. Causes without tokens are left out."""
+    common_tokens: int
+    """Leading tokens that an earlier request had, too; a lower bound."""
+    engine: Engine = UNKNOWN_ENGINE
+    load_tier: str = ""
+    """The slowest tier that held tokens which the engine loads; empty: it loads none."""
+    times: Times | None = None
+    """Durations; None: the engine has not reported them, because the request has no first token yet."""
+    is_counted: bool = False
+
+    def __post_init__(self) -> None:
+        self.load_tier = next((tier for tier in TIERS if self.tokens.get(tier)), "")
+
+    @property
+    def source(self) -> Source:
+        """Place of the request's first tokens."""
+        if any(tier in self.tokens for tier in TIERS):
+            return "tier"
+        return "engine" if "engine" in self.tokens else "none"
+
+    def fail_load(self, num_tokens: int) -> None:
+        """Move tokens that were not loaded from the tiers to the cause ``load_failed``.
+
+        All loads fail between memory and the engine. So rows that were in memory already lose tokens first.
+        """
+        for tier in reversed(TIERS):
+            num_failed = min(num_tokens, self.tokens.get(tier, 0))
+            if num_failed:
+                num_tokens -= num_failed
+                self.tokens["load_failed"] = self.tokens.get("load_failed", 0) + num_failed
+                self.tokens[tier] -= num_failed
+                if not self.tokens[tier]:
+                    del self.tokens[tier]
+
+    def document(self) -> dict[str, Any]:
+        """Return the request as the page ``/requests`` shows it. Times that are not known are null."""
+        times = self.times or Times(0.0, 0.0, 0.0, 0.0)
+        is_known = self.times is not None
+        load = {self.load_tier: round(times.load_seconds, 6)} if self.load_tier else {}
+        return {
+            "time": self.time,
+            "request_id": self.request_id,
+            "tokens": self.tokens,
+            "common_tokens": self.common_tokens,
+            "lookup_seconds": round(times.lookup_seconds, 6) if is_known else None,
+            "wait_seconds": round(times.wait_seconds, 6) if is_known else None,
+            "load_seconds": load if is_known else None,
+            "first_token_seconds": round(times.first_token_seconds, 6) or None,
+        }

@@ -1,0 +1,155 @@
+"""Times of requests over the wire, with engines and sidecars of earlier versions, and in ``/metrics``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+
+import grpc
+import pytest
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc import service
+from lmcache.rpc.hello import Role
+from lmcache.rpc.session import Scheduled
+from lmcache.rpc.times import RequestTimes
+from testing.processes import SidecarProcess
+from tests.harness.wire import RawClient, attached, make_hello, make_keys
+
+TRACE = bytes(range(16))
+TIMES = RequestTimes("cmpl-1", 0.0004, 0.2, 0.03, 1.5, trace_id=TRACE)
+
+
+@pytest.fixture
+def scheduler(sidecar, connect):
+    return attached(connect(Role.SCHEDULER))
+
+
+def report(scheduler, request: str, *numbers: int, num_loaded: int = 0, reports_times: bool = True) -> None:
+    scheduled = Scheduled(
+        num_hit_chunks=num_loaded,
+        num_loaded_tokens=256 * num_loaded,
+        num_prompt_tokens=256 * len(numbers) + 5,
+        reports_times=reports_times,
+    )
+    scheduler.lookup(
+        request,
+        [(0, make_keys(*numbers))],
+        hint=True,
+        scheduled=scheduled,
+        prefill_tokens_per_second=1024.0,
+    )
+
+
+def newest(sidecar: SidecarProcess) -> dict:
+    return json.loads(sidecar.get("/requests"))["requests"][0]
+
+
+def get_open_metrics(sidecar: SidecarProcess) -> tuple[str, str]:
+    """The content type and the text of ``/metrics``, as Prometheus 3 asks for it."""
+    accept = (
+        "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+        "application/openmetrics-text;version=0.0.1;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.1"
+    )
+    request = urllib.request.Request(f"{sidecar.url}/metrics", headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return response.headers["Content-Type"], response.read().decode()
+
+
+def test_times_are_remembered_with_the_request(sidecar, scheduler):
+    report(scheduler, "cmpl-1", 1, 2, 3, num_loaded=2)
+    assert newest(sidecar)["lookup_seconds"] is None
+    scheduler.release(["cmpl-1"], times=[TIMES])
+    assert newest(sidecar) | {"time": 0} == {
+        "time": 0,
+        "request_id": "cmpl-1",
+        "tokens": {"memory": 512, "new": 256, "tail": 5},
+        "common_tokens": 512,
+        "lookup_seconds": 0.0004,
+        "wait_seconds": 0.2,
+        "load_seconds": {"memory": 0.03},
+        "first_token_seconds": 1.5,
+    }
+    command = [sys.executable, "-m", "lmcache_sidecar", "explain", "--url", sidecar.url, "--request-id", "1"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    expected = (
+        "Time: lookup 0.4 ms, wait 200.0 ms, load from memory tier 30.0 ms, arrival to first token 1.50 s."
+    )
+    assert expected in shown.splitlines()
+
+
+def test_causes_of_a_load_count_with_its_times(sidecar, scheduler):
+    report(scheduler, "cmpl-1", 1, 2, 3, num_loaded=3)
+    assert sidecar.stats()["causes"]["prompt_tokens"] == 0
+    scheduler.release([], times=[TIMES._replace(num_failed_tokens=512)])
+    stats = sidecar.stats()
+    assert stats["causes"]["cause_tokens"] == {"memory": 256, "load_failed": 512, "tail": 5}
+    assert stats["benefit"]["saved_prefill_seconds"] == {"memory": 0.25}
+    assert 'lmcache_saved_prefill_seconds_total{tier="memory"} 0.25' in sidecar.get("/metrics")
+
+
+def test_an_engine_of_an_older_version_is_counted_at_once(sidecar, scheduler):
+    report(scheduler, "cmpl-1", 1, 2, 3, num_loaded=3, reports_times=False)
+    assert sidecar.stats()["causes"]["cause_tokens"] == {"memory": 768, "tail": 5}
+    assert newest(sidecar)["first_token_seconds"] is None
+
+
+def test_a_release_with_bad_times_changes_nothing(sidecar):
+    with RawClient(sidecar, make_hello(Role.SCHEDULER)) as client:
+        client.attach()
+        times = [pb.RequestTimes(request_id="r", load_seconds=-1.0)]
+        with pytest.raises(grpc.RpcError) as refused:
+            client.call(service.RELEASE, request_ids=["r"], times=times)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "finite numbers of seconds" in refused.value.details()
+
+
+def test_tokens_of_a_killed_engine_are_counted(sidecar, connect):
+    client = connect(Role.SCHEDULER)
+    report(attached(client), "cmpl-1", 1, 2, 3, num_loaded=3)
+    assert sidecar.stats()["causes"]["prompt_tokens"] == 0
+    client.close()
+    sidecar.wait_until(lambda stats: stats["causes"]["cause_tokens"] == {"memory": 768, "tail": 5})
+
+
+def test_open_metrics_have_exemplars_of_traced_requests(sidecar, scheduler):
+    for name, trace in ("1", b""), ("2", TRACE):
+        report(scheduler, name, 1, 2, 3, num_loaded=2)
+        scheduler.release([name], times=[TIMES._replace(request_id=name, trace_id=trace)])
+    content_type, text = get_open_metrics(sidecar)
+    assert content_type.startswith("application/openmetrics-text; version=1.0.0")
+    families = {family.name: family for family in openmetrics.text_string_to_metric_families(text)}
+    samples = families["lmcache_request_first_token_seconds"].samples
+    exemplars = [sample.exemplar for sample in samples if sample.exemplar]
+    assert [exemplar.labels for exemplar in exemplars] == [{"trace_id": TRACE.hex()}]
+    assert exemplars[0].value == 1.5
+    assert abs(float(exemplars[0].timestamp) - time.time()) < 60
+    counts = [sample for sample in samples if sample.name.endswith("_count")]
+    assert [(sample.labels, sample.value) for sample in counts] == [({"hit": "true"}, 2.0)]
+
+
+def test_both_formats_have_the_same_metrics(sidecar, scheduler):
+    report(scheduler, "cmpl-1", 1, 2, 3, num_loaded=2)
+    scheduler.release(["cmpl-1"], times=[TIMES])
+    _, text = get_open_metrics(sidecar)
+    open_families = {family.name for family in openmetrics.text_string_to_metric_families(text)}
+    plain = sidecar.get("/metrics")
+    assert open_families == {family.name for family in text_string_to_metric_families(plain)}
+    assert "trace_id" not in plain, "only OpenMetrics has exemplars"
+    assert "# EOF" not in plain
+
+
+def test_memory_is_held_over_time(sidecar, scheduler):
+    report(scheduler, "cmpl-1", 1)
+    first = sidecar.stats()["benefit"]["tier_byte_seconds"]["memory"]
+    size_bytes = sidecar.stats()["memory"]["size_bytes"]
+    later = sidecar.wait_until(
+        lambda stats: (held := stats["benefit"]["tier_byte_seconds"]["memory"]) > first + 1 and held
+    )
+    assert size_bytes > 0
+    assert later > first

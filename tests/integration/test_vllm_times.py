@@ -1,0 +1,182 @@
+"""Times and failed loads of requests, as a sidecar knows them of engines under vLLM's scheduler."""
+
+from __future__ import annotations
+
+import json
+import urllib.parse
+from contextlib import contextmanager
+
+import pytest
+import vllm
+
+from lmcache.engines.core.transfers import LoadTransfer
+from testing.processes import RedisProcess, SidecarProcess
+from tests.harness.sim_config import CHUNK, SimGroup, SimSettings
+from tests.harness.sim_world import SimWorld, make_tokens, world
+
+__all__ = ["world"]
+
+pytestmark = pytest.mark.vllm
+
+SETTINGS = SimSettings(num_blocks=256)
+ENGINES = {
+    "first runner": SETTINGS,
+    "second runner": SimSettings(num_blocks=256, runner=2),
+    "asynchronous": SimSettings(num_blocks=256, is_async=True, runner=2),
+    "drafts": SimSettings(num_blocks=256, num_drafts=2),
+    "two ranks": SimSettings(num_blocks=256, tensor_parallel=2, num_kv_heads=2),
+    "two stages": SimSettings(num_blocks=256, pipeline_parallel=2),
+}
+WINDOWS = SimSettings(num_blocks=256, groups=(SimGroup(), SimGroup("window", 50)))
+if not vllm.__version__.startswith("0.29."):  # it can't restart a request whose load failed
+    ENGINES["windows"] = WINDOWS
+
+
+def run(engine, tokens) -> str:
+    """Run one request alone, in an engine whose own cache is empty. Returns its id."""
+    name = engine.add(tokens)
+    engine.run(name)
+    engine.run()
+    engine.forget()
+    return name
+
+
+def explained(sidecar: SidecarProcess, name: str) -> dict:
+    """The request on the page ``/requests``, once the engine has reported its times."""
+
+    def ended(_: object) -> dict | None:
+        page = json.loads(sidecar.get(f"/requests?id={urllib.parse.quote(name)}"))
+        named = [request for request in page["requests"] if request["request_id"] == name]
+        return named[0] if named and named[0]["lookup_seconds"] is not None else None
+
+    return sidecar.wait_until(ended)
+
+
+@contextmanager
+def only_engine(settings: SimSettings):
+    """An engine with a sidecar of its own, because its KV has another format."""
+    with SidecarProcess() as sidecar:
+        simulated = SimWorld(sidecar, settings)
+        with simulated.engines(settings) as (engine,):
+            yield sidecar, engine
+        simulated.close()
+
+
+@pytest.mark.parametrize("settings", ENGINES.values(), ids=ENGINES)
+def test_each_request_is_timed_to_its_first_token(settings):
+    prompt = make_tokens(4 * CHUNK + 7)
+    with only_engine(settings) as (sidecar, engine):
+        computed, loaded = (explained(sidecar, run(engine, prompt)) for _ in range(2))
+    assert computed["tokens"] == {"new": 4 * CHUNK, "tail": 7}
+    assert computed["load_seconds"] == {}
+    assert loaded["tokens"] == {"memory": 4 * CHUNK, "tail": 7}
+    assert 0 < loaded["load_seconds"]["memory"] < loaded["first_token_seconds"]
+    assert computed["first_token_seconds"] > 0
+    assert computed["wait_seconds"] == loaded["wait_seconds"] == 0.0
+
+
+def test_a_long_prompt_is_timed_to_its_last_step(world):
+    """A prompt of several steps: its first token is computed in the last of them."""
+    settings = SimSettings(num_blocks=256, max_num_batched_tokens=CHUNK)
+    with world.engines(settings) as (engine,):
+        name, num_steps = engine.add(make_tokens(5 * CHUNK), max_tokens=4), 0
+        while not engine.results[name].tokens:
+            engine.step()
+            num_steps += 1
+        request = explained(world.sidecar, name)
+        engine.run()
+    assert num_steps >= 5
+    assert request["first_token_seconds"] > 0
+
+
+@pytest.mark.redis
+def test_a_request_waits_for_a_redis_that_freezes():
+    prompt = make_tokens(4 * CHUNK + 1)
+    with RedisProcess() as redis:
+        for is_stored in (False, True):
+            with SidecarProcess(remote_url=redis.unix_url) as sidecar:
+                simulated = SimWorld(sidecar)
+                with simulated.engines(SETTINGS) as (engine,):
+                    if is_stored:
+                        redis.freeze()
+                    request = explained(sidecar, run(engine, prompt))
+                    redis.thaw()
+                    sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
+                    metrics, stats = sidecar.get("/metrics"), sidecar.stats()
+                simulated.close()
+    assert request["tokens"] == {"new": 4 * CHUNK, "tail": 1}, "this sidecar could not ask Redis"
+    assert 0.15 < request["wait_seconds"] < request["first_token_seconds"]
+    assert stats["benefit"]["wait_seconds"] > request["wait_seconds"] - 1e-5
+    assert "lmcache_request_wait_seconds_count" in metrics
+
+
+@pytest.mark.redis
+def test_loads_of_promoted_rows_count_for_their_tier():
+    prompt = make_tokens(4 * CHUNK + 1)
+    with RedisProcess() as redis:
+        for _ in range(2):
+            with SidecarProcess(remote_url=redis.unix_url) as sidecar:
+                simulated = SimWorld(sidecar)
+                with simulated.engines(SETTINGS) as (engine,):
+                    request = explained(sidecar, run(engine, prompt))
+                    sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
+                    metrics = sidecar.get("/metrics")
+                simulated.close()
+    assert request["tokens"] == {"remote": 4 * CHUNK, "tail": 1}
+    assert request["load_seconds"].keys() == {"remote"}
+    assert 'lmcache_request_load_seconds_count{tier="remote"} 1.0' in metrics
+    assert 'lmcache_request_first_token_seconds_count{hit="true"}' in metrics
+
+
+def fail_from(monkeypatch, number: int) -> None:
+    """Let the copies of a load fail from this piece on."""
+    copy = LoadTransfer._copy
+
+    def copy_or_fail(self, session, copier, piece) -> bool:
+        return self._pieces.index(piece) < number and copy(self, session, copier, piece)
+
+    monkeypatch.setattr(LoadTransfer, "_copy", copy_or_fail)
+
+
+@pytest.mark.parametrize(("num_good", "num_loaded"), [(0, 0), (2, 2), (4, 4)])
+def test_a_failed_load_is_the_cause_of_the_tokens_that_it_did_not_load(
+    world, monkeypatch, num_good, num_loaded
+):
+    prompt = make_tokens(4 * CHUNK + 7)
+    with world.engines(SETTINGS) as (engine,):
+        run(engine, prompt)
+        before = world.sidecar.stats()["causes"]["cause_tokens"].get("load_failed", 0)
+        with monkeypatch.context() as patch:
+            fail_from(patch, num_good)
+            name = run(engine, prompt)
+        request = explained(world.sidecar, name)
+        again = explained(world.sidecar, run(engine, prompt))
+        causes = world.sidecar.stats()["causes"]
+    expected = {"memory": num_loaded * CHUNK, "load_failed": (4 - num_loaded) * CHUNK, "tail": 7}
+    assert request["tokens"] == {cause: number for cause, number in expected.items() if number}
+    assert again["tokens"] == {"memory": 4 * CHUNK, "tail": 7}
+    assert causes["cause_tokens"].get("load_failed", 0) - before == (4 - num_loaded) * CHUNK
+
+
+@pytest.mark.skipif("windows" not in ENGINES, reason="needs vLLM 0.30")
+def test_a_failed_load_of_several_kv_groups_fails_as_a_whole(monkeypatch):
+    prompt = make_tokens(4 * CHUNK + 7)
+    with only_engine(WINDOWS) as (sidecar, engine):
+        run(engine, prompt)
+        with monkeypatch.context() as patch:
+            fail_from(patch, 2)
+            name = run(engine, prompt)
+        request = explained(sidecar, name)
+    assert request["tokens"] == {"load_failed": 4 * CHUNK, "tail": 7}
+
+
+def test_an_engine_that_ends_leaves_no_tokens_uncounted(world):
+    prompt = make_tokens(4 * CHUNK + 7)
+    with world.engines(SETTINGS) as (engine,):
+        run(engine, prompt)
+        end = world.sidecar.stats()["causes"]["prompt_tokens"]
+        world.load_gate.shut()
+        engine.add(prompt)
+        while not world.load_gate.num_waiting:
+            engine.step()
+    world.sidecar.wait_until(lambda stats: stats["causes"]["prompt_tokens"] >= end + len(prompt))
