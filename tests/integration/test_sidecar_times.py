@@ -93,6 +93,17 @@ def test_causes_of_a_load_count_with_its_times(sidecar, scheduler):
     assert 'lmcache_saved_prefill_seconds_total{tier="memory"} 0.25' in sidecar.get("/metrics")
 
 
+def test_explain_prints_the_savings(sidecar, scheduler):
+    report(scheduler, "cmpl-1", 1, 2, 3, num_loaded=3)
+    scheduler.release([], times=[TIMES])
+    command = [sys.executable, "-m", "lmcache_sidecar", "explain", "--url", sidecar.url]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert any(line.split() == ["prefill", "time", "saved", "750.0", "ms"] for line in shown.splitlines())
+    command += ["--output", "json"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert json.loads(shown)["benefit"]["loaded_tokens"] == {"memory": 768}
+
+
 def test_an_engine_of_an_older_version_is_counted_at_once(sidecar, scheduler):
     report(scheduler, "cmpl-1", 1, 2, 3, num_loaded=3, reports_times=False)
     assert sidecar.stats()["causes"]["cause_tokens"] == {"memory": 768, "tail": 5}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import urllib.parse
@@ -11,6 +12,8 @@ from typing import Any
 
 from lmcache.explain import prompt as prompt_lines
 from lmcache.explain import tables
+from lmcache.explain.benefit import Benefit, benefit
+from lmcache.explain.prices import Prices
 from lmcache.explain.sizes import LargerMemory, larger_memory
 from lmcache_sidecar.explain import prompt_command
 from lmcache_sidecar.explain.asking import ExplainError, ask
@@ -92,7 +95,9 @@ def _explain(arguments: argparse.Namespace) -> tuple[Any, Iterator[str]]:
             raise ExplainError(f"the sidecar at {arguments.url} has no causes: {reason}")
         larger = _larger_memory(arguments.url, stats)
         sizes = {"larger_memory": larger._asdict()} if larger else {}
-        return stats["causes"] | sizes, tables.overview(stats["causes"], larger)
+        saved = benefit([stats], Prices())
+        lines = itertools.chain(tables.overview(stats["causes"], larger), _benefit_lines(stats, saved))
+        return stats["causes"] | sizes | {"benefit": saved._asdict()}, lines
     query = urllib.parse.urlencode({"id": arguments.request_id}, errors="replace")
     requests = ask(arguments.url, f"/requests?{query}")["requests"]
     if not requests:
@@ -100,6 +105,14 @@ def _explain(arguments: argparse.Namespace) -> tuple[Any, Iterator[str]]:
             f"none of the last requests has {arguments.request_id!r} in its id: the sidecar remembers 1,000"
         )
     return requests[0], tables.request(requests[0])
+
+
+def _benefit_lines(stats: Any, saved: Benefit) -> Iterator[str]:
+    """Yield the lines about savings, once prompts were counted."""
+    if stats["causes"]["prompt_tokens"]:
+        yield ""
+        yield from tables.benefit(saved)
+        yield f"Price of a GPU hour: {Prices().gpu_hour:.2f} USD. Memory of pods costs nothing here."
 
 
 def _larger_memory(url: str, stats: Any) -> LargerMemory | None:
