@@ -50,9 +50,9 @@ class Child:
         self._note_steps()
 
     def generate(self, requests: list[dict[str, Any]], reset_after: int = 0) -> list[dict[str, Any]]:
-        """Run requests ``{prompt: [token ids], max_tokens, cache_salt?, prompt_logprobs?, regex?}``
-        concurrently to their end. ``regex`` is a grammar for the answer. After ``reset_after`` steps, if any,
-        all caches are reset while the requests run.
+        """Run requests ``{prompt: [token ids], max_tokens, cache_salt?, prompt_logprobs?, regex?,
+        trace_headers?}`` concurrently to their end. ``regex`` is a grammar for the answer. After
+        ``reset_after`` steps, if any, all caches are reset while the requests run.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import StructuredOutputsParams
@@ -78,7 +78,8 @@ class Child:
                 structured_outputs=StructuredOutputsParams(regex=regex) if regex else None,
             )
             results[request_id] = {"began_at": time.perf_counter()}
-            ids.append(self._engine.add_request(request_id, prompt, params))
+            headers = request.get("trace_headers")
+            ids.append(self._engine.add_request(request_id, prompt, params, trace_headers=headers))
             self._phases["arrival"].append(time.perf_counter() - results[request_id]["began_at"])
         for step in itertools.count(1):
             if not self._engine.has_unfinished_requests():
