@@ -23,12 +23,12 @@ SIMULATED = (
         f"tests/integration/test_vllm_{name}.py"
         for name in ("facade", "multi", "tier", "tier_faults", "tier_model")
     ),
-    *(f"tests/integration/test_vllm_{name}.py" for name in ("events", "isolation", "stats")),
+    *(f"tests/integration/test_vllm_{name}.py" for name in ("events", "isolation", "spans", "stats")),
     *(f"tests/integration/test_vllm_{name}.py" for name in ("lifetimes", "resets", "scenarios", "times")),
 )
 ENGINES = (
     "tests/integration/test_vllm.py",
-    *(f"tests/integration/test_vllm_{name}_engine.py" for name in ("http", "multi", "tier")),
+    *(f"tests/integration/test_vllm_{name}_engine.py" for name in ("http", "multi", "spans", "tier")),
 )
 NEEDS_KERNELS = "test_content_of_the_cpu_backend_is_unchanged"
 

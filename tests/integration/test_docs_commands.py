@@ -88,6 +88,7 @@ HOW_TO = {
     "share-redis": Page("remote-redis/cluster.yaml", "qwen3-8b-remote"),
     "size-tiers": Page("autoscaled-tiers.yaml", "qwen3-8b-autoscaled"),
     "upgrade": Page("injection.yaml", "settings", num_absent=1),  # the operator is alone: it has no Lease
+    "trace-requests": Page("qwen3-8b.yaml", "qwen3-8b"),
     "uninstall": Page("cpu.yaml", "qwen3-cpu", {"RELEASE": "other"}),
 }
 _POINT = {"size": "64Gi", "hit": "0.32", "low": "0.30", "high": "0.34", "netPerHour": "-0.4"}

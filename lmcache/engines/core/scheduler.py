@@ -41,6 +41,7 @@ from lmcache.engines.core.lookups import LookupThread
 from lmcache.engines.core.requests import Computing, EngineRequest, FindExtraKeys, RequestState, Ticket
 from lmcache.engines.core.stores import Snapshot, Stores
 from lmcache.engines.core.timed_requests import TimedRequests
+from lmcache.engines.core.tracing import NO_TRACER, Tracer
 from lmcache.engines.core.wait_decisions import WaitDecisions
 from lmcache.engines.core.waiting import PrefillRate
 from lmcache.rpc.client import SidecarClient
@@ -63,6 +64,7 @@ class SchedulerSide:
         prefill_tokens_per_second: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         events: ChunkEvents | None = None,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         """Create a side that knows no requests until a worker has identified itself.
 
@@ -74,7 +76,9 @@ class SchedulerSide:
                 0.0: as measured.
             prefill_tokens_per_second: the engine's prefill rate; 0.0: as measured.
             events: records chunks that are stored and loaded, for the engine's KV events.
+            tracer: records spans of requests.
         """
+        self._tracer = tracer
         self._events = events
         self._connect = connect
         self._extra_keys_of = extra_keys_of
@@ -89,7 +93,7 @@ class SchedulerSide:
         self._computing = Computing()
         self._stores: Stores | None = None
         self._rate = PrefillRate(prefill_tokens_per_second)
-        self._waits = WaitDecisions(self._computing, self._rate, answer_seconds, clock)
+        self._waits = WaitDecisions(self._computing, self._rate, answer_seconds, clock, tracer)
         self._next = StepMeta()  # the message to the workers for this step
         self._times = TimedRequests(clock)
 
@@ -121,6 +125,7 @@ class SchedulerSide:
         self._states.clear()
         self._computing.clear()
         self._next.stores.clear()
+        self._tracer.clear()
 
     def reset_cache(self) -> bool:
         """Invalidate all cached KV by starting a new namespace. Call this when the weights may change.
@@ -144,6 +149,7 @@ class SchedulerSide:
             state = RequestState(request, self._ask(request, self._lookups))
             self._times.start(state, arrived_at)
             self._states[request.request_id] = state
+            self._tracer.begin(state)
 
     def num_loadable(self, request: EngineRequest, num_computed_tokens: int) -> int | None:
         """Return how many tokens can be loaded after the computed ones; None: ask again in the next step."""
@@ -160,6 +166,7 @@ class SchedulerSide:
             self._computing.end(state)
             self._times.restart(state)
             state.restart(self._ask(request, lookups))
+            self._tracer.begin(state)
         state.num_engine_tokens = num_computed_tokens
         if state.has_failed or request.skip_reading_prefix_cache:
             return 0
@@ -193,6 +200,7 @@ class SchedulerSide:
         if state is not None and not state.is_allocated:
             offer, state.offer, state.wait, state.is_allocated = state.offer, None, None, True
             self._computing.begin(state)
+            self._tracer.end_lookup(request_id, num_tokens)
             if not num_tokens and self._lookups is not None and not state.has_failed:
                 self._lookups.note_scheduled(state)
         if num_tokens == 0:
@@ -200,7 +208,9 @@ class SchedulerSide:
         if state is None or self._lookups is None or offer is None or num_tokens > offer.num_tokens:
             self._next.loads.append(LoadJob.failing(request_id, self._grid, tables))
             return
-        self._next.loads.append(LoadJob.from_offer(request_id, self._grid, offer, num_tokens, tables))
+        job = LoadJob.from_offer(request_id, self._grid, offer, num_tokens, tables)
+        self._next.loads.append(job)
+        self._tracer.begin_load(job, num_tokens)
         if self._events is not None and state.ticket.keys:
             self._events.note_found(state.request, state.ticket.keys[0][: len(offer.found[0].rows)])
         self._lookups.note_scheduled(state, num_tokens)
@@ -273,6 +283,7 @@ class SchedulerSide:
             state.is_loading = False
             self._times.end_load(state)
             self._release(state)
+            self._tracer.end_load(request_id)
             if state.is_finished:
                 self._times.end(state)
                 del self._states[request_id]
@@ -288,12 +299,14 @@ class SchedulerSide:
             return False
         state.is_finished = True
         if state.is_loading:  # the engine itself holds the blocks until the load is reported
+            self._tracer.finish(request.request_id)
             self._computing.end(state)
             return False
         self._times.end(state)
         # With async scheduling the last chunk may have its hash only now. The last token has no KV yet.
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         self._store(state, lambda _: tables, num_tokens, is_step_end=False)
+        self._tracer.finish(request.request_id)
         self._computing.end(state, slice(state.num_stored_chunks, None))
         if not state.num_stores:
             del self._states[request.request_id]
@@ -314,8 +327,10 @@ class SchedulerSide:
                 self._times.fail_load(state)
         if self._stores is not None:
             for job_id, num_ranks in report.stores_ended.items():
-                if self._stores.note_ended(job_id, num_ranks) and self._events is not None:
-                    self._events.end_store(job_id)
+                if self._stores.note_ended(job_id, num_ranks):
+                    self._tracer.end_store(job_id)
+                    if self._events is not None:
+                        self._events.end_store(job_id)
 
     def take_changes(self) -> tuple[list[Chunk], list[tuple[bytes, ...]]]:
         """Return new chunks in memory, and the hashes of removed ones, see ``ChunkEvents.take``."""
@@ -360,5 +375,6 @@ class SchedulerSide:
             tables = partial(get_tables, state.ticket.request_id)
             jobs = self._stores.plan(state, tables, num_tokens, **fields)
             self._next.stores += jobs
+            self._tracer.begin_stores(state.ticket.request_id, jobs)
             if self._events is not None:
                 self._events.begin_stores(state.request, jobs, self._grid.stored[0].group)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from lmcache.engines.core.lookups import LookupThread
 from lmcache.engines.core.requests import Computing, RequestState, Ticket
+from lmcache.engines.core.tracing import LOWER_TIERS, NO_TRACER, OTHER_REQUEST, Tracer
 from lmcache.engines.core.waiting import Arrivals, PrefillRate, RowWait
 
 IDLE_WAIT_SECONDS = 0.0005
@@ -26,13 +27,19 @@ class WaitDecisions:
     """Decides which requests wait, and counts those of the last step. Used by the scheduler's thread only."""
 
     def __init__(
-        self, computing: Computing, rate: PrefillRate, silence_seconds: float, clock: Callable[[], float]
+        self,
+        computing: Computing,
+        rate: PrefillRate,
+        silence_seconds: float,
+        clock: Callable[[], float],
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         """``silence_seconds``: see ``RowWait``."""
         self._computing = computing
         self._rate = rate
         self._silence_seconds = silence_seconds
         self._clock = clock
+        self._tracer = tracer
         self._arrivals = Arrivals()
         self._num_waiting = 0  # requests that wait in this step
         self._num_waited = 1  # requests that waited in the last step, at least 1
@@ -43,6 +50,8 @@ class WaitDecisions:
         chunks = ticket.keys[0] if ticket.keys else []
         is_waiting = chunk < len(chunks) and chunks[chunk] in self._computing and lookups.is_attached
         self._num_waiting += is_waiting
+        if is_waiting:
+            self._tracer.hold(ticket.request_id, OTHER_REQUEST)
         return is_waiting
 
     def must_wait(
@@ -56,6 +65,8 @@ class WaitDecisions:
             return True
         is_waiting = self._pays_off(state, lookups, num_hit, chunk_tokens)
         self._num_waiting += is_waiting
+        if is_waiting:
+            self._tracer.hold(state.ticket.request_id, LOWER_TIERS)
         return is_waiting
 
     def end_step(self, num_tokens: int, lookups: LookupThread | None) -> None:

@@ -248,6 +248,7 @@ def _call(side: VLLMScheduler | WorkerSide | None, hook: str, neutral: T, *args:
 
 def _make_scheduler(vllm_config: Any, kv_cache_config: Any) -> VLLMScheduler:
     from lmcache.engines.core.events import ChunkEvents
+    from lmcache.engines.core.tracing import make_tracer
     from lmcache.engines.vllm.attach import Settings, start_scheduler_client
     from lmcache.engines.vllm.extra_keys import ExtraKeyFinder
     from lmcache.engines.vllm.scheduler import VLLMScheduler
@@ -255,6 +256,7 @@ def _make_scheduler(vllm_config: Any, kv_cache_config: Any) -> VLLMScheduler:
     settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
     connect = partial(start_scheduler_client, settings.socket)
     events = vllm_config.kv_events_config
+    observability = getattr(vllm_config, "observability_config", None)
     return VLLMScheduler(
         connect,
         ExtraKeyFinder().extra_keys_of,
@@ -262,6 +264,7 @@ def _make_scheduler(vllm_config: Any, kv_cache_config: Any) -> VLLMScheduler:
         settings.prefill_tokens_per_second,
         num_blocks=kv_cache_config.num_blocks,
         events=ChunkEvents() if events is not None and events.enable_kv_cache_events else None,
+        tracer=make_tracer(getattr(observability, "otlp_traces_endpoint", None)),
     )
 
 

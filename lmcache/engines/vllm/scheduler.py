@@ -10,6 +10,7 @@ from typing import Any
 from lmcache.engines.core.grid import BlockTables
 from lmcache.engines.core.jobs import StepMeta, WorkerReport
 from lmcache.engines.core.scheduler import SchedulerSide
+from lmcache.engines.core.tracing import ENGINE_MEMORY
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,10 @@ class VLLMScheduler(SchedulerSide):
         num_tokens = self.num_loadable(request, num_computed_tokens)
         if num_tokens and not self._open_loads.may_begin(request_id, self._num_blocks(request)):
             self._times.note_decision(self._states.get(request_id), is_held=True)
+            self._tracer.hold(request_id, ENGINE_MEMORY)
             return None, False
+        if num_tokens is not None:
+            self._tracer.resume(request_id)
         return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
