@@ -128,7 +128,8 @@ class FirstTokens:
 
 def trace_id_of(headers: Mapping[str, str] | None) -> bytes:
     """Return the trace id of a request's trace headers (W3C ``traceparent``); empty if there is none."""
-    match = _TRACE_PARENT.fullmatch(headers.get("traceparent", "")) if headers else None
+    parent = headers.get("traceparent") if headers else None
+    match = _TRACE_PARENT.fullmatch(parent) if isinstance(parent, str) else None
     trace_id = bytes.fromhex(match[1]) if match else b""
     return trace_id if any(trace_id) else b""
 
