@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 from lmcache.common.units import format_size, parse_size
@@ -102,8 +102,14 @@ class Curve:
         sentences = textwrap.wrap(self.reason, width)
         return "\n".join([self.title, f"({self.about})", "", *lines, "", *sentences]) + "\n"
 
-    def picture(self) -> str:
-        """Return the curve as SVG: hits over the size, and below them money."""
+    def picture(self, width: int = 720) -> str:
+        """Return the curve as SVG: hits over the size, and below them money. ``width`` is in pixels."""
+        first, *following = self.panels()
+        first = replace(first, title=f"{self.title}, {first.title}")
+        return svg([first, *following], self.reason, width=width)
+
+    def panels(self) -> list[Panel]:
+        """Return the charts of the curve: hits over the size, and money."""
         ticks = [(float(point.num_bytes), point.size) for point in self.points if not self.what_is(point)]
         marks = [
             Mark(point.num_bytes, f"{word}: {point.size}")
@@ -116,9 +122,8 @@ class Curve:
             [(point.num_bytes, point.low, point.high) for point in self.points],
         )
         net = Line("compared with the present size", [(point.num_bytes, point.net) for point in self.points])
-        titles = {f"{self.title}, hits in % of prompt tokens": hits, "worth in USD per hour": net}
-        panels = [Panel(title, [line], ticks, marks, is_logarithmic=True) for title, line in titles.items()]
-        return svg(panels, self.reason)
+        titles = {"hits in % of prompt tokens": hits, "worth in USD per hour": net}
+        return [Panel(title, [line], ticks, marks, is_logarithmic=True) for title, line in titles.items()]
 
 
 def _available(scaling: Mapping[str, Any]) -> str:
