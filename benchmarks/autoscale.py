@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_operator.autoscaling.show.curve import Curve
-from lmcache_operator.autoscaling.show.svg import Line, Mark, Panel, svg
 
 from benchmarks.replayed import NUM_PODS, MemorySize, ShardCount, SizedTier
 from benchmarks.report import Figure, Report, at_least, at_most
+from lmcache.common.svg import Line, Mark, Panel, svg
 from testing.kube import operator as kube
 from testing.kube.api import Object
 from testing.kube.cluster import Cluster

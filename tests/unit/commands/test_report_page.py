@@ -8,12 +8,12 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-from lmcache_operator.autoscaling.show.svg import Line, Panel, svg, time_ticks
 from lmcache_operator.commands.gather import Gathered
 from lmcache_operator.commands.reports.history import History
 from lmcache_operator.commands.reports.html import Html, element, joined, marked, table
 from lmcache_operator.commands.reports.page import page
 
+from lmcache.common.svg import Line, Panel, svg, time_ticks
 from tests.harness.reports import NOW, REASON, cluster, event, facts, history, pod, stats
 
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>\x1b[31m"

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
+from lmcache.common.svg import Line, Mark, Panel, svg
 from lmcache.common.units import format_size, parse_size
 from lmcache_operator.api.parse import parse
-from lmcache_operator.autoscaling.show.svg import Line, Mark, Panel, svg
 from lmcache_operator.errors import NoCurveError
 from lmcache_operator.specs import Object
 

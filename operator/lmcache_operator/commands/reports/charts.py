@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
+from lmcache.common.svg import Line, Panel, svg, time_ticks
 from lmcache.explain.causes import HITS
-from lmcache_operator.autoscaling.show.svg import Line, Panel, svg, time_ticks
 from lmcache_operator.commands.reports.history import History, Values
 from lmcache_operator.commands.reports.html import Html
 

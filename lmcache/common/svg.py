@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from html import escape
 from itertools import groupby
 from typing import Any
@@ -66,7 +66,7 @@ def time_ticks(start: float, end: float, max_ticks: int = 8) -> list[Tick]:
     step = next((step for step in steps if (end - start) / step <= max_ticks), steps[-1])
     form = "%H:%M" if step < _DAY_SECONDS else "%b %d"
     times = [step * number for number in range(math.ceil(start / step), math.floor(end / step) + 1)]
-    return [(float(time), datetime.fromtimestamp(time, UTC).strftime(form)) for time in times]
+    return [(float(time), datetime.fromtimestamp(time, timezone.utc).strftime(form)) for time in times]
 
 
 def svg(panels: Sequence[Panel], caption: str, *, width: int = _WIDTH) -> str:
