@@ -7,7 +7,7 @@ may forbid it. A port-forward passes network policies, but needs the right to cr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -17,7 +17,8 @@ from lmcache_operator.kube.client import KubeApi, error_of
 
 _HEAD_START_SECONDS = 1.0
 """Time in which the proxy should answer before the port-forward is tried, too."""
-_PROTOCOL = "v4.channel.k8s.io"
+PROTOCOL = "v4.channel.k8s.io"
+"""Protocol of port-forwards: the first byte of each message is the number of a channel."""
 _DATA, _ERROR = 0, 1
 _PORT_BYTES = 2
 """The first message on each channel repeats the port."""
@@ -77,7 +78,7 @@ class PodHttp:
 
     async def _by_forward(self, forward: str, path: str) -> PodAnswer:
         try:
-            async with self._api.web_socket(forward, _PROTOCOL, seconds=self._seconds) as socket:
+            async with self._api.web_socket(forward, PROTOCOL, seconds=self._seconds) as socket:
                 await socket.send_bytes(bytes((_DATA,)) + _REQUEST.format(path).encode())
                 return _parsed(await _received(socket))
         except aiohttp.WSServerHandshakeError as error:
@@ -87,9 +88,9 @@ class PodHttp:
             return PodAnswer(0, f"port-forward: {error or type(error).__name__}".encode())
 
 
-async def _received(socket: aiohttp.ClientWebSocketResponse) -> bytes:
-    """Read the data channel to its end. Raises OSError with the kubelet's error."""
-    received, is_first = bytearray(), {_DATA: True, _ERROR: True}
+async def channel_data(socket: aiohttp.ClientWebSocketResponse) -> AsyncIterator[bytes]:
+    """Yield what a port-forward's port sends, to its end. Raises OSError with the kubelet's error."""
+    is_first = {_DATA: True, _ERROR: True}
     async for message in socket:
         if message.type is not aiohttp.WSMsgType.BINARY or not message.data:
             continue
@@ -99,8 +100,15 @@ async def _received(socket: aiohttp.ClientWebSocketResponse) -> bytes:
             data = data[_PORT_BYTES:]
         if channel == _ERROR and data:
             raise OSError(data.decode(errors="replace").strip())
-        if channel == _DATA:
-            received += data
+        if channel == _DATA and data:
+            yield data
+
+
+async def _received(socket: aiohttp.ClientWebSocketResponse) -> bytes:
+    """Read an answer to its end. Raises OSError."""
+    received = bytearray()
+    async for data in channel_data(socket):
+        received += data
         if len(received) > _MAX_BYTES:
             raise OSError(f"the answer is larger than {_MAX_BYTES >> 20} MiB")
         if _is_complete(received):
