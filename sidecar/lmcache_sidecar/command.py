@@ -1,4 +1,4 @@
-"""The command line: ``lmcache-sidecar serve | explain``."""
+"""The command line: ``lmcache-sidecar serve | explain | bench``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}: see {self.prog} --help")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: str = "") -> argparse.ArgumentParser:
     parser = _Parser(prog="lmcache-sidecar", description="The KV-cache sidecar of an LLM engine.")
     parser.add_argument("--version", action="version", version=f"lmcache-sidecar {lmcache.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -52,6 +52,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     configuration.add_arguments(serve)
     explain.add_arguments(commands)
+    bench = commands.add_parser("bench", help="measure what the cache saves")
+    if command == "bench":  # importing the load generator takes 50 ms, which a sidecar need not spend
+        from lmcache_sidecar.bench import add_arguments
+
+        add_arguments(bench)
     return parser
 
 
@@ -79,8 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     try:
         words = sys.argv[1:] if arguments is None else [*arguments]
-        if words[:1] == ["explain"]:
-            parsed = _parser().parse_args(words)
+        if words[:1] in (["explain"], ["bench"]):
+            parsed = _parser(words[0]).parse_args(words)
             return int(parsed.run(parsed))
         reading = _read(arguments)
         set_up(reading.config.log_format, reading.config.log_level, FloodFilter())
