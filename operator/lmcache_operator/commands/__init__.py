@@ -12,6 +12,7 @@ COMMANDS: Mapping[str, str] = {
     "status": "show pods, tiers, conditions and advice of a cluster",
     "explain": "show why prompts were computed",
     "report": "write a page about a cluster for people, as HTML",
+    "bench": "measure what the cache of a cluster saves",
     "curve": "show the hit ratio and value of each size of a cluster's cache tier",
 }
 """Commands with what they do. Each is a module with ``add_arguments(parser)``, imported if it is used."""
