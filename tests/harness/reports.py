@@ -27,6 +27,11 @@ def stats(**changes: Any) -> dict[str, Any]:
             "prompt_tokens": sum(CAUSES.values()), "cause_tokens": CAUSES,
             "diverged_requests": {"64": 90}, "diverged_tokens": {"64": 150_000}, "branches": [],
         },
+        "benefit": {
+            "saved_gpu_seconds": 36_000.0, "saved_prefill_seconds": {"memory": 30_000.0, "remote": 6_000.0},
+            "tier_byte_seconds": {"memory": 64.0 * 2**30 * 86_400}, "unrated_tokens": {"memory": 12},
+            "first_tokens": {"2048": {"tier": {"0.125": 400}, "none": {"1": 100}}},
+        },
         **changes,
     }  # fmt: skip
 

@@ -68,6 +68,20 @@ def test_page_says_in_words_what_the_cache_saves() -> None:
     assert "49 % of computed tokens follow a divergence within the first 64 tokens." in text
 
 
+def test_page_shows_what_the_cache_saves_and_costs() -> None:
+    text = parsed().text
+    assert "The cache saved 50.00 USD more than its tiers cost in 24.0 hours." in text
+    assert "GPU time saved 20.00 h +50.00" in text
+    assert "memory tier 3,072.0 GiB h +0.00" in text
+    assert "to the first token (median)" in text
+    assert "24 loaded tokens have no price" in text
+
+
+def test_page_of_older_sidecars_says_that_savings_are_not_counted() -> None:
+    text = parsed(gathered=gathered(cluster(), pod("a", stats=stats(benefit={})))).text
+    assert "No sidecar counts what the cache saves yet." in text
+
+
 def test_page_shows_sizes_decisions_conditions_pods_and_versions() -> None:
     text = parsed().text
     for part in (

@@ -8,6 +8,7 @@ from pathlib import Path
 from lmcache_operator.commands.reports import sections
 from lmcache_operator.commands.reports.facts import Facts
 from lmcache_operator.commands.reports.html import Html, element, joined
+from lmcache_operator.commands.reports.saving import saving
 from lmcache_operator.commands.reports.sizing import sizing
 from lmcache_operator.commands.status import is_bad
 from lmcache_operator.specs.merge import dig
@@ -22,6 +23,7 @@ def page(facts: Facts) -> str:
     parts = (
         sections.headline(facts),
         sections.missing(facts),
+        saving(facts),
         sections.advice(facts),
         sections.sources(facts),
         sections.over_time(facts),
