@@ -24,6 +24,11 @@ from lmcache_sidecar.explain.request_times import RequestHistograms
 from lmcache_sidecar.histograms import Histogram
 from lmcache_sidecar.stats import Part
 
+_ABOUT_SECONDS = "Seconds from the arrival of a call in the sidecar to its answer"
+RPC_SECONDS = ("lmcache_rpc_seconds", _ABOUT_SECONDS, "method")
+RPCS = ("lmcache_rpcs", "Calls by gRPC status; Attach counts when its stream ends", ["method", "code"])
+"""Name, description and labels of the metrics of calls. A call is not a request of the engine's users."""
+
 _END = b"# EOF\n"
 _process = ProcessCollector(registry=CollectorRegistry())
 
@@ -39,12 +44,11 @@ class _SingleMetric(Collector):
 
 
 def _calls(calls: CallStats) -> Iterator[Metric]:
-    about = "Seconds from the arrival of a call in the sidecar to its answer"
-    yield _histograms("lmcache_request_seconds", about, "method", calls.durations)
-    about = "Calls by gRPC status; Attach counts when its stream ends"
-    ended = CounterMetricFamily("lmcache_requests", about, labels=["method", "code"])
-    for labels, number in calls.ended.items():
-        ended.add_metric(labels, number)
+    yield _histograms(*RPC_SECONDS, calls.durations)
+    name, about, labels = RPCS
+    ended = CounterMetricFamily(name, about, labels=labels)
+    for values, number in calls.ended.items():
+        ended.add_metric(values, number)
     yield ended
 
 

@@ -314,7 +314,7 @@ def test_client_reports_what_to_upgrade_and_does_not_retry(sidecar, caplog, monk
     client.start()
     wait_until(lambda: "upgrade the sidecar" in client.detached_reason)
     misconfigured.start()  # refused as well, but retried after the normal pauses
-    refused = 'lmcache_requests_total{code="%s",method="Attach"} %d.0'
+    refused = 'lmcache_rpcs_total{code="%s",method="Attach"} %d.0'
     wait_until(lambda: refused % ("INVALID_ARGUMENT", 4) in sidecar.get("/metrics"))
     assert refused % ("FAILED_PRECONDITION", 1) in sidecar.get("/metrics")
     client.close()

@@ -58,10 +58,10 @@ def test_bug_in_a_handler_returns_internal_error_and_the_server_continues(tmp_pa
     assert error.details().endswith("failed: this is a bug, see the sidecar's log")
     assert "boom" in caplog.text
     text = asyncio.run(render(metrics, [])).decode()
-    assert 'lmcache_requests_total{code="INTERNAL",method="Lookup"} 1.0' in text
-    assert 'lmcache_requests_total{code="OK",method="Release"} 1.0' in text
-    assert 'lmcache_request_seconds_count{method="Release"} 1.0' in text
-    assert 'lmcache_request_seconds_count{method="Lookup"}' not in text  # failed calls are not timed
+    assert 'lmcache_rpcs_total{code="INTERNAL",method="Lookup"} 1.0' in text
+    assert 'lmcache_rpcs_total{code="OK",method="Release"} 1.0' in text
+    assert 'lmcache_rpc_seconds_count{method="Release"} 1.0' in text
+    assert 'lmcache_rpc_seconds_count{method="Lookup"}' not in text  # failed calls are not timed
 
 
 @dataclass
@@ -102,7 +102,7 @@ def test_document_contains_all_parts():
 
 def test_render_writes_prometheus_text():
     lines = asyncio.run(render(CallStats(), PARTS)).decode().splitlines()
-    text = [line for line in lines if "process_" not in line and "lmcache_request" not in line]
+    text = [line for line in lines if "process_" not in line and "lmcache_rpc" not in line]
     assert text == [
         "# HELP lmcache_clients Clients",
         "# TYPE lmcache_clients gauge",
@@ -136,10 +136,10 @@ def test_prometheus_parser_reads_the_rendered_text():
         assert family.type in ("counter", "gauge", "histogram")
     (written,) = families["lmcache_tier_writes"].samples
     assert written.labels == {"tier": "remote", "result": 'a "quoted" \\ label\n'}
-    seconds = families["lmcache_request_seconds"].samples
+    seconds = families["lmcache_rpc_seconds"].samples
     buckets = {sample.labels["le"]: sample.value for sample in seconds if sample.name.endswith("_bucket")}
     assert (buckets["5e-05"], buckets["0.0001"], buckets["1.0"], buckets["+Inf"]) == (2, 3, 4, 5)
-    assert {s.name[len("lmcache_request_seconds") :]: s.value for s in seconds[-2:]} == {
+    assert {s.name[len("lmcache_rpc_seconds") :]: s.value for s in seconds[-2:]} == {
         "_count": 5,
         "_sum": 7.30011,
     }
