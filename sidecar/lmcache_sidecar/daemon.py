@@ -42,6 +42,7 @@ FIGURES: tuple[Figure[Daemon], ...] = (
         "1 if engines can attach; otherwise /readyz gives the reason",
         lambda daemon: not daemon.not_ready_reason,
     ),
+    Figure("build_info", "1; the label has the version", lambda _: {lmcache.__version__: 1}, "version"),
 )
 
 

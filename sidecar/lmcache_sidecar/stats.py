@@ -36,6 +36,7 @@ from lmcache_sidecar.sessions import Sessions
 T = TypeVar("T")
 
 _NUM_BRANCHES = 10
+_MAX_MODELS = 8
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,11 @@ def _num_clients(sessions: Sessions) -> dict[str, int]:
     return {"attached": num_attached, "quarantined": len(sessions.clients.by_uuid) - num_attached}
 
 
+def _models(sessions: Sessions) -> dict[str, int]:
+    attached = (client for client in sessions.clients.by_uuid.values() if client.is_attached)
+    return dict.fromkeys(sorted({client.peer.hello.model for client in attached} - {""})[:_MAX_MODELS], 1)
+
+
 def _capacity_rows(arena: ArenaFile) -> int:
     return arena.target_rows if arena.geometry else 0
 
@@ -203,6 +209,7 @@ HIT_RATIO: Figure[Any] = Figure("hit_ratio", "hits / (hits + misses) since the s
 
 SESSIONS: tuple[Figure[Sessions], ...] = (
     Figure("num_clients", "Clients; quarantined: stream lost, death not proven", _num_clients, "state"),
+    Figure("engine_info", "1 for each model that attached engines serve, at most 8 models", _models, "model"),
     Figure("num_previous_clients", "Clients of an earlier sidecar that may still use rows of the arena",
         lambda sessions: len(sessions.clients.previous)),
     Figure("num_unwritten_rows", "Rows still to be checksummed or written through",
