@@ -103,6 +103,7 @@ async def _work(
             await api.settle()
 
         metrics.CLUSTERS.set_function(lambda: len(queue))
+        metrics.QUEUE_DEPTH.set_function(lambda: queue.num_waiting)
         health.longest_run_seconds = queue.longest_run_seconds
         try:
             await wait_for_definition(api)

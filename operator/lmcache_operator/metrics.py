@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics
 
 from lmcache_operator import __version__
+
+# Else each counter and histogram has a second series, with its time of creation.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 API_REQUESTS = Counter(
     "lmcache_operator_api_requests_total", "Calls to the API server. Code 0: no answer.", ["verb", "code"]
@@ -22,6 +25,7 @@ WRITES = Counter(
     ["what"],
 )
 CLUSTERS = Gauge("lmcache_operator_clusters", "LMCacheClusters being reconciled.")
+QUEUE_DEPTH = Gauge("lmcache_operator_queue_depth", "LMCacheClusters that wait for a free worker.")
 CONDITION = Gauge(
     "lmcache_operator_cluster_condition",
     "Ready and Degraded of each LMCacheCluster: 1 True, 0 False, -1 Unknown.",
@@ -31,6 +35,11 @@ CONDITION_VALUES = {"True": 1, "False": 0, "Unknown": -1}
 MEMORY_BYTES = Gauge(
     "lmcache_operator_autoscaling_memory_bytes",
     "Memory tier of each pod: present size (current) and best size (recommended).",
+    ["namespace", "name", "size"],
+)
+PREDICTED_HITS = Gauge(
+    "lmcache_operator_autoscaling_predicted_hit_ratio",
+    "Share of prompt tokens that the curve predicts as hits of engines and memory, by memory size.",
     ["namespace", "name", "size"],
 )
 SHARDS = Gauge(

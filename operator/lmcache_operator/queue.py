@@ -73,6 +73,11 @@ class KeyedQueue(Generic[Key]):
     def __len__(self) -> int:
         return len(self._lanes)
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of keys whose work is due, and waits for a free worker."""
+        return len(self._waiting)
+
     def wake(self, key: Key, version: object = None) -> None:
         """Schedule a run of a key. It runs ahead of others if its known ``version`` changed.
 

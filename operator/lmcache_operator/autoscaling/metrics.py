@@ -34,6 +34,10 @@ def unmeasure(key: ClusterKey) -> None:
 
 
 def _measure_sizes(key: ClusterKey, scaling: Object) -> None:
+    memory = scaling.get("memory") or {}
+    hits = {point["size"]: float(point["hit"]) for point in memory.get("curve") or ()}
+    for size in _SIZES:
+        _set(metrics.PREDICTED_HITS, key, (size,), hits.get(memory.get(size)))
     for tier, gauge in _TIERS.items():
         status = scaling.get(tier) or {}
         limit = status.get("limitedBy")

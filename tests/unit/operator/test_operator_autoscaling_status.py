@@ -11,7 +11,7 @@ from typing import Any, Self, cast
 import pytest
 from lmcache_operator import metrics
 from lmcache_operator.autoscaling.policy.report import Choice, Report, tier_status
-from lmcache_operator.autoscaling.policy.state import Decision
+from lmcache_operator.autoscaling.policy.state import Decision, Point
 from lmcache_operator.components.base import Observed
 from lmcache_operator.reconcile import reconciler
 from lmcache_operator.specs.kinds import ClusterKey
@@ -27,6 +27,8 @@ NO_CHANGE = Decision(
     64 * GIB, 64 * GIB, 64 * GIB, 64 * GIB, "lookups counted for 5 min; a decision needs 30 min", "Young"
 )
 GROW = Decision(64 * GIB, 108 * GIB, 108 * GIB, 108 * GIB, "108Gi instead of 64Gi", "None", 0.16, 0.04)
+HITS = {32: 0.3, 64: 0.45, 108: 0.55}
+CURVE = [Point(size * GIB, hits, hits, hits, 0.0) for size, hits in HITS.items()]
 GROWN = replace(NO_CHANGE, size=108 * GIB, target=108 * GIB, recommended=108 * GIB, next=108 * GIB)
 
 
@@ -46,7 +48,7 @@ class Watcher:
         self.forgotten_keys.append(key)
 
     def decide(self, decision: Decision, **report_fields: Any) -> None:
-        memory = tier_status(decision, []) | {"keysInSize": 2048}
+        memory = tier_status(decision, CURVE) | {"keysInSize": 2048}
         self.latest_report = Report({"observedAt": "2026-01-01T00:00:00Z", "memory": memory}, **report_fields)
 
 
@@ -154,13 +156,20 @@ def test_size_metrics_exist_until_the_cluster_is_deleted(monkeypatch: pytest.Mon
         patch.setattr(metrics.MEMORY_BYTES, "remove", None)
         rig.world.resource["metadata"]["labels"] = {"some": "change"}
         rig.reconcile()
+    assert samples(metrics.PREDICTED_HITS) == {"current": 0.45, "recommended": 0.55}
     assert samples(metrics.SAVING) == {"memory": 0.16}
     rig.decide(replace(GROWN, limited_by="Max"))
     assert samples(metrics.LIMITED) == {"memory Max": 1}
     rig.world.resource = cast(Any, None)
     rig.reconcile()
     assert rig.watcher.forgotten_keys == [KEY]
-    for gauge in (metrics.MEMORY_BYTES, metrics.SHARDS, metrics.SAVING, metrics.LIMITED):
+    for gauge in (
+        metrics.MEMORY_BYTES,
+        metrics.PREDICTED_HITS,
+        metrics.SHARDS,
+        metrics.SAVING,
+        metrics.LIMITED,
+    ):
         assert samples(gauge) == {}
 
 
