@@ -10,13 +10,14 @@ from pathlib import Path
 
 from lmcache_operator.api.crd import render
 
-from tools import api_docs, resource_docs, stats_docs
+from tools import api_docs, metrics_docs, resource_docs, stats_docs
 from tools.kube import schemas
 
 ROOT = Path(__file__).resolve().parent.parent
 CRDS = (ROOT / "crds", ROOT / "charts" / "lmcache-operator" / "files" / "crds")
 API = ROOT / "docs" / "reference" / "api.md"
 RESOURCE = ROOT / "docs" / "reference" / "resource.md"
+METRICS = ROOT / "docs" / "reference" / "metrics.md"
 STATS = ROOT / "docs" / "reference" / "stats.md"
 PROTO_CODE = [
     ROOT / f"{name}_pb2.{suffix}"
@@ -32,7 +33,8 @@ def generated() -> dict[Path, str]:
     with tempfile.TemporaryDirectory() as out:
         subprocess.run([ROOT / "tools" / "generate_proto.sh", out], check=True)
         code = {path: (Path(out) / path.relative_to(ROOT)).read_text() for path in PROTO_CODE}
-    docs = {API: api_docs.render(), RESOURCE: resource_docs.render(), STATS: stats_docs.render()}
+    docs = {API: api_docs.render(), RESOURCE: resource_docs.render()}
+    docs |= {METRICS: metrics_docs.render(), STATS: stats_docs.render()}
     return {**crds, **docs, **code}
 
 
