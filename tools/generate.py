@@ -10,11 +10,12 @@ from pathlib import Path
 
 from lmcache_operator.api.crd import render
 
-from tools import api_docs, metrics_docs, resource_docs, stats_docs
+from tools import api_docs, dashboards, metrics_docs, resource_docs, stats_docs
 from tools.kube import schemas
 
 ROOT = Path(__file__).resolve().parent.parent
-CRDS = (ROOT / "crds", ROOT / "charts" / "lmcache-operator" / "files" / "crds")
+CHART_FILES = ROOT / "charts" / "lmcache-operator" / "files"
+CRDS = (ROOT / "crds", CHART_FILES / "crds")
 API = ROOT / "docs" / "reference" / "api.md"
 RESOURCE = ROOT / "docs" / "reference" / "resource.md"
 METRICS = ROOT / "docs" / "reference" / "metrics.md"
@@ -35,7 +36,8 @@ def generated() -> dict[Path, str]:
         code = {path: (Path(out) / path.relative_to(ROOT)).read_text() for path in PROTO_CODE}
     docs = {API: api_docs.render(), RESOURCE: resource_docs.render()}
     docs |= {METRICS: metrics_docs.render(), STATS: stats_docs.render()}
-    return {**crds, **docs, **code}
+    boards = {CHART_FILES / "dashboards" / name: text for name, text in dashboards.render().items()}
+    return {**crds, **docs, **code, **boards}
 
 
 def main() -> int:
