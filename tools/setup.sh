@@ -28,10 +28,15 @@ missing=""
 need() { command -v "$1" >/dev/null 2>&1 || missing="$missing $2"; }
 need redis-server redis-server
 need openssl openssl
+can_install() { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; }
+if [ "${1:-}" != base ]; then  # only tests need Prometheus, so its absence stops nobody else
+  if can_install; then need promtool prometheus
+  elif ! command -v promtool >/dev/null 2>&1; then say "tests of metrics need Prometheus: sudo apt-get install prometheus"; fi
+fi
 need "$python" python3
 "$python" -m pip --version >/dev/null 2>&1 || command -v uv >/dev/null 2>&1 || missing="$missing python3-pip"
 if [ -n "$missing" ]; then
-  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+  if can_install; then
     say "installing Debian packages:$missing"
     apt-get update -qq
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing >/dev/null

@@ -10,6 +10,7 @@ from lmcache_operator.components.injection.profile import profile
 from lmcache_operator.specs.names import INJECT_LABEL, STOCK_IMAGES
 
 from testing.kube.cluster import Cluster
+from tests.harness import alert_rules
 from tests.harness.kube import (
     CHART,
     helm_error,
@@ -49,16 +50,23 @@ def test_monitoring_objects_are_rendered_only_if_enabled(plane):
     labels = objects["Deployment", name]["spec"]["template"]["metadata"]["labels"]
     assert operator["spec"]["selector"]["matchLabels"].items() <= labels.items()
     assert sidecars["spec"]["namespaceSelector"] == {"any": True}
-    (group,) = objects["PrometheusRule", name]["spec"]["groups"]
-    runbooks = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in group["rules"]}
-    assert len(runbooks) == 8
+    rules = objects["PrometheusRule", name]["spec"]["groups"]
+    runbooks = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in rules[-1]["rules"]}
     assert all(url.endswith(f"/docs/runbooks/{alert}.md") for alert, url in runbooks.items())
-    assert any("{{ $labels.pod }}" in rule["annotations"]["summary"] for rule in group["rules"])
-    json.loads(objects["ConfigMap", f"{name}-dashboard"]["data"]["lmcache.json"])
+    boards = objects["ConfigMap", f"{name}-dashboards"]["data"]
+    assert {json.loads(text)["uid"] for text in boards.values()} == {
+        key.removesuffix(".json") for key in boards
+    }
     listed = rendered(plane, *flags, "watchNamespaces={a,b}")
     for suffix in ("sidecars", "injected"):
         (monitor,) = [obj for obj in listed if obj["metadata"]["name"] == f"{name}-{suffix}"]
         assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["a", "b"]}
+
+
+def test_rendered_rules_are_those_that_promtool_tests(plane):
+    flags = ["monitoring.enabled=true", f"monitoring.runbookUrl={alert_rules.RUNBOOKS}"]
+    (rule,) = [obj for obj in rendered(plane, *flags) if obj["kind"] == "PrometheusRule"]
+    assert rule["spec"]["groups"] == alert_rules.groups()
 
 
 @pytest.mark.parametrize(
