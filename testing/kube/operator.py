@@ -80,8 +80,8 @@ class Operator(ChildProcess):
         self.token = ""
         """Id of the token of its current run, which audit events have, too."""
         self._plane, self._account, self._program = plane, account, program
-        self._health_port, self._metrics_port = free_ports(2)
-        self._flags = (*flags, f"--health-port={self._health_port}", f"--metrics-port={self._metrics_port}")
+        self._health_port, self.metrics_port = free_ports(2)
+        self._flags = (*flags, f"--health-port={self._health_port}", f"--metrics-port={self.metrics_port}")
         self._marks = 0, 0
 
     def start(self) -> None:
@@ -105,9 +105,14 @@ class Operator(ChildProcess):
 
     def metric(self, name: str) -> float:
         """The value of a metric in its /metrics, summed over all labels."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics_port}/metrics", timeout=60) as answer:
-            text = answer.read().decode()
-        return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+        pattern = rf"^{name}(?:{{.*}})? (\S+)$"
+        return sum(float(value) for value in re.findall(pattern, self.metrics(), re.MULTILINE))
+
+    def metrics(self) -> str:
+        """The text of its /metrics."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=60) as answer:
+            text: str = answer.read().decode()
+        return text
 
     def num_reconciliations(self) -> float:
         """Number of reconciliations of all LMCacheClusters."""

@@ -17,6 +17,7 @@ from lmcache.kv_groups import KVGroup
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.hello import ClientHello, Role
 from lmcache.rpc.session import Scheduled, Session
+from lmcache.rpc.times import RequestTimes
 from lmcache.tiers.base import ROW_KEY_BYTES
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
@@ -57,12 +58,15 @@ class Engine:
         namespace: bytes,
         row_bytes: int,
         prefill_tokens_per_second: float = PREFILL_TOKENS_PER_SECOND,
+        model: str = "",
     ) -> None:
         """Promotions that would be slower than ``prefill_tokens_per_second`` are not awaited."""
         self._namespace, self._prefill = namespace, prefill_tokens_per_second
         uid, group = uuid.uuid4().bytes, KVGroup(group=0, block_tokens=16, chunk_bytes=row_bytes)
         self._clients = [
-            SidecarClient(sidecar.socket_path, ClientHello(role, uid, namespace, TOKENS, (group,)))
+            SidecarClient(
+                sidecar.socket_path, ClientHello(role, uid, namespace, TOKENS, (group,), model=model)
+            )
             for role in (Role.SCHEDULER, Role.WORKER)
         ]
         for client in self._clients:
@@ -76,10 +80,15 @@ class Engine:
         session: Session = wait_until(partial(getattr, self._clients[number], "session"), what="attached")
         return session
 
-    def serve(self, name: str, keys: tuple[int, ...]) -> tuple[int, int]:
+    def serve(self, name: str, keys: tuple[int, ...], num_in_engine: int = 0) -> tuple[int, int]:
         """Serve a request. Returns the number of leading rows in memory, and of further rows that lower tiers
-        promoted. Afterwards all rows are stored."""
+        promoted. Afterwards all rows are stored.
+
+        ``num_in_engine`` leading rows are in the engine's own cache, too, and are not loaded. The engine
+        reports the time of the lookup, which is also the time to the first token: it computes nothing.
+        """
         scheduler, worker = self._session(0), self._session(1)
+        begin = time.monotonic()
         names = b"".join(self._namespace + _digest(key) for key in keys)
         look_up = partial(
             scheduler.lookup, name,
@@ -95,14 +104,19 @@ class Engine:
             num_hits = max(num_hits, _num_leading(scheduler, names))
         if num_hits:
             look_up([(0, names[: num_hits * ROW_KEY_BYTES])])
-        scheduled = Scheduled(num_hit_chunks=num_hits, num_loaded_tokens=num_hits * TOKENS)
+        num_loaded = max(0, num_hits - num_in_engine)
+        scheduled = Scheduled(
+            num_in_engine, num_in_engine + num_loaded, num_loaded * TOKENS, reports_times=True
+        )
+        seconds = time.monotonic() - begin
         look_up([(0, names)], hint=True, scheduled=scheduled)
         if missing := names[num_hits * ROW_KEY_BYTES :]:
             reserved = worker.reserve(0, missing, request_id=name, first_chunk=num_hits, timeout=_RPC_SECONDS)
             if slots := [reservation.slot for reservation in reserved if reservation.slot]:
                 with worker.copying():
                     worker.commit(slots, timeout=_RPC_SECONDS)
-        scheduler.release([name], timeout=_RPC_SECONDS)
+        times = RequestTimes(name, lookup_seconds=seconds, first_token_seconds=seconds)
+        scheduler.release([name], timeout=_RPC_SECONDS, times=[times])
         return in_memory, num_hits - in_memory
 
 
