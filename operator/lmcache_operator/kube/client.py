@@ -138,6 +138,26 @@ class KubeApi:
         )
         return await self._exchange(method, url, headers, None, seconds, max_bytes)
 
+    async def date(self, *, seconds: float) -> str:
+        """Return the header Date of an answer of the API server; empty without an answer."""
+        method, url, headers, *_ = await self._client.param_serialize(
+            "GET", "/version", header_params={}, auth_settings=["BearerToken"]
+        )
+        try:
+            response = await self._client.call_api(method, url, headers, _request_timeout=seconds)
+            await response.read()
+            return str(response.headers.get("Date", ""))
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return ""
+
+    async def is_allowed(self, attributes: Mapping[str, str], user: str = "") -> bool:
+        """Whether a user has a right. ``user`` is a name; empty: the client's own. Stores no object."""
+        plural = "subjectaccessreviews" if user else "selfsubjectaccessreviews"
+        spec: Object = {"resourceAttributes": dict(attributes)} | ({"user": user} if user else {})
+        path = f"/apis/authorization.k8s.io/v1/{plural}"
+        _, answer = await self._call("POST", path, {"apiVersion": "authorization.k8s.io/v1", "spec": spec})
+        return bool(answer["status"]["allowed"])
+
     @asynccontextmanager
     async def web_socket(
         self, path: str, protocol: str, *, seconds: float

@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import pytest
@@ -200,6 +201,25 @@ def test_find_passes_selectors(server: Server) -> None:
     ]  # fmt: skip
 
 
+def test_access_review_names_a_user_only_if_it_is_about_another_one(server: Server) -> None:
+    server.answer = (201, {"status": {"allowed": True}})
+    attributes = {"verb": "get", "resource": "pods"}
+    assert asyncio.run(call(server, "is_allowed", attributes)) is True
+    server.answer = (201, {"status": {"allowed": False, "denied": True}})
+    assert asyncio.run(call(server, "is_allowed", attributes, "system:serviceaccount:n:a")) is False
+    (_, path, _, body), (_, path_of_other, _, body_of_other) = server.requests
+    root = "/apis/authorization.k8s.io/v1"
+    assert (path, path_of_other) == (f"{root}/selfsubjectaccessreviews", f"{root}/subjectaccessreviews")
+    assert json.loads(body)["spec"] == {"resourceAttributes": attributes}
+    assert json.loads(body_of_other)["spec"]["user"] == "system:serviceaccount:n:a"
+
+
+def test_date_is_that_of_the_server_or_empty(server: Server) -> None:
+    date = parsedate_to_datetime(asyncio.run(call(server, "date", seconds=60.0)))
+    assert abs((datetime.now(UTC) - date).total_seconds()) < 600
+    assert asyncio.run(call(server, "date", seconds=60.0, is_down=True)) == ""
+
+
 # -- the fence
 
 RUNNING: Any = {"metadata": {"name": "p", "namespace": "n", "uid": "u"}}
@@ -229,7 +249,7 @@ def test_write_is_refused_without_enough_time_for_the_answer(
 
 
 def test_every_writing_call_is_fenced() -> None:
-    reads = {"get", "find", "is_ending", "read", "serves", "settle", "web_socket"}
+    reads = {"get", "find", "is_ending", "read", "serves", "settle", "web_socket", "date", "is_allowed"}
     calls = {name for name in vars(KubeApi) if not name.startswith("_")}
     assert calls == reads | {name for name, _ in WRITES}
 
