@@ -1,4 +1,7 @@
-"""Prints what commands found: tables for people, JSON and YAML for programs. Pure but for `is_colorful`."""
+"""Prints what commands found: tables for people, JSON and YAML for programs.
+
+Pure but for `is_colorful` and `terminal_width`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import argparse
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Sequence
+from textwrap import wrap
 from typing import Any, TextIO
 
 import yaml
@@ -15,6 +20,7 @@ FORMATS = ("table", "json", "yaml")
 _CODES = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33}
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _BAR = "█"
+_MIN_WIDTH, _MAX_WIDTH = 60, 120
 
 
 def describe(parser: argparse.ArgumentParser, about: str, epilog: str) -> None:
@@ -71,6 +77,16 @@ def table(rows: Iterable[Sequence[str]], *, right: Iterable[int] = ()) -> list[s
 def width(text: str) -> int:
     """Return the columns that a text takes on a terminal."""
     return len(_ESCAPES.sub("", text))
+
+
+def terminal_width() -> int:
+    """Return the columns to use: those of the terminal, within limits at which text is readable."""
+    return max(_MIN_WIDTH, min(_MAX_WIDTH, shutil.get_terminal_size().columns))
+
+
+def wrapped(text: str, columns: int, begin: str, *, indent: int = 2) -> list[str]:
+    """Return a text as lines. ``begin``: start of the first line. ``indent``: spaces before the others."""
+    return wrap(text, columns, initial_indent=begin, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def bar(share: float, columns: int) -> str:

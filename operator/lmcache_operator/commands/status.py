@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from textwrap import wrap
 from typing import Any
 
 from lmcache.common.units import format_size, parse_size
@@ -25,7 +23,7 @@ from lmcache_operator.specs.merge import dig
 
 _MAX_PODS = 12
 """Pods that are listed without --all-pods. Pods with a problem come first."""
-_BAR_COLUMNS, _MIN_WIDTH, _MAX_WIDTH = 24, 60, 120
+_BAR_COLUMNS = 24
 _CLEAR = "\x1b[H\x1b[2J"
 _GOOD = {"Degraded": "False", "Progressing": "False"}
 """Status of conditions if all is well; "True" for the others."""
@@ -74,7 +72,7 @@ def _text(arguments: argparse.Namespace, gathered: Gathered) -> str:
     if arguments.output != "table":
         return printing.document(status, arguments.output)
     style = printing.Style(printing.is_colorful(sys.stdout))
-    width = max(_MIN_WIDTH, min(_MAX_WIDTH, shutil.get_terminal_size().columns))
+    width = printing.terminal_width()
     return "\n".join(screen(status, style, width, all_pods=arguments.all_pods)) + "\n"
 
 
@@ -175,7 +173,7 @@ def screen(
         yield style.title("CONDITIONS")
         for condition in bad:
             text = f"{condition['type']} is {condition['status']} ({condition['reason']}): "
-            yield from _wrapped(text + plain(condition["message"]), width, "  ")
+            yield from printing.wrapped(text + plain(condition["message"]), width, "  ")
         yield ""
     yield from _next_steps(status, style, width)
 
@@ -253,13 +251,9 @@ def _next_steps(status: Mapping[str, Any], style: printing.Style, width: int) ->
     if steps:
         yield style.title("WHAT TO DO NEXT")
     for step in steps:
-        yield from _wrapped(step, width, "- ")
+        yield from printing.wrapped(step, width, "- ")
 
 
 def _titled(lines: Sequence[str], style: printing.Style) -> Iterator[str]:
     yield style.title(lines[0])
     yield from lines[1:]
-
-
-def _wrapped(text: str, width: int, begin: str) -> list[str]:
-    return wrap(text, width, initial_indent=begin, subsequent_indent="  ", break_on_hyphens=False)
