@@ -23,7 +23,8 @@ _ALL_SECONDS, _POD_SECONDS = 4.5, 3.0
 _MAX_AT_ONCE = 64
 _METRICS_PORTS = ("metrics", "lmcache-metrics")
 _SIDECARS = (names.SIDECAR, INJECTED_SIDECAR)
-_NO_TIME = f"not asked: the others took all of the {_ALL_SECONDS:g} s"
+NO_TIME = "not asked: the other pods took all of the time"
+"""Problem of a pod whose turn did not come."""
 STATS = "/stats"
 
 
@@ -35,6 +36,8 @@ class PodFigures(NamedTuple):
     """/stats of the sidecar; empty if it did not answer."""
     problem: str = ""
     """Why there is no answer; empty: there is one."""
+    answered_at: float = 0.0
+    """Time of the answer on the user's clock, in seconds since 1970."""
 
     @property
     def name(self) -> str:
@@ -79,12 +82,12 @@ async def pods_of(connection: Connection, name: str) -> list[Object]:
         *(connection.api.find(POD, connection.namespace, labelSelector=selector) for selector in selectors)
     )
     by_name = {pod["metadata"]["name"]: pod for pods in matching for pod in pods}
-    return [by_name[name] for name in sorted(by_name, key=_natural)]
+    return [by_name[name] for name in sorted(by_name, key=natural_order)]
 
 
-async def read_stats(get: Get, pods: Sequence[Object]) -> list[PodFigures]:
+async def read_stats(get: Get, pods: Sequence[Object], *, seconds: float = _ALL_SECONDS) -> list[PodFigures]:
     """Read /stats of all pods, several at once. Pods that are not reached in time get the reason."""
-    return await read_each(pods, lambda pod: _read(get, pod, STATS))
+    return await read_each(pods, lambda pod: _read(get, pod, STATS), seconds=seconds)
 
 
 async def read_each(
@@ -104,7 +107,7 @@ async def read_each(
         for task in late:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return [answers.get(pod["metadata"]["uid"]) or PodFigures(pod, problem=_NO_TIME) for pod in pods]
+    return [answers.get(pod["metadata"]["uid"]) or PodFigures(pod, problem=NO_TIME) for pod in pods]
 
 
 async def _read(get: Get, pod: Object, path: str) -> PodFigures:
@@ -126,7 +129,7 @@ async def _read(get: Get, pod: Object, path: str) -> PodFigures:
         stats = None
     if not isinstance(stats, dict):
         return PodFigures(pod, problem=f"the answer of port {port} is not of a sidecar: {text[:80]}")
-    return PodFigures(pod, stats)
+    return PodFigures(pod, stats, answered_at=time.time())
 
 
 def sidecar_port(pod: Object) -> int | None:
@@ -153,7 +156,7 @@ def missing_rights(figures: Sequence[PodFigures], namespace: str) -> list[str]:
     ]
 
 
-def _natural(name: str) -> tuple[str, int]:
+def natural_order(name: str) -> tuple[str, int]:
     """Sort key of pod names: a number at the end counts as a number."""
     start, _, end = name.rpartition("-")
     return (start, int(end)) if end.isdecimal() else (name, -1)
