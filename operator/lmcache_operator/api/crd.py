@@ -25,7 +25,14 @@ def crd(definitions: Mapping[str, Any]) -> dict[str, Any]:
     ``definitions`` are the JSON schemas of Kubernetes' own types. They let the API server refuse wrong types
     in a pod template, and kubectl unknown fields. Both refuse unbounded nesting.
     """
-    root = {
+    more = {"subresources": {"status": {}, "scale": _SCALE}, "additionalPrinterColumns": _COLUMNS}
+    names = {"shortNames": ["lmcluster"], "categories": ["lmcache"]}
+    return _definition(KIND, PLURAL, _resolved(declared_schema(), definitions), names, more)
+
+
+def declared_schema() -> dict[str, Any]:
+    """Return the schema of LMCacheCluster. The keyword ``shape`` stands for the types of Kubernetes."""
+    return {
         "type": "object",
         "description": "Engine pods of an LLM server, each with a sidecar that caches KV in tiers.",
         "required": ["spec"],
@@ -36,9 +43,6 @@ def crd(definitions: Mapping[str, Any]) -> dict[str, Any]:
         },
         **_validations((CLUSTER_NAME,)),
     }  # fmt: skip
-    more = {"subresources": {"status": {}, "scale": _SCALE}, "additionalPrinterColumns": _COLUMNS}
-    names = {"shortNames": ["lmcluster"], "categories": ["lmcache"]}
-    return _definition(KIND, PLURAL, _resolved(root, definitions), names, more)
 
 
 def profile_crd(definitions: Mapping[str, Any]) -> dict[str, Any]:
