@@ -194,6 +194,7 @@ class Daemon:
             "version": lmcache.__version__,
             "protocol_version": service.PROTOCOL_VERSION,
             "pid": os.getpid(),
+            "time": round(time.time(), 3),
             "not_ready_reason": self.not_ready_reason,
         }
         return [Part("", facts, read(FIGURES, self)), *(self._sidecar.stats() if self._sidecar else ())]

@@ -21,6 +21,7 @@ from lmcache.tiers.base import LowerTier
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.contracts import Arena
 from lmcache.tiers.memory.tier import MemoryTier
+from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.stats import MemoryStats, TieredStats
 from lmcache.tiers.tiered.tier_worker import TierWorker
 from lmcache_sidecar.clients.registry import Client
@@ -339,7 +340,10 @@ def tier_part(name: str, handle: TierHandle, worker: TierWorker | None) -> Part:
             figures |= read([RESIDENCE], handle.tier)
     health = handle.tier.health if handle.tier is not None else None
     reason = health.problem if health is not None and health.is_open else handle.off_reason
-    facts = {"address": str(handle.tier.address) if handle.tier else handle.address, "off_reason": reason}
+    address = str(handle.tier.address) if handle.tier else handle.address
+    facts: dict[str, Any] = {"address": address, "off_reason": reason}
+    if isinstance(handle.tier, RemoteTier):
+        facts["servers"] = handle.tier.servers()
     if handle.shards is not None:
         facts["shards_problem"] = handle.shards.problem
     return Part(name, facts, figures, "lmcache_tier", {"tier": name})

@@ -244,6 +244,11 @@ def test_servers_report_their_usage_and_residence(servers):
     now[0] = 10.0
     remote.check()
     assert remote.used_bytes > used_bytes_empty + (4 << 20) // 2
+    first, second = remote.servers()
+    assert (first["name"], first["problem"], first["policy"]) == (name_of(servers[0]), "", "allkeys-lru")
+    assert (first["max_bytes"], second["policy"]) == (4 << 20, "noeviction")
+    assert first["used_bytes"] + second["used_bytes"] == remote.used_bytes
+    assert 0 < first["answer_seconds"] < 60
     evicted = servers[0].client.info("stats")["evicted_keys"]
     assert remote.stats.evicted == evicted > 0
     received = (evicted + servers[0].client.dbsize()) * 200_000
@@ -255,6 +260,10 @@ def test_servers_report_their_usage_and_residence(servers):
     remote.check()
     assert not remote.health.is_open
     assert remote.used_bytes == pytest.approx(servers[1].client.info("memory")["used_memory"], rel=0.2)
+    assert remote.servers()[0] == {"name": name_of(servers[0]), "problem": ""}
+    servers[0].kill()
+    remote.check()
+    assert "refused" in remote.servers()[0]["problem"]
     remote.close()
 
 

@@ -20,7 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lmcache.common.recent import Recent
 from lmcache.tiers.base import Loaded, ObjectId, RowKey
@@ -89,6 +89,18 @@ class RemoteTier:
         """Memory that all values use on the servers, including those of other clients; see LowerTier."""
         usages = self._usages.values()
         return sum(usage.used_bytes for usage in usages) if usages else None
+
+    def servers(self) -> list[dict[str, Any]]:
+        """Return the state of each server as plain data, for people. Servers that ``check`` could not ask
+        lack the figures."""
+        states = []
+        for server in self._topology.servers():
+            state: dict[str, Any] = {"name": server.name, "problem": server.circuit.problem}
+            if usage := self._usages.get(server):
+                state |= {"policy": usage.policy, "answer_seconds": round(usage.answer_seconds, 4)}
+                state |= {"used_bytes": usage.used_bytes, "max_bytes": usage.max_bytes}
+            states.append(state)
+        return states
 
     def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
         """Return how many leading rows have all their columns stored."""
@@ -220,7 +232,8 @@ class RemoteTier:
         usages, residence = {}, math.inf
         for server in self._topology.servers():
             with contextlib.suppress(TierUnavailableError, ServerError):
-                usage = Usage.parse(server.run(_ask_usage), self._clock())
+                replies, seconds = server.run(_ask_usage)
+                usage = Usage.parse(replies, self._clock(), seconds)
                 if usage is not None:
                     before, usages[server] = self._usages.get(server, usage), usage
                     residence = min(residence, usage.residence_seconds(before))
@@ -301,8 +314,10 @@ class RemoteTier:
         return Shards(ShardList(self.address.endpoints), make_server)
 
 
-def _ask_usage(connection: Connection) -> list[Reply | ServerError]:
+def _ask_usage(connection: Connection) -> tuple[list[Reply | ServerError], float]:
+    """Return the replies to ``QUESTIONS``, and the seconds that they took on an open connection."""
+    began = time.monotonic()
     replies = connection.call_all(QUESTIONS)
     if isinstance(replies[0], ServerError):
         raise replies[0]
-    return replies
+    return replies, time.monotonic() - began

@@ -16,6 +16,7 @@ QUESTIONS = ("PING",), ("INFO", "memory"), ("INFO", "stats")
 """Commands to send. PING works even if the user may not call INFO."""
 
 _FIELD = re.compile(rb"^(used_memory|maxmemory|evicted_keys|total_net_input_bytes):([0-9]{1,19})\r?$", re.M)
+_POLICY = re.compile(rb"^maxmemory_policy:([a-z-]{1,32})\r?$", re.M)
 
 
 class Usage(NamedTuple):
@@ -30,14 +31,22 @@ class Usage(NamedTuple):
     """Values evicted since the server's start."""
     received_bytes: int
     """Bytes received since the server's start."""
+    policy: str = ""
+    """Eviction policy, such as allkeys-lru; empty: the server does not report it."""
+    answer_seconds: float = 0.0
+    """Time that the server took to answer ``QUESTIONS``, including the network."""
 
     @classmethod
-    def parse(cls, replies: Sequence[object], now: float) -> Usage | None:
+    def parse(cls, replies: Sequence[object], now: float, answer_seconds: float = 0.0) -> Usage | None:
         """Parse the replies to ``QUESTIONS``. None: the server does not report its usage."""
         text = b"\n".join(reply for reply in replies if isinstance(reply, bytes))
         reported = {name: int(value) for name, value in _FIELD.findall(text)}
         names = b"used_memory", b"maxmemory", b"evicted_keys", b"total_net_input_bytes"
-        return cls(now, *map(reported.__getitem__, names)) if reported.keys() >= set(names) else None
+        if not reported.keys() >= set(names):
+            return None
+        policy = (*_POLICY.findall(text), b"")[0].decode()
+        used_bytes, max_bytes, num_evicted, received_bytes = map(reported.__getitem__, names)
+        return cls(now, used_bytes, max_bytes, num_evicted, received_bytes, policy, answer_seconds)
 
     def residence_seconds(self, before: Usage) -> float:
         """Return how long an unused value stays, at the rate since ``before``; infinite if unknown."""
