@@ -36,16 +36,19 @@ class Plugin:
 
 
 def create_pod(
-    plane: Cluster, namespace: str, cluster: str, number: int, *, port: int, address: str = ""
+    plane: Cluster, namespace: str, cluster: str, number: int, *, port: int, address: str = "", **engine: Any
 ) -> dict[str, Any]:
-    """Create a running engine pod whose sidecar listens on this port. It has no node and no kubelet."""
+    """Create a running engine pod whose sidecar listens on this port. It has no node and no kubelet.
+
+    ``engine`` are fields of the engine's container.
+    """
     name = f"{cluster}-engine-{number}"
     ports = [{"name": "metrics", "containerPort": port}]
     containers = {
         "initContainers": [
             {"name": "sidecar", "image": "i", "restartPolicy": "Always", "ports": ports},
         ],
-        "containers": [{"name": "engine", "image": "i"}],
+        "containers": [{"name": "engine", "image": "i"} | engine],
     }
     labels = {"lmcache.io/cluster": cluster, "lmcache.io/component": "engine"}
     plane.api.create(

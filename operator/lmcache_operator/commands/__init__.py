@@ -13,6 +13,7 @@ COMMANDS: Mapping[str, str] = {
     "explain": "show why prompts were computed",
     "report": "write a page about a cluster for people, as HTML",
     "bench": "measure what the cache of a cluster saves",
+    "doctor": "check an installation and its clusters, and say how to repair them",
     "curve": "show the hit ratio and value of each size of a cluster's cache tier",
 }
 """Commands with what they do. Each is a module with ``add_arguments(parser)``, imported if it is used."""

@@ -1,0 +1,238 @@
+"""``kubectl lmcache doctor`` on a real API server, with real faults, sidecars and Redis servers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from contextlib import ExitStack
+
+import pytest
+import yaml
+from vllm.version import __version__ as vllm_version
+
+from testing.child_process import free_port
+from testing.engine.process import ServedEngine, connector_config
+from testing.kube.api import ApiError, manifests
+from testing.kube.cluster import CRDS as DEFINITIONS
+from testing.kube.cluster import Cluster
+from testing.kube.operator import CRDS
+from testing.processes import RedisProcess, SidecarProcess
+from tests.harness.kube import CLUSTERS, NAME, example
+from tests.harness.plugin import Plugin, create_pod, kubeconfig_with
+
+pytestmark = pytest.mark.kube
+
+READ = {"apiGroups": ["lmcache.io"], "resources": ["lmcacheclusters"], "verbs": ["get", "list"]}
+LIST_PODS = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}
+GET_PROXY = {"apiGroups": [""], "resources": ["pods/proxy"], "verbs": ["get"]}
+REDIS = {"remote": {"external": {"url": "redis://redis.cache:6379"}}}
+
+
+@pytest.fixture
+def quiet(operator_process):
+    """No operator runs, so that no controller changes the pods of a test."""
+    if operator_process.is_running:
+        operator_process.kill()
+
+
+@pytest.fixture
+def kubectl(plane, chart, quiet, namespace, tmp_path):
+    return Plugin(plane, tmp_path, namespace)
+
+
+@pytest.fixture
+def doctor(kubectl):
+    """Run doctor. Returns its exit status, and level and statement by check."""
+
+    def run(*argv):
+        shown = kubectl("doctor", "-o", "json", *argv)
+        assert shown.stderr == ""
+        checks = json.loads(shown.stdout)["checks"]
+        return shown.returncode, {each["check"]: (each["level"], each["statement"]) for each in checks}
+
+    return run
+
+
+def create_cluster(plane, namespace, **spec):
+    plane.api.create(CLUSTERS, example(**spec), namespace)
+
+
+def is_served(plane):
+    with contextlib.suppress(ApiError):  # 429 while the API server opens the storage of a new kind
+        return plane.api.objects(CLUSTERS, "default") == []
+    return False
+
+
+def test_healthy_installation_has_no_failure(doctor, kubectl, plane, namespace):
+    with SidecarProcess(http_host="0.0.0.0") as sidecar:
+        create_cluster(plane, namespace, engine={"replicas": 1})
+        create_pod(plane, namespace, NAME, 0, port=sidecar.http_port)
+        mark = plane.mark()
+        status, checks = doctor()
+        assert plane.written_since(mark, namespace=namespace) == []
+        shown = kubectl("doctor", NAME)
+    for check in (
+        "kubernetesVersion", "crd:lmcacheclusters", "crd:lmcacheprofiles", "operator", "versions", "clocks",
+        "watchedNamespace", "userRights", "operatorRights", "spec", "podSecurity", "resourceQuota",
+        "limitRange", "sidecarVersions", "podClocks",
+    ):  # fmt: skip
+        assert checks[check][0] == "ok", checks[check]
+    # The pod is Ready, and no engine is attached.
+    assert checks["sidecars"] == (
+        "failure",
+        f"The engine serves without the cache. This concerns 1 pod: {NAME}-engine-0.",
+    )
+    assert status == 1
+    first, second, third = shown.stdout.splitlines()[:3]
+    assert first.startswith(f"FAILURE {namespace}/{NAME} sidecars: The engine serves without the cache.")
+    assert "-> Read the lines of LMCache in its log." in f"{second} {third}"
+    assert "\x1b" not in shown.stdout
+    assert yaml.safe_load(kubectl("doctor", "-o", "yaml").stdout)["version"] == 1
+
+
+@pytest.mark.vllm
+def test_engine_and_its_sidecar_are_checked(doctor, plane, namespace, tmp_path):
+    with ExitStack() as stack:
+        server = stack.enter_context(RedisProcess(maxmemory="64mb", maxmemory_policy="allkeys-lru"))
+        sidecar = stack.enter_context(SidecarProcess(http_host="0.0.0.0", remote_url=server.url))
+        port, config = free_port(), connector_config(sidecar.socket_path)
+        more = ("--host=0.0.0.0", "--enable-prefix-caching")
+        engine = stack.enter_context(ServedEngine(tmp_path / "log", port, config, *more))
+        engine.wait_ready()
+        sidecar.wait_until(lambda stats: stats["num_clients"]["attached"], timeout=300)
+        args = [f"--port={port}", f"--kv-transfer-config={json.dumps(config)}"]
+        args.append("--prefix-caching-hash-algo=sha256_cbor")
+        create_cluster(plane, namespace, tiers={"memory": {"size": "1Gi"}, **REDIS})
+        create_pod(plane, namespace, NAME, 0, port=sidecar.http_port, command=["vllm", "serve"], args=args)
+        _, checks = doctor(NAME)
+    assert checks["sidecars"] == ("ok", "Sidecars that are ready and in use: 1.")
+    assert checks["engineVersion"] == ("ok", f"The engines run vLLM {vllm_version}.")
+    assert checks["engineSettings"] == ("ok", "Prefix caching is on. A block has 32 tokens.")
+    for check in ("engineArguments", "privateKeys", "sidecarVersions", "remoteReachable", "remoteRefusals"):
+        assert checks[check][0] == "ok", checks[check]
+
+
+@pytest.mark.parametrize(
+    ("policy", "level", "text"),
+    [
+        ("noeviction", "failure", "The eviction policy is noeviction: a full server refuses new rows."),
+        ("allkeys-lru", "ok", "Servers with an allkeys policy and a memory limit of 64Mi: 1."),
+    ],
+)
+def test_eviction_policy_of_redis_is_checked(doctor, plane, namespace, policy, level, text):
+    with ExitStack() as stack:
+        options = {"maxmemory": "64mb", "maxmemory-policy": policy}
+        server = stack.enter_context(RedisProcess(**options))
+        sidecar = stack.enter_context(SidecarProcess(http_host="0.0.0.0", remote_url=server.url))
+        sidecar.wait_until(lambda stats: stats["remote"]["servers"][0].get("policy"))
+        create_cluster(plane, namespace, tiers={"memory": {"size": "1Gi"}, **REDIS})
+        create_pod(plane, namespace, NAME, 0, port=sidecar.http_port)
+        _, checks = doctor(NAME)
+        assert checks["remoteSettings"][0] == level
+        assert checks["remoteSettings"][1].startswith(text)
+        assert checks["remoteReachable"][0] == checks["remoteLatency"][0] == "ok"
+
+
+def test_unreachable_redis_is_a_failure(doctor, plane, namespace):
+    url = f"redis://127.0.0.1:{free_port()}/0"
+    with SidecarProcess(http_host="0.0.0.0", remote_url=url) as sidecar:
+        sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
+        create_cluster(plane, namespace, tiers={"memory": {"size": "1Gi"}, **REDIS})
+        create_pod(plane, namespace, NAME, 0, port=sidecar.http_port)
+        level, statement = doctor(NAME)[1]["remoteReachable"]
+    assert level == "failure"
+    assert "onnection refused" in statement
+
+
+def test_limits_of_the_namespace_are_checked(doctor, plane, namespace):
+    label = {"pod-security.kubernetes.io/enforce": "baseline"}
+    plane.api.patch("v1/namespaces", namespace, {"metadata": {"labels": label}})
+    quota = {"metadata": {"name": "small"}, "spec": {"hard": {"pods": "1", "limits.memory": "8Ti"}}}
+    plane.api.create("v1/resourcequotas", quota, namespace)
+    limits = [{"type": "Container", "default": {"memory": "1Gi"}}]
+    plane.api.create("v1/limitranges", {"metadata": {"name": "low"}, "spec": {"limits": limits}}, namespace)
+    model = example()["spec"]["model"] | {"volume": {"hostPath": {"path": "/models"}}}
+    create_cluster(plane, namespace, model=model, engine={"replicas": 2})
+    status, checks = doctor()
+    assert status == 1
+    assert checks["podSecurity"] == (
+        "failure",
+        "Pod Security level baseline refuses pods of component engine: volume models is a hostPath.",
+    )
+    assert checks["resourceQuota"][0] == checks["limitRange"][0] == "failure"
+    assert "2 missing pods of component engine need 2" in checks["resourceQuota"][1]
+    assert "more than its default limit 1Gi" in checks["limitRange"][1]
+
+
+@pytest.mark.parametrize(
+    ("name", "rules", "status", "check", "right"),
+    [
+        ("blind", [], 2, "clusters", "list lmcacheclusters.lmcache.io"),
+        ("few", [READ], 0, "sidecars", "list pods"),
+        ("some", [READ, LIST_PODS], 0, "sidecars", "get pods/proxy"),
+        ("reader", [READ, LIST_PODS, GET_PROXY], 1, "operator", "list deployments.apps"),
+    ],
+)
+def test_missing_right_is_named(kubectl, plane, namespace, name, rules, status, check, right):
+    with SidecarProcess(http_host="0.0.0.0") as sidecar:
+        create_cluster(plane, namespace)
+        create_pod(plane, namespace, NAME, 0, port=sidecar.http_port)
+        kubeconfig = kubeconfig_with(plane, namespace, name, rules)
+        shown = kubectl("doctor", "-o", "json", "--kubeconfig", kubeconfig)
+    checks = {each["check"]: each for each in json.loads(shown.stdout)["checks"]}
+    assert (checks[check]["level"], checks[check]["missingRight"]) == ("unknown", right)
+    assert checks["kubernetesVersion"]["level"] == "ok"
+    # A user who reads the sidecar sees that no engine is attached.
+    assert shown.returncode == status
+
+
+def test_unknown_cluster_is_an_error(kubectl, namespace):
+    shown = kubectl("doctor", "nobody")
+    assert shown.returncode == 2
+    assert f"there is no LMCacheCluster nobody in namespace {namespace}" in shown.stderr
+
+
+def test_sidecars_that_hang_are_counted(kubectl, plane, namespace):
+    create_cluster(plane, namespace)
+    with socket.create_server(("0.0.0.0", 0)) as silent:  # accepts, and never answers
+        for number in range(100):
+            create_pod(plane, namespace, NAME, number, port=silent.getsockname()[1])
+        shown = kubectl("doctor", "-o", "json")
+    about = [each for each in json.loads(shown.stdout)["checks"] if each["check"] == "sidecars"]
+    # On a busy machine, the time may end before any pod's.
+    assert {each["level"] for each in about} <= {"warning", "unknown"}
+    assert all(" of 100 " in each["statement"] for each in about)
+    assert 1 <= len(about) <= 3
+
+
+def test_missing_and_old_definitions_are_found(tmp_path):
+    with Cluster() as plane:
+        kubectl = Plugin(plane, tmp_path, "default")
+        shown = kubectl("doctor")
+        assert shown.returncode == 1
+        text = " ".join(shown.stdout.split())
+        assert "The API server has no LMCacheClusters." in text
+        assert "The CRD lmcacheclusters.lmcache.io is missing." in text
+        assert "kubectl apply --server-side -f crds/" in text
+        assert "No Deployment of the operator exists." in text
+        for definition in manifests(*CRDS):
+            schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+            if "spec" in schema["properties"]:
+                schema["properties"]["spec"]["properties"]["tiers"]["properties"].pop("disk")
+                # Rules that refer to the field would be invalid.
+                schema["properties"]["spec"]["x-kubernetes-validations"] = []
+            plane.api.apply(DEFINITIONS, definition)
+        plane.wait(lambda: is_served(plane))
+        labels = {"lmcache.io/inject": NAME}
+        pod = {
+            "metadata": {"name": "own", "labels": labels},
+            "spec": {"containers": [{"name": "c", "image": "i"}]},
+        }
+        plane.api.create("v1/pods", pod, "default")
+        shown = kubectl("doctor")
+        assert shown.stderr == ""
+        text = " ".join(shown.stdout.split())
+        assert "is of another version: it lacks spec.tiers.disk, and 2 more." in text
+        assert "The admission policy of the chart, or its binding, is missing." in text
+        assert f"Pods name an LMCacheCluster {NAME} that does not exist in the namespace: own." in text

@@ -1,0 +1,181 @@
+"""``doctor``: checks of the installation and of the namespace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from lmcache_operator.api import GROUP, PLURAL
+from lmcache_operator.commands.doctor.answers import Answer
+from lmcache_operator.commands.doctor.checks import run_checks
+from lmcache_operator.commands.doctor.checks.rights import FORWARD, OPERATOR_RIGHTS, PROXY, USER_RIGHTS
+from lmcache_operator.commands.doctor.command import exit_status
+from lmcache_operator.commands.doctor.facts import Right
+from lmcache_operator.commands.doctor.results import Level
+
+from tests.harness.command_world import NOW
+from tests.harness.doctor_world import (
+    FORBIDDEN,
+    cluster_facts,
+    definition,
+    deployment,
+    facts,
+    figures,
+    listing,
+    problems,
+)
+
+FAILURE, WARNING, UNKNOWN = Level.FAILURE, Level.WARNING, Level.UNKNOWN
+MISSING = Answer(404)
+NO_SIDECARS = dict.fromkeys(USER_RIGHTS, True) | {PROXY: False, FORWARD: False}
+NO_SECRETS = dict.fromkeys(OPERATOR_RIGHTS, True) | {Right("create", "", "secrets"): False}
+CRD = f"{PLURAL}.{GROUP}"
+INJECTED = {
+    "metadata": {"name": "pod-0", "labels": {"lmcache.io/inject": "demo"}},
+    "spec": {"initContainers": [{"name": "lmcache-sidecar"}], "containers": [{"name": "c"}]},
+}
+BARE = INJECTED | {"spec": {"containers": [{"name": "c"}]}}
+STRANGER = BARE | {"metadata": {"name": "pod-1", "labels": {"lmcache.io/inject": "nobody"}}}
+
+
+def changed_definition(change: str) -> Answer:
+    """Return the CRD of another version."""
+    live = definition()
+    spec = live["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
+    if change == "older":
+        del spec["tiers"]["properties"]["disk"]
+    elif change == "newer":
+        spec["tiers"]["properties"]["tape"] = {"type": "string"}
+    elif change == "rules":
+        spec["engine"]["properties"]["replicas"]["maximum"] = 3
+    elif change == "text":
+        spec["engine"]["description"] = "Another text."
+    elif change == "template":
+        del spec["engine"]["properties"]["podTemplate"]["properties"]["metadata"]
+    elif change == "version":
+        live["spec"]["versions"][0]["name"] = "v9"
+    return Answer(200, live)
+
+
+def found_problems(**changes):
+    return problems(run_checks(facts(**changes)))
+
+
+def test_healthy_installation_has_no_problem():
+    results = run_checks(facts())
+    assert problems(results) == []
+    assert {result.subject for result in results} == {"installation", "team", "team/demo"}
+    assert exit_status(facts(), results, is_strict=True) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "level", "text"),
+    [
+        ({"version": Answer(200, {"gitVersion": "v1.32.9"})}, "kubernetesVersion", FAILURE, "not supported"),
+        ({"version": Answer(200, {"gitVersion": "moon"})}, "kubernetesVersion", WARNING, "'moon'"),
+        ({"version": Answer()}, "kubernetesVersion", UNKNOWN, "did not answer in time"),
+        ({"operators": listing()}, "operator", FAILURE, "No Deployment of the operator exists"),
+        ({"operators": FORBIDDEN}, "operator", UNKNOWN, 'lacks the right "list things"'),
+        ({"operators": listing(deployment(ready=0))}, "operator", FAILURE, "0 of 2 pods"),
+        ({"operators": listing(deployment(ready=1))}, "operator", WARNING, "1 of 2 pods"),
+        ({"operators": listing(deployment("a"), deployment("b"))}, "operator", WARNING, "2 operators"),
+        ({"operators": listing(deployment(version="0.9.0"))}, "versions", WARNING, "lmcache has 0.9.0"),
+        ({"operators": listing(deployment(args=("--namespace=a",)))}, "watchedNamespace", FAILURE,
+         "does not watch namespace team"),
+        ({"listed_clusters": MISSING, "clusters": ()}, "clusters", FAILURE, "has no LMCacheClusters"),
+        ({"listed_clusters": FORBIDDEN, "clusters": ()}, "clusters", UNKNOWN, "list things"),
+        ({"listed_clusters": listing(), "clusters": ()}, "clusters", WARNING, "has no LMCacheCluster"),
+        ({"user_rights": NO_SIDECARS}, "userRights", WARNING,
+         'lacks the right "get pods/proxy", which reads sidecars. It also lacks: create pods/portforward'),
+        ({"user_rights": dict.fromkeys(USER_RIGHTS)}, "userRights", UNKNOWN, "did not answer in time"),
+        ({"operator_rights": NO_SECRETS}, "operatorRights", FAILURE, "create secrets"),
+        ({"operator_rights": {}, "operator_rights_problem": FORBIDDEN}, "operatorRights", UNKNOWN, "things"),
+        ({"injected_pods": listing(BARE), "policies": MISSING}, "injectionPolicy", FAILURE, "have no effect"),
+        ({"injected_pods": listing(BARE), "policies": listing()}, "injectionPolicy", FAILURE, "is missing"),
+        ({"injected_pods": listing(BARE), "bindings": listing()}, "injectionPolicy", FAILURE, "is missing"),
+        ({"injected_pods": listing(BARE), "bindings": FORBIDDEN}, "injectionPolicy", UNKNOWN, "list things"),
+        ({"injected_pods": FORBIDDEN}, "injectionPolicy", UNKNOWN, "list things"),
+        ({"injected_pods": listing(STRANGER, BARE)}, "injectionNames", FAILURE, "nobody that does not exist"),
+    ],
+)  # fmt: skip
+def test_fault_is_found_and_nothing_else(changes, check, level, text):
+    ((found_check, found_level, statement),) = found_problems(**changes)
+    assert (found_check, found_level) == (check, level)
+    assert text in statement
+
+
+def test_pods_injected_from_files_need_no_policy():
+    assert found_problems(injected_pods=listing(INJECTED), policies=MISSING) == []
+
+
+def test_either_right_suffices_to_read_sidecars():
+    assert found_problems(user_rights=dict.fromkeys(USER_RIGHTS, True) | {FORWARD: False}) == []
+
+
+def test_label_of_a_cluster_that_was_not_read_is_no_problem():
+    assert found_problems(injected_pods=listing(STRANGER), has_one_cluster=True) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "level", "text"),
+    [
+        (MISSING, FAILURE, "is missing"),
+        (FORBIDDEN, UNKNOWN, "list things"),
+        (Answer(200, definition() | {"status": {}}), FAILURE, "does not serve the CRD"),
+        (changed_definition("older"), FAILURE, "it lacks spec.tiers.disk, and 2 more"),
+        (changed_definition("newer"), WARNING, "it adds spec.tiers.tape"),
+        (changed_definition("rules"), WARNING, "other rules than this version for spec.engine.replicas"),
+        (changed_definition("version"), FAILURE, "does not serve version v1alpha1"),
+    ],
+)
+def test_definition_of_another_version_is_found(answer, level, text):
+    definitions = facts().definitions | {CRD: answer}
+    ((check, found_level, statement),) = found_problems(definitions=definitions)
+    assert (check, found_level) == ("crd:lmcacheclusters", level)
+    assert text in statement
+
+
+@pytest.mark.parametrize("change", ["text", "template"])
+def test_texts_and_types_of_kubernetes_may_differ(change):
+    definitions = facts().definitions | {CRD: changed_definition(change)}
+    assert found_problems(definitions=definitions) == []
+
+
+def test_wrong_clock_of_the_user_is_found():
+    right = cluster_facts(figures(time=NOW - 7))
+    ((check, level, statement),) = problems(run_checks(facts(right, api_offset_seconds=-7.0)))
+    assert (check, level) == ("clocks", WARNING)
+    assert "differ by 7 s" in statement
+
+
+def test_exit_status_distinguishes_failures_and_unreadable_clusters():
+    warned = facts(operators=listing(deployment(ready=1)))
+    assert exit_status(warned, run_checks(warned), is_strict=False) == 0
+    assert exit_status(warned, run_checks(warned), is_strict=True) == 1
+    failed = facts(operators=listing())
+    assert exit_status(failed, run_checks(failed), is_strict=False) == 1
+    unread = replace(failed, listed_clusters=FORBIDDEN, clusters=())
+    assert exit_status(unread, run_checks(unread), is_strict=False) == 2
+
+
+def test_failures_stand_first():
+    offset = cluster_facts(figures(time=NOW + 9))
+    results = run_checks(facts(offset, operators=listing(), quotas=FORBIDDEN))
+    levels = [result.level for result in results]
+    assert levels[:3] == [FAILURE, WARNING, UNKNOWN]
+    assert set(levels[3:]) == {Level.OK}
+
+
+def test_rights_of_the_operator_are_those_of_the_chart():
+    chart = Path(__file__).resolve().parents[3] / "charts" / "lmcache-operator" / "templates"
+    _, _, text = (chart / "_helpers.tpl").read_text().partition('define "lmcache-operator.rules" -}}')
+    granted = {
+        Right(verb, group, resource)
+        for rule in yaml.safe_load(text.partition("{{- end }}")[0])
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    assert set(OPERATOR_RIGHTS) == granted

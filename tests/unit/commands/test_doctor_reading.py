@@ -1,0 +1,217 @@
+"""``doctor``: reading with faults of the API server, and printing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+from lmcache_operator.commands import printing
+from lmcache_operator.commands.connection import Connection
+from lmcache_operator.commands.doctor import view
+from lmcache_operator.commands.doctor.checks import run_checks
+from lmcache_operator.commands.doctor.facts import Facts
+from lmcache_operator.commands.doctor.pod_reading import read_engines
+from lmcache_operator.commands.doctor.reading import read_facts
+from lmcache_operator.commands.doctor.results import Level
+from lmcache_operator.errors import NoAnswerError, NotFoundError, RefusedError
+from lmcache_operator.kube.pod_http import PodAnswer
+
+from testing.child_process import REPOSITORY
+from tests.harness.command_world import pod, stats
+from tests.harness.doctor_world import deployment, engine, facts, listing
+from tests.harness.jumping_loop import now, run
+from tests.harness.operator_model import cluster
+
+ROOT = "/apis/lmcache.io/v1alpha1/namespaces/team/lmcacheclusters"
+PODS = "/api/v1/namespaces/team/pods"
+NO_KIND = (404, b"404 page not found\n")
+
+
+class ApiStandIn:
+    """An API server with pages by the beginning of their path. All other reads are refused, or hang."""
+
+    def __init__(self, pages: Mapping[str, Any], *, hangs: bool = False) -> None:
+        self.pages, self.hangs = pages, hangs
+
+    async def read(self, path: str, *, seconds: float, max_bytes: int) -> tuple[int, bytes]:
+        for beginning, page in self.pages.items():
+            if path.startswith(beginning):
+                return page if isinstance(page, tuple) else (200, json.dumps(page).encode())
+        if self.hangs:
+            await asyncio.sleep(seconds)
+            return 0, b"no answer: timeout"
+        return 403, b'{"kind":"Status","message":"no"}'
+
+    async def date(self, *, seconds: float) -> str:
+        await asyncio.sleep(seconds if self.hangs else 0)
+        return "Thu, 01 Jan 2026 00:00:00 GMT"
+
+    async def is_allowed(self, attributes: Mapping[str, str], user: str = "") -> bool:
+        await asyncio.sleep(3600.0 if self.hangs else 0)
+        if user:
+            raise RefusedError("POST", "subjectaccessreviews is forbidden: no")
+        return True
+
+    @asynccontextmanager
+    async def web_socket(self, path: str, protocol: str, *, seconds: float) -> Any:
+        await asyncio.sleep(seconds)
+        raise aiohttp.ClientConnectionError("hangs")
+        yield
+
+
+def read(pages: Mapping[str, Any], name: str | None = None, *, hangs: bool = False) -> Facts:
+    """Read the facts of namespace ``team``, in at most 4 s of the loop's time."""
+
+    async def timed() -> Facts:
+        connection = Connection(ApiStandIn(pages, hangs=hangs), "team")  # type: ignore[arg-type]
+        collected = await read_facts(connection, name, "")
+        assert now() <= 4.0
+        return collected
+
+    return run(timed())
+
+
+def labelled(number: int, **labels: str) -> dict[str, Any]:
+    item = pod(number, containers=[engine()])
+    item["metadata"]["labels"] = {f"lmcache.io/{name}": value for name, value in labels.items()}
+    return item
+
+
+def test_reads_that_hang_end_in_time_and_become_unknown():
+    pods = [labelled(number, cluster="demo", component="engine") for number in range(1000)]
+    lists = {f"{PODS}?labelSelector=lmcache.io/cluster": {"items": pods}, f"{PODS}?": {"items": []}}
+    collected = read({ROOT: listing(cluster()).body, **lists}, hangs=True)
+    assert len(collected.clusters[0].pods) == 1000
+    results = run_checks(collected)
+    unknown = {result.check for result in results if result.level is Level.UNKNOWN}
+    assert {"kubernetesVersion", "operator", "resourceQuota", "podSecurity"} <= unknown
+    sidecars = [result for result in results if result.check == "sidecars"]
+    assert {result.level for result in sidecars} == {Level.WARNING, Level.UNKNOWN}
+    assert "64 of 1000 pods: demo-engine-0, and 63 more." in sidecars[0].statement
+    assert "936 of 1000 sidecars: not asked" in sidecars[1].statement
+
+
+def test_api_server_that_hangs_is_an_error():
+    with pytest.raises(NoAnswerError, match="no answer: timeout"):
+        read({}, hangs=True)
+
+
+def test_refused_reads_name_the_missing_rights():
+    results = run_checks(read({ROOT: listing(cluster()).body}))
+    missing = {result.check: result.missing_right for result in results if result.missing_right}
+    assert missing["podSecurity"] == "get namespaces"
+    assert missing["resourceQuota"] == "list resourcequotas"
+    assert missing["operator"] == "list deployments.apps"
+    assert missing["sidecars"] == "list pods"
+
+
+def test_rights_of_the_operator_need_a_right_of_their_own():
+    pages = {ROOT: listing(cluster()).body, "/apis/apps/v1/deployments": listing(deployment()).body}
+    results = run_checks(read(pages))
+    (result,) = [result for result in results if result.check == "operatorRights"]
+    assert result.missing_right == "create subjectaccessreviews.authorization.k8s.io"
+
+
+def test_operator_is_found_in_its_usual_namespace():
+    within = "/apis/apps/v1/namespaces/lmcache-system/deployments"
+    collected = read({ROOT: listing(cluster()).body, within: listing(deployment()).body})
+    assert [each["metadata"]["name"] for each in collected.operators.items] == ["lmcache"]
+
+
+def test_missing_kind_differs_from_a_missing_cluster():
+    assert read({ROOT: NO_KIND}).listed_clusters.is_missing
+    assert read({ROOT: NO_KIND}, "demo").listed_clusters.is_missing
+    with pytest.raises(NotFoundError, match="no LMCacheCluster demo"):
+        read({ROOT: (404, b'{"kind": "Status", "reason": "NotFound"}')}, "demo")
+
+
+def test_pods_belong_to_their_clusters():
+    pods = [labelled(0, cluster="demo", component="engine"), labelled(1, cluster="other", component="engine")]
+    pods += [labelled(2, cluster="demo", component="remote")]
+    page = f"{PODS}?labelSelector="
+    pages = {
+        f"{ROOT}/demo": cluster(),
+        f"{page}lmcache.io/cluster%3Ddemo": {"items": pods},
+        f"{page}lmcache.io/inject%3Ddemo": {"items": [labelled(3, inject="demo")]},
+        f"{PODS}/": stats(),
+    }
+    (facts_of_demo,) = read(pages, "demo").clusters
+    assert [each.name for each in facts_of_demo.pods] == ["demo-engine-0", "demo-engine-3"]
+    assert [each["metadata"]["name"] for each in facts_of_demo.shard_pods] == ["demo-engine-2"]
+    assert facts_of_demo.pods[0].stats["is_ready"] is True
+
+
+def test_engines_report_version_and_cache_settings():
+    metrics = 'vllm:cache_config_info{block_size="16",engine="0",quoted="a\\"b"} 1.0\n'
+    answers = {"/version": b'{"version": "0.32.0"}', "/metrics": metrics.encode()}
+
+    async def get(*place: Any) -> PodAnswer:
+        return PodAnswer(200, answers[place[3]])
+
+    tls = pod(1, containers=[engine("--ssl-certfile=/tls.crt")])
+    ((first, second), none) = run(read_engines(get, [[pod(), tls], []], seconds=1.0))
+    assert first.stats == {
+        "version": "0.32.0",
+        "cache": {"block_size": "16", "engine": "0", "quoted": 'a\\"b'},
+    }
+    assert "HTTPS" in second.problem
+    assert none == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (PodAnswer(0, b"refused"), "refused"),
+        (PodAnswer(0, b"no", "get pods/proxy"), "forbidden: get pods/proxy"),
+        (PodAnswer(200, b"[" * 99_999), ""),
+    ],
+)
+def test_engine_without_an_answer_is_a_problem(answer, problem):
+    async def get(*_: Any) -> PodAnswer:
+        return answer
+
+    (((only),),) = run(read_engines(get, [[pod()]], seconds=1.0))
+    assert only.problem == problem
+    assert not only.stats.get("version")
+
+
+def test_lines_show_remedy_and_runbook_below_each_problem():
+    failing = facts(operators=listing(deployment(ready=0)))
+    shown = list(view.lines(failing, run_checks(failing), printing.Style(False), 80))
+    assert shown[0] == "FAILURE installation operator: 0 of 2 pods of the operator"
+    assert shown[1] == "        lmcache-system/lmcache are ready."
+    assert shown[2].startswith("        -> Read the log: kubectl -n lmcache-system logs")
+    assert "docs/runbooks/LMCacheOperatorDown.md" in "".join(shown[:5])
+    assert all(len(line) <= 80 for line in shown)
+    assert shown[-1].endswith("checks in namespace team: 1 failure, 27 ok.")
+    colored = list(view.lines(failing, run_checks(failing), printing.Style(True), 80))
+    assert colored[0].startswith("\x1b[31mFAILURE\x1b[0m ")
+
+
+def test_document_is_the_same_in_json_and_yaml():
+    results = run_checks(facts())
+    document = view.document(facts(), results)
+    assert json.loads(printing.document(document, "json")) == document
+    assert yaml.safe_load(printing.document(document, "yaml")) == document
+    assert document["version"] == 1
+    assert document["time"] == "2026-01-01T00:00:00+00:00"
+    assert document["summary"]["ok"] == len(document["checks"])
+    keys = {"check", "level", "subject", "statement", "remedy", "runbook", "missingRight"}
+    assert {key for each in document["checks"] for key in each} == keys
+
+
+def test_every_runbook_that_a_check_names_exists():
+    pages = {path.stem for path in (REPOSITORY / "docs" / "runbooks").glob("*.md")}
+    checks = REPOSITORY / "operator" / "lmcache_operator" / "commands" / "doctor" / "checks"
+    text = "".join(path.read_text() for path in checks.glob("*.py"))
+    named = set(re.findall(r'(?:_RUNBOOK = |, )"([A-Z][a-z]+[A-Z]\w+)"(?:\)|\n)', text)) - {"NotTerminating"}
+    assert "EngineNotAttached" in named
+    assert {"FailedCreate", "MemoryNotPinned", "ResizeInfeasible"} <= named
+    assert named <= pages

@@ -1,0 +1,198 @@
+"""``doctor``: checks of engines, sidecars and Redis."""
+
+from __future__ import annotations
+
+import pytest
+from lmcache_operator.commands.doctor.checks import run_checks
+from lmcache_operator.commands.doctor.checks.engines import MAX_VLLM, MIN_VLLM
+from lmcache_operator.commands.doctor.results import Level
+from lmcache_operator.commands.gather import PodFigures
+
+from lmcache.engines.vllm.support import SUPPORTED_VERSIONS
+from tests.harness.command_world import NOW, pod
+from tests.harness.doctor_world import (
+    FORBIDDEN,
+    KV_CONFIG,
+    cluster_facts,
+    engine,
+    facts,
+    figures,
+    problems,
+    remote,
+    server,
+)
+
+FAILURE, WARNING, UNKNOWN = Level.FAILURE, Level.WARNING, Level.UNKNOWN
+REDIS = {"tiers": {"remote": {"external": {"url": "redis://redis.cache:6379"}}}}
+
+
+def engines(version: str = "0.32.0", **cache: str) -> list[PodFigures]:
+    report = {"version": version, "cache": {"block_size": "16", "enable_prefix_caching": "True"} | cache}
+    return [PodFigures(pod(), report)]
+
+
+def found_problems(cluster, **changes):
+    return problems(run_checks(facts(cluster, **changes)))
+
+
+def check_one(cluster, check, level, text, **changes):
+    (problem,) = found_problems(cluster, **changes)
+    assert problem[:2] == (check, level)
+    assert text in problem[2]
+
+
+@pytest.mark.parametrize(
+    ("container", "level", "text"),
+    [
+        (engine("--prefix-caching-hash-algo=sha256"), WARNING, "is sha256, so keys are private"),
+        (engine("--enforce-eager"), WARNING, "is not set, so keys are private"),
+        (engine("--prefix-caching-hash-algo=sha256_cbor", "--no-enable-prefix-caching"), WARNING,
+         "--no-enable-prefix-caching is set"),
+        (engine(config=KV_CONFIG | {"kv_load_failure_policy": "fail"}), WARNING, "policy is fail"),
+        (engine(config={"kv_connector": "x"}), WARNING, "kv_load_failure_policy is not set"),
+        (engine(config=[]), FAILURE, "is not a JSON object"),
+    ],
+)  # fmt: skip
+def test_argument_that_breaks_the_cache_is_found(container, level, text):
+    check_one(cluster_facts(figures(container=container)), "engineArguments", level, text)
+
+
+def test_hash_seed_matters_only_where_keys_are_not_shared_already():
+    unseeded = engine(env=())
+    assert found_problems(cluster_facts(figures(container=unseeded))) == []
+    silent = figures(container=unseeded, clients=[])
+    check_one(cluster_facts(silent), "engineArguments", WARNING, "PYTHONHASHSEED is not set")
+
+
+@pytest.mark.parametrize(
+    ("read", "check", "level", "text"),
+    [
+        (engines("0.28.1"), "engineVersion", FAILURE, "vLLM 0.28.1 is not supported"),
+        (engines("0.34.0rc1"), "engineVersion", FAILURE, "vLLM 0.34.0rc1 is not supported"),
+        ([PodFigures(pod(), problem="timeout")], "engineVersion", UNKNOWN, "demo-engine-0: timeout"),
+        (
+            [PodFigures(pod(), problem="forbidden: get pods/proxy")],
+            "engineVersion",
+            UNKNOWN,
+            "get pods/proxy",
+        ),
+        (engines(enable_prefix_caching="False"), "engineSettings", WARNING, "Prefix caching is off"),
+        (engines(block_size="48"), "engineSettings", WARNING, "no multiple of the engine's block of 48"),
+    ],
+)
+def test_engine_of_another_kind_is_found(read, check, level, text):
+    check_one(cluster_facts(engines=read), check, level, text)
+
+
+def test_versions_of_vllm_are_those_of_the_connector():
+    first, last = SUPPORTED_VERSIONS[0], SUPPORTED_VERSIONS[-1]
+    assert [".".join(map(str, version)) for version in (MIN_VLLM, MAX_VLLM)] == [first, last]
+
+
+def test_private_keys_are_a_failure_only_with_lower_tiers():
+    client = {"version": "0.1.0", "private_reason": "block hashes have a random seed", "is_attached": True}
+    private = figures(clients=[client], remote={})
+    check_one(cluster_facts(private), "privateKeys", WARNING, "block hashes have a random seed")
+    check_one(cluster_facts(private, **REDIS), "privateKeys", FAILURE, "only the memory tier")
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "level", "text"),
+    [
+        ({"is_ready": False, "not_ready_reason": "bad URL"}, "sidecars", FAILURE, "not ready: bad URL"),
+        ({"num_clients": {"attached": 0}, "clients": []}, "sidecars", FAILURE, "serves without the cache"),
+        ({"version": "0.0.9"}, "sidecarVersions", WARNING, "has version 0.1.0, and the sidecar 0.0.9"),
+        ({"time": NOW + 8}, "podClocks", WARNING, "clock of the API server by more than 5 s"),
+        ({"transfer": {"pin_problem": "no memory"}}, "pinnedMemory", WARNING, "copies are slow: no memory"),
+        (
+            {"remote": remote(is_reachable=False, off_reason="NOAUTH")},
+            "remoteReachable",
+            FAILURE,
+            ": NOAUTH.",
+        ),
+        (
+            {"remote": remote(server(problem="refused"))},
+            "remoteReachable",
+            FAILURE,
+            "redis.cache:6379: refused",
+        ),
+        (
+            {"remote": remote(shards_problem="not YAML")},
+            "remoteReachable",
+            WARNING,
+            "list of shards: not YAML",
+        ),
+        ({"remote": remote(refused={"NOPERM": 3})}, "remoteRefusals", FAILURE, "lacks rights"),
+        ({"remote": remote(refused={"OOM": 1})}, "remoteRefusals", FAILURE, "is full and evicts nothing"),
+        ({"remote": remote(server(policy="noeviction"))}, "remoteSettings", FAILURE, "policy is noeviction"),
+        ({"remote": remote(server(policy="volatile-lru"))}, "remoteSettings", FAILURE, "is volatile-lru"),
+        ({"remote": remote(server(max_bytes=0))}, "remoteSettings", WARNING, "has no memory limit"),
+        (
+            {"remote": remote({"name": "a", "problem": ""})},
+            "remoteSettings",
+            WARNING,
+            "does not let the sidecars",
+        ),
+        ({"remote": {"is_reachable": True}}, "remoteSettings", UNKNOWN, "earlier version"),
+        ({"remote": remote(server(answer_seconds=0.2))}, "remoteLatency", WARNING, "up to 200 ms"),
+        ({"remote": remote(residence_seconds=90)}, "remoteEvictions", WARNING, "after about 90s"),
+    ],
+)
+def test_problem_that_a_sidecar_reports_is_found(changes, check, level, text):
+    check_one(cluster_facts(figures(**changes)), check, level, text)
+
+
+def test_sidecar_that_may_not_be_read_is_unknown():
+    forbidden = PodFigures(pod(containers=[engine()]), problem="forbidden: get pods/proxy")
+    check_one(cluster_facts(forbidden), "sidecars", UNKNOWN, 'lacks the right "get pods/proxy"')
+    check_one(cluster_facts(), "sidecars", UNKNOWN, "list things", cluster_pods=FORBIDDEN)
+
+
+def test_wrong_clock_of_the_user_does_not_blame_the_pods():
+    cluster = cluster_facts(figures(time=NOW + 60))
+    check_one(cluster, "clocks", WARNING, "differ by 60 s", api_offset_seconds=60.0)
+
+
+@pytest.mark.parametrize("reason", ["SidecarCannotCopy", "GPUNotShared"])
+def test_engines_that_copy_although_sidecars_should_are_found(reason):
+    cluster = cluster_facts()
+    state = {"requested": "CudaIPC", "mode": "SharedMemory", "reason": reason, "message": "no driver"}
+    cluster.resource["status"]["transfer"] = state
+    check_one(cluster, "transfer", WARNING, "not the sidecars: no driver")
+    state |= {"requested": "Auto", "reason": "GPUNotShared"}
+    assert found_problems(cluster) == []
+
+
+def test_server_pods_that_are_not_ready_are_found():
+    pods = [pod(0), pod(1, is_ready=False)]
+    check_one(
+        cluster_facts(shard_pods=pods), "shards", FAILURE, "1 of 2 server pods are not ready: demo-engine-1"
+    )
+
+
+def test_sidecars_that_should_follow_the_operator_are_found():
+    older = figures(version="0.0.9", clients=[])
+    follow = {"images": {"policy": "Follow"}}
+    check_one(cluster_facts(older, **follow), "sidecarVersions", WARNING, "operator has version 0.1.0")
+    assert found_problems(cluster_facts(older)) == []
+
+
+def test_thousand_pods_take_one_line():
+    silent = [PodFigures(pod(number, containers=[engine()]), problem="no answer") for number in range(1000)]
+    check_one(cluster_facts(*silent), "sidecars", WARNING, "1000 of 1000 pods: demo-engine-0, and 999 more")
+
+
+@pytest.mark.parametrize("value", [None, 7, "text", [], {"a": {"b": []}}, [[]], True])
+def test_report_of_a_hostile_sidecar_breaks_no_check(value):
+    names = (*figures().stats, "transfer", "clients", "remote", "time", "version")
+    hostile = [figures(**{name: value}) for name in names]
+    hostile += [figures(remote=remote() | {name: value}) for name in remote()]
+    hostile += [figures(remote=remote(server(**{name: value}))) for name in server()]
+    hostile += [figures(clients=[{"is_attached": True, "private_reason": value, "version": value}])]
+    for each in hostile:
+        assert run_checks(facts(cluster_facts(each)))
+
+
+def test_escape_codes_of_pods_are_removed():
+    cluster = cluster_facts(figures(is_ready=False, not_ready_reason="\x1b[2J bad\nURL"))
+    check_one(cluster, "sidecars", FAILURE, "not ready: [2J bad URL.")
