@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
+from lmcache.explain.text import plain
 from lmcache_operator.commands.connection import Connection
 from lmcache_operator.components.injection.profile import SIDECAR as INJECTED_SIDECAR
 from lmcache_operator.errors import ApiError
 from lmcache_operator.kube.pod_http import CREATE_FORWARD, GET_PROXY, Get, PodHttp
-from lmcache_operator.pods.pods import is_running, plain
+from lmcache_operator.pods.pods import is_running
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.kinds import POD
 

@@ -13,11 +13,12 @@ from lmcache.common.units import format_size, parse_size
 from lmcache.explain import merge
 from lmcache.explain.causes import HITS, num_computed
 from lmcache.explain.findings import findings, percent
+from lmcache.explain.text import plain
 from lmcache_operator.api.parse import parse
 from lmcache_operator.commands import connection, printing
 from lmcache_operator.commands.gather import Gathered, PodFigures, gather
 from lmcache_operator.errors import InvalidSpecError
-from lmcache_operator.pods.pods import is_ready, plain
+from lmcache_operator.pods.pods import is_ready
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.merge import dig
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
+from lmcache.explain.text import plain
 from lmcache_operator.components.base import Observed
 from lmcache_operator.components.conditions import Problem, Trouble
 from lmcache_operator.specs import Object
@@ -170,12 +170,6 @@ def claim_names(pod: Object) -> list[str]:
     named = [(volume.get("persistentVolumeClaim") or {}).get("claimName") for volume in volumes]
     ephemeral = [f"{name}-{volume['name']}" for volume in volumes if "ephemeral" in volume]
     return [*filter(None, named), *ephemeral]
-
-
-def plain(text: Any, max_characters: int = 512) -> str:
-    """The beginning of a text as one printable line; empty for anything but a string."""
-    cut = text[:max_characters] if isinstance(text, str) else ""
-    return " ".join("".join(c if c.isprintable() else " " for c in cut).split())
 
 
 def _first_of_each(problems: Iterable[Problem]) -> Iterable[Problem]:

@@ -17,8 +17,9 @@ from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 from lmcache.common.units import ceil_div, format_mebibytes, parse_quantity
+from lmcache.explain.text import plain
 from lmcache_operator.components.base import Resize
-from lmcache_operator.pods.pods import is_running, plain
+from lmcache_operator.pods.pods import is_running
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.merge import dig
 

@@ -12,8 +12,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from lmcache.explain.text import plain
 from lmcache_operator.components.base import LookupFigures, Probed, RemoteFigures, Sidecar
-from lmcache_operator.pods.pods import is_ready, is_running, plain
+from lmcache_operator.pods.pods import is_ready, is_running
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.names import SIDECAR
 

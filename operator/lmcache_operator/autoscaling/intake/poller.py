@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Protocol
 
+from lmcache.explain.text import plain
 from lmcache_operator.api.autoscaling import AUTO, OFF
 from lmcache_operator.api.parse import Cluster, parse
 from lmcache_operator.autoscaling.component import saved
@@ -31,7 +32,7 @@ from lmcache_operator.autoscaling.sizing import (
 from lmcache_operator.components.base import Observed
 from lmcache_operator.components.remote.remote import listed_shards, why_filling, why_never_ready
 from lmcache_operator.errors import InvalidSpecError
-from lmcache_operator.pods.pods import is_outdated, is_ready, plain, why_unplaced
+from lmcache_operator.pods.pods import is_outdated, is_ready, why_unplaced
 from lmcache_operator.pods.resize import RefusedResize, initial_bytes, largest_in_place
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.probe import has_running_sidecar

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lmcache.explain.text import plain
 from lmcache_operator.commands.gather import Gathered
 from lmcache_operator.commands.reports.history import History
 from lmcache_operator.commands.status import status_of
-from lmcache_operator.pods.pods import plain
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.merge import dig
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import aiohttp
 
+from lmcache.explain.text import plain
 from lmcache_operator.commands.reports.history import History, Values
-from lmcache_operator.pods.pods import plain
 
 SECONDS = 4.0
 """Time for all answers of Prometheus. The command answers within five seconds."""

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from lmcache.common.units import format_size
 from lmcache.explain.causes import COMPUTED, HITS, num_computed
 from lmcache.explain.findings import percent
+from lmcache.explain.text import plain
 from lmcache_operator.commands import printing
 from lmcache_operator.commands.reports import charts
 from lmcache_operator.commands.reports.facts import Facts
 from lmcache_operator.commands.reports.html import Content, Html, element, joined, marked, table
 from lmcache_operator.commands.status import is_bad
-from lmcache_operator.pods.pods import plain
 
 _MAX_OPEN_PODS = 20
 """Pods up to which their table is open when the page opens."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lmcache.explain.text import plain
 from lmcache_operator.autoscaling.show.curve import TIERS, Curve
 from lmcache_operator.commands.reports import charts
 from lmcache_operator.commands.reports.facts import Facts
 from lmcache_operator.commands.reports.html import Html, element, table
 from lmcache_operator.commands.reports.sections import section
 from lmcache_operator.errors import InvalidSpecError, NoCurveError
-from lmcache_operator.pods.pods import plain
 from lmcache_operator.specs.merge import dig
 
 _MODES = {

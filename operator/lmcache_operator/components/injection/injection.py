@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+from lmcache.explain.text import plain
 from lmcache_operator.api import PROFILE_KIND
 from lmcache_operator.api.parse import AS_DECLARED, Cluster
 from lmcache_operator.components.base import Component, ComponentStatus, Context, Observed, Plan
@@ -17,7 +18,7 @@ from lmcache_operator.components.conditions import Problem
 from lmcache_operator.components.injection.pods import OUTCOME, has_cache
 from lmcache_operator.components.injection.profile import PREFIX, profile
 from lmcache_operator.pods.differences import differences
-from lmcache_operator.pods.pods import plain, pod_problems
+from lmcache_operator.pods.pods import pod_problems
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.kinds import Ref
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 
+from lmcache.explain.text import plain
 from lmcache_operator.api.keywords import CLUSTER_NAME_PATTERN
 from lmcache_operator.api.parse import Cluster, declared
 from lmcache_operator.api.tiers import MAX_SHARDS, ManagedRemote
@@ -30,7 +31,6 @@ from lmcache_operator.pods.pods import (
     is_ready,
     kill_problems,
     next_eviction,
-    plain,
     ready_since,
     started_at,
 )
