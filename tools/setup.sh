@@ -34,6 +34,10 @@ if [ "${1:-}" != base ]; then  # only tests need Prometheus, so its absence stop
   elif ! command -v promtool >/dev/null 2>&1; then say "tests of metrics need Prometheus: sudo apt-get install prometheus"; fi
 fi
 need "$python" python3
+if [ "${1:-}" != base ]; then  # tests of commands in a real terminal
+  need tmux tmux
+  [ -e /usr/share/bash-completion/bash_completion ] || missing="$missing bash-completion"
+fi
 "$python" -m pip --version >/dev/null 2>&1 || command -v uv >/dev/null 2>&1 || missing="$missing python3-pip"
 if [ -n "$missing" ]; then
   if can_install; then

@@ -1,4 +1,4 @@
-"""The command line: ``lmcache-sidecar serve | explain | bench``."""
+"""The command line: ``lmcache-sidecar serve | explain | bench | top``."""
 
 from __future__ import annotations
 
@@ -57,6 +57,11 @@ def _parser(command: str = "") -> argparse.ArgumentParser:
         from lmcache_sidecar.bench import add_arguments
 
         add_arguments(bench)
+    live = commands.add_parser("top", help="show what the sidecar does at present")
+    if command == "top":
+        from lmcache_sidecar.explain import top
+
+        top.add_arguments(live)
     return parser
 
 
@@ -84,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     try:
         words = sys.argv[1:] if arguments is None else [*arguments]
-        if words[:1] in (["explain"], ["bench"]):
+        if words[:1] in (["explain"], ["bench"], ["top"]):
             parsed = _parser(words[0]).parse_args(words)
             return int(parsed.run(parsed))
         reading = _read(arguments)

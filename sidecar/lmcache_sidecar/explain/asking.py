@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
 import urllib.error
 import urllib.request
 from typing import Any
 
+_URL = "http://127.0.0.1:9464"
 _TIMEOUT_SECONDS = 5.0
 
 
 class ExplainError(Exception):
     """There is no answer. The message says what to do."""
+
+
+def add_url(parser: argparse.ArgumentParser) -> None:
+    """Add the option that finds the sidecar."""
+    about = "address of the sidecar's HTTP server (default: %(default)s)"
+    parser.add_argument("--url", default=_URL, help=about)
 
 
 def ask(url: str, path: str, question: Any = None, *, server: str = "sidecar", option: str = "--url") -> Any:

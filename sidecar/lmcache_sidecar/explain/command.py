@@ -16,9 +16,8 @@ from lmcache.explain.benefit import Benefit, benefit
 from lmcache.explain.prices import Prices
 from lmcache.explain.sizes import LargerMemory, larger_memory
 from lmcache_sidecar.explain import prompt_command
-from lmcache_sidecar.explain.asking import ExplainError, ask
+from lmcache_sidecar.explain.asking import ExplainError, add_url, ask
 
-_URL = "http://127.0.0.1:9464"
 _ABOUT = """\
 Show where the tokens of prompts came from, and why the others were computed.
 
@@ -46,9 +45,7 @@ def add_arguments(commands: Any) -> None:
         epilog=_EXIT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--url", default=_URL, help="address of the sidecar's HTTP server (default: %(default)s)"
-    )
+    add_url(parser)
     subject = parser.add_mutually_exclusive_group()
     subject.add_argument(
         "--request-id", metavar="ID", help="request id as in the engine's answer, or a part of it"

@@ -1,0 +1,133 @@
+"""Rates from two reports of a sidecar, and the figures of several pods."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from lmcache.explain.rates import rates
+from lmcache.explain.traffic import Answer, Traffic, document
+
+
+def report(uptime: float, **parts: Any) -> dict[str, Any]:
+    """A report of a sidecar that is ready, with rows of 1,000 bytes."""
+    parts.setdefault("causes", {"cause_tokens": {}})
+    parts.setdefault("memory", {"used_rows": 10, "used_bytes": 10_000, "removed": {}})
+    return {"uptime_seconds": uptime, "is_ready": True, **parts}
+
+
+def tokens(**by_cause: int) -> dict[str, Any]:
+    return {"cause_tokens": by_cause, "prompt_tokens": sum(by_cause.values())}
+
+
+def test_rates_are_differences_over_the_sidecars_own_time():
+    before = report(10.0, lookups={"num_lookups": 5}, causes=tokens(memory=100, new=50, tail=6))
+    after = report(14.0, lookups={"num_lookups": 13}, causes=tokens(memory=500, new=90, tail=10, disk=8))
+    measured = rates(before, after)
+    assert measured is not None
+    assert measured.requests == 2.0
+    assert measured.tokens == {"engine": 0, "memory": 100.0, "disk": 2.0, "remote": 0, "computed": 11.0}
+
+
+def test_traffic_of_tiers_counts_rows_with_the_mean_size_of_rows_in_memory():
+    memory = {"used_rows": 10, "used_bytes": 10_000, "removed": {"evicted": 4}}
+    lookups = {"kv_bytes_per_token": 7, "row_bytes": 5_000, "loaded_tokens": {"memory": 0, "disk": 0}}
+    before = report(1.0, memory=memory, lookups=lookups, disk={"promoted": 1, "written": 2})
+    after = report(
+        3.0,
+        memory={"used_rows": 12, "used_bytes": 12_000, "removed": {"evicted": 10}},
+        lookups=lookups | {"loaded_tokens": {"memory": 10, "disk": 4}},
+        disk={"promoted": 5, "written": 8},
+    )
+    measured = rates(before, after)
+    assert measured is not None
+    assert measured.load_bytes == {"memory": 7 * 14 / 2, "disk": 4 * 1000 / 2, "remote": 0}
+    # Two more rows are in memory, six were evicted, and four of them came from the disk.
+    assert measured.write_bytes == {"memory": (2000 + 6000 - 4000) / 2, "disk": 6 * 1000 / 2, "remote": 0}
+
+
+@pytest.mark.parametrize("uptime", [4.0, 12.0], ids=["time fell", "a counter fell"])
+def test_restarted_sidecar_counts_from_its_start(uptime):
+    before = report(10.0, causes=tokens(new=10_000))
+    measured = rates(before, report(uptime, causes=tokens(new=int(100 * uptime))))
+    assert measured is not None
+    assert measured.tokens["computed"] == 100.0
+    assert measured.write_bytes["memory"] == 0  # rows that it adopted were not stored again
+
+
+def test_reports_of_the_same_moment_have_no_rates():
+    assert rates(report(10.0), report(10.0)) is None
+
+
+@pytest.mark.parametrize("value", [None, "9", -1, math.nan, math.inf, [], True, {"x": {}}, 1 << 70])
+def test_values_of_a_wrong_type_count_as_nothing(value):
+    parts = ("lookups", "causes", "memory", "disk", "remote")
+    counted = dict.fromkeys(
+        ("num_lookups", "cause_tokens", "removed", "used_bytes", "used_rows", "promoted"), value
+    )
+    measured = rates({"uptime_seconds": 1}, {"uptime_seconds": 2, **dict.fromkeys(parts, counted)})
+    assert measured is not None
+    assert sum(measured.tokens.values()) == measured.requests == 0
+    assert rates({}, {"uptime_seconds": value}) is None
+
+
+def test_missed_answer_gives_no_rates_and_the_next_answer_counts_the_whole_time():
+    traffic = Traffic()
+    first = Answer("uid", "pod-0", "demo", report(10.0, causes=tokens(new=0)))
+    silent = Answer("uid", "pod-0", "demo", problem="no answer within 2 s")
+    later = Answer("uid", "pod-0", "demo", report(20.0, causes=tokens(new=1000)))
+    (pod,) = traffic.observe([first])
+    assert (pod["problem"], pod["tokensPerSecond"]) == ("", None)
+    (pod,) = traffic.observe([silent])
+    assert (pod["problem"], pod["tokensPerSecond"]) == ("no answer within 2 s", None)
+    (pod,) = traffic.observe([later])
+    assert pod["tokensPerSecond"]["computed"] == 100.0
+
+
+def test_pod_with_a_used_name_has_no_rates_yet():
+    traffic = Traffic()
+    traffic.observe([Answer("old", "pod-0", "demo", report(10.0))])
+    (pod,) = traffic.observe([Answer("new", "pod-0", "demo", report(20.0))])
+    assert pod["tokensPerSecond"] is None
+
+
+def test_totals_add_up_pods_and_name_the_first_open_circuit():
+    traffic = Traffic()
+    for seconds in (1.0, 2.0):
+        pods = traffic.observe(
+            [
+                Answer(
+                    f"{number}",
+                    f"pod-{number}",
+                    "demo",
+                    report(
+                        seconds,
+                        causes=tokens(memory=int(10 * seconds)),
+                        remote={
+                            "is_reachable": bool(number),
+                            "off_reason": "refused\x1b[2J",
+                            "num_queued_loads": 3,
+                        },
+                    ),
+                )
+                for number in range(3)
+            ]
+        )
+    figures = document(pods, time="now", seconds=2.0, problems=[])
+    assert figures["total"]["tokensPerSecond"]["memory"] == 30.0
+    memory, remote = figures["tiers"]
+    assert memory["name"] == "memory"
+    assert (remote["queuedLoads"], remote["openCircuits"], remote["pods"]) == (9, 1, 3)
+    assert remote["problem"] == "refused [2J"
+
+
+def test_sidecar_that_is_not_ready_or_old_says_so():
+    traffic = Traffic()
+    starting = {"is_ready": False, "not_ready_reason": "the arena is\nbusy"}
+    old = {"is_ready": True, "version": "0.0.9", "uptime_seconds": 1}
+    problems = [
+        pod["problem"] for pod in traffic.observe([Answer("1", "a", "", starting), Answer("2", "b", "", old)])
+    ]
+    assert problems == ["the arena is busy", "its version, 0.0.9, does not count causes"]
