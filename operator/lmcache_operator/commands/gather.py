@@ -75,10 +75,14 @@ async def gather(connection: Connection, name: str | None) -> Gathered:
     return Gathered(cluster, tuple(figures), tuple(missing_rights(figures, connection.namespace)))
 
 
-async def pods_of(connection: Connection, name: str) -> list[Object]:
-    """Return the engine pods of a cluster and the pods with its cache injected, by name. Raises ApiError."""
-    labels = {names.CLUSTER_LABEL: name, names.COMPONENT_LABEL: names.ENGINE}
-    selectors = ",".join(f"{key}={value}" for key, value in labels.items()), f"{names.INJECT_LABEL}={name}"
+async def pods_of(connection: Connection, name: str | None) -> list[Object]:
+    """Return the engine pods of a cluster and the pods with its cache injected, by name. Raises ApiError.
+
+    ``name``: None for the pods of all clusters of the namespace.
+    """
+    value = "" if name is None else f"={name}"
+    engines = f"{names.CLUSTER_LABEL}{value},{names.COMPONENT_LABEL}={names.ENGINE}"
+    selectors = engines, f"{names.INJECT_LABEL}{value}"
     matching = await asyncio.gather(
         *(connection.api.find(POD, connection.namespace, labelSelector=selector) for selector in selectors)
     )

@@ -1,0 +1,104 @@
+"""``kubectl lmcache top`` on a real API server, with real sidecars as pods."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from testing.child_process import wait_until
+from testing.processes import SidecarProcess
+from tests.harness.kube import CLUSTERS, NAME, example
+from tests.harness.plugin import Plugin, create_pod, kubeconfig_with
+from tests.harness.tmux import Tmux
+from tests.harness.traffic import traffic
+
+pytestmark = pytest.mark.kube
+
+READ = {"apiGroups": ["lmcache.io"], "resources": ["lmcacheclusters"], "verbs": ["get", "list"]}
+LIST_PODS = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}
+
+
+@pytest.fixture
+def sidecars() -> Iterator[list[SidecarProcess]]:
+    """Two sidecars that the API server can reach, each with traffic."""
+    with ExitStack() as stack:
+        processes = [stack.enter_context(SidecarProcess(http_host="0.0.0.0")) for _ in range(2)]
+        for process in processes:
+            stack.enter_context(traffic(process))
+        yield processes
+
+
+@pytest.fixture
+def cluster(plane, namespace, sidecars):
+    """An LMCacheCluster, and a pod of it for each sidecar."""
+    plane.api.create(CLUSTERS, example(), namespace)
+    for number, sidecar in enumerate(sidecars):
+        create_pod(plane, namespace, NAME, number, port=sidecar.http_port)
+
+
+@pytest.fixture
+def kubectl(plane, namespace, tmp_path):
+    return Plugin(plane, tmp_path, namespace)
+
+
+def test_once_prints_the_rates_of_all_pods(cluster, kubectl):
+    shown = kubectl("top", NAME, "--once")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.startswith("2 of 2 pods counted, ")
+    rows = [line.split() for line in shown.stdout.splitlines() if line.startswith(f"{NAME}-engine-")]
+    assert [(row[0], row[-1]) for row in rows] == [(f"{NAME}-engine-{number}", "ok") for number in range(2)]
+    assert "50 %" in shown.stdout
+
+
+def test_json_has_the_rates_of_each_pod(cluster, kubectl):
+    figures = json.loads(kubectl("top", "-o", "json").stdout)
+    assert (figures["version"], figures["total"]["pods"]) == (1, 2)
+    for pod in figures["pods"]:
+        assert pod["cluster"] == NAME
+        assert pod["requestsPerSecond"] > 1
+        tokens = pod["tokensPerSecond"]
+        assert tokens["memory"] == pytest.approx(tokens["computed"], rel=0.01)
+    total = sum(pod["requestsPerSecond"] for pod in figures["pods"])
+    assert figures["total"]["requestsPerSecond"] == pytest.approx(total, abs=0.01)
+
+
+def test_live_screen_shows_pods_and_a_hung_sidecar_does_not_freeze_it(
+    cluster, kubectl, sidecars, plane, namespace
+):
+    words = ["kubectl", "lmcache", "top", "-n", namespace, NAME]
+    with Tmux(160, 30, kubectl.environment) as terminal:
+        terminal.run(shlex.join(words))
+        terminal.wait_for("2 of 2 pods counted")
+        assert terminal.is_alternate()
+        sidecars[1].freeze()
+        try:
+            screen = terminal.wait_for("no answer within")
+            (hung,) = [line for line in screen if "no answer within" in line]
+            assert hung.startswith(f"{NAME}-engine-1")
+            assert any(line.startswith(f"{NAME}-engine-0") and line.endswith("ok") for line in screen)
+            terminal.press("s")
+            terminal.wait_for("sorted by cluster", timeout=5)
+            terminal.press("q")
+            wait_until(terminal.is_restored, timeout=5)
+        finally:
+            sidecars[1].thaw()
+
+
+def test_missing_right_and_missing_cluster_are_named(cluster, kubectl, plane, namespace):
+    reader = kubeconfig_with(plane, namespace, "reader", [READ, LIST_PODS])
+    shown = kubectl("top", NAME, "--kubeconfig", reader)
+    assert shown.returncode == 1
+    assert 'It needs the right "get pods/proxy"' in shown.stdout
+    unknown = kubectl("top", "nobody")
+    assert unknown.returncode == 2
+    assert "there is no LMCacheCluster nobody" in unknown.stderr
+
+
+def test_empty_namespace_is_an_error(kubectl, namespace):
+    shown = kubectl("top")
+    assert shown.returncode == 2
+    assert f"namespace {namespace} has no LMCacheCluster" in shown.stderr
