@@ -11,6 +11,7 @@ from collections.abc import Mapping
 COMMANDS: Mapping[str, str] = {
     "status": "show pods, tiers, conditions and advice of a cluster",
     "top": "show what the pods of clusters do at present, live",
+    "logs": "show the logs of a cluster's engines, sidecars and operator, by time",
     "explain": "show why prompts were computed",
     "report": "write a page about a cluster for people, as HTML",
     "bench": "measure what the cache of a cluster saves",

@@ -8,16 +8,19 @@ import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import yaml
 
 from lmcache_operator.errors import FileError, NotFoundError, OperatorError
-from lmcache_operator.kube.client import KubeApi, connect
-from lmcache_operator.kube.watch import default_namespace
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import CLUSTER
 
+if TYPE_CHECKING:  # the client takes half a second to import, which completion and --help need not spend
+    from lmcache_operator.kube.client import KubeApi
+
+MAX_CONNECTIONS = 64
+"""Connections to the API server, unless a command needs more."""
 EXIT_FOUND, EXIT_ERROR = 1, 2
 _EXIT_INTERRUPTED = 130
 """Exit statuses: a command found a problem, or could not do its work. 0: all is well."""
@@ -67,11 +70,16 @@ def add_namespace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kubeconfig", metavar="FILE", help="default: the same file as kubectl")
 
 
-def run(arguments: argparse.Namespace, command: Callable[[Connection], Awaitable[int]]) -> int:
+def run(
+    arguments: argparse.Namespace,
+    command: Callable[[Connection], Awaitable[int]],
+    *,
+    max_connections: int = MAX_CONNECTIONS,
+) -> int:
     """Run a command with a connection. Prints errors, and returns the exit status."""
 
     async def connected_command() -> int:
-        async with connected(arguments) as connection:
+        async with connected(arguments, max_connections) as connection:
             return await command(connection)
 
     return reported(lambda: asyncio.run(connected_command()))
@@ -92,15 +100,20 @@ def reported(command: Callable[[], int]) -> int:
 
 
 @asynccontextmanager
-async def connected(arguments: argparse.Namespace) -> AsyncIterator[Connection]:
+async def connected(
+    arguments: argparse.Namespace, max_connections: int = MAX_CONNECTIONS
+) -> AsyncIterator[Connection]:
     """Connect as the options say. Raises FileError if the kubeconfig is unusable."""
     from kubernetes.aio.config import ConfigException
+
+    from lmcache_operator.kube.client import connect
+    from lmcache_operator.kube.watch import default_namespace
 
     if arguments.kubeconfig:
         os.environ["KUBECONFIG"] = arguments.kubeconfig
     try:
         namespace = arguments.namespace or default_namespace(arguments.context)
-        opened = connect(context=arguments.context)
+        opened = connect(context=arguments.context, max_connections=max_connections)
         api = await opened.__aenter__()
     except (ConfigException, OSError, TypeError, yaml.YAMLError) as error:
         raise FileError(f"{os.environ.get('KUBECONFIG', '~/.kube/config')}: {error}") from error

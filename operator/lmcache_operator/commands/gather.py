@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lmcache.explain.text import plain
 from lmcache_operator.commands.connection import Connection
-from lmcache_operator.components.injection.profile import SIDECAR as INJECTED_SIDECAR
+from lmcache_operator.components.injection.profile import SIDECARS
 from lmcache_operator.errors import ApiError
 from lmcache_operator.kube.pod_http import CREATE_FORWARD, GET_PROXY, Get, PodHttp
 from lmcache_operator.pods.pods import is_running
@@ -23,7 +23,6 @@ _ALL_SECONDS, _POD_SECONDS = 4.5, 3.0
 """Time for all sidecars of a cluster, and for one. A command answers within five seconds."""
 _MAX_AT_ONCE = 64
 _METRICS_PORTS = ("metrics", "lmcache-metrics")
-_SIDECARS = (names.SIDECAR, INJECTED_SIDECAR)
 NO_TIME = "not asked: the other pods took all of the time"
 """Problem of a pod whose turn did not come."""
 STATS = "/stats"
@@ -141,7 +140,7 @@ def sidecar_port(pod: Object) -> int | None:
     """Return the port of the sidecar's HTTP server; None if the pod has no sidecar."""
     containers = [*(pod["spec"].get("initContainers") or ()), *(pod["spec"].get("containers") or ())]
     for container in containers:
-        if container["name"] in _SIDECARS:
+        if container["name"] in SIDECARS:
             ports = container.get("ports") or ()
             named = (port["containerPort"] for port in ports if port.get("name") in _METRICS_PORTS)
             return int(next(named, names.SIDECAR_PORT))

@@ -16,7 +16,8 @@ import aiohttp
 from kubernetes.aio.client import ApiClient
 
 from lmcache_operator import metrics
-from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError, UnavailableError
+from lmcache_operator.errors import RefusedError
+from lmcache_operator.kube.refusals import error_of
 from lmcache_operator.kube.shallow import loads
 from lmcache_operator.kube.watch import configuration
 from lmcache_operator.specs import Object
@@ -31,8 +32,9 @@ _MAX_REQUESTS = 64
 _MIN_WRITE_SECONDS = 5.0
 """Minimum timeout of a write. A write is not sent if the operator's right to write ends sooner."""
 _MAX_EVENT_MESSAGE = 1024
+_STREAM_BYTES = 16 << 10
+"""Bytes of a stream that wait in memory. A command can have many streams."""
 _READS = frozenset({"GET"})
-_UNAVAILABLE_STATUSES = frozenset({408, 409, 429})
 _FORCE = {"fieldManager": FIELD_MANAGER, "force": "true"}
 _NOT_SENT = "not sent: this operator does not lead, or cannot renew its lease"
 # With the charset, the client leaves the body alone. For the bare type it would re-encode it as ASCII.
@@ -49,10 +51,15 @@ Fence = Callable[[], float]
 
 
 @asynccontextmanager
-async def connect(fence: Fence = lambda: math.inf, context: str | None = None) -> AsyncIterator[KubeApi]:
+async def connect(
+    fence: Fence = lambda: math.inf, context: str | None = None, *, max_connections: int = _MAX_REQUESTS
+) -> AsyncIterator[KubeApi]:
     """Connect to the configured Kubernetes cluster. The client writes only while the fence allows it.
 
-    ``context``: context of the kubeconfig; None: the present one.
+    Args:
+        fence: see `Fence`.
+        context: context of the kubeconfig; None: the present one.
+        max_connections: connections for requests and streams together. Requests alone use at most 64.
     """
 
     class Request(aiohttp.ClientRequest):
@@ -64,7 +71,7 @@ async def connect(fence: Fence = lambda: math.inf, context: str | None = None) -
             return await super().send(conn)
 
     server = await configuration(context)
-    server.connection_pool_maxsize = _MAX_REQUESTS
+    server.connection_pool_maxsize = max_connections
     server.client_session_kwargs = {"request_class": Request}
     async with ApiClient(server) as client:
         yield KubeApi(client, fence)
@@ -163,17 +170,41 @@ class KubeApi:
         self, path: str, protocol: str, *, seconds: float
     ) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
         """Open a web socket, such as a port-forward. Raises aiohttp.ClientError, OSError or TimeoutError."""
-        _, url, headers, *_ = await self._client.param_serialize(
-            "GET", path, header_params={}, auth_settings=["BearerToken"]
-        )
-        pool = self._client.rest_client.pool_manager or self._client.rest_client._create_pool_manager()
-        self._client.rest_client.pool_manager = pool
+        pool, url, headers = await self._unlimited_get(path)
         async with asyncio.timeout(seconds):
             socket = await pool.ws_connect(url, headers=headers, protocols=(protocol,))
         try:
             yield socket
         finally:
             await socket.close()
+
+    @asynccontextmanager
+    async def stream(self, path: str, *, seconds: float) -> AsyncIterator[aiohttp.StreamReader]:
+        """Open a body that may never end, such as a log. ``seconds``: limit until it begins.
+
+        Raises:
+            ApiError: the API server refused the call.
+            aiohttp.ClientError, OSError, TimeoutError: the connection broke.
+        """
+        pool, url, headers = await self._unlimited_get(path)
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=seconds)
+        async with asyncio.timeout(seconds):
+            response = await pool.get(url, headers=headers, timeout=limits, read_bufsize=_STREAM_BYTES)
+        try:
+            if response.status != HTTPStatus.OK:
+                raise error_of(f"GET {path}", response.status, await response.read())
+            yield response.content
+        finally:
+            response.close()
+
+    async def _unlimited_get(self, path: str) -> tuple[aiohttp.ClientSession, str, Mapping[str, str]]:
+        """Return the connections, URL and headers for a GET whose answer has no time limit."""
+        _, url, headers, *_ = await self._client.param_serialize(
+            "GET", path, header_params={}, auth_settings=["BearerToken"]
+        )
+        rest = self._client.rest_client
+        rest.pool_manager = rest.pool_manager or rest._create_pool_manager()
+        return rest.pool_manager, url, headers
 
     async def settle(self) -> None:
         """Wait for the answers to all pending writes, including those of cancelled callers."""
@@ -322,25 +353,6 @@ def _limits_except(pod: Object, init_container: str) -> dict[str, Any]:
         for item in containers
         if item["name"] != init_container
     }
-
-
-def error_of(what: str, status: int, body: bytes) -> ApiError:
-    """The error for a failed call. ``what``: the call; ``status``: HTTP status, or 0 without an answer."""
-    try:
-        answer = json.loads(body)
-        message, is_explained = answer["message"], "reason" in answer
-    except (ValueError, KeyError, TypeError):
-        message, is_explained = body[:200].decode(errors="replace") or f"HTTP {status}", True
-        if status == HTTPStatus.NOT_FOUND:  # for a missing object the answer has a reason
-            needed = (
-                "cert-manager" if "cert-manager" in what else "a newer Kubernetes, or the chart's definitions"
-            )
-            message = f"the API server does not know this kind of object: it needs {needed}"
-    if status == 0:
-        return NoAnswerError(what, message)
-    # For a schema violation, server-side apply answers 500 without a reason.
-    is_unavailable = status in _UNAVAILABLE_STATUSES or (status >= 500 and is_explained)
-    return (UnavailableError if is_unavailable else RefusedError)(what, message)
 
 
 def apply_patch(body: Any) -> str:

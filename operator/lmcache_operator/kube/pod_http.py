@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import aiohttp
 
-from lmcache_operator.kube.client import KubeApi, error_of
+from lmcache_operator.kube.refusals import error_of
+
+if TYPE_CHECKING:  # the client takes half a second to import
+    from lmcache_operator.kube.client import KubeApi
 
 _HEAD_START_SECONDS = 1.0
 """Time in which the proxy should answer before the port-forward is tried, too."""

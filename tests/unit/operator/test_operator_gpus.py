@@ -14,7 +14,8 @@ from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.engine.gpus import planned_transfer
 from lmcache_operator.errors import ApiError, InvalidSpecError, RefusedError
-from lmcache_operator.kube.client import KubeApi, error_of
+from lmcache_operator.kube.client import KubeApi
+from lmcache_operator.kube.refusals import error_of
 from lmcache_operator.reconcile.reconciler import Reconciler
 from lmcache_operator.specs.kinds import ClusterKey, Ref
 from lmcache_operator.specs.names import STOCK_IMAGES

@@ -16,7 +16,8 @@ from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError, UnavailableError
 from lmcache_operator.kube import client as kube_client
-from lmcache_operator.kube.client import Fence, KubeApi, connect, error_of
+from lmcache_operator.kube.client import Fence, KubeApi, connect
+from lmcache_operator.kube.refusals import error_of
 from lmcache_operator.specs.kinds import EVENT, NODE, POD
 
 from tests.harness.operator_model import cluster
@@ -249,7 +250,7 @@ def test_write_is_refused_without_enough_time_for_the_answer(
 
 
 def test_every_writing_call_is_fenced() -> None:
-    reads = {"get", "find", "is_ending", "read", "serves", "settle", "web_socket", "date", "is_allowed"}
+    reads = {"get", "find", "is_ending", "read", "serves", "settle", "web_socket", "date", "is_allowed", "stream"}
     calls = {name for name in vars(KubeApi) if not name.startswith("_")}
     assert calls == reads | {name for name, _ in WRITES}
 

@@ -22,6 +22,8 @@ PREFIX = "lmcache-"
 """Prefix of injected containers and volumes, since a pod may already have a "config" or a "sidecar"."""
 SIDECAR = f"{PREFIX}{names.SIDECAR}"
 """The container that marks a pod as injected."""
+SIDECARS = (names.SIDECAR, SIDECAR)
+"""Names of the sidecar's container, in engine pods and in pods with an injected cache."""
 _GROUP = 2000
 """Group of the sidecar's image. It owns socket and arena, so the engine needs it as a supplemental group."""
 _NO_TOKEN = "no-token"
