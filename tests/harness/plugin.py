@@ -12,14 +12,17 @@ from typing import Any
 from testing.child_process import REPOSITORY, reachable_address
 from testing.kube.cluster import Cluster
 
+_PROGRAMS = {"kubectl-lmcache": "lmcache_operator", "kubectl_complete-lmcache": "lmcache_operator.completion"}
+
 
 class Plugin:
     """Runs ``kubectl lmcache``. The plugin is on the PATH, as after an installation by pip."""
 
     def __init__(self, plane: Cluster, folder: Path, namespace: str, kubeconfig: Path | None = None) -> None:
-        plugin = folder / "kubectl-lmcache"
-        plugin.write_text(f'#!/bin/sh\nexec {sys.executable} -m lmcache_operator "$@"\n')
-        plugin.chmod(0o755)
+        for program, module in _PROGRAMS.items():
+            plugin = folder / program
+            plugin.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+            plugin.chmod(0o755)
         self.namespace = namespace
         self.environment = {
             **os.environ,
