@@ -82,8 +82,10 @@ bench-peer: setup ## compare with upstream's packages, each in a separate enviro
 gpu-check: setup ## test the GPU paths on a GPU, write docs/reference/gpu-facts.md
 	@$(PY) -m benchmarks.gpu
 
-release: ## push images and chart of VERSION to REGISTRY (Docker with buildx, logged in)
-	@python3 -m tools.release --version "$(VERSION)" --registry "$(REGISTRY)" $(if $(DIGESTS),--digests "$(DIGESTS)")
+release: ## push images and chart of VERSION to REGISTRY (Docker with buildx); with URL=REPOSITORY, build the plugin
+	@tools/setup.sh base
+	@$${PYTHON:-python3} -m tools.release --version "$(VERSION)" --registry "$(REGISTRY)" $(if $(DIGESTS),--digests "$(DIGESTS)") \
+	  $(if $(URL),--plugin dist/plugin --url "$(URL)")
 
 clean: ## delete the results of targets in the checkout, not the cache directory
 	@rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis demo/report.json demo/logs

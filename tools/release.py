@@ -1,9 +1,10 @@
 """Build and push a release: the images, and the chart that names them by digest.
 
     python -m tools.release --version 0.1.0 --registry ghcr.io/OWNER [--digests FILE]
+                            [--plugin FOLDER --url https://github.com/OWNER/REPOSITORY]
 
 This needs Docker with buildx, logged in to the registry. Each image gets an SBOM and its provenance as
-attestations.
+attestations. FOLDER gets the archives of kubectl lmcache and their krew manifest, for the release page.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tools import plugin
 from tools.kube import binaries
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,6 +98,14 @@ def push_chart(archive: Path, registry: str) -> str:
     return digest[1]
 
 
+def build_plugin(version: str, url: str, folder: Path) -> None:
+    """Build the archives of kubectl lmcache and their manifest. Raises `ReleaseError`."""
+    try:
+        plugin.build(folder, version, f"{url}/releases/download/v{version}")
+    except (FileExistsError, FileNotFoundError, subprocess.CalledProcessError) as error:
+        raise ReleaseError(f"the archives of kubectl lmcache: {error}") from error
+
+
 def release(version: str, registry: str, digests_file: Path | None) -> None:
     """Publish images and chart. Raises `ReleaseError`."""
     check_version(version)
@@ -117,8 +127,17 @@ def main() -> int:
     parser.add_argument("--version", required=True)
     parser.add_argument("--registry", required=True)
     parser.add_argument("--digests", type=Path, metavar="FILE", help="append NAME=DIGEST lines to this file")
+    parser.add_argument(
+        "--plugin", type=Path, metavar="FOLDER", help="must not exist (default: build no archives)"
+    )
+    parser.add_argument("--url", metavar="URL", help="address of the repository, without /releases")
     options = parser.parse_args()
+    if options.plugin and not options.url:
+        parser.error("--plugin needs --url, the address of the repository")
     try:
+        if options.plugin:  # first: nothing is published if it fails
+            check_version(options.version)
+            build_plugin(options.version, options.url, options.plugin)
         release(options.version, options.registry, options.digests)
     except ReleaseError as error:
         print(error, file=sys.stderr)

@@ -39,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     about = "Runs the engine pods and KV caches that LMCacheCluster objects declare."
-    parser = argparse.ArgumentParser(prog="lmcache-operator", description=about)
+    is_plugin = Path(sys.argv[0]).name == "kubectl-lmcache"
+    program = "kubectl lmcache" if is_plugin else "lmcache-operator"
+    parser = argparse.ArgumentParser(prog=program, description=about)
     parser.add_argument("--version", action="version", version=f"lmcache-operator {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     rendering = argparse.ArgumentParser(add_help=False)

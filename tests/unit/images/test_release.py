@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tools import release
+from tests.harness import krew
+from tools import plugin, release
 
 DIGESTS = {"operator": "sha256:" + "a" * 64, "sidecar": "sha256:" + "b" * 64, "chart": "sha256:" + "c" * 64}
 
@@ -77,3 +78,20 @@ def test_version_mismatch_publishes_nothing(commands):
     with pytest.raises(release.ReleaseError, match=r"Chart.yaml is not of version 9.9.9"):
         release.release("9.9.9", "registry.example/me", None)
     assert not commands
+
+
+def test_manifest_of_the_plugin_covers_all_platforms_and_follows_krews_rules():
+    sums = dict.fromkeys(plugin.PLATFORMS, "0" * 64)
+    manifest = yaml.safe_load(
+        plugin.manifest("0.1.0", "https://github.com/o/r/releases/download/v0.1.0", sums)
+    )
+    assert list(krew.problems("lmcache", manifest)) == []
+    assert len(manifest["spec"]["platforms"]) == 4
+    assert manifest["spec"]["homepage"] == "https://github.com/o/r"
+
+
+def test_failed_plugin_publishes_nothing(commands, monkeypatch, tmp_path):
+    argv = ["release", "--version", "0.1.0", "--registry", "r", "--url", "https://github.com/o/r", "--plugin"]
+    monkeypatch.setattr("sys.argv", [*argv, str(tmp_path)])  # the folder exists
+    assert release.main() == 1
+    assert commands == []
