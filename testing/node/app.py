@@ -25,7 +25,7 @@ READY_SECONDS = 420
 """An engine starts in a minute on an idle machine. Several engines next to other work need longer."""
 _RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 # The engine's image is small: the 6 GB that a real image contains are in these directories of the machine.
-_HOST_DIRECTORIES = {"venv": REPOSITORY / ".venv", "python": Path(sys.base_prefix)}
+_HOST_DIRECTORIES = {"venv": (REPOSITORY / ".venv").resolve(), "python": Path(sys.base_prefix)}
 _MODELS = "models"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

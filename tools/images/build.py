@@ -82,7 +82,7 @@ IMAGES = {
     "engine": Recipe(
         "localhost/engine:test",
         HERE / "engine",
-        {"VENV": str(ROOT / ".venv"), "PYTHON_HOME": sys.base_prefix},
+        {"VENV": str((ROOT / ".venv").resolve()), "PYTHON_HOME": sys.base_prefix},
     ),
     "operator": Recipe(
         f"ghcr.io/lmcache-cluster/operator:{_version()}", ROOT / "operator", max_bytes=200 << 20
