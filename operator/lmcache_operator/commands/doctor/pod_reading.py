@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
+from lmcache.explain.text import plain
 from lmcache_operator.commands.doctor.checks.engines import engine_port, has_tls
 from lmcache_operator.commands.gather import PodFigures, natural_order, read_each
 from lmcache_operator.kube.pod_http import Get
-from lmcache_operator.pods.pods import is_ready, plain
+from lmcache_operator.pods.pods import is_ready
 from lmcache_operator.specs import Object
 
 _MAX_ENGINES = 4

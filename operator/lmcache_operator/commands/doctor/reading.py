@@ -11,6 +11,7 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
+from lmcache.explain.text import plain
 from lmcache_operator.api import GROUP, PLURAL, PROFILE_PLURAL, VERSION
 from lmcache_operator.commands.connection import Connection
 from lmcache_operator.commands.doctor.answers import Answer
@@ -21,7 +22,6 @@ from lmcache_operator.commands.doctor.pod_reading import natural, read_engines
 from lmcache_operator.commands.gather import PodFigures, read_stats
 from lmcache_operator.errors import ApiError, NoAnswerError, NotFoundError
 from lmcache_operator.kube.pod_http import PodHttp
-from lmcache_operator.pods.pods import plain
 from lmcache_operator.specs import Object, names
 
 _SECONDS = 3.8

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lmcache.explain import merge
+from lmcache.explain.text import plain
 from lmcache_operator.commands.doctor.answers import Answer
 from lmcache_operator.commands.doctor.checks.installation import parse_version
 from lmcache_operator.commands.doctor.facts import ClusterFacts, Facts
@@ -14,7 +15,6 @@ from lmcache_operator.commands.doctor.results import Result, failure, grouped, o
 from lmcache_operator.commands.gather import PodFigures, sidecar_port
 from lmcache_operator.components.engine import vllm
 from lmcache_operator.components.injection.pods import CONTAINER
-from lmcache_operator.pods.pods import plain
 from lmcache_operator.specs import Object, names
 
 MIN_VLLM, MAX_VLLM = (0, 29), (0, 33)

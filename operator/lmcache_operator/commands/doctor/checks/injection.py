@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lmcache.explain.text import plain
 from lmcache_operator.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_operator.commands.doctor.results import (
     Result,
@@ -15,7 +16,6 @@ from lmcache_operator.commands.doctor.results import (
     warning,
 )
 from lmcache_operator.components.injection.pods import OUTCOME, has_cache
-from lmcache_operator.pods.pods import plain
 from lmcache_operator.specs import Object, names
 
 _RUNBOOK = "PodsWithoutCache"

@@ -7,6 +7,7 @@ from typing import Any
 
 from lmcache.common.units import format_size
 from lmcache.explain import merge
+from lmcache.explain.text import plain
 from lmcache_operator.commands.doctor.answers import Answer
 from lmcache_operator.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_operator.commands.doctor.results import (
@@ -20,7 +21,7 @@ from lmcache_operator.commands.doctor.results import (
 )
 from lmcache_operator.commands.gather import PodFigures
 from lmcache_operator.commands.printing import duration
-from lmcache_operator.pods.pods import is_ready, plain
+from lmcache_operator.pods.pods import is_ready
 
 _MAX_SERVERS = 64
 _SLOW_SECONDS = 0.05

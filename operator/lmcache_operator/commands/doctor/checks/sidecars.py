@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lmcache.explain import merge
+from lmcache.explain.text import plain
 from lmcache_operator.commands.doctor.answers import Answer
 from lmcache_operator.commands.doctor.checks.engines import clients
 from lmcache_operator.commands.doctor.checks.installation import MAX_CLOCK_SECONDS, version_label
@@ -12,7 +13,7 @@ from lmcache_operator.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_operator.commands.doctor.results import Result, failure, grouped, ok, unknown, warning
 from lmcache_operator.commands.gather import NO_TIME, PodFigures, sidecar_port
 from lmcache_operator.components.engine.gpus import CUDA_IPC
-from lmcache_operator.pods.pods import is_ready, plain
+from lmcache_operator.pods.pods import is_ready
 from lmcache_operator.specs.merge import dig
 
 _FORBIDDEN = "forbidden: "
