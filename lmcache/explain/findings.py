@@ -29,6 +29,8 @@ class Finding(NamedTuple):
     """Share of all prompt tokens that it is about."""
     statement: str
     advice: str
+    usd: float = 0.0
+    """Price of the GPU time that computed these tokens, in USD; 0: not known."""
 
 
 EVICTED = "evicted"
@@ -84,10 +86,17 @@ _BY_CAUSE = {
 """Statement and advice by cause."""
 
 
-def findings(causes: Mapping[str, Any], larger: LargerMemory | None = None) -> Sequence[Finding]:
+def findings(
+    causes: Mapping[str, Any], larger: LargerMemory | None = None, usd_per_token: float = 0.0
+) -> Sequence[Finding]:
     """Return what stands out in the ``causes`` that one sidecar counts, or several together.
 
-    ``larger``: what larger memory tiers would have hit, if it is known.
+    The most expensive finding is the first. Each token has the same price.
+
+    Args:
+        causes: the part ``causes`` of ``/stats``.
+        larger: hits of larger memory tiers, if they are known.
+        usd_per_token: price of computing a token, see ``benefit.usd_per_token``.
     """
     tokens: Mapping[str, int] = causes["cause_tokens"]
     total = causes["prompt_tokens"]
@@ -96,15 +105,18 @@ def findings(causes: Mapping[str, Any], larger: LargerMemory | None = None) -> S
             number / total,
             f"{percent(number, total)} of all prompt tokens {statement}.",
             larger.advice() if larger and cause == EVICTED else advice,
+            number * usd_per_token,
         )
         for cause, (statement, advice) in _BY_CAUSE.items()
         if (number := tokens.get(cause, 0)) > _MIN_SHARE * total
     ]
-    found += _divergence(causes["diverged_tokens"], total, num_computed(tokens))
+    found += _divergence(causes["diverged_tokens"], total, num_computed(tokens), usd_per_token)
     return sorted(found, key=lambda finding: -finding.share)
 
 
-def _divergence(by_depth: Mapping[str, int], total: int, computed: int) -> Sequence[Finding]:
+def _divergence(
+    by_depth: Mapping[str, int], total: int, computed: int, usd_per_token: float
+) -> Sequence[Finding]:
     """Return where most prompts leave earlier ones, if many tokens follow such a point."""
     depths = sorted(int(depth) for depth in by_depth if depth.isdigit())
     below = list(accumulate(by_depth[str(depth)] for depth in depths))
@@ -114,7 +126,8 @@ def _divergence(by_depth: Mapping[str, int], total: int, computed: int) -> Seque
         return []
     place = f"within the first {depth:,} tokens"
     statement = f"{percent(number, computed)} of computed tokens follow a divergence {place}."
-    return [Finding(number / total, statement, _EARLY if depth <= _EARLY_TOKENS else _LATE)]
+    advice = _EARLY if depth <= _EARLY_TOKENS else _LATE
+    return [Finding(number / total, statement, advice, number * usd_per_token)]
 
 
 def percent(number: float, total: float) -> str:

@@ -14,10 +14,13 @@ from lmcache.explain.sizes import LargerMemory
 
 _BAR, _WIDTH = 30, 100  # columns of the largest bar, and of a line of text
 _INDENT = "     "
+_MIN_USD = 0.01
 
 
-def overview(causes: Mapping[str, Any], larger: LargerMemory | None = None) -> Iterator[str]:
-    """Yield the lines that explain all counted prompts. ``larger``: see ``findings``."""
+def overview(
+    causes: Mapping[str, Any], larger: LargerMemory | None = None, usd_per_token: float = 0.0
+) -> Iterator[str]:
+    """Yield the lines that explain all counted prompts. See ``findings`` for the arguments."""
     tokens, total = causes["cause_tokens"], causes["prompt_tokens"]
     if not total:
         yield "No prompt was counted yet: send a request to the engine."
@@ -28,10 +31,13 @@ def overview(causes: Mapping[str, Any], larger: LargerMemory | None = None) -> I
     yield ""
     yield from _rows("LOADED FROM", HITS, tokens, total)
     yield from _rows("COMPUTED BECAUSE", COMPUTED, tokens, total)
-    found = findings(causes, larger)
+    found = findings(causes, larger, usd_per_token)
     yield "What stands out:" if found else "Nothing stands out."
     for number, finding in enumerate(found, 1):
-        yield from wrap(finding.statement, _WIDTH, initial_indent=f"{number:3}. ", subsequent_indent=_INDENT)
+        statement = finding.statement
+        if finding.usd >= _MIN_USD:
+            statement += f" That took {finding.usd:,.2f} USD of GPU time."
+        yield from wrap(statement, _WIDTH, initial_indent=f"{number:3}. ", subsequent_indent=_INDENT)
         yield from wrap(finding.advice, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
 
 

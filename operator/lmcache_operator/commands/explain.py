@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlencode
 
 from lmcache.explain import merge, tables
+from lmcache.explain.benefit import usd_per_token
 from lmcache.explain.findings import findings
 from lmcache_operator.commands import connection, printing
 from lmcache_operator.commands.gather import (
@@ -22,6 +23,8 @@ from lmcache_operator.commands.gather import (
     read_each,
     sidecar_port,
 )
+from lmcache_operator.commands.savings import document, prices_of, saved_by
+from lmcache_operator.commands.status import shard_bytes, tiers_of
 from lmcache_operator.errors import NotFoundError
 from lmcache_operator.kube.pod_http import PodHttp
 from lmcache_operator.specs import Object
@@ -53,7 +56,7 @@ def _run(arguments: argparse.Namespace) -> int:
             print(problem, file=sys.stderr)
         answer = explanation(gathered)
         if arguments.output == "table":
-            print(*tables.overview(merge.causes(gathered.stats)), sep="\n")
+            print(*_lines(gathered), sep="\n")
         else:
             print(printing.document(answer, arguments.output), end="")
         return 0
@@ -61,9 +64,19 @@ def _run(arguments: argparse.Namespace) -> int:
     return connection.run(arguments, show)
 
 
+def _lines(gathered: Gathered) -> Iterator[str]:
+    causes = merge.causes(gathered.stats)
+    price = usd_per_token(gathered.stats, prices_of(gathered.cluster))
+    yield from tables.overview(causes, usd_per_token=price)
+    if causes["prompt_tokens"]:
+        yield ""
+        yield from tables.benefit(saved_by(gathered, shard_bytes(tiers_of(gathered))))
+
+
 def explanation(gathered: Gathered) -> dict[str, Any]:
     """Return the causes of a cluster as plain data. Its fields are stable: programs may read them."""
     causes = merge.causes(gathered.stats)
+    price = usd_per_token(gathered.stats, prices_of(gathered.cluster))
     return {
         "version": 1,
         "namespace": gathered.cluster["metadata"]["namespace"],
@@ -74,7 +87,8 @@ def explanation(gathered: Gathered) -> dict[str, Any]:
         "divergedTokens": causes["diverged_tokens"],
         "divergedRequests": causes["diverged_requests"],
         "branches": causes["branches"],
-        "findings": [finding._asdict() for finding in findings(causes)],
+        "findings": [finding._asdict() for finding in findings(causes, usd_per_token=price)],
+        "savings": document(saved_by(gathered, shard_bytes(tiers_of(gathered)))),
         "problems": problems_of(gathered),
     }
 

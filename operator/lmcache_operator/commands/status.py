@@ -11,12 +11,15 @@ from typing import Any
 
 from lmcache.common.units import format_size, parse_size
 from lmcache.explain import merge
+from lmcache.explain.benefit import usd_per_token
 from lmcache.explain.causes import HITS, num_computed
 from lmcache.explain.findings import findings, percent
+from lmcache.explain.tables import duration
 from lmcache.explain.text import plain
 from lmcache_operator.api.parse import parse
 from lmcache_operator.commands import connection, printing
 from lmcache_operator.commands.gather import Gathered, PodFigures, gather
+from lmcache_operator.commands.savings import document, prices_of, saved_by
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.pods.pods import is_ready
 from lmcache_operator.specs import Object
@@ -80,18 +83,20 @@ def _text(arguments: argparse.Namespace, gathered: Gathered) -> str:
 def status_of(gathered: Gathered) -> dict[str, Any]:
     """Return the status as plain data. Its fields are stable: programs may read them."""
     cluster, reports = gathered.cluster, gathered.stats
-    causes = merge.causes(reports)
+    causes, tiers = merge.causes(reports), tiers_of(gathered)
+    price = usd_per_token(reports, prices_of(cluster))
     return {
         "version": 1,
         "namespace": cluster["metadata"]["namespace"],
         "name": cluster["metadata"]["name"],
         "time": datetime.fromtimestamp(gathered.time, UTC).isoformat(timespec="seconds"),
         "pods": [_pod(pod) for pod in gathered.pods],
-        "tiers": list(_tiers(cluster, reports)),
+        "tiers": tiers,
         "promptTokens": causes["prompt_tokens"],
         "causeTokens": causes["cause_tokens"],
         "conditions": dig(cluster, "status", "conditions") or [],
-        "findings": [finding._asdict() for finding in findings(causes)],
+        "savings": document(saved_by(gathered, shard_bytes(tiers))),
+        "findings": [finding._asdict() for finding in findings(causes, usd_per_token=price)],
         "problems": list(gathered.problems),
     }
 
@@ -111,6 +116,11 @@ def _pod(figures: PodFigures) -> dict[str, Any]:
         "promptTokens": tokens.total(),
         "loadedTokens": tokens.total() - num_computed(tokens),
     }
+
+
+def tiers_of(gathered: Gathered) -> list[dict[str, Any]]:
+    """Return the engines' own caches and all tiers, each as plain data."""
+    return list(_tiers(gathered.cluster, gathered.stats))
 
 
 def _tiers(cluster: Object, reports: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -135,6 +145,11 @@ def _tiers(cluster: Object, reports: Sequence[Mapping[str, Any]]) -> Iterator[di
         reason = plain(off[0].get("off_reason")) or "unavailable" if off else ""
         tier["problem"] = f"{len(off)} of {len(having)} pods: {reason}" if off else ""
         yield tier
+
+
+def shard_bytes(tiers: Sequence[Mapping[str, Any]]) -> float:
+    """Return the size of all shards that the operator runs for the cluster; 0: it runs none."""
+    return float(next((tier["sizeBytes"] for tier in tiers if tier["name"] == "remote"), None) or 0)
 
 
 def _lower_sizes(cluster: Object, num_pods: int) -> dict[str, int]:
@@ -236,6 +251,24 @@ def _tier_lines(status: Mapping[str, Any], style: printing.Style) -> Iterator[st
     rows.append(("computed", "", "", share, printing.bar(computed / (prompt_tokens or 1), _BAR_COLUMNS), ""))
     yield from _titled(printing.table(rows, right=(1, 2, 3)), style)
     yield f"{prompt_tokens:,} tokens of prompts since the sidecars started."
+    yield ""
+    if status["savings"]:
+        yield from _saving_lines(status["savings"], style)
+
+
+def _saving_lines(savings: Mapping[str, Any], style: printing.Style) -> Iterator[str]:
+    """Yield what the cache saved, what its tiers cost, and what a hit saves."""
+    spent = sum(savings["spentUSD"].values())
+    rows = [
+        ("SAVINGS", f"IN {duration(savings['seconds'])}", "USD"),
+        ("GPU time saved", f"{savings['gpuHours']:,.2f} h", f"{savings['savedUSD']:+,.2f}"),
+        ("tiers", "", f"{-spent:+,.2f}" if spent else "0.00"),
+        ("net", "", f"{savings['netUSD']:+,.2f}"),
+    ]
+    yield from _titled(printing.table(rows, right=(1, 2)), style)
+    if latency := savings["firstTokenSavedSeconds"]:
+        p50, p95 = duration(latency["p50"]), duration(latency["p95"])
+        yield f"A hit saves {p50} to the first token at the median, and {p95} at p95."
     yield ""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from lmcache.explain import prompt as prompt_lines
 from lmcache.explain import tables
-from lmcache.explain.benefit import Benefit, benefit
+from lmcache.explain.benefit import Benefit, benefit, usd_per_token
 from lmcache.explain.prices import Prices
 from lmcache.explain.sizes import LargerMemory, larger_memory
 from lmcache_sidecar.explain import prompt_command
@@ -93,7 +93,9 @@ def _explain(arguments: argparse.Namespace) -> tuple[Any, Iterator[str]]:
         larger = _larger_memory(arguments.url, stats)
         sizes = {"larger_memory": larger._asdict()} if larger else {}
         saved = benefit([stats], Prices())
-        lines = itertools.chain(tables.overview(stats["causes"], larger), _benefit_lines(stats, saved))
+        price = usd_per_token([stats], Prices())
+        overview = tables.overview(stats["causes"], larger, price)
+        lines = itertools.chain(overview, _benefit_lines(stats, saved))
         return stats["causes"] | sizes | {"benefit": saved._asdict()}, lines
     query = urllib.parse.urlencode({"id": arguments.request_id}, errors="replace")
     requests = ask(arguments.url, f"/requests?{query}")["requests"]

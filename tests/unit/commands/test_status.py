@@ -118,6 +118,24 @@ def test_what_could_not_be_read_is_the_first_next_step() -> None:
     assert "send a request" not in shown
 
 
+def test_savings_are_shown_at_the_prices_of_the_spec() -> None:
+    saved = {
+        "saved_prefill_seconds": {"memory": 7200.0},
+        "saved_gpu_seconds": 7200.0,
+        "tier_byte_seconds": {"memory": 10.0 * GiB * 3600},
+        "first_tokens": {"1024": {"tier": {"0.25": 10}, "none": {"2": 10}}},
+    }
+    prices = {"gpuHour": "3.00", "memoryGiBHour": "0.10"}
+    world = gathered(figures(benefit=saved), autoscaling={"prices": prices})
+    assert status_of(world)["savings"]["netUSD"] == pytest.approx(5.0)
+    shown = text(world)
+    assert "GPU time saved     2.00 h  +6.00" in shown
+    assert "tiers                      -1.00" in shown
+    assert "net                        +5.00" in shown
+    assert "A hit saves 1.60 s to the first token at the median, and 1.73 s at p95." in shown
+    assert "SAVINGS" not in text(gathered(figures()))
+
+
 def test_colors_change_no_column() -> None:
     world = gathered(figures(0), PodFigures(pod(1, is_ready=False), problem="no answer"))
     colored = text(world, colors=True)
@@ -130,7 +148,7 @@ def test_documents_are_the_same_in_json_and_yaml() -> None:
     assert json.loads(printing.document(status, "json")) == yaml.safe_load(printing.document(status, "yaml"))
     assert list(status) == [
         "version", "namespace", "name", "time", "pods", "tiers", "promptTokens", "causeTokens", "conditions",
-        "findings", "problems",
+        "savings", "findings", "problems",
     ]  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from lmcache.explain.benefit import (
     merged,
     quantile,
     saved_latency,
+    usd_per_token,
 )
 from lmcache.explain.prices import GIB, Prices
 
@@ -202,3 +203,13 @@ def test_reports_of_wrong_types_count_as_nothing(fields, uptime, causes):
     saved = benefit([report, {"benefit": uptime}], Prices())
     assert math.isfinite(saved.net_usd)
     assert text(saved)
+
+
+def test_price_of_a_token_is_that_of_the_engines_gpus_and_speed():
+    """An engine of 2 GPUs at 3.60 USD computes 1,000 tokens a second, and one of 1 GPU computes 500."""
+    slow, fast = ({"gpus": gpus, "prefill_tokens_per_second": 500.0 * gpus} for gpus in (1, 2))
+    reports = [{"lookups": part, "causes": {"prompt_tokens": 100}} for part in (slow, fast)]
+    assert usd_per_token(reports, Prices(gpu_hour=3.6)) == pytest.approx(0.001 / 500)
+    reports.append({"lookups": slow | {"prefill_tokens_per_second": 0.0}, "causes": {"prompt_tokens": 900}})
+    assert usd_per_token(reports, Prices(gpu_hour=3.6)) == pytest.approx(0.001 / 500), "no speed, no price"
+    assert usd_per_token([], Prices()) == 0.0

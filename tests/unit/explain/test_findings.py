@@ -49,6 +49,14 @@ def test_new_tokens_and_hits_need_no_advice():
     assert "Nothing stands out." in text(causes(new=900, memory=100))
 
 
+def test_findings_have_the_price_of_computing_their_tokens():
+    counted = causes({"64": 700}, memory=300, evicted=1000)
+    first, second = findings(counted, usd_per_token=0.01)
+    assert (first.usd, second.usd) == (10.0, 7.0)
+    assert "took 10.00 USD of GPU time." in "\n".join(tables.overview(counted, None, 0.01))
+    assert "USD" not in "\n".join(tables.overview(counted))
+
+
 def test_no_prompt_is_said_so():
     assert text(causes()) == "No prompt was counted yet: send a request to the engine."
     assert not findings(causes())

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lmcache.explain.benefit import Benefit, benefit
+from lmcache.explain.benefit import Benefit
 from lmcache.explain.causes import HITS
-from lmcache.explain.prices import Prices
 from lmcache.explain.tables import duration
-from lmcache_operator.api.parse import parse
 from lmcache_operator.commands.reports.facts import Facts
 from lmcache_operator.commands.reports.html import Html, element, table
 from lmcache_operator.commands.reports.sections import section
-from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.commands.savings import saved_by
+from lmcache_operator.commands.status import shard_bytes
 
 
 def saving(facts: Facts) -> Html:
     """Show GPU time and money that the cache saved, what its tiers cost, and the time that a hit saves."""
-    saved = benefit(facts.gathered.stats, _prices(facts), _shard_bytes(facts))
+    saved = saved_by(facts.gathered, shard_bytes(facts.status["tiers"]))
     if not saved.num_sidecars:
         return section("Savings and costs", element("p", "No sidecar counts what the cache saves yet."))
     sign = "more" if saved.net_usd >= 0 else "less"
@@ -58,16 +57,3 @@ def _saved_latency(saved: Benefit) -> str:
         f"A hit saves {duration(p50)} to the first token (median), and {duration(p95)} at p95. "
         f"For this, {number:,} requests with hits were compared with like requests without a hit."
     )
-
-
-def _prices(facts: Facts) -> Prices:
-    try:
-        return Prices(*parse(facts.cluster).spec.autoscaling.prices.usd_per_hour)
-    except InvalidSpecError:
-        return Prices()
-
-
-def _shard_bytes(facts: Facts) -> float:
-    """Return the size of all shards that the operator runs for this cluster; 0: it runs none."""
-    sizes = (tier["sizeBytes"] for tier in facts.status["tiers"] if tier["name"] == "remote")
-    return float(next(sizes, None) or 0)
