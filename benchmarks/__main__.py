@@ -32,6 +32,7 @@ NAMES = {
     "shards": "rows on a Redis that evicts; hits before and after a change of the shards",
     "path": "remote and disk tier through the whole sidecar, compared with bare loops",
     "peer": "comparison with lmcache 0.3.0 and 0.5.6 from the registry; runs only if you name it",
+    "spans": "processor time of OpenTelemetry spans on the thread of the engine's scheduler",
     "top": "processor time of a sidecar while `top` shows it",
     "operator": "many LMCacheClusters on a real API server: writes, requests and memory of the idle operator",
     "polling": "the operator's poller with 200 clusters of 5 sidecars: processor time and memory",
