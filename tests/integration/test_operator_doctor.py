@@ -70,7 +70,7 @@ def test_healthy_installation_has_no_failure(doctor, kubectl, plane, namespace):
         create_pod(plane, namespace, NAME, 0, port=sidecar.http_port)
         mark = plane.mark()
         status, checks = doctor()
-        assert plane.written_since(mark, namespace=namespace) == []
+        assert plane.written_since(mark, by="admin", namespace=namespace) == []
         shown = kubectl("doctor", NAME)
     for check in (
         "kubernetesVersion", "crd:lmcacheclusters", "crd:lmcacheprofiles", "operator", "versions", "clocks",
