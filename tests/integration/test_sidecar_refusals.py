@@ -96,7 +96,7 @@ def busy_client():
 def state_of(sidecar: SidecarProcess) -> dict[str, object]:
     """Statistics without the time and without detached clients, which earlier tests may have left."""
     stats = sidecar.stats()
-    del stats["uptime_seconds"], stats["num_clients"], stats["benefit"]["tier_byte_seconds"]
+    del stats["time"], stats["uptime_seconds"], stats["num_clients"], stats["benefit"]["tier_byte_seconds"]
     stats["clients"] = [client for client in stats["clients"] if client["is_attached"]]
     return stats
 
