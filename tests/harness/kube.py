@@ -104,6 +104,18 @@ def chart(plane: Cluster) -> str:
     return install(plane)
 
 
+_operators: list[Operator] = []
+"""The operator that other tests of this session started, if any."""
+
+
+@pytest.fixture
+def no_operator() -> None:
+    """No operator runs during the test. It would create pods of its own for the test's clusters."""
+    for process in _operators:
+        if process.is_running:
+            process.kill()
+
+
 @pytest.fixture(scope="session")
 def operator_process(
     plane: Cluster, chart: str, tmp_path_factory: pytest.TempPathFactory
@@ -111,6 +123,7 @@ def operator_process(
     """The operator's process next to the control plane. It runs at first, and tests may stop it."""
     with alone(plane, chart, tmp_path_factory.mktemp("operator")) as process:
         process.start()
+        _operators.append(process)
         yield process
 
 

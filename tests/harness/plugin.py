@@ -41,7 +41,7 @@ class Plugin:
 def create_pod(
     plane: Cluster, namespace: str, cluster: str, number: int, *, port: int, address: str = "", **engine: Any
 ) -> dict[str, Any]:
-    """Create a running engine pod whose sidecar listens on this port. It has no node and no kubelet.
+    """Create a running engine pod whose sidecar listens on this port. It gets no node and no kubelet.
 
     ``engine`` are fields of the engine's container.
     """
@@ -52,6 +52,7 @@ def create_pod(
             {"name": "sidecar", "image": "i", "restartPolicy": "Always", "ports": ports},
         ],
         "containers": [{"name": "engine", "image": "i"} | engine],
+        "schedulerName": "none",  # a fake node would replace the pod's address
     }
     labels = {"lmcache.io/cluster": cluster, "lmcache.io/component": "engine"}
     plane.api.create(

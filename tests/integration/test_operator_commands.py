@@ -17,7 +17,7 @@ from tests.harness.kube import CLUSTERS, NAME, example
 from tests.harness.plugin import Plugin, create_pod, kubeconfig_with
 from tests.harness.wire import make_keys
 
-pytestmark = pytest.mark.kube
+pytestmark = [pytest.mark.kube, pytest.mark.usefixtures("no_operator")]
 
 READ = {"apiGroups": ["lmcache.io"], "resources": ["lmcacheclusters"], "verbs": ["get", "list"]}
 LIST_PODS = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}

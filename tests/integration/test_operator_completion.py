@@ -11,7 +11,7 @@ from tests.harness.kube import CLUSTERS, NAME, example
 from tests.harness.plugin import Plugin
 from tests.harness.tmux import Tmux
 
-pytestmark = pytest.mark.kube
+pytestmark = [pytest.mark.kube, pytest.mark.usefixtures("no_operator")]
 
 BASH_COMPLETION = "/usr/share/bash-completion/bash_completion"
 """The package bash-completion. The completion of kubectl needs it."""

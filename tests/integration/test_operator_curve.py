@@ -11,7 +11,7 @@ import pytest
 from tests.harness.kube import CLUSTERS, NAME, example
 from tests.harness.plugin import Plugin
 
-pytestmark = pytest.mark.kube
+pytestmark = [pytest.mark.kube, pytest.mark.usefixtures("no_operator")]
 
 POINT = {"hit": "0.30", "low": "0.29", "high": "0.31", "netPerHour": "0.00"}
 STATUS = {

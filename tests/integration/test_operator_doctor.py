@@ -21,7 +21,7 @@ from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.kube import CLUSTERS, NAME, example
 from tests.harness.plugin import Plugin, create_pod, kubeconfig_with
 
-pytestmark = pytest.mark.kube
+pytestmark = [pytest.mark.kube, pytest.mark.usefixtures("no_operator")]
 
 READ = {"apiGroups": ["lmcache.io"], "resources": ["lmcacheclusters"], "verbs": ["get", "list"]}
 LIST_PODS = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}

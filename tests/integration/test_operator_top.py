@@ -16,7 +16,7 @@ from tests.harness.plugin import Plugin, create_pod, kubeconfig_with
 from tests.harness.tmux import Tmux
 from tests.harness.traffic import traffic
 
-pytestmark = pytest.mark.kube
+pytestmark = [pytest.mark.kube, pytest.mark.usefixtures("no_operator")]
 
 READ = {"apiGroups": ["lmcache.io"], "resources": ["lmcacheclusters"], "verbs": ["get", "list"]}
 LIST_PODS = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}

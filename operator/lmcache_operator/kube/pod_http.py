@@ -75,7 +75,7 @@ class PodHttp:
         status, body = await self._api.read(path, seconds=self._seconds, max_bytes=_MAX_BYTES)
         if status == HTTPStatus.FORBIDDEN and _is_of_api_server(body):
             return PodAnswer(0, _reason(path, status, body), GET_PROXY)
-        if status >= HTTPStatus.INTERNAL_SERVER_ERROR and _is_of_api_server(body):
+        if status >= HTTPStatus.BAD_REQUEST and _is_of_api_server(body):
             return PodAnswer(0, _reason(path, status, body))  # the API server did not reach the pod
         return PodAnswer(status, body)
 
