@@ -185,11 +185,15 @@ class HttpServer:
             return _error(HTTPStatus.NOT_FOUND)
         if method not in ((b"GET", b"HEAD") if page else (b"POST",)):
             return _error(HTTPStatus.METHOD_NOT_ALLOWED)
+        # Outside of the try block: a client that resets its connection is no bug.
+        body = b"" if page else await _receive_local(head, connection)
+        if isinstance(body, Page):
+            return body
         try:
             if page is not None:
                 return await page(query)
             assert local_page is not None
-            return await _local(local_page, head, connection)
+            return await local_page(body)
         except Exception:
             logger.exception("%s %s failed: this is a bug", method.decode(), path)
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR)
@@ -203,8 +207,8 @@ class HttpServer:
         return self._pages.get(path) if " " not in path else None
 
 
-async def _local(page: Callable[[bytes], Awaitable[Page]], head: bytes, connection: socket.socket) -> Page:
-    """Read the body of a POST request, and serve it to a client on this machine."""
+async def _receive_local(head: bytes, connection: socket.socket) -> bytes | Page:
+    """Return the body of a POST request of a client on this machine, or a refusal. Raises OSError."""
     address = ipaddress.ip_address(connection.getpeername()[0].partition("%")[0])
     if not (getattr(address, "ipv4_mapped", None) or address).is_loopback:
         remedy = "run the command in the pod (kubectl exec), or through kubectl port-forward"
@@ -221,7 +225,7 @@ async def _local(page: Callable[[bytes], Awaitable[Page]], head: bytes, connecti
         if not piece:
             return _error(HTTPStatus.BAD_REQUEST)
         body += piece
-    return await page(body[:num_bytes])
+    return body[:num_bytes]
 
 
 def _listen(host: str, port: int) -> socket.socket:

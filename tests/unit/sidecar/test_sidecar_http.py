@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import socket
+import struct
 from collections.abc import Callable
 from http import HTTPStatus
 from secrets import token_hex
@@ -214,3 +215,24 @@ def test_local_page_answers_no_other_machine(address, monkeypatch):
 def test_local_page_answers_this_machine(address, monkeypatch):
     monkeypatch.setattr(socket.socket, "getpeername", lambda _: (address, 1))
     assert send_raw(b"POST /echo HTTP/1.1\r\nContent-Length: 1\r\n\r\nx").startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("is_reading", [False, True])
+def test_client_that_resets_its_connection_is_no_bug(is_reading, caplog):
+    """Otherwise any pod could fill the log with stack traces."""
+
+    def reset(port: int) -> None:
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.sendall(b"POST /echo HTTP/1.1\r\nContent-Length: 2\r\n\r\n")
+            if is_reading:  # the answer to a later connection: the server waits for the body now
+                wait_answered(port)
+        wait_answered(port)
+
+    def wait_answered(port: int) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("GET", "/healthz")
+        assert connection.getresponse().read() == b"well\n"
+
+    call_server(reset)
+    assert not caplog.records
