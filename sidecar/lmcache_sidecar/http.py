@@ -31,6 +31,7 @@ _BACKLOG = 128
 _CONTENT_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,9})[ \t]*(?:\r\n|$)", re.IGNORECASE)
 _REQUEST_LINE = re.compile(rb"([A-Z]+) (\S+) HTTP/1\.[01]\r\n")
 _ACCEPT = re.compile(rb"^accept:([^\r]*)", re.MULTILINE | re.IGNORECASE)
+_ORIGIN = re.compile(rb"^origin:", re.MULTILINE | re.IGNORECASE)
 _PAUSE_SECONDS = 0.05  # while no descriptor is left, and none can be closed
 
 
@@ -50,7 +51,8 @@ class HttpServer:
 
     Each page gets the query of the URL, the text after "?". A page whose name is a path, a space and a media
     type replaces the page of this path for clients that accept the type. ``local_pages`` serve POST requests
-    from this machine only, which includes ``kubectl port-forward``. Each gets the request's body.
+    from this machine only, which includes ``kubectl port-forward``. They refuse browsers, because a web page
+    could otherwise ask through its visitor's port-forward. Each gets the request's body.
     """
 
     def __init__(
@@ -214,6 +216,8 @@ async def _receive_local(head: bytes, connection: socket.socket) -> bytes | Page
         remedy = "run the command in the pod (kubectl exec), or through kubectl port-forward"
         return Page(HTTPStatus.FORBIDDEN, f"this page answers only its own machine: {remedy}\n".encode())
     head, _, body = head.partition(b"\r\n\r\n")
+    if _ORIGIN.search(head):  # browsers send this header with each POST request
+        return Page(HTTPStatus.FORBIDDEN, b"this page answers no browser: use lmcache-sidecar explain\n")
     length = _CONTENT_LENGTH.search(head)
     if length is None:
         return _error(HTTPStatus.LENGTH_REQUIRED)

@@ -217,6 +217,14 @@ def test_local_page_answers_this_machine(address, monkeypatch):
     assert send_raw(b"POST /echo HTTP/1.1\r\nContent-Length: 1\r\n\r\nx").startswith(b"HTTP/1.1 200")
 
 
+def test_local_page_does_not_answer_web_pages():
+    """A web page can reach the port-forward of its visitor, under any name that it gives 127.0.0.1."""
+    head = b"POST /echo HTTP/1.1\r\nHost: evil.example:9464\r\nORIGIN: http://evil.example:9464\r\n"
+    answer = send_raw(head + b"Content-Length: 1\r\n\r\nx")
+    assert answer.startswith(b"HTTP/1.1 403")
+    assert b"answers no browser" in answer
+
+
 @pytest.mark.parametrize("is_reading", [False, True])
 def test_client_that_resets_its_connection_is_no_bug(is_reading, caplog):
     """Otherwise any pod could fill the log with stack traces."""
