@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -102,6 +103,14 @@ def test_explain_prints_the_savings(sidecar, scheduler):
     command += ["--output", "json"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert json.loads(shown)["benefit"]["loaded_tokens"] == {"memory": 768}
+
+
+def test_explain_does_not_ask_through_a_proxy(sidecar, scheduler):
+    """A pod may have a proxy for the internet, which can't reach the pod's own sidecar."""
+    command = [sys.executable, "-m", "lmcache_sidecar", "explain", "--url", sidecar.url]
+    environment = {**os.environ, "http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert (shown.returncode, shown.stderr) == (0, "")
 
 
 def test_an_engine_of_an_older_version_is_counted_at_once(sidecar, scheduler):

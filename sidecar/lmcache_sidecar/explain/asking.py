@@ -11,6 +11,8 @@ from typing import Any
 
 _URL = "http://127.0.0.1:9464"
 _TIMEOUT_SECONDS = 5.0
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Without the proxy of ``http_proxy``: a proxy reaches neither this machine nor a pod's address."""
 
 
 class ExplainError(Exception):
@@ -32,7 +34,7 @@ def ask(url: str, path: str, question: Any = None, *, server: str = "sidecar", o
     headers = {"Content-Type": "application/json"}
     try:
         request = urllib.request.Request(url.rstrip("/") + path, body, headers)
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:
+        with _opener.open(request, timeout=_TIMEOUT_SECONDS) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         reason = error.read(1000).decode(errors="replace").strip()
