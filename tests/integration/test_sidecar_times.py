@@ -94,6 +94,18 @@ def test_causes_of_a_load_count_with_its_times(sidecar, scheduler):
     assert 'lmcache_saved_prefill_seconds_total{tier="memory"} 0.25' in sidecar.get("/metrics")
 
 
+def test_a_request_whose_load_failed_is_not_compared(sidecar, scheduler):
+    """The request waited before it computed. As one without a hit, it would make hits look better."""
+    for name, num_failed in ("1", 768), ("2", 256), ("3", 0):
+        report(scheduler, name, 1, 2, 3, num_loaded=3)
+        scheduler.release([], times=[TIMES._replace(request_id=name, num_failed_tokens=num_failed)])
+    report(scheduler, "4", 5, 6, 7)
+    scheduler.release([], times=[TIMES._replace(request_id="4")])
+    stats = sidecar.stats()
+    assert stats["benefit"]["first_tokens"] == {"1024": {"tier": {"1.682": 1}, "none": {"1.682": 1}}}
+    assert stats["causes"]["cause_tokens"]["load_failed"] == 1024
+
+
 def test_explain_prints_the_savings(sidecar, scheduler):
     report(scheduler, "cmpl-1", 1, 2, 3, num_loaded=3)
     scheduler.release([], times=[TIMES])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from lmcache.explain.benefit import FirstTokens, latency_bucket, length_bucket
 from lmcache.tiers.stats import counter, counters
-from lmcache_sidecar.explain.requests import TIERS, ExplainedRequest
+from lmcache_sidecar.explain.requests import LOAD_FAILED, TIERS, ExplainedRequest
 
 
 @dataclass
@@ -41,8 +41,12 @@ class BenefitStats:
         self.unrated_tokens.clear()
 
     def note_first_token(self, request: ExplainedRequest) -> None:
-        """Count the time to the first token of a request, if it is known."""
-        if request.times is None or not request.times.first_token_seconds:
+        """Count the time to the first token of a request, if it is known.
+
+        Leaves out a request whose load failed: it waited for tokens that it then computed, and so is neither
+        a hit nor like a request without one.
+        """
+        if request.times is None or not request.times.first_token_seconds or LOAD_FAILED in request.tokens:
             return
         by_source = self.first_tokens.setdefault(length_bucket(sum(request.tokens.values())), {})
         numbers = by_source.setdefault(request.source, {})

@@ -9,6 +9,8 @@ from lmcache.explain.benefit import Source
 
 TIERS = ("remote", "disk", "memory")
 """Tiers that an engine loads from, the slowest first."""
+LOAD_FAILED = "load_failed"
+"""Cause of tokens that the engine computes because their load failed."""
 
 
 class Engine(NamedTuple):
@@ -63,7 +65,7 @@ class ExplainedRequest:
         return "engine" if "engine" in self.tokens else "none"
 
     def fail_load(self, num_tokens: int) -> None:
-        """Move tokens that were not loaded from the tiers to the cause ``load_failed``.
+        """Move tokens that were not loaded from the tiers to the cause ``LOAD_FAILED``.
 
         All loads fail between memory and the engine. So rows that were in memory already lose tokens first.
         """
@@ -71,7 +73,7 @@ class ExplainedRequest:
             num_failed = min(num_tokens, self.tokens.get(tier, 0))
             if num_failed:
                 num_tokens -= num_failed
-                self.tokens["load_failed"] = self.tokens.get("load_failed", 0) + num_failed
+                self.tokens[LOAD_FAILED] = self.tokens.get(LOAD_FAILED, 0) + num_failed
                 self.tokens[tier] -= num_failed
                 if not self.tokens[tier]:
                     del self.tokens[tier]
