@@ -118,9 +118,16 @@ def get_json(url: str, path: str) -> Any:
 
 
 def _connection(url: str, seconds: float) -> http.client.HTTPConnection:
-    parts = urlsplit(url)
+    """Return a connection that is not open yet. Raises BenchError for a bad address."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise BenchError(f"{url} is not an address: {error}") from error
+    if parts.scheme not in ("http", "https") or not host:
+        raise BenchError(f"{url} is not an address: it must begin with http:// or https://, and a host")
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    return kind(parts.hostname or "", parts.port, timeout=max(0.1, seconds))
+    return kind(host, port, timeout=max(0.1, seconds))
 
 
 def _path(url: str, path: str) -> str:

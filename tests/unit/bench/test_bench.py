@@ -212,6 +212,14 @@ def settings(seconds: float = 60.0) -> Settings:
     return Settings(["chat", "documents"], SHAPE, 2, seconds)
 
 
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:abc", "http://h:99999", "http://[::1", "h:8000", "http://"]
+)
+def test_text_that_is_no_address_is_an_error(url: str) -> None:
+    with pytest.raises(BenchError, match="is not an address"):
+        model_of(url)
+
+
 def test_engine_that_ends_leaves_the_results_so_far() -> None:
     numbers = iter(range(1000))
 
