@@ -245,6 +245,8 @@ class LookupThread:
 
     def _report_scheduled(self, ticket: Ticket, num_leased: int, scheduled: Scheduled) -> None:
         """Take the lease, and report the counts: in the same call if it covers all chunks."""
+        if any(clock.request_id == ticket.request_id for clock in self._times):
+            self._send_times()  # the request starts again: the sidecar would take them for this start's times
         num_chunks = len(ticket.keys[0]) if ticket.keys and ticket.is_read else 0
         if num_leased:
             ticket.may_be_leased = True
@@ -314,7 +316,7 @@ class LookupThread:
             self._release_ids([])
 
     def _send_times(self) -> None:
-        """Send all times that are left, before this thread ends."""
+        """Send all times that are left, if the sidecar answers."""
         num_left = len(self._times) + 1
         while 0 < len(self._times) < num_left:
             num_left = len(self._times)

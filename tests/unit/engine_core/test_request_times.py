@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 
 import pytest
@@ -210,6 +211,31 @@ def test_a_preempted_request_is_reported_for_each_start(rig):
     first_tokens = [times.first_token_seconds for times in sent(rig)]
     assert first_tokens == [0.0, 0.0, 2.5, 0.0], "only one start computes the first token"
     assert len(rig.session.scheduled) == 4
+
+
+def test_times_precede_the_report_of_the_next_start(rig, monkeypatch):
+    """The sidecar would take later ones for those of the next start, which may load what was computed."""
+    messages: list[str] = []
+
+    def logged(name: str, method):
+        def call(*args, **fields):
+            if fields.get("scheduled") or fields.get("times"):
+                messages.append(name)
+            return method(*args, **fields)
+
+        return call
+
+    monkeypatch.setattr(rig.session, "lookup", logged("report", rig.session.lookup))
+    monkeypatch.setattr(rig.session, "release", logged("times", rig.session.release))
+    rig.lookups._times_sent_at = math.inf  # times wait for another call
+    request = rig.arrive(make_request(200))
+    for _ in range(2):
+        rig.match(request)
+        rig.allocate(request, blocks(7), 0)
+        end_step(rig, compute(rig, request, 0))
+        rig.step(preempted=["r"])
+    assert len(sent(rig)) == 2
+    assert messages == ["report", "times"] * 2
 
 
 def test_overlapping_steps_end_in_their_order(rig):
