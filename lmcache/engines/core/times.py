@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from lmcache.rpc.times import RequestTimes
 
-_TRACE_PARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+_TRACE_PARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]([0-9a-f])")
+_SAMPLED = 1
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +34,7 @@ class RequestClock:
     arrived_at: float | None
     """Time of the request's arrival; None: its first token was computed before this start."""
     trace_id: bytes = b""
-    """Id of the request's trace, 16 bytes; empty if it has none."""
+    """Id of the request's trace, 16 bytes; empty if it has none that is sampled."""
     answered_at: float | None = None
     held_since: float | None = None
     wait_seconds: float = 0.0
@@ -127,10 +128,13 @@ class FirstTokens:
 
 
 def trace_id_of(headers: Mapping[str, str] | None) -> bytes:
-    """Return the trace id of a request's trace headers (W3C ``traceparent``); empty if there is none."""
+    """Return the trace id of a request's trace headers (W3C ``traceparent``).
+
+    Empty if there is none, or if its sampled flag is not set: then nothing stores the trace.
+    """
     parent = headers.get("traceparent") if headers else None
     match = _TRACE_PARENT.fullmatch(parent) if isinstance(parent, str) else None
-    trace_id = bytes.fromhex(match[1]) if match else b""
+    trace_id = bytes.fromhex(match[1]) if match and int(match[2], 16) & _SAMPLED else b""
     return trace_id if any(trace_id) else b""
 
 

@@ -321,12 +321,15 @@ def test_times_are_sent_when_the_side_is_taken_offline():
         (None, ""),
         ({}, ""),
         ({"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}, TRACE),
+        ({"traceparent": f"00-{TRACE}-00f067aa0ba902b7-03"}, TRACE),
+        ({"traceparent": f"00-{TRACE}-00f067aa0ba902b7-00"}, ""),
+        ({"traceparent": f"00-{TRACE}-00f067aa0ba902b7-02"}, ""),
         ({"traceparent": "00-00000000000000000000000000000000-00f067aa0ba902b7-01"}, ""),
         ({"traceparent": "00-4bf9-00f067aa0ba902b7-01"}, ""),
         ({"traceparent": "nonsense"}, ""),
     ],
 )  # fmt: skip
-def test_the_trace_id_is_that_of_the_trace_headers(headers, expected):
+def test_the_trace_id_is_that_of_a_sampled_trace(headers, expected):
     assert trace_id_of(headers).hex() == expected
 
 
