@@ -270,8 +270,16 @@ def answered(number: int, age: float = 10.0, request_id: str = "cmpl-1") -> dict
 )
 def test_requests_of_others_make_an_engine_busy(answer: Callable[[], Any], num_busy: int) -> None:
     """The answer has the time of the test, which may run minutes after its collection."""
-    with engine(stream(), {"/requests": answer()}) as url:
+    with engine(stream(), {"/requests": answer(), "/stats": {}}) as url:
         assert len(busy_targets([Target("pod", url, url), Target("no sidecar", url)])) == num_busy
+
+
+@pytest.mark.parametrize(("age", "num_busy"), [(10.0, 1), (400.0, 0)])
+def test_an_engine_is_busy_by_the_clock_of_its_sidecar(age: float, num_busy: int) -> None:
+    for skew in (-3600.0, 3600.0):
+        pages = {"/requests": answered(1, age - skew), "/stats": {"time": time.time() + skew}}
+        with engine(stream(), pages) as url:
+            assert len(busy_targets([Target("pod", url, url)])) == num_busy
 
 
 @pytest.mark.parametrize(
@@ -281,7 +289,7 @@ def test_requests_of_others_make_an_engine_busy(answer: Callable[[], Any], num_b
 def test_benchmark_needs_the_consent_of_the_user(number: int, message: str) -> None:
     parser = argparse.ArgumentParser()
     command.add_options(parser)
-    with engine(stream(), {"/requests": answered(number)}) as url:
+    with engine(stream(), {"/requests": answered(number), "/stats": {}}) as url:
         targets = [Target("pod", url, url)]
         with pytest.raises(BenchError, match=message):
             command.runner_for(parser.parse_args([]), targets)
