@@ -134,7 +134,7 @@ def test_pods_are_reached_through_port_forwards(world, tmp_path) -> None:
     assert sum(warm["causeTokens"].values()) == warm["promptTokens"]
     assert api.num_forwards > 24
     assert refused.returncode == 2
-    assert 'your user needs the right "create pods/portforward"' in refused.stderr
+    assert 'your user needs the right "get and create pods/portforward"' in refused.stderr
 
 
 def test_cluster_without_a_ready_pod_is_an_error(world, tmp_path) -> None:

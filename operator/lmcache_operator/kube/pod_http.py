@@ -28,7 +28,7 @@ _PORT_BYTES = 2
 _MAX_BYTES = 8 << 20
 _REQUEST = "GET {} HTTP/1.0\r\nHost: localhost\r\nAccept: */*\r\nConnection: close\r\n\r\n"
 
-GET_PROXY, CREATE_FORWARD = "get pods/proxy", "create pods/portforward"
+GET_PROXY, CREATE_FORWARD = "get pods/proxy", "get and create pods/portforward"
 
 
 class PodAnswer(NamedTuple):

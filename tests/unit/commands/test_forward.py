@@ -85,7 +85,7 @@ def test_missing_right_is_known_at_once() -> None:
     api.is_forbidden = True
 
     async def action(client: KubeApi) -> None:
-        with pytest.raises(RefusedError, match="create pods/portforward"):
+        with pytest.raises(RefusedError, match="get and create pods/portforward"):
             async with forwarded(client, NAMESPACE, "p", 1):
                 raise AssertionError
 
