@@ -89,7 +89,12 @@ def test_read_rights_are_enough(cluster, kubectl, plane, namespace):
     [
         ("blind", [], 2, "cannot get resource"),
         ("few", [READ], 0, "the pods cannot be listed: pods is forbidden"),
-        ("some", [READ, LIST_PODS], 0, 'It needs the right "get pods/proxy", or "get and create pods/portforward"'),
+        (
+            "some",
+            [READ, LIST_PODS],
+            0,
+            'It needs the right "get pods/proxy", or "get and create pods/portforward"',
+        ),
     ],
 )
 def test_missing_right_is_named(cluster, kubectl, plane, namespace, name, rules, status, text):
