@@ -72,7 +72,8 @@ async def connect(
 
     server = await configuration(context)
     server.connection_pool_maxsize = max_connections
-    server.client_session_kwargs = {"request_class": Request}
+    # Pods answer through the API server, and a cookie of one pod would be sent to the others.
+    server.client_session_kwargs = {"request_class": Request, "cookie_jar": aiohttp.DummyCookieJar()}
     async with ApiClient(server) as client:
         yield KubeApi(client, fence)
 
@@ -139,11 +140,20 @@ class KubeApi:
         return None if status in accept else stored
 
     async def read(self, path: str, *, seconds: float, max_bytes: int) -> tuple[int, bytes]:
-        """Read any path. Returns the status and the body; status 0: no answer, and the reason."""
-        method, url, headers, *_ = await self._client.param_serialize(
-            "GET", path, header_params={}, auth_settings=["BearerToken"]
-        )
-        return await self._exchange(method, url, headers, None, seconds, max_bytes)
+        """Read any path. Returns the status and the body; status 0: no answer, and the reason.
+
+        Pods are not trusted: a redirect would send a request elsewhere with the user's rights.
+        """
+        pool, url, options = await self._unlimited_get(path)
+        try:
+            async with (
+                self._slots,
+                asyncio.timeout(seconds),
+                pool.get(url, allow_redirects=False, **options) as response,
+            ):
+                return response.status, await _bounded(response.content, max_bytes)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return 0, _no_answer(error, seconds)
 
     async def date(self, *, seconds: float) -> str:
         """Return the header Date of an answer of the API server; empty without an answer."""
@@ -170,9 +180,9 @@ class KubeApi:
         self, path: str, protocol: str, *, seconds: float
     ) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
         """Open a web socket, such as a port-forward. Raises aiohttp.ClientError, OSError or TimeoutError."""
-        pool, url, headers = await self._unlimited_get(path)
+        pool, url, options = await self._unlimited_get(path)
         async with asyncio.timeout(seconds):
-            socket = await pool.ws_connect(url, headers=headers, protocols=(protocol,))
+            socket = await pool.ws_connect(url, protocols=(protocol,), **options)
         try:
             yield socket
         finally:
@@ -186,10 +196,10 @@ class KubeApi:
             ApiError: the API server refused the call.
             aiohttp.ClientError, OSError, TimeoutError: the connection broke.
         """
-        pool, url, headers = await self._unlimited_get(path)
+        pool, url, options = await self._unlimited_get(path)
         limits = aiohttp.ClientTimeout(total=None, sock_connect=seconds)
         async with asyncio.timeout(seconds):
-            response = await pool.get(url, headers=headers, timeout=limits, read_bufsize=_STREAM_BYTES)
+            response = await pool.get(url, timeout=limits, read_bufsize=_STREAM_BYTES, **options)
         try:
             if response.status != HTTPStatus.OK:
                 raise error_of(f"GET {path}", response.status, await response.read())
@@ -197,14 +207,17 @@ class KubeApi:
         finally:
             response.close()
 
-    async def _unlimited_get(self, path: str) -> tuple[aiohttp.ClientSession, str, Mapping[str, str]]:
-        """Return the connections, URL and headers for a GET whose answer has no time limit."""
+    async def _unlimited_get(self, path: str) -> tuple[aiohttp.ClientSession, str, dict[str, Any]]:
+        """Return the connections, URL and options for a GET whose answer has no time limit."""
         _, url, headers, *_ = await self._client.param_serialize(
             "GET", path, header_params={}, auth_settings=["BearerToken"]
         )
         rest = self._client.rest_client
         rest.pool_manager = rest.pool_manager or rest._create_pool_manager()
-        return rest.pool_manager, url, headers
+        options = {"headers": headers, "proxy": rest.proxy, "proxy_headers": rest.proxy_headers}
+        if name := rest.configuration.tls_server_name:
+            options["server_hostname"] = name
+        return rest.pool_manager, url, options
 
     async def settle(self) -> None:
         """Wait for the answers to all pending writes, including those of cancelled callers."""
@@ -317,23 +330,26 @@ class KubeApi:
         url: str,
         headers: Mapping[str, str],
         content: Any,
-        max_seconds: float = _SECONDS,
-        max_bytes: int | None = None,
     ) -> tuple[int, bytes]:
         """Send a request. Returns its status and body; status 0: no answer."""
+        seconds = _SECONDS
         try:
             async with self._slots:
-                seconds = max_seconds if method in _READS else min(max_seconds, self._fence())
+                seconds = _SECONDS if method in _READS else min(_SECONDS, self._fence())
                 if method not in _READS and seconds < _MIN_WRITE_SECONDS:
                     raise aiohttp.ClientError(_NOT_SENT)
                 response = await self._client.call_api(
                     method, url, headers, content, _request_timeout=seconds
                 )
-                if max_bytes is None:
-                    return response.status, await response.read()
-                return response.status, await _bounded(response.response.content, max_bytes)
+                return response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            return 0, f"no answer: {error or type(error).__name__}".encode()
+            return 0, _no_answer(error, seconds)
+
+
+def _no_answer(error: Exception, seconds: float) -> bytes:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {seconds:g} s".encode()
+    return f"no answer: {str(error) or type(error).__name__}".encode()
 
 
 async def _bounded(content: aiohttp.StreamReader, max_bytes: int) -> bytes:

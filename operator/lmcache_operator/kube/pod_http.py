@@ -88,7 +88,7 @@ class PodHttp:
             right = CREATE_FORWARD if error.status == HTTPStatus.FORBIDDEN else ""
             return PodAnswer(0, f"port-forward: HTTP {error.status}".encode(), right)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            return PodAnswer(0, f"port-forward: {error or type(error).__name__}".encode())
+            return PodAnswer(0, f"port-forward: {str(error) or type(error).__name__}".encode())
 
 
 async def channel_data(socket: aiohttp.ClientWebSocketResponse) -> AsyncIterator[bytes]:

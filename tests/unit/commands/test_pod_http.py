@@ -6,11 +6,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
-from lmcache_operator.kube.client import KubeApi
+from lmcache_operator.kube.client import KubeApi, connect
 from lmcache_operator.kube.pod_http import CREATE_FORWARD, GET_PROXY, PodAnswer, PodHttp
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -78,12 +79,28 @@ async def api(proxy: Handler, forwarded: Handler) -> AsyncIterator[KubeApi]:
     application = web.Application()
     application.router.add_get(f"{POD}:9464/proxy/stats", proxy)
     application.router.add_get(f"{POD}/portforward", forwarded)
+    async with connected(application) as client:
+        yield client
+
+
+@asynccontextmanager
+async def connected(application: web.Application) -> AsyncIterator[KubeApi]:
+    """Serve an application, and connect to it."""
+    async with (
+        served(application) as port,
+        ApiClient(Configuration(host=f"http://127.0.0.1:{port}")) as client,
+    ):
+        yield KubeApi(client)
+
+
+@asynccontextmanager
+async def served(application: web.Application) -> AsyncIterator[int]:
+    """Serve an application. Yields its port."""
     runner = web.AppRunner(application, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
-        async with ApiClient(Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}")) as client:
-            yield KubeApi(client)
+        yield runner.addresses[0][1]
     finally:
         await runner.cleanup()
 
@@ -170,3 +187,54 @@ def test_unreachable_api_server_is_an_error() -> None:
     answer = asyncio.run(run())
     assert answer.status == 0
     assert b"127.0.0.1:1" in answer.body
+
+
+def test_pods_cannot_redirect_a_command() -> None:
+    """A redirect would make the user's machine send requests with the user's rights."""
+    followed = []
+
+    async def redirect(_: web.Request) -> web.StreamResponse:
+        raise web.HTTPFound("/api/v1/namespaces/other/services/s/proxy/stats")
+
+    async def other(request: web.Request) -> web.StreamResponse:
+        followed.append(request.path)
+        return web.Response(body=PAGE)
+
+    async def read() -> PodAnswer:
+        application = web.Application()
+        application.router.add_get(f"{POD}:9464/proxy/stats", redirect)
+        application.router.add_get("/{rest:.*}", other)
+        async with connected(application) as client:
+            return await PodHttp(client, head_start=5.0).get("n", "p", 9464, "/stats")
+
+    answer = asyncio.run(read())
+    assert (answer.status, followed) == (302, [])
+
+
+def test_pods_cannot_set_cookies_for_other_pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cookies = []
+
+    async def page_with_cookie(request: web.Request) -> web.StreamResponse:
+        cookies.append(dict(request.cookies))
+        answer = web.Response(body=PAGE)
+        answer.set_cookie("session", "of another pod", path="/")
+        return answer
+
+    async def read_twice() -> None:
+        application = web.Application()
+        application.router.add_get(f"{POD}:9464/proxy/stats", page_with_cookie)
+        async with served(application) as port:
+            config = {
+                "current-context": "c",
+                "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+                "clusters": [{"name": "c", "cluster": {"server": f"http://localhost:{port}"}}],
+                "users": [{"name": "u", "user": {}}],
+            }
+            (tmp_path / "config").write_text(json.dumps(config))
+            async with connect() as client:
+                for _ in range(2):
+                    await PodHttp(client, head_start=5.0).get("n", "p", 9464, "/stats")
+
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    asyncio.run(read_twice())
+    assert cookies == [{}, {}]
