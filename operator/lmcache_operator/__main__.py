@@ -31,8 +31,10 @@ _EXIT_USAGE, _EXIT_LEASE_LOST = 2, 3
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit status."""
     words = sys.argv[1:] if argv is None else argv
-    # The Kubernetes client reads HOME at import, and a pod's user may have no home.
+    # The Kubernetes client reads these variables at import. A pod's user may have no home.
     os.environ.setdefault("HOME", "/")
+    if not os.environ.get("KUBECONFIG"):
+        os.environ.pop("KUBECONFIG", None)  # as for kubectl, an empty variable is not set
     arguments = _parser(words).parse_args(words)
     return int(arguments.command(arguments))
 

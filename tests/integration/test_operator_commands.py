@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import socket
+import threading
 import time
 
 import pytest
@@ -11,6 +13,7 @@ import yaml
 
 from lmcache.rpc.hello import Role
 from lmcache.rpc.session import Scheduled
+from testing.child_process import reachable_address
 from testing.processes import SidecarProcess
 from tests.harness.engine import session_of
 from tests.harness.kube import CLUSTERS, NAME, example
@@ -119,9 +122,32 @@ def test_pods_that_do_not_answer_are_shown_within_five_seconds(cluster, kubectl,
 
 
 def test_name_is_needed_if_there_are_several_clusters(kubectl, plane, namespace):
-    assert "has none" in kubectl("status").stderr
+    assert "has no LMCacheCluster" in kubectl("status").stderr
     for name in ("one", "two"):
         plane.api.create(CLUSTERS, example() | {"metadata": {"name": name}}, namespace)
     shown = kubectl("status")
     assert shown.returncode == 2
     assert f"name one of the LMCacheClusters of namespace {namespace}: one, two" in shown.stderr
+
+
+def test_pod_cannot_redirect_a_command(kubectl, plane, namespace):
+    """The API server passes a redirect of a pod on, and the command could use its user's rights elsewhere."""
+    paths = []
+
+    class Redirect(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            paths.append(self.path)
+            self.send_response(302)
+            self.send_header("Location", f"http://{reachable_address()}:{self.server.server_port}/stolen")
+            self.end_headers()
+
+    with http.server.ThreadingHTTPServer(("0.0.0.0", 0), Redirect) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        plane.api.create(CLUSTERS, example(), namespace)
+        create_pod(plane, namespace, NAME, 0, port=server.server_port)
+        shown = kubectl("status", NAME)
+        server.shutdown()
+        thread.join()
+    assert (shown.returncode, paths) == (0, ["/stats"])
+    assert "HTTP 302" in shown.stdout

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import os
+import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import yaml
 
-from lmcache_operator.errors import FileError, NotFoundError, OperatorError
+from lmcache.explain.text import plain
+from lmcache_operator.errors import FileError, NoAnswerError, NotFoundError, OperatorError
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import CLUSTER
 
@@ -21,9 +25,15 @@ if TYPE_CHECKING:  # the client takes half a second to import, which completion 
 
 MAX_CONNECTIONS = 64
 """Connections to the API server, unless a command needs more."""
+_FIRST_SECONDS = 4.0
+"""Time for the first answer of the API server, which is small."""
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 EXIT_FOUND, EXIT_ERROR = 1, 2
 _EXIT_INTERRUPTED = 130
 """Exit statuses: a command found a problem, or could not do its work. 0: all is well."""
+
+
+_T = TypeVar("_T")
 
 
 class Connection(NamedTuple):
@@ -35,35 +45,62 @@ class Connection(NamedTuple):
     async def cluster(self, name: str | None) -> Object:
         """Read an LMCacheCluster; None: the only one of the namespace. Raises NotFoundError, ApiError."""
         if name is not None:
-            resource = await self.api.get(CLUSTER, self.namespace, name)
+            resource = await _soon(self.api.get(CLUSTER, self.namespace, name))
             if resource is None:
                 raise NotFoundError(
                     f"there is no LMCacheCluster {name} in namespace {self.namespace}: "
                     "`kubectl get lmcacheclusters -A` lists all"
                 )
             return resource
-        clusters = await self.api.find(CLUSTER, self.namespace)
+        clusters = await self.clusters()
         if len(clusters) == 1:
             return clusters[0]
         names = ", ".join(sorted(cluster["metadata"]["name"] for cluster in clusters))
-        raise NotFoundError(
-            f"name one of the LMCacheClusters of namespace {self.namespace}: {names}"
-            if clusters
-            else f"namespace {self.namespace} has none: `kubectl get lmcacheclusters -A` lists all"
-        )
+        raise NotFoundError(f"name one of the LMCacheClusters of namespace {self.namespace}: {names}")
+
+    async def clusters(self) -> list[Object]:
+        """Read all LMCacheClusters of the namespace. Raises NotFoundError if it has none, or ApiError."""
+        clusters = await _soon(self.api.find(CLUSTER, self.namespace))
+        if not clusters:
+            raise NotFoundError(
+                f"namespace {self.namespace} has no LMCacheCluster: "
+                "`kubectl get lmcacheclusters -A` lists all"
+            )
+        return clusters
+
+
+async def _soon(answer: Awaitable[_T]) -> _T:
+    """Return an answer of the API server. Raises NoAnswerError if it takes long."""
+    try:
+        return await asyncio.wait_for(answer, _FIRST_SECONDS)
+    except TimeoutError as error:
+        message = f"no answer within {_FIRST_SECONDS:g} s: check the connection with `kubectl version`"
+        raise NoAnswerError("the API server", message) from error
+
+
+def object_name(text: str) -> str:
+    """Parse the name of an object. The API server would read any other text as a part of a path."""
+    if not _NAME.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of an object")
+    return text
+
+
+def namespace_name(text: str) -> str:
+    """Parse the name of a namespace; empty: the default."""
+    return object_name(text) if text else text
 
 
 def add_connection(parser: argparse.ArgumentParser) -> None:
     """Add the options that find an LMCacheCluster. They are those of kubectl."""
     about = "name of the LMCacheCluster (default: the only one of the namespace)"
-    parser.add_argument("name", nargs="?", metavar="NAME", help=about)
+    parser.add_argument("name", nargs="?", type=object_name, metavar="NAME", help=about)
     add_namespace(parser)
 
 
 def add_namespace(parser: argparse.ArgumentParser) -> None:
     """Add the options that find a namespace. They are those of kubectl."""
     about = "namespace (default: that of the kubeconfig's present context)"
-    parser.add_argument("-n", "--namespace", metavar="NAME", help=about)
+    parser.add_argument("-n", "--namespace", type=namespace_name, metavar="NAME", help=about)
     parser.add_argument(
         "--context", metavar="NAME", help="context of the kubeconfig (default: the present one)"
     )
@@ -87,8 +124,12 @@ def run(
 
 def reported(command: Callable[[], int]) -> int:
     """Run a command. Prints errors, and returns the exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that is not UTF-8 lacks characters of bars
+        sys.stdout.reconfigure(errors="replace")
     try:
-        return command()
+        status = command()
+        sys.stdout.flush()  # at exit, Python would print the error of a closed pipe
+        return status
     except OperatorError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_ERROR
@@ -115,9 +156,20 @@ async def connected(
         namespace = arguments.namespace or default_namespace(arguments.context)
         opened = connect(context=arguments.context, max_connections=max_connections)
         api = await opened.__aenter__()
-    except (ConfigException, OSError, TypeError, yaml.YAMLError) as error:
-        raise FileError(f"{os.environ.get('KUBECONFIG', '~/.kube/config')}: {error}") from error
+    except (ConfigException, OSError, yaml.YAMLError) as error:
+        raise _kubeconfig_error(str(error)) from error
+    except (ValueError, TypeError, AttributeError, LookupError) as error:  # a value of a wrong type
+        raise _kubeconfig_error("it is not a valid kubeconfig") from error
     try:
         yield Connection(api, namespace)
     finally:
         await opened.__aexit__(None, None, None)
+
+
+def _kubeconfig_error(reason: str) -> FileError:
+    files = os.environ.get("KUBECONFIG", "~/.kube/config")
+    if not any(Path(file).expanduser().exists() for file in files.split(os.pathsep)):
+        return FileError(
+            f"{files}: there is no such file. Name your kubeconfig with --kubeconfig or KUBECONFIG"
+        )
+    return FileError(f"{files}: {plain(reason)}. `kubectl config view` shows what kubectl reads of it")

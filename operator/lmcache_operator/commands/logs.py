@@ -71,7 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "only this engine pod; may be repeated (default: all)"
     parser.add_argument("--pod", action="append", metavar="NAME", help=about)
     about = "namespace of the operator (default: all namespaces are searched)"
-    parser.add_argument("--operator-namespace", metavar="NAME", default="", help=about)
+    parser.add_argument(
+        "--operator-namespace", type=connection.namespace_name, metavar="NAME", default="", help=about
+    )
     about = "json prints one object per line, for programs (default: %(default)s)"
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help=about)
     parser.set_defaults(command=_run)

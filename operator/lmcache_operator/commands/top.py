@@ -9,10 +9,9 @@ from lmcache.common import top
 from lmcache.explain.traffic import Answer
 from lmcache_operator.commands import connection, printing
 from lmcache_operator.commands.gather import PodFigures, missing_rights, pods_of, read_stats
-from lmcache_operator.errors import ApiError, NotFoundError
+from lmcache_operator.errors import ApiError
 from lmcache_operator.kube.pod_http import PodHttp
 from lmcache_operator.specs import Object
-from lmcache_operator.specs.kinds import CLUSTER
 from lmcache_operator.specs.names import CLUSTER_LABEL, INJECT_LABEL
 
 _MIN_SECONDS, _MAX_SECONDS = 1.5, 3.0
@@ -30,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     status = f"{top.KEYS}\n\nexit status: 0; 1 if no sidecar answers; 2 if the cluster cannot be read"
     printing.describe(parser, _ABOUT, status)
     about = "name of the LMCacheCluster (default: all of the namespace)"
-    parser.add_argument("name", nargs="?", metavar="NAME", help=about)
+    parser.add_argument("name", nargs="?", type=connection.object_name, metavar="NAME", help=about)
     connection.add_namespace(parser)
     top.add_arguments(parser)
     printing.add_output(parser)
@@ -53,11 +52,8 @@ async def _check_name(connected: connection.Connection, name: str | None) -> Non
     """Raise NotFoundError unless the cluster exists, or the namespace has one."""
     if name is not None:
         await connected.cluster(name)
-    elif not await connected.api.find(CLUSTER, connected.namespace):
-        raise NotFoundError(
-            f"namespace {connected.namespace} has no LMCacheCluster: "
-            "`kubectl get lmcacheclusters -A` lists all"
-        )
+    else:
+        await connected.clusters()
 
 
 class _Source:

@@ -17,8 +17,7 @@ from kubernetes.aio.client import ApiClient
 
 from lmcache_operator import metrics
 from lmcache_operator.errors import RefusedError
-from lmcache_operator.kube.refusals import error_of
-from lmcache_operator.kube.shallow import loads
+from lmcache_operator.kube.refusals import error_of, parsed, with_field
 from lmcache_operator.kube.watch import configuration
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import BY_NAME, EVENT, POD, Kind
@@ -90,7 +89,7 @@ class KubeApi:
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         """Read an object; None if it does not exist. Cluster-scoped objects have the namespace ""."""
         status, answer = await self._call("GET", _path(kind, namespace, name), accept=(HTTPStatus.NOT_FOUND,))
-        return answer if status == HTTPStatus.OK else None
+        return with_field("metadata", answer) if status == HTTPStatus.OK else None
 
     async def serves(self, kind: Kind) -> bool:
         """Whether the API server serves a kind. It does so seconds after the definition was created."""
@@ -100,7 +99,7 @@ class KubeApi:
     async def find(self, kind: Kind, namespace: str, **selectors: str) -> list[Object]:
         """Read all objects of a kind that a ``labelSelector`` or a ``fieldSelector`` matches."""
         _, page = await self._call("GET", _path(kind, namespace), query=selectors)
-        objects: list[Object] = page["items"]
+        objects: list[Object] = with_field("items", page)["items"]
         return objects
 
     async def is_ending(self, namespace: str) -> bool:
@@ -322,7 +321,7 @@ class KubeApi:
         metrics.API_REQUESTS.labels(verb=verb, code=str(status)).inc()
         if status not in accept and not HTTPStatus.OK <= status < HTTPStatus.BAD_REQUEST:
             raise error_of(f"{verb} {path}", status, data)
-        return status, loads(data) if status < HTTPStatus.BAD_REQUEST else None
+        return status, parsed(f"{verb} {path}", data) if status < HTTPStatus.BAD_REQUEST else None
 
     async def _exchange(
         self,

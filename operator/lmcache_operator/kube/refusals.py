@@ -1,13 +1,36 @@
-"""Failed calls to the API server, as errors of the operator."""
+"""Answers of the API server, and failed calls as errors of the operator."""
 
 from __future__ import annotations
 
 import json
 from http import HTTPStatus
+from typing import Any
 
 from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError, UnavailableError
+from lmcache_operator.kube.shallow import loads
+from lmcache_operator.specs import Object
 
 _UNAVAILABLE_STATUSES = frozenset({408, 409, 429})
+
+_NOT_KUBERNETES = "it does not answer like a Kubernetes API server: check its address in the kubeconfig"
+
+
+def parsed(what: str, body: bytes) -> Any:
+    """The answer to a call. Raises UnavailableError if it is not of an API server, but of a login page."""
+    try:
+        answer = loads(body)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise UnavailableError(what, _NOT_KUBERNETES)
+    return answer
+
+
+def with_field(name: str, answer: Object) -> Object:
+    """The answer, which must have this field. Raises UnavailableError."""
+    if name not in answer:
+        raise UnavailableError("the server", _NOT_KUBERNETES)
+    return answer
 
 
 def error_of(what: str, status: int, body: bytes) -> ApiError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -21,6 +22,7 @@ from lmcache_operator.kube.shallow import loads
 from lmcache_operator.specs.names import digest
 
 _METADATA_ONLY = "application/json;as={};g=meta.k8s.io;v=v1"
+_POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _KIND = "PartialObjectMetadata"
 _NEEDED = (
     "name", "namespace", "uid", "generation", "resourceVersion",
@@ -34,7 +36,7 @@ async def configuration(context: str | None = None) -> Configuration:
     ``context``: context of the kubeconfig; None: the present one.
     """
     settings, kubeconfig = Configuration(), os.environ.get("KUBECONFIG")
-    if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ:
+    if _is_in_pod():
         kube_config.load_incluster_config(client_configuration=settings)
     else:
         await kube_config.load_kube_config(
@@ -43,8 +45,17 @@ async def configuration(context: str | None = None) -> Configuration:
     return settings
 
 
+def _is_in_pod() -> bool:
+    return "KUBECONFIG" not in os.environ and "KUBERNETES_SERVICE_HOST" in os.environ
+
+
 def default_namespace(context: str | None = None) -> str:
-    """Namespace of a context of the kubeconfig, as kubectl uses it. None: the present context."""
+    """Namespace of a context of the kubeconfig, as kubectl uses it. None: the present context.
+
+    Without a kubeconfig, it is the namespace of this pod.
+    """
+    if _is_in_pod():
+        return _POD_NAMESPACE.read_text(encoding="utf-8")
     contexts, present = kube_config.list_kube_config_contexts(os.environ.get("KUBECONFIG"))
     named = present if context is None else next((c for c in contexts if c["name"] == context), {})
     return (named.get("context") or {}).get("namespace") or "default"

@@ -29,11 +29,14 @@ exit status:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     printing.describe(parser, _ABOUT, _EPILOG)
-    parser.add_argument("name", nargs="?", metavar="NAME", help="LMCacheCluster (default: all)")
+    about = "name of the LMCacheCluster (default: all of the namespace)"
+    parser.add_argument("name", nargs="?", type=connection.object_name, metavar="NAME", help=about)
     connection.add_namespace(parser)
     printing.add_output(parser)
     about = "namespace of the operator (default: all namespaces, or else lmcache-system)"
-    parser.add_argument("--operator-namespace", metavar="NAME", default="", help=about)
+    parser.add_argument(
+        "--operator-namespace", type=connection.namespace_name, metavar="NAME", default="", help=about
+    )
     parser.add_argument("--strict", action="store_true", help="count warnings as failures")
     parser.set_defaults(command=_run)
 
