@@ -17,6 +17,7 @@ import yaml
 
 from lmcache.explain.text import plain
 from lmcache_operator.errors import FileError, NoAnswerError, NotFoundError, OperatorError
+from lmcache_operator.kube.refusals import with_field
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import CLUSTER
 
@@ -51,7 +52,7 @@ class Connection(NamedTuple):
                     f"there is no LMCacheCluster {name} in namespace {self.namespace}: "
                     "`kubectl get lmcacheclusters -A` lists all"
                 )
-            return resource
+            return with_field("metadata", resource)
         clusters = await self.clusters()
         if len(clusters) == 1:
             return clusters[0]

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Iterator, Mapping
-from http import HTTPStatus
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
 
 from lmcache.explain import merge, tables
 from lmcache.explain.benefit import usd_per_token
 from lmcache.explain.findings import findings
+from lmcache.explain.text import plain
 from lmcache_operator.commands import connection, printing
 from lmcache_operator.commands.gather import (
+    POD_SECONDS,
     Gathered,
     PodFigures,
     gather,
     missing_rights,
     pods_of,
     read_each,
-    sidecar_port,
+    read_page,
 )
+from lmcache_operator.commands.printing import print_problems
 from lmcache_operator.commands.savings import document, prices_of, saved_by
 from lmcache_operator.commands.status import shard_bytes, tiers_of
 from lmcache_operator.errors import NotFoundError
 from lmcache_operator.kube.pod_http import PodHttp
-from lmcache_operator.specs import Object
 
 _ABOUT = """\
 Show where the tokens of all prompts came from, why the others were computed, and what to do about it.
@@ -52,8 +51,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.request_id is not None:
             return await _explain_request(connected, arguments)
         gathered = await gather(connected, arguments.name)
-        for problem in problems_of(gathered):
-            print(problem, file=sys.stderr)
+        print_problems(problems_of(gathered.pods, gathered.problems))
         answer = explanation(gathered)
         if arguments.output == "table":
             print(*_lines(gathered), sep="\n")
@@ -89,48 +87,30 @@ def explanation(gathered: Gathered) -> dict[str, Any]:
         "branches": causes["branches"],
         "findings": [finding._asdict() for finding in findings(causes, usd_per_token=price)],
         "savings": document(saved_by(gathered, shard_bytes(tiers_of(gathered)))),
-        "problems": problems_of(gathered),
+        "problems": problems_of(gathered.pods, gathered.problems),
     }
 
 
-def problems_of(gathered: Gathered) -> list[str]:
-    """Return a line for each pod that did not answer, after what concerns all of them."""
-    silent = [f"{pod.name}: {pod.problem}" for pod in gathered.pods if pod.problem]
+def problems_of(pods: Sequence[PodFigures], problems: Iterable[str]) -> list[str]:
+    """Return the problems of all pods together, and a line for each pod that did not answer."""
+    silent = [f"{pod.name}: {plain(pod.problem)}" for pod in pods if pod.problem]
     old = [
-        f"{pod.name}: its sidecar, version {pod.stats.get('version')}, does not count causes"
-        for pod in gathered.pods
-        if pod.stats and "causes" not in pod.stats and pod.stats.get("is_ready") is True
+        f"{pod.name}: its sidecar, version {plain(pod.stats.get('version'))}, does not count causes"
+        for pod in pods
+        if pod.stats.get("is_ready") is True and "causes" not in pod.stats
     ]
-    return [*gathered.problems, *silent, *old]
+    return [*problems, *silent, *old]
 
 
 async def _explain_request(connected: connection.Connection, arguments: argparse.Namespace) -> int:
     cluster = await connected.cluster(arguments.name)
     pods = await pods_of(connected, cluster["metadata"]["name"])
-    get = PodHttp(connected.api).get
-
-    async def ask(pod: Object) -> PodFigures:
-        port = sidecar_port(pod)
-        if port is None:
-            return PodFigures(pod, problem="the pod has no sidecar")
-        metadata = pod["metadata"]
-        query = urlencode({"id": arguments.request_id}, errors="replace")
-        answer = await get(metadata["namespace"], metadata["name"], port, f"/requests?{query}")
-        if answer.missing_right:
-            return PodFigures(pod, problem=f"forbidden: {answer.missing_right}")
-        if answer.status != HTTPStatus.OK:
-            return PodFigures(pod, problem=answer.body.decode(errors="replace")[:200])
-        try:
-            return PodFigures(pod, json.loads(answer.body))
-        except ValueError:
-            return PodFigures(pod, problem="the answer is not JSON")
-
-    figures = await read_each(pods, ask)
+    get = PodHttp(connected.api, seconds=POD_SECONDS).get
+    query = urlencode({"id": arguments.request_id}, errors="replace")
+    figures = await read_each(pods, lambda pod: read_page(get, pod, f"/requests?{query}"))
     matching = [(each.name, request) for each in figures for request in _requests(each.stats)]
     if not matching:
-        for problem in (*missing_rights(figures, connected.namespace), *(f.problem for f in figures)):
-            if problem:
-                print(problem, file=sys.stderr)
+        print_problems(problems_of(figures, missing_rights(figures, connected.namespace)))
         raise NotFoundError(
             f"no pod knows a request with {arguments.request_id!r} in its id: each remembers its last 1,000"
         )
@@ -146,7 +126,11 @@ def _requests(answer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the requests of an answer that can be shown. Pods are not trusted."""
     listed = answer.get("requests")
     return [
-        {**request, "tokens": dict(merge.totals([request], "tokens"))}
+        {
+            **request,
+            "common_tokens": int(merge.count(request.get("common_tokens"))),
+            "tokens": dict(merge.totals([request], "tokens")),
+        }
         for request in (listed if isinstance(listed, list) else ())
-        if isinstance(request, Mapping) and {"tokens", "request_id", "common_tokens"} <= request.keys()
+        if isinstance(request, Mapping) and isinstance(request.get("request_id"), str)
     ]

@@ -19,12 +19,12 @@ from lmcache_operator.pods.pods import is_running
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.kinds import POD
 
-_ALL_SECONDS, _POD_SECONDS = 4.5, 3.0
+_ALL_SECONDS, POD_SECONDS = 4.5, 3.0
 """Time for all sidecars of a cluster, and for one. A command answers within five seconds."""
 _MAX_AT_ONCE = 64
 _METRICS_PORTS = ("metrics", "lmcache-metrics")
-NO_TIME = "not asked: the other pods took all of the time"
-"""Problem of a pod whose turn did not come."""
+NO_TIME = "no answer before the time for all pods was over"
+"""Problem of a pod whose turn did not come, or came late."""
 STATS = "/stats"
 
 
@@ -70,8 +70,9 @@ async def gather(connection: Connection, name: str | None) -> Gathered:
         pods = await pods_of(connection, cluster["metadata"]["name"])
     except ApiError as error:
         return Gathered(cluster, (), (f"the pods cannot be listed: {error.message}",))
-    figures = await read_stats(PodHttp(connection.api, seconds=_POD_SECONDS).get, pods)
-    return Gathered(cluster, tuple(figures), tuple(missing_rights(figures, connection.namespace)))
+    figures = await read_stats(PodHttp(connection.api, seconds=POD_SECONDS).get, pods)
+    problems = missing_rights(figures, connection.namespace) + late_pods(figures)
+    return Gathered(cluster, tuple(figures), tuple(problems))
 
 
 async def pods_of(connection: Connection, name: str | None) -> list[Object]:
@@ -91,7 +92,7 @@ async def pods_of(connection: Connection, name: str | None) -> list[Object]:
 
 async def read_stats(get: Get, pods: Sequence[Object], *, seconds: float = _ALL_SECONDS) -> list[PodFigures]:
     """Read /stats of all pods, several at once. Pods that are not reached in time get the reason."""
-    return await read_each(pods, lambda pod: _read(get, pod, STATS), seconds=seconds)
+    return await read_each(pods, lambda pod: read_page(get, pod, STATS), seconds=seconds)
 
 
 async def read_each(
@@ -114,7 +115,8 @@ async def read_each(
     return [answers.get(pod["metadata"]["uid"]) or PodFigures(pod, problem=NO_TIME) for pod in pods]
 
 
-async def _read(get: Get, pod: Object, path: str) -> PodFigures:
+async def read_page(get: Get, pod: Object, path: str) -> PodFigures:
+    """Read a JSON object from the sidecar of a pod. It takes the place of /stats."""
     if not is_running(pod):
         return PodFigures(pod, problem=f"the pod is {pod['status'].get('phase', 'Pending')}")
     port = sidecar_port(pod)
@@ -131,7 +133,7 @@ async def _read(get: Get, pod: Object, path: str) -> PodFigures:
         stats = json.loads(answer.body)
     except (ValueError, RecursionError):
         stats = None
-    if not isinstance(stats, dict):
+    if not isinstance(stats, dict) or not stats:
         return PodFigures(pod, problem=f"the answer of port {port} is not of a sidecar: {text[:80]}")
     return PodFigures(pod, stats, answered_at=time.time())
 
@@ -157,6 +159,17 @@ def missing_rights(figures: Sequence[PodFigures], namespace: str) -> list[str]:
         f'Your user may not read the sidecar of {forbidden[0]}{more}. It needs the right "{GET_PROXY}", or '
         f'"{CREATE_FORWARD}", in namespace {namespace}. '
         f"Example: kubectl -n {namespace} create role lmcache-read --verb=get --resource=pods/proxy"
+    ]
+
+
+def late_pods(figures: Sequence[PodFigures]) -> list[str]:
+    """Return a sentence if there was not enough time to ask all sidecars."""
+    number = sum(each.problem == NO_TIME for each in figures)
+    if not number:
+        return []
+    return [
+        f"All figures lack {number} of {len(figures)} sidecars: the time for all pods was over. "
+        "Run the command again, or closer to the API server."
     ]
 
 

@@ -35,7 +35,6 @@ MAX_FOLLOWED = 500
 """Containers whose logs can be followed at once: each takes a connection."""
 _WINDOW_SECONDS, _WINDOW_BYTES = 1.0, 16 << 20
 _PRINT_SECONDS, _LIST_SECONDS = 0.1, 5.0
-_MAX_PROBLEMS = 10
 _COLORS = {"engine": "green", "sidecar": "cyan", "operator": "yellow"}
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 _TOO_MANY = "The cluster has {} containers, and only {} of them are followed: use --pod or --component."
@@ -244,6 +243,4 @@ def problems_of(histories: Iterable[History], namespace: str) -> list[str]:
             problems.append(
                 f"{history.source}: the oldest {number} lines are left out: use --since, --tail or --pod"
             )
-    if len(problems) > _MAX_PROBLEMS:
-        problems[_MAX_PROBLEMS:] = [f"and {len(problems) - _MAX_PROBLEMS} more logs with a problem"]
-    return [*(_FORBIDDEN.format(each) for each in sorted(forbidden)), *problems]
+    return [*(_FORBIDDEN.format(each) for each in sorted(forbidden)), *printing.shortened(problems)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
+from collections.abc import Sequence
 from textwrap import wrap
 from typing import Any
 
@@ -15,11 +17,12 @@ from lmcache.explain.text import Style, bar, duration, table, width
 
 __all__ = [
     "FORMATS", "Style", "add_output", "bar", "describe", "document", "duration", "is_colorful",
-    "table", "terminal_width", "width", "wrapped",
+    "print_problems", "shortened", "table", "terminal_width", "width", "wrapped",
 ]  # fmt: skip
 
 FORMATS = ("table", "json", "yaml")
 _MIN_WIDTH, _MAX_WIDTH = 60, 120
+_MAX_PROBLEMS = 10
 
 
 def describe(parser: argparse.ArgumentParser, about: str, epilog: str) -> None:
@@ -37,8 +40,20 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 def document(value: Any, output: str) -> str:
     """Return plain data as JSON or YAML."""
     if output == "json":
-        return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True))
+        return json.dumps(value, indent=2) + "\n"  # ASCII, because texts of pods are not trusted
+    return str(yaml.safe_dump(value, sort_keys=False))
+
+
+def shortened(problems: Sequence[str]) -> list[str]:
+    """Return the first problems, and the number of the others."""
+    more = len(problems) - _MAX_PROBLEMS
+    return [*problems[:_MAX_PROBLEMS], *([f"and {more:,} more problems"] if more > 0 else [])]
+
+
+def print_problems(problems: Sequence[str]) -> None:
+    """Print what could not be read to standard error, and not to the answer."""
+    for problem in shortened(problems):
+        print(problem, file=sys.stderr)
 
 
 def terminal_width() -> int:

@@ -89,7 +89,7 @@ class KubeApi:
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         """Read an object; None if it does not exist. Cluster-scoped objects have the namespace ""."""
         status, answer = await self._call("GET", _path(kind, namespace, name), accept=(HTTPStatus.NOT_FOUND,))
-        return with_field("metadata", answer) if status == HTTPStatus.OK else None
+        return answer if status == HTTPStatus.OK else None
 
     async def serves(self, kind: Kind) -> bool:
         """Whether the API server serves a kind. It does so seconds after the definition was created."""

@@ -95,7 +95,7 @@ def test_reads_that_hang_end_in_time_and_become_unknown():
     sidecars = [result for result in results if result.check == "sidecars"]
     assert {result.level for result in sidecars} == {Level.WARNING, Level.UNKNOWN}
     assert "64 of 1000 pods: demo-engine-0, and 63 more." in sidecars[0].statement
-    assert "936 of 1000 sidecars: not asked" in sidecars[1].statement
+    assert "936 of 1000 sidecars: no answer before the time" in sidecars[1].statement
 
 
 def test_api_server_that_hangs_is_an_error():

@@ -217,7 +217,7 @@ def test_thousand_pods_take_bounded_memory_and_time(capsys):
     assert run(server, "--component", "engine", "--component", "sidecar") == 0
     printed = capsys.readouterr()
     assert "use --since, --tail or --pod" in printed.err
-    assert len(printed.err.splitlines()) <= logs._MAX_PROBLEMS + 2
+    assert len(printed.err.splitlines()) <= printing._MAX_PROBLEMS + 2
     del printed
     # The lines take 64 MiB. The test itself has them once more, as the command's output.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 << 10

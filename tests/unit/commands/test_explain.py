@@ -1,0 +1,93 @@
+"""``kubectl lmcache explain`` with hostile, old and silent sidecars."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from lmcache_operator.__main__ import _parser
+from lmcache_operator.commands import explain
+from lmcache_operator.commands.connection import Connection
+from lmcache_operator.commands.explain import explanation, problems_of
+from lmcache_operator.commands.printing import document, print_problems
+from lmcache_operator.errors import NotFoundError
+from lmcache_operator.kube import pod_http
+from lmcache_operator.kube.pod_http import PodAnswer
+
+from tests.harness.command_world import figures, gathered, pod, stats
+from tests.harness.operator_model import cluster
+
+ESCAPES = "\x1b]0;title\x07\x9b2J\ud800\u202e"
+
+
+def request_of(answer: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """Run ``explain --request-id`` for a pod whose sidecar answers so to /requests."""
+
+    class Api:
+        async def get(self, *_: Any) -> Any:
+            return cluster()
+
+        async def find(self, *_: Any, **selectors: str) -> list[Any]:
+            return [] if "inject" in selectors["labelSelector"] else [pod()]
+
+    async def get(*_: Any) -> PodAnswer:
+        return answer if isinstance(answer, PodAnswer) else PodAnswer(200, json.dumps(answer).encode())
+
+    monkeypatch.setattr(pod_http.PodHttp, "get", get)
+    argv = ["explain", "demo", "--request-id", "x", *words]
+    arguments = _parser(argv).parse_args(argv)
+    return asyncio.run(explain._explain_request(Connection(Api(), "team"), arguments))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("words", [(), ("-o", "json"), ("-o", "yaml")])
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"request_id": "x", "tokens": 3, "common_tokens": "many", "time": "now", "load_seconds": [1]},
+        {"request_id": ESCAPES, "tokens": {"new": 4, ESCAPES: 5}, "common_tokens": None, ESCAPES: ESCAPES},
+    ],
+)
+def test_hostile_request_is_shown_without_escapes(request_, words, monkeypatch, capsys) -> None:
+    assert request_of({"requests": [5, {"request_id": 5}, request_]}, monkeypatch, *words) == 0
+    shown = capsys.readouterr().out
+    assert "demo-engine-0" in shown
+    assert all(character.isprintable() or character == "\n" for character in shown)
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ([1, 2], "demo-engine-0: the answer of port 9464 is not of a sidecar: [1, 2]"),
+        (PodAnswer(500, b"\x1b[31mbroken"), "demo-engine-0: HTTP 500: [31mbroken"),
+        (PodAnswer(200, b"[" * 100_000), "demo-engine-0: the answer of port 9464 is not of a sidecar"),
+    ],
+)
+def test_sidecar_that_does_not_answer_is_named(answer, problem, monkeypatch, capsys) -> None:
+    with pytest.raises(NotFoundError, match="no pod knows a request"):
+        request_of(answer, monkeypatch)
+    assert problem in capsys.readouterr().err
+
+
+def test_version_of_an_old_sidecar_is_printable() -> None:
+    old = figures(0, version=ESCAPES)
+    old = old._replace(stats={name: part for name, part in old.stats.items() if name != "causes"})
+    [problem] = problems_of([old], ())
+    assert problem == "demo-engine-0: its sidecar, version ]0;title 2J, does not count causes"
+
+
+def test_problems_of_many_pods_take_few_lines(capsys) -> None:
+    print_problems([f"pod {number}" for number in range(1000)])
+    assert capsys.readouterr().err.splitlines()[9:] == ["pod 9", "and 990 more problems"]
+
+
+@pytest.mark.parametrize("output", ["json", "yaml"])
+def test_texts_of_sidecars_are_printable_in_documents(output: str) -> None:
+    causes = stats()["causes"] | {
+        "cause_tokens": {ESCAPES: 5, "new": 5},
+        "branches": [{"prefix": ESCAPES, "num_tokens": 5}],
+    }
+    shown = document(explanation(gathered(figures(causes=causes))), output)
+    shown.encode()
+    assert all(character.isprintable() or character == "\n" for character in shown)
