@@ -39,16 +39,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-s", "--sort", choices=live.SORTS, default=live.SORTS[0], metavar="COLUMN", help=about
     )
     about = "seconds between two readings, from 1 to 3600 (default: %(default)g)"
-    parser.add_argument("--interval", type=_seconds, default=2.0, metavar="SECONDS", help=about)
+    parser.add_argument("--interval", type=seconds, default=2.0, metavar="SECONDS", help=about)
     about = "read twice, print one table, and exit; this is the default without a terminal"
     parser.add_argument("--once", action="store_true", help=about)
 
 
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError("must be between 1 and 3600")
-    return seconds
+def seconds(text: str) -> float:
+    """Parse an interval in seconds."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 1 <= number <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 1 to 3600")
+    return number
 
 
 async def run(

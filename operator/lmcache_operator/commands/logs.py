@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -26,6 +25,7 @@ from lmcache_operator.commands.log_lines import (
     sources_of,
 )
 from lmcache_operator.commands.log_streams import FORBIDDEN, History, Reader
+from lmcache_operator.commands.times import parse_seconds
 from lmcache_operator.errors import ApiError, FileError, NotFoundError, OperatorError
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import POD
@@ -36,7 +36,6 @@ MAX_FOLLOWED = 500
 _WINDOW_SECONDS, _WINDOW_BYTES = 1.0, 16 << 20
 _PRINT_SECONDS, _LIST_SECONDS = 0.1, 5.0
 _COLORS = {"engine": "green", "sidecar": "cyan", "operator": "yellow"}
-_DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 _TOO_MANY = "The cluster has {} containers, and only {} of them are followed: use --pod or --component."
 _NO_PODS = "The pods of the cluster cannot be listed"
 _NO_OPERATOR = (
@@ -79,11 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _duration(text: str) -> int:
-    match = _DURATION.fullmatch(text)
-    hours, minutes, seconds = (int(part or 0) for part in (match.groups() if match else (0, 0, 0)))
-    if not text or not (total := 3600 * hours + 60 * minutes + seconds):
+    if not (seconds := parse_seconds(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 30s, 10m or 2h")
-    return total
+    return seconds
 
 
 def _number(text: str) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import re
 import sys
 import time
 from pathlib import Path
@@ -18,11 +17,11 @@ from lmcache_operator.commands.reports.facts import Facts
 from lmcache_operator.commands.reports.history import History
 from lmcache_operator.commands.reports.page import page
 from lmcache_operator.commands.reports.prometheus import read_history
+from lmcache_operator.commands.times import parse_seconds
 from lmcache_operator.errors import ApiError
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import CLUSTER, EVENT
 
-_UNIT_SECONDS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _MIN_SECONDS, _MAX_SECONDS = 60, 366 * 86400
 _ABOUT = """\
 Write one HTML page about the cache of a cluster.
@@ -63,8 +62,7 @@ def _url(text: str) -> str:
 
 def _length(text: str) -> tuple[str, float]:
     """Parse a time such as "24h". Returns it with its seconds."""
-    match = re.fullmatch(r"([0-9]{1,6})([mhdw])", text)
-    seconds = int(match[1]) * _UNIT_SECONDS[match[2]] if match else 0
+    seconds = parse_seconds(text)
     if not _MIN_SECONDS <= seconds <= _MAX_SECONDS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time from 1m to 366d, such as 90m, 24h or 7d")
     return text, seconds

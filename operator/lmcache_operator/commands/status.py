@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from lmcache.common.top import seconds
 from lmcache.common.units import format_size, parse_size
 from lmcache.explain import merge
 from lmcache.explain.benefit import usd_per_token
@@ -46,16 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     connection.add_connection(parser)
     printing.add_output(parser)
     parser.add_argument("--all-pods", action="store_true", help="list all pods, however many")
-    about = "show the screen again every SECONDS seconds, until you press Ctrl-C (default: 5)"
-    parser.add_argument("-w", "--watch", nargs="?", type=_seconds, const=5.0, metavar="SECONDS", help=about)
+    about = "show the screen again and again, until you press Ctrl-C"
+    parser.add_argument("-w", "--watch", action="store_true", help=about)
+    about = "seconds between two screens of --watch, from 1 to 3600 (default: %(default)g)"
+    parser.add_argument("--interval", type=seconds, default=5.0, metavar="SECONDS", help=about)
     parser.set_defaults(command=_run)
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError("must be between 1 and 3600")
-    return seconds
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -66,7 +62,7 @@ def _run(arguments: argparse.Namespace) -> int:
             print(f"{_CLEAR}{text}" if is_screen else text, end="", flush=True)
             if not arguments.watch:
                 return 0
-            await asyncio.sleep(arguments.watch)
+            await asyncio.sleep(arguments.interval)
 
     return connection.run(arguments, show)
 
@@ -276,7 +272,10 @@ def _next_steps(status: Mapping[str, Any], style: printing.Style, width: int) ->
     steps = list(status["problems"])
     steps += [f"{finding['statement']} {finding['advice']}" for finding in status["findings"]]
     name = f"-n {status['namespace']} {status['name']}"
-    if any(pod["problem"] for pod in status["pods"]) or any(map(is_bad, status["conditions"])):
+    if not status["conditions"]:
+        about = "The operator has not reported on this cluster. Find the reason"
+        steps.append(f"{about}: kubectl lmcache doctor {name}")
+    elif any(pod["problem"] for pod in status["pods"]) or any(map(is_bad, status["conditions"])):
         steps.append(f"Find the reason of problems: kubectl lmcache doctor {name}")
     if status["promptTokens"]:
         steps.append(f"See why the other tokens were computed: kubectl lmcache explain {name}")

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 from lmcache_operator.__main__ import _parser
-from lmcache_operator.commands import log_streams, logs
+from lmcache_operator.commands import log_streams, logs, printing
 from lmcache_operator.commands.connection import Connection
 from lmcache_operator.kube.client import KubeApi
 

@@ -165,3 +165,11 @@ def test_any_report_of_a_pod_can_be_shown(reports: list[Any]) -> None:
     """Sidecars run in users' pods."""
     world = gathered(*(PodFigures(pod(number), report) for number, report in enumerate(reports)))
     assert "\x1b" not in text(world)
+
+
+def test_cluster_without_a_status_leads_to_doctor() -> None:
+    world = gathered()
+    del world.cluster["status"]
+    shown = text(world)
+    assert "It has no pods." in shown
+    assert "- The operator has not reported on this cluster. Find the reason: kubectl lmcache doctor" in shown
