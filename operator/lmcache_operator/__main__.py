@@ -56,6 +56,10 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     rendering.add_argument("--operator-namespace", metavar="NAME", default="", help=about)
     about = "without a shared claim, let sidecars see all GPUs of their nodes (default: no GPUs)"
     rendering.add_argument("--allow-all-gpus-sidecar", action="store_true", help=about)
+    for name, about in COMMANDS.items():
+        command = commands.add_parser(name, help=about)
+        if name in argv:  # importing the client takes half a second, which other commands need not spend
+            import_module(f"lmcache_operator.commands.{name}").add_arguments(command)
 
     about = "watch a Kubernetes cluster and reconcile its LMCacheClusters"
     run = commands.add_parser("run", parents=[rendering], help=about)
@@ -91,10 +95,6 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     about = "LMCacheCluster for pods that have no label and certainly run vLLM (default: none)"
     inject.add_argument("--name", metavar="NAME", help=about)
 
-    for name, about in COMMANDS.items():
-        command = commands.add_parser(name, help=about)
-        if name in argv:  # importing the client takes half a second, which other commands need not spend
-            import_module(f"lmcache_operator.commands.{name}").add_arguments(command)
     return parser
 
 

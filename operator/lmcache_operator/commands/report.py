@@ -41,12 +41,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     connection.add_connection(parser)
     about = "file to write; - for standard output (default: %(default)s)"
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", default=Path("report.html"), help=about)
+    parser.add_argument("-o", "--output", type=_page_file, metavar="FILE", default="report.html", help=about)
     about = "address of the Prometheus that scrapes the sidecars, such as http://localhost:9090"
     parser.add_argument("--prometheus", type=_url, metavar="URL", help=about)
     about = "length of the past to show, such as 90m, 24h or 7d (default: 24h)"
     parser.add_argument("--since", type=_length, metavar="TIME", default="24h", help=about)
     parser.set_defaults(command=_run)
+
+
+def _page_file(text: str) -> Path:
+    """Return the file to write. In other commands this option names a format, such as json."""
+    if text != "-" and Path(text).suffix not in (".html", ".htm"):
+        raise argparse.ArgumentTypeError(f"{text!r}: the report is HTML: name a file that ends in .html")
+    return Path(text)
 
 
 def _url(text: str) -> str:

@@ -41,3 +41,11 @@ def test_wrong_time_is_explained(command: str, text: str, capsys: pytest.Capture
     with pytest.raises(SystemExit):
         parsed(command, f"--since={text}")
     assert "is not a time" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["json", "yaml", "report.pdf"])
+def test_report_is_only_written_as_html(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed("report", "-o", name)
+    assert f"'{name}': the report is HTML: name a file that ends in .html" in capsys.readouterr().err
+    assert str(parsed("report").output) == "report.html"
