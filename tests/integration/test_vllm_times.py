@@ -66,7 +66,10 @@ def only_engine(settings: SimSettings):
 def test_each_request_is_timed_to_its_first_token(settings):
     prompt = make_tokens(4 * CHUNK + 7)
     with only_engine(settings) as (sidecar, engine):
-        computed, loaded = (explained(sidecar, run(engine, prompt)) for _ in range(2))
+        computed = explained(sidecar, run(engine, prompt))
+        # On a busy machine, the engine can need blocks of a window before they are copied.
+        repeated = (explained(sidecar, run(engine, prompt)) for _ in range(20))
+        loaded = next(request for request in repeated if "not_stored" not in request["tokens"])
     assert computed["tokens"] == {"new": 4 * CHUNK, "tail": 7}
     assert computed["load_seconds"] == {}
     assert loaded["tokens"] == {"memory": 4 * CHUNK, "tail": 7}
