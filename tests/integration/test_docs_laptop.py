@@ -84,7 +84,11 @@ def test_get_started_on_a_laptop(tmp_path):
                 os.kill(int(pid.read_text()), signal.SIGTERM)
             printed.append(terminal.run(fence))
             if "lmcache-sidecar serve" in fence.text:
-                wait_until(lambda: "http port" in sidecar_log.read_text(), what=sidecar_log.read_text())
+                # The shell starts the sidecar in the background, and the sidecar creates the file.
+                wait_until(
+                    lambda: sidecar_log.exists() and "http port" in sidecar_log.read_text(),
+                    what="the sidecar's log names its port",
+                )
             if "vllm serve" in fence.text:
                 engine.start()
     first, second = (text for text in printed if "real" in text)

@@ -147,7 +147,7 @@ class SchedulerSide:
         if self._lookups is not None:
             arrived_at = self._clock()
             state = RequestState(request, self._ask(request, self._lookups))
-            self._times.start(state, arrived_at)
+            self._times.start(state, arrived_at, state.ticket.asked_at)
             self._states[request.request_id] = state
             self._tracer.begin(state)
 

@@ -23,12 +23,16 @@ class TimedRequests:
         self._clock = clock
         self._first_tokens = FirstTokens()
 
-    def start(self, state: RequestState, arrived_at: float | None) -> None:
-        """Start to measure a request whose first lookup is sent now. ``arrived_at``: see ``RequestClock``."""
+    def start(self, state: RequestState, arrived_at: float | None, asked_at: float | None = None) -> None:
+        """Start to measure a request. See ``RequestClock``; without ``asked_at``, its lookup is sent now."""
         request = state.request
         trace_id = trace_id_of(getattr(request, "trace_headers", None))
         state.clock = RequestClock(
-            request.request_id, request.num_tokens, self._clock(), arrived_at, trace_id
+            request.request_id,
+            request.num_tokens,
+            self._clock() if asked_at is None else asked_at,
+            arrived_at,
+            trace_id,
         )
 
     def restart(self, state: RequestState) -> None:
