@@ -60,7 +60,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float | None:
 
 
 def read(text: Any) -> Mapping[tuple[str, str], Mapping[str, Any]]:
-    """Return the phases of a document by workload and name. Raises ValueError if it is none."""
+    """Return the phases of a result file by workload and name. Raises ValueError for other files."""
     try:
         if text["kind"] != "lmcache-bench" or text["version"] != _VERSION:
             raise ValueError("the results are from another version of this program")

@@ -40,7 +40,7 @@ def _tokens(pod: Pod, *groups: str) -> float | None:
 
 
 def _bytes(pod: Pod, field: str) -> float | None:
-    """Return the traffic of the lower tiers; None if it is not known, or there is none of them."""
+    """Return the traffic of the lower tiers; None if it is unknown, or no lower tier exists."""
     lower = [tier for tier in pod["tiers"] if tier["name"] in LOWER_TIERS]
     known = [tier[field] for tier in lower if tier[field] is not None]
     return sum(known) if known else None

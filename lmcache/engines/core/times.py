@@ -47,7 +47,7 @@ class RequestClock:
     num_failed_tokens: int = 0
     """Tokens of the load that the engine computes, because the load failed."""
     is_reported: bool = False
-    """True if the sidecar was told how the request gets its tokens, and expects the times."""
+    """True if the engine reported how the request gets its tokens. The sidecar then expects the times."""
 
     def note_decision(self, now: float, answered_at: float | None, *, is_held: bool) -> None:
         """Record that the connector holds the request back, or lets it go on.

@@ -52,11 +52,10 @@ def _run(arguments: argparse.Namespace) -> int:
             return await _explain_request(connected, arguments)
         gathered = await gather(connected, arguments.name)
         print_problems(problems_of(gathered.pods, gathered.problems))
-        answer = explanation(gathered)
         if arguments.output == "table":
             print(*_lines(gathered), sep="\n")
         else:
-            print(printing.document(answer, arguments.output), end="")
+            print(printing.document(explanation(gathered), arguments.output), end="")
         return 0
 
     return connection.run(arguments, show)
