@@ -25,7 +25,7 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 
-from lmcache.engines.vllm import files
+from lmcache.engines.core import files
 from testing.child_process import wait_until
 from tests.harness.fake_model import Content, TokenChain
 from tests.harness.sim_config import CHUNK, SimSettings

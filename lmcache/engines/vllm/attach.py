@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,12 +14,14 @@ import torch
 from lmcache import keys
 from lmcache.common import options
 from lmcache.common.units import round_up
+from lmcache.engines.core import files
 from lmcache.engines.core.copier import EngineCopier
 from lmcache.engines.core.copier_choice import make_copier
 from lmcache.engines.core.jobs import EngineIdentity
 from lmcache.engines.core.layout import KVCaches, Layout, num_bytes, page_views, tensors_of
+from lmcache.engines.core.settings import TOKENS_PER_SECOND, read_settings
 from lmcache.engines.errors import UnnamedError, UnsupportedError
-from lmcache.engines.vllm import files, fingerprint
+from lmcache.engines.vllm import fingerprint
 from lmcache.engines.vllm.groups import GroupSpec, num_replicas, read_groups
 from lmcache.engines.vllm.hashes import hashes_of_engine
 from lmcache.engines.vllm.layouts import check_stages, check_supported, content_id
@@ -32,9 +33,6 @@ from lmcache.rpc.service import DEFAULT_SOCKET
 logger = logging.getLogger(__name__)
 
 
-_RATE = options.number(float, 0, math.inf, "a number of tokens per second")
-
-
 @dataclass(frozen=True)
 class Settings:
     """Settings in ``kv_connector_extra_config``, where their names start with ``lmcache.``."""
@@ -43,7 +41,7 @@ class Settings:
     chunk_tokens: int = options.setting(256, options.number(int, 1, math.inf, "a positive number"))
     answer_seconds: float = options.setting(0.0, options.number(float, 0, math.inf, "a number of seconds"))
     """Longest silence of the sidecar before an answer, and between two promoted rows; 0: as measured."""
-    prefill_tokens_per_second: float = options.setting(0.0, _RATE)
+    prefill_tokens_per_second: float = options.setting(0.0, TOKENS_PER_SECOND)
     """Speed of the engine, with which loads are compared; 0: as measured."""
     copy_threads: int | None = options.setting(None, options.number(int, 1, 64, "a number from 1 to 64"))
     """Threads of a load in host memory; None: 2 if there is more than one core."""
@@ -53,21 +51,8 @@ class Settings:
 
     @classmethod
     def read(cls, extra_config: Mapping[str, Any]) -> Settings:
-        """Read and check the settings. ``LMCACHE_SOCKET`` takes precedence. Raises UnsupportedError."""
-        readers = options.readers_of(cls)
-        given = {
-            key.removeprefix("lmcache."): str(value)
-            for key, value in extra_config.items()
-            if key.startswith("lmcache.") and value is not None
-        }
-        if unknown := sorted(given.keys() - readers.keys()):
-            known = ", ".join(f"lmcache.{name}" for name in sorted(readers))
-            raise UnsupportedError(f"unknown setting lmcache.{unknown[0]} (known: {known})")
-        sources = options.environment(["socket"], os.environ), options.Source("lmcache.{}".format, given)
-        values, mistakes = options.read_values(readers, sources)
-        if mistakes:
-            raise UnsupportedError(mistakes[0])
-        return cls(**values)
+        """Read and check the settings, see ``read_settings``. Raises UnsupportedError."""
+        return read_settings(cls, extra_config)
 
 
 def attach_worker(

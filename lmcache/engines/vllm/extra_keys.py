@@ -22,9 +22,9 @@ import torch
 
 from lmcache import keys
 from lmcache.common.recent import Recent
+from lmcache.engines.core import files
 from lmcache.engines.core.requests import ExtraKeys, FindExtraKeys
 from lmcache.engines.errors import UnnamedError
-from lmcache.engines.vllm import files
 
 logger = logging.getLogger(__name__)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lmcache.engines.core import files
 from lmcache.engines.errors import UnnamedError
-from lmcache.engines.vllm import files
 from lmcache.keys import Listed
 
 _FILE_FORMATS = {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "bitsandbytes", "mistral"}
@@ -18,9 +17,6 @@ _FILE_FORMATS = {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor"
 
 GroupContents = tuple[Sequence["str | int"], Sequence[tuple[str, str]]]
 """A KV group: its kind and sizes, and (name, content id) of this rank's layers in their order of bytes."""
-
-_VOLATILE_CONFIG = {"_name_or_path", "_commit_hash", "transformers_version"}
-"""Fields of a model's configuration that don't influence its KV."""
 
 
 def weights_fingerprint(vllm_config: Any, began: float) -> str:
@@ -39,18 +35,9 @@ def weights_fingerprint(vllm_config: Any, began: float) -> str:
 def model_dir(vllm_config: Any) -> Path:
     """Return the directory of the model's files, which may not exist."""
     model = vllm_config.model_config
-    if os.path.isdir(model.model):
-        return Path(model.model)
     # A branch may point to another commit by now. The configuration has the commit that was loaded.
     revision = getattr(model.hf_config, "_commit_hash", None) or model.revision
-    try:
-        from huggingface_hub import snapshot_download
-
-        folder = vllm_config.load_config.download_dir
-        found = snapshot_download(model.model, revision=revision, cache_dir=folder, local_files_only=True)
-        return Path(found)
-    except Exception:  # not installed, not in the hub's cache, or not a repository: treated as not found
-        return Path(model.model)
+    return files.model_dir(model.model, revision, vllm_config.load_config.download_dir)
 
 
 def private_reason(vllm_config: Any, has_fixed_hash_seed: bool) -> str:
@@ -92,7 +79,7 @@ def listing(
     cuts = stages(vllm_config)
     return {
         "weights": weights,
-        "config": effective_config(model.hf_config.to_dict(), model.max_model_len),
+        "config": files.effective_config(model.hf_config.to_dict(), model.max_model_len),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "kv_dtype": str(cache.cache_dtype),
@@ -124,14 +111,6 @@ def stages(vllm_config: Any) -> list[list[int]]:
 
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
     return [list(map(int, get_pp_indices(num_layers, stage, num_stages))) for stage in range(num_stages)]
-
-
-def effective_config(config: Mapping[str, Any], max_model_len: int) -> str:
-    """Return the model's configuration as the engine uses it, in canonical JSON."""
-    fields: dict[str, Any] = {name: value for name, value in config.items() if name not in _VOLATILE_CONFIG}
-    if re.search(r'"(longrope|dynamic|su)"', json.dumps(fields, default=str)):  # K depends on max_model_len
-        fields["lmcache.max_model_len"] = max_model_len
-    return json.dumps(fields, sort_keys=True, default=str)
 
 
 def _draft_model(vllm_config: Any) -> list[str]:

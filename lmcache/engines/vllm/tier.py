@@ -100,8 +100,8 @@ class LMCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is untype
         import numpy as np
         from vllm.platforms import current_platform
 
+        from lmcache.engines.core import files
         from lmcache.engines.core.tier_access import TierAccess
-        from lmcache.engines.vllm import files
         from lmcache.engines.vllm.tier_settings import TierSettings, listing
 
         check_version(vllm.__version__)

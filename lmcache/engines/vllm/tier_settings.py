@@ -11,8 +11,8 @@ from typing import Any
 
 from lmcache.common import options
 from lmcache.common.units import parse_size
+from lmcache.engines.core import files
 from lmcache.engines.errors import UnnamedError, UnsupportedError
-from lmcache.engines.vllm import files
 from lmcache.keys import Listed
 from lmcache.tiers.base import LowerTier
 from lmcache.tiers.disk.tier import DiskTier

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lmcache.engines.core import files
 from lmcache.engines.core.requests import Ticket
 from lmcache.engines.errors import UnnamedError
-from lmcache.engines.vllm import files
 from lmcache.engines.vllm.extra_keys import ExtraKeyFinder
 
 CHUNK = 64

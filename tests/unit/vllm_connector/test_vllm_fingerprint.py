@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from lmcache import keys
+from lmcache.engines.core import files
 from lmcache.engines.errors import UnnamedError, UnsupportedError
 from lmcache.engines.vllm import fingerprint
 from lmcache.engines.vllm.attach import Settings
@@ -139,12 +140,10 @@ def test_pipeline_stages_have_the_same_namespace(monkeypatch):
 
 def test_max_model_len_counts_only_for_longrope():
     default_config, longrope_config = {"rope": "default"}, {"rope_scaling": {"rope_type": "longrope"}}
-    assert fingerprint.effective_config(default_config, 1) == fingerprint.effective_config(default_config, 2)
-    assert fingerprint.effective_config(longrope_config, 1) != fingerprint.effective_config(
-        longrope_config, 2
-    )
+    assert files.effective_config(default_config, 1) == files.effective_config(default_config, 2)
+    assert files.effective_config(longrope_config, 1) != files.effective_config(longrope_config, 2)
     renamed = default_config | {"_name_or_path": "elsewhere", "transformers_version": "9"}
-    assert fingerprint.effective_config(renamed, 1) == fingerprint.effective_config(default_config, 1)
+    assert files.effective_config(renamed, 1) == files.effective_config(default_config, 1)
 
 
 def test_settings_are_read_and_validated(monkeypatch):

@@ -1,4 +1,4 @@
-"""Identifies the content of weight files by hashes of what the engine has loaded, not by their paths.
+"""Identifies a model by its files: the weights by hashes of what the engine has loaded, not by their paths.
 
 A file is accepted only if it can't have changed since the engine could load it. Either its name is a hash of
 its bytes (Hugging Face's cache), or its ``ctime`` is older than this process. No tool can set ``ctime``, in
@@ -8,13 +8,14 @@ contrast to ``mtime``.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +28,36 @@ T = TypeVar("T")
 
 _SLICE_BYTES = 1 << 20
 """Bytes hashed at once, in less than 0.2 ms, because some builds of xxhash hold the GIL."""
+
+
+_VOLATILE_CONFIG = {"_name_or_path", "_commit_hash", "transformers_version"}
+"""Fields of a model's configuration that don't influence its KV."""
+
+
+def model_dir(model: str, revision: str | None, download_dir: str | None) -> Path:
+    """Return the directory of a model's files, which may not exist.
+
+    ``model``: a directory or a repository of Hugging Face;
+    ``download_dir``: the hub's cache, None: the default.
+    """
+    if os.path.isdir(model):
+        return Path(model)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(
+            snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True)
+        )
+    except Exception:  # not installed, not in the hub's cache, or not a repository: treated as not found
+        return Path(model)
+
+
+def effective_config(config: Mapping[str, Any], max_model_len: int) -> str:
+    """Return the model's configuration as the engine uses it, in canonical JSON."""
+    fields: dict[str, Any] = {name: value for name, value in config.items() if name not in _VOLATILE_CONFIG}
+    if re.search(r'"(longrope|dynamic|su)"', json.dumps(fields, default=str)):  # K depends on max_model_len
+        fields["lmcache.max_model_len"] = max_model_len
+    return json.dumps(fields, sort_keys=True, default=str)
 
 
 def fingerprint(folder: Path, began: float) -> str:
