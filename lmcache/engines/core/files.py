@@ -78,6 +78,17 @@ def fingerprint(folder: Path, began: float) -> str:
     return digest.hexdigest()
 
 
+def adapter_files(path: Path) -> list[Path]:
+    """Return the files of a LoRA adapter that determine its effect. They may not exist."""
+    return [path / "adapter_config.json", *sorted(path.glob("*.safetensors"))]
+
+
+def adapter_fingerprint(path: Path, began: float) -> bytes:
+    """Hash the files of a LoRA adapter, as ``fingerprint`` does. Raises UnnamedError or OSError."""
+    config = (path / "adapter_config.json").read_bytes()
+    return hashlib.sha256(fingerprint(path, began).encode() + config).digest()
+
+
 def check_unchanged(path: Path, began: float) -> None:
     """Raise UnnamedError if a file, its folder or a link on its path changed since ``began`` (Unix time).
 

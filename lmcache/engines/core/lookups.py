@@ -16,13 +16,13 @@ from functools import partial
 from typing import TypeVar
 
 from lmcache.common.units import ceil_div
+from lmcache.engines.core.calls import PAUSE_SECONDS, Calls
 from lmcache.engines.core.hits import Hit, Index, find_hit, no_hit
 from lmcache.engines.core.jobs import EngineIdentity
 from lmcache.engines.core.requests import RequestState, Ticket
 from lmcache.engines.core.times import RequestClock
 from lmcache.engines.core.waiting import PrefillRate
 from lmcache.rpc.client import SidecarClient
-from lmcache.rpc.errors import SidecarError, SidecarUnavailableError
 from lmcache.rpc.service import MAX_FIRST_BLOCKS, MAX_TIMES, NAME_BYTES
 from lmcache.rpc.session import Scheduled, Session
 from lmcache.tiers.memory.contracts import LookupResult
@@ -33,9 +33,6 @@ T = TypeVar("T")
 
 _CALL_SECONDS = 0.5
 """Deadline of one call, unless the settings allow a longer one."""
-
-_PAUSE_SECONDS = 1.0
-"""Time without calls after a call that was not answered, so that a frozen sidecar delays no request."""
 
 _BATCH_SECONDS = 0.1
 """Shortest time between two calls that only report the times of requests. Releases carry them, too."""
@@ -63,6 +60,7 @@ class LookupThread:
         """``rate``: the engine's prefill rate, 0.0 tokens per second if unknown;
         ``answer_seconds``: see the attribute, 0.0: as measured."""
         self._client = client
+        self._calls = Calls(client)
         self._namespace = identity.hello.namespace
         self._grid = identity.grid
         self._groups = [group.group for group in self._grid.stored]
@@ -80,8 +78,6 @@ class LookupThread:
         self._has_unreleased = False  # True while releases have not been answered
         self._times: deque[RequestClock] = deque(maxlen=_MAX_UNSENT_TIMES)  # ended, not sent yet
         self._times_sent_at = -math.inf
-        self._silent_epoch = 0  # epoch of the session that did not answer
-        self._paused_until = 0.0
         self.answered = threading.Event()  # set after every answer
         self._thread = threading.Thread(target=self._run, name="lmcache-lookup", daemon=True)
         self._thread.start()
@@ -201,7 +197,7 @@ class LookupThread:
         """Longest wait for a task; None: nothing is left to send."""
         if self._times:
             return _BATCH_SECONDS
-        return _PAUSE_SECONDS if self._has_unreleased else None
+        return PAUSE_SECONDS if self._has_unreleased else None
 
     def _do(self, task: Callable[[], object]) -> None:
         try:
@@ -299,14 +295,14 @@ class LookupThread:
             )
             return True
 
-        if self._session() is None:
+        if self._calls.session is None:
             for request_id in request_ids:
                 self._client.release_later(request_id)
         is_answered = self._call(release) is not None
         # The session keeps ids whose release was not answered.
         self._has_unreleased = not is_answered and (self._has_unreleased or bool(request_ids))
         # Times that were refused would be refused again. Another sidecar would not know these requests.
-        if not is_answered and self.is_attached and self._session() is None:
+        if not is_answered and self.is_attached and self._calls.session is None:
             self._times.extendleft(reversed(clocks))
 
     def _keep_times(self, clocks: Sequence[RequestClock]) -> None:
@@ -323,17 +319,9 @@ class LookupThread:
             self._release_ids([])
 
     def _call(self, call: Callable[[Session], T]) -> T | None:
-        session = self._session()
-        if session is None:
-            return None
-        try:
-            reply = call(session)
-        except SidecarError as error:
-            if isinstance(error, SidecarUnavailableError):
-                self._silent_epoch, self._paused_until = session.epoch, time.monotonic() + _PAUSE_SECONDS
-            logger.debug("A call to the sidecar failed: %s", error)
-            return None
-        self._answered_at = self._clock()
+        reply = self._calls.attempt(call)
+        if reply is not None:
+            self._answered_at = self._clock()
         return reply
 
     def _adapt(self, seconds: float) -> None:
@@ -342,10 +330,3 @@ class LookupThread:
         self._latest.append(seconds)
         twice = 2 * sorted(self._latest)[-2 if len(self._latest) > 1 else -1]
         self.answer_seconds = min(max(MIN_ANSWER_SECONDS, twice), MAX_ANSWER_SECONDS)
-
-    def _session(self) -> Session | None:
-        """Return the session, or None while its calls pause. A new session is never paused."""
-        session = self._client.session
-        if session is None or session.epoch != self._silent_epoch or time.monotonic() >= self._paused_until:
-            return session
-        return None

@@ -18,7 +18,7 @@ from lmcache.engines.core.copier import EngineCopier, Fence
 from lmcache.engines.core.jobs import GroupStore, LoadJob, Piece, StoreJob
 from lmcache.rpc.errors import EngineCopiesError
 from lmcache.rpc.session import BlockCopy, Session
-from lmcache.tiers.memory.contracts import Slot
+from lmcache.tiers.memory.contracts import Reserved, Slot
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,8 @@ class StoreTransfer:
         self._is_cancelled = False
         self._copied: list[Slot] = []
         self._num_rows = job.num_rows  # rows to copy; after the reservation, those that got a slot
+        self._num_refused = 0  # rows that got no slot and are not in memory
+        self._is_committed = False
 
     @property
     def figures(self) -> dict[str, float]:
@@ -99,6 +101,11 @@ class StoreTransfer:
         num_rows = len(self._copied)
         num_lost = self._num_rows - num_rows if self._is_cancelled else 0
         return {"stores": 1, "stored_rows": num_rows, "lost_rows": num_lost, "store_seconds": self.seconds}
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all rows are in memory now. Another client may have stored some of them before."""
+        return self._is_committed and not self._num_refused and len(self._copied) == self._num_rows
 
     def cancel(self) -> None:
         """Let no later copy of this job count, because the engine reuses the blocks."""
@@ -172,6 +179,7 @@ class StoreTransfer:
             first_chunk=store.first_chunk,
             tenant=self.job.tenant,
         )
+        self._num_refused += sum(answer.result is Reserved.BUSY for answer in answers)
         per_chunk = len(store.blocks) // len(answers)
         blocks = (store.blocks[first : first + per_chunk] for first in range(0, len(store.blocks), per_chunk))
         return [
@@ -186,6 +194,7 @@ class StoreTransfer:
         try:
             if self._copied:
                 session.commit(self._copied)
+            self._is_committed = True
         finally:
             if uncopied:
                 session.abort(uncopied)

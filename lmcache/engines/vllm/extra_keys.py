@@ -79,11 +79,13 @@ class ExtraKeyFinder:
         path = Path(lora_request.lora_path or "")
         future = self._adapters.get(str(path))
         if future is None:
-            future = self._adapters[str(path)] = files.in_background(_adapter_fingerprint, path, self._began)
+            future = self._adapters[str(path)] = files.in_background(
+                files.adapter_fingerprint, path, self._began
+            )
         if not future.done():
             return None
         try:
-            for file in _adapter_files(path):
+            for file in files.adapter_files(path):
                 files.check_unchanged(file, self._began)
         except (OSError, UnnamedError):
             return None
@@ -107,14 +109,9 @@ class ExtraKeyFinder:
         return digest
 
 
-def _adapter_files(path: Path) -> list[Path]:
-    return [path / "adapter_config.json", *sorted(path.glob("*.safetensors"))]
-
-
 def _adapter_fingerprint(path: Path, began: float) -> bytes | None:
     try:
-        config = (path / "adapter_config.json").read_bytes()
-        return hashlib.sha256(files.fingerprint(path, began).encode() + config).digest()
+        return files.adapter_fingerprint(path, began)
     except (OSError, UnnamedError) as error:
         logger.warning("Requests with the adapter at %s are not cached: %s", path, error)
         return None

@@ -1,0 +1,315 @@
+"""Access to the sidecar for an engine that looks up, loads and stores whole pages on threads of its own.
+
+The engine names a page by a hash that covers all tokens up to the page's end. One page is one chunk of the
+cache. The engine's threads may wait, but never longer than the limits. No method raises.
+
+A lookup takes a lease, so that rows which were found stay in memory until the engine loads them. It also
+makes the sidecar promote rows from lower tiers, and a load waits for these rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from lmcache.engines.core.calls import Calls
+from lmcache.engines.core.copier import EngineCopier
+from lmcache.engines.core.hits import find_hit
+from lmcache.engines.core.jobs import EngineIdentity, GroupLoad, GroupStore, LoadJob, StoreJob
+from lmcache.engines.core.lineage import Lineage
+from lmcache.engines.core.page_requests import PageRequest, PageRequests, row_keys, words_of
+from lmcache.engines.core.transfers import LoadTransfer, StoreTransfer
+from lmcache.rpc.client import SidecarClient
+from lmcache.rpc.errors import SidecarError
+from lmcache.rpc.session import Scheduled, Session
+from lmcache.tiers.memory.contracts import LookupResult
+
+logger = logging.getLogger(__name__)
+
+_CALL_SECONDS = 0.5
+_POLL_SECONDS = 0.002
+_TICK_SECONDS = 0.5
+_CLOSE_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Longest times that the engine's threads wait, in seconds."""
+
+    lookup_seconds: float = 0.25
+    """A lookup waits for the answers of lower tiers."""
+    row_seconds: float = 1.0
+    """A load waits for the next row that the sidecar promotes."""
+    load_seconds: float = 5.0
+    """A load waits for all of its rows."""
+    lease_seconds: float = 10.0
+    """Rows stay leased after a lookup without a load."""
+
+
+class BlockingAccess:
+    """Lookups, loads and stores of pages, see the module. All methods are thread-safe."""
+
+    def __init__(
+        self,
+        client: SidecarClient,
+        identity: EngineIdentity,
+        copier: EngineCopier,
+        limits: Limits,
+        *,
+        reports: bool = True,
+        prefill_tokens_per_second: float = 0.0,
+    ) -> None:
+        """Use an attached worker's client; ``close`` closes it.
+
+        Args:
+            client: the client of this rank.
+            identity: groups, sizes and namespace of the engine's KV.
+            copier: copies between the arena and the engine's pages, which are its blocks.
+            limits: longest waits.
+            reports: report lookups for the sidecar's counts. Only one rank of an engine does.
+            prefill_tokens_per_second: the engine's speed, with which loads are compared; 0.0: unknown.
+        """
+        self._client, self._copier, self._limits, self._reports = client, copier, limits, reports
+        self._calls = Calls(client)
+        self._grid = identity.grid
+        self._page_tokens = identity.hello.chunk_tokens
+        self._name = f"{identity.hello.column}-"
+        self.namespace_at_start = identity.hello.namespace
+        self.engine_uuid = identity.hello.engine_uuid
+        self._prefill_tokens_per_second = prefill_tokens_per_second
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()  # protects the next three
+        self._namespace: bytes | None = identity.hello.namespace
+        self._requests = PageRequests(limits.lease_seconds)
+        self._lineage = Lineage()
+        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="lmcache-release", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_attached(self) -> bool:
+        """True if the client is attached to a sidecar."""
+        return self._client.session is not None
+
+    def set_namespace(self, namespace: bytes | None) -> None:
+        """Name all later lookups and stores differently; None: nothing is found or stored.
+
+        Loads of older lookups fail, even those that are running. Stores that are running end under the name
+        with which they began.
+        """
+        with self._lock:
+            self._namespace = namespace
+            ended = self._requests.end_all()
+        for request in ended:
+            self._release(request)
+
+    def count_hits(self, hashes: Sequence[bytes], prefix: Sequence[bytes] = ()) -> int:
+        """Return how many leading pages can be loaded, and lease them.
+
+        ``prefix``: hashes of the pages before these, which the engine itself has.
+        """
+        namespace = self._namespace
+        session = self._client.session
+        if namespace is None or session is None or not hashes:
+            return 0
+        request_id = f"{self._name}{next(self._numbers)}"
+        request = PageRequest(request_id, namespace, tuple(hashes), self._grid.stored, time.monotonic())
+        result = self._look_up(request)
+        request.lookup_seconds = time.monotonic() - request.began_at
+        # If the sidecar is silent, its index still shows the rows in memory.
+        request.num_hits = result.num_expected if result else self._count_in_index(session, request)
+        with self._lock:
+            is_current = namespace == self._namespace
+            if is_current and request.num_hits:
+                self._requests.add(request)
+        if not is_current:
+            request.num_hits = 0
+        if self._reports:
+            request.is_reported = bool(request.num_hits) and session.takes_times
+            self._tasks.put(partial(self._report, request, tuple(prefix)))
+        if not request.num_hits:
+            self._tasks.put(partial(self._end_lease, request))
+        return request.num_hits
+
+    def load(self, group: int, hashes: Sequence[bytes], blocks: Sequence[int]) -> int:
+        """Load pages into ``blocks``. Return how many leading pages were loaded.
+
+        The contents of the other blocks are undefined.
+        """
+        namespace = self._namespace
+        if namespace is None or not hashes:
+            return 0
+        with self._lock:
+            request = self._requests.find(group, hashes[0])
+        if request is None or request.namespace != namespace:
+            # The engine loads without a lookup, or its lookup was long ago.
+            request_id, groups = f"{self._name}{next(self._numbers)}", self._grid.stored
+            request = PageRequest(request_id, namespace, tuple(hashes), groups, time.monotonic())
+            request.num_hits = len(hashes)
+            with self._lock:
+                self._requests.add(request)
+        num_loaded = self._load(request, group, hashes, blocks)
+        end = request.positions.get(hashes[0], 0) + num_loaded
+        request.note_loaded(group, end)
+        request.has_failed |= num_loaded < len(hashes)
+        if request.is_over:
+            with self._lock:
+                is_first = self._requests.end(request)
+            if is_first:
+                self._release(request)
+        return num_loaded if self._namespace == namespace else 0
+
+    def store(
+        self, group: int, hashes: Sequence[bytes], blocks: Sequence[int], prefix: Sequence[bytes] = ()
+    ) -> bool:
+        """Store pages from ``blocks``. Return True if all of them are cached now.
+
+        ``prefix``: hashes of all pages before these. Eviction then begins with the last pages of a prompt.
+        """
+        namespace, session = self._namespace, self._calls.session
+        if namespace is None or session is None or not hashes:
+            return False
+        with self._lock:
+            chain = self._lineage.of(prefix, hashes)
+        request_id = f"{self._name}chain-{chain}"
+        keys = row_keys(namespace, hashes, group)
+        job = StoreJob(0, request_id, (GroupStore(group, len(prefix), keys, tuple(blocks)),))
+        transfer = StoreTransfer(job)
+        try:
+            transfer.run(session, self._copier)
+        except SidecarError as error:
+            logger.debug("A store failed: %s", error)
+        except Exception:
+            logger.exception("A store failed; later stores go on")
+        return transfer.is_complete
+
+    def close(self) -> None:
+        """End all leases and detach. Waits at most some seconds."""
+        self.set_namespace(None)
+        self._tasks.put(None)
+        self._thread.join(_CLOSE_SECONDS)
+        self._client.close()
+        self._copier.close()
+
+    # ---- lookups and loads ----
+
+    def _look_up(self, request: PageRequest) -> LookupResult | None:
+        """Take the lease. Waits until lower tiers have said what they hold, within the limit."""
+        deadline = request.began_at + self._limits.lookup_seconds
+        while True:
+            result = self._calls.attempt(partial(self._call_lookup, request))
+            if result is None or not result.is_probing or time.monotonic() >= deadline:
+                return result
+            time.sleep(_POLL_SECONDS)
+
+    def _call_lookup(self, request: PageRequest, session: Session) -> LookupResult:
+        return session.lookup(
+            request.request_id,
+            request.keys,
+            prefill_tokens_per_second=self._prefill_tokens_per_second,
+            timeout=_CALL_SECONDS,
+        )
+
+    def _count_in_index(self, session: Session, request: PageRequest) -> int:
+        words = [request.words[group.group] for group in self._grid.stored]
+        return find_hit(session.index, self._grid, words).num_chunks
+
+    def _load(self, request: PageRequest, group: int, hashes: Sequence[bytes], blocks: Sequence[int]) -> int:
+        """Copy rows in the order of the pages, as they arrive in memory."""
+        began = progress_at = time.monotonic()
+        num_loaded, copy_seconds, is_last_look = 0, 0.0, False
+        words = words_of(row_keys(request.namespace, hashes, group))
+        while (session := self._client.session) is not None and self._namespace == request.namespace:
+            found = session.index.find(words[num_loaded:])
+            looked_at = time.monotonic()
+            if len(found.rows):
+                part = tuple(blocks[num_loaded : num_loaded + len(found.rows)])
+                num_copied = self._copy(
+                    session, LoadJob(request.request_id, (GroupLoad(group, part, found),))
+                )
+                num_loaded += num_copied
+                progress_at = time.monotonic()
+                copy_seconds += progress_at - looked_at
+                if num_copied < len(part):
+                    break
+            if num_loaded == len(hashes) or is_last_look or self._is_late(began, progress_at):
+                break
+            result = self._calls.attempt(partial(self._call_lookup, request))
+            # Even if no row is pending, one more look at the index is due: a row may just have arrived.
+            is_last_look = result is None or not (result.num_pending or result.is_probing)
+            if not is_last_look:
+                time.sleep(_POLL_SECONDS)
+        request.load_seconds += copy_seconds
+        request.wait_seconds += time.monotonic() - began - copy_seconds
+        return num_loaded
+
+    def _is_late(self, began: float, progress_at: float) -> bool:
+        now = time.monotonic()
+        return now - began >= self._limits.load_seconds or now - progress_at >= self._limits.row_seconds
+
+    def _copy(self, session: Session, job: LoadJob) -> int:
+        transfer = LoadTransfer(job, None)
+        try:
+            transfer.run(session, self._copier)
+        except SidecarError as error:
+            logger.debug("A load failed: %s", error)
+        except Exception:
+            logger.exception("A load failed; later loads go on")
+        return len(job.blocks) - len(transfer.bad_blocks)
+
+    # ---- leases and reports, on the thread ----
+
+    def _release(self, request: PageRequest) -> None:
+        self._tasks.put(partial(self._end_lease, request))
+
+    def _run(self) -> None:
+        while True:
+            try:
+                task = self._tasks.get(timeout=_TICK_SECONDS)
+            except queue.Empty:
+                task = self._end_expired
+            if task is None:
+                return
+            try:
+                task()
+            except Exception:
+                logger.exception("Releasing or reporting a lookup failed; later ones go on")
+
+    def _end_expired(self) -> None:
+        with self._lock:
+            expired = self._requests.end_expired(time.monotonic())
+        for request in expired:
+            self._end_lease(request)
+
+    def _end_lease(self, request: PageRequest) -> None:
+        times = [request.times(self._page_tokens)] if request.is_reported else []
+        self._client.release_later(request.request_id)  # stays pending if the sidecar does not answer
+        self._calls.attempt(
+            lambda session: session.release([request.request_id], timeout=_CALL_SECONDS, times=times)
+        )
+
+    def _report(self, request: PageRequest, prefix: tuple[bytes, ...]) -> None:
+        """Report how the engine gets the pages of a prompt, for the sidecar's counts."""
+        num_pages = len(prefix) + len(request.hashes)
+        scheduled = Scheduled(
+            num_engine_chunks=len(prefix),
+            num_hit_chunks=len(prefix) + request.num_hits,
+            num_loaded_tokens=request.num_hits * self._page_tokens,
+            num_prompt_tokens=num_pages * self._page_tokens,
+            num_engine_tokens=len(prefix) * self._page_tokens,
+            block_tokens=self._page_tokens,
+            reports_times=request.is_reported,
+        )
+        hashes = prefix + request.hashes
+        keys = [(group.group, row_keys(request.namespace, hashes, group.group)) for group in request.groups]
+        self._calls.attempt(
+            lambda session: session.lookup(
+                request.request_id, keys, hint=True, scheduled=scheduled, timeout=_CALL_SECONDS
+            )
+        )

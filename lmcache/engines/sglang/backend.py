@@ -1,0 +1,264 @@
+"""A storage backend for SGLang's HiCache: ``lmcache.engines.sglang.backend.LMCacheBackend``.
+
+::
+
+    --enable-hierarchical-cache --hicache-storage-backend dynamic --hicache-storage-backend-extra-config
+        '{"backend_name": "lmcache", "module_path": "lmcache.engines.sglang.backend",
+          "class_name": "LMCacheBackend", "interface_v1": 1, "prefetch_threshold": 64,
+          "hicache_storage_pass_prefix_keys": true}'
+
+SGLang calls the methods on threads of its own: one for lookups, one for loads, one for stores. An exception
+in the constructor would end the engine's start, and one in a method would lose a request's pages. So no
+method raises. If one fails unexpectedly, the backend goes offline, one log line shows the stack, and the
+engine continues without it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
+
+if TYPE_CHECKING:
+    from lmcache.engines.core.blocking import BlockingAccess
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+logger = logging.getLogger(__name__)
+
+_START_SECONDS = 2.0
+"""Longest wait of the engine's start for the cache. It suffices for weights whose hashes are known, so that
+the first request is cached."""
+
+_ANCHOR = "kv"
+
+
+def _guarded(neutral: Callable[..., Any]) -> Callable[[F], F]:
+    """Decorate a method: return the neutral value while the backend is offline, and if it raises."""
+
+    def decorate(method: F) -> F:
+        @functools.wraps(method)
+        def guarded(self: LMCacheBackend, *args: Any, **kwargs: Any) -> Any:
+            if self._is_offline:
+                return neutral(*args, **kwargs)
+            try:
+                return method(self, *args, **kwargs)
+            except Exception:
+                self._is_offline = True
+                logger.exception("The LMCache backend goes offline, the engine runs on without it")
+                return neutral(*args, **kwargs)
+
+        return guarded  # type: ignore[return-value]
+
+    return decorate
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def _none_of_keys(keys: Sequence[str], *_: Any, **__: Any) -> list[bool]:
+    return [False] * len(keys)
+
+
+def _none_of_transfers(transfers: Sequence[Any], *_: Any, **__: Any) -> dict[Any, list[bool]]:
+    return {transfer.name: [False] * len(transfer.keys or ()) for transfer in transfers}
+
+
+class LMCacheBackend(HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
+    """The backend, see the module. ``attach`` makes its connection; ``core.blocking`` does its work."""
+
+    def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
+        self._config = storage_config
+        self._pools: dict[str, Any] = {}
+        self._groups: dict[str, int] = {}  # KV groups by the name of the pool
+        self._is_offline = False
+        self._is_closed = False
+        self._access: BlockingAccess | None = None  # None: not attached yet, or never
+        self._unsubscribe: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()  # protects the end of the attachment against ``close``
+
+    # ---- the life of the backend ----
+
+    @_guarded(_nothing)
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Take the pool whose pages the methods with ``_v1`` copy."""
+        super().register_mem_pool_host(mem_pool_host)
+        self._pools[_ANCHOR] = mem_pool_host
+
+    @_guarded(_nothing)
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Take a further pool. SGLang also registers the first pool once more, by its name."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if self._groups and str(host_pool_name) not in self._groups:
+            raise ValueError(f"SGLang added the pool {host_pool_name} to a running engine")
+        self._pools[str(host_pool_name)] = host_pool
+
+    @_guarded(_nothing)
+    def on_host_pools_registered(self) -> None:
+        """Attach to the sidecar in the background, now that all pools are known.
+
+        Waits at most ``_START_SECONDS``. Hashing the weights may take minutes: meanwhile the engine runs
+        without a cache.
+        """
+        thread = threading.Thread(target=self._begin, name="lmcache-begin", daemon=True)
+        thread.start()
+        thread.join(_START_SECONDS)
+
+    def _begin(self) -> None:
+        deadline = time.monotonic() + _START_SECONDS
+        try:
+            from lmcache.engines.core.settings import read_settings
+            from lmcache.engines.sglang import attach, support, weights
+            from lmcache.engines.sglang.options import Settings
+
+            support.check_version()
+            weights.install()
+            settings = read_settings(Settings, self._config.extra_config or {})
+            self._groups = {name: number for number, name in enumerate(attach.groups_of(self._pools))}
+            access = attach.attach(self._config, self._pools, settings)
+        except Exception as error:  # whatever it is: an engine that can't be cached must run unaffected
+            logger.warning("LMCache Cluster does not cache this engine: %s", error)
+            return
+        with self._lock:
+            if is_wanted := not self._is_closed:
+                self._follow(access, weights.WATCH)
+                self._access = access
+        if is_wanted:
+            attach.wait_attached(access, deadline)
+        else:
+            access.close()
+
+    def _follow(self, access: BlockingAccess, watch: Any) -> None:
+        """Keep the names of pages up to date with the model's weights."""
+
+        def rename() -> None:
+            access.set_namespace(watch.name(access.namespace_at_start, access.engine_uuid))
+
+        self._unsubscribe = watch.subscribe(rename)
+        rename()
+
+    @_guarded(_nothing)
+    def clear(self) -> None:
+        """Find nothing of what was stored so far (``/clear_hicache_storage_backend``).
+
+        Other engines share the rows, so they are not deleted. Unused rows are evicted.
+        """
+        from lmcache.engines.sglang.weights import WATCH
+
+        WATCH.forget_all()
+
+    def close(self) -> None:
+        """Detach from the sidecar. SGLang has stopped its threads."""
+        with self._lock:
+            self._is_closed = True
+            access, self._access = self._access, None
+        try:
+            self._unsubscribe()
+            if access is not None:
+                access.close()
+        except Exception:
+            logger.exception("The LMCache backend did not close cleanly")
+
+    # ---- one pool ----
+
+    @_guarded(lambda *_, **__: 0)
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """Return how many leading pages are cached, in memory or in a lower tier."""
+        if (access := self._access) is None:
+            return 0
+        return access.count_hits(_hashes(keys), _prefix(extra_info))
+
+    @_guarded(_none_of_keys)
+    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Load pages into the first pool. Returns for each page whether it was loaded: leading ones only."""
+        return self._load(_ANCHOR, keys, host_indices)
+
+    @_guarded(_none_of_keys)
+    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Store pages of the first pool. Returns for each page whether it is cached now."""
+        return self._store(_ANCHOR, keys, host_indices, extra_info)
+
+    # ---- several pools ----
+
+    @_guarded(lambda *_, **__: PoolTransferResult.empty())
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Sequence[Any] | None = None, extra_info: Any = None
+    ) -> PoolTransferResult:
+        """Return how many leading pages a request can resume after, given the rows of all pools."""
+        if (access := self._access) is None:
+            return PoolTransferResult.empty()
+        num_hits = access.count_hits(_hashes(keys), _prefix(extra_info))
+        names = [_ANCHOR, *(transfer.name for transfer in pool_transfers or ())]
+        hits = dict.fromkeys(names, num_hits) if num_hits else {}
+        return PoolTransferResult(num_hits, hits, [num_hits] if num_hits else [])
+
+    @_guarded(_none_of_transfers)
+    def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+        """Load pages of further pools."""
+        return {t.name: self._load(str(t.name), t.keys or [], t.host_indices) for t in transfers}
+
+    @_guarded(_none_of_transfers)
+    def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+        """Store pages of further pools."""
+        return {t.name: self._store(str(t.name), t.keys or [], t.host_indices, extra_info) for t in transfers}
+
+    # ---- interfaces that SGLang does not use with this backend ----
+
+    def exists(self, key: str) -> bool:
+        """Return whether one page is cached."""
+        return bool(self.batch_exists([key]))
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+        """Load nothing: SGLang uses this only without ``"interface_v1": 1``."""
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[None]:
+        """Return None for each page, see ``get``."""
+        return [None] * len(keys)
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Store nothing: SGLang uses this only without ``"interface_v1": 1``."""
+        return False
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Return False, see ``set``."""
+        return False
+
+    # ---- the work ----
+
+    def _load(self, pool: str, keys: Sequence[str], host_indices: Any) -> list[bool]:
+        access, blocks = self._access, self._pages(pool, keys, host_indices)
+        if access is None or blocks is None:
+            return [False] * len(keys)
+        num_loaded = access.load(self._groups[pool], _hashes(keys), blocks)
+        return [position < num_loaded for position in range(len(keys))]
+
+    def _store(self, pool: str, keys: Sequence[str], host_indices: Any, extra_info: Any) -> list[bool]:
+        access, blocks = self._access, self._pages(pool, keys, host_indices)
+        if access is None or blocks is None:
+            return [False] * len(keys)
+        is_stored = access.store(self._groups[pool], _hashes(keys), blocks, _prefix(extra_info))
+        return [is_stored] * len(keys)
+
+    def _pages(self, pool: str, keys: Sequence[str], host_indices: Any) -> list[int] | None:
+        """Return the numbers of the pages at these indices; None if there is not one index per token."""
+        page_size = self._pools[pool].page_size
+        if host_indices is None or host_indices.numel() != len(keys) * page_size:
+            return None
+        return [index // page_size for index in host_indices[::page_size].tolist()]
+
+
+def _hashes(keys: Sequence[str]) -> list[bytes]:
+    return list(map(bytes.fromhex, keys))
+
+
+def _prefix(extra_info: Any) -> list[bytes]:
+    return _hashes(getattr(extra_info, "prefix_keys", None) or ())

@@ -1,0 +1,163 @@
+"""Notices when SGLang changes the weights of its model, so that no KV of the old weights is used.
+
+SGLang empties its own caches after an update, but does not tell storage backends. This module therefore wraps
+the functions that change weights, and the function that empties the caches::
+
+    update begins ──▶ closed: nothing is found or stored ──▶ caches are emptied ──▶ open, under a new name
+
+Pages that SGLang queued for a store before the update are dropped when the caches are emptied. If an update
+does not empty them (``flush_cache=false``), the cache stays closed until a later flush. An update in several
+calls (``begin_weight_update`` to ``end_weight_update``) ends with the last call.
+
+The functions belong to the scheduler's process, which also runs the storage backend. They all run on the
+scheduler's thread. The state outlives a backend, because SGLang can detach it, update the weights and attach
+it again.
+
+Source: SGLang 0.5.23, ``managers/scheduler_components/weight_updater.py`` and
+``model_executor/model_runner_components/weight_updater.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from lmcache import keys
+from lmcache.engines.errors import UnsupportedError
+
+logger = logging.getLogger(__name__)
+
+_UPDATES = (
+    "update_weights_from_disk",
+    "load_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+)
+"""Methods of SGLang's WeightUpdater that change weights."""
+
+_TAG = b"lmcache weights 1"
+
+
+class WeightWatch:
+    """Whether the model's weights are those that the engine started with, see the module. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._generation = 0  # weight updates, and requests to forget all KV
+        self._is_closed = False
+        self._is_flushed = False  # SGLang's caches were emptied since the last change of weights
+        self._num_open_updates = 0
+        self._listeners: list[Callable[[], None]] = []
+
+    def name(self, namespace: bytes, engine_uuid: bytes) -> bytes | None:
+        """Return the namespace of KV that the present weights compute; None: do not use the cache now.
+
+        After a change, the name is valid in this engine only. It is the same in all ranks of the engine.
+        """
+        with self._lock:
+            if self._is_closed:
+                return None
+            if not self._generation:
+                return namespace
+            parts = _TAG, namespace, engine_uuid, b"%d" % self._generation
+            return hashlib.sha256(b"".join(map(keys.sized, parts))).digest()
+
+    def subscribe(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call ``listener`` after each change of ``name``. Returns a function that ends this."""
+        with self._lock:
+            self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    def forget_all(self) -> None:
+        """Use a new name from now on, without a change of weights."""
+        with self._lock:
+            self._generation += 1
+        self._notify()
+
+    def begin_change(self) -> None:
+        """Close the cache, because weights are about to change."""
+        with self._lock:
+            was_closed, self._is_closed, self._is_flushed = self._is_closed, True, False
+        if not was_closed:
+            logger.info("SGLang changes its weights: the cache is off until SGLang empties its own caches")
+            self._notify()
+
+    def begin_update(self) -> None:
+        """Record that an update in several calls begins."""
+        with self._lock:
+            self._num_open_updates += 1
+        self.begin_change()
+
+    def end_update(self) -> None:
+        """Record that an update in several calls ends."""
+        with self._lock:
+            self._num_open_updates = max(0, self._num_open_updates - 1)
+        self._open()
+
+    def note_flushed(self) -> None:
+        """Record that SGLang emptied its caches, and the queue of pages to store."""
+        with self._lock:
+            self._is_flushed = True
+        self._open()
+
+    def _open(self) -> None:
+        with self._lock:
+            if not self._is_closed or not self._is_flushed or self._num_open_updates:
+                return
+            self._generation += 1
+            self._is_closed = False
+        logger.info("SGLang has new weights: the cache is on, and private to this engine until a restart")
+        self._notify()
+
+    def _notify(self) -> None:
+        for listener in list(self._listeners):
+            listener()
+
+
+WATCH = WeightWatch()
+"""The watch of this process, which has one model."""
+
+
+def install(watch: WeightWatch = WATCH) -> None:
+    """Wrap SGLang's functions, once per process. Raises UnsupportedError if SGLang lacks one of them."""
+    try:
+        from sglang.srt.managers.cache_controller import HiCacheController
+        from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+    except ImportError as error:
+        raise UnsupportedError(
+            f"this version of SGLang updates weights in an unknown way: {error}"
+        ) from error
+    wanted = [(WeightUpdater, name) for name in (*_UPDATES, "begin_weight_update", "end_weight_update")]
+    for owner, name in (*wanted, (HiCacheController, "reset")):
+        if not callable(getattr(owner, name, None)):
+            raise UnsupportedError(f"this version of SGLang has no {owner.__name__}.{name}")
+    for name in _UPDATES:
+        _wrap(WeightUpdater, name, before=watch.begin_change)
+    _wrap(WeightUpdater, "begin_weight_update", before=watch.begin_update)
+    _wrap(WeightUpdater, "end_weight_update", after=watch.end_update)
+    _wrap(HiCacheController, "reset", after=watch.note_flushed)
+
+
+def _wrap(
+    owner: type[Any],
+    name: str,
+    before: Callable[[], None] = lambda: None,
+    after: Callable[[], None] = lambda: None,
+) -> None:
+    function = getattr(owner, name)
+    if hasattr(function, "_lmcache_watched"):
+        return
+
+    @functools.wraps(function)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        before()
+        result = function(*args, **kwargs)
+        after()
+        return result
+
+    watched._lmcache_watched = True  # type: ignore[attr-defined]
+    setattr(owner, name, watched)
