@@ -1,7 +1,8 @@
-"""Starts engines as copies of a process that has imported vLLM: the fork server of ``multiprocessing``.
+"""Starts engines as copies of a process that has imported their modules: fork servers of ``multiprocessing``.
 
 A test engine needs one second of processor time to become ready, and nine more to import vLLM. ``allowed()``
-enables copies. Benchmarks, the demo and pods start vLLM as users do.
+enables copies. Benchmarks, the demo and pods start engines as users do. ``start`` copies vLLM. Another engine
+has a ``ForkServer`` of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
@@ -30,7 +31,7 @@ around_start: Callable[[], AbstractContextManager[None]] = nullcontext
 
 _context = multiprocessing.get_context("forkserver")
 _lock = threading.Lock()
-_is_allowed = _has_started = False
+_is_allowed = False
 
 
 class ForkedProcess:
@@ -84,41 +85,58 @@ def is_allowed() -> bool:
     return _is_allowed
 
 
-def start(
-    module: str,
-    arguments: Sequence[str],
-    log: Path,
-    *,
-    cwd: str,
-    env: dict[str, str],
-    pass_fds: Sequence[int] = (),
-    start_new_session: bool = False,
-) -> ForkedProcess:
-    """Run ``python -m MODULE DESCRIPTOR... ARGUMENT...`` in a copy, with its output in ``log``.
+class ForkServer:
+    """A process that imports the modules of one kind of engine, and its copies. The first copy starts it."""
 
-    ``pass_fds`` are the descriptors. They have other numbers in the copy. The first call starts the server.
-    """
-    _ensure_running(env)
-    ends = [Connection(os.dup(descriptor)) for descriptor in pass_fds]
-    options = (str(log), cwd, env, start_new_session)
-    process = _context.Process(target=_run, args=(module, ends, list(arguments), *options))
-    process.start()
-    for end in ends:
-        end.close()
-    return ForkedProcess(process)
+    def __init__(self, imported: str, environment: Callable[[], Mapping[str, str]]) -> None:
+        """``imported`` is a module that imports the engine's modules. ``environment`` returns the variables
+        that the engine reads when its modules are loaded.
+        """
+        self._imported = imported
+        self._environment = environment
+        self._server: forkserver.ForkServer | None = None
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        log: Path,
+        *,
+        cwd: str,
+        env: dict[str, str],
+        pass_fds: Sequence[int] = (),
+        start_new_session: bool = False,
+    ) -> ForkedProcess:
+        """Run ``python -m MODULE DESCRIPTOR... ARGUMENT...`` in a copy, with its output in ``log``.
+
+        ``pass_fds`` are the descriptors. They have other numbers in the copy.
+        """
+        ends = [Connection(os.dup(descriptor)) for descriptor in pass_fds]
+        options = (str(log), cwd, env, start_new_session)
+        process = _context.Process(target=_run, args=(module, ends, list(arguments), *options))
+        with _lock:
+            connect = self._running(env).connect_to_new_process
+            # A process of multiprocessing asks the one server of this module for a copy.
+            with mock.patch.object(forkserver, "connect_to_new_process", connect):
+                process.start()
+        for end in ends:
+            end.close()
+        return ForkedProcess(process)
+
+    def _running(self, environment: Mapping[str, str]) -> forkserver.ForkServer:
+        if self._server is None:
+            server = forkserver.ForkServer()
+            server.set_forkserver_preload([self._imported])
+            # The interpreter, OpenMP and engines read some variables once, when they are loaded. With another
+            # OMP_WAIT_POLICY, the threads of all engines would spin.
+            variables = {**environment, **self._environment()}
+            with around_start(), mock.patch.dict(os.environ, variables, clear=True):
+                server.ensure_running()
+            self._server = server
+        return self._server
 
 
-def _ensure_running(environment: dict[str, str]) -> None:
-    global _has_started
-    with _lock:
-        if _has_started:
-            return
-        forkserver.set_forkserver_preload(["testing.engine.imported"])
-        # The interpreter, OpenMP and vLLM read some variables once, when they are loaded. With another
-        # OMP_WAIT_POLICY, the threads of all engines would spin.
-        with around_start(), mock.patch.dict(os.environ, environment | ENVIRONMENT, clear=True):
-            forkserver.ensure_running()
-        _has_started = True
+start = ForkServer("testing.engine.imported", lambda: ENVIRONMENT).start
 
 
 def _run(
@@ -141,6 +159,8 @@ def _run(
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    # multiprocessing gives a copy the path of the process that asked for it.
+    sys.path[:0] = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder]
     descriptors = [os.dup(end.fileno()) for end in ends]
     for end in ends:
         end.close()
