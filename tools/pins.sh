@@ -18,3 +18,7 @@ image --extra operator --no-emit-package numpy --no-emit-package xxhash --no-emi
 printf 'uv\nhatchling\n' | compile --generate-hashes --output-file tools/requirements/build.txt -
 # Packages that build the documentation site (tools/docs.py). The theme needs MkDocs 1.
 printf 'mkdocs<2\nmkdocs-material\n' | compile --output-file tools/requirements/docs.txt -
+# SGLang's engine for tests, which testing/sglang/environment.py installs without dependencies into a folder of its
+# own. torch and most other packages that it imports come from .venv. Its pins for GPUs are not installed.
+printf 'sglang==0.5.23\norjson\nipython\ntraitlets\nsoundfile==0.13.1\n' | compile --no-deps --generate-hashes \
+  --output-file tools/requirements/sglang.txt -

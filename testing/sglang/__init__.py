@@ -1,0 +1,1 @@
+"""Real SGLang engines on machines without a GPU, for tests, demo and benchmarks."""

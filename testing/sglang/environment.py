@@ -1,0 +1,106 @@
+"""SGLang's packages, in a folder of the cache directory, and the environment variables of its processes.
+
+The folder has only the packages of ``tools/requirements/sglang.txt``. All other packages that SGLang imports
+come from the project's environment, where vLLM needs them, too. SGLang's own pins (CUDA kernels, and torch
+for CUDA) are not installed. What replaces them is in ``testing/sglang/cpu``.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from testing import workers
+from testing.child_process import REPOSITORY
+from tools.cache import cache_root, cached_directory, exclusive, uv
+
+REQUIREMENTS = REPOSITORY / "tools" / "requirements" / "sglang.txt"
+CPU = Path(__file__).parent / "cpu"
+"""Folder with the stand-ins for CUDA."""
+_HASH_MODULE = "hicache_hash_cpp"
+"""The C++ module with which HiCache hashes pages. SGLang compiles it when it is first used (6 s)."""
+_COMPILE = "from sglang.srt.mem_cache.utils import get_hash_str; get_hash_str([1])"
+
+
+class InstallationError(RuntimeError):
+    """SGLang cannot be installed. The message says what to do."""
+
+
+def version() -> str:
+    """Return the version of SGLang that the project is tested with."""
+    match = re.search(r"^sglang==(\S+)", REQUIREMENTS.read_text(), re.MULTILINE)
+    assert match is not None, f"{REQUIREMENTS} does not pin sglang"
+    return match[1]
+
+
+@functools.cache
+def package() -> Path:
+    """Return the folder to put first in ``PYTHONPATH``. Installs SGLang if it is missing (half a minute).
+
+    The name of the folder depends on the pins and on the version of Python. Raises InstallationError.
+    """
+    tag = f"{sys.implementation.cache_tag}\n{REQUIREMENTS.read_text()}"
+    name = f"sglang-{version()}-{hashlib.sha256(tag.encode()).hexdigest()[:8]}"
+    with exclusive(cache_root() / f"{name}.lock", _say):
+        return cached_directory(name, _install)
+
+
+def prepare() -> None:
+    """Install SGLang, and compile its C++ module, if they are missing. Raises InstallationError."""
+    extensions = _extensions()
+    with exclusive(extensions.with_name(f"{extensions.name}.lock"), _say):
+        if (extensions / _HASH_MODULE / f"{_HASH_MODULE}.so").exists():
+            return
+        _say("compiling the C++ module with which SGLang hashes pages (10-20 s)")
+        _run(
+            [sys.executable, "-W", "ignore", "-c", _COMPILE],
+            "SGLang cannot compile a C++ module. Install a C++ compiler and the headers of OpenSSL and "
+            "Python. On Debian: apt-get install g++ libssl-dev python3-dev",
+            env={**os.environ, **variables()},
+        )
+
+
+def variables() -> dict[str, str]:
+    """Return the environment variables of SGLang's processes. Child processes inherit them."""
+    return {
+        "PYTHONPATH": os.pathsep.join(map(str, (CPU, package(), REPOSITORY))),
+        "TORCH_EXTENSIONS_DIR": str(_extensions()),
+        "TORCHDYNAMO_DISABLE": "1",  # otherwise the first prompt of a process compiles for seconds
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        # By default, /health computes a token and then sleeps for a second.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        # The same threads with and without a cache, for bitwise equal results.
+        "SGLANG_CPU_OMP_THREADS_BIND": str(workers.core()),
+        "OMP_NUM_THREADS": "2",
+        "OMP_WAIT_POLICY": "passive",
+        "PYTHONHASHSEED": "0",
+    }
+
+
+def _extensions() -> Path:
+    """The folder of compiled C++ modules. A compiler names the sources' folder in them."""
+    return package().with_name(f"{package().name}-extensions")
+
+
+def _install(folder: Path) -> None:
+    _say(f"installing SGLang {version()} (150 MB, about 30 s)")
+    # Compile bytecode here: if the environment forbids writing bytecode, each process would compile again.
+    command = [uv(), "pip", "install", "--quiet", "--no-deps", "--require-hashes", "--compile-bytecode"]
+    command += ["--python", sys.executable, "--target", folder, "--requirement", REQUIREMENTS]
+    _run([*map(str, command)], "SGLang cannot be installed. Check the access to the package index.")
+
+
+def _run(command: list[str], problem: str, **options: dict[str, str]) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)  # type: ignore[call-overload]
+    if done.returncode:
+        raise InstallationError(f"{problem}\n{done.stdout[-4000:]}")
+
+
+def _say(text: str) -> None:
+    print(f"[sglang] {text}", file=sys.stderr, flush=True)
