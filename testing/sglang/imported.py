@@ -1,0 +1,34 @@
+"""Modules that all SGLang engines use. A ``ForkServer`` imports them before the first copy."""
+
+import gc
+import importlib
+import multiprocessing
+import tempfile
+import warnings
+
+MODULES = (
+    "sglang.launch_server",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.models.registry",
+)
+
+
+def _fork_schedulers() -> None:
+    """Fork schedulers and detokenizers. SGLang spawns them, and each would import all modules again."""
+    set_start_method = multiprocessing.set_start_method
+
+    def set_fork(method: str | None, force: bool = False) -> None:
+        set_start_method("fork", force=force)
+
+    multiprocessing.set_start_method = set_fork
+
+
+warnings.filterwarnings("ignore")  # about GPUs
+for name in MODULES:
+    importlib.import_module(name)
+_fork_schedulers()
+tempfile.tempdir = None  # each engine has a folder for temporary files
+gc.collect()
+gc.freeze()  # a collection in a copy would write to all pages and so copy them
