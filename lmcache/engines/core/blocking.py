@@ -5,6 +5,8 @@ cache. The engine's threads may wait, but never longer than the limits. No metho
 
 A lookup takes a lease, so that rows which were found stay in memory until the engine loads them. It also
 makes the sidecar promote rows from lower tiers, and a load waits for these rows.
+
+Lookups and loads name no request of the engine. The engine reports its requests separately (``report``).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from lmcache.common.recent import Recent
 from lmcache.engines.core.calls import Calls
 from lmcache.engines.core.copier import EngineCopier
 from lmcache.engines.core.hits import find_hit
@@ -28,6 +31,7 @@ from lmcache.engines.core.transfers import LoadTransfer, StoreTransfer
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.errors import SidecarError
 from lmcache.rpc.session import Scheduled, Session
+from lmcache.rpc.times import RequestTimes
 from lmcache.tiers.memory.contracts import LookupResult
 
 logger = logging.getLogger(__name__)
@@ -36,6 +40,7 @@ _CALL_SECONDS = 0.5
 _POLL_SECONDS = 0.002
 _TICK_SECONDS = 0.5
 _CLOSE_SECONDS = 2.0
+_MAX_ENDED = 1024
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,19 @@ class Limits:
     """Rows stay leased after a lookup without a load."""
 
 
+@dataclass(frozen=True)
+class EngineRequest:
+    """How the engine gets the KV of a prompt."""
+
+    find_hashes: Callable[[], Sequence[bytes]]
+    """Function that computes the hashes of the prompt's full pages. A thread of the cache calls it."""
+    num_prompt_tokens: int
+    num_engine_tokens: int
+    """Leading tokens in the engine's own caches."""
+    num_loaded_tokens: int
+    """Tokens after these that the engine has loaded from this cache."""
+
+
 class BlockingAccess:
     """Lookups, loads and stores of pages, see the module. All methods are thread-safe."""
 
@@ -62,7 +80,6 @@ class BlockingAccess:
         copier: EngineCopier,
         limits: Limits,
         *,
-        reports: bool = True,
         prefill_tokens_per_second: float = 0.0,
     ) -> None:
         """Use an attached worker's client; ``close`` closes it.
@@ -72,10 +89,9 @@ class BlockingAccess:
             identity: groups, sizes and namespace of the engine's KV.
             copier: copies between the arena and the engine's pages, which are its blocks.
             limits: longest waits.
-            reports: report lookups for the sidecar's counts. Only one rank of an engine does.
             prefill_tokens_per_second: the engine's speed, with which loads are compared; 0.0: unknown.
         """
-        self._client, self._copier, self._limits, self._reports = client, copier, limits, reports
+        self._client, self._copier, self._limits = client, copier, limits
         self._calls = Calls(client)
         self._grid = identity.grid
         self._page_tokens = identity.hello.chunk_tokens
@@ -88,6 +104,9 @@ class BlockingAccess:
         self._namespace: bytes | None = identity.hello.namespace
         self._requests = PageRequests(limits.lease_seconds)
         self._lineage = Lineage()
+        self._ended: Recent[bytes, PageRequest] = Recent(
+            _MAX_ENDED
+        )  # by the first page; only the thread uses it
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="lmcache-release", daemon=True)
         self._thread.start()
@@ -109,11 +128,15 @@ class BlockingAccess:
         for request in ended:
             self._release(request)
 
-    def count_hits(self, hashes: Sequence[bytes], prefix: Sequence[bytes] = ()) -> int:
-        """Return how many leading pages can be loaded, and lease them.
+    def report(self, request: EngineRequest) -> None:
+        """Report a request that the engine begins to compute, for the sidecar's counts. Returns at once.
 
-        ``prefix``: hashes of the pages before these, which the engine itself has.
+        Only one rank of an engine reports.
         """
+        self._tasks.put(partial(self._report, request))
+
+    def count_hits(self, hashes: Sequence[bytes]) -> int:
+        """Return how many leading pages can be loaded, and lease them."""
         namespace = self._namespace
         session = self._client.session
         if namespace is None or session is None or not hashes:
@@ -130,11 +153,8 @@ class BlockingAccess:
                 self._requests.add(request)
         if not is_current:
             request.num_hits = 0
-        if self._reports:
-            request.is_reported = bool(request.num_hits) and session.takes_times
-            self._tasks.put(partial(self._report, request, tuple(prefix)))
         if not request.num_hits:
-            self._tasks.put(partial(self._end_lease, request))
+            self._release(request)
         return request.num_hits
 
     def load(self, group: int, hashes: Sequence[bytes], blocks: Sequence[int]) -> int:
@@ -288,28 +308,43 @@ class BlockingAccess:
             self._end_lease(request)
 
     def _end_lease(self, request: PageRequest) -> None:
-        times = [request.times(self._page_tokens)] if request.is_reported else []
+        self._ended[request.hashes[0]] = request
         self._client.release_later(request.request_id)  # stays pending if the sidecar does not answer
-        self._calls.attempt(
-            lambda session: session.release([request.request_id], timeout=_CALL_SECONDS, times=times)
-        )
+        self._calls.attempt(lambda session: session.release([request.request_id], timeout=_CALL_SECONDS))
 
-    def _report(self, request: PageRequest, prefix: tuple[bytes, ...]) -> None:
-        """Report how the engine gets the pages of a prompt, for the sidecar's counts."""
-        num_pages = len(prefix) + len(request.hashes)
+    def _report(self, request: EngineRequest) -> None:
+        hashes, namespace, session = request.find_hashes(), self._namespace, self._client.session
+        if namespace is None or session is None:
+            return
+        size = self._page_tokens
+        num_hits = request.num_engine_tokens + request.num_loaded_tokens
+        # The sidecar knows this request by another id than that of its lookups, which named no request.
+        request_id = f"{self._name}request-{next(self._numbers)}"
+        keys = [(group.group, row_keys(namespace, hashes, group.group)) for group in self._grid.stored]
         scheduled = Scheduled(
-            num_engine_chunks=len(prefix),
-            num_hit_chunks=len(prefix) + request.num_hits,
-            num_loaded_tokens=request.num_hits * self._page_tokens,
-            num_prompt_tokens=num_pages * self._page_tokens,
-            num_engine_tokens=len(prefix) * self._page_tokens,
-            block_tokens=self._page_tokens,
-            reports_times=request.is_reported,
+            num_engine_chunks=min(request.num_engine_tokens // size, len(hashes)),
+            num_hit_chunks=min(num_hits // size, len(hashes)),
+            num_loaded_tokens=request.num_loaded_tokens,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_engine_tokens=request.num_engine_tokens,
+            block_tokens=size,
+            reports_times=session.takes_times,
         )
-        hashes = prefix + request.hashes
-        keys = [(group.group, row_keys(request.namespace, hashes, group.group)) for group in request.groups]
         self._calls.attempt(
             lambda session: session.lookup(
-                request.request_id, keys, hint=True, scheduled=scheduled, timeout=_CALL_SECONDS
+                request_id, keys, hint=True, scheduled=scheduled, timeout=_CALL_SECONDS
             )
+        )
+        if session.takes_times:
+            times = self._times(request_id, hashes)
+            self._calls.attempt(lambda session: session.release([], timeout=_CALL_SECONDS, times=[times]))
+
+    def _times(self, request_id: str, hashes: Sequence[bytes]) -> RequestTimes:
+        """Return the times of the lookups and loads of these pages that ended since the last report."""
+        ended = [found for page_hash in hashes if (found := self._ended.pop(page_hash, None)) is not None]
+        return RequestTimes(
+            request_id,
+            sum(request.lookup_seconds for request in ended),
+            sum(request.wait_seconds for request in ended),
+            sum(request.load_seconds for request in ended),
         )

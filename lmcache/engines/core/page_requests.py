@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from lmcache import keys
 from lmcache.kv_groups import KVGroup
-from lmcache.rpc.times import RequestTimes
 from lmcache.tiers.base import ROW_KEY_BYTES
 
 _WORD = np.dtype("<u8")
@@ -35,8 +34,6 @@ class PageRequest:
     began_at: float
     num_hits: int = 0
     """Leading pages that the engine was told are cached."""
-    is_reported: bool = False
-    """True if the sidecar expects the times of this request."""
     lookup_seconds: float = 0.0
     wait_seconds: float = 0.0
     load_seconds: float = 0.0
@@ -72,17 +69,6 @@ class PageRequest:
         """True if nothing more will be loaded."""
         return self.has_failed or all(
             self.loaded.get(group.group, 0) >= self.num_hits for group in self.groups
-        )
-
-    def times(self, page_tokens: int) -> RequestTimes:
-        """Return the durations as the sidecar wants them. Pages that were not loaded count as failed."""
-        num_loaded = min((self.loaded.get(group.group, 0) for group in self.groups), default=0)
-        return RequestTimes(
-            self.request_id,
-            self.lookup_seconds,
-            self.wait_seconds,
-            self.load_seconds,
-            num_failed_tokens=max(0, self.num_hits - num_loaded) * page_tokens,
         )
 
 

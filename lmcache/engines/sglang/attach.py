@@ -93,9 +93,13 @@ def attach(
         EngineIdentity(hello, page_tokens, ranks.num_replicas, ranks.is_replica),
         copier,
         Limits(settings.lookup_seconds, settings.row_seconds, settings.load_seconds, settings.lease_seconds),
-        reports=ranks.is_first,
         prefill_tokens_per_second=settings.prefill_tokens_per_second,
     )
+
+
+def is_reporter(storage_config: Any) -> bool:
+    """Return True for the rank that reports requests."""
+    return Ranks.of(storage_config, set()).is_first
 
 
 def groups_of(pools: Mapping[str, Any]) -> list[str]:

@@ -79,7 +79,7 @@ class LMCacheBackend(HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
         self._is_offline = False
         self._is_closed = False
         self._access: BlockingAccess | None = None  # None: not attached yet, or never
-        self._unsubscribe: Callable[[], None] = lambda: None
+        self._ends: list[Callable[[], None]] = []  # called when the backend closes
         self._lock = threading.Lock()  # protects the end of the attachment against ``close``
 
     # ---- the life of the backend ----
@@ -113,7 +113,7 @@ class LMCacheBackend(HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
         deadline = time.monotonic() + _START_SECONDS
         try:
             from lmcache.engines.core.settings import read_settings
-            from lmcache.engines.sglang import attach, support, weights
+            from lmcache.engines.sglang import attach, requests, support, weights
             from lmcache.engines.sglang.options import Settings
 
             support.check_version()
@@ -127,6 +127,9 @@ class LMCacheBackend(HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
         with self._lock:
             if is_wanted := not self._is_closed:
                 self._follow(access, weights.WATCH)
+                if attach.is_reporter(self._config):
+                    page_tokens = self._pools[_ANCHOR].page_size
+                    self._ends.append(requests.subscribe(access.report, page_tokens))
                 self._access = access
         if is_wanted:
             attach.wait_attached(access, deadline)
@@ -139,7 +142,7 @@ class LMCacheBackend(HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
         def rename() -> None:
             access.set_namespace(watch.name(access.namespace_at_start, access.engine_uuid))
 
-        self._unsubscribe = watch.subscribe(rename)
+        self._ends.append(watch.subscribe(rename))
         rename()
 
     @_guarded(_nothing)
@@ -158,7 +161,8 @@ class LMCacheBackend(HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
             self._is_closed = True
             access, self._access = self._access, None
         try:
-            self._unsubscribe()
+            for end in self._ends:
+                end()
             if access is not None:
                 access.close()
         except Exception:
@@ -171,7 +175,7 @@ class LMCacheBackend(HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
         """Return how many leading pages are cached, in memory or in a lower tier."""
         if (access := self._access) is None:
             return 0
-        return access.count_hits(_hashes(keys), _prefix(extra_info))
+        return access.count_hits(_hashes(keys))
 
     @_guarded(_none_of_keys)
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
@@ -192,7 +196,7 @@ class LMCacheBackend(HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
         """Return how many leading pages a request can resume after, given the rows of all pools."""
         if (access := self._access) is None:
             return PoolTransferResult.empty()
-        num_hits = access.count_hits(_hashes(keys), _prefix(extra_info))
+        num_hits = access.count_hits(_hashes(keys))
         names = [_ANCHOR, *(transfer.name for transfer in pool_transfers or ())]
         hits = dict.fromkeys(names, num_hits) if num_hits else {}
         return PoolTransferResult(num_hits, hits, [num_hits] if num_hits else [])
