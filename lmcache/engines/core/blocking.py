@@ -14,11 +14,14 @@ from __future__ import annotations
 import itertools
 import logging
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+
+import numpy as np
 
 from lmcache.common.recent import Recent
 from lmcache.engines.core.calls import Calls
@@ -28,6 +31,7 @@ from lmcache.engines.core.jobs import EngineIdentity, GroupLoad, GroupStore, Loa
 from lmcache.engines.core.lineage import Lineage
 from lmcache.engines.core.page_requests import PageRequest, PageRequests, row_keys, words_of
 from lmcache.engines.core.transfers import LoadTransfer, StoreTransfer
+from lmcache.kv_groups import first_needed_chunk
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.errors import SidecarError
 from lmcache.rpc.session import Scheduled, Session
@@ -95,7 +99,7 @@ class BlockingAccess:
         self._calls = Calls(client)
         self._grid = identity.grid
         self._page_tokens = identity.hello.chunk_tokens
-        self._name = f"{identity.hello.column}-"
+        self._name = f"{identity.hello.column}-{secrets.token_hex(4)}-"  # ids must differ between attachments
         self.namespace_at_start = identity.hello.namespace
         self.engine_uuid = identity.hello.engine_uuid
         self._prefill_tokens_per_second = prefill_tokens_per_second
@@ -104,9 +108,8 @@ class BlockingAccess:
         self._namespace: bytes | None = identity.hello.namespace
         self._requests = PageRequests(limits.lease_seconds)
         self._lineage = Lineage()
-        self._ended: Recent[bytes, PageRequest] = Recent(
-            _MAX_ENDED
-        )  # by the first page; only the thread uses it
+        # By the hash of the first page; only the thread uses it.
+        self._ended: Recent[bytes, PageRequest] = Recent(_MAX_ENDED)
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="lmcache-release", daemon=True)
         self._thread.start()
@@ -156,6 +159,23 @@ class BlockingAccess:
         if not request.num_hits:
             self._release(request)
         return request.num_hits
+
+    def ends(self, hashes: Sequence[bytes], num_hits: int) -> list[int]:
+        """Return all numbers of leading pages after which a request can resume, up to ``num_hits``.
+
+        A window or a state needs the rows before such an end only. ``num_hits`` is always an end; the others
+        are those that the rows in memory allow.
+        """
+        session, namespace = self._client.session, self._namespace
+        if session is None or namespace is None or not num_hits:
+            return [num_hits] if num_hits else []
+        ends = set(range(1, num_hits))
+        for group in self._grid.stored:
+            words = words_of(row_keys(namespace, hashes[:num_hits], group.group))
+            missing = np.cumsum(np.concatenate(([0], ~session.index.find_each(words).is_there)))
+            first = partial(first_needed_chunk, group, chunk_tokens=self._page_tokens)
+            ends = {end for end in ends if missing[end] == missing[first(end)]}
+        return [*sorted(ends), num_hits]
 
     def load(self, group: int, hashes: Sequence[bytes], blocks: Sequence[int]) -> int:
         """Load pages into ``blocks``. Return how many leading pages were loaded.
@@ -289,11 +309,12 @@ class BlockingAccess:
         self._tasks.put(partial(self._end_lease, request))
 
     def _run(self) -> None:
+        expires_at = time.monotonic() + _TICK_SECONDS
         while True:
             try:
-                task = self._tasks.get(timeout=_TICK_SECONDS)
+                task = self._tasks.get(timeout=max(0.0, expires_at - time.monotonic()))
             except queue.Empty:
-                task = self._end_expired
+                task, expires_at = self._end_expired, time.monotonic() + _TICK_SECONDS
             if task is None:
                 return
             try:

@@ -196,10 +196,11 @@ class LMCacheBackend(HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
         """Return how many leading pages a request can resume after, given the rows of all pools."""
         if (access := self._access) is None:
             return PoolTransferResult.empty()
-        num_hits = access.count_hits(_hashes(keys))
+        hashes = _hashes(keys)
+        num_hits = access.count_hits(hashes)
         names = [_ANCHOR, *(transfer.name for transfer in pool_transfers or ())]
         hits = dict.fromkeys(names, num_hits) if num_hits else {}
-        return PoolTransferResult(num_hits, hits, [num_hits] if num_hits else [])
+        return PoolTransferResult(num_hits, hits, access.ends(hashes, num_hits))
 
     @_guarded(_none_of_transfers)
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
