@@ -41,7 +41,7 @@ _KINDS = {
 
 
 def attach(
-    storage_config: Any, pools: Mapping[str, Any], settings: Settings, window_tokens: int = 0
+    storage_config: Any, pools: Mapping[str, Any], settings: Settings, window_pages: int = 0
 ) -> BlockingAccess:
     """Identify this rank's KV and start its client. May read all weights to hash them.
 
@@ -49,7 +49,7 @@ def attach(
         storage_config: SGLang's HiCacheStorageConfig.
         pools: SGLang's host pools by name.
         settings: our settings.
-        window_tokens: tokens that a sliding-window pool must have before the end of a hit; 0: no such pool.
+        window_pages: pages that a sliding-window pool must have before the end of a hit; 0: no such pool.
 
     Raises UnsupportedError or ValueError if the engine can't be cached.
     """
@@ -75,7 +75,7 @@ def attach(
                 number,
                 page_tokens,
                 _column_bytes(pools[pool], copier.row_bytes[number], ranks, name.config),
-                window_tokens if _KINDS[pool] is GroupKind.SLIDING_WINDOW else 0,
+                window_pages * page_tokens if _KINDS[pool] is GroupKind.SLIDING_WINDOW else 0,
                 _KINDS[pool],
             )
             for number, pool in enumerate(groups)

@@ -35,7 +35,8 @@ _START_SECONDS = 2.0
 """Longest wait of the engine's start for the cache. It suffices for weights whose hashes are known, so that
 the first request is cached."""
 
-_ANCHOR = "kv"
+_ANCHOR, _WINDOWS = "kv", "swa"
+"""Names of the pool that all models have, and of the pool of layers with a sliding window."""
 
 
 def _guarded(neutral: Callable[..., Any]) -> Callable[[F], F]:
@@ -105,11 +106,19 @@ class LMCacheBackend(HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
         Waits at most ``_START_SECONDS``. Hashing the weights may take minutes: meanwhile the engine runs
         without a cache.
         """
-        thread = threading.Thread(target=self._begin, name="lmcache-begin", daemon=True)
-        thread.start()
-        thread.join(_START_SECONDS)
+        if _WINDOWS in self._pools:
+            from lmcache.engines.sglang import windows
 
-    def _begin(self) -> None:
+            windows.call_once(self._start)  # the cache begins with the first prompt
+        else:
+            self._start().join(_START_SECONDS)
+
+    def _start(self, window_pages: int = 0) -> threading.Thread:
+        thread = threading.Thread(target=self._begin, args=(window_pages,), name="lmcache-begin", daemon=True)
+        thread.start()
+        return thread
+
+    def _begin(self, window_pages: int) -> None:
         deadline = time.monotonic() + _START_SECONDS
         try:
             from lmcache.engines.core.settings import read_settings
@@ -120,7 +129,7 @@ class LMCacheBackend(HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
             weights.install()
             settings = read_settings(Settings, self._config.extra_config or {})
             self._groups = {name: number for number, name in enumerate(attach.groups_of(self._pools))}
-            access = attach.attach(self._config, self._pools, settings)
+            access = attach.attach(self._config, self._pools, settings, window_pages)
         except Exception as error:  # whatever it is: an engine that can't be cached must run unaffected
             logger.warning("LMCache Cluster does not cache this engine: %s", error)
             return

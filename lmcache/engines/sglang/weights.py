@@ -115,7 +115,10 @@ class WeightWatch:
 
     def _notify(self) -> None:
         for listener in list(self._listeners):
-            listener()
+            try:
+                listener()
+            except Exception:  # the caller is SGLang's scheduler
+                logger.exception("A backend did not notice that the weights changed")
 
 
 WATCH = WeightWatch()
