@@ -20,6 +20,7 @@ from lmcache.engines.sglang import naming
 from lmcache.engines.sglang.options import EngineOptions, Settings
 from lmcache.engines.sglang.pools import PoolCopier
 from lmcache.engines.sglang.ranks import Ranks
+from lmcache.engines.sglang.weights import WATCH
 from lmcache.kv_groups import GroupKind, KVGroup
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.hello import ClientHello, Role
@@ -138,8 +139,9 @@ def _namespace(
     engine: EngineOptions, pools: Mapping[str, Any], uuid: bytes, sizes: Mapping[str, int]
 ) -> _Name:
     began = files.process_start_time()
-    reason = naming.private_reason(engine, is_from_start=engine.loads_backend_at_start)
+    reason = naming.private_reason(engine, is_from_start=WATCH.is_complete)
     weights: str | None = None
+    draft = ""
     config: dict[str, Any] = {}
     loras: list[list[str]] = []
     try:
@@ -148,9 +150,12 @@ def _namespace(
         if not reason:
             loras = naming.adapters(engine, began)
             weights = files.in_background(naming.weights_fingerprint, engine, began).result()
+            draft = files.in_background(naming.draft_fingerprint, engine, began).result()
     except (UnnamedError, OSError) as error:
         reason = reason or f"the model can't be identified: {error}"
-    listing = naming.listing(engine, pools, config=config, weights=weights, loras=loras, sizes=sizes)
+    listing = naming.listing(
+        engine, pools, config=config, weights=weights, draft=draft, loras=loras, sizes=sizes
+    )
     if reason:
         listing["private_to"] = uuid
         logger.warning("Cached KV stays private to this engine: %s", reason)

@@ -50,8 +50,8 @@ def _guarded(neutral: Callable[..., Any]) -> Callable[[F], F]:
             try:
                 return method(self, *args, **kwargs)
             except Exception:
-                self._is_offline = True
                 logger.exception("The LMCache backend goes offline, the engine runs on without it")
+                self._go_offline()
                 return neutral(*args, **kwargs)
 
         return guarded  # type: ignore[return-value]
@@ -123,10 +123,10 @@ class LMCacheBackend(HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
         try:
             from lmcache.engines.core.settings import read_settings
             from lmcache.engines.sglang import attach, requests, support, weights
-            from lmcache.engines.sglang.options import Settings
+            from lmcache.engines.sglang.options import EngineOptions, Settings
 
             support.check_version()
-            weights.install()
+            weights.install(is_start=EngineOptions().loads_backend_at_start)
             settings = read_settings(Settings, self._config.extra_config or {})
             self._groups = {name: number for number, name in enumerate(attach.groups_of(self._pools))}
             access = attach.attach(self._config, self._pools, settings, window_pages)
@@ -164,14 +164,18 @@ class LMCacheBackend(HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
 
         WATCH.forget_all()
 
+    def _go_offline(self) -> None:
+        self._is_offline = True
+        threading.Thread(target=self.close, name="lmcache-close", daemon=True).start()
+
     def close(self) -> None:
         """Detach from the sidecar. SGLang has stopped its threads."""
         with self._lock:
             self._is_closed = True
             access, self._access = self._access, None
         try:
-            for end in self._ends:
-                end()
+            while self._ends:
+                self._ends.pop()()
             if access is not None:
                 access.close()
         except Exception:

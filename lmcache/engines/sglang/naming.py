@@ -60,6 +60,18 @@ def weights_fingerprint(server_args: Any, began: float) -> str:
     return files.fingerprint(model_dir(server_args), began)
 
 
+def draft_fingerprint(server_args: Any, began: float) -> str:
+    """Hash the weights of the model that drafts tokens, whose KV may be part of a page; empty without one.
+
+    Raises UnnamedError.
+    """
+    path = getattr(server_args, "speculative_draft_model_path", None)
+    if not path or path == server_args.model_path:
+        return ""
+    revision = getattr(server_args, "speculative_draft_model_revision", None)
+    return files.fingerprint(files.model_dir(path, revision, server_args.download_dir), began)
+
+
 def model_dir(server_args: Any) -> Path:
     """Return the directory of the model's files, which may not exist."""
     return files.model_dir(server_args.model_path, server_args.revision, server_args.download_dir)
@@ -95,6 +107,7 @@ def listing(
     *,
     config: Mapping[str, Any],
     weights: str | None,
+    draft: str,
     loras: list[list[str]],
     sizes: Mapping[str, int],
 ) -> dict[str, Listed]:
@@ -105,6 +118,7 @@ def listing(
         pools: host pools by name.
         config: the model's configuration; empty if it can't be read.
         weights: fingerprint of the weights; None if they can't be identified.
+        draft: see ``draft_fingerprint``.
         loras: see ``adapters``.
         sizes: numbers of ranks by kind of parallelism, and other sizes.
     """
@@ -120,8 +134,13 @@ def listing(
         "dtype": str(server_args.dtype),
         "quantization": str(server_args.quantization),
         "kv_dtype": [str(server_args.kv_cache_dtype), _file_hash(server_args.quantization_param_path)],
-        "pools": [_list_pool(name, pool) for name, pool in sorted(pools.items())],
-        "draft": [str(getattr(server_args, name, None)) for name in _DRAFT_OPTIONS],
+        "pools": [
+            _list_pool(name, pool, with_layers=sizes["pipeline_parallel"] == 1)
+            for name, pool in sorted(pools.items())
+        ],
+        "draft": [draft, *(str(getattr(server_args, name, None)) for name in _DRAFT_OPTIONS)],
+        "device": [str(getattr(server_args, name, None)) for name in _DEVICE_OPTIONS]
+        + [os.environ.get(name, "") for name in _DEVICE_VARIABLES],
         "stages": os.environ.get("SGLANG_PP_LAYER_PARTITION", ""),
         "page_hash": page_hash(),
         **sizes,
@@ -130,11 +149,20 @@ def listing(
 
 _DRAFT_OPTIONS = (
     "speculative_algorithm",
-    "speculative_draft_model_path",
-    "speculative_draft_model_revision",
     "speculative_draft_kv_cache_dtype",
     "speculative_draft_model_quantization",
 )
+
+_DEVICE_OPTIONS = (
+    "device",
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "enable_page_major_kv_layout",
+    "enable_unified_memory",
+)
+_DEVICE_VARIABLES = "SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT"
+"""What determines the order of bytes on the device, which SGLang copies to the host as they are."""
 
 
 def page_hash() -> str:
@@ -144,20 +172,12 @@ def page_hash() -> str:
     return str(get_hash_str([1, 2, 3, 4], None))
 
 
-def _list_pool(name: str, pool: Any) -> list[Listed]:
-    layers = getattr(pool, "layer_num", None)
-    shape = [getattr(pool, field, None) for field in ("head_num", "head_dim", "v_head_dim", "kv_cache_dim")]
-    tag = pool.storage_format_tag
-    return [
-        name,
-        type(pool).__name__,
-        pool.layout,
-        pool.page_size,
-        str(pool.dtype),
-        str(layers),
-        str(shape),
-        str(tag),
-    ]
+def _list_pool(name: str, pool: Any, *, with_layers: bool) -> list[Listed]:
+    """List the format of a pool's pages. Stages of a pipeline differ in their number of layers."""
+    fields = ["head_num", "head_dim", "v_head_dim", "kv_cache_dim", *(["layer_num"] if with_layers else [])]
+    shape = [str(getattr(pool, field, None)) for field in fields]
+    kind = [type(pool).__name__, pool.layout, str(pool.dtype), str(pool.storage_format_tag)]
+    return [name, pool.page_size, kind, shape]
 
 
 def _file_hash(path: str | None) -> str:

@@ -44,9 +44,18 @@ class EngineOptions:
     def __init__(self) -> None:
         from sglang.srt import runtime_context
 
-        accessors = ("get_model", "get_lora", "get_spec", "get_memory", "get_parallel")
+        accessors = (
+            "get_model",
+            "get_lora",
+            "get_spec",
+            "get_memory",
+            "get_parallel",
+            "get_exec",
+            "get_device",
+        )
         found = [getattr(runtime_context, name, None) for name in accessors]
         self._sources = [accessor() for accessor in found if accessor is not None]
+        self._sources += [bag.kernel for bag in self._sources if hasattr(bag, "kernel")]
         self._sources.append(runtime_context.get_server_args())
 
     def __getattr__(self, name: str) -> Any:

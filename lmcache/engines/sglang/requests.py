@@ -12,6 +12,7 @@ Source: SGLang 0.5.23, ``managers/schedule_batch.py``, ``ScheduleBatch.prepare_f
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -42,7 +43,12 @@ def subscribe(reporter: Reporter, page_tokens: int) -> Callable[[], None]:
     _reporters.append(reporter)
     if not hasattr(function, "_lmcache_watched"):
         ScheduleBatch.prepare_for_extend = _watched(function, page_tokens)
-    return lambda: _reporters.remove(reporter)
+
+    def unsubscribe() -> None:
+        with contextlib.suppress(ValueError):  # an error has ended all reports
+            _reporters.remove(reporter)
+
+    return unsubscribe
 
 
 def _watched(function: Callable[..., Any], page_tokens: int) -> Callable[..., Any]:

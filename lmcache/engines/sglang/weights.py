@@ -51,6 +51,8 @@ class WeightWatch:
         self._is_closed = False
         self._is_flushed = False  # SGLang's caches were emptied since the last change of weights
         self._num_open_updates = 0
+        self.is_complete = False
+        """True if no change of weights was missed: the engine's start installed the watch."""
         self._listeners: list[Callable[[], None]] = []
 
     def name(self, namespace: bytes, engine_uuid: bytes) -> bytes | None:
@@ -125,35 +127,45 @@ WATCH = WeightWatch()
 """The watch of this process, which has one model."""
 
 
-def install(watch: WeightWatch = WATCH) -> None:
-    """Wrap SGLang's functions, once per process. Raises UnsupportedError if SGLang lacks one of them."""
+def install(*, is_start: bool, watch: WeightWatch = WATCH) -> None:
+    """Wrap SGLang's functions, once per process.
+
+    ``is_start``: this is the engine's start. Only the first call counts. Raises UnsupportedError if SGLang
+    lacks one of the functions.
+    """
     try:
-        from sglang.srt.managers.cache_controller import HiCacheController
+        from sglang.srt.managers import cache_controller
+        from sglang.srt.managers.scheduler_components import weight_updater
         from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     except ImportError as error:
         raise UnsupportedError(
             f"this version of SGLang updates weights in an unknown way: {error}"
         ) from error
-    wanted = [(WeightUpdater, name) for name in (*_UPDATES, "begin_weight_update", "end_weight_update")]
-    for owner, name in (*wanted, (HiCacheController, "reset")):
+    names = *_UPDATES, "begin_weight_update", "end_weight_update"
+    wanted: list[tuple[Any, str]] = [(WeightUpdater, name) for name in names]
+    wanted += [(cache_controller.HiCacheController, "reset"), (weight_updater, "_import_static_state")]
+    for owner, name in wanted:
         if not callable(getattr(owner, name, None)):
             raise UnsupportedError(f"this version of SGLang has no {owner.__name__}.{name}")
+    if hasattr(cache_controller.HiCacheController.reset, "_lmcache_watched"):
+        return
+    watch.is_complete = is_start
     for name in _UPDATES:
         _wrap(WeightUpdater, name, before=watch.begin_change)
     _wrap(WeightUpdater, "begin_weight_update", before=watch.begin_update)
     _wrap(WeightUpdater, "end_weight_update", after=watch.end_update)
-    _wrap(HiCacheController, "reset", after=watch.note_flushed)
+    _wrap(cache_controller.HiCacheController, "reset", after=watch.note_flushed)
+    # Weights that were released come back, but without a copy on the CPU their content is lost.
+    _wrap(weight_updater, "_import_static_state", before=watch.forget_all)
 
 
 def _wrap(
-    owner: type[Any],
+    owner: Any,
     name: str,
     before: Callable[[], None] = lambda: None,
     after: Callable[[], None] = lambda: None,
 ) -> None:
     function = getattr(owner, name)
-    if hasattr(function, "_lmcache_watched"):
-        return
 
     @functools.wraps(function)
     def watched(*args: Any, **kwargs: Any) -> Any:
