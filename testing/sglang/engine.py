@@ -5,27 +5,22 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
+import math
 import random
 import re
-import shutil
-import signal
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from testing.child_process import ChildProcess, free_port, wait_until
-from testing.engine import fork_server
+from testing import workers
+from testing.child_process import free_port, wait_until
 from testing.engine.process import EngineFailed
-from testing.engine.tiny_model import tiny_model
-from testing.sglang.environment import variables
+from testing.engine.tiny_model import MAX_TOKENS, tiny_model
+from testing.sglang.program import Program
 
 PAGE_TOKENS = 64
-SERVER = "sglang.launch_server"
 ARGUMENTS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
@@ -35,6 +30,7 @@ ARGUMENTS: dict[str, Any] = {
     "cuda_graph_backend_prefill": "disabled",
     "disable_overlap_schedule": True,
     "skip_server_warmup": True,
+    "sleep_on_idle": True,  # otherwise an idle scheduler occupies a core
     "random_seed": 0,
     "page_size": PAGE_TOKENS,
     "max_total_tokens": 16384,
@@ -50,13 +46,25 @@ ARGUMENTS: dict[str, Any] = {
     "hicache_storage_prefetch_policy": "wait_complete",
 }
 """Arguments of the server, by their names on the command line. An engine may override each."""
+DEEPSEEK2_ARGUMENTS: dict[str, Any] = {
+    "json_model_override_args": {
+        "moe_layer_freq": 1,
+        "rope_scaling": {
+            "rope_type": "deepseek_yarn",
+            "factor": 1.0,
+            "original_max_position_embeddings": MAX_TOKENS,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    }
+}
+"""Arguments that SGLang needs for the model ``tiny_kinds.DEEPSEEK2``, which has MLA."""
 HICACHE: dict[str, Any] = {"prefetch_threshold": PAGE_TOKENS, "hicache_storage_pass_prefix_keys": True}
 """Settings of HiCache that the tests' storage backends have in common."""
 _ADMIN_KEY = "admin"
 """SGLang attaches and detaches storage backends only for an administrator."""
 _SHARED_MEMORY = re.compile(r"/dev/shm/(?:sglang_loads|sgl_shm)_\S+")
 """Shared memory that SGLang does not remove when it ends."""
-_fork_server = fork_server.ForkServer("testing.sglang.imported", variables)
 
 
 class Storage(NamedTuple):
@@ -128,7 +136,7 @@ class PendingAnswer:
         self._connection.close()
 
 
-class SGLangEngine(ChildProcess):
+class SGLangEngine(Program):
     """An SGLang server of the tiny model. A context manager, which kills the server at its end.
 
     The server needs about 25 s of processor time until it is ready, or 1 s as a copy of a fork server.
@@ -150,15 +158,11 @@ class SGLangEngine(ChildProcess):
             log: file for the server's output
             storage: a backend to attach, or None
             model: the model's folder instead of the tiny Llama's
-            environment: variables in addition to ``environment.variables``. A copy reads those of OpenMP and
-                of the interpreter when the fork server starts, and not again.
-            is_copy: whether the server starts as a copy of a fork server. By default, it does where
-                ``fork_server.allowed`` allows copies. Otherwise it starts as users start it.
+            environment: further variables, as for ``Program``
+            is_copy: whether the server starts as a copy of a fork server, as for ``Program``. Otherwise it
+                starts as users start it.
             arguments: arguments that override ``ARGUMENTS``. None and False omit an argument.
         """
-        super().__init__("the SGLang server", log)
-        # UNIX sockets have short paths, so the folder is not below the tests' long one.
-        self._folder = Path(tempfile.mkdtemp(prefix="lmc-sglang-"))
         self._port = free_port()
         self._shared_memory: set[str] = set()
         all_arguments = {
@@ -170,14 +174,20 @@ class SGLangEngine(ChildProcess):
             **(storage.arguments() if storage else {}),
             **arguments,
         }
-        env = {**os.environ, **variables(), "TMPDIR": str(self._folder)}
-        env |= {**(storage.environment if storage else {}), **(environment or {})}
-        options: dict[str, Any] = {"cwd": str(self._folder), "env": env, "start_new_session": True}
-        if fork_server.is_allowed() if is_copy is None else is_copy:
-            self.adopt(_fork_server.start(SERVER, _flags(all_arguments), log, **options))
-        else:
-            self.spawn([sys.executable, "-m", SERVER, *_flags(all_arguments)], **options)
-        self._group = self.pid
+        num_ranks = math.prod(all_arguments.get(f"{kind}_size", 1) for kind in ("tp", "pp", "dp"))
+        cores = "|".join([str(workers.core())] * num_ranks)
+        super().__init__(
+            "the SGLang server",
+            log,
+            "sglang.launch_server",
+            _flags(all_arguments),
+            environment={
+                "SGLANG_CPU_OMP_THREADS_BIND": cores,
+                **(storage.environment if storage else {}),
+                **(environment or {}),
+            },
+            is_copy=is_copy,
+        )
 
     def wait_ready(self, timeout: float = 300) -> SGLangEngine:
         """Wait until the server accepts requests. Raises EngineFailed."""
@@ -185,7 +195,7 @@ class SGLangEngine(ChildProcess):
         while not self._is_healthy():
             if not self.is_running or time.monotonic() > deadline:
                 raise EngineFailed(f"the SGLang server is not ready\n{self.log[-4000:]}")
-            time.sleep(0.02)
+            time.sleep(0.05)
         for process in self.processes():
             with contextlib.suppress(OSError):  # the process has ended
                 self._shared_memory.update(_SHARED_MEMORY.findall(Path(f"/proc/{process}/maps").read_text()))
@@ -212,7 +222,10 @@ class SGLangEngine(ChildProcess):
         return PendingAnswer(self, self._request("POST", "/generate", body, timeout))
 
     def flush_cache(self) -> None:
-        """Empty the caches of device and host, but not the storage. Waits until no request runs."""
+        """Empty the caches of device and host, but not the storage.
+
+        SGLang first waits until no request runs and no page is stored or loaded.
+        """
         self.request("POST", "/flush_cache?timeout=60")
 
     def clear_storage(self) -> None:
@@ -248,7 +261,7 @@ class SGLangEngine(ChildProcess):
         return self.request("GET", "/metrics")
 
     def num_stored_tokens(self) -> int:
-        """Return the number of tokens that the storage backend has accepted, each page once."""
+        """Return the number of tokens that the storage backend has accepted, as a sum over ranks."""
         return int(self.metrics("sglang:backuped_tokens_total").get("sglang:backuped_tokens_total", 0))
 
     def wait_stored(self, num_tokens: int, timeout: float = 60) -> None:
@@ -278,30 +291,14 @@ class SGLangEngine(ChildProcess):
             raise EngineFailed(f"HTTP {response.status}: {content}\n{self.log[-4000:]}")
         return content
 
-    def processes(self) -> list[int]:
-        """Return the process ids of the server, its schedulers and its detokenizer."""
-        processes = []
-        for process in map(int, filter(str.isdigit, os.listdir("/proc"))):
-            with contextlib.suppress(ProcessLookupError):
-                if os.getpgid(process) == self._group:
-                    processes.append(process)
-        return processes
-
     def stop(self, timeout: float = 60) -> int:
         """End the server as Kubernetes does, with SIGTERM. Returns the exit status."""
         return self.terminate(timeout=timeout)
 
-    def kill(self) -> None:
-        """Kill all processes of the server, as if the node lost power."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._group, signal.SIGKILL)
-        super().kill()
-
     def close(self) -> None:
-        self.kill()
+        super().close()
         for path in self._shared_memory:
             Path(path).unlink(missing_ok=True)
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _request(
         self, method: str, path: str, body: dict[str, Any] | None, timeout: float

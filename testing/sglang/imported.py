@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import logging
 import multiprocessing
 import tempfile
 import warnings
@@ -26,8 +27,10 @@ def _fork_schedulers() -> None:
 
 
 warnings.filterwarnings("ignore")  # about GPUs
+logging.disable(logging.WARNING)  # about models whose packages are missing
 for name in MODULES:
     importlib.import_module(name)
+logging.disable(logging.NOTSET)
 _fork_schedulers()
 tempfile.tempdir = None  # each engine has a folder for temporary files
 gc.collect()

@@ -85,6 +85,29 @@ def register() -> None:
         module.transfer_kv_per_layer_direct_pf_lf = load_layer
         module.transfer_kv_all_layer_direct_lf_pf = store_layers
 
+    _use_gloo()
+    _read_latents()
+
+
+def _use_gloo() -> None:
+    """Let ranks communicate through gloo. SGLang would use NCCL next to torch's own backend."""
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+
+    initialize: Any = GroupCoordinator.__init__
+
+    def initialize_without_nccl(*args: Any, **kwargs: Any) -> None:
+        initialize(*args, **{**kwargs, "use_pynccl": False})
+
+    GroupCoordinator.__init__ = initialize_without_nccl
+
+
+def _read_latents() -> None:
+    """Let MLA models attend to the latents in the cache. By default, prompts need a GPU's kernels."""
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
+
 
 def _is_page_locked(pool: Any) -> bool:
     return False
