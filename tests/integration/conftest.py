@@ -12,8 +12,9 @@ from lmcache.rpc.service import Method
 from lmcache.rpc.session import DEFAULT_TIMEOUT_SECONDS, Session
 from testing.engine import fork_server
 from tests.harness.engine import connect, sidecar
+from tests.harness.sglang import start_sglang
 
-__all__ = ["connect", "sidecar"]
+__all__ = ["connect", "sidecar", "start_sglang"]
 
 
 @pytest.fixture(scope="module", autouse=True)
