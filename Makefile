@@ -10,7 +10,7 @@ export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kube images demo test e2e test-fast test-vllm-versions test-avx2 test-kube-versions check docs format generate pins bench bench-peer gpu-check release clean
+.PHONY: help setup kube sglang images demo test e2e test-fast test-vllm-versions test-avx2 test-kube-versions check docs format generate pins bench bench-peer gpu-check release clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,7 +28,10 @@ demo: ## run the main use case with real engines, Redis and Kubernetes
 	@tools/setup.sh base
 	@$${PYTHON:-python3} -m demo.start
 
-test: setup kube ## run all tests that need no GPU, with real Redis, vLLM and kube-apiserver
+sglang: setup ## install SGLang into the cache directory, for tests (once, 170 MB, half a minute)
+	@$(PY) -m testing.sglang
+
+test: setup kube sglang ## run all tests that need no GPU, with real Redis, vLLM, SGLang and kube-apiserver
 	@$(PY) -c 'from testing.engine.tiny_model import tiny_model; tiny_model()'  # before any engine loads it
 	@$(PYTEST) tests --ignore=tests/e2e
 

@@ -38,6 +38,11 @@ if [ "${1:-}" != base ]; then  # tests of commands in a real terminal
   need tmux tmux
   [ -e /usr/share/bash-completion/bash_completion ] || missing="$missing bash-completion"
 fi
+if [ "${1:-}" != base ] && can_install; then  # in tests, SGLang compiles a C++ module
+  need c++ g++
+  [ -e /usr/include/openssl/sha.h ] || missing="$missing libssl-dev"
+  [ -e "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] || missing="$missing python3-dev"
+fi
 "$python" -m pip --version >/dev/null 2>&1 || command -v uv >/dev/null 2>&1 || missing="$missing python3-pip"
 if [ -n "$missing" ]; then
   if can_install; then

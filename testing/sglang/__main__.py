@@ -1,19 +1,17 @@
-"""``python -m testing.sglang``: prepare everything that SGLang's engines need, once."""
+"""``python -m testing.sglang``: install what SGLang's engines need, once."""
 
 import sys
 
-from testing.engine.tiny_model import tiny_model
 from testing.sglang import environment
 
 
 def main() -> int:
-    """Install SGLang, and generate the tests' model."""
+    """Install SGLang. Returns the exit status."""
     try:
         environment.prepare()
     except (FileNotFoundError, environment.InstallationError) as error:
         print(f"[sglang] {error}", file=sys.stderr)
         return 1
-    tiny_model()
     return 0
 
 

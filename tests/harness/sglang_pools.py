@@ -16,27 +16,23 @@ def tokens_of(pages: list[int]) -> torch.Tensor:
     return torch.tensor([page * PAGE + token for page in pages for token in range(PAGE)])
 
 
-def mha_pools(dtype: torch.dtype) -> tuple[Any, Any]:
+def mha_pools(dtype: torch.dtype, layout: str) -> tuple[Any, Any]:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
     device = MHATokenToKVPool(PAGES * PAGE, PAGE, dtype, 2, 8, LAYERS, "cpu", False)
     options = {"device_capacity_tokens": PAGES * PAGE, "start_layer": 0, "end_layer": LAYERS}
-    return device, MHATokenToKVPoolHost(
-        device._mha_buffer_info(), 2.0, 0, PAGE, "page_first_direct", **options
-    )
+    return device, MHATokenToKVPoolHost(device._mha_buffer_info(), 2.0, 0, PAGE, layout, **options)
 
 
-def mla_pools(dtype: torch.dtype) -> tuple[Any, Any]:
+def mla_pools(dtype: torch.dtype, layout: str) -> tuple[Any, Any]:
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
     device = MLATokenToKVPool(PAGES * PAGE, PAGE, dtype, 16, 8, LAYERS, "cpu", False)
     options = {"device_capacity_tokens": PAGES * PAGE, "start_layer": 0, "end_layer": LAYERS}
     options["target_layer_num"] = LAYERS
-    return device, MLATokenToKVPoolHost(
-        device._mla_buffer_info(), 2.0, 0, PAGE, "page_first_direct", **options
-    )
+    return device, MLATokenToKVPoolHost(device._mla_buffer_info(), 2.0, 0, PAGE, layout, **options)
 
 
 def buffers(device: Any) -> list[list[torch.Tensor]]:
@@ -83,8 +79,9 @@ if __name__ == "__main__":
     sglang_on_cpu.register()
     torch.manual_seed(0)
     outcomes = {
-        f"{name} {dtype}": outcome(*pools(getattr(torch, dtype)))
+        f"{name} {layout} {dtype}": outcome(*pools(getattr(torch, dtype), layout))
         for name, pools in (("mha", mha_pools), ("mla", mla_pools))
+        for layout in ("page_first_direct", "layer_first")
         for dtype in ("float32", "bfloat16")
     }
     print(json.dumps(outcomes))
