@@ -156,7 +156,7 @@ class LMCacheBackend(HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
 
     @_guarded(_nothing)
     def clear(self) -> None:
-        """Find nothing of what was stored so far (``/clear_hicache_storage_backend``).
+        """Find nothing of what was stored so far (``/hicache/storage-backend/clear``).
 
         Other engines share the rows, so they are not deleted. Unused rows are evicted.
         """

@@ -162,7 +162,7 @@ _DEVICE_OPTIONS = (
     "enable_unified_memory",
 )
 _DEVICE_VARIABLES = "SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT"
-"""What determines the order of bytes on the device, which SGLang copies to the host as they are."""
+"""Variables that, like the options, determine the order of bytes on the device. SGLang keeps it on the host."""
 
 
 def page_hash() -> str:

@@ -107,5 +107,7 @@ def _runs(page: torch.Tensor) -> tuple[int, list[int]]:
         run, num_outer = run * size, num_outer - 1
     item, outer = page.element_size(), range(num_outer)
     places = itertools.product(*(range(page.shape[dim]) for dim in outer))
-    offsets = [sum(at * page.stride(dim) for dim, at in zip(outer, place, strict=True)) for place in places]
+    offsets = [
+        sum(index * page.stride(dim) for dim, index in zip(outer, place, strict=True)) for place in places
+    ]
     return run * item, [offset * item for offset in offsets]
