@@ -1,7 +1,8 @@
-"""Random-weight models of a few MB, one for each kind of KV that vLLM runs on a CPU.
+"""Random-weight models of a few MB, one for each kind of KV that vLLM or SGLang runs on a CPU.
 
 They are generated into the cache directory, once for each content of this file and of ``tiny_model``. vLLM
-0.32 requires head sizes of at least 32, and linear attention in bfloat16 with heads of 128.
+0.32 requires head sizes of at least 32, and linear attention in bfloat16 with heads of 128. The last two
+models are for SGLang.
 """
 
 from __future__ import annotations
@@ -143,6 +144,31 @@ def _qwen3_next() -> Any:
     return Qwen3NextForCausalLM(Qwen3NextConfig(**_BASE | changes))
 
 
+def _mellum() -> Any:
+    """A model whose windows have a pool of their own in SGLang, unlike those of Gemma 3."""
+    from transformers import MellumConfig, MellumForCausalLM
+
+    changes = {
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "mlp_layer_types": ["dense"] * 4,
+    }
+    return MellumForCausalLM(MellumConfig(**_BASE | changes))
+
+
+def _lfm2() -> Any:
+    """A model whose state is that of short convolutions."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    changes = {
+        "conv_L_cache": 3,
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+    }
+    base = {name: value for name, value in _BASE.items() if name != "head_dim"}
+    return Lfm2ForCausalLM(Lfm2Config(**base | changes))
+
+
 def _mla_block_tokens() -> int:
     """Block size of the CPU's latent attention: 32 with AMX, otherwise 16."""
     cpuinfo = Path("/proc/cpuinfo")
@@ -162,3 +188,5 @@ QWEN3_NEXT = TinyKind(
     # where steps end.
     {"dtype": "bfloat16", "block_size": 640, "max_num_batched_tokens": 640},
 )
+MELLUM = TinyKind(_mellum)
+LFM2 = TinyKind(_lfm2)
