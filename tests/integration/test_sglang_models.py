@@ -6,15 +6,19 @@ storage backend can serve. Tests of this project's backend rely on both.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 from testing.engine.tiny_kinds import DEEPSEEK2, LFM2, MELLUM, WINDOW
 from testing.sglang.engine import DEEPSEEK2_ARGUMENTS, PAGE_TOKENS, file_storage, make_prompt
+from testing.sglang.program import Program
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("one_thread")]
 
 NUM_NEW_TOKENS = 8
+POOLS = ("kv", "swa"), ("kv", "mamba"), ("kv", "indexer")
 LATENTS = DEEPSEEK2, DEEPSEEK2_ARGUMENTS
 WINDOWS = MELLUM, {}
 STATES = (
@@ -75,6 +79,20 @@ def test_hit_ends_at_any_page_of_latents(start):
     engine.flush_cache()
     longer = engine.generate(prompt, NUM_NEW_TOKENS)
     assert (longer.cached["storage"], longer.tokens) == (15 * PAGE_TOKENS, reference(LATENTS, prompt))
+
+
+def test_pools_without_an_engine(tmp_path):
+    """The pools of the harness are SGLang's, also those of models that need a GPU."""
+    arguments = [str(tmp_path)]
+    with Program("the pools", tmp_path / "log", "tests.harness.sglang_hybrid_pools", arguments) as program:
+        outcomes = json.loads(program.finish().splitlines()[-1])
+    windowed, stateful, indexed = (dict.fromkeys(names, True) for names in POOLS)
+    direct, tokens, layers = "page_first_direct", "page_first", "layer_first"
+    assert outcomes == {
+        **{f"windowed-{layout}": windowed for layout in (direct, tokens, layers)},
+        **{f"stateful-{layout}": stateful for layout in (direct, tokens)},
+        **{f"indexed-{layout}": indexed for layout in (direct, tokens, layers)},
+    }
 
 
 def stored_answer(start, model, prompt, num_tokens):
