@@ -1,18 +1,20 @@
-"""SGLang stores and loads windows, states and latent KV with its own storage backend ``file``.
+"""SGLang stores and loads windows, states and latent KV, with this project's backend and with its own.
 
-The tests show that SGLang computes these models on a CPU as transformers does, and which part of a prompt a
-storage backend can serve. Tests of this project's backend rely on both.
+SGLang's backend ``file`` shows that SGLang computes these models on a CPU as transformers does, and which
+part of a prompt a storage backend can serve. This project's backend must serve the same part.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
 import torch
 
 from testing.engine.tiny_kinds import DEEPSEEK2, LFM2, MELLUM, WINDOW
-from testing.sglang.engine import DEEPSEEK2_ARGUMENTS, PAGE_TOKENS, file_storage, make_prompt
+from testing.processes import SidecarProcess
+from testing.sglang.engine import DEEPSEEK2_ARGUMENTS, PAGE_TOKENS, file_storage, lmcache_storage, make_prompt
 from testing.sglang.program import Program
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("one_thread")]
@@ -34,11 +36,16 @@ STATES = (
 the ends of prompts and answers."""
 
 
-@pytest.fixture
-def start(start_sglang, tmp_path):
+@pytest.fixture(params=["lmcache", "file"])
+def start(request, start_sglang, tmp_path):
     """Returns a function that starts an engine of a model. All engines share the stored pages."""
-    storage = file_storage(tmp_path / "pages")
-    return lambda model: start_sglang(storage, model=model[0].path, **model[1])
+    with contextlib.ExitStack() as stack:
+        if request.param == "file":
+            storage = file_storage(tmp_path / "pages")
+        else:
+            sidecar = stack.enter_context(SidecarProcess(memory_size="256Mi"))
+            storage = lmcache_storage(sidecar.socket_path, min_page_tokens=1)
+        yield lambda model: start_sglang(storage, model=model[0].path, **model[1])
 
 
 def test_hit_ends_where_a_window_is_stored(start):

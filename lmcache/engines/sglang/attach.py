@@ -16,7 +16,7 @@ from lmcache.engines.core.blocking import BlockingAccess, Limits
 from lmcache.engines.core.copier import allowed_cores
 from lmcache.engines.core.jobs import EngineIdentity
 from lmcache.engines.errors import UnnamedError, UnsupportedError
-from lmcache.engines.sglang import naming
+from lmcache.engines.sglang import naming, windows
 from lmcache.engines.sglang.options import EngineOptions, Settings
 from lmcache.engines.sglang.pools import PoolCopier
 from lmcache.engines.sglang.ranks import Ranks
@@ -41,16 +41,13 @@ _KINDS = {
 """Kinds of SGLang's pools that can be cached."""
 
 
-def attach(
-    storage_config: Any, pools: Mapping[str, Any], settings: Settings, window_pages: int = 0
-) -> BlockingAccess:
+def attach(storage_config: Any, pools: Mapping[str, Any], settings: Settings) -> BlockingAccess:
     """Identify this rank's KV and start its client. May read all weights to hash them.
 
     Args:
         storage_config: SGLang's HiCacheStorageConfig.
         pools: SGLang's host pools by name.
         settings: our settings.
-        window_pages: pages that a sliding-window pool must have before the end of a hit; 0: no such pool.
 
     Raises UnsupportedError or ValueError if the engine can't be cached.
     """
@@ -62,6 +59,8 @@ def attach(
             f" lmcache.min_page_tokens to {page_tokens}"
         )
     groups = groups_of(pools)
+    has_windows = any(_KINDS[pool] is GroupKind.SLIDING_WINDOW for pool in groups)
+    window_tokens = windows.window_pages() * page_tokens if has_windows else 0
     num_threads = settings.copy_threads or min(2, len(allowed_cores()))
     copier = PoolCopier({number: pools[name] for number, name in enumerate(groups)}, num_threads)
     uuid = engine_uuid(engine, storage_config.dp_rank, is_alone=ranks.num_ranks == 1)
@@ -76,7 +75,7 @@ def attach(
                 number,
                 page_tokens,
                 _column_bytes(pools[pool], copier.row_bytes[number], ranks, name.config),
-                window_pages * page_tokens if _KINDS[pool] is GroupKind.SLIDING_WINDOW else 0,
+                window_tokens if _KINDS[pool] is GroupKind.SLIDING_WINDOW else 0,
                 _KINDS[pool],
             )
             for number, pool in enumerate(groups)
@@ -190,7 +189,8 @@ def _kv_bytes(engine: EngineOptions, pools: Mapping[str, Any]) -> int:
     total = 0
     for pool in pools.values():
         host_tokens = pool.size if engine.hicache_host_memory_mode == "cache" else 0
-        total += max(pool.device_capacity_tokens, host_tokens) * pool.size_per_token
+        device_tokens = getattr(pool, "device_capacity_tokens", 0)  # pools of states and indexes have none
+        total += max(device_tokens, host_tokens) * pool.size_per_token
     return int(total)
 
 

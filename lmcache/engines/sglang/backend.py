@@ -35,8 +35,8 @@ _START_SECONDS = 2.0
 """Longest wait of the engine's start for the cache. It suffices for weights whose hashes are known, so that
 the first request is cached."""
 
-_ANCHOR, _WINDOWS = "kv", "swa"
-"""Names of the pool that all models have, and of the pool of layers with a sliding window."""
+_ANCHOR = "kv"
+"""Name of the pool that all models have."""
 
 
 def _guarded(neutral: Callable[..., Any]) -> Callable[[F], F]:
@@ -106,19 +106,11 @@ class LMCacheBackend(HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
         Waits at most ``_START_SECONDS``. Hashing the weights may take minutes: meanwhile the engine runs
         without a cache.
         """
-        if _WINDOWS in self._pools:
-            from lmcache.engines.sglang import windows
-
-            windows.call_once(self._start)  # the cache begins with the first prompt
-        else:
-            self._start().join(_START_SECONDS)
-
-    def _start(self, window_pages: int = 0) -> threading.Thread:
-        thread = threading.Thread(target=self._begin, args=(window_pages,), name="lmcache-begin", daemon=True)
+        thread = threading.Thread(target=self._begin, name="lmcache-begin", daemon=True)
         thread.start()
-        return thread
+        thread.join(_START_SECONDS)
 
-    def _begin(self, window_pages: int) -> None:
+    def _begin(self) -> None:
         deadline = time.monotonic() + _START_SECONDS
         try:
             from lmcache.engines.core.settings import read_settings
@@ -129,7 +121,7 @@ class LMCacheBackend(HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
             weights.install(is_start=EngineOptions().loads_backend_at_start)
             settings = read_settings(Settings, self._config.extra_config or {})
             self._groups = {name: number for number, name in enumerate(attach.groups_of(self._pools))}
-            access = attach.attach(self._config, self._pools, settings, window_pages)
+            access = attach.attach(self._config, self._pools, settings)
         except Exception as error:  # whatever it is: an engine that can't be cached must run unaffected
             logger.warning("LMCache Cluster does not cache this engine: %s", error)
             return

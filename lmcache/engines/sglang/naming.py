@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lmcache.engines.core import files
 from lmcache.engines.errors import UnnamedError
 from lmcache.keys import Listed
@@ -162,7 +164,7 @@ _DEVICE_OPTIONS = (
     "enable_unified_memory",
 )
 _DEVICE_VARIABLES = "SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT"
-"""Variables that, like the options, determine the order of bytes on the device. SGLang keeps it on the host."""
+"""Variables that, like the options, determine the order of bytes on the device and hence on the host."""
 
 
 def page_hash() -> str:
@@ -174,10 +176,19 @@ def page_hash() -> str:
 
 def _list_pool(name: str, pool: Any, *, with_layers: bool) -> list[Listed]:
     """List the format of a pool's pages. Stages of a pipeline differ in their number of layers."""
-    fields = ["head_num", "head_dim", "v_head_dim", "kv_cache_dim", *(["layer_num"] if with_layers else [])]
+    fields = [*_SHAPES, *(["layer_num"] if with_layers else [])]
     shape = [str(getattr(pool, field, None)) for field in fields]
-    kind = [type(pool).__name__, pool.layout, str(pool.dtype), str(pool.storage_format_tag)]
-    return [name, pool.page_size, kind, shape]
+    dtypes = sorted(
+        f"{field} {dtype}" for field, dtype in vars(pool).items() if isinstance(dtype, torch.dtype)
+    )
+    kind = [type(pool).__name__, pool.layout, str(pool.storage_format_tag)]
+    return [name, pool.page_size, kind, dtypes, shape]
+
+
+_SHAPES = (
+    "head_num", "head_dim", "v_head_dim", "kv_cache_dim", "index_head_dim", "quant_block_size",
+    "temporal_state_shape", "conv_state_shapes",
+)  # fmt: skip
 
 
 def _file_hash(path: str | None) -> str:

@@ -1,52 +1,30 @@
-"""Learns how many pages a sliding window of the model covers.
+"""Finds how many pages a sliding window of the model covers.
 
-A hit needs the window's pages before its end, and the sidecar must know their number. SGLang does not tell
-storage backends. Its radix cache knows the number, and uses it whenever it asks the storage for a prompt. So
-the function that does this is wrapped, and the cache attaches at the first such prompt.
+A hit needs the window's pages before its end, and the sidecar must know their number. SGLang does not pass it
+to storage backends. Its radix cache has one component for windows, which knows the number, and which exists
+before a backend is loaded.
 
-Source: SGLang 0.5.23, ``mem_cache/unified_cache/components/swa.py``, ``SWAComponent.prepare_prefetch``.
+Source: SGLang 0.5.23, ``mem_cache/unified_cache/components/swa.py``, ``SWAComponent``.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Callable
-from typing import Any
+import gc
 
 from lmcache.engines.errors import UnsupportedError
 
-logger = logging.getLogger(__name__)
 
-_listeners: list[Callable[[int], object]] = []
+def window_pages() -> int:
+    """Return the pages of a window. Searches all objects of the process, in about 0.1 s.
 
-
-def call_once(listener: Callable[[int], object]) -> None:
-    """Call ``listener`` once with the pages of a window, on the scheduler's thread. It must not block.
-
-    Raises UnsupportedError if SGLang lacks the expected class.
+    Raises UnsupportedError if SGLang does not have exactly one such component.
     """
     try:
         from sglang.srt.mem_cache.unified_cache.components.swa import SWAComponent
     except ImportError as error:
         raise UnsupportedError(f"this version of SGLang has unknown sliding windows: {error}") from error
-    function = getattr(SWAComponent, "prepare_prefetch", None)
-    if function is None:
-        raise UnsupportedError("this version of SGLang has no SWAComponent.prepare_prefetch")
-    _listeners.append(listener)
-    if not hasattr(function, "_lmcache_watched"):
-        SWAComponent.prepare_prefetch = _watched(function)
-
-
-def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def watched(component: Any, *args: Any, **kwargs: Any) -> Any:
-        while _listeners:
-            try:
-                _listeners.pop()(int(component.full_window_pages))
-            except Exception:
-                logger.exception("LMCache Cluster does not cache this engine")
-        return function(component, *args, **kwargs)
-
-    watched._lmcache_watched = True  # type: ignore[attr-defined]
-    return watched
+    found = [component for component in gc.get_objects() if type(component) is SWAComponent]
+    numbers = {getattr(component, "full_window_pages", 0) for component in found}
+    if len(numbers) != 1 or not min(numbers):
+        raise UnsupportedError("the size of this model's sliding windows is not known")
+    return int(min(numbers))
