@@ -27,6 +27,7 @@ spec:
     tokenSecretRef: {name: hf, key: token}
     volume: {persistentVolumeClaim: {claimName: models}}
   engine:
+    kind: vLLM
     image: vllm/vllm-openai:v0.32.0
     replicas: 2
     gpu: {count: 8, deviceClassName: gpu.nvidia.com, runtimeClassName: nvidia}

@@ -23,7 +23,7 @@ from lmcache_operator.components.injection.workloads import clusters_in, inject_
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.errors import FileError, LeaseLostError
 from lmcache_operator.specs import Object
-from lmcache_operator.specs.names import ENGINE, SHARD_IMAGE, SIDECAR, STOCK_IMAGES
+from lmcache_operator.specs.names import ENGINE, SGLANG_IMAGE, SHARD_IMAGE, SIDECAR, STOCK_IMAGES
 
 _EXIT_USAGE, _EXIT_LEASE_LOST = 2, 3
 
@@ -50,6 +50,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     for name, image in STOCK_IMAGES.items():
         about = f"default image of the {name} container (default: %(default)s)"
         rendering.add_argument(f"--{name}-image", metavar="IMAGE", default=image, help=about)
+    about = "default image of the engine container if spec.engine.kind is SGLang (default: %(default)s)"
+    rendering.add_argument("--sglang-image", metavar="IMAGE", default=SGLANG_IMAGE, help=about)
     about = "default Valkey or Redis image of managed remote tiers (default: %(default)s)"
     rendering.add_argument("--shard-image", metavar="IMAGE", default=SHARD_IMAGE, help=about)
     about = "namespace of the operator's pod; the operator may then reach sidecars' metrics (default: none)"
@@ -92,7 +94,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     inject.add_argument("-f", "--filename", type=Path, required=True, metavar="FILE", help=about)
     about = "YAML file with LMCacheClusters (default: those in FILE)"
     inject.add_argument("--cluster", type=Path, metavar="FILE", help=about)
-    about = "LMCacheCluster for pods that have no label and certainly run vLLM (default: none)"
+    about = "LMCacheCluster for pods that have no label and certainly run vLLM or SGLang (default: none)"
     inject.add_argument("--name", metavar="NAME", help=about)
 
     return parser
@@ -101,7 +103,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 def _context(arguments: argparse.Namespace) -> Context:
     images = {ENGINE: arguments.engine_image, SIDECAR: arguments.sidecar_image}
     flags = arguments.operator_namespace, arguments.allow_all_gpus_sidecar, arguments.shard_image
-    return Context(images, *flags)
+    return Context(images, *flags, arguments.sglang_image)
 
 
 def _run(arguments: argparse.Namespace) -> int:

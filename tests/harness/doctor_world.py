@@ -67,6 +67,19 @@ def engine(
     return {"name": "engine", "command": ["vllm", "serve"], "args": words, "env": variables}
 
 
+def sglang(*args: str, config: Any = None, backend: str = "dynamic") -> Any:
+    """Return the container of an SGLang engine with the right arguments, and some more."""
+    text = json.dumps({"interface_v1": 1} if config is None else config)
+    words = [f"--hicache-storage-backend={backend}", f"--hicache-storage-backend-extra-config={text}", *args]
+    return {"name": "engine", "command": ["python3", "-m", "sglang.launch_server"], "args": words}
+
+
+def sglang_engines(version: str = "0.5.23", **cache: str) -> list[PodFigures]:
+    """Return what an SGLang engine reports."""
+    settings = {"page_size": "64", "enable_hierarchical_cache": "True", "disable_radix_cache": "False"}
+    return [PodFigures(pod(containers=[sglang()]), {"version": version, "cache": settings | cache})]
+
+
 def figures(number: int = 0, container: Any = None, **changes: Any) -> PodFigures:
     """Return a healthy engine pod with a remote tier."""
     report = stats(clients=[_CLIENT], time=NOW, remote=remote()) | changes

@@ -26,6 +26,15 @@ def pod(*, name: str = NAME, **changes: Any) -> dict[str, Any]:
     }
 
 
+SGLANG = ["python3", "-m", "sglang.launch_server"]
+
+
+def sglang_pod(*args: str, **changes: Any) -> dict[str, Any]:
+    """The same pod with SGLang as its engine."""
+    words = ["--model-path=Qwen/Qwen3-8B", *args]
+    return pod(**{"image": "lmsysorg/sglang:v0.5.23", "command": SGLANG, "args": words} | changes)
+
+
 def pod_with(metadata: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
     """The same pod with changed fields of the pod."""
     manifest = pod()
@@ -48,7 +57,9 @@ def deployment(**spec: Any) -> dict[str, Any]:
 
 
 _PROXY = {"name": "proxy", "image": "proxy:1"}
-_SHELL = "a shell does not pass arguments on: write command: [vllm, serve], and args as a list"
+_SHELL = (
+    "a shell does not pass arguments on: write command: [vllm, serve] or [sglang, serve], and args as a list"
+)
 _GROUP = {"labels": {INJECT_LABEL: NAME, "leaderworkerset.sigs.k8s.io/name": "x"}}
 _OPTIONS = {
     "--kv-transfer-config={}": "--kv-transfer-config can't be set: it loads LMCache",
@@ -71,6 +82,22 @@ _OPTIONS = {
     "--distributed-executor-backend=ray": "can't be ray or external_launcher",
     "--dist=external_launcher": "can't be ray or external_launcher",
     "--": "what follows it would be taken for a second model",
+}
+_SGLANG_OPTIONS = {
+    "--hicache-storage-backend=file": "it loads LMCache, and HiCache has only one storage backend",
+    "--hicache-storage-backend-extra-config={}": "it loads LMCache, and names the socket of the sidecar",
+    "--hicache-storage-backend-e": "--hicache-storage-backend-extra-config can't be set",
+    "--hicache-mem-layout=layer_first": "LMCache copies whole pages",
+    "--disable-radix-cache": "without the radix cache, the engine has no prefixes to store",
+    "--disable-radix": "--disable-radix-cache can't be set",
+    "--enable-lmcache": "it would replace HiCache",
+    "--dp=2": "for more engines run more pods",
+    "--data-parallel-size=2": "for more engines run more pods",
+    "--nnodes": "for more engines run more pods",
+    "--dcp-size=2": "the engine would run without its cache",
+    "--disaggregation-mode=prefill": "engines that split prefill and decode",
+    "--config=/x.yaml": "a file may hold options that can't be set",
+    "--": "what follows it would not be read as options",
 }
 
 
@@ -99,7 +126,10 @@ def refused_pods() -> list[tuple[dict[str, Any], str, str]]:
         (pod(args=["vllm serve x | tee log"]), f"{engine}.command", _SHELL),
         (pod(args=["x", "--distributed-executor-backend", "ray"]), f"{engine}.args", "can't be ray or"),
         (pod(env=[{"name": "VLLM_DP_RANK", "value": "0"}]), f"{engine}.env", "VLLM_DP_RANK can't be set"),
-        (pod(command=["python3", "-m", "sglang.launch_server"]), f"{engine}.command", "does not start vLLM"),
+        (pod(command=["bash", "-c", "sglang serve x"]), f"{engine}.command", _SHELL),
+        (pod(args=["python3 -m sglang.launch_server --x"]), f"{engine}.command", _SHELL),
+        (pod(command=["python3", "-m", "x"]), f"{engine}.command", "starts neither vLLM nor SGLang"),
+        *((sglang_pod(option), f"{engine}.args", meaning) for option, meaning in _SGLANG_OPTIONS.items()),
         *((pod(args=["x", option]), f"{engine}.args", meaning) for option, meaning in _OPTIONS.items()),
         *(
             (
@@ -122,6 +152,8 @@ _WORDS = st.sampled_from([
     "Qwen/Qwen3-8B", "vllm", "serve", "python3", "/usr/bin/vllm", "--max-model-len=9", "--port", "shell",
     "--kv-t", "--kv_transfer_config=x", "--data-parallel-size.x", "--data-parallel", "--model-impl",
     "--", "-", "", "-n", "-nope", "-n2", "--dist", "ray", "tini", "sh", "x.sh", "/bin/bash", "$(A)",
+    "sglang", "/opt/bin/sglang", "sglang.launch_server", "--page", "--hicache-ratio=2", "--disable-radix",
+    "--hicache-storage-backend", "--served-model-name",
 ])  # fmt: skip
 _VARIABLES = st.sampled_from([
     {"name": "A", "value": "b"}, {"name": "B"}, {"name": "PYTHONHASHSEED", "value": "0"},
@@ -143,7 +175,9 @@ def pods(draw: st.DrawFn) -> dict[str, Any]:
     engine = {
         "volumeMounts": [{"name": volumes[0], "mountPath": path} for path in mounts],
         **draw(st.fixed_dictionaries({}, optional={
-            "command": st.just(["vllm", "serve"]) | st.lists(_WORDS, max_size=2),
+            "image": st.sampled_from(["lmsysorg/sglang:v0.5.23", "a/sglang-router", "sglang@sha256:0"]),
+            "command": st.sampled_from([["vllm", "serve"], SGLANG, ["sglang", "serve"]])
+            | st.lists(_WORDS, max_size=2),
             "args": st.just(["Qwen/Qwen3-8B"]) | st.lists(_WORDS, max_size=4),
             "env": st.lists(_VARIABLES, max_size=2, unique_by=lambda variable: variable["name"]),
             "ports": st.sampled_from([[{"containerPort": 80}], [{"containerPort": 9464}]]),

@@ -40,6 +40,8 @@ def spec(seed: int) -> tuple[Object, bool]:
     """A spec, and whether one of its values was broken."""
     rng = random.Random(seed)
     generated: Object = _value(_SPEC, "spec", rng, 0)
+    if rng.random() < 0.3:  # few random specs choose a kind
+        generated.setdefault("engine", {})["kind"] = "SGLang"
     _obey_rules(generated)
     if is_broken := rng.random() < 0.4:
         _break(generated, rng)
@@ -60,9 +62,10 @@ def spec_of_init_container(seed: int) -> Object:
     values |= {key: None for key in values if rng.random() < 0.1}
     container = values | {"name": rng.choice(("sidecar", "payload"))}
     payload = {"sidecar": {"payload": "ImageVolume"}} if rng.random() < 0.2 else {}
+    kind = rng.choice(("vLLM", "SGLang"))
     return payload | {
         "model": {"name": "m"},
-        "engine": {"podTemplate": {"spec": {"initContainers": [container]}}},
+        "engine": {"kind": kind, "podTemplate": {"spec": {"initContainers": [container]}}},
         "tiers": {"memory": {"size": "1Gi"}},
     }
 
@@ -75,6 +78,10 @@ def _obey_rules(spec: Object) -> None:
         if "deviceClassName" in gpu:
             gpu.pop("resourceName", None)
     engine.pop("parallelism", None)
+    if engine.get("kind") == "SGLang":
+        sidecar = spec.get("sidecar") or {}
+        sidecar.pop("chunkTokens", None)
+        sidecar.pop("transfer", None)
     if "replicas" in engine:
         engine["replicas"] %= 2
     remote = tiers.get("remote") or {}

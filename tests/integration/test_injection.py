@@ -17,7 +17,7 @@ from testing.kube.api import ApiError, Object
 from testing.kube.cluster import Cluster
 from testing.kube.operator import CLUSTERS, CRDS, RELEASE, SYSTEM_NAMESPACE, Operator
 from tests.harness.kube import alone, install, new_namespace, since
-from tests.harness.operator_injection import NAME, deployment, pod, pod_with, pods, refused_pods
+from tests.harness.operator_injection import NAME, deployment, pod, pod_with, pods, refused_pods, sglang_pod
 from tests.harness.operator_model import MINIMAL_SPEC
 
 pytestmark = [pytest.mark.kube, since("1.36")]
@@ -91,6 +91,11 @@ def injected_by_command(manifest: Object) -> Object | str:
     return dict(injected)
 
 
+def unprivileged(manifest: Object) -> Object:
+    """The pod without a token of its ServiceAccount."""
+    return manifest | {"spec": manifest["spec"] | {"automountServiceAccountToken": False}}
+
+
 def check_same(plane: Cluster, namespace: str, manifest: Object) -> None:
     try:
         created = dry_run(plane, namespace, manifest)
@@ -117,6 +122,12 @@ def check_same(plane: Cluster, namespace: str, manifest: Object) -> None:
 @settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(manifest=pods())
 @example(manifest=pod_with(automountServiceAccountToken=False))
+@example(manifest=unprivileged(sglang_pod()))
+@example(manifest=unprivileged(sglang_pod("--page", "32", "--hicache-ratio=2")))
+@example(manifest=unprivileged(sglang_pod(command=["tini", "--", "sglang", "serve"])))
+@example(manifest=unprivileged(sglang_pod(command=[], args=["tini", "--", "sglang", "serve"])))
+@example(manifest=unprivileged(pod(image="team/sglang:1", args=["--served-model-name", "vllm"])))
+@example(manifest=unprivileged(pod(image="mine", args=["/opt/bin/sglang", "serve", "--page-size=1"])))
 def test_command_and_api_server_inject_the_same(plane, home, manifest):
     check_same(plane, home, manifest)
 
@@ -124,7 +135,7 @@ def test_command_and_api_server_inject_the_same(plane, home, manifest):
 @pytest.mark.parametrize("number", range(len(refused_pods())))
 def test_pods_that_the_command_refuses_are_created_unchanged_with_the_reason(plane, home, number):
     manifest, path, sentence = refused_pods()[number]
-    manifest = manifest | {"spec": manifest["spec"] | {"automountServiceAccountToken": False}}
+    manifest = unprivileged(manifest)
     created = dry_run(plane, home, manifest)
     assert outcome(created) == injected_by_command(manifest)
     assert str(outcome(created)).startswith(f"refused: {path}: ")

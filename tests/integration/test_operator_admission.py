@@ -44,6 +44,7 @@ def is_in(part: object, whole: object) -> bool:
     return part == whole
 
 
+SGLANG: Object = {"kind": "SGLang"}
 REFUSED = [
     (remote("redis://h:99999"), "must be redis://host:port/db"),
     (remote("redis://:6379,,,"), "must be redis://host:port/db"),
@@ -62,6 +63,11 @@ REFUSED = [
     ({"sidecar": {"image": "a b"}}, "must be an image such as"),
     ({"engine": {"args": ["--data-parallel-size=2"]}}, "engine.replicas for more engines"),
     ({"engine": {"args": ["--nnodes", "2"]}}, "engine.replicas for more engines"),
+    ({"engine": {"args": ["--tp=2"]}}, "engine.replicas for more engines"),
+    ({"engine": {"args": ["--dp-size", "2"]}}, "engine.replicas for more engines"),
+    ({"engine": {"kind": "TensorRT-LLM"}}, 'supported values: "vLLM", "SGLang"'),
+    ({"engine": SGLANG, "sidecar": {"transfer": "CudaIPC"}}, "set sidecar.transfer to Auto or SharedMemory"),
+    ({"engine": SGLANG, "sidecar": {"chunkTokens": 512}}, "set --page-size in engine.args"),
     ({"engine": {"args": ["--x=\0"]}}, r"spec.engine.args\[0\]"),
     ({"model": {"name": "org/mo\0del"}}, "spec.model.name"),
     ({"sidecar": {"transfer": "cuda"}}, 'supported values: "Auto", "CudaIPC", "SharedMemory"'),
@@ -95,6 +101,9 @@ def test_specs_that_cannot_run_are_refused(plane, admission, spec, message):
         {"tiers": {"disk": {"size": "0.5Ti", "storageClassName": "local-nvme"}, "admit": "OnReuse"}},
         {"engine": {"gpu": {"deviceClassName": "gpu.nvidia.com"}}, "sidecar": {"transfer": "CudaIPC"}},
         {"engine": {"gpu": {"resourceName": "amd.com/gpu"}}, "sidecar": {"transfer": "SharedMemory"}},
+        {"engine": SGLANG | {"gpu": {"deviceClassName": "gpu.nvidia.com"}}, "sidecar": {"transfer": "Auto"}},
+        {"engine": SGLANG | {"args": ["--page-size=32"]}, "sidecar": {"transfer": "SharedMemory"}},
+        {"engine": {"kind": "vLLM"}, "sidecar": {"transfer": "CudaIPC", "chunkTokens": 512}},
         {"engine": {"resources": {"limits": {"memory": "64Gi", "cpu": 8}}, "sharedMemorySize": "1.5G"}},
         {"engine": {"nodeSelector": {"a": "b"}, "tolerations": [{"operator": "Exists"}]}},
         {"engine": {"env": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]}},
@@ -114,6 +123,16 @@ def test_valid_specs_are_stored_as_written(plane, admission, spec):
         create(plane, admission, "?dryRun=All&fieldValidation=Strict", **spec),
     )
     assert is_in(written, admitted["spec"])
+
+
+@pytest.mark.parametrize(("before", "after"), [("vLLM", "SGLang"), ("SGLang", "vLLM"), (None, "SGLang")])
+def test_kind_of_the_engine_cannot_be_changed(plane, namespace, before, after):
+    engine = {"replicas": 0} | ({"kind": before} if before else {})
+    plane.api.create(CLUSTERS, example(engine=engine), namespace)
+    same = plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"kind": before or "vLLM"}}}, namespace)
+    assert same["spec"]["engine"]["kind"] == (before or "vLLM")
+    with pytest.raises(ApiError, match=r"spec.engine.kind.*cannot be changed: create another LMCacheCluster"):
+        plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"kind": after}}}, namespace)
 
 
 def test_complete_example_of_the_reference_is_admitted(plane, admission):

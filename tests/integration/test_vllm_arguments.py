@@ -3,7 +3,7 @@
 import argparse
 
 import pytest
-from lmcache_operator.components.engine.vllm import RESERVED, flag_of
+from lmcache_operator.components.engine.kinds.vllm import VLLM
 
 pytestmark = pytest.mark.vllm
 _REFUSED_BY_CRD = {"-tp", "-pp"}
@@ -20,13 +20,13 @@ def parser() -> argparse.ArgumentParser:
 
 def test_every_name_of_a_reserved_option_is_refused(parser):
     known = {name for action in parser._actions for name in action.option_strings}
-    assert set(RESERVED) - {"--"} <= known
+    assert set(VLLM.reserved) - {"--"} <= known
     for action in parser._actions:
-        if not set(action.option_strings) & set(RESERVED):
+        if not set(action.option_strings) & set(VLLM.reserved):
             continue
         for name in action.option_strings:
             is_negation = name.startswith("--no-") or name == "--enable-prefix-caching"
-            assert flag_of(name) in RESERVED or name in _REFUSED_BY_CRD or is_negation
+            assert VLLM().flag_of(name) in VLLM.reserved or name in _REFUSED_BY_CRD or is_negation
 
 
 def test_other_options_are_not_refused(parser):
@@ -34,4 +34,4 @@ def test_other_options_are_not_refused(parser):
     for action in parser._actions:
         for name in action.option_strings:
             is_one_pod = action.dest.startswith("data_parallel")
-            assert is_one_pod or flag_of(name) == name
+            assert is_one_pod or VLLM().flag_of(name) == name

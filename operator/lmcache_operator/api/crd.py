@@ -54,7 +54,8 @@ def profile_crd(definitions: Mapping[str, Any]) -> dict[str, Any]:
     annotations = {"type": "object", "additionalProperties": _TYPES[str]}
     template = {
         "type": "object",
-        "description": "Additions to the pod. The one container has the additions to the engine's container.",
+        "description": "Additions to the pod. The first container has the additions to a container that runs "
+        "vLLM, and the second has those to a container that runs SGLang.",
         "required": ["metadata", "spec"],
         "properties": {
             "metadata": {"type": "object", "properties": {"annotations": annotations}},
@@ -114,6 +115,7 @@ _COLUMNS = [
     _column("Status", ".status.conditions[?(@.type=='Ready')].reason"),
     _column("Memory", ".spec.tiers.memory.size"),
     _column("Age", ".metadata.creationTimestamp", "date"),
+    _column("Engine", ".spec.engine.kind", priority=1),
     _column("Transfer", ".status.transfer.mode", priority=1),
     _column("Disk", ".spec.tiers.disk.size", priority=1),
     _column("Remote", ".spec.tiers.remote.external.url", priority=1),

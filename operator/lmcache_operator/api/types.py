@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 from lmcache.common.units import parse_quantity
 from lmcache_operator.api.autoscaling import Autoscaling, AutoscalingStatus
@@ -14,7 +14,12 @@ from lmcache_operator.api.tiers import Tiers
 _MODEL: dict[str, Any] = {"maxLength": 512, "pattern": r"^[^-\s\x00-\x1f][^\s\x00-\x1f]*$"}
 _MAP_BY_TYPE: dict[str, Any] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
 _PLUGIN_RESOURCE = "nvidia.com/gpu"
-_PARALLEL_SIZE = "^(--(tensor|pipeline|data)[-_]parallel[-_]size|--nnodes|-tp|-pp|-dp)(=|$)"
+_PARALLEL_SIZE = (
+    "^(--(tensor|pipeline|data)[-_]parallel[-_]size|--(tp|pp|dp)([-_]size)?|--nnodes|-tp|-pp|-dp)(=|$)"
+)
+VLLM: Literal["vLLM"] = "vLLM"
+SGLANG: Literal["SGLang"] = "SGLang"
+_CHUNK_TOKENS = 256
 CLUSTER_NAME = Rule(
     f"self.metadata.name.matches('{CLUSTER_NAME_PATTERN}')",
     "metadata.name must start with a letter, hold only a-z, 0-9 and '-', and have at most 45 characters",
@@ -97,14 +102,23 @@ class Engine(Part):
         ),
     )
 
+    kind: str = field(
+        "Inference engine. You cannot change it: while pods are replaced, one Service would answer with two "
+        "engines, and neither engine can load KV of the other.",
+        default=VLLM,
+        enum=[VLLM, SGLANG],
+        rules=(Rule("self == oldSelf", "cannot be changed: create another LMCacheCluster", lambda _: True),),
+    )
     image: str | None = field(
-        "Image with vLLM 0.29-0.33. Default: see lmcache-operator --help.", **IMAGE_NAME
+        "Image with vLLM 0.29-0.33 or SGLang 0.5.23, by kind. Default: see lmcache-operator --help.",
+        **IMAGE_NAME,
     )
     replicas: int = field("Number of engine pods. Autoscalers change it.", default=1, minimum=0, maximum=1000)
     gpu: Gpu = field("GPUs of one pod.", default={})
     parallelism: Parallelism = field("Split of the model over the GPUs of a pod.", default={})
     args: list[str] = field(
-        "Additional arguments for `vllm serve`. Arguments that the cache depends on are refused.",
+        "Additional arguments for `vllm serve` or SGLang's server. Arguments that the cache depends on are "
+        "refused.",
         default=[],
         maxItems=64,
         items={"type": "string", "maxLength": 4096, "pattern": r"^[^\x00]*$"},
@@ -159,8 +173,9 @@ class Sidecar(Part):
 
     image: str | None = field("Sidecar image. Default: the image of the operator's version.", **IMAGE_NAME)
     chunk_tokens: int = field(
-        "Tokens of one chunk, the unit of storage. It must be a multiple of the engine's block size.",
-        default=256,
+        "Tokens of one chunk, the unit of storage. It must be a multiple of vLLM's block size. SGLang stores "
+        "pages: set --page-size in engine.args instead.",
+        default=_CHUNK_TOKENS,
         minimum=16,
         maximum=8192,
         multipleOf=16,
@@ -176,7 +191,7 @@ class Sidecar(Part):
         "Process that copies KV out of the GPUs. CudaIPC: the sidecar. It must see the engine's GPUs: set "
         "gpu.deviceClassName, or run the operator with --allow-all-gpus-sidecar. SharedMemory: the engine. "
         "Auto: the sidecar if possible. If CudaIPC is not possible, the engine copies, and the condition "
-        "Degraded says why.",
+        "Degraded says why. SGLang always copies itself.",
         default="Auto",
         enum=["Auto", "CudaIPC", "SharedMemory"],
     )
@@ -201,6 +216,7 @@ def _within(path: str, operator: str, bound: str) -> str:
     return f"(!isQuantity({value}) || !isQuantity({other}) || {compared})"
 
 
+_NO_SGLANG = f"!has(self.engine) || self.engine.kind != '{SGLANG}'"
 _NO_MEMORY_BOUNDS = "!has(self.autoscaling) || !has(self.autoscaling.memory) || !has(self.tiers.memory)"
 
 
@@ -218,6 +234,16 @@ class Spec(Part):
             "model and engine belong together: set engine: {} for its defaults, or neither for a remote tier "
             "alone",
             lambda spec: (spec.engine is None) == (spec.model is None),
+        ),
+        Rule(
+            f"{_NO_SGLANG} || self.sidecar.transfer != 'CudaIPC'",
+            "SGLang copies its KV itself: set sidecar.transfer to Auto or SharedMemory",
+            lambda spec: not _runs_sglang(spec) or spec.sidecar.transfer != "CudaIPC",
+        ),
+        Rule(
+            f"{_NO_SGLANG} || self.sidecar.chunkTokens == {_CHUNK_TOKENS}",
+            "sidecar.chunkTokens is for vLLM only: leave it out, and set --page-size in engine.args",
+            lambda spec: not _runs_sglang(spec) or spec.sidecar.chunk_tokens == _CHUNK_TOKENS,
         ),
         Rule(
             "!has(self.engine) || has(self.tiers.memory)",
@@ -271,6 +297,10 @@ class Spec(Part):
     images: ImageDefaults = field("Choice of images for containers without an image field.", default={})
     tiers: Tiers = field("Tiers of the cache.")
     autoscaling: Autoscaling = field("Autoscaling of tiers by their savings and costs.", default={})
+
+
+def _runs_sglang(spec: Spec) -> bool:
+    return spec.engine is not None and spec.engine.kind == SGLANG
 
 
 def _is_memory_within(spec: Spec) -> bool:

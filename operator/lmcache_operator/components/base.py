@@ -15,11 +15,12 @@ from datetime import datetime
 from typing import Any, ClassVar, NamedTuple
 
 from lmcache_operator.api.parse import Cluster
+from lmcache_operator.api.types import SGLANG
 from lmcache_operator.autoscaling.policy.report import Report
 from lmcache_operator.components.conditions import Condition, Event, Problem
 from lmcache_operator.specs import Images, Object
 from lmcache_operator.specs.kinds import Ref
-from lmcache_operator.specs.names import SHARD_IMAGE
+from lmcache_operator.specs.names import ENGINE, SGLANG_IMAGE, SHARD_IMAGE
 from lmcache_operator.specs.ownership import Path
 
 
@@ -27,13 +28,19 @@ class Context(NamedTuple):
     """Settings of the operator that shape a cluster's objects."""
 
     images: Images
-    """Default images by container."""
+    """Default images by container; that of the engine has vLLM."""
     operator_namespace: str = ""
     """Namespace of the operator that may reach the sidecars' metrics port; empty: none."""
     allow_all_gpus: bool = False
     """Whether sidecars may see all GPUs of their nodes, including those of other pods."""
     shard_image: str = SHARD_IMAGE
     """Default image of the servers of a managed remote tier."""
+    sglang_image: str = SGLANG_IMAGE
+    """Default image of engines that are SGLang."""
+
+    def images_for(self, cluster: Cluster) -> Images:
+        """Default images of a cluster's containers. The cluster must have an engine."""
+        return self.images | ({ENGINE: self.sglang_image} if cluster.engine.kind == SGLANG else {})
 
 
 class RemoteFigures(NamedTuple):

@@ -58,6 +58,8 @@ STOCK_IMAGES: Images = {
     SIDECAR: f"ghcr.io/lmcache-cluster/sidecar:{__version__}",
 }
 """Default images by container. The operator's flags may name others."""
+SGLANG_IMAGE = "lmsysorg/sglang:v0.5.23"
+"""Default image of engines that are SGLang."""
 
 ENGINE_PORT = 8000
 SIDECAR_PORT = 9464

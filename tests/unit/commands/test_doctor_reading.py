@@ -25,7 +25,7 @@ from lmcache_operator.kube.pod_http import PodAnswer
 
 from testing.child_process import REPOSITORY
 from tests.harness.command_world import pod, stats
-from tests.harness.doctor_world import deployment, engine, facts, listing
+from tests.harness.doctor_world import deployment, engine, facts, listing, sglang
 from tests.harness.jumping_loop import now, run
 from tests.harness.operator_model import cluster
 
@@ -163,6 +163,21 @@ def test_engines_report_version_and_cache_settings():
     }
     assert "HTTPS" in second.problem
     assert none == []
+
+
+def test_sglang_reports_version_and_settings_at_its_own_port():
+    info = {"version": "0.5.23", "page_size": 64, "disable_radix_cache": False, "api_key": "secret"}
+    asked = []
+
+    async def get(*place: Any) -> PodAnswer:
+        asked.append(place[2:])
+        return PodAnswer(200, json.dumps(info).encode())
+
+    with_port, without_port = pod(0, containers=[sglang("--port=8000")]), pod(1, containers=[sglang()])
+    ((first, second),) = run(read_engines(get, [[with_port, without_port]], seconds=1.0))
+    settings = {"page_size": "64", "disable_radix_cache": "False"}
+    assert first.stats == second.stats == {"version": "0.5.23", "cache": settings}
+    assert asked == [(8000, "/server_info"), (30000, "/server_info")]
 
 
 @pytest.mark.parametrize(

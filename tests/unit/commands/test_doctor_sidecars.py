@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from lmcache_operator.commands.doctor.checks import run_checks
-from lmcache_operator.commands.doctor.checks.engines import MAX_VLLM, MIN_VLLM
+from lmcache_operator.commands.doctor.checks.engine_kinds import MAX_VLLM, MIN_VLLM, SGLANG_VERSION
 from lmcache_operator.commands.doctor.results import Level
 from lmcache_operator.commands.gather import PodFigures
 
+from lmcache.engines.sglang.support import SUPPORTED_VERSIONS as SUPPORTED_SGLANG
 from lmcache.engines.vllm.support import SUPPORTED_VERSIONS
 from tests.harness.command_world import NOW, pod
 from tests.harness.doctor_world import (
@@ -20,6 +21,8 @@ from tests.harness.doctor_world import (
     problems,
     remote,
     server,
+    sglang,
+    sglang_engines,
 )
 
 FAILURE, WARNING, UNKNOWN = Level.FAILURE, Level.WARNING, Level.UNKNOWN
@@ -82,6 +85,45 @@ def test_hash_seed_matters_only_where_keys_are_not_shared_already():
 )
 def test_engine_of_another_kind_is_found(read, check, level, text):
     check_one(cluster_facts(engines=read), check, level, text)
+
+
+def test_healthy_sglang_engine_has_no_problem():
+    healthy = cluster_facts(figures(container=sglang()), engines=sglang_engines())
+    assert found_problems(healthy) == []
+    statements = {each.check: each.statement for each in run_checks(facts(healthy))}
+    assert statements["engineVersion"] == "The engines run SGLang 0.5.23."
+    assert statements["engineSettings"] == "HiCache is on. A page has 64 tokens."
+
+
+@pytest.mark.parametrize(
+    ("container", "level", "text"),
+    [
+        (sglang("--disable-radix-cache"), FAILURE, "--disable-radix-cache is set"),
+        (sglang(backend="file"), FAILURE, "--hicache-storage-backend is file"),
+        (sglang(config=[1]), FAILURE, "--hicache-storage-backend-extra-config is not a JSON object"),
+        (sglang(config={"interface_v1": 0}), FAILURE, "interface_v1 is 0, but LMCache needs 1"),
+    ],
+)
+def test_wrong_arguments_of_sglang_are_found(container, level, text):
+    changed = cluster_facts(figures(container=container), engines=sglang_engines())
+    check_one(changed, "engineArguments", level, text)
+
+
+@pytest.mark.parametrize(
+    ("read", "check", "level", "text"),
+    [
+        (sglang_engines("0.5.22"), "engineVersion", FAILURE, "SGLang 0.5.22 is not supported"),
+        (sglang_engines(disable_radix_cache="True"), "engineSettings", FAILURE, "HiCache is off"),
+        (sglang_engines(enable_hierarchical_cache="False"), "engineSettings", FAILURE, "HiCache is off"),
+    ],
+)
+def test_wrong_version_or_settings_of_sglang_are_found(read, check, level, text):
+    check_one(cluster_facts(figures(container=sglang()), engines=read), check, level, text)
+
+
+def test_version_of_sglang_is_that_of_the_storage_backend():
+    assert SUPPORTED_SGLANG == (SGLANG_VERSION,)
+    assert found_problems(cluster_facts(engines=sglang_engines(f"{SGLANG_VERSION}.post1"))) == []
 
 
 def test_versions_of_vllm_are_those_of_the_connector():

@@ -26,6 +26,17 @@ ENGINE_ARGS = {
     "--kv-transfer-config", "--pipeline-parallel-size", "--port", "--prefix-caching-hash-algo", "--revision",
     "--served-model-name", "--shutdown-timeout", "--tensor-parallel-size",
 }  # fmt: skip
+SGLANG_ARGS = {
+    "--enable-cache-report", "--enable-hierarchical-cache", "--enable-metrics", "--hicache-host-memory-mode",
+    "--hicache-io-backend", "--hicache-mem-layout", "--hicache-ratio", "--hicache-storage-backend",
+    "--hicache-storage-backend-extra-config", "--hicache-storage-prefetch-policy", "--hicache-write-policy",
+    "--host", "--model-path", "--page-size", "--port", "--pp-size", "--revision", "--served-model-name",
+    "--tp-size",
+}  # fmt: skip
+BACKEND_SETTINGS = {
+    "backend_name", "class_name", "hicache_storage_pass_prefix_keys", "interface_v1", "lmcache.socket",
+    "module_path", "prefetch_threshold",
+}  # fmt: skip
 CLIENT_SETTINGS = {"lmcache.chunk_tokens", "lmcache.kv_cache_layout", "lmcache.socket"}
 FULL: dict[str, Any] = {
     "model": {"revision": "main"},
@@ -37,13 +48,13 @@ FULL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def rendered(kind: str) -> Any:
-    objects = Engine().render(parse(cluster(**FULL)), Context(STOCK_IMAGES))
+def rendered(kind: str, **changes: Any) -> Any:
+    objects = Engine().render(parse(cluster(**FULL, **changes)), Context(STOCK_IMAGES))
     return next(child for child in objects if child["kind"] == kind)
 
 
-def container(name: str) -> Any:
-    pod = rendered("StatefulSet")["spec"]["template"]["spec"]
+def container(name: str, **changes: Any) -> Any:
+    pod = rendered("StatefulSet", **changes)["spec"]["template"]["spec"]
     return next(c for c in [*pod["initContainers"], *pod["containers"]] if c["name"] == name)
 
 
@@ -65,6 +76,14 @@ def test_earlier_engines_and_clients_know_all_rendered_arguments() -> None:
     transfer = json.loads(options["--kv-transfer-config"])
     assert transfer["kv_connector_extra_config"].keys() == CLIENT_SETTINGS
     assert transfer["kv_connector_module_path"] == "lmcache.engines.vllm.connector"
+
+
+def test_earlier_sglang_engines_and_clients_know_all_rendered_arguments() -> None:
+    options = dict(arg.partition("=")[::2] for arg in container("engine", engine={"kind": "SGLang"})["args"])
+    assert options.keys() == SGLANG_ARGS
+    config = json.loads(options["--hicache-storage-backend-extra-config"])
+    assert config.keys() == BACKEND_SETTINGS
+    assert config["module_path"] == "lmcache.engines.sglang.backend"
 
 
 def test_sidecar_ignores_unknown_settings_of_a_later_operator(tmp_path: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.engine import Engine
-from lmcache_operator.components.engine.vllm import engine_args
+from lmcache_operator.components.engine.kinds.vllm import VLLM
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import STOCK_IMAGES
 
@@ -19,7 +19,7 @@ from tests.harness.operator_model import cluster
 @pytest.mark.parametrize("num_gpus", [0, 1])
 def test_engine_args_load_the_connector(num_gpus: int) -> None:
     changes = {"engine": {"gpu": {"count": num_gpus}}, "sidecar": {"chunkTokens": 512}}
-    rendered = engine_args(parse(cluster(**changes)), 60)
+    rendered = VLLM().args(parse(cluster(**changes)), 60)
     (argument,) = [arg for arg in rendered if arg.startswith("--kv-transfer-config=")]
     config = json.loads(argument.partition("=")[2])
     assert config["kv_connector"] == "LMCacheClusterConnector"
@@ -78,7 +78,7 @@ def test_engine_args_load_the_connector(num_gpus: int) -> None:
 )
 def test_engine_args_refuses_arguments_that_break_the_cache(args: list[str], sentence: str) -> None:
     with pytest.raises(InvalidSpecError) as caught:
-        engine_args(parse(cluster(engine={"args": args})), 60)
+        VLLM().args(parse(cluster(engine={"args": args})), 60)
     assert caught.value.path.startswith("spec.engine.args[")
     assert sentence in str(caught.value)
 
@@ -93,7 +93,7 @@ def test_engine_args_refuses_arguments_that_break_the_cache(args: list[str], sen
     ],
 )  # fmt: skip
 def test_engine_args_passes_other_arguments_on(args: list[str]) -> None:
-    assert engine_args(parse(cluster(engine={"args": args})), 60)[-len(args) :] == args
+    assert VLLM().args(parse(cluster(engine={"args": args})), 60)[-len(args) :] == args
 
 
 def test_probes_use_https_when_the_engine_has_a_certificate() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from typing import Any, cast
 
 import pytest
@@ -58,14 +59,23 @@ def check(runner: asyncio.Runner, seed: int, spec_dict: Any) -> bool:
     return False
 
 
+def kind_in(generated: Any) -> str:
+    engine = generated.get("engine") if isinstance(generated, dict) else None
+    return str(engine.get("kind", "vLLM")) if isinstance(engine, dict) else ""
+
+
 @pytest.mark.parametrize("thousand", [0, 1])
 def test_random_specs_settle_or_are_refused_with_their_field(thousand: int) -> None:
-    num_refused = 0
+    num_refused, kinds = 0, Counter[str]()
     with asyncio.Runner() as runner:
         for seed in range(1000 * thousand, 1000 * (thousand + 1)):
-            num_refused += check(runner, seed, spec(seed)[0])
+            generated, _ = spec(seed)
+            is_refused = check(runner, seed, generated)
+            num_refused += is_refused
+            kinds[kind_in(generated)] += not is_refused
     # The generator must produce valid and invalid specs, otherwise the test proves nothing.
     assert 100 < num_refused < 900
+    assert min(kinds["vLLM"], kinds["SGLang"]) > 50
 
 
 def test_random_specs_with_init_containers_settle_or_are_refused() -> None:

@@ -175,6 +175,13 @@ def test_clusters_in_reads_a_list_of_kubectl() -> None:
     assert inject_objects([deployment()], clusters_in([listed]), None, CONTEXT) == outcome(deployment())
 
 
+SGLANG_IMAGES = (
+    "lmsysorg/sglang:v0.5.23",
+    "host:5000/a/sglang@sha256:0",
+    "lmsysorg/sglang-rocm:v0.5.23",
+)
+
+
 VLLM_IMAGES = (
     "vllm/vllm-openai:v0.32.0",
     "rocm/vllm",
@@ -183,7 +190,14 @@ VLLM_IMAGES = (
 )
 
 
-OTHER_IMAGES = ("redis:7", "vllm/router:v1", "x/vllm-router", "host:5000/my-vllm", "vllm/redis")
+OTHER_IMAGES = (
+    "redis:7",
+    "vllm/router:v1",
+    "x/vllm-router",
+    "host:5000/my-vllm",
+    "vllm/redis",
+    "lmsysorg/sglang-router:v1",
+)
 
 
 ENGINES: list[dict[str, Any]] = [
@@ -195,6 +209,9 @@ ENGINES: list[dict[str, Any]] = [
         "args": ["vllm.entrypoints.openai.api_server", "--port=80"],
     },
     {"image": "mine", "args": ["vllm", "serve", "m"]},
+    *({"image": image} for image in SGLANG_IMAGES),
+    {"image": "mine", "command": ["python3", "-m"], "args": ["sglang.launch_server", "--port=80"]},
+    {"image": "mine", "args": ["/opt/bin/sglang", "serve", "m"]},
 ]
 
 
@@ -203,24 +220,26 @@ NON_ENGINES: list[dict[str, Any]] = [
     {"image": "redis", "args": ["--appendonly", "yes"]},
     {"image": "router", "args": ["--backend", "http://vllm:8000", "--log=/var/log/vllm"]},
     {"image": "vllm/vllm-openai", "command": ["python3", "bench.py"]},
+    {"image": "lmsysorg/sglang", "command": ["python3", "-m", "sglang.bench_serving"]},
+    {"image": "router", "args": ["--backend", "http://sglang:30000", "sglang"]},
 ]
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
-def test_name_option_injects_into_unlabelled_vllm_pods(engine: dict[str, Any]) -> None:
+def test_name_option_injects_into_unlabelled_engine_pods(engine: dict[str, Any]) -> None:
     redis = without_label(deployment(), image="redis:7", args=["--appendonly", "yes"])
     result = outcome(without_label(deployment(), **engine), redis, name="demo")
     assert result.objects == [injected(deployment_of(engine))[0], redis]
     injected_remark, unchanged_remark = result.remarks
     assert injected_remark == "Deployment llm: has the cache of demo"
     assert unchanged_remark.startswith(
-        "Deployment llm: left unchanged, no container certainly runs vLLM: if one does, label"
+        "Deployment llm: left unchanged, no container certainly runs vLLM or SGLang: if one does"
     )
 
 
 @pytest.mark.parametrize("container", NON_ENGINES, ids=str)
-def test_name_option_refuses_unlabelled_pods_without_vllm(container: dict[str, Any]) -> None:
-    with pytest.raises(InvalidSpecError, match="certainly runs vLLM: if one does, label the pods"):
+def test_name_option_refuses_unlabelled_pods_without_engine(container: dict[str, Any]) -> None:
+    with pytest.raises(InvalidSpecError, match="certainly runs vLLM or SGLang: if one does, label the pods"):
         injected(without_label(deployment(), **container), name="demo")
     if "command" not in container:
         assert injected(deployment_of(container)) != [deployment_of(container)]

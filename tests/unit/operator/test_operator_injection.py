@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from typing import Any
 
@@ -17,7 +18,15 @@ from lmcache_operator.components.injection.workloads import clusters_in, inject_
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import INJECT_LABEL
 
-from tests.harness.operator_injection import CONTEXT, injected, pod, pod_with, refused_pods
+from tests.harness.operator_injection import (
+    CONTEXT,
+    SGLANG,
+    injected,
+    pod,
+    pod_with,
+    refused_pods,
+    sglang_pod,
+)
 from tests.harness.operator_model import World, cluster
 from tests.harness.operator_plans import observe
 from tools.kube import schemas
@@ -103,6 +112,87 @@ def test_injected_pod_has_the_same_cache_as_an_engine_pod() -> None:
     assert [arg for arg in actual["args"][2:] if arg not in expected["args"]] == []
     assert "--prefix-caching-hash-algo=sha256_cbor" in actual["args"]
     assert any(arg.startswith("--kv-transfer-config=") for arg in actual["args"])
+
+
+HICACHE = [
+    "--enable-hierarchical-cache",
+    "--hicache-host-memory-mode=buffer_only",
+    "--hicache-io-backend=direct",
+    "--hicache-mem-layout=page_first_direct",
+    "--hicache-ratio=1.05",
+    "--hicache-storage-backend=dynamic",
+    "--hicache-storage-prefetch-policy=timeout",
+    "--hicache-write-policy=write_through",
+    "--page-size=64",
+]
+
+
+def added_args(manifest: dict[str, Any], **changes: Any) -> list[str]:
+    """Arguments that injection adds to the engine, without the configuration of the backend."""
+    (before,), (injected_pod,) = manifest["spec"]["containers"], injected(manifest, **changes)
+    after = injected_pod["spec"]["containers"][0]["args"]
+    num_before = len(before.get("args") or [])
+    assert after[:num_before] == (before.get("args") or [])
+    assert "--kv-transfer-config" not in "".join(after)
+    configs = [arg for arg in after[num_before:] if "extra-config" in arg]
+    assert len(configs) == 1
+    config = json.loads(configs[0].partition("=")[2])
+    assert (config["class_name"], config["interface_v1"]) == ("LMCacheBackend", 1)
+    return sorted(arg for arg in after[num_before:] if arg not in configs)
+
+
+@pytest.mark.parametrize("kind", ["vLLM", "SGLang"])
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        sglang_pod(),
+        sglang_pod(command=["sglang", "serve"]),
+        sglang_pod(image="mine", command=["tini", "-s", "--", *SGLANG]),
+        sglang_pod(command=[], args=[*SGLANG, "--served-model-name", "vllm"]),
+        sglang_pod(command=[], args=["tini", "--", *SGLANG]),
+        pod(image="team/sglang:1", args=["--model-path=m"]),
+    ],
+)
+def test_sglang_pods_get_the_arguments_of_sglang(kind: str, manifest: dict[str, Any]) -> None:
+    assert added_args(manifest, engine={"kind": kind}) == HICACHE
+    (injected_pod,) = injected(manifest)
+    env = [variable["name"] for variable in injected_pod["spec"]["containers"][0]["env"]]
+    assert env == ["LMCACHE_SOCKET", "PYTHONPATH"]
+
+
+@pytest.mark.parametrize(
+    ("args", "option"),
+    [
+        (["--page-size=32"], "--page-size"),
+        (["--page", "32"], "--page-size"),
+        (["--hicache-ratio", "0.5"], "--hicache-ratio"),
+        (["--hicache-storage-prefetch-policy=best_effort"], "--hicache-storage-prefetch-policy"),
+    ],
+)
+def test_options_of_an_sglang_pod_are_not_added_again(args: list[str], option: str) -> None:
+    assert added_args(sglang_pod(*args)) == [arg for arg in HICACHE if not arg.startswith(option)]
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        pod(args=["m", "--served-model-name", "sglang"]),
+        pod(image="lmsysorg/sglang", args=["vllm", "serve", "m"]),
+        pod(image="mine", args=["m"]),
+        pod(image="lmsysorg/sglang", command=["vllm", "serve"]),
+    ],
+)
+def test_vllm_pods_get_the_arguments_of_vllm(manifest: dict[str, Any]) -> None:
+    (injected_pod,) = injected(manifest, engine={"kind": "SGLang"})
+    added = injected_pod["spec"]["containers"][0]["args"][len(manifest["spec"]["containers"][0]["args"]) :]
+    assert [arg.partition("=")[0] for arg in added] == ["--kv-transfer-config", "--prefix-caching-hash-algo"]
+
+
+def test_sidecar_of_an_sglang_cluster_gets_no_gpus() -> None:
+    gpu = {"count": 1, "deviceClassName": "gpu.nvidia.com"}
+    manifest = sglang_pod(resources={"claims": [{"name": "gpu"}]})
+    (injected_pod,) = injected(manifest, engine={"kind": "SGLang", "gpu": gpu})
+    assert "claims" not in injected_pod["spec"]["initContainers"][0]["resources"]
 
 
 def test_injection_keeps_the_fields_of_the_pod() -> None:

@@ -53,7 +53,7 @@ FULL: dict[str, Any] = {
         "admit": "OnReuse",
     },
 }
-CASES = {"minimal": {}, "full": FULL}
+CASES = {"minimal": {}, "full": FULL, "sglang": {"engine": {"kind": "SGLang"}}}
 
 
 def render(changes: dict[str, Any]) -> list[dict[str, Any]]:

@@ -50,13 +50,16 @@ class Engine(Component):
         """The children that the spec asks for, in the order of ``refs``; none without ``spec.engine``."""
         if cluster.spec.engine is None:
             return []
+        return self._children(cluster, context, context.images_for(cluster))
+
+    def _children(self, cluster: Cluster, context: Context, default_images: Images) -> list[Object]:
         child, engine = partial(names.child, cluster, names.ENGINE), names.engine_name(cluster.name)
         config, policy = {"sidecar.yaml": _sidecar_yaml(cluster)}, _network_policy(cluster, context)
         selector = _selector(cluster)
         client_service = {"ports": [_HTTP_PORT], "selector": selector}
-        recorded = {names.DEFAULT_IMAGES: json.dumps(context.images, sort_keys=True)}
+        recorded = {names.DEFAULT_IMAGES: json.dumps(default_images, sort_keys=True)}
         transfer = planned_transfer(cluster, context.allow_all_gpus)
-        images, hashed = resolved_images(cluster, context.images), spec_hash(cluster, context.images)
+        images, hashed = resolved_images(cluster, default_images), spec_hash(cluster, default_images)
         template = pod_template(cluster, images, hashed, transfer, _memory_size(cluster))
         stateful_set = stateful.stateful_set(engine, selector, cluster.engine.replicas, template)
         claim = claim_spec(cluster)
@@ -80,8 +83,9 @@ class Engine(Component):
         if cluster.spec.engine is None:
             return Plan()
         live = observed.children.get(Ref("StatefulSet", names.engine_name(cluster.name)))
-        images = _default_images(cluster, observed, live, context.images)
-        wanted = self.render(cluster, context._replace(images=images))
+        present = context.images_for(cluster)
+        images = _default_images(cluster, observed, live, present)
+        wanted = self._children(cluster, context, images)
         due, stateful_set = differences(wanted, observed), wanted[-1]
         template = stateful_set["spec"]["template"]
         latest = [pod for pod in observed.pods if not is_outdated(pod, template)]
@@ -105,7 +109,7 @@ class Engine(Component):
             note=f"{len(fixed)} {_FORMER_SIZE}" if fixed else "",
             fields={
                 "resizing": resized,
-                "images": _images_in_use(cluster, images, context.images),
+                "images": _images_in_use(cluster, images, present),
                 "transfer": {"requested": cluster.spec.sidecar.transfer, **transfer._asdict()},
             },
         )

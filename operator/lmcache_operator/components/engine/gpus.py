@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.components.base import Sidecar
 from lmcache_operator.components.conditions import Problem
+from lmcache_operator.components.engine.kinds import kind_of
 from lmcache_operator.specs import Object, names
 
 CUDA_IPC, SHARED_MEMORY = "CudaIPC", "SharedMemory"
@@ -40,6 +41,8 @@ def planned_transfer(cluster: Cluster, allow_all_gpus: bool) -> Transfer:
     gpu = cluster.engine.gpu
     if cluster.spec.sidecar.transfer == SHARED_MEMORY:
         return Transfer(SHARED_MEMORY, "Requested", "spec.sidecar.transfer is SharedMemory")
+    if not (kind := kind_of(cluster)).can_share_gpus:
+        return Transfer(SHARED_MEMORY, "EngineCopies", f"{kind.name} copies its KV through its host memory")
     if not gpu.count:
         return Transfer(SHARED_MEMORY, "NoGPU", "the engine has no GPU: spec.engine.gpu.count is 0")
     if gpu.device_class_name is not None:

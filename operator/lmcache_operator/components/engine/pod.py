@@ -19,7 +19,8 @@ from typing import NamedTuple
 from lmcache.common.units import format_mebibytes
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.tiers import DiskTier
-from lmcache_operator.components.engine import gpus, template, vllm
+from lmcache_operator.components.engine import gpus, template
+from lmcache_operator.components.engine.kinds import kind_of
 from lmcache_operator.pods.resize import MAX_SIZE, SIZE_ARGUMENT, SIZE_FILE, sidecar_memory
 from lmcache_operator.specs import Images, Object, names, paths
 from lmcache_operator.specs.merge import dig
@@ -95,14 +96,14 @@ class _Ending(NamedTuple):
     """Seconds that a terminating pod may take. The user's settings take precedence."""
 
     shutdown: int
-    """Time for the engine to finish its requests."""
+    """Time for the engine to finish its requests. SGLang has no such limit, and may use the grace period."""
     grace: int
     """Grace period of the pod."""
 
 
 def _ending(cluster: Cluster) -> _Ending:
     overhead = _NOTICE_SECONDS + _WRITE_OUT_SECONDS
-    given = vllm.int_option(cluster.engine.args, vllm.SHUTDOWN_TIMEOUT)
+    given = kind_of(cluster).shutdown_seconds(cluster.engine.args)
     grace = dig(cluster.engine.pod_template, "spec", "terminationGracePeriodSeconds")
     if isinstance(grace, int):
         return _Ending(max(0, grace - overhead) if given is None else given, grace)
@@ -111,13 +112,12 @@ def _ending(cluster: Cluster) -> _Ending:
 
 
 def _engine(cluster: Cluster, image: str, ending: _Ending) -> Object:
-    is_mounted = cluster.spec.sidecar.payload == IMAGE_VOLUME
+    kind, is_mounted = kind_of(cluster), cluster.spec.sidecar.payload == IMAGE_VOLUME
     env = {
+        **kind.variables,
         "HF_HOME": f"{paths.MODELS_DIR}/huggingface",
         "HOME": paths.HOME_DIR,
         "LMCACHE_SOCKET": paths.SOCKET_PATH,
-        # Block hashes must be equal in every process, or no pod could load KV that another pod stored.
-        "PYTHONHASHSEED": "0",
         "PYTHONPATH": paths.PAYLOAD_DIR + (paths.PAYLOAD_SOURCE if is_mounted else ""),
         # torch looks up the user's name, and the image may not know the uid.
         "USER": "lmcache",
@@ -126,7 +126,7 @@ def _engine(cluster: Cluster, image: str, ending: _Ending) -> Object:
         env["HF_TOKEN_PATH"] = f"{paths.HUB_TOKEN_DIR}/token"
     engine: Object = {}
     # With TLS the kubelet must probe over HTTPS. It does not verify the certificate.
-    has_tls = vllm.option(cluster.engine.args, vllm.SSL_CERTIFICATE) is not None
+    has_tls = kind.option(cluster.engine.args, kind.certificate) is not None
     health = partial(_probe, "/health", names.ENGINE_PORT, scheme="HTTPS" if has_tls else None)
     container = template.find_container(cluster.engine.pod_template, names.ENGINE)
     # The API server requires that the sleep is shorter than the grace period, and allows one preStop action.
@@ -136,9 +136,9 @@ def _engine(cluster: Cluster, image: str, ending: _Ending) -> Object:
         _container(cluster, names.ENGINE, image, env)
         | engine
         | {
-            "args": vllm.engine_args(cluster, ending.shutdown),
-            "command": ["vllm", "serve"],
-            "livenessProbe": health(period=10, failures=6) | _HUNG,
+            "args": kind.args(cluster, ending.shutdown),
+            "command": [*kind.command],
+            "livenessProbe": health(period=10, failures=6) | _HUNG | {"timeoutSeconds": kind.health_seconds},
             "ports": [{"containerPort": names.ENGINE_PORT, "name": "http", "protocol": "TCP"}],
             "readinessProbe": health(period=5, failures=3),
             "resources": _engine_resources(cluster),

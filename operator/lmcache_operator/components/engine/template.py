@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.components.engine.vllm import ONE_POD
+from lmcache_operator.components.engine.kinds.base import ONE_POD
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.merge import dig, first_difference, merge

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 
-from lmcache_operator.components.injection.profile import ONE_POD, PREFIX, RESERVED_ARGS, SIDECAR
+from lmcache_operator.components.engine.kinds import KINDS, kind_in
+from lmcache_operator.components.engine.kinds.base import ONE_INJECTED_POD, EngineKind, option_name, words_of
+from lmcache_operator.components.injection.profile import PREFIX, RESERVED_ARGS, SIDECAR
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object, names
 
@@ -18,12 +20,12 @@ CONTAINER = "lmcache.io/container"
 OUTCOME = "lmcache.io/injection"
 """Annotation: the outcome of the injection."""
 INJECTED = "injected"
-_SHELL = r"(.*/)?(sh|bash|dash|ash|ksh|zsh)|.*\.sh|.*vllm serve .*"
-_STARTS_VLLM = r"(.*bin/)?vllm|vllm\.entrypoints\..*|.*\bvllm serve\b.*"
-_VLLM_IMAGE = r"(.*/)?vllm(-(openai|cpu|cuda|rocm|tpu|xpu|hpu|neuron|ascend|dev)[^/:@]*)?([:@].*)?"
-"""Names of published vLLM images. The images of vLLM's router must not match."""
+_SHELL = r"(.*/)?(sh|bash|dash|ash|ksh|zsh)|.*\.sh|.*(vllm serve|sglang serve|sglang\.launch_server) .*"
+_SHELL_SENTENCE = (
+    "a shell does not pass arguments on: write command: [vllm, serve] or [sglang, serve], and args as a list"
+)
 _OTHER_EXECUTOR = r"(^|\n)--dis[a-z_-]*[=\n](ray|external_launcher)(\n|$)"
-_EXECUTOR_SENTENCE = f"--distributed-executor-backend can't be ray or external_launcher: {ONE_POD}"
+_EXECUTOR_SENTENCE = f"--distributed-executor-backend can't be ray or external_launcher: {ONE_INJECTED_POD}"
 _RANK_VARIABLES = "VLLM_DP_"
 _GROUP_LABEL = "leaderworkerset.sigs.k8s.io/name"
 _USER_FIELDS = ("runAsUser", "runAsGroup", "runAsNonRoot")
@@ -35,17 +37,10 @@ def has_cache(pod: Object) -> bool:
 
 
 def has_engine(pod: Object) -> bool:
-    """Whether a pod or a pod template certainly runs vLLM, by its annotation, command or image name."""
+    """Whether a pod or a pod template certainly runs an engine, by its annotation, command or image name."""
     return CONTAINER in ((pod.get("metadata") or {}).get("annotations") or {}) or any(
-        _starts_vllm(container) for container in pod["spec"]["containers"]
+        kind.is_mentioned(container) for container in pod["spec"]["containers"] for kind in KINDS
     )
-
-
-def _starts_vllm(container: Object) -> bool:
-    command, args = container.get("command") or [], container.get("args") or []
-    if any(re.fullmatch(_STARTS_VLLM, word, re.DOTALL) for word in command + args):
-        return True
-    return not command and bool(re.fullmatch(_VLLM_IMAGE, container.get("image") or ""))
 
 
 def inject(pod: Object, profile: Object, path: str) -> Object:
@@ -59,9 +54,11 @@ def inject(pod: Object, profile: Object, path: str) -> Object:
     index = _engine_index(annotations, spec["containers"], f"{path}spec")
     engine, added = spec["containers"][index], profile["spec"]
     _check_pod(metadata, spec, f"{path}spec")
-    _check_engine(engine, profile, f"{path}spec.containers[{index}]")
+    kind, flags = _checked_args(engine, profile, f"{path}spec.containers[{index}]")
+    additions = added["containers"][KINDS.index(kind)]
+    _check_engine(engine, additions, f"{path}spec.containers[{index}]")
     containers = list(spec["containers"])
-    containers[index] = _engine(engine, added["containers"][0])
+    containers[index] = _engine(engine, additions, flags)
     security = spec.get("securityContext") or {}
     groups = security.get("supplementalGroups") or []
     new_groups = [group for group in added["securityContext"]["supplementalGroups"] if group not in groups]
@@ -86,11 +83,13 @@ def _engine_index(annotations: Object, containers: list[Object], path: str) -> i
     return known.index(name)
 
 
-def _engine(engine: Object, added: Object) -> Object:
+def _engine(engine: Object, added: Object, flags: list[str]) -> Object:
+    """The engine's container with the additions. Options and variables of the user take precedence."""
     env = engine.get("env") or []
+    args = [arg for arg in added["args"] if not any(_is_option(flag, option_name(arg)) for flag in flags)]
     named = [variable["name"] for variable in env]
     return engine | {
-        "args": [*(engine.get("args") or []), *added["args"]],
+        "args": [*(engine.get("args") or []), *args],
         "env": [*env, *(variable for variable in added["env"] if variable["name"] not in named)],
         "volumeMounts": [*(engine.get("volumeMounts") or []), *added["volumeMounts"]],
     }
@@ -124,32 +123,32 @@ def _check_pod(metadata: Object, spec: Object, path: str) -> None:
         raise InvalidSpecError(f"{path}.containers", f"port {names.SIDECAR_PORT} is reserved for the sidecar")
 
 
-def _check_args(engine: Object, profile: Object, path: str) -> None:
-    command, args = engine.get("command") or [], engine.get("args") or []
-    if not command + args:
+def _checked_args(engine: Object, profile: Object, path: str) -> tuple[EngineKind, list[str]]:
+    """The kind of an engine, and the options that its arguments set."""
+    command, words = engine.get("command") or [], words_of(engine)
+    if not words:
         raise InvalidSpecError(f"{path}.args", "the image's own arguments would be lost: set command or args")
-    if any(re.fullmatch(_SHELL, word) for word in command + args):
-        sentence = "a shell does not pass arguments on: write command: [vllm, serve], and args as a list"
-        raise InvalidSpecError(f"{path}.command", sentence)
-    if command and not any("vllm" in word for word in command + args):
-        raise InvalidSpecError(f"{path}.command", "does not start vLLM")
-    text = "\n".join(command + args)
-    # Options before "vllm" belong to a wrapper, such as tini -- or nice -n 5.
-    text = text[text.index("vllm") :] if command else text
+    if any(re.fullmatch(_SHELL, word) for word in words):
+        raise InvalidSpecError(f"{path}.command", _SHELL_SENTENCE)
+    kind, text = kind_in(engine), "\n".join(words)
+    if kind is None:
+        raise InvalidSpecError(f"{path}.command", "starts neither vLLM nor SGLang")
+    # Options before the engine's name belong to a wrapper, such as tini -- or nice -n 5.
+    if command or kind.launcher.search(text):
+        text = text[text.find(kind.name.lower()) :]
     flags = [_flag(word) for word in text.split("\n")]
-    for line in profile["metadata"]["annotations"][RESERVED_ARGS].splitlines():
+    for line in profile["metadata"]["annotations"][RESERVED_ARGS[kind.name]].splitlines():
         if any(_is_option(flag, line.partition(" ")[0]) for flag in flags):
             raise InvalidSpecError(f"{path}.args", line)
     if re.search(_OTHER_EXECUTOR, text):
         raise InvalidSpecError(f"{path}.args", _EXECUTOR_SENTENCE)
+    return kind, flags
 
 
-def _check_engine(engine: Object, profile: Object, path: str) -> None:
-    _check_args(engine, profile, path)
+def _check_engine(engine: Object, added: Object, path: str) -> None:
     for variable in engine.get("env") or ():
         if variable["name"].startswith(_RANK_VARIABLES):
-            raise InvalidSpecError(f"{path}.env", f"{variable['name']} can't be set: {ONE_POD}")
-    added = profile["spec"]["containers"][0]
+            raise InvalidSpecError(f"{path}.env", f"{variable['name']} can't be set: {ONE_INJECTED_POD}")
     wanted = {variable["name"]: variable["value"] for variable in added["env"]}
     for variable in engine.get("env") or ():
         value = wanted.get(variable["name"])
@@ -170,6 +169,6 @@ def _flag(word: str) -> str:
 
 
 def _is_option(name: str, option: str) -> bool:
-    """Whether a name is an option or its prefix, which vLLM accepts for the option."""
+    """Whether a name is an option or its prefix, which engines accept for the option."""
     is_beginning = name.startswith("--") and len(name) > 2 and option.startswith(name)
     return name == option or is_beginning

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lmcache_operator.api.parse import Cluster
+from lmcache_operator.api.types import SGLANG, VLLM
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.engine import resolved_images
-from lmcache_operator.components.engine.gpus import planned_transfer
+from lmcache_operator.components.engine.gpus import CUDA_IPC, planned_transfer
+from lmcache_operator.components.engine.kinds import KINDS
+from lmcache_operator.components.engine.kinds.base import EngineKind
 from lmcache_operator.components.engine.pod import IMAGE_VOLUME, MemorySize, pod_template
-from lmcache_operator.components.engine.vllm import RESERVED
 from lmcache_operator.specs import Object, names, paths
 
-RESERVED_ARGS = "lmcache.io/reserved-args"
-"""Annotation: a line for each vLLM option that an injected pod must not set, with the reason."""
+RESERVED_ARGS = {VLLM: "lmcache.io/reserved-args", SGLANG: "lmcache.io/reserved-sglang-args"}
+"""Annotations by kind of engine. Each has a line for each option that an injected pod must not set."""
 PREFIX = "lmcache-"
 """Prefix of injected containers and volumes, since a pod may already have a "config" or a "sidecar"."""
 SIDECAR = f"{PREFIX}{names.SIDECAR}"
@@ -33,55 +35,56 @@ _NAME_LENGTH = 63
 """Maximum length of a volume's name."""
 _NOT_GIVEN = ("ports", "volumeDevices")
 _SHARED = (paths.ARENA_DIR, paths.PAYLOAD_DIR, paths.SOCKET_DIR)
-_ENV = ("LMCACHE_SOCKET", "PYTHONHASHSEED", "PYTHONPATH")
-_ARGS = ("--kv-transfer-config", "--prefix-caching-hash-algo")
-ONE_POD = "an engine with a cache is one pod; for more engines run more pods"
-_RESERVED = {
-    **{
-        option: RESERVED[option]
-        for option in ("--", "--config", "--decode-context-parallel-size", "-dcp", "--ec-transfer-config",
-                       "--enable-sleep-mode", "--kv-offloading-size", "--no-enable-prefix-caching", *_ARGS)
-    },
-    **dict.fromkeys(("--data-parallel-size", "--prefill-context-parallel-size", "-pcp"), ONE_POD),
-    **dict.fromkeys(("--headless", "--nnodes", "-n", "--node-rank", "-r"), ONE_POD),
-}  # fmt: skip
+_ENV = ("LMCACHE_SOCKET", "PYTHONPATH")
 
 
 def profile(cluster: Cluster, context: Context) -> Object:
     """A pod template with the additions to a pod: init containers, volumes and a group.
 
-    Its one container has the arguments, variables and mounts to add to the engine's. If the cluster gets its
-    GPUs through a claim, the template has that claim: it marks that the sidecar shares the pod's own claims.
+    Its containers have the arguments, variables and mounts to add to the engine's: one container for each
+    kind of engine, in the order of ``KINDS``. So one cluster holds the settings for pods of all kinds. If the
+    template has a claim, the sidecar shares the pod's own claims.
 
     Raises:
         InvalidSpecError: the spec can't be rendered.
     """
     transfer = planned_transfer(cluster, context.allow_all_gpus)
-    images, size = resolved_images(cluster, context.images), MemorySize(cluster.memory.num_bytes)
+    images, size = resolved_images(cluster, context.images_for(cluster)), MemorySize(cluster.memory.num_bytes)
     whole = pod_template(cluster, images, "", transfer, size)["spec"]
     (engine,) = (container for container in whole["containers"] if container["name"] == names.ENGINE)
     # If the payload is an image volume, a container named "payload" is the user's own.
     used = {names.SIDECAR} if cluster.spec.sidecar.payload == IMAGE_VOLUME else {names.SIDECAR, names.PAYLOAD}
     added = [_init_container(container) for container in whole["initContainers"] if container["name"] in used]
-    engine = {
-        "args": [arg for arg in engine["args"] if arg.partition("=")[0] in _ARGS],
-        "env": [variable for variable in engine["env"] if variable["name"] in _ENV],
-        "image": engine["image"],
-        "name": names.ENGINE,
-        "volumeMounts": _mounts(mount for mount in engine["volumeMounts"] if mount["mountPath"] in _SHARED),
-    }
-    mounted = {mount["name"] for container in (*added, engine) for mount in container["volumeMounts"]}
+    engines = [_engine(kind, engine, cluster) for kind in KINDS]
+    mounted = {mount["name"] for container in (*added, *engines) for mount in container["volumeMounts"]}
     volumes = [*map(_volume, whole["volumes"]), {"name": _renamed(_NO_TOKEN), "emptyDir": {}}]
     spec: Object = {
-        "containers": [engine],
+        "containers": engines,
         "initContainers": added,
         "securityContext": {"supplementalGroups": [_GROUP]},
         "volumes": [volume for volume in volumes if volume["name"] in mounted],
     }
-    if "resourceClaims" in whole:
+    if "resourceClaims" in whole and transfer.mode == CUDA_IPC:
         spec["resourceClaims"] = whole["resourceClaims"]
-    lines = [f"{option} can't be set: {_RESERVED[option]}" for option in sorted(_RESERVED)]
-    return {"metadata": {"annotations": {RESERVED_ARGS: "\n".join(lines)}}, "spec": spec}
+    reserved = {RESERVED_ARGS[kind.name]: "\n".join(_reserved_lines(kind)) for kind in KINDS}
+    return {"metadata": {"annotations": reserved}, "spec": spec}
+
+
+def _engine(kind: EngineKind, engine: Object, cluster: Cluster) -> Object:
+    """Additions to the container of an engine. ``engine``: the container of the cluster's own pods."""
+    env = [variable for variable in engine["env"] if variable["name"] in _ENV]
+    env += [{"name": name, "value": value} for name, value in kind.variables.items()]
+    return {
+        "args": kind.cache_args(cluster),
+        "env": sorted(env, key=lambda variable: str(variable["name"])),
+        "name": kind.name.lower(),
+        "volumeMounts": _mounts(mount for mount in engine["volumeMounts"] if mount["mountPath"] in _SHARED),
+    }
+
+
+def _reserved_lines(kind: EngineKind) -> list[str]:
+    reserved = kind.reserved_by_injection
+    return [f"{option} can't be set: {reserved[option]}" for option in sorted(reserved)]
 
 
 def _init_container(container: Object) -> Object:

@@ -25,7 +25,7 @@ _PODS: Mapping[str, tuple[str, ...]] = {
 """Path of the pod or pod template in an object, by kind."""
 _GROUPS = ("LeaderWorkerSet", "RayCluster", "RayService")
 _NO_LABEL = "no pod has this label: add it, or use --name LMCACHECLUSTER"
-_NOT_CERTAIN = f"no container certainly runs vLLM: if one does, label the pods {INJECT_LABEL}: {{}}"
+_NOT_CERTAIN = f"no container certainly runs vLLM or SGLang: if one does, label the pods {INJECT_LABEL}: {{}}"
 _NAMED = {"name": str}
 _CONTAINER = _NAMED | {
     "image": str, "command": [str], "args": [str], "env": [_NAMED], "ports": [{}], "volumeMounts": [{}],
@@ -65,7 +65,7 @@ def inject_objects(
     """Inject the caches that pods ask for by their label.
 
     LMCacheClusters may also be among the objects. ``cluster_name``: the cache for pods without a label that
-    certainly run vLLM. Objects that have a cache already or create no pods stay unchanged.
+    certainly run an engine. Objects that have a cache already or create no pods stay unchanged.
 
     Raises:
         InvalidSpecError: the cache can't be injected into a pod, or no pod asks for one.

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lmcache.explain import merge
 from lmcache.explain.text import plain
 from lmcache_operator.commands.doctor.answers import Answer
-from lmcache_operator.commands.doctor.checks.installation import parse_version
+from lmcache_operator.commands.doctor.checks.engine_kinds import KindChecks, checks_for
 from lmcache_operator.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_operator.commands.doctor.results import Result, failure, grouped, ok, unknown, warning
 from lmcache_operator.commands.gather import PodFigures, sidecar_port
-from lmcache_operator.components.engine import vllm
+from lmcache_operator.components.engine.kinds.base import words_of
 from lmcache_operator.components.injection.pods import CONTAINER
 from lmcache_operator.specs import Object, names
 
-MIN_VLLM, MAX_VLLM = (0, 29), (0, 33)
-"""Oldest and newest supported version of vLLM. A test compares them with the connector."""
-_HASH_ALGORITHM = "sha256_cbor"
 _MAX_CLIENTS = 128
-_WITHOUT_PREFIXES = "every prefix is loaded again, and models with recurrent states are not cached."
-_RUNBOOK = "EngineNotAttached"
 
 
 def engine_container(pod: Object) -> Object | None:
@@ -33,19 +27,21 @@ def engine_container(pod: Object) -> Object | None:
     return by_name.get(chosen) or (containers[0] if len(containers) == 1 else None)
 
 
+def kind_checks(pod: Object) -> KindChecks:
+    """Return the checks for the kind of engine that a pod runs."""
+    return checks_for(engine_container(pod))
+
+
 def engine_port(pod: Object) -> int:
     """Return the port of the engine's HTTP server."""
-    container = engine_container(pod) or {}
-    return vllm.int_option(_words(container), "--port") or names.ENGINE_PORT
+    kind = kind_checks(pod).kind
+    return kind.int_option(words_of(engine_container(pod) or {}), "--port") or kind.default_port
 
 
 def has_tls(pod: Object) -> bool:
     """Whether the engine serves HTTPS only."""
-    return vllm.option(_words(engine_container(pod) or {}), vllm.SSL_CERTIFICATE) is not None
-
-
-def _words(container: Object) -> list[str]:
-    return [str(word) for word in (*(container.get("command") or ()), *(container.get("args") or ()))]
+    kind = kind_checks(pod).kind
+    return kind.option(words_of(engine_container(pod) or {}), kind.certificate) is not None
 
 
 def clients(stats: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -71,58 +67,22 @@ def arguments(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
 
 def argument_problems(name: str, figures: PodFigures) -> Iterator[Result]:
     """Yield the problems in the arguments and variables of one engine."""
-    container = engine_container(figures.pod)
-    if container is None:
-        return
-    words = _words(container)
-    flags = [vllm.flag_of(word) for word in words]
-    if "--no-enable-prefix-caching" in flags:
-        text = f"--no-enable-prefix-caching is set: {_WITHOUT_PREFIXES}"
-        yield warning(name, text, "Remove the argument.")
-    config = vllm.option(words, "--kv-transfer-config")
-    if config is None:
-        return  # a shell or a file may set the options: /stats says whether the engine is attached
-    yield from _config_problems(name, config)
-    algorithm = vllm.option(words, "--prefix-caching-hash-algo")
-    if algorithm != _HASH_ALGORITHM:
-        value = plain(algorithm) or "not set"
-        text = f"--prefix-caching-hash-algo is {value}, so keys are private to the engine."
-        yield warning(name, text, f"Set --prefix-caching-hash-algo {_HASH_ALGORITHM}.")
-    seed = next((each for each in container.get("env") or () if each["name"] == "PYTHONHASHSEED"), None)
-    is_shared = any(not each.get("private_reason") for each in clients(figures.stats))
-    if (seed is None or seed.get("value") == "random") and not is_shared:
-        text = "PYTHONHASHSEED is not set, so keys may be private to the engine."
-        yield warning(name, text, "Set the variable PYTHONHASHSEED=0 in the engine's container.")
-
-
-def _config_problems(name: str, config: str) -> Iterator[Result]:
-    try:
-        parsed = json.loads(config)
-    except (ValueError, RecursionError):
-        parsed = None
-    if not isinstance(parsed, dict):
-        yield failure(name, "--kv-transfer-config is not a JSON object.", "Correct the argument.", _RUNBOOK)
-    elif (policy := parsed.get("kv_load_failure_policy")) != "recompute":
-        text = (
-            f"kv_load_failure_policy is {plain(policy) or 'not set'}, so a failed load may fail its request."
-        )
-        yield warning(name, text, 'Set "kv_load_failure_policy": "recompute" in --kv-transfer-config.')
+    if container := engine_container(figures.pod):
+        is_shared = any(not each.get("private_reason") for each in clients(figures.stats))
+        yield from kind_checks(figures.pod).argument_problems(name, container, is_shared=is_shared)
 
 
 def engine_versions(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
-    """Check that the engines run a supported version of vLLM."""
+    """Check that the engines run a supported version."""
     name = "engineVersion"
-    known = {each.name: plain(each.stats.get("version")) for each in cluster.engines if each.stats}
-    known = {pod: version for pod, version in known.items() if version}
-    problems = []
-    for pod, version in known.items():
-        number = parse_version(version)
-        if number and not MIN_VLLM <= number <= MAX_VLLM:
-            text = f"vLLM {version} is not supported, so the engine runs without the cache."
-            problems.append((pod, failure(name, text, "Use an image with vLLM 0.29-0.33.", _RUNBOOK)))
+    known = [(each, plain(each.stats.get("version"))) for each in cluster.engines if each.stats]
+    known = [(each, version) for each, version in known if version]
+    checked = [(each.name, kind_checks(each.pod).version_problem(name, version)) for each, version in known]
+    problems = [(pod, problem) for pod, problem in checked if problem]
     yield from grouped(problems, len(known))
     if known and not problems:
-        yield ok(name, f"The engines run vLLM {', '.join(sorted(set(known.values()))[:3])}.")
+        versions = {f"{kind_checks(each.pod).kind.name} {version}" for each, version in known}
+        yield ok(name, f"The engines run {', '.join(sorted(versions)[:3])}.")
     elif cluster.engines and not known:
         yield unknown(name, _unread(cluster))
 
@@ -134,30 +94,19 @@ def _unread(cluster: ClusterFacts) -> Answer:
 
 
 def engine_settings(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
-    """Check the engines' cache settings, as the engines report them in their metrics."""
-    name = "engineSettings"
-    known = {each.name: merge.part(each.stats, "cache") for each in cluster.engines}
-    known = {pod: cache for pod, cache in known.items() if cache}
+    """Check the engines' cache settings, as the engines report them."""
+    name, parsed = "engineSettings", cluster.parsed
+    chunk_tokens = parsed.spec.sidecar.chunk_tokens if parsed and parsed.spec.engine else 0
+    known = [(each, merge.part(each.stats, "cache")) for each in cluster.engines]
+    known = [(each, cache) for each, cache in known if cache]
     problems = [
-        (pod, problem) for pod, cache in known.items() for problem in _setting_problems(name, cache, cluster)
+        (each.name, problem)
+        for each, cache in known
+        for problem in kind_checks(each.pod).setting_problems(name, cache, chunk_tokens)
     ]
     yield from grouped(problems, len(known))
     if known and not problems:
-        blocks = sorted({plain(cache.get("block_size")) for cache in known.values()})
-        yield ok(name, f"Prefix caching is on. A block has {', '.join(blocks[:3])} tokens.")
-
-
-def _setting_problems(name: str, cache: Mapping[str, Any], cluster: ClusterFacts) -> Iterator[Result]:
-    if cache.get("enable_prefix_caching") == "False":
-        yield warning(
-            name, f"Prefix caching is off: {_WITHOUT_PREFIXES}", "Remove --no-enable-prefix-caching."
-        )
-    block, parsed = plain(cache.get("block_size")), cluster.parsed
-    chunk = parsed.spec.sidecar.chunk_tokens if parsed and parsed.spec.engine else 0
-    if block.isdecimal() and 0 < int(block) <= 1 << 20 and chunk % int(block):
-        tokens = -(-chunk // int(block)) * int(block)
-        text = f"spec.sidecar.chunkTokens {chunk} is no multiple of the engine's block of {block} tokens."
-        yield warning(name, text, f"Set it to {tokens}, which the engine uses already.")
+        yield ok(name, " ".join(sorted({kind_checks(e.pod).settings(cache) for e, cache in known})[:3]))
 
 
 def private_keys(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:

@@ -1,0 +1,143 @@
+"""The contract of an engine kind, which is an inference engine that the operator can run. Pure.
+
+Everything that differs between vLLM and SGLang is in an implementation of this class: the command line, the
+options that the cache depends on, the probes, and the recognition of containers that run the engine.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from lmcache_operator.api.parse import Cluster
+from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.specs import Object
+
+ONE_POD = "an engine is one pod with the ranks of spec.engine.parallelism; for more set spec.engine.replicas"
+ONE_INJECTED_POD = "an engine with a cache is one pod; for more engines run more pods"
+NO_CACHE = "the engine would run without its cache"
+ON_A_PORT = "the probes and Services expect the engine's HTTP server on a port"
+ALL_ADDRESSES = "the probes and Services expect the engine on all addresses"
+NO_SPLIT = "engines that split prefill and decode, or encoders, over pods are not supported in this version"
+NO_FILE = "a file may hold options that can't be set: write each into spec.engine.args"
+
+
+class EngineKind(ABC):
+    """An inference engine that the operator can run, and that can get the cache by injection."""
+
+    name: ClassVar[str]
+    """Value of ``spec.engine.kind``, and the name of the engine in messages."""
+    command: ClassVar[tuple[str, ...]]
+    """Command of the engine's container."""
+    variables: ClassVar[Mapping[str, str]] = {}
+    """Variables that the cache needs, in addition to those that every kind has."""
+    reserved: ClassVar[Mapping[str, str]]
+    """Reasons why the user may not set an option in ``spec.engine.args``, by option."""
+    reserved_by_injection: ClassVar[Mapping[str, str]]
+    """Reasons why an injected pod must not set an option, by option."""
+    read: ClassVar[tuple[str, ...]]
+    """Options that are also recognized in abbreviated form. Includes all of ``reserved``."""
+    stray_word: ClassVar[str]
+    """Reaction of the engine to an argument that belongs to no option, as the end of a sentence."""
+    default_port: ClassVar[int]
+    """Port of the HTTP server if the command line names none."""
+    health_seconds: ClassVar[int]
+    """Longest time that a healthy engine may take to answer ``/health``."""
+    can_share_gpus: ClassVar[bool]
+    """Whether a sidecar can copy KV out of the engine's GPUs."""
+    launcher: ClassVar[re.Pattern[str]]
+    """Command that starts the engine, in a container's words joined by newlines."""
+    shell_line: ClassVar[re.Pattern[str]]
+    """The same inside a line for a shell."""
+    image: ClassVar[re.Pattern[str]]
+    """Names of published images."""
+    certificate = "--ssl-certfile"
+    """Option that makes the engine serve HTTPS only."""
+
+    @abstractmethod
+    def cache_args(self, cluster: Cluster) -> list[str]:
+        """The arguments that give the engine its cache, each as ``--name=value`` or as a flag.
+
+        Injection adds the same arguments. If the user sets an option of them that is not reserved, the user's
+        value is used.
+        """
+
+    @abstractmethod
+    def args(self, cluster: Cluster, shutdown_seconds: int) -> list[str]:
+        """The arguments of the engine's container: the operator's by name, then the user's in their order.
+
+        ``shutdown_seconds``: time for a stopping engine to finish its requests.
+
+        Raises:
+            InvalidSpecError: an argument of the user breaks what the cache needs.
+        """
+
+    def shutdown_seconds(self, args: Sequence[str]) -> int | None:
+        """Time to finish requests that the user's arguments set; None: they set none."""
+        return None
+
+    def flag_of(self, arg: str) -> str:
+        """The option that an argument sets, without its value, and with ``-`` for ``_``.
+
+        Engines accept any unambiguous prefix of an option. A prefix that fits an option of ``read`` counts as
+        that option.
+        """
+        name = arg.partition("=")[0]
+        if not name.startswith("--") or name == "--":
+            return name
+        name = name.replace("_", "-")
+        return name if name in self.read else next((o for o in self.read if o.startswith(name)), name)
+
+    def option(self, args: Sequence[str], name: str) -> str | None:
+        """Value of an option in the arguments; the last one counts. None if the option is not set."""
+        value = None
+        for index, arg in enumerate(args):
+            if self.flag_of(arg) == name:
+                _, has_value, text = arg.partition("=")
+                value = text if has_value else "".join(args[index + 1 : index + 2])
+        return value
+
+    def int_option(self, args: Sequence[str], name: str) -> int | None:
+        """Value of an integer option in the arguments; None if it is not set or not an integer."""
+        text = self.option(args, name)
+        return int(text) if text is not None and re.fullmatch("[0-9]{1,9}", text) else None
+
+    def checked_flags(self, args: Sequence[str]) -> list[str]:
+        """The option that each argument of the user sets.
+
+        Raises:
+            InvalidSpecError: an option is reserved, or an argument belongs to no option.
+        """
+        flags = [self.flag_of(arg) for arg in args]
+        may_be_value = False
+        for index, (arg, flag) in enumerate(zip(args, flags, strict=True)):
+            path = f"spec.engine.args[{index}]"
+            if flag in self.reserved:
+                raise InvalidSpecError(path, f"{flag} can't be set: {self.reserved[flag]}")
+            if not arg.startswith("-") and not may_be_value:
+                raise InvalidSpecError(path, f"{arg!r} belongs to no option: {self.stray_word}")
+            may_be_value = "=" not in arg if arg.startswith("-") else may_be_value
+        return flags
+
+    def is_mentioned(self, container: Object) -> bool:
+        """Whether a container certainly runs the engine, by its command or, without a command, its image."""
+        words = words_of(container)
+        if self.launcher.search("\n".join(words)) or any(map(self.shell_line.search, words)):
+            return True
+        return not container.get("command") and self.has_image(container)
+
+    def has_image(self, container: Object) -> bool:
+        """Whether the container's image is a published image of the engine."""
+        return self.image.fullmatch(container.get("image") or "") is not None
+
+
+def option_name(arg: str) -> str:
+    """Name of the option in an argument that the operator wrote."""
+    return arg.partition("=")[0]
+
+
+def words_of(container: Object) -> list[str]:
+    """Command and arguments of a container."""
+    return [str(word) for word in (*(container.get("command") or ()), *(container.get("args") or ()))]

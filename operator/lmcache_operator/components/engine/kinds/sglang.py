@@ -1,0 +1,170 @@
+"""SGLang: the command line of its server with HiCache, and the check of the user's arguments in it. Pure.
+
+HiCache copies KV between the GPU and a pool in the engine's host memory. The storage backend of LMCache
+copies whole pages between this pool and the sidecar. The pool is only a buffer (mode ``buffer_only``). The
+sidecar needs no access to GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from lmcache_operator.api.parse import Cluster
+from lmcache_operator.api.types import SGLANG
+from lmcache_operator.components.engine.kinds.base import (
+    ALL_ADDRESSES,
+    NO_CACHE,
+    NO_FILE,
+    NO_SPLIT,
+    ON_A_PORT,
+    ONE_INJECTED_POD,
+    ONE_POD,
+    EngineKind,
+    option_name,
+)
+from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.specs.names import ENGINE_PORT
+from lmcache_operator.specs.paths import SOCKET_PATH
+
+PAGE_TOKENS = 64
+"""Tokens of a page, which is also the unit of storage."""
+_MIN_PAGE_TOKENS = 16
+"""Tokens of the smallest page that the storage backend caches."""
+HOST_POOL_RATIO = "1.05"
+"""Size of the host pool, relative to the KV cache in the engine's GPUs."""
+BACKEND, BACKEND_CONFIG = "--hicache-storage-backend", "--hicache-storage-backend-extra-config"
+NO_RADIX_CACHE = "--disable-radix-cache"
+_PAGE, _RATIO = "--page-size", "--hicache-ratio"
+_POLICY, _WRITES = "--hicache-storage-prefetch-policy", "--hicache-write-policy"
+_LAYOUT, _IO = "--hicache-mem-layout", "--hicache-io-backend"
+_HOST_MODE = "--hicache-host-memory-mode"
+_OTHER_CACHE = "it would replace HiCache, which LMCache is a storage backend of"
+_WHOLE_PAGES = "LMCache copies whole pages, which need the layout page_first_direct"
+_NO_PREFIXES = "without the radix cache, the engine has no prefixes to store"
+_ON_SEVERAL_NODES = (
+    "--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr", "--use-ray",
+)  # fmt: skip
+_REPLICATED = (
+    "--dp-size", "--data-parallel-size", "--attn-dp-size", "--attention-data-parallel-size",
+    "--enable-dp-attention",
+)  # fmt: skip
+_WITHOUT_CACHE = {
+    BACKEND: "it loads LMCache, and HiCache has only one storage backend",
+    BACKEND_CONFIG: "it loads LMCache, and names the socket of the sidecar",
+    _LAYOUT: _WHOLE_PAGES,
+    _IO: _WHOLE_PAGES,
+    "--enable-unified-memory": _WHOLE_PAGES,
+    NO_RADIX_CACHE: _NO_PREFIXES,
+    "--prefill-only-disable-kv-cache": _NO_PREFIXES,
+    **dict.fromkeys(
+        ("--radix-cache-backend", "--enable-lmcache", "--enable-flexkv",
+         "--enable-unified-cache-external-linker"),
+        _OTHER_CACHE,
+    ),
+    **dict.fromkeys(
+        ("--dcp-size", "--decode-context-parallel-size", "--enable-kv-cache-sharding",
+         "--enable-dsa-cache-layer-split"),
+        NO_CACHE,
+    ),
+    **dict.fromkeys(("--disaggregation-mode", "--encoder-only", "--language-only"), NO_SPLIT),
+    "--config": NO_FILE,
+    "--": "what follows it would not be read as options",
+}  # fmt: skip
+_RESERVED = {
+    **_WITHOUT_CACHE,
+    "--host": ALL_ADDRESSES,
+    "--port": f"the Services expect the engine on port {ENGINE_PORT}",
+    "--grpc-mode": ON_A_PORT,
+    "--smg-grpc-mode": ON_A_PORT,
+    **dict.fromkeys(("--model-path", "--model"), "it is set by spec.model.name"),
+    "--revision": "it is set by spec.model.revision",
+    **dict.fromkeys(("--tp-size", "--tensor-parallel-size"), "it is set by spec.engine.parallelism.tensor"),
+    **dict.fromkeys(
+        ("--pp-size", "--pipeline-parallel-size"), "it is set by spec.engine.parallelism.pipeline"
+    ),
+    **dict.fromkeys((*_ON_SEVERAL_NODES, *_REPLICATED), ONE_POD),
+}
+
+_RESERVED_BY_INJECTION = _WITHOUT_CACHE | dict.fromkeys(
+    ("--nnodes", "--node-rank", "--use-ray", *_REPLICATED), ONE_INJECTED_POD
+)
+
+
+class SGLang(EngineKind):
+    """Pods that run SGLang's server with the storage backend of LMCache."""
+
+    name = SGLANG
+    command = ("python3", "-m", "sglang.launch_server")
+    reserved = _RESERVED
+    reserved_by_injection = _RESERVED_BY_INJECTION
+    read = (
+        *_RESERVED, _PAGE, _RATIO, _HOST_MODE, _POLICY, _WRITES, "--served-model-name",
+        EngineKind.certificate,
+    )  # fmt: skip
+    stray_word = "the engine would not start"
+    default_port = 30000
+    # /health waits for the next step of the scheduler. After 20 s, SGLang itself reports a failure.
+    health_seconds = 25
+    can_share_gpus = False
+    launcher = re.compile(r"(^|\n)((.*bin/)?sglang\nserve|sglang\.launch_server)(\n|$)")
+    shell_line = re.compile(r"\b(sglang serve|sglang\.launch_server)\b")
+    # The images of SGLang's router must not match.
+    image = re.compile(r"(.*/)?sglang(-(rocm|cpu|xpu|npu|daily|dev)[^/:@]*)?([:@].*)?")
+
+    def cache_args(self, cluster: Cluster) -> list[str]:
+        """HiCache with LMCache as its storage backend."""
+        options = {
+            _HOST_MODE: "buffer_only",
+            _IO: "direct",
+            _LAYOUT: "page_first_direct",
+            _RATIO: HOST_POOL_RATIO,
+            BACKEND: "dynamic",
+            BACKEND_CONFIG: _backend_config(),
+            _POLICY: "timeout",
+            _WRITES: "write_through",
+            _PAGE: PAGE_TOKENS,
+        }
+        return ["--enable-hierarchical-cache", *(f"{name}={value}" for name, value in options.items())]
+
+    def args(self, cluster: Cluster, shutdown_seconds: int) -> list[str]:
+        """The operator's arguments by name, then the user's in their order.
+
+        SGLang finishes its requests without a limit of its own: the pod's grace period is the limit.
+        """
+        parallelism, model, user_args = cluster.engine.parallelism, cluster.model, cluster.engine.args
+        flags = self.checked_flags(user_args)
+        page = self.int_option(user_args, _PAGE)
+        if page is not None and page < _MIN_PAGE_TOKENS:
+            path = f"spec.engine.args[{flags.index(_PAGE)}]"
+            raise InvalidSpecError(path, f"a page must have at least {_MIN_PAGE_TOKENS} tokens: {NO_CACHE}")
+        options: dict[str, str | int] = {
+            "--host": "0.0.0.0",
+            "--model-path": model.name,
+            "--port": ENGINE_PORT,
+            "--pp-size": parallelism.pipeline,
+            "--served-model-name": model.name,
+            "--tp-size": parallelism.tensor,
+        }
+        if model.revision is not None:
+            options["--revision"] = model.revision
+        rendered = [*self.cache_args(cluster), "--enable-cache-report", "--enable-metrics"]
+        rendered += [f"{name}={value}" for name, value in options.items()]
+        return [
+            *sorted((arg for arg in rendered if option_name(arg) not in flags), key=option_name),
+            *user_args,
+        ]
+
+
+def _backend_config() -> str:
+    config = {
+        "backend_name": "lmcache",
+        "module_path": "lmcache.engines.sglang.backend",
+        "class_name": "LMCacheBackend",
+        "interface_v1": 1,
+        # Look up every prefix that is at least one page longer than what the engine has itself.
+        "prefetch_threshold": PAGE_TOKENS,
+        "hicache_storage_pass_prefix_keys": True,
+        "lmcache.socket": SOCKET_PATH,
+    }
+    return json.dumps(config, sort_keys=True, separators=(",", ":"))

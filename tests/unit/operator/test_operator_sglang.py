@@ -1,0 +1,237 @@
+"""Pods of SGLang: command line, refused arguments, probes, images, and who copies KV."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from lmcache_operator.api.parse import parse
+from lmcache_operator.components.base import Context
+from lmcache_operator.components.engine.engine import Engine
+from lmcache_operator.components.engine.kinds import KINDS, kind_of
+from lmcache_operator.components.engine.kinds.base import option_name
+from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.specs.names import SGLANG_IMAGE, STOCK_IMAGES
+
+from tests.harness.operator_model import World, cluster
+from tests.harness.operator_plans import observe, settled_world
+
+CONTEXT = Context(STOCK_IMAGES)
+SGLANG: dict[str, Any] = {"kind": "SGLang"}
+
+
+def template(**changes: Any) -> dict[str, Any]:
+    """The rendered pod template."""
+    changes = changes | {"engine": SGLANG | changes.get("engine", {})}
+    rendered: dict[str, Any] = Engine().render(parse(cluster(**changes)), CONTEXT)[-1]["spec"]["template"]
+    return rendered
+
+
+def engine_of(**changes: Any) -> dict[str, Any]:
+    """The rendered container of the engine."""
+    container: dict[str, Any] = template(**changes)["spec"]["containers"][0]
+    return container
+
+
+def args_of(*args: str, **engine: Any) -> list[str]:
+    rendered: list[str] = engine_of(engine={"args": list(args), **engine})["args"]
+    return rendered
+
+
+def test_engine_runs_sglang_with_its_storage_backend() -> None:
+    parallel = {"gpu": {"count": 4}, "parallelism": {"tensor": 2, "pipeline": 2}}
+    engine = engine_of(engine=parallel, model={"revision": "main"})
+    assert engine["command"] == ["python3", "-m", "sglang.launch_server"]
+    options = dict(arg.partition("=")[::2] for arg in engine["args"])
+    config = json.loads(options.pop("--hicache-storage-backend-extra-config"))
+    assert options == {
+        "--enable-cache-report": "", "--enable-hierarchical-cache": "", "--enable-metrics": "",
+        "--hicache-host-memory-mode": "buffer_only", "--hicache-io-backend": "direct",
+        "--hicache-mem-layout": "page_first_direct", "--hicache-ratio": "1.05",
+        "--hicache-storage-backend": "dynamic",
+        "--hicache-storage-prefetch-policy": "timeout", "--hicache-write-policy": "write_through",
+        "--host": "0.0.0.0", "--model-path": "org/model", "--page-size": "64", "--port": "8000",
+        "--pp-size": "2", "--revision": "main", "--served-model-name": "org/model", "--tp-size": "2",
+    }  # fmt: skip
+    assert config == {
+        "backend_name": "lmcache", "module_path": "lmcache.engines.sglang.backend",
+        "class_name": "LMCacheBackend", "interface_v1": 1, "prefetch_threshold": 64,
+        "hicache_storage_pass_prefix_keys": True, "lmcache.socket": "/run/lmcache/kvcache.sock",
+    }  # fmt: skip
+    env = {item["name"]: item.get("value") for item in engine["env"]}
+    assert env["LMCACHE_SOCKET"] == "/run/lmcache/kvcache.sock"
+    assert env["PYTHONPATH"] == "/opt/lmcache/client"
+    assert engine["ports"] == [{"containerPort": 8000, "name": "http", "protocol": "TCP"}]
+
+
+def test_health_may_take_as_long_as_sglang_allows() -> None:
+    engine = engine_of()
+    probes = {name: engine[name] for name in ("livenessProbe", "readinessProbe", "startupProbe")}
+    assert {probe["httpGet"]["path"] for probe in probes.values()} == {"/health"}
+    assert probes["livenessProbe"]["timeoutSeconds"] > 20
+    tls = engine_of(engine={"args": ["--ssl-certfile=/tls.crt"]})
+    assert tls["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+
+
+def test_terminating_pod_has_time_for_requests() -> None:
+    pod = template()["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 120
+    assert pod["containers"][0]["lifecycle"]["preStop"] == {"sleep": {"seconds": 5}}
+    longer = {"podTemplate": {"spec": {"terminationGracePeriodSeconds": 600}}}
+    assert template(engine=longer)["spec"]["terminationGracePeriodSeconds"] == 600
+
+
+@pytest.mark.parametrize(
+    ("args", "left_out"),
+    [
+        (["--page-size=32"], "--page-size"),
+        (["--page", "32"], "--page-size"),
+        (["--hicache-ratio", "0.5"], "--hicache-ratio"),
+        (["--hicache-storage-prefetch-policy=best_effort"], "--hicache-storage-prefetch-policy"),
+        (["--hicache-write-policy=write_back"], "--hicache-write-policy"),
+        (["--served-model-name=llm"], "--served-model-name"),
+        (["--enable-metrics"], "--enable-metrics"),
+    ],
+)
+def test_arguments_of_the_user_replace_defaults(args: list[str], left_out: str) -> None:
+    rendered = args_of(*args)
+    assert rendered[-len(args) :] == args
+    by_operator = rendered[: -len(args)]
+    assert [arg for arg in args_of() if arg not in by_operator] == [
+        arg for arg in args_of() if option_name(arg) == left_out
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--hicache-storage-backend=file"], "--hicache-storage-backend can't be set: it loads LMCache"),
+        (["--hicache_storage_backend", "file"], "--hicache-storage-backend can't be set"),
+        (["--hicache-storage-backend-extra-config={}"], "names the socket of the sidecar"),
+        (["--hicache-storage-backend-ex", "{}"], "--hicache-storage-backend-extra-config can't be set"),
+        (["--hicache-mem-layout=page_first"], "LMCache copies whole pages"),
+        (["--hicache-io-backend", "kernel"], "LMCache copies whole pages"),
+        (["--enable-unified-memory"], "LMCache copies whole pages"),
+        (["--disable-radix-cache"], "the engine has no prefixes to store"),
+        (["--disable-rad"], "--disable-radix-cache can't be set"),
+        (["--enable-lmcache"], "it would replace HiCache"),
+        (["--enable-flexkv"], "it would replace HiCache"),
+        (["--enable-unified-cache-external-linker"], "it would replace HiCache"),
+        (["--radix-cache-backend=x"], "it would replace HiCache"),
+        (["--dcp-size=2"], "the engine would run without its cache"),
+        (["--page-size=8"], "a page must have at least 16 tokens: the engine would run without its cache"),
+        (["--page", "1"], "a page must have at least 16 tokens"),
+        (["--attn-dp-size=2"], "an engine is one pod"),
+        (["--enable-dp-attention"], "an engine is one pod"),
+        (["--node-rank", "1"], "an engine is one pod"),
+        (["--nccl-init-addr=h:1"], "an engine is one pod"),
+        (["--use-ray"], "an engine is one pod"),
+        (["--tensor-p=2"], "it is set by spec.engine.parallelism.tensor"),
+        (["--pipeline-p=2"], "it is set by spec.engine.parallelism.pipeline"),
+        (["--disaggregation-mode=prefill"], "engines that split prefill and decode"),
+        (["--encoder-only"], "engines that split prefill and decode"),
+        (["--config=/models/all.yaml"], "a file may hold options that can't be set"),
+        (["--model=x"], "it is set by spec.model.name"),
+        (["--revision=x"], "it is set by spec.model.revision"),
+        (["--host=::"], "expect the engine on all addresses"),
+        (["--port=1"], "expect the engine on port 8000"),
+        (["--grpc-mode"], "expect the engine's HTTP server on a port"),
+        (["--"], "what follows it would not be read as options"),
+        (["other/model"], "'other/model' belongs to no option: the engine would not start"),
+    ],
+)
+def test_arguments_that_break_the_cache_are_refused(args: list[str], sentence: str) -> None:
+    with pytest.raises(InvalidSpecError) as caught:
+        args_of(*args)
+    assert caught.value.path == "spec.engine.args[0]"
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--context-length", "8192"], ["--hicache-size=4"], ["--lora-paths", "a=b", "c=d"],
+        ["--enable-metrics"], ["--mem-fraction-static=0.8"], ["--dist-timeout=9"],
+        ["--hicache-host-memory-mode=cache"], ["--page-size=16"], ["--attn-cp-size=2"],
+        ["--language-model-only"], ["--grpc-port=1"], ["--tokenizer-path=x"], ["--ep-size=2"],
+    ],
+)  # fmt: skip
+def test_other_arguments_are_passed_on(args: list[str]) -> None:
+    assert args_of(*args)[-len(args) :] == args
+
+
+@pytest.mark.parametrize("arg", ["--tp=2", "--tp-size=2", "--pp", "--dp-size=2", "--tensor-parallel-size=2"])
+def test_parallel_sizes_are_refused_by_the_api_server(arg: str) -> None:
+    with pytest.raises(InvalidSpecError, match=r"spec.engine.args: set engine.parallelism, and engine.rep"):
+        parse(cluster(engine=SGLANG | {"args": [arg]}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"sidecar": {"transfer": "CudaIPC"}},
+            "SGLang copies its KV itself: set sidecar.transfer to Auto or",
+        ),
+        ({"sidecar": {"chunkTokens": 512}}, "leave it out, and set --page-size in engine.args"),
+        ({"engine": {"kind": "sglang"}}, "spec.engine.kind: must be one of"),
+    ],
+)
+def test_settings_of_vllm_are_refused(changes: Any, sentence: str) -> None:
+    with pytest.raises(InvalidSpecError, match=sentence):
+        template(**changes)
+    if "sidecar" in changes:
+        assert parse(cluster(**changes))
+
+
+@pytest.mark.parametrize("allow_all_gpus", [False, True])
+@pytest.mark.parametrize("gpu", [{"count": 1}, {"count": 1, "deviceClassName": "gpu.nvidia.com"}])
+def test_sidecar_of_sglang_sees_no_gpus(gpu: dict[str, Any], allow_all_gpus: bool) -> None:
+    context = Context(STOCK_IMAGES, allow_all_gpus=allow_all_gpus)
+    resource = cluster(engine=SGLANG | {"gpu": gpu})
+    plan = Engine().plan(parse(resource), observe(World(resource)), context)
+    stateful_set = Engine().render(parse(resource), context)[-1]
+    assert plan.fields["transfer"] == {
+        "requested": "Auto",
+        "mode": "SharedMemory",
+        "reason": "EngineCopies",
+        "message": "SGLang copies its KV through its host memory",
+    }
+    pod = stateful_set["spec"]["template"]["spec"]
+    sidecar, engine = pod["initContainers"][0], pod["containers"][0]
+    assert {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"} in sidecar["env"]
+    assert "claims" not in sidecar["resources"]
+    assert ("claims" in engine["resources"]) == ("deviceClassName" in gpu)
+
+
+def test_each_kind_has_its_default_image() -> None:
+    def images(kind: str, context: Context = CONTEXT, **engine: Any) -> tuple[str, str]:
+        """The engine's image, and the image that the StatefulSet records as the default."""
+        resource = parse(cluster(engine={"kind": kind, **engine}))
+        stateful_set = Engine().render(resource, context)[-1]
+        recorded = json.loads(stateful_set["metadata"]["annotations"]["lmcache.io/default-images"])
+        assert recorded.keys() == {"engine", "sidecar"}
+        return stateful_set["spec"]["template"]["spec"]["containers"][0]["image"], recorded["engine"]
+
+    assert images("vLLM") == (STOCK_IMAGES["engine"],) * 2
+    assert images("SGLang") == (SGLANG_IMAGE,) * 2
+    assert images("SGLang", CONTEXT._replace(sglang_image="sglang:next")) == ("sglang:next",) * 2
+    assert images("vLLM", CONTEXT._replace(sglang_image="sglang:next")) == (STOCK_IMAGES["engine"],) * 2
+    assert images("SGLang", image="mine:1") == ("mine:1", SGLANG_IMAGE)
+
+
+def test_upgrade_of_the_operator_keeps_the_image_of_sglang() -> None:
+    world = settled_world(engine=SGLANG)
+    later = CONTEXT._replace(sglang_image="sglang:next")
+    plan = Engine().plan(parse(world.resource), observe(world), later)
+    assert (plan.apply, plan.evict) == ((), ())
+    assert plan.fields["images"]["engine"] == SGLANG_IMAGE
+    assert "engine sglang:next" in plan.fields["images"]["message"]
+
+
+def test_every_kind_of_the_api_has_an_implementation() -> None:
+    for kind in KINDS:
+        assert kind_of(parse(cluster(engine={"kind": kind.name}))) is kind
+        assert set(kind.reserved) <= set(kind.read)
+        assert set(kind.reserved_by_injection) <= set(kind.reserved)
