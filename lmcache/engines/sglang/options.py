@@ -15,6 +15,8 @@ MODULE = "lmcache.engines.sglang.backend"
 """Module that SGLang's option ``hicache_storage_backend_extra_config`` names."""
 
 _SECONDS = options.number(float, 0.001, 3600, "a number of seconds from 0.001 to 3600")
+_WAIT = options.number(float, 0.001, 8, "a number of seconds from 0.001 to 8")
+"""A flush ends SGLang's threads and waits at most 10 s for each. After that, SGLang ends the engine."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,11 @@ class Settings:
     """Threads of a load; None: 2 if there is more than one core."""
     prefill_tokens_per_second: float = options.setting(0.0, TOKENS_PER_SECOND)
     """Speed of the engine, with which loads from lower tiers are compared; 0: they are always loaded."""
-    lookup_seconds: float = options.setting(0.25, _SECONDS)
+    lookup_seconds: float = options.setting(0.25, _WAIT)
     """Longest wait of a lookup for the answers of lower tiers."""
-    row_seconds: float = options.setting(1.0, _SECONDS)
+    row_seconds: float = options.setting(1.0, _WAIT)
     """Longest wait of a load for the next page from a lower tier."""
-    load_seconds: float = options.setting(5.0, _SECONDS)
+    load_seconds: float = options.setting(5.0, _WAIT)
     """Longest wait of a load for all of its pages."""
     lease_seconds: float = options.setting(10.0, _SECONDS)
     """Time for which pages that a lookup found can't be evicted, if SGLang does not load them."""
