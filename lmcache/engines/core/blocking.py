@@ -198,11 +198,12 @@ class BlockingAccess:
         end = request.positions.get(hashes[0], 0) + num_loaded
         request.note_loaded(group, end)
         request.has_failed |= num_loaded < len(hashes)
-        if request.is_over:
-            with self._lock:
-                is_first = self._requests.end(request)
-            if is_first:
-                self._release(request)
+        with self._lock:
+            if request.is_over:
+                self._requests.end(request)
+            is_open = request in self._requests
+        if not is_open:  # if it ended before, the load's own lookups may have taken the lease again
+            self._release(request)
         return num_loaded if self._namespace == namespace else 0
 
     def store(

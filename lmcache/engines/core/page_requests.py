@@ -83,6 +83,9 @@ class PageRequests:
     def __len__(self) -> int:
         return len(self._open)
 
+    def __contains__(self, request: PageRequest) -> bool:
+        return request in self._open
+
     def add(self, request: PageRequest) -> None:
         """Open a request."""
         self._open[request] = None
@@ -91,11 +94,9 @@ class PageRequests:
         """Return the oldest open request for which this page was not loaded yet."""
         return next((request for request in self._open if request.needs(group, page_hash)), None)
 
-    def end(self, request: PageRequest) -> bool:
-        """Close a request. Return False if it was closed before."""
-        is_open = request in self._open
+    def end(self, request: PageRequest) -> None:
+        """Close a request, unless it was closed before."""
         self._open.pop(request, None)
-        return is_open
 
     def end_expired(self, now: float) -> list[PageRequest]:
         """Close and return the requests that the engine has not loaded in time."""
