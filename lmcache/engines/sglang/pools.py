@@ -75,6 +75,8 @@ def layout_of(pool: Any) -> Layout | None:
 
     Raises UnsupportedError if the pool has no pages that a storage backend can copy.
     """
+    if getattr(pool, "stores_page_envelope", False):  # pages of such a pool move
+        return None
     try:
         first = pool.get_data_page(0, flat=False)
         second = pool.get_data_page(pool.page_size, flat=False)
@@ -87,15 +89,18 @@ def layout_of(pool: Any) -> Layout | None:
     if not is_view or first.device.type != "cpu":
         return None
     num_pages = pool.size // pool.page_size
+    pages = (pool.get_data_page(page * pool.page_size, flat=False) for page in range(num_pages))
+    if any(page.data_ptr() != first.data_ptr() + number * stride for number, page in enumerate(pages)):
+        return None
     run_bytes, offsets = _runs(first)
     start = first.storage_offset() * first.element_size()
     if start + max(offsets) + (num_pages - 1) * stride + run_bytes > memory.nbytes():
         return None
-    pages = (
+    runs = (
         torch.empty(0, dtype=torch.uint8).set_(memory, start + offset, (num_pages, run_bytes), (stride, 1))
         for offset in offsets
     )
-    return Layout(tuple(pages), blocks_per_row=1)
+    return Layout(tuple(runs), blocks_per_row=1)
 
 
 def _runs(page: torch.Tensor) -> tuple[int, list[int]]:
