@@ -144,7 +144,6 @@ class LMCacheBackend(HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
             access.set_namespace(watch.name(access.namespace_at_start, access.engine_uuid))
 
         self._ends.append(watch.subscribe(rename))
-        rename()
 
     @_guarded(_nothing)
     def clear(self) -> None:

@@ -53,7 +53,7 @@ class WeightWatch:
         self._num_open_updates = 0
         self.is_complete = False
         """True if no change of weights was missed: the engine's start installed the watch."""
-        self._listeners: list[Callable[[], None]] = []
+        self._listeners: dict[Callable[[], None], None] = {}
 
     def name(self, namespace: bytes, engine_uuid: bytes) -> bytes | None:
         """Return the namespace of KV that the present weights compute; None: do not use the cache now.
@@ -69,10 +69,14 @@ class WeightWatch:
             return hashlib.sha256(b"".join(map(keys.sized, parts))).digest()
 
     def subscribe(self, listener: Callable[[], None]) -> Callable[[], None]:
-        """Call ``listener`` after each change of ``name``. Returns a function that ends this."""
+        """Call ``listener`` now and after each change of ``name``, one call after the other.
+
+        Returns a function that ends this.
+        """
         with self._lock:
-            self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener)
+            self._listeners[listener] = None
+            _call(listener)
+        return functools.partial(self._listeners.pop, listener, None)
 
     def forget_all(self) -> None:
         """Use a new name from now on, without a change of weights."""
@@ -116,11 +120,16 @@ class WeightWatch:
         self._notify()
 
     def _notify(self) -> None:
-        for listener in list(self._listeners):
-            try:
-                listener()
-            except Exception:  # the caller is SGLang's scheduler
-                logger.exception("A backend did not notice that the weights changed")
+        with self._lock:  # a listener that a thread delays must not overwrite a later name with its own
+            for listener in list(self._listeners):
+                _call(listener)
+
+
+def _call(listener: Callable[[], None]) -> None:
+    try:
+        listener()
+    except Exception:  # the caller is SGLang's scheduler
+        logger.exception("A backend did not notice that the weights changed")
 
 
 WATCH = WeightWatch()

@@ -1,0 +1,21 @@
+"""Stand-ins for modules of SGLang, which the unit tests do not need."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture
+def give_module(monkeypatch):
+    """``give_module(name, **content)``: let an import of a module of SGLang find this content."""
+
+    def give(name: str, **content: object) -> ModuleType:
+        module = ModuleType(name)
+        module.__dict__.update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    return give

@@ -1,0 +1,515 @@
+"""Weight updates of SGLang: no KV of old weights is found under the name of new ones."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+from unittest import mock
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lmcache.engines.errors import UnsupportedError
+from lmcache.engines.sglang.weights import _UPDATES, WeightWatch, install
+
+NAMESPACE, ENGINE = b"n" * 32, b"e" * 16
+MANAGERS = "sglang.srt.managers"
+COMPONENTS = "sglang.srt.managers.scheduler_components"
+RUNNER = "sglang.srt.model_executor.model_runner_components.weight_updater"
+
+
+class UpdateError(Exception):
+    """An update or a flush of the fake engine failed."""
+
+
+def make_classes():
+    """SGLang's two classes, over an engine with ``apply``, ``begin``, ``end`` and ``reset``."""
+
+    class WeightUpdater:
+        def __init__(self, engine):
+            self.engine = engine
+
+        def begin_weight_update(self):
+            return self.engine.begin()
+
+        def end_weight_update(self, *, run_post_load):
+            return self.engine.end(run_post_load)
+
+    for name in _UPDATES:
+
+        def update(self, weights, *, fails=False):
+            return self.engine.apply(weights, fails=fails)
+
+        setattr(WeightUpdater, name, update)
+
+    class HiCacheController:
+        def __init__(self, engine):
+            self.engine = engine
+
+        def reset(self):
+            return self.engine.reset()
+
+    return WeightUpdater, HiCacheController
+
+
+def make_modules(updater_class, controller_class, import_static_state):
+    """SGLang's modules with these classes and this function, by their names."""
+    modules = {name: ModuleType(name) for name in (MANAGERS, COMPONENTS, RUNNER)}
+    modules[MANAGERS].cache_controller = SimpleNamespace(HiCacheController=controller_class)
+    manager = modules[COMPONENTS].weight_updater = ModuleType("weight_updater")
+    manager._import_static_state = import_static_state
+    modules[RUNNER].WeightUpdater = updater_class
+    return modules
+
+
+def installed(watch, updater_class, controller_class, *, is_start=True):
+    """Install the watch with these classes in place of SGLang's. Returns the manager of weight updates."""
+    modules = make_modules(updater_class, controller_class, lambda: "restored")
+    with mock.patch.dict(sys.modules, modules):
+        install(is_start=is_start, watch=watch)
+    return modules[COMPONENTS].weight_updater
+
+
+@pytest.fixture
+def watch():
+    return WeightWatch()
+
+
+@pytest.fixture
+def engine(watch):
+    """An engine that records whether the cache is open during each of its calls."""
+    updater_class, controller_class = make_classes()
+    manager = installed(watch, updater_class, controller_class)
+    during: list[tuple[str, bool]] = []
+
+    def record(call, result=None, error=None):
+        during.append((call, name(watch) is None))
+        if error is not None:
+            raise error
+        return result
+
+    fake = SimpleNamespace(
+        apply=lambda weights, fails: record("apply", weights, UpdateError() if fails else None),
+        begin=lambda: record("begin", "begun"),
+        end=lambda run_post_load: record("end", run_post_load),
+        reset=lambda: record("reset", "emptied"),
+    )
+    return SimpleNamespace(
+        fake=fake,
+        during=during,
+        record=record,
+        updater=updater_class(fake),
+        controller=controller_class(fake),
+        manager=manager,
+        classes=(updater_class, controller_class),
+    )
+
+
+def name(watch, namespace=NAMESPACE, engine=ENGINE):
+    return watch.name(namespace, engine)
+
+
+def test_engine_starts_with_its_shared_name(watch):
+    assert name(watch) == NAMESPACE
+
+
+@pytest.mark.parametrize("method", _UPDATES)
+def test_update_closes_the_cache_until_a_flush(watch, engine, method):
+    assert getattr(engine.updater, method)("w1") == "w1"
+    assert engine.during == [("apply", True)], "closed before the weights change"
+    assert name(watch) is None
+    assert engine.controller.reset() == "emptied"
+    assert engine.during[-1] == ("reset", True), "closed until the queues are empty"
+    assert name(watch) not in (None, NAMESPACE)
+
+
+def test_flush_without_an_update_changes_nothing(watch, engine):
+    changes = []
+    watch.subscribe(lambda: changes.append(name(watch)))
+    engine.controller.reset()
+    assert changes == [NAMESPACE]
+    engine.updater.update_weights_from_disk("w1")
+    assert name(watch) is None, "an earlier flush does not count"
+
+
+def test_failed_update_closes_the_cache_too(watch, engine):
+    with pytest.raises(UpdateError):
+        engine.updater.update_weights_from_tensor("w1", fails=True)
+    assert name(watch) is None
+    engine.controller.reset()
+    assert name(watch) not in (None, NAMESPACE)
+
+
+def test_failed_flush_leaves_the_cache_closed(watch, engine):
+    engine.updater.update_weights_from_disk("w1")
+    engine.fake.reset = lambda: engine.record("reset", error=UpdateError())
+    with pytest.raises(UpdateError):
+        engine.controller.reset()
+    assert name(watch) is None
+    engine.fake.reset = lambda: engine.record("reset")
+    engine.controller.reset()
+    assert name(watch) is not None
+
+
+def test_later_update_needs_a_later_flush(watch, engine):
+    engine.updater.update_weights_from_disk("w1")
+    engine.updater.update_weights_from_ipc("w2")
+    engine.controller.reset()
+    first = name(watch)
+    engine.updater.update_weights_from_ipc("w3")
+    assert name(watch) is None
+    engine.controller.reset()
+    assert name(watch) not in (None, NAMESPACE, first)
+
+
+class TestUpdatesInSeveralCalls:
+    def test_flush_and_end_open_the_cache_in_any_order(self, watch, engine):
+        for calls in itertools.permutations(["reset", "end"]):
+            assert engine.updater.begin_weight_update() == "begun"
+            assert engine.during[-1] == ("begin", True)
+            engine.updater.load_weights_from_distributed("w")
+            for call in calls:
+                assert name(watch) is None
+                if call == "reset":
+                    engine.controller.reset()
+                else:
+                    assert engine.updater.end_weight_update(run_post_load=True) is True
+            assert name(watch) is not None
+
+    def test_flush_between_two_parts_is_not_enough(self, watch, engine):
+        engine.updater.begin_weight_update()
+        engine.updater.load_weights_from_distributed("w1")
+        engine.controller.reset()
+        engine.updater.load_weights_from_distributed("w2")
+        engine.updater.end_weight_update(run_post_load=False)
+        assert name(watch) is None
+        engine.controller.reset()
+        assert name(watch) is not None
+
+    def test_cache_is_closed_while_the_update_ends(self, watch, engine):
+        engine.updater.begin_weight_update()
+        engine.controller.reset()
+        engine.updater.end_weight_update(run_post_load=False)
+        assert engine.during[-1] == ("end", True)
+        assert name(watch) is not None
+
+    def test_updates_of_two_models_both_have_to_end(self, watch, engine):
+        """The main model and the draft model."""
+        engine.updater.begin_weight_update()
+        engine.updater.begin_weight_update()
+        engine.controller.reset()
+        engine.updater.end_weight_update(run_post_load=False)
+        assert name(watch) is None
+        engine.updater.end_weight_update(run_post_load=False)
+        assert name(watch) is not None
+
+    def test_end_without_a_begin_changes_nothing(self, watch, engine):
+        engine.updater.end_weight_update(run_post_load=False)
+        assert name(watch) == NAMESPACE
+        engine.updater.begin_weight_update()
+        engine.controller.reset()
+        assert name(watch) is None
+
+    def test_failed_end_leaves_the_cache_closed(self, watch, engine):
+        engine.updater.begin_weight_update()
+        engine.controller.reset()
+        engine.fake.end = lambda run_post_load: engine.record("end", error=UpdateError())
+        with pytest.raises(UpdateError):
+            engine.updater.end_weight_update(run_post_load=False)
+        assert name(watch) is None
+
+
+class TestNames:
+    def test_all_ranks_of_an_engine_get_the_same_names(self):
+        ranks = [WeightWatch(), WeightWatch()]
+        for _ in range(3):
+            for rank in ranks:
+                rank.begin_change()
+                rank.note_flushed()
+            assert len({name(rank) for rank in ranks}) == 1
+
+    def test_each_generation_engine_and_namespace_has_a_name_of_its_own(self, watch):
+        found = {NAMESPACE}
+        for generation in range(1, 12):
+            watch.forget_all()
+            names = {
+                watch.name(namespace, engine)
+                for namespace in (NAMESPACE, b"m" * 32)
+                for engine in (ENGINE, b"f" * 16)
+            }
+            found |= names
+            assert len(found) == 1 + 4 * generation
+            assert {len(one) for one in names} == {32}
+
+    def test_forgetting_renames_at_once_but_opens_no_closed_cache(self, watch):
+        watch.forget_all()
+        first = name(watch)
+        assert first not in (None, NAMESPACE)
+        watch.begin_change()
+        watch.forget_all()
+        assert name(watch) is None
+        watch.note_flushed()
+        assert name(watch) not in (None, NAMESPACE, first)
+
+
+class TestListeners:
+    def test_listener_sees_the_present_name_and_each_change(self, watch):
+        names: list[bytes | None] = []
+        watch.begin_change()
+        watch.subscribe(lambda: names.append(name(watch)))
+        watch.note_flushed()
+        watch.begin_change()
+        watch.begin_change()
+        watch.forget_all()
+        watch.note_flushed()
+        assert [one is None for one in names] == [True, False, True, True, False]
+        assert names[1] != names[4]
+
+    def test_each_listener_is_called_until_it_unsubscribes(self, watch):
+        calls: list[str] = []
+        end_first = watch.subscribe(lambda: calls.append("first"))
+        watch.subscribe(lambda: calls.append("second"))
+        calls.clear()
+        watch.forget_all()
+        end_first()
+        end_first()
+        watch.forget_all()
+        assert calls == ["first", "second", "second"]
+
+    def test_listener_that_fails_does_not_stop_the_others_or_the_engine(self, watch, engine, caplog):
+        calls: list[str] = []
+
+        def fail():
+            raise ZeroDivisionError
+
+        watch.subscribe(fail)
+        watch.subscribe(lambda: calls.append("second"))
+        assert engine.updater.update_weights_from_disk("w1") == "w1"
+        assert calls == ["second", "second"]
+        assert "A backend did not notice that the weights changed" in caplog.text
+
+    def test_slow_listener_does_not_reopen_the_cache(self, watch):
+        """A listener reads the name, and uses it after an update has begun on another thread."""
+        in_use: list[bytes | None] = []
+        has_read, may_go_on = threading.Event(), threading.Event()
+
+        def rename():
+            present = name(watch)
+            if not has_read.is_set():
+                has_read.set()
+                may_go_on.wait(0.2)  # the update can't begin before this call has ended
+            in_use.append(present)
+
+        subscription = threading.Thread(target=watch.subscribe, args=(rename,))
+        subscription.start()
+        assert has_read.wait(60)
+        update = threading.Thread(target=lambda: (watch.begin_change(), may_go_on.set()))
+        update.start()
+        for thread in (subscription, update):
+            thread.join(60)
+        assert in_use == [NAMESPACE, None]
+
+
+class TestInstall:
+    def test_installing_twice_wraps_once(self, watch, engine):
+        installed(watch, *engine.classes, is_start=False)
+        assert watch.is_complete, "the first call counts"
+        calls: list[int] = []
+        watch.subscribe(lambda: calls.append(1))
+        engine.updater.update_weights_from_disk("w1")
+        engine.controller.reset()
+        assert len(calls) == 3
+
+    @pytest.mark.parametrize("is_start", [True, False])
+    def test_watch_knows_whether_it_missed_a_change(self, watch, is_start):
+        assert not watch.is_complete
+        installed(watch, *make_classes(), is_start=is_start)
+        installed(watch, *make_classes(), is_start=is_start)
+        assert watch.is_complete is is_start
+
+    def test_weights_that_come_back_get_a_new_name(self, watch, engine):
+        assert engine.manager._import_static_state() == "restored"
+        assert name(watch) not in (None, NAMESPACE)
+
+    def test_wrapped_functions_keep_their_names(self, engine):
+        updater_class, controller_class = engine.classes
+        assert [getattr(updater_class, method).__name__ for method in _UPDATES] == ["update"] * 4
+        assert controller_class.reset.__name__ == "reset"
+
+    @pytest.mark.parametrize(
+        "missing", [*_UPDATES, "begin_weight_update", "end_weight_update", "reset", "_import_static_state"]
+    )
+    def test_missing_function_is_refused_before_any_is_wrapped(self, watch, missing):
+        classes = make_classes()
+        modules = make_modules(*classes, lambda: None)
+        manager = modules[COMPONENTS].weight_updater
+        owner = next(owner for owner in (*classes, manager) if hasattr(owner, missing))
+        delattr(owner, missing)
+        with (
+            mock.patch.dict(sys.modules, modules),
+            pytest.raises(UnsupportedError, match=f"has no {owner.__name__}.{missing}"),
+        ):
+            install(is_start=True, watch=watch)
+        functions = [function for owner in (*classes, manager) for function in vars(owner).values()]
+        assert not any(hasattr(function, "_lmcache_watched") for function in functions)
+        assert not watch.is_complete
+
+    def test_version_without_the_classes_is_refused(self, watch, give_module):
+        for module in (MANAGERS, COMPONENTS, RUNNER):
+            give_module(module)
+        with pytest.raises(UnsupportedError, match="updates weights in an unknown way"):
+            install(is_start=True, watch=watch)
+
+
+class Rank:
+    """A rank of SGLang with its caches. A page is the set of weights that its KV depends on."""
+
+    def __init__(self, storage, engine_uuid):
+        self.storage, self.weights, self.uuid = storage, "start", engine_uuid
+        self.cached: list[frozenset[str]] = []
+        self.queued: list[frozenset[str]] = []
+        self.namespace: bytes | None = None
+        watch = WeightWatch()
+        updater_class, controller_class = make_classes()
+        installed(watch, updater_class, controller_class)
+        self.watch, self.updater, self.controller = watch, updater_class(self), controller_class(self)
+        self.flush_fails = False
+        self.attach()
+
+    def attach(self):
+        def rename():
+            self.namespace = self.watch.name(NAMESPACE, self.uuid)
+
+        self.detach = self.watch.subscribe(rename)
+
+    def apply(self, weights, *, fails):
+        self.weights = f"{weights} in part" if fails else weights
+        if fails:
+            raise UpdateError
+
+    def begin(self):
+        pass
+
+    def end(self, run_post_load):
+        pass
+
+    def reset(self):
+        if self.flush_fails:
+            raise UpdateError
+        self.cached.clear()
+        self.queued.clear()
+
+    def compute(self):
+        """Compute a page, whose KV depends on that of the pages before it."""
+        page = frozenset({self.weights}).union(*self.cached)
+        self.cached.append(page)
+        self.queued.append(page)
+
+    def back_up(self):
+        for page in self.queued:
+            if self.namespace is not None:
+                self.storage.setdefault(self.namespace, []).append(page)
+        self.queued.clear()
+
+    def find(self):
+        found = self.storage.get(self.namespace, []) if self.namespace is not None else []
+        assert all(page == {self.weights} for page in found), (self.weights, found)
+        self.cached += found
+
+
+ranks = st.integers(0, 1)
+
+
+class Engines(RuleBasedStateMachine):
+    """Two engines with the same model share a cache. Each is updated in any order."""
+
+    def __init__(self):
+        super().__init__()
+        self.storage: dict[bytes, list[frozenset[str]]] = {}
+        self.numbers = itertools.count()
+        self.ranks = [self.make_rank(), self.make_rank()]
+
+    def make_rank(self):
+        return Rank(self.storage, b"%016d" % next(self.numbers))
+
+    @rule(rank=ranks)
+    def compute(self, rank):
+        self.ranks[rank].compute()
+
+    @rule(rank=ranks)
+    def back_up(self, rank):
+        self.ranks[rank].back_up()
+
+    @rule(rank=ranks)
+    def store_cached_pages(self, rank):
+        """SGLang stores a page again if it was used often."""
+        self.ranks[rank].queued += self.ranks[rank].cached
+
+    @rule(rank=ranks)
+    def find(self, rank):
+        self.ranks[rank].find()
+
+    @rule(rank=ranks, method=st.sampled_from(_UPDATES), fails=st.booleans(), flushes=st.booleans())
+    def update(self, rank, method, fails, flushes):
+        engine = self.ranks[rank]
+        weights = f"weights {next(self.numbers)}"
+        try:
+            getattr(engine.updater, method)(weights, fails=fails)
+        except UpdateError:
+            assert fails
+        if flushes and not fails:
+            engine.controller.reset()
+
+    @rule(rank=ranks)
+    def begin(self, rank):
+        self.ranks[rank].updater.begin_weight_update()
+
+    @rule(rank=ranks)
+    def end(self, rank):
+        self.ranks[rank].updater.end_weight_update(run_post_load=False)
+
+    @rule(rank=ranks, fails=st.booleans())
+    def flush(self, rank, fails):
+        engine = self.ranks[rank]
+        engine.flush_fails = fails
+        try:
+            engine.controller.reset()
+        except UpdateError:
+            assert fails
+        engine.flush_fails = False
+
+    @rule(rank=ranks)
+    def forget(self, rank):
+        self.ranks[rank].watch.forget_all()
+
+    @rule(rank=ranks)
+    def attach_again(self, rank):
+        self.ranks[rank].detach()
+        self.ranks[rank].namespace = None
+        self.ranks[rank].attach()
+
+    @rule(rank=ranks)
+    def restart(self, rank):
+        self.ranks[rank] = self.make_rank()
+
+    @precondition(lambda self: not any(rank.watch._num_open_updates for rank in self.ranks))
+    @rule()
+    def flush_all(self):
+        """The cache is open again after a flush, if no update is open."""
+        for rank in self.ranks:
+            rank.controller.reset()
+            assert rank.namespace is not None
+
+    @invariant()
+    def each_rank_uses_the_present_name(self):
+        for rank in self.ranks:
+            assert rank.namespace == rank.watch.name(NAMESPACE, rank.uuid)
+            rank.find()
+
+
+Engines.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+test_no_kv_of_other_weights_is_found = Engines.TestCase
