@@ -232,13 +232,13 @@ class SGLangEngine(Program):
         """Ask the storage backend to remove all pages."""
         self.request("POST", "/hicache/storage-backend/clear")
 
-    def attach(self, storage: Storage) -> None:
+    def attach(self, storage: Storage, prefetch_policy: str = "wait_complete") -> None:
         """Attach a storage backend. Its environment must be the server's already."""
         name = "hicache_storage_backend"
         config = json.dumps(storage.extra_config)
         body = {name: storage.backend, f"{name}_extra_config_json": config}
-        policy = "hicache_storage_prefetch_policy"
-        self.request("PUT", "/hicache/storage-backend", body | {policy: ARGUMENTS[policy]})
+        body["hicache_storage_prefetch_policy"] = prefetch_policy
+        self.request("PUT", "/hicache/storage-backend", body)
 
     def detach(self) -> None:
         """Detach the storage backend."""

@@ -8,7 +8,7 @@ Runs with these stand-ins prove nothing about GPUs: copies end before they retur
 a copy that is still running, and page-locked memory, streams and the speed of copies are absent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,7 @@ def register() -> None:
 
     _use_gloo()
     _read_latents()
+    _lock_no_tensors()
 
 
 def _use_gloo() -> None:
@@ -107,6 +108,20 @@ def _read_latents() -> None:
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
     AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
+
+
+def _lock_no_tensors() -> None:
+    """Make tensors without page-locked memory. LoRA adapters ask for it."""
+
+    def unlocked(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def make_unlocked(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+            return make(*args, **kwargs)
+
+        return make_unlocked
+
+    for name in ("tensor", "empty", "zeros"):
+        setattr(torch, name, unlocked(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
 
 
 def _is_page_locked(pool: Any) -> bool:
