@@ -1,0 +1,173 @@
+"""SGLang servers above real sidecars, and the answers that they must give.
+
+An engine without storage computes the expected answers. An engine with a cache must give the same tokens with
+the same probabilities. ``MixedUpPages`` proves that a comparison notices wrong KV.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testing.child_process import wait_until
+from testing.engine import tiny_model
+from testing.processes import SidecarProcess
+from testing.sglang.engine import PAGE_TOKENS, Answer, SGLangEngine, Storage, make_prompt
+
+ANSWER_TOKENS = 16
+LOGPROB_TOLERANCE = 1e-3
+"""Batches of other sizes round differently. Other KV changes logprobs by more than 0.1."""
+_FAULTS = "lmcache/engines/sglang/", "offline", "LMCache Cluster does not cache this engine"
+"""What the log of an engine without faults does not contain: frames of tracebacks, and messages."""
+_numbers = itertools.count()
+
+
+def full_pages(num_tokens: int) -> int:
+    """Return the tokens of a prompt that a cache can have: SGLang always computes at least one token."""
+    return max(0, num_tokens - 1) // PAGE_TOKENS * PAGE_TOKENS
+
+
+@contextlib.contextmanager
+def serving(
+    folder: Path, storage: Storage | None = None, *, faults: Iterable[str] = _FAULTS, **arguments: Any
+) -> Iterator[SGLangEngine]:
+    """Run a server. Raises AssertionError if it has ended by itself, or if its log shows a fault."""
+    if storage is None:
+        arguments.setdefault("enable_hierarchical_cache", False)
+    with SGLangEngine(folder / f"sglang-{next(_numbers)}.log", storage, **arguments) as engine:
+        yield engine.wait_ready()
+        engine.check()
+        for fault in faults:
+            assert fault not in engine.log, engine.log[-8000:]
+
+
+@contextlib.contextmanager
+def serving_sidecar(**options: Any) -> Iterator[SidecarProcess]:
+    """Run a sidecar of 256 MiB, which holds 65,000 tokens of the tiny Llama."""
+    with SidecarProcess(**{"memory_size": "256Mi", **options}) as sidecar:
+        yield sidecar
+
+
+def wait_attached(engine: SGLangEngine, sidecar: SidecarProcess, num_ranks: int = 1) -> None:
+    """Wait until all ranks use the cache, and until all memory of the sidecar is usable."""
+
+    def is_ready(stats: dict[str, Any]) -> bool:
+        ranks = [client for client in stats["clients"] if client["pid"] in processes]
+        memory = stats["memory"]
+        num_attached = sum(client["is_attached"] for client in ranks)
+        return num_attached == num_ranks and bool(memory["usable_rows"] == memory["capacity_rows"])
+
+    processes = set(engine.processes())
+    sidecar.wait_until(is_ready)
+
+    def has_asked() -> bool:  # the sidecar reports a client as attached before the client knows
+        engine.generate(make_prompt(4 * PAGE_TOKENS, f"attached {next(_numbers)}"), 1)
+        return num_looked_up(sidecar) > num_before
+
+    num_before = num_looked_up(sidecar)
+    wait_until(has_asked)
+
+
+def num_looked_up(sidecar: SidecarProcess) -> int:
+    """Return the number of rows that the sidecar has looked up in its memory."""
+    memory = sidecar.stats()["memory"]
+    return int(memory["hits"] + memory["misses"])
+
+
+def generate(engine: SGLangEngine, prompt: list[int], **fields: Any) -> Answer:
+    """Run a prompt, with the logprobs of its answer."""
+    return engine.generate(prompt, ANSWER_TOKENS, return_logprob=True, **fields)
+
+
+def generate_all(engine: SGLangEngine, prompts: Iterable[list[int]], **fields: Any) -> list[Answer]:
+    """Run prompts concurrently, with the logprobs of their answers."""
+    return engine.generate_all(*prompts, max_new_tokens=ANSWER_TOKENS, return_logprob=True, **fields)
+
+
+def store(engine: SGLangEngine, *prompts: list[int], **fields: Any) -> list[Answer]:
+    """Run prompts, and wait until all their full pages are stored."""
+    num_before = engine.num_stored_tokens()
+    answers = generate_all(engine, prompts, **fields)
+    # The KV of an answer's last token is never computed.
+    ends = (len(prompt) + ANSWER_TOKENS - 1 for prompt in prompts)
+    num_new = sum(end // PAGE_TOKENS * PAGE_TOKENS for end in ends)
+    num_new -= sum(answer.num_cached_tokens for answer in answers)
+    engine.wait_stored(num_before + num_new)
+    return answers
+
+
+def logprobs(answer: Answer) -> list[float]:
+    """Return the logarithms of the probabilities of an answer's tokens."""
+    return [entry[0] for entry in answer.meta["output_token_logprobs"]]
+
+
+class Reference:
+    """Expected answers, computed by an engine without storage, each once."""
+
+    def __init__(self, engine: SGLangEngine) -> None:
+        self._engine = engine
+        self._answers: dict[str, Answer] = {}
+
+    def __call__(self, prompt: list[int], **fields: Any) -> Answer:
+        """Return the expected answer."""
+        key = json.dumps([prompt, fields], sort_keys=True)
+        if key not in self._answers:
+            self._answers[key] = generate(self._engine, prompt, **fields)
+        return self._answers[key]
+
+    def check(self, prompt: list[int], answer: Answer, **fields: Any) -> None:
+        """Raise AssertionError unless the answer equals the expected answer."""
+        expected = self(prompt, **fields)
+        assert answer.tokens == expected.tokens
+        assert logprobs(answer) == pytest.approx(logprobs(expected), abs=LOGPROB_TOLERANCE)
+
+
+@contextlib.contextmanager
+def reference(folder: Path, **arguments: Any) -> Iterator[Reference]:
+    """Run an engine without storage for expected answers."""
+    with serving(folder, **arguments) as engine:
+        yield Reference(engine)
+
+
+def save_adapter(folder: Path, seed: int) -> Path:
+    """Write a LoRA adapter of the tiny Llama with random weights. Returns its folder."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((tiny_model.tiny_model() / "config.json").read_text())
+    hidden = config["hidden_size"]
+    sizes = {"q_proj": hidden, "v_proj": config["num_key_value_heads"] * config["head_dim"]}
+    random = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer, (name, size) in itertools.product(range(config["num_hidden_layers"]), sizes.items()):
+        prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+        weights[f"{prefix}.lora_A.weight"] = torch.randn(8, hidden, generator=random) * 0.1
+        weights[f"{prefix}.lora_B.weight"] = torch.randn(size, 8, generator=random) * 0.1
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": list(sizes), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    # An engine shares no KV of files that may have changed since it started. It knows its start time only
+    # to a hundredth of a second.
+    time.sleep(0.1)
+    return folder
+
+
+def other_weights(seed: int) -> Path:
+    """Return a model with the configuration of the tiny Llama and other weights."""
+
+    def save(target: Path) -> None:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(seed)
+        LlamaForCausalLM(LlamaConfig.from_pretrained(tiny_model.tiny_model())).float().save_pretrained(target)
+
+    return tiny_model.cached_model(f"llama-seed{seed}", save, Path(tiny_model.__file__))
