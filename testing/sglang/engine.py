@@ -35,7 +35,7 @@ ARGUMENTS: dict[str, Any] = {
     "page_size": PAGE_TOKENS,
     "max_total_tokens": 16384,
     "max_running_requests": 8,
-    "mem_fraction_static": 0.1,
+    "mem_fraction_static": 0.5,
     "enable_cache_report": True,
     "enable_metrics": True,
     "enable_hierarchical_cache": True,
@@ -61,6 +61,15 @@ DEEPSEEK2_ARGUMENTS: dict[str, Any] = {
 """Arguments that SGLang needs for the model ``tiny_kinds.DEEPSEEK2``, which has MLA."""
 HICACHE: dict[str, Any] = {"prefetch_threshold": PAGE_TOKENS, "hicache_storage_pass_prefix_keys": True}
 """Settings of HiCache that the tests' storage backends have in common."""
+MEASURED: dict[str, Any] = {
+    "environment": {"LMCACHE_TEST_ATTENTION_OF_NEW_TOKENS": "1"},
+    "chunked_prefill_size": 16384,
+}
+"""Options of ``SGLangEngine`` for measurements with long prompts: no token's attention is computed twice.
+
+A hit then takes the time that its load and its new tokens need. Its results may have other bits than those of
+a cold prompt.
+"""
 _ADMIN_KEY = "admin"
 """SGLang attaches and detaches storage backends only for an administrator."""
 _SHARED_MEMORY = re.compile(r"/dev/shm/(?:sglang_loads|sgl_shm)_\S+")
@@ -188,6 +197,10 @@ class SGLangEngine(Program):
             },
             is_copy=is_copy,
         )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
 
     def wait_ready(self, timeout: float = 300) -> SGLangEngine:
         """Wait until the server accepts requests. Raises EngineFailed."""

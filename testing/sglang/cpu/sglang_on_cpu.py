@@ -84,6 +84,7 @@ def register() -> None:
         module.transfer_kv_direct = copy_rows
         module.transfer_kv_per_layer_direct_pf_lf = load_layer
         module.transfer_kv_all_layer_direct_lf_pf = store_layers
+    importlib.import_module("attention_of_new_tokens").register()
 
     _use_gloo()
     _read_latents()
