@@ -10,6 +10,7 @@ from contextlib import ExitStack, nullcontext
 from benchmarks.report import table
 from demo import engine, kubernetes, start
 from demo.build import Build
+from demo.engines import KINDS, Kind
 from demo.show import note, show_background, step, title
 from demo.start import HERE, LOGS
 
@@ -40,12 +41,13 @@ def rows(report: dict[str, dict[str, object]]) -> list[tuple[str, str]]:
     return lines
 
 
-def run(halves: Sequence[str], build: Build | None) -> dict[str, dict[str, object]]:
+def run(halves: Sequence[str], kind: Kind, build: Build | None) -> dict[str, dict[str, object]]:
     """Run parts of the demo. Returns the report of each part."""
     report: dict[str, dict[str, object]] = {}
     with ExitStack() as end:
         if "engine" in halves:
-            report["engine"] = engine.run(LOGS, build.paused if build is not None else nullcontext, end)
+            kind.prepare()
+            report["engine"] = engine.run(kind, LOGS, build.paused if build is not None else nullcontext, end)
         if build is not None:
             finish(build)
             report["kubernetes"] = kubernetes.run(LOGS, with_engine="engine" in halves)
@@ -65,7 +67,7 @@ def main() -> int:
     with build or nullcontext():
         if build is not None:
             show_background(build.progress)
-        report = run(options.halves, build)
+        report = run(options.halves, KINDS[options.kind], build)
     title("Results")
     print(table(("measurement", "result"), rows(report)))
     (HERE / "report.json").write_text(json.dumps(report, indent=2) + "\n")

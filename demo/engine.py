@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from demo.engines import Engine, Kind
 from demo.show import command, note, step, title
 from lmcache.explain import tables
-from testing.child_process import free_port, reachable_address
-from testing.engine.process import ServedEngine, connector_config
+from testing.child_process import reachable_address
 from testing.processes import RedisProcess, SidecarProcess
 
 ROOT = Path(__file__).resolve().parent.parent
-PROMPT_TOKENS, ANSWER_TOKENS, CHUNK_TOKENS = 8192, 32, 256
-ROWS = PROMPT_TOKENS // CHUNK_TOKENS
+PROMPT_TOKENS, ANSWER_TOKENS, WARM_UP_TOKENS = 8192, 32, 256
 SIDECAR_PORT = 9464
 Alone = Callable[[], AbstractContextManager[None]]
 """Creates a context in which no other work of the demo runs."""
@@ -67,25 +66,17 @@ def ask(url: str, tokens: list[int], max_tokens: int) -> Answer:
     return Answer(ttft, answer, cached)
 
 
-def start_engine(sidecar: SidecarProcess, number: int, logs: Path) -> ServedEngine:
-    """Start an engine with an empty KV cache. Does not wait until the engine is ready."""
-    config = connector_config(sidecar.socket_path)
-    command(f'vllm serve tiny --kv-transfer-config \'{{"kv_connector": "{config["kv_connector"]}", ...}}\'')
-    # Two threads on any cores, as in `python -m benchmarks vllm`. The other engines are idle at this time.
-    threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    return ServedEngine(logs / f"engine-{number}.log", free_port(), config, environment=threads)
-
-
-def measure(label: str, engine: ServedEngine, sidecar: SidecarProcess, alone: Alone) -> Answer:
+def measure(label: str, kind: Kind, engine: Engine, sidecar: SidecarProcess, alone: Alone) -> Answer:
     """Send the prompt to an engine. Returns after the sidecar has written its rows."""
+    warm_up_rows = WARM_UP_TOKENS // kind.chunk_tokens
     with alone():
-        ask(engine.url, [7] * CHUNK_TOKENS, 1)  # the first request of a process pays for lazy imports
-        wait_until_written(sidecar, 1)
+        ask(engine.url, [7] * WARM_UP_TOKENS, 1)  # the first request of a process pays for lazy imports
+        wait_until_written(sidecar, warm_up_rows)
         answer = ask(engine.url, prompt(), ANSWER_TOKENS)
     note(f"answer: {answer.tokens[:12]} ...")
     note(f"{label}: first token after {answer.ttft_seconds * 1e3:.0f} ms,"
          f" {answer.num_cached_tokens} of {PROMPT_TOKENS} prompt tokens from the cache")  # fmt: skip
-    wait_until_written(sidecar, ROWS + 1)  # the first request's row, too
+    wait_until_written(sidecar, warm_up_rows + PROMPT_TOKENS // kind.chunk_tokens)
     return answer
 
 
@@ -103,8 +94,8 @@ def explain(sidecar: SidecarProcess) -> None:
         note(line)
 
 
-def run(logs: Path, alone: Alone, end: ExitStack) -> dict[str, object]:
-    """Measure the three engines. Returns the figures for the report.
+def run(kind: Kind, logs: Path, alone: Alone, end: ExitStack) -> dict[str, object]:
+    """Measure three engines of one kind. Returns the figures for the report.
 
     The third engine and its sidecar run until ``end`` closes, so that commands can show them as a pod.
     """
@@ -114,25 +105,26 @@ def run(logs: Path, alone: Alone, end: ExitStack) -> dict[str, object]:
     second = end.enter_context(sidecar_over(redis, http_host=reachable_address(), http_port=SIDECAR_PORT))
     with sidecar_over(redis) as first, ExitStack() as stack:
         engines = [
-            stacked.enter_context(start_engine(sidecar, number, logs))
+            stacked.enter_context(kind.start(sidecar, logs / f"engine-{number}.log"))
             for number, (sidecar, stacked) in enumerate(((first, stack), (first, stack), (second, end)), 1)
         ]
         with step(
-            "starting three vLLM servers with empty KV caches (on the CPU, a tiny Llama with random weights)"
+            f"starting three {kind.name} servers with empty KV caches"
+            " (on the CPU, a tiny Llama with random weights)"
         ):
             for engine in engines:
                 engine.wait_ready()
-        rounds["cold"] = measure("cold", engines[0], first, alone)
+        rounds["cold"] = measure("cold", kind, engines[0], first, alone)
         engines[0].close()
         note("The first engine has stopped, and its KV cache is lost. Its sidecar still runs.")
         note("The second engine gets the same prompt.")
-        rounds["memory hit"] = measure("memory hit", engines[1], first, alone)
+        rounds["memory hit"] = measure("memory hit", kind, engines[1], first, alone)
         engines[1].close()
         explain(first)
         with step("stopping the sidecar of both engines: now only Redis has the KV"):
             first.terminate()
         note("The third engine gets the same prompt. Its sidecar has had no request so far.")
-        rounds["remote hit"] = measure("remote hit", engines[2], second, alone)
+        rounds["remote hit"] = measure("remote hit", kind, engines[2], second, alone)
     return report(rounds)
 
 

@@ -1,6 +1,6 @@
 """Run set-up and the build of Kubernetes at the same time, then ``python -m demo``.
 
-    python3 -m demo.start [PART...]
+    python3 -m demo.start [PART...] [--kind KIND]
 
 This module runs before the Python environment exists. It imports only the standard library and modules that
 do the same.
@@ -25,6 +25,8 @@ ROOT = HERE.parent
 LOGS = HERE / "logs"
 BUILD_LOG = LOGS / "kubernetes-build.log"
 HALVES = ("engine", "kubernetes")
+KINDS = ("vllm", "sglang")
+"""Kinds of engines, as in ``demo.engines``."""
 SECONDS = {"engine": 65, "kubernetes": 25}
 """Duration of each part on two cores, after set-up and build."""
 SET_UP_MINUTES, BUILD_MINUTES = 2.5, 5.5
@@ -39,6 +41,7 @@ def arguments(description: str | None) -> argparse.Namespace:
         default=list(HALVES),
         help=f"parts to run: {', '.join(HALVES)} (default: both)",
     )
+    parser.add_argument("--kind", choices=KINDS, default=KINDS[0], help="kind of the engines (default: vllm)")
     # `main` passes the `Build.handle` of the build that it started; empty: it started no build.
     parser.add_argument("--build", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -74,7 +77,7 @@ def main() -> None:
     options = arguments(__doc__)
     set_up = ROOT / "tools" / "setup.sh"
     python = str(ROOT / ".venv" / "bin" / "python")
-    argv = [python, "-m", "demo", *options.halves]
+    argv = [python, "-m", "demo", *options.halves, f"--kind={options.kind}"]
     if subprocess.run([set_up, "check"]).returncode == 0:
         os.execv(python, argv)
     print(expected(options.halves, is_set_up=False), flush=True)

@@ -1,0 +1,92 @@
+"""Kinds of engines in the demo: ``--kind`` chooses one, and its packages are installed first."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import demo.__main__ as program
+from demo import engine, engines, start
+from testing.sglang import environment
+
+
+@pytest.fixture
+def set_arguments(monkeypatch):
+    def set_argv(*arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["demo", *arguments])
+
+    return set_argv
+
+
+def test_each_kind_on_the_command_line_has_an_engine():
+    assert set(start.KINDS) == set(engines.KINDS)
+
+
+def test_engines_are_vllm_unless_the_user_chooses(set_arguments):
+    set_arguments("engine")
+    assert start.arguments(None).kind == "vllm"
+
+
+def test_unknown_kind_is_refused(set_arguments, capsys):
+    set_arguments("engine", "--kind", "tgi")
+    with pytest.raises(SystemExit):
+        start.arguments(None)
+    assert "tgi" in capsys.readouterr().err
+
+
+def test_kind_survives_the_set_up(set_arguments, monkeypatch):
+    set_arguments("engine", "--kind", "sglang")
+    commands = []
+    is_set_up = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: is_set_up)
+    monkeypatch.setattr(os, "execv", lambda _, argv: commands.append(argv))
+    monkeypatch.setattr(start, "build", lambda: pytest.fail("the engine part builds nothing"))
+    monkeypatch.setattr(start, "expected", lambda *_, **__: "")
+    start.main()
+    assert commands[0][1:] == ["-m", "demo", "engine", "--kind=sglang"]
+
+
+class Fake:
+    """A kind of engine that records calls."""
+
+    name, chunk_tokens = "fake", 64
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def prepare(self) -> None:
+        self.calls.append("prepare")
+
+    def start(self, sidecar: object, log: Path) -> engines.Engine:
+        raise NotImplementedError
+
+
+def test_engine_is_installed_before_the_measurement(monkeypatch):
+    kind = Fake()
+    monkeypatch.setattr(engine, "run", lambda kind, *_: kind.calls.append("run") or {})
+    program.run(["engine"], kind, None)
+    assert kind.calls == ["prepare", "run"]
+
+
+def test_kubernetes_part_installs_no_engine():
+    kind = Fake()
+    program.run([], kind, None)
+    assert kind.calls == []
+
+
+def test_demo_ends_with_the_remedy_if_sglang_cannot_be_installed(monkeypatch):
+    def fail() -> None:
+        raise environment.InstallationError("Check the access to the package index.")
+
+    monkeypatch.setattr(environment, "prepare", fail)
+    with pytest.raises(SystemExit, match="Check the access"):
+        engines.SGLang().prepare()
+
+
+@pytest.mark.parametrize("kind", engines.KINDS.values(), ids=str)
+def test_prompts_consist_of_whole_rows(kind):
+    """Otherwise the demo would wait for the wrong number of rows."""
+    assert engine.PROMPT_TOKENS % kind.chunk_tokens == 0
+    assert engine.WARM_UP_TOKENS % kind.chunk_tokens == 0
