@@ -38,6 +38,8 @@ the first request is cached."""
 _ANCHOR = "kv"
 """Name of the pool that all models have."""
 
+_NOT_CACHED = "LMCache Cluster does not cache this engine: %s"
+
 
 def _guarded(neutral: Callable[..., Any]) -> Callable[[F], F]:
     """Decorate a method: return the neutral value while the backend is offline, and if it raises."""
@@ -77,6 +79,7 @@ class LMCacheBackend(HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
         self._config = storage_config
         self._pools: dict[str, Any] = {}
         self._groups: dict[str, int] = {}  # KV groups by the name of the pool
+        self._has_begun = False  # the first pools are complete
         self._is_offline = False
         self._is_closed = False
         self._access: BlockingAccess | None = None  # None: not attached yet, or never
@@ -95,43 +98,67 @@ class LMCacheBackend(HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Take a further pool. SGLang also registers the first pool once more, by its name."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        if self._groups and str(host_pool_name) not in self._groups:
-            raise ValueError(f"SGLang added the pool {host_pool_name} to a running engine")
-        self._pools[str(host_pool_name)] = host_pool
+        if self._pools.get(str(host_pool_name)) is host_pool:
+            return
+        self._pools = {**self._pools, str(host_pool_name): host_pool}
+        if self._has_begun:
+            self._detach()
+            self._attach()
 
     @_guarded(_nothing)
     def on_host_pools_registered(self) -> None:
-        """Attach to the sidecar in the background, now that all pools are known.
+        """Attach to the sidecar in the background, now that the pools are known.
 
-        Waits at most ``_START_SECONDS``. Hashing the weights may take minutes: meanwhile the engine runs
-        without a cache.
+        SGLang adds the pool of a draft model later. The backend then attaches again.
         """
-        thread = threading.Thread(target=self._begin, name="lmcache-begin", daemon=True)
+        try:
+            self._watch_weights()
+        except Exception as error:
+            logger.warning(_NOT_CACHED, error)
+        else:
+            self._has_begun = True
+            self._attach()
+
+    def _watch_weights(self) -> None:
+        """Notice weight updates from now on.
+
+        This runs on SGLang's scheduler thread, so that no update comes before. Afterwards, SGLang also
+        changes the option that tells whether its start loaded the backend.
+        """
+        from lmcache.engines.sglang import support, weights
+        from lmcache.engines.sglang.options import EngineOptions
+
+        support.check_version()
+        weights.install(is_start=EngineOptions().loads_backend_at_start)
+
+    def _attach(self) -> None:
+        """Attach on a thread. Waits at most ``_START_SECONDS``.
+
+        Hashing the weights may take minutes: meanwhile the engine runs without a cache.
+        """
+        thread = threading.Thread(target=self._begin, args=[self._pools], name="lmcache-begin", daemon=True)
         thread.start()
         thread.join(_START_SECONDS)
 
-    def _begin(self) -> None:
+    def _begin(self, pools: dict[str, Any]) -> None:
         deadline = time.monotonic() + _START_SECONDS
         try:
             from lmcache.engines.core.settings import read_settings
-            from lmcache.engines.sglang import attach, requests, support, weights
-            from lmcache.engines.sglang.options import EngineOptions, Settings
+            from lmcache.engines.sglang import attach, requests, weights
+            from lmcache.engines.sglang.options import Settings
 
-            support.check_version()
-            weights.install(is_start=EngineOptions().loads_backend_at_start)
             settings = read_settings(Settings, self._config.extra_config or {})
-            self._groups = {name: number for number, name in enumerate(attach.groups_of(self._pools))}
-            access = attach.attach(self._config, self._pools, settings)
+            groups = {name: number for number, name in enumerate(attach.groups_of(pools))}
+            access = attach.attach(self._config, pools, settings)
         except Exception as error:  # whatever it is: an engine that can't be cached must run unaffected
-            logger.warning("LMCache Cluster does not cache this engine: %s", error)
+            logger.warning(_NOT_CACHED, error)
             return
         with self._lock:
-            if is_wanted := not self._is_closed:
+            if is_wanted := not self._is_closed and pools is self._pools:
                 self._follow(access, weights.WATCH)
                 if attach.is_reporter(self._config):
-                    page_tokens = self._pools[_ANCHOR].page_size
-                    self._ends.append(requests.subscribe(access.report, page_tokens))
-                self._access = access
+                    self._ends.append(requests.subscribe(access.report, pools[_ANCHOR].page_size))
+                self._groups, self._access = groups, access
         if is_wanted:
             attach.wait_attached(access, deadline)
         else:
@@ -163,14 +190,18 @@ class LMCacheBackend(HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
         """Detach from the sidecar. SGLang has stopped its threads."""
         with self._lock:
             self._is_closed = True
-            access, self._access = self._access, None
         try:
-            while self._ends:
-                self._ends.pop()()
-            if access is not None:
-                access.close()
+            self._detach()
         except Exception:
             logger.exception("The LMCache backend did not close cleanly")
+
+    def _detach(self) -> None:
+        with self._lock:
+            access, self._access = self._access, None
+        while self._ends:
+            self._ends.pop()()
+        if access is not None:
+            access.close()
 
     # ---- one pool ----
 

@@ -1,0 +1,209 @@
+"""The life of the backend that SGLang loads, with stand-ins for SGLang's modules and for the sidecar."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from lmcache.engines.errors import UnsupportedError
+from lmcache.engines.sglang import attach, options, support, weights
+
+NAMESPACE = b"n" * 32
+
+
+class Storage:
+    """SGLang's base class of storage backends."""
+
+    def register_mem_pool_host(self, mem_pool_host):
+        pass
+
+    def register_mem_host_pool_v2(self, host_pool, host_pool_name):
+        pass
+
+
+class Access:
+    """A connection to the sidecar with some pools."""
+
+    is_attached = True
+    namespace_at_start = NAMESPACE
+    engine_uuid = b"e" * 16
+
+    def __init__(self, pools):
+        self.pools = pools
+        self.namespace = None
+        self.is_closed = False
+        self.loads = []
+
+    def set_namespace(self, namespace):
+        self.namespace = namespace
+
+    def report(self, request):
+        pass
+
+    def load(self, group, hashes, blocks):
+        self.loads.append((group, blocks))
+        return len(blocks)
+
+    def close(self):
+        self.is_closed = True
+
+
+class Indices(list):
+    """A tensor of indices of the host pool."""
+
+    numel = list.__len__
+
+    def __getitem__(self, part):
+        return Indices(super().__getitem__(part))
+
+    def tolist(self):
+        return list(self)
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """SGLang's process: the accesses of the backend, and whether SGLang's start loads the backend."""
+    state = SimpleNamespace(accesses=[], is_start=True, installs=[], watch=weights.WeightWatch())
+
+    def connect(_config, pools, _settings):
+        state.accesses.append(Access(dict(pools)))
+        return state.accesses[-1]
+
+    def install(*, is_start):
+        state.installs.append((is_start, threading.current_thread()))
+
+    content = {"HiCacheStorage": Storage, "PoolTransferResult": SimpleNamespace}
+    for name in ("sglang", "sglang.srt", "sglang.srt.mem_cache", "sglang.srt.mem_cache.hicache_storage"):
+        module = ModuleType(name)
+        module.__dict__.update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "lmcache.engines.sglang.backend", raising=False)
+    monkeypatch.setattr(support, "check_version", lambda: None)
+    monkeypatch.setattr(weights, "install", install)
+    monkeypatch.setattr(weights, "WATCH", state.watch)
+    monkeypatch.setattr(attach, "attach", connect)
+    monkeypatch.setattr(attach, "is_reporter", lambda _config: False)
+    monkeypatch.setattr(
+        options, "EngineOptions", lambda: SimpleNamespace(loads_backend_at_start=state.is_start)
+    )
+    state.backend_class = importlib.import_module("lmcache.engines.sglang.backend").LMCacheBackend
+    yield state
+    sys.modules.pop("lmcache.engines.sglang.backend", None)
+
+
+@pytest.fixture
+def make_backend(world):
+    with contextlib.ExitStack() as stack:
+
+        def make(pool=None, **extra_config):
+            backend = world.backend_class(SimpleNamespace(extra_config={"interface_v1": 1, **extra_config}))
+            stack.callback(backend.close)
+            backend.register_mem_pool_host(pool or make_pool())
+            return backend
+
+        yield make
+        join_threads()
+
+
+def join_threads():
+    """Wait until no backend attaches any more."""
+    for thread in threading.enumerate():
+        if thread.name == "lmcache-begin":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def make_pool():
+    return SimpleNamespace(page_size=2)
+
+
+def test_weights_are_watched_before_sglang_goes_on(world, make_backend, monkeypatch):
+    """Even if the attachment takes long, no weight update is missed: SGLang could begin one right after."""
+    blocked = threading.Event()
+    module = importlib.import_module("lmcache.engines.sglang.backend")
+    monkeypatch.setattr(module, "_START_SECONDS", 0.0)
+    monkeypatch.setattr(attach, "groups_of", lambda _pools: blocked.wait(60) and ["kv"])
+    world.is_start = False
+    try:
+        make_backend().on_host_pools_registered()
+        assert world.installs == [(False, threading.current_thread())]
+    finally:
+        blocked.set()
+
+
+def test_engine_that_cannot_watch_its_weights_is_not_cached(world, make_backend, monkeypatch, caplog):
+    def refuse(*, is_start):
+        raise UnsupportedError("weights change in an unknown way")
+
+    monkeypatch.setattr(weights, "install", refuse)
+    backend = make_backend()
+    backend.on_host_pools_registered()
+    backend.register_mem_host_pool_v2(make_pool(), "draft")
+    assert not world.accesses
+    assert "weights change in an unknown way" in caplog.text
+    assert backend.batch_get_v1(["00" * 32], Indices([0, 1])) == [False]
+
+
+def test_pool_of_a_draft_model_is_cached(world, make_backend):
+    """SGLang adds the pool of a draft model after the other pools."""
+    kv = make_pool()
+    backend = make_backend(kv)
+    backend.register_mem_host_pool_v2(kv, "kv")
+    backend.on_host_pools_registered()
+    draft = make_pool()
+    backend.register_mem_host_pool_v2(draft, "draft")
+    first, second = world.accesses
+    assert first.is_closed
+    assert first.pools == {"kv": kv}
+    assert not second.is_closed
+    assert second.pools == {"kv": kv, "draft": draft}
+    transfer = SimpleNamespace(name="draft", keys=["00" * 32], host_indices=Indices([4, 5]))
+    assert backend.batch_get_v2([transfer]) == {"draft": [True]}
+    assert second.loads == [(1, [2])]
+    world.watch.forget_all()
+    assert second.namespace == world.watch.name(NAMESPACE, second.engine_uuid)
+    backend.close()
+    assert second.is_closed
+
+
+def test_pool_that_comes_while_the_backend_attaches_is_cached(world, make_backend, monkeypatch):
+    module = importlib.import_module("lmcache.engines.sglang.backend")
+    began, may_end = threading.Event(), threading.Event()
+    connect = attach.attach
+
+    def connect_slowly(config, pools, settings):
+        access = connect(config, pools, settings)
+        if len(world.accesses) == 1:
+            began.set()
+            may_end.wait(60)
+        return access
+
+    monkeypatch.setattr(attach, "attach", connect_slowly)
+    monkeypatch.setattr(module, "_START_SECONDS", 0.0)
+    backend = make_backend()
+    backend.on_host_pools_registered()
+    assert began.wait(60)
+    monkeypatch.setattr(module, "_START_SECONDS", 60.0)
+    backend.register_mem_host_pool_v2(make_pool(), "draft")
+    may_end.set()
+    join_threads()
+    first, second = world.accesses
+    assert first.is_closed
+    assert set(second.pools) == {"kv", "draft"}
+    assert backend.batch_get_v1(["00" * 32], Indices([6, 7])) == [True]
+    assert second.loads == [(0, [3])]
+    assert not first.loads
+
+
+def test_pool_that_is_registered_again_changes_nothing(world, make_backend):
+    kv = make_pool()
+    backend = make_backend(kv)
+    backend.on_host_pools_registered()
+    backend.register_mem_host_pool_v2(kv, "kv")
+    (access,) = world.accesses
+    assert not access.is_closed
