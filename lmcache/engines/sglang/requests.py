@@ -69,7 +69,8 @@ def _watched(function: Callable[..., Any], page_tokens: int) -> Callable[..., An
 
 def _report_batch(batch: Any, page_tokens: int) -> None:
     for request in batch.reqs:
-        if request.extend_batch_idx != 1:  # a later part of its prompt, or it starts again
+        # A request is counted once: not for a later part of its prompt, nor when it starts again.
+        if request.extend_batch_idx != 1 or request.retracted_stain:
             continue
         prompt = request.origin_input_ids
         key = prompt, request.extra_key, request.cache_salt, _has_pairs(batch), page_tokens

@@ -1,0 +1,84 @@
+"""Reports of SGLang's requests, with a stand-in for its batch of prompts."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from lmcache.engines.sglang import requests
+
+
+class Request:
+    """A request as SGLang's batch shows it."""
+
+    def __init__(self, num_tokens, *, device=0, host=0, storage=0):
+        self.origin_input_ids = list(range(num_tokens))
+        self.extra_key = self.cache_salt = None
+        self.extend_batch_idx = 0
+        self.retracted_stain = False
+        self.cached_tokens_device, self.cached_tokens_host = device, host
+        self.cached_tokens_storage = storage
+
+    def retract(self):
+        """SGLang frees the request's KV, and computes the prompt and the answer so far again."""
+        self.extend_batch_idx = 0
+        self.retracted_stain = True
+
+
+@pytest.fixture
+def prepare(monkeypatch):
+    """``prepare(*requests)``: SGLang prepares a batch. Returns what the backend reported."""
+
+    class ScheduleBatch:
+        def __init__(self, reqs):
+            self.reqs, self.tree_cache = reqs, None
+
+        def prepare_for_extend(self):
+            for request in self.reqs:
+                request.extend_batch_idx += 1
+
+    names = "sglang", "sglang.srt", "sglang.srt.managers", "sglang.srt.managers.schedule_batch"
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules[names[-1]].ScheduleBatch = ScheduleBatch
+    reported = []
+    unsubscribe = requests.subscribe(reported.append, 64)
+
+    def run(*batch):
+        reported.clear()
+        ScheduleBatch(list(batch)).prepare_for_extend()
+        return [
+            (report.num_prompt_tokens, report.num_engine_tokens, report.num_loaded_tokens)
+            for report in reported
+        ]
+
+    yield run
+    unsubscribe()
+
+
+def test_tokens_are_reported_by_their_tier(prepare):
+    assert prepare(Request(300, device=64, host=64, storage=128), Request(10)) == [
+        (300, 128, 128),
+        (10, 0, 0),
+    ]
+
+
+def test_request_is_reported_once_for_all_parts_of_its_prompt(prepare):
+    request = Request(5000, storage=128)
+    assert [len(prepare(request)) for _ in range(3)] == [1, 0, 0]
+
+
+def test_request_is_reported_once_if_it_is_retracted(prepare):
+    """SGLang retracts requests when its memory is full. It keeps the numbers of the first start."""
+    request = Request(300, storage=256)
+    assert len(prepare(request)) == 1
+    request.retract()
+    assert prepare(request) == []
+
+
+def test_error_ends_all_reports(prepare, caplog):
+    assert prepare(SimpleNamespace(extend_batch_idx=0)) == []
+    assert "Requests are not counted any more" in caplog.text
+    assert prepare(Request(10)) == []
