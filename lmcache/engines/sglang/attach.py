@@ -52,6 +52,14 @@ def attach(storage_config: Any, pools: Mapping[str, Any], settings: Settings) ->
     Raises UnsupportedError or ValueError if the engine can't be cached.
     """
     engine, ranks = EngineOptions(), Ranks.of(storage_config, set(pools))
+    if not (storage_config.extra_config or {}).get("interface_v1"):
+        raise UnsupportedError(
+            'SGLang passes no pages: add "interface_v1": 1 to --hicache-storage-backend-extra-config'
+        )
+    if ranks.num_columns > 1 and (num_nodes := getattr(engine, "nnodes", 1)) > 1:
+        raise UnsupportedError(
+            f"the KV of one page is on {num_nodes} machines, but a sidecar needs all of it: use --nnodes 1"
+        )
     page_tokens = pools[ANCHOR].page_size
     if page_tokens < settings.min_page_tokens:
         raise UnsupportedError(
@@ -180,7 +188,8 @@ def engine_uuid(engine: EngineOptions, dp_rank: int, *, is_alone: bool) -> bytes
     parent = os.getppid()
     fields = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    parts = boot, parent, fields[19], getattr(engine, "random_seed", None), engine.port, dp_rank
+    replica = getattr(engine, "dp_rank", None)  # of --dp-size without data-parallel attention
+    parts = boot, parent, fields[19], getattr(engine, "random_seed", None), engine.port, dp_rank, replica
     return hashlib.sha256(repr(parts).encode()).digest()[:16]
 
 
