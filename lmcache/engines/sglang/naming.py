@@ -32,8 +32,11 @@ _OTHER_SOURCES = (
     ("remote_instance_weight_loader_seed_instance_ip", "loads weights from another engine"),
     ("checkpoint_engine_wait_weights_before_ready", "waits for weights from a checkpoint engine"),
     ("delete_ckpt_after_loading", "deletes the files of the weights"),
+    ("kt_weight_path", "loads the weights of experts from other files"),
+    ("uno_lora_path", "loads an adapter for drafts"),
+    ("forward_hooks", "runs programs between the model's layers"),
 )
-"""Options with which the engine's weights are not those of the model's files, and what each option does."""
+"""Options with which the KV does not follow from the model's files, and what each option does."""
 
 
 def private_reason(server_args: Any, *, is_from_start: bool) -> str:
@@ -103,6 +106,12 @@ def adapters(server_args: Any, began: float) -> list[list[str]]:
     return sorted(found)
 
 
+def _list_modules(server_args: Any) -> list[list[str]]:
+    """List the options that determine to which modules of the model an adapter applies."""
+    modules = getattr(server_args, "lora_target_modules", None) or ()
+    return [sorted(map(str, modules)), [str(getattr(server_args, "experts_shared_outer_loras", None))]]
+
+
 def listing(
     server_args: Any,
     pools: Mapping[str, Any],
@@ -131,7 +140,7 @@ def listing(
         "engine": "sglang",
         "version": sglang.__version__,  # the meaning of a page's bytes may change with any release
         "weights": weights,
-        "adapters": loras,
+        "adapters": [*loras, *_list_modules(server_args)] if loras else [],
         "config": files.effective_config(config, int(context_length)),
         "dtype": str(server_args.dtype),
         "quantization": str(server_args.quantization),
@@ -157,6 +166,7 @@ _DRAFT_OPTIONS = (
 
 _DEVICE_OPTIONS = (
     "device",
+    "model_impl",
     "attention_backend",
     "prefill_attention_backend",
     "decode_attention_backend",
