@@ -50,6 +50,7 @@ class WeightWatch:
         self._generation = 0  # weight updates, and requests to forget all KV
         self._is_closed = False
         self._is_flushed = False  # SGLang's caches were emptied since the last change of weights
+        self._has_older_kv = False  # SGLang's caches may hold KV from before ``forget_all``
         self._num_open_updates = 0
         self.is_complete = False
         """True if no change of weights was missed: the engine's start installed the watch."""
@@ -79,9 +80,13 @@ class WeightWatch:
         return functools.partial(self._listeners.pop, listener, None)
 
     def forget_all(self) -> None:
-        """Use a new name from now on, without a change of weights."""
+        """Use a new name from now on, and another one after the next flush.
+
+        Until then, SGLang may store KV under the new name that it computed before.
+        """
         with self._lock:
             self._generation += 1
+            self._has_older_kv = True
         self._notify()
 
     def begin_change(self) -> None:
@@ -108,6 +113,10 @@ class WeightWatch:
         """Record that SGLang emptied its caches, and the queue of pages to store."""
         with self._lock:
             self._is_flushed = True
+            was_forgotten, self._has_older_kv = self._has_older_kv, False
+            self._generation += was_forgotten
+        if was_forgotten:
+            self._notify()
         self._open()
 
     def _open(self) -> None:
