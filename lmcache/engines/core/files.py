@@ -99,6 +99,18 @@ def check_unchanged(path: Path, began: float) -> None:
         raise UnnamedError(f"{path} changed after the engine's start; restart the engine to share its KV")
 
 
+def is_named_by_content(path: Path, content: bytes) -> bool:
+    """Return whether a small file is a link to a blob of Hugging Face's cache with this content.
+
+    Such a file does not change. But its folder does, if the engine downloads the weights when it starts.
+    """
+    if not path.is_symlink():
+        return False
+    blob = Path(os.readlink(path))
+    name = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()  # as Git names it
+    return blob.parent.name == "blobs" and blob.name == name
+
+
 def in_background(function: Callable[..., T], *arguments: Any) -> futures.Future[T]:
     """Run a function on a daemon thread of the lowest priority, which does not block the process's exit."""
     result: futures.Future[T] = futures.Future()

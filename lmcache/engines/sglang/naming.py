@@ -86,8 +86,10 @@ def model_config(server_args: Any, began: float) -> dict[str, Any]:
     """Return the model's configuration, with the user's changes. Raises UnnamedError."""
     path = model_dir(server_args) / "config.json"
     try:
-        config: dict[str, Any] = json.loads(path.read_bytes())
-        files.check_unchanged(path, began)
+        content = path.read_bytes()
+        if not files.is_named_by_content(path, content):
+            files.check_unchanged(path, began)
+        config: dict[str, Any] = json.loads(content)
         config.update(json.loads(server_args.json_model_override_args or "{}"))
     except (OSError, ValueError, TypeError) as error:
         raise UnnamedError(f"the model's configuration {path} can't be read: {error}") from error
