@@ -186,7 +186,7 @@ class BlockingAccess:
         if namespace is None or not hashes:
             return 0
         with self._lock:
-            request = self._requests.find(group, hashes[0])
+            request = self._requests.find(group, hashes[0], hashes[-1])
         if request is None or request.namespace != namespace:
             # The engine loads without a lookup, or its lookup was long ago.
             request_id, groups = f"{self._name}{next(self._numbers)}", self._grid.stored

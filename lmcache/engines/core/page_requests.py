@@ -90,9 +90,15 @@ class PageRequests:
         """Open a request."""
         self._open[request] = None
 
-    def find(self, group: int, page_hash: bytes) -> PageRequest | None:
-        """Return the oldest open request for which this page was not loaded yet."""
-        return next((request for request in self._open if request.needs(group, page_hash)), None)
+    def find(self, group: int, page_hash: bytes, last_hash: bytes | None = None) -> PageRequest | None:
+        """Return the oldest open request for which this page was not loaded yet.
+
+        Prefers a request that also found ``last_hash``, the last page of the load. The engine may have
+        dropped an older lookup with a shorter hit, for which the sidecar does not promote the later pages.
+        """
+        found = [request for request in self._open if request.needs(group, page_hash)]
+        longer = (request for request in found if last_hash is None or request.needs(group, last_hash))
+        return next(longer, found[0] if found else None)
 
     def end(self, request: PageRequest) -> None:
         """Close a request, unless it was closed before."""
