@@ -22,7 +22,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
+from sglang.srt.mem_cache import hicache_storage
+
+from lmcache.engines.sglang import support
 
 if TYPE_CHECKING:
     from lmcache.engines.core.blocking import BlockingAccess
@@ -72,7 +74,7 @@ def _none_of_transfers(transfers: Sequence[Any], *_: Any, **__: Any) -> dict[Any
     return {transfer.name: [False] * len(transfer.keys or ()) for transfer in transfers}
 
 
-class LMCacheBackend(HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
+class LMCacheBackend(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
     """The backend, see the module. ``attach`` makes its connection; ``core.blocking`` does its work."""
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
@@ -85,6 +87,11 @@ class LMCacheBackend(HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
         self._access: BlockingAccess | None = None  # None: not attached yet, or never
         self._ends: list[Callable[[], None]] = []  # called when the backend closes
         self._lock = threading.Lock()  # protects the end of the attachment against ``close``
+        try:
+            support.check_version()
+        except Exception as error:
+            logger.warning(_NOT_CACHED, error)
+            self._is_offline = True
 
     # ---- the life of the backend ----
 
@@ -125,10 +132,9 @@ class LMCacheBackend(HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
         This runs on SGLang's scheduler thread, so that no update comes before. Afterwards, SGLang also
         changes the option that tells whether its start loaded the backend.
         """
-        from lmcache.engines.sglang import support, weights
+        from lmcache.engines.sglang import weights
         from lmcache.engines.sglang.options import EngineOptions
 
-        support.check_version()
         weights.install(is_start=EngineOptions().loads_backend_at_start)
 
     def _attach(self) -> None:
@@ -224,18 +230,18 @@ class LMCacheBackend(HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
 
     # ---- several pools ----
 
-    @_guarded(lambda *_, **__: PoolTransferResult.empty())
+    @_guarded(lambda *_, **__: hicache_storage.PoolTransferResult.empty())
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Sequence[Any] | None = None, extra_info: Any = None
-    ) -> PoolTransferResult:
+    ) -> Any:
         """Return how many leading pages a request can resume after, given the rows of all pools."""
         if (access := self._access) is None:
-            return PoolTransferResult.empty()
+            return hicache_storage.PoolTransferResult.empty()
         hashes = _hashes(keys)
         num_hits = access.count_hits(hashes)
         names = [_ANCHOR, *(transfer.name for transfer in pool_transfers or ())]
         hits = dict.fromkeys(names, num_hits) if num_hits else {}
-        return PoolTransferResult(num_hits, hits, access.ends(hashes, num_hits))
+        return hicache_storage.PoolTransferResult(num_hits, hits, access.ends(hashes, num_hits))
 
     @_guarded(_none_of_transfers)
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
@@ -294,6 +300,10 @@ class LMCacheBackend(HiCacheStorage):  # type: ignore[misc]  # sglang is untyped
         if host_indices is None or host_indices.numel() != len(keys) * page_size:
             return None
         return [index // page_size for index in host_indices[::page_size].tolist()]
+
+
+# A later version of SGLang may ask for further methods. It must start, too.
+LMCacheBackend.__abstractmethods__ = frozenset()
 
 
 def _hashes(keys: Sequence[str]) -> list[bytes]:

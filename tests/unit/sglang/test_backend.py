@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import importlib
 import sys
@@ -77,11 +78,7 @@ def world(monkeypatch):
     def install(*, is_start):
         state.installs.append((is_start, threading.current_thread()))
 
-    content = {"HiCacheStorage": Storage, "PoolTransferResult": SimpleNamespace}
-    for name in ("sglang", "sglang.srt", "sglang.srt.mem_cache", "sglang.srt.mem_cache.hicache_storage"):
-        module = ModuleType(name)
-        module.__dict__.update(content)
-        monkeypatch.setitem(sys.modules, name, module)
+    give_sglang(monkeypatch, HiCacheStorage=Storage, PoolTransferResult=SimpleNamespace)
     monkeypatch.delitem(sys.modules, "lmcache.engines.sglang.backend", raising=False)
     monkeypatch.setattr(support, "check_version", lambda: None)
     monkeypatch.setattr(weights, "install", install)
@@ -94,6 +91,17 @@ def world(monkeypatch):
     state.backend_class = importlib.import_module("lmcache.engines.sglang.backend").LMCacheBackend
     yield state
     sys.modules.pop("lmcache.engines.sglang.backend", None)
+
+
+def give_sglang(monkeypatch, **content):
+    """Let imports find a version of SGLang whose module of storage backends has this content."""
+    module = None
+    for name in ("sglang", "sglang.srt", "sglang.srt.mem_cache", "sglang.srt.mem_cache.hicache_storage"):
+        parent, module = module, ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, module)
+        if parent is not None:
+            setattr(parent, name.rpartition(".")[2], module)
+    module.__dict__.update(content)
 
 
 @pytest.fixture
@@ -207,3 +215,28 @@ def test_pool_that_is_registered_again_changes_nothing(world, make_backend):
     backend.register_mem_host_pool_v2(kv, "kv")
     (access,) = world.accesses
     assert not access.is_closed
+
+
+def test_engine_of_another_version_starts_without_the_cache(world, monkeypatch, caplog):
+    """An older version lacks classes, and a later one may ask for more methods."""
+
+    class OtherStorage(Storage, abc.ABC):
+        @abc.abstractmethod
+        def batch_touch(self, keys):
+            """Mark pages as used."""
+
+    def refuse():
+        raise UnsupportedError("SGLang 0.1 is not supported")
+
+    give_sglang(monkeypatch, HiCacheStorage=OtherStorage)
+    monkeypatch.setattr(support, "check_version", refuse)
+    sys.modules.pop("lmcache.engines.sglang.backend")
+    other = importlib.import_module("lmcache.engines.sglang.backend")
+    backend = other.LMCacheBackend(SimpleNamespace(extra_config=None), {})
+    assert "SGLang 0.1 is not supported" in caplog.text
+    backend.register_mem_pool_host(make_pool())
+    backend.on_host_pools_registered()
+    assert not world.installs
+    assert backend.batch_exists(["00" * 32]) == 0
+    assert backend.batch_set_v1(["00" * 32], Indices([0, 1])) == [False]
+    backend.close()
