@@ -112,10 +112,10 @@ class WeightWatch:
     def note_flushed(self) -> None:
         """Record that SGLang emptied its caches, and the queue of pages to store."""
         with self._lock:
-            self._is_flushed = True
-            was_forgotten, self._has_older_kv = self._has_older_kv, False
-            self._generation += was_forgotten
-        if was_forgotten:
+            is_renamed = self._has_older_kv and not self._is_closed  # otherwise ``_open`` renames
+            self._is_flushed, self._has_older_kv = True, False
+            self._generation += is_renamed
+        if is_renamed:
             self._notify()
         self._open()
 
