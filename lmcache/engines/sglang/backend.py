@@ -119,23 +119,23 @@ class LMCacheBackend(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # s
         SGLang adds the pool of a draft model later. The backend then attaches again.
         """
         try:
-            self._watch_weights()
+            self._note_engine()
         except Exception as error:
             logger.warning(_NOT_CACHED, error)
         else:
             self._has_begun = True
             self._attach()
 
-    def _watch_weights(self) -> None:
-        """Notice weight updates from now on.
+    def _note_engine(self) -> None:
+        """Watch the weights from now on, and note all that is known only while SGLang loads the backend.
 
-        This runs on SGLang's scheduler thread, so that no update comes before. Afterwards, SGLang also
-        changes the option that tells whether its start loaded the backend.
+        This runs on SGLang's scheduler thread, so that no weight update comes before.
         """
-        from lmcache.engines.sglang import weights
+        from lmcache.engines.sglang import weights, windows
         from lmcache.engines.sglang.options import EngineOptions
 
         weights.install(is_start=EngineOptions().loads_backend_at_start)
+        windows.note_radix_cache()
 
     def _attach(self) -> None:
         """Attach on a thread. Waits at most ``_START_SECONDS``.
