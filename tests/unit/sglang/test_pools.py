@@ -90,7 +90,8 @@ def make_pool(name, kind=Pool, **fields):
 
 def raw(tensor):
     """The bytes of a tensor."""
-    return tensor.contiguous().view(torch.uint8).view(-1).numpy().copy()
+    dense = tensor.clone(memory_format=torch.contiguous_format)  # also one element with a stride of several
+    return dense.view(torch.uint8).view(-1).numpy().copy()
 
 
 def slot_for(copier, group=0, fill=0xEE):
