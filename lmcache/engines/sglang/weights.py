@@ -13,8 +13,8 @@ The functions belong to the scheduler's process, which also runs the storage bac
 scheduler's thread. The state outlives a backend, because SGLang can detach it, update the weights and attach
 it again.
 
-Source: SGLang 0.5.23, ``managers/scheduler_components/weight_updater.py`` and
-``model_executor/model_runner_components/weight_updater.py``.
+Source: SGLang 0.5.23, ``managers/scheduler_components/weight_updater.py``,
+``model_executor/model_runner_components/weight_updater.py`` and ``utils/weight_checker.py``.
 """
 
 from __future__ import annotations
@@ -155,6 +155,7 @@ def install(*, is_start: bool, watch: WeightWatch = WATCH) -> None:
         from sglang.srt.managers import cache_controller
         from sglang.srt.managers.scheduler_components import weight_updater
         from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+        from sglang.srt.utils.weight_checker import WeightChecker
     except ImportError as error:
         raise UnsupportedError(
             f"this version of SGLang updates weights in an unknown way: {error}"
@@ -162,6 +163,7 @@ def install(*, is_start: bool, watch: WeightWatch = WATCH) -> None:
     names = *_UPDATES, "begin_weight_update", "end_weight_update"
     wanted: list[tuple[Any, str]] = [(WeightUpdater, name) for name in names]
     wanted += [(cache_controller.HiCacheController, "reset"), (weight_updater, "_import_static_state")]
+    wanted += [(WeightChecker, "_reset_tensors")]
     for owner, name in wanted:
         if not callable(getattr(owner, name, None)):
             raise UnsupportedError(f"this version of SGLang has no {owner.__name__}.{name}")
@@ -170,6 +172,7 @@ def install(*, is_start: bool, watch: WeightWatch = WATCH) -> None:
     watch.is_complete = is_start
     for name in _UPDATES:
         _wrap(WeightUpdater, name, before=watch.begin_change)
+    _wrap(WeightChecker, "_reset_tensors", before=watch.begin_change)  # for tests of updates: random weights
     _wrap(WeightUpdater, "begin_weight_update", before=watch.begin_update)
     _wrap(WeightUpdater, "end_weight_update", after=watch.end_update)
     _wrap(cache_controller.HiCacheController, "reset", after=watch.note_flushed)

@@ -20,6 +20,7 @@ NAMESPACE, ENGINE = b"n" * 32, b"e" * 16
 MANAGERS = "sglang.srt.managers"
 COMPONENTS = "sglang.srt.managers.scheduler_components"
 RUNNER = "sglang.srt.model_executor.model_runner_components.weight_updater"
+CHECKER = "sglang.srt.utils.weight_checker"
 
 
 class UpdateError(Exception):
@@ -56,9 +57,17 @@ def make_classes():
     return WeightUpdater, HiCacheController
 
 
-def make_modules(updater_class, controller_class, import_static_state):
+class WeightChecker:
+    """SGLang's class that writes random weights, for tests of updates."""
+
+    def _reset_tensors(self, skip_tensor_list=None):
+        pass
+
+
+def make_modules(updater_class, controller_class, import_static_state, checker_class=None):
     """SGLang's modules with these classes and this function, by their names."""
-    modules = {name: ModuleType(name) for name in (MANAGERS, COMPONENTS, RUNNER)}
+    modules = {name: ModuleType(name) for name in (MANAGERS, COMPONENTS, RUNNER, CHECKER)}
+    modules[CHECKER].WeightChecker = checker_class or type("WeightChecker", (WeightChecker,), {})
     modules[MANAGERS].cache_controller = SimpleNamespace(HiCacheController=controller_class)
     manager = modules[COMPONENTS].weight_updater = ModuleType("weight_updater")
     manager._import_static_state = import_static_state
@@ -66,9 +75,9 @@ def make_modules(updater_class, controller_class, import_static_state):
     return modules
 
 
-def installed(watch, updater_class, controller_class, *, is_start=True):
+def installed(watch, updater_class, controller_class, checker_class=None, *, is_start=True):
     """Install the watch with these classes in place of SGLang's. Returns the manager of weight updates."""
-    modules = make_modules(updater_class, controller_class, lambda: "restored")
+    modules = make_modules(updater_class, controller_class, lambda: "restored", checker_class)
     with mock.patch.dict(sys.modules, modules):
         install(is_start=is_start, watch=watch)
     return modules[COMPONENTS].weight_updater
@@ -363,6 +372,17 @@ class TestInstall:
             give_module(module)
         with pytest.raises(UnsupportedError, match="updates weights in an unknown way"):
             install(is_start=True, watch=watch)
+
+
+def test_random_weights_close_the_cache_until_the_next_flush(watch):
+    """``/weights_checker`` overwrites the weights, to test whether an update restores them."""
+    checker_class = type("WeightChecker", (WeightChecker,), {})
+    updater_class, controller_class = make_classes()
+    installed(watch, updater_class, controller_class, checker_class)
+    checker_class()._reset_tensors()
+    assert name(watch) is None
+    watch.note_flushed()
+    assert name(watch) not in (None, NAMESPACE)
 
 
 class Rank:
