@@ -52,15 +52,8 @@ def attach(storage_config: Any, pools: Mapping[str, Any], settings: Settings) ->
     Raises UnsupportedError or ValueError if the engine can't be cached.
     """
     engine, ranks = EngineOptions(), Ranks.of(storage_config, set(pools))
-    if not (storage_config.extra_config or {}).get("interface_v1"):
-        raise UnsupportedError(
-            'SGLang passes no pages: add "interface_v1": 1 to --hicache-storage-backend-extra-config'
-        )
-    if ranks.num_columns > 1 and (num_nodes := getattr(engine, "nnodes", 1)) > 1:
-        raise UnsupportedError(
-            f"the KV of one page is on {num_nodes} machines, but a sidecar needs all of it: use --nnodes 1"
-        )
     page_tokens = pools[ANCHOR].page_size
+    _check_options(storage_config.extra_config or {}, engine, ranks)
     if page_tokens < settings.min_page_tokens:
         raise UnsupportedError(
             f"pages of {page_tokens} tokens are too small: start SGLang with --page-size 64, or set"
@@ -103,6 +96,18 @@ def attach(storage_config: Any, pools: Mapping[str, Any], settings: Settings) ->
         Limits(settings.lookup_seconds, settings.row_seconds, settings.load_seconds, settings.lease_seconds),
         prefill_tokens_per_second=settings.prefill_tokens_per_second,
     )
+
+
+def _check_options(extra_config: Mapping[str, Any], engine: EngineOptions, ranks: Ranks) -> None:
+    """Raise UnsupportedError for options with which nothing would be cached."""
+    if not extra_config.get("interface_v1"):
+        raise UnsupportedError(
+            'SGLang passes no pages: add "interface_v1": 1 to --hicache-storage-backend-extra-config'
+        )
+    if ranks.num_columns > 1 and (num_nodes := getattr(engine, "nnodes", 1)) > 1:
+        raise UnsupportedError(
+            f"the KV of one page is on {num_nodes} machines, but a sidecar needs all of it: use --nnodes 1"
+        )
 
 
 def is_reporter(storage_config: Any) -> bool:

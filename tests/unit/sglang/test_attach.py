@@ -1,4 +1,4 @@
-"""What an attachment of SGLang refuses, and how it names the engine. SGLang's options are stand-ins."""
+"""Options with which SGLang is not attached, and ids of engines. SGLang's options are stand-ins."""
 
 from __future__ import annotations
 
