@@ -177,10 +177,13 @@ class BlockingAccess:
             ends = {end for end in ends if missing[end] == missing[first(end)]}
         return [*sorted(ends), num_hits]
 
-    def load(self, group: int, hashes: Sequence[bytes], blocks: Sequence[int]) -> int:
+    def load(
+        self, group: int, hashes: Sequence[bytes], blocks: Sequence[int], began_at: float | None = None
+    ) -> int:
         """Load pages into ``blocks``. Return how many leading pages were loaded.
 
-        The contents of the other blocks are undefined.
+        The contents of the other blocks are undefined. Several loads with one ``began_at``, a time of
+        ``time.monotonic``, together wait no longer than one load. None: now.
         """
         namespace = self._namespace
         if namespace is None or not hashes:
@@ -194,7 +197,7 @@ class BlockingAccess:
             request.num_hits = len(hashes)
             with self._lock:
                 self._requests.add(request)
-        num_loaded = self._load(request, group, hashes, blocks)
+        num_loaded = self._load(request, group, hashes, blocks, began_at)
         end = request.positions.get(hashes[0], 0) + num_loaded
         request.note_loaded(group, end)
         request.has_failed |= num_loaded < len(hashes)
@@ -261,7 +264,14 @@ class BlockingAccess:
         words = [request.words[group.group] for group in self._grid.stored]
         return find_hit(session.index, self._grid, words).num_chunks
 
-    def _load(self, request: PageRequest, group: int, hashes: Sequence[bytes], blocks: Sequence[int]) -> int:
+    def _load(
+        self,
+        request: PageRequest,
+        group: int,
+        hashes: Sequence[bytes],
+        blocks: Sequence[int],
+        began_at: float | None,
+    ) -> int:
         """Copy rows in the order of the pages, as they arrive in memory."""
         began = progress_at = time.monotonic()
         num_loaded, copy_seconds, is_last_look = 0, 0.0, False
@@ -279,7 +289,7 @@ class BlockingAccess:
                 copy_seconds += progress_at - looked_at
                 if num_copied < len(part):
                     break
-            if num_loaded == len(hashes) or is_last_look or self._is_late(began, progress_at):
+            if num_loaded == len(hashes) or is_last_look or self._is_late(began_at or began, progress_at):
                 break
             result = self._calls.attempt(partial(self._call_lookup, request))
             # Even if no row is pending, one more look at the index is due: a row may just have arrived.

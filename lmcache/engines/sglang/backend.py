@@ -86,6 +86,7 @@ class LMCacheBackend(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # s
         self._is_closed = False
         self._access: BlockingAccess | None = None  # None: not attached yet, or never
         self._ends: list[Callable[[], None]] = []  # called when the backend closes
+        self._last_load: tuple[Sequence[str], float] = ((), 0.0)  # keys of the first pool, and time
         self._lock = threading.Lock()  # protects the end of the attachment against ``close``
         try:
             support.check_version()
@@ -221,7 +222,8 @@ class LMCacheBackend(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # s
     @_guarded(_none_of_keys)
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Load pages into the first pool. Returns for each page whether it was loaded: leading ones only."""
-        return self._load(_ANCHOR, keys, host_indices)
+        self._last_load = keys, time.monotonic()
+        return self._load(_ANCHOR, keys, host_indices, self._last_load[1])
 
     @_guarded(_none_of_keys)
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
@@ -245,8 +247,15 @@ class LMCacheBackend(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # s
 
     @_guarded(_none_of_transfers)
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
-        """Load pages of further pools."""
-        return {t.name: self._load(str(t.name), t.keys or [], t.host_indices) for t in transfers}
+        """Load pages of further pools.
+
+        SGLang calls this for the same pages after ``batch_get_v1``, and can't interrupt it between the two. A
+        flush ends the engine if both take more than 10 s. So all pools together wait as long as one.
+        """
+        keys, began_at = self._last_load
+        if any(transfer.keys != keys for transfer in transfers):
+            began_at = time.monotonic()
+        return {t.name: self._load(str(t.name), t.keys or [], t.host_indices, began_at) for t in transfers}
 
     @_guarded(_none_of_transfers)
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
@@ -280,11 +289,11 @@ class LMCacheBackend(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # s
 
     # ---- the work ----
 
-    def _load(self, pool: str, keys: Sequence[str], host_indices: Any) -> list[bool]:
+    def _load(self, pool: str, keys: Sequence[str], host_indices: Any, began_at: float) -> list[bool]:
         access, blocks = self._access, self._pages(pool, keys, host_indices)
         if access is None or blocks is None:
             return [False] * len(keys)
-        num_loaded = access.load(self._groups[pool], _hashes(keys), blocks)
+        num_loaded = access.load(self._groups[pool], _hashes(keys), blocks, began_at)
         return [position < num_loaded for position in range(len(keys))]
 
     def _store(self, pool: str, keys: Sequence[str], host_indices: Any, extra_info: Any) -> list[bool]:

@@ -39,6 +39,7 @@ class Access:
         self.namespace = None
         self.is_closed = False
         self.loads = []
+        self.times = []
 
     def set_namespace(self, namespace):
         self.namespace = namespace
@@ -46,8 +47,9 @@ class Access:
     def report(self, request):
         pass
 
-    def load(self, group, hashes, blocks):
+    def load(self, group, hashes, blocks, began_at):
         self.loads.append((group, blocks))
+        self.times.append(began_at)
         return len(blocks)
 
     def close(self):
@@ -130,7 +132,7 @@ def make_pool():
     return SimpleNamespace(page_size=2)
 
 
-def test_weights_are_watched_before_sglang_goes_on(world, make_backend, monkeypatch):
+def test_weights_are_watched_before_sglang_continues(world, make_backend, monkeypatch):
     """Even if the attachment takes long, no weight update is missed: SGLang could begin one right after."""
     blocked = threading.Event()
     module = importlib.import_module("lmcache.engines.sglang.backend")
@@ -177,6 +179,31 @@ def test_pool_of_a_draft_model_is_cached(world, make_backend):
     assert second.namespace == world.watch.name(NAMESPACE, second.engine_uuid)
     backend.close()
     assert second.is_closed
+
+
+def test_pools_of_one_operation_share_a_time_limit(world, make_backend):
+    """SGLang ends the engine if a flush waits more than 10 s for the loads of an operation."""
+    backend = make_backend()
+    backend.register_mem_host_pool_v2(make_pool(), "indexer")
+    backend.register_mem_host_pool_v2(make_pool(), "draft")
+    backend.on_host_pools_registered()
+    (access,) = world.accesses
+
+    def load(first, *keys):
+        indices = Indices([0, 1] * len(keys))
+        if first:
+            backend.batch_get_v1(list(keys), indices)
+        pools = [
+            SimpleNamespace(name=name, keys=list(keys), host_indices=indices) for name in ("indexer", "draft")
+        ]
+        backend.batch_get_v2(pools)
+        times, access.times = access.times, []
+        return times
+
+    a, b = load(True, "00" * 32), load(True, "11" * 32)
+    windows = load(False, "22" * 32)  # an operation of its own
+    assert [len(times) for times in (a, b, windows)] == [3, 3, 2]
+    assert a[0] == a[1] == a[2] < b[0] == b[1] == b[2] < windows[0] == windows[1]
 
 
 def test_pool_that_comes_while_the_backend_attaches_is_cached(world, make_backend, monkeypatch):
