@@ -24,6 +24,12 @@ logger = logging.getLogger(__name__)
 
 Reporter = Callable[[EngineRequest], None]
 
+_HEALTH_CHECK = "HEALTH_CHECK"
+"""Beginning of the names of requests of one token that SGLang makes to answer ``/health``.
+
+Source: SGLang 0.5.23, ``constants.py``, ``HEALTH_CHECK_RID_PREFIX``.
+"""
+
 _reporters: list[Reporter] = []
 """The backend of this process that reports requests, if any."""
 
@@ -71,6 +77,8 @@ def _report_batch(batch: Any, page_tokens: int) -> None:
     for request in batch.reqs:
         # A request is counted once: not for a later part of its prompt, nor when it starts again.
         if request.extend_batch_idx != 1 or request.retracted_stain:
+            continue
+        if request.rid.startswith(_HEALTH_CHECK):
             continue
         prompt = request.origin_input_ids
         key = prompt, request.extra_key, request.cache_salt, _has_pairs(batch), page_tokens

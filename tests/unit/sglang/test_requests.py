@@ -13,7 +13,8 @@ from lmcache.engines.sglang import requests
 class Request:
     """A request as SGLang's batch shows it."""
 
-    def __init__(self, num_tokens, *, device=0, host=0, storage=0):
+    def __init__(self, num_tokens, *, rid="5c6a", device=0, host=0, storage=0):
+        self.rid = rid
         self.origin_input_ids = list(range(num_tokens))
         self.extra_key = self.cache_salt = None
         self.extend_batch_idx = 0
@@ -76,6 +77,11 @@ def test_request_is_reported_once_if_it_is_retracted(prepare):
     assert len(prepare(request)) == 1
     request.retract()
     assert prepare(request) == []
+
+
+def test_health_checks_are_not_reported(prepare):
+    """Probes ask several times a minute. In the list of recent requests, they would displace all others."""
+    assert prepare(Request(1, rid="HEALTH_CHECK_8f14e45fceea"), Request(10)) == [(10, 0, 0)]
 
 
 def test_error_ends_all_reports(prepare, caplog):
