@@ -38,8 +38,10 @@ NAMES = {
     "polling": "the operator's poller with 200 clusters of 5 sidecars: processor time and memory",
     "failover": "two operators: time until the second one repairs a child after the leader ended",
     "peer_server": "sidecar and connector, compared with lmcache 0.5.6's server; runs only if you name it",
+    "peer_sglang": "SGLang over lmcache 0.5.6's server, compared; runs only if you name it",
     "hybrid": "time to first token of a model with sliding windows: cold, hit in memory",
     "vllm": "real engine: time to first token, cold and of hits; throughput of prompts without hits",
+    "sglang": "SGLang: time to first token, throughput of new prompts, copies of pages, host pool",
     "load": "hits on a busy engine: queued requests, one hot prefix, a new engine",
 }
 

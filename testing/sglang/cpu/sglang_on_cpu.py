@@ -8,6 +8,7 @@ Runs with these stand-ins prove nothing about GPUs: copies end before they retur
 a copy that is still running, and page-locked memory, streams and the speed of copies are absent.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,6 +86,8 @@ def register() -> None:
         module.transfer_kv_per_layer_direct_pf_lf = load_layer
         module.transfer_kv_all_layer_direct_lf_pf = store_layers
     importlib.import_module("attention_of_new_tokens").register()
+    # A copy of a fork server has the number of threads with which the fork server started.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
 
     _use_gloo()
     _read_latents()
