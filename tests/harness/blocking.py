@@ -21,7 +21,7 @@ from lmcache.engines.core.blocking import BlockingAccess, EngineRequest, Limits
 from lmcache.engines.core.copier import CpuCopier
 from lmcache.engines.core.jobs import EngineIdentity
 from lmcache.engines.core.layout import Layout
-from lmcache.kv_groups import KVGroup
+from lmcache.kv_groups import GroupKind, KVGroup
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.hello import ClientHello, Role
 from lmcache.rpc.session import Session
@@ -119,7 +119,10 @@ class HookedCopier(CpuCopier):
 
 
 class PageEngine:
-    """A rank with ``NUM_PAGES`` pages in each KV group; a context manager. ``hello``: fields of its Hello."""
+    """A rank with ``NUM_PAGES`` pages in each KV group; a context manager.
+
+    ``window_pages``: the last KV group has a sliding window; ``hello``: other fields of its Hello.
+    """
 
     def __init__(
         self,
@@ -127,6 +130,7 @@ class PageEngine:
         limits: Limits = PATIENT,
         *,
         num_groups: int = 1,
+        window_pages: int = 0,
         column: int = 0,
         num_columns: int = 1,
         num_threads: int = 1,
@@ -141,7 +145,7 @@ class PageEngine:
         self.copier = HookedCopier(
             {group: Layout(tuple(memory), 1) for group, memory in self.memory.items()}, num_threads
         )
-        self.hello = self._make_hello(num_columns, hello)
+        self.hello = self._make_hello(num_columns, window_pages, hello)
         self.client = SidecarClient(sidecar.socket_path, self.hello)
         self.client.start()
         self.access = BlockingAccess(
@@ -157,9 +161,12 @@ class PageEngine:
     def __exit__(self, *_: object) -> None:
         self.access.close()
 
-    def _make_hello(self, num_columns: int, fields: dict[str, Any]) -> ClientHello:
-        groups = tuple(KVGroup(group, PAGE_TOKENS, PAGE_BYTES) for group in range(self.num_groups))
-        defaults = {"chunk_tokens": PAGE_TOKENS, "groups": groups, "namespace": NAMESPACE}
+    def _make_hello(self, num_columns: int, window_pages: int, fields: dict[str, Any]) -> ClientHello:
+        groups = [KVGroup(group, PAGE_TOKENS, PAGE_BYTES) for group in range(self.num_groups)]
+        if window_pages:
+            window = window_pages * PAGE_TOKENS, GroupKind.SLIDING_WINDOW
+            groups[-1] = KVGroup(self.num_groups - 1, PAGE_TOKENS, PAGE_BYTES, *window)
+        defaults = {"chunk_tokens": PAGE_TOKENS, "groups": tuple(groups), "namespace": NAMESPACE}
         return make_hello(Role.WORKER, num_columns=num_columns, column=self.column, **(defaults | fields))
 
     def pages(self, count: int) -> list[int]:

@@ -254,8 +254,9 @@ class TestEvictionDuringALoad:
     def test_row_that_is_reused_before_its_copy_is_not_copied(self, sidecar):
         with PageEngine(sidecar) as engine, PageEngine(sidecar, engine_uuid=b"o" * 16) as other:
             engine.store(1, 2, 3)
+            assert other.look_up(1) == 1, "a lease of the first page only"
             engine.copier.after_load = lambda: other.evict() if engine.copier.num_loads == 1 else None
-            engine.load(1, 2, 3)
+            assert engine.load(1, 2, 3) == 1
             assert engine.copier.num_loads == 1
 
     def test_pages_evicted_between_lookup_and_load_are_not_loaded(self, sidecar):
@@ -434,6 +435,42 @@ class TestNamespaces:
             assert engine.look_up(1, 2) == 0
             engine.access.set_namespace(blocking.NAMESPACE)
             assert engine.run(1, 2) == 2
+
+
+class TestWindows:
+    """The second KV group has a sliding window of two pages."""
+
+    @pytest.mark.parametrize(
+        ("stored", "hits", "ends"),
+        [
+            ([0, 1, 2, 3, 4, 5], 6, [1, 2, 3, 4, 5, 6]),
+            ([0, 1, 3, 4], 5, [1, 2, 5]),
+            ([2, 3], 4, [4]),
+            ([5], 0, []),
+            ([0], 1, [1]),
+            ([], 0, []),
+        ],
+    )
+    def test_hit_ends_where_the_window_is_complete(self, sidecar, stored, hits, ends):
+        with PageEngine(sidecar, num_groups=2, window_pages=2) as engine:
+            engine.store(*range(6), groups=[0])
+            for number in stored:
+                engine.store(number, groups=[1])
+            assert engine.look_up(*range(6)) == hits
+            assert engine.access.ends(hashes_of(range(6)), hits) == ends
+            if hits:
+                assert engine.load(*range(hits), group=0) == hits
+                window = range(max(0, hits - 2), hits)
+                assert engine.load(*window, group=1) == len(window)
+            engine.settle()
+            wait_released(sidecar)
+
+    def test_ends_without_a_window(self, engine):
+        engine.store(1, 2, 3)
+        assert engine.access.ends(hashes_of([1, 2, 3]), 3) == [1, 2, 3]
+        assert engine.access.ends([], 0) == []
+        engine.access.set_namespace(None)
+        assert engine.access.ends(hashes_of([1, 2, 3]), 3) == [3]
 
 
 class TestColumns:

@@ -301,26 +301,33 @@ class TestListeners:
         assert calls == ["second", "second"]
         assert "A backend did not notice that the weights changed" in caplog.text
 
-    def test_slow_listener_does_not_reopen_the_cache(self, watch):
-        """A listener reads the name, and uses it after an update has begun on another thread."""
+    @pytest.mark.parametrize("action", ["subscribe", "forget"])
+    def test_slow_listener_does_not_reopen_the_cache(self, watch, action):
+        """A listener reads the name, and would use it after an update has begun on another thread."""
         in_use: list[bytes | None] = []
         has_read, may_go_on = threading.Event(), threading.Event()
 
         def rename():
             present = name(watch)
-            if not has_read.is_set():
+            if (action == "subscribe" or watch._generation) and not has_read.is_set():
                 has_read.set()
-                may_go_on.wait(0.2)  # the update can't begin before this call has ended
+                may_go_on.wait(0.2)  # in vain: the update can't begin before this call has ended
             in_use.append(present)
 
-        subscription = threading.Thread(target=watch.subscribe, args=(rename,))
-        subscription.start()
+        def begin():
+            watch.subscribe(rename)
+            if action == "forget":
+                watch.forget_all()
+
+        threads = [threading.Thread(target=begin)]
+        threads[0].start()
         assert has_read.wait(60)
-        update = threading.Thread(target=lambda: (watch.begin_change(), may_go_on.set()))
-        update.start()
-        for thread in (subscription, update):
+        threads.append(threading.Thread(target=lambda: (watch.begin_change(), may_go_on.set())))
+        threads[1].start()
+        for thread in threads:
             thread.join(60)
-        assert in_use == [NAMESPACE, None]
+        assert in_use[-2] is not None
+        assert in_use[-1] is None
 
 
 class TestInstall:

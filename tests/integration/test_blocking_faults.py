@@ -1,0 +1,390 @@
+"""Lookups, loads and stores of pages while the sidecar is killed, frozen, restarted or slow."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+
+import pytest
+
+from lmcache.engines.core.blocking import Limits
+from lmcache.engines.core.page_requests import row_keys
+from testing.processes import RedisProcess, SidecarProcess
+from tests.harness import blocking
+from tests.harness.blocking import (
+    PATIENT,
+    Gate,
+    PageEngine,
+    Started,
+    patient_calls,
+    reattached,
+    usual_calls,
+    wait_for,
+    wait_released,
+)
+from tests.harness.stalling_proxy import StallingProxy
+from tests.harness.wire import attached
+
+__all__ = ["patient_calls", "usual_calls"]
+
+SLACK_SECONDS = 30.0
+"""Time that a busy machine may add to a limit. It is shorter than the limits of ``PATIENT``."""
+
+SHORT = Limits(lookup_seconds=0.2, row_seconds=0.2, load_seconds=0.5, lease_seconds=3600.0)
+
+
+@pytest.fixture
+def sidecar():
+    with SidecarProcess(memory_size="1Mi") as process:
+        yield process
+
+
+def within(seconds, call):
+    """The result of a call that must not take much longer than ``seconds``."""
+    began = time.monotonic()
+    result = call()
+    assert time.monotonic() - began < seconds + SLACK_SECONDS
+    return result
+
+
+class TestAbsentSidecar:
+    def test_nothing_is_found_or_stored_until_it_starts(self, sidecar, patient_calls):
+        sidecar.kill()
+        engine = PageEngine(sidecar)
+        assert not engine.access.is_attached
+        assert engine.look_up(1) == 0
+        assert engine.load(1) == 0
+        assert not engine.store(1)
+        engine.report(1, num_engine=0, num_loaded=0)
+        sidecar.start()
+        with engine:
+            assert engine.access.is_attached
+            assert engine.store(1)
+            assert engine.run(1) == 1
+
+
+class TestKilledSidecar:
+    def test_memory_is_served_again_after_a_restart(self, sidecar, patient_calls):
+        with PageEngine(sidecar) as engine:
+            assert engine.store(1, 2)
+            assert engine.look_up(1, 2) == 2
+            session = engine.client.session
+            sidecar.kill()
+            wait_for(lambda: not engine.access.is_attached)
+            assert engine.look_up(1, 2) == 0
+            assert engine.load(1, 2) == 0
+            assert not engine.store(3)
+            sidecar.start()
+            reattached(engine, session)
+            assert engine.store(1, 2)
+            assert engine.run(1, 2) == 2
+            wait_released(sidecar)
+
+    @pytest.mark.parametrize("hook", ["before_load", "after_load"])
+    def test_load_that_runs_while_it_restarts_delivers_only_right_pages(self, sidecar, patient_calls, hook):
+        with PageEngine(sidecar) as engine:
+            engine.store(1, 2, 3)
+            assert engine.look_up(1, 2, 3) == 3
+            session, gate = engine.client.session, Gate()
+            setattr(engine.copier, hook, gate)
+            load = Started(lambda: engine.load(1, 2, 3))
+            gate.wait()
+            sidecar.restart()
+            attached(engine.client, newer_than=session)
+            gate.open()
+            assert load.result() <= 3
+            blocking.usable(sidecar)
+            assert engine.store(1, 2, 3)
+            assert engine.run(1, 2, 3) == 3
+            wait_released(sidecar)
+
+    @pytest.mark.parametrize("hook", ["before_store", "after_store"])
+    def test_store_that_runs_while_it_restarts_stores_nothing_wrong(self, sidecar, patient_calls, hook):
+        with PageEngine(sidecar) as engine:
+            session, gate = engine.client.session, Gate()
+            setattr(engine.copier, hook, gate)
+            store = Started(lambda: engine.store(1, 2))
+            gate.wait()
+            sidecar.restart()
+            attached(engine.client, newer_than=session)
+            gate.open()
+            assert not store.result()
+            blocking.usable(sidecar)
+            assert engine.look_up(1, 2) == 0
+            sidecar.wait_until(lambda stats: stats["memory"]["used_rows"] == 0)
+            assert engine.store(1, 2)
+            assert engine.run(1, 2) == 2
+
+    def test_lookup_that_waits_ends_with_the_sidecar(self, sidecar, usual_calls):
+        with PageEngine(sidecar) as engine:
+            engine.store(1)
+            sidecar.freeze()
+            lookup = Started(lambda: engine.look_up(1))
+            sidecar.kill()
+            assert lookup.result() in (0, 1), "the index of the killed sidecar may still show the page"
+            assert engine.load(1) in (0, 1)
+
+    def test_close_after_its_death(self, sidecar, usual_calls):
+        with PageEngine(sidecar) as engine:
+            engine.store(1)
+            assert engine.look_up(1) == 1
+            sidecar.kill()
+            within(4.0, engine.access.close)
+
+
+class TestFrozenSidecar:
+    def test_rows_in_memory_are_found_and_loaded(self, sidecar, usual_calls):
+        with PageEngine(sidecar) as engine:
+            engine.store(1, 2, 3)
+            sidecar.freeze()
+            assert within(0.5, lambda: engine.look_up(1, 2, 3, 4)) == 3
+            assert within(0.5, lambda: engine.load(1, 2, 3)) == 3
+            assert within(0.5, lambda: engine.load(1, 2, 3, 4)) == 3
+            assert within(0.5, lambda: engine.look_up(9)) == 0
+            sidecar.thaw()
+            wait_released(sidecar)
+
+    def test_calls_pause_after_the_first_silence(self, sidecar, usual_calls, monkeypatch):
+        """Only the first of many lookups waits for the sidecar."""
+        monkeypatch.setattr("lmcache.engines.core.calls.PAUSE_SECONDS", 3600.0)
+        with PageEngine(sidecar) as engine:
+            engine.store(1)
+            sidecar.freeze()
+            assert engine.look_up(1) == 1
+            assert engine.access._calls.session is None
+            assert [engine.look_up(1) for _ in range(100)] == [1] * 100
+            assert not engine.store(2)
+            sidecar.thaw()
+
+    def test_store_ends_within_its_deadlines(self, sidecar, usual_calls):
+        with PageEngine(sidecar) as engine:
+            session = engine.client.session
+            sidecar.freeze()
+            assert not within(2.0, lambda: engine.store(1))
+            wait_for(lambda: not engine.access.is_attached)
+            assert not within(0.0, lambda: engine.store(2))
+            sidecar.thaw()
+            reattached(engine, session)
+            sidecar.wait_until(lambda stats: stats["memory"]["used_rows"] == 0)
+            assert engine.store(1, 2)
+            assert engine.run(1, 2) == 2
+
+    @pytest.mark.parametrize("hook", ["before_store", "after_store"])
+    def test_store_that_is_frozen_between_its_calls_stores_nothing_wrong(self, sidecar, usual_calls, hook):
+        with PageEngine(sidecar) as engine:
+            session = engine.client.session
+            setattr(engine.copier, hook, sidecar.freeze)
+            assert not within(4.0, lambda: engine.store(1))
+            setattr(engine.copier, hook, blocking.nothing)
+            sidecar.thaw()
+            reattached(engine, session)
+            assert engine.look_up(1) in (0, 1)
+            assert engine.store(1, 2)
+            assert engine.run(1, 2) == 2
+            wait_released(sidecar)
+
+    def test_unanswered_releases_follow_later(self, sidecar, usual_calls):
+        with PageEngine(sidecar) as engine:
+            engine.store(1, 2)
+            assert engine.look_up(1, 2) == 2
+            sidecar.freeze()
+            assert engine.load(1, 2) == 2
+            engine.settle()
+            sidecar.thaw()
+
+            def is_released():
+                engine.look_up(9)
+                return not sidecar.stats()["memory"]["leased_rows"]
+
+            wait_for(is_released)
+
+    def test_change_of_the_namespace_does_not_wait(self, sidecar, usual_calls):
+        with PageEngine(sidecar) as engine:
+            engine.store(1)
+            assert engine.look_up(1) == 1
+            sidecar.freeze()
+            within(0.0, lambda: engine.access.set_namespace(None))
+            assert engine.load(1) == 0
+            sidecar.thaw()
+            engine.access.set_namespace(blocking.NAMESPACE)
+
+            def is_released():
+                engine.look_up(9)
+                return not sidecar.stats()["memory"]["leased_rows"]
+
+            wait_for(is_released)
+
+    def test_close_ends_within_its_deadline(self, sidecar, usual_calls):
+        with PageEngine(sidecar) as engine:
+            engine.store(1)
+            for _ in range(20):
+                assert engine.look_up(1) == 1
+            sidecar.freeze()
+            within(4.0, engine.access.close)
+            sidecar.thaw()
+            sidecar.wait_until(lambda stats: not stats["clients"])
+
+
+def empty_memory(sidecar):
+    """Restart the sidecar without its rows in memory, after it has written all of them to its lower tiers."""
+    assert sidecar.terminate() == 0
+    sidecar.arena_path.unlink()
+    sidecar.start()
+
+
+@pytest.mark.usefixtures("patient_calls")
+class TestLowerTiers:
+    def test_pages_on_a_disk_are_found_and_loaded(self, tmp_path):
+        with SidecarProcess(memory_size="1Mi", disk_path=tmp_path, disk_size="64Mi") as sidecar:
+            with PageEngine(sidecar) as engine:
+                engine.store(*range(10))
+            empty_memory(sidecar)
+            with PageEngine(sidecar) as engine:
+                assert engine.run(*range(11)) == 10
+                engine.report(*range(10), num_engine=0, num_loaded=10)
+                sidecar.wait_until(lambda stats: stats["causes"]["cause_tokens"] == {"disk": 640})
+                wait_released(sidecar)
+                assert sidecar.stats()["disk"]["promoted"] == 10
+
+    def test_load_without_a_lookup_promotes_pages(self, tmp_path):
+        with SidecarProcess(memory_size="1Mi", disk_path=tmp_path, disk_size="64Mi") as sidecar:
+            with PageEngine(sidecar) as engine:
+                engine.store(1, 2, 3)
+            empty_memory(sidecar)
+            with PageEngine(sidecar) as engine:
+                assert engine.load(1, 2, 3, 4) == 3
+                wait_released(sidecar)
+
+    @pytest.mark.redis
+    @pytest.mark.parametrize("num_groups", [1, 2])
+    def test_pages_in_redis_are_found_by_another_sidecar(self, num_groups):
+        with RedisProcess() as redis:
+            first = SidecarProcess(memory_size="1Mi", remote_url=redis.unix_url)
+            second = SidecarProcess(memory_size="1Mi", remote_url=redis.unix_url)
+            with first, second:
+                with PageEngine(first, num_groups=num_groups) as engine:
+                    engine.store(*range(6))
+                    first.wait_until(lambda stats: stats["remote"]["written"] == 6 * num_groups)
+                with PageEngine(second, num_groups=num_groups, engine_uuid=b"2" * 16) as engine:
+                    assert engine.run(*range(7)) == 6
+                    wait_released(second)
+
+    @pytest.mark.redis
+    def test_long_prompt_is_loaded_in_several_lookups(self):
+        """A quarter of the rows in memory can be promoted at once."""
+        with RedisProcess() as redis, SidecarProcess(memory_size="1Mi", remote_url=redis.unix_url) as sidecar:
+            with PageEngine(sidecar) as engine:
+                for first in range(0, 40, 5):
+                    engine.store(*range(first, first + 5), prefix=range(first))
+                    sidecar.wait_until(lambda stats: stats["remote"]["written"] == first + 5)  # noqa: B023
+            empty_memory(sidecar)
+            with PageEngine(sidecar) as engine:
+                num_loaded = engine.run(*range(40))
+                assert 0 < num_loaded < 40
+                while num_loaded < 40:
+                    num_more = engine.run(*range(num_loaded, 40))
+                    assert num_more > 0
+                    num_loaded += num_more
+                wait_released(sidecar)
+
+
+def start_load(engine, monkeypatch):
+    """Start to load pages 0 to 7, which are not in memory. Returns when the load waits for them."""
+    waits, attempt = threading.Event(), engine.access._calls.attempt
+
+    def noted(call):
+        result = attempt(call)
+        waits.set()
+        return result
+
+    engine.settle()
+    monkeypatch.setattr(engine.access._calls, "attempt", noted)
+    load = Started(lambda: engine.load(*range(8)))
+    assert waits.wait(60)
+    return load
+
+
+@pytest.mark.redis
+@pytest.mark.usefixtures("patient_calls")
+class TestSlowRedis:
+    @pytest.fixture
+    def proxy(self):
+        with RedisProcess() as redis, StallingProxy(redis.port) as proxy:
+            yield proxy
+
+    @pytest.fixture
+    def sidecar(self, proxy):
+        """A sidecar with an empty memory, and pages 0 to 7 in Redis behind a proxy."""
+        with SidecarProcess(memory_size="1Mi", remote_url=proxy.url, remote_timeout_seconds=30) as sidecar:
+            with PageEngine(sidecar) as engine:
+                engine.store(*range(8))
+                sidecar.wait_until(lambda stats: stats["remote"]["written"] == 8)
+            empty_memory(sidecar)
+            yield sidecar
+
+    def test_lookup_does_not_wait_longer_than_its_limit(self, sidecar, proxy):
+        limits = dataclasses.replace(PATIENT, lookup_seconds=0.05)
+        with PageEngine(sidecar, limits) as engine:
+            proxy.stall(b"HEXISTS")
+            assert within(0.05, lambda: engine.look_up(*range(8))) == 0
+            keys = [(0, row_keys(engine.hello.namespace, blocking.hashes_of(range(8)), 0))]
+            assert engine.client.session.lookup("r", keys, hint=True).is_probing, "there is no answer yet"
+            proxy.resume()
+
+            def is_found():
+                return engine.run(*range(8)) == 8
+
+            wait_for(is_found)
+            wait_released(sidecar)
+
+    def test_load_waits_for_the_next_row_only(self, sidecar, proxy):
+        limits = dataclasses.replace(PATIENT, row_seconds=0.05)
+        with PageEngine(sidecar, limits) as engine:
+            proxy.stall(b"HMGET")
+            num_hits = engine.look_up(*range(8))
+            assert num_hits == 8
+            assert within(0.05, lambda: engine.load(*range(8))) == 0
+            proxy.resume()
+            wait_for(lambda: engine.run(*range(8)) == 8)
+            wait_released(sidecar)
+
+    def test_load_ends_after_its_limit(self, sidecar, proxy):
+        limits = dataclasses.replace(PATIENT, load_seconds=0.05)
+        with PageEngine(sidecar, limits) as engine:
+            proxy.stall(b"HMGET")
+            assert engine.look_up(*range(8)) == 8
+            assert within(0.05, lambda: engine.load(*range(8))) == 0
+            proxy.resume()
+            engine.settle()
+            wait_for(lambda: engine.run(*range(8)) == 8)
+
+    def test_pages_in_memory_are_loaded_before_the_wait(self, sidecar, proxy):
+        limits = dataclasses.replace(PATIENT, row_seconds=0.05)
+        with PageEngine(sidecar, limits) as engine:
+            engine.store(0, 1, 2)
+            proxy.stall(b"HMGET")
+            assert engine.look_up(*range(8)) == 8
+            assert engine.load(*range(8)) == 3
+            proxy.resume()
+            wait_released(sidecar)
+
+    def test_change_of_the_namespace_ends_the_wait(self, sidecar, proxy, monkeypatch):
+        with PageEngine(sidecar) as engine:
+            proxy.stall(b"HMGET")
+            assert engine.look_up(*range(8)) == 8
+            load = start_load(engine, monkeypatch)
+            engine.access.set_namespace(None)
+            assert load.result() == 0
+            proxy.resume()
+            engine.settle()
+            wait_released(sidecar)
+            assert within(2.0, engine.access.close) is None
+
+    def test_death_of_the_sidecar_ends_the_wait(self, sidecar, proxy, monkeypatch):
+        with PageEngine(sidecar) as engine:
+            proxy.stall(b"HMGET")
+            assert engine.look_up(*range(8)) == 8
+            load = start_load(engine, monkeypatch)
+            sidecar.kill()
+            assert load.result() == 0

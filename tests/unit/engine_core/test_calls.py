@@ -1,0 +1,85 @@
+"""Calls that pause after the sidecar was silent."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import grpc
+import pytest
+
+from lmcache.engines.core import calls as calls_module
+from lmcache.engines.core.calls import PAUSE_SECONDS, Calls
+from lmcache.rpc.errors import RpcRefusedError, SidecarUnavailableError, StaleSessionError
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(calls_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+@pytest.fixture
+def client():
+    return SimpleNamespace(session=SimpleNamespace(epoch=7))
+
+
+def fail(error):
+    def call(session):
+        raise error
+
+    return call
+
+
+def test_result_of_the_call_is_returned(client, clock):
+    assert Calls(client).attempt(lambda session: session.epoch) == 7
+
+
+def test_nothing_is_called_while_detached(client, clock):
+    client.session = None
+    calls = Calls(client)
+    assert calls.session is None
+    assert calls.attempt(lambda session: pytest.fail("no session")) is None
+
+
+def test_calls_pause_after_silence(client, clock):
+    calls, made = Calls(client), []
+    assert calls.attempt(fail(SidecarUnavailableError("silent"))) is None
+    assert calls.session is None
+    clock.now += PAUSE_SECONDS * 0.99
+    assert calls.attempt(made.append) is None
+    assert not made
+    clock.now += PAUSE_SECONDS * 0.01
+    assert calls.session is client.session
+    calls.attempt(made.append)
+    assert made == [client.session]
+
+
+def test_each_silence_begins_a_pause(client, clock):
+    calls = Calls(client)
+    for _ in range(3):
+        assert calls.session is client.session
+        calls.attempt(fail(SidecarUnavailableError("silent")))
+        assert calls.session is None
+        clock.now += PAUSE_SECONDS
+
+
+def test_new_session_is_called_at_once(client, clock):
+    calls = Calls(client)
+    calls.attempt(fail(SidecarUnavailableError("silent")))
+    client.session = SimpleNamespace(epoch=8)
+    assert calls.attempt(lambda session: session.epoch) == 8
+
+
+@pytest.mark.parametrize(
+    "error", [StaleSessionError("over"), RpcRefusedError(grpc.StatusCode.INVALID_ARGUMENT, "no")]
+)
+def test_refused_call_pauses_nothing(client, clock, error):
+    calls = Calls(client)
+    assert calls.attempt(fail(error)) is None
+    assert calls.session is client.session
+
+
+def test_other_errors_are_raised(client, clock):
+    with pytest.raises(ZeroDivisionError):
+        Calls(client).attempt(lambda session: 1 / 0)

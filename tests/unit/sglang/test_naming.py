@@ -1,0 +1,389 @@
+"""The namespace of an engine: what changes KV changes it, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from lmcache import keys
+from lmcache.engines.errors import UnnamedError, UnsupportedError
+from lmcache.engines.sglang import attach, naming
+
+SIZES = {"page_tokens": 64, "tensor_parallel": 1, "pipeline_parallel": 1, "context_parallel": 1}
+CONFIG = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "max_position_embeddings": 4096}
+
+
+def options(**fields):
+    """SGLang's options."""
+    defaults = {
+        "model_path": "/models/llama", "revision": None, "download_dir": None, "load_format": "auto",
+        "json_model_override_args": "{}", "context_length": None, "dtype": "bfloat16", "quantization": None,
+        "kv_cache_dtype": "auto", "quantization_param_path": None, "lora_paths": None,
+        "weight_cache_mode": "off", "port": 30000, "random_seed": 1, "hicache_host_memory_mode": "cache",
+    }  # fmt: skip
+    return SimpleNamespace(**(defaults | fields))
+
+
+class Pool:
+    """A host pool of SGLang, as far as naming reads it."""
+
+    def __init__(self, **fields):
+        defaults = {
+            "layout": "page_first_direct", "page_size": 64, "dtype": "torch.bfloat16", "layer_num": 2,
+            "head_num": 8, "head_dim": 64, "v_head_dim": 64, "kv_cache_dim": None, "storage_format_tag": None,
+            "size": 1024, "device_capacity_tokens": 4096, "size_per_token": 10,
+        }  # fmt: skip
+        self.__dict__.update(defaults | fields)
+
+
+class OtherPool(Pool):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def sglang(give_module, monkeypatch):
+    for name in ("SGLANG_PP_LAYER_PARTITION", *naming._DEVICE_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+    give_module("sglang.srt.mem_cache.utils", get_hash_str=lambda tokens, prior: f"{tokens}{prior}")
+    return give_module("sglang", __version__="0.5.23")
+
+
+def namespace(server_args=None, pools=None, **changes):
+    fields = {"config": CONFIG, "weights": "w", "draft": "", "loras": [], "sizes": SIZES} | changes
+    listing = naming.listing(server_args or options(), pools or {"kv": Pool()}, **fields)
+    return keys.namespace(listing)
+
+
+@pytest.fixture
+def base(sglang):
+    return namespace()
+
+
+def test_same_engine_has_the_same_name(base):
+    assert namespace() == base
+    assert len(base) == 32
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weights": "w2"},
+        {"weights": None},
+        {"draft": "d"},
+        {"loras": [["a", "/a", "00"]]},
+        {"config": CONFIG | {"rope_theta": 1e6}},
+        {"config": {}},
+        *({"sizes": SIZES | {name: 2}} for name in SIZES),
+    ],
+)
+def test_identity_of_the_model_changes_the_name(base, changes):
+    assert namespace(**changes) != base
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"dtype": "float16"},
+        {"quantization": "fp8"},
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"speculative_algorithm": "EAGLE"},
+        {"speculative_draft_kv_cache_dtype": "fp8_e5m2"},
+        {"speculative_draft_model_quantization": "fp8"},
+        {"device": "cpu"},
+        {"attention_backend": "triton"},
+        {"prefill_attention_backend": "fa3"},
+        {"decode_attention_backend": "fa3"},
+        {"enable_page_major_kv_layout": True},
+        {"enable_unified_memory": True},
+    ],
+)
+def test_options_that_change_kv_change_the_name(base, option):
+    assert namespace(options(**option)) != base
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"model_path": "/elsewhere/llama"},
+        {"revision": "main"},
+        {"port": 30001},
+        {"random_seed": 2},
+        {"context_length": 2048},
+        {"hicache_host_memory_mode": "buffer"},
+        {"max_running_requests": 4},
+        {"hicache_ratio": 3.0},
+        {"served_model_name": "x"},
+        {"speculative_draft_model_path": "/another/path/of/the/draft"},
+    ],
+)
+def test_other_options_do_not(base, option):
+    assert namespace(options(**option)) == base
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"layout": "layer_first"},
+        {"page_size": 32},
+        {"dtype": "torch.float16"},
+        {"layer_num": 3},
+        {"head_num": 4},
+        {"head_dim": 128},
+        {"v_head_dim": 32},
+        {"kv_cache_dim": 576},
+        {"storage_format_tag": "packed"},
+    ],
+)
+def test_form_of_a_pool_changes_the_name(base, field):
+    assert namespace(pools={"kv": Pool(**field)}) != base
+
+
+def test_size_of_a_pool_does_not(base):
+    assert namespace(pools={"kv": Pool(size=7, device_capacity_tokens=9, size_per_token=11)}) == base
+
+
+def test_kind_name_and_number_of_pools_change_the_name(base):
+    names = {
+        base,
+        namespace(pools={"kv": OtherPool()}),
+        namespace(pools={"swa": Pool()}),
+        namespace(pools={"kv": Pool(), "swa": Pool()}),
+        namespace(pools={"kv": Pool(), "swa": OtherPool()}),
+    }
+    assert len(names) == 5
+
+
+def test_order_of_pools_and_of_the_configuration_is_of_no_account(base):
+    pools = {"kv": Pool(), "swa": OtherPool()}
+    assert namespace(pools=pools) == namespace(pools=dict(reversed(pools.items())))
+    assert namespace(config=dict(reversed(CONFIG.items()))) == base
+    assert namespace(sizes=dict(reversed(SIZES.items()))) == base
+
+
+def test_paths_and_versions_in_the_configuration_are_of_no_account(base):
+    config = CONFIG | {"_name_or_path": "/x", "_commit_hash": "y", "transformers_version": "5"}
+    assert namespace(config=config) == base
+
+
+def test_context_length_matters_if_rope_depends_on_it():
+    config = CONFIG | {"rope_scaling": {"type": "dynamic"}}
+    names = {namespace(options(context_length=length), config=config) for length in (None, 4096, 8192)}
+    assert len(names) == 2, "without the option, the model's own length applies"
+
+
+def test_version_and_hash_of_sglang_change_the_name(base, sglang, give_module):
+    sglang.__version__ = "0.5.24"
+    assert namespace() != base
+    sglang.__version__ = "0.5.23"
+    give_module("sglang.srt.mem_cache.utils", get_hash_str=lambda tokens, prior: "new algorithm")
+    assert namespace() != base
+
+
+@pytest.mark.parametrize("variable", ["SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT"])
+def test_order_of_bytes_on_the_device_changes_the_name(base, monkeypatch, variable):
+    monkeypatch.setenv(variable, "1")
+    assert namespace() != base
+
+
+def test_stages_with_different_layers_have_the_same_name():
+    """All ranks of an engine have the same name, but the first stage may have more layers."""
+    sizes = SIZES | {"pipeline_parallel": 2}
+    names = {namespace(pools={"kv": Pool(layer_num=number)}, sizes=sizes) for number in (2, 3)}
+    assert len(names) == 1
+
+
+def test_division_into_stages_changes_the_name(base, monkeypatch):
+    monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", "1,3")
+    assert namespace() != base
+
+
+def test_scales_of_kv_are_named_by_their_content(base, tmp_path):
+    scales = tmp_path / "scales.json"
+    scales.write_text("1")
+    first = namespace(options(quantization_param_path=str(scales)))
+    copy = tmp_path / "copy.json"
+    copy.write_text("1")
+    assert namespace(options(quantization_param_path=str(copy))) == first != base
+    scales.write_text("2")
+    assert namespace(options(quantization_param_path=str(scales))) != first
+    with pytest.raises(UnnamedError, match="can't be read"):
+        namespace(options(quantization_param_path=str(tmp_path / "missing")))
+
+
+class TestPrivateReasons:
+    def test_usual_engine_has_none(self):
+        assert naming.private_reason(options(), is_from_start=True) == ""
+
+    def test_cache_that_was_attached_later_is_private(self):
+        assert "running engine" in naming.private_reason(options(), is_from_start=False)
+
+    @pytest.mark.parametrize("option", [name for name, _ in naming._OTHER_SOURCES])
+    def test_weights_from_elsewhere_are_private(self, option):
+        reason = naming.private_reason(options(**{option: "x"}), is_from_start=True)
+        assert option in reason
+        assert naming.private_reason(options(**{option: None}), is_from_start=True) == ""
+
+    def test_weights_of_another_process_are_private(self):
+        assert "weight_cache_mode" in naming.private_reason(
+            options(weight_cache_mode="client"), is_from_start=True
+        )
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder with a model, older than the engine."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def later():
+    """The start of an engine that begins after all changes so far."""
+    return time.time() + 60
+
+
+class TestFiles:
+    def test_configuration_includes_the_users_changes(self, model):
+        given = options(model_path=str(model), json_model_override_args='{"rope_theta": 5}')
+        assert naming.model_config(given, later()) == CONFIG | {"rope_theta": 5}
+
+    @pytest.mark.parametrize("content", [b"{", b"", b"\xff"])
+    def test_invalid_configuration_has_no_name(self, model, content):
+        (model / "config.json").write_bytes(content)
+        with pytest.raises(UnnamedError, match="can't be read"):
+            naming.model_config(options(model_path=str(model)), later())
+
+    def test_missing_or_changed_configuration_has_no_name(self, model, tmp_path):
+        with pytest.raises(UnnamedError, match="can't be read"):
+            naming.model_config(options(model_path=str(tmp_path / "no")), later())
+        with pytest.raises(UnnamedError, match="changed after the engine's start"):
+            naming.model_config(options(model_path=str(model)), time.time() - 60)
+
+    def test_weights_are_named_by_their_content(self, model):
+        given = options(model_path=str(model))
+        first = naming.weights_fingerprint(given, later())
+        (model / "model.safetensors").write_bytes(b"weights 2")
+        assert naming.weights_fingerprint(given, later()) != first
+        with pytest.raises(UnnamedError, match="changed after"):
+            naming.weights_fingerprint(given, time.time() - 60)
+
+    @pytest.mark.parametrize("load_format", ["dummy", "remote", "gguf", "pt"])
+    def test_other_sources_of_weights_have_no_name(self, model, load_format):
+        with pytest.raises(UnnamedError, match=f"load format {load_format}"):
+            naming.weights_fingerprint(options(model_path=str(model), load_format=load_format), later())
+
+    def test_draft_model_is_named_by_its_content(self, model, tmp_path):
+        assert naming.draft_fingerprint(options(model_path=str(model)), later()) == ""
+        own = options(model_path=str(model), speculative_draft_model_path=str(model))
+        assert naming.draft_fingerprint(own, later()) == "", "the weights name it"
+        found = []
+        for name, content in (("1", b"a"), ("2", b"a"), ("3", b"b")):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "model.safetensors").write_bytes(content)
+            draft = options(model_path=str(model), speculative_draft_model_path=str(tmp_path / name))
+            found.append(naming.draft_fingerprint(draft, later()))
+        assert found[0] == found[1] != found[2]
+        missing = options(model_path=str(model), speculative_draft_model_path=str(tmp_path / "no"))
+        with pytest.raises(UnnamedError):
+            naming.draft_fingerprint(missing, later())
+
+    def test_adapters_are_named_by_name_path_and_content(self, tmp_path):
+        adapters = []
+        for name in ("a", "b"):
+            folder = tmp_path / name
+            folder.mkdir()
+            (folder / "adapter_config.json").write_text("{}")
+            (folder / "adapter_model.safetensors").write_bytes(b"same")
+            adapters.append(SimpleNamespace(lora_name=name, lora_path=str(folder)))
+        found = naming.adapters(options(lora_paths=adapters), later())
+        assert [entry[:2] for entry in found] == [[name, str(tmp_path / name)] for name in ("a", "b")]
+        assert found[0][2] == found[1][2]
+        assert naming.adapters(options(lora_paths=adapters[::-1]), later()) == found
+        (tmp_path / "b" / "adapter_config.json").write_text('{"r": 8}')
+        assert naming.adapters(options(lora_paths=adapters), later())[1] != found[1]
+        assert naming.adapters(options(), later()) == []
+        adapters[0].lora_path = str(tmp_path / "missing")
+        with pytest.raises((UnnamedError, OSError)):
+            naming.adapters(options(lora_paths=adapters), later())
+
+
+class TestAttachment:
+    """The namespace that an engine gets in the end."""
+
+    @pytest.fixture
+    def name(self, give_module, monkeypatch):
+        give_module("sglang.srt.configs.model_config", is_multimodal_model=lambda names: "VL" in str(names))
+        monkeypatch.setattr(attach.files, "process_start_time", later)
+        monkeypatch.setattr(attach.WATCH, "is_complete", True)
+
+        def make(given, uuid=b"u" * 16):
+            return attach._namespace(given, {"kv": Pool()}, uuid, SIZES)
+
+        return make
+
+    def test_two_engines_of_one_model_share_a_namespace(self, name, model):
+        first, second = (name(options(model_path=str(model)), uuid) for uuid in (b"1" * 16, b"2" * 16))
+        assert first.namespace == second.namespace
+        assert first.private_reason == ""
+        assert first.config == CONFIG
+
+    @pytest.mark.parametrize(
+        ("option", "reason"),
+        [
+            ({"load_format": "dummy"}, "load format dummy"),
+            ({"modelopt_quant": "fp8"}, "modelopt_quant"),
+            ({"speculative_draft_model_path": "/no/such/draft"}, "can't be identified"),
+            ({"model_path": "/no/such/model"}, "the model can't be identified"),
+            ({"json_model_override_args": '{"architectures": ["QwenVL"]}'}, "images"),
+            ({"lora_paths": [SimpleNamespace(lora_name="a", lora_path="/no")]}, "can't be identified"),
+        ],
+    )
+    def test_other_engines_get_a_namespace_of_their_own(self, name, model, option, reason):
+        given = options(**({"model_path": str(model)} | option))
+        first, second = name(given, b"1" * 16), name(given, b"2" * 16)
+        assert reason in first.private_reason
+        assert first.namespace != second.namespace
+        assert name(given, b"1" * 16).namespace == first.namespace, "the same in all ranks"
+
+    def test_engine_whose_weights_may_have_changed_gets_a_namespace_of_its_own(
+        self, name, model, monkeypatch
+    ):
+        monkeypatch.setattr(attach.WATCH, "is_complete", False)
+        first, second = (name(options(model_path=str(model)), uuid) for uuid in (b"1" * 16, b"2" * 16))
+        assert "running engine" in first.private_reason
+        assert first.namespace != second.namespace
+
+    def test_id_of_a_single_rank_is_random(self):
+        engine = options()
+        ids = {attach.engine_uuid(engine, 0, is_alone=True) for _ in range(3)}
+        assert len(ids) == 3
+        assert {len(one) for one in ids} == {16}
+
+    def test_ranks_of_one_engine_share_an_id(self):
+        engine = options()
+        first = attach.engine_uuid(engine, 0, is_alone=False)
+        assert attach.engine_uuid(engine, 0, is_alone=False) == first
+        others = [(options(port=1), 0), (options(random_seed=2), 0), (engine, 1)]
+        assert all(attach.engine_uuid(*other, is_alone=False) != first for other in others)
+
+    def test_id_of_an_engine_with_another_parent_differs(self, monkeypatch):
+        first = attach.engine_uuid(options(), 0, is_alone=False)
+        monkeypatch.setattr(os, "getppid", os.getpid)
+        assert attach.engine_uuid(options(), 0, is_alone=False) != first
+
+    def test_groups_begin_with_the_pools_of_full_attention(self):
+        pools = dict.fromkeys(["mamba", "swa", "indexer", "draft", "kv"])
+        assert attach.groups_of(pools) == ["kv", "draft", "indexer", "mamba", "swa"]
+        with pytest.raises(UnsupportedError, match="a pool that can't be cached yet: other"):
+            attach.groups_of(pools | {"other": None})
+
+    def test_kv_of_the_engine_includes_its_host_cache(self):
+        pools = {"kv": Pool(size=5000, device_capacity_tokens=4096, size_per_token=10)}
+        assert attach._kv_bytes(options(), pools) == 50_000
+        assert attach._kv_bytes(options(hicache_host_memory_mode="buffer"), pools) == 40_960

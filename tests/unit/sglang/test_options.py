@@ -1,0 +1,128 @@
+"""SGLang's options as the engine uses them, and our settings."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from lmcache.engines.core.settings import read_settings
+from lmcache.engines.errors import UnsupportedError
+from lmcache.engines.sglang.options import MODULE, EngineOptions, Settings
+from lmcache.engines.sglang.support import check_version
+from lmcache.rpc.service import DEFAULT_SOCKET
+
+OURS = json.dumps({"backend_name": "lmcache", "module_path": MODULE})
+
+
+class Strict:
+    """Resolved options that raise another error for options they do not have."""
+
+    def __init__(self, error, **values):
+        self._error, self._values = error, values
+
+    def __getattr__(self, name):
+        if name not in self._values:
+            raise AttributeError(name) if name == "kernel" else self._error(name)
+        return self._values[name]
+
+
+@pytest.fixture
+def engine(give_module):
+    def make(server_args, **accessors):
+        context = give_module(
+            "sglang.srt.runtime_context",
+            get_server_args=lambda: server_args,
+            **{name: (lambda value=value: value) for name, value in accessors.items()},
+        )
+        give_module("sglang.srt", runtime_context=context)
+        return EngineOptions()
+
+    return make
+
+
+def test_resolved_values_take_precedence_over_given_ones(engine):
+    given = SimpleNamespace(dtype="auto", model_path="m")
+    options = engine(given, get_model=SimpleNamespace(dtype="bfloat16"))
+    assert (options.dtype, options.model_path) == ("bfloat16", "m")
+
+
+def test_options_of_kernels_are_found(engine):
+    kernel = SimpleNamespace(attention_backend="fa3")
+    options = engine(SimpleNamespace(attention_backend=None), get_exec=SimpleNamespace(kernel=kernel))
+    assert options.attention_backend == "fa3"
+
+
+@pytest.mark.parametrize("error", [AttributeError, KeyError, RuntimeError])
+def test_sources_without_an_option_are_passed_over(engine, error):
+    options = engine(SimpleNamespace(dtype="auto"), get_lora=Strict(error), get_model=Strict(error))
+    assert options.dtype == "auto"
+    with pytest.raises(AttributeError, match="SGLang has no option colour"):
+        options.colour  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("backend", "config", "is_ours"),
+    [
+        ("dynamic", OURS, True),
+        ("dynamic", json.dumps({"module_path": "mooncake"}), False),
+        ("dynamic", "{}", False),
+        ("dynamic", "[1]", False),
+        ("dynamic", "{not json", False),
+        ("dynamic", None, False),
+        ("file", OURS, False),
+        (None, OURS, False),
+        ("dynamic", "@/no/such/file.yaml", False),
+    ],
+)
+def test_backend_of_the_start(engine, backend, config, is_ours):
+    given = SimpleNamespace(hicache_storage_backend=backend, hicache_storage_backend_extra_config=config)
+    assert engine(given).loads_backend_at_start is is_ours
+
+
+def test_configuration_may_be_a_file(engine, tmp_path):
+    given = SimpleNamespace(
+        hicache_storage_backend="dynamic", hicache_storage_backend_extra_config=f"@{tmp_path}/config"
+    )
+    (tmp_path / "config").write_text(f"module_path: {MODULE}")
+    assert engine(given).loads_backend_at_start
+    (tmp_path / "config").write_text("module_path: other")
+    assert not engine(given).loads_backend_at_start
+
+
+def test_settings(monkeypatch):
+    monkeypatch.delenv("LMCACHE_SOCKET", raising=False)
+    assert read_settings(Settings, {}) == Settings()
+    assert Settings().socket == DEFAULT_SOCKET
+    given = {"interface_v1": 1, "lmcache.row_seconds": 0.5, "lmcache.copy_threads": 4}
+    assert read_settings(Settings, given) == Settings(row_seconds=0.5, copy_threads=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("copy_threads", 0),
+        ("copy_threads", 65),
+        ("lookup_seconds", 0),
+        ("row_seconds", -1),
+        ("load_seconds", 3601),
+        ("lease_seconds", "soon"),
+        ("min_page_tokens", 0),
+        ("prefill_tokens_per_second", -1),
+    ],
+)
+def test_wrong_values_are_refused(name, value):
+    with pytest.raises(UnsupportedError, match=rf"lmcache\.{name}: '{value}' is not"):
+        read_settings(Settings, {f"lmcache.{name}": value})
+
+
+@pytest.mark.parametrize("version", ["0.5.23", "0.5.23.post1", "0.5.23+cu128"])
+def test_supported_version(version):
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.5.2", "0.5.24", "0.5.230", "0.6.0"])
+def test_other_version_is_refused(version):
+    with pytest.raises(UnsupportedError, match=f"SGLang {version} is not supported"):
+        check_version(version)
