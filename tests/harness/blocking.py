@@ -233,12 +233,19 @@ class PageEngine:
 
     def evict(self) -> None:
         """Evict all rows that are not in use: store as many rows of nobody as there are slots."""
+        # A row can't be evicted before the sidecar has its checksum.
+        stats = self.sidecar.wait_until(lambda stats: stats if not stats["num_unwritten_rows"] else None)
+        for _ in range(stats["memory"]["usable_rows"]):
+            wait_until(self._store_filler)
+
+    def _store_filler(self) -> bool:
         session = self.client.session
         assert session is not None
-        for _ in range(self.sidecar.stats()["memory"]["usable_rows"]):
-            with session.copying():
-                reserved = session.reserve(0, b"f" * 32 + hash_of(next(_FILLERS)))
-                session.commit([answer.slot for answer in reserved if answer.slot])
+        with session.copying():
+            (answer,) = session.reserve(0, b"f" * 32 + hash_of(next(_FILLERS)))
+            if answer.slot is not None:
+                session.commit([answer.slot])
+        return answer.slot is not None
 
     def settle(self) -> None:
         """Wait until all releases and reports so far have been sent."""

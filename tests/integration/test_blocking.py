@@ -289,7 +289,9 @@ class TestStores:
         with PageEngine(fresh_sidecar) as engine:
             engine.store(1, 2)
             engine.store(3, 4, prefix=[1, 2])
-            num_rows = fresh_sidecar.stats()["memory"]["usable_rows"]
+            # A row can't be evicted before the sidecar has its checksum.
+            stats = fresh_sidecar.wait_until(lambda stats: None if stats["num_unwritten_rows"] else stats)
+            num_rows = stats["memory"]["usable_rows"]
             for number in range(100, 100 + num_rows - 2):  # evicts two rows
                 engine.store(number)
             assert engine.look_up(1, 2, 3, 4) == 2

@@ -110,6 +110,7 @@ class BlockingAccess:
         self._lineage = Lineage()
         # By the hash of the first page; only the thread uses it.
         self._ended: Recent[bytes, PageRequest] = Recent(_MAX_ENDED)
+        self._has_unsent_releases = False  # only the thread uses it
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="lmcache-release", daemon=True)
         self._thread.start()
@@ -325,7 +326,7 @@ class BlockingAccess:
             try:
                 task = self._tasks.get(timeout=max(0.0, expires_at - time.monotonic()))
             except queue.Empty:
-                task, expires_at = self._end_expired, time.monotonic() + _TICK_SECONDS
+                task, expires_at = self._tick, time.monotonic() + _TICK_SECONDS
             if task is None:
                 return
             try:
@@ -333,16 +334,26 @@ class BlockingAccess:
             except Exception:
                 logger.exception("Releasing or reporting a lookup failed; later ones go on")
 
-    def _end_expired(self) -> None:
+    def _tick(self) -> None:
+        """End expired requests, and repeat releases that the sidecar did not answer."""
         with self._lock:
             expired = self._requests.end_expired(time.monotonic())
         for request in expired:
             self._end_lease(request)
+        if self._has_unsent_releases:
+            self._send_releases()
 
     def _end_lease(self, request: PageRequest) -> None:
         self._ended[request.hashes[0]] = request
         self._client.release_later(request.request_id)  # stays pending if the sidecar does not answer
-        self._calls.attempt(lambda session: session.release([request.request_id], timeout=_CALL_SECONDS))
+        self._send_releases()
+
+    def _send_releases(self) -> None:
+        def send(session: Session) -> bool:
+            session.release([], timeout=_CALL_SECONDS)  # sends all that are pending
+            return True
+
+        self._has_unsent_releases = not self._calls.attempt(send)
 
     def _report(self, request: EngineRequest) -> None:
         hashes, namespace, session = request.find_hashes(), self._namespace, self._client.session

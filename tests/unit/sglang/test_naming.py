@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from lmcache import keys
 from lmcache.engines.errors import UnnamedError, UnsupportedError
@@ -33,7 +34,7 @@ class Pool:
 
     def __init__(self, **fields):
         defaults = {
-            "layout": "page_first_direct", "page_size": 64, "dtype": "torch.bfloat16", "layer_num": 2,
+            "layout": "page_first_direct", "page_size": 64, "dtype": torch.bfloat16, "layer_num": 2,
             "head_num": 8, "head_dim": 64, "v_head_dim": 64, "kv_cache_dim": None, "storage_format_tag": None,
             "size": 1024, "device_capacity_tokens": 4096, "size_per_token": 10,
         }  # fmt: skip
@@ -129,12 +130,17 @@ def test_other_options_do_not(base, option):
     [
         {"layout": "layer_first"},
         {"page_size": 32},
-        {"dtype": "torch.float16"},
+        {"dtype": torch.float16},
         {"layer_num": 3},
         {"head_num": 4},
         {"head_dim": 128},
         {"v_head_dim": 32},
         {"kv_cache_dim": 576},
+        {"index_head_dim": 128},
+        {"quant_block_size": 128},
+        {"temporal_state_shape": (2, 3)},
+        {"conv_state_shapes": [(2, 3)]},
+        {"conv_dtype": torch.float32},
         {"storage_format_tag": "packed"},
     ],
 )
