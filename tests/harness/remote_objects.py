@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import redis
 
 from lmcache.tiers.base import ObjectId
@@ -22,11 +24,15 @@ def row_name(key: bytes) -> str:
 
 
 def damage_row(client: redis.Redis, name: bytes, damage: str) -> None:
-    """Flip a bit of a row's first piece, replace the row by a value of another type, or delete it."""
-    if damage == "flipped":
+    """Flip a bit of a row's first piece, shorten the piece, fill it with random bytes, replace the row by a
+    value of another type, or delete the row.
+    """
+    if damage in ("flipped", "short", "random"):
         piece = bytearray(client.hget(name, "0:0"))
-        piece[-1] ^= 1
-        client.hset(name, "0:0", bytes(piece))
+        if damage == "flipped":
+            piece[-1] ^= 1
+        damaged = {"short": piece[: len(piece) // 2], "random": os.urandom(len(piece))}
+        client.hset(name, "0:0", bytes(damaged.get(damage, piece)))
     else:
         client.delete(name)
         if damage == "foreign":

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import random
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -26,6 +28,10 @@ LOGPROB_TOLERANCE = 1e-3
 """Batches of other sizes round differently. Other KV changes logprobs by more than 0.1."""
 _FAULTS = "lmcache/engines/sglang/", "offline", "LMCache Cluster does not cache this engine"
 """What the log of an engine without faults does not contain: frames of tracebacks, and messages."""
+TRACE = "LMCACHE_TEST_TRACE"
+"""Environment variable with the path of the record of ``sglang_traced``."""
+SWITCH = "LMCACHE_TEST_SWITCH"
+"""Environment variable with the path of the file that switches ``sglang_half_off``."""
 _numbers = itertools.count()
 
 
@@ -91,15 +97,15 @@ def generate_all(engine: SGLangEngine, prompts: Iterable[list[int]], **fields: A
     return engine.generate_all(*prompts, max_new_tokens=ANSWER_TOKENS, return_logprob=True, **fields)
 
 
-def store(engine: SGLangEngine, *prompts: list[int], **fields: Any) -> list[Answer]:
-    """Run prompts, and wait until all their full pages are stored."""
+def store(engine: SGLangEngine, *prompts: list[int], num_ranks: int = 1, **fields: Any) -> list[Answer]:
+    """Run prompts, and wait until this many ranks have stored all their full pages."""
     num_before = engine.num_stored_tokens()
     answers = generate_all(engine, prompts, **fields)
     # The KV of an answer's last token is never computed.
     ends = (len(prompt) + ANSWER_TOKENS - 1 for prompt in prompts)
     num_new = sum(end // PAGE_TOKENS * PAGE_TOKENS for end in ends)
     num_new -= sum(answer.num_cached_tokens for answer in answers)
-    engine.wait_stored(num_before + num_new)
+    engine.wait_stored(num_before + num_ranks * num_new)
     return answers
 
 
@@ -144,12 +150,12 @@ def save_adapter(folder: Path, seed: int) -> Path:
     config = json.loads((tiny_model.tiny_model() / "config.json").read_text())
     hidden = config["hidden_size"]
     sizes = {"q_proj": hidden, "v_proj": config["num_key_value_heads"] * config["head_dim"]}
-    random = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     weights = {}
     for layer, (name, size) in itertools.product(range(config["num_hidden_layers"]), sizes.items()):
         prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-        weights[f"{prefix}.lora_A.weight"] = torch.randn(8, hidden, generator=random) * 0.1
-        weights[f"{prefix}.lora_B.weight"] = torch.randn(size, 8, generator=random) * 0.1
+        weights[f"{prefix}.lora_A.weight"] = torch.randn(8, hidden, generator=generator) * 0.1
+        weights[f"{prefix}.lora_B.weight"] = torch.randn(size, 8, generator=generator) * 0.1
     folder.mkdir(exist_ok=True)
     save_file(weights, folder / "adapter_model.safetensors")
     settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": list(sizes), "bias": "none"}
@@ -171,3 +177,55 @@ def other_weights(seed: int) -> Path:
         LlamaForCausalLM(LlamaConfig.from_pretrained(tiny_model.tiny_model())).float().save_pretrained(target)
 
     return tiny_model.cached_model(f"llama-seed{seed}", save, Path(tiny_model.__file__))
+
+
+class Streams:
+    """Clients that send prompts, one after another, and check the answers. A context manager, which stops
+    them and raises the first error.
+    """
+
+    def __init__(
+        self, engine: SGLangEngine, expected: Reference, prompts: Sequence[list[int]], num_streams: int = 8
+    ) -> None:
+        for prompt in prompts:
+            expected(prompt)  # the engine of the reference should be idle later
+        self._engine, self._expected, self._prompts = engine, expected, prompts
+        self._is_over = threading.Event()
+        self._errors: list[BaseException] = []
+        self.answers: list[Answer] = []
+        self._threads = [threading.Thread(target=self._run, args=(seed,)) for seed in range(num_streams)]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join()
+        if self._errors:
+            raise self._errors[0]
+
+    def wait(self, num_answers: int, is_wanted: Callable[[Answer], bool] = lambda _: True) -> list[Answer]:
+        """Wait for more answers that are wanted. Returns all answers since the call."""
+        begin = len(self.answers)
+
+        def enough() -> bool:
+            if self._errors:
+                raise self._errors[0]
+            return sum(map(is_wanted, self.answers[begin:])) >= num_answers
+
+        wait_until(enough, what=f"{num_answers} answers")
+        return self.answers[begin:]
+
+    def _run(self, seed: int) -> None:
+        choices = random.Random(seed)
+        try:
+            while not self._is_over.is_set():
+                prompt = choices.choice(self._prompts)
+                answer = generate(self._engine, prompt)
+                self._expected.check(prompt, answer)
+                self.answers.append(answer)
+        except BaseException as error:  # pytest reports it in the test
+            self._errors.append(error)

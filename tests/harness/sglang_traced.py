@@ -1,0 +1,36 @@
+"""A backend that records which of this project's functions run on the thread of SGLang's scheduler.
+
+SGLang makes the backend on this thread. The record is a file with one name per line, at the path in the
+environment variable ``sglang_world.TRACE``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FrameType
+from typing import Any
+
+import lmcache
+from lmcache.engines.sglang.backend import LMCacheBackend
+from tests.harness.sglang_world import TRACE
+
+_FOLDER = os.path.dirname(lmcache.__file__)
+
+
+class TracedBackend(LMCacheBackend):
+    """The backend, with a record."""
+
+    def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
+        super().__init__(storage_config, kwargs)
+        self._names: set[str] = set()
+        self._record = open(os.environ[TRACE], "a", buffering=1)  # noqa: SIM115  # until the process ends
+        sys.setprofile(self._note)
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or not frame.f_code.co_filename.startswith(_FOLDER):
+            return
+        name = f"{frame.f_globals['__name__'].rpartition('.')[2]}.{frame.f_code.co_qualname}"
+        if name not in self._names:
+            self._names.add(name)
+            self._record.write(f"{name}\n")
