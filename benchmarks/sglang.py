@@ -82,7 +82,7 @@ class FirstTokens(NamedTuple):
     hit: Seconds
     """Seconds to the first token of hits, by way."""
     queued: Seconds
-    """Of these, seconds until the engine begins to compute: it waits for the storage."""
+    """Seconds of these until the engine begins to compute. It waits for the storage."""
 
     @classmethod
     def empty(cls) -> FirstTokens:

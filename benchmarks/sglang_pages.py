@@ -161,13 +161,13 @@ class Round:
             page.zero_()
         start = time.perf_counter()
         num_hits = backend.batch_exists(self._keys)
-        found = time.perf_counter()
+        looked_up = time.perf_counter()
         loaded = backend.batch_get_v1(self._keys, self._indices)
         end = time.perf_counter()
         if num_hits != PAGES or not all(loaded) or not all(map(torch.equal, compared, expected)):
             raise RuntimeError(f"{num_hits} pages found, {sum(loaded)} loaded, or wrong bytes")
-        yield "lookup", found - start
-        yield f"load, {name}", end - found
+        yield "lookup", looked_up - start
+        yield f"load, {name}", end - looked_up
 
     def _memcpy(self, *, is_load: bool) -> Callable[[], None]:
         pairs = self._pieces if is_load else [(copy, pool) for pool, copy in self._pieces]

@@ -36,7 +36,7 @@ _KV_BYTES = 4096
 
 
 class Outcome(NamedTuple):
-    """What a host pool did for the prompts."""
+    """Hits and stores with one host pool."""
 
     mode: str
     ratio: float
