@@ -204,13 +204,13 @@ class PageEngine:
         pages = self.pages(len(numbers))
         for page in pages:
             self.read(page, group)[...] = 0xEE
-        others = [page for page in range(NUM_PAGES) if page not in pages]
-        before = self.memory[group][:, others].clone()
+        untouched = [page for page in range(NUM_PAGES) if page not in pages]
+        before = self.memory[group][:, untouched].clone()
         num_loaded = self.access.load(group, hashes_of(numbers), pages)
         assert 0 <= num_loaded <= len(numbers)
         for page, number in zip(pages[:num_loaded], numbers, strict=False):
             assert np.array_equal(self.read(page, group), self.expected(number, group)), f"page {number}"
-        assert torch.equal(before, self.memory[group][:, others]), "a load wrote to another page"
+        assert torch.equal(before, self.memory[group][:, untouched]), "a load wrote to another page"
         return num_loaded
 
     def run(self, *numbers: int) -> int:

@@ -27,7 +27,7 @@ ANSWER_TOKENS = 16
 LOGPROB_TOLERANCE = 1e-3
 """Batches of other sizes round differently. Other KV changes logprobs by more than 0.1."""
 _FAULTS = "lmcache/engines/sglang/", "offline", "LMCache Cluster does not cache this engine"
-"""What the log of an engine without faults does not contain: frames of tracebacks, and messages."""
+"""Texts that the log of an engine without faults does not contain: frames of tracebacks, and messages."""
 TRACE = "LMCACHE_TEST_TRACE"
 """Environment variable with the path of the record of ``sglang_traced``."""
 SWITCH = "LMCACHE_TEST_SWITCH"

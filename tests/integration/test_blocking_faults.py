@@ -296,7 +296,7 @@ def start_load(engine, monkeypatch):
 
 
 def state(engine):
-    """What the sidecar knows of pages 0 to 7."""
+    """State of pages 0 to 7 in the sidecar."""
     keys = [(0, row_keys(engine.hello.namespace, blocking.hashes_of(range(8)), 0))]
     return engine.client.session.lookup("state", keys, hint=True)
 

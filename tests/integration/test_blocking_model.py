@@ -76,8 +76,8 @@ class Pages(RuleBasedStateMachine):
     @rule(rank=ranks, first=firsts, length=lengths)
     def look_up(self, rank, first, length):
         numbers = self.numbers(first, length)
-        found = self.ranks[rank].look_up(*numbers)
-        assert found <= min(self.may_hold(group, numbers) for group in range(2))
+        num_hits = self.ranks[rank].look_up(*numbers)
+        assert num_hits <= min(self.may_hold(group, numbers) for group in range(2))
 
     @rule(rank=ranks, group=groups, first=firsts, length=lengths)
     def load(self, rank, group, first, length):
@@ -89,10 +89,10 @@ class Pages(RuleBasedStateMachine):
     def run(self, rank, first, length):
         """Rows that a lookup found stay until they are loaded."""
         numbers = self.numbers(first, length)
-        found = self.ranks[rank].look_up(*numbers)
-        if found:
+        num_hits = self.ranks[rank].look_up(*numbers)
+        if num_hits:
             for group in range(2):
-                assert self.ranks[rank].load(*numbers[:found], group=group) == found
+                assert self.ranks[rank].load(*numbers[:num_hits], group=group) == num_hits
 
     @rule(rank=ranks)
     def evict(self, rank):

@@ -1,4 +1,4 @@
-"""Which SGLang servers share KV: only those whose KV is the same, byte by byte."""
+"""SGLang servers share KV if their KV is the same, byte by byte, and only then."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_an_engine_shares_no_kv_with_an_engine_of_another(name, namespace, other
         assert client["private_reason"] == "", "the engine shares its KV with equal engines"
 
 
-def test_engines_share_kv_whatever_else_differs(namespace, other_sidecar, expected, logs):
+def test_engines_with_other_differences_share_kv(namespace, other_sidecar, expected, logs):
     """Sizes of pools, policies and names do not change KV."""
     different = {
         "max_total_tokens": 8192,

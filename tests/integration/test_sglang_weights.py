@@ -229,15 +229,15 @@ def test_clearing_the_storage_forgets_the_kv_of_this_engine_only(old, engine, si
 
 
 def test_kv_stays_private_if_the_cache_is_attached_to_a_running_engine(old, sidecar, expected_old, logs):
-    prompt, own_prompt = new_prompt(), new_prompt()
+    prompt, later_prompt = new_prompt(), new_prompt()
     store(old, prompt)
     with serving(logs, enable_hierarchical_cache=True) as engine:
         engine.attach(lmcache_storage(sidecar.socket_path))
         wait_attached(engine, sidecar)
-        store(engine, own_prompt)
+        store(engine, later_prompt)
         assert load(engine, prompt)[1] == 0
-        answer, num_loaded = load(engine, own_prompt)
+        answer, num_loaded = load(engine, later_prompt)
         assert num_loaded == HIT
-        expected_old.check(own_prompt, answer)
-        assert load(old, own_prompt)[1] == 0
+        expected_old.check(later_prompt, answer)
+        assert load(old, later_prompt)[1] == 0
         assert "attached to a running engine" in engine.log

@@ -140,12 +140,12 @@ def test_loads_in_any_parts_end_each_lookup_once(lookups):
             end = min(length, position + part)
             if end == position:
                 continue
-            found = opened.find(0, hash_of(position))
-            assert found is not None
-            found.note_loaded(0, end)
-            if found.is_over:
-                opened.end(found)
-                ended.append(found)
+            lookup = opened.find(0, hash_of(position))
+            assert lookup is not None
+            lookup.note_loaded(0, end)
+            if lookup.is_over:
+                opened.end(lookup)
+                ended.append(lookup)
             position = end
     assert not len(opened)
     assert len(set(ended)) == len(ended) == len(lookups)

@@ -286,15 +286,15 @@ class TestFiles:
 
     def test_draft_model_is_named_by_its_content(self, model, tmp_path):
         assert naming.draft_fingerprint(options(model_path=str(model)), later()) == ""
-        own = options(model_path=str(model), speculative_draft_model_path=str(model))
-        assert naming.draft_fingerprint(own, later()) == "", "the weights name it"
-        found = []
+        undrafted = options(model_path=str(model), speculative_draft_model_path=str(model))
+        assert naming.draft_fingerprint(undrafted, later()) == "", "the weights name it"
+        names = []
         for name, content in (("1", b"a"), ("2", b"a"), ("3", b"b")):
             (tmp_path / name).mkdir()
             (tmp_path / name / "model.safetensors").write_bytes(content)
             draft = options(model_path=str(model), speculative_draft_model_path=str(tmp_path / name))
-            found.append(naming.draft_fingerprint(draft, later()))
-        assert found[0] == found[1] != found[2]
+            names.append(naming.draft_fingerprint(draft, later()))
+        assert names[0] == names[1] != names[2]
         missing = options(model_path=str(model), speculative_draft_model_path=str(tmp_path / "no"))
         with pytest.raises(UnnamedError):
             naming.draft_fingerprint(missing, later())
@@ -307,12 +307,12 @@ class TestFiles:
             (folder / "adapter_config.json").write_text("{}")
             (folder / "adapter_model.safetensors").write_bytes(b"same")
             adapters.append(SimpleNamespace(lora_name=name, lora_path=str(folder)))
-        found = naming.adapters(options(lora_paths=adapters), later())
-        assert [entry[:2] for entry in found] == [[name, str(tmp_path / name)] for name in ("a", "b")]
-        assert found[0][2] == found[1][2]
-        assert naming.adapters(options(lora_paths=adapters[::-1]), later()) == found
+        names = naming.adapters(options(lora_paths=adapters), later())
+        assert [entry[:2] for entry in names] == [[name, str(tmp_path / name)] for name in ("a", "b")]
+        assert names[0][2] == names[1][2]
+        assert naming.adapters(options(lora_paths=adapters[::-1]), later()) == names
         (tmp_path / "b" / "adapter_config.json").write_text('{"r": 8}')
-        assert naming.adapters(options(lora_paths=adapters), later())[1] != found[1]
+        assert naming.adapters(options(lora_paths=adapters), later())[1] != names[1]
         assert naming.adapters(options(), later()) == []
         adapters[0].lora_path = str(tmp_path / "missing")
         with pytest.raises((UnnamedError, OSError)):
@@ -369,14 +369,14 @@ class TestAttachment:
         engine = options()
         ids = {attach.engine_uuid(engine, 0, is_alone=True) for _ in range(3)}
         assert len(ids) == 3
-        assert {len(one) for one in ids} == {16}
+        assert {len(uuid) for uuid in ids} == {16}
 
     def test_ranks_of_one_engine_share_an_id(self):
         engine = options()
         first = attach.engine_uuid(engine, 0, is_alone=False)
         assert attach.engine_uuid(engine, 0, is_alone=False) == first
-        others = [(options(port=1), 0), (options(random_seed=2), 0), (engine, 1)]
-        assert all(attach.engine_uuid(*other, is_alone=False) != first for other in others)
+        engines = [(options(port=1), 0), (options(random_seed=2), 0), (engine, 1)]
+        assert all(attach.engine_uuid(*different, is_alone=False) != first for different in engines)
 
     def test_id_of_an_engine_with_another_parent_differs(self, monkeypatch):
         first = attach.engine_uuid(options(), 0, is_alone=False)

@@ -132,7 +132,7 @@ def test_page_is_copied_as_the_pool_would(name, dtype):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_page_that_is_a_copy_goes_through_the_pool(name):
+def test_pool_copies_a_page_that_is_no_view(name):
     pool = make_pool(name, CopyingPool)
     assert layout_of(pool) is None
     check_copies(pool)

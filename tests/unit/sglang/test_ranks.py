@@ -60,10 +60,10 @@ def test_ranks_with_the_same_kv_share_a_column_that_one_of_them_writes(tp, pp, c
 
 
 def test_sizes_that_divide_kv_differently_have_different_sizes():
-    found = {
+    sizes = {
         tuple(sorted(all_ranks(*numbers)[0].sizes.items())) for numbers in itertools.product([1, 2], repeat=3)
     }
-    assert len(found) == 8
+    assert len(sizes) == 8
 
 
 def test_one_rank_reports():
@@ -87,7 +87,7 @@ def test_other_divisions_of_kv_are_refused(fields, message):
 
 
 @pytest.mark.parametrize("pool", ["mamba", "draft"])
-def test_split_pool_beside_replicated_kv_is_refused(pool):
+def test_split_pool_next_to_replicated_kv_is_refused(pool):
     pools = {"kv", pool}
     Ranks.of(config(tp_size=1, is_mla_model=True), pools)
     Ranks.of(config(tp_size=2), pools)

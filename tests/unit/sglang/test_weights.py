@@ -5,82 +5,25 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from unittest import mock
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lmcache.engines.errors import UnsupportedError
 from lmcache.engines.sglang.weights import _UPDATES, WeightWatch, install
-
-NAMESPACE, ENGINE = b"n" * 32, b"e" * 16
-MANAGERS = "sglang.srt.managers"
-COMPONENTS = "sglang.srt.managers.scheduler_components"
-RUNNER = "sglang.srt.model_executor.model_runner_components.weight_updater"
-CHECKER = "sglang.srt.utils.weight_checker"
-
-
-class UpdateError(Exception):
-    """An update or a flush of the fake engine failed."""
-
-
-def make_classes():
-    """SGLang's two classes, over an engine with ``apply``, ``begin``, ``end`` and ``reset``."""
-
-    class WeightUpdater:
-        def __init__(self, engine):
-            self.engine = engine
-
-        def begin_weight_update(self):
-            return self.engine.begin()
-
-        def end_weight_update(self, *, run_post_load):
-            return self.engine.end(run_post_load)
-
-    for name in _UPDATES:
-
-        def update(self, weights, *, fails=False):
-            return self.engine.apply(weights, fails=fails)
-
-        setattr(WeightUpdater, name, update)
-
-    class HiCacheController:
-        def __init__(self, engine):
-            self.engine = engine
-
-        def reset(self):
-            return self.engine.reset()
-
-    return WeightUpdater, HiCacheController
-
-
-class WeightChecker:
-    """SGLang's class that writes random weights, for tests of updates."""
-
-    def _reset_tensors(self, skip_tensor_list=None):
-        pass
-
-
-def make_modules(updater_class, controller_class, import_static_state, checker_class=None):
-    """SGLang's modules with these classes and this function, by their names."""
-    modules = {name: ModuleType(name) for name in (MANAGERS, COMPONENTS, RUNNER, CHECKER)}
-    modules[CHECKER].WeightChecker = checker_class or type("WeightChecker", (WeightChecker,), {})
-    modules[MANAGERS].cache_controller = SimpleNamespace(HiCacheController=controller_class)
-    manager = modules[COMPONENTS].weight_updater = ModuleType("weight_updater")
-    manager._import_static_state = import_static_state
-    modules[RUNNER].WeightUpdater = updater_class
-    return modules
-
-
-def installed(watch, updater_class, controller_class, checker_class=None, *, is_start=True):
-    """Install the watch with these classes in place of SGLang's. Returns the manager of weight updates."""
-    modules = make_modules(updater_class, controller_class, lambda: "restored", checker_class)
-    with mock.patch.dict(sys.modules, modules):
-        install(is_start=is_start, watch=watch)
-    return modules[COMPONENTS].weight_updater
+from tests.harness.sglang_weights import (
+    COMPONENTS,
+    ENGINE,
+    MANAGERS,
+    NAMESPACE,
+    RUNNER,
+    UpdateError,
+    WeightChecker,
+    installed,
+    make_classes,
+    make_modules,
+)
 
 
 @pytest.fixture
@@ -242,7 +185,7 @@ class TestNames:
             assert len({name(rank) for rank in ranks}) == 1
 
     def test_each_generation_engine_and_namespace_has_a_name_of_its_own(self, watch):
-        found = {NAMESPACE}
+        all_names = {NAMESPACE}
         for generation in range(1, 12):
             watch.forget_all()
             names = {
@@ -250,9 +193,9 @@ class TestNames:
                 for namespace in (NAMESPACE, b"m" * 32)
                 for engine in (ENGINE, b"f" * 16)
             }
-            found |= names
-            assert len(found) == 1 + 4 * generation
-            assert {len(one) for one in names} == {32}
+            all_names |= names
+            assert len(all_names) == 1 + 4 * generation
+            assert {len(digest) for digest in names} == {32}
 
     def test_forgetting_renames_at_once_but_opens_no_closed_cache(self, watch):
         watch.forget_all()
@@ -275,7 +218,7 @@ class TestListeners:
         watch.begin_change()
         watch.forget_all()
         watch.note_flushed()
-        assert [one is None for one in names] == [True, False, True, True, False]
+        assert [given is None for given in names] == [True, False, True, True, False]
         assert names[1] != names[4]
 
     def test_each_listener_is_called_until_it_unsubscribes(self, watch):
@@ -347,7 +290,7 @@ class TestInstall:
         installed(watch, *make_classes(), is_start=is_start)
         assert watch.is_complete is is_start
 
-    def test_weights_that_come_back_get_a_new_name(self, watch, engine):
+    def test_resumed_weights_get_a_new_name(self, watch, engine):
         assert engine.manager._import_static_state() == "restored"
         assert name(watch) not in (None, NAMESPACE)
 
@@ -390,153 +333,3 @@ def test_random_weights_close_the_cache_until_the_next_flush(watch):
     assert name(watch) is None
     watch.note_flushed()
     assert name(watch) not in (None, NAMESPACE)
-
-
-class Rank:
-    """A rank of SGLang with its caches. A page is the set of weights that its KV depends on."""
-
-    def __init__(self, storage, engine_uuid):
-        self.storage, self.weights, self.uuid = storage, "start", engine_uuid
-        self.cached: list[frozenset[str]] = []
-        self.queued: list[frozenset[str]] = []
-        self.namespace: bytes | None = None
-        watch = WeightWatch()
-        updater_class, controller_class = make_classes()
-        installed(watch, updater_class, controller_class)
-        self.watch, self.updater, self.controller = watch, updater_class(self), controller_class(self)
-        self.flush_fails = False
-        self.attach()
-
-    def attach(self):
-        def rename():
-            self.namespace = self.watch.name(NAMESPACE, self.uuid)
-
-        self.detach = self.watch.subscribe(rename)
-
-    def apply(self, weights, *, fails):
-        self.weights = f"{weights} in part" if fails else weights
-        if fails:
-            raise UpdateError
-
-    def begin(self):
-        pass
-
-    def end(self, run_post_load):
-        pass
-
-    def reset(self):
-        if self.flush_fails:
-            raise UpdateError
-        self.cached.clear()
-        self.queued.clear()
-
-    def compute(self):
-        """Compute a page, whose KV depends on that of the pages before it."""
-        page = frozenset({self.weights}).union(*self.cached)
-        self.cached.append(page)
-        self.queued.append(page)
-
-    def back_up(self):
-        for page in self.queued:
-            if self.namespace is not None:
-                self.storage.setdefault(self.namespace, []).append(page)
-        self.queued.clear()
-
-    def find(self):
-        found = self.storage.get(self.namespace, []) if self.namespace is not None else []
-        assert all(page == {self.weights} for page in found), (self.weights, found)
-        self.cached += found
-
-
-ranks = st.integers(0, 1)
-
-
-class Engines(RuleBasedStateMachine):
-    """Two engines with the same model share a cache. Each is updated in any order."""
-
-    def __init__(self):
-        super().__init__()
-        self.storage: dict[bytes, list[frozenset[str]]] = {}
-        self.numbers = itertools.count()
-        self.ranks = [self.make_rank(), self.make_rank()]
-
-    def make_rank(self):
-        return Rank(self.storage, b"%016d" % next(self.numbers))
-
-    @rule(rank=ranks)
-    def compute(self, rank):
-        self.ranks[rank].compute()
-
-    @rule(rank=ranks)
-    def back_up(self, rank):
-        self.ranks[rank].back_up()
-
-    @rule(rank=ranks)
-    def store_cached_pages(self, rank):
-        """SGLang stores a page again if it was used often."""
-        self.ranks[rank].queued += self.ranks[rank].cached
-
-    @rule(rank=ranks)
-    def find(self, rank):
-        self.ranks[rank].find()
-
-    @rule(rank=ranks, method=st.sampled_from(_UPDATES), fails=st.booleans(), flushes=st.booleans())
-    def update(self, rank, method, fails, flushes):
-        engine = self.ranks[rank]
-        weights = f"weights {next(self.numbers)}"
-        try:
-            getattr(engine.updater, method)(weights, fails=fails)
-        except UpdateError:
-            assert fails
-        if flushes and not fails:
-            engine.controller.reset()
-
-    @rule(rank=ranks)
-    def begin(self, rank):
-        self.ranks[rank].updater.begin_weight_update()
-
-    @rule(rank=ranks)
-    def end(self, rank):
-        self.ranks[rank].updater.end_weight_update(run_post_load=False)
-
-    @rule(rank=ranks, fails=st.booleans())
-    def flush(self, rank, fails):
-        engine = self.ranks[rank]
-        engine.flush_fails = fails
-        try:
-            engine.controller.reset()
-        except UpdateError:
-            assert fails
-        engine.flush_fails = False
-
-    @rule(rank=ranks)
-    def forget(self, rank):
-        self.ranks[rank].watch.forget_all()
-
-    @rule(rank=ranks)
-    def attach_again(self, rank):
-        self.ranks[rank].detach()
-        self.ranks[rank].namespace = None
-        self.ranks[rank].attach()
-
-    @rule(rank=ranks)
-    def restart(self, rank):
-        self.ranks[rank] = self.make_rank()
-
-    @precondition(lambda self: not any(rank.watch._num_open_updates for rank in self.ranks))
-    @rule()
-    def flush_all(self):
-        """The cache is open again after a flush, if no update is open."""
-        for rank in self.ranks:
-            rank.controller.reset()
-            assert rank.namespace is not None
-
-    @invariant()
-    def each_rank_uses_the_present_name(self):
-        for rank in self.ranks:
-            assert rank.namespace == rank.watch.name(NAMESPACE, rank.uuid)
-            rank.find()
-
-
-Engines.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-test_no_kv_of_other_weights_is_found = Engines.TestCase
