@@ -35,7 +35,7 @@ test: setup kube sglang ## run all tests that need no GPU, with real Redis, vLLM
 	@$(PY) -c 'from testing.engine.tiny_model import tiny_model; tiny_model()'  # before any engine loads it
 	@$(PYTEST) tests --ignore=tests/e2e
 
-e2e: setup ## test chart, operator and engines as pods of a real kubelet (root); one file: make e2e E2E=FILE
+e2e: setup sglang ## test chart, operator and engines as pods of a real kubelet (root); one file: make e2e E2E=FILE
 	@$(PY) -m testing.node
 	@$(PY) -m tools.kube.binaries $$($(PY) -c 'from testing.node.cluster import PROGRAMS; print(*PROGRAMS)')
 	@$(PY) -m tools.images
