@@ -76,13 +76,16 @@ def _version() -> str:
     return next(line.split()[1].strip('"') for line in chart.splitlines() if line.startswith("appVersion:"))
 
 
+_ENVIRONMENT = {"VENV": str((ROOT / ".venv").resolve()), "PYTHON_HOME": sys.base_prefix}
+"""Folders that tests mount into engines."""
 IMAGES = {
     "pause": Recipe("localhost/pause:test", HERE / "pause"),
     "redis": Recipe("localhost/redis:test", HERE / "redis"),
-    "engine": Recipe(
-        "localhost/engine:test",
-        HERE / "engine",
-        {"VENV": str((ROOT / ".venv").resolve()), "PYTHON_HOME": sys.base_prefix},
+    "engine": Recipe("localhost/engine:test", HERE / "engine", _ENVIRONMENT),
+    "sglang": Recipe(
+        "localhost/sglang:test",
+        HERE / "sglang",
+        _ENVIRONMENT | {"PYTHON": f"python3.{sys.version_info.minor}"},
     ),
     "operator": Recipe(
         f"ghcr.io/lmcache-cluster/operator:{_version()}", ROOT / "operator", max_bytes=200 << 20
