@@ -25,7 +25,7 @@ READY_SECONDS = 420
 """An engine starts in a minute on an idle machine. Several engines next to other work need longer."""
 _RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 # The engine's image is small: the 6 GB that a real image contains are in these directories of the machine.
-_HOST_DIRECTORIES = {"venv": (REPOSITORY / ".venv").resolve(), "python": Path(sys.base_prefix)}
+HOST_DIRECTORIES = {"venv": (REPOSITORY / ".venv").resolve(), "python": Path(sys.base_prefix)}
 _MODELS = "models"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -53,7 +53,7 @@ def prepare(node: NodeCluster, references: Mapping[str, str]) -> None:
     for namespace in (NAMESPACE, REDIS_NAMESPACE):
         secret = {"metadata": {"name": REDIS_SECRET}, "stringData": {"password": PASSWORD}}
         node.api.create("v1/secrets", secret, namespace)
-    for name, path in {**_HOST_DIRECTORIES, _MODELS: tiny_model()}.items():
+    for name, path in {**HOST_DIRECTORIES, _MODELS: tiny_model()}.items():
         create_claim(node, name, path)
     node.api.create("v1/pods", _redis(references["redis"]), REDIS_NAMESPACE)
     service = {"metadata": {"name": "kv"}, "spec": {"selector": {"app": "kv"}, "ports": [{"port": 6379}]}}
@@ -71,19 +71,31 @@ def install(node: NodeCluster, *flags: str) -> None:
 
 
 def tiny_cluster(name: str, image: str, **tiers: Any) -> Object:
-    """An LMCacheCluster with one engine, the tiny model, 512 MiB of memory, and the Redis or ``tiers``."""
-    mounts = [
-        {"name": volume, "mountPath": str(path), "readOnly": True}
-        for volume, path in _HOST_DIRECTORIES.items()
-    ]
+    """An LMCacheCluster with one vLLM, the tiny model, 512 MiB of memory, and the Redis or ``tiers``."""
+    pod = engine_pod(HOST_DIRECTORIES, ENVIRONMENT)
+    return cluster(name, {"image": image, "args": list(ENGINE_ARGS), "podTemplate": {"spec": pod}}, **tiers)
+
+
+def engine_pod(folders: Mapping[str, Path], environment: Mapping[str, str]) -> Object:
+    """The spec of a pod template whose engine has these variables, and these folders of the machine, by the
+    names of their claims.
+    """
     engine = {
         "name": "engine",
-        "env": [{"name": key, "value": value} for key, value in ENVIRONMENT.items()],
-        "volumeMounts": mounts,
+        "env": [{"name": key, "value": value} for key, value in environment.items()],
+        "volumeMounts": [
+            {"name": claim, "mountPath": str(path), "readOnly": True} for claim, path in folders.items()
+        ],
         # Two of them fit on a node with two CPUs. Tests exceed the limit on purpose.
         "resources": {"requests": {"cpu": "200m", "memory": "2Gi"}, "limits": {"memory": "4Gi"}},
     }
-    pod = {"containers": [engine], "volumes": [_claimed(volume) for volume in _HOST_DIRECTORIES]}
+    return {"containers": [engine], "volumes": [_claimed(claim) for claim in folders]}
+
+
+def cluster(name: str, engine: Object, **tiers: Any) -> Object:
+    """An LMCacheCluster with this ``spec.engine``, the tiny model, 512 MiB of memory, and the Redis or
+    ``tiers``.
+    """
     redis = {"external": {"url": REDIS_URL, "authSecretRef": {"name": REDIS_SECRET}}}
     claim = {"persistentVolumeClaim": {"claimName": _MODELS, "readOnly": True}}
     return {
@@ -92,12 +104,7 @@ def tiny_cluster(name: str, image: str, **tiers: Any) -> Object:
         "metadata": {"name": name, "namespace": NAMESPACE},
         "spec": {
             "model": {"name": "/models", "volume": claim},
-            "engine": {
-                "image": image,
-                "gpu": {"count": 0},
-                "args": list(ENGINE_ARGS),
-                "podTemplate": {"spec": pod},
-            },
+            "engine": {"gpu": {"count": 0}, **engine},
             "tiers": {"memory": {"size": "512Mi"}, "remote": redis, **tiers},
         },
     }
@@ -193,11 +200,14 @@ def _redis(image: str) -> Object:
     container = {
         "name": "redis",
         "image": image,
-        "args": ["--requirepass", "$(PASSWORD)", "--maxmemory", "1gb", "--save", "", "--dir", "/tmp"],
+        "args": [
+            "--requirepass", "$(PASSWORD)", "--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru",
+            "--save", "", "--dir", "/tmp",
+        ],
         "env": [{"name": "PASSWORD", "valueFrom": secret}],
         "readinessProbe": {"tcpSocket": {"port": 6379}, "periodSeconds": 1},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-    }
+    }  # fmt: skip
     security = {"runAsNonRoot": True, "runAsUser": 999, "seccompProfile": {"type": "RuntimeDefault"}}
     spec = {"containers": [container], "securityContext": security, "automountServiceAccountToken": False}
     return {"metadata": {"name": "kv", "labels": {"app": "kv"}}, "spec": spec}

@@ -68,9 +68,13 @@ class Pod:
         self.node.kill_container(self.container(container)["containerID"])
 
     @contextlib.contextmanager
-    def stopped(self, container: str) -> Iterator[None]:
-        """Stop all processes of the container inside the context. Remaining processes continue afterwards."""
+    def stopped(self, container: str, *, but_first: bool = False) -> Iterator[None]:
+        """Stop all processes of the container inside the context, or all but its first process, which gets
+        the signals of the kubelet. Remaining processes continue afterwards.
+        """
         processes = (self.group(container) / "cgroup.procs").read_text().split()
+        if but_first:
+            processes = [process for process in processes if not _is_first(process)]
         _signal(processes, signal.SIGSTOP)
         try:
             yield
@@ -79,9 +83,10 @@ class Pod:
 
     @contextlib.contextmanager
     def stopped_during(
-        self, threads: Executor, prompt: list[int], max_tokens: int
+        self, threads: Executor, prompt: list[int], max_tokens: int, *, but_first: bool = False
     ) -> Iterator[Future[Completion]]:
-        """Run a completion, and stop the engine inside the context. The request has a token, but not all.
+        """Run a completion, and stop the engine inside the context, as `stopped` does. The request has a
+        token, but not all.
 
         The thread that reads the tokens also stops the engine, because another thread could be too late.
         """
@@ -89,7 +94,7 @@ class Pod:
             is_stopped = threading.Event()
 
             def stop() -> None:
-                stack.enter_context(self.stopped("engine"))
+                stack.enter_context(self.stopped("engine", but_first=but_first))
                 is_stopped.set()
 
             request = threads.submit(complete, self.address, prompt, max_tokens, stop)
@@ -124,6 +129,14 @@ class Pod:
     def complete(self, prompt: list[int], max_tokens: int = 8) -> Completion:
         """Run a greedy streamed completion. Raises OSError, also when the stream ends early."""
         return complete(self.address, prompt, max_tokens)
+
+
+def _is_first(process: str) -> bool:
+    """Whether a process is the first one in its PID namespace."""
+    with contextlib.suppress(FileNotFoundError):  # the process has ended
+        ids = Path(f"/proc/{process}/status").read_text().partition("\nNSpid:")[2].splitlines()[0]
+        return ids.split()[-1] == "1"
+    return False
 
 
 def _signal(processes: Iterable[str], number: signal.Signals) -> None:
