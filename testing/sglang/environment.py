@@ -51,9 +51,9 @@ def package() -> Path:
 
 def prepare() -> None:
     """Install SGLang, and compile its C++ module, if they are missing. Raises InstallationError."""
-    extensions = _extensions()
-    with exclusive(extensions.with_name(f"{extensions.name}.lock"), _say):
-        if (extensions / _HASH_MODULE / f"{_HASH_MODULE}.so").exists():
+    folder = extensions()
+    with exclusive(folder.with_name(f"{folder.name}.lock"), _say):
+        if (folder / _HASH_MODULE / f"{_HASH_MODULE}.so").exists():
             return
         _say("compiling the C++ module with which SGLang hashes pages (10-20 s)")
         _run(
@@ -68,7 +68,7 @@ def variables() -> dict[str, str]:
     """Return the environment variables of SGLang's processes. Child processes inherit them."""
     return {
         "PYTHONPATH": os.pathsep.join(map(str, (CPU, package(), REPOSITORY))),
-        "TORCH_EXTENSIONS_DIR": str(_extensions()),
+        "TORCH_EXTENSIONS_DIR": str(extensions()),
         "TORCHDYNAMO_DISABLE": "1",  # otherwise the first prompt of a process compiles for seconds
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
@@ -81,8 +81,8 @@ def variables() -> dict[str, str]:
     }
 
 
-def _extensions() -> Path:
-    """The folder of compiled C++ modules. A compiler names the sources' folder in them."""
+def extensions() -> Path:
+    """Return the folder of compiled C++ modules. A compiler names the sources' folder in them."""
     return package().with_name(f"{package().name}-extensions")
 
 
