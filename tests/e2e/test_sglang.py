@@ -31,7 +31,7 @@ NUM_LOADED = len(PROMPT) - sglang.PAGE_TOKENS
 """SGLang always computes the last page of a prompt."""
 NUM_TOKENS = 100
 UNFINISHED = re.compile("Gracefully exiting.* number of requests [1-9]")
-"""What SGLang logs after SIGTERM, if it waits for requests."""
+"""Line that SGLang logs after SIGTERM, if it waits for requests."""
 
 
 class Engines(NamedTuple):
@@ -123,7 +123,7 @@ def test_second_request_hits_in_memory(engine, cold):
 
 
 def test_probes_are_not_counted_as_requests(engine, cold):
-    """To answer a probe, SGLang computes a prompt of one token."""
+    """SGLang computes a prompt of one token to answer a probe."""
     requests = json.loads(engine.ready_pod().get(SIDECAR_PORT, "/requests"))["requests"]
     sizes = [sum(request["tokens"].values()) for request in requests]
     assert len(PROMPT) in sizes
