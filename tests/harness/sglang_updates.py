@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import pickle
 import subprocess
 import sys
@@ -76,6 +77,7 @@ def _broadcast(port: int, model: Path) -> None:
     c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
     for weight in _weights(model).values():
         distributed.broadcast(weight, src=0, group=group)
+    os._exit(0)  # torch aborts a process that leaves a group whose other ranks have ended
 
 
 if __name__ == "__main__":

@@ -216,7 +216,7 @@ class Streams:
                 raise self._errors[0]
             return sum(map(is_wanted, self.answers[begin:])) >= num_answers
 
-        wait_until(enough, what=f"{num_answers} answers")
+        wait_until(enough, timeout=240, what=f"{num_answers} answers")
         return self.answers[begin:]
 
     def _run(self, seed: int) -> None:

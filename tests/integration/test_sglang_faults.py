@@ -195,9 +195,9 @@ def test_the_scheduler_runs_no_function_of_the_cache_that_could_wait(sidecar, ex
     ran = set(trace.read_text().split())
     modules = {name.partition(".")[0] for name in ran}
     assert modules <= {"backend", "blocking", "keys", "page_requests", "requests", "weights"}
-    access = {name.rpartition(".")[2] for name in ran if name.startswith("blocking.")}
-    assert access == {"report", "set_namespace", "_release"}
-    assert not [name for name in ran if "batch" in name.partition(".")[2].replace("_report_batch", "")]
+    called = {name.rpartition(".")[2] for name in ran if name.partition(".")[0] in ("backend", "blocking")}
+    assert called <= {"guarded", "clear", "rename", "report", "set_namespace", "_release"}
+    assert {"report", "set_namespace"} <= called
 
 
 def test_random_delays_and_failures_of_every_call(sidecar, expected, logs):
@@ -206,8 +206,8 @@ def test_random_delays_and_failures_of_every_call(sidecar, expected, logs):
     storage = lmcache_storage(sidecar.socket_path)
     with serving(logs, storage, environment=environment, **SMALL) as engine:
         with Streams(engine, expected, PROMPTS) as streams:
-            streams.wait(100)
-            streams.wait(20, is_hit)
+            streams.wait(60)
+            streams.wait(10, is_hit)
         assert_no_leases(sidecar)
 
 

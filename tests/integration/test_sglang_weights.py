@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 
+from testing.child_process import wait_until
 from testing.engine.process import EngineFailed
 from testing.engine.tiny_model import tiny_model
 from testing.sglang.engine import lmcache_storage, make_prompt
@@ -183,7 +185,9 @@ def test_an_update_while_prompts_run_and_are_queued(pause, engine, new_model, ex
     has work to do for the queued requests.
     """
     prompts = [new_prompt() for _ in range(10)]
-    pending = [engine.start_generate(prompt, 32) for prompt in prompts]
+    log_before = len(engine.log)
+    pending = [engine.start_generate(prompt, 64) for prompt in prompts]
+    wait_until(lambda: re.search(r"#queue-req: [1-9]", engine.log[log_before:]))
     if pause:
         engine.request("POST", "/pause_generation", {"mode": pause})
     with pytest.raises(EngineFailed, match="requests are still running or queued"):
