@@ -71,7 +71,8 @@ def num_cached(pod: Pod, prompt: list[int]) -> dict[str, int]:
     """Run a prompt. Returns the number of its cached tokens by tier: ``device``, ``host`` and ``storage``."""
     sampling = {"max_new_tokens": 1, "temperature": 0}
     answer = json.loads(_post(pod, "/generate", {"input_ids": prompt, "sampling_params": sampling}))
-    return dict(answer["meta_info"]["cached_tokens_details"] or {})
+    cached = answer["meta_info"]["cached_tokens_details"] or {}  # empty if all tokens were computed
+    return {tier: cached.get(tier, 0) for tier in ("device", "host", "storage")}
 
 
 def flush_cache(pod: Pod) -> None:
