@@ -85,7 +85,7 @@ def test_demo_ends_with_the_remedy_if_sglang_cannot_be_installed(monkeypatch):
         engines.SGLang().prepare()
 
 
-@pytest.mark.parametrize("kind", engines.KINDS.values(), ids=str)
+@pytest.mark.parametrize("kind", engines.KINDS.values(), ids=engines.KINDS)
 def test_prompts_consist_of_whole_rows(kind):
     """Otherwise the demo would wait for the wrong number of rows."""
     assert engine.PROMPT_TOKENS % kind.chunk_tokens == 0
