@@ -231,21 +231,21 @@ class PageEngine:
         self.access.report(request)
         self.settle()
 
-    def evict(self) -> None:
-        """Evict all rows that are not in use: store as many rows of nobody as there are slots."""
+    def evict(self, *other_ranks: PageEngine) -> None:
+        """Evict all rows that are not in use: store as many filler rows as there are slots.
+
+        ``other_ranks``: the engine's other ranks. A row that one of them lacks is not evicted for a while.
+        """
         # A row can't be evicted before the sidecar has its checksum.
         stats = self.sidecar.wait_until(lambda stats: stats if not stats["num_unwritten_rows"] else None)
-        for _ in range(stats["memory"]["usable_rows"]):
-            wait_until(self._store_filler)
-
-    def _store_filler(self) -> bool:
-        session = self.client.session
-        assert session is not None
-        with session.copying():
-            (answer,) = session.reserve(0, b"f" * 32 + hash_of(next(_FILLERS)))
-            if answer.slot is not None:
-                session.commit([answer.slot])
-        return answer.slot is not None
+        for number in itertools.islice(_FILLERS, stats["memory"]["usable_rows"]):
+            for rank in (self, *other_ranks):
+                session = rank.client.session
+                assert session is not None
+                with session.copying():
+                    (answer,) = session.reserve(0, b"f" * 32 + hash_of(number))
+                    if answer.slot is not None:
+                        session.commit([answer.slot])
 
     def settle(self) -> None:
         """Wait until all releases and reports so far have been sent."""

@@ -354,6 +354,19 @@ class TestSlowRedis:
             engine.settle()
             wait_for(lambda: engine.run(*range(8)) == 8)
 
+    def test_loads_with_one_begin_share_the_limit(self, sidecar, proxy):
+        """The limit of the second load is over when it begins, but that of the first is not."""
+        limits = dataclasses.replace(PATIENT, load_seconds=50.0)
+        with PageEngine(sidecar, limits) as engine:
+            engine.store(0)
+            proxy.stall(b"HMGET")
+            assert engine.look_up(*range(8)) == 8
+            pages, began_at = engine.pages(8), time.monotonic() - 50.0
+            hashes = blocking.hashes_of(range(8))
+            assert engine.access.load(0, hashes, pages, began_at) == 1, "pages in memory, without a wait"
+            assert state(engine).num_pending == 7
+            proxy.resume()
+
     def test_pages_in_memory_are_loaded_before_the_wait(self, sidecar, proxy):
         limits = dataclasses.replace(PATIENT, row_seconds=0.05)
         with PageEngine(sidecar, limits) as engine:

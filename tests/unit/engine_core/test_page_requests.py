@@ -98,6 +98,18 @@ class TestOpenRequests:
         assert first not in opened
         assert opened.find(0, hash_of(2)) is second
 
+    def test_request_that_found_all_pages_of_the_load_is_preferred(self):
+        opened, short, long, longer = PageRequests(10.0), request(1, 2), request(1, 2, 3), request(1, 2, 3, 4)
+        for made in (short, long, longer):
+            opened.add(made)
+        assert opened.find(0, hash_of(1), hash_of(2)) is short
+        assert opened.find(0, hash_of(1), hash_of(3)) is long
+        assert opened.find(0, hash_of(1), hash_of(4)) is longer
+        assert opened.find(0, hash_of(1), hash_of(9)) is short, "no lookup found the last page"
+        assert opened.find(0, hash_of(9), hash_of(1)) is None
+        long.note_loaded(0, 3)
+        assert opened.find(0, hash_of(1), hash_of(3)) is longer, "loaded before"
+
     def test_equal_requests_are_different(self):
         opened, first, second = PageRequests(10.0), request(1), request(1)
         opened.add(first)
