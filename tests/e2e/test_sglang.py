@@ -59,10 +59,11 @@ def engines(installed, references) -> Iterator[Engines]:
 
 @pytest.fixture(scope="module")
 def engine(engines) -> App:
-    """The LMCacheCluster, Ready at first."""
+    """The LMCacheCluster, whose engine uses its sidecar. SGLang may be ready earlier."""
     engines.rendered.ready_pod()
     engines.rendered.node.reached("SGLang's pod ready")
     engines.rendered.wait_condition("Ready")
+    engines.rendered.wait_condition("SidecarAttached")
     return engines.rendered
 
 
@@ -107,7 +108,6 @@ def test_stock_image_gets_the_connector_without_rights(engine):
 
 
 def test_status_shows_that_the_engine_uses_its_sidecar(engine):
-    engine.wait_condition("SidecarAttached")  # on a busy machine, the engine answers before it is attached
     engine.wait_condition("Degraded", "False")
     conditions = engine.conditions()
     assert conditions["EngineAvailable"]["reason"] == "EnginesReady"
