@@ -25,7 +25,16 @@ from typing import Any, NamedTuple
 
 from benchmarks import sglang_engines, sglang_pages, sglang_pool, sglang_throughput
 from benchmarks.report import Figure, Report, at_most, of, paired, spread
-from benchmarks.sglang_engines import BUFFER, HIT_TOKENS, NO_HICACHE, PAGES, PROMPT_TOKENS, Seconds, prompt
+from benchmarks.sglang_engines import (
+    BUFFER,
+    HIT_TOKENS,
+    NO_HICACHE,
+    PAGES,
+    PROMPT_TOKENS,
+    Seconds,
+    Stores,
+    prompt,
+)
 from testing.engine import fork_server
 from testing.processes import RedisProcess, SidecarProcess
 from testing.sglang import environment
@@ -94,12 +103,12 @@ class FirstTokens(NamedTuple):
     def measure(self, running: Engines, seed: object) -> None:
         """Run one prompt in all ways."""
         tokens, sidecar = prompt(seed), running.sidecar
-        num_rows = sglang_engines.stored_rows(sidecar) + PAGES
+        stores = Stores.begin(running.by_name[OURS], sidecar)
         stored = {name: running.by_name[name].num_stored_tokens() for name in running.folders}
         for name in random.sample(list(running.by_name), len(running.by_name)):
             answer = sglang_engines.first_token(running.by_name[name], tokens)
             self.cold[name].append(answer.first_token_seconds)
-        sglang_engines.settle(sidecar, num_rows)
+        stores.wait(PAGES)
         for name, before in stored.items():
             running.by_name[name].wait_stored(before + HIT_TOKENS)
         _drop_from_page_cache(running.folders[ON_DISK])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
@@ -61,12 +61,28 @@ def stored_rows(sidecar: SidecarProcess) -> int:
     return _stored_rows(sidecar.stats())
 
 
-def settle(sidecar: SidecarProcess, num_rows: int) -> None:
-    """Wait until the sidecar has had so many rows and has written all rows through, as far as it has a tier.
+class Stores(NamedTuple):
+    """Pages that an engine stores in a sidecar from now on."""
 
-    Then neither stores nor writes disturb the next measurement.
-    """
-    sidecar.wait_until(lambda stats: _stored_rows(stats) >= num_rows and not stats["num_unwritten_rows"])
+    engine: SGLangEngine
+    sidecar: SidecarProcess
+    num_rows: int
+    num_tokens: int
+
+    @classmethod
+    def begin(cls, engine: SGLangEngine, sidecar: SidecarProcess) -> Stores:
+        """Count from the present state, in which no store may be running."""
+        return cls(engine, sidecar, stored_rows(sidecar), engine.num_stored_tokens())
+
+    def wait(self, num_pages: int) -> None:
+        """Wait until so many pages are stored, and written through to Redis if the sidecar has one.
+
+        Then neither stores nor writes disturb the next measurement.
+        """
+        self.sidecar.wait_until(lambda stats: _stored_rows(stats) >= self.num_rows + num_pages)
+        # A row counts from its reservation on. Asked only now, the engine spends little time on its metrics.
+        self.engine.wait_stored(self.num_tokens + num_pages * PAGE_TOKENS)
+        self.sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
 
 
 def forget_memory(started: SGLangEngine, sidecar: SidecarProcess) -> None:
@@ -75,7 +91,7 @@ def forget_memory(started: SGLangEngine, sidecar: SidecarProcess) -> None:
     sidecar.arena_path.unlink()
     sidecar.start()
     wait_attached(started)
-    settle(sidecar, 1)
+    sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
 
 
 def wait_attached(started: SGLangEngine) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from benchmarks import sglang_engines
 from benchmarks.report import Figure, at_least, table
-from benchmarks.sglang_engines import HIT_TOKENS, PAGES, PROMPT_TOKENS, prompt
+from benchmarks.sglang_engines import HIT_TOKENS, PAGES, PROMPT_TOKENS, Stores, prompt
 from testing.processes import SidecarProcess
 from testing.sglang.engine import SGLangEngine, lmcache_storage
 
@@ -68,10 +68,10 @@ def measure(folder: Path) -> list[Outcome]:
         with _engine(folder, sidecar, *RECOMMENDED) as filler:
             sglang_engines.warm_up(filler)
             sglang_engines.wait_attached(filler)
-            num_rows = sglang_engines.stored_rows(sidecar) + NUM_PROMPTS * PAGES
+            stores = Stores.begin(filler, sidecar)
             for tokens in prompts:
                 filler.generate(tokens, 1)
-            sglang_engines.settle(sidecar, num_rows)
+            stores.wait(NUM_PROMPTS * PAGES)
         return [
             _outcome(folder, sidecar, mode, ratio, prompts)
             for mode, ratios in POOLS.items()

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from benchmarks import cores, new_prompts, sglang_engines
 from benchmarks.new_prompts import BATCH, BATCH_TOKENS, Layout, random_tokens
 from benchmarks.report import Figure, at_least, of, paired, spread
-from benchmarks.sglang_engines import BUFFER, NO_HICACHE, Seconds
+from benchmarks.sglang_engines import BUFFER, NO_HICACHE, Seconds, Stores
 from testing.processes import RedisProcess, SidecarProcess
 from testing.sglang.engine import PAGE_TOKENS, SGLangEngine, lmcache_storage
 
@@ -125,14 +125,12 @@ def figures(measured: Measured) -> Iterator[Figure]:
 def _round(pod: Pod, seeds: Iterator[int]) -> tuple[float, float]:
     """Return seconds of a batch, and of the engine's processor time until all is stored."""
     prompts = [random_tokens(next(seeds), BATCH_TOKENS) for _ in range(BATCH)]
-    num_rows = BATCH * (BATCH_TOKENS // PAGE_TOKENS)
-    if pod.sidecar is not None:
-        num_rows += sglang_engines.stored_rows(pod.sidecar)
+    stores = Stores.begin(pod.engine, pod.sidecar) if pod.sidecar is not None else None
     cpu, start = cores.cpu_seconds([pod.engine.pid]), time.perf_counter()
     answers = pod.engine.generate_all(*prompts, max_new_tokens=1)
     wall = time.perf_counter() - start
     if any(answer.num_cached_tokens for answer in answers):
         raise RuntimeError("a new prompt had hits, so this is no figure of 0 % hits")
-    if pod.sidecar is not None:
-        sglang_engines.settle(pod.sidecar, num_rows)
+    if stores is not None:
+        stores.wait(BATCH * (BATCH_TOKENS // PAGE_TOKENS))
     return wall, cores.cpu_seconds([pod.engine.pid]) - cpu
