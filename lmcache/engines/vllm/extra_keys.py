@@ -79,9 +79,7 @@ class ExtraKeyFinder:
         path = Path(lora_request.lora_path or "")
         future = self._adapters.get(str(path))
         if future is None:
-            future = self._adapters[str(path)] = files.in_background(
-                files.adapter_fingerprint, path, self._began
-            )
+            future = self._adapters[str(path)] = files.in_background(_adapter_fingerprint, path, self._began)
         if not future.done():
             return None
         try:

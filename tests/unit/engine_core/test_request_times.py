@@ -269,17 +269,17 @@ def test_a_sidecar_of_an_older_version_gets_no_times(rig):
 
 
 def test_times_wait_while_the_sidecar_does_not_answer(rig, monkeypatch):
-    monkeypatch.setattr("lmcache.engines.core.lookups._PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("lmcache.engines.core.calls.PAUSE_SECONDS", 0.0)
     request = rig.arrive(make_request(200))
     rig.match(request)
     rig.allocate(request, blocks(7), 0)
     rig.drain_lookups()
     rig.session.is_down = True
-    rig.lookups._paused_until = float("inf")
-    rig.lookups._silent_epoch = rig.session.epoch
+    rig.lookups._calls._paused_until = float("inf")
+    rig.lookups._calls._silent_epoch = rig.session.epoch
     end_step(rig, compute(rig, request, 0))
     assert not sent(rig)
-    rig.session.is_down, rig.lookups._paused_until = False, 0.0
+    rig.session.is_down, rig.lookups._calls._paused_until = False, 0.0
     assert [times.request_id for times in sent(rig)] == ["r"]
 
 
