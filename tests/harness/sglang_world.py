@@ -61,8 +61,13 @@ def serving_sidecar(**options: Any) -> Iterator[SidecarProcess]:
         yield sidecar
 
 
-def wait_attached(engine: SGLangEngine, sidecar: SidecarProcess, num_ranks: int = 1) -> None:
-    """Wait until all ranks use the cache, and until all memory of the sidecar is usable."""
+def wait_attached(
+    engine: SGLangEngine, sidecar: SidecarProcess, num_ranks: int = 1, *, dp_size: int = 1
+) -> None:
+    """Wait until all ranks use the cache, and until all memory of the sidecar is usable.
+
+    ``dp_size`` is the number of data-parallel ranks among them: each is asked for itself.
+    """
 
     def is_ready(stats: dict[str, Any]) -> bool:
         ranks = [client for client in stats["clients"] if client["pid"] in processes]
@@ -74,11 +79,14 @@ def wait_attached(engine: SGLangEngine, sidecar: SidecarProcess, num_ranks: int 
     sidecar.wait_until(is_ready)
 
     def has_asked() -> bool:  # the sidecar reports a client as attached before the client knows
-        engine.generate(make_prompt(4 * PAGE_TOKENS, f"attached {next(_numbers)}"), 1)
+        prompt = make_prompt(4 * PAGE_TOKENS, f"attached {next(_numbers)}")
+        engine.generate(prompt, 1, **({"data_parallel_rank": rank} if dp_size > 1 else {}))
         return num_looked_up(sidecar) > num_before
 
-    num_before = num_looked_up(sidecar)
-    wait_until(has_asked)
+    for rank in range(dp_size):
+        num_before = num_looked_up(sidecar)
+        wait_until(has_asked)
+    engine.flush_cache()  # waits until the prompts are stored, so that no test counts them
 
 
 def num_looked_up(sidecar: SidecarProcess) -> int:

@@ -120,7 +120,8 @@ def test_slow_connection_is_closed(monkeypatch):
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1", "::1", "::", "0.0.0.0", "localhost"])
 def test_server_listens_on_the_given_host_or_on_all(host):
-    token = token_hex().encode()  # another process may have this port for the other IP version
+    # Another process may have this port for the other IP version. It may answer something else, or nothing.
+    token = token_hex().encode()
 
     async def page(_: str) -> Page:
         return Page(HTTPStatus.OK, token)
@@ -129,12 +130,13 @@ def test_server_listens_on_the_given_host_or_on_all(host):
         server, answering = HttpServer({"/": page}), []
         port = server.start(host, 0)
         for address in ("127.0.0.1", "::1"):
-            with contextlib.suppress(ConnectionRefusedError):
-                reader, writer = await asyncio.open_connection(address, port)
-                writer.write(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
-                if (await reader.read()).endswith(token):
-                    answering.append(address)
-                writer.close()
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                async with asyncio.timeout(30):
+                    reader, writer = await asyncio.open_connection(address, port)
+                    with contextlib.closing(writer):
+                        writer.write(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+                        if (await reader.read()).endswith(token):
+                            answering.append(address)
         await server.stop()
         return answering
 
