@@ -159,6 +159,7 @@ def run() -> Report:
     environment.prepare()
     firsts, throughput = FirstTokens.empty(), sglang_throughput.Measured.empty()
     with tempfile.TemporaryDirectory() as name, fork_server.allowed():
+        pages = sglang_pages.measure(Path(name))
         for start in range(STARTS):
             folder = Path(name, str(start))
             folder.mkdir()
@@ -168,7 +169,6 @@ def run() -> Report:
             with sglang_throughput.pods(folder) as pods:
                 sglang_throughput.measure(pods, throughput)
         pools = sglang_pool.measure(Path(name))
-        pages = sglang_pages.measure(Path(name))
     parts = firsts.conditions(), sglang_throughput.conditions(throughput), sglang_pool.conditions(pools)
     return Report(
         "sglang",

@@ -226,7 +226,7 @@ def _backend(pool: Any, socket: str, num_threads: int) -> Any:
         enable_storage_metrics=False,
         is_page_first_layout=pool.layout != "layer_first",
         model_name="tiny",
-        extra_config={"lmcache.socket": socket, "lmcache.copy_threads": num_threads},
+        extra_config=lmcache_storage(socket, copy_threads=num_threads).extra_config,
     )
     backend = LMCacheBackend(config)
     backend.register_mem_pool_host(pool)
