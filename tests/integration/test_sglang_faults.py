@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from lmcache.rpc import service
-from testing.processes import RedisProcess, SidecarProcess
+from testing.processes import RedisProcess
 from testing.sglang.engine import PAGE_TOKENS, lmcache_storage, make_prompt
 from tests.harness import sglang_world
 from tests.harness.remote_objects import damage_row
@@ -154,13 +154,13 @@ def test_a_sidecar_starts_after_the_engine(expected, logs):
             assert answer.num_cached_tokens == 0
             expected.check(prompt, answer)
             # A sidecar of another release: the engine runs without it, and says what to do.
-            sidecar.program = ["-c", OTHER_RELEASE]
+            program, sidecar.program = sidecar.program, ["-c", OTHER_RELEASE]
             sidecar.start()
             sidecar_speaks = f"speaks {service.PROTOCOL_VERSION + 1}: upgrade the engine's LMCache"
             sidecar.wait_until(lambda _: sidecar_speaks in engine.log)
             expected.check(prompt, generate(engine, prompt))
             sidecar.kill()
-            sidecar.program = SidecarProcess().program
+            sidecar.program = program
             sidecar.start()
             assert_caches(engine, sidecar, expected)
 
