@@ -20,7 +20,7 @@ import torch
 
 from benchmarks import yardstick
 from benchmarks.report import Figure, Report, at_least, of, paired
-from lmcache.engines.core.copier import CpuCopier
+from lmcache.engines.core.copier import CpuCopier, RowLoad
 from lmcache.engines.core.layout import Layout
 
 LAYERS, PAGE_BYTES, BLOCKS_PER_CHUNK, CHUNKS, BLOCKS = 32, 64 << 10, 16, 8, 160
@@ -81,7 +81,7 @@ def copies(kv: Layout, slots: Bytes, tables: list[list[int]]) -> Ways:
 
         def work() -> None:
             for slot, blocks in todo:
-                copier.load(0, slot, 0, blocks, None)
+                copier.load([RowLoad(0, slot, 0, blocks)], None)
 
         copier.share(work)
 

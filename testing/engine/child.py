@@ -11,7 +11,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import IO, Any
 
 import torch
@@ -179,13 +179,14 @@ class Child:
         return results
 
     def _count_loads(self, num_blocks: list[int]) -> None:
-        from lmcache.engines.core.copier import CpuCopier
+        from lmcache.engines.core.copier import CpuCopier, RowLoad
 
         load = CpuCopier.load
 
-        def count(copier: Any, group: int, slot: Any, first_block: int, blocks: Any, *args: Any) -> None:
-            num_blocks[group] += len(blocks)
-            load(copier, group, slot, first_block, blocks, *args)
+        def count(copier: CpuCopier, rows: Sequence[RowLoad], fence: Any) -> None:
+            for row in rows:
+                num_blocks[row.group] += len(row.blocks)
+            load(copier, rows, fence)
 
         CpuCopier.load = count  # type: ignore[assignment,method-assign]
 

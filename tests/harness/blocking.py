@@ -18,7 +18,7 @@ import torch
 
 from lmcache.engines.core import blocking
 from lmcache.engines.core.blocking import BlockingAccess, EngineRequest, Limits
-from lmcache.engines.core.copier import CpuCopier
+from lmcache.engines.core.copier import CpuCopier, RowLoad
 from lmcache.engines.core.jobs import EngineIdentity
 from lmcache.engines.core.layout import Layout
 from lmcache.kv_groups import GroupKind, KVGroup
@@ -96,7 +96,9 @@ def nothing() -> None:
 
 
 class HookedCopier(CpuCopier):
-    """Copies pages, and calls a hook of the test before or after each copy."""
+    """Copies pages one by one, and calls a hook of the test before or after each copy."""
+
+    batch_bytes = 0
 
     def __init__(self, layouts: dict[int, Layout], num_threads: int) -> None:
         super().__init__(layouts, num_threads)
@@ -106,10 +108,10 @@ class HookedCopier(CpuCopier):
         self.after_store: Callable[[], None] = nothing
         self.num_loads = 0
 
-    def load(self, group: int, slot: Any, first_block: int, blocks: Sequence[int], fence: Any) -> None:
+    def load(self, rows: Sequence[RowLoad], fence: Any) -> None:
         self.num_loads += 1
         self.before_load()
-        super().load(group, slot, first_block, blocks, fence)
+        super().load(rows, fence)
         self.after_load()
 
     def store(self, group: int, slot: Any, blocks: Sequence[int], fence: Any) -> None:

@@ -13,6 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -78,14 +79,13 @@ def wait_attached(
     processes = set(engine.processes())
     sidecar.wait_until(is_ready)
 
-    def has_asked() -> bool:  # the sidecar reports a client as attached before the client knows
-        prompt = make_prompt(4 * PAGE_TOKENS, f"attached {next(_numbers)}")
-        engine.generate(prompt, 1, **({"data_parallel_rank": rank} if dp_size > 1 else {}))
+    def has_asked(fields: dict[str, int]) -> bool:
+        num_before = num_looked_up(sidecar)
+        engine.generate(make_prompt(4 * PAGE_TOKENS, f"attached {next(_numbers)}"), 1, **fields)
         return num_looked_up(sidecar) > num_before
 
-    for rank in range(dp_size):
-        num_before = num_looked_up(sidecar)
-        wait_until(has_asked)
+    for rank in range(dp_size):  # the sidecar reports a client as attached before the client knows
+        wait_until(partial(has_asked, {"data_parallel_rank": rank} if dp_size > 1 else {}))
     engine.flush_cache()  # waits until the prompts are stored, so that no test counts them
 
 

@@ -50,10 +50,13 @@ class CopierDouble:
     def share(self, work):
         work()
 
-    def load(self, group, slot, first_block, blocks, fence):
-        self._copy(fence)
-        self.kv |= dict(zip(blocks, slot[first_block:], strict=False))
-        self.after_copy()
+    batch_bytes = 0
+
+    def load(self, rows, fence):
+        for _, slot, first_block, blocks in rows:
+            self._copy(fence)
+            self.kv |= dict(zip(blocks, slot[first_block:], strict=False))
+            self.after_copy()
 
     def _copy(self, fence):
         self.fences.append(fence)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmcache.engines.core import worker
-from lmcache.engines.core.copier import CpuCopier
+from lmcache.engines.core.copier import CpuCopier, RowLoad
 from lmcache.rpc.session import Session
 from testing.processes import SidecarProcess
 from tests.harness.fake_model import answer
@@ -90,9 +90,10 @@ def test_hit_copies_only_blocks_that_the_model_reads(world, monkeypatch):
         assert_idle(engine)
         num_blocks, load = Counter(), CpuCopier.load
 
-        def count(copier, group, slot, first_block, blocks, fence):
-            num_blocks[group] += len(blocks)
-            load(copier, group, slot, first_block, blocks, fence)
+        def count(copier, rows, fence):
+            for row in rows:
+                num_blocks[row.group] += len(row.blocks)
+            load(copier, rows, fence)
 
         monkeypatch.setattr(CpuCopier, "load", count)
         name = engine.add(prompt)
@@ -210,12 +211,15 @@ def test_load_without_the_first_block_of_a_group_is_detected(world, monkeypatch)
         loaded, load = set(), CpuCopier.load
         for number in range(len(world.settings.groups)):
 
-            def omit_first_block(copier, group, slot, first_block, blocks, fence, number=number):
-                num_omitted = group == number and number not in loaded
-                if group == number:
-                    loaded.add(group)
-                if num_omitted < len(blocks):
-                    load(copier, group, slot, first_block + num_omitted, blocks[num_omitted:], fence)
+            def omit_first_block(copier, rows, fence, number=number):
+                kept = []
+                for group, slot, first_block, blocks in rows:
+                    num_omitted = group == number and number not in loaded
+                    if group == number:
+                        loaded.add(group)
+                    if num_omitted < len(blocks):
+                        kept.append(RowLoad(group, slot, first_block + num_omitted, blocks[num_omitted:]))
+                load(copier, kept, fence)
 
             monkeypatch.setattr(CpuCopier, "load", omit_first_block)
             engine.add(prompt)

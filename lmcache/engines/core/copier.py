@@ -13,10 +13,11 @@ One call copies all blocks of a chunk, without the GIL; there is no Python loop 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,11 +34,24 @@ Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int64]
 
 
+class RowLoad(NamedTuple):
+    """Blocks of the engine's KV to fill from one slot."""
+
+    group: int
+    slot: Bytes
+    first_block: int
+    """Position in the slot of the first block's bytes, in blocks."""
+    blocks: Sequence[int]
+
+
 class EngineCopier(Protocol):
     """Copies bytes between the engine's KV and one slot, and returns when they have arrived. Thread-safe."""
 
     row_bytes: Mapping[int, int]
     """Bytes of this rank's part of one row, by KV group."""
+
+    batch_bytes: int
+    """Bytes that one call of ``load`` should copy. It copies at least one row."""
 
     def fence(self) -> Fence:
         """Mark the present end of the engine's work. Must be called on the engine's thread."""
@@ -74,8 +88,11 @@ class EngineCopier(Protocol):
         The calls divide the copies among themselves. The copier chooses the number of threads.
         """
 
-    def load(self, group: int, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
-        """Fill ``blocks`` of a KV group from the slot's blocks, beginning at ``first_block``."""
+    def load(self, rows: Sequence[RowLoad], fence: Fence) -> None:
+        """Fill blocks from slots.
+
+        Between two calls, a thread waits for the GIL: for up to 5 ms if the engine computes in Python.
+        """
 
     def store(self, group: int, slot: Bytes, blocks: Sequence[int], fence: Fence) -> None:
         """Fill the slot from ``blocks``, which are one full row of a KV group."""
@@ -125,6 +142,8 @@ class Places:
 class LoadThreads:
     """Threads that share the copies of a load with the thread that began it."""
 
+    batch_bytes = 0
+
     def __init__(self, layouts: Mapping[int, Layout], num_threads: int) -> None:
         self.row_bytes: Mapping[int, int] = {group: layout.row_bytes for group, layout in layouts.items()}
         self._num_threads = num_threads
@@ -154,6 +173,9 @@ class CpuCopier(LoadThreads):
     engine computes meanwhile.
     """
 
+    batch_bytes = 4 << 20
+    """The copies take less than 1 ms."""
+
     def __init__(self, layouts: Mapping[int, Layout], num_threads: int = 1) -> None:
         super().__init__(layouts, num_threads)
         self._groups = {group: _CpuGroup(layout) for group, layout in layouts.items()}
@@ -175,9 +197,10 @@ class CpuCopier(LoadThreads):
     def watch_pins(self, on_change: Callable[[PinStatus], None]) -> None:
         """Do nothing: copies in host memory need no pinned memory."""
 
-    def load(self, group: int, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
+    def load(self, rows: Sequence[RowLoad], fence: Fence) -> None:
         """See ``EngineCopier``."""
-        self._groups[group].copy(slot, first_block, blocks, is_load=True)
+        for group, of_group in itertools.groupby(rows, lambda row: row.group):
+            self._groups[group].load(list(of_group))
 
     def store(self, group: int, slot: Bytes, blocks: Sequence[int], fence: Fence) -> None:
         """See ``EngineCopier``."""
@@ -195,6 +218,15 @@ class _CpuGroup:
         )
         self.stream = nontemporal.make_copy() if can_stream else None
         """Copies that bypass the processor's caches; None if the pages are not aligned for them."""
+
+    def load(self, rows: Sequence[RowLoad]) -> None:
+        if self.stream is None or any(row.slot.ctypes.data % nontemporal.LINE for row in rows):
+            for row in rows:
+                self.copy(row.slot, row.first_block, row.blocks, is_load=True)
+            return
+        places = [self._places.of(row.slot, row.first_block, row.blocks) for row in rows]
+        in_slots, in_kv, sizes = (np.concatenate(words) for words in zip(*places, strict=True))
+        self.stream(in_kv, in_slots, sizes)
 
     def copy(self, slot: Bytes, first_block: int, blocks: Sequence[int], *, is_load: bool) -> None:
         if self.stream is not None and not slot.ctypes.data % nontemporal.LINE:

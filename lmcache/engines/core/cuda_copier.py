@@ -19,7 +19,7 @@ from lmcache.cuda.driver import Context, Device, Event, Stream
 from lmcache.cuda.errors import CudaError
 from lmcache.cuda.pin_status import PinStatus
 from lmcache.cuda.pins import Pins
-from lmcache.engines.core.copier import Bytes, Fence, LoadThreads, Places
+from lmcache.engines.core.copier import Bytes, Fence, LoadThreads, Places, RowLoad
 from lmcache.engines.core.layout import Layout
 from lmcache.rpc.hello import Allocation, GroupPages, LayerPages, TransferOffer
 
@@ -71,10 +71,11 @@ class CudaCopier(LoadThreads):
         """See ``EngineCopier``. Sleeps without holding the GIL. Raises CudaError."""
         fence.event.synchronize()
 
-    def load(self, group: int, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
+    def load(self, rows: Sequence[RowLoad], fence: Fence) -> None:
         """See ``EngineCopier``. Kernels before the fence may still read the blocks' old content."""
-        in_slot, in_kv, sizes = self._places[group].of(slot, first_block, blocks)
-        self._copy(self._load_stream, in_kv, in_slot, sizes, fence, is_source_stable=True)
+        for group, slot, first_block, blocks in rows:
+            in_slot, in_kv, sizes = self._places[group].of(slot, first_block, blocks)
+            self._copy(self._load_stream, in_kv, in_slot, sizes, fence, is_source_stable=True)
 
     def store(self, group: int, slot: Bytes, blocks: Sequence[int], fence: Fence) -> None:
         """See ``EngineCopier``."""

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Sequence
 from operator import itemgetter
 
-from lmcache.engines.core.copier import EngineCopier, Fence
+from lmcache.engines.core.copier import EngineCopier, Fence, RowLoad
 from lmcache.engines.core.jobs import GroupStore, LoadJob, Piece, StoreJob
 from lmcache.rpc.errors import EngineCopiesError
 from lmcache.rpc.session import BlockCopy, Session
@@ -57,13 +57,13 @@ class LoadTransfer:
             return
         self._pieces = self.job.pieces()
         self._good = [False] * len(self._pieces)
-        remaining = iter(range(len(self._pieces)))  # each thread takes the next piece
+        remaining = iter(self._batches(copier))  # each thread takes the next batch
 
         def copy_pieces() -> None:
             try:
-                for number in remaining:
-                    self._good[number] = self._copy(session, copier, self._pieces[number])
-                    if not self._good[number]:
+                for numbers in remaining:
+                    self._copy(session, copier, numbers)
+                    if not all(self._good[numbers.start : numbers.stop]):
                         return
             finally:
                 collections.deque(remaining, 0)  # exhausts the iterator, so that all threads stop
@@ -71,13 +71,28 @@ class LoadTransfer:
         with session.copying():
             copier.share(copy_pieces)
 
-    def _copy(self, session: Session, copier: EngineCopier, piece: Piece) -> bool:
-        """Copy a piece. Return True if its bytes are right."""
-        if session.slots is None or not session.holds(piece.slot):
-            return False  # the slot is of an older arena: its row may not even exist
-        row = session.view(piece.slot.row, copier.row_bytes[piece.group])
-        copier.load(piece.group, row, piece.first_block, piece.blocks, self._fence)
-        return session.holds(piece.slot)
+    def _batches(self, copier: EngineCopier) -> list[range]:
+        """Divide the pieces into batches."""
+        sizes = [copier.row_bytes[piece.group] for piece in self._pieces]
+        batches, start, num_bytes = [], 0, 0
+        for number, size in enumerate(sizes):
+            if number > start and num_bytes + size > copier.batch_bytes:
+                batches.append(range(start, number))
+                start, num_bytes = number, 0
+            num_bytes += size
+        return [*batches, range(start, len(sizes))] if sizes else []
+
+    def _copy(self, session: Session, copier: EngineCopier, numbers: range) -> None:
+        """Copy pieces, up to the first one whose slot holds another row. Note which bytes are right."""
+        loads = []
+        for group, slot, first_block, blocks in self._pieces[numbers.start : numbers.stop]:
+            if session.slots is None or not session.holds(slot):
+                break  # the slot is of an older arena: its row may not even exist
+            loads.append(RowLoad(group, session.view(slot.row, copier.row_bytes[group]), first_block, blocks))
+        if loads:
+            copier.load(loads, self._fence)
+        for number in numbers[: len(loads)]:
+            self._good[number] = session.holds(self._pieces[number].slot)
 
 
 class StoreTransfer:

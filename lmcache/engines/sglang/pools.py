@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lmcache.engines.core.copier import Bytes, CpuCopier, Fence
+from lmcache.engines.core.copier import Bytes, CpuCopier, Fence, RowLoad
 from lmcache.engines.core.layout import Layout
 from lmcache.engines.errors import UnsupportedError
 
@@ -35,12 +35,12 @@ class PoolCopier(CpuCopier):
         sizes = {group: pages.page_bytes for group, pages in self._flat.items()}
         self.row_bytes = {**self.row_bytes, **sizes}
 
-    def load(self, group: int, slot: Bytes, first_block: int, blocks: Sequence[int], fence: Fence) -> None:
+    def load(self, rows: Sequence[RowLoad], fence: Fence) -> None:
         """See ``EngineCopier``."""
-        if (flat := self._flat.get(group)) is None:
-            super().load(group, slot, first_block, blocks, fence)
-        else:
-            flat.load(slot, blocks[0])
+        super().load([row for row in rows if row.group not in self._flat], fence)
+        for row in rows:
+            if (flat := self._flat.get(row.group)) is not None:
+                flat.load(row.slot, row.blocks[0])
 
     def store(self, group: int, slot: Bytes, blocks: Sequence[int], fence: Fence) -> None:
         """See ``EngineCopier``."""

@@ -14,7 +14,7 @@ import torch
 from lmcache.cuda import ipc
 from lmcache.cuda.driver import Device, Stream
 from lmcache.cuda.errors import CudaError
-from lmcache.engines.core.copier import CpuCopier
+from lmcache.engines.core.copier import CpuCopier, RowLoad
 from lmcache.engines.core.copier_choice import make_copier
 from lmcache.engines.core.cuda_copier import CudaCopier
 from lmcache.engines.core.layout import Layout
@@ -96,7 +96,7 @@ def test_load_restores_its_blocks_and_changes_no_other_byte(copier, layout, slot
         loaded = wanted[TABLE[4:9]].clone()
         wanted.zero_()
         wanted[TABLE[4:9]] = loaded
-    copier.load(3, slots[0], 4, TABLE[4:9], copier.fence())
+    copier.load([RowLoad(3, slots[0], 4, TABLE[4:9])], copier.fence())
     for pages_, after in zip(layout.pages, expected, strict=True):
         assert torch.equal(pages_, after)
 
@@ -110,7 +110,7 @@ def test_rows_are_loaded_by_several_threads_concurrently(copier, layout, slots):
 
     def work():
         for first in todo:
-            copier.load(3, slots[0], first, TABLE[first : first + 2], fence)
+            copier.load([RowLoad(3, slots[0], first, TABLE[first : first + 2])], fence)
 
     copier.share(work)
     for pages_, after in zip(layout.pages, expected, strict=True):
@@ -163,7 +163,7 @@ def test_copies_beyond_the_kv_or_the_slot_are_refused(copier, slots, blocks):
     with pytest.raises(ValueError, match=r"out of range|exceed the slot"):
         copier.store(3, slots[0], blocks, copier.fence())
     with pytest.raises(ValueError, match=r"out of range|exceed the slot"):
-        copier.load(3, slots[0], 0, blocks, copier.fence())
+        copier.load([RowLoad(3, slots[0], 0, blocks)], copier.fence())
     assert not slots.any()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lmcache.engines.core.copier import CpuCopier, Places, allowed_cores, use_all_cores
+from lmcache.engines.core.copier import CpuCopier, Places, RowLoad, allowed_cores, use_all_cores
 from lmcache.engines.core.copier_choice import make_copier
 from lmcache.engines.core.layout import Layout, page_views
 from lmcache.engines.errors import UnsupportedError
@@ -76,7 +76,7 @@ def test_load_fills_only_the_given_blocks(first, count, pages):
     CpuCopier({0: source}).store(0, slot, [8, 2, 5, 0], None)
     before = [kv.clone() for kv in target.pages]
     destination = [6, 1, 4, 3][:count]
-    CpuCopier({0: target}).load(0, slot, first, destination, None)
+    CpuCopier({0: target}).load([RowLoad(0, slot, first, destination)], None)
     for layer, expected in enumerate(before):
         expected[destination] = source.pages[layer][[8, 2, 5, 0][first : first + count]]
         assert torch.equal(target.pages[layer], expected)
@@ -129,7 +129,7 @@ def test_streaming_copies_are_available():
 def test_copy_refuses_blocks_outside_the_kv_or_the_slot(pages, blocks):
     copier, slot = CpuCopier({0: layout(pages=pages)}), make_slot(32 << 10)
     with pytest.raises((ValueError, IndexError)):
-        copier.load(0, slot, 0, blocks, None)
+        copier.load([RowLoad(0, slot, 0, blocks)], None)
     with pytest.raises((ValueError, IndexError)):
         copier.store(0, slot[: 4 << 10], blocks, None)
 
@@ -138,7 +138,7 @@ def test_copy_refuses_blocks_outside_the_kv_or_the_slot(pages, blocks):
 def test_load_refuses_blocks_outside_the_row(first, blocks):
     copier, slot = CpuCopier({0: layout(pages=PAGES["streamed"])}), make_slot(32 << 10)
     with pytest.raises(ValueError, match="exceed the slot"):
-        copier.load(0, slot, first, blocks, None)
+        copier.load([RowLoad(0, slot, first, blocks)], None)
 
 
 def test_places_return_addresses_and_sizes_of_pages():
@@ -177,9 +177,33 @@ def test_copies_do_not_change_bytes_between_blocks(page):
     copier, slot, before = CpuCopier(groups), make_slot(2 * page), memory.clone()
     copier.store(1, slot, [8, 3], None)
     assert slot.tobytes() == memory[1, [8, 3], :page].numpy().tobytes()
-    copier.load(0, slot, 0, [5, 2], None)
+    copier.load([RowLoad(0, slot, 0, [5, 2])], None)
     before[0, [5, 2], :page] = before[1, [8, 3], :page]
     assert torch.equal(memory, before)
+
+
+@pytest.mark.parametrize("is_aligned", [True, False])
+@pytest.mark.parametrize("pages", PAGES.values(), ids=PAGES)
+def test_batch_of_rows_loads_the_same_bytes_as_single_rows(pages, is_aligned):
+    """Two KV groups, rows of different lengths in any order."""
+    single, batched = ({group: layout(pages=pages) for group in (0, 2)} for _ in range(2))
+    row_bytes, loads = single[0].row_bytes, []
+    for number, (group, first_block, blocks) in enumerate(
+        [(0, 0, [8, 2, 5, 0]), (0, 1, [3, 1]), (2, 3, [7]), (0, 0, [4]), (2, 0, [0, 1, 2])]
+    ):
+        slot = make_slot(row_bytes + 4096)[0 if is_aligned else 16 :]
+        slot[:] = np.random.default_rng(number).integers(0, 255, len(slot), np.uint8)
+        loads.append(RowLoad(group, slot, first_block, blocks))
+    for group in single:
+        for mine, other in zip(single[group].pages, batched[group].pages, strict=True):
+            other.copy_(mine)
+    copier = CpuCopier(single)
+    for row in loads:
+        copier.load([row], None)
+    CpuCopier(batched).load(loads, None)
+    for group in single:
+        for expected, actual in zip(single[group].pages, batched[group].pages, strict=True):
+            assert torch.equal(expected, actual)
 
 
 @pytest.mark.parametrize("direction", ["load", "store"])
@@ -199,7 +223,9 @@ def test_copies_release_the_gil(direction):
     thread.start()
     start = time.perf_counter()
     for _ in range(4):
-        copier.load(0, slot, 0, ids, None) if direction == "load" else copier.store(0, slot, ids, None)
+        copier.load([RowLoad(0, slot, 0, ids)], None) if direction == "load" else copier.store(
+            0, slot, ids, None
+        )
     end = time.perf_counter()
     is_over.set()
     thread.join()

@@ -118,8 +118,10 @@ class RecordingCopier:
     def store(self, group, slot, blocks, fence):
         self.stored.append((group, *blocks))
 
-    def load(self, group, slot, first_block, blocks, fence):
-        self.loaded.append((first_block, tuple(blocks)))
+    batch_bytes = 0
+
+    def load(self, loads, fence):
+        self.loaded += [(row.first_block, tuple(row.blocks)) for row in loads]
 
     def share(self, work):
         work()

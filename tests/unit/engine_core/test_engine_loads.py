@@ -43,6 +43,27 @@ def test_slot_evicted_during_a_load_fails_the_following_blocks(rig):
     assert rig.worker.take_report(StepMeta()).failed_loads == {"r"}
 
 
+@pytest.mark.parametrize("batch_bytes", [1, 8192, 1 << 20])
+@pytest.mark.parametrize("is_evicted_before", [True, False])
+def test_slot_evicted_during_a_batch_fails_the_following_blocks(rig, batch_bytes, is_evicted_before):
+    """The third of five slots is evicted before the first copy of the load, or after it."""
+    slots = [Slot(row, 1) for row in range(5)]
+    rig.session.committed += slots
+    rig.copier.batch_bytes = batch_bytes
+    if is_evicted_before:
+        rig.session.committed.remove(slots[2])
+    else:
+
+        def evict():
+            rig.session.committed[:] = [slot for slot in slots if slot != slots[2]]
+
+        rig.copier.after_copy = evict
+    rig.load(*slots, blocks=tuple(range(11, 21)))
+    assert rig.collect_until(lambda sent, loaded: loaded)[1] == ["r"]
+    assert rig.worker.take_bad_blocks() == {15, 16, 17, 18, 19, 20}
+    assert rig.copier.kv.keys() >= {11, 12, 13, 14}
+
+
 @pytest.mark.parametrize("fault", ["no session", "copy raises", "no chunks", "offline"])
 def test_load_is_reported_once_after_any_failure(rig, fault, monkeypatch):
     rig.session.committed.append(Slot(0, 1))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from lmcache.engines.core.copier import RowLoad
 from lmcache.engines.errors import UnsupportedError
 from lmcache.engines.sglang.pools import PoolCopier, layout_of
 
@@ -113,7 +114,7 @@ def check_copies(pool):
     pool.fill(2)
     pages = [raw(pool.get_data_page(page * PAGE)) for page in range(PAGES)]
     for page in (4, 0, PAGES - 1):
-        copier.load(0, slots[page], 0, [page], None)
+        copier.load([RowLoad(0, slots[page], 0, [page])], None)
         pages[page] = slots[page][: copier.row_bytes[0]]
         for number, expected in enumerate(pages):
             assert np.array_equal(raw(pool.get_data_page(number * PAGE)), expected), (page, number)
