@@ -158,7 +158,6 @@ class SGLangEngine(Program):
         *,
         model: Path | None = None,
         environment: Mapping[str, str] | None = None,
-        is_copy: bool | None = None,
         **arguments: Any,
     ) -> None:
         """Start the server without waiting for it.
@@ -168,8 +167,6 @@ class SGLangEngine(Program):
             storage: a backend to attach, or None
             model: the model's folder instead of the tiny Llama's
             environment: further variables, as for ``Program``
-            is_copy: whether the server starts as a copy of a fork server, as for ``Program``. Otherwise it
-                starts as users start it.
             arguments: arguments that override ``ARGUMENTS``. None and False omit an argument.
         """
         self._port = free_port()
@@ -195,7 +192,6 @@ class SGLangEngine(Program):
                 **(storage.environment if storage else {}),
                 **(environment or {}),
             },
-            is_copy=is_copy,
         )
 
     @property

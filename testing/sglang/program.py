@@ -23,7 +23,8 @@ _fork_server = fork_server.ForkServer("testing.sglang.imported", variables)
 class Program(ChildProcess):
     """``python -m MODULE`` with SGLang's modules, in a process group, which the context manager kills.
 
-    A program needs 10 s of processor time to import SGLang. A copy of a fork server needs none.
+    A program needs 10 s of processor time to import SGLang. Where ``fork_server.allowed`` allows it, the
+    program starts as a copy of a fork server, which needs none.
     """
 
     def __init__(
@@ -34,7 +35,6 @@ class Program(ChildProcess):
         arguments: Sequence[str],
         *,
         environment: Mapping[str, str] | None = None,
-        is_copy: bool | None = None,
     ) -> None:
         """Start the program without waiting for it.
 
@@ -45,15 +45,13 @@ class Program(ChildProcess):
             arguments: the module's arguments
             environment: variables in addition to those of ``testing.sglang.environment``. A copy reads those
                 of OpenMP and of the interpreter when the fork server starts, and not again.
-            is_copy: whether the program starts as a copy of a fork server. By default, it does where
-                ``fork_server.allowed`` allows copies.
         """
         super().__init__(name, log)
         # SGLang creates UNIX sockets here. Their paths must be short, unlike those of pytest's folders.
         self._folder = Path(tempfile.mkdtemp(prefix="lmc-sglang-"))
         env = {**os.environ, **variables(), "TMPDIR": str(self._folder), **(environment or {})}
         options: dict[str, Any] = {"cwd": str(self._folder), "env": env, "start_new_session": True}
-        if fork_server.is_allowed() if is_copy is None else is_copy:
+        if fork_server.is_allowed():
             self.adopt(_fork_server.start(module, arguments, log, **options))
         else:
             self.spawn([sys.executable, "-m", module, *arguments], **options)

@@ -128,6 +128,7 @@ def test_requests_with_another_salt_or_key_share_nothing(name, first, expected):
 def test_prompts_that_run_at_once_are_loaded_by_another_engine(name, request, first, expected):
     engine = request.getfixturevalue(name)
     prompts = [new_prompt(length) for length in LENGTHS]
+    first.flush_cache()  # SGLang does not store pages for which its host cache has no room at the moment
     store(first, *prompts)
     answers = generate_all(engine, prompts)
     for prompt, answer in zip(prompts, answers, strict=True):

@@ -27,9 +27,8 @@ def from_tier(tier, num_tokens=REUSABLE):
 
 
 def test_engine_reads_pages_that_another_engine_stored(start_sglang, tmp_path):
-    """The first engine starts as users start it: its processes are spawned, and each loads the stand-ins."""
     storage = file_storage(tmp_path / "pages")
-    first = start_sglang(storage, is_copy=False)
+    first = start_sglang(storage)
     cold = first.generate(PROMPT)
     assert (cold.num_cached_tokens, len(cold.tokens)) == (0, 8)
     warm = first.generate(PROMPT)

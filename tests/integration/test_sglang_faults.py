@@ -29,6 +29,7 @@ HIT = full_pages(NUM_TOKENS)
 SMALL = {"max_total_tokens": 4096, "hicache_host_memory_mode": "buffer_only", "hicache_ratio": 1.0}
 """Arguments of an engine that loads most prompts, because its own caches hold two or three of them."""
 PROMPTS = [make_prompt(NUM_TOKENS, f"test_sglang_faults {number}") for number in range(12)]
+SHORT_PROMPTS = [make_prompt(400, f"test_sglang_faults short {number}") for number in range(24)]
 _seeds = itertools.count()
 
 
@@ -82,7 +83,7 @@ def assert_caches(engine, sidecar, expected):
 
 
 def test_a_sidecar_is_killed_ten_times(engine, sidecar, expected):
-    with Streams(engine, expected, PROMPTS) as streams:
+    with Streams(engine, expected, SHORT_PROMPTS) as streams:
         for _ in range(10):
             sidecar.kill()
             streams.wait(4)
@@ -206,8 +207,8 @@ def test_random_delays_and_failures_of_every_call(sidecar, expected, logs):
     storage = lmcache_storage(sidecar.socket_path)
     with serving(logs, storage, environment=environment, **SMALL) as engine:
         with Streams(engine, expected, PROMPTS) as streams:
-            streams.wait(60)
-            streams.wait(10, is_hit)
+            streams.wait(40)
+            streams.wait(5, is_hit)
         assert_no_leases(sidecar)
 
 
