@@ -40,7 +40,7 @@ from testing.processes import RedisProcess, SidecarProcess
 from testing.sglang import environment
 from testing.sglang.engine import SGLangEngine, file_storage, lmcache_storage
 
-STARTS, PROMPTS = 2, 4
+STARTS, PROMPTS = 2, 6
 """Number of starts of all engines, and prompts per start."""
 NO_CACHE, ALONE, OURS = "no HiCache", "HiCache alone", "LMCache"
 IN_MEMORY, ON_DISK, REDIS = "file in memory", "file on a disk", "Redis"

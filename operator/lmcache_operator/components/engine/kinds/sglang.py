@@ -32,7 +32,8 @@ PAGE_TOKENS = 64
 _MIN_PAGE_TOKENS = 16
 """Tokens of the smallest page that the storage backend caches."""
 HOST_POOL_RATIO = "1.05"
-"""Size of the host pool, relative to the KV cache in the engine's GPUs."""
+"""Size of the host pool, relative to the KV cache in the engine's GPUs. SGLang loads no prompt that is longer
+than the pool. So this is the smallest pool that holds any prompt which the engine can hold."""
 BACKEND, BACKEND_CONFIG = "--hicache-storage-backend", "--hicache-storage-backend-extra-config"
 NO_RADIX_CACHE = "--disable-radix-cache"
 _PAGE, _RATIO = "--page-size", "--hicache-ratio"
