@@ -212,14 +212,16 @@ def test_load_without_the_first_block_of_a_group_is_detected(world, monkeypatch)
         for number in range(len(world.settings.groups)):
 
             def omit_first_block(copier, rows, fence, number=number):
-                kept = []
+                remaining = []
                 for group, slot, first_block, blocks in rows:
                     num_omitted = group == number and number not in loaded
                     if group == number:
                         loaded.add(group)
                     if num_omitted < len(blocks):
-                        kept.append(RowLoad(group, slot, first_block + num_omitted, blocks[num_omitted:]))
-                load(copier, kept, fence)
+                        remaining.append(
+                            RowLoad(group, slot, first_block + num_omitted, blocks[num_omitted:])
+                        )
+                load(copier, remaining, fence)
 
             monkeypatch.setattr(CpuCopier, "load", omit_first_block)
             engine.add(prompt)

@@ -135,8 +135,8 @@ def fail_from(monkeypatch, number: int) -> None:
     """Let the copies of a load fail from this piece on."""
     copy = LoadTransfer._copy
 
-    def copy_or_fail(self, session, copier, piece) -> bool:
-        return self._pieces.index(piece) < number and copy(self, session, copier, piece)
+    def copy_or_fail(self, session, copier, numbers) -> None:
+        copy(self, session, copier, numbers[: max(0, number - numbers.start)])
 
     monkeypatch.setattr(LoadTransfer, "_copy", copy_or_fail)
 

@@ -142,7 +142,7 @@ def test_load_waits_for_the_work_before_its_fence(copier, context, layout, memor
     with gate(context) as forward, futures.ThreadPoolExecutor(1) as threads:
         forward.hold(compute)
         context.call("cuMemsetD8Async", memory.data_ptr(), 7, KV_BYTES, compute.raw)
-        load = threads.submit(copier.load, 3, slots[0], 0, TABLE, copier.fence())
+        load = threads.submit(copier.load, [RowLoad(3, slots[0], 0, TABLE)], copier.fence())
         forward.open()
         load.result(60)
     for pages_ in layout.pages:
