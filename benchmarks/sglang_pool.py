@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from lmcache_operator.components.engine.kinds.sglang import HOST_POOL_RATIO
+
 from benchmarks import sglang_engines
 from benchmarks.report import Figure, at_least, table
 from benchmarks.sglang_engines import HIT_TOKENS, PAGES, PROMPT_TOKENS, Stores, prompt
@@ -23,13 +25,13 @@ from testing.sglang.engine import SGLangEngine, lmcache_storage
 
 NUM_PROMPTS, NUM_NEW = 8, 2
 DEVICE_TOKENS = (NUM_PROMPTS // 2) * (HIT_TOKENS + 1024)
+RECOMMENDED = ("buffer_only", float(HOST_POOL_RATIO))
+"""The operator's default: the smallest pool that holds any prompt that the engine can hold."""
 POOLS = {
-    "buffer_only": (1.05, 0.5, 0.25, 0.2),
+    "buffer_only": (RECOMMENDED[1], 0.5, 0.25, 0.2),
     "cache": (2.0, 1.0, 0.5),
 }
 """Host pools by mode: their sizes, as shares of the engine's own KV. 0.2 is less than one prompt."""
-RECOMMENDED = ("buffer_only", 1.05)
-"""The operator's default: the smallest pool that holds any prompt that the engine can hold."""
 _STORE_SECONDS = 3.0
 """Longest wait for the pages of new prompts."""
 _KV_BYTES = 4096

@@ -7,7 +7,7 @@ A slot holds the last blocks of its chunk in order, each with its layers: ``[blo
 page is one layer's part of a block. If the engine uses vLLM's KV layout ``BLHNC``, it stores all layers of a
 block together. A block is then one run of bytes on both sides.
 
-One call copies all blocks of a chunk, without the GIL; there is no Python loop over blocks.
+One call copies all blocks of a chunk, or of several, without the GIL. There is no Python loop over blocks.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class LoadTransfer:
         return figures | {"load_seconds": self.seconds}
 
     def run(self, session: Session, copier: EngineCopier) -> None:
-        """Copy piece by piece, until one fails: KV after a gap is useless. Raises SidecarError."""
+        """Copy batch by batch, until a piece fails: KV after a gap is useless. Raises SidecarError."""
         if session.slots is None:
             return
         self._pieces = self.job.pieces()
@@ -72,7 +72,7 @@ class LoadTransfer:
             copier.share(copy_pieces)
 
     def _batches(self, copier: EngineCopier) -> list[range]:
-        """Divide the pieces into batches."""
+        """Return the numbers of the pieces of each batch, in order."""
         sizes = [copier.row_bytes[piece.group] for piece in self._pieces]
         batches, start, num_bytes = [], 0, 0
         for number, size in enumerate(sizes):
