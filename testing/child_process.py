@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from testing import workers
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 _TAIL_LINES = 30
 
@@ -149,9 +151,9 @@ def wait_readable(descriptor: int | socket.socket, timeout: float) -> bool:
         return bool(selector.select(max(0.0, timeout)))
 
 
-_candidates = itertools.cycle(random.Random(os.urandom(8)).sample(range(10_000, 32_000), 22_000))
-"""Ports below those that the kernel assigns to connections, in a random order for each process. Test workers
-and their connections therefore do not take a port between its choice and its use."""
+_candidates = itertools.cycle(random.Random(os.urandom(8)).sample(workers.ports(), len(workers.ports())))
+"""Ports of this worker in a random order. No other worker, connection or engine takes a port between its choice
+and its use: an SGLang server needs seconds in between, and ends if it does not get its port."""
 
 
 def free_ports(count: int) -> list[int]:

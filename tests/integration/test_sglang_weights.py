@@ -186,7 +186,7 @@ def test_an_update_while_prompts_run_and_are_queued(pause, engine, new_model, ex
     """
     prompts = [new_prompt() for _ in range(10)]
     log_before = len(engine.log)
-    pending = [engine.start_generate(prompt, 64) for prompt in prompts]
+    pending = [engine.start_generate(prompt, 256) for prompt in prompts]
     wait_until(lambda: re.search(r"#queue-req: [1-9]", engine.log[log_before:]))
     if pause:
         engine.request("POST", "/pause_generation", {"mode": pause})

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from testing import workers
 from testing.child_process import ProcessDied, free_ports
 from testing.kube.api import wait_for
 from testing.kube.process import Component
@@ -63,3 +64,12 @@ def test_component_ends_when_its_parent_is_killed(tmp_path):
 
 def test_free_ports_are_distinct():
     assert len(set(free_ports(20))) == 20
+
+
+def test_workers_have_no_port_in_common(monkeypatch):
+    """Ports from 22,000 on are chosen by SGLang, and those from 32,768 on by the kernel."""
+    ports: list[int] = []
+    for number in range(16):
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", f"gw{number}")
+        ports += workers.ports()
+    assert sorted(ports) == list(range(10_000, 22_000))
