@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from lmcache.engines.core import blocking as core_blocking
 from tests.harness import blocking
 from tests.harness.blocking import (
     PAGE_TOKENS,
@@ -269,6 +270,17 @@ class TestReports:
             engine.access.set_namespace(blocking.NAMESPACE)
             engine.report(1, num_engine=0, num_loaded=0)
             fresh_sidecar.wait_until(lambda stats: stats["lookups"]["num_lookups"] == 1)
+
+    def test_old_reports_are_dropped(self, fresh_sidecar, monkeypatch):
+        with PageEngine(fresh_sidecar) as engine:
+            with monkeypatch.context() as patch:
+                patch.setattr(core_blocking, "_REPORT_SECONDS", 0.0)
+                engine.report(1, 2, num_engine=0, num_loaded=0)
+            engine.report(1, num_engine=0, num_loaded=0)
+            stats = fresh_sidecar.wait_until(
+                lambda stats: stats if stats["causes"]["prompt_tokens"] else None
+            )
+            assert stats["causes"]["prompt_tokens"] == PAGE_TOKENS
 
     def test_report_that_fails_does_not_stop_later_ones(self, fresh_sidecar, caplog):
         with PageEngine(fresh_sidecar) as engine:

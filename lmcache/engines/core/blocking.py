@@ -42,9 +42,12 @@ logger = logging.getLogger(__name__)
 
 _CALL_SECONDS = 0.5
 _POLL_SECONDS = 0.002
+_PAUSE_POLL_SECONDS = 0.05
 _TICK_SECONDS = 0.5
 _CLOSE_SECONDS = 2.0
 _MAX_ENDED = 1024
+_REPORT_SECONDS = 5.0
+"""Deadline of a report, for which no request waits. Older reports are dropped: the sidecar may be frozen."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ class BlockingAccess:
 
         Only one rank of an engine reports.
         """
-        self._tasks.put(partial(self._report, request))
+        self._tasks.put(partial(self._report, request, time.monotonic() + _REPORT_SECONDS))
 
     def count_hits(self, hashes: Sequence[bytes]) -> int:
         """Return how many leading pages can be loaded, and lease them."""
@@ -355,9 +358,15 @@ class BlockingAccess:
 
         self._has_unsent_releases = not self._calls.attempt(send)
 
-    def _report(self, request: EngineRequest) -> None:
-        hashes, namespace, session = request.find_hashes(), self._namespace, self._client.session
-        if namespace is None or session is None:
+    def _report(self, request: EngineRequest, deadline: float) -> None:
+        # Calls pause after a slow one. On a busy machine, the reports of that time would be lost.
+        while (
+            self._client.session is not None and self._calls.session is None and time.monotonic() < deadline
+        ):
+            time.sleep(_PAUSE_POLL_SECONDS)
+        hashes, namespace, session = request.find_hashes(), self._namespace, self._calls.session
+        left = deadline - time.monotonic()
+        if namespace is None or session is None or left <= 0:
             return
         size = self._page_tokens
         num_hits = request.num_engine_tokens + request.num_loaded_tokens
@@ -374,9 +383,7 @@ class BlockingAccess:
             reports_times=session.takes_times,
         )
         self._calls.attempt(
-            lambda session: session.lookup(
-                request_id, keys, hint=True, scheduled=scheduled, timeout=_CALL_SECONDS
-            )
+            lambda session: session.lookup(request_id, keys, hint=True, scheduled=scheduled, timeout=left)
         )
         if session.takes_times:
             times = self._times(request_id, hashes)
