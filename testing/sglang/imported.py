@@ -4,8 +4,11 @@ import gc
 import importlib
 import logging
 import multiprocessing
+import os
 import tempfile
 import warnings
+
+import torch
 
 MODULES = (
     "sglang.launch_server",
@@ -32,6 +35,9 @@ for name in MODULES:
     importlib.import_module(name)
 logging.disable(logging.NOTSET)
 _fork_schedulers()
+# A copy makes its thread pool at the first use of torch. Two threads at once would make torch fail:
+# "Invalid thread pool!"
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 tempfile.tempdir = None  # each engine has a folder for temporary files
 gc.collect()
 gc.freeze()  # a collection in a copy would write to all pages and so copy them
