@@ -152,8 +152,8 @@ def wait_readable(descriptor: int | socket.socket, timeout: float) -> bool:
 
 
 _candidates = itertools.cycle(random.Random(os.urandom(8)).sample(workers.ports(), len(workers.ports())))
-"""Ports of this worker in a random order. No other worker, connection or engine takes a port between its choice
-and its use: an SGLang server needs seconds in between, and ends if it does not get its port."""
+"""Ports of this worker in a random order. No other worker, connection or engine takes a port between its
+choice and its use. An SGLang server needs seconds in between, and ends if it does not get its port."""
 
 
 def free_ports(count: int) -> list[int]:
