@@ -123,7 +123,7 @@ def test_data_parallel_ranks_share_kv(expected, logs):
         serving_sidecar() as sidecar,
         serving(logs, lmcache_storage(sidecar.socket_path), dp_size=2) as engine,
     ):
-        wait_attached(engine, sidecar, 2, dp_size=2)
+        wait_attached(engine, sidecar, 2)
         assert columns_of(sidecar) == [0, 0]
         store(engine, prompt, data_parallel_rank=0)
         answer = generate(engine, prompt, data_parallel_rank=1)
