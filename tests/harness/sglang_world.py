@@ -21,7 +21,7 @@ import pytest
 from testing.child_process import wait_until
 from testing.engine import tiny_model
 from testing.processes import SidecarProcess
-from testing.sglang.engine import PAGE_TOKENS, Answer, SGLangEngine, Storage, make_prompt
+from testing.sglang.engine import PAGE_TOKENS, Answer, SGLangEngine, Storage
 
 ANSWER_TOKENS = 16
 LOGPROB_TOLERANCE = 1e-3

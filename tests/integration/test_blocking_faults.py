@@ -145,17 +145,6 @@ class TestFrozenSidecar:
             sidecar.thaw()
             wait_released(sidecar)
 
-    def test_report_waits_while_calls_pause(self, sidecar, usual_calls):
-        """A call that was not answered in time, of any thread, makes all calls pause."""
-        with PageEngine(sidecar) as engine:
-            sidecar.freeze()
-            assert engine.look_up(1) == 0
-            assert engine.access._calls.session is None, "calls pause"
-            report = Started(lambda: engine.report(1, num_engine=0, num_loaded=0))
-            sidecar.thaw()
-            report.result()
-            sidecar.wait_until(lambda stats: stats["lookups"]["num_lookups"] == 1)
-
     def test_calls_pause_after_the_first_silence(self, sidecar, usual_calls, monkeypatch):
         """Only the first of many lookups waits for the sidecar."""
         monkeypatch.setattr("lmcache.engines.core.calls.PAUSE_SECONDS", 3600.0)

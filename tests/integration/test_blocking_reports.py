@@ -1,0 +1,132 @@
+"""Reports of an engine that loads whole pages, as a real sidecar counts them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lmcache.engines.core import blocking as core_blocking
+from tests.harness import blocking
+from tests.harness.blocking import (
+    PAGE_TOKENS,
+    PageEngine,
+    Started,
+    patient_calls,
+    usual_calls,
+)
+from tests.harness.blocking_fixtures import engine, fresh_sidecar, shared_sidecar, sidecar
+
+__all__ = ["engine", "fresh_sidecar", "patient_calls", "shared_sidecar", "sidecar", "usual_calls"]
+
+pytestmark = pytest.mark.usefixtures("patient_calls")
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_counts_are_right_to_the_token(fresh_sidecar, num_groups):
+    """The first prompt is new, the second has a page more and a tail, the third is in the engine."""
+    page = PAGE_TOKENS
+    with PageEngine(fresh_sidecar, num_groups=num_groups) as engine:
+        engine.report(1, 2, 3, num_engine=0, num_loaded=0)
+        engine.store(1, 2, 3)
+        assert engine.run(1, 2, 3, 4) == 3
+        engine.report(1, 2, 3, 4, num_engine=0, num_loaded=3, num_more_tokens=5)
+        assert engine.run(3) == 1
+        engine.report(1, 2, 3, num_engine=2, num_loaded=1)
+        stats = fresh_sidecar.wait_until(
+            lambda stats: stats if stats["causes"]["prompt_tokens"] == 10 * page + 5 else None
+        )
+        causes = {"new": 4 * page, "memory": 4 * page, "engine": 2 * page, "tail": 5}
+        assert stats["causes"]["cause_tokens"] == causes
+        lookups = stats["lookups"]
+        assert (lookups["num_lookups"], lookups["lookup_tokens"]) == (3, 10 * page)
+        assert lookups["hit_tokens"] == {"engine": 2 * page, "memory": 4 * page}
+        assert lookups["loaded_tokens"] == {"memory": 4 * page}
+
+
+def test_pages_that_were_evicted_are_counted_as_such(fresh_sidecar):
+    with PageEngine(fresh_sidecar) as engine:
+        engine.report(1, 2, 3, num_engine=0, num_loaded=0)
+        engine.store(1, 2, 3)
+        engine.evict()
+        assert engine.run(1, 2, 3) == 0
+        engine.report(1, 2, 3, num_engine=0, num_loaded=0)
+        fresh_sidecar.wait_until(
+            lambda stats: (
+                stats["causes"]["cause_tokens"] == {"new": 3 * PAGE_TOKENS, "evicted": 3 * PAGE_TOKENS}
+            )
+        )
+
+
+def test_lookups_and_loads_alone_count_no_request(fresh_sidecar):
+    with PageEngine(fresh_sidecar) as engine:
+        engine.store(1)
+        assert engine.run(1, 2) == 1
+        engine.settle()
+        stats = fresh_sidecar.stats()
+        assert (stats["lookups"]["num_lookups"], stats["causes"]["prompt_tokens"]) == (0, 0)
+
+
+def test_times_of_a_requests_lookups_and_loads_are_reported_once(fresh_sidecar):
+    with PageEngine(fresh_sidecar) as engine:
+        engine.store(1, 2, 3)
+        assert engine.run(1, 2) == 2
+        assert engine.run(3) == 1
+        engine.settle()
+        for _ in range(2):
+            engine.report(1, 2, 3, num_engine=0, num_loaded=3)
+
+        def times():
+            requests = json.loads(fresh_sidecar.get("/requests"))["requests"]
+            is_timed = len(requests) == 2 and all(r["load_seconds"] is not None for r in requests)
+            return requests if is_timed else None
+
+        second, first = blocking.wait_for(times)
+        assert first["lookup_seconds"] > 0
+        assert first["load_seconds"]["memory"] > 0
+        assert second["lookup_seconds"] == 0
+        assert second["load_seconds"]["memory"] == 0
+
+
+def test_no_request_is_reported_without_a_namespace(fresh_sidecar):
+    with PageEngine(fresh_sidecar) as engine:
+        engine.access.set_namespace(None)
+        engine.report(1, num_engine=0, num_loaded=0)
+        engine.access.set_namespace(blocking.NAMESPACE)
+        engine.report(1, num_engine=0, num_loaded=0)
+        fresh_sidecar.wait_until(lambda stats: stats["lookups"]["num_lookups"] == 1)
+
+
+def test_old_reports_are_dropped(fresh_sidecar, monkeypatch):
+    with PageEngine(fresh_sidecar) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(core_blocking, "_REPORT_SECONDS", 0.0)
+            engine.report(1, 2, num_engine=0, num_loaded=0)
+        engine.report(1, num_engine=0, num_loaded=0)
+        stats = fresh_sidecar.wait_until(lambda stats: stats if stats["causes"]["prompt_tokens"] else None)
+        assert stats["causes"]["prompt_tokens"] == PAGE_TOKENS
+
+
+def test_report_that_fails_does_not_stop_later_ones(fresh_sidecar, caplog):
+    with PageEngine(fresh_sidecar) as engine:
+
+        def fail():
+            raise ValueError("no hashes")
+
+        engine.access.report(blocking.EngineRequest(fail, 10, 0, 0))
+        engine.report(1, num_engine=0, num_loaded=0)
+        fresh_sidecar.wait_until(lambda stats: stats["causes"]["prompt_tokens"] == PAGE_TOKENS)
+        assert "Releasing or reporting a lookup failed" in caplog.text
+
+
+def test_report_waits_while_calls_pause(fresh_sidecar, usual_calls, monkeypatch):
+    """A call that was not answered in time, of any thread, makes all calls pause."""
+    monkeypatch.setattr(core_blocking, "_CALL_SECONDS", 0.5)
+    with PageEngine(fresh_sidecar) as engine:
+        fresh_sidecar.freeze()
+        assert engine.look_up(1) == 0
+        assert engine.access._calls.session is None, "calls pause"
+        report = Started(lambda: engine.report(1, num_engine=0, num_loaded=0))
+        fresh_sidecar.thaw()
+        report.result()
+        fresh_sidecar.wait_until(lambda stats: stats["lookups"]["num_lookups"] == 1)
