@@ -32,6 +32,7 @@ NUM_LOADED = len(PROMPT) - sglang.PAGE_TOKENS
 NUM_TOKENS = 100
 UNFINISHED = re.compile("Gracefully exiting.* number of requests [1-9]")
 """Line that SGLang logs after SIGTERM, if it waits for requests."""
+ATTACHED = "Attached to the sidecar"
 
 
 class Engines(NamedTuple):
@@ -165,6 +166,8 @@ def test_deleted_pod_finishes_its_request_and_its_successor_hits(engine, cold):
         ended = node.wait(lambda: termination_states(engine.pod()), 180)
     assert [container["exitCode"] for container in ended] == [0, 0]
     after = engine.ready_pod(instead_of=before)
+    # SGLang may be ready before its cache. It would then compute the prompt, and find it in memory.
+    node.wait(lambda: ATTACHED in after.logs("engine"), 60)
     ask_again(after, cold)
     assert after.stats()["remote"]["hits"] > 0
     engine.wait_condition("SidecarAttached")
