@@ -179,7 +179,7 @@ class TestFrozenSidecar:
             setattr(engine.copier, hook, blocking.nothing)
             sidecar.thaw()
             reattached(engine, session)
-            assert engine.look_up(1) in (0, 1)
+            assert engine.run(1) in (0, 1), "the sidecar may accept the commit when it is thawed"
             assert engine.store(1, 2)
             assert engine.run(1, 2) == 2
             wait_released(sidecar)
