@@ -1,0 +1,86 @@
+"""The answers that vLLM's router needs from an engine before it follows the engine's KV events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+from lmcache.engines.vllm.router_discovery import RouterDiscovery
+
+CONFIG = SimpleNamespace(
+    enable_kv_cache_events=True,
+    publisher="zmq",
+    endpoint="tcp://*:5557",
+    replay_endpoint=None,
+    topic="",
+    hwm=100_000,
+)
+
+
+def server_state(client: Any, kv_events: Any = CONFIG) -> Any:
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=32),
+        model_config=SimpleNamespace(model="/models/tiny"),
+        instance_id="17",
+        kv_events_config=kv_events,
+    )
+    return SimpleNamespace(vllm_config=config, engine_client=client)
+
+
+def request(path: str, state: Any, method: str = "GET", kind: str = "http") -> Any:
+    """Return the JSON answer of the middleware; None: it passed the request to the server."""
+    passed: list[Any] = []
+    sent: list[Any] = []
+
+    async def server(scope: Any, receive: Any, send: Any) -> None:
+        passed.append(scope)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        raise AssertionError("the middleware reads no bodies")
+
+    scope = {"type": kind, "path": path, "method": method, "app": SimpleNamespace(state=state)}
+    asyncio.run(RouterDiscovery(server)(scope, receive, send))
+    if passed:
+        assert not sent
+        return None
+    start, body = sent
+    assert start["status"] == 200
+    assert dict(start["headers"])[b"content-length"] == str(len(body["body"])).encode()
+    return json.loads(body["body"])
+
+
+def test_router_gets_block_size_and_an_identity_of_its_own() -> None:
+    answer = request("/get_server_info", server_state(client=None))
+    assert answer["kv_block_size"] == 32
+    assert answer["model_path"] == "/models/tiny"
+    assert answer["instance_id"].endswith("-17")
+
+
+def test_router_gets_the_publisher_of_each_rank_with_its_encoding() -> None:
+    client = SimpleNamespace(get_kv_event_sources=lambda: {0: CONFIG, 1: CONFIG})
+    answer = request("/kv_event_sources", server_state(client))
+    assert set(answer) == {"0", "1"}
+    assert answer["1"]["endpoint"] == "tcp://*:5557"
+    assert (answer["1"]["encoding"], answer["1"]["schema_version"]) == ("msgpack", 1)
+
+
+def test_older_engines_answer_from_their_configuration() -> None:
+    older = SimpleNamespace()
+    assert set(request("/kv_event_sources", server_state(older))) == {"0"}
+    assert request("/kv_event_sources", server_state(older, kv_events=None)) == {}
+
+
+def test_other_requests_reach_the_server() -> None:
+    state = server_state(client=None)
+    assert request("/health", state) is None
+    assert request("/get_server_info", state, method="POST") is None
+    assert request("/get_server_info", state, kind="websocket") is None
+
+
+def test_server_answers_itself_if_the_middleware_cannot() -> None:
+    assert request("/get_server_info", SimpleNamespace()) is None
