@@ -18,11 +18,11 @@ from lmcache_operator.specs.names import STOCK_IMAGES
 
 from testing.kube.api import Object
 from tests.harness.kube import CLUSTERS, NAME, example
-from tests.harness.operator_router import Router
+from tests.harness.operator_extra import Extra
 
 pytestmark = pytest.mark.kube
 
-CONFIG, STATEFUL_SET = ("v1/configmaps", f"{NAME}-router"), ("apps/v1/statefulsets", f"{NAME}-router")
+CONFIG, STATEFUL_SET = ("v1/configmaps", f"{NAME}-extra"), ("apps/v1/statefulsets", f"{NAME}-extra")
 
 
 async def no_stats(_: str) -> None:
@@ -30,7 +30,7 @@ async def no_stats(_: str) -> None:
 
 
 def reconcile_until(plane: Any, namespace: str, is_done: Callable[[], bool]) -> None:
-    """Reconcile in this process: the operator's process has no router component."""
+    """Reconcile in this process: the operator's process has no such component."""
     resource = plane.api.get(CLUSTERS, NAME, namespace)
     key = ClusterKey(namespace, NAME, resource["metadata"]["uid"])
 
@@ -39,7 +39,7 @@ def reconcile_until(plane: Any, namespace: str, is_done: Callable[[], bool]) -> 
             await use(api)
 
     async def work(api: KubeApi) -> None:
-        reconciler = Reconciler(api, Context(STOCK_IMAGES), no_stats, components=(*COMPONENTS, Router()))
+        reconciler = Reconciler(api, Context(STOCK_IMAGES), no_stats, components=(*COMPONENTS, Extra()))
         async with asyncio.timeout(300):
             while not await asyncio.to_thread(is_done):
                 with contextlib.suppress(UnavailableError):
@@ -63,12 +63,12 @@ def test_second_component_is_created_and_deleted(plane, chart, operator_process,
 
     def is_ready() -> bool:
         conditions = status_of(plane, namespace)[1]
-        return conditions.get("RouterAvailable") == conditions.get("Ready") == "True"
+        return conditions.get("ExtraAvailable") == conditions.get("Ready") == "True"
 
     reconcile_until(plane, namespace, is_ready)
-    (config,) = plane.api.objects("v1/configmaps", namespace, "lmcache.io/component=router")
+    (config,) = plane.api.objects("v1/configmaps", namespace, "lmcache.io/component=extra")
     assert config["data"] == {"engines": "2"}
-    (pod,) = plane.api.objects("v1/pods", namespace, "lmcache.io/component=router")
+    (pod,) = plane.api.objects("v1/pods", namespace, "lmcache.io/component=extra")
 
     # The operator must not delete another owner's ConfigMap with the same labels.
     foreign = {"metadata": {"name": "other", "labels": config["metadata"]["labels"]}}
@@ -78,7 +78,7 @@ def test_second_component_is_created_and_deleted(plane, chart, operator_process,
     def is_deleted() -> bool:
         remains = any(plane.api.find(kind, name, namespace) for kind, name in (CONFIG, STATEFUL_SET))
         conditions = status_of(plane, namespace)[1]
-        return not remains and "RouterAvailable" not in conditions and conditions["Ready"] == "True"
+        return not remains and "ExtraAvailable" not in conditions and conditions["Ready"] == "True"
 
     reconcile_until(plane, namespace, is_deleted)
     plane.wait(lambda: not plane.api.find("v1/pods", pod["metadata"]["name"], namespace))

@@ -19,18 +19,18 @@ from lmcache_operator.reconcile.reconciler import Reconciler
 from lmcache_operator.specs.kinds import ClusterKey, Ref, ref_of
 from lmcache_operator.specs.names import AUTOSCALING, STOCK_IMAGES
 
+from tests.harness.operator_extra import Extra
 from tests.harness.operator_model import NAME, NAMESPACE, UID, World, cluster
-from tests.harness.operator_router import Router
 
-BOTH = (*COMPONENTS, Router())
+BOTH = (*COMPONENTS, Extra())
 FULL_ENGINE = {"replicas": 2, "gpu": {"deviceClassName": "gpu.nvidia.com"}}
 """An engine spec with which the engine component renders all its kinds of objects."""
 SHARDS = {"remote": {"managed": {"memoryPerShard": "1Gi", "tls": {"issuerRef": {"name": "caches"}}}}}
-ROUTER, CONFIG = Ref("StatefulSet", "demo-router"), Ref("ConfigMap", "demo-router")
+SET, CONFIG = Ref("StatefulSet", "demo-extra"), Ref("ConfigMap", "demo-extra")
 
 
 class Rig:
-    """A cluster with an engine and a router."""
+    """A cluster with an engine and a further component."""
 
     def __init__(self, replicas: int) -> None:
         self.world = World(cluster(engine={"replicas": replicas}))
@@ -63,19 +63,19 @@ class Rig:
 
 def test_wanted_component_is_applied_and_reported() -> None:
     rig = Rig(replicas=2)
-    assert rig.run()[-3:] == [f"apply {CONFIG}", f"apply {ROUTER}", "status"]
+    assert rig.run()[-3:] == [f"apply {CONFIG}", f"apply {SET}", "status"]
     rig.settle()
-    assert rig.conditions()["RouterAvailable"] == rig.conditions()["Ready"] == "True"
-    assert rig.message("Ready") == "2 of 2 engine pods are ready; the router serves"
+    assert rig.conditions()["ExtraAvailable"] == rig.conditions()["Ready"] == "True"
+    assert rig.message("Ready") == "2 of 2 engine pods are ready; the pod serves"
     assert rig.world.resource["status"]["replicas"] == 2
 
 
 def test_component_that_is_not_ready_makes_the_cluster_unready() -> None:
     rig = Rig(replicas=2)
     rig.settle()
-    rig.world.set_ready("demo-router-0", False)
+    rig.world.set_ready("demo-extra-0", False)
     rig.run()
-    assert (rig.conditions()["RouterAvailable"], rig.conditions()["Ready"]) == ("False", "False")
+    assert (rig.conditions()["ExtraAvailable"], rig.conditions()["Ready"]) == ("False", "False")
     assert rig.conditions()["EngineAvailable"] == "True"
     assert rig.message("Progressing") == rig.message("Ready") == ""
 
@@ -98,14 +98,14 @@ def test_unwanted_component_is_deleted_with_dependents_first() -> None:
     rig.world.change(engine={"replicas": 1})
     written = rig.settle()
     assert [write for write in written if write.startswith("delete")] == [
-        f"delete {ROUTER}", f"delete {CONFIG}",
+        f"delete {SET}", f"delete {CONFIG}",
     ]  # fmt: skip
-    assert not {ROUTER, CONFIG} & rig.world.objects.keys()
-    assert "RouterAvailable" not in rig.conditions()
+    assert not {SET, CONFIG} & rig.world.objects.keys()
+    assert "ExtraAvailable" not in rig.conditions()
     assert rig.conditions()["Ready"] == "True"
     rig.world.change(engine={"replicas": 3})
     rig.settle()
-    assert {ROUTER, CONFIG} <= rig.world.objects.keys()
+    assert {SET, CONFIG} <= rig.world.objects.keys()
 
 
 @pytest.mark.parametrize("change", ["another owner", "no label", "ending"])
@@ -121,7 +121,7 @@ def test_objects_of_other_owners_are_never_deleted(change: str) -> None:
         metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     rig.world.change(engine={"replicas": 1})
     written = rig.settle()
-    assert f"delete {ROUTER}" in written
+    assert f"delete {SET}" in written
     assert f"delete {CONFIG}" not in written
 
 
@@ -142,12 +142,12 @@ def test_refused_deletion_degrades_the_cluster() -> None:
     rig.world.failures["delete ConfigMap"] = RefusedError("delete", "no right to it")
     rig.run()
     assert rig.message("Degraded") == f"deletion of {CONFIG}: no right to it"
-    assert ROUTER not in rig.world.objects
+    assert SET not in rig.world.objects
 
 
 def test_taken_name_does_not_stop_other_components() -> None:
     rig = Rig(replicas=2)
-    rig.world.objects[CONFIG] = {"metadata": {"name": "demo-router", "uid": "1", "labels": {}}}
+    rig.world.objects[CONFIG] = {"metadata": {"name": "demo-extra", "uid": "1", "labels": {}}}
     rig.settle()
     assert rig.message("Degraded").startswith(f"{CONFIG} exists and does not belong to this LMCacheCluster")
     assert rig.conditions()["EngineAvailable"] == "True"
@@ -168,7 +168,7 @@ def test_kinds_of_an_added_component_are_watched(monkeypatch: pytest.MonkeyPatch
     from lmcache_operator import app
     from lmcache_operator.queue import KeyedQueue
 
-    class Widgets(Router):
+    class Widgets(Extra):
         def refs(self, cluster_name: str) -> tuple[Ref, ...]:
             return (Ref("LMCacheCluster", cluster_name),)
 

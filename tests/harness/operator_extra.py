@@ -1,4 +1,4 @@
-"""A second component for tests: a router that exists while a cluster has more than one engine pod."""
+"""A further component for tests: pods that exist while a cluster has more than one engine pod."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from lmcache_operator.specs.names import child, labels, selector
 Object = dict[str, Any]
 
 
-class Router(Component):
+class Extra(Component):
     """A StatefulSet and a ConfigMap that depend on the number of engine pods."""
 
-    name = "router"
+    name = "extra"
 
     def refs(self, cluster_name: str) -> tuple[Ref, ...]:
-        return tuple(Ref(kind, f"{cluster_name}-router") for kind in ("ConfigMap", "StatefulSet"))
+        return tuple(Ref(kind, f"{cluster_name}-extra") for kind in ("ConfigMap", "StatefulSet"))
 
     def render(self, cluster: Cluster, context: Context) -> list[Object]:
         if cluster.engine.replicas < 2:
             return []
-        name, pods = f"{cluster.name}-router", selector(cluster.name, self.name)
-        containers = [{"name": "router", "image": "registry.example/router:1"}]
+        name, pods = f"{cluster.name}-extra", selector(cluster.name, self.name)
+        containers = [{"name": "extra", "image": "registry.example/extra:1"}]
         spec = {
             "replicas": 1,
             "selector": {"matchLabels": pods},
@@ -50,11 +50,11 @@ class Router(Component):
         if not observed.children or plan.delete:
             return ComponentStatus()
         is_serving = any(map(is_ready, observed.pods))
-        serving = Condition("True", "Serving", "the router answers") if is_serving else None
-        waiting = Condition("False", "NotServing", "the router does not answer")
+        serving = Condition("True", "Serving", "the pod answers") if is_serving else None
+        waiting = Condition("False", "NotServing", "the pod does not answer")
         progressing = Condition("False", "Complete", "") if is_serving else Condition("True", "Starting", "")
         return ComponentStatus(
-            summary="the router serves",
+            summary="the pod serves",
             progressing=progressing,
-            conditions={"RouterAvailable": serving or waiting},
+            conditions={"ExtraAvailable": serving or waiting},
         )
