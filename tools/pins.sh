@@ -14,6 +14,8 @@ image() { compile pyproject.toml --generate-hashes --constraint tools/requiremen
 image --extra sidecar --extra cuda --output-file sidecar/requirements.txt
 image --extra operator --no-emit-package numpy --no-emit-package xxhash --no-emit-package grpcio \
   --no-emit-package protobuf --output-file operator/requirements.txt
+# vLLM's router, for its image and for tests (testing/router.py).
+echo 'vllm-router==0.1.17' | image --output-file router/requirements.txt -
 # Packages that build the images.
 printf 'uv\nhatchling\n' | compile --generate-hashes --output-file tools/requirements/build.txt -
 # Packages that build the documentation site (tools/docs.py). The theme needs MkDocs 1.

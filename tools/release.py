@@ -23,7 +23,7 @@ from tools.kube import binaries
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "charts" / "lmcache-operator"
-IMAGES = ("operator", "sidecar")
+IMAGES = ("operator", "router", "sidecar")
 BUILDER = "lmcache-release"
 """A builder that runs in a container. Docker's default builder can't create attestations."""
 
@@ -81,8 +81,10 @@ def pack_chart(version: str, registry: str, digests: dict[str, str], out: Path) 
         f"repository: {registry}/operator\n",
     )
     text = replace_once(text, '  digest: ""\n', f"  digest: {digests['operator']}\n")
-    sidecar = f"{registry}/sidecar:{version}@{digests['sidecar']}"
-    values.write_text(replace_once(text, '  sidecarImage: ""\n', f"  sidecarImage: {sidecar}\n"))
+    for name in ("sidecar", "router"):
+        image = f"{registry}/{name}:{version}@{digests[name]}"
+        text = replace_once(text, f'  {name}Image: ""\n', f"  {name}Image: {image}\n")
+    values.write_text(text)
     run(binaries.path("helm"), "package", chart, "--version", version, "--destination", out)
     return out / f"{CHART.name}-{version}.tgz"
 

@@ -56,6 +56,12 @@ spec:
         url: rediss://kv.caches.svc:6379/0?verify=ca
         authSecretRef: {name: kv-auth, usernameKey: username, passwordKey: password}
     admit: OnReuse
+  router:
+    policy: KVAware
+    replicas: 2
+    image: ghcr.io/lmcache-cluster/router:0.1.0
+    args: ["--request-timeout-secs=3600"]
+    resources: {requests: {cpu: 1, memory: 1Gi}}
   autoscaling:
     mode: Auto
     memory: {minSize: 64Gi, maxSize: 512Gi}
@@ -92,6 +98,7 @@ CONDITIONS = {
     "SidecarAttached": "The engines use their caches.",
     "RemoteTierAvailable": "All shards of a managed remote tier are Ready.",
     "RemoteTierReachable": "The remote tier answers the sidecars. Present after a sidecar reported it.",
+    "RouterAvailable": "At least one router pod is Ready. Present with spec.router.",
     "AutoscalingActive": "The operator sizes tiers by lookups. Present after it read the first samples.",
     "MemoryTierPinned": "CUDA has pinned the memory tiers of all GPUs. Present after a sidecar reported it.",
     "DiskTierAvailable": "Every disk tier is in use. Present after a sidecar reported it.",

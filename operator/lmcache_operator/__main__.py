@@ -23,9 +23,23 @@ from lmcache_operator.components.injection.workloads import clusters_in, inject_
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.errors import FileError, LeaseLostError
 from lmcache_operator.specs import Object
-from lmcache_operator.specs.names import ENGINE, SGLANG_IMAGE, SHARD_IMAGE, SIDECAR, STOCK_IMAGES
+from lmcache_operator.specs.names import (
+    ENGINE,
+    ROUTER_IMAGE,
+    SGLANG_IMAGE,
+    SHARD_IMAGE,
+    SIDECAR,
+    STOCK_IMAGES,
+)
 
 _EXIT_USAGE, _EXIT_LEASE_LOST = 2, 3
+
+_OTHER_IMAGES = (
+    ("sglang", SGLANG_IMAGE, "image of the engine container if spec.engine.kind is SGLang"),
+    ("shard", SHARD_IMAGE, "Valkey or Redis image of managed remote tiers"),
+    ("router", ROUTER_IMAGE, "image of routers"),
+)
+"""Default images with flags, besides those of an engine pod: the flag's name, the image, and its use."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,10 +64,9 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     for name, image in STOCK_IMAGES.items():
         about = f"default image of the {name} container (default: %(default)s)"
         rendering.add_argument(f"--{name}-image", metavar="IMAGE", default=image, help=about)
-    about = "default image of the engine container if spec.engine.kind is SGLang (default: %(default)s)"
-    rendering.add_argument("--sglang-image", metavar="IMAGE", default=SGLANG_IMAGE, help=about)
-    about = "default Valkey or Redis image of managed remote tiers (default: %(default)s)"
-    rendering.add_argument("--shard-image", metavar="IMAGE", default=SHARD_IMAGE, help=about)
+    for name, image, users in _OTHER_IMAGES:
+        about = f"default {users} (default: %(default)s)"
+        rendering.add_argument(f"--{name}-image", metavar="IMAGE", default=image, help=about)
     about = "namespace of the operator's pod; the operator may then reach sidecars' metrics (default: none)"
     rendering.add_argument("--operator-namespace", metavar="NAME", default="", help=about)
     about = "without a shared claim, let sidecars see all GPUs of their nodes (default: no GPUs)"
@@ -103,7 +116,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 def _context(arguments: argparse.Namespace) -> Context:
     images = {ENGINE: arguments.engine_image, SIDECAR: arguments.sidecar_image}
     flags = arguments.operator_namespace, arguments.allow_all_gpus_sidecar, arguments.shard_image
-    return Context(images, *flags, arguments.sglang_image)
+    return Context(images, *flags, arguments.sglang_image, arguments.router_image)
 
 
 def _run(arguments: argparse.Namespace) -> int:

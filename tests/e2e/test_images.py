@@ -93,3 +93,18 @@ def test_sidecar_payload_has_bundles_for_all_supported_pythons():
         image.run("/usr/bin/python3", "-c", code)
     finally:
         image.close()
+
+
+@pytest.fixture(scope="module")
+def router():
+    image = Container("router")
+    yield image
+    image.close()
+
+
+def test_router_starts_as_its_own_user_on_a_read_only_root(router):
+    assert router.archive.stat().st_size <= IMAGES["router"].max_bytes
+    assert router.config["User"] == "65532:65532"
+    help_text = router.run(*router.config["Entrypoint"], "--help")
+    assert "kv_aware" in help_text
+    assert "--service-discovery" in help_text

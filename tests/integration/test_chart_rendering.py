@@ -96,8 +96,8 @@ def test_operator_parses_the_flags_of_the_deployment(plane):
 
     settings = [
         "watchNamespaces={a,b}", "defaults.engineImage=e:1", "defaults.sidecarImage=s:1",
-        "defaults.shardImage=v:1", "defaults.sglangImage=g:1", "extraArgs={--log-format=json}",
-        "allowAllGpusSidecar=true",
+        "defaults.shardImage=v:1", "defaults.sglangImage=g:1", "defaults.routerImage=r:1",
+        "extraArgs={--log-format=json}", "allowAllGpusSidecar=true",
     ]  # fmt: skip
     deployment = {obj["kind"]: obj for obj in rendered(plane, *settings)}["Deployment"]
     container = deployment["spec"]["template"]["spec"]["containers"][0]
@@ -107,8 +107,9 @@ def test_operator_parses_the_flags_of_the_deployment(plane):
     # The NetworkPolicies of the sidecars admit the operator by these.
     assert parsed.operator_namespace == deployment["metadata"]["namespace"]
     assert OPERATOR_LABELS.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
-    images = parsed.engine_image, parsed.sidecar_image, parsed.shard_image, parsed.sglang_image
-    assert (images, parsed.log_format) == (("e:1", "s:1", "v:1", "g:1"), "json")
+    names = "engine", "sidecar", "shard", "sglang", "router"
+    images = [getattr(parsed, f"{name}_image") for name in names]
+    assert (images, parsed.log_format) == (["e:1", "s:1", "v:1", "g:1", "r:1"], "json")
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert (parsed.health_port, parsed.metrics_port) == (ports["health"], ports["metrics"])
 

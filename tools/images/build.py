@@ -90,6 +90,7 @@ IMAGES = {
     "operator": Recipe(
         f"ghcr.io/lmcache-cluster/operator:{_version()}", ROOT / "operator", max_bytes=200 << 20
     ),
+    "router": Recipe(f"ghcr.io/lmcache-cluster/router:{_version()}", ROOT / "router", max_bytes=250 << 20),
     "sidecar": Recipe(f"ghcr.io/lmcache-cluster/sidecar:{_version()}", ROOT / "sidecar", max_bytes=250 << 20),
 }
 

@@ -36,8 +36,8 @@ VALUES: tuple[tuple[str, ...], ...] = (
     ("watchNamespaces={a,b}", "crds.enabled=false", "metrics.service.enabled=false"),
     (
         "image.digest=sha256:" + "0" * 64, "imagePullSecrets[0].name=x",
-        "defaults.sidecarImage=i:1", "defaults.shardImage=i:1", "podLabels.a=b", "nodeSelector.a=b",
-        "tolerations[0].key=x",
+        "defaults.sidecarImage=i:1", "defaults.shardImage=i:1", "defaults.routerImage=i:1", "podLabels.a=b",
+        "nodeSelector.a=b", "tolerations[0].key=x",
         "serviceAccount.annotations.a=b", "priorityClassName=high", "allowAllGpusSidecar=true",
     ),
 )  # fmt: skip

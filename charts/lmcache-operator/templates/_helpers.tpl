@@ -75,12 +75,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
   resources: [lmcacheclusters/finalizers]
   verbs: [update]
 # Children of clusters: the kinds of the operator's components (kinds_of in lmcache_operator/components).
+# The operator also deletes these, when the spec no longer has a managed remote tier or a router.
 - apiGroups: [""]
-  resources: [serviceaccounts]
-  verbs: [get, list, watch, create, patch]
-# The operator also deletes these, when the spec no longer has a managed remote tier.
-- apiGroups: [""]
-  resources: [configmaps, services]
+  resources: [serviceaccounts, configmaps, services]
   verbs: [get, list, watch, create, patch, delete]
 # Random password of a managed remote tier. The operator creates this Secret and never reads it.
 - apiGroups: [""]
@@ -96,7 +93,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [apps]
-  resources: [statefulsets]
+  resources: [statefulsets, deployments]
+  verbs: [get, list, watch, create, patch, delete]
+# Each router gets a Role to list and watch pods. Kubernetes lets the operator grant only rights that it has itself.
+- apiGroups: [rbac.authorization.k8s.io]
+  resources: [roles, rolebindings]
   verbs: [get, list, watch, create, patch, delete]
 # Certificates of a managed remote tier with an issuer. They need cert-manager.
 - apiGroups: [cert-manager.io]
@@ -109,7 +110,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 # The operator deletes pods of lost nodes by force. It sets the memory tier's size as an annotation of running pods.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, patch, delete]
+  verbs: [list, watch, patch, delete]
 - apiGroups: [""]
   resources: [pods/resize]
   verbs: [patch]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lmcache_operator.api.fields import Field, Part, Rule, is_part
+from lmcache_operator.api.router import KV_AWARE
 from lmcache_operator.api.tiers import MemoryTier
 from lmcache_operator.api.types import CLUSTER_NAME, Engine, Model, Spec
 from lmcache_operator.errors import InvalidSpecError
@@ -64,6 +65,11 @@ class Cluster:
         """Number of shards, chosen or declared; 0: no managed remote tier."""
         managed = self.spec.tiers.managed
         return (self.chosen.shards or managed.shards) if managed else 0
+
+    @property
+    def publishes_events(self) -> bool:
+        """Whether the engines publish KV events, because the router follows them."""
+        return self.spec.router is not None and self.spec.router.policy == KV_AWARE
 
     @property
     def engine(self) -> Engine:

@@ -9,6 +9,7 @@ from lmcache.common.units import parse_quantity
 from lmcache_operator.api.autoscaling import Autoscaling, AutoscalingStatus
 from lmcache_operator.api.fields import Part, Rule, field
 from lmcache_operator.api.keywords import CLUSTER_NAME_PATTERN, IMAGE_NAME, NAME, SECRET_KEY, size_between
+from lmcache_operator.api.router import KV_AWARE, Router, RouterStatus
 from lmcache_operator.api.tiers import Tiers
 
 _MODEL: dict[str, Any] = {"maxLength": 512, "pattern": r"^[^-\s\x00-\x1f][^\s\x00-\x1f]*$"}
@@ -246,6 +247,16 @@ class Spec(Part):
             lambda spec: not _runs_sglang(spec) or spec.sidecar.chunk_tokens == _CHUNK_TOKENS,
         ),
         Rule(
+            "!has(self.router) || has(self.engine)",
+            "router needs an engine: set router at the clusters that have engines",
+            lambda spec: spec.router is None or spec.engine is not None,
+        ),
+        Rule(
+            f"{_NO_SGLANG} || !has(self.router) || self.router.policy != '{KV_AWARE}'",
+            "SGLang reports no KV events about the sidecar: set router.policy to CacheAware",
+            lambda spec: not _runs_sglang(spec) or spec.router is None or spec.router.policy != KV_AWARE,
+        ),
+        Rule(
             "!has(self.engine) || has(self.tiers.memory)",
             "tiers.memory is required if engine is set",
             lambda spec: spec.engine is None or spec.tiers.memory is not None,
@@ -296,6 +307,7 @@ class Spec(Part):
     sidecar: Sidecar = field("The sidecar of each engine, which owns its cache.", default={})
     images: ImageDefaults = field("Choice of images for containers without an image field.", default={})
     tiers: Tiers = field("Tiers of the cache.")
+    router: Router | None = field("Router in front of the engines, at Service NAME-router. Default: none.")
     autoscaling: Autoscaling = field("Autoscaling of tiers by their savings and costs.", default={})
 
 
@@ -382,5 +394,6 @@ class Status(Part):
     transfer: TransferStatus | None = field("Process that copies KV out of the GPUs.")
     hit_percent: HitPercent | None = field("Hits by tier since the pods started, in per cent of tokens.")
     remote: RemoteStatus | None = field("Servers of the remote tier.")
+    router: RouterStatus | None = field("Pods of the router.")
     autoscaling: AutoscalingStatus | None = field("Recommended sizes of tiers, and the reasons.")
     conditions: list[Condition] = field("Aspects of the present state.", default=[], **_MAP_BY_TYPE)

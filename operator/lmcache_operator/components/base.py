@@ -20,7 +20,7 @@ from lmcache_operator.autoscaling.policy.report import Report
 from lmcache_operator.components.conditions import Condition, Event, Problem
 from lmcache_operator.specs import Images, Object
 from lmcache_operator.specs.kinds import Ref
-from lmcache_operator.specs.names import ENGINE, SGLANG_IMAGE, SHARD_IMAGE
+from lmcache_operator.specs.names import ENGINE, ROUTER_IMAGE, SGLANG_IMAGE, SHARD_IMAGE
 from lmcache_operator.specs.ownership import Path
 
 
@@ -37,6 +37,8 @@ class Context(NamedTuple):
     """Default image of the servers of a managed remote tier."""
     sglang_image: str = SGLANG_IMAGE
     """Default image of engines that are SGLang."""
+    router_image: str = ROUTER_IMAGE
+    """Default image of routers."""
 
     def images_for(self, cluster: Cluster) -> Images:
         """Default images of a cluster's containers. The cluster must have an engine."""

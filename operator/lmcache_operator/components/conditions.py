@@ -11,8 +11,8 @@ from lmcache_operator.specs import Object
 
 Expected = Literal[
     "AsDeclared", "Attached", "Available", "Complete", "Counting", "EnginesReady", "NoEngine", "Pinned",
-    "Reachable", "Ready", "Recommending", "Replacing", "ResizePending", "Resizing", "ScaledToZero", "Scaling",
-    "ShardsReady", "Sizing", "Starting",
+    "Reachable", "Ready", "Recommending", "Replacing", "ResizePending", "Resizing", "RouterReady",
+    "ScaledToZero", "Scaling", "ShardsReady", "Sizing", "Starting",
 ]  # fmt: skip
 """Reasons of conditions that match the spec, or progress towards it."""
 Trouble = Literal[
@@ -21,7 +21,7 @@ Trouble = Literal[
     "FieldContested", "ImagePullBackOff", "InternalError", "InvalidSpec", "MemoryNotPinned", "NameTaken",
     "NoAnswer", "NoEngineReady", "NodeLost", "OOMKilled", "PodFailed", "PodsWithoutCache",
     "ProgressDeadlineExceeded", "Refused", "RemoteTierNotShared", "RemoteTierUnreachable",
-    "ResizeInfeasible", "ShardsMissing", "SidecarNotReady", "Unschedulable",
+    "ResizeInfeasible", "RouterNotReady", "ShardsMissing", "SidecarNotReady", "Unschedulable",
 ]  # fmt: skip
 """Reasons of problems. Each has a page in docs/runbooks."""
 Reason = Expected | Trouble

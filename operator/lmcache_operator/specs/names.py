@@ -47,6 +47,13 @@ SHARD_IMAGE = "valkey/valkey:8.1.4"
 """Default image of shards. Valkey has a BSD license, as Redis had up to 7.2, so it may be offered as a
 service without restrictions."""
 
+ROUTER = "router"
+"""Component: the router in front of the engines. Also the container in its pods."""
+ROUTER_IMAGE = f"ghcr.io/lmcache-cluster/router:{__version__}"
+"""Default image of the router."""
+ROUTER_PORT = 8000
+ROUTER_METRICS_PORT = 29000
+
 AUTOSCALING = "autoscaling"
 """Component: the sizes that the operator chose for a cluster."""
 
@@ -63,6 +70,8 @@ SGLANG_IMAGE = "lmsysorg/sglang:v0.5.23"
 
 ENGINE_PORT = 8000
 SIDECAR_PORT = 9464
+EVENTS_PORT = 5557
+"""Port of an engine's KV events. Only the router may connect."""
 
 
 def engine_name(cluster_name: str) -> str:
@@ -108,6 +117,11 @@ def remote_owner(cluster: Cluster) -> str | None:
     if remote is None or remote.external is not None:
         return None
     return remote.cluster_ref.name if remote.cluster_ref else cluster.name
+
+
+def router_name(cluster_name: str) -> str:
+    """Name of the router's Deployment, and of all its other objects."""
+    return f"{cluster_name}-router"
 
 
 def injection_name(cluster_name: str) -> str:

@@ -55,5 +55,5 @@ def test_all_conditions_are_documented() -> None:
     working = dict.fromkeys(("is_remote_reachable", "is_disk_available", "is_memory_pinned"), True)
     sidecar = Sidecar(pod="p", is_attached=True, **working)
     status = status_of(world, probed=Probed((sidecar,), True))
-    tested_elsewhere = {"AutoscalingActive", "RemoteTierAvailable"}
+    tested_elsewhere = {"AutoscalingActive", "RemoteTierAvailable", "RouterAvailable"}
     assert {condition["type"] for condition in status["conditions"]} == set(CONDITIONS) - tested_elsewhere

@@ -11,7 +11,8 @@ import yaml
 from tests.harness import krew
 from tools import plugin, release
 
-DIGESTS = {"operator": "sha256:" + "a" * 64, "sidecar": "sha256:" + "b" * 64, "chart": "sha256:" + "c" * 64}
+NAMES = ("operator", "router", "sidecar", "chart")
+DIGESTS = {name: "sha256:" + digit * 64 for name, digit in zip(NAMES, "abcd", strict=True)}
 
 
 @pytest.fixture
@@ -53,6 +54,7 @@ def test_chart_refers_to_pushed_images_by_digest(commands, tmp_path):
     assert values["image"]["repository"] == "registry.example/me/operator"
     assert values["image"]["digest"] == DIGESTS["operator"]
     assert values["defaults"]["sidecarImage"] == f"registry.example/me/sidecar:0.1.0@{DIGESTS['sidecar']}"
+    assert values["defaults"]["routerImage"] == f"registry.example/me/router:0.1.0@{DIGESTS['router']}"
     assert (tmp_path / "digests").read_text() == "".join(f"{k}={v}\n" for k, v in DIGESTS.items())
     assert commands[-2][:2] == ["helm", "push"]
     assert commands[-2][-1] == "oci://registry.example/me/charts"
@@ -61,7 +63,7 @@ def test_chart_refers_to_pushed_images_by_digest(commands, tmp_path):
 def test_images_have_sbom_and_provenance(commands):
     release.release("0.1.0", "registry.example/me", None)
     builds = [call for call in commands if "--metadata-file" in call]
-    assert len(builds) == 2
+    assert len(builds) == 3
     assert all({"--push", "--sbom=true", "--provenance=mode=max"} <= set(call) for call in builds)
 
 

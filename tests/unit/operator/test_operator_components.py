@@ -190,7 +190,9 @@ def test_kinds_of_an_added_component_are_watched(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("component", BOTH, ids=lambda component: component.name)
 def test_component_lists_the_refs_of_all_rendered_objects(component: Any) -> None:
-    rendered = component.render(parse(cluster(engine=FULL_ENGINE, tiers=SHARDS)), Context(STOCK_IMAGES))
+    rendered = component.render(
+        parse(cluster(engine=FULL_ENGINE, tiers=SHARDS, router={})), Context(STOCK_IMAGES)
+    )
     if component.name == AUTOSCALING:  # its ConfigMap depends on samples
         assert not rendered
         return

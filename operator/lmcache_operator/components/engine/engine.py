@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import yaml
 
@@ -173,6 +175,9 @@ def spec_hash(cluster: Cluster, default_images: Images) -> str:
     engine, sidecar, tiers = (wanted.pop(part, {}) for part in ("engine", "sidecar", "tiers"))
     for tier in ("memory", "disk"):
         tiers.get(tier, {}).pop("size", None)
+    wanted.pop("router", None)
+    if cluster.publishes_events:
+        wanted["events"] = True
     if cluster.spec.tiers.managed is not None:  # nothing else of it is in the pod
         tiers["remote"] = {"managed": True}
         if (secret := names.remote_certificate(cluster)) != names.remote_tls_name(cluster.name):
@@ -232,7 +237,10 @@ def _sidecar_yaml(cluster: Cluster) -> str:
 
 
 def _network_policy(cluster: Cluster, context: Context) -> Object:
-    """Allow only scrapers and the operator to reach the sidecar's port. Other ports and egress stay open."""
+    """Allow only scrapers and the operator to reach the sidecar, and only the router to read KV events.
+
+    Other ports and egress stay open.
+    """
     scrapers = [{"podSelector": {}}, {"namespaceSelector": {"matchLabels": {SCRAPER_LABEL: "true"}}}]
     if context.operator_namespace:
         # The API server sets this label itself, so no user can claim the name of another namespace.
@@ -240,10 +248,20 @@ def _network_policy(cluster: Cluster, context: Context) -> Object:
         scrapers.append(
             {"namespaceSelector": namespace, "podSelector": {"matchLabels": names.OPERATOR_LABELS}}
         )
+    restricted = [names.SIDECAR_PORT]
+    rules = [{"from": scrapers, "ports": [{"port": names.SIDECAR_PORT, "protocol": "TCP"}]}]
+    if cluster.publishes_events:
+        routers = {"podSelector": {"matchLabels": names.selector(cluster.name, names.ROUTER)}}
+        restricted.insert(0, names.EVENTS_PORT)
+        rules.append({"from": [routers], "ports": [{"port": names.EVENTS_PORT, "protocol": "TCP"}]})
     other_ports = [
-        {"endPort": names.SIDECAR_PORT - 1, "port": 1, "protocol": "TCP"},
-        {"endPort": _HIGHEST_PORT, "port": names.SIDECAR_PORT + 1, "protocol": "TCP"},
+        *({"endPort": last, "port": first, "protocol": "TCP"} for first, last in _open_ranges(restricted)),
         {"endPort": _HIGHEST_PORT, "port": 1, "protocol": "UDP"},
     ]
-    metrics = {"from": scrapers, "ports": [{"port": names.SIDECAR_PORT, "protocol": "TCP"}]}
-    return stateful.network_policy(_selector(cluster), {"ports": other_ports}, metrics)
+    return stateful.network_policy(_selector(cluster), {"ports": other_ports}, *rules)
+
+
+def _open_ranges(restricted: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and last port of each range between these ports, which are in ascending order."""
+    edges = [0, *restricted, _HIGHEST_PORT + 1]
+    return ((before + 1, after - 1) for before, after in pairwise(edges))

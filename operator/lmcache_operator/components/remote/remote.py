@@ -6,8 +6,6 @@ when sidecars read and write them.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -22,6 +20,7 @@ from lmcache_operator.api.tiers import MAX_SHARDS, ManagedRemote
 from lmcache_operator.autoscaling.tier_status import remote_usage
 from lmcache_operator.components.base import Component, ComponentStatus, Context, Observed, Plan
 from lmcache_operator.components.conditions import Condition, Problem, former_conditions
+from lmcache_operator.components.images import default_image, recorded
 from lmcache_operator.components.remote.pod import pod_template, speaks_tls
 from lmcache_operator.components.remote.shards import WINDOW, Shards, next_shards, utc
 from lmcache_operator.pods.differences import differences
@@ -87,7 +86,7 @@ class Remote(Component):
         pods = {_number(pod): pod for pod in observed.pods}
         ready = {number for number, pod in pods.items() if is_ready(pod)}
         shards = next_shards(former, cluster.num_shards, ready, observed.now)
-        default = _default_image(cluster, live, context.shard_image)
+        default = default_image(cluster, live, names.REMOTE, context.shard_image)
         wanted = _objects(cluster, managed, default, shards, pods)
         due, template = differences(wanted, observed), wanted[-1]["spec"]["template"]
         evict, seconds = _eviction(live, observed, template, shards)
@@ -212,14 +211,6 @@ def _num_servers(cluster: Cluster, shards: Shards) -> int:
     return max(cluster.num_shards, shards.current, shards.previous)
 
 
-def _default_image(cluster: Cluster, live: Object | None, present: str) -> str:
-    """Default image of the shards: the StatefulSet's recorded one, or else the operator's present one."""
-    if live is not None and cluster.spec.images.policy != "Follow":
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            return str(json.loads(names.annotations_of(live)[names.DEFAULT_IMAGES])[names.REMOTE])
-    return present
-
-
 def _eviction(
     live: Object | None, observed: Observed, template: Object, shards: Shards
 ) -> tuple[tuple[Object, ...], float]:
@@ -246,11 +237,11 @@ def _secret(cluster: Cluster) -> Object:
 
 
 def _objects(
-    cluster: Cluster, managed: ManagedRemote, default_image: str, shards: Shards, pods: Mapping[int, Object]
+    cluster: Cluster, managed: ManagedRemote, default: str, shards: Shards, pods: Mapping[int, Object]
 ) -> list[Object]:
     child, name = partial(names.child, cluster, names.REMOTE), names.remote_name(cluster.name)
     selector = names.selector(cluster.name, names.REMOTE)
-    number, image = _num_servers(cluster, shards), managed.image or default_image
+    number, image = _num_servers(cluster, shards), managed.image or default
     hashed = {key: value for key, value in declared(managed).items() if key not in _NOT_OF_A_POD}
     template = pod_template(cluster, managed, image, names.digest(hashed | {"image": image}))
     host = names.remote_host(cluster, cluster.name)
@@ -259,14 +250,18 @@ def _objects(
     secure = {n for n in range(number) if speaks_tls(pods.get(n, template))}
     authority = f"{paths.REMOTE_AUTH_DIR}/{paths.AUTHORITY_FILE}"
     files = {paths.SHARDS_FILE: shards.document(endpoints, secure, authority)}
-    recorded = {names.DEFAULT_IMAGES: json.dumps({names.REMOTE: default_image})}
     return [
         child("ConfigMap", name, {_SHARDS: str(shards)}, data=files),
         child("Service", name, spec=stateful.headless_service(selector, _PORT)),
         child("NetworkPolicy", name, spec=_network_policy(cluster, managed)),
         child("PodDisruptionBudget", name, spec=stateful.disruption_budget(selector)),
         *_certificate(cluster, managed, host),
-        child("StatefulSet", name, recorded, spec=stateful.stateful_set(name, selector, number, template)),
+        child(
+            "StatefulSet",
+            name,
+            recorded(names.REMOTE, default),
+            spec=stateful.stateful_set(name, selector, number, template),
+        ),
     ]
 
 

@@ -20,11 +20,19 @@ from lmcache_operator.components.engine.kinds.base import (
     option_name,
 )
 from lmcache_operator.errors import InvalidSpecError
-from lmcache_operator.specs.names import ENGINE_PORT
+from lmcache_operator.specs.names import ENGINE_PORT, EVENTS_PORT
 from lmcache_operator.specs.paths import SOCKET_PATH
 
 _CONFIG, _HASH_ALGORITHM = "--kv-transfer-config", "--prefix-caching-hash-algo"
 _EXECUTOR, _BLOCK, _SHUTDOWN = "--distributed-executor-backend", "--block-size", "--shutdown-timeout"
+_EVENTS = "--kv-events-config"
+_EVENTS_CONFIG = json.dumps(
+    {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{EVENTS_PORT}", "publisher": "zmq"},
+    sort_keys=True,
+    separators=(",", ":"),
+)
+_DISCOVERY = "lmcache.engines.vllm.router_discovery.RouterDiscovery"
+"""Middleware that answers the router's questions about KV events."""
 _RESERVED = {
     "--host": ALL_ADDRESSES,
     "--port": f"the Services expect the engine on port {ENGINE_PORT}",
@@ -73,7 +81,7 @@ class VLLM(EngineKind):
     reserved = _RESERVED
     reserved_by_injection = _RESERVED_BY_INJECTION
     read = (
-        *_RESERVED, _EXECUTOR, _BLOCK, "--served-model-name", _SHUTDOWN, EngineKind.certificate,
+        *_RESERVED, _EXECUTOR, _BLOCK, _EVENTS, "--served-model-name", _SHUTDOWN, EngineKind.certificate,
     )  # fmt: skip
     stray_word = "the engine would take it for a second model"
     default_port = 8000
@@ -117,6 +125,11 @@ class VLLM(EngineKind):
         if _SHUTDOWN not in flags:
             options[_SHUTDOWN] = shutdown_seconds
         rendered = [*self.cache_args(cluster), *(f"{name}={value}" for name, value in options.items())]
+        if cluster.publishes_events:
+            if _EVENTS in flags:
+                path = f"spec.engine.args[{flags.index(_EVENTS)}]"
+                raise InvalidSpecError(path, f"{_EVENTS} can't be set: the router needs its own events")
+            rendered += [f"{_EVENTS}={_EVENTS_CONFIG}", f"--middleware={_DISCOVERY}"]
         return [model.name, *sorted(rendered, key=option_name), *user_args]
 
     def _checked(self, args: Sequence[str], chunk_tokens: int) -> list[str]:

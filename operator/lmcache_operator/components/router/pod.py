@@ -1,0 +1,135 @@
+"""The pod of a router, which runs ``vllm-router``. Pure."""
+
+from __future__ import annotations
+
+from lmcache_operator.api.parse import Cluster
+from lmcache_operator.api.router import Router
+from lmcache_operator.components.engine.kinds import kind_of
+from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.specs import Object, names
+from lmcache_operator.specs.merge import merge
+
+_UID = 65532
+_DRAIN_SECONDS = 120
+"""Time for a stopping router to finish the requests that it has forwarded."""
+_NOTICE_SECONDS = 5
+_POLICY = {
+    "KVAware": "kv_aware",
+    "CacheAware": "cache_aware",
+    "RoundRobin": "round_robin",
+    "PowerOfTwo": "power_of_two",
+    "ConsistentHash": "consistent_hash",
+}
+"""Names of policies on the router's command line."""
+_SET_BY = "it is set by spec.router.{}"
+_FINDS_PODS = "the router finds its engines by their labels"
+_PORTS = "the Service and the probes expect the operator's ports"
+_EVENTS = "engines report the sources of their KV events themselves"
+_APART = "engines that split prefill and decode are not supported in this version"
+_RESERVED = {
+    "--policy": _SET_BY.format("policy"),
+    **dict.fromkeys(("--host", "--port", "--prometheus-host", "--prometheus-port"), _PORTS),
+    **dict.fromkeys(("--worker-urls", "--service-discovery", "--selector"), _FINDS_PODS),
+    **dict.fromkeys(("--service-discovery-port", "--service-discovery-namespace"), _FINDS_PODS),
+    **dict.fromkeys(
+        ("--kv-event-source", "--kv-event-replay-source", "--kv-event-block-size", "--kv-event-model"),
+        _EVENTS,
+    ),
+    **dict.fromkeys(
+        ("--vllm-pd-disaggregation", "--prefill", "--decode", "--prefill-selector", "--decode-selector",
+         "--prefill-policy", "--decode-policy", "--pd-kv-events", "--mini-lb", "--vllm-discovery-address"),
+        _APART,
+    ),
+}  # fmt: skip
+"""Reasons why the user may not set an option of the router."""
+
+
+def pod_template(cluster: Cluster, router: Router, image: str) -> Object:
+    """The pod template of the Deployment.
+
+    Raises:
+        InvalidSpecError: an argument of the user is reserved, or the router cannot reach the engines.
+    """
+    selector = names.selector(cluster.name, names.ROUTER)
+    apart = {"labelSelector": {"matchLabels": selector}, "topologyKey": "kubernetes.io/hostname"}
+    spec: Object = {
+        "affinity": {
+            "podAntiAffinity": {
+                "preferredDuringSchedulingIgnoredDuringExecution": [{"podAffinityTerm": apart, "weight": 100}]
+            }
+        },
+        # The router lists and watches the pods of its namespace.
+        "automountServiceAccountToken": True,
+        "containers": [_container(cluster, router, image)],
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsGroup": _UID, "runAsNonRoot": True, "runAsUser": _UID,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "serviceAccountName": names.router_name(cluster.name),
+        "terminationGracePeriodSeconds": _DRAIN_SECONDS,
+    }  # fmt: skip
+    return {"metadata": {"labels": names.labels(cluster, names.ROUTER)}, "spec": spec}
+
+
+def _container(cluster: Cluster, router: Router, image: str) -> Object:
+    resources: Object = {
+        "limits": {"memory": "2Gi"}, "requests": {"cpu": "500m", "memory": "512Mi"}
+    }  # fmt: skip
+    return {
+        "args": _args(cluster, router),
+        "image": image,
+        # Service proxies may send requests for a few seconds after the pod began to terminate.
+        "lifecycle": {"preStop": {"sleep": {"seconds": _NOTICE_SECONDS}}},
+        "livenessProbe": _probe("/liveness", period=10, failures=6),
+        "name": names.ROUTER,
+        "ports": [
+            {"containerPort": names.ROUTER_PORT, "name": "http", "protocol": "TCP"},
+            {"containerPort": names.ROUTER_METRICS_PORT, "name": "metrics", "protocol": "TCP"},
+        ],
+        # A router is ready while it knows a healthy engine.
+        "readinessProbe": _probe("/readiness", period=5, failures=3),
+        "resources": merge(resources, router.resources),
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+
+
+def _args(cluster: Cluster, router: Router) -> list[str]:
+    for index, arg in enumerate(router.args):
+        option = arg.partition("=")[0].replace("_", "-")
+        # Python's parser takes any unambiguous beginning of an option.
+        reserved = next((name for name in _RESERVED if len(option) > 2 and name.startswith(option)), None)
+        if reserved is not None:
+            raise InvalidSpecError(
+                f"spec.router.args[{index}]", f"{option} can't be set: {_RESERVED[reserved]}"
+            )
+    kind = kind_of(cluster)
+    if kind.option(cluster.engine.args, kind.certificate) is not None:
+        message = "the router reaches engines by plain HTTP: remove --ssl-certfile from spec.engine.args"
+        raise InvalidSpecError("spec.router", message)
+    selector = names.selector(cluster.name, names.ENGINE)
+    options = {
+        "host": "0.0.0.0",
+        "policy": _POLICY[router.policy],
+        "port": names.ROUTER_PORT,
+        "prometheus-host": "0.0.0.0",
+        "prometheus-port": names.ROUTER_METRICS_PORT,
+        "service-discovery-namespace": cluster.namespace,
+        "service-discovery-port": names.ENGINE_PORT,
+    }
+    return [
+        *(f"--{name}={value}" for name, value in options.items()),
+        "--service-discovery",
+        "--selector", *(f"{key}={value}" for key, value in selector.items()),
+        *router.args,
+    ]  # fmt: skip
+
+
+def _probe(path: str, *, period: int, failures: int) -> Object:
+    request = {"path": path, "port": names.ROUTER_PORT}
+    return {"failureThreshold": failures, "httpGet": request, "periodSeconds": period, "timeoutSeconds": 5}

@@ -1,0 +1,205 @@
+"""The router: its objects, the events of its engines, and its status."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from lmcache_operator.api.parse import parse
+from lmcache_operator.components.base import Context, Observed
+from lmcache_operator.components.engine.engine import Engine, spec_hash
+from lmcache_operator.components.router.router import Routing
+from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.specs.kinds import Ref
+from lmcache_operator.specs.names import STOCK_IMAGES
+
+from tests.harness.operator_model import NAMESPACE, cluster
+from tests.harness.operator_plans import EARLY
+
+CONTEXT = Context(STOCK_IMAGES)
+DEPLOYMENT = Ref("Deployment", "demo-router")
+
+
+def objects(component: Any = None, **spec: Any) -> dict[tuple[str, str], Any]:
+    rendered = (component or Routing()).render(parse(cluster(**spec)), CONTEXT)
+    return {(item["kind"], item["metadata"]["name"]): item for item in rendered}
+
+
+def router_args(**router: Any) -> list[str]:
+    deployment = objects(router=router)["Deployment", "demo-router"]
+    args: list[str] = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    return args
+
+
+def engine_args(**spec: Any) -> list[str]:
+    pods = objects(Engine(), **spec)["StatefulSet", "demo-engine"]["spec"]["template"]["spec"]
+    args: list[str] = pods["containers"][0]["args"]
+    return args
+
+
+def test_router_exists_only_if_it_is_declared() -> None:
+    assert objects() == {}
+    assert ("Deployment", "demo-router") in objects(router={})
+
+
+def test_router_finds_the_engine_pods_of_its_cluster() -> None:
+    args = router_args(args=["--request-timeout-secs=3600"])
+    labels = "lmcache.io/cluster=demo", "lmcache.io/component=engine"
+    place = args.index("--selector")
+    assert tuple(args[place + 1 : place + 3]) == labels
+    assert args[-1] == "--request-timeout-secs=3600"
+    assert {"--service-discovery", "--service-discovery-port=8000", "--policy=kv_aware"} <= set(args)
+    assert f"--service-discovery-namespace={NAMESPACE}" in args
+
+
+def test_router_may_only_find_pods_of_its_namespace() -> None:
+    rendered = objects(router={})
+    role, binding = rendered["Role", "demo-router"], rendered["RoleBinding", "demo-router"]
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
+    (subject,) = binding["subjects"]
+    assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) == ("Role", "demo-router")
+    assert (subject["name"], subject["namespace"]) == ("demo-router", role["metadata"]["namespace"])
+    pod = rendered["Deployment", "demo-router"]["spec"]["template"]["spec"]
+    assert pod["serviceAccountName"] == "demo-router"
+    assert pod["automountServiceAccountToken"] is True
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ("--policy=random", "it is set by spec.router.policy"),
+        ("--pol=random", "it is set by spec.router.policy"),
+        ("--worker-urls", "finds its engines by their labels"),
+        ("--worker_urls=http://a", "finds its engines by their labels"),
+        ("--kv-event-source=a=b", "report the sources of their KV events themselves"),
+        ("--vllm-pd-disaggregation", "split prefill and decode"),
+    ],
+)
+def test_arguments_that_the_operator_sets_are_refused(argument: str, reason: str) -> None:
+    with pytest.raises(InvalidSpecError, match=reason) as caught:
+        router_args(args=[argument])
+    assert str(caught.value).startswith("spec.router.args[0]")
+
+
+def test_arguments_have_one_form() -> None:
+    with pytest.raises(InvalidSpecError, match="write each argument as --name=value"):
+        router_args(args=["--request-timeout-secs", "3600"])
+
+
+def test_engines_with_https_only_are_refused() -> None:
+    with pytest.raises(InvalidSpecError, match="remove --ssl-certfile"):
+        objects(router={}, engine={"args": ["--ssl-certfile=/a", "--ssl-keyfile=/b"]})
+
+
+@pytest.mark.parametrize("policy", ["KVAware", "CacheAware"])
+def test_engines_publish_events_only_to_a_router_that_reads_them(policy: str) -> None:
+    args = engine_args(router={"policy": policy})
+    events = [arg for arg in args if arg.startswith("--kv-events-config=")]
+    assert any(arg.startswith("--middleware=") for arg in args) == bool(events) == (policy == "KVAware")
+    rules = objects(Engine(), router={"policy": policy})["NetworkPolicy", "demo-engine"]["spec"]["ingress"]
+    closed = [rule for rule in rules if rule.get("from") and rule["ports"][0]["port"] == 5557]
+    everyone = [port for rule in rules if "from" not in rule for port in rule["ports"]]
+    is_open = any(p["protocol"] == "TCP" and p["port"] <= 5557 <= p["endPort"] for p in everyone)
+    assert is_open == (policy != "KVAware")
+    if events:
+        config = json.loads(events[0].partition("=")[2])
+        assert config == {"enable_kv_cache_events": True, "endpoint": "tcp://*:5557", "publisher": "zmq"}
+        (rule,) = closed
+        labels = {"lmcache.io/cluster": "demo", "lmcache.io/component": "router"}
+        assert rule["from"] == [{"podSelector": {"matchLabels": labels}}]
+    else:
+        assert not closed
+
+
+def test_all_other_ports_of_an_engine_stay_as_they_are() -> None:
+    rules = objects(Engine(), router={})["NetworkPolicy", "demo-engine"]["spec"]["ingress"]
+    open_ports = {
+        port
+        for rule in rules
+        if "from" not in rule
+        for entry in rule["ports"]
+        if entry["protocol"] == "TCP"
+        for port in range(entry["port"], entry["endPort"] + 1)
+    }
+    assert set(range(1, 65536)) - open_ports == {5557, 9464}
+
+
+def test_events_of_the_user_are_refused_only_with_a_router_that_reads_events() -> None:
+    user = {"args": ['--kv-events-config={"enable_kv_cache_events":true}']}
+    assert user["args"][0] in engine_args(engine=user, router={"policy": "RoundRobin"})
+    with pytest.raises(InvalidSpecError, match="the router needs its own events"):
+        engine_args(engine=user, router={})
+
+
+def test_only_a_change_of_the_events_replaces_engine_pods() -> None:
+    def hash_of(**spec: Any) -> str:
+        return spec_hash(parse(cluster(**spec)), STOCK_IMAGES)
+
+    without = hash_of()
+    assert hash_of(router={"policy": "CacheAware", "replicas": 3}) == without
+    assert hash_of(router={}) != without
+    assert hash_of(router={}) == hash_of(router={"replicas": 5, "args": ["--max-payload-size=1"]})
+
+
+def test_sglang_needs_a_policy_without_events() -> None:
+    engine = {"kind": "SGLang", "gpu": {"count": 1}}
+    with pytest.raises(InvalidSpecError, match=r"set router\.policy to CacheAware"):
+        objects(engine=engine, router={})
+    assert objects(engine=engine, router={"policy": "CacheAware"})
+
+
+def test_upgrade_of_the_operator_keeps_the_image() -> None:
+    resource = cluster(router={})
+    (live,) = (item for item in Routing().render(parse(resource), CONTEXT) if item["kind"] == "Deployment")
+    later = CONTEXT._replace(router_image="router:later")
+    observed = Observed(resource=resource, children={DEPLOYMENT: live}, now=EARLY)
+
+    def image(resource: Any) -> str:
+        wanted = Routing().plan(parse(resource), observed, later).apply
+        (deployment,) = [item for item in wanted if item["kind"] == "Deployment"] or [live]
+        return str(deployment["spec"]["template"]["spec"]["containers"][0]["image"])
+
+    assert image(resource) == CONTEXT.router_image
+    assert image(cluster(router={}, images={"policy": "Follow"})) == "router:later"
+    assert image(cluster(router={"image": "mine:1"})) == "mine:1"
+
+
+def status_with(**status: Any) -> Any:
+    resource = cluster(router={})
+    (live,) = (item for item in Routing().render(parse(resource), CONTEXT) if item["kind"] == "Deployment")
+    live = live | {"metadata": live["metadata"] | {"generation": 3, "uid": "u"}, "status": status}
+    observed = Observed(resource=resource, children={DEPLOYMENT: live}, now=EARLY)
+    return Routing().status(observed, Routing().plan(parse(resource), observed, CONTEXT))
+
+
+def test_status_follows_the_deployment() -> None:
+    starting = status_with(observedGeneration=3, replicas=2, updatedReplicas=2)
+    assert starting.conditions["RouterAvailable"][:2] == ("False", "RouterNotReady")
+    assert starting.progressing[:2] == ("True", "Starting")
+    assert not starting.degraded
+    ready = status_with(observedGeneration=3, replicas=2, updatedReplicas=2, readyReplicas=2)
+    assert ready.conditions["RouterAvailable"][:2] == ("True", "RouterReady")
+    assert ready.progressing[:2] == ("False", "Complete")
+    assert ready.summary == "2 of 2 routers are ready"
+    assert ready.fields == {"router": {"replicas": 2, "readyReplicas": 2}}
+    rolling = status_with(observedGeneration=2, replicas=2, updatedReplicas=2, readyReplicas=2)
+    assert rolling.progressing[:2] == ("True", "Starting")
+
+
+def test_pods_that_do_not_start_degrade_the_cluster() -> None:
+    stuck = {"type": "Progressing", "status": "False", "message": "deadline exceeded"}
+    status = status_with(observedGeneration=3, replicas=2, updatedReplicas=2, conditions=[stuck])
+    assert status.degraded[0].reason == "RouterNotReady"
+    assert status.degraded[0].message == "0 of 2 routers are ready: deadline exceeded"
+    assert status.progressing.status == "False"
+
+
+def test_removed_router_is_deleted_and_not_reported() -> None:
+    live = Routing().render(parse(cluster(router={})), CONTEXT)
+    children = {Ref(item["kind"], "demo-router"): item for item in live}
+    observed = Observed(resource=cluster(), children=children, now=EARLY)
+    due = Routing().plan(parse(cluster()), observed, CONTEXT)
+    assert due.delete[0] == DEPLOYMENT
+    assert set(due.delete) == set(children)
+    assert Routing().status(observed, due).conditions == {}
