@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from lmcache.engines.core import events
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
+from tests.harness.resized_sidecar import ResizedSidecar
 from tests.harness.sim_config import BLOCK, CHUNK, SimSettings
 from tests.harness.sim_engine import SimEngine
 from tests.harness.sim_world import SimWorld, assert_idle, make_tokens, wait_attached, world
@@ -150,6 +152,70 @@ def test_blocks_of_a_killed_sidecar_are_removed_and_reported_again() -> None:
         world.close()
 
 
+def test_router_that_starts_later_learns_all_chunks(world: SimWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    with world.engines(WITH_EVENTS) as (engine,):
+        first, tokens = Router(engine), make_tokens(3 * CHUNK + 5)
+        first.learn(tokens)
+        late = Router(engine)
+        assert late.num_tokens(tokens) == 0
+        monkeypatch.setattr(events, "REPEAT_SECONDS", 0.0)
+        late.listen()
+        assert late.num_tokens(tokens) == 3 * CHUNK
+
+
+def forget(engine: SimEngine, router: Router, tokens: list[int]) -> None:
+    """Run other prompts until memory has evicted a prompt's chunks, and the engine has reported it."""
+    assert router.num_tokens(tokens)
+    learned = set(router.in_memory)
+
+    def is_forgotten() -> bool:
+        run(engine, make_tokens(4 * CHUNK + 5))
+        router.listen()
+        return learned.isdisjoint(router.in_memory)
+
+    wait_until(is_forgotten, timeout=60, what="removal events of evicted chunks")
+
+
+def test_chunks_that_return_from_disk_are_reported_again(tmp_path: Path) -> None:
+    with SidecarProcess(memory_size="1Mi", disk_path=tmp_path, disk_size="64Mi") as sidecar:
+        world = SimWorld(sidecar)
+        with world.engines(WITH_EVENTS) as (engine,):
+            router, tokens = Router(engine), make_tokens(2 * CHUNK + 5)
+            router.learn(tokens)
+            sidecar.wait_until(lambda stats: stats["disk"]["written"] >= 2)
+            forget(engine, router, tokens)
+            promoted = sidecar.stats()["disk"]["promoted"]
+            wait_until(lambda: run(engine, tokens) == 2 * CHUNK, what="a hit on promoted chunks")
+            assert sidecar.stats()["disk"]["promoted"] >= promoted + 2
+            router.listen()
+            assert router.num_tokens(tokens) == 2 * CHUNK
+        world.close()
+
+
+def test_chunks_are_removed_when_the_memory_tier_shrinks(tmp_path: Path) -> None:
+    path = tmp_path / "memory-size"
+    path.write_text("8Mi")
+    options = {"memory_size": "8Mi", "memory_max_size": "8Mi", "memory_size_file": path}
+    with SidecarProcess(**options) as sidecar:
+        world, sized = SimWorld(sidecar), ResizedSidecar(sidecar, path)
+        with world.engines(WITH_EVENTS) as (engine,):
+            router = Router(engine)
+            prompts = [make_tokens(4 * CHUNK + 5) for _ in range(60)]
+            for tokens in prompts:
+                router.learn(tokens)
+            sized.write_size("1Mi")
+            rows = sized.settle(1)["capacity_rows"]
+            assert rows < 4 * len(prompts), "everything still fits"
+
+            def are_removed() -> bool:
+                router.listen()
+                return len(router.in_memory) <= rows * CHUNK // BLOCK
+
+            wait_until(are_removed, what="removal events of rows beyond the new size")
+            assert router.in_memory, "rows that still fit are not removed"
+        world.close()
+
+
 @pytest.fixture(scope="module")
 def narrow():
     """A sidecar with memory for a few dozen chunks."""
@@ -177,7 +243,7 @@ def test_router_state_equals_the_index_despite_evictions(narrow: SimWorld, reque
         assert router.num_removed or len(reported) < num_rows, (
             "nothing was evicted, or evictions are not reported"
         )
-        hashes = {maybe_convert_block_hash(key) for chunk in reported.values() for key in chunk}
+        hashes = {key for report in reported.values() for key in report.description.block_hashes}
         assert hashes == set(router.in_memory)
         assert_idle(engine)
         assert_idle(silent)

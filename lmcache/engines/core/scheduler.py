@@ -332,12 +332,11 @@ class SchedulerSide:
                     if self._events is not None:
                         self._events.end_store(job_id)
 
-    def take_changes(self) -> tuple[list[Chunk], list[tuple[bytes, ...]]]:
-        """Return new chunks in memory, and the hashes of removed ones, see ``ChunkEvents.take``."""
+    def take_changes(self, describe: Callable[[Chunk], Any]) -> tuple[list[Any], list[Any]]:
+        """Return descriptions of chunks in memory, and of removed ones, see ``ChunkEvents.take``."""
         if self._events is None:
             return [], []
-        index = self._lookups.index if self._lookups is not None else None
-        return self._events.take(index, self._grid.chunk_tokens // self._grid.hash_tokens)
+        return self._events.take(self._lookups.index if self._lookups is not None else None, describe)
 
     def _ask(self, request: EngineRequest, lookups: LookupThread) -> Ticket:
         num_chunks = self._grid.num_loadable_chunks(len(request.block_hashes), request.num_tokens)

@@ -136,13 +136,13 @@ class VLLMScheduler(SchedulerSide):
 
     def take_events(self) -> list[Any]:
         """Return KV events of chunks that came into memory or left it. If this fails, only the events end."""
+        if self._events is None:
+            return []
         try:
-            stored, removed = self.take_changes()
-            if not (stored or removed):
-                return []
             from lmcache.engines.vllm import events  # imported here, so that this module does not need vLLM
 
-            removals: list[Any] = [events.removed_event(hashes, self._grid) for hashes in removed]
+            stored, removed = self.take_changes(lambda chunk: events.describe(chunk, self._grid))
+            removals: list[Any] = [events.removed_event(chunk, self._grid) for chunk in removed]
             return removals + [events.stored_event(chunk, self._grid) for chunk in stored]
         except Exception:
             logger.exception("LMCache Cluster sends no more KV events in this process")
