@@ -1,0 +1,151 @@
+"""vLLM's router: its packages in a folder of the cache directory, its process, and pods that it can follow.
+
+The router has an environment of its own, the one of its image. Its packages are pinned in
+``router/requirements.txt``.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from testing.child_process import REPOSITORY, free_ports
+from testing.engine.process import ServedEngine, connector_config
+from testing.processes import Server, SidecarProcess
+from tools.cache import cache_root, cached_directory, exclusive, uv
+
+MIDDLEWARE = "lmcache.engines.vllm.router_discovery.RouterDiscovery"
+REQUIREMENTS = REPOSITORY / "router" / "requirements.txt"
+_SEQUENCE = re.compile(r"live sequence advanced source=(\S+) rank=0 seq=(\d+)")
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@functools.cache
+def package() -> Path:
+    """Return the folder to put first in ``PYTHONPATH``. Installs the router if it is missing."""
+    tag = f"{sys.implementation.cache_tag}\n{REQUIREMENTS.read_text()}"
+    name = f"router-{hashlib.sha256(tag.encode()).hexdigest()[:8]}"
+    with exclusive(cache_root() / f"{name}.lock", _say):
+        return cached_directory(name, _install)
+
+
+class RouterProcess(Server):
+    """``with RouterProcess(urls) as router:`` starts vLLM's router in front of engines at these URLs.
+
+    ``arguments`` are further arguments of the router, and ``variables`` further environment variables.
+    """
+
+    def __init__(self, worker_urls: Sequence[str], *arguments: str, **variables: str) -> None:
+        super().__init__(Path(tempfile.mkdtemp(prefix="lmc-router-")))
+        self._worker_urls = worker_urls
+        self._arguments = arguments
+        self._variables = variables
+        self.url = ""
+
+    def start(self, *, timeout: float = 60.0) -> None:
+        """Start the router, and wait until it has found all engines healthy."""
+        port, metrics_port = free_ports(2)
+        self.url = f"http://127.0.0.1:{port}"
+        workers = ("--worker-urls", *self._worker_urls) if self._worker_urls else ()
+        self.spawn(
+            [
+                *(sys.executable, "-m", "vllm_router.launch_router", *workers, *self._arguments),
+                *("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)),
+                *("--worker-startup-check-interval", "1", "--log-level", "debug"),
+            ],
+            env={**os.environ, "PYTHONPATH": str(package()), **self._variables},
+        )
+        deadline = time.monotonic() + timeout
+        while not self._is_healthy():
+            self.check()
+            if time.monotonic() > deadline:
+                raise AssertionError(f"the router does not answer:\n{self.log[-4000:]}")
+            time.sleep(0.05)
+
+    def last_event(self, engine: str) -> int:
+        """Number of the last batch of KV events that the router took from an engine; -1: none.
+
+        ``engine``: the end of the engine's ``instance_id``.
+        """
+        batches = _SEQUENCE.findall(_COLORS.sub("", self.log))
+        return max((int(number) for source, number in batches if source.endswith(engine)), default=-1)
+
+    def _is_healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+
+class RoutedPod:
+    """An engine with KV events, and its sidecar. A context manager that waits until the engine is ready.
+
+    The engine's own prefix cache is off, so its KV is only in the sidecar.
+    """
+
+    def __init__(self, log: Path, *, topic: str = "", memory_size: str = "128Mi") -> None:
+        port, events_port = free_ports(2)
+        self.events = f"tcp://127.0.0.1:{events_port}"
+        self.sidecar = SidecarProcess(memory_size=memory_size)
+        self._log, self._port, self._stack = log, port, ExitStack()
+        self._events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{events_port}",
+            "topic": topic,
+        }
+
+    engine: ServedEngine
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(self.sidecar)
+            # A busy machine must not turn hits into misses.
+            connector = connector_config(self.sidecar.socket_path, answer_seconds=30.0)
+            events = f"--kv-events-config={json.dumps(self._events)}"
+            arguments = (events, f"--middleware={MIDDLEWARE}")
+            self.engine = stack.enter_context(ServedEngine(self._log, self._port, connector, *arguments))
+            self.engine.wait_ready()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    @property
+    def instance(self) -> str:
+        """Name by which the router knows the engine."""
+        with urllib.request.urlopen(f"{self.engine.url}/get_server_info", timeout=60) as answer:
+            return str(json.load(answer)["instance_id"])
+
+
+def _install(folder: Path) -> None:
+    _say("installing vLLM's router (40 MB, some seconds)")
+    command = [uv(), "pip", "install", "--quiet", "--no-deps", "--require-hashes", "--compile-bytecode"]
+    command += ["--python", sys.executable, "--target", folder, "--requirement", REQUIREMENTS]
+    done = subprocess.run(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"vLLM's router cannot be installed:\n{done.stdout[-4000:]}")
+
+
+def _say(text: str) -> None:
+    print(f"[router] {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,162 @@
+"""The router with the rights that the operator gives it, on a real API server: it finds the engine pods."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import random
+import threading
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from testing.child_process import wait_until
+from testing.kube.api import ApiError
+from testing.router import RouterProcess
+from tests.harness.kube import CLUSTERS, NAME, example
+
+pytestmark = pytest.mark.kube
+
+ENGINE_PORT = 8000
+ROUTER = f"{NAME}-router"
+
+
+class Answer(http.server.BaseHTTPRequestHandler):
+    """The answers of an engine, which name the engine's address."""
+
+    def do_GET(self) -> None:
+        self._send({"status": "ok"})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        choice = {"index": 0, "text": self.server.server_address[0], "finish_reason": "stop"}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        self._send(
+            {"id": "1", "object": "text_completion", "model": "m", "choices": [choice], "usage": usage}
+        )
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def _send(self, answer: Any) -> None:
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def addresses() -> Iterator[list[str]]:
+    """Addresses at which two servers answer like engines."""
+    servers: list[http.server.ThreadingHTTPServer] = []
+    while len(servers) < 2:
+        address = f"127.{random.randrange(100, 200)}.{random.randrange(256)}.{random.randrange(1, 255)}"
+        servers.append(http.server.ThreadingHTTPServer((address, ENGINE_PORT), Answer))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+    yield [str(server.server_address[0]) for server in servers]
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def answering_engine(router: RouterProcess) -> str:
+    """Send a request through the router. Returns the address of the engine; empty: no engine answered."""
+    body = json.dumps({"model": "m", "prompt": [1, 2, 3], "max_tokens": 1}).encode()
+    request = urllib.request.Request(
+        f"{router.url}/v1/completions", body, {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return str(json.load(answer)["choices"][0]["text"])
+    except urllib.error.HTTPError:
+        return ""
+
+
+def set_running(plane: Any, namespace: str, pod: str, address: str) -> None:
+    status = {
+        "phase": "Running",
+        "podIP": address,
+        "podIPs": [{"ip": address}],
+        "conditions": [{"type": "Ready", "status": "True"}],
+    }
+    plane.api.patch("v1/pods", f"{pod}/status", {"status": status}, namespace)
+
+
+def test_router_finds_engine_pods_with_the_rights_of_its_role(plane, operator, namespace, addresses):
+    resource = example(router={"policy": "RoundRobin"})
+    held = {"metadata": {"annotations": {"test/hold": "true"}}}  # the test reports the pods as running
+    resource["spec"]["engine"] = resource["spec"].get("engine", {}) | {"replicas": 2, "podTemplate": held}
+    plane.api.create(CLUSTERS, resource, namespace)
+    deployment = plane.wait(lambda: plane.api.find("apps/v1/deployments", ROUTER, namespace))
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    plane.wait(lambda: plane.api.find("rbac.authorization.k8s.io/v1/rolebindings", ROUTER, namespace))
+    pods = [f"{NAME}-engine-{number}" for number in range(2)]
+    plane.wait(lambda: all(plane.api.find("v1/pods", pod, namespace) for pod in pods))
+
+    token = plane.service_account_token(namespace, ROUTER)
+    kubeconfig = str(plane.kubeconfig(f"router-{namespace}", token=token))
+    with RouterProcess([], *container["args"], KUBECONFIG=kubeconfig) as router:
+        assert answering_engine(router) == ""
+        for pod, address in zip(pods, addresses, strict=True):
+            set_running(plane, namespace, pod, address)
+        answered: set[str] = set()
+
+        def are_all_found() -> bool:
+            answered.add(answering_engine(router))
+            return set(addresses) <= answered
+
+        wait_until(are_all_found, what=f"requests to both engines; log {router.log[-2000:]}")
+        # A pod that is deleted gets no more requests.
+        plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"replicas": 1}}}, namespace)
+        plane.wait(lambda: plane.api.find("v1/pods", pods[1], namespace) is None)
+        wait_until(lambda: f"http://{addresses[1]}:{ENGINE_PORT}" not in workers(router), what="removal")
+        assert {answering_engine(router) for _ in range(4)} == {addresses[0]}
+
+
+def workers(router: RouterProcess) -> list[str]:
+    with urllib.request.urlopen(f"{router.url}/list_workers", timeout=60) as answer:
+        return [str(url) for url in json.load(answer)["urls"]]
+
+
+def test_status_says_whether_the_router_is_available(plane, operator, namespace):
+    plane.api.create(CLUSTERS, example(router={"replicas": 1}), namespace)
+    plane.kubectl(
+        *("wait", "--namespace", namespace, f"lmcluster/{NAME}"),
+        *("--for=condition=RouterAvailable", "--timeout=300s"),
+    )
+    status = plane.wait(
+        lambda: (
+            (s := plane.api.get(CLUSTERS, NAME, namespace)["status"]).get("router", {}).get("readyReplicas")
+            and s
+        )
+    )
+    assert status["router"] == {"replicas": 1, "readyReplicas": 1}
+    plane.api.patch(CLUSTERS, NAME, {"spec": {"router": None}}, namespace)
+    for kind in (
+        "apps/v1/deployments",
+        "v1/services",
+        "v1/serviceaccounts",
+        "rbac.authorization.k8s.io/v1/roles",
+        "rbac.authorization.k8s.io/v1/rolebindings",
+        "networking.k8s.io/v1/networkpolicies",
+        "policy/v1/poddisruptionbudgets",
+    ):
+        plane.wait(lambda kind=kind: plane.api.find(kind, ROUTER, namespace) is None)
+    assert plane.api.find("v1/services", NAME, namespace)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"router": {"args": ["--request-timeout-secs", "1"]}}, "write each argument as --name=value"),
+        ({"router": {}, "engine": {"kind": "SGLang"}}, "set router.policy to CacheAware"),
+        ({"router": {"policy": "Best"}}, "Unsupported value"),
+    ],
+)
+def test_api_server_refuses_what_cannot_work_with_a_remedy(plane, namespace, spec, message):
+    with pytest.raises(ApiError, match=message):
+        plane.api.create(CLUSTERS, example(**spec), namespace)

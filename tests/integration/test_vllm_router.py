@@ -1,0 +1,133 @@
+"""vLLM's router in front of real engines: requests go to the engine whose sidecar has their KV."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import struct
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
+
+from testing.child_process import wait_until
+from testing.router import RoutedPod, RouterProcess
+
+pytestmark = pytest.mark.vllm
+
+CHUNK = 256
+NUM_CHUNKS = 4
+
+
+class Listener:
+    """A subscriber of an engine's KV events, which knows the chunks in the sidecar's memory."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.subscribe("")
+        self._socket.connect(endpoint)
+        self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        self.last_event = -1
+        self.chunks: set[tuple[int, ...]] = set()
+
+    def has_reported(self, prompts: list[list[int]]) -> bool:
+        """Take the events since the last call. True: the prompts' full chunks were reported."""
+        while self._socket.poll(0):
+            _, sequence, payload = self._socket.recv_multipart()
+            (self.last_event,) = struct.unpack(">q", sequence)
+            for event in self._decoder.decode(payload).events:
+                if isinstance(event, BlockStored) and event.medium == "CPU":
+                    self.chunks.add(tuple(event.token_ids))
+        starts = range(0, NUM_CHUNKS * CHUNK, CHUNK)
+        return all(
+            tuple(prompt[start : start + CHUNK]) in self.chunks for prompt in prompts for start in starts
+        )
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+def place(pod: RoutedPod, prompts: list[list[int]]) -> int:
+    """Compute prompts until their chunks are reported. Returns the number of the last event."""
+    with contextlib.closing(Listener(pod.events)) as listener:
+
+        def are_reported() -> bool:
+            for prompt in prompts:
+                pod.engine.complete(prompt, max_tokens=2)
+            return listener.has_reported(prompts)
+
+        wait_until(are_reported, timeout=300, what="events of all chunks")
+        return listener.last_event
+
+
+def make_prompts(count: int, seed: str) -> list[list[int]]:
+    numbers = random.Random(seed)
+    return [[numbers.randrange(4, 260) for _ in range(NUM_CHUNKS * CHUNK + 3)] for _ in range(count)]
+
+
+def num_hit_tokens(url: str, prompt: list[int]) -> int:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        return int(json.load(answer)["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@pytest.fixture(scope="module")
+def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RoutedPod]]:
+    with contextlib.ExitStack() as stack:
+        folder = tmp_path_factory.mktemp("pods")
+        yield [stack.enter_context(RoutedPod(folder / f"engine-{number}", topic="kv")) for number in range(2)]
+
+
+def start_router(stack: contextlib.ExitStack, pods: list[RoutedPod]) -> RouterProcess:
+    return stack.enter_context(RouterProcess([pod.engine.url for pod in pods], "--policy=kv_aware"))
+
+
+def wait_learned(router: RouterProcess, pods: list[RoutedPod], last_events: list[int]) -> None:
+    for pod, last in zip(pods, last_events, strict=True):
+        instance = pod.instance
+        wait_until(lambda: router.last_event(instance) >= last, what="the router takes all events")  # noqa: B023
+
+
+def test_requests_go_to_the_engine_whose_sidecar_has_their_kv(pods: list[RoutedPod]) -> None:
+    with contextlib.ExitStack() as stack:
+        router = start_router(stack, pods)
+        prompts = [make_prompts(3, f"first {number}") for number in range(2)]
+        last_events = [place(pod, placed) for pod, placed in zip(pods, prompts, strict=True)]
+        wait_learned(router, pods, last_events)
+        hits = [
+            num_hit_tokens(router.url, prompt) for placed in zip(*prompts, strict=True) for prompt in placed
+        ]
+        assert hits == [NUM_CHUNKS * CHUNK] * 6
+
+
+def test_router_that_starts_later_learns_what_the_sidecars_have(pods: list[RoutedPod]) -> None:
+    prompts = [make_prompts(3, f"second {number}") for number in range(2)]
+    for pod, placed in zip(pods, prompts, strict=True):
+        place(pod, placed)
+    with contextlib.ExitStack() as stack:
+        router = start_router(stack, pods)
+        last_events = []
+        for pod, placed in zip(pods, prompts, strict=True):
+            listener = stack.enter_context(contextlib.closing(Listener(pod.events)))
+
+            def is_repeated(
+                pod: RoutedPod = pod, listener: Listener = listener, placed: Any = placed
+            ) -> bool:
+                pod.engine.complete([5], max_tokens=4)  # an engine without requests runs no steps
+                return listener.has_reported(placed)
+
+            wait_until(is_repeated, what="the events are repeated")
+            last_events.append(listener.last_event)
+        wait_learned(router, pods, last_events)
+        hits = [
+            num_hit_tokens(router.url, prompt) for placed in zip(*prompts, strict=True) for prompt in placed
+        ]
+        assert hits == [NUM_CHUNKS * CHUNK] * 6
