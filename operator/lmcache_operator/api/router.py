@@ -48,6 +48,9 @@ class Router(Part):
         "CPU and memory of a router's container. Default: requests of 500m and 512Mi, and a limit of 2Gi.",
         default={},
         shape="Container.resources",
+        rules=(
+            Rule(None, "a router uses no devices: leave claims out", lambda given: "claims" not in given),
+        ),
     )
 
 

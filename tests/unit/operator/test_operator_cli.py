@@ -38,7 +38,10 @@ def test_examples_render(example: Path, capsys: pytest.CaptureFixture[str]) -> N
     ]
     shards = ["ConfigMap", "Service", "NetworkPolicy", "PodDisruptionBudget", "StatefulSet"]
     has_engine = any("engine" in cluster["spec"] for cluster in clusters)
-    assert kinds == (engine if has_engine else []) + (shards if any(map(has_shards, clusters)) else [])
+    expected = (engine if has_engine else []) + (shards if any(map(has_shards, clusters)) else [])
+    router = ["ServiceAccount", "Role", "RoleBinding", "Service", "NetworkPolicy", "PodDisruptionBudget"]
+    has_router = any("router" in cluster["spec"] for cluster in clusters)
+    assert kinds == expected + ([*router, "Deployment"] if has_router else [])
 
 
 def has_shards(manifest: dict[str, Any]) -> bool:
