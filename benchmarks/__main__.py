@@ -42,6 +42,7 @@ NAMES = {
     "hybrid": "time to first token of a model with sliding windows: cold, hit in memory",
     "vllm": "real engine: time to first token, cold and of hits; throughput of prompts without hits",
     "sglang": "SGLang: time to first token, throughput of new prompts, copies of pages, host pool",
+    "routing": "conversations over four engines: requests that reach the engine with their KV",
     "load": "hits on a busy engine: queued requests, one hot prefix, a new engine",
 }
 
