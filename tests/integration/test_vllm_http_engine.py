@@ -99,11 +99,11 @@ def complete_and_store(engine, prompt, num_rows):
 
 
 def times_of(sidecar, answer):
-    """The request on the sidecar's page, once its times are known."""
+    """The request on the sidecar's page, once its times are known. The engine reports it after its answer."""
 
     def ended(_):
-        (request,) = json.loads(sidecar.get(f"/requests?id={answer['id']}"))["requests"]
-        return request if request["first_token_seconds"] is not None else None
+        requests = json.loads(sidecar.get(f"/requests?id={answer['id']}"))["requests"]
+        return requests[0] if requests and requests[0]["first_token_seconds"] is not None else None
 
     return sidecar.wait_until(ended)
 
