@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 _CALL_SECONDS = 0.5
 _POLL_SECONDS = 0.002
-_PAUSE_POLL_SECONDS = 0.05
 _TICK_SECONDS = 0.5
 _CLOSE_SECONDS = 2.0
 _MAX_ENDED = 1024
@@ -360,11 +359,8 @@ class BlockingAccess:
 
     def _report(self, request: EngineRequest, deadline: float) -> None:
         # Calls pause after a slow one. On a busy machine, the reports of that time would be lost.
-        while (
-            self._client.session is not None and self._calls.session is None and time.monotonic() < deadline
-        ):
-            time.sleep(_PAUSE_POLL_SECONDS)
-        hashes, namespace, session = request.find_hashes(), self._namespace, self._calls.session
+        session = self._calls.wait(deadline)
+        hashes, namespace = request.find_hashes(), self._namespace
         left = deadline - time.monotonic()
         if namespace is None or session is None or left <= 0:
             return

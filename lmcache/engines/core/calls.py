@@ -35,6 +35,18 @@ class Calls:
             return session
         return None
 
+    def wait(self, deadline: float) -> Session | None:
+        """Wait while calls pause. Returns the present session; None if there is none, or if the time is over.
+
+        ``deadline``: a time of ``time.monotonic``.
+        """
+        while (session := self.session) is None and self._client.session is not None:
+            now = time.monotonic()
+            if now >= deadline:
+                return None
+            time.sleep(max(0.0, min(self._paused_until, deadline) - now))
+        return session
+
     def attempt(self, call: Callable[[Session], T]) -> T | None:
         """Return the call's result. Returns None if the sidecar did not answer, or refused the call."""
         session = self.session
