@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 from lmcache_operator.api import API_VERSION, KIND
 from lmcache_operator.api.fields import Field, Part, is_part
-from lmcache_operator.api.types import CLUSTER_NAME, Spec, Status
+from lmcache_operator.api.keywords import CLUSTER_NAME
+from lmcache_operator.api.types import Spec, Status
 from lmcache_operator.components.conditions import Expected, Trouble
 
 RUNBOOKS = Path(__file__).resolve().parent.parent / "docs" / "runbooks"

@@ -9,7 +9,8 @@ from typing import Any
 from lmcache_operator.api import GROUP, KIND, PLURAL, PROFILE_KIND, PROFILE_PLURAL, VERSION
 from lmcache_operator.api.documents import dump
 from lmcache_operator.api.fields import Field, Rule, is_part
-from lmcache_operator.api.types import CLUSTER_NAME, Spec, Status
+from lmcache_operator.api.keywords import CLUSTER_NAME
+from lmcache_operator.api.types import Spec, Status
 
 _HEADER = "# Generated from operator/lmcache_operator/api by `make generate`.\n"
 _UNKNOWN = "x-kubernetes-preserve-unknown-fields"

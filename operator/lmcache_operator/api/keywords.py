@@ -13,6 +13,17 @@ NAME: dict[str, Any] = {"maxLength": 253, "pattern": r"^[a-z0-9]([-a-z0-9.]*[a-z
 SECRET_KEY: dict[str, Any] = {"maxLength": 253, "pattern": r"^[-._a-zA-Z0-9]+$"}
 # The longest child name is "<name>-engine-<ten-letter revision>" as a label value: at most 63.
 CLUSTER_NAME_PATTERN = "^[a-z]([-a-z0-9]{0,43}[a-z0-9])?$"
+CLUSTER_NAME = Rule(
+    f"self.metadata.name.matches('{CLUSTER_NAME_PATTERN}')",
+    "metadata.name must start with a letter, hold only a-z, 0-9 and '-', and have at most 45 characters",
+    lambda name: re.fullmatch(CLUSTER_NAME_PATTERN, name) is not None,
+)
+
+
+ARGUMENTS: dict[str, Any] = {
+    "maxItems": 64,
+    "items": {"type": "string", "maxLength": 4096, "pattern": r"^[^\x00]*$"},
+}
 
 
 def matches(pattern: str, message: str) -> Rule:

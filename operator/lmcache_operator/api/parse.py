@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lmcache_operator.api.fields import Field, Part, Rule, is_part
+from lmcache_operator.api.keywords import CLUSTER_NAME
 from lmcache_operator.api.router import KV_AWARE
 from lmcache_operator.api.tiers import MemoryTier
-from lmcache_operator.api.types import CLUSTER_NAME, Engine, Model, Spec
+from lmcache_operator.api.types import Engine, Model, Spec
 from lmcache_operator.errors import InvalidSpecError
 
 # More than any pod template needs, and far less than the limit of recursion.

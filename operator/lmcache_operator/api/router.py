@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from lmcache_operator.api.fields import Part, Rule, field
-from lmcache_operator.api.keywords import IMAGE_NAME
+from lmcache_operator.api.keywords import ARGUMENTS, IMAGE_NAME
 
 KV_AWARE = "KVAware"
 POLICIES = (KV_AWARE, "CacheAware", "RoundRobin", "PowerOfTwo", "ConsistentHash")
@@ -34,8 +34,7 @@ class Router(Part):
         "Additional arguments for vllm-router, each as --name=value. Arguments that the operator sets are "
         "refused.",
         default=[],
-        maxItems=64,
-        items={"type": "string", "maxLength": 4096, "pattern": r"^[^\x00]*$"},
+        **ARGUMENTS,
         rules=(
             Rule(
                 f"self.all(a, a.matches('{_OPTION}'))",

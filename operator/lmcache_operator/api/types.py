@@ -8,7 +8,7 @@ from typing import Any, Literal
 from lmcache.common.units import parse_quantity
 from lmcache_operator.api.autoscaling import Autoscaling, AutoscalingStatus
 from lmcache_operator.api.fields import Part, Rule, field
-from lmcache_operator.api.keywords import CLUSTER_NAME_PATTERN, IMAGE_NAME, NAME, SECRET_KEY, size_between
+from lmcache_operator.api.keywords import ARGUMENTS, IMAGE_NAME, NAME, SECRET_KEY, size_between
 from lmcache_operator.api.router import KV_AWARE, Router, RouterStatus
 from lmcache_operator.api.tiers import Tiers
 
@@ -21,11 +21,6 @@ _PARALLEL_SIZE = (
 VLLM: Literal["vLLM"] = "vLLM"
 SGLANG: Literal["SGLang"] = "SGLang"
 _CHUNK_TOKENS = 256
-CLUSTER_NAME = Rule(
-    f"self.metadata.name.matches('{CLUSTER_NAME_PATTERN}')",
-    "metadata.name must start with a letter, hold only a-z, 0-9 and '-', and have at most 45 characters",
-    lambda name: re.fullmatch(CLUSTER_NAME_PATTERN, name) is not None,
-)
 
 
 class SecretKeyRef(Part):
@@ -121,8 +116,7 @@ class Engine(Part):
         "Additional arguments for `vllm serve` or SGLang's server. Arguments that the cache depends on are "
         "refused.",
         default=[],
-        maxItems=64,
-        items={"type": "string", "maxLength": 4096, "pattern": r"^[^\x00]*$"},
+        **ARGUMENTS,
         rules=(
             Rule(
                 f"self.all(a, !a.matches('{_PARALLEL_SIZE}'))",

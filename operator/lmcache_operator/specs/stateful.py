@@ -40,6 +40,16 @@ def disruption_budget(selector: dict[str, str]) -> Object:
     }
 
 
+def spread_over_nodes(selector: dict[str, str]) -> Object:
+    """Affinity of pods that run on different nodes if possible, so that a lost node costs few of them."""
+    apart = {"labelSelector": {"matchLabels": selector}, "topologyKey": "kubernetes.io/hostname"}
+    return {
+        "podAntiAffinity": {
+            "preferredDuringSchedulingIgnoredDuringExecution": [{"podAffinityTerm": apart, "weight": 100}]
+        }
+    }
+
+
 def network_policy(selector: dict[str, str], *ingress: Object) -> Object:
     """Allow only this traffic to the pods, and all traffic from them."""
     return {"ingress": list(ingress), "podSelector": {"matchLabels": selector}, "policyTypes": ["Ingress"]}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from lmcache.common.units import format_mebibytes
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.tiers import ManagedRemote
-from lmcache_operator.specs import Object, names, paths
+from lmcache_operator.specs import Object, names, paths, stateful
 from lmcache_operator.specs.merge import merge
 
 _UID = 999
@@ -115,15 +115,8 @@ def settings(managed: ManagedRemote) -> str:
 
 def pod_template(cluster: Cluster, managed: ManagedRemote, image: str, spec_hash: str) -> Object:
     """The pod template of the StatefulSet."""
-    selector = names.selector(cluster.name, names.REMOTE)
-    apart = {"labelSelector": {"matchLabels": selector}, "topologyKey": "kubernetes.io/hostname"}
     spec: Object = {
-        # Spread shards over nodes, so that a lost node costs as few shards as possible.
-        "affinity": {
-            "podAntiAffinity": {
-                "preferredDuringSchedulingIgnoredDuringExecution": [{"podAffinityTerm": apart, "weight": 100}]
-            }
-        },
+        "affinity": stateful.spread_over_nodes(names.selector(cluster.name, names.REMOTE)),
         "automountServiceAccountToken": False,
         "containers": [_server(managed, image)],
         "enableServiceLinks": False,

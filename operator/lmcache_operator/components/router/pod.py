@@ -6,7 +6,7 @@ from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.router import Router
 from lmcache_operator.components.engine.kinds import kind_of
 from lmcache_operator.errors import InvalidSpecError
-from lmcache_operator.specs import Object, names
+from lmcache_operator.specs import Object, names, stateful
 from lmcache_operator.specs.merge import merge
 
 _UID = 65532
@@ -50,14 +50,8 @@ def pod_template(cluster: Cluster, router: Router, image: str) -> Object:
     Raises:
         InvalidSpecError: an argument of the user is reserved, or the router cannot reach the engines.
     """
-    selector = names.selector(cluster.name, names.ROUTER)
-    apart = {"labelSelector": {"matchLabels": selector}, "topologyKey": "kubernetes.io/hostname"}
     spec: Object = {
-        "affinity": {
-            "podAntiAffinity": {
-                "preferredDuringSchedulingIgnoredDuringExecution": [{"podAffinityTerm": apart, "weight": 100}]
-            }
-        },
+        "affinity": stateful.spread_over_nodes(names.selector(cluster.name, names.ROUTER)),
         # The router lists and watches the pods of its namespace.
         "automountServiceAccountToken": True,
         "containers": [_container(cluster, router, image)],
