@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -139,6 +140,15 @@ def wait_until(predicate: Callable[[], Any], *, timeout: float = 60.0, what: str
             raise AssertionError(f"not within {timeout} s: {what or predicate}")
         time.sleep(0.01)
     return value
+
+
+def answers(url: str) -> bool:
+    """Whether a URL answers with status 200 within two seconds."""
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return bool(answer.status == 200)
+    except OSError:  # also URLError
+        return False
 
 
 def wait_readable(descriptor: int | socket.socket, timeout: float) -> bool:

@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from testing.child_process import REPOSITORY, free_ports
+from testing.child_process import REPOSITORY, answers, free_ports, wait_until
 from testing.engine.process import ServedEngine, connector_config
 from testing.processes import Server, SidecarProcess
 from tools.cache import cache_root, cached_directory, exclusive, uv
@@ -69,12 +68,10 @@ class RouterProcess(Server):
             ],
             env={**os.environ, "PYTHONPATH": str(package()), **self._variables},
         )
-        deadline = time.monotonic() + timeout
-        while not self._is_healthy():
-            self.check()
-            if time.monotonic() > deadline:
-                raise AssertionError(f"the router does not answer:\n{self.log[-4000:]}")
-            time.sleep(0.05)
+        try:
+            wait_until(self._is_healthy, timeout=timeout, what="the router finds the engines")
+        except AssertionError as error:
+            raise AssertionError(f"{error}:\n{self.log[-4000:]}") from error
 
     def last_event(self, engine: str) -> int:
         """Number of the last batch of KV events that the router took from an engine; -1: none.
@@ -85,11 +82,8 @@ class RouterProcess(Server):
         return max((int(number) for source, number in batches if source.endswith(engine)), default=-1)
 
     def _is_healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
+        self.check()
+        return answers(f"{self.url}/health")
 
 
 class RoutedPod:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from testing.child_process import REPOSITORY, ChildProcess, wait_readable
+from testing.child_process import REPOSITORY, ChildProcess, answers, wait_readable
 from testing.engine import fork_server
 from testing.engine.environment import ENVIRONMENT
 from testing.engine.tiny_model import tiny_model
@@ -276,7 +276,7 @@ class ServedEngine(ChildProcess):
     def wait_ready(self, timeout: float = 300) -> ServedEngine:
         """Wait until the server accepts requests."""
         deadline = time.monotonic() + timeout
-        while not self._is_healthy():
+        while not answers(f"{self.url}/health"):
             if not self.is_running or time.monotonic() > deadline:
                 raise EngineFailed(f"vllm serve is not up\n{self.log[-4000:]}")
             time.sleep(0.2)
@@ -304,10 +304,3 @@ class ServedEngine(ChildProcess):
             self.interrupt()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._group, signal.SIGKILL)
-
-    def _is_healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False

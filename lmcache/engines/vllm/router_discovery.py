@@ -55,7 +55,8 @@ def server_info(state: Any) -> dict[str, Any]:
     block_tokens = getattr(config.cache_config, "effective_attention_block_size", None)
     return {
         "model_path": config.model_config.model,
-        # The router tells engines apart by this name. vLLM's own is five random characters.
+        # The router tells engines apart by this name. vLLM's own name has five random characters, so two
+        # engines may have the same.
         "instance_id": f"{socket.gethostname()}-{config.instance_id}",
         "kv_block_size": block_tokens or config.cache_config.block_size,
     }
