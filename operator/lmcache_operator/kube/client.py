@@ -62,12 +62,18 @@ async def connect(
     """
 
     class Request(aiohttp.ClientRequest):
-        """Checks the fence again once connected, because the process may have been frozen meanwhile."""
+        """Checks the fence again when it writes to the connection.
 
-        async def send(self, conn: Any) -> aiohttp.ClientResponse:
+        The process may have been frozen since the first check. All requests but reads have a body. aiohttp
+        sends the headers together with the body, in a task of its own that may start later.
+        """
+
+        async def write_bytes(self, writer: Any, conn: Any, content_length: int | None = None) -> None:
             if self.method not in _READS and fence() < _MIN_WRITE_SECONDS:
-                raise aiohttp.ClientError(_NOT_SENT)
-            return await super().send(conn)
+                conn.protocol.set_exception(aiohttp.ClientError(_NOT_SENT))
+                conn.close()
+                return
+            await super().write_bytes(writer, conn, content_length)
 
     server = await configuration(context)
     server.connection_pool_maxsize = max_connections

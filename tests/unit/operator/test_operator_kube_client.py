@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
@@ -246,7 +247,9 @@ def test_write_is_refused_without_enough_time_for_the_answer(
     assert [verb for verb, *_ in server.requests if verb != "GET"] == []
     asyncio.run(call(server, method, *arguments, fence=lambda: 5.1))
     number = 2 if method == "resize" else 1  # the first is a dry run
-    assert len([verb for verb, *_ in server.requests if verb != "GET"]) == number
+    bodies = [body for verb, *_, body in server.requests if verb != "GET"]
+    assert len(bodies) == number
+    assert all(bodies), "the fence is checked again when the body is written"
 
 
 def test_every_writing_call_is_fenced() -> None:
@@ -260,9 +263,19 @@ def test_read_needs_no_leadership(server: Server) -> None:
     assert asyncio.run(call(server, "get", POD, "n", "p", fence=lambda: 0.0)) == {}
 
 
-def test_fence_is_checked_again_after_connecting(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process freezes after the first check. Its right to write has expired when it thaws."""
-    left = iter([10.0, 0.0])
+def test_fence_is_checked_again_when_the_request_is_written(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process freezes once it is connected. Its right to write has expired when it thaws."""
+    seconds_left, send = 10.0, aiohttp.ClientRequest.send
+
+    async def freeze_after_send(request: aiohttp.ClientRequest, connection: Any) -> aiohttp.ClientResponse:
+        nonlocal seconds_left
+        response = await send(request, connection)
+        seconds_left = 0.0
+        return response
+
+    monkeypatch.setattr(aiohttp.ClientRequest, "send", freeze_after_send)
 
     async def write() -> None:
         async with served(server) as url:
@@ -271,13 +284,12 @@ def test_fence_is_checked_again_after_connecting(server: Server, monkeypatch: py
                 return Configuration(host=url)
 
             monkeypatch.setattr(kube_client, "configuration", configured)
-            async with connect(lambda: next(left)) as api:
+            async with connect(lambda: seconds_left) as api:
                 await api.apply(SERVICE, "u")
 
     with pytest.raises(NoAnswerError, match="does not lead"):
         asyncio.run(write())
     assert server.requests == []
-    assert list(left) == []
 
 
 def test_settle_waits_for_writes_of_cancelled_callers(server: Server) -> None:
