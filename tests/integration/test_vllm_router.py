@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import string
 import struct
 import urllib.request
 from collections.abc import Iterator
@@ -70,13 +71,22 @@ def make_prompts(count: int, seed: str) -> list[list[int]]:
     return [[numbers.randrange(4, 260) for _ in range(NUM_CHUNKS * CHUNK + 3)] for _ in range(count)]
 
 
-def num_hit_tokens(url: str, prompt: list[int]) -> int:
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "temperature": 0}
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+def make_texts(count: int, seed: str) -> list[str]:
+    """Return prompts for the tiny model, whose tokenizer makes a token of each byte."""
+    numbers = random.Random(seed)
+    return ["".join(numbers.choices(string.ascii_lowercase, k=NUM_CHUNKS * CHUNK + 3)) for _ in range(count)]
+
+
+def post(url: str, **body: Any) -> Any:
+    data = json.dumps({"model": "tiny", **body}).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=300) as answer:
-        return int(json.load(answer)["usage"]["prompt_tokens_details"]["cached_tokens"])
+        return json.load(answer)
+
+
+def num_hit_tokens(url: str, prompt: list[int] | str) -> int:
+    answer = post(f"{url}/v1/completions", prompt=prompt, max_tokens=1, temperature=0)
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +116,20 @@ def test_requests_go_to_the_engine_whose_sidecar_has_their_kv(pods: list[RoutedP
             num_hit_tokens(router.url, prompt) for placed in zip(*prompts, strict=True) for prompt in placed
         ]
         assert hits == [NUM_CHUNKS * CHUNK] * 6
+
+
+def test_prompts_of_text_go_to_the_engine_whose_sidecar_has_their_kv(pods: list[RoutedPod]) -> None:
+    with contextlib.ExitStack() as stack:
+        router = start_router(stack, pods)
+        texts = [make_texts(2, f"text {number}") for number in range(2)]
+        tokens = [
+            [post(f"{pod.engine.url}/tokenize", prompt=text)["tokens"] for text in placed]
+            for pod, placed in zip(pods, texts, strict=True)
+        ]
+        last_events = [place(pod, placed) for pod, placed in zip(pods, tokens, strict=True)]
+        wait_learned(router, pods, last_events)
+        hits = [num_hit_tokens(router.url, text) for placed in zip(*texts, strict=True) for text in placed]
+        assert hits == [NUM_CHUNKS * CHUNK] * 4
 
 
 def test_router_that_starts_later_learns_what_the_sidecars_have(pods: list[RoutedPod]) -> None:

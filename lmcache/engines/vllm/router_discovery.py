@@ -1,8 +1,13 @@
-"""Answers the questions that vLLM's router asks an engine before it follows the engine's KV events.
+"""Answers the questions that vLLM's router asks an engine, so that it can follow the engine's KV events.
 
 ``vllm-router`` (0.1.17) gets ``/get_server_info`` for the block size, and ``/kv_event_sources`` for the
 address of the events. vLLM does not serve the first path, and its answer to the second has no encoding.
 Without both answers the router ignores the engine's events, and routes by load alone.
+
+For each prompt of text, the router posts to ``/v1/completions/render`` or ``/v1/chat/completions/render``. It
+gets the tokens. vLLM >= 0.32 refuses these paths without ``--enable-scale-out``, which older versions do not
+know. That option would also let each client of the engine abort requests of others. So the middleware
+replaces only the refusal of these two paths by vLLM's own handlers.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 ENCODING, SCHEMA_VERSION = "msgpack", 1
 """Format of vLLM's events, as the router names it. The router ignores sources without these two fields."""
+_RENDER_PATHS = frozenset({"/v1/completions/render", "/v1/chat/completions/render"})
 _PUBLISHER_FIELDS = ("enable_kv_cache_events", "publisher", "endpoint", "replay_endpoint", "topic", "hwm")
 
 _Message = MutableMapping[str, Any]
@@ -28,14 +34,18 @@ _App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 class RouterDiscovery:
     """ASGI middleware for ``vllm serve --middleware lmcache.engines.vllm.router_discovery.RouterDiscovery``.
 
-    It answers two paths, and passes all other requests to vLLM.
+    It answers two paths, and passes all other requests to vLLM. vLLM then answers two paths more.
     """
 
     def __init__(self, app: _App) -> None:
         self._app = app
+        self._has_opened = False
 
     async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
         """Answer a request, or pass it on."""
+        if not self._has_opened and "app" in scope:
+            self._has_opened = True
+            _open_render(scope["app"])
         answer = _ANSWERS.get(scope.get("path", "")) if scope["type"] == "http" else None
         body = _encoded(answer, scope) if answer is not None and scope["method"] == "GET" else None
         if body is None:
@@ -44,6 +54,20 @@ class RouterDiscovery:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+def _open_render(app: Any) -> None:
+    """Let vLLM tokenize prompts for the router, if it refuses to. All other checks of requests remain."""
+    try:
+        from vllm.entrypoints.scale_out.render.api_router import router
+
+        handlers = {route.path: route for route in router.routes if route.path in _RENDER_PATHS}
+        for number, route in enumerate(app.router.routes):
+            handler = handlers.get(getattr(route, "path", ""))
+            if handler is not None and route.endpoint is not handler.endpoint:
+                app.router.routes[number] = handler
+    except Exception as error:
+        logger.warning("LMCache Cluster cannot tokenize prompts for routers, which may ignore KV: %s", error)
 
 
 def server_info(state: Any) -> dict[str, Any]:

@@ -7,6 +7,11 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from vllm.entrypoints.scale_out.render.api_router import router as render_router
+from vllm.entrypoints.scale_out.token_in_token_out.api_router import router as token_router
+
 from lmcache.engines.vllm.router_discovery import RouterDiscovery
 
 CONFIG = SimpleNamespace(
@@ -80,6 +85,45 @@ def test_other_requests_reach_the_server() -> None:
     assert request("/health", state) is None
     assert request("/get_server_info", state, method="POST") is None
     assert request("/get_server_info", state, kind="websocket") is None
+
+
+def refuse() -> None:
+    """The endpoint of paths that vLLM refuses without an option."""
+
+
+def test_engine_tokenizes_prompts_for_the_router_and_opens_nothing_else() -> None:
+    opened = {"/v1/completions/render", "/v1/chat/completions/render"}
+    handlers = {route.path: route.endpoint for route in render_router.routes if isinstance(route, APIRoute)}
+    assert opened < set(handlers)
+    app = FastAPI()
+    closed = (
+        *handlers,
+        *(route.path for route in token_router.routes if isinstance(route, APIRoute)),
+        "/mine",
+    )
+    for path in closed:
+        app.add_api_route(path, refuse, methods=["POST"])
+    asyncio.run(called(app, RouterDiscovery))
+    endpoints = {route.path: route.endpoint for route in app.router.routes if isinstance(route, APIRoute)}
+    assert {path: endpoints[path] for path in opened} == {path: handlers[path] for path in opened}
+    assert all(endpoints[path] is refuse for path in set(closed) - opened)
+
+
+def test_paths_that_the_server_answers_stay_as_they_are() -> None:
+    app = FastAPI()
+    app.include_router(render_router)
+    before = [*app.router.routes]
+    asyncio.run(called(app, RouterDiscovery))
+    assert app.router.routes == before
+
+
+async def called(app: FastAPI, middleware: Any) -> None:
+    """Pass one message of the server through the middleware."""
+
+    async def server(scope: Any, receive: Any, send: Any) -> None:
+        assert scope["type"] == "lifespan"
+
+    await middleware(server)({"type": "lifespan", "app": app}, None, None)
 
 
 def test_server_answers_itself_if_the_middleware_cannot() -> None:
