@@ -147,7 +147,7 @@ def new(folder: Path) -> New:
 
 def wait_attached(engine: EngineProcess, sidecar: SidecarProcess) -> None:
     """Wait until both clients are attached, then run a few short warm-up prompts."""
-    sidecar.wait_until(lambda stats: sum(client["is_attached"] for client in stats["clients"]) == 2)
+    sidecar.wait_attached(engine.run_short_request)
     for _ in range(3):
         engine.generate(new_prompt(SHORT_TOKENS), max_tokens=1)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +80,16 @@ def measure(label: str, kind: Kind, engine: Engine, sidecar: SidecarProcess, alo
     return answer
 
 
+def wait_attached(kind: Kind, engines: Sequence[Engine], sidecar: SidecarProcess) -> None:
+    """Wait until the engines of a sidecar use it."""
+
+    def ask_all() -> None:
+        for engine in engines:
+            ask(engine.url, [7], 1)
+
+    sidecar.wait_attached(ask_all, kind.num_clients * len(engines))
+
+
 def wait_until_written(sidecar: SidecarProcess, num_rows: int) -> None:
     """Wait until the sidecar has ``num_rows`` rows in memory and has written all of them to Redis."""
     sidecar.wait_until(
@@ -114,6 +124,8 @@ def run(kind: Kind, logs: Path, alone: Alone, end: ExitStack) -> dict[str, objec
         ):
             for engine in engines:
                 engine.wait_ready()
+            for sidecar, attached in ((first, engines[:2]), (second, engines[2:])):
+                wait_attached(kind, attached, sidecar)
         rounds["cold"] = measure("cold", kind, engines[0], first, alone)
         engines[0].close()
         note("The first engine has stopped, and its KV cache is lost. Its sidecar still runs.")

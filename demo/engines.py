@@ -30,6 +30,8 @@ class Kind(Protocol):
     name: str
     chunk_tokens: int
     """Tokens of a row in the sidecar."""
+    num_clients: int
+    """Number of clients with which one engine attaches to its sidecar."""
 
     def prepare(self) -> None:
         """Install the engine if ``make setup`` did not. Ends the demo if this fails."""
@@ -41,7 +43,7 @@ class Kind(Protocol):
 class VLLM:
     """``vllm serve`` with the connector."""
 
-    name, chunk_tokens = "vLLM", 256
+    name, chunk_tokens, num_clients = "vLLM", 256, 2
 
     def prepare(self) -> None:
         """Do nothing: ``make setup`` installed vLLM."""
@@ -59,7 +61,7 @@ class VLLM:
 class SGLang:
     """``sglang.launch_server`` with the storage backend for HiCache."""
 
-    name, chunk_tokens = "SGLang", PAGE_TOKENS
+    name, chunk_tokens, num_clients = "SGLang", PAGE_TOKENS, 1
 
     def prepare(self) -> None:
         try:

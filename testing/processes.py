@@ -229,3 +229,18 @@ class SidecarProcess(Server):
             return wait_until(lambda: predicate(self.stats()), timeout=timeout)
         except AssertionError as error:
             raise AssertionError(f"{error}; stats {self.stats()}; log {self.log}") from error
+
+    def wait_attached(self, run_short_requests: Callable[[], object], num_clients: int = 2) -> None:
+        """Wait until ``num_clients`` clients are attached. One vLLM has two: scheduler side and worker side.
+
+        On a busy machine an engine starts before its worker has identified the model. The scheduler side then
+        attaches after a step of the engine, so the engines run short requests meanwhile.
+        """
+
+        def are_attached(stats: dict[str, Any]) -> bool:
+            if stats["num_clients"]["attached"] == num_clients:
+                return True
+            run_short_requests()
+            return False
+
+        self.wait_until(are_attached)

@@ -51,8 +51,8 @@ class Child:
 
     def generate(self, requests: list[dict[str, Any]], reset_after: int = 0) -> list[dict[str, Any]]:
         """Run requests ``{prompt: [token ids], max_tokens, cache_salt?, prompt_logprobs?, regex?,
-        trace_headers?}`` concurrently to their end. ``regex`` is a grammar for the answer. After
-        ``reset_after`` steps, if any, all caches are reset while the requests run.
+        trace_headers?, kv_transfer_params?}`` concurrently to their end. ``regex`` is a grammar for the
+        answer. After ``reset_after`` steps, if any, all caches are reset while the requests run.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import StructuredOutputsParams
@@ -67,7 +67,7 @@ class Child:
             prompt = {"prompt_token_ids": request["prompt"]}
             if salt := request.get("cache_salt"):
                 prompt["cache_salt"] = salt
-            regex = request.get("regex")
+            regex, transfer = request.get("regex"), request.get("kv_transfer_params")
             params = SamplingParams(
                 temperature=0.0,
                 max_tokens=request["max_tokens"],
@@ -76,6 +76,7 @@ class Child:
                 prompt_logprobs=request.get("prompt_logprobs"),
                 detokenize=False,
                 structured_outputs=StructuredOutputsParams(regex=regex) if regex else None,
+                extra_args={"kv_transfer_params": transfer} if transfer else None,
             )
             results[request_id] = {"began_at": time.perf_counter()}
             headers = request.get("trace_headers")
@@ -166,6 +167,7 @@ class Child:
             ]
             result["num_cached_tokens"] = output.num_cached_tokens
             result["finish_reason"] = answer.finish_reason
+            result["kv_transfer_params"] = output.kv_transfer_params
 
     def _drain(self) -> None:
         """Step until the connector has released the blocks that it holds."""

@@ -21,6 +21,7 @@ from testing.engine.environment import ENVIRONMENT
 from testing.engine.tiny_model import tiny_model
 
 CHILD = "testing.engine.child"
+_SHORT_PROMPT = [5, 6, 7, 8]
 ENGINE_ARGS: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -86,6 +87,7 @@ class Generated(NamedTuple):
     num_cached_tokens: int  # as counted by vLLM, which includes loads that failed later
     num_used_cached_tokens: int  # without tokens that the engine computed after a failed load
     finish_reason: str
+    kv_transfer_params: dict[str, Any] | None  # what the connector says to the engine that continues
     kv: list[list[str]]  # by layer of each rank: a digest of each full block's bytes; "": slid out
 
 
@@ -149,6 +151,10 @@ class EngineProcess(ChildProcess):
         """Run the prompts (token ids) concurrently to their end."""
         self.start_generate(*prompts, max_tokens=max_tokens, **options)
         return self.finish_generate()
+
+    def run_short_request(self) -> None:
+        """Run a request that is too short to be stored."""
+        self.generate(_SHORT_PROMPT, max_tokens=1)
 
     def start_generate(
         self, *prompts: list[int], max_tokens: int = 8, reset_after: int = 0, **options: Any
@@ -291,6 +297,10 @@ class ServedEngine(ChildProcess):
         with urllib.request.urlopen(request, timeout=300) as answer:
             result: dict[str, Any] = json.load(answer)
         return result
+
+    def run_short_request(self) -> None:
+        """Run a request that is too short to be stored."""
+        self.complete(_SHORT_PROMPT, max_tokens=1)
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """GET /metrics and return the metrics with this prefix, without their labels."""

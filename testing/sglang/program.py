@@ -17,7 +17,11 @@ from testing.engine import fork_server
 from testing.engine.process import EngineFailed
 from testing.sglang.environment import variables
 
-_fork_server = fork_server.ForkServer("testing.sglang.imported", variables)
+# SGLang also reads TMPDIR when it is imported. With the folder of the first program there, all copies would
+# use that folder, and create it again after the program's end.
+_fork_server = fork_server.ForkServer(
+    "testing.sglang.imported", lambda: {**variables(), "TMPDIR": tempfile.gettempdir()}
+)
 
 
 class Program(ChildProcess):

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import base64
-import contextlib
-import subprocess
-from functools import partial
 
 from testing.kube.operator import SYSTEM_NAMESPACE
 from testing.node.app import NAMESPACE, OPERATOR, PASSWORD, REDIS_NAMESPACE, REDIS_SECRET
 from testing.node.pods import ENGINE_PORT, SIDECAR_PORT
+from tests.harness.client_pods import client_pod
 from tests.harness.pods import is_in_service, is_ready, no_restart_between, prompt, stats_after_restart
 
 CONFIG = "tiny-sidecar"
 CONFIG_FILE = "/etc/lmcache/config/sidecar.yaml"
-PYTHON = "/opt/lmcache/venv/bin/python"
-REACH = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 3).close()"
 
 
 def test_sidecar_recovers_from_an_invalid_configuration(tiny):
@@ -92,41 +88,9 @@ def _rotate(node, old: str, new: str) -> None:
 
 
 def test_only_pods_of_the_namespace_reach_the_sidecar(tiny, references):
-    pod, node = tiny.ready_pod(), tiny.node
-    for namespace in (NAMESPACE, REDIS_NAMESPACE):
-        node.api.create("v1/pods", _client(references["sidecar"]), namespace)
-    try:
-        for namespace in (NAMESPACE, REDIS_NAMESPACE):
-            node.wait(partial(_runs, node, namespace), 120)
-        node.wait(lambda: _reaches(node, NAMESPACE, pod, SIDECAR_PORT), 60)
-        node.wait(lambda: not _reaches(node, REDIS_NAMESPACE, pod, SIDECAR_PORT), 60)
-        assert _reaches(node, REDIS_NAMESPACE, pod, ENGINE_PORT)
-        assert _reaches(node, NAMESPACE, pod, SIDECAR_PORT)
-    finally:
-        for namespace in (NAMESPACE, REDIS_NAMESPACE):
-            node.api.delete("v1/pods", "client", namespace)
-
-
-def _client(image: str):
-    """A pod that can run Python, with the sidecar's image."""
-    security = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-    container = {
-        "name": "client",
-        "image": image,
-        "command": ["sleep", "infinity"],
-        "securityContext": security,
-    }
-    pod_security = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
-    spec = {"containers": [container], "securityContext": pod_security, "terminationGracePeriodSeconds": 0}
-    return {"metadata": {"name": "client"}, "spec": {**spec, "automountServiceAccountToken": False}}
-
-
-def _runs(node, namespace: str) -> bool:
-    return node.api.get("v1/pods", "client", namespace)["status"].get("phase") == "Running"
-
-
-def _reaches(node, namespace: str, pod, port: int) -> bool:
-    with contextlib.suppress(subprocess.CalledProcessError):
-        node.kubectl("exec", "-n", namespace, "client", "--", PYTHON, "-c", REACH, pod.address, str(port))
-        return True
-    return False
+    pod, node, image = tiny.ready_pod(), tiny.node, references["sidecar"]
+    with client_pod(node, NAMESPACE, image) as near, client_pod(node, REDIS_NAMESPACE, image) as far:
+        node.wait(lambda: near.reaches(pod, SIDECAR_PORT), 60)
+        node.wait(lambda: not far.reaches(pod, SIDECAR_PORT), 60)
+        assert far.reaches(pod, ENGINE_PORT)
+        assert near.reaches(pod, SIDECAR_PORT)

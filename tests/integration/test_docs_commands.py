@@ -78,7 +78,10 @@ HOW_TO = {
     "rotate-a-password": Page(
         "managed-remote.yaml",
         "qwen3-8b-shards",
-        before=("create secret generic redis-auth --from-literal=password=OLD",),
+        before=(
+            "create secret generic redis-auth --from-literal=password=OLD",
+            "create secret generic qwen3-8b-shards-peers --from-literal=password=OLD",
+        ),
     ),
     # The fake nodes have no devices.
     "run-with-gpu-claims": Page(

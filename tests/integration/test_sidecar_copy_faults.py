@@ -97,7 +97,7 @@ def test_reader_that_dies_between_copies_is_replaced(gpus):
         engine.wait_until_copied_by(sidecar=True)
         first = reader_of(gpus)
         os.kill(first, signal.SIGKILL)
-        wait_until(lambda: gpus.processes("reader") and reader_of(gpus) != first, timeout=60)
+        wait_until(lambda: any(each["pid"] != first for each in gpus.processes("reader")), timeout=60)
         engine.store_by_sidecar([1], [ROW])
 
 

@@ -40,7 +40,7 @@ def test_prints_one_table_without_a_terminal(sidecar):
     assert status == 0
     assert text.startswith("1 of 1 pods counted, ")
     assert "\x1b" not in text
-    (memory,) = [line.split() for line in text.splitlines() if line.startswith("memory tier")]
+    (memory,) = [line.split() for line in text.splitlines() if line.startswith("memory tier ")]
     assert memory[3:5] == ["50", "%"]
     assert text.splitlines()[-1].endswith("ok")
 

@@ -41,7 +41,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         config = connector_config(sidecar.socket_path, **PATIENCE)
         with ServedEngine(log, free_port(), config) as engine:
             engine.wait_ready()
-            sidecar.wait_until(lambda stats: stats["num_clients"]["attached"] >= 2)
+            sidecar.wait_attached(engine.run_short_request)
             yield World(engine, sidecar)
 
 
@@ -104,7 +104,11 @@ def test_sidecar_knows_the_requests_of_a_benchmark(world) -> None:
 
 
 def test_engine_that_serves_others_is_left_alone(world) -> None:
-    world.engine.complete(list(range(10, 250)) * 3)
+    prompt = list(range(10, 250)) * 3
+    end = world.sidecar.stats()["causes"]["prompt_tokens"] + len(prompt)
+    world.engine.complete(prompt)
+    # The engine's report of a request arrives after its answer.
+    world.sidecar.wait_until(lambda stats: stats["causes"]["prompt_tokens"] >= end)
     number = world.sidecar.stats()["lookups"]["num_lookups"]
     done = run("lmcache_sidecar", "bench", *world.urls, *SMALL)
     assert done.returncode == 1

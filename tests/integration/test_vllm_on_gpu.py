@@ -67,11 +67,10 @@ def wait_mode(sidecar, mode):
     wait_until(lambda: stats(sidecar)["transfer"]["mode"] == mode, timeout=60, what=f"copies by {mode}")
 
 
-def wait_attached(sidecar):
+def wait_attached(sidecar, engine):
     """Wait until both sides of the connector are attached: scheduler for lookups, worker for copies."""
     wait_mode(sidecar, "CudaIPC")
-    what = "the engine's scheduler and worker are attached"
-    wait_until(lambda: stats(sidecar)["num_clients"]["attached"] == 2, timeout=60, what=what)
+    sidecar.wait_attached(engine.run_short_request)
 
 
 def reader_pid(node):
@@ -143,7 +142,7 @@ def kill_sidecar(engine, stored, sidecar):
     sidecar.kill()
     assert cold(engine, PROMPT).tokens == stored.tokens
     sidecar.restart()
-    wait_attached(sidecar)
+    wait_attached(sidecar, engine)
     assert_hit(engine, PROMPT, stored)
 
 
@@ -161,12 +160,12 @@ def test_kv_is_right_after_engine_sidecar_and_reader_failed_during_copies(tmp_pa
     prompt = make_prompt(4, 1)
     with start_engine(node, sidecar, tmp_path) as engine:
         engine.wait_ready(240)
-        wait_attached(sidecar)
+        wait_attached(sidecar, engine)
         stored = store_and_load(engine, sidecar, node)
         pid = kill_engine_during_a_copy(engine, prompt, node)
     with start_engine(node, sidecar, tmp_path, pid) as engine:
         engine.wait_ready(240)
-        wait_attached(sidecar)
+        wait_attached(sidecar, engine)
         assert [process["pid"] for process in node.processes("engine")] == [pid]
         assert reader_pid(node) != pid, "a new reader must replace the old one"
         assert_hit(engine, PROMPT, stored)

@@ -55,7 +55,7 @@ def engine(sidecar, tmp_path_factory):
     config = connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS)
     with EngineProcess(tmp_path_factory.mktemp("engine") / "log", config) as engine:
         engine.wait_ready()
-        sidecar.wait_until(lambda stats: len(stats["clients"]) == 2)
+        sidecar.wait_attached(engine.run_short_request)
         yield engine
 
 
@@ -120,7 +120,7 @@ def test_prompts_of_an_engine_whose_caches_were_reset_are_found(tmp_path):
         config = connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS)
         with EngineProcess(tmp_path / "log", config) as engine:
             engine.wait_ready()
-            sidecar.wait_until(lambda stats: len(stats["clients"]) == 2)
+            sidecar.wait_attached(engine.run_short_request)
             prompt = make_prompt(2 * CHUNK + 1, "reset")
             for num_rows in (2, 4):
                 engine.generate(prompt, max_tokens=1)
@@ -176,7 +176,7 @@ def test_keys_of_an_unreproducible_algorithm_are_refused_with_the_remedy(tmp_pat
         config = connector_config(sidecar.socket_path)
         with EngineProcess(tmp_path / "log", config, prefix_caching_hash_algo="sha256") as engine:
             engine.wait_ready()
-            sidecar.wait_until(lambda stats: len(stats["clients"]) == 2)
+            sidecar.wait_attached(engine.run_short_request)
             error = explain(sidecar, [1, 2, 3])
     assert "block hashes by sha256 can't be reproduced in other processes" in error
     assert "--prefix-caching-hash-algo sha256_cbor" in error
@@ -192,7 +192,7 @@ def test_the_engine_tokenises_text_and_chats(tmp_path):
         ) as engine,
     ):
         engine.wait_ready()
-        sidecar.wait_until(lambda stats: len(stats["clients"]) == 2)
+        sidecar.wait_attached(engine.run_short_request)
         text = "A prompt for the engine. " * 40
         answer = explain(sidecar, text, "--engine-url", engine.url)
         assert runs(answer)[0][1:] == ("nowhere", "new")

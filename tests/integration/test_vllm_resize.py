@@ -128,7 +128,7 @@ def test_engine_under_load_is_not_disturbed_by_resizes(tmp_path, sized):
         tmp_path / "log", connector_config(sized.sidecar.socket_path, **PATIENCE), max_num_seqs=2
     ) as engine:
         load = Load(engine.wait_ready(), make_prompts(NUM_PROMPTS))
-        sized.sidecar.wait_until(lambda stats: stats["num_clients"]["attached"] == 2)
+        sized.sidecar.wait_attached(engine.run_short_request)
         clients_before = clients(sized)
 
         def resize() -> None:

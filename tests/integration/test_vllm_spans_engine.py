@@ -93,6 +93,7 @@ def test_served_engine_puts_spans_under_the_trace_of_the_http_request(tmp_path):
         ) as engine,
     ):
         engine.wait_ready()
+        sidecar.wait_attached(engine.run_short_request)
 
         def complete(prompt):
             trace_id = next(trace_ids)

@@ -34,9 +34,8 @@ def engine(tmp_path_factory):
             max_num_batched_tokens=512,
         ) as engine:
             engine.wait_ready()
-            sidecar.wait_until(
-                lambda stats: len(stats["clients"]) == 2 and stats["memory"]["usable_rows"] > 0
-            )
+            sidecar.wait_attached(engine.run_short_request)
+            sidecar.wait_until(lambda stats: stats["memory"]["usable_rows"] > 0)
             yield engine
 
 

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
+from lmcache.common.threads import lower_priority
 from lmcache.engines.errors import UnnamedError
 
 T = TypeVar("T")
@@ -117,7 +118,7 @@ def in_background(function: Callable[..., T], *arguments: Any) -> futures.Future
 
     def run() -> None:
         try:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+            lower_priority(19)
             result.set_result(function(*arguments))
         except BaseException as error:
             result.set_exception(error)
