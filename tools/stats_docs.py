@@ -15,6 +15,7 @@ from lmcache_sidecar.explain.request_times import RequestHistograms
 from lmcache_sidecar.samples import LookupStats
 from lmcache_sidecar.stats import Figure, declared
 
+from lmcache.tiers.peers.server import PeerServerStats
 from lmcache.tiers.stats import ObjectStats, TieredStats
 
 _HEAD = """\
@@ -76,7 +77,7 @@ PARTS = (
         (stats.TARGET, *stats.ARENA, *stats.MEMORY, *stats.MEMORY_COUNTS),
     ),
     DocumentedPart(
-        "`disk`, `remote`: the lower tiers, distinguished by the label `tier`",
+        "`disk`, `peers`, `remote`: the lower tiers, distinguished by the label `tier`",
         "lmcache_tier_",
         (
             stats.REACHABLE,
@@ -88,6 +89,11 @@ PARTS = (
             stats.RESIDENCE,
         ),
         ("tier",),
+    ),
+    DocumentedPart(
+        "`peer_server`: reads of this pod's memory tier by other pods",
+        "lmcache_peer_server_",
+        (stats.PEER_SERVER, *declared(PeerServerStats)),
     ),
 )
 """All parts of the sidecar's statistics."""

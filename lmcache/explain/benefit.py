@@ -26,7 +26,7 @@ FirstTokens = dict[str, dict[str, dict[str, int]]]
 _PER_OCTAVE = 4  # latency buckets: a quantile is exact to 10 %
 _FASTEST, _SLOWEST = -14 * _PER_OCTAVE, 9 * _PER_OCTAVE  # 60 us to 512 s
 _LONGEST = 24
-TIERS = ("memory", "disk", "remote")
+TIERS = ("memory", "disk", "peers", "remote")
 
 
 def length_bucket(num_tokens: int) -> str:
@@ -106,7 +106,12 @@ def benefit(stats: Sequence[Mapping[str, Any]], prices: Prices, shard_bytes: flo
     tokens = merge.sums(counted, "causes", "cause_tokens")
     held = merge.sums(counted, "benefit", "tier_byte_seconds") | {"remote": shard_bytes * uptime}
     gib_hours = {tier: held.get(tier, 0.0) / GIB / 3600 for tier in TIERS}
-    usd_per_gib_hour = (prices.memory_gib_hour, prices.disk_gib_hour, prices.shard_gib_hour)
+    usd_per_gib_hour = {
+        "memory": prices.memory_gib_hour,
+        "disk": prices.disk_gib_hour,
+        "peers": 0.0,  # the other pods' memory is counted there
+        "remote": prices.shard_gib_hour,
+    }
     gpu_hours = merge.total(counted, "benefit", "saved_gpu_seconds") / 3600
     first_tokens = merged(merge.part(report, "benefit", "first_tokens") for report in counted)
     return Benefit(
@@ -121,9 +126,7 @@ def benefit(stats: Sequence[Mapping[str, Any]], prices: Prices, shard_bytes: flo
         wait_seconds=merge.total(counted, "benefit", "wait_seconds"),
         load_seconds=sum(merge.sums(counted, "benefit", "load_seconds").values()),
         gib_hours=gib_hours,
-        spent_usd={
-            tier: gib_hours[tier] * price for tier, price in zip(TIERS, usd_per_gib_hour, strict=True)
-        },
+        spent_usd={tier: gib_hours[tier] * usd_per_gib_hour[tier] for tier in TIERS},
         num_hits=sum(sum(sources.get("tier", {}).values()) for sources in first_tokens.values()),
         saved_latency=saved_latency(first_tokens),
     )

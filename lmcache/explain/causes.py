@@ -8,6 +8,7 @@ HITS: Mapping[str, str] = {
     "engine": "the engine's own cache",
     "memory": "memory tier",
     "disk": "disk tier",
+    "peers": "memory tiers of other pods",
     "remote": "remote tier",
 }
 """Causes of tokens that were not computed, the fastest first."""

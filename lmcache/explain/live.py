@@ -105,6 +105,7 @@ COLUMNS = (
     _group("ENGINE", "engine", 11),
     _group("MEMORY", "memory", 11),
     _group("DISK", "disk", 11),
+    _group("PEERS", "peers", 11),
     _group("REMOTE", "remote", 11),
     _group("COMPUTED", "computed", 8),
     _traffic("LOAD B/S", "load", "loadBytesPerSecond", 5),

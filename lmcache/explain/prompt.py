@@ -25,7 +25,7 @@ MAX_KEYS = 512
 _NAME_BYTES, _MAX_BLOCKS = 8, 63
 """Bytes of a block's name in a question, and the largest number of blocks, as in Scheduled.first_blocks."""
 
-PLACES = {"m": "memory", "d": "disk", "r": "remote", "-": "nowhere", "?": "unknown"}
+PLACES = {"m": "memory", "d": "disk", "p": "peers", "r": "remote", "-": "nowhere", "?": "unknown"}
 """Names of places by letter, the fastest first."""
 _ORDER = "".join(PLACES)
 _HELD_BELOW = ("slower_than_computing", "too_late", "store_refused", "invalid")

@@ -13,7 +13,7 @@ from lmcache.explain.causes import HITS, num_computed
 
 GROUPS = (*HITS, "computed")
 """Sources of prompt tokens: the caches, the fastest first, and the engine that computed the rest."""
-TIERS = ("memory", "disk", "remote")
+TIERS = ("memory", "disk", "peers", "remote")
 LOWER_TIERS = TIERS[1:]
 _MIN_SECONDS = 0.1
 """Two reports that are closer in time give no rates."""

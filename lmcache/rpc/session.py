@@ -148,6 +148,7 @@ class Session:
         prefill_tokens_per_second: float = 0.0,
         hint: bool = False,
         scheduled: Scheduled | None = None,
+        num_handed_over: int = 0,
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> LookupResult:
         """Look up a request's leading chunks, and lease the rows in memory that a hit of them needs.
@@ -164,6 +165,8 @@ class Session:
             hint: take no lease. The sidecar reports what it has and starts to promote chunks.
             scheduled: how the request gets its chunks, for the sidecar's counts; pass it once per request.
                 Together with ``hint``, nothing is promoted.
+            num_handed_over: leading chunks that another engine has computed a moment ago. The sidecar asks
+                lower tiers for their rows in each call, because they may be stored only now.
             timeout: deadline in seconds.
         """
         if not hint:
@@ -178,6 +181,7 @@ class Session:
             prefill_tokens_per_second=prefill_tokens_per_second,
             hint=hint,
             scheduled=pb.Scheduled(**scheduled._asdict()) if scheduled is not None else None,
+            num_handed_over_chunks=num_handed_over,
         )
         return LookupResult(reply.num_resident, reply.num_leased, reply.num_pending, reply.probing)
 

@@ -124,6 +124,10 @@ class LowerTier(Protocol):
         """Counters of this tier's objects."""
 
     @property
+    def takes_writes(self) -> bool:
+        """Can objects be stored? If not, ``store`` and ``touch`` are never called."""
+
+    @property
     def used_bytes(self) -> int | None:
         """Bytes that objects take of the medium; None if the tier can't know."""
 
@@ -147,6 +151,11 @@ class LowerTier(Protocol):
         """Read one object into ``into``. Returns None on a miss; the contents of ``into`` are then undefined.
 
         An object whose payload does not have ``length`` bytes is invalid."""
+
+    def rate_of(self, keys: Sequence[RowKey]) -> float | None:
+        """Return the rate of recent loads from the places of these rows; 0.0 if it is unknown.
+
+        None: all rows have the same place, so the rate of all loads from this tier counts."""
 
     def store(
         self, object_id: ObjectId, payload: memoryview, label: bytes = b"", digests: bytes = b""

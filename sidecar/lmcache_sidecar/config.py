@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from lmcache.common import options
 from lmcache.common.units import parse_size
 from lmcache.rpc.service import DEFAULT_SOCKET, check_socket_path
-from lmcache.tiers.remote.address import Address, Kind
+from lmcache.tiers.peers.limits import MIN_BYTES_PER_SECOND
+from lmcache.tiers.remote.address import Address, Kind, Tls
 
 
 class ConfigError(Exception):
@@ -33,6 +34,13 @@ _SECONDS = options.number(float, 0, 3600, "a number of seconds from 0 to 3600")
 
 def _read_address(url: str) -> Address | None:
     return Address.parse(url) if url else None
+
+
+def _read_bandwidth(text: str) -> int:
+    rate = parse_size(text) if text else 0
+    if 0 < rate < MIN_BYTES_PER_SECOND:
+        raise ValueError(f"{text!r} is below 16Mi: with a lower rate, readers would reach their deadlines")
+    return rate
 
 
 def _option(metavar: str, default: str, parse: options.Reader, about: str) -> Any:
@@ -86,6 +94,25 @@ class Config:
         "file with the user name for the remote tier; empty: the default user")
     remote_password_file: str = _option("FILE", "", str,
         "file with the password for the remote tier; empty: no password")
+    peers_file: str = _option("FILE", "", str,
+        "file with the pods whose memory tiers this sidecar reads, key peers: a list of host:port;"
+        " the sidecar follows its changes; empty: no peers")
+    peer_name: str = _option("HOST:PORT", "", str,
+        "entry of the list that is this pod itself, which it does not ask; empty: none")
+    peer_host: str = _option("ADDRESS", "", str,
+        "address on which other pods read this memory tier; empty: all IPv4 and IPv6 addresses")
+    peer_port: int | None = _option("PORT", "", lambda text: _PORT(text) if text else None,
+        "port on which other pods read this memory tier; 0: any free port, which the log names; empty: none")
+    peer_password_file: str = _option("FILE", "", str,
+        "file with the password that peers share, and on further lines passwords that are also accepted;"
+        " empty: no password")
+    peer_tls_dir: str = _option("DIR", "", str,
+        "directory with tls.crt and tls.key of this pod, and with ca.crt, the authority of its peers; all"
+        " connections between peers then use TLS; empty: no TLS")
+    peer_answer_seconds: float = _option("SECONDS", "0.005", _SECONDS,
+        "time in which other pods must say which rows they have; without an answer they count as having none")
+    peer_bandwidth: int = _option("SIZE", "", _read_bandwidth,
+        "bytes per second that all peers together read at most, a size from 16Mi; empty: no limit")
     drain_grace_seconds: float = _option("SECONDS", "20", _SECONDS,
         "time that a stopping sidecar has to write queued rows to the disk and remote tiers")
     stay_up: bool = _option("BOOL", "false", options.switch,
@@ -114,6 +141,25 @@ class Config:
     def has_credential_files(self) -> bool:
         """True if the user name or the password of the remote tier is in a file."""
         return bool(self.remote_username_file or self.remote_password_file)
+
+    @property
+    def peer_tls(self) -> Tls | None:
+        """Certificate of this pod, its key, and the authority of its peers; None: no TLS."""
+        if not self.peer_tls_dir:
+            return None
+        ca, cert, key = (str(Path(self.peer_tls_dir) / name) for name in ("ca.crt", "tls.crt", "tls.key"))
+        return Tls(ca, cert, key)
+
+    def peer_passwords(self) -> list[str]:
+        """Return the passwords of peers from their file; the first is this pod's own.
+
+        Raises ConfigError if the file can't be read, or is empty.
+        """
+        text = _read_secret("peer_password_file", self.peer_password_file)
+        passwords = [line.strip() for line in text.splitlines() if line.strip()]
+        if not passwords:
+            raise ConfigError(f"--peer-password-file: {self.peer_password_file} is empty: write a password")
+        return passwords
 
     def with_credentials(self, address: Address) -> Address:
         """Return the address with the present user name and password from their files, if configured.

@@ -10,11 +10,15 @@ from dataclasses import dataclass, field
 from lmcache.tiers.base import LowerTier
 from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.errors import TierError
-from lmcache.tiers.remote.address import Address
+from lmcache.tiers.peers.tier import PeersTier
+from lmcache.tiers.remote.address import DEFAULT_PREFIX, Address
 from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.stats import TieredStats
 from lmcache_sidecar.config import Config, ConfigError
+from lmcache_sidecar.peer_rows import TIER_NAME
+from lmcache_sidecar.peers import PeersFile, passwords_of
 from lmcache_sidecar.shards import ShardsFile
+from lmcache_sidecar.watched_files import FollowedFile
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +32,8 @@ class TierHandle:
 
     tier: LowerTier | None
     off_reason: str = ""
-    shards: ShardsFile | None = None
-    """Shards file to follow; None: the hosts of the URL are the shards."""
+    servers_file: FollowedFile | None = None
+    """File with the list of the tier's servers, to follow; None: the configuration names them."""
     traffic: TieredStats = field(default_factory=TieredStats)
     """Traffic between this tier and memory; not reset when the arena gets another format."""
 
@@ -68,7 +72,23 @@ def _open_remote(config: Config) -> TierHandle | None:
     shards = ShardsFile(config.remote_shards_file, remote) if config.remote_shards_file else None
     if shards is not None:
         shards.follow()  # so that the first request asks the right shards
-    return TierHandle(str(address), remote, shards=shards)
+    return TierHandle(str(address), remote, servers_file=shards)
+
+
+def _open_peers(config: Config) -> TierHandle | None:
+    if not config.peers_file:
+        return None
+    passwords = passwords_of(config)
+    peers = PeersTier(
+        prefix=DEFAULT_PREFIX,
+        password=(lambda: passwords()[0]) if passwords is not None else str,
+        tls=config.peer_tls,
+        timeout_seconds=config.remote_timeout_seconds,
+        ask_seconds=config.peer_answer_seconds,
+    )
+    file = PeersFile(config.peers_file, config.peer_name, peers)
+    file.follow()
+    return TierHandle(config.peers_file, peers, servers_file=file)
 
 
 def _open_disk(config: Config) -> TierHandle | None:
@@ -84,6 +104,7 @@ def _open_disk(config: Config) -> TierHandle | None:
 
 TIERS: dict[str, Callable[[Config], TierHandle | None]] = {
     "disk": _open_disk,
+    TIER_NAME: _open_peers,
     "remote": _open_remote,
 }
 """Functions that open each lower tier, in lookup order; they return None for a tier that is not enabled."""

@@ -82,7 +82,8 @@ class Sessions:
             probe.close()
             raise
         if not hello.private_reason:
-            store.register(hello.namespace, label=hello.model.encode())
+            lengths = [group.chunk_bytes for group in peer.groups.values()]
+            store.register(hello.namespace, label=hello.model.encode(), chunk_bytes=lengths)
         client = self.clients.admit(peer, probe)
         self.copier.attach(client)
         return client

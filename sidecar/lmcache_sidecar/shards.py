@@ -15,7 +15,7 @@ although the URL says ``redis://``. ``ca`` is a file with the certificate author
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from lmcache.common.options import read_yaml, unknown_keys
@@ -51,21 +51,29 @@ class ShardsFile(FollowedFile):
 def read_shards(path: str, text: str) -> ShardList:
     """Parse the text of a shards file. Raises ValueError, naming file and key."""
     keys = read_yaml(path, text)
-    for sentence in unknown_keys(path, keys, _KEYS):
-        logger.warning("%s", sentence)
-    current, previous = _endpoints(path, keys, "current"), _endpoints(path, keys, "previous")
+    warn_of_unknown(path, keys, _KEYS)
+    current, previous = endpoints_of(path, keys, "current"), endpoints_of(path, keys, "previous")
     if not current:
         raise ValueError(f"{path}: current: name at least one shard, such as 'current: [cache-0.cache:6379]'")
-    secure, ca = frozenset(_endpoints(path, keys, "tls")), keys.get("ca") or ""
+    secure, ca = frozenset(endpoints_of(path, keys, "tls")), keys.get("ca") or ""
     if not isinstance(ca, str):
         raise ValueError(f"{path}: ca: must be the path of a file")
     return ShardList(current, previous, _until(path, keys) if previous else 0.0, secure, ca)
 
 
-def _endpoints(path: str, keys: Mapping[str, object], name: str) -> tuple[Endpoint, ...]:
+def warn_of_unknown(path: str, keys: Mapping[str, object], known: Sequence[str]) -> None:
+    """Log the keys of a file that are not known."""
+    for sentence in unknown_keys(path, keys, known):
+        logger.warning("%s", sentence)
+
+
+def endpoints_of(
+    path: str, keys: Mapping[str, object], name: str, limit: int = _MAX_SHARDS
+) -> tuple[Endpoint, ...]:
+    """Return the list of servers under a key of a file. Raises ValueError, naming both."""
     texts = keys.get(name) or []
-    if not isinstance(texts, list) or len(texts) > _MAX_SHARDS or not all(isinstance(t, str) for t in texts):
-        raise ValueError(f"{path}: {name}: must be a list of up to {_MAX_SHARDS} shards, each host:port")
+    if not isinstance(texts, list) or len(texts) > limit or not all(isinstance(t, str) for t in texts):
+        raise ValueError(f"{path}: {name}: must be a list of up to {limit} servers, each host:port")
     try:
         return parse_endpoints(texts)
     except ValueError as error:

@@ -14,6 +14,7 @@ from lmcache.rpc import service
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.capacity import volume_bytes
+from lmcache.tiers.peers.server import PeerServer
 from lmcache.tiers.stats import MemoryStats
 from lmcache.tiers.tiered.history import ChunkHistory
 from lmcache.tiers.tiered.store import Admit, TieredStore
@@ -26,6 +27,8 @@ from lmcache_sidecar.copiers.copier import Mode, SidecarCopier
 from lmcache_sidecar.explain import page, prompt_page
 from lmcache_sidecar.explain.request_times import RequestHistograms
 from lmcache_sidecar.lower_tiers import open_tiers
+from lmcache_sidecar.peer_rows import TIER_NAME
+from lmcache_sidecar.peers import hand_over, start_peer_server
 from lmcache_sidecar.resizing import Resizer
 from lmcache_sidecar.samples import Samples
 from lmcache_sidecar.server import Server, claim_socket
@@ -38,6 +41,8 @@ logger = logging.getLogger(__name__)
 _CHECK_SECONDS = 30.0
 _FOLLOW_SECONDS = 1.0
 _RESIZE_SECONDS = 0.25
+_END_RESERVE_SECONDS = 1.0
+"""Part of the grace period in which no rows are handed over, because closing takes time, too."""
 _CLOSE_SECONDS = 1.0
 """Time for tiers to close. A tier may hang in the kernel; the process then ends without it."""
 
@@ -71,6 +76,7 @@ class Sidecar:
         self._copier.on_change = self._server.announce
         self._resizer = Resizer(self._sessions, self._copier, self._size, self._server.announce)
         self._tasks = Tasks()
+        self._peer_server: PeerServer | None = None
 
     @property
     def not_ready_reason(self) -> str:
@@ -95,26 +101,39 @@ class Sidecar:
             self._copier.grow()
 
         self._arena.start(lambda: loop.call_soon_threadsafe(grew))
+        peers = self._tiers.get(TIER_NAME)
+        self._peer_server = start_peer_server(self._config, loop, lambda: self._sessions.store, peers)
         self._tasks.spawn(self._sessions.clients.monitor.run())
         self._tasks.spawn(self._keep_size())
         for handle in self._handles.values():
-            if handle.shards is not None:
-                self._tasks.spawn(_repeat(_FOLLOW_SECONDS, handle.shards.follow))
+            if handle.servers_file is not None:
+                self._tasks.spawn(_repeat(_FOLLOW_SECONDS, handle.servers_file.follow))
             if handle.tier is not None:
                 self._tasks.spawn(_repeat(_CHECK_SECONDS, handle.tier.check))
 
     async def stop(self) -> None:
         """Refuse new calls, write queued rows through, and release all resources except the arena's file."""
+        if self._peer_server is not None:
+            self._peer_server.refuse_offers()
         await self._server.stop()
         await self._copier.close()
         await self._tasks.cancel()
         if (store := self._sessions.store) is not None:
-            if not await store.drain(self._config.drain_grace_seconds):
-                logger.warning(
-                    "%d rows were not written through within the grace period", store.num_unwritten
-                )
+            await self._drain(store)
+        if self._peer_server is not None:
+            await asyncio.to_thread(self._peer_server.close)
+        if store is not None:
             await store.close(_CLOSE_SECONDS)
         await asyncio.to_thread(self._opened.close)
+
+    async def _drain(self, store: TieredStore) -> None:
+        """Write queued rows through, then hand rows over to other pods. Both share the grace period."""
+        seconds, began = self._config.drain_grace_seconds, time.monotonic()
+        if not await store.drain(seconds):
+            logger.warning("%d rows were not written through within the grace period", store.num_unwritten)
+        left = began + seconds - _END_RESERVE_SECONDS - time.monotonic()
+        if self._peer_server is not None and left > 0:
+            await hand_over(store, self._tiers.get(TIER_NAME), self._config.peer_name, left)
 
     @property
     def samples(self) -> Samples:
@@ -139,7 +158,8 @@ class Sidecar:
 
     def stats(self) -> list[Part]:
         """Statistics of all components of this sidecar."""
-        return stats.collect(self._sessions, self._handles, self._memory_stats, self._resizer)
+        parts = stats.collect(self._sessions, self._handles, self._memory_stats, self._resizer)
+        return [*parts, *stats.peer_server_parts(self._peer_server)]
 
     async def _keep_size(self) -> None:
         """Resize the memory tier, step by step, whenever its size file changes.

@@ -21,6 +21,8 @@ from lmcache.tiers.base import LowerTier
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.contracts import Arena
 from lmcache.tiers.memory.tier import MemoryTier
+from lmcache.tiers.peers.server import PeerServer, PeerServerStats
+from lmcache.tiers.peers.tier import PeersTier
 from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.stats import MemoryStats, TieredStats
 from lmcache.tiers.tiered.tier_worker import TierWorker
@@ -273,6 +275,8 @@ USED_BYTES: Figure[LowerTier] = Figure(
 RESIDENCE: Figure[LowerTier] = Figure(
     "residence_seconds", "Estimated seconds until the tier evicts an object that is not used",
     lambda tier: tier.residence_seconds)
+PEER_SERVER: Figure[PeerServer] = Figure(
+    "num_connections", "Open connections of other pods", lambda server: server.num_connections)
 LOOKUPS: tuple[Figure[Samples], ...] = (
     Figure("samples_dropped", "Samples dropped from the ring that /samples serves",
         lambda samples: samples.num_dropped, is_counter=True),
@@ -328,6 +332,14 @@ def collect(
     ]
 
 
+def peer_server_parts(server: PeerServer | None) -> list[Part]:
+    """Return the statistics of the server that other pods read from; none if it does not run."""
+    if server is None:
+        return []
+    figures = read([PEER_SERVER], server) | read(declared(PeerServerStats), server.stats)
+    return [Part("peer_server", {}, figures, "lmcache_peer_server")]
+
+
 def tier_part(name: str, handle: TierHandle, worker: TierWorker | None) -> Part:
     """Return the statistics of a lower tier. ``worker`` is None until the arena has a format."""
     figures = read([REACHABLE], (handle, worker))
@@ -342,10 +354,10 @@ def tier_part(name: str, handle: TierHandle, worker: TierWorker | None) -> Part:
     reason = health.problem if health is not None and health.is_open else handle.off_reason
     address = str(handle.tier.address) if handle.tier else handle.address
     facts: dict[str, Any] = {"address": address, "off_reason": reason}
-    if isinstance(handle.tier, RemoteTier):
+    if isinstance(handle.tier, RemoteTier | PeersTier):
         facts["servers"] = handle.tier.servers()
-    if handle.shards is not None:
-        facts["shards_problem"] = handle.shards.problem
+    if handle.servers_file is not None:
+        facts["shards_problem"] = handle.servers_file.problem
     return Part(name, facts, figures, "lmcache_tier", {"tier": name})
 
 

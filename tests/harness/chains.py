@@ -10,6 +10,7 @@ from lmcache.tiers.memory.contracts import Chains
 CHUNK_TOKENS = 256
 
 
-def one_chain(keys: Sequence[bytes], chunk_bytes: int = 4096) -> Chains:
+def one_chain(keys: Sequence[bytes], chunk_bytes: int = 4096, num_handed_over: int = 0) -> Chains:
     """Keys of full attention."""
-    return Chains(CHUNK_TOKENS, (KVGroup(0, 16, chunk_bytes),), (keys,))
+    group = KVGroup(0, 16, chunk_bytes)
+    return Chains(CHUNK_TOKENS, (group,), (keys,), num_handed_over=num_handed_over)

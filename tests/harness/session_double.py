@@ -29,7 +29,9 @@ class SessionDouble:
         self.leased: set[str] = set()
         self.owed: list[str] = []
         self.num_pending = 0
+        self.is_probing = False
         self.num_hints = 0
+        self.num_handed_over = 0  # of the last lookup
         self.scheduled: list[tuple[str, int, Scheduled]] = []  # id, number of keys, report
         self.times: list[RequestTimes] = []
         self.takes_times = True
@@ -80,9 +82,11 @@ class SessionDouble:
         *,
         hint: bool = False,
         scheduled: Scheduled | None = None,
+        num_handed_over: int = 0,
         **_: Any,
     ) -> LookupResult:
         self.before_lookup()
+        self.num_handed_over = num_handed_over
         self._check_up()
         if scheduled is not None:
             self.scheduled.append((request_id, len(group_keys[0][1]) // ROW_KEY_BYTES, scheduled))
@@ -90,7 +94,7 @@ class SessionDouble:
         self.num_hints += hint
         if not hint:
             self.leased.add(request_id)
-        return LookupResult(number, 0 if hint else number, self.num_pending)
+        return LookupResult(number, 0 if hint else number, self.num_pending, self.is_probing)
 
     def _leading(self, keys: Iterable[bytes]) -> list[Slot]:
         slots = itertools.takewhile(lambda slot: slot in self.committed, map(self.rows.get, keys))

@@ -40,6 +40,7 @@ class FaultyTier:
 
     address = "nowhere"
     used_bytes = None
+    takes_writes = True
     residence_seconds = math.inf
 
     def __init__(self) -> None:
@@ -68,6 +69,9 @@ class FaultyTier:
 
     def check(self) -> None:
         self.calls["check"] += 1
+
+    def rate_of(self, keys) -> float | None:
+        return None
 
     def _probe(self) -> None:
         self.calls["health probe"] += 1
@@ -172,7 +176,7 @@ class World:
         tiers = {"remote": self.remote} if disk is None else {"disk": disk, "remote": self.remote}
         self.store = TieredStore(self.arena, tiers, admit=admit, stats=stats, clock=lambda: self.now)
         self.lower = self.store.lower["remote"]
-        self.store.register(NAMESPACE, label=b"model")
+        self.store.register(NAMESPACE, label=b"model", chunk_bytes=[SIZE])
 
     async def __aenter__(self) -> World:
         await self.store.adopt()
@@ -194,8 +198,15 @@ class World:
         for column in range(NUM_COLUMNS):
             self.store.commit(self.fill(keys, column, request), column, OWNER)
 
-    def lookup(self, keys: list[bytes], request: str = "request", row_seconds: float = 0.0) -> LookupResult:
-        return self.store.lookup((LEASE[0], request), one_chain(keys, SIZE), chunk_seconds=row_seconds)
+    def lookup(
+        self,
+        keys: list[bytes],
+        request: str = "request",
+        row_seconds: float = 0.0,
+        num_handed_over: int = 0,
+    ) -> LookupResult:
+        chains = one_chain(keys, SIZE, num_handed_over)
+        return self.store.lookup((LEASE[0], request), chains, chunk_seconds=row_seconds)
 
     def slots(self, keys: list[bytes]) -> list[Slot]:
         """Slots of the leading keys in memory."""

@@ -73,7 +73,7 @@ class FakeStore:
         self.is_closed = True
         return True
 
-    def register(self, namespace, *, label) -> None:
+    def register(self, namespace, *, label, chunk_bytes) -> None:
         pass
 
     def lookup(self, lease_id, chains, *, chunk_seconds, is_hint, num_scheduled_hits) -> LookupResult:

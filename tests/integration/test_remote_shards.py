@@ -85,10 +85,11 @@ def test_probe_asks_for_each_row_of_the_window_once(remote, servers):
     for server in servers:
         server.client.config_resetstat()
     assert remote.probe(KEYS[:16], 1) == 16
-    for server in servers:
-        stats = server.client.info("commandstats")
-        assert stats["cmdstat_hexists"]["calls"] < 16
-    assert sum(s.client.info("commandstats")["cmdstat_hexists"]["calls"] for s in servers) == 16
+    stats = [server.client.info("commandstats") for server in servers]
+    # Ports decide which shard owns a row, so a shard may own none.
+    calls = [each.get("cmdstat_hexists", {"calls": 0})["calls"] for each in stats]
+    assert max(calls) < 16
+    assert sum(calls) == 16
 
 
 def time_out() -> None:

@@ -54,6 +54,8 @@ class DiskTier:
     Raises DiskError if the directory is in use or unusable, or if its volume is too small.
     """
 
+    takes_writes = True
+
     def __init__(self, directory: str | os.PathLike[str], capacity_bytes: int) -> None:
         self.address = os.fspath(directory)
         self.stats = ObjectStats()
@@ -111,6 +113,10 @@ class DiskTier:
         An object whose payload does not have ``length`` bytes is invalid."""
         with self._watching():
             return self._load(object_id, into, length)
+
+    def rate_of(self, keys: Sequence[RowKey]) -> float | None:
+        """See LowerTier."""
+        return None
 
     def store(
         self, object_id: ObjectId, payload: memoryview, label: bytes = b"", digests: bytes = b""

@@ -56,6 +56,8 @@ class Chains:
     """Row keys per group, head first. All chains have the same chunks."""
     tenant: bytes = b""
     """Tenant that owns the rows that are promoted for this request."""
+    num_handed_over: int = 0
+    """Leading chunks that another engine has computed a moment ago. Their rows may be stored only now."""
 
     @property
     def num_chunks(self) -> int:
@@ -134,7 +136,8 @@ class LookupResult(NamedTuple):
     num_pending: int = 0
     """Chunks after ``num_resident`` that will be in memory when all current promotions succeed."""
     is_probing: bool = False
-    """Is the answer of a lower tier still outstanding?"""
+    """Is the answer of a lower tier still outstanding, or will a later lookup ask it again for rows that were
+    handed over?"""
 
     @property
     def num_expected(self) -> int:

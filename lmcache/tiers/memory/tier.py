@@ -103,6 +103,20 @@ class MemoryTier(Reservations):
         """Could a lookup lease this row?"""
         return self._rows.find(key) is not None
 
+    def resident_slot(self, key: RowKey) -> Slot | None:
+        """Return the slot of a row that a lookup could lease."""
+        number = self._rows.find(key)
+        return None if number is None else self._rows.slot(number)
+
+    def hottest_half(self) -> list[tuple[RowKey, int]]:
+        """Return keys and payload lengths of the rows that would be evicted last, the last one first.
+
+        These are half of the rows without a lease.
+        """
+        numbers = [row for row in self._rows.policy.victims() if not self._rows.unverified[row]]
+        hottest = reversed(numbers[len(numbers) // 2 :])
+        return [(self._rows.key(row), self._table.length(row, 0)) for row in hottest]
+
     def knows(self, key: RowKey) -> bool:
         """Is there a row of this key, in any state?"""
         return key in self._rows.row_by_key

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import struct
 from collections.abc import Iterator, Sequence
 
@@ -49,6 +50,9 @@ _WINDOW = 3
 _NO_CHECKSUM = bytes(16)
 """Checksum in a marker: the pieces have their own."""
 
+_NAME = re.compile(rb"([A-Za-z0-9_.-]{1,64}):([0-9a-f]{64}):\{([0-9a-f]{64})\}")
+_FIELD = re.compile(rb"([0-9]{1,9})(?::([0-9]{1,9}))?")
+
 _PLACE = struct.Struct("<68sQQ")
 """Fields of a seal besides the piece: object id, length of the payload, position of the piece in it."""
 
@@ -56,6 +60,23 @@ _PLACE = struct.Struct("<68sQQ")
 def redis_name(prefix: str, row_key: RowKey) -> str:
     """Name the hash of a row."""
     return f"{prefix}:{split_row_key(row_key)[0].hex()}:{{{hash_tag(row_key)}}}"
+
+
+def parse_name(prefix: str, name: bytes) -> RowKey | None:
+    """Return the row that a name stands for; None if ``redis_name`` does not return this name."""
+    match = _NAME.fullmatch(name)
+    if match is None or match[1] != prefix.encode():
+        return None
+    return bytes.fromhex(match[2].decode()) + bytes.fromhex(match[3].decode())
+
+
+def parse_field(field: bytes) -> tuple[int, int | None] | None:
+    """Return (column, number of the piece) that a field stands for; for a marker, the number is None.
+
+    Returns None if the field is neither.
+    """
+    match = _FIELD.fullmatch(field)
+    return None if match is None else (int(match[1]), int(match[2]) if match[2] else None)
 
 
 def hash_tag(row_key: RowKey) -> str:
@@ -110,7 +131,7 @@ def load(
         ahead = sizes[1 : 1 + _WINDOW] if number == 0 else sizes[number + _WINDOW : number + _WINDOW + 1]
         if ahead:
             connection.ask([("HGET", name, next(fields)) for _ in ahead])
-        if _seal(object_id, total, start, piece) != seal:
+        if seal_of(object_id, total, start, piece) != seal:
             raise InvalidObjectError("checksum")
         payload_digests.update(piece)
         start += size
@@ -141,7 +162,7 @@ def store(
     fields = list(itertools.islice(_piece_fields(object_id), len(sizes)))
     for number, (field, size) in enumerate(zip(fields, sizes, strict=True)):
         piece = payload[start : start + size]
-        values: dict[str, list[Buffer]] = {field: [piece, _seal(object_id, total, start, piece)]}
+        values: dict[str, list[Buffer]] = {field: [piece, seal_of(object_id, total, start, piece)]}
         if number == len(sizes) - 1:
             _read_replies(connection, min(number, _WINDOW))
             values[marker_field(object_id)] = [marker]
@@ -179,7 +200,8 @@ def _piece_fields(object_id: ObjectId) -> Iterator[str]:
     return (f"{object_id.column}:{number}" for number in itertools.count())
 
 
-def _seal(object_id: ObjectId, total_bytes: int, start: int, piece: memoryview) -> bytes:
+def seal_of(object_id: ObjectId, total_bytes: int, start: int, piece: memoryview) -> bytes:
+    """Return the seal of a piece that starts at byte ``start`` of the payload."""
     seal = xxhash.xxh3_128(_PLACE.pack(object_id, total_bytes, start))
     seal.update(piece)
     return bytes(seal.digest())

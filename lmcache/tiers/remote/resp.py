@@ -89,6 +89,11 @@ class Connection:
         self.ask(commands)
         return self.read_replies(len(commands))
 
+    def call_for_numbers(self, commands: Sequence[Sequence[str]]) -> list[int]:
+        """Send commands together, and read a number for each. Raises ServerError for an error reply."""
+        self.ask(commands)
+        return [self._read_number() for _ in commands]
+
     def read_replies(self, number: int) -> list[Reply | ServerError]:
         """Read replies of any kind. Error replies are values in the list."""
         replies: list[Reply | ServerError] = []
@@ -147,6 +152,12 @@ class Connection:
         """Read the rest of a bulk string into the targets, in one system call if possible."""
         self._read_end(*targets)
         self._num_due -= 1
+
+    def _read_number(self) -> int:
+        self._skip_asking()
+        number = _number(self._read_line(b":")[1:])
+        self._num_due -= 1
+        return number
 
     def _start(self) -> bytes:
         """Return the bytes to send before a command, and count its replies."""

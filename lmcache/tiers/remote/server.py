@@ -23,11 +23,20 @@ class RedisServer:
     fatal_errors = frozenset({"BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "NOAUTH", "WRONGPASS"})
     """Codes of error replies that any command would get. For other codes, a PING checks the server."""
 
-    def __init__(self, name: str, connect: Callable[[], Connection], listener: Listener) -> None:
+    def __init__(
+        self,
+        name: str,
+        connect: Callable[[], Connection],
+        listener: Listener,
+        kind: str = "remote tier",
+        max_idle: int | None = None,
+    ) -> None:
+        """Create a server without a connection. ``max_idle``: connections that stay open; None: all."""
         self.name = name
-        self.circuit = Circuit(f"remote tier {name}", self._probe)
+        self.circuit = Circuit(f"{kind} {name}", self._probe)
         self.circuit.subscribe(listener)
         self._connect = connect
+        self._max_idle = max_idle
         self._lock = threading.Lock()  # protects the following
         self._idle: list[Connection] = []
         self._is_closed = False
@@ -106,7 +115,8 @@ class RedisServer:
 
     def _give_back(self, connection: Connection) -> None:
         with self._lock:
-            if connection.is_reusable and not self._is_closed:
+            is_full = self._max_idle is not None and len(self._idle) >= self._max_idle
+            if connection.is_reusable and not self._is_closed and not is_full:
                 self._idle.append(connection)
                 return
         connection.close()

@@ -6,11 +6,12 @@ name server that never answers delays only that name's users.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from typing import Any
@@ -130,15 +131,33 @@ def _shake_hands(connection: socket.socket, host: str, tls: Tls) -> ssl.SSLSocke
         raise ConnectionError(f"the TLS handshake failed: {error}") from None
 
 
-def _context(tls: Tls) -> ssl.SSLContext:
-    """Create a TLS context. Reads the files for every connection, because certificates are renewed."""
+def accept_tls(connection: socket.socket, tls: Tls) -> ssl.SSLSocket:
+    """Serve TLS on a connection that a client opened. The caller calls ``do_handshake``.
+
+    Raises OSError if the certificate can't be read. Reads the files each time, because certificates are
+    renewed.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    with _reading(tls):
+        context.load_cert_chain(tls.cert, tls.key or None)
+    return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+
+
+@contextlib.contextmanager
+def _reading(tls: Tls) -> Iterator[None]:
     try:
-        context = ssl.create_default_context(cafile=tls.ca or None)
-        if tls.cert:
-            context.load_cert_chain(tls.cert, tls.key or None)
+        yield
     except OSError as error:
         files = ", ".join(path for path in (tls.ca, tls.cert, tls.key) if path)
         raise ConnectionError(f"TLS: one of {files} can't be read: {error}") from None
+
+
+def _context(tls: Tls) -> ssl.SSLContext:
+    """Create a TLS context. Reads the files for every connection, because certificates are renewed."""
+    with _reading(tls):
+        context = ssl.create_default_context(cafile=tls.ca or None)
+        if tls.cert:
+            context.load_cert_chain(tls.cert, tls.key or None)
     context.check_hostname = tls.verify == "full"
     if tls.verify == "none":
         context.verify_mode = ssl.CERT_NONE

@@ -26,6 +26,7 @@ from lmcache.common.recent import Recent
 from lmcache.tiers.base import Loaded, ObjectId, RowKey
 from lmcache.tiers.circuit import JointHealth
 from lmcache.tiers.errors import InvalidObjectError, ServerError, TierUnavailableError
+from lmcache.tiers.probing import num_leading
 from lmcache.tiers.remote import objects
 from lmcache.tiers.remote.address import Address, Endpoint, Kind, Tls
 from lmcache.tiers.remote.cluster import RedisCluster
@@ -37,8 +38,6 @@ from lmcache.tiers.stats import ObjectStats, count_reason
 
 T = TypeVar("T")
 
-_FIRST_WINDOW = 16  # rows of the first probe; doubles, because a longer prefix is likely even longer
-_MAX_WINDOW = 1024
 _MAX_NAMES = 8192  # names in one round trip of ``touch``
 _MAX_TRIES = 3  # servers to try for one object
 _MAX_REWRITE = 4096  # number of invalid objects to remember
@@ -51,6 +50,8 @@ class RemoteTier:
     ``present`` returns the address with the current user name and password, which may change at run time. It
     is called for every new connection, and may raise OSError. Default: ``address``.
     """
+
+    takes_writes = True
 
     def __init__(
         self,
@@ -104,15 +105,7 @@ class RemoteTier:
 
     def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
         """Return how many leading rows have all their columns stored."""
-        present, window = 0, _FIRST_WINDOW
-        while present < len(keys):
-            asked = keys[present : present + window]
-            is_present = self.find_each([ObjectId(key, c) for key in asked for c in range(num_columns)])
-            if False in is_present:
-                return present + is_present.index(False) // num_columns
-            present += len(asked)
-            window = min(2 * window, _MAX_WINDOW)
-        return present
+        return num_leading(self.find_each, keys, num_columns)
 
     def find_each(self, ids: Sequence[ObjectId], *, is_use: bool = True) -> list[bool]:
         """Say of each object whether it is stored. For ``is_use``, see LowerTier.
@@ -157,6 +150,10 @@ class RemoteTier:
             self.stats.hits += loaded is not None
             self.stats.misses += loaded is None
         return loaded
+
+    def rate_of(self, keys: Sequence[RowKey]) -> float | None:
+        """See LowerTier."""
+        return None
 
     def store(
         self, object_id: ObjectId, payload: memoryview, label: bytes = b"", digests: bytes = b""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lmcache.common.threads import NICENESS
 from lmcache.tiers.base import RowKey
 from lmcache.tiers.header import digests, slot_checksum
 from lmcache.tiers.memory.contracts import Arena, Slot
 from lmcache.tiers.memory.tier import MemoryTier
-from lmcache.tiers.tiered.tasks import NICENESS, Workers
+from lmcache.tiers.tiered.tasks import Workers
 
 
 def checksums_of(key: RowKey, columns: Sequence[memoryview], column_digests: Sequence[bytes]) -> list[bytes]:

@@ -10,7 +10,8 @@ A lookup never waits for a promotion. At any time there is at most one promotion
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import NamedTuple
 
 from lmcache.common.recent import Recent
 from lmcache.tiers.base import RowKey
@@ -28,7 +29,19 @@ _ABSENT_SECONDS = 1.0
 """Seconds for which a key counts as absent in the lower tiers. Repeated lookups of one request then do not
 probe again."""
 
-_MAX_ORIGINS = 1 << 14
+_ASK_AGAIN_SECONDS = 0.05
+"""Seconds until lower tiers are asked again for a row that was handed over. They double with each question,
+up to ``_ABSENT_SECONDS``. More questions would take the time that peers have for other requests."""
+
+_MAX_ORIGINS = _MAX_QUESTIONS = 1 << 14
+
+
+class _Question(NamedTuple):
+    """Question to all lower tiers for a row that was handed over. They did not have it."""
+
+    delay: float
+    """Seconds until the next question."""
+    next_at: float
 
 
 class Promotions:
@@ -57,9 +70,12 @@ class Promotions:
         self._clock = clock
         self._pending: dict[RowKey, int] = {}  # rows to be promoted or verified, and their slots
         self._num_pending_slots = 0
+        self._num_taken = 0  # rows that other pods offered
         self._probing: set[RowKey] = set()  # names of running probes
         # Until when a key counts as absent: for one request, or ("") for all.
         self._absent: OrderedDict[tuple[RowKey, str], float] = OrderedDict()
+        # Last question of a request for a row that was handed over and is absent.
+        self._questions: Recent[tuple[RowKey, str], _Question] = Recent(_MAX_QUESTIONS)
 
     def verify(self, chains: Chains, present: Sequence[bytes], request: str) -> Search:
         """Find the longest hit when all current promotions succeed, and start to verify its rows.
@@ -77,7 +93,8 @@ class Promotions:
                     part[chunk] = self._is_expected(chains.key(place), place, unverified)
                     if chains.is_prefix and not part[chunk]:
                         break
-        search = Search(chains, expected, lambda key: self._is_absent(key, request))
+        handed_over = {key for keys in chains.keys for key in keys[: chains.num_handed_over]}
+        search = Search(chains, expected, lambda key: self._is_absent(key, request, handed_over))
         if unverified:
             places = [place for place in chains.places(search.num_expected) if place in unverified]
             slots = {chains.key(place): unverified[place] for place in places}
@@ -87,15 +104,19 @@ class Promotions:
         return search
 
     def promote(self, search: Search, request: str, chunk_seconds: float) -> bool:
-        """Ask the lower tiers for more rows if that can help now. Returns True while they are being asked.
+        """Ask the lower tiers for more rows if that can help now.
+
+        Returns True while they are being asked, or if a later lookup will ask again for handed-over rows.
 
         ``chunk_seconds``: time that the engine needs to compute a chunk; 0.0 if unknown.
         """
         if not any(lower.is_healthy for lower in self._lower):
             return False
         name = search.next_key()
-        if name is None or name in self._probing:
-            return name is not None
+        if name is None:
+            return self._will_ask_again(search, request)
+        if name in self._probing:
+            return True
         num_left = self._memory.usable_slots // 4 - self._num_pending_slots
         chunk_slots = sum(map(self._memory.num_slots, search.full_chunk_bytes))
         if num_left < max(1, chunk_slots):
@@ -117,6 +138,26 @@ class Promotions:
             unverified[place] = slot
             return True
         return self._memory.is_being_written(key) or self._memory.is_resident(key)
+
+    async def take_over(self, key: RowKey, length: int, source: TierWorker) -> None:
+        """Promote a row that no request asks for, unless it is in memory or being promoted.
+
+        Each row is an eviction group of its own, so that a later one does not make this row look used.
+        """
+        num_slots = self._memory.num_slots(length)
+        num_left = self._memory.usable_slots // 4 - self._num_pending_slots
+        if key in self._pending or self._memory.knows(key) or num_slots > num_left:
+            return
+        self._begin(key, num_slots)
+        self._num_taken += 1
+        try:
+            write = await source.load(key, length, f"taken over {self._num_taken}", b"")
+        finally:
+            self._end(key)
+        if write is not None:
+            self._refresh.mark_fresh(write.slot)
+            self.origins[key] = source.name
+            self._absences.forget(key)
 
     def is_under_way(self, key: RowKey) -> bool:
         """Is the row being promoted or verified, or a lower tier being asked for it?"""
@@ -166,23 +207,27 @@ class Promotions:
                 self._probing.add(following)
         finally:
             self._probing -= names
-        for key in search.absent():
-            self._note_absent(key, scope)
+        absent = search.absent()
         if (following := search.next_key()) is not None:
-            self._note_absent(following, scope)
+            absent.append(following)
+        for key in absent:
+            self._note_absent(key, scope)
+            if search.chains.num_handed_over and not scope:
+                self._note_question(key, request)
 
     def _is_worth(
         self, search: Search, sources: Sequence[tuple[Place, int]], position: int, recompute_seconds: float
     ) -> bool:
         """Is loading this tier's rows faster than computing the chunks that they add?"""
         lower, groups = self._lower[position], search.chains.groups
-        sizes = [groups[group].chunk_bytes for (_, group), source in sources if source == position]
-        is_worth = not sizes or lower.should_load(sum(sizes), recompute_seconds)
+        places = [place for place, source in sources if source == position]
+        keys = list(map(search.chains.key, places))
+        num_bytes = sum(groups[group].chunk_bytes for _, group in places)
+        is_worth = not keys or lower.should_load(keys, num_bytes, recompute_seconds)
         if not is_worth:
-            lower.stats.skipped_slower_than_recompute += len(sizes)
-            for place, source in sources:
-                if source == position:
-                    self._absences.note(search.chains.key(place), Absence.SLOWER)
+            lower.stats.skipped_slower_than_recompute += len(keys)
+            for key in keys:
+                self._absences.note(key, Absence.SLOWER)
         return is_worth
 
     def _start(self, search: Search, place: Place, request: str, position: int) -> None:
@@ -200,7 +245,8 @@ class Promotions:
                     self.origins[key] = lower.name
                     self._absences.forget(key)
                     for nearer in self._lower[:number]:
-                        nearer.write(write)
+                        if nearer.takes_writes:
+                            nearer.write(write)
                     return
         finally:
             self._end(key)
@@ -210,6 +256,7 @@ class Promotions:
         elif not all(lower.is_healthy for lower in self._lower):
             self._absences.note(key, Absence.UNAVAILABLE)
         self._note_absent(key)
+        self._note_question(key, request)
 
     def _begin(self, key: RowKey, num_slots: int) -> None:
         self._pending[key] = num_slots
@@ -218,9 +265,37 @@ class Promotions:
     def _end(self, key: RowKey) -> None:
         self._num_pending_slots -= self._pending.pop(key)
 
-    def _is_absent(self, key: RowKey, request: str) -> bool:
-        now = self._clock()
-        return any(self._absent.get((key, scope), 0.0) > now for scope in ("", request))
+    def _is_absent(self, key: RowKey, request: str, handed_over: Set[RowKey]) -> bool:
+        """Is it known that the request cannot get this row from a lower tier?
+
+        A row that was handed over may appear at any time. If tiers did not have it, it is absent only until
+        this request asks again.
+        """
+        if key not in handed_over:
+            return self._is_noted(key, "") or self._is_noted(key, request)
+        return self._is_noted(key, request) or self._is_asked_later(key, request)
+
+    def _is_noted(self, key: RowKey, scope: str) -> bool:
+        return self._absent.get((key, scope), 0.0) > self._clock()
+
+    def _is_asked_later(self, key: RowKey, request: str) -> bool:
+        question = self._questions.get((key, request))
+        return question is not None and question.next_at > self._clock()
+
+    def _will_ask_again(self, search: Search, request: str) -> bool:
+        """Will a later lookup of the request ask for rows that were handed over and are absent now?"""
+        num_handed_over = search.chains.num_handed_over
+        return search.num_expected < num_handed_over and any(
+            self._is_asked_later(key, request)
+            and not (self._is_noted(key, request) or self._memory.is_resident(key))
+            for keys in search.chains.keys
+            for key in keys[:num_handed_over]
+        )
+
+    def _note_question(self, key: RowKey, request: str) -> None:
+        last = self._questions.get((key, request))
+        delay = min(2 * last.delay, _ABSENT_SECONDS) if last is not None else _ASK_AGAIN_SECONDS
+        self._questions[key, request] = _Question(delay, self._clock() + delay)
 
     def _note_absent(self, key: RowKey, request: str = "") -> None:
         now = self._clock()

@@ -16,10 +16,11 @@ A lookup never waits: it returns what is in memory, and what is being promoted.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import math
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 
 from lmcache.tiers.base import LowerTier, RowKey, split_row_key
 from lmcache.tiers.memory.contracts import Arena, Chains, LookupResult, Reservation, Reserved, Slot
@@ -72,6 +73,7 @@ class TieredStore:
         self._absences = Absences(clock)
         self._admit = admit
         self._labels: dict[bytes, bytes] = {}  # label of each shared namespace
+        self._chunk_bytes: dict[bytes, set[int]] = {}  # the same: lengths of its rows, per column
         self._outstanding = Outstanding()  # rows to checksum, and rows to write to each tier
         self._tasks = Tasks()
         self._checksums = Checksums(self.memory)
@@ -82,6 +84,8 @@ class TieredStore:
             for name, tier in (lower or {}).items()
         }
         tiers = tuple(self.lower.values())
+        self._written = [worker for worker in tiers if worker.takes_writes]
+        self._reads = Outstanding()  # rows that other pods are reading
         self._promotions = Promotions(
             self.memory,
             self._checksums,
@@ -104,12 +108,14 @@ class TieredStore:
         for _ in self.memory.adopt():
             await asyncio.sleep(0)
 
-    def register(self, namespace: bytes, *, label: bytes = b"") -> None:
+    def register(self, namespace: bytes, *, label: bytes = b"", chunk_bytes: Collection[int] = ()) -> None:
         """Share a namespace for good. Rows of other namespaces never leave the memory tier.
 
-        ``label`` (at most 512 bytes) is stored with every object, for people who inspect it.
+        ``label`` (at most 512 bytes) is stored with every object, for people who inspect it. ``chunk_bytes``:
+        payload bytes per column of its rows; other pods' rows of another length are not taken over.
         """
         self._labels[namespace] = label
+        self._chunk_bytes.setdefault(namespace, set()).update(chunk_bytes)
 
     # ---- load ----
 
@@ -243,16 +249,48 @@ class TieredStore:
                 self._outstanding.done()
 
     def _write(self, write: Write) -> None:
-        for worker in self.lower.values():
+        for worker in self._written:
             worker.write(write)
 
     def _touch(self, rows: Mapping[RowKey, Slot]) -> None:
         shared = [(key, slot) for key, slot in rows.items() if self._is_shared(key)]
-        for worker in self.lower.values():
+        for worker in self._written:
             worker.touch(shared)
 
     def _residence_seconds(self) -> float:
-        return min((worker.residence_seconds for worker in self.lower.values()), default=math.inf)
+        return min((worker.residence_seconds for worker in self._written), default=math.inf)
+
+    # ---- for other pods ----
+
+    def can_be_read(self, key: RowKey) -> bool:
+        """May other pods read this row, and is it in memory now? Counts as no use of the row."""
+        return not self.is_closed and self._is_shared(key) and self.memory.is_resident(key)
+
+    def begin_read(self, key: RowKey) -> Slot | None:
+        """Pin a row that another pod reads; None if it can't be read. Call ``end_read`` with the slot."""
+        slot = self.memory.resident_slot(key) if self.can_be_read(key) else None
+        if slot is not None:
+            self.memory.pin(slot)
+            self._reads.add()
+        return slot
+
+    def end_read(self, slot: Slot) -> None:
+        """End the pin of ``begin_read``."""
+        self.memory.unpin(slot)
+        self._reads.done()
+
+    def hottest_rows(self) -> list[tuple[RowKey, int]]:
+        """Return keys and payload lengths of the rows that other pods should take over, the hottest first."""
+        return [(key, length) for key, length in self.memory.hottest_half() if self._is_shared(key)]
+
+    async def take_over(self, key: RowKey, length: int, tier: str) -> bool:
+        """Load a row from a lower tier although no request needs it now. Returns whether it is in memory."""
+        is_valid = length in self._chunk_bytes.get(split_row_key(key)[0], ())
+        if self.is_closed or not is_valid or tier not in self.lower:
+            return False
+        taking = self._tasks.spawn(self._promotions.take_over(key, length, self.lower[tier]))
+        await asyncio.wait([taking])  # the store cancels it when it closes
+        return not taking.cancelled() and self.memory.is_resident(key)
 
     # ---- life ----
 
@@ -277,7 +315,9 @@ class TieredStore:
         await self._tasks.cancel()
         await self._checksums.close()
         ended = [await lower.close(timeout_seconds) for lower in self.lower.values()]
-        return all(ended)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._reads.wait(), timeout_seconds)
+        return all(ended) and not self._reads.number
 
     def _is_shared(self, key: RowKey) -> bool:
         return split_row_key(key)[0] in self._labels

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import queue
 import threading
 import time
@@ -13,12 +12,11 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from lmcache.common.threads import lower_priority
+
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-NICENESS = 10
-"""Niceness of threads whose results no request waits for. An engine on the same node then runs first."""
 
 
 class Tasks:
@@ -97,10 +95,7 @@ class Workers:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run_all(self) -> None:
-        thread = threading.get_native_id()
-        if os.getpriority(os.PRIO_PROCESS, thread) < self._niceness:  # else the process is nicer already
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, thread, self._niceness)
+        lower_priority(self._niceness)
         while (item := self._work.get()) is not None:
             _do(*item)
             del item  # otherwise an idle thread would keep views of the arena

@@ -7,10 +7,11 @@ import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
+from lmcache.common.threads import NICENESS
 from lmcache.tiers.base import LowerTier
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.tiered.refresh import RefreshQueue
-from lmcache.tiers.tiered.tasks import NICENESS, Tasks, Workers
+from lmcache.tiers.tiered.tasks import Tasks, Workers
 
 T = TypeVar("T")
 
@@ -51,6 +52,11 @@ class TierOperations:
         """Is the circuit closed, and no operation stuck?"""
         since = next(iter(self._running.values()), self._clock())
         return self._up.is_set() and self._clock() - since < _STUCK_SECONDS
+
+    @property
+    def takes_writes(self) -> bool:
+        """See LowerTier."""
+        return self._tier.takes_writes
 
     @property
     def residence_seconds(self) -> float:

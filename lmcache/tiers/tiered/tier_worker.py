@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from lmcache.tiers.base import Loaded, LowerTier, ObjectId, RowKey, split_row_key
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.header import digests
+from lmcache.tiers.load_or_recompute import Rate, should_load
 from lmcache.tiers.memory.contracts import Slot
 from lmcache.tiers.memory.tier import MemoryTier
 from lmcache.tiers.stats import TieredStats, WriteSkipped
 from lmcache.tiers.tiered.checksums import checksums_of, recorded_checksums
-from lmcache.tiers.tiered.load_or_recompute import Rate, should_load
 from lmcache.tiers.tiered.refresh import RefreshQueue
 from lmcache.tiers.tiered.tasks import Outstanding
 from lmcache.tiers.tiered.tier_operations import NUM_WRITERS, TierOperations
@@ -106,9 +106,11 @@ class TierWorker(TierOperations):
             return None
         return [all(present[i : i + self._num_columns]) for i in range(0, len(ids), self._num_columns)]
 
-    def should_load(self, column_bytes: int, recompute_seconds: float) -> bool:
-        """Is loading ``column_bytes`` per column faster than computing them (0.0: time unknown)?"""
-        rate = self.bytes_per_second if self._rate.is_certain else 0.0
+    def should_load(self, keys: Sequence[RowKey], column_bytes: int, recompute_seconds: float) -> bool:
+        """Is loading rows of ``column_bytes`` per column faster than computing them (0.0: time unknown)?"""
+        rate = self._tier.rate_of(keys)
+        if rate is None:
+            rate = self.bytes_per_second if self._rate.is_certain else 0.0
         return should_load(column_bytes * self._num_columns, rate, recompute_seconds)
 
     async def load(self, key: RowKey, length: int, request: str, tenant: bytes) -> Write | None:

@@ -146,7 +146,8 @@ def parse_lookup(request: pb.LookupRequest, peer: Peer) -> Chains:
     keys = tuple(_split_keys(group.keys) for group in request.groups)
     require(len(set(map(len, keys))) == 1, "each group must have the same number of keys, one for each chunk")
     groups = tuple(peer.groups[number] for number in numbers)
-    return Chains(peer.hello.geometry.chunk_tokens, groups, keys, request.tenant)
+    num_handed_over = min(request.num_handed_over_chunks, len(keys[0])) if keys else 0
+    return Chains(peer.hello.geometry.chunk_tokens, groups, keys, request.tenant, num_handed_over)
 
 
 def parse_reserve(request: pb.ReserveRequest, peer: Peer) -> list[RowKey]:

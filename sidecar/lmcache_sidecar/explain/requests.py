@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from lmcache.explain.benefit import Source
 
-TIERS = ("remote", "disk", "memory")
+TIERS = ("remote", "peers", "disk", "memory")
 """Tiers that an engine loads from, the slowest first."""
 LOAD_FAILED = "load_failed"
 """Cause of tokens that the engine computes because their load failed."""

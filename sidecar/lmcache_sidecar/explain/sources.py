@@ -1,6 +1,7 @@
 """Sources of the leading chunks of a request, a letter for each. Pure.
 
-The letters are those of ``/samples``: e (the engine's own cache), m (memory), d (disk), r (remote tier).
+The letters are those of ``/samples``: e (the engine's own cache), m (memory), d (disk), p (memory
+of other pods), r (remote tier).
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.tiers.base import RowKey
 from lmcache.tiers.memory.contracts import Chains
 
-_LOWER = {"disk": ord("d"), "remote": ord("r")}
+_LOWER = {"disk": ord("d"), "peers": ord("p"), "remote": ord("r")}
 _MEMORY = ord("m")
 NAMES = {ord("e"): "engine", _MEMORY: "memory", **{letter: name for name, letter in _LOWER.items()}}
 """Names of the places, by letter."""
-LOADED = "drm"
+LOADED = "drpm"
 """Letters of chunks that the engine loads, the slowest tier first."""
 
 

@@ -64,8 +64,8 @@ def test_net_value_subtracts_the_price_of_each_tier():
     prices = Prices(gpu_hour=4.0, memory_gib_hour=0.004, shard_gib_hour=0.01, disk_gib_hour=0.001)
     held = {"memory": 64 * GIB * HOUR, "disk": 100 * GIB * HOUR}
     saved = benefit([stats(saved={"memory": 1800.0}, tier_byte_seconds=held)], prices, shard_bytes=32 * GIB)
-    assert saved.gib_hours == pytest.approx({"memory": 64, "disk": 100, "remote": 32})
-    assert saved.spent_usd == pytest.approx({"memory": 0.256, "disk": 0.1, "remote": 0.32})
+    assert saved.gib_hours == pytest.approx({"memory": 64, "disk": 100, "peers": 0, "remote": 32})
+    assert saved.spent_usd == pytest.approx({"memory": 0.256, "disk": 0.1, "peers": 0, "remote": 0.32})
     assert saved.net_usd == pytest.approx(4.0 - 0.676)
 
 

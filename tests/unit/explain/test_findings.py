@@ -64,7 +64,7 @@ def test_no_prompt_is_said_so():
 
 def test_overview_shows_every_cause_with_its_share():
     shown = text(causes({"64": 10}, **dict.fromkeys([c for c in CAUSES if c != "diverged"], 10)))
-    assert shown.startswith("180 tokens of prompts: 22 % loaded, 78 % computed.")
+    assert shown.startswith("190 tokens of prompts: 26 % loaded, 74 % computed.")
     for title in (*HITS.values(), *COMPUTED.values()):
         assert title in shown
     assert all(len(line) <= 120 for line in shown.splitlines())

@@ -28,7 +28,8 @@ def test_rates_are_differences_over_the_sidecars_own_time():
     measured = rates(before, after)
     assert measured is not None
     assert measured.requests == 2.0
-    assert measured.tokens == {"engine": 0, "memory": 100.0, "disk": 2.0, "remote": 0, "computed": 11.0}
+    tokens_per_second = {"engine": 0, "memory": 100.0, "disk": 2.0, "peers": 0, "remote": 0, "computed": 11.0}
+    assert measured.tokens == tokens_per_second
 
 
 def test_traffic_of_tiers_counts_rows_with_the_mean_size_of_rows_in_memory():
@@ -43,9 +44,10 @@ def test_traffic_of_tiers_counts_rows_with_the_mean_size_of_rows_in_memory():
     )
     measured = rates(before, after)
     assert measured is not None
-    assert measured.load_bytes == {"memory": 7 * 14 / 2, "disk": 4 * 1000 / 2, "remote": 0}
+    assert measured.load_bytes == {"memory": 7 * 14 / 2, "disk": 4 * 1000 / 2, "peers": 0, "remote": 0}
     # Two more rows are in memory, six were evicted, and four of them came from the disk.
-    assert measured.write_bytes == {"memory": (2000 + 6000 - 4000) / 2, "disk": 6 * 1000 / 2, "remote": 0}
+    written = {"memory": (2000 + 6000 - 4000) / 2, "disk": 6 * 1000 / 2, "peers": 0, "remote": 0}
+    assert measured.write_bytes == written
 
 
 @pytest.mark.parametrize("uptime", [4.0, 12.0], ids=["time fell", "a counter fell"])

@@ -39,7 +39,7 @@ def test_read_shards_parses_current_and_previous_shards():
     [
         ("", "f: current: name at least one shard"),
         ("current:\n", "f: current: name at least one shard"),
-        ("current: a:1\n", "f: current: must be a list of up to 64 shards, each host:port"),
+        ("current: a:1\n", "f: current: must be a list of up to 64 servers, each host:port"),
         ("current: [[a]]\n", "f: current: must be a list"),
         (f"current: [{','.join(f'a{n}' for n in range(65))}]\n", "f: current: must be a list of up to 64"),
         ("current: [a, 'a:70000']\n", "f: current: the host or port can't be read"),

@@ -89,6 +89,7 @@ def test_empty_file_is_no_mistake(tmp_path):
     [
         ("memory_size: [1]", "memory_size: this must be a single value"),
         ("memory_size: {a: 1}", "memory_size: this must be a single value"),
+        ("peer_bandwidth: 1Mi", "peer_bandwidth: '1Mi' is below 16Mi"),
         ("memory_size:", "memory_size: '' is not a size"),
         ("memory_size: 4Gb", r"sidecar.yaml: memory_size: '4Gb' is not a size"),
         ("- a", "must hold keys and values"),

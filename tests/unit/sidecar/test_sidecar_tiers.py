@@ -36,6 +36,7 @@ class DictTier:
     """A lower tier of this test that stores objects in a dictionary."""
 
     address = "attic:under the roof"
+    takes_writes = True
     residence_seconds = math.inf
 
     def __init__(self) -> None:
@@ -50,6 +51,9 @@ class DictTier:
 
     def check(self) -> None:
         self.calls.add("check")
+
+    def rate_of(self, keys: Sequence[RowKey]) -> float | None:
+        return None
 
     def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
         for position, key in enumerate(keys):

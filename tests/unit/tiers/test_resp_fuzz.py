@@ -23,7 +23,7 @@ from lmcache.tiers.remote.tier import RemoteTier
 OBJECT = ObjectId(bytes(64), 0)
 PAYLOAD = b"payload!" * 100
 MARKER = Header(OBJECT.row_key, 0, len(PAYLOAD), checksum(PAYLOAD)).pack()
-PIECE = PAYLOAD + parts._seal(OBJECT, len(PAYLOAD), 0, memoryview(PAYLOAD))
+PIECE = PAYLOAD + parts.seal_of(OBJECT, len(PAYLOAD), 0, memoryview(PAYLOAD))
 COLUMN = b"*2\r\n$%d\r\n%s\r\n$%d\r\n%s\r\n" % (len(MARKER), MARKER, len(PIECE), PIECE)
 
 PIECES = st.one_of(

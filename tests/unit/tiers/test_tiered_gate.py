@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache.tiers.tiered.load_or_recompute import Rate, should_load
+from lmcache.tiers.load_or_recompute import Rate, should_load
 from tests.harness.tiered_world import NUM_COLUMNS, SIZE, chain, run, until
 
 ROW_BYTES = SIZE * NUM_COLUMNS

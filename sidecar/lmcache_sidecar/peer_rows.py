@@ -1,0 +1,136 @@
+"""The rows that this sidecar serves to other pods: those of its memory tier, read by the server's threads.
+
+One event loop owns the memory tier. Each question and each pin therefore takes a turn of that loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as NotYet
+from typing import TypeVar
+
+from lmcache.tiers.base import ObjectId, RowKey
+from lmcache.tiers.memory.contracts import Slot
+from lmcache.tiers.peers.tier import PeersTier
+from lmcache.tiers.remote.address import parse_endpoints
+from lmcache.tiers.tiered.store import TieredStore
+
+T = TypeVar("T")
+
+TIER_NAME = "peers"
+_OFFER_SECONDS = 1.0
+"""Longest time to read a row that another pod offers. By default, that pod waits as long."""
+_TURN_SECONDS = 2.0
+"""Longest wait for the loop. Then the row counts as absent."""
+
+
+class PinnedRow:
+    """A pinned row of one store. ``release`` may be called in any thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, store: TieredStore, slot: Slot) -> None:
+        self.columns = store.memory.payloads(slot)
+        self._loop, self._store, self._slot = loop, store, slot
+
+    def release(self) -> None:
+        """End the pin."""
+        self.columns = []
+        try:
+            self._loop.call_soon_threadsafe(self._store.end_read, self._slot)
+        except RuntimeError:  # the loop is closed, and with it the store
+            return
+
+
+class PeerRows:
+    """Rows of the present store; ``store`` returns None while there is none.
+
+    ``tier``: the tier over the other pods, which reads the rows that they offer. None: offers are refused.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        store: Callable[[], TieredStore | None],
+        tier: PeersTier | None = None,
+    ) -> None:
+        self._loop = loop
+        self._store = store
+        self._tier = tier
+
+    def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
+        """Say of each object whether it can be read now."""
+
+        def find() -> list[bool]:
+            store = self._store()
+            if store is None or store.is_closed:
+                return [False] * len(ids)
+            num_columns = store.memory.arena.table.num_columns
+            return [each.column < num_columns and store.can_be_read(each.row_key) for each in ids]
+
+        return self._in_loop(find, lambda _: None) or [False] * len(ids)
+
+    def pin(self, key: RowKey) -> PinnedRow | None:
+        """Pin a row; None if it can't be read."""
+
+        def pin() -> PinnedRow | None:
+            store = self._store()
+            slot = store.begin_read(key) if store is not None else None
+            if store is None or slot is None:
+                return None
+            try:
+                return PinnedRow(self._loop, store, slot)
+            except BaseException:
+                store.end_read(slot)
+                raise
+
+        return self._in_loop(pin, lambda row: row.release() if row is not None else None)
+
+    def take_over(self, key: RowKey, length: int, peer: str) -> bool:
+        """Read a row from the peer that offers it, and wait for the result. False: refused."""
+
+        async def take_over() -> bool:
+            store = self._store()
+            if store is None or self._tier is None:
+                return False
+            if not self._tier.note_offer(key, store.memory.arena.table.num_columns, endpoint):
+                return False
+            return await store.take_over(key, length, TIER_NAME)
+
+        try:
+            (endpoint,) = parse_endpoints([peer])
+        except ValueError:
+            return False
+        taking = take_over()
+        try:
+            result = asyncio.run_coroutine_threadsafe(taking, self._loop)
+        except RuntimeError:  # the loop is closed
+            taking.close()
+            return False
+        try:
+            return result.result(_OFFER_SECONDS)
+        except (NotYet, CancelledError):
+            result.cancel()
+            return False
+
+    def _in_loop(self, action: Callable[[], T], undo: Callable[[T], None]) -> T | None:
+        """Return the result of ``action`` in the loop. None if it takes too long; it is then undone."""
+        result: Future[T] = Future()
+
+        def act() -> None:
+            if not result.set_running_or_notify_cancel():
+                return
+            try:
+                result.set_result(action())
+            except Exception as error:
+                result.set_exception(error)
+
+        try:
+            self._loop.call_soon_threadsafe(act)
+            return result.result(_TURN_SECONDS)
+        except NotYet:
+            if not result.cancel():
+                undo(result.result())
+            return None
+        except RuntimeError:  # the loop is closed
+            return None

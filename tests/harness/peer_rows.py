@@ -1,0 +1,104 @@
+"""Rows in the memory of a test, a server of them, and a tier that reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+import pytest
+
+from lmcache.tiers.base import KEY_BYTES, ObjectId
+from lmcache.tiers.peers.server import PeerServer
+from lmcache.tiers.peers.tier import PeersTier
+from lmcache.tiers.remote import objects
+from lmcache.tiers.remote.address import Endpoint
+
+PREFIX = "lmc1"
+NAMESPACE = b"n" * KEY_BYTES
+PATIENT = 30.0
+
+
+def key(number):
+    return NAMESPACE + number.to_bytes(KEY_BYTES, "big")
+
+
+class Row:
+    def __init__(self, rows, number):
+        self._rows, self._key = rows, number
+        self.columns = [memoryview(payload) for payload in rows.payloads[number]]
+
+    def release(self):
+        self._rows.pinned.remove(self._key)
+
+
+class Rows:
+    """Rows in memory of this process."""
+
+    def __init__(self):
+        self.payloads, self.pinned, self.taken, self.num_pins = {}, [], [], 0
+
+    def add(self, number, *payloads):
+        self.payloads[key(number)] = payloads
+        return [ObjectId(key(number), column) for column in range(len(payloads))]
+
+    def find_each(self, ids):
+        return [each.column < len(self.payloads.get(each.row_key, ())) for each in ids]
+
+    def pin(self, row_key):
+        if row_key not in self.payloads:
+            return None
+        self.pinned.append(row_key)
+        self.num_pins += 1
+        return Row(self, row_key)
+
+    def take_over(self, row_key, length, peer):
+        self.taken.append((row_key, length, peer))
+        return True
+
+
+@contextlib.contextmanager
+def serving(rows, **options):
+    server = PeerServer(rows, PREFIX, **options)
+    port = server.start("127.0.0.1", 0)
+    try:
+        yield server, Endpoint("127.0.0.1", port)
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def reading(*peers, password="", **options):
+    patient = {"timeout_seconds": PATIENT, "ask_seconds": PATIENT}
+    tier = PeersTier(peers, prefix=PREFIX, password=lambda: password, **patient | options)
+    with contextlib.closing(tier):
+        yield tier
+
+
+@pytest.fixture
+def rows():
+    return Rows()
+
+
+def load(tier, object_id, length):
+    into = memoryview(bytearray(length))
+    loaded = tier.load(object_id, into, length)
+    return None if loaded is None else bytes(into)
+
+
+def ask_for(piece):
+    """The command that reads a piece of row 1."""
+    name, field = objects.redis_name(PREFIX, key(1)).encode(), b"0:%d" % piece
+    return b"*3\r\n$4\r\nHGET\r\n$%d\r\n%s\r\n$%d\r\n%s\r\n" % (len(name), name, len(field), field)
+
+
+def connect(peer):
+    connection = socket.create_connection(peer, timeout=PATIENT)
+    connection.settimeout(PATIENT)
+    return connection
+
+
+def is_closed(connection):
+    with contextlib.suppress(ConnectionResetError):
+        while connection.recv(1 << 16):
+            pass
+    return True

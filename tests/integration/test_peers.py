@@ -1,0 +1,171 @@
+"""Rows that a sidecar reads from the memory tier of another sidecar, with real sidecars."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from testing.certificates import make_certificates
+from testing.child_process import wait_until
+from testing.peers import PeerSidecars
+from tests.harness.blocking import PAGE_TOKENS, PageEngine, patient_calls, reattached, wait_released
+
+__all__ = ["patient_calls"]
+
+pytestmark = pytest.mark.usefixtures("patient_calls")
+
+PAGES = range(6)
+
+
+def other_engine(sidecar, **options):
+    return PageEngine(sidecar, engine_uuid=b"2" * 16, **options)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_pages_are_read_from_the_pod_that_has_them(tmp_path, num_groups):
+    with PeerSidecars(tmp_path) as pods, PageEngine(pods.sidecars[0], num_groups=num_groups) as engine:
+        engine.store(*PAGES)
+        with other_engine(pods.sidecars[1], num_groups=num_groups) as other:
+            assert other.run(*PAGES, 99) == len(PAGES)
+            other.report(*PAGES, num_engine=0, num_loaded=len(PAGES))
+            reader = pods.sidecars[1].wait_until(
+                lambda stats: stats if stats["causes"]["prompt_tokens"] else None
+            )
+            assert reader["causes"]["cause_tokens"] == {"peers": len(PAGES) * PAGE_TOKENS}
+            assert reader["peers"]["promoted"] == len(PAGES) * num_groups
+            assert other.run(*PAGES) == len(PAGES), "now in its own memory"
+            wait_released(pods.sidecars[1])
+        server = pods.sidecars[0].wait_until(
+            lambda stats: stats["peer_server"] if not stats["memory"]["leased_rows"] else None
+        )
+        assert server["read_columns"] == len(PAGES) * num_groups
+        assert server["read_bytes"] == len(PAGES) * sum(group.chunk_bytes for group in engine.hello.groups)
+        assert pods.sidecars[1].stats()["peer_server"]["read_columns"] == 0
+
+
+def test_each_page_comes_from_the_pod_that_has_it(tmp_path):
+    with PeerSidecars(tmp_path, 3) as pods, contextlib.ExitStack() as engines:
+        first, second = (engines.enter_context(PageEngine(sidecar)) for sidecar in pods.sidecars[:2])
+        first.store(0, 1)
+        second.store(2, 3, prefix=(0, 1))
+        other = engines.enter_context(other_engine(pods.sidecars[2]))
+        assert other.run(0, 1, 2, 3, 4) == 4
+        wait_released(pods.sidecars[2])
+        assert [pod.stats()["peer_server"]["read_columns"] for pod in pods.sidecars] == [2, 2, 0]
+
+
+def test_rows_of_a_private_namespace_are_not_served(tmp_path):
+    with PeerSidecars(tmp_path) as pods, PageEngine(pods.sidecars[0], private_reason="a test") as engine:
+        engine.store(*PAGES)
+        assert engine.run(*PAGES) == len(PAGES)
+        with other_engine(pods.sidecars[1]) as other:
+            assert other.run(*PAGES) == 0
+        assert pods.sidecars[0].stats()["peer_server"]["read_columns"] == 0
+
+
+def test_evicted_rows_are_misses(tmp_path):
+    with PeerSidecars(tmp_path) as pods, PageEngine(pods.sidecars[0]) as engine:
+        engine.store(*PAGES)
+        engine.evict()
+        with other_engine(pods.sidecars[1]) as other:
+            assert other.run(*PAGES) == 0
+            assert other.store(*PAGES)
+            assert other.run(*PAGES) == len(PAGES)
+
+
+def test_list_and_password_change_while_they_run(tmp_path):
+    with PeerSidecars(tmp_path) as pods, PageEngine(pods.sidecars[0]) as engine:
+        engine.store(*PAGES)
+        reader = pods.sidecars[1]
+        pods.set_peers(pods.names[1])
+        reader.wait_until(lambda stats: stats["peers"]["servers"] == [])
+        pods.passwords.write_text("another\nsecret\n")
+        pods.set_peers(*pods.names)
+        reader.wait_until(lambda stats: len(stats["peers"]["servers"]) == 1)
+        with other_engine(reader) as other:
+            assert other.run(*PAGES) == len(PAGES)
+
+
+def test_pod_without_the_password_reads_nothing(tmp_path):
+    with PeerSidecars(tmp_path) as pods, PageEngine(pods.sidecars[0]) as engine:
+        engine.store(*PAGES)
+        wrong = tmp_path / "wrong"
+        wrong.write_text("guess\n")
+        reader = pods.sidecars[1]
+        reader.kill()
+        reader.options["peer_password_file"] = wrong
+        reader.restart()
+        with other_engine(reader) as other:
+            assert other.run(*PAGES) == 0
+            (server,) = reader.stats()["peers"]["servers"]
+            assert "WRONGPASS" in server["problem"]
+        assert pods.sidecars[0].stats()["peer_server"]["read_columns"] == 0
+        assert pods.sidecars[0].stats()["peer_server"]["refused_connections"]
+
+
+def test_pages_are_read_over_tls(tmp_path):
+    made = make_certificates(tmp_path)
+    for part, name in ((made.ca, "ca.crt"), (made.cert, "tls.crt"), (made.key, "tls.key")):
+        part.rename(tmp_path / name)
+    with PeerSidecars(tmp_path, peer_tls_dir=tmp_path) as pods, PageEngine(pods.sidecars[0]) as engine:
+        engine.store(*PAGES)
+        with other_engine(pods.sidecars[1]) as other:
+            assert other.run(*PAGES) == len(PAGES)
+        assert pods.sidecars[0].stats()["peer_server"]["read_columns"] == len(PAGES)
+
+
+def test_pod_that_dies_and_comes_back(tmp_path):
+    with PeerSidecars(tmp_path) as pods, PageEngine(pods.sidecars[0]) as engine:
+        engine.store(*PAGES)
+        pods.sidecars[0].wait_until(lambda stats: not stats["num_unwritten_rows"])  # they have checksums
+        session = engine.client.session
+        with other_engine(pods.sidecars[1]) as other:
+            pods.sidecars[0].kill()
+            assert other.run(*PAGES) == 0
+            pods.sidecars[0].restart()
+            reattached(engine, session)
+            assert engine.run(*PAGES) == len(PAGES), "its rows are verified and served again"
+            (name,) = (server["name"] for server in pods.sidecars[1].stats()["peers"]["servers"])
+            assert name == pods.names[0]
+            # Rows that the dead pod did not have count as absent for a second.
+            wait_until(lambda: other.run(*PAGES) == len(PAGES))
+
+
+def test_pod_that_does_not_answer_delays_a_lookup_by_the_deadline_only(tmp_path):
+    with PeerSidecars(tmp_path, peer_answer_seconds=0.005) as pods, PageEngine(pods.sidecars[0]) as engine:
+        engine.store(*PAGES)
+        with other_engine(pods.sidecars[1]) as other:
+            pods.sidecars[0].freeze()
+            assert other.run(*PAGES) == 0
+            assert other.store(1, 2)
+            assert other.run(1, 2) == 2
+            pods.sidecars[0].thaw()
+            wait_released(pods.sidecars[1])
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_pod_that_stops_hands_its_hottest_rows_over(tmp_path, num_groups):
+    with PeerSidecars(tmp_path) as pods, other_engine(pods.sidecars[1], num_groups=num_groups) as other:
+        with PageEngine(pods.sidecars[0], num_groups=num_groups) as engine:
+            for page in range(12):
+                engine.store(page)
+            for page in (0, 1, 2, 9):  # the hottest
+                assert engine.run(page) == 1
+            wait_released(pods.sidecars[0])
+        pods.sidecars[0].terminate()
+        stats = pods.sidecars[1].stats()
+        assert stats["peer_server"]["taken_rows"] == 6 * num_groups
+        assert stats["memory"]["used_rows"] == 6 * num_groups
+        assert f"Other pods took {6 * num_groups} of {6 * num_groups} rows over" in pods.sidecars[0].log
+        assert [other.run(page) for page in (0, 1, 2, 9, 3, 4)] == [1, 1, 1, 1, 0, 0]
+
+
+def test_pod_that_stops_does_not_wait_for_a_peer_that_does_not_answer(tmp_path):
+    with PeerSidecars(tmp_path, remote_timeout_seconds=0.2) as pods:
+        with PageEngine(pods.sidecars[0]) as engine:
+            engine.store(*PAGES)
+        pods.sidecars[1].freeze()
+        pods.sidecars[0].terminate()
+        assert "Other pods took 0 of 3 rows over" in pods.sidecars[0].log
+        pods.sidecars[1].thaw()

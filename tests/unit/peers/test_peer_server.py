@@ -1,0 +1,233 @@
+"""Reads of rows from a peer: right bytes, misses, passwords, limits, and hostile clients."""
+
+import contextlib
+import random
+import threading
+import time
+
+import pytest
+
+from lmcache.tiers.base import ObjectId
+from lmcache.tiers.peers.server import PeerServerStats
+from lmcache.tiers.remote import objects
+from testing.child_process import wait_until
+from tests.harness.peer_rows import (
+    PATIENT,
+    PREFIX,
+    Rows,
+    connect,
+    is_closed,
+    key,
+    load,
+    reading,
+    rows,
+    serving,
+)
+
+__all__ = ["rows"]
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 4096, 1 << 20, 3_500_001, 8 << 20])
+def test_columns_are_read_whole(rows, size):
+    payloads = [random.Random(column).randbytes(size) for column in range(3)]
+    ids = rows.add(1, *payloads)
+    with serving(rows) as (server, peer), reading(peer) as tier:
+        assert tier.find_each([*ids, ObjectId(key(1), 3), ObjectId(key(2), 0)]) == [True] * 3 + [False] * 2
+        for _ in range(2):
+            assert [load(tier, each, size) for each in ids] == payloads
+        wait_until(lambda: not rows.pinned)
+    assert server.stats == PeerServerStats(6, 6 * size, 0)
+    assert (tier.stats.hits, tier.stats.misses, tier.stats.invalid) == (6, 0, {})
+
+
+def test_absent_rows_are_misses(rows):
+    (present,) = rows.add(1, b"x" * 1000)
+    with serving(rows) as (_, peer), reading(peer) as tier:
+        assert load(tier, ObjectId(key(2), 0), 1000) is None
+        assert load(tier, ObjectId(key(1), 1), 1000) is None
+        assert load(tier, present, 1000) == b"x" * 1000
+    assert (tier.stats.hits, tier.stats.misses) == (1, 2)
+
+
+def test_leading_rows_are_counted(rows):
+    for number in range(40):
+        rows.add(number, b"a", b"b")
+    rows.payloads.pop(key(30))
+    with serving(rows) as (_, peer), reading(peer) as tier:
+        assert tier.probe([key(number) for number in range(40)], 2) == 30
+        assert tier.probe([key(number) for number in range(40)], 3) == 0
+
+
+def test_each_row_comes_from_a_peer_that_has_it():
+    several = [Rows() for _ in range(3)]
+    ids = [several[number % 3].add(number, bytes([number]) * 5000)[0] for number in range(9)]
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(serving(each))[1] for each in several]
+        tier = stack.enter_context(reading(*peers))
+        assert tier.find_each(ids) == [True] * 9
+        for number, object_id in enumerate(ids):
+            assert load(tier, object_id, 5000) == bytes([number]) * 5000
+
+
+def test_row_that_is_evicted_after_the_question_is_a_miss(rows):
+    (object_id,) = rows.add(1, b"x" * 1000)
+    with serving(rows) as (_, peer), reading(peer) as tier:
+        assert tier.find_each([object_id]) == [True]
+        del rows.payloads[key(1)]
+        assert load(tier, object_id, 1000) is None
+        assert tier.find_each([object_id]) == [False]
+    assert tier.stats.misses == 1
+
+
+def test_row_of_another_length_is_invalid(rows):
+    (object_id,) = rows.add(1, b"x" * 1000)
+    with serving(rows) as (_, peer), reading(peer) as tier:
+        assert load(tier, object_id, 999) is None
+        assert load(tier, object_id, 1001) is None
+    assert tier.stats.invalid == {"length": 2}
+
+
+@pytest.mark.parametrize(
+    ("password", "is_admitted"), [("first", True), ("second", True), ("third", False), ("", False)]
+)
+def test_only_the_valid_passwords_are_admitted(rows, password, is_admitted):
+    (object_id,) = rows.add(1, b"x" * 1000)
+    with (
+        serving(rows, passwords=lambda: ["first", "second"]) as (server, peer),
+        reading(peer, password=password) as tier,
+    ):
+        assert tier.find_each([object_id]) == [is_admitted]
+        if not is_admitted:
+            wait_until(lambda: server.stats.refused_connections)
+    assert rows.num_pins == 0
+
+
+@pytest.mark.parametrize("passwords", [list, lambda: [""]])
+def test_empty_password_file_admits_no_client(rows, passwords):
+    (object_id,) = rows.add(1, b"x" * 1000)
+    with serving(rows, passwords=passwords) as (_, peer), reading(peer, password="any") as tier:
+        assert tier.find_each([object_id]) == [False]
+
+
+def test_unreadable_password_file_admits_no_client(rows):
+    def unreadable():
+        raise PermissionError("no")
+
+    (object_id,) = rows.add(1, b"x" * 1000)
+    with serving(rows, passwords=unreadable) as (_, peer), reading(peer, password="any") as tier:
+        assert tier.find_each([object_id]) == [False]
+
+
+@pytest.mark.parametrize(
+    "sent", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 100, b"*1000000\r\n", b"*1\r\n$9999999\r\n"]
+)
+def test_garbage_ends_its_connection_only(rows, sent):
+    (object_id,) = rows.add(1, b"x" * 1000)
+    with serving(rows) as (server, peer), reading(peer) as tier, connect(peer) as connection:
+        connection.sendall(sent)
+        assert is_closed(connection)
+        assert load(tier, object_id, 1000) == b"x" * 1000
+        assert server.stats.refused_connections == 1
+
+
+@pytest.mark.parametrize(
+    "command", ["SET a b", "HSET a b c", "FLUSHALL", "KEYS *", "CONFIG GET x", "UNLINK a", "HGETALL a"]
+)
+def test_other_commands_are_refused(rows, command):
+    words = [word.encode() for word in command.split()]
+    with serving(rows) as (_, peer), connect(peer) as connection:
+        connection.sendall(b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(w), w) for w in words))
+        assert connection.recv(100).startswith(b"-ERR")
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        (b"lmc1:zz", b"0:0"),
+        (b"other:" + b"00" * 32 + b":{" + b"00" * 32 + b"}", b"0:0"),
+        (objects.redis_name(PREFIX, key(1)).encode(), b"0:1"),
+        (objects.redis_name(PREFIX, key(1)).encode(), b"7:0"),
+        (objects.redis_name(PREFIX, key(1)).encode(), b"-1:0"),
+        (objects.redis_name(PREFIX, key(1)).encode(), b"0:999999999"),
+        (objects.redis_name(PREFIX, key(1)).encode(), b"0"),
+        (objects.redis_name(PREFIX, key(1)).encode().upper(), b"0:0"),
+    ],
+)
+def test_names_and_fields_that_do_not_exist_are_nil(rows, name, field):
+    rows.add(1, b"x" * 1000)
+    with serving(rows) as (_, peer), connect(peer) as connection:
+        connection.sendall(
+            b"*3\r\n$4\r\nHGET\r\n$%d\r\n%s\r\n$%d\r\n%s\r\n" % (len(name), name, len(field), field)
+        )
+        assert connection.recv(100) == b"$-1\r\n"
+
+
+def test_rate_of_each_peer_is_measured():
+    slow, fast = Rows(), Rows()
+    size, rate = 4 << 20, 8 << 20
+    ids = [slow.add(number, bytes(size))[0] for number in range(3)]
+    (other,) = fast.add(3, bytes(size))
+    with (
+        serving(slow, bytes_per_second=rate) as (_, first),
+        serving(fast) as (_, second),
+        reading(first, second) as tier,
+    ):
+        assert tier.find_each([*ids, other]) == [True] * 4
+        assert tier.rate_of([ids[0].row_key]) == 0.0, "not measured yet"
+        for object_id in ids:
+            assert load(tier, object_id, size)
+        assert tier.rate_of([each.row_key for each in ids]) == pytest.approx(rate, rel=0.5)
+        assert tier.rate_of([ids[0].row_key, other.row_key]) == 0.0
+        assert tier.rate_of([key(9)]) == 0.0
+
+
+class MeetingRows(Rows):
+    """Rows that take the first one when all peers have an offer."""
+
+    def __init__(self, meeting):
+        super().__init__()
+        self._meeting = meeting
+
+    def take_over(self, row_key, length, peer):
+        if not self.taken:
+            self._meeting.wait(PATIENT)
+        return super().take_over(row_key, length, peer)
+
+
+def test_each_row_is_offered_to_one_peer():
+    offered = [(key(number), 100) for number in range(40)]
+    meeting = threading.Barrier(3)
+    several = [MeetingRows(meeting) for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(serving(each))[1] for each in several]
+        tier = stack.enter_context(reading(*peers))
+        assert tier.hand_over(offered, "me:1", PATIENT) == 40
+        assert tier.hand_over([], "me:1", PATIENT) == 0
+    assert sorted(row for each in several for row in each.taken) == sorted((*row, "me:1") for row in offered)
+    assert all(each.taken for each in several)
+
+
+def test_offers_end_in_time(rows):
+    with serving(rows) as (_, peer), reading(peer) as tier:
+        assert tier.hand_over([(key(1), 100)], "me:1", -1.0) == 0
+    assert not rows.taken
+
+
+def test_misses_do_not_count_in_the_rate(rows):
+    with serving(rows) as (_, peer), reading(peer) as tier:
+        began = time.monotonic()
+        while time.monotonic() < began + 1.5:  # a rate is certain after a second of loads
+            assert tier.note_offer(key(1), 1, peer)
+            assert load(tier, ObjectId(key(1), 0), 1 << 20) is None
+        assert tier.note_offer(key(1), 1, peer)
+        assert tier.rate_of([key(1)]) == 0.0
+
+
+def test_rows_that_a_peer_refuses_are_offered_to_another_one():
+    willing, unwilling = Rows(), Rows()
+    with serving(willing) as (_, first), serving(unwilling) as (stopping, second):
+        stopping.refuse_offers()
+        with reading(first, second) as tier:
+            assert tier.hand_over([(key(number), 100) for number in range(20)], "me:1", PATIENT) == 20
+    assert len(willing.taken) == 20
+    assert not unwilling.taken

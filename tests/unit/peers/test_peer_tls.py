@@ -1,0 +1,122 @@
+"""Reads between peers over TLS."""
+
+import contextlib
+import os
+import shutil
+import socket
+import ssl
+
+import pytest
+
+from lmcache.tiers.peers import server, session
+from lmcache.tiers.remote.address import Tls
+from lmcache.tiers.remote.stream import accept_tls
+from testing.certificates import make_certificates
+from testing.child_process import wait_until
+from tests.harness.peer_rows import ask_for, connect, is_closed, load, reading, rows, serving
+
+__all__ = ["rows"]
+
+SIZE = 5 << 20
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory):
+    return tls_of(tmp_path_factory.mktemp("tls"))
+
+
+def tls_of(folder):
+    made = make_certificates(folder)
+    return Tls(str(made.ca), str(made.cert), str(made.key))
+
+
+def test_rows_are_read_over_tls(rows, tls):
+    payload = os.urandom(SIZE)
+    (object_id,) = rows.add(1, payload)
+    with (
+        serving(rows, tls=tls, passwords=lambda: ["p"]) as (_, peer),
+        reading(peer, tls=tls, password="p") as tier,
+    ):
+        assert load(tier, object_id, SIZE) == payload
+        wait_until(lambda: not rows.pinned)
+
+
+def test_connections_without_tls_are_refused(rows, tls):
+    (object_id,) = rows.add(1, bytes(SIZE))
+    with serving(rows, tls=tls) as (peer_server, peer), reading(peer) as tier:
+        assert load(tier, object_id, SIZE) is None
+        wait_until(lambda: peer_server.stats.refused_connections)
+
+
+def test_server_without_tls_is_not_read(rows, tls):
+    (object_id,) = rows.add(1, bytes(SIZE))
+    with serving(rows) as (_, peer), reading(peer, tls=tls, password="secret") as tier:
+        assert load(tier, object_id, SIZE) is None
+        (state,) = tier.servers()
+        assert "TLS handshake failed" in state["problem"]
+
+
+def test_certificate_of_another_authority_is_refused(rows, tls, tmp_path):
+    (object_id,) = rows.add(1, bytes(SIZE))
+    with serving(rows, tls=tls_of(tmp_path)) as (_, peer), reading(peer, tls=tls) as tier:
+        assert load(tier, object_id, SIZE) is None
+        (state,) = tier.servers()
+        assert "certificate is refused" in state["problem"]
+
+
+def test_renewed_certificate_is_used(rows, tls, tmp_path):
+    (object_id,) = rows.add(1, bytes(SIZE))
+    served = Tls(*(str(tmp_path / name) for name in ("ca", "cert", "key")))
+    for part in ("ca", "cert", "key"):
+        shutil.copy(getattr(tls_of(tmp_path / ".."), part), getattr(served, part))
+    with serving(rows, tls=served) as (_, peer):
+        with reading(peer, tls=tls) as tier:
+            assert load(tier, object_id, SIZE) is None
+        for part in ("ca", "cert", "key"):
+            shutil.copy(getattr(tls, part), getattr(served, part))
+        with reading(peer, tls=tls) as tier:
+            assert load(tier, object_id, SIZE)
+
+
+def test_missing_certificate_refuses_connections(rows, tls, tmp_path):
+    (object_id,) = rows.add(1, bytes(SIZE))
+    absent = Tls(*(str(tmp_path / name) for name in ("ca", "cert", "key")))
+    with serving(rows, tls=absent) as (peer_server, peer), reading(peer, tls=tls) as tier:
+        assert load(tier, object_id, SIZE) is None
+        assert peer_server.stats.refused_connections
+
+
+def test_end_of_a_connection_leaves_it_encrypted(tls):
+    """A thread may be about to send when the server closes."""
+    client, plain = socket.socketpair()
+    client.close()
+    with accept_tls(plain, tls) as connection:
+        encryption = connection._sslobj
+        server._shut_down(connection)
+        assert connection._sslobj is encryption
+        with pytest.raises(ssl.SSLError):
+            connection.send(b"KV")
+
+
+def test_handshake_has_a_deadline(rows, tls, monkeypatch):
+    monkeypatch.setattr(session, "_ADMIT_SECONDS", 0.2)
+    with serving(rows, tls=tls) as (_, peer), connect(peer) as connection:
+        assert is_closed(connection)
+
+
+def test_client_that_stops_reading_loses_its_pin_and_may_go_on(rows, tls, monkeypatch):
+    monkeypatch.setattr(session, "_ROW_SECONDS", 0.2)
+    monkeypatch.setattr(session, "_STEP_SECONDS", 0.05)
+    rows.add(1, bytes(SIZE))
+    context = ssl.create_default_context(cafile=tls.ca)
+    with contextlib.ExitStack() as stack:
+        _, peer = stack.enter_context(serving(rows, tls=tls))
+        plain = stack.enter_context(connect(peer))
+        connection = stack.enter_context(context.wrap_socket(plain, server_hostname="127.0.0.1"))
+        replies = stack.enter_context(connection.makefile("rb"))
+        connection.sendall(ask_for(0))
+        assert replies.read(int(replies.readline()[1:]) + 2)
+        wait_until(lambda: not rows.pinned)
+        connection.sendall(ask_for(1))
+        assert replies.read(int(replies.readline()[1:]) + 2)
+    assert rows.num_pins == 2

@@ -1,0 +1,99 @@
+"""Rows of chunks that another engine has computed a moment ago, and may still be storing."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache.tiers.memory.contracts import LookupResult
+from tests.harness.tiered_world import chain, run, until
+
+
+async def ask(world, keys, **options):
+    """Look up once, and wait until the lower tier has answered."""
+    result = world.lookup(keys, **options)
+    await until(lambda: not world.store._promotions._probing)
+    return result
+
+
+@run
+async def test_lower_tiers_are_asked_again_for_rows_that_are_being_stored(world):
+    for num_probes in (1, 2, 3):
+        assert (await ask(world, chain(2), num_handed_over=2)).is_probing
+        assert world.remote.calls["probe"] == num_probes
+        world.now += 0.2
+    world.remote.fill(chain(2))
+    await until(lambda: world.lookup(chain(2), num_handed_over=2) == LookupResult(2, 2))
+
+
+@run
+async def test_lower_tiers_are_asked_less_and_less_often(world):
+    """A request that waits looks up every 10 ms."""
+    asked_at = []
+    while world.now < 1.5:
+        num_probes = world.remote.calls["probe"]
+        assert (await ask(world, chain(2), num_handed_over=2)).is_probing, "the rows may still appear"
+        asked_at += [world.now] * (world.remote.calls["probe"] - num_probes)
+        world.now += 0.01
+    assert asked_at == pytest.approx([0.0, 0.05, 0.15, 0.35, 0.75], abs=0.025)
+
+
+@run
+async def test_rows_that_cannot_be_loaded_are_asked_for_less_and_less_often(world):
+    world.remote.fill(chain(2))
+    world.remote.objects = dict.fromkeys(world.remote.objects, world.remote.INVALID)
+    while world.now < 0.3:
+        await ask(world, chain(2), num_handed_over=2)
+        await until(lambda: world.is_idle)
+        world.now += 0.01
+    assert world.remote.calls["probe"] <= 5
+
+
+@run
+async def test_lookups_between_two_questions_find_rows_that_were_stored_meanwhile(world):
+    assert (await ask(world, chain(2), num_handed_over=2)).is_probing
+    world.put(chain(2))
+    assert world.lookup(chain(2), num_handed_over=2) == LookupResult(2, 2)
+    assert world.remote.calls["probe"] == 1
+
+
+@run
+async def test_another_request_may_have_asked_too_early(world):
+    await ask(world, chain(2), request="early")
+    world.remote.fill(chain(2))
+    assert not world.lookup(chain(2), request="same").is_probing, "the rows count as absent"
+    assert (await ask(world, chain(2), num_handed_over=2)).is_probing
+    await until(lambda: world.lookup(chain(2), num_handed_over=2) == LookupResult(2, 2))
+
+
+@run
+async def test_rows_after_those_that_were_handed_over_are_asked_for_once(world):
+    world.remote.fill(chain(2))
+    await until(lambda: world.lookup(chain(4), num_handed_over=2) == LookupResult(2, 2))
+    num_probes = world.remote.calls["probe"]
+    for _ in range(3):
+        assert await ask(world, chain(4), num_handed_over=2) == LookupResult(2, 2)
+    assert world.remote.calls["probe"] == num_probes
+
+
+@run
+async def test_rows_that_load_slower_than_they_are_computed_are_asked_for_once(world):
+    world.remote.fill(chain(2))
+    world.lower._rate = SlowRate()
+    assert (await ask(world, chain(2), row_seconds=1e-9, num_handed_over=2)).is_probing
+    assert not world.lookup(chain(2), row_seconds=1e-9, num_handed_over=2).is_probing
+    assert world.lower.stats.skipped_slower_than_recompute == 2
+
+
+class SlowRate:
+    """A measured rate of one byte per second."""
+
+    is_certain = True
+
+    def bytes_per_second(self, now):
+        return 1.0
+
+    def begin(self, now):
+        pass
+
+    def end(self, now, num_bytes):
+        pass
