@@ -78,9 +78,9 @@ class Rig:
             return None
         return lambda: self.extra_keys[request.lora_request]
 
-    def stored(self, num_chunks, **context):
-        """Let the sidecar hold the first chunks of the default prompt."""
-        for chunk_hash in GRID.chunk_hashes(hashes(4096), 0, num_chunks):
+    def stored(self, num_chunks, name="p", **context):
+        """Let the sidecar hold the first chunks of a prompt, see ``hashes``."""
+        for chunk_hash in GRID.chunk_hashes(hashes(4096, name), 0, num_chunks):
             slot = Slot(len(self.session.rows), 1)
             self.session.rows[keys.chunk_key(chunk_hash, **context)] = slot
             self.session.committed.append(slot)

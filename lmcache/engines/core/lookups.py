@@ -271,6 +271,7 @@ class LookupThread:
             prefill_tokens_per_second=self._rate.tokens_per_second,
             hint=is_hint,
             scheduled=scheduled,
+            num_handed_over=ticket.num_handed_over,
             timeout=self._call_seconds,
         )
 

@@ -60,6 +60,8 @@ class Ticket:
     """False if the request only stores KV."""
     first_hashes: Sequence[bytes] = ()
     """Hashes of the engine's blocks in the first chunk, without the last block."""
+    num_handed_over: int = 0
+    """Leading chunks that another engine has computed a moment ago, and may still be storing."""
     asked_at: float = 0.0
     """Time of the last hint. Only the scheduler's thread uses it."""
     extra_keys: ExtraKeys | None = None

@@ -89,6 +89,7 @@ class SchedulerSide:
         self._grid = Grid(1, 1, ())
         self._tenant_secret = b""
         self._namespace = b""  # the engine's namespace, replaced at every reset
+        self._is_shared = False  # True if other engines find what is stored in this namespace
         self._states: dict[str, RequestState] = {}
         self._computing = Computing()
         self._stores: Stores | None = None
@@ -103,6 +104,7 @@ class SchedulerSide:
             if isinstance(message, EngineIdentity) and self._lookups is None and not self._is_offline:
                 self._grid, self._tenant_secret = message.grid, message.hello.namespace
                 self._stores = Stores(self._grid, message.num_ranks, self._computing)
+                self._is_shared = not (self._namespace or message.hello.private_reason)
                 self._namespace = self._namespace or message.hello.namespace
                 client = self._connect(message)
                 self._lookups = LookupThread(client, message, self._rate, self._answer_seconds, self._clock)
@@ -133,6 +135,7 @@ class SchedulerSide:
         Returns False if a load of old KV is still running; the affected request uses it.
         """
         self._namespace = os.urandom(32)
+        self._is_shared = False
         if self._events is not None:
             self._events.clear()
         self._computing.clear()
@@ -142,11 +145,15 @@ class SchedulerSide:
                 self._reclaim(state)  # the engine may give its blocks to other requests
         return not any(state.is_loading for state in self._states.values())
 
-    def add(self, request: EngineRequest) -> None:
-        """Tell the sidecar that a request arrived, so that it can start promoting chunks. Takes no lease."""
+    def add(self, request: EngineRequest, num_handed_over: int = 0) -> None:
+        """Tell the sidecar that a request arrived, so that it can start promoting chunks. Takes no lease.
+
+        ``num_handed_over``: leading tokens that another engine has computed a moment ago.
+        """
         if self._lookups is not None:
             arrived_at = self._clock()
-            state = RequestState(request, self._ask(request, self._lookups))
+            ticket = self._ask(request, self._lookups, num_handed_over // self._grid.chunk_tokens)
+            state = RequestState(request, ticket)
             self._times.start(state, arrived_at, state.ticket.asked_at)
             self._states[request.request_id] = state
             self._tracer.begin(state)
@@ -165,7 +172,8 @@ class SchedulerSide:
             # The request was preempted, its load failed, or the engine was reset: it starts again.
             self._computing.end(state)
             self._times.restart(state)
-            state.restart(self._ask(request, lookups))
+            # Announced rows were stored by now, or never will be. The request does not wait for them again.
+            state.restart(self._ask(request, lookups, num_handed_over=0))
             self._tracer.begin(state)
         state.num_engine_tokens = num_computed_tokens
         if state.has_failed or request.skip_reading_prefix_cache:
@@ -338,7 +346,14 @@ class SchedulerSide:
             return [], []
         return self._events.take(self._lookups.index if self._lookups is not None else None, describe)
 
-    def _ask(self, request: EngineRequest, lookups: LookupThread) -> Ticket:
+    def num_stored_tokens(self, request_id: str) -> int:
+        """Return how many leading tokens are stored, or are being stored, where other engines find them."""
+        state = self._states.get(request_id)
+        if state is None or not self._is_shared or state.ticket.namespace != self._namespace:
+            return 0
+        return 0 if state.has_failed else state.num_stored_chunks * self._grid.chunk_tokens
+
+    def _ask(self, request: EngineRequest, lookups: LookupThread, num_handed_over: int) -> Ticket:
         num_chunks = self._grid.num_loadable_chunks(len(request.block_hashes), request.num_tokens)
         ticket = Ticket(
             request.request_id,
@@ -349,6 +364,7 @@ class SchedulerSide:
             self._extra_keys_of(request, self._grid.chunk_tokens),
             first_hashes=self._grid.first_hashes(request.block_hashes) if num_chunks else (),
             is_read=not request.skip_reading_prefix_cache,
+            num_handed_over=min(num_handed_over, num_chunks) if self._is_shared else 0,
         )
         lookups.ask(ticket)
         return ticket

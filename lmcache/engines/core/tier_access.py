@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from lmcache.common.threads import NICENESS
 from lmcache.tiers.base import LowerTier, ObjectId, RowKey
 from lmcache.tiers.errors import TierUnavailableError
-from lmcache.tiers.tiered.tasks import NICENESS, Workers
+from lmcache.tiers.tiered.tasks import Workers
 
 T = TypeVar("T")
 

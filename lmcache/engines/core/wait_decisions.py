@@ -2,6 +2,8 @@
 
 A request waits for rows that another request of this engine is computing. It also waits for rows that the
 sidecar is promoting, as long as they arrive faster than the engine would compute them (``waiting.RowWait``).
+It also waits for rows that a prefill engine has announced and is still storing. These rows may never arrive.
+So the rows of other requests do not prolong this wait.
 """
 
 from __future__ import annotations
@@ -83,10 +85,12 @@ class WaitDecisions:
         rate = self._rate.tokens_per_second
         chunk_seconds = chunk_tokens / rate if rate else 0.0
         num_missing = len(ticket.hashes) - num_hit
+        num_announced = ticket.num_handed_over - num_hit
         if ticket.keys is None:
             return lookups.is_attached and not lookups.is_late(ticket, num_missing * chunk_seconds)
         if lookups.knows_all(ticket):
-            return False
+            is_coming = num_announced > 0 and lookups.is_attached
+            return is_coming and self._is_announced_in_time(state, num_announced, now, chunk_seconds)
         answer = ticket.answer
         if answer is not None and now - ticket.answered_at >= OLD_SECONDS and state.wait is None:
             ticket.answer = None
@@ -99,10 +103,45 @@ class WaitDecisions:
             return False
         if now - ticket.asked_at >= ASK_AGAIN_SECONDS * self._num_waited and not ticket.is_asking:
             lookups.ask(ticket)
-        if state.wait is None:
-            state.wait = RowWait(state.num_found, now, self._num_steps, self._silence_seconds)
+        is_promoted = answer.num_expected > num_hit
+        if num_announced > 0:
+            return self._is_announced_in_time(
+                state, num_announced, now, chunk_seconds, is_promoted=is_promoted
+            )
         if not answer.is_probing:
             num_missing = answer.num_expected - num_hit
-        return not state.wait.is_over(
+        return self._is_in_time(state, num_missing, now, chunk_seconds)
+
+    def _is_in_time(self, state: RequestState, num_missing: int, now: float, chunk_seconds: float) -> bool:
+        """Return True if ``num_missing`` rows that are on their way are worth waiting for."""
+        return not self._wait(state, now).is_over(
             state.num_found, num_missing, now, self._arrivals, chunk_seconds, self._num_steps
         )
+
+    def _is_announced_in_time(
+        self,
+        state: RequestState,
+        num_missing: int,
+        now: float,
+        chunk_seconds: float,
+        *,
+        is_promoted: bool = False,
+    ) -> bool:
+        """Return True if ``num_missing`` rows that another engine announced are worth waiting for.
+
+        ``is_promoted``: the sidecar is promoting some of them.
+        """
+        return not self._wait(state, now).is_overdue(
+            state.num_found,
+            num_missing,
+            now,
+            self._arrivals,
+            chunk_seconds,
+            self._num_steps,
+            is_promoted=is_promoted,
+        )
+
+    def _wait(self, state: RequestState, now: float) -> RowWait:
+        if state.wait is None:
+            state.wait = RowWait(state.num_found, now, self._num_steps, self._silence_seconds)
+        return state.wait

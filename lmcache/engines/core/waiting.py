@@ -38,6 +38,8 @@ class RowWait:
     It waits as long as rows arrive faster than the engine would compute them. If no row arrives, it waits at
     most for the time that computing the missing rows would take, within bounds. The reason: a busy machine
     delays the computation just as it delays the rows.
+
+    Rows that another engine announced have stricter limits, see ``is_overdue``.
     """
 
     def __init__(self, num_found: int, now: float, num_steps: int, silence_seconds: float = 0.0) -> None:
@@ -46,10 +48,12 @@ class RowWait:
         It also limits how far the time to compute the missing rows extends later waits.
         """
         self._began_at = self._checked_at = now
-        self._num_found = num_found
+        self._num_found = self._num_found_before = num_found
         self._num_steps = num_steps
         self._silence_seconds = max(FIRST_ROW_SECONDS, silence_seconds)
+        self._is_silence_set = silence_seconds > 0
         self._has_arrivals = False
+        self._arrived_at = now  # time of the last row of this request, or the begin of the wait
         self._is_excused = False
 
     def is_over(
@@ -71,16 +75,7 @@ class RowWait:
             chunk_seconds: time to compute one chunk; 0.0: not known.
             num_steps: steps so far in which the engine computed something.
         """
-        is_after_long_step = num_steps != self._num_steps and now - self._checked_at >= STALL_SECONDS
-        self._checked_at, self._num_steps = now, num_steps
-        # During a long step, arrivals were not noticed, and the step took processor time from the promotion.
-        # So the time of one such step does not count.
-        is_excused = is_after_long_step and not self._is_excused
-        if num_found > self._num_found:
-            arrivals.note(num_found - self._num_found, now if is_excused else self._began_at, now)
-            self._num_found, self._has_arrivals = num_found, True
-        if is_excused:
-            self._is_excused, self._began_at = True, now
+        if self._is_excused_now(num_found, now, arrivals, num_steps):
             return False
         pace, missing_seconds = arrivals.seconds_per_row, num_missing * chunk_seconds
         if self._has_arrivals and 0 < chunk_seconds < pace and now - self._began_at >= missing_seconds:
@@ -88,6 +83,55 @@ class RowWait:
         has_begun = self._has_arrivals or arrivals.last_at >= self._began_at
         stall = max(STALL_SECONDS, 4 * pace, min(missing_seconds, self._silence_seconds))
         return now - max(self._began_at, arrivals.last_at) >= (stall if has_begun else self._silence_seconds)
+
+    def is_overdue(
+        self,
+        num_found: int,
+        num_missing: int,
+        now: float,
+        arrivals: Arrivals,
+        chunk_seconds: float,
+        num_steps: int,
+        *,
+        is_promoted: bool,
+    ) -> bool:
+        """Return True if the request shall wait no longer for rows that another engine announced.
+
+        Only rows of this request count. Announced rows may never arrive, whatever rows other requests get.
+        The arguments are those of ``is_over``.
+
+        ``is_promoted``: the sidecar is promoting rows. They may queue behind rows of other requests.
+        """
+        if self._is_excused_now(num_found, now, arrivals, num_steps, is_announced=True):
+            return False
+        silence_seconds, missing_seconds = self._silence_seconds, num_missing * chunk_seconds
+        # Time to compute all rows that were missing when the wait began.
+        total_seconds = missing_seconds + (num_found - self._num_found_before) * chunk_seconds
+        if is_promoted:
+            silence_seconds = max(silence_seconds, missing_seconds)
+            total_seconds = max(self._silence_seconds, total_seconds)
+        if missing_seconds and not self._is_silence_set and now - self._began_at >= total_seconds:
+            return True
+        return now - self._arrived_at >= silence_seconds
+
+    def _is_excused_now(
+        self, num_found: int, now: float, arrivals: Arrivals, num_steps: int, *, is_announced: bool = False
+    ) -> bool:
+        """Record rows that arrived. Return True if the time before ``now`` does not count."""
+        is_after_long_step = num_steps != self._num_steps and now - self._checked_at >= STALL_SECONDS
+        self._checked_at, self._num_steps = now, num_steps
+        # During a long step, arrivals were not noticed, and the step took processor time from the promotion.
+        # So the time of one such step does not count.
+        is_excused = is_after_long_step and not self._is_excused
+        if num_found > self._num_found:
+            # The time in which announced rows were not stored yet says nothing about promotions.
+            began_at = now if is_excused or is_announced else self._began_at
+            arrivals.note(num_found - self._num_found, began_at, now)
+            self._num_found, self._has_arrivals, self._arrived_at = num_found, True, now
+        if is_excused:
+            self._is_excused, self._began_at, self._arrived_at = True, now, now
+            self._num_found_before = num_found
+        return is_excused
 
 
 class PrefillRate:

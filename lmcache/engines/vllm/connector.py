@@ -209,14 +209,15 @@ class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         return _call(self._scheduler, "reset_cache", True)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Return (True if the engine must hold the request's blocks, None)."""
+        """Return (True if the engine must hold the blocks, parameters for the next engine or None)."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return (True if the engine must hold the request's blocks, None)."""
-        return _call(self._scheduler, "finish", False, request, block_ids), None
+        """Return (True if the engine must hold the blocks, parameters for the next engine or None)."""
+        params = _call(self._scheduler, "hand_over", None, request)
+        return _call(self._scheduler, "finish", False, request, block_ids), params
 
 
 with contextlib.suppress(ValueError):  # a MultiConnector finds its children's statistics by their names

@@ -11,6 +11,7 @@ from lmcache.engines.core.grid import BlockTables
 from lmcache.engines.core.jobs import StepMeta, WorkerReport
 from lmcache.engines.core.scheduler import SchedulerSide
 from lmcache.engines.core.tracing import ENGINE_MEMORY
+from lmcache.engines.vllm import hand_over
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,8 @@ class VLLMScheduler(SchedulerSide):
     def on_new_request(self, request: Any) -> None:
         """Send a hint. Ignores streaming sessions, because they replace tokens that were already hashed."""
         if not getattr(request, "resumable", False):
-            self.add(request)
+            params = getattr(request, "kv_transfer_params", None)
+            self.add(request, hand_over.num_announced_tokens(params, self._namespace))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return (tokens to load, True if there is a load); (None, False): ask again in the next step."""
@@ -127,6 +129,18 @@ class VLLMScheduler(SchedulerSide):
             self.note_loaded(request_id)
         for request_id in output.finished_sending or ():
             self.note_released(request_id)
+
+    def hand_over(self, request: Any) -> dict[str, Any] | None:
+        """Return parameters for the engine that continues this request.
+
+        Returns None if no engine continues it, or if there is no KV for that engine.
+
+        Call this before ``finish``.
+        """
+        if not hand_over.wants_hand_over(getattr(request, "kv_transfer_params", None)):
+            return None
+        num_tokens = self.num_stored_tokens(request.request_id)
+        return hand_over.announce(self._namespace, num_tokens) if num_tokens else None
 
     def finish(self, request: Any, tables: BlockTables) -> bool:
         """Return True if the blocks must be held. ``tables`` has null blocks that windows left behind."""
