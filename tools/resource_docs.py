@@ -42,6 +42,13 @@ spec:
     topologySpreadConstraints:
       - {maxSkew: 1, topologyKey: topology.kubernetes.io/zone, whenUnsatisfiable: ScheduleAnyway}
     priorityClassName: serving
+    prefill:
+      replicas: 1
+      gpu: {count: 8, deviceClassName: gpu.nvidia.com, runtimeClassName: nvidia}
+      args: ["--max-num-batched-tokens=32768"]
+      resources: {requests: {cpu: 32, memory: 128Gi}}
+      nodeSelector: {nvidia.com/gpu.product: NVIDIA-B200}
+      tolerations: [{key: prefill, operator: Exists}]
     podTemplate: {metadata: {labels: {team: search}}, spec: {terminationGracePeriodSeconds: 660}}
   sidecar:
     image: ghcr.io/lmcache-cluster/sidecar:0.1.0
@@ -52,6 +59,10 @@ spec:
   tiers:
     memory: {size: 256Gi, tenantQuotaPercent: 30}
     disk: {size: 2Ti, storageClassName: local-nvme}
+    peers:
+      bytesPerSecond: 1Gi
+      tls: {issuerRef: {name: caches, kind: ClusterIssuer, group: cert-manager.io}}
+      clusterRef: {name: llama-70b-chat}
     remote:
       external:
         url: rediss://kv.caches.svc:6379/0?verify=ca
@@ -85,8 +96,10 @@ _MANAGED = {
 }
 _EXCLUSIVE = {
     "spec.engine.gpu.resourceName": "nvidia.com/gpu",
+    "spec.engine.prefill.gpu.resourceName": "nvidia.com/gpu",
     **{f"spec.tiers.remote.managed.{name}": value for name, value in _MANAGED.items()},
     "spec.tiers.remote.clusterRef.name": "kv",
+    "spec.tiers.peers.tls.secretRef.name": "llama-70b-peers-tls",
     "spec.autoscaling.remote.minShards": 2,
     "spec.autoscaling.remote.maxShards": 8,
 }
@@ -99,6 +112,7 @@ CONDITIONS = {
     "SidecarAttached": "The engines use their caches.",
     "RemoteTierAvailable": "All shards of a managed remote tier are Ready.",
     "RemoteTierReachable": "The remote tier answers the sidecars. Present after a sidecar reported it.",
+    "PrefillAvailable": "At least one prefill pod is Ready. Present with spec.engine.prefill.",
     "RouterAvailable": "At least one router pod is Ready. Present with spec.router.",
     "AutoscalingActive": "The operator sizes tiers by lookups. Present after it read the first samples.",
     "MemoryTierPinned": "CUDA has pinned the memory tiers of all GPUs. Present after a sidecar reported it.",

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 
 from lmcache.logging import set_up
@@ -168,12 +169,18 @@ def _render(arguments: argparse.Namespace) -> list[Object]:
     rendered = []
     for resource in read_objects(arguments.filename):
         if isinstance(resource, dict) and resource.get("kind") == KIND:
-            cluster = parse(resource)
-            for component in COMPONENTS:
-                rendered += component.render(cluster, _context(arguments))
+            rendered += _rendered(resource, _context(arguments))
     if not rendered:
         raise ValueError(f"contains no {KIND}")
     return rendered
+
+
+def _rendered(resource: Object, context: Context) -> list[Object]:
+    """The objects of a cluster, and those of the cluster of its prefill pods."""
+    cluster = parse(resource)
+    children = [child for component in COMPONENTS for child in component.render(cluster, context)]
+    inner = [_rendered(child, context) for child in children if child["kind"] == KIND]
+    return [*children, *chain.from_iterable(inner)]
 
 
 def _inject(arguments: argparse.Namespace) -> list[Object]:

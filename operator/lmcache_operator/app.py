@@ -95,7 +95,7 @@ async def _work(
         StatsClient(seconds=_POLL_SECONDS) as patient,
     ):
         poller = Poller(patient, lambda key: queue.wake(key))
-        reconciler = Reconciler(api, context, stats.read, autoscaler=poller)
+        reconciler = Reconciler(api, context, stats.read, autoscaler=poller, wake=lambda key: queue.wake(key))
         queue = KeyedQueue(reconciler.reconcile, num_workers=_NUM_WORKERS)
 
         async def settle() -> None:
@@ -172,6 +172,7 @@ def build_registry(queue: _Queue, settle: Callable[[], Awaitable[object]]) -> ko
         # differs each time would defeat all back-offs.
         version = None if type == "DELETED" else (meta.get("generation"), dict(meta.get("annotations") or {}))
         queue.wake(ClusterKey(namespace or "", meta["name"], meta["uid"]), version)
+        await child_changed(namespace, meta)  # the status of prefill pods is part of their owner's
 
     async def child_changed(namespace: str | None, meta: Mapping[str, Any], **_: Any) -> None:
         if (key := owner_key(namespace or "", meta)) is not None:
@@ -194,9 +195,12 @@ def build_registry(queue: _Queue, settle: Callable[[], Awaitable[object]]) -> ko
 
 
 def _watched() -> list[Kind]:
-    """Kinds of children to watch. Certificates are left out: without cert-manager, kopf would log errors at
-    every start. Each reconciliation reads the cluster's Certificate anyway."""
-    return [kind for kind in kinds_of(COMPONENTS) if kind is not CERTIFICATE]
+    """Kinds of children to watch, besides LMCacheClusters.
+
+    Certificates are left out: without cert-manager, kopf would log errors at every start. Each reconciliation
+    reads the cluster's Certificate anyway.
+    """
+    return [kind for kind in kinds_of(COMPONENTS) if kind not in (CERTIFICATE, CLUSTER)]
 
 
 def owner_key(namespace: str, metadata: Mapping[str, Any]) -> ClusterKey | None:

@@ -95,7 +95,7 @@ _SGLANG_OPTIONS = {
     "--data-parallel-size=2": "for more engines run more pods",
     "--nnodes": "for more engines run more pods",
     "--dcp-size=2": "the engine would run without its cache",
-    "--disaggregation-mode=prefill": "engines that split prefill and decode",
+    "--disaggregation-mode=prefill": "to split prefill and decode over pods, set spec.engine.prefill",
     "--config=/x.yaml": "a file may hold options that can't be set",
     "--": "what follows it would not be read as options",
 }

@@ -101,7 +101,10 @@ specs = st.fixed_dictionaries(
         ),
         "tiers": st.fixed_dictionaries(
             {"memory": st.fixed_dictionaries({"size": st.sampled_from(["1Gi", "1024Mi", "3Gi"])})},
-            optional={"remote": st.just({"external": {"url": "redis://h:1"}})},
+            optional={
+                "peers": st.sampled_from([{}, {"bytesPerSecond": "1Gi"}]),
+                "remote": st.just({"external": {"url": "redis://h:1"}}),
+            },
         ),
     },
 )

@@ -23,6 +23,7 @@ _WORDS = ("a", "engine", "sidecar", "payload", "arena", "/models", "10m", "1Gi",
 _EXAMPLES = {
     "size": ("1Gi", "0.5Ti", "1073741824"),
     "memoryPerShard": ("512Mi", "1Gi"),
+    "bytesPerSecond": ("1Gi", "100M"),
     "resourceName": ("nvidia.com/gpu", "amd.com/gpu"),
     "url": ("redis://h:1", "rediss://h:1,i:2/3?verify=ca", "redis-cluster://h:7000"),
     "gpuHour": ("2.50", "0"),
@@ -70,6 +71,15 @@ def spec_of_init_container(seed: int) -> Object:
     }
 
 
+def _keep_first(part: Object, name: str) -> None:
+    """Leave only the first of the alternatives in a field; without any, remove the field."""
+    alternatives = part.get(name) or {}
+    for other in list(alternatives)[1:]:
+        del alternatives[other]
+    if not alternatives:
+        part.pop(name, None)
+
+
 def _obey_rules(spec: Object) -> None:
     """Make the spec obey rules between fields. Otherwise they would refuse nearly every spec."""
     engine, tiers = spec.get("engine") or {}, spec["tiers"]
@@ -84,16 +94,16 @@ def _obey_rules(spec: Object) -> None:
         sidecar.pop("transfer", None)
     if "replicas" in engine:
         engine["replicas"] %= 2
+    peers = tiers.get("peers") or {}
+    _keep_first(peers, "tls")
+    if prefill := engine.get("prefill"):
+        _obey_prefill(spec, engine, prefill)
     remote = tiers.get("remote") or {}
     for other in list(remote)[1:]:
         del remote[other]
     if not remote:
         tiers.pop("remote", None)
-    if tls := (remote.get("managed") or {}).get("tls"):
-        for other in list(tls)[1:]:
-            del tls[other]
-    elif remote.get("managed"):
-        remote["managed"].pop("tls", None)
+    _keep_first(remote.get("managed") or {}, "tls")
     for amounts in (remote.get("managed") or {}).get("resources", {}).values():
         if isinstance(amounts, dict):
             amounts.pop("memory", None)
@@ -101,6 +111,19 @@ def _obey_rules(spec: Object) -> None:
     spec.setdefault("model", {"name": "m"})
     spec.setdefault("engine", {})
     tiers.setdefault("memory", {"size": "1Gi"})
+
+
+def _obey_prefill(spec: Object, engine: Object, prefill: Object) -> None:
+    """Give prefill pods what they need: vLLM, a router, peers, and as many GPUs as the other pods have."""
+    engine["kind"] = "vLLM"
+    spec.setdefault("router", {})
+    spec["tiers"].setdefault("peers", {})
+    if "replicas" in prefill:
+        prefill["replicas"] %= 2
+    if gpu := prefill.get("gpu"):
+        gpu["count"] = engine.get("gpu", {}).get("count", 1)
+        if "deviceClassName" in gpu:
+            gpu.pop("resourceName", None)
 
 
 def _obey_bounds(scaling: Object, *, is_managed: bool) -> None:

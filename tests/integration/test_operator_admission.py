@@ -45,6 +45,7 @@ def is_in(part: object, whole: object) -> bool:
 
 
 SGLANG: Object = {"kind": "SGLang"}
+SPLIT: Object = {"router": {}, "tiers": {"peers": {}}, "engine": {"prefill": {}}}
 REFUSED = [
     (remote("redis://h:99999"), "must be redis://host:port/db"),
     (remote("redis://:6379,,,"), "must be redis://host:port/db"),
@@ -58,6 +59,16 @@ REFUSED = [
         {"tiers": {"disk": {"size": "1Gi", "storageClassName": "Fast_One"}}},
         "spec.tiers.disk.storageClassName",
     ),
+    ({"tiers": {"peers": {"bytesPerSecond": "1Ki"}}}, "bytesPerSecond must be between 16Mi and 1Ti"),
+    ({"tiers": {"peers": {"clusterRef": {"name": "demo"}}}}, "must name another LMCacheCluster"),
+    ({"tiers": {"peers": {"clusterRef": {"name": "Other"}}}}, "spec.tiers.peers.clusterRef.name"),
+    ({"tiers": {"peers": {"bytesPerSecond": "fast"}}}, "an amount of bytes such as 64Gi or 0.5Ti"),
+    ({"engine": {"prefill": {}}}, "engine.prefill needs router and tiers.peers"),
+    (SPLIT | {"tiers": {}}, "engine.prefill needs router and tiers.peers"),
+    (SPLIT | {"engine": SGLANG | {"prefill": {}}}, "engine.prefill needs engine.kind vLLM"),
+    (SPLIT | {"engine": {"prefill": {"gpu": {"count": 2}}}}, "gpu.count must equal engine.gpu.count"),
+    (SPLIT | {"engine": {"prefill": {"args": ["--tp=2"]}}}, "engine.replicas for more engines"),
+    (SPLIT | {"engine": {"prefill": {"resources": {"limits": 5}}}}, "spec.engine.prefill.resources.limits"),
     ({"tiers": {"admit": "Some"}}, 'supported values: "All", "OnReuse"'),
     ({"engine": {"image": "UPPER/::bad@@"}}, "must be an image such as"),
     ({"sidecar": {"image": "a b"}}, "must be an image such as"),
@@ -99,6 +110,13 @@ def test_specs_that_cannot_run_are_refused(plane, admission, spec, message):
         remote("rediss-sentinel://a:1,[fd00::1]/master/3?prefix=x&verify=ca"),
         {"tiers": {"memory": {"size": "0.5Ti"}}},
         {"tiers": {"disk": {"size": "0.5Ti", "storageClassName": "local-nvme"}, "admit": "OnReuse"}},
+        {"tiers": {"peers": {}}},
+        {"tiers": {"peers": {"clusterRef": {"name": "other"}}}},
+        SPLIT,
+        SPLIT | {"engine": {"prefill": {"replicas": 0, "gpu": {"deviceClassName": "gpu.nvidia.com"}}}},
+        SPLIT
+        | {"engine": {"prefill": {"nodeSelector": {"a": "b"}, "tolerations": [{"operator": "Exists"}]}}},
+        {"engine": SGLANG | {"replicas": 2}, "tiers": {"peers": {"bytesPerSecond": "1.5G"}}},
         {"engine": {"gpu": {"deviceClassName": "gpu.nvidia.com"}}, "sidecar": {"transfer": "CudaIPC"}},
         {"engine": {"gpu": {"resourceName": "amd.com/gpu"}}, "sidecar": {"transfer": "SharedMemory"}},
         {"engine": SGLANG | {"gpu": {"deviceClassName": "gpu.nvidia.com"}}, "sidecar": {"transfer": "Auto"}},
@@ -133,6 +151,24 @@ def test_kind_of_the_engine_cannot_be_changed(plane, namespace, before, after):
     assert same["spec"]["engine"]["kind"] == (before or "vLLM")
     with pytest.raises(ApiError, match=r"spec.engine.kind.*cannot be changed: create another LMCacheCluster"):
         plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"kind": after}}}, namespace)
+
+
+@pytest.mark.parametrize("name", ["demo-prefill", "a" * 38])
+def test_prefill_needs_a_name_that_can_be_extended(plane, admission, name):
+    resource = cluster(**SPLIT)
+    resource["metadata"] = {"name": name}
+    with pytest.raises(ApiError, match="at most 37 characters and must not end with -prefill") as refused:
+        plane.api.request("POST", plane.api.path(CLUSTERS, admission) + "?dryRun=All", resource)
+    assert refused.value.code == 422
+
+
+def test_peers_need_an_engine(plane, admission):
+    resource = cluster()
+    resource["metadata"] = {"name": "demo"}
+    resource["spec"] = {"tiers": {"remote": {"managed": {"memoryPerShard": "1Gi"}}, "peers": {}}}
+    with pytest.raises(ApiError, match="none of memory, disk and peers") as refused:
+        plane.api.request("POST", plane.api.path(CLUSTERS, admission) + "?dryRun=All", resource)
+    assert refused.value.code == 422
 
 
 def test_complete_example_of_the_reference_is_admitted(plane, admission):

@@ -131,7 +131,9 @@ def test_eviction_policy_of_redis_is_checked(doctor, plane, namespace, policy, l
         _, checks = doctor(NAME)
         assert checks["remoteSettings"][0] == level
         assert checks["remoteSettings"][1].startswith(text)
-        assert checks["remoteReachable"][0] == checks["remoteLatency"][0] == "ok"
+        assert checks["remoteReachable"][0] == "ok"
+        # On a busy machine, the first answers of Redis are late.
+        plane.wait(lambda: doctor(NAME)[1]["remoteLatency"][0] == "ok")
 
 
 def test_unreachable_redis_is_a_failure(doctor, plane, namespace):

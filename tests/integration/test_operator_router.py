@@ -30,7 +30,8 @@ class Answer(http.server.BaseHTTPRequestHandler):
         self._send({"status": "ok"})
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.max_tokens.append(body.get("max_tokens"))  # type: ignore[attr-defined]
         choice = {"index": 0, "text": self.server.server_address[0], "finish_reason": "stop"}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
         self._send(
@@ -49,23 +50,33 @@ class Answer(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-@pytest.fixture
-def addresses() -> Iterator[list[str]]:
-    """Addresses at which two servers answer like engines."""
-    servers: list[http.server.ThreadingHTTPServer] = []
-    while len(servers) < 2:
+class Engine(http.server.ThreadingHTTPServer):
+    """A server that answers like an engine."""
+
+    def __init__(self) -> None:
         address = f"127.{random.randrange(100, 200)}.{random.randrange(256)}.{random.randrange(1, 255)}"
-        servers.append(http.server.ThreadingHTTPServer((address, ENGINE_PORT), Answer))
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
-    yield [str(server.server_address[0]) for server in servers]
+        super().__init__((address, ENGINE_PORT), Answer)
+        self.max_tokens: list[int] = []
+        """Value of each request."""
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        return str(self.server_address[0])
+
+
+@pytest.fixture
+def engines() -> Iterator[list[Engine]]:
+    servers = [Engine(), Engine()]
+    yield servers
     for server in servers:
         server.shutdown()
         server.server_close()
 
 
-def answering_engine(router: RouterProcess) -> str:
+def answering_engine(router: RouterProcess, max_tokens: int = 1) -> str:
     """Send a request through the router. Returns the address of the engine; empty: no engine answered."""
-    body = json.dumps({"model": "m", "prompt": [1, 2, 3], "max_tokens": 1}).encode()
+    body = json.dumps({"model": "m", "prompt": [1, 2, 3], "max_tokens": max_tokens}).encode()
     request = urllib.request.Request(
         f"{router.url}/v1/completions", body, {"Content-Type": "application/json"}
     )
@@ -76,17 +87,18 @@ def answering_engine(router: RouterProcess) -> str:
         return ""
 
 
-def set_running(plane: Any, namespace: str, pod: str, address: str) -> None:
+def set_running(plane: Any, namespace: str, pod: str, address: str, *, is_ready: bool = True) -> None:
     status = {
         "phase": "Running",
         "podIP": address,
         "podIPs": [{"ip": address}],
-        "conditions": [{"type": "Ready", "status": "True"}],
+        "conditions": [{"type": "Ready", "status": str(is_ready)}],
     }
     plane.api.patch("v1/pods", f"{pod}/status", {"status": status}, namespace)
 
 
-def test_router_finds_engine_pods_with_the_rights_of_its_role(plane, operator, namespace, addresses):
+def test_router_finds_engine_pods_with_the_rights_of_its_role(plane, operator, namespace, engines):
+    addresses = [engine.address for engine in engines]
     resource = example(router={"policy": "RoundRobin"})
     held = {"metadata": {"annotations": {"test/hold": "true"}}}  # the test reports the pods as running
     resource["spec"]["engine"] = resource["spec"].get("engine", {}) | {"replicas": 2, "podTemplate": held}
@@ -117,6 +129,45 @@ def test_router_finds_engine_pods_with_the_rights_of_its_role(plane, operator, n
         assert {answering_engine(router) for _ in range(4)} == {addresses[0]}
 
 
+def test_router_sends_each_prompt_to_a_prefill_pod_first(plane, operator, namespace, engines):
+    held = {"metadata": {"annotations": {"test/hold": "true"}}}  # the test reports the pods as running
+    engine = {"replicas": 1, "podTemplate": held, "prefill": {"replicas": 1}}
+    resource = example(router={"policy": "RoundRobin"}, engine=engine)
+    resource["spec"]["tiers"]["peers"] = {}
+    plane.api.create(CLUSTERS, resource, namespace)
+    plane.wait(lambda: plane.api.find("rbac.authorization.k8s.io/v1/rolebindings", ROUTER, namespace))
+    decode_pod, prefill_pod = f"{NAME}-engine-0", f"{NAME}-prefill-engine-0"
+    plane.wait(lambda: all(plane.api.find("v1/pods", pod, namespace) for pod in (decode_pod, prefill_pod)))
+
+    decode, prefill = engines
+
+    def router_args() -> list[str]:
+        deployment = plane.api.get("apps/v1/deployments", ROUTER, namespace)
+        args: list[str] = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+        return args
+
+    plane.wait(lambda: plane.api.find("apps/v1/deployments", ROUTER, namespace))
+    assert "--prefill-selector" not in router_args(), "no prefill pod was ready yet"
+    set_running(plane, namespace, prefill_pod, prefill.address)
+    plane.wait(lambda: "--prefill-selector" in router_args())
+    set_running(plane, namespace, prefill_pod, prefill.address, is_ready=False)
+    token = plane.service_account_token(namespace, ROUTER)
+    kubeconfig = str(plane.kubeconfig(f"router-{namespace}", token=token))
+    with RouterProcess([], *router_args(), KUBECONFIG=kubeconfig) as router:
+        set_running(plane, namespace, decode_pod, decode.address)
+        wait_until(lambda: decode.address in str(workers(router)), what="the decode pod")
+        assert answering_engine(router, 7) == "", "no prefill pod"
+        set_running(plane, namespace, prefill_pod, prefill.address)
+        wait_until(
+            lambda: answering_engine(router, 7) == decode.address, what=f"answer; log {router.log[-2000:]}"
+        )
+        assert (prefill.max_tokens, decode.max_tokens) == ([1], [7])
+        # vllm-router has no mode in which the other pods compute prompts, too.
+        prefill.shutdown()
+        prefill.server_close()
+        wait_until(lambda: answering_engine(router, 7) == "", what="a failure without prefill pods")
+
+
 def workers(router: RouterProcess) -> list[str]:
     with urllib.request.urlopen(f"{router.url}/list_workers", timeout=60) as answer:
         return [str(url) for url in json.load(answer)["urls"]]
@@ -134,7 +185,7 @@ def test_status_says_whether_the_router_is_available(plane, operator, namespace)
             and s
         )
     )
-    assert status["router"] == {"replicas": 1, "readyReplicas": 1}
+    assert status["router"] == {"pools": 1, "replicas": 1, "readyReplicas": 1}
     plane.api.patch(CLUSTERS, NAME, {"spec": {"router": None}}, namespace)
     for kind in (
         "apps/v1/deployments",

@@ -64,9 +64,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 
 {{/* Permissions on namespaced objects, for a Role in one namespace or a ClusterRole in all. */}}
 {{- define "lmcache-operator.rules" -}}
+# The operator writes only LMCacheClusters of prefill pods. RBAC can't tell them from others.
 - apiGroups: [lmcache.io]
   resources: [lmcacheclusters]
-  verbs: [get, list, watch]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [lmcache.io]
   resources: [lmcacheclusters/status]
   verbs: [patch]
@@ -99,7 +100,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [rbac.authorization.k8s.io]
   resources: [roles, rolebindings]
   verbs: [get, list, watch, create, patch, delete]
-# Certificates of a managed remote tier with an issuer. They need cert-manager.
+# Certificates of managed remote tiers and of peers with an issuer. They need cert-manager.
 - apiGroups: [cert-manager.io]
   resources: [certificates]
   verbs: [get, list, watch, create, patch, delete]

@@ -10,6 +10,7 @@ from lmcache_operator.api import GROUP, KIND, PLURAL, PROFILE_KIND, PROFILE_PLUR
 from lmcache_operator.api.documents import dump
 from lmcache_operator.api.fields import Field, Rule, is_part
 from lmcache_operator.api.keywords import CLUSTER_NAME
+from lmcache_operator.api.naming import NAMING
 from lmcache_operator.api.types import Spec, Status
 
 _HEADER = "# Generated from operator/lmcache_operator/api by `make generate`.\n"
@@ -42,7 +43,7 @@ def declared_schema() -> dict[str, Any]:
             "spec": {"description": "The declared state of the cluster.", **_type_schema(Spec)},
             "status": {"description": "The observed state of the cluster.", **_type_schema(Status)},
         },
-        **_validations((CLUSTER_NAME,)),
+        **_validations((CLUSTER_NAME, *NAMING)),
     }  # fmt: skip
 
 

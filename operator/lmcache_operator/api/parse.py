@@ -13,11 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from lmcache_operator.api import GROUP
 from lmcache_operator.api.fields import Field, Part, Rule, is_part
-from lmcache_operator.api.keywords import CLUSTER_NAME
+from lmcache_operator.api.keywords import CLUSTER_NAME, CLUSTER_NAME_PATTERN
+from lmcache_operator.api.naming import NAMING
 from lmcache_operator.api.router import KV_AWARE
 from lmcache_operator.api.tiers import MemoryTier
-from lmcache_operator.api.types import Engine, Model, Spec
+from lmcache_operator.api.types import VLLM, Engine, Model, Spec
 from lmcache_operator.errors import InvalidSpecError
 
 # More than any pod template needs, and far less than the limit of recursion.
@@ -44,6 +46,9 @@ class Sizes(NamedTuple):
 
 
 AS_DECLARED = Sizes()
+EVENTS_FOR = f"{GROUP}/events-for"
+"""Annotation of an LMCacheCluster whose pods only compute prompts: name of the cluster whose router reads the
+KV events of its engines."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,9 @@ class Cluster:
     name: str
     uid: str
     spec: Spec
+    prefills_for: str = ""
+    """Name of the cluster whose router reads the KV events of these pods, which only compute prompts; empty:
+    none."""
     chosen: Sizes = AS_DECLARED
 
     @property
@@ -68,9 +76,12 @@ class Cluster:
         return (self.chosen.shards or managed.shards) if managed else 0
 
     @property
-    def publishes_events(self) -> bool:
-        """Whether the engines publish KV events, because the router follows them."""
-        return self.spec.router is not None and self.spec.router.policy == KV_AWARE
+    def events_reader(self) -> str:
+        """Name of the cluster whose router reads the engines' KV events; empty: they publish none."""
+        router, engine = self.spec.router, self.spec.engine
+        if router is not None and router.policy == KV_AWARE:
+            return self.name
+        return self.prefills_for if engine is not None and engine.kind == VLLM else ""
 
     @property
     def engine(self) -> Engine:
@@ -100,12 +111,20 @@ def parse(resource: Mapping[str, Any]) -> Cluster:
     metadata = _parse_value(dict, resource.get("metadata"), "metadata")
     name = _parse_value(str, metadata.get("name"), "metadata.name")
     _check_rules((CLUSTER_NAME,), name, "metadata.name")
-    return Cluster(
+    cluster = Cluster(
         namespace=metadata.get("namespace", "default"),
         name=name,
         uid=metadata.get("uid", ""),
         spec=_parse_value(Spec, resource.get("spec"), "spec"),
+        prefills_for=_events_reader(metadata.get("annotations")),
     )
+    _check_rules(NAMING, cluster, "metadata.name")
+    return cluster
+
+
+def _events_reader(annotations: Any) -> str:
+    name = annotations.get(EVENTS_FOR) if isinstance(annotations, dict) else None
+    return name if isinstance(name, str) and re.fullmatch(CLUSTER_NAME_PATTERN, name) else ""
 
 
 def _parse_value(annotation: Any, raw: Any, path: str) -> Any:
@@ -167,6 +186,13 @@ def _check_rules(rules: tuple[Rule, ...], value: Any, path: str) -> None:
     for rule in rules:
         if not rule.holds(value):
             raise InvalidSpecError(path, rule.message)
+
+
+def written(value: Part) -> dict[str, Any]:
+    """Return the fields of a parsed object that differ from their defaults, as a user writes them."""
+    values = ((field, getattr(value, field.name)) for field in value.FIELDS)
+    fields = ((field, written(item) if isinstance(item, Part) else item) for field, item in values)
+    return {field.json_name: item for field, item in fields if item is not None and item != field.default}
 
 
 def declared(value: Part) -> dict[str, Any]:

@@ -56,5 +56,9 @@ class Router(Part):
 class RouterStatus(Part):
     """The router."""
 
+    pools: int | None = field(
+        "Pools of engine pods that each request passes. 2: a prefill pod computes the prompt. It stays 2 "
+        "until no router pod uses prefill pods any more."
+    )
     replicas: int | None = field("Number of router pods.")
     ready_replicas: int | None = field("Router pods that are Ready.")

@@ -70,6 +70,74 @@ class DiskTier(Part):
         return self.volume_bytes * 85 // 100
 
 
+class IssuerRef(Part):
+    """An issuer of cert-manager."""
+
+    name: str = field("Name of the issuer.", **NAME)
+    kind: str = field("Issuer: in the same namespace.", default="Issuer", enum=["Issuer", "ClusterIssuer"])
+    group: str = field("API group of the issuer.", default="cert-manager.io", **NAME)
+
+
+_ONE_SOURCE = Rule(
+    "has(self.secretRef) != has(self.issuerRef)",
+    "exactly one of secretRef and issuerRef must be set",
+    lambda tls: (tls.secret_ref is None) != (tls.issuer_ref is None),
+)
+
+
+class PeerTlsSecretRef(Part):
+    """A Secret with a certificate that the operator does not renew."""
+
+    name: str = field(
+        "Name of the Secret, in the same namespace. It has tls.crt for *.NAME-engine.NAMESPACE.svc, tls.key, "
+        "and ca.crt with the signing CA. With engine.prefill, tls.crt must also be valid for "
+        "*.NAME-prefill-engine.NAMESPACE.svc.",
+        **NAME,
+    )
+
+
+class PeerTls(Part):
+    """TLS certificate of the sidecars."""
+
+    RULES = (_ONE_SOURCE,)
+
+    secret_ref: PeerTlsSecretRef | None = field("An existing certificate. The operator never reads it.")
+    issuer_ref: IssuerRef | None = field(
+        "Issuer of cert-manager for the certificate. The operator creates the Certificate NAME-peers."
+    )
+
+
+class ClusterRef(Part):
+    """Another LMCacheCluster of the same namespace."""
+
+    name: str = field("Name of the LMCacheCluster.", maxLength=45, pattern=CLUSTER_NAME_PATTERN)
+
+
+class PeersTier(Part):
+    """The peers tier: rows in the memory tiers of other engine pods."""
+
+    bytes_per_second: str | None = field(
+        "Bytes that all other pods together may read from one pod in a second, such as 1Gi. At "
+        "least 16Mi. A change replaces the pods, one at a time. Default: no limit.",
+        **size_between("tiers.peers.bytesPerSecond", "16Mi", "1Ti"),
+    )
+    tls: PeerTls | None = field(
+        "TLS between the sidecars. Renewed certificates need no restart. A change replaces the pods, one at "
+        "a time; until then, pods with TLS and pods without it do not read each other. With clusterRef, "
+        "both clusters need certificates of the same authority. Default: no TLS."
+    )
+    cluster_ref: ClusterRef | None = field(
+        "Another LMCacheCluster with tiers.peers, whose list and password this one uses: the pods of both "
+        "read each other's memory. They share rows only for the same model, layout and chunk size. A change "
+        "replaces the pods, one at a time. Default: only the pods of this LMCacheCluster."
+    )
+
+    @property
+    def rate_bytes(self) -> int | None:
+        """Bytes per second; None: no limit."""
+        return None if self.bytes_per_second is None else parse_size(self.bytes_per_second)
+
+
 class AuthSecretRef(Part):
     """Credentials of the remote tier."""
 
@@ -100,14 +168,6 @@ class ExternalRemote(Part):
     auth_secret_ref: AuthSecretRef | None = field("Credentials. The operator never reads them.")
 
 
-class IssuerRef(Part):
-    """An issuer of cert-manager."""
-
-    name: str = field("Name of the issuer.", **NAME)
-    kind: str = field("Issuer: in the same namespace.", default="Issuer", enum=["Issuer", "ClusterIssuer"])
-    group: str = field("API group of the issuer.", default="cert-manager.io", **NAME)
-
-
 class TlsSecretRef(Part):
     """A Secret with a certificate that the operator does not renew."""
 
@@ -122,13 +182,7 @@ class TlsSecretRef(Part):
 class ShardTls(Part):
     """TLS certificate of the servers."""
 
-    RULES = (
-        Rule(
-            "has(self.secretRef) != has(self.issuerRef)",
-            "exactly one of secretRef and issuerRef must be set",
-            lambda tls: (tls.secret_ref is None) != (tls.issuer_ref is None),
-        ),
-    )
+    RULES = (_ONE_SOURCE,)
 
     secret_ref: TlsSecretRef | None = field("An existing certificate. The operator never reads it.")
     issuer_ref: IssuerRef | None = field(
@@ -194,14 +248,6 @@ class ManagedRemote(Part):
         return parse_size(self.memory_per_shard)
 
 
-class ClusterRef(Part):
-    """Another LMCacheCluster of the same namespace."""
-
-    name: str = field(
-        "Name of an LMCacheCluster with tiers.remote.managed.", maxLength=45, pattern=CLUSTER_NAME_PATTERN
-    )
-
-
 class RemoteTier(Part):
     """The remote tier, which all pods share."""
 
@@ -226,6 +272,10 @@ class Tiers(Part):
 
     memory: MemoryTier | None = field("Memory tier of each pod. Required with an engine.")
     disk: DiskTier | None = field("Disk tier of each pod. Default: none.")
+    peers: PeersTier | None = field(
+        "Rows that an engine pod reads from the memory tiers of the cluster's other engine pods; {} sets no "
+        "limit. It suits up to 32 pods. Pods with an injected sidecar do not take part. Default: off."
+    )
     remote: RemoteTier | None = field("Remote tier that all pods share. Default: none.")
     admit: str = field(
         "Chunks that are written to the disk and remote tiers. All: every chunk, at once. OnReuse: chunks "
@@ -243,6 +293,11 @@ class Tiers(Part):
     def managed(self) -> ManagedRemote | None:
         """The managed remote tier, or None."""
         return self.remote.managed if self.remote else None
+
+    @property
+    def is_remote_alone(self) -> bool:
+        """Is a managed remote tier the only tier, for other clusters?"""
+        return self.managed is not None and not (self.memory or self.disk or self.peers)
 
     @property
     def remote_auth(self) -> AuthSecretRef | None:

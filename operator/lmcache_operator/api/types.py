@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal
 
 from lmcache.common.units import parse_quantity
 from lmcache_operator.api.autoscaling import Autoscaling, AutoscalingStatus
+from lmcache_operator.api.engine_pods import NO_PARALLEL_SIZES, Gpu, Parallelism, Prefill, PrefillStatus
 from lmcache_operator.api.fields import Part, Rule, field
 from lmcache_operator.api.keywords import ARGUMENTS, IMAGE_NAME, NAME, SECRET_KEY, size_between
 from lmcache_operator.api.router import KV_AWARE, Router, RouterStatus
@@ -14,10 +14,6 @@ from lmcache_operator.api.tiers import Tiers
 
 _MODEL: dict[str, Any] = {"maxLength": 512, "pattern": r"^[^-\s\x00-\x1f][^\s\x00-\x1f]*$"}
 _MAP_BY_TYPE: dict[str, Any] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
-_PLUGIN_RESOURCE = "nvidia.com/gpu"
-_PARALLEL_SIZE = (
-    "^(--(tensor|pipeline|data)[-_]parallel[-_]size|--(tp|pp|dp)([-_]size)?|--nnodes|-tp|-pp|-dp)(=|$)"
-)
 VLLM: Literal["vLLM"] = "vLLM"
 SGLANG: Literal["SGLang"] = "SGLang"
 _CHUNK_TOKENS = 256
@@ -49,44 +45,6 @@ class Model(Part):
     )
 
 
-class Gpu(Part):
-    """The GPUs of one engine pod, from a device plugin or a claim (dynamic resource allocation)."""
-
-    RULES = (
-        Rule(
-            f"!has(self.deviceClassName) || self.resourceName == '{_PLUGIN_RESOURCE}'",
-            "deviceClassName and resourceName exclude each other: set only one of them",
-            lambda gpu: gpu.device_class_name is None or gpu.resource_name == _PLUGIN_RESOURCE,
-        ),
-    )
-
-    count: int = field("GPUs of one pod. 0: the engine runs on CPUs.", default=1, minimum=0, maximum=64)
-    resource_name: str = field(
-        "Extended resource of the device plugin. Ignored if deviceClassName is set.",
-        default=_PLUGIN_RESOURCE,
-        maxLength=253,
-        pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$",
-    )
-    device_class_name: str | None = field(
-        "DeviceClass, such as gpu.nvidia.com. Engine and sidecar then share the GPUs of a claim (Kubernetes "
-        ">= 1.34). Default: the pod requests resourceName from a device plugin.",
-        **NAME,
-    )
-    runtime_class_name: str | None = field("RuntimeClass of the pods, such as nvidia.", **NAME)
-
-
-class Parallelism(Part):
-    """Split of the model over the GPUs of one pod."""
-
-    tensor: int = field("Tensor parallel size.", default=1, minimum=1, maximum=64)
-    pipeline: int = field("Pipeline parallel size.", default=1, minimum=1, maximum=64)
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of workers of one engine."""
-        return self.tensor * self.pipeline
-
-
 class Engine(Part):
     """The inference engine: a StatefulSet of pods, each with a sidecar."""
 
@@ -95,6 +53,18 @@ class Engine(Part):
             "self.gpu.count == 0 || self.parallelism.tensor * self.parallelism.pipeline == self.gpu.count",
             "parallelism.tensor x parallelism.pipeline must equal gpu.count: an engine runs in one pod",
             lambda engine: engine.gpu.count in (0, engine.parallelism.num_ranks),
+        ),
+        Rule(
+            f"!has(self.prefill) || self.kind == '{VLLM}'",
+            "engine.prefill needs engine.kind vLLM",
+            lambda engine: engine.prefill is None or engine.kind == VLLM,
+        ),
+        Rule(
+            "!has(self.prefill) || !has(self.prefill.gpu) || self.prefill.gpu.count == self.gpu.count",
+            "engine.prefill.gpu.count must equal engine.gpu.count: KV is shared only at equal parallelism",
+            lambda engine: (
+                not (engine.prefill and engine.prefill.gpu) or engine.prefill.gpu.count == engine.gpu.count
+            ),
         ),
     )
 
@@ -117,14 +87,7 @@ class Engine(Part):
         "refused.",
         default=[],
         **ARGUMENTS,
-        rules=(
-            Rule(
-                f"self.all(a, !a.matches('{_PARALLEL_SIZE}'))",
-                "set engine.parallelism, and engine.replicas for more engines, instead of passing parallel "
-                "sizes as arguments",
-                lambda args: not any(re.search(_PARALLEL_SIZE, arg) for arg in args),
-            ),
-        ),
+        rules=(NO_PARALLEL_SIZES,),
     )
     env: list[dict[str, Any]] = field(
         "Additional environment variables of the engine's container.",
@@ -160,6 +123,10 @@ class Engine(Part):
         "name. The containers are engine, sidecar, and payload, which copies the connector into the engine.",
         default={},
         shape="PodTemplateSpec",
+    )
+    prefill: Prefill | None = field(
+        "Pods that only compute prompts. The other engine pods then only generate answers, and read the KV "
+        "of prompts from these. Needs router and tiers.peers. Default: each engine pod does both."
     )
 
 
@@ -246,6 +213,13 @@ class Spec(Part):
             lambda spec: spec.router is None or spec.engine is not None,
         ),
         Rule(
+            "!has(self.engine) || !has(self.engine.prefill) || (has(self.router) && has(self.tiers.peers))",
+            "engine.prefill needs router and tiers.peers: set both, {} has their defaults",
+            lambda spec: (
+                not (spec.engine and spec.engine.prefill) or None not in (spec.router, spec.tiers.peers)
+            ),
+        ),
+        Rule(
             f"{_NO_SGLANG} || !has(self.router) || self.router.policy != '{KV_AWARE}'",
             "SGLang reports no KV events about the sidecar: set router.policy to CacheAware",
             lambda spec: not _runs_sglang(spec) or spec.router is None or spec.router.policy != KV_AWARE,
@@ -257,12 +231,9 @@ class Spec(Part):
         ),
         Rule(
             "has(self.engine) || (has(self.tiers.remote) && has(self.tiers.remote.managed) && "
-            "!has(self.tiers.memory) && !has(self.tiers.disk))",
-            "without an engine, tiers must have tiers.remote.managed, and neither memory nor disk",
-            lambda spec: (
-                spec.engine is not None
-                or (spec.tiers.managed is not None and not spec.tiers.memory and not spec.tiers.disk)
-            ),
+            "!has(self.tiers.memory) && !has(self.tiers.disk) && !has(self.tiers.peers))",
+            "without an engine, tiers must have tiers.remote.managed, and none of memory, disk and peers",
+            lambda spec: spec.engine is not None or spec.tiers.is_remote_alone,
         ),
         Rule(
             "!has(self.autoscaling) || has(self.engine) || "
@@ -372,6 +343,7 @@ class HitPercent(Part):
     engine: int | None = field("Hits in the engines' own prefix caches.")
     memory: int | None = field("Hits in the memory tier.")
     disk: int | None = field("Hits in the disk tier.")
+    peers: int | None = field("Hits in the memory tiers of other pods.")
     remote: int | None = field("Hits in the remote tier.")
 
 
@@ -389,5 +361,6 @@ class Status(Part):
     hit_percent: HitPercent | None = field("Hits by tier since the pods started, in per cent of tokens.")
     remote: RemoteStatus | None = field("Servers of the remote tier.")
     router: RouterStatus | None = field("Pods of the router.")
+    prefill: PrefillStatus | None = field("Pods that only compute prompts.")
     autoscaling: AutoscalingStatus | None = field("Recommended sizes of tiers, and the reasons.")
     conditions: list[Condition] = field("Aspects of the present state.", default=[], **_MAP_BY_TYPE)

@@ -21,6 +21,7 @@ def hit_percent(observed: Observed) -> Object:
             "engine": True,
             "memory": True,
             "disk": any(sidecar.is_disk_available is not None for sidecar in sidecars),
+            "peers": any(sidecar.has_peers for sidecar in sidecars),
             "remote": any(sidecar.is_remote_reachable is not None for sidecar in sidecars),
         }
         for tier in (tier for tier, has in has_tier.items() if has):

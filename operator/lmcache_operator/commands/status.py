@@ -135,7 +135,7 @@ def _tiers(cluster: Object, reports: Sequence[Mapping[str, Any]]) -> Iterator[di
             tier["usedBytes"] = int(merge.total(having, "memory", "used_bytes"))
         elif name == "disk":
             tier["usedBytes"] = int(merge.total(having, name, "used_bytes"))
-        else:  # all sidecars share the remote tier
+        elif name == "remote":  # all sidecars share it
             tier["usedBytes"] = int(max(merge.total([report], name, "used_bytes") for report in having))
         off = [merge.part(report, name) for report in having if _is_off(merge.part(report, name))]
         reason = plain(off[0].get("off_reason")) or "unavailable" if off else ""

@@ -62,6 +62,7 @@ class LookupFigures(NamedTuple):
     """Hits in the engine's own prefix cache."""
     memory: int = 0
     disk: int = 0
+    peers: int = 0
     remote: int = 0
 
 
@@ -86,6 +87,8 @@ class Sidecar(NamedTuple):
     """Whether the disk tier is in use; None: no disk tier, or unknown."""
     disk_reason: str = ""
     """Why the disk tier is not available."""
+    has_peers: bool = False
+    """Whether the sidecar can read the memory tiers of other pods."""
     transfer: str = ""
     """CudaIPC (the sidecar copies KV) or SharedMemory (the engine copies); empty: no engine, or unknown."""
     transfer_reason: str = ""

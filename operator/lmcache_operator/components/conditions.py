@@ -19,9 +19,10 @@ Trouble = Literal[
     "ApiError", "AutoscalingFrozen", "CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError",
     "CudaIPCUnavailable", "DiskTierOff", "EngineNotAttached", "FailedBinding", "FailedCreate", "FailedMount",
     "FieldContested", "ImagePullBackOff", "InternalError", "InvalidSpec", "MemoryNotPinned", "NameTaken",
-    "NoAnswer", "NoEngineReady", "NodeLost", "OOMKilled", "PodFailed", "PodsWithoutCache",
-    "ProgressDeadlineExceeded", "Refused", "RemoteTierNotShared", "RemoteTierUnreachable",
-    "ResizeInfeasible", "RouterNotReady", "ShardsMissing", "SidecarNotReady", "Unschedulable",
+    "NoAnswer", "NoEngineReady", "NodeLost", "OOMKilled", "PeersNotShared", "PodFailed",
+    "PodsWithoutCache", "ProgressDeadlineExceeded", "Refused", "RemoteTierNotShared",
+    "RemoteTierUnreachable", "ResizeInfeasible", "RouterNotReady", "ShardsMissing", "SidecarNotReady",
+    "Unschedulable",
 ]  # fmt: skip
 """Reasons of problems. Each has a page in docs/runbooks."""
 Reason = Expected | Trouble

@@ -8,14 +8,25 @@ from lmcache_operator.autoscaling.component import Autoscaling
 from lmcache_operator.components.base import Component
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.injection.injection import Injection
+from lmcache_operator.components.peers.peers import Peers
+from lmcache_operator.components.prefill.prefill import PrefillPods
 from lmcache_operator.components.remote.remote import Remote
 from lmcache_operator.components.router.router import Routing
 from lmcache_operator.specs.kinds import BY_NAME, Kind
 
-COMPONENTS: tuple[Component, ...] = (Autoscaling(), Engine(), Injection(), Remote(), Routing())
+COMPONENTS: tuple[Component, ...] = (
+    Autoscaling(),
+    Peers(),
+    Engine(),
+    PrefillPods(),
+    Injection(),
+    Remote(),
+    Routing(),
+)
 """Components in the order in which they are applied and reported.
 
-Autoscaling comes first: the operator persists a chosen size before it applies it.
+Autoscaling comes first: the operator persists a chosen size before it applies it. Peers come before the pods
+that mount their list and password.
 """
 
 

@@ -121,6 +121,7 @@ def read_sidecar(stats: dict[str, Any]) -> Sidecar:
         lookups=LookupFigures(_count(lookups.get("lookup_tokens")), *of_tiers),
         is_disk_available=_is_reachable(disk),
         disk_reason=plain(disk.get("off_reason")) or _SILENT,
+        has_peers=bool(_part(stats, "peers")),
         is_memory_pinned=_is_pinned(transfer),
         pin_problem=plain(transfer.get("pin_problem")),
         # Sidecars of earlier versions report the arena's size, but can't resize.

@@ -29,6 +29,7 @@ from lmcache_operator.reconcile.contest import ContestLog
 from lmcache_operator.reconcile.observe import observe
 from lmcache_operator.reconcile.plan import creates_something, internal_error, plan
 from lmcache_operator.reconcile.probe import ReadStats, SidecarProber
+from lmcache_operator.reconcile.references import References
 from lmcache_operator.reconcile.status import changed_conditions, derive_status, events, is_settled
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import CLUSTER, ClusterKey
@@ -88,8 +89,10 @@ class Reconciler:
         *,
         components: Sequence[Component] = COMPONENTS,
         autoscaler: Autoscaler | None = None,
+        wake: Callable[[ClusterKey], None] = lambda _: None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``wake`` schedules a reconciliation of another cluster, which a change of this one affects."""
         self._api = api
         self._context = context
         self._read_stats = read_stats
@@ -97,6 +100,8 @@ class Reconciler:
         self._autoscaler = autoscaler
         self._monotonic = monotonic
         self._memories: dict[str, _Memory] = {}
+        self._wake = wake
+        self._references = References()
 
     async def reconcile(self, key: ClusterKey) -> float | None:
         """Observe a cluster once and carry out the steps that are due.
@@ -112,14 +117,23 @@ class Reconciler:
             resource = await self._api.get(CLUSTER, key.namespace, key.name)
             if resource is None or resource["metadata"]["uid"] != key.uid:
                 self._forget(key)
+                self._wake_affected(key, None)
                 if resource is None:
                     unmeasure(key)
                 return None
             if "deletionTimestamp" in resource["metadata"]:
                 self._forget(key)
                 return None
+            self._wake_affected(key, resource)
             fresh = _Memory(SidecarProber(self._read_stats, self._monotonic))
             return await self._reconcile(key, resource, self._memories.setdefault(key.uid, fresh))
+
+    def _wake_affected(self, key: ClusterKey, resource: Object | None) -> None:
+        """Wake the clusters that a change of this one affects. ``resource``: None if it was deleted."""
+        referred = {each.referred(resource) for each in self._components} if resource else set[str]()
+        version = resource["metadata"].get("generation", 0) if resource else None
+        for other in self._references.note(key, referred, version):
+            self._wake(other)
 
     def _forget(self, key: ClusterKey) -> None:
         self._memories.pop(key.uid, None)

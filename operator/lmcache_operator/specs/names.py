@@ -34,6 +34,9 @@ MEMORY_SIZE = "lmcache.io/memory-size"
 RESIZE_REFUSED = "lmcache.io/resize-refused"
 """On pods: a refused size of the memory tier, as JSON with the keys bytes, at and message."""
 
+PEERS_LABEL = "lmcache.io/peers"
+"""On engine pods: name of the LMCacheCluster whose list of peers their sidecars use. Sidecars with the same
+list may read each other's memory tiers."""
 INJECT_LABEL = "lmcache.io/inject"
 """On users' own pods: name of the LMCacheCluster in their namespace whose cache is injected."""
 INJECTION = "injection"
@@ -73,10 +76,41 @@ SIDECAR_PORT = 9464
 EVENTS_PORT = 5557
 """Port of an engine's KV events. Only the router may connect."""
 
+PREFILL = "prefill"
+"""Component: the LMCacheCluster of the pods that only compute prompts."""
+
+PEERS = "peers"
+"""Component: the list of engine pods whose sidecars read each other's memory tiers."""
+PEERS_PORT = 9465
+"""Port on which a sidecar serves its memory tier to its peers."""
+
 
 def engine_name(cluster_name: str) -> str:
     """Name of the StatefulSet and of most other objects of the engine pods."""
     return f"{cluster_name}-engine"
+
+
+def engine_host(cluster_name: str, namespace: str) -> str:
+    """Common DNS suffix of the engine pods."""
+    return f"{engine_name(cluster_name)}.{namespace}.svc"
+
+
+def peers_name(cluster_name: str) -> str:
+    """Name of the ConfigMap with the list of peers, and of the Secret with their password."""
+    return f"{cluster_name}-peers"
+
+
+def peers_owner(cluster: Cluster) -> str:
+    """Name of the cluster whose list and password of peers a cluster uses: its own, or another's."""
+    peers = cluster.spec.tiers.peers
+    return peers.cluster_ref.name if peers and peers.cluster_ref else cluster.name
+
+
+def peers_certificate(cluster: Cluster) -> str:
+    """Name of the Secret with the certificate, and the CA, of a cluster's sidecars."""
+    peers = cluster.spec.tiers.peers
+    secret_ref = peers and peers.tls and peers.tls.secret_ref
+    return secret_ref.name if secret_ref else f"{peers_name(cluster.name)}-tls"
 
 
 def config_name(cluster_name: str) -> str:

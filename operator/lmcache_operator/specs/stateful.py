@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lmcache_operator.api.tiers import IssuerRef
 from lmcache_operator.specs import Object
 
 
@@ -53,3 +54,14 @@ def spread_over_nodes(selector: dict[str, str]) -> Object:
 def network_policy(selector: dict[str, str], *ingress: Object) -> Object:
     """Allow only this traffic to the pods, and all traffic from them."""
     return {"ingress": list(ingress), "podSelector": {"matchLabels": selector}, "policyTypes": ["Ingress"]}
+
+
+def certificate(issuer: IssuerRef, host: str, secret_name: str) -> Object:
+    """Spec of cert-manager's Certificate for all pods with names in ``host``."""
+    return {
+        "dnsNames": [f"*.{host}"],
+        "issuerRef": {"group": issuer.group, "kind": issuer.kind, "name": issuer.name},
+        "privateKey": {"rotationPolicy": "Always"},
+        "secretName": secret_name,
+        "usages": ["digital signature", "key encipherment", "server auth"],
+    }

@@ -100,7 +100,7 @@ class PolledPods:
         self.now += 60.0
         answers_by_uid = {}
         for uid, counts in self.pods.items():
-            rows, remote = counts["rows"], {name: counts[name] for name in answers.Counts._fields[5:]}
+            rows, remote = counts["rows"], {name: counts[name] for name in answers.Counts._fields[6:]}
             lookups = {"lookup_tokens": 100 * rows, "hit_tokens": {"memory": 40 * rows, "remote": 30 * rows}}
             measured = dict.fromkeys(
                 ("gpus", "prefill_tokens_per_second", "kv_bytes_per_token", "engine_kv_bytes"), 1

@@ -135,7 +135,8 @@ def test_private_keys_are_a_failure_only_with_lower_tiers():
     client = {"version": "0.1.0", "private_reason": "block hashes have a random seed", "is_attached": True}
     private = figures(clients=[client], remote={})
     check_one(cluster_facts(private), "privateKeys", WARNING, "block hashes have a random seed")
-    check_one(cluster_facts(private, **REDIS), "privateKeys", FAILURE, "only the memory tier")
+    for tiers in (REDIS, {"tiers": {"peers": {}}}):
+        check_one(cluster_facts(private, **tiers), "privateKeys", FAILURE, "only the memory tier")
 
 
 @pytest.mark.parametrize(
@@ -177,11 +178,39 @@ def test_private_keys_are_a_failure_only_with_lower_tiers():
         ),
         ({"remote": {"is_reachable": True}}, "remoteSettings", UNKNOWN, "earlier version"),
         ({"remote": remote(server(answer_seconds=0.2))}, "remoteLatency", WARNING, "up to 200 ms"),
+        (
+            {"peers": remote(server(name="e-1:9465", problem="WRONGPASS"))},
+            "peersReachable",
+            WARNING,
+            "cannot read from peer e-1:9465: WRONGPASS",
+        ),
+        (
+            {"peers": remote(shards_problem="not YAML")},
+            "peersReachable",
+            WARNING,
+            "cannot use its list of peers: not YAML",
+        ),
         ({"remote": remote(residence_seconds=90)}, "remoteEvictions", WARNING, "after about 90s"),
     ],
 )
 def test_problem_that_a_sidecar_reports_is_found(changes, check, level, text):
     check_one(cluster_facts(figures(**changes)), check, level, text)
+
+
+@pytest.mark.parametrize("has_tls", [False, True])
+def test_remedy_for_peers_names_certificates_only_with_tls(has_tls):
+    tier = {"tls": {"issuerRef": {"name": "caches"}}} if has_tls else {}
+    unreachable = figures(peers=remote(server(name="e-1:9465", problem="refused")))
+    results = run_checks(facts(cluster_facts(unreachable, tiers={"peers": tier})))
+    (remedy,) = [result.remedy for result in results if result.check == "peersReachable"]
+    assert ("certificates" in remedy) == has_tls
+
+
+def test_healthy_peers_are_reported():
+    results = run_checks(facts(cluster_facts(figures(peers=remote()), figures(1, peers=remote()))))
+    (statement,) = [result.statement for result in results if result.check == "peersReachable"]
+    assert statement == "Sidecars that can read from all their peers: 2."
+    assert problems(results) == []
 
 
 def test_sidecar_that_may_not_be_read_is_unknown():
@@ -226,10 +255,14 @@ def test_thousand_pods_take_one_line():
 
 @pytest.mark.parametrize("value", [None, 7, "text", [], {"a": {"b": []}}, [[]], True])
 def test_report_of_a_hostile_sidecar_breaks_no_check(value):
-    names = (*figures().stats, "transfer", "clients", "remote", "time", "version")
+    names = (*figures().stats, "transfer", "clients", "peers", "remote", "time", "version")
     hostile = [figures(**{name: value}) for name in names]
     hostile += [figures(remote=remote() | {name: value}) for name in remote()]
-    hostile += [figures(remote=remote(server(**{name: value}))) for name in server()]
+    hostile += [
+        figures(**{tier: remote(server(**{name: value}))})
+        for name in server()
+        for tier in ("peers", "remote")
+    ]
     hostile += [figures(clients=[{"is_attached": True, "private_reason": value, "version": value}])]
     for each in hostile:
         assert run_checks(facts(cluster_facts(each)))

@@ -45,6 +45,12 @@ def test_remote_tier_is_shared_and_other_tiers_add_up() -> None:
     assert used == {"engine": None, "memory": 2 * GiB, "disk": 2 * GiB, "remote": 10 * GiB}
 
 
+def test_peers_have_no_bytes_of_their_own() -> None:
+    peers = {"is_reachable": True, "used_bytes": None, "servers": []}
+    (tier,) = [t for t in status_of(gathered(figures(0, peers=peers)))["tiers"] if t["name"] == "peers"]
+    assert (tier["usedBytes"], tier["sizeBytes"], tier["problem"]) == (None, None, "")
+
+
 def test_spec_gives_the_sizes_of_lower_tiers() -> None:
     tiers = {
         "memory": {"size": "4Gi"},

@@ -36,6 +36,8 @@ def test_each_example_is_accepted_alone() -> None:
         elif parents[-1] not in ("external", "authSecretRef") and "remote" in parents:
             remote.clear()
             remote |= {"managed": {"memoryPerShard": "1Gi"}} if "managed" in parents else {}
+        elif parents[-2:] == ["tls", "secretRef"]:
+            del changed["spec"]["tiers"]["peers"]["tls"]["issuerRef"]
         for parent in parents:
             part = part.setdefault(parent, {"name": "a"} if parent == "issuerRef" else {})
         part[name] = value
@@ -55,5 +57,5 @@ def test_all_conditions_are_documented() -> None:
     working = dict.fromkeys(("is_remote_reachable", "is_disk_available", "is_memory_pinned"), True)
     sidecar = Sidecar(pod="p", is_attached=True, **working)
     status = status_of(world, probed=Probed((sidecar,), True))
-    tested_elsewhere = {"AutoscalingActive", "RemoteTierAvailable", "RouterAvailable"}
+    tested_elsewhere = {"AutoscalingActive", "PrefillAvailable", "RemoteTierAvailable", "RouterAvailable"}
     assert {condition["type"] for condition in status["conditions"]} == set(CONDITIONS) - tested_elsewhere

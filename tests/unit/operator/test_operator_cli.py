@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from lmcache_operator.__main__ import main
-from lmcache_operator.specs.names import remote_name
+from lmcache_operator.specs.names import peers_name, remote_name
 
 from lmcache.logging import formatter
 
@@ -34,20 +34,32 @@ def test_examples_render(example: Path, capsys: pytest.CaptureFixture[str]) -> N
         "PodDisruptionBudget",
         *(["ResourceClaimTemplate"] if "deviceClassName" in text else []),
         "StatefulSet",
-        "LMCacheProfile",
     ]
+    prefill = engine if "prefill:" in text else []
+    engine = [*engine, *(["LMCacheCluster"] if prefill else []), "LMCacheProfile"]
     shards = ["ConfigMap", "Service", "NetworkPolicy", "PodDisruptionBudget", "StatefulSet"]
     has_engine = any("engine" in cluster["spec"] for cluster in clusters)
-    expected = (engine if has_engine else []) + (shards if any(map(has_shards, clusters)) else [])
+    expected = (["ConfigMap"] if any(map(has_peers, clusters)) else []) + (engine if has_engine else [])
+    expected += shards if any(map(has_shards, clusters)) else []
     router = ["ServiceAccount", "Role", "RoleBinding", "Service", "NetworkPolicy", "PodDisruptionBudget"]
     has_router = any("router" in cluster["spec"] for cluster in clusters)
-    assert kinds == expected + ([*router, "Deployment"] if has_router else [])
+    expected += [*router, "Deployment"] if has_router else []
+    assert kinds == expected + ([*prefill, "LMCacheProfile"] if prefill else [])
 
 
 def has_shards(manifest: dict[str, Any]) -> bool:
     """Whether the cluster has managed shards, for which the operator creates a Secret."""
-    remote = manifest["spec"]["tiers"].get("remote", {}) if manifest["kind"] == "LMCacheCluster" else {}
-    return "managed" in remote
+    return "managed" in tiers_of(manifest).get("remote", {})
+
+
+def has_peers(manifest: dict[str, Any]) -> bool:
+    """Whether the engines are peers, for which the operator creates a Secret."""
+    return "peers" in tiers_of(manifest)
+
+
+def tiers_of(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Tiers of a cluster; none for another object."""
+    return dict(manifest["spec"]["tiers"]) if manifest["kind"] == "LMCacheCluster" else {}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
@@ -61,9 +73,8 @@ def test_examples_contain_the_secrets_and_claims_that_they_use(
     rendered = capsys.readouterr().out
     for kind, field in (("Secret", "secretName"), ("PersistentVolumeClaim", "claimName")):
         existing = {manifest["metadata"]["name"] for manifest in objects if manifest["kind"] == kind}
-        existing |= {
-            remote_name(manifest["metadata"]["name"]) for manifest in objects if has_shards(manifest)
-        }
+        for has_secret, name_of in ((has_shards, remote_name), (has_peers, peers_name)):
+            existing |= {name_of(each["metadata"]["name"]) for each in objects if has_secret(each)}
         assert set(re.findall(rf"{field}: (\S+)", rendered)) <= existing
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import kopf
 import pytest
@@ -14,51 +14,28 @@ from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.engine import spec_hash
 from lmcache_operator.components.registry import COMPONENTS, kinds_of
 from lmcache_operator.errors import RefusedError
-from lmcache_operator.kube.client import KubeApi
-from lmcache_operator.reconcile.reconciler import Reconciler
 from lmcache_operator.specs.kinds import ClusterKey, Ref, ref_of
 from lmcache_operator.specs.names import AUTOSCALING, STOCK_IMAGES
 
+from tests.harness.operator_components import ReconciledCluster
 from tests.harness.operator_extra import Extra
-from tests.harness.operator_model import NAME, NAMESPACE, UID, World, cluster
+from tests.harness.operator_model import NAME, cluster
 
 BOTH = (*COMPONENTS, Extra())
-FULL_ENGINE = {"replicas": 2, "gpu": {"deviceClassName": "gpu.nvidia.com"}}
-"""An engine spec with which the engine component renders all its kinds of objects."""
-SHARDS = {"remote": {"managed": {"memoryPerShard": "1Gi", "tls": {"issuerRef": {"name": "caches"}}}}}
+FULL_ENGINE = {"replicas": 2, "gpu": {"deviceClassName": "gpu.nvidia.com"}, "prefill": {}}
+"""An engine spec with which components render all their kinds of objects."""
+TIERS = {
+    "peers": {"tls": {"issuerRef": {"name": "caches"}}},
+    "remote": {"managed": {"memoryPerShard": "1Gi", "tls": {"issuerRef": {"name": "caches"}}}},
+}
 SET, CONFIG = Ref("StatefulSet", "demo-extra"), Ref("ConfigMap", "demo-extra")
 
 
-class Rig:
+class Rig(ReconciledCluster):
     """A cluster with an engine and a further component."""
 
     def __init__(self, replicas: int) -> None:
-        self.world = World(cluster(engine={"replicas": replicas}))
-        api = cast(KubeApi, self.world)
-        self.reconciler = Reconciler(api, Context(STOCK_IMAGES), self.world.ask, components=BOTH)
-
-    def run(self) -> list[str]:
-        """Reconcile once, and return the writes."""
-        self.world.writes.clear()
-        asyncio.run(self.reconciler.reconcile(ClusterKey(NAMESPACE, NAME, UID)))
-        return list(self.world.writes)
-
-    def settle(self) -> list[str]:
-        """Reconcile and run the controllers in turn until nothing is written. Return the writes."""
-        written = []
-        for _ in range(10):
-            self.world.run_stateful_sets()
-            if not (writes := self.run()):
-                return written
-            written += writes
-        raise AssertionError(f"does not settle: {written}")
-
-    def conditions(self) -> dict[str, str]:
-        return {c["type"]: c["status"] for c in self.world.resource["status"]["conditions"]}
-
-    def message(self, kind: str) -> str:
-        (condition,) = [c for c in self.world.resource["status"]["conditions"] if c["type"] == kind]
-        return str(condition["message"])
+        super().__init__(BOTH, engine={"replicas": replicas})
 
 
 def test_wanted_component_is_applied_and_reported() -> None:
@@ -170,7 +147,7 @@ def test_kinds_of_an_added_component_are_watched(monkeypatch: pytest.MonkeyPatch
 
     class Widgets(Extra):
         def refs(self, cluster_name: str) -> tuple[Ref, ...]:
-            return (Ref("LMCacheCluster", cluster_name),)
+            return (Ref("Secret", cluster_name),)
 
     async def work(_: ClusterKey) -> None:
         return None
@@ -190,9 +167,8 @@ def test_kinds_of_an_added_component_are_watched(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("component", BOTH, ids=lambda component: component.name)
 def test_component_lists_the_refs_of_all_rendered_objects(component: Any) -> None:
-    rendered = component.render(
-        parse(cluster(engine=FULL_ENGINE, tiers=SHARDS, router={})), Context(STOCK_IMAGES)
-    )
+    spec = cluster(engine=FULL_ENGINE, tiers=TIERS, router={})
+    rendered = component.render(parse(spec), Context(STOCK_IMAGES))
     if component.name == AUTOSCALING:  # its ConfigMap depends on samples
         assert not rendered
         return

@@ -59,9 +59,12 @@ def test_engine_args_load_the_connector(num_gpus: int) -> None:
         (["-dcp=2"], "the engine would run without its cache"),
         (
             ["--ec-transfer-config={}"],
-            "engines that split prefill and decode, or encoders, over pods are not",
+            "set spec.engine.prefill for vLLM; no other split is possible",
         ),
-        (["--kv-transfer-config", '{"kv_role": "kv_producer"}'], "engines that split prefill and decode"),
+        (
+            ["--kv-transfer-config", '{"kv_role": "kv_producer"}'],
+            "to split prefill and decode over pods, set spec.engine.prefill",
+        ),
         (["-n2"], "an engine is one pod"),
         (["-r0"], "an engine is one pod"),
         (["--master-addr=h"], "an engine is one pod"),

@@ -106,9 +106,9 @@ def test_hit_percentages_are_reported_by_tier():
     assert hits(LookupFigures()) is None
     assert hits(LookupFigures(1000, 100, 300), LookupFigures(1000, 0, 100)) == {"engine": 5, "memory": 20}
     assert hits(LookupFigures(1000, 50, 209)) == {"engine": 5, "memory": 20}, "a small change is not reported"
-    tiers = {"is_remote_reachable": False, "is_disk_available": True}
-    assert hits(LookupFigures(1000, 50, 300, 7, 150), **tiers) == {
-        "engine": 5, "memory": 30, "disk": 0, "remote": 15
+    tiers = {"is_remote_reachable": False, "is_disk_available": True, "has_peers": True}
+    assert hits(LookupFigures(1000, 50, 300, 7, 120, 150), **tiers) == {
+        "engine": 5, "memory": 30, "disk": 0, "peers": 12, "remote": 15
     }  # fmt: skip
     assert hits(LookupFigures(1, 2**60))["engine"] == 100
     assert rig.status()["hitPercent"]["engine"] == 100, "while no sidecar is polled"

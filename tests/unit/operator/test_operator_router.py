@@ -73,7 +73,10 @@ def test_router_may_only_find_pods_of_its_namespace() -> None:
         ("--worker-urls", "finds its engines by their labels"),
         ("--worker_urls=http://a", "finds its engines by their labels"),
         ("--kv-event-source=a=b", "report the sources of their KV events themselves"),
-        ("--vllm-pd-disaggregation", "split prefill and decode"),
+        ("--vllm-pd-disaggregation", "if spec.engine.prefill is set"),
+        ("--decode-sel=a=b", "if spec.engine.prefill is set"),
+        ("--prefill=http://a", "finds its engines by their labels"),
+        ("--kv-connector=mooncake", "sidecars hand KV over"),
     ],
 )
 def test_arguments_that_the_operator_sets_are_refused(argument: str, reason: str) -> None:
@@ -88,8 +91,10 @@ def test_arguments_have_one_form() -> None:
 
 
 def test_engines_with_https_only_are_refused() -> None:
-    with pytest.raises(InvalidSpecError, match="remove --ssl-certfile"):
-        objects(router={}, engine={"args": ["--ssl-certfile=/a", "--ssl-keyfile=/b"]})
+    secure = {"args": ["--ssl-certfile=/a", "--ssl-keyfile=/b"]}
+    for engine in (secure, {"prefill": secure}):
+        with pytest.raises(InvalidSpecError, match="remove --ssl-certfile"):
+            objects(router={}, tiers={"peers": {}}, engine=engine)
 
 
 @pytest.mark.parametrize("policy", ["KVAware", "CacheAware"])
@@ -182,7 +187,7 @@ def test_status_follows_the_deployment() -> None:
     assert ready.conditions["RouterAvailable"][:2] == ("True", "RouterReady")
     assert ready.progressing[:2] == ("False", "Complete")
     assert ready.summary == "2 of 2 routers are ready"
-    assert ready.fields == {"router": {"replicas": 2, "readyReplicas": 2}}
+    assert ready.fields == {"router": {"pools": 1, "replicas": 2, "readyReplicas": 2}}
     rolling = status_with(observedGeneration=2, replicas=2, updatedReplicas=2, readyReplicas=2)
     assert rolling.progressing[:2] == ("True", "Starting")
 

@@ -53,7 +53,12 @@ FULL: dict[str, Any] = {
         "admit": "OnReuse",
     },
 }
-CASES = {"minimal": {}, "full": FULL, "sglang": {"engine": {"kind": "SGLang"}}}
+CASES = {
+    "minimal": {},
+    "full": FULL,
+    "peers": {"engine": {"replicas": 2}, "tiers": {"peers": {"bytesPerSecond": "1Gi"}}},
+    "sglang": {"engine": {"kind": "SGLang"}},
+}
 
 
 def render(changes: dict[str, Any]) -> list[dict[str, Any]]:

@@ -58,6 +58,7 @@ def template(**engine: Any) -> dict[str, Any]:
         (pod("x"), "spec"),
         (pod({"containers": [{"name": ["engine"]}]}), "spec.containers"),
         ({"engine": {"podTemplate": {"metadata": {"labels": {"lmcache.io/cluster": "x"}}}}}, "labels"),
+        ({"engine": {"podTemplate": {"metadata": {"labels": {"lmcache.io/peers": "x"}}}}}, "tiers.peers"),
     ],
 )  # fmt: skip
 def test_pod_template_that_breaks_the_cache_is_refused(changes: dict[str, Any], expected: str) -> None:

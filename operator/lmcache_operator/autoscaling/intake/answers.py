@@ -41,6 +41,8 @@ class Counts(NamedTuple):
     memory: int = 0
     disk: int = 0
     remote: int = 0
+    peers: int = 0
+    """In the memory tiers of other pods."""
     written: int = 0
     """Rows written to the remote tier, or found there."""
     stored: int = 0
@@ -78,11 +80,11 @@ def figures(answer: Any) -> Figures:
     memory, lookups = (object_of(values.get(name), name) for name in ("memory", "lookups"))
     remote, disk = (object_of(values.get(name) or {}, name) for name in ("remote", "disk"))
     hits = object_of(lookups.get("hit_tokens"), "hit_tokens")  # it names only tiers with hits
-    hit_tokens = [int(number_of({name: 0, **hits}, name)) for name in ("engine", "memory", "disk", "remote")]
+    hit_tokens = [int(number_of({name: 0, **hits}, name)) for name in Counts._fields[1:6]]
     looked_up = int(number_of(lookups, "lookup_tokens"))
     if sum(hit_tokens) > looked_up:
         raise InvalidAnswerError("hit_tokens exceed lookup_tokens")
-    moved = [int(number_of({name: 0, **remote}, name)) for name in Counts._fields[5:]]
+    moved = [int(number_of({name: 0, **remote}, name)) for name in Counts._fields[6:]]
     rates = ("gpus", "prefill_tokens_per_second", "kv_bytes_per_token", "engine_kv_bytes")
     measured = [number_of(lookups, name) for name in rates]
     measured += [number_of({_LOADING: 0, **tier}, _LOADING) for tier in (remote, disk)]

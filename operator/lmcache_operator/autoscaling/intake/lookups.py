@@ -187,13 +187,14 @@ class Intake:
             return  # no traffic, the first call, or a clock that was set
         tokens, near = max(1, self.chunk_tokens), grown.engine + grown.memory
         missed = max(0, grown.looked_up - near) / tokens
-        accesses, hits, far = (count / tokens for count in (grown.looked_up, near, grown.remote))
+        shared = grown.peers + grown.remote  # peers hold what the remote tier could hold
+        accesses, hits, far = (count / tokens for count in (grown.looked_up, near, shared))
         filled, number = missed * self.row_bytes, len(self.pods)
         self.traffic.count(now, seconds, accesses, hits, far, filled, num_pods=number)
         self.engine.count(now, grown.looked_up, grown.engine, seconds)
         rates = [rate for pod in self.pods.values() if (rate := pod.figures.prefill_tokens_per_second)]
         if rates:
             self.prefill.count(now, grown.looked_up, grown.looked_up / median(rates), seconds)
-        self.lower.count(now, grown.looked_up, grown.disk + grown.remote, seconds)
+        self.lower.count(now, grown.looked_up, grown.disk + shared, seconds)
         stored = grown.written * grown.stored / max(1, grown.stored + grown.touched)
         self.moved.count(now, (stored + grown.promoted) * self.row_bytes, 0.0, seconds)

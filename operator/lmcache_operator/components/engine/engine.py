@@ -19,11 +19,14 @@ from lmcache_operator.components.base import Component, ComponentStatus, Context
 from lmcache_operator.components.engine.gpus import CUDA_IPC, claim_spec, planned_transfer
 from lmcache_operator.components.engine.pod import DISK_SIZE, MemorySize, pod_template
 from lmcache_operator.components.engine.status import engine_status
+from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.pods.differences import differences
 from lmcache_operator.pods.pods import has_no_node, is_outdated, next_eviction
 from lmcache_operator.pods.resize import initial_bytes, named_sidecar, resizing
 from lmcache_operator.specs import Images, Object, names, paths, stateful
+from lmcache_operator.specs.cluster_refs import referred, why_no_peers
 from lmcache_operator.specs.kinds import Ref, ref_of
+from lmcache_operator.specs.merge import dig
 
 SCRAPER_LABEL = "lmcache.io/scraper"
 """A namespace with this label set to "true" may reach the sidecars' metrics port."""
@@ -47,6 +50,10 @@ class Engine(Component):
         config_and_service = Ref("ConfigMap", names.config_name(cluster_name)), Ref("Service", cluster_name)
         kinds = ("ServiceAccount", "Service", "NetworkPolicy", "PodDisruptionBudget", "ResourceClaimTemplate")
         return (*config_and_service, *(Ref(kind, engine) for kind in (*kinds, "StatefulSet")))
+
+    def referred(self, resource: Object) -> str:
+        """Name of the cluster whose peers this one uses; empty: none."""
+        return referred(resource, "peers")
 
     def render(self, cluster: Cluster, context: Context) -> list[Object]:
         """The children that the spec asks for, in the order of ``refs``; none without ``spec.engine``."""
@@ -85,6 +92,7 @@ class Engine(Component):
         if cluster.spec.engine is None:
             return Plan()
         live = observed.children.get(Ref("StatefulSet", names.engine_name(cluster.name)))
+        _check_new_peers(observed, live)
         present = context.images_for(cluster)
         images = _default_images(cluster, observed, live, present)
         wanted = self._children(cluster, context, images)
@@ -120,6 +128,19 @@ class Engine(Component):
         """Status of the engine pods and their sidecars; empty for a cluster without engines."""
         has_engine = observed.children or "engine" in observed.resource["spec"]
         return engine_status(observed, plan) if has_engine else ComponentStatus()
+
+
+def _check_new_peers(observed: Observed, live: Object | None) -> None:
+    """Keep the peers of existing pods if the spec now refers to peers that do not exist.
+
+    Raises:
+        InvalidSpecError: the cluster that the spec refers to has no list of peers.
+    """
+    name = referred(observed.resource, "peers")
+    if live and name and (why := why_no_peers(name, observed.referred)):
+        labels = dig(live, "spec", "template", "metadata", "labels")
+        if dig(labels, names.PEERS_LABEL) != name:
+            raise InvalidSpecError("spec.tiers.peers.clusterRef", why)
 
 
 def _disk_size(pod_or_template: Object) -> list[str]:
@@ -176,14 +197,18 @@ def spec_hash(cluster: Cluster, default_images: Images) -> str:
     for tier in ("memory", "disk"):
         tiers.get(tier, {}).pop("size", None)
     wanted.pop("router", None)
-    if cluster.publishes_events:
+    if cluster.events_reader:
         wanted["events"] = True
+    if (peers := cluster.spec.tiers.peers) is not None:
+        tiers["peers"] = declared(peers)  # also if it has only defaults; the list is not part of the pod
     if cluster.spec.tiers.managed is not None:  # nothing else of it is in the pod
         tiers["remote"] = {"managed": True}
         if (secret := names.remote_certificate(cluster)) != names.remote_tls_name(cluster.name):
             tiers["remote"]["tls"] = secret  # the pod mounts the Secret by name
     hashed: Object = {
-        "engine": {key: value for key, value in engine.items() if key not in ("image", "replicas")},
+        "engine": {
+            key: value for key, value in engine.items() if key not in ("image", "prefill", "replicas")
+        },
         "tiers": {key: value for key, value in tiers.items() if value or key != "memory"},
         "images": resolved_images(cluster, default_images),
     }
@@ -237,31 +262,38 @@ def _sidecar_yaml(cluster: Cluster) -> str:
 
 
 def _network_policy(cluster: Cluster, context: Context) -> Object:
-    """Allow only scrapers and the operator to reach the sidecar, and only the router to read KV events.
+    """Allow only scrapers and the operator to reach the sidecar's port.
 
-    Other ports and egress stay open.
+    Only engine pods with the same list of peers reach the port for peers, and only the router reads KV
+    events. Other ports and egress stay open.
     """
-    scrapers = [{"podSelector": {}}, {"namespaceSelector": {"matchLabels": {SCRAPER_LABEL: "true"}}}]
+    chosen = {"matchLabels": {SCRAPER_LABEL: "true"}}
+    scrapers: list[Object] = [{"podSelector": {}}, {"namespaceSelector": chosen}]
     if context.operator_namespace:
         # The API server sets this label itself, so no user can claim the name of another namespace.
         namespace = {"matchLabels": {"kubernetes.io/metadata.name": context.operator_namespace}}
         scrapers.append(
             {"namespaceSelector": namespace, "podSelector": {"matchLabels": names.OPERATOR_LABELS}}
         )
-    restricted = [names.SIDECAR_PORT]
-    rules = [{"from": scrapers, "ports": [{"port": names.SIDECAR_PORT, "protocol": "TCP"}]}]
-    if cluster.publishes_events:
-        routers = {"podSelector": {"matchLabels": names.selector(cluster.name, names.ROUTER)}}
-        restricted.insert(0, names.EVENTS_PORT)
-        rules.append({"from": [routers], "ports": [{"port": names.EVENTS_PORT, "protocol": "TCP"}]})
+    senders: dict[int, list[Object]] = {names.SIDECAR_PORT: scrapers}
+    if cluster.spec.tiers.peers:
+        peers = {names.COMPONENT_LABEL: names.ENGINE, names.PEERS_LABEL: names.peers_owner(cluster)}
+        senders[names.PEERS_PORT] = [{"podSelector": {"matchLabels": peers}}]
+    if reader := cluster.events_reader:
+        routers = {"podSelector": {"matchLabels": names.selector(reader, names.ROUTER)}}
+        senders[names.EVENTS_PORT] = [routers]
+    ranges = _open_ranges(sorted(senders))
     other_ports = [
-        *({"endPort": last, "port": first, "protocol": "TCP"} for first, last in _open_ranges(restricted)),
+        *({"endPort": last, "port": first, "protocol": "TCP"} for first, last in ranges),
         {"endPort": _HIGHEST_PORT, "port": 1, "protocol": "UDP"},
     ]
-    return stateful.network_policy(_selector(cluster), {"ports": other_ports}, *rules)
+    limited = [
+        {"from": allowed, "ports": [{"port": port, "protocol": "TCP"}]} for port, allowed in senders.items()
+    ]
+    return stateful.network_policy(_selector(cluster), {"ports": other_ports}, *limited)
 
 
 def _open_ranges(restricted: Sequence[int]) -> Iterator[tuple[int, int]]:
     """First and last port of each range between these ports, which are in ascending order."""
     edges = [0, *restricted, _HIGHEST_PORT + 1]
-    return ((before + 1, after - 1) for before, after in pairwise(edges))
+    return ((before + 1, after - 1) for before, after in pairwise(edges) if after - before > 1)

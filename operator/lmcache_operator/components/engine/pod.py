@@ -34,6 +34,8 @@ _POD_SECURITY = {
 _CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 IMAGE_VOLUME = "ImageVolume"
 DISK_SIZE = "LMCACHE_DISK_SIZE"
+_POD_NAME = "KUBERNETES_POD_NAME"
+"""Variable with the pod's name, from which the kubelet makes other variables."""
 _NOTICE_SECONDS = 5
 _SHUTDOWN_SECONDS = 60
 _WRITE_OUT_SECONDS = 55
@@ -62,9 +64,14 @@ def pod_template(
     annotations = {names.SPEC_HASH: spec_hash, "kubectl.kubernetes.io/default-container": names.ENGINE}
     if size.max_bytes is not None:
         annotations[names.MEMORY_SIZE] = f"{size.num_bytes}"
-    metadata = {"annotations": annotations, "labels": names.labels(cluster, names.ENGINE)}
+    metadata = {"annotations": annotations, "labels": _labels(cluster)}
     base = {"metadata": metadata, "spec": _pod_spec(cluster, images, transfer, size)}
     return template.with_template(base, cluster)
+
+
+def _labels(cluster: Cluster) -> dict[str, str]:
+    labels = names.labels(cluster, names.ENGINE)
+    return labels | ({names.PEERS_LABEL: names.peers_owner(cluster)} if cluster.spec.tiers.peers else {})
 
 
 def _pod_spec(cluster: Cluster, images: Images, transfer: gpus.Transfer, size: MemorySize) -> Object:
@@ -166,6 +173,10 @@ def _sidecar(cluster: Cluster, image: str, transfer: gpus.Transfer, size: Memory
     if disk := cluster.spec.tiers.disk:
         # These are variables and not keys of the shared file, because they describe this pod's own volume.
         env |= {"LMCACHE_DISK_PATH": paths.DISK_DIR, DISK_SIZE: f"{disk.num_bytes}"}
+    env |= _peers_env(cluster)
+    ports = [{"containerPort": names.SIDECAR_PORT, "name": "metrics", "protocol": "TCP"}]
+    if cluster.spec.tiers.peers:
+        ports.append({"containerPort": names.PEERS_PORT, "name": "peers", "protocol": "TCP"})
     has_gpus = transfer.mode == gpus.CUDA_IPC
     num_gpus = cluster.engine.gpu.count if has_gpus else 0
     memory = format_mebibytes(sidecar_memory(size.num_bytes, num_gpus))
@@ -174,7 +185,7 @@ def _sidecar(cluster: Cluster, image: str, transfer: gpus.Transfer, size: Memory
         # The size is an argument and not a key of the shared file, because each pod has its own size.
         "args": ["serve", f"--config={paths.CONFIG_DIR}/sidecar.yaml", f"{SIZE_ARGUMENT}{size.num_bytes}"],
         "livenessProbe": _probe("/healthz", names.SIDECAR_PORT, period=10, failures=6) | _HUNG,
-        "ports": [{"containerPort": names.SIDECAR_PORT, "name": "metrics", "protocol": "TCP"}],
+        "ports": ports,
         "resources": {
             "limits": {"memory": memory},
             # A tenth of an engine's CPU: when CPUs are scarce, requests come before write-through copies.
@@ -184,6 +195,26 @@ def _sidecar(cluster: Cluster, image: str, transfer: gpus.Transfer, size: Memory
         "restartPolicy": "Always",
         "securityContext": {**_CONTAINER_SECURITY, "readOnlyRootFilesystem": True},
     }
+
+
+def _peers_env(cluster: Cluster) -> dict[str, str]:
+    """Options of the peers tier; none without it.
+
+    These are variables and not keys of the shared file, because injected sidecars read that file, too. Their
+    pods have no stable names, so they cannot be peers.
+    """
+    if (peers := cluster.spec.tiers.peers) is None:
+        return {}
+    host = names.engine_host(cluster.name, cluster.namespace)
+    env = {
+        "LMCACHE_PEERS_FILE": f"{paths.PEERS_DIR}/{paths.PEERS_FILE}",
+        "LMCACHE_PEER_NAME": f"$({_POD_NAME}).{host}:{names.PEERS_PORT}",
+        "LMCACHE_PEER_PASSWORD_FILE": f"{paths.PEERS_AUTH_DIR}/password",
+        "LMCACHE_PEER_PORT": f"{names.PEERS_PORT}",
+    }
+    if peers.tls:
+        env["LMCACHE_PEER_TLS_DIR"] = paths.PEERS_TLS_DIR
+    return env | ({"LMCACHE_PEER_BANDWIDTH": f"{peers.rate_bytes}"} if peers.rate_bytes else {})
 
 
 def _payload(cluster: Cluster, image: str) -> Object:
@@ -207,8 +238,13 @@ def _container(
     cluster: Cluster, name: str, image: str, env: dict[str, str], size: MemorySize | None = None
 ) -> Object:
     mounts = {volume.path: volume.name for volume in _volumes(cluster, size) if name in volume.users}
+    variables: list[Object] = [{"name": key, "value": env[key]} for key in sorted(env)]
+    if any(_POD_NAME in value for value in env.values()):
+        # The kubelet only expands variables that precede the value in the list.
+        pod_name = {"fieldRef": {"fieldPath": "metadata.name"}}
+        variables.insert(0, {"name": _POD_NAME, "valueFrom": pod_name})
     return {
-        "env": [{"name": key, "value": env[key]} for key in sorted(env)],
+        "env": variables,
         "image": image,
         "name": name,
         "securityContext": _CONTAINER_SECURITY,
@@ -270,6 +306,18 @@ def _volumes(cluster: Cluster, size: MemorySize | None, sidecar_image: str = "")
         volumes.append(
             _Volume("remote-auth", paths.REMOTE_AUTH_DIR, sidecar, {"projected": {"sources": sources}})
         )
+    if spec.tiers.peers:
+        name = names.peers_name(names.peers_owner(cluster))
+        # Both sources are optional: if one is missing, the engine runs, and the sidecar has no peers.
+        password = _secret(name, password="password")["secret"] | {"optional": True}
+        volumes += [
+            _Volume("peers", paths.PEERS_DIR, sidecar, {"configMap": {"name": name, "optional": True}}),
+            _Volume("peers-auth", paths.PEERS_AUTH_DIR, sidecar, {"secret": password}),
+        ]
+        if spec.tiers.peers.tls:
+            # Without the certificate, the sidecar refuses its peers.
+            files = {"secret": {"secretName": names.peers_certificate(cluster), "optional": True}}
+            volumes.append(_Volume("peers-tls", paths.PEERS_TLS_DIR, sidecar, files))
     if auth := spec.tiers.remote_auth:
         source = _secret(auth.name, password=auth.password_key, username=auth.username_key)
         volumes.append(_Volume("remote-auth", paths.REMOTE_AUTH_DIR, sidecar, source))

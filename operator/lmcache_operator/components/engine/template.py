@@ -23,6 +23,10 @@ _FREE_TO_CHANGE = (
 )  # fmt: skip
 _PLACES = "the operator sets it, so that engine, sidecar and operator find each other"
 _SET_BY = "it is set by spec.{}"
+_PEERS = (
+    "LMCACHE_PEERS_FILE", "LMCACHE_PEER_BANDWIDTH", "LMCACHE_PEER_HOST", "LMCACHE_PEER_NAME",
+    "LMCACHE_PEER_PASSWORD_FILE", "LMCACHE_PEER_PORT", "LMCACHE_PEER_TLS_DIR",
+)  # fmt: skip
 _RESERVED: dict[str, dict[str, str]] = {
     names.ENGINE: {"VLLM_DP_": ONE_POD},
     names.SIDECAR: {
@@ -32,6 +36,7 @@ _RESERVED: dict[str, dict[str, str]] = {
         ),
         "LMCACHE_DISK_": _SET_BY.format("tiers.disk"),
         "LMCACHE_ADMIT": _SET_BY.format("tiers.admit"),
+        **dict.fromkeys(_PEERS, _SET_BY.format("tiers.peers")),
         "LMCACHE_REMOTE_URL": _SET_BY.format("tiers.remote"),
         "LMCACHE_REMOTE_PASSWORD_FILE": _SET_BY.format("tiers.remote"),
         "LMCACHE_REMOTE_USERNAME_FILE": _SET_BY.format("tiers.remote"),
@@ -69,7 +74,7 @@ def with_template(base: Object, cluster: Cluster) -> Object:
     needed, merged = _needed(base), base
     for name, part in _parts(cluster):
         path = f"spec.engine.{name}"
-        _check_variables(part, path)
+        _check_reserved(part, path)
         merged = merge(merged, part)
         if broken := first_difference(needed, merged):
             raise InvalidSpecError(path, f"changes {broken}, which the cache depends on")
@@ -115,7 +120,9 @@ def _of_engine(**fields: Any) -> Object:
     return {"spec": {"containers": [{"name": names.ENGINE, **fields}]}}
 
 
-def _check_variables(part: Object, path: str) -> None:
+def _check_reserved(part: Object, path: str) -> None:
+    if dig(part, "metadata", "labels", names.PEERS_LABEL) is not None:
+        raise InvalidSpecError(path, f"sets the label {names.PEERS_LABEL}: {_SET_BY.format('tiers.peers')}")
     for container, reserved in _RESERVED.items():
         for item in as_list(dig(find_container(part, container), "env")):
             variable = str(dig(item, "name"))

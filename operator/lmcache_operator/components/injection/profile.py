@@ -7,6 +7,7 @@ not touch the pod's user, resources, ServiceAccount or other volumes.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.types import SGLANG, VLLM
@@ -43,11 +44,13 @@ def profile(cluster: Cluster, context: Context) -> Object:
 
     Its containers have the arguments, variables and mounts to add to the engine's: one container for each
     kind of engine, in the order of ``KINDS``. So one cluster holds the settings for pods of all kinds. If the
-    template has a claim, the sidecar shares the pod's own claims.
+    template has a claim, the sidecar shares the pod's own claims. Injected pods are no peers: they have no
+    stable DNS names.
 
     Raises:
         InvalidSpecError: the spec can't be rendered.
     """
+    cluster = replace(cluster, spec=replace(cluster.spec, tiers=replace(cluster.spec.tiers, peers=None)))
     transfer = planned_transfer(cluster, context.allow_all_gpus)
     images, size = resolved_images(cluster, context.images_for(cluster)), MemorySize(cluster.memory.num_bytes)
     whole = pod_template(cluster, images, "", transfer, size)["spec"]

@@ -7,14 +7,12 @@ when sidecars read and write them.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 
 from lmcache.explain.text import plain
-from lmcache_operator.api.keywords import CLUSTER_NAME_PATTERN
 from lmcache_operator.api.parse import Cluster, declared
 from lmcache_operator.api.tiers import MAX_SHARDS, ManagedRemote
 from lmcache_operator.autoscaling.tier_status import remote_usage
@@ -34,6 +32,7 @@ from lmcache_operator.pods.pods import (
     started_at,
 )
 from lmcache_operator.specs import Object, names, paths, stateful
+from lmcache_operator.specs.cluster_refs import referred
 from lmcache_operator.specs.kinds import Ref, ref_of
 from lmcache_operator.specs.merge import dig
 
@@ -59,8 +58,7 @@ class Remote(Component):
 
     def referred(self, resource: Object) -> str:
         """Name of the cluster whose shards this one uses; empty: none."""
-        name = dig(resource, *_REMOTE, "clusterRef", "name")
-        return name if isinstance(name, str) and re.fullmatch(CLUSTER_NAME_PATTERN, name) else ""
+        return referred(resource, "remote")
 
     def observes_users(self, resource: Object) -> bool:
         """Whether the cluster has shards but no engines: only other clusters' sidecars report on them."""
@@ -267,13 +265,7 @@ def _objects(
 
 def _certificate(cluster: Cluster, managed: ManagedRemote, host: str) -> Iterator[Object]:
     if managed.tls and (issuer := managed.tls.issuer_ref):
-        spec = {
-            "dnsNames": [f"*.{host}"],
-            "issuerRef": {"group": issuer.group, "kind": issuer.kind, "name": issuer.name},
-            "privateKey": {"rotationPolicy": "Always"},
-            "secretName": names.remote_certificate(cluster),
-            "usages": ["digital signature", "key encipherment", "server auth"],
-        }
+        spec = stateful.certificate(issuer, host, names.remote_certificate(cluster))
         yield names.child(cluster, names.REMOTE, "Certificate", names.remote_name(cluster.name), spec=spec)
 
 

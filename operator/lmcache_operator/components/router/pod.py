@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lmcache_operator.api.naming import prefill_name
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.router import Router
 from lmcache_operator.components.engine.kinds import kind_of
@@ -25,23 +26,31 @@ _SET_BY = "it is set by spec.router.{}"
 _FINDS_PODS = "the router finds its engines by their labels"
 _PORTS = "the Service and the probes expect the operator's ports"
 _EVENTS = "engines report the sources of their KV events themselves"
-_APART = "engines that split prefill and decode are not supported in this version"
+_HAND_OVER = "sidecars hand KV over by themselves"
+_POOLS = "the operator sets it if spec.engine.prefill is set"
+WITH_PREFILL = "--vllm-pd-disaggregation"
+"""Option of a router that sends each request to a prefill pod first."""
 _RESERVED = {
     "--policy": _SET_BY.format("policy"),
     **dict.fromkeys(("--host", "--port", "--prometheus-host", "--prometheus-port"), _PORTS),
-    **dict.fromkeys(("--worker-urls", "--service-discovery", "--selector"), _FINDS_PODS),
-    **dict.fromkeys(("--service-discovery-port", "--service-discovery-namespace"), _FINDS_PODS),
     **dict.fromkeys(
-        ("--kv-event-source", "--kv-event-replay-source", "--kv-event-block-size", "--kv-event-model"),
+        ("--worker-urls", "--service-discovery", "--selector", "--service-discovery-port",
+         "--service-discovery-namespace", "--vllm-discovery-address", "--prefill", "--decode"),
+        _FINDS_PODS,
+    ),
+    **dict.fromkeys(
+        ("--kv-event-source", "--kv-event-replay-source", "--kv-event-block-size", "--kv-event-model",
+         "--pd-kv-events"),
         _EVENTS,
     ),
-    **dict.fromkeys(
-        ("--vllm-pd-disaggregation", "--prefill", "--decode", "--prefill-selector", "--decode-selector",
-         "--prefill-policy", "--decode-policy", "--pd-kv-events", "--mini-lb", "--vllm-discovery-address"),
-        _APART,
-    ),
+    **dict.fromkeys((WITH_PREFILL, "--prefill-selector", "--decode-selector"), _POOLS),
+    "--kv-connector": _HAND_OVER,
+    "--mini-lb": "it would replace the router by one for tests",
 }  # fmt: skip
 """Reasons why the user may not set an option of the router."""
+_FAST_CHECKS = ("--health-check-interval-secs=2", "--health-failure-threshold=1")
+"""With two pools, the router does not repeat a failed request on another pod. By default, it would notice a
+dead pod only after minutes."""
 
 
 def pod_template(cluster: Cluster, router: Router, image: str) -> Object:
@@ -102,11 +111,10 @@ def _args(cluster: Cluster, router: Router) -> list[str]:
             raise InvalidSpecError(
                 f"spec.router.args[{index}]", f"{option} can't be set: {_RESERVED[reserved]}"
             )
-    kind = kind_of(cluster)
-    if kind.option(cluster.engine.args, kind.certificate) is not None:
-        message = "the router reaches engines by plain HTTP: remove --ssl-certfile from spec.engine.args"
+    kind, prefill = kind_of(cluster), cluster.engine.prefill
+    if kind.option([*cluster.engine.args, *(prefill.args if prefill else [])], kind.certificate) is not None:
+        message = "the router reaches engines by plain HTTP: remove --ssl-certfile from their args"
         raise InvalidSpecError("spec.router", message)
-    selector = names.selector(cluster.name, names.ENGINE)
     options = {
         "host": "0.0.0.0",
         "policy": _POLICY[router.policy],
@@ -119,8 +127,24 @@ def _args(cluster: Cluster, router: Router) -> list[str]:
     return [
         *(f"--{name}={value}" for name, value in options.items()),
         "--service-discovery",
-        "--selector", *(f"{key}={value}" for key, value in selector.items()),
+        *_pools(cluster),
         *router.args,
+    ]
+
+
+def _pools(cluster: Cluster) -> list[str]:
+    """The selectors of engine pods. With two pools, each request goes to a prefill pod first."""
+
+    def selector(name: str) -> list[str]:
+        return [f"{key}={value}" for key, value in names.selector(name, names.ENGINE).items()]
+
+    if cluster.engine.prefill is None:
+        return ["--selector", *selector(cluster.name)]
+    return [
+        WITH_PREFILL,
+        "--prefill-selector", *selector(prefill_name(cluster.name)),
+        "--decode-selector", *selector(cluster.name),
+        *_FAST_CHECKS,
     ]  # fmt: skip
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from lmcache_operator.api.naming import prefill_name
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.router import Router
 from lmcache_operator.components.base import Component, ComponentStatus, Context, Observed, Plan
 from lmcache_operator.components.conditions import Condition, Problem, former_conditions
 from lmcache_operator.components.images import default_image, recorded
-from lmcache_operator.components.router.pod import pod_template
+from lmcache_operator.components.router.pod import WITH_PREFILL, pod_template
 from lmcache_operator.pods.differences import differences
 from lmcache_operator.specs import Object, names, stateful
-from lmcache_operator.specs.kinds import Ref
+from lmcache_operator.specs.kinds import Ref, controller_uid
+from lmcache_operator.specs.merge import dig
 
 _AVAILABLE = "RouterAvailable"
 _PORTS = [
@@ -35,19 +38,31 @@ class Routing(Component):
         kinds = ("ServiceAccount", "Role", "RoleBinding", "Service", "NetworkPolicy", "PodDisruptionBudget")
         return tuple(Ref(kind, names.router_name(cluster_name)) for kind in (*kinds, "Deployment"))
 
+    def referred(self, resource: Object) -> str:
+        """Name of the cluster of prefill pods; empty: none."""
+        has_prefill = dig(resource, "spec", "engine", "prefill") is not None
+        return prefill_name(resource["metadata"]["name"]) if has_prefill else ""
+
     def render(self, cluster: Cluster, context: Context) -> list[Object]:
         """The children that the spec asks for; none without ``spec.router``."""
         router = cluster.spec.router
         return [] if router is None else _objects(cluster, router, context.router_image)
 
     def plan(self, cluster: Cluster, observed: Observed, context: Context) -> Plan:
-        """Changed children. The Deployment's controller replaces the pods."""
+        """Changed children. The Deployment's controller replaces the pods.
+
+        The router uses only the other engine pods until a prefill pod is ready.
+        """
         router = cluster.spec.router
         if router is None:
             return differences([], observed)
         live = _deployment(observed)
         image = default_image(cluster, live, names.ROUTER, context.router_image)
-        return differences(_objects(cluster, router, image), observed)
+        wanted = _objects(cluster, router, image)
+        if cluster.engine.prefill is not None and not _may_use_prefill_pods(observed):
+            engine = replace(cluster.engine, prefill=None)
+            wanted = _objects(replace(cluster, spec=replace(cluster.spec, engine=engine)), router, image)
+        return differences(wanted, observed)
 
     def status(self, observed: Observed, plan: Plan) -> ComponentStatus:
         """Status of the router's pods, as the Deployment's controller reports them."""
@@ -66,6 +81,8 @@ class Routing(Component):
         is_stuck = _failure(status)
         is_current = status.get("observedGeneration") == live["metadata"].get("generation")
         is_complete = is_current and status.get("updatedReplicas", 0) == wanted == num_ready == num_pods
+        has_prefill = any(map(_uses_prefill_pods, (live, *plan.apply)))
+        may_have_prefill = not is_complete and had_prefill_pods(observed.resource)
         progressing = Condition("False", "Complete", count)
         if not is_complete and not is_stuck:
             progressing = Condition("True", "Starting", count)
@@ -74,12 +91,36 @@ class Routing(Component):
             progressing=progressing,
             conditions=conditions,
             degraded=(Problem("RouterNotReady", f"{count}: {is_stuck}"),) if is_stuck else (),
-            fields={"router": {"replicas": num_pods, "readyReplicas": num_ready}},
+            fields={
+                "router": {
+                    "pools": 2 if has_prefill or may_have_prefill else 1,
+                    "replicas": num_pods,
+                    "readyReplicas": num_ready,
+                }
+            },
         )
+
+
+def had_prefill_pods(resource: Object) -> bool:
+    """Whether a router pod of the cluster used prefill pods at the last reconciliation."""
+    return bool(dig(resource, "status", "router", "pools") == 2)
 
 
 def _deployment(observed: Observed) -> Object | None:
     return observed.children.get(Ref("Deployment", names.router_name(observed.name)))
+
+
+def _may_use_prefill_pods(observed: Observed) -> bool:
+    """Whether the cluster has a ready prefill pod, or prefill pods that its router already uses."""
+    prefill = observed.referred
+    if prefill is None or controller_uid(prefill) != observed.resource["metadata"]["uid"]:
+        return False
+    return bool(dig(prefill, "status", "readyReplicas")) or _uses_prefill_pods(_deployment(observed))
+
+
+def _uses_prefill_pods(child: Object | None) -> bool:
+    containers = dig(child, "spec", "template", "spec", "containers") or ()
+    return any(WITH_PREFILL in (container.get("args") or ()) for container in containers)
 
 
 def _failure(status: Object) -> str:

@@ -128,4 +128,4 @@ def private_keys(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
 
 def _has_lower_tier(cluster: ClusterFacts) -> bool:
     tiers = cluster.resource["spec"].get("tiers") or {}
-    return bool(tiers.get("disk") or tiers.get("remote"))
+    return bool(tiers.get("disk") or tiers.get("remote") or tiers.get("peers") is not None)

@@ -64,7 +64,7 @@ def reachable(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
             remedy = "Check the server, the network policies and the password."
             problems.append((pod, failure(name, text, remedy, "RemoteTierUnreachable")))
         else:
-            for server in _listed(remote):
+            for server in servers_of(remote):
                 if why := plain(server.get("problem")):
                     text = f"The sidecar cannot reach server {plain(server.get('name'))}: {why}."
                     problems.append((pod, failure(name, text, "Check this server.", "RemoteTierUnreachable")))
@@ -90,8 +90,9 @@ def refusals(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
         yield ok(name, "Redis has accepted the rows of all sidecars.")
 
 
-def _listed(remote: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    servers = remote.get("servers")
+def servers_of(tier: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the servers that a tier's part of /stats lists, at most 64."""
+    servers = tier.get("servers")
     listed = servers[:_MAX_SERVERS] if isinstance(servers, list) else []
     return [server for server in listed if isinstance(server, Mapping)]
 
@@ -100,7 +101,7 @@ def _servers(cluster: ClusterFacts) -> dict[str, Mapping[str, Any]]:
     """Return the servers that any sidecar could ask, by name. All sidecars have the same servers."""
     servers: dict[str, Mapping[str, Any]] = {}
     for remote in _remotes(cluster).values():
-        for server in _listed(remote):
+        for server in servers_of(remote):
             if server.get("policy") and len(servers) < _MAX_SERVERS:
                 servers.setdefault(plain(server.get("name")), server)
     return servers
@@ -154,7 +155,7 @@ def latency(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     name = "remoteLatency"
     remotes = _remotes(cluster)
     slowest = {
-        pod: max((merge.count(server.get("answer_seconds")) for server in _listed(remote)), default=0.0)
+        pod: max((merge.count(server.get("answer_seconds")) for server in servers_of(remote)), default=0.0)
         for pod, remote in remotes.items()
     }
     known = {pod: seconds for pod, seconds in slowest.items() if seconds}

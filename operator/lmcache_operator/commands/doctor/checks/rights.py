@@ -23,7 +23,7 @@ USER_RIGHTS: Mapping[Right, str] = {
 _READ, _CREATE = ("get", "list", "watch"), ("create", "patch")
 _CHILD = (*_READ, *_CREATE, "delete")
 _OF_OPERATOR: Mapping[tuple[str, str], Sequence[str]] = {
-    (GROUP, PLURAL): _READ,
+    (GROUP, PLURAL): _CHILD,
     (GROUP, f"{PLURAL}/status"): ("patch",),
     (GROUP, f"{PLURAL}/finalizers"): ("update",),
     ("", "serviceaccounts"): _CHILD,

@@ -20,7 +20,9 @@ ONE_INJECTED_POD = "an engine with a cache is one pod; for more engines run more
 NO_CACHE = "the engine would run without its cache"
 ON_A_PORT = "the probes and Services expect the engine's HTTP server on a port"
 ALL_ADDRESSES = "the probes and Services expect the engine on all addresses"
-NO_SPLIT = "engines that split prefill and decode, or encoders, over pods are not supported in this version"
+NO_SPLIT = (
+    "to split prefill and decode over pods, set spec.engine.prefill for vLLM; no other split is possible"
+)
 NO_FILE = "a file may hold options that can't be set: write each into spec.engine.args"
 
 

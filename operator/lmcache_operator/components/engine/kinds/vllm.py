@@ -125,7 +125,7 @@ class VLLM(EngineKind):
         if _SHUTDOWN not in flags:
             options[_SHUTDOWN] = shutdown_seconds
         rendered = [*self.cache_args(cluster), *(f"{name}={value}" for name, value in options.items())]
-        if cluster.publishes_events:
+        if cluster.events_reader:
             if _EVENTS in flags:
                 path = f"spec.engine.args[{flags.index(_EVENTS)}]"
                 raise InvalidSpecError(path, f"{_EVENTS} can't be set: the router needs its own events")

@@ -1,0 +1,1 @@
+"""The pods that only compute prompts for a cluster."""

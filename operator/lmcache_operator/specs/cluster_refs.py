@@ -1,0 +1,34 @@
+"""References from one LMCacheCluster to a tier of another one in its namespace. Pure.
+
+Both are objects as the API server stores them, and may be invalid.
+"""
+
+from __future__ import annotations
+
+import re
+
+from lmcache_operator.api.keywords import CLUSTER_NAME_PATTERN
+from lmcache_operator.specs import Object
+from lmcache_operator.specs.merge import dig
+
+
+def referred(resource: Object | None, tier: str) -> str:
+    """Name of the cluster in ``spec.tiers.TIER.clusterRef``; empty: none, or an invalid name."""
+    name = dig(resource, "spec", "tiers", tier, "clusterRef", "name")
+    return name if isinstance(name, str) and re.fullmatch(CLUSTER_NAME_PATTERN, name) else ""
+
+
+def why_no_peers(name: str, other: Object | None) -> str:
+    """Why the pods of another cluster cannot be peers, with the remedy; empty: they can.
+
+    Args:
+        name: name of the other cluster.
+        other: the other cluster; None: it does not exist.
+    """
+    if other is None:
+        return f"there is no LMCacheCluster {name}: create it, or name another one"
+    if dig(other, "spec", "tiers", "peers") is None:
+        return f"LMCacheCluster {name} has no peers: set tiers.peers there"
+    if owner := referred(other, "peers"):
+        return f"LMCacheCluster {name} itself uses the peers of {owner}: refer to {owner}"
+    return ""

@@ -1,0 +1,150 @@
+"""Prefill pods on a real API server: the operator runs them as an LMCacheCluster of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from testing.kube.api import ApiError, Object
+from testing.kube.cluster import Cluster
+from tests.harness.clusters import ENGINE, condition, wait_quiet, written
+from tests.harness.kube import CLUSTERS, NAME, example
+
+pytestmark = pytest.mark.kube
+
+CHILD = f"{NAME}-prefill"
+CHILD_ENGINE = f"{CHILD}-engine"
+STATEFUL_SETS = "apps/v1/statefulsets"
+
+
+def with_prefill(**prefill: Any) -> Object:
+    resource = example(router={"policy": "RoundRobin"}, engine={"replicas": 2, "prefill": prefill})
+    resource["spec"]["tiers"]["peers"] = {}
+    return resource
+
+
+def num_listed(plane: Cluster, namespace: str) -> dict[str, int]:
+    """Number of listed peers, by the name of their StatefulSet."""
+    data = plane.api.get("v1/configmaps", f"{NAME}-peers", namespace)["data"]["peers.yaml"]
+    names = [peer.partition(".")[0].rpartition("-")[0] for peer in yaml.safe_load(data)["peers"]]
+    return {name: names.count(name) for name in names}
+
+
+def wait_available(plane: Cluster, namespace: str, num_pods: int) -> None:
+    def is_reported() -> bool:
+        status = plane.api.get(CLUSTERS, NAME, namespace).get("status", {})
+        return bool(status.get("prefill") == {"replicas": num_pods, "readyReplicas": num_pods})
+
+    plane.wait(is_reported)
+
+
+def uses_prefill_pods(plane: Cluster, namespace: str) -> bool:
+    """Whether the Deployment of the router has two pools."""
+    router = plane.api.get("apps/v1/deployments", f"{NAME}-router", namespace)
+    (container,) = router["spec"]["template"]["spec"]["containers"]
+    return "--prefill-selector" in container["args"]
+
+
+def engine_pods(plane: Cluster, namespace: str, cluster_name: str) -> set[str]:
+    """Uids of the engine pods of a cluster."""
+    labels = f"lmcache.io/cluster={cluster_name},lmcache.io/component=engine"
+    return {pod["metadata"]["uid"] for pod in plane.api.objects("v1/pods", namespace, labels)}
+
+
+def test_prefill_pods_are_created_scaled_replaced_and_deleted(plane, operator, namespace):
+    plane.api.create(CLUSTERS, with_prefill(), namespace)
+    wait_available(plane, namespace, 1)
+    assert condition(plane, namespace, "PrefillAvailable")["status"] == "True"
+    plane.wait(lambda: num_listed(plane, namespace) == {ENGINE: 2, CHILD_ENGINE: 1})
+    plane.wait(lambda: uses_prefill_pods(plane, namespace))
+    wait_quiet(plane, operator, namespace)
+
+    # The replicas are not declared, so an autoscaler may change them through the subresource.
+    before = engine_pods(plane, namespace, NAME)
+    plane.kubectl("scale", f"lmcluster/{CHILD}", "--replicas=3", "--namespace", namespace)
+    wait_available(plane, namespace, 3)
+    plane.wait(lambda: num_listed(plane, namespace) == {ENGINE: 2, CHILD_ENGINE: 3})
+    mark = plane.mark()
+    wait_quiet(plane, operator, namespace)
+    assert plane.api.get(CLUSTERS, CHILD, namespace)["spec"]["engine"]["replicas"] == 3
+    changed = {write.resource for write in written(plane, operator, mark, namespace)}
+    assert "lmcacheclusters" not in {each for each in changed if "/" not in each}
+
+    # Other arguments replace the prefill pods alone.
+    former = engine_pods(plane, namespace, CHILD)
+    args = {"spec": {"engine": {"prefill": {"args": ["--max-num-batched-tokens=4096"]}}}}
+    plane.api.patch(CLUSTERS, NAME, args, namespace)
+    plane.wait(lambda: len(now := engine_pods(plane, namespace, CHILD)) == 3 and not former & now)
+    assert engine_pods(plane, namespace, NAME) == before
+
+    plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"prefill": None}}}, namespace)
+    plane.wait(lambda: plane.api.find(CLUSTERS, CHILD, namespace) is None)
+    assert not uses_prefill_pods(plane, namespace)
+    plane.wait(lambda: plane.api.find(STATEFUL_SETS, CHILD_ENGINE, namespace) is None)
+    plane.wait(lambda: num_listed(plane, namespace) == {ENGINE: 2})
+    plane.wait(lambda: not condition(plane, namespace, "PrefillAvailable"))
+    assert engine_pods(plane, namespace, NAME) == before
+
+
+def test_declared_replicas_are_enforced_and_edits_are_taken_back(plane, operator, namespace):
+    plane.api.create(CLUSTERS, with_prefill(replicas=1, args=["--max-num-seqs=8"]), namespace)
+    wait_available(plane, namespace, 1)
+    plane.kubectl("scale", f"lmcluster/{CHILD}", "--replicas=2", "--namespace", namespace)
+
+    def spec() -> Any:
+        return plane.api.get(CLUSTERS, CHILD, namespace)["spec"]
+
+    plane.wait(lambda: spec()["engine"]["replicas"] == 1)
+    plane.api.patch(CLUSTERS, CHILD, {"spec": {"tiers": {"peers": {"clusterRef": None}}}}, namespace)
+    plane.wait(lambda: spec()["tiers"]["peers"] == {"clusterRef": {"name": NAME}})
+    change = {"spec": {"router": {}, "engine": {"prefill": {}}}}
+    with pytest.raises(ApiError, match="must not end with -prefill"):
+        plane.api.patch(CLUSTERS, CHILD, change, namespace)
+    plane.api.delete(CLUSTERS, CHILD, namespace)
+    plane.wait(lambda: plane.api.find(CLUSTERS, CHILD, namespace))
+    wait_available(plane, namespace, 1)
+
+
+def test_prefill_pods_go_with_their_cluster(plane, operator, namespace):
+    plane.api.create(CLUSTERS, with_prefill(), namespace)
+    wait_available(plane, namespace, 1)
+    plane.api.delete(CLUSTERS, NAME, namespace)
+    for kind, name in ((CLUSTERS, CHILD), (STATEFUL_SETS, CHILD_ENGINE), (STATEFUL_SETS, ENGINE)):
+        plane.wait(lambda kind=kind, name=name: plane.api.find(kind, name, namespace) is None)
+
+
+def test_problems_of_prefill_pods_are_reported(plane, operator, namespace):
+    plane.api.create(CLUSTERS, with_prefill(args=["--max-num-seqs=8"]), namespace)
+    wait_available(plane, namespace, 1)
+    wait_quiet(plane, operator, namespace)
+    args = {"spec": {"engine": {"prefill": {"args": ["--port=1"]}}}}
+    plane.api.patch(CLUSTERS, NAME, args, namespace)
+    plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == "InvalidSpec")
+    message = condition(plane, namespace, "Degraded")["message"]
+    assert "spec.engine.prefill.args[0]: --port can't be set" in message
+    for kind in ("EngineAvailable", "PrefillAvailable", "RouterAvailable"):
+        assert condition(plane, namespace, kind)["status"] == "True", "all pods keep their configuration"
+
+
+def test_prompts_are_not_sent_to_a_cluster_of_the_user(plane, operator, namespace):
+    users = example(engine={"replicas": 1})
+    users["metadata"]["name"] = CHILD
+    plane.api.create(CLUSTERS, users, namespace)
+    plane.wait(lambda: plane.api.get(CLUSTERS, CHILD, namespace).get("status", {}).get("readyReplicas"))
+    plane.api.create(CLUSTERS, with_prefill(), namespace)
+    plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == "NameTaken")
+    wait_quiet(plane, operator, namespace)
+    assert not uses_prefill_pods(plane, namespace)
+
+
+def test_removed_replicas_leave_the_number_to_autoscalers(plane, operator, namespace):
+    plane.api.create(CLUSTERS, with_prefill(replicas=2), namespace)
+    wait_available(plane, namespace, 2)
+    plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"prefill": {"replicas": None}}}}, namespace)
+    wait_available(plane, namespace, 1)
+    plane.kubectl("scale", f"lmcluster/{CHILD}", "--replicas=3", "--namespace", namespace)
+    wait_available(plane, namespace, 3)
+    wait_quiet(plane, operator, namespace)
+    assert plane.api.get(CLUSTERS, CHILD, namespace)["spec"]["engine"]["replicas"] == 3

@@ -1,0 +1,337 @@
+"""The peers tier: the list of engine pods, their password, and the options of their sidecars."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+from lmcache_operator.api.parse import parse
+from lmcache_operator.components.base import Context
+from lmcache_operator.components.engine.engine import Engine, spec_hash
+from lmcache_operator.components.injection.injection import Injection
+from lmcache_operator.components.injection.workloads import inject_objects
+from lmcache_operator.components.peers.peers import Peers
+from lmcache_operator.components.registry import COMPONENTS
+from lmcache_operator.errors import InvalidSpecError, RefusedError
+from lmcache_operator.specs.kinds import Ref
+from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
+from lmcache_sidecar.config import Config, read
+
+from tests.harness.operator_components import ReconciledCluster
+from tests.harness.operator_injection import pod
+from tests.harness.operator_model import cluster
+
+LIST, SECRET, ENGINE = (
+    Ref(kind, name)
+    for kind, name in (
+        ("ConfigMap", "demo-peers"), ("Secret", "demo-peers"), ("StatefulSet", "demo-engine")
+    )
+)  # fmt: skip
+KINDS = ("vLLM", "SGLang")
+
+TLS = {"issuer": {"issuerRef": {"name": "caches"}}, "secret": {"secretRef": {"name": "ours"}}}
+
+
+def with_peers(replicas: int = 2, *, kind: str = "vLLM", **limits: Any) -> dict[str, Any]:
+    return {"engine": {"replicas": replicas, "kind": kind}, "tiers": {"peers": limits}}
+
+
+def listed(document: str) -> list[str]:
+    content: dict[str, list[str]] = yaml.safe_load(document)
+    assert list(content) == ["peers"]
+    return content["peers"]
+
+
+def pod_of(changes: dict[str, Any]) -> dict[str, Any]:
+    rendered = Engine().render(parse(cluster(**changes)), Context(IMAGES))
+    pod: dict[str, Any] = rendered[-1]["spec"]["template"]["spec"]
+    return pod
+
+
+def expanded(container: dict[str, Any], pod_name: str) -> dict[str, str]:
+    """Variables of a container as the kubelet sets them: a reference needs an earlier variable."""
+    env: dict[str, str] = {}
+    for item in container["env"]:
+        if "valueFrom" in item:
+            assert item["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.name"}}
+        value = item.get("value", pod_name)
+        for name, earlier in env.items():
+            value = value.replace(f"$({name})", earlier)
+        assert "$(" not in value
+        env[item["name"]] = value
+    return env
+
+
+def config_of(changes: dict[str, Any], pod_name: str) -> Config:
+    """The options of a sidecar, as the sidecar itself reads them."""
+    sidecar = pod_of(changes)["initContainers"][0]
+    reading = read({}, expanded(sidecar, pod_name))
+    assert not reading.warnings
+    return reading.usable()
+
+
+class Rig(ReconciledCluster):
+    def __init__(self, **changes: Any) -> None:
+        super().__init__(COMPONENTS, **changes)
+
+    @property
+    def peers(self) -> list[str]:
+        return listed(self.world.objects[LIST]["data"]["peers.yaml"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sidecars_read_the_list_and_know_their_own_entry(kind: str) -> None:
+    changes = with_peers(3, kind=kind)
+    (config_map,) = Peers().render(parse(cluster(**changes)), Context(IMAGES))
+    peers = listed(config_map["data"]["peers.yaml"])
+    assert len(set(peers)) == 3
+    for number, peer in enumerate(peers):
+        config = config_of(changes, f"demo-engine-{number}")
+        assert config.peer_name == peer == f"demo-engine-{number}.demo-engine.team.svc:9465"
+        assert (config.peer_port, config.peer_bandwidth) == (9465, 0)
+    service = next(
+        child
+        for child in Engine().render(parse(cluster(**changes)), Context(IMAGES))
+        if child["kind"] == "Service" and child["spec"].get("clusterIP") == "None"
+    )
+    assert service["metadata"]["name"] == "demo-engine", "it gives pods these names"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+
+
+def test_list_and_password_are_mounted_into_the_sidecar_alone() -> None:
+    pod = pod_of(with_peers())
+    config, volumes = config_of(with_peers(), "demo-engine-0"), {v["name"]: v for v in pod["volumes"]}
+    sidecar, payload = pod["initContainers"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in sidecar["volumeMounts"]}
+    assert all("subPath" not in mount for mount in sidecar["volumeMounts"]), "such a mount follows no change"
+    listing, password = (
+        volumes[mounts[path.rpartition("/")[0]]] for path in (config.peers_file, config.peer_password_file)
+    )
+    assert listing["configMap"] == {"name": "demo-peers", "optional": True}
+    assert password["secret"]["secretName"] == "demo-peers"
+    assert password["secret"]["optional"] is True, "engines start without it"
+    assert {"containerPort": 9465, "name": "peers", "protocol": "TCP"} in sidecar["ports"]
+    for container in (payload, *pod["containers"]):
+        assert not {listing["name"], password["name"]} & {m["name"] for m in container["volumeMounts"]}
+        assert not [item for item in container["env"] if "PEER" in item["name"]]
+
+
+def test_limit_is_passed_in_bytes() -> None:
+    assert config_of(with_peers(bytesPerSecond="1.5Gi"), "demo-engine-0").peer_bandwidth == 3 << 29
+
+
+def test_pod_without_peers_is_unchanged() -> None:
+    assert "PEER" not in str(pod_of({})).upper()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "replaces"),
+    [
+        ({}, {"peers": {}}, True),
+        ({"peers": {}}, {"peers": {"bytesPerSecond": "1Gi"}}, True),
+        ({"peers": {"bytesPerSecond": "1Gi"}}, {"peers": {"bytesPerSecond": "2Gi"}}, True),
+        ({"peers": {}}, {"peers": {}}, False),
+    ],
+)
+def test_spec_hash_depends_on_the_peers_tier(
+    before: dict[str, Any], after: dict[str, Any], replaces: bool
+) -> None:
+    hashes = {spec_hash(parse(cluster(tiers=tiers)), IMAGES) for tiers in (before, after)}
+    assert (len(hashes) == 2) is replaces
+
+
+def ports_open_to(sources: list[Any] | None, changes: dict[str, Any]) -> list[tuple[int, int]]:
+    rendered = Engine().render(parse(cluster(**changes)), Context(IMAGES))
+    policy = next(child for child in rendered if child["kind"] == "NetworkPolicy")["spec"]
+    rules = [rule for rule in policy["ingress"] if rule.get("from") == sources]
+    ports = [port for rule in rules for port in rule["ports"] if port["protocol"] == "TCP"]
+    return [(port["port"], port.get("endPort", port["port"])) for port in ports]
+
+
+def test_only_engine_pods_with_the_same_list_reach_the_port_for_peers() -> None:
+    labels = {"lmcache.io/component": "engine", "lmcache.io/peers": "demo"}
+    engines = [{"podSelector": {"matchLabels": labels}}]
+    template = Engine().render(parse(cluster(**with_peers())), Context(IMAGES))[-1]["spec"]["template"]
+    assert labels.items() <= template["metadata"]["labels"].items()
+    assert ports_open_to(engines, with_peers()) == [(9465, 9465)]
+    assert ports_open_to(None, with_peers()) == [(1, 9463), (9466, 65535)]
+    assert ports_open_to(None, {}) == [(1, 9463), (9465, 65535)], "the port is the user's without peers"
+
+
+def test_scaling_changes_only_the_list_and_the_number_of_pods() -> None:
+    rig = Rig(**with_peers(2))
+    rig.settle()
+    template = rig.world.objects[ENGINE]["spec"]["template"]
+    pods = {name: pod["metadata"]["uid"] for name, pod in rig.world.pods.items()}
+    for replicas in (4, 2, 0):
+        rig.world.change(engine={"replicas": replicas})
+        writes = rig.settle()
+        assert {w for w in writes if w != "status"} == {f"apply {LIST}", f"apply {ENGINE}"}
+        assert rig.peers == [f"demo-engine-{n}.demo-engine.team.svc:9465" for n in range(replicas)]
+        assert rig.world.objects[ENGINE]["spec"]["template"] == template
+        now = {name: pod["metadata"]["uid"] for name, pod in rig.world.pods.items()}
+        assert all(now[name] == pods[name] for name in now.keys() & pods.keys())
+
+
+def test_pods_that_are_being_removed_stay_in_the_list() -> None:
+    rig = Rig(**with_peers(3))
+    rig.settle()
+    rig.world.change(engine={"replicas": 1})
+    for _ in range(3):
+        rig.run()  # the pods still exist
+    assert len(rig.peers) == 3, "peers read rows of these pods until they end"
+    rig.settle()
+    assert len(rig.peers) == 1
+    rig.world.resource["status"]["replicas"] = 10**9
+    rig.run()
+    assert len(rig.peers) == 1000
+
+
+def test_password_exists_before_the_first_pod_and_is_not_created_again() -> None:
+    rig = Rig(**with_peers())
+    writes = rig.run()
+    order = [writes.index(f"{verb} {ref}") for verb, ref in (("create", SECRET), ("apply", ENGINE))]
+    assert order == sorted(order)
+    rig.settle()
+    rig.world.failures["create"] = RefusedError("create", "not needed")
+    assert rig.run() == []
+
+
+def test_refused_password_is_created_later() -> None:
+    rig = Rig(**with_peers())
+    rig.world.failures["create"] = RefusedError("create", "forbidden")
+    rig.run()
+    assert LIST in rig.world.objects
+    assert ENGINE in rig.world.objects, "engines run without peers"
+    assert "forbidden" in rig.message("Degraded")
+    del rig.world.failures["create"]
+    assert f"create {SECRET}" in rig.run()
+
+
+def test_peers_are_switched_on_and_off_for_running_engines() -> None:
+    rig = Rig(engine={"replicas": 2})
+    rig.settle()
+    assert LIST not in rig.world.objects
+    pods = {pod["metadata"]["uid"] for pod in rig.world.pods.values()}
+    rig.world.change(tiers={"peers": {}})
+    writes = rig.settle()
+    assert [write for write in writes if write.startswith("create")] == [f"create {SECRET}"]
+    assert len(rig.peers) == 2
+    assert not pods & {pod["metadata"]["uid"] for pod in rig.world.pods.values()}, "pods are replaced"
+    rig.world.change(tiers={"peers": None})
+    assert f"delete {LIST}" in rig.settle()
+    assert SECRET in rig.world.objects, "the cluster's deletion removes it"
+
+
+def test_injected_pods_are_no_peers() -> None:
+    profiles = [
+        Injection().render(parse(cluster(**changes)), Context(IMAGES))[0]["template"]
+        for changes in ({"engine": {"replicas": 2}}, with_peers(2))
+    ]
+    assert profiles[0] == profiles[1]
+    shared = [
+        next(
+            child["data"]
+            for child in Engine().render(parse(cluster(**changes)), Context(IMAGES))
+            if child["kind"] == "ConfigMap"
+        )
+        for changes in ({}, with_peers())
+    ]
+    assert shared[0] == shared[1], "injected sidecars read this file, too"
+
+
+def test_inject_makes_no_peers_of_files() -> None:
+    results = [
+        inject_objects([pod()], [parse(cluster(**changes))], cluster()["metadata"]["name"], Context(IMAGES))
+        for changes in ({"engine": {"replicas": 2}}, with_peers(2))
+    ]
+    assert results[0] == results[1]
+    assert "lmcache-sidecar" in str(results[0].objects)
+
+
+def test_edited_list_is_restored() -> None:
+    rig = Rig(**with_peers(2))
+    rig.settle()
+    rig.world.edit(LIST, "data", "peers.yaml", value="peers: [elsewhere:1]")
+    assert f"apply {LIST}" in rig.settle()
+    assert len(rig.peers) == 2
+
+
+@pytest.mark.parametrize(("source", "secret"), [("issuer", "demo-peers-tls"), ("secret", "ours")])
+def test_sidecar_alone_has_the_certificate(source: str, secret: str) -> None:
+    changes = with_peers(tls=TLS[source])
+    config, pod = config_of(changes, "demo-engine-0"), pod_of(changes)
+    (volume,) = (v for v in pod["volumes"] if v.get("secret", {}).get("secretName") == secret)
+    assert volume["secret"]["optional"] is True, "engines start without it"
+    sidecar, *rest = pod["initContainers"] + pod["containers"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in sidecar["volumeMounts"]}
+    assert mounts[config.peer_tls_dir] == volume["name"]
+    assert not any(
+        volume["name"] == mount["name"] for container in rest for mount in container["volumeMounts"]
+    )
+
+
+def test_issuer_gives_a_certificate_for_all_pods() -> None:
+    rig = Rig(**with_peers(2, tls=TLS["issuer"]))
+    rig.settle()
+    certificate = rig.world.objects[Ref("Certificate", "demo-peers")]["spec"]
+    assert certificate["secretName"] == "demo-peers-tls"
+    assert certificate["dnsNames"] == ["*.demo-engine.team.svc"]
+    assert all(name.partition(".")[2] == "demo-engine.team.svc:9465" for name in rig.peers)
+    rig.world.change(tiers={"peers": {"tls": TLS["secret"] | {"issuerRef": None}}})
+    rig.settle()
+    assert Ref("Certificate", "demo-peers") not in rig.world.objects
+
+
+def test_cluster_that_uses_another_list_has_a_certificate_and_no_password() -> None:
+    changes = with_peers(2, tls=TLS["issuer"], clusterRef={"name": "other"})
+    objects = Peers().render(parse(cluster(**changes)), Context(IMAGES))
+    assert [each["kind"] for each in objects] == ["Certificate"]
+
+
+def test_hits_in_the_memory_of_peers_are_in_the_status() -> None:
+    rig = Rig(**with_peers(1))
+    rig.settle()
+    (live_pod,) = rig.world.pods.values()
+    live_pod["status"] |= {"phase": "Running", "podIP": "10.0.0.1"}
+    lookups = {"lookup_tokens": 1000, "hit_tokens": {"memory": 100, "peers": 250}}
+    rig.world.stats["10.0.0.1"] = {"is_ready": True, "lookups": lookups, "peers": {"is_reachable": True}}
+    rig.run()
+    assert rig.world.resource["status"]["hitPercent"] == {"engine": 0, "memory": 10, "peers": 25}
+
+
+def test_user_can_set_only_options_that_the_operator_does_not_set() -> None:
+    def template(name: str) -> dict[str, Any]:
+        sidecar = {"name": "sidecar", "env": [{"name": name, "value": "1"}]}
+        return {"podTemplate": {"spec": {"initContainers": [sidecar]}}}
+
+    changes = with_peers(tls=TLS["secret"])
+    for name in expanded(pod_of(changes)["initContainers"][0], "demo-engine-0"):
+        if "PEER" in name:
+            with pytest.raises(InvalidSpecError, match=rf"sets {name} .* set by spec.tiers.peers"):
+                pod_of({"engine": template(name)})
+    changes["engine"] |= template("LMCACHE_PEER_ANSWER_SECONDS")
+    assert config_of(changes, "demo-engine-0").peer_answer_seconds == 1
+
+
+@pytest.mark.parametrize(
+    ("tiers", "message"),
+    [
+        ({"bytesPerSecond": "1Ki"}, "tiers.peers.bytesPerSecond must be between 16Mi and 1Ti"),
+        ({"bytesPerSecond": "fast"}, "must be an amount of bytes"),
+        ({"pods": 2}, "spec.tiers.peers.pods"),
+        ({"tls": {}}, "exactly one of secretRef and issuerRef"),
+        ({"tls": TLS["issuer"] | TLS["secret"]}, "exactly one of secretRef and issuerRef"),
+    ],
+)
+def test_wrong_limits_are_refused(tiers: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidSpecError, match=message):
+        parse(cluster(tiers={"peers": tiers}))
+
+
+def test_remote_tier_alone_has_no_peers() -> None:
+    resource = cluster()
+    resource["spec"] = {"tiers": {"remote": {"managed": {"memoryPerShard": "1Gi"}}, "peers": {}}}
+    with pytest.raises(InvalidSpecError, match="none of memory, disk and peers"):
+        parse(resource)

@@ -1,0 +1,274 @@
+"""Prefill pods: their LMCacheCluster, the router's two pools, and their part of the parent's status."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lmcache_operator.api import KIND
+from lmcache_operator.api.documents import dump
+from lmcache_operator.api.parse import parse, written
+from lmcache_operator.components.engine.engine import Engine, spec_hash
+from lmcache_operator.components.router.router import Routing
+from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.specs.names import STOCK_IMAGES
+
+from tests.harness.operator_model import cluster
+from tests.harness.operator_prefill import CHILD, CONTEXT, Rig, child, with_prefill
+
+GOLDEN = Path(__file__).parent / "golden" / "prefill.yaml"
+FULL: dict[str, Any] = {
+    "engine": {
+        "replicas": 3,
+        "args": ["--max-model-len=32768"],
+        "resources": {"requests": {"cpu": 4}},
+        "tolerations": [{"operator": "Exists"}],
+        "prefill": {
+            "replicas": 1,
+            "gpu": {"deviceClassName": "gpu.nvidia.com"},
+            "args": ["--max-num-batched-tokens=16384"],
+            "resources": {"requests": {"cpu": 8}},
+            "nodeSelector": {"gpu": "h200"},
+        },
+    },
+    "sidecar": {"chunkTokens": 512},
+    "tiers": {
+        "peers": {"bytesPerSecond": "1Gi"},
+        "disk": {"size": "500Gi"},
+        "remote": {"managed": {"shards": 2, "memoryPerShard": "4Gi"}},
+    },
+    "router": {},
+    "autoscaling": {"mode": "Auto", "memory": {"maxSize": "4Gi"}, "remote": {"minShards": 1, "maxShards": 4}},
+}
+
+
+def objects(resource: dict[str, Any], component: Any) -> dict[tuple[str, str], Any]:
+    rendered = component.render(parse(resource), CONTEXT)
+    return {(item["kind"], item["metadata"]["name"]): item for item in rendered}
+
+
+def test_rendered_cluster_equals_the_golden_file() -> None:
+    """LMCACHE_UPDATE_GOLDEN=1 rewrites the file. Review the difference before you commit it."""
+    text = dump([child(FULL)])
+    if os.environ.get("LMCACHE_UPDATE_GOLDEN"):
+        GOLDEN.write_text(text)
+    assert GOLDEN.read_text() == text
+    parse(child(FULL))
+
+
+def test_prefill_pods_differ_only_in_the_settings_of_prefill() -> None:
+    changes = with_prefill(args=["--max-num-batched-tokens=16384"])
+    pods = [
+        objects(resource, Engine())["StatefulSet", f"{resource['metadata']['name']}-engine"]["spec"][
+            "template"
+        ]
+        for resource in (cluster(**changes), child(changes))
+    ]
+    args = [set(pod["spec"]["containers"][0]["args"]) for pod in pods]
+    assert args[1] - args[0] == {"--max-num-batched-tokens=16384"}
+    assert args[0] <= args[1]
+    for pod in pods:
+        assert pod["metadata"]["labels"]["lmcache.io/peers"] == "demo"
+    images = [[c["image"] for c in pod["spec"]["initContainers"] + pod["spec"]["containers"]] for pod in pods]
+    assert images[0] == images[1]
+
+
+def test_prefill_replaces_no_other_engine_pod() -> None:
+    before = with_prefill()
+    del before["engine"]["prefill"]
+    hashes = {
+        spec_hash(parse(cluster(**changes)), STOCK_IMAGES)
+        for changes in (before, with_prefill(), with_prefill(args=["--a=1"], replicas=5))
+    }
+    assert len(hashes) == 1
+
+
+def test_engines_of_both_pools_publish_events_to_the_parents_router_alone() -> None:
+    for policy in ("KVAware", "RoundRobin"):
+        changes = with_prefill() | {"router": {"policy": policy}}
+        rendered = objects(child(changes), Engine())
+        args = rendered["StatefulSet", "demo-prefill-engine"]["spec"]["template"]["spec"]["containers"][0][
+            "args"
+        ]
+        assert any("--kv-events-config" in arg for arg in args) == (policy == "KVAware")
+        ingress = rendered["NetworkPolicy", "demo-prefill-engine"]["spec"]["ingress"]
+        sources = [rule["from"] for rule in ingress if rule["ports"][0]["port"] == 5557]
+        labels = {"lmcache.io/cluster": "demo", "lmcache.io/component": "router"}
+        wanted = [[{"podSelector": {"matchLabels": labels}}]] if policy == "KVAware" else []
+        assert sources == wanted
+        assert objects(child(changes), Routing()) == {}
+
+
+def test_wrong_annotation_is_ignored() -> None:
+    for value in ("a b", 5, None):
+        resource = cluster()
+        resource["metadata"]["annotations"] = {"lmcache.io/events-for": value}
+        assert parse(resource).events_reader == ""
+
+
+def test_annotation_of_prefill_pods_changes_no_sglang_pod() -> None:
+    resource = cluster(engine={"kind": "SGLang"})
+    before = parse(resource)
+    resource["metadata"]["annotations"] = {"lmcache.io/events-for": "victim"}
+    after = parse(resource)
+    assert spec_hash(after, STOCK_IMAGES) == spec_hash(before, STOCK_IMAGES)
+    assert Engine().render(after, CONTEXT) == Engine().render(before, CONTEXT)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "expected"),
+    [
+        ({"remote": {"external": {"url": "redis://h:1"}}}, {"external": {"url": "redis://h:1"}}),
+        ({"remote": {"clusterRef": {"name": "shared"}}}, {"clusterRef": {"name": "shared"}}),
+        ({"remote": {"managed": {"memoryPerShard": "1Gi"}}}, {"clusterRef": {"name": "demo"}}),
+        ({}, None),
+        ({"peers": {"clusterRef": {"name": "owner"}}}, None),
+    ],
+)
+def test_tiers_are_those_of_the_parent(tiers: dict[str, Any], expected: Any) -> None:
+    changes = with_prefill()
+    changes["tiers"] |= tiers
+    spec = child(changes)["spec"]
+    assert spec["tiers"].get("remote") == expected
+    owner = (tiers.get("peers") or {}).get("clusterRef", {}).get("name", "demo")
+    assert spec["tiers"]["peers"] == {"clusterRef": {"name": owner}}
+
+
+def test_router_sends_prompts_to_the_prefill_pods_and_answers_to_the_others() -> None:
+    changes = with_prefill() | {"router": {"args": ["--decode-policy=round_robin"]}}
+    deployment = objects(cluster(**changes), Routing())["Deployment", "demo-router"]
+    args = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    for option, name in (("--prefill-selector", "demo-prefill"), ("--decode-selector", "demo")):
+        place = args.index(option)
+        assert args[place + 1 : place + 3] == [f"lmcache.io/cluster={name}", "lmcache.io/component=engine"]
+    assert "--vllm-pd-disaggregation" in args
+    assert "--selector" not in args
+    assert args[-1] == "--decode-policy=round_robin"
+
+
+def test_replicas_belong_to_autoscalers_unless_they_are_set() -> None:
+    assert "replicas" not in child(with_prefill())["spec"]["engine"]
+    assert child(with_prefill(replicas=1))["spec"]["engine"]["replicas"] == 1
+    assert child(with_prefill(replicas=0))["spec"]["engine"]["replicas"] == 0
+    rig = Rig(**with_prefill())
+    rig.settle()
+    rig.child["spec"]["engine"]["replicas"] = 7
+    assert f"apply {CHILD}" not in rig.settle()
+    assert rig.child["spec"]["engine"]["replicas"] == 7
+    rig.world.change(engine={"prefill": {"replicas": 2}})
+    rig.settle()
+    rig.world.edit(CHILD, "spec", "engine", "replicas", value=7)
+    assert f"apply {CHILD}" in rig.settle()
+    assert rig.child["spec"]["engine"]["replicas"] == 2
+
+
+def test_cluster_of_prefill_pods_is_created_changed_and_deleted() -> None:
+    rig = Rig(engine={"replicas": 2}, tiers={"peers": {}}, router={})
+    rig.settle()
+    assert CHILD not in rig.world.objects
+    pods = {pod["metadata"]["uid"] for pod in rig.world.pods.values()}
+    rig.world.change(engine={"prefill": {}})
+    rig.settle()
+    (owner,) = rig.child["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["name"], owner["controller"]) == (KIND, "demo", True)
+    rig.world.change(engine={"prefill": {"args": ["--a=1"]}})
+    assert {w for w in rig.settle() if w != "status"} == {f"apply {CHILD}"}
+    rig.report(1)
+    rig.run()
+    assert "PrefillAvailable" in rig.conditions()
+    rig.world.change(engine={"prefill": None})
+    assert f"delete {CHILD}" in rig.settle()
+    assert "PrefillAvailable" not in rig.conditions()
+    assert "prefill" not in rig.world.resource["status"]
+    assert {pod["metadata"]["uid"] for pod in rig.world.pods.values()} == pods, "no pod was replaced"
+
+
+def test_cluster_of_another_owner_is_left_alone() -> None:
+    rig = Rig(**with_prefill())
+    rig.world.objects[CHILD] = cluster() | {
+        "metadata": {"name": "demo-prefill", "uid": "1", "namespace": "team"}
+    }
+    assert not [write for write in rig.settle() if str(CHILD) in write]
+    assert "exists and does not belong to this LMCacheCluster" in rig.message("Degraded")
+
+
+def test_prefill_pods_get_the_images_of_the_other_pods() -> None:
+    rig = Rig(**with_prefill())
+    rig.world.resource["status"] = {"images": {"engine": "vllm:former", "sidecar": "sidecar:former"}}
+    rig.settle()
+    spec = rig.child["spec"]
+    assert (spec["engine"]["image"], spec["sidecar"]["image"]) == ("vllm:former", "sidecar:former")
+    rig.world.change(images={"policy": "Follow"})
+    rig.settle()
+    assert "image" not in rig.child["spec"]["engine"]
+
+
+def test_status_of_prefill_pods_is_part_of_the_parents() -> None:
+    rig = Rig(**with_prefill(replicas=2))
+    rig.settle()
+    assert rig.conditions() | {"PrefillAvailable": "False", "Progressing": "True"} == rig.conditions()
+    rig.report(2)
+    rig.run()
+    assert rig.world.resource["status"]["prefill"] == {"replicas": 2, "readyReplicas": 2}
+    assert "2 of 2 prefill pods are ready" in rig.message("Ready")
+    assert rig.conditions() | {"PrefillAvailable": "True", "Degraded": "False"} == rig.conditions()
+
+    rig.report(2, Progressing=("True", "Replacing"))
+    rig.run()
+    assert rig.message("Progressing") == "Prefill pods: it is Replacing"
+    rig.report(0, Degraded=("True", "Unschedulable"))
+    rig.run()
+    assert rig.conditions() | {"PrefillAvailable": "False", "Degraded": "True"} == rig.conditions()
+    assert "LMCacheCluster demo-prefill: it is Unschedulable" in rig.message("Degraded")
+    assert "0 of 2 prefill pods are ready; the router uses only the other" in rig.message("PrefillAvailable")
+
+
+def test_status_of_a_former_spec_counts_as_progress() -> None:
+    rig = Rig(**with_prefill(replicas=2))
+    rig.settle()
+    rig.report(2)
+    rig.run()
+    rig.world.change(engine={"prefill": {"args": ["--a=1"]}})
+    rig.run()
+    rig.report(2, is_observed=False)
+    rig.run()
+    assert rig.conditions()["Progressing"] == "True"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"router": None}, "engine.prefill needs router and tiers.peers"),
+        ({"tiers": {"peers": None}}, "engine.prefill needs router and tiers.peers"),
+        ({"engine": {"prefill": {"gpu": {"count": 2}}}}, "gpu.count must equal engine.gpu.count"),
+        ({"engine": {"prefill": {"args": ["--tp=2"]}}}, "engine.parallelism"),
+        ({"engine": {"prefill": {"image": "a:1"}}}, "engine.prefill.image"),
+    ],
+)
+def test_specs_that_cannot_work_are_refused(changes: dict[str, Any], message: str) -> None:
+    resource = cluster(**with_prefill())
+    with pytest.raises(InvalidSpecError, match=message):
+        parse(cluster(resource["spec"], **changes))
+
+
+def test_prefill_needs_vllm() -> None:
+    changes = with_prefill() | {"router": {"policy": "CacheAware"}}
+    changes["engine"]["kind"] = "SGLang"
+    with pytest.raises(InvalidSpecError, match=r"engine\.prefill needs engine\.kind vLLM"):
+        parse(cluster(**changes))
+
+
+@pytest.mark.parametrize("name", ["demo-prefill", "a" * 38])
+def test_cluster_of_prefill_pods_has_none_itself(name: str) -> None:
+    resource = cluster(**with_prefill())
+    resource["metadata"]["name"] = name
+    with pytest.raises(InvalidSpecError, match="must not end with -prefill"):
+        parse(resource)
+
+
+def test_written_spec_is_parsed_to_the_same_spec() -> None:
+    for changes in (FULL, with_prefill(), {}, {"engine": {"gpu": {"count": 0}, "env": [{"name": "A"}]}}):
+        spec = parse(cluster(**changes)).spec
+        assert parse({"metadata": {"name": "demo"}, "spec": written(spec)}).spec == spec

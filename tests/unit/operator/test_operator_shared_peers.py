@@ -1,0 +1,260 @@
+"""Clusters that share peers: the list has the pods of all, and a missing list changes no running pod."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import yaml
+from lmcache_operator.api.parse import parse
+from lmcache_operator.components.base import Context
+from lmcache_operator.components.engine.engine import Engine, spec_hash
+from lmcache_operator.components.peers.peers import Peers
+from lmcache_operator.components.registry import COMPONENTS
+from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.kube.client import KubeApi
+from lmcache_operator.reconcile.reconciler import Reconciler
+from lmcache_operator.reconcile.references import References
+from lmcache_operator.specs.kinds import CLUSTER, ClusterKey, Ref
+from lmcache_operator.specs.names import STOCK_IMAGES
+from lmcache_sidecar.peers import PeersFile
+
+from lmcache.tiers.peers.tier import PeersTier
+from tests.harness.operator_components import ReconciledCluster
+from tests.harness.operator_model import NAME, NAMESPACE, UID, cluster
+
+LIST, OTHER, ENGINE = (
+    Ref("ConfigMap", "demo-peers"),
+    Ref(CLUSTER.kind, "other"),
+    Ref("StatefulSet", "demo-engine"),
+)
+KEY = ClusterKey(NAMESPACE, NAME, UID)
+REFERRING: dict[str, Any] = {"tiers": {"peers": {"clusterRef": {"name": "other"}}}}
+
+
+def another(name: str = "other", *, num_removed: int = 0, **changes: Any) -> dict[str, Any]:
+    """Another LMCacheCluster of the namespace, with two pods."""
+    resource = cluster(**({"engine": {"replicas": 2}} | changes))
+    resource["metadata"] |= {"name": name, "uid": f"uid of {name}"}
+    resource["status"] = {"replicas": resource["spec"]["engine"]["replicas"] + num_removed}
+    return resource
+
+
+class ListedPeers:
+    """The tier of a sidecar, without connections."""
+
+    def set_peers(self, peers: list[Any]) -> None:
+        self.peers = peers
+
+
+class Rig(ReconciledCluster):
+    def __init__(self, other: dict[str, Any] | None, **changes: Any) -> None:
+        super().__init__(COMPONENTS, **changes)
+        self.other = other
+
+    @property
+    def other(self) -> dict[str, Any] | None:
+        return self.world.objects.get(OTHER)
+
+    @other.setter
+    def other(self, other: dict[str, Any] | None) -> None:
+        self.world.objects.pop(OTHER, None)
+        if other:
+            self.world.objects[OTHER] = other
+
+    def num_listed(self) -> dict[str, int]:
+        """Number of listed pods, by the name of their StatefulSet."""
+        listed = yaml.safe_load(self.world.objects[LIST]["data"]["peers.yaml"])["peers"]
+        names = [peer.partition(".")[0].rpartition("-") for peer in listed]
+        assert len(set(listed)) == len(listed)
+        return {name: sum(each == name for each, _, _ in names) for name, _, _ in names}
+
+
+def test_list_has_the_pods_of_all_clusters_that_refer_to_it() -> None:
+    joined = {"tiers": {"peers": {"clusterRef": {"name": "demo"}}}}
+    rig = Rig(another(**joined), engine={"replicas": 3}, tiers={"peers": {}})
+    rig.settle()
+    assert rig.num_listed() == {"demo-engine": 3, "other-engine": 2}
+    data = rig.world.objects[LIST]["data"]["peers.yaml"]
+    assert "other-engine-1.other-engine.team.svc:9465" in data
+
+    rig.other = another(engine={"replicas": 1}, num_removed=3, **joined)
+    assert {w for w in rig.settle() if w != "status"} == {f"apply {LIST}"}, "no pod is replaced"
+    assert rig.num_listed() == {"demo-engine": 3, "other-engine": 4}, "pods that are being removed stay"
+    rig.other = another(tiers={"peers": {}})
+    rig.settle()
+    assert rig.num_listed() == {"demo-engine": 3}
+    rig.other = None
+    assert rig.settle() == []
+
+
+def test_invalid_clusters_of_other_users_do_not_break_the_list() -> None:
+    odd = another(tiers={"peers": {"clusterRef": {"name": "demo"}}}, engine={"replicas": 10**9})
+    rig = Rig(odd, engine={"replicas": 1}, tiers={"peers": {}})
+    rig.settle()
+    assert rig.num_listed() == {"demo-engine": 1, "other-engine": 999}
+    rig.other = odd | {"spec": {"tiers": {"peers": {"clusterRef": "demo"}}}}
+    rig.settle()
+    assert rig.num_listed() == {"demo-engine": 1}
+
+
+def test_other_clusters_do_not_make_the_list_too_long_for_sidecars(tmp_path: Path) -> None:
+    joined = {"tiers": {"peers": {"clusterRef": {"name": "demo"}}}, "engine": {"replicas": 1000}}
+    rig = Rig(another(**joined), engine={"replicas": 30}, tiers={"peers": {}})
+    third = another("x" * 45, **joined)
+    rig.world.objects[Ref(CLUSTER.kind, "x" * 45)] = third
+    rig.settle()
+    assert rig.num_listed() == {"demo-engine": 30, "other-engine": 970}
+    data = rig.world.objects[LIST]["data"]["peers.yaml"]
+    tier = ListedPeers()
+    PeersFile(str(tmp_path / "peers.yaml"), "", cast(PeersTier, tier)).use(data)
+    assert len(tier.peers) == 1000
+
+
+def test_referring_cluster_uses_the_list_and_password_of_the_other_one() -> None:
+    rig = Rig(another(tiers={"peers": {}}), **REFERRING)
+    rig.settle()
+    assert LIST not in rig.world.objects
+    assert Ref("Secret", "demo-peers") not in rig.world.objects
+    assert rig.conditions()["Degraded"] == "False"
+    template = rig.world.objects[ENGINE]["spec"]["template"]
+    assert template["metadata"]["labels"]["lmcache.io/peers"] == "other"
+    volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+    assert volumes["peers"]["configMap"]["name"] == "other-peers"
+    assert volumes["peers-auth"]["secret"]["secretName"] == "other-peers"
+    env = {item["name"]: item.get("value", "") for item in template["spec"]["initContainers"][0]["env"]}
+    assert env["LMCACHE_PEER_NAME"].endswith(".demo-engine.team.svc:9465"), "its entry in the other list"
+
+
+def test_engine_pods_of_both_clusters_reach_each_other() -> None:
+    def rules(changes: dict[str, Any]) -> list[Any]:
+        rendered = Engine().render(parse(cluster(**changes)), Context(STOCK_IMAGES))
+        policy = next(child for child in rendered if child["kind"] == "NetworkPolicy")["spec"]
+        return [rule["from"] for rule in policy["ingress"] if rule["ports"][0]["port"] == 9465]
+
+    owner = another(tiers={"peers": {}})
+    of_owner = Engine().render(parse(owner), Context(STOCK_IMAGES))
+    policy = next(child for child in of_owner if child["kind"] == "NetworkPolicy")["spec"]
+    assert rules(REFERRING) == [r["from"] for r in policy["ingress"] if r["ports"][0]["port"] == 9465]
+    (allowed,) = rules(REFERRING)
+    assert allowed == [
+        {"podSelector": {"matchLabels": {"lmcache.io/component": "engine", "lmcache.io/peers": "other"}}}
+    ]
+
+
+NOT_SHARED = [
+    (None, "there is no LMCacheCluster other: create it"),
+    (another(), "LMCacheCluster other has no peers: set tiers.peers there"),
+    (
+        another(tiers={"peers": {"clusterRef": {"name": "third"}}}),
+        "other itself uses the peers of third: refer to third",
+    ),
+]
+
+
+@pytest.mark.parametrize(("other", "message"), NOT_SHARED)
+def test_pods_keep_their_peers_if_the_reference_is_wrong(other: dict[str, Any] | None, message: str) -> None:
+    rig = Rig(other, engine={"replicas": 2}, tiers={"peers": {}})
+    rig.settle()
+    before = rig.world.objects[ENGINE]["spec"], {p["metadata"]["uid"] for p in rig.world.pods.values()}
+    rig.world.change(**REFERRING)
+    rig.settle()
+    now = rig.world.objects[ENGINE]["spec"], {p["metadata"]["uid"] for p in rig.world.pods.values()}
+    assert now == before
+    assert rig.num_listed() == {"demo-engine": 2}
+    assert message in rig.message("Degraded")
+    rig.other = another(tiers={"peers": {}})
+    rig.settle()
+    assert LIST not in rig.world.objects
+    assert rig.world.objects[ENGINE]["spec"]["template"]["metadata"]["labels"]["lmcache.io/peers"] == "other"
+
+
+@pytest.mark.parametrize(("other", "message"), NOT_SHARED)
+def test_new_pods_serve_without_peers_if_the_reference_is_wrong(
+    other: dict[str, Any] | None, message: str
+) -> None:
+    rig = Rig(other, **REFERRING)
+    rig.settle()
+    assert rig.conditions() | {"Degraded": "True", "EngineAvailable": "True"} == rig.conditions()
+    assert message in rig.message("Degraded")
+
+
+def test_cluster_scales_after_the_one_that_it_refers_to_was_deleted() -> None:
+    rig = Rig(another(tiers={"peers": {}}), **REFERRING)
+    rig.settle()
+    template = rig.world.objects[ENGINE]["spec"]["template"]
+    rig.other = None
+    rig.world.change(engine={"replicas": 3})
+    rig.settle()
+    assert len(rig.world.pods) == 3
+    assert rig.world.objects[ENGINE]["spec"]["template"] == template
+    assert "there is no LMCacheCluster other" in rig.message("Degraded")
+
+
+def test_reference_replaces_the_pods() -> None:
+    def hash_of(peers: dict[str, Any]) -> str:
+        return spec_hash(parse(cluster(tiers={"peers": peers})), STOCK_IMAGES)
+
+    assert (
+        len({hash_of({}), hash_of({"clusterRef": {"name": "a"}}), hash_of({"clusterRef": {"name": "b"}})})
+        == 3
+    )
+
+
+def test_cluster_cannot_refer_to_itself() -> None:
+    with pytest.raises(InvalidSpecError, match="must name another LMCacheCluster"):
+        parse(cluster(tiers={"peers": {"clusterRef": {"name": "demo"}}}))
+
+
+def test_render_of_a_referring_cluster_has_no_list() -> None:
+    assert Peers().render(parse(cluster(**REFERRING)), Context(STOCK_IMAGES)) == []
+
+
+# -- which clusters a change wakes
+
+
+def key(name: str, namespace: str = "team") -> ClusterKey:
+    return ClusterKey(namespace, name, f"uid of {name}")
+
+
+def test_change_of_a_cluster_wakes_those_that_refer_to_it_or_that_it_refers_to() -> None:
+    references = References()
+    assert references.note(key("b"), ["", "a"], 1) == []
+    assert references.note(key("a"), [""], 1) == [key("b")], "it exists now"
+    assert references.note(key("c"), ["a"], 1) == [key("a")]
+    assert references.note(key("b"), ["a"], 1) == [], "no change of its spec"
+    assert references.note(key("b"), ["a"], 2) == [key("a")], "another number of pods"
+    assert references.note(key("b"), ["c"], 3) == [key("a"), key("c")]
+    assert references.note(key("b"), ["c"], None) == [key("c")]
+    assert references.note(key("a"), [], None) == [key("c")]
+    assert references.note(key("a"), [], None) == []
+    references.note(key("a")._replace(uid="another uid"), [], 1)
+    assert references.note(key("a"), [], None) == [], "a former cluster of this name"
+
+
+def test_references_do_not_leave_their_namespace() -> None:
+    references = References()
+    references.note(key("a", "elsewhere"), [], 1)
+    assert references.note(key("b"), ["a"], 1) == []
+
+
+def test_reconciliation_of_a_changed_cluster_wakes_the_other_one() -> None:
+    rig = Rig(another(tiers={"peers": {}}), **REFERRING)
+    woken: list[ClusterKey] = []
+    reconciler = Reconciler(cast(KubeApi, rig.world), Context(STOCK_IMAGES), rig.world.ask, wake=woken.append)
+
+    def reconcile(cluster_key: ClusterKey) -> list[str]:
+        woken.clear()
+        asyncio.run(reconciler.reconcile(cluster_key))
+        return [each.name for each in woken]
+
+    other = ClusterKey("team", "other", "uid of other")
+    assert reconcile(other) == []
+    assert reconcile(KEY) == ["other"]
+    assert reconcile(KEY) == []
+    rig.world.change(engine={"replicas": 5})
+    assert reconcile(KEY) == ["other"]
+    rig.other = None
+    assert reconcile(other) == ["demo"], "the other one was deleted"
