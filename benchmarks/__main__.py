@@ -29,6 +29,7 @@ NAMES = {
     "serde": "each serde on one chunk of KV: speed of one core, size, error",
     "blend": "blending: KL divergence, answers and time to first token, by selection and ratio",
     "remote": "loads and stores of rows of 32 MiB over one connection, compared with bare loops",
+    "pods": "rows from the memory of another pod, compared with the same rows from Redis",
     "shards": "rows on a Redis that evicts; hits before and after a change of the shards",
     "path": "remote and disk tier through the whole sidecar, compared with bare loops",
     "peer": "comparison with lmcache 0.3.0 and 0.5.6 from the registry; runs only if you name it",
@@ -43,6 +44,7 @@ NAMES = {
     "vllm": "real engine: time to first token, cold and of hits; throughput of prompts without hits",
     "sglang": "SGLang: time to first token, throughput of new prompts, copies of pages, host pool",
     "routing": "conversations over four engines: requests that reach the engine with their KV",
+    "prefill_decode": "prompts in one engine, answers in another: hand-over, time between tokens",
     "load": "hits on a busy engine: queued requests, one hot prefix, a new engine",
 }
 
@@ -53,7 +55,7 @@ def machine() -> str:
 
 
 def main() -> int:
-    listing = "\n".join(f"  {name:<11} {what}" for name, what in NAMES.items())
+    listing = "\n".join(f"  {name:<14} {what}" for name, what in NAMES.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=f"Benchmarks (default: all):\n{listing}",
