@@ -10,7 +10,12 @@ if is_worker():
     # Set before torch is imported: thread teams of two workers would wait for each other's cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-pytest_plugins = ["tests.harness.distribution", "tests.harness.kube", "tests.harness.leaks"]
+pytest_plugins = [
+    "tests.harness.distribution",
+    "tests.harness.kube",
+    "tests.harness.leaks",
+    "tests.harness.second_attempts",
+]
 
 # A busy machine must not fail a test, so examples have no deadline.
 settings.register_profile("tests", deadline=None)

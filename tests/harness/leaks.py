@@ -119,9 +119,15 @@ class LeakGuard:
             self._allowed = Resources.held()
         return (yield)
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Record that a module has failed: pytest keeps its frames, and they hold what its tests opened."""
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Record that a module has failed: pytest keeps its frames, and they hold what its tests opened.
+
+        A failed test may run again. Until then, its module's fixtures stay open.
+        """
+        report = yield
         self._has_failed |= report.failed
+        return report
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(
