@@ -131,7 +131,7 @@ def shell() -> Result:
 
 def dockerfiles() -> Result:
     """Lint the Dockerfiles of releases and of the tests' node with hadolint."""
-    paths = [ROOT / "operator" / "Dockerfile", ROOT / "sidecar" / "Dockerfile"]
+    paths = [ROOT / name / "Dockerfile" for name in ("operator", "router", "sidecar")]
     paths += sorted((ROOT / "tools" / "images").glob("*/Dockerfile"))
     return run(uv(), "tool", "run", "--quiet", "--from", HADOLINT, "hadolint", "--no-color", *paths)
 

@@ -32,16 +32,20 @@ BUNDLED = ("grpcio", "protobuf", "typing-extensions")
 
 
 def pins() -> list[str]:
-    """Return `BUNDLED` with the versions of the sidecar. Raises ValueError if a version is missing."""
-    versions = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", PINS.read_text(), re.MULTILINE))
-    if missing := set(BUNDLED) - set(versions):
+    """Return `BUNDLED` with the sidecar's versions and hashes. Raises ValueError if a version is missing."""
+    entries = re.split(r"\n(?=\S)", PINS.read_text().strip())
+    pinned = {entry.partition("==")[0]: entry for entry in entries}
+    if missing := set(BUNDLED) - set(pinned):
         raise ValueError(f"{PINS.name} has no pin for {', '.join(sorted(missing))}")
-    return [f"{name}=={versions[name]}" for name in BUNDLED]
+    return [pinned[name] for name in BUNDLED]
 
 
 def copy_library(out: Path) -> None:
+    """Copy the library. All users can read the copy, with any umask of the checkout."""
     unwanted = shutil.ignore_patterns("__pycache__", "*.proto", "*.pyi")
     shutil.copytree(ROOT / "lmcache", out / "lmcache", ignore=unwanted)
+    for path in [out / "lmcache", *(out / "lmcache").rglob("*")]:
+        path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def bundle(out: Path, python: str, target: str = PLATFORM) -> None:
@@ -51,8 +55,10 @@ def bundle(out: Path, python: str, target: str = PLATFORM) -> None:
         [
             os.environ.get("UV", "uv"), "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:",
             f"--python-version={python}", f"--python-platform={target}", "--target", str(folder),
-            "--constraint", str(PINS), *pins(),
+            "--require-hashes", "--requirements", "-",
         ],
+        input="\n".join(pins()),
+        text=True,
         check=True,
     )  # fmt: skip
 

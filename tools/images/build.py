@@ -25,6 +25,8 @@ MAX_ARCHIVES = 6
 """Limit for each image. Checkouts with different contents share one cache directory."""
 MAX_LAYERS = 300
 """Limit of buildah's store. A change of the project adds about four layers, 15 MB together."""
+EPOCH = 1_580_601_600
+"""Time of all files in the images, in seconds: 2020-02-02, as in wheels of hatchling."""
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 MOUNTED_CERTIFICATES = "/run/certificates.crt"
 _PACKAGES = {"buildah": "buildah", "debootstrap": "debootstrap"}
@@ -212,8 +214,21 @@ def _mirror() -> list[str]:
 def _make(name: str, recipe: Recipe, archive: Path) -> None:
     _say(f"{name}: building")
     start = time.monotonic()
+    bud(recipe, ROOT, recipe.reference)
+    new = archive.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    buildah("push", "--quiet", recipe.reference, f"docker-archive:{new}:{recipe.reference}")
+    os.replace(new, archive)
+    _say(f"{name}: {archive.stat().st_size / 2**20:.0f} MiB in {time.monotonic() - start:.0f} s")
+
+
+def bud(recipe: Recipe, context: Path, tag: str, *further: str) -> None:
+    """Build the Dockerfile of a recipe in a checkout, by buildah. Raises `ImagesError`.
+
+    All files get the same time, so that two builds of equal content are equal.
+    """
     arguments = dict(recipe.arguments)
-    options: list[str] = []
+    options = ["--timestamp", str(EPOCH), *further]
     if CERTIFICATES.exists():
         arguments |= dict.fromkeys(("PIP_CERT", "SSL_CERT_FILE"), MOUNTED_CERTIFICATES)
         options += ["--volume", f"{CERTIFICATES}:{MOUNTED_CERTIFICATES}:ro"]
@@ -221,13 +236,9 @@ def _make(name: str, recipe: Recipe, archive: Path) -> None:
         options += ["--build-arg", f"{key}={value}"]
     buildah(
         "bud", "--quiet", "--layers", "--isolation", "chroot", "--network", "host", "--pull-never", *options,
-        "--tag", recipe.reference, "--file", recipe.folder / "Dockerfile", ROOT,
+        "--tag", tag, "--file", context / recipe.folder.relative_to(ROOT) / "Dockerfile", context,
+        cwd=context,
     )  # fmt: skip
-    new = archive.with_suffix(".new")
-    new.unlink(missing_ok=True)
-    buildah("push", "--quiet", recipe.reference, f"docker-archive:{new}:{recipe.reference}")
-    os.replace(new, archive)
-    _say(f"{name}: {archive.stat().st_size / 2**20:.0f} MiB in {time.monotonic() - start:.0f} s")
 
 
 def _prune(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Rules for the Dockerfiles of both images. The check needs no container engine."""
+"""Rules for the Dockerfiles of the released images. The check needs no container engine."""
 
 import re
 import shlex
@@ -9,7 +9,7 @@ import pytest
 from lmcache_sidecar.config import read
 
 ROOT = Path(__file__).resolve().parents[3]
-DOCKERFILES = [ROOT / "operator" / "Dockerfile", ROOT / "sidecar" / "Dockerfile"]
+DOCKERFILES = [ROOT / name / "Dockerfile" for name in ("operator", "sidecar", "router")]
 TEST_DOCKERFILES = sorted((ROOT / "tools" / "images").glob("*/Dockerfile"))
 PINNED = re.compile(r"scratch|debian:[a-z]+-slim(@sha256:[0-9a-f]{64})?$")
 """Base images of a stable suite, whose packages change only for fixes. A release uses the newest packages."""
@@ -122,7 +122,7 @@ def test_images_share_their_base_layers():
         for path in DOCKERFILES:
             steps = instructions(path.read_text())
             bases.append(steps[(start := steps.index(("FROM", first_step))) : start + 2])
-        assert bases[0] == bases[1]
+        assert bases[0] == bases[1] == bases[2]
 
 
 def test_sidecar_image_has_the_uid_and_paths_of_rendered_pods():
