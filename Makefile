@@ -10,7 +10,7 @@ export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kube sglang images demo test e2e test-fast test-vllm-versions test-avx2 test-kube-versions check docs format generate pins bench bench-peer gpu-check release clean
+.PHONY: help setup kube sglang images demo test e2e test-fast test-vllm-versions test-avx2 test-kube-versions check docs format generate pins bench bench-peer gpu-check audit test-release release clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,7 +33,7 @@ sglang: setup ## install SGLang into the cache directory, for tests (once, 170 M
 
 test: setup kube sglang ## run all tests that need no GPU, with real Redis, vLLM, SGLang and kube-apiserver
 	@$(PY) -c 'from testing.engine.tiny_model import tiny_model; tiny_model()'  # before any engine loads it
-	@$(PYTEST) tests --ignore=tests/e2e
+	@$(PYTEST) tests --ignore=tests/e2e --ignore=tests/release
 
 e2e: setup sglang ## test chart, operator and engines as pods of a real kubelet (root); one file: make e2e E2E=FILE
 	@$(PY) -m testing.node
@@ -85,9 +85,17 @@ bench-peer: setup ## compare with upstream's packages, each in a separate enviro
 gpu-check: setup ## test the GPU paths on a GPU, write docs/reference/gpu-facts.md
 	@$(PY) -m benchmarks.gpu
 
-release: ## push images and chart of VERSION to REGISTRY (Docker with buildx); with URL=REPOSITORY, build the plugin
+audit: ## look for known vulnerabilities and licences in shipped packages; exit status 3: no answer
+	@tools/setup.sh base
+	@$${PYTHON:-python3} -m tools.provenance.audit
+
+test-release: setup ## test signatures, SBOMs and reproducible images with a local registry (root)
+	@$(PY) -m pytest -q --durations=8 tests/release
+
+release: ## push images and chart of VERSION to REGISTRY (Docker with buildx), signed with KEY; with URL, build the plugin
 	@tools/setup.sh base
 	@$${PYTHON:-python3} -m tools.release --version "$(VERSION)" --registry "$(REGISTRY)" $(if $(DIGESTS),--digests "$(DIGESTS)") \
+	  $(if $(KEY),--key "$(KEY)") --sboms dist/sboms \
 	  $(if $(URL),--plugin dist/plugin --url "$(URL)")
 
 clean: ## delete the results of targets in the checkout, not the cache directory

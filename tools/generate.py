@@ -12,12 +12,14 @@ from lmcache_operator.api.crd import render
 
 from tools import api_docs, dashboards, metrics_docs, resource_docs, stats_docs
 from tools.kube import schemas
+from tools.provenance import licences
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART_FILES = ROOT / "charts" / "lmcache-operator" / "files"
 CRDS = (ROOT / "crds", CHART_FILES / "crds")
 API = ROOT / "docs" / "reference" / "api.md"
 RESOURCE = ROOT / "docs" / "reference" / "resource.md"
+LICENCES = ROOT / "docs" / "reference" / "licences.md"
 METRICS = ROOT / "docs" / "reference" / "metrics.md"
 STATS = ROOT / "docs" / "reference" / "stats.md"
 PROTO_CODE = [
@@ -35,7 +37,7 @@ def generated() -> dict[Path, str]:
         subprocess.run([ROOT / "tools" / "generate_proto.sh", out], check=True)
         code = {path: (Path(out) / path.relative_to(ROOT)).read_text() for path in PROTO_CODE}
     docs = {API: api_docs.render(), RESOURCE: resource_docs.render()}
-    docs |= {METRICS: metrics_docs.render(), STATS: stats_docs.render()}
+    docs |= {METRICS: metrics_docs.render(), STATS: stats_docs.render(), LICENCES: licences.render()}
     boards = {CHART_FILES / "dashboards" / name: text for name, text in dashboards.render().items()}
     return {**crds, **docs, **code, **boards}
 

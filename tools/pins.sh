@@ -18,6 +18,9 @@ image --extra operator --no-emit-package numpy --no-emit-package xxhash --no-emi
 echo 'vllm-router==0.1.17' | image --output-file router/requirements.txt -
 # Packages that build the images.
 printf 'uv\nhatchling\n' | compile --generate-hashes --output-file tools/requirements/build.txt -
+# Packages that audit the images' packages and check their SBOMs (tools/provenance).
+printf 'pip-audit\ncyclonedx-python-lib[json-validation]\n' | compile --generate-hashes \
+  --output-file tools/requirements/audit.txt -
 # Packages that build the documentation site (tools/docs.py). The theme needs MkDocs 1.
 printf 'mkdocs<2\nmkdocs-material\n' | compile --output-file tools/requirements/docs.txt -
 # SGLang's engine for tests, which testing/sglang/environment.py installs without dependencies into a folder of its

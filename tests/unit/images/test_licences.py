@@ -1,0 +1,76 @@
+"""Licences of shipped packages: read from metadata, compared with the list, and current in the docs."""
+
+import pytest
+
+from tools.provenance import licences
+from tools.provenance.distributions import IMAGES, ROOT, UNKNOWN, Distribution, image_locks, installed, parse
+
+PAGE = (ROOT / "docs" / "reference" / "licences.md").read_text()
+
+
+@pytest.mark.parametrize("image", ["operator", "sidecar"])
+def test_page_has_all_packages_of_the_image(image):
+    packages = installed(image_locks(image))
+    assert packages
+    for one in packages:
+        [line] = [line for line in PAGE.splitlines() if line.startswith(f"| {one.name} | ")]
+        name, version, licence, images = line.strip("| ").split(" | ")
+        assert (name, version, licence) == (one.name, one.version, one.licence)
+        assert image in images.split(", ")
+
+
+def test_page_lists_no_other_packages():
+    listed = {line.split(" | ")[0][2:] for line in PAGE.splitlines() if line.count(" | ") == 3}
+    assert listed - {"package"} == {name for image in IMAGES for name in image_locks(image)}
+
+
+@pytest.mark.parametrize("image", ["operator", "sidecar"])
+def test_shipped_licences_are_allowed(image):
+    assert list(licences.problems({one: [image] for one in installed(image_locks(image))})) == []
+
+
+@pytest.mark.parametrize(
+    ("expression", "allowed"),
+    [
+        ("MIT", True),
+        ("GPL-3.0-only", False),
+        ("MIT AND GPL-3.0-only", False),
+        ("GPL-3.0-only OR MIT", True),
+        ("MPL-2.0 AND (Apache-2.0 OR GPL-3.0-only)", True),
+        ("MPL-2.0 AND (AGPL-3.0-only OR GPL-3.0-only)", False),
+        ("MIT OR GPL-3.0-only AND GPL-2.0-only", True),
+        ("GPL-3.0-only WITH GCC-exception-3.1", False),
+    ],
+)
+def test_expressions(expression, allowed):
+    assert licences.is_allowed(expression) is allowed
+
+
+@pytest.mark.parametrize("text", ["", "MIT AND", "(MIT", "MIT)", "Do what you want"])
+def test_text_that_is_no_expression_is_reported(text):
+    [line] = licences.problems({Distribution("x", "1", text): ["sidecar"]})
+    assert "no SPDX expression" in line
+
+
+@pytest.mark.parametrize(
+    ("fields", "licence"),
+    [
+        ("License-Expression: MIT AND Apache-2.0\nLicense: something", "MIT AND Apache-2.0"),
+        ("License: 3-Clause BSD License", "BSD-3-Clause"),
+        ("License: GPLv3", "GPLv3"),
+        (
+            "License: Copyright\n        text\nClassifier: License :: OSI Approved :: BSD License",
+            "BSD-3-Clause",
+        ),
+        ("Classifier: License :: OSI Approved :: GNU General Public License v3 (GPLv3)", UNKNOWN),
+        ("Summary: nothing", UNKNOWN),
+    ],
+)
+def test_licence_in_metadata(fields, licence):
+    one = parse(f"Metadata-Version: 2.1\nName: Some.Package\nVersion: 1.0\n{fields}\n\ndescription\n")
+    assert one == Distribution("some-package", "1.0", licence)
+
+
+def test_unknown_licence_is_a_problem():
+    [line] = licences.problems({Distribution("x", "1", UNKNOWN): ["operator", "sidecar"]})
+    assert line.startswith("x 1 (operator, sidecar): the licence is unknown")

@@ -1,0 +1,1 @@
+"""Evidence about a release: signatures, SBOMs, provenance statements, licences and known vulnerabilities."""
