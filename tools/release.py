@@ -1,10 +1,12 @@
 """Build and push a release: the images, and the chart that names them by digest.
 
     python -m tools.release --version 0.1.0 --registry ghcr.io/OWNER [--digests FILE]
+                            [--key cosign.key] [--sboms FOLDER]
                             [--plugin FOLDER --url https://github.com/OWNER/REPOSITORY]
 
-This needs Docker with buildx, logged in to the registry. Each image gets an SBOM and its provenance as
-attestations. FOLDER gets the archives of kubectl lmcache and their krew manifest, for the release page.
+This needs Docker with buildx, logged in to the registry. With a key, images and chart get signatures in
+cosign's format, and statements about their SBOM and provenance. The folder of --plugin gets the archives of
+kubectl lmcache and their krew manifest, for the release page.
 """
 
 from __future__ import annotations
@@ -15,17 +17,24 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 
 from tools import plugin
 from tools.kube import binaries
+from tools.provenance import evidence, programs, statement
+from tools.provenance.distributions import IMAGES
+from tools.provenance.evidence import Artifact
+from tools.provenance.sbom import SbomError
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "charts" / "lmcache-operator"
-IMAGES = ("operator", "router", "sidecar")
+BUILD_PINS = ROOT / "tools" / "requirements" / "build.txt"
+BASE = "docker.io/library/debian:bookworm-slim"
+"""Base of all images. A release resolves it to a digest once, so that all images have the same base."""
 BUILDER = "lmcache-release"
-"""A builder that runs in a container. Docker's default builder can't create attestations."""
+"""A builder that runs in a container. Docker's default builder can't set the times of files in layers."""
 
 
 class ReleaseError(RuntimeError):
@@ -49,13 +58,19 @@ def check_version(version: str) -> None:
             raise ReleaseError(f"{path.relative_to(ROOT)} is not of version {version}: change it, or the tag")
 
 
-def push_image(name: str, reference: str) -> str:
-    """Build and push one image. Returns its digest."""
+def push_image(name: str, reference: str, base: str, epoch: int) -> str:
+    """Build and push one image. Returns its digest.
+
+    BuildKit's attestations have times, and would become part of the digest. The statements of `attach` do not
+    change the digest. ``base``: digest of `BASE`. ``epoch``: time of all files, in seconds.
+    """
+    pinned_base = f"{BASE.removeprefix('docker.io/library/')}=docker-image://{BASE.partition(':')[0]}@{base}"
     with tempfile.NamedTemporaryFile() as metadata:
         run(
-            "docker", "buildx", "build", "--builder", BUILDER, "--platform", "linux/amd64", "--push",
-            "--pull", "--sbom=true", "--provenance=mode=max", "--metadata-file", metadata.name,
-            "--file", ROOT / name / "Dockerfile", "--tag", reference, ROOT,
+            "docker", "buildx", "build", "--builder", BUILDER, "--platform", "linux/amd64",
+            "--output", "type=registry,rewrite-timestamp=true", "--build-arg", f"SOURCE_DATE_EPOCH={epoch}",
+            "--sbom=false", "--provenance=false", "--build-context", pinned_base,
+            "--metadata-file", metadata.name, "--file", ROOT / name / "Dockerfile", "--tag", reference, ROOT,
         )  # fmt: skip
         digest = json.loads(Path(metadata.name).read_text())["containerimage.digest"]
     assert isinstance(digest, str)
@@ -86,12 +101,22 @@ def pack_chart(version: str, registry: str, digests: dict[str, str], out: Path) 
         text = replace_once(text, f'  {name}Image: ""\n', f"  {name}Image: {image}\n")
     values.write_text(text)
     run(binaries.path("helm"), "package", chart, "--version", version, "--destination", out)
-    return out / f"{CHART.name}-{version}.tgz"
+    archive = out / f"{CHART.name}-{version}.tgz"
+    repack(archive)
+    return archive
 
 
-def push_chart(archive: Path, registry: str) -> str:
-    """Push the chart. Returns its digest, which helm prints."""
-    argv = [str(binaries.path("helm")), "push", str(archive), f"oci://{registry}/charts"]
+def repack(archive: Path) -> None:
+    """Write a chart's archive again, so that it depends on nothing but the files."""
+    with tempfile.TemporaryDirectory() as scratch:
+        with tarfile.open(archive) as packed:
+            packed.extractall(scratch, filter="data")
+        plugin.pack(archive, {"": Path(scratch)})
+
+
+def push_chart(archive: Path, registry: str, *options: str) -> str:
+    """Push the chart, with further options of helm. Returns its digest, which helm prints."""
+    argv = [str(binaries.path("helm")), "push", str(archive), f"oci://{registry}/charts", *options]
     done = subprocess.run(argv, capture_output=True, text=True)
     output = done.stdout + done.stderr
     digest = re.search(r"^Digest: (sha256:[0-9a-f]{64})$", output, re.MULTILINE)
@@ -108,18 +133,60 @@ def build_plugin(version: str, url: str, folder: Path) -> None:
         raise ReleaseError(f"the archives of kubectl lmcache: {error}") from error
 
 
-def release(version: str, registry: str, digests_file: Path | None) -> None:
-    """Publish images and chart. Raises `ReleaseError`."""
+def attach(
+    name: str, artifact: Artifact, version: str, source: statement.Source, base: str, key: str | None
+) -> str | None:
+    """Sign an artifact and attach its statements. Without a key, only create the SBOM.
+
+    Returns the SBOM; None for the chart, which has no packages. Raises `SbomError` or `ProgramError`.
+    """
+    is_image = name in IMAGES
+    document = evidence.image_sbom(name, artifact) if is_image else None
+    if key:
+        files = [ROOT / name / "Dockerfile", ROOT / name / "requirements.txt", BUILD_PINS] if is_image else []
+        predicate = statement.provenance(name, version, source, files, (BASE, base) if is_image else None)
+        evidence.sign(artifact, key)
+        evidence.attest(artifact, evidence.PROVENANCE, predicate, key)
+        if document:
+            evidence.attest(artifact, evidence.SBOM, document, key)
+    return document
+
+
+def release(
+    version: str,
+    registry: str,
+    digests_file: Path | None,
+    key: str | None = None,
+    sboms: Path | None = None,
+) -> None:
+    """Publish images and chart. Raises `ReleaseError`, `SourceError`, `SbomError` or `ProgramError`."""
     check_version(version)
+    source = statement.source()
+    if key:  # first: nothing is published if it fails
+        statement.check_clean()
+        evidence.check_key(key)
+    base = programs.run("crane", "digest", BASE).strip()
     subprocess.run(["docker", "buildx", "rm", BUILDER], capture_output=True)
     run("docker", "buildx", "create", "--name", BUILDER, "--driver", "docker-container")
-    digests = {name: push_image(name, f"{registry}/{name}:{version}") for name in IMAGES}
+    digests = {name: push_image(name, f"{registry}/{name}:{version}", base, source.epoch) for name in IMAGES}
+    documents = {
+        name: attach(name, Artifact(f"{registry}/{name}", digests[name]), version, source, base, key)
+        for name in IMAGES
+    }
     with tempfile.TemporaryDirectory() as out:
         archive = pack_chart(version, registry, digests, Path(out))
         digests["chart"] = push_chart(archive, registry)
+    chart = Artifact(f"{registry}/charts/{CHART.name}", digests["chart"])
+    attach("chart", chart, version, source, base, key)
+    if sboms:
+        sboms.mkdir(parents=True, exist_ok=True)
+        for name, document in documents.items():
+            (sboms / f"{name}.cdx.json").write_text(document or "")
     if digests_file:
         with digests_file.open("a") as file:
             file.writelines(f"{name}={digest}\n" for name, digest in digests.items())
+    if not key:
+        print("Images and chart are not signed. To sign them, set KEY to a private key of cosign.")
 
 
 def main() -> int:
@@ -129,19 +196,23 @@ def main() -> int:
     parser.add_argument("--version", required=True)
     parser.add_argument("--registry", required=True)
     parser.add_argument("--digests", type=Path, metavar="FILE", help="append NAME=DIGEST lines to this file")
+    parser.add_argument("--key", help="private key: a file, env://VARIABLE or a URI (default: sign nothing)")
+    parser.add_argument("--sboms", type=Path, metavar="FOLDER", help="write the images' SBOMs there")
     parser.add_argument(
         "--plugin", type=Path, metavar="FOLDER", help="must not exist (default: build no archives)"
     )
     parser.add_argument("--url", metavar="URL", help="address of the repository, without /releases")
     options = parser.parse_args()
+    if options.key == "":
+        parser.error("--key is empty: name a key, or omit the option to sign nothing")
     if options.plugin and not options.url:
         parser.error("--plugin needs --url, the address of the repository")
     try:
         if options.plugin:  # first: nothing is published if it fails
             check_version(options.version)
             build_plugin(options.version, options.url, options.plugin)
-        release(options.version, options.registry, options.digests)
-    except ReleaseError as error:
+        release(options.version, options.registry, options.digests, options.key, options.sboms)
+    except (ReleaseError, statement.SourceError, SbomError, programs.ProgramError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

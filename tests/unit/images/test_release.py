@@ -10,15 +10,34 @@ import yaml
 
 from tests.harness import krew
 from tools import plugin, release
+from tools.provenance import evidence, programs, statement
 
 NAMES = ("operator", "router", "sidecar", "chart")
 DIGESTS = {name: "sha256:" + digit * 64 for name, digit in zip(NAMES, "abcd", strict=True)}
 
 
+BASE = "sha256:" + "e" * 64
+SOURCE = statement.Source("https://github.com/o/r", "1" * 40, 1_700_000_000)
+
+
 @pytest.fixture
 def commands(monkeypatch):
-    """All recorded commands. Buildx writes the digest that it pushed, and Helm packages with tar."""
+    """All recorded commands. Buildx writes the digest that it pushed, and Helm packages with tar.
+
+    The commands of cosign and crane run in tests/release.
+    """
     calls = []
+    monkeypatch.setattr(statement, "source", lambda: SOURCE)
+    monkeypatch.setattr(statement, "check_clean", lambda: None)
+    monkeypatch.setattr(evidence, "image_sbom", lambda name, artifact: f"{name} {artifact.digest}")
+
+    def run_program(*argv, **_):
+        calls.append([str(word) for word in argv])
+        if argv[0] == "cosign" and "bad" in argv:
+            raise programs.ProgramError("bad key")
+        return f"{BASE}\n" if argv[:2] == ("crane", "digest") else ""
+
+    monkeypatch.setattr(programs, "run", run_program)
 
     def run(*argv):
         words = [str(word) for word in argv]
@@ -60,11 +79,63 @@ def test_chart_refers_to_pushed_images_by_digest(commands, tmp_path):
     assert commands[-2][-1] == "oci://registry.example/me/charts"
 
 
-def test_images_have_sbom_and_provenance(commands):
+def test_images_depend_only_on_base_and_commit(commands):
     release.release("0.1.0", "registry.example/me", None)
     builds = [call for call in commands if "--metadata-file" in call]
     assert len(builds) == 3
-    assert all({"--push", "--sbom=true", "--provenance=mode=max"} <= set(call) for call in builds)
+    base = f"debian:bookworm-slim=docker-image://docker.io/library/debian@{BASE}"
+    wanted = {
+        base,
+        "SOURCE_DATE_EPOCH=1700000000",
+        "type=registry,rewrite-timestamp=true",
+        "--provenance=false",
+    }
+    assert all(wanted <= set(call) for call in builds)
+    assert [call for call in commands if call[:2] == ["crane", "digest"]] == [
+        ["crane", "digest", release.BASE]
+    ]
+
+
+def test_all_artifacts_are_signed_by_digest_with_their_statements(commands, tmp_path):
+    release.release("0.1.0", "r.example/me", None, "cosign.key", tmp_path)
+    signed = {call[-1] for call in commands if call[:2] == ["cosign", "sign"]}
+    paths = {name: f"r.example/me/{name}" for name in NAMES} | {
+        "chart": "r.example/me/charts/lmcache-operator"
+    }
+    assert signed == {f"{paths[name]}@{digest}" for name, digest in DIGESTS.items()}
+    attested = [(call[call.index("--type") + 1], call[-1]) for call in commands if "attest" in call]
+    assert {reference for kind, reference in attested if kind == "slsaprovenance1"} == signed
+    assert len([kind for kind, _ in attested if kind == "cyclonedx"]) == 3
+    assert (tmp_path / "sidecar.cdx.json").read_text() == f"sidecar {DIGESTS['sidecar']}"
+
+
+def test_release_without_key_is_unsigned_and_says_so(commands, capsys):
+    release.release("0.1.0", "r.example/me", None)
+    assert not [call for call in commands if call[0] == "cosign"]
+    assert "not signed" in capsys.readouterr().out
+
+
+def test_bad_key_publishes_nothing(commands):
+    with pytest.raises(programs.ProgramError, match="bad key"):
+        release.release("0.1.0", "r.example/me", None, "bad")
+    assert not [call for call in commands if call[0] == "docker"]
+
+
+def test_empty_key_is_refused(commands, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["release", "--version", "0.1.0", "--registry", "r", "--key", ""])
+    with pytest.raises(SystemExit):
+        release.main()
+    assert "--key is empty" in capsys.readouterr().err
+    assert commands == []
+
+
+def test_uncommitted_change_publishes_nothing(commands, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(
+        statement, "git", lambda *arguments: " M lmcache/keys.py" if "status" in arguments else "1"
+    )
+    with pytest.raises(statement.SourceError, match=r"first ' M lmcache/keys\.py': commit them"):
+        release.release("0.1.0", "r.example/me", None, "cosign.key")
 
 
 @pytest.mark.parametrize(("status", "printed"), [(1, "Error: denied"), (0, "Pushed: x")])
