@@ -49,7 +49,7 @@ def test_changed_image_is_refused(forged, keys):
 def test_signature_of_another_image_is_refused(published, forged, keys):
     """An attacker who can write to the registry gives a signature another name."""
     original = published[0]["operator"]
-    tags = [f"{one.repository}:{one.digest.replace(':', '-')}.sig" for one in (original, forged)]
+    tags = [f"{entry.repository}:{entry.digest.replace(':', '-')}.sig" for entry in (original, forged)]
     programs.run("crane", "copy", *tags)
     with pytest.raises(programs.ProgramError, match="invalid or missing digest"):
         evidence.verify(forged, keys / "cosign.pub")
@@ -63,7 +63,7 @@ def verify_with_openssl(keys, signature: str, signed: bytes, folder) -> str:
 
 
 def test_openssl_verifies_signature_and_digest(published, keys, tmp_path):
-    artifact = published[0]["sidecar"]
+    artifact = published[0]["operator"]
     tag = f"{artifact.repository}:{artifact.digest.replace(':', '-')}.sig"
     [layer] = json.loads(programs.run("crane", "manifest", tag))["layers"]
     payload = programs.run("crane", "blob", f"{artifact.repository}@{layer['digest']}")
@@ -92,37 +92,37 @@ def test_openssl_verifies_the_statement(published, keys, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_provenance_names_artifact_and_commit(published, keys, name):
-    [found] = statements(published, keys, name, evidence.PROVENANCE)
-    assert found["predicateType"] == "https://slsa.dev/provenance/v1"
+    [document] = statements(published, keys, name, evidence.PROVENANCE)
+    assert document["predicateType"] == "https://slsa.dev/provenance/v1"
     digest = published[0][name].digest.removeprefix("sha256:")
-    assert [subject["digest"] for subject in found["subject"]] == [{"sha256": digest}]
-    build = found["predicate"]["buildDefinition"]
+    assert [subject["digest"] for subject in document["subject"]] == [{"sha256": digest}]
+    build = document["predicate"]["buildDefinition"]
     commit = {"gitCommit": statement.source().commit}
-    assert commit in [one["digest"] for one in build["resolvedDependencies"]]
+    assert commit in [entry["digest"] for entry in build["resolvedDependencies"]]
     assert build["externalParameters"]["artifact"] == name
 
 
 @pytest.mark.parametrize("name", release.IMAGES)
 def test_sbom_has_the_packages_of_the_image(published, keys, name):
-    [found] = statements(published, keys, name, evidence.SBOM)
-    assert found["predicate"]["bomFormat"] == "CycloneDX"
-    components = found["predicate"]["components"]
-    purls = {one["purl"] for one in components}
+    [document] = statements(published, keys, name, evidence.SBOM)
+    assert document["predicate"]["bomFormat"] == "CycloneDX"
+    components = document["predicate"]["components"]
+    purls = {entry["purl"] for entry in components}
     assert purls >= {f"pkg:pypi/{lock.name}@{lock.version}" for lock in image_locks(name).values()}
     assert any(purl.startswith("pkg:deb/debian/libc6@") for purl in purls)
     assert not any(purl.startswith("pkg:deb/debian/apt@") for purl in purls)
-    python = [one for one in components if one["purl"].startswith("pkg:pypi/")]
-    assert [one["name"] for one in python if "licenses" not in one] == []
+    python = [entry for entry in components if entry["purl"].startswith("pkg:pypi/")]
+    assert [entry["name"] for entry in python if "licenses" not in entry] == []
 
 
 def test_repeated_release_replaces_statements(published, keys):
     """Someone who verifies sees one statement of each kind."""
-    artifact = published[0]["router"]
-    args = ("router", artifact, "0.1.0", statement.source(), "sha256:" + "c" * 64, str(keys / "cosign.key"))
-    assert release.attach(*args) == published[1]["router"]
-    [found] = statements(published, keys, "router", evidence.PROVENANCE)
-    assert "c" * 64 in json.dumps(found)
-    assert len(statements(published, keys, "router", evidence.SBOM)) == 1
+    artifact = published[0]["operator"]
+    args = ("operator", artifact, "0.1.0", statement.source(), "sha256:" + "c" * 64, str(keys / "cosign.key"))
+    assert release.attach(*args) == published[1]["operator"]
+    [document] = statements(published, keys, "operator", evidence.PROVENANCE)
+    assert "c" * 64 in json.dumps(document)
+    assert len(statements(published, keys, "operator", evidence.SBOM)) == 1
 
 
 def test_wrong_password_is_an_error_before_anything_is_published(keys, monkeypatch):

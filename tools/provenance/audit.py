@@ -51,9 +51,9 @@ def parse(report: str) -> Answers:
                 answers.unanswered.append(f"{package['name']}: {reason}")
                 continue
             answers.num_audited += 1
-            for found in package["vulns"]:
-                fixed = ", ".join(found["fix_versions"]) or "no version"
-                names = " ".join([found["id"], *found.get("aliases", [])])
+            for advisory in package["vulns"]:
+                fixed = ", ".join(advisory["fix_versions"]) or "no version"
+                names = " ".join([advisory["id"], *advisory.get("aliases", [])])
                 answers.vulnerabilities.append(
                     f"{package['name']} {package['version']}: {names}. Fixed in: {fixed}."
                 )

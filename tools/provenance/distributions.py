@@ -66,12 +66,12 @@ def normalized(name: str) -> str:
 
 def locks(path: Path) -> dict[str, Lock]:
     """Return the packages of a lock file by name."""
-    found = {}
+    pins = {}
     for entry in re.split(r"\n(?=\S)", path.read_text().strip()):
         if pin := re.match(r"([\w.-]+)==([^\s\\]+)", entry):
             hashes = tuple(re.findall(r"--hash=sha256:([0-9a-f]{64})", entry))
-            found[normalized(pin[1])] = Lock(normalized(pin[1]), pin[2], hashes)
-    return found
+            pins[normalized(pin[1])] = Lock(normalized(pin[1]), pin[2], hashes)
+    return pins
 
 
 def image_locks(image: str) -> dict[str, Lock]:
@@ -104,10 +104,10 @@ def installed(wanted: Mapping[str, Lock]) -> list[Distribution]:
 
     The folder is made by uv, which needs the package index. Raises CalledProcessError if it fails.
     """
-    found = {name: here for name, lock in wanted.items() if (here := _here(lock))}
-    if missing := [lock for name, lock in wanted.items() if name not in found]:
-        found |= {one.name: one for one in _fetched(missing)}
-    return sorted(found.values())
+    distributions = {name: here for name, lock in wanted.items() if (here := _here(lock))}
+    if missing := [lock for name, lock in wanted.items() if name not in distributions]:
+        distributions |= {package.name: package for package in _fetched(missing)}
+    return sorted(distributions.values())
 
 
 def _here(lock: Lock) -> Distribution | None:

@@ -58,21 +58,21 @@ def shipped() -> dict[Distribution, list[str]]:
     """Return all shipped packages with the images that contain them."""
     images: dict[Distribution, list[str]] = {}
     for image in IMAGES:
-        for one in installed(image_locks(image)):
-            images.setdefault(one, []).append(image)
+        for package in installed(image_locks(image)):
+            images.setdefault(package, []).append(image)
     return dict(sorted(images.items()))
 
 
 def problems(packages: dict[Distribution, list[str]]) -> Iterator[str]:
     """Return a line for each package whose licence is unknown or not allowed."""
-    for one, images in packages.items():
-        name = f"{one.name} {one.version} ({', '.join(images)})"
-        if one.licence == UNKNOWN:
+    for package, images in packages.items():
+        name = f"{package.name} {package.version} ({', '.join(images)})"
+        if package.licence == UNKNOWN:
             yield f"{name}: the licence is unknown. Add it to TEXTS in tools/provenance/distributions.py."
             continue
         try:
-            if not is_allowed(one.licence):
-                yield f"{name}: {one.licence} is not in ALLOWED of tools/provenance/licences.py"
+            if not is_allowed(package.licence):
+                yield f"{name}: {package.licence} is not in ALLOWED of tools/provenance/licences.py"
         except LicenceError as error:
             yield f"{name}: {error}"
 
@@ -123,8 +123,8 @@ def _term(tokens: list[str]) -> bool:
 def render() -> str:
     """Return the page as Markdown."""
     rows = [
-        f"| {one.name} | {one.version} | {one.licence} | {', '.join(images)} |"
-        for one, images in shipped().items()
+        f"| {package.name} | {package.version} | {package.licence} | {', '.join(images)} |"
+        for package, images in shipped().items()
     ]
     allowed = [f"| {name} | {terms} |" for name, terms in ALLOWED.items()]
     return _PAGE.format(packages="\n".join(rows), allowed="\n".join(allowed))

@@ -62,7 +62,7 @@ def sbom(image: str, digest: str, files: Path, locked: Mapping[str, Lock]) -> st
     Raises `SbomError` if the image has another version of a locked package, or one that is not locked.
     """
     python, debian = contents(files)
-    components = [_python_component(one, places, locked) for one, places in sorted(python.items())]
+    components = [_python_component(package, places, locked) for package, places in sorted(python.items())]
     components += [_debian_component(name, version) for name, version in sorted(debian.items())]
     document = {
         "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
@@ -117,27 +117,27 @@ def _installed_packages(status: str) -> Iterator[tuple[str, str]]:
             yield fields["Package"], fields["Version"]
 
 
-def _python_component(one: Distribution, places: list[str], locked: Mapping[str, Lock]) -> Component:
-    lock = locked.get(one.name)
-    if one.name != PROJECT and (lock is None or lock.version != one.version):
+def _python_component(package: Distribution, places: list[str], locked: Mapping[str, Lock]) -> Component:
+    lock = locked.get(package.name)
+    if package.name != PROJECT and (lock is None or lock.version != package.version):
         expected = f"the lock file has {lock.version}" if lock else "the lock file does not have it"
-        raise SbomError(f"the image has {one.name} {one.version} in {places[0]}, and {expected}")
-    purl = f"pkg:pypi/{one.name}@{one.version}"
+        raise SbomError(f"the image has {package.name} {package.version} in {places[0]}, and {expected}")
+    purl = f"pkg:pypi/{package.name}@{package.version}"
     component: Component = {
         "type": "library",
         "bom-ref": purl,
-        "name": one.name,
-        "version": one.version,
+        "name": package.name,
+        "version": package.version,
         "purl": purl,
         "properties": [{"name": "lmcache:folder", "value": place} for place in sorted(set(places))],
     }
-    if one.licence != UNKNOWN:
-        component["licenses"] = [{"expression": one.licence}]
+    if package.licence != UNKNOWN:
+        component["licenses"] = [{"expression": package.licence}]
     if lock:
         component["externalReferences"] = [
             {
                 "type": "distribution",
-                "url": f"https://pypi.org/project/{one.name}/{one.version}/#files",
+                "url": f"https://pypi.org/project/{package.name}/{package.version}/#files",
                 "comment": "the image contains one of the files with these hashes",
                 "hashes": [{"alg": "SHA-256", "content": digest} for digest in lock.sha256],
             }

@@ -12,10 +12,10 @@ PAGE = (ROOT / "docs" / "reference" / "licences.md").read_text()
 def test_page_has_all_packages_of_the_image(image):
     packages = installed(image_locks(image))
     assert packages
-    for one in packages:
-        [line] = [line for line in PAGE.splitlines() if line.startswith(f"| {one.name} | ")]
+    for package in packages:
+        [line] = [line for line in PAGE.splitlines() if line.startswith(f"| {package.name} | ")]
         name, version, licence, images = line.strip("| ").split(" | ")
-        assert (name, version, licence) == (one.name, one.version, one.licence)
+        assert (name, version, licence) == (package.name, package.version, package.licence)
         assert image in images.split(", ")
 
 
@@ -26,7 +26,7 @@ def test_page_lists_no_other_packages():
 
 @pytest.mark.parametrize("image", ["operator", "sidecar"])
 def test_shipped_licences_are_allowed(image):
-    assert list(licences.problems({one: [image] for one in installed(image_locks(image))})) == []
+    assert list(licences.problems({package: [image] for package in installed(image_locks(image))})) == []
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_text_that_is_no_expression_is_reported(text):
     ],
 )
 def test_licence_in_metadata(fields, licence):
-    one = parse(f"Metadata-Version: 2.1\nName: Some.Package\nVersion: 1.0\n{fields}\n\ndescription\n")
-    assert one == Distribution("some-package", "1.0", licence)
+    package = parse(f"Metadata-Version: 2.1\nName: Some.Package\nVersion: 1.0\n{fields}\n\ndescription\n")
+    assert package == Distribution("some-package", "1.0", licence)
 
 
 def test_unknown_licence_is_a_problem():
