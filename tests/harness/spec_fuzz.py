@@ -15,9 +15,10 @@ from lmcache_operator.api.crd import crd
 from tools.kube import schemas
 
 Object = dict[str, Any]
-_SPEC: Object = crd(schemas.definitions())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"][
+SPEC_SCHEMA: Object = crd(schemas.definitions())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"][
     "spec"
 ]
+"""Schema of ``spec``, with the types of Kubernetes."""
 _MAX_LEVELS = 12
 _WORDS = ("a", "engine", "sidecar", "payload", "arena", "/models", "10m", "1Gi", "x-y", "Always", "0.5")
 _EXAMPLES = {
@@ -40,7 +41,7 @@ _ODD = (
 def spec(seed: int) -> tuple[Object, bool]:
     """A spec, and whether one of its values was broken."""
     rng = random.Random(seed)
-    generated: Object = _value(_SPEC, "spec", rng, 0)
+    generated: Object = _value(SPEC_SCHEMA, "spec", rng, 0)
     if rng.random() < 0.3:  # few random specs choose a kind
         generated.setdefault("engine", {})["kind"] = "SGLang"
     _obey_rules(generated)
@@ -49,10 +50,15 @@ def spec(seed: int) -> tuple[Object, bool]:
     return generated, is_broken
 
 
+def any_value(schema: Object, name: str, rng: random.Random) -> Any:
+    """A value that fits the schema, with only the required fields. ``name``: the field that has it."""
+    return _value(schema, name, rng, _MAX_LEVELS + 1 if name not in _EXAMPLES else 0)
+
+
 def spec_of_init_container(seed: int) -> Object:
     """A spec that changes two fields of one of the operator's init containers. Few random specs do that."""
     rng = random.Random(seed)
-    schema = _SPEC
+    schema = SPEC_SCHEMA
     for key in ("engine", "podTemplate", "spec", "initContainers"):
         schema = schema["properties"][key]
     fields = schema["items"]["properties"]

@@ -30,10 +30,15 @@ KINDS = (
     "apiextensions.k8s.io/v1/CustomResourceDefinition",
     "admissionregistration.k8s.io/v1/MutatingAdmissionPolicy",
     "admissionregistration.k8s.io/v1/MutatingAdmissionPolicyBinding",
+    "admissionregistration.k8s.io/v1/ValidatingAdmissionPolicy",
+    "admissionregistration.k8s.io/v1/ValidatingAdmissionPolicyBinding",
 )  # fmt: skip
 VALUES: tuple[tuple[str, ...], ...] = (
     (),
-    ("watchNamespaces={a,b}", "crds.enabled=false", "metrics.service.enabled=false"),
+    (
+        "watchNamespaces={a,b}", "crds.enabled=false", "metrics.service.enabled=false",
+        "policies.restrictClusters.enabled=false",
+    ),
     (
         "image.digest=sha256:" + "0" * 64, "imagePullSecrets[0].name=x",
         "defaults.sidecarImage=i:1", "defaults.shardImage=i:1", "defaults.routerImage=i:1", "podLabels.a=b",

@@ -1,0 +1,207 @@
+"""Every field of an LMCacheCluster that reaches a pod, and what keeps its author from reaching more by it.
+
+The fields come from the CRD's schema, so a new field fails a test until somebody has decided about it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from tests.harness.spec_fuzz import SPEC_SCHEMA, any_value
+
+Object = dict[str, Any]
+ALLOWED_SECRET, ALLOWED_CLAIM = "allowed-secret", "allowed-claim"
+"""Names in the chart's lists, in tests of the policy."""
+REFUSED = {
+    "engine.podTemplate": "spec.engine.podTemplate: you may not",
+    "sidecar.image": "spec.sidecar.image: you may not",
+    "router.image": "spec.router.image: you may not",
+    "engine.env[].valueFrom.configMapKeyRef": "spec.engine.env: you may not",
+    "engine.env[].valueFrom.fileKeyRef": "spec.engine.env: you may not",
+    "engine.env[].valueFrom.secretKeyRef": "Secret ",
+    "model.tokenSecretRef": "Secret ",
+    "model.volume": "spec.model.volume",
+    "tiers.peers.tls.secretRef": "Secret ",
+    "tiers.remote.external.authSecretRef": "Secret ",
+    "tiers.remote.managed.tls.secretRef": "Secret ",
+}
+"""Fields that the admission policy refuses, and the begin of its message. Fields below them are refused, too."""
+_AMOUNTS = "an amount: a ResourceQuota limits it"
+_NODES = "choice of nodes: a ResourceQuota and the scheduler limit it"
+_OWN_POD = "a setting of a pod without a ServiceAccount token"
+_NUMBERS = "a value that the schema limits"
+ADMITTED = {
+    "autoscaling": _NUMBERS,
+    "engine.args": _OWN_POD,
+    "engine.env[].name": _OWN_POD,
+    "engine.env[].value": _OWN_POD,
+    "engine.env[].valueFrom.fieldRef": "fields of the pod itself",
+    "engine.env[].valueFrom.resourceFieldRef": "resources of the pod itself",
+    "engine.gpu": _AMOUNTS,
+    "engine.image": "code in a pod without a ServiceAccount token: an engine's image is any code",
+    "engine.kind": _NUMBERS,
+    "engine.nodeSelector": _NODES,
+    "engine.parallelism": _NUMBERS,
+    "engine.prefill": "amounts, nodes and arguments, as for the other engine pods",
+    "engine.priorityClassName": "a PriorityClass: a ResourceQuota limits it",
+    "engine.replicas": _AMOUNTS,
+    "engine.resources": _AMOUNTS,
+    "engine.sharedMemorySize": _AMOUNTS,
+    "engine.tolerations": _NODES,
+    "engine.topologySpreadConstraints": _NODES,
+    "images.policy": _NUMBERS,
+    "model.name": "a name that the engine's container reads",
+    "model.revision": "a name that the engine's container reads",
+    "model.volume.emptyDir": "an empty volume",
+    "model.volume.image": "content of an image, as with engine.image",
+    "model.volume.name": "the operator replaces it",
+    "router.args": "arguments of the operator's own image; those that name pods are reserved",
+    "router.policy": _NUMBERS,
+    "router.replicas": _AMOUNTS,
+    "router.resources": _AMOUNTS,
+    "sidecar.chunkTokens": _NUMBERS,
+    "sidecar.payload": _NUMBERS,
+    "sidecar.transfer": _NUMBERS,
+    "tiers.admit": _NUMBERS,
+    "tiers.disk": "a new volume: a ResourceQuota limits it",
+    "tiers.memory": _AMOUNTS,
+    "tiers.peers.bytesPerSecond": _NUMBERS,
+    "tiers.peers.clusterRef": "another LMCacheCluster of the namespace, which the author may change anyway",
+    "tiers.peers.tls.issuerRef": "a certificate for the operator's host names only",
+    "tiers.remote.clusterRef": "another LMCacheCluster of the namespace, which the author may change anyway",
+    "tiers.remote.external.url": "a server that gets this cluster's own KV, and no Secret of others",
+    "tiers.remote.managed.access": _NUMBERS,
+    "tiers.remote.managed.image": "code in a pod without a ServiceAccount token",
+    "tiers.remote.managed.memoryPerShard": _AMOUNTS,
+    "tiers.remote.managed.nodeSelector": _NODES,
+    "tiers.remote.managed.priorityClassName": "a PriorityClass: a ResourceQuota limits it",
+    "tiers.remote.managed.resources": _AMOUNTS,
+    "tiers.remote.managed.shards": _AMOUNTS,
+    "tiers.remote.managed.tls.issuerRef": "a certificate for the operator's host names only",
+    "tiers.remote.managed.tolerations": _NODES,
+}
+"""Fields that the policy admits, and why they let their author reach nothing more."""
+
+
+def fields() -> list[str]:
+    """Paths of all fields below ``spec`` that have no fields themselves, such as ``engine.args[]``."""
+    return list(_leaves(SPEC_SCHEMA, ""))
+
+
+def entry_of(path: str) -> str | None:
+    """The longest path in `REFUSED` and `ADMITTED` that contains this one; None: nobody has decided."""
+    entries = [entry for entry in (*REFUSED, *ADMITTED) if _contains(entry, path)]
+    return max(entries, key=len, default=None)
+
+
+def spec_with(path: str) -> Object:
+    """A spec that sets one field, and otherwise only what the schema requires.
+
+    The object need not fit the CRD's rules between fields: another field may then refuse it.
+    """
+    spec: Object = _with(SPEC_SCHEMA, path.split("."), random.Random(path))
+    spec.setdefault("tiers", {}).setdefault("memory", {"size": "1Gi"})
+    spec.setdefault("model", {}).setdefault("name", "m")
+    spec.setdefault("engine", {})
+    return spec
+
+
+def _contains(entry: str, path: str) -> bool:
+    return path == entry or path.startswith((f"{entry}.", f"{entry}[", f"{entry}{{"))
+
+
+def _leaves(schema: Object, path: str) -> Iterator[str]:
+    if "properties" in schema:
+        for name, inner in schema["properties"].items():
+            yield from _leaves(inner, f"{path}.{name}" if path else name)
+    elif schema.get("type") == "array":
+        yield from _leaves(schema["items"], f"{path}[]")
+    elif isinstance(schema.get("additionalProperties"), dict):
+        yield from _leaves(schema["additionalProperties"], f"{path}{{}}")
+    else:
+        yield path
+
+
+def _with(schema: Object, parts: list[str], rng: random.Random) -> Any:
+    if not parts:
+        return any_value(schema, "", rng)
+    name = parts[0].rstrip("[]{}")
+    is_list, is_map = parts[0].endswith("[]"), parts[0].endswith("{}")
+    inner = schema["properties"][name]
+    if is_list or is_map:
+        inner = inner["items" if is_list else "additionalProperties"]
+    value = any_value(inner, name, rng) if len(parts) == 1 else _with(inner, parts[1:], rng)
+    value = [value] if is_list else {"key": value} if is_map else value
+    required = {key for key in schema.get("required", ()) if key != name}
+    return {key: any_value(schema["properties"][key], key, rng) for key in sorted(required)} | {name: value}
+
+
+class HostilePod(NamedTuple):
+    """A pod template that asks for more than a pod of the operator has."""
+
+    field: str
+    refused_by: str
+    template: Object
+
+
+OPERATOR, POD_SECURITY, RIGHTS = "operator", "Pod Security", "rights"
+"""Who refuses a pod template of a user who may create pods. RIGHTS: nobody but the policy, and only for users
+who may not create pods. Others reach the same with a StatefulSet."""
+
+
+def _pod(field: str, refused_by: str, **spec: Any) -> HostilePod:
+    return HostilePod(field, refused_by, {"spec": spec})
+
+
+def _engine(field: str, refused_by: str, **container: Any) -> HostilePod:
+    return _pod(f"containers[].{field}", refused_by, containers=[{"name": "engine", **container}])
+
+
+def _secure(field: str, **context: Any) -> HostilePod:
+    return _engine(f"securityContext.{field}", POD_SECURITY, securityContext=context)
+
+
+def _volume(field: str, refused_by: str, source: Object) -> HostilePod:
+    return _pod(f"volumes[].{field}", refused_by, volumes=[{"name": "x", **source}])
+
+
+# The API server refuses privileged containers that may not escalate, before Pod Security sees the pod.
+_PRIVILEGED = {"privileged": True, "allowPrivilegeEscalation": True}
+_TOKEN = {"serviceAccountToken": {"path": "token"}}
+_FROM_SECRET = {"name": "X", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
+HOSTILE_PODS = (
+    _pod("hostNetwork", POD_SECURITY, hostNetwork=True),
+    _pod("hostPID", POD_SECURITY, hostPID=True),
+    _pod("hostIPC", POD_SECURITY, hostIPC=True),
+    _pod("securityContext.runAsUser", POD_SECURITY, securityContext={"runAsUser": 0}),
+    _pod("securityContext.runAsNonRoot", POD_SECURITY, securityContext={"runAsNonRoot": False}),
+    _pod("securityContext.sysctls", POD_SECURITY,
+         securityContext={"sysctls": [{"name": "kernel.msgmax", "value": "1"}]}),
+    _pod("securityContext.seLinuxOptions", POD_SECURITY, securityContext={"seLinuxOptions": {"type": "spc_t"}}),
+    _pod("securityContext.seccompProfile", POD_SECURITY,
+         securityContext={"seccompProfile": {"type": "Unconfined"}}),
+    _pod("securityContext.appArmorProfile", POD_SECURITY,
+         securityContext={"appArmorProfile": {"type": "Unconfined"}}),
+    _secure("privileged", **_PRIVILEGED),
+    _secure("allowPrivilegeEscalation", allowPrivilegeEscalation=True),
+    _secure("capabilities.add", capabilities={"add": ["NET_ADMIN"]}),
+    _secure("runAsUser", runAsUser=0),
+    _secure("seccompProfile", seccompProfile={"type": "Unconfined"}),
+    _engine("ports[].hostPort", POD_SECURITY, ports=[{"containerPort": 9000, "hostPort": 9000}]),
+    _volume("hostPath", POD_SECURITY, {"hostPath": {"path": "/"}}),
+    _volume("nfs", POD_SECURITY, {"nfs": {"server": "h", "path": "/"}}),
+    _volume("iscsi", POD_SECURITY, {"iscsi": {"targetPortal": "h", "iqn": "iqn.2026-01.x:y", "lun": 0}}),
+    _pod("initContainers[].securityContext", POD_SECURITY,
+         initContainers=[{"name": "sidecar", "securityContext": _PRIVILEGED}]),
+    _pod("serviceAccountName", OPERATOR, serviceAccountName="other"),
+    _pod("automountServiceAccountToken", OPERATOR, automountServiceAccountToken=True),
+    _pod("initContainers[].image", OPERATOR, initContainers=[{"name": "sidecar", "image": "other:1"}]),
+    _engine("env[].valueFrom.secretKeyRef", RIGHTS, env=[_FROM_SECRET]),
+    _engine("envFrom[].secretRef", RIGHTS, envFrom=[{"secretRef": {"name": "s"}}]),
+    _volume("secret", RIGHTS, {"secret": {"secretName": "s"}}),
+    _volume("projected.sources[].serviceAccountToken", RIGHTS, {"projected": {"sources": [_TOKEN]}}),
+    _volume("persistentVolumeClaim", RIGHTS, {"persistentVolumeClaim": {"claimName": "c"}}),
+)  # fmt: skip
+"""Pod templates by the field that makes them hostile."""

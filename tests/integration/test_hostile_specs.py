@@ -1,0 +1,165 @@
+"""Authors of LMCacheClusters on a real API server: no field lets them reach what their rights do not allow.
+
+An author without the right to create pods meets the chart's admission policy. An author with that right may do
+what a StatefulSet may do, and meets the operator and the namespace's Pod Security level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from lmcache_operator.api.parse import parse
+from lmcache_operator.components.base import Context
+from lmcache_operator.components.engine.engine import Engine
+from lmcache_operator.specs import names
+
+from testing.kube.api import Api, ApiError, Object
+from testing.kube.cluster import Cluster
+from testing.kube.operator import RELEASE, SYSTEM_NAMESPACE
+from tests.harness import hostile_specs, operator_model
+from tests.harness.hostile_specs import ALLOWED_CLAIM, ALLOWED_SECRET, HOSTILE_PODS, OPERATOR, POD_SECURITY
+from tests.harness.kube import CHART, CLUSTERS, new_namespace
+
+pytestmark = pytest.mark.kube
+
+POLICY = f"{RELEASE}-lmcache-operator-clusters"
+POLICIES = "admissionregistration.k8s.io/v1/validatingadmissionpolicies"
+ROLES = "rbac.authorization.k8s.io/v1/roles"
+BINDINGS = "rbac.authorization.k8s.io/v1/rolebindings"
+DENIED = "ValidatingAdmissionPolicy"
+CLUSTER_RULE = {"apiGroups": ["lmcache.io"], "resources": ["lmcacheclusters"], "verbs": ["create", "patch"]}
+RULES = {
+    "author": [CLUSTER_RULE],
+    "of-pods": [CLUSTER_RULE, {"apiGroups": [""], "resources": ["pods"], "verbs": ["create"]}],
+    "of-sets": [CLUSTER_RULE, {"apiGroups": ["apps"], "resources": ["statefulsets"], "verbs": ["create"]}],
+}
+"""Rights of ServiceAccounts, by name."""
+Submit = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def namespace_of_authors(plane: Cluster) -> Iterator[str]:
+    """A namespace with three authors. It admits only restricted pods."""
+    with new_namespace(plane, "authors", **{"pod-security.kubernetes.io/enforce": "restricted"}) as namespace:
+        for name, rules in RULES.items():
+            metadata = {"metadata": {"name": name}}
+            plane.api.create("v1/serviceaccounts", metadata, namespace)
+            plane.api.create(ROLES, metadata | {"rules": rules}, namespace)
+            reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
+            subjects = [{"kind": "ServiceAccount", "name": name, "namespace": namespace}]
+            plane.api.create(BINDINGS, metadata | {"roleRef": reference, "subjects": subjects}, namespace)
+        yield namespace
+
+
+@pytest.fixture(scope="module")
+def submit(plane: Cluster, chart: str, namespace_of_authors: str) -> Iterator[Submit]:
+    """A function that returns the API server's reason to refuse an author's spec, or an empty string.
+
+    The policy allows one Secret and one claim.
+    """
+    namespace = namespace_of_authors
+    apis = {name: Api(plane.url, plane.ca, plane.service_account_token(namespace, name)) for name in RULES}
+
+    def submitted(spec: Object, author: str = "author") -> str:
+        body = {"apiVersion": "lmcache.io/v1alpha1", "kind": "LMCacheCluster", "metadata": {"name": "demo"}}
+        try:
+            path = plane.api.path(CLUSTERS, namespace)
+            apis[author].request("POST", f"{path}?dryRun=All", body | {"spec": spec})
+        except ApiError as error:
+            return str(error)
+        return ""
+
+    lists = f"policies.restrictClusters.secrets={{{ALLOWED_SECRET}}},policies.restrictClusters.claims="
+    flags = ["--namespace", SYSTEM_NAMESPACE, "--reuse-values", "--set", f"{lists}{{{ALLOWED_CLAIM}}}"]
+    plane.helm("upgrade", RELEASE, CHART, *flags)
+    plane.wait(lambda: DENIED in submitted(with_model(tokenSecretRef={"name": "other"})))
+    plane.wait(lambda: not submitted(with_model(tokenSecretRef={"name": ALLOWED_SECRET})))
+    yield submitted
+    plane.helm("rollback", RELEASE, "--namespace", SYSTEM_NAMESPACE)
+
+
+def with_model(**model: object) -> Object:
+    return {**operator_model.MINIMAL_SPEC, "model": {"name": "m", **model}}
+
+
+def with_template(template: Object) -> Object:
+    return {**operator_model.MINIMAL_SPEC, "engine": {"podTemplate": template}}
+
+
+def test_policy_has_no_type_errors(plane, submit):
+    status = plane.wait(lambda: plane.api.get(POLICIES, POLICY).get("status"))
+    assert status.get("typeChecking", {}) == {}
+
+
+def test_policy_refuses_each_field_that_reaches_more_than_its_author(submit):
+    wrong = {}
+    for path in hostile_specs.fields():
+        entry = hostile_specs.entry_of(path)
+        if entry in hostile_specs.REFUSED:
+            message = submit(hostile_specs.spec_with(path))
+            if not (message.startswith("403") and hostile_specs.REFUSED[entry] in message):
+                wrong[path] = message
+    assert wrong == {}
+
+
+def test_policy_admits_all_other_fields(submit):
+    paths = [path for path in hostile_specs.fields() if hostile_specs.entry_of(path) in hostile_specs.ADMITTED]
+    messages = {path: submit(hostile_specs.spec_with(path)) for path in paths}
+    assert {path: message for path, message in messages.items() if DENIED in message} == {}
+    num_admitted = [*messages.values()].count("")
+    assert num_admitted > len(paths) / 2, "the CRD's own rules between fields refuse the rest"
+
+
+@pytest.mark.parametrize("author", ["of-pods", "of-sets"])
+def test_author_who_may_create_pods_is_not_limited(submit, author):
+    for pod in HOSTILE_PODS:
+        assert submit(with_template(pod.template), author) == "", pod.field
+    assert submit(with_model(tokenSecretRef={"name": "other"}), author) == ""
+
+
+def test_author_may_name_allowed_secrets_and_claims(submit):
+    variable = {"name": "A", "valueFrom": {"secretKeyRef": {"name": ALLOWED_SECRET, "key": "k"}}}
+    claim = {"persistentVolumeClaim": {"claimName": ALLOWED_CLAIM}}
+    spec = with_model(volume=claim, tokenSecretRef={"name": ALLOWED_SECRET}) | {"engine": {"env": [variable]}}
+    assert submit(spec) == ""
+
+
+def test_null_fields_are_no_references(submit):
+    empty = {"configMapKeyRef": None, "secretKeyRef": None}
+    variables = [{"name": "A", "valueFrom": None}, {"name": "B", "valueFrom": empty}]
+    volume = {"hostPath": None, "persistentVolumeClaim": None}
+    assert submit(with_model(volume=volume) | {"engine": {"env": variables}}) == ""
+
+
+def test_author_changes_only_the_metadata_of_a_cluster_with_a_pod_template(
+    plane, submit, namespace_of_authors, no_operator
+):
+    namespace = namespace_of_authors
+    body = {"apiVersion": "lmcache.io/v1alpha1", "kind": "LMCacheCluster", "metadata": {"name": "admins"}}
+    template: Object = {"metadata": {"annotations": {"a": "b"}}}
+    plane.api.create(CLUSTERS, body | {"spec": with_template(template)}, namespace)
+    author = Api(plane.url, plane.ca, plane.service_account_token(namespace, "author"))
+    author.patch(CLUSTERS, "admins", {"metadata": {"annotations": {"team": "search"}}}, namespace)
+    with pytest.raises(ApiError, match="spec.engine.podTemplate: you may not create pods"):
+        author.patch(CLUSTERS, "admins", {"spec": {"engine": {"image": "other:1"}}}, namespace)
+
+
+@pytest.mark.parametrize(
+    "pod", [pod for pod in HOSTILE_PODS if pod.refused_by != OPERATOR], ids=lambda pod: pod.field
+)
+def test_restricted_namespace_refuses_pods_that_reach_the_node(plane, namespace_of_authors, pod):
+    """Those that it admits are hostile only for an author without the right to create pods."""
+    resource = operator_model.cluster(engine={"podTemplate": pod.template})
+    template = Engine().render(parse(resource), Context(names.STOCK_IMAGES))[-1]["spec"]["template"]
+    account = {"metadata": {"name": template["spec"]["serviceAccountName"]}}
+    plane.api.apply("v1/serviceaccounts", {"apiVersion": "v1", "kind": "ServiceAccount", **account},
+                    namespace_of_authors)  # fmt: skip
+    path = plane.api.path("v1/pods", namespace_of_authors) + "?dryRun=All"
+    body = {"metadata": {"name": "hostile"}, "spec": template["spec"]}
+    if pod.refused_by == POD_SECURITY:
+        with pytest.raises(ApiError, match='violates PodSecurity "restricted') as refused:
+            plane.api.request("POST", path, body)
+        assert refused.value.code == 403
+    else:
+        plane.api.request("POST", path, body)

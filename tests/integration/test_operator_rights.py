@@ -1,0 +1,150 @@
+"""All rights of the operator's ServiceAccount, on a real API server: what a thief of its token could do.
+
+``kubectl auth can-i --list`` makes the same request.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
+
+from testing.kube.api import Api, ApiError, Object
+from testing.kube.cluster import Cluster
+from tests.harness.kube import CHART, new_namespace
+
+pytestmark = pytest.mark.kube
+
+REVIEWS = "authorization.k8s.io/v1/selfsubjectrulesreviews"
+ROLES = "rbac.authorization.k8s.io/v1/roles"
+BINDINGS = "rbac.authorization.k8s.io/v1/rolebindings"
+WRITE = "get list watch create patch delete"
+NAMESPACED = {
+    "/configmaps": WRITE,
+    "/events": "get list create patch",
+    "/namespaces": "get",
+    "/pods": "list watch patch delete",
+    "/pods/eviction": "create",
+    "/pods/resize": "patch",
+    "/secrets": "create",
+    "/serviceaccounts": WRITE,
+    "/services": WRITE,
+    "apps/deployments": WRITE,
+    "apps/statefulsets": WRITE,
+    "cert-manager.io/certificates": WRITE,
+    "lmcache.io/lmcacheclusters": WRITE,
+    "lmcache.io/lmcacheclusters/finalizers": "update",
+    "lmcache.io/lmcacheclusters/status": "patch",
+    "lmcache.io/lmcacheprofiles": "get list watch create patch",
+    "networking.k8s.io/networkpolicies": WRITE,
+    "policy/poddisruptionbudgets": WRITE,
+    "rbac.authorization.k8s.io/rolebindings": WRITE,
+    "rbac.authorization.k8s.io/roles": WRITE,
+    "resource.k8s.io/resourceclaimtemplates": WRITE,
+}
+"""Verbs by group and resource, in all namespaces, or only in those of ``watchNamespaces``."""
+CLUSTER = {"apiextensions.k8s.io/customresourcedefinitions": "list watch", "/nodes": "get"}
+"""Verbs in any namespace."""
+LISTED = CLUSTER | {"/namespaces": "list watch"}
+"""Verbs in any namespace with ``watchNamespaces``."""
+
+
+def lease(name: str) -> dict[str, str]:
+    """Verbs in the operator's own namespace."""
+    return {f"coordination.k8s.io/leases[{name}]": "get update", "coordination.k8s.io/leases": "create"}
+
+
+def merged(*parts: dict[str, str]) -> dict[str, set[str]]:
+    verbs = defaultdict(set)
+    for part in parts:
+        for resource, words in part.items():
+            verbs[resource] |= {*words.split()}
+    return dict(verbs)
+
+
+def api_of(plane: Cluster, account: str) -> Api:
+    namespace, _, name = account.partition("/")
+    return Api(plane.url, plane.ca, plane.service_account_token(namespace, name))
+
+
+def rules(api: Api, namespace: str) -> Object:
+    """All rules of this user in a namespace. Only the authorizer of nodes may leave its rules out."""
+    status: Object = api.create(REVIEWS, {"spec": {"namespace": namespace}})["status"]
+    assert status.get("evaluationError", "") in ("", "node authorizer does not support user rule resolution")
+    return status
+
+
+def rights(plane: Cluster, account: str, namespace: str) -> dict[str, set[str]]:
+    """Verbs by resource that the account has in the namespace and an account without any Role has not."""
+    verbs = defaultdict(set)
+    for rule in rules(api_of(plane, account), namespace)["resourceRules"]:
+        for group in rule["apiGroups"]:
+            for resource in rule["resources"]:
+                for name in rule.get("resourceNames") or [""]:
+                    verbs[f"{group}/{resource}" + (f"[{name}]" if name else "")] |= {*rule["verbs"]}
+    for resource in everyone(plane):
+        del verbs[resource]
+    return dict(verbs)
+
+
+def everyone(plane: Cluster) -> list[str]:
+    """Resources on which every ServiceAccount has a right, such as reviews of its rights."""
+    listed_rules = rules(api_of(plane, "default/default"), "default")["resourceRules"]
+    return [
+        f"{group}/{name}" for rule in listed_rules for group in rule["apiGroups"] for name in rule["resources"]
+    ]
+
+
+@pytest.fixture(scope="module")
+def listed(plane: Cluster) -> Iterator[tuple[str, str]]:
+    """An operator with ``watchNamespaces``: its ServiceAccount, and a namespace that it does not serve."""
+    with new_namespace(plane, "rights-served") as served, new_namespace(plane, "rights-foreign") as foreign:
+        flags = ["--set", "crds.enabled=false", "--set", f"watchNamespaces={{{served}}}"]
+        more = ["--set", "fullnameOverride=rights", "--set", "policies.restrictClusters.enabled=false"]
+        plane.helm("install", "rights", CHART, "--namespace", served, *flags, *more)
+        yield f"{served}/rights", foreign
+        plane.helm("uninstall", "rights", "--namespace", served)
+
+
+def test_operator_of_all_namespaces_has_exactly_the_listed_rights(plane, chart):
+    namespace, _, name = chart.partition("/")
+    assert rights(plane, chart, "default") == merged(NAMESPACED, CLUSTER)
+    assert rights(plane, chart, namespace) == merged(NAMESPACED, CLUSTER, lease(name))
+
+
+def test_operator_of_some_namespaces_has_no_rights_in_others(plane, listed):
+    account, foreign = listed
+    served, _, name = account.partition("/")
+    assert rights(plane, account, foreign) == merged(LISTED)
+    assert rights(plane, account, served) == merged(NAMESPACED, LISTED, lease(name))
+
+
+def test_operator_has_no_right_that_leads_to_all_others(plane, chart):
+    held = rights(plane, chart, chart.partition("/")[0])
+    verbs = set().union(*held.values())
+    assert verbs.isdisjoint({"*", "escalate", "bind", "impersonate", "deletecollection", "approve", "sign"})
+    assert not [resource for resource in held if "*" in resource]
+    assert held["/secrets"] == {"create"}
+    paths = rules(api_of(plane, chart), "default")["nonResourceRules"]
+    assert {verb for rule in paths for verb in rule["verbs"]} == {"get"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        (ROLES, {"rules": [{"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]}]}),
+        (ROLES, {"rules": [{"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}]}),
+        (BINDINGS, {"roleRef": {"kind": "ClusterRole", "name": "cluster-admin"}}),
+        (BINDINGS, {"roleRef": {"kind": "ClusterRole", "name": "view"}}),
+    ],
+)
+def test_operator_cannot_grant_rights_that_it_does_not_have(plane, chart, kind, content):
+    subject = {"kind": "ServiceAccount", "name": "default", "namespace": "default"}
+    body: Object = {"metadata": {"name": "more"}, **content}
+    if kind == BINDINGS:
+        body |= {"subjects": [subject]}
+        body["roleRef"] |= {"apiGroup": "rbac.authorization.k8s.io"}
+    with pytest.raises(ApiError, match="attempting to grant RBAC permissions not currently held") as refused:
+        api_of(plane, chart).create(kind, body, "default")
+    assert refused.value.code == 403

@@ -1,0 +1,61 @@
+"""Fields of the schema that reach a pod are all decided, and the operator refuses what only it can refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lmcache_operator.api.parse import parse
+from lmcache_operator.components.base import Context
+from lmcache_operator.components.engine.engine import Engine
+from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.specs.names import STOCK_IMAGES
+
+from tests.harness import hostile_specs
+from tests.harness.hostile_specs import ADMITTED, HOSTILE_PODS, OPERATOR, REFUSED, HostilePod
+from tests.harness.operator_model import cluster
+
+
+def test_every_field_of_the_schema_is_decided() -> None:
+    undecided = [path for path in hostile_specs.fields() if hostile_specs.entry_of(path) is None]
+    remedy = (
+        "decide who keeps the author of an LMCacheCluster from reaching more by these fields, in "
+        "tests/harness/hostile_specs.py. A field that names a Secret also belongs into templates/policies.yaml"
+    )
+    assert undecided == [], remedy
+
+
+def test_every_decision_is_about_a_field_of_the_schema() -> None:
+    used = {hostile_specs.entry_of(path) for path in hostile_specs.fields()}
+    assert used == {*REFUSED, *ADMITTED}
+
+
+def test_no_field_that_names_a_secret_is_admitted() -> None:
+    """Fields that end in secretRef or secretKeyRef, and those that are called like a Secret's name."""
+    named = [path for path in hostile_specs.fields() if "secret" in path.lower()]
+    assert len(named) > 20
+    assert [path for path in named if hostile_specs.entry_of(path) in ADMITTED] == []
+
+
+def value_at(spec: object, path: str) -> object:
+    """The value of the field. The spec has one item in each list, and one key in each map."""
+    part: Any = spec
+    for name in path.replace("[]", ".[]").replace("{}", ".{}").split("."):
+        part = part[0] if name == "[]" else part["key" if name == "{}" else name]
+    return part
+
+
+def test_generated_specs_set_their_fields() -> None:
+    paths = hostile_specs.fields()
+    assert len(paths) > 900
+    assert [path for path in paths if value_at(hostile_specs.spec_with(path), path) is None] == []
+
+
+@pytest.mark.parametrize("pod", HOSTILE_PODS, ids=lambda pod: pod.field)
+def test_operator_refuses_pod_templates_that_take_another_account_or_image(pod: HostilePod) -> None:
+    resource = parse(cluster(engine={"podTemplate": pod.template}))
+    if pod.refused_by == OPERATOR:
+        with pytest.raises(InvalidSpecError, match="which the cache depends on"):
+            Engine().render(resource, Context(STOCK_IMAGES))
+    else:
+        Engine().render(resource, Context(STOCK_IMAGES))
