@@ -1,0 +1,166 @@
+"""Clients that use the sidecar's socket to hurt it: wrong users, bytes without end, and leases without end.
+
+In each test another engine stores and loads as before.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import grpc
+import psutil
+import pytest
+
+from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc.service import LOOKUP, MAX_KEYS_PER_LOOKUP, RESERVE
+from testing.processes import SidecarProcess
+from tests.harness.engine import CHUNK_BYTES, assert_stored, load, session_of, store
+from tests.harness.wire import RawClient, make_hello, make_keys, slots_of, usable
+
+MANY_KEYS = 1 << 16
+MAX_GROWTH = 64 << 20
+"""Bytes by which the process may grow while a client sends much more."""
+SENT = 256 << 20
+NOBODY = 65534
+
+
+def resident_bytes(sidecar: SidecarProcess) -> int:
+    """Private memory of the process, without the arena."""
+    memory = psutil.Process(sidecar.pid).memory_info()
+    return int(memory.rss - memory.shared)
+
+
+@pytest.fixture
+def honest(sidecar: SidecarProcess) -> Iterator[SidecarProcess]:
+    """The sidecar. At the end of the test, an honest engine must be able to store and load."""
+    yield sidecar
+    with session_of(sidecar, engine_uuid=b"h" * 16) as session:
+        store(session, 7001, 7002)
+        assert_stored(load(session, session, "honest", 7001, 7002), 7001, 7002)
+    assert sidecar.get("/readyz") == "ready\n"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_other_user_cannot_connect(honest):
+    os.chmod(honest.folder, 0o755)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(honest.socket_path)
+        except PermissionError:
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("piece", [b"\0" * 65536, b"GET / HTTP/1.1\r\n" * 4096, os.urandom(65536)])
+def test_bytes_of_another_protocol_end_their_connection(honest, piece):
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(60)
+        connection.connect(honest.socket_path)
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            for _ in range(SENT // len(piece)):
+                connection.sendall(piece)
+
+
+def test_stream_without_end_takes_bounded_memory(honest):
+    """One client repeats a message of its stream, with a long text, as fast as it can."""
+    report = pb.AttachRequest(pinned=pb.Pinned(problem="x" * 512))
+    num_messages = 100_000
+    with RawClient(honest) as client:
+        client.attach()
+        before = resident_bytes(honest)
+        for _ in range(num_messages):
+            client.send(pinned=report.pinned)
+        client.call(LOOKUP, request_id="r", groups=[pb.GroupKeys(group=0, keys=make_keys(1))])
+        assert resident_bytes(honest) - before < MAX_GROWTH
+
+
+def test_connections_without_end_take_bounded_memory(honest):
+    before = resident_bytes(honest)
+    for _ in range(500):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(honest.socket_path)
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+    assert resident_bytes(honest) - before < MAX_GROWTH
+
+
+def test_keys_are_limited_by_call_and_leave_no_memory_behind(honest):
+    """65,536 keys in one call are refused. In calls of the largest size, they are answered."""
+    with RawClient(honest) as client:
+        client.attach()
+        with pytest.raises(grpc.RpcError, match=f"at most {MAX_KEYS_PER_LOOKUP} keys|larger than max"):
+            client.call(LOOKUP, request_id="r", groups=[pb.GroupKeys(group=0, keys=b"k" * 64 * MANY_KEYS)])
+        before = resident_bytes(honest)
+        for start in range(0, MANY_KEYS, MAX_KEYS_PER_LOOKUP):
+            keys = make_keys(*range(start, start + MAX_KEYS_PER_LOOKUP))
+            client.call(LOOKUP, request_id=f"r{start}", groups=[pb.GroupKeys(group=0, keys=keys)])
+        assert resident_bytes(honest) - before < MAX_GROWTH
+
+
+def test_leases_without_end_take_at_most_half_of_the_memory(honest):
+    """The client never releases. Other engines of the pod store in the other half, and load without leases.
+
+    The client's end returns its half.
+    """
+    with session_of(honest, engine_uuid=b"g" * 16) as session:
+        num_rows = honest.stats()["memory"]["capacity_rows"]
+        for number in range(num_rows):
+            store(session, number)
+        for number in range(num_rows):
+            session.lookup(f"never released {number}", [(0, make_keys(number))])
+        memory = honest.stats()["memory"]
+        assert num_rows // 2 - 1 <= memory["leased_rows"] <= num_rows // 2
+        with session_of(honest, engine_uuid=b"o" * 16) as other:
+            store(other, *range(8000, 8010))
+            keys = make_keys(*range(8000, 8010))
+            assert other.lookup("late", [(0, keys)]).num_leased == 0
+            slots = slots_of(other, keys)
+            with other.copying():
+                copies = [other.slots[slot.row, :CHUNK_BYTES].copy() for slot in slots]
+                assert all(map(other.holds, slots))
+            assert_stored(copies, *range(8000, 8010))
+    honest.wait_until(lambda stats: not stats["memory"]["leased_rows"])
+
+
+def test_reservations_without_end_are_returned_when_the_client_ends(honest):
+    """The client reserves all slots and commits none."""
+    with RawClient(honest, make_hello(engine_uuid=b"g" * 16)) as client:
+        client.attach()
+        usable(honest)
+        num_rows, refused = honest.stats()["memory"]["capacity_rows"], False
+        for start in range(0, 2 * num_rows, 256):
+            reply = client.call(RESERVE, group=0, keys=make_keys(*range(start, start + 256)))
+            refused = refused or pb.SLOT not in reply.results
+        assert refused
+    honest.wait_until(lambda stats: not stats["memory"]["used_rows"])
+
+
+def test_many_clients_at_once_are_served(honest):
+    """32 clients attach, ask and leave at the same time, each with its own engine."""
+    problems = []
+
+    def run(number: int) -> None:
+        try:
+            with RawClient(honest, make_hello(engine_uuid=bytes([number]) * 16)) as client:
+                client.attach()
+                client.call(LOOKUP, request_id="r", groups=[pb.GroupKeys(group=0, keys=make_keys(number))])
+        except Exception as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(1, 33)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert problems == []
+    honest.wait_until(lambda stats: not stats["num_clients"]["attached"])
