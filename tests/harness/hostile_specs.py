@@ -27,16 +27,16 @@ REFUSED = {
     "tiers.remote.external.authSecretRef": "Secret ",
     "tiers.remote.managed.tls.secretRef": "Secret ",
 }
-"""Fields that the admission policy refuses, and the begin of its message. Fields below them are refused, too."""
+"""Fields that the admission policy refuses, with the fields below them, and the beginning of its message."""
 _AMOUNTS = "an amount: a ResourceQuota limits it"
 _NODES = "choice of nodes: a ResourceQuota and the scheduler limit it"
-_OWN_POD = "a setting of a pod without a ServiceAccount token"
+_PLAIN_POD = "a setting of a pod without a ServiceAccount token"
 _NUMBERS = "a value that the schema limits"
 ADMITTED = {
     "autoscaling": _NUMBERS,
-    "engine.args": _OWN_POD,
-    "engine.env[].name": _OWN_POD,
-    "engine.env[].value": _OWN_POD,
+    "engine.args": _PLAIN_POD,
+    "engine.env[].name": _PLAIN_POD,
+    "engine.env[].value": _PLAIN_POD,
     "engine.env[].valueFrom.fieldRef": "fields of the pod itself",
     "engine.env[].valueFrom.resourceFieldRef": "resources of the pod itself",
     "engine.gpu": _AMOUNTS,
@@ -147,8 +147,8 @@ class HostilePod(NamedTuple):
 
 
 OPERATOR, POD_SECURITY, RIGHTS = "operator", "Pod Security", "rights"
-"""Who refuses a pod template of a user who may create pods. RIGHTS: nobody but the policy, and only for users
-who may not create pods. Others reach the same with a StatefulSet."""
+"""Parts that refuse a pod template of a user who may create pods. RIGHTS: only the policy refuses it, for users
+who may not create pods. A user with that right reaches the same with a StatefulSet."""
 
 
 def _pod(field: str, refused_by: str, **spec: Any) -> HostilePod:
@@ -179,7 +179,8 @@ HOSTILE_PODS = (
     _pod("securityContext.runAsNonRoot", POD_SECURITY, securityContext={"runAsNonRoot": False}),
     _pod("securityContext.sysctls", POD_SECURITY,
          securityContext={"sysctls": [{"name": "kernel.msgmax", "value": "1"}]}),
-    _pod("securityContext.seLinuxOptions", POD_SECURITY, securityContext={"seLinuxOptions": {"type": "spc_t"}}),
+    _pod("securityContext.seLinuxOptions", POD_SECURITY,
+         securityContext={"seLinuxOptions": {"type": "spc_t"}}),
     _pod("securityContext.seccompProfile", POD_SECURITY,
          securityContext={"seccompProfile": {"type": "Unconfined"}}),
     _pod("securityContext.appArmorProfile", POD_SECURITY,

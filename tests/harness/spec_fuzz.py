@@ -15,9 +15,9 @@ from lmcache_operator.api.crd import crd
 from tools.kube import schemas
 
 Object = dict[str, Any]
-SPEC_SCHEMA: Object = crd(schemas.definitions())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"][
-    "spec"
-]
+SPEC_SCHEMA: Object = crd(schemas.definitions())["spec"]["versions"][0]["schema"]["openAPIV3Schema"][
+    "properties"
+]["spec"]
 """Schema of ``spec``, with the types of Kubernetes."""
 _MAX_LEVELS = 12
 _WORDS = ("a", "engine", "sidecar", "payload", "arena", "/models", "10m", "1Gi", "x-y", "Always", "0.5")

@@ -1,7 +1,7 @@
 """Authors of LMCacheClusters on a real API server: no field lets them reach what their rights do not allow.
 
-An author without the right to create pods meets the chart's admission policy. An author with that right may do
-what a StatefulSet may do, and meets the operator and the namespace's Pod Security level.
+An author without the right to create pods meets the chart's admission policy. An author with that right
+reaches what a StatefulSet reaches: the operator and the namespace's Pod Security level limit the pods.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ def test_policy_refuses_each_field_that_reaches_more_than_its_author(submit):
 
 
 def test_policy_admits_all_other_fields(submit):
-    paths = [path for path in hostile_specs.fields() if hostile_specs.entry_of(path) in hostile_specs.ADMITTED]
+    paths = [
+        path for path in hostile_specs.fields() if hostile_specs.entry_of(path) in hostile_specs.ADMITTED
+    ]
     messages = {path: submit(hostile_specs.spec_with(path)) for path in paths}
     assert {path: message for path, message in messages.items() if DENIED in message} == {}
     num_admitted = [*messages.values()].count("")
@@ -141,7 +143,7 @@ def test_author_changes_only_the_metadata_of_a_cluster_with_a_pod_template(
     plane.api.create(CLUSTERS, body | {"spec": with_template(template)}, namespace)
     author = Api(plane.url, plane.ca, plane.service_account_token(namespace, "author"))
     author.patch(CLUSTERS, "admins", {"metadata": {"annotations": {"team": "search"}}}, namespace)
-    with pytest.raises(ApiError, match="spec.engine.podTemplate: you may not create pods"):
+    with pytest.raises(ApiError, match=r"spec\.engine\.podTemplate: you may not create pods"):
         author.patch(CLUSTERS, "admins", {"spec": {"engine": {"image": "other:1"}}}, namespace)
 
 
@@ -149,7 +151,7 @@ def test_author_changes_only_the_metadata_of_a_cluster_with_a_pod_template(
     "pod", [pod for pod in HOSTILE_PODS if pod.refused_by != OPERATOR], ids=lambda pod: pod.field
 )
 def test_restricted_namespace_refuses_pods_that_reach_the_node(plane, namespace_of_authors, pod):
-    """Those that it admits are hostile only for an author without the right to create pods."""
+    """Admitted pods are hostile only for an author without the right to create pods."""
     resource = operator_model.cluster(engine={"podTemplate": pod.template})
     template = Engine().render(parse(resource), Context(names.STOCK_IMAGES))[-1]["spec"]["template"]
     account = {"metadata": {"name": template["spec"]["serviceAccountName"]}}

@@ -92,7 +92,10 @@ def everyone(plane: Cluster) -> list[str]:
     """Resources on which every ServiceAccount has a right, such as reviews of its rights."""
     listed_rules = rules(api_of(plane, "default/default"), "default")["resourceRules"]
     return [
-        f"{group}/{name}" for rule in listed_rules for group in rule["apiGroups"] for name in rule["resources"]
+        f"{group}/{name}"
+        for rule in listed_rules
+        for group in rule["apiGroups"]
+        for name in rule["resources"]
     ]
 
 

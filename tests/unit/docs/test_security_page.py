@@ -17,7 +17,8 @@ def is_test(reference: str) -> bool:
     """Whether ``FILE::NAME`` is a test function, or ``FILE`` a file with tests."""
     file, _, name = reference.partition("::")
     path = ROOT / file
-    return path.is_file() and re.search(rf"^ *(async )?def {name or 'test_'}", path.read_text(), re.M) is not None
+    definition = rf"^ *(async )?def {name + '[(]' if name else 'test_'}"
+    return path.is_file() and re.search(definition, path.read_text(), re.M) is not None
 
 
 def test_page_names_many_tests() -> None:
@@ -34,7 +35,9 @@ def test_missing_test_is_noticed(reference: str) -> None:
     assert not is_test(reference)
 
 
-@pytest.mark.parametrize("section", ATTACKERS.split("\n### ")[1:], ids=lambda section: section.splitlines()[0])
+@pytest.mark.parametrize(
+    "section", ATTACKERS.split("\n### ")[1:], ids=lambda section: section.splitlines()[0]
+)
 def test_each_attacker_has_tests_and_limits(section: str) -> None:
     assert "**Does not hold:**" in section
     rows = [line for line in section.splitlines() if line.startswith("| ")][1:]

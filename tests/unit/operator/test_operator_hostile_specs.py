@@ -20,7 +20,7 @@ def test_every_field_of_the_schema_is_decided() -> None:
     undecided = [path for path in hostile_specs.fields() if hostile_specs.entry_of(path) is None]
     remedy = (
         "decide who keeps the author of an LMCacheCluster from reaching more by these fields, in "
-        "tests/harness/hostile_specs.py. A field that names a Secret also belongs into templates/policies.yaml"
+        "tests/harness/hostile_specs.py. A field that names a Secret also belongs in templates/policies.yaml"
     )
     assert undecided == [], remedy
 
