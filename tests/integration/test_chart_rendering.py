@@ -81,6 +81,9 @@ def test_rendered_rules_are_those_that_promtool_tests(plane):
         ("crds.enabled=perhaps", "enabled"),
         ("allowAllGpusSidecar=perhaps", "allowAllGpusSidecar"),
         ("injection.enabled=perhaps", "enabled"),
+        ("policies.restrictClusters.enabled=perhaps", "enabled"),
+        ("policies.restrictClusters.secrets={Bad_Name}", "secrets"),
+        ("policies.restrictClusters.claims={Bad_Name}", "claims"),
         ("injection.enabled=true", "injection.enabled: the API server has no MutatingAdmissionPolicy"),
         ("extraArgs={positional}", "extraArgs"),
     ],
@@ -134,6 +137,19 @@ def test_no_injection_policies_without_the_kind_or_if_disabled(plane):
     assert policies(plane) == []
     has_kind = ["--api-versions", "admissionregistration.k8s.io/v1/MutatingAdmissionPolicy"]
     assert policies(plane, *has_kind, "--set", "injection.enabled=false") == []
+
+
+def test_policy_for_authors_names_the_allowed_objects_and_can_be_off(plane):
+    def rendered_policies(*settings: str) -> list[dict]:
+        return [o for o in rendered(plane, *settings) if o["kind"].startswith("ValidatingAdmissionPolicy")]
+
+    settings = ["policies.restrictClusters.secrets={hf,redis}", "policies.restrictClusters.claims={models}"]
+    policy, binding = rendered_policies(*settings)
+    assert binding["spec"]["policyName"] == policy["metadata"]["name"]
+    assert (binding["spec"]["validationActions"], policy["spec"]["failurePolicy"]) == (["Deny"], "Fail")
+    assert '["hf","redis"]' in str(policy["spec"]["variables"])
+    assert '["models"]' in str(policy["spec"]["validations"])
+    assert rendered_policies("policies.restrictClusters.enabled=false") == []
 
 
 def test_replicas_elect_a_leader_and_run_on_different_nodes(plane):
