@@ -165,8 +165,8 @@ class HostilePod(NamedTuple):
 
 
 OPERATOR, POD_SECURITY, RIGHTS = "operator", "Pod Security", "rights"
-"""Parts that refuse a pod template of a user who may create pods. RIGHTS: only the policy refuses it, and only
-for users who may not create pods. A user with that right reaches the same with a StatefulSet."""
+"""Parts that refuse a pod template of a user who may create pods. RIGHTS: the policy alone refuses it, and
+only for users who may not create pods. A user with that right reaches the same with a StatefulSet."""
 
 
 def _pod(field: str, refused_by: str, **spec: Any) -> HostilePod:
