@@ -114,8 +114,13 @@ class FrameAllocator:
         return None
 
     def allocate_at(self, row: int, num_slots: int) -> bool:
-        """Allocate the row of this number. False: one of its slots is used, or the frame is too short."""
+        """Allocate the row of this number. False: one of its slots is used, or the frame is too short.
+
+        Both numbers may be any: they come from a table that a faulty engine may have overwritten.
+        """
         frame, offset = row % self.num_frames, row // self.num_frames
+        if num_slots > self.slots_per_frame:  # the bits of a huge number of slots would need too much memory
+            return False
         slots = _bits(offset, num_slots)
         is_free = slots & self._free[frame] == slots
         if is_free:

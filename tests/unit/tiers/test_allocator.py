@@ -107,6 +107,13 @@ def test_rows_beyond_the_bound_are_not_allocated():
     assert [allocator.allocate(1, 2) for _ in range(3)] == [0, 1, None]
 
 
+def test_longer_rows_than_a_frame_are_refused_without_memory():
+    """The number comes from a table that a faulty engine may have overwritten."""
+    allocator = FrameAllocator(8, 4)
+    assert not any(allocator.allocate_at(0, num_slots) for num_slots in (5, 1 << 40, 1 << 63))
+    assert allocator.allocate_at(0, 4)
+
+
 def test_short_rows_share_frames_before_using_empty_frames():
     allocator = FrameAllocator(64, 16)
     short = [allocator.allocate(1, 4) for _ in range(16)]
