@@ -81,8 +81,10 @@ def endpoints_of(
 
 
 def _until(path: str, keys: Mapping[str, object]) -> float:
+    text = keys.get("until")
     try:
-        until = datetime.fromisoformat(str(keys.get("until")))
+        # A list is not converted to text: one that repeats others by YAML's aliases would fill the memory.
+        until = datetime.fromisoformat(text) if isinstance(text, str) else datetime.min
     except ValueError:
         until = datetime.min
     if until.tzinfo is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -48,6 +49,10 @@ def test_read_shards_parses_current_and_previous_shards():
         ("current: [a]\nprevious: [b]\n", "f: until: write a time with its time zone"),
         (
             "current: [a]\nprevious: [b]\nuntil: 2026-01-31T12:00:00\n",
+            "f: until: write a time with its time zone",
+        ),
+        (
+            "current: [a]\nprevious: [b]\nuntil: [2026-01-31T12:00:00Z]\n",
             "f: until: write a time with its time zone",
         ),
         ("current: [a]\nprevious: {b: c}\n", "f: previous: must be a list"),
@@ -99,3 +104,12 @@ def test_binary_file_is_reported(tier, tmp_path: Path):
     file = ShardsFile(str(tmp_path / "shards.yaml"), tier)
     file.follow()
     assert "can't be read" in file.problem
+
+
+def test_until_that_repeats_lists_is_refused_without_memory():
+    """As text, the list would have 9 ** 8 elements."""
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"{name}: &{name} [{', '.join(9 * [f'*{inner}'])}]" for inner, name in pairwise("abcdefgh")]
+    text = "\n".join([*lines, "current: [a]", "previous: [b]", "until: *h"])
+    with pytest.raises(ValueError, match="f: until: write a time"):
+        read_shards("f", text)
