@@ -10,7 +10,7 @@ export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kube sglang images demo test e2e test-fast test-vllm-versions test-avx2 test-kube-versions check docs format generate pins bench bench-peer gpu-check audit test-release release clean
+.PHONY: help setup kube sglang images demo test e2e test-fast test-vllm-versions test-avx2 test-kube-versions check docs format generate pins fuzz soak bench bench-peer gpu-check audit test-release release clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,12 @@ test-avx2: setup ## run the engine's tests as on a processor with AVX2 and witho
 test-kube-versions: export LMCACHE_KUBE_VERSION = 1.33
 test-kube-versions: setup kube ## test operator and chart on the oldest supported Kubernetes (built once, 6-8 min)
 	@$(PYTEST) tests/integration/test_operator*.py tests/integration/test_chart*.py
+
+fuzz: setup ## search for inputs that break a promise (FUZZ_SECONDS=60 per target; one: make fuzz FUZZ=calls)
+	@FUZZ_SECONDS=$(FUZZ_SECONDS) $(PY) -m tests.fuzz $(FUZZ)
+
+soak: setup ## run traffic on a sidecar while everything fails (SOAK_SECONDS=3600); check answers and leaks
+	@SOAK_SECONDS=$(SOAK_SECONDS) $(PY) -m testing.soak
 
 check: setup kube ## check format, lint, types, borders, sizes, generated files, words, commits, chart, site
 	@$(PY) -m tools.check

@@ -27,3 +27,5 @@ printf 'mkdocs<2\nmkdocs-material\n' | compile --output-file tools/requirements/
 # own. torch and most other packages that it imports come from .venv. Its pins for GPUs are not installed.
 printf 'sglang==0.5.23\norjson\nipython\ntraitlets\nsoundfile==0.13.1\n' | compile --no-deps --generate-hashes \
   --output-file tools/requirements/sglang.txt -
+# Atheris, which finds inputs for `make fuzz`. tests/fuzz/environment.py installs it into a folder of its own.
+echo 'atheris==3.0.0' | compile --no-deps --generate-hashes --output-file tools/requirements/fuzz.txt -

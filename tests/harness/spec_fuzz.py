@@ -40,7 +40,11 @@ _ODD = (
 
 def spec(seed: int) -> tuple[Object, bool]:
     """A spec, and whether one of its values was broken."""
-    rng = random.Random(seed)
+    return spec_by(random.Random(seed))
+
+
+def spec_by(rng: random.Random) -> tuple[Object, bool]:
+    """A spec as ``spec`` makes it, with other random numbers."""
     generated: Object = _value(SPEC_SCHEMA, "spec", rng, 0)
     if rng.random() < 0.3:  # few random specs choose a kind
         generated.setdefault("engine", {})["kind"] = "SGLang"

@@ -1,0 +1,79 @@
+"""A fuzz target: code that must cope with any input, and the promise that it keeps.
+
+An input is a **crash** in any of these cases:
+
+- ``run`` raises an exception that ``errors`` does not name.
+- ``run`` takes more than ``MAX_SECONDS``.
+- ``run`` allocates more than ``MAX_BYTES``.
+
+A target checks stronger promises by assertions of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+SEEDS, CRASHES = FOLDER / "seeds", FOLDER / "crashes"
+MAX_SECONDS = 5
+"""Longest run of one input. Inputs have a few KiB, so each takes milliseconds on an idle machine."""
+MAX_BYTES = 64 << 20
+"""Largest memory that one input may take."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One fuzz target. ``run`` gets an input; ``opened`` is open meanwhile."""
+
+    run: Callable[[bytes], object]
+    errors: tuple[type[BaseException], ...] = ()
+    """Exceptions that the code declares for bad input."""
+    max_bytes: int = 4096
+    """Largest input that the fuzzer generates."""
+    opened: Callable[[], contextlib.AbstractContextManager[object]] = field(default=contextlib.nullcontext)
+
+    def check(self, data: bytes) -> None:
+        """Run an input. Raises what the target may not raise."""
+        with contextlib.suppress(*self.errors):
+            self.run(data)
+
+    def check_costs(self, data: bytes) -> None:
+        """Run an input as ``check`` does. Raises AssertionError if it takes too much time or memory."""
+        tracemalloc.start()
+        began = time.monotonic()
+        try:
+            self.check(data)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert time.monotonic() - began < MAX_SECONDS, f"takes more than {MAX_SECONDS} s"
+        assert peak < MAX_BYTES, f"takes {peak} bytes"
+
+
+def names() -> list[str]:
+    """Return the names of all targets: the modules in ``targets``."""
+    return sorted(path.stem for path in (FOLDER / "targets").glob("*.py"))
+
+
+def load(name: str) -> Target:
+    """Import a target of ``targets``, or the one of a module."""
+    target: Target = importlib.import_module(name if "." in name else f"tests.fuzz.targets.{name}").TARGET
+    return target
+
+
+def promise(name: str) -> str:
+    """Return the first line of a target's docstring."""
+    text = (FOLDER / "targets" / f"{name}.py").read_text()
+    return text.removeprefix('"""').partition("\n")[0].removesuffix('"""')
+
+
+def inputs(name: str) -> Iterator[Path]:
+    """Yield the seeds and the saved crashes of a target."""
+    for folder in (SEEDS / name, CRASHES / name):
+        yield from sorted(path for path in folder.glob("*") if path.is_file())

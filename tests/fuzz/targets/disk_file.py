@@ -1,0 +1,52 @@
+"""A file of the disk tier with any bytes is refused, or has the bytes that its header's checksum names.
+
+Input: a header (two bytes of length in front; its checksum is corrected), a flag, and the payload. With the
+flag, the header is that of the payload, and the rest of the header's bytes is ignored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from lmcache.tiers.base import ObjectId
+from lmcache.tiers.disk.files import Directory, path_of
+from lmcache.tiers.errors import InvalidObjectError
+from lmcache.tiers.header import Header, checksum
+from lmcache.tiers.pages import PAGE_BYTES
+from tests.fuzz.bytes_input import BytesInput
+from tests.fuzz.target import Target
+from tests.fuzz.targets.header import sealed
+
+OBJECT = ObjectId(bytes(range(64)), 0)
+MAX_PAYLOAD = 4 * PAGE_BYTES
+_opened: list[Directory] = []
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[None]:
+    with tempfile.TemporaryDirectory(prefix="lmc-fuzz-") as folder, contextlib.ExitStack() as stack:
+        _opened.append(Directory(folder))
+        stack.callback(lambda: _opened.pop().close())
+        (Path(folder) / path_of(OBJECT)).parent.mkdir(parents=True)
+        yield
+
+
+def run(data: bytes) -> None:
+    directory, source = _opened[-1], BytesInput(data)
+    raw, is_valid = source.sized(), source.flag()
+    payload = source.rest()
+    if is_valid:
+        raw = Header(OBJECT.row_key, 0, len(payload), checksum(payload)).pack()
+        payload = payload.ljust(-(-len(payload) // PAGE_BYTES) * PAGE_BYTES, b"\0")
+    (Path(directory.path) / path_of(OBJECT)).write_bytes(sealed(raw).ljust(PAGE_BYTES, b"\0") + payload)
+    into = memoryview(bytearray(MAX_PAYLOAD))
+    loaded = directory.read(OBJECT, into)
+    assert loaded is not None
+    assert into[: loaded.length] == payload[: loaded.length]
+    assert not any(payload[loaded.length :]) or not is_valid
+
+
+TARGET = Target(run, (InvalidObjectError,), opened=opened)

@@ -1,0 +1,80 @@
+"""Any bytes of a client of the sidecar's HTTP server get one well-formed answer, and never an internal error.
+
+Input: a flag, and the bytes that the client sends before it closes its side. With the flag, the bytes are a
+question about a prompt, and the head of the POST request is added.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from lmcache_sidecar.config import Config, Reading
+from lmcache_sidecar.daemon import Daemon
+from lmcache_sidecar.http import HttpServer
+
+from tests.fuzz.target import Target
+
+ANSWER = re.compile(rb"HTTP/1\.1 ([0-9]{3}) [^\r\n]+\r\n(?:[A-Za-z-]+: [^\r\n]*\r\n)+\r\n", re.DOTALL)
+_POST = b"POST /prompt HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s"
+_opened: list[tuple[asyncio.Runner, int]] = []
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[None]:
+    with tempfile.TemporaryDirectory(prefix="lmc-fuzz-") as folder, asyncio.Runner() as runner:
+        config = Config(socket=str(Path(folder) / "s"), memory_size=4 << 20, transfer="SharedMemory")
+        servers = runner.run(start(config))
+        _opened.append((runner, servers[2]))
+        try:
+            yield
+        finally:
+            _opened.pop()
+            runner.run(servers[1].stop())
+            runner.run(servers[0].stop())
+
+
+async def start(config: Config) -> tuple[Daemon, HttpServer, int]:
+    """Start a sidecar and a server of its pages. Returns the server's port."""
+    daemon = Daemon(Reading(config))
+    await daemon._start_sidecar(config)
+    server = HttpServer(daemon._pages, {"/prompt": daemon._prompt_page})
+    return daemon, server, server.start("127.0.0.1", 0)
+
+
+async def exchange(port: int, request: bytes) -> bytes:
+    """Send the bytes, and return the whole answer."""
+    loop = asyncio.get_running_loop()
+    with socket.socket() as client:
+        client.setblocking(False)
+        await loop.sock_connect(client, ("127.0.0.1", port))
+        with contextlib.suppress(ConnectionError):
+            await loop.sock_sendall(client, request)
+            client.shutdown(socket.SHUT_WR)
+        answer = b""
+        while piece := await loop.sock_recv(client, 1 << 16):
+            answer += piece
+        return answer
+
+
+def run(data: bytes) -> None:
+    runner, port = _opened[-1]
+    request = data[1:] if data[:1] != b"\1" else _POST % (len(data) - 1, data[1:])
+    answer = runner.run(exchange(port, request))
+    if not answer:  # the request was not complete
+        assert b"\r\n\r\n" not in request
+        return
+    match = ANSWER.match(answer)
+    assert match, answer[:200]
+    assert match[1] != b"500", answer[:200]
+
+
+TARGET = Target(
+    run,
+    opened=opened,
+)

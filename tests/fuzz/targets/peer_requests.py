@@ -1,0 +1,49 @@
+"""Any bytes of a client of the peers' server end its connection or are answered, and leave no row pinned.
+
+Input: a flag that says whether the server needs a password, and the bytes that the client sends before it
+closes its side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+from lmcache.tiers.peers.requests import BadRequestError
+from lmcache.tiers.peers.server import PeerServer
+from lmcache.tiers.peers.session import Session
+from tests.fuzz.target import Target
+from tests.harness.peer_rows import PREFIX, Rows
+
+PASSWORD = "secret"
+_listeners: list[socket.socket] = []
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[None]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        _listeners.append(listener)
+        yield
+        _listeners.remove(listener)
+
+
+def run(data: bytes) -> None:
+    rows = Rows()
+    rows.add(1, b"column 0", b"")
+    passwords = (lambda: [PASSWORD]) if data[:1] == b"\1" else None
+    server = PeerServer(rows, PREFIX, passwords=passwords)
+    with socket.create_connection(_listeners[-1].getsockname()) as client:
+        connection, _ = _listeners[-1].accept()
+        with connection:
+            client.sendall(data[1:])
+            client.shutdown(socket.SHUT_WR)
+            session = Session(server, connection)
+            try:
+                session.run()
+            finally:
+                session.release()
+                assert not rows.pinned
+
+
+TARGET = Target(run, (OSError, BadRequestError), opened=opened)

@@ -1,0 +1,53 @@
+"""Reconciles a spec, and checks that it settles, or is refused with the name of the field."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any, cast
+
+from lmcache_operator.components.base import Context
+from lmcache_operator.kube.client import KubeApi
+from lmcache_operator.reconcile.reconciler import Reconciler
+from lmcache_operator.specs.kinds import ClusterKey
+from lmcache_operator.specs.names import STOCK_IMAGES
+
+from tests.harness.operator_model import NAME, NAMESPACE, UID, World, cluster
+
+KEY = ClusterKey(NAMESPACE, NAME, UID)
+MAX_WRITES = 5
+"""Maximum writes for a spec in addition to the writes that create its children."""
+FIELD = re.compile(r"spec\b|metadata\.name\b")
+
+
+async def reconcile_until_settled(spec_dict: Any) -> tuple[World, int]:
+    """Reconcile until nothing is written.
+
+    Return the world, and the number of writes that created no child.
+    """
+    resource, num_writes = cluster() | {"spec": spec_dict}, 0
+    world = World(resource)
+    reconciler = Reconciler(cast(KubeApi, world), Context(STOCK_IMAGES), world.ask)
+    while num_writes <= len(world.objects) + MAX_WRITES:
+        world.writes.clear()
+        await reconciler.reconcile(KEY)
+        if not world.writes:
+            break
+        num_writes += len(world.writes)
+        world.run_stateful_sets()
+    return world, num_writes - len(world.objects)
+
+
+def check(runner: asyncio.Runner, spec_dict: Any, name: str = "spec") -> bool:
+    """Check the result of a spec, and return whether the operator refused it."""
+    world, num_writes = runner.run(reconcile_until_settled(spec_dict))
+    assert num_writes <= MAX_WRITES, f"{name}: {world.writes}"
+    conditions = {condition["type"]: condition for condition in world.resource["status"]["conditions"]}
+    degraded = conditions["Degraded"]
+    assert degraded["reason"] != "InternalError", f"{name}: {degraded['message']}"
+    if degraded["reason"] == "InvalidSpec":
+        assert FIELD.match(degraded["message"]), f"{name}: {degraded['message']}"
+        assert not world.objects
+        return True
+    assert world.objects
+    return False
