@@ -1,0 +1,141 @@
+"""The processes of a soak run: a sidecar with memory, disk and Redis, its Redis, and clients."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any, Self
+
+from testing.child_process import REPOSITORY, ChildProcess
+from testing.processes import RedisProcess, SidecarProcess
+
+MEBIBYTE = 1 << 20
+MIN_MEMORY_MIB, MEMORY_MIB, MAX_MEMORY_MIB = 8, 16, 32
+DISK_BYTES = 48 * MEBIBYTE
+REDIS_BYTES = 64 * MEBIBYTE
+START_SECONDS = 300.0
+"""Longest start of a sidecar or a client. A busy machine takes longest to import Python modules."""
+
+
+class Client(ChildProcess):
+    """One client process at a time, with a file of counts for each."""
+
+    def __init__(self, folder: Path, number: int, socket_path: str) -> None:
+        super().__init__(f"client {number}", folder / f"client-{number}.log")
+        self._folder, self._number, self._socket_path = folder, number, socket_path
+        self._num_starts = 0
+
+    @property
+    def _counts(self) -> Path:
+        return self._folder / f"client-{self._number}-{self._num_starts}.json"
+
+    @property
+    def has_requests(self) -> bool:
+        """Has the present process had a request? Raises ProcessDied if it has ended."""
+        self.check()
+        return self._counts.exists() and json.loads(self._counts.read_text()).get("requests", 0) > 0
+
+    def start(self) -> None:
+        """Start another process."""
+        self._num_starts += 1
+        seed = 1000 * self._number + self._num_starts
+        environment = os.environ | {
+            "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'sidecar'}",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "testing.soak.client",
+            self._socket_path,
+            str(self._counts),
+            str(seed),
+        ]
+        self.spawn(command, cwd=REPOSITORY, env=environment)
+
+
+class World:
+    """Starts the processes, and ends them with the context.
+
+    ``is_folder_retained``: leave the folder for people who look for a defect.
+    """
+
+    def __init__(self, num_clients: int) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="lmc-soak-"))
+        self.disk = self.folder / "disk"
+        self.size_file, self.password_file = self.folder / "size", self.folder / "password"
+        self.is_folder_retained = False
+        self.redis = RedisProcess(
+            password=secrets.token_hex(8), maxmemory=REDIS_BYTES, maxmemory_policy="allkeys-lru"
+        )
+        self.sidecar: SidecarProcess
+        self.clients: list[Client] = []
+        self.hit_tokens: Counter[str] = Counter()
+        """Tokens of hits by tier, of sidecars that have ended."""
+        self._num_clients = num_clients
+        self._opened = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as opened:
+            opened.callback(self._remove_folder)
+            opened.enter_context(self.redis)
+            self.write(self.password_file, self.redis.password)
+            self.write(self.size_file, f"{MEMORY_MIB}Mi")
+            self.sidecar = SidecarProcess(
+                memory_size=f"{MEMORY_MIB}Mi",
+                memory_max_size=f"{MAX_MEMORY_MIB}Mi",
+                memory_size_file=self.size_file,
+                disk_path=self.disk,
+                disk_size=DISK_BYTES,
+                remote_url=f"redis://127.0.0.1:{self.redis.port}/0",
+                remote_password_file=self.password_file,
+                drain_grace_seconds=2,
+            )
+            opened.callback(self.sidecar.close)
+            self.sidecar.start(timeout=START_SECONDS)
+            for number in range(self._num_clients):
+                self.clients.append(
+                    opened.enter_context(Client(self.folder, number, self.sidecar.socket_path))
+                )
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    @staticmethod
+    def write(path: Path, text: str) -> None:
+        """Replace a file, as a kubelet does."""
+        fresh = path.with_suffix(".new")
+        fresh.write_text(text)
+        os.replace(fresh, path)
+
+    def counts(self) -> Counter[str]:
+        """Return the sum of the counts of all client processes so far."""
+        total: Counter[str] = Counter()
+        for path in self.folder.glob("client-*.json"):
+            total.update(json.loads(path.read_text()))
+        return total
+
+    def have_all_requests(self) -> bool:
+        """Has each client had a request?"""
+        return all(client.has_requests for client in self.clients)
+
+    def save_hits(self) -> None:
+        """Add the present sidecar's hits to ``hit_tokens``, because the sidecar is about to end."""
+        self.hit_tokens.update(self.stats()["lookups"]["hit_tokens"])
+
+    def stats(self) -> dict[str, Any]:
+        """Return the statistics of the present sidecar."""
+        return self.sidecar.stats()
+
+    def _remove_folder(self) -> None:
+        if not self.is_folder_retained:
+            shutil.rmtree(self.folder, ignore_errors=True)
