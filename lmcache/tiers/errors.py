@@ -10,10 +10,12 @@
     │   └── DirectoryInUseError
     ├── HeaderError             bytes that are not a header of this version
     ├── InvalidObjectError      a stored object that does not match its name
+    ├── KeyAbsentError          a stored object that is encrypted with a key that is not here
+    ├── NoKeyError              no encryption key could be read yet
     └── ServerError             an error reply of a Redis server
 
-A caller that can continue without a tier catches ``TierUnavailableError``. ``InvalidObjectError`` and
-``ServerError`` never leave the tier, which counts them.
+A caller that can continue without a tier catches ``TierUnavailableError``. ``InvalidObjectError``,
+``KeyAbsentError`` and ``ServerError`` never leave the tier, which counts them.
 """
 
 from __future__ import annotations
@@ -50,6 +52,14 @@ class DirectoryInUseError(DiskError):
 
 class InvalidObjectError(TierError):
     """A stored object does not match its name. The message is the reason under which it is counted."""
+
+
+class KeyAbsentError(TierError):
+    """A stored object is encrypted, and this process lacks its key version. The object may be valid."""
+
+
+class NoKeyError(TierError):
+    """No encryption key could be read yet. The message says why, and what to do."""
 
 
 class HeaderError(TierError):

@@ -35,6 +35,9 @@ PART_BYTES = 4 << 20
 of xxhash that does not release the GIL therefore stops other threads only for that time."""
 
 _DIGEST_BYTES = 16
+NO_CHECKSUM = bytes(_DIGEST_BYTES)
+"""Checksum in the header of a payload whose pieces are checked one by one."""
+
 _SEALED = struct.Struct("<64sIQ")
 
 Buffer: TypeAlias = bytes | bytearray | memoryview

@@ -1,0 +1,252 @@
+"""Encryption keys and the cipher: what it accepts, and everything that it must refuse."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import itertools
+import os
+import sys
+import threading
+from functools import partial
+
+import hypothesis.strategies as st
+import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from hypothesis import given
+
+from lmcache.tiers.base import ObjectId
+from lmcache.tiers.encryption.aes import AesGcm
+from lmcache.tiers.encryption.keys import parse_keys
+from lmcache.tiers.encryption.pieces import OVERHEAD_BYTES, Place, pack_preamble
+from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError, NoKeyError
+from tests.harness.encryption import cipher, flipped, key_of, keys
+
+REFUSALS = (InvalidObjectError, KeyAbsentError)
+OBJECT = ObjectId(b"n" * 32 + b"k" * 32, 3)
+PLACE = Place(OBJECT, 1000, 100)
+CONTENT = bytes(range(40))
+HEX = b"0123456789abcdefABCDEF" + b"0" * 42
+
+
+def encrypted(place: Place = PLACE, content: bytes = CONTENT, by: AesGcm | None = None) -> bytes:
+    piece = memoryview(bytearray(len(content) + OVERHEAD_BYTES))
+    (by or cipher("disk", 1)).encrypt(place, content, piece)
+    return bytes(piece)
+
+
+def decrypted(
+    piece: bytes, place: Place = PLACE, by: AesGcm | None = None, length: int | None = None
+) -> bytes:
+    into = memoryview(bytearray(len(piece) - OVERHEAD_BYTES if length is None else length))
+    (by or cipher("disk", 1)).decrypt(place, memoryview(piece), into)
+    return bytes(into)
+
+
+def is_accepted(piece: bytes, place: Place = PLACE, by: AesGcm | None = None) -> bool:
+    try:
+        decrypted(bytes(piece), place, by, len(CONTENT))
+    except REFUSALS:
+        return False
+    return True
+
+
+class TestKeys:
+    def test_highest_version_encrypts(self):
+        parsed = parse_keys({"9": HEX, "10": key_of(1).hex().encode() + b"\n", "..data": b"", ".x": b"y"})
+        assert parsed.by_version == {9: bytes.fromhex(HEX.decode()), 10: key_of(1)}
+        assert (parsed.write_version, parsed.versions) == (10, [9, 10])
+
+    def test_repr_contains_no_key(self):
+        assert repr(keys(7)) == "Keys()"
+
+    @pytest.mark.parametrize(
+        ("files", "mistake"),
+        [
+            ({}, "has no key: add a file named 1, and write the output of 'openssl rand -hex 32' to it"),
+            ({"..data": HEX}, "has no key"),
+            ({"1": b""}, "1 does not have 64 hexadecimal digits: write the output of 'openssl rand -hex 32'"),
+            ({"1": HEX[:-1]}, "1 does not have 64"),
+            ({"1": HEX + b"0"}, "1 does not have 64"),
+            ({"1": HEX + b"\n\n"}, "1 does not have 64"),
+            ({"1": b" " + HEX}, "1 does not have 64"),
+            ({"1": HEX[:-1] + b"g"}, "1 does not have 64"),
+            ({"1": HEX[:-2] + "٣".encode()}, "1 does not have 64"),
+            ({"1": bytes.fromhex(HEX.decode())}, "1 does not have 64"),
+            ({"0": HEX}, "0 is not a version: name each key by a number from 1 to 4294967295, such as 1"),
+            ({"01": HEX}, "01 is not a version"),
+            ({"1": HEX, "01": HEX}, "01 and 1 are the same version: remove 01"),
+            ({"1": HEX, "+1": HEX}, r"\+1 and 1 are the same version"),
+            ({"4294967296": HEX}, "4294967296 is not a version"),
+            ({"99999999999999999999": HEX}, "99999999999999999999 is not a version"),
+            ({"-1": HEX}, "-1 is not a version"),
+            ({"1.0": HEX}, "1.0 is not a version"),
+            ({"٣": HEX}, "٣ is not a version"),
+            ({"key": HEX}, "key is not a version"),
+            ({"1": HEX, "2": HEX.lower()}, "2 has the same key as 1"),
+        ],
+    )
+    def test_mistake_is_refused(self, files, mistake):
+        with pytest.raises(ValueError, match=f"^{mistake}"):
+            parse_keys(files)
+
+    @given(
+        st.dictionaries(st.text("0123456789.x", min_size=1, max_size=4), st.binary(max_size=70), max_size=4)
+    )
+    def test_no_message_repeats_a_key(self, files):
+        files = {name: b"SECRET" + content for name, content in files.items()}
+        with pytest.raises(ValueError, match=r"key|version|digits") as refusal:
+            parse_keys(files)
+        assert "SECRET" not in str(refusal.value)
+
+
+class TestCipher:
+    @given(content=st.binary(max_size=300), total=st.integers(0, 1 << 50), start=st.integers(0, 1 << 50))
+    def test_decrypts_what_it_encrypted(self, content, total, start):
+        place = Place(OBJECT, total, start)
+        piece = encrypted(place, content)
+        assert len(piece) == len(content) + OVERHEAD_BYTES
+        assert decrypted(piece, place) == content
+        assert len(content) < 8 or content not in piece
+
+    def test_format_does_not_change(self, monkeypatch):
+        """An independent implementation of the format, in which rows of other releases are stored."""
+        salt = bytes(range(24))
+        monkeypatch.setattr(os, "urandom", lambda number: salt[:number])
+        extracted = hmac.digest(salt, key_of(1), hashlib.sha256)
+        first = hmac.digest(extracted, b"LMe1remote\x01", hashlib.sha256)
+        second = hmac.digest(extracted, first + b"LMe1remote\x02", hashlib.sha256)
+        numbers = b"".join(number.to_bytes(8, "little") for number in (1000, 100, len(CONTENT)))
+        associated = b"LMe1" + (1).to_bytes(4, "little") + bytes(OBJECT) + numbers + b"\0"
+        ciphertext = AESGCM(first).encrypt(second[:12], CONTENT, associated)
+        expected = b"LMe1" + (1).to_bytes(4, "little") + salt + ciphertext
+        assert encrypted(by=cipher("remote", 1)) == expected
+
+    def test_every_flipped_bit_is_refused(self):
+        piece = encrypted(by=cipher("disk", 1, 3))
+        reader = cipher("disk", 1, 2, 3)  # version 3 with one bit flipped is 1 or 2
+        assert is_accepted(piece, by=reader)
+        assert not [bit for bit, damaged in enumerate(flipped(piece)) if is_accepted(damaged, by=reader)]
+
+    def test_every_flipped_bit_of_the_name_is_refused(self):
+        piece = encrypted()
+        for name in flipped(OBJECT):
+            other = ObjectId(bytes(name[:64]), int.from_bytes(name[64:], "big"))
+            assert not is_accepted(piece, PLACE._replace(object_id=other))
+
+    @pytest.mark.parametrize(
+        "change",
+        [{"total_bytes": 1001}, {"start": 0}, {"start": 99}, {"is_header": True}, {"total_bytes": 0}],
+        ids=str,
+    )
+    def test_piece_of_another_place_is_refused(self, change):
+        assert not is_accepted(encrypted(), PLACE._replace(**change))
+        assert not is_accepted(encrypted(PLACE._replace(**change)))
+
+    def test_piece_of_another_domain_is_refused(self):
+        assert not is_accepted(encrypted(by=cipher("remote", 1)))
+
+    def test_piece_under_another_key_of_the_same_version_is_refused(self):
+        forger = AesGcm("disk", parse_keys({"1": key_of(2).hex().encode()}))
+        assert not is_accepted(encrypted(by=forger))
+
+    def test_truncated_and_extended_pieces_are_refused(self):
+        piece = encrypted()
+        for length in range(len(piece)):
+            assert not is_accepted(piece[:length])
+            shorter = max(0, length - OVERHEAD_BYTES)
+            with pytest.raises(InvalidObjectError):
+                decrypted(piece[:length], length=shorter)
+        assert not is_accepted(piece + b"\0")
+        with pytest.raises(InvalidObjectError):
+            decrypted(piece + b"\0")
+
+    def test_absent_version_is_told_apart_from_an_invalid_piece(self):
+        with pytest.raises(KeyAbsentError, match="key version 2 is absent"):
+            decrypted(encrypted(by=cipher("disk", 2)))
+        with pytest.raises(InvalidObjectError, match="not encrypted"):
+            decrypted(bytes(100))
+
+    def test_keys_change_while_the_cipher_is_used(self):
+        tier = cipher("disk", 1)
+        old = encrypted(by=tier)
+        tier.use(keys(1, 2))
+        new = encrypted(by=tier)
+        assert (old[4:8], new[4:8]) == (b"\1\0\0\0", b"\2\0\0\0")
+        assert decrypted(old, by=tier) == decrypted(new, by=tier) == CONTENT
+        tier.use(keys(2))
+        assert decrypted(new, by=tier) == CONTENT
+        with pytest.raises(KeyAbsentError):
+            decrypted(old, by=tier)
+
+    def test_cipher_without_a_key_encrypts_nothing(self):
+        tier = AesGcm("disk")
+        with pytest.raises(NoKeyError):
+            tier.check()
+        piece = memoryview(bytearray(len(CONTENT) + OVERHEAD_BYTES))
+        with pytest.raises(NoKeyError):
+            tier.encrypt(PLACE, CONTENT, piece)
+        assert bytes(piece) == bytes(len(piece))
+        with pytest.raises(KeyAbsentError):
+            decrypted(encrypted(), by=tier)
+        tier.use(keys(1))
+        tier.check()
+        assert tier.problem == ""
+
+    def test_key_and_nonce_never_repeat(self, monkeypatch):
+        derive, derived = AesGcm._derive, []
+
+        def note(self, key, salt):
+            derived.append((self._info, key, salt))
+            return derive(self, key, salt)
+
+        monkeypatch.setattr(AesGcm, "_derive", note)
+        pieces = [encrypted(by=tier) for tier in (cipher("disk", 1), cipher("disk", 1)) for _ in range(2000)]
+        assert len(set(derived)) == len(derived) == len(pieces)
+        assert len({piece[:32] for piece in pieces}) == len(pieces)
+        assert len({piece[32:] for piece in pieces}) == len(pieces)
+
+    def test_salt_domain_and_key_each_change_key_and_nonce(self):
+        nonces, ciphertexts = set(), set()
+        for domain, version, salt in itertools.product(("disk", "remote"), (1, 2), (bytes(24), b"s" * 24)):
+            aead, nonce = AesGcm(domain)._derive(key_of(version), salt)
+            nonces.add(nonce)
+            ciphertexts.add(aead.encrypt(bytes(12), CONTENT, None))
+        assert len(nonces) == len(ciphertexts) == 8
+
+    def test_forged_preamble_is_refused(self):
+        piece = encrypted()
+        for salt in (bytes(24), piece[8:31] + b"\0"):
+            assert not is_accepted(pack_preamble(1, salt) + piece[32:])
+
+    def test_encryption_releases_the_gil(self):
+        """Another thread runs during a call, although the interpreter never makes the caller give way."""
+        aead, nonce = cipher("disk", 1)._derive(key_of(1), bytes(24))
+        content, piece = bytearray(8 << 20), bytearray((8 << 20) + 16)
+        interval = sys.getswitchinterval()
+        try:
+            sys.setswitchinterval(1e4)
+            assert not any(_runs_during(lambda: sum(range(500_000))) for _ in range(20)), "a control"
+            encrypt = partial(aead.encrypt_into, nonce, content, None, piece)
+            assert any(_runs_during(encrypt) for _ in range(500))
+            decrypt = partial(aead.decrypt_into, nonce, piece, None, content)
+            assert any(_runs_during(decrypt) for _ in range(500))
+        finally:
+            sys.setswitchinterval(interval)
+
+
+def _runs_during(call) -> bool:
+    start, ran = threading.Lock(), []
+    start.acquire()
+
+    def run() -> None:
+        start.acquire()
+        ran.append(True)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    start.release()  # the thread now waits for the GIL
+    call()
+    has_run = bool(ran)
+    thread.join()
+    return has_run
