@@ -150,6 +150,9 @@ class ObjectStats:
     touched: int = counter("Objects already in the tier that were marked as recently used")
     refused: Counter[str] = counters("reason", "Objects that the tier refused, by error")
     invalid: Counter[str] = counters("reason", "Objects that were damaged or of another format, by cause")
+    key_absent: int = counter(
+        "Objects that could not be decrypted, because their key version is absent; they also count as misses"
+    )
     failures: int = counter("Operations that found the tier unavailable")
     evicted: int = counter("Objects evicted for capacity; for servers, all evicted values, of any client")
     _invalid_rows: Recent[bytes, None] = field(default_factory=lambda: Recent(_MAX_INVALID))

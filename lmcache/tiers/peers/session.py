@@ -17,6 +17,7 @@ from lmcache.tiers.header import Buffer, Header
 from lmcache.tiers.peers.limits import Turn
 from lmcache.tiers.peers.requests import BadRequestError, Command, Requests
 from lmcache.tiers.remote import objects
+from lmcache.tiers.remote.formats import seal_of
 from lmcache.tiers.remote.stream import TlsStream
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ class Session:
             raise ConnectionAbortedError("this server closes")
         self._turn_of = (self._key, column, number + 1)
         piece = payload[start : start + sizes[number]]
-        seal = objects.seal_of(ObjectId(self._key, column), len(payload), start, piece)
+        seal = seal_of(ObjectId(self._key, column), len(payload), start, piece)
         self._send([head, b"$%d\r\n" % (len(piece) + len(seal)), piece, seal, b"\r\n"])
         self._server.note_sent(len(piece), is_first=number == 0)
         if number == len(sizes) - 1:

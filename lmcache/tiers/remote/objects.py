@@ -5,6 +5,7 @@ of a row together. Column ``<c>`` has these fields:
 
 - ``<c>:<n>``: piece n of the payload, and a seal. The seal is a checksum of the piece and of its place: row,
   column, length of the payload, position. ``piece_sizes`` gives the lengths; it is part of the format.
+  An encrypted piece has a key version, a salt and a tag in place of the seal (``formats.py``).
 - ``<c>``: the marker, a ``Header`` with the length of the payload. The writer sends the marker with the last
   piece, after the server has acknowledged all other pieces. A column with a marker is complete.
 
@@ -18,22 +19,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-import struct
 from collections.abc import Iterator, Sequence
 
-import xxhash
-
 from lmcache.tiers.base import Loaded, ObjectId, RowKey, split_row_key
-from lmcache.tiers.errors import HeaderError, InvalidObjectError, ServerError
-from lmcache.tiers.header import HEADER_BYTES, Buffer, Digests, Header, parse
+from lmcache.tiers.encryption.pieces import Place
+from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError, ServerError
+from lmcache.tiers.header import NO_CHECKSUM, Digests, Header
+from lmcache.tiers.remote.formats import PLAIN, Format
 from lmcache.tiers.remote.resp import Connection, Reply
 
-SEAL_BYTES = 16
-"""Length of the xxh3-128 that follows each piece."""
-
 _OVERHEAD_BYTES = 64
-"""Bytes that a piece leaves free in its block: 16 for the seal, 10 for Redis' string header (sds.h), the rest
-for other versions of Redis."""
+"""Bytes that a piece leaves free in its block: 16 for the seal or 48 for encryption, 10 for Redis' string
+header (sds.h), the rest for other versions of Redis."""
 
 MAX_PIECE_BYTES = (1 << 20) - _OVERHEAD_BYTES
 """Maximum length of a piece. A copy of 1 MiB stays in the CPU's caches."""
@@ -47,14 +44,8 @@ _MIN_WASTE_BYTES = 512
 _WINDOW = 3
 """Number of pieces in flight. The server copies one piece while the client reads or writes another one."""
 
-_NO_CHECKSUM = bytes(16)
-"""Checksum in a marker: the pieces have their own."""
-
 _NAME = re.compile(rb"([A-Za-z0-9_.-]{1,64}):([0-9a-f]{64}):\{([0-9a-f]{64})\}")
 _FIELD = re.compile(rb"([0-9]{1,9})(?::([0-9]{1,9}))?")
-
-_PLACE = struct.Struct("<68sQQ")
-"""Fields of a seal besides the piece: object id, length of the payload, position of the piece in it."""
 
 
 def redis_name(prefix: str, row_key: RowKey) -> str:
@@ -108,16 +99,21 @@ def piece_sizes(total_bytes: int) -> list[int]:
 
 
 def load(
-    connection: Connection, object_id: ObjectId, into: memoryview, length: int | None = None
+    connection: Connection,
+    object_id: ObjectId,
+    into: memoryview,
+    length: int | None = None,
+    form: Format = PLAIN,
 ) -> Loaded | None:
     """Read a column's payload into ``into``; None when the column is not there.
 
-    Raises InvalidObjectError if the stored column is invalid, or does not have ``length`` bytes.
+    Raises InvalidObjectError if the stored column is invalid, or does not have ``length`` bytes. Raises
+    KeyAbsentError if it is encrypted with a key version that is not here.
     """
-    name = redis_name(connection.prefix, object_id.row_key)
+    name = redis_name(form.prefix(connection.prefix), object_id.row_key)
     fields = _piece_fields(object_id)
     connection.ask([("HMGET", name, marker_field(object_id), next(fields))])
-    header = _read_marker(connection, object_id)
+    header = _read_marker(connection, object_id, form)
     if header is None:
         return None
     total = header.total_bytes
@@ -126,13 +122,13 @@ def load(
     sizes, start, payload_digests = piece_sizes(total), 0, Digests()
     for number, size in enumerate(sizes):
         piece = into[start : start + size]
-        seal = _read_piece(connection, piece, is_element=number == 0)
-        # Later pieces travel while this one is compared with its seal.
+        buffers = form.buffers(piece)
+        _read_piece(connection, buffers, is_element=number == 0)
+        # Later pieces travel while this one is checked.
         ahead = sizes[1 : 1 + _WINDOW] if number == 0 else sizes[number + _WINDOW : number + _WINDOW + 1]
         if ahead:
             connection.ask([("HGET", name, next(fields)) for _ in ahead])
-        if seal_of(object_id, total, start, piece) != seal:
-            raise InvalidObjectError("checksum")
+        form.finish_piece(Place(object_id, total, start), buffers, piece)
         payload_digests.update(piece)
         start += size
     return Loaded(total, payload_digests.digests())
@@ -146,23 +142,27 @@ def store(
     *,
     earlier: Sequence[ObjectId] = (),
     is_rewrite: bool = False,
+    form: Format = PLAIN,
 ) -> bool:
     """Write a column. Returns False if it is there already; the check marks the row as used.
+
+    A column that is encrypted with an absent key version does not count as there, and is replaced.
 
     ``earlier``: columns of this row that the caller has stored just now. If the server has evicted one of
     them, this one is refused.
     ``is_rewrite``: the stored column is known to be invalid. Raises ServerError when the server refuses a
     piece, and when it evicts the row during the store.
     """
-    name, total = redis_name(connection.prefix, object_id.row_key), len(payload)
-    if _is_present(connection, name, object_id) and not is_rewrite:
+    name, total = redis_name(form.prefix(connection.prefix), object_id.row_key), len(payload)
+    if _is_present(connection, name, object_id, form) and not is_rewrite:
         return False
-    marker = Header(object_id.row_key, object_id.column, total, _NO_CHECKSUM, label).pack()
+    header = Header(object_id.row_key, object_id.column, total, NO_CHECKSUM, label)
+    marker = form.pack_marker(object_id, header)
     sizes, start = piece_sizes(total), 0
     fields = list(itertools.islice(_piece_fields(object_id), len(sizes)))
     for number, (field, size) in enumerate(zip(fields, sizes, strict=True)):
         piece = payload[start : start + size]
-        values: dict[str, list[Buffer]] = {field: [piece, seal_of(object_id, total, start, piece)]}
+        values = {field: form.pack_piece(Place(object_id, total, start), piece)}
         if number == len(sizes) - 1:
             _read_replies(connection, min(number, _WINDOW))
             values[marker_field(object_id)] = [marker]
@@ -179,14 +179,25 @@ def store(
     return True
 
 
-def _is_present(connection: Connection, name: str, object_id: ObjectId) -> bool:
+def _is_present(connection: Connection, name: str, object_id: ObjectId, form: Format) -> bool:
     try:
-        return connection.call("HEXISTS", name, marker_field(object_id)) == 1
+        if form is PLAIN:
+            return connection.call("HEXISTS", name, marker_field(object_id)) == 1
+        marker = connection.call("HGET", name, marker_field(object_id))
+        return isinstance(marker, bytes) and _is_readable(form, object_id, marker)
     except ServerError as error:
         if error.code != "WRONGTYPE":
             raise
     _remove(connection, name)  # a value of another program under this prefix
     return False
+
+
+def _is_readable(form: Format, object_id: ObjectId, marker: bytes) -> bool:
+    try:
+        form.parse_marker(object_id, marker)
+    except (InvalidObjectError, KeyAbsentError):
+        return False
+    return True
 
 
 def _remove(connection: Connection, name: str) -> None:
@@ -200,14 +211,7 @@ def _piece_fields(object_id: ObjectId) -> Iterator[str]:
     return (f"{object_id.column}:{number}" for number in itertools.count())
 
 
-def seal_of(object_id: ObjectId, total_bytes: int, start: int, piece: memoryview) -> bytes:
-    """Return the seal of a piece that starts at byte ``start`` of the payload."""
-    seal = xxhash.xxh3_128(_PLACE.pack(object_id, total_bytes, start))
-    seal.update(piece)
-    return bytes(seal.digest())
-
-
-def _read_marker(connection: Connection, object_id: ObjectId) -> Header | None:
+def _read_marker(connection: Connection, object_id: ObjectId, form: Format) -> Header | None:
     """Read the marker, the first of two elements; the second one is the first piece. None: no marker."""
     try:
         connection.read_array_length(2)
@@ -220,27 +224,19 @@ def _read_marker(connection: Connection, object_id: ObjectId) -> Header | None:
         # A piece without a marker is half-written. It is not read, so the connection will be closed.
         connection.read_bulk_length(is_element=True)
         return None
-    if num_bytes != HEADER_BYTES:
+    if num_bytes != form.marker_bytes:
         raise InvalidObjectError("header")
-    raw = memoryview(bytearray(HEADER_BYTES))
-    connection.end_bulk(raw)
-    try:
-        header = parse(raw)
-    except HeaderError:
-        raise InvalidObjectError("header") from None
-    if (header.key, header.column) != (object_id.row_key, object_id.column):
-        raise InvalidObjectError("name")
-    return header
+    marker = memoryview(bytearray(form.marker_bytes))
+    connection.end_bulk(marker)
+    return form.parse_marker(object_id, marker)
 
 
-def _read_piece(connection: Connection, into: memoryview, *, is_element: bool) -> bytes:
-    """Read a piece into ``into``; returns its seal, which the caller must compare."""
+def _read_piece(connection: Connection, into: Sequence[memoryview], *, is_element: bool) -> None:
+    """Read the value of a piece into ``into``. The caller must check it."""
     num_bytes = connection.read_bulk_length(is_element=is_element)
-    if num_bytes != len(into) + SEAL_BYTES:
+    if num_bytes != sum(map(len, into)):
         raise InvalidObjectError("evicted" if num_bytes is None else "length")
-    seal = memoryview(bytearray(SEAL_BYTES))
-    connection.end_bulk(into, seal)
-    return bytes(seal)
+    connection.end_bulk(*into)
 
 
 def _read_replies(connection: Connection, number: int) -> list[Reply]:

@@ -6,6 +6,9 @@
 writes names that start with its prefix. It deletes two things: a value of another type under such a name, and
 a row of which the server evicted a part while it was written.
 
+**Encryption.** With a cipher, all values are encrypted, and plain rows are not read. If the key version of a
+row is absent, the row is a miss. It stays in Redis until a store replaces it, or Redis evicts it.
+
 **Outages.** A fault of a server opens its circuit. The tier then sends it no requests until a probe succeeds.
 While another server is healthy, rows of the unhealthy server are misses, and stores of them are refused. When
 all servers are unhealthy, operations raise TierUnavailableError.
@@ -25,11 +28,13 @@ from typing import Any, TypeVar
 from lmcache.common.recent import Recent
 from lmcache.tiers.base import Loaded, ObjectId, RowKey
 from lmcache.tiers.circuit import JointHealth
-from lmcache.tiers.errors import InvalidObjectError, ServerError, TierUnavailableError
+from lmcache.tiers.encryption.pieces import Cipher
+from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError, ServerError, TierUnavailableError
 from lmcache.tiers.probing import num_leading
 from lmcache.tiers.remote import objects
 from lmcache.tiers.remote.address import Address, Endpoint, Kind, Tls
 from lmcache.tiers.remote.cluster import RedisCluster
+from lmcache.tiers.remote.formats import PLAIN, EncryptedFormat
 from lmcache.tiers.remote.resp import Connection, Reply
 from lmcache.tiers.remote.server import RedisServer
 from lmcache.tiers.remote.topology import SentinelMaster, ShardList, Shards, Topology
@@ -48,7 +53,8 @@ class RemoteTier:
 
     ``timeout_seconds`` is the deadline of one step: a connection, a window of a probe, or some pieces.
     ``present`` returns the address with the current user name and password, which may change at run time. It
-    is called for every new connection, and may raise OSError. Default: ``address``.
+    is called for every new connection, and may raise OSError. Default: ``address``. It must raise OSError
+    while ``cipher`` has no key. Without a cipher, rows are not encrypted.
     """
 
     takes_writes = True
@@ -59,6 +65,7 @@ class RemoteTier:
         *,
         timeout_seconds: float = 1.0,
         present: Callable[[], Address] | None = None,
+        cipher: Cipher | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = address
@@ -68,13 +75,14 @@ class RemoteTier:
         self._usages: dict[RedisServer, Usage] = {}  # latest usage of servers that report it
         self._timeout = timeout_seconds
         self._present = present or (lambda: address)
+        self._format = EncryptedFormat(cipher) if cipher else PLAIN
         self.health = JointHealth(lambda: [server.circuit for server in self._topology.servers()])
         self.health.subscribe(self._note)
         self._secure: dict[Endpoint, Tls] = {}  # shards that use TLS according to the list
         self._topology = self._make_topology()
         self._thread = threading.local()  # ``stored``: columns of the row that this thread stored last
         self._lock = threading.Lock()  # protects stats and the following
-        self._rewrite: Recent[ObjectId, None] = Recent(_MAX_REWRITE)  # present but invalid objects
+        self._rewrite: Recent[ObjectId, None] = Recent(_MAX_REWRITE)  # present but not readable
 
     def set_shards(self, shards: ShardList) -> None:
         """Switch to another list of shards. Raises ValueError if the URL is not of shards."""
@@ -134,9 +142,12 @@ class RemoteTier:
         loaded = None
         for server in self._candidates(object_id):
             try:
-                loaded = self._run(server, lambda c: objects.load(c, object_id, into, length))
+                loaded = self._run(server, lambda c: objects.load(c, object_id, into, length, self._format))
             except InvalidObjectError as invalid:
                 self._note_invalid(object_id, str(invalid))
+                return None
+            except KeyAbsentError:
+                self._note_key_absent(object_id)
                 return None
             except ServerError as error:
                 if not self._topology.learn(error):
@@ -167,7 +178,13 @@ class RemoteTier:
 
         def write(connection: Connection) -> bool:
             return objects.store(
-                connection, object_id, payload, label, earlier=earlier, is_rewrite=is_rewrite
+                connection,
+                object_id,
+                payload,
+                label,
+                earlier=earlier,
+                is_rewrite=is_rewrite,
+                form=self._format,
             )
 
         for server in self._candidates(object_id):
@@ -279,7 +296,7 @@ class RemoteTier:
 
         For Redis, HEXISTS counts as a use of the row. EXISTS does not, and finds half-written rows, too.
         """
-        name = objects.redis_name(self.address.prefix, object_id.row_key)
+        name = objects.redis_name(self._format.prefix(self.address.prefix), object_id.row_key)
         if not is_use:
             return ("EXISTS", name)
         return ("HEXISTS", name, objects.marker_field(object_id))
@@ -287,6 +304,12 @@ class RemoteTier:
     def _note_invalid(self, object_id: ObjectId, reason: str) -> None:
         with self._lock:
             self.stats.note_invalid(object_id.row_key, reason)
+            self._rewrite[object_id] = None
+
+    def _note_key_absent(self, object_id: ObjectId) -> None:
+        with self._lock:
+            self.stats.key_absent += 1
+            self.stats.misses += 1
             self._rewrite[object_id] = None
 
     def _note(self, failed: bool) -> None:

@@ -6,7 +6,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from lmcache.tiers.remote.objects import MAX_PIECE_BYTES, SEAL_BYTES, piece_sizes
+from lmcache.tiers.encryption.pieces import OVERHEAD_BYTES
+from lmcache.tiers.remote.formats import SEAL_BYTES
+from lmcache.tiers.remote.objects import MAX_PIECE_BYTES, piece_sizes
 
 KIB, MIB = 1 << 10, 1 << 20
 STRING_BYTES = 10
@@ -27,9 +29,10 @@ def test_pieces_add_up_to_the_payload_and_are_small(total):
     assert len(sizes) <= total // MAX_PIECE_BYTES + 5
 
 
-@given(st.integers(16 * KIB, 80 * MIB))
-def test_pieces_fill_their_allocator_blocks(total):
-    assert total / sum(block_of(size + SEAL_BYTES + STRING_BYTES) for size in piece_sizes(total)) > 0.955
+@pytest.mark.parametrize("overhead_bytes", [SEAL_BYTES, OVERHEAD_BYTES], ids=["plain", "encrypted"])
+@given(total=st.integers(16 * KIB, 80 * MIB))
+def test_pieces_fill_their_allocator_blocks(overhead_bytes, total):
+    assert total / sum(block_of(size + overhead_bytes + STRING_BYTES) for size in piece_sizes(total)) > 0.955
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from lmcache.tiers.errors import InvalidObjectError, ServerError, TierError
 from lmcache.tiers.header import Header, checksum
 from lmcache.tiers.remote import objects as parts
 from lmcache.tiers.remote.address import Address, Endpoint
+from lmcache.tiers.remote.formats import seal_of
 from lmcache.tiers.remote.resp import Connection
 from lmcache.tiers.remote.server import RedisServer
 from lmcache.tiers.remote.tier import RemoteTier
@@ -23,7 +24,7 @@ from lmcache.tiers.remote.tier import RemoteTier
 OBJECT = ObjectId(bytes(64), 0)
 PAYLOAD = b"payload!" * 100
 MARKER = Header(OBJECT.row_key, 0, len(PAYLOAD), checksum(PAYLOAD)).pack()
-PIECE = PAYLOAD + parts.seal_of(OBJECT, len(PAYLOAD), 0, memoryview(PAYLOAD))
+PIECE = PAYLOAD + seal_of(OBJECT, len(PAYLOAD), 0, memoryview(PAYLOAD))
 COLUMN = b"*2\r\n$%d\r\n%s\r\n$%d\r\n%s\r\n" % (len(MARKER), MARKER, len(PIECE), PIECE)
 
 PIECES = st.one_of(

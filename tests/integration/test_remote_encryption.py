@@ -1,0 +1,294 @@
+"""Encrypted rows on a real Redis that several writers share, some of them without keys."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+
+import pytest
+
+from lmcache.tiers.base import ObjectId
+from lmcache.tiers.encryption.aes import AesGcm
+from lmcache.tiers.encryption.keys import Keys
+from lmcache.tiers.encryption.pieces import MAGIC
+from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError, TierUnavailableError
+from lmcache.tiers.header import digests
+from lmcache.tiers.remote import objects
+from lmcache.tiers.remote.address import Address
+from lmcache.tiers.remote.formats import EncryptedFormat
+from lmcache.tiers.remote.objects import MAX_PIECE_BYTES
+from lmcache.tiers.remote.resp import Connection
+from lmcache.tiers.remote.tier import RemoteTier
+from testing.processes import RedisProcess
+from tests.harness.encryption import cipher, flipped, key_of, keys
+from tests.harness.remote_objects import KEY, load, pattern, probe, row_name, tier_of
+
+pytestmark = pytest.mark.redis
+
+NAME = row_name(KEY).replace("lmc1:", "lmc1:enc:", 1)
+OTHER_KEY = KEY[:-1] + b"!"
+OBJECT = ObjectId(KEY, 0)
+SIZES = (0, 1, 100, MAX_PIECE_BYTES, MAX_PIECE_BYTES + 1, 5 * MAX_PIECE_BYTES + 4000)
+
+
+@pytest.fixture(scope="module")
+def running():
+    with RedisProcess() as server:
+        yield server
+
+
+@pytest.fixture
+def server(running):
+    with running.client as client:
+        client.flushall()
+    return running
+
+
+@pytest.fixture
+def open_tier(server):
+    with contextlib.ExitStack() as opened:
+
+        def start(used: AesGcm | None) -> RemoteTier:
+            tier = RemoteTier(Address.parse(server.unix_url), timeout_seconds=60, cipher=used)
+            opened.callback(tier.close)
+            return tier
+
+        yield start
+
+
+@pytest.fixture
+def redis(server):
+    with server.client as client:
+        yield client
+
+
+def store(tier: RemoteTier, payload: bytes, object_id: ObjectId = OBJECT, label: bytes = b"") -> bool:
+    return tier.store(object_id, memoryview(payload), label)
+
+
+def test_payloads_of_any_length_are_read_as_written(open_tier):
+    tier = open_tier(cipher("remote", 1))
+    for column, size in enumerate(SIZES):
+        payload = pattern(size)
+        assert store(tier, payload, ObjectId(KEY, column))
+        into = memoryview(bytearray(size + 7))
+        loaded = tier.load(ObjectId(KEY, column), into, size)
+        assert (loaded.length, loaded.digests) == (size, digests(payload))
+        assert into[:size] == payload
+        assert tier.load(ObjectId(KEY, column), into, size + 1) is None
+    assert tier.probe([KEY, OTHER_KEY], len(SIZES)) == 1
+    assert tier.stats.invalid == {"length": len(SIZES)}
+
+
+def test_redis_contains_no_plain_text(open_tier, redis):
+    def has_plain_text() -> bool:
+        names = list(redis.scan_iter())
+        values = [value for name in names for field in redis.hgetall(name).items() for value in field]
+        return any(b"SECRET" in value for value in [*names, *values, *map(redis.dump, names)])
+
+    store(open_tier(cipher("remote", 1)), b"SECRET prompt " * 99_999, label=b"SECRET model")
+    assert redis.dbsize() == 1
+    assert not has_plain_text()
+    store(open_tier(None), b"SECRET prompt " * 99_999, label=b"SECRET model")
+    assert redis.dbsize() == 2
+    assert has_plain_text(), "a control"
+
+
+def test_flipped_bits_are_refused(server, open_tier, redis):
+    """One bit of each byte of a piece, and of each eighth byte of a marker. A unit test flips every bit."""
+    size = 40
+    store(open_tier(cipher("remote", 1)), pattern(size))
+    form, into = EncryptedFormat(cipher("remote", 1)), memoryview(bytearray(size))
+    address = Address.parse(server.unix_url)
+    accepted = []
+    for field, bits in (("0:0", range(7, 8 * (size + 48), 8)), ("0", range(63, 8 * 752, 64))):
+        stored = redis.hget(NAME, field)
+        assert 8 * len(stored) == bits[-1] + 1
+        for bit, damaged in zip(bits, flipped(stored, bits), strict=True):
+            redis.hset(NAME, field, bytes(damaged))
+            connection = Connection(address.endpoints[0], address, 60)
+            with contextlib.closing(connection), contextlib.suppress(InvalidObjectError, KeyAbsentError):
+                objects.load(connection, OBJECT, into, None, form)
+                accepted.append((field, bit))
+        redis.hset(NAME, field, stored)
+    assert not accepted
+    assert load(open_tier(cipher("remote", 1))) == pattern(size)
+
+
+def test_truncated_values_are_refused(open_tier, redis):
+    tier = open_tier(cipher("remote", 1))
+    store(tier, pattern(200))
+    for field in ("0", "0:0"):
+        stored = redis.hget(NAME, field)
+        for damaged in (b"", stored[:4], stored[:32], stored[:-1], stored + b"\0"):
+            redis.hset(NAME, field, damaged)
+            assert load(tier) is None
+        redis.hset(NAME, field, stored)
+    assert load(tier) == pattern(200)
+    assert tier.stats.invalid.total() == 10
+    assert not tier.health.is_open
+
+
+def test_values_of_other_places_are_refused(open_tier, redis):
+    """Exchange pieces and markers between positions, columns, rows, namespaces and domains."""
+    tier, size = open_tier(cipher("remote", 1)), 3 * MAX_PIECE_BYTES
+    namespace_key = b"m" * 32 + KEY[32:]
+    rows = {key: row_name(key).replace("lmc1:", "lmc1:enc:", 1) for key in (KEY, OTHER_KEY, namespace_key)}
+    for key, column in itertools.product(rows, range(2)):
+        store(tier, pattern(size), ObjectId(key, column))
+    other_domain = open_tier(cipher("disk", 1))
+    own = {field: redis.hget(NAME, field) for field in (b"0", b"0:0", b"0:1", b"0:2")}
+    wrong = [(field, redis.hget(name, field)) for name in list(rows.values())[1:] for field in own]
+    wrong += [(field, redis.hget(NAME, b"1" + field[1:])) for field in own]
+    wrong += [(target, own[source]) for target, source in itertools.permutations([b"0:0", b"0:1", b"0:2"], 2)]
+    wrong += [(b"0", own[b"0:0"]), (b"0:0", own[b"0"])]
+    assert load(tier) == pattern(size)
+    for field, value in wrong:
+        redis.hset(NAME, field, value)
+        assert load(tier) is None, field
+        redis.hset(NAME, field, own[field])
+    assert load(tier) == pattern(size)
+    assert load(other_domain) is None
+    assert tier.stats.invalid.total() == len(wrong)
+
+
+def test_rotation_loses_no_hit_until_the_old_key_is_removed(open_tier, redis):
+    """Two pods, which see each change of the keys at different times."""
+    ciphers = [cipher("remote", 1), cipher("remote", 1)]
+    pods = [open_tier(used) for used in ciphers]
+    rows = [KEY[:-1] + bytes([number]) for number in range(6)]
+    for number, key in enumerate(rows[:2]):
+        assert store(pods[number], pattern(3000), ObjectId(key, 0))
+    ciphers[0].use(keys(1, 2))
+    assert store(pods[1], pattern(3000), ObjectId(rows[2], 0))  # still with version 1
+    ciphers[1].use(keys(1, 2))
+    for number in (3, 4, 5):
+        assert store(pods[number % 2], pattern(3000), ObjectId(rows[number], 0))
+    assert [[load(pod, key=key) for key in rows] for pod in pods] == [[pattern(3000)] * 6] * 2
+    assert all(store(pod, pattern(3000), ObjectId(rows[0], 0)) for pod in pods)
+    assert [pod.stats.touched for pod in pods] == [1, 1], (
+        "a row under a readable version is not written again"
+    )
+    for used in ciphers:
+        used.use(keys(2))
+    for pod in pods:
+        assert [load(pod, key=key) for key in rows] == [None] * 3 + [pattern(3000)] * 3
+        assert (pod.stats.key_absent, pod.stats.invalid, pod.health.is_open) == (3, {}, False)
+    assert redis.dbsize() == 6, "rows of a removed version are not deleted"
+
+
+def test_row_of_an_absent_version_is_replaced_by_a_store(open_tier, redis):
+    assert store(open_tier(cipher("remote", 1)), pattern(5000))
+    new = open_tier(cipher("remote", 2))
+    assert store(new, pattern(5000)), "the marker says that no pod with these keys can read the row"
+    assert (new.stats.stored, new.stats.touched) == (1, 0)
+    assert load(new) == pattern(5000)
+    assert store(new, pattern(5000))
+    assert (new.stats.stored, new.stats.touched) == (1, 1)
+    for field, value in redis.hgetall(NAME).items():
+        assert value[:8] == MAGIC + (2).to_bytes(4, "little"), field
+
+
+def test_row_of_a_wrong_key_is_invalid_and_is_replaced(open_tier, redis):
+    assert store(open_tier(cipher("remote", 1)), pattern(5000))
+    tier = open_tier(AesGcm("remote", Keys({1: key_of(9)})))
+    assert load(tier) is None
+    assert tier.stats.invalid == {"authentication": 1}
+    assert redis.dbsize() == 1
+    assert store(tier, pattern(5000))
+    assert load(tier) == pattern(5000)
+
+
+def test_pieces_of_several_writers_and_versions_make_one_column(open_tier, redis):
+    """Two pods store different bytes for one row; a reader gets each piece from one of them, whole."""
+    size = 4 * MAX_PIECE_BYTES
+    first, second = open_tier(cipher("remote", 1)), open_tier(cipher("remote", 1, 2))
+    assert store(first, b"1" * size)
+    by_first = redis.hgetall(NAME)
+    redis.flushall()
+    assert store(second, b"2" * size)
+    redis.hset(NAME, mapping={field: by_first[field] for field in (b"0:1", b"0:3")})
+    mixed = b"".join(digit * MAX_PIECE_BYTES for digit in (b"2", b"1", b"2", b"1"))
+    assert load(second, room=size) == mixed
+    assert load(first, room=size) is None
+    assert first.stats.key_absent == 1
+
+
+def test_two_writers_at_once_leave_readable_rows(open_tier):
+    size = 3 * MAX_PIECE_BYTES + 500
+    rows = [KEY[:-1] + bytes([number]) for number in range(20)]
+    tiers = [open_tier(cipher("remote", 1)), open_tier(cipher("remote", 1, 2))]
+    barrier = threading.Barrier(2)
+
+    def write(tier: RemoteTier, digit: bytes) -> None:
+        for key in rows:
+            barrier.wait(60)
+            store(tier, digit * size, ObjectId(key, 0))
+
+    arguments = zip(tiers, (b"1", b"2"), strict=True)
+    writers = [threading.Thread(target=write, args=pair) for pair in arguments]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    sizes = objects.piece_sizes(size)
+    for key in rows:
+        row = load(tiers[1], key=key, room=size)
+        ends = list(itertools.accumulate(sizes))
+        pieces = [row[end - length : end] for end, length in zip(ends, sizes, strict=True)]
+        assert all(set(piece) in ({ord("1")}, {ord("2")}) for piece in pieces)
+    assert not tiers[1].stats.invalid
+
+
+def test_pods_with_and_without_keys_share_a_redis(server, open_tier, redis):
+    encrypted, plain = open_tier(cipher("remote", 1)), tier_of(server.unix_url)
+    with contextlib.closing(plain):
+        assert store(encrypted, b"e" * 3000)
+        assert plain.probe([KEY], 1) == 0
+        assert plain.find_each([OBJECT], is_use=False) == [False]
+        assert plain.touch([KEY], 1) == {KEY}
+        assert load(plain) is None
+        assert store(plain, b"p" * 3000)
+        assert store(plain, b"p" * 100, ObjectId(OTHER_KEY, 0))
+        assert encrypted.probe([KEY, OTHER_KEY], 1) == 1
+        assert load(encrypted, key=OTHER_KEY) is None
+        assert (load(encrypted), load(plain)) == (b"e" * 3000, b"p" * 3000)
+        assert redis.dbsize() == 3
+        for tier in (encrypted, plain):
+            assert (tier.stats.invalid, tier.stats.failures, tier.health.is_open) == ({}, 0, False)
+
+
+def test_plain_values_under_an_encrypted_name_are_refused(server, open_tier, redis):
+    """Somebody who may write to Redis renames rows of the other format."""
+    encrypted, plain = open_tier(cipher("remote", 1)), tier_of(server.unix_url)
+    with contextlib.closing(plain):
+        assert store(plain, pattern(3000))
+        redis.rename(row_name(KEY), NAME)
+        assert load(encrypted) is None
+        assert store(encrypted, pattern(3000)), "the row is replaced"
+        assert load(encrypted) == pattern(3000)
+        redis.rename(NAME, row_name(KEY))
+        assert load(plain) is None
+        assert redis.dbsize() == 1
+        assert (encrypted.stats.invalid, plain.stats.invalid) == ({"header": 1}, {"header": 1})
+
+
+def test_tier_without_a_key_writes_nothing_until_there_is_one(server, redis):
+    used = AesGcm("remote")
+
+    def present() -> Address:
+        if used.keys is None:
+            raise ConnectionError("add a key")
+        return Address.parse(server.unix_url)
+
+    tier = RemoteTier(Address.parse(server.unix_url), timeout_seconds=60, present=present, cipher=used)
+    with contextlib.closing(tier):
+        with pytest.raises(TierUnavailableError):
+            store(tier, pattern(10))
+        assert "add a key" in tier.health.problem
+        assert redis.dbsize() == 0
+        used.use(keys(1))
+        assert probe(tier)
+        assert store(tier, pattern(10))
+        assert load(tier) == pattern(10)
