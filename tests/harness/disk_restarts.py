@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from lmcache.tiers.disk.tier import DiskTier
+from lmcache.tiers.encryption.pieces import Cipher
 from tests.harness.disk_world import PAGE
 
 
@@ -21,9 +22,9 @@ def restartable_tier(path: Path) -> Iterator[Callable[..., DiskTier]]:
         while running:
             running.pop().close()
 
-    def start(capacity: int = 32 * PAGE) -> DiskTier:
+    def start(capacity: int = 32 * PAGE, cipher: Cipher | None = None) -> DiskTier:
         stop()
-        running.append(DiskTier(path, capacity))
+        running.append(DiskTier(path, capacity, cipher))
         return running[0]
 
     yield start

@@ -13,6 +13,7 @@ import pytest
 
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.disk import files as disk_files
+from lmcache.tiers.disk import formats as disk_formats
 from lmcache.tiers.disk.files import path_of
 from lmcache.tiers.disk.tier import DiskTier
 
@@ -76,7 +77,8 @@ class _Os:
 @contextmanager
 def failing(function: str, error: int) -> Iterator[None]:
     """Let a call to the operating system fail in the disk tier only."""
-    with mock.patch.object(disk_files, "os", _Os(function, error)):
+    broken = _Os(function, error)
+    with mock.patch.object(disk_files, "os", broken), mock.patch.object(disk_formats, "os", broken):
         yield
 
 

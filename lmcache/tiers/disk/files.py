@@ -1,18 +1,18 @@
 """Objects as files in one directory, which one process uses at a time.
 
 The path is ``<namespace>/<first two digits of the key>/<key>.<column>``, in hexadecimal except for the
-column. Paths are computed, so an object is found without an index. A file has one page with the header, then
-the payload, padded with zeros to whole pages. It is written under a name that ends in ``.tmp``, and renamed
-when it is complete.
+column. Paths are computed, so an object is found without an index. ``formats.py`` describes the content of a
+file. It is written under a name that ends in ``.tmp``, and renamed when it is complete.
 
 **O_DIRECT** is used if the volume supports it and the caller's memory is aligned (slots of an arena are). On
 a virtual SSD, it writes objects of 4 and 32 MiB at a steady 2.2-3.5 GB/s, the page cache at 0.4-2.2 GB/s.
 Reads are as fast, except for data in the page cache. Such data would be a second copy of the memory tier's
-data. Other memory goes through the page cache. The files are the same.
+data. Other memory goes through the page cache. The files are the same. Encrypted files always use O_DIRECT.
 
 All paths are relative to the directory's descriptor. When its volume is unmounted, nothing is written below
 the mount point. ``reopen`` switches to a directory that was created again in its place. An invalid file
-raises InvalidObjectError. Errors of the operating system propagate.
+raises InvalidObjectError, and a file whose key version is absent KeyAbsentError. Errors of the operating
+system propagate.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ import threading
 import time
 from collections.abc import Iterator
 
-import numpy as np
-
 from lmcache.common.units import round_up
 from lmcache.tiers.base import Loaded, ObjectId, split_row_key
-from lmcache.tiers.errors import DirectoryInUseError, HeaderError, InvalidObjectError
-from lmcache.tiers.header import HEADER_BYTES, Header, combined, digests, parse
+from lmcache.tiers.disk.formats import EncryptedFormat, Format, PlainFormat
+from lmcache.tiers.encryption.pieces import Cipher
+from lmcache.tiers.errors import DirectoryInUseError, InvalidObjectError
 from lmcache.tiers.pages import PAGE_BYTES, blank_pages
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -53,10 +52,15 @@ def path_of(object_id: ObjectId) -> str:
 
 
 class Directory:
-    """The directory of a disk tier. Thread-safe. Raises DirectoryInUseError if another process uses it."""
+    """The directory of a disk tier. Thread-safe. Raises DirectoryInUseError if another process uses it.
 
-    def __init__(self, path: str) -> None:
+    With a cipher, all files are encrypted.
+    """
+
+    def __init__(self, path: str, cipher: Cipher | None = None) -> None:
         self.path = path
+        self._cipher = cipher
+        self._format: Format = EncryptedFormat(cipher) if cipher else PlainFormat()
         os.makedirs(path, exist_ok=True)
         self._mount_point = _mount_point(path)
         try:
@@ -102,7 +106,11 @@ class Directory:
         os.close(root)
 
     def check(self) -> None:
-        """Write a page, read it and delete it. Raises OSError on failure. A full volume is healthy."""
+        """Write a page, read it and delete it. Raises OSError on failure. A full volume is healthy.
+
+        Raises NoKeyError while the cipher has no key."""
+        if self._cipher is not None:
+            self._cipher.check()
         page = blank_pages(1)
         try:
             self.publish(self.write(_CHECK_ID, page, b""), _CHECK_ID)
@@ -117,8 +125,11 @@ class Directory:
             elif error.errno not in FULL:
                 raise
 
-    def taken_bytes(self, file_bytes: int) -> int:
-        """Return the bytes of the volume that a file takes."""
+    def object_bytes(self, length: int) -> int:
+        """Return the bytes of the volume that the object of a payload takes."""
+        return self._taken_bytes(self._format.num_bytes(length))
+
+    def _taken_bytes(self, file_bytes: int) -> int:
         return round_up(max(1, file_bytes), self._block_bytes)
 
     def contains(self, object_id: ObjectId) -> bool:
@@ -144,25 +155,16 @@ class Directory:
                 raise InvalidObjectError("type") from None
             raise
         try:
-            return _read(fd, object_id, into, length)
+            return self._format.read(fd, object_id, into, length)
         finally:
             os.close(fd)
 
     def write(self, object_id: ObjectId, payload: memoryview, label: bytes, part_digests: bytes = b"") -> str:
         """Write an object under a temporary name, and return that name."""
         temporary = f"{path_of(object_id)}.{threading.get_ident()}.tmp"
-        length = len(payload)
-        checksum = combined(part_digests or digests(payload))
-        header = Header(object_id.row_key, object_id.column, length, checksum, label)
-        whole = length // PAGE_BYTES * PAGE_BYTES
-        pages = blank_pages(2 if length > whole else 1)
-        pages[:HEADER_BYTES] = header.pack()
-        pages[PAGE_BYTES : PAGE_BYTES + length - whole] = payload[whole:]
         fd = self._create(temporary, self._direct_flag(payload))
         try:
-            written = os.pwritev(fd, [pages[:PAGE_BYTES], payload[:whole], pages[PAGE_BYTES:]], 0)
-            if written != len(pages) + whole:
-                raise OSError(errno.ENOSPC, "no space for the whole file")
+            self._format.write(fd, object_id, payload, label, part_digests)
             os.utime(fd, ns=_now())  # a tick of the kernel's clock is longer than a small write
         except BaseException:
             self._delete(temporary)
@@ -214,7 +216,7 @@ class Directory:
                     status = os.stat(file, dir_fd=folder, follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode):
                         object_id = ObjectId(bytes.fromhex(namespace + key), int(column))
-                        yield object_id, self.taken_bytes(status.st_size), status.st_mtime_ns
+                        yield object_id, self._taken_bytes(status.st_size), status.st_mtime_ns
 
     def _create(self, path: str, direct: int) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | direct
@@ -232,37 +234,7 @@ class Directory:
             os.unlink(path, dir_fd=self._root)
 
     def _direct_flag(self, memory: memoryview) -> int:
-        address = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
-        return 0 if address % PAGE_BYTES else self._direct
-
-
-def _read(fd: int, object_id: ObjectId, into: memoryview, expected: int | None) -> Loaded:
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        raise InvalidObjectError("type")
-    stored = status.st_size - PAGE_BYTES
-    whole = max(0, stored - PAGE_BYTES)  # the last page may not fit into ``into``
-    if stored < 0 or stored % PAGE_BYTES or whole > len(into):
-        raise InvalidObjectError("length")
-    pages = blank_pages(1 + bool(stored))
-    if os.preadv(fd, [pages[:PAGE_BYTES], into[:whole], pages[PAGE_BYTES:]], 0) != status.st_size:
-        raise InvalidObjectError("length")
-    try:
-        header = parse(pages[:HEADER_BYTES])
-    except HeaderError:
-        raise InvalidObjectError("header") from None
-    length = header.total_bytes
-    if ObjectId(header.key, header.column) != object_id:
-        raise InvalidObjectError("name")
-    if round_up(length, PAGE_BYTES) != stored or length > len(into):
-        raise InvalidObjectError("length")
-    if expected not in (None, length):
-        raise InvalidObjectError("length")
-    into[whole:length] = pages[PAGE_BYTES : PAGE_BYTES + length - whole]
-    part_digests = digests(into[:length])
-    if combined(part_digests) != header.checksum:
-        raise InvalidObjectError("checksum")
-    return Loaded(length, part_digests)
+        return self._direct if self._format.is_aligned(memory) else 0
 
 
 def _mount_point(path: str) -> str:

@@ -6,6 +6,10 @@ objects. Waiting for the volume to confirm each file would make stores a fifth s
 need. A wrong object is never served: version, name, lengths and checksum are compared. A mismatch is a miss,
 counted by reason, and the file is deleted.
 
+**Encryption.** With a cipher, all files are encrypted, and a plain file is invalid. A file whose key version
+is absent is a miss. It stays until a store replaces it, or the tier evicts it. While there is no key at all,
+the circuit is open.
+
 **Start.** A thread lists all folders, which returns sizes and times without opening a file. It then adds the
 objects to the index, oldest first. Until the index is complete, objects are found by their paths. A store
 waits up to 1 s for the index, because the free capacity is unknown before, and is then refused.
@@ -29,12 +33,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from lmcache.common.recent import Recent
 from lmcache.tiers.base import Loaded, ObjectId, RowKey
 from lmcache.tiers.circuit import Circuit
 from lmcache.tiers.disk.files import FULL, Directory
 from lmcache.tiers.disk.index import Index
-from lmcache.tiers.errors import DiskError, InvalidObjectError
-from lmcache.tiers.pages import PAGE_BYTES
+from lmcache.tiers.encryption.pieces import Cipher
+from lmcache.tiers.errors import DiskError, InvalidObjectError, KeyAbsentError
 from lmcache.tiers.stats import ObjectStats
 
 logger = logging.getLogger(__name__)
@@ -42,6 +47,7 @@ logger = logging.getLogger(__name__)
 _MAX_SHARE = 0.9  # of the volume: other users need space, and nearly full file systems are slow
 _MAX_WAIT_SECONDS = 1.0
 _NUM_NAME_LOCKS = 64
+_MAX_REWRITE = 4096  # objects to remember whose key version is absent
 _SLICE = 256  # objects that are indexed before other threads may run
 
 # A foreign file has the name, or the file would be too large. The volume itself is healthy.
@@ -56,7 +62,9 @@ class DiskTier:
 
     takes_writes = True
 
-    def __init__(self, directory: str | os.PathLike[str], capacity_bytes: int) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], capacity_bytes: int, cipher: Cipher | None = None
+    ) -> None:
         self.address = os.fspath(directory)
         self.stats = ObjectStats()
         self.residence_seconds = math.inf
@@ -70,9 +78,12 @@ class DiskTier:
         self._index: Index | None = None  # None until it is complete
         self._removed: list[ObjectId] = []  # objects removed until then
         self._name_locks = [threading.Lock() for _ in range(_NUM_NAME_LOCKS)]  # serialize changes of one path
-        self._directory = _open(os.path.abspath(directory), capacity_bytes)
+        self._rewrite: Recent[ObjectId, None] = Recent(_MAX_REWRITE)  # stored objects that can't be decrypted
+        self._directory = _open(os.path.abspath(directory), capacity_bytes, cipher)
         self._closing = False
         self._start_scan()
+        if cipher is not None and cipher.problem:
+            self.health.failure(cipher.problem)  # probes close the circuit when there is a key
 
     @property
     def used_bytes(self) -> int:
@@ -184,32 +195,37 @@ class DiskTier:
         return self._directory.contains(object_id)
 
     def _load(self, object_id: ObjectId, into: memoryview, length: int | None) -> Loaded | None:
-        loaded, reason = None, ""
+        loaded, reason, is_key_absent = None, "", False
         if self._contains(object_id):
             try:
                 loaded = self._directory.read(object_id, into, length)
             except InvalidObjectError as invalid:
                 reason = str(invalid)
+            except KeyAbsentError:
+                is_key_absent = True
             except OSError as error:
                 if error.errno == errno.EIO:  # a bad block would open the circuit at every load
                     with contextlib.suppress(OSError):
                         self._remove(object_id)
                 raise
             self.health.success()
-            if loaded is None:  # invalid, or deleted by another program
-                self._remove(object_id)
-            else:
+            if loaded is not None:
                 self._use(object_id)
+            elif not is_key_absent:  # invalid, or deleted by another program
+                self._remove(object_id)
         with self._lock:
             if reason:
                 self.stats.note_invalid(object_id.row_key, reason)
             else:
                 self.stats.hits += loaded is not None
                 self.stats.misses += loaded is None
+                self.stats.key_absent += is_key_absent
+            if is_key_absent:
+                self._rewrite[object_id] = None
         return loaded
 
     def _store(self, object_id: ObjectId, payload: memoryview, label: bytes, digests: bytes) -> bool:
-        if self._contains(object_id) and self._use(object_id):
+        if object_id not in self._rewrite and self._contains(object_id) and self._use(object_id):
             with self._lock:
                 self.stats.touched += 1
             return True
@@ -219,7 +235,7 @@ class DiskTier:
         index = self._index
         if index is None:
             return self._refuse("indexing")
-        num_bytes = self._directory.taken_bytes(PAGE_BYTES + len(payload))
+        num_bytes = self._directory.object_bytes(len(payload))
         slot = self._reserve(index, num_bytes)
         if slot is None:
             return self._refuse("capacity")
@@ -230,6 +246,7 @@ class DiskTier:
                 with self._lock:
                     index.commit(slot, object_id)
                     self.stats.stored += 1
+                    self._rewrite.pop(object_id, None)
         except BaseException as error:
             with self._lock:
                 index.abort(slot)
@@ -253,7 +270,7 @@ class DiskTier:
             if error.errno not in FULL:
                 raise
         # Other users fill the volume: use less than the capacity.
-        limit = index.num_bytes - self._directory.taken_bytes(PAGE_BYTES + len(payload))
+        limit = index.num_bytes - self._directory.object_bytes(len(payload))
         while index.num_bytes > limit and self._evict(index):
             pass
         return self._directory.write(object_id, payload, label, digests)
@@ -338,12 +355,13 @@ class DiskTier:
         self.indexed.set()
 
 
-def _open(path: str, capacity_bytes: int) -> Directory:
+def _open(path: str, capacity_bytes: int, cipher: Cipher | None) -> Directory:
     try:
         with contextlib.ExitStack() as on_error:
-            directory = Directory(path)
+            directory = Directory(path, cipher)
             on_error.callback(directory.close)
-            directory.check()
+            if cipher is None or not cipher.problem:
+                directory.check()
             if capacity_bytes > _MAX_SHARE * directory.volume_bytes:
                 raise DiskError(
                     f"{capacity_bytes} bytes are more than {_MAX_SHARE:.0%} of the volume of {path} "

@@ -1,0 +1,217 @@
+"""The two formats of files: a plain payload with a checksum, and encrypted pieces.
+
+A plain file has one page with the header, then the payload. An encrypted file has one page with the
+encrypted header, then pieces of 4 MiB of the payload, each encrypted. The payload, or each piece, is padded
+with zeros to whole pages. Files of both formats have the same names, so that one index covers both.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import Protocol
+
+import numpy as np
+
+from lmcache.common.units import round_up
+from lmcache.tiers.base import Loaded, ObjectId
+from lmcache.tiers.encryption.pieces import OVERHEAD_BYTES, Cipher, Place, is_encrypted
+from lmcache.tiers.errors import HeaderError, InvalidObjectError, KeyAbsentError
+from lmcache.tiers.header import (
+    HEADER_BYTES,
+    NO_CHECKSUM,
+    PART_BYTES,
+    Buffer,
+    Digests,
+    Header,
+    combined,
+    digests,
+    parse,
+)
+from lmcache.tiers.pages import PAGE_BYTES, blank_pages
+
+PIECE_BYTES = PART_BYTES
+"""Length of the pieces of an encrypted payload; the last one may be shorter."""
+
+_MARKER_BYTES = HEADER_BYTES + OVERHEAD_BYTES
+
+
+class Format(Protocol):
+    """How the file of an object is written and read."""
+
+    def num_bytes(self, length: int) -> int:
+        """Return the length of the file of a payload."""
+
+    def is_aligned(self, payload: memoryview) -> bool:
+        """Say whether all transfers of a payload use page-aligned memory, as O_DIRECT requires."""
+
+    def write(
+        self, fd: int, object_id: ObjectId, payload: memoryview, label: bytes, part_digests: bytes
+    ) -> None:
+        """Write an object into an empty file. Raises OSError."""
+
+    def read(self, fd: int, object_id: ObjectId, into: memoryview, expected: int | None) -> Loaded:
+        """Read and verify an object, of ``expected`` bytes if that is known.
+
+        Raises OSError, InvalidObjectError or KeyAbsentError."""
+
+
+class PlainFormat:
+    """A header with the payload's checksum, then the payload. See ``Format``."""
+
+    def num_bytes(self, length: int) -> int:
+        """See Format."""
+        return PAGE_BYTES + round_up(length, PAGE_BYTES)
+
+    def is_aligned(self, payload: memoryview) -> bool:
+        """See Format."""
+        address: int = np.frombuffer(payload, np.uint8).__array_interface__["data"][0]
+        return address % PAGE_BYTES == 0
+
+    def write(
+        self, fd: int, object_id: ObjectId, payload: memoryview, label: bytes, part_digests: bytes
+    ) -> None:
+        """See Format."""
+        length = len(payload)
+        checksum = combined(part_digests or digests(payload))
+        whole = length // PAGE_BYTES * PAGE_BYTES
+        pages = blank_pages(2 if length > whole else 1)
+        pages[:HEADER_BYTES] = _header(object_id, length, checksum, label)
+        pages[PAGE_BYTES : PAGE_BYTES + length - whole] = payload[whole:]
+        written = os.pwritev(fd, [pages[:PAGE_BYTES], payload[:whole], pages[PAGE_BYTES:]], 0)
+        _check_written(written, len(pages) + whole)
+
+    def read(self, fd: int, object_id: ObjectId, into: memoryview, expected: int | None) -> Loaded:
+        """See Format. Without a key, every encrypted file lacks its key."""
+        file_bytes = _file_bytes(fd)
+        try:
+            return self._read(fd, file_bytes, object_id, into, expected)
+        except InvalidObjectError:
+            page = blank_pages(1)
+            if os.preadv(fd, [page], 0) and is_encrypted(page):
+                raise KeyAbsentError("there is no key") from None
+            raise
+
+    def _read(
+        self, fd: int, file_bytes: int, object_id: ObjectId, into: memoryview, expected: int | None
+    ) -> Loaded:
+        stored = file_bytes - PAGE_BYTES
+        whole = max(0, stored - PAGE_BYTES)  # the last page may not fit into ``into``
+        if stored < 0 or stored % PAGE_BYTES or whole > len(into):
+            raise InvalidObjectError("length")
+        pages = blank_pages(1 + bool(stored))
+        if os.preadv(fd, [pages[:PAGE_BYTES], into[:whole], pages[PAGE_BYTES:]], 0) != file_bytes:
+            raise InvalidObjectError("length")
+        header = _parse(object_id, pages[:HEADER_BYTES])
+        length = header.total_bytes
+        if self.num_bytes(length) != file_bytes or length > len(into) or expected not in (None, length):
+            raise InvalidObjectError("length")
+        into[whole:length] = pages[PAGE_BYTES : PAGE_BYTES + length - whole]
+        part_digests = digests(into[:length])
+        if combined(part_digests) != header.checksum:
+            raise InvalidObjectError("checksum")
+        return Loaded(length, part_digests)
+
+
+class EncryptedFormat:
+    """An encrypted header, then encrypted pieces. See ``Format``.
+
+    The tags of the pieces take the place of the checksum. Transfers use memory of the cipher, which is
+    aligned, so that O_DIRECT does not depend on the caller's memory.
+    """
+
+    def __init__(self, cipher: Cipher) -> None:
+        self._cipher = cipher
+
+    def num_bytes(self, length: int) -> int:
+        """See Format."""
+        num_whole, rest = divmod(length, PIECE_BYTES)
+        return PAGE_BYTES + num_whole * _padded(PIECE_BYTES) + _padded(rest)
+
+    def is_aligned(self, payload: memoryview) -> bool:
+        """See Format."""
+        return True
+
+    def write(
+        self, fd: int, object_id: ObjectId, payload: memoryview, label: bytes, part_digests: bytes
+    ) -> None:
+        """See Format. The first write covers the header's page and the first piece."""
+        total, begin, position = len(payload), PAGE_BYTES, 0
+        buffer = self._cipher.buffer(PAGE_BYTES + _padded(min(total, PIECE_BYTES)))
+        header = _header(object_id, total, NO_CHECKSUM, label)
+        self._cipher.encrypt(Place.of_header(object_id), header, buffer[:_MARKER_BYTES])
+        _clear(buffer[_MARKER_BYTES:PAGE_BYTES])
+        for start in range(0, max(1, total), PIECE_BYTES):
+            piece = payload[start : start + PIECE_BYTES]
+            end = begin + _padded(len(piece))
+            if total:
+                encrypted_end = begin + len(piece) + OVERHEAD_BYTES
+                self._cipher.encrypt(Place(object_id, total, start), piece, buffer[begin:encrypted_end])
+                _clear(buffer[encrypted_end:end])
+            _check_written(os.pwritev(fd, [buffer[:end]], position), end)
+            begin, position = 0, position + end
+
+    def read(self, fd: int, object_id: ObjectId, into: memoryview, expected: int | None) -> Loaded:
+        """See Format. The first read covers the header's page and the first piece."""
+        file_bytes = _file_bytes(fd)
+        if file_bytes < PAGE_BYTES or file_bytes % PAGE_BYTES:
+            raise InvalidObjectError("length")
+        buffer = self._read_some(fd, min(file_bytes, PAGE_BYTES + _padded(PIECE_BYTES)), 0)
+        header_bytes = memoryview(bytearray(HEADER_BYTES))
+        self._cipher.decrypt(Place.of_header(object_id), buffer[:_MARKER_BYTES], header_bytes)
+        total = _parse(object_id, header_bytes).total_bytes
+        if self.num_bytes(total) != file_bytes or total > len(into) or expected not in (None, total):
+            raise InvalidObjectError("length")
+        payload_digests = Digests()
+        encrypted, position = buffer[PAGE_BYTES:], len(buffer)
+        for start in range(0, total, PIECE_BYTES):
+            if start:
+                encrypted = self._read_some(fd, min(file_bytes - position, _padded(PIECE_BYTES)), position)
+                position += len(encrypted)
+            piece = into[start : min(start + PIECE_BYTES, total)]
+            place = Place(object_id, total, start)
+            self._cipher.decrypt(place, encrypted[: len(piece) + OVERHEAD_BYTES], piece)
+            payload_digests.update(piece)
+        return Loaded(total, payload_digests.digests())
+
+    def _read_some(self, fd: int, num_bytes: int, position: int) -> memoryview:
+        buffer = self._cipher.buffer(num_bytes)
+        if os.preadv(fd, [buffer], position) != num_bytes:
+            raise InvalidObjectError("length")
+        return buffer
+
+
+def _padded(length: int) -> int:
+    """Return the bytes of a file that an encrypted piece of ``length`` bytes takes; 0 for no piece."""
+    return round_up(length + OVERHEAD_BYTES, PAGE_BYTES) if length else 0
+
+
+def _clear(memory: memoryview) -> None:
+    memory[:] = bytes(len(memory))  # padding must not contain earlier pieces of this thread
+
+
+def _header(object_id: ObjectId, total_bytes: int, checksum: bytes, label: bytes) -> bytes:
+    return Header(object_id.row_key, object_id.column, total_bytes, checksum, label).pack()
+
+
+def _parse(object_id: ObjectId, raw: Buffer) -> Header:
+    try:
+        header = parse(raw)
+    except HeaderError:
+        raise InvalidObjectError("header") from None
+    if ObjectId(header.key, header.column) != object_id:
+        raise InvalidObjectError("name")
+    return header
+
+
+def _file_bytes(fd: int) -> int:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise InvalidObjectError("type")
+    return status.st_size
+
+
+def _check_written(written: int, expected: int) -> None:
+    if written != expected:
+        raise OSError(errno.ENOSPC, "no space for the whole file")

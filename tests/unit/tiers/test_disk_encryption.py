@@ -1,0 +1,270 @@
+"""A disk tier whose files are encrypted: damage, rotation, restarts, and files of the other format."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from lmcache.tiers.base import ObjectId
+from lmcache.tiers.disk.files import Directory
+from lmcache.tiers.disk.formats import PIECE_BYTES, EncryptedFormat, PlainFormat
+from lmcache.tiers.disk.tier import DiskTier
+from lmcache.tiers.encryption.aes import AesGcm
+from lmcache.tiers.encryption.keys import Keys
+from lmcache.tiers.encryption.pieces import OVERHEAD_BYTES
+from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError, TierUnavailableError
+from lmcache.tiers.header import HEADER_BYTES, digests
+from testing.child_process import wait_until
+from tests.harness.disk_restarts import address_of, restartable_tier
+from tests.harness.disk_world import MIB, PAGE, content, file_of, key_of, load, store, taken_bytes
+from tests.harness.encryption import cipher, flipped, keys
+from tests.harness.encryption import key_of as encryption_key_of
+
+SIZES = (0, 1, PAGE, PAGE + 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES + PAGE)
+MARKER_BYTES = HEADER_BYTES + OVERHEAD_BYTES
+REFUSALS = (InvalidObjectError, KeyAbsentError)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "tier"
+
+
+@pytest.fixture
+def restart(path):
+    with restartable_tier(path) as start:
+        yield start
+
+
+class File:
+    """An encrypted file in memory, which tests damage."""
+
+    def __init__(self, number: int = 1, size: int = 100, column: int = 0, by: AesGcm | None = None) -> None:
+        self.fd = os.memfd_create("object")
+        self.object_id, self.size = ObjectId(key_of(number), column), size
+        payload = memoryview(content(number, size))
+        EncryptedFormat(by or cipher("disk", 1)).write(self.fd, self.object_id, payload, b"label", b"")
+        self.content = os.pread(self.fd, 1 << 30, 0)
+
+    def is_accepted(self, damaged: bytes, object_id: ObjectId | None = None) -> bool:
+        os.ftruncate(self.fd, 0)
+        os.pwrite(self.fd, damaged, 0)
+        into = memoryview(bytearray(self.size + PAGE))
+        try:
+            EncryptedFormat(cipher("disk", 1)).read(self.fd, object_id or self.object_id, into, self.size)
+        except REFUSALS:
+            return False
+        return True
+
+
+@pytest.fixture
+def files():
+    opened: list[File] = []
+
+    def make(*arguments, **options) -> File:
+        opened.append(File(*arguments, **options))
+        return opened[-1]
+
+    yield make
+    for file in opened:
+        os.close(file.fd)
+
+
+class TestFormat:
+    def test_every_flipped_bit_is_refused(self, files):
+        file = files()
+        end = PAGE + file.size + OVERHEAD_BYTES
+        assert file.is_accepted(file.content)
+        bits = [*range(8 * MARKER_BYTES), *range(8 * PAGE, 8 * end)]
+        accepted = [n for n, damaged in enumerate(flipped(file.content, bits)) if file.is_accepted(damaged)]
+        assert not accepted
+        padding = file.content[MARKER_BYTES:PAGE] + file.content[end:]
+        assert padding == bytes(len(padding)), "the rest of the file is empty"
+
+    def test_truncated_and_extended_files_are_refused(self, files):
+        file = files(size=2 * PAGE)
+        for length in (0, 1, MARKER_BYTES, PAGE, 2 * PAGE, len(file.content) - PAGE, len(file.content) - 1):
+            assert not file.is_accepted(file.content[:length])
+        assert not file.is_accepted(file.content + bytes(1))
+        assert not file.is_accepted(file.content + bytes(PAGE))
+
+    def test_pieces_in_another_order_are_refused(self, files):
+        file = files(size=2 * PIECE_BYTES)
+        head, first = file.content[:PAGE], file.content[PAGE : PAGE + (len(file.content) - PAGE) // 2]
+        second = file.content[PAGE + len(first) :]
+        assert file.is_accepted(head + first + second)
+        for damaged in (head + second + first, head + first + first, head + second + second):
+            assert not file.is_accepted(damaged)
+
+    def test_pieces_and_headers_of_other_objects_are_refused(self, files):
+        file = files(1)
+        namespace = ObjectId(b"\1" * 32 + key_of(1)[32:], 0)
+        other_files = [files(2), files(1, column=1), files(1, size=101), files(1, by=cipher("remote", 1))]
+        for other in other_files:
+            assert not file.is_accepted(other.content)
+            assert not file.is_accepted(file.content[:PAGE] + other.content[PAGE:])
+            assert not file.is_accepted(other.content[:PAGE] + file.content[PAGE:])
+        for object_id in (namespace, ObjectId(key_of(2), 0), ObjectId(key_of(1), 1)):
+            assert not file.is_accepted(file.content, object_id)
+
+    def test_plain_file_is_refused(self, files):
+        file = files()
+        fd = os.memfd_create("plain")
+        try:
+            PlainFormat().write(fd, file.object_id, memoryview(content(1, file.size)), b"", b"")
+            plain = os.pread(fd, 1 << 20, 0)
+        finally:
+            os.close(fd)
+        assert not file.is_accepted(plain)
+        with pytest.raises(KeyAbsentError):
+            PlainFormat().read(files().fd, file.object_id, memoryview(bytearray(PAGE)), None)
+
+
+class TestTier:
+    @pytest.mark.parametrize("is_aligned", [False, True])
+    def test_payloads_of_any_length_are_read_as_written(self, path, restart, is_aligned):
+        tier = restart(64 * MIB, cipher("disk", 1))
+        memory = memoryview(bytearray(max(SIZES) + 2 * PAGE))
+        into = memory[-address_of(memory) % PAGE + (not is_aligned) :]
+        for number, size in enumerate(SIZES, 1):
+            payload = content(number, size)[:size]
+            object_id = ObjectId(key_of(number), 0)
+            assert tier.store(object_id, memoryview(payload), b"label")
+            loaded = tier.load(object_id, into, size)
+            assert (loaded.length, loaded.digests) == (size, digests(payload))
+            assert into[:size] == payload
+            assert tier.load(object_id, into, size + 1) is None, "another length is expected"
+            assert tier.store(object_id, memoryview(payload), b"label")
+        assert tier.indexed.wait(60)
+        assert tier.used_bytes == taken_bytes(path)
+
+    def test_files_contain_no_plain_text(self, path, restart):
+        tier = restart(MIB, cipher("disk", 1))
+        assert tier.store(ObjectId(key_of(1), 0), memoryview(b"SECRET prompt " * 999), b"SECRET model")
+        assert b"SECRET" not in file_of(path, 1).read_bytes()
+        tier = restart(MIB)
+        assert tier.store(ObjectId(key_of(2), 0), memoryview(b"SECRET prompt " * 999), b"SECRET model")
+        assert file_of(path, 2).read_bytes().count(b"SECRET") == 1000, "a control"
+
+    def test_rows_survive_a_restart_with_the_same_key(self, path, restart):
+        tier = restart(MIB, cipher("disk", 1))
+        for number in range(1, 9):
+            assert store(tier, number)
+        tier = restart(MIB, cipher("disk", 1))
+        assert tier.indexed.wait(60)
+        assert tier.used_bytes == taken_bytes(path) == 8 * 3 * PAGE
+        assert [load(tier, number) == content(number, PAGE) for number in range(1, 9)] == [True] * 8
+        assert tier.stats.hits == 8
+
+    def test_rotation_loses_no_hit_until_the_old_key_is_removed(self, path, restart):
+        used = cipher("disk", 1)
+        tier = restart(MIB, used)
+        assert store(tier, 1)
+        used.use(keys(1, 2))
+        assert store(tier, 2)
+        assert load(tier, 1) == content(1, PAGE)
+        assert load(tier, 2) == content(2, PAGE)
+        used.use(keys(2))
+        assert load(tier, 1) is None
+        assert load(tier, 2) == content(2, PAGE)
+        assert file_of(path, 1).exists()
+        assert (tier.stats.key_absent, tier.stats.misses, tier.stats.invalid) == (1, 1, {})
+        assert store(tier, 1), "a row that can't be read is replaced"
+        assert load(tier, 1) == content(1, PAGE)
+        assert (tier.stats.stored, tier.stats.touched) == (3, 0)
+        assert tier.used_bytes == taken_bytes(path) == 2 * 3 * PAGE
+
+    def test_file_stays_while_its_key_is_absent(self, path, restart):
+        tier = restart(MIB, cipher("disk", 1))
+        assert store(tier, 1)
+        tier = restart(MIB, cipher("disk", 2))
+        assert load(tier, 1) is None
+        assert not tier.health.is_open
+        tier = restart(MIB, cipher("disk", 1))
+        assert load(tier, 1) == content(1, PAGE)
+
+    def test_file_of_a_wrong_key_is_invalid(self, path, restart):
+        tier = restart(MIB, cipher("disk", 1))
+        assert store(tier, 1)
+        tier = restart(MIB, AesGcm("disk", Keys({1: encryption_key_of(9)})))
+        assert load(tier, 1) is None
+        assert tier.stats.invalid == {"authentication": 1}
+        assert not file_of(path, 1).exists()
+
+    def test_damaged_file_is_a_miss_and_is_deleted(self, path, restart):
+        tier = restart(MIB, cipher("disk", 1))
+        assert store(tier, 1)
+        damaged = bytearray(file_of(path, 1).read_bytes())
+        damaged[PAGE + 99] ^= 1
+        file_of(path, 1).write_bytes(damaged)
+        assert load(tier, 1) is None
+        assert tier.stats.invalid == {"authentication": 1}
+        assert not file_of(path, 1).exists()
+
+    def test_tier_without_keys_misses_encrypted_files_and_leaves_them(self, path, restart):
+        tier = restart(MIB, cipher("disk", 1))
+        for number, size in ((1, PAGE), (2, 3 * PAGE), (3, 100)):
+            assert store(tier, number, size)
+        tier = restart(MIB)
+        assert [load(tier, number) for number in (1, 2, 3)] == [None] * 3
+        assert load(tier, 2, room=PAGE) is None
+        assert all(file_of(path, number).exists() for number in (1, 2, 3))
+        assert (tier.stats.key_absent, tier.stats.invalid, tier.health.is_open) == (4, {}, False)
+        assert store(tier, 1)
+        assert load(tier, 1) == content(1, PAGE)
+        tier = restart(MIB, cipher("disk", 1))
+        assert load(tier, 2) == content(2, 3 * PAGE)
+
+    def test_tier_with_keys_deletes_plain_files(self, path, restart):
+        tier = restart(MIB)
+        assert store(tier, 1)
+        tier = restart(MIB, cipher("disk", 1))
+        assert load(tier, 1) is None
+        assert tier.stats.invalid == {"not encrypted": 1}
+        assert not file_of(path, 1).exists()
+        assert store(tier, 1)
+        assert load(tier, 1) == content(1, PAGE)
+
+    def test_tier_without_a_key_writes_nothing_until_there_is_one(self, path):
+        used = AesGcm("disk")
+        used.problem = "add a key"
+        tier = DiskTier(path, MIB, used)
+        try:
+            assert (tier.health.is_open, tier.health.problem) == (True, "add a key")
+            with pytest.raises(TierUnavailableError):
+                store(tier, 1)
+            tier.health.probe()
+            assert tier.health.is_open
+            assert not [file for file in path.rglob("*") if file.is_file()]
+            used.use(keys(1))
+            wait_until(lambda: not tier.health.is_open)
+            assert store(tier, 1)
+            assert load(tier, 1) == content(1, PAGE)
+        finally:
+            tier.close()
+
+    def test_full_volume_refuses_encrypted_rows(self, volume):
+        tier = DiskTier(volume / "tier", MIB // 2, cipher("disk", 1))
+        try:
+            for number in range(1, 60):
+                assert store(tier, number, 10 * PAGE)
+                assert load(tier, number) == content(number, 10 * PAGE)
+            assert tier.stats.evicted > 0
+            assert tier.used_bytes <= MIB // 2
+        finally:
+            tier.close()
+
+    def test_padding_has_no_bytes_of_earlier_pieces(self, path):
+        """A thread encrypts all its pieces in one buffer, and a shorter piece follows a longer one."""
+        directory = Directory(str(path), cipher("disk", 1))
+        try:
+            for number, size in ((1, 3 * PAGE), (2, 10)):
+                object_id = ObjectId(key_of(number), 0)
+                payload = memoryview(b"x" * size)
+                directory.publish(directory.write(object_id, payload, b""), object_id)
+            assert file_of(path, 2).read_bytes()[PAGE + 10 + OVERHEAD_BYTES :] == bytes(
+                PAGE - 10 - OVERHEAD_BYTES
+            )
+        finally:
+            directory.close()
