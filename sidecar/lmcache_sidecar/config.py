@@ -79,6 +79,10 @@ class Config:
         "directory of the disk tier, for this sidecar alone; empty: no disk tier")
     disk_size: int = _option("SIZE", "10Gi", parse_size,
         "size of the disk tier, at most nine tenths of its volume")
+    disk_encryption_keys_dir: str = _option("DIR", "", str,
+        "directory with the keys that encrypt rows on disk, a file for each version: its name is a number and"
+        " its content has 64 hexadecimal digits; the highest version encrypts; the sidecar follows changes;"
+        " empty: no encryption")
     admit: str = _option("POLICY", "All", options.one_of("All", "OnReuse"),
         "chunks to write to the disk and remote tiers: All, or OnReuse, those that were hit once in memory")
     remote_url: Address | None = _option("URL", "", _read_address,  # noqa: RUF009
@@ -94,6 +98,9 @@ class Config:
         "file with the user name for the remote tier; empty: the default user")
     remote_password_file: str = _option("FILE", "", str,
         "file with the password for the remote tier; empty: no password")
+    remote_encryption_keys_dir: str = _option("DIR", "", str,
+        "directory with the keys that encrypt rows in the remote tier, as for the disk tier; all pods that"
+        " share rows need the same keys; empty: no encryption")
     peers_file: str = _option("FILE", "", str,
         "file with the pods whose memory tiers this sidecar reads, key peers: a list of host:port;"
         " the sidecar follows its changes; empty: no peers")
@@ -237,6 +244,10 @@ def read(arguments: Mapping[str, str | None], environ: Mapping[str, str]) -> Rea
         mistakes.append("--remote-username-file and --remote-password-file need --remote-url")
     if config.remote_shards_file and not (config.remote_url and config.remote_url.kind is Kind.SHARDS):
         mistakes.append("--remote-shards-file needs --remote-url with redis:// or rediss://")
+    if config.disk_encryption_keys_dir and not config.disk_path:
+        mistakes.append("--disk-encryption-keys-dir needs --disk-path")
+    if config.remote_encryption_keys_dir and not config.remote_url:
+        mistakes.append("--remote-encryption-keys-dir needs --remote-url")
     if config.memory_capacity < config.memory_size:
         mistakes.append("--memory-max-size must not be less than --memory-size")
     warnings = (*options.unknown_keys(path, in_file, readers), *suspect_variables(environ))

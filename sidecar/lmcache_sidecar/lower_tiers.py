@@ -6,10 +6,11 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from lmcache.tiers.base import LowerTier
 from lmcache.tiers.disk.tier import DiskTier
-from lmcache.tiers.errors import TierError
+from lmcache.tiers.errors import NoKeyError, TierError
 from lmcache.tiers.peers.tier import PeersTier
 from lmcache.tiers.remote.address import DEFAULT_PREFIX, Address
 from lmcache.tiers.remote.tier import RemoteTier
@@ -19,6 +20,9 @@ from lmcache_sidecar.peer_rows import TIER_NAME
 from lmcache_sidecar.peers import PeersFile, passwords_of
 from lmcache_sidecar.shards import ShardsFile
 from lmcache_sidecar.watched_files import FollowedFile
+
+if TYPE_CHECKING:
+    from lmcache_sidecar.encryption_keys import KeysDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +38,8 @@ class TierHandle:
     off_reason: str = ""
     servers_file: FollowedFile | None = None
     """File with the list of the tier's servers, to follow; None: the configuration names them."""
+    keys: KeysDirectory | None = None
+    """Encryption keys of the tier, to follow; None: its rows are not encrypted."""
     traffic: TieredStats = field(default_factory=TieredStats)
     """Traffic between this tier and memory; not reset when the arena gets another format."""
 
@@ -57,22 +63,31 @@ def _open_remote(config: Config) -> TierHandle | None:
     if address is None:
         return None
 
+    keys = _open_keys(config.remote_encryption_keys_dir, "--remote-encryption-keys-dir", "remote")
+    cipher = keys.cipher if keys is not None else None
+
     def current_address() -> Address:
-        """Read the credentials for each new connection: mounted secrets rotate while the sidecar runs."""
+        """Read the credentials for each new connection: mounted secrets rotate while the sidecar runs.
+
+        Without an encryption key there is no connection, so no row is written."""
         try:
+            if cipher is not None:
+                cipher.check()
             return config.with_credentials(address)
-        except ConfigError as error:
+        except (ConfigError, NoKeyError) as error:
             raise ConnectionError(str(error)) from error
 
     # A wrong path fails the start. In a pod, the secret may not exist yet, or be newer than the pod.
     # The other tiers work without it.
     if not config.stay_up:
         config.with_credentials(address)
-    remote = RemoteTier(address, timeout_seconds=config.remote_timeout_seconds, present=current_address)
+    remote = RemoteTier(
+        address, timeout_seconds=config.remote_timeout_seconds, present=current_address, cipher=cipher
+    )
     shards = ShardsFile(config.remote_shards_file, remote) if config.remote_shards_file else None
     if shards is not None:
         shards.follow()  # so that the first request asks the right shards
-    return TierHandle(str(address), remote, servers_file=shards)
+    return TierHandle(str(address), remote, servers_file=shards, keys=keys)
 
 
 def _open_peers(config: Config) -> TierHandle | None:
@@ -95,11 +110,29 @@ def _open_disk(config: Config) -> TierHandle | None:
     """Open the disk tier. If that fails, the sidecar works without it."""
     if not config.disk_path:
         return None
+    keys = _open_keys(config.disk_encryption_keys_dir, "--disk-encryption-keys-dir", "disk")
+    cipher = keys.cipher if keys is not None else None
     try:
-        return TierHandle(config.disk_path, DiskTier(config.disk_path, config.disk_size))
+        disk = DiskTier(config.disk_path, config.disk_size, cipher)
+        return TierHandle(config.disk_path, disk, keys=keys)
     except TierError as error:
         logger.error("The disk tier is off: --disk-path: %s", error)
-        return TierHandle(config.disk_path, None, str(error))
+        return TierHandle(config.disk_path, None, str(error), keys=keys)
+
+
+def _open_keys(path: str, option: str, tier: str) -> KeysDirectory | None:
+    """Read the encryption keys of a tier, if it has any.
+
+    Without a readable key, the tier stays off until there is one. The log and ``/stats`` give the reason.
+    """
+    if not path:
+        return None
+    # Importing cryptography takes time that a sidecar without encryption need not spend.
+    from lmcache_sidecar.encryption_keys import KeysDirectory
+
+    keys = KeysDirectory(path, option, tier)
+    keys.follow()
+    return keys
 
 
 TIERS: dict[str, Callable[[Config], TierHandle | None]] = {

@@ -56,9 +56,9 @@ class PeersFile(FollowedFile):
             raise ConfigError(f"--peer-name: {error}") from error
         self._tier = tier
 
-    def use(self, text: str) -> None:
+    def use(self, content: str) -> None:
         """Give the list to the tier. Raises ValueError, naming file and key."""
-        keys = read_yaml(self.path, text)
+        keys = read_yaml(self.path, content)
         warn_of_unknown(self.path, keys, ("peers",))
         peers = endpoints_of(self.path, keys, "peers", _MAX_PEERS)
         self._tier.set_peers([peer for peer in peers if peer not in self._excluded])

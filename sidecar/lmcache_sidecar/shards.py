@@ -38,9 +38,9 @@ class ShardsFile(FollowedFile):
         super().__init__(path)
         self._tier = tier
 
-    def use(self, text: str) -> None:
+    def use(self, content: str) -> None:
         """Give the list to the remote tier. Raises ValueError, naming file and key."""
-        self._tier.set_shards(read_shards(self.path, text))
+        self._tier.set_shards(read_shards(self.path, content))
 
     @property
     def used(self) -> tuple[str, str]:

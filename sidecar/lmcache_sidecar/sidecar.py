@@ -108,6 +108,8 @@ class Sidecar:
         for handle in self._handles.values():
             if handle.servers_file is not None:
                 self._tasks.spawn(_repeat(_FOLLOW_SECONDS, handle.servers_file.follow))
+            if handle.keys is not None:
+                self._tasks.spawn(_repeat(_FOLLOW_SECONDS, handle.keys.follow))
             if handle.tier is not None:
                 self._tasks.spawn(_repeat(_CHECK_SECONDS, handle.tier.check))
 

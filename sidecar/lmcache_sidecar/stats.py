@@ -352,12 +352,16 @@ def tier_part(name: str, handle: TierHandle, worker: TierWorker | None) -> Part:
             figures |= read([RESIDENCE], handle.tier)
     health = handle.tier.health if handle.tier is not None else None
     reason = health.problem if health is not None and health.is_open else handle.off_reason
+    if handle.keys is not None and (problem := handle.keys.cipher.problem):
+        reason = problem  # the tier is off without a key
     address = str(handle.tier.address) if handle.tier else handle.address
     facts: dict[str, Any] = {"address": address, "off_reason": reason}
     if isinstance(handle.tier, RemoteTier | PeersTier):
         facts["servers"] = handle.tier.servers()
     if handle.servers_file is not None:
         facts["shards_problem"] = handle.servers_file.problem
+    if handle.keys is not None:
+        facts |= handle.keys.facts
     return Part(name, facts, figures, "lmcache_tier", {"tier": name})
 
 

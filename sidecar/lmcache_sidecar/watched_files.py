@@ -1,4 +1,4 @@
-"""Files that the sidecar re-reads while it runs. In a pod, the kubelet updates them.
+"""Files and directories that the sidecar re-reads while it runs. In a pod, the kubelet updates them.
 
 If a file is missing or invalid, the sidecar keeps the last valid content. The log and ``/stats`` give the
 reason.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
 
 from lmcache.common.units import format_size, parse_size
 from lmcache_sidecar.config import ConfigError, read_text
@@ -15,39 +16,54 @@ from lmcache_sidecar.config import ConfigError, read_text
 logger = logging.getLogger(__name__)
 
 
-class FollowedFile(ABC):
-    """A file that is re-read by ``follow``. One thread at a time may use it."""
+Content = TypeVar("Content")
+
+
+class Followed(ABC, Generic[Content]):
+    """A path that is re-read by ``follow``. One thread at a time may use it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.problem = ""
-        """Reason why the file's present content is not in use; empty if it is in use."""
-        self._last_text: str | None = None  # content at the last ``follow``; None: it was not readable
+        """Reason why the present content is not in use; empty if it is in use."""
+        self._last: Content | None = None  # content at the last ``follow``; None: it was not readable
 
     def follow(self) -> None:
-        """Read the file, and use its content if it changed."""
-        text, problem = None, ""
+        """Read the content, and use it if it changed."""
+        content, problem = None, ""
         try:
-            text = read_text(self.path)
-            if text == self._last_text:
+            content = self.read()
+            if content == self._last:
                 return
-            self.use(text)
+            self.use(content)
             logger.info("%s is %s", self.used[0], self.used[1])
         except (ConfigError, ValueError) as error:
             problem = str(error)
-        self._last_text = text
+        self._last = content
         if problem and problem != self.problem:
             logger.error("%s is still %s: %s", *self.used, problem)
         self.problem = problem
 
     @abstractmethod
-    def use(self, text: str) -> None:
-        """Use this text from now on. Raises ValueError that names the file, and then changes nothing."""
+    def read(self) -> Content:
+        """Return the present content. Raises ConfigError that names the file if it can't be read."""
+
+    @abstractmethod
+    def use(self, content: Content) -> None:
+        """Use this content from now on. Raises ValueError that names the file, and then changes nothing."""
 
     @property
     @abstractmethod
     def used(self) -> tuple[str, str]:
-        """Subject of the file, and the value in use, as text for the log."""
+        """Subject of the content, and the value in use, as text for the log."""
+
+
+class FollowedFile(Followed[str]):
+    """A file with a text."""
+
+    def read(self) -> str:
+        """Return the text."""
+        return read_text(self.path)
 
 
 class SizeFile(FollowedFile):
@@ -64,17 +80,18 @@ class SizeFile(FollowedFile):
         if self.path:
             super().follow()
 
-    def use(self, text: str) -> None:
+    def use(self, content: str) -> None:
         """Use a new size. An empty text changes nothing: the pod may lack the annotation."""
-        if not text.strip():
+        text = content.strip()
+        if not text:
             return
         try:
-            num_bytes = parse_size(text.strip())
+            num_bytes = parse_size(text)
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from None
         if num_bytes > self._max_bytes:
             raise ValueError(
-                f"{self.path}: {text.strip()} is more than {format_size(self._max_bytes)}, the largest size"
+                f"{self.path}: {text} is more than {format_size(self._max_bytes)}, the largest size"
                 " of this process: increase --memory-max-size and the arena's volume, then restart it"
             )
         self.num_bytes = num_bytes

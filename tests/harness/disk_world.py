@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 
 from lmcache.tiers.base import ObjectId
+from lmcache.tiers.disk import file_formats as disk_formats
 from lmcache.tiers.disk import files as disk_files
-from lmcache.tiers.disk import formats as disk_formats
 from lmcache.tiers.disk.files import path_of
 from lmcache.tiers.disk.tier import DiskTier
 

@@ -16,10 +16,10 @@ from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError, TierUnavail
 from lmcache.tiers.header import digests
 from lmcache.tiers.remote import objects
 from lmcache.tiers.remote.address import Address
-from lmcache.tiers.remote.formats import EncryptedFormat
 from lmcache.tiers.remote.objects import MAX_PIECE_BYTES
 from lmcache.tiers.remote.resp import Connection
 from lmcache.tiers.remote.tier import RemoteTier
+from lmcache.tiers.remote.value_formats import EncryptedValues
 from testing.processes import RedisProcess
 from tests.harness.encryption import cipher, flipped, key_of, keys
 from tests.harness.remote_objects import KEY, load, pattern, probe, row_name, tier_of
@@ -99,7 +99,7 @@ def test_flipped_bits_are_refused(server, open_tier, redis):
     """One bit of each byte of a piece, and of each eighth byte of a marker. A unit test flips every bit."""
     size = 40
     store(open_tier(cipher("remote", 1)), pattern(size))
-    form, into = EncryptedFormat(cipher("remote", 1)), memoryview(bytearray(size))
+    form, into = EncryptedValues(cipher("remote", 1)), memoryview(bytearray(size))
     address = Address.parse(server.unix_url)
     accepted = []
     for field, bits in (("0:0", range(7, 8 * (size + 48), 8)), ("0", range(63, 8 * 752, 64))):

@@ -1,8 +1,8 @@
 """Objects as files in one directory, which one process uses at a time.
 
 The path is ``<namespace>/<first two digits of the key>/<key>.<column>``, in hexadecimal except for the
-column. Paths are computed, so an object is found without an index. ``formats.py`` describes the content of a
-file. It is written under a name that ends in ``.tmp``, and renamed when it is complete.
+column. Paths are computed, so an object is found without an index. ``file_formats.py`` describes the content
+of a file. It is written under a name that ends in ``.tmp``, and renamed when it is complete.
 
 **O_DIRECT** is used if the volume supports it and the caller's memory is aligned (slots of an arena are). On
 a virtual SSD, it writes objects of 4 and 32 MiB at a steady 2.2-3.5 GB/s, the page cache at 0.4-2.2 GB/s.
@@ -29,7 +29,7 @@ from collections.abc import Iterator
 
 from lmcache.common.units import round_up
 from lmcache.tiers.base import Loaded, ObjectId, split_row_key
-from lmcache.tiers.disk.formats import EncryptedFormat, Format, PlainFormat
+from lmcache.tiers.disk.file_formats import EncryptedFiles, FileFormat, PlainFiles
 from lmcache.tiers.encryption.pieces import Cipher
 from lmcache.tiers.errors import DirectoryInUseError, InvalidObjectError
 from lmcache.tiers.pages import PAGE_BYTES, blank_pages
@@ -60,7 +60,7 @@ class Directory:
     def __init__(self, path: str, cipher: Cipher | None = None) -> None:
         self.path = path
         self._cipher = cipher
-        self._format: Format = EncryptedFormat(cipher) if cipher else PlainFormat()
+        self._format: FileFormat = EncryptedFiles(cipher) if cipher else PlainFiles()
         os.makedirs(path, exist_ok=True)
         self._mount_point = _mount_point(path)
         try:

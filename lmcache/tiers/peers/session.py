@@ -17,8 +17,8 @@ from lmcache.tiers.header import Buffer, Header
 from lmcache.tiers.peers.limits import Turn
 from lmcache.tiers.peers.requests import BadRequestError, Command, Requests
 from lmcache.tiers.remote import objects
-from lmcache.tiers.remote.formats import seal_of
 from lmcache.tiers.remote.stream import TlsStream
+from lmcache.tiers.remote.value_formats import seal_of
 
 if TYPE_CHECKING:
     from lmcache.tiers.peers.server import PeerServer

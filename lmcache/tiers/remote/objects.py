@@ -5,7 +5,7 @@ of a row together. Column ``<c>`` has these fields:
 
 - ``<c>:<n>``: piece n of the payload, and a seal. The seal is a checksum of the piece and of its place: row,
   column, length of the payload, position. ``piece_sizes`` gives the lengths; it is part of the format.
-  An encrypted piece has a key version, a salt and a tag in place of the seal (``formats.py``).
+  An encrypted piece has a key version, a salt and a tag in place of the seal (``value_formats.py``).
 - ``<c>``: the marker, a ``Header`` with the length of the payload. The writer sends the marker with the last
   piece, after the server has acknowledged all other pieces. A column with a marker is complete.
 
@@ -25,8 +25,8 @@ from lmcache.tiers.base import Loaded, ObjectId, RowKey, split_row_key
 from lmcache.tiers.encryption.pieces import Place
 from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError, ServerError
 from lmcache.tiers.header import NO_CHECKSUM, Digests, Header
-from lmcache.tiers.remote.formats import PLAIN, Format
 from lmcache.tiers.remote.resp import Connection, Reply
+from lmcache.tiers.remote.value_formats import PLAIN, ValueFormat
 
 _OVERHEAD_BYTES = 64
 """Bytes that a piece leaves free in its block: 16 for the seal or 48 for encryption, 10 for Redis' string
@@ -103,7 +103,7 @@ def load(
     object_id: ObjectId,
     into: memoryview,
     length: int | None = None,
-    form: Format = PLAIN,
+    form: ValueFormat = PLAIN,
 ) -> Loaded | None:
     """Read a column's payload into ``into``; None when the column is not there.
 
@@ -142,7 +142,7 @@ def store(
     *,
     earlier: Sequence[ObjectId] = (),
     is_rewrite: bool = False,
-    form: Format = PLAIN,
+    form: ValueFormat = PLAIN,
 ) -> bool:
     """Write a column. Returns False if it is there already; the check marks the row as used.
 
@@ -179,7 +179,7 @@ def store(
     return True
 
 
-def _is_present(connection: Connection, name: str, object_id: ObjectId, form: Format) -> bool:
+def _is_present(connection: Connection, name: str, object_id: ObjectId, form: ValueFormat) -> bool:
     try:
         if form is PLAIN:
             return connection.call("HEXISTS", name, marker_field(object_id)) == 1
@@ -192,7 +192,7 @@ def _is_present(connection: Connection, name: str, object_id: ObjectId, form: Fo
     return False
 
 
-def _is_readable(form: Format, object_id: ObjectId, marker: bytes) -> bool:
+def _is_readable(form: ValueFormat, object_id: ObjectId, marker: bytes) -> bool:
     try:
         form.parse_marker(object_id, marker)
     except (InvalidObjectError, KeyAbsentError):
@@ -211,7 +211,7 @@ def _piece_fields(object_id: ObjectId) -> Iterator[str]:
     return (f"{object_id.column}:{number}" for number in itertools.count())
 
 
-def _read_marker(connection: Connection, object_id: ObjectId, form: Format) -> Header | None:
+def _read_marker(connection: Connection, object_id: ObjectId, form: ValueFormat) -> Header | None:
     """Read the marker, the first of two elements; the second one is the first piece. None: no marker."""
     try:
         connection.read_array_length(2)

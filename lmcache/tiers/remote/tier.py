@@ -34,11 +34,11 @@ from lmcache.tiers.probing import num_leading
 from lmcache.tiers.remote import objects
 from lmcache.tiers.remote.address import Address, Endpoint, Kind, Tls
 from lmcache.tiers.remote.cluster import RedisCluster
-from lmcache.tiers.remote.formats import PLAIN, EncryptedFormat
 from lmcache.tiers.remote.resp import Connection, Reply
 from lmcache.tiers.remote.server import RedisServer
 from lmcache.tiers.remote.topology import SentinelMaster, ShardList, Shards, Topology
 from lmcache.tiers.remote.usage import QUESTIONS, Usage
+from lmcache.tiers.remote.value_formats import PLAIN, EncryptedValues
 from lmcache.tiers.stats import ObjectStats, count_reason
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class RemoteTier:
         self._usages: dict[RedisServer, Usage] = {}  # latest usage of servers that report it
         self._timeout = timeout_seconds
         self._present = present or (lambda: address)
-        self._format = EncryptedFormat(cipher) if cipher else PLAIN
+        self._format = EncryptedValues(cipher) if cipher else PLAIN
         self.health = JointHealth(lambda: [server.circuit for server in self._topology.servers()])
         self.health.subscribe(self._note)
         self._secure: dict[Endpoint, Tls] = {}  # shards that use TLS according to the list

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from lmcache.tiers.base import ObjectId
+from lmcache.tiers.disk.file_formats import PIECE_BYTES, EncryptedFiles, PlainFiles
 from lmcache.tiers.disk.files import Directory
-from lmcache.tiers.disk.formats import PIECE_BYTES, EncryptedFormat, PlainFormat
 from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.encryption.aes import AesGcm
 from lmcache.tiers.encryption.keys import Keys
@@ -44,7 +44,7 @@ class File:
         self.fd = os.memfd_create("object")
         self.object_id, self.size = ObjectId(key_of(number), column), size
         payload = memoryview(content(number, size))
-        EncryptedFormat(by or cipher("disk", 1)).write(self.fd, self.object_id, payload, b"label", b"")
+        EncryptedFiles(by or cipher("disk", 1)).write(self.fd, self.object_id, payload, b"label", b"")
         self.content = os.pread(self.fd, 1 << 30, 0)
 
     def is_accepted(self, damaged: bytes, object_id: ObjectId | None = None) -> bool:
@@ -52,7 +52,7 @@ class File:
         os.pwrite(self.fd, damaged, 0)
         into = memoryview(bytearray(self.size + PAGE))
         try:
-            EncryptedFormat(cipher("disk", 1)).read(self.fd, object_id or self.object_id, into, self.size)
+            EncryptedFiles(cipher("disk", 1)).read(self.fd, object_id or self.object_id, into, self.size)
         except REFUSALS:
             return False
         return True
@@ -112,13 +112,13 @@ class TestFormat:
         file = files()
         fd = os.memfd_create("plain")
         try:
-            PlainFormat().write(fd, file.object_id, memoryview(content(1, file.size)), b"", b"")
+            PlainFiles().write(fd, file.object_id, memoryview(content(1, file.size)), b"", b"")
             plain = os.pread(fd, 1 << 20, 0)
         finally:
             os.close(fd)
         assert not file.is_accepted(plain)
         with pytest.raises(KeyAbsentError):
-            PlainFormat().read(files().fd, file.object_id, memoryview(bytearray(PAGE)), None)
+            PlainFiles().read(files().fd, file.object_id, memoryview(bytearray(PAGE)), None)
 
 
 class TestTier:

@@ -16,10 +16,10 @@ from lmcache.tiers.errors import InvalidObjectError, ServerError, TierError
 from lmcache.tiers.header import Header, checksum
 from lmcache.tiers.remote import objects as parts
 from lmcache.tiers.remote.address import Address, Endpoint
-from lmcache.tiers.remote.formats import seal_of
 from lmcache.tiers.remote.resp import Connection
 from lmcache.tiers.remote.server import RedisServer
 from lmcache.tiers.remote.tier import RemoteTier
+from lmcache.tiers.remote.value_formats import seal_of
 
 OBJECT = ObjectId(bytes(64), 0)
 PAYLOAD = b"payload!" * 100

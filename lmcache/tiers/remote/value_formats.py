@@ -24,7 +24,7 @@ _SEALED_PLACE = struct.Struct("<68sQQ")
 """Fields of a seal besides the piece: object id, length of the payload, position of the piece in it."""
 
 
-class Format(Protocol):
+class ValueFormat(Protocol):
     """How pieces and markers are written and read."""
 
     marker_bytes: int
@@ -51,21 +51,21 @@ class Format(Protocol):
         Raises InvalidObjectError or KeyAbsentError."""
 
 
-class PlainFormat:
-    """Pieces that a checksum follows. See ``Format``."""
+class PlainValues:
+    """Pieces that a checksum follows. See ``ValueFormat``."""
 
     marker_bytes = HEADER_BYTES
 
     def prefix(self, prefix: str) -> str:
-        """See Format."""
+        """See ValueFormat."""
         return prefix
 
     def pack_marker(self, object_id: ObjectId, header: Header) -> Buffer:
-        """See Format."""
+        """See ValueFormat."""
         return header.pack()
 
     def parse_marker(self, object_id: ObjectId, marker: Buffer) -> Header:
-        """See Format."""
+        """See ValueFormat."""
         try:
             header = parse(marker)
         except HeaderError:
@@ -75,21 +75,21 @@ class PlainFormat:
         return header
 
     def pack_piece(self, place: Place, piece: memoryview) -> Sequence[Buffer]:
-        """See Format."""
+        """See ValueFormat."""
         return [piece, seal_of(place.object_id, place.total_bytes, place.start, piece)]
 
     def buffers(self, piece: memoryview) -> Sequence[memoryview]:
-        """See Format."""
+        """See ValueFormat."""
         return [piece, memoryview(bytearray(SEAL_BYTES))]
 
     def finish_piece(self, place: Place, buffers: Sequence[memoryview], piece: memoryview) -> None:
-        """See Format."""
+        """See ValueFormat."""
         if seal_of(place.object_id, place.total_bytes, place.start, piece) != buffers[1]:
             raise InvalidObjectError("checksum")
 
 
-class EncryptedFormat:
-    """Encrypted pieces and markers. See ``Format``.
+class EncryptedValues:
+    """Encrypted pieces and markers. See ``ValueFormat``.
 
     The tag of a piece takes the place of the seal, so the ciphertext is not hashed.
     """
@@ -100,37 +100,37 @@ class EncryptedFormat:
         self._cipher = cipher
 
     def prefix(self, prefix: str) -> str:
-        """See Format."""
+        """See ValueFormat."""
         return f"{prefix}:enc"
 
     def pack_marker(self, object_id: ObjectId, header: Header) -> Buffer:
-        """See Format."""
+        """See ValueFormat."""
         marker = memoryview(bytearray(self.marker_bytes))
         self._cipher.encrypt(Place.of_header(object_id), header.pack(), marker)
         return marker
 
     def parse_marker(self, object_id: ObjectId, marker: Buffer) -> Header:
-        """See Format."""
+        """See ValueFormat."""
         header = memoryview(bytearray(HEADER_BYTES))
         self._cipher.decrypt(Place.of_header(object_id), memoryview(marker), header)
         return PLAIN.parse_marker(object_id, header)
 
     def pack_piece(self, place: Place, piece: memoryview) -> Sequence[Buffer]:
-        """See Format."""
+        """See ValueFormat."""
         (value,) = self.buffers(piece)
         self._cipher.encrypt(place, piece, value)
         return [value]
 
     def buffers(self, piece: memoryview) -> Sequence[memoryview]:
-        """See Format."""
+        """See ValueFormat."""
         return [self._cipher.buffer(len(piece) + OVERHEAD_BYTES)]
 
     def finish_piece(self, place: Place, buffers: Sequence[memoryview], piece: memoryview) -> None:
-        """See Format."""
+        """See ValueFormat."""
         self._cipher.decrypt(place, buffers[0], piece)
 
 
-PLAIN: Format = PlainFormat()
+PLAIN: ValueFormat = PlainValues()
 
 
 def seal_of(object_id: ObjectId, total_bytes: int, start: int, piece: memoryview) -> bytes:

@@ -37,7 +37,7 @@ PIECE_BYTES = PART_BYTES
 _MARKER_BYTES = HEADER_BYTES + OVERHEAD_BYTES
 
 
-class Format(Protocol):
+class FileFormat(Protocol):
     """How the file of an object is written and read."""
 
     def num_bytes(self, length: int) -> int:
@@ -57,22 +57,22 @@ class Format(Protocol):
         Raises OSError, InvalidObjectError or KeyAbsentError."""
 
 
-class PlainFormat:
-    """A header with the payload's checksum, then the payload. See ``Format``."""
+class PlainFiles:
+    """A header with the payload's checksum, then the payload. See ``FileFormat``."""
 
     def num_bytes(self, length: int) -> int:
-        """See Format."""
+        """See FileFormat."""
         return PAGE_BYTES + round_up(length, PAGE_BYTES)
 
     def is_aligned(self, payload: memoryview) -> bool:
-        """See Format."""
+        """See FileFormat."""
         address: int = np.frombuffer(payload, np.uint8).__array_interface__["data"][0]
         return address % PAGE_BYTES == 0
 
     def write(
         self, fd: int, object_id: ObjectId, payload: memoryview, label: bytes, part_digests: bytes
     ) -> None:
-        """See Format."""
+        """See FileFormat."""
         length = len(payload)
         checksum = combined(part_digests or digests(payload))
         whole = length // PAGE_BYTES * PAGE_BYTES
@@ -83,7 +83,7 @@ class PlainFormat:
         _check_written(written, len(pages) + whole)
 
     def read(self, fd: int, object_id: ObjectId, into: memoryview, expected: int | None) -> Loaded:
-        """See Format. Without a key, every encrypted file lacks its key."""
+        """See FileFormat. Without a key, every encrypted file lacks its key."""
         file_bytes = _file_bytes(fd)
         try:
             return self._read(fd, file_bytes, object_id, into, expected)
@@ -114,8 +114,8 @@ class PlainFormat:
         return Loaded(length, part_digests)
 
 
-class EncryptedFormat:
-    """An encrypted header, then encrypted pieces. See ``Format``.
+class EncryptedFiles:
+    """An encrypted header, then encrypted pieces. See ``FileFormat``.
 
     The tags of the pieces take the place of the checksum. Transfers use memory of the cipher, which is
     aligned, so that O_DIRECT does not depend on the caller's memory.
@@ -125,18 +125,18 @@ class EncryptedFormat:
         self._cipher = cipher
 
     def num_bytes(self, length: int) -> int:
-        """See Format."""
+        """See FileFormat."""
         num_whole, rest = divmod(length, PIECE_BYTES)
         return PAGE_BYTES + num_whole * _padded(PIECE_BYTES) + _padded(rest)
 
     def is_aligned(self, payload: memoryview) -> bool:
-        """See Format."""
+        """See FileFormat."""
         return True
 
     def write(
         self, fd: int, object_id: ObjectId, payload: memoryview, label: bytes, part_digests: bytes
     ) -> None:
-        """See Format. The first write covers the header's page and the first piece."""
+        """See FileFormat. The first write covers the header's page and the first piece."""
         total, begin, position = len(payload), PAGE_BYTES, 0
         buffer = self._cipher.buffer(PAGE_BYTES + _padded(min(total, PIECE_BYTES)))
         header = _header(object_id, total, NO_CHECKSUM, label)
@@ -153,7 +153,7 @@ class EncryptedFormat:
             begin, position = 0, position + end
 
     def read(self, fd: int, object_id: ObjectId, into: memoryview, expected: int | None) -> Loaded:
-        """See Format. The first read covers the header's page and the first piece."""
+        """See FileFormat. The first read covers the header's page and the first piece."""
         file_bytes = _file_bytes(fd)
         if file_bytes < PAGE_BYTES or file_bytes % PAGE_BYTES:
             raise InvalidObjectError("length")

@@ -1,0 +1,86 @@
+"""The encryption keys of one tier, in a directory that the sidecar re-reads while it runs.
+
+In a pod, the directory is a mounted Secret. ``lmcache.tiers.encryption.keys`` describes its files. Only this
+module of the sidecar imports the cipher, so that the package ``cryptography`` is not loaded without need.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lmcache.tiers.encryption.aes import AesGcm
+from lmcache.tiers.encryption.keys import parse_keys
+from lmcache_sidecar.config import ConfigError
+from lmcache_sidecar.watched_files import Followed
+
+_MAX_BYTES = 256
+"""Bytes that are read of each file: more than a key has."""
+
+
+class KeysDirectory(Followed[Mapping[str, bytes]]):
+    """The keys of a tier. ``cipher`` uses them, and has the same problem until there are any."""
+
+    def __init__(self, path: str, option: str, tier: str) -> None:
+        """``option``: the flag with the path. ``tier`` is the name of the tier."""
+        super().__init__(path)
+        self.cipher = AesGcm(tier)
+        self._option = option
+        self._tier = tier
+
+    def follow(self) -> None:
+        """Read the directory, and use its keys if they changed."""
+        super().follow()
+        if self.cipher.keys is None:
+            self.cipher.problem = self.problem
+
+    def read(self) -> Mapping[str, bytes]:
+        """Return the content of each file, by name, without names that begin with a dot."""
+        files: dict[str, bytes] = {}
+        try:
+            for name in os.listdir(self.path):
+                if not name.startswith("."):
+                    self._read_file(name, files)
+        except OSError as error:
+            what = f"{error.filename} can't be read: {str(error.strerror).lower()}"
+            raise ConfigError(f"{self._option}: {what}. Mount a Secret with the keys there") from error
+        return files
+
+    def use(self, content: Mapping[str, bytes]) -> None:
+        """Use these keys from now on."""
+        try:
+            keys = parse_keys(content)
+        except ValueError as error:
+            raise ValueError(f"{self._option}: {self.path}: {error}") from None
+        self.cipher.use(keys)
+
+    @property
+    def used(self) -> tuple[str, str]:
+        """Subject and present value, for the log."""
+        keys = self.cipher.keys
+        text = f"{_listed(keys.versions)}, and {keys.write_version} encrypts" if keys else "empty"
+        return f"The set of encryption keys of the {self._tier} tier", text
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Versions in use, for ``/stats``. They contain no key."""
+        keys = self.cipher.keys
+        versions = {"write_version": keys and keys.write_version, "versions": keys.versions if keys else []}
+        return {"encryption": versions, "encryption_problem": self.problem}
+
+    def _read_file(self, name: str, files: dict[str, bytes]) -> None:
+        path = Path(self.path, name)
+        try:
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise ConfigError(f"{self._option}: {path} is not a file: remove it")
+            with path.open("rb") as file:
+                files[name] = file.read(_MAX_BYTES)
+        except FileNotFoundError:  # the kubelet removes it just now
+            return
+
+
+def _listed(versions: list[int]) -> str:
+    return f"version{'s' * (len(versions) > 1)} {', '.join(map(str, versions))}"

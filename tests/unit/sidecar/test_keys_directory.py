@@ -1,0 +1,156 @@
+"""The directory with the encryption keys of a tier, and handling of directories that are invalid."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from lmcache_sidecar.config import read
+from lmcache_sidecar.encryption_keys import KeysDirectory
+from lmcache_sidecar.lower_tiers import open_tiers
+from lmcache_sidecar.stats import document, tier_part
+
+from lmcache.tiers.errors import NoKeyError
+from testing.child_process import wait_until
+from tests.harness.encryption import key_of, write_keys
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+def directory(path: Path) -> KeysDirectory:
+    return KeysDirectory(str(path), "--disk-encryption-keys-dir", "disk")
+
+
+def versions(directory: KeysDirectory) -> list[int]:
+    return directory.facts["encryption"]["versions"]
+
+
+def test_follow_uses_the_present_keys(directory, path, caplog):
+    caplog.set_level(logging.INFO)
+    for present in ((1,), (1, 2), (2,), (2, 10)):
+        write_keys(path, *present)
+        directory.follow()
+        expected = {"write_version": present[-1], "versions": list(present)}
+        assert directory.facts == {"encryption": expected, "encryption_problem": ""}
+        directory.cipher.check()
+    assert "The set of encryption keys of the disk tier is versions 2, 10, and 10 encrypts" in caplog.text
+    assert len(caplog.records) == 4
+    directory.follow()
+    assert len(caplog.records) == 4, "a set that did not change is not logged again"
+
+
+def damage_empty(path: Path) -> None:
+    for file in path.iterdir():
+        file.unlink()
+
+
+def damage_missing(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+
+
+def damage_subdirectory(path: Path) -> None:
+    (path / "3").mkdir()
+
+
+MISTAKES = {
+    "no key": (damage_empty, "keys: has no key: add a file named 1"),
+    "no directory": (damage_missing, "keys can't be read: no such file or directory. Mount a Secret"),
+    "a folder": (damage_subdirectory, "keys/3 is not a file: remove it"),
+    "a short key": (
+        lambda path: (path / "2").write_text("ab"),
+        "keys: 2 does not have 64 hexadecimal digits",
+    ),
+    "a huge file": (lambda path: (path / "2").write_text("a" * 9999), "keys: 2 does not have 64 hexadecimal"),
+    "two spellings": (lambda path: (path / "01").write_bytes(b""), "keys: 01 and 1 are the same version"),
+    "another name": (lambda path: (path / "tls.key").touch(), "keys: tls.key is not a version"),
+}
+
+
+@pytest.mark.parametrize(("damage", "problem"), MISTAKES.values(), ids=MISTAKES)
+def test_invalid_directory_keeps_the_last_keys(directory, path, caplog, damage, problem):
+    write_keys(path, 1)
+    directory.follow()
+    damage(path)
+    for _ in range(3):
+        directory.follow()
+    facts = directory.facts
+    assert facts["encryption"] == {"write_version": 1, "versions": [1]}
+    assert facts["encryption_problem"].startswith("--disk-encryption-keys-dir: ")
+    assert problem in facts["encryption_problem"]
+    assert key_of(1).hex() not in facts["encryption_problem"]
+    errors = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert len(errors) == 1, "the same problem is logged once"
+    assert "keys of the disk tier is still version 1, and 1 encrypts: --disk" in errors[0].getMessage()
+    directory.cipher.check()
+
+
+@pytest.mark.parametrize(("damage", "problem"), MISTAKES.values(), ids=MISTAKES)
+def test_directory_that_was_never_valid_gives_no_key(directory, path, damage, problem):
+    write_keys(path, 1)
+    damage(path)
+    directory.follow()
+    with pytest.raises(NoKeyError, match=problem.rpartition("keys")[2]):
+        directory.cipher.check()
+    assert directory.facts["encryption"] == {"write_version": None, "versions": []}
+    if path.exists():
+        for entry in path.iterdir():
+            entry.rmdir() if entry.is_dir() else entry.unlink()
+    write_keys(path, 2)
+    directory.follow()
+    directory.cipher.check()
+    assert versions(directory) == [2]
+
+
+def test_mounted_secret_is_read_through_its_links(directory, path):
+    """The kubelet replaces the link ``..data``. A link to a removed key remains for a moment."""
+    path.mkdir()
+    write_keys(path / "..first", 1, 2)
+    write_keys(path / "..second", 2, 3)
+    (path / "..data").symlink_to("..first")
+    for version in (1, 2, 3):
+        (path / str(version)).symlink_to(f"..data/{version}")
+    directory.follow()
+    assert versions(directory) == [1, 2]
+    (path / "new").symlink_to("..second")
+    os.replace(path / "new", path / "..data")
+    directory.follow()
+    assert (versions(directory), directory.problem) == ([2, 3], "")
+
+
+def test_tier_is_off_until_there_is_a_key(tmp_path, path):
+    arguments = {"disk_path": str(tmp_path / "tier"), "disk_encryption_keys_dir": str(path)}
+    with contextlib.ExitStack() as opened:
+        handle = open_tiers(read(arguments, {}).usable(), opened)["disk"]
+        facts = document([tier_part("disk", handle, None)])["disk"]
+        assert facts["is_reachable"] is False
+        assert facts["encryption"] == {"write_version": None, "versions": []}
+        expected = (
+            f"--disk-encryption-keys-dir: {path} can't be read: no such file or directory. Mount a Secret"
+        )
+        assert facts["off_reason"].startswith(expected)
+        assert facts["off_reason"] == facts["encryption_problem"]
+        write_keys(path, 1)
+        handle.keys.follow()
+        wait_until(lambda: document([tier_part("disk", handle, None)])["disk"]["is_reachable"])
+        facts = document([tier_part("disk", handle, None)])["disk"]
+        assert facts["off_reason"] == facts["encryption_problem"] == ""
+        assert facts["key_absent"] == 0
+
+
+def test_keys_without_their_tier_are_a_mistake():
+    for tier, needed in (("disk", "--disk-path"), ("remote", "--remote-url")):
+        reading = read({f"{tier}_encryption_keys_dir": "/keys"}, {})
+        assert reading.mistakes == (f"--{tier}-encryption-keys-dir needs {needed}",)
+
+
+def test_tier_without_the_option_has_no_facts_of_encryption(tmp_path):
+    with contextlib.ExitStack() as opened:
+        handle = open_tiers(read({"disk_path": str(tmp_path)}, {}).usable(), opened)["disk"]
+        assert "encryption" not in tier_part("disk", handle, None).facts
