@@ -2,7 +2,7 @@
 
 Store: from the commit of rows in memory until they are sealed and written through. Load: from the first
 lookup of rows in the lower tier to the lookup that finds all of them in memory. The benchmarks ``remote`` and
-``disk`` measure the tiers alone.
+``disk`` measure the tiers alone. The same rows also go through tiers with encryption, in the same rounds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,8 @@ from benchmarks.report import Figure, Report, at_least, of, paired
 from lmcache.kv_groups import KVGroup
 from lmcache.tiers.base import LowerTier, RowKey
 from lmcache.tiers.disk.tier import DiskTier
+from lmcache.tiers.encryption.aes import AesGcm
+from lmcache.tiers.encryption.keys import Keys
 from lmcache.tiers.header import PART_BYTES
 from lmcache.tiers.memory.contracts import Chains, Geometry, Reserved, Slot
 from lmcache.tiers.memory.private import PrivateArena
@@ -96,30 +98,39 @@ class Sidecar:
         return took
 
 
-async def rounds(tier: LowerTier, bare_store: Way, bare_load: Way, clear: Way) -> dict[str, list[float]]:
-    writer, reader = Sidecar(tier), Sidecar(tier)
-    await writer.store.adopt()
-    await reader.store.adopt()
-    seconds: dict[str, list[float]] = {name: [] for name in ("store", "bare store", "load", "bare load")}
+async def rounds(
+    tiers: Mapping[str, LowerTier], bare_store: Way, bare_load: Way, clear: Way
+) -> dict[str, list[float]]:
+    """Return the seconds of each operation: "store" and "load", after the name of a tier or "bare"."""
+    writers = {name: Sidecar(tier) for name, tier in tiers.items()}
+    readers = {name: Sidecar(tier) for name, tier in tiers.items()}
+    for sidecar in (*writers.values(), *readers.values()):
+        await sidecar.store.adopt()
+    bare = {"store": bare_store, "load": bare_load}
+    seconds = {f"{name} {operation}": list[float]() for operation in bare for name in (*tiers, "bare")}
     for turn in range(ROUNDS + WARM_UP):
         keys = [NAMESPACE + os.urandom(32) for _ in range(NUM_ROWS)]
         clear()
-        took = {}
-        for pair in (("store", "bare store"), ("load", "bare load")):
-            for name in random.sample(pair, 2):
-                if name.startswith("bare"):
+        for operation, way in bare.items():
+            for name in random.sample([*tiers, "bare"], len(tiers) + 1):
+                if name == "bare":
                     start = time.perf_counter()
-                    (bare_store if name == "bare store" else bare_load)()
-                    took[name] = time.perf_counter() - start
+                    way()
+                    took = time.perf_counter() - start
+                elif operation == "store":
+                    took = await writers[name].store_all(keys)
                 else:
-                    took[name] = await (writer.store_all(keys) if name == "store" else reader.load_all(keys))
-        for name, value in took.items():
-            if turn >= WARM_UP:
-                seconds[name].append(value)
-    for path in (writer, reader):
-        await path.store.close()
-        path.arena.close()
+                    took = await readers[name].load_all(keys)
+                if turn >= WARM_UP:
+                    seconds[f"{name} {operation}"].append(took)
+    for sidecar in (*writers.values(), *readers.values()):
+        await sidecar.store.close()
+        sidecar.arena.close()
     return seconds
+
+
+def cipher(domain: str) -> AesGcm:
+    return AesGcm(domain, Keys({1: os.urandom(32)}))
 
 
 @contextmanager
@@ -145,9 +156,11 @@ def bare_files(folder: Path) -> Iterator[tuple[Way, Way, Way]]:
 
 def _figures(what: str, seconds: dict[str, list[float]]) -> Iterator[Figure]:
     for name in ("load", "store"):
-        share = paired(seconds[f"bare {name}"], seconds[name])
+        plain, encrypted = seconds[f"plain {name}"], seconds[f"encrypted {name}"]
+        share = paired(seconds[f"bare {name}"], plain)
         yield at_least(f"{name}, {what}, of the bare loop's rate", share, "%", 90)
-        yield of("    rate", NUM_ROWS * PART_BYTES / statistics.median(seconds[name]) / 1e9, "GB/s")
+        yield of("    rate", NUM_ROWS * PART_BYTES / statistics.median(plain) / 1e9, "GB/s")
+        yield at_least("    encrypted, of the rate without encryption", paired(plain, encrypted), "%", 80)
 
 
 def _flush(client: redis.Redis) -> None:
@@ -158,27 +171,34 @@ def run() -> Report:
     figures: list[Figure] = []
     with RedisProcess() as server:
         for kind in ("unix", "tcp"):
-            tier, bare = (
-                RemoteTier(Address.parse(url_of(kind, server)), timeout_seconds=10),
-                connect(kind, server, NUM_ROWS, ARENA_ROWS // NUM_ROWS),
-            )
-
+            bare = connect(kind, server, NUM_ROWS, ARENA_ROWS // NUM_ROWS)
+            ciphers = {"plain": None, "encrypted": cipher("remote")}
+            remotes = {
+                name: RemoteTier(Address.parse(url_of(kind, server)), timeout_seconds=10, cipher=used)
+                for name, used in ciphers.items()
+            }
             flush = partial(_flush, server.client)
-            figures += _figures(kind, asyncio.run(rounds(tier, bare.store, bare.load, flush)))
-            tier.close()
+            figures += _figures(kind, asyncio.run(rounds(remotes, bare.store, bare.load, flush)))
+            for tier in remotes.values():
+                tier.close()
     with scratch() as folder:
         (folder / "bare").mkdir()
-        disk = DiskTier(folder / "tier", DISK_CAPACITY)
+        disks = {
+            "plain": DiskTier(folder / "plain", DISK_CAPACITY),
+            "encrypted": DiskTier(folder / "encrypted", DISK_CAPACITY, cipher("disk")),
+        }
         with bare_files(folder / "bare") as (store, load, clear):
-            figures += _figures("disk", asyncio.run(rounds(disk, store, load, clear)))
-        disk.close()
-        shutil.rmtree(folder / "tier")
+            figures += _figures("disk", asyncio.run(rounds(disks, store, load, clear)))
+        for name, disk in disks.items():
+            disk.close()
+            shutil.rmtree(folder / name)
     return Report("path", _conditions(), figures)
 
 
 def _conditions() -> str:
     return (
-        f"{NUM_ROWS} rows of {PART_BYTES >> 20} MiB, {ROUNDS} rounds, alternating with a bare loop. It moves"
-        " one part at a time\nover one connection, without hashes and headers. The disk is the volume of"
+        f"{NUM_ROWS} rows of {PART_BYTES >> 20} MiB, {ROUNDS} rounds, alternating with a bare loop and"
+        " with the same path encrypted.\nThe loop moves one part at a time over one connection, without"
+        " hashes and headers. The disk is the volume of"
         f" {tempfile.gettempdir()}, O_DIRECT"
     )

@@ -138,16 +138,18 @@ def test_values_of_other_places_are_refused(open_tier, redis):
     for key, column in itertools.product(rows, range(2)):
         store(tier, pattern(size), ObjectId(key, column))
     other_domain = open_tier(cipher("disk", 1))
-    own = {field: redis.hget(NAME, field) for field in (b"0", b"0:0", b"0:1", b"0:2")}
-    wrong = [(field, redis.hget(name, field)) for name in list(rows.values())[1:] for field in own]
-    wrong += [(field, redis.hget(NAME, b"1" + field[1:])) for field in own]
-    wrong += [(target, own[source]) for target, source in itertools.permutations([b"0:0", b"0:1", b"0:2"], 2)]
-    wrong += [(b"0", own[b"0:0"]), (b"0:0", own[b"0"])]
+    stored = {field: redis.hget(NAME, field) for field in (b"0", b"0:0", b"0:1", b"0:2")}
+    wrong = [(field, redis.hget(name, field)) for name in list(rows.values())[1:] for field in stored]
+    wrong += [(field, redis.hget(NAME, b"1" + field[1:])) for field in stored]
+    wrong += [
+        (target, stored[source]) for target, source in itertools.permutations([b"0:0", b"0:1", b"0:2"], 2)
+    ]
+    wrong += [(b"0", stored[b"0:0"]), (b"0:0", stored[b"0"])]
     assert load(tier) == pattern(size)
     for field, value in wrong:
         redis.hset(NAME, field, value)
         assert load(tier) is None, field
-        redis.hset(NAME, field, own[field])
+        redis.hset(NAME, field, stored[field])
     assert load(tier) == pattern(size)
     assert load(other_domain) is None
     assert tier.stats.invalid.total() == len(wrong)
@@ -260,7 +262,7 @@ def test_pods_with_and_without_keys_share_a_redis(server, open_tier, redis):
 
 
 def test_plain_values_under_an_encrypted_name_are_refused(server, open_tier, redis):
-    """Somebody who may write to Redis renames rows of the other format."""
+    """An attacker who may write to Redis renames rows of the other format."""
     encrypted, plain = open_tier(cipher("remote", 1)), tier_of(server.unix_url)
     with contextlib.closing(plain):
         assert store(plain, pattern(3000))

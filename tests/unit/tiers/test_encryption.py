@@ -161,7 +161,7 @@ class TestCipher:
         with pytest.raises(InvalidObjectError):
             decrypted(piece + b"\0")
 
-    def test_absent_version_is_told_apart_from_an_invalid_piece(self):
+    def test_absent_version_and_invalid_piece_are_different_errors(self):
         with pytest.raises(KeyAbsentError, match="key version 2 is absent"):
             decrypted(encrypted(by=cipher("disk", 2)))
         with pytest.raises(InvalidObjectError, match="not encrypted"):
