@@ -124,11 +124,15 @@ def _open_keys(path: str, option: str, tier: str) -> KeysDirectory | None:
     """Read the encryption keys of a tier, if it has any.
 
     Without a readable key, the tier stays off until there is one. The log and ``/stats`` give the reason.
+    Raises ConfigError if the package ``cryptography`` is missing.
     """
     if not path:
         return None
     # Importing cryptography takes time that a sidecar without encryption need not spend.
-    from lmcache_sidecar.encryption_keys import KeysDirectory
+    try:
+        from lmcache_sidecar.encryption_keys import KeysDirectory
+    except ImportError as error:
+        raise ConfigError(f"{option} needs the package cryptography, install it: {error}") from error
 
     keys = KeysDirectory(path, option, tier)
     keys.follow()

@@ -366,7 +366,7 @@ def tier_part(name: str, handle: TierHandle, worker: TierWorker | None) -> Part:
 
 
 def _is_reachable(handle: TierHandle, worker: TierWorker | None) -> bool:
-    if handle.tier is None:
+    if handle.tier is None or (handle.keys is not None and handle.keys.cipher.problem):
         return False
     return worker.is_healthy if worker else not handle.tier.health.is_open
 
