@@ -58,7 +58,7 @@ spec:
   images: {policy: Follow}
   tiers:
     memory: {size: 256Gi, tenantQuotaPercent: 30}
-    disk: {size: 2Ti, storageClassName: local-nvme}
+    disk: {size: 2Ti, storageClassName: local-nvme, encryption: {secretRef: {name: kv-keys}}}
     peers:
       bytesPerSecond: 1Gi
       tls: {issuerRef: {name: caches, kind: ClusterIssuer, group: cert-manager.io}}
@@ -67,6 +67,7 @@ spec:
       external:
         url: rediss://kv.caches.svc:6379/0?verify=ca
         authSecretRef: {name: kv-auth, usernameKey: username, passwordKey: password}
+      encryption: {secretRef: {name: kv-keys}}
     admit: OnReuse
   router:
     policy: KVAware
@@ -117,6 +118,7 @@ CONDITIONS = {
     "AutoscalingActive": "The operator sizes tiers by lookups. Present after it read the first samples.",
     "MemoryTierPinned": "CUDA has pinned the memory tiers of all GPUs. Present after a sidecar reported it.",
     "DiskTierAvailable": "Every disk tier is in use. Present after a sidecar reported it.",
+    "RowsEncrypted": "All sidecars encrypt the rows of the tiers with encryption. Present with such a tier.",
 }
 _HEAD = f"""\
 # The resource

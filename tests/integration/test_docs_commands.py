@@ -73,6 +73,7 @@ HOW_TO = {
             "deployment.yaml": "examples/injection.yaml",
         },
     ),
+    "encrypt-rows": Page("remote-redis/cluster.yaml", "qwen3-8b-remote"),
     "find-out-why-a-prompt-was-computed": Page("qwen3-8b.yaml", "qwen3-8b"),
     "read-the-dashboard": Page(before=("create namespace monitoring",)),
     "rotate-a-password": Page(

@@ -31,7 +31,10 @@ RESTRICTED = {
 
 def profile_only(**engine: Any) -> Object:
     """An LMCacheCluster without engines of its own."""
-    spec = MINIMAL_SPEC | {"engine": {"replicas": 0, **engine}}
+    keys = {"secretRef": {"name": "kv-keys"}}
+    remote = {"external": {"url": "redis://kv:6379"}, "encryption": keys}
+    tiers = MINIMAL_SPEC["tiers"] | {"remote": remote}
+    spec = MINIMAL_SPEC | {"engine": {"replicas": 0, **engine}, "tiers": tiers}
     return {
         "apiVersion": "lmcache.io/v1alpha1",
         "kind": "LMCacheCluster",
@@ -160,6 +163,15 @@ def test_deployment_pods_are_injected_and_run(plane, home):
     containers = [*running["spec"]["containers"], *running["spec"]["initContainers"]]
     with_token = [c["name"] for c in containers if tokens & {mount["name"] for mount in c["volumeMounts"]}]
     assert with_token == ["vllm"], "the sidecar must not mount the pod's token"
+
+
+def test_injected_sidecar_alone_mounts_the_keys_of_encrypted_rows(plane, home):
+    created = dry_run(plane, home, pod())["spec"]
+    (volume,) = (v for v in created["volumes"] if v.get("secret", {}).get("secretName") == "kv-keys")
+    assert volume["secret"]["optional"] is True, "the pod starts without it"
+    containers = [*created["containers"], *created["initContainers"]]
+    users = [c["name"] for c in containers if volume["name"] in {m["name"] for m in c["volumeMounts"]}]
+    assert users == ["lmcache-sidecar"]
 
 
 @pytest.mark.parametrize("label", [None, "nothing", "x" * 63])

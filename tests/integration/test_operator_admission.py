@@ -36,6 +36,10 @@ def pod(**spec: object) -> Object:
     return {"engine": {"podTemplate": {"spec": spec}}}
 
 
+def keys(secret: str) -> Object:
+    return {"secretRef": {"name": secret}}
+
+
 def is_in(part: object, whole: object) -> bool:
     if isinstance(part, dict):
         return isinstance(whole, dict) and all(k in whole and is_in(v, whole[k]) for k, v in part.items())
@@ -59,6 +63,9 @@ REFUSED = [
         {"tiers": {"disk": {"size": "1Gi", "storageClassName": "Fast_One"}}},
         "spec.tiers.disk.storageClassName",
     ),
+    ({"tiers": {"disk": {"size": "1Gi", "encryption": keys("Kv_Keys")}}}, "must be the name of a Secret"),
+    ({"tiers": {"disk": {"size": "1Gi", "encryption": {}}}}, "spec.tiers.disk.encryption.secretRef"),
+    ({"tiers": {"remote": {"encryption": keys("kv-keys")}}}, "exactly one of managed, external"),
     ({"tiers": {"peers": {"bytesPerSecond": "1Ki"}}}, "bytesPerSecond must be between 16Mi and 1Ti"),
     ({"tiers": {"peers": {"clusterRef": {"name": "demo"}}}}, "must name another LMCacheCluster"),
     ({"tiers": {"peers": {"clusterRef": {"name": "Other"}}}}, "spec.tiers.peers.clusterRef.name"),
@@ -110,6 +117,8 @@ def test_specs_that_cannot_run_are_refused(plane, admission, spec, message):
         remote("rediss-sentinel://a:1,[fd00::1]/master/3?prefix=x&verify=ca"),
         {"tiers": {"memory": {"size": "0.5Ti"}}},
         {"tiers": {"disk": {"size": "0.5Ti", "storageClassName": "local-nvme"}, "admit": "OnReuse"}},
+        {"tiers": {"disk": {"size": "1Gi", "encryption": keys("kv-keys")}}},
+        {"tiers": {"remote": {"clusterRef": {"name": "kv"}, "encryption": keys("kv.keys-2")}}},
         {"tiers": {"peers": {}}},
         {"tiers": {"peers": {"clusterRef": {"name": "other"}}}},
         SPLIT,
@@ -162,11 +171,17 @@ def test_prefill_needs_a_name_that_can_be_extended(plane, admission, name):
     assert refused.value.code == 422
 
 
-def test_peers_need_an_engine(plane, admission):
-    resource = cluster()
+@pytest.mark.parametrize(
+    ("tiers", "message"),
+    [
+        ({"peers": {}}, "none of memory, disk and peers"),
+        ({"remote": {"encryption": keys("kv-keys")}}, "remote.encryption needs an engine: set it at the"),
+    ],
+)
+def test_peers_and_encryption_need_an_engine(plane, admission, tiers, message):
+    resource = cluster({"tiers": {"remote": {"managed": {"memoryPerShard": "1Gi"}}}}, tiers=tiers)
     resource["metadata"] = {"name": "demo"}
-    resource["spec"] = {"tiers": {"remote": {"managed": {"memoryPerShard": "1Gi"}}, "peers": {}}}
-    with pytest.raises(ApiError, match="none of memory, disk and peers") as refused:
+    with pytest.raises(ApiError, match=message) as refused:
         plane.api.request("POST", plane.api.path(CLUSTERS, admission) + "?dryRun=All", resource)
     assert refused.value.code == 422
 

@@ -43,6 +43,30 @@ class MemoryTier(Part):
         return parse_size(self.size)
 
 
+class KeysSecretRef(Part):
+    """A Secret with the keys of encrypted rows."""
+
+    name: str = field(
+        "Name of the Secret, in the same namespace. Each entry is one version of the key. Its name is a "
+        "number from 1 to 4294967295, and its value 64 hexadecimal digits. Sidecars encrypt with the highest "
+        "version, and read rows of all versions. Changed entries reach running pods. A changed name replaces "
+        "the pods, one at a time.",
+        maxLength=253,
+        rules=(
+            matches(
+                NAME["pattern"],
+                "must be the name of a Secret: a-z, 0-9, '-' and '.', with a letter or digit at both ends",
+            ),
+        ),
+    )
+
+
+class Encryption(Part):
+    """Encryption of the rows of a tier."""
+
+    secret_ref: KeysSecretRef = field("Secret with the keys. The operator never reads it.")
+
+
 class DiskTier(Part):
     """The disk tier: a volume that is created and deleted with its pod."""
 
@@ -53,6 +77,10 @@ class DiskTier(Part):
     )
     storage_class_name: str | None = field(
         "StorageClass of the volume, best of local NVMe. Default: that of the Kubernetes cluster.", **NAME
+    )
+    encryption: Encryption | None = field(
+        "Encryption of the rows on the disk. Without a valid key, the tier is off. A change replaces the "
+        "pods, one at a time. Default: no encryption."
     )
 
     @property
@@ -265,6 +293,11 @@ class RemoteTier(Part):
         "Another LMCacheCluster whose managed tier this one uses, if its access allows that. They share rows "
         "only for the same model, layout and chunk size."
     )
+    encryption: Encryption | None = field(
+        "Encryption of the rows in the servers, by the sidecars. The servers never get a key. Clusters share "
+        "rows only if they have the same keys. Without a valid key, the tier is off. A change replaces the "
+        "engine pods, one at a time. Default: no encryption."
+    )
 
 
 class Tiers(Part):
@@ -303,3 +336,12 @@ class Tiers(Part):
     def remote_auth(self) -> AuthSecretRef | None:
         """Credentials of the external remote tier, or None."""
         return self.external.auth_secret_ref if self.external else None
+
+    @property
+    def key_secrets(self) -> dict[str, str]:
+        """Name of the Secret with the keys of each encrypted tier, by tier."""
+        encryptions = {
+            "disk": self.disk.encryption if self.disk else None,
+            "remote": self.remote.encryption if self.remote else None,
+        }
+        return {tier: each.secret_ref.name for tier, each in encryptions.items() if each}

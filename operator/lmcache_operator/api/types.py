@@ -236,6 +236,12 @@ class Spec(Part):
             lambda spec: spec.engine is not None or spec.tiers.is_remote_alone,
         ),
         Rule(
+            "has(self.engine) || !has(self.tiers.remote) || !has(self.tiers.remote.encryption)",
+            "tiers.remote.encryption needs an engine: set it at the clusters that use this tier, because "
+            "their sidecars encrypt",
+            lambda spec: spec.engine is not None or "remote" not in spec.tiers.key_secrets,
+        ),
+        Rule(
             "!has(self.autoscaling) || has(self.engine) || "
             "!(has(self.autoscaling.memory) || has(self.autoscaling.remote))",
             "autoscaling needs an engine: set autoscaling at the clusters that use this tier",

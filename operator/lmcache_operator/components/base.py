@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from lmcache_operator.api.parse import Cluster
@@ -87,6 +88,9 @@ class Sidecar(NamedTuple):
     """Whether the disk tier is in use; None: no disk tier, or unknown."""
     disk_reason: str = ""
     """Why the disk tier is not available."""
+    encryption: Mapping[str, str | None] = MappingProxyType({})
+    """Problem of the encryption of each lower tier that the sidecar has, by tier. Empty text: no problem.
+    None: the sidecar has an earlier version, which does not encrypt."""
     has_peers: bool = False
     """Whether the sidecar can read the memory tiers of other pods."""
     transfer: str = ""

@@ -10,16 +10,16 @@ from typing import Literal, NamedTuple
 from lmcache_operator.specs import Object
 
 Expected = Literal[
-    "AsDeclared", "Attached", "Available", "Complete", "Counting", "EnginesReady", "NoEngine", "Pinned",
-    "Reachable", "Ready", "Recommending", "Replacing", "ResizePending", "Resizing", "RouterReady",
+    "AsDeclared", "Attached", "Available", "Complete", "Counting", "Encrypted", "EnginesReady", "NoEngine",
+    "Pinned", "Reachable", "Ready", "Recommending", "Replacing", "ResizePending", "Resizing", "RouterReady",
     "ScaledToZero", "Scaling", "ShardsReady", "Sizing", "Starting",
 ]  # fmt: skip
 """Reasons of conditions that match the spec, or progress towards it."""
 Trouble = Literal[
     "ApiError", "AutoscalingFrozen", "CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError",
-    "CudaIPCUnavailable", "DiskTierOff", "EngineNotAttached", "FailedBinding", "FailedCreate", "FailedMount",
-    "FieldContested", "ImagePullBackOff", "InternalError", "InvalidSpec", "MemoryNotPinned", "NameTaken",
-    "NoAnswer", "NoEngineReady", "NodeLost", "OOMKilled", "PeersNotShared", "PodFailed",
+    "CudaIPCUnavailable", "DiskTierOff", "EncryptionKeysInvalid", "EngineNotAttached", "FailedBinding",
+    "FailedCreate", "FailedMount", "FieldContested", "ImagePullBackOff", "InternalError",
+    "InvalidSpec", "MemoryNotPinned", "NameTaken", "NoAnswer", "NoEngineReady", "NodeLost", "OOMKilled", "PeersNotShared", "PodFailed",
     "PodsWithoutCache", "ProgressDeadlineExceeded", "Refused", "RemoteTierNotShared",
     "RemoteTierUnreachable", "ResizeInfeasible", "RouterNotReady", "ShardsMissing", "SidecarNotReady",
     "Unschedulable",

@@ -106,6 +106,7 @@ def read_sidecar(stats: dict[str, Any]) -> Sidecar:
     """Parse the /stats of a sidecar. Missing or invalid values get their defaults."""
     names = "num_clients", "disk", "remote", "transfer", "lookups", "memory"
     clients, disk, remote, transfer, lookups, memory = (_part(stats, name) for name in names)
+    lower = {"disk": disk, "remote": remote}
     hits = _part(lookups, "hit_tokens")
     of_tiers = (_count(hits.get(tier)) for tier in LookupFigures._fields[1:])
     num_attached = clients.get("attached")
@@ -121,6 +122,7 @@ def read_sidecar(stats: dict[str, Any]) -> Sidecar:
         lookups=LookupFigures(_count(lookups.get("lookup_tokens")), *of_tiers),
         is_disk_available=_is_reachable(disk),
         disk_reason=plain(disk.get("off_reason")) or _SILENT,
+        encryption={tier: _encryption_problem(part) for tier, part in lower.items() if part},
         has_peers=bool(_part(stats, "peers")),
         is_memory_pinned=_is_pinned(transfer),
         pin_problem=plain(transfer.get("pin_problem")),
@@ -143,6 +145,10 @@ def _count(value: object) -> int:
 def _is_reachable(tier: dict[str, Any]) -> bool | None:
     is_reachable = tier.get("is_reachable")
     return is_reachable if isinstance(is_reachable, bool) else None
+
+
+def _encryption_problem(tier: dict[str, Any]) -> str | None:
+    return plain(tier["encryption_problem"]) if "encryption_problem" in tier else None
 
 
 def _is_pinned(transfer: dict[str, Any]) -> bool | None:

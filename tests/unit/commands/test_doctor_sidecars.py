@@ -10,6 +10,7 @@ from lmcache_operator.commands.gather import PodFigures
 
 from lmcache.engines.sglang.support import SUPPORTED_VERSIONS as SUPPORTED_SGLANG
 from lmcache.engines.vllm.support import SUPPORTED_VERSIONS
+from lmcache.explain.text import plain
 from tests.harness.command_world import NOW, pod
 from tests.harness.doctor_world import (
     FORBIDDEN,
@@ -204,6 +205,29 @@ def test_remedy_for_peers_names_certificates_only_with_tls(has_tls):
     results = run_checks(facts(cluster_facts(unreachable, tiers={"peers": tier})))
     (remedy,) = [result.remedy for result in results if result.check == "peersReachable"]
     assert ("certificates" in remedy) == has_tls
+
+
+ENCRYPTED = {"disk": {"size": "1Gi", "encryption": {"secretRef": {"name": "kv-keys"}}}}
+
+
+@pytest.mark.parametrize("why", ["1 does not have 64 hexadecimal digits", "no key\x1b[31m"])
+def test_keys_that_a_sidecar_cannot_use_are_found(why):
+    fine, wrong = (
+        figures(number, disk={"encryption_problem": problem}) for number, problem in enumerate((None, why))
+    )
+    results = run_checks(facts(cluster_facts(fine, wrong, tiers=ENCRYPTED)))
+    (result,) = [each for each in results if each.check == "encryptionKeys"]
+    assert (result.level, result.runbook) == (FAILURE, "EncryptionKeysInvalid")
+    assert f"cannot encrypt the rows of the disk tier: {plain(why)}" in result.statement
+    assert "Secret kv-keys" in result.remedy
+    assert problems(run_checks(facts(cluster_facts(fine, wrong)))) == [], "no encryption is asked for"
+
+
+def test_usable_keys_are_reported():
+    fine = [figures(number, disk={"encryption_problem": None}) for number in range(2)]
+    results = run_checks(facts(cluster_facts(*fine, tiers=ENCRYPTED)))
+    (statement,) = [result.statement for result in results if result.check == "encryptionKeys"]
+    assert statement == "Sidecars that report no problem with their keys: 2."
 
 
 def test_healthy_peers_are_reported():

@@ -33,7 +33,7 @@ def test_each_example_is_accepted_alone() -> None:
             remote.clear()
             remote["managed"] = {"memoryPerShard": "1Gi", "shards": 2}
             changed["spec"]["autoscaling"]["remote"] = {"maxShards": 4}
-        elif parents[-1] not in ("external", "authSecretRef") and "remote" in parents:
+        elif "remote" in parents and not {"external", "encryption"} & {*parents}:
             remote.clear()
             remote |= {"managed": {"memoryPerShard": "1Gi"}} if "managed" in parents else {}
         elif parents[-2:] == ["tls", "secretRef"]:
@@ -53,9 +53,10 @@ def test_field_without_an_example_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_all_conditions_are_documented() -> None:
-    world = settled_world(tiers={"disk": {"size": "1Gi"}})
+    keys = {"secretRef": {"name": "kv-keys"}}
+    world = settled_world(tiers={"disk": {"size": "1Gi", "encryption": keys}})
     working = dict.fromkeys(("is_remote_reachable", "is_disk_available", "is_memory_pinned"), True)
-    sidecar = Sidecar(pod="p", is_attached=True, **working)
+    sidecar = Sidecar(pod="demo-engine-0", is_attached=True, encryption={"disk": ""}, **working)
     status = status_of(world, probed=Probed((sidecar,), True))
     tested_elsewhere = {"AutoscalingActive", "PrefillAvailable", "RemoteTierAvailable", "RouterAvailable"}
     assert {condition["type"] for condition in status["conditions"]} == set(CONDITIONS) - tested_elsewhere

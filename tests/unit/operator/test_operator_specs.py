@@ -58,6 +58,15 @@ CASES = {
     "full": FULL,
     "peers": {"engine": {"replicas": 2}, "tiers": {"peers": {"bytesPerSecond": "1Gi"}}},
     "sglang": {"engine": {"kind": "SGLang"}},
+    "encrypted": {
+        "tiers": {
+            "disk": {"size": "500Gi", "encryption": {"secretRef": {"name": "disk-keys"}}},
+            "remote": {
+                "external": {"url": "redis://redis.caches:6379/1"},
+                "encryption": {"secretRef": {"name": "kv-keys"}},
+            },
+        }
+    },
 }
 
 

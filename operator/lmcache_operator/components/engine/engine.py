@@ -202,7 +202,8 @@ def spec_hash(cluster: Cluster, default_images: Images) -> str:
     if (peers := cluster.spec.tiers.peers) is not None:
         tiers["peers"] = declared(peers)  # also if it has only defaults; the list is not part of the pod
     if cluster.spec.tiers.managed is not None:  # nothing else of it is in the pod
-        tiers["remote"] = {"managed": True}
+        encryption = tiers["remote"].get("encryption")
+        tiers["remote"] = {"managed": True} | ({"encryption": encryption} if encryption else {})
         if (secret := names.remote_certificate(cluster)) != names.remote_tls_name(cluster.name):
             tiers["remote"]["tls"] = secret  # the pod mounts the Secret by name
     hashed: Object = {

@@ -13,13 +13,15 @@ A terminating pod takes three steps:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
 from lmcache.common.units import format_mebibytes
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.api.tiers import DiskTier
+from lmcache_operator.api.tiers import DiskTier, Tiers
 from lmcache_operator.components.engine import gpus, template
+from lmcache_operator.components.engine.encryption import key_options, key_volumes
 from lmcache_operator.components.engine.kinds import kind_of
 from lmcache_operator.pods.resize import MAX_SIZE, SIZE_ARGUMENT, SIZE_FILE, sidecar_memory
 from lmcache_operator.specs import Images, Object, names, paths
@@ -173,7 +175,7 @@ def _sidecar(cluster: Cluster, image: str, transfer: gpus.Transfer, size: Memory
     if disk := cluster.spec.tiers.disk:
         # These are variables and not keys of the shared file, because they describe this pod's own volume.
         env |= {"LMCACHE_DISK_PATH": paths.DISK_DIR, DISK_SIZE: f"{disk.num_bytes}"}
-    env |= _peers_env(cluster)
+    env |= _peers_env(cluster) | key_options(cluster.spec.tiers)
     ports = [{"containerPort": names.SIDECAR_PORT, "name": "metrics", "protocol": "TCP"}]
     if cluster.spec.tiers.peers:
         ports.append({"containerPort": names.PEERS_PORT, "name": "peers", "protocol": "TCP"})
@@ -321,7 +323,14 @@ def _volumes(cluster: Cluster, size: MemorySize | None, sidecar_image: str = "")
     if auth := spec.tiers.remote_auth:
         source = _secret(auth.name, password=auth.password_key, username=auth.username_key)
         volumes.append(_Volume("remote-auth", paths.REMOTE_AUTH_DIR, sidecar, source))
-    return sorted(volumes)
+    return sorted([*volumes, *_keys(spec.tiers)])
+
+
+def _keys(tiers: Tiers) -> Iterator[_Volume]:
+    """Keys of encrypted rows. Whole directories are mounted, because a mount of single files gets no changes."""
+    for volume in key_volumes(tiers):
+        source = {"secret": {"optional": True, "secretName": volume.secret}}
+        yield _Volume(volume.name, volume.path, (names.SIDECAR,), source)
 
 
 def _in_memory(size: str) -> Object:

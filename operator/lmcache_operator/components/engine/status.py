@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, cast
+from typing import Final, cast, get_args
 
 from lmcache.common.units import format_size
 from lmcache_operator.autoscaling.tier_status import hit_percent
 from lmcache_operator.components.base import ComponentStatus, Observed, Plan, Sidecar
 from lmcache_operator.components.conditions import Condition, Problem, Trouble, former_conditions
+from lmcache_operator.components.engine.encryption import rows_encrypted
 from lmcache_operator.components.engine.gpus import transfer_in_use, transfer_problems
 from lmcache_operator.pods.pods import is_ready, kill_problems
 from lmcache_operator.pods.resize import Resizing
@@ -18,7 +19,7 @@ from lmcache_operator.specs.names import ENGINE, SIDECAR_PORT, engine_name, sele
 
 _DEADLINE: Final = "ProgressDeadlineExceeded"
 _ATTACHED, _REACHABLE, _DISK = "SidecarAttached", "RemoteTierReachable", "DiskTierAvailable"
-_PINNED = "MemoryTierPinned"
+_PINNED, _ENCRYPTED = "MemoryTierPinned", "RowsEncrypted"
 _PIN_REMEDY: Final = (
     "Copies between GPU and memory tier are slow there. Raise the limit of locked memory for containers on "
     "the node, or give the pod's sidecar and engine more memory"
@@ -41,7 +42,7 @@ def engine_status(observed: Observed, plan: Plan) -> ComponentStatus:
         "hitPercent": hit_percent(observed),
     }
     resized = plan.fields.get("resizing") or Resizing()
-    troubles = [condition for condition in conditions.values() if condition.status == "False"]
+    troubles = [condition for condition in conditions.values() if _is_trouble(condition)]
     return ComponentStatus(
         summary=summary,
         progressing=_progressing(observed, plan, desired, num_ready, count),
@@ -59,6 +60,10 @@ def engine_status(observed: Observed, plan: Plan) -> ComponentStatus:
             **{field: value for field, value in known.items() if value},
         },
     )
+
+
+def _is_trouble(condition: Condition) -> bool:
+    return condition.status == "False" and condition.reason in get_args(Trouble)
 
 
 def _num_desired(observed: Observed, plan: Plan) -> int:
@@ -133,7 +138,7 @@ def _engine_available(desired: int, num_ready: int, count: str) -> Condition:
 
 
 def _sidecar_conditions(observed: Observed) -> dict[str, Condition]:
-    former = former_conditions(observed.resource, _ATTACHED, _REACHABLE, _DISK, _PINNED)
+    former = former_conditions(observed.resource, _ATTACHED, _REACHABLE, _DISK, _PINNED, _ENCRYPTED)
     if observed.probed is None:
         return former
     sidecars, is_certain = observed.probed
@@ -159,6 +164,8 @@ def _sidecar_conditions(observed: Observed) -> dict[str, Condition]:
         conditions[_DISK] = Condition("True", "Available", f"All {len(with_disk)} disk tiers are in use.")
     if pinned := _pinned(sidecars):
         conditions[_PINNED] = pinned
+    if encrypted := rows_encrypted(observed, sidecars):
+        conditions[_ENCRYPTED] = encrypted
     return conditions
 
 

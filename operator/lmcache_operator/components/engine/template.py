@@ -37,6 +37,7 @@ _RESERVED: dict[str, dict[str, str]] = {
         "LMCACHE_DISK_": _SET_BY.format("tiers.disk"),
         "LMCACHE_ADMIT": _SET_BY.format("tiers.admit"),
         **dict.fromkeys(_PEERS, _SET_BY.format("tiers.peers")),
+        "LMCACHE_REMOTE_ENCRYPTION_": _SET_BY.format("tiers.remote.encryption"),
         "LMCACHE_REMOTE_URL": _SET_BY.format("tiers.remote"),
         "LMCACHE_REMOTE_PASSWORD_FILE": _SET_BY.format("tiers.remote"),
         "LMCACHE_REMOTE_USERNAME_FILE": _SET_BY.format("tiers.remote"),

@@ -54,6 +54,7 @@ CLUSTER: Sequence[Callable[[Facts, ClusterFacts], Iterator[Result]]] = (
     sidecars.clocks,
     sidecars.transfer,
     sidecars.pinned_memory,
+    sidecars.encryption,
     peers.reachable,
     redis_servers.reachable,
     redis_servers.refusals,

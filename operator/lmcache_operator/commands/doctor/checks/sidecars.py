@@ -126,6 +126,23 @@ def transfer(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
         yield ok(name, f"Mode {mode}: {why}.")
 
 
+def encryption(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
+    """Check that the sidecars can use the keys of encrypted rows, also those in injected pods."""
+    name, problems, num_usable = "encryptionKeys", [], 0
+    secrets = cluster.parsed.spec.tiers.key_secrets if cluster.parsed else {}
+    for figures in cluster.pods:
+        parts = {tier: merge.part(figures.stats, tier) for tier in secrets}
+        num_usable += any("encryption_problem" in part for part in parts.values())
+        for tier, part in parts.items():
+            if why := plain(part.get("encryption_problem")):
+                text = f"The sidecar cannot encrypt the rows of the {tier} tier: {why}."
+                remedy = f"Correct the keys in Secret {secrets[tier]}."
+                problems.append((figures.name, failure(name, text, remedy, "EncryptionKeysInvalid")))
+    yield from grouped(problems, len(cluster.pods))
+    if num_usable and not problems:
+        yield ok(name, f"Sidecars that report no problem with their keys: {num_usable}.")
+
+
 def pinned_memory(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Check that CUDA has pinned the memory tiers that copies use."""
     name, problems, num_pinned = "pinnedMemory", [], 0

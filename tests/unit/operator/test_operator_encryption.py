@@ -1,0 +1,293 @@
+"""Encryption of rows: Secrets that only sidecars mount, the sidecar's options, and the condition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lmcache_operator.api.parse import parse
+from lmcache_operator.components.base import Context
+from lmcache_operator.components.engine.engine import Engine, spec_hash
+from lmcache_operator.components.injection.injection import Injection
+from lmcache_operator.components.prefill.prefill import PrefillPods
+from lmcache_operator.components.registry import COMPONENTS
+from lmcache_operator.errors import InvalidSpecError, RefusedError
+from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
+
+from tests.harness.operator_components import ReconciledCluster
+from tests.harness.operator_injection import injected
+from tests.harness.operator_injection import pod as user_pod
+from tests.harness.operator_model import cluster
+
+DISK, REMOTE = "LMCACHE_DISK_ENCRYPTION_KEYS_DIR", "LMCACHE_REMOTE_ENCRYPTION_KEYS_DIR"
+EXTERNAL = {"external": {"url": "redis://kv:6379"}}
+MANAGED = {"managed": {"memoryPerShard": "1Gi"}}
+REMOTES = [EXTERNAL, MANAGED, {"clusterRef": {"name": "kv"}}]
+
+
+def encrypted(secret: str = "kv-keys", **tier: Any) -> dict[str, Any]:
+    return tier | {"encryption": {"secretRef": {"name": secret}}}
+
+
+def both(disk: str = "kv-keys", remote: str = "kv-keys") -> dict[str, Any]:
+    return {"disk": encrypted(disk, size="1Gi"), "remote": encrypted(remote, **EXTERNAL)}
+
+
+def pod_of(tiers: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    rendered = Engine().render(parse(cluster(tiers=tiers, **changes)), Context(IMAGES))
+    spec: dict[str, Any] = rendered[-1]["spec"]["template"]["spec"]
+    return spec
+
+
+def keys_of(spec: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Secrets that the sidecar of a pod gets its keys from, by variable, as the kubelet mounts them."""
+    (sidecar,) = (each for each in spec["initContainers"] if each["name"] == f"{prefix}sidecar")
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    mounts = {mount["mountPath"]: mount for mount in sidecar["volumeMounts"]}
+    secrets = {}
+    for item in sidecar["env"]:
+        if "ENCRYPTION" in item["name"]:
+            mount = mounts[item["value"]]
+            assert "subPath" not in mount, "such a mount gets no changes"
+            source = volumes[mount["name"]]["secret"]
+            assert source == {"secretName": source["secretName"], "optional": True}, "pods start without it"
+            secrets[item["name"]] = source["secretName"]
+    return secrets
+
+
+def secrets_in(spec: dict[str, Any], container: str) -> set[str]:
+    """Secrets that any mount of a container leads to."""
+    (each,) = (c for c in spec["initContainers"] + spec["containers"] if c["name"] == container)
+    names = {mount["name"] for mount in each["volumeMounts"]}
+    return {v["secret"]["secretName"] for v in spec["volumes"] if v["name"] in names and "secret" in v}
+
+
+@pytest.mark.parametrize("kind", ["vLLM", "SGLang"])
+@pytest.mark.parametrize("remote", REMOTES, ids=lambda remote: next(iter(remote)))
+def test_sidecar_alone_gets_the_keys(remote: dict[str, Any], kind: str) -> None:
+    tiers = {"disk": encrypted("disk-secret", size="1Gi"), "remote": encrypted("remote-secret", **remote)}
+    spec = pod_of(tiers, engine={"kind": kind})
+    assert keys_of(spec) == {DISK: "disk-secret", REMOTE: "remote-secret"}
+    for container in ("engine", "payload"):
+        assert not secrets_in(spec, container) & {"disk-secret", "remote-secret"}
+    assert "ENCRYPTION" not in str(spec["containers"])
+
+
+@pytest.mark.parametrize(
+    ("tiers", "expected"),
+    [
+        ({"disk": encrypted(size="1Gi"), "remote": EXTERNAL}, {DISK: "kv-keys"}),
+        ({"disk": {"size": "1Gi"}, "remote": encrypted(**EXTERNAL)}, {REMOTE: "kv-keys"}),
+        ({"disk": {"size": "1Gi"}, "remote": EXTERNAL}, {}),
+    ],
+)
+def test_tier_without_encryption_gets_no_keys(tiers: dict[str, Any], expected: dict[str, str]) -> None:
+    assert keys_of(pod_of(tiers)) == expected
+
+
+def test_tiers_with_the_same_secret_share_one_volume() -> None:
+    spec = pod_of(both())
+    assert keys_of(spec) == {DISK: "kv-keys", REMOTE: "kv-keys"}
+    assert str(spec["volumes"]).count("kv-keys") == 1
+
+
+@pytest.mark.parametrize("remote", REMOTES, ids=lambda remote: next(iter(remote)))
+def test_secret_name_changes_the_pods(remote: dict[str, Any]) -> None:
+    variants = [
+        {"remote": remote},
+        {"remote": encrypted("a", **remote)},
+        {"remote": encrypted("b", **remote)},
+        {"remote": remote, "disk": {"size": "1Gi"}},
+        {"remote": remote, "disk": encrypted("a", size="1Gi")},
+        {"remote": encrypted("a", **remote), "disk": encrypted("a", size="1Gi")},
+    ]
+    assert len({spec_hash(parse(cluster(tiers=tiers)), IMAGES) for tiers in variants}) == len(variants)
+
+
+@pytest.mark.parametrize("remote", REMOTES, ids=lambda remote: next(iter(remote)))
+def test_prefill_pods_encrypt_like_the_other_pods(remote: dict[str, Any]) -> None:
+    tiers = {"disk": encrypted("d", size="1Gi"), "remote": encrypted("r", **remote), "peers": {}}
+    resource = cluster(engine={"prefill": {}}, router={}, tiers=tiers)
+    (child,) = PrefillPods().render(parse(resource), Context(IMAGES))
+    prefill = Engine().render(parse(child), Context(IMAGES))[-1]["spec"]["template"]["spec"]
+    assert keys_of(prefill) == {DISK: "d", REMOTE: "r"}
+
+
+def test_injected_sidecar_alone_gets_the_keys() -> None:
+    (pod,) = injected(user_pod(), tiers=both("d", "r"))
+    assert keys_of(pod["spec"], "lmcache-") == {DISK: "d", REMOTE: "r"}
+    (engine,) = pod["spec"]["containers"]
+    for container in (engine["name"], "lmcache-payload"):
+        assert not secrets_in(pod["spec"], container)
+    (profile,) = Injection().render(parse(cluster(tiers=both("d", "r"))), Context(IMAGES))
+    assert keys_of(profile["template"]["spec"], "lmcache-") == {DISK: "d", REMOTE: "r"}
+
+
+@pytest.mark.parametrize(
+    ("tiers", "path", "sentence"),
+    [
+        ({"disk": {"size": "1Gi", "encryption": {}}}, "disk.encryption.secretRef", "is required"),
+        ({"remote": {**EXTERNAL, "encryption": {}}}, "remote.encryption.secretRef", "is required"),
+        ({"remote": encrypted()}, "remote", "exactly one of managed, external and clusterRef must be set"),
+        ({"disk": encrypted()}, "disk.size", "is required"),
+        *(
+            ({"disk": encrypted(name, size="1Gi")}, "disk.encryption.secretRef.name", "must be the name of a")
+            for name in ("Keys", "a_b", "-a", "a-", "", "a/b", "../a", "kv\n", "a b")
+        ),
+        ({"disk": encrypted("a" * 254, size="1Gi")}, "disk.encryption.secretRef.name", "is too long"),
+        (
+            {"disk": {"size": "1Gi", "encryption": {"secretRef": {"name": "a", "key": "b"}}}},
+            "disk.encryption.secretRef.key",
+            "is not a known field",
+        ),
+    ],
+)
+def test_wrong_encryption_is_refused(tiers: dict[str, Any], path: str, sentence: str) -> None:
+    with pytest.raises(InvalidSpecError, match=sentence) as caught:
+        parse(cluster(tiers=tiers))
+    assert caught.value.path == f"spec.tiers.{path}"
+
+
+def test_cluster_without_engine_cannot_encrypt() -> None:
+    with pytest.raises(InvalidSpecError, match="needs an engine: set it at the clusters that use this tier"):
+        parse(cluster({"tiers": {"remote": encrypted(**MANAGED)}}))
+
+
+@pytest.mark.parametrize("variable", [DISK, REMOTE])
+@pytest.mark.parametrize("tiers", [both(), {}])
+def test_user_cannot_set_the_directory_of_the_keys(variable: str, tiers: dict[str, Any]) -> None:
+    sidecar = {"name": "sidecar", "env": [{"name": variable, "value": "/tmp"}]}
+    with pytest.raises(InvalidSpecError, match=rf"sets {variable} of the container sidecar: it is set by"):
+        pod_of(tiers, engine={"podTemplate": {"spec": {"initContainers": [sidecar]}}})
+
+
+# -- the reconciled cluster
+
+GOOD = {"is_ready": True, "num_clients": {"attached": 1}}
+FINE = {"is_reachable": True, "off_reason": "", "encryption_problem": None}
+WRONG = "key version 3: 63 characters, not 64 hexadecimal digits"
+
+
+class Rig(ReconciledCluster):
+    """Two engine pods whose sidecars report these lower tiers."""
+
+    def __init__(self, tiers: dict[str, Any]) -> None:
+        super().__init__(COMPONENTS, engine={"replicas": 2}, tiers=tiers)
+        for call in ("get Secret", "find Secret"):
+            self.world.failures[call] = RefusedError(call, "the operator must not read Secrets")
+        self.settle()
+
+    def report(self, *reports: dict[str, Any]) -> None:
+        """Let the sidecars report these lower tiers, and reconcile."""
+        for number, lower in enumerate(reports):
+            address = f"10.0.0.{number}"
+            self.world.pods[f"demo-engine-{number}"]["status"] |= {"phase": "Running", "podIP": address}
+            self.world.stats[address] = GOOD | lower
+        self.run()
+
+    @property
+    def condition(self) -> tuple[str, str]:
+        return self.condition_of("RowsEncrypted")
+
+    def condition_of(self, kind: str) -> tuple[str, str]:
+        conditions = {c["type"]: c for c in self.world.resource["status"]["conditions"]}
+        return (
+            tuple(conditions[kind][key] for key in ("status", "reason")) if kind in conditions else ("", "")
+        )
+
+
+def test_no_secret_is_read_or_written() -> None:
+    rig = Rig(both())
+    rig.report({"disk": FINE, "remote": FINE}, {"disk": FINE, "remote": FINE})
+    rig.world.change(tiers=both("other", "other"))
+    writes = rig.settle()
+    assert {w for w in writes if "Secret" in w} == set()
+    assert {ref.kind for ref in rig.world.objects} & {"Secret"} == set()
+    for pod in rig.world.pods.values():
+        assert keys_of(pod["spec"]) == {DISK: "other", REMOTE: "other"}
+
+
+def test_sidecars_that_encrypt_make_the_condition_true() -> None:
+    rig = Rig(both())
+    assert rig.condition == ("", "")
+    rig.report({"disk": FINE, "remote": FINE}, {"disk": FINE, "remote": FINE})
+    assert rig.condition == ("True", "Encrypted")
+    assert rig.message("RowsEncrypted") == "All 2 sidecars encrypt the rows of: disk, remote."
+    assert rig.conditions()["Degraded"] == "False"
+    assert rig.run() == []
+
+
+@pytest.mark.parametrize("tier", ["disk", "remote"])
+def test_problem_with_keys_degrades_the_cluster_and_is_an_event(tier: str) -> None:
+    rig = Rig(both("d", "r"))
+    fine = {"disk": FINE, "remote": FINE}
+    rig.report(fine, fine)
+    rig.report(fine, fine | {tier: FINE | {"encryption_problem": WRONG}})
+    assert rig.condition == ("False", "EncryptionKeysInvalid")
+    where = f"pod demo-engine-1, {tier} tier, Secret {tier[0]}: {WRONG}"
+    message = f"1 of 2 sidecars cannot encrypt rows as the spec asks. First: {where}"
+    assert rig.message("RowsEncrypted") == message
+    assert rig.condition_of("Degraded") == ("True", "EncryptionKeysInvalid")
+    assert message in rig.message("Degraded")
+    assert rig.condition_of("Ready")[0] == "True", "engines serve"
+    assert ("Warning", "EncryptionKeysInvalid") in rig.world.events
+    rig.report(fine, fine)
+    assert rig.condition == ("True", "Encrypted")
+    assert ("Normal", "Encrypted") in rig.world.events
+
+
+def test_tier_that_is_off_is_reported_with_the_reason_of_its_sidecar() -> None:
+    rig = Rig(both())
+    reason = "/etc/lmcache/keys/disk-remote: no key"
+    off = {"is_reachable": False, "off_reason": reason, "encryption_problem": reason}
+    rig.report(*[{"disk": off, "remote": off}] * 2)
+    assert rig.condition == ("False", "EncryptionKeysInvalid")
+    assert rig.condition_of("DiskTierAvailable") == ("False", "DiskTierOff")
+    assert rig.condition_of("RemoteTierReachable") == ("False", "RemoteTierUnreachable")
+    for kind in ("DiskTierAvailable", "RemoteTierReachable", "RowsEncrypted"):
+        assert reason in rig.message(kind)
+
+
+def test_sidecar_of_an_earlier_version_is_not_said_to_encrypt() -> None:
+    rig = Rig(both())
+    earlier = {"is_reachable": True, "off_reason": ""}
+    rig.report({"disk": FINE, "remote": FINE}, {"disk": earlier, "remote": earlier})
+    assert rig.condition == ("False", "EncryptionKeysInvalid")
+    assert "earlier version, which does not encrypt. Set spec.images.policy" in rig.message("RowsEncrypted")
+
+
+def test_pods_from_before_the_encryption_are_not_said_to_encrypt() -> None:
+    rig = Rig({"remote": EXTERNAL})
+    rig.report({"remote": FINE}, {"remote": FINE})
+    assert rig.condition == ("", "")
+    rig.world.change(tiers={"remote": encrypted(**EXTERNAL)})
+    rig.run()
+    assert rig.condition == ("False", "Replacing")
+    assert rig.condition_of("Degraded") == ("False", "AsDeclared")
+    assert rig.message("RowsEncrypted") == "2 of 2 engine pods do not encrypt rows yet. First: demo-engine-0"
+    rig.settle()
+    rig.report({"remote": FINE}, {"remote": FINE})
+    assert rig.condition == ("True", "Encrypted")
+    rig.world.change(tiers={"remote": {"encryption": None}})
+    rig.settle()
+    rig.report({"remote": FINE}, {"remote": FINE})
+    assert rig.condition == ("", "")
+
+
+@pytest.mark.parametrize("problem", [[WRONG], 5, {"a": 1}, "", "\x1b[31m" + "x" * 5000])
+def test_invalid_reports_do_no_harm(problem: Any) -> None:
+    rig = Rig(both())
+    rig.report({"disk": FINE | {"encryption_problem": problem}, "remote": "x"}, {"remote": []})
+    assert rig.condition[0] in ("True", "False")
+    assert rig.message("RowsEncrypted").isprintable()
+    assert len(rig.message("RowsEncrypted")) < 900
+
+
+def test_silent_sidecars_do_not_change_the_condition() -> None:
+    rig = Rig(both())
+    fine = {"disk": FINE, "remote": FINE}
+    rig.report(fine, fine | {"disk": FINE | {"encryption_problem": WRONG}})
+    before = rig.condition, rig.message("RowsEncrypted")
+    rig.world.stats.clear()
+    rig.run()
+    assert (rig.condition, rig.message("RowsEncrypted")) == before
