@@ -18,9 +18,9 @@ Expected = Literal[
 Trouble = Literal[
     "ApiError", "AutoscalingFrozen", "CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError",
     "CudaIPCUnavailable", "DiskTierOff", "EncryptionKeysInvalid", "EngineNotAttached", "FailedBinding",
-    "FailedCreate", "FailedMount", "FieldContested", "ImagePullBackOff", "InternalError",
-    "InvalidSpec", "MemoryNotPinned", "NameTaken", "NoAnswer", "NoEngineReady", "NodeLost", "OOMKilled", "PeersNotShared", "PodFailed",
-    "PodsWithoutCache", "ProgressDeadlineExceeded", "Refused", "RemoteTierNotShared",
+    "FailedCreate", "FailedMount", "FieldContested", "ImagePullBackOff", "InternalError", "InvalidSpec",
+    "MemoryNotPinned", "NameTaken", "NoAnswer", "NoEngineReady", "NodeLost", "OOMKilled", "PeersNotShared",
+    "PodFailed", "PodsWithoutCache", "ProgressDeadlineExceeded", "Refused", "RemoteTierNotShared",
     "RemoteTierUnreachable", "ResizeInfeasible", "RouterNotReady", "ShardsMissing", "SidecarNotReady",
     "Unschedulable",
 ]  # fmt: skip

@@ -327,7 +327,7 @@ def _volumes(cluster: Cluster, size: MemorySize | None, sidecar_image: str = "")
 
 
 def _keys(tiers: Tiers) -> Iterator[_Volume]:
-    """Keys of encrypted rows. Whole directories are mounted, because a mount of single files gets no changes."""
+    """Keys of encrypted rows. The mounts have no subPath, because such mounts get no changes."""
     for volume in key_volumes(tiers):
         source = {"secret": {"optional": True, "secretName": volume.secret}}
         yield _Volume(volume.name, volume.path, (names.SIDECAR,), source)
