@@ -69,8 +69,22 @@ spec:
         authSecretRef: {name: kv-auth, usernameKey: username, passwordKey: password}
       encryption: {secretRef: {name: kv-keys}}
     admit: OnReuse
+  tenants:
+    header: true
+    default: {memoryPercent: 30, lowerTierBytes: 100Gi, priority: -10}
+    named:
+      - name: search
+        saltSecretRef: {name: search-salt, key: salt}
+        memoryPercent: 50
+        minMemoryPercent: 20
+        lowerTierBytes: 500Gi
+        priority: 10
+      - name: batch
+        saltHash: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
+        memoryPercent: 10
+        priority: -100
   router:
-    policy: KVAware
+    policy: CacheAware
     replicas: 2
     image: ghcr.io/lmcache-cluster/router:0.1.0
     args: ["--request-timeout-secs=3600"]
@@ -101,6 +115,7 @@ _EXCLUSIVE = {
     **{f"spec.tiers.remote.managed.{name}": value for name, value in _MANAGED.items()},
     "spec.tiers.remote.clusterRef.name": "kv",
     "spec.tiers.peers.tls.secretRef.name": "llama-70b-peers-tls",
+    "spec.tenants.named[].saltHash": "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae",
     "spec.autoscaling.remote.minShards": 2,
     "spec.autoscaling.remote.maxShards": 8,
 }
@@ -117,6 +132,7 @@ CONDITIONS = {
     "RouterAvailable": "At least one router pod is Ready. Present with spec.router.",
     "AutoscalingActive": "The operator sizes tiers by lookups. Present after it read the first samples.",
     "MemoryTierPinned": "CUDA has pinned the memory tiers of all GPUs. Present after a sidecar reported it.",
+    "TenantsKnown": "The sidecars use the declared tenants. Present with spec.tenants.",
     "DiskTierAvailable": "Every disk tier is in use. Present after a sidecar reported it.",
     "RowsEncrypted": "All sidecars encrypt the rows of the tiers with encryption. Present with such a tier.",
 }
@@ -137,7 +153,7 @@ all fields that do not exclude one another:
 ```yaml
 {COMPLETE}```
 """
-_NAMES = {str: "string", int: "integer"}
+_NAMES = {str: "string", int: "integer", bool: "boolean"}
 _LIMITS = {
     "minimum": "≥ {}", "maximum": "≤ {}", "multipleOf": "a multiple of {}", "maxLength": "≤ {} characters",
     "maxItems": "≤ {} items",
@@ -158,11 +174,18 @@ def examples() -> dict[str, Any]:
 
 def _examples(cls: type[Part], value: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
     for field in cls.FIELDS:
-        name = f"{path}.{field.json_name}"
+        name, item = f"{path}.{field.json_name}", _item_of(field)
         if field.json_name in value and is_part(field.type):
             yield from _examples(field.type, value[field.json_name], name)
+        elif field.json_name in value and is_part(item):
+            yield from _examples(item, value[field.json_name][0], f"{name}[]")
         elif field.json_name in value:
             yield name, value[field.json_name]
+
+
+def _item_of(field: Field) -> Any:
+    """Return the type of a list's items, and of any other field its own type."""
+    return typing.get_args(field.type)[0] if typing.get_origin(field.type) is list else field.type
 
 
 def _part(cls: type[Part], path: str) -> Iterator[str]:
@@ -176,12 +199,11 @@ def _part(cls: type[Part], path: str) -> Iterator[str]:
         name = f"{path}.{field.json_name}"
         cells = [f"`{field.json_name}`", _type_of(field), _default_of(field)]
         if has_examples:
-            if name not in example_of and not is_part(field.type):
+            if name not in example_of and not is_part(_item_of(field)):
                 raise ValueError(f"tools/resource_docs.py has no example of {name}")
             cells.append(_code(example_of[name]) if example_of.get(name) is not None else "")
         yield "| " + " | ".join([*cells, _about(field)]) + " |"
-        item = typing.get_args(field.type)[0] if typing.get_origin(field.type) is list else field.type
-        if is_part(item):
+        if is_part(item := _item_of(field)):
             inner.append((item, name if item is field.type else f"{name}[]"))
     yield ""
     for rule in cls.RULES:

@@ -99,6 +99,14 @@ specs = st.fixed_dictionaries(
             {"chunkTokens": st.sampled_from([64, 256])},
             optional={"transfer": st.sampled_from(["Auto", "SharedMemory"])},
         ),
+        "tenants": st.sampled_from(
+            [
+                {},
+                {"header": True},
+                {"default": {"memoryPercent": 30}},
+                {"named": [{"name": "search", "saltSecretRef": {"name": "salt"}, "priority": 1}]},
+            ]
+        ),
         "tiers": st.fixed_dictionaries(
             {"memory": st.fixed_dictionaries({"size": st.sampled_from(["1Gi", "1024Mi", "3Gi"])})},
             optional={

@@ -25,6 +25,7 @@ _EXAMPLES = {
     "size": ("1Gi", "0.5Ti", "1073741824"),
     "memoryPerShard": ("512Mi", "1Gi"),
     "bytesPerSecond": ("1Gi", "100M"),
+    "lowerTierBytes": ("0", "1Gi", "1.5Gi"),
     "resourceName": ("nvidia.com/gpu", "amd.com/gpu"),
     "url": ("redis://h:1", "rediss://h:1,i:2/3?verify=ca", "redis-cluster://h:7000"),
     "gpuHour": ("2.50", "0"),
@@ -121,6 +122,25 @@ def _obey_rules(spec: Object) -> None:
     spec.setdefault("model", {"name": "m"})
     spec.setdefault("engine", {})
     tiers.setdefault("memory", {"size": "1Gi"})
+    if tenants := spec.get("tenants"):
+        _obey_tenants(spec, tenants)
+
+
+def _obey_tenants(spec: Object, tenants: Object) -> None:
+    """Give tenants different names and salts, and shares and a router that fit them."""
+    if spec["engine"].get("kind") == "SGLang":
+        tenants.pop("header", None)
+    if "router" in spec and spec["router"].get("policy", "KVAware") == "KVAware":
+        spec["router"]["policy"] = "CacheAware"
+    tenants.get("default", {}).pop("memoryPercent", None)
+    for number, tenant in enumerate(tenants.get("named", ())):
+        tenant["name"] = f"t{number}"
+        tenant.pop("memoryPercent", None)
+        if secret := tenant.get("saltSecretRef"):
+            secret["name"] = f"salt-{number}"
+            tenant.pop("saltHash", None)
+        else:
+            tenant["saltHash"] = f"{number:064x}"
 
 
 def _obey_prefill(spec: Object, engine: Object, prefill: Object) -> None:

@@ -15,7 +15,7 @@ from lmcache_operator.api.types import Spec, Status
 
 _HEADER = "# Generated from operator/lmcache_operator/api by `make generate`.\n"
 _UNKNOWN = "x-kubernetes-preserve-unknown-fields"
-_TYPES = {str: {"type": "string"}, int: {"type": "integer"}}
+_TYPES = {str: {"type": "string"}, int: {"type": "integer"}, bool: {"type": "boolean"}}
 _INJECTED = ("containers", "initContainers", "resourceClaims", "securityContext", "volumes")
 """Pod fields that injection adds to a user's pod."""
 _OF_EVERY_OBJECT = {"apiVersion": _TYPES[str], "kind": _TYPES[str], "metadata": {"type": "object"}}

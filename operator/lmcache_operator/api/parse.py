@@ -24,7 +24,7 @@ from lmcache_operator.errors import InvalidSpecError
 
 # More than any pod template needs, and far less than the limit of recursion.
 _MAX_LEVELS = 32
-TYPE_NAMES = {str: "a string", int: "an integer", list: "a list", dict: "an object"}
+TYPE_NAMES = {str: "a string", int: "an integer", bool: "a boolean", list: "a list", dict: "an object"}
 _KEYWORDS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "pattern": (lambda value, pattern: re.fullmatch(pattern, value), "{value!r} does not match {limit}"),
     "minimum": (lambda value, limit: value >= limit, "must be at least {limit}, not {value}"),
@@ -130,7 +130,7 @@ def _events_reader(annotations: Any) -> str:
 def _parse_value(annotation: Any, raw: Any, path: str) -> Any:
     expected = dict if is_part(annotation) else typing.get_origin(annotation) or annotation
     # bool is an int in Python, but not in YAML.
-    if not isinstance(raw, expected) or isinstance(raw, bool):
+    if not isinstance(raw, expected) or isinstance(raw, bool) != (expected is bool):
         raise InvalidSpecError(path, f"must be {TYPE_NAMES[expected]}, not {reprlib.repr(raw)}")
     if is_part(annotation):
         return _parse_object(annotation, raw, path)
@@ -190,9 +190,14 @@ def _check_rules(rules: tuple[Rule, ...], value: Any, path: str) -> None:
 
 def written(value: Part) -> dict[str, Any]:
     """Return the fields of a parsed object that differ from their defaults, as a user writes them."""
-    values = ((field, getattr(value, field.name)) for field in value.FIELDS)
-    fields = ((field, written(item) if isinstance(item, Part) else item) for field, item in values)
+    fields = ((field, _written(getattr(value, field.name))) for field in value.FIELDS)
     return {field.json_name: item for field, item in fields if item is not None and item != field.default}
+
+
+def _written(item: Any) -> Any:
+    if isinstance(item, list):
+        return [_written(each) for each in item]
+    return written(item) if isinstance(item, Part) else item
 
 
 def declared(value: Part) -> dict[str, Any]:

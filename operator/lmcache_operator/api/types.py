@@ -10,6 +10,7 @@ from lmcache_operator.api.engine_pods import NO_PARALLEL_SIZES, Gpu, Parallelism
 from lmcache_operator.api.fields import Part, Rule, field
 from lmcache_operator.api.keywords import ARGUMENTS, IMAGE_NAME, NAME, SECRET_KEY, size_between
 from lmcache_operator.api.router import KV_AWARE, Router, RouterStatus
+from lmcache_operator.api.tenants import SPEC_RULES, Tenants
 from lmcache_operator.api.tiers import Tiers
 
 _MODEL: dict[str, Any] = {"maxLength": 512, "pattern": r"^[^-\s\x00-\x1f][^\s\x00-\x1f]*$"}
@@ -268,6 +269,7 @@ class Spec(Part):
             "tiers.remote.managed.shards must be within autoscaling.remote.minShards and maxShards",
             lambda spec: _are_shards_within(spec),
         ),
+        *SPEC_RULES,
     )
 
     model: Model | None = field("The model that the engine serves.")
@@ -278,6 +280,11 @@ class Spec(Part):
     sidecar: Sidecar = field("The sidecar of each engine, which owns its cache.", default={})
     images: ImageDefaults = field("Choice of images for containers without an image field.", default={})
     tiers: Tiers = field("Tiers of the cache.")
+    tenants: Tenants | None = field(
+        "Budgets for tenants in the tiers of each pod. Adding or removing this field replaces the pods, one "
+        "at a time; most changes in it do not. So set {} if you want to name tenants later. Default: "
+        "no budgets but tiers.memory.tenantQuotaPercent."
+    )
     router: Router | None = field("Router in front of the engines, at Service NAME-router. Default: none.")
     autoscaling: Autoscaling = field("Autoscaling of tiers by their savings and costs.", default={})
 

@@ -107,6 +107,10 @@ class Sidecar(NamedTuple):
     """Size in bytes that the sidecar resizes its memory tier to."""
     resize_problem: str = ""
     """Why the memory tier does not have its target size."""
+    reports_tenants: bool = False
+    """Whether the sidecar reports problems with its tenants. Older versions do not."""
+    tenants_problem: str = ""
+    """Why the sidecar does not use all declared tenants."""
 
 
 class Resize(NamedTuple):

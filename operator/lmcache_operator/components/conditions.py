@@ -11,8 +11,8 @@ from lmcache_operator.specs import Object
 
 Expected = Literal[
     "AsDeclared", "Attached", "Available", "Complete", "Counting", "Encrypted", "EnginesReady", "NoEngine",
-    "Pinned", "Reachable", "Ready", "Recommending", "Replacing", "ResizePending", "Resizing", "RouterReady",
-    "ScaledToZero", "Scaling", "ShardsReady", "Sizing", "Starting",
+    "NotReported", "Pinned", "Reachable", "Ready", "Recommending", "Replacing", "ResizePending", "Resizing",
+    "RouterReady", "ScaledToZero", "Scaling", "ShardsReady", "Sizing", "Starting", "TenantsInUse",
 ]  # fmt: skip
 """Reasons of conditions that match the spec, or progress towards it."""
 Trouble = Literal[
@@ -22,7 +22,7 @@ Trouble = Literal[
     "MemoryNotPinned", "NameTaken", "NoAnswer", "NoEngineReady", "NodeLost", "OOMKilled", "PeersNotShared",
     "PodFailed", "PodsWithoutCache", "ProgressDeadlineExceeded", "Refused", "RemoteTierNotShared",
     "RemoteTierUnreachable", "ResizeInfeasible", "RouterNotReady", "ShardsMissing", "SidecarNotReady",
-    "Unschedulable",
+    "TenantsInvalid", "Unschedulable",
 ]  # fmt: skip
 """Reasons of problems. Each has a page in docs/runbooks."""
 Reason = Expected | Trouble

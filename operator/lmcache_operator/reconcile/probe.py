@@ -27,8 +27,13 @@ _PROBE_SECONDS = 3.0
 _SILENCE_SECONDS = 60.0
 """Time before a silent sidecar is probed again: unreachable pods must not slow down reconciliation."""
 _SILENT = "the sidecar gives no reason"
+_TENANTS_PROBLEM = "tenants_problem"
+"""Key in the part of /stats about tenants: a text or null. Sidecars of earlier versions have no such key."""
 _MAX_COUNT = 1 << 63
-_REASONS = ("reason", "transfer_reason", "remote_reason", "disk_reason", "pin_problem", "resize_problem")
+_REASONS = (
+    "reason", "transfer_reason", "remote_reason", "disk_reason", "pin_problem", "resize_problem",
+    "tenants_problem",
+)  # fmt: skip
 
 
 class _Last(NamedTuple):
@@ -107,6 +112,8 @@ def read_sidecar(stats: dict[str, Any]) -> Sidecar:
     names = "num_clients", "disk", "remote", "transfer", "lookups", "memory"
     clients, disk, remote, transfer, lookups, memory = (_part(stats, name) for name in names)
     lower = {"disk": disk, "remote": remote}
+    parts = (part for part in stats.values() if isinstance(part, dict))
+    tenants: dict[str, Any] = next((part for part in parts if _TENANTS_PROBLEM in part), {})
     hits = _part(lookups, "hit_tokens")
     of_tiers = (_count(hits.get(tier)) for tier in LookupFigures._fields[1:])
     num_attached = clients.get("attached")
@@ -130,6 +137,8 @@ def read_sidecar(stats: dict[str, Any]) -> Sidecar:
         memory_bytes=_count(memory.get("size_bytes")) if "target_bytes" in memory else None,
         memory_target=_count(memory.get("target_bytes")),
         resize_problem=plain(memory.get("resize_problem")),
+        reports_tenants=_TENANTS_PROBLEM in tenants,
+        tenants_problem=plain(tenants.get(_TENANTS_PROBLEM)),
     )
 
 

@@ -39,10 +39,15 @@ def test_each_example_is_accepted_alone() -> None:
         elif parents[-2:] == ["tls", "secretRef"]:
             del changed["spec"]["tiers"]["peers"]["tls"]["issuerRef"]
         for parent in parents:
-            part = part.setdefault(parent, {"name": "a"} if parent == "issuerRef" else {})
+            if parent.endswith("[]"):
+                part = part[parent.removesuffix("[]")][0]
+            else:
+                part = part.setdefault(parent, {"name": "a"} if parent == "issuerRef" else {})
         part[name] = value
         if name == "resourceName":
             del part["deviceClassName"]
+        if name == "saltHash":
+            del part["saltSecretRef"]
         parse(changed)
 
 
@@ -54,9 +59,11 @@ def test_field_without_an_example_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_all_conditions_are_documented() -> None:
     keys = {"secretRef": {"name": "kv-keys"}}
-    world = settled_world(tiers={"disk": {"size": "1Gi", "encryption": keys}})
+    world = settled_world(tiers={"disk": {"size": "1Gi", "encryption": keys}}, tenants={})
     working = dict.fromkeys(("is_remote_reachable", "is_disk_available", "is_memory_pinned"), True)
-    sidecar = Sidecar(pod="demo-engine-0", is_attached=True, encryption={"disk": ""}, **working)
+    sidecar = Sidecar(
+        pod="demo-engine-0", is_attached=True, encryption={"disk": ""}, reports_tenants=True, **working
+    )
     status = status_of(world, probed=Probed((sidecar,), True))
     tested_elsewhere = {"AutoscalingActive", "PrefillAvailable", "RemoteTierAvailable", "RouterAvailable"}
     assert {condition["type"] for condition in status["conditions"]} == set(CONDITIONS) - tested_elsewhere

@@ -67,6 +67,16 @@ CASES = {
             },
         }
     },
+    "tenants": {
+        "tenants": {
+            "header": True,
+            "default": {"memoryPercent": 30},
+            "named": [
+                {"name": "search", "saltSecretRef": {"name": "search-salt"}, "minMemoryPercent": 20},
+                {"name": "batch", "saltHash": "0" * 64, "lowerTierBytes": "100Gi", "priority": -100},
+            ],
+        }
+    },
 }
 
 

@@ -19,6 +19,7 @@ from lmcache_operator.components.base import Component, ComponentStatus, Context
 from lmcache_operator.components.engine.gpus import CUDA_IPC, claim_spec, planned_transfer
 from lmcache_operator.components.engine.pod import DISK_SIZE, MemorySize, pod_template
 from lmcache_operator.components.engine.status import engine_status
+from lmcache_operator.components.engine.tenants import in_spec_hash, tenants_yaml
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.pods.differences import differences
 from lmcache_operator.pods.pods import has_no_node, is_outdated, next_eviction
@@ -63,7 +64,7 @@ class Engine(Component):
 
     def _children(self, cluster: Cluster, context: Context, default_images: Images) -> list[Object]:
         child, engine = partial(names.child, cluster, names.ENGINE), names.engine_name(cluster.name)
-        config, policy = {"sidecar.yaml": _sidecar_yaml(cluster)}, _network_policy(cluster, context)
+        config, policy = _config_files(cluster), _network_policy(cluster, context)
         selector = _selector(cluster)
         client_service = {"ports": [_HTTP_PORT], "selector": selector}
         recorded = {names.DEFAULT_IMAGES: json.dumps(default_images, sort_keys=True)}
@@ -186,8 +187,9 @@ def _named_images(cluster: Cluster) -> dict[str, str | None]:
 def spec_hash(cluster: Cluster, default_images: Images) -> str:
     """Hash of the user's settings for a pod, and of its images. A pod with another hash is replaced.
 
-    Three kinds of changes do not change the hash, so that they replace no pod:
+    Four kinds of changes do not change the hash, so that they replace no pod:
     - replicas and tier sizes: a resize of the cache never reloads a model;
+    - shares of tenants: sidecars follow the file that has them;
     - everything that the operator chooses: an upgrade of the operator restarts no pod;
     - an image that the user writes into the spec, if it equals the default that the pod already runs.
     """
@@ -197,6 +199,9 @@ def spec_hash(cluster: Cluster, default_images: Images) -> str:
     for tier in ("memory", "disk"):
         tiers.get(tier, {}).pop("size", None)
     wanted.pop("router", None)
+    if (tenants := cluster.spec.tenants) is not None:
+        wanted["tenants"] = in_spec_hash(tenants)
+        tiers.get("memory", {}).pop("tenant_quota_percent", None)  # it is in the followed file
     if cluster.events_reader:
         wanted["events"] = True
     if (peers := cluster.spec.tiers.peers) is not None:
@@ -233,6 +238,14 @@ def _memory_size(cluster: Cluster) -> MemorySize:
     return MemorySize(cluster.memory_bytes, max_bytes)
 
 
+def _config_files(cluster: Cluster) -> dict[str, str]:
+    """Content of the sidecars' ConfigMap. Sidecars follow only the file with the tenants."""
+    files = {"sidecar.yaml": _sidecar_yaml(cluster)}
+    if (tenants := cluster.spec.tenants) is not None:
+        files[paths.TENANTS_FILE] = tenants_yaml(tenants, cluster.memory.tenant_quota_percent)
+    return files
+
+
 def _sidecar_yaml(cluster: Cluster) -> str:
     """The sidecar's configuration file.
 
@@ -245,7 +258,9 @@ def _sidecar_yaml(cluster: Cluster) -> str:
         config["transfer"] = transfer
     if (admit := cluster.spec.tiers.admit) != "All":
         config["admit"] = admit
-    if (quota := cluster.memory.tenant_quota_percent) != 100:
+    if cluster.spec.tenants is not None:
+        config["tenants_file"] = f"{paths.CONFIG_DIR}/{paths.TENANTS_FILE}"
+    elif (quota := cluster.memory.tenant_quota_percent) != 100:
         config["tenant_quota_percent"] = quota
     if external := cluster.spec.tiers.external:
         config["remote_url"] = external.url

@@ -23,6 +23,7 @@ from lmcache_operator.api.tiers import DiskTier, Tiers
 from lmcache_operator.components.engine import gpus, template
 from lmcache_operator.components.engine.encryption import key_options, key_volumes
 from lmcache_operator.components.engine.kinds import kind_of
+from lmcache_operator.components.engine.tenants import salts_volume
 from lmcache_operator.pods.resize import MAX_SIZE, SIZE_ARGUMENT, SIZE_FILE, sidecar_memory
 from lmcache_operator.specs import Images, Object, names, paths
 from lmcache_operator.specs.merge import dig
@@ -291,15 +292,15 @@ def _volumes(cluster: Cluster, size: MemorySize | None, sidecar_image: str = "")
         volumes.append(_Volume("memory-size", paths.MEMORY_DIR, sidecar, size_file))
     if disk := spec.tiers.disk:
         volumes.append(_Volume("disk", paths.DISK_DIR, sidecar, _ephemeral_volume(disk)))
+    if spec.tenants and (salts := salts_volume(spec.tenants)):
+        volumes.append(_Volume("tenant-salts", paths.SALTS_DIR, sidecar, salts))
     if ref := cluster.model.token_secret_ref:
         volumes.append(_Volume("hub-token", paths.HUB_TOKEN_DIR, engine, _secret(ref.name, token=ref.key)))
     if owner := names.remote_owner(cluster):
         # All sources are optional: if one is missing, the engine runs, and the sidecar has no remote tier.
         listed = {"configMap": {"name": names.remote_name(owner), "optional": True}}
-        secrets = {
-            "password": names.remote_name(owner),
-            paths.AUTHORITY_FILE: names.remote_certificate(cluster),
-        }
+        secrets = {"password": names.remote_name(owner)}
+        secrets[paths.AUTHORITY_FILE] = names.remote_certificate(cluster)
         sources = [
             {"secret": {"items": [{"key": key, "path": key}], "name": name, "optional": True}}
             for key, name in secrets.items()

@@ -11,10 +11,12 @@ from lmcache_operator.components.base import ComponentStatus, Observed, Plan, Si
 from lmcache_operator.components.conditions import Condition, Problem, Trouble, former_conditions
 from lmcache_operator.components.engine.encryption import rows_encrypted
 from lmcache_operator.components.engine.gpus import transfer_in_use, transfer_problems
+from lmcache_operator.components.engine.tenants import TENANTS_KNOWN, tenants_known
 from lmcache_operator.pods.pods import is_ready, kill_problems
 from lmcache_operator.pods.resize import Resizing
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import Ref
+from lmcache_operator.specs.merge import dig
 from lmcache_operator.specs.names import ENGINE, SIDECAR_PORT, engine_name, selector_text
 
 _DEADLINE: Final = "ProgressDeadlineExceeded"
@@ -138,7 +140,9 @@ def _engine_available(desired: int, num_ready: int, count: str) -> Condition:
 
 
 def _sidecar_conditions(observed: Observed) -> dict[str, Condition]:
-    former = former_conditions(observed.resource, _ATTACHED, _REACHABLE, _DISK, _PINNED, _ENCRYPTED)
+    has_tenants = dig(observed.resource, "spec", "tenants") is not None
+    followed = (_ATTACHED, _REACHABLE, _DISK, _PINNED, _ENCRYPTED, *([TENANTS_KNOWN] if has_tenants else []))
+    former = former_conditions(observed.resource, *followed)
     if observed.probed is None:
         return former
     sidecars, is_certain = observed.probed
@@ -166,6 +170,8 @@ def _sidecar_conditions(observed: Observed) -> dict[str, Condition]:
         conditions[_PINNED] = pinned
     if encrypted := rows_encrypted(observed, sidecars):
         conditions[_ENCRYPTED] = encrypted
+    if has_tenants and (known := tenants_known(sidecars)):
+        conditions[TENANTS_KNOWN] = known
     return conditions
 
 

@@ -33,6 +33,8 @@ _EVENTS_CONFIG = json.dumps(
 )
 _DISCOVERY = "lmcache.engines.vllm.router_discovery.RouterDiscovery"
 """Middleware that answers the router's questions about KV events."""
+_TENANT_HEADER = "lmcache.engines.vllm.tenant_header.TenantHeader"
+"""Middleware that makes the gateway's header X-LMCache-Tenant the salt of a request."""
 _RESERVED = {
     "--host": ALL_ADDRESSES,
     "--port": f"the Services expect the engine on port {ENGINE_PORT}",
@@ -130,6 +132,8 @@ class VLLM(EngineKind):
                 path = f"spec.engine.args[{flags.index(_EVENTS)}]"
                 raise InvalidSpecError(path, f"{_EVENTS} can't be set: the router needs its own events")
             rendered += [f"{_EVENTS}={_EVENTS_CONFIG}", f"--middleware={_DISCOVERY}"]
+        if cluster.spec.tenants is not None and cluster.spec.tenants.header:
+            rendered.append(f"--middleware={_TENANT_HEADER}")
         return [model.name, *sorted(rendered, key=option_name), *user_args]
 
     def _checked(self, args: Sequence[str], chunk_tokens: int) -> list[str]:

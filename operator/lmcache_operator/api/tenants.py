@@ -1,0 +1,218 @@
+"""Budgets for tenants in the spec of an LMCacheCluster.
+
+A tenant is all requests with the same ``cache_salt``. The spec names a salt by its hash or by a Secret.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lmcache.common.units import parse_quantity
+from lmcache_operator.api.fields import Part, Rule, field
+from lmcache_operator.api.keywords import NAME, size_between
+from lmcache_operator.api.router import KV_AWARE
+
+NO_LIMIT_PERCENT = 100
+_PRIORITY: dict[str, Any] = {"default": 0, "minimum": -100, "maximum": 100}
+_PRIORITY_MEANING = "If the memory tier is full, rows of a lower priority are evicted first."
+_LOWER_TIER_MEANING = "Bytes of a pod's disk tier that one tenant may use, such as 100Gi. Default: no limit."
+
+
+class SaltSecretRef(Part):
+    """A key of a Secret in the same namespace, with the salt of one tenant."""
+
+    name: str = field("Name of the Secret, in the same namespace.", **NAME)
+    key: str = field(
+        "Key of the salt in the Secret.",
+        default="salt",
+        maxLength=253,
+        # The kubelet refuses a file whose name begins with two dots.
+        pattern=r"^[-_a-zA-Z0-9][-._a-zA-Z0-9]*$",
+    )
+
+
+class DefaultTenant(Part):
+    """The budget of each salt that has no entry in ``named``."""
+
+    memory_percent: int | None = field(
+        "Per cent of the memory tier that one such salt may use. Default: tiers.memory.tenantQuotaPercent.",
+        minimum=1,
+        maximum=100,
+    )
+    lower_tier_bytes: str | None = field(
+        _LOWER_TIER_MEANING, **size_between("tenants.default.lowerTierBytes", "0", "1024Ti")
+    )
+    priority: int = field(_PRIORITY_MEANING, **_PRIORITY)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of a pod's disk tier; 0: no limit."""
+        return _bytes(self.lower_tier_bytes)
+
+
+class Tenant(Part):
+    """The budget of one tenant."""
+
+    RULES = (
+        Rule(
+            "has(self.saltHash) != has(self.saltSecretRef)",
+            "exactly one of saltHash and saltSecretRef must be set",
+            lambda tenant: (tenant.salt_hash is None) != (tenant.salt_secret_ref is None),
+        ),
+        Rule(
+            "self.minMemoryPercent <= self.memoryPercent",
+            "minMemoryPercent must be at most memoryPercent: lower it, or raise memoryPercent",
+            lambda tenant: tenant.min_memory_percent <= tenant.memory_percent,
+        ),
+    )
+
+    name: str = field(
+        "Name of the tenant in metrics, status and messages. It is no secret.",
+        maxLength=63,
+        pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
+    )
+    salt_hash: str | None = field(
+        "Hash of the tenant's salt, as `lmcache-sidecar salt-hash` prints it.",
+        maxLength=64,
+        pattern=r"^[0-9a-f]{64}$",
+    )
+    salt_secret_ref: SaltSecretRef | None = field(
+        "Secret with the tenant's salt. Only the sidecars read it, and they follow its changes. Another name "
+        "or key replaces the pods, one at a time."
+    )
+    memory_percent: int = field(
+        "Per cent of the memory tier that the tenant may use. At its limit, it evicts its own rows. 100: no "
+        "limit.",
+        default=NO_LIMIT_PERCENT,
+        minimum=1,
+        maximum=100,
+    )
+    min_memory_percent: int = field(
+        "Per cent of the memory tier that no other tenant can take from this one.",
+        default=0,
+        minimum=0,
+        maximum=100,
+    )
+    lower_tier_bytes: str | None = field(
+        _LOWER_TIER_MEANING, **size_between("tenants.named[].lowerTierBytes", "0", "1024Ti")
+    )
+    priority: int = field(_PRIORITY_MEANING, **_PRIORITY)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of a pod's disk tier; 0: no limit."""
+        return _bytes(self.lower_tier_bytes)
+
+
+def _are_distinct(values: Sequence[object]) -> bool:
+    """Whether no value other than None occurs twice."""
+    given = [value for value in values if value is not None]
+    return len(given) == len(set(given))
+
+
+_NO_HASH, _NO_SECRET = "!has(a.saltHash)", "!has(a.saltSecretRef)"
+_SAME_HASH = "has(b.saltHash) && b.saltHash == a.saltHash"
+_SAME_SECRET = (
+    "has(b.saltSecretRef) && b.saltSecretRef.name == a.saltSecretRef.name && "
+    "b.saltSecretRef.key == a.saltSecretRef.key"
+)
+_NAMED_RULES = (
+    # The API server refuses equal names by the list's type. Its message names the entry.
+    Rule(
+        None,
+        "two tenants have one name: give each tenant its own name",
+        lambda named: _are_distinct([tenant.name for tenant in named]),
+    ),
+    Rule(
+        f"self.all(a, {_NO_HASH} || self.exists_one(b, {_SAME_HASH}))",
+        "two tenants have the same saltHash: give each tenant its own salt, or remove one of them",
+        lambda named: _are_distinct([tenant.salt_hash for tenant in named]),
+    ),
+    Rule(
+        f"self.all(a, {_NO_SECRET} || self.exists_one(b, {_SAME_SECRET}))",
+        "two tenants have the same saltSecretRef: give each tenant its own salt, or remove one of them",
+        lambda named: _are_distinct([tenant.salt_secret_ref for tenant in named]),
+    ),
+    Rule(
+        "self.map(t, t.minMemoryPercent).sum() <= 100",
+        "the sum of minMemoryPercent over all tenants must be at most 100: lower some of them",
+        lambda named: sum(tenant.min_memory_percent for tenant in named) <= NO_LIMIT_PERCENT,
+    ),
+)
+
+
+class Tenants(Part):
+    """Budgets for tenants. A tenant is all requests with the same cache_salt."""
+
+    header: bool = field(
+        "Whether vLLM takes the salt of a request from the header X-LMCache-Tenant, which your gateway sets. "
+        "The gateway must remove this header from requests of clients. Needs a sidecar image of the "
+        "operator's version or later. A change replaces the pods, one at a time.",
+        default=False,
+    )
+    default: DefaultTenant = field("Budget of each salt that has no entry in named.", default={})
+    named: list[Tenant] = field(
+        "Tenants with a budget of their own. Changes of shares replace no pods.",
+        default=[],
+        maxItems=64,
+        rules=_NAMED_RULES,
+        **{"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )
+
+    @property
+    def salt_secrets(self) -> list[tuple[str, str]]:
+        """Name and key of each Secret entry with a salt, in order."""
+        refs = (tenant.salt_secret_ref for tenant in self.named)
+        return sorted({(ref.name, ref.key) for ref in refs if ref is not None})
+
+
+def memory_percent_of_default(tenants: Tenants, tenant_quota_percent: int) -> int:
+    """Per cent of the memory tier that a salt without an entry may use."""
+    declared = tenants.default.memory_percent
+    return tenant_quota_percent if declared is None else declared
+
+
+def _bytes(size: str | None) -> int:
+    return 0 if size is None else int(parse_quantity(size))
+
+
+def _agrees_with_short_form(spec: Any) -> bool:
+    if spec.tenants is None or spec.tiers.memory is None:
+        return True
+    quota, percent = spec.tiers.memory.tenant_quota_percent, spec.tenants.default.memory_percent
+    return quota == NO_LIMIT_PERCENT or percent is None or percent == quota
+
+
+_NO_TENANTS = "!has(self.tenants)"
+SPEC_RULES = (
+    Rule(
+        f"{_NO_TENANTS} || has(self.engine)",
+        "tenants needs an engine: set tenants at the clusters that have engines",
+        lambda spec: spec.tenants is None or spec.engine is not None,
+    ),
+    Rule(
+        f"{_NO_TENANTS} || !self.tenants.header || !has(self.engine) || self.engine.kind == 'vLLM'",
+        "tenants.header needs engine.kind vLLM: leave it out, and let the gateway set cache_salt instead",
+        lambda spec: (
+            spec.tenants is None
+            or not spec.tenants.header
+            or spec.engine is None
+            or spec.engine.kind == "vLLM"
+        ),
+    ),
+    Rule(
+        f"{_NO_TENANTS} || !has(self.router) || self.router.policy != '{KV_AWARE}'",
+        "router.policy KVAware would publish the salts of tenants in clear text to the router's network: set "
+        "router.policy to CacheAware",
+        lambda spec: spec.tenants is None or spec.router is None or spec.router.policy != KV_AWARE,
+    ),
+    Rule(
+        f"{_NO_TENANTS} || !has(self.tiers.memory) || self.tiers.memory.tenantQuotaPercent == 100 || "
+        "!has(self.tenants.default.memoryPercent) || "
+        "self.tenants.default.memoryPercent == self.tiers.memory.tenantQuotaPercent",
+        "tenants.default.memoryPercent and tiers.memory.tenantQuotaPercent differ: remove tenantQuotaPercent",
+        _agrees_with_short_form,
+    ),
+)
+"""Rules of the whole spec."""

@@ -1,0 +1,304 @@
+"""Budgets for tenants: bad specs, the file that sidecars follow, salts from Secrets, and the condition."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import yaml
+from lmcache_operator.api.parse import parse, written
+from lmcache_operator.components.base import Context, Probed
+from lmcache_operator.components.engine.engine import Engine, spec_hash
+from lmcache_operator.components.injection.injection import Injection
+from lmcache_operator.components.registry import COMPONENTS
+from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.reconcile.probe import SidecarProber
+from lmcache_operator.specs.kinds import Ref
+from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
+
+from tests.harness.operator_components import ReconciledCluster
+from tests.harness.operator_model import cluster
+from tests.harness.operator_plans import LATE, settled_world, status_of
+from tests.harness.operator_prefill import child, with_prefill
+
+HASH, OTHER_HASH = "a" * 64, "b" * 64
+HEADER = "--middleware=lmcache.engines.vllm.tenant_header.TenantHeader"
+CONFIG, STATEFUL_SET = Ref("ConfigMap", "demo-sidecar"), Ref("StatefulSet", "demo-engine")
+SECRET = {"saltSecretRef": {"name": "search-salt"}}
+
+
+def named(*entries: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Changes of a spec: these tenants, named t0, t1 and so on."""
+    listed = [{"name": f"t{number}"} | entry for number, entry in enumerate(entries)]
+    return {"tenants": {"named": listed, **more}}
+
+
+def hashed(digit: str, **shares: Any) -> dict[str, Any]:
+    return {"saltHash": digit * 64, **shares}
+
+
+NAMED, DEFAULT = "spec.tenants.named", "spec.tenants.default"
+INVALID: list[tuple[dict[str, Any], str, str]] = [
+    (named(hashed("a"), hashed("b", name="t0")), NAMED, "two tenants have one name"),
+    (named(hashed("a"), hashed("a")), NAMED, "two tenants have the same saltHash"),
+    (named(SECRET, SECRET), NAMED, "two tenants have the same saltSecretRef"),
+    (
+        named(hashed("a", minMemoryPercent=60), SECRET | {"minMemoryPercent": 41}),
+        NAMED,
+        "must be at most 100",
+    ),
+    (
+        named(hashed("a", memoryPercent=20, minMemoryPercent=30)),
+        f"{NAMED}[0]",
+        "must be at most memoryPercent",
+    ),
+    (named(hashed("a") | SECRET), f"{NAMED}[0]", "exactly one of saltHash and saltSecretRef"),
+    (named({}), f"{NAMED}[0]", "exactly one of saltHash and saltSecretRef"),
+    (named({"saltHash": "A" * 64}), f"{NAMED}[0].saltHash", "does not match"),
+    (named({"saltHash": "a" * 63}), f"{NAMED}[0].saltHash", "does not match"),
+    (named(hashed("a", name="Search")), f"{NAMED}[0].name", "does not match"),
+    (named(hashed("a", memoryPercent=0)), f"{NAMED}[0].memoryPercent", "at least 1"),
+    (named(hashed("a", memoryPercent=101)), f"{NAMED}[0].memoryPercent", "at most 100"),
+    (named(hashed("a", priority=101)), f"{NAMED}[0].priority", "at most 100"),
+    (named(hashed("a", priority=-101)), f"{NAMED}[0].priority", "at least -100"),
+    (named(hashed("a", lowerTierBytes="1GB")), f"{NAMED}[0].lowerTierBytes", "such as 64Gi"),
+    (named({"saltSecretRef": {"name": "s", "key": "../x"}}), f"{NAMED}[0].saltSecretRef.key", "not match"),
+    (named({"saltSecretRef": {"name": "s", "key": "..x"}}), f"{NAMED}[0].saltSecretRef.key", "not match"),
+    (named(*[hashed("a", saltHash=f"{n:064x}") for n in range(65)]), NAMED, "more than 64 items"),
+    (named(header="yes"), "spec.tenants.header", "must be a boolean, not 'yes'"),
+    (named(header=1), "spec.tenants.header", "must be a boolean, not 1"),
+    (named(default={"memoryPercent": True}), f"{DEFAULT}.memoryPercent", "must be an integer"),
+    (named(default={"minMemoryPercent": 1}), f"{DEFAULT}.minMemoryPercent", "not a known field"),
+    (named(header=True) | {"engine": {"kind": "SGLang"}}, "spec", "tenants.header needs engine.kind vLLM"),
+    (named() | {"router": {}}, "spec", "set router.policy to CacheAware"),
+    (
+        named(default={"memoryPercent": 40}) | {"tiers": {"memory": {"tenantQuotaPercent": 30}}},
+        "spec",
+        "differ: remove tenantQuotaPercent",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "path", "sentence"), INVALID)
+def test_invalid_tenants_are_refused_with_their_field(
+    changes: dict[str, Any], path: str, sentence: str
+) -> None:
+    with pytest.raises(InvalidSpecError) as caught:
+        parse(cluster(**changes))
+    assert caught.value.path.startswith(path)
+    assert sentence in str(caught.value)
+
+
+def test_tenants_need_an_engine() -> None:
+    alone = {"tiers": {"remote": {"managed": {"memoryPerShard": "1Gi"}}}, "tenants": {}}
+    with pytest.raises(InvalidSpecError, match="tenants needs an engine"):
+        parse(cluster(alone))
+
+
+def config_of(**changes: Any) -> dict[str, Any]:
+    """Content of the sidecars' ConfigMap."""
+    objects = Engine().render(parse(cluster(**changes)), Context(IMAGES))
+    return {
+        name: yaml.safe_load(text)
+        for item in objects
+        if item["kind"] == "ConfigMap"
+        for name, text in item["data"].items()
+    }
+
+
+def pod_of(**changes: Any) -> dict[str, Any]:
+    spec: dict[str, Any] = Engine().render(parse(cluster(**changes)), Context(IMAGES))[-1]["spec"]["template"]
+    return spec["spec"]
+
+
+def test_file_has_all_budgets_in_bytes_and_per_cent() -> None:
+    config = config_of(
+        **named(
+            SECRET | {"memoryPercent": 50, "minMemoryPercent": 20, "lowerTierBytes": "1.5Gi", "priority": 10},
+            hashed("a"),
+            default={"memoryPercent": 30, "lowerTierBytes": "1Gi", "priority": -5},
+        )
+    )
+    assert config["tenants.yaml"] == {
+        "default": {
+            "memoryPercent": 30, "minMemoryPercent": 0, "lowerTierBytes": 1 << 30, "priority": -5,
+        },
+        "named": [
+            {
+                "name": "t0", "saltFile": "/etc/lmcache/tenant-salts/search-salt/salt", "memoryPercent": 50,
+                "minMemoryPercent": 20, "lowerTierBytes": 3 << 29, "priority": 10,
+            },
+            {
+                "name": "t1", "saltHash": HASH, "memoryPercent": 100, "minMemoryPercent": 0,
+                "lowerTierBytes": 0, "priority": 0,
+            },
+        ],
+    }  # fmt: skip
+    assert config["sidecar.yaml"]["tenants_file"] == "/etc/lmcache/config/tenants.yaml"
+
+
+def test_cluster_without_tenants_has_no_file() -> None:
+    config = config_of()
+    assert config.keys() == {"sidecar.yaml"}
+    assert "tenants_file" not in config["sidecar.yaml"]
+
+
+@pytest.mark.parametrize("default", [{}, {"memoryPercent": 30}])
+def test_short_form_is_the_budget_of_other_salts(default: dict[str, Any]) -> None:
+    config = config_of(**named(default=default), tiers={"memory": {"tenantQuotaPercent": 30}})
+    assert config["tenants.yaml"]["default"]["memoryPercent"] == 30
+    assert "tenant_quota_percent" not in config["sidecar.yaml"], "the sidecar would have two values"
+
+
+def test_salts_are_mounted_into_the_sidecar_alone() -> None:
+    pod = pod_of(**named(SECRET, {"saltSecretRef": {"name": "keys", "key": "batch"}}, hashed("a")))
+    (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "tenant-salts"]
+    assert volume["projected"]["sources"] == [
+        {"secret": {"items": [{"key": key, "path": f"{name}/{key}"}], "name": name, "optional": True}}
+        for name, key in (("keys", "batch"), ("search-salt", "salt"))
+    ]
+    mounts = {
+        container["name"]: [m for m in container["volumeMounts"] if m["name"] == "tenant-salts"]
+        for container in (*pod["initContainers"], *pod["containers"])
+    }
+    assert mounts["sidecar"] == [{"mountPath": "/etc/lmcache/tenant-salts", "name": "tenant-salts"}]
+    assert not mounts["engine"] + mounts["payload"]
+    assert all("subPath" not in m for c in pod["initContainers"] for m in c["volumeMounts"]), "not followed"
+
+
+def test_header_adds_one_middleware() -> None:
+    plain, with_header = (pod_of(**named(header=header)) for header in (False, True))
+    engines = [pod["containers"][0] for pod in (plain, with_header)]
+    assert [*engines[1]["args"]].count(HEADER) == 1
+    engines[1]["args"].remove(HEADER)
+    assert plain == with_header
+
+
+TWO = named(SECRET, hashed("a", memoryPercent=50))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "replaces"),
+    [
+        (TWO, named(SECRET | {"memoryPercent": 10, "priority": 9}, hashed("a")), False),
+        (TWO, named(SECRET, hashed("b"), hashed("c", minMemoryPercent=20)), False),
+        (TWO, named(SECRET | {"name": "renamed"}), False),
+        (TWO, TWO | named(SECRET, default={"memoryPercent": 5, "lowerTierBytes": "1Gi"}), False),
+        (TWO, TWO | {"tiers": {"memory": {"tenantQuotaPercent": 30}}}, False),
+        (TWO, named(hashed("a")), True),
+        (TWO, named(SECRET, {"saltSecretRef": {"name": "new"}}), True),
+        (TWO, named({"saltSecretRef": {"name": "search-salt", "key": "other"}}), True),
+        (named(), named(header=True), True),
+        (named(), named(header=False), False),
+        (named(), {}, True),
+    ],
+)
+def test_pods_are_replaced_only_for_what_is_mounted(
+    before: dict[str, Any], after: dict[str, Any], replaces: bool
+) -> None:
+    """The hash and the template agree. A template that changes without the hash would never reach a pod."""
+    hashes = [spec_hash(parse(cluster(**changes)), IMAGES) for changes in (before, after)]
+    assert (hashes[0] != hashes[1]) is replaces
+    pods = [pod_of(**changes) for changes in (before, after)]
+    if not replaces:
+        assert pods[0] == pods[1]
+
+
+def test_running_pods_get_new_shares_without_replacement() -> None:
+    rig = ReconciledCluster(COMPONENTS, **TWO)
+    rig.settle()
+    uids = {pod["metadata"]["uid"] for pod in rig.world.pods.values()}
+    rig.world.change(**named(SECRET | {"memoryPercent": 7}, hashed("a")))
+    written_objects = rig.settle()
+    assert [write for write in written_objects if "StatefulSet" in write or "evict" in write] == []
+    content = yaml.safe_load(rig.world.objects[CONFIG]["data"]["tenants.yaml"])
+    assert content["named"][0]["memoryPercent"] == 7
+    assert {pod["metadata"]["uid"] for pod in rig.world.pods.values()} == uids
+
+
+def test_prefill_pods_have_the_same_tenants() -> None:
+    changes = with_prefill() | named(SECRET, hashed("a", memoryPercent=50), header=True)
+    derived = child(changes | {"router": {"policy": "CacheAware"}})
+    spec = parse(derived).spec
+    assert (
+        spec.tenants == parse(cluster(**named(SECRET, TWO["tenants"]["named"][1], header=True))).spec.tenants
+    )
+    assert written(spec)["tenants"]["named"][0] == {"name": "t0", "saltSecretRef": {"name": "search-salt"}}
+
+
+def test_injected_sidecars_have_the_same_tenants_and_engines_no_header() -> None:
+    (profile,) = Injection().render(parse(cluster(**named(SECRET, header=True))), Context(IMAGES))
+    spec = profile["template"]["spec"]
+    (sidecar,) = [each for each in spec["initContainers"] if each["name"] == "lmcache-sidecar"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in sidecar["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    assert "projected" in volumes[mounts["/etc/lmcache/tenant-salts"]]
+    assert volumes[mounts["/etc/lmcache/config"]]["configMap"]["name"] == CONFIG.name
+    assert not any("tenant_header" in arg for engine in spec["containers"] for arg in engine["args"])
+
+
+GOOD = {"is_ready": True, "not_ready_reason": "", "num_clients": {"attached": 1}, "remote": None}
+
+
+def condition(*answers: Any, tenants: Any = {}) -> dict[str, Any]:  # noqa: B006 - never changed
+    """Conditions of a cluster whose sidecars answer with these parts about tenants."""
+    world = settled_world(engine={"replicas": len(answers)}, tenants=tenants)
+    stats = {}
+    for number, answer in enumerate(answers):
+        address = f"10.0.0.{number}"
+        world.pods[f"demo-engine-{number}"]["status"] = {
+            "phase": "Running", "podIP": address, "conditions": [{"type": "Ready", "status": "True"}],
+        }  # fmt: skip
+        stats[address] = GOOD | answer if answer is not None else None
+
+    async def ask(address: str) -> Any:
+        return stats[address]
+
+    probed: Probed = asyncio.run(SidecarProber(ask, lambda: 0.0).probe(tuple(world.pods.values())))
+    world.resource["status"] = status_of(world, probed=probed, now=LATE)
+    return {c["type"]: c for c in world.resource["status"]["conditions"]}
+
+
+def report(problem: Any) -> dict[str, Any]:
+    return {"tenants": {"tenants_problem": problem}}
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ([report(None), report(None)], ("True", "TenantsInUse", "All 2 sidecars use the declared tenants.")),
+        (
+            [report(None), report("salt of tenant search: /x can't be read")],
+            (
+                "False", "TenantsInvalid",
+                "1 of 2 sidecars cannot use all of spec.tenants. First: pod demo-engine-1: "
+                "salt of tenant search: /x can't be read",
+            ),
+        ),
+        ([report(None), {}], ("Unknown", "NotReported", None)),
+        ([{}, report("no")], ("False", "TenantsInvalid", None)),
+        ([report(["not", "text"])], ("True", "TenantsInUse", None)),
+        ([{"tenants": "odd"}], ("Unknown", "NotReported", None)),
+        ([report(None), None], ("True", "TenantsInUse", "1 of 2 sidecars use the declared tenants.")),
+    ],
+)  # fmt: skip
+def test_sidecars_reports_become_a_condition(
+    answers: list[Any], expected: tuple[str, str, str | None]
+) -> None:
+    known = condition(*answers)["TenantsKnown"]
+    assert (known["status"], known["reason"]) == expected[:2]
+    assert expected[2] is None or known["message"] == expected[2]
+
+
+def test_problem_of_tenants_degrades_the_cluster() -> None:
+    degraded = condition(report("x"))["Degraded"]
+    assert (degraded["status"], degraded["reason"]) == ("True", "TenantsInvalid")
+
+
+def test_cluster_without_tenants_has_no_condition() -> None:
+    assert "TenantsKnown" not in condition(report("left from before"), tenants=None)
+
+
+def test_silent_sidecars_report_no_condition() -> None:
+    assert "TenantsKnown" not in condition(None)
