@@ -1,0 +1,150 @@
+"""Budgets for tenants on a real API server: bad specs are refused at apply, and new shares replace no pod."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from testing.kube.api import ApiError, Object
+from testing.kube.cluster import Cluster
+from tests.harness.clusters import ENGINE, pods, wait_quiet, wait_ready
+from tests.harness.kube import CLUSTERS, NAME, example, new_namespace
+from tests.harness.operator_model import cluster
+
+pytestmark = pytest.mark.kube
+
+CONFIG = f"{NAME}-sidecar"
+
+
+def salted(digit: str, **more: Any) -> Object:
+    return {"name": f"t{digit}", "saltHash": digit * 64, **more}
+
+
+def of_secret(name: str = "search-salt", **more: Any) -> Object:
+    return {"name": "search", "saltSecretRef": {"name": name}, **more}
+
+
+def named(*tenants: Object, **more: Any) -> Object:
+    return {"tenants": {"named": list(tenants), **more}}
+
+
+ALONE: Object = {"tiers": {"remote": {"managed": {"memoryPerShard": "1Gi"}}}}
+REFUSED = [
+    (named(salted("a"), salted("b", name="ta")), "Duplicate value"),
+    (named(salted("a"), salted("a", name="other")), "give each tenant its own salt"),
+    (
+        named(of_secret(), of_secret(name="a") | {"name": "b"}, of_secret() | {"name": "c"}),
+        "same saltSecretRef",
+    ),
+    (named(salted("a", minMemoryPercent=60), salted("b", minMemoryPercent=41)), "must be at most 100"),
+    (named(salted("a", memoryPercent=20, minMemoryPercent=30)), "lower it, or raise memoryPercent"),
+    (named(salted("a", saltSecretRef={"name": "s"})), "exactly one of saltHash and saltSecretRef"),
+    (named({"name": "bare"}), "exactly one of saltHash and saltSecretRef"),
+    (named(salted("A")), "saltHash"),
+    (named(salted("a", name="Search")), "spec.tenants.named[0].name"),
+    (named(salted("a", memoryPercent=0)), "memoryPercent"),
+    (named(salted("a", priority=101)), "priority"),
+    (named(salted("a", lowerTierBytes="1GB")), "an amount of bytes such as 64Gi or 0.5Ti"),
+    (named(of_secret("s") | {"saltSecretRef": {"name": "s", "key": "../x"}}), "saltSecretRef.key"),
+    (
+        named(*[salted("a", name=f"t{n}", saltHash=f"{n:064x}") for n in range(65)]),
+        "must have at most 64 items",
+    ),
+    (named(header=True) | {"engine": {"kind": "SGLang"}}, "tenants.header needs engine.kind vLLM"),
+    (named() | {"router": {}}, "set router.policy to CacheAware"),
+    (
+        named(default={"memoryPercent": 40}) | {"tiers": {"memory": {"tenantQuotaPercent": 30}}},
+        "remove tenantQuotaPercent",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def admission(plane: Cluster) -> Any:
+    """A namespace for objects that no operator needs to handle."""
+    with new_namespace(plane, "tenants") as namespace:
+        yield namespace
+
+
+def create(plane: Cluster, namespace: str, resource: Object) -> Object:
+    """Ask the API server whether it admits an object."""
+    resource["metadata"] = {"name": "demo"}
+    query = "?dryRun=All&fieldValidation=Strict"
+    created: Object = plane.api.request("POST", plane.api.path(CLUSTERS, namespace) + query, resource)
+    return created
+
+
+@pytest.mark.parametrize(("spec", "message"), REFUSED)
+def test_bad_tenants_are_refused_at_apply(plane, admission, spec, message):
+    with pytest.raises(ApiError, match=re.escape(message)) as refused:
+        create(plane, admission, cluster(**spec))
+    assert refused.value.code == 422
+
+
+def test_tenants_need_an_engine(plane, admission):
+    with pytest.raises(ApiError, match="tenants needs an engine"):
+        create(plane, admission, cluster(ALONE | {"tenants": {}}))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        named(),
+        named(of_secret(minMemoryPercent=50), salted("b", minMemoryPercent=50, lowerTierBytes="0")),
+        named(header=True, default={"priority": -100}) | {"router": {"policy": "CacheAware"}},
+        named(default={"memoryPercent": 30}) | {"tiers": {"memory": {"tenantQuotaPercent": 30}}},
+        named(salted("a")) | {"engine": {"kind": "SGLang"}},
+        # The most expensive object for the rules that compare all tenants with each other.
+        named(*[of_secret(f"{n:0250}") | {"name": f"{n:063}"} for n in range(64)]),
+    ],
+)
+def test_good_tenants_are_admitted(plane, admission, spec):
+    admitted = create(plane, admission, cluster(**spec))["spec"]["tenants"]
+    assert len(admitted["named"]) == len(spec["tenants"]["named"])
+
+
+def budgets(plane: Cluster, namespace: str) -> Object:
+    """The file that sidecars follow; empty: none."""
+    live = plane.api.find("v1/configmaps", CONFIG, namespace) or {"data": {}}
+    content: Object = yaml.safe_load(live["data"].get("tenants.yaml", "{}"))
+    return content
+
+
+def patch(plane: Cluster, namespace: str, tenants: Object | None) -> None:
+    plane.api.patch(CLUSTERS, NAME, {"spec": {"tenants": tenants}}, namespace)
+
+
+def test_new_shares_reach_the_file_and_replace_no_pod(plane, operator, namespace):
+    plane.api.create(CLUSTERS, example(**named(of_secret(), salted("b", memoryPercent=50))), namespace)
+    wait_ready(plane, namespace)
+    wait_quiet(plane, operator, namespace)
+    before = pods(plane, namespace)
+    assert [tenant["memoryPercent"] for tenant in budgets(plane, namespace)["named"]] == [100, 50]
+    template = plane.api.get("apps/v1/statefulsets", ENGINE, namespace)["spec"]["template"]
+    (salts,) = [vol for vol in template["spec"]["volumes"] if vol["name"] == "tenant-salts"]
+    assert salts["projected"]["sources"][0]["secret"]["optional"] is True
+
+    changed = [of_secret(memoryPercent=30, minMemoryPercent=10), salted("b"), salted("c", priority=-1)]
+    patch(plane, namespace, {"named": changed, "default": {"memoryPercent": 5}})
+    plane.wait(lambda: len(budgets(plane, namespace)["named"]) == 3)
+    wait_quiet(plane, operator, namespace)
+    assert budgets(plane, namespace)["default"]["memoryPercent"] == 5
+    assert pods(plane, namespace).keys() == before.keys()
+    live = plane.api.get("apps/v1/statefulsets", ENGINE, namespace)
+    assert live["spec"]["template"] == template
+
+    patch(plane, namespace, {"named": [of_secret("renamed")]})
+    plane.wait(lambda: not before.keys() & pods(plane, namespace).keys())
+
+
+def test_removed_tenants_leave_no_file(plane, operator, namespace):
+    plane.api.create(CLUSTERS, example(**named(salted("a"))), namespace)
+    wait_ready(plane, namespace)
+    assert budgets(plane, namespace)["named"]
+    patch(plane, namespace, None)
+    plane.wait(lambda: not budgets(plane, namespace))
+    settings = plane.api.get("v1/configmaps", CONFIG, namespace)["data"]["sidecar.yaml"]
+    assert "tenants_file" not in yaml.safe_load(settings)
