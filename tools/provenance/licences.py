@@ -17,6 +17,7 @@ ALLOWED = {
     "BSD-3-Clause": "permissive",
     "ISC": "permissive",
     "MIT": "permissive",
+    "MIT-0": "permissive; asks for no notice",
     "MPL-2.0": "changed files of the package must stay under MPL-2.0; this project changes none",
     "PSF-2.0": "permissive",
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.fuzz.target import names
 from tools.release import IMAGES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,6 +42,13 @@ def test_workflows_run_existing_make_targets():
     matrix = yaml.safe_load(WORKFLOWS[0].read_text())["jobs"]["target"]["strategy"]["matrix"]["target"]
     called = re.findall(r"\bmake ([a-z0-9-]+)", "\n".join(path.read_text() for path in WORKFLOWS))
     assert {*matrix, *called} <= targets
+
+
+def test_nightly_run_fuzzes_all_targets():
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text())["jobs"]
+    arguments = [entry["arguments"] for entry in jobs["target"]["strategy"]["matrix"]["include"]]
+    fuzzed = [name for text in arguments for name in re.findall(r'FUZZ="([^"]*)"', text)]
+    assert sorted(" ".join(fuzzed).split()) == sorted(names())
 
 
 def test_release_needs_tested_main_and_approval():
