@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from testing.soak.memory import Trend
 MIN_HIT_SHARE = 0.2
 """Smallest share of looked-up rows that a run must load. Without hits, a run proves nothing about loads."""
 TIERS = "memory", "disk", "remote"
+SECONDS_FOR_ALL_TIERS = 600
+"""Length of the runs that must have hits in all tiers. A shorter run may not fill the upper tiers."""
 MAX_GROWTH_MEBIBYTES = 24.0
 """Largest growth of the sidecar's private memory in the last half of a run, along a line through the samples.
 
@@ -49,14 +51,16 @@ class Held:
         return cls(descriptors, len(list(Path(f"/proc/{pid}/task").iterdir())))
 
 
-def of_counts(counts: Mapping[str, int], hit_tokens: Mapping[str, int]) -> Iterator[str]:
-    """Yield the violations in the clients' counts and in the sidecars' hits."""
+def of_counts(
+    counts: Mapping[str, int], hit_tokens: Mapping[str, int], tiers: Sequence[str] = TIERS
+) -> Iterator[str]:
+    """Yield the violations in the clients' counts, and tiers of ``tiers`` without hits."""
     if number := counts.get("wrong", 0):
         yield f"{number} clients loaded wrong bytes: their logs say which"
     looked_up, loaded = counts.get("looked_up", 0), counts.get("loaded", 0)
     if loaded < MIN_HIT_SHARE * looked_up or not looked_up:
         yield f"{loaded} of {looked_up} looked-up rows were loaded, less than {MIN_HIT_SHARE:.0%}"
-    for tier in TIERS:
+    for tier in tiers:
         if not hit_tokens.get(tier):
             yield f"no load hit in the {tier} tier, so the run proves nothing about it"
 

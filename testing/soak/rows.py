@@ -12,8 +12,8 @@ from lmcache.tiers.base import ROW_KEY_BYTES
 NAMESPACE = hashlib.sha256(b"soak").digest()
 CHUNK_TOKENS, BLOCK_TOKENS = 256, 16
 ROW_BYTES = 64 << 10
-NUM_PROMPTS, NUM_CHUNKS = 240, 8
-"""Prompts, and chunks of each. All rows together take 120 MiB, more than any tier holds."""
+NUM_PROMPTS, NUM_CHUNKS = 120, 8
+"""Prompts, and chunks of each. All rows together take 60 MiB, which only Redis can hold."""
 
 _STEPS = np.arange(ROW_BYTES // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
