@@ -1,4 +1,4 @@
-"""What must be true at the end of a soak run, and the resources that a sidecar may hold without clients."""
+"""Conditions at the end of a soak run, and the resources that a sidecar may hold without clients."""
 
 from __future__ import annotations
 

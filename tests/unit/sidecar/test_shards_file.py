@@ -107,7 +107,7 @@ def test_binary_file_is_reported(tier, tmp_path: Path):
 
 
 def test_until_that_repeats_lists_is_refused_without_memory():
-    """As text, the list would have 9 ** 8 elements."""
+    """The text of the list would have 9 ** 8 elements."""
     lines = ["a: &a [x, x, x, x, x, x, x, x, x]"]
     lines += [f"{name}: &{name} [{', '.join(9 * [f'*{inner}'])}]" for inner, name in pairwise("abcdefgh")]
     text = "\n".join([*lines, "current: [a]", "previous: [b]", "until: *h"])
