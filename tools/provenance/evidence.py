@@ -18,7 +18,7 @@ SIGN_OPTIONS = ("--yes", "--tlog-upload=false")
 VERIFY_OPTIONS = ("--insecure-ignore-tlog=true",)
 """Verify without a transparency log. The name warns of keyless signatures, which need the log."""
 SBOM, PROVENANCE = "cyclonedx", "slsaprovenance1"
-"""cosign's names for the types of attestations."""
+"""Names of types of attestations, as cosign knows them."""
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import pytest
 
 from tools.provenance import audit
 
-FOUND = {"id": "PYSEC-2026-1", "aliases": ["CVE-2026-1"], "fix_versions": ["2.0"]}
+ADVISORY = {"id": "PYSEC-2026-1", "aliases": ["CVE-2026-1"], "fix_versions": ["2.0"]}
 CLEAN = {"name": "a", "version": "1", "vulns": []}
-VULNERABLE = {"name": "b", "version": "1", "vulns": [FOUND]}
+VULNERABLE = {"name": "b", "version": "1", "vulns": [ADVISORY]}
 SKIPPED = {"name": "c", "skip_reason": "Dependency not found on PyPI"}
 
 
