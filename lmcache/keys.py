@@ -18,7 +18,8 @@ from typing import Union
 
 CHUNK_TAG = b"lmcache chunk 1"
 NAMESPACE_TAG = b"lmcache namespace 1"
-TENANT_TAG = b"lmcache tenant 1"
+TENANT_TAG = b"lmcache tenant 2"
+SALT_TAG = b"lmcache salt 1"
 MEDIA_TAG = b"lmcache media 1"
 
 Listed = Union[None, bool, int, float, str, bytes, "Sequence[Listed]", "Mapping[str, Listed]"]
@@ -76,14 +77,26 @@ def namespace(listing: Mapping[str, Listed]) -> bytes:
     return hashlib.sha256(sized(NAMESPACE_TAG) + _canonical(listing, "listing")).digest()
 
 
-def tenant(cache_salt: str, secret: bytes = b"") -> bytes:
-    """Return an opaque, stable name of a cache salt for quotas and metrics, or b"" without a salt.
+def salt_hash(cache_salt: str) -> bytes:
+    """Return the hash (32 bytes) by which budgets name a cache salt.
 
-    Without a ``secret``, anyone who can guess a salt can confirm the guess with this name.
+    Anyone who can guess a salt can confirm the guess with this hash.
     """
-    if not cache_salt:
-        return b""
-    return hmac.new(secret, sized(TENANT_TAG) + _utf8(cache_salt), hashlib.sha256).digest()
+    return hashlib.sha256(sized(SALT_TAG) + sized(_utf8(cache_salt))).digest()
+
+
+def tenant(cache_salt: str, secret: bytes = b"") -> bytes:
+    """Return an opaque, stable name of a cache salt for budgets and metrics, or b"" without a salt.
+
+    Engines use their namespace as the ``secret``. Anyone who knows the secret and can guess a salt can
+    confirm the guess with this name.
+    """
+    return tenant_of_hash(salt_hash(cache_salt), secret) if cache_salt else b""
+
+
+def tenant_of_hash(hashed_salt: bytes, secret: bytes = b"") -> bytes:
+    """Return ``tenant`` of a salt of which only ``salt_hash`` is known."""
+    return hmac.new(secret, sized(TENANT_TAG) + sized(hashed_salt), hashlib.sha256).digest()
 
 
 def _canonical(value: object, where: str) -> bytes:

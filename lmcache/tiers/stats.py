@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lmcache.common.recent import Recent
+from lmcache.tiers.budgets import NO_SALT, Budget, Budgets
 
 _MAX_CHAINS = 4096  # chains whose counted keys are remembered
 _MAX_INVALID = 1024  # rows whose invalid objects are remembered
@@ -35,6 +36,19 @@ def count_reason(counts: Counter[str], reason: str) -> None:
     counts[reason if is_few else "other"] += 1
 
 
+@dataclass(slots=True, eq=False)
+class Account:
+    """Rows and bytes in memory of all tenants that have one budget."""
+
+    budget: Budget
+    num_rows: int = 0
+    num_bytes: int = 0
+    """Bytes of the slots of these rows."""
+
+    has_tenant_bounds: bool = False
+    """Does the upper bound count for each tenant alone? True for tenants that are not named."""
+
+
 @dataclass(slots=True)
 class TenantUse:
     """Rows and bytes of one tenant in memory."""
@@ -44,26 +58,63 @@ class TenantUse:
     num_bytes: int = 0
     """Bytes of the slots of these rows."""
 
+    account: Account = field(default_factory=lambda: Account(NO_SALT))
+    """Account of the tenant's budget, which counts these rows, too."""
+
 
 class Tenants:
     """Rows and bytes in use, by tenant. Requests without a salt belong to the tenant with an empty name."""
 
-    def __init__(self) -> None:
-        self._uses = {b"": TenantUse(b"")}
+    def __init__(self, budgets: Budgets | None = None) -> None:
+        self._uses: dict[bytes, TenantUse] = {}
+        self.set_budgets(budgets or Budgets())
+
+    def set_budgets(self, budgets: Budgets) -> None:
+        """Use other budgets from now on. All uses get another account."""
+        self._budgets = budgets
+        self._accounts: dict[Budget, Account] = {}
+        # Requests without a salt have an account for themselves, even if the default budget equals theirs.
+        self._no_salt = Account(NO_SALT)
+        self._uses.setdefault(b"", TenantUse(b""))
+        for use in self._uses.values():
+            use.account = self.account(use.name)
+            use.account.num_rows += use.num_rows
+            use.account.num_bytes += use.num_bytes
+
+    def account(self, tenant: bytes) -> Account:
+        """Return the account that counts this tenant's rows."""
+        if not tenant:
+            return self._no_salt
+        budget = self._budgets.of(tenant)
+        account = self._accounts.get(budget)
+        if account is None:
+            account = self._accounts[budget] = Account(budget)
+            is_bounded = budget is self._budgets.default and budget.memory_percent < 100
+            account.has_tenant_bounds = is_bounded
+        return account
+
+    @property
+    def accounts(self) -> list[Account]:
+        """Accounts of all budgets that have or had rows in memory."""
+        return [self._no_salt, *self._accounts.values()]
 
     def enter(self, name: bytes, num_bytes: int) -> TenantUse:
         """Count a row. Returns its tenant's use, which the caller must pass to ``leave``."""
         use = self._uses.get(name)
         if use is None:
-            use = self._uses[name] = TenantUse(name)
+            use = self._uses[name] = TenantUse(name, account=self.account(name))
         use.num_rows += 1
         use.num_bytes += num_bytes
+        use.account.num_rows += 1
+        use.account.num_bytes += num_bytes
         return use
 
     def leave(self, use: TenantUse, num_bytes: int) -> None:
         """Count a row out that left memory."""
         use.num_rows -= 1
         use.num_bytes -= num_bytes
+        use.account.num_rows -= 1
+        use.account.num_bytes -= num_bytes
         if use.name and not use.num_rows:
             del self._uses[use.name]
 
@@ -105,6 +156,8 @@ class MemoryStats:
     verified: int = counter("Rows from before a restart whose checksum was correct at their first use")
     tenants: Tenants = field(default_factory=Tenants)
     """Tenants that have rows in memory now."""
+    evicted_by_tenant: Counter[str] = field(default_factory=Counter)
+    """Rows evicted for capacity or for a quota, by the name of their tenant's budget."""
     _counted: Recent[Hashable, int] = field(default_factory=lambda: Recent(_MAX_CHAINS))
     """Number of keys that were counted already, by chain."""
 

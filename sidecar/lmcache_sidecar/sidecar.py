@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lmcache.rpc import service
+from lmcache.tiers.budgets import Budget, Budgets
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.capacity import volume_bytes
@@ -190,7 +191,7 @@ class Sidecar:
             stats={name: lower.traffic for name, lower in self._handles.items()},
             memory_stats=self._memory_stats,
             history=self._history,
-            tenant_quota_percent=self._config.tenant_quota_percent,
+            budgets=Budgets(Budget(memory_percent=self._config.tenant_quota_percent)),
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lmcache.tiers.memory.contracts import Slot
@@ -96,24 +96,56 @@ class Order:
         self.requests.append((request, merged))
 
 
-class Orders(Order):
-    """The order of all rows, and of the rows of each tenant. ``rows`` are the existing rows."""
+class Orders:
+    """The order of the rows of each account, and of each tenant. ``rows`` are the existing rows.
 
-    def __init__(self, rows: Mapping[int, KnownRow]) -> None:
-        super().__init__()
+    ``account_of`` returns the account of a tenant. Accounts compare their rows by the last use of requests.
+    """
+
+    def __init__(self, rows: Mapping[int, KnownRow], account_of: Callable[[bytes], Hashable]) -> None:
         self._rows = rows
-        self._by_tenant: dict[bytes, Order] = {}
+        self._account_of = account_of
+        self._accounts: dict[Hashable, Order] = {}
+        self._tenants: dict[bytes, Order] = {}
+        self._uses: dict[tuple[Hashable, Hashable], int] = {}  # (account, request) -> number of the last use
+        self._num_uses = 0
 
     def of(self, tenant: bytes) -> Order:
-        return self._by_tenant.setdefault(tenant, Order())
+        return self._tenants.setdefault(tenant, Order())
 
     def remove(self, row: int) -> None:
-        super().remove(row)
-        for order in self._by_tenant.values():
+        for order in (*self._accounts.values(), *self._tenants.values()):
             order.remove(row)
 
+    def add_tail(self, row: int, request: Hashable) -> None:
+        self._change([row], request, is_head=False)
+
+    def add_head(self, rows: Sequence[int], request: Hashable) -> None:
+        self._change(rows, request, is_head=True)
+
+    def aged_victims(self, sparing: Hashable = None) -> list[tuple[Hashable, int, int]]:
+        """Return (account, number of the last use, row), the rows of each account in eviction order."""
+        return [
+            (account, self._uses[account, name], row)
+            for account, order in self._accounts.items()
+            for name, rows in order.requests
+            if not name or name != sparing
+            for row in reversed(rows)
+        ]
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(order.requests for order in self._accounts.values())
+
     def _change(self, changed: Sequence[int], request: Hashable, *, is_head: bool) -> None:
-        super()._change(changed, request, is_head=is_head)
-        for tenant in {self._rows[row].tenant for row in changed}:
-            rows = [row for row in changed if self._rows[row].tenant == tenant]
-            self.of(tenant)._change(rows, request, is_head=is_head)
+        self._num_uses += 1
+        for row in changed:
+            self.remove(row)
+        for orders, name_of in ((self._accounts, self._account_of), (self._tenants, lambda tenant: tenant)):
+            rows_by_name: dict[Hashable, list[int]] = {}
+            for row in changed:
+                rows_by_name.setdefault(name_of(self._rows[row].tenant), []).append(row)
+            for name, rows in rows_by_name.items():
+                orders.setdefault(name, Order())._change(rows, request, is_head=is_head)
+                if orders is self._accounts:
+                    self._uses[name, request] = self._num_uses

@@ -179,7 +179,7 @@ class FrameAllocator:
         return sorted(ways, key=lambda way: sum(map(self.size, way)))
 
     def rows_to_evict(
-        self, victims: Iterable[int], num_slots: int, is_used: Callable[[int], object]
+        self, victims: Iterable[int], num_slots: int, can_evict: Callable[[Sequence[int]], bool]
     ) -> Sequence[int]:
         """Choose rows of one frame whose eviction frees ``num_slots``; none if no choice does.
 
@@ -191,7 +191,7 @@ class FrameAllocator:
         for victim in victims:
             older.add(victim)
             for rows in self.ways_to_free(victim, num_slots):
-                if not any(map(is_used, rows)):
+                if can_evict(rows):
                     if older.issuperset(rows):
                         return rows
                     fallback = fallback or rows

@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from lmcache.common.units import ceil_div
 from lmcache.tiers.base import RowKey
+from lmcache.tiers.budgets import Budgets
 from lmcache.tiers.errors import ArenaError, StaleSlotError
 from lmcache.tiers.memory.adoption import SIDECAR, Quarantine
 from lmcache.tiers.memory.contracts import Arena, OpenRow, Reservation, Reserved, Slot
@@ -36,13 +37,13 @@ class Reservations:
         arena: Arena,
         clock: Callable[[], float] = time.monotonic,
         stats: MemoryStats | None = None,
-        tenant_quota_percent: int = 100,
+        budgets: Budgets | None = None,
     ) -> None:
         self.arena = arena
         if arena.geometry is None:
             raise ArenaError("the arena is not formatted yet")
         self._slot_bytes = arena.geometry.slot_bytes
-        self._rows = Rows(arena, clock, arena.geometry.slots_per_frame, stats, tenant_quota_percent)
+        self._rows = Rows(arena, clock, arena.geometry.slots_per_frame, stats, budgets)
         self._rows.is_holding_adopted = True
         self._table = arena.table
         self._reservations: dict[bytes, set[tuple[int, int]]] = {}  # owner -> (row, column)
@@ -57,6 +58,10 @@ class Reservations:
     def num_slots(self, length: int) -> int:
         """Return the slots of a row whose columns have payloads of ``length`` bytes."""
         return max(1, ceil_div(length, self._slot_bytes))
+
+    def set_budgets(self, budgets: Budgets) -> None:
+        """Use other budgets of tenants from now on."""
+        self._rows.set_budgets(budgets)
 
     # ---- for clients ----
 

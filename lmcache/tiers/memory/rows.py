@@ -1,4 +1,4 @@
-"""Rows of the memory tier from reservation to eviction: free slots, leases, pins and tenant quotas.
+"""Rows of the memory tier from reservation to eviction: free slots, leases, pins and budgets of tenants.
 
 **Eviction** happens when a new row needs slots and none are free. Rows that were dropped after a restart go
 first, then rows that stayed incomplete, then the victims of the policy. A long row may need the slots of
@@ -10,16 +10,17 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 
 from lmcache.common.units import ceil_div
 from lmcache.tiers.base import RowKey
+from lmcache.tiers.budgets import Budgets
 from lmcache.tiers.memory.contracts import Arena, OpenRow, Slot, VacateResult
 from lmcache.tiers.memory.quotas import TenantOrders, leading
 from lmcache.tiers.memory.row_index import RowIndex
 from lmcache.tiers.pages import zeros
 from lmcache.tiers.policy import LRU
-from lmcache.tiers.stats import MemoryStats, Removal, Tenants, TenantUse
+from lmcache.tiers.stats import Account, MemoryStats, Removal, Tenants, TenantUse
 
 INCOMPLETE_SECONDS = 30.0
 """Ranks of one engine store a chunk within one step. After this time the missing columns are lost."""
@@ -29,8 +30,7 @@ _MAX_EVICTIONS = 64  # for one new row: bounds the time of one call
 
 
 class Rows(RowIndex):
-    """Rows of one arena. ``stats``: counters to continue, if any. ``tenant_quota_percent``: see ``quotas``;
-    100 means no quota."""
+    """Rows of one arena. ``stats``: counters to continue, if any. ``budgets``: see ``quotas``."""
 
     def __init__(
         self,
@@ -38,15 +38,15 @@ class Rows(RowIndex):
         clock: Callable[[], float] = time.monotonic,
         slots_per_frame: int = 1,
         stats: MemoryStats | None = None,
-        tenant_quota_percent: int = 100,
+        budgets: Budgets | None = None,
     ) -> None:
         super().__init__(arena, slots_per_frame)
         self.stats = stats or MemoryStats()
-        self.stats.tenants = Tenants()
+        self.stats.tenants = Tenants(budgets)
         self._tenants: list[TenantUse] = []  # by row number, up to the largest number used
-        num_numbers, self._quota_percent = self.allocator.num_numbers, tenant_quota_percent
-        self._orders = TenantOrders(num_numbers, self._tenants) if tenant_quota_percent < 100 else None
-        self.policy = self._orders or LRU(num_numbers)
+        num_numbers = self.allocator.num_numbers
+        self._orders = TenantOrders(num_numbers, self._tenants) if budgets and budgets.has_limits else None
+        self.policy: LRU | TenantOrders = self._orders or LRU(num_numbers)
         self.pin_counts: dict[int, int] = {}  # row -> readers in this process; the row stays in the policy
         self.lease_counts: dict[int, int] = {}  # row -> leases; the row is not in the policy
         self._num_extra_leased = 0  # slots of leased rows beyond the first slot of each
@@ -67,6 +67,18 @@ class Rows(RowIndex):
     def _num_extra(self, rows: Iterable[int]) -> int:
         return sum(self.allocator.size(row) - 1 for row in rows) if self.allocator.slots_per_frame > 1 else 0
 
+    def set_budgets(self, budgets: Budgets) -> None:
+        """Use other budgets from now on. Takes time in proportion to the rows; their order does not change.
+
+        Rows above a new upper bound leave when their tenant stores other rows."""
+        sections = list(self.policy.sections())
+        self.stats.tenants.set_budgets(budgets)
+        num_numbers = self.allocator.num_numbers
+        self._orders = TenantOrders(num_numbers, self._tenants) if budgets.has_limits else None
+        self.policy = self._orders or LRU(num_numbers)
+        for name, numbers in sections:
+            self.policy.touch(numbers[::-1], name)
+
     # ---- from reserved to visible ----
 
     def open_row(
@@ -76,7 +88,7 @@ class Rows(RowIndex):
         freed."""
         sparing = None if key in self.row_by_key else request  # the row it replaces frees its slots next
         fits = num_slots <= self.allocator.slots_per_frame and self._fits_quota(tenant, num_slots, sparing)
-        number = self._allocate(num_slots, sparing) if fits else None
+        number = self._allocate(num_slots, sparing, tenant) if fits else None
         if number is None:
             self.stats.refused += 1
             return None
@@ -211,13 +223,22 @@ class Rows(RowIndex):
         return "quarantined" if writers or self.is_holding_adopted else None
 
     def _fits_quota(self, tenant: bytes, num_slots: int, sparing: Hashable) -> bool:
-        """Evict the tenant's own rows until ``num_slots`` more fit its quota. False: they do not fit."""
+        """Evict rows of the tenant until ``num_slots`` more fit its upper bound. False: they do not fit."""
         if not tenant or self._orders is None:
             return True
-        num_present = self.stats.tenants.num_bytes(tenant) // self._bytes_per_slot
-        excess = num_present + num_slots - self.usable_slots * self._quota_percent // 100
-        incomplete = (n for n in self._long_incomplete() if self._tenants[n].name == tenant)
-        victims = itertools.chain(incomplete, self._orders.victims_of(tenant, sparing))
+        account = self.stats.tenants.account(tenant)
+        if account.budget.memory_percent >= 100:
+            return True
+        is_alone = account.has_tenant_bounds
+        num_bytes = self.stats.tenants.num_bytes(tenant) if is_alone else account.num_bytes
+        num_present = num_bytes // self._bytes_per_slot
+        excess = num_present + num_slots - self._share(account.budget.memory_percent)
+        incomplete = (
+            n
+            for n in self._long_incomplete()
+            if self._tenants[n].account is account and (not is_alone or self._tenants[n].name == tenant)
+        )
+        victims = itertools.chain(incomplete, self._orders.victims_of(tenant, account, sparing))
         idle = (n for n in itertools.islice(victims, _MAX_EVICTIONS) if self._use(n) is None)
         leaving = leading(idle, excess, self.allocator.size)
         is_enough = sum(map(self.allocator.size, leaving)) >= excess
@@ -227,23 +248,61 @@ class Rows(RowIndex):
             self._evict(number, Removal.QUOTA)
         return is_enough
 
+    def _share(self, percent: int) -> int:
+        """Return a percentage of the usable slots."""
+        return self.usable_slots * percent // 100
+
+    def _is_protected(self, account: Account) -> bool:
+        """Does the account use at most its guaranteed share, so that only its stores evict its rows?"""
+        guaranteed = self._share(account.budget.min_memory_percent)
+        return account.num_bytes <= guaranteed * self._bytes_per_slot
+
+    def _are_idle(self, numbers: Sequence[int]) -> bool:
+        return not any(map(self._use, numbers))
+
+    def _can_evict(self, numbers: Sequence[int], tenant: bytes) -> bool:
+        """Can a store of this tenant evict all of these rows?"""
+        if not self._are_idle(numbers):
+            return False
+        account, present = self.stats.tenants.account(tenant), dict[Account, int]()
+        for number in numbers:
+            other = self._tenants[number].account
+            num_bytes = present.get(other, other.num_bytes)
+            guaranteed = self._share(other.budget.min_memory_percent) * self._bytes_per_slot
+            if other is not account and num_bytes <= guaranteed:
+                return False
+            present[other] = num_bytes - self.allocator.size(number) * self._bytes_per_slot
+        return True
+
+    def _victims(self, num_slots: int, sparing: Hashable, tenant: bytes) -> Iterator[int]:
+        """Yield rows in the order in which a store of this tenant evicts them."""
+        if not self.is_evicting:
+            return iter(())
+        if self._orders is None:
+            return self.policy.victims(sparing)
+        account = self.stats.tenants.account(tenant)
+        num_present = account.num_bytes // self._bytes_per_slot
+        is_within_share = num_present + num_slots <= self._share(account.budget.min_memory_percent)
+        return self._orders.victims_for(account, sparing, self._is_protected, is_within_share=is_within_share)
+
     def _long_incomplete(self) -> Iterator[int]:
         """Yield the oldest few rows whose missing columns are lost."""
         oldest, now = itertools.islice(self._incomplete.items(), _MAX_EVICTIONS), self._clock()
         return (n for n, _ in itertools.takewhile(lambda row: now - row[1] > INCOMPLETE_SECONDS, oldest))
 
-    def _allocate(self, num_slots: int, sparing: Hashable) -> int | None:
+    def _allocate(self, num_slots: int, sparing: Hashable, tenant: bytes) -> int | None:
         usable_frames = self._usable_frames
         for _ in range(_MAX_EVICTIONS):
             number = self.allocator.allocate(num_slots, usable_frames)
             if number is not None:
                 return number
-            if self.is_holding_adopted or not self._evict_one(num_slots, sparing, usable_frames):
+            if self.is_holding_adopted or not self._evict_one(num_slots, sparing, tenant):
                 break
         return None
 
-    def _evict_one(self, num_slots: int, sparing: Hashable, usable_frames: int) -> bool:
+    def _evict_one(self, num_slots: int, sparing: Hashable, tenant: bytes) -> bool:
         """Free the slots of the most expendable row within the usable slots. False: no row can be evicted."""
+        usable_frames = self._usable_frames
 
         def usable(rows: Iterable[int]) -> Iterator[int]:
             first = itertools.islice(rows, _MAX_EVICTIONS)
@@ -255,8 +314,9 @@ class Rows(RowIndex):
         for number in usable(self._long_incomplete()):
             self._evict(number)
             return True
-        victims = usable(self.policy.victims(sparing) if self.is_evicting else ())
-        leaving = self.allocator.rows_to_evict(victims, num_slots, self._use)
+        victims = usable(self._victims(num_slots, sparing, tenant))
+        can_evict = self._are_idle if self._orders is None else lambda rows: self._can_evict(rows, tenant)
+        leaving = self.allocator.rows_to_evict(victims, num_slots, can_evict)
         for number in leaving:
             self._evict(number)
         return bool(leaving)
@@ -266,6 +326,7 @@ class Rows(RowIndex):
         self.policy.remove(number)
         self._free(number)
         self.stats.removed[reason] += 1
+        self.stats.evicted_by_tenant[self._tenants[number].account.budget.name] += 1
 
     def _free(self, number: int) -> None:
         self.open_rows.pop(number, None)

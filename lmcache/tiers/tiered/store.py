@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 
 from lmcache.tiers.base import LowerTier, RowKey, split_row_key
+from lmcache.tiers.budgets import Budgets
 from lmcache.tiers.memory.contracts import Arena, Chains, LookupResult, Reservation, Reserved, Slot
 from lmcache.tiers.memory.leases import LeaseId
 from lmcache.tiers.memory.tier import MemoryTier
@@ -64,10 +65,10 @@ class TieredStore:
         stats: Mapping[str, TieredStats] | None = None,
         memory_stats: MemoryStats | None = None,
         history: ChunkHistory | None = None,
-        tenant_quota_percent: int = 100,
+        budgets: Budgets | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.memory = MemoryTier(arena, clock, memory_stats, tenant_quota_percent)
+        self.memory = MemoryTier(arena, clock, memory_stats, budgets)
         self.is_closed = False
         self.history = history or ChunkHistory()
         self._absences = Absences(clock)

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from lmcache.keys import chunk_key, chunk_keys, namespace, tenant
+from lmcache.keys import chunk_key, chunk_keys, namespace, salt_hash, tenant, tenant_of_hash
 
 LISTING = {
     "model": {"layers": 32, "dtype": "bfloat16", "rope": 1e6, "tied": False, "window": None},
@@ -30,10 +30,14 @@ LISTING = {
         ),
         (
             tenant("salt", b"secret"),
-            "7bf3dd4657369233799ecd9ca6e305a02aee4ea8670c2603272d7b517b7068df",
+            "f7e438dfe9112fb2ded3a844dbcab4ad2bd23186a2820e5c812238268c1f21ec",
+        ),
+        (
+            salt_hash("salt"),
+            "2599f24d64ea56eaf777abb3eab9a6f7d117d17515c0481a1e7ba92fad5a21b9",
         ),
     ],
-    ids=["plain chunk", "full chunk", "namespace", "tenant"],
+    ids=["plain chunk", "full chunk", "namespace", "tenant", "salt"],
 )
 def test_formats_never_change(encoded, golden):
     # Objects in all existing tiers are lost if this format changes, so a change needs a new tag and a line in
@@ -107,3 +111,4 @@ def test_accepts_salts_of_any_text():
 def test_tenant_is_empty_without_salt_and_differs_by_secret():
     assert tenant("", b"secret") == b""
     assert tenant("a", b"one") != tenant("a", b"two")
+    assert tenant("a", b"one") == tenant_of_hash(salt_hash("a"), b"one")

@@ -25,7 +25,7 @@ from tests.harness.memory_machine import (
     SLOT_BYTES,
     MemoryOracleMachine,
 )
-from tests.harness.memory_oracle import KnownRow, Orders, tenant_of
+from tests.harness.memory_oracle import KnownRow, tenant_of
 
 # The default keeps local runs short; the environment variable asks for more examples.
 NUM_EXAMPLES = int(os.environ.get("LMCACHE_TEST_EXAMPLES", "120"))
@@ -82,7 +82,7 @@ class MemoryMachine(MemoryOracleMachine):
         leaving = self.quota_victims(tenant, request)
         for number in leaving or ():
             self.drop_row(number)
-        allowed = [] if leaving is None else self.allowed_rows(request)
+        allowed = [] if leaving is None else self.allowed_rows(request, tenant)
         length = SLOT_BYTES
         result, slot = self.tier.reserve(key, column, owner, length=length, request=request, tenant=tenant)
         if not allowed:
@@ -266,7 +266,7 @@ class MemoryMachine(MemoryOracleMachine):
         if not is_due:  # more restarts would leave too few steps for the other rules
             return
         # Rows without users may be reused at once; other rows wait for their users.
-        self.order = Orders(self.rows)
+        self.order = self.new_orders()
         self.dropped.clear()
         self.leases.clear()
         self.old_leases.clear()
@@ -284,7 +284,7 @@ class MemoryMachine(MemoryOracleMachine):
             row.unverified = row.sealed
             row.spoilt |= not (row.sealed and row.visible)
             self.settle([row])
-        if not self.order.victims() and not self.dropped:
+        if self.order.is_empty and not self.dropped:
             self.is_adopting = False
         self.start()
         self.tier.usable_slots = NUM_ROWS

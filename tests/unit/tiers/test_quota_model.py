@@ -7,6 +7,7 @@ from collections import Counter
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
+from lmcache.tiers.budgets import Budget, Budgets
 from tests.harness.memory_oracle import abandoned
 from tests.unit.tiers.test_memory_model import NUM_EXAMPLES, NUM_ROWS, MemoryMachine
 
@@ -15,7 +16,7 @@ MAX_ROWS = 2
 
 
 class QuotaMachine(MemoryMachine):
-    quota_percent = 34
+    budgets = Budgets(Budget(memory_percent=34))
 
     def quota_victims(self, tenant: bytes, request: str | None) -> list[int] | None:
         tenant_rows = [row for row in self.rows.values() if row.tenant == tenant]
@@ -31,7 +32,7 @@ class QuotaMachine(MemoryMachine):
     @invariant()
     def tenants_stay_within_their_quota(self) -> None:
         counts = Counter(row.tenant for row in self.rows.values() if row.tenant)
-        assert max(counts.values(), default=0) <= MAX_ROWS <= NUM_ROWS * self.quota_percent // 100
+        assert max(counts.values(), default=0) <= MAX_ROWS <= NUM_ROWS * 34 // 100
 
 
 TestQuotaModel = QuotaMachine.TestCase

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lmcache.tiers.budgets import Budget, Budgets
 from lmcache.tiers.memory.contracts import Geometry, Reserved
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.memory.rows import INCOMPLETE_SECONDS
@@ -23,7 +24,7 @@ class Bench:
 
     def new_tier(self, num_columns: int) -> MemoryTier:
         arena = PrivateArena(Geometry(4096, num_columns), 8)
-        tier = MemoryTier(arena, lambda: self.now, tenant_quota_percent=40)
+        tier = MemoryTier(arena, lambda: self.now, budgets=Budgets(Budget(memory_percent=40)))
         for _ in tier.adopt():
             pass
         return tier
@@ -121,7 +122,7 @@ def test_promoted_rows_count_for_the_tenant(bench: Bench) -> None:
 
 
 def test_tenant_shrinks_to_a_smaller_quota_in_steps() -> None:
-    tier = MemoryTier(PrivateArena(Geometry(4096, 1), 400), tenant_quota_percent=50)
+    tier = MemoryTier(PrivateArena(Geometry(4096, 1), 400), budgets=Budgets(Budget(memory_percent=50)))
     for _ in tier.adopt():
         pass
 

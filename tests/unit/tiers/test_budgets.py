@@ -1,0 +1,133 @@
+"""Budgets of tenants; ``test_budget_model`` covers random sequences of stores, loads and evictions."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from lmcache import keys
+from lmcache.tiers.budgets import NO_SALT, Budget, Budgets, SaltedBudgets
+from lmcache.tiers.memory.contracts import Geometry, Reserved
+from lmcache.tiers.memory.private import PrivateArena
+from lmcache.tiers.memory.tier import MemoryTier
+from tests.harness.chains import one_chain
+
+OWNER, ENGINE = b"o" * 16, b"E" * 16
+LIMITED = Budgets(
+    Budget(memory_percent=90),
+    {b"a": Budget("a", min_memory_percent=10), b"b": Budget("b")},
+)
+
+
+def new_tier(num_rows: int, budgets: Budgets | None = None, slots_per_frame: int = 1) -> MemoryTier:
+    arena = PrivateArena(Geometry(4096, 1, slots_per_frame), num_rows)
+    tier = MemoryTier(arena, budgets=budgets)
+    for _ in tier.adopt():
+        pass
+    tier.release_adopted()
+    return tier
+
+
+def key(name: str) -> bytes:
+    return name.encode().ljust(64)
+
+
+def store(tier: MemoryTier, name: str, *, num_slots: int = 1) -> Reserved:
+    """Store a row. The first letter of the name is the tenant, the last one the position in the request."""
+    result, slot = tier.reserve(
+        key(name), 0, OWNER, length=4096 * num_slots, request=name[:-1], tenant=name[0].strip(".").encode()
+    )
+    if slot is not None:
+        tier.commit([slot], 0, OWNER)
+    return result
+
+
+def order(tier: MemoryTier) -> list[str]:
+    return [tier._rows.key(row).decode().strip() for row in tier._rows.policy.victims()]
+
+
+def test_tenant_below_its_share_gets_rows_of_tenants_above_theirs():
+    tier = new_tier(4, Budgets(by_tenant={b"a": Budget("a", min_memory_percent=50)}))
+    for name in ("a0", "b0", "b1", "b2"):
+        assert store(tier, name) is Reserved.SLOT
+    assert store(tier, "a.0") is Reserved.SLOT
+    assert order(tier) == ["a0", "b1", "b0", "a.0"]  # not a0, although it is older than the rows of b
+    assert [store(tier, f"b.{n}") for n in range(3)] == [Reserved.SLOT, Reserved.SLOT, Reserved.BUSY]
+    assert order(tier) == ["a0", "a.0", "b.1", "b.0"]
+
+
+def test_guarantee_of_a_tenant_without_rows_takes_nothing():
+    tier = new_tier(4, Budgets(by_tenant={b"a": Budget("a", min_memory_percent=100)}))
+    assert {store(tier, f"b{n}") for n in range(4)} == {Reserved.SLOT}
+    assert [store(tier, f"a{n}") for n in range(4)] == [Reserved.SLOT] * 4
+    assert store(tier, "b.0") is Reserved.BUSY
+    assert store(tier, "a.0") is Reserved.SLOT  # its own rows make place
+
+
+def test_rows_of_lower_priority_are_evicted_first():
+    budgets = Budgets(by_tenant={b"a": Budget("a", priority=1), b"b": Budget("b", priority=-1)})
+    tier = new_tier(3, budgets)
+    for name in ("a0", "b0", ".0", ".1", "a.0", "a,0"):
+        assert store(tier, name) is Reserved.SLOT
+    assert order(tier) == ["a0", "a.0", "a,0"]
+
+
+def test_neighbors_below_their_share_are_not_evicted_for_a_long_row():
+    tier = new_tier(8, Budgets(by_tenant={b"a": Budget("a", min_memory_percent=25)}), slots_per_frame=4)
+    for name in ("b0", "a0", "b1", "b2", "b.0", "b.1", "b.2", "a1"):
+        assert store(tier, name) is Reserved.SLOT
+    # A row of four slots needs a whole frame, and each of both frames has a row of a.
+    assert store(tier, "b,0", num_slots=4) is Reserved.BUSY
+    assert {"a0", "a1"} < set(order(tier))
+    assert store(tier, "b,0", num_slots=2) is Reserved.SLOT
+    assert {"a0", "a1"} < set(order(tier))
+
+
+@pytest.mark.parametrize(("budgets", "is_first"), [(Budgets(), True), (LIMITED, False)])
+@given(
+    uses=st.lists(st.tuples(st.sampled_from("ab.c"), st.sampled_from("xyz"), st.integers(0, 3)), max_size=30)
+)
+def test_change_of_budgets_keeps_the_order_of_eviction(budgets, is_first, uses):
+    tier = new_tier(64, budgets)
+    for tenant, request, number in uses:
+        names = [f"{tenant}{request}{n}" for n in range(number)]
+        for name in names:
+            store(tier, name)
+        tier.lookup((ENGINE, tenant + request), one_chain([*map(key, names), key("absent")]), is_hint=True)
+    before = order(tier)
+    tier.set_budgets(LIMITED if is_first else Budgets())
+    assert order(tier) == before
+    accounts = tier.stats.tenants.accounts
+    assert sum(account.num_rows for account in accounts) == tier.num_used == len(before)
+    for name in before:
+        tier._rows.remove(key(name))
+    assert not any(account.num_bytes for account in tier.stats.tenants.accounts)
+
+
+def test_smaller_bound_counts_from_the_next_store():
+    tier = new_tier(8)
+    for n in range(6):
+        store(tier, f"a{n}")
+    tier.set_budgets(Budgets(by_tenant={b"a": Budget("a", memory_percent=50)}))
+    assert tier.num_used == 6
+    assert store(tier, "a.0") is Reserved.SLOT
+    assert order(tier) == ["a2", "a1", "a0", "a.0"]
+
+
+def test_evictions_count_for_the_budget_of_the_row():
+    tier = new_tier(2, Budgets(by_tenant={b"a": Budget("search")}))
+    for name in ("a0", "b0", ".0", ".1", "a.0"):
+        store(tier, name)
+    assert tier.stats.evicted_by_tenant == {"search": 1, "default": 2}
+
+
+def test_salts_are_resolved_for_each_namespace():
+    search = Budget("search")
+    salted = SaltedBudgets(Budget(priority=3), {keys.salt_hash("s3cret"): search})
+    budgets = salted.resolve([b"n" * 32, b"m" * 32])
+    assert budgets.of(keys.tenant("s3cret", b"n" * 32)) is search
+    assert budgets.of(keys.tenant("s3cret", b"m" * 32)) is search
+    assert budgets.of(keys.tenant("s3cret", b"other")).priority == 3
+    assert budgets.of(b"") is NO_SALT
+    assert salted.names == ["default", "search"]
