@@ -76,6 +76,7 @@ PARTS = (
         "lmcache_memory_tier_",
         (stats.TARGET, *stats.ARENA, *stats.MEMORY, *stats.MEMORY_COUNTS),
     ),
+    DocumentedPart("`tenants`: the tenants of the tenants file", "lmcache_tenant_", stats.TENANTS),
     DocumentedPart(
         "`disk`, `peers`, `remote`: the lower tiers, distinguished by the label `tier`",
         "lmcache_tier_",

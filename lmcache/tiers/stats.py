@@ -58,7 +58,7 @@ class TenantUse:
     num_bytes: int = 0
     """Bytes of the slots of these rows."""
 
-    account: Account = field(default_factory=lambda: Account(NO_SALT))
+    account: Account = field(default_factory=lambda: Account(NO_SALT), compare=False)
     """Account of the tenant's budget, which counts these rows, too."""
 
 
@@ -81,6 +81,26 @@ class Tenants:
             use.account.num_rows += use.num_rows
             use.account.num_bytes += use.num_bytes
 
+    @property
+    def budgets(self) -> Budgets:
+        """Budgets in use."""
+        return self._budgets
+
+    def extend(self, budgets: Budgets) -> bool:
+        """Use other budgets that differ only for tenants without rows; False: they differ for other tenants.
+
+        The accounts stay as they are."""
+        present = self._budgets
+        is_extended = (
+            budgets.default == present.default
+            and budgets.has_limits == present.has_limits
+            and all(budgets.by_tenant.get(name) == budget for name, budget in present.by_tenant.items())
+            and all(budgets.of(name) == use.account.budget for name, use in self._uses.items())
+        )
+        if is_extended:
+            self._budgets = budgets
+        return is_extended
+
     def account(self, tenant: bytes) -> Account:
         """Return the account that counts this tenant's rows."""
         if not tenant:
@@ -89,7 +109,7 @@ class Tenants:
         account = self._accounts.get(budget)
         if account is None:
             account = self._accounts[budget] = Account(budget)
-            is_bounded = budget is self._budgets.default and budget.memory_percent < 100
+            is_bounded = budget == self._budgets.default and budget.memory_percent < 100
             account.has_tenant_bounds = is_bounded
         return account
 
@@ -158,8 +178,18 @@ class MemoryStats:
     """Tenants that have rows in memory now."""
     evicted_by_tenant: Counter[str] = field(default_factory=Counter)
     """Rows evicted for capacity or for a quota, by the name of their tenant's budget."""
+    prompt_tokens_by_tenant: Counter[str] = field(default_factory=Counter)
+    """Tokens of scheduled prompts, by the name of their tenant's budget."""
+    hit_tokens_by_tenant: Counter[str] = field(default_factory=Counter)
+    """Tokens of these prompts that engines did not compute."""
     _counted: Recent[Hashable, int] = field(default_factory=lambda: Recent(_MAX_CHAINS))
     """Number of keys that were counted already, by chain."""
+
+    def count_prompt(self, tenant: bytes, num_tokens: int, num_hit_tokens: int) -> None:
+        """Count a scheduled prompt for its tenant's budget."""
+        name = self.tenants.budgets.of(tenant).name
+        self.prompt_tokens_by_tenant[name] += num_tokens
+        self.hit_tokens_by_tenant[name] += num_hit_tokens
 
     def count_lookup(self, request: Hashable, keys: Sequence[bytes], num_resident: int) -> None:
         """Count a lookup. Engines repeat lookups while rows are promoted: only new keys of a chain count."""

@@ -1,4 +1,4 @@
-"""The command line: ``lmcache-sidecar serve | explain | bench | top``."""
+"""The command line: ``lmcache-sidecar serve | explain | bench | top | salt-hash``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lmcache.logging import FloodFilter, set_up
 from lmcache_sidecar import config as configuration
 from lmcache_sidecar.config import ConfigError, Reading
 from lmcache_sidecar.explain import command as explain
+from lmcache_sidecar.tenants import print_salt_hash
 
 _PR_SET_PDEATHSIG = 1
 _SERVE = """\
@@ -58,6 +59,13 @@ def _parser(command: str = "") -> argparse.ArgumentParser:
 
         add_arguments(bench)
     live = commands.add_parser("top", help="show what the sidecar does at present")
+    commands.add_parser(
+        "salt-hash",
+        help="print the saltHash of a cache salt",
+        description="Read a cache salt from standard input, and print its saltHash for --tenants-file. One"
+        " newline at the end is ignored.",
+        epilog="example: lmcache-sidecar salt-hash < salt.txt",
+    )
     if command == "top":
         from lmcache_sidecar.explain import top
 
@@ -92,6 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words[:1] in (["explain"], ["bench"], ["top"]):
             parsed = _parser(words[0]).parse_args(words)
             return int(parsed.run(parsed))
+        if words[:1] == ["salt-hash"]:
+            _parser().parse_args(words)
+            return print_salt_hash()
         reading = _read(arguments)
         set_up(reading.config.log_format, reading.config.log_level, FloodFilter())
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads cost 50 ms, and are not used

@@ -68,6 +68,9 @@ class Config:
     tenant_quota_percent: int = _option("PERCENT", "100", _PERCENT,
         "share of the memory tier that rows of one tenant (one cache salt) may take; a tenant that reaches it"
         " evicts its own rows; requests without a salt are not limited")
+    tenants_file: str = _option("FILE", "", str,
+        "file with the budgets of tenants; the sidecar follows its changes. Keys: default, a budget, and"
+        " named, a list of budgets with a name and a saltHash or saltFile; empty: no named tenants")
     huge_pages: bool = _option("BOOL", "false", options.switch,
         "true: use huge pages for the memory tier if the kernel has them: faster copies, slower start")
     numa_node: int | None = _option("NODE", "", lambda text: _NODE(text) if text else None,

@@ -54,6 +54,8 @@ class Sessions:
         self._make_store = make_store
         self.samples = Samples(clients)
         self.causes = Causes()
+        self.on_namespace: Callable[[bytes], None] = lambda namespace: None
+        """Called with the namespace of each client that attaches, before its first call."""
         clients.on_engine_dead = lambda engine: self.causes.end_engine(engine)
         self.forming = asyncio.Lock()
         """Lock for changes of the arena's format, which contain awaits."""
@@ -84,6 +86,7 @@ class Sessions:
         if not hello.private_reason:
             lengths = [group.chunk_bytes for group in peer.groups.values()]
             store.register(hello.namespace, label=hello.model.encode(), chunk_bytes=lengths)
+        self.on_namespace(hello.namespace)
         client = self.clients.admit(peer, probe)
         self.copier.attach(client)
         return client
@@ -129,6 +132,8 @@ class Sessions:
         if scheduled is not None:
             sources = find_sources(chains, scheduled, store.origins)
             loaded, history = scheduled.num_loaded_tokens, store.history
+            num_hit_tokens = scheduled.num_engine_tokens + loaded
+            store.memory.stats.count_prompt(request.tenant, scheduled.num_prompt_tokens, num_hit_tokens)
             self.samples.note(client.peer, chains, sources, loaded, store.memory.usable_slots)
             blocking = find_blocking(
                 chains, len(sources), request.request_id, store.absence, history.is_stored

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lmcache.rpc import service
-from lmcache.tiers.budgets import Budget, Budgets
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.capacity import volume_bytes
@@ -35,6 +34,7 @@ from lmcache_sidecar.samples import Samples
 from lmcache_sidecar.server import Server, claim_socket
 from lmcache_sidecar.sessions import Sessions
 from lmcache_sidecar.stats import Part
+from lmcache_sidecar.tenants import TenantsFile
 from lmcache_sidecar.watched_files import SizeFile
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,8 @@ class Sidecar:
         largest = min(config.memory_capacity, max(config.memory_size, volume_bytes(Path(config.arena_path))))
         self._size = SizeFile(config.memory_size_file, config.memory_size, largest)
         self._size.follow()
+        self._tenants = TenantsFile(config.tenants_file, config.tenant_quota_percent)
+        self._tenants.follow()
         with ExitStack() as opened:
             self._arena = _open_arena(config, self._size.num_bytes)
             opened.callback(self._arena.close)
@@ -73,6 +75,7 @@ class Sidecar:
         self._sessions = Sessions(
             self._arena, config.arena_path, Clients(locks), self._copier, self._make_store
         )
+        self._sessions.on_namespace = self._note_namespace
         self._server = Server(self._sessions, config.socket, calls)
         self._copier.on_change = self._server.announce
         self._resizer = Resizer(self._sessions, self._copier, self._size, self._server.announce)
@@ -106,6 +109,8 @@ class Sidecar:
         self._peer_server = start_peer_server(self._config, loop, lambda: self._sessions.store, peers)
         self._tasks.spawn(self._sessions.clients.monitor.run())
         self._tasks.spawn(self._keep_size())
+        if self._config.tenants_file:
+            self._tasks.spawn(self._keep_budgets())
         for handle in self._handles.values():
             if handle.servers_file is not None:
                 self._tasks.spawn(_repeat(_FOLLOW_SECONDS, handle.servers_file.follow))
@@ -162,6 +167,7 @@ class Sidecar:
     def stats(self) -> list[Part]:
         """Statistics of all components of this sidecar."""
         parts = stats.collect(self._sessions, self._handles, self._memory_stats, self._resizer)
+        parts.append(stats.tenants_part(self._tenants, self._memory_stats))
         return [*parts, *stats.peer_server_parts(self._peer_server)]
 
     async def _keep_size(self) -> None:
@@ -183,6 +189,22 @@ class Sidecar:
                 self._resizer.note_bug(error)
             await asyncio.sleep(_RESIZE_SECONDS)
 
+    async def _keep_budgets(self) -> None:
+        """Follow the tenants file."""
+        while True:
+            await asyncio.to_thread(self._tenants.follow)
+            self._apply_budgets()
+            await asyncio.sleep(_FOLLOW_SECONDS)
+
+    def _note_namespace(self, namespace: bytes) -> None:
+        if self._tenants.add_namespace(namespace):
+            self._apply_budgets()
+
+    def _apply_budgets(self) -> None:
+        self._tenants.resolve()
+        if (store := self._sessions.store) is not None:
+            store.set_budgets(self._tenants.budgets)
+
     def _make_store(self) -> TieredStore:
         return TieredStore(
             self._arena,
@@ -191,7 +213,7 @@ class Sidecar:
             stats={name: lower.traffic for name, lower in self._handles.items()},
             memory_stats=self._memory_stats,
             history=self._history,
-            budgets=Budgets(Budget(memory_percent=self._config.tenant_quota_percent)),
+            budgets=self._tenants.budgets,
         )
 
 

@@ -60,8 +60,9 @@ class Reservations:
         return max(1, ceil_div(length, self._slot_bytes))
 
     def set_budgets(self, budgets: Budgets) -> None:
-        """Use other budgets of tenants from now on."""
-        self._rows.set_budgets(budgets)
+        """Use other budgets of tenants from now on. Does nothing if they are in use already."""
+        if budgets is not self.stats.tenants.budgets:
+            self._rows.set_budgets(budgets)
 
     # ---- for clients ----
 

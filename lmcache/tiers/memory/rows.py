@@ -71,6 +71,8 @@ class Rows(RowIndex):
         """Use other budgets from now on. Takes time in proportion to the rows; their order does not change.
 
         Rows above a new upper bound leave when their tenant stores other rows."""
+        if self.stats.tenants.extend(budgets):
+            return
         sections = list(self.policy.sections())
         self.stats.tenants.set_budgets(budgets)
         num_numbers = self.allocator.num_numbers

@@ -109,6 +109,10 @@ class TieredStore:
         for _ in self.memory.adopt():
             await asyncio.sleep(0)
 
+    def set_budgets(self, budgets: Budgets) -> None:
+        """Use other budgets of tenants from now on."""
+        self.memory.set_budgets(budgets)
+
     def register(self, namespace: bytes, *, label: bytes = b"", chunk_bytes: Collection[int] = ()) -> None:
         """Share a namespace for good. Rows of other namespaces never leave the memory tier.
 

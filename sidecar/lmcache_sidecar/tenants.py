@@ -1,0 +1,215 @@
+"""Budgets of tenants, in a file that the sidecar re-reads while it runs.
+
+.. code-block:: yaml
+
+    default: {memoryPercent: 50}
+    named:
+    - name: search
+      saltHash: 2599f24d64ea56eaf777abb3eab9a6f7d117d17515c0481a1e7ba92fad5a21b9
+      minMemoryPercent: 20
+    - name: batch
+      saltFile: /etc/lmcache/salts/batch
+      memoryPercent: 30
+      lowerTierBytes: 100Gi
+      priority: -10
+
+A tenant is named by the hash of its cache salt (``lmcache-sidecar salt-hash``), or by a file with the salt.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lmcache import keys
+from lmcache.common import options
+from lmcache.common.options import read_yaml
+from lmcache.common.recent import Recent
+from lmcache.common.units import parse_size
+from lmcache.tiers.budgets import DEFAULT_NAME, MAX_NAMED, Budget, Budgets, SaltedBudgets
+from lmcache_sidecar.config import ConfigError, read_text
+from lmcache_sidecar.watched_files import FollowedFile
+
+_MAX_NAMESPACES = 64
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_HASH = re.compile(r"[0-9a-f]{64}")
+_LIMITS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    "memoryPercent": ("memory_percent", options.number(int, 1, 100, "a percentage from 1 to 100")),
+    "minMemoryPercent": ("min_memory_percent", options.number(int, 0, 100, "a percentage from 0 to 100")),
+    "lowerTierBytes": ("disk_bytes", lambda text: 0 if text == "0" else parse_size(text)),
+    "priority": ("priority", options.number(int, -100, 100, "a priority from -100 to 100")),
+}
+"""Fields of Budget by their keys in the file, with the readers of their values."""
+
+
+class TenantsFile(FollowedFile):
+    """The tenants file, and the budgets in use. An empty ``path`` means no file.
+
+    ``follow`` runs in a thread; all other methods belong to the event loop.
+    """
+
+    def __init__(self, path: str, default_percent: int = 100) -> None:
+        """``default_percent``: upper bound of the default budget, unless the file has another."""
+        super().__init__(path)
+        self._default = Budget(memory_percent=default_percent)
+        self._salted = SaltedBudgets(self._default)
+        self._salts: dict[str, str | None] = {}  # salts by their files; None: the file is not readable
+        self._namespaces: Recent[bytes, None] = Recent(_MAX_NAMESPACES)
+        self._resolved: SaltedBudgets | None = None  # the source of ``budgets``
+        self.budgets = Budgets(self._default)
+        """Budgets of the tenants in all known namespaces, since the last ``resolve``."""
+
+    def follow(self) -> None:
+        """Read the file, if there is one, and the files with salts that it names."""
+        if not self.path:
+            return
+        if any(_read_salt(path) != salt for path, salt in self._salts.items()):
+            self._last_text = None
+        super().follow()
+
+    def use(self, text: str) -> None:
+        """Use the budgets of this text. Raises ValueError, naming file and key."""
+        self._salts = {}
+        self._salted = _parse(self.path, text, self._default, self._salt_of)
+
+    def _salt_of(self, path: str) -> str:
+        salt = self._salts[path] = _read_salt(path)
+        if salt is None:
+            raise ValueError(f"{path} can't be read: check that the Secret exists and is mounted")
+        if not salt:
+            raise ValueError(f"{path} is empty: write the tenant's salt")
+        return salt
+
+    @property
+    def used(self) -> tuple[str, str]:
+        """Subject and present value, for the log: names only."""
+        names = self._salted.names
+        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        return "The list of tenants with budgets", shown
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all budgets."""
+        return self._salted.names
+
+    def add_namespace(self, namespace: bytes) -> bool:
+        """Apply the budgets to the tenants of this namespace, too. Returns whether it is a new one."""
+        is_new = namespace not in self._namespaces
+        self._namespaces[namespace] = None
+        if is_new:
+            self._resolved = None
+        return is_new
+
+    def resolve(self) -> bool:
+        """Update ``budgets`` after ``follow`` or ``add_namespace``. Returns whether something changed."""
+        salted = self._salted
+        if salted is self._resolved:
+            return False
+        self._resolved, self.budgets = salted, salted.resolve(tuple(self._namespaces))
+        return True
+
+
+def print_salt_hash() -> int:
+    """Read a salt from standard input and print its hash. Raises ConfigError if there is none."""
+    try:
+        salt = _without_newline(sys.stdin.buffer.read().decode())
+    except UnicodeDecodeError:
+        raise ConfigError("the salt on standard input is not UTF-8 text") from None
+    if not salt:
+        raise ConfigError("no salt: write it to standard input, as in 'lmcache-sidecar salt-hash < FILE'")
+    print(keys.salt_hash(salt).hex())
+    return 0
+
+
+def _read_salt(path: str) -> str | None:
+    try:
+        return _without_newline(read_text(path))
+    except ConfigError:
+        return None
+
+
+def _without_newline(text: str) -> str:
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _parse(path: str, text: str, default: Budget, salt_of: Callable[[str], str]) -> SaltedBudgets:
+    content = read_yaml(path, text)
+    _refuse_unknown(path, content, ("default", "named"))
+    default = _budget(f"{path}: default", content.get("default") or {}, default)
+    named = content.get("named") or []
+    if not isinstance(named, list) or len(named) > MAX_NAMED:
+        raise ValueError(f"{path}: named: must be a list of up to {MAX_NAMED} tenants")
+    budgets: dict[bytes, Budget] = {}
+    for number, entry in enumerate(named):
+        where = f"{path}: named[{number}]"
+        hashed, budget = _tenant(where, entry, default, salt_of)
+        if any(budget.name == other.name for other in budgets.values()):
+            raise ValueError(f"{where}: name {budget.name!r} is used twice: give each tenant another name")
+        if hashed in budgets:
+            raise ValueError(
+                f"{where}: {budget.name} has the same salt as {budgets[hashed].name}: remove one"
+            )
+        budgets[hashed] = budget
+    total = sum(budget.min_memory_percent for budget in (default, *budgets.values()))
+    if total > 100:
+        raise ValueError(f"{path}: the sum of all minMemoryPercent is {total}: reduce it to at most 100")
+    return SaltedBudgets(default, budgets)
+
+
+def _tenant(
+    where: str, entry: object, default: Budget, salt_of: Callable[[str], str]
+) -> tuple[bytes, Budget]:
+    """Return the hash of a named tenant's salt, and its budget."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where}: must hold keys and values, such as 'name: search'")
+    identity = {key: value for key, value in entry.items() if key in ("name", "saltHash", "saltFile")}
+    name, hashed, file = (identity.get(key) for key in ("name", "saltHash", "saltFile"))
+    if not isinstance(name, str) or not _LABEL.fullmatch(name) or name == DEFAULT_NAME:
+        raise ValueError(
+            f"{where}: name: write up to 63 lower-case letters, digits and '-', other than {DEFAULT_NAME!r}"
+        )
+    limits = {key: value for key, value in entry.items() if key not in identity}
+    base = Budget(name, default.memory_percent)
+    budget = _budget(f"{where} ({name})", limits, base)
+    if (hashed is None) == (file is None):
+        raise ValueError(f"{where} ({name}): set either saltHash or saltFile")
+    if file is not None:
+        if not isinstance(file, str) or not file:
+            raise ValueError(f"{where} ({name}): saltFile: must be the path of a file")
+        try:
+            return keys.salt_hash(salt_of(file)), budget
+        except ValueError as error:
+            raise ValueError(f"{where} ({name}): saltFile: {error}") from None
+    if not isinstance(hashed, str) or not _HASH.fullmatch(hashed):
+        raise ValueError(
+            f"{where} ({name}): saltHash: must be 64 hexadecimal digits: run 'lmcache-sidecar salt-hash'"
+        )
+    return bytes.fromhex(hashed), budget
+
+
+def _budget(where: str, limits: object, base: Budget) -> Budget:
+    """Return ``base`` with the limits that are set."""
+    if not isinstance(limits, dict):
+        raise ValueError(f"{where}: must hold keys and values, such as 'memoryPercent: 50'")
+    _refuse_unknown(where, limits, tuple(_LIMITS))
+    values: dict[str, Any] = {}
+    for key, text in limits.items():
+        name, reader = _LIMITS[key]
+        try:
+            values[name] = reader(text if isinstance(text, str) else "")
+        except ValueError as error:
+            raise ValueError(f"{where}: {key}: {error}") from None
+    budget = Budget(**({"name": base.name, "memory_percent": base.memory_percent} | values))
+    if budget.min_memory_percent > budget.memory_percent:
+        raise ValueError(
+            f"{where}: minMemoryPercent {budget.min_memory_percent} is more than memoryPercent"
+            f" {budget.memory_percent}: reduce it, or increase memoryPercent"
+        )
+    return budget
+
+
+def _refuse_unknown(where: str, content: Mapping[str, object], known: tuple[str, ...]) -> None:
+    for sentence in options.unknown_keys(where, content, known):
+        raise ValueError(sentence.replace(", and ignored", "").replace("is ignored", "is unknown"))

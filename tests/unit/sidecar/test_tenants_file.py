@@ -1,0 +1,178 @@
+"""The file with budgets of tenants: its format, and handling of invalid files."""
+
+from __future__ import annotations
+
+import io
+import logging
+from pathlib import Path
+
+import pytest
+from lmcache_sidecar.command import main
+from lmcache_sidecar.stats import document, tenants_part
+from lmcache_sidecar.tenants import TenantsFile
+
+from lmcache import keys
+from lmcache.tiers.budgets import Budget
+from lmcache.tiers.stats import MemoryStats
+
+NAMESPACE = b"n" * 32
+HASH = "a" * 64
+
+
+class Bench:
+    """A tenants file of one namespace."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.salt_path = folder / "tenants.yaml", folder / "salt"
+        self.file = TenantsFile(str(self.path), 80)
+        self.file.add_namespace(NAMESPACE)
+
+    def follow(self, text: str | None = None) -> str:
+        """Use this text; returns the problem, without the path."""
+        if text is not None:
+            self.path.write_text(text)
+        self.file.follow()
+        self.file.resolve()
+        return self.file.problem.replace(f"{self.path}: ", "")
+
+    def budget(self, salt: str) -> Budget:
+        return self.file.budgets.of(keys.tenant(salt, NAMESPACE))
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def test_budgets_of_named_tenants_by_hash_and_by_file(bench: Bench):
+    bench.salt_path.write_text("pepper\n")
+    text = f"""
+default: {{memoryPercent: 50, priority: 1}}
+named:
+- name: search
+  saltHash: {keys.salt_hash("s3cret").hex()}
+  minMemoryPercent: 20
+  lowerTierBytes: 1Ki
+  priority: -100
+- {{name: batch-2, saltFile: {bench.salt_path}, memoryPercent: 100}}
+"""
+    assert bench.follow(text) == ""
+    assert bench.budget("s3cret") == Budget("search", 50, 20, 1024, -100)
+    assert bench.budget("pepper") == Budget("batch-2", 100)
+    assert bench.budget("unknown") == Budget("default", 50, 0, 0, 1)
+    assert bench.file.names == ["default", "search", "batch-2"]
+    assert bench.follow("") == ""
+    assert bench.budget("s3cret") == Budget("default", 80)
+
+
+def test_without_a_file_only_the_quota_counts(tmp_path: Path):
+    file = TenantsFile("", 30)
+    file.follow()
+    assert file.problem == ""
+    assert file.budgets.of(b"any") == Budget("default", 30)
+
+
+@pytest.mark.parametrize(
+    ("text", "mistake"),
+    [
+        ("named: {a: b}", "named: must be a list of up to 256 tenants"),
+        ("other: 1", "key 'other' is unknown"),
+        ("default: 5", "default: must hold keys and values"),
+        (
+            "default: {memorypercent: 5}",
+            "default: key 'memorypercent' is unknown; did you mean 'memoryPercent'?",
+        ),
+        ("default: {memoryPercent: 0}", "default: memoryPercent: '0' is not a percentage from 1 to 100"),
+        ("default: {priority: 101}", "default: priority: '101' is not a priority from -100 to 100"),
+        ("default: {priority: [1]}", "default: priority: '' is not a priority"),
+        ("named: [a]", "named[0]: must hold keys and values"),
+        (f"named: [{{saltHash: {HASH}}}]", "named[0]: name: write up to 63 lower-case letters"),
+        (f"named: [{{name: A, saltHash: {HASH}}}]", "named[0]: name: write"),
+        (f"named: [{{name: default, saltHash: {HASH}}}]", "named[0]: name: write"),
+        ("named: [{name: a}]", "named[0] (a): set either saltHash or saltFile"),
+        (
+            f"named: [{{name: a, saltHash: {HASH}, saltFile: /x}}]",
+            "named[0] (a): set either saltHash or saltFile",
+        ),
+        ("named: [{name: a, saltHash: abc}]", "named[0] (a): saltHash: must be 64 hexadecimal digits"),
+        ("named: [{name: a, saltFile: /absent/x}]", "named[0] (a): saltFile: /absent/x can't be read"),
+        ("named: [{name: a, saltFile: /dev/null}]", "named[0] (a): saltFile: /dev/null is empty"),
+        (
+            f"named: [{{name: a, saltHash: {HASH}, lowerTierBytes: 5Q}}]",
+            "named[0] (a): lowerTierBytes: '5Q' is not a size",
+        ),
+        (
+            f"named: [{{name: a, saltHash: {HASH}, memoryPercent: 5, minMemoryPercent: 6}}]",
+            "named[0] (a): minMemoryPercent 6 is more than memoryPercent 5",
+        ),
+        (
+            f"named: [{{name: a, saltHash: {HASH}}}, {{name: a, saltHash: {'b' * 64}}}]",
+            "named[1]: name 'a' is used twice",
+        ),
+        (
+            f"named: [{{name: a, saltHash: {HASH}}}, {{name: b, saltHash: {HASH}}}]",
+            "named[1]: b has the same salt as a",
+        ),
+        (
+            f"named: [{{name: a, saltHash: {HASH}, minMemoryPercent: 60}},"
+            f" {{name: b, saltHash: {'b' * 64}, minMemoryPercent: 41}}]",
+            "the sum of all minMemoryPercent is 101",
+        ),
+        ("named: [", "is not YAML"),
+    ],
+)
+def test_invalid_file_changes_nothing_and_is_reported(bench: Bench, caplog, text: str, mistake: str):
+    bench.follow(f"named: [{{name: search, saltHash: {keys.salt_hash('s').hex()}, priority: 7}}]")
+    with caplog.at_level(logging.ERROR):
+        assert mistake in bench.follow(text)
+    assert bench.budget("s").priority == 7
+    assert "The list of tenants with budgets is still default, search" in caplog.text
+    facts = document([tenants_part(bench.file, MemoryStats())])["tenants"]
+    assert mistake in facts["tenants_problem"]
+    assert bench.follow("") == ""
+
+
+def test_named_tenants_get_the_bound_of_the_default(bench: Bench):
+    bench.follow(
+        f"default: {{memoryPercent: 20}}\nnamed: [{{name: a, saltHash: {HASH}, minMemoryPercent: 30}}]"
+    )
+    assert "minMemoryPercent 30 is more than memoryPercent 20" in bench.file.problem
+
+
+def test_salt_file_that_appears_or_changes_is_followed(bench: Bench):
+    assert "can't be read" in bench.follow(f"named: [{{name: a, saltFile: {bench.salt_path}}}]")
+    bench.salt_path.write_text("one")
+    assert bench.follow() == ""
+    assert bench.budget("one").name == "a"
+    bench.salt_path.write_text("two")
+    assert bench.follow() == ""
+    assert (bench.budget("one").name, bench.budget("two").name) == ("default", "a")
+    bench.salt_path.unlink()
+    assert "can't be read" in bench.follow()
+    assert bench.budget("two").name == "a"
+
+
+def test_missing_file_is_reported_and_read_when_it_appears(bench: Bench):
+    bench.file.follow()
+    assert "can't be read" in bench.file.problem
+    assert bench.follow("default: {priority: 3}") == ""
+    assert bench.budget("any").priority == 3
+
+
+def test_salt_hash_command_ignores_one_newline(monkeypatch, capsys):
+    for text, salt in (
+        (b"s3cret", "s3cret"),
+        (b"s3cret\n", "s3cret"),
+        (b"a\n\n", "a\n"),
+        (b" \xc3\xa9", " é"),
+    ):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
+        assert main(["salt-hash"]) == 0
+        assert capsys.readouterr().out == keys.salt_hash(salt).hex() + "\n"
+
+
+@pytest.mark.parametrize(("text", "mistake"), [(b"\n", "no salt"), (b"", "no salt"), (b"\xff", "not UTF-8")])
+def test_salt_hash_command_refuses_what_is_no_salt(monkeypatch, capsys, text: bytes, mistake: str):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
+    assert main(["salt-hash"]) == 2
+    assert mistake in capsys.readouterr().err
