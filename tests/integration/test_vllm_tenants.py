@@ -1,0 +1,83 @@
+"""Tenants whose salt a gateway sets by a header, in ``vllm serve`` with a real sidecar."""
+
+from __future__ import annotations
+
+import json
+import random
+import urllib.error
+import urllib.request
+
+import pytest
+
+from lmcache import keys
+from testing.child_process import free_port, wait_until
+from testing.engine.process import ServedEngine, connector_config
+from testing.processes import SidecarProcess
+
+pytestmark = pytest.mark.vllm
+
+HEADER = "X-LMCache-Tenant"
+SALT, OTHER_SALT = "salt of search", "salt of batch"
+ANSWER_SECONDS = 30.0
+
+
+def make_prompt(num_tokens: int, seed: int) -> list[int]:
+    tokens = random.Random(f"{num_tokens} {seed}")
+    return [tokens.randrange(4, 260) for _ in range(num_tokens)]
+
+
+def num_cached(engine: ServedEngine, prompt: list[int], salt: str) -> int:
+    usage = engine.complete(prompt, max_tokens=1, **{HEADER: salt})["usage"]
+    return int((usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
+
+
+def status_of(engine: ServedEngine, body: bytes, content_type: str) -> tuple[int, str]:
+    """POST a body for a tenant; returns the status and the message."""
+    headers = {"Content-Type": content_type, HEADER: SALT}
+    request = urllib.request.Request(f"{engine.url}/v1/completions", body, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            return answer.status, ""
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)["error"]["message"]
+
+
+def test_header_of_the_gateway_separates_tenants_and_counts_for_their_budgets(tmp_path):
+    path = tmp_path / "tenants"
+    path.write_text(
+        f"named: [{{name: search, saltHash: {keys.salt_hash(SALT).hex()}, minMemoryPercent: 20}}]"
+    )
+    with (
+        SidecarProcess(memory_size="64Mi", tenants_file=str(path)) as sidecar,
+        ServedEngine(
+            tmp_path / "log",
+            free_port(),
+            connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS),
+            "--middleware=lmcache.engines.vllm.tenant_header.TenantHeader",
+        ) as engine,
+    ):
+        engine.wait_ready()
+        sidecar.wait_attached(engine.run_short_request)
+        prompt = make_prompt(1000, 1)
+        wait_until(lambda: num_cached(engine, prompt, SALT) == 768, timeout=300)
+        assert num_cached(engine, prompt, OTHER_SALT) == 0
+        tenants = sidecar.stats()["tenants"]
+        assert tenants["rows"]["search"] == 3
+        assert 768 <= tenants["hit_tokens"]["search"] < tenants["prompt_tokens"]["search"]
+        # A client that knows the salt of another tenant does not get that tenant's KV.
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "cache_salt": SALT}
+        request = urllib.request.Request(
+            f"{engine.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json", HEADER: "salt of a third tenant"},
+        )
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            usage = json.load(answer)["usage"]
+        assert not (usage["prompt_tokens_details"] or {}).get("cached_tokens")
+        for body_bytes, content_type in (
+            (b"prompt=a", "application/x-www-form-urlencoded"),
+            (b"{", "application/json"),
+        ):
+            status, message = status_of(engine, body_bytes, content_type)
+            assert (status, message.split(":")[0]) == (400, HEADER)
+        assert SALT not in engine.log

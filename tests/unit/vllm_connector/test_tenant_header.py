@@ -1,0 +1,151 @@
+"""The middleware that sets the cache salt of a request from the header of a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, NamedTuple
+
+import pytest
+
+from lmcache.engines.vllm import tenant_header
+from lmcache.engines.vllm.tenant_header import TenantHeader
+
+JSON = (b"Content-Type", b"application/json; charset=utf-8")
+TENANT = (b"X-LMCache-Tenant", b"s3cret")
+
+
+class Result(NamedTuple):
+    """What the server got, and what the client got."""
+
+    body: bytes | None
+    """Body that reached the server; None: the request did not reach it."""
+    headers: dict[bytes, bytes]
+    sent: list[Any]
+
+    @property
+    def refusal(self) -> str:
+        assert self.body is None
+        start, body = self.sent
+        assert start["status"] == 400
+        assert dict(start["headers"])[b"content-length"] == str(len(body["body"])).encode()
+        return str(json.loads(body["body"])["error"]["message"])
+
+
+def request(
+    *parts: bytes,
+    headers: tuple[tuple[bytes, bytes], ...] = (JSON, TENANT),
+    path: str = "/v1/completions",
+    **scope: Any,
+) -> Result:
+    """Send a body in these parts through the middleware."""
+    bodies, got, sent = list[bytes](), dict[bytes, bytes](), list[Any]()
+    messages = [
+        {"type": "http.request", "body": part, "more_body": number < len(parts) - 1}
+        for number, part in enumerate(parts)
+    ]
+
+    async def receive() -> Any:
+        return messages.pop(0) if messages else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def server(scope: Any, receive: Any, send: Any) -> None:
+        got.update(scope["headers"])
+        body, message = b"", await receive()
+        while message["type"] == "http.request":
+            body, message = body + message["body"], await receive()
+        bodies.append(body)
+
+    whole = {"type": "http", "method": "POST", "path": path, "headers": list(headers), **scope}
+    asyncio.run(TenantHeader(server)(whole, receive, send))
+    return Result(bodies[0] if bodies else None, got, sent)
+
+
+def test_salt_of_the_header_replaces_that_of_the_client():
+    body = json.dumps({"prompt": "é\ud800", "cache_salt": "of another tenant", "n": 2}).encode()
+    result = request(body)
+    assert json.loads(result.body) == {"prompt": "é\ud800", "n": 2, "cache_salt": "s3cret"}
+    assert result.headers[b"content-length"] == str(len(result.body)).encode()
+    assert b"s3cret" not in result.headers.values()
+
+
+def test_repeated_keys_of_the_body_do_not_hide_a_salt():
+    result = request(b'{"cache_salt": "a", "prompt": "p", "cache_salt": "b"}')
+    assert result.body.count(b"cache_salt") == 1
+    assert json.loads(result.body)["cache_salt"] == "s3cret"
+
+
+def test_chunked_body_is_joined():
+    whole = json.dumps({"prompt": "word " * 1000}).encode()
+    parts = [whole[start : start + 7] for start in range(0, len(whole), 7)]
+    result = request(*parts, b"", headers=(JSON, TENANT, (b"Transfer-Encoding", b"chunked")))
+    assert json.loads(result.body) == {**json.loads(whole), "cache_salt": "s3cret"}
+    assert b"Transfer-Encoding" not in result.headers
+
+
+def test_request_without_the_header_is_unchanged():
+    result = request(b"{", b"not JSON", headers=(JSON, (b"x", b"y")))
+    assert result.body == b"{not JSON"
+    assert result.headers == {JSON[0]: JSON[1], b"x": b"y"}
+
+
+def test_request_without_a_body_passes():
+    assert request(b"", method="GET", path="/health").body == b""
+    assert request(b"", path="/v1/completions", root_path="/v1").body == b""
+
+
+@pytest.mark.parametrize("path", sorted(tenant_header.PATHS))
+def test_paths_with_a_salt(path: str):
+    assert json.loads(request(b"{}", path=path).body) == {"cache_salt": "s3cret"}
+    assert json.loads(request(b"{}", path=f"/root{path}", root_path="/root").body) == {"cache_salt": "s3cret"}
+
+
+@pytest.mark.parametrize(
+    ("body", "options", "reason"),
+    [
+        (b"prompt=a", {"headers": ((b"content-type", b"application/x-www-form-urlencoded"), TENANT)}, "JSON"),
+        (b"--x", {"headers": ((b"content-type", b"multipart/form-data; boundary=x"), TENANT)}, "JSON"),
+        (b"{}", {"headers": (TENANT,)}, "Content-Type"),
+        (b"{}", {"headers": (JSON, TENANT, (b"content-encoding", b"gzip"))}, "compressed"),
+        (b"{", {}, "not valid JSON"),
+        (b"\xff", {}, "not valid JSON"),
+        (b"[" * 100_000, {}, "not valid JSON"),
+        (b"[1]", {}, "JSON object"),
+        (b"{}", {"path": "/v1/audio/speech"}, "'/v1/audio/speech' can't have a tenant"),
+        (b"{}", {"path": "/v1/completions/"}, "can't have a tenant"),
+        (b"{}", {"headers": (JSON, TENANT, TENANT)}, "more than once"),
+        (b"{}", {"headers": (JSON, (b"x-lmcache-tenant", b" "))}, "1 to 256 bytes"),
+        (b"{}", {"headers": (JSON, (b"x-lmcache-tenant", b"a" * 257))}, "1 to 256 bytes"),
+        (b"{}", {"headers": (JSON, (b"x-lmcache-tenant", b"\xff"))}, "not UTF-8"),
+    ],
+)
+def test_request_whose_salt_cannot_be_set_is_refused(body: bytes, options: dict[str, Any], reason: str):
+    refusal = request(body, **options).refusal
+    assert refusal.startswith("X-LMCache-Tenant: ")
+    assert reason in refusal
+    assert "s3cret" not in refusal
+
+
+def test_long_body_is_refused_before_it_is_complete(monkeypatch):
+    monkeypatch.setattr(tenant_header, "MAX_BODY_BYTES", 10)
+    assert "longer than 10 bytes" in request(b"12345", b"67890", b"1", b"never read").refusal
+    assert request(b"{        }").body is not None
+
+
+def test_websockets_are_refused():
+    (close,) = request(type="websocket").sent
+    assert (close["type"], close["code"]) == ("websocket.close", 1008)
+    start, body = request(type="websocket", extensions={"websocket.http.response": {}}).sent
+    assert (start["type"], start["status"]) == ("websocket.http.response.start", 400)
+    assert b"WebSocket" in body["body"]
+
+
+def test_other_events_pass():
+    assert request(type="lifespan", headers=(JSON,)).body == b""
+
+
+def test_client_that_leaves_reaches_no_server():
+    result = request(headers=(JSON, TENANT))
+    assert (result.body, result.sent) == (None, [])
