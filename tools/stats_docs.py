@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from lmcache_sidecar import daemon, metrics, stats
+from lmcache_sidecar import daemon, metrics, stats, tenant_stats
 from lmcache_sidecar.copiers.jobs import CopyStats
 from lmcache_sidecar.explain.benefit_stats import BenefitStats
 from lmcache_sidecar.explain.causes import CauseStats
@@ -76,7 +76,7 @@ PARTS = (
         "lmcache_memory_tier_",
         (stats.TARGET, *stats.ARENA, *stats.MEMORY, *stats.MEMORY_COUNTS),
     ),
-    DocumentedPart("`tenants`: the tenants of the tenants file", "lmcache_tenant_", stats.TENANTS),
+    DocumentedPart("`tenants`: the tenants of the tenants file", "lmcache_tenant_", tenant_stats.TENANTS),
     DocumentedPart(
         "`disk`, `peers`, `remote`: the lower tiers, distinguished by the label `tier`",
         "lmcache_tier_",

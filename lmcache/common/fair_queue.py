@@ -1,9 +1,9 @@
-"""A fair queue: clients take turns, one item each, however many items each of them has queued. Pure."""
+"""A fair queue: clients or tenants take turns, one item each, however many items each has queued. Pure."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -13,12 +13,12 @@ class FairQueue(Generic[T]):
     """Items by client, first in first out within each client."""
 
     def __init__(self) -> None:
-        self._by_client: OrderedDict[int, deque[T]] = OrderedDict()  # next client first; none is empty
+        self._by_client: OrderedDict[Hashable, deque[T]] = OrderedDict()  # next client first; none is empty
 
     def __bool__(self) -> bool:
         return bool(self._by_client)
 
-    def put(self, client: int, items: Iterable[T]) -> None:
+    def put(self, client: Hashable, items: Iterable[T]) -> None:
         """Append items to the queue of one client."""
         if added := deque(items):
             self._by_client.setdefault(client, deque()).extend(added)
@@ -37,7 +37,11 @@ class FairQueue(Generic[T]):
                 del self._by_client[client]
         return taken
 
-    def drop(self, client: int, is_dropped: Callable[[T], bool] = lambda _: True) -> list[T]:
+    def take_next(self) -> T:
+        """Take the next item. The queue must not be empty."""
+        return self.take(0, lambda _: 1)[0]
+
+    def drop(self, client: Hashable, is_dropped: Callable[[T], bool] = lambda _: True) -> list[T]:
         """Remove and return the items of a client for which ``is_dropped`` is true."""
         items = self._by_client.pop(client, deque())
         self.put(client, (item for item in items if not is_dropped(item)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from lmcache.tiers.stats import ObjectStats
 
@@ -172,3 +172,20 @@ class LowerTier(Protocol):
 
     def close(self) -> None:
         """Release all resources. The threads that used the tier must have ended."""
+
+
+class OwnerBound(NamedTuple):
+    """Upper bound of the bytes that objects of one owner take in a tier."""
+
+    owner: str
+    num_bytes: int
+
+
+@runtime_checkable
+class BoundedTier(Protocol):
+    """A lower tier that can bound the bytes of owners: this pod's disk. Tiers of several pods can't."""
+
+    def store_within(
+        self, object_id: ObjectId, payload: memoryview, label: bytes, digests: bytes, bound: OwnerBound
+    ) -> bool:
+        """Store an object as ``LowerTier.store`` does; False also if the owner's bound refuses it."""

@@ -34,6 +34,7 @@ from lmcache_sidecar.samples import Samples
 from lmcache_sidecar.server import Server, claim_socket
 from lmcache_sidecar.sessions import Sessions
 from lmcache_sidecar.stats import Part
+from lmcache_sidecar.tenant_stats import tenants_part
 from lmcache_sidecar.tenants import TenantsFile
 from lmcache_sidecar.watched_files import SizeFile
 
@@ -167,7 +168,7 @@ class Sidecar:
     def stats(self) -> list[Part]:
         """Statistics of all components of this sidecar."""
         parts = stats.collect(self._sessions, self._handles, self._memory_stats, self._resizer)
-        parts.append(stats.tenants_part(self._tenants, self._memory_stats))
+        parts.append(tenants_part(self._tenants, self._memory_stats))
         return [*parts, *stats.peer_server_parts(self._peer_server)]
 
     async def _keep_size(self) -> None:

@@ -35,7 +35,6 @@ from lmcache_sidecar.lower_tiers import TierHandle
 from lmcache_sidecar.resizing import Resizer
 from lmcache_sidecar.samples import LookupStats, Samples
 from lmcache_sidecar.sessions import Sessions
-from lmcache_sidecar.tenants import TenantsFile
 
 T = TypeVar("T")
 
@@ -204,19 +203,6 @@ def _tenants(counts: MemoryStats, number: str) -> dict[str, int]:
     return {name: getattr(use, number) for name, use in uses.items()}
 
 
-def _in_memory(counts: MemoryStats, number: str) -> Counter[str]:
-    """Return a number of all rows in memory, by the name of their budget."""
-    sums = Counter[str]()
-    for account in counts.tenants.accounts:
-        sums[account.budget.name] += getattr(account, number)
-    return sums
-
-
-def _by_name(tenants: tuple[TenantsFile, MemoryStats], numbers: Mapping[str, int]) -> dict[str, int]:
-    """Return the numbers of the tenants that the file names now."""
-    return {name: numbers.get(name, 0) for name in tenants[0].names}
-
-
 def _hit_ratio(counts: Any) -> float:
     return round(counts.hits / (counts.hits + counts.misses), 4) if counts.hits + counts.misses else 0.0
 
@@ -274,18 +260,6 @@ MEMORY_COUNTS: tuple[Figure[MemoryStats], ...] = (
     Figure("tenant_rows", "Rows of the 32 largest tenants, by the start of their hashes, and of all others",
         lambda counts: _tenants(counts, "num_rows"), "tenant"),
     Figure("tenant_bytes", "Bytes of tenant_rows", lambda counts: _tenants(counts, "num_bytes"), "tenant"),
-)
-TENANTS: tuple[Figure[tuple[TenantsFile, MemoryStats]], ...] = (
-    Figure("rows", "Rows in memory, by the name of the tenant; default: all tenants that are not named",
-        lambda tenants: _by_name(tenants, _in_memory(tenants[1], "num_rows")), "tenant"),
-    Figure("bytes", "Bytes of rows", lambda tenants: _by_name(tenants, _in_memory(tenants[1], "num_bytes")),
-        "tenant"),
-    Figure("evictions", "Rows that left memory for capacity or an upper bound, by the tenant of the row",
-        lambda tenants: _by_name(tenants, tenants[1].evicted_by_tenant), "tenant", is_counter=True),
-    Figure("prompt_tokens", "Tokens of prompts that engines scheduled, by tenant",
-        lambda tenants: _by_name(tenants, tenants[1].prompt_tokens_by_tenant), "tenant", is_counter=True),
-    Figure("hit_tokens", "The same tokens, without those that engines computed",
-        lambda tenants: _by_name(tenants, tenants[1].hit_tokens_by_tenant), "tenant", is_counter=True),
 )
 REACHABLE: Figure[tuple[TierHandle, TierWorker | None]] = Figure(
     "is_reachable", "1 if the tier answers, as far as the sidecar knows", lambda lower: _is_reachable(*lower))
@@ -356,12 +330,6 @@ def collect(
             for name, lower in handles.items()
         ),
     ]
-
-
-def tenants_part(file: TenantsFile, counts: MemoryStats) -> Part:
-    """Return the statistics of tenants by the names of their budgets. Never contains salts or hashes."""
-    facts = {"tenants_problem": file.problem}
-    return Part("tenants", facts, read(TENANTS, (file, counts)), "lmcache_tenant")
 
 
 def peer_server_parts(server: PeerServer | None) -> list[Part]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from lmcache import keys
@@ -201,7 +202,7 @@ def _budget(where: str, limits: object, base: Budget) -> Budget:
             values[name] = reader(text if isinstance(text, str) else "")
         except ValueError as error:
             raise ValueError(f"{where}: {key}: {error}") from None
-    budget = Budget(**({"name": base.name, "memory_percent": base.memory_percent} | values))
+    budget = replace(base, **values)
     if budget.min_memory_percent > budget.memory_percent:
         raise ValueError(
             f"{where}: minMemoryPercent {budget.min_memory_percent} is more than memoryPercent"

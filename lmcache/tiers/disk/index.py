@@ -10,6 +10,7 @@ An object takes 200 bytes: its id, the dictionary's entry, its number, and 24 by
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from lmcache.tiers.base import KEY_BYTES, ObjectId
@@ -34,6 +35,9 @@ class Index:
         self._bytes = array("Q")  # by slot
         self._free: list[int] = []
         self._policy = LRU(MAX_OBJECTS)
+        self._owners: dict[ObjectId, str] = {}  # of objects whose owner has a bound
+        self.bytes_by_owner: Counter[str] = Counter()
+        """Bytes of the objects of each owner that has a bound."""
         self._epoch = 0
         self._epoch_left = 0  # bytes
 
@@ -72,6 +76,21 @@ class Index:
         if slot is not None:
             self._policy.admit(slot, self._enter(self._bytes[slot]))
 
+    def assign(self, object_id: ObjectId, owner: str) -> None:
+        """Count an object for an owner from now on. Unknown ids are ignored."""
+        slot = self._shard(object_id).get(object_id)
+        if slot is not None:
+            self._release(object_id, slot)
+            self._owners[object_id] = owner
+            self.bytes_by_owner[owner] += self._bytes[slot]
+
+    def _release(self, object_id: ObjectId, slot: int) -> None:
+        owner = self._owners.pop(object_id, None)
+        if owner is not None:
+            self.bytes_by_owner[owner] -= self._bytes[slot]
+            if not self.bytes_by_owner[owner]:
+                del self.bytes_by_owner[owner]
+
     def touch(self, ids: Iterable[ObjectId]) -> list[ObjectId]:
         """Note that objects, head first, were used. Returns the indexed ones."""
         indexed = [object_id for object_id in ids if object_id in self]
@@ -83,6 +102,7 @@ class Index:
         """Remove an object. Unknown ids are ignored."""
         slot = self._shard(object_id).pop(object_id, None)
         if slot is not None:
+            self._release(object_id, slot)
             self.num_bytes -= self._bytes[slot]
             self._ids[slot] = None
             self._policy.remove(slot)

@@ -34,7 +34,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from lmcache.common.recent import Recent
-from lmcache.tiers.base import Loaded, ObjectId, RowKey
+from lmcache.tiers.base import Loaded, ObjectId, OwnerBound, RowKey
 from lmcache.tiers.circuit import Circuit
 from lmcache.tiers.disk.files import FULL, Directory
 from lmcache.tiers.disk.index import Index
@@ -137,6 +137,28 @@ class DiskTier:
         Returns False if it was refused; the stats have the reason."""
         with self._watching():
             return self._store(object_id, payload, label, digests)
+
+    def store_within(
+        self, object_id: ObjectId, payload: memoryview, label: bytes, digests: bytes, bound: OwnerBound
+    ) -> bool:
+        """Store an object as ``store`` does, unless its owner would then have more bytes than its bound.
+
+        The owner's objects from before a restart count again when they are stored again or marked as used
+        by this method. Stores at the same moment may exceed the bound by one object each."""
+        num_bytes = self._directory.taken_bytes(PAGE_BYTES + len(payload))
+        with self._lock:
+            index = self._index
+            if index is None or object_id in index:
+                num_bytes = 0
+            num_present = index.bytes_by_owner[bound.owner] if index is not None else 0
+            if num_bytes and num_present + num_bytes > bound.num_bytes:
+                self.stats.refused["tenant"] += 1
+                return False
+        is_stored = self.store(object_id, payload, label, digests)
+        with self._lock:
+            if self._index is not None:
+                self._index.assign(object_id, bound.owner)
+        return is_stored
 
     def touch(self, keys: Sequence[RowKey], num_columns: int) -> set[RowKey]:
         """Mark rows that were hit in a higher tier as used. Returns the rows that are known to be absent or

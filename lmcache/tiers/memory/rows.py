@@ -110,6 +110,10 @@ class Rows(RowIndex):
         self._keys[number], self._generations[number] = key, generation
         self._tenants[number] = use
 
+    def tenant(self, number: int) -> bytes:
+        """Return the tenant of a row that was named."""
+        return self._tenants[number].name
+
     def publish(self, row: OpenRow) -> None:
         """Make a row visible whose columns are all committed. It replaces the index entry of its key."""
         number = row.slot.row

@@ -173,6 +173,10 @@ class MemoryTier(Reservations):
         """Return a visible row's key and its position in its chain (0: the head, or unknown)."""
         return self._rows.key(slot.row), self._rows.depths[slot.row]
 
+    def tenant(self, slot: Slot) -> bytes:
+        """Return the tenant of a visible row. For a row that was evicted, any answer is possible."""
+        return self._rows.tenant(slot.row)
+
     # ---- size and gauges ----
 
     @property

@@ -40,7 +40,7 @@ class Checksums:
         key, _ = self._memory.describe(slot)
         try:
             columns = self._memory.payloads(slot)
-            column_digests = await self._digests(columns)
+            column_digests = await self._digests(columns, self._memory.tenant(slot))
             for column, value in enumerate(checksums_of(key, columns, column_digests)):
                 table.record_checksum(slot.row, column, value)
         finally:
@@ -65,5 +65,5 @@ class Checksums:
         """Wait for the thread."""
         await self._workers.close()
 
-    async def _digests(self, columns: list[memoryview]) -> list[bytes]:
-        return await self._workers.run(lambda: list(map(digests, columns)))
+    async def _digests(self, columns: list[memoryview], tenant: bytes = b"") -> list[bytes]:
+        return await self._workers.run(lambda: list(map(digests, columns)), tenant)

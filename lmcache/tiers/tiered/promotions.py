@@ -9,7 +9,7 @@ A lookup never waits for a promotion. At any time there is at most one promotion
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
@@ -68,8 +68,8 @@ class Promotions:
         self._history = history
         self._tasks = tasks
         self._clock = clock
-        self._pending: dict[RowKey, int] = {}  # rows to be promoted or verified, and their slots
-        self._num_pending_slots = 0
+        self._pending: dict[RowKey, tuple[int, bytes]] = {}  # rows to be promoted or verified: slots, tenant
+        self._num_pending_slots: Counter[bytes] = Counter()  # by tenant
         self._num_taken = 0  # rows that other pods offered
         self._probing: set[RowKey] = set()  # names of running probes
         # Until when a key counts as absent: for one request, or ("") for all.
@@ -99,7 +99,7 @@ class Promotions:
             places = [place for place in chains.places(search.num_expected) if place in unverified]
             slots = {chains.key(place): unverified[place] for place in places}
             for key in slots:
-                self._begin(key, 0)
+                self._begin(key, 0, b"")
             self._tasks.spawn(self._verify(slots))
         return search
 
@@ -117,7 +117,7 @@ class Promotions:
             return self._will_ask_again(search, request)
         if name in self._probing:
             return True
-        num_left = self._memory.usable_slots // 4 - self._num_pending_slots
+        num_left = self._num_left(search.chains.tenant)
         chunk_slots = sum(map(self._memory.num_slots, search.full_chunk_bytes))
         if num_left < max(1, chunk_slots):
             self._absences.note(name, Absence.STORE_REFUSED)
@@ -145,10 +145,9 @@ class Promotions:
         Each row is an eviction group of its own, so that a later one does not make this row look used.
         """
         num_slots = self._memory.num_slots(length)
-        num_left = self._memory.usable_slots // 4 - self._num_pending_slots
-        if key in self._pending or self._memory.knows(key) or num_slots > num_left:
+        if key in self._pending or self._memory.knows(key) or num_slots > self._num_left(b""):
             return
-        self._begin(key, num_slots)
+        self._begin(key, num_slots, b"")
         self._num_taken += 1
         try:
             write = await source.load(key, length, f"taken over {self._num_taken}", b"")
@@ -233,7 +232,7 @@ class Promotions:
     def _start(self, search: Search, place: Place, request: str, position: int) -> None:
         key, length = search.chains.key(place), search.chains.groups[place[1]].chunk_bytes
         if key not in self._pending and not self._memory.is_resident(key):
-            self._begin(key, self._memory.num_slots(length))
+            self._begin(key, self._memory.num_slots(length), search.chains.tenant)
             self._tasks.spawn(self._promote(key, length, request, search.chains.tenant, position))
 
     async def _promote(self, key: RowKey, length: int, request: str, tenant: bytes, position: int) -> None:
@@ -258,12 +257,24 @@ class Promotions:
         self._note_absent(key)
         self._note_question(key, request)
 
-    def _begin(self, key: RowKey, num_slots: int) -> None:
-        self._pending[key] = num_slots
-        self._num_pending_slots += num_slots
+    def _num_left(self, tenant: bytes) -> int:
+        """Return how many slots more the tenant may promote at once.
+
+        All promotions take at most a quarter of the usable slots. If other tenants take that quarter, a
+        tenant may still use a sixteenth, within an eighth for all such tenants."""
+        total, usable = self._num_pending_slots.total(), self._memory.usable_slots
+        num_extra = min(usable // 16 - self._num_pending_slots[tenant], usable * 3 // 8 - total)
+        return max(usable // 4 - total, num_extra)
+
+    def _begin(self, key: RowKey, num_slots: int, tenant: bytes) -> None:
+        self._pending[key] = num_slots, tenant
+        self._num_pending_slots[tenant] += num_slots
 
     def _end(self, key: RowKey) -> None:
-        self._num_pending_slots -= self._pending.pop(key)
+        num_slots, tenant = self._pending.pop(key)
+        self._num_pending_slots[tenant] -= num_slots
+        if not self._num_pending_slots[tenant]:
+            del self._num_pending_slots[tenant]
 
     def _is_absent(self, key: RowKey, request: str, handed_over: Set[RowKey]) -> bool:
         """Is it known that the request cannot get this row from a lower tier?

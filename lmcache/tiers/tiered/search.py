@@ -81,7 +81,7 @@ class Search:
             itertools.takewhile(lambda key: not self._is_absent(key), map(self.chains.key, following))
         )
         if keys:
-            num_found = await tiers[position].probe(keys)
+            num_found = await tiers[position].probe(keys, self.chains.tenant)
             self._sources |= dict.fromkeys(following[:num_found], position)
             self.num_full = following[num_found][0] if num_found < len(following) else self.limit
         return await self._settle(tiers) if self._windows else self.num_full
@@ -137,7 +137,9 @@ class Search:
     async def _ask(self, places: Sequence[Place], position: int, lower: TierWorker) -> None:
         asked = [place for place in places if self._asked.get(place, -1) < position]
         asked = [place for place in asked if not self._is_present(place)]
-        answers = await lower.find_each(list(map(self.chains.key, asked))) if asked else []
+        answers = (
+            await lower.find_each(list(map(self.chains.key, asked)), self.chains.tenant) if asked else []
+        )
         self._asked |= dict.fromkeys(asked, position)
         self._sources |= {place: position for place, is_found in zip(asked, answers, strict=True) if is_found}
 

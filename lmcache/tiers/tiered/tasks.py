@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Hashable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from lmcache.common.fair_queue import FairQueue
 from lmcache.common.threads import lower_priority
 
 T = TypeVar("T")
@@ -54,7 +53,9 @@ class Workers:
 
     def __init__(self, number: int, name: str, niceness: int = 0) -> None:
         self._niceness = niceness
-        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()  # protects the next two
+        self._work: FairQueue[tuple[Future[Any], Callable[[], Any]]] = FairQueue()
+        self._is_stopped = False
         self._threads = [
             threading.Thread(target=self._run_all, name=f"{name}_{index}", daemon=True)
             for index in range(number)
@@ -62,14 +63,19 @@ class Workers:
         for thread in self._threads:
             thread.start()
 
-    async def run(self, operation: Callable[[], T]) -> T:
-        """Run an operation in a thread, in order, and return its result."""
-        return await asyncio.wrap_future(self.submit(operation))
+    async def run(self, operation: Callable[[], T], turn: Hashable = None) -> T:
+        """Run an operation in a thread, and return its result. See ``submit``."""
+        return await asyncio.wrap_future(self.submit(operation, turn))
 
-    def submit(self, operation: Callable[[], T]) -> Future[T]:
-        """Queue an operation for a thread. For callers without an event loop."""
+    def submit(self, operation: Callable[[], T], turn: Hashable = None) -> Future[T]:
+        """Queue an operation for a thread. For callers without an event loop.
+
+        Operations of one ``turn`` start in order. If several turns have queued operations, they alternate.
+        """
         future: Future[T] = Future()
-        self._work.put((future, operation))
+        with self._changed:
+            self._work.put(turn, ((future, operation),))
+            self._changed.notify()
         return future
 
     async def close(self, timeout_seconds: float | None = None) -> bool:
@@ -79,13 +85,11 @@ class Workers:
 
     def stop(self) -> None:
         """Cancel queued operations. Running operations continue to their end."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                item = self._work.get_nowait()
-                if item is not None:
-                    item[0].cancel()
-        for _ in self._threads:
-            self._work.put(None)
+        with self._changed:
+            while self._work:
+                self._work.take_next()[0].cancel()
+            self._is_stopped = True
+            self._changed.notify_all()
 
     def join(self, timeout_seconds: float | None = None) -> bool:
         """Wait for running operations after ``stop``. False: one is still running after the time-out."""
@@ -96,9 +100,15 @@ class Workers:
 
     def _run_all(self) -> None:
         lower_priority(self._niceness)
-        while (item := self._work.get()) is not None:
+        while (item := self._next()) is not None:
             _do(*item)
             del item  # otherwise an idle thread would keep views of the arena
+
+    def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
+        """Wait for the next operation; None: the threads must end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._work or self._is_stopped)
+            return None if self._is_stopped else self._work.take_next()
 
 
 def _do(future: Future[T], operation: Callable[[], T]) -> None:
@@ -110,6 +120,39 @@ def _do(future: Future[T], operation: Callable[[], T]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+class Turns:
+    """A semaphore of the event loop for which tenants take turns, however many tasks of each are waiting."""
+
+    def __init__(self, number: int) -> None:
+        """``number``: tasks that may have a turn at once."""
+        self._num_free = number
+        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
+
+    async def take(self, tenant: Hashable) -> None:
+        """Wait for a turn, which the caller must give back."""
+        if self._num_free:
+            self._num_free -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.put(tenant, (turn,))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            self._waiting.drop(tenant, lambda other: other is turn)
+            if not turn.cancelled():  # the turn came at the same time
+                self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """End a turn. The next waiting task gets it."""
+        while self._waiting:
+            turn = self._waiting.take_next()
+            if not turn.cancelled():
+                turn.set_result(None)
+                return
+        self._num_free += 1
 
 
 class Outstanding:

@@ -11,7 +11,7 @@ from lmcache.common.threads import NICENESS
 from lmcache.tiers.base import LowerTier
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.tiered.refresh import RefreshQueue
-from lmcache.tiers.tiered.tasks import Tasks, Workers
+from lmcache.tiers.tiered.tasks import Tasks, Turns, Workers
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class TierOperations:
         # One thread more than there are loads, so that a probe never waits for a load.
         self._readers = Workers(_NUM_READERS + 1, f"{name}-read")
         self._writers = Workers(NUM_WRITERS, f"{name}-write", NICENESS)
-        self._loading = asyncio.Semaphore(_NUM_READERS)
+        self._loading = Turns(_NUM_READERS)
         self._tasks = Tasks()
 
     @property
@@ -63,37 +63,39 @@ class TierOperations:
         """See LowerTier."""
         return self._tier.residence_seconds
 
-    async def _ask(self, question: Callable[[], T], nothing: T) -> T:
+    async def _ask(self, question: Callable[[], T], nothing: T, tenant: bytes = b"") -> T:
         """Return the tier's answer, or ``nothing`` if the tier is unhealthy or does not answer in time."""
         if not self.is_healthy:
             return nothing
 
         async def ask() -> T:
             with contextlib.suppress(TierUnavailableError):
-                return await self._run(self._readers, question)
+                return await self._run(self._readers, question, tenant)
             return nothing
 
         asking = self._tasks.spawn(ask())
         await asyncio.wait([asking], timeout=_STUCK_SECONDS)  # then the next tier is asked
         return asking.result() if asking.done() and not asking.cancelled() else nothing
 
-    async def _take_turn(self) -> bool:
-        """Wait until fewer than ``_NUM_READERS`` rows are being loaded. False: the tier is unhealthy."""
+    async def _take_turn(self, tenant: bytes) -> bool:
+        """Wait until fewer than ``_NUM_READERS`` rows are being loaded. False: the tier is unhealthy.
+
+        Tenants take turns: one that waits for many rows delays a row of another tenant by one load."""
         while self.is_healthy:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._loading.acquire(), _STUCK_SECONDS)
+                await asyncio.wait_for(self._loading.take(tenant), _STUCK_SECONDS)
                 if self.is_healthy:
                     return True
-                self._loading.release()
+                self._loading.give_back()
         return False
 
-    async def _run(self, pool: Workers, operation: Callable[[], T]) -> T:
-        """Run an operation in a thread. Raises TierUnavailableError; the tier is then unhealthy until a
-        probe succeeds."""
+    async def _run(self, pool: Workers, operation: Callable[[], T], tenant: bytes = b"") -> T:
+        """Run an operation in a thread; tenants take turns. Raises TierUnavailableError; the tier is then
+        unhealthy until a probe succeeds."""
         name = object()
         self._running[name] = self._clock()
         try:
-            return await pool.run(operation)
+            return await pool.run(operation, tenant)
         except TierUnavailableError:
             self._update_health()
             raise

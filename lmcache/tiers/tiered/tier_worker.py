@@ -9,7 +9,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
-from lmcache.tiers.base import Loaded, LowerTier, ObjectId, RowKey, split_row_key
+from lmcache.tiers.base import BoundedTier, Loaded, LowerTier, ObjectId, OwnerBound, RowKey, split_row_key
 from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.header import digests
 from lmcache.tiers.load_or_recompute import Rate, should_load
@@ -87,14 +87,14 @@ class TierWorker(TierOperations):
         """Was an object of this row found invalid since the last call?"""
         return self._tier.stats.take_invalid(key)
 
-    async def probe(self, keys: Sequence[RowKey]) -> int:
+    async def probe(self, keys: Sequence[RowKey], tenant: bytes = b"") -> int:
         """Return how many leading rows the tier holds; 0 while it is unhealthy."""
-        return await self._ask(lambda: self._tier.probe(keys, self._num_columns), 0)
+        return await self._ask(lambda: self._tier.probe(keys, self._num_columns), 0, tenant)
 
-    async def find_each(self, keys: Sequence[RowKey]) -> list[bool]:
+    async def find_each(self, keys: Sequence[RowKey], tenant: bytes = b"") -> list[bool]:
         """Say of each row whether the tier holds all its columns. All are False while it is unhealthy."""
         ids = [ObjectId(key, column) for key in keys for column in range(self._num_columns)]
-        present = await self._ask(lambda: self._tier.find_each(ids), [False] * len(ids))
+        present = await self._ask(lambda: self._tier.find_each(ids), [False] * len(ids), tenant)
         return [all(present[i : i + self._num_columns]) for i in range(0, len(ids), self._num_columns)]
 
     async def look(self, keys: Sequence[RowKey]) -> list[bool] | None:
@@ -121,11 +121,11 @@ class TierWorker(TierOperations):
         self.num_loads += 1
         write = None
         try:
-            if await self._take_turn():
+            if await self._take_turn(tenant):
                 try:
                     write = await self._load(key, length, request, tenant)
                 finally:
-                    self._loading.release()
+                    self._loading.give_back()
         finally:
             self.num_loads -= 1
         self.stats.promoted += write is not None
@@ -142,7 +142,7 @@ class TierWorker(TierOperations):
         try:
             with contextlib.suppress(TierUnavailableError):
                 columns = await self._run(
-                    self._readers, lambda: _load_columns(self._tier, key, views, length)
+                    self._readers, lambda: _load_columns(self._tier, key, views, length), tenant
                 )
         finally:
             self._rate.end(self._clock(), length * len(columns))
@@ -187,7 +187,7 @@ class TierWorker(TierOperations):
                 self.write(Write(slot, self._memory.describe(slot)[1]))
 
     def _enqueue(self, write: Write, *, is_first: bool = False) -> None:
-        dropped = self._queue.push(write, is_first=is_first)
+        dropped = self._queue.push(write, self._memory.tenant(write.slot), is_first=is_first)
         if dropped is not None:
             self._end_write(dropped, WriteSkipped.DROPPED)
         self._has_writes.set()
@@ -217,17 +217,19 @@ class TierWorker(TierOperations):
         key = self._memory.pin(slot)
         if key is None:
             return WriteSkipped.EVICTED
-        label = self._labels.get(split_row_key(key)[0], b"")
+        label, tenant = self._labels.get(split_row_key(key)[0], b""), self._memory.tenant(slot)
+        budget = self._memory.stats.tenants.budgets.of(tenant)
+        bound = OwnerBound(budget.name, budget.disk_bytes)
         columns = self._memory.payloads(slot)
         try:
             known = write.digests
             if known is None:  # the checksums may be old: check that the bytes still match
-                known = await self._run(self._writers, lambda: list(map(digests, columns)))
+                known = await self._run(self._writers, lambda: list(map(digests, columns)), tenant)
                 if checksums_of(key, columns, known) != recorded_checksums(self._memory.arena, slot):
                     self._memory.note_verified(slot, is_intact=False)
                     return WriteSkipped.INVALIDATED
             is_stored = await self._run(
-                self._writers, lambda: _store_columns(self._tier, key, columns, label, known)
+                self._writers, lambda: _store_columns(self._tier, key, columns, label, known, bound), tenant
             )
         finally:
             self._memory.unpin(slot)
@@ -301,10 +303,20 @@ def _load_columns(tier: LowerTier, key: RowKey, views: Sequence[memoryview], len
 
 
 def _store_columns(
-    tier: LowerTier, key: RowKey, columns: Sequence[memoryview], label: bytes, column_digests: Sequence[bytes]
+    tier: LowerTier,
+    key: RowKey,
+    columns: Sequence[memoryview],
+    label: bytes,
+    column_digests: Sequence[bytes],
+    bound: OwnerBound,
 ) -> bool:
     """Store all columns of a row; False: the tier refused one. Runs in a writer thread."""
-    return all(
-        tier.store(ObjectId(key, column), payload, label, known)
-        for column, (payload, known) in enumerate(zip(columns, column_digests, strict=True))
-    )
+    for column, (payload, known) in enumerate(zip(columns, column_digests, strict=True)):
+        object_id = ObjectId(key, column)
+        if bound.num_bytes and isinstance(tier, BoundedTier):
+            is_stored = tier.store_within(object_id, payload, label, known, bound)
+        else:
+            is_stored = tier.store(object_id, payload, label, known)
+        if not is_stored:
+            return False
+    return True

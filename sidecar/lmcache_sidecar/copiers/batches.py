@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lmcache.common.fair_queue import FairQueue
 from lmcache_sidecar.copiers import messages
-from lmcache_sidecar.copiers.fair_queue import FairQueue
 from lmcache_sidecar.copiers.jobs import CopyStats, Job, PlacedCopy
 from lmcache_sidecar.copiers.members import Member
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from lmcache_sidecar.copiers.fair_queue import FairQueue
+
+from lmcache.common.fair_queue import FairQueue
 
 
 def test_greedy_client_does_not_starve_another():

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from lmcache_sidecar.command import main
-from lmcache_sidecar.stats import document, tenants_part
+from lmcache_sidecar.stats import document
+from lmcache_sidecar.tenant_stats import tenants_part
 from lmcache_sidecar.tenants import TenantsFile
 
 from lmcache import keys

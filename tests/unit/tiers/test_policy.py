@@ -121,5 +121,19 @@ def test_write_queue_forgets_removed_rows():
     queue = WriteQueue(4)
     for number in range(1000):
         queue.push(Write(Slot(number, 1), 0, None))
-        queue.pop()
-    assert len(queue._deepest) <= 9
+        if number:
+            queue.pop()
+    (tenant_queue,) = queue._by_tenant.values()
+    assert len(tenant_queue._deepest) <= 20
+
+
+def test_write_queue_serves_tenants_in_turn_and_drops_rows_of_the_flooding_one():
+    queue = WriteQueue(8)
+    for number in range(20):
+        queue.push(Write(Slot(number, 1), number % 8), b"flood")
+    dropped = queue.push(Write(Slot(100, 1), 90), b"quiet")
+    assert dropped.slot.row < 100  # not the new row, although it is the deepest
+    queue.push(Write(Slot(101, 1), 91), b"quiet")
+    assert len(queue) == 8
+    first_rows = [queue.pop().slot.row for _ in range(4)]
+    assert [row >= 100 for row in first_rows] == [False, True, False, True]

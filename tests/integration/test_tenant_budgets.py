@@ -1,0 +1,88 @@
+"""Budgets of tenants in a real sidecar: a tenant that floods the cache, and one with a guaranteed share."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from pathlib import Path
+
+from lmcache import keys
+from testing.processes import SidecarProcess
+from testing.workloads.replay import Engine
+from testing.workloads.requests import chat
+
+ROW_BYTES, NAMESPACE = 256 << 10, bytes(32)
+SHARE_PERCENT = 60
+FLOOD_ROWS = 12
+
+
+def tenants_file(path: Path, **budget: int) -> str:
+    limits = ", ".join(f"{key}: {value}" for key, value in budget.items())
+    path.write_text(f"named: [{{name: quiet, saltHash: {keys.salt_hash('quiet').hex()}, {limits}}}]\n")
+    return str(path)
+
+
+def settle(sidecar: SidecarProcess) -> None:
+    """Wait until all stored rows are checksummed. Rows are not evicted before."""
+    sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
+
+
+def hit_ratio(sidecar: SidecarProcess, *, is_flooded: bool) -> float:
+    """Replay the quiet tenant's requests; before each, another tenant may store rows that nobody reads."""
+    flood = itertools.count(1 << 40)
+    with contextlib.ExitStack() as stack:
+        quiet, flooding = (
+            stack.enter_context(
+                contextlib.closing(Engine(sidecar, NAMESPACE, ROW_BYTES, tenant=keys.tenant(salt, NAMESPACE)))
+            )
+            for salt in ("quiet", "flooding")
+        )
+        num_hits = num_rows = 0
+        for number, request in enumerate(chat(0.3, 0.1, scale=1, systems=3, first=3).requests):
+            if is_flooded:
+                flooding.serve(f"flood-{number}", tuple(itertools.islice(flood, FLOOD_ROWS)))
+                settle(sidecar)
+            num_hits += quiet.serve(f"quiet-{number}", request.keys)[0]
+            num_rows += len(request.keys)
+            settle(sidecar)
+    return num_hits / num_rows
+
+
+def test_flood_of_another_tenant_costs_a_guaranteed_tenant_one_point_of_hits_at_most(tmp_path):
+    alone_file = tenants_file(tmp_path / "alone", memoryPercent=SHARE_PERCENT)
+    with SidecarProcess(memory_size="64Mi", tenants_file=alone_file) as sidecar:
+        alone = hit_ratio(sidecar, is_flooded=False)
+    with SidecarProcess(memory_size="64Mi") as sidecar:
+        unprotected = hit_ratio(sidecar, is_flooded=True)
+    shared_file = tenants_file(tmp_path / "shared", minMemoryPercent=SHARE_PERCENT)
+    with SidecarProcess(memory_size="64Mi", tenants_file=shared_file) as sidecar:
+        protected = hit_ratio(sidecar, is_flooded=True)
+        stats = sidecar.stats()["tenants"]
+    assert 0.2 < alone < 0.95
+    assert unprotected < alone - 0.05, "the flood is harmless, so the test shows nothing"
+    assert protected >= alone - 0.01
+    assert stats["tenants_problem"] == ""
+    assert set(stats["bytes"]) == {"default", "quiet"}
+    assert stats["evictions"]["default"] > 0
+    assert stats["hit_tokens"]["quiet"] > 0
+
+
+def test_sidecar_follows_the_file_and_continues_after_a_mistake(tmp_path):
+    path = tmp_path / "tenants"
+    file = tenants_file(path, memoryPercent=50)
+    with (
+        SidecarProcess(memory_size="64Mi", tenants_file=file) as sidecar,
+        contextlib.closing(
+            Engine(sidecar, NAMESPACE, ROW_BYTES, tenant=keys.tenant("quiet", NAMESPACE))
+        ) as engine,
+    ):
+        assert engine.serve("first", tuple(range(20))) == (0, 0)
+        path.write_text("named: [{name: quiet}]")
+        problem = sidecar.wait_until(lambda stats: stats["tenants"]["tenants_problem"])
+        assert "set either saltHash or saltFile" in str(problem)
+        assert sidecar.stats()["tenants"]["rows"] == {"default": 0, "quiet": 20}
+        tenants_file(path, memoryPercent=1)
+        sidecar.wait_until(lambda stats: not stats["tenants"]["tenants_problem"])
+        engine.serve("second", tuple(range(100, 120)))
+        sidecar.wait_until(lambda stats: stats["tenants"]["rows"]["quiet"] <= 2)
+        assert engine.serve("third", tuple(range(20))) == (0, 0)

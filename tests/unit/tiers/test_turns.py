@@ -1,0 +1,92 @@
+"""Turns of tenants in the queues of lower tiers: one that floods a queue delays another by one task."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from lmcache.tiers.tiered.tasks import Turns, Workers
+
+
+def test_tenants_take_turns_for_loads():
+    served: list[str] = []
+
+    async def load(turns: Turns, tenant: str) -> None:
+        await turns.take(tenant)
+        served.append(tenant)
+        await asyncio.sleep(0)
+        turns.give_back()
+
+    async def run() -> None:
+        turns = Turns(1)
+        await turns.take("first")
+        flood = [asyncio.create_task(load(turns, "flood")) for _ in range(50)]
+        await asyncio.sleep(0)
+        quiet = [asyncio.create_task(load(turns, "quiet")) for _ in range(2)]
+        await asyncio.sleep(0)
+        turns.give_back()
+        await asyncio.gather(*flood, *quiet)
+
+    asyncio.run(run())
+    assert served[:4] == ["flood", "quiet", "flood", "quiet"]
+    assert len(served) == 52
+
+
+def test_cancelled_waits_lose_no_turn():
+    async def run() -> None:
+        turns = Turns(1)
+        await turns.take("a")
+        waiting = [asyncio.create_task(turns.take("b")) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        await asyncio.sleep(0)
+        turns.give_back()  # the second task gets the turn, and is cancelled before it runs
+        waiting[1].cancel()
+        await asyncio.wait_for(waiting[2], 5)
+        turns.give_back()
+        await asyncio.wait_for(turns.take("c"), 5)
+        waiting = [asyncio.create_task(turns.take("d")) for _ in range(2)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        turns.give_back()  # before the first task knows that it was cancelled
+        await asyncio.wait_for(waiting[1], 5)
+        late = asyncio.create_task(turns.take("e"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not late.done(), "there is one turn, and the second task has it"
+        turns.give_back()
+        await asyncio.wait_for(late, 5)
+
+    asyncio.run(run())
+
+
+def test_threads_serve_tenants_in_turn():
+    workers, go, order = Workers(1, "turns"), threading.Event(), list[str]()
+    begun = workers.submit(go.wait, "flood")
+    futures = [workers.submit(lambda: order.append("flood"), "flood") for _ in range(20)]
+    futures += [workers.submit(lambda: order.append("quiet"), "quiet") for _ in range(2)]
+    go.set()
+    for future in (begun, *futures):
+        future.result(10)
+    workers.stop()
+    assert workers.join(10)
+    assert order.index("quiet") <= 1
+    assert [index for index, name in enumerate(order) if name == "quiet"][1] <= 3
+
+
+def test_stopped_threads_cancel_what_waits():
+    workers, go, started = Workers(1, "turns"), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        started.set()
+        go.wait(10)
+
+    running = workers.submit(wait, "a")
+    assert started.wait(10)
+    waiting = workers.submit(lambda: None, "b")
+    workers.stop()
+    assert waiting.cancelled()
+    assert not workers.join(0.0)
+    go.set()
+    assert workers.join(10)
+    assert running.done()
