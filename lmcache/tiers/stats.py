@@ -162,6 +162,18 @@ class Removal(enum.Enum):
 
 
 @dataclass
+class TenantCounts:
+    """Counters by the name of the tenants' budget. ``lmcache_sidecar.tenant_stats`` shows them."""
+
+    evicted: Counter[str] = field(default_factory=Counter)
+    """Rows evicted for capacity or for an upper bound."""
+    prompt_tokens: Counter[str] = field(default_factory=Counter)
+    """Tokens of scheduled prompts."""
+    hit_tokens: Counter[str] = field(default_factory=Counter)
+    """Tokens of these prompts that engines did not compute."""
+
+
+@dataclass
 class MemoryStats:
     """Counters of rows. A key counts once per request, by the first lookup of it."""
 
@@ -176,20 +188,16 @@ class MemoryStats:
     verified: int = counter("Rows from before a restart whose checksum was correct at their first use")
     tenants: Tenants = field(default_factory=Tenants)
     """Tenants that have rows in memory now."""
-    evicted_by_tenant: Counter[str] = field(default_factory=Counter)
-    """Rows evicted for capacity or for a quota, by the name of their tenant's budget."""
-    prompt_tokens_by_tenant: Counter[str] = field(default_factory=Counter)
-    """Tokens of scheduled prompts, by the name of their tenant's budget."""
-    hit_tokens_by_tenant: Counter[str] = field(default_factory=Counter)
-    """Tokens of these prompts that engines did not compute."""
+    tenant_counts: TenantCounts = field(default_factory=TenantCounts)
+    """Counters by the name of the tenants' budget."""
     _counted: Recent[Hashable, int] = field(default_factory=lambda: Recent(_MAX_CHAINS))
     """Number of keys that were counted already, by chain."""
 
     def count_prompt(self, tenant: bytes, num_tokens: int, num_hit_tokens: int) -> None:
         """Count a scheduled prompt for its tenant's budget."""
         name = self.tenants.budgets.of(tenant).name
-        self.prompt_tokens_by_tenant[name] += num_tokens
-        self.hit_tokens_by_tenant[name] += num_hit_tokens
+        self.tenant_counts.prompt_tokens[name] += num_tokens
+        self.tenant_counts.hit_tokens[name] += num_hit_tokens
 
     def count_lookup(self, request: Hashable, keys: Sequence[bytes], num_resident: int) -> None:
         """Count a lookup. Engines repeat lookups while rows are promoted: only new keys of a chain count."""

@@ -30,11 +30,11 @@ TENANTS: tuple[Figure[tuple[TenantsFile, MemoryStats]], ...] = (
     Figure("bytes", "Bytes of rows", lambda tenants: _by_name(tenants, _in_memory(tenants[1], "num_bytes")),
         "tenant"),
     Figure("evictions", "Rows that left memory for capacity or an upper bound, by the tenant of the row",
-        lambda tenants: _by_name(tenants, tenants[1].evicted_by_tenant), "tenant", is_counter=True),
+        lambda tenants: _by_name(tenants, tenants[1].tenant_counts.evicted), "tenant", is_counter=True),
     Figure("prompt_tokens", "Tokens of prompts that engines scheduled, by tenant",
-        lambda tenants: _by_name(tenants, tenants[1].prompt_tokens_by_tenant), "tenant", is_counter=True),
+        lambda tenants: _by_name(tenants, tenants[1].tenant_counts.prompt_tokens), "tenant", is_counter=True),
     Figure("hit_tokens", "The same tokens, without those that engines computed",
-        lambda tenants: _by_name(tenants, tenants[1].hit_tokens_by_tenant), "tenant", is_counter=True),
+        lambda tenants: _by_name(tenants, tenants[1].tenant_counts.hit_tokens), "tenant", is_counter=True),
 )
 # fmt: on
 

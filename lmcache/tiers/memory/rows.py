@@ -332,7 +332,7 @@ class Rows(RowIndex):
         self.policy.remove(number)
         self._free(number)
         self.stats.removed[reason] += 1
-        self.stats.evicted_by_tenant[self._tenants[number].account.budget.name] += 1
+        self.stats.tenant_counts.evicted[self._tenants[number].account.budget.name] += 1
 
     def _free(self, number: int) -> None:
         self.open_rows.pop(number, None)

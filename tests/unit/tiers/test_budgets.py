@@ -119,7 +119,7 @@ def test_evictions_count_for_the_budget_of_the_row():
     tier = new_tier(2, Budgets(by_tenant={b"a": Budget("search")}))
     for name in ("a0", "b0", ".0", ".1", "a.0"):
         store(tier, name)
-    assert tier.stats.evicted_by_tenant == {"search": 1, "default": 2}
+    assert tier.stats.tenant_counts.evicted == {"search": 1, "default": 2}
 
 
 def test_salts_are_resolved_for_each_namespace():
