@@ -20,7 +20,7 @@ DEFAULT_NAME = "default"
 
 @dataclass(frozen=True)
 class Budget:
-    """What a tenant may take. Percentages are of the usable slots of the memory tier."""
+    """Limits of a tenant. Percentages are of the usable slots of the memory tier."""
 
     name: str = DEFAULT_NAME
     memory_percent: int = 100

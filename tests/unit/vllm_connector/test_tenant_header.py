@@ -16,7 +16,7 @@ TENANT = (b"X-LMCache-Tenant", b"s3cret")
 
 
 class Result(NamedTuple):
-    """What the server got, and what the client got."""
+    """The request as the server got it, and the answer."""
 
     body: bytes | None
     """Body that reached the server; None: the request did not reach it."""
