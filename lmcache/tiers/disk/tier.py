@@ -145,7 +145,7 @@ class DiskTier:
 
         The owner's objects from before a restart count again when they are stored again or marked as used
         by this method. Stores at the same moment may exceed the bound by one object each."""
-        num_bytes = self._directory.taken_bytes(PAGE_BYTES + len(payload))
+        num_bytes = self._directory.object_bytes(len(payload))
         with self._lock:
             index = self._index
             if index is None or object_id in index:
