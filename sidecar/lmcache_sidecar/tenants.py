@@ -67,7 +67,7 @@ class TenantsFile(FollowedFile):
         if not self.path:
             return
         if any(_read_salt(path) != salt for path, salt in self._salts.items()):
-            self._last_text = None
+            self._last = None
         super().follow()
 
     def use(self, text: str) -> None:

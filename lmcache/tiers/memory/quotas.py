@@ -66,16 +66,19 @@ class TenantOrders:
     def touch(self, rows: Sequence[int], group: Hashable) -> None:
         """See LRU."""
         self._age += 1
+        rows_by_account: dict[Account, list[int]] = {}
         rows_by_tenant: dict[bytes, list[int]] = {}
         for row in rows:
-            rows_by_tenant.setdefault(self._tenants[row].name, []).append(row)
-        for name, tenant_rows in rows_by_tenant.items():
-            account = self._tenants[tenant_rows[0]].account
+            use = self._tenants[row]
+            rows_by_account.setdefault(use.account, []).append(row)
+            if use.account.has_tenant_bounds:
+                rows_by_tenant.setdefault(use.name, []).append(row)
+        for account, account_rows in rows_by_account.items():
             order = self._order(account)
-            order.touch(tenant_rows, group)
-            order.note_use(tenant_rows, group, self._age)
-            if account.has_tenant_bounds:
-                self._order_of(name).touch(tenant_rows, group)
+            order.touch(account_rows, group)
+            order.note_use(account_rows, group, self._age)
+        for name, tenant_rows in rows_by_tenant.items():
+            self._order_of(name).touch(tenant_rows, group)
 
     def remove(self, *rows: int) -> None:
         """See LRU."""

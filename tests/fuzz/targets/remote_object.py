@@ -9,6 +9,7 @@ from __future__ import annotations
 from lmcache.tiers.errors import InvalidObjectError, TierError
 from lmcache.tiers.header import HeaderError, parse
 from lmcache.tiers.remote import objects
+from lmcache.tiers.remote.value_formats import seal_of
 from tests.fuzz.bytes_input import BytesInput
 from tests.fuzz.target import Target
 from tests.fuzz.targets.header import sealed
@@ -36,7 +37,7 @@ def run(data: bytes) -> None:
     while source.has_more and len(payload) <= MAX_PAYLOAD:
         is_sealed, piece = source.flag(), source.sized()
         payload += piece
-        seal = objects.seal_of(OBJECT, total, start, memoryview(piece)) if is_sealed else source.take(16)
+        seal = source.take(16) if not is_sealed else seal_of(OBJECT, total, start, memoryview(piece))
         start += len(piece)
         reply += bulk(piece + seal)
     into = memoryview(bytearray(MAX_PAYLOAD))
