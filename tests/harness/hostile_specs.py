@@ -134,6 +134,8 @@ def spec_with(path: str) -> Object:
     spec.setdefault("tiers", {}).setdefault("memory", {"size": "1Gi"})
     spec.setdefault("model", {}).setdefault("name", "m")
     spec.setdefault("engine", {})
+    if path.startswith("tiers.remote.encryption"):  # needs a remote tier
+        spec["tiers"]["remote"]["external"] = {"url": "redis://h:1"}
     return spec
 
 
@@ -161,7 +163,10 @@ def _with(schema: Object, parts: list[str], rng: random.Random) -> Any:
     inner = schema["properties"][name]
     if is_list or is_map:
         inner = inner["items" if is_list else "additionalProperties"]
-    value = any_value(inner, name, rng) if len(parts) == 1 else _with(inner, parts[1:], rng)
+    if name == "name" and "x-kubernetes-validations" in inner:  # random words break the rule of names
+        value: Any = "other"
+    else:
+        value = any_value(inner, name, rng) if len(parts) == 1 else _with(inner, parts[1:], rng)
     value = [value] if is_list else {"key": value} if is_map else value
     required = {key for key in schema.get("required", ()) if key != name}
     return {key: any_value(schema["properties"][key], key, rng) for key in sorted(required)} | {name: value}

@@ -28,6 +28,8 @@ SPEC = {"model", "engine", "sidecar", "images", "tiers", "autoscaling"}
 TIERS = {"memory", "disk", "remote", "admit"}
 SHARDS = {"current", "previous", "until", "tls", "ca"}
 """Keys of the sidecar's list of shards."""
+TENANTS = {"default", "named"}
+"""Keys of the sidecar's list of tenants."""
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text()).keys()
 
 
@@ -78,7 +80,7 @@ def test_objects_are_admitted(plane: Cluster):
 
 
 def test_everything_else_is_known(plane: Cluster, tmp_path: Path):
-    """Values of the chart, the status, and lists of shards."""
+    """Values of the chart, the status, and lists of shards or tenants."""
     status = fields(ROOT / "crds" / "lmcacheclusters.lmcache.io.yaml")
     for place, fence in FENCES.items():
         for content in contents(fence):
@@ -88,7 +90,7 @@ def test_everything_else_is_known(plane: Cluster, tmp_path: Path):
                 values = tmp_path / "values.yaml"
                 values.write_text(fence.text)
                 plane.helm("template", "release", CHART, "--values", values)
-            elif not content.keys() <= SHARDS:
+            elif not (content.keys() <= SHARDS or content.keys() <= TENANTS):
                 assert {f"status.{path}" for path in paths(content)} <= set(status), place
 
 
