@@ -56,6 +56,11 @@ class FileFormat(Protocol):
 
         Raises OSError, InvalidObjectError or KeyAbsentError."""
 
+    def is_readable(self, fd: int, object_id: ObjectId) -> bool:
+        """Say whether the first page allows to read the object. The payload is not read.
+
+        Raises OSError, InvalidObjectError or KeyAbsentError."""
+
 
 class PlainFiles:
     """A header with the payload's checksum, then the payload. See ``FileFormat``."""
@@ -88,10 +93,18 @@ class PlainFiles:
         try:
             return self._read(fd, file_bytes, object_id, into, expected)
         except InvalidObjectError:
-            page = blank_pages(1)
-            if os.preadv(fd, [page], 0) and is_encrypted(page):
+            if not self._is_plain(fd):
                 raise KeyAbsentError("there is no key") from None
             raise
+
+    def is_readable(self, fd: int, object_id: ObjectId) -> bool:
+        """See FileFormat. Any file that is not encrypted counts as readable."""
+        _file_bytes(fd)
+        return self._is_plain(fd)
+
+    def _is_plain(self, fd: int) -> bool:
+        page = blank_pages(1)
+        return not os.preadv(fd, [page], 0) or not is_encrypted(page)
 
     def _read(
         self, fd: int, file_bytes: int, object_id: ObjectId, into: memoryview, expected: int | None
@@ -158,9 +171,7 @@ class EncryptedFiles:
         if file_bytes < PAGE_BYTES or file_bytes % PAGE_BYTES:
             raise InvalidObjectError("length")
         buffer = self._read_some(fd, min(file_bytes, PAGE_BYTES + _padded(PIECE_BYTES)), 0)
-        header_bytes = memoryview(bytearray(HEADER_BYTES))
-        self._cipher.decrypt(Place.of_header(object_id), buffer[:_MARKER_BYTES], header_bytes)
-        total = _parse(object_id, header_bytes).total_bytes
+        total = self._parse_page(object_id, buffer).total_bytes
         if self.num_bytes(total) != file_bytes or total > len(into) or expected not in (None, total):
             raise InvalidObjectError("length")
         payload_digests = Digests()
@@ -174,6 +185,18 @@ class EncryptedFiles:
             self._cipher.decrypt(place, encrypted[: len(piece) + OVERHEAD_BYTES], piece)
             payload_digests.update(piece)
         return Loaded(total, payload_digests.digests())
+
+    def is_readable(self, fd: int, object_id: ObjectId) -> bool:
+        """See FileFormat."""
+        _file_bytes(fd)
+        self._parse_page(object_id, self._read_some(fd, PAGE_BYTES, 0))
+        return True
+
+    def _parse_page(self, object_id: ObjectId, page: memoryview) -> Header:
+        """Decrypt the header at the begin of a file. Raises InvalidObjectError or KeyAbsentError."""
+        header = memoryview(bytearray(HEADER_BYTES))
+        self._cipher.decrypt(Place.of_header(object_id), page[:_MARKER_BYTES], header)
+        return _parse(object_id, header)
 
     def _read_some(self, fd: int, num_bytes: int, position: int) -> memoryview:
         buffer = self._cipher.buffer(num_bytes)

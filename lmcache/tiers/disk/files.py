@@ -31,7 +31,7 @@ from lmcache.common.units import round_up
 from lmcache.tiers.base import Loaded, ObjectId, split_row_key
 from lmcache.tiers.disk.file_formats import EncryptedFiles, FileFormat, PlainFiles
 from lmcache.tiers.encryption.pieces import Cipher
-from lmcache.tiers.errors import DirectoryInUseError, InvalidObjectError
+from lmcache.tiers.errors import DirectoryInUseError, InvalidObjectError, KeyAbsentError
 from lmcache.tiers.pages import PAGE_BYTES, blank_pages
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -144,20 +144,29 @@ class Directory:
         """Read and verify an object. Returns None if there is none.
 
         An object whose payload does not have ``length`` bytes is invalid."""
-        # Do not wait for a pipe of this name, and do not follow a link.
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | self._direct_flag(into)
-        try:
-            fd = os.open(path_of(object_id), flags, dir_fd=self._root)
-        except _ABSENT:
+        fd = self._open(object_id, self._direct_flag(into))
+        if fd is None:
             return None
-        except OSError as error:
-            if error.errno in _NOT_A_FILE:
-                raise InvalidObjectError("type") from None
-            raise
         try:
             return self._format.read(fd, object_id, into, length)
         finally:
             os.close(fd)
+
+    def is_readable(self, object_id: ObjectId) -> bool:
+        """Is there a file of this object whose first page can be read, with a key that is here?"""
+        fd = None
+        try:
+            fd = self._open(object_id, self._direct)
+            return fd is not None and self._format.is_readable(fd, object_id)
+        except (InvalidObjectError, KeyAbsentError):
+            return False
+        except OSError as error:
+            if error.errno == errno.EIO:  # a bad block: another file can take its place
+                return False
+            raise
+        finally:
+            if fd is not None:
+                os.close(fd)
 
     def write(self, object_id: ObjectId, payload: memoryview, label: bytes, part_digests: bytes = b"") -> str:
         """Write an object under a temporary name, and return that name."""
@@ -217,6 +226,19 @@ class Directory:
                     if stat.S_ISREG(status.st_mode):
                         object_id = ObjectId(bytes.fromhex(namespace + key), int(column))
                         yield object_id, self._taken_bytes(status.st_size), status.st_mtime_ns
+
+    def _open(self, object_id: ObjectId, direct: int) -> int | None:
+        """Open an object's file; None: there is none. Raises InvalidObjectError if it is not a file."""
+        # Do not wait for a pipe of this name, and do not follow a link.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | direct
+        try:
+            return os.open(path_of(object_id), flags, dir_fd=self._root)
+        except _ABSENT:
+            return None
+        except OSError as error:
+            if error.errno in _NOT_A_FILE:
+                raise InvalidObjectError("type") from None
+            raise
 
     def _create(self, path: str, direct: int) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | direct

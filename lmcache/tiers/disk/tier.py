@@ -33,7 +33,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lmcache.common.recent import Recent
 from lmcache.tiers.base import Loaded, ObjectId, OwnerBound, RowKey
 from lmcache.tiers.circuit import Circuit
 from lmcache.tiers.disk.files import FULL, Directory
@@ -47,7 +46,6 @@ logger = logging.getLogger(__name__)
 _MAX_SHARE = 0.9  # of the volume: other users need space, and nearly full file systems are slow
 _MAX_WAIT_SECONDS = 1.0
 _NUM_NAME_LOCKS = 64
-_MAX_REWRITE = 4096  # objects to remember whose key version is absent
 _SLICE = 256  # objects that are indexed before other threads may run
 
 # A foreign file has the name, or the file would be too large. The volume itself is healthy.
@@ -78,7 +76,6 @@ class DiskTier:
         self._index: Index | None = None  # None until it is complete
         self._removed: list[ObjectId] = []  # objects removed until then
         self._name_locks = [threading.Lock() for _ in range(_NUM_NAME_LOCKS)]  # serialize changes of one path
-        self._rewrite: Recent[ObjectId, None] = Recent(_MAX_REWRITE)  # stored objects that can't be decrypted
         self._directory = _open(os.path.abspath(directory), capacity_bytes, cipher)
         self._closing = False
         self._start_scan()
@@ -242,12 +239,11 @@ class DiskTier:
                 self.stats.hits += loaded is not None
                 self.stats.misses += loaded is None
                 self.stats.key_absent += is_key_absent
-            if is_key_absent:
-                self._rewrite[object_id] = None
         return loaded
 
     def _store(self, object_id: ObjectId, payload: memoryview, label: bytes, digests: bytes) -> bool:
-        if object_id not in self._rewrite and self._contains(object_id) and self._use(object_id):
+        is_stored = self._contains(object_id) and self._directory.is_readable(object_id)
+        if is_stored and self._use(object_id):
             with self._lock:
                 self.stats.touched += 1
             return True
@@ -268,7 +264,6 @@ class DiskTier:
                 with self._lock:
                     index.commit(slot, object_id)
                     self.stats.stored += 1
-                    self._rewrite.pop(object_id, None)
         except BaseException as error:
             with self._lock:
                 index.abort(slot)

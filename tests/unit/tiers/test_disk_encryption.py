@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from lmcache.tiers.base import ObjectId
+from lmcache.tiers.base import ObjectId, OwnerBound
 from lmcache.tiers.disk.file_formats import PIECE_BYTES, EncryptedFiles, PlainFiles
 from lmcache.tiers.disk.files import Directory
 from lmcache.tiers.disk.tier import DiskTier
@@ -15,6 +15,7 @@ from lmcache.tiers.encryption.keys import Keys
 from lmcache.tiers.encryption.pieces import OVERHEAD_BYTES
 from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError, TierUnavailableError
 from lmcache.tiers.header import HEADER_BYTES, digests
+from lmcache.tiers.tiered.tier_worker import _load_columns, _store_columns
 from testing.child_process import wait_until
 from tests.harness.disk_restarts import address_of, restartable_tier
 from tests.harness.disk_world import MIB, PAGE, content, file_of, key_of, load, store, taken_bytes
@@ -174,6 +175,35 @@ class TestTier:
         assert load(tier, 1) == content(1, PAGE)
         assert (tier.stats.stored, tier.stats.touched) == (3, 0)
         assert tier.used_bytes == taken_bytes(path) == 2 * 3 * PAGE
+
+    @pytest.mark.parametrize("is_restarted", [False, True])
+    def test_one_store_replaces_all_columns_under_an_absent_key(self, path, restart, is_restarted):
+        used, row = cipher("disk", 1), key_of(1)
+        tier = restart(MIB, used)
+        payloads = [memoryview(content(number, PAGE)) for number in (1, 2, 3)]
+        views = [memoryview(bytearray(PAGE)) for _ in payloads]
+        known, bound = list(map(digests, payloads)), OwnerBound(b"", 0)
+        assert _store_columns(tier, row, payloads, b"", known, bound)
+        if is_restarted:  # no load shows which columns can't be read
+            tier = restart(MIB, cipher("disk", 2))
+            assert tier.indexed.wait(60)
+        else:
+            used.use(keys(2))
+            assert not _load_columns(tier, row, views, PAGE)
+        assert _store_columns(tier, row, payloads, b"", known, bound)
+        assert len(_load_columns(tier, row, views, PAGE)) == 3
+        assert views == payloads
+        assert tier.stats.touched == 0
+        assert tier.used_bytes == taken_bytes(path) == 3 * 3 * PAGE
+        assert _store_columns(tier, row, payloads, b"", known, bound)
+        assert tier.stats.touched == 3, "readable columns are not written again"
+
+    def test_one_store_without_keys_replaces_all_encrypted_columns(self, path, restart):
+        tier = restart(MIB, cipher("disk", 1))
+        assert all(store(tier, 1, column=column) for column in (0, 1))
+        tier = restart(MIB)
+        assert all(store(tier, 1, column=column) for column in (0, 1))
+        assert [load(tier, 1, column=column) for column in (0, 1)] == [content(1, PAGE)] * 2
 
     def test_file_stays_while_its_key_is_absent(self, path, restart):
         tier = restart(MIB, cipher("disk", 1))
