@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -20,8 +21,20 @@ class ReconciledCluster:
 
     def __init__(self, components: Sequence[Component], **changes: Any) -> None:
         self.world = World(cluster(**changes))
-        api = cast(KubeApi, self.world)
-        self.reconciler = Reconciler(api, Context(STOCK_IMAGES), self.world.ask, components=components)
+        self.skipped_seconds = 0.0
+        """Seconds by which the operator's clock is ahead."""
+        self._components = components
+        self.restart_operator()
+
+    def restart_operator(self) -> None:
+        """Continue with an operator that remembers nothing."""
+        self.reconciler = Reconciler(
+            cast(KubeApi, self.world),
+            Context(STOCK_IMAGES),
+            self.world.ask,
+            components=self._components,
+            monotonic=lambda: time.monotonic() + self.skipped_seconds,
+        )
 
     def run(self) -> list[str]:
         """Reconcile once, and return the writes."""

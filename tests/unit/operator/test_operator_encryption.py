@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
+from lmcache_operator.components.engine.encryption import mounted_secrets
 from lmcache_operator.components.engine.engine import Engine, spec_hash
 from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.components.prefill.prefill import PrefillPods
@@ -185,6 +186,12 @@ class Rig(ReconciledCluster):
             self.world.stats[address] = GOOD | lower
         self.run()
 
+    def miss_answers(self) -> None:
+        """Let the operator miss two answers of the sidecars that are silent now."""
+        self.run()
+        self.skipped_seconds += 61
+        self.run()
+
     @property
     def condition(self) -> tuple[str, str]:
         return self.condition_of("RowsEncrypted")
@@ -225,7 +232,7 @@ def test_problem_with_keys_degrades_the_cluster_and_is_an_event(tier: str) -> No
     rig.report(fine, fine | {tier: FINE | {"encryption_problem": WRONG}})
     assert rig.condition == ("False", "EncryptionKeysInvalid")
     where = f"pod demo-engine-1, {tier} tier, Secret {tier[0]}: {WRONG}"
-    message = f"1 of 2 sidecars cannot encrypt rows as the spec asks. First: {where}"
+    message = f"1 of 2 sidecars have a problem with their keys. First: {where}"
     assert rig.message("RowsEncrypted") == message
     assert rig.condition_of("Degraded") == ("True", "EncryptionKeysInvalid")
     assert message in rig.message("Degraded")
@@ -278,16 +285,88 @@ def test_pods_from_before_the_encryption_are_not_said_to_encrypt() -> None:
 def test_invalid_reports_do_no_harm(problem: Any) -> None:
     rig = Rig(both())
     rig.report({"disk": FINE | {"encryption_problem": problem}, "remote": "x"}, {"remote": []})
-    assert rig.condition[0] in ("True", "False")
+    assert rig.condition[0] in ("False", "Unknown")
     assert rig.message("RowsEncrypted").isprintable()
     assert len(rig.message("RowsEncrypted")) < 900
 
 
-def test_silent_sidecars_do_not_change_the_condition() -> None:
+BOTH_FINE = {"disk": FINE, "remote": FINE}
+
+
+def test_one_missed_answer_does_not_change_the_condition() -> None:
     rig = Rig(both())
-    fine = {"disk": FINE, "remote": FINE}
-    rig.report(fine, fine | {"disk": FINE | {"encryption_problem": WRONG}})
+    rig.report(BOTH_FINE, BOTH_FINE | {"disk": FINE | {"encryption_problem": WRONG}})
     before = rig.condition, rig.message("RowsEncrypted")
     rig.world.stats.clear()
     rig.run()
     assert (rig.condition, rig.message("RowsEncrypted")) == before
+
+
+def test_silent_sidecar_is_not_said_to_encrypt() -> None:
+    rig = Rig(both())
+    rig.report(BOTH_FINE, BOTH_FINE)
+    del rig.world.stats["10.0.0.1"]
+    rig.miss_answers()
+    assert rig.condition == ("Unknown", "NoAnswer")
+    message = "1 of 2 sidecars do not report whether they encrypt rows. First: pod demo-engine-1. See"
+    assert rig.message("RowsEncrypted").startswith(message)
+    del rig.world.stats["10.0.0.0"]
+    rig.miss_answers()
+    assert rig.condition == ("Unknown", "NoAnswer")
+
+
+def test_restarted_operator_does_not_doubt_the_condition_after_one_missed_answer() -> None:
+    rig = Rig(both())
+    rig.report(BOTH_FINE, BOTH_FINE)
+    del rig.world.stats["10.0.0.0"]
+    rig.world.stats["10.0.0.1"] |= {"is_ready": False}
+    rig.restart_operator()
+    rig.run()
+    assert rig.condition_of("SidecarAttached")[1] == "SidecarNotReady"
+    assert rig.condition == ("True", "Encrypted")
+    rig.miss_answers()
+    assert rig.condition == ("Unknown", "NoAnswer")
+
+
+def test_sidecar_that_reports_on_one_tier_is_not_said_to_encrypt_both() -> None:
+    rig = Rig(both())
+    rig.report(BOTH_FINE, {"disk": FINE})
+    assert rig.condition == ("Unknown", "NotReported")
+
+
+def test_silent_pod_from_before_the_encryption_is_being_replaced() -> None:
+    rig = Rig({"remote": EXTERNAL})
+    rig.report({"remote": FINE}, {"remote": FINE})
+    rig.world.change(tiers={"remote": encrypted(**EXTERNAL)})
+    rig.world.stats.clear()
+    rig.miss_answers()
+    assert rig.condition_of("SidecarAttached")[1] == "NoAnswer"
+    assert rig.condition == ("False", "Replacing")
+
+
+def test_pods_with_the_former_secret_are_being_replaced() -> None:
+    rig = Rig({"remote": encrypted("former", **EXTERNAL)})
+    rig.report({"remote": FINE}, {"remote": FINE})
+    rig.world.change(tiers={"remote": encrypted("new", **EXTERNAL)})
+    rig.run()
+    assert rig.condition == ("False", "Replacing")
+    count = "2 of 2 engine pods encrypt rows with the keys of another Secret"
+    first = "pod demo-engine-0, remote tier: Secret former instead of new"
+    assert rig.message("RowsEncrypted") == f"{count}. First: {first}"
+    rig.report({"remote": FINE | {"encryption_problem": WRONG}}, {"remote": FINE})
+    assert rig.condition == ("False", "EncryptionKeysInvalid")
+    assert f"pod demo-engine-0, remote tier, Secret former: {WRONG}" in rig.message("RowsEncrypted")
+    rig.settle()
+    rig.report({"remote": FINE}, {"remote": FINE})
+    assert rig.condition == ("True", "Encrypted")
+
+
+@pytest.mark.parametrize("value", [None, "/elsewhere"])
+def test_variable_without_a_secret_is_not_said_to_encrypt(value: str | None) -> None:
+    spec = pod_of(both())
+    assert mounted_secrets({"spec": spec}) == {"disk": "kv-keys", "remote": "kv-keys"}
+    (sidecar,) = (each for each in spec["initContainers"] if each["name"] == "sidecar")
+    (variable,) = (item for item in sidecar["env"] if item["name"] == DISK)
+    variable["value"] = value
+    assert mounted_secrets({"spec": spec}) == {"disk": "", "remote": "kv-keys"}
+    assert mounted_secrets({"spec": {"containers": []}}) == {}

@@ -169,7 +169,8 @@ def _sidecar_conditions(observed: Observed) -> dict[str, Condition]:
     if pinned := _pinned(sidecars):
         conditions[_PINNED] = pinned
     if encrypted := rows_encrypted(observed, sidecars):
-        conditions[_ENCRYPTED] = encrypted
+        is_early = encrypted.status == "Unknown" and not is_certain
+        conditions[_ENCRYPTED] = former.get(_ENCRYPTED, encrypted) if is_early else encrypted
     if has_tenants and (known := tenants_known(sidecars)):
         conditions[TENANTS_KNOWN] = known
     return conditions
