@@ -218,9 +218,43 @@ def test_keys_that_a_sidecar_cannot_use_are_found(why):
     results = run_checks(facts(cluster_facts(fine, wrong, tiers=ENCRYPTED)))
     (result,) = [each for each in results if each.check == "encryptionKeys"]
     assert (result.level, result.runbook) == (FAILURE, "EncryptionKeysInvalid")
-    assert f"cannot encrypt the rows of the disk tier: {plain(why)}" in result.statement
+    assert f"has a problem with the keys of the disk tier: {plain(why)}" in result.statement
     assert "Secret kv-keys" in result.remedy
     assert problems(run_checks(facts(cluster_facts(fine, wrong)))) == [], "no encryption is asked for"
+
+
+@pytest.mark.parametrize("num_fine", [0, 1])
+def test_sidecar_that_writes_plain_rows_is_found(num_fine):
+    fine = [figures(number, disk={"encryption_problem": ""}) for number in range(num_fine)]
+    bare = figures(num_fine, disk={"is_reachable": True})
+    cluster = cluster_facts(*fine, bare, tiers=ENCRYPTED)
+    check_one(cluster, "encryptionKeys", FAILURE, "writes rows of the disk tier without encryption.")
+    results = run_checks(facts(cluster))
+    (result,) = [each for each in results if each.check == "encryptionKeys"]
+    assert f"demo-engine-{num_fine}" in result.statement
+    assert result.remedy.startswith("Replace the pod.")
+
+
+def test_sidecar_without_the_tier_writes_no_rows():
+    fine, without = figures(0, disk={"encryption_problem": ""}), figures(1)
+    assert found_problems(cluster_facts(fine, without, tiers=ENCRYPTED)) == []
+
+
+@pytest.mark.parametrize("sidecar", ["sidecar", "lmcache-sidecar"])
+def test_pod_with_the_keys_of_another_secret_is_found(sidecar):
+    fine, wrong = (figures(0, disk={"encryption_problem": why}) for why in ("", "no key"))
+    for each in (fine, wrong):
+        variable = {"name": "LMCACHE_DISK_ENCRYPTION_KEYS_DIR", "value": "/keys"}
+        mount = {"name": "keys", "mountPath": "/keys"}
+        container = {"name": sidecar, "env": [variable], "volumeMounts": [mount]}
+        each.pod["spec"] |= {
+            "initContainers": [container],
+            "volumes": [{"name": "keys", "secret": {"secretName": "former"}}],
+        }
+    check_one(cluster_facts(fine, tiers=ENCRYPTED), "encryptionKeys", WARNING, "Secret former, not kv-keys")
+    results = run_checks(facts(cluster_facts(wrong, tiers=ENCRYPTED)))
+    (result,) = [each for each in results if each.check == "encryptionKeys"]
+    assert "Secret former" in result.remedy
 
 
 def test_usable_keys_are_reported():

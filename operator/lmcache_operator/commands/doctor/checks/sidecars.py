@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from lmcache.explain import merge
 from lmcache.explain.text import plain
@@ -12,7 +13,9 @@ from lmcache_operator.commands.doctor.checks.installation import MAX_CLOCK_SECON
 from lmcache_operator.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_operator.commands.doctor.results import Result, failure, grouped, ok, unknown, warning
 from lmcache_operator.commands.gather import NO_TIME, PodFigures, sidecar_port
+from lmcache_operator.components.engine.encryption import mounted_secrets
 from lmcache_operator.components.engine.gpus import CUDA_IPC
+from lmcache_operator.components.injection.profile import SIDECARS
 from lmcache_operator.pods.pods import is_ready
 from lmcache_operator.specs.merge import dig
 
@@ -127,20 +130,43 @@ def transfer(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
 
 
 def encryption(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
-    """Check that the sidecars can use the keys of encrypted rows, also those in injected pods."""
-    name, problems, num_usable = "encryptionKeys", [], 0
+    """Check that the sidecars encrypt rows with the keys of the spec, also those in injected pods."""
+    name, problems, num_usable = "encryptionKeys", list[tuple[str, Result]](), 0
     secrets = cluster.parsed.spec.tiers.key_secrets if cluster.parsed else {}
     for figures in cluster.pods:
-        parts = {tier: merge.part(figures.stats, tier) for tier in secrets}
+        parts = {tier: part for tier in secrets if (part := merge.part(figures.stats, tier))}
         num_usable += any("encryption_problem" in part for part in parts.values())
+        mounted = mounted_secrets(figures.pod, SIDECARS)
         for tier, part in parts.items():
-            if why := plain(part.get("encryption_problem")):
-                text = f"The sidecar cannot encrypt the rows of the {tier} tier: {why}."
-                remedy = f"Correct the keys in Secret {secrets[tier]}."
-                problems.append((figures.name, failure(name, text, remedy, "EncryptionKeysInvalid")))
+            if problem := _encryption_problem(name, tier, part, secrets[tier], mounted.get(tier, "")):
+                problems.append((figures.name, problem))
     yield from grouped(problems, len(cluster.pods))
     if num_usable and not problems:
         yield ok(name, f"Sidecars that report no problem with their keys: {num_usable}.")
+
+
+def _encryption_problem(
+    name: str, tier: str, part: Mapping[str, Any], wanted: str, mounted: str
+) -> Result | None:
+    """Return the problem of a sidecar with the keys of a tier.
+
+    ``part`` is the tier's part of /stats. ``wanted`` is the Secret in the spec, and ``mounted`` the pod's.
+    """
+    if "encryption_problem" not in part:  # a sidecar that got no keys, or of an earlier version
+        text = f"The sidecar writes rows of the {tier} tier without encryption."
+        remedy = (
+            "Replace the pod. If that does not help, give its sidecar the image of the operator's version."
+        )
+        return failure(name, text, remedy, "EncryptionKeysInvalid")
+    if why := plain(part["encryption_problem"]):
+        text = f"The sidecar has a problem with the keys of the {tier} tier: {why}."
+        return failure(
+            name, text, f"Correct the keys in Secret {mounted or wanted}.", "EncryptionKeysInvalid"
+        )
+    if mounted and mounted != wanted:
+        text = f"The sidecar encrypts the rows of the {tier} tier with Secret {mounted}, not {wanted}."
+        return warning(name, text, "Replace the pod, or wait until the operator has replaced it.")
+    return None
 
 
 def pinned_memory(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
