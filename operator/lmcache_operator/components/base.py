@@ -108,7 +108,7 @@ class Sidecar(NamedTuple):
     resize_problem: str = ""
     """Why the memory tier does not have its target size."""
     reports_tenants: bool = False
-    """Whether the sidecar reports problems with its tenants. Older versions do not."""
+    """Whether the sidecar has a file with tenants, and reports problems with it. Older versions do not."""
     tenants_problem: str = ""
     """Why the sidecar does not use all declared tenants."""
 

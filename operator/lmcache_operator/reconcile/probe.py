@@ -28,12 +28,11 @@ _SILENCE_SECONDS = 60.0
 """Time before a silent sidecar is probed again: unreachable pods must not slow down reconciliation."""
 _SILENT = "the sidecar gives no reason"
 _TENANTS_PROBLEM = "tenants_problem"
-"""Key in the part of /stats about tenants: a text or null. Sidecars of earlier versions have no such key."""
+"""Key in the part of /stats about tenants: a text, empty without a problem. Sidecars without a file have
+null, and those of earlier versions have no such key."""
 _MAX_COUNT = 1 << 63
-_REASONS = (
-    "reason", "transfer_reason", "remote_reason", "disk_reason", "pin_problem", "resize_problem",
-    "tenants_problem",
-)  # fmt: skip
+# Without tenants_problem: figures in it are part of the names of Secrets.
+_REASONS = "reason", "transfer_reason", "remote_reason", "disk_reason", "pin_problem", "resize_problem"
 
 
 class _Last(NamedTuple):
@@ -137,7 +136,7 @@ def read_sidecar(stats: dict[str, Any]) -> Sidecar:
         memory_bytes=_count(memory.get("size_bytes")) if "target_bytes" in memory else None,
         memory_target=_count(memory.get("target_bytes")),
         resize_problem=plain(memory.get("resize_problem")),
-        reports_tenants=_TENANTS_PROBLEM in tenants,
+        reports_tenants=isinstance(tenants.get(_TENANTS_PROBLEM), str),
         tenants_problem=plain(tenants.get(_TENANTS_PROBLEM)),
     )
 

@@ -267,20 +267,21 @@ def report(problem: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("answers", "expected"),
     [
-        ([report(None), report(None)], ("True", "TenantsInUse", "All 2 sidecars use the declared tenants.")),
+        ([report(""), report("")], ("True", "TenantsInUse", "All 2 sidecars use the declared tenants.")),
         (
-            [report(None), report("salt of tenant search: /x can't be read")],
+            [report(""), report("salt of tenant search: /x can't be read")],
             (
                 "False", "TenantsInvalid",
                 "1 of 2 sidecars cannot use all of spec.tenants. First: pod demo-engine-1: "
                 "salt of tenant search: /x can't be read",
             ),
         ),
-        ([report(None), {}], ("Unknown", "NotReported", None)),
+        ([report(""), {}], ("Unknown", "NotReported", None)),
         ([{}, report("no")], ("False", "TenantsInvalid", None)),
-        ([report(["not", "text"])], ("True", "TenantsInUse", None)),
+        ([report(["not", "text"])], ("Unknown", "NotReported", None)),
+        ([report(""), report(None)], ("Unknown", "NotReported", None)),  # a pod without the file
         ([{"tenants": "odd"}], ("Unknown", "NotReported", None)),
-        ([report(None), None], ("True", "TenantsInUse", "1 of 2 sidecars use the declared tenants.")),
+        ([report(""), None], ("True", "TenantsInUse", "1 of 2 sidecars use the declared tenants.")),
     ],
 )  # fmt: skip
 def test_sidecars_reports_become_a_condition(
@@ -289,6 +290,22 @@ def test_sidecars_reports_become_a_condition(
     known = condition(*answers)["TenantsKnown"]
     assert (known["status"], known["reason"]) == expected[:2]
     assert expected[2] is None or known["message"] == expected[2]
+
+
+def test_problem_names_the_present_secret() -> None:
+    """Names of Secrets often differ in a figure only. An earlier name would mislead."""
+    world = settled_world(engine={"replicas": 1}, tenants={})
+    (pod,) = world.pods.values()
+    pod["status"] = {"phase": "Running", "podIP": "10.0.0.1", "conditions": []}
+    problems = [f"salts/salt-{number} can't be read" for number in (1, 2)]
+    answers = iter([GOOD | report(problem) for problem in problems])
+
+    async def ask(address: str) -> Any:
+        return next(answers)
+
+    prober = SidecarProber(ask, lambda: 0.0)
+    probed = [asyncio.run(prober.probe((pod,))) for _ in problems]
+    assert [each.sidecars[0].tenants_problem for each in probed] == problems
 
 
 def test_problem_of_tenants_degrades_the_cluster() -> None:

@@ -72,7 +72,10 @@ def tenants_known(sidecars: Sequence[Sidecar]) -> Condition | None:
         count = (
             f"{len(silent)} of {len(answering)} sidecars do not report tenants. First: pod {silent[0].pod}"
         )
-        remedy = "If no pods are being replaced, its image is too old: set spec.images.policy to Follow"
+        remedy = (
+            "If no pods are being replaced, create injected pods again. If the image is too old, set "
+            "spec.images.policy to Follow"
+        )
         return Condition("Unknown", "NotReported", f"{count}. {remedy}")
     if not answering:
         return None
