@@ -25,7 +25,7 @@ _EXAMPLES = {
     "size": ("1Gi", "0.5Ti", "1073741824"),
     "memoryPerShard": ("512Mi", "1Gi"),
     "bytesPerSecond": ("1Gi", "100M"),
-    "lowerTierBytes": ("0", "1Gi", "1.5Gi"),
+    "lowerTierBytes": ("1", "1Gi", "1.5Gi"),
     "resourceName": ("nvidia.com/gpu", "amd.com/gpu"),
     "url": ("redis://h:1", "rediss://h:1,i:2/3?verify=ca", "redis-cluster://h:7000"),
     "gpuHour": ("2.50", "0"),

@@ -48,6 +48,8 @@ REFUSED = [
     (named(salted("a", memoryPercent=0)), "memoryPercent"),
     (named(salted("a", priority=101)), "priority"),
     (named(salted("a", lowerTierBytes="1GB")), "an amount of bytes such as 64Gi or 0.5Ti"),
+    (named(salted("a", lowerTierBytes="0")), "must be between 1 and 1024Ti"),
+    (named(default={"lowerTierBytes": "0.5"}), "must be between 1 and 1024Ti"),
     (named(of_secret("s") | {"saltSecretRef": {"name": "s", "key": "../x"}}), "saltSecretRef.key"),
     (
         named(*[salted("a", name=f"t{n}", saltHash=f"{n:064x}") for n in range(65)]),
@@ -93,7 +95,7 @@ def test_tenants_need_an_engine(plane, admission):
     "spec",
     [
         named(),
-        named(of_secret(minMemoryPercent=50), salted("b", minMemoryPercent=50, lowerTierBytes="0")),
+        named(of_secret(minMemoryPercent=50), salted("b", minMemoryPercent=50, lowerTierBytes="1")),
         named(header=True, default={"priority": -100}) | {"router": {"policy": "CacheAware"}},
         named(default={"memoryPercent": 30}) | {"tiers": {"memory": {"tenantQuotaPercent": 30}}},
         named(salted("a")) | {"engine": {"kind": "SGLang"}},

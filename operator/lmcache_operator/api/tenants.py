@@ -17,6 +17,8 @@ NO_LIMIT_PERCENT = 100
 _PRIORITY: dict[str, Any] = {"default": 0, "minimum": -100, "maximum": 100}
 _PRIORITY_MEANING = "If the memory tier is full, rows of a lower priority are evicted first."
 _LOWER_TIER_MEANING = "Bytes of a pod's disk tier that one tenant may use, such as 100Gi. Default: no limit."
+# The sidecars' file has 0 for no limit.
+_LOWER_TIER_BOUNDS = "1", "1024Ti"
 
 
 class SaltSecretRef(Part):
@@ -41,7 +43,7 @@ class DefaultTenant(Part):
         maximum=100,
     )
     lower_tier_bytes: str | None = field(
-        _LOWER_TIER_MEANING, **size_between("tenants.default.lowerTierBytes", "0", "1024Ti")
+        _LOWER_TIER_MEANING, **size_between("tenants.default.lowerTierBytes", *_LOWER_TIER_BOUNDS)
     )
     priority: int = field(_PRIORITY_MEANING, **_PRIORITY)
 
@@ -95,7 +97,7 @@ class Tenant(Part):
         maximum=100,
     )
     lower_tier_bytes: str | None = field(
-        _LOWER_TIER_MEANING, **size_between("tenants.named[].lowerTierBytes", "0", "1024Ti")
+        _LOWER_TIER_MEANING, **size_between("tenants.named[].lowerTierBytes", *_LOWER_TIER_BOUNDS)
     )
     priority: int = field(_PRIORITY_MEANING, **_PRIORITY)
 

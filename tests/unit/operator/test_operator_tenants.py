@@ -63,6 +63,8 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     (named(hashed("a", priority=101)), f"{NAMED}[0].priority", "at most 100"),
     (named(hashed("a", priority=-101)), f"{NAMED}[0].priority", "at least -100"),
     (named(hashed("a", lowerTierBytes="1GB")), f"{NAMED}[0].lowerTierBytes", "such as 64Gi"),
+    (named(hashed("a", lowerTierBytes="0")), f"{NAMED}[0].lowerTierBytes", "between 1 and 1024Ti"),
+    (named(default={"lowerTierBytes": "0.5"}), f"{DEFAULT}.lowerTierBytes", "between 1 and 1024Ti"),
     (named({"saltSecretRef": {"name": "s", "key": "../x"}}), f"{NAMED}[0].saltSecretRef.key", "not match"),
     (named({"saltSecretRef": {"name": "s", "key": "..x"}}), f"{NAMED}[0].saltSecretRef.key", "not match"),
     (named(*[hashed("a", saltHash=f"{n:064x}") for n in range(65)]), NAMED, "more than 64 items"),
