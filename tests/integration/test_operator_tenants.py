@@ -45,6 +45,7 @@ REFUSED = [
     (named({"name": "bare"}), "exactly one of saltHash and saltSecretRef"),
     (named(salted("A")), "saltHash"),
     (named(salted("a", name="Search")), "spec.tenants.named[0].name"),
+    (named(salted("a", name="default")), "use tenants.default"),
     (named(salted("a", memoryPercent=0)), "memoryPercent"),
     (named(salted("a", priority=101)), "priority"),
     (named(salted("a", lowerTierBytes="1GB")), "an amount of bytes such as 64Gi or 0.5Ti"),

@@ -53,6 +53,14 @@ class DefaultTenant(Part):
         return _bytes(self.lower_tier_bytes)
 
 
+# Sidecars count the salts without an entry by this name.
+_NOT_DEFAULT = Rule(
+    "self != 'default'",
+    "default is the name of all salts without an entry: use tenants.default, or another name",
+    lambda name: name != "default",
+)
+
+
 class Tenant(Part):
     """The budget of one tenant."""
 
@@ -73,6 +81,7 @@ class Tenant(Part):
         "Name of the tenant in metrics, status and messages. It is no secret.",
         maxLength=63,
         pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
+        rules=(_NOT_DEFAULT,),
     )
     salt_hash: str | None = field(
         "Hash of the tenant's salt, as `lmcache-sidecar salt-hash` prints it.",

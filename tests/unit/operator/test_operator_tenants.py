@@ -17,6 +17,7 @@ from lmcache_operator.reconcile.probe import SidecarProber
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 
+from lmcache.tiers.budgets import DEFAULT_NAME
 from tests.harness.operator_components import ReconciledCluster
 from tests.harness.operator_model import cluster
 from tests.harness.operator_plans import LATE, settled_world, status_of
@@ -58,6 +59,7 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     (named({"saltHash": "A" * 64}), f"{NAMED}[0].saltHash", "does not match"),
     (named({"saltHash": "a" * 63}), f"{NAMED}[0].saltHash", "does not match"),
     (named(hashed("a", name="Search")), f"{NAMED}[0].name", "does not match"),
+    (named(hashed("a", name=DEFAULT_NAME)), f"{NAMED}[0].name", "use tenants.default"),
     (named(hashed("a", memoryPercent=0)), f"{NAMED}[0].memoryPercent", "at least 1"),
     (named(hashed("a", memoryPercent=101)), f"{NAMED}[0].memoryPercent", "at most 100"),
     (named(hashed("a", priority=101)), f"{NAMED}[0].priority", "at most 100"),
