@@ -100,18 +100,21 @@ class TenantOrders:
         account: Account,
         sparing: Hashable,
         is_protected: Callable[[Account], bool],
+        max_rows: int,
         *,
         is_within_share: bool,
     ) -> Iterator[int]:
         """Yield the rows that a store of this account may evict, in order.
 
+        ``max_rows``: limit for each account, so that pinned rows of one do not hide the rows of another.
         ``is_within_share``: the account uses less than its guaranteed share. Its rows then come last.
         """
         accounts = [other for other in self._orders if other is account or not is_protected(other)]
         if not is_within_share or account not in self._orders:
-            return self._merge(accounts, sparing)
+            return self._merge(accounts, sparing, max_rows)
         accounts.remove(account)
-        return itertools.chain(self._merge(accounts, sparing), self._merge([account], sparing))
+        last = self._merge([account], sparing, max_rows)
+        return itertools.chain(self._merge(accounts, sparing, max_rows), last)
 
     def victims_of(self, tenant: bytes, account: Account, sparing: Hashable) -> Iterator[int]:
         """Yield the rows that count against the upper bound of a tenant, in eviction order."""
@@ -124,15 +127,18 @@ class TenantOrders:
         merged = heapq.merge(*sections, key=lambda section: section[0])
         return ((name, rows) for _, name, rows in merged)
 
-    def _merge(self, accounts: Iterable[Account], sparing: Hashable) -> Iterator[int]:
+    def _merge(
+        self, accounts: Iterable[Account], sparing: Hashable, max_rows: int | None = None
+    ) -> Iterator[int]:
         present = [account for account in accounts if not self._orders[account].is_empty]
         present.sort(key=_priority)
         for _, equals in itertools.groupby(present, _priority):
             orders = [self._orders[account] for account in equals]
             if len(orders) == 1:
-                yield from orders[0].victims(sparing)
+                yield from itertools.islice(orders[0].victims(sparing), max_rows)
             else:
-                yield from (row for _, row in heapq.merge(*(o.aged_victims(sparing) for o in orders)))
+                oldest = [itertools.islice(order.aged_victims(sparing), max_rows) for order in orders]
+                yield from (row for _, row in heapq.merge(*oldest))
 
     def _order(self, account: Account) -> AgedLRU:
         order = self._orders.get(account)

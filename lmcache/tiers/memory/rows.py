@@ -26,7 +26,7 @@ INCOMPLETE_SECONDS = 30.0
 """Ranks of one engine store a chunk within one step. After this time the missing columns are lost."""
 
 _MAX_DEPTH = (1 << 32) - 1  # largest 32-bit number
-_MAX_EVICTIONS = 64  # for one new row: bounds the time of one call
+_MAX_EVICTIONS = 64  # for one new row, and rows to look at (of each budget): bounds the time of one call
 
 
 class Rows(RowIndex):
@@ -281,15 +281,20 @@ class Rows(RowIndex):
         return True
 
     def _victims(self, num_slots: int, sparing: Hashable, tenant: bytes) -> Iterator[int]:
-        """Yield rows in the order in which a store of this tenant evicts them."""
+        """Yield rows in the order in which a store of this tenant evicts them.
+
+        Rows that are pinned or not usable are among them. They may fill the limit of one budget, so that
+        each budget has its own."""
         if not self.is_evicting:
             return iter(())
         if self._orders is None:
-            return self.policy.victims(sparing)
+            return itertools.islice(self.policy.victims(sparing), _MAX_EVICTIONS)
         account = self.stats.tenants.account(tenant)
         num_present = account.num_bytes // self._bytes_per_slot
         is_within_share = num_present + num_slots <= self._share(account.budget.min_memory_percent)
-        return self._orders.victims_for(account, sparing, self._is_protected, is_within_share=is_within_share)
+        return self._orders.victims_for(
+            account, sparing, self._is_protected, _MAX_EVICTIONS, is_within_share=is_within_share
+        )
 
     def _long_incomplete(self) -> Iterator[int]:
         """Yield the oldest few rows whose missing columns are lost."""
@@ -311,10 +316,9 @@ class Rows(RowIndex):
         usable_frames = self._usable_frames
 
         def usable(rows: Iterable[int]) -> Iterator[int]:
-            first = itertools.islice(rows, _MAX_EVICTIONS)
-            return (number for number in first if number % self.allocator.num_frames < usable_frames)
+            return (number for number in rows if number % self.allocator.num_frames < usable_frames)
 
-        for number in usable(self.dropped):
+        for number in usable(itertools.islice(self.dropped, _MAX_EVICTIONS)):
             self._free(number)
             return True
         for number in usable(self._long_incomplete()):

@@ -122,6 +122,42 @@ def test_evictions_count_for_the_budget_of_the_row():
     assert tier.stats.tenant_counts.evicted == {"search": 1, "default": 2}
 
 
+def flood(tier: MemoryTier, num_rows: int) -> None:
+    """Store rows of the tenant b. They are pinned, as they are until their checksums are recorded."""
+    for number in range(num_rows):
+        slot = tier.reserve(key(f"b.{number}"), 0, OWNER, length=4096, request=f"b{number}", tenant=b"b").slot
+        assert slot is not None
+        tier.commit([slot], 0, OWNER)
+        tier.pin(slot)
+
+
+def test_pinned_rows_of_lower_priority_refuse_no_stores():
+    tier = new_tier(200, Budgets(by_tenant={b"b": Budget("batch", priority=-10)}))
+    flood(tier, 100)
+    for number in range(100):
+        assert store(tier, f"a.{number}") is Reserved.SLOT
+    assert [store(tier, f"{tenant}0") for tenant in "ac."] == [Reserved.SLOT] * 3
+    assert tier.num_used == 200
+    assert sum(name.startswith("b") for name in order(tier)) == 100
+
+
+def test_pinned_rows_of_a_flood_refuse_no_stores_within_a_guarantee():
+    tier = new_tier(200, Budgets(by_tenant={b"a": Budget("search", min_memory_percent=60)}))
+    flood(tier, 100)
+    for number in range(100):
+        assert store(tier, f"a.{number}") is Reserved.SLOT
+    assert store(tier, "a0") is Reserved.SLOT
+    assert sum(name.startswith("b") for name in order(tier)) == 100
+
+
+def test_pinned_rows_of_equal_priority_refuse_no_stores():
+    tier = new_tier(200, Budgets(Budget(memory_percent=99), {b"b": Budget("batch")}))
+    flood(tier, 100)
+    for number in range(100):
+        assert store(tier, f"{'ac'[number % 2]}.{number}") is Reserved.SLOT
+    assert store(tier, "a0") is Reserved.SLOT
+
+
 def test_salts_are_resolved_for_each_namespace():
     search = Budget("search")
     salted = SaltedBudgets(Budget(priority=3), {keys.salt_hash("s3cret"): search})
