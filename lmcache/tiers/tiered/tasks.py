@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Hashable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -123,12 +124,16 @@ def _do(future: Future[T], operation: Callable[[], T]) -> None:
 
 
 class Turns:
-    """A semaphore of the event loop for which tenants take turns, however many tasks of each are waiting."""
+    """A semaphore of the event loop for which tenants take turns, however many tasks of each are waiting.
+
+    All operations take constant time, also the end of a wait: thousands of waits may time out at once.
+    """
 
     def __init__(self, number: int) -> None:
         """``number``: tasks that may have a turn at once."""
         self._num_free = number
-        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
+        # Tasks that wait, by tenant: the next ones first. No tenant is without tasks.
+        self._waiting: OrderedDict[Hashable, OrderedDict[asyncio.Future[None], None]] = OrderedDict()
 
     async def take(self, tenant: Hashable) -> None:
         """Wait for a turn, which the caller must give back."""
@@ -136,23 +141,34 @@ class Turns:
             self._num_free -= 1
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.put(tenant, (turn,))
+        self._waiting.setdefault(tenant, OrderedDict())[turn] = None
         try:
             await turn
         except asyncio.CancelledError:
-            self._waiting.drop(tenant, lambda other: other is turn)
-            if not turn.cancelled():  # the turn came at the same time
+            if turn.cancelled():
+                self._leave(tenant, turn)
+            else:  # the turn came at the same time
                 self.give_back()
             raise
 
     def give_back(self) -> None:
         """End a turn. The next waiting task gets it."""
         while self._waiting:
-            turn = self._waiting.take_next()
+            tenant = next(iter(self._waiting))
+            self._waiting.move_to_end(tenant)
+            turn = next(iter(self._waiting[tenant]))
+            self._leave(tenant, turn)
             if not turn.cancelled():
                 turn.set_result(None)
                 return
         self._num_free += 1
+
+    def _leave(self, tenant: Hashable, turn: asyncio.Future[None]) -> None:
+        """Remove a task that no longer waits; it may have been removed before."""
+        turns = self._waiting.get(tenant, OrderedDict())
+        turns.pop(turn, None)
+        if not turns:
+            self._waiting.pop(tenant, None)
 
 
 class Outstanding:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 
+from lmcache.common import fair_queue
+from lmcache.tiers.tiered import tasks
 from lmcache.tiers.tiered.tasks import Turns, Workers
 
 
@@ -56,6 +59,57 @@ def test_cancelled_waits_lose_no_turn():
         assert not late.done(), "there is one turn, and the second task has it"
         turns.give_back()
         await asyncio.wait_for(late, 5)
+
+    asyncio.run(run())
+
+
+def test_waits_that_time_out_at_once_take_constant_time_each():
+    num_waits, num_calls = 1000, 0
+    files = {tasks.__file__, fair_queue.__file__}
+
+    def count(frame, event, _) -> None:
+        nonlocal num_calls
+        num_calls += event == "call" and frame.f_code.co_filename in files
+
+    async def run() -> None:
+        turns = Turns(1)
+        await turns.take("flood")
+        waiting = [asyncio.create_task(turns.take("flood")) for _ in range(num_waits)]
+        quiet = asyncio.create_task(turns.take("quiet"))
+        await asyncio.sleep(0)
+        sys.setprofile(count)
+        try:
+            for task in waiting:
+                task.cancel()
+            await asyncio.wait(waiting)
+        finally:
+            sys.setprofile(None)
+        late = asyncio.create_task(turns.take("flood"))
+        await asyncio.sleep(0)
+        turns.give_back()
+        await asyncio.wait_for(quiet, 5)
+        assert not late.done()
+        turns.give_back()
+        await asyncio.wait_for(late, 5)
+        assert not turns._waiting, "tasks that left are not referenced"
+
+    asyncio.run(run())
+    assert 0 < num_calls <= 10 * num_waits
+
+
+def test_waits_that_end_do_not_delay_the_turn_of_their_tenant():
+    async def run() -> None:
+        turns = Turns(1)
+        await turns.take("a")
+        left = asyncio.create_task(turns.take("b"))
+        stays = asyncio.create_task(turns.take("b"))
+        later = asyncio.create_task(turns.take("c"))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.wait([left])
+        turns.give_back()
+        await asyncio.wait_for(stays, 5)
+        assert not later.done()
 
     asyncio.run(run())
 
