@@ -7,17 +7,23 @@ body, which the client writes. A gateway that knows the tenant can set a header 
 - Without the header, nothing is changed. The gateway must therefore set the header in each request, and
   replace a header of the client. Clients must not reach the engine by another way.
 - Requests without a body, such as ``GET /health``, pass.
+- Errors of vLLM may repeat the request's body. The salt in them is replaced by ``***``. vLLM's logs of errors
+  and its debug logs may still contain it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 HEADER = b"x-lmcache-tenant"
 MAX_BODY_BYTES = 32 << 20
 """Longest body that the middleware changes. It holds the body in memory several times."""
+
+MAX_ERROR_BYTES = 1 << 20
+"""Longest error that is passed to the client. Another text replaces a longer one."""
 
 MAX_SALT_BYTES = 256
 PATHS = frozenset(
@@ -31,6 +37,7 @@ PATHS = frozenset(
 )
 """Paths whose requests have a ``cache_salt`` in all supported versions. At other paths vLLM may ignore it."""
 
+_MIN_PIECE = 3  # bytes of a shortened salt
 _POLICY_VIOLATION = 1008  # code of a closed WebSocket
 
 _Message = MutableMapping[str, Any]
@@ -66,7 +73,73 @@ class TenantHeader:
         except _RefusedError as error:
             await _refuse(scope, receive, send, f"X-LMCache-Tenant: {error}")
             return
-        await self._app(_with_length(scope, len(changed)), _again(changed, receive), send)
+        changed_scope = _with_length(scope, len(changed))
+        await self._app(changed_scope, _again(changed, receive), _Errors(send, salt).send)
+
+
+class _Errors:
+    """The answer to one request. Successful answers pass as they are; the salt is removed from errors."""
+
+    def __init__(self, send: _Send, salt: str) -> None:
+        self._send = send
+        self._salt = salt
+        self._start: _Message | None = None  # of an error, until its body is complete
+        self._body = bytearray()
+
+    async def send(self, message: _Message) -> None:
+        """Send a message, or wait for the rest of an error."""
+        if message["type"] == "http.response.start" and message["status"] >= 400:
+            self._start = message
+        elif self._start is None or message["type"] != "http.response.body":
+            await self._send(message)
+        else:
+            self._body += message.get("body", b"")[: MAX_ERROR_BYTES + 1 - len(self._body)]
+            if not message.get("more_body", False):
+                start, self._start = self._start, None
+                await self._send_error(start)
+
+    async def _send_error(self, start: _Message) -> None:
+        headers = [header for header in start.get("headers", ()) if header[0].lower() != b"content-length"]
+        is_encoded = any(name.lower() == b"content-encoding" for name, _ in headers)
+        if is_encoded or len(self._body) > MAX_ERROR_BYTES:
+            headers = [(b"content-type", b"application/json")]
+            body = _error("the server's error is withheld: it is too long or compressed", start["status"])
+        else:
+            body = _without_salt(bytes(self._body), self._salt)
+        headers.append((b"content-length", str(len(body)).encode()))
+        await self._send({**start, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+
+def _escaped(text: str) -> tuple[str, ...]:
+    """Return the text as it may appear in JSON or a representation. One with both quotes escapes ``'``."""
+    quotes = "\"'"
+    return (
+        json.dumps(text)[1:-1],
+        json.dumps(text, ensure_ascii=False)[1:-1],
+        *(represent(text)[1:-1] for represent in (repr, ascii)),
+        *(represent(quotes + text)[4:-1] for represent in (repr, ascii)),
+    )
+
+
+def _without_salt(body: bytes, salt: str) -> bytes:
+    """Return the text of an error without the salt, which may be escaped, or shortened by ``...``."""
+    forms = {salt}
+    for _ in range(3):  # such as the representation of a body in JSON, in JSON
+        forms.update(*map(_escaped, tuple(forms)))
+    for known in sorted((form.encode() for form in forms), key=len, reverse=True):
+        body = body.replace(known, b"***")
+        if len(known) > _MIN_PIECE and b"..." in body:
+            body = _without_start(body, known)
+            body = _without_start(body[::-1], known[::-1])[::-1]
+    return body
+
+
+def _without_start(body: bytes, known: bytes) -> bytes:
+    """Replace parts before ``...`` with which ``known`` starts. Takes time in proportion to the body."""
+    rest = known[_MIN_PIECE:]
+    parts = b"|".join(re.escape(rest[:length]) for length in range(len(rest), -1, -1))
+    return re.sub(re.escape(known[:_MIN_PIECE]) + b"(?:" + parts + b")(?=\\.\\.\\.)", b"***", body)
 
 
 def _read_salt(values: list[bytes]) -> str:
@@ -144,8 +217,12 @@ async def _refuse(scope: _Message, receive: _Receive, send: _Send, reason: str) 
         if kind not in (scope.get("extensions") or {}):
             await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": reason[:100]})
             return
-    error = {"error": {"message": reason, "type": "BadRequestError", "code": 400}}
-    body = json.dumps(error).encode()
+    body = _error(reason, 400)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": f"{kind}.start", "status": 400, "headers": headers})
     await send({"type": f"{kind}.body", "body": body})
+
+
+def _error(reason: str, status: int) -> bytes:
+    kind = "BadRequestError" if status == 400 else "Error"
+    return json.dumps({"error": {"message": reason, "type": kind, "code": status}}).encode()

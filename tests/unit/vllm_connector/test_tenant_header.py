@@ -149,3 +149,70 @@ def test_other_events_pass():
 def test_client_that_leaves_reaches_no_server():
     result = request(headers=(JSON, TENANT))
     assert (result.body, result.sent) == (None, [])
+
+
+def answered(salt: str, status: int, *parts: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> Any:
+    """Return status, headers and body that a client gets when the server answers so."""
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"{}"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def server(scope: Any, receive: Any, send: Any) -> None:
+        length = (b"Content-Length", str(sum(map(len, parts))).encode())
+        await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+        for number, part in enumerate(parts):
+            await send({"type": "http.response.body", "body": part, "more_body": number < len(parts) - 1})
+
+    tenant = (tenant_header.HEADER, salt.encode())
+    scope = {"type": "http", "path": "/v1/completions", "headers": [JSON, tenant]}
+    asyncio.run(TenantHeader(server)(scope, receive, send))
+    body = b"".join(message["body"] for message in sent[1:])
+    got = {name.lower(): value for name, value in sent[0]["headers"]}
+    assert got[b"content-length"] == str(len(body)).encode()
+    return sent[0]["status"], got, body
+
+
+SALT = "s3\"cr\\et-\u00e9-'0123456789"
+
+
+@pytest.mark.parametrize(
+    "detail",
+    [
+        SALT,
+        {"input": {"cache_salt": SALT, "n": 1}},
+        repr({"cache_salt": SALT}),
+        json.dumps({"cache_salt": SALT}),
+        str(json.dumps({"cache_salt": SALT}).encode()),
+        "input_value={'prompt': 1, 'cach..." + SALT[-12:] + "'}",
+        "input_value={'cache_salt': '" + SALT[:7] + "...ix'}",
+    ],
+)
+@pytest.mark.parametrize("is_ascii", [True, False])
+def test_errors_do_not_return_the_salt(detail: Any, is_ascii: bool):
+    body = json.dumps({"detail": detail, "code": 7}, ensure_ascii=is_ascii).encode()
+    status, _, got = answered(SALT, 400, *(body[start : start + 5] for start in range(0, len(body), 5)))
+    assert status == 400
+    assert json.loads(got)["code"] == 7
+    assert b"***" in got
+    for piece in ("cr", "et-", "0123456789", "-\u00e9"):
+        assert piece not in got.decode()
+
+
+def test_successful_answers_pass_unchanged():
+    body = f"data: {SALT}".encode()
+    assert answered(SALT, 200, body[:4], body[4:])[2] == body
+
+
+def test_error_that_cannot_be_read_is_withheld(monkeypatch):
+    for options in ({"headers": ((b"Content-Encoding", b"gzip"),)}, {}):
+        status, headers, body = answered(SALT, 422, b"x" * 11, **options)
+        assert status == 422
+        assert b"content-encoding" not in headers
+        assert (b"withheld" in body) is bool(options)
+    monkeypatch.setattr(tenant_header, "MAX_ERROR_BYTES", 10)
+    assert b"withheld" in answered(SALT, 422, b"x" * 6, b"x" * 5)[2]
+    assert answered(SALT, 422, b"x" * 6, b"x" * 4)[2] == b"x" * 10
