@@ -40,6 +40,8 @@ TENANTS: tuple[Figure[tuple[TenantsFile, MemoryStats]], ...] = (
 
 
 def tenants_part(file: TenantsFile, counts: MemoryStats) -> Part:
-    """Return the statistics of tenants by the names of their budgets. Never contains salts or hashes."""
-    facts = {"tenants_problem": file.problem}
+    """Return the statistics of tenants by the names of their budgets. Never contains salts or hashes.
+
+    ``tenants_problem`` is None without a file: budgets that no file declares have no problem."""
+    facts = {"tenants_problem": file.problem if file.path else None}
     return Part("tenants", facts, read(TENANTS, (file, counts)), "lmcache_tenant")

@@ -71,6 +71,7 @@ def test_without_a_file_only_the_quota_counts(tmp_path: Path):
     file.follow()
     assert file.problem == ""
     assert file.budgets.of(b"any") == Budget("default", 30)
+    assert document([tenants_part(file, MemoryStats())])["tenants"]["tenants_problem"] is None
 
 
 @pytest.mark.parametrize(
@@ -131,6 +132,7 @@ def test_invalid_file_changes_nothing_and_is_reported(bench: Bench, caplog, text
     facts = document([tenants_part(bench.file, MemoryStats())])["tenants"]
     assert mistake in facts["tenants_problem"]
     assert bench.follow("") == ""
+    assert document([tenants_part(bench.file, MemoryStats())])["tenants"]["tenants_problem"] == ""
 
 
 def test_named_tenants_get_the_bound_of_the_default(bench: Bench):
