@@ -8,7 +8,7 @@ as a whole, and has one index entry. All ranks therefore agree on the length of 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from lmcache.tiers.stats import ObjectStats
@@ -185,7 +185,12 @@ class OwnerBound(NamedTuple):
 class BoundedTier(Protocol):
     """A lower tier that can bound the bytes of owners: this pod's disk. Tiers of several pods can't."""
 
-    def store_within(
-        self, object_id: ObjectId, payload: memoryview, label: bytes, digests: bytes, bound: OwnerBound
+    def admits(self, lengths: Mapping[ObjectId, int], bound: OwnerBound) -> bool:
+        """May the owner store all of these objects, given the bytes of each payload? Counts a refusal.
+
+        Stored objects take no more bytes. Rows that are stored at the same moment may exceed the bound."""
+
+    def store_for(
+        self, object_id: ObjectId, payload: memoryview, label: bytes, digests: bytes, owner: str
     ) -> bool:
-        """Store an object as ``LowerTier.store`` does; False also if the owner's bound refuses it."""
+        """Store an object as ``LowerTier.store`` does, and count it for its owner."""

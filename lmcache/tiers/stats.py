@@ -212,6 +212,7 @@ class WriteSkipped(enum.Enum):
     """Reason why a row is not (yet) in a lower tier; a label of the write counters."""
 
     REFUSED = "refused"  # by the tier, for example a full one; tried again later
+    BOUND = "bound"  # the tenant's bound in the tier is reached; not tried again
     DROPPED = "dropped"  # the queue was full, or the arena got another format
     EVICTED = "evicted"  # left the memory tier before its turn
     FAILED = "failed"  # an error; the log has the details

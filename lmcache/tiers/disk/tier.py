@@ -29,7 +29,7 @@ import os
 import threading
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -135,26 +135,25 @@ class DiskTier:
         with self._watching():
             return self._store(object_id, payload, label, digests)
 
-    def store_within(
-        self, object_id: ObjectId, payload: memoryview, label: bytes, digests: bytes, bound: OwnerBound
-    ) -> bool:
-        """Store an object as ``store`` does, unless its owner would then have more bytes than its bound.
-
-        The owner's objects from before a restart count again when they are stored again or marked as used
-        by this method. Stores at the same moment may exceed the bound by one object each."""
-        num_bytes = self._directory.object_bytes(len(payload))
+    def admits(self, lengths: Mapping[ObjectId, int], bound: OwnerBound) -> bool:
+        """See BoundedTier. All objects are admitted until ``indexed``."""
         with self._lock:
-            index = self._index
-            if index is None or object_id in index:
-                num_bytes = 0
-            num_present = index.bytes_by_owner[bound.owner] if index is not None else 0
-            if num_bytes and num_present + num_bytes > bound.num_bytes:
-                self.stats.refused["tenant"] += 1
-                return False
+            if self._index is None:
+                return True
+            new = [length for object_id, length in lengths.items() if object_id not in self._index]
+            num_bytes = sum(map(self._directory.object_bytes, new))
+            if not num_bytes or self._index.bytes_by_owner[bound.owner] + num_bytes <= bound.num_bytes:
+                return True
+        return self._refuse("tenant")
+
+    def store_for(
+        self, object_id: ObjectId, payload: memoryview, label: bytes, digests: bytes, owner: str
+    ) -> bool:
+        """See BoundedTier. Objects from before a restart count when they are stored again."""
         is_stored = self.store(object_id, payload, label, digests)
         with self._lock:
             if self._index is not None:
-                self._index.assign(object_id, bound.owner)
+                self._index.assign(object_id, owner)
         return is_stored
 
     def touch(self, keys: Sequence[RowKey], num_columns: int) -> set[RowKey]:

@@ -218,22 +218,40 @@ class TierWorker(TierOperations):
         if key is None:
             return WriteSkipped.EVICTED
         label, tenant = self._labels.get(split_row_key(key)[0], b""), self._memory.tenant(slot)
-        budget = self._memory.stats.tenants.budgets.of(tenant)
-        bound = OwnerBound(budget.name, budget.disk_bytes)
-        columns = self._memory.payloads(slot)
+        columns, bound = self._memory.payloads(slot), self._bound(tenant)
         try:
+            if bound is not None and not await self._is_admitted(key, columns, tenant, bound):
+                return WriteSkipped.BOUND
             known = write.digests
             if known is None:  # the checksums may be old: check that the bytes still match
                 known = await self._run(self._writers, lambda: list(map(digests, columns)), tenant)
                 if checksums_of(key, columns, known) != recorded_checksums(self._memory.arena, slot):
                     self._memory.note_verified(slot, is_intact=False)
                     return WriteSkipped.INVALIDATED
+            owner = None if bound is None else bound.owner
             is_stored = await self._run(
-                self._writers, lambda: _store_columns(self._tier, key, columns, label, known, bound), tenant
+                self._writers, lambda: _store_columns(self._tier, key, columns, label, known, owner), tenant
             )
         finally:
             self._memory.unpin(slot)
         return None if is_stored else WriteSkipped.REFUSED
+
+    def _bound(self, tenant: bytes) -> OwnerBound | None:
+        """Return the tenant's bound in the tier, if any. A tenant that is not named has one of its own."""
+        budgets = self._memory.stats.tenants.budgets
+        budget = budgets.of(tenant)
+        name = budget.name if tenant in budgets.by_tenant else tenant.hex()
+        return OwnerBound(name, budget.disk_bytes) if budget.disk_bytes else None
+
+    async def _is_admitted(
+        self, key: RowKey, columns: Sequence[memoryview], tenant: bytes, bound: OwnerBound
+    ) -> bool:
+        """Does the bound admit all columns of a row? A row with fewer columns would be useless."""
+        tier = self._tier
+        if not isinstance(tier, BoundedTier):
+            return True
+        lengths = {ObjectId(key, column): len(payload) for column, payload in enumerate(columns)}
+        return await self._run(self._writers, lambda: tier.admits(lengths, bound), tenant)
 
     def _end_write(self, write: Write, reason: WriteSkipped | None) -> None:
         """Record that a row was written (None), or why it was not."""
@@ -308,13 +326,13 @@ def _store_columns(
     columns: Sequence[memoryview],
     label: bytes,
     column_digests: Sequence[bytes],
-    bound: OwnerBound,
+    owner: str | None,
 ) -> bool:
     """Store all columns of a row; False: the tier refused one. Runs in a writer thread."""
     for column, (payload, known) in enumerate(zip(columns, column_digests, strict=True)):
         object_id = ObjectId(key, column)
-        if bound.num_bytes and isinstance(tier, BoundedTier):
-            is_stored = tier.store_within(object_id, payload, label, known, bound)
+        if owner is not None and isinstance(tier, BoundedTier):
+            is_stored = tier.store_for(object_id, payload, label, known, owner)
         else:
             is_stored = tier.store(object_id, payload, label, known)
         if not is_stored:

@@ -20,7 +20,8 @@ def name(number: int) -> ObjectId:
 
 
 def store(tier: DiskTier, number: int, owner: str = "a", limit: int = 3 * OBJECT_BYTES) -> bool:
-    return tier.store_within(name(number), PAYLOAD, b"", b"", OwnerBound(owner, limit))
+    is_admitted = tier.admits({name(number): len(PAYLOAD)}, OwnerBound(owner, limit))
+    return is_admitted and tier.store_for(name(number), PAYLOAD, b"", b"", owner)
 
 
 @contextlib.contextmanager
@@ -48,6 +49,15 @@ def test_owner_at_its_bound_stores_no_more_until_an_object_leaves(tier):
     assert store(tier, 4)
     assert not store(tier, 5)
     assert store(tier, 5, limit=4 * OBJECT_BYTES)
+
+
+def test_bound_admits_all_columns_of_a_row_or_none(tier):
+    lengths = {ObjectId(bytes(64), column): len(PAYLOAD) for column in range(3)}
+    assert not tier.admits(lengths, OwnerBound("a", 2 * OBJECT_BYTES))
+    assert tier.admits(lengths, OwnerBound("a", 3 * OBJECT_BYTES))
+    assert tier.store_for(ObjectId(bytes(64), 0), PAYLOAD, b"", b"", "a")
+    assert tier.admits(lengths, OwnerBound("a", 3 * OBJECT_BYTES)), "the first column is stored already"
+    assert not tier.admits(lengths, OwnerBound("a", 3 * OBJECT_BYTES - 1))
 
 
 def test_objects_without_an_owner_do_not_count(tier):
