@@ -235,6 +235,6 @@ def test_missing_and_old_definitions_are_found(tmp_path):
         shown = kubectl("doctor")
         assert shown.stderr == ""
         text = " ".join(shown.stdout.split())
-        assert "is of another version: it lacks spec.tiers.disk, and 2 more." in text
+        assert "is of another version: it lacks spec.tiers.disk, and 5 more." in text
         assert "The admission policy of the chart, or its binding, is missing." in text
         assert f"Pods name an LMCacheCluster {NAME} that does not exist in the namespace: own." in text
