@@ -130,8 +130,10 @@ class PlainFiles:
 class EncryptedFiles:
     """An encrypted header, then encrypted pieces. See ``FileFormat``.
 
-    The tags of the pieces take the place of the checksum. Transfers use memory of the cipher, which is
-    aligned, so that O_DIRECT does not depend on the caller's memory.
+    The tags of the pieces show damage of the file. The header has the payload's checksum only if the caller
+    knows the digests: the tags can't show that the payload changed between its digests and its encryption.
+    Transfers use memory of the cipher, which is aligned, so that O_DIRECT does not depend on the caller's
+    memory.
     """
 
     def __init__(self, cipher: Cipher) -> None:
@@ -152,7 +154,8 @@ class EncryptedFiles:
         """See FileFormat. The first write covers the header's page and the first piece."""
         total, begin, position = len(payload), PAGE_BYTES, 0
         buffer = self._cipher.buffer(PAGE_BYTES + _padded(min(total, PIECE_BYTES)))
-        header = _header(object_id, total, NO_CHECKSUM, label)
+        checksum = combined(part_digests) if part_digests else NO_CHECKSUM
+        header = _header(object_id, total, checksum, label)
         self._cipher.encrypt(Place.of_header(object_id), header, buffer[:_MARKER_BYTES])
         _clear(buffer[_MARKER_BYTES:PAGE_BYTES])
         for start in range(0, max(1, total), PIECE_BYTES):
@@ -171,7 +174,8 @@ class EncryptedFiles:
         if file_bytes < PAGE_BYTES or file_bytes % PAGE_BYTES:
             raise InvalidObjectError("length")
         buffer = self._read_some(fd, min(file_bytes, PAGE_BYTES + _padded(PIECE_BYTES)), 0)
-        total = self._parse_page(object_id, buffer).total_bytes
+        header = self._parse_page(object_id, buffer)
+        total = header.total_bytes
         if self.num_bytes(total) != file_bytes or total > len(into) or expected not in (None, total):
             raise InvalidObjectError("length")
         payload_digests = Digests()
@@ -184,7 +188,10 @@ class EncryptedFiles:
             place = Place(object_id, total, start)
             self._cipher.decrypt(place, encrypted[: len(piece) + OVERHEAD_BYTES], piece)
             payload_digests.update(piece)
-        return Loaded(total, payload_digests.digests())
+        part_digests = payload_digests.digests()
+        if header.checksum not in (NO_CHECKSUM, combined(part_digests)):
+            raise InvalidObjectError("checksum")
+        return Loaded(total, part_digests)
 
     def is_readable(self, fd: int, object_id: ObjectId) -> bool:
         """See FileFormat."""

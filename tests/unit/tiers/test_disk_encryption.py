@@ -222,6 +222,18 @@ class TestTier:
         assert tier.stats.invalid == {"authentication": 1}
         assert not file_of(path, 1).exists()
 
+    @pytest.mark.parametrize("size", [PAGE, PIECE_BYTES + PAGE])
+    def test_payload_that_changed_after_its_digests_is_a_miss(self, path, restart, size):
+        tier, object_id = restart(64 * MIB, cipher("disk", 1)), ObjectId(key_of(1), 0)
+        known, into = digests(content(1, size)), memoryview(bytearray(size))
+        assert tier.store(object_id, memoryview(content(2, size)), b"label", known)
+        assert tier.load(object_id, into, size) is None
+        assert tier.stats.invalid == {"checksum": 1}
+        assert not file_of(path, 1).exists()
+        assert tier.store(object_id, memoryview(content(1, size)), b"label", known)
+        assert tier.load(object_id, into, size).digests == known
+        assert into == content(1, size)
+
     def test_damaged_file_is_a_miss_and_is_deleted(self, path, restart):
         tier = restart(MIB, cipher("disk", 1))
         assert store(tier, 1)
