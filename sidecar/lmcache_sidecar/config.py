@@ -220,7 +220,8 @@ class Reading(NamedTuple):
     mistakes: tuple[str, ...] = ()
     """Messages about invalid values."""
     warnings: tuple[str, ...] = ()
-    """Messages about unknown options, which are ignored: a newer operator may have set them."""
+    """Messages about options that are ignored: unknown ones, which a newer operator may have set, and keys
+    of a tier that is not configured."""
 
     def usable(self) -> Config:
         """Return the configuration. Raises ConfigError with all mistakes."""
@@ -247,14 +248,22 @@ def read(arguments: Mapping[str, str | None], environ: Mapping[str, str]) -> Rea
         mistakes.append("--remote-username-file and --remote-password-file need --remote-url")
     if config.remote_shards_file and not (config.remote_url and config.remote_url.kind is Kind.SHARDS):
         mistakes.append("--remote-shards-file needs --remote-url with redis:// or rediss://")
-    if config.disk_encryption_keys_dir and not config.disk_path:
-        mistakes.append("--disk-encryption-keys-dir needs --disk-path")
-    if config.remote_encryption_keys_dir and not config.remote_url:
-        mistakes.append("--remote-encryption-keys-dir needs --remote-url")
     if config.memory_capacity < config.memory_size:
         mistakes.append("--memory-max-size must not be less than --memory-size")
-    warnings = (*options.unknown_keys(path, in_file, readers), *suspect_variables(environ))
-    return Reading(config, (*file_mistakes, *mistakes), warnings)
+    unknown = *options.unknown_keys(path, in_file, readers), *suspect_variables(environ)
+    return Reading(config, (*file_mistakes, *mistakes), (*unknown, *unused_keys(config)))
+
+
+def unused_keys(config: Config) -> Iterator[str]:
+    """Return messages about encryption keys of a tier that is not configured.
+
+    These are no mistakes: a tier that does not exist writes no rows, and the operator may have removed it
+    from the spec of a pod that still mounts its keys.
+    """
+    if config.disk_encryption_keys_dir and not config.disk_path:
+        yield "--disk-encryption-keys-dir has no effect without --disk-path"
+    if config.remote_encryption_keys_dir and not config.remote_url:
+        yield "--remote-encryption-keys-dir has no effect without --remote-url"
 
 
 def suspect_variables(environ: Mapping[str, str]) -> Iterator[str]:

@@ -144,10 +144,14 @@ def test_tier_is_off_until_there_is_a_key(tmp_path, path):
         assert facts["key_absent"] == 0
 
 
-def test_keys_without_their_tier_are_a_mistake():
+def test_keys_without_their_tier_are_a_warning():
+    """The spec of a pod may lose a tier while the pod still mounts the tier's keys."""
     for tier, needed in (("disk", "--disk-path"), ("remote", "--remote-url")):
         reading = read({f"{tier}_encryption_keys_dir": "/keys"}, {})
-        assert reading.mistakes == (f"--{tier}-encryption-keys-dir needs {needed}",)
+        expected = f"--{tier}-encryption-keys-dir has no effect without {needed}"
+        assert (reading.mistakes, reading.warnings) == ((), (expected,))
+        with contextlib.ExitStack() as opened:
+            assert open_tiers(reading.usable(), opened) == {}
 
 
 def test_tier_without_the_option_has_no_facts_of_encryption(tmp_path):
