@@ -192,6 +192,18 @@ def test_row_of_an_absent_version_is_replaced_by_a_store(open_tier, redis):
         assert value[:8] == MAGIC + (2).to_bytes(4, "little"), field
 
 
+@pytest.mark.parametrize("length", [0, 1, 751, 753, (1 << 16) + 1, 64 << 20])
+def test_marker_of_a_wrong_length_is_replaced_by_a_store(open_tier, redis, length):
+    """Another program may write a marker that is too large for a reply."""
+    tier = open_tier(cipher("remote", 1))
+    redis.hset(NAME, "0", bytes(length))
+    assert store(tier, pattern(5000))
+    assert (tier.stats.stored, tier.stats.failures, tier.health.is_open) == (1, 0, False)
+    assert load(tier) == pattern(5000)
+    assert store(tier, pattern(5000))
+    assert (tier.stats.stored, tier.stats.touched) == (1, 1)
+
+
 def test_row_of_a_wrong_key_is_invalid_and_is_replaced(open_tier, redis):
     assert store(open_tier(cipher("remote", 1)), pattern(5000))
     tier = open_tier(AesGcm("remote", Keys({1: key_of(9)})))

@@ -151,10 +151,13 @@ def store(
     ``earlier``: columns of this row that the caller has stored just now. If the server has evicted one of
     them, this one is refused.
     ``is_rewrite``: the stored column is known to be invalid. Raises ServerError when the server refuses a
-    piece, and when it evicts the row during the store.
+    piece, and when it evicts the row during the store. Raises InvalidObjectError for a stored marker of a
+    wrong length, which is not read: the connection can't be used again, and the caller must rewrite the
+    column over another one.
     """
     name, total = redis_name(form.prefix(connection.prefix), object_id.row_key), len(payload)
-    if _is_present(connection, name, object_id, form) and not is_rewrite:
+    readable_by = PLAIN if is_rewrite else form  # in a rewrite, the marker is not read
+    if _is_present(connection, name, object_id, readable_by) and not is_rewrite:
         return False
     header = Header(object_id.row_key, object_id.column, total, NO_CHECKSUM, label)
     marker = form.pack_marker(object_id, header)
@@ -183,8 +186,7 @@ def _is_present(connection: Connection, name: str, object_id: ObjectId, form: Va
     try:
         if form is PLAIN:
             return connection.call("HEXISTS", name, marker_field(object_id)) == 1
-        marker = connection.call("HGET", name, marker_field(object_id))
-        return isinstance(marker, bytes) and _is_readable(form, object_id, marker)
+        return _has_readable_marker(connection, name, object_id, form)
     except ServerError as error:
         if error.code != "WRONGTYPE":
             raise
@@ -192,7 +194,15 @@ def _is_present(connection: Connection, name: str, object_id: ObjectId, form: Va
     return False
 
 
-def _is_readable(form: ValueFormat, object_id: ObjectId, marker: bytes) -> bool:
+def _has_readable_marker(connection: Connection, name: str, object_id: ObjectId, form: ValueFormat) -> bool:
+    connection.ask([("HGET", name, marker_field(object_id))])
+    num_bytes = connection.read_bulk_length()
+    if num_bytes is None:
+        return False
+    if num_bytes != form.marker_bytes:  # up to 512 MB, which another program wrote
+        raise InvalidObjectError("header")
+    marker = memoryview(bytearray(num_bytes))
+    connection.end_bulk(marker)
     try:
         form.parse_marker(object_id, marker)
     except (InvalidObjectError, KeyAbsentError):

@@ -173,10 +173,10 @@ class RemoteTier:
 
         Returns False if the server refused it (for example because it is full), or is unavailable while other
         servers are healthy."""
-        is_rewrite, earlier = object_id in self._rewrite, self._earlier_columns(object_id)
+        earlier = self._earlier_columns(object_id)
         is_new, reason = None, "unavailable"
 
-        def write(connection: Connection) -> bool:
+        def write(connection: Connection, is_rewrite: bool) -> bool:
             return objects.store(
                 connection,
                 object_id,
@@ -189,7 +189,7 @@ class RemoteTier:
 
         for server in self._candidates(object_id):
             try:
-                is_new = self._run(server, write)
+                is_new = self._write(server, object_id, write)
             except ServerError as error:
                 if self._topology.learn(error):
                     continue
@@ -204,6 +204,18 @@ class RemoteTier:
             self._rewrite.pop(object_id, None)
         self._thread.stored = [*earlier, object_id]
         return True
+
+    def _write(
+        self, server: RedisServer, object_id: ObjectId, write: Callable[[Connection, bool], bool]
+    ) -> bool | None:
+        """Call ``write`` on a connection, as a rewrite if the stored column is invalid. See ``_run``."""
+        is_rewrite = object_id in self._rewrite
+        try:
+            return self._run(server, lambda connection: write(connection, is_rewrite))
+        except InvalidObjectError:  # this says nothing about the server's health
+            with self._lock:
+                self._rewrite[object_id] = None
+            return self._run(server, lambda connection: write(connection, True))
 
     def _earlier_columns(self, object_id: ObjectId) -> list[ObjectId]:
         """Return the columns before this one that this thread has just stored for the same row.
