@@ -18,12 +18,14 @@ import time
 from collections.abc import Callable, Iterable
 
 from lmcache.common.backoff import Backoff
+from lmcache.common.recent import Recent
 from lmcache.tiers.base import Health
 from lmcache.tiers.errors import TierError, TierUnavailableError
 
 logger = logging.getLogger(__name__)
 
 _QUIET_SECONDS = 60.0  # interval in which the log does not repeat the same problem
+_MAX_PROBLEMS = 16  # logged problems to remember
 
 
 class Circuit(Health):
@@ -55,7 +57,8 @@ class Circuit(Health):
         self._next_probe: float | None = None  # None: closed
         self._num_outages = 0
         self._prober: threading.Thread | None = None  # while the circuit is open
-        self._logged = ("", float("-inf"))  # the last logged problem, and its time
+        self._problem = ""  # the last known problem
+        self._logged: Recent[str, float] = Recent(_MAX_PROBLEMS)  # problem, and when it was logged
         self._is_recovery_due = False  # is a log line about the recovery due?
 
     @property
@@ -71,7 +74,7 @@ class Circuit(Health):
     @property
     def problem(self) -> str:
         """See Health."""
-        return self._logged[0] if self.is_open else ""
+        return self._problem if self.is_open else ""
 
     @property
     def seconds_to_probe(self) -> float:
@@ -112,7 +115,7 @@ class Circuit(Health):
             self._probe()
         except Exception as error:  # any error: only this thread probes again
             if isinstance(error, (OSError, TierError)):
-                logger.debug("%s is still unavailable: %s", self._name, error)
+                self._log(str(error))  # a probe may meet another problem than the operation before
             else:
                 self._log(repr(error), bug=error)
             self._open()
@@ -163,11 +166,15 @@ class Circuit(Health):
                     return
 
     def _log(self, problem: str, bug: Exception | None = None) -> None:
-        problem_before, logged_at = self._logged
-        if problem == problem_before and self._clock() < logged_at + _QUIET_SECONDS:
+        now = self._clock()
+        with self._lock:
+            self._problem = problem
+            is_quiet = now < self._logged.get(problem, float("-inf")) + _QUIET_SECONDS
+            if not is_quiet:
+                self._logged[problem], self._is_recovery_due = now, True
+        if is_quiet:
             logger.debug("%s: %s", self._name, problem)
         else:
-            self._logged, self._is_recovery_due = (problem, self._clock()), True
             level = logging.ERROR if bug else logging.WARNING
             logger.log(level, "%s: %s", self._name, problem, exc_info=bug)
 

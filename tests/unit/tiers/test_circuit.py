@@ -138,6 +138,19 @@ class TestCircuit:
         assert len(caplog.records) == 2
         circuit.end()
 
+    def test_problem_of_a_probe_replaces_the_earlier_problem_and_is_logged_once(self, medium, caplog):
+        medium.may_finish.set()
+        hour = 3600.0  # its own thread does not probe meanwhile
+        circuit = Circuit("medium", medium.probe, base=hour, cap=hour, clock=lambda: self.now)
+        for _ in range(3):
+            circuit.failure("there is no key")
+            assert circuit.problem == "there is no key"
+            assert not circuit.probe()
+            assert circuit.problem == "connection refused"
+        circuit.end()
+        warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert warnings == ["medium: there is no key", "medium: connection refused"]
+
     def test_next_operation_probes_if_no_thread_can_start(self, monkeypatch):
         def refuse(_):
             raise RuntimeError("can't start new thread")
