@@ -124,7 +124,7 @@ def test_label_of_a_cluster_that_was_not_read_is_no_problem():
         (MISSING, FAILURE, "is missing"),
         (FORBIDDEN, UNKNOWN, "list things"),
         (Answer(200, definition() | {"status": {}}), FAILURE, "does not serve the CRD"),
-        (changed_definition("older"), FAILURE, "it lacks spec.tiers.disk, and 2 more"),
+        (changed_definition("older"), FAILURE, "it lacks spec.tiers.disk, and 5 more"),
         (changed_definition("newer"), WARNING, "it adds spec.tiers.tape"),
         (changed_definition("rules"), WARNING, "other rules than this version for spec.engine.replicas"),
         (changed_definition("version"), FAILURE, "does not serve version v1alpha1"),
