@@ -143,6 +143,13 @@ def kill_sidecar(engine, stored, sidecar):
     assert cold(engine, PROMPT).tokens == stored.tokens
     sidecar.restart()
     wait_attached(sidecar, engine)
+
+    def are_verified():
+        """Look up the rows in the arena. The first requests may not wait until they are verified."""
+        engine.generate(PROMPT)
+        return stats(sidecar)["memory"]["verified"] == len(PROMPT) // CHUNK
+
+    wait_until(are_verified, timeout=60, what="verified rows")
     assert_hit(engine, PROMPT, stored)
 
 
