@@ -130,7 +130,7 @@ async def rounds(
 
 
 def cipher(domain: str) -> AesGcm:
-    return AesGcm(domain, Keys({1: os.urandom(32)}))
+    return AesGcm(domain, Keys({1: os.urandom(32)}, 1))
 
 
 @contextmanager

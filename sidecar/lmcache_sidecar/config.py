@@ -104,6 +104,9 @@ class Config:
     remote_encryption_keys_dir: str = _option("DIR", "", str,
         "directory with the keys that encrypt rows in the remote tier, as for the disk tier; all pods that"
         " share rows need the same keys; empty: no encryption")
+    remote_encryption_delay_seconds: float = _option("SECONDS", "180", _SECONDS,
+        "time after which a new key version encrypts rows of the remote tier; pods that share rows, and read"
+        " the version later, miss these rows until then")
     peers_file: str = _option("FILE", "", str,
         "file with the pods whose memory tiers this sidecar reads, key peers: a list of host:port;"
         " the sidecar follows its changes; empty: no peers")

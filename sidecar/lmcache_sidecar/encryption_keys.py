@@ -6,16 +6,21 @@ module of the sidecar imports the cipher, so that the package ``cryptography`` i
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lmcache.tiers.encryption.aes import AesGcm
-from lmcache.tiers.encryption.keys import parse_keys
+from lmcache.tiers.encryption.keys import Keys, WriteVersions, parse_keys
 from lmcache_sidecar.config import ConfigError
 from lmcache_sidecar.watched_files import Followed
+
+logger = logging.getLogger(__name__)
 
 _MAX_BYTES = 256
 """Bytes that are read of each file: more than a key has."""
@@ -24,18 +29,34 @@ _MAX_BYTES = 256
 class KeysDirectory(Followed[Mapping[str, bytes]]):
     """The keys of a tier. ``cipher`` uses them, and has the same problem until there are any."""
 
-    def __init__(self, path: str, option: str, tier: str) -> None:
-        """``option``: the flag with the path. ``tier`` is the name of the tier."""
+    def __init__(
+        self,
+        path: str,
+        option: str,
+        tier: str,
+        delay_seconds: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``option``: the flag with the path. ``tier`` is the name of the tier.
+
+        ``delay_seconds``: time from the first sight of a version until it encrypts, see ``WriteVersions``.
+        """
         super().__init__(path)
         self.cipher = AesGcm(tier)
         self._option = option
         self._tier = tier
+        self._write_versions = WriteVersions(delay_seconds)
+        self._clock = clock
 
     def follow(self) -> None:
-        """Read the directory, and use its keys if they changed."""
+        """Read the directory, and use its keys if they changed. A new version encrypts after the delay."""
         super().follow()
-        if self.cipher.keys is None:
+        keys = self.cipher.keys
+        if keys is None:
             self.cipher.problem = self.problem
+        elif (updated := self._with_write_version(keys)) != keys:
+            self.cipher.use(updated)
+            logger.info("%s is %s", *self.used)
 
     def read(self) -> Mapping[str, bytes]:
         """Return the content of each file, by name, without names that begin with a dot."""
@@ -55,7 +76,7 @@ class KeysDirectory(Followed[Mapping[str, bytes]]):
             keys = parse_keys(content)
         except ValueError as error:
             raise ValueError(f"{self._option}: {self.path}: {error}") from None
-        self.cipher.use(keys)
+        self.cipher.use(self._with_write_version(keys))
 
     @property
     def used(self) -> tuple[str, str]:
@@ -70,6 +91,10 @@ class KeysDirectory(Followed[Mapping[str, bytes]]):
         keys = self.cipher.keys
         versions = {"write_version": keys and keys.write_version, "versions": keys.versions if keys else []}
         return {"encryption": versions, "encryption_problem": self.problem}
+
+    def _with_write_version(self, keys: Keys) -> Keys:
+        version = self._write_versions.choose(keys.versions, self._clock())
+        return replace(keys, write_version=version)
 
     def _read_file(self, name: str, files: dict[str, bytes]) -> None:
         path = Path(self.path, name)

@@ -63,7 +63,10 @@ def _open_remote(config: Config) -> TierHandle | None:
     if address is None:
         return None
 
-    keys = _open_keys(config.remote_encryption_keys_dir, "--remote-encryption-keys-dir", "remote")
+    delay_seconds = config.remote_encryption_delay_seconds
+    keys = _open_keys(
+        config.remote_encryption_keys_dir, "--remote-encryption-keys-dir", "remote", delay_seconds
+    )
     cipher = keys.cipher if keys is not None else None
 
     def current_address() -> Address:
@@ -110,7 +113,7 @@ def _open_disk(config: Config) -> TierHandle | None:
     """Open the disk tier. If that fails, the sidecar works without it."""
     if not config.disk_path:
         return None
-    keys = _open_keys(config.disk_encryption_keys_dir, "--disk-encryption-keys-dir", "disk")
+    keys = _open_keys(config.disk_encryption_keys_dir, "--disk-encryption-keys-dir", "disk", 0.0)
     cipher = keys.cipher if keys is not None else None
     try:
         disk = DiskTier(config.disk_path, config.disk_size, cipher)
@@ -120,7 +123,7 @@ def _open_disk(config: Config) -> TierHandle | None:
         return TierHandle(config.disk_path, None, str(error), keys=keys)
 
 
-def _open_keys(path: str, option: str, tier: str) -> KeysDirectory | None:
+def _open_keys(path: str, option: str, tier: str, delay_seconds: float) -> KeysDirectory | None:
     """Read the encryption keys of a tier, if it has any.
 
     Without a readable key, the tier stays off until there is one. The log and ``/stats`` give the reason.
@@ -134,7 +137,7 @@ def _open_keys(path: str, option: str, tier: str) -> KeysDirectory | None:
     except ImportError as error:
         raise ConfigError(f"{option} needs the package cryptography, install it: {error}") from error
 
-    keys = KeysDirectory(path, option, tier)
+    keys = KeysDirectory(path, option, tier, delay_seconds)
     keys.follow()
     return keys
 

@@ -14,7 +14,7 @@ def key_of(version: int) -> bytes:
 
 
 def keys(*versions: int) -> Keys:
-    return Keys({version: key_of(version) for version in versions})
+    return Keys({version: key_of(version) for version in versions}, max(versions))
 
 
 def cipher(domain: str, *versions: int) -> AesGcm:

@@ -107,6 +107,7 @@ def test_keys_rotate_while_the_sidecar_runs(redis_server, tmp_path, keys, tier):
         {"disk_path": tmp_path / "tier", "disk_encryption_keys_dir": keys}
         if tier == "disk"
         else {"remote_url": redis_server.unix_url, "remote_encryption_keys_dir": keys}
+        | {"remote_encryption_delay_seconds": 0}
     )
     with SidecarProcess(**medium) as sidecar:
         wait_for_versions(sidecar, tier, 1)
@@ -133,6 +134,27 @@ def test_keys_rotate_while_the_sidecar_runs(redis_server, tmp_path, keys, tier):
             write_keys(keys, 1, 2)  # the rows of version 1 are still there
             wait_for_versions(sidecar, tier, 1, 2)
             check_promoted(session, 2)
+
+
+def test_pods_that_read_a_new_key_at_different_times_miss_no_row(redis_server, tmp_path):
+    """The first pod reads version 2 before the second one, and writes with version 1 meanwhile."""
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        write_keys(folder, 1)
+    shared = {"remote_url": redis_server.unix_url, "remote_encryption_delay_seconds": 3600}
+    with (
+        SidecarProcess(**shared, remote_encryption_keys_dir=folders[0]) as first,
+        SidecarProcess(**shared, remote_encryption_keys_dir=folders[1]) as second,
+        session_of(first) as writer,
+        session_of(second) as reader,
+    ):
+        write_keys(folders[0], 1, 2)
+        expected = {"write_version": 1, "versions": [1, 2]}
+        first.wait_until(lambda stats: stats["remote"]["encryption"] == expected)
+        store(writer, 1, 2)
+        wait_written(first)
+        check_promoted(reader, 1, 2)
+        assert second.stats()["remote"]["key_absent"] == 0
 
 
 def test_invalid_keys_do_not_stop_a_running_sidecar(redis_server, tmp_path, keys):

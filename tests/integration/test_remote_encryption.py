@@ -206,7 +206,7 @@ def test_marker_of_a_wrong_length_is_replaced_by_a_store(open_tier, redis, lengt
 
 def test_row_of_a_wrong_key_is_invalid_and_is_replaced(open_tier, redis):
     assert store(open_tier(cipher("remote", 1)), pattern(5000))
-    tier = open_tier(AesGcm("remote", Keys({1: key_of(9)})))
+    tier = open_tier(AesGcm("remote", Keys({1: key_of(9)}, 1)))
     assert load(tier) is None
     assert tier.stats.invalid == {"authentication": 1}
     assert redis.dbsize() == 1

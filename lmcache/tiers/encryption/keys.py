@@ -1,14 +1,14 @@
 """Encryption keys of a tier: several versions, each in a file of its own. Pure.
 
 The name of a file is the version, a decimal number without leading zeros. Its content is the key, 64
-hexadecimal digits (``openssl rand -hex 32``), and possibly a line end. The highest version encrypts, and each
-version decrypts. No message repeats the content of a file.
+hexadecimal digits (``openssl rand -hex 32``), and possibly a line end. Each version decrypts, and one of them
+encrypts. No message repeats the content of a file.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 KEY_BYTES = 32
@@ -24,11 +24,8 @@ class Keys:
     """Keys by version, at least one."""
 
     by_version: Mapping[int, bytes] = field(repr=False)  # never part of a message
-
-    @property
-    def write_version(self) -> int:
-        """Version that encrypts: the highest one."""
-        return max(self.by_version)
+    write_version: int
+    """Version that encrypts."""
 
     @property
     def versions(self) -> list[int]:
@@ -36,8 +33,31 @@ class Keys:
         return sorted(self.by_version)
 
 
+class WriteVersions:
+    """Chooses the version that encrypts, so that all pods which share rows can decrypt them.
+
+    Pods read a new version at different times. So a version encrypts only some time after it was first seen.
+    """
+
+    def __init__(self, delay_seconds: float) -> None:
+        """``delay_seconds``: time in which other pods read a new version, too; 0.0: rows are not shared."""
+        self._delay_seconds = delay_seconds
+        self._since: dict[int, float] = {}  # when each present version was first seen
+
+    def choose(self, versions: Collection[int], now: float) -> int:
+        """Return the highest version that is old enough.
+
+        If none is, as after a start, return the lowest one. It is the oldest one if versions were counted up.
+
+        ``now``: seconds on a monotonic clock.
+        """
+        self._since = {version: self._since.get(version, now) for version in versions}
+        known = [version for version in versions if now - self._since[version] >= self._delay_seconds]
+        return max(known, default=min(versions))
+
+
 def parse_keys(files: Mapping[str, bytes]) -> Keys:
-    """Parse the files of a directory, by name. Names that begin with a dot are ignored.
+    """Parse the files of a directory, by name. Names that begin with a dot are ignored. The highest encrypts.
 
     Raises ValueError, which names the file with the mistake and the remedy.
     """
@@ -53,7 +73,7 @@ def parse_keys(files: Mapping[str, bytes]) -> Keys:
         by_version[version] = key
     if not by_version:
         raise ValueError("has no key: add a file named 1, and " + _REMEDY)
-    return Keys(by_version)
+    return Keys(by_version, max(by_version))
 
 
 def _version(name: str, files: Mapping[str, bytes]) -> int:

@@ -46,6 +46,39 @@ def test_follow_uses_the_present_keys(directory, path, caplog):
     assert len(caplog.records) == 4, "a set that did not change is not logged again"
 
 
+def test_new_version_of_shared_rows_encrypts_after_the_delay(path, caplog):
+    """Other pods that share rows may not have read it before."""
+    caplog.set_level(logging.INFO)
+    now = 0.0
+    directory = KeysDirectory(str(path), "--remote-encryption-keys-dir", "remote", 180.0, lambda: now)
+    write_keys(path, 1)
+    directory.follow()
+    for seconds, present, expected in [(500, (1, 2), 1), (679, (1, 2), 1), (680, (1, 2), 2), (681, (2,), 2)]:
+        now = float(seconds)
+        write_keys(path, *present)
+        directory.follow()
+        directory.follow()
+        assert directory.facts["encryption"] == {"write_version": expected, "versions": list(present)}
+    texts = [record.getMessage().partition(" is ")[2] for record in caplog.records]
+    assert texts == [
+        "version 1, and 1 encrypts",
+        "versions 1, 2, and 1 encrypts",
+        "versions 1, 2, and 2 encrypts",
+        "version 2, and 2 encrypts",
+    ]
+
+
+def test_invalid_directory_does_not_stop_the_change_of_versions(path):
+    now = 0.0
+    directory = KeysDirectory(str(path), "--remote-encryption-keys-dir", "remote", 180.0, lambda: now)
+    write_keys(path, 1, 2)
+    directory.follow()
+    (path / "3").write_text("not a key")
+    now = 180.0
+    directory.follow()
+    assert directory.facts["encryption"] == {"write_version": 2, "versions": [1, 2]}
+
+
 def damage_empty(path: Path) -> None:
     for file in path.iterdir():
         file.unlink()

@@ -217,7 +217,7 @@ class TestTier:
     def test_file_of_a_wrong_key_is_invalid(self, path, restart):
         tier = restart(MIB, cipher("disk", 1))
         assert store(tier, 1)
-        tier = restart(MIB, AesGcm("disk", Keys({1: encryption_key_of(9)})))
+        tier = restart(MIB, AesGcm("disk", Keys({1: encryption_key_of(9)}, 1)))
         assert load(tier, 1) is None
         assert tier.stats.invalid == {"authentication": 1}
         assert not file_of(path, 1).exists()

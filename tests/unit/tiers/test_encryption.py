@@ -17,7 +17,7 @@ from hypothesis import given
 
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.encryption.aes import AesGcm
-from lmcache.tiers.encryption.keys import parse_keys
+from lmcache.tiers.encryption.keys import WriteVersions, parse_keys
 from lmcache.tiers.encryption.pieces import OVERHEAD_BYTES, Place, pack_preamble
 from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError, NoKeyError
 from tests.harness.encryption import cipher, flipped, key_of, keys
@@ -51,6 +51,36 @@ def is_accepted(piece: bytes, place: Place = PLACE, by: AesGcm | None = None) ->
     return True
 
 
+class TestWriteVersions:
+    @pytest.fixture
+    def choice(self) -> WriteVersions:
+        return WriteVersions(delay_seconds=180.0)
+
+    def test_a_new_version_encrypts_after_the_delay(self, choice):
+        assert choice.choose([1], 0.0) == 1, "the first version has no other to wait for"
+        assert choice.choose([1, 2], 1000.0) == 1
+        assert choice.choose([1, 2], 1179.9) == 1
+        assert choice.choose([1, 2], 1180.0) == 2
+
+    def test_after_a_start_with_several_versions_the_lowest_one_encrypts(self, choice):
+        assert choice.choose([1, 2, 3], 50.0) == 1
+        assert choice.choose([1, 2, 3], 230.0) == 3
+
+    def test_a_version_encrypts_at_once_when_all_others_were_removed(self, choice):
+        choice.choose([1], 0.0)
+        assert choice.choose([1, 2], 1000.0) == 1
+        assert choice.choose([2], 1001.0) == 2
+
+    def test_a_version_that_was_absent_is_new_again(self, choice):
+        choice.choose([1, 2], 0.0)
+        assert choice.choose([1, 2], 200.0) == 2
+        assert choice.choose([1], 201.0) == 1
+        assert choice.choose([1, 2], 202.0) == 1
+
+    def test_without_a_delay_the_highest_version_encrypts(self):
+        assert WriteVersions(0.0).choose([1, 2, 3], 0.0) == 3
+
+
 class TestKeys:
     def test_highest_version_encrypts(self):
         parsed = parse_keys({"9": HEX, "10": key_of(1).hex().encode() + b"\n", "..data": b"", ".x": b"y"})
@@ -58,7 +88,7 @@ class TestKeys:
         assert (parsed.write_version, parsed.versions) == (10, [9, 10])
 
     def test_repr_contains_no_key(self):
-        assert repr(keys(7)) == "Keys()"
+        assert repr(keys(7)) == "Keys(write_version=7)"
 
     @pytest.mark.parametrize(
         ("files", "mistake"),
