@@ -46,10 +46,16 @@ class Budgets:
     for all of them together."""
     by_tenant: Mapping[bytes, Budget] = field(default_factory=dict)
     """Budgets of named tenants."""
+    salt_hashes: Mapping[bytes, bytes] = field(default_factory=dict)
+    """Hashes of the salts of named tenants, by tenant. One salt has several tenants of the wire."""
 
     def of(self, tenant: bytes) -> Budget:
         """Return the budget of a tenant; ``tenant`` is empty for requests without a salt."""
         return self.by_tenant.get(tenant, self.default) if tenant else NO_SALT
+
+    def owner(self, tenant: bytes) -> str:
+        """Return the name under which bytes on disk count. It does not depend on the name of the budget."""
+        return self.salt_hashes.get(tenant, tenant).hex()
 
     @property
     def has_limits(self) -> bool:
@@ -71,12 +77,13 @@ class SaltedBudgets:
 
     def resolve(self, namespaces: Iterable[bytes]) -> Budgets:
         """Return the budgets of the tenants of these namespaces."""
-        by_tenant = {
-            keys.tenant_of_hash(salt_hash, namespace): budget
+        salt_hashes = {
+            keys.tenant_of_hash(salt_hash, namespace): salt_hash
             for namespace in namespaces
-            for salt_hash, budget in self.by_salt_hash.items()
+            for salt_hash in self.by_salt_hash
         }
-        return Budgets(self.default, by_tenant)
+        by_tenant = {tenant: self.by_salt_hash[salt_hash] for tenant, salt_hash in salt_hashes.items()}
+        return Budgets(self.default, by_tenant, salt_hashes)
 
     @property
     def names(self) -> list[str]:

@@ -239,9 +239,8 @@ class TierWorker(TierOperations):
     def _bound(self, tenant: bytes) -> OwnerBound | None:
         """Return the tenant's bound in the tier, if any. A tenant that is not named has one of its own."""
         budgets = self._memory.stats.tenants.budgets
-        budget = budgets.of(tenant)
-        name = budget.name if tenant in budgets.by_tenant else tenant.hex()
-        return OwnerBound(name, budget.disk_bytes) if budget.disk_bytes else None
+        num_bytes = budgets.of(tenant).disk_bytes
+        return OwnerBound(budgets.owner(tenant), num_bytes) if num_bytes else None
 
     async def _is_admitted(
         self, key: RowKey, columns: Sequence[memoryview], tenant: bytes, bound: OwnerBound

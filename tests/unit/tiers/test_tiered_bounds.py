@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache.tiers.budgets import Budget, Budgets
+from lmcache.tiers.budgets import Budget, Budgets, SaltedBudgets
 from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.stats import WriteSkipped
 from tests.harness.tiered_world import NUM_COLUMNS, OWNER, SIZE, World, chain
@@ -22,13 +22,18 @@ def put(world: World, keys: list[bytes], tenant: bytes) -> None:
 
 
 async def write(path: Path, budgets: Budgets, *stores: tuple[bytes, int]) -> World:
-    """Store the number of rows for each tenant in turn. No row may wait for a retry then."""
+    """Store the number of rows for each tenant in turn."""
+    return await write_with(path, *((budgets, *store) for store in stores))
+
+
+async def write_with(path: Path, *stores: tuple[Budgets, bytes, int]) -> World:
+    """Store the number of rows for each tenant in turn, under these budgets. None may wait for a retry."""
     disk = DiskTier(path / "disk", 1 << 20)
     assert disk.indexed.wait(30)
     try:
         async with World(disk=disk) as world:
-            world.store.set_budgets(budgets)
-            for position, (tenant, number) in enumerate(stores):
+            for position, (budgets, tenant, number) in enumerate(stores):
+                world.store.set_budgets(budgets)
                 put(world, chain(number, 100 * position), tenant)
                 assert await world.store.drain(60)
             worker = world.store.lower["disk"]
@@ -41,10 +46,24 @@ async def write(path: Path, budgets: Budgets, *stores: tuple[bytes, int]) -> Wor
 @pytest.mark.parametrize(("tenants", "num_refused"), [((b"x", b"y"), 0), ((b"a", b"b"), 2)])
 def test_bound_of_the_default_is_for_each_salt_alone(tmp_path: Path, tenants, num_refused):
     shared = Budget("shared", disk_bytes=2 * ROW_BYTES)
-    budgets = Budgets(Budget(disk_bytes=2 * ROW_BYTES), {b"a": shared, b"b": shared})
+    salt_hashes = {b"a": b"one salt", b"b": b"one salt"}  # in two namespaces
+    budgets = Budgets(Budget(disk_bytes=2 * ROW_BYTES), {b"a": shared, b"b": shared}, salt_hashes)
     world = asyncio.run(write(tmp_path, budgets, *((tenant, 2) for tenant in tenants)))
     stats = world.store.lower["disk"].stats
     assert (stats.written, stats.writes_skipped[WriteSkipped.BOUND]) == (4 - num_refused, num_refused)
+
+
+def test_renamed_tenant_has_the_rest_of_its_bound(tmp_path: Path):
+    """A new name must not be a way to write more."""
+
+    def named(name: str) -> Budgets:
+        return SaltedBudgets(by_salt_hash={b"salt": Budget(name, disk_bytes=3 * ROW_BYTES)}).resolve([b"n"])
+
+    (tenant,) = named("search").by_tenant
+    stores = [(named("search"), tenant, 2), (named("renamed"), tenant, 1), (named("renamed"), tenant, 1)]
+    world = asyncio.run(write_with(tmp_path, *stores))
+    stats = world.store.lower["disk"].stats
+    assert (stats.written, stats.writes_skipped[WriteSkipped.BOUND]) == (3, 1)
 
 
 def test_bound_refuses_whole_rows_without_a_retry(tmp_path: Path):
