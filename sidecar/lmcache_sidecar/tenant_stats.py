@@ -40,8 +40,13 @@ TENANTS: tuple[Figure[tuple[TenantsFile, MemoryStats]], ...] = (
 
 
 def tenants_part(file: TenantsFile, counts: MemoryStats) -> Part:
-    """Return the statistics of tenants by the names of their budgets. Never contains salts or hashes.
+    """Return the statistics of tenants by the names of their budgets. Never contains salts or their hashes.
 
-    ``tenants_problem`` is None without a file: budgets that no file declares have no problem."""
-    facts = {"tenants_problem": file.problem if file.path else None}
+    ``tenants_problem`` and ``tenants_digest`` are None without a file: budgets that no file declares have no
+    problem. The operator compares the digest with that of the file that it wrote."""
+    has_file = bool(file.path)
+    facts = {
+        "tenants_problem": file.problem if has_file else None,
+        "tenants_digest": file.digest if has_file else None,
+    }
     return Part("tenants", facts, read(TENANTS, (file, counts)), "lmcache_tenant")

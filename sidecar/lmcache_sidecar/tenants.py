@@ -18,6 +18,7 @@ A tenant is named by the hash of its cache salt (``lmcache-sidecar salt-hash``),
 
 from __future__ import annotations
 
+import hashlib
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -59,6 +60,9 @@ class TenantsFile(FollowedFile):
         self._salts: dict[str, str | None] = {}  # salts by their files; None: the file is not readable
         self._namespaces: Recent[bytes, None] = Recent(_MAX_NAMESPACES)
         self._resolved: SaltedBudgets | None = None  # the source of ``budgets``
+        self.digest = ""
+        """SHA-256 of the text in use, in hexadecimal; empty: no text was valid so far. The text has hashes
+        and files of salts, but no salts."""
         self.budgets = Budgets(self._default)
         """Budgets of the tenants in all known namespaces, since the last ``resolve``."""
 
@@ -74,6 +78,7 @@ class TenantsFile(FollowedFile):
         """Use the budgets of this text. Raises ValueError, naming file and key."""
         self._salts = {}
         self._salted = _parse(self.path, text, self._default, self._salt_of)
+        self.digest = hashlib.sha256(text.encode()).hexdigest()
 
     def _salt_of(self, path: str) -> str:
         salt = self._salts[path] = _read_salt(path)

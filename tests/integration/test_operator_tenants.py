@@ -7,16 +7,21 @@ from typing import Any
 
 import pytest
 import yaml
+from lmcache_operator.specs.names import SIDECAR_PORT
 
 from testing.kube.api import ApiError, Object
 from testing.kube.cluster import Cluster
-from tests.harness.clusters import ENGINE, pods, wait_quiet, wait_ready
+from testing.processes import SidecarProcess
+from tests.harness.clusters import ENGINE, condition, pods, wait_quiet, wait_ready, written
 from tests.harness.kube import CLUSTERS, NAME, example, new_namespace
 from tests.harness.operator_model import cluster
+from tests.harness.wire import RawClient
 
 pytestmark = pytest.mark.kube
 
 CONFIG = f"{NAME}-sidecar"
+ADDRESS = "127.94.67.1"
+"""A loopback address that no other test uses."""
 
 
 def salted(digit: str, **more: Any) -> Object:
@@ -151,3 +156,57 @@ def test_removed_tenants_leave_no_file(plane, operator, namespace):
     plane.wait(lambda: not budgets(plane, namespace))
     settings = plane.api.get("v1/configmaps", CONFIG, namespace)["data"]["sidecar.yaml"]
     assert "tenants_file" not in yaml.safe_load(settings)
+
+
+def test_new_shares_are_known_when_the_sidecar_uses_their_file(plane, operator, namespace, tmp_path):
+    """The test plays the kubelet: a process of the test is the pod's sidecar container.
+
+    Nothing but its own probes shows the operator that the sidecar uses the new file.
+    """
+    resource = example(**named(salted("b", memoryPercent=50)))
+    template = {"metadata": {"annotations": {"test/hold": "true"}}}
+    resource["spec"]["engine"] |= {"replicas": 1, "podTemplate": template}
+    plane.api.create(CLUSTERS, resource, namespace)
+    plane.wait(lambda: pods(plane, namespace))
+    file = tmp_path / "tenants.yaml"
+
+    def update_file() -> None:
+        live = plane.api.get("v1/configmaps", CONFIG, namespace)["data"]["tenants.yaml"]
+        changed = tmp_path / "changed"
+        changed.write_text(live)
+        changed.replace(file)
+
+    update_file()
+    options = {"tenants_file": file, "http_host": ADDRESS, "http_port": SIDECAR_PORT}
+    with SidecarProcess(**options) as sidecar, RawClient(sidecar) as engine:
+        engine.attach()  # an engine without its cache would degrade the cluster
+        set_running(plane, namespace)
+        wait_known(plane, namespace, "True", "TenantsInUse")
+        patch(plane, namespace, {"named": [salted("b", memoryPercent=20)]})
+        wait_known(plane, namespace, "False", "TenantsPending")
+        pending, mark = condition(plane, namespace, "TenantsKnown"), plane.mark()
+        wait_quiet(plane, operator, namespace)
+        assert condition(plane, namespace, "TenantsKnown") == pending
+        assert written(plane, operator, mark, namespace) == []
+        update_file()
+        wait_known(plane, namespace, "True", "TenantsInUse")
+        assert condition(plane, namespace, "Degraded")["status"] == "False"
+        wait_quiet(plane, operator, namespace)
+
+
+def set_running(plane: Cluster, namespace: str) -> None:
+    """Report the pod as Ready, with the sidecar's address."""
+    (pod,) = pods(plane, namespace).values()
+    running = {"phase": "Running", "podIP": ADDRESS, "podIPs": [{"ip": ADDRESS}]}
+    ready = {"conditions": [{"type": "Ready", "status": "True"}]}
+    plane.api.patch("v1/pods", f"{pod['metadata']['name']}/status", {"status": running | ready}, namespace)
+
+
+def wait_known(plane: Cluster, namespace: str, status: str, reason: str) -> None:
+    """Wait until the condition TenantsKnown has this status and reason."""
+
+    def is_reported() -> bool:
+        known = condition(plane, namespace, "TenantsKnown")
+        return (known.get("status"), known.get("reason")) == (status, reason)
+
+    plane.wait(is_reported)

@@ -107,8 +107,9 @@ class Sidecar(NamedTuple):
     """Size in bytes that the sidecar resizes its memory tier to."""
     resize_problem: str = ""
     """Why the memory tier does not have its target size."""
-    reports_tenants: bool = False
-    """Whether the sidecar has a file with tenants, and reports problems with it. Older versions do not."""
+    tenants_digest: str | None = None
+    """SHA-256 of the tenants file that the sidecar uses, in hexadecimal; empty: it could use none so far.
+    None: it has no such file, or an earlier version, which does not report the digest."""
     tenants_problem: str = ""
     """Why the sidecar does not use all declared tenants."""
 
@@ -226,6 +227,8 @@ class ComponentStatus:
     """Further fields of the status."""
     events: tuple[Event, ...] = ()
     """Events about changes of these fields. The reconciler adds those about conditions."""
+    awaits_sidecars: bool = False
+    """Whether sidecars will change a condition soon. No watch reports that, so they are probed again."""
 
 
 class Component(ABC):

@@ -13,6 +13,7 @@ Expected = Literal[
     "AsDeclared", "Attached", "Available", "Complete", "Counting", "Encrypted", "EnginesReady", "NoEngine",
     "NotReported", "Pinned", "Reachable", "Ready", "Recommending", "Replacing", "ResizePending", "Resizing",
     "RouterReady", "ScaledToZero", "Scaling", "ShardsReady", "Sizing", "Starting", "TenantsInUse",
+    "TenantsPending",
 ]  # fmt: skip
 """Reasons of conditions that match the spec, or progress towards it."""
 Trouble = Literal[

@@ -27,9 +27,9 @@ _PROBE_SECONDS = 3.0
 _SILENCE_SECONDS = 60.0
 """Time before a silent sidecar is probed again: unreachable pods must not slow down reconciliation."""
 _SILENT = "the sidecar gives no reason"
-_TENANTS_PROBLEM = "tenants_problem"
-"""Key in the part of /stats about tenants: a text, empty without a problem. Sidecars without a file have
-null, and those of earlier versions have no such key."""
+_TENANTS_PROBLEM, _TENANTS_DIGEST = "tenants_problem", "tenants_digest"
+"""Keys in the part of /stats about tenants: texts, empty without a problem and without a valid file. Sidecars
+without a file have null, and those of earlier versions have no such keys."""
 _MAX_COUNT = 1 << 63
 # Without tenants_problem: figures in it are part of the names of Secrets.
 _REASONS = "reason", "transfer_reason", "remote_reason", "disk_reason", "pin_problem", "resize_problem"
@@ -113,6 +113,7 @@ def read_sidecar(stats: dict[str, Any]) -> Sidecar:
     lower = {"disk": disk, "remote": remote}
     parts = (part for part in stats.values() if isinstance(part, dict))
     tenants: dict[str, Any] = next((part for part in parts if _TENANTS_PROBLEM in part), {})
+    digest = tenants.get(_TENANTS_DIGEST)
     hits = _part(lookups, "hit_tokens")
     of_tiers = (_count(hits.get(tier)) for tier in LookupFigures._fields[1:])
     num_attached = clients.get("attached")
@@ -136,7 +137,7 @@ def read_sidecar(stats: dict[str, Any]) -> Sidecar:
         memory_bytes=_count(memory.get("size_bytes")) if "target_bytes" in memory else None,
         memory_target=_count(memory.get("target_bytes")),
         resize_problem=plain(memory.get("resize_problem")),
-        reports_tenants=isinstance(tenants.get(_TENANTS_PROBLEM), str),
+        tenants_digest=plain(digest) if isinstance(digest, str) else None,
         tenants_problem=plain(tenants.get(_TENANTS_PROBLEM)),
     )
 

@@ -61,6 +61,8 @@ def is_settled(status: Object, statuses: Sequence[ComponentStatus], plans: Mappi
         problems = (problem for plan in plans.values() for problem in plan.problems)
         is_moving = any(part.degraded or part.progressing.status == "True" for part in statuses)
         return not (is_moving or any(problem.reason != _INVALID for problem in problems))
+    if any(part.awaits_sidecars for part in statuses):
+        return False
     return "True" not in (conditions["Degraded"]["status"], conditions["Progressing"]["status"])
 
 

@@ -62,7 +62,7 @@ def test_all_conditions_are_documented() -> None:
     world = settled_world(tiers={"disk": {"size": "1Gi", "encryption": keys}}, tenants={})
     working = dict.fromkeys(("is_remote_reachable", "is_disk_available", "is_memory_pinned"), True)
     sidecar = Sidecar(
-        pod="demo-engine-0", is_attached=True, encryption={"disk": ""}, reports_tenants=True, **working
+        pod="demo-engine-0", is_attached=True, encryption={"disk": ""}, tenants_digest="", **working
     )
     status = status_of(world, probed=Probed((sidecar,), True))
     tested_elsewhere = {"AutoscalingActive", "PrefillAvailable", "RemoteTierAvailable", "RouterAvailable"}

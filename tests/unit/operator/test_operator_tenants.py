@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from typing import Any
 
 import pytest
@@ -264,8 +265,21 @@ def condition(*answers: Any, tenants: Any = {}) -> dict[str, Any]:  # noqa: B006
     return {c["type"]: c for c in world.resource["status"]["conditions"]}
 
 
-def report(problem: Any) -> dict[str, Any]:
-    return {"tenants": {"tenants_problem": problem}}
+def _declared_digest() -> str:
+    """Digest of the file of a cluster with ``tenants: {}``, from its ConfigMap."""
+    text = settled_world(tenants={}).objects[CONFIG]["data"]["tenants.yaml"]
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+DIGEST, OTHER_DIGEST = _declared_digest(), "0" * 64
+
+
+def report(problem: Any, **digest: Any) -> dict[str, Any]:
+    return {"tenants": {"tenants_problem": problem, "tenants_digest": DIGEST} | digest}
+
+
+def using(digest: Any) -> dict[str, Any]:
+    return report("", tenants_digest=digest)
 
 
 @pytest.mark.parametrize(
@@ -280,12 +294,36 @@ def report(problem: Any) -> dict[str, Any]:
                 "salt of tenant search: /x can't be read",
             ),
         ),
+        (
+            [report(""), using(OTHER_DIGEST), using("")],
+            (
+                "False", "TenantsPending",
+                "2 of 3 sidecars do not use the declared tenants yet. First: pod demo-engine-1. "
+                "The kubelet updates the file in running pods within two minutes. If it takes longer, check "
+                "the node of the pod, then delete the pod",
+            ),
+        ),
         ([report(""), {}], ("Unknown", "NotReported", None)),
         ([{}, report("no")], ("False", "TenantsInvalid", None)),
-        ([report(["not", "text"])], ("Unknown", "NotReported", None)),
-        ([report(""), report(None)], ("Unknown", "NotReported", None)),  # a pod without the file
+        ([using(OTHER_DIGEST), report("no")], ("False", "TenantsInvalid", None)),
+        ([using(OTHER_DIGEST), {}, None], ("False", "TenantsPending", None)),
+        ([report(None, tenants_digest=None)], ("Unknown", "NotReported", None)),  # a pod without the file
+        ([{"tenants": {"tenants_problem": ""}}], ("Unknown", "NotReported", None)),  # an earlier version
+        ([{"tenants": {"tenants_problem": "no"}}], ("False", "TenantsInvalid", None)),
         ([{"tenants": "odd"}], ("Unknown", "NotReported", None)),
-        ([report(""), None], ("True", "TenantsInUse", "1 of 2 sidecars use the declared tenants.")),
+        ([using(["not", "text"])], ("Unknown", "NotReported", None)),
+        ([using(DIGEST.upper())], ("False", "TenantsPending", None)),
+        ([using("x" * 5000)], ("False", "TenantsPending", None)),
+        (
+            [report(""), None],
+            (
+                "Unknown", "NoAnswer",
+                "1 of 2 sidecars do not report which tenants they use. First: pod demo-engine-1. "
+                "See the condition SidecarAttached",
+            ),
+        ),
+        ([{}, None], ("Unknown", "NoAnswer", None)),
+        ([None], ("Unknown", "NoAnswer", None)),
     ],
 )  # fmt: skip
 def test_sidecars_reports_become_a_condition(
@@ -321,5 +359,6 @@ def test_cluster_without_tenants_has_no_condition() -> None:
     assert "TenantsKnown" not in condition(report("left from before"), tenants=None)
 
 
-def test_silent_sidecars_report_no_condition() -> None:
-    assert "TenantsKnown" not in condition(None)
+def test_former_file_does_not_degrade_the_cluster() -> None:
+    conditions = condition(using(OTHER_DIGEST))
+    assert (conditions["Degraded"]["status"], conditions["Ready"]["status"]) == ("False", "True")

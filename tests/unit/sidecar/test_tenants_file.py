@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import logging
 from pathlib import Path
@@ -35,6 +36,11 @@ class Bench:
         self.file.follow()
         self.file.resolve()
         return self.file.problem.replace(f"{self.path}: ", "")
+
+    @property
+    def digest(self) -> str:
+        digest: str = document([tenants_part(self.file, MemoryStats())])["tenants"]["tenants_digest"]
+        return digest
 
     def budget(self, salt: str) -> Budget:
         return self.file.budgets.of(keys.tenant(salt, NAMESPACE))
@@ -71,7 +77,9 @@ def test_without_a_file_only_the_quota_counts(tmp_path: Path):
     file.follow()
     assert file.problem == ""
     assert file.budgets.of(b"any") == Budget("default", 30)
-    assert document([tenants_part(file, MemoryStats())])["tenants"]["tenants_problem"] is None
+    facts = document([tenants_part(file, MemoryStats())])["tenants"]
+    assert facts["tenants_problem"] is None
+    assert facts["tenants_digest"] is None
 
 
 @pytest.mark.parametrize(
@@ -160,6 +168,51 @@ def test_missing_file_is_reported_and_read_when_it_appears(bench: Bench):
     assert "can't be read" in bench.file.problem
     assert bench.follow("default: {priority: 3}") == ""
     assert bench.budget("any").priority == 3
+
+
+def test_digest_is_of_the_text_in_use(bench: Bench):
+    assert bench.digest == ""
+    bench.follow("named: [")
+    assert bench.digest == "", "the file is invalid"
+    text = f"named: [{{name: a, saltFile: {bench.salt_path}}}]  # ä\n"
+    bench.follow(text)
+    assert bench.digest == "", "the salt is missing"
+    bench.salt_path.write_text("s3cret")
+    bench.follow()
+    used = hashlib.sha256(text.encode()).hexdigest()
+    assert bench.digest == used
+    bench.follow("default: 5")
+    assert bench.digest == used, "the budgets in use are those of the former text"
+    bench.path.unlink()
+    assert "can't be read" in bench.follow()
+    assert bench.digest == used
+    bench.follow("")
+    assert bench.digest == hashlib.sha256(b"").hexdigest()
+
+
+def test_digest_is_the_same_for_another_salt_in_the_same_file(bench: Bench):
+    bench.salt_path.write_text("one")
+    bench.follow(f"named: [{{name: a, saltFile: {bench.salt_path}}}]")
+    before = bench.digest
+    bench.salt_path.write_text("two")
+    bench.follow()
+    assert bench.budget("two").name == "a"
+    assert bench.digest == before
+
+
+def test_bytes_on_disk_count_for_the_salt_under_each_name_and_in_each_namespace(bench: Bench):
+    def owners(name: str) -> set[str]:
+        bench.follow(f"named: [{{name: {name}, saltHash: {keys.salt_hash('s').hex()}}}]")
+        namespaces = NAMESPACE, b"m" * 32
+        bench.file.add_namespace(namespaces[1])
+        bench.file.resolve()
+        return {bench.file.budgets.owner(keys.tenant("s", namespace)) for namespace in namespaces}
+
+    former = owners("search")
+    assert len(former) == 1
+    assert owners("renamed") == former
+    other_salts = {bench.file.budgets.owner(keys.tenant(salt, NAMESPACE)) for salt in ("x", "y")}
+    assert len(other_salts | former) == 3, "each other salt counts for itself"
 
 
 def test_salt_hash_command_ignores_one_newline(monkeypatch, capsys):

@@ -19,7 +19,12 @@ from lmcache_operator.components.base import Component, ComponentStatus, Context
 from lmcache_operator.components.engine.gpus import CUDA_IPC, claim_spec, planned_transfer
 from lmcache_operator.components.engine.pod import DISK_SIZE, MemorySize, pod_template
 from lmcache_operator.components.engine.status import engine_status
-from lmcache_operator.components.engine.tenants import in_spec_hash, tenants_yaml
+from lmcache_operator.components.engine.tenants import (
+    DIGEST_FIELD,
+    in_spec_hash,
+    tenants_digest,
+    tenants_yaml,
+)
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.pods.differences import differences
 from lmcache_operator.pods.pods import has_no_node, is_outdated, next_eviction
@@ -122,6 +127,7 @@ class Engine(Component):
                 "resizing": resized,
                 "images": _images_in_use(cluster, images, present),
                 "transfer": {"requested": cluster.spec.sidecar.transfer, **transfer._asdict()},
+                DIGEST_FIELD: tenants_digest(cluster.spec.tenants, cluster.memory.tenant_quota_percent),
             },
         )
 

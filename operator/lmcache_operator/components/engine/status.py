@@ -11,12 +11,16 @@ from lmcache_operator.components.base import ComponentStatus, Observed, Plan, Si
 from lmcache_operator.components.conditions import Condition, Problem, Trouble, former_conditions
 from lmcache_operator.components.engine.encryption import rows_encrypted
 from lmcache_operator.components.engine.gpus import transfer_in_use, transfer_problems
-from lmcache_operator.components.engine.tenants import TENANTS_KNOWN, tenants_known
+from lmcache_operator.components.engine.tenants import (
+    DIGEST_FIELD,
+    TENANTS_KNOWN,
+    TENANTS_PENDING,
+    tenants_known,
+)
 from lmcache_operator.pods.pods import is_ready, kill_problems
 from lmcache_operator.pods.resize import Resizing
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import Ref
-from lmcache_operator.specs.merge import dig
 from lmcache_operator.specs.names import ENGINE, SIDECAR_PORT, engine_name, selector_text
 
 _DEADLINE: Final = "ProgressDeadlineExceeded"
@@ -38,6 +42,9 @@ def engine_status(observed: Observed, plan: Plan) -> ComponentStatus:
     count = f"{num_ready} of {desired} engine pods are ready"
     summary = f"{count}; {plan.note}" if plan.note else count
     conditions, transfer = _sidecar_conditions(observed), _transfer(observed, plan)
+    tenants = tenants_known(observed, plan.fields.get(DIGEST_FIELD))
+    if tenants is not None:
+        conditions[TENANTS_KNOWN] = tenants
     known = {
         "images": plan.fields.get("images") or _former(observed, "images"),
         "transfer": transfer,
@@ -61,6 +68,7 @@ def engine_status(observed: Observed, plan: Plan) -> ComponentStatus:
             "selector": selector_text(observed.name, ENGINE),
             **{field: value for field, value in known.items() if value},
         },
+        awaits_sidecars=tenants is not None and tenants.reason == TENANTS_PENDING,
     )
 
 
@@ -140,9 +148,7 @@ def _engine_available(desired: int, num_ready: int, count: str) -> Condition:
 
 
 def _sidecar_conditions(observed: Observed) -> dict[str, Condition]:
-    has_tenants = dig(observed.resource, "spec", "tenants") is not None
-    followed = (_ATTACHED, _REACHABLE, _DISK, _PINNED, _ENCRYPTED, *([TENANTS_KNOWN] if has_tenants else []))
-    former = former_conditions(observed.resource, *followed)
+    former = former_conditions(observed.resource, _ATTACHED, _REACHABLE, _DISK, _PINNED, _ENCRYPTED)
     if observed.probed is None:
         return former
     sidecars, is_certain = observed.probed
@@ -171,8 +177,6 @@ def _sidecar_conditions(observed: Observed) -> dict[str, Condition]:
     if encrypted := rows_encrypted(observed, sidecars):
         is_early = encrypted.status == "Unknown" and not is_certain
         conditions[_ENCRYPTED] = former.get(_ENCRYPTED, encrypted) if is_early else encrypted
-    if has_tenants and (known := tenants_known(sidecars)):
-        conditions[TENANTS_KNOWN] = known
     return conditions
 
 

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from typing import Final
 
 import yaml
 
 from lmcache_operator.api.tenants import Tenant, Tenants, memory_percent_of_default
-from lmcache_operator.components.base import Sidecar
-from lmcache_operator.components.conditions import Condition
+from lmcache_operator.components.base import Observed, Sidecar
+from lmcache_operator.components.conditions import Condition, Reason, former_conditions
 from lmcache_operator.specs import Object, paths
+from lmcache_operator.specs.merge import dig
 
-TENANTS_KNOWN = "TenantsKnown"
+TENANTS_KNOWN: Final = "TenantsKnown"
 """Type of the condition."""
+TENANTS_PENDING: Final = "TenantsPending"
+"""Reason of the condition while sidecars use a former file. Later probes show when that ends."""
+DIGEST_FIELD: Final = "tenantsDigest"
+"""Field of the plan with the digest of the declared file."""
+_NOT_REPORTED: Final = (
+    "If no pods are being replaced, create injected pods again. If the image is too old, set "
+    "spec.images.policy to Follow"
+)
+_PENDING: Final = (
+    "The kubelet updates the file in running pods within two minutes. If it takes longer, check the node of "
+    "the pod, then delete the pod"
+)
 
 
 def tenants_yaml(tenants: Tenants, tenant_quota_percent: int) -> str:
@@ -25,6 +40,13 @@ def tenants_yaml(tenants: Tenants, tenant_quota_percent: int) -> str:
     }
     content = {"default": default, "named": [_entry(tenant) for tenant in tenants.named]}
     return str(yaml.safe_dump(content, sort_keys=False))
+
+
+def tenants_digest(tenants: Tenants | None, tenant_quota_percent: int) -> str | None:
+    """SHA-256 of the declared file, as sidecars report it; None without tenants."""
+    if tenants is None:
+        return None
+    return hashlib.sha256(tenants_yaml(tenants, tenant_quota_percent).encode()).hexdigest()
 
 
 def _entry(tenant: Tenant) -> Object:
@@ -61,23 +83,64 @@ def in_spec_hash(tenants: Tenants) -> Object:
     return {"header": tenants.header, "secrets": [list(entry) for entry in tenants.salt_secrets]}
 
 
-def tenants_known(sidecars: Sequence[Sidecar]) -> Condition | None:
-    """Whether the sidecars use the declared budgets; None: no sidecar answers."""
-    answering = [sidecar for sidecar in sidecars if sidecar.answers]
-    if failed := [sidecar for sidecar in answering if sidecar.tenants_problem]:
-        first = f"pod {failed[0].pod}: {failed[0].tenants_problem}"
-        message = f"{len(failed)} of {len(answering)} sidecars cannot use all of spec.tenants. First: {first}"
-        return Condition("False", "TenantsInvalid", message)
-    if silent := [sidecar for sidecar in answering if not sidecar.reports_tenants]:
-        count = (
-            f"{len(silent)} of {len(answering)} sidecars do not report tenants. First: pod {silent[0].pod}"
-        )
-        remedy = (
-            "If no pods are being replaced, create injected pods again. If the image is too old, set "
-            "spec.images.policy to Follow"
-        )
-        return Condition("Unknown", "NotReported", f"{count}. {remedy}")
-    if not answering:
+def tenants_known(observed: Observed, digest: str | None) -> Condition | None:
+    """Whether the sidecars use the declared budgets.
+
+    Args:
+        observed: The cluster, with the reports of its sidecars.
+        digest: SHA-256 of the declared file; None: the operator could not plan, such as for an invalid spec.
+
+    Returns:
+        The condition; None: the spec has no tenants, or no sidecar runs. The former condition stays while
+        the reports are missing or uncertain.
+    """
+    if dig(observed.resource, "spec", "tenants") is None:
         return None
-    count = "All" if len(answering) == len(sidecars) else f"{len(answering)} of"
-    return Condition("True", "TenantsInUse", f"{count} {len(sidecars)} sidecars use the declared tenants.")
+    former = former_conditions(observed.resource, TENANTS_KNOWN).get(TENANTS_KNOWN)
+    if observed.probed is None:
+        return former
+    sidecars, is_certain = observed.probed
+    if invalid := _invalid(sidecars):
+        return invalid
+    if digest is None or not sidecars:
+        return former if sidecars else None
+    known = _outdated(sidecars, digest) or _unknown(sidecars)
+    if known is None:
+        message = f"All {len(sidecars)} sidecars use the declared tenants."
+        return Condition("True", "TenantsInUse", message)
+    is_early = known.status == "Unknown" and not is_certain
+    # A condition of an earlier spec says nothing about the present file.
+    is_of_spec = former is not None and former.generation == observed.resource["metadata"].get("generation")
+    return former if is_early and is_of_spec else known
+
+
+def _invalid(sidecars: Sequence[Sidecar]) -> Condition | None:
+    """The condition if a sidecar reports a problem."""
+    answering = [sidecar for sidecar in sidecars if sidecar.answers]
+    failed = [sidecar for sidecar in answering if sidecar.tenants_problem]
+    if not failed:
+        return None
+    count = f"{len(failed)} of {len(answering)} sidecars cannot use all of spec.tenants"
+    why = f"pod {failed[0].pod}: {failed[0].tenants_problem}"
+    return Condition("False", "TenantsInvalid", f"{count}. First: {why}")
+
+
+def _outdated(sidecars: Sequence[Sidecar], digest: str) -> Condition | None:
+    """The condition if a sidecar uses another file than the declared one."""
+    former = [sidecar for sidecar in sidecars if sidecar.tenants_digest not in (None, digest)]
+    if not former:
+        return None
+    count = f"{len(former)} of {len(sidecars)} sidecars do not use the declared tenants yet"
+    return Condition("False", TENANTS_PENDING, f"{count}. First: pod {former[0].pod}. {_PENDING}")
+
+
+def _unknown(sidecars: Sequence[Sidecar]) -> Condition | None:
+    """The condition if a sidecar does not report its file, such as one that does not answer."""
+    absent = [sidecar for sidecar in sidecars if not sidecar.answers]
+    silent = absent or [sidecar for sidecar in sidecars if sidecar.tenants_digest is None]
+    if not silent:
+        return None
+    reason: Reason = "NoAnswer" if absent else "NotReported"
+    remedy = "See the condition SidecarAttached" if absent else _NOT_REPORTED
+    count = f"{len(silent)} of {len(sidecars)} sidecars do not report which tenants they use"
+    return Condition("Unknown", reason, f"{count}. First: pod {silent[0].pod}. {remedy}")
