@@ -9,10 +9,11 @@ import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from testing.kube.api import Object
@@ -126,9 +127,15 @@ class Pod:
         url = f"http://{self.address}:{ENGINE_PORT}/reset_prefix_cache"
         urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=60).close()
 
-    def complete(self, prompt: list[int], max_tokens: int = 8) -> Completion:
-        """Run a greedy streamed completion. Raises OSError, also when the stream ends early."""
-        return complete(self.address, prompt, max_tokens)
+    def complete(
+        self, prompt: list[int], max_tokens: int = 8, *, salt_header: str = "", cache_salt: str = ""
+    ) -> Completion:
+        """Run a greedy streamed completion, with a salt in the header of the gateway or in the body. Raises
+        OSError, also when the stream ends early.
+        """
+        headers = {"X-LMCache-Tenant": salt_header} if salt_header else {}
+        body = {"cache_salt": cache_salt} if cache_salt else {}
+        return complete(self.address, prompt, max_tokens, headers=headers, body=body)
 
 
 def _is_first(process: str) -> bool:
@@ -153,17 +160,26 @@ def is_ready(pod: Object) -> bool:
 
 
 def complete(
-    host: str, prompt: list[int], max_tokens: int = 8, on_first_token: Callable[[], None] = lambda: None
+    host: str,
+    prompt: list[int],
+    max_tokens: int = 8,
+    on_first_token: Callable[[], None] = lambda: None,
+    *,
+    headers: Mapping[str, str] = MappingProxyType({}),
+    body: Mapping[str, str] = MappingProxyType({}),
 ) -> Completion:
-    """Run a greedy streamed completion on the engine or Service at ``host``; see `Pod.complete`."""
-    body = {
+    """Run a greedy streamed completion on the engine or Service at ``host``; see `Pod.complete`.
+
+    ``headers`` and ``body`` have further fields of the request.
+    """
+    fields = {
         "model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
         "return_token_ids": True, "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     request = urllib.request.Request(
         f"http://{host}:{ENGINE_PORT}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
+        json.dumps({**fields, **body}).encode(),
+        {"Content-Type": "application/json", **headers},
     )
     began_at, first, usage = time.monotonic(), 0.0, None
     tokens: list[int] = []

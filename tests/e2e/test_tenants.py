@@ -1,0 +1,139 @@
+"""Budgets of tenants on a real kubelet: salts by header and body, a new budget, a deleted Secret.
+
+The tests depend on their order, and share one LMCacheCluster.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from lmcache import keys
+from testing.kube.operator import CLUSTERS
+from testing.node.app import NAMESPACE, READY_SECONDS, App
+from testing.node.pods import Completion, Pod
+from tests.harness.pods import least_cached, prompt
+
+SEARCH, BATCH = "salt of search", "salt of batch"
+SECRET = "search-salt"
+PROMPT = prompt(47, 1024)
+NUM_ROWS = len(PROMPT) // 256
+KUBELET_SECONDS = 300
+"""A kubelet updates mounted ConfigMaps and Secrets within two minutes. A busy machine needs longer."""
+
+
+@pytest.fixture(scope="module")
+def app(make_app, installed) -> Iterator[App]:
+    create_secret(installed)
+    app = make_app("tenants")
+    app.spec["spec"]["tenants"] = {
+        "header": True,
+        "named": [
+            {"name": "search", "saltSecretRef": {"name": SECRET}, "minMemoryPercent": 20},
+            {"name": "batch", "saltHash": keys.salt_hash(BATCH).hex(), "memoryPercent": 50},
+        ],
+    }
+    app.apply()
+    yield app
+    app.delete()
+
+
+def create_secret(node) -> None:
+    secret = {"metadata": {"name": SECRET}, "stringData": {"salt": SEARCH}}
+    node.api.create("v1/secrets", secret, NAMESPACE)
+
+
+def reconcile(app: App) -> None:
+    """Let the operator look at the cluster now. No watch reports what a sidecar does."""
+    change = {"metadata": {"annotations": {"test/poke": str(time.monotonic_ns())}}}
+    app.node.api.patch(CLUSTERS, app.name, change, NAMESPACE)
+
+
+def tenants(pod: Pod):
+    return pod.stats()["tenants"]
+
+
+def declared_digest(app: App) -> str:
+    """Digest of the file that the operator declares."""
+    config = app.node.api.get("v1/configmaps", f"{app.name}-sidecar", NAMESPACE)
+    return hashlib.sha256(config["data"]["tenants.yaml"].encode()).hexdigest()
+
+
+def known(app: App) -> tuple[str, str]:
+    condition = app.conditions()["TenantsKnown"]
+    return condition["status"], condition["reason"]
+
+
+def hit_of_search(pod: Pod) -> Completion:
+    """Repeat the prompt as the tenant search until the sidecar has its rows, and return that answer."""
+
+    def ask() -> Completion | None:
+        pod.reset_engine_cache()
+        answer = pod.complete(PROMPT, salt_header=SEARCH)
+        return answer if answer.num_cached >= least_cached(PROMPT) else None
+
+    return pod.node.wait(ask, READY_SECONDS)
+
+
+def test_requests_count_for_the_tenant_of_their_header_or_body(app):
+    pod = app.ready_pod()
+    assert app.wait_condition("TenantsKnown")["reason"] == "TenantsInUse"
+    cold = pod.complete(PROMPT, salt_header=SEARCH)
+    assert cold.num_cached == 0
+    assert hit_of_search(pod).tokens == cold.tokens
+    pod.reset_engine_cache()
+    assert pod.complete(PROMPT, cache_salt=BATCH).num_cached == 0, "salts separate the same prompt"
+    app.node.wait(lambda: tenants(pod)["rows"]["batch"] == NUM_ROWS, READY_SECONDS)
+    stats = tenants(pod)
+    assert stats["rows"]["search"] == NUM_ROWS
+    assert stats["prompt_tokens"]["batch"] == len(PROMPT)
+    assert least_cached(PROMPT) <= stats["hit_tokens"]["search"] < stats["prompt_tokens"]["search"]
+    assert stats["hit_tokens"]["batch"] == 0
+
+
+def test_condition_is_true_again_when_the_sidecar_uses_the_new_budget(app):
+    pod = app.ready_pod()
+    before = tenants(pod)["tenants_digest"]
+    assert before == declared_digest(app)
+    app.node.stop_kubelet()  # without it, the file in the pod does not change
+    try:
+        app.spec["spec"]["tenants"]["named"][1]["memoryPercent"] = 20
+        app.apply()
+        condition = app.wait_condition("TenantsKnown", "False", 60)
+        assert condition["reason"] == "TenantsPending"
+        assert (
+            f"1 of 1 sidecars do not use the declared tenants yet. First: pod {pod.name}. "
+            in (condition["message"])
+        )
+        assert tenants(pod)["tenants_digest"] == before != declared_digest(app)
+        reconcile(app)
+        assert known(app) == ("False", "TenantsPending")
+    finally:
+        app.node.start_kubelet()
+    assert app.wait_condition("TenantsKnown", timeout=KUBELET_SECONDS)["reason"] == "TenantsInUse"
+    assert tenants(pod)["tenants_digest"] == declared_digest(app)
+    assert app.ready_pod().uid == pod.uid, "a new budget replaces no pod"
+    hit_of_search(pod)
+
+
+def test_cache_serves_without_the_secret_and_the_status_says_so(app):
+    pod = app.ready_pod()
+    before = hit_of_search(pod)
+    app.node.api.delete("v1/secrets", SECRET, NAMESPACE)
+    app.node.wait(lambda: tenants(pod)["tenants_problem"], KUBELET_SECONDS)
+    reconcile(app)
+    condition = app.wait_condition("TenantsKnown", "False")
+    assert condition["reason"] == "TenantsInvalid"
+    assert f"/{SECRET}/salt can't be read: check that the Secret exists" in condition["message"]
+    assert SEARCH not in condition["message"]
+    assert app.conditions()["Degraded"]["reason"] == "TenantsInvalid"
+    rows = tenants(pod)["rows"]["search"]
+    assert hit_of_search(pod).tokens == before.tokens
+    assert tenants(pod)["rows"]["search"] == rows == NUM_ROWS, "the tenant has its budget"
+    create_secret(app.node)
+    app.wait_condition("TenantsKnown")
+    assert not tenants(pod)["tenants_problem"]
+    assert app.ready_pod().uid == pod.uid
