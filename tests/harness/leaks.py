@@ -3,8 +3,9 @@ open.
 
 A suite of thousands of tests runs in one process. A leak of one module makes an unrelated test fail much
 later: ``select()`` refuses descriptors above 1,023, and a full /dev/shm stops every sidecar. The check runs
-after the last test of a module has been torn down, because fixtures of a module live until then. Resources of
-session fixtures are exempt.
+after the last test of a module has been torn down, because fixtures of a module live until then. The message
+names the tests that opened the resources: the guard compares resources after each test. This takes 0.1 to
+0.9 ms, which depends on the number of descriptors and threads. Resources of session fixtures are exempt.
 """
 
 from __future__ import annotations
@@ -93,6 +94,37 @@ def lasting() -> Generator[None]:
         _lasting = _lasting.plus(Resources.held().beyond(held_before))
 
 
+class Openers:
+    """Names of the tests during which the present resources of this process were opened."""
+
+    def __init__(self) -> None:
+        self._held = Resources.held()
+        self._names: dict[tuple[str, str], list[str]] = {}
+
+    def record(self, name: str) -> None:
+        """Record new resources as those of the test ``name``, and forget resources that no longer exist."""
+        held = Resources.held()
+        new = held.beyond(self._held)
+        for kind, entries in self._held.beyond(held).items():
+            for entry in entries:
+                self._names.pop((kind, entry), None)
+        for kind, entries in new.items():
+            for entry in dict.fromkeys(entries):
+                self._names.setdefault((kind, entry), []).append(name)
+        self._held = held
+
+    def describe(self, left: dict[str, list[str]]) -> str:
+        """Format ``left`` for people."""
+        return "; ".join(
+            f"{len(entries)} {kind}: {', '.join(self._describe(kind, entry) for entry in entries[:8])}"
+            for kind, entries in left.items()
+        )
+
+    def _describe(self, kind: str, entry: str) -> str:
+        names = self._names.get((kind, entry), [])
+        return f"{entry[:90]} (opened during {' or '.join(names[:8])})" if names else entry[:90]
+
+
 class LeakGuard:
     """The plugin. It relies on the tests of one module running in a row."""
 
@@ -100,6 +132,7 @@ class LeakGuard:
         self._patience_seconds = patience_seconds
         resource_tracker.ensure_running()  # a child of multiprocessing that lives as long as the process
         self._allowed = Resources.held()
+        self._openers = Openers()
         self._module: object = None
         self._has_failed = False
 
@@ -117,6 +150,7 @@ class LeakGuard:
         if _module_of(item) is not self._module:
             self._module, self._has_failed = _module_of(item), False
             self._allowed = Resources.held()
+            self._openers = Openers()
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
@@ -133,14 +167,15 @@ class LeakGuard:
     def pytest_runtest_teardown(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> Generator[None, object, object]:
-        """Check after the last test of a module, when its fixtures have been torn down."""
+        """Record what the test opened. Check after the last test of a module, and after its fixtures."""
         result = yield
+        self._openers.record(item.name)
         if nextitem is None or _module_of(nextitem) is not _module_of(item):
             getattr(item, "funcargs", {}).clear()  # pytest drops these values only after this hook
             # A session's server may have been down before: one test stopped it, and the next one starts it.
             left = remaining_after(self._allowed.with_at_least(_lasting), self._patience_seconds)
             if left and not self._has_failed:
-                pytest.fail(f"{item.path.name} leaves behind: {describe(left)}", pytrace=False)
+                pytest.fail(f"{item.path.name} leaves behind: {self._openers.describe(left)}", pytrace=False)
         return result
 
 
@@ -155,13 +190,6 @@ def remaining_after(allowed: Resources, patience_seconds: float) -> dict[str, li
     return left
 
 
-def describe(left: dict[str, list[str]]) -> str:
-    """Format ``left`` for people."""
-    return "; ".join(
-        f"{len(entries)} {kind}: {', '.join(e[:90] for e in entries[:8])}" for kind, entries in left.items()
-    )
-
-
 def _descriptors() -> Generator[str]:
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -171,9 +199,10 @@ def _descriptors() -> Generator[str]:
 
 
 def _children() -> Generator[str]:
-    for task in Path("/proc/self/task").iterdir():
+    for task in os.listdir("/proc/self/task"):
         try:
-            pids = (task / "children").read_text().split()
+            with open(f"/proc/self/task/{task}/children", "rb", buffering=0) as file:
+                pids = file.read().decode().split()
         except OSError:  # the thread has ended
             continue
         for pid in pids:

@@ -45,13 +45,43 @@ def run(pytester):
     return run_module
 
 
+def leaking(kind: str) -> str:
+    """Return the first lines of a module that may leak, and that cleans up when the process ends."""
+    return f"{OPENERS[kind]}\nimport atexit\natexit.register(lambda: ({CLOSERS[kind]}))\n"
+
+
 @pytest.mark.parametrize("kind", OPENERS)
 def test_fails_leaking_modules(run, kind):
-    clean_up = f"import atexit\natexit.register(lambda: ({CLOSERS[kind]}))"
-    result = run(f"{OPENERS[kind]}\n{clean_up}\ndef test_first():\n    leak()\ndef test_last():\n    pass\n")
-    result.assert_outcomes(passed=2, errors=1)
+    result = run(
+        f"{leaking(kind)}"
+        "def test_first():\n    pass\ndef test_middle():\n    leak()\ndef test_last():\n    pass\n"
+    )
+    result.assert_outcomes(passed=3, errors=1)
     num_left = 2 if kind == "descriptors" else 1
-    result.stdout.fnmatch_lines([f"*test_sample.py leaves behind: *{num_left} {kind}*"])
+    result.stdout.fnmatch_lines(
+        [f"*test_sample.py leaves behind: *{num_left} {kind}: *(opened during test_middle)*"]
+    )
+    result.stdout.no_fnmatch_line("*opened during test_[!m]*")
+
+
+def test_names_each_leaking_test_and_its_parameter(run):
+    result = run(
+        f"{leaking('threads')}import pytest\n"
+        "@pytest.mark.parametrize('count', [0, 1])\n"
+        "def test_first(count):\n    [leak() for _ in range(count)]\ndef test_last():\n    leak()\n"
+    )
+    result.assert_outcomes(passed=3, errors=1)
+    result.stdout.fnmatch_lines(["*2 threads: *(opened during test_first?1?), *(opened during test_last)*"])
+
+
+def test_names_the_test_whose_resource_is_left_instead_of_one_that_closed_an_equal_one(run):
+    result = run(
+        f"{leaking('children')}def test_first():\n    leak()\n"
+        "def test_closes():\n    child = resources.pop()\n    child.kill()\n    child.wait()\n"
+        "def test_leaks():\n    leak()\ndef test_last():\n    pass\n"
+    )
+    result.assert_outcomes(passed=4, errors=1)
+    result.stdout.fnmatch_lines(["*1 children: sleep 30* (opened during test_leaks)*"])
 
 
 @pytest.mark.parametrize("kind", OPENERS)
