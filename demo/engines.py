@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from demo.show import command
 from testing.child_process import free_port
 from testing.engine.process import ServedEngine, connector_config
+from testing.packages import InstallationError
 from testing.processes import SidecarProcess
 from testing.sglang import environment
 from testing.sglang.engine import MEASURED, PAGE_TOKENS, SGLangEngine, lmcache_storage
@@ -66,7 +67,7 @@ class SGLang:
     def prepare(self) -> None:
         try:
             environment.prepare()
-        except (FileNotFoundError, environment.InstallationError) as error:
+        except (FileNotFoundError, InstallationError) as error:
             sys.exit(str(error))
 
     def start(self, sidecar: SidecarProcess, log: Path) -> Engine:

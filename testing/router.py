@@ -7,11 +7,9 @@ The router has an environment of its own, the one of its image. Its packages are
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import urllib.error
@@ -24,8 +22,8 @@ from typing import Self
 
 from testing.child_process import REPOSITORY, answers, free_ports, wait_until
 from testing.engine.process import ServedEngine, connector_config
+from testing.packages import installed
 from testing.processes import Server, SidecarProcess
-from tools.cache import cache_root, cached_directory, exclusive, uv
 
 MIDDLEWARE = "lmcache.engines.vllm.router_discovery.RouterDiscovery"
 REQUIREMENTS = REPOSITORY / "router" / "requirements.txt"
@@ -35,11 +33,12 @@ _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 @functools.cache
 def package() -> Path:
-    """Return the folder to put first in ``PYTHONPATH``. Installs the router if it is missing."""
-    tag = f"{sys.implementation.cache_tag}\n{REQUIREMENTS.read_text()}"
-    name = f"router-{hashlib.sha256(tag.encode()).hexdigest()[:8]}"
-    with exclusive(cache_root() / f"{name}.lock", _say):
-        return cached_directory(name, _install)
+    """Return the folder to put first in ``PYTHONPATH``. Installs the router if it is missing.
+
+    Raises InstallationError.
+    """
+    problem = "vLLM's router cannot be installed. Check the access to the package index."
+    return installed("router", REQUIREMENTS, "vLLM's router (40 MB, some seconds)", problem, _say)
 
 
 class RouterProcess(Server):
@@ -128,17 +127,6 @@ class RoutedPod:
         """Name by which the router knows the engine."""
         with urllib.request.urlopen(f"{self.engine.url}/get_server_info", timeout=60) as answer:
             return str(json.load(answer)["instance_id"])
-
-
-def _install(folder: Path) -> None:
-    _say("installing vLLM's router (40 MB, some seconds)")
-    command = [uv(), "pip", "install", "--quiet", "--no-deps", "--require-hashes", "--compile-bytecode"]
-    command += ["--python", sys.executable, "--target", folder, "--requirement", REQUIREMENTS]
-    done = subprocess.run(
-        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    if done.returncode:
-        raise RuntimeError(f"vLLM's router cannot be installed:\n{done.stdout[-4000:]}")
 
 
 def _say(text: str) -> None:

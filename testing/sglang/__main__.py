@@ -2,6 +2,7 @@
 
 import sys
 
+from testing.packages import InstallationError
 from testing.sglang import environment
 
 
@@ -9,7 +10,7 @@ def main() -> int:
     """Install SGLang. Returns the exit status."""
     try:
         environment.prepare()
-    except (FileNotFoundError, environment.InstallationError) as error:
+    except (FileNotFoundError, InstallationError) as error:
         print(f"[sglang] {error}", file=sys.stderr)
         return 1
     return 0

@@ -8,15 +8,14 @@ for CUDA) are not installed. What replaces them is in ``testing/sglang/cpu``.
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 from testing.child_process import REPOSITORY
-from tools.cache import cache_root, cached_directory, exclusive, uv
+from testing.packages import installed, run
+from tools.cache import exclusive
 
 REQUIREMENTS = REPOSITORY / "tools" / "requirements" / "sglang.txt"
 CPU = Path(__file__).parent / "cpu"
@@ -24,10 +23,6 @@ CPU = Path(__file__).parent / "cpu"
 _HASH_MODULE = "hicache_hash_cpp"
 """The C++ module with which HiCache hashes pages. SGLang compiles it when it is first used (6 s)."""
 _COMPILE = "from sglang.srt.mem_cache.utils import get_hash_str; get_hash_str([1])"
-
-
-class InstallationError(RuntimeError):
-    """SGLang cannot be installed. The message says what to do."""
 
 
 def version() -> str:
@@ -41,12 +36,11 @@ def version() -> str:
 def package() -> Path:
     """Return the folder to put first in ``PYTHONPATH``. Installs SGLang if it is missing (half a minute).
 
-    The name of the folder depends on the pins and on the version of Python. Raises InstallationError.
+    Raises InstallationError.
     """
-    tag = f"{sys.implementation.cache_tag}\n{REQUIREMENTS.read_text()}"
-    name = f"sglang-{version()}-{hashlib.sha256(tag.encode()).hexdigest()[:8]}"
-    with exclusive(cache_root() / f"{name}.lock", _say):
-        return cached_directory(name, _install)
+    announcement = f"SGLang {version()} (150 MB, about 30 s)"
+    problem = "SGLang cannot be installed. Check the access to the package index."
+    return installed(f"sglang-{version()}", REQUIREMENTS, announcement, problem, _say)
 
 
 def prepare() -> None:
@@ -56,7 +50,7 @@ def prepare() -> None:
         if (folder / _HASH_MODULE / f"{_HASH_MODULE}.so").exists():
             return
         _say("compiling the C++ module with which SGLang hashes pages (10-20 s)")
-        _run(
+        run(
             [sys.executable, "-W", "ignore", "-c", _COMPILE],
             "SGLang cannot compile a C++ module. Install a C++ compiler and the headers of OpenSSL and "
             "Python. On Debian: apt-get install g++ libssl-dev python3-dev",
@@ -84,20 +78,6 @@ def variables() -> dict[str, str]:
 def extensions() -> Path:
     """Return the folder of compiled C++ modules. A compiler names the sources' folder in them."""
     return package().with_name(f"{package().name}-extensions")
-
-
-def _install(folder: Path) -> None:
-    _say(f"installing SGLang {version()} (150 MB, about 30 s)")
-    # Compile bytecode here: if the environment forbids writing bytecode, each process would compile again.
-    command = [uv(), "pip", "install", "--quiet", "--no-deps", "--require-hashes", "--compile-bytecode"]
-    command += ["--python", sys.executable, "--target", folder, "--requirement", REQUIREMENTS]
-    _run([*map(str, command)], "SGLang cannot be installed. Check the access to the package index.")
-
-
-def _run(command: list[str], problem: str, **options: dict[str, str]) -> None:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)  # type: ignore[call-overload]
-    if done.returncode:
-        raise InstallationError(f"{problem}\n{done.stdout[-4000:]}")
 
 
 def _say(text: str) -> None:

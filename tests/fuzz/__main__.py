@@ -7,7 +7,8 @@ import os
 import sys
 
 from testing.child_process import REPOSITORY
-from tests.fuzz.environment import InstallationError, package
+from testing.packages import InstallationError
+from tests.fuzz.environment import package
 from tests.fuzz.fuzzing import fuzz
 from tests.fuzz.target import names, promise
 

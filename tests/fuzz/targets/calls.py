@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,6 +27,7 @@ from lmcache.rpc.hello import ClientHello, Role
 from lmcache.tiers.tiered.history import ChunkHistory
 from lmcache.tiers.tiered.store import TieredStore
 from tests.fuzz.bytes_input import BytesInput
+from tests.fuzz.event_loop import opened_runner, runner
 from tests.fuzz.target import Target
 from tests.harness.world import FakeArena, FakeLock
 
@@ -42,7 +42,6 @@ HELLO = ClientHello(
     groups=(KVGroup(0, 16, 4096), KVGroup(1, 16, 8192, 16, GroupKind.SLIDING_WINDOW)),
     model="m",
 )
-_runners: list[asyncio.Runner] = []
 
 
 class RefusedError(Exception):
@@ -197,22 +196,11 @@ _SNAKE_CASE = {
 }
 
 
-@contextlib.contextmanager
-def opened() -> Iterator[None]:
-    with asyncio.Runner() as runner:
-        _runners.append(runner)
-        yield
-        _runners.remove(runner)
-
-
 def run(data: bytes) -> None:
     async def connect() -> None:
         await Connections().run(BytesInput(data))
 
-    _runners[-1].run(connect())
+    runner().run(connect())
 
 
-TARGET = Target(
-    run,
-    opened=opened,
-)
+TARGET = Target(run, opened=opened_runner)

@@ -9,6 +9,7 @@ import pytest
 
 import demo.__main__ as program
 from demo import engine, engines, start
+from testing.packages import InstallationError
 from testing.sglang import environment
 
 
@@ -78,7 +79,7 @@ def test_kubernetes_part_installs_no_engine():
 
 def test_demo_ends_with_the_remedy_if_sglang_cannot_be_installed(monkeypatch):
     def fail() -> None:
-        raise environment.InstallationError("Check the access to the package index.")
+        raise InstallationError("Check the access to the package index.")
 
     monkeypatch.setattr(environment, "prepare", fail)
     with pytest.raises(SystemExit, match="Check the access"):
