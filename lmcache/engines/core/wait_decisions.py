@@ -13,7 +13,7 @@ from collections.abc import Callable
 from lmcache.engines.core.lookups import LookupThread
 from lmcache.engines.core.requests import Computing, RequestState, Ticket
 from lmcache.engines.core.tracing import LOWER_TIERS, NO_TRACER, OTHER_REQUEST, Tracer
-from lmcache.engines.core.waiting import Arrivals, PrefillRate, RowWait
+from lmcache.engines.core.waiting import Arrivals, PrefillRate, Progress, RowWait
 
 IDLE_WAIT_SECONDS = 0.0005
 """How long an idle step sleeps for an answer."""
@@ -114,9 +114,8 @@ class WaitDecisions:
 
     def _is_in_time(self, state: RequestState, num_missing: int, now: float, chunk_seconds: float) -> bool:
         """Return True if ``num_missing`` rows that are on their way are worth waiting for."""
-        return not self._wait(state, now).is_over(
-            state.num_found, num_missing, now, self._arrivals, chunk_seconds, self._num_steps
-        )
+        progress = self._progress(state, num_missing, now, chunk_seconds)
+        return not self._wait(state, now).is_over(progress)
 
     def _is_announced_in_time(
         self,
@@ -131,15 +130,11 @@ class WaitDecisions:
 
         ``is_promoted``: the sidecar is promoting some of them.
         """
-        return not self._wait(state, now).is_overdue(
-            state.num_found,
-            num_missing,
-            now,
-            self._arrivals,
-            chunk_seconds,
-            self._num_steps,
-            is_promoted=is_promoted,
-        )
+        progress = self._progress(state, num_missing, now, chunk_seconds)
+        return not self._wait(state, now).is_overdue(progress, is_promoted=is_promoted)
+
+    def _progress(self, state: RequestState, num_missing: int, now: float, chunk_seconds: float) -> Progress:
+        return Progress(state.num_found, num_missing, now, self._arrivals, chunk_seconds, self._num_steps)
 
     def _wait(self, state: RequestState, now: float) -> RowWait:
         if state.wait is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 STALL_SECONDS = 0.05
 """Longest wait for the next row, unless computing the missing rows takes longer."""
 
@@ -32,6 +34,28 @@ class Arrivals:
         self.last_at = now
 
 
+class Progress(NamedTuple):
+    """Rows of one request that waits, and the state of its engine, in one step."""
+
+    num_found: int
+    """Rows in memory now."""
+    num_missing: int
+    """Rows that may still arrive."""
+    now: float
+    """Present time."""
+    arrivals: Arrivals
+    """How fast rows arrive."""
+    chunk_seconds: float
+    """Time to compute one chunk; 0.0: not known."""
+    num_steps: int
+    """Steps so far in which the engine computed something."""
+
+    @property
+    def missing_seconds(self) -> float:
+        """Time to compute the missing rows; 0.0: not known."""
+        return self.num_missing * self.chunk_seconds
+
+
 class RowWait:
     """How long one request waits for rows that are promoted.
 
@@ -56,57 +80,32 @@ class RowWait:
         self._arrived_at = now  # time of the last row of this request, or the begin of the wait
         self._is_excused = False
 
-    def is_over(
-        self,
-        num_found: int,
-        num_missing: int,
-        now: float,
-        arrivals: Arrivals,
-        chunk_seconds: float,
-        num_steps: int,
-    ) -> bool:
-        """Return True if the request shall wait no longer.
-
-        Args:
-            num_found: rows in memory now.
-            num_missing: rows that may still arrive.
-            now: present time.
-            arrivals: how fast rows arrive.
-            chunk_seconds: time to compute one chunk; 0.0: not known.
-            num_steps: steps so far in which the engine computed something.
-        """
-        if self._is_excused_now(num_found, now, arrivals, num_steps):
+    def is_over(self, progress: Progress) -> bool:
+        """Return True if the request shall wait no longer."""
+        if self._is_excused_now(progress):
             return False
-        pace, missing_seconds = arrivals.seconds_per_row, num_missing * chunk_seconds
-        if self._has_arrivals and 0 < chunk_seconds < pace and now - self._began_at >= missing_seconds:
+        now, arrivals, missing_seconds = progress.now, progress.arrivals, progress.missing_seconds
+        pace = arrivals.seconds_per_row
+        is_slow = self._has_arrivals and 0 < progress.chunk_seconds < pace
+        if is_slow and now - self._began_at >= missing_seconds:
             return True
         has_begun = self._has_arrivals or arrivals.last_at >= self._began_at
         stall = max(STALL_SECONDS, 4 * pace, min(missing_seconds, self._silence_seconds))
         return now - max(self._began_at, arrivals.last_at) >= (stall if has_begun else self._silence_seconds)
 
-    def is_overdue(
-        self,
-        num_found: int,
-        num_missing: int,
-        now: float,
-        arrivals: Arrivals,
-        chunk_seconds: float,
-        num_steps: int,
-        *,
-        is_promoted: bool,
-    ) -> bool:
+    def is_overdue(self, progress: Progress, *, is_promoted: bool) -> bool:
         """Return True if the request shall wait no longer for rows that another engine announced.
 
         Only rows of this request count. Announced rows may never arrive, whatever rows other requests get.
-        The arguments are those of ``is_over``.
 
         ``is_promoted``: the sidecar is promoting rows. They may queue behind rows of other requests.
         """
-        if self._is_excused_now(num_found, now, arrivals, num_steps, is_announced=True):
+        if self._is_excused_now(progress, is_announced=True):
             return False
-        silence_seconds, missing_seconds = self._silence_seconds, num_missing * chunk_seconds
+        now, missing_seconds, silence_seconds = progress.now, progress.missing_seconds, self._silence_seconds
+        num_new = progress.num_found - self._num_found_before
         # Time to compute all rows that were missing when the wait began.
-        total_seconds = missing_seconds + (num_found - self._num_found_before) * chunk_seconds
+        total_seconds = missing_seconds + num_new * progress.chunk_seconds
         if is_promoted:
             silence_seconds = max(silence_seconds, missing_seconds)
             total_seconds = max(self._silence_seconds, total_seconds)
@@ -114,10 +113,9 @@ class RowWait:
             return True
         return now - self._arrived_at >= silence_seconds
 
-    def _is_excused_now(
-        self, num_found: int, now: float, arrivals: Arrivals, num_steps: int, *, is_announced: bool = False
-    ) -> bool:
+    def _is_excused_now(self, progress: Progress, *, is_announced: bool = False) -> bool:
         """Record rows that arrived. Return True if the time before ``now`` does not count."""
+        num_found, now, num_steps = progress.num_found, progress.now, progress.num_steps
         is_after_long_step = num_steps != self._num_steps and now - self._checked_at >= STALL_SECONDS
         self._checked_at, self._num_steps = now, num_steps
         # During a long step, arrivals were not noticed, and the step took processor time from the promotion.
@@ -126,7 +124,7 @@ class RowWait:
         if num_found > self._num_found:
             # The time in which announced rows were not stored yet says nothing about promotions.
             began_at = now if is_excused or is_announced else self._began_at
-            arrivals.note(num_found - self._num_found, began_at, now)
+            progress.arrivals.note(num_found - self._num_found, began_at, now)
             self._num_found, self._has_arrivals, self._arrived_at = num_found, True, now
         if is_excused:
             self._is_excused, self._began_at, self._arrived_at = True, now, now
