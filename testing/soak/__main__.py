@@ -39,7 +39,7 @@ class Soak:
         self._began = self._reported = time.monotonic()
         self._memory: list[tuple[float, int]] = []
         self._memory_pid = 0
-        self._idle = checks.Held.of(world.sidecar.pid)
+        self._idle = self._end = checks.Held.of(world.sidecar.pid)
 
     def run(self) -> None:
         """Run traffic and faults, then check what is left."""
@@ -92,12 +92,16 @@ class Soak:
     def _check_end(self) -> None:
         """Wait until the idle sidecar has released everything, and check the rest."""
         world = self._world
-        self._wait_until_released("after the last client", lambda: list(checks.of_idle_stats(world.stats())))
+        self._wait_until_clear("after the last client", lambda: list(checks.of_idle_stats(world.stats())))
+        self._wait_until_clear(
+            "after the last rotation of keys", lambda: list(checks.of_keys(world.stats(), world.key_version))
+        )
         world.write(world.size_file, f"{MIN_MEMORY_MIB}Mi")  # a slot that is still in use would block this
-        self._wait_until_released("after a last resize", self._resize_problem)
+        self._wait_until_clear("after a last resize", self._resize_problem)
         tiers = checks.TIERS if self._seconds >= checks.SECONDS_FOR_ALL_TIERS else checks.TIERS[:1]
         self.violations += checks.of_counts(world.counts(), world.hit_tokens, tiers)
-        self.violations += checks.of_resources(self._idle, checks.Held.of(world.sidecar.pid))
+        self._end = checks.Held.of(world.sidecar.pid)
+        self.violations += checks.of_resources(self._idle, self._end)
         stats = world.stats()
         self.violations += checks.of_files(world.sidecar.folder, world.disk, stats["disk"]["used_bytes"])
         self.violations += checks.of_memory(trend(self._memory))
@@ -109,7 +113,7 @@ class Soak:
         problem = memory["resize_problem"]
         return [] if is_resized and not problem else [f"the sidecar does not shrink: {problem}"]
 
-    def _wait_until_released(self, when: str, find: Callable[[], list[str]]) -> None:
+    def _wait_until_clear(self, when: str, find: Callable[[], list[str]]) -> None:
         try:
             wait_until(lambda: not find(), timeout=_SETTLE_SECONDS)
         except AssertionError:
@@ -124,6 +128,7 @@ class Soak:
             f"clients: {table(counts)}",
             f"rows loaded: {share:.1%} of those looked up (at least {checks.MIN_HIT_SHARE:.0%})",
             f"tokens of hits: {table(self._world.hit_tokens)}",
+            f"resources of the sidecar after its start: {self._idle}; at the end: {self._end}",
         ]
         if len(self._memory) >= 4:
             line = trend(self._memory)

@@ -37,6 +37,7 @@ class Faults:
             self.freeze_redis,
             self.fill_redis,
             self.rotate_password,
+            self.rotate_keys,
             self.resize,
             self.delete_files,
         ]
@@ -98,6 +99,12 @@ class Faults:
         server.password = password
         self._pause(0.0, 0.3)
         self._world.write(self._world.password_file, password)
+
+    def rotate_keys(self) -> None:
+        """Add an encryption key, and remove the oldest one a moment later."""
+        self._world.add_key()
+        self._pause(0.0, 1.0)
+        self._world.remove_old_keys()
 
     def resize(self) -> None:
         """Give the memory tier another size. The sidecar follows while the clients use it."""

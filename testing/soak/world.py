@@ -21,6 +21,8 @@ MIN_MEMORY_MIB, MEMORY_MIB, MAX_MEMORY_MIB = 6, 8, 16
 # Disk is smaller than all rows, so that loads need Redis, too.
 DISK_BYTES = 24 * MEBIBYTE
 REDIS_BYTES = 64 * MEBIBYTE
+NUM_KEYS = 3
+"""Versions of the encryption key that the sidecar has after a rotation."""
 START_SECONDS = 300.0
 """Longest start of a sidecar or a client. A busy machine takes longest to import Python modules."""
 
@@ -72,6 +74,8 @@ class World:
         self.folder = Path(tempfile.mkdtemp(prefix="lmc-soak-"))
         self.disk = self.folder / "disk"
         self.size_file, self.password_file = self.folder / "size", self.folder / "password"
+        self.keys = self.folder / "keys"
+        self.key_version = 0
         self.is_folder_retained = False
         self.redis = RedisProcess(
             password=secrets.token_hex(8), maxmemory=REDIS_BYTES, maxmemory_policy="allkeys-lru"
@@ -89,14 +93,18 @@ class World:
             opened.enter_context(self.redis)
             self.write(self.password_file, self.redis.password)
             self.write(self.size_file, f"{MEMORY_MIB}Mi")
+            self.keys.mkdir()
+            self.add_key()
             self.sidecar = SidecarProcess(
                 memory_size=f"{MEMORY_MIB}Mi",
                 memory_max_size=f"{MAX_MEMORY_MIB}Mi",
                 memory_size_file=self.size_file,
                 disk_path=self.disk,
                 disk_size=DISK_BYTES,
+                disk_encryption_keys_dir=self.keys,
                 remote_url=f"redis://127.0.0.1:{self.redis.port}/0",
                 remote_password_file=self.password_file,
+                remote_encryption_keys_dir=self.keys,
                 drain_grace_seconds=2,
             )
             opened.callback(self.sidecar.close)
@@ -114,9 +122,20 @@ class World:
     @staticmethod
     def write(path: Path, text: str) -> None:
         """Replace a file, as a kubelet does."""
-        fresh = path.with_suffix(".new")
+        fresh = path.with_name(f".{path.name}.new")
         fresh.write_text(text)
         os.replace(fresh, path)
+
+    def add_key(self) -> None:
+        """Add a newer encryption key for the disk tier and Redis."""
+        self.key_version += 1
+        self.write(self.keys / str(self.key_version), secrets.token_hex(32))
+
+    def remove_old_keys(self) -> None:
+        """Remove the oldest encryption keys. Rows that they encrypted become misses."""
+        for path in self.keys.glob("[0-9]*"):
+            if int(path.name) <= self.key_version - NUM_KEYS:
+                path.unlink()
 
     def counts(self) -> Counter[str]:
         """Return the sum of the counts of all client processes so far."""

@@ -44,6 +44,25 @@ def test_wrong_counts_are_violations(counts, hits, violation):
     assert violation in only
 
 
+def encrypted(version: int, problem: str = "") -> dict[str, object]:
+    tier = {"encryption": {"write_version": version, "versions": [version]}, "encryption_problem": problem}
+    return {"disk": tier, "remote": copy.deepcopy(tier)}
+
+
+def test_tiers_with_the_newest_key_are_accepted():
+    assert not list(checks.of_keys(encrypted(3), 3))
+
+
+def test_old_keys_and_problems_with_keys_are_violations():
+    stats = encrypted(3)
+    stats["disk"]["encryption"]["write_version"] = 2
+    stats["remote"]["encryption_problem"] = "2 files have one version"
+    assert list(checks.of_keys(stats, 3)) == [
+        "the disk tier encrypts with key 2 instead of 3: no problem",
+        "the remote tier encrypts with key 3 instead of 3: 2 files have one version",
+    ]
+
+
 def test_idle_sidecar_is_accepted():
     assert not list(checks.of_idle_stats(IDLE))
 
@@ -72,8 +91,8 @@ def test_what_a_sidecar_still_holds_is_a_violation(path, name):
 
 def test_leaked_descriptors_and_threads_are_violations():
     idle = checks.Held(Counter({"socket:": 5}), 10)
-    assert not list(checks.of_resources(idle, checks.Held(Counter({"socket:": 20}), 20)))
-    end = checks.Held(Counter({"socket:": 40, "/run/clients/ab.lock": 1, "/run/arena (deleted)": 1}), 43)
+    assert not list(checks.of_resources(idle, checks.Held(Counter({"socket:": 17}), 26)))
+    end = checks.Held(Counter({"socket:": 16, "/run/clients/ab.lock": 1, "/run/arena (deleted)": 1}), 27)
     assert len(list(checks.of_resources(idle, end))) == 3
 
 
