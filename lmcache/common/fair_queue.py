@@ -18,6 +18,11 @@ class FairQueue(Generic[T]):
     def __bool__(self) -> bool:
         return bool(self._by_client)
 
+    @property
+    def clients(self) -> list[Hashable]:
+        """Clients with queued items, the next one first."""
+        return list(self._by_client)
+
     def put(self, client: Hashable, items: Iterable[T]) -> None:
         """Append items to the queue of one client."""
         if added := deque(items):

@@ -197,7 +197,7 @@ class Sessions:
             memory.hold(held, peer.hello.column, peer.uuid, lengths)
         except StaleSlotError as error:
             raise precondition(f"nothing was copied: {error}") from error
-        copying = self.copier.begin(client, copies)
+        copying = self.copier.begin(client, copies, memory.tenant)
         copying.job.ended.add_done_callback(lambda _: memory.end_hold(held, peer.hello.column))
         return pb.CopyBlocksReply(copied=await copying.wait())
 

@@ -174,7 +174,7 @@ class MemoryTier(Reservations):
         return self._rows.key(slot.row), self._rows.depths[slot.row]
 
     def tenant(self, slot: Slot) -> bytes:
-        """Return the tenant of a visible row. For a row that was evicted, any answer is possible."""
+        """Return the tenant of a row that is visible or reserved. For other rows, any answer is possible."""
         return self._rows.tenant(slot.row)
 
     # ---- size and gauges ----

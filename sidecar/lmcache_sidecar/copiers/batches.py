@@ -6,6 +6,9 @@ worker of an engine) whose KV is on this GPU.
 
 A copy is **under way** from the moment its batch is taken until that batch ends. ``Gpu`` ends a batch when
 the reader has answered, or when the reader's process is reaped.
+
+The tenants of each member take turns, one copy each. A tenant that stores long prompts thus delays a copy of
+another tenant by the batches under way, and by a share of the next ones.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ class CopyQueue:
 
     def __init__(self, stats: CopyStats) -> None:
         self._stats = stats
-        self._waiting: FairQueue[_Item] = FairQueue()
+        self._waiting: FairQueue[_Item] = FairQueue()  # by member and tenant
         self._batches: dict[int, list[_Item]] = {}  # under way
         self._batch_numbers = itertools.count(1)
 
@@ -61,19 +64,23 @@ class CopyQueue:
     def put(self, member: Member, copies: Sequence[PlacedCopy]) -> Job:
         """Queue copies of one member and return their job."""
         job = Job(len(copies), [False] * len(copies), asyncio.get_running_loop().create_future())
-        items = []
         for position, copy in enumerate(copies):
             num_bytes, num_pages = member.row_costs[copy.group]
             cost = num_bytes + num_pages * _PAGE_COST
-            items.append(_Item(job, position, member.number, copy, num_bytes, cost))
-        self._waiting.put(member.number, items)
+            item = _Item(job, position, member.number, copy, num_bytes, cost)
+            self._waiting.put((member.number, copy.tenant), (item,))
         return job
 
     def drop(self, number: int, reason: str, job: Job | None = None) -> None:
         """Drop a member's queued copies: those of one job, or all. Copies under way continue."""
-        for item in self._waiting.drop(number, lambda item: job is None or item.job is job):
-            item.job.refusal = item.job.refusal or reason
-            item.job.note_end(item.position, is_copied=False)
+
+        def is_dropped(item: _Item) -> bool:
+            return item.member == number and job in (None, item.job)
+
+        for client in self._waiting.clients:
+            for item in self._waiting.drop(client, is_dropped):
+                item.job.refusal = item.job.refusal or reason
+                item.job.note_end(item.position, is_copied=False)
 
     def take_batch(self) -> tuple[int, bytes] | None:
         """Return the number of a new batch, and the body of the message COPY that sends it to the reader.

@@ -11,6 +11,7 @@ from lmcache.cuda.pin_status import PinStatus
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.tiers.memory.arena import ArenaFile
+from lmcache.tiers.memory.contracts import Slot
 from lmcache.tiers.stats import count_reason
 from lmcache_sidecar.clients.offers import SlotCopy
 from lmcache_sidecar.clients.registry import Client, Transfer
@@ -119,12 +120,19 @@ class SidecarCopier:
         if (gpu := self._gpus.get(client.peer.hello.transfer.gpu_uuid)) is not None:
             gpu.remove(client.epoch)
 
-    def begin(self, client: Client, copies: Sequence[SlotCopy]) -> Copying:
-        """Start to fill slots from a client's GPU memory. ``client.transfer.is_ipc`` must be true."""
+    def begin(self, client: Client, copies: Sequence[SlotCopy], tenant_of: Callable[[Slot], bytes]) -> Copying:
+        """Start to fill slots from a client's GPU memory. ``client.transfer.is_ipc`` must be true.
+
+        ``tenant_of``: the tenant of a slot's row; tenants take turns."""
         gpu = self._gpus[client.peer.hello.transfer.gpu_uuid]
         column = client.peer.hello.column
         placed = [
-            jobs.PlacedCopy(copy.group, self._arena.row_offset(copy.slot.row, column), copy.blocks)
+            jobs.PlacedCopy(
+                copy.group,
+                self._arena.row_offset(copy.slot.row, column),
+                copy.blocks,
+                tenant_of(copy.slot),
+            )
             for copy in copies
         ]
         return Copying(gpu, client, gpu.begin(client.epoch, placed))

@@ -56,3 +56,5 @@ class PlacedCopy(NamedTuple):
     group: int
     offset: int
     blocks: NDArray[np.uint32]
+    tenant: bytes = b""
+    """Tenant of the slot's row."""

@@ -1,0 +1,81 @@
+"""Copies that wait for the reader of a GPU: tenants of one engine take turns."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from lmcache_sidecar.copiers import batches, messages
+from lmcache_sidecar.copiers.batches import CopyQueue
+from lmcache_sidecar.copiers.jobs import CopyStats, PlacedCopy
+from lmcache_sidecar.copiers.members import Member
+
+from lmcache.rpc import kvcache_pb2 as pb
+
+PAGE_BYTES, ROWS_PER_BATCH = 1 << 20, 4
+
+
+def make_member(number):
+    pages = pb.GroupPages(num_blocks=9, blocks_per_row=1, layers=[pb.LayerPages(page_bytes=PAGE_BYTES)])
+    return Member(number, 100, 0, pb.TransferOffer(groups=[pages]), lambda is_ipc, reason: None)
+
+
+def copies_of(tenant, offsets):
+    return [PlacedCopy(0, offset, np.zeros(1, np.uint32), tenant) for offset in offsets]
+
+
+@pytest.fixture
+def queue(monkeypatch):
+    monkeypatch.setattr(batches, "_BATCH_COST", ROWS_PER_BATCH * (PAGE_BYTES + batches._PAGE_COST))
+    return CopyQueue(CopyStats())
+
+
+def next_batch(queue):
+    """Return the offsets of the next batch, and end it."""
+    number, body = queue.take_batch()
+    queue.end_batch(number)
+    return {int(offset) for part in messages.parse_copies(body) for offset in part.offsets}
+
+
+def test_tenant_that_floods_leaves_half_of_each_batch_to_another_tenant(queue):
+    async def run():
+        engine = make_member(1)
+        flood = queue.put(engine, copies_of(b"flood", range(100)))
+        quiet = queue.put(engine, copies_of(b"quiet", range(1000, 1004)))
+        assert next_batch(queue) == {0, 1, 1000, 1001}
+        assert next_batch(queue) == {2, 3, 1002, 1003}
+        assert quiet.ended.done()
+        assert all(quiet.copied)
+        assert not flood.ended.done()
+
+    asyncio.run(run())
+
+
+def test_two_engines_take_turns_whatever_their_tenants(queue):
+    async def run():
+        queue.put(make_member(1), copies_of(b"", range(100)))
+        queue.put(make_member(2), copies_of(b"", range(1000, 1002)))
+        assert next_batch(queue) == {0, 1, 1000, 1001}
+
+    asyncio.run(run())
+
+
+def test_job_of_several_tenants_ends_when_it_is_dropped(queue):
+    async def run():
+        engine, other = make_member(1), make_member(2)
+        both = queue.put(engine, copies_of(b"a", [1, 2]) + copies_of(b"b", [3, 4]))
+        later = queue.put(engine, copies_of(b"a", [5]))
+        of_other = queue.put(other, copies_of(b"a", [6]))
+        queue.drop(1, "the caller has disconnected", both)
+        assert both.ended.done()
+        assert both.refusal == "the caller has disconnected"
+        assert not any(both.copied)
+        assert next_batch(queue) == {5, 6}
+        assert later.copied == of_other.copied == [True]
+        last = queue.put(engine, copies_of(b"a", [7]) + copies_of(b"b", [8]))
+        queue.drop(1, "the client has left")
+        assert last.refusal == "the client has left"
+        assert queue.take_batch() is None
+
+    asyncio.run(run())
