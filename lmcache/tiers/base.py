@@ -128,6 +128,10 @@ class LowerTier(Protocol):
         """Can objects be stored? If not, ``store`` and ``touch`` are never called."""
 
     @property
+    def is_encrypted(self) -> bool:
+        """Are payloads encrypted? Each load and store then takes more processor time."""
+
+    @property
     def used_bytes(self) -> int | None:
         """Bytes that objects take of the medium; None if the tier can't know."""
 

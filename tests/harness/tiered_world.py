@@ -16,7 +16,6 @@ from lmcache.tiers.memory.contracts import Geometry, LookupResult, Reserved, Slo
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.stats import ObjectStats, TieredStats
 from lmcache.tiers.tiered.store import Admit, TieredStore
-from lmcache.tiers.tiered.tier_operations import NUM_WRITERS
 from tests.harness.chains import one_chain
 
 NUM_COLUMNS = 2
@@ -41,6 +40,7 @@ class FaultyTier:
     address = "nowhere"
     used_bytes = None
     takes_writes = True
+    is_encrypted = False
     residence_seconds = math.inf
 
     def __init__(self) -> None:
@@ -217,7 +217,7 @@ class World:
         """Whether all work has ended, except the loops that wait for more work."""
         store = self.store
         num_tasks = len(store._tasks._tasks) + sum(len(lower._tasks._tasks) for lower in store.lower.values())
-        is_ended = num_tasks == 1 + NUM_WRITERS * len(store.lower)
+        is_ended = num_tasks == 1 + sum(lower.num_writers for lower in store.lower.values())
         return is_ended and not store.num_unwritten and not store._refresh._has_hits.is_set()
 
     async def until_resident(self, keys: list[bytes]) -> LookupResult:

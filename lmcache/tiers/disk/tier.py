@@ -64,6 +64,7 @@ class DiskTier:
         self, directory: str | os.PathLike[str], capacity_bytes: int, cipher: Cipher | None = None
     ) -> None:
         self.address = os.fspath(directory)
+        self.is_encrypted = cipher is not None
         self.stats = ObjectStats()
         self.residence_seconds = math.inf
         """Infinite: this tier does not measure it."""

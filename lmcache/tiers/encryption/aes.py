@@ -14,7 +14,6 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from lmcache.common.units import round_up
 from lmcache.tiers.encryption.keys import KEY_BYTES, Keys
 from lmcache.tiers.encryption.pieces import (
     MAGIC,
@@ -27,7 +26,7 @@ from lmcache.tiers.encryption.pieces import (
 )
 from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError, NoKeyError
 from lmcache.tiers.header import Buffer
-from lmcache.tiers.pages import PAGE_BYTES, blank_pages
+from lmcache.tiers.pages import transfer_buffer
 
 _NONCE_BYTES = 12
 
@@ -60,7 +59,7 @@ class AesGcm:
         """See Cipher."""
         present: memoryview | None = getattr(self._thread, "buffer", None)
         if present is None or len(present) < num_bytes:
-            present = self._thread.buffer = blank_pages(round_up(num_bytes, PAGE_BYTES) // PAGE_BYTES)
+            present = self._thread.buffer = transfer_buffer(num_bytes)
         return present[:num_bytes]
 
     def encrypt(self, place: Place, content: Buffer, into: memoryview) -> None:

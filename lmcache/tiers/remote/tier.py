@@ -69,6 +69,7 @@ class RemoteTier:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = address
+        self.is_encrypted = cipher is not None
         self.stats = ObjectStats()
         self.residence_seconds = math.inf
         self._clock = clock

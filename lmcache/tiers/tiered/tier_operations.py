@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 _NUM_READERS = 2
 NUM_WRITERS = 2
+_ENCRYPTED_FACTOR = 2
+"""An encrypted tier has this many times as many threads. While some encrypt or decrypt, others use the medium."""
 
 _STUCK_SECONDS = 10.0
 """A tier whose oldest operation takes this long counts as unhealthy.
@@ -41,10 +43,13 @@ class TierOperations:
         self._up = asyncio.Event()  # set while the tier's circuit is closed
         self._up.set()
         self._running: dict[object, float] = {}  # operation -> start time, the oldest first
+        factor = _ENCRYPTED_FACTOR if tier.is_encrypted else 1
+        self.num_writers = factor * NUM_WRITERS
+        """Number of rows that are written at once."""
         # One thread more than there are loads, so that a probe never waits for a load.
-        self._readers = Workers(_NUM_READERS + 1, f"{name}-read")
-        self._writers = Workers(NUM_WRITERS, f"{name}-write", NICENESS)
-        self._loading = Turns(_NUM_READERS)
+        self._readers = Workers(factor * _NUM_READERS + 1, f"{name}-read")
+        self._writers = Workers(self.num_writers, f"{name}-write", NICENESS)
+        self._loading = Turns(factor * _NUM_READERS)
         self._tasks = Tasks()
 
     @property
@@ -78,7 +83,7 @@ class TierOperations:
         return asking.result() if asking.done() and not asking.cancelled() else nothing
 
     async def _take_turn(self, tenant: bytes) -> bool:
-        """Wait until fewer than ``_NUM_READERS`` rows are being loaded. False: the tier is unhealthy.
+        """Wait until one row more may be loaded at once. False: the tier is unhealthy.
 
         Tenants take turns: one that waits for many rows delays a row of another tenant by one load."""
         while self.is_healthy:

@@ -19,7 +19,7 @@ from lmcache.tiers.stats import TieredStats, WriteSkipped
 from lmcache.tiers.tiered.checksums import checksums_of, recorded_checksums
 from lmcache.tiers.tiered.refresh import RefreshQueue
 from lmcache.tiers.tiered.tasks import Outstanding
-from lmcache.tiers.tiered.tier_operations import NUM_WRITERS, TierOperations
+from lmcache.tiers.tiered.tier_operations import TierOperations
 from lmcache.tiers.tiered.write_queue import Write, WriteQueue
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class TierWorker(TierOperations):
         self._is_offering = False
         self._offer: tuple[Slot, asyncio.Future[WriteSkipped | None]] | None = None  # the row, and its result
         self._rate = Rate()
-        for _ in range(NUM_WRITERS):
+        for _ in range(self.num_writers):
             self._tasks.spawn(self._keep_writing())
 
     @property

@@ -37,6 +37,7 @@ class DictTier:
 
     address = "attic:under the roof"
     takes_writes = True
+    is_encrypted = False
     residence_seconds = math.inf
 
     def __init__(self) -> None:

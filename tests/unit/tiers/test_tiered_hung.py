@@ -45,6 +45,35 @@ def test_keys_of_a_hung_probe_are_looked_up_in_the_next_tier():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("is_encrypted", "expected"), [(False, 2), (True, 4)])
+def test_encrypted_tier_moves_twice_as_many_rows_at_once(is_encrypted, expected):
+    """While some threads encrypt or decrypt, others use the medium."""
+
+    async def main() -> None:
+        remote = FakeTier()
+        remote.is_encrypted = is_encrypted
+        remote.fill(chain(8))
+        async with World(64, remote=remote) as world:
+            remote.open.clear()
+            try:
+                for held in ("load", "store"):
+                    remote.held = {held}
+                    if held == "load":
+                        world.lookup(chain(8))
+                    else:
+                        world.put(chain(8, start=100))
+                    await until(lambda: remote.num_waiting == expected)  # noqa: B023
+                    assert remote.calls[held] == expected
+                    remote.open.set()
+                    await until(lambda: not remote.num_waiting)
+                    await until(lambda: world.is_idle)
+                    remote.open.clear()
+            finally:
+                remote.open.set()
+
+    asyncio.run(main())
+
+
 def test_rows_behind_a_hung_load_are_not_pending():
     async def main() -> None:
         async with hanging_disk("load") as (world, disk):

@@ -1,0 +1,47 @@
+"""Buffers for transfers with O_DIRECT."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmcache.tiers.pages import PAGE_BYTES, transfer_buffer
+
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def address_of(memory):
+    return np.frombuffer(memory, np.uint8).ctypes.data
+
+
+def huge_bytes(memory):
+    """Return the bytes of huge pages in the mapping at the begin of ``memory``."""
+    address = address_of(memory)
+    for mapping in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        begin, end = (int(bound, 16) for bound in mapping.split(maxsplit=1)[0].split("-"))
+        if begin <= address < end:
+            return int(re.search(r"AnonHugePages: +(\d+) kB", mapping)[1]) << 10
+    raise AssertionError("no mapping")
+
+
+@pytest.mark.parametrize("num_bytes", [1, PAGE_BYTES, (1 << 20) + 48, (4 << 20) + 2 * PAGE_BYTES])
+def test_buffer_is_aligned_writable_and_has_its_length(num_bytes):
+    buffer = transfer_buffer(num_bytes)
+    assert len(buffer) == num_bytes
+    assert not any(buffer)
+    assert address_of(buffer) % mmap.PAGESIZE == 0
+    buffer[:] = b"x" * num_bytes
+    assert bytes(buffer) == b"x" * num_bytes
+
+
+@pytest.mark.skipif(
+    not SETTING.exists() or "[never]" in SETTING.read_text(), reason="the kernel gives no huge pages"
+)
+def test_large_buffer_is_in_huge_pages_except_its_end():
+    buffer = transfer_buffer((4 << 20) + 2 * PAGE_BYTES)
+    buffer[:] = bytes(len(buffer))
+    assert huge_bytes(buffer) in (2 << 20, 4 << 20)  # less if memory is fragmented
