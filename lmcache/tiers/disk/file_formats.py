@@ -56,6 +56,9 @@ class FileFormat(Protocol):
 
         Raises OSError, InvalidObjectError or KeyAbsentError."""
 
+    def is_certain(self, file_bytes: int, length: int) -> bool:
+        """Say whether the length of a file with a payload of ``length`` bytes shows that it is readable."""
+
     def is_readable(self, fd: int, object_id: ObjectId) -> bool:
         """Say whether the first page allows to read the object. The payload is not read.
 
@@ -96,6 +99,10 @@ class PlainFiles:
             if not self._is_plain(fd):
                 raise KeyAbsentError("there is no key") from None
             raise
+
+    def is_certain(self, file_bytes: int, length: int) -> bool:
+        """See FileFormat. The lengths of both formats are equal only for some lengths of the last page."""
+        return file_bytes == self.num_bytes(length) != _encrypted_bytes(length)
 
     def is_readable(self, fd: int, object_id: ObjectId) -> bool:
         """See FileFormat. Any file that is not encrypted counts as readable."""
@@ -141,8 +148,7 @@ class EncryptedFiles:
 
     def num_bytes(self, length: int) -> int:
         """See FileFormat."""
-        num_whole, rest = divmod(length, PIECE_BYTES)
-        return PAGE_BYTES + num_whole * _padded(PIECE_BYTES) + _padded(rest)
+        return _encrypted_bytes(length)
 
     def is_aligned(self, payload: memoryview) -> bool:
         """See FileFormat."""
@@ -193,6 +199,10 @@ class EncryptedFiles:
             raise InvalidObjectError("checksum")
         return Loaded(total, part_digests)
 
+    def is_certain(self, file_bytes: int, length: int) -> bool:
+        """See FileFormat. The key version may be absent."""
+        return False
+
     def is_readable(self, fd: int, object_id: ObjectId) -> bool:
         """See FileFormat."""
         _file_bytes(fd)
@@ -215,6 +225,12 @@ class EncryptedFiles:
 def _padded(length: int) -> int:
     """Return the bytes of a file that an encrypted piece of ``length`` bytes takes; 0 for no piece."""
     return round_up(length + OVERHEAD_BYTES, PAGE_BYTES) if length else 0
+
+
+def _encrypted_bytes(length: int) -> int:
+    """Return the length of the encrypted file of a payload."""
+    num_whole, rest = divmod(length, PIECE_BYTES)
+    return PAGE_BYTES + num_whole * _padded(PIECE_BYTES) + _padded(rest)
 
 
 def _clear(memory: memoryview) -> None:

@@ -134,11 +134,15 @@ class Directory:
 
     def contains(self, object_id: ObjectId) -> bool:
         """Does a file of this object exist?"""
+        return self._file_bytes(object_id) >= 0
+
+    def _file_bytes(self, object_id: ObjectId) -> int:
+        """Return the length of an object's file, or -1 if there is none."""
         try:
             status = os.stat(path_of(object_id), dir_fd=self._root, follow_symlinks=False)
         except _ABSENT:
-            return False
-        return stat.S_ISREG(status.st_mode)
+            return -1
+        return status.st_size if stat.S_ISREG(status.st_mode) else -1
 
     def read(self, object_id: ObjectId, into: memoryview, length: int | None = None) -> Loaded | None:
         """Read and verify an object. Returns None if there is none.
@@ -152,10 +156,14 @@ class Directory:
         finally:
             os.close(fd)
 
-    def is_readable(self, object_id: ObjectId) -> bool:
-        """Is there a file of this object whose first page can be read, with a key that is here?"""
+    def is_readable(self, object_id: ObjectId, length: int) -> bool:
+        """Is there a file of this object whose first page can be read, with a key that is here?
+
+        The page is not read if the file's size shows that it has a plain payload of ``length`` bytes."""
         fd = None
         try:
+            if self._format.is_certain(self._file_bytes(object_id), length):
+                return True
             fd = self._open(object_id, self._direct)
             return fd is not None and self._format.is_readable(fd, object_id)
         except (InvalidObjectError, KeyAbsentError):

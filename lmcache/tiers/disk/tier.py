@@ -242,7 +242,7 @@ class DiskTier:
         return loaded
 
     def _store(self, object_id: ObjectId, payload: memoryview, label: bytes, digests: bytes) -> bool:
-        is_stored = self._contains(object_id) and self._directory.is_readable(object_id)
+        is_stored = self._contains(object_id) and self._directory.is_readable(object_id, len(payload))
         if is_stored and self._use(object_id):
             with self._lock:
                 self.stats.touched += 1

@@ -198,12 +198,16 @@ class TestTier:
         assert _store_columns(tier, row, payloads, b"", known, bound)
         assert tier.stats.touched == 3, "readable columns are not written again"
 
-    def test_one_store_without_keys_replaces_all_encrypted_columns(self, path, restart):
+    @pytest.mark.parametrize("size", [PAGE, 100])
+    def test_one_store_without_keys_replaces_all_encrypted_columns(self, path, restart, size):
+        """Files of 100 bytes have one length in both formats."""
         tier = restart(MIB, cipher("disk", 1))
-        assert all(store(tier, 1, column=column) for column in (0, 1))
+        assert all(store(tier, 1, size, column=column) for column in (0, 1))
         tier = restart(MIB)
-        assert all(store(tier, 1, column=column) for column in (0, 1))
-        assert [load(tier, 1, column=column) for column in (0, 1)] == [content(1, PAGE)] * 2
+        assert all(store(tier, 1, size, column=column) for column in (0, 1))
+        assert [load(tier, 1, column=column) for column in (0, 1)] == [content(1, size)] * 2
+        assert all(store(tier, 1, size, column=column) for column in (0, 1))
+        assert (tier.stats.stored, tier.stats.touched) == (2, 2), "plain columns are not written again"
 
     def test_file_stays_while_its_key_is_absent(self, path, restart):
         tier = restart(MIB, cipher("disk", 1))
