@@ -91,7 +91,9 @@ class Engine:
         for client in self._clients:
             client.start()
         self.scheduler, self.worker = map(self._session, self._clients)
-        sidecar.wait_until(lambda stats: 0 < stats["memory"]["capacity_rows"] == stats["memory"]["usable_rows"])
+        sidecar.wait_until(
+            lambda stats: 0 < stats["memory"]["capacity_rows"] == stats["memory"]["usable_rows"]
+        )
 
     def _session(self, client: SidecarClient) -> Session:
         session: Session = wait_until(partial(getattr, client, "session"), what="attached")
@@ -258,7 +260,9 @@ def run_phase(measured: Stream, others: Sequence[Stream], sizes: Sizes) -> Phase
     begin, first = time.perf_counter(), [stream.num_done for stream in streams]
     _run(streams, measured, sizes.measured)
     seconds = time.perf_counter() - begin
-    *moved_by_others, moved = (stream.num_done - number for stream, number in zip(streams, first, strict=True))
+    *moved_by_others, moved = (
+        stream.num_done - number for stream, number in zip(streams, first, strict=True)
+    )
     _run_until(streams, lambda: all(stream.is_idle for stream in streams), is_ending=True)
     return Phase(seconds, moved, sum(moved_by_others))
 
@@ -309,7 +313,11 @@ def figures(what: str, phases: Phases, row_bytes: int) -> Iterator[Figure]:
     share = paired([phase.share for phase in both], [1.0] * len(both))
     yield at_least("    its share of the bytes of both", share, "%", 45)
     others = [phase.num_others / phase.seconds for phase in both]
-    yield of("    flooding tenant next to the quiet one, of its rate alone", paired(others, [phase.rate for phase in flood]), "%")
+    yield of(
+        "    flooding tenant next to the quiet one, of its rate alone",
+        paired(others, [phase.rate for phase in flood]),
+        "%",
+    )
     for name, alone in ((QUIET, quiet), (FLOOD, flood)):
         rate = statistics.median(phase.rate for phase in alone) * row_bytes / 1e9
         yield of(f"    rate of the {name} tenant alone", rate, "GB/s")
@@ -318,7 +326,6 @@ def figures(what: str, phases: Phases, row_bytes: int) -> Iterator[Figure]:
 def measure(sidecar: SidecarProcess, contains: Contains, sizes: Sizes) -> dict[str, Phases]:
     """Measure stores and loads of both tenants, by operation."""
     with contextlib.closing(Engine(sidecar, sizes.row_bytes)) as engine:
-
         writers = {
             name: Stores(engine, name, sizes.in_flight[STORE, name], 1, contains) for name in (QUIET, FLOOD)
         }
@@ -335,9 +342,7 @@ def measure(sidecar: SidecarProcess, contains: Contains, sizes: Sizes) -> dict[s
 def tenants_file(folder: Path, sizes: Sizes) -> Path:
     """Write the budgets of both tenants."""
     budget = f"memoryPercent: {sizes.memory_percent}, minMemoryPercent: {sizes.memory_percent * 9 // 10}"
-    named = [
-        f"{{name: {name}, saltHash: {keys.salt_hash(name).hex()}, {budget}}}" for name in (QUIET, FLOOD)
-    ]
+    named = [f"{{name: {name}, saltHash: {keys.salt_hash(name).hex()}, {budget}}}" for name in (QUIET, FLOOD)]
     path = folder / "tenants"
     path.write_text(f"named: [{', '.join(named)}]\n")
     return path
@@ -388,7 +393,9 @@ def run() -> Report:
 
 
 def _conditions(sizes: Sizes) -> str:
-    in_flight = ", ".join(f"{operation} {tenant} {number}" for (operation, tenant), number in sizes.in_flight.items())
+    in_flight = ", ".join(
+        f"{operation} {tenant} {number}" for (operation, tenant), number in sizes.in_flight.items()
+    )
     return (
         f"one engine, one sidecar, rows of {sizes.row_bytes >> 10} KiB, {sizes.rounds} rounds in random order,"
         f" {sizes.measured} rows of the measured tenant in each\nRows in flight: {in_flight}. The disk is the"

@@ -120,7 +120,9 @@ class SidecarCopier:
         if (gpu := self._gpus.get(client.peer.hello.transfer.gpu_uuid)) is not None:
             gpu.remove(client.epoch)
 
-    def begin(self, client: Client, copies: Sequence[SlotCopy], tenant_of: Callable[[Slot], bytes]) -> Copying:
+    def begin(
+        self, client: Client, copies: Sequence[SlotCopy], tenant_of: Callable[[Slot], bytes]
+    ) -> Copying:
         """Start to fill slots from a client's GPU memory. ``client.transfer.is_ipc`` must be true.
 
         ``tenant_of``: the tenant of a slot's row; tenants take turns."""

@@ -62,7 +62,7 @@ def test_encrypted_tier_moves_twice_as_many_rows_at_once(is_encrypted, expected)
                         world.lookup(chain(8))
                     else:
                         world.put(chain(8, start=100))
-                    await until(lambda: remote.num_waiting == expected)  # noqa: B023
+                    await until(lambda: remote.num_waiting == expected)
                     assert remote.calls[held] == expected
                     remote.open.set()
                     await until(lambda: not remote.num_waiting)
