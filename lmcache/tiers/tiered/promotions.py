@@ -117,8 +117,8 @@ class Promotions:
             return self._will_ask_again(search, request)
         if name in self._probing:
             return True
-        num_left = self._num_left(search.chains.tenant)
         chunk_slots = sum(map(self._memory.num_slots, search.full_chunk_bytes))
+        num_left = self._num_left(search.chains.tenant, chunk_slots)
         if num_left < max(1, chunk_slots):
             self._absences.note(name, Absence.STORE_REFUSED)
             return False
@@ -145,7 +145,7 @@ class Promotions:
         Each row is an eviction group of its own, so that a later one does not make this row look used.
         """
         num_slots = self._memory.num_slots(length)
-        if key in self._pending or self._memory.knows(key) or num_slots > self._num_left(b""):
+        if key in self._pending or self._memory.knows(key) or num_slots > self._num_left(b"", num_slots):
             return
         self._begin(key, num_slots, b"")
         self._num_taken += 1
@@ -257,14 +257,18 @@ class Promotions:
         self._note_absent(key)
         self._note_question(key, request)
 
-    def _num_left(self, tenant: bytes) -> int:
-        """Return how many slots more the tenant may promote at once.
+    def _num_left(self, tenant: bytes, chunk_slots: int) -> int:
+        """Return how many slots more the tenant may promote at once. ``chunk_slots``: slots of a chunk.
 
         All promotions take at most a quarter of the usable slots. If other tenants take that quarter, a
-        tenant may still use a sixteenth, within an eighth for all such tenants."""
+        tenant may still use a sixteenth, within an eighth for all such tenants. In a small tier, these parts
+        are too small for a chunk. The quarter and the sixteenth then have one chunk, and the eighth has two.
+        """
         total, usable = self._num_pending_slots.total(), self._memory.usable_slots
-        num_extra = min(usable // 16 - self._num_pending_slots[tenant], usable * 3 // 8 - total)
-        return max(usable // 4 - total, num_extra)
+        quarter = max(usable // 4, chunk_slots)
+        num_own = max(usable // 16, chunk_slots) - self._num_pending_slots[tenant]
+        num_extra = min(num_own, max(usable * 3 // 8, quarter + 2 * chunk_slots) - total)
+        return min(max(quarter - total, num_extra), usable - total)
 
     def _begin(self, key: RowKey, num_slots: int, tenant: bytes) -> None:
         self._pending[key] = num_slots, tenant
