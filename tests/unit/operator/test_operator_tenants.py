@@ -26,6 +26,7 @@ from tests.harness.operator_prefill import child, with_prefill
 
 HASH, OTHER_HASH = "a" * 64, "b" * 64
 HEADER = "--middleware=lmcache.engines.vllm.tenant_header.TenantHeader"
+NO_RUST_SERVER = {"name": "VLLM_USE_RUST_FRONTEND", "value": "0"}
 CONFIG, STATEFUL_SET = Ref("ConfigMap", "demo-sidecar"), Ref("StatefulSet", "demo-engine")
 SECRET = {"saltSecretRef": {"name": "search-salt"}}
 
@@ -177,7 +178,21 @@ def test_header_adds_one_middleware() -> None:
     engines = [pod["containers"][0] for pod in (plain, with_header)]
     assert [*engines[1]["args"]].count(HEADER) == 1
     engines[1]["args"].remove(HEADER)
+    engines[1]["env"].remove(NO_RUST_SERVER)
     assert plain == with_header
+
+
+def test_server_that_ignores_the_header_is_refused() -> None:
+    own = {"engine": {"env": [{"name": NO_RUST_SERVER["name"], "value": "1"}]}}
+    assert own["engine"]["env"][0] in pod_of(**named(header=False), **own)["containers"][0]["env"]
+    with pytest.raises(InvalidSpecError, match="VLLM_USE_RUST_FRONTEND.*, which the cache depends on"):
+        pod_of(**named(header=True), **own)
+
+
+def test_tenants_refuse_events_that_publish_their_salts() -> None:
+    events = {"engine": {"args": ['--kv-events-config={"enable_kv_cache_events":true}']}}
+    with pytest.raises(InvalidSpecError, match=r"args\[0\].*salts of tenants in clear text. Remove"):
+        pod_of(**named(), **events)
 
 
 TWO = named(SECRET, hashed("a", memoryPercent=50))

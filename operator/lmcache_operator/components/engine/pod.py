@@ -124,7 +124,7 @@ def _ending(cluster: Cluster) -> _Ending:
 def _engine(cluster: Cluster, image: str, ending: _Ending) -> Object:
     kind, is_mounted = kind_of(cluster), cluster.spec.sidecar.payload == IMAGE_VOLUME
     env = {
-        **kind.variables,
+        **kind.variables_of(cluster),
         "HF_HOME": f"{paths.MODELS_DIR}/huggingface",
         "HOME": paths.HOME_DIR,
         "LMCACHE_SOCKET": paths.SOCKET_PATH,

@@ -76,6 +76,10 @@ class EngineKind(ABC):
             InvalidSpecError: an argument of the user breaks what the cache needs.
         """
 
+    def variables_of(self, cluster: Cluster) -> Mapping[str, str]:
+        """The variables that the engine's container needs for the cache and for the settings of the spec."""
+        return self.variables
+
     def shutdown_seconds(self, args: Sequence[str]) -> int | None:
         """Time to finish requests that the user's arguments set; None: they set none."""
         return None

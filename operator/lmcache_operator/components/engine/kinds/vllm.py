@@ -127,14 +127,16 @@ class VLLM(EngineKind):
         if _SHUTDOWN not in flags:
             options[_SHUTDOWN] = shutdown_seconds
         rendered = [*self.cache_args(cluster), *(f"{name}={value}" for name, value in options.items())]
+        _check_events(cluster, flags)
         if cluster.events_reader:
-            if _EVENTS in flags:
-                path = f"spec.engine.args[{flags.index(_EVENTS)}]"
-                raise InvalidSpecError(path, f"{_EVENTS} can't be set: the router needs its own events")
             rendered += [f"{_EVENTS}={_EVENTS_CONFIG}", f"--middleware={_DISCOVERY}"]
-        if cluster.spec.tenants is not None and cluster.spec.tenants.header:
+        if _has_tenant_header(cluster):
             rendered.append(f"--middleware={_TENANT_HEADER}")
         return [model.name, *sorted(rendered, key=option_name), *user_args]
+
+    def variables_of(self, cluster: Cluster) -> dict[str, str]:
+        """See EngineKind. The server in Rust would ignore the middleware that sets salts."""
+        return {**self.variables, **({"VLLM_USE_RUST_FRONTEND": "0"} if _has_tenant_header(cluster) else {})}
 
     def _checked(self, args: Sequence[str], chunk_tokens: int) -> list[str]:
         """The option that each argument sets. Raises InvalidSpecError for one that breaks the cache."""
@@ -148,6 +150,20 @@ class VLLM(EngineKind):
             message = f"spec.sidecar.chunkTokens ({chunk_tokens}) must be a multiple of the block size"
             raise InvalidSpecError(path, message)
         return flags
+
+
+def _has_tenant_header(cluster: Cluster) -> bool:
+    return cluster.spec.tenants is not None and cluster.spec.tenants.header
+
+
+def _check_events(cluster: Cluster, flags: Sequence[str]) -> None:
+    """Raise InvalidSpecError if KV events would not reach the router, or would publish the salts of tenants."""
+    why = "the router needs its own events" if cluster.events_reader else ""
+    if cluster.spec.tenants is not None:
+        why = "KV events contain the salts of tenants in clear text. Remove the option, or spec.tenants"
+    if why and _EVENTS in flags:
+        path = f"spec.engine.args[{flags.index(_EVENTS)}]"
+        raise InvalidSpecError(path, f"{_EVENTS} can't be set: {why}")
 
 
 def _kv_transfer_config(cluster: Cluster) -> str:
