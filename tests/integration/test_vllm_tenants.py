@@ -10,6 +10,7 @@ import urllib.request
 import pytest
 
 from lmcache import keys
+from lmcache.engines.vllm.tenant_header import PATHS
 from testing.child_process import free_port, wait_until
 from testing.engine.process import ServedEngine, connector_config
 from testing.processes import SidecarProcess
@@ -31,15 +32,28 @@ def num_cached(engine: ServedEngine, prompt: list[int], salt: str) -> int:
     return int((usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
 
 
-def status_of(engine: ServedEngine, body: bytes, content_type: str) -> tuple[int, str]:
-    """POST a body for a tenant; returns the status and the message."""
+def status_of(
+    engine: ServedEngine,
+    body: bytes,
+    content_type: str = "application/json",
+    path: str = "/v1/completions",
+    method: str = "POST",
+) -> tuple[int, str]:
+    """Send a body for a tenant; returns the status and the message."""
     headers = {"Content-Type": content_type, HEADER: SALT}
-    request = urllib.request.Request(f"{engine.url}/v1/completions", body, headers)
+    request = urllib.request.Request(engine.url + path, body, headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=300) as answer:
             return answer.status, ""
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)["error"]["message"]
+
+
+def operations(engine: ServedEngine) -> list[tuple[str, str]]:
+    """Path and method of each operation of the server that takes a body."""
+    with urllib.request.urlopen(f"{engine.url}/openapi.json", timeout=300) as answer:
+        paths = json.load(answer)["paths"]
+    return [(path, method.upper()) for path, methods in paths.items() for method in {*methods} - {"get"}]
 
 
 def test_header_of_the_gateway_separates_tenants_and_counts_for_their_budgets(tmp_path):
@@ -77,7 +91,13 @@ def test_header_of_the_gateway_separates_tenants_and_counts_for_their_budgets(tm
         for body_bytes, content_type in (
             (b"prompt=a", "application/x-www-form-urlencoded"),
             (b"{", "application/json"),
+            (b"--x--", "multipart/form-data; boundary=x"),
         ):
             status, message = status_of(engine, body_bytes, content_type)
             assert (status, message.split(":")[0]) == (400, HEADER)
+        for path, method in (found := operations(engine)):
+            status, message = status_of(engine, b"{}", path=path, method=method)
+            is_refused = (status, message.split(":")[0]) == (400, HEADER)
+            assert is_refused is (path not in PATHS), f"{method} {path} may have no salt"
+        assert {"/v1/responses", "/v1/messages", "/v1/chat/completions/batch"} < {path for path, _ in found}
         assert SALT not in engine.log
