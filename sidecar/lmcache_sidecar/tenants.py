@@ -14,16 +14,20 @@
       priority: -10
 
 A tenant is named by the hash of its cache salt (``lmcache-sidecar salt-hash``), or by a file with the salt.
+
+If a file with a salt is missing, its last content counts. If there was none, this tenant has the default
+budget, and all other tenants have theirs.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmcache import keys
 from lmcache.common import options
@@ -33,6 +37,8 @@ from lmcache.common.units import parse_size
 from lmcache.tiers.budgets import DEFAULT_NAME, MAX_NAMED, Budget, Budgets, SaltedBudgets
 from lmcache_sidecar.config import ConfigError, read_text
 from lmcache_sidecar.watched_files import FollowedFile
+
+logger = logging.getLogger(__name__)
 
 _MAX_NAMESPACES = 64
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -44,6 +50,15 @@ _LIMITS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "priority": ("priority", options.number(int, -100, 100, "a priority from -100 to 100")),
 }
 """Fields of Budget by their keys in the file, with the readers of their values."""
+
+
+class _Salt(NamedTuple):
+    """Content of a file with a salt."""
+
+    text: str | None
+    """The present salt, or else the last one; None: there was none so far."""
+    problem: str
+    """Reason why there is no present salt; empty if there is one."""
 
 
 class TenantsFile(FollowedFile):
@@ -58,6 +73,8 @@ class TenantsFile(FollowedFile):
         self._default = Budget(memory_percent=default_percent)
         self._salted = SaltedBudgets(self._default)
         self._salts: dict[str, str | None] = {}  # salts by their files; None: the file is not readable
+        self._last_salts: dict[str, str] = {}  # of the files that the text in use names
+        self._missing: list[str] = []  # problems with files of salts
         self._namespaces: Recent[bytes, None] = Recent(_MAX_NAMESPACES)
         self._resolved: SaltedBudgets | None = None  # the source of ``budgets``
         self.digest = ""
@@ -72,21 +89,31 @@ class TenantsFile(FollowedFile):
             return
         if any(_read_salt(path) != salt for path, salt in self._salts.items()):
             self._last = None
+        former = self.problem
         super().follow()
+        if self._missing and not self.problem:
+            self.problem = self._missing[0]
+            if self.problem != former:
+                logger.error(
+                    "%s is %s, without tenants whose salts are missing: %s", *self.used, self.problem
+                )
 
     def use(self, text: str) -> None:
         """Use the budgets of this text. Raises ValueError, naming file and key."""
-        self._salts = {}
-        self._salted = _parse(self.path, text, self._default, self._salt_of)
+        self._salts, missing = {}, list[str]()
+        self._salted = _parse(self.path, text, self._default, self._salt_of, missing)
         self.digest = hashlib.sha256(text.encode()).hexdigest()
+        self._missing = missing
+        self._last_salts = {path: salt for path, salt in self._last_salts.items() if path in self._salts}
 
-    def _salt_of(self, path: str) -> str:
+    def _salt_of(self, path: str) -> _Salt:
         salt = self._salts[path] = _read_salt(path)
-        if salt is None:
-            raise ValueError(f"{path} can't be read: check that the Secret exists and is mounted")
-        if not salt:
-            raise ValueError(f"{path} is empty: write the tenant's salt")
-        return salt
+        if salt:
+            self._last_salts[path] = salt
+            return _Salt(salt, "")
+        no_file = "can't be read: check that the Secret exists and is mounted"
+        problem = f"{path} " + (no_file if salt is None else "is empty: write the tenant's salt")
+        return _Salt(self._last_salts.get(path), problem)
 
     @property
     def used(self) -> tuple[str, str]:
@@ -140,7 +167,10 @@ def _without_newline(text: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _parse(path: str, text: str, default: Budget, salt_of: Callable[[str], str]) -> SaltedBudgets:
+def _parse(
+    path: str, text: str, default: Budget, salt_of: Callable[[str], _Salt], missing: list[str]
+) -> SaltedBudgets:
+    """Return the budgets of a file. Appends the problems with files of salts to ``missing``."""
     content = read_yaml(path, text)
     _refuse_unknown(path, content, ("default", "named"))
     default = _budget(f"{path}: default", content.get("default") or {}, default)
@@ -150,9 +180,11 @@ def _parse(path: str, text: str, default: Budget, salt_of: Callable[[str], str])
     budgets: dict[bytes, Budget] = {}
     for number, entry in enumerate(named):
         where = f"{path}: named[{number}]"
-        hashed, budget = _tenant(where, entry, default, salt_of)
+        hashed, budget = _tenant(where, entry, default, salt_of, missing)
         if any(budget.name == other.name for other in budgets.values()):
             raise ValueError(f"{where}: name {budget.name!r} is used twice: give each tenant another name")
+        if hashed is None:
+            continue
         if hashed in budgets:
             raise ValueError(
                 f"{where}: {budget.name} has the same salt as {budgets[hashed].name}: remove one"
@@ -165,9 +197,9 @@ def _parse(path: str, text: str, default: Budget, salt_of: Callable[[str], str])
 
 
 def _tenant(
-    where: str, entry: object, default: Budget, salt_of: Callable[[str], str]
-) -> tuple[bytes, Budget]:
-    """Return the hash of a named tenant's salt, and its budget."""
+    where: str, entry: object, default: Budget, salt_of: Callable[[str], _Salt], missing: list[str]
+) -> tuple[bytes | None, Budget]:
+    """Return the hash of a named tenant's salt, and its budget. None: its salt is missing."""
     if not isinstance(entry, dict):
         raise ValueError(f"{where}: must hold keys and values, such as 'name: search'")
     identity = {key: value for key, value in entry.items() if key in ("name", "saltHash", "saltFile")}
@@ -184,10 +216,9 @@ def _tenant(
     if file is not None:
         if not isinstance(file, str) or not file:
             raise ValueError(f"{where} ({name}): saltFile: must be the path of a file")
-        try:
-            return keys.salt_hash(salt_of(file)), budget
-        except ValueError as error:
-            raise ValueError(f"{where} ({name}): saltFile: {error}") from None
+        salt = salt_of(file)
+        missing += [f"{where} ({name}): saltFile: {salt.problem}"] if salt.problem else []
+        return None if salt.text is None else keys.salt_hash(salt.text), budget
     if not isinstance(hashed, str) or not _HASH.fullmatch(hashed):
         raise ValueError(
             f"{where} ({name}): saltHash: must be 64 hexadecimal digits: run 'lmcache-sidecar salt-hash'"

@@ -105,8 +105,6 @@ def test_without_a_file_only_the_quota_counts(tmp_path: Path):
             "named[0] (a): set either saltHash or saltFile",
         ),
         ("named: [{name: a, saltHash: abc}]", "named[0] (a): saltHash: must be 64 hexadecimal digits"),
-        ("named: [{name: a, saltFile: /absent/x}]", "named[0] (a): saltFile: /absent/x can't be read"),
-        ("named: [{name: a, saltFile: /dev/null}]", "named[0] (a): saltFile: /dev/null is empty"),
         (
             f"named: [{{name: a, saltHash: {HASH}, lowerTierBytes: 5Q}}]",
             "named[0] (a): lowerTierBytes: '5Q' is not a size",
@@ -161,6 +159,40 @@ def test_salt_file_that_appears_or_changes_is_followed(bench: Bench):
     bench.salt_path.unlink()
     assert "can't be read" in bench.follow()
     assert bench.budget("two").name == "a"
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("/absent/x", "can't be read: check that the Secret exists and is mounted"),
+        ("/dev/null", "is empty: write the tenant's salt"),
+    ],
+)
+def test_salt_that_is_missing_costs_only_its_tenant_the_budget(bench: Bench, caplog, path: str, problem: str):
+    text = f"""
+default: {{memoryPercent: 50}}
+named:
+- {{name: batch, saltFile: {path}, minMemoryPercent: 30}}
+- {{name: search, saltHash: {keys.salt_hash("s3cret").hex()}, minMemoryPercent: 20}}
+"""
+    with caplog.at_level(logging.ERROR):
+        assert bench.follow(text) == f"named[0] (batch): saltFile: {path} {problem}"
+    assert bench.budget("s3cret") == Budget("search", 50, 20)
+    assert bench.budget("other") == Budget("default", 50)
+    assert "default, search, without tenants whose salts are missing" in caplog.text
+    assert bench.follow() == f"named[0] (batch): saltFile: {path} {problem}"
+
+
+def test_tenant_whose_salt_is_deleted_gets_new_shares(bench: Bench):
+    bench.salt_path.write_text("pepper")
+    bench.follow(f"named: [{{name: a, saltFile: {bench.salt_path}, minMemoryPercent: 20}}]")
+    bench.salt_path.unlink()
+    problem = bench.follow(f"named: [{{name: a, saltFile: {bench.salt_path}, minMemoryPercent: 30}}]")
+    assert "saltFile" in problem
+    assert bench.budget("pepper").min_memory_percent == 30
+    bench.follow("")
+    bench.follow(f"named: [{{name: a, saltFile: {bench.salt_path}}}]")
+    assert bench.budget("pepper").name == "default"  # the salt of a tenant that was removed is not remembered
 
 
 def test_missing_file_is_reported_and_read_when_it_appears(bench: Bench):
