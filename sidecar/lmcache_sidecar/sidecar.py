@@ -198,6 +198,8 @@ class Sidecar:
             await asyncio.sleep(_FOLLOW_SECONDS)
 
     def _note_namespace(self, namespace: bytes) -> None:
+        for client in self._sessions.clients.by_uuid.values():  # these namespaces must not be forgotten
+            self._tenants.add_namespace(client.peer.hello.namespace)
         if self._tenants.add_namespace(namespace):
             self._apply_budgets()
 

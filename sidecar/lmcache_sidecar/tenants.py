@@ -40,7 +40,9 @@ from lmcache_sidecar.watched_files import FollowedFile
 
 logger = logging.getLogger(__name__)
 
-_MAX_NAMESPACES = 64
+MAX_NAMESPACES = 64
+"""Namespaces whose tenants have budgets: those that attached most recently."""
+
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _LIMITS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
@@ -75,7 +77,7 @@ class TenantsFile(FollowedFile):
         self._salts: dict[str, str | None] = {}  # salts by their files; None: the file is not readable
         self._last_salts: dict[str, str] = {}  # of the files that the text in use names
         self._missing: list[str] = []  # problems with files of salts
-        self._namespaces: Recent[bytes, None] = Recent(_MAX_NAMESPACES)
+        self._namespaces: Recent[bytes, None] = Recent(MAX_NAMESPACES)
         self._resolved: SaltedBudgets | None = None  # the source of ``budgets``
         self.digest = ""
         """SHA-256 of the text in use, in hexadecimal; empty: no text was valid so far. The text has hashes

@@ -6,6 +6,8 @@ import contextlib
 import itertools
 from pathlib import Path
 
+from lmcache_sidecar.tenants import MAX_NAMESPACES
+
 from lmcache import keys
 from testing.processes import SidecarProcess
 from testing.workloads.replay import Engine
@@ -86,3 +88,26 @@ def test_sidecar_follows_the_file_and_continues_after_a_mistake(tmp_path):
         engine.serve("second", tuple(range(100, 120)))
         sidecar.wait_until(lambda stats: stats["tenants"]["rows"]["quiet"] <= 2)
         assert engine.serve("third", tuple(range(20))) == (0, 0)
+
+
+def test_budgets_apply_to_namespaces_that_attach_later_and_stay_for_attached_ones(tmp_path):
+    file = tenants_file(tmp_path / "tenants", memoryPercent=50)
+    with SidecarProcess(memory_size="64Mi", tenants_file=file) as sidecar, contextlib.ExitStack() as stack:
+
+        def attach(number: int, salt: str) -> Engine:
+            namespace = number.to_bytes(32, "big")
+            tenant = keys.tenant(salt, namespace)
+            return stack.enter_context(
+                contextlib.closing(Engine(sidecar, namespace, ROW_BYTES, tenant=tenant))
+            )
+
+        first, later = attach(0, "quiet"), attach(1, "quiet")
+        for engine in (first, later):
+            engine.serve("before", tuple(range(5)))
+        assert sidecar.stats()["tenants"]["rows"] == {"default": 0, "quiet": 10}
+        for number in range(2, MAX_NAMESPACES + 2):  # engines that restart, each with a namespace of its own
+            engine = attach(number, "other")
+            engine.serve("once", (0,))
+            engine.close()
+        first.serve("after", tuple(range(100, 103)))
+        assert sidecar.stats()["tenants"]["rows"] == {"default": MAX_NAMESPACES, "quiet": 13}
