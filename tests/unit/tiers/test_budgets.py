@@ -167,3 +167,39 @@ def test_salts_are_resolved_for_each_namespace():
     assert budgets.of(keys.tenant("s3cret", b"other")).priority == 3
     assert budgets.of(b"") is NO_SALT
     assert salted.names == ["default", "search"]
+
+
+@pytest.mark.parametrize("share", [20, 60])
+def test_idle_tenant_stops_no_stores_of_several_columns_and_lengths(share):
+    """As of a hybrid model with two ranks: each chunk has a long row, and short rows of other KV groups."""
+    arena = PrivateArena(Geometry(4096, 2, 8), 256)
+    tier = MemoryTier(arena, budgets=Budgets(by_tenant={b"i": Budget("idle", min_memory_percent=share)}))
+    for _ in tier.adopt():
+        pass
+    tier.release_adopted()
+
+    def store_chunk(tenant: str, number: int) -> list[Reserved]:
+        results = []
+        for group, num_slots in enumerate((8, 2, 1)):
+            name = f"{tenant}{number}.{group}"
+            for column in range(2):
+                result, slot = tier.reserve(
+                    key(name), column, OWNER, length=4096 * num_slots, request=name, tenant=tenant.encode()
+                )
+                results.append(result)
+                if slot is not None:
+                    tier.commit([slot], column, OWNER)
+        return results
+
+    share_bytes = share * 256 * 2 * 4096 // 100
+    number = 0
+    while tier.stats.tenants.num_bytes(b"i") < share_bytes - 11 * 2 * 4096:
+        for tenant in "ib":
+            store_chunk(tenant, number)
+        number += 1
+    idle_rows = [name for name in order(tier) if name.startswith("i")]
+    for number in range(1000, 1200):
+        assert store_chunk("b", number) == [Reserved.SLOT] * 6
+    assert set(idle_rows) <= set(order(tier)), "the rows of the guarantee stay"
+    others = tier.stats.tenants.num_bytes(b"b")
+    assert others >= (0.95 - share / 100) * 256 * 2 * 4096, "the rest of the memory is used"
