@@ -17,6 +17,9 @@ prompts of 1-1024 tokens        80.3 %   93.9 %  97.9 %     99.9 %
 tails alone                     50.2 %   79.2 %  93.1 %    100.0 %
 ========================  ============  =======  ======  =========
 
+**Kinds.** A frame has the kind of its first row until it is empty again. Rows of guaranteed tenants get their
+own kind of frames if possible. Otherwise, one short protected row in each frame would stop all long rows.
+
 First fit (any length, anywhere) gains little more than what rounding to slots loses. It has three costs: a
 search that grows with the number of gaps, evictions until neighboring rows happen to be free, and payloads
 that do not start at pages, as direct I/O and DMA need. Buddies (runs of a power of two) are no simpler.
@@ -37,6 +40,9 @@ from lmcache.common.units import ceil_div, round_up
 
 SLOTS_PER_FRAME = 16
 """Slots of a full chunk in an arena whose rows take several slots."""
+
+EMPTY, SHARED, GUARANTEED = range(3)
+"""Kinds of frames: without a row, for rows of any tenant, for rows of tenants with a guaranteed share."""
 
 _LEAF_BITS = 1024
 _MAX_NEIGHBORS = 16  # victims considered, to find one whose neighbors are victims, too
@@ -89,27 +95,37 @@ class FrameAllocator:
         self._free = array("H", [(1 << slots_per_frame) - 1]) * self.num_frames
         self._first = array("H", [0]) * self.num_frames  # a row begins here
         self._last = array("H", [0]) * self.num_frames  # a row ends here
-        # Frames by the length of their longest free run.
+        self._kinds = bytearray(self.num_frames)
+        # Frames by their kind, and by the length of their longest free run.
         self._frames = [
-            FrameSet(self.num_frames, is_full=length == slots_per_frame)
-            for length in range(slots_per_frame + 1)
+            [
+                FrameSet(self.num_frames, is_full=kind == EMPTY and length == slots_per_frame)
+                for length in range(slots_per_frame + 1)
+            ]
+            for kind in (EMPTY, SHARED, GUARANTEED)
         ]
-        missing = self.num_frames * slots_per_frame - num_slots
-        if missing:
-            self._set_free(self.num_frames - 1, self._free[-1] >> missing)
+        self._num_missing = self.num_frames * slots_per_frame - num_slots  # of the last frame
+        if self._num_missing:
+            self._set_free(self.num_frames - 1, self._free[-1] >> self._num_missing, EMPTY)
 
     @property
     def num_numbers(self) -> int:
         """Upper bound of the row numbers."""
         return self.num_frames * self.slots_per_frame
 
-    def allocate(self, num_slots: int, num_usable_frames: int) -> int | None:
-        """Allocate a row in a frame below ``num_usable_frames``. None: no frame has a run that long."""
-        for frames in self._frames[num_slots:]:
-            frame = frames.lowest()
-            if frame is not None and frame < num_usable_frames:
+    def allocate(
+        self, num_slots: int, num_usable_frames: int, kinds: Sequence[int] = (SHARED, EMPTY)
+    ) -> int | None:
+        """Allocate a row in a frame of these kinds below ``num_usable_frames``. None: no such frame has a run
+        that long. An empty frame gets the first kind."""
+        for length in range(num_slots, self.slots_per_frame + 1):
+            lowest = [self._frames[kind][length].lowest() for kind in kinds]
+            frame = min(
+                (frame for frame in lowest if frame is not None and frame < num_usable_frames), default=None
+            )
+            if frame is not None:
                 offset = _shortest_run(self._free[frame], num_slots)
-                self._occupy(frame, offset, num_slots)
+                self._occupy(frame, offset, num_slots, kinds[0])
                 return offset * self.num_frames + frame
         return None
 
@@ -124,7 +140,7 @@ class FrameAllocator:
         slots = _bits(offset, num_slots)
         is_free = slots & self._free[frame] == slots
         if is_free:
-            self._occupy(frame, offset, num_slots)
+            self._occupy(frame, offset, num_slots, SHARED)
         return is_free
 
     def free(self, row: int) -> None:
@@ -132,7 +148,9 @@ class FrameAllocator:
         frame, offset, num_slots = row % self.num_frames, row // self.num_frames, self.size(row)
         self._first[frame] ^= 1 << offset
         self._last[frame] ^= 1 << offset + num_slots - 1
-        self._set_free(frame, self._free[frame] | _bits(offset, num_slots))
+        free = self._free[frame] | _bits(offset, num_slots)
+        is_empty = free.bit_count() == self._num_present(frame)
+        self._set_free(frame, free, EMPTY if is_empty else self._kinds[frame])
         self.num_rows -= 1
         self.num_used_slots -= num_slots
 
@@ -166,7 +184,7 @@ class FrameAllocator:
         if size >= num_slots:
             return [[row]]
         frame, offset = row % self.num_frames, row // self.num_frames
-        num_present = min(self.slots_per_frame, self.num_slots - frame * self.slots_per_frame)
+        num_present = self._num_present(frame)
         pieces = [
             (other, other // self.num_frames, other // self.num_frames + self.size(other))
             for other in self.rows_in(frame)
@@ -199,20 +217,27 @@ class FrameAllocator:
                 break
         return fallback
 
-    def _occupy(self, frame: int, offset: int, num_slots: int) -> None:
+    def _num_present(self, frame: int) -> int:
+        """Return the slots of a frame. The last frame may be short."""
+        return self.slots_per_frame - (self._num_missing if frame == self.num_frames - 1 else 0)
+
+    def _occupy(self, frame: int, offset: int, num_slots: int, kind: int) -> None:
         self._first[frame] |= 1 << offset
         self._last[frame] |= 1 << offset + num_slots - 1
-        self._set_free(frame, self._free[frame] & ~_bits(offset, num_slots))
+        free = self._free[frame] & ~_bits(offset, num_slots)
+        self._set_free(frame, free, self._kinds[frame] or kind)
         self.num_rows += 1
         self.num_used_slots += num_slots
 
-    def _set_free(self, frame: int, free: int) -> None:
-        before, after = _longest_run(self._free[frame]), _longest_run(free)
-        self._free[frame] = free
-        if before and before != after:
-            self._frames[before].remove(frame)
-        if after and before != after:
-            self._frames[after].add(frame)
+    def _set_free(self, frame: int, free: int, kind: int) -> None:
+        former_kind, before, after = self._kinds[frame], _longest_run(self._free[frame]), _longest_run(free)
+        self._free[frame], self._kinds[frame] = free, kind
+        if (former_kind, before) == (kind, after):
+            return
+        if before:
+            self._frames[former_kind][before].remove(frame)
+        if after:
+            self._frames[kind][after].add(frame)
 
 
 def first_slot(row: int, num_frames: int, slots_per_frame: int) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from lmcache.common.units import ceil_div
 from lmcache.tiers.base import RowKey
 from lmcache.tiers.budgets import Budgets
+from lmcache.tiers.memory.allocator import EMPTY, GUARANTEED, SHARED
 from lmcache.tiers.memory.contracts import Arena, OpenRow, Slot, VacateResult
 from lmcache.tiers.memory.quotas import TenantOrders, leading
 from lmcache.tiers.memory.row_index import RowIndex
@@ -303,28 +304,56 @@ class Rows(RowIndex):
 
     def _allocate(self, num_slots: int, sparing: Hashable, tenant: bytes) -> int | None:
         usable_frames = self._usable_frames
-        for _ in range(_MAX_EVICTIONS):
-            number = self.allocator.allocate(num_slots, usable_frames)
+        own, other = self._kinds(tenant)
+        for attempt in range(_MAX_EVICTIONS):
+            number = self.allocator.allocate(num_slots, usable_frames, (own, EMPTY))
+            if number is None and own == GUARANTEED and self._evict_frame(num_slots, sparing, tenant):
+                continue
+            if number is None and (attempt or own == GUARANTEED):
+                number = self.allocator.allocate(num_slots, usable_frames, (other,))
             if number is not None:
                 return number
             if self.is_holding_adopted or not self._evict_one(num_slots, sparing, tenant):
                 break
-        return None
+        return self.allocator.allocate(num_slots, usable_frames, (other,))
+
+    def _kinds(self, tenant: bytes) -> tuple[int, int]:
+        """Return the kind of frames for rows of this tenant, and the kind for other rows."""
+        budget = None if self._orders is None else self.stats.tenants.account(tenant).budget
+        return (GUARANTEED, SHARED) if budget and budget.min_memory_percent else (SHARED, GUARANTEED)
+
+    def _evict_frame(self, num_slots: int, sparing: Hashable, tenant: bytes) -> bool:
+        """Evict all rows of a frame of other tenants, for a shorter row. False: no frame can be evicted.
+
+        Further short rows of the tenant will share this frame, and not one frame each with other tenants."""
+        slots_per_frame = self.allocator.slots_per_frame
+        if num_slots == slots_per_frame or self.is_holding_adopted:
+            return False
+        account = self.stats.tenants.account(tenant)
+
+        def can_evict(rows: Sequence[int]) -> bool:
+            has_own = any(self._tenants[row].account is account for row in rows)
+            return not has_own and self._can_evict(rows, tenant)
+
+        victims = self._usable(self._victims(num_slots, sparing, tenant))
+        leaving = self.allocator.rows_to_evict(victims, slots_per_frame, can_evict)
+        for number in leaving:
+            self._evict(number)
+        return bool(leaving)
+
+    def _usable(self, rows: Iterable[int]) -> Iterator[int]:
+        usable_frames = self._usable_frames
+        return (number for number in rows if number % self.allocator.num_frames < usable_frames)
 
     def _evict_one(self, num_slots: int, sparing: Hashable, tenant: bytes) -> bool:
         """Free the slots of the most expendable row within the usable slots. False: no row can be evicted."""
-        usable_frames = self._usable_frames
-
-        def usable(rows: Iterable[int]) -> Iterator[int]:
-            return (number for number in rows if number % self.allocator.num_frames < usable_frames)
-
-        for number in usable(itertools.islice(self.dropped, _MAX_EVICTIONS)):
+        for number in self._usable(itertools.islice(self.dropped, _MAX_EVICTIONS)):
             self._free(number)
             return True
-        for number in usable(self._long_incomplete()):
+        for number in self._usable(self._long_incomplete()):
             self._evict(number)
             return True
-        victims = usable(self._victims(num_slots, sparing, tenant))
+        victims = self._usable(self._victims(num_slots, sparing, tenant))
         can_evict = self._are_idle if self._orders is None else lambda rows: self._can_evict(rows, tenant)
         leaving = self.allocator.rows_to_evict(victims, num_slots, can_evict)
         for number in leaving:

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lmcache.tiers.memory.allocator import FrameAllocator, FrameSet, best_slots_per_frame
+from lmcache.tiers.memory.allocator import (
+    EMPTY,
+    GUARANTEED,
+    SHARED,
+    FrameAllocator,
+    FrameSet,
+    best_slots_per_frame,
+)
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -17,6 +24,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.size = slots_per_frame
         self.slots: list[int | None] = [None] * num_slots  # number of the row in each slot
         self.rows: dict[int, int] = {}  # number of slots of each row
+        self.kinds: dict[int, int] = {}  # of each frame, since its first row
 
     def runs(self, num_slots: int, num_frames: int) -> list[range]:
         """Return where a row of ``num_slots`` slots fits when all slots are free."""
@@ -28,11 +36,26 @@ class AllocatorMachine(RuleBasedStateMachine):
     def owners(self, run: range) -> set[int]:
         return {self.slots[slot] for slot in run} - {None}
 
-    @rule(num_slots=st.integers(1, 16), usable=st.integers(0, 90))
-    def allocate(self, num_slots, usable):
+    def kind(self, frame: int) -> int:
+        """Kind of the first row since the frame was empty."""
+        start = frame * self.size
+        return (
+            self.kinds[frame] if self.owners(range(start, min(start + self.size, len(self.slots)))) else EMPTY
+        )
+
+    @rule(
+        num_slots=st.integers(1, 16),
+        usable=st.integers(0, 90),
+        kinds=st.sampled_from([(SHARED, EMPTY), (GUARANTEED, EMPTY), (SHARED,), (GUARANTEED,)]),
+    )
+    def allocate(self, num_slots, usable, kinds):
         num_slots = min(num_slots, self.size)
-        free = [run for run in self.runs(num_slots, usable) if not self.owners(run)]
-        row = self.allocator.allocate(num_slots, usable)
+        free = [
+            run
+            for run in self.runs(num_slots, usable)
+            if not self.owners(run) and self.kind(run[0] // self.size) in kinds
+        ]
+        row = self.allocator.allocate(num_slots, usable, kinds)
         if not free:
             assert row is None
             return
@@ -41,6 +64,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert row not in self.rows
         assert row < self.allocator.num_numbers
         assert row % self.allocator.num_frames == first // self.size
+        self.kinds[first // self.size] = self.kind(first // self.size) or kinds[0]
         self.rows[row] = num_slots
         self.slots[first : first + num_slots] = [row] * num_slots
 
@@ -52,6 +76,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         is_free = run in self.runs(num_slots, 90) and not self.owners(run)
         assert self.allocator.allocate_at(row, num_slots) == is_free
         if is_free:
+            self.kinds[first // self.size] = self.kind(first // self.size) or SHARED
             self.rows[row] = num_slots
             self.slots[first : first + num_slots] = [row] * num_slots
 

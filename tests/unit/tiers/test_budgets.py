@@ -74,9 +74,10 @@ def test_rows_of_lower_priority_are_evicted_first():
 
 
 def test_neighbors_below_their_share_are_not_evicted_for_a_long_row():
-    tier = new_tier(8, Budgets(by_tenant={b"a": Budget("a", min_memory_percent=25)}), slots_per_frame=4)
+    tier = new_tier(8, slots_per_frame=4)
     for name in ("b0", "a0", "b1", "b2", "b.0", "b.1", "b.2", "a1"):
         assert store(tier, name) is Reserved.SLOT
+    tier.set_budgets(Budgets(by_tenant={b"a": Budget("a", min_memory_percent=25)}))
     # A row of four slots needs a whole frame, and each of both frames has a row of a.
     assert store(tier, "b,0", num_slots=4) is Reserved.BUSY
     assert {"a0", "a1"} < set(order(tier))
@@ -167,6 +168,22 @@ def test_salts_are_resolved_for_each_namespace():
     assert budgets.of(keys.tenant("s3cret", b"other")).priority == 3
     assert budgets.of(b"") is NO_SALT
     assert salted.names == ["default", "search"]
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_short_rows_of_a_guarantee_stop_no_long_rows(is_full):
+    tier = new_tier(512, Budgets(by_tenant={b"a": Budget("a", min_memory_percent=30)}), slots_per_frame=8)
+    for number in range(512 if is_full else 0):
+        assert store(tier, f"bf{number}.") is Reserved.SLOT
+    for number in range(150):
+        for name in (f"a{number}.", f"b{number}.", f"bx{number}.", f"by{number}."):
+            assert store(tier, name) is Reserved.SLOT
+    protected = {name for name in order(tier) if name.startswith("a")}
+    assert len(protected) == 150
+    for number in range(100):
+        assert store(tier, f"bl{number}.", num_slots=8) is Reserved.SLOT
+    assert protected <= set(order(tier))
+    assert sum(name.startswith("bl") for name in order(tier)) >= 40, "of 64 frames, 19 have rows of a"
 
 
 @pytest.mark.parametrize("share", [20, 60])
