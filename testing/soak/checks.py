@@ -22,7 +22,7 @@ MAX_GROWTH_MEBIBYTES = 8.0
 Records of requests, samples and history fill up at first, in any run. Runs of 60 s and 600 s grew by 1.3 MiB
 each. A leak has no bound.
 """
-MAX_MORE_DESCRIPTORS, MAX_MORE_THREADS = 12, 16
+MAX_MORE_DESCRIPTORS, MAX_MORE_THREADS = 12, 24
 """Descriptors and threads that the sidecar may have more than after its start: connections to Redis, and
 threads that start when the sidecar first needs them. Measured: up to 4 descriptors and 12 threads. A kind of
 fault that leaks a descriptor exceeds the limit in a run of ten minutes, which has 27 faults of each kind."""

@@ -105,6 +105,7 @@ class World:
                 remote_url=f"redis://127.0.0.1:{self.redis.port}/0",
                 remote_password_file=self.password_file,
                 remote_encryption_keys_dir=self.keys,
+                remote_encryption_delay_seconds=2,  # keys rotate more often than in operation
                 drain_grace_seconds=2,
             )
             opened.callback(self.sidecar.close)
