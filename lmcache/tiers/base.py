@@ -198,3 +198,6 @@ class BoundedTier(Protocol):
         self, object_id: ObjectId, payload: memoryview, label: bytes, digests: bytes, owner: str
     ) -> bool:
         """Store an object as ``LowerTier.store`` does, and count it for its owner."""
+
+    def bytes_by_owner(self) -> dict[str, int]:
+        """Return the bytes of the objects of each owner that has a bound."""

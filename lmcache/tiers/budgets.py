@@ -86,6 +86,16 @@ class SaltedBudgets:
         return Budgets(self.default, by_tenant, salt_hashes)
 
     @property
+    def names_by_owner(self) -> dict[str, str]:
+        """Names of budgets, by the names under which bytes on disk count (``Budgets.owner``)."""
+        return {salt_hash.hex(): budget.name for salt_hash, budget in self.by_salt_hash.items()}
+
+    @property
+    def listed(self) -> list[Budget]:
+        """All budgets, the default's first."""
+        return [self.default, *self.by_salt_hash.values()]
+
+    @property
     def names(self) -> list[str]:
         """Names of all budgets, the default's first."""
-        return [DEFAULT_NAME, *(budget.name for budget in self.by_salt_hash.values())]
+        return [budget.name for budget in self.listed]

@@ -167,10 +167,10 @@ class TenantCounts:
 
     evicted: Counter[str] = field(default_factory=Counter)
     """Rows evicted for capacity or for an upper bound."""
-    prompt_tokens: Counter[str] = field(default_factory=Counter)
-    """Tokens of scheduled prompts."""
-    hit_tokens: Counter[str] = field(default_factory=Counter)
-    """Tokens of these prompts that engines did not compute."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Reservations refused because the tenant could evict no row."""
+    disk_refused: Counter[str] = field(default_factory=Counter)
+    """Rows not written to disk because of the tenant's bound there."""
 
 
 @dataclass
@@ -192,12 +192,6 @@ class MemoryStats:
     """Counters by the name of the tenants' budget."""
     _counted: Recent[Hashable, int] = field(default_factory=lambda: Recent(_MAX_CHAINS))
     """Number of keys that were counted already, by chain."""
-
-    def count_prompt(self, tenant: bytes, num_tokens: int, num_hit_tokens: int) -> None:
-        """Count a scheduled prompt for its tenant's budget."""
-        name = self.tenants.budgets.of(tenant).name
-        self.tenant_counts.prompt_tokens[name] += num_tokens
-        self.tenant_counts.hit_tokens[name] += num_hit_tokens
 
     def count_lookup(self, request: Hashable, keys: Sequence[bytes], num_resident: int) -> None:
         """Count a lookup. Engines repeat lookups while rows are promoted: only new keys of a chain count."""

@@ -132,8 +132,6 @@ class Sessions:
         if scheduled is not None:
             sources = find_sources(chains, scheduled, store.origins)
             loaded, history = scheduled.num_loaded_tokens, store.history
-            num_hit_tokens = scheduled.num_engine_tokens + loaded
-            store.memory.stats.count_prompt(request.tenant, scheduled.num_prompt_tokens, num_hit_tokens)
             self.samples.note(client.peer, chains, sources, loaded, store.memory.usable_slots)
             blocking = find_blocking(
                 chains, len(sources), request.request_id, store.absence, history.is_stored
@@ -148,6 +146,7 @@ class Sessions:
                     history,
                     blocking,
                     self._engine(client),
+                    store.memory.stats.tenants.budgets.of(request.tenant).name,
                 )
             )
             if not chains.num_chunks:

@@ -168,7 +168,9 @@ class Sidecar:
     def stats(self) -> list[Part]:
         """Statistics of all components of this sidecar."""
         parts = stats.collect(self._sessions, self._handles, self._memory_stats, self._resizer)
-        parts.append(tenants_part(self._tenants, self._memory_stats))
+        memory = self._sessions.store.memory if self._sessions.store is not None else None
+        causes, disk = self._sessions.causes.by_tenant, self._tiers.get("disk")
+        parts.append(tenants_part(self._tenants, self._memory_stats, causes, memory, disk))
         return [*parts, *stats.peer_server_parts(self._peer_server)]
 
     async def _keep_size(self) -> None:

@@ -193,14 +193,21 @@ def _capacity_rows(arena: ArenaFile) -> int:
     return arena.target_rows if arena.geometry else 0
 
 
-def _row_bytes(arena: Arena) -> int:
+def slot_bytes(arena: Arena) -> int:
+    """Return the bytes of a slot in all columns; 0 until the arena has a format."""
     return arena.geometry.slot_bytes * arena.geometry.num_columns if arena.geometry else 0
 
 
-def _tenants(counts: MemoryStats, number: str) -> dict[str, int]:
+def _largest_tenants(counts: MemoryStats) -> dict[str, dict[str, int]]:
+    """Return rows and bytes of the 32 largest tenants, by the start of their hashes, and of all others.
+
+    They are no metrics: hashes change, and so the number of time series would grow without a bound."""
     largest, remaining = counts.tenants.largest()
     uses = {use.name.hex()[:16] or "none": use for use in largest} | {"other": remaining}
-    return {name: getattr(use, number) for name, use in uses.items()}
+    return {
+        "tenant_rows": {name: use.num_rows for name, use in uses.items()},
+        "tenant_bytes": {name: use.num_bytes for name, use in uses.items()},
+    }
 
 
 def _hit_ratio(counts: Any) -> float:
@@ -239,15 +246,15 @@ ARENA: tuple[Figure[ArenaFile], ...] = (
     Figure("capacity_rows", "Rows (chunks of all ranks) that fit the target; with several KV groups slots, of"
         " which a row takes as many as its group needs", _capacity_rows),
     Figure("capacity_bytes", "Bytes of capacity_rows",
-        lambda arena: _capacity_rows(arena) * _row_bytes(arena)),
+        lambda arena: _capacity_rows(arena) * slot_bytes(arena)),
     Figure("ready_rows", "Rows (or slots) whose memory is populated", lambda arena: arena.ready_rows),
-    Figure("ready_bytes", "Bytes of ready_rows", lambda arena: arena.ready_rows * _row_bytes(arena)),
+    Figure("ready_bytes", "Bytes of ready_rows", lambda arena: arena.ready_rows * slot_bytes(arena)),
 )
 MEMORY: tuple[Figure[MemoryTier], ...] = (
     Figure("usable_rows", "Rows (or slots) that may be reserved or leased",
         lambda memory: memory.usable_slots),
     Figure("usable_bytes", "Bytes of usable_rows",
-        lambda memory: memory.usable_slots * _row_bytes(memory.arena)),
+        lambda memory: memory.usable_slots * slot_bytes(memory.arena)),
     Figure("used_rows", "Rows that are not free", lambda memory: memory.num_used),
     Figure("used_bytes", "Bytes of used_rows", lambda memory: memory.used_bytes),
     Figure("leased_rows", "Rows that a lease protects against eviction", lambda memory: memory.num_leased),
@@ -257,9 +264,6 @@ MEMORY: tuple[Figure[MemoryTier], ...] = (
 MEMORY_COUNTS: tuple[Figure[MemoryStats], ...] = (
     *declared(MemoryStats),
     HIT_RATIO,
-    Figure("tenant_rows", "Rows of the 32 largest tenants, by the start of their hashes, and of all others",
-        lambda counts: _tenants(counts, "num_rows"), "tenant"),
-    Figure("tenant_bytes", "Bytes of tenant_rows", lambda counts: _tenants(counts, "num_bytes"), "tenant"),
 )
 REACHABLE: Figure[tuple[TierHandle, TierWorker | None]] = Figure(
     "is_reachable", "1 if the tier answers, as far as the sidecar knows", lambda lower: _is_reachable(*lower))
@@ -311,8 +315,8 @@ def collect(
     samples = read(declared(LookupStats), sessions.samples.stats) | read(LOOKUPS, sessions.samples)
     memory = read([TARGET], resizer) | read(ARENA, arena)
     memory |= read(MEMORY, store.memory if store else None) | read(MEMORY_COUNTS, counts)
-    memory_facts = {"path": str(arena.path), "growth_error": arena.growth_error}
-    memory_facts["resize_problem"] = resizer.problem
+    memory_facts: dict[str, Any] = {"path": str(arena.path), "growth_error": arena.growth_error}
+    memory_facts |= {"resize_problem": resizer.problem, **_largest_tenants(counts)}
     return [
         Part("", facts, read(SESSIONS, sessions)),
         Part("lookups", {"namespace": sessions.samples.namespace}, samples),

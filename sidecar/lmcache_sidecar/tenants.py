@@ -129,6 +129,16 @@ class TenantsFile(FollowedFile):
         """Names of all budgets."""
         return self._salted.names
 
+    @property
+    def listed(self) -> list[Budget]:
+        """Budgets of the file by name, the default's first. They contain no salts and no hashes."""
+        return self._salted.listed
+
+    @property
+    def names_by_owner(self) -> dict[str, str]:
+        """Names of budgets by the owners of bytes on disk, which are hashes of salts."""
+        return self._salted.names_by_owner
+
     def add_namespace(self, namespace: bytes) -> bool:
         """Apply the budgets to the tenants of this namespace, too. Returns whether it is a new one."""
         is_new = namespace not in self._namespaces

@@ -88,6 +88,8 @@ def monitored(plane: Cluster, namespace: str, account: str, folder: Path) -> Ite
     flags = [flag for flag in chart_flags(plane) if not flag.startswith("--leader-elect=")]
     clock = ("-m", "testing.kube.fast_operator", f"{time.time()}", f"{_FACTOR}", "1")
     sidecars: dict[str, SidecarProcess] = {}
+    tenants = folder / "tenants"
+    tenants.write_text("default: {lowerTierBytes: 1Gi}\n")  # so that all figures of tenants exist
     disks = (folder / f"disk-{number}" for number in itertools.count())
     with contextlib.ExitStack() as stack:
         operator = stack.enter_context(Operator(plane, folder, account, *flags, program=clock))
@@ -96,7 +98,8 @@ def monitored(plane: Cluster, namespace: str, account: str, folder: Path) -> Ite
 
         def options() -> dict[str, Any] | None:
             remote = shards.options()
-            return remote and {**remote, "remote_timeout_seconds": 60, "disk_path": next(disks)}
+            more = {"remote_timeout_seconds": 60, "disk_path": next(disks), "tenants_file": tenants}
+            return remote and {**remote, **more}
 
         pods = PodSidecars(plane.api, namespace, NAME, addresses, sidecars.__setitem__, options=options)
         stack.enter_context(pods)

@@ -70,6 +70,7 @@ def test_times_are_remembered_with_the_request(sidecar, scheduler):
         "time": 0,
         "request_id": "cmpl-1",
         "tokens": {"memory": 512, "new": 256, "tail": 5},
+        "tenant": "default",
         "common_tokens": 512,
         "lookup_seconds": 0.0004,
         "wait_seconds": 0.2,

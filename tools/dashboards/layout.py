@@ -108,6 +108,27 @@ class Panel:
 
 
 @dataclass(frozen=True)
+class Heading:
+    """A line of the dashboard that names the panels after it. Users can fold them away."""
+
+    title: str
+    width: int = _COLUMNS
+    height: int = 1
+
+    def json(self, number: int, x: int, y: int) -> dict[str, Any]:
+        """Return the line in Grafana's format, at a position of the dashboard's grid."""
+        place = {"x": x, "y": y, "w": self.width, "h": self.height}
+        return {
+            "id": number,
+            "type": "row",
+            "title": self.title,
+            "gridPos": place,
+            "collapsed": False,
+            "panels": [],
+        }
+
+
+@dataclass(frozen=True)
 class Variable:
     """A variable with the values of a label."""
 
@@ -169,7 +190,7 @@ class Dashboard:
     """Name of the file, and the end of the dashboard's permanent address."""
     title: str
     about: str
-    panels: Sequence[Panel]
+    panels: Sequence[Panel | Heading]
     variables: Sequence[Variable | Setting] = CLUSTERS
     hours: int = 6
     """Time range that the dashboard shows at first."""

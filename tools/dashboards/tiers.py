@@ -2,15 +2,74 @@
 
 from __future__ import annotations
 
-from tools.dashboards.layout import Dashboard, Panel, Query
+from tools.dashboards.layout import Dashboard, Heading, Panel, Query
 
 _BY_POD = "{{namespace}}/{{pod}}"
 _ROW_BYTES = "* on (namespace, pod) group_left () lmcache_row_bytes{...}"
 
 
+def _by_tenant(metric: str, legend: str = "{{tenant}}") -> Query:
+    return Query(f"sum by (tenant) (lmcache_tenant_{metric}{{...}})", legend)
+
+
+def _rate_by_tenant(counter: str) -> str:
+    return f"sum by (tenant) (rate(lmcache_tenant_{counter}_total{{...}}[$__rate_interval]))"
+
+
 def _per_tier(metric: str, legend: str) -> Query:
     return Query(f"sum by (tier) (rate({metric}{{...}}[$__rate_interval]))", legend)
 
+
+TENANTS = (
+    Heading("Tenants"),
+    Panel(
+        "Hit ratio by tenant",
+        "Share of the tenant's prompt tokens that engines did not compute. `default`: requests whose salt has"
+        " no name, or that have no salt.",
+        "percentunit",
+        [Query(f"{_rate_by_tenant('hit_tokens')} / {_rate_by_tenant('prompt_tokens')}", "{{tenant}}")],
+        max_value=1,
+    ),
+    Panel(
+        "Memory by tenant",
+        "Share of the usable memory that the tenant's rows take, of all pods together.",
+        "percentunit",
+        [
+            Query(
+                "sum by (tenant) (lmcache_tenant_bytes{...})"
+                " / scalar(sum(lmcache_memory_tier_usable_bytes{...}))",
+                "{{tenant}}",
+            )
+        ],
+        is_stacked=True,
+        max_value=1,
+    ),
+    Panel(
+        "Use and budget of tenants",
+        "Bytes of all pods together. A tenant below its guaranteed share loses no rows to other tenants. A"
+        " tenant at its upper bound evicts its own rows. For `default`, the bounds are those of each salt.",
+        "bytes",
+        [
+            _by_tenant("bytes", "memory"),
+            _by_tenant("guaranteed_bytes", "guaranteed"),
+            _by_tenant("bound_bytes", "upper bound"),
+            _by_tenant("disk_bytes", "disk"),
+            _by_tenant("disk_bound_bytes", "upper bound on disk"),
+        ],
+        "table",
+    ),
+    Panel(
+        "Refused stores by tenant",
+        "Rows per second that were not stored. Memory: no row could be evicted for the tenant. Disk: the"
+        " tenant is at its upper bound there.",
+        "ops",
+        [
+            Query(_rate_by_tenant("refused"), "{{tenant}}: memory"),
+            Query(_rate_by_tenant("disk_refused"), "{{tenant}}: disk"),
+        ],
+    ),
+)
+"""Panels by the name of the tenant."""
 
 DASHBOARD = Dashboard(
     "tiers",
@@ -178,17 +237,12 @@ DASHBOARD = Dashboard(
             ],
         ),
         Panel(
-            "Largest tenants in memory",
-            "Bytes by tenant, named by the start of its hash. Requests without a salt are `none`.",
-            "bytes",
-            [Query("topk(10, sum by (tenant) (lmcache_memory_tier_tenant_bytes{...} > 0))", "{{tenant}}")],
-        ),
-        Panel(
             "Who copies stores",
             "Attached workers by transfer mode. With CudaIPC the sidecar copies from the GPU, else the"
             " engine copies.",
             "short",
             [Query("sum by (mode) (lmcache_transfer_workers{...})", "{{mode}}")],
         ),
+        *TENANTS,
     ],
 )

@@ -157,6 +157,11 @@ class DiskTier:
                 self._index.assign(object_id, owner)
         return is_stored
 
+    def bytes_by_owner(self) -> dict[str, int]:
+        """See BoundedTier. Empty until ``indexed``."""
+        with self._lock:
+            return {} if self._index is None else dict(self._index.bytes_by_owner)
+
     def touch(self, keys: Sequence[RowKey], num_columns: int) -> set[RowKey]:
         """Mark rows that were hit in a higher tier as used. Returns the rows that are known to be absent or
         incomplete; none before ``indexed``."""

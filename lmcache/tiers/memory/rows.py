@@ -94,6 +94,7 @@ class Rows(RowIndex):
         number = self._allocate(num_slots, sparing, tenant) if fits else None
         if number is None:
             self.stats.refused += 1
+            self.stats.tenant_counts.refused[self.stats.tenants.budgets.of(tenant).name] += 1
             return None
         row = self.open_rows[number] = OpenRow(key, Slot(number, self.next_generation), request)
         self.name(row.slot, key, tenant)

@@ -221,6 +221,8 @@ class TierWorker(TierOperations):
         columns, bound = self._memory.payloads(slot), self._bound(tenant)
         try:
             if bound is not None and not await self._is_admitted(key, columns, tenant, bound):
+                stats = self._memory.stats
+                stats.tenant_counts.disk_refused[stats.tenants.budgets.of(tenant).name] += 1
                 return WriteSkipped.BOUND
             known = write.digests
             if known is None:  # the checksums may be old: check that the bytes still match

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ import numpy as np
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.tiers.base import RowKey
+from lmcache.tiers.budgets import DEFAULT_NAME
 from lmcache.tiers.memory.contracts import Chains
 from lmcache.tiers.stats import counter, counters
 from lmcache.tiers.tiered.absences import Absence
@@ -60,6 +61,18 @@ class CauseStats:
     )
     diverged_tokens: Counter[str] = counters("depth", "Tokens computed by these requests after that point")
 
+    def count(self, tokens: Mapping[str, int]) -> None:
+        """Count the tokens of a prompt by cause."""
+        self.prompt_tokens += sum(tokens.values())
+        self.cause_tokens.update(tokens)
+
+    def note_divergence(self, depth: int, num_tokens: int) -> None:
+        """Count a request that left an earlier prompt after ``depth`` tokens, and computed ``num_tokens``."""
+        number = bisect_left(_DEPTHS, depth)
+        label = str(_DEPTHS[number]) if number < len(_DEPTHS) else "more"
+        self.diverged_requests[label] += 1
+        self.diverged_tokens[label] += num_tokens
+
 
 class Blocking(NamedTuple):
     """Why the first chunk after the hit was not one."""
@@ -84,6 +97,8 @@ class Scheduled(NamedTuple):
     blocking: Blocking
     """Reason why the first chunk after the hit was not one, if an earlier request looked it up."""
     engine: Engine = UNKNOWN_ENGINE
+    tenant: str = DEFAULT_NAME
+    """Name of the budget of the request's tenant."""
 
 
 def call_later(seconds: float, action: Callable[[], None]) -> None:
@@ -100,6 +115,8 @@ class Causes:
     def __init__(self, defer: Callable[[float, Callable[[], None]], object] = call_later) -> None:
         """``defer``: calls a function after some seconds, but not at once."""
         self.stats = CauseStats()
+        self.by_tenant: defaultdict[str, CauseStats] = defaultdict(CauseStats)
+        """The same counters by the name of the tenants' budget."""
         self.benefit = BenefitStats()
         self.times = RequestHistograms()
         self.branches = Branches()
@@ -172,11 +189,13 @@ class Causes:
             num_new = max(0, num_chunks * chunk - max(position, num_known * chunk))
             tokens[DIVERGED if past.has_diverged else NEW] = num_new
             if past.has_diverged:
-                self._note_divergence(int(chain[past.num_known - 1]), depth, num_new)
+                self._note_divergence(request.tenant, int(chain[past.num_known - 1]), depth, num_new)
         rest = num_prompt - sum(tokens.values())
         tokens[TAIL if num_chunks or num_prompt <= chunk else NOT_CACHEABLE] = rest
         present = {cause: number for cause, number in tokens.items() if number}
-        explained = ExplainedRequest(request.time, request.request_id, present, depth, request.engine)
+        explained = ExplainedRequest(
+            request.time, request.request_id, present, depth, request.engine, request.tenant
+        )
         self.requests.append(explained)
         if message.reports_times:
             self._open.add(explained)
@@ -186,15 +205,13 @@ class Causes:
     def _count(self, request: ExplainedRequest) -> None:
         """Count a request's tokens, once. The causes of a load are known when it has ended."""
         request.is_counted = True
-        self.stats.prompt_tokens += sum(request.tokens.values())
-        self.stats.cause_tokens.update(request.tokens)
+        for stats in (self.stats, self.by_tenant[request.tenant]):
+            stats.count(request.tokens)
         self.benefit.count(request)
 
-    def _note_divergence(self, prefix: int, depth: int, num_tokens: int) -> None:
-        number = bisect_left(_DEPTHS, depth)
-        label = str(_DEPTHS[number]) if number < len(_DEPTHS) else "more"
-        self.stats.diverged_requests[label] += 1
-        self.stats.diverged_tokens[label] += num_tokens
+    def _note_divergence(self, tenant: str, prefix: int, depth: int, num_tokens: int) -> None:
+        for stats in (self.stats, self.by_tenant[tenant]):
+            stats.note_divergence(depth, num_tokens)
         self.branches.note(prefix, depth, num_tokens)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lmcache.explain.benefit import Source
+from lmcache.tiers.budgets import DEFAULT_NAME
 
 TIERS = ("remote", "peers", "disk", "memory")
 """Tiers that an engine loads from, the slowest first."""
@@ -48,6 +49,8 @@ class ExplainedRequest:
     common_tokens: int
     """Leading tokens that an earlier request had, too; a lower bound."""
     engine: Engine = UNKNOWN_ENGINE
+    tenant: str = DEFAULT_NAME
+    """Name of the budget of the request's tenant."""
     load_tier: str = ""
     """The slowest tier that held tokens which the engine loads; empty: it loads none."""
     times: Times | None = None
@@ -86,6 +89,7 @@ class ExplainedRequest:
         return {
             "time": self.time,
             "request_id": self.request_id,
+            "tenant": self.tenant,
             "tokens": self.tokens,
             "common_tokens": self.common_tokens,
             "lookup_seconds": round(times.lookup_seconds, 6) if is_known else None,

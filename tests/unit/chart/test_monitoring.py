@@ -26,7 +26,7 @@ OF_ALERTS = [
 ]
 EXPRESSIONS = [
     *OF_ALERTS,
-    *(target["expr"] for board in BOARDS for panel in board["panels"] for target in panel["targets"]),
+    *(target["expr"] for board in BOARDS for panel in board["panels"] for target in panel.get("targets", ())),
 ]
 
 

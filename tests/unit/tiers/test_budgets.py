@@ -123,6 +123,18 @@ def test_evictions_count_for_the_budget_of_the_row():
     assert tier.stats.tenant_counts.evicted == {"search": 1, "default": 2}
 
 
+def test_refused_stores_count_for_the_budget_of_the_store():
+    tier = new_tier(2, Budgets(by_tenant={b"a": Budget("search", min_memory_percent=100)}))
+    for name in ("a0", "a1"):
+        assert store(tier, name) is Reserved.SLOT
+    assert [store(tier, name) for name in ("b0", ".0", "c0")] == [Reserved.BUSY] * 3
+    assert tier.stats.tenant_counts.refused == {"default": 3}
+    for name in ("a0", "a1"):
+        tier.lookup((ENGINE, name), one_chain([key(name)]))
+    store(tier, "a2")
+    assert tier.stats.tenant_counts.refused["search"] == tier.stats.refused - 3
+
+
 def flood(tier: MemoryTier, num_rows: int) -> None:
     """Store rows of the tenant b. They are pinned, as they are until their checksums are recorded."""
     for number in range(num_rows):

@@ -64,7 +64,7 @@ def test_objects_without_an_owner_do_not_count(tier):
     for number in range(5):
         assert tier.store(name(number), PAYLOAD)
     assert store(tier, 10)
-    assert tier._index.bytes_by_owner == {"a": OBJECT_BYTES}
+    assert tier.bytes_by_owner() == {"a": OBJECT_BYTES}
 
 
 def test_objects_from_before_a_restart_count_when_they_are_stored_again(tmp_path):

@@ -51,6 +51,8 @@ def test_bound_of_the_default_is_for_each_salt_alone(tmp_path: Path, tenants, nu
     world = asyncio.run(write(tmp_path, budgets, *((tenant, 2) for tenant in tenants)))
     stats = world.store.lower["disk"].stats
     assert (stats.written, stats.writes_skipped[WriteSkipped.BOUND]) == (4 - num_refused, num_refused)
+    refused = world.store.memory.stats.tenant_counts.disk_refused
+    assert refused == ({"shared": num_refused} if num_refused else {})
 
 
 def test_renamed_tenant_has_the_rest_of_its_bound(tmp_path: Path):

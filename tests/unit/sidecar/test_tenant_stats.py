@@ -1,0 +1,93 @@
+"""Statistics of tenants by name: shares in bytes, bounds on disk, and causes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from lmcache_sidecar.explain.causes import CauseStats
+from lmcache_sidecar.stats import document
+from lmcache_sidecar.tenant_stats import tenants_part
+from lmcache_sidecar.tenants import TenantsFile
+
+from lmcache import keys
+from lmcache.tiers.disk.tier import DiskTier
+from lmcache.tiers.memory.contracts import Geometry
+from lmcache.tiers.memory.private import PrivateArena
+from lmcache.tiers.memory.tier import MemoryTier
+from lmcache.tiers.stats import MemoryStats
+
+SLOT_BYTES, NUM_COLUMNS, NUM_SLOTS = 4096, 2, 7
+UNNAMED = keys.tenant("unnamed", bytes(32)).hex()
+
+
+def file_of(path: Path, text: str) -> TenantsFile:
+    path.write_text(text)
+    file = TenantsFile(str(path))
+    file.follow()
+    assert file.problem == ""
+    return file
+
+
+def named(name: str, limits: str = "") -> str:
+    return f"{{name: {name}, saltHash: {keys.salt_hash(name).hex()}, {limits}}}"
+
+
+def stats(file: TenantsFile, **sources: Any) -> dict[str, Any]:
+    """The part of /stats about tenants."""
+    part: dict[str, Any] = document([tenants_part(file, MemoryStats(), **sources)])["tenants"]
+    return part
+
+
+def test_shares_are_bytes_of_whole_slots(tmp_path: Path) -> None:
+    file = file_of(tmp_path / "tenants", f"named: [{named('search', 'minMemoryPercent: 50')}]")
+    memory = MemoryTier(PrivateArena(Geometry(SLOT_BYTES, NUM_COLUMNS), NUM_SLOTS))
+    list(memory.adopt())
+    part = stats(file, memory=memory)
+    row_bytes = SLOT_BYTES * NUM_COLUMNS
+    assert part["guaranteed_bytes"] == {"default": 0, "search": 3 * row_bytes}
+    assert part["bound_bytes"] == {"default": 7 * row_bytes, "search": 7 * row_bytes}
+
+
+def test_shares_are_left_out_until_the_memory_has_a_format(tmp_path: Path) -> None:
+    part = stats(file_of(tmp_path / "tenants", "{}"))
+    assert "guaranteed_bytes" not in part
+    assert "disk_bytes" not in part
+    assert part["rows"] == {"default": 0}
+
+
+def test_owners_on_disk_have_the_name_of_their_budget(tmp_path: Path) -> None:
+    text = f"""
+default: {{lowerTierBytes: 1Ki}}
+named: [{named("search", "lowerTierBytes: 2Ki")}, {named("batch")}]
+"""
+    disk = DiskTier(tmp_path / "disk", 1 << 20)
+    try:
+        assert disk.indexed.wait(30)
+        assert disk._index is not None
+        owner = keys.salt_hash("search").hex()
+        disk._index.bytes_by_owner.update({owner: 5, UNNAMED: 7, "removed": 9})
+        part = stats(file_of(tmp_path / "tenants", text), disk=disk)
+    finally:
+        disk.close()
+    assert part["disk_bytes"] == {"default": 16, "search": 5}
+    assert part["disk_bound_bytes"] == {"default": 1024, "search": 2048}
+    assert part["disk_refused"] == {"default": 0, "search": 0}
+
+
+def test_causes_are_those_of_tenants_in_the_file(tmp_path: Path) -> None:
+    counted = CauseStats()
+    counted.count({"memory": 256, "new": 3})
+    counted.note_divergence(60, 3)
+    file = file_of(tmp_path / "tenants", f"named: [{named('search')}, {named('idle')}]")
+    part = stats(file, causes={"search": counted, "removed": counted})
+    assert part["causes"] == {
+        "search": {
+            "prompt_tokens": 259,
+            "cause_tokens": Counter(memory=256, new=3),
+            "diverged_tokens": {"64": 3},
+        }
+    }
+    assert part["prompt_tokens"] == {"default": 0, "search": 259, "idle": 0}
+    assert part["hit_tokens"] == {"default": 0, "search": 256, "idle": 0}
