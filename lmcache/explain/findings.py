@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from lmcache.explain.causes import num_computed
-from lmcache.explain.sizes import LargerMemory
 
 _MIN_SHARE = 0.05
 """Share of all prompt tokens below which a cause is not mentioned."""
@@ -20,6 +19,13 @@ _EARLY = (
     "Move it to the end."
 )
 _LATE = "These prompts share a document or a system prompt, and then differ. Nothing is wrong."
+
+
+class Adviser(Protocol):
+    """Advice about evicted tokens that is more exact than the general advice."""
+
+    def advice(self) -> str:
+        """Return what to do, for people."""
 
 
 class Finding(NamedTuple):
@@ -87,7 +93,7 @@ _BY_CAUSE = {
 
 
 def findings(
-    causes: Mapping[str, Any], larger: LargerMemory | None = None, usd_per_token: float = 0.0
+    causes: Mapping[str, Any], adviser: Adviser | None = None, usd_per_token: float = 0.0
 ) -> Sequence[Finding]:
     """Return what stands out in the ``causes`` that one sidecar counts, or several together.
 
@@ -95,7 +101,7 @@ def findings(
 
     Args:
         causes: the part ``causes`` of ``/stats``.
-        larger: hits of larger memory tiers, if they are known.
+        adviser: what to do about evicted tokens, if that is known.
         usd_per_token: price of computing a token, see ``benefit.usd_per_token``.
     """
     tokens: Mapping[str, int] = causes["cause_tokens"]
@@ -104,7 +110,7 @@ def findings(
         Finding(
             number / total,
             f"{percent(number, total)} of all prompt tokens {statement}.",
-            larger.advice() if larger and cause == EVICTED else advice,
+            adviser.advice() if adviser and cause == EVICTED else advice,
             number * usd_per_token,
         )
         for cause, (statement, advice) in _BY_CAUSE.items()

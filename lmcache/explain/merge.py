@@ -46,21 +46,24 @@ def totals(reports: Iterable[Any], *path: str) -> Counter[str]:
     return Counter({label: int(value) for label, value in sums(reports, *path).items() if value >= 1})
 
 
-def causes(reports: Iterable[Any]) -> dict[str, Any]:
-    """Return the part ``causes`` of all reports together, as one sidecar would report it."""
-    listed = list(reports)
-    merged: dict[str, Any] = {"prompt_tokens": int(total(listed, "causes", "prompt_tokens"))}
+def causes(reports: Iterable[Any], *path: str) -> dict[str, Any]:
+    """Return the part ``causes`` of all reports together, as one sidecar would report it.
+
+    ``path`` names a part with the same counters; empty: ``causes``.
+    """
+    parts = [part(report, *(path or ("causes",))) for report in reports]
+    merged: dict[str, Any] = {"prompt_tokens": int(total(parts, "prompt_tokens"))}
     for name in ("cause_tokens", "diverged_requests", "diverged_tokens"):
-        merged[name] = dict(totals(listed, "causes", name))
-    merged["branches"] = _branches(listed)
+        merged[name] = dict(totals(parts, name))
+    merged["branches"] = _branches(parts)
     return merged
 
 
-def _branches(reports: Iterable[Any]) -> list[dict[str, Any]]:
+def _branches(parts: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the prefixes after which most tokens were computed. Pods can share a prefix."""
     found: dict[str, dict[str, Any]] = {}
-    for report in reports:
-        listed = part(report, "causes").get("branches")
+    for counted in parts:
+        listed = counted.get("branches")
         for branch in listed[:_MAX_BRANCHES] if isinstance(listed, list) else ():
             prefix = branch.get("prefix") if isinstance(branch, Mapping) else None
             if not isinstance(prefix, str):

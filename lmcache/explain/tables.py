@@ -9,8 +9,8 @@ from typing import Any
 from lmcache.explain import merge
 from lmcache.explain.benefit import Benefit
 from lmcache.explain.causes import COMPUTED, HITS, num_computed
-from lmcache.explain.findings import findings, percent
-from lmcache.explain.sizes import LargerMemory
+from lmcache.explain.findings import Adviser, findings, percent
+from lmcache.explain.text import plain
 
 _BAR, _WIDTH = 30, 100  # columns of the largest bar, and of a line of text
 _INDENT = "     "
@@ -18,7 +18,7 @@ _MIN_USD = 0.01
 
 
 def overview(
-    causes: Mapping[str, Any], larger: LargerMemory | None = None, usd_per_token: float = 0.0
+    causes: Mapping[str, Any], adviser: Adviser | None = None, usd_per_token: float = 0.0
 ) -> Iterator[str]:
     """Yield the lines that explain all counted prompts. See ``findings`` for the arguments."""
     tokens, total = causes["cause_tokens"], causes["prompt_tokens"]
@@ -31,7 +31,7 @@ def overview(
     yield ""
     yield from _rows("LOADED FROM", HITS, tokens, total)
     yield from _rows("COMPUTED BECAUSE", COMPUTED, tokens, total)
-    found = findings(causes, larger, usd_per_token)
+    found = findings(causes, adviser, usd_per_token)
     yield "What stands out:" if found else "Nothing stands out."
     for number, finding in enumerate(found, 1):
         statement = finding.statement
@@ -48,6 +48,8 @@ def request(explained: Mapping[str, Any]) -> Iterator[str]:
     request_id = explained["request_id"].encode("unicode_escape").decode()  # users of the engine choose ids
     yield f"Request {request_id}: {total:,} tokens."
     yield f"An earlier prompt began with the same {explained['common_tokens']:,} tokens."
+    if tenant := plain(explained.get("tenant")):  # empty for an older sidecar
+        yield f"Its tenant is {tenant}."
     yield from _times(explained)
     yield ""
     yield from _rows("LOADED FROM", HITS, tokens, total)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
 
-from lmcache.explain import merge, tables
+from lmcache.explain import merge, tables, tenants
 from lmcache.explain.benefit import usd_per_token
 from lmcache.explain.findings import findings
 from lmcache.explain.text import plain
@@ -31,18 +31,20 @@ from lmcache_operator.kube.pod_http import PodHttp
 _ABOUT = """\
 Show where the tokens of all prompts came from, why the others were computed, and what to do about it.
 
-With --request-id: one of the last 1,000 requests of each pod.
+With --tenant: the prompts of one tenant. With --request-id: one of the last 1,000 requests of each pod.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    status = "exit status: 0; 2 if the cluster cannot be read, or no pod knows the request"
+    status = "exit status: 0; 2 if the cluster cannot be read, or no pod knows the request or the tenant"
     printing.describe(parser, _ABOUT, status)
     connection.add_connection(parser)
     printing.add_output(parser)
+    subject = parser.add_mutually_exclusive_group()
     about = "request id as in the engine's answer, or a part of it"
-    parser.add_argument("--request-id", metavar="ID", help=about)
+    subject.add_argument("--request-id", metavar="ID", help=about)
+    subject.add_argument("--tenant", metavar="NAME", help=tenants.ABOUT)
     parser.set_defaults(command=_run)
 
 
@@ -52,6 +54,9 @@ def _run(arguments: argparse.Namespace) -> int:
             return await _explain_request(connected, arguments)
         gathered = await gather(connected, arguments.name)
         print_problems(problems_of(gathered.pods, gathered.problems))
+        if arguments.tenant is not None:
+            _print_tenant(gathered, arguments)
+            return 0
         if arguments.output == "table":
             print(*_lines(gathered), sep="\n")
         else:
@@ -65,6 +70,7 @@ def _lines(gathered: Gathered) -> Iterator[str]:
     causes = merge.causes(gathered.stats)
     price = usd_per_token(gathered.stats, prices_of(gathered.cluster))
     yield from tables.overview(causes, usd_per_token=price)
+    yield from tenants.overview(gathered.stats)
     if causes["prompt_tokens"]:
         yield ""
         yield from tables.benefit(saved_by(gathered, shard_bytes(tiers_of(gathered))))
@@ -84,10 +90,31 @@ def explanation(gathered: Gathered) -> dict[str, Any]:
         "divergedTokens": causes["diverged_tokens"],
         "divergedRequests": causes["diverged_requests"],
         "branches": causes["branches"],
+        "tenants": [tenants.document(each) for each in tenants.by_name(gathered.stats)],
         "findings": [finding._asdict() for finding in findings(causes, usd_per_token=price)],
         "savings": document(saved_by(gathered, shard_bytes(tiers_of(gathered)))),
         "problems": problems_of(gathered.pods, gathered.problems),
     }
+
+
+def _print_tenant(gathered: Gathered, arguments: argparse.Namespace) -> None:
+    """Print the causes and figures of one tenant. Raises NotFoundError for an unknown name."""
+    name, known = arguments.tenant, tenants.names(gathered.stats)
+    if name not in known:
+        raise NotFoundError(tenants.unknown(name, known))
+    price = usd_per_token(gathered.stats, prices_of(gathered.cluster))
+    if arguments.output == "table":
+        print(*tenants.lines(gathered.stats, name, price), sep="\n")
+        return
+    figures, causes = tenants.tenant(gathered.stats, name), tenants.causes(gathered.stats, name)
+    content = {
+        "version": 1,
+        **tenants.document(figures),
+        "causeTokens": causes["cause_tokens"],
+        "divergedTokens": causes["diverged_tokens"],
+        "findings": [finding._asdict() for finding in findings(causes, figures, price)],
+    }
+    print(printing.document(content, arguments.output), end="")
 
 
 def problems_of(pods: Sequence[PodFigures], problems: Iterable[str]) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lmcache.explain import prompt as prompt_lines
-from lmcache.explain import tables
+from lmcache.explain import tables, tenants
 from lmcache.explain.benefit import Benefit, benefit, usd_per_token
 from lmcache.explain.prices import Prices
 from lmcache.explain.sizes import LargerMemory, larger_memory
@@ -21,17 +21,18 @@ from lmcache_sidecar.explain.asking import ExplainError, add_url, ask
 _ABOUT = """\
 Show where the tokens of prompts came from, and why the others were computed.
 
-By default: all requests since the sidecar started, with advice. With --request-id: one of the last 1,000
-requests. With --prompt: where the chunks of a prompt are now.
+By default: all requests since the sidecar started, with advice. With --tenant: the requests of one tenant.
+With --request-id: one of the last 1,000 requests. With --prompt: where the chunks of a prompt are now.
 
 A prompt is a file with its text, or with JSON: [1, 2, 3], {"token_ids": [1, 2, 3]}, {"prompt": "text"} or
 {"messages": [...]}. The objects can have a "cache_salt". Run the command in the pod, or use kubectl
 port-forward. The sidecar receives hashes of the prompt's chunks, and stores nothing.
 """
 _EXIT = """\
-exit status: 0; 1 if the sidecar does not answer, or does not know the request
+exit status: 0; 1 if the sidecar does not answer, or does not know the request or the tenant
 
 examples: lmcache-sidecar explain --request-id cmpl-8b2f
+          lmcache-sidecar explain --tenant search
           lmcache-sidecar explain --prompt prompt.txt --engine-url http://127.0.0.1:8000
 """
 
@@ -50,6 +51,7 @@ def add_arguments(commands: Any) -> None:
     subject.add_argument(
         "--request-id", metavar="ID", help="request id as in the engine's answer, or a part of it"
     )
+    subject.add_argument("--tenant", metavar="NAME", help=tenants.ABOUT)
     subject.add_argument("--prompt", metavar="FILE", help="file with a prompt; -: standard input")
     parser.add_argument(
         "--engine-url", metavar="URL", help="address of the engine, which then tokenises the prompt's text"
@@ -90,13 +92,16 @@ def _explain(arguments: argparse.Namespace) -> tuple[Any, Iterator[str]]:
         if "causes" not in stats:
             reason = stats.get("not_ready_reason") or f"version {stats.get('version')} does not count causes"
             raise ExplainError(f"the sidecar at {arguments.url} has no causes: {reason}")
+        price = usd_per_token([stats], Prices())
+        if arguments.tenant is not None:
+            return _explain_tenant(stats, arguments.tenant, price)
         larger = _larger_memory(arguments.url, stats)
         sizes = {"larger_memory": larger._asdict()} if larger else {}
         saved = benefit([stats], Prices())
-        price = usd_per_token([stats], Prices())
         overview = tables.overview(stats["causes"], larger, price)
-        lines = itertools.chain(overview, _benefit_lines(stats, saved))
-        return stats["causes"] | sizes | {"benefit": saved._asdict()}, lines
+        lines = itertools.chain(overview, tenants.overview([stats]), _benefit_lines(stats, saved))
+        figures = {"tenants": [each._asdict() for each in tenants.by_name([stats])]}
+        return stats["causes"] | sizes | figures | {"benefit": saved._asdict()}, lines
     query = urllib.parse.urlencode({"id": arguments.request_id}, errors="replace")
     requests = ask(arguments.url, f"/requests?{query}")["requests"]
     if not requests:
@@ -104,6 +109,15 @@ def _explain(arguments: argparse.Namespace) -> tuple[Any, Iterator[str]]:
             f"none of the last requests has {arguments.request_id!r} in its id: the sidecar remembers 1,000"
         )
     return requests[0], tables.request(requests[0])
+
+
+def _explain_tenant(stats: Any, name: str, price: float) -> tuple[Any, Iterator[str]]:
+    """Return the figures and the lines about one tenant. Raises ExplainError for an unknown name."""
+    known = tenants.names([stats])
+    if name not in known:
+        raise ExplainError(tenants.unknown(name, known))
+    figures = tenants.tenant([stats], name)._asdict() | tenants.causes([stats], name)
+    return figures, tenants.lines([stats], name, price)
 
 
 def _benefit_lines(stats: Any, saved: Benefit) -> Iterator[str]:

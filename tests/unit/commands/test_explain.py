@@ -82,6 +82,43 @@ def test_problems_of_many_pods_take_few_lines(capsys) -> None:
     assert capsys.readouterr().err.splitlines()[9:] == ["pod 9", "and 990 more problems"]
 
 
+TENANTS = {
+    "bytes": {"default": 5, "search": 7},
+    "prompt_tokens": {"search": 20},
+    "causes": {"search": {"prompt_tokens": 20, "cause_tokens": {"new": 15, "memory": 5}}},
+}
+
+
+def print_tenant(name: str, output: str = "table") -> None:
+    """Run ``explain --tenant`` for two pods, of which one has an old sidecar."""
+    argv = ["explain", "demo", "--tenant", name, "-o", output]
+    pods = gathered(figures(0, tenants=TENANTS), figures(1, tenants=TENANTS), figures(2))
+    explain._print_tenant(pods, _parser(argv).parse_args(argv))
+
+
+def test_causes_of_a_tenant_in_all_pods(capsys) -> None:
+    print_tenant("search")
+    assert capsys.readouterr().out.startswith("Tenant search.\n40 tokens of prompts: 25 % loaded, 75 % ")
+    print_tenant("search", "json")
+    content = json.loads(capsys.readouterr().out)
+    assert (content["name"], content["bytes"]) == ("search", 14)
+    assert content["causeTokens"] == {"new": 30, "memory": 10}
+    assert {"guaranteedBytes", "diskBoundBytes", "findings"} < content.keys()
+
+
+def test_unknown_tenant_is_an_error_with_the_known_names() -> None:
+    with pytest.raises(NotFoundError, match="no tenant 'x': the tenants are default, search"):
+        print_tenant("x")
+
+
+def test_explanation_lists_tenants_and_their_figures() -> None:
+    listed = explanation(gathered(figures(0, tenants=TENANTS)))["tenants"]
+    assert [(each["name"], each["promptTokens"], each["bytes"]) for each in listed] == [
+        ("search", 20, 7),
+        ("default", 0, 5),
+    ]
+
+
 @pytest.mark.parametrize("output", ["json", "yaml"])
 def test_texts_of_sidecars_are_printable_in_documents(output: str) -> None:
     causes = stats()["causes"] | {
