@@ -234,7 +234,7 @@ class DiskTier:
                 raise
             self.health.success()
             if loaded is not None:
-                self._use(object_id)
+                self._use(object_id, waits=False)
             elif not is_key_absent:  # invalid, or deleted by another program
                 self._remove(object_id)
         with self._lock:
@@ -297,13 +297,21 @@ class DiskTier:
             pass
         return self._directory.write(object_id, payload, label, digests)
 
-    def _use(self, object_id: ObjectId) -> bool:
-        """Mark an object as used. False: another program deleted its file."""
-        with self._name_lock(object_id):
+    def _use(self, object_id: ObjectId, *, waits: bool = True) -> bool:
+        """Mark an object as used. False: another program deleted its file.
+
+        Without ``waits``, does nothing while a thread changes a path with the same lock. A deletion may be
+        slow, and a load must not keep its turn for it."""
+        lock = self._name_lock(object_id)
+        if not lock.acquire(blocking=waits):
+            return True
+        try:
             is_stored = self._directory.refresh(object_id)
             with self._lock:
                 if self._index is not None:
                     (self._index.use if is_stored else self._index.discard)(object_id)
+        finally:
+            lock.release()
         return is_stored
 
     def _reserve(self, index: Index, num_bytes: int) -> int | None:

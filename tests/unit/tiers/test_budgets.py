@@ -200,7 +200,7 @@ def test_short_rows_of_a_guarantee_stop_no_long_rows(is_full):
 
 @pytest.mark.parametrize("share", [20, 60])
 def test_idle_tenant_stops_no_stores_of_several_columns_and_lengths(share):
-    """As of a hybrid model with two ranks: each chunk has a long row, and short rows of other KV groups."""
+    """Chunks of a hybrid model with two ranks have a long row, and short rows of other KV groups."""
     arena = PrivateArena(Geometry(4096, 2, 8), 256)
     tier = MemoryTier(arena, budgets=Budgets(by_tenant={b"i": Budget("idle", min_memory_percent=share)}))
     for _ in tier.adopt():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import shutil
 import subprocess
@@ -262,3 +263,29 @@ class TestFullVolume:
         start = -address_of(memory) % PAGE
         assert tier.store(ObjectId(key_of(1), 0), memory[start:][:PAGE])
         assert tier.load(ObjectId(key_of(1), 0), memory[start:][:PAGE]).length == PAGE
+
+
+def test_slow_deletion_delays_no_load_of_another_row(tier, monkeypatch):
+    lock = tier._name_lock(ObjectId(key_of(1), 0))
+    places = itertools.product(range(2, 256), range(50))
+    number, column = next(
+        place for place in places if tier._name_lock(ObjectId(key_of(place[0]), place[1])) is lock
+    )
+    assert store(tier, 1)
+    assert store(tier, number, column=column)
+    began, may_end, remove = threading.Event(), threading.Event(), tier._directory.remove
+
+    def remove_slowly(object_id: ObjectId) -> bool:
+        began.set()
+        assert may_end.wait(60)
+        return remove(object_id)
+
+    monkeypatch.setattr(tier._directory, "remove", remove_slowly)
+    with ThreadPoolExecutor() as pool:
+        deletion = pool.submit(tier.remove, ObjectId(key_of(1), 0))
+        assert began.wait(60)
+        try:
+            assert pool.submit(load, tier, number, column=column).result(10) == content(number, PAGE)
+        finally:
+            may_end.set()
+        assert deletion.result(60)
