@@ -154,7 +154,6 @@ class Stream(ABC):
         Begins only one, so that no tenant waits for calls of the other one. Returns whether it began one."""
         while self._open and self._is_done(self._open[0]):
             self.num_done += len(self._open.popleft().row_keys)
-        self._continue(self._open)
         if is_ending or len(self._open) == self._max_open:
             return False
         request = _Request(f"{self.name}-{next(self._numbers)}", self._next_keys())
@@ -166,9 +165,6 @@ class Stream(ABC):
     def is_idle(self) -> bool:
         """Is no request in flight?"""
         return not self._open
-
-    def _continue(self, requests: deque[_Request]) -> None:
-        """Do what requests in flight need. Nothing by default."""
 
     @abstractmethod
     def _next_keys(self) -> list[RowKey]:
@@ -224,10 +220,12 @@ class Loads(Stream):
     def _is_done(self, request: _Request) -> bool:
         return self.engine.num_in_memory(request.row_keys) == len(request.row_keys)
 
-    def _continue(self, requests: deque[_Request]) -> None:
-        for request in requests:
+    def step(self, *, is_ending: bool = False) -> bool:
+        """See Stream. Looks up again what the sidecar did not begin to load."""
+        for request in self._open:
             if time.monotonic() - request.asked_at > ASK_AGAIN_SECONDS and not self._is_done(request):
                 self._ask(request)
+        return super().step(is_ending=is_ending)
 
     def _ask(self, request: _Request) -> None:
         request.asked_at = time.monotonic()
@@ -236,11 +234,11 @@ class Loads(Stream):
 
 @dataclass(frozen=True)
 class Phase:
-    """Rows that a measured tenant and another one moved in the same time."""
+    """Rows that a measured tenant, and the flooding one next to it, moved in the same time."""
 
     seconds: float
     num_rows: int
-    num_others: int
+    num_flood_rows: int
 
     @property
     def rate(self) -> float:
@@ -250,21 +248,19 @@ class Phase:
     @property
     def share(self) -> float:
         """The measured tenant's share of all rows."""
-        return self.num_rows / (self.num_rows + self.num_others)
+        return self.num_rows / (self.num_rows + self.num_flood_rows)
 
 
-def run_phase(measured: Stream, others: Sequence[Stream], sizes: Sizes) -> Phase:
-    """Let a tenant move rows while ``others`` do the same. All streams are idle before and afterwards."""
-    streams = [*others, measured]
+def run_phase(measured: Stream, competing: Sequence[Stream], sizes: Sizes) -> Phase:
+    """Let a tenant move rows while ``competing`` do the same. All streams are idle before and afterwards."""
+    streams = [*competing, measured]
     _run(streams, measured, sizes.ignored)
     begin, first = time.perf_counter(), [stream.num_done for stream in streams]
     _run(streams, measured, sizes.measured)
     seconds = time.perf_counter() - begin
-    *moved_by_others, moved = (
-        stream.num_done - number for stream, number in zip(streams, first, strict=True)
-    )
+    *moved_by_flood, moved = (stream.num_done - number for stream, number in zip(streams, first, strict=True))
     _run_until(streams, lambda: all(stream.is_idle for stream in streams), is_ending=True)
-    return Phase(seconds, moved, sum(moved_by_others))
+    return Phase(seconds, moved, sum(moved_by_flood))
 
 
 def _run(streams: Sequence[Stream], measured: Stream, num_rows: int) -> None:
@@ -308,16 +304,13 @@ def rounds(streams: dict[str, Stream], sizes: Sizes) -> Phases:
 def figures(what: str, phases: Phases, row_bytes: int) -> Iterator[Figure]:
     """Compare the bandwidth of each tenant next to the other one with its bandwidth alone."""
     quiet, flood, both = phases[QUIET], phases[FLOOD], phases[BOTH]
-    beside = paired([phase.rate for phase in both], [phase.rate for phase in quiet])
-    yield at_least(f"{what}: quiet tenant next to the flooding one, of its rate alone", beside, "%", 45)
+    contended = paired([phase.rate for phase in both], [phase.rate for phase in quiet])
+    yield at_least(f"{what}: quiet tenant next to the flooding one, of its rate alone", contended, "%", 45)
     share = paired([phase.share for phase in both], [1.0] * len(both))
     yield at_least("    its share of the bytes of both", share, "%", 45)
-    others = [phase.num_others / phase.seconds for phase in both]
-    yield of(
-        "    flooding tenant next to the quiet one, of its rate alone",
-        paired(others, [phase.rate for phase in flood]),
-        "%",
-    )
+    rates = [phase.num_flood_rows / phase.seconds for phase in both]
+    of_alone = paired(rates, [phase.rate for phase in flood])
+    yield of("    flooding tenant next to the quiet one, of its rate alone", of_alone, "%")
     for name, alone in ((QUIET, quiet), (FLOOD, flood)):
         rate = statistics.median(phase.rate for phase in alone) * row_bytes / 1e9
         yield of(f"    rate of the {name} tenant alone", rate, "GB/s")
@@ -365,8 +358,7 @@ def disk_sidecar(sizes: Sizes) -> Iterator[tuple[SidecarProcess, Contains]]:
 @contextlib.contextmanager
 def redis_sidecar(sizes: Sizes) -> Iterator[tuple[SidecarProcess, Contains]]:
     """Start a sidecar with a Redis behind a UNIX socket."""
-    limits = {"maxmemory": 4 * sizes.stored * sizes.row_bytes, "maxmemory_policy": "allkeys-lru"}
-    with tempfile.TemporaryDirectory() as name, RedisProcess(**limits) as server, server.client as client:
+    with tempfile.TemporaryDirectory() as name, _redis(sizes) as server, server.client as client:
 
         def contains(row_keys: Sequence[RowKey]) -> list[bool]:
             pipeline = client.pipeline(transaction=False)
@@ -376,6 +368,11 @@ def redis_sidecar(sizes: Sizes) -> Iterator[tuple[SidecarProcess, Contains]]:
 
         with _sidecar(Path(name), sizes, {"remote_url": server.unix_url}) as sidecar:
             yield sidecar, contains
+
+
+def _redis(sizes: Sizes) -> RedisProcess:
+    max_bytes = 4 * sizes.stored * sizes.row_bytes
+    return RedisProcess(maxmemory=max_bytes, maxmemory_policy="allkeys-lru")
 
 
 def _sidecar(folder: Path, sizes: Sizes, options: dict[str, object]) -> SidecarProcess:
@@ -397,7 +394,7 @@ def _conditions(sizes: Sizes) -> str:
         f"{operation} {tenant} {number}" for (operation, tenant), number in sizes.in_flight.items()
     )
     return (
-        f"one engine, one sidecar, rows of {sizes.row_bytes >> 10} KiB, {sizes.rounds} rounds in random order,"
+        f"one engine, one sidecar, rows of {sizes.row_bytes >> 20} MiB, {sizes.rounds} rounds, random order,"
         f" {sizes.measured} rows of the measured tenant in each\nRows in flight: {in_flight}. The disk is the"
         f" volume of {tempfile.gettempdir()}, O_DIRECT. Redis is behind a UNIX socket"
     )

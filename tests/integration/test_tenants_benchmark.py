@@ -30,10 +30,10 @@ def test_both_tenants_move_rows_in_each_phase(name, start):
     for phases in measured.values():
         assert [len(phases[way]) for way in (QUIET, FLOOD, BOTH)] == [SIZES.rounds] * 3
         assert all(phase.num_rows >= SIZES.measured for way in phases.values() for phase in way)
-        assert all(phase.num_others for phase in phases[BOTH])
-        assert not any(phase.num_others for phase in (*phases[QUIET], *phases[FLOOD]))
+        assert all(phase.num_flood_rows for phase in phases[BOTH])
+        assert not any(phase.num_flood_rows for phase in (*phases[QUIET], *phases[FLOOD]))
     moved = {
-        operation: sum(phase.num_rows + phase.num_others for way in phases.values() for phase in way)
+        operation: sum(phase.num_rows + phase.num_flood_rows for way in phases.values() for phase in way)
         for operation, phases in measured.items()
     }
     tier = stats[name]

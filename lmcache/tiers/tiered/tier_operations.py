@@ -18,7 +18,7 @@ T = TypeVar("T")
 _NUM_READERS = 2
 NUM_WRITERS = 2
 _ENCRYPTED_FACTOR = 2
-"""An encrypted tier has this many times as many threads. While some encrypt or decrypt, others use the medium."""
+"""Factor for the threads of an encrypted tier: some encrypt or decrypt while other ones use the medium."""
 
 _STUCK_SECONDS = 10.0
 """A tier whose oldest operation takes this long counts as unhealthy.

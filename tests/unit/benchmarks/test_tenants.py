@@ -20,16 +20,16 @@ def phases_of(quiet_rows, flood_rows):
 
 
 def test_equal_turns_hold_both_bars():
-    beside, share, flood, *rates = tenants.figures("store, disk", phases_of(50, 50), 10**9)
-    assert (beside.value, beside.holds) == (50, True)
+    contended, share, flood, *rates = tenants.figures("store, disk", phases_of(50, 50), 10**9)
+    assert (contended.value, contended.holds) == (50, True)
     assert (share.value, share.holds) == (50, True)
     assert flood.value == pytest.approx(100 * 50 / 120)
     assert [rate.value for rate in rates] == [100, 120]
 
 
 def test_shares_in_proportion_to_rows_in_flight_miss_both_bars():
-    beside, share, *_ = tenants.figures("load, Redis", phases_of(25, 75), 10**9)
-    assert (beside.holds, share.holds) == (False, False)
+    contended, share, *_ = tenants.figures("load, Redis", phases_of(25, 75), 10**9)
+    assert (contended.holds, share.holds) == (False, False)
 
 
 @pytest.mark.parametrize("operation", [STORE, LOAD])

@@ -52,7 +52,7 @@ def test_tenant_that_floods_leaves_half_of_each_batch_to_another_tenant(queue):
     asyncio.run(run())
 
 
-def test_two_engines_take_turns_whatever_their_tenants(queue):
+def test_two_engines_without_tenants_take_turns(queue):
     async def run():
         queue.put(make_member(1), copies_of(b"", range(100)))
         queue.put(make_member(2), copies_of(b"", range(1000, 1002)))
