@@ -141,11 +141,10 @@ def tenants_part(
         "causes": {budget.name: _causes(causes[budget.name]) for budget in budgets if budget.name in causes},
     }
     bounded = [budget for budget in budgets if budget.disk_bytes]
-    is_bounded = isinstance(disk, BoundedTier)
-    bounds = DiskBounds(bounded, file.names_by_owner, counts, disk) if is_bounded else None
     figures = read(COUNTED, Counted(budgets, counts, causes))
     figures |= read(SHARES, Shares(budgets, memory) if memory is not None else None)
-    figures |= read(DISK, bounds)
+    if isinstance(disk, BoundedTier):
+        figures |= read(DISK, DiskBounds(bounded, file.names_by_owner, counts, disk))
     return Part("tenants", facts, figures, "lmcache_tenant")
 
 

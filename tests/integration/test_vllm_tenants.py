@@ -95,9 +95,9 @@ def test_header_of_the_gateway_separates_tenants_and_counts_for_their_budgets(tm
         ):
             status, message = status_of(engine, body_bytes, content_type)
             assert (status, message.split(":")[0]) == (400, HEADER)
-        for path, method in (found := operations(engine)):
+        for path, method in (offered := operations(engine)):
             status, message = status_of(engine, b"{}", path=path, method=method)
             is_refused = (status, message.split(":")[0]) == (400, HEADER)
             assert is_refused is (path not in PATHS), f"{method} {path} may have no salt"
-        assert {"/v1/responses", "/v1/messages", "/v1/chat/completions/batch"} < {path for path, _ in found}
+        assert {"/v1/responses", "/v1/messages", "/v1/chat/completions/batch"} < {path for path, _ in offered}
         assert SALT not in engine.log

@@ -305,18 +305,19 @@ class Rows(RowIndex):
 
     def _allocate(self, num_slots: int, sparing: Hashable, tenant: bytes) -> int | None:
         usable_frames = self._usable_frames
-        own, other = self._kinds(tenant)
+        preferred, second = self._kinds(tenant)
         for attempt in range(_MAX_EVICTIONS):
-            number = self.allocator.allocate(num_slots, usable_frames, (own, EMPTY))
-            if number is None and own == GUARANTEED and self._evict_frame(num_slots, sparing, tenant):
+            number = self.allocator.allocate(num_slots, usable_frames, (preferred, EMPTY))
+            if number is None and preferred == GUARANTEED and self._evict_frame(num_slots, sparing, tenant):
                 continue
-            if number is None and (attempt or own == GUARANTEED):
-                number = self.allocator.allocate(num_slots, usable_frames, (other,))
+            # Holes in guaranteed frames come last, so that the next row of a guaranteed tenant fits there.
+            if number is None and (attempt or preferred == GUARANTEED):
+                number = self.allocator.allocate(num_slots, usable_frames, (second,))
             if number is not None:
                 return number
             if self.is_holding_adopted or not self._evict_one(num_slots, sparing, tenant):
                 break
-        return self.allocator.allocate(num_slots, usable_frames, (other,))
+        return self.allocator.allocate(num_slots, usable_frames, (second,))
 
     def _kinds(self, tenant: bytes) -> tuple[int, int]:
         """Return the kind of frames for rows of this tenant, and the kind for other rows."""
@@ -333,8 +334,8 @@ class Rows(RowIndex):
         account = self.stats.tenants.account(tenant)
 
         def can_evict(rows: Sequence[int]) -> bool:
-            has_own = any(self._tenants[row].account is account for row in rows)
-            return not has_own and self._can_evict(rows, tenant)
+            includes_account = any(self._tenants[row].account is account for row in rows)
+            return not includes_account and self._can_evict(rows, tenant)
 
         victims = self._usable(self._victims(num_slots, sparing, tenant))
         leaving = self.allocator.rows_to_evict(victims, slots_per_frame, can_evict)

@@ -266,8 +266,8 @@ class Promotions:
         """
         total, usable = self._num_pending_slots.total(), self._memory.usable_slots
         quarter = max(usable // 4, chunk_slots)
-        num_own = max(usable // 16, chunk_slots) - self._num_pending_slots[tenant]
-        num_extra = min(num_own, max(usable * 3 // 8, quarter + 2 * chunk_slots) - total)
+        num_reserved = max(usable // 16, chunk_slots) - self._num_pending_slots[tenant]
+        num_extra = min(num_reserved, max(usable * 3 // 8, quarter + 2 * chunk_slots) - total)
         return min(max(quarter - total, num_extra), usable - total)
 
     def _begin(self, key: RowKey, num_slots: int, tenant: bytes) -> None:

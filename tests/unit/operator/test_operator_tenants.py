@@ -183,10 +183,10 @@ def test_header_adds_one_middleware() -> None:
 
 
 def test_server_that_ignores_the_header_is_refused() -> None:
-    own = {"engine": {"env": [{"name": NO_RUST_SERVER["name"], "value": "1"}]}}
-    assert own["engine"]["env"][0] in pod_of(**named(header=False), **own)["containers"][0]["env"]
-    with pytest.raises(InvalidSpecError, match="VLLM_USE_RUST_FRONTEND.*, which the cache depends on"):
-        pod_of(**named(header=True), **own)
+    rust = {"engine": {"env": [{"name": NO_RUST_SERVER["name"], "value": "1"}]}}
+    assert rust["engine"]["env"][0] in pod_of(**named(header=False), **rust)["containers"][0]["env"]
+    with pytest.raises(InvalidSpecError, match=r"VLLM_USE_RUST_FRONTEND.*, which the cache depends on"):
+        pod_of(**named(header=True), **rust)
 
 
 def test_tenants_refuse_events_that_publish_their_salts() -> None:

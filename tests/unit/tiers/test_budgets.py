@@ -230,5 +230,5 @@ def test_idle_tenant_stops_no_stores_of_several_columns_and_lengths(share):
     for number in range(1000, 1200):
         assert store_chunk("b", number) == [Reserved.SLOT] * 6
     assert set(idle_rows) <= set(order(tier)), "the rows of the guarantee stay"
-    others = tier.stats.tenants.num_bytes(b"b")
-    assert others >= (0.95 - share / 100) * 256 * 2 * 4096, "the rest of the memory is used"
+    num_bytes = tier.stats.tenants.num_bytes(b"b")
+    assert num_bytes >= (0.95 - share / 100) * 256 * 2 * 4096, "the rest of the memory is used"
