@@ -80,6 +80,19 @@ def test_explain_adds_up_the_causes_and_finds_a_request(cluster, kubectl):
     assert "no pod knows a request with 'nobody' in its id" in unknown.stderr
 
 
+def test_explain_adds_up_one_tenant_of_all_pods(cluster, kubectl):
+    shown = kubectl("explain", NAME, "--tenant", "default")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.startswith("Tenant default.\n1,034 tokens of prompts: 0 % loaded, 100 % computed.")
+    assert (
+        json.loads(kubectl("explain", NAME, "--tenant", "default", "-o", "json").stdout)["promptTokens"]
+        == 1034
+    )
+    unknown = kubectl("explain", NAME, "--tenant", "search")
+    assert (unknown.returncode, unknown.stdout) == (2, "")
+    assert "there is no tenant 'search': the tenants are default." in unknown.stderr
+
+
 def test_read_rights_are_enough(cluster, kubectl, plane, namespace):
     reader = kubeconfig_with(plane, namespace, "reader", [READ, LIST_PODS, GET_PROXY])
     shown = kubectl("status", NAME, "--kubeconfig", reader)

@@ -95,8 +95,7 @@ class DiskTier:
     def keys(self) -> list[RowKey]:
         """Return the rows with a stored column, in eviction order; none until ``indexed``."""
         with self._lock:
-            ids = () if self._index is None else self._index.ids()
-            return list(dict.fromkeys(object_id.row_key for object_id in ids))
+            return [] if self._index is None else list(dict.fromkeys(i.row_key for i in self._index.ids()))
 
     def contains(self, object_id: ObjectId) -> bool:
         """Is the object stored?"""
@@ -163,8 +162,7 @@ class DiskTier:
             return {} if self._index is None else dict(self._index.bytes_by_owner)
 
     def touch(self, keys: Sequence[RowKey], num_columns: int) -> set[RowKey]:
-        """Mark rows that were hit in a higher tier as used. Returns the rows that are known to be absent or
-        incomplete; none before ``indexed``."""
+        """See LowerTier. Returns no rows before ``indexed``."""
         ids = [ObjectId(key, column) for key in keys for column in range(num_columns)]
         with self._watching():
             with self._lock:
@@ -300,8 +298,7 @@ class DiskTier:
     def _use(self, object_id: ObjectId, *, waits: bool = True) -> bool:
         """Mark an object as used. False: another program deleted its file.
 
-        Without ``waits``, does nothing while a thread changes a path with the same lock. A deletion may be
-        slow, and a load must not keep its turn for it."""
+        Without ``waits``, does nothing while another thread, perhaps slowly, deletes a file of this lock."""
         lock = self._name_lock(object_id)
         if not lock.acquire(blocking=waits):
             return True

@@ -157,7 +157,7 @@ def _has_tenant_header(cluster: Cluster) -> bool:
 
 
 def _check_events(cluster: Cluster, flags: Sequence[str]) -> None:
-    """Raise InvalidSpecError if KV events would not reach the router, or would publish the salts of tenants."""
+    """Raise InvalidSpecError if KV events would not reach the router, or would publish salts of tenants."""
     why = "the router needs its own events" if cluster.events_reader else ""
     if cluster.spec.tenants is not None:
         why = "KV events contain the salts of tenants in clear text. Remove the option, or spec.tenants"
