@@ -71,7 +71,7 @@ class Sizes:
         default_factory=lambda: {(STORE, QUIET): 8, (STORE, FLOOD): 24, (LOAD, QUIET): 8, (LOAD, FLOOD): 24}
     )
     """Rows in flight, by operation and tenant."""
-    rounds: int = 12
+    rounds: int = 9
     warm_up: int = 1
 
 
