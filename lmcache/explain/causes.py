@@ -18,7 +18,7 @@ COMPUTED: Mapping[str, str] = {
     "diverged": "diverged: an earlier prompt began alike, then differed",
     "evicted": "evicted: an earlier prompt stored them",
     "being_stored": "an earlier request was still storing them",
-    "store_refused": "not stored: memory was full of rows in use",
+    "store_refused": "not stored: memory was full of rows in use or guaranteed to others",
     "not_stored": "not stored: the engine did not store them",
     "too_late": "a lower tier had them, but not in time",
     "slower_than_computing": "loading was slower than computing",

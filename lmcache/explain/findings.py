@@ -51,7 +51,7 @@ _BY_CAUSE = {
         "Equal prompts arrive at the same time. Send one of them first, if you can.",
     ),
     "store_refused": (
-        "were not stored, because memory was full of rows in use",
+        "were not stored, because memory was full of rows that were in use or guaranteed to other tenants",
         "Give the memory tier more bytes.",
     ),
     "not_stored": (
@@ -106,10 +106,11 @@ def findings(
     """
     tokens: Mapping[str, int] = causes["cause_tokens"]
     total = causes["prompt_tokens"]
+    whose = "the tenant's" if adviser else "all"
     found = [
         Finding(
             number / total,
-            f"{percent(number, total)} of all prompt tokens {statement}.",
+            f"{percent(number, total)} of {whose} prompt tokens {statement}.",
             adviser.advice() if adviser and cause == EVICTED else advice,
             number * usd_per_token,
         )

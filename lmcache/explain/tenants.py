@@ -53,7 +53,10 @@ class Tenant(NamedTuple):
     def advice(self) -> str:
         """Return what to do about rows of this tenant that were evicted."""
         if self.name == DEFAULT:
-            return "Increase the memory tier, or reduce the guaranteed shares of named tenants."
+            return (
+                "Increase the memory tier, or memoryPercent of default if a salt is at this bound. Or reduce"
+                " guaranteed shares."
+            )
         if self.bound_bytes < self.usable_bytes and self.bytes >= _FULL * self.bound_bytes:
             return "The tenant is at its upper bound. Increase its memoryPercent, or the memory tier."
         if not self.guaranteed_bytes:
@@ -64,12 +67,18 @@ class Tenant(NamedTuple):
         return "Increase the tenant's minMemoryPercent, or the memory tier."
 
 
+def counting(reports: Sequence[Any]) -> list[Any]:
+    """Return the reports of sidecars that count causes by tenant. Former versions do not.
+
+    All figures are those of these sidecars: a sum over some, compared with a bound of all, would mislead."""
+    return [report for report in reports if "causes" in merge.part(report, PART)]
+
+
 def names(reports: Sequence[Any]) -> list[str]:
     """Return the names of all tenants, `DEFAULT` first; none if no sidecar counts causes by tenant."""
     present = {
         name
-        for report in reports
-        if "causes" in merge.part(report, PART)
+        for report in counting(reports)
         for name in merge.part(report, PART, "bytes")
         if isinstance(name, str) and _NAME.fullmatch(name)
     }
@@ -78,6 +87,7 @@ def names(reports: Sequence[Any]) -> list[str]:
 
 def tenant(reports: Sequence[Any], name: str) -> Tenant:
     """Return the figures of one tenant."""
+    reports = counting(reports)
     counted = {
         field: int(merge.total(reports, PART, field, name))
         for field in Tenant._fields
@@ -88,7 +98,7 @@ def tenant(reports: Sequence[Any], name: str) -> Tenant:
 
 def causes(reports: Sequence[Any], name: str) -> dict[str, Any]:
     """Return the causes of one tenant's prompt tokens; see ``merge.causes``."""
-    return merge.causes(reports, PART, "causes", name)
+    return merge.causes(counting(reports), PART, "causes", name)
 
 
 def by_name(reports: Sequence[Any]) -> list[Tenant]:

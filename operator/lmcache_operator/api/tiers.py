@@ -50,8 +50,8 @@ class KeysSecretRef(Part):
     name: str = field(
         "Name of the Secret, in the same namespace. Each entry is one version of the key. Its name is a "
         "number from 1 to 4294967295, and its value 64 hexadecimal digits. Sidecars encrypt with the highest "
-        "version, and read rows of all versions. Changed entries reach running pods. A changed name replaces "
-        "the pods, one at a time.",
+        "version, in the remote tier three minutes after they read it, and read rows of all versions. "
+        "Changed entries reach running pods. A changed name replaces the pods, one at a time.",
         maxLength=253,
         rules=(
             matches(

@@ -53,10 +53,10 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.request_id is not None:
             return await _explain_request(connected, arguments)
         gathered = await gather(connected, arguments.name)
-        print_problems(problems_of(gathered.pods, gathered.problems))
         if arguments.tenant is not None:
             _print_tenant(gathered, arguments)
             return 0
+        print_problems(problems_of(gathered.pods, gathered.problems))
         if arguments.output == "table":
             print(*_lines(gathered), sep="\n")
         else:
@@ -100,6 +100,10 @@ def explanation(gathered: Gathered) -> dict[str, Any]:
 def _print_tenant(gathered: Gathered, arguments: argparse.Namespace) -> None:
     """Print the causes and figures of one tenant. Raises NotFoundError for an unknown name."""
     name, known = arguments.tenant, tenants.names(gathered.stats)
+    problems = [*problems_of(gathered.pods, gathered.problems), *_without_tenants(gathered.pods)]
+    print_problems(problems)
+    if not gathered.stats:
+        raise NotFoundError("no sidecar answered: check that the pods of the LMCacheCluster run")
     if name not in known:
         raise NotFoundError(tenants.unknown(name, known))
     price = usd_per_token(gathered.stats, prices_of(gathered.cluster))
@@ -113,6 +117,7 @@ def _print_tenant(gathered: Gathered, arguments: argparse.Namespace) -> None:
         "causeTokens": causes["cause_tokens"],
         "divergedTokens": causes["diverged_tokens"],
         "findings": [finding._asdict() for finding in findings(causes, figures, price)],
+        "problems": problems,
     }
     print(printing.document(content, arguments.output), end="")
 
@@ -126,6 +131,14 @@ def problems_of(pods: Sequence[PodFigures], problems: Iterable[str]) -> list[str
         if pod.stats.get("is_ready") is True and "causes" not in pod.stats
     ]
     return [*problems, *silent, *old]
+
+
+def _without_tenants(pods: Sequence[PodFigures]) -> list[str]:
+    return [
+        f"{pod.name}: its sidecar, version {plain(pod.stats.get('version'))}, does not count by tenant"
+        for pod in pods
+        if pod.stats.get("is_ready") is True and "causes" in pod.stats and not tenants.counting([pod.stats])
+    ]
 
 
 async def _explain_request(connected: connection.Connection, arguments: argparse.Namespace) -> int:

@@ -98,6 +98,14 @@ def test_old_sidecars_know_no_tenants() -> None:
     assert "newer version" in tenants.unknown("search", [])
 
 
+def test_figures_leave_out_sidecars_that_do_not_count_by_tenant() -> None:
+    """The sum of all bytes, compared with the bounds of some, would look like a tenant at its bound."""
+    old = report(bytes={"search": 9 * GB}, prompt_tokens={"search": 5000})
+    del old["tenants"]["causes"]
+    assert tenants.tenant([old, report()], "search") == tenants.tenant([report()], "search")
+    assert tenants.causes([old, report()], "search") == tenants.causes([report()], "search")
+
+
 @given(st.lists(st.dictionaries(st.sampled_from(["tenants", "memory", "x"]), ANY, max_size=3), max_size=3))
 def test_any_report_can_be_shown(reports: list[Any]) -> None:
     assert all(name.isascii() for name in tenants.names(reports))

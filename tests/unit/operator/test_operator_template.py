@@ -49,6 +49,7 @@ def template(**engine: Any) -> dict[str, Any]:
         (pod({"volumes": [{"name": "arena", "emptyDir": None}]}), "volumes[arena]"),
         (pod({"initContainers": None}), "spec.initContainers"),
         (pod({"initContainers": [{"name": "sidecar", "resources": SMALL}]}), "resources.limits.memory"),
+        (sidecar_env("LMCACHE_TENANTS_FILE"), "sets LMCACHE_TENANTS_FILE of the container sidecar"),
         (sidecar_env("LMCACHE_ADMIT"), "sets LMCACHE_ADMIT of the container sidecar: it is set"),
         (sidecar_env("LMCACHE_SOCKET"), "so that engine, sidecar and operator find each other"),
         (sidecar_env("LMCACHE_DISK_SIZE"), "it is set by spec.tiers.disk"),

@@ -315,7 +315,7 @@ def using(digest: Any) -> dict[str, Any]:
                 "False", "TenantsPending",
                 "2 of 3 sidecars do not use the declared tenants yet. First: pod demo-engine-1. "
                 "The kubelet updates the file in running pods within two minutes. If it takes longer, check "
-                "the node of the pod, then delete the pod",
+                "the node of the pod. If the node is Ready, delete the pod",
             ),
         ),
         ([report(""), {}], ("Unknown", "NotReported", None)),

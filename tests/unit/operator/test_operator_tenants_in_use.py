@@ -125,8 +125,12 @@ def test_restarted_operator_trusts_no_condition_of_an_earlier_spec() -> None:
     rig.world.change(tenants={"default": {"memoryPercent": 30}})
     rig.restart_operator()
     rig.world.stats.clear()
-    rig.reconcile()
+    assert rig.reconcile() < 100, "no watch reports that the sidecars answer"
     assert rig.condition == ("Unknown", "NoAnswer")
+    rig.use_file(0, 1)
+    rig.skipped_seconds += 61  # so that silent sidecars are probed again
+    rig.reconcile()
+    assert rig.condition == IN_USE
 
 
 @pytest.mark.parametrize("problem", ["", "/x can't be read"])

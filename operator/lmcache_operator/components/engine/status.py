@@ -12,9 +12,9 @@ from lmcache_operator.components.conditions import Condition, Problem, Trouble, 
 from lmcache_operator.components.engine.encryption import rows_encrypted
 from lmcache_operator.components.engine.gpus import transfer_in_use, transfer_problems
 from lmcache_operator.components.engine.tenants import (
+    AWAITED_REASONS,
     DIGEST_FIELD,
     TENANTS_KNOWN,
-    TENANTS_PENDING,
     tenants_known,
 )
 from lmcache_operator.pods.pods import is_ready, kill_problems
@@ -68,7 +68,7 @@ def engine_status(observed: Observed, plan: Plan) -> ComponentStatus:
             "selector": selector_text(observed.name, ENGINE),
             **{field: value for field, value in known.items() if value},
         },
-        awaits_sidecars=tenants is not None and tenants.reason == TENANTS_PENDING,
+        awaits_sidecars=tenants is not None and tenants.reason in AWAITED_REASONS,
     )
 
 

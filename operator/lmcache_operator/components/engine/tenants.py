@@ -17,16 +17,17 @@ from lmcache_operator.specs.merge import dig
 TENANTS_KNOWN: Final = "TenantsKnown"
 """Type of the condition."""
 TENANTS_PENDING: Final = "TenantsPending"
-"""Reason of the condition while sidecars use a former file. Later probes show when that ends."""
+"""Reason of the condition while sidecars use a former file."""
+AWAITED_REASONS: Final = (TENANTS_PENDING, "NoAnswer")
+"""Reasons of the condition that end without a change of any object. Later probes show when."""
 DIGEST_FIELD: Final = "tenantsDigest"
 """Field of the plan with the digest of the declared file."""
 _NOT_REPORTED: Final = (
-    "If no pods are being replaced, create injected pods again. If the image is too old, set "
-    "spec.images.policy to Follow"
+    "If no pods are being replaced, the image of the sidecar is too old: set spec.images.policy to Follow"
 )
 _PENDING: Final = (
     "The kubelet updates the file in running pods within two minutes. If it takes longer, check the node of "
-    "the pod, then delete the pod"
+    "the pod. If the node is Ready, delete the pod"
 )
 
 
