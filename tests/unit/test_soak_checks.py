@@ -91,8 +91,8 @@ def test_what_a_sidecar_still_holds_is_a_violation(path, name):
 
 def test_leaked_descriptors_and_threads_are_violations():
     idle = checks.Held(Counter({"socket:": 5}), 10)
-    assert not list(checks.of_resources(idle, checks.Held(Counter({"socket:": 17}), 26)))
-    end = checks.Held(Counter({"socket:": 16, "/run/clients/ab.lock": 1, "/run/arena (deleted)": 1}), 27)
+    assert not list(checks.of_resources(idle, checks.Held(Counter({"socket:": 17}), 34)))
+    end = checks.Held(Counter({"socket:": 16, "/run/clients/ab.lock": 1, "/run/arena (deleted)": 1}), 35)
     assert len(list(checks.of_resources(idle, end))) == 3
 
 
