@@ -28,23 +28,19 @@ class FairQueue(Generic[T]):
         if added := deque(items):
             self._by_client.setdefault(client, deque()).extend(added)
 
-    def take(self, max_cost: int, cost: Callable[[T], int]) -> list[T]:
-        """Take items in turn: at least one, and more while the sum of costs stays within ``max_cost``."""
-        taken: list[T] = []
-        while self._by_client:
-            client, items = next(iter(self._by_client.items()))
-            max_cost -= cost(items[0])
-            if taken and max_cost < 0:
-                break
-            taken.append(items.popleft())
-            self._by_client.move_to_end(client)
-            if not items:
-                del self._by_client[client]
-        return taken
+    @property
+    def next_item(self) -> T:
+        """The item that ``take_next`` returns next. The queue must not be empty."""
+        return next(iter(self._by_client.values()))[0]
 
     def take_next(self) -> T:
-        """Take the next item. The queue must not be empty."""
-        return self.take(0, lambda _: 1)[0]
+        """Take the next item; its client's turn is over. The queue must not be empty."""
+        client, items = next(iter(self._by_client.items()))
+        item = items.popleft()
+        self._by_client.move_to_end(client)
+        if not items:
+            del self._by_client[client]
+        return item
 
     def drop(self, client: Hashable, is_dropped: Callable[[T], bool] = lambda _: True) -> list[T]:
         """Remove and return the items of a client for which ``is_dropped`` is true."""

@@ -190,11 +190,13 @@ def _parse(
     if not isinstance(named, list) or len(named) > MAX_NAMED:
         raise ValueError(f"{path}: named: must be a list of up to {MAX_NAMED} tenants")
     budgets: dict[bytes, Budget] = {}
+    total = default.min_memory_percent
     for number, entry in enumerate(named):
         where = f"{path}: named[{number}]"
         hashed, budget = _tenant(where, entry, default, salt_of, missing)
         if any(budget.name == other.name for other in budgets.values()):
             raise ValueError(f"{where}: name {budget.name!r} is used twice: give each tenant another name")
+        total += budget.min_memory_percent  # also of a tenant whose salt is missing: it may appear later
         if hashed is None:
             continue
         if hashed in budgets:
@@ -202,7 +204,6 @@ def _parse(
                 f"{where}: {budget.name} has the same salt as {budgets[hashed].name}: remove one"
             )
         budgets[hashed] = budget
-    total = sum(budget.min_memory_percent for budget in (default, *budgets.values()))
     if total > 100:
         raise ValueError(f"{path}: the sum of all minMemoryPercent is {total}: reduce it to at most 100")
     return SaltedBudgets(default, budgets)

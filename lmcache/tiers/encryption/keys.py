@@ -47,13 +47,13 @@ class WriteVersions:
     def choose(self, versions: Collection[int], now: float) -> int:
         """Return the highest version that is old enough.
 
-        If none is, as after a start, return the lowest one. It is the oldest one if versions were counted up.
+        If none is, return the one that was seen first. After a start, that is the lowest one.
 
         ``now``: seconds on a monotonic clock.
         """
         self._since = {version: self._since.get(version, now) for version in versions}
         known = [version for version in versions if now - self._since[version] >= self._delay_seconds]
-        return max(known, default=min(versions))
+        return max(known, default=min(versions, key=lambda version: (self._since[version], version)))
 
 
 def parse_keys(files: Mapping[str, bytes]) -> Keys:

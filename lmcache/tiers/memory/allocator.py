@@ -104,6 +104,8 @@ class FrameAllocator:
             ]
             for kind in (EMPTY, SHARED, GUARANTEED)
         ]
+        self.num_free_slots = [self.num_frames * slots_per_frame, 0, 0]
+        """Free slots by the kind of their frame."""
         self._num_missing = self.num_frames * slots_per_frame - num_slots  # of the last frame
         if self._num_missing:
             self._set_free(self.num_frames - 1, self._free[-1] >> self._num_missing, EMPTY)
@@ -231,6 +233,8 @@ class FrameAllocator:
 
     def _set_free(self, frame: int, free: int, kind: int) -> None:
         former_kind, before, after = self._kinds[frame], _longest_run(self._free[frame]), _longest_run(free)
+        self.num_free_slots[former_kind] -= self._free[frame].bit_count()
+        self.num_free_slots[kind] += free.bit_count()
         self._free[frame], self._kinds[frame] = free, kind
         if (former_kind, before) == (kind, after):
             return

@@ -292,11 +292,15 @@ class Rows(RowIndex):
         if self._orders is None:
             return itertools.islice(self.policy.victims(sparing), _MAX_EVICTIONS)
         account = self.stats.tenants.account(tenant)
-        num_present = account.num_bytes // self._bytes_per_slot
-        is_within_share = num_present + num_slots <= self._share(account.budget.min_memory_percent)
+        is_within_share = self._is_within_share(account, num_slots)
         return self._orders.victims_for(
             account, sparing, self._is_protected, _MAX_EVICTIONS, is_within_share=is_within_share
         )
+
+    def _is_within_share(self, account: Account, num_slots: int) -> bool:
+        """Is the tenant within its guaranteed share with ``num_slots`` more?"""
+        num_present = account.num_bytes // self._bytes_per_slot
+        return num_present + num_slots <= self._share(account.budget.min_memory_percent)
 
     def _long_incomplete(self) -> Iterator[int]:
         """Yield the oldest few rows whose missing columns are lost."""
@@ -311,7 +315,7 @@ class Rows(RowIndex):
             if number is None and preferred == GUARANTEED and self._evict_frame(num_slots, sparing, tenant):
                 continue
             # Holes in guaranteed frames come last, so that the next row of a guaranteed tenant fits there.
-            if number is None and (attempt or preferred == GUARANTEED):
+            if number is None and (attempt or preferred == GUARANTEED or self._has_spare_holes):
                 number = self.allocator.allocate(num_slots, usable_frames, (second,))
             if number is not None:
                 return number
@@ -324,20 +328,31 @@ class Rows(RowIndex):
         budget = None if self._orders is None else self.stats.tenants.account(tenant).budget
         return (GUARANTEED, SHARED) if budget and budget.min_memory_percent else (SHARED, GUARANTEED)
 
-    def _evict_frame(self, num_slots: int, sparing: Hashable, tenant: bytes) -> bool:
-        """Evict all rows of a frame of other tenants, for a shorter row. False: no frame can be evicted.
-
-        Further short rows of the tenant will share this frame, and not one frame each with other tenants."""
-        slots_per_frame = self.allocator.slots_per_frame
-        if num_slots == slots_per_frame or self.is_holding_adopted:
+    @property
+    def _has_spare_holes(self) -> bool:
+        """Have guaranteed frames more free slots than a frame for each guaranteed tenant?"""
+        num_free = self.allocator.num_free_slots[GUARANTEED]
+        if not num_free:
             return False
+        num_tenants = sum(account.budget.min_memory_percent > 0 for account in self.stats.tenants.accounts)
+        return num_free > num_tenants * self.allocator.slots_per_frame
+
+    def _evict_frame(self, num_slots: int, sparing: Hashable, tenant: bytes) -> bool:
+        """Evict all rows of a frame of other tenants, for a shorter row of a tenant within its share.
+
+        Further short rows of the tenant will share this frame, and not one frame each with other tenants.
+        Returns False if no frame can be evicted."""
+        slots_per_frame = self.allocator.slots_per_frame
         account = self.stats.tenants.account(tenant)
+        is_long = num_slots == slots_per_frame
+        if is_long or self.is_holding_adopted or not self._is_within_share(account, num_slots):
+            return False
 
         def can_evict(rows: Sequence[int]) -> bool:
             includes_account = any(self._tenants[row].account is account for row in rows)
             return not includes_account and self._can_evict(rows, tenant)
 
-        victims = self._usable(self._victims(num_slots, sparing, tenant))
+        victims = itertools.islice(self._usable(self._victims(num_slots, sparing, tenant)), _MAX_EVICTIONS)
         leaving = self.allocator.rows_to_evict(victims, slots_per_frame, can_evict)
         for number in leaving:
             self._evict(number)

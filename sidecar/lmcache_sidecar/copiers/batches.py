@@ -7,15 +7,15 @@ worker of an engine) whose KV is on this GPU.
 A copy is **under way** from the moment its batch is taken until that batch ends. ``Gpu`` ends a batch when
 the reader has answered, or when the reader's process is reaped.
 
-The tenants of each member take turns, one copy each. A tenant that stores long prompts thus delays a copy of
-another tenant by the batches under way, and by a share of the next ones.
+Members take turns, and so do the tenants of each member, one copy each. A tenant that stores long prompts
+thus delays a copy of another tenant by the batches under way, and by a share of the next ones.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -52,7 +52,7 @@ class CopyQueue:
 
     def __init__(self, stats: CopyStats) -> None:
         self._stats = stats
-        self._waiting: FairQueue[_Item] = FairQueue()  # by member and tenant
+        self._waiting: OrderedDict[int, FairQueue[_Item]] = OrderedDict()  # by member, the next one first
         self._batches: dict[int, list[_Item]] = {}  # under way
         self._batch_numbers = itertools.count(1)
 
@@ -68,19 +68,18 @@ class CopyQueue:
             num_bytes, num_pages = member.row_costs[copy.group]
             cost = num_bytes + num_pages * _PAGE_COST
             item = _Item(job, position, member.number, copy, num_bytes, cost)
-            self._waiting.put((member.number, copy.tenant), (item,))
+            self._waiting.setdefault(member.number, FairQueue()).put(copy.tenant, (item,))
         return job
 
     def drop(self, number: int, reason: str, job: Job | None = None) -> None:
         """Drop a member's queued copies: those of one job, or all. Copies under way continue."""
-
-        def is_dropped(item: _Item) -> bool:
-            return item.member == number and job in (None, item.job)
-
-        for client in self._waiting.clients:
-            for item in self._waiting.drop(client, is_dropped):
+        waiting = self._waiting.pop(number, FairQueue())
+        for tenant in waiting.clients:
+            for item in waiting.drop(tenant, lambda item: job in (None, item.job)):
                 item.job.refusal = item.job.refusal or reason
                 item.job.note_end(item.position, is_copied=False)
+        if waiting:
+            self._waiting[number] = waiting
 
     def take_batch(self) -> tuple[int, bytes] | None:
         """Return the number of a new batch, and the body of the message COPY that sends it to the reader.
@@ -90,9 +89,24 @@ class CopyQueue:
         if not self._waiting or len(self._batches) >= _MAX_BATCHES:
             return None
         number = next(self._batch_numbers)
-        items = self._batches[number] = self._waiting.take(_BATCH_COST, lambda item: item.cost)
+        items = self._batches[number] = self._take()
         self._stats.copy_batches += 1
         return number, messages.pack_copies(_grouped(items))
+
+    def _take(self) -> list[_Item]:
+        """Take items of the members in turn: at least one, and more while they fit into a batch."""
+        taken: list[_Item] = []
+        left = _BATCH_COST
+        while self._waiting:
+            member, waiting = next(iter(self._waiting.items()))
+            left -= waiting.next_item.cost
+            if taken and left < 0:
+                break
+            taken.append(waiting.take_next())
+            self._waiting.move_to_end(member)
+            if not waiting:
+                del self._waiting[member]
+        return taken
 
     def end_batch(self, number: int, refusal: str = "") -> None:
         """Finish a batch; a ``refusal`` says why its slots were not filled."""

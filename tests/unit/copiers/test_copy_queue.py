@@ -52,6 +52,18 @@ def test_tenant_that_floods_leaves_half_of_each_batch_to_another_tenant(queue):
     asyncio.run(run())
 
 
+def test_engine_with_many_tenants_gets_no_more_than_another_engine(queue):
+    async def run():
+        many, other = make_member(1), make_member(2)
+        for tenant in range(10):
+            queue.put(many, copies_of(b"%d" % tenant, [tenant]))
+        queue.put(other, copies_of(b"", range(1000, 1010)))
+        assert next_batch(queue) == {0, 1000, 1, 1001}
+        assert next_batch(queue) == {2, 1002, 3, 1003}
+
+    asyncio.run(run())
+
+
 def test_two_engines_without_tenants_take_turns(queue):
     async def run():
         queue.put(make_member(1), copies_of(b"", range(100)))

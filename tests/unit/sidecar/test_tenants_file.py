@@ -202,6 +202,17 @@ def test_missing_file_is_reported_and_read_when_it_appears(bench: Bench):
     assert bench.budget("any").priority == 3
 
 
+def test_guarantees_of_missing_salts_count(bench: Bench):
+    """Otherwise, the file would be refused when the salt appears."""
+    hashed = keys.salt_hash("b").hex()
+    problem = bench.follow(f"""
+named:
+- {{name: a, saltFile: {bench.salt_path}, minMemoryPercent: 60}}
+- {{name: b, saltHash: {hashed}, minMemoryPercent: 60}}
+""")
+    assert "the sum of all minMemoryPercent is 120" in problem
+
+
 def test_digest_is_of_the_text_in_use(bench: Bench):
     assert bench.digest == ""
     bench.follow("named: [")

@@ -111,6 +111,10 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert self.allocator.num_used_slots == sum(self.rows.values())
         assert {row: self.allocator.size(row) for row in self.rows} == self.rows
         frames = range(self.allocator.num_frames)
+        free = [0, 0, 0]
+        for slot, owner in enumerate(self.slots):
+            free[self.kind(slot // self.size)] += owner is None
+        assert self.allocator.num_free_slots == free
         assert sorted(row for frame in frames for row in self.allocator.rows_in(frame)) == sorted(self.rows)
 
 

@@ -11,6 +11,7 @@ from lmcache.tiers.budgets import NO_SALT, Budget, Budgets, SaltedBudgets
 from lmcache.tiers.memory.contracts import Geometry, Reserved
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.memory.tier import MemoryTier
+from lmcache.tiers.stats import Removal
 from tests.harness.chains import one_chain
 
 OWNER, ENGINE = b"o" * 16, b"E" * 16
@@ -196,6 +197,31 @@ def test_short_rows_of_a_guarantee_stop_no_long_rows(is_full):
         assert store(tier, f"bl{number}.", num_slots=8) is Reserved.SLOT
     assert protected <= set(order(tier))
     assert sum(name.startswith("bl") for name in order(tier)) >= 40, "of 64 frames, 19 have rows of a"
+
+
+def test_guarantee_gives_no_more_than_its_share():
+    """A tenant beyond its share evicts by priority and age as all others do."""
+    limits = Budget("a", min_memory_percent=10, priority=-10), Budget("b", priority=10)
+    tier = new_tier(512, Budgets(by_tenant=dict(zip((b"a", b"b"), limits, strict=True))), slots_per_frame=8)
+    for number in range(64):
+        store(tier, f"b{number}.", num_slots=8)
+    for number in range(600):
+        assert store(tier, f"a{number}.") is Reserved.SLOT
+    assert sum(name.startswith("b") for name in order(tier)) == 57, "a has seven frames, 11 % of the memory"
+
+
+def test_holes_that_a_guaranteed_tenant_left_are_filled():
+    budgets = Budgets(by_tenant={b"a": Budget("a", min_memory_percent=90)})
+    tier = new_tier(512, budgets, slots_per_frame=8)
+    for number in range(448):
+        store(tier, f"a{number}.")
+    for number in range(448):
+        if number % 8:
+            tier._rows.remove(key(f"a{number}."))
+    for number in range(400):
+        store(tier, f"b{number}.")
+    assert sum(name.startswith("b") for name in order(tier)) == 400
+    assert not tier.stats.removed[Removal.EVICTED]
 
 
 @pytest.mark.parametrize("share", [20, 60])

@@ -66,6 +66,10 @@ class TestWriteVersions:
         assert choice.choose([1, 2, 3], 50.0) == 1
         assert choice.choose([1, 2, 3], 230.0) == 3
 
+    def test_a_lower_number_that_is_added_after_a_start_waits_too(self, choice):
+        assert choice.choose([9], 0.0) == 9
+        assert choice.choose([5, 9], 1.0) == 9
+
     def test_a_version_encrypts_at_once_when_all_others_were_removed(self, choice):
         choice.choose([1], 0.0)
         assert choice.choose([1, 2], 1000.0) == 1
