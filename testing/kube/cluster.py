@@ -43,6 +43,10 @@ FAKE_NODE = "kwok.x-k8s.io/node"
 NODE_CAPACITY = {
     "cpu": "64", "memory": "1Ti", "pods": "250", "ephemeral-storage": "8Ti", "nvidia.com/gpu": "8",
 }  # fmt: skip
+_RESTARTED = ("kube-controller-manager", "kube-scheduler")
+"""Components that end by themselves to recover: a scheduler does so whose cache contradicts a restarted API
+server. On a real node, the kubelet starts them again."""
+_MAX_RESTARTS = 20
 T = TypeVar("T")
 
 
@@ -65,6 +69,8 @@ class Cluster:
         self.components: dict[str, Component] = {}
         self.seconds: dict[str, float] = {}
         """Seconds after the start, by step."""
+        self._num_restarts = 0
+        self._thread = threading.get_ident()  # components end with the thread that starts them
 
     def __enter__(self) -> Cluster:
         try:
@@ -127,9 +133,13 @@ class Cluster:
             raise
 
     def check(self) -> None:
-        """Raise `ProcessDied` if a component has ended by itself."""
+        """Start controllers again that have ended by themselves. Raise `ProcessDied` if others have."""
         for component in self.components.values():
-            component.check()
+            is_restarted = component.name in _RESTARTED and self._num_restarts < _MAX_RESTARTS
+            if is_restarted and not component.is_running and threading.get_ident() == self._thread:
+                self._num_restarts += component.start_again()
+            elif not is_restarted:
+                component.check()
 
     def mark(self) -> int:
         """A position in the audit log, for `written_since`."""

@@ -21,6 +21,14 @@ class Component(ChildProcess):
         # because no Python may run between fork and exec.
         self.spawn(["setpriv", "--pdeathsig", "KILL", "--", *self.argv], start_new_session=True)
 
+    def start_again(self) -> bool:
+        """Start the process again if it was started and has ended by itself. Returns whether it had."""
+        has_ended = self._process is not None and self._process.poll() is not None
+        if has_ended:
+            self.wait()
+            self.start()
+        return has_ended
+
     def stop(self, grace_seconds: float = 15) -> None:
         """Send SIGTERM if the process runs, and SIGKILL after the grace period."""
         if self._process is not None:

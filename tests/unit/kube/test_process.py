@@ -1,5 +1,7 @@
 """Components of the control plane: their end is detected, and they end with the test process."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,9 @@ import pytest
 from testing import workers
 from testing.child_process import ProcessDied, free_ports
 from testing.kube.api import wait_for
+from testing.kube.cluster import Cluster
 from testing.kube.process import Component
+from tools.kube import binaries
 
 
 def test_unexpected_exit_is_reported_with_the_last_log_lines(tmp_path):
@@ -73,3 +77,32 @@ def test_workers_have_no_port_in_common(monkeypatch):
         monkeypatch.setenv("PYTEST_XDIST_WORKER", f"gw{number}")
         ports += workers.ports()
     assert sorted(ports) == list(range(10_000, 22_000))
+
+
+def test_controllers_are_started_again_and_an_ended_api_server_is_reported(tmp_path, monkeypatch):
+    """A scheduler ends when its cache contradicts a restarted API server. A kubelet starts it again."""
+    monkeypatch.setattr(binaries, "directory", lambda _: tmp_path)
+    cluster = Cluster()
+    ended = ["sh", "-c", "exit 1"]
+    for name in ("kube-apiserver", "kube-scheduler"):
+        cluster.components[name] = Component(name, ["sleep", "60"], tmp_path / name)
+        cluster.components[name].start()
+    try:
+        scheduler = cluster.components["kube-scheduler"]
+        first = scheduler.pid
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: not scheduler.is_running)
+        cluster.check()
+        assert scheduler.is_running
+        assert scheduler.pid != first
+        scheduler.argv = ended
+        os.kill(scheduler.pid, signal.SIGKILL)
+        with pytest.raises(ProcessDied, match="kube-scheduler exited with 1"):
+            wait_for(cluster.check, 30)
+        scheduler.wait()
+        os.kill(cluster.components["kube-apiserver"].pid, signal.SIGKILL)
+        with pytest.raises(ProcessDied, match="kube-apiserver"):
+            wait_for(cluster.check, 30)
+        cluster.components["kube-apiserver"].wait()
+    finally:
+        cluster.stop()
