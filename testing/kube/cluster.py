@@ -44,8 +44,8 @@ NODE_CAPACITY = {
     "cpu": "64", "memory": "1Ti", "pods": "250", "ephemeral-storage": "8Ti", "nvidia.com/gpu": "8",
 }  # fmt: skip
 _RESTARTED = ("kube-controller-manager", "kube-scheduler")
-"""Components that end by themselves to recover: a scheduler does so whose cache contradicts a restarted API
-server. On a real node, the kubelet starts them again."""
+"""Components that end by themselves to recover, for example when the scheduler's cache contradicts the API
+server after a restart. On a real node, the kubelet starts them again."""
 _MAX_RESTARTS = 20
 T = TypeVar("T")
 
