@@ -21,8 +21,16 @@ _EARLY = (
 _LATE = "These prompts share a document or a system prompt, and then differ. Nothing is wrong."
 
 
+ALL = "all"
+"""See ``Adviser.whose``."""
+
+
 class Adviser(Protocol):
     """Advice about evicted tokens that is more exact than the general advice."""
+
+    @property
+    def whose(self) -> str:
+        """The word before "prompt tokens" in a statement, such as "all"."""
 
     def advice(self) -> str:
         """Return what to do, for people."""
@@ -106,7 +114,7 @@ def findings(
     """
     tokens: Mapping[str, int] = causes["cause_tokens"]
     total = causes["prompt_tokens"]
-    whose = "the tenant's" if adviser else "all"
+    whose = adviser.whose if adviser else ALL
     found = [
         Finding(
             number / total,

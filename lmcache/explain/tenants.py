@@ -50,6 +50,11 @@ class Tenant(NamedTuple):
     usable_bytes: int
     """Memory of all tenants."""
 
+    @property
+    def whose(self) -> str:
+        """See Adviser."""
+        return "the tenant's"
+
     def advice(self) -> str:
         """Return what to do about rows of this tenant that were evicted."""
         if self.name == DEFAULT:

@@ -132,7 +132,7 @@ def tenants_part(
         counts: counters of the memory tier.
         causes: causes of prompt tokens by name.
         memory: the memory tier; None until it has a format.
-        disk: the disk tier; None if there is none.
+        disk: the disk tier; None: the sidecar has no disk.
     """
     budgets, has_file = file.listed, bool(file.path)
     facts = {

@@ -17,7 +17,7 @@ from tests.integration.test_sidecar_explain import explain
 
 ROW_BYTES, NAMESPACE = 256 << 10, bytes(32)
 NAMED = {"search": "salt-of-search", "batch": "salt-of-batch"}
-UNNAMED = "salt-of-nobody"
+UNNAMED = "salt-without-a-name"
 
 
 def tenants_file(path: Path) -> str:

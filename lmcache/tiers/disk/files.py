@@ -137,7 +137,7 @@ class Directory:
         return self._file_bytes(object_id) >= 0
 
     def _file_bytes(self, object_id: ObjectId) -> int:
-        """Return the length of an object's file, or -1 if there is none."""
+        """Return the length of an object's file, or -1 if the object has no file."""
         try:
             status = os.stat(path_of(object_id), dir_fd=self._root, follow_symlinks=False)
         except _ABSENT:

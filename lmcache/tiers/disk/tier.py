@@ -298,7 +298,7 @@ class DiskTier:
     def _use(self, object_id: ObjectId, *, waits: bool = True) -> bool:
         """Mark an object as used. False: another program deleted its file.
 
-        Without ``waits``, does nothing while another thread, perhaps slowly, deletes a file of this lock."""
+        Without ``waits``, does nothing while another thread has the lock: it may be deleting a file."""
         lock = self._name_lock(object_id)
         if not lock.acquire(blocking=waits):
             return True

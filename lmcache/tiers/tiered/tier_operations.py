@@ -16,7 +16,7 @@ from lmcache.tiers.tiered.tasks import Tasks, Turns, Workers
 T = TypeVar("T")
 
 _NUM_READERS = 2
-NUM_WRITERS = 2
+_NUM_WRITERS = 2
 _ENCRYPTED_FACTOR = 2
 """Factor for the threads of an encrypted tier: some encrypt or decrypt while other ones use the medium."""
 
@@ -44,7 +44,7 @@ class TierOperations:
         self._up.set()
         self._running: dict[object, float] = {}  # operation -> start time, the oldest first
         factor = _ENCRYPTED_FACTOR if tier.is_encrypted else 1
-        self.num_writers = factor * NUM_WRITERS
+        self.num_writers = factor * _NUM_WRITERS
         """Number of rows that are written at once."""
         # One thread more than there are loads, so that a probe never waits for a load.
         self._readers = Workers(factor * _NUM_READERS + 1, f"{name}-read")

@@ -61,6 +61,7 @@ def test_no_table_without_named_tenants() -> None:
 
 def test_lines_of_a_tenant_have_its_causes_and_its_budget() -> None:
     shown = text(report(disk_bytes={"search": GB}, disk_bound_bytes={"search": 2 * GB}))
+    assert "50 % of the tenant's prompt tokens were stored before" in " ".join(shown.split())
     assert shown.startswith("Tenant search.\n1,000 tokens of prompts: 50 % loaded, 50 % computed.\n")
     assert "Memory: 2.00G in 20 rows, guaranteed 4.00G, at most 10.00G.\nDisk: 1.00G, at most 2.00G." in shown
     assert "evicted 5 rows and refused 0 stores. The bound on disk refused 0 rows." in shown
