@@ -8,7 +8,7 @@ import pytest
 from lmcache_operator.specs.names import SIDECAR_PORT
 
 from testing.processes import RedisProcess, SidecarProcess
-from tests.harness.clusters import condition, pods, reconcile_once_more, wait_ready, written
+from tests.harness.clusters import condition, pods, reconcile_once_more, wait_quiet, wait_ready, written
 from tests.harness.kube import CLUSTERS, example
 from tests.harness.wire import RawClient
 
@@ -54,6 +54,7 @@ def test_failed_sidecar_start_is_reported_until_corrected(plane, operator, names
         assert condition(plane, namespace, "EngineAvailable")["status"] == "True"
 
         # An unchanged problem is not written again.
+        wait_quiet(plane, operator, namespace)
         mark = plane.mark()
         reconcile_once_more(plane, operator, namespace)
         assert written(plane, operator, mark, namespace) == []

@@ -184,8 +184,11 @@ def test_new_shares_are_known_when_the_sidecar_uses_their_file(plane, operator, 
         wait_known(plane, namespace, "True", "TenantsInUse")
         patch(plane, namespace, {"named": [salted("b", memoryPercent=20)]})
         wait_known(plane, namespace, "False", "TenantsPending")
+        wait_quiet(plane, operator, namespace)  # the operator posts an Event after it wrote the condition
         pending, mark = condition(plane, namespace, "TenantsKnown"), plane.mark()
-        wait_quiet(plane, operator, namespace)
+        polled = operator.num_reconciliations() + 2
+        plane.wait(lambda: operator.num_reconciliations() >= polled)
+        assert pending["reason"] == "TenantsPending"
         assert condition(plane, namespace, "TenantsKnown") == pending
         assert written(plane, operator, mark, namespace) == []
         update_file()
