@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -108,7 +109,7 @@ def build(name: str) -> Image:
     """Return the image of this checkout. Builds it if the cache lacks it. Raises `ImagesError`."""
     recipe = IMAGES[name]
     archive = _archive(name)
-    with exclusive(_directory() / ".lock", _say):
+    with exclusive_store():
         if not archive.exists():
             _require_root()
             _limit_layers()
@@ -118,6 +119,11 @@ def build(name: str) -> Image:
         os.utime(archive)
         _prune(name)
     return Image(recipe.reference, archive)
+
+
+def exclusive_store() -> AbstractContextManager[None]:
+    """Wait for builds of other processes, which may delete layers. They wait until the context ends."""
+    return exclusive(_directory() / ".lock", _say)
 
 
 def find(name: str) -> Image | None:
