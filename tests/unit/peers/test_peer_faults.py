@@ -92,9 +92,9 @@ def test_silent_peer_delays_a_question_by_the_deadline_only(rows):
             """Whether the good peer answers in time. On a busy machine, it may be late, too."""
             with reading(bad, peer, ask_seconds=0.3) as tier:
                 begin = time.monotonic()
-                found = tier.find_each([object_id, ObjectId(key(9), 0)])
+                are_present = tier.find_each([object_id, ObjectId(key(9), 0)])
                 assert time.monotonic() - begin >= 0.3
-                return found == [True, False] and tier.find_each([object_id]) == [True]
+                return are_present == [True, False] and tier.find_each([object_id]) == [True]
 
         wait_until(is_found)
 
