@@ -91,9 +91,7 @@ class Engine:
         for client in self._clients:
             client.start()
         self.scheduler, self.worker = map(self._session, self._clients)
-        sidecar.wait_until(
-            lambda stats: 0 < stats["memory"]["capacity_rows"] == stats["memory"]["usable_rows"]
-        )
+        sidecar.wait_usable()
 
     def _session(self, client: SidecarClient) -> Session:
         session: Session = wait_until(partial(getattr, client, "session"), what="attached")

@@ -230,8 +230,23 @@ class SidecarProcess(Server):
         except AssertionError as error:
             raise AssertionError(f"{error}; stats {self.stats()}; log {self.log}") from error
 
+    def wait_usable(self) -> None:
+        """Wait until a client is attached, and all of the arena's memory can be used.
+
+        The sidecar populates the arena in the background. Until then it refuses stores beyond the part that
+        is populated, and shares of tenants are those of this part.
+        """
+
+        def is_usable(stats: dict[str, Any]) -> bool:
+            memory = stats["memory"]
+            return bool(0 < memory["capacity_rows"] == memory.get("usable_rows"))  # None: not attached yet
+
+        self.wait_until(is_usable)
+
     def wait_attached(self, run_short_requests: Callable[[], object], num_clients: int = 2) -> None:
-        """Wait until ``num_clients`` clients are attached. One vLLM has two: scheduler side and worker side.
+        """Wait until ``num_clients`` clients are attached, and all memory can be used.
+
+        One vLLM has two clients: scheduler side and worker side.
 
         On a busy machine an engine starts before its worker has identified the model. The scheduler side then
         attaches after a step of the engine, so the engines run short requests meanwhile.
@@ -244,3 +259,4 @@ class SidecarProcess(Server):
             return False
 
         self.wait_until(are_attached)
+        self.wait_usable()

@@ -1,4 +1,4 @@
-"""The API server's audit log: who wrote what, and with which result."""
+"""The API server's audit log: who wrote what, and with which result; and who read an LMCacheCluster."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ TOKEN_ID = "authentication.kubernetes.io/credential-id"
 
 
 @dataclass(frozen=True)
-class Write:
-    """One answered write request, as the audit log has it."""
+class Request:
+    """One answered request, as the audit log has it."""
 
     user: str
     verb: str
@@ -41,18 +41,18 @@ class AuditLog:
         """The current end of the log, for `since`."""
         return self.path.stat().st_size
 
-    def since(self, position: int) -> list[Write]:
-        """Write requests answered since ``position``."""
+    def since(self, position: int) -> list[Request]:
+        """Recorded requests answered since ``position``."""
         with self.path.open("rb") as log:
             log.seek(max(position - 1, 0))
             # The first line is empty or incomplete at the position. The last line may be incomplete now.
             lines = log.read().split(b"\n")[bool(position) : -1]
-        return [_write(json.loads(line)) for line in lines]
+        return [_request(json.loads(line)) for line in lines]
 
 
-def _write(event: dict[str, Any]) -> Write:
+def _request(event: dict[str, Any]) -> Request:
     ref, status = event.get("objectRef", {}), event.get("responseStatus", {})
-    return Write(
+    return Request(
         user=event["user"]["username"],
         verb=event["verb"],
         resource="/".join(filter(None, (ref.get("resource"), ref.get("subresource")))),

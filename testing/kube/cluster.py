@@ -30,7 +30,7 @@ from typing import IO, TypeVar
 from testing.child_process import free_ports
 from testing.kube import pki
 from testing.kube.api import PATIENCE, Api, ApiError, Object, manifests, wait_for
-from testing.kube.audit import AuditLog, Write
+from testing.kube.audit import AuditLog, Request
 from testing.kube.process import Component
 from tools.kube import binaries
 
@@ -147,14 +147,26 @@ class Cluster:
 
     def written_since(
         self, mark: int, *, by: str = "", namespace: str = "", dry_runs: bool = False
-    ) -> list[Write]:
+    ) -> list[Request]:
         """Write requests answered since ``mark``, by users whose name contains ``by``."""
         return [
             write
             for write in self._audit.since(mark)
-            if by in write.user
+            if write.verb != "get"
+            and by in write.user
             and namespace in ("", write.namespace)
             and (dry_runs or "dryRun=All" not in write.uri)
+        ]
+
+    def reads_since(self, mark: int, *, by: str, namespace: str) -> list[Request]:
+        """Reads of one LMCacheCluster answered since ``mark``, by users whose name contains ``by``.
+
+        Only those of ServiceAccounts are recorded.
+        """
+        return [
+            request
+            for request in self._audit.since(mark)
+            if request.verb == "get" and by in request.user and request.namespace == namespace
         ]
 
     def kill(self, name: str) -> None:

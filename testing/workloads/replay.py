@@ -61,7 +61,10 @@ class Engine:
         model: str = "",
         tenant: bytes = b"",
     ) -> None:
-        """Promotions that would be slower than ``prefill_tokens_per_second`` are not awaited."""
+        """Attach, and wait until all memory of the sidecar can be used.
+
+        Promotions that would be slower than ``prefill_tokens_per_second`` are not awaited.
+        """
         self._namespace, self._prefill = namespace, prefill_tokens_per_second
         self._tenant = tenant
         uid, group = uuid.uuid4().bytes, KVGroup(group=0, block_tokens=16, chunk_bytes=row_bytes)
@@ -73,6 +76,11 @@ class Engine:
         ]
         for client in self._clients:
             client.start()
+        try:
+            sidecar.wait_usable()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         for client in self._clients:

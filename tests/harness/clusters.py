@@ -1,13 +1,15 @@
 """Access to the example's LMCacheCluster, and to the operator's effects on it."""
 
 import time
+from datetime import UTC, datetime
 
 from testing.kube.api import Object
-from testing.kube.audit import Write
+from testing.kube.audit import Request
 from testing.kube.cluster import Cluster
 from tests.harness.kube import CLUSTERS, NAME, Operator
 
 ENGINE = f"{NAME}-engine"
+_TIME_CHARS = len("2026-01-31T12:00:00.000000")  # of ISO times in UTC, without the zone
 
 
 def condition(plane: Cluster, namespace: str, kind: str) -> Object:
@@ -35,11 +37,27 @@ def pods(plane: Cluster, namespace: str) -> dict[str, Object]:
 
 
 def reconcile_once_more(plane: Cluster, operator: Operator, namespace: str) -> None:
-    """Trigger a reconciliation by a change without effect, and wait until it has run."""
-    num_before = operator.num_reconciliations()
+    """Trigger a reconciliation by a change without effect, and wait until it has ended.
+
+    The operator never runs two reconciliations of a cluster at the same time, so the first one has ended when
+    a second one begins. The operator's count of reconciliations is of no use here: it includes those of other
+    clusters, for example in the namespaces of former tests.
+    """
+    for _ in range(2):
+        _begin_reconciliation(plane, operator, namespace)
+
+
+def _begin_reconciliation(plane: Cluster, operator: Operator, namespace: str) -> None:
+    """Trigger a reconciliation, and wait until one has begun since this call: it has read the cluster."""
+    mark, now = plane.mark(), datetime.now(UTC).isoformat(timespec="microseconds")[:_TIME_CHARS]
     change = {"metadata": {"annotations": {"test/poke": str(time.monotonic_ns())}}}
     plane.api.patch(CLUSTERS, NAME, change, namespace)
-    plane.wait(lambda: operator.num_reconciliations() > num_before)
+
+    def has_begun() -> bool:
+        reads = plane.reads_since(mark, by=operator.user, namespace=namespace)
+        return any(read.name == NAME and read.received[:_TIME_CHARS] > now for read in reads)
+
+    plane.wait(has_begun)
 
 
 def wait_quiet(plane: Cluster, operator: Operator, namespace: str) -> None:
@@ -53,5 +71,5 @@ def wait_quiet(plane: Cluster, operator: Operator, namespace: str) -> None:
     plane.wait(is_quiet)
 
 
-def written(plane: Cluster, operator: Operator, mark: int, namespace: str) -> list[Write]:
+def written(plane: Cluster, operator: Operator, mark: int, namespace: str) -> list[Request]:
     return plane.written_since(mark, by=operator.user, namespace=namespace)

@@ -78,6 +78,8 @@ class Pools:
             )
             for engine in (self.prefill, self.decode):
                 wait_attached(engine)
+            for sidecar in self.sidecars:
+                sidecar.wait_usable()
             self._running = running.pop_all()
         return self
 
@@ -157,6 +159,8 @@ def routed_pools(folder: Path, num_nodes: int) -> Iterator[RoutedPools]:
         for number, engine in enumerate(engines[:2]):
             small = make_prompt(f"attached {number}", 1)
             wait_until(lambda: num_cached(engine.complete(small, 1)), what="a hit")  # noqa: B023
+        for sidecar in sidecars:
+            sidecar.wait_usable()
         router = RouterProcess(
             (),
             *("--vllm-pd-disaggregation", "--policy=round_robin"),

@@ -79,10 +79,19 @@ class Gate:
 
 
 class SimWorld:
-    """One sidecar with simulated engines. The gates hold copies of all engines. ``settings`` are defaults."""
+    """One sidecar with simulated engines. The gates hold copies of all engines. ``settings`` are defaults.
 
-    def __init__(self, sidecar: SidecarProcess, settings: SimSettings = SimSettings()) -> None:  # noqa: B008
-        self.sidecar, self.settings = sidecar, settings
+    Engines wait until all memory of the sidecar can be used, unless ``is_large``.
+    """
+
+    def __init__(
+        self,
+        sidecar: SidecarProcess,
+        settings: SimSettings = SimSettings(),  # noqa: B008
+        *,
+        is_large: bool = False,
+    ) -> None:
+        self.sidecar, self.settings, self._is_large = sidecar, settings, is_large
         self.load_gate, self.store_gate = Gate(), Gate()
         self._engines: list[SimEngine] = []
         self._auditors: dict[SimSettings, SimEngine] = {}
@@ -103,6 +112,8 @@ class SimWorld:
                 wait_attached(engine)
                 if self.sidecar.options.get("transfer") == "CudaIPC":
                     wait_copied_for(engine)
+            if engines and not self._is_large:
+                self.sidecar.wait_usable()
             yield engines
         finally:
             self.open_gates()

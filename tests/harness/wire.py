@@ -64,7 +64,7 @@ def attached(client: SidecarClient, *, newer_than: Session | None = None) -> Ses
 
 def usable(sidecar: SidecarProcess) -> None:
     """Wait until the whole arena is populated."""
-    sidecar.wait_until(lambda stats: 0 < stats["memory"]["capacity_rows"] == stats["memory"]["usable_rows"])
+    sidecar.wait_usable()
 
 
 class RawClient:

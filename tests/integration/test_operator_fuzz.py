@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from testing.kube.api import ApiError, Object
-from testing.kube.audit import Write
+from testing.kube.audit import Request
 from testing.kube.cluster import Cluster
 from tests.harness.kube import CLUSTERS, Operator, is_since
 from tests.harness.spec_fuzz import spec
@@ -55,7 +55,7 @@ def conditions(cluster: Object) -> dict[str, Object]:
     return {c["type"]: c for c in status.get("conditions", [])} if is_observed else {}
 
 
-def writes(plane: Cluster, operator: Operator, mark: int, namespace: str) -> list[Write]:
+def writes(plane: Cluster, operator: Operator, mark: int, namespace: str) -> list[Request]:
     """The operator's successful writes, without Events."""
     all_writes = plane.written_since(mark, by=operator.user, namespace=namespace)
     return [write for write in all_writes if write.code < 300 and write.resource != "events"]

@@ -118,13 +118,15 @@ def test_prefill_pods_go_with_their_cluster(plane, operator, namespace):
 def test_problems_of_prefill_pods_are_reported(plane, operator, namespace):
     plane.api.create(CLUSTERS, with_prefill(args=["--max-num-seqs=8"]), namespace)
     wait_available(plane, namespace, 1)
+    kinds = ("EngineAvailable", "PrefillAvailable", "RouterAvailable")
+    plane.wait(lambda: all(condition(plane, namespace, kind).get("status") == "True" for kind in kinds))
     wait_quiet(plane, operator, namespace)
     args = {"spec": {"engine": {"prefill": {"args": ["--port=1"]}}}}
     plane.api.patch(CLUSTERS, NAME, args, namespace)
     plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == "InvalidSpec")
     message = condition(plane, namespace, "Degraded")["message"]
     assert "spec.engine.prefill.args[0]: --port can't be set" in message
-    for kind in ("EngineAvailable", "PrefillAvailable", "RouterAvailable"):
+    for kind in kinds:
         assert condition(plane, namespace, kind)["status"] == "True", "all pods keep their configuration"
 
 

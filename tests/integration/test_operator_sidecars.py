@@ -33,6 +33,7 @@ def test_failed_sidecar_start_is_reported_until_corrected(plane, operator, names
     resource = example()
     template = {"metadata": {"annotations": {"test/hold": "true"}}}
     resource["spec"]["engine"] |= {"replicas": 1, "podTemplate": template}
+    resource["spec"]["autoscaling"] = {"mode": "Off"}  # its first report, after half a minute, is a write
     plane.api.create(CLUSTERS, resource, namespace)
     plane.wait(lambda: pods(plane, namespace))
     (pod,) = pods(plane, namespace).values()

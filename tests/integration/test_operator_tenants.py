@@ -166,6 +166,7 @@ def test_new_shares_are_known_when_the_sidecar_uses_their_file(plane, operator, 
     resource = example(**named(salted("b", memoryPercent=50)))
     template = {"metadata": {"annotations": {"test/hold": "true"}}}
     resource["spec"]["engine"] |= {"replicas": 1, "podTemplate": template}
+    resource["spec"]["autoscaling"] = {"mode": "Off"}  # its first report, after half a minute, is a write
     plane.api.create(CLUSTERS, resource, namespace)
     plane.wait(lambda: pods(plane, namespace))
     file = tmp_path / "tenants.yaml"

@@ -81,9 +81,9 @@ def test_live_screen_shows_pods_and_a_hung_sidecar_does_not_freeze_it(
             assert hung.startswith(f"{NAME}-engine-1")
             assert any(line.startswith(f"{NAME}-engine-0") and line.endswith("ok") for line in screen)
             terminal.press("s")
-            terminal.wait_for("sorted by cluster", timeout=5)
+            terminal.wait_for("sorted by cluster")
             terminal.press("q")
-            wait_until(terminal.is_restored, timeout=5)
+            wait_until(terminal.is_restored)
         finally:
             sidecars[1].thaw()
 

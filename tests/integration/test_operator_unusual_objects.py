@@ -9,7 +9,7 @@ import pytest
 from lmcache_operator.specs.merge import merge
 
 from testing.kube.api import ApiError, Object
-from testing.kube.audit import Write
+from testing.kube.audit import Request
 from testing.kube.cluster import CRDS, Cluster
 from tests.harness.clusters import condition, written
 from tests.harness.kube import CLUSTERS, Operator, example
@@ -79,7 +79,7 @@ def odd_cluster(name: str, template: object) -> Object:
     return resource
 
 
-def writes_when_touched(plane: Cluster, operator: Operator, namespace: str) -> list[Write]:
+def writes_when_touched(plane: Cluster, operator: Operator, namespace: str) -> list[Request]:
     """Writes of the operator while it reconciles all clusters again."""
     before, mark = operator.num_reconciliations(), plane.mark()
     poke = {"metadata": {"annotations": {"test/poke": str(before)}}}

@@ -115,9 +115,9 @@ def test_hung_sidecar_is_shown_and_the_screen_still_answers_keys(sidecar, termin
     sidecar.freeze()
     terminal.wait_for("no answer within 1 s")
     terminal.press("s")
-    terminal.wait_for("sorted by cluster", timeout=5)
+    terminal.wait_for("sorted by cluster")
     terminal.press("q")
-    wait_until(terminal.is_restored, timeout=5)
+    wait_until(terminal.is_restored)
     sidecar.thaw()
 
 

@@ -85,6 +85,7 @@ def test_sidecar_follows_the_file_and_continues_after_a_mistake(tmp_path):
         assert sidecar.stats()["tenants"]["rows"] == {"default": 0, "quiet": 20}
         tenants_file(path, memoryPercent=1)
         sidecar.wait_until(lambda stats: not stats["tenants"]["tenants_problem"])
+        settle(sidecar)
         engine.serve("second", tuple(range(100, 120)))
         sidecar.wait_until(lambda stats: stats["tenants"]["rows"]["quiet"] <= 2)
         assert engine.serve("third", tuple(range(20))) == (0, 0)

@@ -103,6 +103,7 @@ def wait_attached(engine, sidecar):
         return engine.generate(prompt)[0].num_cached_tokens == 256
 
     wait_until(hits)
+    sidecar.wait_usable()
 
 
 @pytest.mark.parametrize(

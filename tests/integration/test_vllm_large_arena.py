@@ -17,7 +17,7 @@ NUM_CHUNKS = 16
 @pytest.fixture(scope="module")
 def large():
     with SidecarProcess(memory_size="8Gi") as sidecar:
-        world = SimWorld(sidecar)
+        world = SimWorld(sidecar, is_large=True)
         yield world
         world.close()
 

@@ -45,7 +45,7 @@ def sidecar(tmp_path_factory):
 def busy(sidecar, tmp_path_factory):
     log = tmp_path_factory.mktemp("busy") / "log"
     with EngineProcess(log, connector_config(sidecar.socket_path, **PATIENCE), max_num_seqs=2) as engine:
-        yield wait_hit(engine.wait_ready())
+        yield wait_hit(engine.wait_ready(), sidecar)
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +58,11 @@ def drafting(sidecar, tmp_path_factory):
         enable_prefix_caching=True,
         max_num_batched_tokens=512,
     ) as engine:
-        yield wait_hit(engine.wait_ready())
+        yield wait_hit(engine.wait_ready(), sidecar)
 
 
-def wait_hit(engine):
-    """Wait until the engine hits its own chunks, which shows that it is attached."""
+def wait_hit(engine, sidecar):
+    """Wait until the engine hits its own chunks, so that it is attached, and all memory is usable."""
     prompt = make_prompt(CHUNK + BLOCK)
 
     def is_hit():
@@ -70,6 +70,7 @@ def wait_hit(engine):
         return engine.generate(prompt, max_tokens=1)[0].num_cached_tokens
 
     wait_until(is_hit, timeout=60, what="a hit")
+    sidecar.wait_usable()
     return engine
 
 
@@ -105,7 +106,7 @@ def restart_with_empty_arena(engine, sidecar):
     sidecar.terminate()
     sidecar.arena_path.unlink()
     sidecar.start()
-    wait_hit(engine)
+    wait_hit(engine, sidecar)
 
 
 def test_queued_requests_hit_like_those_of_an_idle_engine(busy, sidecar):

@@ -37,6 +37,7 @@ class TierOperations:
         self._tier = tier
         self._refresh = refresh
         self._clock = clock
+        self._stuck_seconds = _STUCK_SECONDS
         self._num_outages = tier.health.num_outages
         self._loop = asyncio.get_running_loop()
         tier.health.subscribe(self._on_health)
@@ -56,7 +57,7 @@ class TierOperations:
     def is_healthy(self) -> bool:
         """Is the circuit closed, and no operation stuck?"""
         since = next(iter(self._running.values()), self._clock())
-        return self._up.is_set() and self._clock() - since < _STUCK_SECONDS
+        return self._up.is_set() and self._clock() - since < self._stuck_seconds
 
     @property
     def takes_writes(self) -> bool:
@@ -79,7 +80,7 @@ class TierOperations:
             return nothing
 
         asking = self._tasks.spawn(ask())
-        await asyncio.wait([asking], timeout=_STUCK_SECONDS)  # then the next tier is asked
+        await asyncio.wait([asking], timeout=self._stuck_seconds)  # then the next tier is asked
         return asking.result() if asking.done() and not asking.cancelled() else nothing
 
     async def _take_turn(self, tenant: bytes) -> bool:
@@ -88,7 +89,7 @@ class TierOperations:
         Tenants take turns: one that waits for many rows delays a row of another tenant by one load."""
         while self.is_healthy:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._loading.take(tenant), _STUCK_SECONDS)
+                await asyncio.wait_for(self._loading.take(tenant), self._stuck_seconds)
                 if self.is_healthy:
                     return True
                 self._loading.give_back()

@@ -86,12 +86,17 @@ def test_a_bad_peer_does_not_affect_a_good_one(rows, answer):
 
 def test_silent_peer_delays_a_question_by_the_deadline_only(rows):
     (object_id,) = rows.add(1, b"x")
-    with hostile(silent) as bad, serving(rows) as (_, peer), reading(bad, peer, ask_seconds=0.3) as tier:
-        begin = time.monotonic()
-        assert tier.find_each([object_id, ObjectId(key(9), 0)]) == [True, False]
-        assert time.monotonic() - begin >= 0.3
-        begin = time.monotonic()
-        assert tier.find_each([object_id]) == [True]
+    with hostile(silent) as bad, serving(rows) as (_, peer):
+
+        def is_found() -> bool:
+            """Whether the good peer answers in time. On a busy machine, it may be late, too."""
+            with reading(bad, peer, ask_seconds=0.3) as tier:
+                begin = time.monotonic()
+                are_present = tier.find_each([object_id, ObjectId(key(9), 0)])
+                assert time.monotonic() - begin >= 0.3
+                return are_present == [True, False] and tier.find_each([object_id]) == [True]
+
+        wait_until(is_found)
 
 
 def test_list_of_peers_changes(rows):

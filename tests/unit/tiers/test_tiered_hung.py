@@ -5,25 +5,38 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
-from lmcache.tiers.tiered import tier_operations
 from tests.harness.tiered_world import FakeTier, World, chain, run, until
-
-
-@pytest.fixture(autouse=True)
-def short_stuck_limit(monkeypatch):
-    monkeypatch.setattr(tier_operations, "_STUCK_SECONDS", 0.02)
 
 
 @asynccontextmanager
 async def hanging_disk(*held: str) -> AsyncIterator[tuple[World, FakeTier]]:
-    """Yield a world whose disk hangs in the calls ``held`` and whose remote tier works and holds all rows."""
+    """Yield a world whose disk hangs in the calls ``held`` and whose remote tier works and holds all rows.
+
+    The disk soon counts as stuck, but not before it answers a probe, unless the probe hangs. The remote tier
+    has more time than a busy machine needs.
+    """
     disk = FakeTier()
     disk.held = set(held)
     disk.fill(chain(30))
+    probe = disk.probe
     async with World(64, disk=disk) as world:
+
+        def use_short_limit() -> None:
+            world.store.lower["disk"]._stuck_seconds = 0.02
+
+        def probe_and_use_short_limit(*arguments: Any) -> int:
+            """The store waits for this answer with the former limit."""
+            num_found = probe(*arguments)
+            use_short_limit()
+            return num_found
+
+        if "probe" in held:
+            use_short_limit()
+        disk.probe = probe_and_use_short_limit  # type: ignore[method-assign]
         world.remote.fill(chain(200))
         disk.open.clear()
         try:
