@@ -10,12 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lmcache import keys
+from lmcache.tenant_names import DEFAULT_NAME
 
 MAX_NAMED = 256
 """Largest number of named budgets. Statistics have one value for each of them."""
-
-DEFAULT_NAME = "default"
-"""Name of the budget of all requests whose salt is not named, and of requests without a salt."""
 
 
 @dataclass(frozen=True)

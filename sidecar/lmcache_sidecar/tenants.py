@@ -34,7 +34,8 @@ from lmcache.common import options
 from lmcache.common.options import read_yaml
 from lmcache.common.recent import Recent
 from lmcache.common.units import parse_size
-from lmcache.tiers.budgets import DEFAULT_NAME, MAX_NAMED, Budget, Budgets, SaltedBudgets
+from lmcache.tenant_names import DEFAULT_NAME, MAX_CHARACTERS, is_name
+from lmcache.tiers.budgets import MAX_NAMED, Budget, Budgets, SaltedBudgets
 from lmcache_sidecar.config import ConfigError, read_text
 from lmcache_sidecar.watched_files import FollowedFile
 
@@ -43,7 +44,6 @@ logger = logging.getLogger(__name__)
 MAX_NAMESPACES = 64
 """Namespaces whose tenants have budgets: those that attached most recently."""
 
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _LIMITS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "memoryPercent": ("memory_percent", options.number(int, 1, 100, "a percentage from 1 to 100")),
@@ -217,9 +217,10 @@ def _tenant(
         raise ValueError(f"{where}: must hold keys and values, such as 'name: search'")
     identity = {key: value for key, value in entry.items() if key in ("name", "saltHash", "saltFile")}
     name, hashed, file = (identity.get(key) for key in ("name", "saltHash", "saltFile"))
-    if not isinstance(name, str) or not _LABEL.fullmatch(name) or name == DEFAULT_NAME:
+    if not is_name(name) or name == DEFAULT_NAME:
         raise ValueError(
-            f"{where}: name: write up to 63 lower-case letters, digits and '-', other than {DEFAULT_NAME!r}"
+            f"{where}: name: write up to {MAX_CHARACTERS} lower-case letters, digits and '-', other than"
+            f" {DEFAULT_NAME!r}"
         )
     limits = {key: value for key, value in entry.items() if key not in identity}
     base = Budget(name, default.memory_percent)

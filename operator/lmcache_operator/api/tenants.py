@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmcache.common.units import parse_quantity
+from lmcache.tenant_names import DEFAULT_NAME, MAX_CHARACTERS, PATTERN
 from lmcache_operator.api.fields import Part, Rule, field
 from lmcache_operator.api.keywords import NAME, size_between
 from lmcache_operator.api.router import KV_AWARE
@@ -16,8 +17,6 @@ from lmcache_operator.api.router import KV_AWARE
 NO_LIMIT_PERCENT = 100
 MAX_NAMED = 64
 """Largest number of tenants with an entry."""
-DEFAULT_NAME = "default"
-"""Name of all salts without an entry."""
 _MAP_BY_NAME: dict[str, Any] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
 _PRIORITY: dict[str, Any] = {"default": 0, "minimum": -100, "maximum": 100}
 _PRIORITY_MEANING = "If the memory tier is full, rows of a lower priority are evicted first."
@@ -84,8 +83,8 @@ class Tenant(Part):
 
     name: str = field(
         "Name of the tenant in metrics, status and messages. It is no secret.",
-        maxLength=63,
-        pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
+        maxLength=MAX_CHARACTERS,
+        pattern=f"^{PATTERN}$",
         rules=(_NOT_DEFAULT,),
     )
     salt_hash: str | None = field(
@@ -193,7 +192,7 @@ class TenantStatus(Part):
 
     name: str = field(
         f"Name of the tenant; {DEFAULT_NAME}: all salts without an entry, and requests without a salt.",
-        maxLength=63,
+        maxLength=MAX_CHARACTERS,
     )
     hit_percent: int | None = field(
         "Hits in per cent of the tenant's prompt tokens, since the pods started. Absent until the tenant has "
