@@ -11,6 +11,10 @@ DEFAULT_NAME: Final = "default"
 MAX_CHARACTERS: Final = 63
 """Maximum length of a name."""
 
+MAX_NAMED: Final = 64
+"""Maximum number of tenants with an entry. Statistics have figures for each of them, and the operator reads a
+bounded number of bytes."""
+
 PATTERN: Final = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 """Regular expression that each whole name matches."""
 

@@ -12,9 +12,6 @@ from dataclasses import dataclass, field
 from lmcache import keys
 from lmcache.tenant_names import DEFAULT_NAME
 
-MAX_NAMED = 256
-"""Largest number of named budgets. Statistics have one value for each of them."""
-
 
 @dataclass(frozen=True)
 class Budget:

@@ -34,8 +34,8 @@ from lmcache.common import options
 from lmcache.common.options import read_yaml
 from lmcache.common.recent import Recent
 from lmcache.common.units import parse_size
-from lmcache.tenant_names import DEFAULT_NAME, MAX_CHARACTERS, is_name
-from lmcache.tiers.budgets import MAX_NAMED, Budget, Budgets, SaltedBudgets
+from lmcache.tenant_names import DEFAULT_NAME, MAX_CHARACTERS, MAX_NAMED, is_name
+from lmcache.tiers.budgets import Budget, Budgets, SaltedBudgets
 from lmcache_sidecar.config import ConfigError, read_text
 from lmcache_sidecar.watched_files import FollowedFile
 
@@ -187,8 +187,13 @@ def _parse(
     _refuse_unknown(path, content, ("default", "named"))
     default = _budget(f"{path}: default", content.get("default") or {}, default)
     named = content.get("named") or []
-    if not isinstance(named, list) or len(named) > MAX_NAMED:
+    if not isinstance(named, list):
         raise ValueError(f"{path}: named: must be a list of up to {MAX_NAMED} tenants")
+    if len(named) > MAX_NAMED:
+        raise ValueError(
+            f"{path}: named: the list has {len(named)} tenants: reduce it to at most {MAX_NAMED}. Tenants"
+            f" without an entry have the budget {DEFAULT_NAME}"
+        )
     budgets: dict[bytes, Budget] = {}
     names, total = set[str](), default.min_memory_percent
     for number, entry in enumerate(named):

@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmcache.common.units import parse_quantity
-from lmcache.tenant_names import DEFAULT_NAME, MAX_CHARACTERS, PATTERN
+from lmcache.tenant_names import DEFAULT_NAME, MAX_CHARACTERS, MAX_NAMED, PATTERN
 from lmcache_operator.api.fields import Part, Rule, field
 from lmcache_operator.api.keywords import NAME, size_between
 from lmcache_operator.api.router import KV_AWARE
 
 NO_LIMIT_PERCENT = 100
-MAX_NAMED = 64
-"""Largest number of tenants with an entry."""
 _MAP_BY_NAME: dict[str, Any] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
 _PRIORITY: dict[str, Any] = {"default": 0, "minimum": -100, "maximum": 100}
 _PRIORITY_MEANING = "If the memory tier is full, rows of a lower priority are evicted first."

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from lmcache.explain.text import plain
-from lmcache_operator.api.tenants import MAX_NAMED
+from lmcache.tenant_names import MAX_NAMED
 from lmcache_operator.components.base import LookupFigures, Probed, RemoteFigures, Sidecar, TenantFigures
 from lmcache_operator.pods.pods import is_ready, is_running
 from lmcache_operator.specs import Object

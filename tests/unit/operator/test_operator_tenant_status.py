@@ -7,12 +7,11 @@ import json
 from typing import Any
 
 import pytest
-from lmcache_operator.api.tenants import MAX_NAMED
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.reconcile.probe import read_sidecar
 from lmcache_operator.specs.kinds import ClusterKey
 
-from lmcache.tenant_names import DEFAULT_NAME
+from lmcache.tenant_names import DEFAULT_NAME, MAX_NAMED
 from tests.harness.operator_components import ReconciledCluster
 from tests.harness.operator_model import NAME, NAMESPACE, UID
 

@@ -15,6 +15,7 @@ from lmcache_sidecar.tenant_stats import tenants_part
 from lmcache_sidecar.tenants import TenantsFile
 
 from lmcache import keys
+from lmcache.tenant_names import MAX_NAMED
 from lmcache.tiers.budgets import Budget
 from lmcache.tiers.stats import MemoryStats
 
@@ -86,7 +87,7 @@ def test_without_a_file_only_the_quota_counts(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "mistake"),
     [
-        ("named: {a: b}", "named: must be a list of up to 256 tenants"),
+        ("named: {a: b}", "named: must be a list of up to 64 tenants"),
         ("other: 1", "key 'other' is unknown"),
         ("default: 5", "default: must hold keys and values"),
         (
@@ -140,6 +141,16 @@ def test_invalid_file_changes_nothing_and_is_reported(bench: Bench, caplog, text
     assert mistake in facts["tenants_problem"]
     assert bench.follow("") == ""
     assert document([tenants_part(bench.file, MemoryStats())])["tenants"]["tenants_problem"] == ""
+
+
+def test_file_with_too_many_tenants_is_refused(bench: Bench):
+    entries = [f"{{name: t{number}, saltHash: {number:064x}}}" for number in range(MAX_NAMED + 1)]
+    assert bench.follow(f"named: [{', '.join(entries[1:])}]") == ""
+    assert len(bench.file.names) == MAX_NAMED + 1
+    assert "named: the list has 65 tenants: reduce it to at most 64" in bench.follow(
+        f"named: [{', '.join(entries)}]"
+    )
+    assert "t0" not in bench.file.names, "the former file is in use"
 
 
 def test_named_tenants_get_the_bound_of_the_default(bench: Bench):
