@@ -5,21 +5,18 @@ Reports come from users' pods and are not trusted; see ``merge``.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lmcache.explain import merge, tables
 from lmcache.explain.findings import percent
 from lmcache.explain.text import gigabytes, table
+from lmcache.tenant_names import DEFAULT_NAME, is_name
 
 PART = "tenants"
 """Part of ``/stats`` with figures by the name of the tenant."""
-DEFAULT = "default"
-"""Name of all tenants without an entry, and of requests without a salt."""
-ABOUT = f"name of a tenant; {DEFAULT}: all requests whose salt has no name, or that have no salt"
+ABOUT = f"name of a tenant; {DEFAULT_NAME}: all requests whose salt has no name, or that have no salt"
 """Help text of ``--tenant``."""
-_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _MAX_NAMES = 512
 _FULL = 0.95
 """Share of its upper bound from which a tenant counts as being at the bound."""
@@ -38,13 +35,13 @@ class Tenant(NamedTuple):
     guaranteed_bytes: int
     """Guaranteed share of the memory; 0: none."""
     bound_bytes: int
-    """Upper bound in memory; for `DEFAULT`, of each salt alone."""
+    """Upper bound in memory; for `DEFAULT_NAME`, of each salt alone."""
     evictions: int
     refused: int
     """Stores in memory that were refused."""
     disk_bytes: int
     disk_bound_bytes: int
-    """Upper bound on disk; for `DEFAULT`, of each salt alone. 0: none."""
+    """Upper bound on disk; for `DEFAULT_NAME`, of each salt alone. 0: none."""
     disk_refused: int
     """Rows that were not written to disk because of the bound."""
     usable_bytes: int
@@ -57,7 +54,7 @@ class Tenant(NamedTuple):
 
     def advice(self) -> str:
         """Return what to do about rows of this tenant that were evicted."""
-        if self.name == DEFAULT:
+        if self.name == DEFAULT_NAME:
             return (
                 "Increase the memory tier, or memoryPercent of default if a salt is at this bound. Or reduce"
                 " guaranteed shares."
@@ -80,14 +77,11 @@ def counting(reports: Sequence[Any]) -> list[Any]:
 
 
 def names(reports: Sequence[Any]) -> list[str]:
-    """Return the names of all tenants, `DEFAULT` first; none if no sidecar counts causes by tenant."""
+    """Return the names of all tenants, `DEFAULT_NAME` first; none if no sidecar counts causes by tenant."""
     present = {
-        name
-        for report in counting(reports)
-        for name in merge.part(report, PART, "bytes")
-        if isinstance(name, str) and _NAME.fullmatch(name)
+        name for report in counting(reports) for name in merge.part(report, PART, "bytes") if is_name(name)
     }
-    return sorted(present, key=lambda name: (name != DEFAULT, name))[:_MAX_NAMES]
+    return sorted(present, key=lambda name: (name != DEFAULT_NAME, name))[:_MAX_NAMES]
 
 
 def tenant(reports: Sequence[Any], name: str) -> Tenant:
@@ -118,7 +112,7 @@ def unknown(name: str, known: Sequence[str]) -> str:
     listed = ", ".join(known)
     return (
         f"there is no tenant {name!r}: the tenants are {listed}. Requests with a salt that has no entry in "
-        f"spec.tenants or --tenants-file, and requests without a salt, count as {DEFAULT}"
+        f"spec.tenants or --tenants-file, and requests without a salt, count as {DEFAULT_NAME}"
     )
 
 
@@ -147,15 +141,15 @@ def lines(reports: Sequence[Any], name: str, usd_per_token: float = 0.0) -> Iter
         yield from tables.overview(counted, each, usd_per_token)
     else:
         yield f"No prompt of tenant {name} was counted yet."
-        if name != DEFAULT:
-            yield f"Requests with another salt, or without a salt, count as {DEFAULT}."
+        if name != DEFAULT_NAME:
+            yield f"Requests with another salt, or without a salt, count as {DEFAULT_NAME}."
     yield ""
     yield from _uses(each)
 
 
 def _uses(each: Tenant) -> Iterator[str]:
     """Yield what the tenant holds in memory and on disk, and what was refused."""
-    scope = " for each salt" if each.name == DEFAULT else ""
+    scope = " for each salt" if each.name == DEFAULT_NAME else ""
     share = f", guaranteed {gigabytes(each.guaranteed_bytes)}" if each.guaranteed_bytes else ""
     bound = f", at most {gigabytes(each.bound_bytes)}{scope}"
     yield f"Memory: {gigabytes(each.bytes)} in {each.rows:,} rows{share}{bound}."

@@ -10,12 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lmcache import keys
-
-MAX_NAMED = 256
-"""Largest number of named budgets. Statistics have one value for each of them."""
-
-DEFAULT_NAME = "default"
-"""Name of the budget of all requests whose salt is not named, and of requests without a salt."""
+from lmcache.tenant_names import DEFAULT_NAME
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from yarl import URL
 
 from lmcache_operator.specs.names import SIDECAR_PORT
 
-_MAX_BYTES = 256 << 10
+MAX_STATS_BYTES = 256 << 10
+"""Maximum size of /stats. A larger answer counts as none."""
 _MAX_SAMPLES_BYTES = 3 << 20
 _MAX_PARTS = 16
 """Maximum number of lists and objects in an answer of /samples, which bounds memory. A valid one has four."""
@@ -43,7 +44,7 @@ class StatsClient:
 
     async def read(self, address: str) -> Any:
         """Read /stats of the sidecar at an IP address, as JSON; None if no valid answer arrives in time."""
-        return await self._get(address, "/stats", {}, _MAX_BYTES, None)
+        return await self._get(address, "/stats", {}, MAX_STATS_BYTES, None)
 
     async def samples(self, address: str, question: Mapping[str, int]) -> Any:
         """Read /samples; {} if the sidecar does not serve it, None if no valid answer arrives in time."""
@@ -62,7 +63,7 @@ class StatsClient:
                     body += chunk
                     if len(body) > max_bytes:
                         return None
-                if max_bytes > _MAX_BYTES and body.count(b"[") + body.count(b"{") > _MAX_PARTS:
+                if max_bytes > MAX_STATS_BYTES and body.count(b"[") + body.count(b"{") > _MAX_PARTS:
                     return None
                 return json.loads(bytes(body)) if answer.status == HTTPStatus.OK else None
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError):

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from lmcache.explain.causes import num_computed
+from lmcache.tenant_names import DEFAULT_NAME
 from lmcache.tiers.base import BoundedTier
-from lmcache.tiers.budgets import DEFAULT_NAME, Budget
+from lmcache.tiers.budgets import Budget
 from lmcache.tiers.memory.tier import MemoryTier
 from lmcache.tiers.stats import MemoryStats
 from lmcache_sidecar.explain.causes import CauseStats

@@ -16,7 +16,7 @@
 A tenant is named by the hash of its cache salt (``lmcache-sidecar salt-hash``), or by a file with the salt.
 
 If a file with a salt is missing, its last content counts. If there was none, this tenant has the default
-budget, and all other tenants have theirs.
+budget, and all other tenants have theirs. If two tenants have the same salt, only the first has its budget.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from lmcache.common import options
 from lmcache.common.options import read_yaml
 from lmcache.common.recent import Recent
 from lmcache.common.units import parse_size
-from lmcache.tiers.budgets import DEFAULT_NAME, MAX_NAMED, Budget, Budgets, SaltedBudgets
+from lmcache.tenant_names import DEFAULT_NAME, MAX_CHARACTERS, MAX_NAMED, is_name
+from lmcache.tiers.budgets import Budget, Budgets, SaltedBudgets
 from lmcache_sidecar.config import ConfigError, read_text
 from lmcache_sidecar.watched_files import FollowedFile
 
@@ -43,7 +44,6 @@ logger = logging.getLogger(__name__)
 MAX_NAMESPACES = 64
 """Namespaces whose tenants have budgets: those that attached most recently."""
 
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _LIMITS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "memoryPercent": ("memory_percent", options.number(int, 1, 100, "a percentage from 1 to 100")),
@@ -76,7 +76,7 @@ class TenantsFile(FollowedFile):
         self._salted = SaltedBudgets(self._default)
         self._salts: dict[str, str | None] = {}  # salts by their files; None: the file is not readable
         self._last_salts: dict[str, str] = {}  # of the files that the text in use names
-        self._missing: list[str] = []  # problems with files of salts
+        self._failed: list[str] = []  # problems of tenants whose salts cannot be used
         self._namespaces: Recent[bytes, None] = Recent(MAX_NAMESPACES)
         self._resolved: SaltedBudgets | None = None  # the source of ``budgets``
         self.digest = ""
@@ -93,19 +93,19 @@ class TenantsFile(FollowedFile):
             self._last = None
         former = self.problem
         super().follow()
-        if self._missing and not self.problem:
-            self.problem = self._missing[0]
+        if self._failed and not self.problem:
+            self.problem = self._failed[0]
             if self.problem != former:
                 logger.error(
-                    "%s is %s, without tenants whose salts are missing: %s", *self.used, self.problem
+                    "%s is %s, without tenants whose salts cannot be used: %s", *self.used, self.problem
                 )
 
     def use(self, text: str) -> None:
         """Use the budgets of this text. Raises ValueError, naming file and key."""
-        self._salts, missing = {}, list[str]()
-        self._salted = _parse(self.path, text, self._default, self._salt_of, missing)
+        self._salts, failed = {}, list[str]()
+        self._salted = _parse(self.path, text, self._default, self._salt_of, failed)
         self.digest = hashlib.sha256(text.encode()).hexdigest()
-        self._missing = missing
+        self._failed = failed
         self._last_salts = {path: salt for path, salt in self._last_salts.items() if path in self._salts}
 
     def _salt_of(self, path: str) -> _Salt:
@@ -180,46 +180,53 @@ def _without_newline(text: str) -> str:
 
 
 def _parse(
-    path: str, text: str, default: Budget, salt_of: Callable[[str], _Salt], missing: list[str]
+    path: str, text: str, default: Budget, salt_of: Callable[[str], _Salt], failed: list[str]
 ) -> SaltedBudgets:
-    """Return the budgets of a file. Appends the problems with files of salts to ``missing``."""
+    """Return the budgets of a file. Appends the problems of salts that cannot be used to ``failed``."""
     content = read_yaml(path, text)
     _refuse_unknown(path, content, ("default", "named"))
     default = _budget(f"{path}: default", content.get("default") or {}, default)
     named = content.get("named") or []
-    if not isinstance(named, list) or len(named) > MAX_NAMED:
+    if not isinstance(named, list):
         raise ValueError(f"{path}: named: must be a list of up to {MAX_NAMED} tenants")
+    if len(named) > MAX_NAMED:
+        raise ValueError(
+            f"{path}: named: the list has {len(named)} tenants: reduce it to at most {MAX_NAMED}. Tenants"
+            f" without an entry have the budget {DEFAULT_NAME}"
+        )
     budgets: dict[bytes, Budget] = {}
-    total = default.min_memory_percent
+    names, total = set[str](), default.min_memory_percent
     for number, entry in enumerate(named):
         where = f"{path}: named[{number}]"
-        hashed, budget = _tenant(where, entry, default, salt_of, missing)
-        if any(budget.name == other.name for other in budgets.values()):
+        hashed, budget = _tenant(where, entry, default, salt_of, failed)
+        if budget.name in names:
             raise ValueError(f"{where}: name {budget.name!r} is used twice: give each tenant another name")
-        total += budget.min_memory_percent  # also of a tenant whose salt is missing: it may appear later
+        names.add(budget.name)
+        total += budget.min_memory_percent  # also if the salt cannot be used: the Secret may change later
         if hashed is None:
             continue
-        if hashed in budgets:
-            raise ValueError(
-                f"{where}: {budget.name} has the same salt as {budgets[hashed].name}: remove one"
+        if (first := budgets.setdefault(hashed, budget)) is not budget:
+            failed.append(
+                f"{where} ({budget.name}): has the same salt as {first.name}, whose budget counts: give each"
+                " tenant its own salt, or remove one of them"
             )
-        budgets[hashed] = budget
     if total > 100:
         raise ValueError(f"{path}: the sum of all minMemoryPercent is {total}: reduce it to at most 100")
     return SaltedBudgets(default, budgets)
 
 
 def _tenant(
-    where: str, entry: object, default: Budget, salt_of: Callable[[str], _Salt], missing: list[str]
+    where: str, entry: object, default: Budget, salt_of: Callable[[str], _Salt], failed: list[str]
 ) -> tuple[bytes | None, Budget]:
     """Return the hash of a named tenant's salt, and its budget. None: its salt is missing."""
     if not isinstance(entry, dict):
         raise ValueError(f"{where}: must hold keys and values, such as 'name: search'")
     identity = {key: value for key, value in entry.items() if key in ("name", "saltHash", "saltFile")}
     name, hashed, file = (identity.get(key) for key in ("name", "saltHash", "saltFile"))
-    if not isinstance(name, str) or not _LABEL.fullmatch(name) or name == DEFAULT_NAME:
+    if not is_name(name) or name == DEFAULT_NAME:
         raise ValueError(
-            f"{where}: name: write up to 63 lower-case letters, digits and '-', other than {DEFAULT_NAME!r}"
+            f"{where}: name: write up to {MAX_CHARACTERS} lower-case letters, digits and '-', other than"
+            f" {DEFAULT_NAME!r}"
         )
     limits = {key: value for key, value in entry.items() if key not in identity}
     base = Budget(name, default.memory_percent)
@@ -230,7 +237,7 @@ def _tenant(
         if not isinstance(file, str) or not file:
             raise ValueError(f"{where} ({name}): saltFile: must be the path of a file")
         salt = salt_of(file)
-        missing += [f"{where} ({name}): saltFile: {salt.problem}"] if salt.problem else []
+        failed += [f"{where} ({name}): saltFile: {salt.problem}"] if salt.problem else []
         return None if salt.text is None else keys.salt_hash(salt.text), budget
     if not isinstance(hashed, str) or not _HASH.fullmatch(hashed):
         raise ValueError(

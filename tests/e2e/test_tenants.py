@@ -62,6 +62,13 @@ def declared_digest(app: App) -> str:
     return hashlib.sha256(config["data"]["tenants.yaml"].encode()).hexdigest()
 
 
+def status_with_hits(app: App):
+    """Figures in the status by the name of the tenant, as soon as the tenant batch has prompts; else None."""
+    status = app.node.api.get(CLUSTERS, app.name, NAMESPACE)["status"]
+    listed = {tenant.pop("name"): tenant for tenant in status.get("tenants", ())}
+    return listed if "hitPercent" in listed.get("batch", {}) else None
+
+
 def known(app: App) -> tuple[str, str]:
     condition = app.conditions()["TenantsKnown"]
     return condition["status"], condition["reason"]
@@ -92,6 +99,16 @@ def test_requests_count_for_the_tenant_of_their_header_or_body(app):
     assert stats["prompt_tokens"]["batch"] == len(PROMPT)
     assert least_cached(PROMPT) <= stats["hit_tokens"]["search"] < stats["prompt_tokens"]["search"]
     assert stats["hit_tokens"]["batch"] == 0
+    reconcile(app)
+    listed = app.node.wait(lambda: status_with_hits(app), 60)
+    assert list(listed) == ["default", "search", "batch"]
+    assert 0 < listed["search"]["hitPercent"] < 100
+    assert listed["batch"]["hitPercent"] == 0
+    assert listed["default"].get("hitPercent", 0) == 0
+    shares = [figures["usedMemoryPercent"] for figures in listed.values()]
+    assert all(0 <= share < 100 for share in shares)
+    usable = pod.stats()["memory"]["usable_bytes"]
+    assert listed["search"]["usedMemoryPercent"] == 100 * stats["bytes"]["search"] // usable
 
 
 def test_condition_is_true_again_when_the_sidecar_uses_the_new_budget(app):

@@ -183,6 +183,7 @@ def test_new_shares_are_known_when_the_sidecar_uses_their_file(plane, operator, 
         engine.attach()  # an engine without its cache would degrade the cluster
         set_running(plane, namespace)
         wait_known(plane, namespace, "True", "TenantsInUse")
+        assert names_in_status(plane, namespace) == ["default", "tb"]
         patch(plane, namespace, {"named": [salted("b", memoryPercent=20)]})
         wait_known(plane, namespace, "False", "TenantsPending")
         wait_quiet(plane, operator, namespace)  # the operator posts an Event after it wrote the condition
@@ -196,6 +197,17 @@ def test_new_shares_are_known_when_the_sidecar_uses_their_file(plane, operator, 
         wait_known(plane, namespace, "True", "TenantsInUse")
         assert condition(plane, namespace, "Degraded")["status"] == "False"
         wait_quiet(plane, operator, namespace)
+        patch(plane, namespace, {"named": [salted("c"), salted("b")]})
+        plane.wait(lambda: names_in_status(plane, namespace) == ["default", "tb", "tc"])
+        update_file()
+        wait_known(plane, namespace, "True", "TenantsInUse")
+        wait_quiet(plane, operator, namespace)
+
+
+def names_in_status(plane: Cluster, namespace: str) -> list[str]:
+    """Names of the tenants whose figures the status has."""
+    status = plane.api.get(CLUSTERS, NAME, namespace)["status"]
+    return [tenant["name"] for tenant in status.get("tenants", ())]
 
 
 def set_running(plane: Cluster, namespace: str) -> None:

@@ -16,7 +16,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
-from lmcache.tiers.budgets import MAX_NAMED
+from lmcache.tenant_names import MAX_NAMED
 from lmcache.tiers.pages import zeros
 from lmcache.tiers.policy import LRU, AgedLRU
 from lmcache.tiers.stats import Account, TenantUse

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmcache.common.units import parse_quantity
+from lmcache.tenant_names import DEFAULT_NAME, MAX_CHARACTERS, MAX_NAMED, PATTERN
 from lmcache_operator.api.fields import Part, Rule, field
 from lmcache_operator.api.keywords import NAME, size_between
 from lmcache_operator.api.router import KV_AWARE
 
 NO_LIMIT_PERCENT = 100
+_MAP_BY_NAME: dict[str, Any] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
 _PRIORITY: dict[str, Any] = {"default": 0, "minimum": -100, "maximum": 100}
 _PRIORITY_MEANING = "If the memory tier is full, rows of a lower priority are evicted first."
 _LOWER_TIER_MEANING = "Bytes of a pod's disk tier that one tenant may use, such as 100Gi. Default: no limit."
@@ -55,9 +57,9 @@ class DefaultTenant(Part):
 
 # Sidecars count the salts without an entry by this name.
 _NOT_DEFAULT = Rule(
-    "self != 'default'",
-    "default is the name of all salts without an entry: use tenants.default, or another name",
-    lambda name: name != "default",
+    f"self != '{DEFAULT_NAME}'",
+    f"{DEFAULT_NAME} is the name of all salts without an entry: use tenants.default, or another name",
+    lambda name: name != DEFAULT_NAME,
 )
 
 
@@ -79,8 +81,8 @@ class Tenant(Part):
 
     name: str = field(
         "Name of the tenant in metrics, status and messages. It is no secret.",
-        maxLength=63,
-        pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
+        maxLength=MAX_CHARACTERS,
+        pattern=f"^{PATTERN}$",
         rules=(_NOT_DEFAULT,),
     )
     salt_hash: str | None = field(
@@ -166,16 +168,41 @@ class Tenants(Part):
     named: list[Tenant] = field(
         "Tenants with a budget of their own. Changes of shares replace no pods.",
         default=[],
-        maxItems=64,
+        maxItems=MAX_NAMED,
         rules=_NAMED_RULES,
-        **{"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+        **_MAP_BY_NAME,
     )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all tenants as sidecars count them, that of all salts without an entry first."""
+        return (DEFAULT_NAME, *(tenant.name for tenant in self.named))
 
     @property
     def salt_secrets(self) -> list[tuple[str, str]]:
         """Name and key of each Secret entry with a salt, in order."""
         refs = (tenant.salt_secret_ref for tenant in self.named)
         return sorted({(ref.name, ref.key) for ref in refs if ref is not None})
+
+
+class TenantStatus(Part):
+    """Hits and memory of one tenant in all engine pods together."""
+
+    name: str = field(
+        f"Name of the tenant; {DEFAULT_NAME}: all salts without an entry, and requests without a salt.",
+        maxLength=MAX_CHARACTERS,
+    )
+    hit_percent: int | None = field(
+        "Hits in per cent of the tenant's prompt tokens, since the pods started. Absent until the tenant has "
+        "a prompt."
+    )
+    used_memory_percent: int | None = field(
+        "Memory that the tenant's rows take now, in per cent of all memory tiers."
+    )
+
+
+TENANTS_STATUS: dict[str, Any] = {"maxItems": MAX_NAMED + 1, **_MAP_BY_NAME}
+"""Keywords of the list in the status."""
 
 
 def memory_percent_of_default(tenants: Tenants, tenant_quota_percent: int) -> int:

@@ -10,7 +10,7 @@ from lmcache_operator.api.engine_pods import NO_PARALLEL_SIZES, Gpu, Parallelism
 from lmcache_operator.api.fields import Part, Rule, field
 from lmcache_operator.api.keywords import ARGUMENTS, IMAGE_NAME, NAME, SECRET_KEY, size_between
 from lmcache_operator.api.router import KV_AWARE, Router, RouterStatus
-from lmcache_operator.api.tenants import SPEC_RULES, Tenants
+from lmcache_operator.api.tenants import SPEC_RULES, TENANTS_STATUS, Tenants, TenantStatus
 from lmcache_operator.api.tiers import Tiers
 
 _MODEL: dict[str, Any] = {"maxLength": 512, "pattern": r"^[^-\s\x00-\x1f][^\s\x00-\x1f]*$"}
@@ -372,6 +372,9 @@ class Status(Part):
     )
     transfer: TransferStatus | None = field("Process that copies KV out of the GPUs.")
     hit_percent: HitPercent | None = field("Hits by tier since the pods started, in per cent of tokens.")
+    tenants: list[TenantStatus] | None = field(
+        "Hits and memory of each tenant. Present with spec.tenants.", **TENANTS_STATUS
+    )
     remote: RemoteStatus | None = field("Servers of the remote tier.")
     router: RouterStatus | None = field("Pods of the router.")
     prefill: PrefillStatus | None = field("Pods that only compute prompts.")

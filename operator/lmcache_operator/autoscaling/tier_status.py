@@ -1,12 +1,12 @@
-"""Hits by tier and usage of the remote tier, for the status. Pure."""
+"""Hits by tier and by tenant, and usage of memory and of the remote tier, for the status. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lmcache_operator.autoscaling.policy.report import steady
-from lmcache_operator.components.base import Observed, RemoteFigures
+from lmcache_operator.components.base import Observed, RemoteFigures, Sidecar, TenantFigures
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.merge import dig
 
@@ -28,6 +28,43 @@ def hit_percent(observed: Observed) -> Object:
             num_hits = sum(getattr(sidecar.lookups, tier) for sidecar in sidecars)
             percent[tier] = min(100, 100 * num_hits // num_tokens)
     return _steady(dig(observed.resource, "status", "hitPercent"), percent)
+
+
+def tenant_usage(observed: Observed, names: Sequence[str] | None) -> list[Object]:
+    """Return ``status.tenants``: hits and memory of each declared tenant, of all sidecars together.
+
+    Args:
+        observed: The cluster, with the reports of its sidecars. They may have other names than the spec.
+        names: Names of the declared tenants, empty without any. None: the operator could not plan, such as
+            for an invalid spec, and the former list stays.
+    """
+    listed: list[Object] = dig(observed.resource, "status", "tenants") or []
+    if names is None:
+        return listed
+    former = {entry["name"]: {key: entry[key] for key in entry if key != "name"} for entry in listed}
+    probed = observed.probed.sidecars if observed.probed else ()
+    sidecars = [sidecar for sidecar in probed if sidecar.tenants]
+    if not names or not (sidecars or former):
+        return []
+    # After a restart, a sidecar has no prompts of some tenants yet. Their former hits stay until then.
+    current = {name: former.get(name, {}) | _of_tenant(sidecars, name) for name in names}
+    figures = _steady(former, current)
+    # The API server keeps the order of the list, so a different order would cause writes without end.
+    ordered = sorted(figures, key=[*former, *names].index)
+    return [{"name": name, **figures[name]} for name in ordered]
+
+
+def _of_tenant(sidecars: Sequence[Sidecar], name: str) -> Object:
+    """Return the figures of one tenant that are known."""
+    counted = [sidecar.tenants.get(name, TenantFigures()) for sidecar in sidecars]
+    shares = {
+        "hitPercent": (sum(each.hit_tokens for each in counted), sum(each.prompt_tokens for each in counted)),
+        "usedMemoryPercent": (
+            sum(each.bytes for each in counted),
+            sum(sidecar.usable_bytes for sidecar in sidecars),
+        ),
+    }
+    return {field: min(100, 100 * part // whole) for field, (part, whole) in shares.items() if whole}
 
 
 def remote_usage(observed: Observed) -> Object:

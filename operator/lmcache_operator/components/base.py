@@ -67,6 +67,16 @@ class LookupFigures(NamedTuple):
     remote: int = 0
 
 
+class TenantFigures(NamedTuple):
+    """A sidecar's figures of one tenant. Tokens count since the sidecar started."""
+
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    """Prompt tokens that the engine did not compute."""
+    bytes: int = 0
+    """Bytes that the tenant's rows take in memory now."""
+
+
 class Sidecar(NamedTuple):
     """State of the sidecar of a running pod, as the sidecar reports it."""
 
@@ -112,6 +122,10 @@ class Sidecar(NamedTuple):
     None: it has no such file, or an earlier version, which does not report the digest."""
     tenants_problem: str = ""
     """Why the sidecar does not use all declared tenants."""
+    tenants: Mapping[str, TenantFigures] = MappingProxyType({})
+    """Figures of tenants by name, which the spec may not declare. Empty: none were reported."""
+    usable_bytes: int = 0
+    """Bytes of the memory tier that rows can use; 0: unknown."""
 
 
 class Resize(NamedTuple):

@@ -10,10 +10,12 @@ import contextlib
 import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 from lmcache.explain.text import plain
-from lmcache_operator.components.base import LookupFigures, Probed, RemoteFigures, Sidecar
+from lmcache.tenant_names import MAX_NAMED
+from lmcache_operator.components.base import LookupFigures, Probed, RemoteFigures, Sidecar, TenantFigures
 from lmcache_operator.pods.pods import is_ready, is_running
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.names import SIDECAR
@@ -139,7 +141,16 @@ def read_sidecar(stats: dict[str, Any]) -> Sidecar:
         resize_problem=plain(memory.get("resize_problem")),
         tenants_digest=plain(digest) if isinstance(digest, str) else None,
         tenants_problem=plain(tenants.get(_TENANTS_PROBLEM)),
+        tenants=_tenants(tenants),
+        usable_bytes=_count(memory.get("usable_bytes")),
     )
+
+
+def _tenants(part: dict[str, Any]) -> dict[str, TenantFigures]:
+    """Figures by the names that the sidecar reports. A valid report has at most one name per budget."""
+    figures = [_part(part, name) for name in TenantFigures._fields]
+    names = islice(_part(part, "bytes"), MAX_NAMED + 1)
+    return {name: TenantFigures(*(_count(counts.get(name)) for counts in figures)) for name in names}
 
 
 def _part(stats: dict[str, Any], name: str) -> dict[str, Any]:

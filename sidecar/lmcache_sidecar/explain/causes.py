@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.tenant_names import DEFAULT_NAME
 from lmcache.tiers.base import RowKey
-from lmcache.tiers.budgets import DEFAULT_NAME
 from lmcache.tiers.memory.contracts import Chains
 from lmcache.tiers.stats import counter, counters
 from lmcache.tiers.tiered.absences import Absence

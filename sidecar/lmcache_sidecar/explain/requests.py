@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lmcache.explain.benefit import Source
-from lmcache.tiers.budgets import DEFAULT_NAME
+from lmcache.tenant_names import DEFAULT_NAME
 
 TIERS = ("remote", "peers", "disk", "memory")
 """Tiers that an engine loads from, the slowest first."""

@@ -18,7 +18,7 @@ from lmcache_operator.reconcile.probe import SidecarProber
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 
-from lmcache.tiers.budgets import DEFAULT_NAME
+from lmcache.tenant_names import DEFAULT_NAME
 from tests.harness.operator_components import ReconciledCluster
 from tests.harness.operator_model import cluster
 from tests.harness.operator_plans import LATE, settled_world, status_of

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from lmcache_operator.stats import MAX_STATS_BYTES
 from lmcache_sidecar.explain.causes import CauseStats
 from lmcache_sidecar.stats import document
 from lmcache_sidecar.tenant_stats import tenants_part
 from lmcache_sidecar.tenants import TenantsFile
 
 from lmcache import keys
+from lmcache.explain.causes import CAUSES
+from lmcache.tenant_names import MAX_CHARACTERS, MAX_NAMED
 from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.private import PrivateArena
@@ -91,3 +95,33 @@ def test_causes_are_those_of_tenants_in_the_file(tmp_path: Path) -> None:
     }
     assert part["prompt_tokens"] == {"default": 0, "search": 259, "idle": 0}
     assert part["hit_tokens"] == {"default": 0, "search": 256, "idle": 0}
+
+
+def test_operator_can_read_the_statistics_of_the_largest_file(tmp_path: Path) -> None:
+    """The operator reads a limited number of bytes. Half of them are for all other parts of /stats."""
+    names = [f"{number}".rjust(MAX_CHARACTERS, "x") for number in range(MAX_NAMED)]
+    file = file_of(
+        tmp_path / "tenants", f"named: [{', '.join(named(name, 'lowerTierBytes: 1023Ti') for name in names)}]"
+    )
+    counted = CauseStats()
+    for depth in (1 << power for power in range(17)):
+        counted.note_divergence(depth, 10**15)
+    counted.count(dict.fromkeys(CAUSES, 10**15))
+    counts = MemoryStats()
+    for numbers in (
+        counts.tenant_counts.evicted,
+        counts.tenant_counts.refused,
+        counts.tenant_counts.disk_refused,
+    ):
+        numbers.update(dict.fromkeys(names, 10**15))
+    memory = MemoryTier(PrivateArena(Geometry(SLOT_BYTES, NUM_COLUMNS), NUM_SLOTS))
+    list(memory.adopt())
+    disk = DiskTier(tmp_path / "disk", 1 << 20)
+    try:
+        part = tenants_part(file, counts, dict.fromkeys(names, counted), memory, disk)
+        content = document([part])
+    finally:
+        disk.close()
+    assert len(content["tenants"]["disk_refused"]) == MAX_NAMED
+    assert len(content["tenants"]["causes"]) == MAX_NAMED
+    assert len(json.dumps(content)) < MAX_STATS_BYTES // 2

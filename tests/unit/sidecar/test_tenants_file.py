@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from lmcache_sidecar.tenant_stats import tenants_part
 from lmcache_sidecar.tenants import TenantsFile
 
 from lmcache import keys
+from lmcache.tenant_names import MAX_NAMED
 from lmcache.tiers.budgets import Budget
 from lmcache.tiers.stats import MemoryStats
 
@@ -85,7 +87,7 @@ def test_without_a_file_only_the_quota_counts(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "mistake"),
     [
-        ("named: {a: b}", "named: must be a list of up to 256 tenants"),
+        ("named: {a: b}", "named: must be a list of up to 64 tenants"),
         ("other: 1", "key 'other' is unknown"),
         ("default: 5", "default: must hold keys and values"),
         (
@@ -118,8 +120,8 @@ def test_without_a_file_only_the_quota_counts(tmp_path: Path):
             "named[1]: name 'a' is used twice",
         ),
         (
-            f"named: [{{name: a, saltHash: {HASH}}}, {{name: b, saltHash: {HASH}}}]",
-            "named[1]: b has the same salt as a",
+            f"named: [{{name: a, saltFile: /absent/x}}, {{name: a, saltHash: {HASH}}}]",
+            "named[1]: name 'a' is used twice",
         ),
         (
             f"named: [{{name: a, saltHash: {HASH}, minMemoryPercent: 60}},"
@@ -139,6 +141,16 @@ def test_invalid_file_changes_nothing_and_is_reported(bench: Bench, caplog, text
     assert mistake in facts["tenants_problem"]
     assert bench.follow("") == ""
     assert document([tenants_part(bench.file, MemoryStats())])["tenants"]["tenants_problem"] == ""
+
+
+def test_file_with_too_many_tenants_is_refused(bench: Bench):
+    entries = [f"{{name: t{number}, saltHash: {number:064x}}}" for number in range(MAX_NAMED + 1)]
+    assert bench.follow(f"named: [{', '.join(entries[1:])}]") == ""
+    assert len(bench.file.names) == MAX_NAMED + 1
+    assert "named: the list has 65 tenants: reduce it to at most 64" in bench.follow(
+        f"named: [{', '.join(entries)}]"
+    )
+    assert "t0" not in bench.file.names, "the former file is in use"
 
 
 def test_named_tenants_get_the_bound_of_the_default(bench: Bench):
@@ -179,7 +191,7 @@ named:
         assert bench.follow(text) == f"named[0] (batch): saltFile: {path} {problem}"
     assert bench.budget("s3cret") == Budget("search", 50, 20)
     assert bench.budget("other") == Budget("default", 50)
-    assert "default, search, without tenants whose salts are missing" in caplog.text
+    assert "default, search, without tenants whose salts cannot be used" in caplog.text
     assert bench.follow() == f"named[0] (batch): saltFile: {path} {problem}"
 
 
@@ -193,6 +205,38 @@ def test_tenant_whose_salt_is_deleted_gets_new_shares(bench: Bench):
     bench.follow("")
     bench.follow(f"named: [{{name: a, saltFile: {bench.salt_path}}}]")
     assert bench.budget("pepper").name == "default"  # the salt of a tenant that was removed is not remembered
+
+
+def test_second_tenant_with_a_salt_loses_only_its_budget(bench: Bench, caplog):
+    hashed = keys.salt_hash("pepper").hex()
+    text = f"""
+named:
+- {{name: a, saltHash: {hashed}, minMemoryPercent: 10}}
+- {{name: b, saltFile: {bench.salt_path}, minMemoryPercent: 20}}
+- {{name: c, saltHash: {hashed}}}
+- {{name: d, saltHash: {HASH}, minMemoryPercent: 30}}
+"""
+    bench.salt_path.write_text("pepper")
+    with caplog.at_level(logging.ERROR):
+        problem = bench.follow(text)
+    assert problem == (
+        "named[1] (b): has the same salt as a, whose budget counts: give each tenant its own salt, or remove"
+        " one of them"
+    )
+    assert bench.budget("pepper").name == "a"
+    assert bench.file.names == ["default", "a", "d"]
+    assert bench.digest == hashlib.sha256(text.encode()).hexdigest()
+    assert problem in caplog.text
+    assert not {"pepper", hashed} & set(re.findall(r"\w+", caplog.text))
+    bench.salt_path.write_text("salt of b")
+    assert bench.follow().startswith("named[2] (c): has the same salt as a")
+    assert bench.budget("salt of b") == Budget("b", 80, 20)
+
+
+def test_guarantees_of_equal_salts_count(bench: Bench):
+    """Otherwise, the file would be refused when one of the salts changes."""
+    entries = ", ".join(f"{{name: {name}, saltHash: {HASH}, minMemoryPercent: 60}}" for name in "ab")
+    assert "the sum of all minMemoryPercent is 120" in bench.follow(f"named: [{entries}]")
 
 
 def test_missing_file_is_reported_and_read_when_it_appears(bench: Bench):

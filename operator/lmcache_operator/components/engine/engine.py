@@ -21,6 +21,7 @@ from lmcache_operator.components.engine.pod import DISK_SIZE, MemorySize, pod_te
 from lmcache_operator.components.engine.status import engine_status
 from lmcache_operator.components.engine.tenants import (
     DIGEST_FIELD,
+    NAMES_FIELD,
     in_spec_hash,
     tenants_digest,
     tenants_yaml,
@@ -127,6 +128,7 @@ class Engine(Component):
                 "resizing": resized,
                 "images": _images_in_use(cluster, images, present),
                 "transfer": {"requested": cluster.spec.sidecar.transfer, **transfer._asdict()},
+                NAMES_FIELD: cluster.spec.tenants.names if cluster.spec.tenants else (),
                 DIGEST_FIELD: tenants_digest(cluster.spec.tenants, cluster.memory.tenant_quota_percent),
             },
         )

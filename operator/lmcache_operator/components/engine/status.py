@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, cast, get_args
 
 from lmcache.common.units import format_size
-from lmcache_operator.autoscaling.tier_status import hit_percent
+from lmcache_operator.autoscaling.tier_status import hit_percent, tenant_usage
 from lmcache_operator.components.base import ComponentStatus, Observed, Plan, Sidecar
 from lmcache_operator.components.conditions import Condition, Problem, Trouble, former_conditions
 from lmcache_operator.components.engine.encryption import rows_encrypted
@@ -14,6 +14,7 @@ from lmcache_operator.components.engine.gpus import transfer_in_use, transfer_pr
 from lmcache_operator.components.engine.tenants import (
     AWAITED_REASONS,
     DIGEST_FIELD,
+    NAMES_FIELD,
     TENANTS_KNOWN,
     tenants_known,
 )
@@ -49,6 +50,7 @@ def engine_status(observed: Observed, plan: Plan) -> ComponentStatus:
         "images": plan.fields.get("images") or _former(observed, "images"),
         "transfer": transfer,
         "hitPercent": hit_percent(observed),
+        "tenants": tenant_usage(observed, plan.fields.get(NAMES_FIELD)),
     }
     resized = plan.fields.get("resizing") or Resizing()
     troubles = [condition for condition in conditions.values() if _is_trouble(condition)]

@@ -22,6 +22,8 @@ AWAITED_REASONS: Final = (TENANTS_PENDING, "NoAnswer")
 """Reasons of the condition that end without a change of any object. Later probes show when."""
 DIGEST_FIELD: Final = "tenantsDigest"
 """Field of the plan with the digest of the declared file."""
+NAMES_FIELD: Final = "tenantNames"
+"""Field of the plan with the names of the declared tenants; empty without tenants."""
 _NOT_REPORTED: Final = (
     "If no pods are being replaced, the image of the sidecar is too old: set spec.images.policy to Follow"
 )

@@ -1,0 +1,204 @@
+"""Hits and memory of each tenant in the status, from reports that are not trusted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from lmcache_operator.components.registry import COMPONENTS
+from lmcache_operator.reconcile.probe import read_sidecar
+from lmcache_operator.specs.kinds import ClusterKey
+
+from lmcache.tenant_names import DEFAULT_NAME, MAX_NAMED
+from tests.harness.operator_components import ReconciledCluster
+from tests.harness.operator_model import NAME, NAMESPACE, UID
+
+GOOD: dict[str, Any] = {"is_ready": True, "num_clients": {"attached": 1}}
+USABLE = 1000
+
+
+def declared(*names: str) -> dict[str, Any]:
+    """A spec with these tenants."""
+    return {"named": [{"name": name, "saltHash": f"{number:064x}"} for number, name in enumerate(names)]}
+
+
+def report(usable_bytes: Any = USABLE, **tenants: tuple[int, int, int]) -> dict[str, Any]:
+    """Answer of a sidecar with prompt tokens, hit tokens and bytes by tenant."""
+    counts = zip(*tenants.values(), strict=True) if tenants else ((), (), ())
+    fields = "prompt_tokens", "hit_tokens", "bytes"
+    figures = {
+        field: dict(zip(tenants, numbers, strict=True)) for field, numbers in zip(fields, counts, strict=True)
+    }
+    return GOOD | {"memory": {"usable_bytes": usable_bytes}, "tenants": {"tenants_problem": "", **figures}}
+
+
+class Rig(ReconciledCluster):
+    """Running engine pods, whose sidecars answer with these reports."""
+
+    def __init__(self, *answers: Any, tenants: Any = None) -> None:
+        tenants = declared("search") if tenants is None else tenants
+        super().__init__(COMPONENTS, engine={"replicas": max(1, len(answers))}, tenants=tenants)
+        self.settle()
+        self.answer(*answers)
+
+    def answer(self, *answers: Any) -> None:
+        """Let the sidecars answer from now on; None: not at all."""
+        for number, stats in enumerate(answers):
+            address = f"10.0.0.{number}"
+            self.world.pods[f"demo-engine-{number}"]["status"] |= {"phase": "Running", "podIP": address}
+            self.world.stats[address] = stats
+
+    def declare(self, *names: str) -> None:
+        """Let the spec have these tenants, and no others."""
+        self.world.resource["spec"]["tenants"] = declared(*names)
+        self.world.change()
+
+    def reconcile(self) -> Any:
+        """Reconcile once. Returns the list in the status; None: there is none."""
+        self.world.writes.clear()
+        asyncio.run(self.reconciler.reconcile(ClusterKey(NAMESPACE, NAME, UID)))
+        return self.world.resource["status"].get("tenants")
+
+
+def entry(name: str, hits: int | None = None, memory: int | None = None) -> dict[str, Any]:
+    figures = {"hitPercent": hits, "usedMemoryPercent": memory}
+    return {"name": name, **{field: figure for field, figure in figures.items() if figure is not None}}
+
+
+def test_figures_are_those_of_all_pods_together() -> None:
+    rig = Rig(
+        report(default=(100, 10, 50), search=(1000, 900, 300)),
+        report(3 * USABLE, default=(100, 20, 50), search=(3000, 300, 500)),
+    )
+    assert rig.reconcile() == [entry("default", 15, 2), entry("search", 30, 20)]
+
+
+def test_tenant_without_prompts_has_no_hits() -> None:
+    rig = Rig(report(default=(0, 0, 0), search=(0, 0, 120)))
+    assert rig.reconcile() == [entry("default", None, 0), entry("search", None, 12)]
+
+
+def test_declared_tenant_that_no_sidecar_counts_has_an_entry() -> None:
+    """The salt may be missing, or the file in the pod is older."""
+    rig = Rig(report(default=(10, 5, 0)))
+    assert rig.reconcile() == [entry("default", 50, 0), entry("search", None, 0)]
+
+
+@pytest.mark.parametrize("answer", [None, GOOD, GOOD | {"tenants": {"tenants_problem": ""}}])
+def test_field_appears_with_the_first_report(answer: Any) -> None:
+    """Sidecars of earlier versions report no tenants."""
+    rig = Rig(answer)
+    assert rig.reconcile() is None
+    rig.answer(report(default=(0, 0, 0)))
+    rig.skipped_seconds += 61  # so that a silent sidecar is probed again
+    assert rig.reconcile() is not None
+
+
+def test_unknown_names_are_not_reported() -> None:
+    hashed = "c0ffee" * 10
+    rig = Rig(report(**{"default": (1, 0, 0), hashed: (1, 1, 1), "removed": (9, 9, 9)}))
+    assert rig.reconcile() == [entry("default", 0, 0), entry("search", None, 0)]
+    assert hashed not in json.dumps(rig.world.resource)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (report(search=(10, 2**62, 2**62)), entry("search", 100, 100)),
+        (report(search=(-5, 7, -9)), entry("search", None, 0)),
+        (report(search=(2**70, 7, 2**70)), entry("search", None, 0)),
+        (report("much", search=(10, 5, 7)), entry("search", 50)),
+        (report(search=("x", [], {})), entry("search", None, 0)),  # type: ignore[arg-type]
+        (GOOD | {"memory": {"usable_bytes": USABLE},
+                 "tenants": {"tenants_problem": "", "bytes": {"search": 100}, "hit_tokens": [3],
+                             "prompt_tokens": "x"}}, entry("search", None, 10)),
+    ],
+)  # fmt: skip
+def test_wrong_figures_are_limited_or_ignored(answer: Any, expected: dict[str, Any]) -> None:
+    rig = Rig(answer)
+    (_, search) = rig.reconcile()
+    assert search == expected
+
+
+def test_report_with_many_names_is_cut() -> None:
+    """A report has at most 256 KiB, which a sidecar could fill with names."""
+    names = {f"n{number}": (1, 1, 1) for number in range(5000)}
+    assert len(read_sidecar(report(**names)).tenants) == MAX_NAMED + 1
+
+
+def test_all_tenants_of_the_largest_spec_are_reported() -> None:
+    names = [f"t{number}" for number in range(MAX_NAMED)]
+    counts = {name: (100, number, 0) for number, name in enumerate((DEFAULT_NAME, *names))}
+    rig = Rig(report(**counts), tenants=declared(*names))
+    assert [tenant["hitPercent"] for tenant in rig.reconcile()] == list(range(MAX_NAMED + 1))
+
+
+def test_small_changes_write_no_status() -> None:
+    rig = Rig(report(default=(100, 50, 500), search=(1000, 400, 400)))
+    before = rig.reconcile()
+    rig.answer(report(default=(100, 50, 505), search=(2000, 830, 410)))
+    assert rig.reconcile() == before
+    assert rig.world.writes == []
+    rig.answer(report(default=(100, 50, 505), search=(2000, 860, 410)))
+    assert rig.reconcile() == [entry("default", 50, 50), entry("search", 43, 41)]
+
+
+def test_steady_cluster_writes_no_status() -> None:
+    rig = Rig(report(default=(0, 0, 0), search=(10, 3, 50)))
+    rig.reconcile()
+    for _ in range(3):
+        rig.reconcile()
+        assert rig.world.writes == []
+
+
+def test_hits_stay_while_restarted_sidecars_have_no_prompts() -> None:
+    rig = Rig(report(default=(100, 50, 500), search=(1000, 400, 400)))
+    rig.reconcile()
+    rig.answer(report(default=(0, 0, 0), search=(10, 9, 400)))
+    assert rig.reconcile() == [entry("default", 50, 0), entry("search", 90, 40)]
+
+
+def test_figures_stay_while_no_sidecar_answers() -> None:
+    rig = Rig(report(default=(100, 50, 500), search=(1000, 400, 400)))
+    before = rig.reconcile()
+    rig.restart_operator()
+    rig.answer(None)
+    assert rig.reconcile() == before
+    rig.declare("search", "new")
+    rig.settle()
+    assert rig.reconcile() == [*before, entry("new")], "the names are those of the spec"
+
+
+def test_names_that_differ_in_a_figure_are_different() -> None:
+    rig = Rig(report(t100=(100, 50, 500)), tenants=declared("t100"))
+    rig.reconcile()
+    rig.declare("t101")
+    rig.answer(report(t101=(100, 50, 500)))
+    assert rig.reconcile() == [entry("default", None, 0), entry("t101", 50, 50)]
+
+
+def test_entries_do_not_move() -> None:
+    """The API server keeps the order of such a list, so that a new order would be written again and again."""
+    rig = Rig(report(a=(100, 50, 500), b=(100, 10, 100)), tenants=declared("a", "b"))
+    before = rig.reconcile()
+    rig.declare("c", "b", "a")
+    assert rig.reconcile() == [*before, entry("c", None, 0)]
+
+
+def test_field_disappears_with_the_tenants() -> None:
+    rig = Rig(report(default=(100, 50, 500)))
+    assert rig.reconcile()
+    del rig.world.resource["spec"]["tenants"]
+    rig.world.change()
+    assert rig.reconcile() is None
+
+
+def test_invalid_spec_keeps_the_former_list() -> None:
+    rig = Rig(report(default=(100, 50, 500), search=(100, 10, 0)))
+    before = rig.reconcile()
+    rig.world.change(tenants={"default": {"memoryPercent": 1000}})
+    rig.answer(report(default=(100, 90, 500)))
+    assert rig.reconcile() == before
+    assert rig.conditions()["Ready"] == "False"
