@@ -54,6 +54,7 @@ spec:
     image: ghcr.io/lmcache-cluster/sidecar:0.1.0
     chunkTokens: 256
     payload: ImageVolume
+    httpAuthentication: TokenReview
     transfer: CudaIPC
   images: {policy: Follow}
   tiers:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
@@ -19,6 +21,10 @@ _MAX_PARTS = 16
 """Maximum number of lists and objects in an answer of /samples, which bounds memory. A valid one has four."""
 
 
+_TOKEN = Path("/var/run/secrets/lmcache.io/token")
+"""The operator's token for sidecars, as the chart mounts it. The API server refuses its audience."""
+
+
 class StatsClient:
     """An HTTP client for the sidecars' /stats and /samples; an async context manager.
 
@@ -26,9 +32,10 @@ class StatsClient:
     nothing and stores no cookies.
     """
 
-    def __init__(self, port: int = SIDECAR_PORT, *, seconds: float = 1.0) -> None:
-        """``seconds``: timeout of one request."""
+    def __init__(self, port: int = SIDECAR_PORT, *, seconds: float = 1.0, token: Path = _TOKEN) -> None:
+        """``seconds``: timeout of one request. ``token``: file with the token to send, if it exists."""
         self._port = port
+        self._token = token
         self._timeout = aiohttp.ClientTimeout(total=seconds)
 
     async def __aenter__(self) -> Self:
@@ -50,12 +57,21 @@ class StatsClient:
         """Read /samples; {} if the sidecar does not serve it, None if no valid answer arrives in time."""
         return await self._get(address, "/samples", question, _MAX_SAMPLES_BYTES, {})
 
+    def _headers(self) -> dict[str, str]:
+        """Read the token at each request, because the kubelet renews it."""
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            return {"Authorization": f"Bearer {self._token.read_text(encoding='ascii').strip()}"}
+        return {}
+
     async def _get(
         self, address: str, path: str, query: Mapping[str, int], max_bytes: int, unknown: Any
     ) -> Any:
         try:
             url = URL.build(scheme="http", host=address, port=self._port, path=path, query=query)
-            async with self._session.get(url, allow_redirects=False, timeout=self._timeout) as answer:
+            request = self._session.get(
+                url, allow_redirects=False, timeout=self._timeout, headers=self._headers()
+            )
+            async with request as answer:
                 if answer.status == HTTPStatus.NOT_FOUND:
                     return unknown
                 body = bytearray()

@@ -27,11 +27,14 @@ from lmcache_sidecar.config import Config, ConfigError, Reading
 from lmcache_sidecar.http import OPEN_METRICS, HttpServer, Page
 from lmcache_sidecar.sidecar import Sidecar
 from lmcache_sidecar.stats import Figure, Part, document, read
+from lmcache_sidecar.token_reviews import TokenReviews
 
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 2.0
 _SLOW_SECONDS = 1.0
+_OPEN_PAGES = "/healthz", "/readyz"
+"""Pages that never need a token, because the kubelet sends none. They show no data."""
 _END_SECONDS = 2.0
 """Time that a stopping sidecar has after its grace period, to release its resources."""
 
@@ -74,6 +77,7 @@ class Daemon:
         self._http: HttpServer | None = None
         self._http_address = ("", 0)  # as configured
         self._http_port = 0  # the port in use
+        self._reviews: TokenReviews | None = None  # None: no page needed a review yet
 
     def end_soon(self, *_: object) -> None:
         """Begin to stop (a signal handler). A watchdog ends the process if something hangs."""
@@ -102,6 +106,8 @@ class Daemon:
             await self._sidecar.stop()
         if self._http is not None:
             await self._http.stop()
+        if self._reviews is not None:
+            self._reviews.close()
 
     # ---- starting ----
 
@@ -145,7 +151,8 @@ class Daemon:
             if self._http_address == address:
                 return
             await self._http.stop()
-        self._http, self._http_address = HttpServer(self._pages, {"/prompt": self._prompt_page}), address
+        self._http = HttpServer(self._pages, {"/prompt": self._prompt_page}, self._guard)
+        self._http_address = address
         try:
             self._http_port = self._http.start(*address)
         except (OSError, UnicodeError) as error:
@@ -179,6 +186,17 @@ class Daemon:
             "/readyz": self._readyz_page,
         }
 
+    async def _guard(self, path: str, token: str) -> Page | None:
+        """Return the answer to another machine that may not read the page; None if it may."""
+        config = self._reading.config
+        if config.http_authentication == "None" or path in _OPEN_PAGES:
+            return None
+        if self._reviews is None or self._reviews.directory != config.http_authentication_dir:
+            if self._reviews is not None:
+                self._reviews.close()
+            self._reviews = TokenReviews(config.http_authentication_dir, os.environ)
+        return await self._reviews.refusal(path, token)
+
     @property
     def not_ready_reason(self) -> str:
         """Reason why engines can't attach now; empty if they can."""
@@ -196,6 +214,8 @@ class Daemon:
             "pid": os.getpid(),
             "time": round(time.time(), 3),
             "not_ready_reason": self.not_ready_reason,
+            "http_authentication": self._reading.config.http_authentication,
+            "http_authentication_problem": self._reviews.problem if self._reviews else "",
         }
         return [Part("", facts, read(FIGURES, self)), *(self._sidecar.stats() if self._sidecar else ())]
 

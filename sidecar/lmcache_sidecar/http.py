@@ -31,6 +31,8 @@ _BACKLOG = 128
 _CONTENT_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,9})[ \t]*(?:\r\n|$)", re.IGNORECASE)
 _REQUEST_LINE = re.compile(rb"([A-Z]+) (\S+) HTTP/1\.[01]\r\n")
 _ACCEPT = re.compile(rb"^accept:([^\r]*)", re.MULTILINE | re.IGNORECASE)
+_AUTHORIZATION = re.compile(rb"^authorization:([^\r\n]*)", re.MULTILINE | re.IGNORECASE)
+_BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE)
 _ORIGIN = re.compile(rb"^origin:", re.MULTILINE | re.IGNORECASE)
 _PAUSE_SECONDS = 0.05  # while no descriptor is left, and none can be closed
 
@@ -46,21 +48,28 @@ class Page(NamedTuple):
     content_type: str = "text/plain; charset=utf-8"
 
 
+Guard = Callable[[str, str], Awaitable[Page | None]]
+"""Decides from a path and a token whether another machine may read the page. Returns a refusal, or None."""
+
+
 class HttpServer:
     """Serves ``pages`` by path, for GET and HEAD, between ``start`` and ``stop``.
 
     Each page gets the query of the URL, the text after "?". A page whose name is a path, a space and a media
     type replaces the page of this path for clients that accept the type. ``local_pages`` serve POST requests
     from this machine only, which includes ``kubectl port-forward``. They refuse browsers, because a web page
-    could otherwise ask through its visitor's port-forward. Each gets the request's body.
+    could otherwise ask through its visitor's port-forward. Each gets the request's body. ``guard`` is asked
+    for each page that another machine reads, with the request's bearer token, or an empty text.
     """
 
     def __init__(
         self,
         pages: Mapping[str, Callable[[str], Awaitable[Page]]],
         local_pages: Mapping[str, Callable[[bytes], Awaitable[Page]]] | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self._pages = pages
+        self._guard = guard
         self._local_pages = local_pages or {}
         self._listener: socket.socket | None = None
         self._connections: dict[asyncio.Task[None], None] = {}  # the oldest first
@@ -170,6 +179,7 @@ class HttpServer:
             f"Content-Type: {content_type}",
             f"Content-Length: {len(body)}",
             *([f"Allow: {allowed or 'GET, HEAD'}"] if status is HTTPStatus.METHOD_NOT_ALLOWED else []),
+            *(["WWW-Authenticate: Bearer"] if status is HTTPStatus.UNAUTHORIZED else []),
             "Connection: close\r\n\r\n",
         )
         return "\r\n".join(lines).encode() + (b"" if is_head else body)
@@ -188,11 +198,15 @@ class HttpServer:
         if method not in ((b"GET", b"HEAD") if page else (b"POST",)):
             return _error(HTTPStatus.METHOD_NOT_ALLOWED)
         # Outside of the try block: a client that resets its connection is no bug.
+        is_trusted = self._guard is None or _is_local(connection)
         body = b"" if page else await _receive_local(head, connection)
         if isinstance(body, Page):
             return body
         try:
             if page is not None:
+                if not is_trusted and self._guard:
+                    refusal = await self._guard(path, _token_of(head))
+                    return refusal or await page(query)
                 return await page(query)
             assert local_page is not None
             return await local_page(body)
@@ -209,10 +223,22 @@ class HttpServer:
         return self._pages.get(path) if " " not in path else None
 
 
+def _is_local(connection: socket.socket) -> bool:
+    """Return True if the client is on this machine, or in this pod. Raises OSError if it has disconnected."""
+    address = ipaddress.ip_address(connection.getpeername()[0].partition("%")[0])
+    return bool((getattr(address, "ipv4_mapped", None) or address).is_loopback)
+
+
+def _token_of(head: bytes) -> str:
+    """Return the bearer token of a request; empty if it has none, or several."""
+    values = _AUTHORIZATION.findall(head.partition(b"\r\n\r\n")[0])
+    bearer = _BEARER.fullmatch(values[0].decode("ascii", "replace").strip()) if len(values) == 1 else None
+    return bearer[1] if bearer else ""
+
+
 async def _receive_local(head: bytes, connection: socket.socket) -> bytes | Page:
     """Return the body of a POST request of a client on this machine, or a refusal. Raises OSError."""
-    address = ipaddress.ip_address(connection.getpeername()[0].partition("%")[0])
-    if not (getattr(address, "ipv4_mapped", None) or address).is_loopback:
+    if not _is_local(connection):
         remedy = "run the command in the pod (kubectl exec), or through kubectl port-forward"
         return Page(HTTPStatus.FORBIDDEN, f"this page answers only its own machine: {remedy}\n".encode())
     head, _, body = head.partition(b"\r\n\r\n")

@@ -104,10 +104,13 @@ class Cluster:
         path.chmod(0o600)
         return path
 
-    def service_account_token(self, namespace: str, name: str, seconds: int = 3600) -> str:
-        """A token like that of a pod with this ServiceAccount."""
+    def service_account_token(
+        self, namespace: str, name: str, seconds: int = 3600, *, audience: str = ""
+    ) -> str:
+        """A token like that of a pod with this ServiceAccount. Empty audience: the API server."""
         path = self.api.path("v1/serviceaccounts", namespace, f"{name}/token")
-        body = {"spec": {"expirationSeconds": seconds}}
+        audiences = {"audiences": [audience]} if audience else {}
+        body = {"spec": {"expirationSeconds": seconds, **audiences}}
         token: str = self.api.request("POST", path, body)["status"]["token"]
         return token
 

@@ -81,6 +81,7 @@ ADMITTED = {
     "router.replicas": _AMOUNTS,
     "router.resources": _AMOUNTS,
     "sidecar.chunkTokens": _NUMBERS,
+    "sidecar.httpAuthentication": "a token of an account without rights, in the operator's own image only",
     "sidecar.payload": _NUMBERS,
     "sidecar.transfer": _NUMBERS,
     "tenants.default": _NUMBERS,

@@ -1,5 +1,6 @@
 """The objects that Helm renders from the chart, and the values that it refuses."""
 
+import inspect
 import json
 
 import pytest
@@ -8,6 +9,8 @@ from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.injection.profile import profile
 from lmcache_operator.specs.names import INJECT_LABEL, STOCK_IMAGES
+from lmcache_operator.stats import StatsClient
+from lmcache_sidecar.token_reviews import AUDIENCE
 
 from testing.kube.cluster import Cluster
 from tests.harness import alert_rules
@@ -61,6 +64,46 @@ def test_monitoring_objects_are_rendered_only_if_enabled(plane):
     for suffix in ("sidecars", "injected"):
         (monitor,) = [obj for obj in listed if obj["metadata"]["name"] == f"{name}-{suffix}"]
         assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["a", "b"]}
+
+
+def test_monitors_of_sidecars_send_a_token_only_if_it_is_set(plane):
+    flags, secret = ["monitoring.enabled=true"], "monitoring.authorization.secretName=scrape"
+
+    def authorizations(*more: str) -> dict[str, list]:
+        monitors = [obj for obj in rendered(plane, *flags, *more) if obj["kind"] == "PodMonitor"]
+        return {
+            obj["metadata"]["name"].rpartition("-")[2]: [
+                endpoint.get("authorization") for endpoint in obj["spec"]["podMetricsEndpoints"]
+            ]
+            for obj in monitors
+        }
+
+    assert authorizations() == {"operator": [None], "sidecars": [None], "injected": [None]}
+    token = {"credentials": {"name": "scrape", "key": "token"}}
+    assert authorizations(secret) == {"operator": [None], "sidecars": [token], "injected": [token]}
+    other = authorizations(secret, "monitoring.authorization.key=jwt")
+    assert other["sidecars"] == [{"credentials": {"name": "scrape", "key": "jwt"}}]
+
+
+def test_operator_mounts_the_token_that_it_sends_to_sidecars(plane):
+    (deployment,) = [obj for obj in rendered(plane) if obj["kind"] == "Deployment"]
+    spec = deployment["spec"]["template"]["spec"]
+    (source,) = next(vol for vol in spec["volumes"] if vol["name"] == "pages-token")["projected"]["sources"]
+    assert source["serviceAccountToken"]["audience"] == AUDIENCE
+    (mount,) = [each for each in spec["containers"][0]["volumeMounts"] if each["name"] == "pages-token"]
+    path = inspect.signature(StatsClient).parameters["token"].default
+    assert f"{mount['mountPath']}/{source['serviceAccountToken']['path']}" == str(path)
+
+
+@pytest.mark.parametrize("settings", [[], ["watchNamespaces={a}"]])
+def test_roles_for_pages_of_sidecars_are_rendered(plane, settings):
+    roles = {
+        obj["metadata"]["name"]: obj for obj in rendered(plane, *settings) if obj["kind"] == "ClusterRole"
+    }
+    name = "release-lmcache-operator"
+    assert roles[f"{name}-metrics-reader"]["rules"] == [{"nonResourceURLs": ["/metrics"], "verbs": ["get"]}]
+    rules = [rule for rule in roles[name]["rules"] if "nonResourceURLs" in rule]
+    assert rules == [{"nonResourceURLs": ["/stats", "/samples"], "verbs": ["get"]}]
 
 
 def test_rendered_rules_are_those_that_promtool_tests(plane):

@@ -46,6 +46,8 @@ NAMESPACED = {
 """Verbs by group and resource, in all namespaces, or only in those of ``watchNamespaces``."""
 CLUSTER = {"apiextensions.k8s.io/customresourcedefinitions": "list watch", "/nodes": "get"}
 """Verbs in any namespace."""
+PAGES = {"/stats", "/samples"}
+"""Pages of sidecars that the operator may read, besides those that every account may read."""
 LISTED = CLUSTER | {"/namespaces": "list watch"}
 """Verbs in any namespace with ``watchNamespaces``."""
 
@@ -131,6 +133,32 @@ def test_operator_has_no_right_that_leads_to_all_others(plane, chart):
     assert held["/secrets"] == {"create"}
     paths = rules(api_of(plane, chart), "default")["nonResourceRules"]
     assert {verb for rule in paths for verb in rule["verbs"]} == {"get"}
+
+
+def pages(plane: Cluster, account: str) -> set[str]:
+    """Paths that the account may read and an account without any Role may not."""
+    read = [
+        {
+            path
+            for rule in rules(api_of(plane, each), "default")["nonResourceRules"]
+            for path in rule["nonResourceURLs"]
+        }
+        for each in (account, "default/default")
+    ]
+    return read[0] - read[1]
+
+
+def test_operator_may_read_two_pages_of_sidecars(plane, chart, listed):
+    assert pages(plane, chart) == pages(plane, listed[0]) == PAGES
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_operator_may_only_get_the_pages(plane, chart, path):
+    for verb, allowed in (("get", True), ("post", False)):
+        user = f"system:serviceaccount:{chart.replace('/', ':')}"
+        review = {"spec": {"user": user, "nonResourceAttributes": {"path": path, "verb": verb}}}
+        answer = plane.api.create("authorization.k8s.io/v1/subjectaccessreviews", review)
+        assert answer["status"]["allowed"] is allowed
 
 
 @pytest.mark.parametrize(

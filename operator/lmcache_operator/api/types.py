@@ -17,6 +17,7 @@ _MODEL: dict[str, Any] = {"maxLength": 512, "pattern": r"^[^-\s\x00-\x1f][^\s\x0
 _MAP_BY_TYPE: dict[str, Any] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
 VLLM: Literal["vLLM"] = "vLLM"
 SGLANG: Literal["SGLang"] = "SGLang"
+TOKEN_REVIEW: Literal["TokenReview"] = "TokenReview"
 _CHUNK_TOKENS = 256
 
 
@@ -157,6 +158,14 @@ class Sidecar(Part):
         "Degraded says why. SGLang always copies itself.",
         default="Auto",
         enum=["Auto", "CudaIPC", "SharedMemory"],
+    )
+    http_authentication: str = field(
+        "None: pages such as /metrics need no token. TokenReview: clients outside the pod need a token of a "
+        "ServiceAccount that may get the page, for the audience lmcache.io. Each sidecar gets a token of its "
+        "pod's ServiceAccount: bind the ClusterRole system:auth-delegator to it. A change replaces the pods, "
+        "one at a time.",
+        default="None",
+        enum=["None", TOKEN_REVIEW],
     )
 
 

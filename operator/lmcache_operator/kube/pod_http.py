@@ -77,6 +77,8 @@ class PodHttp:
             return PodAnswer(0, _reason(path, status, body), GET_PROXY)
         if status >= HTTPStatus.BAD_REQUEST and _is_of_api_server(body):
             return PodAnswer(0, _reason(path, status, body))  # the API server did not reach the pod
+        if status == HTTPStatus.UNAUTHORIZED:  # the proxy passes no token on; a sidecar trusts a port-forward
+            return PodAnswer(0, b"the pod answers the API server's proxy with HTTP 401", CREATE_FORWARD)
         return PodAnswer(status, body)
 
     async def _by_forward(self, forward: str, path: str) -> PodAnswer:

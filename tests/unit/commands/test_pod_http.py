@@ -33,6 +33,11 @@ async def forbidden(_: web.Request) -> web.StreamResponse:
     return refusal(403, 'pods "p" is forbidden: User "u" cannot get resource "pods/proxy"')
 
 
+async def without_token(_: web.Request) -> web.StreamResponse:
+    """A sidecar that asks for a token: the proxy removes that of the user."""
+    return web.Response(status=401, body=b"401 Unauthorized: this page needs a token")
+
+
 async def unreachable(_: web.Request) -> web.StreamResponse:
     return refusal(503, "error trying to reach service: dial tcp 10.0.0.1:9464: i/o timeout")
 
@@ -109,7 +114,7 @@ def test_proxy_answers_without_a_port_forward() -> None:
     assert asyncio.run(get(page, forbidden, head_start=5.0)) == PodAnswer(200, PAGE)
 
 
-@pytest.mark.parametrize("proxy", [forbidden, unreachable, hanging])
+@pytest.mark.parametrize("proxy", [forbidden, unreachable, hanging, without_token])
 @pytest.mark.parametrize(
     "frames",
     [
@@ -120,6 +125,11 @@ def test_proxy_answers_without_a_port_forward() -> None:
 )
 def test_port_forward_answers_if_the_proxy_does_not(proxy: Handler, frames: tuple[bytes, ...]) -> None:
     assert asyncio.run(get(proxy, forward(*frames))) == PodAnswer(200, PAGE)
+
+
+def test_port_forward_is_the_missing_right_if_the_page_needs_a_token() -> None:
+    answer = asyncio.run(get(without_token, forbidden))
+    assert (answer.status, answer.missing_right) == (0, CREATE_FORWARD)
 
 
 def test_error_of_the_page_itself_is_an_answer() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import re
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -318,6 +320,28 @@ def test_stats_client_returns_none_for_an_invalid_response(answer: bytes) -> Non
 def test_stats_client_returns_none_after_the_timeout() -> None:
     assert read_from(is_listening=False) is None
     assert read_from(answer_of(b"{}"), seconds=60, timeout_seconds=0.05) is None
+
+
+def test_stats_client_sends_the_present_token(tmp_path: Path) -> None:
+    token, heads = tmp_path / "token", []
+
+    async def run() -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            heads.append((await reader.readuntil(b"\r\n\r\n")).decode())
+            writer.write(answer_of(b"{}"))
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        async with StatsClient(server.sockets[0].getsockname()[1], token=token) as stats:
+            for content in ("", "first\n", "second\n"):
+                if content:
+                    token.write_text(content)
+                assert await stats.read("127.0.0.1") == {}
+        server.close()
+
+    asyncio.run(run())
+    sent = [re.findall(r"Authorization: (.*)\r\n", head) for head in heads]
+    assert sent == [[], ["Bearer first"], ["Bearer second"]]
 
 
 def test_stats_client_returns_none_for_an_invalid_address() -> None:

@@ -46,6 +46,11 @@ def template(**engine: Any) -> dict[str, Any]:
         (template(env=[{"name": "PYTHONHASHSEED", "value": "1"}]), "env[PYTHONHASHSEED].value"),
         (template(image="x"), "spec.containers[engine].image"),
         (template(volumeMounts=[{"mountPath": "/run/lmcache", "name": "x"}]), "[/run/lmcache].name"),
+        (
+            template(volumeMounts=[{"mountPath": "/x", "name": "api-access"}])
+            | {"sidecar": {"httpAuthentication": "TokenReview"}},
+            "mounts the volume api-access, which only the sidecar may read",
+        ),
         (pod({"volumes": [{"name": "arena", "emptyDir": None}]}), "volumes[arena]"),
         (pod({"initContainers": None}), "spec.initContainers"),
         (pod({"initContainers": [{"name": "sidecar", "resources": SMALL}]}), "resources.limits.memory"),

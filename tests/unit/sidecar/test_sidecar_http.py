@@ -227,6 +227,71 @@ def test_local_page_does_not_answer_web_pages():
     assert b"answers no browser" in answer
 
 
+async def _token_guard(path: str, token: str) -> Page | None:
+    if path == "/healthz" or token == "abc":
+        return None
+    return Page(HTTPStatus.UNAUTHORIZED, f"{token!r}\n".encode())
+
+
+def send_guarded(request: bytes) -> bytes:
+    """The response of a server whose pages need the token "abc"."""
+
+    async def run() -> bytes:
+        pages = {"/healthz": _healthy_page, "/data": _healthy_page}
+        server = HttpServer(pages, {"/echo": _echo_page}, _token_guard)
+        port = server.start("127.0.0.1", 0)
+
+        def exchange() -> bytes:
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+                connection.sendall(request)
+                return b"".join(iter(lambda: connection.recv(4096), b""))
+
+        try:
+            return await asyncio.to_thread(exchange)
+        finally:
+            await server.stop()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("headers", "token"),
+    [
+        (b"", b""),
+        (b"Authorization: Bearer abd\r\n", b"abd"),
+        (b"Authorization: Basic abc\r\n", b""),
+        (b"Authorization: abc\r\n", b""),
+        (b"Authorization: Bearer abc d\r\n", b""),
+        (b"Authorization: Bearer abc\r\nauthorization: Bearer abc\r\n", b""),
+        (b"X-Authorization: Bearer abc\r\n", b""),
+        (b"\r\nAuthorization: Bearer abc\r\n", b""),
+    ],
+)
+@pytest.mark.parametrize("method", [b"GET", b"HEAD"])
+def test_guarded_page_is_refused_without_its_token(headers, token, method, monkeypatch):
+    monkeypatch.setattr(socket.socket, "getpeername", lambda _: ("10.0.0.7", 1))
+    answer = send_guarded(method + b" /data HTTP/1.1\r\n" + headers + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 401")
+    assert b"WWW-Authenticate: Bearer\r\n" in answer
+    assert answer.endswith(b"\r\n\r\n" + (b"'%s'\n" % token if method == b"GET" else b""))
+
+
+@pytest.mark.parametrize("header", [b"Authorization: Bearer abc", b"AUTHORIZATION:bearer  abc "])
+def test_guarded_page_is_served_with_its_token(header, monkeypatch):
+    monkeypatch.setattr(socket.socket, "getpeername", lambda _: ("10.0.0.7", 1))
+    assert send_guarded(b"GET /data HTTP/1.1\r\n" + header + b"\r\n\r\n").endswith(b"well\n")
+
+
+def test_guarded_page_is_served_to_this_machine_without_a_token():
+    assert send_guarded(b"GET /data HTTP/1.1\r\n\r\n").endswith(b"well\n")
+
+
+def test_guard_opens_no_local_page(monkeypatch):
+    monkeypatch.setattr(socket.socket, "getpeername", lambda _: ("10.0.0.7", 1))
+    head = b"POST /echo HTTP/1.1\r\nAuthorization: Bearer abc\r\nContent-Length: 1\r\n\r\nx"
+    assert send_guarded(head).startswith(b"HTTP/1.1 403")
+
+
 @pytest.mark.parametrize("is_reading", [False, True])
 def test_client_that_resets_its_connection_is_no_bug(is_reading, caplog):
     """Otherwise any pod could fill the log with stack traces."""

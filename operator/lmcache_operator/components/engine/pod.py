@@ -20,7 +20,8 @@ from typing import NamedTuple
 from lmcache.common.units import format_mebibytes
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.tiers import DiskTier, Tiers
-from lmcache_operator.components.engine import gpus, template
+from lmcache_operator.api.types import TOKEN_REVIEW
+from lmcache_operator.components.engine import authentication, gpus, template
 from lmcache_operator.components.engine.encryption import key_options, key_volumes
 from lmcache_operator.components.engine.kinds import kind_of
 from lmcache_operator.components.engine.tenants import salts_volume
@@ -177,6 +178,7 @@ def _sidecar(cluster: Cluster, image: str, transfer: gpus.Transfer, size: Memory
         # These are variables and not keys of the shared file, because they describe this pod's own volume.
         env |= {"LMCACHE_DISK_PATH": paths.DISK_DIR, DISK_SIZE: f"{disk.num_bytes}"}
     env |= _peers_env(cluster) | key_options(cluster.spec.tiers)
+    env |= authentication.options(cluster.spec.sidecar.http_authentication)
     ports = [{"containerPort": names.SIDECAR_PORT, "name": "metrics", "protocol": "TCP"}]
     if cluster.spec.tiers.peers:
         ports.append({"containerPort": names.PEERS_PORT, "name": "peers", "protocol": "TCP"})
@@ -324,7 +326,14 @@ def _volumes(cluster: Cluster, size: MemorySize | None, sidecar_image: str = "")
     if auth := spec.tiers.remote_auth:
         source = _secret(auth.name, password=auth.password_key, username=auth.username_key)
         volumes.append(_Volume("remote-auth", paths.REMOTE_AUTH_DIR, sidecar, source))
-    return sorted([*volumes, *_keys(spec.tiers)])
+    return sorted([*volumes, *_keys(spec.tiers), *_api_token(cluster)])
+
+
+def _api_token(cluster: Cluster) -> Iterator[_Volume]:
+    """The sidecar's token for the API server, if the pages need tokens."""
+    if cluster.spec.sidecar.http_authentication == TOKEN_REVIEW:
+        source = authentication.token_volume()
+        yield _Volume(authentication.VOLUME, paths.API_ACCESS_DIR, (names.SIDECAR,), source)
 
 
 def _keys(tiers: Tiers) -> Iterator[_Volume]:

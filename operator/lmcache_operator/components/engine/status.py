@@ -9,6 +9,7 @@ from lmcache.common.units import format_size
 from lmcache_operator.autoscaling.tier_status import hit_percent, tenant_usage
 from lmcache_operator.components.base import ComponentStatus, Observed, Plan, Sidecar
 from lmcache_operator.components.conditions import Condition, Problem, Trouble, former_conditions
+from lmcache_operator.components.engine.authentication import silence_remedy
 from lmcache_operator.components.engine.encryption import rows_encrypted
 from lmcache_operator.components.engine.gpus import transfer_in_use, transfer_problems
 from lmcache_operator.components.engine.tenants import (
@@ -22,7 +23,7 @@ from lmcache_operator.pods.pods import is_ready, kill_problems
 from lmcache_operator.pods.resize import Resizing
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import Ref
-from lmcache_operator.specs.names import ENGINE, SIDECAR_PORT, engine_name, selector_text
+from lmcache_operator.specs.names import ENGINE, engine_name, selector_text
 
 _DEADLINE: Final = "ProgressDeadlineExceeded"
 _ATTACHED, _REACHABLE, _DISK = "SidecarAttached", "RemoteTierReachable", "DiskTierAvailable"
@@ -154,7 +155,7 @@ def _sidecar_conditions(observed: Observed) -> dict[str, Condition]:
     if observed.probed is None:
         return former
     sidecars, is_certain = observed.probed
-    conditions = {_ATTACHED: _attached(sidecars)}
+    conditions = {_ATTACHED: _attached(sidecars, silence_remedy(observed.resource))}
     was_known = _ATTACHED in former and former[_ATTACHED].status != "Unknown"
     if conditions[_ATTACHED].status == "Unknown" and was_known and not is_certain:
         return former
@@ -194,8 +195,11 @@ def _pinned(sidecars: Sequence[Sidecar]) -> Condition | None:
     return None
 
 
-def _attached(sidecars: Sequence[Sidecar]) -> Condition:
-    """Whether engines use their sidecars. A message quotes the first sidecar that has the problem."""
+def _attached(sidecars: Sequence[Sidecar], remedy: str) -> Condition:
+    """Whether engines use their sidecars. A message quotes the first sidecar that has the problem.
+
+    ``remedy``: what to do if sidecars do not answer.
+    """
 
     def count(part: Sequence[Sidecar]) -> str:
         return f"{len(part)} of {len(sidecars)}"
@@ -204,7 +208,7 @@ def _attached(sidecars: Sequence[Sidecar]) -> Condition:
         why = f"pod {failed[0].pod}: {failed[0].reason}"
         return Condition("False", "SidecarNotReady", f"{count(failed)} sidecars are not ready. First: {why}")
     if silent := [sidecar for sidecar in sidecars if not sidecar.answers]:
-        why = f"pod {silent[0].pod}. Let the operator reach port {SIDECAR_PORT} of the pods"
+        why = f"pod {silent[0].pod}. {remedy}"
         return Condition("Unknown", "NoAnswer", f"{count(silent)} sidecars do not answer. First: {why}")
     attached = [sidecar for sidecar in sidecars if sidecar.is_attached]
     if bare := [s for s in sidecars if s.is_engine_ready and not s.is_attached]:

@@ -1,0 +1,105 @@
+"""Tokens for the sidecar's pages: the volume that the sidecar alone mounts, its options, the condition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lmcache_operator.api.parse import parse
+from lmcache_operator.components.base import Context, Probed, Sidecar
+from lmcache_operator.components.engine.engine import Engine, spec_hash
+from lmcache_operator.components.prefill.prefill import PrefillPods
+from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
+from lmcache_sidecar.config import read
+
+from tests.harness.operator_injection import injected
+from tests.harness.operator_injection import pod as user_pod
+from tests.harness.operator_model import cluster
+from tests.harness.operator_plans import LATE, settled_world, status_of
+
+REVIEW = {"httpAuthentication": "TokenReview"}
+DIR = "LMCACHE_HTTP_AUTHENTICATION_DIR"
+
+
+def pod_of(**changes: Any) -> dict[str, Any]:
+    rendered = Engine().render(parse(cluster(**changes)), Context(IMAGES))
+    spec: dict[str, Any] = rendered[-1]["spec"]["template"]["spec"]
+    return spec
+
+
+def volume_of(spec: dict[str, Any], sidecar_name: str = "sidecar") -> dict[str, Any]:
+    """The volume from which the sidecar reads its token, which no other container mounts."""
+    (sidecar,) = (each for each in spec["initContainers"] if each["name"] == sidecar_name)
+    options = {item["name"]: item.get("value") for item in sidecar["env"]}
+    assert read({}, options).usable().http_authentication == "TokenReview"
+    (mount,) = (each for each in sidecar["volumeMounts"] if each["mountPath"] == options[DIR])
+    remaining = [each for each in spec["initContainers"] + spec["containers"] if each is not sidecar]
+    assert remaining
+    assert mount["name"] not in [each["name"] for other in remaining for each in other["volumeMounts"]]
+    (volume,) = (each for each in spec["volumes"] if each["name"] == mount["name"])
+    return volume
+
+
+@pytest.mark.parametrize("kind", ["vLLM", "SGLang"])
+@pytest.mark.parametrize("payload", ["InitContainer", "ImageVolume"])
+def test_sidecar_alone_gets_a_token(kind: str, payload: str) -> None:
+    spec = pod_of(sidecar=REVIEW | {"payload": payload}, engine={"kind": kind})
+    token, authority = volume_of(spec)["projected"]["sources"]
+    assert token == {"serviceAccountToken": {"expirationSeconds": 3600, "path": "token"}}
+    assert authority["configMap"]["name"] == "kube-root-ca.crt"
+    assert authority["configMap"]["optional"] is True, "pods start without it"
+    assert spec["automountServiceAccountToken"] is False
+    assert str(spec).count("serviceAccountToken") == 1
+
+
+def test_without_authentication_no_container_gets_a_token() -> None:
+    assert pod_of() == pod_of(sidecar={"httpAuthentication": "None"})
+    assert "serviceAccountToken" not in str(pod_of())
+    assert "AUTHENTICATION" not in str(pod_of())
+
+
+def test_authentication_replaces_the_pods() -> None:
+    hashes = {spec_hash(parse(cluster(sidecar=sidecar)), IMAGES) for sidecar in ({}, REVIEW)}
+    assert len(hashes) == 2
+
+
+def test_prefill_pods_ask_for_tokens_too() -> None:
+    changes = {"sidecar": REVIEW, "router": {}, "tiers": {"peers": {}}, "engine": {"prefill": {}}}
+    (child,) = PrefillPods().render(parse(cluster(**changes)), Context(IMAGES))
+    assert child["spec"]["sidecar"]["httpAuthentication"] == "TokenReview"
+
+
+@pytest.mark.parametrize("payload", ["InitContainer", "ImageVolume"])
+def test_injected_sidecar_alone_gets_a_token(payload: str) -> None:
+    (pod,) = injected(user_pod(), sidecar=REVIEW | {"payload": payload})
+    assert (
+        volume_of(pod["spec"], "lmcache-sidecar")["projected"]["sources"][1]["configMap"]["optional"] is True
+    )
+
+
+@pytest.mark.parametrize("name", ["LMCACHE_HTTP_AUTHENTICATION", DIR])
+def test_pod_template_cannot_turn_authentication_off(name: str) -> None:
+    sidecar = {"name": "sidecar", "env": [{"name": name, "value": "None"}]}
+    template = {"spec": {"initContainers": [sidecar]}}
+    with pytest.raises(InvalidSpecError, match=f"sets {name} of the container sidecar"):
+        pod_of(sidecar=REVIEW, engine={"podTemplate": template})
+
+
+def test_users_volume_of_the_same_name_is_no_token() -> None:
+    engine = {"name": "engine", "volumeMounts": [{"mountPath": "/x", "name": "api-access"}]}
+    volumes = [{"name": "api-access", "emptyDir": {}}]
+    template = {"spec": {"containers": [engine], "volumes": volumes}}
+    pod_of(engine={"podTemplate": template})
+    with pytest.raises(InvalidSpecError, match="api-access"):
+        pod_of(sidecar=REVIEW, engine={"podTemplate": template})
+
+
+@pytest.mark.parametrize(("sidecar", "is_named"), [(REVIEW, True), ({}, False)])
+def test_condition_of_silent_sidecars_names_the_token(sidecar: dict[str, Any], is_named: bool) -> None:
+    world = settled_world(sidecar=sidecar)
+    status = status_of(world, probed=Probed((Sidecar(pod="p", answers=False),), True), now=LATE)
+    (attached,) = (each for each in status["conditions"] if each["type"] == "SidecarAttached")
+    assert attached["reason"] == "NoAnswer"
+    assert "Let the operator reach port 9464" in attached["message"]
+    assert ("refuses its token: the log of the sidecar" in attached["message"]) is is_named
