@@ -42,7 +42,8 @@ def tenant_usage(observed: Observed, names: Sequence[str] | None) -> list[Object
     if names is None:
         return listed
     former = {entry["name"]: {key: entry[key] for key in entry if key != "name"} for entry in listed}
-    probed = observed.probed.sidecars if observed.probed else ()
+    # A sidecar that missed one answer would be absent from the sums: its tenants would seem to have left.
+    probed = observed.probed.sidecars if observed.probed and observed.probed.is_certain else ()
     sidecars = [sidecar for sidecar in probed if sidecar.tenants]
     if not names or not (sidecars or former):
         return []

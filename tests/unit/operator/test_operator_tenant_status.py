@@ -171,6 +171,17 @@ def test_figures_stay_while_no_sidecar_answers() -> None:
     assert rig.reconcile() == [*before, entry("new")], "the names are those of the spec"
 
 
+def test_figures_stay_while_one_of_two_sidecars_misses_an_answer() -> None:
+    answers = report(search=(1000, 100, 10)), report(search=(9000, 8900, 900))
+    rig = Rig(*answers)
+    before = rig.reconcile()
+    assert before == [entry("default", memory=0), entry("search", 90, 45)]
+    rig.restart_operator()
+    rig.answer(answers[0], None)
+    assert rig.reconcile() == before
+    assert rig.world.writes == []
+
+
 def test_names_that_differ_in_a_figure_are_different() -> None:
     rig = Rig(report(t100=(100, 50, 500)), tenants=declared("t100"))
     rig.reconcile()
