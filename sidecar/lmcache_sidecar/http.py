@@ -198,16 +198,14 @@ class HttpServer:
         if method not in ((b"GET", b"HEAD") if page else (b"POST",)):
             return _error(HTTPStatus.METHOD_NOT_ALLOWED)
         # Outside of the try block: a client that resets its connection is no bug.
-        is_trusted = self._guard is None or _is_local(connection)
+        guard = None if self._guard is None or _is_local(connection) else self._guard
         body = b"" if page else await _receive_local(head, connection)
         if isinstance(body, Page):
             return body
         try:
             if page is not None:
-                if not is_trusted and self._guard:
-                    refusal = await self._guard(path, _token_of(head))
-                    return refusal or await page(query)
-                return await page(query)
+                refusal = await guard(path, _token_of(head)) if guard else None
+                return refusal or await page(query)
             assert local_page is not None
             return await local_page(body)
         except Exception:

@@ -186,18 +186,19 @@ class Tenants(Part):
 
 
 class TenantStatus(Part):
-    """Hits and memory of one tenant in all engine pods together."""
+    """Hits and memory of one tenant in all engine pods together. Prefill pods count in their own object."""
 
     name: str = field(
         f"Name of the tenant; {DEFAULT_NAME}: all salts without an entry, and requests without a salt.",
         maxLength=MAX_CHARACTERS,
     )
     hit_percent: int | None = field(
-        "Hits in per cent of the tenant's prompt tokens, since the pods started. Absent until the tenant has "
-        "a prompt."
+        "Hits in per cent of the tenant's prompt tokens, since the pods started. After a restart, the last "
+        "figure stays until the tenant has a prompt. Absent before its first prompt."
     )
     used_memory_percent: int | None = field(
-        "Memory that the tenant's rows take now, in per cent of all memory tiers."
+        "Memory that the tenant's rows take, in per cent of all memory tiers. The last figure stays while no "
+        "sidecar reports one."
     )
 
 

@@ -13,7 +13,7 @@ from lmcache_operator.specs.merge import dig
 
 def hit_percent(observed: Observed) -> Object:
     """Return ``status.hitPercent``: the share of looked-up tokens that each tier hit."""
-    sidecars = observed.probed.sidecars if observed.probed else ()
+    sidecars = _summable(observed)
     num_tokens = sum(sidecar.lookups.tokens for sidecar in sidecars)
     percent: Object = {}
     if num_tokens:
@@ -42,9 +42,7 @@ def tenant_usage(observed: Observed, names: Sequence[str] | None) -> list[Object
     if names is None:
         return listed
     former = {entry["name"]: {key: entry[key] for key in entry if key != "name"} for entry in listed}
-    # A sidecar that missed one answer would be absent from the sums: its tenants would seem to have left.
-    probed = observed.probed.sidecars if observed.probed and observed.probed.is_certain else ()
-    sidecars = [sidecar for sidecar in probed if sidecar.tenants]
+    sidecars = [sidecar for sidecar in _summable(observed) if sidecar.tenants]
     if not names or not (sidecars or former):
         return []
     # After a restart, a sidecar has no prompts of some tenants yet. Their former hits stay until then.
@@ -53,6 +51,14 @@ def tenant_usage(observed: Observed, names: Sequence[str] | None) -> list[Object
     # The API server keeps the order of the list, so a different order would cause writes without end.
     ordered = sorted(figures, key=[*former, *names].index)
     return [{"name": name, **figures[name]} for name in ordered]
+
+
+def _summable(observed: Observed) -> Sequence[Sidecar]:
+    """Return the sidecars whose figures can be summed.
+
+    None if one of them missed an answer and may give the next one: sums without it would fall and rise again.
+    """
+    return observed.probed.sidecars if observed.probed and observed.probed.is_certain else ()
 
 
 def _of_tenant(sidecars: Sequence[Sidecar], name: str) -> Object:

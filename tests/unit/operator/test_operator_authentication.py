@@ -102,4 +102,4 @@ def test_condition_of_silent_sidecars_names_the_token(sidecar: dict[str, Any], i
     (attached,) = (each for each in status["conditions"] if each["type"] == "SidecarAttached")
     assert attached["reason"] == "NoAnswer"
     assert "Let the operator reach port 9464" in attached["message"]
-    assert ("refuses its token: the log of the sidecar" in attached["message"]) is is_named
+    assert ("refused its token: see the log of the sidecar" in attached["message"]) is is_named

@@ -56,7 +56,7 @@ class Rig(ReconciledCluster):
         self.world.change()
 
     def reconcile(self) -> Any:
-        """Reconcile once. Returns the list in the status; None: there is none."""
+        """Reconcile once. Returns the list in the status, or None if the status has no list."""
         self.world.writes.clear()
         asyncio.run(self.reconciler.reconcile(ClusterKey(NAMESPACE, NAME, UID)))
         return self.world.resource["status"].get("tenants")
@@ -172,10 +172,15 @@ def test_figures_stay_while_no_sidecar_answers() -> None:
 
 
 def test_figures_stay_while_one_of_two_sidecars_misses_an_answer() -> None:
-    answers = report(search=(1000, 100, 10)), report(search=(9000, 8900, 900))
+    answers = [
+        report(search=(tokens, hits, num_bytes))
+        | {"lookups": {"lookup_tokens": tokens, "hit_tokens": {"memory": hits}}}
+        for tokens, hits, num_bytes in ((1000, 100, 10), (9000, 8900, 900))
+    ]
     rig = Rig(*answers)
     before = rig.reconcile()
     assert before == [entry("default", memory=0), entry("search", 90, 45)]
+    assert rig.world.resource["status"]["hitPercent"] == {"engine": 0, "memory": 90}
     rig.restart_operator()
     rig.answer(answers[0], None)
     assert rig.reconcile() == before

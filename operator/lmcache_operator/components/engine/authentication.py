@@ -38,4 +38,4 @@ def silence_remedy(resource: Object) -> str:
     remedy = f"Let the operator reach port {names.SIDECAR_PORT} of the pods"
     if dig(resource, "spec", "sidecar", "httpAuthentication") != TOKEN_REVIEW:
         return remedy
-    return f"{remedy}. If it can, the sidecar refuses its token: the log of the sidecar gives the reason"
+    return f"{remedy}. If it can, the sidecar may have refused its token: see the log of the sidecar"
