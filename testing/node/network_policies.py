@@ -106,15 +106,17 @@ def _address(pod: Object) -> str:
 def _enforce(api: Api) -> None:
     # Pods share one bridge: without this setting, packets between them bypass iptables.
     Path("/proc/sys/net/bridge/bridge-nf-call-iptables").write_text("1")
-    subprocess.run(["iptables", "-w", "-N", _CHAIN], check=True)
-    subprocess.run(["iptables", "-w", "-I", "FORWARD", "-j", _CHAIN], check=True)
-    last: list[str] = []
+    # A former node of the same test session leaves its chain. The first rules replace the former ones.
+    if subprocess.run(["iptables", "-w", "-n", "-L", _CHAIN], capture_output=True).returncode:
+        subprocess.run(["iptables", "-w", "-N", _CHAIN], check=True)
+        subprocess.run(["iptables", "-w", "-I", "FORWARD", "-j", _CHAIN], check=True)
+    last: list[str] | None = None
     while True:
         kinds = ("networking.k8s.io/v1/networkpolicies", "v1/pods", "v1/namespaces")
         now = last
         with contextlib.suppress(ApiError, OSError):  # the API server is down: the known rules stay in force
             now = rules(*(api.objects(kind) for kind in kinds))
-        if now != last:
+        if now is not None and now != last:
             text = "\n".join(["*filter", f":{_CHAIN} - [0:0]", *now, "COMMIT\n"])
             subprocess.run(["iptables-restore", "-w", "--noflush"], input=text, text=True, check=True)
             last = now
