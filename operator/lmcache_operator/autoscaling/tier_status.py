@@ -10,6 +10,9 @@ from lmcache_operator.components.base import Observed, RemoteFigures, Sidecar, T
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.merge import dig
 
+_POINTS = 2
+"""A share in per cent that changes by at most this many points is not worth an update."""
+
 
 def hit_percent(observed: Observed) -> Object:
     """Return ``status.hitPercent``: the share of looked-up tokens that each tier hit."""
@@ -27,7 +30,7 @@ def hit_percent(observed: Observed) -> Object:
         for tier in (tier for tier, has in has_tier.items() if has):
             num_hits = sum(getattr(sidecar.lookups, tier) for sidecar in sidecars)
             percent[tier] = min(100, 100 * num_hits // num_tokens)
-    return _steady(dig(observed.resource, "status", "hitPercent"), percent)
+    return _steady(dig(observed.resource, "status", "hitPercent"), percent, _POINTS)
 
 
 def tenant_usage(observed: Observed, names: Sequence[str] | None) -> list[Object]:
@@ -47,7 +50,7 @@ def tenant_usage(observed: Observed, names: Sequence[str] | None) -> list[Object
         return []
     # After a restart, a sidecar has no prompts of some tenants yet. Their former hits stay until then.
     current = {name: former.get(name, {}) | _of_tenant(sidecars, name) for name in names}
-    figures = _steady(former, current)
+    figures = _steady(former, current, _POINTS)
     # The API server keeps the order of the list, so a different order would cause writes without end.
     ordered = sorted(figures, key=[*former, *names].index)
     return [{"name": name, **figures[name]} for name in ordered]
@@ -93,7 +96,7 @@ def remote_usage(observed: Observed) -> Object:
     return _steady(former, usage)
 
 
-def _steady(former: Any, current: Object) -> Object:
+def _steady(former: Any, current: Object, absolute_change: float = 0.0) -> Object:
     """Return the former figures while there are no new ones, or only small changes, to avoid writes."""
     figures = former if isinstance(former, Mapping) else {}
-    return dict(steady(figures, current)) if current else dict(figures)
+    return dict(steady(figures, current, absolute_change)) if current else dict(figures)

@@ -45,9 +45,6 @@ class _Last(NamedTuple):
     num_misses: int = 0
 
 
-"""Time before a silent sidecar is probed again, since unreachable pods would slow down reconciliation."""
-
-
 @dataclass
 class SidecarProber:
     """Probes the sidecars of one cluster, and remembers their last reports."""

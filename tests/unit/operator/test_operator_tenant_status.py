@@ -34,6 +34,12 @@ def report(usable_bytes: Any = USABLE, **tenants: tuple[int, int, int]) -> dict[
     return GOOD | {"memory": {"usable_bytes": usable_bytes}, "tenants": {"tenants_problem": "", **figures}}
 
 
+def hits(*, tokens: int, hit_tokens: int) -> dict[str, Any]:
+    """Answer of a sidecar whose lookups are all of one tenant, which has as many bytes as hits."""
+    lookups = {"lookup_tokens": tokens, "hit_tokens": {"memory": hit_tokens}}
+    return report(search=(tokens, hit_tokens, hit_tokens)) | {"lookups": lookups}
+
+
 class Rig(ReconciledCluster):
     """Running engine pods, whose sidecars answer with these reports."""
 
@@ -145,6 +151,30 @@ def test_small_changes_write_no_status() -> None:
     assert rig.reconcile() == [entry("default", 50, 50), entry("search", 43, 41)]
 
 
+def test_small_figures_that_change_by_two_points_write_no_status() -> None:
+    """Five per cent of a small figure would be less than a point."""
+    rig = Rig(hits(tokens=1000, hit_tokens=40))
+    before = rig.reconcile()
+    assert before == [entry("default", None, 0), entry("search", 4, 4)]
+    for near in (60, 20, 55):
+        rig.answer(hits(tokens=1000, hit_tokens=near))
+        assert rig.reconcile() == before
+        assert rig.world.writes == []
+    rig.answer(hits(tokens=1000, hit_tokens=70))
+    assert rig.reconcile() == [entry("default", None, 0), entry("search", 7, 7)]
+    assert rig.world.resource["status"]["hitPercent"] == {"engine": 0, "memory": 7}
+
+
+def test_cluster_without_pods_has_no_figures() -> None:
+    rig = Rig(hits(tokens=1000, hit_tokens=400))
+    assert rig.reconcile()
+    rig.world.resource["spec"]["engine"]["replicas"] = 0
+    rig.world.change()
+    rig.settle()
+    assert not rig.world.pods
+    assert rig.world.resource["status"].keys().isdisjoint({"tenants", "hitPercent"})
+
+
 def test_steady_cluster_writes_no_status() -> None:
     rig = Rig(report(default=(0, 0, 0), search=(10, 3, 50)))
     rig.reconcile()
@@ -172,14 +202,10 @@ def test_figures_stay_while_no_sidecar_answers() -> None:
 
 
 def test_figures_stay_while_one_of_two_sidecars_misses_an_answer() -> None:
-    answers = [
-        report(search=(tokens, hits, num_bytes))
-        | {"lookups": {"lookup_tokens": tokens, "hit_tokens": {"memory": hits}}}
-        for tokens, hits, num_bytes in ((1000, 100, 10), (9000, 8900, 900))
-    ]
+    answers = [hits(tokens=1000, hit_tokens=100), hits(tokens=9000, hit_tokens=8900)]
     rig = Rig(*answers)
     before = rig.reconcile()
-    assert before == [entry("default", memory=0), entry("search", 90, 45)]
+    assert before == [entry("default", memory=0), entry("search", 90, 100)]
     assert rig.world.resource["status"]["hitPercent"] == {"engine": 0, "memory": 90}
     rig.restart_operator()
     rig.answer(answers[0], None)

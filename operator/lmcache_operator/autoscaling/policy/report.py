@@ -115,19 +115,23 @@ def tier_status(decision: Decision, points: Sequence[Point], shard_bytes: float 
     return status
 
 
-def steady(former: Mapping[str, Any], current: Mapping[str, Any]) -> Mapping[str, Any]:
+def steady(
+    former: Mapping[str, Any], current: Mapping[str, Any], absolute_change: float = _ABSOLUTE_CHANGE
+) -> Mapping[str, Any]:
     """Return the former status unless a change is worth an update, and then the whole current status.
 
     Sizes are compared exactly. Other figures may change a little; those in ``_IGNORED_FIGURES`` do not count.
+    ``absolute_change``: largest change of a small figure that is not worth an update, in the figure's unit.
     """
-    return former if _is_same(former, current, "") else current
+    return former if _is_same(former, current, "", absolute_change) else current
 
 
-def _is_same(old: Any, new: Any, name: str) -> bool:
+def _is_same(old: Any, new: Any, name: str, absolute: float) -> bool:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        return old.keys() == new.keys() and all(_is_same(old[key], new[key], key) for key in old)
+        return old.keys() == new.keys() and all(_is_same(old[key], new[key], key, absolute) for key in old)
     if isinstance(old, list) and isinstance(new, list):
-        return len(old) == len(new) and all(_is_same(*pair, name) for pair in zip(old, new, strict=True))
+        pairs = zip(old, new, strict=False)
+        return len(old) == len(new) and all(_is_same(*pair, name, absolute) for pair in pairs)
     if name in _EXACT:
         return bool(old == new)
     texts = str(old), str(new)
@@ -135,4 +139,4 @@ def _is_same(old: Any, new: Any, name: str) -> bool:
     if bare[0] != bare[1] or name in _IGNORED_FIGURES:
         return bare[0] == bare[1]
     figures = zip(*([float(figure) for figure in _FIGURE.findall(text)] for text in texts), strict=True)
-    return all(math.isclose(*pair, rel_tol=_RELATIVE_CHANGE, abs_tol=_ABSOLUTE_CHANGE) for pair in figures)
+    return all(math.isclose(*pair, rel_tol=_RELATIVE_CHANGE, abs_tol=absolute) for pair in figures)

@@ -50,9 +50,10 @@ def engine_status(observed: Observed, plan: Plan) -> ComponentStatus:
     known = {
         "images": plan.fields.get("images") or _former(observed, "images"),
         "transfer": transfer,
-        "hitPercent": hit_percent(observed),
-        "tenants": tenant_usage(observed, plan.fields.get(NAMES_FIELD)),
     }
+    if desired or num_pods:  # without pods, no cache has these figures
+        known["hitPercent"] = hit_percent(observed)
+        known["tenants"] = tenant_usage(observed, plan.fields.get(NAMES_FIELD))
     resized = plan.fields.get("resizing") or Resizing()
     troubles = [condition for condition in conditions.values() if _is_trouble(condition)]
     return ComponentStatus(
