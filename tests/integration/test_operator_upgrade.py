@@ -1,12 +1,15 @@
 """Upgrades of the operator: running clusters keep their images until their users choose new ones."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 
 import pytest
 
-from testing.kube.api import Object
-from testing.kube.cluster import Cluster
+from testing.kube.api import APPLY, ApiError, Object, manifests
+from testing.kube.cluster import CRDS, Cluster
 from tests.harness.kube import CLUSTERS, NAME, example
+from tests.harness.kube import CRDS as FILES
 
 pytestmark = pytest.mark.kube
 
@@ -82,3 +85,43 @@ def test_naming_the_current_image_replaces_no_pod(plane, operator, namespace):
     plane.api.patch(CLUSTERS, NAME, {"spec": images}, namespace)
     plane.wait(lambda: is_ready_now(plane, namespace))
     assert uids(plane, namespace) == uids_before
+
+
+@contextlib.contextmanager
+def crd_without_images(plane: Cluster) -> Iterator[None]:
+    """The LMCacheCluster definition without ``status.images``, as if it were older than the operator."""
+    (file,) = (path for path in FILES if path.name.startswith("lmcacheclusters"))
+    (older,) = manifests(file)
+    for version in older["spec"]["versions"]:
+        del version["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]["images"]
+    plane.api.apply(CRDS, older)
+    try:
+        yield
+    finally:
+        plane.api.apply(CRDS, *manifests(file))
+
+
+def is_images_refused(plane: Cluster, namespace: str) -> bool:
+    """Whether the API server uses the older definition now."""
+    path = plane.api.path(CLUSTERS, namespace, f"{NAME}/status")
+    header = {"apiVersion": "lmcache.io/v1alpha1", "kind": "LMCacheCluster", "metadata": {"name": NAME}}
+    body = {**header, "status": {"images": {"engine": "x"}}}
+    try:
+        plane.api.request("PATCH", f"{path}?fieldManager=test&force=true&dryRun=All", body, APPLY)
+    except ApiError as error:
+        return "status.images: field not declared in schema" in str(error)
+    return False
+
+
+def test_operator_with_an_older_crd_reports_all_fields_that_the_crd_has(plane, operator, namespace):
+    plane.api.create(CLUSTERS, example(), namespace)
+    plane.wait(lambda: is_ready_now(plane, namespace))
+    former = plane.api.get(CLUSTERS, NAME, namespace)["status"]
+    with crd_without_images(plane):
+        plane.wait(lambda: is_images_refused(plane, namespace))
+        plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"replicas": 3}}}, namespace)
+        plane.wait(lambda: is_ready_now(plane, namespace))
+        status = plane.api.get(CLUSTERS, NAME, namespace)["status"]
+        assert status.keys() == former.keys() - {"images"}
+        assert status["readyReplicas"] == 3
+    plane.wait(lambda: not is_images_refused(plane, namespace))

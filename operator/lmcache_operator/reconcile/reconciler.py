@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import random
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,8 @@ _RESYNC_SECONDS = 900.0
 """Time between reconciliations of a cluster without any change."""
 _ALWAYS_KNOWN = ("conditions", "observedGeneration", "readyReplicas", "replicas", "selector")
 """Fields of the status in every version of the LMCacheCluster definition."""
+_UNDECLARED = re.compile(r"\.status\.(\w+)\S*: field not declared in schema")
+"""Field of the status that the API server refuses, as its message names it."""
 _WAIT = Backoff(base=5.0, cap=60.0)
 """Back-off for changes that no watch reports, such as a freed disruption budget or a granted permission."""
 
@@ -203,15 +206,24 @@ class Reconciler:
             header = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata}
             try:
                 await self._api.apply_status({**header, "status": status})
-            except RefusedError as error:  # an older definition still accepts the conditions
+            except RefusedError as error:
                 logger.warning(
                     "%s: status refused; is the LMCacheCluster CRD older than this operator? %s", key, error
                 )
-                known = {field: status[field] for field in _ALWAYS_KNOWN if field in status}
-                await self._api.apply_status({**header, "status": known})
+                await self._report_known(header, status, error)
             metrics.WRITES.labels("status").inc()
         await self._post(key, resource, events(before, changed), now)
         return bool(changed)
+
+    async def _report_known(self, header: Object, status: Object, refusal: RefusedError) -> None:
+        """Write the status without the fields that an older definition lacks, or its oldest fields only."""
+        unknown = _UNDECLARED.findall(str(refusal))
+        try:
+            known = {field: status[field] for field in status if field not in unknown}
+            await self._api.apply_status({**header, "status": known})
+        except RefusedError:
+            oldest = {field: status[field] for field in status if field in _ALWAYS_KNOWN}
+            await self._api.apply_status({**header, "status": oldest})
 
     async def _post(self, key: ClusterKey, resource: Object, events: Iterable[Event], now: datetime) -> None:
         for event in events:

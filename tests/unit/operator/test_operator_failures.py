@@ -82,6 +82,27 @@ def test_conditions_are_written_under_an_older_crd(monkeypatch: pytest.MonkeyPat
     assert bench.ready()[0] == "True"
 
 
+def test_older_crd_gets_the_status_without_the_fields_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    apply_status = bench.world.apply_status
+
+    async def refuse_images(wanted: dict[str, Any]) -> None:
+        if "images" in wanted["status"]:
+            paths = ".status.images", ".status.images.engine", ".status.usage[0].share"
+            lines = [f"{path}: field not declared in schema" for path in paths]
+            raise RefusedError("apply", "failed to create typed patch object:\n" + "\n".join(lines))
+        await apply_status(wanted)
+
+    bench.settle()
+    assert {"images", "transfer"} <= bench.world.resource["status"].keys()
+    del bench.world.resource["status"]["images"]
+    monkeypatch.setattr(bench.world, "apply_status", refuse_images)
+    bench.reconcile()
+    status = bench.world.resource["status"]
+    assert "images" not in status
+    assert "transfer" in status
+
+
 @pytest.mark.parametrize("engine", ["text", 7, ["x"], {"replicas": "many"}, {"replicas": None}, None])
 @pytest.mark.parametrize("has_pods", [False, True])
 def test_spec_of_wrong_types_is_reported_and_keeps_pods(engine: Any, has_pods: bool) -> None:
