@@ -187,7 +187,8 @@ def _limit_layers() -> None:
 def _make_base() -> None:
     """Create the replacement of `BASE` if it is missing."""
     label = f"lmcache.base={_base_key()}"
-    if buildah("images", "--quiet", "--filter", f"label={label}"):
+    # By the label alone, layers would match that are left without the name.
+    if buildah("images", "--quiet", "--filter", f"label={label}", "--filter", f"reference={BASE}"):
         return
     _say(f"creating {BASE} with debootstrap: about 90 s, once")
     start = time.monotonic()
