@@ -117,6 +117,8 @@ class Sidecar(NamedTuple):
     """Size in bytes that the sidecar resizes its memory tier to."""
     resize_problem: str = ""
     """Why the memory tier does not have its target size."""
+    requires_tokens: bool = False
+    """Whether clients outside the pod need a token for pages such as /metrics."""
     tenants_digest: str | None = None
     """SHA-256 of the tenants file that the sidecar uses, in hexadecimal; empty: it could use none so far.
     None: it has no such file, or an earlier version, which does not report the digest."""

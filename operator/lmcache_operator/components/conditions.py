@@ -11,8 +11,8 @@ from lmcache_operator.specs import Object
 
 Expected = Literal[
     "AsDeclared", "Attached", "Available", "Complete", "Counting", "Encrypted", "EnginesReady", "NoEngine",
-    "NotReported", "Pinned", "Reachable", "Ready", "Recommending", "Replacing", "ResizePending", "Resizing",
-    "RouterReady", "ScaledToZero", "Scaling", "ShardsReady", "Sizing", "Starting", "TenantsInUse",
+    "NotReported", "Pinned", "Reachable", "Ready", "Recommending", "Replacing", "Required", "ResizePending",
+    "Resizing", "RouterReady", "ScaledToZero", "Scaling", "ShardsReady", "Sizing", "Starting", "TenantsInUse",
     "TenantsPending",
 ]  # fmt: skip
 """Reasons of conditions that match the spec, or progress towards it."""
@@ -20,10 +20,10 @@ Trouble = Literal[
     "ApiError", "AutoscalingFrozen", "CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError",
     "CudaIPCUnavailable", "DiskTierOff", "EncryptionKeysInvalid", "EngineNotAttached", "FailedBinding",
     "FailedCreate", "FailedMount", "FieldContested", "ImagePullBackOff", "InternalError", "InvalidSpec",
-    "MemoryNotPinned", "NameTaken", "NoAnswer", "NoEngineReady", "NodeLost", "OOMKilled", "PeersNotShared",
-    "PodFailed", "PodsWithoutCache", "ProgressDeadlineExceeded", "Refused", "RemoteTierNotShared",
-    "RemoteTierUnreachable", "ResizeInfeasible", "RouterNotReady", "ShardsMissing", "SidecarNotReady",
-    "TenantsInvalid", "Unschedulable",
+    "MemoryNotPinned", "NameTaken", "NoAnswer", "NoEngineReady", "NodeLost", "OOMKilled", "PagesOpen",
+    "PeersNotShared", "PodFailed", "PodsWithoutCache", "ProgressDeadlineExceeded", "Refused",
+    "RemoteTierNotShared", "RemoteTierUnreachable", "ResizeInfeasible", "RouterNotReady", "ShardsMissing",
+    "SidecarNotReady", "TenantsInvalid", "Unschedulable",
 ]  # fmt: skip
 """Reasons of problems. Each has a page in docs/runbooks."""
 Reason = Expected | Trouble

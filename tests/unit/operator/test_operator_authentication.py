@@ -10,6 +10,7 @@ from lmcache_operator.components.base import Context, Probed, Sidecar
 from lmcache_operator.components.engine.engine import Engine, spec_hash
 from lmcache_operator.components.prefill.prefill import PrefillPods
 from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.reconcile.probe import read_sidecar
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 from lmcache_sidecar.config import read
 
@@ -103,3 +104,64 @@ def test_condition_of_silent_sidecars_names_the_token(sidecar: dict[str, Any], i
     assert attached["reason"] == "NoAnswer"
     assert "Let the operator reach port 9464" in attached["message"]
     assert ("refused its token: see the log of the sidecar" in attached["message"]) is is_named
+
+
+REQUIRED = Sidecar(pod="good", requires_tokens=True)
+OLD, SILENT = Sidecar(pod="old"), Sidecar(pod="silent", answers=False)
+
+
+@pytest.mark.parametrize(
+    ("sidecars", "is_certain", "expected"),
+    [
+        ((REQUIRED, REQUIRED), True, ("True", "Required", "All 2 sidecars ask for tokens.")),
+        (
+            (REQUIRED, OLD),
+            True,
+            ("False", "PagesOpen", "First: pod old: the image of the sidecar is of an earl"),
+        ),
+        ((OLD, SILENT), True, ("False", "PagesOpen", "1 of 2 sidecars show their pages to clients without")),
+        ((REQUIRED, SILENT), True, ("Unknown", "NoAnswer", "First: pod silent. See the condition Sidecar")),
+        ((), True, None),
+    ],
+)
+def test_condition_says_which_sidecars_ask_for_no_tokens(
+    sidecars: tuple[Sidecar, ...], is_certain: bool, expected: tuple[str, str, str] | None
+) -> None:
+    world = settled_world(sidecar=REVIEW)
+    status = status_of(world, probed=Probed(sidecars, is_certain), now=LATE)
+    by_type = {each["type"]: each for each in status["conditions"]}
+    if expected is None:
+        assert "TokensRequired" not in by_type
+        return
+    condition = by_type["TokensRequired"]
+    assert (condition["status"], condition["reason"]) == expected[:2]
+    assert expected[2] in condition["message"]
+    is_degraded = by_type["Degraded"]["status"] == "True"
+    assert is_degraded is (expected[1] == "PagesOpen")
+
+
+def test_pods_without_the_setting_are_being_replaced() -> None:
+    world = settled_world()
+    world.change(sidecar=REVIEW)
+    status = status_of(world, probed=Probed((OLD,), True), now=LATE)
+    (condition,) = (each for each in status["conditions"] if each["type"] == "TokensRequired")
+    assert (condition["status"], condition["reason"]) == ("False", "Replacing")
+    assert "do not ask for tokens yet" in condition["message"]
+
+
+def test_condition_is_absent_without_the_setting() -> None:
+    status = status_of(settled_world(), probed=Probed((OLD,), True), now=LATE)
+    assert "TokensRequired" not in [each["type"] for each in status["conditions"]]
+
+
+@pytest.mark.parametrize(
+    ("stats", "expected"),
+    [
+        ({"http_authentication": "TokenReview"}, True),
+        ({"http_authentication": "None"}, False),
+        ({"http_authentication": ["TokenReview"]}, False),
+        ({}, False),
+    ],
+)
+def test_mode_is_read_from_the_figures_of_a_sidecar(stats: dict[str, Any], expected: bool) -> None:
+    assert read_sidecar(stats).requires_tokens is expected

@@ -9,7 +9,11 @@ from lmcache.common.units import format_size
 from lmcache_operator.autoscaling.tier_status import hit_percent, tenant_usage
 from lmcache_operator.components.base import ComponentStatus, Observed, Plan, Sidecar
 from lmcache_operator.components.conditions import Condition, Problem, Trouble, former_conditions
-from lmcache_operator.components.engine.authentication import silence_remedy
+from lmcache_operator.components.engine.authentication import (
+    TOKENS_REQUIRED,
+    silence_remedy,
+    tokens_required,
+)
 from lmcache_operator.components.engine.encryption import rows_encrypted
 from lmcache_operator.components.engine.gpus import transfer_in_use, transfer_problems
 from lmcache_operator.components.engine.tenants import (
@@ -152,7 +156,8 @@ def _engine_available(desired: int, num_ready: int, count: str) -> Condition:
 
 
 def _sidecar_conditions(observed: Observed) -> dict[str, Condition]:
-    former = former_conditions(observed.resource, _ATTACHED, _REACHABLE, _DISK, _PINNED, _ENCRYPTED)
+    kinds = _ATTACHED, _REACHABLE, _DISK, _PINNED, _ENCRYPTED, TOKENS_REQUIRED
+    former = former_conditions(observed.resource, *kinds)
     if observed.probed is None:
         return former
     sidecars, is_certain = observed.probed
@@ -178,9 +183,14 @@ def _sidecar_conditions(observed: Observed) -> dict[str, Condition]:
         conditions[_DISK] = Condition("True", "Available", f"All {len(with_disk)} disk tiers are in use.")
     if pinned := _pinned(sidecars):
         conditions[_PINNED] = pinned
-    if encrypted := rows_encrypted(observed, sidecars):
-        is_early = encrypted.status == "Unknown" and not is_certain
-        conditions[_ENCRYPTED] = former.get(_ENCRYPTED, encrypted) if is_early else encrypted
+    declared = {
+        _ENCRYPTED: rows_encrypted(observed, sidecars),
+        TOKENS_REQUIRED: tokens_required(observed, sidecars),
+    }
+    for kind, condition in declared.items():
+        if condition:
+            is_early = condition.status == "Unknown" and not is_certain
+            conditions[kind] = former.get(kind, condition) if is_early else condition
     return conditions
 
 
