@@ -20,6 +20,7 @@ from testing.kube.api import Api, ApiError
 from testing.kube.cluster import Cluster
 from testing.kube.operator import SERVICE_ACCOUNT, SYSTEM_NAMESPACE
 from testing.processes import SidecarProcess
+from testing.prometheus import PrometheusProcess
 from tests.harness.kube import new_namespace
 
 pytestmark = pytest.mark.kube
@@ -106,6 +107,28 @@ def test_pages_are_shown_to_accounts_with_the_right_only(place: Place) -> None:
         assert status_of(sidecar, "/stats", good) == 403
         assert status_of(sidecar, "/stats", host="127.0.0.1") == 200  # as through kubectl port-forward
         assert good not in sidecar.log
+
+
+def test_prometheus_scrapes_with_a_token_in_a_file(place: Place, tmp_path: Path) -> None:
+    place.bind(DELEGATOR, "sidecar")
+    file = tmp_path / "scrape-token"
+    file.write_text(place.token("poor"))
+    with sidecar_of(place) as sidecar:
+        static = {"static_configs": [{"targets": [f"{reachable_address()}:{sidecar.http_port}"]}]}
+        jobs = [
+            {"job_name": "with-token", "authorization": {"credentials_file": str(file)}, **static},
+            {"job_name": "without", **static},
+        ]
+        with PrometheusProcess(jobs) as prometheus:
+
+            def errors() -> dict[str, str]:
+                return {target["labels"]["job"]: target["lastError"] for target in prometheus.targets()}
+
+            place.plane.wait(lambda: "403 Forbidden" in errors().get("with-token", ""))
+            file.write_text(place.token("reader"))  # the kubelet renews tokens in the same way
+            place.plane.wait(lambda: prometheus.query('lmcache_memory_tier_size_bytes{job="with-token"} > 0'))
+            place.plane.wait(lambda: "401 Unauthorized" in errors().get("without", ""))
+            assert prometheus.query('lmcache_memory_tier_size_bytes{job="without"}') == []
 
 
 def test_operator_reads_its_pages_with_a_token_that_is_useless_elsewhere(
