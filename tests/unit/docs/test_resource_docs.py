@@ -58,11 +58,18 @@ def test_field_without_an_example_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_all_conditions_are_documented() -> None:
-    keys = {"secretRef": {"name": "kv-keys"}}
-    world = settled_world(tiers={"disk": {"size": "1Gi", "encryption": keys}}, tenants={})
+    keys, token_review = {"secretRef": {"name": "kv-keys"}}, {"httpAuthentication": "TokenReview"}
+    world = settled_world(
+        tiers={"disk": {"size": "1Gi", "encryption": keys}}, tenants={}, sidecar=token_review
+    )
     working = dict.fromkeys(("is_remote_reachable", "is_disk_available", "is_memory_pinned"), True)
     sidecar = Sidecar(
-        pod="demo-engine-0", is_attached=True, encryption={"disk": ""}, tenants_digest="", **working
+        pod="demo-engine-0",
+        is_attached=True,
+        encryption={"disk": ""},
+        requires_tokens=True,
+        tenants_digest="",
+        **working,
     )
     status = status_of(world, probed=Probed((sidecar,), True))
     tested_elsewhere = {"AutoscalingActive", "PrefillAvailable", "RemoteTierAvailable", "RouterAvailable"}
