@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.report import Figure, Report, at_least, at_most
-from lmcache.tiers.base import ObjectId
+from lmcache.tiers.base import ObjectId, StoredId
 from lmcache.tiers.disk.files import path_of
 from lmcache.tiers.disk.index import Index
 from lmcache.tiers.disk.tier import DiskTier
@@ -134,7 +134,7 @@ def index_bytes() -> float:
     for _ in range(NUM_FILES):
         slot = index.reserve(1)
         assert slot is not None
-        index.commit(slot, ObjectId(os.urandom(64), 0))
+        index.commit(slot, StoredId(ObjectId(os.urandom(64), 0)))
     allocated, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return allocated / NUM_FILES + POLICY_BYTES

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import NamedTuple, NewType, Protocol, TypeAlias, runtime_checkable
 
 from lmcache.tiers.stats import ObjectStats
 
@@ -44,6 +44,10 @@ class ObjectId(bytes):
     def column(self) -> int:
         """Number of the column."""
         return int.from_bytes(self[-4:], "big")
+
+
+StoredId = NewType("StoredId", ObjectId)
+"""Name of an object in a medium: its id, with another key if the medium must not show the row key."""
 
 
 def split_row_key(key: RowKey) -> tuple[bytes, bytes]:

@@ -16,6 +16,7 @@ from lmcache.tiers.disk import file_formats as disk_formats
 from lmcache.tiers.disk import files as disk_files
 from lmcache.tiers.disk.files import path_of
 from lmcache.tiers.disk.tier import DiskTier
+from lmcache.tiers.encryption.pieces import stored_key
 
 PAGE = 4096
 MIB = 1 << 20
@@ -47,8 +48,9 @@ def load(tier: DiskTier, number: int, room: int = 16 * PAGE, column: int = 0) ->
     return None if loaded is None else bytes(into[: loaded.length])
 
 
-def file_of(path: Path, number: int, column: int = 0) -> Path:
-    return path / path_of(ObjectId(key_of(number), column))
+def file_of(path: Path, number: int, column: int = 0, *, is_encrypted: bool = False) -> Path:
+    key = stored_key(key_of(number)) if is_encrypted else key_of(number)
+    return path / path_of(ObjectId(key, column))
 
 
 def taken_bytes(path: Path) -> int:

@@ -7,6 +7,7 @@ import os
 import redis
 
 from lmcache.tiers.base import ObjectId
+from lmcache.tiers.encryption.pieces import stored_key
 from lmcache.tiers.header import PART_BYTES
 from lmcache.tiers.remote.address import DEFAULT_PREFIX, Address
 from lmcache.tiers.remote.objects import redis_name
@@ -21,6 +22,10 @@ def pattern(size: int) -> bytes:
 
 def row_name(key: bytes) -> str:
     return redis_name(DEFAULT_PREFIX, key)
+
+
+def encrypted_name(key: bytes) -> str:
+    return redis_name(f"{DEFAULT_PREFIX}:enc", stored_key(key))
 
 
 def damage_row(client: redis.Redis, name: bytes, damage: str) -> None:

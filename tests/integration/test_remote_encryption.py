@@ -22,11 +22,11 @@ from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.remote.value_formats import EncryptedValues
 from testing.processes import RedisProcess
 from tests.harness.encryption import cipher, flipped, key_of, keys
-from tests.harness.remote_objects import KEY, load, pattern, probe, row_name, tier_of
+from tests.harness.remote_objects import KEY, encrypted_name, load, pattern, probe, row_name, tier_of
 
 pytestmark = pytest.mark.redis
 
-NAME = row_name(KEY).replace("lmc1:", "lmc1:enc:", 1)
+NAME = encrypted_name(KEY)
 OTHER_KEY = KEY[:-1] + b"!"
 OBJECT = ObjectId(KEY, 0)
 SIZES = (0, 1, 100, MAX_PIECE_BYTES, MAX_PIECE_BYTES + 1, 5 * MAX_PIECE_BYTES + 4000)
@@ -81,18 +81,20 @@ def test_payloads_of_any_length_are_read_as_written(open_tier):
     assert tier.stats.invalid == {"length": len(SIZES)}
 
 
-def test_redis_contains_no_plain_text(open_tier, redis):
-    def has_plain_text() -> bool:
+def test_redis_contains_no_plain_text_and_no_row_key(open_tier, redis):
+    def visible() -> list[bool]:
         names = list(redis.scan_iter())
         values = [value for name in names for field in redis.hgetall(name).items() for value in field]
-        return any(b"SECRET" in value for value in [*names, *values, *map(redis.dump, names)])
+        everything = [*names, *values, *map(redis.dump, names)]
+        searched = b"SECRET", KEY[32:], KEY[32:].hex().encode()
+        return [any(text in each for each in everything) for text in searched]
 
     store(open_tier(cipher("remote", 1)), b"SECRET prompt " * 99_999, label=b"SECRET model")
     assert redis.dbsize() == 1
-    assert not has_plain_text()
+    assert visible() == [False] * 3
     store(open_tier(None), b"SECRET prompt " * 99_999, label=b"SECRET model")
     assert redis.dbsize() == 2
-    assert has_plain_text(), "a control"
+    assert visible() == [True] * 3, "a control"
 
 
 def test_flipped_bits_are_refused(server, open_tier, redis):
@@ -134,7 +136,7 @@ def test_values_of_other_places_are_refused(open_tier, redis):
     """Exchange pieces and markers between positions, columns, rows, namespaces and domains."""
     tier, size = open_tier(cipher("remote", 1)), 3 * MAX_PIECE_BYTES
     namespace_key = b"m" * 32 + KEY[32:]
-    rows = {key: row_name(key).replace("lmc1:", "lmc1:enc:", 1) for key in (KEY, OTHER_KEY, namespace_key)}
+    rows = {key: encrypted_name(key) for key in (KEY, OTHER_KEY, namespace_key)}
     for key, column in itertools.product(rows, range(2)):
         store(tier, pattern(size), ObjectId(key, column))
     other_domain = open_tier(cipher("disk", 1))

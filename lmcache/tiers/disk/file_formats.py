@@ -2,7 +2,7 @@
 
 A plain file has one page with the header, then the payload. An encrypted file has one page with the
 encrypted header, then pieces of 4 MiB of the payload, each encrypted. The payload, or each piece, is padded
-with zeros to whole pages. Files of both formats have the same names, so that one index covers both.
+with zeros to whole pages. Names of both formats have the same form, so that one index covers both.
 """
 
 from __future__ import annotations
@@ -15,9 +15,14 @@ from typing import Protocol
 import numpy as np
 
 from lmcache.common.units import round_up
-from lmcache.tiers.base import Loaded, ObjectId
-from lmcache.tiers.encryption.pieces import OVERHEAD_BYTES, Cipher, Place, is_encrypted
-from lmcache.tiers.errors import HeaderError, InvalidObjectError, KeyAbsentError
+from lmcache.tiers.base import Loaded, ObjectId, StoredId
+from lmcache.tiers.encryption.pieces import (
+    OVERHEAD_BYTES,
+    Cipher,
+    Place,
+    stored_key,
+)
+from lmcache.tiers.errors import HeaderError, InvalidObjectError
 from lmcache.tiers.header import (
     HEADER_BYTES,
     NO_CHECKSUM,
@@ -38,7 +43,10 @@ _MARKER_BYTES = HEADER_BYTES + OVERHEAD_BYTES
 
 
 class FileFormat(Protocol):
-    """How the file of an object is written and read."""
+    """How the file of an object is named, written and read."""
+
+    def stored_id(self, object_id: ObjectId) -> StoredId:
+        """Return the name of an object's file."""
 
     def num_bytes(self, length: int) -> int:
         """Return the length of the file of a payload."""
@@ -56,9 +64,6 @@ class FileFormat(Protocol):
 
         Raises OSError, InvalidObjectError or KeyAbsentError."""
 
-    def is_certain(self, file_bytes: int, length: int) -> bool:
-        """Say whether the length of a file with a payload of ``length`` bytes shows that it is readable."""
-
     def is_readable(self, fd: int, object_id: ObjectId) -> bool:
         """Say whether the first page allows to read the object. The payload is not read.
 
@@ -67,6 +72,10 @@ class FileFormat(Protocol):
 
 class PlainFiles:
     """A header with the payload's checksum, then the payload. See ``FileFormat``."""
+
+    def stored_id(self, object_id: ObjectId) -> StoredId:
+        """See FileFormat."""
+        return StoredId(object_id)
 
     def num_bytes(self, length: int) -> int:
         """See FileFormat."""
@@ -91,31 +100,8 @@ class PlainFiles:
         _check_written(written, len(pages) + whole)
 
     def read(self, fd: int, object_id: ObjectId, into: memoryview, expected: int | None) -> Loaded:
-        """See FileFormat. Without a key, every encrypted file lacks its key."""
+        """See FileFormat."""
         file_bytes = _file_bytes(fd)
-        try:
-            return self._read(fd, file_bytes, object_id, into, expected)
-        except InvalidObjectError:
-            if not self._is_plain(fd):
-                raise KeyAbsentError("there is no key") from None
-            raise
-
-    def is_certain(self, file_bytes: int, length: int) -> bool:
-        """See FileFormat. The lengths of both formats are equal only for some lengths of the last page."""
-        return file_bytes == self.num_bytes(length) != _encrypted_bytes(length)
-
-    def is_readable(self, fd: int, object_id: ObjectId) -> bool:
-        """See FileFormat. Any file that is not encrypted counts as readable."""
-        _file_bytes(fd)
-        return self._is_plain(fd)
-
-    def _is_plain(self, fd: int) -> bool:
-        page = blank_pages(1)
-        return not os.preadv(fd, [page], 0) or not is_encrypted(page)
-
-    def _read(
-        self, fd: int, file_bytes: int, object_id: ObjectId, into: memoryview, expected: int | None
-    ) -> Loaded:
         stored = file_bytes - PAGE_BYTES
         whole = max(0, stored - PAGE_BYTES)  # the last page may not fit into ``into``
         if stored < 0 or stored % PAGE_BYTES or whole > len(into):
@@ -133,6 +119,11 @@ class PlainFiles:
             raise InvalidObjectError("checksum")
         return Loaded(length, part_digests)
 
+    def is_readable(self, fd: int, object_id: ObjectId) -> bool:
+        """See FileFormat. A load shows whether the content is valid."""
+        _file_bytes(fd)
+        return True
+
 
 class EncryptedFiles:
     """An encrypted header, then encrypted pieces. See ``FileFormat``.
@@ -145,6 +136,10 @@ class EncryptedFiles:
 
     def __init__(self, cipher: Cipher) -> None:
         self._cipher = cipher
+
+    def stored_id(self, object_id: ObjectId) -> StoredId:
+        """See FileFormat."""
+        return StoredId(ObjectId(stored_key(object_id.row_key), object_id.column))
 
     def num_bytes(self, length: int) -> int:
         """See FileFormat."""
@@ -199,12 +194,8 @@ class EncryptedFiles:
             raise InvalidObjectError("checksum")
         return Loaded(total, part_digests)
 
-    def is_certain(self, file_bytes: int, length: int) -> bool:
-        """See FileFormat. The key version may be absent."""
-        return False
-
     def is_readable(self, fd: int, object_id: ObjectId) -> bool:
-        """See FileFormat."""
+        """See FileFormat. The key version may be absent."""
         _file_bytes(fd)
         self._parse_page(object_id, self._read_some(fd, PAGE_BYTES, 0))
         return True

@@ -1,8 +1,9 @@
 """Objects as files in one directory, which one process uses at a time.
 
 The path is ``<namespace>/<first two digits of the key>/<key>.<column>``, in hexadecimal except for the
-column. Paths are computed, so an object is found without an index. ``file_formats.py`` describes the content
-of a file. It is written under a name that ends in ``.tmp``, and renamed when it is complete.
+column. The key is the chunk key, or a hash of the row key if the file is encrypted. Paths are computed, so an
+object is found without an index. ``file_formats.py`` describes the content of a file. It is written under a
+name that ends in ``.tmp``, and renamed when it is complete.
 
 **O_DIRECT** is used if the volume supports it and the caller's memory is aligned (slots of an arena are). On
 a virtual SSD, it writes objects of 4 and 32 MiB at a steady 2.2-3.5 GB/s, the page cache at 0.4-2.2 GB/s.
@@ -28,14 +29,17 @@ import time
 from collections.abc import Iterator
 
 from lmcache.common.units import round_up
-from lmcache.tiers.base import Loaded, ObjectId, split_row_key
+from lmcache.tiers.base import Loaded, ObjectId, StoredId, split_row_key
 from lmcache.tiers.disk.file_formats import EncryptedFiles, FileFormat, PlainFiles
 from lmcache.tiers.encryption.pieces import Cipher
-from lmcache.tiers.errors import DirectoryInUseError, InvalidObjectError, KeyAbsentError
+from lmcache.tiers.errors import DirectoryInUseError, DiskError, InvalidObjectError, KeyAbsentError
 from lmcache.tiers.pages import PAGE_BYTES, blank_pages
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Error numbers of a full volume or quota."""
+MAX_SHARE = 0.9
+"""Largest part of a volume that a tier may take: other users need space, and nearly full file systems are
+slow."""
 
 _FOLDER = re.compile(r"[0-9a-f]{64}|[0-9a-f]{2}")
 _FILE = re.compile(r"\./([0-9a-f]{64})/([0-9a-f]{2})/(\2[0-9a-f]{62})\.(0|[1-9][0-9]{0,8})(\.[0-9]+\.tmp)?")
@@ -44,11 +48,11 @@ _ABSENT = (FileNotFoundError, NotADirectoryError)
 _NOT_A_FILE = frozenset({errno.ELOOP, errno.EACCES, errno.ENXIO, errno.EINVAL})
 
 
-def path_of(object_id: ObjectId) -> str:
-    """Return the path of an object in the directory."""
-    namespace, chunk_key = split_row_key(object_id.row_key)
-    text = chunk_key.hex()
-    return f"{namespace.hex()}/{text[:2]}/{text}.{object_id.column}"
+def path_of(stored_id: ObjectId) -> str:
+    """Return the path of an object in the directory. ``stored_id``: see ``Directory.stored_id``."""
+    namespace, key = split_row_key(stored_id.row_key)
+    text = key.hex()
+    return f"{namespace.hex()}/{text[:2]}/{text}.{stored_id.column}"
 
 
 class Directory:
@@ -113,9 +117,10 @@ class Directory:
             self._cipher.check()
         page = blank_pages(1)
         try:
-            self.publish(self.write(_CHECK_ID, page, b""), _CHECK_ID)
+            stored_id = self.stored_id(_CHECK_ID)
+            self.publish(self.write(_CHECK_ID, page, b""), stored_id)
             self.read(_CHECK_ID, page)
-            self.remove(_CHECK_ID)
+            self.remove(stored_id)
         except InvalidObjectError as invalid:
             raise OSError(errno.EIO, f"the test page was not read as written: {invalid}") from None
         except OSError as error:
@@ -132,14 +137,18 @@ class Directory:
     def _taken_bytes(self, file_bytes: int) -> int:
         return round_up(max(1, file_bytes), self._block_bytes)
 
-    def contains(self, object_id: ObjectId) -> bool:
-        """Does a file of this object exist?"""
-        return self._file_bytes(object_id) >= 0
+    def stored_id(self, object_id: ObjectId) -> StoredId:
+        """Return the name of an object's file."""
+        return self._format.stored_id(object_id)
 
-    def _file_bytes(self, object_id: ObjectId) -> int:
+    def contains(self, stored_id: StoredId) -> bool:
+        """Does a file of this object exist?"""
+        return self._file_bytes(stored_id) >= 0
+
+    def _file_bytes(self, stored_id: StoredId) -> int:
         """Return the length of an object's file, or -1 if the object has no file."""
         try:
-            status = os.stat(path_of(object_id), dir_fd=self._root, follow_symlinks=False)
+            status = os.stat(path_of(stored_id), dir_fd=self._root, follow_symlinks=False)
         except _ABSENT:
             return -1
         return status.st_size if stat.S_ISREG(status.st_mode) else -1
@@ -156,14 +165,10 @@ class Directory:
         finally:
             os.close(fd)
 
-    def is_readable(self, object_id: ObjectId, length: int) -> bool:
-        """Is there a file of this object whose first page can be read, with a key that is here?
-
-        The page is not read if the file's size shows that it has a plain payload of ``length`` bytes."""
+    def is_readable(self, object_id: ObjectId) -> bool:
+        """Is there a file of this object that can be read, with a key that is here? No payload is read."""
         fd = None
         try:
-            if self._format.is_certain(self._file_bytes(object_id), length):
-                return True
             fd = self._open(object_id, self._direct)
             return fd is not None and self._format.is_readable(fd, object_id)
         except (InvalidObjectError, KeyAbsentError):
@@ -178,7 +183,7 @@ class Directory:
 
     def write(self, object_id: ObjectId, payload: memoryview, label: bytes, part_digests: bytes = b"") -> str:
         """Write an object under a temporary name, and return that name."""
-        temporary = f"{path_of(object_id)}.{threading.get_ident()}.tmp"
+        temporary = f"{path_of(self.stored_id(object_id))}.{threading.get_ident()}.tmp"
         fd = self._create(temporary, self._direct_flag(payload))
         try:
             self._format.write(fd, object_id, payload, label, part_digests)
@@ -190,32 +195,32 @@ class Directory:
             os.close(fd)
         return temporary
 
-    def publish(self, temporary: str, object_id: ObjectId) -> None:
+    def publish(self, temporary: str, stored_id: StoredId) -> None:
         """Rename a written object to its final name."""
         try:
-            os.rename(temporary, path_of(object_id), src_dir_fd=self._root, dst_dir_fd=self._root)
+            os.rename(temporary, path_of(stored_id), src_dir_fd=self._root, dst_dir_fd=self._root)
         except BaseException:
             self._delete(temporary)
             raise
 
-    def refresh(self, object_id: ObjectId) -> bool:
+    def refresh(self, stored_id: StoredId) -> bool:
         """Set an object's time of use. False: there is none."""
         try:
-            os.utime(path_of(object_id), ns=_now(), dir_fd=self._root, follow_symlinks=False)
+            os.utime(path_of(stored_id), ns=_now(), dir_fd=self._root, follow_symlinks=False)
         except _ABSENT:
             return False
         return True
 
-    def remove(self, object_id: ObjectId) -> bool:
+    def remove(self, stored_id: StoredId) -> bool:
         """Delete an object. False: there is none."""
         try:
-            os.unlink(path_of(object_id), dir_fd=self._root)
+            os.unlink(path_of(stored_id), dir_fd=self._root)
         except (*_ABSENT, IsADirectoryError):
             return False
         return True
 
-    def scan(self) -> Iterator[tuple[ObjectId, int, int]]:
-        """Yield all objects, in no order: id, bytes of the volume, time of last use in nanoseconds.
+    def scan(self) -> Iterator[tuple[StoredId, int, int]]:
+        """Yield all objects, in no order: name, bytes of the volume, time of last use in nanoseconds.
 
         Deletes temporary files, which a crashed process left; no thread may be writing. Opens no file.
         """
@@ -232,15 +237,15 @@ class Directory:
                 with contextlib.suppress(FileNotFoundError):
                     status = os.stat(file, dir_fd=folder, follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode):
-                        object_id = ObjectId(bytes.fromhex(namespace + key), int(column))
-                        yield object_id, self._taken_bytes(status.st_size), status.st_mtime_ns
+                        stored_id = StoredId(ObjectId(bytes.fromhex(namespace + key), int(column)))
+                        yield stored_id, self._taken_bytes(status.st_size), status.st_mtime_ns
 
     def _open(self, object_id: ObjectId, direct: int) -> int | None:
         """Open an object's file; None: there is none. Raises InvalidObjectError if it is not a file."""
         # Do not wait for a pipe of this name, and do not follow a link.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | direct
         try:
-            return os.open(path_of(object_id), flags, dir_fd=self._root)
+            return os.open(path_of(self.stored_id(object_id)), flags, dir_fd=self._root)
         except _ABSENT:
             return None
         except OSError as error:
@@ -265,6 +270,25 @@ class Directory:
 
     def _direct_flag(self, memory: memoryview) -> int:
         return self._direct if self._format.is_aligned(memory) else 0
+
+
+def open_directory(path: str, capacity_bytes: int, cipher: Cipher | None) -> Directory:
+    """Open the directory of a tier that may take ``capacity_bytes``. Raises DiskError."""
+    try:
+        with contextlib.ExitStack() as on_error:
+            directory = Directory(path, cipher)
+            on_error.callback(directory.close)
+            if cipher is None or not cipher.problem:
+                directory.check()
+            if capacity_bytes > MAX_SHARE * directory.volume_bytes:
+                raise DiskError(
+                    f"{capacity_bytes} bytes are more than {MAX_SHARE:.0%} of the volume of {path} "
+                    f"({directory.volume_bytes} bytes): reduce the disk tier or increase the volume"
+                )
+            on_error.pop_all()
+            return directory
+    except OSError as error:
+        raise DiskError(f"{path} can't hold a disk tier: {error}") from error
 
 
 def _mount_point(path: str) -> str:

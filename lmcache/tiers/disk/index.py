@@ -13,7 +13,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from lmcache.tiers.base import KEY_BYTES, ObjectId
+from lmcache.tiers.base import KEY_BYTES, StoredId
 from lmcache.tiers.policy import LRU
 
 MAX_OBJECTS = 1 << 24
@@ -30,19 +30,19 @@ class Index:
         self._capacity = capacity_bytes
         self._free_bytes = capacity_bytes  # capacity minus objects and reservations
         # A single dictionary of a million entries would hold the GIL for 30 ms when it grows.
-        self._shards: list[dict[ObjectId, int]] = [{} for _ in range(256)]
-        self._ids: list[ObjectId | None] = []  # by slot
+        self._shards: list[dict[StoredId, int]] = [{} for _ in range(256)]
+        self._ids: list[StoredId | None] = []  # by slot
         self._bytes = array("Q")  # by slot
         self._free: list[int] = []
         self._policy = LRU(MAX_OBJECTS)
-        self._owners: dict[ObjectId, str] = {}  # of objects whose owner has a bound
+        self._owners: dict[StoredId, str] = {}  # of objects whose owner has a bound
         self.bytes_by_owner: Counter[str] = Counter()
         """Bytes of the objects of each owner that has a bound."""
         self._epoch = 0
         self._epoch_left = 0  # bytes
 
-    def __contains__(self, object_id: ObjectId) -> bool:
-        return object_id in self._shard(object_id)
+    def __contains__(self, stored_id: StoredId) -> bool:
+        return stored_id in self._shard(stored_id)
 
     def reserve(self, num_bytes: int) -> int | None:
         """Reserve a slot and ``num_bytes`` for a new object. None: evict an object first."""
@@ -62,58 +62,58 @@ class Index:
         self._free_bytes += self._bytes[slot]
         self._free.append(slot)
 
-    def commit(self, slot: int, object_id: ObjectId) -> None:
+    def commit(self, slot: int, stored_id: StoredId) -> None:
         """Index an object that was written. Replaces an earlier object of this id."""
-        self.discard(object_id)
-        self._shard(object_id)[object_id] = slot
-        self._ids[slot] = object_id
+        self.discard(stored_id)
+        self._shard(stored_id)[stored_id] = slot
+        self._ids[slot] = stored_id
         self.num_bytes += self._bytes[slot]
-        self.use(object_id)
+        self.use(stored_id)
 
-    def use(self, object_id: ObjectId) -> None:
+    def use(self, stored_id: StoredId) -> None:
         """Note that an object was stored or loaded. It counts as deeper than the objects before it."""
-        slot = self._shard(object_id).get(object_id)
+        slot = self._shard(stored_id).get(stored_id)
         if slot is not None:
             self._policy.admit(slot, self._enter(self._bytes[slot]))
 
-    def assign(self, object_id: ObjectId, owner: str) -> None:
+    def assign(self, stored_id: StoredId, owner: str) -> None:
         """Count an object for an owner from now on. Unknown ids are ignored."""
-        slot = self._shard(object_id).get(object_id)
+        slot = self._shard(stored_id).get(stored_id)
         if slot is not None:
-            self._release(object_id, slot)
-            self._owners[object_id] = owner
+            self._release(stored_id, slot)
+            self._owners[stored_id] = owner
             self.bytes_by_owner[owner] += self._bytes[slot]
 
-    def _release(self, object_id: ObjectId, slot: int) -> None:
-        owner = self._owners.pop(object_id, None)
+    def _release(self, stored_id: StoredId, slot: int) -> None:
+        owner = self._owners.pop(stored_id, None)
         if owner is not None:
             self.bytes_by_owner[owner] -= self._bytes[slot]
             if not self.bytes_by_owner[owner]:
                 del self.bytes_by_owner[owner]
 
-    def touch(self, ids: Iterable[ObjectId]) -> list[ObjectId]:
+    def touch(self, ids: Iterable[StoredId]) -> list[StoredId]:
         """Note that objects, head first, were used. Returns the indexed ones."""
-        indexed = [object_id for object_id in ids if object_id in self]
-        slots = [self._shard(object_id)[object_id] for object_id in indexed]
+        indexed = [stored_id for stored_id in ids if stored_id in self]
+        slots = [self._shard(stored_id)[stored_id] for stored_id in indexed]
         self._policy.touch(slots, self._enter(sum(self._bytes[slot] for slot in slots)))
         return indexed
 
-    def discard(self, object_id: ObjectId) -> None:
+    def discard(self, stored_id: StoredId) -> None:
         """Remove an object. Unknown ids are ignored."""
-        slot = self._shard(object_id).pop(object_id, None)
+        slot = self._shard(stored_id).pop(stored_id, None)
         if slot is not None:
-            self._release(object_id, slot)
+            self._release(stored_id, slot)
             self.num_bytes -= self._bytes[slot]
             self._ids[slot] = None
             self._policy.remove(slot)
             self.abort(slot)
 
-    def ids(self) -> Iterator[ObjectId]:
+    def ids(self) -> Iterator[StoredId]:
         """Yield all ids in eviction order. The iterator is valid until the next change."""
-        return (object_id for slot in self._policy.victims() if (object_id := self._ids[slot]))
+        return (stored_id for slot in self._policy.victims() if (stored_id := self._ids[slot]))
 
-    def _shard(self, object_id: ObjectId) -> dict[ObjectId, int]:
-        return self._shards[object_id[KEY_BYTES]]
+    def _shard(self, stored_id: StoredId) -> dict[StoredId, int]:
+        return self._shards[stored_id[KEY_BYTES]]
 
     def _enter(self, num_bytes: int) -> int:
         """Count a use of ``num_bytes``, and return its epoch."""

@@ -33,17 +33,16 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from lmcache.tiers.base import Loaded, ObjectId, OwnerBound, RowKey
+from lmcache.tiers.base import Loaded, ObjectId, OwnerBound, RowKey, StoredId
 from lmcache.tiers.circuit import Circuit
-from lmcache.tiers.disk.files import FULL, Directory
+from lmcache.tiers.disk.files import FULL, MAX_SHARE, open_directory
 from lmcache.tiers.disk.index import Index
 from lmcache.tiers.encryption.pieces import Cipher
-from lmcache.tiers.errors import DiskError, InvalidObjectError, KeyAbsentError
+from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError
 from lmcache.tiers.stats import ObjectStats
 
 logger = logging.getLogger(__name__)
 
-_MAX_SHARE = 0.9  # of the volume: other users need space, and nearly full file systems are slow
 _MAX_WAIT_SECONDS = 1.0
 _NUM_NAME_LOCKS = 64
 _SLICE = 256  # objects that are indexed before other threads may run
@@ -75,9 +74,10 @@ class DiskTier:
         self._capacity = capacity_bytes
         self._lock = threading.Lock()  # protects stats and the next two
         self._index: Index | None = None  # None until it is complete
-        self._removed: list[ObjectId] = []  # objects removed until then
+        self._removed: list[StoredId] = []  # objects removed until then
         self._name_locks = [threading.Lock() for _ in range(_NUM_NAME_LOCKS)]  # serialize changes of one path
-        self._directory = _open(os.path.abspath(directory), capacity_bytes, cipher)
+        self._directory = open_directory(os.path.abspath(directory), capacity_bytes, cipher)
+        self._stored_id = self._directory.stored_id
         self._closing = False
         self._start_scan()
         if cipher is not None and cipher.problem:
@@ -93,7 +93,9 @@ class DiskTier:
         """Do nothing: the directory was checked when it was opened, and the circuit probes it."""
 
     def keys(self) -> list[RowKey]:
-        """Return the rows with a stored column, in eviction order; none until ``indexed``."""
+        """Return the rows with a stored column, in eviction order; none until ``indexed``.
+
+        With a cipher, these are not row keys, but the names of rows in the directory."""
         with self._lock:
             return [] if self._index is None else list(dict.fromkeys(i.row_key for i in self._index.ids()))
 
@@ -140,7 +142,7 @@ class DiskTier:
         with self._lock:
             if self._index is None:
                 return True
-            new = [length for object_id, length in lengths.items() if object_id not in self._index]
+            new = [length for each, length in lengths.items() if self._stored_id(each) not in self._index]
             num_bytes = sum(map(self._directory.object_bytes, new))
             if not num_bytes or self._index.bytes_by_owner[bound.owner] + num_bytes <= bound.num_bytes:
                 return True
@@ -153,7 +155,7 @@ class DiskTier:
         is_stored = self.store(object_id, payload, label, digests)
         with self._lock:
             if self._index is not None:
-                self._index.assign(object_id, owner)
+                self._index.assign(self._stored_id(object_id), owner)
         return is_stored
 
     def bytes_by_owner(self) -> dict[str, int]:
@@ -163,24 +165,25 @@ class DiskTier:
 
     def touch(self, keys: Sequence[RowKey], num_columns: int) -> set[RowKey]:
         """See LowerTier. Returns no rows before ``indexed``."""
-        ids = [ObjectId(key, column) for key in keys for column in range(num_columns)]
+        rows = {self._stored_id(ObjectId(key, n)): key for key in keys for n in range(num_columns)}
         with self._watching():
             with self._lock:
-                indexed = ids if self._index is None else self._index.touch(ids)
-            missing = {object_id for object_id in indexed if not self._directory.refresh(object_id)}
-            return set() if self._index is None else {i.row_key for i in missing | (set(ids) - set(indexed))}
+                indexed = list(rows) if self._index is None else self._index.touch(rows)
+            missing = {each for each in indexed if not self._directory.refresh(each)}
+            absent = missing | (rows.keys() - set(indexed))
+            return set() if self._index is None else {rows[each] for each in absent}
 
     def remove(self, object_id: ObjectId) -> bool:
         """Delete one object. False: it was not stored."""
         with self._watching():
-            return self._remove(object_id)
+            return self._remove(self._stored_id(object_id))
 
     def _probe(self) -> None:
         """Write and read a page, in the directory that is at the path now. Raises OSError."""
         try:
             self._directory.check()
         except OSError:
-            if not self._directory.reopen(int(self._capacity / _MAX_SHARE)):
+            if not self._directory.reopen(int(self._capacity / MAX_SHARE)):
                 raise
             with self._lock:  # another directory: scan it again
                 self._index = None
@@ -211,10 +214,11 @@ class DiskTier:
             self.stats.failures += failed
 
     def _contains(self, object_id: ObjectId) -> bool:
+        stored_id = self._stored_id(object_id)
         with self._lock:
             if self._index is not None:
-                return object_id in self._index
-        return self._directory.contains(object_id)
+                return stored_id in self._index
+        return self._directory.contains(stored_id)
 
     def _load(self, object_id: ObjectId, into: memoryview, length: int | None) -> Loaded | None:
         loaded, reason, is_key_absent = None, "", False
@@ -228,13 +232,13 @@ class DiskTier:
             except OSError as error:
                 if error.errno == errno.EIO:  # a bad block would open the circuit at every load
                     with contextlib.suppress(OSError):
-                        self._remove(object_id)
+                        self._remove(self._stored_id(object_id))
                 raise
             self.health.success()
             if loaded is not None:
-                self._use(object_id, waits=False)
+                self._use(self._stored_id(object_id), waits=False)
             elif not is_key_absent:  # invalid, or deleted by another program
-                self._remove(object_id)
+                self._remove(self._stored_id(object_id))
         with self._lock:
             if reason:
                 self.stats.note_invalid(object_id.row_key, reason)
@@ -245,8 +249,9 @@ class DiskTier:
         return loaded
 
     def _store(self, object_id: ObjectId, payload: memoryview, label: bytes, digests: bytes) -> bool:
-        is_stored = self._contains(object_id) and self._directory.is_readable(object_id, len(payload))
-        if is_stored and self._use(object_id):
+        stored_id = self._stored_id(object_id)
+        is_stored = self._contains(object_id) and self._directory.is_readable(object_id)
+        if is_stored and self._use(stored_id):
             with self._lock:
                 self.stats.touched += 1
             return True
@@ -262,10 +267,10 @@ class DiskTier:
             return self._refuse("capacity")
         try:
             temporary = self._write(index, object_id, payload, label, digests)
-            with self._name_lock(object_id):
-                self._directory.publish(temporary, object_id)
+            with self._name_lock(stored_id):
+                self._directory.publish(temporary, stored_id)
                 with self._lock:
-                    index.commit(slot, object_id)
+                    index.commit(slot, stored_id)
                     self.stats.stored += 1
         except BaseException as error:
             with self._lock:
@@ -295,18 +300,18 @@ class DiskTier:
             pass
         return self._directory.write(object_id, payload, label, digests)
 
-    def _use(self, object_id: ObjectId, *, waits: bool = True) -> bool:
+    def _use(self, stored_id: StoredId, *, waits: bool = True) -> bool:
         """Mark an object as used. False: another program deleted its file.
 
         Without ``waits``, does nothing while another thread has the lock: it may be deleting a file."""
-        lock = self._name_lock(object_id)
+        lock = self._name_lock(stored_id)
         if not lock.acquire(blocking=waits):
             return True
         try:
-            is_stored = self._directory.refresh(object_id)
+            is_stored = self._directory.refresh(stored_id)
             with self._lock:
                 if self._index is not None:
-                    (self._index.use if is_stored else self._index.discard)(object_id)
+                    (self._index.use if is_stored else self._index.discard)(stored_id)
         finally:
             lock.release()
         return is_stored
@@ -331,19 +336,19 @@ class DiskTier:
             self.stats.evicted += removed
         return True
 
-    def _remove(self, object_id: ObjectId, building: Index | None = None) -> bool:
-        with self._name_lock(object_id):
-            removed = self._directory.remove(object_id)
+    def _remove(self, stored_id: StoredId, building: Index | None = None) -> bool:
+        with self._name_lock(stored_id):
+            removed = self._directory.remove(stored_id)
             with self._lock:
                 index = building or self._index
                 if index is None:
-                    self._removed.append(object_id)
+                    self._removed.append(stored_id)
                 else:
-                    index.discard(object_id)
+                    index.discard(stored_id)
         return removed
 
-    def _name_lock(self, object_id: ObjectId) -> threading.Lock:
-        return self._name_locks[hash(object_id) % _NUM_NAME_LOCKS]
+    def _name_lock(self, stored_id: StoredId) -> threading.Lock:
+        return self._name_locks[hash(stored_id) % _NUM_NAME_LOCKS]
 
     def _start_scan(self) -> None:
         self._wait_ends = time.monotonic() + _MAX_WAIT_SECONDS
@@ -353,8 +358,8 @@ class DiskTier:
     def _build_index(self) -> None:
         index, ids, sizes, mtimes = Index(self._capacity), [], array("Q"), array("d")
         try:
-            for object_id, num_bytes, mtime in self._directory.scan():
-                ids.append(object_id)
+            for stored_id, num_bytes, mtime in self._directory.scan():
+                ids.append(stored_id)
                 sizes.append(num_bytes)
                 mtimes.append(mtime)
                 if self._closing:
@@ -375,26 +380,8 @@ class DiskTier:
             logger.warning("disk tier %s: can't list the directory: %s", self._directory.path, error)
             return
         with self._lock:
-            for object_id in self._removed:
-                index.discard(object_id)
+            for stored_id in self._removed:
+                index.discard(stored_id)
             self._removed.clear()
             self._index = index
         self.indexed.set()
-
-
-def _open(path: str, capacity_bytes: int, cipher: Cipher | None) -> Directory:
-    try:
-        with contextlib.ExitStack() as on_error:
-            directory = Directory(path, cipher)
-            on_error.callback(directory.close)
-            if cipher is None or not cipher.problem:
-                directory.check()
-            if capacity_bytes > _MAX_SHARE * directory.volume_bytes:
-                raise DiskError(
-                    f"{capacity_bytes} bytes are more than {_MAX_SHARE:.0%} of the volume of {path} "
-                    f"({directory.volume_bytes} bytes): reduce the disk tier or increase the volume"
-                )
-            on_error.pop_all()
-            return directory
-    except OSError as error:
-        raise DiskError(f"{path} can't hold a disk tier: {error}") from error

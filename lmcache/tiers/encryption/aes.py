@@ -68,7 +68,7 @@ class AesGcm:
         if keys is None:
             raise NoKeyError(self.problem)
         version, salt = keys.write_version, os.urandom(SALT_BYTES)
-        aead, nonce = self._derive(keys.by_version[version], salt)
+        aead, nonce = self._derive(keys.by_version[version], salt, place)
         into[:PREAMBLE_BYTES] = pack_preamble(version, salt)
         associated = place.associated_data(version, len(content))
         aead.encrypt_into(nonce, content, associated, into[PREAMBLE_BYTES:])
@@ -81,15 +81,16 @@ class AesGcm:
             raise KeyAbsentError(f"key version {version} is absent")
         if len(piece) != len(into) + OVERHEAD_BYTES:
             raise InvalidObjectError("length")
-        aead, nonce = self._derive(key, salt)
+        aead, nonce = self._derive(key, salt, place)
         associated = place.associated_data(version, len(into))
         try:
             aead.decrypt_into(nonce, piece[PREAMBLE_BYTES:], associated, into)
         except InvalidTag:
             raise InvalidObjectError("authentication") from None
 
-    def _derive(self, key: bytes, salt: bytes) -> tuple[AESGCM, bytes]:
-        """Derive the cipher and the nonce of one piece."""
-        hkdf = HKDF(algorithm=SHA256(), length=KEY_BYTES + _NONCE_BYTES, salt=salt, info=self._info)
+    def _derive(self, key: bytes, salt: bytes, place: Place) -> tuple[AESGCM, bytes]:
+        """Derive the cipher and the nonce of one piece, also from the row key, which the medium hides."""
+        info = self._info + place.object_id.row_key
+        hkdf = HKDF(algorithm=SHA256(), length=KEY_BYTES + _NONCE_BYTES, salt=salt, info=info)
         derived = hkdf.derive(key)
         return AESGCM(derived[:KEY_BYTES]), derived[KEY_BYTES:]

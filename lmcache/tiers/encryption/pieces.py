@@ -5,18 +5,22 @@ A payload is stored in pieces, and each piece can be decrypted without the other
     magic   key version   salt       ciphertext       tag
     4       4             24 bytes   as the piece     16 bytes
 
-The cipher derives the key of the piece, and its nonce, from the salt. The tag authenticates the piece
-together with its **place**: format, key version, row key, column, length of the payload, position and length
-of the piece. An object's header is encrypted in the same way, and has a place of its own.
-docs/adr/0044 has the reasons.
+The cipher derives the key of the piece, and its nonce, from the salt and the row key. The tag authenticates
+the piece together with its **place**: format, key version, row key, column, length of the payload, position
+and length of the piece. An object's header is encrypted in the same way, and has a place of its own.
+
+A row key is a hash of a prompt and of the tenant's cache salt. A medium names an encrypted row by a hash of
+the row key (``stored_key``). So a reader of the medium who has the cluster's key, but not the cache salt, can
+decrypt no row of the tenant. docs/adr/0044 has the reasons.
 """
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from typing import NamedTuple, Protocol
 
-from lmcache.tiers.base import ObjectId
+from lmcache.tiers.base import ObjectId, RowKey, split_row_key
 from lmcache.tiers.errors import InvalidObjectError
 from lmcache.tiers.header import Buffer
 
@@ -31,6 +35,7 @@ OVERHEAD_BYTES = PREAMBLE_BYTES + TAG_BYTES
 """Bytes by which an encrypted piece is longer than its content."""
 
 _PLACE = struct.Struct("<4sI68sQQQ?")
+_NAME_TAG = b"lmcache encrypted name 1"
 
 
 class Place(NamedTuple):
@@ -82,6 +87,14 @@ class Cipher(Protocol):
         bytes are not the piece of this place. The content of ``into`` is then undefined."""
 
 
+def stored_key(row_key: RowKey) -> RowKey:
+    """Return the key by which a medium names an encrypted row. The row key cannot be computed from it.
+
+    The namespace stays visible, so that people can find the rows of a model.
+    """
+    return split_row_key(row_key)[0] + hashlib.sha256(_NAME_TAG + row_key).digest()
+
+
 def pack_preamble(key_version: int, salt: bytes) -> bytes:
     """Return the bytes in front of a ciphertext."""
     return _PREAMBLE.pack(MAGIC, key_version, salt)
@@ -95,8 +108,3 @@ def parse_preamble(piece: Buffer) -> tuple[int, bytes]:
     if magic != MAGIC:
         raise InvalidObjectError("not encrypted")
     return key_version, salt
-
-
-def is_encrypted(content: Buffer) -> bool:
-    """Say whether the bytes begin like an encrypted piece. Nothing is authenticated."""
-    return bytes(content[: len(MAGIC)]) == MAGIC

@@ -53,6 +53,11 @@ def redis_name(prefix: str, row_key: RowKey) -> str:
     return f"{prefix}:{split_row_key(row_key)[0].hex()}:{{{hash_tag(row_key)}}}"
 
 
+def row_name(prefix: str, row_key: RowKey, form: ValueFormat) -> str:
+    """Name the hash of a row in a format. ``prefix``: that of the tier."""
+    return redis_name(form.prefix(prefix), form.stored_key(row_key))
+
+
 def parse_name(prefix: str, name: bytes) -> RowKey | None:
     """Return the row that a name stands for; None if ``redis_name`` does not return this name."""
     match = _NAME.fullmatch(name)
@@ -110,7 +115,7 @@ def load(
     Raises InvalidObjectError if the stored column is invalid, or does not have ``length`` bytes. Raises
     KeyAbsentError if it is encrypted with a key version that is not here.
     """
-    name = redis_name(form.prefix(connection.prefix), object_id.row_key)
+    name = row_name(connection.prefix, object_id.row_key, form)
     fields = _piece_fields(object_id)
     connection.ask([("HMGET", name, marker_field(object_id), next(fields))])
     header = _read_marker(connection, object_id, form)
@@ -155,7 +160,7 @@ def store(
     wrong length, which is not read: the connection can't be used again, and the caller must rewrite the
     column over another one.
     """
-    name, total = redis_name(form.prefix(connection.prefix), object_id.row_key), len(payload)
+    name, total = row_name(connection.prefix, object_id.row_key, form), len(payload)
     readable_by = PLAIN if is_rewrite else form  # in a rewrite, the marker is not read
     if _is_present(connection, name, object_id, readable_by) and not is_rewrite:
         return False

@@ -155,7 +155,7 @@ class RemoteTier:
                     self._note_invalid(object_id, error.code)
                     return None
             if loaded is not None:
-                is_owner = server in self._topology.owners(object_id)[:1]
+                is_owner = server in self._owners(object_id)[:1]
                 loaded = loaded._replace(is_misplaced=not is_owner)
                 break
         with self._lock:
@@ -237,7 +237,7 @@ class RemoteTier:
         for key in keys:
             for column in range(num_columns):
                 object_id = ObjectId(key, column)
-                for position, server in enumerate(self._topology.owners(object_id)):
+                for position, server in enumerate(self._owners(object_id)):
                     asked[server].append((object_id, position == 0))
         absent: set[RowKey] = set()
         for server, questions in asked.items():
@@ -280,13 +280,18 @@ class RemoteTier:
                 self._topology.learn(reply)
         return replies
 
+    def _owners(self, object_id: ObjectId) -> Sequence[RedisServer]:
+        """See ``Topology.owners``. Servers are chosen by the name that the row has in Redis."""
+        stored_key = self._format.stored_key(object_id.row_key)
+        return self._topology.owners(ObjectId(stored_key, object_id.column))
+
     def _candidates(self, object_id: ObjectId) -> Iterator[RedisServer]:
         """Yield the servers that may hold an object, the likeliest first.
 
         Reads the topology again each time, because replies may have changed it."""
         tried: list[RedisServer] = []
         while len(tried) < _MAX_TRIES:
-            owners = self._topology.owners(object_id)
+            owners = self._owners(object_id)
             if not owners and self.health.is_open:
                 raise TierUnavailableError(f"remote tier {self.address} is unavailable")
             server = next((owner for owner in owners if owner not in tried), None)
@@ -309,7 +314,7 @@ class RemoteTier:
 
         For Redis, HEXISTS counts as a use of the row. EXISTS does not, and finds half-written rows, too.
         """
-        name = objects.redis_name(self._format.prefix(self.address.prefix), object_id.row_key)
+        name = objects.row_name(self.address.prefix, object_id.row_key, self._format)
         if not is_use:
             return ("EXISTS", name)
         return ("HEXISTS", name, objects.marker_field(object_id))

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import xxhash
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.encryption.pieces import OVERHEAD_BYTES, Cipher, Place
+from lmcache.tiers.base import ObjectId, RowKey
+from lmcache.tiers.encryption.pieces import OVERHEAD_BYTES, Cipher, Place, stored_key
 from lmcache.tiers.errors import HeaderError, InvalidObjectError
 from lmcache.tiers.header import HEADER_BYTES, Buffer, Header, parse
 
@@ -32,6 +32,9 @@ class ValueFormat(Protocol):
 
     def prefix(self, prefix: str) -> str:
         """Return the first part of the names of this format. ``prefix``: that of the tier."""
+
+    def stored_key(self, row_key: RowKey) -> RowKey:
+        """Return the key by which Redis names a row."""
 
     def pack_marker(self, object_id: ObjectId, header: Header) -> Buffer:
         """Return the value of a marker."""
@@ -59,6 +62,10 @@ class PlainValues:
     def prefix(self, prefix: str) -> str:
         """See ValueFormat."""
         return prefix
+
+    def stored_key(self, row_key: RowKey) -> RowKey:
+        """See ValueFormat."""
+        return row_key
 
     def pack_marker(self, object_id: ObjectId, header: Header) -> Buffer:
         """See ValueFormat."""
@@ -102,6 +109,10 @@ class EncryptedValues:
     def prefix(self, prefix: str) -> str:
         """See ValueFormat."""
         return f"{prefix}:enc"
+
+    def stored_key(self, row_key: RowKey) -> RowKey:
+        """See ValueFormat."""
+        return stored_key(row_key)
 
     def pack_marker(self, object_id: ObjectId, header: Header) -> Buffer:
         """See ValueFormat."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import pytest
 
@@ -118,8 +119,11 @@ class TestFormat:
         finally:
             os.close(fd)
         assert not file.is_accepted(plain)
-        with pytest.raises(KeyAbsentError):
+        with pytest.raises(InvalidObjectError):
             PlainFiles().read(files().fd, file.object_id, memoryview(bytearray(PAGE)), None)
+
+
+encrypted = partial(file_of, is_encrypted=True)
 
 
 class TestTier:
@@ -143,7 +147,7 @@ class TestTier:
     def test_files_contain_no_plain_text(self, path, restart):
         tier = restart(MIB, cipher("disk", 1))
         assert tier.store(ObjectId(key_of(1), 0), memoryview(b"SECRET prompt " * 999), b"SECRET model")
-        assert b"SECRET" not in file_of(path, 1).read_bytes()
+        assert b"SECRET" not in encrypted(path, 1).read_bytes()
         tier = restart(MIB)
         assert tier.store(ObjectId(key_of(2), 0), memoryview(b"SECRET prompt " * 999), b"SECRET model")
         assert file_of(path, 2).read_bytes().count(b"SECRET") == 1000, "a control"
@@ -169,7 +173,7 @@ class TestTier:
         used.use(keys(2))
         assert load(tier, 1) is None
         assert load(tier, 2) == content(2, PAGE)
-        assert file_of(path, 1).exists()
+        assert encrypted(path, 1).exists()
         assert (tier.stats.key_absent, tier.stats.misses, tier.stats.invalid) == (1, 1, {})
         assert store(tier, 1), "a row that can't be read is replaced"
         assert load(tier, 1) == content(1, PAGE)
@@ -198,17 +202,6 @@ class TestTier:
         assert _store_columns(tier, row, payloads, b"", known, bound)
         assert tier.stats.touched == 3, "readable columns are not written again"
 
-    @pytest.mark.parametrize("size", [PAGE, 100])
-    def test_one_store_without_keys_replaces_all_encrypted_columns(self, path, restart, size):
-        """Files of 100 bytes have one length in both formats."""
-        tier = restart(MIB, cipher("disk", 1))
-        assert all(store(tier, 1, size, column=column) for column in (0, 1))
-        tier = restart(MIB)
-        assert all(store(tier, 1, size, column=column) for column in (0, 1))
-        assert [load(tier, 1, column=column) for column in (0, 1)] == [content(1, size)] * 2
-        assert all(store(tier, 1, size, column=column) for column in (0, 1))
-        assert (tier.stats.stored, tier.stats.touched) == (2, 2), "plain columns are not written again"
-
     def test_file_stays_while_its_key_is_absent(self, path, restart):
         tier = restart(MIB, cipher("disk", 1))
         assert store(tier, 1)
@@ -224,7 +217,7 @@ class TestTier:
         tier = restart(MIB, AesGcm("disk", Keys({1: encryption_key_of(9)}, 1)))
         assert load(tier, 1) is None
         assert tier.stats.invalid == {"authentication": 1}
-        assert not file_of(path, 1).exists()
+        assert not encrypted(path, 1).exists()
 
     @pytest.mark.parametrize("size", [PAGE, PIECE_BYTES + PAGE])
     def test_payload_that_changed_after_its_digests_is_a_miss(self, path, restart, size):
@@ -233,7 +226,7 @@ class TestTier:
         assert tier.store(object_id, memoryview(content(2, size)), b"label", known)
         assert tier.load(object_id, into, size) is None
         assert tier.stats.invalid == {"checksum": 1}
-        assert not file_of(path, 1).exists()
+        assert not encrypted(path, 1).exists()
         assert tier.store(object_id, memoryview(content(1, size)), b"label", known)
         assert tier.load(object_id, into, size).digests == known
         assert into == content(1, size)
@@ -241,36 +234,65 @@ class TestTier:
     def test_damaged_file_is_a_miss_and_is_deleted(self, path, restart):
         tier = restart(MIB, cipher("disk", 1))
         assert store(tier, 1)
-        damaged = bytearray(file_of(path, 1).read_bytes())
+        damaged = bytearray(encrypted(path, 1).read_bytes())
         damaged[PAGE + 99] ^= 1
-        file_of(path, 1).write_bytes(damaged)
+        encrypted(path, 1).write_bytes(damaged)
         assert load(tier, 1) is None
         assert tier.stats.invalid == {"authentication": 1}
-        assert not file_of(path, 1).exists()
+        assert not encrypted(path, 1).exists()
 
-    def test_tier_without_keys_misses_encrypted_files_and_leaves_them(self, path, restart):
+    def test_files_of_the_other_format_are_misses_until_they_are_evicted(self, path, restart):
+        """Names of the formats differ, so neither format reads or replaces a file of the other one."""
         tier = restart(MIB, cipher("disk", 1))
-        for number, size in ((1, PAGE), (2, 3 * PAGE), (3, 100)):
-            assert store(tier, number, size)
-        tier = restart(MIB)
-        assert [load(tier, number) for number in (1, 2, 3)] == [None] * 3
-        assert load(tier, 2, room=PAGE) is None
-        assert all(file_of(path, number).exists() for number in (1, 2, 3))
-        assert (tier.stats.key_absent, tier.stats.invalid, tier.health.is_open) == (4, {}, False)
         assert store(tier, 1)
-        assert load(tier, 1) == content(1, PAGE)
-        tier = restart(MIB, cipher("disk", 1))
-        assert load(tier, 2) == content(2, 3 * PAGE)
-
-    def test_tier_with_keys_deletes_plain_files(self, path, restart):
         tier = restart(MIB)
-        assert store(tier, 1)
-        tier = restart(MIB, cipher("disk", 1))
         assert load(tier, 1) is None
-        assert tier.stats.invalid == {"not encrypted": 1}
-        assert not file_of(path, 1).exists()
         assert store(tier, 1)
         assert load(tier, 1) == content(1, PAGE)
+        assert file_of(path, 1).exists()
+        assert encrypted(path, 1).exists()
+        tier = restart(MIB, cipher("disk", 1))
+        assert load(tier, 1) == content(1, PAGE)
+        assert (tier.stats.invalid, tier.stats.key_absent, tier.health.is_open) == ({}, 0, False)
+        assert tier.indexed.wait(60)
+        assert tier.used_bytes == taken_bytes(path) == 5 * PAGE
+        for number in range(2, 2 * MIB // (3 * PAGE)):
+            assert store(tier, number)
+        assert not file_of(path, 1).exists()
+
+    def test_names_and_files_contain_no_row_key(self, path, restart):
+        """Files and the cluster's key do not suffice to decrypt a row."""
+
+        def is_visible() -> tuple[bool, bool]:
+            key, files = key_of(7)[32:], [file for file in path.rglob("*") if file.is_file()]
+            return key.hex() in str(files), any(key in file.read_bytes() for file in files)
+
+        assert store(restart(MIB, cipher("disk", 1)), 7)
+        assert is_visible() == (False, False)
+        assert store(restart(MIB), 7)
+        assert is_visible() == (True, True), "a control"
+
+    def test_files_of_other_names_are_refused(self, path, restart):
+        tier = restart(MIB, cipher("disk", 1))
+        assert store(tier, 1)
+        assert store(tier, 2)
+        encrypted(path, 1).write_bytes(encrypted(path, 2).read_bytes())
+        assert load(tier, 1) is None
+        assert load(tier, 2) == content(2, PAGE)
+
+    def test_rows_are_touched_by_their_row_keys(self, path, restart):
+        tier = restart(MIB, cipher("disk", 1))
+        assert all(store(tier, 1, column=column) for column in (0, 1))
+        assert store(tier, 2)
+        assert tier.touch([key_of(1), key_of(2), key_of(3)], 2) == {key_of(2), key_of(3)}
+        assert tier.probe([key_of(1), key_of(2)], 2) == 1
+        bound = OwnerBound("owner", 4 * PAGE)
+        assert tier.store_for(ObjectId(key_of(1), 0), memoryview(content(1, PAGE)), b"", b"", "owner")
+        assert tier.bytes_by_owner() == {"owner": 3 * PAGE}
+        assert tier.admits({ObjectId(key_of(1), 0): PAGE}, bound)
+        assert not tier.admits({ObjectId(key_of(4), 0): PAGE}, bound)
+        assert tier.remove(ObjectId(key_of(1), 0))
+        assert not tier.contains(ObjectId(key_of(1), 0))
 
     def test_tier_without_a_key_writes_nothing_until_there_is_one(self, path):
         used = AesGcm("disk")
@@ -308,8 +330,8 @@ class TestTier:
             for number, size in ((1, 3 * PAGE), (2, 10)):
                 object_id = ObjectId(key_of(number), 0)
                 payload = memoryview(b"x" * size)
-                directory.publish(directory.write(object_id, payload, b""), object_id)
-            assert file_of(path, 2).read_bytes()[PAGE + 10 + OVERHEAD_BYTES :] == bytes(
+                directory.publish(directory.write(object_id, payload, b""), directory.stored_id(object_id))
+            assert encrypted(path, 2).read_bytes()[PAGE + 10 + OVERHEAD_BYTES :] == bytes(
                 PAGE - 10 - OVERHEAD_BYTES
             )
         finally:

@@ -12,13 +12,14 @@ from functools import partial
 
 import hypothesis.strategies as st
 import pytest
+from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given
 
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.encryption.aes import AesGcm
 from lmcache.tiers.encryption.keys import WriteVersions, parse_keys
-from lmcache.tiers.encryption.pieces import OVERHEAD_BYTES, Place, pack_preamble
+from lmcache.tiers.encryption.pieces import OVERHEAD_BYTES, Place, pack_preamble, stored_key
 from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError, NoKeyError
 from tests.harness.encryption import cipher, flipped, key_of, keys
 
@@ -148,8 +149,9 @@ class TestCipher:
         salt = bytes(range(24))
         monkeypatch.setattr(os, "urandom", lambda number: salt[:number])
         extracted = hmac.digest(salt, key_of(1), hashlib.sha256)
-        first = hmac.digest(extracted, b"LMe1remote\x01", hashlib.sha256)
-        second = hmac.digest(extracted, first + b"LMe1remote\x02", hashlib.sha256)
+        info = b"LMe1remote" + OBJECT.row_key
+        first = hmac.digest(extracted, info + b"\x01", hashlib.sha256)
+        second = hmac.digest(extracted, first + info + b"\x02", hashlib.sha256)
         numbers = b"".join(number.to_bytes(8, "little") for number in (1000, 100, len(CONTENT)))
         associated = b"LMe1" + (1).to_bytes(4, "little") + bytes(OBJECT) + numbers + b"\0"
         ciphertext = AESGCM(first).encrypt(second[:12], CONTENT, associated)
@@ -230,9 +232,9 @@ class TestCipher:
     def test_key_and_nonce_never_repeat(self, monkeypatch):
         derive, derived = AesGcm._derive, []
 
-        def note(self, key, salt):
-            derived.append((self._info, key, salt))
-            return derive(self, key, salt)
+        def note(self, key, salt, place):
+            derived.append((self._info, key, salt, place))
+            return derive(self, key, salt, place)
 
         monkeypatch.setattr(AesGcm, "_derive", note)
         pieces = [encrypted(by=tier) for tier in (cipher("disk", 1), cipher("disk", 1)) for _ in range(2000)]
@@ -240,13 +242,32 @@ class TestCipher:
         assert len({piece[:32] for piece in pieces}) == len(pieces)
         assert len({piece[32:] for piece in pieces}) == len(pieces)
 
-    def test_salt_domain_and_key_each_change_key_and_nonce(self):
+    def test_salt_domain_key_and_row_each_change_key_and_nonce(self):
         nonces, ciphertexts = set(), set()
-        for domain, version, salt in itertools.product(("disk", "remote"), (1, 2), (bytes(24), b"s" * 24)):
-            aead, nonce = AesGcm(domain)._derive(key_of(version), salt)
+        places = PLACE, PLACE._replace(object_id=ObjectId(b"n" * 32 + b"r" * 32, 3))
+        choices = itertools.product(("disk", "remote"), (1, 2), (bytes(24), b"s" * 24), places)
+        for domain, version, salt, place in choices:
+            aead, nonce = AesGcm(domain)._derive(key_of(version), salt, place)
             nonces.add(nonce)
             ciphertexts.add(aead.encrypt(bytes(12), CONTENT, None))
-        assert len(nonces) == len(ciphertexts) == 8
+        assert len(nonces) == len(ciphertexts) == 16
+
+    def test_names_of_rows_do_not_change(self):
+        name = stored_key(OBJECT.row_key)
+        assert name[:32] == b"n" * 32, "people find the rows of a model by its namespace"
+        assert name[32:] == hashlib.sha256(b"lmcache encrypted name 1" + OBJECT.row_key).digest()
+
+    def test_key_and_name_of_a_row_decrypt_nothing_without_its_row_key(self):
+        """A reader of a medium knows the name. Only prompt and cache salt lead to the row key."""
+        named = ObjectId(stored_key(OBJECT.row_key), OBJECT.column)
+        piece = encrypted()
+        assert not is_accepted(piece, PLACE._replace(object_id=named))
+        associated = PLACE.associated_data(1, len(CONTENT))
+        aead, nonce = cipher("disk", 1)._derive(key_of(1), piece[8:32], PLACE._replace(object_id=named))
+        with pytest.raises(InvalidTag):
+            aead.decrypt(nonce, piece[32:], associated)
+        aead, nonce = cipher("disk", 1)._derive(key_of(1), piece[8:32], PLACE)
+        assert aead.decrypt(nonce, piece[32:], associated) == CONTENT
 
     def test_forged_preamble_is_refused(self):
         piece = encrypted()
@@ -255,7 +276,7 @@ class TestCipher:
 
     def test_encryption_releases_the_gil(self):
         """Another thread runs during a call, although the interpreter never makes the caller give way."""
-        aead, nonce = cipher("disk", 1)._derive(key_of(1), bytes(24))
+        aead, nonce = cipher("disk", 1)._derive(key_of(1), bytes(24), PLACE)
         content, piece = bytearray(8 << 20), bytearray((8 << 20) + 16)
         interval = sys.getswitchinterval()
         try:
