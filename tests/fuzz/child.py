@@ -10,10 +10,11 @@ import itertools
 import logging
 import resource
 import sys
+import time
 
 import atheris
 
-from tests.fuzz.target import MAX_BYTES, load
+from tests.fuzz.target import MAX_BYTES, MAX_SECONDS, load
 
 INSTRUMENTED = ["lmcache", "lmcache_sidecar", "lmcache_operator"]
 """Packages whose coverage guides the fuzzer."""
@@ -32,10 +33,11 @@ def main() -> None:
     def run(data: bytes) -> None:
         if next(numbers) % INPUTS_BETWEEN_COLLECTIONS == 0:
             gc.collect()  # a target may leave cycles that hold large buffers
-        before = peak_bytes()
+        before, began = peak_bytes(), time.process_time()
         target.check(data)
-        grown = peak_bytes() - before
+        grown, seconds = peak_bytes() - before, time.process_time() - began
         assert grown < MAX_BYTES, f"takes {grown} bytes"
+        assert seconds < MAX_SECONDS, f"takes {seconds:.1f} s of the processor"
 
     with target.opened():
         target.check(b"")  # imports and caches

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from testing.child_process import REPOSITORY
 from tests.fuzz import environment
-from tests.fuzz.target import CRASHES, MAX_SECONDS, SEEDS
+from tests.fuzz.target import CRASHES, MAX_WAIT_SECONDS, SEEDS
 
 PROGRESS_SECONDS = 15.0
 MAX_RSS_MIB = 2048
@@ -31,7 +31,7 @@ def fuzz(
     with tempfile.TemporaryDirectory(prefix="lmc-fuzz-artifacts-") as folder:
         command = [
             *(sys.executable, "-m", "tests.fuzz.child", name),
-            *(f"-max_total_time={seconds}", f"-timeout={MAX_SECONDS}", f"-rss_limit_mb={MAX_RSS_MIB}"),
+            *(f"-max_total_time={seconds}", f"-timeout={MAX_WAIT_SECONDS}", f"-rss_limit_mb={MAX_RSS_MIB}"),
             f"-artifact_prefix={folder}/",
             str(corpus or environment.corpus(name)),
             *([str(SEEDS / name)] if (SEEDS / name).is_dir() else []),
