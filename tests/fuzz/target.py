@@ -22,7 +22,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 SEEDS, CRASHES = FOLDER / "seeds", FOLDER / "crashes"
 MAX_SECONDS = 5
-"""Longest run of one input, in seconds of the processor. Inputs have a few KiB, so each takes milliseconds."""
+"""Longest run of an input, in seconds of the processor. Inputs have a few KiB, and take milliseconds."""
 MAX_WAIT_SECONDS = 60
 """Longest run of one input. On a busy machine, a run can wait for seconds."""
 MAX_BYTES = 64 << 20
