@@ -1,0 +1,28 @@
+"""Changes of a valid value, as an attacker makes them who can write to a medium but has no key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.fuzz.bytes_input import BytesInput
+
+
+def edited(source: BytesInput, original: bytes, others: Sequence[bytes]) -> bytes:
+    """Return ``original`` with the changes that the rest of an input describes.
+
+    A change replaces a byte, cuts the end off, copies bytes from one of ``others``, or inserts bytes. Its kind
+    (one byte) and its position (two bytes) come first.
+    """
+    content = bytearray(original)
+    while source.has_more:
+        kind, position = source.number() % 4, source.number(2) % (len(content) + 1)
+        if kind == 0:
+            content[position : position + 1] = source.take(1)
+        elif kind == 1:
+            del content[position:]
+        elif kind == 2:
+            other, end = source.choice(others), position + source.number(2)
+            content[position:end] = other[position:end]
+        else:
+            content[position:position] = source.sized()
+    return bytes(content)

@@ -1,0 +1,42 @@
+"""Any text of a tenants file is refused with the file's name, or gives budgets within their limits.
+
+Input: the text. It is short, because PyYAML's time grows with the square of the number of open brackets. Only
+the operator writes this file.
+"""
+
+from __future__ import annotations
+
+from lmcache_sidecar.tenants import TenantsFile
+
+from lmcache.tenant_names import DEFAULT_NAME, MAX_NAMED, is_name
+from tests.fuzz.target import Target
+
+PATH = "/tenants.yaml"
+
+
+def run(data: bytes) -> None:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:  # the sidecar reads the file as text
+        return
+    file = TenantsFile(PATH)
+    before = file.listed
+    try:
+        file.use(text)
+    except ValueError as error:
+        if not str(error).startswith(PATH) or file.listed != before:
+            raise AssertionError("the message does not name the file, or the file changed budgets") from error
+        return
+    file.add_namespace(bytes(32))
+    assert file.resolve()
+    default, *named = file.listed
+    assert default.name == DEFAULT_NAME
+    assert len(named) <= MAX_NAMED
+    assert len({budget.name for budget in named}) == len(named)
+    assert all(is_name(budget.name) for budget in named)
+    assert sum(budget.min_memory_percent for budget in file.listed) <= 100
+    for budget in file.listed:
+        assert 0 <= budget.min_memory_percent <= budget.memory_percent <= 100
+
+
+TARGET = Target(run, max_bytes=1024)
