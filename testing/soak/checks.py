@@ -18,9 +18,9 @@ MIN_HIT_SHARE = 0.2
 TIERS = "memory", "disk", "remote"
 SECONDS_FOR_ALL_TIERS = 600
 """Length of the runs that must have hits in all tiers. A shorter run may not fill the upper tiers."""
-FAULTS_FOR_OVERLAP = 20
+FAULTS_FOR_OVERLAP = 60
 """Number of faults of a kind of which one must happen while both secrets rotate."""
-GROWTH_MEBIBYTES, GROWTH_MEBIBYTES_PER_HOUR = 2.0, 2.0
+GROWTH_MEBIBYTES, GROWTH_MEBIBYTES_PER_HOUR = 3.0, 1.0
 """Largest growth of the sidecar's private memory in the last half of a run, along a line through the samples.
 
 The ring of samples does not count, see ``testing.soak.memory``. The first number is for the other records,

@@ -153,7 +153,7 @@ class ProcessFaults(Lane):
 class RedisFaults(Lane):
     """Redis disappears, hangs or is full."""
 
-    pause_seconds = 3.0  # with less, Redis is empty most of the time
+    pause_seconds = 6.0  # with less, Redis is empty most of the time
 
     def faults(self) -> list[Fault]:
         """Return the faults of one turn."""
@@ -188,7 +188,7 @@ class RedisFaults(Lane):
 class Rotations(Lane):
     """The password of Redis and the encryption keys rotate: in half of all turns both at the same time."""
 
-    pause_seconds = 3.0  # with less, rows of removed keys are misses most of the time
+    pause_seconds = 8.0  # with less, the sidecar has no connection to Redis most of the time
 
     def faults(self) -> list[Fault]:
         """Return the faults of one turn."""
@@ -214,7 +214,7 @@ class Rotations(Lane):
         with self._overlap.rotating():
             self._set_password()
             self._world.add_key()
-            self._pause(1.0, 4.0)
+            self._pause(1.0, 3.0)
             self._write_password()
             self._world.remove_old_keys()
 

@@ -115,10 +115,10 @@ def test_faults_count_as_at_once_if_both_secrets_rotate_meanwhile():
 
 
 def test_faults_that_never_happen_while_both_secrets_rotate_are_violations():
-    counts = {"resize": 20, "kill_redis": 30, "kill_sidecar": 19, "rotate_both": 9, "rotate_keys": 20}
+    counts = {"resize": 60, "kill_redis": 70, "kill_sidecar": 59, "rotate_both": 9, "rotate_keys": 60}
     assert not list(checks.of_overlap(counts, {"resize": 1, "kill_redis": 1}))
     (only,) = checks.of_overlap(counts, {"resize": 1, "kill_redis": 0})
-    assert only == "30 times kill_redis, but never while keys and password rotated together"
+    assert only == "70 times kill_redis, but never while keys and password rotated together"
     assert list(checks.of_overlap({}, {})) == ["keys and password never rotated together"]
 
 
@@ -267,9 +267,9 @@ def test_leak_of_200_bytes_per_request_is_a_violation_after_an_hour_and_a_ring_t
 
 
 def test_limit_of_growth_depends_on_the_time():
-    assert not list(checks.of_memory(Trend(100, 2.4, 900)))
-    assert list(checks.of_memory(Trend(100, 2.6, 900)))
-    assert not list(checks.of_memory(Trend(100, 2.6, 3600)))
+    assert not list(checks.of_memory(Trend(100, 3.2, 900)))
+    assert list(checks.of_memory(Trend(100, 3.3, 900)))
+    assert not list(checks.of_memory(Trend(100, 3.3, 3600)))
 
 
 def test_ring_takes_no_more_memory_per_request_than_the_check_subtracts():
