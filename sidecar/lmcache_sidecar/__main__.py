@@ -36,9 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else [*arguments]
     if os.environ.get("LMCACHE_STAY_UP") == "true" and words[:1] == ["serve"]:
         return _supervise(words)
-    from lmcache_sidecar.command import main as run
+    from lmcache_sidecar import command
 
-    return run(words)
+    status = command.main(words)
+    if words[:1] == ["serve"]:
+        command.leave(status)
+    return status
 
 
 def _supervise(arguments: list[str]) -> int:

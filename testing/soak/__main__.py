@@ -6,6 +6,7 @@ The exit status is 1 if an answer was wrong, if something leaked, or if the run 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import signal
 import sys
@@ -17,13 +18,14 @@ from testing.child_process import ProcessDied, wait_until
 from testing.soak import checks
 from testing.soak.client import WRONG_STATUS
 from testing.soak.faults import Faults
-from testing.soak.memory import private_bytes, trend
+from testing.soak.memory import MEBIBYTE, private_bytes, trend, without_ring
+from testing.soak.pages import Reader
 from testing.soak.world import MIN_MEMORY_MIB, START_SECONDS, World
 
 DEFAULT_SECONDS = 3600
 WARM_UP_SECONDS = 5.0
-_FAULT_SECONDS = 1.0
-"""Pause between two faults."""
+_READ_SECONDS = 1.0
+"""Pause between two reads of all pages."""
 _REPORT_SECONDS = 30.0
 _SETTLE_SECONDS = 60.0
 """Time in which a sidecar without clients must release what it holds for them."""
@@ -35,7 +37,7 @@ class Soak:
     def __init__(self, world: World, seconds: float, seed: int) -> None:
         self.violations: list[str] = []
         self._world, self._seconds = world, seconds
-        self._faults = Faults(world, seed)
+        self._faults, self._pages = Faults(world, seed), Reader()
         self._began = self._reported = time.monotonic()
         self._memory: list[tuple[float, int]] = []
         self._memory_pid = 0
@@ -44,18 +46,30 @@ class Soak:
     def run(self) -> None:
         """Run traffic and faults, then check what is left."""
         self._start_clients()
-        while (elapsed := time.monotonic() - self._began) < self._seconds:
-            if elapsed > min(WARM_UP_SECONDS, self._seconds / 8):
-                # The last half has one sidecar, so that its memory can be compared.
-                self._faults.make_one(may_restart=elapsed < self._seconds / 2)
-            pause = time.monotonic() + _FAULT_SECONDS
-            while time.monotonic() < pause:
-                self._sample_memory()
-                self._check_clients()
-                time.sleep(0.1)
-            self._report_progress(elapsed)
+        self._faults.start()
+        try:
+            while (elapsed := time.monotonic() - self._began) < self._seconds:
+                self._run_second(elapsed)
+                self._report_progress(elapsed)
+        finally:
+            self._faults.stop()
+        self._faults.check()
         self._end_traffic()
         self._check_end()
+
+    def _run_second(self, elapsed: float) -> None:
+        """Make a fault of a process or a file, read the pages, and sample the memory for a second."""
+        if elapsed > self._seconds / 2:  # the last half has one sidecar, so that its memory can be compared
+            self._faults.processes.end_restarts()
+        if elapsed > min(WARM_UP_SECONDS, self._seconds / 8):
+            self._faults.processes.make_one()
+        self._pages.read(self._world.sidecar.pid, self._world.sidecar.get)
+        pause = time.monotonic() + _READ_SECONDS
+        while time.monotonic() < pause:
+            self._sample_memory()
+            self._check_clients()
+            self._faults.check()
+            time.sleep(0.1)
 
     def _start_clients(self) -> None:
         """Start the clients, and start the clock when each has had a request."""
@@ -69,7 +83,7 @@ class Soak:
         if pid != self._memory_pid:
             self._memory, self._memory_pid = [], pid
             self._idle = checks.Held.of(pid)
-        self._memory.append((time.monotonic(), private_bytes(pid)))
+        self._memory.append((time.monotonic(), without_ring(private_bytes(pid), self._pages.num_in_ring)))
 
     def _check_clients(self) -> None:
         for client in self._world.clients:
@@ -80,7 +94,8 @@ class Soak:
             self._reported = time.monotonic()
             counts = self._world.counts()
             done = f"{counts['requests']} requests, {counts['loaded']} rows loaded"
-            say(f"{elapsed:.0f} of {self._seconds:.0f} s: {done}, {self._faults.counts.total()} faults")
+            num_faults = self._faults.overlap.counts.total()
+            say(f"{elapsed:.0f} of {self._seconds:.0f} s: {done}, {num_faults} faults")
 
     def _end_traffic(self) -> None:
         for client in self._world.clients:
@@ -96,10 +111,18 @@ class Soak:
         self._wait_until_clear(
             "after the last rotation of keys", lambda: list(checks.of_keys(world.stats(), world.key_version))
         )
+        digest = hashlib.sha256(world.tenants_file.read_bytes()).hexdigest()
+        self._wait_until_clear(
+            "after the last change of shares", lambda: list(checks.of_tenants(world.stats(), digest))
+        )
         world.write(world.size_file, f"{MIN_MEMORY_MIB}Mi")  # a slot that is still in use would block this
         self._wait_until_clear("after a last resize", self._resize_problem)
         tiers = checks.TIERS if self._seconds >= checks.SECONDS_FOR_ALL_TIERS else checks.TIERS[:1]
         self.violations += checks.of_counts(world.counts(), world.hit_tokens, tiers)
+        self.violations += checks.of_tenant_hits(world.tenant_hits)
+        if self._seconds >= checks.SECONDS_FOR_ALL_TIERS:
+            overlap = self._faults.overlap
+            self.violations += checks.of_overlap(overlap.counts, overlap.at_once)
         self._end = checks.Held.of(world.sidecar.pid)
         self.violations += checks.of_resources(self._idle, self._end)
         stats = world.stats()
@@ -124,17 +147,22 @@ class Soak:
         counts = self._world.counts()
         share = counts["loaded"] / max(1, counts["looked_up"])
         lines = [
-            f"faults: {table(self._faults.counts)}",
+            f"faults: {table(self._faults.overlap.counts)}",
+            f"of these, while keys and password rotated together: {table(self._faults.overlap.at_once)}",
             f"clients: {table(counts)}",
             f"rows loaded: {share:.1%} of those looked up (at least {checks.MIN_HIT_SHARE:.0%})",
             f"tokens of hits: {table(self._world.hit_tokens)}",
+            f"tokens of hits by tenant: {table(self._world.tenant_hits)}",
+            f"valid answers: {table(self._pages.num_answers)}",
             f"resources of the sidecar after its start: {self._idle}; at the end: {self._end}",
         ]
         if len(self._memory) >= 4:
-            line = trend(self._memory)
+            line, num_in_ring = trend(self._memory), self._pages.num_in_ring
             lines.append(
                 f"private memory of the sidecar: {line.mebibytes:.1f} MiB, {line.growth_mebibytes:+.1f} MiB"
-                f" in the last {line.seconds:.0f} s (limit {checks.MAX_GROWTH_MEBIBYTES:+.0f} MiB)"
+                f" in the last {line.seconds:.0f} s (limit {checks.max_growth(line.seconds):+.1f} MiB),"
+                f" without {-without_ring(0, num_in_ring) / MEBIBYTE:.1f} MiB for {num_in_ring} requests in"
+                " the ring of samples"
             )
         return "\n".join(lines)
 

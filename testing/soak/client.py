@@ -81,24 +81,24 @@ class Traffic:
             self._release(request_id)
 
     def _serve(self, scheduler: Session, worker: Session, prompt: int, request_id: str) -> None:
-        keys = rows.row_keys(prompt)
-        num_leased = self._lookup(scheduler, keys, request_id)
+        keys, tenant = rows.row_keys(prompt), rows.tenant(prompt)
+        num_leased = self._lookup(scheduler, keys, tenant, request_id)
         slots = scheduler.index.find(rows.words(keys)).slots()[:num_leased]
         report = Scheduled(
             num_hit_chunks=len(slots),
             num_loaded_tokens=len(slots) * rows.CHUNK_TOKENS,
             num_prompt_tokens=rows.NUM_CHUNKS * rows.CHUNK_TOKENS,
         )
-        scheduler.lookup(request_id, [(0, keys)], hint=True, scheduled=report)
+        scheduler.lookup(request_id, [(0, keys)], tenant=tenant, hint=True, scheduled=report)
         self.counts["looked_up"] += rows.NUM_CHUNKS
         self._load(worker, prompt, slots)
-        self._store(worker, prompt, len(slots), keys, request_id)
+        self._store(worker, prompt, len(slots), keys[len(slots) * ROW_KEY_BYTES :], request_id)
 
-    def _lookup(self, scheduler: Session, keys: bytes, request_id: str) -> int:
+    def _lookup(self, scheduler: Session, keys: bytes, tenant: bytes, request_id: str) -> int:
         """Lease the leading rows in memory. Waits for rows that the sidecar promotes."""
         deadline = time.monotonic() + _PROMOTION_SECONDS
         while True:
-            result = scheduler.lookup(request_id, [(0, keys)])
+            result = scheduler.lookup(request_id, [(0, keys)], tenant=tenant)
             is_settled = not result.num_pending and not result.is_probing
             if is_settled or time.monotonic() > deadline or self._ending.is_set():
                 return result.num_leased
@@ -116,11 +116,11 @@ class Traffic:
                 raise WrongBytesError(f"prompt {prompt}, chunk {chunk}, slot {slots[chunk]}")
             self.counts["loaded"] += 1
 
-    def _store(self, worker: Session, prompt: int, first: int, keys: bytes, request_id: str) -> None:
-        missing = keys[first * ROW_KEY_BYTES :]
+    def _store(self, worker: Session, prompt: int, first: int, missing: bytes, request_id: str) -> None:
         if not missing:
             return
-        answers = worker.reserve(0, missing, request_id=request_id, first_chunk=first)
+        tenant = rows.tenant(prompt)
+        answers = worker.reserve(0, missing, request_id=request_id, first_chunk=first, tenant=tenant)
         with worker.copying():
             stored = []
             for chunk, answer in enumerate(answers, first):

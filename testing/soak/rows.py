@@ -7,6 +7,7 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
+from lmcache import keys
 from lmcache.tiers.base import ROW_KEY_BYTES
 
 NAMESPACE = hashlib.sha256(b"soak").digest()
@@ -14,6 +15,11 @@ CHUNK_TOKENS, BLOCK_TOKENS = 256, 16
 ROW_BYTES = 64 << 10
 NUM_PROMPTS, NUM_CHUNKS = 120, 8
 """Prompts, and chunks of each. All rows together take 60 MiB, which only Redis can hold."""
+
+SALTS = "search", "batch", "guest"
+"""Cache salts of the requests. The tenants file names the first two; the last one has the default budget."""
+TENANTS = (*SALTS[:-1], "default")
+"""Names of their budgets."""
 
 _STEPS = np.arange(ROW_BYTES // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
@@ -24,9 +30,14 @@ def row_keys(prompt: int) -> bytes:
     return b"".join(NAMESPACE + digest for digest in digests)
 
 
-def words(keys: bytes) -> npt.NDArray[np.uint64]:
+def tenant(prompt: int) -> bytes:
+    """Return the tenant whose prompt this is."""
+    return keys.tenant(SALTS[prompt % len(SALTS)], NAMESPACE)
+
+
+def words(joined: bytes) -> npt.NDArray[np.uint64]:
     """Return row keys in the format of the index: ``[n, 8]`` words."""
-    return np.frombuffer(keys, np.uint64).reshape(-1, ROW_KEY_BYTES // 8)
+    return np.frombuffer(joined, np.uint64).reshape(-1, ROW_KEY_BYTES // 8)
 
 
 def content(prompt: int, chunk: int) -> npt.NDArray[np.uint8]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import secrets
 import shutil
 import sys
@@ -13,16 +14,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Self
 
+from lmcache import keys
 from testing.child_process import REPOSITORY, ChildProcess
 from testing.processes import RedisProcess, SidecarProcess
+from testing.soak.rows import SALTS
 
 MEBIBYTE = 1 << 20
 MIN_MEMORY_MIB, MEMORY_MIB, MAX_MEMORY_MIB = 6, 8, 16
 # Disk is smaller than all rows, so that loads need Redis, too.
 DISK_BYTES = 24 * MEBIBYTE
 REDIS_BYTES = 64 * MEBIBYTE
-NUM_KEYS = 3
-"""Versions of the encryption key that the sidecar has after a rotation."""
+NUM_KEYS = 6
+"""Versions of the encryption key that the sidecar has after a rotation. With fewer, most rows are misses."""
 START_SECONDS = 300.0
 """Longest start of a sidecar or a client. A busy machine takes longest to import Python modules."""
 
@@ -74,7 +77,7 @@ class World:
         self.folder = Path(tempfile.mkdtemp(prefix="lmc-soak-"))
         self.disk = self.folder / "disk"
         self.size_file, self.password_file = self.folder / "size", self.folder / "password"
-        self.keys = self.folder / "keys"
+        self.keys, self.tenants_file = self.folder / "keys", self.folder / "tenants"
         self.key_version = 0
         self.is_folder_retained = False
         self.redis = RedisProcess(
@@ -84,6 +87,8 @@ class World:
         self.clients: list[Client] = []
         self.hit_tokens: Counter[str] = Counter()
         """Tokens of hits by tier, of sidecars that have ended."""
+        self.tenant_hits: Counter[str] = Counter()
+        """Tokens of hits by tenant, of the same sidecars."""
         self._num_clients = num_clients
         self._opened = contextlib.ExitStack()
 
@@ -95,10 +100,12 @@ class World:
             self.write(self.size_file, f"{MEMORY_MIB}Mi")
             self.keys.mkdir()
             self.add_key()
+            self.write_tenants(random.Random(0))
             self.sidecar = SidecarProcess(
                 memory_size=f"{MEMORY_MIB}Mi",
                 memory_max_size=f"{MAX_MEMORY_MIB}Mi",
                 memory_size_file=self.size_file,
+                tenants_file=self.tenants_file,
                 disk_path=self.disk,
                 disk_size=DISK_BYTES,
                 disk_encryption_keys_dir=self.keys,
@@ -138,6 +145,18 @@ class World:
             if int(path.name) <= self.key_version - NUM_KEYS:
                 path.unlink()
 
+    def write_tenants(self, rng: random.Random) -> None:
+        """Give one named tenant a random guaranteed share, and the other one random upper bounds."""
+        limits = (
+            f"minMemoryPercent: {rng.randint(0, 40)}, priority: {rng.randint(-1, 1)}",
+            f"memoryPercent: {rng.randint(20, 90)}, lowerTierBytes: {rng.randint(4, 16)}Mi",
+        )
+        lines = (
+            f"- {{name: {salt}, saltHash: {keys.salt_hash(salt).hex()}, {limit}}}"
+            for salt, limit in zip(SALTS, limits, strict=False)  # the last salt has no budget
+        )
+        self.write(self.tenants_file, "\n".join(["named:", *lines, ""]))
+
     def counts(self) -> Counter[str]:
         """Return the sum of the counts of all client processes so far."""
         total: Counter[str] = Counter()
@@ -150,8 +169,10 @@ class World:
         return all(client.has_requests for client in self.clients)
 
     def save_hits(self) -> None:
-        """Add the present sidecar's hits to ``hit_tokens``, because the sidecar is about to end."""
-        self.hit_tokens.update(self.stats()["lookups"]["hit_tokens"])
+        """Add the present sidecar's hits to those of the earlier ones, because it is about to end."""
+        stats = self.stats()
+        self.hit_tokens.update(stats["lookups"]["hit_tokens"])
+        self.tenant_hits.update(stats["tenants"]["hit_tokens"])
 
     def stats(self) -> dict[str, Any]:
         """Return the statistics of the present sidecar."""

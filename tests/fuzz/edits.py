@@ -10,8 +10,8 @@ from tests.fuzz.bytes_input import BytesInput
 def edited(source: BytesInput, original: bytes, others: Sequence[bytes]) -> bytes:
     """Return ``original`` with the changes that the rest of an input describes.
 
-    A change replaces a byte, cuts the end off, copies bytes from one of ``others``, or inserts bytes. Its kind
-    (one byte) and its position (two bytes) come first.
+    A change replaces a byte, cuts the end off, copies bytes from one of ``others``, or inserts bytes. Each
+    one begins with its kind (one byte) and its position (two bytes).
     """
     content = bytearray(original)
     while source.has_more:

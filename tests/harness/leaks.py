@@ -10,6 +10,7 @@ names the tests that opened the resources: the guard compares resources after ea
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -29,16 +30,21 @@ from testing.engine import fork_server
 PATIENCE_SECONDS = 10.0
 """Time that threads and children have to end."""
 
+MAX_DESCRIPTORS = 900
+"""Largest number of descriptors of this process after a module, of any kind: ``select()`` ends at 1,024."""
+
+_SHM = "/dev/shm/"
 _shared_memory: set[str] = set()
-"""Folders in /dev/shm that this process created. Other processes create folders there as well."""
+"""Files and folders in /dev/shm that this process created or mapped. Other processes create some as well."""
 
 _LIBRARY_THREADS = ("MainThread", "tqdm", "pydevd", "pytest_timeout", "asyncio_")
 """Name prefixes of threads that libraries run until the process ends."""
 _LAUNCHER = "setpriv --pdeathsig KILL -- "
 """How ``testing.kube.process`` starts a program: one process runs the launcher and then the program."""
-_COUNTED = ("socket:", "pipe:", "/dev/shm/", "/tmp/")
-"""Prefixes of descriptors that are counted. Libraries hold others: /dev/null, and the epoll and eventfd
-descriptors of ZeroMQ's contexts in vLLM. An event loop that is not closed leaves sockets, too."""
+_COUNTED = ("socket:", "pipe:", "/")
+_NOT_COUNTED = ("/dev/", "/proc/", "/sys/")
+"""Prefixes of descriptors that are counted, and exceptions. Libraries hold /dev/null, and the epoll and
+eventfd descriptors of ZeroMQ's contexts in vLLM. An event loop that is not closed leaves sockets, too."""
 
 
 class Resources(NamedTuple):
@@ -53,7 +59,7 @@ class Resources(NamedTuple):
     def held(cls) -> Resources:
         """Read the current resources from /proc and /dev/shm."""
         return cls(
-            Counter(filter(lambda target: target.startswith(_COUNTED), _descriptors())),
+            Counter(filter(_is_counted, _descriptors())),
             Counter(
                 f"{t.name} ({t.ident})"
                 for t in threading.enumerate()
@@ -128,13 +134,16 @@ class Openers:
 class LeakGuard:
     """The plugin. It relies on the tests of one module running in a row."""
 
-    def __init__(self, patience_seconds: float = PATIENCE_SECONDS) -> None:
-        self._patience_seconds = patience_seconds
+    def __init__(
+        self, patience_seconds: float = PATIENCE_SECONDS, max_descriptors: float = MAX_DESCRIPTORS
+    ) -> None:
+        self._patience_seconds, self._max_descriptors = patience_seconds, max_descriptors
         resource_tracker.ensure_running()  # a child of multiprocessing that lives as long as the process
         self._allowed = Resources.held()
         self._openers = Openers()
         self._module: object = None
-        self._has_failed = False
+        self._failed: set[str] = set()  # tests of the module whose last attempt failed
+        self._is_full = False  # the process had too many descriptors before the module
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, object, object]:
@@ -148,19 +157,24 @@ class LeakGuard:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         """Record the resources before the first test of a module."""
         if _module_of(item) is not self._module:
-            self._module, self._has_failed = _module_of(item), False
-            self._allowed = Resources.held()
+            self._module, self._failed = _module_of(item), set()
+            self._allowed, self._is_full = Resources.held(), self._num_descriptors() > self._max_descriptors
             self._openers = Openers()
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Record that a module has failed: pytest keeps its frames, and they hold what its tests opened.
+    def pytest_runtest_makereport(
+        self, item: pytest.Item
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Record whether a test has failed: pytest keeps its frames, and they hold what the test opened.
 
-        A failed test may run again. Until then, its module's fixtures stay open.
+        A failed test may run again. Only its last attempt counts.
         """
         report = yield
-        self._has_failed |= report.failed
+        if report.when == "setup":
+            self._failed.discard(item.nodeid)
+        if report.failed:
+            self._failed.add(item.nodeid)
         return report
 
     @pytest.hookimpl(wrapper=True)
@@ -174,9 +188,24 @@ class LeakGuard:
             getattr(item, "funcargs", {}).clear()  # pytest drops these values only after this hook
             # A session's server may have been down before: one test stopped it, and the next one starts it.
             left = remaining_after(self._allowed.with_at_least(_lasting), self._patience_seconds)
-            if left and not self._has_failed:
+            if left and not self._failed:
                 pytest.fail(f"{item.path.name} leaves behind: {self._openers.describe(left)}", pytrace=False)
+            self._check_number(item.path.name)
         return result
+
+    def _check_number(self, module: str) -> None:
+        """Fail the module after which the process has too many descriptors, also of kinds not counted."""
+        if not self._is_full and (number := self._num_descriptors()) > self._max_descriptors:
+            kinds = Counter(target.partition("[")[0] for target in _descriptors()).most_common(8)
+            pytest.fail(
+                f"the process has {number} descriptors after {module}, the limit is {self._max_descriptors}:"
+                f" {', '.join(f'{count} {kind}' for kind, count in kinds)}",
+                pytrace=False,
+            )
+
+    @staticmethod
+    def _num_descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
 
 
 def remaining_after(allowed: Resources, patience_seconds: float) -> dict[str, list[str]]:
@@ -196,6 +225,11 @@ def _descriptors() -> Generator[str]:
             yield os.readlink(f"/proc/self/fd/{name}")
         except OSError:  # the descriptor of the listing itself
             continue
+
+
+def _is_counted(target: str) -> bool:
+    is_other = target.startswith(_NOT_COUNTED) and not target.startswith(_SHM)
+    return target.startswith(_COUNTED) and not is_other
 
 
 def _children() -> Generator[str]:
@@ -223,9 +257,17 @@ def _command(process: Path) -> str:
         time.sleep(0.001)  # between two programs: the next command line is not set yet
 
 
-def _note_folder(event: str, args: tuple[Any, ...]) -> None:
-    if event == "tempfile.mkdtemp" and str(args[0]).startswith("/dev/shm/"):
-        _shared_memory.add(str(args[0]))
+def _note_shared_memory(event: str, args: tuple[Any, ...]) -> None:
+    """Note what this process creates in /dev/shm, and segments of ``multiprocessing`` that it maps."""
+    path: object = None
+    if event == "tempfile.mkdtemp" or (event == "open" and args[2] & os.O_CREAT):
+        path = args[0]
+    elif event == "mmap.__new__" and args[0] >= 0:  # shm_open reports no event of its own
+        with contextlib.suppress(OSError):
+            path = os.readlink(f"/proc/self/fd/{args[0]}")
+    if isinstance(path, str) and path.startswith(_SHM):
+        name = path.removeprefix(_SHM).partition("/")[0]
+        _shared_memory.add(f"{_SHM}{name}")
 
 
 def _module_of(item: pytest.Item) -> object:
@@ -240,6 +282,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def install(config: pytest.Config, **options: float) -> None:
     """Register a guard with these options of ``LeakGuard``."""
     if Path("/proc/self/fd").is_dir():
-        sys.addaudithook(_note_folder)
+        sys.addaudithook(_note_shared_memory)
         fork_server.around_start = lasting
         config.pluginmanager.register(LeakGuard(**options), "leak-guard")

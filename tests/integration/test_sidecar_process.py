@@ -331,10 +331,32 @@ def test_sigterm_ends_a_sidecar_with_a_hanging_part(tmp_path, part, status):
     assert ("did not stop in time" in log) == (status == 0)
 
 
-def hanging(tmp_path: Path, part: str) -> subprocess.Popen[str]:
+SLOW_EXIT = """
+import runpy, sys, time
+
+class Slow:
+    def __del__(self, sleep=time.sleep):  # other threads cannot run any more
+        sleep(30)
+
+sys.slow = Slow()
+runpy.run_module("PROGRAM", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("program", ["lmcache_sidecar", "lmcache_sidecar.command"])
+def test_stopped_sidecar_exits_with_status_0_even_if_its_interpreter_is_slow(tmp_path, program):
+    with hanging(tmp_path, "", SLOW_EXIT.replace("PROGRAM", program)) as process:
+        wait_for_port(process)
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=60)
+    assert "Stopped" in log
+    assert process.returncode == 0, log
+
+
+def hanging(tmp_path: Path, part: str, program: str = HANGING) -> subprocess.Popen[str]:
     flags = ["--socket", str(tmp_path / "s.sock"), "--http-port=0", "--drain-grace-seconds=0"]
     return subprocess.Popen(
-        [sys.executable, "-c", HANGING, part, "serve", *flags],
+        [sys.executable, "-c", program, *([part] if part else []), "serve", *flags],
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'sidecar'}"},

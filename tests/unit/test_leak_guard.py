@@ -21,6 +21,19 @@ OPENERS = {
         "def leak():\n    resources.append(tempfile.mkdtemp(dir='/dev/shm', prefix='lmc-guard-'))"
     ),
 }
+OTHER_OPENERS = {
+    "1 descriptors: */memfd:lmc": "import os\ndef leak():\n    os.memfd_create('lmc')",
+    "1 descriptors: */os.py": "import os\ndef leak():\n    os.open(os.__file__, os.O_RDONLY)",
+    "1 shared_memory: */psm_": (
+        "import atexit\nfrom multiprocessing import shared_memory\n"
+        "def leak():\n    segment = shared_memory.SharedMemory(create=True, size=16)\n"
+        "    atexit.register(segment.unlink)\n    segment.close()"
+    ),
+    "1 shared_memory: */lmc-guard-file": (
+        "import atexit, os, pathlib\nfile = pathlib.Path(f'/dev/shm/lmc-guard-file-{os.getpid()}')\n"
+        "def leak():\n    file.write_text('')\n    atexit.register(file.unlink)"
+    ),
+}
 CLOSERS = {
     "descriptors": "[end.close() for pair in resources for end in pair]",
     "threads": "end.set()",
@@ -31,14 +44,14 @@ GUARD = """
 from tests.harness import leaks
 
 def pytest_configure(config):
-    leaks.install(config, patience_seconds=0.2)
+    leaks.install(config, patience_seconds=0.2, max_descriptors=MAX)
 """
 
 
 @pytest.fixture
 def run(pytester):
-    def run_module(body: str):
-        pytester.makeconftest(GUARD)
+    def run_module(body: str, max_descriptors: int = 900):
+        pytester.makeconftest(GUARD.replace("MAX", str(max_descriptors)))
         pytester.makepyfile(test_sample=body)
         return pytester.runpytest_subprocess("-p", "no:cacheprovider", "--import-mode=importlib")
 
@@ -62,6 +75,27 @@ def test_fails_leaking_modules(run, kind):
         [f"*test_sample.py leaves behind: *{num_left} {kind}: *(opened during test_middle)*"]
     )
     result.stdout.no_fnmatch_line("*opened during test_[!m]*")
+
+
+@pytest.mark.parametrize("left", OTHER_OPENERS)
+def test_fails_modules_that_leave_other_files(run, left):
+    result = run(f"{OTHER_OPENERS[left]}\ndef test_sample():\n    leak()\n")
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.fnmatch_lines([f"*test_sample.py leaves behind: {left}*(opened during test_sample)*"])
+
+
+EPOLLS = "import select\nopened = []\ndef leak():\n    opened.extend(select.epoll() for _ in range(100))\n"
+"""Opens descriptors of a kind that may stay open."""
+
+
+def test_fails_the_module_after_which_the_process_has_too_many_descriptors_of_any_kind(run, pytester):
+    pytester.makepyfile(test_then="def test_then():\n    pass\n")
+    result = run(f"{EPOLLS}def test_sample():\n    leak()\n", max_descriptors=100)
+    result.assert_outcomes(passed=2, errors=1)
+    result.stdout.fnmatch_lines(
+        ["the process has 1?? descriptors after test_sample.py, the limit is 100: 100 anon_inode:*"]
+    )
+    run(f"{EPOLLS}def test_sample():\n    leak()\n", max_descriptors=200).assert_outcomes(passed=2)
 
 
 def test_names_each_leaking_test_and_its_parameter(run):
@@ -118,3 +152,29 @@ def test_reports_no_leak_in_failed_modules(run):
     """A failed test keeps its frame, and its frame keeps everything the test opened."""
     body = f"{OPENERS['descriptors']}\ndef test_sample():\n    leak()\n    raise AssertionError\n"
     run(body).assert_outcomes(failed=1)
+
+
+FLAKY = (
+    f"{OPENERS['descriptors']}\nimport pytest, socket\nattempts = []\n"
+    "@pytest.mark.flaky(reruns=1)\ndef test_flaky():\n    attempts.append(1)\n"
+    "    opened = socket.socket()\n    assert len(attempts) > 1\n    opened.close()\n"
+)
+"""A module with a test that fails once, while a socket is open."""
+
+
+def test_reports_leaks_of_modules_whose_failed_tests_passed_in_a_second_attempt(run):
+    result = run(f"{FLAKY}def test_leaks():\n    leak()\n")
+    assert result.parseoutcomes() == {"passed": 2, "errors": 1, "rerun": 1}
+    result.stdout.fnmatch_lines(
+        ["*test_sample.py leaves behind: 2 descriptors: *(opened during test_leaks)*"]
+    )
+
+
+def test_reports_leaks_of_the_last_test_in_its_second_attempt(run):
+    result = run(FLAKY.replace("    opened.close()\n", "    opened.close()\n    leak()\n"))
+    assert result.parseoutcomes() == {"passed": 1, "errors": 1, "rerun": 1}
+
+
+def test_allows_what_only_the_failed_first_attempt_had_open(run):
+    for body in (FLAKY, f"{FLAKY}def test_last():\n    pass\n"):
+        assert run(body).parseoutcomes().keys() == {"passed", "rerun"}

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
+import random
 import threading
+import tracemalloc
 from collections import Counter
 
 import pytest
 
+from lmcache.curves.samples import Sampler
 from lmcache.tiers.memory.contracts import Slot
 from testing.soak import checks, rows
 from testing.soak.client import Traffic, WrongBytesError
-from testing.soak.memory import MEBIBYTE, Trend, private_bytes, trend
+from testing.soak.faults import Overlap
+from testing.soak.memory import MEBIBYTE, RING_REQUEST_BYTES, Trend, private_bytes, trend, without_ring
+from testing.soak.pages import InvalidPageError, Reader
 
 HITS = {"memory": 256, "disk": 256, "remote": 256}
 IDLE = {
@@ -61,6 +67,121 @@ def test_old_keys_and_problems_with_keys_are_violations():
         "the disk tier encrypts with key 2 instead of 3: no problem",
         "the remote tier encrypts with key 3 instead of 3: 2 files have one version",
     ]
+
+
+TENANTS = {
+    "causes": {"prompt_tokens": 30, "cause_tokens": {"memory": 20, "new": 10}},
+    "tenants": {
+        "tenants_problem": "",
+        "tenants_digest": "ab",
+        "prompt_tokens": {"search": 10, "batch": 15, "default": 5},
+        "hit_tokens": {"search": 10, "batch": 7, "default": 3},
+    },
+}
+
+
+def test_right_budgets_and_sums_of_tenants_are_accepted():
+    assert not list(checks.of_tenants(TENANTS, "ab"))
+    assert not list(checks.of_tenant_hits({"search": 1, "batch": 1, "default": 1}))
+
+
+def test_wrong_budgets_sums_and_missing_hits_of_tenants_are_violations():
+    stats = copy.deepcopy(TENANTS)
+    stats["tenants"] |= {"tenants_problem": "bad", "hit_tokens": {"search": 10, "batch": 7, "default": 4}}
+    assert list(checks.of_tenants(stats, "cd")) == [
+        "the sidecar does not use all budgets of tenants: bad",
+        "the sidecar does not use the newest tenants file",
+        "hit_tokens of 20 tokens by tenant: {'search': 10, 'batch': 7, 'default': 4}",
+    ]
+    assert list(checks.of_tenant_hits({"search": 1, "default": 0})) == [
+        "the tenant batch has no hits",
+        "the tenant default has no hits",
+    ]
+
+
+def test_faults_count_as_at_once_if_both_secrets_rotate_meanwhile():
+    overlap = Overlap()
+
+    def resize():
+        pass
+
+    def kill_redis():
+        pass
+
+    overlap.note(resize)
+    with overlap.rotating():
+        overlap.note(kill_redis)
+    assert (overlap.counts, overlap.at_once) == ({"resize": 1, "kill_redis": 1}, {"kill_redis": 1})
+
+
+def test_faults_that_never_happen_while_both_secrets_rotate_are_violations():
+    counts = {"resize": 60, "kill_redis": 70, "kill_sidecar": 59, "rotate_both": 9, "rotate_keys": 60}
+    assert not list(checks.of_overlap(counts, {"resize": 1, "kill_redis": 1}))
+    (only,) = checks.of_overlap(counts, {"resize": 1, "kill_redis": 0})
+    assert only == "70 times kill_redis, but never while keys and password rotated together"
+    assert list(checks.of_overlap({}, {})) == ["keys and password never rotated together"]
+
+
+PAGES = {
+    "/stats": json.dumps(TENANTS | {"lookups": {"samples_dropped": 0}}),
+    "/metrics": "# TYPE a_total counter\na_total 2.0\n",
+    "/samples": json.dumps(
+        {"version": 1, "now": 9.0, "started": 1.0, "t0": 5.0, "since": 0, "next": 3, "dropped": 0}
+        | {"below": 1 << 64, "row_bytes": 1, "chunk_tokens": 1, "namespace": "ab"}
+        | {"ms": [0, 1], "num": [2, 1], "key": "0" * 48, "tier": "mm-"}
+    ),
+    "/requests": json.dumps({"requests": [{"tenant": "batch", "tokens": {"memory": 5}}]}),
+}
+
+
+def get(pages):
+    return lambda path: pages[path.partition("?")[0]]
+
+
+def test_valid_pages_are_counted():
+    reader = Reader()
+    reader.read(1, get(PAGES))
+    assert set(reader.num_answers.values()) == {1}
+    assert reader.num_in_ring == 2
+    dropped = {"/stats": json.dumps(TENANTS | {"lookups": {"samples_dropped": 2}})}
+    again = {"/samples": PAGES["/samples"].replace('"since": 0', '"since": 3')}
+    again["/samples"] = again["/samples"].replace('"next": 3', '"next": 6')
+    reader.read(1, get(PAGES | dropped | again))
+    assert reader.num_in_ring == 3
+
+
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        ("/stats", json.dumps(TENANTS | {"causes": {"prompt_tokens": 31, "cause_tokens": {"new": 30}}})),
+        ("/stats", "{}"),
+        ("/metrics", ""),
+        ("/metrics", "# TYPE a_total counter\na_total 1.0\n"),
+        ("/samples", PAGES["/samples"].replace('"num": [2, 1]', '"num": [2, 2]')),
+        ("/requests", PAGES["/requests"].replace("batch", "unknown")),
+        ("/requests", PAGES["/requests"].replace("memory", "unknown")),
+        ("/requests", "not JSON"),
+    ],
+)
+def test_invalid_pages_are_violations(page, text):
+    reader = Reader()
+    reader.read(1, get(PAGES))
+    with pytest.raises(InvalidPageError, match=f"the page {page} is invalid"):
+        reader.read(1, get(PAGES | {page: text}))
+
+
+def test_page_without_an_answer_is_a_violation():
+    def refuse(path):
+        raise ConnectionRefusedError(path)
+
+    with pytest.raises(InvalidPageError, match="ConnectionRefusedError"):
+        Reader().read(1, refuse)
+
+
+def test_counters_of_another_sidecar_start_again():
+    reader = Reader()
+    reader.read(1, get(PAGES))
+    reader.read(2, get(PAGES | {"/metrics": "# TYPE a_total counter\na_total 1.0\n"}))
 
 
 def test_idle_sidecar_is_accepted():
@@ -120,9 +241,49 @@ def test_trend_is_that_of_the_last_half():
         trend(flat[:3])
 
 
-def test_growing_memory_is_a_violation():
-    assert not list(checks.of_memory(Trend(100, checks.MAX_GROWTH_MEBIBYTES, 1800)))
-    assert list(checks.of_memory(Trend(100, checks.MAX_GROWTH_MEBIBYTES + 1, 1800)))
+REQUESTS_PER_SECOND = 49
+"""Rate in a run of an hour."""
+
+
+def memory_of_an_hour(leaked_bytes_per_request: int) -> list[tuple[float, int]]:
+    """Return samples of the last half of an hour: the ring of samples fills, and something may leak."""
+    sampler, samples = Sampler(kept_seconds=480.0), []
+    for number in range(1800 * REQUESTS_PER_SECOND):
+        seconds = number / REQUESTS_PER_SECOND
+        sampler.record(seconds, SAMPLED_KEYS[number % 64], b"m" * rows.NUM_CHUNKS)
+        if number % (30 * REQUESTS_PER_SECOND) == 0:
+            in_ring = len(sampler.since(0)[1])
+            private = 50 * MEBIBYTE + in_ring * 388 + number * leaked_bytes_per_request
+            samples.append((seconds, without_ring(private, in_ring)))
+    return samples
+
+
+SAMPLED_KEYS = [random.Random(number).randbytes(8 * rows.NUM_CHUNKS) for number in range(64)]
+
+
+def test_leak_of_200_bytes_per_request_is_a_violation_after_an_hour_and_a_ring_that_fills_is_none():
+    assert not list(checks.of_memory(trend(memory_of_an_hour(0))))
+    assert list(checks.of_memory(trend(memory_of_an_hour(200))))
+
+
+def test_limit_of_growth_depends_on_the_time():
+    assert not list(checks.of_memory(Trend(100, 3.2, 900)))
+    assert list(checks.of_memory(Trend(100, 3.3, 900)))
+    assert not list(checks.of_memory(Trend(100, 3.3, 3600)))
+
+
+def test_ring_takes_no_more_memory_per_request_than_the_check_subtracts():
+    sampler = Sampler(rate=0.25)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(16_000):
+            keys = random.Random(number).randbytes(8 * rows.NUM_CHUNKS)
+            sampler.record(number + 0.5, keys, b"m" * rows.NUM_CHUNKS)
+        per_request = (tracemalloc.get_traced_memory()[0] - before) / len(sampler.since(0)[1])
+    finally:
+        tracemalloc.stop()
+    assert 200 < per_request < RING_REQUEST_BYTES
 
 
 def test_memory_of_a_process_is_read():
