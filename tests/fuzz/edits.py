@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from tests.fuzz.bytes_input import BytesInput
 
 
-def edited(source: BytesInput, original: bytes, others: Sequence[bytes]) -> bytes:
+def edited(source: BytesInput, original: bytes, foreign: Sequence[bytes]) -> bytes:
     """Return ``original`` with the changes that the rest of an input describes.
 
-    A change replaces a byte, cuts the end off, copies bytes from one of ``others``, or inserts bytes. Each
+    A change replaces a byte, cuts the end off, copies bytes from one of ``foreign``, or inserts bytes. Each
     one begins with its kind (one byte) and its position (two bytes).
     """
     content = bytearray(original)
@@ -21,7 +21,7 @@ def edited(source: BytesInput, original: bytes, others: Sequence[bytes]) -> byte
         elif kind == 1:
             del content[position:]
         elif kind == 2:
-            other, end = source.choice(others), position + source.number(2)
+            other, end = source.choice(foreign), position + source.number(2)
             content[position:end] = other[position:end]
         else:
             content[position:position] = source.sized()

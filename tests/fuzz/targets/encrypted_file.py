@@ -42,11 +42,11 @@ def written(folder: Path, object_id: ObjectId, by: AesGcm | None) -> bytes:
 def opened() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="lmc-fuzz-") as name, contextlib.ExitStack() as stack:
         folder, known = Path(name), cipher("disk", 1, 2)
-        others = [
+        foreign = [
             (OBJECT, known), (OTHER_ROW, known), (OTHER_COLUMN, known), (OBJECT, cipher("disk", 3)),
             (OBJECT, cipher("remote", 1, 2)), (OBJECT, None),
         ]  # fmt: skip
-        files = [written(folder, object_id, by) for object_id, by in others]
+        files = [written(folder, object_id, by) for object_id, by in foreign]
         directory = Directory(name, known)
         stack.callback(lambda: _opened.pop()[0].close())
         _opened.append((directory, folder / path_of(directory.stored_id(OBJECT)), files))

@@ -41,11 +41,11 @@ def opened() -> Iterator[None]:
         return EncryptedValues(by)
 
     form = form_of(cipher("remote", 1, 2))
-    others: list[tuple[ObjectId, ValueFormat]] = [
+    foreign: list[tuple[ObjectId, ValueFormat]] = [
         (OBJECT, form), (OTHER_ROW, form), (OTHER_COLUMN, form), (OBJECT, form_of(cipher("remote", 3))),
         (OBJECT, form_of(cipher("disk", 1, 2))), (OBJECT, PLAIN),
     ]  # fmt: skip
-    _opened.append((form, form.marker_bytes, [values_of(*other) for other in others]))
+    _opened.append((form, form.marker_bytes, [values_of(*other) for other in foreign]))
     yield
     _opened.pop()
 
