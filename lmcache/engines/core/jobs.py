@@ -155,6 +155,14 @@ class StepMeta:
     """Like ``reclaimed``, for blocks that windows and states left behind. Every long prompt leaves blocks
     behind, so the workers wait longer for these jobs."""
 
+    def anon_repr(self) -> str:
+        """Describe the message without row keys, because keys of encrypted rows depend on them.
+
+        vLLM logs this text if a step fails (``vllm/logging_utils/dump_input.py``)."""
+        loads = [(job.request_id, len(job.blocks)) for job in self.loads]
+        stores = [(job.job_id, job.request_id, job.num_rows) for job in self.stores]
+        return f"StepMeta(blocks of loads={loads}, rows of stores={stores}, {self.reclaimed=}, {self.held=})"
+
 
 @dataclass(frozen=True)
 class EngineIdentity:

@@ -16,6 +16,7 @@ decrypt no row of the tenant. docs/adr/0044 has the reasons.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from typing import NamedTuple, Protocol
@@ -87,6 +88,7 @@ class Cipher(Protocol):
         bytes are not the piece of this place. The content of ``into`` is then undefined."""
 
 
+@functools.lru_cache(8192)  # about 2 MB. A lookup asks for each column of a row, and for its server
 def stored_key(row_key: RowKey) -> RowKey:
     """Return the key by which a medium names an encrypted row. The row key cannot be computed from it.
 

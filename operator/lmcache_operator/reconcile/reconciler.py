@@ -219,7 +219,9 @@ class Reconciler:
         """Write the status without the fields that an older definition lacks, or its oldest fields only."""
         unknown = _UNDECLARED.findall(str(refusal))
         try:
-            known = {field: status[field] for field in status if field not in unknown}
+            known = {
+                field: status[field] for field in status if field in _ALWAYS_KNOWN or field not in unknown
+            }
             await self._api.apply_status({**header, "status": known})
         except RefusedError:
             oldest = {field: status[field] for field in status if field in _ALWAYS_KNOWN}

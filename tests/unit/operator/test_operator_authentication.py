@@ -117,7 +117,7 @@ OLD, SILENT = Sidecar(pod="old"), Sidecar(pod="silent", answers=False)
         (
             (REQUIRED, OLD),
             True,
-            ("False", "PagesOpen", "First: pod old: the image of the sidecar is of an earl"),
+            ("False", "PagesOpen", "First: pod old: it does not ask for tokens. If its im"),
         ),
         ((OLD, SILENT), True, ("False", "PagesOpen", "1 of 2 sidecars show their pages to clients without")),
         ((REQUIRED, SILENT), True, ("Unknown", "NoAnswer", "First: pod silent. See the condition Sidecar")),

@@ -21,8 +21,8 @@ _AUTHORITY = "kube-root-ca.crt"
 """ConfigMap with the API server's authority, which Kubernetes creates in each namespace."""
 _MODE = "LMCACHE_HTTP_AUTHENTICATION"
 _OPEN = (
-    "the image of the sidecar is of an earlier version, which asks for no tokens. Set spec.images.policy to "
-    "Follow, or spec.sidecar.image to a later image"
+    "it does not ask for tokens. If its image is of an earlier version, set spec.images.policy to Follow, or "
+    "spec.sidecar.image to a later image"
 )
 
 
