@@ -146,7 +146,7 @@ class TokenReviews:
             code, answer = self._exchange(f"/apis/{resource}", body, deadline)
         except TimeoutError:
             raise ReviewError("the API server does not answer in time") from None
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, OverflowError) as error:  # the last one: a huge length
             raise ReviewError(f"no answer of the API server: {str(error) or type(error).__name__}") from None
         if code == HTTPStatus.FORBIDDEN:
             raise ReviewError(f"the API server does not let it create {plural}: {_DELEGATOR}")
