@@ -33,6 +33,7 @@ NAMES = {
     "shards": "rows on a Redis that evicts; hits before and after a change of the shards",
     "path": "remote and disk tier through the whole sidecar, compared with bare loops",
     "tenants": "bandwidth of two tenants at once, compared with each one alone",
+    "flood": "hits of a tenant with a guaranteed share, while another one floods the cache",
     "peer": "comparison with lmcache 0.3.0 and 0.5.6 from the registry; runs only if you name it",
     "spans": "processor time of OpenTelemetry spans on the thread of the engine's scheduler",
     "top": "processor time of a sidecar while `top` shows it",

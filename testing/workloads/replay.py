@@ -66,7 +66,8 @@ class Engine:
         Promotions that would be slower than ``prefill_tokens_per_second`` are not awaited.
         """
         self._namespace, self._prefill = namespace, prefill_tokens_per_second
-        self._tenant = tenant
+        self.tenant = tenant
+        """Tenant of the requests from now on."""
         uid, group = uuid.uuid4().bytes, KVGroup(group=0, block_tokens=16, chunk_bytes=row_bytes)
         self._clients = [
             SidecarClient(
@@ -101,7 +102,7 @@ class Engine:
         begin = time.monotonic()
         names = b"".join(self._namespace + _digest(key) for key in keys)
         look_up = partial(
-            scheduler.lookup, name, tenant=self._tenant,
+            scheduler.lookup, name, tenant=self.tenant,
             prefill_tokens_per_second=self._prefill, timeout=_RPC_SECONDS,
         )  # fmt: skip
         in_memory = num_hits = _num_leading(scheduler, names)
@@ -122,7 +123,7 @@ class Engine:
         look_up([(0, names)], hint=True, scheduled=scheduled)
         if missing := names[num_hits * ROW_KEY_BYTES :]:
             reserved = worker.reserve(
-                0, missing, request_id=name, first_chunk=num_hits, tenant=self._tenant, timeout=_RPC_SECONDS
+                0, missing, request_id=name, first_chunk=num_hits, tenant=self.tenant, timeout=_RPC_SECONDS
             )
             if slots := [reservation.slot for reservation in reserved if reservation.slot]:
                 with worker.copying():
