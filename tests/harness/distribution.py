@@ -24,6 +24,14 @@ def unit_of(file: str) -> str:
     return _CONTROL_PLANE if path.is_file() and "pytest.mark.kube" in path.read_text() else file
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Refuse sets of parameters: their order differs between workers, and pytest-xdist then runs no test."""
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        names, values = mark.args[:2] if len(mark.args) > 1 else ("", mark.kwargs.get("argvalues"))
+        if isinstance(values, (set, frozenset)):
+            raise pytest.UsageError(f"{metafunc.definition.nodeid}: sort the set of parameters {names!r}")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Move tests that use a control plane to the front."""

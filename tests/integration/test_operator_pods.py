@@ -81,3 +81,27 @@ def test_unbound_claim_is_reported_with_the_message_of_its_controller(plane, ope
     assert (
         'claim models: storageclass.storage.k8s.io "none"' in condition(plane, namespace, "Ready")["message"]
     )
+
+
+def test_pods_pull_images_with_the_secrets_of_their_service_account(plane, operator, namespace):
+    """The guide says so for private registries. The operator must leave the field as it is."""
+    secrets = [{"name": "registry"}]
+    resource = example(router={})
+    resource["spec"]["tiers"]["remote"] = {"managed": {"memoryPerShard": "1Gi"}}
+    plane.api.create(CLUSTERS, resource, namespace)
+    wait_ready(plane, namespace)
+    accounts = f"{NAME}-engine", f"{NAME}-router", "default"
+    for account in accounts:
+        plane.api.patch("v1/serviceaccounts", account, {"imagePullSecrets": secrets}, namespace)
+    reconcile_once_more(plane, operator, namespace)
+    for account in accounts:
+        assert plane.api.get("v1/serviceaccounts", account, namespace)["imagePullSecrets"] == secrets
+    for pod in plane.api.objects("v1/pods", namespace):
+        plane.api.delete("v1/pods", pod["metadata"]["name"], namespace)
+
+    def have_secrets() -> bool:
+        new = plane.api.objects("v1/pods", namespace)
+        parts = {pod["metadata"]["labels"]["lmcache.io/component"] for pod in new}
+        return len(parts) == 3 and all(pod["spec"].get("imagePullSecrets") == secrets for pod in new)
+
+    plane.wait(have_secrets)
