@@ -199,7 +199,7 @@ def read_text(path: str, source: str = "") -> str:
     """Return the text of a file. Raises ConfigError, with ``source`` in front of the path."""
     try:
         return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # the last one: no text, or a path that no file can have
         reason = str(getattr(error, "strerror", None) or error).lower()
         raise ConfigError(f"{source}{path} can't be read: {reason}") from error
 

@@ -44,11 +44,23 @@ logger = logging.getLogger(__name__)
 MAX_NAMESPACES = 64
 """Namespaces whose tenants have budgets: those that attached most recently."""
 
+MAX_DISK_BYTES = 1 << 50
+"""Largest bound of a tenant on disk, as in the spec. Metrics cannot show a number of any length."""
+
 _HASH = re.compile(r"[0-9a-f]{64}")
+
+
+def _disk_bytes(text: str) -> int:
+    num_bytes = 0 if text == "0" else parse_size(text)
+    if num_bytes > MAX_DISK_BYTES:
+        raise ValueError(f"must be at most {MAX_DISK_BYTES >> 40}Ti")
+    return num_bytes
+
+
 _LIMITS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "memoryPercent": ("memory_percent", options.number(int, 1, 100, "a percentage from 1 to 100")),
     "minMemoryPercent": ("min_memory_percent", options.number(int, 0, 100, "a percentage from 0 to 100")),
-    "lowerTierBytes": ("disk_bytes", lambda text: 0 if text == "0" else parse_size(text)),
+    "lowerTierBytes": ("disk_bytes", _disk_bytes),
     "priority": ("priority", options.number(int, -100, 100, "a priority from -100 to 100")),
 }
 """Fields of Budget by their keys in the file, with the readers of their values."""

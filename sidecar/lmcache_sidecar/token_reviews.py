@@ -129,8 +129,9 @@ class TokenReviews:
         status = self._post("authentication.k8s.io/v1/tokenreviews", "TokenReview", spec, deadline)
         user = status.get("user")
         # An API server that knows no audiences would leave them out, and accept tokens for other services.
-        is_known = status.get("authenticated") is True and AUDIENCE in (status.get("audiences") or ())
-        if not is_known or not isinstance(user, dict):
+        audiences = status.get("audiences")
+        is_for_pages = isinstance(audiences, list) and AUDIENCE in audiences
+        if status.get("authenticated") is not True or not is_for_pages or not isinstance(user, dict):
             return HTTPStatus.UNAUTHORIZED
         spec = {"user" if name == "username" else name: value for name, value in user.items()}
         spec["nonResourceAttributes"] = {"path": path, "verb": "get"}

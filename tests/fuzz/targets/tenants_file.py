@@ -1,17 +1,35 @@
 """Any text of a tenants file is refused with the file's name, or gives budgets within their limits.
 
 Input: the text. It is short, because PyYAML's time grows with the square of the number of open brackets. Only
-the operator writes this file.
+the operator writes this file. Files with salts are those of one empty folder, so that no input reads a device.
 """
 
 from __future__ import annotations
 
-from lmcache_sidecar.tenants import TenantsFile
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from unittest import mock
+
+from lmcache_sidecar import tenants
+from lmcache_sidecar.config import read_text
+from lmcache_sidecar.tenants import MAX_DISK_BYTES, TenantsFile
 
 from lmcache.tenant_names import DEFAULT_NAME, MAX_NAMED, is_name
 from tests.fuzz.target import Target
 
 PATH = "/tenants.yaml"
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[None]:
+    with tempfile.TemporaryDirectory(prefix="lmc-fuzz-") as folder:
+
+        def read(path: str) -> str:
+            return read_text(f"{folder}/{path.replace('..', '')}")
+
+        with mock.patch.object(tenants, "read_text", read):
+            yield
 
 
 def run(data: bytes) -> None:
@@ -37,6 +55,7 @@ def run(data: bytes) -> None:
     assert sum(budget.min_memory_percent for budget in file.listed) <= 100
     for budget in file.listed:
         assert 0 <= budget.min_memory_percent <= budget.memory_percent <= 100
+        assert 0 <= budget.disk_bytes <= MAX_DISK_BYTES
 
 
-TARGET = Target(run, max_bytes=1024)
+TARGET = Target(run, max_bytes=1024, opened=opened)

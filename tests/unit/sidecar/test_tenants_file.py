@@ -319,3 +319,18 @@ def test_salt_hash_command_refuses_what_is_no_salt(monkeypatch, capsys, text: by
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
     assert main(["salt-hash"]) == 2
     assert mistake in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("escape", ["\\0", "\\uD800"])
+def test_path_of_a_salt_that_no_file_can_have_costs_one_budget(bench: Bench, escape: str):
+    entries = f'- {{name: bad, saltFile: "a{escape}b"}}\n- {{name: good, saltHash: {HASH}}}'
+    problem = bench.follow(f"named:\n{entries}")
+    assert problem.startswith("named[0] (bad): saltFile: ")
+    assert bench.file.names == ["default", "good"]
+
+
+def test_bound_on_disk_is_at_most_that_of_the_spec(bench: Bench):
+    assert bench.follow("default: {lowerTierBytes: 1024Ti}") == ""
+    for text in ("1025Ti", "9" * 400):  # metrics cannot show 400 digits
+        assert "lowerTierBytes: must be at most 1024Ti" in bench.follow(f"default: {{lowerTierBytes: {text}}}")
+    assert bench.file.budgets.default.disk_bytes == 1 << 50

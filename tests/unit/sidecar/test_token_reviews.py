@@ -244,6 +244,18 @@ def test_second_review_that_fails_shows_no_page(server: ApiServer) -> None:
     assert "subjectaccessreviews: bind" in reviews.problem
 
 
+@pytest.mark.parametrize("audiences", [f"not-{AUDIENCE}", {AUDIENCE: True}, [f"not-{AUDIENCE}"], 7, True])
+def test_audiences_other_than_a_list_with_this_one_show_no_page(server: ApiServer, audiences: object) -> None:
+    status = {"authenticated": True, "user": {"username": "prometheus"}, "audiences": audiences}
+    known, allowed = ({"status": status}, {"status": {"allowed": True}})
+
+    def answer(*arguments: Any) -> bytes:
+        return http_answer(json.dumps(known if arguments[2].endswith("tokenreviews") else allowed).encode())
+
+    server.reply = answer
+    assert statuses(server, ("/metrics", GOOD))[0] == [401]
+
+
 @pytest.mark.parametrize("name", ["token", "ca.crt"])
 def test_files_are_read_again_at_each_review(server: ApiServer, name: str) -> None:
     file = server.folder / name
