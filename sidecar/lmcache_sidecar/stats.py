@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from itertools import islice
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -37,6 +38,9 @@ from lmcache_sidecar.samples import LookupStats, Samples
 from lmcache_sidecar.sessions import Sessions
 
 T = TypeVar("T")
+
+MAX_LISTED_CLIENTS = 64
+"""Clients that the figures list, those that attached first: the operator reads at most 256 KiB of figures."""
 
 _NUM_BRANCHES = 10
 _MAX_MODELS = 8
@@ -307,7 +311,7 @@ def collect(
     facts = {
         "epoch": arena.epoch,
         "geometry": arena.geometry and asdict(arena.geometry),
-        "clients": [_client(client) for client in sessions.clients.by_uuid.values()],
+        "clients": list(map(_client, islice(sessions.clients.by_uuid.values(), MAX_LISTED_CLIENTS))),
     }
     causes = sessions.causes
     causes.settle()

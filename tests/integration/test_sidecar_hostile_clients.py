@@ -5,6 +5,7 @@ In each test another engine stores and loads as before.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 import grpc
 import psutil
 import pytest
+from lmcache_operator.stats import MAX_STATS_BYTES
+from lmcache_sidecar.stats import MAX_LISTED_CLIENTS
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.service import LOOKUP, MAX_KEYS_PER_LOOKUP, RESERVE
@@ -26,6 +29,10 @@ MAX_GROWTH = 10 << 20
 """Bytes by which the process may grow while a client sends more than twice as many."""
 SENT = 256 << 20
 OTHER_USER = 65534
+MAX_CONNECTION_BYTES = 64 << 10
+"""Memory that a connection may take. Measured: 14 KiB."""
+EMPTY_SETTINGS = b"\0\0\0\4\0\0\0\0\0"
+"""Frame of HTTP/2 that each client sends first."""
 
 
 def resident_bytes(sidecar: SidecarProcess) -> int:
@@ -43,9 +50,15 @@ def send_repeatedly(connection: socket.socket, piece: bytes) -> None:
 def honest(sidecar: SidecarProcess) -> Iterator[SidecarProcess]:
     """The sidecar. At the end of the test, an honest engine must be able to store and load."""
     yield sidecar
+    assert_serves(sidecar)
+
+
+def assert_serves(sidecar: SidecarProcess, first: int = 7001) -> None:
+    """Store and load the rows ``first`` and the next one, which must be new."""
+    numbers = first, first + 1
     with session_of(sidecar, engine_uuid=b"h" * 16) as session:
-        store(session, 7001, 7002)
-        assert_stored(load(session, session, "honest", 7001, 7002), 7001, 7002)
+        store(session, *numbers)
+        assert_stored(load(session, session, "honest", *numbers), *numbers)
     assert sidecar.get("/readyz") == "ready\n"
 
 
@@ -100,6 +113,34 @@ def test_connections_without_end_leave_no_descriptors_behind(honest):
             connection.connect(honest.socket_path)
             connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
     wait_until(lambda: process.num_fds() < before + num_connections // 10, timeout=60)
+
+
+def test_connections_that_stay_open_stop_no_engine(honest):
+    process = psutil.Process(honest.pid)
+    num_fds, num_bytes, num_connections = process.num_fds(), resident_bytes(honest), 1000
+    with contextlib.ExitStack() as stack:
+        for _ in range(num_connections):
+            connection = stack.enter_context(socket.socket(socket.AF_UNIX))
+            connection.connect(honest.socket_path)
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + EMPTY_SETTINGS)
+        wait_until(lambda: process.num_fds() >= num_fds + num_connections, timeout=60)
+        assert_serves(honest, 7011)
+        assert resident_bytes(honest) - num_bytes < num_connections * MAX_CONNECTION_BYTES
+    wait_until(lambda: process.num_fds() < num_fds + num_connections // 10, timeout=60)
+
+
+def test_attached_clients_without_end_stop_no_engine_and_hide_no_figures(honest):
+    """The operator reads at most 256 KiB of the sidecar's figures."""
+    num_clients = 3 * MAX_LISTED_CLIENTS
+    with contextlib.ExitStack() as stack:
+        for _ in range(num_clients):
+            stack.enter_context(RawClient(honest)).attach()
+        assert_serves(honest, 7011)
+        stats = honest.stats()
+        assert stats["num_clients"]["attached"] >= num_clients
+        assert len(stats["clients"]) == MAX_LISTED_CLIENTS
+        assert len(honest.get("/stats")) < MAX_STATS_BYTES // 2
+    honest.wait_until(lambda stats: not stats["num_clients"]["attached"])
 
 
 def test_keys_are_limited_by_call_and_leave_no_memory_behind(honest):
