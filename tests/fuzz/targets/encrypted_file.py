@@ -34,7 +34,7 @@ OTHER_COLUMN = ObjectId(OBJECT.row_key, 1)
 PIECE_BYTES = PAGE_BYTES - OVERHEAD_BYTES
 MARKER_BYTES = HEADER_BYTES + OVERHEAD_BYTES
 PAYLOAD, OTHER_PAYLOAD, LONGER_PAYLOAD = (
-    random.Random(extra).randbytes(2 * PIECE_BYTES + 104 + 5000 * (extra > 1)) for extra in range(3)
+    random.Random(seed).randbytes(2 * PIECE_BYTES + extra) for seed, extra in enumerate((104, 104, 204))
 )
 
 
