@@ -10,12 +10,12 @@ from tests.fuzz.bytes_input import BytesInput
 def edited(source: BytesInput, original: bytes, foreign: Sequence[bytes]) -> bytes:
     """Return ``original`` with the changes that the rest of an input describes.
 
-    A change replaces a byte, cuts the end off, copies bytes from one of ``foreign``, or inserts bytes. Each
-    one begins with its kind (one byte) and its position (two bytes).
+    A change replaces a byte, cuts the end off, copies bytes of one of ``foreign`` to the same or to another
+    position, or inserts bytes. Each one begins with its kind (one byte) and its position (two bytes).
     """
     content = bytearray(original)
     while source.has_more:
-        kind, position = source.number() % 4, source.number(2) % (len(content) + 1)
+        kind, position = source.number() % 5, source.number(2) % (len(content) + 1)
         if kind == 0:
             content[position : position + 1] = source.take(1)
         elif kind == 1:
@@ -23,6 +23,9 @@ def edited(source: BytesInput, original: bytes, foreign: Sequence[bytes]) -> byt
         elif kind == 2:
             other, end = source.choice(foreign), position + source.number(2)
             content[position:end] = other[position:end]
+        elif kind == 4:
+            other, begin, length = source.choice(foreign), source.number(2), source.number(2)
+            content[position : position + length] = other[begin : begin + length]
         else:
             content[position:position] = source.sized()
     return bytes(content)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from testing.child_process import REPOSITORY
 from tests.fuzz import target
 from tests.fuzz.target import Target, inputs, load, names, promise
 
@@ -29,12 +26,6 @@ def test_seeds_and_former_crashes_break_no_promise(name):
 @pytest.mark.parametrize("name", names())
 def test_docstring_names_the_promise(name):
     assert promise(name).endswith(".")
-
-
-def test_nightly_workflow_fuzzes_each_target_once():
-    text = (REPOSITORY / ".github" / "workflows" / "nightly.yml").read_text()
-    listed = " ".join(re.findall(r'FUZZ="([a-z_ ]+)"', text)).split()
-    assert sorted(listed) == names()
 
 
 def test_unexpected_error_is_a_crash():

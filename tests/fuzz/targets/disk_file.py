@@ -14,7 +14,7 @@ from pathlib import Path
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.disk.files import Directory, path_of
 from lmcache.tiers.errors import InvalidObjectError
-from lmcache.tiers.header import Header, checksum
+from lmcache.tiers.header import Header, checksum, parse
 from lmcache.tiers.pages import PAGE_BYTES
 from tests.fuzz.bytes_input import BytesInput
 from tests.fuzz.target import Target
@@ -41,11 +41,13 @@ def run(data: bytes) -> None:
     if is_valid:
         raw = Header(OBJECT.row_key, 0, len(payload), checksum(payload)).pack()
         payload = payload.ljust(-(-len(payload) // PAGE_BYTES) * PAGE_BYTES, b"\0")
-    (Path(directory.path) / path_of(OBJECT)).write_bytes(sealed(raw).ljust(PAGE_BYTES, b"\0") + payload)
+    header = sealed(raw)
+    (Path(directory.path) / path_of(OBJECT)).write_bytes(header.ljust(PAGE_BYTES, b"\0") + payload)
     into = memoryview(bytearray(MAX_PAYLOAD))
     loaded = directory.read(OBJECT, into)
     assert loaded is not None
     assert into[: loaded.length] == payload[: loaded.length]
+    assert checksum(into[: loaded.length]) == parse(header).checksum
     assert not any(payload[loaded.length :]) or not is_valid
 
 

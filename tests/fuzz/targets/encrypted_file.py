@@ -1,77 +1,131 @@
-"""A file of an encrypted disk tier is refused if its pieces changed, or else has the bytes of its object.
+"""A file of an encrypted disk tier gives only bytes that its cipher encrypted for this object and position.
 
-Input: changes of the file, see ``edits``. The other files are those of another row, of another column, of
-another key version and of the remote tier's key, and a plain file. Zeros that pad pieces to whole pages have
-no meaning, and may change.
+Input: changes of the file, see ``edits``. The other files are: the same object with other content, a longer
+one under an older key, another row, another column, another key version, the remote tier's key, and a plain
+file. Zeros that pad pieces to whole pages have no meaning, and may change. Pieces are as short as a page, so
+that the file has several.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
 from lmcache.tiers.base import ObjectId
+from lmcache.tiers.disk import file_formats
 from lmcache.tiers.disk.files import Directory, path_of
-from lmcache.tiers.encryption.aes import AesGcm
-from lmcache.tiers.encryption.pieces import OVERHEAD_BYTES
+from lmcache.tiers.encryption.pieces import MAGIC, OVERHEAD_BYTES, Cipher, Place, parse_preamble
 from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError
-from lmcache.tiers.header import HEADER_BYTES
+from lmcache.tiers.header import HEADER_BYTES, parse
 from lmcache.tiers.pages import PAGE_BYTES
 from tests.fuzz.bytes_input import BytesInput
 from tests.fuzz.edits import edited
+from tests.fuzz.recorded_cipher import RecordedCipher
 from tests.fuzz.target import Target
-from tests.harness.encryption import cipher
+from tests.harness.encryption import cipher, keys
 
 OBJECT, OTHER_ROW = ObjectId(bytes(range(64)), 0), ObjectId(bytes(64), 0)
 OTHER_COLUMN = ObjectId(OBJECT.row_key, 1)
-PAYLOAD = b"payload!" * 13
-_opened: list[tuple[Directory, Path, list[bytes]]] = []
+PIECE_BYTES = PAGE_BYTES - OVERHEAD_BYTES
+MARKER_BYTES = HEADER_BYTES + OVERHEAD_BYTES
+PAYLOAD, OTHER_PAYLOAD, LONGER_PAYLOAD = (
+    random.Random(seed).randbytes(2 * PIECE_BYTES + extra) for seed, extra in enumerate((104, 104, 204))
+)
 
 
-def written(folder: Path, object_id: ObjectId, by: AesGcm | None) -> bytes:
+class World(NamedTuple):
+    """The opened directory, the path of the object there, and the files from which an input copies."""
+
+    directory: Directory
+    cipher: RecordedCipher
+    path: Path
+    files: list[bytes]
+
+
+_opened: list[World] = []
+
+
+def written(folder: Path, object_id: ObjectId, by: Cipher | None, payload: bytes = PAYLOAD) -> bytes:
     directory = Directory(str(folder), by)
     try:
-        return (folder / directory.write(object_id, memoryview(PAYLOAD), b"label")).read_bytes()
+        return (folder / directory.write(object_id, memoryview(payload), b"label")).read_bytes()
     finally:
         directory.close()
 
 
 @contextlib.contextmanager
 def opened() -> Iterator[None]:
-    with tempfile.TemporaryDirectory(prefix="lmc-fuzz-") as name, contextlib.ExitStack() as stack:
-        folder, known = Path(name), cipher("disk", 1, 2)
+    with (
+        tempfile.TemporaryDirectory(prefix="lmc-fuzz-") as name,
+        mock.patch.object(file_formats, "PIECE_BYTES", PIECE_BYTES),
+        contextlib.ExitStack() as stack,
+    ):
+        folder, known = Path(name), RecordedCipher("disk")
+        known.use(keys(1))
+        longer = written(folder, OBJECT, known, LONGER_PAYLOAD)
+        known.use(keys(1, 2))
         foreign = [
             (OBJECT, known), (OTHER_ROW, known), (OTHER_COLUMN, known), (OBJECT, cipher("disk", 3)),
             (OBJECT, cipher("remote", 1, 2)), (OBJECT, None),
         ]  # fmt: skip
         files = [written(folder, object_id, by) for object_id, by in foreign]
+        files += [written(folder, OBJECT, known, OTHER_PAYLOAD), longer]
         directory = Directory(name, known)
-        stack.callback(lambda: _opened.pop()[0].close())
-        _opened.append((directory, folder / path_of(directory.stored_id(OBJECT)), files))
+        stack.callback(lambda: _opened.pop().directory.close())
+        _opened.append(World(directory, known, folder / path_of(directory.stored_id(OBJECT)), files))
         yield
 
 
-def pieces(content: bytes) -> tuple[bytes, bytes, int]:
-    """Return the encrypted header, the encrypted piece, and the length of a file."""
-    end = PAGE_BYTES + len(PAYLOAD) + OVERHEAD_BYTES
-    return content[: HEADER_BYTES + OVERHEAD_BYTES], content[PAGE_BYTES:end], len(content)
+def genuine(content: bytes, known: RecordedCipher) -> bytes | None:
+    """Return the payload of a file, all parts of which the cipher encrypted for their place; else None."""
+    header = known.contents.get((Place.of_header(OBJECT), content[:MARKER_BYTES]))
+    total = parse(header).total_bytes if header else 0
+    starts = range(0, total, PIECE_BYTES)
+    if header is None or len(content) != PAGE_BYTES * (1 + len(starts)):
+        return None
+    payload = b""
+    for number, start in enumerate(starts, 1):
+        end = PAGE_BYTES * number + min(PIECE_BYTES, total - start) + OVERHEAD_BYTES
+        piece = known.contents.get((Place(OBJECT, total, start), content[PAGE_BYTES * number : end]))
+        if piece is None:
+            return None
+        payload += piece
+    return payload
+
+
+def lacks_key(page: bytes) -> bool:
+    """Say whether a page begins like a piece under a version that the tier lacks."""
+    return page.startswith(MAGIC) and len(page) >= OVERHEAD_BYTES and parse_preamble(page)[0] not in (1, 2)
 
 
 def run(data: bytes) -> None:
-    directory, path, files = _opened[-1]
+    directory, known, path, files = _opened[-1]
     content = edited(BytesInput(data), files[0], files)
     path.write_bytes(content)
+    payload = genuine(content, known)
     into = memoryview(bytearray(1 << 14))
+    has_header = len(content) >= PAGE_BYTES and (
+        (Place.of_header(OBJECT), content[:MARKER_BYTES]) in known.contents
+    )
+    assert directory.is_readable(OBJECT) == has_header
     try:
         loaded = directory.read(OBJECT, into)
-    except (InvalidObjectError, KeyAbsentError):
-        assert content != files[0], "the file is valid"
+    except (InvalidObjectError, KeyAbsentError) as error:
+        assert payload is None, "a genuine file was refused"
+        pages = [content[start : start + PAGE_BYTES] for start in range(0, len(content), PAGE_BYTES)]
+        if isinstance(error, KeyAbsentError):
+            assert any(map(lacks_key, pages)), "the tier has all keys of the file"
+        else:  # the tier deletes the file
+            assert len(content) % PAGE_BYTES or not lacks_key(content), "the file may be valid under a key"
         return
-    assert pieces(content) == pieces(files[0]), "a changed file was accepted"
+    assert payload is not None, "a changed file was accepted"
     assert loaded is not None
-    assert into[: loaded.length] == PAYLOAD
+    assert into[: loaded.length] == payload
 
 
 TARGET = Target(run, opened=opened)

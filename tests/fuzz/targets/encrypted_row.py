@@ -1,69 +1,122 @@
-"""A changed row of an encrypted remote tier is refused, and an unchanged one has the bytes of its object.
+"""A row of an encrypted remote tier gives only bytes that its cipher encrypted for this object and position.
 
-Input: changes of marker and piece, see ``edits``. The other values are those of another row, of another
-column, of another key version and of the disk tier's key, and a plain row.
+Input: a flag, and changes of marker and pieces, see ``edits``. With the flag, the values have the lengths of
+the longer row. The other values are: another row, another column, another
+key version, the disk tier's key, a plain row, the same object with other content, and a longer one under an
+older key.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from lmcache.tiers.base import ObjectId
-from lmcache.tiers.encryption.aes import AesGcm
-from lmcache.tiers.encryption.pieces import Place
+from lmcache.tiers.encryption.pieces import OVERHEAD_BYTES, Place
 from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError, TierError
-from lmcache.tiers.header import NO_CHECKSUM, Header
+from lmcache.tiers.header import NO_CHECKSUM, Header, parse
 from lmcache.tiers.remote import objects
+from lmcache.tiers.remote.objects import piece_sizes
 from lmcache.tiers.remote.value_formats import PLAIN, EncryptedValues, ValueFormat
 from tests.fuzz.bytes_input import BytesInput
 from tests.fuzz.edits import edited
+from tests.fuzz.recorded_cipher import RecordedCipher
 from tests.fuzz.target import Target
-from tests.fuzz.targets.encrypted_file import OBJECT, OTHER_COLUMN, OTHER_ROW, PAYLOAD
+from tests.fuzz.targets.encrypted_file import (
+    LONGER_PAYLOAD,
+    OBJECT,
+    OTHER_COLUMN,
+    OTHER_PAYLOAD,
+    OTHER_ROW,
+    PAYLOAD,
+)
 from tests.fuzz.targets.remote_object import bulk
 from tests.fuzz.targets.resp_replies import replying
-from tests.harness.encryption import cipher
-
-_opened: list[tuple[EncryptedValues, int, list[bytes]]] = []
+from tests.harness.encryption import cipher, keys
 
 
-def values_of(object_id: ObjectId, form: ValueFormat) -> bytes:
-    """The marker of a row, and then its only piece."""
-    header = Header(object_id.row_key, object_id.column, len(PAYLOAD), NO_CHECKSUM, b"label")
-    marker = bytes(form.pack_marker(object_id, header))
-    piece = b"".join(map(bytes, form.pack_piece(Place(object_id, len(PAYLOAD), 0), memoryview(PAYLOAD))))
-    return marker + piece
+class World(NamedTuple):
+    """The format of the tier, its cipher, and the values from which an input copies."""
+
+    form: EncryptedValues
+    cipher: RecordedCipher
+    values: list[bytes]
+
+
+_opened: list[World] = []
+
+
+def values_of(object_id: ObjectId, form: ValueFormat, payload: bytes = PAYLOAD) -> bytes:
+    """The marker of a row, and then its pieces."""
+    total, start = len(payload), 0
+    header = Header(object_id.row_key, object_id.column, total, NO_CHECKSUM, b"label")
+    values = bytes(form.pack_marker(object_id, header))
+    for size in piece_sizes(total):
+        piece = memoryview(payload)[start : start + size]
+        values += b"".join(map(bytes, form.pack_piece(Place(object_id, total, start), piece)))
+        start += size
+    return values
 
 
 @contextlib.contextmanager
 def opened() -> Iterator[None]:
-    def form_of(by: AesGcm) -> EncryptedValues:
-        return EncryptedValues(by)
-
-    form = form_of(cipher("remote", 1, 2))
+    known = RecordedCipher("remote")
+    form = EncryptedValues(known)
+    known.use(keys(1))
+    longer = values_of(OBJECT, form, LONGER_PAYLOAD)
+    known.use(keys(1, 2))
     foreign: list[tuple[ObjectId, ValueFormat]] = [
-        (OBJECT, form), (OTHER_ROW, form), (OTHER_COLUMN, form), (OBJECT, form_of(cipher("remote", 3))),
-        (OBJECT, form_of(cipher("disk", 1, 2))), (OBJECT, PLAIN),
+        (OBJECT, form), (OTHER_ROW, form), (OTHER_COLUMN, form),
+        (OBJECT, EncryptedValues(cipher("remote", 3))), (OBJECT, EncryptedValues(cipher("disk", 1, 2))),
+        (OBJECT, PLAIN),
     ]  # fmt: skip
-    _opened.append((form, form.marker_bytes, [values_of(*other) for other in foreign]))
+    values = [values_of(*other) for other in foreign]
+    _opened.append(World(form, known, [*values, values_of(OBJECT, form, OTHER_PAYLOAD), longer]))
     yield
     _opened.pop()
 
 
+def split(content: bytes, lengths: list[int]) -> list[bytes]:
+    """Return parts of these lengths, and the rest as the last part."""
+    parts = []
+    for length in lengths:
+        parts.append(content[:length])
+        content = content[length:]
+    return [*parts, content]
+
+
+def genuine(marker: bytes, pieces: list[bytes], known: RecordedCipher) -> bytes | None:
+    """Return the payload of a row, all parts of which the cipher encrypted for their place; else None."""
+    header = known.contents.get((Place.of_header(OBJECT), marker))
+    if header is None:
+        return None
+    total, payload = parse(header).total_bytes, b""
+    for _, value in zip(piece_sizes(total), pieces, strict=False):
+        piece = known.contents.get((Place(OBJECT, total, len(payload)), value))
+        if piece is None:
+            return None
+        payload += piece
+    return payload if len(payload) == total else None
+
+
 def run(data: bytes) -> None:
-    form, marker_bytes, values = _opened[-1]
-    content = edited(BytesInput(data), values[0], values)
-    reply = b"*2\r\n" + bulk(content[:marker_bytes]) + bulk(content[marker_bytes:])
+    form, known, values = _opened[-1]
+    source = BytesInput(data)
+    sizes = piece_sizes(len(LONGER_PAYLOAD if source.flag() else PAYLOAD))
+    content = edited(source, values[0], values)
+    marker, *pieces = split(content, [form.marker_bytes, *(size + OVERHEAD_BYTES for size in sizes[:-1])])
+    payload = genuine(marker, pieces, known)
     into = memoryview(bytearray(1 << 14))
     try:
-        with replying(reply) as connection:
+        with replying(b"*2\r\n" + b"".join(map(bulk, [marker, *pieces]))) as connection:
             loaded = objects.load(connection, OBJECT, into, form=form)
     except (InvalidObjectError, KeyAbsentError, TierError, OSError):
-        assert content != values[0], "the row is valid"
+        assert payload is None, "a genuine row was refused"
         return
-    assert content == values[0], "a changed row was accepted"
+    assert payload is not None, "a changed row was accepted"
     assert loaded is not None
-    assert into[: loaded.length] == PAYLOAD
+    assert into[: loaded.length] == payload
 
 
 TARGET = Target(run, opened=opened)

@@ -1,7 +1,7 @@
 """Any text of a tenants file is refused with the file's name, or gives budgets within their limits.
 
 Input: the text. It is short, because PyYAML's time grows with the square of the number of open brackets. Only
-the operator writes this file. Files with salts are those of an empty folder: no input may read a device.
+the operator writes this file. Salts are read from one empty folder, so that no input reads a device.
 """
 
 from __future__ import annotations
