@@ -110,7 +110,7 @@ def test_unknown_tenant_is_an_error_with_the_known_names(sidecar):
 
 
 def test_no_page_contains_a_salt_or_its_hash(sidecar):
-    pages = [sidecar.get(path) for path in ("/stats", "/requests", "/metrics")]
+    pages = [sidecar.get(path) for path in ("/stats", "/requests", "/metrics", "/samples")]
     pages += [explain("--url", sidecar.url, *words)[1] for words in ((), ("--tenant", "default"))]
     for salt in (*NAMED.values(), UNNAMED):
         assert not any(salt in page or keys.salt_hash(salt).hex()[:16] in page for page in pages)
