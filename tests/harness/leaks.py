@@ -265,9 +265,9 @@ def _note_shared_memory(event: str, args: tuple[Any, ...]) -> None:
     elif event == "mmap.__new__" and args[0] >= 0:  # shm_open reports no event of its own
         with contextlib.suppress(OSError):
             path = os.readlink(f"/proc/self/fd/{args[0]}")
-    if isinstance(path, str) and path.startswith(_SHM):
-        name = path.removeprefix(_SHM).partition("/")[0]
-        _shared_memory.add(f"{_SHM}{name}")
+    # A file in a folder belongs to the process that made the folder.
+    if isinstance(path, str) and os.path.dirname(path) == _SHM.rstrip("/"):
+        _shared_memory.add(path)
 
 
 def _module_of(item: pytest.Item) -> object:

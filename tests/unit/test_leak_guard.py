@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import pytest
 
 pytest_plugins = ["pytester"]
@@ -178,3 +180,9 @@ def test_reports_leaks_of_the_last_test_in_its_second_attempt(run):
 def test_allows_what_only_the_failed_first_attempt_had_open(run):
     for body in (FLAKY, f"{FLAKY}def test_last():\n    pass\n"):
         assert run(body).parseoutcomes().keys() == {"passed", "rerun"}
+
+
+def test_files_in_the_folder_of_another_process_are_not_leaks(run):
+    with tempfile.TemporaryDirectory(prefix="lmc-guard-", dir="/dev/shm") as folder:
+        result = run(f"from pathlib import Path\ndef test_one():\n    Path({folder!r}, 'x').write_text('')")
+    result.assert_outcomes(passed=1)
