@@ -126,7 +126,8 @@ class TenantsFile(FollowedFile):
             self._last_salts[path] = salt
             return _Salt(salt, "")
         no_file = "can't be read: check that the Secret exists and is mounted"
-        problem = f"{path} " + (no_file if salt is None else "is empty: write the tenant's salt")
+        shown = path.encode(errors="backslashreplace").decode()  # a lone surrogate is no text for logs
+        problem = f"{shown} " + (no_file if salt is None else "is empty: write the tenant's salt")
         return _Salt(self._last_salts.get(path), problem)
 
     @property

@@ -326,6 +326,7 @@ def test_path_of_a_salt_that_no_file_can_have_costs_one_budget(bench: Bench, esc
     entries = f'- {{name: bad, saltFile: "a{escape}b"}}\n- {{name: good, saltHash: {HASH}}}'
     problem = bench.follow(f"named:\n{entries}")
     assert problem.startswith("named[0] (bad): saltFile: ")
+    problem.encode()  # logs and reports are UTF-8
     assert bench.file.names == ["default", "good"]
 
 
