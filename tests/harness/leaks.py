@@ -14,6 +14,7 @@ import contextlib
 import gc
 import os
 import sys
+import sysconfig
 import threading
 import time
 from collections import Counter
@@ -42,9 +43,10 @@ _LIBRARY_THREADS = ("MainThread", "tqdm", "pydevd", "pytest_timeout", "asyncio_"
 _LAUNCHER = "setpriv --pdeathsig KILL -- "
 """How ``testing.kube.process`` starts a program: one process runs the launcher and then the program."""
 _COUNTED = ("socket:", "pipe:", "/")
-_NOT_COUNTED = ("/dev/", "/proc/", "/sys/")
-"""Prefixes of descriptors that are counted, and exceptions. Libraries hold /dev/null, and the epoll and
-eventfd descriptors of ZeroMQ's contexts in vLLM. An event loop that is not closed leaves sockets, too."""
+_NOT_COUNTED = ("/dev/", "/proc/", "/sys/", sysconfig.get_path("purelib"))
+"""Prefixes of descriptors that are counted, and exceptions. Libraries hold /dev/null, files of their packages
+(fonts of matplotlib), and the epoll and eventfd descriptors of ZeroMQ's contexts in vLLM. An event loop that
+is not closed leaves sockets, too."""
 
 
 class Resources(NamedTuple):
