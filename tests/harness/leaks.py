@@ -14,7 +14,6 @@ import contextlib
 import gc
 import os
 import sys
-import sysconfig
 import threading
 import time
 from collections import Counter
@@ -42,11 +41,10 @@ _LIBRARY_THREADS = ("MainThread", "tqdm", "pydevd", "pytest_timeout", "asyncio_"
 """Name prefixes of threads that libraries run until the process ends."""
 _LAUNCHER = "setpriv --pdeathsig KILL -- "
 """How ``testing.kube.process`` starts a program: one process runs the launcher and then the program."""
-_COUNTED = ("socket:", "pipe:", "/")
-_NOT_COUNTED = ("/dev/", "/proc/", "/sys/", sysconfig.get_path("purelib"))
-"""Prefixes of descriptors that are counted, and exceptions. Libraries hold /dev/null, files of their packages
-(fonts of matplotlib), and the epoll and eventfd descriptors of ZeroMQ's contexts in vLLM. An event loop that
-is not closed leaves sockets, too."""
+_COUNTED = ("socket:", "pipe:", "/memfd:", "/dev/shm/", "/tmp/")
+"""Prefixes of descriptors that are counted. Libraries hold others: /dev/null, files of their packages (fonts
+of matplotlib), and the epoll and eventfd descriptors of ZeroMQ's contexts in vLLM. An event loop that is not
+closed leaves sockets, too."""
 
 
 class Resources(NamedTuple):
@@ -61,7 +59,7 @@ class Resources(NamedTuple):
     def held(cls) -> Resources:
         """Read the current resources from /proc and /dev/shm."""
         return cls(
-            Counter(filter(_is_counted, _descriptors())),
+            Counter(filter(lambda target: target.startswith(_COUNTED), _descriptors())),
             Counter(
                 f"{t.name} ({t.ident})"
                 for t in threading.enumerate()
@@ -227,11 +225,6 @@ def _descriptors() -> Generator[str]:
             yield os.readlink(f"/proc/self/fd/{name}")
         except OSError:  # the descriptor of the listing itself
             continue
-
-
-def _is_counted(target: str) -> bool:
-    is_other = target.startswith(_NOT_COUNTED) and not target.startswith(_SHM)
-    return target.startswith(_COUNTED) and not is_other
 
 
 def _children() -> Generator[str]:

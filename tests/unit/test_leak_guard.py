@@ -25,7 +25,6 @@ OPENERS = {
 }
 OTHER_OPENERS = {
     "1 descriptors: */memfd:lmc": "import os\ndef leak():\n    os.memfd_create('lmc')",
-    "1 descriptors: */os.py": "import os\ndef leak():\n    os.open(os.__file__, os.O_RDONLY)",
     "1 shared_memory: */psm_": (
         "import atexit\nfrom multiprocessing import shared_memory\n"
         "def leak():\n    segment = shared_memory.SharedMemory(create=True, size=16)\n"
