@@ -16,12 +16,7 @@ import numpy as np
 
 from lmcache.common.units import round_up
 from lmcache.tiers.base import Loaded, ObjectId, StoredId
-from lmcache.tiers.encryption.pieces import (
-    OVERHEAD_BYTES,
-    Cipher,
-    Place,
-    stored_key,
-)
+from lmcache.tiers.encryption.pieces import OVERHEAD_BYTES, Cipher, Place, stored_key
 from lmcache.tiers.errors import HeaderError, InvalidObjectError
 from lmcache.tiers.header import (
     HEADER_BYTES,
