@@ -84,6 +84,7 @@ HOW_TO = {
             "create secret generic qwen3-8b-shards-peers --from-literal=password=OLD",
         ),
     ),
+    "require-tokens-for-metrics": Page(),  # its commands are marked as not run
     # The fake nodes have no devices.
     "run-with-gpu-claims": Page(
         "gpu-claims.yaml", "qwen3-8b-claims", {"FILE": "examples/gpu-claims.yaml"}, num_absent=2
