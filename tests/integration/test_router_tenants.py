@@ -1,0 +1,122 @@
+"""vLLM's router and the header of a tenant: where it passes the header on, and where it does not."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import threading
+import urllib.request
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from testing.router import RouterProcess
+
+pytestmark = pytest.mark.vllm
+
+SALT = "salt-of-the-gateway"
+KEY = "Bearer key-of-the-engines"
+NO_KEYS = (None, "Bearer ")
+COMPLETION = ("/v1/completions", {"prompt": "hi", "max_tokens": 1})
+CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
+RESPONSE = ("/v1/responses", {"input": "hi"})
+START_SECONDS = 300.0
+
+
+class Received(NamedTuple):
+    """A request as an engine received it."""
+
+    path: str
+    header: str | None
+    salt: str | None
+    key: str | None
+
+
+class Recorder(http.server.BaseHTTPRequestHandler):
+    """The answers of an engine, which records the tenants of the requests."""
+
+    protocol_version = "HTTP/1.1"
+    received: list[Received]
+
+    def do_GET(self) -> None:
+        self._send({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        tenant, key = self.headers["X-LMCache-Tenant"], self.headers["Authorization"]
+        self.received.append(Received(self.path, tenant, body.get("cache_salt"), key))
+        choice = {"index": 0, "text": "x", "message": {"role": "assistant", "content": "x"}}
+        self._send({"id": "1", "object": "text_completion", "model": "tiny", "choices": [choice]})
+
+    def _send(self, answer: dict[str, Any]) -> None:
+        content = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+
+class Routed(NamedTuple):
+    """A router in front of two engines that record requests."""
+
+    url: str
+    received: list[Received]
+
+    def post(self, path: str, body: dict[str, Any]) -> list[Received]:
+        """Send a request with a tenant's header and another salt, and return what the engines received."""
+        self.received.clear()
+        headers = {"Content-Type": "application/json", "X-LMCache-Tenant": SALT, "Authorization": KEY}
+        data = json.dumps({"model": "tiny", "cache_salt": "salt-of-the-client", **body}).encode()
+        request = urllib.request.Request(self.url + path, data, headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            answer.read()
+        return [request for request in self.received if request.path == path]
+
+
+@contextlib.contextmanager
+def routed(*arguments: str, has_prefill: bool = False) -> Iterator[Routed]:
+    received: list[Received] = []
+    recorder = type("Recorder", (Recorder,), {"received": received})
+    with contextlib.ExitStack() as stack:
+        urls = []
+        for _ in range(2):
+            engine = http.server.ThreadingHTTPServer(("127.0.0.1", 0), recorder)
+            stack.callback(engine.server_close)
+            stack.callback(engine.shutdown)
+            threading.Thread(target=engine.serve_forever, daemon=True).start()
+            urls.append(f"http://127.0.0.1:{engine.server_port}")
+        pools = ("--vllm-pd-disaggregation", "--prefill", urls[0], "--decode", urls[1])
+        router = RouterProcess(() if has_prefill else urls, *(pools if has_prefill else ()), *arguments)
+        stack.enter_context(contextlib.closing(router))
+        router.start(timeout=START_SECONDS)
+        yield Routed(router.url, received)
+
+
+@pytest.mark.parametrize("policy", ["cache_aware", "round_robin", "power_of_two", "consistent_hash"])
+def test_router_passes_the_header_on_with_completions_and_chats(policy: str) -> None:
+    with routed(f"--policy={policy}") as router:
+        for path, body in (COMPLETION, CHAT):
+            for streams in (False, True):
+                received = router.post(path, {**body, "stream": streams})
+                assert [(request.header, request.key) for request in received] == [(SALT, KEY)], path
+
+
+def test_router_loses_the_header_of_responses_but_not_the_salt_in_the_body() -> None:
+    """The guide on tenants says so. If this fails, the router passes the header on: correct the guide."""
+    with routed("--policy=cache_aware") as router:
+        assert router.post(*RESPONSE) == [Received("/v1/responses", None, "salt-of-the-client", None)]
+
+
+@pytest.mark.parametrize("request_", [COMPLETION, CHAT], ids=["completion", "chat"])
+def test_router_with_prefill_pods_loses_the_header_but_not_the_salt(request_: tuple[str, Any]) -> None:
+    """The guide on tenants says so. If this fails, the router passes the header on: correct the guide."""
+    with routed("--policy=cache_aware", has_prefill=True) as router:
+        received = router.post(*request_)
+        assert [request[:3] for request in received] == [(request_[0], None, "salt-of-the-client")] * 2
+        assert all(request.key in NO_KEYS for request in received)
