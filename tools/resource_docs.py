@@ -71,7 +71,6 @@ spec:
       encryption: {secretRef: {name: kv-keys}}
     admit: OnReuse
   tenants:
-    header: true
     default: {memoryPercent: 30, lowerTierBytes: 100Gi, priority: -10}
     named:
       - name: search
@@ -116,6 +115,7 @@ _EXCLUSIVE = {
     **{f"spec.tiers.remote.managed.{name}": value for name, value in _MANAGED.items()},
     "spec.tiers.remote.clusterRef.name": "kv",
     "spec.tiers.peers.tls.secretRef.name": "llama-70b-peers-tls",
+    "spec.tenants.header": True,
     "spec.tenants.named[].saltHash": "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae",
     "spec.autoscaling.remote.minShards": 2,
     "spec.autoscaling.remote.maxShards": 8,

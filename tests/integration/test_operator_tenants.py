@@ -64,6 +64,10 @@ REFUSED = [
     (named(header=True) | {"engine": {"kind": "SGLang"}}, "tenants.header needs engine.kind vLLM"),
     (named() | {"router": {}}, "set router.policy to CacheAware"),
     (
+        named(header=True) | {"engine": {"prefill": {}}, "router": {"policy": "CacheAware"}},
+        "drops the header with engine.prefill: remove tenants.header",
+    ),
+    (
         named(default={"memoryPercent": 40}) | {"tiers": {"memory": {"tenantQuotaPercent": 30}}},
         "remove tenantQuotaPercent",
     ),

@@ -38,9 +38,10 @@ def status_of(
     content_type: str = "application/json",
     path: str = "/v1/completions",
     method: str = "POST",
+    salt: str | None = SALT,
 ) -> tuple[int, str]:
-    """Send a body for a tenant; returns the status and the message."""
-    headers = {"Content-Type": content_type, HEADER: SALT}
+    """Send a body for a tenant, or without the header; returns the status and the message."""
+    headers = {"Content-Type": content_type, **({HEADER: salt} if salt else {})}
     request = urllib.request.Request(engine.url + path, body, headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=300) as answer:
@@ -67,7 +68,7 @@ def test_header_of_the_gateway_separates_tenants_and_counts_for_their_budgets(tm
             tmp_path / "log",
             free_port(),
             connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS),
-            "--middleware=lmcache.engines.vllm.tenant_header.TenantHeader",
+            "--middleware=lmcache.engines.vllm.tenant_header.RoutedTenantHeader",
         ) as engine,
     ):
         engine.wait_ready()
@@ -100,4 +101,6 @@ def test_header_of_the_gateway_separates_tenants_and_counts_for_their_budgets(tm
             is_refused = (status, message.split(":")[0]) == (400, HEADER)
             assert is_refused is (path not in PATHS), f"{method} {path} may have no salt"
         assert {"/v1/responses", "/v1/messages", "/v1/chat/completions/batch"} < {path for path, _ in offered}
+        status, message = status_of(engine, b'{"input": "hi"}', path="/v1/responses", salt=None)
+        assert (status, message.split(":")[0]) == (400, HEADER), "vLLM's router drops this header"
         assert SALT not in engine.log

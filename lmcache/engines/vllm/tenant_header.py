@@ -37,6 +37,9 @@ PATHS = frozenset(
 )
 """Paths whose requests have a ``cache_salt`` in all supported versions. At other paths vLLM may ignore it."""
 
+LOST_BY_ROUTER = "/v1/responses"
+"""Path for which vllm-router 0.1.17 drops the header (tests/integration/test_router_tenants.py)."""
+
 _MIN_PIECE = 3  # bytes of a shortened salt
 _POLICY_VIOLATION = 1008  # code of a closed WebSocket
 
@@ -75,6 +78,22 @@ class TenantHeader:
             return
         changed_scope = _with_length(scope, len(changed))
         await self._app(changed_scope, _again(changed, receive), _Errors(send, salt).send)
+
+
+class RoutedTenantHeader(TenantHeader):
+    """ASGI middleware for engines behind vLLM's router, which drops the header of some requests.
+
+    It refuses these requests if they have no header: the client's own salt would make it another tenant.
+    """
+
+    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+        """Pass a request on with the salt of its header, or refuse it."""
+        has_header = any(name.lower() == HEADER for name, _ in scope.get("headers", ()))
+        if scope["type"] == "lifespan" or has_header or _path(scope).rstrip("/") != LOST_BY_ROUTER:
+            await super().__call__(scope, receive, send)
+            return
+        reason = f"the header is missing. vLLM's router drops it for {LOST_BY_ROUTER}"
+        await _refuse(scope, receive, send, f"X-LMCache-Tenant: {reason}: use /v1/chat/completions")
 
 
 class _Errors:
@@ -170,9 +189,15 @@ async def _read_body(scope: _Message, receive: _Receive) -> bytes | None:
     return b"".join(parts)
 
 
+def _path(scope: _Message) -> str:
+    """Return the path below the server's root."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 def _with_salt(scope: _Message, body: bytes, salt: str) -> bytes:
     """Return the body with this ``cache_salt``."""
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    path = _path(scope)
     if path not in PATHS:
         raise _RefusedError(f"requests to {path[:100]!r} can't have a tenant")
     headers = {name.lower(): value.lower() for name, value in scope["headers"]}

@@ -160,8 +160,9 @@ class Tenants(Part):
 
     header: bool = field(
         "Whether vLLM takes the salt of a request from the header X-LMCache-Tenant, which your gateway sets. "
-        "The gateway must remove this header from requests of clients. Needs a sidecar image of the "
-        "operator's version or later. A change replaces the pods, one at a time.",
+        "The gateway must remove this header from requests of clients. Not with engine.prefill, whose router "
+        "drops the header. Needs a sidecar image of the operator's version or later. A change replaces the "
+        "pods, one at a time.",
         default=False,
     )
     default: DefaultTenant = field("Budget of each salt that has no entry in named.", default={})
@@ -238,6 +239,17 @@ SPEC_RULES = (
             or not spec.tenants.header
             or spec.engine is None
             or spec.engine.kind == "vLLM"
+        ),
+    ),
+    Rule(
+        f"{_NO_TENANTS} || !self.tenants.header || !has(self.engine) || !has(self.engine.prefill)",
+        "vLLM's router drops the header with engine.prefill: remove tenants.header, and let the gateway "
+        "replace cache_salt in the body",
+        lambda spec: (
+            spec.tenants is None
+            or not spec.tenants.header
+            or spec.engine is None
+            or spec.engine.prefill is None
         ),
     ),
     Rule(

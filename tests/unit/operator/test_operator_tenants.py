@@ -79,6 +79,11 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     (named(header=True) | {"engine": {"kind": "SGLang"}}, "spec", "tenants.header needs engine.kind vLLM"),
     (named() | {"router": {}}, "spec", "set router.policy to CacheAware"),
     (
+        with_prefill() | {"router": {"policy": "CacheAware"}} | named(header=True),
+        "spec",
+        "drops the header with engine.prefill: remove tenants.header",
+    ),
+    (
         named(default={"memoryPercent": 40}) | {"tiers": {"memory": {"tenantQuotaPercent": 30}}},
         "spec",
         "differ: remove tenantQuotaPercent",
@@ -182,6 +187,16 @@ def test_header_adds_one_middleware() -> None:
     assert plain == with_header
 
 
+def test_engines_behind_a_router_refuse_requests_whose_header_it_drops() -> None:
+    routed = {"router": {"policy": "CacheAware"}}
+    args, without_header = (
+        pod_of(**named(header=header), **routed)["containers"][0]["args"] for header in (True, False)
+    )
+    middleware = [arg for arg in args if "tenant_header" in arg]
+    assert middleware == [HEADER.replace("TenantHeader", "RoutedTenantHeader")]
+    assert args == sorted([*without_header, *middleware], key=args.index)
+
+
 def test_server_that_ignores_the_header_is_refused() -> None:
     rust = {"engine": {"env": [{"name": NO_RUST_SERVER["name"], "value": "1"}]}}
     assert rust["engine"]["env"][0] in pod_of(**named(header=False), **rust)["containers"][0]["env"]
@@ -238,12 +253,10 @@ def test_running_pods_get_new_shares_without_replacement() -> None:
 
 
 def test_prefill_pods_have_the_same_tenants() -> None:
-    changes = with_prefill() | named(SECRET, hashed("a", memoryPercent=50), header=True)
+    changes = with_prefill() | named(SECRET, hashed("a", memoryPercent=50))
     derived = child(changes | {"router": {"policy": "CacheAware"}})
     spec = parse(derived).spec
-    assert (
-        spec.tenants == parse(cluster(**named(SECRET, TWO["tenants"]["named"][1], header=True))).spec.tenants
-    )
+    assert spec.tenants == parse(cluster(**TWO)).spec.tenants
     assert written(spec)["tenants"]["named"][0] == {"name": "t0", "saltSecretRef": {"name": "search-salt"}}
 
 

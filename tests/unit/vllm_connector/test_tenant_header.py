@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from lmcache.engines.vllm import tenant_header
-from lmcache.engines.vllm.tenant_header import TenantHeader
+from lmcache.engines.vllm.tenant_header import RoutedTenantHeader, TenantHeader
 
 JSON = (b"Content-Type", b"application/json; charset=utf-8")
 TENANT = (b"X-LMCache-Tenant", b"s3cret")
@@ -36,6 +36,7 @@ def request(
     *parts: bytes,
     headers: tuple[tuple[bytes, bytes], ...] = (JSON, TENANT),
     path: str = "/v1/completions",
+    middleware: type[TenantHeader] = TenantHeader,
     **scope: Any,
 ) -> Result:
     """Send a body in these parts through the middleware."""
@@ -59,7 +60,7 @@ def request(
         bodies.append(body)
 
     whole = {"type": "http", "method": "POST", "path": path, "headers": list(headers), **scope}
-    asyncio.run(TenantHeader(server)(whole, receive, send))
+    asyncio.run(middleware(server)(whole, receive, send))
     return Result(bodies[0] if bodies else None, got, sent)
 
 
@@ -143,6 +144,29 @@ def test_websockets_are_refused():
     start, body = request(type="websocket", extensions={"websocket.http.response": {}}).sent
     assert (start["type"], start["status"]) == ("websocket.http.response.start", 400)
     assert b"WebSocket" in body["body"]
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/", "/root/v1/responses"])
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+def test_request_whose_header_the_router_dropped_is_refused(path: str, kind: str):
+    body = b'{"cache_salt": "of another tenant"}'
+    options = {"headers": (JSON,), "path": path, "root_path": "/root" if "root" in path else ""}
+    extensions = {"websocket.http.response": {}} if kind == "websocket" else {}
+    result = request(body, middleware=RoutedTenantHeader, type=kind, extensions=extensions, **options)
+    assert result.body is None
+    start, content = result.sent
+    assert start["status"] == 400
+    assert "vLLM's router drops it for /v1/responses" in json.loads(content["body"])["error"]["message"]
+    assert request(body, **options).body == body, "engines without a router accept it"
+
+
+def test_engine_behind_a_router_accepts_other_requests():
+    options = {"middleware": RoutedTenantHeader}
+    assert json.loads(request(b"{}", path="/v1/responses", **options).body) == {"cache_salt": "s3cret"}
+    assert json.loads(request(b"{}", **options).body) == {"cache_salt": "s3cret"}
+    assert request(b"{}", headers=(JSON,), **options).body == b"{}"
+    assert request(b"", headers=(JSON,), method="GET", path="/health", **options).body == b""
+    assert request(type="lifespan", headers=(JSON,), **options).body == b""
 
 
 def test_other_events_pass():

@@ -35,6 +35,8 @@ _DISCOVERY = "lmcache.engines.vllm.router_discovery.RouterDiscovery"
 """Middleware that answers the router's questions about KV events."""
 _TENANT_HEADER = "lmcache.engines.vllm.tenant_header.TenantHeader"
 """Middleware that makes the gateway's header X-LMCache-Tenant the salt of a request."""
+_ROUTED_TENANT_HEADER = "lmcache.engines.vllm.tenant_header.RoutedTenantHeader"
+"""The same, which refuses requests whose header vLLM's router drops."""
 _RESERVED = {
     "--host": ALL_ADDRESSES,
     "--port": f"the Services expect the engine on port {ENGINE_PORT}",
@@ -131,7 +133,8 @@ class VLLM(EngineKind):
         if cluster.events_reader:
             rendered += [f"{_EVENTS}={_EVENTS_CONFIG}", f"--middleware={_DISCOVERY}"]
         if _has_tenant_header(cluster):
-            rendered.append(f"--middleware={_TENANT_HEADER}")
+            is_routed = cluster.spec.router is not None
+            rendered.append(f"--middleware={_ROUTED_TENANT_HEADER if is_routed else _TENANT_HEADER}")
         return [model.name, *sorted(rendered, key=option_name), *user_args]
 
     def variables_of(self, cluster: Cluster) -> dict[str, str]:
