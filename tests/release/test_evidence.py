@@ -113,6 +113,9 @@ def test_sbom_has_the_packages_of_the_image(published, keys, name):
     assert not any(purl.startswith("pkg:deb/debian/apt@") for purl in purls)
     python = [entry for entry in components if entry["purl"].startswith("pkg:pypi/")]
     assert [entry["name"] for entry in python if "licenses" not in entry] == []
+    debian = [entry for entry in components if entry["purl"].startswith("pkg:deb/")]
+    without_licence = [entry["name"] for entry in debian if "licenses" not in entry]
+    assert len(without_licence) < len(debian) / 10, without_licence
 
 
 def test_repeated_release_replaces_statements(published, keys):

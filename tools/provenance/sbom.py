@@ -4,7 +4,8 @@
 
 The archive has the image's files as one tree, as ``crane export`` prints them. Python packages come from
 their metadata in the image, with the hashes that the lock file accepts. Debian packages come from dpkg's
-database. Equal images have equal SBOMs: there is no time and no random number in them.
+database, with the licences that their copyright file names. Equal images have equal SBOMs: there is no time
+and no random number in them.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from email.parser import HeaderParser
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,10 @@ from tools.provenance.distributions import (
     parse,
 )
 
+_COPYRIGHT = re.compile(r"usr/share/doc/([^/]+)/copyright")
+_DOC_FOLDER = re.compile(r"usr/share/doc/([^/]+)")
+_LICENCE_FIELD = re.compile(r"^License:[ \t]*(\S.*?)[ \t]*$", re.MULTILINE)
+_COMMON_LICENCE = re.compile(r"/usr/share/common-licenses/([A-Za-z]+(?:-[0-9]+(?:\.[0-9]+)*)?)")
 REQUIREMENTS = ROOT / "tools" / "requirements" / "audit.txt"
 PROJECT = "lmcache-cluster"
 _VALIDATE = """
@@ -61,9 +67,11 @@ def sbom(image: str, digest: str, files: Path, locked: Mapping[str, Lock]) -> st
 
     Raises `SbomError` if the image has another version of a locked package, or one that is not locked.
     """
-    python, debian = contents(files)
+    python, debian, licences = contents(files)
     components = [_python_component(package, places, locked) for package, places in sorted(python.items())]
-    components += [_debian_component(name, version) for name, version in sorted(debian.items())]
+    components += [
+        _debian_component(name, version, licences.get(name, ())) for name, version in sorted(debian.items())
+    ]
     document = {
         "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
         "bomFormat": "CycloneDX",
@@ -90,24 +98,46 @@ def _identity(*parts: object) -> uuid.UUID:
     return uuid.UUID(bytes=hashlib.sha256(repr(parts).encode()).digest()[:16], version=4)
 
 
-def contents(files: Path) -> tuple[dict[Distribution, list[str]], dict[str, str]]:
-    """Return the Python packages of an image with their folders, and the versions of its Debian packages."""
+def contents(files: Path) -> tuple[dict[Distribution, list[str]], dict[str, str], dict[str, list[str]]]:
+    """Return the Python packages of an image with their folders, then versions and licences of Debian's."""
     python: dict[Distribution, list[str]] = {}
     debian: dict[str, str] = {}
+    licences: dict[str, list[str]] = {}
+    links: dict[str, str] = {}
     with tarfile.open(files) as archive:
         for member in archive:
             name = os.path.normpath(member.name).lstrip("/")
-            is_metadata = name.endswith(".dist-info/METADATA")
-            if not member.isfile() or not (is_metadata or name == "var/lib/dpkg/status"):
+            if member.issym() and (folder := _DOC_FOLDER.fullmatch(name)):
+                links[folder[1]] = member.linkname
+            if not member.isfile():
                 continue
-            content = archive.extractfile(member)
-            assert content is not None
-            text = content.read().decode(errors="replace")
-            if is_metadata:
-                python.setdefault(parse(text), []).append("/" + name.rsplit("/", 2)[0])
-            else:
-                debian = dict(_installed_packages(text))
-    return python, debian
+            if name.endswith(".dist-info/METADATA"):
+                package = parse(_text(archive, member))
+                python.setdefault(package, []).append("/" + name.rsplit("/", 2)[0])
+            elif name == "var/lib/dpkg/status":
+                debian = dict(_installed_packages(_text(archive, member)))
+            elif match := _COPYRIGHT.fullmatch(name):
+                licences[match[1]] = debian_licences(_text(archive, member))
+    # Packages of one source share a folder: /usr/share/doc/libgcc-s1 is a link to gcc-12-base.
+    licences |= {name: licences[target] for name, target in links.items() if target in licences}
+    return python, debian, licences
+
+
+def _text(archive: tarfile.TarFile, member: tarfile.TarInfo) -> str:
+    content = archive.extractfile(member)
+    assert content is not None
+    return content.read().decode(errors="replace")
+
+
+def debian_licences(copyright_file: str) -> list[str]:
+    """Return the licences that a Debian copyright file names, in Debian's words and sorted.
+
+    A file in the format 1.0 has fields. In another file, the references to common licences count.
+    Source: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/
+    """
+    has_fields = copyright_file.lstrip().startswith("Format:")
+    pattern = _LICENCE_FIELD if has_fields else _COMMON_LICENCE
+    return sorted(set(pattern.findall(copyright_file)))
 
 
 def _installed_packages(status: str) -> Iterator[tuple[str, str]]:
@@ -145,9 +175,13 @@ def _python_component(package: Distribution, places: list[str], locked: Mapping[
     return component
 
 
-def _debian_component(name: str, version: str) -> Component:
+def _debian_component(name: str, version: str, licences: Sequence[str]) -> Component:
     purl = f"pkg:deb/debian/{name}@{version.replace(':', '%3A').replace('+', '%2B')}"
-    return {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}
+    component: Component = {"type": "library", "bom-ref": purl}
+    component |= {"name": name, "version": version, "purl": purl}
+    if licences:
+        component["licenses"] = [{"license": {"name": licence}} for licence in licences]
+    return component
 
 
 def validate(document: str) -> None:

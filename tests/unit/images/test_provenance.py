@@ -29,6 +29,21 @@ Description: a library
  over two lines
 Version: 1:1.2.13.dfsg-1
 """
+FREE_TEXT = """Most of it: see `/usr/share/common-licenses/LGPL-2.1'.
+Tools: see /usr/share/common-licenses/GPL-2. Again: /usr/share/common-licenses/GPL-2
+License: this line is no field
+"""
+FIELDS = """Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/
+
+Files: *
+License: Zlib
+
+Files: debian/*
+License: GPL-2+ with OpenSSL exception
+
+License: Zlib
+ On Debian systems, see /usr/share/common-licenses/GPL-3
+"""
 LOCKED = {"numpy": Lock("numpy", "2.3.5", ("1" * 64, "2" * 64))}
 
 
@@ -36,8 +51,12 @@ def metadata(name: str, version: str, licence: str = "BSD-3-Clause") -> str:
     return f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\nLicense-Expression: {licence}\n"
 
 
-def image(path: Path, files: dict[str, str]) -> Path:
+def image(path: Path, files: dict[str, str], links: dict[str, str] | None = None) -> Path:
     with tarfile.open(path, "w") as archive:
+        for name, target in (links or {}).items():
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = tarfile.SYMTYPE, target
+            archive.addfile(link)
         for name, text in files.items():
             member = tarfile.TarInfo(name)
             member.size = len(text.encode())
@@ -57,7 +76,10 @@ def document(tmp_path):
             "opt/lmcache/project/lmcache_cluster-0.1.0.dist-info/METADATA": metadata(
                 "lmcache-cluster", "0.1.0", "Apache-2.0"
             ),
+            "usr/share/doc/glibc/copyright": FREE_TEXT,
+            "./usr/share/doc/zlib1g/copyright": FIELDS,
         },
+        {"usr/share/doc/libc6": "glibc"},
     )
     return json.loads(sbom("sidecar", DIGEST, files, LOCKED))
 
@@ -77,6 +99,15 @@ def test_python_package_has_licence_hashes_and_folders(document):
     assert numpy["licenses"] == [{"expression": "BSD-3-Clause"}]
     assert [entry["content"] for entry in numpy["externalReferences"][0]["hashes"]] == ["1" * 64, "2" * 64]
     assert [entry["value"] for entry in numpy["properties"]] == ["/opt/lmcache/payload/cp312", f"/{SITE}"]
+
+
+def test_debian_packages_have_the_licences_of_their_copyright_files(document):
+    libc, zlib = (
+        [entry["license"]["name"] for entry in component["licenses"]]
+        for component in document["components"][2:]
+    )
+    assert libc == ["GPL-2", "LGPL-2.1"]
+    assert zlib == ["GPL-2+ with OpenSSL exception", "Zlib"]
 
 
 def test_sbom_names_the_image_by_digest(document):
