@@ -7,6 +7,7 @@ import pytest
 import yaml
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
+from lmcache_operator.components.engine.engine import SCRAPER_LABEL
 from lmcache_operator.components.injection.profile import profile
 from lmcache_operator.specs.names import INJECT_LABEL, STOCK_IMAGES
 from lmcache_operator.stats import StatsClient
@@ -64,6 +65,18 @@ def test_monitoring_objects_are_rendered_only_if_enabled(plane):
     for suffix in ("sidecars", "injected"):
         (monitor,) = [obj for obj in listed if obj["metadata"]["name"] == f"{name}-{suffix}"]
         assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["a", "b"]}
+
+
+def test_metrics_of_the_operator_are_for_prometheus_only_if_wanted(plane):
+    assert "NetworkPolicy" not in {obj["kind"] for obj in rendered(plane)}
+    objects = {obj["kind"]: obj for obj in rendered(plane, "metrics.networkPolicy.enabled=true")}
+    policy, pod = objects["NetworkPolicy"]["spec"], objects["Deployment"]["spec"]["template"]
+    assert policy["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    (rule,) = policy["ingress"]
+    assert rule["from"] == [{"namespaceSelector": {"matchLabels": {SCRAPER_LABEL: "true"}}}]
+    (container,) = pod["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert [ports[port["port"]] for port in rule["ports"]] == [9465]
 
 
 def test_monitors_of_sidecars_send_a_token_only_if_it_is_set(plane):
