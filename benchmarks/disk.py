@@ -109,7 +109,7 @@ def start(path: Path) -> Iterator[Figure]:
     """Index many files. At the same time, measure the stalls of another thread."""
     ids = [ObjectId(os.urandom(64), 0) for _ in range(NUM_FILES)]
     for object_id in ids:
-        file = path / path_of(ObjectId(bytes(32) + object_id.row_key[32:], 0))
+        file = path / path_of(StoredId(ObjectId(bytes(32) + object_id.row_key[32:], 0)))
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("wb") as out:
             out.truncate(FILE_BYTES)

@@ -32,7 +32,7 @@ from lmcache.kv_groups import KVGroup
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.hello import ClientHello, Role
 from lmcache.rpc.session import Session
-from lmcache.tiers.base import ROW_KEY_BYTES, ObjectId, RowKey
+from lmcache.tiers.base import ROW_KEY_BYTES, ObjectId, RowKey, StoredId
 from lmcache.tiers.disk.files import path_of
 from lmcache.tiers.remote.address import DEFAULT_PREFIX
 from lmcache.tiers.remote.objects import marker_field, redis_name
@@ -346,7 +346,7 @@ def disk_sidecar(sizes: Sizes) -> Iterator[tuple[SidecarProcess, Contains]]:
         folder = Path(name)
 
         def contains(row_keys: Sequence[RowKey]) -> list[bool]:
-            return [(folder / "disk" / path_of(ObjectId(key, 0))).exists() for key in row_keys]
+            return [(folder / "disk" / path_of(StoredId(ObjectId(key, 0)))).exists() for key in row_keys]
 
         options = {"disk_path": folder / "disk", "disk_size": 4 * sizes.stored * sizes.row_bytes}
         with _sidecar(folder, sizes, options) as sidecar:

@@ -16,7 +16,7 @@ from lmcache.storage_backend.chunks import ChunkSource, Keys
 from lmcache.storage_backend.evicting_backend import EvictingBackend
 from lmcache.storage_backend.guard import Guard
 from lmcache.storage_backend.serde.container import DESCRIPTION_BYTES, describe, described
-from lmcache.tiers.base import ObjectId, RowKey
+from lmcache.tiers.base import ObjectId, RowKey, StoredId
 from lmcache.tiers.disk.files import path_of
 from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.errors import DirectoryInUseError
@@ -203,7 +203,7 @@ class LMCLocalDiskBackend(EvictingBackend):
     def _entry(
         self, key: CacheEngineKey, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
     ) -> DiskCacheMetadata:
-        path = os.path.join(self._directory, path_of(ObjectId(self._names(key), 0)))
+        path = os.path.join(self._directory, path_of(StoredId(ObjectId(self._names(key), 0))))
         size = None if shape is None else torch.Size(shape)
         return DiskCacheMetadata(path, self._chunk_bytes, size, dtype)
 

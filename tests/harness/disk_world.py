@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from lmcache.tiers.base import ObjectId
+from lmcache.tiers.base import ObjectId, StoredId
 from lmcache.tiers.disk import file_formats as disk_formats
 from lmcache.tiers.disk import files as disk_files
 from lmcache.tiers.disk.files import path_of
@@ -50,7 +50,7 @@ def load(tier: DiskTier, number: int, room: int = 16 * PAGE, column: int = 0) ->
 
 def file_of(path: Path, number: int, column: int = 0, *, is_encrypted: bool = False) -> Path:
     key = stored_key(key_of(number)) if is_encrypted else key_of(number)
-    return path / path_of(ObjectId(key, column))
+    return path / path_of(StoredId(ObjectId(key, column)))
 
 
 def taken_bytes(path: Path) -> int:

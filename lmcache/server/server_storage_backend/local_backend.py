@@ -11,7 +11,7 @@ from collections import OrderedDict
 
 from lmcache.keys import namespace
 from lmcache.server.server_storage_backend.abstract_backend import LMSBackendInterface
-from lmcache.tiers.base import ObjectId, RowKey
+from lmcache.tiers.base import ObjectId, RowKey, StoredId
 from lmcache.tiers.disk.files import path_of
 from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.errors import HeaderError, TierUnavailableError
@@ -125,7 +125,7 @@ class LMSLocalDiskBackend(LMSBackendInterface):
         self._tier.close()
 
     def _header(self, row: RowKey) -> Header | None:
-        path = os.path.join(self._path, path_of(ObjectId(row, 0)))
+        path = os.path.join(self._path, path_of(StoredId(ObjectId(row, 0))))
         with contextlib.suppress(OSError, HeaderError), open(path, "rb") as file:
             return parse(file.read(HEADER_BYTES))
         return None

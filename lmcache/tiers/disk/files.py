@@ -48,7 +48,7 @@ _ABSENT = (FileNotFoundError, NotADirectoryError)
 _NOT_A_FILE = frozenset({errno.ELOOP, errno.EACCES, errno.ENXIO, errno.EINVAL})
 
 
-def path_of(stored_id: ObjectId) -> str:
+def path_of(stored_id: StoredId) -> str:
     """Return the path of an object in the directory. ``stored_id``: see ``Directory.stored_id``."""
     namespace, key = split_row_key(stored_id.row_key)
     text = key.hex()

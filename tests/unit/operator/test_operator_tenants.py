@@ -17,6 +17,7 @@ from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.reconcile.probe import SidecarProber
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
+from lmcache_sidecar.tenants import MAX_DISK_BYTES
 
 from lmcache.tenant_names import DEFAULT_NAME
 from tests.harness.operator_components import ReconciledCluster
@@ -99,6 +100,12 @@ def test_invalid_tenants_are_refused_with_their_field(
         parse(cluster(**changes))
     assert caught.value.path.startswith(path)
     assert sentence in str(caught.value)
+
+
+def test_upper_bound_of_bytes_is_that_of_sidecars() -> None:
+    assert parse(cluster(**named(hashed("a", lowerTierBytes=f"{MAX_DISK_BYTES >> 40}Ti"))))
+    with pytest.raises(InvalidSpecError, match="between 1 and 1024Ti"):
+        parse(cluster(**named(hashed("a", lowerTierBytes=str(MAX_DISK_BYTES + 1)))))
 
 
 def test_tenants_need_an_engine() -> None:
