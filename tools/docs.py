@@ -1,6 +1,6 @@
 """Run MkDocs in a separate environment: ``python -m tools.docs serve``, or ``build``.
 
-The environment has the versions of ``tools/requirements/docs.txt``. uv creates it once, in its own cache.
+The environment has the packages of ``tools/requirements/docs.txt``, in the cache directory.
 Mermaid, which draws the diagrams in the browser, comes from npm once. The site serves its own copy, so that
 pages load nothing from other hosts.
 """
@@ -15,6 +15,7 @@ import tarfile
 from pathlib import Path
 
 from tools.cache import cached_directory, uv
+from tools.provenance.distributions import packages
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "tools" / "requirements" / "docs.txt"
@@ -48,11 +49,10 @@ def _fetch_mermaid(folder: Path) -> None:
 
 
 def command(*arguments: str | Path) -> list[str]:
-    """The command that runs MkDocs. Raises FileNotFoundError if uv is not installed, or as `mermaid`."""
-    env = ["env", "NO_MKDOCS_2_WARNING=1", f"MERMAID_SCRIPT={mermaid()}"]
-    run = [*env, uv(), "tool", "run", "--quiet", "--python", sys.executable]
-    program = ["--with-requirements", REQUIREMENTS, "--from", "mkdocs", "mkdocs"]
-    return [str(argument) for argument in [*run, *program, *arguments]]
+    """The command that runs MkDocs. Raises as `mermaid` and `packages`."""
+    folder = packages(REQUIREMENTS.read_text(), "docs")
+    env = ["env", "NO_MKDOCS_2_WARNING=1", f"MERMAID_SCRIPT={mermaid()}", f"PYTHONPATH={folder}"]
+    return [str(argument) for argument in [*env, sys.executable, "-m", "mkdocs", *arguments]]
 
 
 def main() -> int:

