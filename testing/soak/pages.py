@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -45,9 +46,13 @@ class Reader:
         """Read each page of the sidecar process ``pid`` once. Raises InvalidPageError.
 
         ``get`` returns the body of a path. It raises OSError if there is no answer with status 200.
+        Reads nothing while the process opens its tiers, because it has only a part of ``/stats`` then.
         """
         if pid != self._pid:
             self._start(pid)
+            if is_starting(get):
+                self._start()
+                return
         for path, check in (
             ("/stats", self._check_stats),
             ("/metrics", self._check_metrics),
@@ -97,6 +102,14 @@ class Reader:
             is_explained = set(tokens) <= set(CAUSES) and sum(tokens.values()) > 0
             if request["tenant"] not in TENANTS or not is_explained:
                 raise ValueError(f"it has the request {request}")
+
+
+def is_starting(get: Callable[[str], str]) -> bool:
+    """Whether a sidecar has not opened its tiers yet. On a busy machine this takes seconds."""
+    with contextlib.suppress(OSError, ValueError):  # reading the page again shows the error
+        stats = json.loads(get("/stats"))
+        return "causes" not in stats and str(stats.get("not_ready_reason", "")).startswith("starting")
+    return False
 
 
 def of_sums(stats: Mapping[str, Any]) -> Iterator[str]:

@@ -150,6 +150,19 @@ def test_valid_pages_are_counted():
     assert reader.num_in_ring == 3
 
 
+def test_pages_are_not_read_while_a_sidecar_opens_its_tiers():
+    """A page of a sidecar that has opened them, and that still has only a part, is a violation."""
+    starting = {"/stats": json.dumps({"not_ready_reason": "starting: opening the disk tier takes long"})}
+    reader = Reader()
+    reader.read(1, get(starting))
+    assert not reader.num_answers
+    reader.read(1, get(PAGES))
+    with pytest.raises(InvalidPageError, match="the page /stats is invalid"):
+        reader.read(1, get(PAGES | starting))
+    with pytest.raises(InvalidPageError, match="the page /stats is invalid"):
+        reader.read(2, get({"/stats": json.dumps({"not_ready_reason": "the disk is full"})}))
+
+
 @pytest.mark.parametrize(
     ("page", "text"),
     [
