@@ -89,6 +89,10 @@ spec:
     image: ghcr.io/lmcache-cluster/router:0.1.0
     args: ["--request-timeout-secs=3600"]
     resources: {requests: {cpu: 1, memory: 1Gi}}
+  clients:
+    - namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: gateway}}
+      podSelector: {matchLabels: {app: gateway}}
+    - ipBlock: {cidr: 10.1.0.0/16, except: [10.1.7.0/24]}
   autoscaling:
     mode: Auto
     memory: {minSize: 64Gi, maxSize: 512Gi}

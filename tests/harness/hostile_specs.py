@@ -42,6 +42,7 @@ ADMITTED = {
     "autoscaling.mode": _NUMBERS,
     "autoscaling.prices": _NUMBERS,
     "autoscaling.remote": _NUMBERS,
+    "clients": "narrows who reaches pods of this LMCacheCluster: without it, everybody does",
     "engine.args": _PLAIN_POD,
     "engine.env[].name": _PLAIN_POD,
     "engine.env[].value": _PLAIN_POD,

@@ -122,6 +122,8 @@ def _obey_rules(spec: Object) -> None:
     spec.setdefault("model", {"name": "m"})
     spec.setdefault("engine", {})
     tiers.setdefault("memory", {"size": "1Gi"})
+    if "clients" in spec:  # a random network or expression is hardly ever valid
+        spec["clients"] = [{"podSelector": {"matchLabels": {"key": "a"}}} for _ in spec["clients"]]
     if tenants := spec.get("tenants"):
         _obey_tenants(spec, tenants)
 

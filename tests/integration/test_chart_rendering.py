@@ -7,8 +7,8 @@ import pytest
 import yaml
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
-from lmcache_operator.components.engine.engine import SCRAPER_LABEL
 from lmcache_operator.components.injection.profile import profile
+from lmcache_operator.components.traffic import SCRAPER_LABEL
 from lmcache_operator.specs.names import INJECT_LABEL, STOCK_IMAGES
 from lmcache_operator.stats import StatsClient
 from lmcache_sidecar.token_reviews import AUDIENCE

@@ -158,9 +158,8 @@ def _resolved(schema: dict[str, Any], definitions: Mapping[str, Any]) -> dict[st
     """Return the schema with the Kubernetes types that fields have as their shape."""
     if shape := schema.pop("shape", None):
         kind, _, member = shape.partition(".")
-        source = {"$ref": f"/io.k8s.api.core.v1.{kind}"}
-        if member:
-            source = definitions[f"io.k8s.api.core.v1.{kind}"]["properties"][member]
+        name = f"io.k8s.api.{'networking' if kind.startswith('NetworkPolicy') else 'core'}.v1.{kind}"
+        source = definitions[name]["properties"][member] if member else {"$ref": f"/{name}"}
         base = {key: value for key, value in schema.items() if key not in (_UNKNOWN, "items")}
         return base | _structural(source, definitions)
     if properties := schema.get("properties"):

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from lmcache.common.units import parse_quantity
 from lmcache_operator.api.autoscaling import Autoscaling, AutoscalingStatus
+from lmcache_operator.api.clients import CLIENTS, MAX_CLIENTS
 from lmcache_operator.api.engine_pods import NO_PARALLEL_SIZES, Gpu, Parallelism, Prefill, PrefillStatus
 from lmcache_operator.api.fields import Part, Rule, field
 from lmcache_operator.api.keywords import ARGUMENTS, IMAGE_NAME, NAME, SECRET_KEY, size_between
@@ -223,6 +224,23 @@ class Spec(Part):
             lambda spec: spec.router is None or spec.engine is not None,
         ),
         Rule(
+            "!has(self.clients) || has(self.engine)",
+            "clients needs an engine: tiers.remote.managed.access limits who reaches a remote tier alone",
+            lambda spec: spec.clients is None or spec.engine is not None,
+        ),
+        Rule(
+            "!has(self.clients) || !has(self.engine) || !has(self.engine.prefill) || "
+            f"size(self.clients) < {MAX_CLIENTS}",
+            "clients may have at most 63 items with engine.prefill, because prefill pods also admit the "
+            "router: combine some of them",
+            lambda spec: (
+                spec.clients is None
+                or spec.engine is None
+                or spec.engine.prefill is None
+                or len(spec.clients) < MAX_CLIENTS
+            ),
+        ),
+        Rule(
             "!has(self.engine) || !has(self.engine.prefill) || (has(self.router) && has(self.tiers.peers))",
             "engine.prefill needs router and tiers.peers: set both, {} has their defaults",
             lambda spec: (
@@ -295,6 +313,13 @@ class Spec(Part):
         "no budgets but tiers.memory.tenantQuotaPercent."
     )
     router: Router | None = field("Router in front of the engines, at Service NAME-router. Default: none.")
+    clients: list[dict[str, Any]] | None = field(
+        "Pods and networks that may connect to engines and routers, as in `from` of a NetworkPolicy. A "
+        "podSelector without a namespaceSelector selects pods of this namespace. The cluster's router "
+        "always reaches engines; []: nothing else does. The ports 9464 and 9465 have senders of their own. "
+        "A change replaces no pod. Default: all pods and networks may connect.",
+        **CLIENTS,
+    )
     autoscaling: Autoscaling = field("Autoscaling of tiers by their savings and costs.", default={})
 
 

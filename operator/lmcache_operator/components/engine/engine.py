@@ -26,6 +26,7 @@ from lmcache_operator.components.engine.tenants import (
     tenants_digest,
     tenants_yaml,
 )
+from lmcache_operator.components.traffic import from_clients, from_pods, scrapers
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.pods.differences import differences
 from lmcache_operator.pods.pods import has_no_node, is_outdated, next_eviction
@@ -35,8 +36,6 @@ from lmcache_operator.specs.cluster_refs import referred, why_no_peers
 from lmcache_operator.specs.kinds import Ref, ref_of
 from lmcache_operator.specs.merge import dig
 
-SCRAPER_LABEL = "lmcache.io/scraper"
-"""A namespace with this label set to "true" may reach the sidecars' metrics port."""
 _HIGHEST_PORT = 65535
 _HTTP_PORT = {"name": "http", "port": names.ENGINE_PORT, "protocol": "TCP", "targetPort": "http"}
 _METRICS_PORT = {"name": "metrics", "port": names.SIDECAR_PORT, "protocol": "TCP", "targetPort": "metrics"}
@@ -206,7 +205,8 @@ def spec_hash(cluster: Cluster, default_images: Images) -> str:
     engine, sidecar, tiers = (wanted.pop(part, {}) for part in ("engine", "sidecar", "tiers"))
     for tier in ("memory", "disk"):
         tiers.get(tier, {}).pop("size", None)
-    wanted.pop("router", None)
+    for part in ("clients", "router"):
+        wanted.pop(part, None)
     if (tenants := cluster.spec.tenants) is not None:
         wanted["tenants"] = in_spec_hash(tenants)
         tiers.get("memory", {}).pop("tenant_quota_percent", None)  # it is in the followed file
@@ -289,32 +289,32 @@ def _network_policy(cluster: Cluster, context: Context) -> Object:
     """Allow only scrapers and the operator to reach the sidecar's port.
 
     Only engine pods with the same list of peers reach the port for peers, and only the router reads KV
-    events. Other ports and egress stay open.
+    events. Clients reach the other ports, and the router that of the engine. Egress stays open.
     """
-    chosen = {"matchLabels": {SCRAPER_LABEL: "true"}}
-    scrapers: list[Object] = [{"podSelector": {}}, {"namespaceSelector": chosen}]
+    metrics = scrapers()
     if context.operator_namespace:
         # The API server sets this label itself, so no user can claim the name of another namespace.
         namespace = {"matchLabels": {"kubernetes.io/metadata.name": context.operator_namespace}}
-        scrapers.append(
+        metrics.append(
             {"namespaceSelector": namespace, "podSelector": {"matchLabels": names.OPERATOR_LABELS}}
         )
-    senders: dict[int, list[Object]] = {names.SIDECAR_PORT: scrapers}
+    senders: dict[int, list[Object]] = {names.SIDECAR_PORT: metrics}
     if cluster.spec.tiers.peers:
         peers = {names.COMPONENT_LABEL: names.ENGINE, names.PEERS_LABEL: names.peers_owner(cluster)}
-        senders[names.PEERS_PORT] = [{"podSelector": {"matchLabels": peers}}]
+        senders[names.PEERS_PORT] = [from_pods(peers)]
     if reader := cluster.events_reader:
-        routers = {"podSelector": {"matchLabels": names.selector(reader, names.ROUTER)}}
-        senders[names.EVENTS_PORT] = [routers]
+        senders[names.EVENTS_PORT] = [from_pods(names.selector(reader, names.ROUTER))]
     ranges = _open_ranges(sorted(senders))
     other_ports = [
         *({"endPort": last, "port": first, "protocol": "TCP"} for first, last in ranges),
         {"endPort": _HIGHEST_PORT, "port": 1, "protocol": "UDP"},
     ]
+    if cluster.spec.router and cluster.spec.clients is not None:
+        senders[names.ENGINE_PORT] = [from_pods(names.selector(cluster.name, names.ROUTER))]
     limited = [
         {"from": allowed, "ports": [{"port": port, "protocol": "TCP"}]} for port, allowed in senders.items()
     ]
-    return stateful.network_policy(_selector(cluster), {"ports": other_ports}, *limited)
+    return stateful.network_policy(_selector(cluster), *from_clients(cluster.spec, other_ports), *limited)
 
 
 def _open_ranges(restricted: Sequence[int]) -> Iterator[tuple[int, int]]:

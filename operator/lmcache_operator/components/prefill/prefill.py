@@ -19,6 +19,7 @@ from lmcache_operator.components.base import Component, ComponentStatus, Context
 from lmcache_operator.components.conditions import Condition, Problem, Reason, Trouble
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.router.router import had_prefill_pods
+from lmcache_operator.components.traffic import from_pods
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.pods.differences import differences
 from lmcache_operator.specs import Images, Object, names
@@ -143,12 +144,14 @@ def _spec(cluster: Cluster, images: Images) -> Object:
     image = engine.image or images.get(names.ENGINE)
     engine = replace(engine, prefill=None, image=image, args=[*engine.args, *prefill.args], **settings)
     sidecar = replace(spec.sidecar, image=spec.sidecar.image or images.get(names.SIDECAR))
+    router = names.selector(cluster.name, names.ROUTER)
     derived = replace(
         spec,
         engine=engine,
         sidecar=sidecar,
         tiers=_tiers(cluster),
         router=None,
+        clients=None if spec.clients is None else [*spec.clients, from_pods(router)],
         autoscaling=replace(spec.autoscaling, remote=None),
     )
     rendered = written(derived)

@@ -13,6 +13,7 @@ from lmcache_operator.components.base import Component, ComponentStatus, Context
 from lmcache_operator.components.conditions import Condition, Problem, former_conditions
 from lmcache_operator.components.images import default_image, recorded
 from lmcache_operator.components.router.pod import WITH_PREFILL, pod_template
+from lmcache_operator.components.traffic import from_clients, scrapers
 from lmcache_operator.pods.differences import differences
 from lmcache_operator.specs import Object, names, stateful
 from lmcache_operator.specs.kinds import Ref, controller_uid
@@ -139,7 +140,6 @@ def _objects(cluster: Cluster, router: Router, default: str) -> list[Object]:
     child, name = partial(names.child, cluster, names.ROUTER), names.router_name(cluster.name)
     selector = names.selector(cluster.name, names.ROUTER)
     account = {"kind": "ServiceAccount", "name": name, "namespace": cluster.namespace}
-    traffic = {"ports": [{"port": port["port"], "protocol": "TCP"} for port in _PORTS]}
     return [
         child("ServiceAccount", name, automountServiceAccountToken=False),
         child("Role", name, rules=_RULES),
@@ -150,7 +150,7 @@ def _objects(cluster: Cluster, router: Router, default: str) -> list[Object]:
             subjects=[account],
         ),
         child("Service", name, spec={"ports": _PORTS, "selector": selector}),
-        child("NetworkPolicy", name, spec=stateful.network_policy(selector, traffic)),
+        child("NetworkPolicy", name, spec=_network_policy(cluster, selector)),
         child("PodDisruptionBudget", name, spec=stateful.disruption_budget(selector)),
         child(
             "Deployment",
@@ -159,6 +159,15 @@ def _objects(cluster: Cluster, router: Router, default: str) -> list[Object]:
             spec=_deployment_spec(cluster, router, default),
         ),
     ]
+
+
+def _network_policy(cluster: Cluster, selector: dict[str, str]) -> Object:
+    """With a list of clients, only they reach the router, and only scrapers read its metrics."""
+    http, metrics = ({"port": port["port"], "protocol": "TCP"} for port in _PORTS)
+    if cluster.spec.clients is None:
+        return stateful.network_policy(selector, {"ports": [http, metrics]})
+    readers = {"from": scrapers(), "ports": [metrics]}
+    return stateful.network_policy(selector, *from_clients(cluster.spec, [http]), readers)
 
 
 def _deployment_spec(cluster: Cluster, router: Router, default: str) -> dict[str, Any]:

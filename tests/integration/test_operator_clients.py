@@ -1,0 +1,114 @@
+"""`spec.clients` on a real API server: bad values are refused, and NetworkPolicies follow the list."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from testing.kube.api import ApiError, Object
+from testing.kube.cluster import Cluster
+from tests.harness.clusters import ENGINE, condition, pods, wait_quiet
+from tests.harness.kube import CLUSTERS, NAME, example, new_namespace
+from tests.harness.operator_model import cluster
+
+pytestmark = pytest.mark.kube
+
+POLICIES = "networking.k8s.io/v1/networkpolicies"
+GATEWAY = {"podSelector": {"matchLabels": {"app": "gateway"}}}
+BLOCK = {"ipBlock": {"cidr": "10.0.0.0/8", "except": ["10.1.0.0/16"]}}
+ONE_FORM = "each client needs podSelector, namespaceSelector or both, or ipBlock alone"
+ALONE: Object = {"tiers": {"remote": {"managed": {"memoryPerShard": "1Gi"}}}}
+REFUSED = [
+    (cluster(clients=[{}]), ONE_FORM),
+    (cluster(clients=[BLOCK | GATEWAY]), ONE_FORM),
+    (cluster(clients=[BLOCK | {"namespaceSelector": {}}]), ONE_FORM),
+    (cluster(clients=[{"service": "a"}]), "spec.clients[0].service"),
+    (cluster(clients=[{"podSelector": {"app": "a"}}]), "spec.clients[0].podSelector.app"),
+    (
+        cluster(clients=[{"podSelector": {"matchLabels": {"a": 1}}}]),
+        "spec.clients[0].podSelector.matchLabels.a",
+    ),
+    (cluster(clients=[{"ipBlock": {"except": []}}]), "spec.clients[0].ipBlock.cidr"),
+    (cluster(clients={"podSelector": {}}), "spec.clients"),
+    (cluster(clients=[GATEWAY] * 65), "must have at most 64 items"),
+    (
+        cluster(
+            clients=[GATEWAY] * 64,
+            engine={"prefill": {}},
+            router={"policy": "CacheAware"},
+            tiers={"memory": {"size": "1Gi"}, "peers": {}},
+        ),
+        "clients may have at most 63 items with engine.prefill",
+    ),
+    (cluster(ALONE | {"clients": []}), "clients needs an engine"),
+]
+
+
+@pytest.fixture(scope="module")
+def admission(plane: Cluster) -> Any:
+    """A namespace for objects that no operator needs to handle."""
+    with new_namespace(plane, "clients") as namespace:
+        yield namespace
+
+
+@pytest.mark.parametrize(("resource", "message"), REFUSED)
+def test_bad_values_are_refused_at_apply(plane, admission, resource, message):
+    query = "?dryRun=All&fieldValidation=Strict"
+    body = resource | {"metadata": {"name": "demo"}}
+    with pytest.raises(ApiError, match=re.escape(message)) as refused:
+        plane.api.request("POST", plane.api.path(CLUSTERS, admission) + query, body)
+    assert refused.value.code in (400, 422)
+
+
+def sources(plane: Cluster, namespace: str, name: str, port: int) -> list[Any]:
+    """The sources of each rule of a live NetworkPolicy that opens a port."""
+    return [
+        rule.get("from")
+        for rule in plane.api.get(POLICIES, name, namespace)["spec"].get("ingress", [])
+        for each in rule["ports"]
+        if each["protocol"] == "TCP" and each["port"] <= port <= each.get("endPort", each["port"])
+    ]
+
+
+def test_policies_follow_the_list_and_replace_no_pod(plane, operator, namespace):
+    resource = example(clients=[GATEWAY, BLOCK], router={"policy": "RoundRobin"})
+    plane.api.create(CLUSTERS, resource, namespace)
+    plane.wait(lambda: plane.api.find(POLICIES, f"{NAME}-router", namespace))
+    before = plane.wait(lambda: pods(plane, namespace)).keys()
+    router = {"lmcache.io/cluster": NAME, "lmcache.io/component": "router"}
+    routers = [{"podSelector": {"matchLabels": router}}]
+
+    def open_to(engine: list[Any], of_router: list[Any]) -> bool:
+        wanted = {ENGINE: engine, f"{NAME}-router": of_router}
+        return all(sources(plane, namespace, name, 8000) == wanted[name] for name in wanted)
+
+    assert open_to([[GATEWAY, BLOCK], routers], [[GATEWAY, BLOCK]])
+    for clients, engine, of_router in (
+        ([], [routers], []),
+        ([{"podSelector": {}}], [[{"podSelector": {}}], routers], [[{"podSelector": {}}]]),
+        (None, [None], [None]),
+    ):
+        plane.api.patch(CLUSTERS, NAME, {"spec": {"clients": clients}}, namespace)
+        plane.wait(lambda e=engine, r=of_router: open_to(e, r))
+    wait_quiet(plane, operator, namespace)
+    assert before <= pods(plane, namespace).keys()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"podSelector": {"matchLabels": {"app": "no blanks"}}},
+        {"podSelector": {"matchExpressions": [{"key": "a", "operator": "Like", "values": ["b"]}]}},
+        {"ipBlock": {"cidr": "10.0.0.1/8"}},
+        {"ipBlock": {"cidr": "10.0.0.0/8", "except": ["11.0.0.0/8"]}},
+    ],
+)
+def test_value_that_only_the_operator_checks_keeps_the_former_policy(plane, operator, namespace, bad):
+    plane.api.create(CLUSTERS, example(clients=[GATEWAY]), namespace)
+    plane.wait(lambda: plane.api.find(POLICIES, ENGINE, namespace))
+    plane.api.patch(CLUSTERS, NAME, {"spec": {"clients": [bad]}}, namespace)
+    plane.wait(lambda: condition(plane, namespace, "Ready").get("reason") == "InvalidSpec")
+    assert "spec.clients: selectors need" in condition(plane, namespace, "Ready")["message"]
+    assert sources(plane, namespace, ENGINE, 8000) == [[GATEWAY]]

@@ -1,0 +1,233 @@
+"""`spec.clients`: who reaches which port of engines and routers, by all rendered NetworkPolicies together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lmcache_operator.api.clients import MAX_CLIENTS
+from lmcache_operator.api.parse import parse
+from lmcache_operator.components.base import Context
+from lmcache_operator.components.engine.engine import Engine, spec_hash
+from lmcache_operator.components.router.router import Routing
+from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.specs import names
+from lmcache_operator.specs.names import STOCK_IMAGES
+
+from testing.node.network_policies import rules
+from tests.harness.operator_model import NAME, NAMESPACE, cluster
+from tests.harness.operator_prefill import child, with_prefill
+
+SYSTEM = "lmcache-system"
+ENGINE, SIDECAR, EVENTS, PEERS, ROUTER_METRICS, OTHER = 8000, 9464, 5557, 9465, 29000, 12345
+PORTS = (ENGINE, SIDECAR, EVENTS, PEERS, ROUTER_METRICS, OTHER)
+GATEWAY = {"podSelector": {"matchLabels": {"app": "gateway"}}}
+REMOTE_GATEWAY = {"namespaceSelector": {"matchLabels": {"team": "web"}}, **GATEWAY}
+
+
+def pod(address: str, namespace: str = NAMESPACE, **labels: str) -> dict[str, Any]:
+    labels = {key.replace("__", "/").replace("_", "-"): value for key, value in labels.items()}
+    return {
+        "metadata": {"name": address, "namespace": namespace, "labels": labels},
+        "spec": {},
+        "status": {"phase": "Running", "podIP": address},
+    }
+
+
+def made_pod(address: str, name: str, component: str) -> dict[str, Any]:
+    return pod(address) | {
+        "metadata": {
+            "name": address,
+            "namespace": NAMESPACE,
+            "labels": names.selector(name, component) | {names.PEERS_LABEL: NAME},
+        }
+    }
+
+
+PODS = [
+    made_pod("engine", NAME, names.ENGINE),
+    made_pod("prefill", f"{NAME}-prefill", names.ENGINE),
+    made_pod("router", NAME, names.ROUTER),
+    made_pod("other-router", "other", names.ROUTER),
+    pod("gateway", app="gateway"),
+    pod("neighbour"),
+    pod("remote-gateway", "web", app="gateway"),
+    pod("remote-neighbour", "web"),
+    pod("prometheus", "monitoring"),
+    pod("operator", SYSTEM)
+    | {"metadata": {"name": "o", "namespace": SYSTEM, "labels": names.OPERATOR_LABELS}},
+]
+SPACES = [
+    {"metadata": {"name": name, "labels": {"kubernetes.io/metadata.name": name} | labels}}
+    for name, labels in {
+        NAMESPACE: {}, SYSTEM: {}, "web": {"team": "web"}, "monitoring": {"lmcache.io/scraper": "true"},
+    }.items()
+]  # fmt: skip
+EVERYBODY = {each["status"]["podIP"] for each in PODS}
+IN_NAMESPACE = {each["status"]["podIP"] for each in PODS if each["metadata"]["namespace"] == NAMESPACE}
+SCRAPERS = IN_NAMESPACE | {"prometheus"}
+
+
+def policies(changes: dict[str, Any]) -> list[dict[str, Any]]:
+    resources = [cluster(**changes)]
+    if "prefill" in changes.get("engine", {}):
+        resources.append(child(changes))
+    context = Context(STOCK_IMAGES, SYSTEM)
+    rendered = [
+        item
+        for resource in resources
+        for component in (Engine(), Routing())
+        for item in component.render(parse(resource), context)
+    ]
+    return [item for item in rendered if item["kind"] == "NetworkPolicy"]
+
+
+def reaching(target: str, changes: dict[str, Any]) -> dict[int, set[str]]:
+    """The pods that reach each TCP port of a pod."""
+    reached: dict[int, set[str]] = {port: set() for port in PORTS}
+    for line in rules(policies(changes), PODS, SPACES)[1:]:
+        words = line.split()
+        options = dict(zip(words[::2], words[1::2], strict=True))
+        if options["-d"] != target or options["-j"] != "RETURN" or options.get("-p") != "tcp":
+            continue
+        first, _, last = options["--dport"].partition(":")
+        for port in PORTS:
+            if int(first) <= port <= int(last or first):
+                reached[port] |= {options["-s"]} if "-s" in options else EVERYBODY
+    return reached
+
+
+def test_without_the_field_everybody_reaches_the_api() -> None:
+    engine = reaching("engine", {"router": {"policy": "CacheAware"}})
+    assert engine[ENGINE] == engine[EVENTS] == engine[PEERS] == engine[OTHER] == EVERYBODY
+    assert engine[SIDECAR] == SCRAPERS | {"operator"}
+    router = reaching("router", {"router": {}})
+    assert router[ENGINE] == router[ROUTER_METRICS] == EVERYBODY
+
+
+def test_only_clients_reach_the_engines_of_a_cluster_without_router() -> None:
+    engine = reaching("engine", {"clients": [GATEWAY, REMOTE_GATEWAY]})
+    clients = {"gateway", "remote-gateway"}
+    assert engine[ENGINE] == engine[EVENTS] == engine[OTHER] == clients
+    assert engine[SIDECAR] == SCRAPERS | {"operator"}, "not even clients in other namespaces"
+
+
+def test_empty_list_admits_only_the_router() -> None:
+    assert reaching("engine", {"clients": []})[ENGINE] == set()
+    changes = {"clients": [], "router": {}, "tiers": {"peers": {}}}
+    engine, router = reaching("engine", changes), reaching("router", changes)
+    assert engine[ENGINE] == engine[EVENTS] == {"router"}
+    assert engine[OTHER] == router[ENGINE] == router[OTHER] == set()
+    assert {"engine", "prefill"} <= engine[PEERS]
+    assert not engine[PEERS] & {"gateway", "neighbour", "prometheus"}
+    assert router[ROUTER_METRICS] == SCRAPERS
+
+
+def test_clients_reach_the_router_and_the_router_reaches_all_engines() -> None:
+    changes = with_prefill() | {"clients": [GATEWAY]}
+    for target in ("engine", "prefill"):
+        engine = reaching(target, changes)
+        assert engine[ENGINE] == {"router", "gateway"}, target
+        assert engine[EVENTS] == {"router"}, target
+        assert {"engine", "prefill"} <= engine[PEERS], target
+    assert reaching("router", changes)[ENGINE] == {"gateway"}
+
+
+def test_udp_is_limited_like_tcp() -> None:
+    lines = rules(policies({"clients": [GATEWAY]}), PODS, SPACES)
+    assert [line for line in lines if "-p udp" in line and "-s gateway" not in line] == []
+
+
+def test_change_of_clients_replaces_no_pod() -> None:
+    hashes = {spec_hash(parse(cluster(**spec)), STOCK_IMAGES) for spec in ({}, {"clients": [GATEWAY]})}
+    assert len(hashes) == 1
+
+
+BLOCK = {"cidr": "10.0.0.0/8", "except": ["10.1.0.0/16", "10.2.3.4/32"]}
+VALID = (
+    GATEWAY,
+    REMOTE_GATEWAY,
+    {"podSelector": {}},
+    {"podSelector": {"matchExpressions": [{"key": "a.b/c", "operator": "In", "values": ["", "x_Y.z"]}]}},
+    {"namespaceSelector": {"matchExpressions": [{"key": "k", "operator": "Exists", "values": None}]}},
+    {"ipBlock": BLOCK},
+    {"ipBlock": {"cidr": "fd00::/8", "except": ["fd00:1::/32"]}},
+    {"ipBlock": {"cidr": "0.0.0.0/0", "except": None}},
+)
+
+
+@pytest.mark.parametrize("client", VALID, ids=str)
+def test_valid_client_is_rendered_as_it_is(client: dict[str, Any]) -> None:
+    (policy,) = policies({"clients": [client]})
+    assert policy["spec"]["ingress"][0]["from"] == [client]
+
+
+def expression(**parts: Any) -> dict[str, Any]:
+    return {"podSelector": {"matchExpressions": [parts]}}
+
+
+INVALID = (
+    {},
+    {"podSelector": None},
+    {"ipBlock": BLOCK, **GATEWAY},
+    {"ipBlock": BLOCK, "namespaceSelector": {}},
+    {"service": {}},
+    {"podSelector": {"app": "gateway"}},
+    {"podSelector": "app=gateway"},
+    {"podSelector": {"matchLabels": ["a"]}},
+    {"podSelector": {"matchLabels": {"app": "no blanks"}}},
+    {"podSelector": {"matchLabels": {"-app": "a"}}},
+    {"podSelector": {"matchLabels": {"a": 1}}},
+    {"podSelector": {"matchLabels": {"a": "a" * 64}}},
+    {"podSelector": {"matchExpressions": {}} | {"matchExpressions": "a"}},
+    expression(key="a", operator="in", values=["b"]),
+    expression(key="a", operator="In"),
+    expression(key="a", operator="In", values=[]),
+    expression(key="a", operator="NotIn", values="b"),
+    expression(key="a", operator="Exists", values=["b"]),
+    expression(operator="Exists"),
+    {"ipBlock": {}},
+    {"ipBlock": "10.0.0.0/8"},
+    *(
+        {"ipBlock": {"cidr": cidr}}
+        for cidr in (
+            "10.0.0.0",
+            "10.0.0.1/8",
+            "10.0.0.0/33",
+            "10.0.0.0/08",
+            "10.0.0.0/255.0.0.0",
+            "10.00.0.0/8",
+            "fe80::%1/64",
+            "a/b",
+            8,
+        )
+    ),
+    *(
+        {"ipBlock": {"cidr": "10.0.0.0/8", "except": parts}}
+        for parts in (["10.0.0.0/8"], ["11.0.0.0/16"], ["fd00::/16"], [None], "10.1.0.0/16")
+    ),
+)
+
+
+@pytest.mark.parametrize("client", INVALID, ids=str)
+def test_invalid_client_is_refused_by_its_field(client: dict[str, Any]) -> None:
+    resource = cluster()
+    resource["spec"]["clients"] = [GATEWAY, client]
+    with pytest.raises(InvalidSpecError, match=r"^spec\.clients: ") as refused:
+        parse(resource)
+    assert "client" in str(refused.value) or "selectors need" in str(refused.value)
+
+
+def test_clients_without_an_engine_are_refused() -> None:
+    alone = {"tiers": {"remote": {"managed": {"memoryPerShard": "1Gi"}}}, "clients": []}
+    with pytest.raises(InvalidSpecError, match="clients needs an engine"):
+        parse(cluster(alone))
+
+
+def test_too_many_clients_for_prefill_pods_are_refused() -> None:
+    """The router is one more client of prefill pods."""
+    assert parse(cluster(clients=[GATEWAY] * MAX_CLIENTS))
+    derived = child(with_prefill() | {"clients": [GATEWAY] * (MAX_CLIENTS - 1)})
+    assert len(parse(derived).spec.clients or ()) == MAX_CLIENTS
+    with pytest.raises(InvalidSpecError, match="clients may have at most 63 items with engine"):
+        parse(cluster(**with_prefill(), clients=[GATEWAY] * MAX_CLIENTS))
