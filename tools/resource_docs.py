@@ -56,7 +56,7 @@ spec:
     payload: ImageVolume
     httpAuthentication: TokenReview
     transfer: CudaIPC
-  images: {policy: Follow}
+  images: {policy: Follow, pullSecrets: [registry]}
   tiers:
     memory: {size: 256Gi, tenantQuotaPercent: 30}
     disk: {size: 2Ti, storageClassName: local-nvme, encryption: {secretRef: {name: kv-keys}}}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from tests.harness.spec_fuzz import SPEC_SCHEMA, any_value
 
 Object = dict[str, Any]
-ALLOWED_SECRET, ALLOWED_CLAIM = "allowed-secret", "allowed-claim"
+ALLOWED_SECRET, ALLOWED_CLAIM, ALLOWED_PULL_SECRET = "allowed-secret", "allowed-claim", "allowed-pull-secret"
 """Names in the chart's lists, in tests of the policy."""
 REFUSED = {
     "engine.podTemplate": "spec.engine.podTemplate: you may not",
@@ -21,6 +21,7 @@ REFUSED = {
     "engine.env[].valueFrom.configMapKeyRef": "spec.engine.env: you may not",
     "engine.env[].valueFrom.fileKeyRef": "spec.engine.env: you may not",
     "engine.env[].valueFrom.secretKeyRef": "Secret ",
+    "images.pullSecrets": "spec.images.pullSecrets: you may not",
     "model.tokenSecretRef": "Secret ",
     "model.volume": "spec.model.volume",
     "tenants.named[].saltSecretRef": "Secret ",

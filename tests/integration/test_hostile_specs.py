@@ -18,7 +18,14 @@ from testing.kube.api import Api, ApiError, Object
 from testing.kube.cluster import Cluster
 from testing.kube.operator import RELEASE, SYSTEM_NAMESPACE
 from tests.harness import hostile_specs, operator_model
-from tests.harness.hostile_specs import ALLOWED_CLAIM, ALLOWED_SECRET, HOSTILE_PODS, OPERATOR, POD_SECURITY
+from tests.harness.hostile_specs import (
+    ALLOWED_CLAIM,
+    ALLOWED_PULL_SECRET,
+    ALLOWED_SECRET,
+    HOSTILE_PODS,
+    OPERATOR,
+    POD_SECURITY,
+)
 from tests.harness.kube import CHART, CLUSTERS, new_namespace
 
 pytestmark = pytest.mark.kube
@@ -56,7 +63,7 @@ def namespace_of_authors(plane: Cluster) -> Iterator[str]:
 def submit(plane: Cluster, chart: str, namespace_of_authors: str) -> Iterator[Submit]:
     """A function that returns the API server's reason to refuse an author's spec, or an empty string.
 
-    The policy allows one Secret and one claim.
+    The policy allows one Secret, one Secret that pulls images, and one claim.
     """
     namespace = namespace_of_authors
     apis = {name: Api(plane.url, plane.ca, plane.service_account_token(namespace, name)) for name in RULES}
@@ -70,8 +77,9 @@ def submit(plane: Cluster, chart: str, namespace_of_authors: str) -> Iterator[Su
             return str(error)
         return ""
 
-    lists = f"policies.restrictClusters.secrets={{{ALLOWED_SECRET}}},policies.restrictClusters.claims="
-    flags = ["--namespace", SYSTEM_NAMESPACE, "--reuse-values", "--set", f"{lists}{{{ALLOWED_CLAIM}}}"]
+    lists = {"secrets": ALLOWED_SECRET, "pullSecrets": ALLOWED_PULL_SECRET, "claims": ALLOWED_CLAIM}
+    values = ",".join(f"policies.restrictClusters.{name}={{{allowed}}}" for name, allowed in lists.items())
+    flags = ["--namespace", SYSTEM_NAMESPACE, "--reuse-values", "--set", values]
     plane.helm("upgrade", RELEASE, CHART, *flags)
     plane.wait(lambda: DENIED in submitted(with_model(tokenSecretRef={"name": "other"})))
     plane.wait(lambda: not submitted(with_model(tokenSecretRef={"name": ALLOWED_SECRET})))
@@ -125,6 +133,17 @@ def test_author_may_name_allowed_secrets_and_claims(submit):
     claim = {"persistentVolumeClaim": {"claimName": ALLOWED_CLAIM}}
     spec = with_model(volume=claim, tokenSecretRef={"name": ALLOWED_SECRET}) | {"engine": {"env": [variable]}}
     assert submit(spec) == ""
+
+
+def test_secrets_of_one_list_are_not_allowed_by_the_other(submit):
+    """An engine could read a Secret of `secrets`, so those that pull images have a list of their own."""
+
+    def pulled(name: str) -> str:
+        return submit({**operator_model.MINIMAL_SPEC, "images": {"pullSecrets": [name]}})
+
+    assert pulled(ALLOWED_PULL_SECRET) == ""
+    assert "spec.images.pullSecrets: you may not" in pulled(ALLOWED_SECRET)
+    assert DENIED in submit(with_model(tokenSecretRef={"name": ALLOWED_PULL_SECRET}))
 
 
 def test_null_fields_are_no_references(submit):

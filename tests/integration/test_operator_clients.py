@@ -1,4 +1,4 @@
-"""`spec.clients` on a real API server: bad values are refused, and NetworkPolicies follow the list."""
+"""`spec.clients` and `spec.images.pullSecrets` on a real API server: bad values are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from testing.kube.api import ApiError, Object
 from testing.kube.cluster import Cluster
-from tests.harness.clusters import ENGINE, condition, pods, wait_quiet
+from tests.harness.clusters import ENGINE, condition, pods, wait_quiet, wait_ready
 from tests.harness.kube import CLUSTERS, NAME, example, new_namespace
 from tests.harness.operator_model import cluster
 
@@ -43,6 +43,10 @@ REFUSED = [
         "clients may have at most 63 items with engine.prefill",
     ),
     (cluster(ALONE | {"clients": []}), "clients needs an engine"),
+    (cluster(images={"pullSecrets": ["a", "a"]}), "Duplicate value"),
+    (cluster(images={"pullSecrets": ["A"]}), "spec.images.pullSecrets[0]"),
+    (cluster(images={"pullSecrets": [{"name": "a"}]}), "spec.images.pullSecrets[0]"),
+    (cluster(images={"pullSecrets": [f"s{n}" for n in range(11)]}), "must have at most 10 items"),
 ]
 
 
@@ -112,3 +116,29 @@ def test_value_that_only_the_operator_checks_keeps_the_former_policy(plane, oper
     plane.wait(lambda: condition(plane, namespace, "Ready").get("reason") == "InvalidSpec")
     assert "spec.clients: selectors need" in condition(plane, namespace, "Ready")["message"]
     assert sources(plane, namespace, ENGINE, 8000) == [[GATEWAY]]
+
+
+def test_pods_carry_the_secrets_that_pull_their_images(plane, operator, namespace):
+    resource = example(images={"pullSecrets": ["registry"]}, router={"policy": "RoundRobin"})
+    resource["spec"]["tiers"]["remote"] = {"managed": {"memoryPerShard": "1Gi"}}
+    template = {"spec": {"imagePullSecrets": [{"name": "mine"}, {"name": "registry"}]}}
+    resource["spec"].setdefault("engine", {})["podTemplate"] = template
+    plane.api.create(CLUSTERS, resource, namespace)
+    deployment = plane.wait(lambda: plane.api.find("apps/v1/deployments", f"{NAME}-router", namespace))
+    assert deployment["spec"]["template"]["spec"]["imagePullSecrets"] == [{"name": "registry"}]
+    wait_ready(plane, namespace)
+    secrets = {
+        (
+            pod["metadata"]["labels"]["lmcache.io/component"],
+            *sorted(s["name"] for s in pod["spec"]["imagePullSecrets"]),
+        )
+        for pod in plane.api.objects("v1/pods", namespace, f"lmcache.io/cluster={NAME}")
+    }
+    assert {("engine", "mine", "registry"), ("remote", "registry")} <= secrets
+    assert {each[-1] for each in secrets} == {"registry"}
+    before = pods(plane, namespace)
+    plane.api.patch(CLUSTERS, NAME, {"spec": {"images": {"pullSecrets": ["other"]}}}, namespace)
+    engines = {
+        uid for uid, pod in before.items() if pod["metadata"]["labels"]["lmcache.io/component"] == "engine"
+    }
+    plane.wait(lambda: not engines & pods(plane, namespace).keys())

@@ -9,6 +9,7 @@ from lmcache_operator.api.autoscaling import Autoscaling, AutoscalingStatus
 from lmcache_operator.api.clients import CLIENTS, MAX_CLIENTS
 from lmcache_operator.api.engine_pods import NO_PARALLEL_SIZES, Gpu, Parallelism, Prefill, PrefillStatus
 from lmcache_operator.api.fields import Part, Rule, field
+from lmcache_operator.api.images import ImageDefaults, ImagesStatus
 from lmcache_operator.api.keywords import ARGUMENTS, IMAGE_NAME, NAME, SECRET_KEY, size_between
 from lmcache_operator.api.router import KV_AWARE, Router, RouterStatus
 from lmcache_operator.api.tenants import SPEC_RULES, TENANTS_STATUS, Tenants, TenantStatus
@@ -170,18 +171,6 @@ class Sidecar(Part):
     )
 
 
-class ImageDefaults(Part):
-    """Choice of images for containers without an ``image`` field."""
-
-    policy: str = field(
-        "Keep: images of the operator that created the cluster, so that an upgrade of the operator replaces "
-        "no pod. Follow: images of the present operator; its upgrade replaces pods one at a time. To update "
-        "images once, set Follow, then Keep.",
-        default="Keep",
-        enum=["Keep", "Follow"],
-    )
-
-
 def _within(path: str, operator: str, bound: str) -> str:
     """Compare two sizes in CEL. Values that are not sizes pass, because another rule refuses them."""
     value, other = f"self.{path}", f"self.{bound}"
@@ -305,7 +294,7 @@ class Spec(Part):
         "which other clusters may refer to."
     )
     sidecar: Sidecar = field("The sidecar of each engine, which owns its cache.", default={})
-    images: ImageDefaults = field("Choice of images for containers without an image field.", default={})
+    images: ImageDefaults = field("Choice of default images, and the Secrets that pull images.", default={})
     tiers: Tiers = field("Tiers of the cache.")
     tenants: Tenants | None = field(
         "Budgets for tenants in the tiers of each pod. Adding or removing this field replaces the pods, one "
@@ -359,14 +348,6 @@ class TransferStatus(Part):
     mode: str | None = field("CudaIPC: the sidecar, in all pods. SharedMemory: the engine, in one or more.")
     reason: str | None = field("Cause as a CamelCase word, for programs.")
     message: str | None = field("Cause as a sentence, for users.")
-
-
-class ImagesStatus(Part):
-    """Images of new pods."""
-
-    engine: str | None = field("Image of the engine.")
-    sidecar: str | None = field("Image of the sidecar, and of the connector in the engine.")
-    message: str | None = field("Newer default images of the operator, and how to get them.")
 
 
 class RemoteStatus(Part):

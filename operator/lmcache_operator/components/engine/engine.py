@@ -227,6 +227,8 @@ def spec_hash(cluster: Cluster, default_images: Images) -> str:
         "images": resolved_images(cluster, default_images),
     }
     same_as_auto = ("transfer", CUDA_IPC)  # renders the same pod as Auto
+    if secrets := cluster.spec.images.pull_secrets:
+        hashed["pull_secrets"] = secrets
     if sidecar := dict(item for item in sidecar.items() if item[0] != "image" and item != same_as_auto):
         hashed["sidecar"] = sidecar
     return names.digest(wanted | hashed)

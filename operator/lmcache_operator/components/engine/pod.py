@@ -97,6 +97,7 @@ def _pod_spec(cluster: Cluster, images: Images, transfer: gpus.Transfer, size: M
         # A source that the user gives may have a name, too. The operator's name replaces it and stays first.
         "volumes": [{"name": vol.name} | vol.source | {"name": vol.name} for vol in volumes],
         **gpus.pod_claims(cluster),
+        **cluster.spec.images.of_pod,
     }
     if (runtime_class := cluster.engine.gpu.runtime_class_name) is not None:
         spec["runtimeClassName"] = runtime_class

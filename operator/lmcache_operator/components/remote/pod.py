@@ -129,6 +129,7 @@ def pod_template(cluster: Cluster, managed: ManagedRemote, image: str, spec_hash
             {"name": "auth", "secret": {"secretName": names.remote_name(cluster.name)}},
             {"name": "run", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
         ],
+        **cluster.spec.images.of_pod,
     }  # fmt: skip
     if managed.tls:
         certificate = names.remote_certificate(cluster)

@@ -241,7 +241,8 @@ def _objects(
     selector = names.selector(cluster.name, names.REMOTE)
     number, image = _num_servers(cluster, shards), managed.image or default
     hashed = {key: value for key, value in declared(managed).items() if key not in _NOT_OF_A_POD}
-    template = pod_template(cluster, managed, image, names.digest(hashed | {"image": image}))
+    hashed |= {"image": image} | cluster.spec.images.of_pod
+    template = pod_template(cluster, managed, image, names.digest(hashed))
     host = names.remote_host(cluster, cluster.name)
     endpoints = [f"{name}-{n}.{host}:{names.REMOTE_PORT}" for n in range(number)]
     # Servers are replaced one at a time, so during a change only some of them use TLS.

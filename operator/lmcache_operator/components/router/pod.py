@@ -71,6 +71,7 @@ def pod_template(cluster: Cluster, router: Router, image: str) -> Object:
         },
         "serviceAccountName": names.router_name(cluster.name),
         "terminationGracePeriodSeconds": _DRAIN_SECONDS,
+        **cluster.spec.images.of_pod,
     }  # fmt: skip
     return {"metadata": {"labels": names.labels(cluster, names.ROUTER)}, "spec": spec}
 
