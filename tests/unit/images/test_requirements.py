@@ -52,7 +52,9 @@ def test_setup_accepts_packages_with_these_hashes_only():
     installs = [line for line in script.splitlines() if re.match(r"(install|pinned)( |\()", line)]
     (pinned,) = [line for line in installs if line.startswith("pinned()")]
     assert "install --require-hashes --requirements" in pinned
-    assert [line for line in installs if line.startswith("install ")] == ["install --editable ."]
+    assert [line for line in installs if line.startswith("install ")] == [
+        "install --build-constraint tools/requirements/build.txt --editable ."
+    ]
 
 
 def test_build_backend_is_pinned():
