@@ -101,6 +101,8 @@ def test_header_of_the_gateway_separates_tenants_and_counts_for_their_budgets(tm
             is_refused = (status, message.split(":")[0]) == (400, HEADER)
             assert is_refused is (path not in PATHS), f"{method} {path} may have no salt"
         assert {"/v1/responses", "/v1/messages", "/v1/chat/completions/batch"} < {path for path, _ in offered}
-        status, message = status_of(engine, b'{"input": "hi"}', path="/v1/responses", salt=None)
-        assert (status, message.split(":")[0]) == (400, HEADER), "vLLM's router drops this header"
+        for path, method in offered:  # vLLM's router drops the header at most paths
+            if method == "POST" and not path.startswith(("/v1/completions", "/v1/chat/completions")):
+                status, message = status_of(engine, b'{"input": "hi"}', path=path, salt=None)
+                assert (status, message.split(":")[0]) == (400, HEADER), path
         assert SALT not in engine.log

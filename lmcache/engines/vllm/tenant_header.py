@@ -37,8 +37,10 @@ PATHS = frozenset(
 )
 """Paths whose requests have a ``cache_salt`` in all supported versions. At other paths vLLM may ignore it."""
 
-LOST_BY_ROUTER = "/v1/responses"
-"""Path for which vllm-router 0.1.17 drops the header (tests/integration/test_router_tenants.py)."""
+_COMPLETIONS = frozenset({"/v1/completions", "/v1/chat/completions"})
+"""Paths for which vllm-router 0.1.17 passes the header on (tests/integration/test_router_tenants.py)."""
+_RENDERS = frozenset(f"{path}/render" for path in _COMPLETIONS)
+"""Paths that the router uses itself. They compute no KV, so their salt has no effect."""
 
 _MIN_PIECE = 3  # bytes of a shortened salt
 _POLICY_VIOLATION = 1008  # code of a closed WebSocket
@@ -81,19 +83,24 @@ class TenantHeader:
 
 
 class RoutedTenantHeader(TenantHeader):
-    """ASGI middleware for engines behind vLLM's router, which drops the header of some requests.
+    """ASGI middleware for engines behind vLLM's router, which drops the header at most paths.
 
-    It refuses these requests if they have no header: the client's own salt would make it another tenant.
+    At these paths it refuses requests with a body and without the header: the salt that the client wrote into
+    the body would make it another tenant.
     """
 
     async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
         """Pass a request on with the salt of its header, or refuse it."""
         has_header = any(name.lower() == HEADER for name, _ in scope.get("headers", ()))
-        if scope["type"] == "lifespan" or has_header or _path(scope).rstrip("/") != LOST_BY_ROUTER:
+        if scope["type"] != "http" or has_header or _path(scope) in _COMPLETIONS | _RENDERS:
             await super().__call__(scope, receive, send)
             return
-        reason = f"the header is missing. vLLM's router drops it for {LOST_BY_ROUTER}"
-        await _refuse(scope, receive, send, f"X-LMCache-Tenant: {reason}: use /v1/chat/completions")
+        first = await receive()
+        if first.get("body") or first.get("more_body"):
+            reason = f"the header is missing. vLLM's router drops it for {_path(scope)[:100]!r}"
+            await _refuse(scope, receive, send, f"X-LMCache-Tenant: {reason}: use /v1/chat/completions")
+        elif first["type"] == "http.request":
+            await self._app(scope, _again(b"", receive), send)
 
 
 class _Errors:

@@ -146,27 +146,29 @@ def test_websockets_are_refused():
     assert b"WebSocket" in body["body"]
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/", "/root/v1/responses"])
-@pytest.mark.parametrize("kind", ["http", "websocket"])
-def test_request_whose_header_the_router_dropped_is_refused(path: str, kind: str):
-    body = b'{"cache_salt": "of another tenant"}'
+LOST = ("/v1/responses", "/v1/responses/", "/root/v1/responses", "/invocations", "/inference/v1/generate")
+
+
+@pytest.mark.parametrize("path", LOST)
+@pytest.mark.parametrize("parts", [(b'{"cache_salt": "of another tenant"}',), (b"", b"{}")])
+def test_request_whose_header_the_router_dropped_is_refused(path: str, parts: tuple[bytes, ...]):
     options = {"headers": (JSON,), "path": path, "root_path": "/root" if "root" in path else ""}
-    extensions = {"websocket.http.response": {}} if kind == "websocket" else {}
-    result = request(body, middleware=RoutedTenantHeader, type=kind, extensions=extensions, **options)
-    assert result.body is None
-    start, content = result.sent
-    assert start["status"] == 400
-    assert "vLLM's router drops it for /v1/responses" in json.loads(content["body"])["error"]["message"]
-    assert request(body, **options).body == body, "engines without a router accept it"
+    refusal = request(*parts, middleware=RoutedTenantHeader, **options).refusal
+    assert f"vLLM's router drops it for '{path.removeprefix('/root')}'" in refusal
+    assert request(*parts, **options).body == b"".join(parts), "engines without a router accept it"
 
 
 def test_engine_behind_a_router_accepts_other_requests():
     options = {"middleware": RoutedTenantHeader}
     assert json.loads(request(b"{}", path="/v1/responses", **options).body) == {"cache_salt": "s3cret"}
     assert json.loads(request(b"{}", **options).body) == {"cache_salt": "s3cret"}
-    assert request(b"{}", headers=(JSON,), **options).body == b"{}"
-    assert request(b"", headers=(JSON,), method="GET", path="/health", **options).body == b""
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/render"):
+        assert request(b"{}", headers=(JSON,), path=path, **options).body == b"{}"
+    for path in ("/health", "/reset_prefix_cache"):
+        assert request(b"", headers=(JSON,), path=path, **options).body == b""
+    assert request(headers=(JSON,), path="/invocations", **options).body is None, "the client left"
     assert request(type="lifespan", headers=(JSON,), **options).body == b""
+    assert request(type="websocket", headers=(JSON,), path="/v1/realtime", **options).body == b""
 
 
 def test_other_events_pass():
