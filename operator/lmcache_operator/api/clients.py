@@ -11,7 +11,8 @@ from lmcache_operator.api.fields import Rule
 MAX_CLIENTS = 64
 """Items of the list, at most."""
 _WORD = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
-_KEY = re.compile(rf"([a-z0-9]([-a-z0-9.]{{0,251}}[a-z0-9])?/)?{_WORD}")
+_DNS_LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_KEY = re.compile(rf"(?!.{{254,}}/)({_DNS_LABEL}([.]{_DNS_LABEL})*/)?{_WORD}")
 _VALUE = re.compile(rf"({_WORD})?")
 _NETWORK = re.compile(r"[0-9a-fA-F:.]+/(0|[1-9][0-9]{0,2})")
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -66,9 +67,11 @@ def _network(text: Any) -> _Network | None:
     if not _fits(_NETWORK, text):
         return None
     try:
-        return ipaddress.ip_network(text)
+        network = ipaddress.ip_network(text)
     except ValueError:
         return None
+    # New versions of Kubernetes refuse an IPv4 network that is written as an IPv6 network.
+    return None if getattr(network.network_address, "ipv4_mapped", None) else network
 
 
 CLIENTS: dict[str, Any] = {

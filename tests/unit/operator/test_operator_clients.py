@@ -177,6 +177,9 @@ INVALID = (
     {"podSelector": {"matchLabels": ["a"]}},
     {"podSelector": {"matchLabels": {"app": "no blanks"}}},
     {"podSelector": {"matchLabels": {"-app": "a"}}},
+    {"podSelector": {"matchLabels": {"a..b/c": "a"}}},
+    {"podSelector": {"matchLabels": {"-a.b/c": "a"}}},
+    {"podSelector": {"matchLabels": {"a" * 254 + "/c": "a"}}},
     {"podSelector": {"matchLabels": {"a": 1}}},
     {"podSelector": {"matchLabels": {"a": "a" * 64}}},
     {"podSelector": {"matchExpressions": {}} | {"matchExpressions": "a"}},
@@ -198,6 +201,7 @@ INVALID = (
             "10.0.0.0/255.0.0.0",
             "10.00.0.0/8",
             "fe80::%1/64",
+            "::ffff:10.0.0.0/104",
             "a/b",
             8,
         )
