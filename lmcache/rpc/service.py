@@ -26,8 +26,10 @@ DEFAULT_SOCKET = "/run/lmcache/kvcache.sock"
 MAX_SOCKET_PATH_BYTES = 107
 """Longest path of a UNIX socket: ``sun_path`` has 108 bytes, including its terminating zero."""
 
-MAX_MESSAGE_BYTES = 4 << 20
-"""Largest message. gRPC refuses larger ones with RESOURCE_EXHAUSTED."""
+MAX_MESSAGE_BYTES = 1 << 20
+"""Largest message. gRPC refuses larger ones with RESOURCE_EXHAUSTED. The largest Lookup has a quarter of it.
+
+The sidecar needs about three times the size of each message that clients send at the same time."""
 
 MAX_KEYS_PER_CALL = 256
 """Largest number of keys or slots in a call; clients split longer lists. A Reserve of this size takes about

@@ -24,7 +24,7 @@ from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
 
 DEFAULT_TIMEOUT_SECONDS = 2.0
 
-_MAX_RELEASES = 4096
+_MAX_RELEASES = 2048
 """Largest number of ids in one message. After a long silence of the sidecar, more releases may be pending."""
 
 _REFUSALS = {

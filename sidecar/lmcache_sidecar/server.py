@@ -29,7 +29,7 @@ from google.protobuf.message import DecodeError, Message
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache_sidecar.calls import CallStats
-from lmcache_sidecar.clients.registry import Client
+from lmcache_sidecar.clients.registry import MAX_CLIENTS, Client
 from lmcache_sidecar.clients.validation import CallRefusedError, invalid, parse_pinned
 from lmcache_sidecar.config import ConfigError
 from lmcache_sidecar.sessions import Sessions, store_copier
@@ -41,9 +41,30 @@ M = TypeVar("M", bound=Message)
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
+MAX_CONNECTIONS = 2 * MAX_CLIENTS
+"""Limit of open connections. Each client opens one; the other half is for clients that attach again."""
+
+MAX_STREAMS = 128
+"""Limit of the calls of one connection at a time. gRPC refuses more.
+
+Without a limit, a call of an engine waits behind thousands of calls of one client. The limit is far above
+the number that an engine needs, about six: gRPC fails calls of clients that use more than half of it."""
+
+HELLO_SECONDS = 5.0
+"""Time from the start of a connection to its settings, and from the start of a stream to its Hello.
+
+An engine's client gives up after 2 s."""
+
+_IDLE_SECONDS = 10.0
+"""Time after which a connection without calls is closed. An attached client always has one: its stream."""
+
 _OPTIONS = [
     ("grpc.max_receive_message_length", service.MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),  # requests bound the size of their answers
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
+    ("grpc.server_handshake_timeout_ms", int(HELLO_SECONDS * 1000)),
+    ("grpc.max_connection_idle_ms", int(_IDLE_SECONDS * 1000)),
 ]
 
 
@@ -133,10 +154,7 @@ class Server:
 
     async def _serve(self, context: _Context) -> None:
         """Serve one client from Hello to the end of its stream."""
-        message = await _read(context)
-        if message is None or message.WhichOneof("message") != "hello":
-            raise invalid("the first message of Attach must be hello")
-        client = await self._sessions.attach(message.hello)
+        client = await self._sessions.attach(await _read_hello(context))
         sending: asyncio.Task[None] | None = None
         try:
             attached = self._sessions.attached_message(client)
@@ -177,6 +195,18 @@ class Server:
 
 def _snake_case(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+async def _read_hello(context: _Context) -> pb.Hello:
+    """Read the first message of a stream. Raises CallRefusedError unless a Hello arrives in time."""
+    try:
+        message = await asyncio.wait_for(_read(context), HELLO_SECONDS)
+    except TimeoutError:
+        sentence = f"no hello arrived within {HELLO_SECONDS:g} s: send it as soon as the stream is open"
+        raise CallRefusedError(grpc.StatusCode.DEADLINE_EXCEEDED, sentence) from None
+    if message is None or message.WhichOneof("message") != "hello":
+        raise invalid("the first message of Attach must be hello")
+    return message.hello
 
 
 async def _read(context: _Context) -> pb.AttachRequest | None:

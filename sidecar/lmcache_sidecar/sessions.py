@@ -78,7 +78,7 @@ class Sessions:
         probe = self.clients.probe(peer)
         try:
             async with self.forming:
-                self.clients.check_engine(peer)
+                self.clients.check_admissible(peer)
                 store = await self._agree_on_format(peer.geometry)
         except BaseException:
             probe.close()

@@ -30,6 +30,8 @@ from testing.child_process import REPOSITORY, wait_until
 from testing.processes import SidecarProcess
 
 NAMESPACE = b"n" * 32
+SEPARATE_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
+"""Option of a channel. Otherwise all channels of a process share one connection."""
 
 
 def make_hello(role: Role = Role.WORKER, *, chunk_bytes: int = 100_000, **fields: Any) -> ClientHello:
@@ -77,7 +79,7 @@ class RawClient:
         self._sidecar = sidecar
         self.lock = LockFile(service.lock_path(sidecar.socket_path, self.uuid))
         self.lock.acquire()
-        self._channel = grpc.insecure_channel(f"unix:{sidecar.socket_path}")
+        self._channel = grpc.insecure_channel(f"unix:{sidecar.socket_path}", options=SEPARATE_CONNECTION)
         self._outgoing: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
         self._stream: Any = None
 

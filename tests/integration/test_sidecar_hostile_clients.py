@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 
@@ -15,14 +16,17 @@ import grpc
 import psutil
 import pytest
 from lmcache_operator.stats import MAX_STATS_BYTES
+from lmcache_sidecar.clients.registry import MAX_CLIENTS
+from lmcache_sidecar.server import MAX_CONNECTIONS, MAX_STREAMS
 from lmcache_sidecar.stats import MAX_LISTED_CLIENTS
 
 from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc.service import LOOKUP, MAX_KEYS_PER_LOOKUP, RESERVE
+from lmcache.rpc import service
+from lmcache.rpc.service import LOOKUP, MAX_KEYS_PER_LOOKUP, MAX_MESSAGE_BYTES, RESERVE
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 from tests.harness.engine import CHUNK_BYTES, assert_stored, load, session_of, store
-from tests.harness.wire import RawClient, make_hello, make_keys, slots_of, usable
+from tests.harness.wire import SEPARATE_CONNECTION, RawClient, make_hello, make_keys, slots_of, usable
 
 MANY_KEYS = 1 << 16
 MAX_GROWTH = 10 << 20
@@ -31,14 +35,43 @@ SENT = 256 << 20
 OTHER_USER = 65534
 MAX_CONNECTION_BYTES = 64 << 10
 """Memory that a connection may take. Measured: 14 KiB."""
-EMPTY_SETTINGS = b"\0\0\0\4\0\0\0\0\0"
-"""Frame of HTTP/2 that each client sends first."""
+MAX_MESSAGES_GROWTH = 128 << 20
+"""Growth of the process while one client sends 200 of the largest messages. Measured: 66 MiB."""
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""First bytes of each client of HTTP/2: the preface, and a frame of empty settings."""
 
 
 def resident_bytes(sidecar: SidecarProcess) -> int:
     """Private memory of the process, without the arena."""
     memory = psutil.Process(sidecar.pid).memory_info()
     return int(memory.rss - memory.shared)
+
+
+def channel_of(sidecar: SidecarProcess) -> grpc.Channel:
+    return grpc.insecure_channel(f"unix:{sidecar.socket_path}", options=SEPARATE_CONNECTION)
+
+
+def _nothing_until(event: threading.Event) -> Iterator[bytes]:
+    event.wait()
+    yield from ()
+
+
+def _varint(number: int) -> bytes:
+    return bytes([number & 0x7F | 0x80]) + _varint(number >> 7) if number > 0x7F else bytes([number])
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def _opened(stream: int) -> bytes:
+    """Frame of HTTP/2 that opens a call of Attach. The header's fields are not compressed."""
+    fields = ((":path", service.ATTACH_PATH), (":authority", "l"), ("te", "trailers"))
+    fields += (("content-type", "application/grpc"),)
+    post_over_http = b"\x83\x86"
+    texts = (text.encode() for field in fields for text in ("", *field))
+    block = b"".join(b"\0" if not text else bytes([len(text)]) + text for text in texts)
+    return _frame(1, 4, stream, post_over_http + block)
 
 
 def send_repeatedly(connection: socket.socket, piece: bytes) -> None:
@@ -115,32 +148,106 @@ def test_connections_without_end_leave_no_descriptors_behind(honest):
     wait_until(lambda: process.num_fds() < before + num_connections // 10, timeout=60)
 
 
-def test_connections_that_stay_open_stop_no_engine(honest):
+@pytest.mark.parametrize(
+    "first_bytes", [b"", b"PRI * HTTP/2.0\r\n", PREFACE], ids=["none", "half", "settings"]
+)
+def test_silent_connections_are_few_and_are_closed(honest, first_bytes):
+    """The sidecar closes connections above its limit at once, and the others after a few seconds."""
     process = psutil.Process(honest.pid)
-    num_fds, num_bytes, num_connections = process.num_fds(), resident_bytes(honest), 1000
-    with contextlib.ExitStack() as stack:
-        for _ in range(num_connections):
+    with session_of(honest) as session, contextlib.ExitStack() as stack:
+        num_fds, num_bytes = process.num_fds(), resident_bytes(honest)
+        for _ in range(1000):
             connection = stack.enter_context(socket.socket(socket.AF_UNIX))
             connection.connect(honest.socket_path)
-            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + EMPTY_SETTINGS)
-        wait_until(lambda: process.num_fds() >= num_fds + num_connections, timeout=60)
-        assert_serves(honest, 7011)
-        assert resident_bytes(honest) - num_bytes < num_connections * MAX_CONNECTION_BYTES
-    wait_until(lambda: process.num_fds() < num_fds + num_connections // 10, timeout=60)
+            with contextlib.suppress(BrokenPipeError):
+                connection.sendall(first_bytes)
+        assert process.num_fds() - num_fds <= MAX_CONNECTIONS + 2  # two to answer /stats and to accept
+        store(session, 1)
+        assert resident_bytes(honest) - num_bytes < 1000 * MAX_CONNECTION_BYTES
+        wait_until(lambda: process.num_fds() <= num_fds + 1, timeout=60)
 
 
-def test_attached_clients_without_end_stop_no_engine_and_hide_no_figures(honest):
+def test_streams_without_hello_are_ended(honest):
+    """The client opens more streams than a connection may have at a time."""
+    silence, num_streams = threading.Event(), MAX_STREAMS + 10
+    with session_of(honest) as session, channel_of(honest) as channel:
+        attach = channel.stream_stream(service.ATTACH_PATH)
+        streams = [attach(_nothing_until(silence)) for _ in range(num_streams)]
+        try:
+            store(session, 1)
+            for stream in streams:
+                assert stream.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                assert (
+                    stream.details() == "no hello arrived within 5 s: send it as soon as the stream is open"
+                )
+        finally:
+            silence.set()
+    refused = f'lmcache_rpcs_total{{code="DEADLINE_EXCEEDED",method="Attach"}} {num_streams}.0'
+    assert refused in honest.get("/metrics")
+
+
+def test_calls_of_one_connection_are_limited(honest):
+    """Without a limit, a call of an engine waits until thousands of calls of one client are answered."""
+    num_extra, refused_stream = 50, 7
+    with session_of(honest) as session, socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(60)
+        connection.connect(honest.socket_path)
+        settings_received = _frame(4, 1, 0, b"")
+        numbers = range(1, 2 * (MAX_STREAMS + num_extra), 2)
+        connection.sendall(PREFACE + settings_received + b"".join(map(_opened, numbers)))
+        with connection.makefile("rb") as frames:
+            num_refused = 0
+            while num_refused < num_extra:
+                head = frames.read(9)
+                payload = frames.read(int.from_bytes(head[:3]))
+                num_refused += head[3] == 3 and int.from_bytes(payload) == refused_stream
+        store(session, 1)
+
+
+def test_streams_that_are_reset_at_once_cancel_no_call_of_an_engine(honest):
+    """Rapid reset: the client opens streams and ends them in the same packet."""
+    cancel = struct.pack(">I", 8)
+    with session_of(honest) as session, socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(honest.socket_path)
+        connection.sendall(PREFACE)
+        connection.settimeout(5)
+        with contextlib.suppress(OSError):  # the sidecar may close it, or read no more
+            for first in range(1, 60_000, 200):
+                numbers = range(first, first + 200, 2)
+                opened = (_opened(number) + _frame(3, 0, number, cancel) for number in numbers)
+                connection.sendall(b"".join(opened))
+        for number in range(20):
+            session.lookup(f"r{number}", [(0, make_keys(number))])
+
+
+def test_attached_clients_are_limited_and_hide_no_figures(honest):
     """The operator reads at most 256 KiB of the sidecar's figures."""
-    num_clients = 3 * MAX_LISTED_CLIENTS
-    with contextlib.ExitStack() as stack:
-        for _ in range(num_clients):
+    with session_of(honest, engine_uuid=b"g" * 16) as session, contextlib.ExitStack() as stack:
+        for _ in range(MAX_CLIENTS - 1):
             stack.enter_context(RawClient(honest)).attach()
-        assert_serves(honest, 7011)
+        with pytest.raises(grpc.RpcError, match=f"has {MAX_CLIENTS} clients already.*stop engines") as caught:
+            stack.enter_context(RawClient(honest)).attach()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        store(session, 1)
+        assert_stored(load(session, session, "attached before", 1), 1)
         stats = honest.stats()
-        assert stats["num_clients"]["attached"] >= num_clients
+        assert stats["num_clients"]["attached"] == MAX_CLIENTS
         assert len(stats["clients"]) == MAX_LISTED_CLIENTS
         assert len(honest.get("/stats")) < MAX_STATS_BYTES // 2
     honest.wait_until(lambda stats: not stats["num_clients"]["attached"])
+
+
+def test_largest_messages_take_bounded_memory(honest):
+    """One client sends the largest message again and again."""
+    with session_of(honest) as session, channel_of(honest) as channel:
+        data = b"\xa2\x06" + _varint(MAX_MESSAGE_BYTES - 16) + bytes(MAX_MESSAGE_BYTES - 16)  # unknown field
+        assert MAX_MESSAGE_BYTES - 32 < len(data) <= MAX_MESSAGE_BYTES
+        before, lookup = resident_bytes(honest), channel.unary_unary(LOOKUP.path)
+        for _ in range(200):
+            with pytest.raises(grpc.RpcError, match="not attached"):
+                lookup(data, timeout=60)
+        assert resident_bytes(honest) - before < MAX_MESSAGES_GROWTH
+        store(session, 1)
 
 
 def test_keys_are_limited_by_call_and_leave_no_memory_behind(honest):

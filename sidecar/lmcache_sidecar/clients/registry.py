@@ -16,14 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import grpc
+
 from lmcache.cuda.pin_status import PinStatus
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.tiers.memory.tier import MemoryTier
 from lmcache_sidecar.clients.liveness import LivenessMonitor, LockProbe, probes_in
-from lmcache_sidecar.clients.validation import Peer, precondition
+from lmcache_sidecar.clients.validation import CallRefusedError, Peer, precondition
 
 logger = logging.getLogger(__name__)
+
+
+MAX_CLIENTS = 128
+"""Limit of clients that are attached or in quarantine. An engine has one per GPU, and one more.
+
+Each takes about 30 KiB and a descriptor, and some calls take time in proportion to all of them."""
 
 
 class Request(Protocol):
@@ -129,8 +137,14 @@ class Clients:
             raise precondition(f"no other process holds the record lock on {path}: take it, then attach")
         return probe
 
-    def check_engine(self, peer: Peer) -> None:
-        """Raise CallRefusedError if another client of this engine reported another layout."""
+    def check_admissible(self, peer: Peer) -> None:
+        """Raise CallRefusedError if another client of this engine has another layout, or at MAX_CLIENTS."""
+        if len(self.by_uuid) >= MAX_CLIENTS and peer.uuid not in self.by_uuid:
+            raise CallRefusedError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"the sidecar has {MAX_CLIENTS} clients already, attached or lost but not proven dead:"
+                " stop engines of this pod, or processes that use its socket without being engines",
+            )
         if any(other.layout != peer.layout for other in self._peers(peer.engine)):
             raise precondition("another client of this engine_uuid has another namespace or geometry")
 
