@@ -42,10 +42,12 @@ def session_of(sidecar: SidecarProcess, **fields: Any) -> Iterator[Session]:
     """The session of an engine that is attached to a fully populated arena."""
     client = SidecarClient(sidecar.socket_path, make_hello(**fields))
     client.start()
-    session = attached(client)
-    usable(sidecar)
-    yield session
-    client.close()
+    try:
+        session = attached(client)
+        usable(sidecar)
+        yield session
+    finally:
+        client.close()
 
 
 def payload(number: int) -> np.ndarray:
