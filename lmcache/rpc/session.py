@@ -24,6 +24,9 @@ from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
 
 DEFAULT_TIMEOUT_SECONDS = 2.0
 
+_MAX_BLOCKS = service.MAX_MESSAGE_BYTES // 8
+"""Largest number of blocks in one message, of 4 bytes each."""
+
 _MAX_RELEASES = 2048
 """Largest number of ids in one message. After a long silence of the sidecar, more releases may be pending."""
 
@@ -228,8 +231,10 @@ class Session:
         error a copy may still be running: abort these slots, commit none.
         """
         copied: list[bool] = []
-        for first in range(0, len(copies), service.MAX_KEYS_PER_CALL):
-            part = copies[first : first + service.MAX_KEYS_PER_CALL]
+        longest = max((len(copy.blocks) for copy in copies), default=0)
+        step = min(service.MAX_KEYS_PER_CALL, max(1, _MAX_BLOCKS // max(1, longest)))
+        for first in range(0, len(copies), step):
+            part = copies[first : first + step]
             groups = [
                 _group_copies(group, list(members))
                 for group, members in itertools.groupby(part, lambda copy: copy.group)

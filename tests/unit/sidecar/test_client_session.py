@@ -128,6 +128,15 @@ def test_slot_outside_a_smaller_arena_is_not_held(client):
     assert not session.holds(Slot(4, 1))
 
 
+def test_copy_of_long_rows_fits_into_messages(client):
+    """A row has 8,192 blocks if a chunk has as many tokens, and a block has one."""
+    channel = Channel()
+    session = attach(client, channel, store_copier=pb.COPIER_SIDECAR)
+    copies = [BlockCopy(0, Slot(row, 7), range(8192)) for row in range(256)]
+    assert session.copy_blocks(copies) == [True] * 256
+    assert max(request.ByteSize() for request in channel.copies) < service.MAX_MESSAGE_BYTES
+
+
 def test_copy_of_many_slots_is_split_into_bounded_calls(client):
     channel = Channel()
     session = attach(client, channel, store_copier=pb.COPIER_SIDECAR)
