@@ -68,7 +68,7 @@ class Routed(NamedTuple):
     url: str
     received: list[Received]
 
-    def post(self, path: str, body: dict[str, Any]) -> list[Received]:
+    def post(self, path: str, body: dict[str, Any], arrives_as: str = "") -> list[Received]:
         """Send a request with a tenant's header and another salt, and return what the engines received."""
         self.received.clear()
         headers = {"Content-Type": "application/json", "X-LMCache-Tenant": SALT, "Authorization": KEY}
@@ -76,21 +76,24 @@ class Routed(NamedTuple):
         request = urllib.request.Request(self.url + path, data, headers)
         with urllib.request.urlopen(request, timeout=60) as answer:
             answer.read()
-        return [request for request in self.received if request.path == path]
+        return [request for request in self.received if request.path in (path, arrives_as)]
+
+
+@contextlib.contextmanager
+def recording(received: list[Received]) -> Iterator[str]:
+    """An engine that adds requests to a list. Yields its URL."""
+    recorder = type("Recorder", (Recorder,), {"received": received})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), recorder) as engine:
+        threading.Thread(target=engine.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{engine.server_port}"
+        engine.shutdown()
 
 
 @contextlib.contextmanager
 def routed(*arguments: str, has_prefill: bool = False) -> Iterator[Routed]:
     received: list[Received] = []
-    recorder = type("Recorder", (Recorder,), {"received": received})
     with contextlib.ExitStack() as stack:
-        urls = []
-        for _ in range(2):
-            engine = http.server.ThreadingHTTPServer(("127.0.0.1", 0), recorder)
-            stack.callback(engine.server_close)
-            stack.callback(engine.shutdown)
-            threading.Thread(target=engine.serve_forever, daemon=True).start()
-            urls.append(f"http://127.0.0.1:{engine.server_port}")
+        urls = [stack.enter_context(recording(received)) for _ in range(2)]
         pools = ("--vllm-pd-disaggregation", "--prefill", urls[0], "--decode", urls[1])
         router = RouterProcess(() if has_prefill else urls, *(pools if has_prefill else ()), *arguments)
         stack.enter_context(contextlib.closing(router))
@@ -113,6 +116,27 @@ def test_router_loses_the_header_at_other_paths_but_not_the_salt_in_the_body() -
         for path in LOSING_PATHS:
             received = router.post(path, {"input": "hi"})
             assert received == [Received(path, None, "salt-of-the-client", None)]
+
+
+def test_router_loses_the_header_at_other_spellings_of_a_path() -> None:
+    """An engine that decodes the path can't distinguish them from a request whose header was never set."""
+    with routed("--policy=cache_aware") as router:
+        encoded = "/v1/%63ompletions"
+        assert router.post(encoded, COMPLETION[1]) == [Received(encoded, None, "salt-of-the-client", None)]
+        (normalized,) = router.post("/x/../v1/completions", COMPLETION[1], arrives_as="/v1/completions")
+        assert normalized == Received("/v1/completions", None, "salt-of-the-client", None)
+
+
+def test_each_client_of_the_router_can_add_a_server_that_gets_requests() -> None:
+    """The guides say that a gateway must forward completions only. If this fails, correct the guides."""
+    stolen: list[Received] = []
+    with routed("--policy=round_robin") as router, recording(stolen) as url:
+        added = urllib.request.Request(f"{router.url}/add_worker?url={url}", b"", method="POST")
+        with urllib.request.urlopen(added, timeout=60) as answer:
+            answer.read()
+        for _ in range(3):
+            router.post(*COMPLETION)
+    assert Received("/v1/completions", SALT, "salt-of-the-client", KEY) in stolen
 
 
 @pytest.mark.parametrize("request_", [COMPLETION, CHAT], ids=["completion", "chat"])

@@ -37,10 +37,8 @@ PATHS = frozenset(
 )
 """Paths whose requests have a ``cache_salt`` in all supported versions. At other paths vLLM may ignore it."""
 
-_COMPLETIONS = frozenset({"/v1/completions", "/v1/chat/completions"})
-"""Paths for which vllm-router 0.1.17 passes the header on (tests/integration/test_router_tenants.py)."""
-_RENDERS = frozenset(f"{path}/render" for path in _COMPLETIONS)
-"""Paths that the router uses itself. They compute no KV, so their salt has no effect."""
+_RENDERS = frozenset({"/v1/completions/render", "/v1/chat/completions/render"})
+"""Paths to which vLLM's router sends requests of its own. They compute no KV, so their salt has no effect."""
 
 _MIN_PIECE = 3  # bytes of a shortened salt
 _POLICY_VIOLATION = 1008  # code of a closed WebSocket
@@ -83,22 +81,25 @@ class TenantHeader:
 
 
 class RoutedTenantHeader(TenantHeader):
-    """ASGI middleware for engines behind vLLM's router, which drops the header at most paths.
+    """ASGI middleware for engines behind vLLM's router. It refuses requests with a body and no header.
 
-    At these paths it refuses requests with a body and without the header: the salt that the client wrote into
-    the body would make it another tenant.
+    vllm-router 0.1.17 passes the header on at ``/v1/completions`` and ``/v1/chat/completions``, and drops it
+    at most other paths. The engine can't know by the path whether the router dropped the header: it gets
+    ``/v1/%63ompletions`` and ``/x/../v1/completions`` as ``/v1/completions``. Without the header, the client
+    would choose its tenant by the salt in the body.
     """
 
     async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
         """Pass a request on with the salt of its header, or refuse it."""
         has_header = any(name.lower() == HEADER for name, _ in scope.get("headers", ()))
-        if scope["type"] != "http" or has_header or _path(scope) in _COMPLETIONS | _RENDERS:
+        if scope["type"] != "http" or has_header or _path(scope) in _RENDERS:
             await super().__call__(scope, receive, send)
             return
         first = await receive()
         if first.get("body") or first.get("more_body"):
-            reason = f"the header is missing. vLLM's router drops it for {_path(scope)[:100]!r}"
-            await _refuse(scope, receive, send, f"X-LMCache-Tenant: {reason}: use /v1/chat/completions")
+            reason = "the header is missing. The gateway must set it, and vLLM's router passes it on only at"
+            paths = "/v1/completions and /v1/chat/completions"
+            await _refuse(scope, receive, send, f"X-LMCache-Tenant: {reason} {paths}")
         elif first["type"] == "http.request":
             await self._app(scope, _again(b"", receive), send)
 

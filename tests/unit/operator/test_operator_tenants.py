@@ -233,6 +233,8 @@ TWO = named(SECRET, hashed("a", memoryPercent=50))
         (TWO, named({"saltSecretRef": {"name": "search-salt", "key": "other"}}), True),
         (named(), named(header=True), True),
         (named(), named(header=False), False),
+        (named(header=True), named(header=True) | {"router": {"policy": "CacheAware"}}, True),
+        (named(), named() | {"router": {"policy": "CacheAware"}}, False),
         (named(), {}, True),
     ],
 )

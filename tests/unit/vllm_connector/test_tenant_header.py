@@ -146,7 +146,7 @@ def test_websockets_are_refused():
     assert b"WebSocket" in body["body"]
 
 
-LOST = ("/v1/responses", "/v1/responses/", "/root/v1/responses", "/invocations", "/inference/v1/generate")
+LOST = ("/v1/responses", "/root/v1/responses", "/invocations", "/v1/completions", "/v1/chat/completions")
 
 
 @pytest.mark.parametrize("path", LOST)
@@ -154,7 +154,7 @@ LOST = ("/v1/responses", "/v1/responses/", "/root/v1/responses", "/invocations",
 def test_request_whose_header_the_router_dropped_is_refused(path: str, parts: tuple[bytes, ...]):
     options = {"headers": (JSON,), "path": path, "root_path": "/root" if "root" in path else ""}
     refusal = request(*parts, middleware=RoutedTenantHeader, **options).refusal
-    assert f"vLLM's router drops it for '{path.removeprefix('/root')}'" in refusal
+    assert "the header is missing. The gateway must set it" in refusal
     assert request(*parts, **options).body == b"".join(parts), "engines without a router accept it"
 
 
@@ -162,7 +162,7 @@ def test_engine_behind_a_router_accepts_other_requests():
     options = {"middleware": RoutedTenantHeader}
     assert json.loads(request(b"{}", path="/v1/responses", **options).body) == {"cache_salt": "s3cret"}
     assert json.loads(request(b"{}", **options).body) == {"cache_salt": "s3cret"}
-    for path in ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/render"):
+    for path in ("/v1/completions/render", "/v1/chat/completions/render"):
         assert request(b"{}", headers=(JSON,), path=path, **options).body == b"{}"
     for path in ("/health", "/reset_prefix_cache"):
         assert request(b"", headers=(JSON,), path=path, **options).body == b""

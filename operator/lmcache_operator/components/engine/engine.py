@@ -209,6 +209,8 @@ def spec_hash(cluster: Cluster, default_images: Images) -> str:
         wanted.pop(part, None)
     if (tenants := cluster.spec.tenants) is not None:
         wanted["tenants"] = in_spec_hash(tenants)
+        if tenants.header and cluster.spec.router is not None:
+            wanted["tenants"]["is_routed"] = True  # another middleware
         tiers.get("memory", {}).pop("tenant_quota_percent", None)  # it is in the followed file
     if cluster.events_reader:
         wanted["events"] = True
