@@ -236,6 +236,18 @@ def test_attached_clients_are_limited_and_hide_no_figures(honest):
     honest.wait_until(lambda stats: not stats["num_clients"]["attached"])
 
 
+def test_client_cannot_change_its_engine(honest):
+    """Leases belong to engines. Those of the first engine would never end: only its last client ends them."""
+    with RawClient(honest) as client:
+        client.attach()
+        client.break_stream()
+        client.hello.engine_uuid = b"o" * 16
+        with pytest.raises(grpc.RpcError, match="this client_uuid has another engine_uuid") as caught:
+            client.attach()
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert_serves(honest, 7012)
+
+
 def test_largest_messages_take_bounded_memory(honest):
     """One client sends the largest message again and again."""
     with session_of(honest) as session, channel_of(honest) as channel:

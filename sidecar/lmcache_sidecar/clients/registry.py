@@ -138,8 +138,11 @@ class Clients:
         return probe
 
     def check_admissible(self, peer: Peer) -> None:
-        """Raise CallRefusedError if another client of this engine has another layout, or at MAX_CLIENTS."""
-        if len(self.by_uuid) >= MAX_CLIENTS and peer.uuid not in self.by_uuid:
+        """Raise CallRefusedError at MAX_CLIENTS, or if the client contradicts others or its former self."""
+        known = self.by_uuid.get(peer.uuid)
+        if known is not None and known.peer.engine != peer.engine:
+            raise precondition("this client_uuid has another engine_uuid: attach with a new client_uuid")
+        if len(self.by_uuid) >= MAX_CLIENTS and known is None:
             raise CallRefusedError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"the sidecar has {MAX_CLIENTS} clients already, attached or lost but not proven dead:"
