@@ -7,8 +7,9 @@ cd "$(dirname "$0")/.."
 compile() { uv pip compile --quiet --upgrade --no-emit-index-url --no-header --no-annotate --python-version 3.11 \
   --generate-hashes --constraint tools/requirements/engine.txt "$@"; }
 versions=$(sed -n 's/^\([A-Za-z0-9._-]*==[^ ]*\).*/\1/p' tools/requirements/engine.txt)
-printf '%s\n' "$versions" > tools/requirements/engine.txt
-printf '%s\n' "$versions" | compile --no-deps --output-file tools/requirements/engine.txt -
+printf '%s\n' "$versions" | uv pip compile --quiet --no-emit-index-url --no-header --no-annotate --python-version 3.11 \
+  --generate-hashes --no-deps --output-file tools/requirements/engine.new -
+mv tools/requirements/engine.new tools/requirements/engine.txt
 compile pyproject.toml --extra sidecar --extra operator --extra dev --output-file tools/requirements/dev.txt
 echo 'torch==2.13.0' | compile --output-file tools/requirements/torch.txt -
 
@@ -19,8 +20,8 @@ image pyproject.toml --extra operator --no-emit-package numpy --no-emit-package 
   --no-emit-package protobuf --output-file operator/requirements.txt
 # vLLM's router, for its image and for tests (testing/router.py).
 echo 'vllm-router==0.1.17' | image --output-file router/requirements.txt -
-# Packages that build the images.
-printf 'uv\nhatchling\n' | compile --output-file tools/requirements/build.txt -
+# Packages that build the images, and the editable project in .venv.
+printf 'uv\nhatchling\neditables\n' | compile --output-file tools/requirements/build.txt -
 # Packages that audit the images' packages and check their SBOMs (tools/provenance).
 printf 'pip-audit\ncyclonedx-python-lib[json-validation]\n' | compile --output-file tools/requirements/audit.txt -
 # Packages that build the documentation site (tools/docs.py). The theme needs MkDocs 1.
