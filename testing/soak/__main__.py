@@ -126,9 +126,10 @@ class Soak:
         self._end = checks.Held.of(world.sidecar.pid)
         self.violations += checks.of_resources(self._idle, self._end)
         stats = world.stats()
-        self.violations += checks.of_files(world.sidecar.folder, world.disk, stats["disk"]["used_bytes"])
+        log, used_bytes = world.sidecar.log_path.read_text(errors="replace"), stats["disk"]["used_bytes"]
+        self.violations += checks.of_files(world.sidecar.folder, world.disk, used_bytes, log)
         self.violations += checks.of_memory(trend(self._memory))
-        self.violations += checks.of_log(world.sidecar.log_path.read_text(errors="replace"))
+        self.violations += checks.of_log(log)
 
     def _resize_problem(self) -> list[str]:
         memory = self._world.stats()["memory"]

@@ -132,11 +132,17 @@ def of_resources(idle: Held, end: Held) -> Iterator[str]:
         yield f"the sidecar has {more} threads more than at its start"
 
 
-def of_files(folder: Path, disk: Path, used_bytes: int) -> Iterator[str]:
-    """Yield files that were left behind, in the socket's folder and in the disk tier of ``used_bytes``."""
+def of_files(folder: Path, disk: Path, used_bytes: int, log: str) -> Iterator[str]:
+    """Yield files that were left behind, in the socket's folder and in the disk tier of ``used_bytes``.
+
+    A client that is killed between its lock and its attachment leaves an empty file. The sidecar does not
+    know it, and removes the file at its next start. ``log``: the sidecar's log, which names attached clients.
+    """
     expected = {"arena", "kvcache.sock", "clients", "log"}
     yield from (f"unexpected file {path}" for path in folder.iterdir() if path.name not in expected)
-    yield from (f"lock file of a dead client: {path}" for path in (folder / "clients").iterdir())
+    for path in (folder / "clients").iterdir():
+        if f"Client {path.stem} attached" in log:
+            yield f"lock file of a dead client: {path}"
     files = [path for path in disk.rglob("*") if path.is_file()]
     yield from (f"unfinished file {path}" for path in files if path.suffix == ".tmp")
     stored = sum(path.stat().st_blocks * 512 for path in files)

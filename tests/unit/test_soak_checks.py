@@ -236,11 +236,14 @@ def test_leftover_files_are_violations(tmp_path):
     disk.mkdir()
     (folder / "arena").touch()
     (disk / "row.0").write_bytes(bytes(4096))
-    assert not list(checks.of_files(folder, disk, 4096))
+    assert not list(checks.of_files(folder, disk, 4096, ""))
+    (folder / "clients" / "cd.lock").touch()  # of a client that was killed before it attached
+    log = "INFO: Client ab attached, epoch 1"
+    assert not list(checks.of_files(folder, disk, 4096, log))
     (folder / "clients" / "ab.lock").touch()
     (folder / "arena.new").touch()
     (disk / "row.0.1.tmp").touch()
-    violations = list(checks.of_files(folder, disk, 0))
+    violations = list(checks.of_files(folder, disk, 0, log))
     assert [text.partition(" ")[0] for text in violations] == ["unexpected", "lock", "unfinished", "the"]
 
 
