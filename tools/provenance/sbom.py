@@ -38,7 +38,7 @@ from tools.provenance.distributions import (
 _COPYRIGHT = re.compile(r"usr/share/doc/([^/]+)/copyright")
 _DOC_FOLDER = re.compile(r"usr/share/doc/([^/]+)")
 _LICENCE_FIELD = re.compile(r"^License:[ \t]*(\S.*?)[ \t]*$", re.MULTILINE)
-_COMMON_LICENCE = re.compile(r"/usr/share/common-licenses/([A-Za-z]+(?:-[0-9]+(?:\.[0-9]+)*)?)")
+_COMMON_LICENCE = re.compile(r"/usr/share/common-licenses/([A-Za-z]+[0-9]*(?:-[0-9]+(?:\.[0-9]+)*)?)")
 REQUIREMENTS = ROOT / "tools" / "requirements" / "audit.txt"
 PROJECT = "lmcache-cluster"
 _VALIDATE = """

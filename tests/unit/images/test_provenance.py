@@ -30,6 +30,7 @@ Description: a library
 Version: 1:1.2.13.dfsg-1
 """
 FREE_TEXT = """Most of it: see `/usr/share/common-licenses/LGPL-2.1'.
+Words: see /usr/share/common-licenses/CC0-1.0.
 Tools: see /usr/share/common-licenses/GPL-2. Again: /usr/share/common-licenses/GPL-2
 License: this line is no field
 """
@@ -106,7 +107,7 @@ def test_debian_packages_have_the_licences_of_their_copyright_files(document):
         [entry["license"]["name"] for entry in component["licenses"]]
         for component in document["components"][2:]
     )
-    assert libc == ["GPL-2", "LGPL-2.1"]
+    assert libc == ["CC0-1.0", "GPL-2", "LGPL-2.1"]
     assert zlib == ["GPL-2+ with OpenSSL exception", "Zlib"]
 
 
