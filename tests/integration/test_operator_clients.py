@@ -22,6 +22,7 @@ ONE_FORM = "each client needs podSelector, namespaceSelector or both, or ipBlock
 ALONE: Object = {"tiers": {"remote": {"managed": {"memoryPerShard": "1Gi"}}}}
 REFUSED = [
     (cluster(clients=[{}]), ONE_FORM),
+    (cluster(clients=[{"podSelector": None}]), ONE_FORM),
     (cluster(clients=[BLOCK | GATEWAY]), ONE_FORM),
     (cluster(clients=[BLOCK | {"namespaceSelector": {}}]), ONE_FORM),
     (cluster(clients=[{"service": "a"}]), "spec.clients[0].service"),

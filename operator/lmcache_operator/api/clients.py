@@ -74,12 +74,17 @@ def _network(text: Any) -> _Network | None:
     return None if getattr(network.network_address, "ipv4_mapped", None) else network
 
 
+def _given(name: str) -> str:
+    """Whether a client has a member, in CEL. ``has`` is true for a null."""
+    return f"(has(c.{name}) && c.{name} != null)"
+
+
 CLIENTS: dict[str, Any] = {
     "maxItems": MAX_CLIENTS,
     "shape": "NetworkPolicyIngressRule.from",
     "rules": (
         Rule(
-            "self.all(c, has(c.ipBlock) != (has(c.podSelector) || has(c.namespaceSelector)))",
+            f"self.all(c, {_given('ipBlock')} != ({_given('podSelector')} || {_given('namespaceSelector')}))",
             "each client needs podSelector, namespaceSelector or both, or ipBlock alone",
             lambda clients: all(map(_is_one_form, clients)),
         ),
