@@ -235,22 +235,14 @@ SPEC_RULES = (
         f"{_NO_TENANTS} || !self.tenants.header || !has(self.engine) || self.engine.kind == 'vLLM'",
         "tenants.header needs engine.kind vLLM: leave it out, and let the gateway set cache_salt instead",
         lambda spec: (
-            spec.tenants is None
-            or not spec.tenants.header
-            or spec.engine is None
-            or spec.engine.kind == "vLLM"
+            not (spec.tenants and spec.tenants.header and spec.engine and spec.engine.kind != "vLLM")
         ),
     ),
     Rule(
         f"{_NO_TENANTS} || !self.tenants.header || !has(self.engine) || !has(self.engine.prefill)",
         "vLLM's router drops the header with engine.prefill: remove tenants.header, and let the gateway "
         "replace cache_salt in the body",
-        lambda spec: (
-            spec.tenants is None
-            or not spec.tenants.header
-            or spec.engine is None
-            or spec.engine.prefill is None
-        ),
+        lambda spec: not (spec.tenants and spec.tenants.header and spec.engine and spec.engine.prefill),
     ),
     Rule(
         f"{_NO_TENANTS} || !has(self.router) || self.router.policy != '{KV_AWARE}'",

@@ -222,12 +222,7 @@ class Spec(Part):
             f"size(self.clients) < {MAX_CLIENTS}",
             "clients may have at most 63 items with engine.prefill, because prefill pods also admit the "
             "router: combine some of them",
-            lambda spec: (
-                spec.clients is None
-                or spec.engine is None
-                or spec.engine.prefill is None
-                or len(spec.clients) < MAX_CLIENTS
-            ),
+            lambda spec: not (spec.engine and spec.engine.prefill and len(spec.clients or ()) >= MAX_CLIENTS),
         ),
         Rule(
             "!has(self.engine) || !has(self.engine.prefill) || (has(self.router) && has(self.tiers.peers))",

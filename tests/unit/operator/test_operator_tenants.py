@@ -196,12 +196,9 @@ def test_header_adds_one_middleware() -> None:
 
 def test_engines_behind_a_router_refuse_requests_whose_header_it_drops() -> None:
     routed = {"router": {"policy": "CacheAware"}}
-    args, without_header = (
-        pod_of(**named(header=header), **routed)["containers"][0]["args"] for header in (True, False)
-    )
+    args = pod_of(**named(header=True), **routed)["containers"][0]["args"]
     middleware = [arg for arg in args if "tenant_header" in arg]
     assert middleware == [HEADER.replace("TenantHeader", "RoutedTenantHeader")]
-    assert args == sorted([*without_header, *middleware], key=args.index)
 
 
 def test_server_that_ignores_the_header_is_refused() -> None:
