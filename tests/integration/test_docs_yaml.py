@@ -22,9 +22,9 @@ FENCES = {str(fence): fence for page in pages() for fence in fences(page, "yaml"
 CLUSTER = yaml.safe_load((ROOT / "examples" / "qwen3-8b.yaml").read_text())
 MANAGED = {"managed": {"memoryPerShard": "1Gi"}}
 _, DEPLOYMENT = yaml.safe_load_all((ROOT / "examples" / "injection.yaml").read_text())
-FOREIGN_KINDS = {"HTTPRoute", "ScaledObject"}
+FOREIGN_KINDS = {"ClusterPolicy", "HTTPRoute", "ScaledObject"}
 """Kinds that this API server does not have."""
-SPEC = {"model", "engine", "sidecar", "images", "tiers", "autoscaling"}
+SPEC = {"model", "engine", "sidecar", "images", "tiers", "autoscaling", "clients"}
 TIERS = {"memory", "disk", "remote", "admit"}
 SHARDS = {"current", "previous", "until", "tls", "ca"}
 """Keys of the sidecar's list of shards."""
@@ -74,6 +74,7 @@ def test_objects_are_admitted(plane: Cluster):
     assert len(objects) > 12
     for number, shown in enumerate(objects.values()):
         shown["metadata"]["name"] = f"documented-{number}"
+        shown["metadata"].pop("namespace", None)
     with new_namespace(plane, "documented") as namespace:
         flags = ("--dry-run=server", "--validate=strict", "--namespace", namespace, "--filename", "-")
         plane.kubectl("apply", *flags, stdin=yaml.safe_dump_all(objects.values()))
