@@ -4,11 +4,10 @@
 # hashes. It constrains the other files.
 set -eu
 cd "$(dirname "$0")/.."
-compile() { uv pip compile --quiet --upgrade --no-emit-index-url --no-header --no-annotate --python-version 3.11 \
-  --generate-hashes --constraint tools/requirements/engine.txt "$@"; }
+lock() { uv pip compile --quiet --no-emit-index-url --no-header --no-annotate --python-version 3.11 --generate-hashes "$@"; }
+compile() { lock --upgrade --constraint tools/requirements/engine.txt "$@"; }
 versions=$(sed -n 's/^\([A-Za-z0-9._-]*==[^ ]*\).*/\1/p' tools/requirements/engine.txt)
-printf '%s\n' "$versions" | uv pip compile --quiet --no-emit-index-url --no-header --no-annotate --python-version 3.11 \
-  --generate-hashes --no-deps --output-file tools/requirements/engine.new -
+printf '%s\n' "$versions" | lock --no-deps --output-file tools/requirements/engine.new -
 mv tools/requirements/engine.new tools/requirements/engine.txt
 compile pyproject.toml --extra sidecar --extra operator --extra dev --output-file tools/requirements/dev.txt
 echo 'torch==2.13.0' | compile --output-file tools/requirements/torch.txt -
