@@ -2,8 +2,6 @@
 
 import os
 
-from hypothesis import settings
-
 from testing.workers import is_worker
 
 if is_worker():
@@ -14,9 +12,6 @@ pytest_plugins = [
     "tests.harness.distribution",
     "tests.harness.kube",
     "tests.harness.leaks",
+    "tests.harness.scope",
     "tests.harness.second_attempts",
 ]
-
-# A busy machine must not fail a test, so examples have no deadline.
-settings.register_profile("tests", deadline=None)
-settings.load_profile("tests")

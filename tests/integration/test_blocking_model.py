@@ -17,9 +17,10 @@ from lmcache.engines.core import blocking as product
 from testing.processes import SidecarProcess
 from tests.harness import blocking
 from tests.harness.blocking import PageEngine, reattached, wait_released
+from tests.harness.scope import examples
 from tests.harness.wire import usable
 
-NUM_EXAMPLES = int(os.environ.get("LMCACHE_TEST_EXAMPLES", "6"))
+NUM_EXAMPLES = examples(6)
 NUM_NUMBERS = 12
 firsts = st.integers(0, NUM_NUMBERS - 1)
 lengths = st.integers(1, 6)

@@ -19,6 +19,7 @@ from testing.kube.operator import CLUSTERS, CRDS, RELEASE, SYSTEM_NAMESPACE, Ope
 from tests.harness.kube import alone, install, new_namespace, since
 from tests.harness.operator_injection import NAME, deployment, pod, pod_with, pods, refused_pods, sglang_pod
 from tests.harness.operator_model import MINIMAL_SPEC
+from tests.harness.scope import examples
 
 pytestmark = [pytest.mark.kube, since("1.36")]
 
@@ -122,7 +123,7 @@ def check_same(plane: Cluster, namespace: str, manifest: Object) -> None:
     assert created == same
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(80), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(manifest=pods())
 @example(manifest=pod_with(automountServiceAccountToken=False))
 @example(manifest=unprivileged(sglang_pod()))

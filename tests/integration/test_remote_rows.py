@@ -25,6 +25,7 @@ from lmcache.tiers.remote.objects import MAX_PIECE_BYTES
 from testing.child_process import wait_until
 from testing.processes import RedisProcess
 from tests.harness.remote_objects import KEY, load, pattern, row_name, tier_of
+from tests.harness.scope import examples
 
 pytestmark = pytest.mark.redis
 
@@ -311,4 +312,4 @@ class RowsMachine(RuleBasedStateMachine):
 
 def test_any_sequence_of_stores_evictions_and_damage(server):
     machine = type("Machine", (RowsMachine,), {"server": server})
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=20))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(60), stateful_step_count=20))

@@ -25,6 +25,7 @@ from lmcache.tiers.errors import TierUnavailableError
 from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.tier import RemoteTier
 from testing.processes import RedisProcess
+from tests.harness.scope import examples
 
 pytestmark = pytest.mark.redis
 
@@ -201,5 +202,5 @@ def servers() -> Iterator[None]:
 class TestShards(ShardsMachine.TestCase):
     # No shrinking: each example keeps real servers busy for a second.
     settings = settings(
-        max_examples=30, stateful_step_count=30, deadline=None, phases=[Phase.reuse, Phase.generate]
+        max_examples=examples(30), stateful_step_count=30, phases=[Phase.reuse, Phase.generate]
     )

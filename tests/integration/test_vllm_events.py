@@ -15,6 +15,7 @@ from lmcache.engines.core import events
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 from tests.harness.resized_sidecar import ResizedSidecar
+from tests.harness.scope import examples
 from tests.harness.sim_config import BLOCK, CHUNK, SimSettings
 from tests.harness.sim_engine import SimEngine
 from tests.harness.sim_world import SimWorld, assert_idle, make_tokens, wait_attached, world
@@ -225,7 +226,7 @@ def narrow():
         world.close()
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10))
 @given(requests=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=30, max_size=60))
 def test_router_state_equals_the_index_despite_evictions(narrow: SimWorld, requests: list[Any]) -> None:
     with narrow.engines(WITH_EVENTS, SimSettings()) as (engine, silent):

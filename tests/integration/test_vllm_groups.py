@@ -18,6 +18,7 @@ from lmcache.engines.core.copier import CpuCopier, RowLoad
 from lmcache.rpc.session import Session
 from testing.processes import SidecarProcess
 from tests.harness.fake_model import answer
+from tests.harness.scope import examples
 from tests.harness.sim_config import CHUNK, SimGroup, SimSettings
 from tests.harness.sim_engine import SimEngine
 from tests.harness.sim_scenario import Scenario, events
@@ -233,7 +234,7 @@ def test_load_without_the_first_block_of_a_group_is_detected(world, monkeypatch)
 
 
 @pytest.mark.filterwarnings("ignore:Do not use the .random. module")  # other threads use it
-@settings(max_examples=4, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(4), suppress_health_check=list(HealthCheck))
 @given(data=st.data(), steps=st.lists(events, min_size=10, max_size=40))
 def test_tokens_are_right_for_any_order_of_events(world, data, steps):
     has_states = world.settings.has_states
@@ -272,7 +273,7 @@ BLOCKED_BY_LOADS = [
 """Two loads get all blocks but five, and both requests need six more. vLLM cannot preempt either."""
 
 
-@settings(max_examples=1, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(1), suppress_health_check=list(HealthCheck))
 @given(st.just(BLOCKED_BY_LOADS))
 def test_loads_leave_enough_blocks_to_continue(steps):
     groups = KINDS["wide windows"]

@@ -28,6 +28,7 @@ from vllm.multimodal.inputs import (
 from lmcache.engines.core import files
 from testing.child_process import wait_until
 from tests.harness.fake_model import Content, TokenChain
+from tests.harness.scope import examples
 from tests.harness.sim_config import CHUNK, SimSettings
 from tests.harness.sim_engine import SimEngine
 from tests.harness.sim_world import SimWorld, assert_idle, make_tokens, world
@@ -233,7 +234,7 @@ arrivals = st.tuples(
 )
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(arrivals, min_size=4, max_size=14),
     st.sampled_from((1, 2)),

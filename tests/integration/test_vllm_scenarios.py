@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.harness.scope import examples
 from tests.harness.sim_config import SimSettings
 from tests.harness.sim_scenario import Scenario, events
 from tests.harness.sim_world import world
@@ -33,7 +34,7 @@ shapes = st.builds(
 
 
 @pytest.mark.filterwarnings("ignore:Do not use the .random. module")  # other threads use it
-@settings(max_examples=70, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(70), suppress_health_check=list(HealthCheck))
 @given(first=shapes, second=shapes, steps=st.lists(events, min_size=10, max_size=40))
 def test_tokens_are_right_for_any_order_of_events(world, first, second, steps):
     with world.engines(first, replace(second, num_drafts=first.num_drafts)) as engines:

@@ -23,6 +23,7 @@ from lmcache.engines.vllm.tier_settings import TierSettings  # noqa: E402
 from lmcache.tiers.base import Health, Loaded  # noqa: E402
 from lmcache.tiers.errors import TierUnavailableError  # noqa: E402
 from tests.harness.offloading_world import PATIENT, TIMEOUT, OffloadingWorld, key_of  # noqa: E402
+from tests.harness.scope import examples  # noqa: E402
 
 NUM_KEYS, NUM_ROWS = 8, 6
 numbers = st.integers(0, NUM_KEYS - 1)
@@ -181,6 +182,6 @@ class Engines(RuleBasedStateMachine):
 
 
 Engines.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(25), stateful_step_count=30, suppress_health_check=list(HealthCheck)
 )
 test_tier_is_right_for_any_order_of_events = Engines.TestCase

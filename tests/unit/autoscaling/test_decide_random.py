@@ -22,6 +22,7 @@ from tests.harness.known_demand import (
     KnownDemand,
     measurements,
 )
+from tests.harness.scope import examples
 
 
 @st.composite
@@ -94,7 +95,7 @@ def test_higher_price_never_increases_the_target(demand, service, price, additio
     assert targets[1] <= targets[0]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(curves(), SERVICES, st.floats(0, 0.05), st.floats(16, 512))
 def test_size_settles_on_steady_traffic(demand, service, price, gib):
     """The size settles within two days for any curve, and the changes do not reduce the net value."""

@@ -14,6 +14,7 @@ from lmcache_operator.autoscaling.intake.lookups import Answer, Intake, NoAnswer
 from testing.workloads.requests import Request, Workload
 from testing.workloads.sidecars import Sidecars
 from testing.workloads.tiers import Service
+from tests.harness.scope import examples
 
 START = 1_800_000_000.0
 
@@ -175,4 +176,4 @@ def test_load_rate_is_retained_while_nothing_is_loaded():
 
 
 TestIntakeModel = IntakeModel.TestCase
-TestIntakeModel.settings = hypothesis_settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestIntakeModel.settings = hypothesis_settings(max_examples=examples(25), stateful_step_count=20)

@@ -23,6 +23,7 @@ from lmcache_sidecar.copiers.messages import Kind
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.tiers.memory.contracts import Geometry
+from tests.harness.scope import examples
 
 PIDS = st.sampled_from([100, 101, 200, 201, 202, 203])
 
@@ -298,4 +299,4 @@ def test_client_present_at_repeated_reader_exits_copies_by_itself():
 
 
 TestGpuModel = GpuMachine.TestCase
-TestGpuModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestGpuModel.settings = settings(max_examples=examples(60), stateful_step_count=40)

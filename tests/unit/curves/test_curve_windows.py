@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache.curves import Lookup, MissRatioCurve, Window
+from tests.harness.scope import examples
 from tests.harness.zipf_lookups import SIZES, zipf
 
 
@@ -89,7 +90,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.data())
 def test_damaged_state_raises_value_error(data):
     curve = MissRatioCurve(8, half_lives=[60.0], largest_bytes=1e6)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache.curves import HASHES, SampledRequest, Sampler
+from tests.harness.scope import examples
 from tools.simulate import key_hash
 
 
@@ -43,7 +44,7 @@ def test_rate_one_records_all_keys_in_a_bounded_ring():
     assert sampler.num_dropped == 12
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.lists(st.tuples(st.lists(st.integers(0, HASHES - 1), max_size=9), st.floats(0.01, 1.0)), max_size=30),
     st.integers(1, 40),

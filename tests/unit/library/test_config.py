@@ -16,6 +16,7 @@ from lmcache.config import (
     parse_local_device,
 )
 from lmcache.storage_backend import CreateStorageBackend
+from tests.harness.scope import examples
 
 FIELDS = list(LMCacheEngineConfig.__dataclass_fields__)
 
@@ -300,7 +301,7 @@ documents = st.dictionaries(
 
 
 @given(st.text() | documents.map(lambda document: yaml.safe_dump(document)))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(60))
 def test_any_file_gives_a_config_or_a_value_error(from_text, text):
     try:
         config = from_text(text)
@@ -313,7 +314,7 @@ def test_any_file_gives_a_config_or_a_value_error(from_text, text):
 @given(
     st.dictionaries(st.sampled_from(FIELDS), st.text(st.characters(codec="utf-8", exclude_characters="\0")))
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_any_environment_gives_a_config_or_a_value_error(environment):
     with pytest.MonkeyPatch.context() as patch:
         for name, text in environment.items():

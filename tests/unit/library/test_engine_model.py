@@ -19,6 +19,7 @@ from tests.harness.kv_cache import (
     make_metadata,
     make_tokens,
 )
+from tests.harness.scope import examples
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=4).map(
     lambda bits: torch.cat([make_tokens(CHUNK, seed=bit) for bit in bits])
@@ -29,7 +30,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(STEPS, st.sampled_from(FORMATS), st.booleans())
 def test_engine_matches_a_dict_of_prefixes(steps, fmt, is_local_backend):
     """The oracle maps each prefix that ends with a chunk or with the prompt to the KV of its last chunk."""

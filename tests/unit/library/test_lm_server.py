@@ -26,6 +26,7 @@ from tests.harness.lm_server import (
     received,
     serving,
 )
+from tests.harness.scope import examples
 
 
 @pytest.fixture(params=["cpu", "directory"])
@@ -285,7 +286,7 @@ def test_refuses_newlines_in_keys(server, connector):
 
 
 @given(st.lists(st.binary(max_size=400) | st.just(head(PUT, "k", 4)) | st.just(head(LIST)), max_size=4))
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_survives_any_request_bytes(fuzzed, packets):
     with dialled(fuzzed.port) as peer, contextlib.suppress(OSError):
         for packet in packets:

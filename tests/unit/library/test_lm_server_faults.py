@@ -23,6 +23,7 @@ from tests.harness.lm_server import (
     received,
     serving,
 )
+from tests.harness.scope import examples
 
 
 @contextlib.contextmanager
@@ -86,7 +87,7 @@ def test_defect_12_invalid_reply_raises_connection_error(reply):
 
 
 @given(st.binary(max_size=30))
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_survives_any_reply_bytes(reply):
     with fake_server(reply) as connector:
         try:

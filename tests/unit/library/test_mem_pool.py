@@ -21,6 +21,7 @@ from lmcache.storage_backend.mem_pool import (
 )
 from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.local import LocalStore
+from tests.harness.scope import examples
 
 SHAPE = (2, 2, 64, 8, 16)  # a full chunk: 64 KiB of fp16, 16 slots of 4 KiB
 CHUNK_BYTES = 2 * 2 * 64 * 8 * 16 * 2
@@ -105,7 +106,7 @@ def test_refuses_to_free_unallocated_memory(pool):
 
 
 @given(st.lists(st.integers(1, 64), max_size=12), st.randoms())
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_any_mix_of_chunks_preserves_bytes(lengths, random):
     pool, allocated = LocalCPUBufferPool(metadata(3)), []
     for number, num_tokens in enumerate(lengths):

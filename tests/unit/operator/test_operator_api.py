@@ -19,6 +19,7 @@ from lmcache_operator.errors import InvalidSpecError
 from lmcache.common.units import format_mebibytes, parse_quantity, quantity_equal
 from lmcache.tiers.remote.address import Address
 from tests.harness.operator_model import MINIMAL_SPEC, cluster
+from tests.harness.scope import examples
 from tools.kube.schemas import definitions
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -164,7 +165,7 @@ queries = st.lists(
 ).map("&".join)
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(st.builds("{}://{}{}{}{}".format, schemes, endpoints, paths, st.sampled_from(["", "?"]), queries))
 def test_sidecar_can_parse_every_accepted_random_remote_url(url: str) -> None:
     with contextlib.suppress(InvalidSpecError):

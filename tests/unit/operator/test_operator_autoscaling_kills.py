@@ -13,6 +13,7 @@ from lmcache_operator.specs.kinds import Ref
 from tests.harness.autoscaling import GIB, ScriptedAutoscaler
 from tests.harness.operator_bench import STATEFUL_SET, Bench
 from tests.harness.operator_model import World
+from tests.harness.scope import examples
 
 CONFIG = Ref("ConfigMap", "demo-autoscaling")
 MIN_GIB, MAX_GIB = 16, 128
@@ -123,4 +124,4 @@ class SizesMachine(RuleBasedStateMachine):
 
 
 TestSizes = SizesMachine.TestCase
-TestSizes.settings = settings(max_examples=30, stateful_step_count=15, deadline=None)
+TestSizes.settings = settings(max_examples=examples(30), stateful_step_count=15)

@@ -21,6 +21,7 @@ from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import LEASE, Kind
 
 from tests.harness.jumping_loop import now, run
+from tests.harness.scope import examples
 
 NAME = LeaseName("system", "operator")
 TAKEOVER_SECONDS = 18
@@ -161,7 +162,7 @@ STEPS = ("ok", "slow", "lossy", "freeze", "kill", "stop", "delete", "unhold", "f
 """Events of a random run. The last five are edits of the Lease by hand."""
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(
     st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 2), st.floats(0, 30)), max_size=12),
     st.integers(0, 2**32).map(Random),

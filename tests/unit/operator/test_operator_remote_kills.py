@@ -20,6 +20,7 @@ from lmcache.common.units import parse_quantity
 from tests.harness.operator_model import Object
 from tests.harness.operator_plans import carry_out
 from tests.harness.operator_shards import CERTIFICATE, ENGINE, LIST, SET, Rig, secure
+from tests.harness.scope import examples
 
 TLS: dict[str, Any] = {
     "none": None,
@@ -203,6 +204,6 @@ class TwoOperatorsMachine(KillMachine):
 
 
 TestTwoOperators = TwoOperatorsMachine.TestCase
-TestTwoOperators.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+TestTwoOperators.settings = settings(max_examples=examples(20), stateful_step_count=20)
 TestKills = KillMachine.TestCase
-TestKills.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
+TestKills.settings = settings(max_examples=examples(30), stateful_step_count=20)

@@ -8,11 +8,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from lmcache_operator.pods.resize import sidecar_memory
 
 from tests.harness.operator_resizes import MI, Node, annotated_sizes, limits
+from tests.harness.scope import examples
 
 SMALL = 1024
 
 
-@settings(max_examples=60, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow])
 class Resizes(RuleBasedStateMachine):
     """No sidecar exceeds its cgroup, no pod is deleted, and finally all sizes match the spec."""
 

@@ -15,6 +15,7 @@ from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 
 from tests.harness.operator_model import cluster
+from tests.harness.scope import examples
 
 
 def pod_of(changes: dict[str, Any]) -> dict[str, Any]:
@@ -84,7 +85,7 @@ garbage = st.recursive(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.dictionaries(keys, garbage, max_size=2), st.dictionaries(keys, garbage, max_size=3))
 def test_random_pod_template_is_merged_or_refused(template: dict[str, Any], spec: dict[str, Any]) -> None:
     with contextlib.suppress(InvalidSpecError):

@@ -15,6 +15,7 @@ import lmcache
 from lmcache.config import GlobalConfig, LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache.storage_backend.serde import ContainerError, CreateSerde
 from lmcache.storage_backend.serde.container import DTYPES, HEADER_BYTES, Kind, pack
+from tests.harness.scope import examples
 
 SERDES = ("torch", "safetensor", "fast", "cachegen")
 LOSSLESS = ("torch", "safetensor", "fast")
@@ -48,7 +49,7 @@ def tensors(draw):
 
 @pytest.mark.parametrize("name", SERDES)
 @given(tensor=tensors())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_round_trip_is_exact(name, tensor):
     if name == "cachegen" and tensor.ndim == 5 and tensor.shape[1] == 2 and tensor.dtype in DTYPES[:3]:
         return  # lossy: test_serde_cachegen.py checks the error bound
@@ -257,7 +258,7 @@ SAFE = safetensors.torch.save({"tensor_bytes": torch.arange(6.0).half()})
     ("name", "valid"), [("torch", SAVED), ("safetensor", SAFE), ("cachegen", b"\x80\x02.")]
 )
 @given(data=st.data())
-@settings(max_examples=50, suppress_health_check=[HealthCheck.differing_executors])
+@settings(max_examples=examples(50), suppress_health_check=[HealthCheck.differing_executors])
 def test_hostile_legacy_bytes_give_a_container_error_or_a_tensor(name, valid, data):
     mutated = bytearray(valid)
     for _ in range(data.draw(st.integers(1, 4))):

@@ -13,6 +13,7 @@ from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache.storage_backend.serde.cachegen_basics import CacheGenEncoderOutput
 from lmcache.storage_backend.serde.container import HEADER_BYTES, ContainerError, Kind, pack, parse
 from lmcache.storage_backend.serde.formats import CacheGenSerializer, ContainerDeserializer
+from tests.harness.scope import examples
 
 CODED = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -49,7 +50,7 @@ def any_bits(draw):
 
 
 @given(any_bits(), st.sampled_from(["vllm", "huggingface"]), st.sampled_from([4, 8, 16, 32, 64, 128, 256]))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_each_element_is_within_the_documented_error(kv, fmt, bins):
     serializer, deserializer = make_serde(fmt, kv.dtype, bins)
     decoded = deserializer.from_bytes(serializer.to_bytes(in_layout(kv, fmt)))
@@ -150,7 +151,7 @@ def read(payload, shape=SHAPE, dtype=torch.float16, kind=Kind.CACHEGEN):
 
 
 @given(st.data())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_hostile_payloads_give_a_container_error_or_a_tensor_of_the_shape(data):
     payload = bytearray(VALID_PAYLOAD)
     for _ in range(data.draw(st.integers(0, 4))):

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from lmcache.engines.core.copier import RowLoad
 from lmcache.engines.errors import UnsupportedError
 from lmcache.engines.sglang.pools import PoolCopier, layout_of
+from tests.harness.scope import examples
 
 PAGES, PAGE, LAYERS, HEADS, DIM = 6, 4, 3, 2, 5
 
@@ -210,7 +211,7 @@ def test_each_group_copies_its_own_pool():
     assert len(threads) <= 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     shape=st.lists(st.integers(1, 4), min_size=1, max_size=5),
     axis=st.integers(0, 4),

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lmcache.engines.sglang.weights import _UPDATES, WeightWatch
+from tests.harness.scope import examples
 from tests.harness.sglang_weights import (
     NAMESPACE,
     UpdateError,
@@ -163,5 +164,5 @@ class Engines(RuleBasedStateMachine):
             rank.find()
 
 
-Engines.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Engines.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40)
 test_no_kv_of_other_weights_is_found = Engines.TestCase

@@ -31,6 +31,7 @@ from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.contracts import Slot
 from lmcache.tiers.memory.mapping import MappedIndex
 from tests.harness.resizing_worker import CAPACITY, KEYS, SIZES, SLOT_BYTES, Worker, name, payload
+from tests.harness.scope import examples
 from tests.harness.world import FakeLock, FakeStore
 
 
@@ -282,5 +283,5 @@ class ResizingModel(RuleBasedStateMachine):
 
 TestResizing = ResizingModel.TestCase
 TestResizing.settings = settings(
-    max_examples=40, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(40), stateful_step_count=50, suppress_health_check=list(HealthCheck)
 )

@@ -19,6 +19,7 @@ from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.attachment import hello_message
 from lmcache.rpc.hello import Role
 from lmcache.tiers.memory.contracts import Chains
+from tests.harness.scope import examples
 from tests.harness.wire import NAMESPACE, make_hello
 from tests.harness.world import FakeLock, new_uuid, world
 
@@ -238,7 +239,7 @@ def test_only_scheduled_lookups_are_sampled(world):
     assert world.sessions.samples.stats.num_lookups == 1
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     st.lists(st.tuples(st.lists(st.integers(0, HASHES - 1), max_size=5), st.floats(-5, 5)), max_size=30),
     st.data(),

@@ -15,6 +15,7 @@ from lmcache_sidecar.clients.validation import CallRefusedError
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.service import pack_slots, unpack_slots
+from tests.harness.scope import examples
 from tests.harness.world import FakeLock, World, new_uuid
 
 
@@ -137,5 +138,5 @@ class SlotReuse(RuleBasedStateMachine):
             assert self.world.sessions.store.memory.num_quarantined == 0
 
 
-SlotReuse.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+SlotReuse.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestSlotReuse = SlotReuse.TestCase

@@ -15,6 +15,7 @@ from lmcache.tiers.memory.allocator import (
     FrameSet,
     best_slots_per_frame,
 )
+from tests.harness.scope import examples
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -119,7 +120,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocator = AllocatorMachine.TestCase
-TestAllocator.settings = settings(max_examples=50, stateful_step_count=40)
+TestAllocator.settings = settings(max_examples=examples(50), stateful_step_count=40)
 
 
 def test_single_slot_rows_are_allocated_lowest_first():

@@ -32,10 +32,11 @@ from tests.harness.disk_world import (
     taken_bytes,
     temporaries,
 )
+from tests.harness.scope import examples
 
 CAPACITY = 24 * PAGE
 # The default keeps local runs short; the environment variable asks for more examples.
-NUM_EXAMPLES = int(os.environ.get("LMCACHE_TEST_EXAMPLES", "20"))
+NUM_EXAMPLES = examples(20)
 
 numbers = st.integers(0, 15)  # row, column
 sizes = st.sampled_from([0, 1, PAGE, PAGE + 1, 4 * PAGE])

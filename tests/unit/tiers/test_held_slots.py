@@ -12,6 +12,7 @@ from lmcache.tiers.errors import StaleSlotError
 from lmcache.tiers.memory.contracts import Geometry, Reserved, Slot
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.memory.tier import MemoryTier
+from tests.harness.scope import examples
 
 OWNERS = [bytes([number]) * 16 for number in (1, 2)]
 SLOT_BYTES = 4096
@@ -149,4 +150,4 @@ class HeldSlots(RuleBasedStateMachine):
 
 
 TestHeldSlots = HeldSlots.TestCase
-TestHeldSlots.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestHeldSlots.settings = settings(max_examples=examples(60), stateful_step_count=30)

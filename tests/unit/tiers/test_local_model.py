@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -12,10 +10,11 @@ from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.local import LocalStore
 from lmcache.tiers.memory.private import PrivateArena
 from tests.harness.memory_oracle import Order
+from tests.harness.scope import examples
 
 SLOT = 4096
 FRAME = 16
-NUM_EXAMPLES = int(os.environ.get("LMCACHE_TEST_EXAMPLES", "60"))
+NUM_EXAMPLES = examples(60)
 KEYS = [number.to_bytes(64, "big") for number in range(12)]
 numbers = st.integers(0, len(KEYS) - 1)
 lengths = st.one_of(st.integers(0, 4 * SLOT), st.integers(1, FRAME + 1).map(SLOT.__mul__))

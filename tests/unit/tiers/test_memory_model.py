@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 
 import hypothesis.strategies as st
@@ -26,9 +25,10 @@ from tests.harness.memory_machine import (
     MemoryOracleMachine,
 )
 from tests.harness.memory_oracle import KnownRow, tenant_of
+from tests.harness.scope import examples
 
 # The default keeps local runs short; the environment variable asks for more examples.
-NUM_EXAMPLES = int(os.environ.get("LMCACHE_TEST_EXAMPLES", "120"))
+NUM_EXAMPLES = examples(120)
 
 keys = st.sampled_from(CHAIN)
 owners = st.sampled_from(OWNERS)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
@@ -18,6 +17,7 @@ from lmcache.tiers.memory.adoption import SIDECAR
 from lmcache.tiers.memory.contracts import Chains, Geometry, Reserved, Slot
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.memory.tier import MemoryTier
+from tests.harness.scope import examples
 
 SLOT_BYTES, SLOTS_PER_FRAME, NUM_FRAMES, NUM_COLUMNS = 4096, 3, 7, 2
 NUM_SLOTS = SLOTS_PER_FRAME * NUM_FRAMES
@@ -31,7 +31,7 @@ GROUPS = (
 OWNERS = [b"a" * 16, b"b" * 16]
 REQUESTS = ["r", "s"]
 ENGINE = b"E" * 16
-NUM_EXAMPLES = int(os.environ.get("LMCACHE_TEST_EXAMPLES", "120")) // 2
+NUM_EXAMPLES = examples(120) // 2
 
 groups = st.sampled_from(GROUPS)
 chunks = st.integers(0, NUM_CHUNKS - 1)

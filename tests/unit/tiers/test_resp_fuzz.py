@@ -20,6 +20,7 @@ from lmcache.tiers.remote.resp import Connection
 from lmcache.tiers.remote.server import RedisServer
 from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.remote.value_formats import seal_of
+from tests.harness.scope import examples
 
 OBJECT = ObjectId(bytes(64), 0)
 PAYLOAD = b"payload!" * 100
@@ -100,7 +101,7 @@ OPERATIONS = [
 @example(b":" + b"1" * 5000, OPERATIONS[0], False)
 @example(b"+OK\r\n" + COLUMN, OPERATIONS[2], True)
 @example(b"*4611686018427387904\r\n", OPERATIONS[2], False)
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 def test_arbitrary_replies_end_in_a_value_or_a_known_error(peer, reply_bytes, operation, asking):
     peer.reply_bytes = reply_bytes
     with contextlib.closing(peer.connect()) as connection:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import tempfile
 from pathlib import Path
 
@@ -21,13 +20,14 @@ from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
 from lmcache.tiers.memory.shared_index import BUCKET_BYTES, BUCKET_ENTRIES, U64, SharedIndex, num_buckets
 from lmcache.tiers.memory.tier import MemoryTier
 from tests.harness.chains import one_chain
+from tests.harness.scope import examples
 
 SLOT_BYTES = 4096
 NUM_COLUMNS = 2
 SLOTS_PER_FRAME = 3
 OWNER = b"o" * 16
 CAPACITY = 128 << 10
-NUM_EXAMPLES = int(os.environ.get("LMCACHE_TEST_EXAMPLES", "80"))
+NUM_EXAMPLES = examples(80)
 
 
 def row_key(number: int, namespace: bytes = b"n") -> bytes:

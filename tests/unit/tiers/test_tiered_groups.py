@@ -14,6 +14,7 @@ from lmcache.kv_groups import GroupKind, KVGroup, longest_hit
 from lmcache.tiers.memory.contracts import Chains, Geometry, LookupResult, Reserved
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.tiered.store import TieredStore
+from tests.harness.scope import examples
 from tests.harness.tiered_world import LEASE, NAMESPACE, OWNER, FakeTier
 
 NUM_CHUNKS, CHUNK_TOKENS, SLOT_BYTES, NUM_SLOTS = 7, 64, 4096, 256
@@ -149,7 +150,7 @@ def cases(draw, num_tiers: int):
     return names, [[draw(bits) for _ in names] for _ in range(num_tiers)]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(cases(num_tiers=2))
 def test_lower_tier_promotes_exactly_the_rows_of_the_longest_hit(case):
     names, residencies = case
@@ -165,7 +166,7 @@ def test_lower_tier_promotes_exactly_the_rows_of_the_longest_hit(case):
     run_with(names, residencies, test)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @example(
     (
         ("full", "other full", "long window"),
@@ -193,7 +194,7 @@ def test_two_lower_tiers_promote_the_longest_hit_of_all_tiers(case):
     run_with(names, residencies, test)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(cases(num_tiers=2))
 def test_unreadable_rows_shorten_the_hit_to_the_readable_rows(case):
     """The tier claims to hold all rows, but some are invalid: the longest valid hit is promoted."""

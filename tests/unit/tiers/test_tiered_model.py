@@ -17,6 +17,7 @@ from hypothesis.stateful import initialize, invariant, rule
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.memory.contracts import Reserved, Slot
 from lmcache.tiers.tiered.store import Admit
+from tests.harness.scope import examples
 from tests.harness.tiered_machine import COLUMNS, KEYS, NUM_QUEUED, NUM_ROWS, TieredStoreMachine
 from tests.harness.tiered_world import (
     OWNER,
@@ -307,5 +308,5 @@ class TieredMachine(TieredStoreMachine):
             assert len(self.fill(chain(NUM_ROWS, start=500), column)) == NUM_ROWS
 
 
-TieredMachine.TestCase.settings = settings(max_examples=15, stateful_step_count=30)
+TieredMachine.TestCase.settings = settings(max_examples=examples(15), stateful_step_count=30)
 TestTiered = TieredMachine.TestCase

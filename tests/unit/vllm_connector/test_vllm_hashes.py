@@ -14,6 +14,7 @@ from vllm.v1.request import Request
 
 from lmcache.block_hashes import MAX_TOKEN, ExtraKeys, block_hashes, encode, root_of
 from lmcache.engines.vllm.hashes import hashes_of_engine
+from tests.harness.scope import examples
 
 pytestmark = pytest.mark.vllm
 
@@ -30,7 +31,7 @@ def test_encoding_is_the_canonical_cbor_form(value):
     assert encode(value) == cbor2.dumps(value, canonical=True)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     st.lists(st.integers(0, MAX_TOKEN), min_size=1, max_size=40),
     st.sampled_from(["", "salt", "sält"]),
