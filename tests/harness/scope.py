@@ -23,7 +23,7 @@ T = TypeVar("T")
 NUM_PARTS = 3
 IS_COMPLETE = os.environ.get("LMCACHE_TEST_SCOPE", "change") == "all"
 
-# A busy machine must not fail a test, so examples have no deadline. Runs for a change repeat the same examples.
+# A busy machine must not fail a test, so examples have no deadline. Runs for a change repeat their examples.
 settings.register_profile("change", deadline=None, derandomize=True, max_examples=100 // NUM_PARTS)
 settings.register_profile("all", deadline=None, max_examples=1000)
 settings.load_profile("all" if IS_COMPLETE else "change")
