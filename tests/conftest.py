@@ -9,6 +9,7 @@ if is_worker():
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest_plugins = [
+    "tests.harness.cpu_budget",
     "tests.harness.distribution",
     "tests.harness.kube",
     "tests.harness.leaks",

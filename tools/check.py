@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -124,6 +125,21 @@ def chart() -> Result:
     )
 
 
+def budget() -> Result:
+    """Check the processor time that test files may need: its sum, its files, and the reasons."""
+    table = tomllib.loads((ROOT / "tests" / "budget.toml").read_text())
+    wrong = [f"tests/budget.toml: no file {file}" for file in table["files"] if not (ROOT / file).exists()]
+    for file, line in table["files"].items():
+        if not line.get("reason"):
+            wrong.append(
+                f"tests/budget.toml: {file} needs more than {table['default']['seconds']} s: give a reason"
+            )
+    total = table["rest"]["seconds"] + sum(line["seconds"] for line in table["files"].values())
+    if total > table["sum"]:
+        wrong.append(f"tests/budget.toml: {total} CPU-s in all, the limit is {table['sum']}")
+    return wrong
+
+
 def shell() -> Result:
     scripts = [*(ROOT / "tools").rglob("*.sh"), ROOT / ".ci" / "run"]
     return [line for script in scripts for line in run(shutil.which("bash") or "bash", "-n", script)]
@@ -143,6 +159,7 @@ CHECKS: dict[str, Callable[[], Result]] = {
     "borders": lambda: run(BIN / "lint-imports", "--no-cache"),
     "sizes": sizes,
     "layout": layout,
+    "budget": budget,
     "generated": lambda: run(sys.executable, "-m", "tools.generate", "--check"),
     "links": links,
     "site": site,

@@ -1,0 +1,178 @@
+"""A pytest plugin that compares the processor time of each test file with ``tests/budget.toml``.
+
+``--cpu-report FILE`` writes the seconds of each file as JSON, and prints files beyond their budget. In CI, a
+file that needs more than twice its budget fails the run. Less is no failure, because processors differ, and a
+busy processor needs more seconds for the same work.
+
+The time of a file includes all processes that its worker started, also killed ones and orphans. ``getrusage``
+and ``time`` miss those, because they count a process when its parent waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import tomllib
+from collections import Counter
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = ROOT / "tests" / "budget.toml"
+INTERVAL_SECONDS = 1.0
+"""Time between two samples. The last interval of a process is lost if no parent waits for it."""
+
+OUTSIDE = "collection, set-up and end"
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+class Usage(NamedTuple):
+    """Processor time of one process, in seconds."""
+
+    parent: int
+    own: float
+    reaped: float
+    """Time of all children that the process waited for, and of their children."""
+
+    @classmethod
+    def read(cls, pid: int) -> Usage:
+        """Read the time from /proc. Raises OSError if the process has ended."""
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        own, system, children, children_system = (int(field) / _TICKS_PER_SECOND for field in fields[11:15])
+        return cls(int(fields[1]), own + system, children + children_system)
+
+
+class ProcessTree:
+    """This process and all processes that descend from it, also after their parents have ended."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Usage] = {os.getpid(): Usage.read(os.getpid())}
+
+    def used(self) -> float:
+        """Return the processor time since the last call, in seconds."""
+        alive = self._alive()
+        ended = [usage for pid, usage in self._known.items() if pid not in alive]
+        total = 0.0
+        for pid, usage in alive.items():
+            before = self._known.get(pid, Usage(0, 0.0, 0.0))
+            counted = sum(child.own + child.reaped for child in ended if child.parent == pid)
+            total += usage.own - before.own + max(0.0, usage.reaped - before.reaped - counted)
+        self._known = alive
+        return total
+
+    def _alive(self) -> dict[int, Usage]:
+        everything: dict[int, Usage] = {}
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                with contextlib.suppress(OSError, IndexError):
+                    everything[int(name)] = Usage.read(int(name))
+        alive = {pid: everything[pid] for pid in self._known if pid in everything}
+        children: dict[int, list[int]] = {}
+        for pid, usage in everything.items():
+            children.setdefault(usage.parent, []).append(pid)
+        pending = list(alive)
+        while pending:
+            for pid in children.get(pending.pop(), ()):
+                if pid not in alive:
+                    alive[pid] = everything[pid]
+                    pending.append(pid)
+        return alive
+
+
+class Meter:
+    """Adds up the time of each file in one worker of pytest-xdist, or in the only process."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self._tree = ProcessTree()
+        self._file = OUTSIDE
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="cpu-budget", daemon=True)
+        self._thread.start()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Assign the time from now on to the file of this test."""
+        if (file := item.nodeid.partition("::")[0]) != self._file:
+            self._add()
+            self._file = file
+        return (yield)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Give the result to the process that started the workers."""
+        self._end.set()
+        self._thread.join()
+        self._add()
+        if (output := getattr(session.config, "workeroutput", None)) is not None:
+            output["cpu_seconds"] = dict(self.seconds)
+
+    def _sample(self) -> None:
+        while not self._end.wait(INTERVAL_SECONDS):
+            self._add()
+
+    def _add(self) -> None:
+        with self._lock:
+            self.seconds[self._file] += self._tree.used()
+
+
+class Report:
+    """Prints the result of all workers."""
+
+    def __init__(self, path: Path, budget: Mapping[str, Any], is_enforced: bool) -> None:
+        self.seconds: Counter[str] = Counter()
+        self._path, self._budget, self._is_enforced = path, budget, is_enforced
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Add the result of a worker."""
+        self.seconds.update(getattr(node, "workeroutput", {}).get("cpu_seconds", {}))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Write the result. Fail the run if a file needs far more than its budget."""
+        if (meter := session.config.pluginmanager.get_plugin("cpu-meter")) is not None:
+            self.seconds.update(meter.seconds)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps(dict(self.seconds.most_common()), indent=1))
+        if self._is_enforced and any(self._excess(file) > 2 for file in self.seconds):
+            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Print the sum, and the files beyond their budget."""
+        terminalreporter.section("processor time")
+        terminalreporter.line(f"{sum(self.seconds.values()):7.1f} CPU-s in all, budget {self._budget['sum']}")
+        for file, seconds in self.seconds.most_common():
+            if (excess := self._excess(file)) > 1:
+                remedy = "; make it lighter, or give it a line in tests/budget.toml" if excess > 2 else ""
+                terminalreporter.line(f"{seconds:7.1f} CPU-s {file}, budget {self._limit(file)}{remedy}")
+
+    def _limit(self, file: str) -> float:
+        return float(self._budget["files"].get(file, self._budget["default"])["seconds"])
+
+    def _excess(self, file: str) -> float:
+        return self.seconds[file] / self._limit(file)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--cpu-report``."""
+    parser.addoption("--cpu-report", help="measure the processor time by test file", metavar="FILE")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure in each worker, and report in the process that started the workers. This may be one process."""
+    if not (report := config.getoption("cpu_report")):
+        return
+    is_worker = hasattr(config, "workerinput")
+    if is_worker or not config.getoption("numprocesses", None):
+        config.pluginmanager.register(Meter(), "cpu-meter")
+    if not is_worker:
+        config.pluginmanager.register(
+            Report(Path(report), tomllib.loads(FILE.read_text()), "CI" in os.environ)
+        )

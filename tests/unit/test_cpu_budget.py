@@ -1,0 +1,59 @@
+"""Processor time of test files: what is counted, and when a run fails."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from tests.harness.cpu_budget import ProcessTree, Report
+
+BURN = "import time\nwhile time.process_time() < 0.4: pass\nprint(flush=True)\n"
+PARENT = "import os, sys, time\nif os.fork(): print(flush=True); time.sleep(600)\n"
+CHILD = f"input()\n{BURN}sys.stdin.read()\n"
+
+
+def test_a_process_counts_once_when_it_has_ended():
+    tree = ProcessTree()
+    subprocess.run([sys.executable, "-c", BURN], check=True, capture_output=True)
+    assert tree.used() >= 0.4
+    assert tree.used() < 0.3
+
+
+def test_an_orphan_counts():
+    tree = ProcessTree()
+    with subprocess.Popen([sys.executable, "-c", PARENT + CHILD], stdin=-1, stdout=-1) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        parent.stdout.readline()
+        tree.used()
+        parent.kill()
+        parent.wait()
+        parent.stdin.write(b"\n")
+        parent.stdin.flush()
+        parent.stdout.readline()  # the orphan has used its time
+        assert tree.used() >= 0.3
+
+
+BUDGET = {"sum": 2000, "default": {"seconds": 10}, "files": {"test_large.py": {"seconds": 30}}}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "is_enforced", "status"),
+    [
+        ({"test_large.py": 59.0, "test_small.py": 19.0}, True, 0),
+        ({"test_large.py": 61.0}, True, 1),
+        ({"test_small.py": 21.0}, True, 1),
+        ({"test_small.py": 21.0}, False, 0),
+    ],
+)
+def test_a_file_with_twice_its_budget_fails_the_run_in_ci(tmp_path, seconds, is_enforced, status):
+    report = Report(tmp_path / "cpu.json", BUDGET, is_enforced)
+    report.pytest_testnodedown(SimpleNamespace(workeroutput={"cpu_seconds": seconds}))
+    session = SimpleNamespace(
+        exitstatus=0, config=SimpleNamespace(pluginmanager=SimpleNamespace(get_plugin=lambda _: None))
+    )
+    report.pytest_sessionfinish(session)
+    assert session.exitstatus == status
+    assert json.loads((tmp_path / "cpu.json").read_text()) == seconds
