@@ -14,6 +14,7 @@ import contextlib
 import gc
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -41,10 +42,12 @@ _LIBRARY_THREADS = ("MainThread", "tqdm", "pydevd", "pytest_timeout", "asyncio_"
 """Name prefixes of threads that libraries run until the process ends."""
 _LAUNCHER = "setpriv --pdeathsig KILL -- "
 """How ``testing.kube.process`` starts a program: one process runs the launcher and then the program."""
-_COUNTED = ("socket:", "pipe:", "/memfd:", "/dev/shm/", "/tmp/")
-"""Prefixes of descriptors that are counted. Libraries hold others: /dev/null, files of their packages (fonts
-of matplotlib), and the epoll and eventfd descriptors of ZeroMQ's contexts in vLLM. An event loop that is not
-closed leaves sockets, too."""
+_COUNTED = ("socket:", "pipe:", "/memfd:", "/dev/shm/", f"{os.path.realpath(tempfile.gettempdir())}/")
+"""Prefixes of descriptors that are counted. Libraries hold others: /dev/null, and the epoll and eventfd
+descriptors of ZeroMQ's contexts in vLLM. An event loop that is not closed leaves sockets, too."""
+_PACKAGES = tuple(f"{os.path.realpath(folder)}/" for folder in (Path(__file__).parents[2], sys.prefix))
+"""The checkout and the installed packages. Libraries hold their files, such as fonts of matplotlib. Both
+folders may be temporary."""
 
 
 class Resources(NamedTuple):
@@ -59,7 +62,7 @@ class Resources(NamedTuple):
     def held(cls) -> Resources:
         """Read the current resources from /proc and /dev/shm."""
         return cls(
-            Counter(filter(lambda target: target.startswith(_COUNTED), _descriptors())),
+            Counter(filter(_is_counted, _descriptors())),
             Counter(
                 f"{t.name} ({t.ident})"
                 for t in threading.enumerate()
@@ -225,6 +228,10 @@ def _descriptors() -> Generator[str]:
             yield os.readlink(f"/proc/self/fd/{name}")
         except OSError:  # the descriptor of the listing itself
             continue
+
+
+def _is_counted(target: str) -> bool:
+    return target.startswith(_COUNTED) and not target.startswith(_PACKAGES)
 
 
 def _children() -> Generator[str]:

@@ -29,8 +29,15 @@ def module(session):
 def run(pytester):
     def run_test(folder: str, body: str):
         pytester.mkpydir(folder).joinpath("test_sample.py").write_text(FIXTURES + body)
-        options = ("-p", "no:cacheprovider", "--import-mode=importlib", "--max-suite-reruns=5")
-        return pytester.runpytest_subprocess("-p", "tests.harness.second_attempts", *options)
+        options = (
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            "--import-mode=importlib",
+            "--max-suite-reruns=5",
+        )
+        return pytester.runpytest_inprocess("-p", "tests.harness.second_attempts", *options)
 
     return run_test
 
