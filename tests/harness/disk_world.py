@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 
 from lmcache.tiers.base import ObjectId, StoredId
+from lmcache.tiers.circuit import Circuit
 from lmcache.tiers.disk import file_formats as disk_formats
 from lmcache.tiers.disk import files as disk_files
 from lmcache.tiers.disk.files import path_of
@@ -82,6 +83,12 @@ def failing(function: str, error: int) -> Iterator[None]:
     broken = _Os(function, error)
     with mock.patch.object(disk_files, "os", broken), mock.patch.object(disk_formats, "os", broken):
         yield
+
+
+@pytest.fixture
+def no_prober(monkeypatch):
+    """Let tiers probe only when a test asks. A prober that runs late writes its page between two steps."""
+    monkeypatch.setattr(Circuit, "_keep_probing", lambda _: None)
 
 
 @pytest.fixture

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.harness.disk_world import volume
+from tests.harness.disk_world import no_prober, volume
 
-__all__ = ["volume"]
+__all__ = ["no_prober", "volume"]

@@ -31,6 +31,8 @@ from tests.harness.disk_world import (
     temporaries,
 )
 
+pytestmark = pytest.mark.usefixtures("no_prober")
+
 
 @pytest.fixture
 def path(tmp_path):

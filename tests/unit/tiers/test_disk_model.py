@@ -179,5 +179,5 @@ class DiskMachine(RuleBasedStateMachine):
             assert self.tier.used_bytes == taken_bytes(self.path)
 
 
-TestDiskModel = DiskMachine.TestCase
+TestDiskModel = pytest.mark.usefixtures("no_prober")(DiskMachine.TestCase)
 TestDiskModel.settings = settings(max_examples=NUM_EXAMPLES, stateful_step_count=40)
