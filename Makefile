@@ -9,8 +9,14 @@ PYTEST := $(PY) -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-r
 export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
+# Tests of the documentation and of packages. `make test` runs a third of these files, `make test-docs` all.
+DOCS_TESTS := $(wildcard tests/integration/test_docs_*.py) tests/integration/test_plugin_archive.py \
+  tests/integration/test_payload_wheels.py
+TESTS ?= tests --ignore=tests/e2e --ignore=tests/release
+TINY_MODEL := $(PY) -c 'from testing.engine.tiny_model import tiny_model; tiny_model()'  # before any engine loads it
+
 .DEFAULT_GOAL := help
-.PHONY: help setup kube sglang images demo test e2e test-fast test-vllm-versions test-avx2 test-kube-versions check docs format generate pins fuzz soak bench bench-peer gpu-check audit test-release release clean
+.PHONY: help setup setup-light kube sglang images demo test test-all test-docs e2e test-fast test-light test-changed test-vllm-versions test-avx2 test-kube-versions check docs format generate pins fuzz soak bench bench-peer gpu-check audit test-release release clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,8 +38,19 @@ sglang: setup ## install SGLang into the cache directory, for tests (once, 170 M
 	@$(PY) -m testing.sglang
 
 test: setup kube sglang ## run all tests that need no GPU, with real Redis, vLLM, SGLang and kube-apiserver
-	@$(PY) -c 'from testing.engine.tiny_model import tiny_model; tiny_model()'  # before any engine loads it
-	@$(PYTEST) tests --ignore=tests/e2e --ignore=tests/release
+	@$(TINY_MODEL)
+	@$(PYTEST) $(TESTS) $(if $(WITHOUT_DOCS),$(DOCS_TESTS:%=--ignore=%))
+
+test-all: export LMCACHE_TEST_SCOPE = all
+test-all: export LMCACHE_TEST_SEED := $(or $(LMCACHE_TEST_SEED),$(shell date +%s))
+test-all: setup kube sglang ## run all cases and ten times the random examples (hours); a part: make test-all TESTS=tests/unit
+	@$(TINY_MODEL)
+	@$(PYTEST) $(TESTS)
+
+test-docs: export LMCACHE_TEST_SCOPE = all
+test-docs: setup kube ## run the commands and the YAML of the documentation, open its site, and test packages
+	@$(TINY_MODEL)
+	@$(PYTEST) $(DOCS_TESTS)
 
 e2e: setup sglang ## test chart, operator and engines as pods of a real kubelet (root); one file: make e2e E2E=FILE
 	@$(PY) -m testing.node
@@ -52,7 +69,7 @@ test-avx2: export PYTHONPATH := $(CURDIR)/testing/avx2:$(CURDIR)
 test-avx2: export ATEN_CPU_CAPABILITY = avx2
 test-avx2: export ONEDNN_MAX_CPU_ISA = AVX2
 test-avx2: setup ## run the engine's tests as on a processor with AVX2 and without AVX-512
-	@$(PY) -c 'from testing.engine.tiny_model import tiny_model; tiny_model()'
+	@$(TINY_MODEL)
 	@$(PYTEST) tests/unit/test_other_processor.py tests/unit/vllm_connector tests/integration/test_vllm*.py
 
 test-kube-versions: export LMCACHE_KUBE_VERSION = 1.33
@@ -65,7 +82,7 @@ fuzz: setup ## search for inputs that break a promise (FUZZ_SECONDS=60 per targe
 soak: setup ## run traffic on a sidecar while everything fails (SOAK_SECONDS=3600); check answers and leaks
 	@SOAK_SECONDS=$(SOAK_SECONDS) $(PY) -m testing.soak
 
-check: setup kube ## check format, lint, types, borders, sizes, generated files, words, commits, chart, site
+check: setup ## check format, lint, types, borders, sizes, generated files, words, commits, chart, site
 	@$(PY) -m tools.check
 
 docs: ## serve the documentation site at http://127.0.0.1:8000; it follows your changes

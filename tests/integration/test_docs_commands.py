@@ -24,7 +24,7 @@ from tests.harness.fences import COMMANDS, DOCS, PAGES, Fence, fences
 from tests.harness.kube import alone, new_namespace
 from tests.harness.terminal import Terminal, facts
 
-pytestmark = pytest.mark.kube
+pytestmark = [pytest.mark.kube, pytest.mark.rotating("file")]
 
 EXAMPLES = ROOT / "examples"
 VERSION = yaml.safe_load((CHART / "Chart.yaml").read_text())["version"]

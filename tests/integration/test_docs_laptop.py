@@ -17,7 +17,7 @@ from testing.engine import fork_server
 from tests.harness.fences import COMMANDS, DOCS, Fence, fences
 from tests.harness.terminal import Terminal
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.rotating("file")]
 
 PAGE = DOCS / "get-started" / "laptop.md"
 # The reader starts both servers in terminals of their own.

@@ -11,6 +11,8 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.harness.browser import DARK, DESKTOP, LIGHT, PHONE, Site, headless_browser, served_site, visit
 
+pytestmark = pytest.mark.rotating("file")
+
 ROOT = Path(__file__).resolve().parents[2]
 # Relative luminance and contrast as in WCAG 2.
 _CONTRAST = """

@@ -16,7 +16,7 @@ from tests.harness.fences import Fence, fences, pages
 from tests.harness.kube import new_namespace
 from tests.harness.terminal import fields
 
-pytestmark = pytest.mark.kube
+pytestmark = [pytest.mark.kube, pytest.mark.rotating("file")]
 
 FENCES = {str(fence): fence for page in pages() for fence in fences(page, "yaml")}
 CLUSTER = yaml.safe_load((ROOT / "examples" / "qwen3-8b.yaml").read_text())

@@ -9,6 +9,8 @@ import pytest
 from tools import payload
 from tools.cache import uv
 
+pytestmark = pytest.mark.rotating("file")
+
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory) -> Path:

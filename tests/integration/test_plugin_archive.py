@@ -16,6 +16,8 @@ import yaml
 from tests.harness.krew import problems
 from tools import plugin
 
+pytestmark = pytest.mark.rotating("file")
+
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 PLATFORM = f"linux-{'arm64' if platform.machine() == 'aarch64' else 'amd64'}"
 URL = "https://github.com/owner/repository/releases/download/v0.1.0"

@@ -44,11 +44,25 @@ def test_workflows_run_existing_make_targets():
     assert {*matrix, *called} <= targets
 
 
-def test_nightly_run_fuzzes_all_targets():
+def nightly_words(name: str) -> list[str]:
+    """Return the words that the jobs of the nightly run pass to make in this variable."""
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text())["jobs"]
     arguments = [entry["arguments"] for entry in jobs["target"]["strategy"]["matrix"]["include"]]
-    fuzzed = [name for text in arguments for name in re.findall(r'FUZZ="([^"]*)"', text)]
-    assert sorted(" ".join(fuzzed).split()) == sorted(names())
+    found = re.findall(rf'{name}="([^"]*)"', "\n".join(arguments))
+    return " ".join(found).split()
+
+
+def test_nightly_run_fuzzes_all_targets():
+    assert sorted(nightly_words("FUZZ")) == sorted(names())
+
+
+def test_nightly_run_has_each_test_file_once():
+    paths = [path for words in nightly_words("TESTS") for path in ROOT.glob(words)]
+    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("test_*.py"))]
+    all_files = [
+        file for name in ("unit", "integration") for file in (ROOT / "tests" / name).rglob("test_*.py")
+    ]
+    assert sorted(files) == sorted(all_files)
 
 
 def test_release_needs_tested_main_and_approval():
