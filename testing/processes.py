@@ -230,6 +230,13 @@ class SidecarProcess(Server):
         except AssertionError as error:
             raise AssertionError(f"{error}; stats {self.stats()}; log {self.log}") from error
 
+    def settled(self) -> dict[str, Any]:
+        """Wait until no work is left in the background, and return the statistics of that moment."""
+        settled: dict[str, Any] = self.wait_until(
+            lambda stats: stats if not any(stats["pending_work"].values()) else None
+        )
+        return settled
+
     def wait_usable(self) -> None:
         """Wait until a client is attached, and all of the arena's memory can be used.
 

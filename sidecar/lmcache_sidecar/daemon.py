@@ -18,7 +18,9 @@ import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from http import HTTPStatus
+from typing import Any
 
 import lmcache
 from lmcache.rpc import service
@@ -151,7 +153,7 @@ class Daemon:
             if self._http_address == address:
                 return
             await self._http.stop()
-        self._http = HttpServer(self._pages, {"/prompt": self._prompt_page}, self._guard)
+        self._http = HttpServer(self._pages, {"/prompt": self._page(Sidecar.prompt)}, self._guard)
         self._http_address = address
         try:
             self._http_port = self._http.start(*address)
@@ -178,10 +180,10 @@ class Daemon:
     def _pages(self) -> dict[str, Callable[[str], Awaitable[Page]]]:
         return {
             "/metrics": self._metrics_page,
-            f"/metrics {OPEN_METRICS}": self._open_metrics_page,
+            f"/metrics {OPEN_METRICS}": partial(self._metrics_page, is_open_metrics=True),
             "/stats": self._stats_page,
-            "/samples": self._samples_page,
-            "/requests": self._requests_page,
+            "/samples": self._page(lambda sidecar, query: sidecar.samples.answer(query)),
+            "/requests": self._page(Sidecar.requests),
             "/healthz": self._healthz_page,
             "/readyz": self._readyz_page,
         }
@@ -219,46 +221,29 @@ class Daemon:
         }
         return [Part("", facts, read(FIGURES, self)), *(self._sidecar.stats() if self._sidecar else ())]
 
-    async def _metrics_page(self, _: str) -> Page:
-        return Page(HTTPStatus.OK, await self._metrics(), "text/plain; version=0.0.4; charset=utf-8")
-
-    async def _open_metrics_page(self, _: str) -> Page:
-        text = await self._metrics(is_open_metrics=True)
-        return Page(HTTPStatus.OK, text, f"{OPEN_METRICS}; version=1.0.0; charset=utf-8")
-
-    async def _metrics(self, *, is_open_metrics: bool = False) -> bytes:
+    async def _metrics_page(self, _: str, *, is_open_metrics: bool = False) -> Page:
         metrics = await asyncio.to_thread(importlib.import_module, "lmcache_sidecar.metrics")
         times = self._sidecar.times if self._sidecar else None
-        text: bytes = await metrics.render(self._calls, self._stats(), times, is_open_metrics=is_open_metrics)
-        return text
+        text = await metrics.render(self._calls, self._stats(), times, is_open_metrics=is_open_metrics)
+        form = f"{OPEN_METRICS}; version=1.0.0" if is_open_metrics else "text/plain; version=0.0.4"
+        return Page(HTTPStatus.OK, text, f"{form}; charset=utf-8")
 
     async def _stats_page(self, _: str) -> Page:
         text = json.dumps(document(self._stats()))
         return Page(HTTPStatus.OK, text.encode() + b"\n", "application/json")
 
-    async def _samples_page(self, query: str) -> Page:
-        if self._sidecar is None:
-            return Page(HTTPStatus.SERVICE_UNAVAILABLE, f"{self.not_ready_reason}\n".encode())
-        try:
-            return Page(HTTPStatus.OK, await self._sidecar.samples.answer(query), "application/json")
-        except ValueError as error:
-            return Page(HTTPStatus.BAD_REQUEST, f"{error}\n".encode())
+    def _page(self, ask: Callable[[Sidecar, Any], Awaitable[bytes]]) -> Callable[[Any], Awaitable[Page]]:
+        """Return a page with the answer to a query. ``ask`` raises ValueError if the query is invalid."""
 
-    async def _requests_page(self, query: str) -> Page:
-        if self._sidecar is None:
-            return Page(HTTPStatus.SERVICE_UNAVAILABLE, f"{self.not_ready_reason}\n".encode())
-        try:
-            return Page(HTTPStatus.OK, self._sidecar.requests(query), "application/json")
-        except ValueError as error:
-            return Page(HTTPStatus.BAD_REQUEST, f"{error}\n".encode())
+        async def answer(query: Any) -> Page:
+            if self._sidecar is None:
+                return Page(HTTPStatus.SERVICE_UNAVAILABLE, f"{self.not_ready_reason}\n".encode())
+            try:
+                return Page(HTTPStatus.OK, await ask(self._sidecar, query), "application/json")
+            except ValueError as error:
+                return Page(HTTPStatus.BAD_REQUEST, f"{error}\n".encode())
 
-    async def _prompt_page(self, body: bytes) -> Page:
-        if self._sidecar is None:
-            return Page(HTTPStatus.SERVICE_UNAVAILABLE, f"{self.not_ready_reason}\n".encode())
-        try:
-            return Page(HTTPStatus.OK, await self._sidecar.prompt(body), "application/json")
-        except ValueError as error:
-            return Page(HTTPStatus.BAD_REQUEST, f"{error}\n".encode())
+        return answer
 
     async def _healthz_page(self, _: str) -> Page:
         return Page(HTTPStatus.OK, b"ok\n")  # this answer proves that the loop runs

@@ -62,6 +62,16 @@ class Sessions:
         self.release_round = 0
         """Present round in which workers are asked to release rows that are not ready any more; 0: none."""
 
+    @property
+    def pending_work(self) -> dict[str, int]:
+        """Number of rows or requests with work left in the background, by kind of work."""
+        return {
+            "copy": self.copier.num_slots_under_way,
+            "populate": self.arena.num_pending_rows,
+            "report": len(self.causes.open_requests),
+            **(self.store.pending_work if self.store else {}),
+        }
+
     async def start(self) -> None:
         """Adopt the rows that an earlier sidecar left in the arena."""
         self.clients.find_previous()

@@ -154,7 +154,7 @@ class Sidecar:
         """Times of requests, for ``/metrics``."""
         return self._sessions.causes.times
 
-    def requests(self, query: str) -> bytes:
+    async def requests(self, query: str) -> bytes:
         """Return the page of recent requests. Raises ValueError for a bad query."""
         causes = self._sessions.causes
         causes.settle()

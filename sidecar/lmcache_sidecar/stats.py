@@ -151,11 +151,6 @@ def pin_problem(sessions: Sessions) -> str:
     return ""
 
 
-def _branches(sessions: Sessions) -> dict[str, Any]:
-    branches = sessions.causes.branches.top(_NUM_BRANCHES)
-    return {"branches": [asdict(branch) for branch in branches]}
-
-
 def _benefit_facts(causes: Causes) -> dict[str, Any]:
     """Return what ``lmcache.explain.benefit`` needs and what is no metric, or a histogram there."""
     times = causes.times
@@ -228,6 +223,8 @@ SESSIONS: tuple[Figure[Sessions], ...] = (
         lambda sessions: len(sessions.clients.previous)),
     Figure("num_unwritten_rows", "Rows still to be checksummed or written through",
         lambda sessions: sessions.store.num_unwritten if sessions.store else 0),
+    Figure("pending_work", "Background work left: rows, or for `report` requests whose times are unknown",
+        lambda sessions: sessions.pending_work, "kind"),
 )
 TRANSFER: tuple[Figure[Sessions], ...] = (
     Figure("num_workers", "Attached workers, by the transfer mode of their stores", _num_workers, "mode"),
@@ -265,10 +262,7 @@ MEMORY: tuple[Figure[MemoryTier], ...] = (
     Figure("quarantined_slots", "Slots whose reuse is not proven safe",
         lambda memory: memory.num_quarantined),
 )
-MEMORY_COUNTS: tuple[Figure[MemoryStats], ...] = (
-    *declared(MemoryStats),
-    HIT_RATIO,
-)
+MEMORY_COUNTS: tuple[Figure[MemoryStats], ...] = (*declared(MemoryStats), HIT_RATIO)
 REACHABLE: Figure[tuple[TierHandle, TierWorker | None]] = Figure(
     "is_reachable", "1 if the tier answers, as far as the sidecar knows", lambda lower: _is_reachable(*lower))
 TRAFFIC: tuple[Figure[TierWorker], ...] = (
@@ -316,6 +310,7 @@ def collect(
     causes = sessions.causes
     causes.settle()
     causes.benefit.hold(held_bytes(arena, handles), time.monotonic())
+    branches = {"branches": list(map(asdict, causes.branches.top(_NUM_BRANCHES)))}
     samples = read(declared(LookupStats), sessions.samples.stats) | read(LOOKUPS, sessions.samples)
     memory = read([TARGET], resizer) | read(ARENA, arena)
     memory |= read(MEMORY, store.memory if store else None) | read(MEMORY_COUNTS, counts)
@@ -324,7 +319,7 @@ def collect(
     return [
         Part("", facts, read(SESSIONS, sessions)),
         Part("lookups", {"namespace": sessions.samples.namespace}, samples),
-        Part("causes", _branches(sessions), read(declared(CauseStats), causes.stats), "lmcache"),
+        Part("causes", branches, read(declared(CauseStats), causes.stats), "lmcache"),
         Part("benefit", _benefit_facts(causes), read(declared(BenefitStats), causes.benefit), "lmcache"),
         Part(
             "transfer",

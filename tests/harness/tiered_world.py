@@ -218,7 +218,7 @@ class World:
         store = self.store
         num_tasks = len(store._tasks._tasks) + sum(len(lower._tasks._tasks) for lower in store.lower.values())
         is_ended = num_tasks == 1 + sum(lower.num_writers for lower in store.lower.values())
-        return is_ended and not store.num_unwritten and not store._refresh._has_hits.is_set()
+        return is_ended and not any(store.pending_work.values())
 
     async def until_resident(self, keys: list[bytes]) -> LookupResult:
         result = self.lookup(keys)

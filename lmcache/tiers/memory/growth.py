@@ -100,9 +100,14 @@ class GrowingFile:
     @property
     def size_bytes(self) -> int:
         """Upper bound of the memory taken: the target, once exactly the target's slots are populated."""
-        is_at_target = self._num_ready == self._num_filled == self.target_rows
         taken = self.bytes_of(self._num_filled)
-        return max(self.target_bytes, taken) if is_at_target else taken
+        return taken if self.num_pending_rows else max(self.target_bytes, taken)
+
+    @property
+    def num_pending_rows(self) -> int:
+        """Number of slots that the thread has yet to populate, or to punch out."""
+        target = self.target_rows
+        return target - self._num_ready + max(0, self._num_filled - target)
 
     @property
     def taken_bytes(self) -> int:

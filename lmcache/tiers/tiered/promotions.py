@@ -162,6 +162,11 @@ class Promotions:
         """Is the row being promoted or verified, or a lower tier being asked for it?"""
         return key in self._pending or key in self._probing
 
+    @property
+    def num_pending(self) -> int:
+        """Number of rows that are being promoted or verified, plus those for which tiers are being asked."""
+        return len(self._pending) + len(self._probing)
+
     async def _verify(self, slots: Mapping[RowKey, Slot]) -> None:
         left = set(slots)
         try:

@@ -46,7 +46,7 @@ class RefreshQueue:
         self._clock = clock
         # By lease and first key: a request has one chain per KV group, and looks up a long chain in parts.
         self._latest: dict[Hashable, tuple[Sequence[RowKey], Sequence[Slot]]] = {}
-        self._has_hits = asyncio.Event()
+        self.has_hits = asyncio.Event()  # set until all hits are processed
         self._fresh_since = array("d", [-math.inf]) * num_rows  # by row: time of the last write or touch
         self._doubted_at = -math.inf  # copies that were fresh at this time may be lost
         self._unused: dict[int, Write] = {}  # by row: stored rows without a hit
@@ -54,7 +54,7 @@ class RefreshQueue:
     def add(self, lease_id: Hashable, keys: Sequence[RowKey], slots: Sequence[Slot]) -> None:
         """Note that a lookup found the leading keys in these slots. O(1): this is the hot path."""
         self._latest[lease_id, keys[0]] = keys, slots
-        self._has_hits.set()
+        self.has_hits.set()
 
     def mark_fresh(self, slot: Slot) -> None:
         """Note that a row and its copies were just written or promoted."""
@@ -75,7 +75,7 @@ class RefreshQueue:
     async def run(self) -> None:
         """Process hits, in slices of one lookup each."""
         while True:
-            await self._has_hits.wait()
+            await self.has_hits.wait()
             await asyncio.sleep(_PAUSE_SECONDS)
             seconds = self._residence_seconds() / _REFRESHES
             self._seconds = min(max(seconds, _MIN_REFRESH_SECONDS), REFRESH_SECONDS)
@@ -84,7 +84,7 @@ class RefreshQueue:
                 _, (keys, slots) = self._latest.popitem()
                 due.update(pair for pair in zip(keys, slots, strict=False) if self._process_hit(pair[1]))
                 await asyncio.sleep(0)
-            self._has_hits.clear()
+            self.has_hits.clear()
             self._touch(due)
 
     def _process_hit(self, slot: Slot) -> bool:

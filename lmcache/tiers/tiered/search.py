@@ -137,11 +137,10 @@ class Search:
     async def _ask(self, places: Sequence[Place], position: int, lower: TierWorker) -> None:
         asked = [place for place in places if self._asked.get(place, -1) < position]
         asked = [place for place in asked if not self._is_present(place)]
-        answers = (
-            await lower.find_each(list(map(self.chains.key, asked)), self.chains.tenant) if asked else []
-        )
+        keys = list(map(self.chains.key, asked))
+        answers = await lower.look(keys, self.chains.tenant, is_use=True) if asked else None
         self._asked |= dict.fromkeys(asked, position)
-        self._sources |= {place: position for place, is_found in zip(asked, answers, strict=True) if is_found}
+        self._sources |= dict.fromkeys(itertools.compress(asked, answers or ()), position)
 
     def _num_leading(self) -> int:
         """Return the number of leading chunks that are present in all full groups."""

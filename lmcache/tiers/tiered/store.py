@@ -304,6 +304,15 @@ class TieredStore:
         """Number of rows to checksum, plus rows to write, counted once for every lower tier."""
         return self._outstanding.number
 
+    @property
+    def pending_work(self) -> dict[str, int]:
+        """Number of rows that the store works on in the background, by kind of work."""
+        return {
+            "promote": self._promotions.num_pending,
+            "refresh": self._refresh.has_hits.is_set() + sum(worker.num_touches for worker in self._written),
+            "write": self.num_unwritten,
+        }
+
     async def drain(self, timeout_seconds: float) -> bool:
         """Wait until all rows committed so far are written through. Returns False on time-out."""
         try:

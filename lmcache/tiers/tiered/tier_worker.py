@@ -57,6 +57,7 @@ class TierWorker(TierOperations):
         super().__init__(name, tier, refresh, clock)
         self.stats = stats
         self.num_loads = 0  # rows that are being loaded, or wait for their turn
+        self.num_touches = 0  # rows to be touched
         self._memory = memory
         self._num_columns = memory.arena.table.num_columns
         self._labels = labels
@@ -91,17 +92,14 @@ class TierWorker(TierOperations):
         """Return how many leading rows the tier holds; 0 while it is unhealthy."""
         return await self._ask(lambda: self._tier.probe(keys, self._num_columns), 0, tenant)
 
-    async def find_each(self, keys: Sequence[RowKey], tenant: bytes = b"") -> list[bool]:
-        """Say of each row whether the tier holds all its columns. All are False while it is unhealthy."""
-        ids = [ObjectId(key, column) for key in keys for column in range(self._num_columns)]
-        present = await self._ask(lambda: self._tier.find_each(ids), [False] * len(ids), tenant)
-        return [all(present[i : i + self._num_columns]) for i in range(0, len(ids), self._num_columns)]
-
-    async def look(self, keys: Sequence[RowKey]) -> list[bool] | None:
-        """Say of each row whether the tier holds all its columns, without using the row; None: no answer."""
+    async def look(
+        self, keys: Sequence[RowKey], tenant: bytes = b"", *, is_use: bool = False
+    ) -> list[bool] | None:
+        """Say of each row whether the tier holds all its columns; None: no answer. Counts as a use of the
+        rows only with ``is_use``."""
         ids = [ObjectId(key, column) for key in keys for column in range(self._num_columns)]
         nothing: list[bool] | None = None
-        present = await self._ask(lambda: self._tier.find_each(ids, is_use=False), nothing)
+        present = await self._ask(lambda: self._tier.find_each(ids, is_use=is_use), nothing, tenant)
         if present is None:
             return None
         return [all(present[i : i + self._num_columns]) for i in range(0, len(ids), self._num_columns)]
@@ -175,7 +173,9 @@ class TierWorker(TierOperations):
         missing copies. Does nothing while the tier is unhealthy."""
         for first in range(0, len(rows), _MAX_TOUCH):
             if self.is_healthy:
-                self._tasks.spawn(self._touch(rows[first : first + _MAX_TOUCH]))
+                part = rows[first : first + _MAX_TOUCH]
+                self.num_touches += len(part)
+                self._tasks.spawn(self._touch(part))
 
     async def _touch(self, rows: Sequence[tuple[RowKey, Slot]]) -> None:
         absent: set[RowKey] = set()
@@ -185,6 +185,7 @@ class TierWorker(TierOperations):
         for key, slot in rows:
             if key in absent and slot not in self._refused:
                 self.write(Write(slot, self._memory.describe(slot)[1]))
+        self.num_touches -= len(rows)
 
     def _enqueue(self, write: Write, *, is_first: bool = False) -> None:
         dropped = self._queue.push(write, self._memory.tenant(write.slot), is_first=is_first)

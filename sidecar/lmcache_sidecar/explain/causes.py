@@ -122,7 +122,7 @@ class Causes:
         self.branches = Branches()
         self.requests: deque[ExplainedRequest] = deque(maxlen=_MAX_REQUESTS)
         """Recent requests, the newest last."""
-        self._open = OpenRequests(self._count)
+        self.open_requests = OpenRequests(self._count)
         self._defer = defer
         self._queue: deque[Scheduled | EndedRequest] = deque()
 
@@ -140,7 +140,7 @@ class Causes:
     def end_engine(self, engine: bytes) -> None:
         """Count the loads of an engine that is dead. They count as hits."""
         self.settle()
-        self._open.end_engine(engine)
+        self.open_requests.end_engine(engine)
 
     def _settle_slice(self) -> None:
         num_left = _SLICE_CHUNKS
@@ -155,7 +155,7 @@ class Causes:
     def _take(self, request: Scheduled | EndedRequest) -> int:
         """Process a queued request. Returns its cost in chunks."""
         if isinstance(request, EndedRequest):
-            if (explained := self._open.end(request)) is not None:
+            if (explained := self.open_requests.end(request)) is not None:
                 self.times.observe(explained)
                 self.benefit.note_first_token(explained)
             return _END_CHUNKS
@@ -198,7 +198,7 @@ class Causes:
         )
         self.requests.append(explained)
         if message.reports_times:
-            self._open.add(explained)
+            self.open_requests.add(explained)
         if not (message.reports_times and explained.load_tier):
             self._count(explained)
 

@@ -34,6 +34,9 @@ class OpenRequests:
         self._max_requests = max_requests
         self._requests: OrderedDict[tuple[bytes, str], ExplainedRequest] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._requests)
+
     def add(self, request: ExplainedRequest) -> None:
         """Add a request. An older request of the same id does not end any more."""
         key = request.engine.uuid, request.request_id

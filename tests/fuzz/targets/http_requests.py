@@ -17,6 +17,7 @@ from pathlib import Path
 from lmcache_sidecar.config import Config, Reading
 from lmcache_sidecar.daemon import Daemon
 from lmcache_sidecar.http import HttpServer
+from lmcache_sidecar.sidecar import Sidecar
 
 from tests.fuzz.target import Target
 
@@ -43,7 +44,7 @@ async def start(config: Config) -> tuple[Daemon, HttpServer, int]:
     """Start a sidecar and a server of its pages. Returns the server's port."""
     daemon = Daemon(Reading(config))
     await daemon._start_sidecar(config)
-    server = HttpServer(daemon._pages, {"/prompt": daemon._prompt_page})
+    server = HttpServer(daemon._pages, {"/prompt": daemon._page(Sidecar.prompt)})
     return daemon, server, server.start("127.0.0.1", 0)
 
 
