@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from testing.child_process import wait_until
-from testing.kube.api import ApiError
 from testing.router import RouterProcess
 from tests.harness.kube import CLUSTERS, NAME, example
 
@@ -198,16 +197,3 @@ def test_status_says_whether_the_router_is_available(plane, operator, namespace)
     ):
         plane.wait(lambda kind=kind: plane.api.find(kind, ROUTER, namespace) is None)
     assert plane.api.find("v1/services", NAME, namespace)
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ({"router": {"args": ["--request-timeout-secs", "1"]}}, "write each argument as --name=value"),
-        ({"router": {}, "engine": {"kind": "SGLang"}}, "set router.policy to CacheAware"),
-        ({"router": {"policy": "Best"}}, "Unsupported value"),
-    ],
-)
-def test_api_server_refuses_what_cannot_work_with_a_remedy(plane, namespace, spec, message):
-    with pytest.raises(ApiError, match=message):
-        plane.api.create(CLUSTERS, example(**spec), namespace)
