@@ -61,6 +61,9 @@ e2e: setup sglang ## test chart, operator and engines as pods of a real kubelet 
 test-fast: setup ## run the unit tests, about a minute
 	@$(PYTEST) tests/unit
 
+test-changed: setup ## run the tests that your change may break; of all commits since REV: make test-changed BASE=REV
+	@files=$$($(PY) -m tools.changed_tests $(BASE)) && if [ -n "$$files" ]; then $(PYTEST) $$files; fi
+
 test-vllm-versions: setup ## test the connector on the oldest and newest vLLM (downloads 500 MB once, some minutes)
 	@$(PY) -m testing.engine.versions
 

@@ -1,0 +1,111 @@
+"""The choice of tests for a change."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from tools import changed_tests
+from tools.changed_tests import DOCS, MAX_INTEGRATION, PROCESSES, ROOT, changed_paths, may_break_docs
+
+
+def git(repository, *arguments):
+    identity = ("-c", "user.name=A", "-c", "user.email=a@example.com")
+    subprocess.run(["git", "-C", str(repository), *identity, *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """One commit on main."""
+    git(tmp_path, "init", "--quiet", "--initial-branch=main")
+    commit(tmp_path, "operator/edited.py")
+    commit(tmp_path, "sidecar/deleted.py")
+    return tmp_path
+
+
+def commit(repository, path):
+    (repository / path).parent.mkdir(exist_ok=True)
+    (repository / path).write_text("text")
+    git(repository, "add", ".")
+    git(repository, "commit", "--quiet", "-m", path)
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return changed_tests.import_graph()
+
+
+def test_a_change_is_all_that_differs_from_the_base(repository):
+    (repository / "operator/edited.py").write_text("other")
+    (repository / "sidecar/deleted.py").unlink()
+    (repository / "untracked.py").touch()
+    git(repository, "mv", "operator/edited.py", "operator/moved.py")
+    expected = ["operator/edited.py", "operator/moved.py", "sidecar/deleted.py", "untracked.py"]
+    assert changed_paths("HEAD", repository) == expected
+    git(repository, "add", ".")
+    git(repository, "commit", "--quiet", "-m", "change")
+    assert changed_paths("HEAD", repository) == []
+    assert changed_paths("HEAD~1", repository) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "test", "reason"),
+    [
+        ("tests/unit/tiers/test_policy.py", "unit/tiers/test_policy", "changed"),
+        ("tests/unit/tiers/conftest.py", "unit/tiers/test_policy", "tests tests/unit/tiers/conftest.py"),
+        ("lmcache/tiers/policy.py", "unit/tiers/test_policy", "imports lmcache.tiers.policy"),
+        ("sidecar/lmcache_sidecar/daemon.py", "integration/test_sidecar_process", "tests sidecar/"),
+        ("charts/lmcache-operator/values.yaml", "integration/test_chart", "tests charts/"),
+    ],
+)  # fmt: skip
+def test_chooses_a_test_and_says_why(graph, path, test, reason):
+    files, _ = changed_tests.chosen([path], graph)
+    assert files[f"tests/{test}.py"] == reason
+
+
+def test_chooses_tests_through_other_modules(graph):
+    files, _ = changed_tests.chosen(["lmcache/common/units.py"], graph)
+    assert any(reason.endswith("steps") for reason in files.values())
+
+
+def test_leaves_distant_integration_tests_out(graph):
+    files, num_left_out = changed_tests.chosen(["lmcache/common/units.py"], graph)
+    assert sum(path.startswith("tests/integration/") for path in files) == MAX_INTEGRATION
+    assert num_left_out > 0
+
+
+def test_unknown_files_choose_no_test(graph):
+    assert changed_tests.chosen(["LICENSE", "removed.py", "docs.py"], graph) == ({}, 0)
+
+
+@pytest.mark.parametrize("glob", sorted({glob for globs in PROCESSES.values() for glob in globs}))
+def test_table_names_existing_tests(glob):
+    assert list((ROOT / "tests").glob(f"{glob}.py"))
+
+
+@pytest.mark.parametrize("prefix", sorted({*PROCESSES, *DOCS}))
+def test_tables_name_existing_paths(prefix):
+    assert list(ROOT.glob(f"{prefix.rstrip('/')}*"))
+
+
+@pytest.mark.parametrize(("path", "expected"), [("docs/a.md", True), ("operator/edited.py", False)])
+def test_branch_may_break_the_tests_of_the_documentation(repository, path, expected):
+    git(repository, "switch", "--quiet", "--create", "change")
+    commit(repository, "lmcache.py")
+    assert not may_break_docs(repository)
+    (repository / path).parent.mkdir(exist_ok=True)
+    (repository / path).write_text("other")
+    assert may_break_docs(repository) is expected
+
+
+def test_unknown_begin_of_the_branch_may_break_the_tests_of_the_documentation(repository, tmp_path_factory):
+    assert may_break_docs(repository)  # the main branch
+    assert may_break_docs(tmp_path_factory.mktemp("archive"))  # no repository
+    git(repository, "switch", "--quiet", "--create", "change")
+    commit(repository, "lmcache.py")
+    shallow = tmp_path_factory.mktemp("shallow") / "clone"
+    git(repository, "clone", "--quiet", "--depth=1", f"file://{repository}", str(shallow))
+    assert may_break_docs(shallow)
+    git(repository, "switch", "--quiet", "--detach", "main~1")
+    assert may_break_docs(repository)
