@@ -1,23 +1,23 @@
-"""``kubectl lmcache status`` and ``explain`` on a real API server, with real sidecars as pods."""
+"""Commands of ``kubectl lmcache`` on a real API server, with real sidecars as pods."""
 
 from __future__ import annotations
 
-import http.server
 import json
 import socket
-import threading
-import time
+from contextlib import ExitStack
+from xml.etree import ElementTree
 
 import pytest
 import yaml
 
 from lmcache.rpc.hello import Role
 from lmcache.rpc.session import Scheduled
-from testing.child_process import reachable_address
+from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 from tests.harness.engine import session_of
-from tests.harness.kube import CLUSTERS, NAME, example
-from tests.harness.plugin import Plugin, create_pod, kubeconfig_with
+from tests.harness.kube import CLUSTERS, NAME, example, new_namespace
+from tests.harness.plugin import Commands, Plugin, create_pod, kubeconfig_with
+from tests.harness.tmux import Tmux
 from tests.harness.wire import make_keys
 
 pytestmark = [pytest.mark.kube, pytest.mark.usefixtures("no_operator")]
@@ -25,26 +25,31 @@ pytestmark = [pytest.mark.kube, pytest.mark.usefixtures("no_operator")]
 READ = {"apiGroups": ["lmcache.io"], "resources": ["lmcacheclusters"], "verbs": ["get", "list"]}
 LIST_PODS = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}
 GET_PROXY = {"apiGroups": [""], "resources": ["pods/proxy"], "verbs": ["get"]}
+BASH_COMPLETION = "/usr/share/bash-completion/bash_completion"
+"""The package bash-completion. The completion of kubectl needs it."""
+POINT = {"hit": "0.30", "low": "0.29", "high": "0.31", "netPerHour": "0.00"}
+SIZES = {
+    "observedAt": "2026-11-22T18:00:00Z", "window": "24h", "samples": 1000,
+    "memory": {
+        "current": "64Gi", "recommended": "128Gi", "next": "64Gi", "reason": "for a test",
+        "curve": [{"size": size, **POINT} for size in ("64Gi", "128Gi")],
+    },
+}  # fmt: skip
 
 
-@pytest.fixture
-def sidecars():
-    """Two sidecars that the API server can reach. Each counted one request of 517 tokens."""
-    with SidecarProcess(http_host="0.0.0.0") as first, SidecarProcess(http_host="0.0.0.0") as second:
-        for number, sidecar in enumerate((first, second)):
+@pytest.fixture(scope="module")
+def namespace(plane):
+    """A namespace with an LMCacheCluster and two pods. Each sidecar counted one request of 517 tokens."""
+    with new_namespace(plane, "commands") as name, ExitStack() as stack:
+        # Mode Off, so that no operator of other tests fills the status.
+        plane.api.create(CLUSTERS, example(autoscaling={"mode": "Off"}), name)
+        for number in range(2):
+            sidecar = stack.enter_context(SidecarProcess(http_host="0.0.0.0"))
             with session_of(sidecar, role=Role.SCHEDULER) as session:
-                keys = [(0, make_keys(number, 7))]
                 scheduled = Scheduled(num_prompt_tokens=517)
-                session.lookup(f"cmpl-{number}", keys, hint=True, scheduled=scheduled)
-        yield first, second
-
-
-@pytest.fixture
-def cluster(plane, namespace, sidecars):
-    """An LMCacheCluster, and a pod of it for each sidecar."""
-    plane.api.create(CLUSTERS, example(), namespace)
-    for number, sidecar in enumerate(sidecars):
-        create_pod(plane, namespace, NAME, number, port=sidecar.http_port)
+                session.lookup(f"cmpl-{number}", [(0, make_keys(number, 7))], hint=True, scheduled=scheduled)
+            create_pod(plane, name, NAME, number, port=sidecar.http_port)
+        yield name
 
 
 @pytest.fixture
@@ -52,52 +57,68 @@ def kubectl(plane, namespace, tmp_path):
     return Plugin(plane, tmp_path, namespace)
 
 
-def test_status_shows_the_figures_of_all_pods(cluster, kubectl, namespace):
-    shown = kubectl("status", NAME)
-    assert (shown.returncode, shown.stderr) == (0, "")
-    assert f"{namespace}/{NAME}" in shown.stdout
-    assert "1,034 tokens of prompts since the sidecars started." in shown.stdout
-    assert "\x1b" not in shown.stdout
-    status = json.loads(kubectl("status", NAME, "-o", "json").stdout)
+@pytest.fixture
+def lmcache(plane, namespace):
+    return Commands(plane, namespace)
+
+
+def succeed(completed):
+    assert (completed.returncode, completed.stderr) == (0, "")
+    return completed.stdout
+
+
+def test_status_shows_the_figures_of_all_pods(kubectl, lmcache, namespace):
+    shown = succeed(kubectl("status", NAME))
+    assert f"{namespace}/{NAME}" in shown
+    assert "1,034 tokens of prompts since the sidecars started." in shown
+    assert "\x1b" not in shown
+    status = json.loads(succeed(lmcache("status", NAME, "-o", "json")))
     assert [(pod["name"], pod["promptTokens"]) for pod in status["pods"]] == [
         (f"{NAME}-engine-0", 517),
         (f"{NAME}-engine-1", 517),
     ]
     assert status["causeTokens"] == {"new": 1024, "tail": 10}
-    assert yaml.safe_load(kubectl("status", "-o", "yaml").stdout)["causeTokens"] == status["causeTokens"]
+    assert yaml.safe_load(lmcache("status", "-o", "yaml").stdout)["causeTokens"] == status["causeTokens"]
 
 
-def test_explain_adds_up_the_causes_and_finds_a_request(cluster, kubectl):
-    shown = kubectl("explain")
-    assert (shown.returncode, shown.stderr) == (0, "")
-    assert shown.stdout.startswith("1,034 tokens of prompts: 0 % loaded, 100 % computed.")
-    assert json.loads(kubectl("explain", "-o", "json").stdout)["pods"] == 2
-    shown = kubectl("explain", NAME, "--request-id", "pl-1")
-    assert (shown.returncode, shown.stderr) == (0, "")
-    assert shown.stdout.startswith(f"Pod {NAME}-engine-1.\nRequest cmpl-1: 517 tokens.")
-    unknown = kubectl("explain", NAME, "--request-id", "nobody")
-    assert unknown.returncode == 2
-    assert "no pod knows a request with 'nobody' in its id" in unknown.stderr
+def test_explain_adds_up_the_causes_and_finds_a_request(lmcache):
+    sums = "1,034 tokens of prompts: 0 % loaded, 100 % computed."
+    assert succeed(lmcache("explain")).startswith(sums)
+    assert succeed(lmcache("explain", "--tenant", "default")).startswith(f"Tenant default.\n{sums}")
+    shown = succeed(lmcache("explain", NAME, "--request-id", "pl-1"))
+    assert shown.startswith(f"Pod {NAME}-engine-1.\nRequest cmpl-1: 517 tokens.")
 
 
-def test_explain_adds_up_one_tenant_of_all_pods(cluster, kubectl):
-    shown = kubectl("explain", NAME, "--tenant", "default")
-    assert (shown.returncode, shown.stderr) == (0, "")
-    assert shown.stdout.startswith("Tenant default.\n1,034 tokens of prompts: 0 % loaded, 100 % computed.")
-    assert (
-        json.loads(kubectl("explain", NAME, "--tenant", "default", "-o", "json").stdout)["promptTokens"]
-        == 1034
-    )
-    unknown = kubectl("explain", NAME, "--tenant", "search")
-    assert (unknown.returncode, unknown.stdout) == (2, "")
-    assert "there is no tenant 'search': the tenants are default." in unknown.stderr
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["explain", "--tenant", "search"], "there is no tenant 'search': the tenants are default."),
+        (["explain", "--request-id", "x"], "no pod knows a request with 'x' in its id"),
+        *(
+            ([command, "nobody"], "there is no LMCacheCluster nobody in namespace commands: ")
+            for command in ("status", "explain", "top", "curve", "report", "doctor")
+        ),
+    ],
+    ids=str,
+)
+def test_unknown_name_is_an_error(lmcache, tmp_path, monkeypatch, words, sentence):
+    monkeypatch.chdir(tmp_path)
+    shown = lmcache(*words)
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert sentence in shown.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_read_rights_are_enough(cluster, kubectl, plane, namespace):
-    reader = kubeconfig_with(plane, namespace, "reader", [READ, LIST_PODS, GET_PROXY])
-    shown = kubectl("status", NAME, "--kubeconfig", reader)
-    assert (shown.returncode, shown.stderr) == (0, "")
-    assert "1,034 tokens" in shown.stdout
+def test_name_is_needed_if_there_are_several_clusters(plane):
+    with new_namespace(plane, "two-clusters") as namespace:
+        lmcache = Commands(plane, namespace)
+        for command in ("status", "top"):
+            assert f"namespace {namespace} has no LMCacheCluster" in lmcache(command).stderr
+        for name in ("one", "two"):
+            plane.api.create(CLUSTERS, example() | {"metadata": {"name": name}}, namespace)
+        shown = lmcache("status")
+    assert shown.returncode == 2
+    assert f"name one of the LMCacheClusters of namespace {namespace}: one, two" in shown.stderr
 
 
 @pytest.mark.parametrize(
@@ -105,62 +126,94 @@ def test_read_rights_are_enough(cluster, kubectl, plane, namespace):
     [
         ("blind", [], 2, "cannot get resource"),
         ("few", [READ], 0, "the pods cannot be listed: pods is forbidden"),
-        (
-            "some",
-            [READ, LIST_PODS],
-            0,
-            'It needs the right "get pods/proxy", or "get and create pods/portforward"',
-        ),
+        ("some", [READ, LIST_PODS], 0, 'It needs the right "get pods/proxy", or "get and create pods/portfo'),
+        ("reader", [READ, LIST_PODS, GET_PROXY], 0, "1,034 tokens of prompts"),
     ],
 )
-def test_missing_right_is_named(cluster, kubectl, plane, namespace, name, rules, status, text):
-    kubeconfig = kubeconfig_with(plane, namespace, name, rules)
-    shown = kubectl("status", NAME, "--kubeconfig", kubeconfig)
+def test_missing_right_is_named(plane, namespace, name, rules, status, text):
+    shown = Commands(plane, namespace, kubeconfig_with(plane, namespace, name, rules))("status", NAME)
     assert shown.returncode == status
     assert text in " ".join((shown.stdout + shown.stderr).split())
 
 
-def test_pods_that_do_not_answer_are_shown_within_five_seconds(cluster, kubectl, plane, namespace):
+def test_pod_that_does_not_answer_is_shown(plane, namespace, lmcache):
     with socket.create_server(("0.0.0.0", 0)) as silent:  # accepts, and never answers
-        for number in range(2, 150):
-            create_pod(plane, namespace, NAME, number, port=silent.getsockname()[1])
-        kubectl("status", "--help")  # so that the imports of the next run are in the page cache
-        began = time.monotonic()
-        shown = kubectl("status", NAME)
-        seconds = time.monotonic() - began
-    assert shown.returncode == 0
-    assert "no answer within 3 s" in shown.stdout
-    assert "more pods" in shown.stdout
-    assert seconds < 30  # 5 s on a machine that does nothing else
+        create_pod(plane, namespace, NAME, 2, port=silent.getsockname()[1])
+        shown = succeed(lmcache("status", NAME))
+        plane.api.delete("v1/pods", f"{NAME}-engine-2", namespace)
+    assert "no answer within 3 s" in shown
+    assert "1,034 tokens of prompts" in shown
 
 
-def test_name_is_needed_if_there_are_several_clusters(kubectl, plane, namespace):
-    assert "has no LMCacheCluster" in kubectl("status").stderr
-    for name in ("one", "two"):
-        plane.api.create(CLUSTERS, example() | {"metadata": {"name": name}}, namespace)
-    shown = kubectl("status")
-    assert shown.returncode == 2
-    assert f"name one of the LMCacheClusters of namespace {namespace}: one, two" in shown.stderr
+def test_curve_is_printed_and_drawn(plane, namespace, lmcache, tmp_path):
+    early = lmcache("curve", NAME)
+    assert early.returncode == 2
+    assert "status.autoscaling is empty" in early.stderr
+    plane.api.patch(CLUSTERS, f"{NAME}/status", {"status": {"autoscaling": SIZES}}, namespace)
+    picture = tmp_path / "curve.svg"
+    shown = succeed(lmcache("curve", NAME, "-o", picture))
+    assert f"{namespace}/{NAME}: the memory tier" in shown
+    assert "128Gi    30.0 %   29.0-31.0" in shown
+    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+    plane.api.patch(CLUSTERS, f"{NAME}/status", {"status": {"autoscaling": None}}, namespace)
 
 
-def test_pod_cannot_redirect_a_command(kubectl, plane, namespace):
-    """The API server passes a redirect of a pod on, and the command could use its user's rights elsewhere."""
-    paths = []
+def test_report_has_figures_and_events(plane, namespace, lmcache, tmp_path):
+    resource = plane.api.get(CLUSTERS, NAME, namespace)
+    involved = {key: resource["metadata"][key] for key in ("name", "namespace", "uid")}
+    message = "The memory tier grows to <b>128Gi</b>."
+    plane.api.create(
+        "v1/events",
+        {
+            "metadata": {"name": "decision"}, "type": "Normal", "reason": "Resizing", "message": message,
+            "involvedObject": {"apiVersion": resource["apiVersion"], "kind": resource["kind"], **involved},
+            "lastTimestamp": "2026-11-18T09:30:00Z",
+        },
+        namespace,
+    )  # fmt: skip
+    file = tmp_path / "cache report.html"
+    shown = succeed(lmcache("report", NAME, "-o", file))
+    assert shown == f"Wrote {file}. Open it in a browser: {file.as_uri()}\n"
+    text = file.read_text()
+    assert "Engines computed 1,034 of 1,034 prompt tokens." in text
+    assert "The memory tier grows to &lt;b&gt;128Gi&lt;/b&gt;." in text
+    assert "2026-11-18 09:30" in text
+    assert f"{NAME}-engine-0" in text
+    missing = lmcache("report", NAME, "-o", tmp_path / "missing" / "report.html")
+    assert missing.returncode == 2
+    assert missing.stderr.endswith("report.html: No such file or directory\n")
 
-    class Redirect(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            paths.append(self.path)
-            self.send_response(302)
-            self.send_header("Location", f"http://{reachable_address()}:{self.server.server_port}/stolen")
-            self.end_headers()
 
-    with http.server.ThreadingHTTPServer(("0.0.0.0", 0), Redirect) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        plane.api.create(CLUSTERS, example(), namespace)
-        create_pod(plane, namespace, NAME, 0, port=server.server_port)
-        shown = kubectl("status", NAME)
-        server.shutdown()
-        thread.join()
-    assert (shown.returncode, paths) == (0, ["/stats"])
-    assert "HTTP 302" in shown.stdout
+def test_report_says_which_rights_are_missing(plane, namespace):
+    limited = kubeconfig_with(plane, namespace, "limited", [READ, LIST_PODS])
+    shown = succeed(Commands(plane, namespace, limited)("report", NAME, "-o", "-"))
+    assert shown.startswith("<!DOCTYPE html>")
+    assert "The Events cannot be listed: events is forbidden" in shown
+    assert "It needs the right &quot;get pods/proxy&quot;" in shown
+
+
+def test_kubectl_lists_the_plugin_and_completes_its_words(kubectl, plane, namespace, tmp_path):
+    def suggested(*words: str) -> list[str]:
+        *lines, directive = kubectl.run("__complete", "lmcache", *words).splitlines()
+        assert directive == ":4"
+        return [line.partition("\t")[0] for line in lines]
+
+    # An installation of this project may be elsewhere on the PATH. kubectl would report the second plugin.
+    kubectl.environment["PATH"] = f"{plane.bin}:{tmp_path}:/usr/bin:/bin"
+    assert f"{tmp_path}/kubectl-lmcache" in kubectl.run("plugin", "list").splitlines()
+    assert suggested("stat") == ["status"]
+    assert suggested("status", "-n", namespace, "") == [NAME]
+    assert suggested("status", "-n", namespace[:-1]).count(namespace) == 1
+    assert suggested("status", "--context", "") == ["local"]
+
+
+def test_bash_completes_a_command_and_a_name(kubectl, namespace):
+    with Tmux(120, 20, kubectl.environment) as terminal:
+        terminal.run(f"source {BASH_COMPLETION}; source <(kubectl completion bash); echo sour''ced")
+        terminal.wait_for("sourced")
+        terminal.type("kubectl lmcache stat")
+        terminal.press("Tab")
+        terminal.wait_for("kubectl lmcache status")
+        terminal.type(f"-n {namespace} {NAME[:3]}")
+        terminal.press("Tab")
+        wait_until(lambda: f"status -n {namespace} {NAME}" in terminal.text, what="the name is completed")

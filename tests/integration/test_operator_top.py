@@ -11,18 +11,15 @@ import pytest
 
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
-from tests.harness.kube import CLUSTERS, NAME, example
-from tests.harness.plugin import Plugin, create_pod, kubeconfig_with
+from tests.harness.kube import CLUSTERS, NAME, example, new_namespace
+from tests.harness.plugin import Commands, Plugin, create_pod
 from tests.harness.tmux import Tmux
 from tests.harness.traffic import traffic
 
 pytestmark = [pytest.mark.kube, pytest.mark.usefixtures("no_operator")]
 
-READ = {"apiGroups": ["lmcache.io"], "resources": ["lmcacheclusters"], "verbs": ["get", "list"]}
-LIST_PODS = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}
 
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def sidecars() -> Iterator[list[SidecarProcess]]:
     """Two sidecars that the API server can reach, each with traffic."""
     with ExitStack() as stack:
@@ -32,45 +29,37 @@ def sidecars() -> Iterator[list[SidecarProcess]]:
         yield processes
 
 
-@pytest.fixture
-def cluster(plane, namespace, sidecars):
-    """An LMCacheCluster, and a pod of it for each sidecar."""
-    plane.api.create(CLUSTERS, example(), namespace)
-    for number, sidecar in enumerate(sidecars):
-        create_pod(plane, namespace, NAME, number, port=sidecar.http_port)
+@pytest.fixture(scope="module")
+def namespace(plane, sidecars) -> Iterator[str]:
+    """A namespace with an LMCacheCluster, and a pod of it for each sidecar."""
+    with new_namespace(plane, "top") as name:
+        plane.api.create(CLUSTERS, example(), name)
+        for number, sidecar in enumerate(sidecars):
+            create_pod(plane, name, NAME, number, port=sidecar.http_port)
+        yield name
 
 
-@pytest.fixture
-def kubectl(plane, namespace, tmp_path):
-    return Plugin(plane, tmp_path, namespace)
-
-
-def test_once_prints_the_rates_of_all_pods(cluster, kubectl):
-    shown = kubectl("top", NAME, "--once")
+def test_once_prints_the_rates_of_all_pods(plane, namespace):
+    shown = Commands(plane, namespace)("top", NAME, "--once")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert shown.stdout.startswith("2 of 2 pods counted, ")
     rows = [line.split() for line in shown.stdout.splitlines() if line.startswith(f"{NAME}-engine-")]
     assert [(row[0], row[-1]) for row in rows] == [(f"{NAME}-engine-{number}", "ok") for number in range(2)]
     assert "50 %" in shown.stdout
-
-
-def test_json_has_the_rates_of_each_pod(cluster, kubectl):
-    figures = json.loads(kubectl("top", "-o", "json").stdout)
+    figures = json.loads(Commands(plane, namespace)("top", "-o", "json").stdout)
     assert (figures["version"], figures["total"]["pods"]) == (1, 2)
     for pod in figures["pods"]:
         assert pod["cluster"] == NAME
-        assert pod["requestsPerSecond"] > 1
+        assert pod["requestsPerSecond"] > 0
         tokens = pod["tokensPerSecond"]
         assert tokens["memory"] == pytest.approx(tokens["computed"], rel=0.01)
     total = sum(pod["requestsPerSecond"] for pod in figures["pods"])
     assert figures["total"]["requestsPerSecond"] == pytest.approx(total, abs=0.01)
 
 
-def test_live_screen_shows_pods_and_a_hung_sidecar_does_not_freeze_it(
-    cluster, kubectl, sidecars, plane, namespace
-):
+def test_live_screen_shows_pods_and_a_hung_sidecar_does_not_freeze_it(sidecars, plane, namespace, tmp_path):
     words = ["kubectl", "lmcache", "top", "-n", namespace, NAME]
-    with Tmux(160, 30, kubectl.environment) as terminal:
+    with Tmux(160, 30, Plugin(plane, tmp_path, namespace).environment) as terminal:
         terminal.run(shlex.join(words))
         terminal.wait_for("2 of 2 pods counted")
         assert terminal.is_alternate()
@@ -86,19 +75,3 @@ def test_live_screen_shows_pods_and_a_hung_sidecar_does_not_freeze_it(
             wait_until(terminal.is_restored)
         finally:
             sidecars[1].thaw()
-
-
-def test_missing_right_and_missing_cluster_are_named(cluster, kubectl, plane, namespace):
-    reader = kubeconfig_with(plane, namespace, "reader", [READ, LIST_PODS])
-    shown = kubectl("top", NAME, "--kubeconfig", reader)
-    assert shown.returncode == 1
-    assert 'It needs the right "get pods/proxy"' in shown.stdout
-    unknown = kubectl("top", "nobody")
-    assert unknown.returncode == 2
-    assert "there is no LMCacheCluster nobody" in unknown.stderr
-
-
-def test_empty_namespace_is_an_error(kubectl, namespace):
-    shown = kubectl("top")
-    assert shown.returncode == 2
-    assert f"namespace {namespace} has no LMCacheCluster" in shown.stderr

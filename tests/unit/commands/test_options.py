@@ -43,9 +43,16 @@ def test_wrong_time_is_explained(command: str, text: str, capsys: pytest.Capture
     assert "is not a time" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["json", "yaml", "report.pdf"])
-def test_report_is_only_written_as_html(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [("since", "367d"), ("prometheus", "localhost"), ("prometheus", "http://[::1"), ("output", "report.pdf")],
+)
+def test_wrong_value_of_report_is_explained(option, text, capsys) -> None:
     with pytest.raises(SystemExit):
-        parsed("report", "-o", name)
-    assert f"'{name}': the report is HTML: name a file that ends in .html" in capsys.readouterr().err
+        parsed("report", f"--{option}={text}")
+    assert {
+        "since": f"{text!r} is not a time from 1m to 366d",
+        "prometheus": f"{text!r} is not a URL such as http://localhost:9090",
+        "output": f"{text!r}: the report is HTML: name a file that ends in .html",
+    }[option] in capsys.readouterr().err
     assert str(parsed("report").output) == "report.html"
