@@ -6,7 +6,7 @@
 A change is the difference between the working tree and the commit BASE, by default the last commit. Four
 rules choose test files:
 
-1. the changed test files, and the files next to a changed ``conftest.py``
+1. the changed test files, and the unit tests next to a changed ``conftest.py``
 2. unit tests that import a changed module, also through other modules
 3. the tests in ``PROCESSES``: code that a test starts as a process is not among its imports
 4. the ``MAX_INTEGRATION`` integration tests whose imports lead to a changed module in the fewest steps. Most
@@ -22,6 +22,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 import grimp
+from grimp.exceptions import SourceSyntaxError
 
 from tools.commits import default_base
 from tools.sources import ROOT
@@ -83,7 +84,7 @@ def chosen(paths: Collection[str], graph: grimp.ImportGraph) -> tuple[dict[str, 
         globs = {
             glob: prefix for prefix in PROCESSES if path.startswith(prefix) for glob in PROCESSES[prefix]
         }
-        if path.endswith("/conftest.py"):
+        if path.startswith("tests/unit/") and path.endswith("/conftest.py"):
             globs[f"{Path(path).parent.relative_to('tests')}/**/test_*"] = path
         for glob, reason in globs.items():
             files |= {file: f"tests {reason}" for file in _test_files(glob) if file not in files}
@@ -137,7 +138,11 @@ def main() -> int:
     if options.docs:
         return 0 if may_break_docs() else 1
     paths = changed_paths(options.base)
-    files, num_left_out = chosen(paths, import_graph())
+    try:
+        graph = import_graph()
+    except SourceSyntaxError as error:
+        sys.exit(str(error))
+    files, num_left_out = chosen(paths, graph)
     for file, reason in sorted(files.items()):
         print(f"{file:<64} {reason}", file=sys.stderr)
     print(f"{len(paths)} changed files since {options.base}, {len(files)} test files", file=sys.stderr)
