@@ -18,10 +18,17 @@ from testing.workloads import requests
 from testing.workloads.closed_loop import Run, Setup, scattered, simulate
 from testing.workloads.requests import HOUR, Workload, chat, together, uniform, unique
 
+pytestmark = pytest.mark.rotating
+
 
 @cache
 def chat_workload() -> Workload:
     return chat(24, 0.2)
+
+
+@cache
+def chat_run() -> Run:
+    return simulate(Setup(chat_workload()))
 
 
 @cache
@@ -63,10 +70,11 @@ def chat_costs() -> tuple[Callable[[float], float], float]:
 
 def test_chat_workload_reaches_the_best_size_within_hours():
     cost, best = chat_costs()
-    run = simulate(Setup(chat_workload()))
+    run = chat_run()
     assert 0.8 * best <= run.size_at(4.2) <= 1.2 * best
     assert len(run.resizes) <= 6
     assert run.usd_per_hour <= 1.02 * cost(best)
+    assert not any(decision.limited_by == "Locality" for _, decision in run.decisions)  # routing is sticky
 
 
 @pytest.mark.parametrize("share", [0.25, 4.0])
@@ -151,7 +159,7 @@ def test_scattered_requests_are_reported_and_do_not_grow_the_tier():
 
 
 def test_reason_states_the_recommended_size():
-    run = simulate(Setup(chat_workload()))
+    run = chat_run()
     changes = [decision for _, decision in run.decisions if " instead of " in decision.reason]
     assert len({decision.recommended for decision in changes}) > 1
     for decision in changes:
@@ -161,11 +169,6 @@ def test_reason_states_the_recommended_size():
             <= decision.next
             <= max(decision.size, decision.recommended)
         )
-
-
-def test_sticky_routing_is_not_reported_as_lost_locality():
-    run = simulate(Setup(chat_workload()))
-    assert not any(decision.limited_by == "Locality" for _, decision in run.decisions)
 
 
 def test_size_stays_without_samples():

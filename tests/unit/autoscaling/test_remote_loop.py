@@ -31,6 +31,7 @@ def setup(workload: Workload, **overrides: object) -> RemoteSetup:
     return RemoteSetup(workload, **{"num_pods": 4, "route": scattered, "start": 32.0, **overrides})
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("start_count", [1, 8])
 def test_number_of_shards_converges_from_both_sides(start_count):
     run = simulate_remote(setup(chat_workload(), start_count=start_count))
@@ -40,12 +41,14 @@ def test_number_of_shards_converges_from_both_sides(start_count):
     assert all(abs(after - before) == 64 for before, after in pairwise(sizes))
 
 
+@pytest.mark.rotating
 def test_unrepeated_prompts_reduce_shards_to_the_minimum():
     run = simulate_remote(setup(unique(9, 40, scale=16), start_count=3))
     assert [size for _, size in run.resizes] == [128, 64]
     assert run.decisions[-1][1].limited_by == "Min"
 
 
+@pytest.mark.rotating
 def test_sticky_routing_needs_few_shards():
     """The pods' memory has as many hits as a shared tier of the same total size."""
     shards = setup(chat(9, 0.2, scale=16), route=sticky, start=64.0, start_count=3)
@@ -53,6 +56,7 @@ def test_sticky_routing_needs_few_shards():
     assert run.moments[-1].size <= 64 * 2
 
 
+@pytest.mark.rotating
 def test_refresh_by_residence_time_keeps_hot_rows():
     """A refresh every 600 s is too rare if a tier evicts rows after 600 s: pods hit these rows locally."""
     assert constant(4) < setup(chat_workload(), refresh=600.0).with_shards(4)
