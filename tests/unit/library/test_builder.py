@@ -9,19 +9,13 @@ import torch
 
 import lmcache.cache_engine
 from lmcache.cache_engine import LMCacheEngine, LMCacheEngineBuilder
-from lmcache.storage_backend import CreateStorageBackend, remote_backend, tensors
+from lmcache.storage_backend import CreateStorageBackend, tensors
 from lmcache.storage_backend.hybrid_backend import LMCHybridBackend
 from lmcache.storage_backend.local_backend import LMCLocalBackend, LMCLocalDiskBackend
 from lmcache.storage_backend.remote_backend import LMCPipelinedRemoteBackend, LMCRemoteBackend
-from tests.harness.dict_connector import DictConnector
 from tests.harness.kv_cache import DictBackend, make_config, make_metadata
 
 REMOTE = {"remote_url": "lm://localhost:1", "remote_serde": "torch"}
-
-
-@pytest.fixture(autouse=True)
-def connector(monkeypatch):
-    monkeypatch.setattr(remote_backend, "CreateConnector", lambda url: DictConnector())
 
 
 @pytest.fixture
@@ -46,6 +40,7 @@ def builder(monkeypatch):
         ("directory", REMOTE, LMCHybridBackend),
     ],
 )
+@pytest.mark.usefixtures("connector")
 def test_creates_the_configured_backend(local_device, options, kind, tmp_path):
     if local_device == "directory":
         local_device = str(tmp_path)

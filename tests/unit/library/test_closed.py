@@ -7,9 +7,7 @@ import threading
 import pytest
 
 from lmcache.cache_engine import LMCacheEngine
-from lmcache.storage_backend import remote_backend
 from lmcache.storage_backend.guard import UseGate
-from tests.harness.dict_connector import DictConnector
 from tests.harness.kv_cache import (
     CHUNK,
     is_same,
@@ -21,25 +19,10 @@ from tests.harness.kv_cache import (
     make_tokens,
 )
 
-REMOTE = {"remote_url": "lm://localhost:1", "remote_serde": "torch"}
-KINDS = {
-    "memory": ("cpu", {}),
-    "disk": ("disk", {}),
-    "remote": (None, REMOTE),
-    "pipelined": (None, {**REMOTE, "pipelined_backend": True}),
-    "hybrid": ("cpu", REMOTE),
-    "hybrid with disk": ("disk", {**REMOTE, "pipelined_backend": True}),
-}
 
-
-@pytest.fixture(params=KINDS)
-def engine(request, tmp_path, monkeypatch):
-    connector = DictConnector()
-    monkeypatch.setattr(remote_backend, "CreateConnector", lambda url: connector)
-    device, options = KINDS[request.param]
-    engine = LMCacheEngine(
-        make_config(str(tmp_path / "cache") if device == "disk" else device, **options), make_metadata()
-    )
+@pytest.fixture
+def engine(config, connector):
+    engine = LMCacheEngine(config, make_metadata())
     yield engine
     engine.close()
     assert not connector.calls["after close"]

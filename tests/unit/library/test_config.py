@@ -37,21 +37,7 @@ def from_text(tmp_path):
     return read
 
 
-def test_fields_keep_their_order():
-    assert LMCacheEngineConfig.__match_args__ == (
-        "chunk_size",
-        "local_device",
-        "max_local_cache_size",
-        "remote_url",
-        "remote_serde",
-        "pipelined_backend",
-        "save_decode_cache",
-        "enable_blending",
-        "blend_recompute_ratio",
-        "blend_min_tokens",
-        "blend_separator",
-        "blend_add_special_in_precomp",
-    )
+def test_metadata_has_the_fields_of_the_constructor():
     shape = (32, 2, 256, 8, 128)
     metadata = LMCacheEngineMetadata("model", 2, 1, "vllm", torch.float16, shape)
     assert (metadata.world_size, metadata.worker_id, metadata.use_mla) == (2, 1, False)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
-import pytest
-
 from lmcache.cache_engine import LMCacheEngine
 from lmcache.config import LMCacheMemPoolMetadata
 from lmcache.storage_backend.evictor import BaseEvictor, DummyEvictor, LRUEvictor, PutStatus
-from lmcache.storage_backend.local_backend import LMCLocalBackend, LMCLocalDiskBackend
+from lmcache.storage_backend.local_backend import LMCLocalDiskBackend
 from tests.harness.kv_cache import (
     CHUNK,
     is_same,
@@ -49,24 +47,6 @@ class MostRecent(BaseEvictor):
             victims.append(key)
             used_bytes -= self.get_size(cache_dict[key])
         return victims, PutStatus.LEGAL
-
-
-@pytest.fixture(params=["memory", "disk"])
-def make_backend(request, tmp_path):
-    backends = []
-
-    def make(num_chunks: float = 8):
-        size = num_chunks * CHUNK_BYTES / 1024**3
-        kind, device = LMCLocalBackend, "cpu"
-        if request.param == "disk":
-            kind, device = LMCLocalDiskBackend, str(tmp_path / "cache")
-        pool = LMCacheMemPoolMetadata(make_metadata().kv_shape, make_chunk().dtype, size)
-        backends.append(kind(make_config(device), pool, "cpu"))
-        return backends[-1]
-
-    yield make
-    for backend in backends:
-        backend.close()
 
 
 def names_in(backend) -> list[str]:

@@ -11,7 +11,6 @@ from lmcache.storage_backend import tensors
 from tests.harness.dict_engine import make_engine, suffix_mask
 from tests.harness.kv_cache import (
     CHUNK,
-    FORMATS,
     HEAD_SIZE,
     HEADS,
     LAYERS,
@@ -21,11 +20,6 @@ from tests.harness.kv_cache import (
     make_metadata,
     make_tokens,
 )
-
-
-@pytest.fixture(params=FORMATS)
-def fmt(request):
-    return request.param
 
 
 @pytest.fixture
@@ -62,16 +56,6 @@ def test_accepts_a_prompt_without_tokens(engine, fmt):
     assert mask.shape == (0,)
 
 
-def test_retrieves_the_common_prefix(engine, fmt):
-    tokens, kv = make_tokens(5 * CHUNK), make_kv(5 * CHUNK, fmt)
-    engine.store(tokens, kv)
-    other = torch.cat((tokens[: 2 * CHUNK + 5], make_tokens(50, seed=1)))
-    retrieved, mask = engine.retrieve(other)
-    assert is_same(retrieved, cut(kv, fmt, 0, 2 * CHUNK))
-    assert mask.tolist() == [True] * (2 * CHUNK) + [False] * (len(other) - 2 * CHUNK)
-    assert engine.lookup(other) == 2 * CHUNK
-
-
 def test_retrieves_a_single_tensor_on_request(engine, fmt):
     tokens, kv = make_tokens(40), make_kv(40, fmt)
     engine.store(tokens, kv)
@@ -105,13 +89,6 @@ def test_keeps_existing_chunks_up_to_the_first_missing_chunk(engine, fmt):
     retrieved, _ = engine.retrieve(tokens)
     assert is_same(cut(retrieved, fmt, 0, 32), cut(old, fmt, 0, 32))
     assert is_same(cut(retrieved, fmt, 32), cut(new, fmt, 32))
-
-
-def test_replaces_existing_chunks_on_request(engine, fmt):
-    tokens, new = make_tokens(50), make_kv(50, fmt, seed=1)
-    engine.store(tokens, make_kv(50, fmt))
-    engine.store(tokens, new, skip_existing=False)
-    assert is_same(engine.retrieve(tokens)[0], new)
 
 
 def test_caller_may_change_tensors_after_a_store(engine, fmt):

@@ -6,12 +6,9 @@ import pytest
 import torch
 
 from lmcache.cache_engine import LMCacheEngine
-from lmcache.storage_backend import remote_backend
 from testing.child_process import wait_until
-from tests.harness.dict_connector import DictConnector
 from tests.harness.kv_cache import (
     CHUNK,
-    FORMATS,
     cut,
     is_same,
     make_chunk,
@@ -21,35 +18,6 @@ from tests.harness.kv_cache import (
     make_tokens,
     used_by_threads,
 )
-
-REMOTE = {"remote_url": "lm://localhost:1", "remote_serde": "safetensor"}
-KINDS = {
-    "memory": ("cpu", {}),
-    "disk": ("disk", {}),
-    "remote": (None, REMOTE),
-    "pipelined": (None, {**REMOTE, "pipelined_backend": True}),
-    "hybrid": ("cpu", REMOTE),
-    "pipelined hybrid": ("cpu", {**REMOTE, "pipelined_backend": True}),
-    "hybrid with disk": ("disk", REMOTE),
-}
-
-
-@pytest.fixture
-def connector(monkeypatch):
-    connector = DictConnector()
-    monkeypatch.setattr(remote_backend, "CreateConnector", lambda url: connector)
-    return connector
-
-
-@pytest.fixture(params=KINDS)
-def config(request, tmp_path, connector):
-    device, options = KINDS[request.param]
-    return make_config(str(tmp_path / "cache") if device == "disk" else device, **options)
-
-
-@pytest.fixture(params=FORMATS)
-def fmt(request):
-    return request.param
 
 
 @pytest.fixture
@@ -111,7 +79,9 @@ def test_defect_05_large_values_are_returned_unchanged_or_missed(engine, fmt):
 
 def test_uses_local_chunks_while_the_server_is_down(connector):
     connector.is_down = True
-    engine = LMCacheEngine(make_config("cpu", **REMOTE), make_metadata())
+    engine = LMCacheEngine(
+        make_config("cpu", remote_url="lm://localhost:1", remote_serde="torch"), make_metadata()
+    )
     tokens, kv = make_tokens(40), make_kv(40)
     engine.store(tokens, kv)
     assert is_same(engine.retrieve(tokens)[0], kv)

@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from tests.harness.dict_engine import make_engine
-from tests.harness.kv_cache import CHUNK, FORMATS, cut, is_same, make_kv, make_tokens
-
-
-@pytest.fixture(params=FORMATS)
-def fmt(request):
-    return request.param
+from tests.harness.kv_cache import CHUNK, cut, is_same, make_kv, make_tokens
 
 
 @pytest.fixture

@@ -12,15 +12,7 @@ from lmcache.storage_backend.local_backend import LMCLocalBackend, LMCLocalDiskB
 from lmcache.storage_backend.remote_backend import LMCPipelinedRemoteBackend
 from lmcache.tiers.disk.tier import DiskTier
 from testing.child_process import wait_until
-from tests.harness.dict_connector import DictConnector
 from tests.harness.kv_cache import make_chunk, make_config, make_key, make_metadata
-
-
-@pytest.fixture
-def connector(monkeypatch):
-    connector = DictConnector()
-    monkeypatch.setattr(remote_backend, "CreateConnector", lambda url: connector)
-    return connector
 
 
 def open_backend(local_device: str = "cpu", **changes) -> LMCHybridBackend:

@@ -16,13 +16,6 @@ from tests.harness.kv_cache import make_chunk, make_config, make_key, make_metad
 URL = "lm://localhost:1"
 
 
-@pytest.fixture
-def connector(monkeypatch):
-    connector = DictConnector()
-    monkeypatch.setattr(remote_backend, "CreateConnector", lambda url: connector)
-    return connector
-
-
 @pytest.fixture(params=[LMCRemoteBackend, LMCPipelinedRemoteBackend])
 def backend(request, connector):
     backend = request.param(make_config(None, remote_url=URL, remote_serde="torch"), make_metadata(), "cpu")

@@ -1,0 +1,61 @@
+"""Fixtures shared by the tests of the library."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache.config import LMCacheMemPoolMetadata
+from lmcache.storage_backend import remote_backend
+from lmcache.storage_backend.local_backend import LMCLocalBackend, LMCLocalDiskBackend
+from tests.harness.dict_connector import DictConnector
+from tests.harness.kv_cache import FORMATS, make_chunk, make_config, make_metadata
+
+REMOTE = {"remote_url": "lm://localhost:1", "remote_serde": "safetensor"}
+KINDS = {
+    "memory": ("cpu", {}),
+    "disk": ("disk", {}),
+    "remote": (None, REMOTE),
+    "pipelined": (None, {**REMOTE, "pipelined_backend": True}),
+    "hybrid": ("cpu", REMOTE),
+    "pipelined hybrid": ("cpu", {**REMOTE, "pipelined_backend": True}),
+    "hybrid with disk": ("disk", REMOTE),
+}
+
+
+@pytest.fixture
+def connector(monkeypatch):
+    """The remote store of all backends."""
+    connector = DictConnector()
+    monkeypatch.setattr(remote_backend, "CreateConnector", lambda url: connector)
+    return connector
+
+
+@pytest.fixture(params=KINDS)
+def config(request, tmp_path, connector):
+    """A configuration of each kind of backend."""
+    device, options = KINDS[request.param]
+    return make_config(str(tmp_path / "cache") if device == "disk" else device, **options)
+
+
+@pytest.fixture(params=FORMATS)
+def fmt(request):
+    return request.param
+
+
+@pytest.fixture(params=["memory", "disk"])
+def make_backend(request, tmp_path):
+    """Open local backends for a number of full chunks."""
+    backends = []
+
+    def make(num_chunks: float = 8):
+        kind, device = LMCLocalBackend, "cpu"
+        if request.param == "disk":
+            kind, device = LMCLocalDiskBackend, str(tmp_path / "cache")
+        size = num_chunks * make_chunk().nbytes / 1024**3
+        pool = LMCacheMemPoolMetadata(make_metadata().kv_shape, make_chunk().dtype, size)
+        backends.append(kind(make_config(device), pool, "cpu"))
+        return backends[-1]
+
+    yield make
+    for backend in backends:
+        backend.close()
