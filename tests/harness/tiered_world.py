@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import threading
 from collections import Counter
@@ -17,6 +18,7 @@ from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.stats import ObjectStats, TieredStats
 from lmcache.tiers.tiered.store import Admit, TieredStore
 from tests.harness.chains import one_chain
+from tests.harness.loops import in_a_loop
 
 NUM_COLUMNS = 2
 SIZE = 4096
@@ -242,16 +244,14 @@ async def until(condition) -> None:
             await asyncio.sleep(0.001)
 
 
-def run(test):
-    """Run an async test with its own World."""
+def run(test=None, **options):
+    """Run an async test with its own World, which is opened with these options."""
+    if test is None:
+        return functools.partial(run, **options)
 
-    def runner() -> None:
-        async def main() -> None:
-            async with World() as world:
-                await test(world)
+    async def in_world() -> None:
+        async with World(**options) as world:
+            await test(world)
 
-        asyncio.run(main())
-
-    runner.__name__ = test.__name__
-    runner.__doc__ = test.__doc__
-    return runner
+    in_world.__name__, in_world.__doc__ = test.__name__, test.__doc__
+    return in_a_loop(in_world)

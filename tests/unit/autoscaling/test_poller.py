@@ -16,7 +16,8 @@ from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.specs.kinds import ClusterKey
 from lmcache_operator.specs.names import RESIZE_REFUSED, SIDECAR
 
-from tests.harness.polled_pods import in_a_loop, rig, serve
+from tests.harness.loops import in_a_loop
+from tests.harness.polled_pods import rig, serve
 
 
 @in_a_loop

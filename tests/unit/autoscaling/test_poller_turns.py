@@ -14,7 +14,8 @@ from lmcache_operator.specs.kinds import ClusterKey
 
 from lmcache.curves import HASHES, Lookup
 from testing.workloads.requests import row_hash
-from tests.harness.polled_pods import in_a_loop, many, rig
+from tests.harness.loops import in_a_loop
+from tests.harness.polled_pods import many, rig
 
 
 class CountingSidecars:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 from lmcache_sidecar.copiers import batches, messages
@@ -12,6 +10,7 @@ from lmcache_sidecar.copiers.jobs import CopyStats, PlacedCopy
 from lmcache_sidecar.copiers.members import Member
 
 from lmcache.rpc import kvcache_pb2 as pb
+from tests.harness.loops import in_a_loop
 
 PAGE_BYTES, ROWS_PER_BATCH = 1 << 20, 4
 
@@ -38,56 +37,48 @@ def next_batch(queue):
     return {int(offset) for part in messages.parse_copies(body) for offset in part.offsets}
 
 
-def test_tenant_that_floods_leaves_half_of_each_batch_to_another_tenant(queue):
-    async def run():
-        engine = make_member(1)
-        flood = queue.put(engine, copies_of(b"flood", range(100)))
-        quiet = queue.put(engine, copies_of(b"quiet", range(1000, 1004)))
-        assert next_batch(queue) == {0, 1, 1000, 1001}
-        assert next_batch(queue) == {2, 3, 1002, 1003}
-        assert quiet.ended.done()
-        assert all(quiet.copied)
-        assert not flood.ended.done()
-
-    asyncio.run(run())
+@in_a_loop
+async def test_tenant_that_floods_leaves_half_of_each_batch_to_another_tenant(queue):
+    engine = make_member(1)
+    flood = queue.put(engine, copies_of(b"flood", range(100)))
+    quiet = queue.put(engine, copies_of(b"quiet", range(1000, 1004)))
+    assert next_batch(queue) == {0, 1, 1000, 1001}
+    assert next_batch(queue) == {2, 3, 1002, 1003}
+    assert quiet.ended.done()
+    assert all(quiet.copied)
+    assert not flood.ended.done()
 
 
-def test_engine_with_many_tenants_gets_no_more_than_another_engine(queue):
-    async def run():
-        many, other = make_member(1), make_member(2)
-        for tenant in range(10):
-            queue.put(many, copies_of(b"%d" % tenant, [tenant]))
-        queue.put(other, copies_of(b"", range(1000, 1010)))
-        assert next_batch(queue) == {0, 1000, 1, 1001}
-        assert next_batch(queue) == {2, 1002, 3, 1003}
-
-    asyncio.run(run())
+@in_a_loop
+async def test_engine_with_many_tenants_gets_no_more_than_another_engine(queue):
+    many, other = make_member(1), make_member(2)
+    for tenant in range(10):
+        queue.put(many, copies_of(b"%d" % tenant, [tenant]))
+    queue.put(other, copies_of(b"", range(1000, 1010)))
+    assert next_batch(queue) == {0, 1000, 1, 1001}
+    assert next_batch(queue) == {2, 1002, 3, 1003}
 
 
-def test_two_engines_without_tenants_take_turns(queue):
-    async def run():
-        queue.put(make_member(1), copies_of(b"", range(100)))
-        queue.put(make_member(2), copies_of(b"", range(1000, 1002)))
-        assert next_batch(queue) == {0, 1, 1000, 1001}
-
-    asyncio.run(run())
+@in_a_loop
+async def test_two_engines_without_tenants_take_turns(queue):
+    queue.put(make_member(1), copies_of(b"", range(100)))
+    queue.put(make_member(2), copies_of(b"", range(1000, 1002)))
+    assert next_batch(queue) == {0, 1, 1000, 1001}
 
 
-def test_job_of_several_tenants_ends_when_it_is_dropped(queue):
-    async def run():
-        engine, other = make_member(1), make_member(2)
-        both = queue.put(engine, copies_of(b"a", [1, 2]) + copies_of(b"b", [3, 4]))
-        later = queue.put(engine, copies_of(b"a", [5]))
-        of_other = queue.put(other, copies_of(b"a", [6]))
-        queue.drop(1, "the caller has disconnected", both)
-        assert both.ended.done()
-        assert both.refusal == "the caller has disconnected"
-        assert not any(both.copied)
-        assert next_batch(queue) == {5, 6}
-        assert later.copied == of_other.copied == [True]
-        last = queue.put(engine, copies_of(b"a", [7]) + copies_of(b"b", [8]))
-        queue.drop(1, "the client has left")
-        assert last.refusal == "the client has left"
-        assert queue.take_batch() is None
-
-    asyncio.run(run())
+@in_a_loop
+async def test_job_of_several_tenants_ends_when_it_is_dropped(queue):
+    engine, other = make_member(1), make_member(2)
+    both = queue.put(engine, copies_of(b"a", [1, 2]) + copies_of(b"b", [3, 4]))
+    later = queue.put(engine, copies_of(b"a", [5]))
+    of_other = queue.put(other, copies_of(b"a", [6]))
+    queue.drop(1, "the caller has disconnected", both)
+    assert both.ended.done()
+    assert both.refusal == "the caller has disconnected"
+    assert not any(both.copied)
+    assert next_batch(queue) == {5, 6}
+    assert later.copied == of_other.copied == [True]
+    last = queue.put(engine, copies_of(b"a", [7]) + copies_of(b"b", [8]))
+    queue.drop(1, "the client has left")
+    assert last.refusal == "the client has left"
+    assert queue.take_batch() is None

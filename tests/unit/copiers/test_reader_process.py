@@ -25,9 +25,11 @@ from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.contracts import Geometry
 from testing.child_process import REPOSITORY
 from testing.cuda import GPU, Node, node
+from tests.harness.loops import in_a_loop
 
 SECONDS = 60.0
 SLOT_BYTES = 4096
+NUM_CLIENTS = 100
 
 
 class FirstTwoIds:
@@ -42,38 +44,32 @@ class FirstTwoIds:
         return len(self.looked_up) <= 2
 
 
-def test_reader_is_restarted_until_its_id_differs_from_engine_ids(tmp_path):
+@in_a_loop
+async def test_reader_is_restarted_until_its_id_differs_from_engine_ids(tmp_path):
     (tmp_path / "arena").touch()
-
-    async def run() -> None:
-        ids = FirstTwoIds()
-        with (tmp_path / "arena").open() as arena:
-            reader = await Reader.start(GPU, arena.fileno(), lambda: ids)
-        assert len(set(ids.looked_up)) == 3
-        assert reader.pid == ids.looked_up[2]
-        for pid in ids.looked_up[:2]:
-            with pytest.raises(ProcessLookupError):
-                os.kill(pid, 0)
-        reader.kill("test ended")
-        assert await reader.reap() == "test ended"
-
-    asyncio.run(run())
+    ids = FirstTwoIds()
+    with (tmp_path / "arena").open() as arena:
+        reader = await Reader.start(GPU, arena.fileno(), lambda: ids)
+    assert len(set(ids.looked_up)) == 3
+    assert reader.pid == ids.looked_up[2]
+    for pid in ids.looked_up[:2]:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    reader.kill("test ended")
+    assert await reader.reap() == "test ended"
 
 
-def test_arena_stays_locked_while_a_reader_lives(tmp_path):
+@in_a_loop
+async def test_arena_stays_locked_while_a_reader_lives(tmp_path):
     """After the death of a sidecar, a copy may still write to rows, so no new sidecar may use the arena."""
-
-    async def run() -> None:
-        arena = ArenaFile(tmp_path / "arena", 1 << 20)
-        reader = await Reader.start(GPU, arena.fileno(), set)
-        arena.close()
-        with pytest.raises(ArenaError, match="in use by another sidecar"):
-            ArenaFile(tmp_path / "arena", 1 << 20)
-        reader.kill("test ended")
-        await reader.reap()
-        ArenaFile(tmp_path / "arena", 1 << 20).close()
-
-    asyncio.run(run())
+    arena = ArenaFile(tmp_path / "arena", 1 << 20)
+    reader = await Reader.start(GPU, arena.fileno(), set)
+    arena.close()
+    with pytest.raises(ArenaError, match="in use by another sidecar"):
+        ArenaFile(tmp_path / "arena", 1 << 20)
+    reader.kill("test ended")
+    await reader.reap()
+    ArenaFile(tmp_path / "arena", 1 << 20).close()
 
 
 async def reader_of(process: object) -> tuple[Reader, socket.socket]:
@@ -93,37 +89,33 @@ class FakeProcess(SimpleNamespace):
         self.killed.set()
 
 
-def test_silent_reader_is_killed_but_not_because_the_sidecar_slept():
-    async def run() -> None:
-        process = FakeProcess()
-        reader, other_end = await reader_of(process)
-        reader.ask(Kind.COPY, 1, b"", Kind.COPIED, 0.05)
-        other_end.sendall(messages.pack(Kind.COPIED, 1))
-        time.sleep(0.3)  # noqa: ASYNC251  # simulates a frozen sidecar
-        assert await reader.receive() == (Kind.COPIED, 1, "")
-        assert not process.killed.is_set()
-        reader.ask(Kind.COPY, 2, b"", Kind.COPIED, 0.05)
-        await process.killed.wait()
-        assert reader.verdict == "the reader of its GPU did not answer COPY within 0.05 s"
-        other_end.close()
-        assert await reader.receive() is None
-
-    asyncio.run(asyncio.wait_for(run(), SECONDS))
+@in_a_loop
+async def test_silent_reader_is_killed_but_not_because_the_sidecar_slept():
+    process = FakeProcess()
+    reader, other_end = await reader_of(process)
+    reader.ask(Kind.COPY, 1, b"", Kind.COPIED, 0.05)
+    other_end.sendall(messages.pack(Kind.COPIED, 1))
+    time.sleep(0.3)  # noqa: ASYNC251  # simulates a frozen sidecar
+    assert await reader.receive() == (Kind.COPIED, 1, "")
+    assert not process.killed.is_set()
+    reader.ask(Kind.COPY, 2, b"", Kind.COPIED, 0.05)
+    await process.killed.wait()
+    assert reader.verdict == "the reader of its GPU did not answer COPY within 0.05 s"
+    other_end.close()
+    assert await reader.receive() is None
 
 
-def test_invalid_message_ends_the_reader():
-    async def run() -> None:
-        process = FakeProcess()
-        reader, other_end = await reader_of(process)
-        other_end.sendall(messages.HEAD.pack(int(Kind.COPIED), 1 << 30, 0))
-        assert await reader.receive() is None
-        assert process.killed.is_set()
-        other_end.close()
-
-    asyncio.run(asyncio.wait_for(run(), SECONDS))
+@in_a_loop
+async def test_invalid_message_ends_the_reader():
+    process = FakeProcess()
+    reader, other_end = await reader_of(process)
+    other_end.sendall(messages.HEAD.pack(int(Kind.COPIED), 1 << 30, 0))
+    assert await reader.receive() is None
+    assert process.killed.is_set()
+    other_end.close()
 
 
-def test_thousand_clients_leave_no_resources_behind(tmp_path):
+def test_many_clients_leave_no_resources_behind(tmp_path):
     arena = ArenaFile(tmp_path / "arena", 1 << 20)
     arena.format(Geometry(SLOT_BYTES, 1))
     content = os.urandom(4 * SLOT_BYTES)
@@ -132,7 +124,7 @@ def test_thousand_clients_leave_no_resources_behind(tmp_path):
             allocations=[pb.DeviceAllocation(ipc_handle=handle, num_bytes=len(content))],
             groups=[pb.GroupPages(num_blocks=4, blocks_per_row=1, layers=[LAYER])],
         )
-        asyncio.run(asyncio.wait_for(attach_and_detach_clients(gpus, arena, offer, content), SECONDS))
+        asyncio.run(attach_and_detach_clients(gpus, arena, offer, content))
     arena.close()
 
 
@@ -180,14 +172,14 @@ async def attach_and_detach_clients(gpus, arena, offer, content) -> None:
     await request(Kind.START, 0, messages.pack_start(GPU, arena_format), Kind.STARTED)
     column = arena.column_offset(0)
     counts = []
-    for number in range(1, 1002):
+    for number in range(1, NUM_CLIENTS + 1):
         await request(Kind.OPEN, number, messages.pack_open(column, offer.SerializeToString()), Kind.OPENED)
         row, block = number % 50, number % 4
         copies = messages.Copies(number, 0, word(column + row * SLOT_BYTES), word(block, "<u4").reshape(1, 1))
         await request(Kind.COPY, number, messages.pack_copies([copies]), Kind.COPIED)
         await request(Kind.CLOSE, number, b"", Kind.CLOSED)
         assert bytes(arena.view(row, 0)) == content[block * SLOT_BYTES : (block + 1) * SLOT_BYTES]
-        if number in (1, 1001):
+        if number in (1, NUM_CLIENTS):
             (process,) = gpus.processes("reader")
             counts.append({name: process[name] for name in RESOURCES})
     reader.kill("test ended")

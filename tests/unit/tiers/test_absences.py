@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from lmcache.tiers.memory.contracts import Geometry
@@ -11,6 +9,7 @@ from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.tiered.absences import Absence
 from lmcache.tiers.tiered.history import chunk_names
 from lmcache.tiers.tiered.store import TieredStore
+from tests.harness.loops import in_a_loop
 from tests.harness.tiered_world import (
     LEASE,
     NUM_COLUMNS,
@@ -175,19 +174,16 @@ async def test_unavailable_is_a_row_whose_load_failed(world):
     await heal(world)
 
 
-def test_unavailable_is_a_row_that_one_of_two_tiers_may_have():
-    async def main() -> None:
-        async with World(disk=FakeTier()) as world:
-            await put(world, [KEY])
-            await fill_memory(world)
-            world.store.lower["disk"]._tier.objects.clear()
-            world.remote.is_unhealthy = True
-            world.put(chain(1, start=17))
-            await until(lambda: not world.lower.is_healthy)
-            assert absence(world) is Absence.UNAVAILABLE
-            await heal(world)
-
-    asyncio.run(main())
+@run(disk=FakeTier())
+async def test_unavailable_is_a_row_that_one_of_two_tiers_may_have(world):
+    await put(world, [KEY])
+    await fill_memory(world)
+    world.store.lower["disk"]._tier.objects.clear()
+    world.remote.is_unhealthy = True
+    world.put(chain(1, start=17))
+    await until(lambda: not world.lower.is_healthy)
+    assert absence(world) is Absence.UNAVAILABLE
+    await heal(world)
 
 
 @run
@@ -209,26 +205,24 @@ async def test_a_damaged_copy_that_another_tier_replaced_is_forgotten(world):
 
 
 @pytest.mark.parametrize("is_in_memory", [False, True], ids=["remote", "memory"])
-def test_invalid_is_a_row_that_was_damaged(is_in_memory):
-    async def main() -> None:
-        async with World() as world:
-            if is_in_memory:
-                await put(world, [KEY])
-                world.arena.view(world.slots([KEY])[0].row, 1)[77] ^= 1
-        async with World(arena=world.arena) as world:
-            if not is_in_memory:
-                world.remote.fill([KEY])
-                world.remote.stats.note_invalid(KEY, "checksum")
-                world.remote.objects[KEY, 1] = FakeTier.INVALID
-            world.lookup([KEY])
-            await until(lambda: world.is_idle)
-            assert absence(world) is Absence.INVALID
-            world.remote.objects.clear()
+@in_a_loop
+async def test_invalid_is_a_row_that_was_damaged(is_in_memory):
+    async with World() as world:
+        if is_in_memory:
             await put(world, [KEY])
-            await fill_memory(world)
-            assert absence(world) is not Absence.INVALID  # the new row was intact
-
-    asyncio.run(main())
+            world.arena.view(world.slots([KEY])[0].row, 1)[77] ^= 1
+    async with World(arena=world.arena) as world:
+        if not is_in_memory:
+            world.remote.fill([KEY])
+            world.remote.stats.note_invalid(KEY, "checksum")
+            world.remote.objects[KEY, 1] = FakeTier.INVALID
+        world.lookup([KEY])
+        await until(lambda: world.is_idle)
+        assert absence(world) is Absence.INVALID
+        world.remote.objects.clear()
+        await put(world, [KEY])
+        await fill_memory(world)
+        assert absence(world) is not Absence.INVALID  # the new row was intact
 
 
 @run
@@ -239,16 +233,14 @@ async def test_private_is_an_evicted_row_that_lower_tiers_never_get(world):
     assert absence(world) is Absence.PRIVATE
 
 
-def test_without_lower_tiers_an_evicted_row_is_evicted():
-    async def main() -> None:
-        store = TieredStore(PrivateArena(Geometry(SIZE, NUM_COLUMNS), 1))
-        for key in chain(2):
-            store.memory.release_adopted()
-            answers = [store.reserve([key], column, OWNER, length=SIZE)[0] for column in range(NUM_COLUMNS)]
-            for column, answer in enumerate(answers):
-                store.commit([answer.slot], column, OWNER)
-            assert await store.drain(60)
-        assert store.absence(KEY) is Absence.EVICTED
-        await store.close()
-
-    asyncio.run(main())
+@in_a_loop
+async def test_without_lower_tiers_an_evicted_row_is_evicted():
+    store = TieredStore(PrivateArena(Geometry(SIZE, NUM_COLUMNS), 1))
+    for key in chain(2):
+        store.memory.release_adopted()
+        answers = [store.reserve([key], column, OWNER, length=SIZE)[0] for column in range(NUM_COLUMNS)]
+        for column, answer in enumerate(answers):
+            store.commit([answer.slot], column, OWNER)
+        assert await store.drain(60)
+    assert store.absence(KEY) is Absence.EVICTED
+    await store.close()

@@ -11,6 +11,7 @@ from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.stats import Removal
 from lmcache.tiers.tiered.store import TieredStore
 from tests.harness.chains import one_chain
+from tests.harness.loops import in_a_loop
 from tests.harness.tiered_world import (
     LEASE,
     NAMESPACE,
@@ -25,18 +26,15 @@ from tests.harness.tiered_world import (
 )
 
 
-def test_rows_of_unregistered_namespaces_are_not_written_to_lower_tiers():
-    async def main() -> None:
-        async with World() as world:
-            world.store._labels.clear()
-            world.remote.fill(chain(1, start=9))
-            world.put(chain(2))
-            assert await world.store.drain(60)
-            assert world.lookup(chain(2)).num_resident == 2
-            assert not world.lookup(chain(1, start=9), "other").is_probing
-            assert not world.remote.calls
-
-    asyncio.run(main())
+@run
+async def test_rows_of_unregistered_namespaces_are_not_written_to_lower_tiers(world):
+    world.store._labels.clear()
+    world.remote.fill(chain(1, start=9))
+    world.put(chain(2))
+    assert await world.store.drain(60)
+    assert world.lookup(chain(2)).num_resident == 2
+    assert not world.lookup(chain(1, start=9), "other").is_probing
+    assert not world.remote.calls
 
 
 @run
@@ -252,24 +250,22 @@ async def test_promotions_use_at_most_a_quarter_of_the_arena(world):
     await world.until_resident(chain(8))
 
 
-def test_adopted_rows_are_verified_before_use():
-    async def main() -> None:
-        async with World() as world:
-            world.put(chain(5))
-            assert await world.store.drain(60)
-            slots = world.slots(chain(5))
-        world.arena.view(slots[2].row, 1)[77] ^= 1
-        async with World(arena=world.arena) as world:
-            assert world.lookup(chain(5)) == LookupResult(num_pending=5)
-            await world.until_resident(chain(2))
-            await until(lambda: not world.store._promotions._pending)
-            answer = world.lookup(chain(5))
-            assert (answer.num_resident, answer.num_pending) == (2, 0)
-            assert answer.is_probing  # a row damaged in memory may be intact in a lower tier
-            assert world.store.memory.stats.verified == 4
-            assert world.store.memory.stats.removed[Removal.INVALID] == 1
-
-    asyncio.run(main())
+@in_a_loop
+async def test_adopted_rows_are_verified_before_use():
+    async with World() as world:
+        world.put(chain(5))
+        assert await world.store.drain(60)
+        slots = world.slots(chain(5))
+    world.arena.view(slots[2].row, 1)[77] ^= 1
+    async with World(arena=world.arena) as world:
+        assert world.lookup(chain(5)) == LookupResult(num_pending=5)
+        await world.until_resident(chain(2))
+        await until(lambda: not world.store._promotions._pending)
+        answer = world.lookup(chain(5))
+        assert (answer.num_resident, answer.num_pending) == (2, 0)
+        assert answer.is_probing  # a row damaged in memory may be intact in a lower tier
+        assert world.store.memory.stats.verified == 4
+        assert world.store.memory.stats.removed[Removal.INVALID] == 1
 
 
 def test_closed_store_is_released_by_its_tiers():
@@ -289,55 +285,49 @@ def test_closed_store_is_released_by_its_tiers():
     tier.health.end()
 
 
-def test_close_waits_for_threads_up_to_its_timeout():
-    async def main() -> None:
-        world = World()
-        await world.store.adopt()
-        world.remote.fill(chain(1))
-        world.remote.held = {"load"}
-        world.remote.open.clear()
-        world.lookup(chain(1))
-        await until(lambda: world.remote.num_waiting)
-        assert not await world.store.close(0.01)  # the thread of a hung tier still uses the arena
-        world.remote.open.set()
-        assert await world.store.close()
-        assert world.remote.num_waiting == 0
-
-    asyncio.run(main())
+@in_a_loop
+async def test_close_waits_for_threads_up_to_its_timeout():
+    world = World()
+    await world.store.adopt()
+    world.remote.fill(chain(1))
+    world.remote.held = {"load"}
+    world.remote.open.clear()
+    world.lookup(chain(1))
+    await until(lambda: world.remote.num_waiting)
+    assert not await world.store.close(0.01)  # the thread of a hung tier still uses the arena
+    world.remote.open.set()
+    assert await world.store.close()
+    assert world.remote.num_waiting == 0
 
 
-def test_works_without_lower_tiers():
-    async def main() -> None:
-        store = TieredStore(PrivateArena(Geometry(SIZE, 1), 4))
-        await store.adopt()
-        store.register(NAMESPACE)
-        (answer,) = store.reserve(chain(1), 0, OWNER, length=SIZE)
-        store.commit([answer.slot], 0, OWNER)
-        assert store.lookup(LEASE, one_chain(chain(2), SIZE)) == LookupResult(1, 1)
-        assert await store.drain(60)
-        await store.close()
-
-    asyncio.run(main())
+@in_a_loop
+async def test_works_without_lower_tiers():
+    store = TieredStore(PrivateArena(Geometry(SIZE, 1), 4))
+    await store.adopt()
+    store.register(NAMESPACE)
+    (answer,) = store.reserve(chain(1), 0, OWNER, length=SIZE)
+    store.commit([answer.slot], 0, OWNER)
+    assert store.lookup(LEASE, one_chain(chain(2), SIZE)) == LookupResult(1, 1)
+    assert await store.drain(60)
+    await store.close()
 
 
-def test_event_loop_runs_while_the_index_is_rebuilt():
-    async def main() -> None:
-        world = World(num_rows=1000)
-        num_steps = 0
+@in_a_loop
+async def test_event_loop_runs_while_the_index_is_rebuilt():
+    world = World(num_rows=1000)
+    num_steps = 0
 
-        async def count_steps() -> None:
-            nonlocal num_steps
-            while True:
-                num_steps += 1
-                await asyncio.sleep(0)
+    async def count_steps() -> None:
+        nonlocal num_steps
+        while True:
+            num_steps += 1
+            await asyncio.sleep(0)
 
-        task = asyncio.create_task(count_steps())
-        await world.store.adopt()
-        task.cancel()
-        assert num_steps >= 7
-        await world.store.close()
-
-    asyncio.run(main())
+    task = asyncio.create_task(count_steps())
+    await world.store.adopt()
+    task.cancel()
+    assert num_steps >= 7
+    await world.store.close()
 
 
 @run

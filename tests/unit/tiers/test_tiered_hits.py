@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from lmcache.tiers.tiered.refresh import REFRESH_SECONDS
 from lmcache.tiers.tiered.store import Admit
-from tests.harness.tiered_world import LEASE, NUM_COLUMNS, World, chain, run, until
+from tests.harness.tiered_world import LEASE, NUM_COLUMNS, chain, run, until
 
 
 @run
@@ -72,18 +70,15 @@ async def test_row_on_its_previous_shard_is_written_to_the_current_shard(world):
     assert world.lower.stats.written == 1
 
 
-def test_on_reuse_writes_rows_at_their_first_hit():
-    async def main() -> None:
-        async with World(admit=Admit.ON_REUSE) as world:
-            world.put(chain(4))
-            assert await world.store.drain(60)
-            assert not world.remote.objects
-            for _ in range(2):
-                assert world.lookup(chain(2)).num_resident == 2
-                await until(lambda: world.lower.stats.written == 2)
-            assert {key for key, _ in world.remote.objects} == set(chain(2))
-
-    asyncio.run(main())
+@run(admit=Admit.ON_REUSE)
+async def test_on_reuse_writes_rows_at_their_first_hit(world):
+    world.put(chain(4))
+    assert await world.store.drain(60)
+    assert not world.remote.objects
+    for _ in range(2):
+        assert world.lookup(chain(2)).num_resident == 2
+        await until(lambda: world.lower.stats.written == 2)
+    assert {key for key, _ in world.remote.objects} == set(chain(2))
 
 
 @run
@@ -100,17 +95,14 @@ async def test_private_row_is_not_written_with_a_shared_row_of_the_same_hit(worl
     assert set(world.remote.touched) == set(chain(1))
 
 
-def test_on_reuse_does_not_write_unused_rows_in_reused_slots():
-    async def main() -> None:
-        async with World(num_rows=8, admit=Admit.ON_REUSE) as world:
-            world.put(chain(8))
-            world.lookup(chain(1))
-            assert await world.store.drain(60)
-            world.store.memory.release(LEASE)
-            world.put(chain(8, start=10))
-            await until(lambda: not world.store._refresh._latest)
-            assert world.lookup(chain(2, start=10)).num_resident == 2
-            await until(lambda: world.lower.stats.written == 2)
-            assert {key for key, _ in world.remote.objects} == set(chain(2, start=10))
-
-    asyncio.run(main())
+@run(num_rows=8, admit=Admit.ON_REUSE)
+async def test_on_reuse_does_not_write_unused_rows_in_reused_slots(world):
+    world.put(chain(8))
+    world.lookup(chain(1))
+    assert await world.store.drain(60)
+    world.store.memory.release(LEASE)
+    world.put(chain(8, start=10))
+    await until(lambda: not world.store._refresh._latest)
+    assert world.lookup(chain(2, start=10)).num_resident == 2
+    await until(lambda: world.lower.stats.written == 2)
+    assert {key for key, _ in world.remote.objects} == set(chain(2, start=10))

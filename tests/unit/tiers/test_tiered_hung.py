@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.loops import in_a_loop
 from tests.harness.tiered_world import FakeTier, World, chain, run, until
 
 
@@ -45,60 +46,53 @@ async def hanging_disk(*held: str) -> AsyncIterator[tuple[World, FakeTier]]:
             disk.open.set()
 
 
-def test_keys_of_a_hung_probe_are_looked_up_in_the_next_tier():
-    async def main() -> None:
-        async with hanging_disk("probe") as (world, disk):
-            world.lookup(chain(3))
-            await until(lambda: disk.num_waiting == 1)
-            world.now += 1  # the disk counts as stuck
-            await asyncio.wait_for(world.until_resident(chain(3)), 60)
-            assert disk.num_waiting == 1
-            assert not world.store._promotions._probing
-
-    asyncio.run(main())
+@in_a_loop
+async def test_keys_of_a_hung_probe_are_looked_up_in_the_next_tier():
+    async with hanging_disk("probe") as (world, disk):
+        world.lookup(chain(3))
+        await until(lambda: disk.num_waiting == 1)
+        world.now += 1  # the disk counts as stuck
+        await asyncio.wait_for(world.until_resident(chain(3)), 60)
+        assert disk.num_waiting == 1
+        assert not world.store._promotions._probing
 
 
 @pytest.mark.parametrize(("is_encrypted", "expected"), [(False, 2), (True, 4)])
-def test_encrypted_tier_moves_twice_as_many_rows_at_once(is_encrypted, expected):
+@in_a_loop
+async def test_encrypted_tier_moves_twice_as_many_rows_at_once(is_encrypted, expected):
     """While some threads encrypt or decrypt, others use the medium."""
-
-    async def main() -> None:
-        remote = FakeTier()
-        remote.is_encrypted = is_encrypted
-        remote.fill(chain(8))
-        async with World(64, remote=remote) as world:
-            remote.open.clear()
-            try:
-                for held in ("load", "store"):
-                    remote.held = {held}
-                    if held == "load":
-                        world.lookup(chain(8))
-                    else:
-                        world.put(chain(8, start=100))
-                    await until(lambda: remote.num_waiting == expected)
-                    assert remote.calls[held] == expected
-                    remote.open.set()
-                    await until(lambda: not remote.num_waiting)
-                    await until(lambda: world.is_idle)
-                    remote.open.clear()
-            finally:
+    remote = FakeTier()
+    remote.is_encrypted = is_encrypted
+    remote.fill(chain(8))
+    async with World(64, remote=remote) as world:
+        remote.open.clear()
+        try:
+            for held in ("load", "store"):
+                remote.held = {held}
+                if held == "load":
+                    world.lookup(chain(8))
+                else:
+                    world.put(chain(8, start=100))
+                await until(lambda: remote.num_waiting == expected)
+                assert remote.calls[held] == expected
                 remote.open.set()
+                await until(lambda: not remote.num_waiting)
+                await until(lambda: world.is_idle)
+                remote.open.clear()
+        finally:
+            remote.open.set()
 
-    asyncio.run(main())
 
-
-def test_rows_behind_a_hung_load_are_not_pending():
-    async def main() -> None:
-        async with hanging_disk("load") as (world, disk):
-            world.lookup(chain(30))
-            await until(lambda: disk.num_waiting == 2)
-            assert world.store.lower["disk"].num_loads == 16  # as many as may be pending
-            world.now += 1
-            await until(lambda: len(world.store._promotions._pending) == 2)
-            await asyncio.wait_for(world.until_resident(chain(10, start=100)), 60)
-            assert world.store.lower["disk"].num_loads == 2
-
-    asyncio.run(main())
+@in_a_loop
+async def test_rows_behind_a_hung_load_are_not_pending():
+    async with hanging_disk("load") as (world, disk):
+        world.lookup(chain(30))
+        await until(lambda: disk.num_waiting == 2)
+        assert world.store.lower["disk"].num_loads == 16  # as many as may be pending
+        world.now += 1
+        await until(lambda: len(world.store._promotions._pending) == 2)
+        await asyncio.wait_for(world.until_resident(chain(10, start=100)), 60)
+        assert world.store.lower["disk"].num_loads == 2
 
 
 @run

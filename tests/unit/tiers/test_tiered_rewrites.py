@@ -10,6 +10,7 @@ from lmcache.tiers.stats import Removal, TieredStats, WriteSkipped
 from lmcache.tiers.tiered import tier_worker as lower
 from lmcache.tiers.tiered.refresh import REFRESH_SECONDS
 from lmcache.tiers.tiered.store import Admit
+from tests.harness.loops import in_a_loop
 from tests.harness.tiered_world import FakeTier, World, chain, content, run, until
 
 
@@ -169,20 +170,18 @@ async def test_hit_writes_rows_dropped_from_the_queue(world):
 
 
 @pytest.mark.parametrize("admit", Admit)
-def test_hit_writes_rows_unwritten_by_an_earlier_process(admit):
-    async def main() -> None:
-        remote = FakeTier()
-        remote.is_full = True
-        async with World(remote=remote) as world:
-            world.put(chain(4))
-            assert await world.store.drain(60)
-        remote.is_full = False
-        async with World(arena=world.arena, remote=remote, admit=admit) as world:
-            await world.until_resident(chain(4))
-            await hit_until_written(world, chain(4))
-            assert remote.objects[chain(4)[3], 1] == content(chain(4)[3], 1)
-
-    asyncio.run(main())
+@in_a_loop
+async def test_hit_writes_rows_unwritten_by_an_earlier_process(admit):
+    remote = FakeTier()
+    remote.is_full = True
+    async with World(remote=remote) as world:
+        world.put(chain(4))
+        assert await world.store.drain(60)
+    remote.is_full = False
+    async with World(arena=world.arena, remote=remote, admit=admit) as world:
+        await world.until_resident(chain(4))
+        await hit_until_written(world, chain(4))
+        assert remote.objects[chain(4)[3], 1] == content(chain(4)[3], 1)
 
 
 @run
@@ -201,18 +200,16 @@ async def test_corrupted_row_is_not_written_to_lower_tiers(world):
     assert not world.store.memory.is_resident(chain(1)[0])
 
 
-def test_queued_rows_at_close_are_counted_across_restarts():
-    async def main() -> None:
-        stats, remote = {"remote": TieredStats()}, FakeTier()
-        for _ in range(2):
-            async with World(remote=remote, stats=stats) as world:
-                remote.open.clear()
-                world.put(chain(6))
-                await until(lambda: remote.num_waiting == 2 and world.lower.num_queued == 4)
-                world.remote.objects.clear()
-        assert stats["remote"].written + stats["remote"].writes_skipped.total() == 12
-
-    asyncio.run(main())
+@in_a_loop
+async def test_queued_rows_at_close_are_counted_across_restarts():
+    stats, remote = {"remote": TieredStats()}, FakeTier()
+    for _ in range(2):
+        async with World(remote=remote, stats=stats) as world:
+            remote.open.clear()
+            world.put(chain(6))
+            await until(lambda: remote.num_waiting == 2 and world.lower.num_queued == 4)
+            world.remote.objects.clear()
+    assert stats["remote"].written + stats["remote"].writes_skipped.total() == 12
 
 
 @run

@@ -12,6 +12,7 @@ import pytest
 
 from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.stats import WriteSkipped
+from tests.harness.loops import in_a_loop
 from tests.harness.tiered_world import LEASE, FakeTier, World, chain, content, run, until
 
 CAPACITY_BYTES = 1 << 20
@@ -141,52 +142,46 @@ def two_tier_world() -> World:
 
 
 @pytest.mark.parametrize("first", ["disk", "remote"])
-def test_hung_tier_does_not_delay_writes_to_the_other_tier(first):
-    async def main() -> None:
-        async with two_tier_world() as world:
-            hung, working = getattr(world, first), world.remote if first == "disk" else world.disk
-            hung.open.clear()
-            world.put(chain(4))
-            await until(lambda: len(working.objects) == 8)
-            assert not hung.objects
-            hung.open.set()
-            assert await world.store.drain(60)
-            assert hung.objects == working.objects
-
-    asyncio.run(main())
+@in_a_loop
+async def test_hung_tier_does_not_delay_writes_to_the_other_tier(first):
+    async with two_tier_world() as world:
+        hung, working = getattr(world, first), world.remote if first == "disk" else world.disk
+        hung.open.clear()
+        world.put(chain(4))
+        await until(lambda: len(working.objects) == 8)
+        assert not hung.objects
+        hung.open.set()
+        assert await world.store.drain(60)
+        assert hung.objects == working.objects
 
 
-def test_unhealthy_disk_is_skipped():
-    async def main() -> None:
-        async with two_tier_world() as world:
-            world.remote.fill(chain(3))
-            world.disk.is_unhealthy = True
-            await world.until_resident(chain(3))
-            assert not world.store.lower["disk"].is_healthy
-            assert not await world.store.drain(0.01)
-            world.disk.is_unhealthy = False
-            assert await world.store.drain(60)
-            assert len(world.disk.objects) == 6  # writes of promoted rows waited for the disk
-
-    asyncio.run(main())
+@in_a_loop
+async def test_unhealthy_disk_is_skipped():
+    async with two_tier_world() as world:
+        world.remote.fill(chain(3))
+        world.disk.is_unhealthy = True
+        await world.until_resident(chain(3))
+        assert not world.store.lower["disk"].is_healthy
+        assert not await world.store.drain(0.01)
+        world.disk.is_unhealthy = False
+        assert await world.store.drain(60)
+        assert len(world.disk.objects) == 6  # writes of promoted rows waited for the disk
 
 
-def test_hung_tier_is_skipped_until_its_next_answer():
-    async def main() -> None:
-        async with two_tier_world() as world:
-            world.disk.held = {"probe"}
-            world.disk.open.clear()
-            world.remote.fill(chain(1, start=7))
-            assert world.lookup(chain(1)).is_probing
-            await until(lambda: world.disk.num_waiting)
-            world.now += 11
-            assert not world.store.lower["disk"].is_healthy
-            await world.until_resident(chain(1, start=7))
-            assert world.disk.calls["probe"] == 1
-            world.disk.open.set()
-            await until(lambda: world.store.lower["disk"].is_healthy)
-
-    asyncio.run(main())
+@in_a_loop
+async def test_hung_tier_is_skipped_until_its_next_answer():
+    async with two_tier_world() as world:
+        world.disk.held = {"probe"}
+        world.disk.open.clear()
+        world.remote.fill(chain(1, start=7))
+        assert world.lookup(chain(1)).is_probing
+        await until(lambda: world.disk.num_waiting)
+        world.now += 11
+        assert not world.store.lower["disk"].is_healthy
+        await world.until_resident(chain(1, start=7))
+        assert world.disk.calls["probe"] == 1
+        world.disk.open.set()
+        await until(lambda: world.store.lower["disk"].is_healthy)
 
 
 # ---- waiting for writes ----

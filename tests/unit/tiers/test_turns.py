@@ -9,6 +9,7 @@ import threading
 from lmcache.common import fair_queue
 from lmcache.tiers.tiered import tasks
 from lmcache.tiers.tiered.tasks import Turns, Workers
+from tests.harness.loops import in_a_loop
 
 
 def test_tenants_take_turns_for_loads():
@@ -35,32 +36,30 @@ def test_tenants_take_turns_for_loads():
     assert len(served) == 52
 
 
-def test_cancelled_waits_lose_no_turn():
-    async def run() -> None:
-        turns = Turns(1)
-        await turns.take("a")
-        waiting = [asyncio.create_task(turns.take("b")) for _ in range(3)]
-        await asyncio.sleep(0)
-        waiting[0].cancel()
-        await asyncio.sleep(0)
-        turns.give_back()  # the second task gets the turn, and is cancelled before it runs
-        waiting[1].cancel()
-        await asyncio.wait_for(waiting[2], 5)
-        turns.give_back()
-        await asyncio.wait_for(turns.take("c"), 5)
-        waiting = [asyncio.create_task(turns.take("d")) for _ in range(2)]
-        await asyncio.sleep(0)
-        waiting[0].cancel()
-        turns.give_back()  # before the first task knows that it was cancelled
-        await asyncio.wait_for(waiting[1], 5)
-        late = asyncio.create_task(turns.take("e"))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert not late.done(), "there is one turn, and the second task has it"
-        turns.give_back()
-        await asyncio.wait_for(late, 5)
-
-    asyncio.run(run())
+@in_a_loop
+async def test_cancelled_waits_lose_no_turn():
+    turns = Turns(1)
+    await turns.take("a")
+    waiting = [asyncio.create_task(turns.take("b")) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    await asyncio.sleep(0)
+    turns.give_back()  # the second task gets the turn, and is cancelled before it runs
+    waiting[1].cancel()
+    await asyncio.wait_for(waiting[2], 5)
+    turns.give_back()
+    await asyncio.wait_for(turns.take("c"), 5)
+    waiting = [asyncio.create_task(turns.take("d")) for _ in range(2)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    turns.give_back()  # before the first task knows that it was cancelled
+    await asyncio.wait_for(waiting[1], 5)
+    late = asyncio.create_task(turns.take("e"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not late.done(), "there is one turn, and the second task has it"
+    turns.give_back()
+    await asyncio.wait_for(late, 5)
 
 
 def test_waits_that_time_out_at_once_take_constant_time_each():
@@ -97,21 +96,19 @@ def test_waits_that_time_out_at_once_take_constant_time_each():
     assert 0 < num_calls <= 10 * num_waits
 
 
-def test_waits_that_end_do_not_delay_the_turn_of_their_tenant():
-    async def run() -> None:
-        turns = Turns(1)
-        await turns.take("a")
-        left = asyncio.create_task(turns.take("b"))
-        remaining = asyncio.create_task(turns.take("b"))
-        later = asyncio.create_task(turns.take("c"))
-        await asyncio.sleep(0)
-        left.cancel()
-        await asyncio.wait([left])
-        turns.give_back()
-        await asyncio.wait_for(remaining, 5)
-        assert not later.done()
-
-    asyncio.run(run())
+@in_a_loop
+async def test_waits_that_end_do_not_delay_the_turn_of_their_tenant():
+    turns = Turns(1)
+    await turns.take("a")
+    left = asyncio.create_task(turns.take("b"))
+    remaining = asyncio.create_task(turns.take("b"))
+    later = asyncio.create_task(turns.take("c"))
+    await asyncio.sleep(0)
+    left.cancel()
+    await asyncio.wait([left])
+    turns.give_back()
+    await asyncio.wait_for(remaining, 5)
+    assert not later.done()
 
 
 def test_threads_serve_tenants_in_turn():
