@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lmcache import keys
-from lmcache.engines.errors import UnnamedError, UnsupportedError
+from lmcache.engines.errors import UnnamedError
 from lmcache.engines.sglang import attach, naming
 
 SIZES = {"page_tokens": 64, "tensor_parallel": 1, "pipeline_parallel": 1, "context_parallel": 1}
@@ -64,11 +64,6 @@ def base(sglang):
     return namespace()
 
 
-def test_same_engine_has_the_same_name(base):
-    assert namespace() == base
-    assert len(base) == 32
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -100,6 +95,7 @@ def test_identity_of_the_model_changes_the_name(base, changes):
         {"decode_attention_backend": "fa3"},
         {"enable_page_major_kv_layout": True},
         {"enable_unified_memory": True},
+        {"model_impl": "transformers"},  # may order the elements of a key otherwise, for the same answers
     ],
 )
 def test_options_that_change_kv_change_the_name(base, option):
@@ -163,7 +159,19 @@ def test_kind_name_and_number_of_pools_change_the_name(base):
     assert len(names) == 5
 
 
+def test_modules_that_adapters_change_change_the_name():
+    def adapted(loras=(["a", "/a", "00"],), **given):
+        return namespace(options(**given), loras=list(loras))
+
+    assert adapted(lora_target_modules={"q"}) != adapted(lora_target_modules={"k", "q"})
+    assert adapted(lora_target_modules={"k", "q"}) == adapted(lora_target_modules={"q", "k"})
+    assert adapted(experts_shared_outer_loras=True) != adapted(experts_shared_outer_loras=False)
+    assert adapted((), lora_target_modules={"q"}) == adapted((), lora_target_modules={"k"})
+
+
 def test_order_of_pools_and_of_the_configuration_is_of_no_account(base):
+    assert namespace() == base
+    assert len(base) == 32
     pools = {"kv": Pool(), "swa": OtherPool()}
     assert namespace(pools=pools) == namespace(pools=dict(reversed(pools.items())))
     assert namespace(config=dict(reversed(CONFIG.items()))) == base
@@ -227,7 +235,9 @@ class TestPrivateReasons:
     def test_cache_that_was_attached_later_is_private(self):
         assert "running engine" in naming.private_reason(options(), is_from_start=False)
 
-    @pytest.mark.parametrize("option", [name for name, _ in naming._OTHER_SOURCES])
+    @pytest.mark.parametrize(
+        "option", sorted({"forward_hooks", "kt_weight_path", "uno_lora_path", *dict(naming._OTHER_SOURCES)})
+    )
     def test_weights_from_elsewhere_are_private(self, option):
         reason = naming.private_reason(options(**{option: "x"}), is_from_start=True)
         assert option in reason
@@ -372,22 +382,17 @@ class TestAttachment:
         assert {len(uuid) for uuid in ids} == {16}
 
     def test_ranks_of_one_engine_share_an_id(self):
-        engine = options()
-        first = attach.engine_uuid(engine, 0, is_alone=False)
-        assert attach.engine_uuid(engine, 0, is_alone=False) == first
-        engines = [(options(port=1), 0), (options(random_seed=2), 0), (engine, 1)]
-        assert all(attach.engine_uuid(*different, is_alone=False) != first for different in engines)
+        """The replicas of ``--dp-size`` are engines, with the same parent and the same options."""
+        changes = [{}, {"port": 1}, {"random_seed": 2}, {"dp_rank": 0}, {"dp_rank": 1}]
+        engines = [*((options(**change), 0) for change in changes), (options(), 1)]
+        ids = [attach.engine_uuid(*engine, is_alone=False) for engine in engines]
+        assert ids == [attach.engine_uuid(*engine, is_alone=False) for engine in engines]
+        assert len(set(ids)) == len(engines)
 
     def test_id_of_an_engine_with_another_parent_differs(self, monkeypatch):
         first = attach.engine_uuid(options(), 0, is_alone=False)
         monkeypatch.setattr(os, "getppid", os.getpid)
         assert attach.engine_uuid(options(), 0, is_alone=False) != first
-
-    def test_groups_begin_with_the_pools_of_full_attention(self):
-        pools = dict.fromkeys(["mamba", "swa", "indexer", "draft", "kv"])
-        assert attach.groups_of(pools) == ["kv", "draft", "indexer", "mamba", "swa"]
-        with pytest.raises(UnsupportedError, match="a pool that can't be cached yet: other"):
-            attach.groups_of(pools | {"other": None})
 
     def test_kv_of_the_engine_includes_its_host_cache(self):
         pools = {"kv": Pool(size=5000, device_capacity_tokens=4096, size_per_token=10)}

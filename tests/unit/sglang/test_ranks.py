@@ -1,4 +1,4 @@
-"""Places of SGLang's ranks in the columns of a row."""
+"""Places of SGLang's ranks in the columns of a row, ids of engines, and engines that are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 
 from lmcache.engines.errors import UnsupportedError
+from lmcache.engines.sglang import attach
 from lmcache.engines.sglang.attach import is_reporter
+from lmcache.engines.sglang.options import Settings
 from lmcache.engines.sglang.ranks import Ranks
 
 
@@ -18,7 +20,8 @@ def config(**fields):
     """SGLang's HiCacheStorageConfig of one rank."""
     defaults = {
         "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1,
-        "dcp_size": 1, "is_mla_model": False, "should_split_heads": False,
+        "dcp_size": 1, "dp_rank": 0, "is_mla_model": False, "should_split_heads": False,
+        "extra_config": {"interface_v1": 1},
     }  # fmt: skip
     made = SimpleNamespace(**(defaults | fields))
     made.is_storage_writer = not made.is_mla_model or made.tp_rank == 0
@@ -93,3 +96,37 @@ def test_split_pool_next_to_replicated_kv_is_refused(pool):
     Ranks.of(config(tp_size=2), pools)
     with pytest.raises(UnsupportedError, match=f"not its pool {pool}: use --tp-size 1"):
         Ranks.of(config(tp_size=2, is_mla_model=True), pools)
+
+
+@pytest.fixture
+def attach_with(monkeypatch):
+    """``attach_with(config, **options)``: attach a rank of an engine with these options of SGLang."""
+
+    def run(config, **options):
+        monkeypatch.setattr(attach, "EngineOptions", lambda: SimpleNamespace(**options))
+        return attach.attach(config, {"kv": SimpleNamespace(page_size=1)}, Settings())
+
+    return run
+
+
+@pytest.mark.parametrize("extra_config", [None, {}, {"interface_v1": 0}])
+def test_engine_that_passes_no_pages_is_refused(attach_with, extra_config):
+    with pytest.raises(UnsupportedError, match='add "interface_v1": 1 to'):
+        attach_with(config(extra_config=extra_config), nnodes=1)
+
+
+def test_page_on_several_machines_is_refused(attach_with):
+    with pytest.raises(UnsupportedError, match="is on 2 machines"):
+        attach_with(config(tp_size=2), nnodes=2)
+
+
+def test_replicas_on_several_machines_are_not_refused(attach_with):
+    with pytest.raises(UnsupportedError, match="too small"):  # the next check
+        attach_with(config(tp_size=2, is_mla_model=True), nnodes=2)
+
+
+def test_groups_begin_with_the_pools_of_full_attention():
+    pools = dict.fromkeys(["mamba", "swa", "indexer", "draft", "kv"])
+    assert attach.groups_of(pools) == ["kv", "draft", "indexer", "mamba", "swa"]
+    with pytest.raises(UnsupportedError, match="a pool that can't be cached yet: other"):
+        attach.groups_of(pools | {"other": None})

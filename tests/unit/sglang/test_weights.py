@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import sys
 import threading
 from types import SimpleNamespace
@@ -36,29 +36,22 @@ def engine(watch):
     """An engine that records whether the cache is open during each of its calls."""
     updater_class, controller_class = make_classes()
     manager = installed(watch, updater_class, controller_class)
-    during: list[tuple[str, bool]] = []
+    state = SimpleNamespace(during=[], error=None, manager=manager, classes=(updater_class, controller_class))
 
-    def record(call, result=None, error=None):
-        during.append((call, name(watch) is None))
-        if error is not None:
-            raise error
+    def record(call, result):
+        state.during.append((call, name(watch) is None))
+        if state.error is not None:
+            raise state.error
         return result
 
     fake = SimpleNamespace(
-        apply=lambda weights, fails: record("apply", weights, UpdateError() if fails else None),
+        apply=lambda weights, fails: record("apply", weights),
         begin=lambda: record("begin", "begun"),
         end=lambda run_post_load: record("end", run_post_load),
         reset=lambda: record("reset", "emptied"),
     )
-    return SimpleNamespace(
-        fake=fake,
-        during=during,
-        record=record,
-        updater=updater_class(fake),
-        controller=controller_class(fake),
-        manager=manager,
-        classes=(updater_class, controller_class),
-    )
+    state.updater, state.controller = updater_class(fake), controller_class(fake)
+    return state
 
 
 def name(watch, namespace=NAMESPACE, engine=ENGINE):
@@ -79,100 +72,53 @@ def test_update_closes_the_cache_until_a_flush(watch, engine, method):
     assert name(watch) not in (None, NAMESPACE)
 
 
-def test_flush_without_an_update_changes_nothing(watch, engine):
-    changes = []
-    watch.subscribe(lambda: changes.append(name(watch)))
+def test_cache_is_closed_while_an_update_in_several_calls_begins_and_ends(watch, engine):
+    assert engine.updater.begin_weight_update() == "begun"
     engine.controller.reset()
-    assert changes == [NAMESPACE]
-    engine.updater.update_weights_from_disk("w1")
-    assert name(watch) is None, "an earlier flush does not count"
-
-
-def test_failed_update_closes_the_cache_too(watch, engine):
-    with pytest.raises(UpdateError):
-        engine.updater.update_weights_from_tensor("w1", fails=True)
-    assert name(watch) is None
-    engine.controller.reset()
-    assert name(watch) not in (None, NAMESPACE)
-
-
-def test_failed_flush_leaves_the_cache_closed(watch, engine):
-    engine.updater.update_weights_from_disk("w1")
-    engine.fake.reset = lambda: engine.record("reset", error=UpdateError())
-    with pytest.raises(UpdateError):
-        engine.controller.reset()
-    assert name(watch) is None
-    engine.fake.reset = lambda: engine.record("reset")
-    engine.controller.reset()
+    assert engine.updater.end_weight_update(run_post_load=True) is True
+    assert engine.during == [("begin", True), ("reset", True), ("end", True)]
     assert name(watch) is not None
 
 
-def test_later_update_needs_a_later_flush(watch, engine):
-    engine.updater.update_weights_from_disk("w1")
-    engine.updater.update_weights_from_ipc("w2")
-    engine.controller.reset()
-    first = name(watch)
-    engine.updater.update_weights_from_ipc("w3")
-    assert name(watch) is None
-    engine.controller.reset()
-    assert name(watch) not in (None, NAMESPACE, first)
-
-
-class TestUpdatesInSeveralCalls:
-    def test_flush_and_end_open_the_cache_in_any_order(self, watch, engine):
-        for calls in itertools.permutations(["reset", "end"]):
-            assert engine.updater.begin_weight_update() == "begun"
-            assert engine.during[-1] == ("begin", True)
-            engine.updater.load_weights_from_distributed("w")
-            for call in calls:
-                assert name(watch) is None
-                if call == "reset":
-                    engine.controller.reset()
-                else:
-                    assert engine.updater.end_weight_update(run_post_load=True) is True
-            assert name(watch) is not None
-
-    def test_flush_between_two_parts_is_not_enough(self, watch, engine):
-        engine.updater.begin_weight_update()
-        engine.updater.load_weights_from_distributed("w1")
-        engine.controller.reset()
-        engine.updater.load_weights_from_distributed("w2")
-        engine.updater.end_weight_update(run_post_load=False)
-        assert name(watch) is None
-        engine.controller.reset()
-        assert name(watch) is not None
-
-    def test_cache_is_closed_while_the_update_ends(self, watch, engine):
-        engine.updater.begin_weight_update()
-        engine.controller.reset()
-        engine.updater.end_weight_update(run_post_load=False)
-        assert engine.during[-1] == ("end", True)
-        assert name(watch) is not None
-
-    def test_updates_of_two_models_both_have_to_end(self, watch, engine):
-        """The main model and the draft model."""
-        engine.updater.begin_weight_update()
-        engine.updater.begin_weight_update()
-        engine.controller.reset()
-        engine.updater.end_weight_update(run_post_load=False)
-        assert name(watch) is None
-        engine.updater.end_weight_update(run_post_load=False)
-        assert name(watch) is not None
-
-    def test_end_without_a_begin_changes_nothing(self, watch, engine):
-        engine.updater.end_weight_update(run_post_load=False)
-        assert name(watch) == NAMESPACE
-        engine.updater.begin_weight_update()
-        engine.controller.reset()
-        assert name(watch) is None
-
-    def test_failed_end_leaves_the_cache_closed(self, watch, engine):
-        engine.updater.begin_weight_update()
-        engine.controller.reset()
-        engine.fake.end = lambda run_post_load: engine.record("end", error=UpdateError())
-        with pytest.raises(UpdateError):
-            engine.updater.end_weight_update(run_post_load=False)
-        assert name(watch) is None
+@pytest.mark.parametrize(
+    ("calls", "names"),
+    [
+        ("flush", "a"),
+        ("flush update", "a."),  # an earlier flush does not count
+        ("update! flush", ".b"),
+        ("update flush! flush", "..b"),
+        ("update update flush update flush", "..b.c"),
+        ("begin part flush end", "...b"),
+        ("begin part end flush", "...b"),
+        ("begin part flush part end flush", ".....b"),
+        ("begin begin flush end end", "....b"),  # the main model and the draft model
+        ("end begin flush", "a.."),
+        ("begin flush end!", "..."),
+        ("clear flush flush", "bcc"),  # until the flush, SGLang stores KV of its own caches, which may be old
+        ("clear update clear flush", "b..c"),
+        ("begin clear flush end", "...b"),
+    ],
+)
+def test_names_after_calls(calls, names, watch, engine):
+    """One name per call, which fails if it ends in "!". "a" is the shared name, "." is a closed cache."""
+    functions = {
+        "update": lambda: engine.updater.update_weights_from_disk("w"),
+        "begin": engine.updater.begin_weight_update,
+        "part": lambda: engine.updater.load_weights_from_distributed("w"),
+        "end": lambda: engine.updater.end_weight_update(run_post_load=False),
+        "flush": engine.controller.reset,
+        "clear": watch.forget_all,
+    }
+    letters, given, listened = {None: ".", NAMESPACE: "a"}, "", []
+    watch.subscribe(lambda: listened.append(name(watch)))
+    for call in calls.split():
+        engine.error = UpdateError() if call.endswith("!") else None
+        with pytest.raises(UpdateError) if engine.error else contextlib.nullcontext():
+            functions[call.rstrip("!")]()
+        present = name(watch)
+        assert listened[-1] == present
+        given += letters.setdefault(present, "bcd"[len(letters) - 2])
+    assert given == names
 
 
 class TestNames:
@@ -196,16 +142,6 @@ class TestNames:
             all_names |= names
             assert len(all_names) == 1 + 4 * generation
             assert {len(digest) for digest in names} == {32}
-
-    def test_forgetting_renames_at_once_but_opens_no_closed_cache(self, watch):
-        watch.forget_all()
-        first = name(watch)
-        assert first not in (None, NAMESPACE)
-        watch.begin_change()
-        watch.forget_all()
-        assert name(watch) is None
-        watch.note_flushed()
-        assert name(watch) not in (None, NAMESPACE, first)
 
 
 class TestListeners:
