@@ -1,27 +1,34 @@
 """A pytest plugin that assigns test files to the workers of pytest-xdist.
 
-Each file runs on one worker. All files that use a control plane run on the same worker, and first: a second
-control plane would cost a minute of processor time. These tests mostly wait for Kubernetes, so the other
-workers can use the processor.
+Each file runs on one worker. All files that use the control plane of the run share a worker, which runs them
+first: a second control plane would cost a minute of processor time. These tests mostly wait for Kubernetes,
+so the other workers can use the processor.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
+from collections.abc import Generator, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-_CONTROL_PLANE = "control plane"
+CONTROL_PLANE = "control plane"
 
 
-@cache
-def unit_of(file: str) -> str:
-    """Return the unit of work that the tests of ``file``, a path in the repository, belong to."""
-    path = ROOT / file
-    return _CONTROL_PLANE if path.is_file() and "pytest.mark.kube" in path.read_text() else file
+def units_of(items: Iterable[pytest.Item]) -> dict[str, str]:
+    """Return the unit of work of each file: its name, or the one of all files that use the control plane."""
+    units: dict[str, str] = {}
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        units[file] = CONTROL_PLANE if _uses_control_plane(item) else units.get(file, file)
+    return units
+
+
+def _uses_control_plane(item: pytest.Item) -> bool:
+    """Whether the test requests the fixture ``plane`` of the session, and not one of its own module."""
+    definitions = getattr(item, "_fixtureinfo", None) and item._fixtureinfo.name2fixturedefs.get("plane")
+    return bool(definitions) and definitions[-1].scope == "session"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -34,8 +41,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move tests that use a control plane to the front."""
-    items.sort(key=lambda item: unit_of(_file_of(item.nodeid)) != _CONTROL_PLANE)
+    """Move tests that use the control plane to the front."""
+    units = units_of(items)
+    items.sort(key=lambda item: units[item.nodeid.partition("::")[0]] != CONTROL_PLANE)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_finish(session: pytest.Session) -> Generator[None]:
+    """Send the unit of each test to the scheduler, at the end of the test's id.
+
+    The scheduler's process collects no tests. It gets the ids of ``session.items``, which a worker sends in
+    this hook.
+    """
+    items, units = session.items, units_of(session.items)
+    if hasattr(session.config, "workerinput"):
+        ids = [f"{item.nodeid}@{units[item.nodeid.partition('::')[0]]}" for item in items]
+        session.items = [SimpleNamespace(nodeid=name) for name in ids]  # type: ignore[misc]
+    yield
+    session.items = items
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -45,10 +68,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return unit_of(_file_of(nodeid))
+            return nodeid.rpartition("@")[2]
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
-
-
-def _file_of(nodeid: str) -> str:
-    return nodeid.partition("::")[0]

@@ -1,28 +1,53 @@
 """Distribution of test files over pytest workers."""
 
-import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
-from tests.harness.distribution import ROOT, pytest_generate_tests, unit_of
-
-INTEGRATION = ROOT / "tests" / "integration"
+from tests.harness.distribution import CONTROL_PLANE, pytest_generate_tests, units_of
 
 
-def test_files_with_the_control_plane_share_a_worker():
-    units = {
-        path.name: unit_of(str(path.relative_to(ROOT)))
-        for path in INTEGRATION.glob("test_*.py")
-        if re.search(r"\b(plane|operator_process)\b", path.read_text())
-    }
-    assert "test_operator.py" in units
-    assert len(set(units.values())) == 1, units
+def item(nodeid, *scopes):
+    """A test that uses fixtures ``plane`` of these scopes. The last one replaces the others."""
+    definitions = {"plane": [SimpleNamespace(scope=scope) for scope in scopes]} if scopes else {}
+    return SimpleNamespace(nodeid=nodeid, _fixtureinfo=SimpleNamespace(name2fixturedefs=definitions))
 
 
-def test_other_files_are_distributed_separately():
-    for file in ("tests/integration/test_vllm.py", "tests/unit/test_distribution.py", "nowhere.py"):
-        assert unit_of(file) == file
+def test_files_that_use_the_control_plane_share_a_unit():
+    items = [item("a.py::x", "session"), item("a.py::y"), item("b.py::x"), item("b.py::y[@]", "session")]
+    others = [item("own.py::x", "session", "module"), item("none.py::x"), SimpleNamespace(nodeid="odd.py::x")]
+    assert units_of([*items, *others]) == {
+        "a.py": CONTROL_PLANE, "b.py": CONTROL_PLANE,
+        "own.py": "own.py", "none.py": "none.py", "odd.py": "odd.py",
+    }  # fmt: skip
+
+
+PLUGIN = """
+import pytest
+@pytest.fixture(scope="session")
+def plane(): pass
+"""
+TEST = """
+import os, pytest
+def test({fixture}, tmp_path_factory):
+    print("ON", os.environ["PYTEST_XDIST_WORKER"], __file__[-4])
+"""
+
+
+def test_workers_follow_the_units(tmp_path):
+    (tmp_path / "conftest.py").write_text(PLUGIN)
+    for name, fixture in {"a": "tmp_path", "b": "plane", "c": "tmp_path", "d": "plane"}.items():
+        (tmp_path / f"test_{name}.py").write_text(TEST.format(fixture=fixture))
+    plugins = ["-p", "tests.harness.distribution", "-p", "no:cacheprovider"]
+    argv = [sys.executable, "-m", "pytest", "-rP", "-n", "2", "--dist", "loadfile", *plugins, tmp_path]
+    done = subprocess.run([*map(str, argv)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    worker_of = {line.split()[2]: line.split()[1] for line in done.stdout.splitlines() if line[:3] == "ON "}
+    assert worker_of["b"] == worker_of["d"]
+    assert worker_of["a"] != worker_of["b"]
+    assert "@" not in done.stdout, "ids are restored"
 
 
 @pytest.mark.parametrize(
