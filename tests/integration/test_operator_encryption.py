@@ -44,7 +44,6 @@ def test_secret_is_mounted_by_sidecars_and_only_its_name_replaces_pods(plane, op
 
     before, mark = pods(plane, namespace).keys(), plane.mark()
     plane.api.patch("v1/secrets", "kv-keys", {"stringData": {"2": "0b" * 32}}, namespace)
-    wait_quiet(plane, operator, namespace)
     plane.api.delete("v1/secrets", "kv-keys", namespace)
     wait_quiet(plane, operator, namespace)
     assert pods(plane, namespace).keys() == before
@@ -52,7 +51,5 @@ def test_secret_is_mounted_by_sidecars_and_only_its_name_replaces_pods(plane, op
 
     other = {"spec": {"tiers": {"remote": encryption("other")}}}
     plane.api.patch(CLUSTERS, NAME, other, namespace)
-    wait_ready(plane, namespace)
-    wait_quiet(plane, operator, namespace)
+    plane.wait(lambda: len(now := pods(plane, namespace).keys()) == 2 and not now & before)
     assert key_secrets(plane, namespace) == {"other": ["sidecar"]}
-    assert not pods(plane, namespace).keys() & before

@@ -31,7 +31,7 @@ def listed(plane: Cluster, namespace: str) -> list[str]:
     return peers
 
 
-def test_list_follows_the_scale_without_restarts(plane, operator, namespace):
+def test_list_follows_the_scale_without_restarts_until_peers_are_removed(plane, operator, namespace):
     plane.api.create(CLUSTERS, with_peers(2), namespace)
     wait_ready(plane, namespace)
     wait_quiet(plane, operator, namespace)
@@ -49,19 +49,16 @@ def test_list_follows_the_scale_without_restarts(plane, operator, namespace):
     assert pods(plane, namespace).keys() < before.keys()
     assert plane.api.get("v1/secrets", PEERS, namespace)["data"] == secret["data"]
 
-
-def test_peers_are_switched_on_and_off(plane, operator, namespace):
-    plane.api.create(CLUSTERS, example(), namespace)
-    wait_ready(plane, namespace)
-    before = pods(plane, namespace).keys()
-    plane.api.patch(CLUSTERS, NAME, {"spec": {"tiers": {"peers": {}}}}, namespace)
-    plane.wait(lambda: plane.api.find("v1/secrets", PEERS, namespace))
-    plane.wait(lambda: pods(plane, namespace) and not before & pods(plane, namespace).keys())
-    wait_ready(plane, namespace)
-    assert listed(plane, namespace)
-    plane.api.patch(CLUSTERS, NAME, {"spec": {"tiers": {"peers": None}}}, namespace)
+    # An apply patch is YAML. YAML has no surrogate pairs and breaks lines where JSON does not.
+    text = "--chat-template=a\U0001f999b\u2028c\x85d\x7f\ufeffe"
+    plane.api.patch(
+        CLUSTERS, NAME, {"spec": {"tiers": {"peers": None}, "engine": {"args": [text]}}}, namespace
+    )
     plane.wait(lambda: not plane.api.find("v1/configmaps", PEERS, namespace))
-    plane.wait(lambda: "PEER" not in str(plane.api.get("apps/v1/statefulsets", ENGINE, namespace)["spec"]))
+    plane.wait(lambda: not before.keys() & pods(plane, namespace).keys())
+    (pod,) = plane.wait(lambda: pods(plane, namespace).values())
+    assert "PEER" not in str(pod["spec"])
+    assert pod["spec"]["containers"][0]["args"][-1] == text
 
 
 def engine_names(plane: Cluster, namespace: str) -> dict[str, int]:
@@ -79,7 +76,7 @@ def test_clusters_that_refer_to_a_list_are_in_it(plane, operator, namespace):
     plane.wait(lambda: why in reason(plane, namespace, "other"))
     plane.api.create(CLUSTERS, with_peers(1), namespace)
     plane.wait(lambda: engine_names(plane, namespace) == {ENGINE: 1, "other-engine": 2})
-    plane.wait(lambda: not reason(plane, namespace, "other"), 30)
+    plane.wait(lambda: not reason(plane, namespace, "other"))
     wait_ready(plane, namespace)
     assert not plane.api.find("v1/configmaps", "other-peers", namespace)
     assert not plane.api.find("v1/secrets", "other-peers", namespace)
@@ -97,11 +94,11 @@ def test_clusters_that_refer_to_a_list_are_in_it(plane, operator, namespace):
     plane.wait(lambda: len(plane.api.objects("v1/pods", namespace, selector)) == 3)
 
     plane.kubectl("scale", "lmcluster/other", "--replicas=3", "--namespace", namespace)
-    plane.wait(lambda: engine_names(plane, namespace) == {ENGINE: 1, "other-engine": 3}, 30)
+    plane.wait(lambda: engine_names(plane, namespace) == {ENGINE: 1, "other-engine": 3})
     wait_ready(plane, namespace)
     wait_quiet(plane, operator, namespace)
     plane.api.delete(CLUSTERS, "other", namespace)
-    plane.wait(lambda: engine_names(plane, namespace) == {ENGINE: 1}, 30)
+    plane.wait(lambda: engine_names(plane, namespace) == {ENGINE: 1})
 
 
 def reason(plane: Cluster, namespace: str, name: str) -> str:

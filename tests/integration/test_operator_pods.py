@@ -83,8 +83,8 @@ def test_unbound_claim_is_reported_with_the_message_of_its_controller(plane, ope
     )
 
 
-def test_pods_pull_images_with_the_secrets_of_their_service_account(plane, operator, namespace):
-    """The guide says so for private registries. The operator must leave the field as it is."""
+def test_pods_pull_images_with_secrets_of_their_service_account_or_of_the_spec(plane, operator, namespace):
+    """The guide on private registries says so. The operator must not change a field of the ServiceAccount."""
     secrets = [{"name": "registry"}]
     resource = example(router={})
     resource["spec"]["tiers"]["remote"] = {"managed": {"memoryPerShard": "1Gi"}}
@@ -99,9 +99,17 @@ def test_pods_pull_images_with_the_secrets_of_their_service_account(plane, opera
     for pod in plane.api.objects("v1/pods", namespace):
         plane.api.delete("v1/pods", pod["metadata"]["name"], namespace)
 
-    def have_secrets() -> bool:
-        new = plane.api.objects("v1/pods", namespace)
-        parts = {pod["metadata"]["labels"]["lmcache.io/component"] for pod in new}
-        return len(parts) == 3 and all(pod["spec"].get("imagePullSecrets") == secrets for pod in new)
+    def secrets_of_pods() -> dict[str, set[str]]:
+        """Names of the Secrets that the pods of each component have."""
+        found: dict[str, set[str]] = {}
+        for pod in plane.api.objects("v1/pods", namespace):
+            names = {each["name"] for each in pod["spec"].get("imagePullSecrets", [{"name": ""}])}
+            found.setdefault(pod["metadata"]["labels"]["lmcache.io/component"], set()).update(names)
+        return found
 
-    plane.wait(have_secrets)
+    plane.wait(lambda: secrets_of_pods() == {name: {"registry"} for name in ("engine", "router", "remote")})
+    template = {"spec": {"imagePullSecrets": [{"name": "mine"}, {"name": "declared"}]}}
+    change = {"images": {"pullSecrets": ["declared"]}, "engine": {"podTemplate": template}}
+    plane.api.patch(CLUSTERS, NAME, {"spec": change}, namespace)
+    expected = {"engine": {"declared", "mine"}, "router": {"declared"}}
+    plane.wait(lambda: expected.items() <= secrets_of_pods().items())

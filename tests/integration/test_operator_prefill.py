@@ -53,7 +53,7 @@ def engine_pods(plane: Cluster, namespace: str, cluster_name: str) -> set[str]:
     return {pod["metadata"]["uid"] for pod in plane.api.objects("v1/pods", namespace, labels)}
 
 
-def test_prefill_pods_are_created_scaled_replaced_and_deleted(plane, operator, namespace):
+def test_prefill_pods_are_created_scaled_replaced_reported_and_removed(plane, operator, namespace):
     plane.api.create(CLUSTERS, with_prefill(), namespace)
     wait_available(plane, namespace, 1)
     assert condition(plane, namespace, "PrefillAvailable")["status"] == "True"
@@ -79,6 +79,16 @@ def test_prefill_pods_are_created_scaled_replaced_and_deleted(plane, operator, n
     plane.wait(lambda: len(now := engine_pods(plane, namespace, CHILD)) == 3 and not former & now)
     assert engine_pods(plane, namespace, NAME) == before
 
+    # Wrong arguments are reported, and all pods keep their configuration.
+    kinds = ("EngineAvailable", "PrefillAvailable", "RouterAvailable")
+    plane.wait(lambda: all(condition(plane, namespace, kind).get("status") == "True" for kind in kinds))
+    args = {"spec": {"engine": {"prefill": {"args": ["--port=1"]}}}}
+    plane.api.patch(CLUSTERS, NAME, args, namespace)
+    plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == "InvalidSpec")
+    message = condition(plane, namespace, "Degraded")["message"]
+    assert "spec.engine.prefill.args[0]: --port can't be set" in message
+    assert [condition(plane, namespace, kind)["status"] for kind in kinds] == ["True"] * 3
+
     plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"prefill": None}}}, namespace)
     plane.wait(lambda: plane.api.find(CLUSTERS, CHILD, namespace) is None)
     assert not uses_prefill_pods(plane, namespace)
@@ -88,15 +98,15 @@ def test_prefill_pods_are_created_scaled_replaced_and_deleted(plane, operator, n
     assert engine_pods(plane, namespace, NAME) == before
 
 
-def test_declared_replicas_are_enforced_and_edits_are_taken_back(plane, operator, namespace):
-    plane.api.create(CLUSTERS, with_prefill(replicas=1, args=["--max-num-seqs=8"]), namespace)
-    wait_available(plane, namespace, 1)
-    plane.kubectl("scale", f"lmcluster/{CHILD}", "--replicas=2", "--namespace", namespace)
+def test_declared_replicas_are_enforced_and_edits_are_reverted(plane, operator, namespace):
+    plane.api.create(CLUSTERS, with_prefill(replicas=2, args=["--max-num-seqs=8"]), namespace)
+    wait_available(plane, namespace, 2)
+    plane.kubectl("scale", f"lmcluster/{CHILD}", "--replicas=1", "--namespace", namespace)
 
     def spec() -> Any:
         return plane.api.get(CLUSTERS, CHILD, namespace)["spec"]
 
-    plane.wait(lambda: spec()["engine"]["replicas"] == 1)
+    plane.wait(lambda: spec()["engine"]["replicas"] == 2)
     plane.api.patch(CLUSTERS, CHILD, {"spec": {"tiers": {"peers": {"clusterRef": None}}}}, namespace)
     plane.wait(lambda: spec()["tiers"]["peers"] == {"clusterRef": {"name": NAME}})
     change = {"spec": {"router": {}, "engine": {"prefill": {}}}}
@@ -104,49 +114,25 @@ def test_declared_replicas_are_enforced_and_edits_are_taken_back(plane, operator
         plane.api.patch(CLUSTERS, CHILD, change, namespace)
     plane.api.delete(CLUSTERS, CHILD, namespace)
     plane.wait(lambda: plane.api.find(CLUSTERS, CHILD, namespace))
-    wait_available(plane, namespace, 1)
+    wait_available(plane, namespace, 2)
 
-
-def test_prefill_pods_go_with_their_cluster(plane, operator, namespace):
-    plane.api.create(CLUSTERS, with_prefill(), namespace)
+    # Without declared replicas, the number belongs to autoscalers.
+    plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"prefill": {"replicas": None}}}}, namespace)
     wait_available(plane, namespace, 1)
+    plane.kubectl("scale", f"lmcluster/{CHILD}", "--replicas=3", "--namespace", namespace)
+    wait_available(plane, namespace, 3)
+
+    # Prefill pods are deleted with their cluster.
     plane.api.delete(CLUSTERS, NAME, namespace)
     for kind, name in ((CLUSTERS, CHILD), (STATEFUL_SETS, CHILD_ENGINE), (STATEFUL_SETS, ENGINE)):
         plane.wait(lambda kind=kind, name=name: plane.api.find(kind, name, namespace) is None)
-
-
-def test_problems_of_prefill_pods_are_reported(plane, operator, namespace):
-    plane.api.create(CLUSTERS, with_prefill(args=["--max-num-seqs=8"]), namespace)
-    wait_available(plane, namespace, 1)
-    kinds = ("EngineAvailable", "PrefillAvailable", "RouterAvailable")
-    plane.wait(lambda: all(condition(plane, namespace, kind).get("status") == "True" for kind in kinds))
-    wait_quiet(plane, operator, namespace)
-    args = {"spec": {"engine": {"prefill": {"args": ["--port=1"]}}}}
-    plane.api.patch(CLUSTERS, NAME, args, namespace)
-    plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == "InvalidSpec")
-    message = condition(plane, namespace, "Degraded")["message"]
-    assert "spec.engine.prefill.args[0]: --port can't be set" in message
-    for kind in kinds:
-        assert condition(plane, namespace, kind)["status"] == "True", "all pods keep their configuration"
 
 
 def test_prompts_are_not_sent_to_a_cluster_of_the_user(plane, operator, namespace):
     users = example(engine={"replicas": 1})
     users["metadata"]["name"] = CHILD
     plane.api.create(CLUSTERS, users, namespace)
-    plane.wait(lambda: plane.api.get(CLUSTERS, CHILD, namespace).get("status", {}).get("readyReplicas"))
     plane.api.create(CLUSTERS, with_prefill(), namespace)
     plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == "NameTaken")
     wait_quiet(plane, operator, namespace)
     assert not uses_prefill_pods(plane, namespace)
-
-
-def test_removed_replicas_leave_the_number_to_autoscalers(plane, operator, namespace):
-    plane.api.create(CLUSTERS, with_prefill(replicas=2), namespace)
-    wait_available(plane, namespace, 2)
-    plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"prefill": {"replicas": None}}}}, namespace)
-    wait_available(plane, namespace, 1)
-    plane.kubectl("scale", f"lmcluster/{CHILD}", "--replicas=3", "--namespace", namespace)
-    wait_available(plane, namespace, 3)
-    wait_quiet(plane, operator, namespace)
-    assert plane.api.get(CLUSTERS, CHILD, namespace)["spec"]["engine"]["replicas"] == 3

@@ -42,7 +42,7 @@ def end_window(plane: Cluster, namespace: str) -> None:
     plane.api.patch("v1/configmaps", REMOTE, changed, namespace)
 
 
-def test_shards_are_added_and_removed_without_restarting_engines(plane, operator, namespace):
+def test_shards_are_added_removed_and_deleted_without_restarting_engines(plane, operator, namespace):
     resource = example()
     resource["spec"]["tiers"]["remote"] = {"managed": {"shards": 2, "memoryPerShard": "1Gi"}}
     plane.api.create(CLUSTERS, resource, namespace)
@@ -75,31 +75,13 @@ def test_shards_are_added_and_removed_without_restarting_engines(plane, operator
     assert uids(plane, namespace, "remote") < servers
     assert uids(plane, namespace, "engine") == engines
 
-
-def test_removed_remote_tier_is_deleted(plane, operator, namespace):
-    tier = {"tiers": {"remote": {"managed": {"memoryPerShard": "1Gi"}}}}
-    plane.api.create(CLUSTERS, example() | {"spec": tier}, namespace)
-    wait_ready(plane, namespace)
-    assert not plane.api.find("apps/v1/statefulsets", f"{NAME}-engine", namespace)
-
-    resource = example()
-    resource["metadata"]["name"] = "other"
-    resource["spec"]["tiers"]["remote"] = {"clusterRef": {"name": NAME}}
-    plane.api.create(CLUSTERS, resource, namespace)
-    plane.wait(lambda: plane.api.find("apps/v1/statefulsets", "other-engine", namespace))
-
-    engines = example()
-    engines["metadata"]["name"] = "third"
-    engines["spec"]["tiers"]["remote"] = tier["tiers"]["remote"]
-    plane.api.create(CLUSTERS, engines, namespace)
-    plane.wait(lambda: plane.api.find("apps/v1/statefulsets", "third-remote", namespace))
-    plane.api.patch(CLUSTERS, "third", {"spec": {"tiers": {"remote": None}}}, namespace)
-    plane.wait(lambda: not plane.api.find("apps/v1/statefulsets", "third-remote", namespace))
-    plane.wait(lambda: not plane.api.find("v1/configmaps", "third-remote", namespace))
-    assert plane.api.find("apps/v1/statefulsets", "third-engine", namespace)
+    declare(plane, namespace, None)
+    for kind in ("apps/v1/statefulsets", "v1/configmaps"):
+        plane.wait(lambda kind=kind: not plane.api.find(kind, REMOTE, namespace))
+    assert plane.api.find("apps/v1/statefulsets", f"{NAME}-engine", namespace)
 
 
-def test_certificate_is_requested_once_cert_manager_is_installed(plane, operator, namespace):
+def test_certificate_of_a_tier_alone_is_requested_once_cert_manager_is_installed(plane, operator, namespace):
     tier = {"memoryPerShard": "1Gi", "tls": {"issuerRef": {"name": "caches"}}}
     plane.api.create(CLUSTERS, example() | {"spec": {"tiers": {"remote": {"managed": tier}}}}, namespace)
 
@@ -111,6 +93,7 @@ def test_certificate_is_requested_once_cert_manager_is_installed(plane, operator
 
     plane.wait(lambda: "it needs cert-manager" in refusal())
     assert plane.api.find("apps/v1/statefulsets", REMOTE, namespace), "its pods wait for the Secret"
+    assert not plane.api.find("apps/v1/statefulsets", f"{NAME}-engine", namespace)
     with cert_manager(plane):
         certificate = plane.wait(lambda: plane.api.find("cert-manager.io/v1/certificates", REMOTE, namespace))
         assert certificate["spec"]["dnsNames"] == [f"*.{REMOTE}.{namespace}.svc"]

@@ -14,6 +14,7 @@ import pytest
 
 from testing.child_process import wait_until
 from testing.router import RouterProcess
+from tests.harness.clusters import condition
 from tests.harness.kube import CLUSTERS, NAME, example
 
 pytestmark = pytest.mark.kube
@@ -98,7 +99,7 @@ def set_running(plane: Any, namespace: str, pod: str, address: str, *, is_ready:
 
 def test_router_finds_engine_pods_with_the_rights_of_its_role(plane, operator, namespace, engines):
     addresses = [engine.address for engine in engines]
-    resource = example(router={"policy": "RoundRobin"})
+    resource = example(router={"policy": "RoundRobin", "replicas": 1})
     held = {"metadata": {"annotations": {"test/hold": "true"}}}  # the test reports the pods as running
     resource["spec"]["engine"] = resource["spec"].get("engine", {}) | {"replicas": 2, "podTemplate": held}
     plane.api.create(CLUSTERS, resource, namespace)
@@ -126,6 +127,18 @@ def test_router_finds_engine_pods_with_the_rights_of_its_role(plane, operator, n
         plane.wait(lambda: plane.api.find("v1/pods", pods[1], namespace) is None)
         wait_until(lambda: f"http://{addresses[1]}:{ENGINE_PORT}" not in workers(router), what="removal")
         assert {answering_engine(router) for _ in range(4)} == {addresses[0]}
+
+    status = {"pools": 1, "replicas": 1, "readyReplicas": 1}
+    plane.wait(lambda: plane.api.get(CLUSTERS, NAME, namespace)["status"].get("router") == status)
+    assert condition(plane, namespace, "RouterAvailable")["status"] == "True"
+    plane.api.patch(CLUSTERS, NAME, {"spec": {"router": None}}, namespace)
+    for kind in (
+        "apps/v1/deployments", "v1/services", "v1/serviceaccounts", "rbac.authorization.k8s.io/v1/roles",
+        "rbac.authorization.k8s.io/v1/rolebindings", "networking.k8s.io/v1/networkpolicies",
+        "policy/v1/poddisruptionbudgets",
+    ):  # fmt: skip
+        plane.wait(lambda kind=kind: plane.api.find(kind, ROUTER, namespace) is None)
+    assert plane.api.find("v1/services", NAME, namespace)
 
 
 def test_router_sends_each_prompt_to_a_prefill_pod_first(plane, operator, namespace, engines):
@@ -170,30 +183,3 @@ def test_router_sends_each_prompt_to_a_prefill_pod_first(plane, operator, namesp
 def workers(router: RouterProcess) -> list[str]:
     with urllib.request.urlopen(f"{router.url}/list_workers", timeout=60) as answer:
         return [str(url) for url in json.load(answer)["urls"]]
-
-
-def test_status_says_whether_the_router_is_available(plane, operator, namespace):
-    plane.api.create(CLUSTERS, example(router={"replicas": 1}), namespace)
-    plane.kubectl(
-        *("wait", "--namespace", namespace, f"lmcluster/{NAME}"),
-        *("--for=condition=RouterAvailable", "--timeout=300s"),
-    )
-    status = plane.wait(
-        lambda: (
-            (s := plane.api.get(CLUSTERS, NAME, namespace)["status"]).get("router", {}).get("readyReplicas")
-            and s
-        )
-    )
-    assert status["router"] == {"pools": 1, "replicas": 1, "readyReplicas": 1}
-    plane.api.patch(CLUSTERS, NAME, {"spec": {"router": None}}, namespace)
-    for kind in (
-        "apps/v1/deployments",
-        "v1/services",
-        "v1/serviceaccounts",
-        "rbac.authorization.k8s.io/v1/roles",
-        "rbac.authorization.k8s.io/v1/rolebindings",
-        "networking.k8s.io/v1/networkpolicies",
-        "policy/v1/poddisruptionbudgets",
-    ):
-        plane.wait(lambda kind=kind: plane.api.find(kind, ROUTER, namespace) is None)
-    assert plane.api.find("v1/services", NAME, namespace)
