@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +22,7 @@ from lmcache_operator.specs.names import MEMORY_SIZE, RESIZE_REFUSED, STOCK_IMAG
 
 from testing.kube.api import ApiError, Object
 from testing.kube.cluster import Cluster
-from tests.harness.kube import CLUSTERS, NAME, Operator, example, since
+from tests.harness.kube import CLUSTERS, NAME, Operator, example, new_namespace, since
 
 pytestmark = [pytest.mark.kube, pytest.mark.timeout(900), since("1.35")]
 
@@ -92,13 +92,13 @@ class Operated:
         for pod in self.pods():
             self.api.patch("v1/pods", pod["metadata"]["name"], patch, self.namespace)
 
+    def refused_pods(self) -> list[Object]:
+        """Pods that were refused a size."""
+        return [pod for pod in self.pods() if RESIZE_REFUSED in annotations_of(pod)]
+
     def pods_asking(self) -> list[Object]:
         """Pods that have requested memory and have no answer."""
-        return [
-            pod
-            for pod in self.pods()
-            if pod["metadata"]["generation"] > 1 and RESIZE_REFUSED not in annotations_of(pod)
-        ]
+        return [pod for pod in self.pods() if _is_asking(pod) and RESIZE_REFUSED not in annotations_of(pod)]
 
     def all_pods_have(self, size: int) -> bool:
         """Whether all pods serve with this size, by annotation and by the kubelet's status."""
@@ -106,26 +106,42 @@ class Operated:
         return [_state(pod) for pod in self.pods()] == [(str(size), limit, True)] * 2
 
 
+def _limit(containers: list[Object]) -> str:
+    (sidecar,) = (each for each in containers if each.get("name") == "sidecar")
+    return str(sidecar["resources"]["limits"]["memory"])
+
+
+def _is_asking(pod: Object) -> bool:
+    """Whether the pod requests another memory limit than the kubelet has applied."""
+    return _state(pod)[1] not in ("", _limit(pod["spec"]["initContainers"]))
+
+
 def _state(pod: Object) -> tuple[str, str, bool]:
-    statuses = pod.get("status", {}).get("initContainerStatuses") or [{}]
-    (sidecar,) = (status for status in statuses if status.get("name", "sidecar") == "sidecar")
-    limit = sidecar.get("resources", {}).get("limits", {}).get("memory", "")
-    ready = [
-        c for c in pod["status"].get("conditions") or () if (c["type"], c["status"]) == ("Ready", "True")
-    ]
-    return annotations_of(pod).get(MEMORY_SIZE, ""), limit, bool(ready)
+    statuses = pod.get("status", {}).get("initContainerStatuses")
+    limit = _limit(statuses) if statuses and "resources" in str(statuses) else ""
+    ready = ("Ready", "True") in [(c["type"], c["status"]) for c in pod["status"].get("conditions") or ()]
+    return annotations_of(pod).get(MEMORY_SIZE, ""), limit, ready
+
+
+@pytest.fixture(scope="module")
+def shared(plane: Cluster, operator_process: Operator) -> Iterator[Operated]:
+    if operator_process.is_running:
+        operator_process.terminate()
+    with pytest.MonkeyPatch.context() as patch, new_namespace(plane, "resizes") as namespace:
+        patch.setenv("KUBECONFIG", str(plane.kubeconfig()))
+        yield Operated(plane, namespace)
 
 
 @pytest.fixture
-def operated(
-    plane: Cluster, operator_process: Operator, namespace: str, monkeypatch: pytest.MonkeyPatch
-) -> Operated:
-    if operator_process.is_running:
-        operator_process.terminate()
-    monkeypatch.setenv("KUBECONFIG", str(plane.kubeconfig()))
-    operated = Operated(plane, namespace)
-    operated.until(lambda: operated.all_pods_have(GIB))
-    return operated
+def operated(shared: Operated) -> Operated:
+    """The cluster with two pods of 1 GiB, which were refused no other size."""
+    shared.block_growth(None)
+    shared.api.patch(CLUSTERS, NAME, {"spec": {"autoscaling": None}}, shared.namespace)
+    for size in (1536, 1024):  # a granted resize ends a refusal
+        shared.declare(f"{size}Mi")
+        shared.until(lambda size=size: shared.all_pods_have(size << 20))
+    assert not shared.refused_pods()
+    return shared
 
 
 def test_pods_grow_and_shrink_without_replacement(operated: Operated) -> None:
@@ -165,67 +181,49 @@ def test_resize_that_a_namespace_forbids_is_reported_and_reverted(
     operated.until(lambda: operated.condition("Degraded").get("reason") == "ResizeInfeasible")
     assert message in operated.condition("Degraded")["message"]
     assert operated.condition("Ready")["status"] == "True"
+    if spec == LIMIT_RANGE:
+        # The API server would set the maximum as the engine's limit, and the kernel could kill the engine.
+        operated.declare("2Gi")
+        sentence = "would limit container engine of the running pod"
+        operated.until(lambda: sentence in operated.condition("Degraded")["message"])
+        engines = [c for pod in operated.pods() for c in pod["spec"]["containers"] if c["name"] == "engine"]
+        assert [engine["resources"].get("limits") for engine in engines] == [None, None]
     operated.api.delete(kind, "tight", operated.namespace)
     operated.plane.wait(lambda: operated.is_allowed("4736Mi"))
-    operated.declare("2Gi")
-    operated.until(lambda: operated.all_pods_have(2 * GIB))
+    operated.declare("3Gi")
+    operated.until(lambda: operated.all_pods_have(3 * GIB))
     operated.until(lambda: operated.condition("Degraded")["status"] == "False")
-    assert not [pod for pod in operated.pods() if RESIZE_REFUSED in annotations_of(pod)]
+    assert not operated.refused_pods()
 
 
-def test_resize_sets_no_limit_range_maximum_on_a_running_engine(operated: Operated) -> None:
-    """The API server would set the maximum as the engine's limit, and the kernel could kill the engine."""
-    tight = {"metadata": {"name": "tight"}, "spec": LIMIT_RANGE}
-    operated.api.create("v1/limitranges", tight, operated.namespace)
-    operated.plane.wait(lambda: not operated.is_allowed("4736Mi"))
-    operated.declare("2Gi")
-    operated.until(lambda: operated.condition("Degraded").get("reason") == "ResizeInfeasible")
-    assert "would limit container engine of the running pod" in operated.condition("Degraded")["message"]
-    containers = [container for pod in operated.pods() for container in pod["spec"]["containers"]]
-    engines = [container for container in containers if container["name"] == "engine"]
-    assert [engine["resources"].get("limits") for engine in engines] == [None, None]
-
-
-@pytest.mark.parametrize(
-    ("verdict", "message"),
-    [
-        ("Infeasible", "its node cannot grant the memory: Node didn't have enough capacity"),
-        ("Deferred", "the kubelet has not granted the memory for 0 minutes: Node didn't have enough"),
-    ],
-)
-def test_resize_that_a_node_cannot_grant_is_reverted(
-    operated: Operated, monkeypatch: pytest.MonkeyPatch, verdict: str, message: str
+def test_resize_that_a_node_does_not_grant_is_reverted(
+    operated: Operated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     operated.block_growth()
     operated.declare("4Gi")
     operated.until(operated.pods_asking)
-    _answer(operated, verdict)
-    if verdict == "Deferred":
-        operated.until(lambda: "waiting for the kubelet" in operated.condition("Progressing")["message"])
-        assert operated.condition("Degraded")["status"] == "False"
-        monkeypatch.setattr(resize, "_PATIENCE", timedelta())
+    _defer(operated)
+    operated.until(lambda: "waiting for the kubelet" in operated.condition("Progressing")["message"])
+    assert operated.condition("Degraded")["status"] == "False"
+    monkeypatch.setattr(resize, "_PATIENCE", timedelta())
     operated.until(lambda: operated.condition("Degraded").get("reason") == "ResizeInfeasible")
+    message = "the kubelet has not granted the memory for 0 minutes: Node didn't have enough"
     assert message in operated.condition("Degraded")["message"]
 
-    def limits() -> set[str]:
-        sidecars = [c for pod in operated.pods() for c in pod["spec"]["initContainers"]]
-        return {c["resources"]["limits"]["memory"] for c in sidecars if c["name"] == "sidecar"}
-
     def is_reverted() -> bool:
-        _answer(operated, verdict)  # the second pod requests memory once the first has its answer
-        refused = [pod for pod in operated.pods() if RESIZE_REFUSED in annotations_of(pod)]
-        return len(refused) == 2 and limits() == {f"{sidecar_memory(GIB) >> 20}Mi"}
+        _defer(operated)  # the second pod requests memory once the first has its answer
+        return len(operated.refused_pods()) == 2 and not any(map(_is_asking, operated.pods()))
 
     operated.until(is_reverted)
     assert operated.condition("Ready")["status"] == "True"
 
 
-def _answer(operated: Operated, verdict: str) -> None:
-    """Answer all requests for memory as a kubelet does."""
+def _defer(operated: Operated) -> None:
+    """Answer all requests for memory as a kubelet without free memory does."""
     for pod in operated.pods_asking():
         metadata = pod["metadata"]
         pending = {
-            "type": "PodResizePending", "status": "True", "reason": verdict,
+            "type": "PodResizePending", "status": "True", "reason": "Deferred",
             "message": "Node didn't have enough capacity: memory",
             "lastTransitionTime": "2026-01-01T00:00:00Z", "observedGeneration": metadata["generation"],
         }  # fmt: skip
