@@ -30,9 +30,21 @@ def _fork_engine_cores_and_workers() -> None:
     CpuPlatform.check_and_update_config = staticmethod(check_and_fork)
 
 
+def _inspect_models_in_process() -> None:
+    """Inspect the class of a model in the engine's process, which loads it anyway.
+
+    vLLM starts a process that imports all of vLLM, unless its cache knows the class. This takes 3.5 s for
+    each new kind of model.
+    """
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda inspect: inspect()
+
+
 for name in MODULES:
     with contextlib.suppress(ImportError):  # other versions of vLLM lack some modules
         importlib.import_module(name)
 _fork_engine_cores_and_workers()
+_inspect_models_in_process()
 gc.collect()
 gc.freeze()  # a collection in a copy would write to all pages and so copy them: one second for each engine
