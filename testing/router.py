@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Self
 
 from testing.child_process import REPOSITORY, answers, free_ports, wait_until
-from testing.engine.process import ServedEngine, connector_config
+from testing.engine.process import ServedEngine, patient_config
 from testing.packages import installed
 from testing.processes import Server, SidecarProcess
 
@@ -108,8 +108,7 @@ class RoutedPod:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(self.sidecar)
-            # A busy machine must not turn hits into misses.
-            connector = connector_config(self.sidecar.socket_path, answer_seconds=30.0)
+            connector = patient_config(self.sidecar.socket_path)
             events = f"--kv-events-config={json.dumps(self._events)}"
             arguments = (events, f"--middleware={MIDDLEWARE}")
             self.engine = stack.enter_context(ServedEngine(self._log, self._port, connector, *arguments))

@@ -51,6 +51,16 @@ def connector_config(socket: str | Path, **extra: Any) -> dict[str, Any]:
     }
 
 
+PATIENCE = {"answer_seconds": 30.0, "prefill_tokens_per_second": 1.0}
+"""Settings with which an engine waits for KV, however busy the machine is. By default it computes prompts as
+soon as that is faster, so a test that expects a hit would depend on the speed of other processes."""
+
+
+def patient_config(socket: str | Path, **extra: Any) -> dict[str, Any]:
+    """Return the ``connector_config`` of tests that don't test deadlines."""
+    return connector_config(socket, **PATIENCE, **extra)
+
+
 def _python_path(folder: str | Path) -> str:
     """The PYTHONPATH of an engine.
 
@@ -121,7 +131,7 @@ class EngineProcess(ChildProcess):
         self._answers, child_writes = os.pipe()
         paths = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": _python_path(self.python_path)}
         variables = {**os.environ, **ENVIRONMENT, **paths, **(environment or {})}
-        is_standard = not environment and not prefix and self.child == EngineProcess.child
+        is_standard = not prefix and self.child == EngineProcess.child
         if is_standard and fork_server.is_allowed():
             ends = child_reads, child_writes
             cwd = str(self.python_path)
@@ -274,7 +284,7 @@ class ServedEngine(ChildProcess):
         # The engine core and the workers are in the server's process group, and may outlive the server.
         options: dict[str, Any] = {"cwd": str(REPOSITORY), "env": variables, "start_new_session": True}
         if fork_server.is_allowed():
-            self.adopt(fork_server.start("vllm.entrypoints.cli.main", arguments, log, **options))
+            self.adopt(fork_server.start("testing.engine.served", arguments, log, **options))
         else:
             self.spawn([Path(sys.executable).parent / "vllm", *arguments], **options)
         self._group = self.pid

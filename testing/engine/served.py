@@ -47,6 +47,7 @@ if __name__ == "__mp_main__":
     _record_kv()
 
 if __name__ == "__main__":
+    keep_late_stores()  # in processes that are forks of this one
     from vllm.entrypoints.cli.main import main
 
     main()

@@ -4,36 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
-from testing.child_process import free_ports, wait_until
-from testing.engine.process import EngineProcess, ServedEngine, connector_config
+from testing.child_process import free_ports
+from testing.engine.process import EngineProcess, ServedEngine, connector_config, patient_config
 from testing.peers import PeerSidecars
 from testing.processes import SidecarProcess
 from testing.router import RouterProcess
+from tests.harness import real_engine
+from tests.harness.real_engine import CHUNK, wait_hit
 
-CHUNK, BLOCK = 256, 32
 NUM_CHUNKS, TAIL = 8, 43
-ANSWER_SECONDS = 30.0
-"""Seconds until an engine computes an unanswered request. A busy machine must not turn hits into misses."""
+STEP_CHUNKS = 2
+"""Chunks of a step. With several steps, an engine can fail in the middle of a prompt."""
 
 TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 """Parameters that a router sends to the prefill engine."""
 
 
 def make_prompt(seed: str, num_chunks: int = NUM_CHUNKS) -> list[int]:
-    return random.Random(seed).choices(range(4, 260), k=num_chunks * CHUNK + TAIL)
+    return real_engine.make_prompt(num_chunks * CHUNK + TAIL, seed)
 
 
 @contextlib.contextmanager
 def sidecars_on(num_nodes: int, folder: Path, **options: Any) -> Iterator[list[SidecarProcess]]:
     """The sidecars of a prefill engine and of a decode engine: one, or two that are peers."""
-    options = {"memory_size": "64Mi"} | options
+    options = {"memory_size": "256Mi"} | options
     if num_nodes == 1:
         with SidecarProcess(**options) as sidecar:
             yield [sidecar, sidecar]
@@ -42,7 +41,13 @@ def sidecars_on(num_nodes: int, folder: Path, **options: Any) -> Iterator[list[S
             yield pods.sidecars
 
 
-def assert_nothing_leaks(sidecar: SidecarProcess) -> None:
+def num_loaded_tokens(sidecars: list[SidecarProcess]) -> int:
+    """Prompt tokens that the decode engine's sidecar has had from memory, its own or the peer's, so far."""
+    source = "memory" if sidecars[0] is sidecars[1] else "peers"
+    return int(sidecars[1].stats()["causes"]["cause_tokens"].get(source, 0))
+
+
+def assert_nothing_leaks(sidecars: list[SidecarProcess]) -> None:
     """No lease, quarantined slot or client, and no row that is read or written, is left."""
 
     def is_clean(stats: dict[str, Any]) -> bool:
@@ -50,125 +55,109 @@ def assert_nothing_leaks(sidecar: SidecarProcess) -> None:
         is_held = memory["leased_rows"] or memory["quarantined_slots"] or stats["num_clients"]["quarantined"]
         return not is_held and not stats["num_unwritten_rows"]
 
-    sidecar.wait_until(is_clean)
+    for sidecar in sidecars:
+        sidecar.wait_until(is_clean)
 
 
 class Pools:
-    """Two engines that this process steps. Ready and attached in the context."""
+    """Two engines that this process steps, for all tests. ``running`` replaces those that a test killed."""
 
-    def __init__(
-        self, folder: Path, num_nodes: int, answer_seconds: float = ANSWER_SECONDS, **options: Any
-    ) -> None:
-        """``options`` are those of the sidecars."""
-        self._folder, self._num_nodes, self._options = folder, num_nodes, options
-        self._answer_seconds = answer_seconds
-        self._running = contextlib.ExitStack()
+    def __init__(self, folder: Path, sidecars: list[SidecarProcess], *, is_patient: bool = True) -> None:
+        self.sidecars = sidecars
+        self._folder, self._config = folder, patient_config if is_patient else connector_config
+        self._engines = {name: self._start(name, node) for node, name in enumerate(("prefill", "decode"))}
 
-    sidecars: list[SidecarProcess]
-    prefill: EngineProcess
-    decode: EngineProcess
+    @property
+    def prefill(self) -> EngineProcess:
+        return self._engines["prefill"]
 
-    def __enter__(self) -> Self:
-        with contextlib.ExitStack() as running:
-            sidecars = sidecars_on(self._num_nodes, self._folder, **self._options)
-            self.sidecars = running.enter_context(sidecars)
-            self.prefill, self.decode = (
-                running.enter_context(self.engine(name, sidecar))
-                for name, sidecar in zip(("prefill", "decode"), self.sidecars, strict=True)
-            )
-            for engine in (self.prefill, self.decode):
-                wait_attached(engine)
-            for sidecar in self.sidecars:
-                sidecar.wait_usable()
-            self._running = running.pop_all()
+    @property
+    def decode(self) -> EngineProcess:
+        return self._engines["decode"]
+
+    def running(self) -> Self:
+        """Return the pools with two running engines, which are attached."""
+        for node, (name, engine) in enumerate(self._engines.items()):
+            if not engine.is_running:
+                engine.close()
+                self._engines[name] = self._start(name, node)
+        for engine, sidecar in zip(self._engines.values(), self.sidecars, strict=True):
+            wait_hit(engine, sidecar)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._running.__exit__(kind, error, trace)
+    def compute(self, prompt: list[int]) -> real_engine.Generated:
+        """Run a prompt in the decode engine that finds no KV, because another tenant stores it."""
+        (answer,) = self.decode.generate(prompt, cache_salt="reference")
+        assert answer.num_cached_tokens == 0
+        return answer
 
-    def engine(self, name: str, sidecar: SidecarProcess) -> EngineProcess:
-        """Start another engine over this sidecar. A context manager."""
-        config = connector_config(sidecar.socket_path, answer_seconds=self._answer_seconds)
-        return EngineProcess(self._folder / f"{name}.log", config)
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.close()
 
-    def num_loaded_tokens(self, source: str) -> int:
-        """Prompt tokens that the decode engine's sidecar has had from ``source`` so far."""
-        return int(self.sidecars[1].stats()["causes"]["cause_tokens"].get(source, 0))
-
-
-def wait_attached(engine: EngineProcess) -> None:
-    """Wait until the engine hits a prompt of its own. Its sidecar knows of it before the engine does."""
-    small = make_prompt(f"attached {engine.pid}", 1)
-    wait_until(lambda: engine.generate(small, max_tokens=1)[0].num_cached_tokens, what="a hit")
+    def _start(self, name: str, node: int) -> EngineProcess:
+        return EngineProcess(
+            self._folder / f"{name}.log",
+            self._config(self.sidecars[node].socket_path),
+            max_num_batched_tokens=STEP_CHUNKS * CHUNK,
+        )
 
 
 class RoutedPools:
-    """Two engines with HTTP servers and a router, and an engine without a cache, to compare with."""
+    """Two engines with HTTP servers and a router."""
 
     def __init__(
         self,
         sidecars: list[SidecarProcess],
         prefill: ServedEngine,
         decode: ServedEngine,
-        alone: ServedEngine,
         router: RouterProcess,
     ) -> None:
-        self.sidecars, self.prefill, self.decode = sidecars, prefill, decode
-        self.alone, self.router = alone, router
+        self.sidecars, self.prefill, self.decode, self.router = sidecars, prefill, decode, router
 
-    def num_loaded_tokens(self, source: str) -> int:
-        """Prompt tokens that the decode engine's sidecar has had from ``source`` so far."""
-        return int(self.sidecars[1].stats()["causes"]["cause_tokens"].get(source, 0))
-
-    def ask(self, prompt: list[int], max_tokens: int = 8, *, stream: bool = False) -> list[dict[str, Any]]:
+    def ask(self, prompt: list[int], max_tokens: int = 8, **options: Any) -> list[dict[str, Any]]:
         """Send a prompt to the router. Returns the answer, as parts if it is a stream."""
-        with urllib.request.urlopen(self.request(prompt, max_tokens, stream=stream), timeout=300) as answer:
-            if not stream:
-                return [json.load(answer)]
-            lines = [line.removeprefix(b"data: ") for line in answer if line.startswith(b"data: {")]
-        return [json.loads(line) for line in lines]
+        return _ask(self.request(prompt, max_tokens, **options))
+
+    def compute(self, prompt: list[int]) -> list[dict[str, Any]]:
+        """Answer a prompt by one engine that finds no KV, because another tenant stores it."""
+        return _ask(self.request(prompt, url=self.decode.url, cache_salt="reference"))
 
     def request(
-        self, prompt: list[int], max_tokens: int = 8, *, stream: bool = False
+        self, prompt: list[int], max_tokens: int = 8, *, url: str = "", **options: Any
     ) -> urllib.request.Request:
-        """Return a request for the router."""
+        """Return a request for the router, or for the engine with this URL."""
         body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-        body |= {"ignore_eos": True, "return_token_ids": True, "stream": stream}
+        body |= {"ignore_eos": True, "return_token_ids": True, **options}
         headers = {"Content-Type": "application/json"}
-        return urllib.request.Request(f"{self.router.url}/v1/completions", json.dumps(body).encode(), headers)
+        url = url or self.router.url
+        return urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+
+
+def _ask(request: urllib.request.Request) -> list[dict[str, Any]]:
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        lines = answer.read().splitlines()
+    if len(lines) == 1:
+        return [json.loads(lines[0])]
+    return [json.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: {")]
 
 
 @contextlib.contextmanager
-def routed_pools(folder: Path, num_nodes: int) -> Iterator[RoutedPools]:
-    """Start the engines and the router, and wait until the engines are attached."""
+def routed_pools(folder: Path) -> Iterator[RoutedPools]:
+    """Start engines on two nodes and the router, and wait until the engines are attached."""
     with contextlib.ExitStack() as running:
-        sidecars = running.enter_context(sidecars_on(num_nodes, folder, memory_size="128Mi"))
-        configs = [
-            connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS) for sidecar in sidecars
-        ]
+        sidecars = running.enter_context(sidecars_on(2, folder))
         engines = [
-            running.enter_context(ServedEngine(folder / f"{name}.log", port, config))
-            for name, port, config in zip(
-                ("prefill", "decode", "alone"), free_ports(3), (*configs, None), strict=True
+            running.enter_context(
+                ServedEngine(folder / f"{port}.log", port, patient_config(sidecar.socket_path))
             )
+            for sidecar, port in zip(sidecars, free_ports(2), strict=True)
         ]
-        for engine in engines:
-            engine.wait_ready()
-        for number, engine in enumerate(engines[:2]):
-            small = make_prompt(f"attached {number}", 1)
-            wait_until(lambda: num_cached(engine.complete(small, 1)), what="a hit")  # noqa: B023
-        for sidecar in sidecars:
-            sidecar.wait_usable()
+        for engine, sidecar in zip(engines, sidecars, strict=True):
+            wait_hit(engine.wait_ready(), sidecar)
         router = RouterProcess(
             (),
             *("--vllm-pd-disaggregation", "--policy=round_robin"),
             *("--prefill", engines[0].url, "--decode", engines[1].url),
         )
         yield RoutedPools(sidecars, *engines, running.enter_context(router))
-
-
-def num_cached(answer: dict[str, Any]) -> int:
-    """Prompt tokens that the engine did not compute."""
-    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"] or 0)

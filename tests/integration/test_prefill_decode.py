@@ -1,86 +1,199 @@
-"""A prefill engine computes prompts, and a decode engine answers. The KV passes through their sidecars."""
+"""A prefill engine computes prompts, and a decode engine answers. The KV passes through their sidecars.
+
+All tests share the engines. When an engine or a sidecar fails, the decode engine computes what is missing.
+"""
 
 from __future__ import annotations
 
-import itertools
+import http.client
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlsplit
 
 import pytest
 
 from testing.child_process import wait_until
-from testing.engine.process import EngineProcess, Generated
+from testing.engine.process import ServedEngine
+from testing.processes import SidecarProcess
 from tests.harness.prefill_decode import (
-    BLOCK,
-    CHUNK,
     NUM_CHUNKS,
+    STEP_CHUNKS,
     TAIL,
     TO_DECODE,
     Pools,
+    RoutedPools,
     assert_nothing_leaks,
     make_prompt,
+    num_loaded_tokens,
     routed_pools,
+    sidecars_on,
 )
+from tests.harness.real_engine import CHUNK, assert_hit
 
 pytestmark = pytest.mark.vllm
 
-
-def assert_same(answer: Generated, expected: Generated) -> None:
-    assert answer.tokens == expected.tokens
-    assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
-    num_blocks = NUM_CHUNKS * CHUNK // BLOCK
-    for layer, (loaded, computed) in enumerate(zip(answer.kv, expected.kv, strict=True)):
-        assert loaded[:num_blocks] == computed[:num_blocks], f"layer {layer}"
+LONG_CHUNKS = 16
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2])
-def test_decode_engine_answers_like_one_engine_from_the_prefill_engines_kv(
-    tmp_path: Path, num_nodes: int
-) -> None:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one node", "two nodes"])
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
+    folder = tmp_path_factory.mktemp("pools")
+    with sidecars_on(request.param, folder) as sidecars:
+        pools = Pools(folder, sidecars)
+        yield pools
+        pools.close()
+
+
+@pytest.fixture
+def pools(both: Pools) -> Pools:
+    return both.running()
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RoutedPools]:
+    with routed_pools(tmp_path_factory.mktemp("routed")) as pools:
+        yield pools
+
+
+def test_decode_engine_answers_like_one_engine_from_the_prefill_engines_kv(pools: Pools) -> None:
+    before = num_loaded_tokens(pools.sidecars)
     prompts = [make_prompt(f"{number}") for number in range(3)]
-    with Pools(tmp_path, num_nodes) as pools, EngineProcess(tmp_path / "alone.log") as alone:
-        expected = [alone.generate(prompt)[0] for prompt in prompts]
-        source = "memory" if num_nodes == 1 else "peers"
-        before = pools.num_loaded_tokens(source)
-        for prompt, computed in zip(prompts, expected, strict=True):
-            pools.decode.scrub_kv()
+    for prompt in prompts:
+        computed = pools.compute(prompt)
+        pools.decode.scrub_kv()
+        (first,) = pools.prefill.generate(prompt, max_tokens=1, kv_transfer_params=TO_DECODE)
+        (answer,) = pools.decode.generate(prompt, kv_transfer_params=first.kv_transfer_params)
+        assert first.num_cached_tokens == 0
+        assert first.kv_transfer_params is not None
+        assert first.kv_transfer_params["lmcache"]["num_tokens"] == NUM_CHUNKS * CHUNK
+        assert first.tokens == computed.tokens[:1]
+        assert answer.num_used_cached_tokens == len(prompt) - TAIL, "only the tail is computed twice"
+        assert_hit(answer, computed, NUM_CHUNKS * CHUNK)
+    wait_loaded(pools.sidecars, before + len(prompts) * NUM_CHUNKS * CHUNK)
+    if pools.sidecars[0] is not pools.sidecars[1]:
+        served = pools.sidecars[0].stats()["peer_server"]["read_columns"]
+        assert served >= len(prompts) * NUM_CHUNKS
+    assert_nothing_leaks(pools.sidecars)
+
+
+def wait_loaded(sidecars: list[SidecarProcess], num_tokens: int) -> None:
+    """Wait until so many tokens were loaded from memory. Engines report loads after their answers."""
+    wait_until(lambda: num_loaded_tokens(sidecars) >= num_tokens, what="the KV was loaded")
+
+
+@pytest.mark.parametrize("fault", ["kill", "freeze"])
+def test_prefill_engine_fails_during_the_prompt(pools: Pools, fault: str) -> None:
+    prompt = make_prompt(f"long {fault}", LONG_CHUNKS)
+    expected = pools.compute(prompt)
+    store = pools.sidecars[0]
+    num_rows = store.stats()["memory"]["used_rows"] + STEP_CHUNKS
+    pools.prefill.start_generate(prompt, max_tokens=1, kv_transfer_params=TO_DECODE)
+    store.wait_until(lambda stats: stats["memory"]["used_rows"] >= num_rows)
+    getattr(pools.prefill, fault)()
+    (answer,) = pools.decode.generate(prompt)
+    assert answer.tokens == expected.tokens
+    assert answer.finish_reason == "length"
+    if fault == "freeze":
+        pools.prefill.thaw()
+        (first,) = pools.prefill.finish_generate()
+        assert first.tokens == expected.tokens[:1]
+    assert_nothing_leaks(pools.sidecars)
+
+    def is_full_hit() -> bool:
+        (again,) = pools.decode.generate(prompt)
+        assert again.tokens == expected.tokens
+        return again.num_used_cached_tokens == LONG_CHUNKS * CHUNK
+
+    wait_until(is_full_hit, what="rows that were reserved can be stored")
+
+
+def test_sidecar_is_frozen_after_the_hand_over(tmp_path: Path) -> None:
+    """The engines have the usual deadlines: a frozen sidecar must not hold up an answer."""
+    with sidecars_on(2, tmp_path, peer_answer_seconds=0.005) as sidecars:
+        pools = Pools(tmp_path, sidecars, is_patient=False)
+        for number, sidecar in enumerate([*sidecars, *sidecars]):
+            pools.running()
+            prompt = make_prompt(f"frozen {number}")
+            expected = pools.compute(prompt)
             (first,) = pools.prefill.generate(prompt, max_tokens=1, kv_transfer_params=TO_DECODE)
+            sidecar.freeze()
             (answer,) = pools.decode.generate(prompt, kv_transfer_params=first.kv_transfer_params)
-            assert first.num_cached_tokens == 0
-            assert first.kv_transfer_params is not None
-            assert first.kv_transfer_params["lmcache"]["num_tokens"] == NUM_CHUNKS * CHUNK
-            assert first.tokens == computed.tokens[:1]
-            assert answer.num_used_cached_tokens == len(prompt) - TAIL, "only the tail is computed twice"
-            assert_same(answer, computed)
-        assert pools.num_loaded_tokens(source) - before == len(prompts) * NUM_CHUNKS * CHUNK
-        if num_nodes == 2:
-            served = pools.sidecars[0].stats()["peer_server"]["read_columns"]
-            assert served == len(prompts) * NUM_CHUNKS
-        for sidecar in pools.sidecars:
-            assert_nothing_leaks(sidecar)
+            assert answer.tokens == expected.tokens
+            sidecar.thaw()
+            assert_nothing_leaks(sidecars)
+        pools.close()
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2])
-def test_router_sends_prompts_to_one_pool_and_returns_answers_of_the_other(
-    tmp_path: Path, num_nodes: int
-) -> None:
-    """On a busy machine, a call to a sidecar may be late. The second engine then computes the prompt."""
-    with routed_pools(tmp_path, num_nodes) as pools:
-        source = "memory" if num_nodes == 1 else "peers"
-        before = pools.num_loaded_tokens(source)
-
-        def are_loaded() -> bool:
-            return pools.num_loaded_tokens(source) - before >= 4 * NUM_CHUNKS * CHUNK
-
-        numbers = itertools.takewhile(lambda number: number < 4 or not are_loaded(), range(16))
-        for number in numbers:
-            prompt = make_prompt(f"routed {number}")
-            answer = pools.ask(prompt, stream=number % 2 == 1)
-            assert tokens_of(answer) == tokens_of([pools.alone.complete(prompt, 8)])
-        wait_until(are_loaded, what="the KV of four prompts was loaded")
-        for sidecar in pools.sidecars:
-            assert_nothing_leaks(sidecar)
+def test_decode_engine_is_killed_after_the_hand_over(pools: Pools) -> None:
+    prompt = make_prompt("killed")
+    expected = pools.compute(prompt)
+    (first,) = pools.prefill.generate(prompt, max_tokens=1, kv_transfer_params=TO_DECODE)
+    before = num_loaded_tokens(pools.sidecars)
+    pools.decode.start_generate(prompt, max_tokens=2000, kv_transfer_params=first.kv_transfer_params)
+    wait_loaded(pools.sidecars, before + 1)
+    pools.decode.kill()
+    assert_nothing_leaks(pools.sidecars)
+    (answer,) = pools.running().decode.generate(prompt, kv_transfer_params=first.kv_transfer_params)
+    assert answer.tokens == expected.tokens
+    assert answer.num_used_cached_tokens == len(prompt) // CHUNK * CHUNK
+    for sidecar in dict.fromkeys(pools.sidecars):
+        assert_nothing_leaks([sidecar])
+        assert sidecar.terminate() == 0, "no reader holds it up"
+        sidecar.start()
 
 
 def tokens_of(answers: list[dict[str, Any]]) -> list[int]:
     return [token for answer in answers for each in answer["choices"] for token in each["token_ids"] or ()]
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_router_sends_prompts_to_one_pool_and_returns_answers_of_the_other(
+    routed: RoutedPools, is_stream: bool
+) -> None:
+    prompt = make_prompt(f"routed {is_stream}")
+    before = num_loaded_tokens(routed.sidecars)
+    answer = routed.ask(prompt, stream=is_stream)
+    assert tokens_of(answer) == tokens_of(routed.compute(prompt))
+    wait_loaded(routed.sidecars, before + NUM_CHUNKS * CHUNK)
+    assert_nothing_leaks(routed.sidecars)
+
+
+@pytest.mark.parametrize("is_answering", [False, True], ids=["computed", "answered"])
+def test_cancelled_request_leaves_nothing_behind(routed: RoutedPools, is_answering: bool) -> None:
+    prompt = make_prompt(f"cancelled {is_answering}", LONG_CHUNKS)
+    cancel(routed, prompt, is_answering=is_answering)
+    wait_until(lambda: is_idle(routed.prefill) and is_idle(routed.decode), what="no request runs")
+    assert_nothing_leaks(routed.sidecars)
+    (answer,) = routed.ask(prompt)
+    assert tokens_of([answer]) == tokens_of(routed.compute(prompt))
+    assert num_loaded(routed, answer["id"]) == LONG_CHUNKS * CHUNK
+
+
+def cancel(pools: RoutedPools, prompt: list[int], *, is_answering: bool) -> None:
+    """Send a prompt, and close the connection while the prompt is computed, or after the first token."""
+    request = pools.request(prompt, 4000, stream=True)
+    url = urlsplit(request.full_url)
+    connection = http.client.HTTPConnection(url.netloc, timeout=300)
+    connection.request("POST", url.path, request.data, dict(request.headers))
+    if is_answering:
+        assert connection.getresponse().read(20)
+    else:
+        wait_until(lambda: not is_idle(pools.prefill), what="the prompt is being computed")
+    connection.close()
+
+
+def is_idle(engine: ServedEngine) -> bool:
+    return not any(engine.metrics("vllm:num_requests_").values())
+
+
+def num_loaded(pools: RoutedPools, request: str) -> int:
+    """Tokens that the decode engine loaded for a request. The answer has those of the prefill engine."""
+
+    def find() -> list[dict[str, int]]:
+        page = json.loads(pools.sidecars[1].get(f"/requests?id={quote(request)}"))
+        return [each["tokens"] for each in page["requests"]]
+
+    (tokens,) = wait_until(find, what="the request in the decode engine's sidecar")
+    return tokens.get("memory", 0) + tokens.get("peers", 0)
