@@ -133,12 +133,16 @@ class ChildProcess:
 
 
 def wait_until(predicate: Callable[[], Any], *, timeout: float = 60.0, what: str = "") -> Any:
-    """Poll until ``predicate`` is true, and return its value. Raises AssertionError after ``timeout``."""
-    deadline = time.monotonic() + timeout
+    """Poll until ``predicate`` is true, and return its value. Raises AssertionError after ``timeout``.
+
+    Pauses grow to a tenth of the wait: on a busy machine, polls take the time that the process needs.
+    """
+    began, waited = time.monotonic(), 0.0
     while not (value := predicate()):
-        if time.monotonic() > deadline:
+        if waited > timeout:
             raise AssertionError(f"not within {timeout} s: {what or predicate}")
-        time.sleep(0.01)
+        time.sleep(min(max(0.01, waited / 10), 0.1))
+        waited = time.monotonic() - began
     return value
 
 

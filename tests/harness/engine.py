@@ -11,6 +11,7 @@ import pytest
 
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.session import Session
+from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 from tests.harness.wire import attached, make_hello, make_keys, slots_of, usable
 
@@ -35,6 +36,18 @@ def connect(sidecar):
     yield make
     for client in clients:
         client.close()
+
+
+@pytest.fixture
+def attach(sidecar, connect):
+    """A function that attaches an engine, and waits until all memory can be used."""
+
+    def make(*arguments, **fields) -> Session:
+        session = attached(connect(*arguments, **fields))
+        sidecar.wait_usable()
+        return session
+
+    return make
 
 
 @contextlib.contextmanager
@@ -72,6 +85,20 @@ def load(scheduler: Session, worker: Session, request_id: str, *numbers: int) ->
         assert all(map(worker.holds, slots))
     scheduler.release([request_id])
     return copies
+
+
+def restart_without_memory(sidecar: SidecarProcess) -> None:
+    """End a sidecar, unless it has ended, and start it again with an empty memory tier."""
+    if sidecar.is_running:
+        assert sidecar.terminate() == 0
+    sidecar.arena_path.unlink()
+    sidecar.start()
+
+
+def check_promoted(session: Session, *numbers: int) -> None:
+    """Wait until all these rows are in memory, and compare their bytes."""
+    wait_until(lambda: session.lookup("r", [(0, make_keys(*numbers))]).num_leased == len(numbers))
+    assert_stored(load(session, session, "r", *numbers), *numbers)
 
 
 def assert_stored(copies: list[np.ndarray], *numbers: int) -> None:

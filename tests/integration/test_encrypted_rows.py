@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lmcache.rpc.session import Session
-from testing.child_process import wait_until
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.encryption import key_of, write_keys
-from tests.harness.engine import assert_stored, load, payload, session_of, store
+from tests.harness.engine import check_promoted, payload, restart_without_memory, session_of, store
 from tests.harness.wire import make_keys
 
 pytestmark = pytest.mark.redis
@@ -24,24 +22,9 @@ def redis_server() -> Iterator[RedisProcess]:
         yield server
 
 
-def restart_with_empty_memory(sidecar: SidecarProcess) -> None:
-    assert sidecar.terminate() == 0
-    sidecar.arena_path.unlink()
-    sidecar.start()
-
-
-def check_promoted(session: Session, *numbers: int) -> None:
-    wait_until(lambda: session.lookup("r", [(0, make_keys(*numbers))]).num_leased == len(numbers))
-    assert_stored(load(session, session, "r", *numbers), *numbers)
-
-
 def wait_for_versions(sidecar: SidecarProcess, tier: str, *versions: int) -> None:
     expected = {"write_version": versions[-1], "versions": list(versions)}
     sidecar.wait_until(lambda stats: stats[tier]["encryption"] == expected)
-
-
-def wait_written(sidecar: SidecarProcess) -> None:
-    sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)
 
 
 def media(server: RedisProcess, disk: Path) -> bytes:
@@ -73,17 +56,17 @@ def test_rows_are_encrypted_in_both_tiers_and_survive_restarts(redis_server, tmp
     with encrypted(redis_server, tmp_path) as sidecar:
         with session_of(sidecar) as session:
             store(session, *range(10))
-            wait_written(sidecar)
+            sidecar.settled()
             stored = media(redis_server, tmp_path / "tier")
             assert len(stored) > 20 * 100_000
             # Payloads are random bytes, which Redis cannot compress in a dump.
             assert not any(bytes(payload(number)[:64]) in stored for number in range(10))
-        restart_with_empty_memory(sidecar)
+        restart_without_memory(sidecar)
         with session_of(sidecar) as session:
             check_promoted(session, *range(10))
             assert sidecar.stats()["disk"]["hits"] == 10
         sidecar.options["disk_path"] = tmp_path / "empty"
-        restart_with_empty_memory(sidecar)
+        restart_without_memory(sidecar)
         with session_of(sidecar) as session:
             check_promoted(session, *range(10))
             assert sidecar.stats()["remote"]["hits"] == 10
@@ -97,7 +80,7 @@ def test_plain_rows_are_visible_without_keys(redis_server, tmp_path):
     tiers = {"remote_url": redis_server.unix_url, "disk_path": tmp_path / "tier"}
     with SidecarProcess(**tiers) as sidecar, session_of(sidecar) as session:
         store(session, 1)
-        wait_written(sidecar)
+        sidecar.settled()
         assert media(redis_server, tmp_path / "tier").count(bytes(payload(1)[:64])) >= 2
 
 
@@ -113,17 +96,17 @@ def test_keys_rotate_while_the_sidecar_runs(redis_server, tmp_path, keys, tier):
         wait_for_versions(sidecar, tier, 1)
         with session_of(sidecar) as session:
             store(session, 1, 2)
-            wait_written(sidecar)
+            sidecar.settled()
             write_keys(keys, 1, 2)
             wait_for_versions(sidecar, tier, 1, 2)
             store(session, 3)
-            wait_written(sidecar)
-        restart_with_empty_memory(sidecar)
+            sidecar.settled()
+        restart_without_memory(sidecar)
         with session_of(sidecar) as session:
             check_promoted(session, 1, 2, 3)
             assert (sidecar.stats()[tier]["hits"], sidecar.stats()[tier]["key_absent"]) == (3, 0)
         write_keys(keys, 2)
-        restart_with_empty_memory(sidecar)
+        restart_without_memory(sidecar)
         with session_of(sidecar) as session:
             check_promoted(session, 3)
             session.lookup("old", [(0, make_keys(1))])
@@ -134,27 +117,6 @@ def test_keys_rotate_while_the_sidecar_runs(redis_server, tmp_path, keys, tier):
             write_keys(keys, 1, 2)  # the rows of version 1 are still there
             wait_for_versions(sidecar, tier, 1, 2)
             check_promoted(session, 2)
-
-
-def test_pods_that_read_a_new_key_at_different_times_miss_no_row(redis_server, tmp_path):
-    """The first pod reads version 2 before the second one, and writes with version 1 meanwhile."""
-    folders = [tmp_path / "first", tmp_path / "second"]
-    for folder in folders:
-        write_keys(folder, 1)
-    shared = {"remote_url": redis_server.unix_url, "remote_encryption_delay_seconds": 3600}
-    with (
-        SidecarProcess(**shared, remote_encryption_keys_dir=folders[0]) as first,
-        SidecarProcess(**shared, remote_encryption_keys_dir=folders[1]) as second,
-        session_of(first) as writer,
-        session_of(second) as reader,
-    ):
-        write_keys(folders[0], 1, 2)
-        expected = {"write_version": 1, "versions": [1, 2]}
-        first.wait_until(lambda stats: stats["remote"]["encryption"] == expected)
-        store(writer, 1, 2)
-        wait_written(first)
-        check_promoted(reader, 1, 2)
-        assert second.stats()["remote"]["key_absent"] == 0
 
 
 def test_invalid_keys_do_not_stop_a_running_sidecar(redis_server, tmp_path, keys):
@@ -193,24 +155,3 @@ def test_without_a_key_nothing_is_written_until_there_is_one(redis_server, tmp_p
         stored = media(redis_server, tmp_path / "tier")
         assert len(stored) > 200_000
         assert bytes(payload(1)[:64]) not in stored
-
-
-def test_sidecars_with_and_without_keys_share_a_redis(redis_server, tmp_path, keys):
-    with (
-        SidecarProcess(remote_url=redis_server.unix_url, remote_encryption_keys_dir=keys) as encrypted_pod,
-        SidecarProcess(remote_url=redis_server.unix_url) as plain_pod,
-    ):
-        for sidecar in (encrypted_pod, plain_pod):
-            with session_of(sidecar) as session:
-                store(session, 1, 2)
-                wait_written(sidecar)
-        with redis_server.client as client:
-            assert client.dbsize() == 4
-        for sidecar in (encrypted_pod, plain_pod):
-            restart_with_empty_memory(sidecar)
-            with session_of(sidecar) as session:
-                check_promoted(session, 1, 2)
-            remote = sidecar.stats()["remote"]
-            assert (remote["hits"], remote["invalid"], remote["key_absent"]) == (2, {}, 0)
-        with redis_server.client as client:
-            assert client.dbsize() == 4

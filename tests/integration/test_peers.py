@@ -118,7 +118,7 @@ def test_pages_are_read_over_tls(tmp_path):
 def test_pod_that_dies_and_comes_back(tmp_path):
     with PeerSidecars(tmp_path) as pods, PageEngine(pods.sidecars[0]) as engine:
         engine.store(*PAGES)
-        pods.sidecars[0].wait_until(lambda stats: not stats["num_unwritten_rows"])  # they have checksums
+        pods.sidecars[0].settled()  # they have checksums
         session = engine.client.session
         with other_engine(pods.sidecars[1]) as other:
             pods.sidecars[0].kill()

@@ -23,7 +23,7 @@ def abandoned_arena(sidecar, connect):
     session = attached(client := connect())
     usable(sidecar)
     store(session, *range(NUM_ROWS))
-    sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)
+    sidecar.settled()
     sidecar.kill()
 
     def restart():
@@ -80,9 +80,8 @@ def test_rows_with_swapped_keys_are_misses(sidecar, abandoned_arena):
     assert_stored(load(session, session, "r", *range(NUM_ROWS)), *range(NUM_ROWS))
 
 
-def test_key_overwritten_at_run_time_never_names_another_row(sidecar, connect):
-    session = attached(connect())
-    usable(sidecar)
+def test_key_overwritten_at_run_time_never_names_another_row(sidecar, attach):
+    session = attach()
     store(session, 0)
     entries = entries_of(sidecar.arena_path)
     entries["key"][entries["state"] == State.COMMITTED] = np.void(b"x" * 64)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 
@@ -20,9 +18,8 @@ from tests.harness.engine import CHUNK_BYTES, assert_stored, load, payload, stor
 from tests.harness.wire import ClientProcess, RawClient, attached, make_hello, make_keys, slots_of, usable
 
 
-def test_stored_rows_are_loaded_byte_for_byte(sidecar, connect):
-    scheduler, worker = attached(connect(Role.SCHEDULER)), attached(connect())
-    usable(sidecar)
+def test_stored_rows_are_loaded_byte_for_byte(sidecar, attach):
+    scheduler, worker = attach(Role.SCHEDULER), attach()
     store(worker, 1, 2, 3)
     assert_stored(load(scheduler, worker, "r", 1, 2, 3, 4), 1, 2, 3)
     assert worker.reserve(0, make_keys(2))[0].result is Reserved.EXISTS
@@ -62,9 +59,8 @@ def test_many_keys_are_split_over_several_calls(sidecar, connect):
     assert scheduler.lookup("other", [(0, make_keys(10**6))], hint=True).num_pending == 0
 
 
-def test_scheduler_reads_the_index_without_a_call(sidecar, connect):
-    worker, scheduler = attached(connect()), attached(connect(Role.SCHEDULER))
-    usable(sidecar)
+def test_scheduler_reads_the_index_without_a_call(sidecar, attach):
+    worker, scheduler = attach(), attach(Role.SCHEDULER)
     store(worker, 1, 2)
     sidecar.freeze()
     slots = slots_of(scheduler, make_keys(1, 2, 3))
@@ -73,9 +69,8 @@ def test_scheduler_reads_the_index_without_a_call(sidecar, connect):
     sidecar.thaw()
 
 
-def test_rows_of_another_namespace_are_not_found(sidecar, connect):
-    worker, scheduler = attached(connect()), attached(connect(Role.SCHEDULER))
-    usable(sidecar)
+def test_rows_of_another_namespace_are_not_found(attach):
+    worker, scheduler = attach(), attach(Role.SCHEDULER)
     (reserved,) = worker.reserve(0, make_keys(1, namespace=b"r" * 32))
     with worker.copying():
         worker.commit([reserved.slot])
@@ -83,9 +78,8 @@ def test_rows_of_another_namespace_are_not_found(sidecar, connect):
     assert scheduler.lookup("r", [(0, make_keys(1, namespace=b"r" * 32))]).num_resident == 1
 
 
-def test_rows_of_a_long_prompt_are_evicted_from_its_tail(sidecar, connect):
-    session = attached(connect())
-    usable(sidecar)
+def test_rows_of_a_long_prompt_are_evicted_from_its_tail(sidecar, attach):
+    session = attach()
     num_rows = sidecar.stats()["memory"]["capacity_rows"]
 
     def put(request_id, first, end):
@@ -95,7 +89,7 @@ def test_rows_of_a_long_prompt_are_evicted_from_its_tail(sidecar, connect):
 
     for first in range(0, 32, 8):  # a prompt of 32 chunks in four engine steps
         put("long", first, first + 8)
-    sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)  # rows that are read cannot be evicted
+    sidecar.settled()
     put("other", 100, 100 + num_rows - 32 + 5)  # five more than are free
     assert session.lookup("r", [(0, make_keys(*range(32)))]).num_resident == 32 - 5
 
@@ -115,9 +109,8 @@ def test_lost_releases_are_sent_after_the_next_attach(sidecar, connect):
 
 
 @pytest.mark.parametrize("request_id", ["r" * 300, "", "é" * 200, "\ud800"])
-def test_any_request_id_can_be_leased_and_released(sidecar, connect, request_id):
-    session = attached(connect())
-    usable(sidecar)
+def test_any_request_id_can_be_leased_and_released(sidecar, request_id, attach):
+    session = attach()
     store(session, 1)
     for name in (request_id, "another"):
         assert session.lookup(name, [(0, make_keys(1))]).num_leased == 1
@@ -142,11 +135,9 @@ def test_slots_of_a_killed_worker_are_freed_after_proof_of_death(sidecar, connec
     with ClientProcess(sidecar.socket_path) as victim:
         victim.reserve(make_keys(1, 2, 3))
         victim.kill()
-        killed_at = time.monotonic()
         sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 3)
     assert scheduler.lookup("r", [(0, make_keys(1, 2, 3))]).num_resident == 0
     sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 0)
-    assert time.monotonic() - killed_at >= 2.0
     assert sidecar.stats()["memory"]["used_rows"] == 0
     assert len(list((sidecar.folder / "clients").iterdir())) == 1  # only the scheduler's file is left
 
@@ -199,9 +190,8 @@ def test_client_reports_drained_after_its_copies_ended(sidecar, connect):
     sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 0)
 
 
-def test_leases_of_a_dead_engine_are_released(sidecar, connect):
-    worker = attached(connect(engine_uuid=b"o" * 16))
-    usable(sidecar)
+def test_leases_of_a_dead_engine_are_released(sidecar, attach):
+    worker = attach(engine_uuid=b"o" * 16)
     store(worker, 1)
     with RawClient(sidecar, make_hello(engine_uuid=b"p" * 16)) as reader:
         reader.attach()

@@ -5,21 +5,10 @@ from __future__ import annotations
 import pytest
 
 from lmcache.rpc.service import RESERVE
-from lmcache.rpc.session import Session
 from testing.child_process import wait_until
 from testing.processes import RedisProcess, SidecarProcess
-from tests.harness.engine import assert_stored, load, payload, session_of, store
+from tests.harness.engine import check_promoted, load, payload, restart_without_memory, session_of, store
 from tests.harness.wire import RawClient, make_keys, slots_of
-
-
-def restart_with_empty_arena(sidecar: SidecarProcess) -> None:
-    sidecar.arena_path.unlink()
-    sidecar.start()
-
-
-def check_promoted(session: Session, *numbers: int) -> None:
-    wait_until(lambda: session.lookup("r", [(0, make_keys(*numbers))]).num_leased == len(numbers))
-    assert_stored(load(session, session, "r", *numbers), *numbers)
 
 
 def test_rows_committed_before_sigterm_are_on_disk(tmp_path):
@@ -27,7 +16,7 @@ def test_rows_committed_before_sigterm_are_on_disk(tmp_path):
         with session_of(sidecar) as session:
             store(session, *range(40))
             assert sidecar.terminate() == 0
-        restart_with_empty_arena(sidecar)
+        restart_without_memory(sidecar)
         with session_of(sidecar) as session:
             check_promoted(session, *range(40))
             disk = sidecar.stats()["disk"]
@@ -48,7 +37,7 @@ def test_rows_committed_before_sigterm_are_in_both_lower_tiers(tmp_path):
         assert redis.client.dbsize() == 20
         assert len(list(tmp_path.rglob("*.0"))) == 20
         sidecar.options["disk_path"] = tmp_path / "2"
-        restart_with_empty_arena(sidecar)
+        restart_without_memory(sidecar)
         with session_of(sidecar) as session:
             check_promoted(session, *range(20))
             assert sidecar.terminate() == 0  # rows promoted from Redis are written to the new disk
@@ -62,7 +51,7 @@ def test_rows_found_after_sigkill_are_intact(tmp_path):
             sidecar.wait_until(lambda stats: stats["disk"]["written"] == 10)
             store(session, *range(10, 60))
             sidecar.kill()
-        restart_with_empty_arena(sidecar)
+        restart_without_memory(sidecar)
         with session_of(sidecar) as session:
             check_promoted(session, *range(10))
             session.lookup("more", [(0, make_keys(*range(10, 60)))])
@@ -107,7 +96,7 @@ def test_promoted_rows_count_in_the_quota_of_their_tenant(tmp_path):
         with session_of(sidecar) as session:
             store(session, *range(4))
             assert sidecar.terminate() == 0
-        restart_with_empty_arena(sidecar)
+        restart_without_memory(sidecar)
         with session_of(sidecar) as session:
             groups = [(0, make_keys(0, 1, 2, 3))]
             wait_until(lambda: session.lookup("r", groups, tenant=tenant).num_leased == 4)

@@ -72,9 +72,8 @@ def test_slots_reserved_before_a_restart_are_quarantined(sidecar):
     sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 0)
 
 
-def test_frozen_sidecar_costs_one_deadline_and_recovers(sidecar, connect):
-    session = attached(connect())
-    usable(sidecar)
+def test_frozen_sidecar_costs_one_deadline_and_recovers(sidecar, attach):
+    session = attach()
     store(session, 1)
     sidecar.freeze()
     with pytest.raises(SidecarUnavailableError, match=r"within 0\.2 s"):
@@ -102,9 +101,8 @@ def test_slots_of_an_unanswered_store_are_freed(sidecar, connect):
     store(new_session, 1, 2)
 
 
-def test_unanswered_release_is_repeated_with_the_next_one(sidecar, connect):
-    session = attached(connect())
-    usable(sidecar)
+def test_unanswered_release_is_repeated_with_the_next_one(sidecar, attach):
+    session = attach()
     store(session, 1)
     assert session.lookup("r", [(0, make_keys(1))]).num_leased == 1
     sidecar.freeze()

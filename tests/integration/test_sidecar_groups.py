@@ -6,7 +6,7 @@ import pytest
 
 from lmcache.tiers.memory.contracts import LookupResult
 from testing.processes import RedisProcess, SidecarProcess
-from tests.harness.engine import session_of
+from tests.harness.engine import restart_without_memory, session_of
 from tests.harness.groups import (
     FULL,
     GROUPS,
@@ -64,7 +64,7 @@ def test_hit_needs_a_state(session):
 
 def test_rows_that_survive_a_restart_are_verified_and_hit(sidecar, session):
     store(session, range(8))
-    sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)
+    sidecar.settled()
     sidecar.kill()
     sidecar.start()
     with session_of(sidecar, groups=GROUPS) as new_session:
@@ -82,9 +82,7 @@ def test_lower_tier_promotes_only_rows_that_a_hit_needs(tmp_path, tier):
             with session_of(sidecar, groups=GROUPS) as session:
                 store(session, range(10))
                 store(session, range(10, 12), (FULL, STATE))  # no rows of the window: no hit can end here
-                assert sidecar.terminate() == 0
-            sidecar.arena_path.unlink()
-            sidecar.start()
+            restart_without_memory(sidecar)
             with session_of(sidecar, groups=GROUPS) as session:
                 until_resident(session, 10, of=12)
                 assert_hit(session, 10)

@@ -87,7 +87,7 @@ def busy_client():
         client.sidecar = process
         stored = client.call(RESERVE, group=0, keys=make_keys(1))
         client.call(COMMIT, slots=stored.slots)
-        process.wait_until(lambda stats: not stats["num_unwritten_rows"])  # digests are computed later
+        process.settled()
         client.call(RESERVE, group=0, keys=make_keys(2))
         client.call(LOOKUP, request_id="held", groups=ONE_GROUP)
         yield client

@@ -8,13 +8,16 @@ import pytest
 
 from testing.child_process import wait_until
 from testing.processes import RedisProcess, SidecarProcess
-from tests.harness.engine import assert_stored, load, session_of, store
+from tests.harness.engine import check_promoted, restart_without_memory, session_of, store
 from tests.harness.wire import RawClient, make_hello, make_keys
 
 
 @pytest.mark.redis
 def test_sigterm_writes_queued_rows_through():
-    with RedisProcess() as redis_server, SidecarProcess(remote_url=redis_server.unix_url) as sidecar:
+    with (
+        RedisProcess() as redis_server,
+        SidecarProcess(remote_url=redis_server.unix_url, remote_timeout_seconds=1) as sidecar,
+    ):
         with session_of(sidecar) as session:
             redis_server.freeze()
             store(session, *range(20))
@@ -24,11 +27,9 @@ def test_sigterm_writes_queued_rows_through():
             with redis_server.client as redis:
                 assert redis.dbsize() == 20
 
-        sidecar.arena_path.unlink()
-        sidecar.start()
+        restart_without_memory(sidecar)
         with session_of(sidecar) as session:
-            wait_until(lambda: session.lookup("r", [(0, make_keys(*range(20)))]).num_leased == 20)
-            assert_stored(load(session, session, "r", *range(20)), *range(20))
+            check_promoted(session, *range(20))
 
 
 @pytest.mark.redis
