@@ -2,7 +2,7 @@
 
 Each file runs on one worker. All files that use the control plane of the run share a worker, which runs them
 first: a second control plane would cost a minute of processor time. These tests mostly wait for Kubernetes,
-so the other workers can use the processor.
+so the other workers can use the processor. The files with SGLang share a worker, too, and its engines.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from typing import Any
 
 import pytest
 
-CONTROL_PLANE = "control plane"
+UNITS = {"plane": "control plane", "sglang_programs": "SGLang"}
+"""Units of several files by the session's fixture that their tests use, in the order in which they begin."""
 
 
 def units_of(items: Iterable[pytest.Item]) -> dict[str, str]:
-    """Return the unit of work of each file: its name, or the one of all files that use the control plane."""
+    """Return the unit of work of each file: its name, or the one of all files that use a fixture."""
     units: dict[str, str] = {}
     for item in items:
         file = item.nodeid.partition("::")[0]
-        units[file] = CONTROL_PLANE if _uses_control_plane(item) else units.get(file, file)
+        shared = (unit for fixture, unit in UNITS.items() if _uses(item, fixture))
+        units[file] = next(shared, units.get(file, file))
     return units
 
 
-def _uses_control_plane(item: pytest.Item) -> bool:
-    """Whether the test requests the fixture ``plane`` of the session, and not one of its own module."""
-    definitions = getattr(item, "_fixtureinfo", None) and item._fixtureinfo.name2fixturedefs.get("plane")
+def _uses(item: pytest.Item, fixture: str) -> bool:
+    """Whether the test requests this fixture of the session, and not one of its own module."""
+    definitions = getattr(item, "_fixtureinfo", None) and item._fixtureinfo.name2fixturedefs.get(fixture)
     return bool(definitions) and definitions[-1].scope == "session"
 
 
@@ -41,9 +43,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move tests that use the control plane to the front."""
-    units = units_of(items)
-    items.sort(key=lambda item: units[item.nodeid.partition("::")[0]] != CONTROL_PLANE)
+    """Move units of several files to the front."""
+    units, order = units_of(items), list(UNITS.values())
+    begins = {file: order.index(unit) if unit in order else len(order) for file, unit in units.items()}
+    items.sort(key=lambda item: begins[item.nodeid.partition("::")[0]])
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,24 +2,27 @@
 
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
-from tests.harness.distribution import CONTROL_PLANE, pytest_generate_tests, units_of
+from tests.harness.distribution import UNITS, pytest_generate_tests, units_of
 
 
-def item(nodeid, *scopes):
-    """A test that uses fixtures ``plane`` of these scopes. The last one replaces the others."""
-    definitions = {"plane": [SimpleNamespace(scope=scope) for scope in scopes]} if scopes else {}
+def item(nodeid, *scopes, fixture="plane"):
+    """A test that uses fixtures of one name and these scopes. The last one replaces the others."""
+    definitions = {fixture: [SimpleNamespace(scope=scope) for scope in scopes]} if scopes else {}
     return SimpleNamespace(nodeid=nodeid, _fixtureinfo=SimpleNamespace(name2fixturedefs=definitions))
 
 
-def test_files_that_use_the_control_plane_share_a_unit():
-    items = [item("a.py::x", "session"), item("a.py::y"), item("b.py::x"), item("b.py::y[@]", "session")]
-    others = [item("own.py::x", "session", "module"), item("none.py::x"), SimpleNamespace(nodeid="odd.py::x")]
+@pytest.mark.parametrize(("fixture", "unit"), UNITS.items())
+def test_files_that_use_a_fixture_of_the_session_share_a_unit(fixture, unit):
+    make = partial(item, fixture=fixture)
+    items = [make("a.py::x", "session"), make("a.py::y"), make("b.py::x"), make("b.py::y[@]", "session")]
+    others = [make("own.py::x", "session", "module"), make("none.py::x"), SimpleNamespace(nodeid="odd.py::x")]
     assert units_of([*items, *others]) == {
-        "a.py": CONTROL_PLANE, "b.py": CONTROL_PLANE,
+        "a.py": unit, "b.py": unit,
         "own.py": "own.py", "none.py": "none.py", "odd.py": "odd.py",
     }  # fmt: skip
 
