@@ -11,10 +11,11 @@ import torch
 from lmcache.rpc.service import Method
 from lmcache.rpc.session import DEFAULT_TIMEOUT_SECONDS, Session
 from testing.engine import fork_server
-from tests.harness.engine import connect, sidecar
+from testing.processes import SidecarProcess
+from tests.harness.engine import attach, connect, sidecar
 from tests.harness.sglang import start_sglang
 
-__all__ = ["connect", "sidecar", "start_sglang"]
+__all__ = ["attach", "connect", "sidecar", "start_sglang"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,6 +26,14 @@ def _forked_engines() -> Iterator[None]:
     in place of vLLM.
     """
     with fork_server.allowed():
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _patient_sidecars() -> Iterator[None]:
+    """Let Redis take a minute for an answer unless a test sets a timeout: it may get no processor."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SidecarProcess, "usual", SidecarProcess.usual | {"remote_timeout_seconds": 60})
         yield
 
 

@@ -136,7 +136,8 @@ def test_prompts_larger_than_the_cache_are_evicted():
 @pytest.mark.redis
 def test_rows_below_a_frozen_redis_are_unavailable():
     prompt = make_tokens(4 * CHUNK + 1)
-    with RedisProcess() as redis, SidecarProcess(remote_url=redis.unix_url, memory_size="4Mi") as sidecar:
+    options = {"memory_size": "4Mi", "remote_timeout_seconds": 1}
+    with RedisProcess() as redis, SidecarProcess(remote_url=redis.unix_url, **options) as sidecar:
         simulated = SimWorld(sidecar)
         with simulated.engines(SETTINGS) as (engine,):
             run(engine, prompt)

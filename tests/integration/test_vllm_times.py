@@ -97,7 +97,7 @@ def test_a_request_waits_for_a_redis_that_freezes():
     prompt = make_tokens(4 * CHUNK + 1)
     with RedisProcess() as redis:
         for is_stored in (False, True):
-            with SidecarProcess(remote_url=redis.unix_url) as sidecar:
+            with SidecarProcess(remote_url=redis.unix_url, remote_timeout_seconds=1) as sidecar:
                 simulated = SimWorld(sidecar)
                 with simulated.engines(SETTINGS) as (engine,):
                     if is_stored:
