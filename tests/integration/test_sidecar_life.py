@@ -6,8 +6,6 @@ import gc
 import os
 import re
 import socket
-import subprocess
-import sys
 import urllib.error
 import weakref
 
@@ -16,7 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.errors import SidecarError, SidecarUnavailableError, StaleSessionError
-from testing.child_process import REPOSITORY, wait_until
+from testing.child_process import ProcessDied, wait_until
+from testing.processes import SidecarProcess
 from tests.harness.wire import attached, make_hello, make_keys, usable
 
 
@@ -47,25 +46,20 @@ def test_only_the_group_may_use_the_socket(sidecar):
     assert (sidecar.folder / "clients").stat().st_mode & 0o777 == 0o770
 
 
-def run_until_exit(**options) -> subprocess.CompletedProcess[str]:
-    flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    return subprocess.run(
-        [sys.executable, "-m", "lmcache_sidecar", "serve", "--http-port", "0", *flags],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'sidecar'}"},
-    )
+def refusal(**options) -> str:
+    """The output of a sidecar that exits with status 2."""
+    sidecar = SidecarProcess(**options)
+    try:
+        with pytest.raises(ProcessDied, match="exited with 2:"):
+            sidecar.start()
+        return sidecar.log
+    finally:
+        sidecar.close()
 
 
 def test_second_sidecar_on_the_same_socket_or_arena_is_refused(sidecar):
-    same_socket = run_until_exit(socket=sidecar.socket_path)
-    assert same_socket.returncode == 2
-    assert "is in use by a live sidecar" in same_socket.stderr
-    same_arena = run_until_exit(socket=sidecar.folder / "other.sock", arena=sidecar.arena_path)
-    assert same_arena.returncode == 2
-    assert "in use by another sidecar" in same_arena.stderr
+    assert "is in use by a live sidecar" in refusal(socket=sidecar.socket_path)
+    assert "in use by another sidecar" in refusal(arena=sidecar.arena_path)
     assert sidecar.get("/readyz") == "ready\n"
 
 
@@ -80,7 +74,7 @@ def test_engine_releases_the_arena_when_its_session_ends(sidecar, ending):
     try:
         client.start()
         session = attached(client)
-        wait_until(lambda: mappings, timeout=60)
+        wait_until(lambda: mappings)
         if ending == "unanswered":
             sidecar.freeze()
             with pytest.raises(SidecarUnavailableError, match="was not answered"):
@@ -88,7 +82,7 @@ def test_engine_releases_the_arena_when_its_session_ends(sidecar, ending):
         else:
             sidecar.kill() if ending == "killed" else sidecar.terminate()
         del session
-        wait_until(lambda: client.session is None, timeout=60)
+        wait_until(lambda: client.session is None)
         wait_until(lambda: mappings[0]() is None, timeout=60, what="the mapping is freed")
     finally:
         gc.enable()
@@ -102,29 +96,25 @@ def test_socket_of_a_dead_sidecar_is_replaced(sidecar, connect):
     attached(connect())
 
 
-def test_unusable_options_exit_with_one_line_and_status_2(tmp_path):
-    cases = {
-        "is not a directory": {"socket": tmp_path / "missing" / "s.sock"},
-        r"--arena: .*missing is not a directory": {
-            "socket": tmp_path / "s.sock",
-            "arena": tmp_path / "missing" / "a",
-        },
-        r"needs \d+|need": {"socket": tmp_path / "s.sock", "memory_size": "900Ti"},
-        "at most 107": {"socket": "/tmp/" + "s" * 120},
-    }
-    for sentence, options in cases.items():
-        result = run_until_exit(**options)
-        assert result.returncode == 2, result.stderr
-        lines = [line for line in result.stderr.splitlines() if line.startswith("lmcache-sidecar: error: ")]
-        assert len(lines) == 1
-        assert re.search(sentence, lines[0]), lines[0]
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"socket": "missing/s.sock"}, "is not a directory"),
+        ({"arena": "missing/a"}, r"--arena: .*missing is not a directory"),
+        ({"memory_size": "900Ti"}, r"needs \d+|need"),
+        ({"socket": "/tmp/" + "s" * 120}, "at most 107"),
+    ],
+)
+def test_unusable_option_exits_with_one_line_and_status_2(options, sentence):
+    log = refusal(**options)
+    lines = [line for line in log.splitlines() if line.startswith("lmcache-sidecar: error: ")]
+    assert len(lines) == 1
+    assert re.search(sentence, lines[0]), lines[0]
 
 
 def test_file_that_is_not_a_socket_is_not_removed(tmp_path):
     (tmp_path / "s.sock").write_text("precious")
-    result = run_until_exit(socket=tmp_path / "s.sock")
-    assert result.returncode == 2
-    assert "exists and is not a socket" in result.stderr
+    assert "exists and is not a socket" in refusal(socket=tmp_path / "s.sock")
     assert (tmp_path / "s.sock").read_text() == "precious"
 
 

@@ -9,18 +9,16 @@ import sys
 import time
 import urllib.request
 
-import grpc
 import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc import service
 from lmcache.rpc.hello import Role
 from lmcache.rpc.session import Scheduled
 from lmcache.rpc.times import RequestTimes
 from testing.processes import SidecarProcess
-from tests.harness.wire import RawClient, attached, make_hello, make_keys
+from tests.harness.sidecar_command import explain
+from tests.harness.wire import attached, make_keys
 
 TRACE = bytes(range(16))
 TIMES = RequestTimes("cmpl-1", 0.0004, 0.2, 0.03, 1.5, trace_id=TRACE)
@@ -77,8 +75,7 @@ def test_times_are_remembered_with_the_request(sidecar, scheduler):
         "load_seconds": {"memory": 0.03},
         "first_token_seconds": 1.5,
     }
-    command = [sys.executable, "-m", "lmcache_sidecar", "explain", "--url", sidecar.url, "--request-id", "1"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    _, shown = explain(sidecar, "--request-id", "1")
     expected = (
         "Time: lookup 0.4 ms, wait 200.0 ms, load from memory tier 30.0 ms, arrival to first token 1.50 s."
     )
@@ -110,12 +107,9 @@ def test_a_request_whose_load_failed_is_not_compared(sidecar, scheduler):
 def test_explain_prints_the_savings(sidecar, scheduler):
     report(scheduler, "cmpl-1", 1, 2, 3, num_loaded=3)
     scheduler.release([], times=[TIMES])
-    command = [sys.executable, "-m", "lmcache_sidecar", "explain", "--url", sidecar.url]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    _, shown = explain(sidecar)
     assert any(line.split() == ["prefill", "time", "saved", "750.0", "ms"] for line in shown.splitlines())
-    command += ["--output", "json"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert json.loads(shown)["benefit"]["loaded_tokens"] == {"memory": 768}
+    assert json.loads(explain(sidecar, "--output", "json")[1])["benefit"]["loaded_tokens"] == {"memory": 768}
 
 
 def test_explain_does_not_ask_through_a_proxy(sidecar, scheduler):
@@ -124,22 +118,6 @@ def test_explain_does_not_ask_through_a_proxy(sidecar, scheduler):
     environment = {**os.environ, "http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert (shown.returncode, shown.stderr) == (0, "")
-
-
-def test_an_engine_of_an_older_version_is_counted_at_once(sidecar, scheduler):
-    report(scheduler, "cmpl-1", 1, 2, 3, num_loaded=3, reports_times=False)
-    assert sidecar.stats()["causes"]["cause_tokens"] == {"memory": 768, "tail": 5}
-    assert newest(sidecar)["first_token_seconds"] is None
-
-
-def test_a_release_with_bad_times_changes_nothing(sidecar):
-    with RawClient(sidecar, make_hello(Role.SCHEDULER)) as client:
-        client.attach()
-        times = [pb.RequestTimes(request_id="r", load_seconds=-1.0)]
-        with pytest.raises(grpc.RpcError) as refused:
-            client.call(service.RELEASE, request_ids=["r"], times=times)
-    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "finite numbers of seconds" in refused.value.details()
 
 
 def test_tokens_of_a_killed_engine_are_counted(sidecar, connect):

@@ -24,11 +24,6 @@ def tenants_file(path: Path, **budget: int) -> str:
     return str(path)
 
 
-def settle(sidecar: SidecarProcess) -> None:
-    """Wait until all stored rows are checksummed. Rows are not evicted before."""
-    sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
-
-
 def hit_ratio(sidecar: SidecarProcess, *, is_flooded: bool) -> float:
     """Replay the quiet tenant's requests; before each, another tenant may store rows that nobody reads."""
     flood = itertools.count(1 << 40)
@@ -43,10 +38,10 @@ def hit_ratio(sidecar: SidecarProcess, *, is_flooded: bool) -> float:
         for number, request in enumerate(chat(0.3, 0.1, scale=1, systems=3, first=3).requests):
             if is_flooded:
                 flooding.serve(f"flood-{number}", tuple(itertools.islice(flood, FLOOD_ROWS)))
-                settle(sidecar)
+                sidecar.settled()
             num_hits += quiet.serve(f"quiet-{number}", request.keys)[0]
             num_rows += len(request.keys)
-            settle(sidecar)
+            sidecar.settled()
     return num_hits / num_rows
 
 
@@ -85,7 +80,7 @@ def test_sidecar_follows_the_file_and_continues_after_a_mistake(tmp_path):
         assert sidecar.stats()["tenants"]["rows"] == {"default": 0, "quiet": 20}
         tenants_file(path, memoryPercent=1)
         sidecar.wait_until(lambda stats: not stats["tenants"]["tenants_problem"])
-        settle(sidecar)
+        sidecar.settled()
         engine.serve("second", tuple(range(100, 120)))
         sidecar.wait_until(lambda stats: stats["tenants"]["rows"]["quiet"] <= 2)
         assert engine.serve("third", tuple(range(20))) == (0, 0)

@@ -13,7 +13,7 @@ from lmcache import keys
 from testing.processes import SidecarProcess
 from testing.workloads.replay import Engine
 from testing.workloads.requests import TOKENS
-from tests.integration.test_sidecar_explain import explain
+from tests.harness.sidecar_command import explain
 
 ROW_BYTES, NAMESPACE = 256 << 10, bytes(32)
 NAMED = {"search": "salt-of-search", "batch": "salt-of-batch"}
@@ -50,10 +50,10 @@ def sidecar(tmp_path_factory) -> Iterator[SidecarProcess]:
         sidecar.wait_until(lambda stats: stats["tenants"]["disk_refused"]["batch"] == 10)
         search.serve("s-1", tuple(range(100, 120)))
         search.serve("s-2", tuple(range(100, 120)))
-        sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
+        sidecar.settled()
         num_rows = sidecar.stats()["memory"]["usable_rows"]
         search.serve("s-3", tuple(range(1000, 1000 + num_rows)))
-        sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
+        sidecar.settled()
         unnamed.serve("u-1", (5000, 5001))
         unsalted.serve("n-1", (6000,))
         yield sidecar
@@ -86,32 +86,32 @@ def test_requests_name_their_tenant(sidecar):
         "s-1": "search", "s-2": "search", "s-3": "search",
         "b-1": "batch", "u-1": "default", "n-1": "default",
     }  # fmt: skip
-    status, text = explain("--url", sidecar.url, "--request-id", "s-2")
+    status, text = explain(sidecar, "--request-id", "s-2")
     assert (status, "Its tenant is search.\n" in text) == (0, True)
 
 
 def test_explain_shows_one_tenant_and_lists_all(sidecar):
-    status, text = explain("--url", sidecar.url, "--tenant", "search")
+    status, text = explain(sidecar, "--tenant", "search")
     assert status == 0
     assert text.startswith("Tenant search.\n")
     assert "memory tier" in text
-    status, text = explain("--url", sidecar.url, "--tenant", "default", "--output", "json")
+    status, text = explain(sidecar, "--tenant", "default", "--output", "json")
     figures = json.loads(text)
     assert (figures["cause_tokens"], figures["refused"]) == ({"new": 3 * TOKENS}, 3)
-    _, text = explain("--url", sidecar.url)
+    _, text = explain(sidecar)
     listed = [line.split()[0] for line in text.partition("TENANT ")[2].splitlines()[1:4]]
     assert listed == ["search", "batch", "default"]
 
 
 def test_unknown_tenant_is_an_error_with_the_known_names(sidecar):
-    status, text = explain("--url", sidecar.url, "--tenant", "serch")
+    status, text = explain(sidecar, "--tenant", "serch")
     assert (status, len(text.splitlines())) == (1, 1)
     assert "no tenant 'serch': the tenants are default, batch, search." in text
 
 
 def test_no_page_contains_a_salt_or_its_hash(sidecar):
     pages = [sidecar.get(path) for path in ("/stats", "/requests", "/metrics", "/samples")]
-    pages += [explain("--url", sidecar.url, *words)[1] for words in ((), ("--tenant", "default"))]
+    pages += [explain(sidecar, *words)[1] for words in ((), ("--tenant", "default"))]
     for salt in (*NAMED.values(), UNNAMED):
         assert not any(salt in page or keys.salt_hash(salt).hex()[:16] in page for page in pages)
         on_the_wire = keys.tenant(salt, NAMESPACE).hex()[:16]

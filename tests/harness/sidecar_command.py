@@ -1,0 +1,34 @@
+"""``lmcache-sidecar`` in this process. A process of its own would mostly import modules."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from unittest import mock
+
+from lmcache_sidecar.command import main
+from lmcache_sidecar.explain import asking
+
+from testing.processes import SidecarProcess
+
+
+def run_command(*arguments: str, prompt: bytes = b"", answer_seconds: float = 60.0) -> tuple[int, str]:
+    """Run a command. Returns its exit status and what it printed.
+
+    ``prompt``: its standard input. ``answer_seconds``: how long it waits for each answer.
+    """
+    printed = io.StringIO()
+    with (
+        mock.patch("sys.stdin", io.TextIOWrapper(io.BytesIO(prompt))),
+        mock.patch.object(asking, "_TIMEOUT_SECONDS", answer_seconds),
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+    ):
+        status = main(arguments)
+    return status, printed.getvalue()
+
+
+def explain(sidecar: SidecarProcess | str, *arguments: str, **options: float | bytes) -> tuple[int, str]:
+    """Run ``lmcache-sidecar explain`` about a sidecar, or about the server at a URL."""
+    url = sidecar if isinstance(sidecar, str) else sidecar.url
+    return run_command("explain", "--url", url, *arguments, **options)  # type: ignore[arg-type]
