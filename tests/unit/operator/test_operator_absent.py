@@ -83,9 +83,7 @@ def test_changed_spec_makes_the_operator_read_all_children(bench: ReadBench) -> 
     assert not bench.reconciled_reads() & REMOTE
 
 
-def test_unwanted_child_of_another_program_is_deleted_within_75_minutes(
-    bench: ReadBench,
-) -> None:
+def test_unwanted_child_of_another_program_is_deleted_within_75_minutes(bench):
     bench.world.change(tiers=MANAGED)
     bench.settle()
     config = Ref("ConfigMap", "demo-remote")

@@ -10,7 +10,6 @@ import pytest
 from lmcache_operator.api.parse import parse
 from lmcache_operator.autoscaling.policy.report import Choice, Report
 from lmcache_operator.components.base import Context, Observed, Plan
-from lmcache_operator.components.engine.engine import spec_hash
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.reconcile.plan import plan
@@ -73,9 +72,7 @@ def test_parse_accepts_valid_autoscaling(autoscaling: Any, tiers: Any) -> None:
 
 
 @pytest.mark.parametrize(("autoscaling", "tiers", "sentence"), REFUSED)
-def test_parse_refuses_invalid_autoscaling_and_names_the_field(
-    autoscaling: Any, tiers: Any, sentence: str
-) -> None:
+def test_parse_refuses_invalid_autoscaling_and_names_the_field(autoscaling, tiers, sentence):
     resource = cluster(tiers={"memory": {"size": "64Gi"}} | tiers)
     resource["spec"]["autoscaling"] = autoscaling
     with pytest.raises(InvalidSpecError, match=sentence):
@@ -162,14 +159,6 @@ def test_mode_off_deletes_the_stored_state() -> None:
     rig.declare(mode="Off")
     assert rig.sizes(CHOSEN) == (64, 2)
     assert not rig.world.objects
-
-
-def test_autoscaling_settings_do_not_change_the_spec_hash() -> None:
-    without_autoscaling, with_autoscaling = cluster(tiers=TIERS), cluster(tiers=TIERS)
-    with_autoscaling["spec"]["autoscaling"] = AUTO
-    assert spec_hash(parse(without_autoscaling), STOCK_IMAGES) == spec_hash(
-        parse(with_autoscaling), STOCK_IMAGES
-    )
 
 
 def test_injected_pods_get_the_size_in_the_spec() -> None:

@@ -192,9 +192,7 @@ class AdvancingTime(datetime):
         return cls(2026, 1, 1, tzinfo=tz) + timedelta(seconds=next(cls.seconds))
 
 
-def test_two_operators_with_different_choices_stop_writing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_two_operators_with_different_choices_stop_writing(monkeypatch):
     """Two operators run without a Lease by mistake. Each stops changing a contested field, and reports it."""
     monkeypatch.setattr(reconciler, "datetime", AdvancingTime)
     rig = Rig("1Gi", mode="Auto", memory={"maxSize": "4Gi"})

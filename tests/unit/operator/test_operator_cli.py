@@ -63,9 +63,7 @@ def tiers_of(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_examples_contain_the_secrets_and_claims_that_they_use(
-    example: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_examples_contain_the_secrets_and_claims_that_they_use(example, capsys):
     """Otherwise the first example that a user tries would wait forever."""
     texts = [file.read_text() for file in example.parent.glob("*.yaml")]
     objects = [manifest for text in texts for manifest in yaml.safe_load_all(text)]
@@ -118,9 +116,7 @@ def test_render_accepts_the_image_options_of_run(capsys: pytest.CaptureFixture[s
         ("a: " + "[" * 2000 + "]" * 2000, "is nested too deeply"),
     ],
 )
-def test_render_reports_file_and_mistake(
-    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_render_reports_file_and_mistake(text, message, tmp_path, capsys):
     file = tmp_path / "cluster.yaml"
     file.write_text(text)
     assert main(["render", "-f", str(file)]) == 2

@@ -8,7 +8,7 @@ import pytest
 from lmcache_operator.api.clients import MAX_CLIENTS
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
-from lmcache_operator.components.engine.engine import Engine, spec_hash
+from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.router.router import Routing
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import names
@@ -138,11 +138,6 @@ def test_udp_is_limited_like_tcp() -> None:
     udp = [line for line in lines if "-p udp" in line]
     assert udp
     assert [line for line in udp if "-s gateway" not in line] == []
-
-
-def test_change_of_clients_replaces_no_pod() -> None:
-    hashes = {spec_hash(parse(cluster(**spec)), STOCK_IMAGES) for spec in ({}, {"clients": [GATEWAY]})}
-    assert len(hashes) == 1
 
 
 BLOCK = {"cidr": "10.0.0.0/8", "except": ["10.1.0.0/16", "10.2.3.4/32"]}

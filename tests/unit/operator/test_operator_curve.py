@@ -166,25 +166,19 @@ def test_curve_reads_a_list_from_a_file(tmp_path: Path, capsys: pytest.CaptureFi
         (["--output", "/nowhere/x.svg"], "/nowhere/x.svg: No such file or directory"),
     ],
 )
-def test_curve_reports_invalid_arguments(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_curve_reports_invalid_arguments(arguments, message, tmp_path, capsys):
     assert main([*write(tmp_path, CLUSTER), *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_curve_without_a_file_needs_a_kubeconfig(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_curve_without_a_file_needs_a_kubeconfig(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     assert main(["curve"]) == 2
     assert str(tmp_path / "none") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["", "apiVersion: v1\nkind: Config\ncontexts: []\n"])
-def test_curve_names_a_kubeconfig_without_server(
-    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_curve_names_a_kubeconfig_without_server(content, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("KUBECONFIG", "")  # so that pytest undoes what the command sets
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     file = tmp_path / "config"
@@ -204,9 +198,7 @@ points = st.lists(st.tuples(st.floats(1e-3, 1e15), finite), min_size=1, max_size
 
 
 @given(points, st.booleans(), st.booleans(), st.text(st.characters(codec="utf-8"), max_size=20))
-def test_picture_contains_all_lines_and_labels(
-    xys: list[tuple[float, float]], is_stepped: bool, is_logarithmic: bool, label: str
-) -> None:
+def test_picture_contains_all_lines_and_labels(xys, is_stepped, is_logarithmic, label):
     """All lines are within the picture, and labels are escaped as text."""
     printable = "".join(letter for letter in label if letter.isprintable())
     band = [(x, y - 1, y + 1) for x, y in xys]

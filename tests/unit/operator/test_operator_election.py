@@ -168,9 +168,7 @@ STEPS = ("ok", "slow", "lossy", "freeze", "kill", "stop", "delete", "unhold", "f
     st.integers(0, 2**32).map(Random),
     st.sampled_from([5.0, 1000.0]),
 )
-def test_at_most_one_operator_leads_and_finally_one_leads(
-    steps: list[tuple[str, int, float]], random: Random, try_seconds: float
-) -> None:
+def test_at_most_one_operator_leads_and_finally_one_leads(steps, random, try_seconds):
     """Network faults, frozen processes and edits by hand occur. A frozen process has no timeouts either."""
 
     async def body() -> None:
@@ -251,9 +249,7 @@ def late_answers(seconds: float) -> Callable[[], float]:
 
 
 @scenario(2)
-async def test_leader_that_releases_the_lease_does_not_write_before_the_answer(
-    server: LeaseServer, both: list[Process]
-) -> None:
+async def test_leader_that_releases_the_lease_does_not_write_before_the_answer(server, both):
     leader = await wait_for_leader(both, TAKEOVER_SECONDS)
     await asyncio.sleep(1)
     leader.connection.trouble = late_answers(4)
@@ -278,9 +274,7 @@ def test_thawed_process_may_not_write_with_an_old_renewal(monkeypatch: pytest.Mo
 
 
 @scenario(1)
-async def test_first_operator_waits_until_a_deleted_lease_has_expired(
-    server: LeaseServer, processes: list[Process]
-) -> None:
+async def test_first_operator_waits_until_a_deleted_lease_has_expired(server, processes):
     await asyncio.sleep(LEASE_SECONDS - 0.1)
     assert not leading(processes)
     await wait_for_leader(processes, 3)

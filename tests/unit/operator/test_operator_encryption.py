@@ -8,7 +8,7 @@ import pytest
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.encryption import mounted_secrets
-from lmcache_operator.components.engine.engine import Engine, spec_hash
+from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.components.prefill.prefill import PrefillPods
 from lmcache_operator.components.registry import COMPONENTS
@@ -90,19 +90,6 @@ def test_tiers_with_the_same_secret_share_one_volume() -> None:
     spec = pod_of(both())
     assert keys_of(spec) == {DISK: "kv-keys", REMOTE: "kv-keys"}
     assert str(spec["volumes"]).count("kv-keys") == 1
-
-
-@pytest.mark.parametrize("remote", REMOTES, ids=lambda remote: next(iter(remote)))
-def test_secret_name_changes_the_pods(remote: dict[str, Any]) -> None:
-    variants = [
-        {"remote": remote},
-        {"remote": encrypted("a", **remote)},
-        {"remote": encrypted("b", **remote)},
-        {"remote": remote, "disk": {"size": "1Gi"}},
-        {"remote": remote, "disk": encrypted("a", size="1Gi")},
-        {"remote": encrypted("a", **remote), "disk": encrypted("a", size="1Gi")},
-    ]
-    assert len({spec_hash(parse(cluster(tiers=tiers)), IMAGES) for tiers in variants}) == len(variants)
 
 
 @pytest.mark.parametrize("remote", REMOTES, ids=lambda remote: next(iter(remote)))

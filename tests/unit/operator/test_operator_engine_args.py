@@ -57,10 +57,7 @@ def test_engine_args_load_the_connector(num_gpus: int) -> None:
         (["--conf", "/models/all.yaml"], "a file may hold options that can't be set"),
         (["--enable-sleep-mode"], "the engine would run without its cache"),
         (["-dcp=2"], "the engine would run without its cache"),
-        (
-            ["--ec-transfer-config={}"],
-            "set spec.engine.prefill for vLLM; no other split is possible",
-        ),
+        (["--ec-transfer-config={}"], "set spec.engine.prefill for vLLM; no other split is possible"),
         (
             ["--kv-transfer-config", '{"kv_role": "kv_producer"}'],
             "to split prefill and decode over pods, set spec.engine.prefill",

@@ -58,9 +58,7 @@ def env_of(container: dict[str, Any]) -> dict[str, str]:
         (spec({"gpu": {"count": 0, "deviceClassName": "x"}}), False, "SharedMemory", "NoGPU"),
     ],
 )
-def test_transfer_mode_follows_spec_and_gpus(
-    changes: dict[str, Any], allow_all_gpus: bool, mode: str, reason: str
-) -> None:
+def test_transfer_mode_follows_spec_and_gpus(changes, allow_all_gpus, mode, reason):
     transfer = planned_transfer(parse(cluster(**changes)), allow_all_gpus)
     assert transfer[:2] == (mode, reason)
 
@@ -105,9 +103,7 @@ def test_sidecar_memory_includes_an_overhead_for_each_shared_gpu() -> None:
 
 @pytest.mark.parametrize("allow_all_gpus", [False, True])
 @pytest.mark.parametrize("engine", [{}, TWO, {"gpu": {"count": 0}}])
-def test_sidecar_config_contains_the_requested_transfer(
-    engine: dict[str, Any], allow_all_gpus: bool, tmp_path: Path
-) -> None:
+def test_sidecar_config_contains_the_requested_transfer(engine, allow_all_gpus, tmp_path):
     config = pytest.importorskip("lmcache_sidecar.config")
     for transfer in ("Auto", "CudaIPC", "SharedMemory"):
         config_map = rendered(allow_all_gpus, **spec(engine, transfer))[Ref("ConfigMap", "demo-sidecar")]

@@ -246,9 +246,7 @@ def test_injected_sidecar_shares_the_claim_if_the_cluster_uses_claims(gpu: dict[
 
 
 @pytest.mark.parametrize(("pod_object", "path", "sentence"), refused_pods())
-def test_injection_refuses_unsupported_pods_and_names_the_field(
-    pod_object: Any, path: str, sentence: str
-) -> None:
+def test_injection_refuses_unsupported_pods_and_names_the_field(pod_object, path, sentence):
     with pytest.raises(InvalidSpecError, match=re.escape(sentence)) as refused:
         injected({**pod_object, "kind": "Pod"})
     assert refused.value.path == f"Pod llm: {path}"

@@ -180,18 +180,9 @@ def test_delete_removes_only_the_observed_object(server: Server) -> None:
     assert json.loads(forced)["gracePeriodSeconds"] == 0
 
 
-def test_unavailable_server_is_transient_and_refusal_is_not(server: Server) -> None:
+def test_server_that_does_not_listen_gives_no_answer(server: Server) -> None:
     with pytest.raises(ApiError, match="no answer"):
         asyncio.run(call(server, "get", POD, "n", "p", is_down=True))
-    for status, kind in (
-        (429, UnavailableError),
-        (503, UnavailableError),
-        (403, RefusedError),
-        (422, RefusedError),
-    ):
-        server.answer = (status, {"message": "why", "reason": "Something"})
-        with pytest.raises(kind, match="why"):
-            asyncio.run(call(server, "apply", SERVICE, None))
 
 
 def test_find_passes_selectors(server: Server) -> None:
@@ -239,9 +230,7 @@ WRITES: list[tuple[str, tuple[Any, ...]]] = [
 
 
 @pytest.mark.parametrize(("method", "arguments"), WRITES)
-def test_write_is_refused_without_enough_time_for_the_answer(
-    server: Server, method: str, arguments: tuple[Any, ...]
-) -> None:
+def test_write_is_refused_without_enough_time_for_the_answer(server, method, arguments):
     with pytest.raises(NoAnswerError, match="does not lead"):
         asyncio.run(call(server, method, *arguments, fence=lambda: 4.9))
     assert [verb for verb, *_ in server.requests if verb != "GET"] == []
@@ -263,9 +252,7 @@ def test_read_needs_no_leadership(server: Server) -> None:
     assert asyncio.run(call(server, "get", POD, "n", "p", fence=lambda: 0.0)) == {}
 
 
-def test_fence_is_checked_again_when_the_request_is_written(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fence_is_checked_again_when_the_request_is_written(server, monkeypatch):
     """The process freezes once it is connected. Its right to write has expired when it thaws."""
     seconds_left, send = 10.0, aiohttp.ClientRequest.send
 
@@ -303,7 +290,8 @@ def test_settle_waits_for_writes_of_cancelled_callers(server: Server) -> None:
                 caller.cancel()
                 await asyncio.gather(caller, return_exceptions=True)
                 settling = asyncio.create_task(api.settle())
-                await asyncio.sleep(0.05)
+                for _ in range(10):
+                    await asyncio.sleep(0)
                 assert not settling.done()
                 server.is_open.set()
                 await settling

@@ -100,9 +100,7 @@ def test_overdue_pods_are_reported_without_the_right_to_read_nodes() -> None:
     st.one_of(st.none(), st.tuples(st.sampled_from(["True", "False", "Unknown"]), st.floats(0, 100))),
     st.floats(0, 100),
 )
-def test_ready_pods_and_pods_on_healthy_nodes_are_never_abandoned(
-    status: str, ends: float | None, its_node: tuple[str, float] | None, minutes: float
-) -> None:
+def test_ready_pods_and_pods_on_healthy_nodes_are_never_abandoned(status, ends, its_node, minutes):
     candidate = pod(status, minutes, ends=ends)
     abandoned_pods = list(abandoned(observation([candidate], {"a": its_node and node(*its_node)})))
     if abandoned_pods:

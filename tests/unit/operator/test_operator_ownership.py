@@ -88,9 +88,7 @@ def test_unchanged_object_has_no_lost_fields() -> None:
         ((*POD, "f:volumes", 'k:{"name":"v"}', "f:emptyDir"), "spec.template.spec.volumes[v].emptyDir"),
     ],
 )
-def test_field_taken_by_another_manager_is_lost_and_can_be_omitted(
-    path: tuple[str, ...], spelled: str
-) -> None:
+def test_field_taken_by_another_manager_is_lost_and_can_be_omitted(path, spelled):
     fields = without_field(RECORDED, path)
     assert lost_fields(WANTED, live(fields)) == [path]
     assert spell(path) == spelled

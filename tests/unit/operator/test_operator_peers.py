@@ -8,7 +8,7 @@ import pytest
 import yaml
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
-from lmcache_operator.components.engine.engine import Engine, spec_hash
+from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.components.injection.workloads import inject_objects
 from lmcache_operator.components.peers.peers import Peers
@@ -119,26 +119,6 @@ def test_list_and_password_are_mounted_into_the_sidecar_alone() -> None:
 
 def test_limit_is_passed_in_bytes() -> None:
     assert config_of(with_peers(bytesPerSecond="1.5Gi"), "demo-engine-0").peer_bandwidth == 3 << 29
-
-
-def test_pod_without_peers_is_unchanged() -> None:
-    assert "PEER" not in str(pod_of({})).upper()
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "replaces"),
-    [
-        ({}, {"peers": {}}, True),
-        ({"peers": {}}, {"peers": {"bytesPerSecond": "1Gi"}}, True),
-        ({"peers": {"bytesPerSecond": "1Gi"}}, {"peers": {"bytesPerSecond": "2Gi"}}, True),
-        ({"peers": {}}, {"peers": {}}, False),
-    ],
-)
-def test_spec_hash_depends_on_the_peers_tier(
-    before: dict[str, Any], after: dict[str, Any], replaces: bool
-) -> None:
-    hashes = {spec_hash(parse(cluster(tiers=tiers)), IMAGES) for tiers in (before, after)}
-    assert (len(hashes) == 2) is replaces
 
 
 def ports_open_to(sources: list[Any] | None, changes: dict[str, Any]) -> list[tuple[int, int]]:
@@ -328,10 +308,3 @@ def test_user_can_set_only_options_that_the_operator_does_not_set() -> None:
 def test_wrong_limits_are_refused(tiers: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidSpecError, match=message):
         parse(cluster(tiers={"peers": tiers}))
-
-
-def test_remote_tier_alone_has_no_peers() -> None:
-    resource = cluster()
-    resource["spec"] = {"tiers": {"remote": {"managed": {"memoryPerShard": "1Gi"}}, "peers": {}}}
-    with pytest.raises(InvalidSpecError, match="none of memory, disk and peers"):
-        parse(resource)

@@ -140,13 +140,6 @@ def test_images_are_restored_when_their_record_is_lost(lost: str) -> None:
 # -- replacing pods
 
 
-def test_resize_changes_the_template_and_replaces_no_pod() -> None:
-    world = settled_world()
-    world.change(tiers={"memory": {"size": "2Gi"}})
-    due = plan(observe(world), IMAGES)
-    assert ([o["kind"] for o in due.apply], due.num_outdated) == (["StatefulSet"], 0)
-
-
 def test_pods_are_replaced_one_at_a_time() -> None:
     world = outdated_world()
     evicted = []
@@ -219,14 +212,6 @@ def test_uncontested_fields_are_applied_and_rolled_out() -> None:
 
 
 # -- problems
-
-
-def test_invalid_spec_changes_nothing() -> None:
-    world = settled_world()
-    world.change(engine={"args": ["--port=1"]})
-    due = plan(observe(world), IMAGES)
-    assert (due.apply, due.evict) == ((), ())
-    assert [problem.reason for problem in due.problems] == ["InvalidSpec"]
 
 
 def test_taken_names_and_contested_fields_are_not_applied() -> None:

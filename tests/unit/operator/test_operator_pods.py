@@ -7,13 +7,7 @@ from typing import Any
 
 import pytest
 from lmcache_operator.components.conditions import Problem
-from lmcache_operator.pods.pods import (
-    has_no_node,
-    kill_problems,
-    next_eviction,
-    pod_problems,
-    why_unplaced,
-)
+from lmcache_operator.pods.pods import has_no_node, kill_problems, next_eviction, pod_problems, why_unplaced
 from lmcache_operator.specs.kinds import ref_of
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 
@@ -220,9 +214,7 @@ def unplaced(message: str = NO_MEMORY, minutes: float = 10, placed: str = "False
         (unplaced(placed="True"), True, ""),
     ],
 )
-def test_pod_whose_memory_fits_no_node_is_reported_after_10_minutes(
-    condition: Object, has_node: bool, why: str
-) -> None:
+def test_pod_whose_memory_fits_no_node_is_reported_after_10_minutes(condition, has_node, why):
     world = world_with(conditions=[condition])
     pod = world.pods[POD]
     assert (has_no_node(pod), why_unplaced(pod, observe(world))) == (not has_node, why)

@@ -75,16 +75,6 @@ def test_prefill_pods_differ_only_in_the_settings_of_prefill() -> None:
     assert images[0] == images[1]
 
 
-def test_prefill_replaces_no_other_engine_pod() -> None:
-    before = with_prefill()
-    del before["engine"]["prefill"]
-    hashes = {
-        spec_hash(parse(cluster(**changes)), STOCK_IMAGES)
-        for changes in (before, with_prefill(), with_prefill(args=["--a=1"], replicas=5))
-    }
-    assert len(hashes) == 1
-
-
 def test_engines_of_both_pools_publish_events_to_the_parents_router_alone() -> None:
     for policy in ("KVAware", "RoundRobin"):
         changes = with_prefill() | {"router": {"policy": policy}}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
-from lmcache_operator.components.engine.engine import Engine, spec_hash
+from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.injection.profile import profile
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.errors import InvalidSpecError
@@ -57,11 +57,6 @@ def test_change_replaces_all_pods() -> None:
         hashes = {each[name]["metadata"]["annotations"][SPEC_HASH] for each in (before, after)}
         assert len(hashes) == 2, name
     assert before["demo-router"] != after["demo-router"]
-
-
-def test_empty_list_and_policy_replace_no_engine_pod() -> None:
-    specs: list[Any] = [{}, {"images": {"pullSecrets": []}}, {"images": {"policy": "Follow"}}]
-    assert len({spec_hash(parse(cluster(**spec)), STOCK_IMAGES) for spec in specs}) == 1
 
 
 def test_secrets_of_the_pod_template_are_added_once() -> None:

@@ -27,9 +27,7 @@ events = st.lists(
 
 
 @given(events, st.floats(0, 0.5), st.integers(1, 3), st.sets(st.integers(0, 10)))
-def test_each_wake_up_is_followed_by_a_run(
-    wakes: list[tuple[float, str, int | None]], work_seconds: float, num_workers: int, failing: set[int]
-) -> None:
+def test_each_wake_up_is_followed_by_a_run(wakes, work_seconds, num_workers, failing):
     """A full run of the key follows each wake-up, also when other runs are active or fail."""
 
     async def scenario() -> None:

@@ -10,9 +10,7 @@ import pytest
 import yaml
 from lmcache_operator.api.parse import parse
 from lmcache_operator.autoscaling.policy.report import Choice, Report
-from lmcache_operator.components.base import (
-    Context,
-)
+from lmcache_operator.components.base import Context
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.components.remote.remote import Remote
 from lmcache_operator.components.remote.shards import WINDOW

@@ -7,13 +7,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from lmcache_operator.components.base import (
-    Context,
-    LookupFigures,
-    Probed,
-    RemoteFigures,
-    Sidecar,
-)
+from lmcache_operator.components.base import Context, LookupFigures, Probed, RemoteFigures, Sidecar
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.remote.remote import Remote
 from lmcache_operator.errors import RefusedError

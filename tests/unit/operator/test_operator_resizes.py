@@ -211,10 +211,7 @@ def test_users_memory_request_is_retained_up_to_the_limit() -> None:
     assert sidecar["resources"]["requests"]["memory"] == sidecar["resources"]["limits"]["memory"] == "578Mi"
 
 
-@pytest.mark.parametrize(
-    "edited",
-    ["", "-1", "1e3", "9" * 40, "٣", "0"],
-)
+@pytest.mark.parametrize("edited", ["", "-1", "1e3", "9" * 40, "٣", "0"])
 def test_edited_size_annotation_is_corrected(edited: str) -> None:
     node = Node()
     node.declare("2Gi")

@@ -24,30 +24,12 @@ def test_first_list_has_the_number_in_the_spec():
     assert next_shards(None, 3, set(), NOON) == Shards(3)
 
 
-def test_added_shards_are_used_when_all_are_ready():
-    assert next_shards(Shards(2), 4, {0, 1, 2}, NOON) == Shards(2)
-    assert next_shards(Shards(2), 4, {2, 3}, NOON) == Shards(4, 2, NOON + WINDOW)
-
-
-def test_removed_shards_are_read_until_the_window_ends():
-    changing = next_shards(Shards(4), 2, set(), NOON)
-    assert changing == Shards(2, 4, NOON + WINDOW)
-    assert next_shards(changing, 2, ALL, NOON + WINDOW - SECOND) == changing
-    assert next_shards(changing, 2, ALL, NOON + WINDOW) == Shards(2)
-
-
 def test_window_end_beyond_the_maximum_is_shortened():
     """An operator with a slow clock took over. The previous shards are still in use."""
     changing = next_shards(Shards(2, 4, NOON + WINDOW + SECOND), 2, ALL, NOON)
     assert changing == Shards(2, 4, NOON + WINDOW)
     assert next_shards(changing, 2, ALL, NOON + SECOND) == changing
     assert next_shards(changing, 2, ALL, NOON + WINDOW) == Shards(2)
-
-
-def test_second_change_waits_for_the_window():
-    changing = Shards(2, 4, NOON + WINDOW)
-    assert next_shards(changing, 8, ALL, NOON) == changing
-    assert next_shards(changing, 8, ALL, NOON + WINDOW) == Shards(8, 2, NOON + 2 * WINDOW)
 
 
 @given(st.integers(1, 64), st.integers(0, 64), st.datetimes(datetime(1990, 1, 1), datetime(2100, 1, 1)))

@@ -10,8 +10,7 @@ import pytest
 import yaml
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
-from lmcache_operator.components.engine.engine import Engine, spec_hash
-from lmcache_operator.components.peers.peers import Peers
+from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.kube.client import KubeApi
@@ -172,9 +171,7 @@ def test_pods_keep_their_peers_if_the_reference_is_wrong(other: dict[str, Any] |
 
 
 @pytest.mark.parametrize(("other", "message"), NOT_SHARED)
-def test_new_pods_serve_without_peers_if_the_reference_is_wrong(
-    other: dict[str, Any] | None, message: str
-) -> None:
+def test_new_pods_serve_without_peers_if_the_reference_is_wrong(other, message):
     rig = Rig(other, **REFERRING)
     rig.settle()
     assert rig.conditions() | {"Degraded": "True", "EngineAvailable": "True"} == rig.conditions()
@@ -193,23 +190,9 @@ def test_cluster_scales_after_the_one_that_it_refers_to_was_deleted() -> None:
     assert "there is no LMCacheCluster other" in rig.message("Degraded")
 
 
-def test_reference_replaces_the_pods() -> None:
-    def hash_of(peers: dict[str, Any]) -> str:
-        return spec_hash(parse(cluster(tiers={"peers": peers})), STOCK_IMAGES)
-
-    assert (
-        len({hash_of({}), hash_of({"clusterRef": {"name": "a"}}), hash_of({"clusterRef": {"name": "b"}})})
-        == 3
-    )
-
-
 def test_cluster_cannot_refer_to_itself() -> None:
     with pytest.raises(InvalidSpecError, match="must name another LMCacheCluster"):
         parse(cluster(tiers={"peers": {"clusterRef": {"name": "demo"}}}))
-
-
-def test_render_of_a_referring_cluster_has_no_list() -> None:
-    assert Peers().render(parse(cluster(**REFERRING)), Context(STOCK_IMAGES)) == []
 
 
 # -- which clusters a change wakes

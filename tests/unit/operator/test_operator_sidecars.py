@@ -165,9 +165,7 @@ def test_invalid_pin_statistics_are_ignored(transfer: Any) -> None:
         ([], None),
     ],
 )
-def test_invalid_hit_statistics_are_limited_or_ignored(
-    lookups: Any, expected: tuple[int, int] | None
-) -> None:
+def test_invalid_hit_statistics_are_limited_or_ignored(lookups, expected):
     rig = Rig(GOOD | {"lookups": lookups})
     rig.condition()
     hits = expected and {"engine": expected[0], "memory": expected[1]}

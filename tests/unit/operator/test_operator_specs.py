@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from lmcache_operator.api.crd import dump
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
-from lmcache_operator.components.engine.engine import Engine, spec_hash
+from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.pods.resize import sidecar_memory
-from lmcache_operator.specs.kinds import ref_of
-from lmcache_operator.specs.names import OPERATOR_LABELS
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 
 from tests.harness.operator_model import cluster
@@ -102,12 +100,6 @@ def test_rendered_objects_equal_the_golden_file(name: str) -> None:
     assert path.read_text() == text
 
 
-@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
-def test_engine_lists_the_refs_of_all_rendered_objects(changes: dict[str, Any]) -> None:
-    wanted = [ref for ref in Engine().refs("demo") if ref.kind != "ResourceClaimTemplate"]
-    assert sorted(map(ref_of, render(changes))) == sorted(wanted)
-
-
 def test_rendering_does_not_depend_on_the_hash_seed(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(yaml.safe_dump(cluster(**FULL), sort_keys=False))
@@ -122,40 +114,6 @@ def test_rendering_does_not_depend_on_the_hash_seed(tmp_path: Path) -> None:
     assert outputs == {dump([*render(FULL), *injection_objects]).encode()}
 
 
-@pytest.mark.parametrize(
-    ("changes", "replaces"),
-    [
-        ({"engine": {"replicas": 7}}, False),
-        ({"tiers": {"memory": {"size": "2Gi"}}}, False),
-        ({"engine": {"args": ["--x"]}}, True),
-        ({"engine": {"image": "other:1"}}, True),
-        ({"engine": {"image": IMAGES["engine"]}}, False),
-        ({"sidecar": {"image": IMAGES["sidecar"]}}, False),
-        ({"sidecar": {"image": "other:1"}}, True),
-        ({"sidecar": {"chunkTokens": 512}}, True),
-        ({"sidecar": {"transfer": "Auto"}}, False),
-        ({"sidecar": {"payload": "InitContainer"}}, False),
-        ({"sidecar": {"payload": "ImageVolume"}}, True),
-        ({"sidecar": {"transfer": "SharedMemory"}}, True),
-        ({"engine": {"gpu": {"resourceName": "nvidia.com/gpu"}}}, False),
-        ({"engine": {"gpu": {"deviceClassName": "gpu.nvidia.com"}}}, True),
-        ({"tiers": {"remote": {"external": {"url": "redis://h"}}}}, True),
-        ({"engine": {"podTemplate": {"metadata": {"labels": {"a": "b"}}}}}, True),
-        ({"tiers": {"disk": {"size": "1Ti"}}}, True),
-        ({"engine": {"resources": {}, "env": [], "tolerations": []}}, False),
-        ({"engine": {"resources": {"limits": {"memory": "64Gi"}}}}, True),
-        ({"engine": {"sharedMemorySize": "8Gi"}}, True),
-        ({"tiers": {"memory": {"tenantQuotaPercent": 30}}}, True),
-        ({"tiers": {"memory": {"tenantQuotaPercent": 100}}}, False),
-        ({"tiers": {"admit": "All"}}, False),
-        ({"tiers": {"admit": "OnReuse"}}, True),
-    ],
-)
-def test_spec_hash_changes_only_with_fields_of_the_pod(changes: dict[str, Any], replaces: bool) -> None:
-    before, after = (spec_hash(parse(cluster(**c)), IMAGES) for c in ({}, changes))
-    assert (before != after) is replaces
-
-
 def test_tenant_quota_is_rendered_only_in_the_sidecar_config() -> None:
     changes = {"tiers": {"memory": {"tenantQuotaPercent": 30}}}
     plain_objects, limited = (
@@ -168,26 +126,6 @@ def test_tenant_quota_is_rendered_only_in_the_sidecar_config() -> None:
     assert pods[0] == pods[1]
 
 
-def test_changed_default_image_changes_the_spec_hash() -> None:
-    resource = parse(cluster())
-    assert spec_hash(resource, IMAGES) != spec_hash(resource, IMAGES | {"sidecar": "sidecar:2"})
-
-
-def test_disk_class_changes_the_spec_hash_and_disk_size_does_not() -> None:
-    def hash_of(**disk: str) -> str:
-        return spec_hash(parse(cluster(tiers={"disk": disk})), IMAGES)
-
-    assert hash_of(size="1Ti") == hash_of(size="2Ti")
-    assert hash_of(size="1Ti") != hash_of(size="1Ti", storageClassName="nvme")
-
-
-def test_sidecar_starts_first_and_has_no_startup_gate() -> None:
-    sidecar, payload = pod_of({})["spec"]["initContainers"]
-    assert (sidecar["name"], sidecar["restartPolicy"], payload["name"]) == ("sidecar", "Always", "payload")
-    assert not {"startupProbe", "readinessProbe"} & sidecar.keys()
-    assert payload["image"] == sidecar["image"]
-
-
 def test_payload_can_be_an_image_volume() -> None:
     spec = pod_of({"sidecar": {"payload": "ImageVolume", "image": "sidecar:2"}})["spec"]
     assert [container["name"] for container in spec["initContainers"]] == ["sidecar"]
@@ -196,32 +134,6 @@ def test_payload_can_be_an_image_volume() -> None:
     assert {"mountPath": "/opt/lmcache/client", "name": "payload"} in engine["volumeMounts"]
     # The whole image is mounted, because not every runtime can mount a part of an image.
     assert env_of(engine)["PYTHONPATH"] == "/opt/lmcache/client/opt/lmcache/payload"
-
-
-def test_sidecar_memory_limit_covers_the_arena() -> None:
-    template = pod_of({"tiers": {"memory": {"size": "64Gi"}}})
-    sidecar = template["spec"]["initContainers"][0]
-    arena = next(volume for volume in template["spec"]["volumes"] if volume["name"] == "arena")
-    assert "--memory-size=68719476736" in sidecar["args"]
-    # The limit is the maximum size of the arena, a sparse file, while the pod runs.
-    assert arena["emptyDir"] == {"medium": "Memory", "sizeLimit": "262144Mi"}
-    assert sidecar["resources"]["limits"]["memory"] == sidecar["resources"]["requests"]["memory"] == "68096Mi"
-
-
-def test_disk_tier_fits_its_volume() -> None:
-    spec = pod_of({"tiers": {"disk": {"size": "500Gi", "storageClassName": "local-nvme"}}})["spec"]
-    (disk,) = [volume for volume in spec["volumes"] if volume["name"] == "disk"]
-    assert disk["ephemeral"]["volumeClaimTemplate"]["spec"] == {
-        "accessModes": ["ReadWriteOnce"],
-        "resources": {"requests": {"storage": "512000Mi"}},
-        "storageClassName": "local-nvme",
-    }
-    sidecar, env = spec["initContainers"][0], env_of(spec["initContainers"][0])
-    assert {"mountPath": env["LMCACHE_DISK_PATH"], "name": "disk"} in sidecar["volumeMounts"]
-    assert "disk" not in {mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
-    # ext4 reserves 1.8 % of a volume of this size, and the sidecar refuses a tier above 90 % of the rest.
-    assert int(env["LMCACHE_DISK_SIZE"]) == 500 * 2**30 * 85 // 100
-    assert not [item for item in env_of(pod_of({})["spec"]["initContainers"][0]) if "DISK" in item]
 
 
 @given(st.integers(2**26, 2**44))
@@ -239,18 +151,6 @@ def test_containers_meet_the_restricted_pod_security_standard() -> None:
     assert all("hostPath" not in volume for volume in spec["volumes"])
 
 
-def test_secret_keys_are_mounted_under_fixed_names() -> None:
-    objects = render(FULL)
-    volumes = {volume["name"]: volume for volume in objects[-1]["spec"]["template"]["spec"]["volumes"]}
-    assert volumes["remote-auth"]["secret"] == {
-        "secretName": "redis-auth",
-        "items": [{"key": "pass", "path": "password"}, {"key": "user", "path": "username"}],
-    }
-    config = yaml.safe_load(next(o for o in objects if o["kind"] == "ConfigMap")["data"]["sidecar.yaml"])
-    assert config["remote_password_file"] == "/etc/lmcache/remote-auth/password"
-    assert config["remote_url"] == "redis://redis.caches:6379/1"
-
-
 def test_sidecar_accepts_its_rendered_configuration(tmp_path: Path) -> None:
     config = pytest.importorskip("lmcache_sidecar.config")
     file = tmp_path / "sidecar.yaml"
@@ -264,53 +164,6 @@ def test_sidecar_accepts_its_rendered_configuration(tmp_path: Path) -> None:
         2**30,
     )
     assert (loaded.disk_path, loaded.admit, reading.warnings) == ("/var/lib/lmcache-disk", "OnReuse", ())
-
-
-def test_sidecar_sees_no_gpu_by_default() -> None:
-    """This also holds if its image or the container runtime would expose all GPUs."""
-    sidecar = pod_of({})["spec"]["initContainers"][0]
-    assert env_of(sidecar)["NVIDIA_VISIBLE_DEVICES"] == "void"
-    assert sidecar["resources"].keys() == {"limits", "requests"}
-    assert sidecar["resources"]["limits"].keys() == {"memory"}
-
-
-@pytest.mark.parametrize(
-    ("engine", "cpu", "memory"),
-    [
-        ({}, "1", "4Gi"),
-        ({"gpu": {"count": 0}}, "1", "4Gi"),
-        ({"gpu": {"count": 8}, "parallelism": {"tensor": 8}}, "8", "32Gi"),
-    ],
-)
-def test_engine_has_requests_and_shared_memory(engine: dict[str, Any], cpu: str, memory: str) -> None:
-    spec = pod_of({"engine": engine})["spec"]
-    assert spec["containers"][0]["resources"]["requests"] == {"cpu": cpu, "memory": memory}
-    assert {"mountPath": "/dev/shm", "name": "shm"} in spec["containers"][0]["volumeMounts"]
-    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}} in spec["volumes"]
-    assert spec["initContainers"][0]["resources"]["requests"]["cpu"] == "100m"
-
-
-def test_sidecar_command_line_has_only_flags_of_earlier_versions() -> None:
-    """A newer operator's template may create a pod with an older sidecar.
-
-    A sidecar ignores unknown keys of its file, but no unknown flags.
-    """
-    flags = [arg.partition("=")[0] for arg in pod_of(FULL)["spec"]["initContainers"][0]["args"]]
-    assert flags == ["serve", "--config", "--memory-size"]
-
-
-def test_network_policy_lets_the_operator_poll_sidecars() -> None:
-    def sources(*operator_namespace: str) -> list[Any]:
-        rendered = Engine().render(parse(cluster()), Context(IMAGES, *operator_namespace))
-        policy = next(o for o in rendered if o["kind"] == "NetworkPolicy")
-        (rule_with_sources,) = [rule for rule in policy["spec"]["ingress"] if "from" in rule]
-        return rule_with_sources["from"]
-
-    (operator_source,) = [source for source in sources("lmcache-system") if source not in sources()]
-    assert operator_source["namespaceSelector"]["matchLabels"] == {
-        "kubernetes.io/metadata.name": "lmcache-system"
-    }
-    assert operator_source["podSelector"]["matchLabels"] == OPERATOR_LABELS
 
 
 def test_merge_keeps_ports_by_protocol_and_the_last_duplicate_variable() -> None:

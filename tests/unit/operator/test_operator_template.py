@@ -119,14 +119,6 @@ def test_pod_template_can_change_other_fields() -> None:
     assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "32Gi"}
 
 
-def test_users_limit_replaces_the_default_request() -> None:
-    limits = {"limits": {"cpu": "500m", "memory": "2Gi"}}
-    spec = pod_of(template(resources=limits))["spec"]
-    assert spec["containers"][0]["resources"] == {
-        "limits": {"cpu": "500m", "memory": "2Gi", "nvidia.com/gpu": "1"}, "requests": {},
-    }  # fmt: skip
-
-
 # -- fields of spec.engine with the names of pod fields
 
 
@@ -201,9 +193,7 @@ def test_limit_replaces_the_default_request_in_both_places() -> None:
         ({"tolerations": ["x"]}, "tolerations[0]", "must be an object"),
     ],
 )  # fmt: skip
-def test_invalid_or_contradictory_engine_fields_are_refused(
-    engine: dict[str, Any], path: str, sentence: str
-) -> None:
+def test_invalid_or_contradictory_engine_fields_are_refused(engine, path, sentence):
     with pytest.raises(InvalidSpecError) as caught:
         pod_of({"engine": engine})
     assert caught.value.path == f"spec.engine.{path}"
