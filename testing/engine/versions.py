@@ -28,7 +28,8 @@ SIMULATED = (
 )
 ENGINES = (
     "tests/integration/test_vllm.py",
-    *(f"tests/integration/test_vllm_{name}_engine.py" for name in ("http", "multi", "spans", "tier")),
+    "tests/integration/test_vllm_served.py",
+    "tests/integration/test_vllm_variants.py",
 )
 NEEDS_KERNELS = "test_content_of_the_cpu_backend_is_unchanged"
 

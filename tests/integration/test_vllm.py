@@ -9,47 +9,14 @@ were overwritten before the load. Two engines serve all cases:
 
 from __future__ import annotations
 
-import itertools
-import random
-
 import pytest
 
 from testing.child_process import wait_until
 from testing.engine.process import EngineProcess, connector_config
 from testing.processes import SidecarProcess
+from tests.harness.real_engine import assert_hit, attached_engine, cold, make_prompt, wait_hit
 
 pytestmark = pytest.mark.vllm
-
-BLOCK = 32
-ANSWER_SECONDS = 30.0
-"""Seconds until an engine computes an unanswered request. A busy machine must not turn hits into misses."""
-
-SALTS = map("salt {}".format, itertools.count())
-
-
-def make_prompt(num_tokens, seed=0):
-    tokens = random.Random(f"{num_tokens} {seed}")
-    return [tokens.randrange(4, 260) for _ in range(num_tokens)]
-
-
-def cold(engine, *prompts, **options):
-    """Run without hits: nothing is stored under the new salt, and KV does not depend on the salt."""
-    return engine.generate(*prompts, cache_salt=next(SALTS), **options)
-
-
-def assert_hit(hit, stored, num_loaded, reference=None, first_block=0):
-    """Check a hit. ``stored`` stored the KV. ``reference`` computed the same prompt as ``hit``.
-
-    The two differ if their prompts differ: batches of different shapes give KV that differs in the last bits.
-    """
-    reference = reference or stored
-    assert hit.num_cached_tokens == num_loaded
-    assert hit.tokens == reference.tokens
-    assert hit.logprobs == pytest.approx(reference.logprobs, abs=1e-4)
-    end_block = num_loaded // BLOCK
-    for layer, (loaded, computed) in enumerate(zip(hit.kv, stored.kv, strict=True)):
-        assert len(loaded) >= end_block
-        assert loaded[first_block:end_block] == computed[first_block:end_block], f"layer {layer}"
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +27,7 @@ def sidecar():
 
 @pytest.fixture(scope="module")
 def engine(sidecar, tmp_path_factory):
-    log = tmp_path_factory.mktemp("engine") / "log"
-    config = connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS)
-    with EngineProcess(log, config, enable_prefix_caching=True) as engine:
-        engine.wait_ready()
-        wait_attached(engine, sidecar)
+    with attached_engine(sidecar, tmp_path_factory.mktemp("engine"), enable_prefix_caching=True) as engine:
         yield engine
 
 
@@ -78,37 +41,45 @@ def late_sidecar():
 def start_small_engine(sidecar, folder):
     return EngineProcess(
         folder / "log",
-        connector_config(
-            sidecar.socket_path, answer_seconds=3.0
-        ),  # shorter, because its sidecar is frozen, too
+        connector_config(sidecar.socket_path, answer_seconds=3.0),  # its sidecar is frozen, too
         max_model_len=2000,
         kv_cache_memory_bytes=12 << 20,  # 3,072 tokens
         max_num_batched_tokens=512,
     )
 
 
+class SmallEngine:
+    """The engine. ``running`` starts it and its sidecar again if a test has ended them."""
+
+    def __init__(self, sidecar, folder):
+        self.sidecar, self.folder = sidecar, folder
+        self.process = start_small_engine(sidecar, folder).wait_ready()
+
+    def running(self):
+        if not self.sidecar.is_running:
+            self.sidecar.start()
+        if not self.process.is_running:
+            self.process.close()
+            self.process = start_small_engine(self.sidecar, self.folder)
+        wait_hit(self.process, self.sidecar)
+        return self.process
+
+
 @pytest.fixture(scope="module")
-def small_engine(late_sidecar, tmp_path_factory):
-    with start_small_engine(late_sidecar, tmp_path_factory.mktemp("small")) as engine:
-        yield engine.wait_ready()
+def small(late_sidecar, tmp_path_factory):
+    small = SmallEngine(late_sidecar, tmp_path_factory.mktemp("small"))
+    yield small
+    small.process.close()
 
 
-def wait_attached(engine, sidecar):
-    """Wait until the engine hits: it maps the arena a moment after the sidecar reports it as attached."""
-    sidecar.wait_until(lambda stats: any(client["is_attached"] for client in stats["clients"]))
-    prompt = make_prompt(256 + BLOCK, next(SALTS))
-
-    def hits() -> bool:
-        engine.scrub_kv()
-        return engine.generate(prompt)[0].num_cached_tokens == 256
-
-    wait_until(hits)
-    sidecar.wait_usable()
+@pytest.fixture
+def small_engine(small):
+    return small.running()
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "num_loaded"),
-    [(1, 0), (31, 0), (32, 0), (33, 0), (255, 0), (256, 224), (257, 256), (2048, 2016), (8192, 8160)],
+    [(1, 0), (31, 0), (32, 0), (33, 0), (255, 0), (256, 224), (257, 256), (4096, 4064)],
 )
 def test_loaded_kv_equals_computed_kv(engine, num_tokens, num_loaded):
     prompt = make_prompt(num_tokens)
@@ -231,19 +202,18 @@ def test_reset_invalidates_stored_kv_and_later_kv_is_loaded(engine):
     assert_hit(engine.generate(prompt)[0], computed, 768)
 
 
-def test_engine_serves_without_a_sidecar_and_hits_once_it_starts(small_engine, late_sidecar):
+def test_engine_serves_without_a_sidecar_and_hits_once_it_starts(small, late_sidecar):
+    late_sidecar.kill()
     prompt = make_prompt(1000)
-    (reference,) = small_engine.generate(prompt)
-    assert_hit(small_engine.generate(prompt)[0], reference, 0)
-    late_sidecar.start()
-    wait_attached(small_engine, late_sidecar)
-    small_engine.generate(prompt)
-    small_engine.scrub_kv()
-    assert_hit(small_engine.generate(prompt)[0], reference, 768)
+    (reference,) = small.process.generate(prompt)
+    assert_hit(small.process.generate(prompt)[0], reference, 0)
+    engine = small.running()
+    engine.generate(prompt)
+    engine.scrub_kv()
+    assert_hit(engine.generate(prompt)[0], reference, 768)
 
 
-def test_preempted_requests_get_the_right_answer(small_engine, late_sidecar):
-    wait_attached(small_engine, late_sidecar)
+def test_preempted_requests_get_the_right_answer(small_engine):
     prompts = [make_prompt(480, seed) for seed in range(6)]
     references = [cold(small_engine, prompt, max_tokens=60)[0] for prompt in prompts]
     num_preemptions_before = small_engine.num_preemptions()
@@ -254,8 +224,7 @@ def test_preempted_requests_get_the_right_answer(small_engine, late_sidecar):
 
 
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
-def test_failing_sidecar_does_not_change_answers(small_engine, late_sidecar, fault):
-    wait_attached(small_engine, late_sidecar)
+def test_failing_sidecar_does_not_change_answers(small, small_engine, late_sidecar, fault):
     prompts = [make_prompt(1100, f"{fault} {seed}") for seed in range(4)]
     references = [cold(small_engine, prompt)[0] for prompt in prompts]
     small_engine.generate(*prompts[:2])
@@ -270,16 +239,16 @@ def test_failing_sidecar_does_not_change_answers(small_engine, late_sidecar, fau
         assert result.finish_reason == "length"
     for result, reference in zip(small_engine.generate(*prompts), references, strict=True):
         assert result.tokens == reference.tokens
-    late_sidecar.start() if fault == "kill" else late_sidecar.thaw()
-    wait_attached(small_engine, late_sidecar)
+    if fault == "freeze":
+        late_sidecar.thaw()
     # The connector works again without a restart of the engine.
+    assert small.running() is small_engine
     prompt = make_prompt(600, fault)
     wait_until(lambda: small_engine.generate(prompt)[0].num_cached_tokens == 512)
     late_sidecar.wait_until(lambda stats: stats["memory"]["leased_rows"] == 0)
 
 
-def test_engine_killed_during_a_store_leaves_no_wrong_kv(small_engine, late_sidecar, tmp_path):
-    wait_attached(small_engine, late_sidecar)
+def test_engine_killed_during_a_store_leaves_no_wrong_kv(small, small_engine, late_sidecar):
     prompt = make_prompt(1900)
     (reference,) = cold(small_engine, prompt)
     num_rows_before = late_sidecar.stats()["memory"]["used_rows"]
@@ -288,10 +257,9 @@ def test_engine_killed_during_a_store_leaves_no_wrong_kv(small_engine, late_side
     small_engine.kill()
     late_sidecar.wait_until(lambda stats: not any(client["is_attached"] for client in stats["clients"]))
     late_sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 0)
-    with start_small_engine(late_sidecar, tmp_path) as engine:
-        engine.wait_ready()
-        wait_attached(engine, late_sidecar)
-        (result,) = engine.generate(prompt)
-        assert_hit(result, reference, result.num_cached_tokens)
-        engine.scrub_kv()
-        assert_hit(engine.generate(prompt)[0], reference, 1792)
+    engine = small.running()
+    (result,) = engine.generate(prompt)
+    assert_hit(result, reference, result.num_cached_tokens)
+    wait_until(lambda: engine.generate(prompt)[0].num_cached_tokens == 1792, what="a hit")
+    engine.scrub_kv()
+    assert_hit(engine.generate(prompt)[0], reference, 1792)

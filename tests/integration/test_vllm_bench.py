@@ -1,4 +1,7 @@
-"""``bench`` on a real engine with a real sidecar, from the pod and through port-forwards."""
+"""``bench`` on a real engine with a real sidecar, from the pod and through port-forwards.
+
+Another command that uses the engine's server is tested here, too: ``explain``, which lets it tokenise text.
+"""
 
 from __future__ import annotations
 
@@ -9,40 +12,74 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from testing.child_process import REPOSITORY, free_port, wait_until
-from testing.engine.process import ServedEngine, connector_config
+from testing.engine.process import ServedEngine, patient_config
 from testing.processes import SidecarProcess
 from tests.harness.forwarding_api import NAME, ForwardingApi, pod, served
 
 pytestmark = pytest.mark.vllm
 
-PATIENCE = {"answer_seconds": 30, "prefill_tokens_per_second": 1}
-SMALL = ("--vocabulary", "256", "--requests", "12", "--prompt-tokens", "2048", "--output-tokens", "4")
+NUM_REQUESTS = 6
+SMALL = (
+    *("--vocabulary", "256", "--prompt-tokens", "2048", "--output-tokens", "4"),
+    *("--requests", str(NUM_REQUESTS)),
+)
+ENDLESS = ("--vocabulary", "256", "--prompt-tokens", "1024", "--requests", "600", "--yes")
+"""A benchmark that is still running when it is interrupted."""
 
 
-class World(NamedTuple):
-    engine: ServedEngine
-    sidecar: SidecarProcess
+class World:
+    """The engine, which restarts if a test has ended it, and its sidecar."""
+
+    def __init__(self, folder: Path, sidecar: SidecarProcess) -> None:
+        self.sidecar, self._folder = sidecar, folder
+        self._engine: ServedEngine | None = None
+
+    @property
+    def engine(self) -> ServedEngine:
+        assert self._engine is not None
+        return self._engine
 
     @property
     def urls(self) -> list[str]:
-        return ["--url", self.engine.url, "--sidecar-url", f"http://127.0.0.1:{self.sidecar.http_port}"]
+        return ["--url", self.engine.url, "--sidecar-url", self.sidecar.url]
+
+    def start(self) -> None:
+        """Start the engine unless it runs, and wait until it is attached."""
+        if self._engine is None or not self._engine.is_running:
+            self.close()
+            config = patient_config(self.sidecar.socket_path)
+            self._engine = ServedEngine(self._folder / "log", free_port(), config)
+            self._engine.wait_ready()
+        self.sidecar.wait_attached(self.engine.run_short_request)
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+    def wait_running(self) -> None:
+        """Wait until a benchmark has sent some requests."""
+        end = self.sidecar.stats()["lookups"]["num_lookups"] + 10
+        self.sidecar.wait_until(lambda stats: stats["lookups"]["num_lookups"] > end)
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    log = tmp_path_factory.mktemp("engine") / "log"
-    with SidecarProcess(memory_size="512Mi") as sidecar:
-        config = connector_config(sidecar.socket_path, **PATIENCE)
-        with ServedEngine(log, free_port(), config) as engine:
-            engine.wait_ready()
-            sidecar.wait_attached(engine.run_short_request)
-            yield World(engine, sidecar)
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with SidecarProcess(memory_size="256Mi") as sidecar:
+        world = World(tmp_path_factory.mktemp("engine"), sidecar)
+        yield world
+        world.close()
+
+
+@pytest.fixture
+def world(shared: World) -> World:
+    shared.start()
+    return shared
 
 
 def command(module: str, *arguments: str | Path) -> list[str]:
@@ -77,8 +114,8 @@ def test_warm_prompts_hit_and_runs_can_be_compared(world, tmp_path) -> None:
     phases = {(phase["workload"], phase["phase"]): phase for phase in document["phases"]}
     assert len(phases) == 6
     for (workload, name), phase in phases.items():
-        assert phase["requests"] == 12
-        assert phase["outputTokens"] == 12 * 4
+        assert phase["requests"] == NUM_REQUESTS
+        assert phase["outputTokens"] == NUM_REQUESTS * 4
         assert sum(phase["causeTokens"].values()) == phase["promptTokens"], "each prompt token has one cause"
         assert 0 < phase["ttftSeconds"]["p50"] <= phase["ttftSeconds"]["p95"] <= phase["seconds"]
         assert phase["promptTokensPerSecond"] > phase["outputTokensPerSecond"] > 0
@@ -94,16 +131,14 @@ def test_warm_prompts_hit_and_runs_can_be_compared(world, tmp_path) -> None:
     assert "chat warm:" in compared.stdout
 
 
-def test_sidecar_knows_the_requests_of_a_benchmark(world) -> None:
+def test_only_requests_of_others_stop_a_benchmark(world) -> None:
     """A second benchmark does not take the requests of the first for those of others."""
-    done = run("lmcache_sidecar", "bench", *world.urls, *SMALL, "--workload", "chat", "--yes")
-    assert done.returncode == 0
+    world.sidecar.restart()  # the sidecar forgets the requests of other tests
+    world.start()
+    assert run("lmcache_sidecar", "bench", *world.urls, *SMALL, "--workload", "chat", "--yes").returncode == 0
     again = run("lmcache_sidecar", "bench", *world.urls, *SMALL, "--workload", "chat")
     assert again.returncode == 1
-    assert "Send 24 requests to" in again.stderr
-
-
-def test_engine_that_serves_others_is_left_alone(world) -> None:
+    assert f"Send {2 * NUM_REQUESTS} requests to" in again.stderr
     prompt = list(range(10, 250)) * 3
     end = world.sidecar.stats()["causes"]["prompt_tokens"] + len(prompt)
     world.engine.complete(prompt)
@@ -136,7 +171,7 @@ def test_pods_are_reached_through_port_forwards(world, tmp_path) -> None:
     cold, warm = json.loads(file.read_text())["phases"]
     assert hit_share(warm) > hit_share(cold) > 0
     assert sum(warm["causeTokens"].values()) == warm["promptTokens"]
-    assert api.num_forwards > 24
+    assert api.num_forwards > 2 * NUM_REQUESTS
     assert refused.returncode == 2
     assert 'your user needs the right "get and create pods/portforward"' in refused.stderr
 
@@ -151,18 +186,17 @@ def test_cluster_without_a_ready_pod_is_an_error(world, tmp_path) -> None:
 @pytest.mark.parametrize("is_kubectl", [False, True], ids=["sidecar", "kubectl"])
 def test_interrupted_benchmark_shows_partial_results(world, tmp_path, is_kubectl) -> None:
     file = tmp_path / "run.json"
-    many = ["--vocabulary", "256", "--requests", "5000", "--prompt-tokens", "1024", "--yes", "-o", file]
+    many = [*ENDLESS, "-o", file]
     port = world.engine.url.rpartition(":")[2]
-    before = world.sidecar.stats()["lookups"]["num_lookups"]
     with served(ForwardingApi([pod(0, world.sidecar.http_port)]), tmp_path) as kubeconfig:
         words = command("lmcache_sidecar", "bench", *world.urls, *many)
         if is_kubectl:
             options = ["--kubeconfig", kubeconfig, "--engine-port", port, *many]
             words = command("lmcache_operator", "bench", NAME, *options)
         with started(words) as bench:
-            wait_until(lambda: world.sidecar.stats()["lookups"]["num_lookups"] > before + 10, timeout=120)
+            world.wait_running()
             bench.send_signal(signal.SIGINT)
-            out, error = bench.communicate(timeout=60)
+            out, error = bench.communicate(timeout=120)
     assert bench.returncode == 1
     assert "The results are not complete: it was interrupted." in out
     assert error == "error: it was interrupted\n"
@@ -170,12 +204,9 @@ def test_interrupted_benchmark_shows_partial_results(world, tmp_path, is_kubectl
 
 
 def test_engine_killed_in_the_middle_leaves_partial_results(world, tmp_path) -> None:
-    """The last test of the module, because the engine ends."""
     file = tmp_path / "run.json"
-    words = [*world.urls, *SMALL[:2], "--requests", "5000", "--prompt-tokens", "1024", "--yes", "-o", file]
-    before = world.sidecar.stats()["lookups"]["num_lookups"]
-    with started(command("lmcache_sidecar", "bench", *words)) as bench:
-        wait_until(lambda: world.sidecar.stats()["lookups"]["num_lookups"] > before + 10, timeout=120)
+    with started(command("lmcache_sidecar", "bench", *world.urls, *ENDLESS, "-o", file)) as bench:
+        world.wait_running()
         os.killpg(world.engine.pid, signal.SIGKILL)
         out, error = bench.communicate(timeout=120)
     assert bench.returncode == 1
@@ -184,3 +215,29 @@ def test_engine_killed_in_the_middle_leaves_partial_results(world, tmp_path) -> 
     document = json.loads(file.read_text())
     assert document["problem"]
     assert document["phases"][0]["requests"] >= 5
+
+
+def test_engine_tokenises_text_and_chats_whose_chunks_are_explained(world) -> None:
+    def explain(prompt: str) -> dict[str, Any]:
+        words = command("lmcache_sidecar", "explain", "--url", world.sidecar.url, "--output", "json")
+        words += ["--prompt", "-", "--engine-url", world.engine.url]
+        done = subprocess.run(words, input=prompt, capture_output=True, text=True, check=True)
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return answer
+
+    text = "A prompt for the engine. " * 40
+    answer = explain(text)
+    first = answer["runs"][0]
+    assert (first["place"], first["cause"]) == ("nowhere", "new")
+    world.engine.complete(text)
+    num_tokens = answer["num_tokens"] // 256 * 256
+
+    def is_stored() -> bool:
+        first = explain(text)["runs"][0]
+        return (first["num_tokens"], first["place"]) == (num_tokens, "memory")
+
+    wait_until(is_stored, what="the chunks of the prompt")
+    answer = explain(json.dumps({"messages": [{"role": "user", "content": text}]}))
+    first = answer["runs"][0]
+    assert (first["place"], first["cause"]) == ("nowhere", "new")
+    assert answer["num_tokens"] > len(text)

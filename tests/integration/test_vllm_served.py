@@ -1,0 +1,257 @@
+"""``vllm serve`` with two ranks and a real sidecar: hits, metrics, KV events, spans, tenants and shutdown.
+
+All tests share the engine, which restarts if a test has ended it. Each request has the header of a tenant.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from lmcache_operator.api.parse import parse
+from lmcache_operator.components.base import Context
+from lmcache_operator.components.engine.engine import Engine
+from lmcache_operator.specs.names import STOCK_IMAGES
+from vllm.distributed.kv_events import KVEventBatch
+
+from lmcache import keys
+from lmcache.engines.vllm.tenant_header import PATHS
+from testing.child_process import free_port, wait_until
+from testing.engine.process import ServedEngine, patient_config
+from testing.otlp import OtlpReceiver, traceparent
+from testing.processes import SidecarProcess
+from tests.harness.operator_model import cluster
+from tests.harness.real_engine import BLOCK, CHUNK, make_prompt, num_cached
+from tests.harness.spans import PARENT_ID, assert_received, new_trace_id
+
+pytestmark = pytest.mark.vllm
+
+NUM_TOKENS = 100
+HEADER = "X-LMCache-Tenant"
+SALT, OTHER_SALT = "salt of search", "salt of batch"
+MIDDLEWARE = "lmcache.engines.vllm.tenant_header.RoutedTenantHeader"
+SEEDS = map("served {}".format, itertools.count())
+
+
+def rendered_timeout() -> str:
+    """The operator's option with which an engine finishes its answers before it ends."""
+    stateful_set = Engine().render(parse(cluster()), Context(STOCK_IMAGES))[-1]
+    args = stateful_set["spec"]["template"]["spec"]["containers"][0]["args"]
+    (timeout,) = [arg for arg in args if arg.startswith("--shutdown-timeout=")]
+    return str(timeout)
+
+
+class World:
+    """The engine, its sidecar, and receivers of spans and events."""
+
+    def __init__(self, sidecar: SidecarProcess, receiver: OtlpReceiver, folder: Path) -> None:
+        self.sidecar, self.receiver, self._folder = sidecar, receiver, folder
+        self.events = f"ipc://{folder}/events"
+        self._engine: ServedEngine | None = None
+
+    @property
+    def engine(self) -> ServedEngine:
+        assert self._engine is not None
+        return self._engine
+
+    def start(self) -> None:
+        """Start the engine unless it runs, and wait until it hits."""
+        if self._engine is not None and self._engine.is_running:
+            return
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events}
+        self.close()
+        self._engine = ServedEngine(
+            self._folder / "log",
+            free_port(),
+            patient_config(self.sidecar.socket_path),
+            "--tensor-parallel-size=2",
+            f"--kv-events-config={json.dumps(events)}",
+            f"--otlp-traces-endpoint={self.receiver.endpoint}",
+            f"--middleware={MIDDLEWARE}",
+            rendered_timeout(),
+            environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1", "OTEL_BSP_SCHEDULE_DELAY": "50"},
+        )
+        self._engine.wait_ready()
+        prompt = make_prompt(CHUNK + BLOCK, next(SEEDS))
+        wait_until(lambda: num_cached(self.complete(prompt)) == CHUNK, what="a hit")
+        self.sidecar.wait_usable()
+
+    def complete(self, prompt: list[int], salt: str = "tests", **headers: str) -> dict[str, Any]:
+        return self.engine.complete(prompt, max_tokens=4, **{HEADER: salt}, **headers)
+
+    def request(
+        self,
+        body: bytes,
+        content_type: str = "application/json",
+        path: str = "/v1/completions",
+        method: str = "POST",
+        salt: str | None = SALT,
+    ) -> urllib.request.Request:
+        """Return a request of a tenant, or without the header."""
+        headers = {"Content-Type": content_type, **({HEADER: salt} if salt else {})}
+        return urllib.request.Request(self.engine.url + path, body, headers, method=method)
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("served")
+    path = folder / "tenants"
+    path.write_text(
+        f"named: [{{name: search, saltHash: {keys.salt_hash(SALT).hex()}, minMemoryPercent: 20}}]"
+    )
+    with OtlpReceiver() as receiver, SidecarProcess(tenants_file=str(path)) as sidecar:
+        world = World(sidecar, receiver, folder)
+        yield world
+        world.close()
+
+
+@pytest.fixture
+def world(shared: World) -> World:
+    shared.start()
+    return shared
+
+
+def test_two_ranks_hit_and_publish_events(world: World) -> None:
+    listener = zmq.Context.instance().socket(zmq.SUB)
+    listener.subscribe("")
+    listener.connect(world.events)
+    name = "vllm:lmcache_stored_rows_total"
+    with listener:
+        prompt = make_prompt(2000, next(SEEDS))
+        num_rows = world.sidecar.stats()["memory"]["used_rows"] + 7
+        before = world.engine.metrics("vllm:lmcache_")
+        first = world.complete(prompt)
+        # A worker counts a row when it has sent the commit. Lookups find the row after both ranks' commits.
+        wait_until(lambda: world.engine.metrics(name)[name] >= before[name] + 2 * 7, what="stored rows")
+        world.sidecar.wait_until(lambda stats: stats["memory"]["used_rows"] >= num_rows)
+        second = world.complete(prompt)
+        assert (num_cached(first), num_cached(second)) == (0, 1792)
+        assert second["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
+        assert {client["column"] for client in world.sidecar.stats()["clients"]} == {0, 1}
+        assert_events_cover(listener, prompt)
+    after = world.engine.metrics("vllm:lmcache_")
+    figures = {each.removeprefix("vllm:lmcache_"): after[each] - before[each] for each in after}
+    assert figures["loads_total"] == 2, "one load for each rank"
+    assert figures["failed_loads_total"] == 0
+    assert figures["loaded_blocks_total"] == 2 * 1792 // BLOCK
+    assert figures["load_seconds_total"] > 0
+    computed, loaded = times_of(world.sidecar, first), times_of(world.sidecar, second)
+    assert computed["load_seconds"] == {}
+    assert loaded["load_seconds"]["memory"] < loaded["first_token_seconds"]
+
+
+def times_of(sidecar: SidecarProcess, answer: dict[str, Any]) -> dict[str, Any]:
+    """The request on the sidecar's page, once its times are known. The engine reports it after its answer."""
+
+    def ended(_: object) -> dict[str, Any] | None:
+        requests = json.loads(sidecar.get(f"/requests?id={answer['id']}"))["requests"]
+        return requests[0] if requests and requests[0]["first_token_seconds"] is not None else None
+
+    found: dict[str, Any] = sidecar.wait_until(ended)
+    return found
+
+
+def assert_events_cover(listener: zmq.Socket[bytes], prompt: list[int]) -> None:
+    """Check that vLLM's own publisher sent an event of the sidecar's memory for each chunk of the prompt."""
+    listener.setsockopt(zmq.RCVTIMEO, 60_000)
+    stored_events: list[Any] = []
+    decoder = msgspec.msgpack.Decoder(KVEventBatch)
+    chunks = [prompt[start : start + CHUNK] for start in range(0, 7 * CHUNK, CHUNK)]
+    while len(stored_events) < 7:
+        *_, payload = listener.recv_multipart()
+        events = decoder.decode(payload).events
+        stored_events += [event for event in events if event.medium == "CPU" and event.token_ids in chunks]
+    parent = None
+    for number, event in enumerate(stored_events):
+        assert event.parent_block_hash == parent
+        assert event.token_ids == chunks[number]
+        assert (event.block_size, len(event.block_hashes)) == (BLOCK, CHUNK // BLOCK)
+        parent = event.block_hashes[-1]
+
+
+def test_spans_are_in_the_trace_of_the_http_request(world: World) -> None:
+    prompt = make_prompt(1100, next(SEEDS))
+    wait_until(lambda: num_cached(world.complete(prompt)) == 1024, what="a hit")
+    trace_id = new_trace_id()
+    world.complete(prompt, traceparent=traceparent(trace_id, PARENT_ID))
+    spans = world.receiver.wait_for(trace_id, "llm_request", "lmcache.lookup", "lmcache.load")
+    ours = assert_received(spans)
+    assert ours["lmcache.load"].attributes["lmcache.loaded_tokens"] == 1024
+    (request,) = [span for span in spans if span.name == "llm_request"]
+    assert request.parent_id == PARENT_ID, "vLLM's own span has the same parent"
+    assert request.start_ns <= ours["lmcache.lookup"].start_ns
+    assert ours["lmcache.load"].end_ns <= request.end_ns
+
+
+def test_header_of_the_gateway_separates_tenants_and_counts_for_their_budgets(world: World) -> None:
+    prompt = make_prompt(1000, next(SEEDS))
+    wait_until(lambda: num_cached(world.complete(prompt, SALT)) == 768, what="a hit of the tenant")
+    assert num_cached(world.complete(prompt, OTHER_SALT)) == 0
+    tenants = world.sidecar.stats()["tenants"]
+    assert tenants["rows"]["search"] == 3
+    assert 768 <= tenants["hit_tokens"]["search"] < tenants["prompt_tokens"]["search"]
+    # A client that knows the salt of another tenant does not get that tenant's KV.
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "cache_salt": SALT}
+    request = world.request(json.dumps(body).encode(), salt="salt of a third tenant")
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        assert num_cached(json.load(answer)) == 0
+    assert SALT not in world.engine.log
+
+
+def refusal_of(request: urllib.request.Request) -> tuple[int, str]:
+    """Send a request. Returns the status, and the start of the message of an error."""
+    try:
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            return answer.status, ""
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)["error"]["message"].split(":")[0]
+
+
+def test_requests_whose_tenant_cannot_be_set_are_refused(world: World) -> None:
+    refused = (400, HEADER)
+    for body, content_type in (
+        (b"prompt=a", "application/x-www-form-urlencoded"),
+        (b"{", "application/json"),
+        (b"--x--", "multipart/form-data; boundary=x"),
+    ):
+        assert refusal_of(world.request(body, content_type)) == refused
+    with urllib.request.urlopen(f"{world.engine.url}/openapi.json", timeout=300) as answer:
+        paths = json.load(answer)["paths"]
+    assert {"/v1/responses", "/v1/messages", "/v1/chat/completions/batch"} < paths.keys()
+    operations = [(path, method) for path, methods in paths.items() for method in {*methods} - {"get"}]
+    for path, method in operations:
+        answered = refusal_of(world.request(b"{}", path=path, method=method.upper()))
+        assert (answered == refused) is (path not in PATHS), f"{method} {path} may have no salt"
+        # vLLM's router drops the header at most paths.
+        if method == "post" and not path.endswith("/completions/render"):
+            assert refusal_of(world.request(b'{"input": "hi"}', path=path, salt=None)) == refused, path
+
+
+def test_terminated_engine_finishes_its_streams(world: World) -> None:
+    """The engine gets SIGTERM while it answers, and has the options that the operator renders."""
+    body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": NUM_TOKENS, "temperature": 0}
+    body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+    with urllib.request.urlopen(
+        world.request(json.dumps(body).encode(), salt="tests"), timeout=300
+    ) as answer:
+        lines = (line for line in answer if line.startswith(b"data: "))
+        assert b'"finish_reason":null' in next(lines)  # the answer has begun
+        os.kill(world.engine.pid, signal.SIGTERM)
+        *_, usage, end = lines
+    assert end.strip() == b"data: [DONE]"
+    assert json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"] == NUM_TOKENS
+    assert world.engine.wait() == 0

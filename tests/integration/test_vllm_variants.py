@@ -1,0 +1,185 @@
+"""Engines with other options than most: loaded KV equals computed KV with each of them.
+
+Speculation: the V1 runner asks for ended stores before new stores begin. Accepted drafts complete a chunk in
+a request's last step, and its blocks are reused at once: KV memory is small, and queued requests take the
+blocks in the next step. A copy is faster than the next step, so the order of hooks is tested where copies can
+be held back: test_vllm_lifetimes.py.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from testing.child_process import wait_until
+from testing.engine.process import EngineProcess, example_config, multi_config, patient_config
+from testing.engine.tiny_model import tiny_model
+from testing.otlp import OtlpReceiver, traceparent
+from testing.processes import SidecarProcess
+from tests.harness.real_engine import BLOCK, CHUNK, assert_hit, attached_engine, make_prompt
+from tests.harness.spans import PARENT_ID, assert_received, new_trace_id
+
+pytestmark = pytest.mark.vllm
+
+NUM_CHUNKS = 4
+NUM_TOKENS = NUM_CHUNKS * CHUNK + 26
+
+
+def repetitive_prompt(num_tokens: int) -> list[int]:
+    """A prompt for which drafts are made. The tiny model's answers are repetitive, too."""
+    return (make_prompt(12, num_tokens) * num_tokens)[:num_tokens]
+
+
+def test_kv_stored_with_speculation_equals_computed_kv(sidecar: SidecarProcess, tmp_path: Path) -> None:
+    chunk = 64
+    config = patient_config(sidecar.socket_path, chunk_tokens=chunk)
+    speculative = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 3}
+    with attached_engine(
+        sidecar,
+        tmp_path,
+        config,
+        speculative_config=speculative,
+        max_model_len=1000,
+        kv_cache_memory_bytes=6 << 20,
+        max_num_batched_tokens=512,
+    ) as engine:
+        prompts = [repetitive_prompt(90 + 11 * i) for i in range(16)]
+        turns = list(zip(prompts, engine.generate(*prompts, max_tokens=70), strict=True))
+        engine.scrub_kv()
+        num_loaded = 0
+        for prompt, turn in turns:
+            (hit,) = engine.generate(prompt + turn.tokens + [5], max_tokens=1)
+            num_loaded += hit.num_cached_tokens
+            end = hit.num_cached_tokens // BLOCK
+            for layer, (loaded, computed) in enumerate(zip(hit.kv, turn.kv, strict=True)):
+                assert loaded[:end] == computed[:end], f"layer {layer}"
+    assert num_loaded > len(turns) * chunk, "most prompts must hit"
+
+
+def test_engine_sends_spans_to_the_endpoint_of_its_arguments(sidecar: SidecarProcess, tmp_path: Path) -> None:
+    with (
+        OtlpReceiver() as receiver,
+        mock.patch.dict(os.environ, OTEL_BSP_SCHEDULE_DELAY="50"),
+        attached_engine(
+            sidecar, tmp_path, otlp_traces_endpoint=receiver.endpoint, disable_log_stats=False
+        ) as engine,
+    ):
+        prompt = make_prompt(NUM_TOKENS)
+        for name in ("lmcache.store", "lmcache.load"):
+            engine.scrub_kv()
+            trace_id = new_trace_id()
+            engine.generate(prompt, trace_headers={"traceparent": traceparent(trace_id, PARENT_ID)})
+            ours = assert_received(receiver.wait_for(trace_id, "llm_request", "lmcache.lookup", name))
+            assert ours.keys() - {"lmcache.wait"} == {"lmcache.lookup", name}
+        assert ours["lmcache.load"].attributes["lmcache.loaded_tokens"] == NUM_CHUNKS * CHUNK
+        assert ours["lmcache.lookup"].attributes["lmcache.computed_tokens"] == 26
+        unsampled = new_trace_id()
+        header = traceparent(unsampled, PARENT_ID, is_sampled=False)
+        engine.generate(prompt, trace_headers={"traceparent": header})
+        engine.generate(prompt)
+        last = new_trace_id()
+        engine.generate(prompt, trace_headers={"traceparent": traceparent(last, PARENT_ID)})
+        receiver.wait_for(last, "lmcache.lookup")
+        ours = [span for span in receiver.spans if span.name.startswith("lmcache.")]
+        assert len({span.trace_id for span in ours}) == 3, "requests without a sampled trace have no spans"
+        assert unsampled not in {span.trace_id for span in receiver.spans}
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["ours first", "ours last"])
+def test_kv_loaded_by_either_connector_equals_computed_kv(
+    sidecar: SidecarProcess, tmp_path: Path, is_first: bool
+) -> None:
+    """The connector in vLLM's MultiConnector, next to the ExampleConnector, which stores KV in files."""
+    storage = tmp_path / "example"
+    both = [patient_config(sidecar.socket_path), example_config(storage)]
+    config = multi_config(*(both if is_first else both[::-1]))
+    with EngineProcess(tmp_path / "log", config, is_patient=True) as engine:
+        wait_stored(engine, sidecar, 1, make_prompt(CHUNK + BLOCK))
+        prompt = make_prompt(NUM_TOKENS)
+        computed = wait_stored(engine, sidecar, 1 + NUM_CHUNKS, prompt)
+        engine.scrub_kv()
+        (hit,) = engine.generate(prompt)  # loaded by the first connector of the list that has the chunks
+        by_ours, by_example = NUM_CHUNKS * CHUNK, (NUM_TOKENS - 1) // BLOCK * BLOCK
+        assert_hit(hit, computed, by_ours if is_first else by_example)
+        shutil.rmtree(storage)
+        engine.scrub_kv()
+        assert_hit(engine.generate(prompt)[0], computed, by_ours)
+        sidecar.wait_until(lambda stats: stats["memory"]["leased_rows"] == 0)
+    log = (tmp_path / "log").read_text()
+    assert "offline" not in log
+    assert "LMCache Cluster is off" not in log
+
+
+def wait_stored(engine: EngineProcess, sidecar: SidecarProcess, num_rows: int, prompt: list[int]) -> Any:
+    """Run a prompt until the sidecar has this number of rows. Returns the first answer.
+
+    In a MultiConnector the engine's identity follows with the first step.
+    """
+    (computed,) = engine.generate(prompt)
+    assert computed.num_cached_tokens == 0
+
+    def is_stored() -> bool:
+        if sidecar.stats()["memory"]["used_rows"] == num_rows:
+            return True
+        engine.generate(prompt)
+        return False
+
+    wait_until(is_stored, what="stored rows")
+    sidecar.wait_usable()
+    return computed
+
+
+def offloading_config(disk: Path) -> dict[str, Any]:
+    """The config of vLLM's own offloading over this project's disk tier."""
+    tier = {
+        "type": "LMCacheTier",
+        "module_path": "lmcache.engines.vllm.tier",
+        "disk_path": str(disk),
+        "disk_size": "1Gi",
+        "weights_path": str(tiny_model()),
+        "lookup_seconds": 60,
+        "job_seconds": 60,
+    }
+    extra = {
+        "spec_name": "HostTieringSpec",
+        "spec_module_path": "tests.harness.host_offloading",
+        "cpu_bytes_to_use": 64 << 20,
+        "blocks_per_chunk": CHUNK // BLOCK,
+        "offload_prompt_only": False,
+        "secondary_tiers": [tier],
+    }
+    names = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    return names | {"kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}
+
+
+def chunk_files(disk: Path) -> list[Path]:
+    """Files of chunks: each has 1 MiB and a header."""
+    files = [file for file in disk.rglob("*") if file.is_file() and file.suffix != ".tmp"]
+    return [file for file in files if file.stat().st_size > 1 << 20]
+
+
+def test_kv_offloaded_to_the_disk_by_another_engine_equals_computed_kv(tmp_path: Path) -> None:
+    prompt, other = make_prompt(NUM_TOKENS, "hit"), make_prompt(NUM_TOKENS, "other")
+    config = offloading_config(tmp_path / "disk")
+    with EngineProcess(tmp_path / "first.log", config) as engine:
+        (computed,) = engine.generate(prompt)
+        (cold,) = engine.generate(other)
+        assert (computed.num_cached_tokens, cold.num_cached_tokens) == (0, 0)
+        engine.run_short_request()  # vLLM passes chunks on during further steps
+        wait_until(lambda: len(chunk_files(tmp_path / "disk")) == 2 * NUM_CHUNKS, what="all chunks")
+    with EngineProcess(tmp_path / "second.log", config) as engine:
+        # A hit shows that the fingerprint of the weights is known.
+        wait_until(lambda: engine.generate(other)[0].num_cached_tokens, what="a hit")
+        engine.scrub_kv()
+        (hit,) = engine.generate(prompt)
+        (half_hit,) = engine.generate([*prompt[: NUM_TOKENS // 2], *other[NUM_TOKENS // 2 :]])
+    assert_hit(hit, computed, NUM_CHUNKS * CHUNK)
+    assert half_hit.num_cached_tokens == NUM_CHUNKS // 2 * CHUNK
+    log = (tmp_path / "second.log").read_text()
+    assert "stay private" not in log
+    assert "goes offline" not in log
