@@ -25,8 +25,6 @@ from testing.engine import fork_server
 BINARY = os.environ.get("LMCACHE_TEST_SERVER", "redis-server")
 _PYTHON_PATH = f"{REPOSITORY}:{REPOSITORY / 'sidecar'}"
 _SIDECAR = ("-m", "lmcache_sidecar")
-_READ_LATE = ("LMCACHE_", "KUBERNETES_")
-"""Prefixes of variables that the sidecar reads after its modules are loaded."""
 _fork_server = fork_server.ForkServer(
     "testing.imported",
     lambda: {"PYTHONPATH": _PYTHON_PATH, "OPENBLAS_NUM_THREADS": "1"},
@@ -156,7 +154,7 @@ class SidecarProcess(Server):
     command line.
 
     Where ``fork_server.allowed`` allows it, a sidecar starts as a copy of a fork server, unless it has a
-    prefix, another program, a limit of descriptors, or variables that a process reads at its start.
+    prefix, another program, a limit of descriptors, or variables that an interpreter reads at its start.
     Socket and arena persist across ``kill`` and ``restart``. ``log_path`` holds the output of all processes.
     """
 
@@ -215,7 +213,7 @@ class SidecarProcess(Server):
         environ = {name: value for name, value in os.environ.items() if not name.startswith("LMCACHE_")}
         environ |= {"PYTHONPATH": _PYTHON_PATH} | self.environment
         is_plain = not self.prefix and not self.max_descriptors and self.program == _SIDECAR
-        is_plain &= all(name.startswith(_READ_LATE) for name in self.environment)
+        is_plain &= not any(name.startswith("PYTHON") for name in self.environment)
         arguments, cwd = ["serve", *flags], str(REPOSITORY)
         if is_plain and fork_server.is_allowed():
             module = self.program[-1]
