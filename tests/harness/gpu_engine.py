@@ -1,6 +1,7 @@
 """One rank of an engine whose KV is on a GPU, in a separate process.
 
-``GpuEngine(sidecar, node)`` starts the process and calls the methods of ``Rank`` in it.
+``GpuEngine(sidecar, node)`` starts the process and calls the methods of ``Rank`` in it. The process imports
+PyTorch only for a copier of its own, because the import takes most of the start.
 """
 
 from __future__ import annotations
@@ -16,13 +17,9 @@ from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
-import torch
 
 from lmcache.cuda.driver import Device
 from lmcache.cuda.ipc import export
-from lmcache.engines.core.cuda_copier import CudaCopier
-from lmcache.engines.core.layout import Layout
-from lmcache.engines.vllm.attach import start_client
 from lmcache.kv_groups import KVGroup
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.errors import EngineCopiesError, SidecarError
@@ -46,6 +43,7 @@ class Rank:
         self.device = Device.find(settings.get("gpu", GPU))
         self.context = self.device.primary_context()
         self.settings = settings
+        self.namespace = bytes.fromhex(settings["namespace"])
         self.num_groups: int = settings.get("num_groups", 1)
         self.num_fillers = 0
         # A copy of the GPU's memory, for comparison.
@@ -63,26 +61,35 @@ class Rank:
         hello = ClientHello(
             Role.WORKER,
             bytes.fromhex(settings.get("engine", "e" * 32)),
-            NAMESPACE,
+            self.namespace,
             256,
             (KVGroup(0, 64, ROW_BYTES), KVGroup(1, 64, PAGE_BYTES))[: self.num_groups],
             num_columns=settings.get("num_columns", 1),
             column=settings.get("column", 0),
             transfer=offer,
         )
-        client = start_client(self.socket_path, hello, self.copier_of_rows())
+        if settings.get("copies"):
+            client = self.start_with_copier(hello)
+        else:
+            client = SidecarClient(self.socket_path, hello)
+            client.start()
         return client, attached(client)
 
-    def copier_of_rows(self) -> CudaCopier | None:
-        """The engine's own copier, if ``settings`` ask for it. The client reports its pins."""
-        if not self.settings.get("copies"):
-            return None
+    def start_with_copier(self, hello: ClientHello) -> SidecarClient:
+        """Start a client that also copies by itself, and reports what it has pinned."""
+        import torch
+
+        from lmcache.engines.core.cuda_copier import CudaCopier
+        from lmcache.engines.core.layout import Layout
+        from lmcache.engines.vllm.attach import start_client
+
         layers = []
         for host, address in zip(self.host, self.addresses, strict=True):
             memory = (ctypes.c_char * host.nbytes).from_address(address)
             kv = torch.frombuffer(memory, dtype=torch.uint8).view(*host.shape)
             layers += list(kv[..., :PAGE_BYTES])
-        return CudaCopier({0: Layout(tuple(layers), BLOCKS_PER_ROW)}, self.device)
+        copier = CudaCopier({0: Layout(tuple(layers), BLOCKS_PER_ROW)}, self.device)
+        return start_client(self.socket_path, hello, copier)
 
     def offer(self) -> TransferOffer:
         """The transfer offer for the sidecar. ``settings`` may make it wrong."""
@@ -108,6 +115,9 @@ class Rank:
             self.context.call("cuMemcpyHtoD", address, host.ctypes.data, host.nbytes)
             seed += 1000
 
+    def key_of(self, number: int) -> bytes:
+        return make_keys(number, namespace=self.namespace)
+
     def copier(self) -> list[Any]:
         """The current copier of stores, with the reason."""
         return list(self.session.store_copier)
@@ -117,7 +127,7 @@ class Rank:
         groups = [int(len(row) == 1) for row in rows]
         try:
             slots = [
-                self.session.reserve(group, make_keys(key))[0].slot
+                self.session.reserve(group, self.key_of(key))[0].slot
                 for key, group in zip(keys, groups, strict=True)
             ]
             if None in slots:
@@ -146,7 +156,7 @@ class Rank:
 
     def is_stored(self, key: int, row: Sequence[int]) -> bool:
         """Whether the cache holds exactly these blocks under the key."""
-        (slot,) = self.session.index.find(np.frombuffer(make_keys(key), "<u8").reshape(-1, 8)).slots()
+        (slot,) = self.session.index.find(np.frombuffer(self.key_of(key), "<u8").reshape(-1, 8)).slots()
         return self.session.holds(slot) and self._is_in(slot.row, row)
 
     def handles(self) -> list[str]:
@@ -171,7 +181,7 @@ class Rank:
         rows = set()
         for _ in range(number):
             self.num_fillers += 1
-            (reservation,) = self.session.reserve(0, make_keys(10_000 + self.num_fillers))
+            (reservation,) = self.session.reserve(0, self.key_of(10_000 + self.num_fillers))
             assert reservation.slot is not None
             rows.add(reservation.slot.row)
             self.session.view(reservation.slot.row, ROW_BYTES)[...] = 7
@@ -219,7 +229,7 @@ class GpuEngine:
             "-m",
             "tests.harness.gpu_engine",
             sidecar.socket_path,
-            json.dumps(settings),
+            json.dumps({"namespace": NAMESPACE.hex()} | settings),
         ]
         self._process = subprocess.Popen(
             in_namespace(command, pid) if pid else command,

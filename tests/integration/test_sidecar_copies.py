@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import unittest
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ import pytest
 from testing.child_process import wait_until
 from testing.cuda import GPU, MIG_SLICE, OTHER_GPU, Node, node
 from testing.processes import SidecarProcess
+from tests.harness import gpu_engine
 from tests.harness.gpu_engine import (
     BLOCKS_PER_ROW,
     LAYERS,
@@ -24,18 +29,38 @@ from tests.harness.gpu_engine import (
 
 ROW = [5, 0, 23, 7]
 OTHER_ROW = [1, 2, 3, 4]
+COUNTERS = {
+    "copied_slots", "copied_bytes", "copy_batches", "failed_slots", "started_readers", "failed_readers",
+}  # fmt: skip
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def gpus() -> Iterator[Node]:
     with node() as present:
         yield present
 
 
-@pytest.fixture
-def sidecar(gpus: Node) -> Iterator[SidecarProcess]:
+@pytest.fixture(scope="module")
+def shared_sidecar(gpus: Node) -> Iterator[SidecarProcess]:
     with make_sidecar(gpus) as present:
         yield present
+
+
+@pytest.fixture
+def sidecar(shared_sidecar: SidecarProcess) -> SidecarProcess:
+    """A sidecar without clients and readers. It has rows of other tests."""
+    shared_sidecar.wait_until(lambda stats: not stats["clients"])
+    return shared_sidecar
+
+
+@pytest.fixture(autouse=True)
+def _alone(gpus: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give each test a namespace, and check that all contexts are closed after its engines have left."""
+    monkeypatch.setattr(gpu_engine, "NAMESPACE", os.urandom(32))
+    yield
+    with contextlib.suppress(unittest.SkipTest):  # a real GPU takes no orders and has no counters
+        gpus.order("")
+        wait_until(lambda: not gpus.processes(), what="all contexts are closed")
 
 
 def transfer_of(sidecar: SidecarProcess) -> dict[str, Any]:
@@ -45,6 +70,7 @@ def transfer_of(sidecar: SidecarProcess) -> dict[str, Any]:
 
 
 def test_sidecar_copies_the_content_of_the_gpu(gpus, sidecar):
+    before = sidecar.stats()["transfer"]
     with GpuEngine(sidecar, gpus) as engine:
         engine.store_by_sidecar([1, 2], [ROW, OTHER_ROW])
         assert engine.ask("is_stored", 1, ROW)
@@ -52,25 +78,26 @@ def test_sidecar_copies_the_content_of_the_gpu(gpus, sidecar):
         engine.ask("fill", 99)
         assert not engine.ask("is_stored", 1, ROW)
         assert engine.ask("store", [3], [ROW]) == "stored"
-        figures = sidecar.stats()["transfer"]
-        assert GPU in figures.pop("reason")
-        assert figures.pop("pinned_bytes")["reader"] > 0
-        assert figures.pop("num_pin_failures") == {"engine": 0, "reader": 0}
-        assert not figures.pop("pin_problem")
-        assert figures == {
-            "asked": "Auto", "mode": "CudaIPC",
-            "num_workers": {"CudaIPC": 1, "SharedMemory": 0}, "num_slots_under_way": 0,
+        figures = sidecar.settled()["transfer"]
+        counters = {name: number - before[name] for name, number in figures.items() if name in COUNTERS}
+        assert counters == {
             "copied_slots": 3, "copied_bytes": 3 * BLOCKS_PER_ROW * LAYERS * PAGE_BYTES, "copy_batches": 2,
-            "failed_slots": 0, "started_readers": 1, "failed_readers": 0, "left_to_engines": {},
+            "failed_slots": 0, "started_readers": 1, "failed_readers": 0,
         }  # fmt: skip
+        assert GPU in figures["reason"]
+        assert figures["pinned_bytes"]["reader"] > 0
+        assert figures["num_pin_failures"] == {"engine": 0, "reader": 0}
+        assert (figures["asked"], figures["mode"], figures["pin_problem"]) == ("Auto", "CudaIPC", "")
+        assert figures["num_workers"] == {"CudaIPC": 1, "SharedMemory": 0}
+        assert figures["left_to_engines"] == before["left_to_engines"]
         assert transfer_of(sidecar)["mode"] == "CudaIPC"
         assert gpus.count("mappings", "reader") == 2
         assert gpus.count("pinned_bytes", "reader") > 0
         assert gpus.count("writes_to_imports") == 0
-    wait_until(lambda: not gpus.processes(), what="all contexts are closed after the engine has left")
 
 
 def test_ranks_on_one_gpu_share_a_reader(gpus, sidecar):
+    before = sidecar.stats()["transfer"]
     with (
         GpuEngine(sidecar, gpus, num_columns=2, column=0, seed=1) as first,
         GpuEngine(sidecar, gpus, num_columns=2, column=1, seed=2) as second,
@@ -85,8 +112,8 @@ def test_ranks_on_one_gpu_share_a_reader(gpus, sidecar):
             assert all(engine.ask("is_stored", key, blocks[key]) for key in (0, 31, 59))
         assert len(gpus.processes("reader")) == 1
         transfer = sidecar.stats()["transfer"]
-        assert transfer["copied_slots"] == 120
-        assert transfer["copy_batches"] <= 8, "slots must share batches"
+        assert transfer["copied_slots"] - before["copied_slots"] == 120
+        assert transfer["copy_batches"] - before["copy_batches"] <= 8, "slots must share batches"
 
 
 def test_rows_of_different_groups_share_frames(gpus, sidecar):
@@ -102,33 +129,49 @@ def test_rows_of_different_groups_share_frames(gpus, sidecar):
 # ---- reasons against copies by the sidecar ----
 
 
-NO_GPU = [
-    ({"offered_gpu": OTHER_GPU}, {}, f"no NVIDIA GPU is visible here|{OTHER_GPU} is not visible here"),
-    ({}, {"compute_mode": 3}, "CUDA_ERROR_DEVICE_UNAVAILABLE .*compute mode"),
-    ({}, {"memory": 1 << 20, "context_bytes": 1 << 20}, "CUDA_ERROR_OUT_OF_MEMORY"),
-    ({}, {"orders": "fail cuIpcOpenMemHandle_v2 1 201"}, "can't be opened: cuIpcOpenMemHandle: .*201"),
-    ({}, {"orders": "fail cuIpcOpenMemHandle_v2 2 700"}, "cuIpcOpenMemHandle: .*700"),
-    ({"claimed_blocks": 1 << 20}, {}, "can't be opened: a layer of group 0 ends at byte .* of an allocation"),
-    ({"refusal": "its memory is of the VMM kind"}, {}, "its memory is of the VMM kind"),
-]
+@pytest.mark.parametrize(
+    ("of_engine", "orders", "reason"),
+    [
+        ({"offered_gpu": OTHER_GPU}, "", f"no NVIDIA GPU is visible here|{OTHER_GPU} is not visible here"),
+        ({"claimed_blocks": 1 << 20}, "", "can't be opened: a layer of group 0 ends at byte .* of an alloc"),
+        ({"refusal": "its memory is of the VMM kind"}, "", "its memory is of the VMM kind"),
+        ({}, "reader: fail cuIpcOpenMemHandle_v2 1 201", "can't be opened: cuIpcOpenMemHandle: .*201"),
+        ({}, "reader: fail cuIpcOpenMemHandle_v2 2 700", "cuIpcOpenMemHandle: .*700"),
+    ],
+)
+def test_engine_copies_and_the_reason_is_reported(gpus, sidecar, of_engine, orders, reason):
+    if orders:
+        gpus.order(orders)
+    check_left_to_the_engine(gpus, sidecar, reason, **of_engine)
 
 
-@pytest.mark.parametrize(("of_engine", "of_driver", "reason"), NO_GPU)
-def test_engine_copies_and_the_reason_is_reported(gpus, of_engine, of_driver, reason):
+@pytest.mark.parametrize(
+    ("of_driver", "reason"),
+    [
+        ({"compute_mode": 3}, "CUDA_ERROR_DEVICE_UNAVAILABLE .*compute mode"),
+        ({"memory": 1 << 20, "context_bytes": 1 << 20}, "CUDA_ERROR_OUT_OF_MEMORY"),
+    ],
+)
+def test_engine_copies_if_the_reader_gets_no_context(gpus, of_driver, reason):
     with make_sidecar(gpus, {"transfer": "CudaIPC"}, **of_driver) as sidecar:
-        with GpuEngine(sidecar, gpus, **of_engine) as engine:
-            assert re.search(reason, engine.wait_until_copied_by(sidecar=False))
-            assert re.search(f"engine copies: .*({reason})", engine.ask("store", [1], [ROW]))
-            transfer = sidecar.stats()["transfer"]
-            assert (transfer["asked"], transfer["mode"]) == ("CudaIPC", "SharedMemory")
-            assert re.search(reason, transfer["reason"])
-            assert re.search(reason, transfer_of(sidecar)["reason"])
-            ((counted, number),) = transfer["left_to_engines"].items()
-            assert re.search(reason, counted)
-            assert number == 1
-            assert 'lmcache_transfer_left_to_engines_total{reason="' in sidecar.get("/metrics")
-            assert sidecar.get("/readyz") == "ready\n"
-        wait_until(lambda: not gpus.processes(), what="all contexts are closed")
+        check_left_to_the_engine(gpus, sidecar, reason)
+        assert sidecar.stats()["transfer"]["asked"] == "CudaIPC"
+
+
+def check_left_to_the_engine(gpus: Node, sidecar: SidecarProcess, reason: str, **of_engine: Any) -> None:
+    before = Counter(sidecar.stats()["transfer"]["left_to_engines"])
+    with GpuEngine(sidecar, gpus, **of_engine) as engine:
+        assert re.search(reason, engine.wait_until_copied_by(sidecar=False))
+        assert re.search(f"engine copies: .*({reason})", engine.ask("store", [1], [ROW]))
+        transfer = sidecar.stats()["transfer"]
+        assert transfer["mode"] == "SharedMemory"
+        assert re.search(reason, transfer["reason"])
+        assert re.search(reason, transfer_of(sidecar)["reason"])
+        ((counted, number),) = (Counter(transfer["left_to_engines"]) - before).items()
+        assert re.search(reason, counted)
+        assert number == 1
+        assert 'lmcache_transfer_left_to_engines_total{reason="' in sidecar.get("/metrics")
+        assert sidecar.get("/readyz") == "ready\n"
 
 
 # ---- memory that CUDA cannot pin ----
@@ -137,8 +180,9 @@ NO_PINS = {"orders": "fail cuMemHostRegister_v2 * 2"}
 ERROR = r"cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY \(2\)"
 
 
-def test_pin_failures_of_the_reader_are_reported(gpus):
-    with make_sidecar(gpus, **NO_PINS) as sidecar, GpuEngine(sidecar, gpus, copies=True) as engine:
+def test_pin_failures_of_the_reader_are_reported(gpus, sidecar):
+    gpus.order(f"reader: {NO_PINS['orders']}")
+    with GpuEngine(sidecar, gpus, copies=True) as engine:
         engine.store_by_sidecar([1], [ROW])
         assert engine.ask("is_stored", 1, ROW)
 
@@ -153,7 +197,6 @@ def test_pin_failures_of_the_reader_are_reported(gpus):
         problem = rf"the reader of {GPU} could not pin 1 parts of the memory tier: {ERROR}"
         assert re.fullmatch(problem, reported["pin_problem"])
         assert 'lmcache_transfer_pin_failures{process="reader"} 1.0' in sidecar.get("/metrics")
-    wait_until(lambda: not gpus.processes(), what="all contexts are closed")
 
 
 def test_pin_failures_of_an_engine_are_reported_by_client(gpus, sidecar):

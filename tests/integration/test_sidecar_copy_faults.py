@@ -41,7 +41,7 @@ def num_slots_under_way(sidecar: SidecarProcess) -> int:
 
 
 def wait_for_copies(sidecar: SidecarProcess, number: int) -> None:
-    sidecar.wait_until(lambda stats: stats["transfer"]["num_slots_under_way"] == number, timeout=60)
+    sidecar.wait_until(lambda stats: stats["transfer"]["num_slots_under_way"] == number)
 
 
 def start_stalled_store(
@@ -97,7 +97,7 @@ def test_reader_that_dies_between_copies_is_replaced(gpus):
         engine.wait_until_copied_by(sidecar=True)
         first = reader_of(gpus)
         os.kill(first, signal.SIGKILL)
-        wait_until(lambda: any(each["pid"] != first for each in gpus.processes("reader")), timeout=60)
+        wait_until(lambda: any(each["pid"] != first for each in gpus.processes("reader")))
         engine.store_by_sidecar([1], [ROW])
 
 
@@ -119,7 +119,7 @@ def test_broken_context_affects_only_one_engine(gpus):
 def test_memory_of_an_engine_killed_during_a_copy_is_closed(gpus):
     """The memory is closed within the time limit of a drain: a restarted engine needs it."""
     with (
-        make_sidecar(gpus, None, HASTY) as sidecar,
+        make_sidecar(gpus, None, PATIENT | {"CLOSE_SECONDS": 0.5}) as sidecar,
         GpuEngine(sidecar, gpus, engine=new_engine()) as survivor,
     ):
         survivor.wait_until_copied_by(sidecar=True)
@@ -129,7 +129,7 @@ def test_memory_of_an_engine_killed_during_a_copy_is_closed(gpus):
         gpus.order("")
         survivor.store_by_sidecar([2], [ROW])
         assert gpus.count("mappings", "reader") == 2
-        sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 0, timeout=60)
+        sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 0)
         assert sidecar.stats()["memory"]["used_rows"] == 1
 
 
@@ -142,11 +142,11 @@ def test_memory_is_not_closed_during_a_copy(gpus):
         survivor.wait_until_copied_by(sidecar=True)
         with GpuEngine(sidecar, gpus, engine=new_engine(), seed=2) as engine:
             start_stalled_store(gpus, sidecar, engine)
-        sidecar.wait_until(lambda stats: stats["num_clients"]["attached"] == 1, timeout=60)
+        sidecar.wait_until(lambda stats: stats["num_clients"]["attached"] == 1)
         reader = reader_of(gpus)
         assert gpus.count("mappings", "reader") == 4
         gpus.order("")
-        wait_until(lambda: gpus.count("mappings", "reader") == 2, timeout=60)
+        wait_until(lambda: gpus.count("mappings", "reader") == 2)
         wait_for_copies(sidecar, 0)
         survivor.store_by_sidecar([2], [ROW])
         assert reader_of(gpus) == reader
@@ -202,7 +202,5 @@ def test_repeated_attaches_leak_nothing(gpus):
         (after,) = wait_until(lambda: gpus.processes("reader"))
         names = ("pid", "contexts", "mappings", "streams", "events", "pins", "pinned_bytes")
         assert {name: after[name] for name in names} == {name: before[0][name] for name in names}
-        sidecar.wait_until(
-            lambda stats: stats["num_clients"] == {"attached": 2, "quarantined": 0}, timeout=60
-        )
+        sidecar.wait_until(lambda stats: stats["num_clients"] == {"attached": 2, "quarantined": 0})
         assert open_descriptors(sidecar) < descriptors + 10, "gRPC and HTTP may open some"

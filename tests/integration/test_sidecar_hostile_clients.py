@@ -145,7 +145,7 @@ def test_connections_without_end_leave_no_descriptors_behind(honest):
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(honest.socket_path)
             connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
-    wait_until(lambda: process.num_fds() < before + num_connections // 10, timeout=60)
+    wait_until(lambda: process.num_fds() < before + num_connections // 10)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_silent_connections_are_few_and_are_closed(honest, first_bytes):
         assert process.num_fds() - num_fds <= MAX_CONNECTIONS + 2  # two to answer /stats and to accept
         store(session, 1)
         assert resident_bytes(honest) - num_bytes < 1000 * MAX_CONNECTION_BYTES
-        wait_until(lambda: process.num_fds() <= num_fds + 1, timeout=60)
+        wait_until(lambda: process.num_fds() <= num_fds + 1)
 
 
 def test_streams_without_hello_are_ended(honest):
@@ -182,7 +182,7 @@ def test_streams_without_hello_are_ended(honest):
         finally:
             silence.set()
     refused = f'lmcache_rpcs_total{{code="DEADLINE_EXCEEDED",method="Attach"}} {num_streams}.0'
-    assert refused in honest.get("/metrics")
+    wait_until(lambda: refused in honest.get("/metrics"))  # a call is counted after its answer
 
 
 def test_calls_of_one_connection_are_limited(honest):
