@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import numpy as np
+import pytest
 
 from lmcache.cuda.copies import CopyBatch
 from lmcache.cuda.errors import CudaError
 from lmcache.cuda.pins import Pins
-from testing import cuda_memory
+from testing import cuda, cuda_memory
 from testing.cuda_memory import pages
 from testing.cuda_peers import open_context, peer
 
 SIZE = 1 << 20
 DATA = np.random.default_rng(0).bytes(SIZE)
+
+
+@pytest.fixture
+def node() -> Iterator[cuda.Node]:
+    with cuda.node() as node:
+        yield node
 
 
 def failure(state, function, *arguments):

@@ -12,7 +12,7 @@ import pytest
 from lmcache.cuda.copies import CopyBatch
 from lmcache.cuda.driver import Event, Stream
 from lmcache.cuda.pins import Pins
-from testing import cuda, cuda_peers
+from testing import cuda_peers
 from testing.cuda_memory import pages
 from testing.cuda_peers import open_context, peer
 from tests.harness.simulated_gpu import (
@@ -23,14 +23,13 @@ from tests.harness.simulated_gpu import (
     failure,
     free_bytes,
     held,
+    node,
     submit,
 )
 
+__all__ = ["node"]
 
-@pytest.fixture
-def node():
-    with cuda.node() as node:
-        yield node
+pytestmark = pytest.mark.rotating  # these tests are about the simulation
 
 
 # ---- copies ----

@@ -13,13 +13,11 @@ from lmcache.cuda.driver import Device
 from testing import cuda, cuda_memory, cuda_peers
 from testing.cuda import GPU, MIG_SLICE, OTHER_GPU
 from testing.cuda_peers import open_context, peer
-from tests.harness.simulated_gpu import DATA, SIZE, failure, free_bytes
+from tests.harness.simulated_gpu import DATA, SIZE, failure, free_bytes, node
 
+__all__ = ["node"]
 
-@pytest.fixture
-def node():
-    with cuda.node() as node:
-        yield node
+pytestmark = pytest.mark.rotating  # these tests are about the simulation
 
 
 # ---- devices ----

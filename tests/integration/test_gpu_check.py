@@ -6,8 +6,12 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from testing import cuda
 from testing.child_process import REPOSITORY
+
+pytestmark = pytest.mark.rotating
 
 
 def check(*arguments, **environment):

@@ -52,8 +52,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str,
                     engine.run()
                     engine.forget()
             wait_reported(engine)
-            sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
-            sidecar.wait_until(lambda stats: stats["causes"]["prompt_tokens"] >= 6 * len(TOKENS))
+            sidecar.settled()
             pages = {path: sidecar.get(path) for path in PAGES}
             pages["OpenMetrics"] = open_metrics(sidecar)
         yield {**pages, "log": sidecar.log}, folder / "disk"

@@ -134,9 +134,9 @@ def test_sidecar_with_stay_up_serves_until_its_secret_appears(tmp_path):
             pass
         with SidecarProcess(stay_up="true", **options) as sidecar, session_of(sidecar) as session:
             store(session, 1)
-            sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"], timeout=90)
+            sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
             assert sidecar.stats()["is_ready"]
             assert f"--remote-password-file: {file} can't be read: no such file" in sidecar.log
             file.parent.mkdir()
             file.write_text("new\n")
-            sidecar.wait_until(lambda stats: stats["remote"]["written"] == 1, timeout=90)
+            sidecar.wait_until(lambda stats: stats["remote"]["written"] == 1)

@@ -1,4 +1,7 @@
-"""Independent servers as shards: lost shards, recovered shards, added shards."""
+"""Independent servers as shards: rows spread over them, lost shards, threads, usage.
+
+``test_remote_shards_model`` shows which rows are found while the shard list and the servers change.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ import pytest
 
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
-from lmcache.tiers.header import PART_BYTES
 from lmcache.tiers.remote.address import Address, parse_endpoints
 from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.remote.topology import ShardList
@@ -123,20 +125,6 @@ def test_lost_shard_costs_only_its_own_rows(remote, servers, fault, monkeypatch)
     assert is_loaded(remote, lost_key)
 
 
-def test_shards_replaced_in_turn_cost_each_row_one_hit(remote, servers):
-    """Shards whose memory changes are replaced in turn. Each restarts empty and fills before the next one."""
-    fill(remote, 1)
-    for server in servers:
-        share = server.client.dbsize()
-        server.restart()
-        hits = [is_loaded(remote, key) for key in KEYS]
-        assert hits.count(False) == share < len(KEYS)
-        fill(remote, 1)  # engines compute missed rows and store them again
-        assert all(is_loaded(remote, key) for key in KEYS)
-    assert remote.stats.misses == len(KEYS)
-    assert remote.stats.failures == 0
-
-
 def test_tier_is_available_again_with_one_of_its_shards(remote, servers):
     fill(remote, 1)
     for server in servers:
@@ -156,42 +144,6 @@ def test_tier_is_available_again_with_one_of_its_shards(remote, servers):
     assert not remote.health.is_open
     fill_results = [remote.store(ObjectId(key, 0), memoryview(payload_of(key, 0))) for key in KEYS]
     assert fill_results.count(True) == servers[1].client.dbsize() > 0
-
-
-def test_scale_out_reads_the_previous_owner_until_the_window_ends(servers):
-    old, new = [name_of(server) for server in servers[:2]], [name_of(server) for server in servers]
-    remote = tier_of(f"redis://{','.join(old)}")
-    fill(remote)
-    remote.set_shards(shard_list(new, old, until=time.time() + 900))
-    assert remote.probe(KEYS, 2) == len(KEYS)
-    assert all(is_loaded(remote, key, 1) for key in KEYS)
-    assert servers[2].client.dbsize() == 0
-    remote.touch(KEYS, 2)
-    # Stores go to the current owner: rows that are stored again have moved.
-    fill(remote)
-    num_moved = servers[2].client.dbsize()
-    assert 0 < num_moved < len(KEYS) * 0.7
-    servers[2].client.flushall()
-    remote.set_shards(shard_list(new, old, until=time.time() - 1))
-    hits = sum(is_loaded(remote, key) for key in KEYS)
-    assert hits == len(KEYS) - num_moved
-    remote.close()
-
-
-def test_scale_in_survives_the_death_of_the_removed_shard(remote, servers):
-    fill(remote)
-    remaining, all_names = (
-        [name_of(server) for server in servers[:2]],
-        [name_of(server) for server in servers],
-    )
-    remote.set_shards(shard_list(remaining, all_names, until=time.time() + 900))
-    assert remote.probe(KEYS, 2) == len(KEYS)
-    servers[2].kill()
-    hits = sum(is_loaded(remote, key) for key in KEYS)
-    assert 0 < hits < len(KEYS)
-    fill(remote)
-    assert remote.probe(KEYS, 2) == len(KEYS)
-    assert not remote.health.is_open
 
 
 def test_threads_share_the_tier_while_shards_die_and_change(remote, servers):
@@ -266,10 +218,3 @@ def test_servers_report_their_usage_and_residence(servers):
     remote.check()
     assert "refused" in remote.servers()[0]["problem"]
     remote.close()
-
-
-def test_columns_of_several_parts_are_read_back(remote):
-    payload = pattern(2 * PART_BYTES + 5)
-    assert remote.store(ObjectId(KEYS[0], 0), memoryview(payload))
-    assert load(remote, key=KEYS[0]) == payload
-    remote.touch(KEYS, 1)

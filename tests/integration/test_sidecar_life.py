@@ -96,22 +96,6 @@ def test_socket_of_a_dead_sidecar_is_replaced(sidecar, connect):
     attached(connect())
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"socket": "missing/s.sock"}, "is not a directory"),
-        ({"arena": "missing/a"}, r"--arena: .*missing is not a directory"),
-        ({"memory_size": "900Ti"}, r"needs \d+|need"),
-        ({"socket": "/tmp/" + "s" * 120}, "at most 107"),
-    ],
-)
-def test_unusable_option_exits_with_one_line_and_status_2(options, sentence):
-    log = refusal(**options)
-    lines = [line for line in log.splitlines() if line.startswith("lmcache-sidecar: error: ")]
-    assert len(lines) == 1
-    assert re.search(sentence, lines[0]), lines[0]
-
-
 def test_file_that_is_not_a_socket_is_not_removed(tmp_path):
     (tmp_path / "s.sock").write_text("precious")
     assert "exists and is not a socket" in refusal(socket=tmp_path / "s.sock")

@@ -7,6 +7,8 @@ import pytest
 from benchmarks import tenants
 from benchmarks.tenants import BOTH, FLOOD, LOAD, QUIET, STORE, Sizes
 
+pytestmark = pytest.mark.rotating
+
 SIZES = Sizes(
     row_bytes=256 << 10,
     arena=64,

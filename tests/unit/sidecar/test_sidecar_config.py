@@ -271,13 +271,15 @@ def test_help_names_every_option_and_its_variable(capsys):
     [
         (["--memory-size", "big"], "--memory-size: 'big' is not a size"),
         (["--socket", "/nowhere/x.sock"], "--socket: /nowhere is not a directory"),
+        (["--arena", "/nowhere/arena"], "--arena: /nowhere is not a directory"),
+        (["--memory-size", "900Ti"], "need"),
         (["--memory-sise=S3cr3t"], "argument --memory-sise is unknown"),
         (["--memory-size"], "expected one argument"),
     ],
 )
-def test_mistake_prints_a_line_and_exits_with_2(capsys, monkeypatch, arguments, sentence):
+def test_mistake_prints_a_line_and_exits_with_2(capsys, monkeypatch, tmp_path, arguments, sentence):
     monkeypatch.delenv("LMCACHE_CONFIG", raising=False)
-    assert main(["serve", *arguments]) == 2
+    assert main(["serve", "--socket", str(tmp_path / "s"), "--arena", str(tmp_path / "a"), *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("lmcache-sidecar: error: ")
     assert error.count("\n") == 1
