@@ -15,8 +15,8 @@ from lmcache_operator.specs.names import INJECT_LABEL, STOCK_IMAGES
 
 from testing.kube.api import ApiError, Object
 from testing.kube.cluster import Cluster
-from testing.kube.operator import CLUSTERS, CRDS, RELEASE, SYSTEM_NAMESPACE, Operator
-from tests.harness.kube import alone, install, new_namespace, since
+from testing.kube.operator import CLUSTERS, RELEASE, SYSTEM_NAMESPACE, Operator
+from tests.harness.kube import install, new_namespace, since
 from tests.harness.operator_injection import NAME, deployment, pod, pod_with, pods, refused_pods, sglang_pod
 from tests.harness.operator_model import MINIMAL_SPEC
 from tests.harness.scope import examples
@@ -63,22 +63,10 @@ def wait_for_policy(plane: Cluster, namespace: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def plane() -> Iterator[Cluster]:
-    """A control plane of this module: a test uninstalls the chart and installs it again."""
-    with Cluster(crds=CRDS) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def operator_process(plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
-    with alone(plane, install(plane), tmp_path_factory.mktemp("operator")) as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
 def home(plane: Cluster, operator_process: Operator) -> Iterator[str]:
     """A namespace whose pods get a cache, with a warning for pods that are not restricted."""
-    operator_process.start()
+    if not operator_process.is_running:
+        operator_process.start()
     with new_namespace(plane, "home", **{"pod-security.kubernetes.io/warn": "restricted"}) as namespace:
         plane.api.create(CLUSTERS, profile_only(**CLAIMS), namespace)
         wait_for_policy(plane, namespace)
@@ -264,3 +252,4 @@ def test_reinstalled_chart_injects_again(plane, home, operator_process):
         wait_for_policy(plane, namespace)
         plane.api.delete(CLUSTERS, NAME, namespace)
         plane.wait(lambda: not has_cache(dry_run(plane, namespace, pod())))
+    operator_process.forgive()

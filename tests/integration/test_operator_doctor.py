@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 from contextlib import ExitStack
 
 import pytest
@@ -19,9 +18,9 @@ from testing.kube.cluster import Cluster
 from testing.kube.operator import CRDS
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.kube import CLUSTERS, NAME, example
-from tests.harness.plugin import Plugin, create_pod, kubeconfig_with
+from tests.harness.plugin import Commands, create_pod, kubeconfig_with
 
-pytestmark = [pytest.mark.kube, pytest.mark.usefixtures("no_operator")]
+pytestmark = pytest.mark.kube
 
 READ = {"apiGroups": ["lmcache.io"], "resources": ["lmcacheclusters"], "verbs": ["get", "list"]}
 LIST_PODS = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}
@@ -30,23 +29,11 @@ REDIS = {"remote": {"external": {"url": "redis://redis.cache:6379"}}}
 
 
 @pytest.fixture
-def quiet(operator_process):
-    """No operator runs, so that no controller changes the pods of a test."""
-    if operator_process.is_running:
-        operator_process.kill()
-
-
-@pytest.fixture
-def kubectl(plane, chart, quiet, namespace, tmp_path):
-    return Plugin(plane, tmp_path, namespace)
-
-
-@pytest.fixture
-def doctor(kubectl):
+def doctor(plane, chart, no_operator, namespace):
     """Run doctor. Returns its exit status, and level and statement by check."""
 
     def run(*argv):
-        shown = kubectl("doctor", "-o", "json", *argv)
+        shown = Commands(plane, namespace)("doctor", "-o", "json", *argv)
         assert shown.stderr == ""
         checks = json.loads(shown.stdout)["checks"]
         return shown.returncode, {each["check"]: (each["level"], each["statement"]) for each in checks}
@@ -64,14 +51,15 @@ def is_served(plane):
     return False
 
 
-def test_healthy_installation_has_no_failure(doctor, kubectl, plane, namespace):
+def test_healthy_installation_has_no_failure(doctor, plane, namespace):
+    lmcache = Commands(plane, namespace)
     with SidecarProcess(http_host="0.0.0.0") as sidecar:
         create_cluster(plane, namespace, engine={"replicas": 1})
         create_pod(plane, namespace, NAME, 0, port=sidecar.http_port)
         mark = plane.mark()
         status, checks = doctor()
         assert plane.written_since(mark, by="admin", namespace=namespace) == []
-        shown = kubectl("doctor", NAME)
+        shown = lmcache("doctor", NAME)
     for check in (
         "kubernetesVersion", "crd:lmcacheclusters", "crd:lmcacheprofiles", "operator", "versions", "clocks",
         "watchedNamespace", "userRights", "operatorRights", "spec", "podSecurity", "resourceQuota",
@@ -88,7 +76,7 @@ def test_healthy_installation_has_no_failure(doctor, kubectl, plane, namespace):
     assert first.startswith(f"FAILURE {namespace}/{NAME} sidecars: The engine serves without the cache.")
     assert "-> Read the lines of LMCache in its log." in f"{second} {third}"
     assert "\x1b" not in shown.stdout
-    assert yaml.safe_load(kubectl("doctor", "-o", "yaml").stdout)["version"] == 1
+    assert yaml.safe_load(lmcache("doctor", "-o", "yaml").stdout)["version"] == 1
 
 
 @pytest.mark.vllm
@@ -108,43 +96,28 @@ def test_engine_and_its_sidecar_are_checked(doctor, plane, namespace, tmp_path):
         _, checks = doctor(NAME)
     assert checks["sidecars"] == ("ok", "Sidecars that are ready and in use: 1.")
     assert checks["engineVersion"] == ("ok", f"The engines run vLLM {vllm_version}.")
+    text = "Servers with an allkeys policy and a memory limit of 64Mi: 1."
+    assert checks["remoteSettings"] == ("ok", text)
     assert checks["engineSettings"] == ("ok", "Prefix caching is on. A block has 32 tokens.")
     for check in ("engineArguments", "privateKeys", "sidecarVersions", "remoteReachable", "remoteRefusals"):
         assert checks[check][0] == "ok", checks[check]
 
 
-@pytest.mark.parametrize(
-    ("policy", "level", "text"),
-    [
-        ("noeviction", "failure", "The eviction policy is noeviction: a full server refuses new rows."),
-        ("allkeys-lru", "ok", "Servers with an allkeys policy and a memory limit of 64Mi: 1."),
-    ],
-)
-def test_eviction_policy_of_redis_is_checked(doctor, plane, namespace, policy, level, text):
+def test_policy_and_end_of_redis_are_found(doctor, plane, namespace):
     with ExitStack() as stack:
-        options = {"maxmemory": "64mb", "maxmemory-policy": policy}
-        server = stack.enter_context(RedisProcess(**options))
+        server = stack.enter_context(RedisProcess(maxmemory="64mb", maxmemory_policy="noeviction"))
         sidecar = stack.enter_context(SidecarProcess(http_host="0.0.0.0", remote_url=server.url))
         sidecar.wait_until(lambda stats: stats["remote"]["servers"][0].get("policy"))
         create_cluster(plane, namespace, tiers={"memory": {"size": "1Gi"}, **REDIS})
         create_pod(plane, namespace, NAME, 0, port=sidecar.http_port)
-        _, checks = doctor(NAME)
-        assert checks["remoteSettings"][0] == level
-        assert checks["remoteSettings"][1].startswith(text)
-        assert checks["remoteReachable"][0] == "ok"
-        # On a busy machine, the first answers of Redis are late.
-        plane.wait(lambda: doctor(NAME)[1]["remoteLatency"][0] == "ok")
-
-
-def test_unreachable_redis_is_a_failure(doctor, plane, namespace):
-    url = f"redis://127.0.0.1:{free_port()}/0"
-    with SidecarProcess(http_host="0.0.0.0", remote_url=url) as sidecar:
+        level, statement = doctor(NAME)[1]["remoteSettings"]
+        assert level == "failure"
+        assert statement.startswith("The eviction policy is noeviction: a full server refuses new rows.")
+        server.kill()
         sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
-        create_cluster(plane, namespace, tiers={"memory": {"size": "1Gi"}, **REDIS})
-        create_pod(plane, namespace, NAME, 0, port=sidecar.http_port)
         level, statement = doctor(NAME)[1]["remoteReachable"]
-    assert level == "failure"
-    assert "onnection refused" in statement
+        assert level == "failure"
+        assert "onnection" in statement
 
 
 def test_limits_of_the_namespace_are_checked(doctor, plane, namespace):
@@ -171,47 +144,27 @@ def test_limits_of_the_namespace_are_checked(doctor, plane, namespace):
     ("name", "rules", "status", "check", "right"),
     [
         ("blind", [], 2, "clusters", "list lmcacheclusters.lmcache.io"),
-        ("few", [READ], 0, "sidecars", "list pods"),
-        ("some", [READ, LIST_PODS], 0, "sidecars", "get pods/proxy"),
+        # A user who reads the sidecar sees that no engine is attached.
         ("reader", [READ, LIST_PODS, GET_PROXY], 1, "operator", "list deployments.apps"),
     ],
 )
-def test_missing_right_is_named(kubectl, plane, namespace, name, rules, status, check, right):
+def test_missing_right_is_named(plane, namespace, no_operator, name, rules, status, check, right):
     with SidecarProcess(http_host="0.0.0.0") as sidecar:
         create_cluster(plane, namespace)
         create_pod(plane, namespace, NAME, 0, port=sidecar.http_port)
-        kubeconfig = kubeconfig_with(plane, namespace, name, rules)
-        shown = kubectl("doctor", "-o", "json", "--kubeconfig", kubeconfig)
+        lmcache = Commands(plane, namespace, kubeconfig_with(plane, namespace, name, rules))
+        shown = lmcache("doctor", "-o", "json")
     checks = {each["check"]: each for each in json.loads(shown.stdout)["checks"]}
     assert (checks[check]["level"], checks[check]["missingRight"]) == ("unknown", right)
     assert checks["kubernetesVersion"]["level"] == "ok"
-    # A user who reads the sidecar sees that no engine is attached.
     assert shown.returncode == status
 
 
-def test_unknown_cluster_is_an_error(kubectl, namespace):
-    shown = kubectl("doctor", "nobody")
-    assert shown.returncode == 2
-    assert f"there is no LMCacheCluster nobody in namespace {namespace}" in shown.stderr
-
-
-def test_sidecars_that_hang_are_counted(kubectl, plane, namespace):
-    create_cluster(plane, namespace)
-    with socket.create_server(("0.0.0.0", 0)) as silent:  # accepts, and never answers
-        for number in range(100):
-            create_pod(plane, namespace, NAME, number, port=silent.getsockname()[1])
-        shown = kubectl("doctor", "-o", "json")
-    about = [each for each in json.loads(shown.stdout)["checks"] if each["check"] == "sidecars"]
-    # On a busy machine, the time may end before any pod's.
-    assert {each["level"] for each in about} <= {"warning", "unknown"}
-    assert all(" of 100 " in each["statement"] for each in about)
-    assert 1 <= len(about) <= 3
-
-
-def test_missing_and_old_definitions_are_found(tmp_path):
+@pytest.mark.rotating
+def test_missing_and_old_definitions_are_found():
     with Cluster() as plane:
-        kubectl = Plugin(plane, tmp_path, "default")
-        shown = kubectl("doctor")
+        lmcache = Commands(plane, "default")
+        shown = lmcache("doctor")
         assert shown.returncode == 1
         text = " ".join(shown.stdout.split())
         assert "The API server has no LMCacheClusters." in text
@@ -232,7 +185,7 @@ def test_missing_and_old_definitions_are_found(tmp_path):
             "spec": {"containers": [{"name": "c", "image": "i"}]},
         }
         plane.api.create("v1/pods", pod, "default")
-        shown = kubectl("doctor")
+        shown = lmcache("doctor")
         assert shown.stderr == ""
         text = " ".join(shown.stdout.split())
         assert "is of another version: it lacks spec.tiers.disk, and 5 more." in text

@@ -177,6 +177,7 @@ def test_terminated_leader_releases_the_lease(pair):
     print_seconds("SIGTERM of the leader", lambda: pair.leader(but=leader))
 
 
+@pytest.mark.rotating
 def test_deleted_or_emptied_lease_is_restored(pair):
     path = pair.plane.api.path(LEASES, SYSTEM_NAMESPACE, LEASE)
     pair.wait_until_held()
@@ -194,6 +195,7 @@ def test_deleted_or_emptied_lease_is_restored(pair):
         pair.wait_until_held()
 
 
+@pytest.mark.rotating
 def test_frozen_leader_writes_nothing_after_it_thaws(pair):
     leader = pair.leader()
     leader.freeze()
@@ -206,6 +208,7 @@ def test_frozen_leader_writes_nothing_after_it_thaws(pair):
     pair.leader(but=leader)
 
 
+@pytest.mark.rotating
 def test_standby_takes_over_although_the_lease_names_an_unknown_holder(pair):
     leader = pair.leader()
     leader.kill()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ DATA_PAGES = ("/metrics", "/stats", "/samples", "/requests")
 
 
 class Place(NamedTuple):
-    """A namespace with the ServiceAccounts sidecar, reader and poor, and the files of the sidecar's pod."""
+    """A namespace with ServiceAccounts, and the files of the sidecar's pod."""
 
     plane: Cluster
     namespace: str
@@ -57,18 +56,24 @@ class Place(NamedTuple):
         body = {"metadata": {"name": name}, "roleRef": reference, "subjects": [subject]}
         self.plane.api.create(BINDINGS, body)
 
+    def mount(self, account: str) -> None:
+        """Write the files that a pod with this ServiceAccount has."""
+        (self.files / "token").write_text(self.token(account, ""))
+        (self.files / "ca.crt").write_bytes(self.plane.ca.read_bytes())
 
-@pytest.fixture
-def place(plane: Cluster, chart: str, tmp_path: Path) -> Iterator[Place]:
-    with new_namespace(plane, f"pages-{time.monotonic_ns()}") as namespace:
-        for account in ("sidecar", "reader", "poor"):
+
+@pytest.fixture(scope="module")
+def place(plane: Cluster, chart: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    roles = {"reader": READER, "leaver": READER, "sidecar": DELEGATOR}
+    with new_namespace(plane, "pages") as namespace:
+        made = Place(plane, namespace, tmp_path_factory.mktemp("sidecar"))
+        for account in (*roles, "poor", "unbound"):
             plane.api.create("v1/serviceaccounts", {"metadata": {"name": account}}, namespace)
-        made = Place(plane, namespace, tmp_path)
-        (tmp_path / "token").write_text(made.token("sidecar", ""))
-        (tmp_path / "ca.crt").write_bytes(plane.ca.read_bytes())
-        made.bind(READER, "reader")
+        for account, role in roles.items():
+            made.bind(role, account)
+        made.mount("sidecar")
         yield made
-        for account in ("sidecar", "reader"):
+        for account in (*roles, "unbound"):
             plane.api.delete(BINDINGS, f"{namespace}-{account}")
 
 
@@ -90,12 +95,14 @@ def status_of(sidecar: SidecarProcess, path: str, token: str = "", host: str = "
         return error.code
 
 
-def test_pages_are_shown_to_accounts_with_the_right_only(place: Place) -> None:
-    with sidecar_of(place) as sidecar:
+def test_pages_are_shown_to_accounts_with_the_right_only(place: Place, tmp_path: Path) -> None:
+    unbound = place._replace(files=tmp_path)
+    unbound.mount("unbound")
+    with sidecar_of(unbound) as sidecar:
         good = place.token("reader")
         assert status_of(sidecar, "/metrics", good) == 503  # the sidecar may not create reviews yet
         assert "bind the ClusterRole system:auth-delegator" in sidecar.log
-        place.bind(DELEGATOR, "sidecar")
+        place.bind(DELEGATOR, "unbound")
         # The API server learns of the binding soon, and no failure is cached.
         place.plane.wait(lambda: status_of(sidecar, "/metrics", good) == 200)
         assert [status_of(sidecar, path) for path in DATA_PAGES] == [401] * 4
@@ -110,7 +117,6 @@ def test_pages_are_shown_to_accounts_with_the_right_only(place: Place) -> None:
 
 
 def test_prometheus_scrapes_with_a_token_in_a_file(place: Place, tmp_path: Path) -> None:
-    place.bind(DELEGATOR, "sidecar")
     file = tmp_path / "scrape-token"
     file.write_text(place.token("poor"))
     with sidecar_of(place) as sidecar:
@@ -134,7 +140,6 @@ def test_prometheus_scrapes_with_a_token_in_a_file(place: Place, tmp_path: Path)
 def test_operator_reads_its_pages_with_a_token_that_is_useless_elsewhere(
     place: Place, tmp_path: Path
 ) -> None:
-    place.bind(DELEGATOR, "sidecar")
     file = tmp_path / "operator-token"
     account = SYSTEM_NAMESPACE, SERVICE_ACCOUNT
 
@@ -158,8 +163,7 @@ def test_operator_reads_its_pages_with_a_token_that_is_useless_elsewhere(
 
 
 def test_deleted_account_is_refused_when_the_result_expires(place: Place) -> None:
-    place.bind(DELEGATOR, "sidecar")
-    token = place.token("reader")
+    token = place.token("leaver")
 
     def result(reviews: TokenReviews) -> int:
         page = asyncio.run(reviews.refusal("/metrics", token))
@@ -176,14 +180,13 @@ def test_deleted_account_is_refused_when_the_result_expires(place: Place) -> Non
     place.plane.wait(lambda: ask(at_once) == 200)
     cached = TokenReviews(str(place.files), place.environ, Timing(60, 3600, 3600))
     assert result(cached) == 200
-    place.plane.api.delete("v1/serviceaccounts", "reader", place.namespace)
+    place.plane.api.delete("v1/serviceaccounts", "leaver", place.namespace)
     place.plane.wait(lambda: ask(at_once) == 401)  # the API server itself caches tokens for ten seconds
     assert result(cached) == 200
     cached.close()
 
 
 def test_stopped_api_server_shows_no_page_and_stops_no_engine(place: Place) -> None:
-    place.bind(DELEGATOR, "sidecar")
     unstarted = sidecar_of(place)
     unstarted.environment["KUBERNETES_SERVICE_PORT"] = "1"  # nothing listens there
     with unstarted as sidecar:

@@ -65,16 +65,11 @@ def test_page_is_readable_and_asks_no_network(browser, report, viewport, scheme)
         assert page.get_by_text(text).first.is_visible(), text
     assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
     assert page.evaluate(INVISIBLE) == []
-    assert page.locator("svg").count() == 6
+    boxes = [picture.bounding_box() for picture in page.locator("svg").all()]
+    assert len(boxes) == 6
+    assert all(box["x"] >= 0 and box["x"] + box["width"] <= viewport["width"] for box in boxes)
     page.context.close()
     assert problems == []
-
-
-def test_picture_is_inside_the_page_on_a_phone(browser, report) -> None:
-    page = opened(browser, report, [], viewport=PHONE)
-    boxes = [picture.bounding_box() for picture in page.locator("svg").all()]
-    assert all(box["x"] >= 0 and box["x"] + box["width"] <= PHONE["width"] for box in boxes)
-    page.context.close()
 
 
 def test_long_names_do_not_widen_the_page(browser, tmp_path) -> None:

@@ -123,11 +123,9 @@ def test_server_that_does_not_listen_is_reported_without_the_password(world) -> 
     assert "secret" not in problem
 
 
-def test_server_that_never_answers_costs_less_than_five_seconds(world) -> None:
+def test_server_that_never_answers_is_reported(world) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        before = time.monotonic()
         problem = world.read(f"http://127.0.0.1:{listener.getsockname()[1]}").problem
-        assert time.monotonic() - before < 30  # 4 s on a machine that does nothing else
     assert f"did not answer within {SECONDS:g} s" in problem
 
 

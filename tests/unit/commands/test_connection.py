@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,12 +128,10 @@ def test_server_that_is_no_api_server_is_an_error(kubeconfig, capsys, words: lis
 
 
 @pytest.mark.parametrize("words", [["status", "demo"], ["status"], ["top", "--once"], ["doctor"]])
-def test_api_server_that_hangs_is_an_error_within_five_seconds(kubeconfig, capsys, words: list[str]) -> None:
+def test_api_server_that_hangs_is_an_error(kubeconfig, capsys, words: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         lead_to(kubeconfig, f"http://127.0.0.1:{silent.getsockname()[1]}")
-        began = time.monotonic()
         assert main(words) == 2
-    assert time.monotonic() - began < 15  # 4 s on a machine that does nothing else
     assert "no answer within" in capsys.readouterr().err
 
 

@@ -98,11 +98,11 @@ def test_controllers_are_started_again_and_an_ended_api_server_is_reported(tmp_p
         scheduler.argv = ended
         os.kill(scheduler.pid, signal.SIGKILL)
         with pytest.raises(ProcessDied, match="kube-scheduler exited with 1"):
-            wait_for(cluster.check, 30)
+            wait_for(cluster.check)
         scheduler.wait()
         os.kill(cluster.components["kube-apiserver"].pid, signal.SIGKILL)
         with pytest.raises(ProcessDied, match="kube-apiserver"):
-            wait_for(cluster.check, 30)
+            wait_for(cluster.check)
         cluster.components["kube-apiserver"].wait()
     finally:
         cluster.stop()
