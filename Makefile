@@ -5,9 +5,11 @@ E2E := tests/e2e
 # Three test files run at once: two compute, and one mostly waits for Kubernetes. If you have more cores, run
 # make test TEST_WORKERS=5
 TEST_WORKERS ?= 3
-PYTEST := $(PY) -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
+PYTEST = $(PY) -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
 export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
+# The environment may forbid writing bytecode. Each process would then compile the project's modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Tests of the documentation and of packages. `make test` runs a third of these files, `make test-docs` all.
 DOCS_TESTS := $(wildcard tests/integration/test_docs_*.py) tests/integration/test_plugin_archive.py \
@@ -23,6 +25,9 @@ help: ## show this list
 
 setup: ## install what the other targets need (safe to repeat)
 	@tools/setup.sh
+
+setup-light: ## install what most unit tests need, without torch, vLLM and servers (half a minute)
+	@tools/setup.sh light
 
 kube: setup ## build the Kubernetes binaries into the cache directory (once, 6-8 min)
 	@$(PY) -m tools.kube.binaries
@@ -58,7 +63,12 @@ e2e: setup sglang ## test chart, operator and engines as pods of a real kubelet 
 	@$(PY) -m tools.images
 	@$(PY) -m testing.node $(PY) -m pytest -v --durations=8 $(E2E)
 
-test-fast: setup ## run the unit tests, about a minute
+# Unit tests compute and do not wait.
+test-fast test-light: TEST_WORKERS = $(shell nproc)
+test-fast: setup ## run the unit tests, 3 minutes
+	@$(PYTEST) tests/unit
+
+test-light: setup-light ## run the unit tests that need neither torch nor vLLM, and skip the others
 	@$(PYTEST) tests/unit
 
 test-changed: setup ## run the tests that your change may break; of all commits since REV: make test-changed BASE=REV

@@ -13,6 +13,6 @@ pytest_plugins = [
     "tests.harness.distribution",
     "tests.harness.kube",
     "tests.harness.leaks",
+    "tests.harness.light",
     "tests.harness.scope",
-    "tests.harness.second_attempts",
 ]

