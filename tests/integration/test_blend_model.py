@@ -23,8 +23,9 @@ def model():
 def test_divergence_falls_as_the_recompute_ratio_grows(model):
     ratios = (0, 0.15, 0.5, 1)
     cases, facts = little_cases(NUM_PROMPTS)
-    comparisons = compared(model, cases, selections(ratios))
     names = [name_of("largest deviation", ratio) for ratio in ratios]
+    ways = {name: way for name, way in selections(ratios).items() if name in (NAIVE, *names)}
+    comparisons = compared(model, cases, ways)
     means = [np.mean(comparisons[name].divergence) for name in (NAIVE, *names)]
     assert all(before > after for before, after in pairwise(means))
     assert means[2] <= 0.2 * means[1]
