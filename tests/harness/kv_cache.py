@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache.storage_backend.abstract_backend import LMCBackendInterface
 from lmcache.utils import CacheEngineKey, KVCache
+from tests.harness.loops import in_threads
 
 LAYERS, HEADS, HEAD_SIZE, CHUNK = 4, 2, 32, 16  # a full chunk has four pages
 FORMATS = ("vllm", "huggingface")
@@ -95,13 +94,11 @@ class DictBackend(LMCBackendInterface):
 
 
 def used_by_threads(use: Callable[[int, torch.Generator], None]) -> None:
-    """Call ``use`` repeatedly from 8 threads, each with its number and its own random generator."""
-    end = time.monotonic() + 0.5
+    """Call ``use`` 50 times from each of 8 threads, with its number and its own random generator."""
 
     def work(number: int) -> None:
         generator = torch.Generator().manual_seed(number)
-        while time.monotonic() < end:
+        for _ in range(50):
             use(number, generator)
 
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(work, range(8)))
+    in_threads(work, range(8))

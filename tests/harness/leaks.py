@@ -145,7 +145,7 @@ class LeakGuard:
         self._allowed = Resources.held()
         self._openers = Openers()
         self._module: object = None
-        self._failed: set[str] = set()  # tests of the module whose last attempt failed
+        self._failed: set[str] = set()  # tests of the module that failed
         self._is_full = False  # the process had too many descriptors before the module
 
     @pytest.hookimpl(wrapper=True)
@@ -169,13 +169,8 @@ class LeakGuard:
     def pytest_runtest_makereport(
         self, item: pytest.Item
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Record whether a test has failed: pytest keeps its frames, and they hold what the test opened.
-
-        A failed test may run again. Only its last attempt counts.
-        """
+        """Record whether a test has failed: pytest keeps its frames, and they hold what the test opened."""
         report = yield
-        if report.when == "setup":
-            self._failed.discard(item.nodeid)
         if report.failed:
             self._failed.add(item.nodeid)
         return report
@@ -256,7 +251,8 @@ def _command(process: Path) -> str:
         state = (process / "stat").read_text().rpartition(")")[2].split()[0]
         if command or state == "Z":
             return command
-        time.sleep(0.001)  # between two programs: the next command line is not set yet
+        # Between two programs, the next command line is not set yet.
+        time.sleep(0.001)  # real time: polls
 
 
 def _note_shared_memory(event: str, args: tuple[Any, ...]) -> None:

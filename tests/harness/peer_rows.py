@@ -15,7 +15,7 @@ from lmcache.tiers.remote.address import Endpoint
 
 PREFIX = "lmc1"
 NAMESPACE = b"n" * KEY_BYTES
-PATIENT = 30.0
+PATIENT = 60.0
 
 
 def key(number):

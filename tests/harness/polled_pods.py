@@ -84,7 +84,7 @@ class Rig:
     async def until(self, condition: Callable[[], Any], **spec: Any) -> Any:
         async with asyncio.timeout(PATIENCE):
             while not (value := condition()):  # noqa: ASYNC110 - the condition has no event
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.01)  # real time: polls
         return value
 
     def memory(self) -> Any:

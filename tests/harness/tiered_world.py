@@ -225,7 +225,7 @@ class World:
     async def until_resident(self, keys: list[bytes]) -> LookupResult:
         result = self.lookup(keys)
         while result.num_resident < len(keys):
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.001)  # real time: polls
             result = self.lookup(keys)
         for key, slot in zip(keys, self.slots(keys), strict=True):
             for column in range(NUM_COLUMNS):
@@ -241,7 +241,7 @@ def slots_of(store: TieredStore, keys: list[bytes]) -> list[Slot]:
 async def until(condition) -> None:
     async with asyncio.timeout(TIMEOUT_SECONDS):
         while not condition():  # noqa: ASYNC110 (the condition has no event)
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.001)  # real time: polls
 
 
 def run(test=None, **options):

@@ -95,7 +95,7 @@ async def test_silent_reader_is_killed_but_not_because_the_sidecar_slept():
     reader, other_end = await reader_of(process)
     reader.ask(Kind.COPY, 1, b"", Kind.COPIED, 0.05)
     other_end.sendall(messages.pack(Kind.COPIED, 1))
-    time.sleep(0.3)  # noqa: ASYNC251  # simulates a frozen sidecar
+    time.sleep(0.3)  # noqa: ASYNC251  # real time: a frozen sidecar
     assert await reader.receive() == (Kind.COPIED, 1, "")
     assert not process.killed.is_set()
     reader.ask(Kind.COPY, 2, b"", Kind.COPIED, 0.05)

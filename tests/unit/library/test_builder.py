@@ -14,6 +14,7 @@ from lmcache.storage_backend.hybrid_backend import LMCHybridBackend
 from lmcache.storage_backend.local_backend import LMCLocalBackend, LMCLocalDiskBackend
 from lmcache.storage_backend.remote_backend import LMCPipelinedRemoteBackend, LMCRemoteBackend
 from tests.harness.kv_cache import DictBackend, make_config, make_metadata
+from tests.harness.loops import in_threads
 
 REMOTE = {"remote_url": "lm://localhost:1", "remote_serde": "torch"}
 
@@ -125,15 +126,11 @@ def test_defect_27_forgets_engine_even_if_close_raises(builder, monkeypatch):
 
 
 def test_defect_27_concurrent_calls_create_a_single_engine(builder):
-    engines, barrier = [], threading.Barrier(8)
+    engines, barrier = set(), threading.Barrier(8)
 
-    def get():
+    def get(_: int) -> None:
         barrier.wait()
-        engines.append(builder.get_or_create("name", make_config(), make_metadata()))
+        engines.add(builder.get_or_create("name", make_config(), make_metadata()))
 
-    threads = [threading.Thread(target=get) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(engines)) == 1
+    in_threads(get, range(8))
+    assert len(engines) == 1

@@ -18,6 +18,7 @@ from tests.harness.kv_cache import (
     make_metadata,
     make_tokens,
 )
+from tests.harness.loops import in_threads
 
 
 @pytest.fixture
@@ -57,30 +58,24 @@ def test_closed_engine_misses_and_drops(engine):
 
 def test_close_during_concurrent_calls_causes_no_errors(engine):
     tokens = make_tokens(6 * CHUNK)
-    started, errors = threading.Barrier(5), []
+    started = threading.Barrier(5)
 
     def work(seed):
         thread_tokens, thread_kv = tokens.roll(seed), make_kv(6 * CHUNK, seed=seed)
         engine.store(thread_tokens, thread_kv)
         started.wait()
-        try:
-            for _ in range(200):
-                retrieved, mask = engine.retrieve(thread_tokens)
-                if mask.all():
-                    assert is_same(retrieved, thread_kv)
-                engine.store(thread_tokens, thread_kv, skip_existing=False)
-                engine.lookup(thread_tokens)
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(60):
+            retrieved, mask = engine.retrieve(thread_tokens)
+            if mask.all():
+                assert is_same(retrieved, thread_kv)
+            engine.store(thread_tokens, thread_kv, skip_existing=False)
+            engine.lookup(thread_tokens)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    started.wait()
-    engine.close()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    def close():
+        started.wait()
+        engine.close()
+
+    in_threads(lambda seed: work(seed) if seed else close(), range(5))
     assert engine.retrieve(tokens)[0] == ()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 
 from lmcache.cache_engine import LMCacheEngine
@@ -19,6 +18,7 @@ from tests.harness.kv_cache import (
     make_metadata,
     make_tokens,
 )
+from tests.harness.loops import in_threads
 
 CHUNK_BYTES = make_chunk().nbytes
 
@@ -174,11 +174,7 @@ def test_concurrent_calls_keep_the_dictionary_consistent(make_backend):
             chunk = backend.get(make_key(name))
             assert chunk is None or chunk.equal(make_chunk(seed=ord(name)))
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(4))
     assert len(backend.dict) <= 6
     # A put is dropped and counted while readers hold two of the victims.
     assert [key for key in map(make_key, "abcdefghijkl") if backend.contains(key)] == sorted(backend.dict)

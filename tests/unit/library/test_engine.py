@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -20,6 +18,7 @@ from tests.harness.kv_cache import (
     make_metadata,
     make_tokens,
 )
+from tests.harness.loops import in_threads
 
 
 @pytest.fixture
@@ -241,11 +240,5 @@ def test_defect_27_counts_hits_and_misses_in_tokens(engine, fmt):
 def test_concurrent_retrieves_count_each_token(engine, fmt):
     tokens = make_tokens(32)
     engine.store(tokens, make_kv(32, fmt))
-    threads = [
-        threading.Thread(target=lambda: [engine.retrieve(tokens) for _ in range(50)]) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda _: [engine.retrieve(tokens) for _ in range(50)], range(4))
     assert engine.hit_tokens_count == 4 * 50 * 32

@@ -103,7 +103,7 @@ def test_short_reads_are_joined(pair):
     def trickle():
         for byte in b"abcdef":
             remote.sendall(bytes([byte]))
-            time.sleep(0.001)
+            time.sleep(0.001)  # real time: the reader waits between two bytes
 
     thread = threading.Thread(target=trickle)
     thread.start()

@@ -6,7 +6,6 @@ import contextlib
 import random
 import socket
 import struct
-import threading
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -26,6 +25,7 @@ from tests.harness.lm_server import (
     received,
     serving,
 )
+from tests.harness.loops import in_threads
 from tests.harness.scope import examples
 
 
@@ -105,21 +105,14 @@ def test_defect_01_threads_on_a_shared_connector_get_their_own_payloads(connecto
     payloads = {key(number): bytes([number]) * (1 + 997 * number) for number in range(8)}
     for name, payload in payloads.items():
         connector.set(name, payload)
-    failures = []
 
     def read(seed):
         dice = random.Random(seed)
         for _ in range(60):
             name = dice.choice(list(payloads))
-            if connector.get(name) != payloads[name]:
-                failures.append(name)
+            assert connector.get(name) == payloads[name]
 
-    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    in_threads(read, range(4))
 
 
 def test_set_beyond_the_capacity_of_the_server_raises_value_error():

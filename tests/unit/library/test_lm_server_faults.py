@@ -6,7 +6,6 @@ import contextlib
 import socket
 import struct
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,13 +15,8 @@ from hypothesis import strategies as st
 from lmcache.protocol import ServerMetaMessage
 from lmcache.storage_backend.connector.lm_connector import LMCServerConnector
 from lmcache.tiers.circuit import Circuit
-from tests.harness.lm_server import (
-    HOST,
-    connected,
-    key,
-    received,
-    serving,
-)
+from tests.harness.lm_server import HOST, connected, key, received, serving
+from tests.harness.loops import retried
 from tests.harness.scope import examples
 
 
@@ -56,17 +50,6 @@ def fake_server(*replies):
         listener.close()
         connector.close()
         thread.join(timeout=60)
-
-
-def retry_until(deadline_seconds, call):
-    """Call until the call does not raise ConnectionError."""
-    deadline = time.monotonic() + deadline_seconds
-    while True:
-        try:
-            return call()
-        except ConnectionError:
-            assert time.monotonic() < deadline, "no recovery before the deadline"
-            time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +103,7 @@ def test_defect_12_reconnects_to_a_restarted_server():
     with pytest.raises(ConnectionError):
         connector.exists(key(1))
     with serving(port=port):
-        assert retry_until(60, lambda: connector.exists(key(1))) is False
+        assert retried(lambda: connector.exists(key(1))) is False
         connector.set(key(1), b"y")
         assert connector.get(key(1)) == b"y"
     connector.close()

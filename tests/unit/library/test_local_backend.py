@@ -11,6 +11,7 @@ from lmcache.storage_backend.local_backend import LMCLocalBackend
 from lmcache.storage_backend.tensors import OutputPool
 from testing.child_process import wait_until
 from tests.harness.kv_cache import make_chunk, make_config, make_key, make_metadata, used_by_threads
+from tests.harness.loops import in_threads
 
 CHUNK_BYTES = make_chunk().nbytes
 
@@ -117,21 +118,15 @@ def test_output_pool_retains_at_most_an_eighth_of_the_cache():
 
 
 def test_output_pool_is_safe_for_threads():
-    pool, failures = OutputPool(max_cache_gb=1), []
+    pool = OutputPool(max_cache_gb=1)
 
     def use(seed):
         for number in range(100):
             result = pool.empty([(1 + (number * seed) % 5) << 20], torch.uint8)
             result[::4096] = seed
-            if not bool((result[::4096] == seed).all()):
-                failures.append(seed)
+            assert (result[::4096] == seed).all()
 
-    threads = [threading.Thread(target=use, args=(seed,)) for seed in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    in_threads(use, range(1, 5))
     assert pool.num_bytes <= 128 << 20
 
 
@@ -248,14 +243,12 @@ def test_defect_11_failed_and_unused_backends_leave_no_threads():
 
 def test_concurrent_reads_return_whole_chunks():
     backend = make_backend(num_chunks=16)
-    failures = []
 
     def use(_: int, generator: torch.Generator) -> None:
         number = int(torch.randint(0, 24, (), generator=generator))
         if number % 3:
             chunk = backend.get(make_key(str(number)))
-            if chunk is not None and not (chunk == chunk.flatten()[0]).all():
-                failures.append(number)
+            assert chunk is None or (chunk == chunk.flatten()[0]).all()
         else:
             value = float(torch.randint(0, 1000, (), generator=generator))
             chunk = torch.full_like(make_chunk(), value)
@@ -263,7 +256,6 @@ def test_concurrent_reads_return_whole_chunks():
 
     used_by_threads(use)
     backend.close()
-    assert not failures
     assert backend.num_faults == 0
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lmcache.storage_backend import tensors
+from tests.harness.scope import third
 
 SHAPE = (3, 2, 64, 8, 64)  # K or V of a layer has 64 KiB in fp16
 
@@ -48,11 +49,15 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.uint8, torch.complex128]
-)
-@pytest.mark.parametrize("to", LAYOUTS)
-@pytest.mark.parametrize("from_", ["the same", "contiguous", "another offset"])
+CASES = [
+    (to, from_, dtype)
+    for to in LAYOUTS
+    for from_ in ("the same", "contiguous", "another offset")
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.uint8, torch.complex128)
+]
+
+
+@pytest.mark.parametrize(("to", "from_", "dtype"), third(CASES))
 def test_copy_writes_exactly_the_target(calls, to, from_, dtype):
     memory, payload = torch.zeros(SHAPE, dtype=dtype), values(SHAPE, dtype)
     target, source = LAYOUTS[to](memory), LAYOUTS[to](payload)

@@ -93,7 +93,7 @@ def test_silent_peer_delays_a_question_by_the_deadline_only(rows):
             with reading(bad, peer, ask_seconds=0.3) as tier:
                 begin = time.monotonic()
                 are_present = tier.find_each([object_id, ObjectId(key(9), 0)])
-                assert time.monotonic() - begin >= 0.3
+                assert time.monotonic() - begin >= 0.3  # real time: only a lower bound
                 return are_present == [True, False] and tier.find_each([object_id]) == [True]
 
         wait_until(is_found)

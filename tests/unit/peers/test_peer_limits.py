@@ -164,7 +164,7 @@ def test_rate_of_all_clients_is_limited(monkeypatch):
     monkeypatch.setattr(limits, "MAX_DELAY_SECONDS", PATIENT)
     pace, began = Pace(100.0), time.monotonic()
     assert all(pace.reserve(20).wait_for(20) for _ in range(2))
-    assert time.monotonic() - began >= 0.39
+    assert time.monotonic() - began >= 0.39  # real time: only a lower bound
 
 
 def test_columns_that_would_wait_too_long_are_refused(monkeypatch):
