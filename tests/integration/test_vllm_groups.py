@@ -106,6 +106,7 @@ def test_hit_copies_only_blocks_that_the_model_reads(world, monkeypatch):
         assert num_read <= num_moved < num_read + group.block_tokens, group.kind
 
 
+@pytest.mark.rotating
 @pytest.mark.usefixtures("patient")
 def test_prefix_shared_by_other_prompts_is_a_hit(world):
     """vLLM's own cache retains only the windows and states that the same prompt needs."""
@@ -126,6 +127,7 @@ def test_prefix_shared_by_other_prompts_is_a_hit(world):
         without_connector.close()
 
 
+@pytest.mark.rotating
 @pytest.mark.usefixtures("patient")
 def test_load_continues_a_hit_in_the_engines_own_cache(world):
     prompt = make_tokens(MANY + 10)
@@ -140,6 +142,7 @@ def test_load_continues_a_hit_in_the_engines_own_cache(world):
         assert_idle(second)
 
 
+@pytest.mark.rotating
 @pytest.mark.usefixtures("patient")
 def test_answer_is_a_hit_in_the_next_turn(world):
     prompt = make_tokens(2 * CHUNK + 10)
@@ -176,6 +179,7 @@ def test_late_copies_of_reused_blocks_are_not_committed(world, num_blocks):
     world.audit(settings, token_lists)
 
 
+@pytest.mark.rotating
 def test_connector_that_ignores_reused_blocks_is_detected(world, monkeypatch):
     if stores_only_full(world.settings.groups):
         pytest.skip("no stored block slides out")
@@ -186,6 +190,7 @@ def test_connector_that_ignores_reused_blocks_is_detected(world, monkeypatch):
         world.audit(world.settings, token_lists)
 
 
+@pytest.mark.rotating
 @pytest.mark.usefixtures("patient")
 def test_failed_load_is_computed(world, monkeypatch):
     prompt = make_tokens(MANY + 10)
@@ -203,6 +208,7 @@ def test_failed_load_is_computed(world, monkeypatch):
         assert engine.results[name].num_cached_tokens == MANY
 
 
+@pytest.mark.rotating
 @pytest.mark.usefixtures("patient")
 def test_load_without_the_first_block_of_a_group_is_detected(world, monkeypatch):
     prompt = make_tokens(MANY + 1)

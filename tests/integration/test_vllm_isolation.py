@@ -28,7 +28,7 @@ from vllm.multimodal.inputs import (
 from lmcache.engines.core import files
 from testing.child_process import wait_until
 from tests.harness.fake_model import Content, TokenChain
-from tests.harness.scope import examples
+from tests.harness.scope import examples, third
 from tests.harness.sim_config import CHUNK, SimSettings
 from tests.harness.sim_engine import SimEngine
 from tests.harness.sim_world import SimWorld, assert_idle, make_tokens, world
@@ -148,8 +148,7 @@ NAMES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("runner", [1, 2])
+@pytest.mark.parametrize(("name", "runner"), third(list(itertools.product(NAMES, (1, 2)))))
 def test_equal_requests_share_kv_and_different_ones_do_not(
     world: SimWorld, variants: dict[str, Any], name: str, runner: int
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from testing.child_process import wait_until
 from tests.harness.fake_model import answer
+from tests.harness.scope import third
 from tests.harness.sim_config import CHUNK, SimSettings
 from tests.harness.sim_world import assert_idle, make_tokens, world
 
@@ -29,10 +30,10 @@ SHAPES = [
     for drafts in (0, 3)
     for is_async in (False, True)
 ]
-every_shape = pytest.mark.parametrize("settings", SHAPES)
+some_shapes = pytest.mark.parametrize("settings", third(SHAPES))
 
 
-@every_shape
+@pytest.mark.parametrize("settings", SHAPES)
 def test_loaded_kv_equals_computed_kv(world, settings):
     prompt = make_tokens(5 * CHUNK + 10)
     with world.engines(settings) as (engine,):
@@ -43,7 +44,7 @@ def test_loaded_kv_equals_computed_kv(world, settings):
             assert engine.results[name].tokens == answer(prompt, 20)
 
 
-@every_shape
+@some_shapes
 def test_chunk_completed_by_the_last_step_is_stored_before_its_blocks_are_freed(world, settings):
     """Accepted drafts can complete a chunk in the last step: its store begins after the request has ended."""
     prompt = make_tokens(CHUNK - 40)  # its few steps leave time for the answer to its lookup
@@ -61,7 +62,7 @@ def test_chunk_completed_by_the_last_step_is_stored_before_its_blocks_are_freed(
     assert world.audit(settings, [prompt + engine.results[name].tokens]) == CHUNK
 
 
-@every_shape
+@some_shapes
 def test_late_copy_of_a_preempted_request_is_not_committed(world, settings):
     prompts = [make_tokens(4 * CHUNK) for _ in range(4)]
     with world.engines(replace(settings, num_blocks=40)) as (engine,):
@@ -92,7 +93,7 @@ def test_blocks_held_too_long_are_freed_and_their_copies_not_committed(world):
     assert world.audit(settings, [prompt]) == 0
 
 
-@every_shape
+@some_shapes
 def test_blocks_of_an_aborted_request_are_not_reused_before_its_load_ended(world, settings):
     prompt = make_tokens(4 * CHUNK + 1)
     with world.engines(settings) as (engine,):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.harness.fake_model import answer
+from tests.harness.scope import third
 from tests.harness.sim_config import CHUNK, SimSettings
 from tests.harness.sim_world import assert_idle, make_tokens, world
 
@@ -15,17 +16,15 @@ __all__ = ["world"]
 pytestmark = pytest.mark.vllm
 
 NEW = b"new weights"
-every_runner = pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param(
-            SimSettings(runner=runner, num_drafts=drafts, has_prefix_caching=True, is_async=is_async),
-            id=f"runner{runner}-{'drafts' if drafts else 'plain'}-{'async' if is_async else 'sync'}",
-        )
-        for runner in (1, 2)
-        for drafts, is_async in ((0, False), (3, False), (0, True))
-    ],
-)
+SHAPES = [
+    pytest.param(
+        SimSettings(runner=runner, num_drafts=drafts, has_prefix_caching=True, is_async=is_async),
+        id=f"runner{runner}-{'drafts' if drafts else 'plain'}-{'async' if is_async else 'sync'}",
+    )
+    for runner in (1, 2)
+    for drafts, is_async in ((0, False), (3, False), (0, True))
+]
+some_shapes = pytest.mark.parametrize("settings", third(SHAPES))
 
 
 def reset(engine, new_weights=NEW):
@@ -37,7 +36,7 @@ def reset(engine, new_weights=NEW):
     raise AssertionError("the engine can't be reset")
 
 
-@every_runner
+@pytest.mark.parametrize("settings", SHAPES)
 def test_old_kv_is_not_loaded_and_new_kv_is_stored(world, settings):
     prompt = make_tokens(3 * CHUNK + 5)
     with world.engines(settings) as (engine,):
@@ -52,7 +51,7 @@ def test_old_kv_is_not_loaded_and_new_kv_is_stored(world, settings):
     assert world.audit(settings, [prompt]) >= 3 * CHUNK  # for engines that still have the old weights
 
 
-@every_runner
+@some_shapes
 def test_reset_during_stores_and_requests(world, settings):
     """Chunks of the old weights that are copied after the reset must not be found under the old key."""
     prompts = [make_tokens(3 * CHUNK + 5) for _ in range(3)]
@@ -79,7 +78,7 @@ def test_reset_during_stores_and_requests(world, settings):
     world.audit(settings, prompts)
 
 
-@every_runner
+@some_shapes
 def test_reset_during_a_load(world, settings):
     prompt = make_tokens(3 * CHUNK + 5)
     with world.engines(settings) as (engine,):
@@ -100,7 +99,7 @@ def test_reset_during_a_load(world, settings):
         assert len(engine.results[name].tokens) == 10
 
 
-@every_runner
+@some_shapes
 def test_reset_of_the_engines_own_cache_during_a_store(world, settings):
     """vLLM preempts all requests between two steps, and reuses their blocks in the next step."""
     settings = replace(settings, num_blocks=40)
