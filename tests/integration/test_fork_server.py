@@ -1,4 +1,4 @@
-"""Engines that start as copies of a process behave like engines that Popen starts."""
+"""Programs that start as copies of a process behave like programs that Popen starts."""
 
 from __future__ import annotations
 
@@ -11,19 +11,26 @@ from typing import Any
 
 import pytest
 
-from testing.child_process import ChildProcess, ProcessDied, wait_until
-from testing.engine import fork_server
-
-pytestmark = pytest.mark.vllm
+from testing.child_process import REPOSITORY, ChildProcess, ProcessDied, wait_until
+from testing.engine.fork_server import ForkServer
 
 PROGRAM = """
-import atexit, json, os, signal, sys, threading
+import atexit, contextlib, json, os, signal, sys, threading
+from multiprocessing import resource_tracker
 
 def say(what):
     os.write(int(sys.argv[1]), what.encode() + b"\\n")
 
+def open_descriptors():
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # it was open for the list
+            if os.readlink(f"/proc/self/fd/{name}") != os.devnull:
+                yield int(name)
+
 if sys.argv[2] == "describe":
-    say(json.dumps([os.getcwd(), dict(os.environ), sys.argv, "vllm" in sys.modules, __name__]))
+    descriptors = sorted(set(open_descriptors()) - {resource_tracker._resource_tracker._fd})
+    is_imported = "lmcache_sidecar.daemon" in sys.modules
+    say(json.dumps([os.getcwd(), dict(os.environ), sys.argv, is_imported, __name__, descriptors]))
 elif sys.argv[2] == "server":
     with open(f"/proc/{os.getppid()}/environ") as file:
         server = dict(line.split("=", 1) for line in file.read().split("\\0") if line)
@@ -47,6 +54,12 @@ else:
 """
 
 
+server = ForkServer(
+    "testing.imported",
+    lambda: {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'sidecar'}", "OMP_WAIT_POLICY": "passive"},
+)
+
+
 @pytest.fixture(autouse=True)
 def _program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -61,7 +74,7 @@ class Started:
         read_end, write_end = os.pipe()
         variables = {**os.environ, "GREETING": "hello"}
         options |= {"cwd": str(folder), "env": variables, "pass_fds": [write_end]}
-        self.process = fork_server.start("program", [argument], self.log, **options)
+        self.process = server.start("program", [argument], self.log, **options)
         os.close(write_end)
         self.output = os.fdopen(read_end)
 
@@ -69,14 +82,15 @@ class Started:
 def test_program_gets_its_modules_environment_directory_and_arguments(tmp_path):
     started = Started(tmp_path, "describe")
     with started.output as output:
-        folder, environment, argv, is_imported, name = json.loads(output.readline())
+        folder, environment, argv, is_imported, name, descriptors = json.loads(output.readline())
     assert started.process.wait(60) == 0
     assert (folder, is_imported, name) == (str(tmp_path), True, "__main__")
     assert environment == {**os.environ, "GREETING": "hello"}
     assert argv[2:] == ["describe"]
+    assert descriptors == [1, 2, int(argv[1])]
 
 
-def test_openmp_of_every_copy_waits_passively(tmp_path):
+def test_variables_of_the_modules_are_those_of_the_server(tmp_path):
     """The environment of the program that started the server does not matter."""
     started = Started(tmp_path, "server")
     with started.output as output:
