@@ -96,6 +96,27 @@ class Rig:
         self.drain_lookups()
         return request
 
+    def waiting(self, request=None):
+        """Let a request of three chunks arrive, which waits for them: lower tiers have them."""
+        self.session.num_pending = 3
+        request = self.arrive(request or make_request(200))
+        assert self.match(request) == (None, False)
+        return request
+
+    def matched(self, request=None):
+        """Let a request of three chunks arrive, which is offered them: memory has them."""
+        self.stored(3)
+        request = self.arrive(request or make_request(200))
+        assert self.match(request) == (192, True)
+        return request
+
+    def loading(self):
+        """Let a request of three chunks arrive and load them."""
+        request = self.matched()
+        self.allocate(request, blocks(6), 192)
+        self.step()
+        return request
+
     def match(self, request, computed=0):
         return self.scheduler.get_num_new_matched_tokens(request, computed)
 

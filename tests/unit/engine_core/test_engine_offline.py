@@ -4,18 +4,10 @@ import pytest
 
 from lmcache.engines.core.scheduler import SchedulerSide
 from tests.harness.scheduler_rig import (
-    Rig,
     blocks,
     job_ids,
     make_request,
 )
-
-
-@pytest.fixture
-def rig():
-    rig = Rig()
-    yield rig
-    rig.scheduler.go_offline()
 
 
 def start_load(rig, request_id="r"):

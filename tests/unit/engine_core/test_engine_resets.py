@@ -1,17 +1,8 @@
 """Resets of the engine's caches: no earlier KV is found, stored or loaded afterwards."""
 
-import pytest
-
 from lmcache.tiers.base import ROW_KEY_BYTES
 from lmcache.tiers.memory.contracts import Slot
-from tests.harness.scheduler_rig import Rig, blocks, chunk_ranges, job_ids, make_request
-
-
-@pytest.fixture
-def rig():
-    rig = Rig()
-    yield rig
-    rig.scheduler.go_offline()
+from tests.harness.scheduler_rig import blocks, chunk_ranges, job_ids, make_request
 
 
 def test_reset_hides_earlier_rows_and_finds_new_rows(rig):
@@ -46,9 +37,7 @@ def test_request_running_during_a_reset_stores_no_more_chunks(rig):
 
 
 def test_reset_is_refused_during_a_load(rig):
-    rig.stored(3)
-    request = rig.arrive(make_request(200))
-    assert rig.match(request) == (192, True)
+    request = rig.matched()
     rig.allocate(request, blocks(6), 192)
     assert rig.scheduler.reset_cache() is False
     rig.report(received=["r"])

@@ -5,16 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lmcache.rpc.session import Scheduled
-from tests.harness.scheduler_rig import Rig, blocks, make_request
+from tests.harness.scheduler_rig import blocks, make_request
 
 CHUNK = 64
-
-
-@pytest.fixture
-def rig():
-    rig = Rig()
-    yield rig
-    rig.scheduler.go_offline()
 
 
 def reported(rig) -> list:
@@ -114,9 +107,7 @@ def test_load_during_a_computing_step_is_leased(rig):
 
 
 def test_reduced_load_is_reported_with_fewer_tokens(rig):
-    rig.stored(3)
-    request = rig.arrive(make_request(200))
-    assert rig.match(request) == (192, True)
+    request = rig.matched()
     rig.allocate(request, blocks(6), 96)
     assert reported(rig) == [("r", 3, figures(0, 2, 96))]
 

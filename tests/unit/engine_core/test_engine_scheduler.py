@@ -17,17 +17,8 @@ from tests.harness.scheduler_rig import (
 from tests.harness.wire import NAMESPACE
 
 
-@pytest.fixture
-def rig():
-    rig = Rig()
-    yield rig
-    rig.scheduler.go_offline()
-
-
 def test_hit_is_leased_loaded_and_released(rig):
-    rig.stored(3)
-    request = rig.arrive(make_request(200))
-    assert rig.match(request) == (192, True)
+    request = rig.matched()
     assert rig.match(request) == (192, True), "a repeated match must return the same"
     rig.allocate(request, blocks(6), 192)
     (load,) = rig.step().loads
@@ -65,9 +56,7 @@ def test_engine_hits_are_stored_only_if_not_cached(rig):
 
 
 def test_engine_may_load_less_than_offered(rig):
-    rig.stored(3)
-    request = rig.arrive(make_request(200))
-    assert rig.match(request) == (192, True)
+    request = rig.matched()
     rig.allocate(request, blocks(6), 96)
     (load,) = rig.step().loads
     assert load.blocks == (100, 101, 102)
@@ -135,11 +124,7 @@ def test_chunks_found_by_the_lookup_are_not_stored_again(rig):
 
 
 def test_failed_load_is_not_retried_and_its_chunks_are_stored(rig):
-    rig.stored(3)
-    request = rig.arrive(make_request(200))
-    assert rig.match(request) == (192, True)
-    rig.allocate(request, blocks(6), 192)
-    rig.step()
+    request = rig.loading()
     rig.report(failed=["r"], received=["r"])
     assert rig.match(request) == (0, False)
     assert chunk_ranges(rig.step(new=[("r", blocks(7), 0, 200)])) == [(0, 3)]
@@ -242,11 +227,7 @@ def test_async_scheduling_stores_the_last_chunk_at_the_end(rig):
 
 
 def test_abort_during_a_load_frees_blocks_and_keeps_the_lease(rig):
-    rig.stored(3)
-    request = rig.arrive(make_request(200))
-    assert rig.match(request) == (192, True)
-    rig.allocate(request, blocks(6), 192)
-    rig.step()
+    request = rig.loading()
     assert rig.finish(request) is False
     rig.step()
     rig.drain_lookups()
@@ -258,9 +239,7 @@ def test_abort_during_a_load_frees_blocks_and_keeps_the_lease(rig):
 
 
 def test_offered_load_that_cannot_be_planned_fails_all_blocks(rig):
-    rig.stored(3)
-    request = rig.arrive(make_request(200))
-    assert rig.match(request) == (192, True)
+    request = rig.matched()
     rig.scheduler.go_offline()
     assert rig.match(request) == (0, False)
     rig.allocate(request, blocks(6), 192)

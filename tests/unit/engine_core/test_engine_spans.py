@@ -64,9 +64,7 @@ def end_stores(rig):
 
 
 def test_hit_has_a_lookup_and_a_load(rig, recorded):
-    rig.stored(3)
-    request = rig.arrive(traced(200))
-    assert rig.match(request) == (192, True)
+    request = rig.matched(traced(200))
     start(rig, request, 192)
     lookup, load = recorded.take()
     assert (lookup.name, load.name) == ("lmcache.lookup", "lmcache.load")
@@ -143,9 +141,7 @@ def test_unanswered_lookup_ends_when_the_wait_for_its_answer_ends(rig, recorded)
 
 
 def test_wait_for_lower_tiers_counts_the_chunks_that_arrive(rig, recorded):
-    rig.session.num_pending = 3
-    request = rig.arrive(traced(200))
-    assert rig.match(request) == (None, False)
+    request = rig.waiting(traced(200))
     rig.stored(1)
     rig.now = 0.01
     assert rig.match(request) == (None, False)
@@ -162,9 +158,7 @@ def test_wait_for_lower_tiers_counts_the_chunks_that_arrive(rig, recorded):
 
 
 def test_wait_for_nothing_has_no_arrived_chunks(rig, recorded):
-    rig.session.num_pending = 3
-    request = rig.arrive(traced(200))
-    assert rig.match(request) == (None, False)
+    request = rig.waiting(traced(200))
     rig.now = FIRST_ROW_SECONDS
     assert rig.match(request) == (0, False)
     (wait,) = recorded.take()
@@ -208,9 +202,7 @@ def test_wait_for_free_blocks_of_the_engine_names_this_reason(rig, recorded):
 
 
 def test_failed_load_is_an_error(rig, recorded):
-    rig.stored(3)
-    request = rig.arrive(traced(200))
-    rig.match(request)
+    request = rig.matched(traced(200))
     rig.allocate(request, blocks(7), 192)
     rig.step()
     rig.report(failed=["r"], received=["r"])
@@ -224,9 +216,7 @@ def test_failed_load_is_an_error(rig, recorded):
 
 
 def test_request_that_ends_during_its_load_records_the_load(rig, recorded):
-    rig.stored(3)
-    request = rig.arrive(traced(200))
-    rig.match(request)
+    request = rig.matched(traced(200))
     rig.allocate(request, blocks(7), 192)
     rig.step()
     rig.finish(request)
@@ -236,9 +226,7 @@ def test_request_that_ends_during_its_load_records_the_load(rig, recorded):
 
 
 def test_request_that_ends_in_the_queue_records_its_wait_and_lookup(rig, recorded):
-    rig.session.num_pending = 3
-    request = rig.arrive(traced(200))
-    assert rig.match(request) == (None, False)
+    request = rig.waiting(traced(200))
     rig.now = 0.05
     rig.finish(request)
     wait, lookup = recorded.take()

@@ -7,14 +7,7 @@ import pytest
 from lmcache.engines.core.lookups import MAX_ANSWER_SECONDS, MIN_ANSWER_SECONDS
 from lmcache.engines.core.requests import Ticket
 from lmcache.engines.core.wait_decisions import OLD_SECONDS
-from tests.harness.scheduler_rig import GRID, Rig, blocks, hashes, make_request
-
-
-@pytest.fixture
-def rig():
-    rig = Rig()
-    yield rig
-    rig.scheduler.go_offline()
+from tests.harness.scheduler_rig import GRID, blocks, hashes, make_request
 
 
 def test_rows_in_memory_are_offered_without_a_call(rig):

@@ -7,13 +7,6 @@ from lmcache.engines.core.waiting import FIRST_ROW_SECONDS, STALL_SECONDS
 from tests.harness.scheduler_rig import Rig, blocks, make_request
 
 
-@pytest.fixture
-def rig():
-    rig = Rig()
-    yield rig
-    rig.scheduler.go_offline()
-
-
 def test_promoted_rows_are_waited_for_while_they_arrive(rig):
     rig.session.num_pending = 3
     request = rig.arrive(make_request(200))
@@ -27,9 +20,7 @@ def test_promoted_rows_are_waited_for_while_they_arrive(rig):
 
 
 def test_stalled_promotion_ends_the_wait(rig):
-    rig.session.num_pending = 3
-    request = rig.arrive(make_request(200))
-    assert rig.match(request) == (None, False)
+    request = rig.waiting()
     rig.stored(1)
     rig.now = 0.01
     assert rig.match(request) == (None, False)
@@ -38,18 +29,14 @@ def test_stalled_promotion_ends_the_wait(rig):
 
 
 def test_wait_ends_if_no_row_arrives(rig):
-    rig.session.num_pending = 3
-    request = rig.arrive(make_request(200))
-    assert rig.match(request) == (None, False)
+    request = rig.waiting()
     rig.now = FIRST_ROW_SECONDS
     assert rig.match(request) == (0, False)
 
 
 def test_wait_ends_if_rows_arrive_slower_than_computing(rig):
-    rig.session.num_pending = 3
     rig.scheduler._rate.tokens_per_second = 64 / 0.01  # a chunk in 10 ms
-    request = rig.arrive(make_request(200))
-    assert rig.match(request) == (None, False)
+    request = rig.waiting()
     rig.stored(1)
     rig.now = 0.04
     assert rig.match(request) == (64, True)
@@ -57,10 +44,8 @@ def test_wait_ends_if_rows_arrive_slower_than_computing(rig):
 
 def test_stall_is_tolerated_while_computing_would_take_longer(rig):
     """On a busy machine computing is delayed as well."""
-    rig.session.num_pending = 3
     rig.scheduler._rate.tokens_per_second = 64 / 0.06
-    request = rig.arrive(make_request(200))
-    assert rig.match(request) == (None, False)
+    request = rig.waiting()
     rig.stored(1)
     rig.now = 0.01
     assert rig.match(request) == (None, False)
@@ -72,10 +57,8 @@ def test_stall_is_tolerated_while_computing_would_take_longer(rig):
 
 def test_time_before_the_first_row_does_not_count_as_rate(rig):
     """The time before the first row does not determine the rate. To compute the rest would take longer."""
-    rig.session.num_pending = 3
     rig.scheduler._rate.tokens_per_second = 64 / 0.06
-    request = rig.arrive(make_request(200))
-    assert rig.match(request) == (None, False)
+    request = rig.waiting()
     rig.stored(1)
     rig.now = 0.1
     assert rig.match(request) == (None, False)
@@ -116,9 +99,7 @@ def test_single_long_step_does_not_end_the_wait(rig):
 
     A second long step is silence.
     """
-    rig.session.num_pending = 3
-    request = rig.arrive(make_request(200))
-    assert rig.match(request) == (None, False)
+    request = rig.waiting()
     other_request = [("other", blocks(2), 0, 64)]
     rig.step(new=other_request)
     rig.now = 2 * FIRST_ROW_SECONDS

@@ -16,13 +16,6 @@ from tests.harness.scheduler_rig import Rig, blocks, make_request
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 
-@pytest.fixture
-def rig():
-    rig = Rig()
-    yield rig
-    rig.scheduler.go_offline()
-
-
 def sent(rig) -> list[RequestTimes]:
     """The times that the sidecar has received."""
     rig.lookups._queue.put(rig.lookups._send_times)

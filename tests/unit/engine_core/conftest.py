@@ -1,0 +1,12 @@
+"""The scheduler side of most tests here."""
+
+import pytest
+
+from tests.harness.scheduler_rig import Rig
+
+
+@pytest.fixture
+def rig():
+    rig = Rig()
+    yield rig
+    rig.scheduler.go_offline()
