@@ -20,6 +20,8 @@ from testing.soak.faults import Overlap
 from testing.soak.memory import MEBIBYTE, RING_REQUEST_BYTES, Trend, private_bytes, trend, without_ring
 from testing.soak.pages import InvalidPageError, Reader
 
+pytestmark = pytest.mark.rotating("file")
+
 HITS = {"memory": 256, "disk": 256, "remote": 256}
 IDLE = {
     "num_clients": {"attached": 0, "quarantined": 0},

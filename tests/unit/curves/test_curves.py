@@ -13,13 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache.curves import (
-    HASHES,
-    Lookup,
-    MissRatioCurve,
-    RecencyStack,
-    merged,
-)
+from lmcache.curves import HASHES, Lookup, MissRatioCurve, RecencyStack, merged
 from tests.harness.zipf_lookups import SIZES, num_accesses, zipf
 from tools.simulate import key_hash, stack_distances
 
@@ -128,6 +122,7 @@ def test_threshold_adapts_within_the_key_limit(steps, max_keys):
             assert stack.num_bytes == 10 * len(counted_keys)
 
 
+@pytest.mark.rotating
 def test_raised_sampling_rate_restores_the_exact_curve():
     """The result is as if all keys had been tracked, although for two hours only one in ten was."""
     lookups = [lookup._replace(time=lookup.time * 10) for lookup in zipf(14_000, 3)]
@@ -255,6 +250,7 @@ def test_shared_cache_counts_only_hits_beyond_the_own_caches():
     assert curve.shared_windows[0].hit_ratio(8.5).hit_ratio * total == pytest.approx(200, abs=5)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("num_keys", [100, 400, 1600, 2350])
 def test_bounds_of_a_difference_hold(num_keys):
     """Compares 50 samples of the same accesses; the smaller size holds ``num_keys`` of the sampled keys."""

@@ -43,6 +43,7 @@ def test_no_eviction_policy_keeps_the_first_blocks():
     assert simulate(requests, 2, NoEviction(2)) == 2 / 7
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["conversation", "synthetic"])
 def test_estimate_is_within_half_a_percentage_point_on_average(name):
     requests = list(read_trace(TRACES / f"mooncake_{name}_trace.jsonl.gz"))

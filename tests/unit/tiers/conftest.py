@@ -2,6 +2,27 @@
 
 from __future__ import annotations
 
+import pytest
+
+from tests.harness.disk_restarts import restartable_tier
 from tests.harness.disk_world import no_prober, volume
 
 __all__ = ["no_prober", "volume"]
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A directory for a disk tier, or a file for an arena."""
+    return tmp_path / "tier"
+
+
+@pytest.fixture
+def restart(path):
+    """Start a disk tier in place of the last one."""
+    with restartable_tier(path) as start:
+        yield start
+
+
+@pytest.fixture
+def tier(restart):
+    return restart()

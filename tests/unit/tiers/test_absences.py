@@ -160,18 +160,22 @@ async def test_unavailable_is_a_row_below_a_tier_that_is_down(world):
     await heal(world)
 
 
-@run
-async def test_unavailable_is_a_row_whose_load_failed(world):
-    world.remote.fill([KEY])
+async def check_failed_load(world, request="request"):
     world.remote.held = {"load"}
     world.remote.open.clear()
-    world.lookup([KEY])
+    world.lookup([KEY], request)
     await until(lambda: world.remote.num_waiting)
     world.remote.is_unhealthy = True
     world.remote.open.set()
     await until(lambda: world.is_idle)
     assert absence(world) is Absence.UNAVAILABLE
     await heal(world)
+
+
+@run
+async def test_unavailable_is_a_row_whose_load_failed(world):
+    world.remote.fill([KEY])
+    await check_failed_load(world)
 
 
 @run(disk=FakeTier())
@@ -193,15 +197,7 @@ async def test_a_damaged_copy_that_another_tier_replaced_is_forgotten(world):
     await world.until_resident([KEY])
     world.store.memory.release(LEASE)
     await fill_memory(world)
-    world.remote.held = {"load"}
-    world.remote.open.clear()
-    world.lookup([KEY], "later")
-    await until(lambda: world.remote.num_waiting)
-    world.remote.is_unhealthy = True
-    world.remote.open.set()
-    await until(lambda: world.is_idle)
-    assert absence(world) is Absence.UNAVAILABLE
-    await heal(world)
+    await check_failed_load(world, "later")
 
 
 @pytest.mark.parametrize("is_in_memory", [False, True], ids=["remote", "memory"])

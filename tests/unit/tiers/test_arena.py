@@ -21,11 +21,6 @@ OWNER = b"o" * 16
 
 
 @pytest.fixture
-def path(tmp_path):
-    return tmp_path / "arena"
-
-
-@pytest.fixture
 def opened(path):
     """Open arenas and close them at teardown."""
     arenas = []
@@ -232,7 +227,7 @@ class TestFile:
         def populate_slowly(memory: object) -> None:
             populating.set()
             while not arena._closing:
-                time.sleep(0.001)
+                time.sleep(0.001)  # real time: polls
 
         monkeypatch.setattr("lmcache.tiers.memory.growth.kernel_pages.populate", populate_slowly)
         monkeypatch.setattr("lmcache.tiers.memory.growth._STEP_BYTES", 4096)

@@ -13,11 +13,6 @@ from lmcache.tiers.memory.capacity import available_memory, check_available, che
 MIB = 1 << 20
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "arena"
-
-
 def write_cgroup_files(folder, membership, files):
     """Write the files in which the kernel describes a process's control groups."""
     (folder / "cgroup").write_text(membership)

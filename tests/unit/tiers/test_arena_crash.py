@@ -9,23 +9,18 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from lmcache.tiers.header import checksum
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.slots import ENTRY, SlotTable, State
 from lmcache.tiers.memory.tier import MemoryTier
+from tests.harness.scope import examples
 
 OWNER = b"o" * 16
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "arena"
-
-
 CRASHER = """
-import random, sys
+import itertools, random, sys
 from pathlib import Path
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.contracts import Geometry, Reserved
@@ -42,8 +37,9 @@ for _ in tier.adopt():
     pass
 tier.end_quarantine(owner)
 tier.release_adopted()
-print("ready", flush=True)
-while True:
+for number in itertools.count():
+    if number == 10:  # with some rows
+        print("ready", flush=True)
     name = random.randbytes(64)
     for column in range(2):
         slot = tier.reserve(name, column, owner, length=4096).slot
@@ -57,7 +53,7 @@ while True:
 def test_only_intact_rows_are_adopted_after_a_kill(path):
     """Kill a real process at random moments while it stores rows."""
     num_adopted = 0
-    for _ in range(8):
+    for _ in range(examples(12)):
         child = subprocess.Popen([sys.executable, "-c", CRASHER, str(path)], stdout=subprocess.PIPE)
         assert child.stdout.readline() == b"ready\n"
         # The test varies the moment of death; nothing waits for this timeout.

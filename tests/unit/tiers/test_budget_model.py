@@ -5,7 +5,7 @@ Each machine has other budgets. The oracle checks which row each store evicts, a
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections import Counter
 
 from hypothesis import settings
 from hypothesis.stateful import invariant
@@ -49,7 +49,6 @@ class FullShareMachine(MemoryMachine):
 class BoundMachine(MemoryMachine):
     """Tenant A has an upper bound and a guaranteed share; B has only an upper bound, and stays longest."""
 
-    bounds: ClassVar = {b"A": 3, b"B": 2}
     budgets = Budgets(
         by_tenant={
             b"A": Budget("a", memory_percent=50, min_memory_percent=34),
@@ -57,10 +56,13 @@ class BoundMachine(MemoryMachine):
         },
     )
 
+    def bound(self, tenant: bytes) -> int:
+        return {b"A": 3, b"B": 2}.get(tenant, NUM_ROWS)
+
     def quota_victims(self, tenant: bytes, request: str | None) -> list[int] | None:
         tenant_rows = [row for row in self.rows.values() if row.tenant == tenant]
-        excess = len(tenant_rows) + 1 - self.bounds.get(tenant, NUM_ROWS + 1)
-        if excess <= 0:
+        excess = len(tenant_rows) + 1 - self.bound(tenant)
+        if excess <= 0 or self.bound(tenant) == NUM_ROWS:
             return []
         if self.is_adopting:
             return None
@@ -70,8 +72,17 @@ class BoundMachine(MemoryMachine):
 
     @invariant()
     def tenants_stay_within_their_bounds(self) -> None:
-        for tenant, bound in self.bounds.items():
-            assert sum(row.tenant == tenant for row in self.rows.values()) <= bound
+        counts = Counter(row.tenant for row in self.rows.values())
+        assert all(count <= self.bound(tenant) for tenant, count in counts.items())
+
+
+class QuotaMachine(BoundMachine):
+    """Each tenant has the same upper bound, and rows without a tenant have none."""
+
+    budgets = Budgets(Budget(memory_percent=34))
+
+    def bound(self, tenant: bytes) -> int:
+        return 2 if tenant else NUM_ROWS
 
 
 class PlainMachine(MemoryMachine):
@@ -86,5 +97,7 @@ TestFullShareModel = FullShareMachine.TestCase
 TestFullShareModel.settings = SETTINGS
 TestBoundModel = BoundMachine.TestCase
 TestBoundModel.settings = SETTINGS
+TestQuotaModel = QuotaMachine.TestCase
+TestQuotaModel.settings = SETTINGS
 TestPlainModel = PlainMachine.TestCase
 TestPlainModel.settings = SETTINGS

@@ -28,7 +28,7 @@ def store(tier: DiskTier, number: int, owner: str = "a", limit: int = 3 * OBJECT
 def opened(path: Path) -> Iterator[DiskTier]:
     tier = DiskTier(path / "disk", 1 << 20)
     try:
-        assert tier.indexed.wait(30)
+        assert tier.indexed.wait(60)
         yield tier
     finally:
         tier.close()

@@ -22,6 +22,7 @@ from tests.harness.disk_world import (
     taken_bytes,
     temporaries,
 )
+from tests.harness.loops import in_threads
 
 CAPACITY = 48 * MIB
 NUM_OBJECTS = 160  # up to 256 KiB each
@@ -84,32 +85,23 @@ def start_writer(path: Path) -> subprocess.Popen[bytes]:
 
 def test_concurrent_stores_loads_and_evictions_return_right_bytes(tmp_path):
     tier = open_tier(tmp_path, 40 * PAGE)
-    faults: list[object] = []
 
     def work(seed: int) -> None:
         choice = random.Random(seed)
-        try:
-            for _ in range(150):
-                number = choice.randrange(24)
-                size = number * PAGE // 4
-                action = choice.random()
-                if action < 0.5:
-                    store(tier, number, size)
-                elif action < 0.9:
-                    assert load(tier, number) in (None, content(number, size))
-                else:
-                    tier.remove(ObjectId(key_of(number), 0))
-                assert tier.used_bytes <= 40 * PAGE
-                assert tier.probe([key_of(number)], 1) in (0, 1)
-        except BaseException as fault:
-            faults.append(fault)
+        for _ in range(150):
+            number = choice.randrange(24)
+            size = number * PAGE // 4
+            action = choice.random()
+            if action < 0.5:
+                store(tier, number, size)
+            elif action < 0.9:
+                assert load(tier, number) in (None, content(number, size))
+            else:
+                tier.remove(ObjectId(key_of(number), 0))
+            assert tier.used_bytes <= 40 * PAGE
+            assert tier.probe([key_of(number)], 1) in (0, 1)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not faults
+    in_threads(work, range(8))
     assert tier.stats.evicted > 0
     assert tier.stats.invalid == {}
     assert tier.stats.failures == 0

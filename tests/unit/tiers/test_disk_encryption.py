@@ -18,7 +18,7 @@ from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError, TierUnavail
 from lmcache.tiers.header import HEADER_BYTES, digests
 from lmcache.tiers.tiered.tier_worker import _load_columns, _store_columns
 from testing.child_process import wait_until
-from tests.harness.disk_restarts import address_of, restartable_tier
+from tests.harness.disk_restarts import address_of
 from tests.harness.disk_world import MIB, PAGE, content, file_of, key_of, load, store, taken_bytes
 from tests.harness.encryption import cipher, flipped, keys
 from tests.harness.encryption import key_of as encryption_key_of
@@ -26,17 +26,6 @@ from tests.harness.encryption import key_of as encryption_key_of
 SIZES = (0, 1, PAGE, PAGE + 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES + PAGE)
 MARKER_BYTES = HEADER_BYTES + OVERHEAD_BYTES
 REFUSALS = (InvalidObjectError, KeyAbsentError)
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "tier"
-
-
-@pytest.fixture
-def restart(path):
-    with restartable_tier(path) as start:
-        yield start
 
 
 class File:

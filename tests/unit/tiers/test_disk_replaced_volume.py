@@ -12,11 +12,6 @@ from lmcache.tiers.errors import DiskError, TierUnavailableError
 from tests.harness.disk_world import MIB, PAGE, content, load, open_tier, store, taken_bytes
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "tier"
-
-
 def test_uses_recreated_directory_after_a_probe(path):
     tier = open_tier(path)
     store(tier, 1)

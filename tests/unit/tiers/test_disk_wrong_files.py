@@ -7,24 +7,8 @@ import os
 import pytest
 
 from lmcache.tiers.base import ObjectId
-from tests.harness.disk_restarts import address_of, restartable_tier
+from tests.harness.disk_restarts import address_of
 from tests.harness.disk_world import PAGE, content, file_of, key_of, load, store, taken_bytes, temporaries
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "tier"
-
-
-@pytest.fixture
-def restart(path):
-    with restartable_tier(path) as start:
-        yield start
-
-
-@pytest.fixture
-def tier(restart):
-    return restart()
 
 
 def damage_symlink(file):

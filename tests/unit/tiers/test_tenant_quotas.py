@@ -1,4 +1,4 @@
-"""Tenant quotas of the memory tier; ``test_quota_model`` covers random sequences."""
+"""Tenant quotas of the memory tier; ``test_budget_model`` covers random sequences."""
 
 from __future__ import annotations
 

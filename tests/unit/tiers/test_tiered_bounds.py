@@ -29,7 +29,7 @@ async def write(path: Path, budgets: Budgets, *stores: tuple[bytes, int]) -> Wor
 async def write_with(path: Path, *stores: tuple[Budgets, bytes, int]) -> World:
     """Store the number of rows for each tenant in turn, under these budgets. None may wait for a retry."""
     disk = DiskTier(path / "disk", 1 << 20)
-    assert disk.indexed.wait(30)
+    assert disk.indexed.wait(60)
     try:
         async with World(disk=disk) as world:
             for position, (budgets, tenant, number) in enumerate(stores):

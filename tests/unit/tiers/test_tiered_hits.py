@@ -30,7 +30,7 @@ async def test_copies_are_refreshed_four_times_per_residence(world):
         await until(lambda: not world.store._refresh._latest)
 
     world.put(chain(1))
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     world.remote.residence_seconds = 120.0
     await hit(29)
     await hit(1)
@@ -64,7 +64,7 @@ async def test_row_on_its_previous_shard_is_written_to_the_current_shard(world):
     world.remote.fill(chain(3))
     world.remote.misplaced = {(chain(3)[1], 1)}
     await world.until_resident(chain(3))
-    assert await world.store.drain(20)
+    assert await world.store.drain(60)
     assert not world.remote.misplaced
     assert world.remote.calls["store"] == NUM_COLUMNS  # the columns of one row
     assert world.lower.stats.written == 1

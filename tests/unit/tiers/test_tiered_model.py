@@ -127,7 +127,7 @@ class TieredMachine(TieredStoreMachine):
         async def lookup():
             answer = self.world.lookup(keys, request, chunk_seconds)
             slots = self.world.slots(keys[: answer.num_leased])
-            await asyncio.sleep(0.004 if repeats > 1 else 0)
+            await asyncio.sleep(0.004 if repeats > 1 else 0)  # real time: threads work meanwhile, or not
             return answer, slots
 
         for _ in range(repeats):
@@ -194,7 +194,7 @@ class TieredMachine(TieredStoreMachine):
 
     @rule(milliseconds=st.sampled_from([1, 3, 8]))
     def wait_for_background_work(self, milliseconds):
-        self.run(asyncio.sleep(milliseconds / 1000))
+        self.run(asyncio.sleep(milliseconds / 1000))  # real time: threads work meanwhile, or not
 
     @rule(rows=st.sampled_from(["intact", "torn", "lost"]), admit=st.sampled_from(Admit), keys=parts)
     def restart(self, rows, admit, keys):

@@ -130,7 +130,7 @@ async def test_evicted_refused_rows_use_no_offer_turns(world):
     async def pause(seconds, sleep=asyncio.sleep):
         if seconds >= offer:
             pauses.append(seconds)
-        await sleep(seconds)
+        await sleep(seconds)  # real time: as long as the product sleeps
 
     await until(lambda: not world.store.num_unwritten)  # no row is being offered now
     for key in chain(3):

@@ -87,7 +87,7 @@ async def test_lookup_sends_a_single_probe_per_tier(world, folder):
     world.remote.open.clear()
     while world.lookup(chain(6)).num_resident < 2:  # rows on disk are resident before the remote tier answers
         assert world.lookup(chain(6)).is_probing
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0.001)  # real time: polls
     world.remote.open.set()
     await until(lambda: world.lower.stats.promoted == 2)
     assert world.remote.calls["probe"] == 1
