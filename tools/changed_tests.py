@@ -107,8 +107,8 @@ def chosen(paths: Collection[str], graph: grimp.ImportGraph) -> tuple[dict[str, 
 
 def _test_files(glob: str) -> list[str]:
     """Return the test files of ``tests/unit`` and ``tests/integration`` that a glob names."""
-    found = (path.relative_to(ROOT) for path in (ROOT / "tests").glob(f"{glob}.py"))
-    return sorted(str(path) for path in found if path.parts[1] in ("unit", "integration"))
+    files = (path.relative_to(ROOT) for path in (ROOT / "tests").glob(f"{glob}.py"))
+    return sorted(str(path) for path in files if path.parts[1] in ("unit", "integration"))
 
 
 def may_break_docs(repository: Path = ROOT) -> bool:

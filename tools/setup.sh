@@ -2,7 +2,7 @@
 # Creates .venv with everything the targets need, and installs system packages. A repeated run takes under a second.
 #
 #   tools/setup.sh        the Python environment and the system packages
-#   tools/setup.sh light  only the packages that most unit tests need: no torch, no engine, no system packages (200 MB)
+#   tools/setup.sh light  only the packages that most unit tests need: no torch, no engine, no system packages (700 MB)
 #   tools/setup.sh base   only what a build of Kubernetes needs: the system packages and uv, which fetches Go
 #   tools/setup.sh check  install nothing; succeed if the Python environment is complete
 #
@@ -80,7 +80,7 @@ install() { "$uv" pip install --quiet --no-deps --compile-bytecode --python .ven
 pinned() { install --require-hashes --requirements "tools/requirements/$1.txt"; }
 editable() { install --build-constraint tools/requirements/build.txt --editable .; }
 if [ "${1:-}" = light ]; then
-  say "packages of operator, sidecar and tests (200 MB, about 15 s)"
+  say "packages of operator, sidecar and tests (700 MB, about 25 s)"
   pinned dev
   editable
   printf '%s' "$want" > $light_stamp

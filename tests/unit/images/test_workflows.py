@@ -48,8 +48,8 @@ def nightly_words(name: str) -> list[str]:
     """Return the words that the jobs of the nightly run pass to make in this variable."""
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text())["jobs"]
     arguments = [entry["arguments"] for entry in jobs["target"]["strategy"]["matrix"]["include"]]
-    found = re.findall(rf'{name}="([^"]*)"', "\n".join(arguments))
-    return " ".join(found).split()
+    values = re.findall(rf'{name}="([^"]*)"', "\n".join(arguments))
+    return " ".join(values).split()
 
 
 def test_nightly_run_fuzzes_all_targets():
