@@ -1,60 +1,99 @@
-"""A cluster on an in-memory API server, handled by the operator's real reconciler with chosen components."""
+"""A cluster on an in-memory API server, and the operator's real reconciler with a clock of the test."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import Any, cast
 
 from lmcache_operator.components.base import Component, Context
+from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.kube.client import KubeApi
-from lmcache_operator.reconcile.reconciler import Reconciler
+from lmcache_operator.reconcile.reconciler import Autoscaler, Reconciler
 from lmcache_operator.specs.kinds import ClusterKey
 from lmcache_operator.specs.names import STOCK_IMAGES
 
 from tests.harness.operator_model import NAME, NAMESPACE, UID, World, cluster
 
+KEY = ClusterKey(NAMESPACE, NAME, UID)
+CONTEXT = Context(STOCK_IMAGES)
+GOOD = {"is_ready": True, "num_clients": {"attached": 1}}
+"""The answer of a sidecar that an engine uses."""
+
 
 class ReconciledCluster:
     """A cluster whose spec has ``changes``."""
 
-    def __init__(self, components: Sequence[Component], **changes: Any) -> None:
-        self.world = World(cluster(**changes))
-        self.skipped_seconds = 0.0
-        """Seconds by which the operator's clock is ahead."""
-        self._components = components
+    autoscaler: Autoscaler | None = None
+
+    def __init__(
+        self, components: Sequence[Component] = COMPONENTS, context: Context = CONTEXT, **changes: Any
+    ) -> None:
+        self.world, self.seconds = World(cluster(**changes)), 0.0
+        self.components, self.context = components, context
         self.restart_operator()
 
     def restart_operator(self) -> None:
         """Continue with an operator that remembers nothing."""
         self.reconciler = Reconciler(
             cast(KubeApi, self.world),
-            Context(STOCK_IMAGES),
+            self.context,
             self.world.ask,
-            components=self._components,
-            monotonic=lambda: time.monotonic() + self.skipped_seconds,
+            components=self.components,
+            autoscaler=self.autoscaler,
+            monotonic=lambda: self.seconds,
         )
+
+    @property
+    def writes(self) -> list[str]:
+        """Writes of the latest reconciliation."""
+        return self.world.writes
+
+    def reconcile(self) -> float | None:
+        """Reconcile once. Returns the seconds until the next time."""
+        self.world.writes.clear()
+        return asyncio.run(self.reconciler.reconcile(KEY))
 
     def run(self) -> list[str]:
         """Reconcile once, and return the writes."""
-        self.world.writes.clear()
-        asyncio.run(self.reconciler.reconcile(ClusterKey(NAMESPACE, NAME, UID)))
+        self.reconcile()
         return list(self.world.writes)
 
     def settle(self) -> list[str]:
         """Reconcile and run the controllers in turn until nothing is written. Return the writes."""
         written: list[str] = []
-        for _ in range(10):
+        for _ in range(12):
             self.world.run_stateful_sets()
             if not (writes := self.run()):
                 return written
             written += writes
         raise AssertionError(f"does not settle: {written}")
 
+    def answer(self, *answers: Any) -> None:
+        """Let the engine pods run, and their sidecars answer with these statistics. None: no answer."""
+        for number, stats in enumerate(answers):
+            address = f"10.0.0.{number}"
+            self.world.pods[f"demo-engine-{number}"]["status"] |= {"phase": "Running", "podIP": address}
+            self.world.stats[address] = stats
+
+    def miss_answers(self) -> None:
+        """Reconcile until the operator has missed two answers of the sidecars that are silent now."""
+        self.run()
+        self.seconds += 61
+        self.run()
+
     def conditions(self) -> dict[str, str]:
         return {c["type"]: c["status"] for c in self.world.resource["status"]["conditions"]}
+
+    def condition(self, kind: str) -> tuple[str, str]:
+        """Status and reason; empty texts: the cluster has no such condition."""
+        matching = [c for c in self.world.resource["status"]["conditions"] if c["type"] == kind]
+        return (matching[0]["status"], matching[0]["reason"]) if matching else ("", "")
 
     def message(self, kind: str) -> str:
         (condition,) = [c for c in self.world.resource["status"]["conditions"] if c["type"] == kind]
         return str(condition["message"])
+
+    def ready(self) -> tuple[str, str]:
+        """Status and message of the condition Ready."""
+        return self.condition("Ready")[0], self.message("Ready")

@@ -286,7 +286,7 @@ class World:
             pod.setdefault("dnsPolicy", "ClusterFirst")
             for container in pod["containers"] + pod.get("initContainers", []):
                 container.setdefault("imagePullPolicy", "IfNotPresent")
-                limits = container.get("resources", {}).get("limits", {})
+                limits = (container.get("resources") or {}).get("limits") or {}
                 if limits.get("memory") == "1024Mi":
                     limits["memory"] = "1Gi"
             pod["containers"][0].setdefault("env", []).append(

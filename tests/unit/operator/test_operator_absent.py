@@ -8,7 +8,8 @@ import pytest
 from lmcache_operator.errors import UnavailableError
 from lmcache_operator.specs.kinds import Ref
 
-from tests.harness.operator_bench import STATEFUL_SET, Bench
+from tests.harness.operator_components import ReconciledCluster
+from tests.harness.operator_plans import STATEFUL_SET
 
 REMOTE = {Ref(kind, "demo-remote") for kind in ("ConfigMap", "Service", "StatefulSet", "Certificate")}
 CLAIM = Ref("ResourceClaimTemplate", "demo-engine")
@@ -16,7 +17,7 @@ SAVED_SIZES = Ref("ConfigMap", "demo-autoscaling")
 MANAGED = {"remote": {"managed": {"shards": 2, "memoryPerShard": "1Gi"}}}
 
 
-class ReadBench(Bench):
+class ReadBench(ReconciledCluster):
     """Records the objects that a reconciliation reads, and counts its requests."""
 
     def __init__(self, **changes: Any) -> None:
@@ -67,7 +68,7 @@ def test_reconciliation_of_an_idle_cluster_reads_only_existing_children(bench: R
 
 
 def test_first_reconciliation_of_a_process_reads_all_children(bench: ReadBench) -> None:
-    bench.restart()
+    bench.restart_operator()
     assert bench.reconciled_reads() > {CLAIM, STATEFUL_SET, *REMOTE}
     assert not bench.reconciled_reads() & {CLAIM, *REMOTE}
 
@@ -92,7 +93,7 @@ def test_unwanted_child_of_another_program_is_deleted_within_75_minutes(bench):
     bench.settle()
     bench.world.objects[config] = restored
     bench.reconcile()
-    bench.clock.now += 3600
+    bench.seconds += 3600
     bench.reconcile()
     assert config not in bench.world.objects
 

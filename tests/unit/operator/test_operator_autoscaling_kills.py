@@ -11,8 +11,9 @@ from lmcache_operator.autoscaling.policy.report import Choice
 from lmcache_operator.specs.kinds import Ref
 
 from tests.harness.autoscaling import GIB, ScriptedAutoscaler
-from tests.harness.operator_bench import STATEFUL_SET, Bench
+from tests.harness.operator_components import ReconciledCluster
 from tests.harness.operator_model import World
+from tests.harness.operator_plans import STATEFUL_SET
 from tests.harness.scope import examples
 
 CONFIG = Ref("ConfigMap", "demo-autoscaling")
@@ -49,7 +50,7 @@ class SizesMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bench, self.declared, self.is_auto = Bench(), 64, True
+        self.bench, self.declared, self.is_auto = ReconciledCluster(), 64, True
         self.bench.world = KillableWorld(self.bench.world.resource)
         self._declare()
         self._start()
@@ -64,7 +65,7 @@ class SizesMachine(RuleBasedStateMachine):
 
     def _start(self) -> None:
         self.bench.autoscaler = self.watcher = ScriptedAutoscaler(CONFIG)
-        self.bench.restart()
+        self.bench.restart_operator()
 
     def _size(self) -> int:
         """Memory size of new pods in GiB."""

@@ -17,7 +17,7 @@ from lmcache_operator.reconcile import reconciler
 from lmcache_operator.specs.kinds import ClusterKey
 from prometheus_client import Gauge
 
-from tests.harness.operator_bench import KEY, Bench
+from tests.harness.operator_components import KEY, ReconciledCluster
 from tests.harness.operator_model import NAME
 from tests.harness.operator_resizes import Node
 
@@ -52,7 +52,7 @@ class Watcher:
         self.latest_report = Report({"observedAt": "2026-01-01T00:00:00Z", "memory": memory}, **report_fields)
 
 
-class Rig(Bench):
+class Rig(ReconciledCluster):
     """A cluster with autoscaling, and access to its reports."""
 
     def __init__(self, size: str = "64Gi", **autoscaling: Any) -> None:
@@ -70,9 +70,8 @@ class Rig(Bench):
     def status(self) -> Any:
         return self.world.resource["status"].get("autoscaling")
 
-    def condition(self) -> tuple[str, str] | None:
-        active = [c for c in self.world.resource["status"]["conditions"] if c["type"] == "AutoscalingActive"]
-        return (active[0]["status"], active[0]["reason"]) if active else None
+    def active(self) -> tuple[str, str]:
+        return self.condition("AutoscalingActive")
 
 
 def uid_of(pod: dict[str, Any]) -> str:
@@ -87,11 +86,11 @@ def samples(gauge: Gauge) -> dict[str, float]:
 
 def test_recommendation_is_reported_once_and_small_changes_are_not_written() -> None:
     rig = Rig()
-    assert (rig.status(), rig.condition()) == (None, None)
+    assert (rig.status(), rig.active()) == (None, ("", ""))
     assert rig.decide(NO_CHANGE) == []
-    assert rig.condition() == ("Unknown", "Counting")
+    assert rig.active() == ("Unknown", "Counting")
     assert rig.decide(GROW) == ["SizeRecommended"]
-    assert rig.condition() == ("True", "Recommending")
+    assert rig.active() == ("True", "Recommending")
     first = rig.status()
     assert first["memory"]["recommended"] == "108Gi"
     assert "next" not in first["memory"]  # mode Recommend makes no step
@@ -109,11 +108,11 @@ def test_auto_reports_each_step_and_the_freeze() -> None:
     rig.decide(NO_CHANGE)
     chosen = Choice(108 * GIB, 64 * GIB)
     assert rig.decide(GROW, memory=chosen) == ["SizeRecommended", "SizeChosen"]
-    assert rig.condition() == ("True", "Sizing")
+    assert rig.active() == ("True", "Sizing")
     assert rig.decide(replace(GROWN, limited_by="Verifying"), memory=chosen) == []
     frozen = replace(GROWN, limited_by="Frozen", reason="hits stayed below the prediction twice")
     assert rig.decide(frozen, memory=chosen) == ["AutoscalingFrozen"]
-    assert rig.condition() == ("False", "AutoscalingFrozen")
+    assert rig.active() == ("False", "AutoscalingFrozen")
     assert rig.ready()[0] == "True"  # engines and cache still serve
 
 
@@ -121,12 +120,12 @@ def test_restarted_operator_keeps_the_last_report_until_it_has_samples() -> None
     rig = Rig(mode="Auto", memory=BOUNDS)
     rig.decide(NO_CHANGE)
     rig.decide(GROW, memory=Choice(108 * GIB, 64 * GIB))
-    before = rig.status(), rig.condition()
+    before = rig.status(), rig.active()
     rig.watcher.latest_report = None
-    rig.restart()
+    rig.restart_operator()
     rig.reconcile()
     assert rig.writes == []
-    assert (rig.status(), rig.condition()) == before
+    assert (rig.status(), rig.active()) == before
 
 
 def test_mode_off_removes_status_and_metrics() -> None:
@@ -134,18 +133,18 @@ def test_mode_off_removes_status_and_metrics() -> None:
     rig.decide(GROW)
     rig.world.resource["spec"]["autoscaling"] = {"mode": "Off"}
     rig.settle()
-    assert (rig.status(), rig.condition()) == (None, None)
+    assert (rig.status(), rig.active()) == (None, ("", ""))
     assert samples(metrics.MEMORY_BYTES) == {}
 
 
 def test_invalid_spec_keeps_the_autoscaling_report() -> None:
     rig = Rig()
     rig.decide(GROW)
-    before = rig.status(), rig.condition()
+    before = rig.status(), rig.active()
     rig.world.change(engine={"args": ["--port=1"]})
     rig.settle()
     assert rig.ready()[0] == "False"
-    assert (rig.status(), rig.condition()) == before
+    assert (rig.status(), rig.active()) == before
 
 
 def test_size_metrics_exist_until_the_cluster_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,13 +201,13 @@ def test_two_operators_with_different_choices_stop_writing(monkeypatch):
     operators = []
     for size in (2, 3):
         rig.autoscaler = watcher = Watcher()
-        rig.restart()
+        rig.restart_operator()
         operators.append(rig.reconciler)
         watcher.decide(GROW, memory=Choice(size * GIB, GIB), state=f"{size}")
     written = []
     for _ in range(14):
         for rig.reconciler in operators:
-            rig.clock.now += 1
+            rig.seconds += 1
             rig.reconcile()
             written.append(list(rig.writes))
             for name in node.sidecars:

@@ -17,7 +17,7 @@ from lmcache_operator.errors import RefusedError
 from lmcache_operator.specs.kinds import ClusterKey, Ref, ref_of
 from lmcache_operator.specs.names import AUTOSCALING, STOCK_IMAGES
 
-from tests.harness.operator_components import ReconciledCluster
+from tests.harness.operator_components import GOOD, ReconciledCluster
 from tests.harness.operator_extra import Extra
 from tests.harness.operator_model import NAME, cluster
 
@@ -60,9 +60,8 @@ def test_component_that_is_not_ready_makes_the_cluster_unready() -> None:
 def test_operator_polls_only_pods_with_a_sidecar() -> None:
     rig = Rig(replicas=2)
     rig.settle()
-    for number, pod in enumerate(rig.world.pods.values()):
-        pod["status"] |= {"phase": "Running", "podIP": f"10.0.0.{number}"}
-        rig.world.stats[f"10.0.0.{number}"] = {"is_ready": True, "num_clients": {"attached": 1}}
+    rig.world.pods["demo-extra-0"]["status"] |= {"phase": "Running", "podIP": "10.0.0.9"}
+    rig.answer(GOOD, GOOD)
     rig.run()
     assert len(rig.world.pods) == 3
     assert rig.world.num_stats_reads == 2

@@ -9,8 +9,9 @@ import pytest
 from lmcache_operator import metrics
 from lmcache_operator.errors import ApiError, RefusedError, UnavailableError
 
-from tests.harness.operator_bench import STATEFUL_SET, Bench
+from tests.harness.operator_components import ReconciledCluster
 from tests.harness.operator_model import NAME
+from tests.harness.operator_plans import STATEFUL_SET
 
 
 def test_condition_metrics_exist_until_the_cluster_is_deleted() -> None:
@@ -18,7 +19,7 @@ def test_condition_metrics_exist_until_the_cluster_is_deleted() -> None:
         samples = metrics.CONDITION.collect()[0].samples
         return {s.labels["condition"]: s.value for s in samples if s.labels["name"] == NAME}
 
-    bench = Bench()
+    bench = ReconciledCluster()
     bench.reconcile()
     assert condition_metrics() == {"Ready": 0, "Degraded": 0}
     bench.settle()
@@ -29,7 +30,7 @@ def test_condition_metrics_exist_until_the_cluster_is_deleted() -> None:
 
 
 def test_refused_apply_becomes_a_condition_and_the_rest_continues() -> None:
-    bench = Bench()
+    bench = ReconciledCluster()
     bench.world.failures["apply NetworkPolicy"] = RefusedError("apply", "quota exceeded")
     pauses = [bench.reconcile() for _ in range(7)]
     assert pauses == [5, 10, 20, 40, 60, 60, 60]
@@ -40,7 +41,7 @@ def test_refused_apply_becomes_a_condition_and_the_rest_continues() -> None:
 
 @pytest.mark.parametrize("call", ["get Service", "find Pod", "apply Service", "apply StatefulSet", "evict"])
 def test_persistent_failure_of_any_call_is_reported(call: str) -> None:
-    bench = Bench()
+    bench = ReconciledCluster()
     has_children = call in ("evict", "find Pod")
     if has_children:
         bench.settle()
@@ -61,7 +62,7 @@ def test_persistent_failure_of_any_call_is_reported(call: str) -> None:
 
 
 def test_conditions_are_written_under_an_older_crd(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench()
+    bench = ReconciledCluster()
     apply_status = bench.world.apply_status
 
     async def refuse_new_fields(wanted: dict[str, Any]) -> None:
@@ -83,7 +84,7 @@ def test_conditions_are_written_under_an_older_crd(monkeypatch: pytest.MonkeyPat
 
 
 def test_older_crd_gets_the_status_without_the_fields_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench()
+    bench = ReconciledCluster()
     apply_status = bench.world.apply_status
 
     async def refuse_images(wanted: dict[str, Any]) -> None:
@@ -107,7 +108,7 @@ def test_older_crd_gets_the_status_without_the_fields_that_it_lacks(monkeypatch:
 @pytest.mark.parametrize("has_pods", [False, True])
 def test_spec_of_wrong_types_is_reported_and_keeps_pods(engine: Any, has_pods: bool) -> None:
     """An older CRD may have accepted such specs."""
-    bench = Bench()
+    bench = ReconciledCluster()
     if has_pods:
         bench.settle()
     bench.world.resource["spec"]["engine"] = engine
@@ -121,7 +122,7 @@ def test_spec_of_wrong_types_is_reported_and_keeps_pods(engine: Any, has_pods: b
 
 
 def test_transient_failure_is_not_reported() -> None:
-    bench = Bench()
+    bench = ReconciledCluster()
     bench.settle()
     bench.world.failures["get Service"] = UnavailableError("get", "busy")
     with pytest.raises(ApiError):
@@ -130,7 +131,7 @@ def test_transient_failure_is_not_reported() -> None:
 
 
 def test_internal_error_of_the_operator_is_reported() -> None:
-    bench = Bench()
+    bench = ReconciledCluster()
     bench.settle()
     bench.world.failures["find Pod"] = RecursionError("too deep")
     for _ in range(2):
@@ -140,7 +141,7 @@ def test_internal_error_of_the_operator_is_reported() -> None:
 
 
 def test_refused_eviction_is_reported() -> None:
-    bench = Bench()
+    bench = ReconciledCluster()
     bench.settle()
     bench.world.change(engine={"args": ["--new"]})
     bench.reconcile()
@@ -152,7 +153,7 @@ def test_refused_eviction_is_reported() -> None:
 
 @pytest.mark.parametrize("first_pod", ["terminating", "loading"])
 def test_failed_mount_is_reported_regardless_of_other_pods(first_pod: str) -> None:
-    bench = Bench(engine={"replicas": 2})
+    bench = ReconciledCluster(engine={"replicas": 2})
     bench.settle()
     first, second = (bench.world.pods[f"demo-engine-{n}"] for n in range(2))
     second["status"] = {"phase": "Pending"}
@@ -167,7 +168,7 @@ def test_failed_mount_is_reported_regardless_of_other_pods(first_pod: str) -> No
 
 
 def test_pods_of_an_invalid_spec_are_watched_and_abandoned_on_lost_nodes() -> None:
-    bench = Bench(engine={"replicas": 2})
+    bench = ReconciledCluster(engine={"replicas": 2})
     bench.settle()
     bench.world.change(engine={"args": ["--headless"]})
     assert (bench.reconcile() or 0) > 500

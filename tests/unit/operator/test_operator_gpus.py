@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import yaml
@@ -14,13 +13,12 @@ from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.engine.gpus import planned_transfer
 from lmcache_operator.errors import ApiError, InvalidSpecError, RefusedError
-from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.kube.refusals import error_of
-from lmcache_operator.reconcile.reconciler import Reconciler
-from lmcache_operator.specs.kinds import ClusterKey, Ref
+from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES
 
-from tests.harness.operator_model import NAME, NAMESPACE, UID, World, cluster
+from tests.harness.operator_components import GOOD, ReconciledCluster
+from tests.harness.operator_model import World, cluster
 
 CLAIMS = {"gpu": {"deviceClassName": "gpu.nvidia.com"}}
 TWO = {"gpu": {"deviceClassName": "gpu.nvidia.com", "count": 2}, "parallelism": {"tensor": 2}}
@@ -141,44 +139,28 @@ def test_render_accepts_the_flag_for_all_gpus(tmp_path: Path, capsys: pytest.Cap
 # -- changes of an existing cluster
 
 
-class Rig:
-    """A cluster of engines with a reconciler, and pods whose sidecars answer."""
+class Rig(ReconciledCluster):
+    """A cluster of engines, and pods whose sidecars answer."""
 
     def __init__(self, allow_all_gpus: bool = False, world: World | None = None, **changes: Any) -> None:
-        self.world = world or World(cluster(**changes))
-        context = Context(STOCK_IMAGES, "", allow_all_gpus)
-        self.reconciler = Reconciler(
-            cast(KubeApi, self.world), context, self.world.ask, components=[Engine()]
-        )
+        super().__init__([Engine()], Context(STOCK_IMAGES, "", allow_all_gpus), **changes)
+        if world:
+            self.world = world
+            self.restart_operator()
 
     def settle(self) -> list[str]:
         """Reconcile until nothing is written. Return the writes other than the status."""
-        written: list[str] = []
-        for _ in range(12):
-            self.world.run_stateful_sets()
-            self.world.writes.clear()
-            asyncio.run(self.reconciler.reconcile(ClusterKey(NAMESPACE, NAME, UID)))
-            if not self.world.writes:
-                return [write for write in written if write != "status"]
-            written += self.world.writes
-        raise AssertionError(f"does not settle: {written}")
+        return [write for write in super().settle() if write != "status"]
 
     def report_transfer(self, **transfer: str) -> None:
         """Let all sidecars answer with these transfer statistics, and settle."""
-        for number, pod in enumerate(self.world.pods.values()):
-            pod["status"] |= {"phase": "Running", "podIP": f"10.0.0.{number}"}
-            stats = {"is_ready": True, "num_clients": {"attached": 1}, "transfer": transfer}
-            self.world.stats[f"10.0.0.{number}"] = stats
+        self.answer(*[GOOD | {"transfer": transfer}] * len(self.world.pods))
         self.settle()
 
     @property
     def transfer(self) -> dict[str, str]:
         status: dict[str, str] = self.world.resource["status"]["transfer"]
         return status
-
-    def condition(self, kind: str) -> tuple[str, str, str]:
-        (matching,) = [c for c in self.world.resource["status"]["conditions"] if c["type"] == kind]
-        return matching["status"], matching["reason"], matching["message"]
 
 
 def test_claims_can_be_added_changed_and_removed() -> None:
@@ -208,9 +190,8 @@ def test_pods_serve_without_claims_on_an_older_kubernetes() -> None:
     rig.world.change(engine=CLAIMS)
     assert rig.settle() == []
     assert "resourceClaims" not in rig.world.objects[STATEFUL_SET]["spec"]["template"]["spec"]
-    status, reason, message = rig.condition("Degraded")
-    assert (status, reason) == ("True", "Refused")
-    assert "needs a newer Kubernetes" in message
+    assert rig.condition("Degraded") == ("True", "Refused")
+    assert "needs a newer Kubernetes" in rig.message("Degraded")
     assert rig.condition("EngineAvailable")[0] == "True"
     rig.world.failures.clear()
     assert rig.settle() == [f"apply {TEMPLATE}", f"apply {STATEFUL_SET}", "evict demo-engine-0"]
@@ -274,10 +255,9 @@ def test_changed_operator_flag_replaces_no_pod() -> None:
 def test_unavailable_cuda_ipc_degrades_the_cluster_and_pods_serve() -> None:
     rig = Rig(sidecar={"transfer": "CudaIPC"})
     rig.settle()
-    status, reason, message = rig.condition("Degraded")
-    assert (status, reason) == ("True", "CudaIPCUnavailable")
-    assert "spec.engine.gpu.deviceClassName" in message
-    assert "--allow-all-gpus-sidecar" in message
+    assert rig.condition("Degraded") == ("True", "CudaIPCUnavailable")
+    assert "spec.engine.gpu.deviceClassName" in rig.message("Degraded")
+    assert "--allow-all-gpus-sidecar" in rig.message("Degraded")
     assert rig.condition("Ready")[0] == rig.condition("EngineAvailable")[0] == "True"
     rig.world.change(engine=CLAIMS)
     rig.settle()
@@ -302,7 +282,7 @@ def test_status_shows_the_transfer_that_sidecars_report() -> None:
     assert rig.transfer == {
         "requested": "CudaIPC", "mode": "SharedMemory", "reason": "SidecarCannotCopy", "message": message,
     }  # fmt: skip
-    assert rig.condition("Degraded")[:2] == ("True", "CudaIPCUnavailable")
+    assert rig.condition("Degraded") == ("True", "CudaIPCUnavailable")
     assert rig.condition("Ready")[0] == "True"
     # The same message with other figures is not written again.
     rig.world.writes.clear()

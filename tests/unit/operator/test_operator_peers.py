@@ -12,7 +12,6 @@ from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.components.injection.workloads import inject_objects
 from lmcache_operator.components.peers.peers import Peers
-from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.errors import InvalidSpecError, RefusedError
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
@@ -72,9 +71,6 @@ def config_of(changes: dict[str, Any], pod_name: str) -> Config:
 
 
 class Rig(ReconciledCluster):
-    def __init__(self, **changes: Any) -> None:
-        super().__init__(COMPONENTS, **changes)
-
     @property
     def peers(self) -> list[str]:
         return listed(self.world.objects[LIST]["data"]["peers.yaml"])

@@ -18,12 +18,13 @@ from lmcache_operator.reconcile.contest import ContestLog
 from lmcache_operator.specs.kinds import ClusterKey, Ref
 
 from testing.child_process import free_port
-from tests.harness.operator_bench import KEY, STATEFUL_SET, Bench
+from tests.harness.operator_components import KEY, ReconciledCluster
 from tests.harness.operator_model import NAME, NAMESPACE, UID, cluster
+from tests.harness.operator_plans import STATEFUL_SET
 
 
 def test_new_cluster_becomes_ready_and_then_causes_no_writes() -> None:
-    bench = Bench()
+    bench = ReconciledCluster()
     bench.reconcile()
     assert bench.writes[-3:] == [
         "apply StatefulSet demo-engine",
@@ -42,7 +43,7 @@ def raise_key_error(*_: object) -> None:
 
 
 def test_fault_of_a_component_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, progress = Bench(), []
+    bench, progress = ReconciledCluster(), []
     monkeypatch.setattr(Injection, "plan", raise_key_error)
     for _ in range(2):
         with pytest.raises(KeyError):
@@ -59,7 +60,7 @@ def test_fault_of_a_component_does_not_stop_the_others(monkeypatch: pytest.Monke
 
 
 def test_fault_before_a_change_is_reported_as_incomplete(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench()
+    bench = ReconciledCluster()
     bench.settle()
     bench.world.change(engine={"args": ["--new"]})
     monkeypatch.setattr(Engine, "plan", raise_key_error)
@@ -73,7 +74,7 @@ def test_fault_before_a_change_is_reported_as_incomplete(monkeypatch: pytest.Mon
 
 
 def test_invalid_spec_without_pods_waits_for_a_long_pause() -> None:
-    bench = Bench()
+    bench = ReconciledCluster()
     bench.world.resource["spec"]["engine"] = {"args": ["--port=1"]}
     bench.reconcile()
     assert (bench.reconcile() or 0) > 800
@@ -81,7 +82,7 @@ def test_invalid_spec_without_pods_waits_for_a_long_pause() -> None:
 
 def test_refused_engine_template_is_not_injected() -> None:
     """The API server would refuse the injected pod, too."""
-    bench = Bench()
+    bench = ReconciledCluster()
     bench.world.failures["apply StatefulSet"] = RefusedError("PATCH x", "spec.template: Invalid value")
     bench.reconcile()
     assert Ref("LMCacheProfile", "demo-injection") not in bench.world.objects
@@ -91,27 +92,27 @@ def test_refused_engine_template_is_not_injected() -> None:
 
 
 def test_restarted_operator_writes_nothing() -> None:
-    bench = Bench(engine={"replicas": 2})
+    bench = ReconciledCluster(engine={"replicas": 2})
     bench.settle()
-    bench.restart()
+    bench.restart_operator()
     bench.reconcile()
     assert bench.writes == []
 
 
 def test_deleted_or_recreated_cluster_is_not_touched() -> None:
     for resource in (None, cluster() | {"metadata": {"uid": "other", "name": NAME}}):
-        bench = Bench()
+        bench = ReconciledCluster()
         bench.world.resource = cast(Any, resource)
         assert bench.reconcile() is None
         assert bench.writes == []
-    bench = Bench()
+    bench = ReconciledCluster()
     bench.world.resource["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     assert bench.reconcile() is None
     assert bench.writes == []
 
 
 def test_object_of_another_owner_is_never_taken_over() -> None:
-    bench = Bench()
+    bench = ReconciledCluster()
     foreign_service = {"metadata": {"name": NAME, "uid": "1", "labels": {}}}
     bench.world.objects[Ref("Service", NAME)] = foreign_service
     bench.settle()
@@ -123,7 +124,7 @@ def test_object_of_another_owner_is_never_taken_over() -> None:
 
 
 def test_child_without_labels_is_found_by_its_name() -> None:
-    bench = Bench()
+    bench = ReconciledCluster()
     bench.settle()
     bench.world.edit(Ref("Service", NAME), "metadata", "labels", value={})
     bench.reconcile()
@@ -131,7 +132,7 @@ def test_child_without_labels_is_found_by_its_name() -> None:
 
 
 def test_nothing_is_created_in_a_terminating_namespace() -> None:
-    bench = Bench()
+    bench = ReconciledCluster()
     bench.settle()
     bench.world.is_namespace_ending = True
     assert bench.reconcile() is not None  # the operator checks this only when a child is missing
@@ -141,11 +142,11 @@ def test_nothing_is_created_in_a_terminating_namespace() -> None:
 
 
 def test_repeatedly_reverted_field_is_contested_and_others_are_applied() -> None:
-    bench = Bench()
+    bench = ReconciledCluster()
     bench.settle()
     num_applies = 0
     for _ in range(10):
-        bench.clock.now += 1
+        bench.seconds += 1
         bench.world.edit(STATEFUL_SET, "spec", "replicas", value=9)
         bench.reconcile()
         num_applies += "apply StatefulSet demo-engine" in bench.writes
@@ -155,34 +156,34 @@ def test_repeatedly_reverted_field_is_contested_and_others_are_applied() -> None
     bench.reconcile()
     live = bench.world.objects[STATEFUL_SET]["spec"]
     assert (live["replicas"], live["template"]["spec"]["containers"][0]["image"]) == (9, "e:2")
-    bench.clock.now += 31
+    bench.seconds += 31
     bench.reconcile()
     assert bench.world.objects[STATEFUL_SET]["spec"]["replicas"] == 1
 
 
 def test_repeatedly_deleted_child_is_not_recreated_for_a_while() -> None:
-    bench = Bench()
+    bench = ReconciledCluster()
     bench.settle()
     num_applies = 0
     for _ in range(70):
-        bench.clock.now += 0.2
+        bench.seconds += 0.2
         bench.world.objects.pop(Ref("PodDisruptionBudget", "demo-engine"), None)
         bench.reconcile()
         num_applies += "apply PodDisruptionBudget demo-engine" in bench.writes
     assert num_applies == 3  # the first apply was at creation
     assert "deleting or taking over PodDisruptionBudget demo-engine" in bench.ready()[1]
-    bench.clock.now += 31
+    bench.seconds += 31
     bench.settle()
     assert bench.ready()[0] == "True"
 
 
 def test_repeatedly_taken_over_child_is_not_applied_for_a_while() -> None:
     """A program that replaces all annotations removes the hash of the applied object."""
-    bench = Bench()
+    bench = ReconciledCluster()
     bench.settle()
     num_applies = 0
     for _ in range(20):
-        bench.clock.now += 1
+        bench.seconds += 1
         bench.world.edit(Ref("Service", NAME), "metadata", "annotations", value={})
         bench.reconcile()
         num_applies += "apply Service demo" in bench.writes
@@ -192,11 +193,11 @@ def test_repeatedly_taken_over_child_is_not_applied_for_a_while() -> None:
 
 def test_two_operators_with_different_renderings_slow_down() -> None:
     """Both operators have the same field manager, so each owns all fields but finds a different rendering."""
-    bench = Bench()
+    bench = ReconciledCluster()
     bench.settle()
     num_written, other_hash = 0, "of another version"
     for _ in range(20):
-        bench.clock.now += 0.1
+        bench.seconds += 0.1
         bench.world.objects[STATEFUL_SET]["metadata"]["annotations"]["lmcache.io/rendered-hash"] = other_hash
         bench.reconcile()
         num_written += "apply StatefulSet demo-engine" in bench.writes
@@ -205,16 +206,16 @@ def test_two_operators_with_different_renderings_slow_down() -> None:
     bench.world.change(engine={"replicas": 2})
     bench.reconcile()
     assert "apply StatefulSet demo-engine" in bench.writes, "a change of the spec is no contest"
-    bench.clock.now += 700
+    bench.seconds += 700
     bench.settle()
     assert bench.ready()[0] == "True"
 
 
 def test_repeated_spec_changes_are_no_contest() -> None:
-    bench = Bench()
+    bench = ReconciledCluster()
     bench.settle()
     for number in range(20):
-        bench.clock.now += 1
+        bench.seconds += 1
         bench.world.change(engine={"replicas": 1 + number % 2})
         bench.reconcile()
         assert "apply StatefulSet demo-engine" in bench.writes or not number
@@ -236,7 +237,7 @@ def test_contest_pauses_grow_and_slow_drift_is_no_contest() -> None:
 
 
 def test_pod_replacement_respects_disruption_budgets() -> None:
-    bench = Bench(engine={"replicas": 2})
+    bench = ReconciledCluster(engine={"replicas": 2})
     bench.settle()
     bench.world.change(engine={"args": ["--new"]})
     bench.world.evictions_allowed = False
@@ -253,7 +254,7 @@ def test_pod_replacement_respects_disruption_budgets() -> None:
 
 
 def test_pods_of_another_owner_are_not_counted() -> None:
-    bench = Bench()
+    bench = ReconciledCluster()
     bench.settle()
     unowned_pod = bench.world.pods["demo-engine-0"] | {"metadata": {"name": "x", "labels": {
         "lmcache.io/cluster": NAME, "lmcache.io/component": "engine"}}}  # fmt: skip
@@ -306,7 +307,7 @@ def test_healthz_fails_when_work_hangs(hung_seconds: float, status: int) -> None
 
 
 def test_sidecars_are_polled_with_growing_pauses_while_one_is_not_ready() -> None:
-    bench = Bench()
+    bench = ReconciledCluster()
     bench.settle()
     bench.world.pods["demo-engine-0"]["status"] |= {"phase": "Running", "podIP": "10.0.0.1"}
     bench.world.stats["10.0.0.1"] = {"is_ready": False, "not_ready_reason": "bad URL"}
@@ -324,13 +325,13 @@ def test_sidecars_are_polled_with_growing_pauses_while_one_is_not_ready() -> Non
     assert (bench.reconcile() or 0) > 500
     assert bench.world.num_stats_reads == num_asked + 1
     bench.reconcile()
-    bench.restart()
+    bench.restart_operator()
     bench.reconcile()
     assert bench.writes == []
 
 
 def test_silent_sidecar_does_not_shorten_the_pause() -> None:
-    bench = Bench()
+    bench = ReconciledCluster()
     bench.settle()
     bench.world.pods["demo-engine-0"]["status"] |= {"phase": "Running", "podIP": "10.0.0.1"}
     for expected in (["status"], [], []):

@@ -11,7 +11,6 @@ import yaml
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.engine import Engine
-from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.reconciler import Reconciler
@@ -50,7 +49,7 @@ class ListedPeers:
 
 class Rig(ReconciledCluster):
     def __init__(self, other: dict[str, Any] | None, **changes: Any) -> None:
-        super().__init__(COMPONENTS, **changes)
+        super().__init__(**changes)
         self.other = other
 
     @property

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
 import pytest
-from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.reconcile.probe import read_sidecar
-from lmcache_operator.specs.kinds import ClusterKey
 
 from lmcache.tenant_names import DEFAULT_NAME, MAX_NAMED
 from tests.harness.operator_components import ReconciledCluster
-from tests.harness.operator_model import NAME, NAMESPACE, UID
 
 GOOD: dict[str, Any] = {"is_ready": True, "num_clients": {"attached": 1}}
 USABLE = 1000
@@ -45,26 +41,18 @@ class Rig(ReconciledCluster):
 
     def __init__(self, *answers: Any, tenants: Any = None) -> None:
         tenants = declared("search") if tenants is None else tenants
-        super().__init__(COMPONENTS, engine={"replicas": max(1, len(answers))}, tenants=tenants)
+        super().__init__(engine={"replicas": max(1, len(answers))}, tenants=tenants)
         self.settle()
         self.answer(*answers)
-
-    def answer(self, *answers: Any) -> None:
-        """Let the sidecars answer from now on; None: not at all."""
-        for number, stats in enumerate(answers):
-            address = f"10.0.0.{number}"
-            self.world.pods[f"demo-engine-{number}"]["status"] |= {"phase": "Running", "podIP": address}
-            self.world.stats[address] = stats
 
     def declare(self, *names: str) -> None:
         """Let the spec have these tenants, and no others."""
         self.world.resource["spec"]["tenants"] = declared(*names)
         self.world.change()
 
-    def reconcile(self) -> Any:
+    def listed(self) -> Any:
         """Reconcile once. Returns the list in the status, or None if the status has no list."""
-        self.world.writes.clear()
-        asyncio.run(self.reconciler.reconcile(ClusterKey(NAMESPACE, NAME, UID)))
+        self.run()
         return self.world.resource["status"].get("tenants")
 
 
@@ -78,34 +66,34 @@ def test_figures_are_those_of_all_pods_together() -> None:
         report(default=(100, 10, 50), search=(1000, 900, 300)),
         report(3 * USABLE, default=(100, 20, 50), search=(3000, 300, 500)),
     )
-    assert rig.reconcile() == [entry("default", 15, 2), entry("search", 30, 20)]
+    assert rig.listed() == [entry("default", 15, 2), entry("search", 30, 20)]
 
 
 def test_tenant_without_prompts_has_no_hits() -> None:
     rig = Rig(report(default=(0, 0, 0), search=(0, 0, 120)))
-    assert rig.reconcile() == [entry("default", None, 0), entry("search", None, 12)]
+    assert rig.listed() == [entry("default", None, 0), entry("search", None, 12)]
 
 
 def test_declared_tenant_that_no_sidecar_counts_has_an_entry() -> None:
     """The salt may be missing, or the file in the pod is older."""
     rig = Rig(report(default=(10, 5, 0)))
-    assert rig.reconcile() == [entry("default", 50, 0), entry("search", None, 0)]
+    assert rig.listed() == [entry("default", 50, 0), entry("search", None, 0)]
 
 
 @pytest.mark.parametrize("answer", [None, GOOD, GOOD | {"tenants": {"tenants_problem": ""}}])
 def test_field_appears_with_the_first_report(answer: Any) -> None:
     """Sidecars of earlier versions report no tenants."""
     rig = Rig(answer)
-    assert rig.reconcile() is None
+    assert rig.listed() is None
     rig.answer(report(default=(0, 0, 0)))
-    rig.skipped_seconds += 61  # so that a silent sidecar is probed again
-    assert rig.reconcile() is not None
+    rig.seconds += 61  # so that a silent sidecar is probed again
+    assert rig.listed() is not None
 
 
 def test_unknown_names_are_not_reported() -> None:
     hashed = "c0ffee" * 10
     rig = Rig(report(**{"default": (1, 0, 0), hashed: (1, 1, 1), "removed": (9, 9, 9)}))
-    assert rig.reconcile() == [entry("default", 0, 0), entry("search", None, 0)]
+    assert rig.listed() == [entry("default", 0, 0), entry("search", None, 0)]
     assert hashed not in json.dumps(rig.world.resource)
 
 
@@ -124,7 +112,7 @@ def test_unknown_names_are_not_reported() -> None:
 )  # fmt: skip
 def test_wrong_figures_are_limited_or_ignored(answer: Any, expected: dict[str, Any]) -> None:
     rig = Rig(answer)
-    (_, search) = rig.reconcile()
+    (_, search) = rig.listed()
     assert search == expected
 
 
@@ -138,36 +126,36 @@ def test_all_tenants_of_the_largest_spec_are_reported() -> None:
     names = [f"t{number}" for number in range(MAX_NAMED)]
     counts = {name: (100, number, 0) for number, name in enumerate((DEFAULT_NAME, *names))}
     rig = Rig(report(**counts), tenants=declared(*names))
-    assert [tenant["hitPercent"] for tenant in rig.reconcile()] == list(range(MAX_NAMED + 1))
+    assert [tenant["hitPercent"] for tenant in rig.listed()] == list(range(MAX_NAMED + 1))
 
 
 def test_small_changes_write_no_status() -> None:
     rig = Rig(report(default=(100, 50, 500), search=(1000, 400, 400)))
-    before = rig.reconcile()
+    before = rig.listed()
     rig.answer(report(default=(100, 50, 505), search=(2000, 830, 410)))
-    assert rig.reconcile() == before
+    assert rig.listed() == before
     assert rig.world.writes == []
     rig.answer(report(default=(100, 50, 505), search=(2000, 860, 410)))
-    assert rig.reconcile() == [entry("default", 50, 50), entry("search", 43, 41)]
+    assert rig.listed() == [entry("default", 50, 50), entry("search", 43, 41)]
 
 
 def test_small_figures_that_change_by_two_points_write_no_status() -> None:
     """Five per cent of a small figure would be less than a point."""
     rig = Rig(hits(tokens=1000, hit_tokens=40))
-    before = rig.reconcile()
+    before = rig.listed()
     assert before == [entry("default", None, 0), entry("search", 4, 4)]
     for near in (60, 20, 55):
         rig.answer(hits(tokens=1000, hit_tokens=near))
-        assert rig.reconcile() == before
+        assert rig.listed() == before
         assert rig.world.writes == []
     rig.answer(hits(tokens=1000, hit_tokens=70))
-    assert rig.reconcile() == [entry("default", None, 0), entry("search", 7, 7)]
+    assert rig.listed() == [entry("default", None, 0), entry("search", 7, 7)]
     assert rig.world.resource["status"]["hitPercent"] == {"engine": 0, "memory": 7}
 
 
 def test_cluster_without_pods_has_no_figures() -> None:
     rig = Rig(hits(tokens=1000, hit_tokens=400))
-    assert rig.reconcile()
+    assert rig.listed()
     rig.world.resource["spec"]["engine"]["replicas"] = 0
     rig.world.change()
     rig.settle()
@@ -177,70 +165,70 @@ def test_cluster_without_pods_has_no_figures() -> None:
 
 def test_steady_cluster_writes_no_status() -> None:
     rig = Rig(report(default=(0, 0, 0), search=(10, 3, 50)))
-    rig.reconcile()
+    rig.listed()
     for _ in range(3):
-        rig.reconcile()
+        rig.listed()
         assert rig.world.writes == []
 
 
 def test_hits_stay_while_restarted_sidecars_have_no_prompts() -> None:
     rig = Rig(report(default=(100, 50, 500), search=(1000, 400, 400)))
-    rig.reconcile()
+    rig.listed()
     rig.answer(report(default=(0, 0, 0), search=(10, 9, 400)))
-    assert rig.reconcile() == [entry("default", 50, 0), entry("search", 90, 40)]
+    assert rig.listed() == [entry("default", 50, 0), entry("search", 90, 40)]
 
 
 def test_figures_stay_while_no_sidecar_answers() -> None:
     rig = Rig(report(default=(100, 50, 500), search=(1000, 400, 400)))
-    before = rig.reconcile()
+    before = rig.listed()
     rig.restart_operator()
     rig.answer(None)
-    assert rig.reconcile() == before
+    assert rig.listed() == before
     rig.declare("search", "new")
     rig.settle()
-    assert rig.reconcile() == [*before, entry("new")], "the names are those of the spec"
+    assert rig.listed() == [*before, entry("new")], "the names are those of the spec"
 
 
 def test_figures_stay_while_one_of_two_sidecars_misses_an_answer() -> None:
     answers = [hits(tokens=1000, hit_tokens=100), hits(tokens=9000, hit_tokens=8900)]
     rig = Rig(*answers)
-    before = rig.reconcile()
+    before = rig.listed()
     assert before == [entry("default", memory=0), entry("search", 90, 100)]
     assert rig.world.resource["status"]["hitPercent"] == {"engine": 0, "memory": 90}
     rig.restart_operator()
     rig.answer(answers[0], None)
-    assert rig.reconcile() == before
+    assert rig.listed() == before
     assert rig.world.writes == []
 
 
 def test_names_that_differ_in_a_figure_are_different() -> None:
     rig = Rig(report(t100=(100, 50, 500)), tenants=declared("t100"))
-    rig.reconcile()
+    rig.listed()
     rig.declare("t101")
     rig.answer(report(t101=(100, 50, 500)))
-    assert rig.reconcile() == [entry("default", None, 0), entry("t101", 50, 50)]
+    assert rig.listed() == [entry("default", None, 0), entry("t101", 50, 50)]
 
 
 def test_entries_do_not_move() -> None:
     """The API server keeps the order of such a list, so that a new order would be written again and again."""
     rig = Rig(report(a=(100, 50, 500), b=(100, 10, 100)), tenants=declared("a", "b"))
-    before = rig.reconcile()
+    before = rig.listed()
     rig.declare("c", "b", "a")
-    assert rig.reconcile() == [*before, entry("c", None, 0)]
+    assert rig.listed() == [*before, entry("c", None, 0)]
 
 
 def test_field_disappears_with_the_tenants() -> None:
     rig = Rig(report(default=(100, 50, 500)))
-    assert rig.reconcile()
+    assert rig.listed()
     del rig.world.resource["spec"]["tenants"]
     rig.world.change()
-    assert rig.reconcile() is None
+    assert rig.listed() is None
 
 
 def test_invalid_spec_keeps_the_former_list() -> None:
     rig = Rig(report(default=(100, 50, 500), search=(100, 10, 0)))
-    before = rig.reconcile()
+    before = rig.listed()
     rig.world.change(tenants={"default": {"memoryPercent": 1000}})
     rig.answer(report(default=(100, 90, 500)))
-    assert rig.reconcile() == before
+    assert rig.listed() == before
     assert rig.conditions()["Ready"] == "False"

@@ -12,7 +12,6 @@ from lmcache_operator.api.parse import parse, written
 from lmcache_operator.components.base import Context, Probed
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.injection.injection import Injection
-from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.reconcile.probe import SidecarProber
 from lmcache_operator.specs.kinds import Ref
@@ -216,7 +215,7 @@ TWO = named(SECRET, hashed("a", memoryPercent=50))
 
 
 def test_running_pods_get_new_shares_without_replacement() -> None:
-    rig = ReconciledCluster(COMPONENTS, **TWO)
+    rig = ReconciledCluster(**TWO)
     rig.settle()
     uids = {pod["metadata"]["uid"] for pod in rig.world.pods.values()}
     rig.world.change(**named(SECRET | {"memoryPercent": 7}, hashed("a")))

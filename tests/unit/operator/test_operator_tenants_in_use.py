@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from typing import Any
 
 import pytest
-from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.errors import RefusedError
-from lmcache_operator.specs.kinds import ClusterKey, Ref
+from lmcache_operator.specs.kinds import Ref
 
-from tests.harness.operator_components import ReconciledCluster
-from tests.harness.operator_model import NAME, NAMESPACE, UID
+from tests.harness.operator_components import GOOD, ReconciledCluster
 
-GOOD = {"is_ready": True, "num_clients": {"attached": 1}}
 CONFIG = Ref("ConfigMap", "demo-sidecar")
 SETTLED_SECONDS = 800
 """Without a change, the next reconciliation of a settled cluster is later than this."""
@@ -24,7 +20,7 @@ class Rig(ReconciledCluster):
     """Two engine pods, whose sidecars use the file of their ConfigMap when the test says so."""
 
     def __init__(self) -> None:
-        super().__init__(COMPONENTS, engine={"replicas": 2}, tenants={"default": {"memoryPercent": 50}})
+        super().__init__(engine={"replicas": 2}, tenants={"default": {"memoryPercent": 50}})
         self.settle()
         self.use_file(0, 1)
         self.reconcile()
@@ -33,26 +29,21 @@ class Rig(ReconciledCluster):
         """Let the sidecars of these pods use the present file, and answer."""
         text = self.world.objects[CONFIG]["data"]["tenants.yaml"]
         for number in numbers:
-            self.answer(number, tenants_problem="", tenants_digest=hashlib.sha256(text.encode()).hexdigest())
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            self.report(number, tenants_problem="", tenants_digest=digest)
 
-    def answer(self, number: int, **tenants: Any) -> None:
-        address = f"10.0.0.{number}"
-        self.world.pods[f"demo-engine-{number}"]["status"] |= {"phase": "Running", "podIP": address}
-        self.world.stats[address] = GOOD | {"tenants": tenants}
+    def report(self, number: int, **tenants: Any) -> None:
+        """Let one sidecar answer with this about its tenants."""
+        answers = [self.world.stats.get(f"10.0.0.{other}") for other in range(2)]
+        answers[number] = GOOD | {"tenants": tenants}
+        self.answer(*answers)
 
     def change_share(self, percent: int) -> None:
         self.world.change(tenants={"default": {"memoryPercent": percent}})
 
-    def reconcile(self) -> float:
-        """Reconcile once. Returns the seconds until the next time."""
-        self.world.writes.clear()
-        return asyncio.run(self.reconciler.reconcile(ClusterKey(NAMESPACE, NAME, UID))) or 0.0
-
     @property
-    def condition(self) -> tuple[str, str]:
-        conditions = {c["type"]: c for c in self.world.resource["status"]["conditions"]}
-        known = conditions["TenantsKnown"]
-        return known["status"], known["reason"]
+    def known(self) -> tuple[str, str]:
+        return self.condition("TenantsKnown")
 
 
 IN_USE, PENDING = ("True", "TenantsInUse"), ("False", "TenantsPending")
@@ -60,19 +51,19 @@ IN_USE, PENDING = ("True", "TenantsInUse"), ("False", "TenantsPending")
 
 def test_condition_waits_for_each_sidecar_to_use_the_new_file() -> None:
     rig = Rig()
-    assert rig.condition == IN_USE
+    assert rig.known == IN_USE
     assert rig.reconcile() > SETTLED_SECONDS
     rig.change_share(30)
     rig.reconcile()
-    assert rig.condition == PENDING, "already in the reconciliation that writes the file"
+    assert rig.known == PENDING, "already in the reconciliation that writes the file"
     rig.use_file(0)
     rig.reconcile()
-    assert rig.condition == PENDING
+    assert rig.known == PENDING
     message = "1 of 2 sidecars do not use the declared tenants yet. First: pod demo-engine-1. "
     assert rig.message("TenantsKnown").startswith(message)
     rig.use_file(1)
     assert rig.reconcile() > SETTLED_SECONDS
-    assert rig.condition == IN_USE
+    assert rig.known == IN_USE
     assert rig.conditions()["Degraded"] == "False"
 
 
@@ -85,7 +76,7 @@ def test_pending_file_is_probed_again_soon_and_written_to_the_status_once() -> N
     for _ in range(8):
         waits.append(rig.reconcile())
         writes += rig.world.writes
-    assert rig.condition == PENDING
+    assert rig.known == PENDING
     assert writes == []
     assert all(2 < wait < 100 for wait in waits)
     assert waits[-1] > 30, "the waits grow"
@@ -97,14 +88,14 @@ def test_changed_back_file_is_in_use_at_once() -> None:
     rig.reconcile()
     rig.change_share(50)
     rig.reconcile()
-    assert rig.condition == IN_USE
+    assert rig.known == IN_USE
 
 
 def test_sidecar_of_an_earlier_version_needs_no_further_probes() -> None:
     rig = Rig()
-    rig.answer(0, tenants_problem="")
+    rig.report(0, tenants_problem="")
     assert rig.reconcile() > 0
-    assert rig.condition == ("Unknown", "NotReported")
+    assert rig.known == ("Unknown", "NotReported")
     assert rig.reconcile() > SETTLED_SECONDS
     assert rig.world.writes == []
 
@@ -113,7 +104,7 @@ def test_one_missed_answer_does_not_change_the_condition() -> None:
     rig = Rig()
     rig.world.stats.clear()
     rig.reconcile()
-    assert rig.condition == IN_USE
+    assert rig.known == IN_USE
 
 
 def test_restarted_operator_trusts_no_condition_of_an_earlier_spec() -> None:
@@ -121,26 +112,26 @@ def test_restarted_operator_trusts_no_condition_of_an_earlier_spec() -> None:
     rig.restart_operator()
     del rig.world.stats["10.0.0.1"]
     rig.reconcile()
-    assert rig.condition == IN_USE, "one missed answer says nothing about the same file"
+    assert rig.known == IN_USE, "one missed answer says nothing about the same file"
     rig.world.change(tenants={"default": {"memoryPercent": 30}})
     rig.restart_operator()
     rig.world.stats.clear()
     assert rig.reconcile() < 100, "no watch reports that the sidecars answer"
-    assert rig.condition == ("Unknown", "NoAnswer")
+    assert rig.known == ("Unknown", "NoAnswer")
     rig.use_file(0, 1)
-    rig.skipped_seconds += 61  # so that silent sidecars are probed again
+    rig.seconds += 61  # so that silent sidecars are probed again
     rig.reconcile()
-    assert rig.condition == IN_USE
+    assert rig.known == IN_USE
 
 
 @pytest.mark.parametrize("problem", ["", "/x can't be read"])
 def test_invalid_spec_keeps_the_former_condition_but_reports_problems(problem: str) -> None:
     rig = Rig()
     rig.world.change(tenants={"default": {"memoryPercent": 1000}})
-    rig.answer(0, tenants_problem=problem, tenants_digest="0" * 64)
+    rig.report(0, tenants_problem=problem, tenants_digest="0" * 64)
     rig.reconcile()
     assert rig.conditions()["Ready"] == "False"
-    assert rig.condition == (("False", "TenantsInvalid") if problem else IN_USE)
+    assert rig.known == (("False", "TenantsInvalid") if problem else IN_USE)
     (known,) = [c for c in rig.world.resource["status"]["conditions"] if c["type"] == "TenantsKnown"]
     if not problem:
         assert known["observedGeneration"] == rig.world.resource["metadata"]["generation"] - 1
@@ -152,4 +143,4 @@ def test_file_that_could_not_be_written_is_pending() -> None:
     rig.world.failures["apply ConfigMap"] = RefusedError("apply ConfigMap", "no")
     rig.reconcile()
     assert rig.conditions()["Ready"] == "False"
-    assert rig.condition == PENDING
+    assert rig.known == PENDING
