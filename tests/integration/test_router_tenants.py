@@ -101,36 +101,55 @@ def routed(*arguments: str, has_prefill: bool = False) -> Iterator[Routed]:
         yield Routed(router.url, received)
 
 
-@pytest.mark.parametrize("policy", ["cache_aware", "round_robin", "power_of_two", "consistent_hash"])
-def test_router_passes_the_header_on_with_completions_and_chats(policy: str) -> None:
+@pytest.fixture(scope="module")
+def cache_aware() -> Iterator[Routed]:
+    with routed("--policy=cache_aware") as router:
+        yield router
+
+
+@pytest.fixture(scope="module")
+def with_prefill() -> Iterator[Routed]:
+    with routed("--policy=cache_aware", has_prefill=True) as router:
+        yield router
+
+
+def assert_header_is_passed_on(router: Routed) -> None:
+    for path, body in (COMPLETION, CHAT):
+        for streams in (False, True):
+            received = router.post(path, {**body, "stream": streams})
+            assert [(request.header, request.key) for request in received] == [(SALT, KEY)], path
+
+
+def test_router_passes_the_header_on_with_completions_and_chats(cache_aware: Routed) -> None:
+    assert_header_is_passed_on(cache_aware)
+
+
+@pytest.mark.parametrize("policy", ["power_of_two", "consistent_hash"])
+def test_router_with_another_policy_passes_the_header_on(policy: str) -> None:
     with routed(f"--policy={policy}") as router:
-        for path, body in (COMPLETION, CHAT):
-            for streams in (False, True):
-                received = router.post(path, {**body, "stream": streams})
-                assert [(request.header, request.key) for request in received] == [(SALT, KEY)], path
+        assert_header_is_passed_on(router)
 
 
-def test_router_loses_the_header_at_other_paths_but_not_the_salt_in_the_body() -> None:
+def test_router_loses_the_header_at_other_paths_but_not_the_salt_in_the_body(cache_aware: Routed) -> None:
     """Engines refuse these requests. If this fails, correct `RoutedTenantHeader` and the guide on tenants."""
-    with routed("--policy=cache_aware") as router:
-        for path in LOSING_PATHS:
-            received = router.post(path, {"input": "hi"})
-            assert received == [Received(path, None, "salt-of-the-client", None)]
+    for path in LOSING_PATHS:
+        received = cache_aware.post(path, {"input": "hi"})
+        assert received == [Received(path, None, "salt-of-the-client", None)]
 
 
-def test_router_loses_the_header_at_other_spellings_of_a_path() -> None:
+def test_router_loses_the_header_at_other_spellings_of_a_path(cache_aware: Routed) -> None:
     """An engine that decodes the path can't distinguish them from a request whose header was never set."""
-    with routed("--policy=cache_aware") as router:
-        encoded = "/v1/%63ompletions"
-        assert router.post(encoded, COMPLETION[1]) == [Received(encoded, None, "salt-of-the-client", None)]
-        (normalized,) = router.post("/x/../v1/completions", COMPLETION[1], arrives_as="/v1/completions")
-        assert normalized == Received("/v1/completions", None, "salt-of-the-client", None)
+    encoded = "/v1/%63ompletions"
+    assert cache_aware.post(encoded, COMPLETION[1]) == [Received(encoded, None, "salt-of-the-client", None)]
+    (normalized,) = cache_aware.post("/x/../v1/completions", COMPLETION[1], arrives_as="/v1/completions")
+    assert normalized == Received("/v1/completions", None, "salt-of-the-client", None)
 
 
 def test_each_client_of_the_router_can_add_a_server_that_gets_requests() -> None:
     """The guides say that a gateway must forward completions only. If this fails, correct the guides."""
     stolen: list[Received] = []
     with routed("--policy=round_robin") as router, recording(stolen) as url:
+        assert_header_is_passed_on(router)
         added = urllib.request.Request(f"{router.url}/add_worker?url={url}", b"", method="POST")
         with urllib.request.urlopen(added, timeout=60) as answer:
             answer.read()
@@ -140,9 +159,10 @@ def test_each_client_of_the_router_can_add_a_server_that_gets_requests() -> None
 
 
 @pytest.mark.parametrize("request_", [COMPLETION, CHAT], ids=["completion", "chat"])
-def test_router_with_prefill_pods_loses_the_header_but_not_the_salt(request_: tuple[str, Any]) -> None:
+def test_router_with_prefill_pods_loses_the_header_but_not_the_salt(
+    with_prefill: Routed, request_: tuple[str, Any]
+) -> None:
     """The guide on tenants says so. If this fails, the router passes the header on: correct the guide."""
-    with routed("--policy=cache_aware", has_prefill=True) as router:
-        received = router.post(*request_)
-        assert [request[:3] for request in received] == [(request_[0], None, "salt-of-the-client")] * 2
-        assert all(request.key in NO_KEYS for request in received)
+    received = with_prefill.post(*request_)
+    assert [request[:3] for request in received] == [(request_[0], None, "salt-of-the-client")] * 2
+    assert all(request.key in NO_KEYS for request in received)

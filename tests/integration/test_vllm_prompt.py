@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
 
 import pytest
 
-from testing.child_process import free_port
-from testing.engine.process import EngineProcess, ServedEngine, connector_config
 from testing.engine.tiny_model import tiny_model
 from testing.processes import RedisProcess, SidecarProcess
+from tests.harness.real_engine import BLOCK, CHUNK, attached_engine, make_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis]
-
-BLOCK, CHUNK = 32, 256
-ANSWER_SECONDS = 30.0
-
-
-def make_prompt(num_tokens, seed):
-    tokens = random.Random(f"{num_tokens} {seed}")
-    return [tokens.randrange(4, 260) for _ in range(num_tokens)]
 
 
 def explain(sidecar, prompt, *arguments):
@@ -52,10 +42,7 @@ def sidecar(redis):
 
 @pytest.fixture(scope="module")
 def engine(sidecar, tmp_path_factory):
-    config = connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS)
-    with EngineProcess(tmp_path_factory.mktemp("engine") / "log", config) as engine:
-        engine.wait_ready()
-        sidecar.wait_attached(engine.run_short_request)
+    with attached_engine(sidecar, tmp_path_factory.mktemp("engine")) as engine:
         yield engine
 
 
@@ -116,21 +103,18 @@ def test_chunks_of_a_salted_prompt_are_found_with_the_salt_only(engine, sidecar)
 
 
 def test_prompts_of_an_engine_whose_caches_were_reset_are_found(tmp_path):
-    with SidecarProcess(memory_size="16Mi") as sidecar:
-        config = connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS)
-        with EngineProcess(tmp_path / "log", config) as engine:
-            engine.wait_ready()
-            sidecar.wait_attached(engine.run_short_request)
-            prompt = make_prompt(2 * CHUNK + 1, "reset")
-            for num_rows in (2, 4):
-                engine.generate(prompt, max_tokens=1)
-                sidecar.wait_until(
-                    lambda stats, num_rows=num_rows: (
-                        stats["memory"]["used_rows"] == num_rows and not stats["num_unwritten_rows"]
-                    )
+    prompt = make_prompt(2 * CHUNK + 1, "reset")
+    with SidecarProcess() as sidecar, attached_engine(sidecar, tmp_path) as engine:
+        for _ in range(2):  # the engine finds nothing after the reset, and stores the prompt again
+            num_rows = sidecar.stats()["memory"]["used_rows"] + 2
+            engine.generate(prompt, max_tokens=1)
+            sidecar.wait_until(
+                lambda stats, num_rows=num_rows: (
+                    stats["memory"]["used_rows"] == num_rows and not stats["num_unwritten_rows"]
                 )
-                assert runs(explain(sidecar, prompt))[0] == (2 * CHUNK, "memory", "")
-                assert engine.reset_caches()
+            )
+            assert runs(explain(sidecar, prompt))[0] == (2 * CHUNK, "memory", "")
+            assert engine.reset_caches()
 
 
 def test_looking_at_a_prompt_uses_and_counts_nothing(engine, sidecar, redis):
@@ -172,37 +156,10 @@ def tokens_of(text):
 
 
 def test_keys_of_an_unreproducible_algorithm_are_refused_with_the_remedy(tmp_path):
-    with SidecarProcess(memory_size="16Mi") as sidecar:
-        config = connector_config(sidecar.socket_path)
-        with EngineProcess(tmp_path / "log", config, prefix_caching_hash_algo="sha256") as engine:
-            engine.wait_ready()
-            sidecar.wait_attached(engine.run_short_request)
-            error = explain(sidecar, [1, 2, 3])
-    assert "block hashes by sha256 can't be reproduced in other processes" in error
-    assert "--prefix-caching-hash-algo sha256_cbor" in error
-
-
-def test_the_engine_tokenises_text_and_chats(tmp_path):
     with (
         SidecarProcess(memory_size="16Mi") as sidecar,
-        ServedEngine(
-            tmp_path / "log",
-            free_port(),
-            connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS),
-        ) as engine,
+        attached_engine(sidecar, tmp_path, prefix_caching_hash_algo="sha256"),
     ):
-        engine.wait_ready()
-        sidecar.wait_attached(engine.run_short_request)
-        text = "A prompt for the engine. " * 40
-        answer = explain(sidecar, text, "--engine-url", engine.url)
-        assert runs(answer)[0][1:] == ("nowhere", "new")
-        engine.complete(text)
-        num_chunks = answer["num_tokens"] // CHUNK
-        sidecar.wait_until(lambda stats: stats["memory"]["used_rows"] >= num_chunks)
-        sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
-        answer = explain(sidecar, text, "--engine-url", engine.url)
-        assert runs(answer)[0] == (num_chunks * CHUNK, "memory", "")
-        chat = {"messages": [{"role": "user", "content": text}]}
-        answer = explain(sidecar, chat, "--engine-url", engine.url)
-        assert runs(answer)[0][1:] == ("nowhere", "new")
-        assert answer["num_tokens"] > len(text)
+        error = explain(sidecar, [1, 2, 3])
+    assert "block hashes by sha256 can't be reproduced in other processes" in error
+    assert "--prefix-caching-hash-algo sha256_cbor" in error
