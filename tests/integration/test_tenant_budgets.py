@@ -13,7 +13,7 @@ from testing.processes import SidecarProcess
 from testing.workloads.replay import Engine
 from testing.workloads.requests import chat
 
-ROW_BYTES, NAMESPACE = 256 << 10, bytes(32)
+ROW_BYTES, NAMESPACE = 32 << 10, bytes(32)
 SHARE_PERCENT = 60
 FLOOD_ROWS = 12
 
@@ -35,24 +35,23 @@ def hit_ratio(sidecar: SidecarProcess, *, is_flooded: bool) -> float:
             for salt in ("quiet", "flooding")
         )
         num_hits = num_rows = 0
-        for number, request in enumerate(chat(0.3, 0.1, scale=1, systems=3, first=3).requests):
+        for number, request in enumerate(chat(0.2, 0.1, scale=1, systems=3, first=3).requests):
             if is_flooded:
                 flooding.serve(f"flood-{number}", tuple(itertools.islice(flood, FLOOD_ROWS)))
-                sidecar.settled()
             num_hits += quiet.serve(f"quiet-{number}", request.keys)[0]
             num_rows += len(request.keys)
-            sidecar.settled()
+            sidecar.settled()  # rows are evicted only when they have checksums
     return num_hits / num_rows
 
 
 def test_flood_of_another_tenant_costs_a_guaranteed_tenant_one_point_of_hits_at_most(tmp_path):
     alone_file = tenants_file(tmp_path / "alone", memoryPercent=SHARE_PERCENT)
-    with SidecarProcess(memory_size="64Mi", tenants_file=alone_file) as sidecar:
+    with SidecarProcess(memory_size="8Mi", tenants_file=alone_file) as sidecar:
         alone = hit_ratio(sidecar, is_flooded=False)
-    with SidecarProcess(memory_size="64Mi") as sidecar:
+    with SidecarProcess(memory_size="8Mi") as sidecar:
         unprotected = hit_ratio(sidecar, is_flooded=True)
     shared_file = tenants_file(tmp_path / "shared", minMemoryPercent=SHARE_PERCENT)
-    with SidecarProcess(memory_size="64Mi", tenants_file=shared_file) as sidecar:
+    with SidecarProcess(memory_size="8Mi", tenants_file=shared_file) as sidecar:
         protected = hit_ratio(sidecar, is_flooded=True)
         stats = sidecar.stats()["tenants"]
     assert 0.2 < alone < 0.95
@@ -68,7 +67,7 @@ def test_sidecar_follows_the_file_and_continues_after_a_mistake(tmp_path):
     path = tmp_path / "tenants"
     file = tenants_file(path, memoryPercent=50)
     with (
-        SidecarProcess(memory_size="64Mi", tenants_file=file) as sidecar,
+        SidecarProcess(memory_size="8Mi", tenants_file=file) as sidecar,
         contextlib.closing(
             Engine(sidecar, NAMESPACE, ROW_BYTES, tenant=keys.tenant("quiet", NAMESPACE))
         ) as engine,
@@ -88,7 +87,7 @@ def test_sidecar_follows_the_file_and_continues_after_a_mistake(tmp_path):
 
 def test_budgets_apply_to_namespaces_that_attach_later_and_stay_for_attached_ones(tmp_path):
     file = tenants_file(tmp_path / "tenants", memoryPercent=50)
-    with SidecarProcess(memory_size="64Mi", tenants_file=file) as sidecar, contextlib.ExitStack() as stack:
+    with SidecarProcess(memory_size="8Mi", tenants_file=file) as sidecar, contextlib.ExitStack() as stack:
 
         def attach(number: int, salt: str) -> Engine:
             namespace = number.to_bytes(32, "big")
