@@ -177,3 +177,18 @@ def test_size_stays_without_samples():
     run = simulate(Setup(chat(6, 0.2), obstacle=lambda time: no_answers if time > HOUR else None))
     assert run.resizes == []
     assert {decision.limited_by for hour, decision in run.decisions if hour > 1} == {"Samples"}
+
+
+def test_memory_without_a_price_grows_without_verification():
+    """At most 64 GiB hold rows.
+
+    With a price, the operator would revert the growth and then freeze the size.
+    """
+    free = Prices(2.5, 0.0, 0.004)
+    run = simulate(Setup(chat(6, 0.2), prices=free, usable=lambda gib: min(gib, 64.0), bounds=(16.0, 256.0)))
+    sizes = sizes_of(run)
+    assert sizes == sorted(sizes)
+    assert sizes[-1] > 64
+    growth = next(decision for _, decision in run.decisions if decision.next > decision.size)
+    assert growth.reason.endswith("USD/h of GPU time, for memory without a price")
+    assert not {decision.limited_by for _, decision in run.decisions} & {"Verifying", "Frozen"}

@@ -1,4 +1,4 @@
-"""Sizing decisions: calculated by hand, and with invalid measurements."""
+"""Sizing decisions: calculated by hand, with invalid measurements, and with routing losses; shrinks."""
 
 from __future__ import annotations
 
@@ -268,3 +268,52 @@ def test_state_survives_as_json():
     ):
         with pytest.raises(ValueError, match="saved autoscaling state is invalid"):
             State.from_json(invalid_state)
+
+
+def test_profitable_growth_is_chosen_despite_routing_losses():
+    without_loss, decision = (
+        decide(WIDE, SETTLED, measurements(STEEP, locality_loss=loss))[0] for loss in (0.0, 0.9)
+    )
+    assert (decision.next, decision.limited_by) == (without_loss.next, without_loss.limited_by)
+    assert decision.reason.startswith(
+        f"{without_loss.reason}; 90.0 % of prompt tokens miss because another pod "
+    )
+
+
+def test_reason_names_routing_if_no_size_is_better_and_losses_are_high():
+    decisions = [
+        decide(tier(), SETTLED, measurements(BY_HAND, locality_loss=loss))[0] for loss in (0.04, 0.9)
+    ]
+    assert [decision.limited_by for decision in decisions] == ["Min", "Locality"]
+
+
+CHURN = Obstacle("Cooldown", "7 of 8 pods are ready and match the spec")
+
+
+@pytest.mark.parametrize(("num_busy", "hours"), [(1, 1.25), (2, 2.0), (4, 4.0)])
+def test_rollouts_delay_a_shrink_but_do_not_prevent_it(num_busy, hours):
+    """Only time without a rollout counts, and the shrink needs an hour of it."""
+    state, num_decisions = replace(SETTLED, time=10 * HOUR, shrinks_since=10 * HOUR), 0
+    while True:
+        num_decisions += 1
+        is_busy = num_decisions % (num_busy + 1) and num_busy > 1
+        now = measurements(FLAT, time=10 * HOUR + 900 * num_decisions, obstacle=CHURN if is_busy else None)
+        decision, state = decide(WIDE, state, now)
+        if decision.next < decision.size:
+            break
+        assert num_decisions < 100
+    assert 900 * num_decisions / HOUR >= 1
+    assert num_decisions >= 4 * num_busy
+
+
+@pytest.mark.parametrize(("measured", "size"), [(0.40, 64), (0.37, 64), (0.10, 96)])
+def test_shrink_is_reverted_if_hits_fall(measured, size):
+    """The curve is flat, as below the size of the engine's own cache."""
+    step = Step(96 * GIB, 64 * GIB)
+    state = replace(SETTLED, time=10 * HOUR, shrinks_since=None, pending=step, due=10 * HOUR)
+    after = replace(FLAT, measured_hits=measured)
+    decision, state = decide(WIDE, state, measurements(after, time=10.1 * HOUR, settled=after))
+    assert decision.next == size * GIB
+    if size == 96:
+        assert decision.reason.startswith("back to 96Gi per pod: 64Gi per pod hit 30.0 % fewer")
+        assert state.no_shrink_until >= 34 * HOUR

@@ -8,8 +8,6 @@ import pytest
 from lmcache_operator.api.parse import parse
 from lmcache_operator.autoscaling.policy.tier import GIB, Prices, Service, memory_tier, remote_tier
 
-from testing.workloads.closed_loop import Setup, simulate
-from testing.workloads.requests import chat
 from tests.harness.operator_model import cluster
 
 SERVICE = Service(4, 1, 10_000.0, 128 << 10, 512)
@@ -36,20 +34,3 @@ def test_each_tier_has_its_own_price() -> None:
     assert memory_tier(16 * GIB, 512 * GIB, SERVICE, prices).is_free
     shards = remote_tier(range(1, 9), 64 * GIB, SERVICE, prices, 1e9)
     assert shards.usd_per_byte_hour * GIB == pytest.approx(0.004)
-
-
-def test_memory_without_a_price_grows_without_verification() -> None:
-    """At most 64 GiB hold rows.
-
-    With a price, the operator would revert the growth and then freeze the size.
-    """
-    free_memory = Prices(2.5, 0.0, 0.004)
-    run = simulate(
-        Setup(chat(6, 0.2), prices=free_memory, usable=lambda gib: min(gib, 64.0), bounds=(16.0, 256.0))
-    )
-    sizes = [size for _, size in run.resizes]
-    assert sizes == sorted(sizes)
-    assert sizes[-1] > 64
-    growth = next(decision for _, decision in run.decisions if decision.next > decision.size)
-    assert growth.reason.endswith("USD/h of GPU time, for memory without a price")
-    assert not {decision.limited_by for _, decision in run.decisions} & {"Verifying", "Frozen"}

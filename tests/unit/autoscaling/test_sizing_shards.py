@@ -61,6 +61,7 @@ class ShardLoop(Loop):
         )
 
 
+@cache
 def constant(
     count: int, memory: int = MEMORY, load_bytes_per_second: float = 3e9,
     route: Callable[[int], Routing] = scattered,
@@ -73,6 +74,7 @@ def constant(
     return setup.with_shards(count) + setup.usd_per_gib_hour * setup.start
 
 
+@pytest.mark.rotating
 def test_samples_lead_to_the_best_number_of_shards():
     loop = ShardLoop(2)
     loop.run(10.0, follow=False)
@@ -87,6 +89,7 @@ def test_samples_lead_to_the_best_number_of_shards():
     assert abs(predicted_hits - day.measured_hits) < 0.05
 
 
+@pytest.mark.rotating
 def test_memory_and_shards_together_reach_the_best_sizes():
     """Shards already have the additional hits of memory, so memory saves only their loading time."""
     loop = ShardLoop(2)
@@ -102,6 +105,7 @@ def test_memory_and_shards_together_reach_the_best_sizes():
     assert len(loop.changes) <= 6
 
 
+@pytest.mark.rotating
 def test_memory_without_a_price_grows_before_shards():
     """Shards are judged with the final memory size of pods."""
     loop = ShardLoop(2)
@@ -140,6 +144,7 @@ def test_infeasible_memory_size_does_not_block_shards():
     assert status["remote"]["limitedBy"] != "Infeasible"
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("num_shards", [4, 8])
 def test_memory_shrinks_if_shards_have_the_same_rows(num_shards):
     """Shards have all rows that twice the memory would hit, or half the memory would miss.
