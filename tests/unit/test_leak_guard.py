@@ -101,18 +101,6 @@ def test_restarts(child):
     child[0].wait()
     child.append(subprocess.Popen(["sleep", "30"]))
 """
-FLAKY = """
-import pytest, socket
-attempts = []
-
-@pytest.mark.flaky(reruns=1)
-def test_flaky(leak):
-    attempts.append(1)
-    opened = socket.socket()
-    assert len(attempts) > 1
-    opened.close()
-"""
-"""A module with a test that fails once, while a socket is open."""
 
 
 def fixtures(opener, stack: ExitStack) -> ModuleType:
@@ -215,22 +203,6 @@ def test_allows_resources_of_session_fixtures(run):
 def test_reports_no_leak_in_failed_modules(run):
     """A failed test keeps its frame, and its frame keeps everything the test opened."""
     run("def test_sample(leak):\n    leak()\n    raise AssertionError\n").assert_outcomes(failed=1)
-
-
-def test_reports_leaks_of_modules_whose_failed_tests_passed_in_a_second_attempt(run):
-    result = run(f"{FLAKY}def test_leaks(leak): leak()\n")
-    assert result.parseoutcomes() == {"passed": 2, "errors": 1, "rerun": 1}
-    message = "*test_sample.py leaves behind: 2 descriptors: *(opened during test_leaks)*"
-    result.stdout.fnmatch_lines([message])
-
-
-def test_reports_leaks_of_the_last_test_in_its_second_attempt(run):
-    assert run(f"{FLAKY}    leak()\n").parseoutcomes() == {"passed": 1, "errors": 1, "rerun": 1}
-
-
-def test_allows_what_only_the_failed_first_attempt_had_open(run):
-    for body in (FLAKY, f"{FLAKY}def test_last(): pass\n"):
-        assert run(body).parseoutcomes().keys() == {"passed", "rerun"}
 
 
 def test_files_in_the_folder_of_another_process_are_not_leaks(run):
