@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from lmcache_operator.api import GROUP, PLURAL, PROFILE_PLURAL
 from lmcache_operator.commands.doctor.answers import Answer
+from lmcache_operator.commands.doctor.checks import run_checks
 from lmcache_operator.commands.doctor.checks.rights import OPERATOR_RIGHTS, USER_RIGHTS
 from lmcache_operator.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_operator.commands.doctor.results import Level, Result
@@ -147,3 +148,15 @@ def facts(*clusters: ClusterFacts, **changes: Any) -> Facts:
 def problems(results: list[Result]) -> list[tuple[str, Level, str]]:
     """Return check, level and statement of results that are not ok."""
     return [(each.check, each.level, each.statement) for each in results if each.level is not Level.OK]
+
+
+def found_problems(*clusters: ClusterFacts, **changes: Any) -> list[tuple[str, Level, str]]:
+    """Return what the checks find in an installation with these clusters and changes."""
+    return problems(run_checks(facts(*clusters, **changes)))
+
+
+def check_one(cluster: ClusterFacts, check: str, level: Level, text: str, **changes: Any) -> None:
+    """Check that one problem is found, and no other."""
+    (problem,) = found_problems(cluster, **changes)
+    assert problem[:2] == (check, level)
+    assert text in problem[2]

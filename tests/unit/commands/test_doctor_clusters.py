@@ -12,12 +12,13 @@ from lmcache_operator.commands.gather import PodFigures
 from tests.harness.command_world import NOW, condition, pod
 from tests.harness.doctor_world import (
     FORBIDDEN,
+    check_one,
     cluster_facts,
     engine,
     facts,
     figures,
+    found_problems,
     listing,
-    problems,
 )
 
 FAILURE, WARNING, UNKNOWN = Level.FAILURE, Level.WARNING, Level.UNKNOWN
@@ -70,16 +71,6 @@ def user_pod(outcome: str = "", *, has_sidecar: bool = False) -> PodFigures:
     return PodFigures(
         {"metadata": metadata, "spec": spec, "status": pod()["status"]}, report, answered_at=NOW
     )
-
-
-def found_problems(cluster, **changes):
-    return problems(run_checks(facts(cluster, **changes)))
-
-
-def check_one(cluster, check, level, text, **changes):
-    (problem,) = found_problems(cluster, **changes)
-    assert problem[:2] == (check, level)
-    assert text in problem[2]
 
 
 @pytest.mark.parametrize(
@@ -226,10 +217,7 @@ def test_limit_range_with_large_defaults_is_no_problem():
 
 @pytest.mark.parametrize(
     ("outcome", "text"),
-    [
-        ("refused: spec.hostNetwork: no", "refused: spec.hostNetwork: no."),
-        ("", "no policy processed it"),
-    ],
+    [("refused: spec.hostNetwork: no", "refused: spec.hostNetwork: no."), ("", "no policy processed it")],
 )
 def test_pod_without_its_cache_is_found(outcome, text):
     check_one(cluster_facts(user_pod(outcome)), "injection", WARNING, text)

@@ -23,6 +23,7 @@ from tests.harness.doctor_world import (
     deployment,
     facts,
     figures,
+    found_problems,
     listing,
     problems,
 )
@@ -57,10 +58,6 @@ def changed_definition(change: str) -> Answer:
     elif change == "version":
         live["spec"]["versions"][0]["name"] = "v9"
     return Answer(200, live)
-
-
-def found_problems(**changes):
-    return problems(run_checks(facts(**changes)))
 
 
 def test_healthy_installation_has_no_problem():

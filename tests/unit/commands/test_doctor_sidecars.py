@@ -15,10 +15,12 @@ from tests.harness.command_world import NOW, pod
 from tests.harness.doctor_world import (
     FORBIDDEN,
     KV_CONFIG,
+    check_one,
     cluster_facts,
     engine,
     facts,
     figures,
+    found_problems,
     problems,
     remote,
     server,
@@ -33,16 +35,6 @@ REDIS = {"tiers": {"remote": {"external": {"url": "redis://redis.cache:6379"}}}}
 def engines(version: str = "0.32.0", **cache: str) -> list[PodFigures]:
     report = {"version": version, "cache": {"block_size": "16", "enable_prefix_caching": "True"} | cache}
     return [PodFigures(pod(), report)]
-
-
-def found_problems(cluster, **changes):
-    return problems(run_checks(facts(cluster, **changes)))
-
-
-def check_one(cluster, check, level, text, **changes):
-    (problem,) = found_problems(cluster, **changes)
-    assert problem[:2] == (check, level)
-    assert text in problem[2]
 
 
 @pytest.mark.parametrize(

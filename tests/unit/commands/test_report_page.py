@@ -143,9 +143,7 @@ def test_no_text_of_a_cluster_or_pod_becomes_markup() -> None:
     resource["metadata"] |= {"name": EVIL, "namespace": EVIL}
     resource["spec"]["model"]["name"] = EVIL
     resource["apiVersion"] = EVIL
-    resource["status"]["conditions"] = [
-        {"type": EVIL, "status": EVIL, "reason": EVIL, "message": EVIL},
-    ]
+    resource["status"]["conditions"] = [{"type": EVIL, "status": EVIL, "reason": EVIL, "message": EVIL}]
     memory = resource["status"]["autoscaling"]["memory"]
     memory |= {"reason": EVIL, "limitedBy": EVIL, "saving": {"usdPerHour": EVIL, "low": EVIL, "high": EVIL}}
     causes = {"prompt_tokens": 10, "cause_tokens": {EVIL: 10, "memory": 5}}
