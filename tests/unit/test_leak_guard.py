@@ -155,7 +155,7 @@ def test_passes_modules_whose_fixtures_close_everything(run, left):
 def test_allows_files_of_a_checkout_below_the_temporary_folder(
     run, pytester, monkeypatch, is_package, outcomes
 ):
-    """matplotlib keeps the descriptors of its fonts."""
+    """Libraries keep descriptors of their files, such as fonts of matplotlib."""
     monkeypatch.setattr(leaks, "_PACKAGES", (f"{pytester.path}/",) if is_package else ())
     result = run("def test_sample(leak): leak()", open_font)
     assert result.parseoutcomes() == outcomes
