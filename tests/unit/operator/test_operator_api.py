@@ -64,6 +64,7 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     ({"sidecar": {"transfer": "cudaipc"}}, "spec.sidecar.transfer", "must be one of ['Auto', "),
     ({"engine": {"gpu": {"deviceClassName": "X"}}}, "spec.engine.gpu.deviceClassName", "does not match"),
     ({"engine": {"gpu": {"deviceClassName": "x", "resourceName": "a/b"}}}, "spec.engine.gpu", "exclude each"),
+    ({"engine": {"kind": "SGLang"}, "router": {}}, "spec", "set router.policy to CacheAware"),
     ({"sidecar": {"chunkTokens": 100}}, "spec.sidecar.chunkTokens", "multiple of 16"),
     ({"tiers": {"memory": {"size": "64"}}}, "spec.tiers.memory.size", "between 64Mi and 16Ti"),
     ({"tiers": {"memory": {"size": "17Ti"}}}, "spec.tiers.memory.size", "between 64Mi and 16Ti"),
@@ -107,6 +108,25 @@ def test_parse_refuses_invalid_spec_and_names_the_field(changes, path, sentence)
         parse(cluster(**changes))
     assert caught.value.path == path
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"tenants": {}}, "tenants needs an engine"),
+        ({"clients": []}, "clients needs an engine"),
+        ({"router": {}}, "router needs an engine"),
+        ({"autoscaling": {"remote": {"maxShards": 2}}}, "autoscaling needs an engine"),
+        ({"tiers": {"peers": {}}}, "none of memory, disk and peers"),
+        (
+            {"tiers": {"remote": {"encryption": {"secretRef": {"name": "a"}}}}},
+            "needs an engine: set it at the clusters that use this tier",
+        ),
+    ],
+)
+def test_remote_tier_alone_has_no_settings_of_engines(changes, sentence):
+    with pytest.raises(InvalidSpecError, match=sentence):
+        parse(cluster({"tiers": {"remote": {"managed": SHARDS}}}, **changes))
 
 
 REMOTE_URLS = [

@@ -79,13 +79,6 @@ def test_parse_refuses_invalid_autoscaling_and_names_the_field(autoscaling, tier
         parse(resource)
 
 
-def test_parse_refuses_autoscaling_without_engines() -> None:
-    tiers = {"remote": {"managed": {"memoryPerShard": "1Gi"}}}
-    resource = cluster() | {"spec": {"tiers": tiers, "autoscaling": {"remote": {"maxShards": 2}}}}
-    with pytest.raises(InvalidSpecError, match="autoscaling needs an engine"):
-        parse(resource)
-
-
 def test_auto_renders_chosen_sizes_also_after_a_restart() -> None:
     rig = Rig(**AUTO)
     assert rig.sizes() == (64, 2)

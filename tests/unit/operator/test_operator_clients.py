@@ -219,12 +219,6 @@ def test_invalid_client_is_refused_by_its_field(client: dict[str, Any]) -> None:
     assert "client" in str(refused.value) or "selectors need" in str(refused.value)
 
 
-def test_clients_without_an_engine_are_refused() -> None:
-    alone = {"tiers": {"remote": {"managed": {"memoryPerShard": "1Gi"}}}, "clients": []}
-    with pytest.raises(InvalidSpecError, match="clients needs an engine"):
-        parse(cluster(alone))
-
-
 def test_too_many_clients_for_prefill_pods_are_refused() -> None:
     """The router is one more client of prefill pods."""
     assert parse(cluster(clients=[GATEWAY] * MAX_CLIENTS))

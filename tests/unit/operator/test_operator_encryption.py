@@ -135,11 +135,6 @@ def test_wrong_encryption_is_refused(tiers: dict[str, Any], path: str, sentence:
     assert caught.value.path == f"spec.tiers.{path}"
 
 
-def test_cluster_without_engine_cannot_encrypt() -> None:
-    with pytest.raises(InvalidSpecError, match="needs an engine: set it at the clusters that use this tier"):
-        parse(cluster({"tiers": {"remote": encrypted(**MANAGED)}}))
-
-
 @pytest.mark.parametrize("variable", [DISK, REMOTE])
 @pytest.mark.parametrize("tiers", [both(), {}])
 def test_user_cannot_set_the_directory_of_the_keys(variable: str, tiers: dict[str, Any]) -> None:

@@ -235,19 +235,16 @@ def test_status_of_a_former_spec_counts_as_progress() -> None:
         ({"engine": {"prefill": {"gpu": {"count": 2}}}}, "gpu.count must equal engine.gpu.count"),
         ({"engine": {"prefill": {"args": ["--tp=2"]}}}, "engine.parallelism"),
         ({"engine": {"prefill": {"image": "a:1"}}}, "engine.prefill.image"),
+        (
+            {"engine": {"kind": "SGLang"}, "router": {"policy": "CacheAware"}},
+            "engine.prefill needs engine.kind vLLM",
+        ),
     ],
 )
 def test_specs_that_cannot_work_are_refused(changes: dict[str, Any], message: str) -> None:
     resource = cluster(**with_prefill())
     with pytest.raises(InvalidSpecError, match=message):
         parse(cluster(resource["spec"], **changes))
-
-
-def test_prefill_needs_vllm() -> None:
-    changes = with_prefill() | {"router": {"policy": "CacheAware"}}
-    changes["engine"]["kind"] = "SGLang"
-    with pytest.raises(InvalidSpecError, match=r"engine\.prefill needs engine\.kind vLLM"):
-        parse(cluster(**changes))
 
 
 @pytest.mark.parametrize("name", ["demo-prefill", "a" * 38])

@@ -161,34 +161,25 @@ def test_repeatedly_reverted_field_is_contested_and_others_are_applied() -> None
     assert bench.world.objects[STATEFUL_SET]["spec"]["replicas"] == 1
 
 
-def test_repeatedly_deleted_child_is_not_recreated_for_a_while() -> None:
-    bench = ReconciledCluster()
-    bench.settle()
-    num_applies = 0
-    for _ in range(70):
-        bench.seconds += 0.2
-        bench.world.objects.pop(Ref("PodDisruptionBudget", "demo-engine"), None)
-        bench.reconcile()
-        num_applies += "apply PodDisruptionBudget demo-engine" in bench.writes
-    assert num_applies == 3  # the first apply was at creation
-    assert "deleting or taking over PodDisruptionBudget demo-engine" in bench.ready()[1]
-    bench.seconds += 31
-    bench.settle()
-    assert bench.ready()[0] == "True"
-
-
-def test_repeatedly_taken_over_child_is_not_applied_for_a_while() -> None:
+@pytest.mark.parametrize(("kind", "name"), [("PodDisruptionBudget", "demo-engine"), ("Service", NAME)])
+def test_child_that_another_program_deletes_or_takes_over_is_not_applied_for_a_while(kind, name):
     """A program that replaces all annotations removes the hash of the applied object."""
     bench = ReconciledCluster()
     bench.settle()
-    num_applies = 0
-    for _ in range(20):
-        bench.seconds += 1
-        bench.world.edit(Ref("Service", NAME), "metadata", "annotations", value={})
+    num_applies, ref = 0, Ref(kind, name)
+    for _ in range(70):
+        bench.seconds += 0.2
+        if kind == "Service":
+            bench.world.edit(ref, "metadata", "annotations", value={})
+        else:
+            bench.world.objects.pop(ref, None)
         bench.reconcile()
-        num_applies += "apply Service demo" in bench.writes
+        num_applies += f"apply {ref}" in bench.writes
     assert num_applies == 3  # the first apply was at creation
-    assert "deleting or taking over Service demo" in bench.ready()[1]
+    assert f"deleting or taking over {ref}" in bench.ready()[1]
+    bench.seconds += 31
+    bench.settle()
+    assert bench.ready()[0] == "True"
 
 
 def test_two_operators_with_different_renderings_slow_down() -> None:

@@ -132,13 +132,6 @@ def test_events_of_the_user_are_refused_only_with_a_router_that_reads_events() -
         engine_args(engine=user, router={})
 
 
-def test_sglang_needs_a_policy_without_events() -> None:
-    engine = {"kind": "SGLang", "gpu": {"count": 1}}
-    with pytest.raises(InvalidSpecError, match=r"set router\.policy to CacheAware"):
-        objects(engine=engine, router={})
-    assert objects(engine=engine, router={"policy": "CacheAware"})
-
-
 def test_upgrade_of_the_operator_keeps_the_image() -> None:
     resource = cluster(router={})
     (live,) = (item for item in Routing().render(parse(resource), CONTEXT) if item["kind"] == "Deployment")

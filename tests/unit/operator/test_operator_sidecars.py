@@ -91,59 +91,55 @@ def test_condition_is_unknown_before_an_engine_runs() -> None:
     assert len(rig.polled) == 1
 
 
-def test_unreachable_remote_tier_degrades_the_cluster() -> None:
-    rig = Rig(GOOD, GOOD)
-    assert rig.condition("RemoteTierReachable") == ("", "", "")
-    rig.answers["10.0.0.0"] = GOOD | {"remote": {"is_reachable": True}}
-    assert rig.condition("RemoteTierReachable")[:2] == ("True", "Reachable")
-    unreachable = {"is_reachable": False, "off_reason": "NOAUTH was the answer to AUTH"}
-    rig.answers["10.0.0.1"] = GOOD | {"remote": unreachable}
-    actual = rig.condition("RemoteTierReachable")
-    assert actual == (
-        "False",
+PINNED = {"pinned_bytes": {"engine": 1 << 30, "reader": 0}, "pin_problem": ""}
+UNPINNED = "the worker of column 0, pid 7, could not pin 3 parts of the memory tier: OUT_OF_MEMORY (2)"
+PARTS = {
+    "RemoteTierReachable": (
+        {"remote": {"is_reachable": True}},
+        {"remote": {"is_reachable": False, "off_reason": "NOAUTH was the answer to AUTH"}},
+        ("True", "Reachable", "1 of 2 sidecars can reach the remote tier."),
         "RemoteTierUnreachable",
         "1 of 2 sidecars cannot reach the remote tier. First: pod demo-engine-1: "
         "NOAUTH was the answer to AUTH",
-    )
-    assert rig.condition("Degraded")[:2] == ("True", "RemoteTierUnreachable")
-    assert rig.condition("Ready")[0] == "True"
+    ),
+    "DiskTierAvailable": (
+        {"disk": {"is_reachable": True, "off_reason": ""}},
+        {"disk": {"is_reachable": False, "off_reason": "[Errno 30] Read-only file system"}},
+        ("True", "Available", "All 1 disk tiers are in use."),
+        "DiskTierOff",
+        "1 of 2 disk tiers are off. First: pod demo-engine-1: [Errno 30] Read-only file system",
+    ),
+    "MemoryTierPinned": (
+        {"transfer": PINNED},
+        {"transfer": {"pin_problem": UNPINNED}},
+        ("True", "Pinned", "The memory tiers of all 1 GPU pods are pinned"),
+        "MemoryNotPinned",
+        f"First: pod demo-engine-1: {UNPINNED}",
+    ),
+}
 
 
-def test_disk_tier_that_is_off_degrades_the_cluster() -> None:
+@pytest.mark.parametrize("kind", PARTS)
+def test_part_that_fails_degrades_a_cluster_that_serves(kind):
+    good, bad, expected, reason, message = PARTS[kind]
     rig = Rig(GOOD, GOOD)
-    assert rig.condition("DiskTierAvailable") == ("", "", "")
-    rig.answers["10.0.0.0"] = GOOD | {"disk": {"is_reachable": True, "off_reason": ""}}
-    assert rig.condition("DiskTierAvailable") == ("True", "Available", "All 1 disk tiers are in use.")
-    unreachable = {"is_reachable": False, "off_reason": "[Errno 30] Read-only file system"}
-    rig.answers["10.0.0.1"] = GOOD | {"disk": unreachable}
-    actual = rig.condition("DiskTierAvailable")
-    message = "1 of 2 disk tiers are off. First: pod demo-engine-1: [Errno 30] Read-only file system"
-    assert actual == ("False", "DiskTierOff", message)
-    assert rig.condition("Degraded")[:2] == ("True", "DiskTierOff")
+    assert rig.condition(kind) == ("", "", "")
+    rig.answers["10.0.0.0"] = GOOD | good
+    assert rig.condition(kind) == expected
+    rig.answers["10.0.0.1"] = GOOD | bad
+    assert rig.condition(kind)[:2] == ("False", reason)
+    assert rig.condition(kind)[2].endswith(message)
+    assert rig.condition("Degraded")[:2] == ("True", reason)
     assert rig.condition("Ready")[0] == "True"
-
-
-def test_unpinned_memory_degrades_the_cluster_and_names_the_remedy() -> None:
-    rig = Rig(GOOD, GOOD)
-    assert rig.condition("MemoryTierPinned") == ("", "", "")
-    pinned = {"pinned_bytes": {"engine": 1 << 30, "reader": 0}, "pin_problem": ""}
-    rig.answers["10.0.0.0"] = GOOD | {"transfer": pinned}
-    assert rig.condition("MemoryTierPinned") == (
-        "True",
-        "Pinned",
-        "The memory tiers of all 1 GPU pods are pinned",
-    )
-    problem = "the worker of column 0, pid 7, could not pin 3 parts of the memory tier: OUT_OF_MEMORY (2)"
-    rig.answers["10.0.0.1"] = GOOD | {"transfer": {"pin_problem": problem}}
-    status, reason, message = rig.condition("MemoryTierPinned")
-    assert (status, reason) == ("False", "MemoryNotPinned")
-    assert message.startswith("1 of 2 memory tiers are not fully pinned. ")
-    assert "limit of locked memory" in message
-    assert message.endswith(f"First: pod demo-engine-1: {problem}")
-    assert rig.condition("Degraded")[:2] == ("True", "MemoryNotPinned")
-    assert rig.condition("Ready")[0] == "True"
-    rig.answers["10.0.0.1"] = GOOD | {"transfer": pinned}
+    rig.answers["10.0.0.1"] = GOOD | good
     assert rig.condition("Degraded")[0] == "False"
+
+
+def test_condition_of_unpinned_memory_names_the_remedy():
+    rig = Rig(GOOD | {"transfer": {"pin_problem": UNPINNED}})
+    message = rig.condition("MemoryTierPinned")[2]
+    assert message.startswith("1 of 1 memory tiers are not fully pinned. ")
+    assert "limit of locked memory" in message
 
 
 @pytest.mark.parametrize(

@@ -105,12 +105,6 @@ def test_upper_bound_of_bytes_is_that_of_sidecars() -> None:
         parse(cluster(**named(hashed("a", lowerTierBytes=str(MAX_DISK_BYTES + 1)))))
 
 
-def test_tenants_need_an_engine() -> None:
-    alone = {"tiers": {"remote": {"managed": {"memoryPerShard": "1Gi"}}}, "tenants": {}}
-    with pytest.raises(InvalidSpecError, match="tenants needs an engine"):
-        parse(cluster(alone))
-
-
 def config_of(**changes: Any) -> dict[str, Any]:
     """Content of the sidecars' ConfigMap."""
     objects = Engine().render(parse(cluster(**changes)), Context(IMAGES))
