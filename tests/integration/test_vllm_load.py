@@ -1,7 +1,7 @@
 """Real engines under load on one sidecar: answers are right, and queued requests still hit.
 
-Three engines serve all cases, on a sidecar with a disk. ``busy`` runs two requests at a time. ``drafting``
-speculates and is reset while requests run. A ``vllm serve`` streams to many concurrent clients.
+The engines share a sidecar with a disk. ``busy`` runs two requests at a time. ``drafting`` speculates. A
+``vllm serve`` streams to many concurrent clients.
 """
 
 from __future__ import annotations
@@ -44,15 +44,14 @@ def busy(sidecar, tmp_path_factory):
         yield engine
 
 
+def start_drafting(sidecar, folder):
+    options = {"speculative_config": DRAFTS, "enable_prefix_caching": True, "max_num_batched_tokens": 512}
+    return attached_engine(sidecar, folder, **options)
+
+
 @pytest.fixture(scope="module")
 def drafting(sidecar, tmp_path_factory):
-    with attached_engine(
-        sidecar,
-        tmp_path_factory.mktemp("drafting"),
-        speculative_config=DRAFTS,
-        enable_prefix_caching=True,
-        max_num_batched_tokens=512,
-    ) as engine:
+    with start_drafting(sidecar, tmp_path_factory.mktemp("drafting")) as engine:
         yield engine
 
 
@@ -123,19 +122,19 @@ def test_engines_with_and_without_speculation_share_chunks(busy, drafting):
         prompts = [make_prompt(CHUNK + 60) * 2 for _ in range(2)]
 
 
-def test_answers_are_right_after_a_reset_while_requests_run(drafting):
+def test_answers_are_right_after_a_reset_while_requests_run(sidecar, tmp_path):
     prompts = [make_prompt(3 * CHUNK + 50) for _ in range(6)]
-    references = cold(drafting, *prompts, max_tokens=40)
-    drafting.generate(*prompts[:3], max_tokens=40)
-    drafting.scrub_kv()
-    drafting.start_generate(*prompts, max_tokens=40, reset_after=6)  # three requests load, three store
-    assert_same(drafting.finish_generate(), references)
-    drafting.scrub_kv()
-    answers = drafting.generate(*prompts, max_tokens=40)
+    with start_drafting(sidecar, tmp_path) as engine:
+        references = cold(engine, *prompts, max_tokens=40)
+        engine.generate(*prompts[:3], max_tokens=40)
+        engine.scrub_kv()
+        engine.start_generate(*prompts, max_tokens=40, reset_after=6)  # three requests load, three store
+        assert_same(engine.finish_generate(), references)
+        engine.scrub_kv()
+        answers = engine.generate(*prompts, max_tokens=40)
     assert_same(answers, references)
-    assert (
-        sum(answer.num_cached_tokens for answer in answers) >= 6 * 2 * CHUNK
-    )  # stored again after the reset
+    num_loaded = sum(answer.num_cached_tokens for answer in answers)
+    assert num_loaded >= 6 * 2 * CHUNK, "chunks are stored again after the reset"
 
 
 def test_streaming_clients_hit_shared_prefixes(tmp_path, sidecar):

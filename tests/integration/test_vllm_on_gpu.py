@@ -6,30 +6,26 @@ and the sidecar's reader are frozen and killed during copies, and restarted.
 
 from __future__ import annotations
 
-import itertools
 import json
-import random
 import urllib.request
 
 import pytest
 
 from testing import cuda
 from testing.child_process import wait_until
-from testing.engine.process import EngineProcess, connector_config
+from testing.engine.process import EngineProcess, patient_config
 from testing.processes import SidecarProcess
+from tests.harness import real_engine
 from tests.harness.gpu_engine import in_namespace
+from tests.harness.real_engine import CHUNK, assert_loaded, cold
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-BLOCK, CHUNK = 32, 256
-ANSWER_SECONDS = 30.0
-SALTS = map("salt {}".format, itertools.count())
 PID_NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child"]
 
 
 def make_prompt(num_chunks, seed):
-    tokens = random.Random(f"gpu {num_chunks} {seed}")
-    return [tokens.randrange(4, 260) for _ in range(num_chunks * CHUNK + 5)]
+    return real_engine.make_prompt(num_chunks * CHUNK + 5, f"gpu {seed}")
 
 
 PROMPT = make_prompt(4, 0)
@@ -52,7 +48,7 @@ def sidecar(node):
 
 def start_engine(node, sidecar, folder, pid=0):
     """Start an engine whose process id in its namespace is 1, or ``pid``."""
-    config = connector_config(sidecar.socket_path, answer_seconds=ANSWER_SECONDS)
+    config = patient_config(sidecar.socket_path)
     prefix = in_namespace([], pid) if pid else PID_NAMESPACE
     environment = node.environment("engine")
     return EngineProcess(folder / "log", config, environment, is_patient=True, prefix=prefix)
@@ -83,17 +79,8 @@ def assert_hit(engine, prompt, computed):
     """Check that the KV of the whole prompt is loaded into blocks that were overwritten before."""
     engine.scrub_kv()
     (hit,) = engine.generate(prompt)
-    num_loaded = len(prompt) // CHUNK * CHUNK
-    assert hit.num_cached_tokens == num_loaded
+    assert_loaded(hit, computed, len(prompt) // CHUNK * CHUNK)
     assert hit.tokens == computed.tokens
-    for layer, (loaded, expected) in enumerate(zip(hit.kv, computed.kv, strict=True)):
-        assert loaded[: num_loaded // BLOCK] == expected[: num_loaded // BLOCK], f"layer {layer}"
-
-
-def cold(engine, prompt):
-    """Run without a hit: nothing is stored under the new salt, and KV does not depend on the salt."""
-    (computed,) = engine.generate(prompt, cache_salt=next(SALTS))
-    return computed
 
 
 def store_and_load(engine, sidecar, node):
@@ -102,7 +89,7 @@ def store_and_load(engine, sidecar, node):
     assert stored.num_cached_tokens == 0
     assert node.count("batches", "sidecar")
     assert not node.count("batches", "engine")
-    assert stored.kv == cold(engine, PROMPT).kv
+    assert stored.kv == cold(engine, PROMPT)[0].kv
     assert_hit(engine, PROMPT, stored)
     assert node.count("batches", "engine") == 4
     assert not node.count("writes_to_imports", "sidecar"), "the sidecar must only read"
@@ -140,7 +127,7 @@ def hang_reader(engine, sidecar, node):
 def kill_sidecar(engine, stored, sidecar):
     """Restart the sidecar. The engine keeps running, attaches again, and the sidecar copies again."""
     sidecar.kill()
-    assert cold(engine, PROMPT).tokens == stored.tokens
+    assert cold(engine, PROMPT)[0].tokens == stored.tokens
     sidecar.restart()
     wait_attached(sidecar, engine)
 

@@ -12,16 +12,14 @@ from pathlib import Path
 import pytest
 
 from testing.child_process import wait_until
-from testing.engine.process import EngineProcess, Generated, connector_config
+from testing.engine.process import EngineProcess, Generated
 from testing.processes import SidecarProcess
+from tests.harness.real_engine import BLOCK, CHUNK, attached_engine, make_prompt
 from tests.harness.resized_sidecar import ResizedSidecar
 
 pytestmark = pytest.mark.vllm
 
-BLOCK, CHUNK = 32, 256  # a chunk's KV is 1 MiB
 NUM_HOT, NUM_PROMPTS, NUM_CHUNKS = 3, 18, 4
-PATIENCE = {"answer_seconds": 30, "prefill_tokens_per_second": 1}
-"""Settings with which engines wait for stores of other requests, however busy the machine is."""
 
 
 class Load:
@@ -108,11 +106,6 @@ def clients(sized: ResizedSidecar) -> set[tuple[str, int]]:
     return {(client["uuid"], client["epoch"]) for client in sized.sidecar.stats()["clients"]}
 
 
-def make_prompts(number: int) -> list[list[int]]:
-    tokens = random.Random("resize")
-    return [[tokens.randrange(4, 260) for _ in range(NUM_CHUNKS * CHUNK + 40)] for _ in range(number)]
-
-
 @pytest.fixture
 def sized(tmp_path: Path) -> Iterator[ResizedSidecar]:
     path = tmp_path / "memory-size"
@@ -124,11 +117,9 @@ def sized(tmp_path: Path) -> Iterator[ResizedSidecar]:
 
 def test_engine_under_load_is_not_disturbed_by_resizes(tmp_path, sized):
     """All prompts together have 72 MiB of KV, the hot ones 12 MiB: hits, stores and evictions never stop."""
-    with EngineProcess(
-        tmp_path / "log", connector_config(sized.sidecar.socket_path, **PATIENCE), max_num_seqs=2
-    ) as engine:
-        load = Load(engine.wait_ready(), make_prompts(NUM_PROMPTS))
-        sized.sidecar.wait_attached(engine.run_short_request)
+    prompts = [make_prompt(NUM_CHUNKS * CHUNK + 40, number) for number in range(NUM_PROMPTS)]
+    with attached_engine(sized.sidecar, tmp_path, max_num_seqs=2) as engine:
+        load = Load(engine, prompts)
         clients_before = clients(sized)
 
         def resize() -> None:
