@@ -59,6 +59,11 @@ class MissingPrograms:
             pytest.skip(reason(error.filename))
 
 
+def needs(name: str) -> pytest.MarkDecorator:
+    """Skip a test whose child process imports a package that the light environment does not have."""
+    return pytest.mark.skipif(IS_LIGHT, reason=reason(name))
+
+
 def reason(name: str) -> str:
     """Return why a test is skipped."""
     return f"needs {name}, which `make setup` installs"

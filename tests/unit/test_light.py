@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from tests.harness import light
@@ -34,6 +36,8 @@ def run(pytester, monkeypatch):
 
     def run(source: str, is_light: bool) -> tuple[int, ...]:
         monkeypatch.setattr(light, "IS_LIGHT", is_light)
+        outside = [finder for finder in sys.meta_path if not isinstance(finder, light.MissingPackages)]
+        monkeypatch.setattr(sys, "meta_path", outside)
         pytester.makepyfile(test_file=source)
         return tuple(
             map(len, pytester.inline_run("-rs", "-p", "no:rerunfailures", plugins=[light]).listoutcomes())

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from testing.engine.process import _python_path
+from tests.harness.light import needs
 
 FOLDER = Path(__file__).resolve().parents[2] / "testing" / "avx2"
 _FEATURE_PROGRAM = """
@@ -20,6 +21,7 @@ for feature in ("avx512", "avx512_bf16", "vnni", "amx_tile"):
 """
 
 
+@needs("torch")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX2 exists only on x86")
 def test_torch_sees_no_avx512(monkeypatch):
     """The answers are the replaced ones even on machines without AVX-512."""

@@ -25,6 +25,7 @@ from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.contracts import Geometry
 from testing.child_process import REPOSITORY
 from testing.cuda import GPU, Node, node
+from tests.harness.light import needs
 from tests.harness.loops import in_a_loop
 
 SECONDS = 60.0
@@ -115,6 +116,7 @@ async def test_invalid_message_ends_the_reader():
     other_end.close()
 
 
+@needs("cuda-bindings")
 def test_many_clients_leave_no_resources_behind(tmp_path):
     arena = ArenaFile(tmp_path / "arena", 1 << 20)
     arena.format(Geometry(SLOT_BYTES, 1))
