@@ -72,7 +72,7 @@ class Operated:
                 await reconciler.reconcile(self.key)
                 if await asyncio.to_thread(is_done):
                     return
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.2)  # real time: a pause between polls
 
     def reconciler(self, api: KubeApi, autoscaler: Autoscaler | None = None) -> Reconciler:
         async def stats(address: str) -> Any:

@@ -144,7 +144,7 @@ def test_operator_reads_its_pages_with_a_token_that_is_useless_elsewhere(
     account = SYSTEM_NAMESPACE, SERVICE_ACCOUNT
 
     async def answers(sidecar: SidecarProcess) -> list[Any]:
-        async with StatsClient(sidecar.http_port, seconds=30, token=file) as stats:
+        async with StatsClient(sidecar.http_port, seconds=60, token=file) as stats:
             address = reachable_address()
             return [await stats.read(address), await stats.samples(address, {})]
 

@@ -83,7 +83,7 @@ def observed(addresses: list[str]) -> dict[str, Observed]:
 async def poll(condition: Callable[[], Any]) -> Any:
     async with asyncio.timeout(PATIENCE):
         while not (value := condition()):  # noqa: ASYNC110 - the condition has no event
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)  # real time: a pause between polls
     return value
 
 

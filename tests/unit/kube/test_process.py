@@ -40,7 +40,7 @@ def test_component_that_ignores_sigterm_is_killed_after_the_timeout(tmp_path):
     )
     component.start()
     wait_for(lambda: "up" in component.log)
-    assert component.terminate(timeout=0.2) == -9
+    assert component.terminate(timeout=0.2) == -9  # real time: the program never ends by itself
 
 
 def test_component_ends_when_its_parent_is_killed(tmp_path):
