@@ -156,6 +156,7 @@ def dense_workload() -> Workload:
     return Workload(moved, chat_workload.scale)
 
 
+@pytest.mark.rotating
 def test_shrunk_size_increases_the_sampling_rate_again():
     """A fifth of the keys is enough at 512Gi. At 64Gi it is not enough to distinguish sizes."""
     large, small = SampledLoop(512 << 30), SampledLoop(64 << 30)

@@ -44,6 +44,7 @@ def test_curve_equals_the_hits_of_exact_tiers(gib):
     assert abs(naive.hit_ratio(size).hit_ratio - exact) > 0.02
 
 
+@pytest.mark.rotating
 def test_scattering_over_sixteen_pods_loses_twenty_percentage_points():
     """The loss is the difference to pods that share their memory, on the conversation trace."""
     workload = mooncake(TRACES / "mooncake_conversation_trace.jsonl.gz")
