@@ -35,7 +35,7 @@ class Usage(NamedTuple):
     """Processor time of one process, in seconds."""
 
     parent: int
-    own: float
+    used: float
     reaped: float
     """Time of all children that the process waited for, and of their children."""
 
@@ -43,8 +43,8 @@ class Usage(NamedTuple):
     def read(cls, pid: int) -> Usage:
         """Read the time from /proc. Raises OSError if the process has ended."""
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        own, system, children, children_system = (int(field) / _TICKS_PER_SECOND for field in fields[11:15])
-        return cls(int(fields[1]), own + system, children + children_system)
+        used, system, children, children_system = (int(field) / _TICKS_PER_SECOND for field in fields[11:15])
+        return cls(int(fields[1]), used + system, children + children_system)
 
 
 class ProcessTree:
@@ -60,8 +60,8 @@ class ProcessTree:
         total = 0.0
         for pid, usage in alive.items():
             before = self._known.get(pid, Usage(0, 0.0, 0.0))
-            counted = sum(child.own + child.reaped for child in ended if child.parent == pid)
-            total += usage.own - before.own + max(0.0, usage.reaped - before.reaped - counted)
+            counted = sum(child.used + child.reaped for child in ended if child.parent == pid)
+            total += usage.used - before.used + max(0.0, usage.reaped - before.reaped - counted)
         self._known = alive
         return total
 
