@@ -6,9 +6,6 @@ and the sidecar's reader are frozen and killed during copies, and restarted.
 
 from __future__ import annotations
 
-import json
-import urllib.request
-
 import pytest
 
 from testing import cuda
@@ -54,13 +51,8 @@ def start_engine(node, sidecar, folder, pid=0):
     return EngineProcess(folder / "log", config, environment, is_patient=True, prefix=prefix)
 
 
-def stats(sidecar):
-    with urllib.request.urlopen(f"{sidecar.url}/stats", timeout=30) as answer:
-        return json.load(answer)
-
-
 def wait_mode(sidecar, mode):
-    wait_until(lambda: stats(sidecar)["transfer"]["mode"] == mode, timeout=60, what=f"copies by {mode}")
+    sidecar.wait_until(lambda stats: stats["transfer"]["mode"] == mode)
 
 
 def wait_attached(sidecar, engine):
@@ -118,7 +110,7 @@ def hang_reader(engine, sidecar, node):
     assert engine.generate(prompt)[0].num_cached_tokens == 0
     wait_mode(sidecar, "SharedMemory")
     node.order("")
-    assert "did not" in stats(sidecar)["transfer"]["reason"]
+    assert "did not" in sidecar.stats()["transfer"]["reason"]
     num_batches_before = node.count("batches", "engine")
     assert_hit(engine, prompt, engine.generate(prompt)[0])
     assert node.count("batches", "engine") > num_batches_before
@@ -134,7 +126,7 @@ def kill_sidecar(engine, stored, sidecar):
     def are_verified():
         """Look up the rows in the arena. The first requests may not wait until they are verified."""
         engine.generate(PROMPT)
-        return stats(sidecar)["memory"]["verified"] == len(PROMPT) // CHUNK
+        return sidecar.stats()["memory"]["verified"] == len(PROMPT) // CHUNK
 
     wait_until(are_verified, timeout=60, what="verified rows")
     assert_hit(engine, PROMPT, stored)
@@ -147,7 +139,7 @@ def kill_reader_during_a_copy(engine, sidecar, node):
     computed = engine.generate(prompt)[0]
     node.order("")
     assert_hit(engine, prompt, computed)
-    assert stats(sidecar)["transfer"]["mode"] == "SharedMemory"
+    assert sidecar.stats()["transfer"]["mode"] == "SharedMemory"
 
 
 def test_kv_is_right_after_engine_sidecar_and_reader_failed_during_copies(tmp_path, sidecar, node):

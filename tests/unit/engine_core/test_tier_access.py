@@ -16,6 +16,7 @@ import pytest
 from lmcache.engines.core import tier_access
 from lmcache.engines.core.tier_access import TierAccess
 from lmcache.tiers.disk.tier import DiskTier
+from testing.child_process import wait_until
 
 KEYS = [bytes([number]) * 64 for number in range(4)]
 
@@ -33,19 +34,11 @@ def tier(tmp_path):
     tier.close()
 
 
-def wait_for_ended(access, timeout=60.0):
-    deadline = time.monotonic() + timeout
-    while not (jobs := access.take_ended()):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    return jobs
-
-
 def test_job_ends_once(tier, rows):
     before = rows.copy()
     access = TierAccess(tier, rows, 60, 60)
     access.begin(1, KEYS, range(4), is_store=True)
-    assert wait_for_ended(access) == [(1, [0, 1, 2, 3])]
+    assert wait_until(access.take_ended) == [(1, [0, 1, 2, 3])]
     access.begin(2, [], [], is_store=False)
     access.begin(3, [KEYS[2], b"x" * 64, KEYS[0]], [3, 1, 2], is_store=False)
     access.drain()
@@ -74,7 +67,7 @@ def test_late_job_ends_after_its_copy(tier, rows):
         time.sleep(0.1)  # the timeout has passed
         assert access.take_ended() == []
         may_copy.set()
-        assert wait_for_ended(access) == [(1, [])]
+        assert wait_until(access.take_ended) == [(1, [])]
     assert access.close(60)
     assert access.take_ended() == []
 
@@ -85,16 +78,13 @@ def test_late_tier_is_used_again_after_its_answer(tier, rows, monkeypatch):
     monkeypatch.setattr(tier, "store", lambda *arguments: may_answer.wait(60) and store(*arguments))
     access = TierAccess(tier, rows, 60, 0.05)
     access.begin(1, KEYS[:1], [0], is_store=True)
-    assert wait_for_ended(access) == [(1, [])]
+    assert wait_until(access.take_ended) == [(1, [])]
     assert not access.is_available
     assert access.find("r", KEYS[0]) is False
     access.begin(2, KEYS[:1], [0], is_store=False)
     assert access.take_ended() == [(2, [])]
     may_answer.set()
-    deadline = time.monotonic() + 60
-    while not access.is_available:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: access.is_available)
     assert access.close(60)
 
 
