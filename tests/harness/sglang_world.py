@@ -12,22 +12,33 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import pytest
 
 from testing.child_process import wait_until
-from testing.engine import tiny_model
-from testing.processes import SidecarProcess
-from testing.sglang.engine import PAGE_TOKENS, Answer, SGLangEngine, Storage
+from testing.engine import fork_server, tiny_model
+from testing.processes import RedisProcess, SidecarProcess
+from testing.sglang.engine import (
+    MEASURED,
+    PAGE_TOKENS,
+    Answer,
+    SGLangEngine,
+    Storage,
+    make_prompt,
+    patient_storage,
+)
+from tests.harness.leaks import lasting
 
 ANSWER_TOKENS = 16
 LOGPROB_TOLERANCE = 1e-3
 """Batches of other sizes round differently. Other KV changes logprobs by more than 0.1."""
 _FAULTS = "lmcache/engines/sglang/", "offline", "LMCache Cluster does not cache this engine"
 """Texts that the log of an engine without faults does not contain: frames of tracebacks, and messages."""
+BUFFERED = {"max_total_tokens": 4096, "hicache_host_memory_mode": "buffer_only", "hicache_ratio": 1.0}
+"""Arguments of an engine that loads most prompts: its device holds 4,096 tokens, its host memory none."""
 TRACE = "LMCACHE_TEST_TRACE"
 """Environment variable with the path of the record of ``sglang_traced``."""
 SWITCH = "LMCACHE_TEST_SWITCH"
@@ -35,29 +46,121 @@ SWITCH = "LMCACHE_TEST_SWITCH"
 _numbers = itertools.count()
 
 
+class World(NamedTuple):
+    """Processes and folder that all tests of a worker share, except the engines with a cache."""
+
+    logs: Path
+    redis: RedisProcess
+    sidecar: SidecarProcess
+    """A sidecar with a disk, and Redis as its remote tier."""
+    expected: Reference
+
+    @property
+    def storage(self) -> Storage:
+        return patient_storage(self.sidecar.socket_path)
+
+    def forget_memory(self) -> None:
+        """Restart the sidecar with an empty memory."""
+        self.sidecar.kill()
+        self.sidecar.arena_path.unlink()
+        self.sidecar.start()
+
+    @contextlib.contextmanager
+    def without_disk(self) -> Iterator[None]:
+        """Restart the sidecar without its disk, and at the end with it."""
+        options = dict(self.sidecar.options)
+        try:
+            del self.sidecar.options["disk_path"], self.sidecar.options["disk_size"]
+            self.sidecar.restart()
+            yield
+        finally:
+            self.sidecar.options = options
+            self.sidecar.restart()
+
+
+class _SessionSidecar(SidecarProcess):
+    """A sidecar that outlives the test that has restarted it."""
+
+    def start(self, *, timeout: float = 60.0) -> None:
+        with lasting():
+            super().start(timeout=timeout)
+
+
+@contextlib.contextmanager
+def serving_world(folder: Path) -> Iterator[World]:
+    """Run Redis, a sidecar, and an engine for expected answers."""
+    with (
+        RedisProcess() as redis,
+        serving_sidecar(
+            _SessionSidecar, remote_url=redis.url, disk_path=folder / "disk", disk_size="1Gi"
+        ) as sidecar,
+        reference(folder) as expected,
+    ):
+        yield World(folder, redis, sidecar, expected)
+
+
 def full_pages(num_tokens: int) -> int:
     """Return the tokens of a prompt that a cache can have: SGLang always computes at least one token."""
     return max(0, num_tokens - 1) // PAGE_TOKENS * PAGE_TOKENS
 
 
+def new_prompt(num_tokens: int) -> list[int]:
+    """Return a prompt that no other test has."""
+    return make_prompt(num_tokens, f"new {next(_numbers)}")
+
+
 @contextlib.contextmanager
 def serving(
-    folder: Path, storage: Storage | None = None, *, faults: Iterable[str] = _FAULTS, **arguments: Any
+    folder: Path,
+    storage: Storage | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    **arguments: Any,
 ) -> Iterator[SGLangEngine]:
-    """Run a server. Raises AssertionError if it has ended by itself, or if its log shows a fault."""
+    """Run a server. Raises AssertionError if it has ended by itself, or if its log shows a fault.
+
+    It computes the attention of new tokens only, so hits may have other bits than cold prompts.
+    """
     if storage is None:
         arguments.setdefault("enable_hierarchical_cache", False)
-    with SGLangEngine(folder / f"sglang-{next(_numbers)}.log", storage, **arguments) as engine:
+    log = folder / f"sglang-{next(_numbers)}.log"
+    environment = {**MEASURED["environment"], **(environment or {})}
+    with _copies(), SGLangEngine(log, storage, environment=environment, **arguments) as engine:
         yield engine.wait_ready()
         engine.check()
-        for fault in faults:
+        for fault in _FAULTS:
             assert fault not in engine.log, engine.log[-8000:]
 
 
+def _copies() -> contextlib.AbstractContextManager[None]:
+    """Allow copies of a fork server. A fixture of the session starts before its module allows them."""
+    return contextlib.nullcontext() if fork_server.is_allowed() else fork_server.allowed()
+
+
 @contextlib.contextmanager
-def serving_sidecar(**options: Any) -> Iterator[SidecarProcess]:
+def attached(
+    engine: SGLangEngine, sidecar: SidecarProcess, storage: Storage, policy: str = "wait_complete"
+) -> Iterator[None]:
+    """Replace the storage backend of an idle engine."""
+
+    def attach(*arguments: Any) -> None:
+        engine.flush_cache()  # SGLang refuses to detach while it stores
+        engine.detach()
+        engine.attach(*arguments)
+        wait_attached(engine, sidecar)
+
+    attach(storage, policy)
+    yield
+    attach(patient_storage(sidecar.socket_path))
+
+
+@contextlib.contextmanager
+def serving_sidecar(kind: type[SidecarProcess] = SidecarProcess, **options: Any) -> Iterator[SidecarProcess]:
     """Run a sidecar of 256 MiB, which holds 65,000 tokens of the tiny Llama."""
-    with SidecarProcess(**{"memory_size": "256Mi", **options}) as sidecar:
+    with (
+        _copies(),
+        kind(**{"memory_size": "256Mi", "remote_timeout_seconds": 60, **options}) as sidecar,
+    ):
         yield sidecar
 
 
@@ -88,25 +191,21 @@ def generate_all(engine: SGLangEngine, prompts: Iterable[list[int]], **fields: A
 
 
 def store(engine: SGLangEngine, *prompts: list[int], num_ranks: int = 1, **fields: Any) -> list[Answer]:
-    """Run prompts, and wait until this many ranks have stored all their full pages.
+    """Run prompts, and wait until this many ranks have stored all their full pages. Returns the answers."""
+    num_before = engine.num_stored_tokens()
+    answers = generate_all(engine, prompts, **fields)
+    # The KV of an answer's last token is never computed.
+    ends = (len(prompt) + ANSWER_TOKENS - 1 for prompt in prompts)
+    num_new = sum(end // PAGE_TOKENS * PAGE_TOKENS for end in ends)
+    num_new -= sum(answer.num_cached_tokens for answer in answers)
+    engine.wait_stored(num_before + num_ranks * num_new)
+    return answers
 
-    Nothing is stored by a call that the sidecar does not answer in time, as on a busy machine. So the prompts
-    run again if their pages are not stored soon. Returns the answers of the first run.
-    """
-    first: list[Answer] = []
-    for timeout in (20.0, 20.0, 60.0):
-        num_before = engine.num_stored_tokens()
-        answers = generate_all(engine, prompts, **fields)
-        first = first or answers
-        # The KV of an answer's last token is never computed.
-        ends = (len(prompt) + ANSWER_TOKENS - 1 for prompt in prompts)
-        num_new = sum(end // PAGE_TOKENS * PAGE_TOKENS for end in ends)
-        num_new -= sum(answer.num_cached_tokens for answer in answers)
-        with contextlib.suppress(AssertionError):
-            engine.wait_stored(num_before + num_ranks * num_new, timeout)
-            return first
-        engine.flush_cache()
-    raise AssertionError(f"not stored in three runs: {engine.log[-8000:]}")
+
+def load(engine: SGLangEngine, prompt: list[int], **fields: Any) -> Answer:
+    """Run a prompt that SGLang's own caches do not have."""
+    engine.flush_cache()
+    return generate(engine, prompt, **fields)
 
 
 def logprobs(answer: Answer) -> list[float]:

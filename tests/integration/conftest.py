@@ -13,9 +13,28 @@ from lmcache.rpc.session import DEFAULT_TIMEOUT_SECONDS, Session
 from testing.engine import fork_server
 from testing.processes import SidecarProcess
 from tests.harness.engine import attach, connect, sidecar
-from tests.harness.sglang import start_sglang
+from tests.harness.sglang import (
+    _sglang_buffered,
+    _sglang_engine,
+    sglang,
+    sglang_buffered,
+    sglang_engine,
+    sglang_programs,
+    start_sglang,
+)
 
-__all__ = ["attach", "connect", "sidecar", "start_sglang"]
+__all__ = [
+    "_sglang_buffered",
+    "_sglang_engine",
+    "attach",
+    "connect",
+    "sglang",
+    "sglang_buffered",
+    "sglang_engine",
+    "sglang_programs",
+    "sidecar",
+    "start_sglang",
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,40 +1,36 @@
-"""Options of the real SGLang server: those that break the cache are refused under each of their names."""
+"""The arguments that the operator renders for SGLang, and the options of users that it refuses."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import signal
 
 import pytest
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.engine.kinds.base import option_name
 from lmcache_operator.components.engine.kinds.sglang import SGLang
 
-from testing.sglang.environment import variables
+from testing.child_process import wait_until
+from testing.engine.process import EngineFailed
+from testing.sglang.engine import SGLangEngine
+from testing.sglang.program import Program
 from tests.harness.operator_model import cluster
+from tests.harness.sglang_world import load, new_prompt, store, wait_attached
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.redis]
 KIND = SGLang()
 CLUSTER = parse(cluster(engine={"kind": KIND.name}, model={"revision": "main"}))
-_DUMP = """\
-import argparse, json, sys
-from sglang.srt.server_args import ServerArgs
-parser = argparse.ArgumentParser()
-ServerArgs.add_cli_args(parser)
-parsed = vars(parser.parse_args(sys.argv[1:]))
-options = {name: action.option_strings for action in parser._actions for name in action.option_strings}
-print(json.dumps({"options": options, "parsed": {name: str(value) for name, value in parsed.items()}}))
-"""
+_OF_THE_TEST = {"model_path", "revision", "host", "port", "served_model_name", "tp_size", "pp_size"}
+"""Arguments that the test sets itself."""
 
 
 @pytest.fixture(scope="module")
-def server():
+def server(tmp_path_factory):
     """All names of each option by name, and the values of the rendered arguments, as SGLang reads them."""
-    command = [sys.executable, "-W", "ignore", "-c", _DUMP, *KIND.args(CLUSTER, 60)]
-    completed = subprocess.run(command, env={**os.environ, **variables()}, stdout=subprocess.PIPE, check=True)
-    return json.loads(completed.stdout.splitlines()[-1])
+    log = tmp_path_factory.mktemp("sglang") / "log"
+    with Program("the options", log, "tests.harness.sglang_options", KIND.args(CLUSTER, 60)) as program:
+        return json.loads(program.finish().splitlines()[-1])
 
 
 def test_every_name_of_a_reserved_option_is_refused(server):
@@ -60,3 +56,37 @@ def test_server_reads_the_rendered_arguments(server):
         name, has_value, value = arg.partition("=")
         destination = name.removeprefix("--").replace("-", "_")
         assert parsed[destination] == (value if has_value else "True")
+
+
+def test_server_with_the_rendered_arguments_loads_and_finishes_its_requests(sglang, tmp_path):
+    """SIGTERM ends no request."""
+    arguments = {}
+    for arg in KIND.args(CLUSTER, 60):
+        name, has_value, value = arg.removeprefix("--").partition("=")
+        arguments[name.replace("-", "_")] = value if has_value else True
+    arguments = {name: value for name, value in arguments.items() if name not in _OF_THE_TEST}
+    environment = {"LMCACHE_SOCKET": str(sglang.sidecar.socket_path), **sglang.storage.environment}
+    with SGLangEngine(tmp_path / "log", environment=environment, **arguments) as engine:
+        engine.wait_ready()
+        wait_attached(engine, sglang.sidecar)
+        prompt = new_prompt(600)
+        (cold,) = store(engine, prompt)
+        loaded = load(engine, prompt)
+        assert loaded.cached["storage"] == 576
+        assert loaded.tokens == cold.tokens
+
+        pending = engine.start_generate(new_prompt(64), 300)
+        running = "sglang:num_running_reqs"
+        wait_until(lambda: engine.metrics(running).get(running, 0) > 0, what="the request runs")
+        os.kill(engine.pid, signal.SIGTERM)
+
+        def is_unready() -> bool:
+            try:
+                engine.request("GET", "/health")
+            except EngineFailed as error:
+                return "HTTP 503" in str(error)
+            return False
+
+        wait_until(is_unready, what="/health reports the end")
+        assert len(pending.wait().tokens) == 300
+        assert engine.wait(timeout=60) == 0

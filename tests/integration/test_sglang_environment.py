@@ -15,7 +15,7 @@ from testing.engine.tiny_kinds import DEEPSEEK2
 from testing.sglang.engine import DEEPSEEK2_ARGUMENTS, PAGE_TOKENS, file_storage, make_prompt
 from testing.sglang.program import Program
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.rotating("file")]
 
 PROMPT = make_prompt(2048)
 REUSABLE = len(PROMPT) - PAGE_TOKENS
@@ -68,17 +68,6 @@ def test_backend_is_attached_cleared_and_detached_at_run_time(start_sglang, tmp_
     engine.detach()
     detached = engine.generate(PROMPT)
     assert (detached.num_cached_tokens, detached.tokens) == (0, cold.tokens)
-
-
-def test_concurrent_requests_get_their_answers(start_sglang):
-    engine = start_sglang()
-    prompts = [make_prompt(300, seed) for seed in range(4)]
-    alone = [engine.generate(prompt, rid=f"alone {prompt[0]}") for prompt in prompts]
-    engine.flush_cache()
-    together = engine.generate_all(*prompts)
-    assert [answer.tokens for answer in together] == [answer.tokens for answer in alone]
-    assert alone[0].meta["id"] == f"alone {prompts[0][0]}"
-    assert engine.stop() == 0
 
 
 def test_kill_ends_all_processes_and_their_requests(start_sglang):

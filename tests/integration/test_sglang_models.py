@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from testing.engine.tiny_kinds import DEEPSEEK2, LFM2, MELLUM, WINDOW
-from testing.processes import SidecarProcess
-from testing.sglang.engine import DEEPSEEK2_ARGUMENTS, PAGE_TOKENS, file_storage, lmcache_storage, make_prompt
+from testing.sglang.engine import DEEPSEEK2_ARGUMENTS, PAGE_TOKENS, file_storage, make_prompt, patient_storage
 from testing.sglang.program import Program
+from tests.harness.sglang_world import serving_sidecar, wait_attached
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("one_thread")]
 
@@ -36,31 +36,43 @@ STATES = (
 the ends of prompts and answers."""
 
 
-@pytest.fixture(params=["lmcache", "file"])
+@pytest.fixture(params=["lmcache", pytest.param("file", marks=pytest.mark.rotating)])
 def start(request, start_sglang, tmp_path):
     """Returns a function that starts an engine of a model. All engines share the stored pages."""
     with contextlib.ExitStack() as stack:
-        if request.param == "file":
+        if is_file := request.param == "file":
             storage = file_storage(tmp_path / "pages")
         else:
-            sidecar = stack.enter_context(SidecarProcess(memory_size="256Mi"))
-            storage = lmcache_storage(sidecar.socket_path, min_page_tokens=1)
-        yield lambda model: start_sglang(storage, model=model[0].path, **model[1])
+            sidecar = stack.enter_context(serving_sidecar())
+            storage = patient_storage(sidecar.socket_path, min_page_tokens=1)
+
+        def run(model, *, attaches_again=False):
+            engine = start_sglang(storage, model=model[0].path, **model[1])
+            if attaches_again:
+                engine.request("POST", "/freeze_gc")
+                engine.detach()
+                engine.attach(storage)
+            if not is_file:
+                wait_attached(engine, sidecar)
+            return engine
+
+        yield run
 
 
 def test_hit_ends_where_a_window_is_stored(start):
     """Only the window at the end of a request is stored, but keys and values of all its tokens are."""
-    prompt = make_prompt(1500)
-    begin, between = prompt[:1000], prompt[: 19 * PAGE_TOKENS + 1]
-    assert stored_answer(start, WINDOWS, begin, 15 * PAGE_TOKENS) == reference(WINDOWS, begin)
-    engine = start(WINDOWS)
+    prompt = make_prompt(750)
+    begin, between = prompt[:500], prompt[: 9 * PAGE_TOKENS + 1]
+    assert stored_answer(start, WINDOWS, begin, 7 * PAGE_TOKENS) == reference(WINDOWS, begin)
+    # After its start, SGLang hides all objects from Python's garbage collector.
+    engine = start(WINDOWS, attaches_again=True)
     longer = engine.generate(prompt, NUM_NEW_TOKENS)
-    assert (longer.cached["storage"], longer.tokens) == (15 * PAGE_TOKENS, reference(WINDOWS, prompt))
-    engine.wait_stored(8 * PAGE_TOKENS)
+    assert (longer.cached["storage"], longer.tokens) == (7 * PAGE_TOKENS, reference(WINDOWS, prompt))
+    engine.wait_stored(4 * PAGE_TOKENS)
     engine.flush_cache()
     assert WINDOW == 2 * PAGE_TOKENS
     shorter = engine.generate(between, NUM_NEW_TOKENS)
-    assert (shorter.cached["storage"], shorter.tokens) == (15 * PAGE_TOKENS, reference(WINDOWS, between))
+    assert (shorter.cached["storage"], shorter.tokens) == (7 * PAGE_TOKENS, reference(WINDOWS, between))
 
 
 def test_hit_ends_where_a_state_is_stored(start):
@@ -77,15 +89,15 @@ def test_hit_ends_where_a_state_is_stored(start):
 
 
 def test_hit_ends_at_any_page_of_latents(start):
-    prompt = make_prompt(1500)
-    begin, within = prompt[:1000], prompt[:700]
-    assert stored_answer(start, LATENTS, begin, 15 * PAGE_TOKENS) == reference(LATENTS, begin)
+    prompt = make_prompt(750)
+    begin, within = prompt[:500], prompt[:300]
+    assert stored_answer(start, LATENTS, begin, 7 * PAGE_TOKENS) == reference(LATENTS, begin)
     engine = start(LATENTS)
     shorter = engine.generate(within, NUM_NEW_TOKENS)
-    assert (shorter.cached["storage"], shorter.tokens) == (10 * PAGE_TOKENS, reference(LATENTS, within))
+    assert (shorter.cached["storage"], shorter.tokens) == (4 * PAGE_TOKENS, reference(LATENTS, within))
     engine.flush_cache()
     longer = engine.generate(prompt, NUM_NEW_TOKENS)
-    assert (longer.cached["storage"], longer.tokens) == (15 * PAGE_TOKENS, reference(LATENTS, prompt))
+    assert (longer.cached["storage"], longer.tokens) == (7 * PAGE_TOKENS, reference(LATENTS, prompt))
 
 
 def test_pools_without_an_engine(tmp_path):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from testing.engine import tiny_kinds
-from testing.sglang.engine import DEEPSEEK2_ARGUMENTS, lmcache_storage, make_prompt
+from testing.sglang.engine import DEEPSEEK2_ARGUMENTS, patient_storage
 from tests.harness.sglang_world import (
     SWITCH,
     full_pages,
     generate,
     generate_all,
+    new_prompt,
     reference,
     serving,
     serving_sidecar,
@@ -20,112 +19,91 @@ from tests.harness.sglang_world import (
     wait_attached,
 )
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.redis]
 
-NUM_TOKENS = 1000
+NUM_TOKENS = 600
 HIT = full_pages(NUM_TOKENS)
 MLA = {"model": tiny_kinds.DEEPSEEK2.path, **DEEPSEEK2_ARGUMENTS}
-_seeds = itertools.count()
-
-
-def new_prompt(num_tokens=NUM_TOKENS):
-    return make_prompt(num_tokens, f"test_sglang_ranks {next(_seeds)}")
 
 
 @pytest.fixture(scope="module")
-def logs(tmp_path_factory):
-    return tmp_path_factory.mktemp("logs")
+def sidecar():
+    """A sidecar with a page in one column or two, as its engines need."""
+    with serving_sidecar() as process:
+        yield process
 
 
-@pytest.fixture(scope="module")
-def expected(logs):
-    with reference(logs) as engine:
-        yield engine
+@pytest.fixture
+def storage(sidecar):
+    return patient_storage(sidecar.socket_path)
 
 
-def columns_of(sidecar):
-    """Return the columns of the attached ranks."""
-    return sorted(client["column"] for client in sidecar.stats()["clients"] if client["is_attached"])
+@pytest.fixture
+def prompts():
+    return [new_prompt(length) for length in (65, 600, 640, 900)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "columns", "num_that_store"),
-    [
-        pytest.param({"tp_size": 2}, [0, 1], 2, id="tensor parallel"),
-        pytest.param({"pp_size": 2}, [0, 1], 2, id="pipeline parallel"),
-    ],
-)
-def test_all_ranks_load_the_same_pages(arguments, columns, num_that_store, expected, logs):
-    prompts = [new_prompt(length) for length in (65, 1000, 1024, 1500)]
-    with serving_sidecar() as sidecar:
-        storage = lmcache_storage(sidecar.socket_path)
-        with serving(logs, storage, **arguments) as engine:
-            wait_attached(engine, sidecar, len(columns))
-            assert columns_of(sidecar) == columns
-            store(engine, *prompts, num_ranks=num_that_store)
-            engine.flush_cache()
-            answers = generate_all(engine, prompts)
-        with serving(logs, storage, **arguments) as engine:
-            wait_attached(engine, sidecar, len(columns))
-            answers += generate_all(engine, prompts)
-            for answer, prompt in zip(answers, prompts * 2, strict=True):
-                assert answer.cached["storage"] == full_pages(len(prompt))
-                expected.check(prompt, answer)
-            assert "offline" not in engine.log
+def assert_ranks(engine, sidecar, columns):
+    """Wait until all ranks use the cache, and raise AssertionError unless they have these columns."""
+    wait_attached(engine, sidecar, len(columns))
+    processes = engine.processes()
+    clients = sidecar.stats()["clients"]
+    assert sorted(client["column"] for client in clients if client["pid"] in processes) == columns
 
 
-def test_a_rank_without_its_backend_gives_misses(expected, logs):
-    prompt, other_prompt = new_prompt(), new_prompt()
-    switch = logs / "switch"
-    with serving_sidecar() as sidecar:
-        storage = lmcache_storage(sidecar.socket_path)
-        storage.extra_config.update(module_path="tests.harness.sglang_half_off", class_name="HalfOff")
-        with serving(logs, storage, tp_size=2, environment={SWITCH: str(switch)}) as engine:
-            wait_attached(engine, sidecar, 2)
-            store(engine, prompt, num_ranks=2)
-            switch.touch()
-            for number in range(2):
-                engine.flush_cache()
-                answers = generate_all(engine, [prompt, other_prompt])
-                assert [answer.num_cached_tokens for answer in answers] == [0, 0], number
-            switch.unlink()
-            engine.flush_cache()
-            answers += generate_all(engine, [prompt, other_prompt])
-            assert [answer.cached["storage"] for answer in answers[2:]] == [HIT, 0]
-            for answer, asked in zip(answers, [prompt, other_prompt] * 2, strict=True):
-                expected.check(asked, answer)
+def assert_loads(engine, prompts, expected, loaded=full_pages):
+    """Raise AssertionError unless the engine loads these prompts from storage, and answers right."""
+    engine.flush_cache()
+    for prompt, answer in zip(prompts, generate_all(engine, prompts), strict=True):
+        assert answer.num_cached_tokens == answer.cached["storage"] == loaded(len(prompt))
+        expected.check(prompt, answer)
 
 
-def test_replicas_of_mla_share_kv_with_engines_of_one_rank(logs):
-    prompt, later_prompt = new_prompt(), new_prompt()
-    with reference(logs, **MLA) as expected, serving_sidecar() as sidecar:
-        storage = lmcache_storage(sidecar.socket_path)
-        with serving(logs, storage, **MLA) as engine:
-            wait_attached(engine, sidecar)
+def test_tensor_parallel_ranks_load_the_same_pages(prompts, sglang, sidecar, storage):
+    """A rank without its backend gives misses, and so do pages that it has not stored."""
+    switch, other_prompt = sglang.logs / "switch", new_prompt(NUM_TOKENS)
+    storage.extra_config.update(module_path="tests.harness.sglang_half_off", class_name="HalfOff")
+    with serving(sglang.logs, storage, tp_size=2, environment={SWITCH: str(switch)}) as engine:
+        assert_ranks(engine, sidecar, [0, 1])
+        store(engine, *prompts, num_ranks=2)
+        assert_loads(engine, prompts, sglang.expected)
+        switch.touch()
+        for _ in range(2):
+            assert_loads(engine, [*prompts, other_prompt], sglang.expected, lambda _: 0)
+        switch.unlink()
+        assert_loads(engine, prompts, sglang.expected)
+        assert_loads(engine, [other_prompt], sglang.expected, lambda _: 0)
+
+
+def test_pipeline_parallel_ranks_load_the_pages_of_an_earlier_engine(prompts, sglang, sidecar, storage):
+    with serving(sglang.logs, storage, pp_size=2) as engine:
+        assert_ranks(engine, sidecar, [0, 1])
+        store(engine, *prompts, num_ranks=2)
+        assert_loads(engine, prompts, sglang.expected)
+    with serving(sglang.logs, storage, pp_size=2) as engine:
+        assert_ranks(engine, sidecar, [0, 1])
+        assert_loads(engine, prompts, sglang.expected)
+
+
+def test_replicas_of_mla_share_kv_with_engines_of_one_rank(sglang, sidecar, storage):
+    prompt, later_prompt = new_prompt(NUM_TOKENS), new_prompt(NUM_TOKENS)
+    with reference(sglang.logs, **MLA) as expected:
+        with serving(sglang.logs, storage, **MLA) as engine:
+            assert_ranks(engine, sidecar, [0])
             store(engine, prompt)
-            engine.flush_cache()
-            assert generate(engine, prompt).cached["storage"] == HIT
-        with serving(logs, storage, **MLA, tp_size=2) as engine:
-            wait_attached(engine, sidecar, 2)
-            assert columns_of(sidecar) == [0, 0]
+            assert_loads(engine, [prompt], expected)
+        with serving(sglang.logs, storage, **MLA, tp_size=2) as engine:
+            assert_ranks(engine, sidecar, [0, 0])
             store(engine, later_prompt)
-            engine.flush_cache()
-            for asked in (prompt, later_prompt):
-                answer = generate(engine, asked)
-                assert answer.cached["storage"] == HIT
-                expected.check(asked, answer)
+            assert_loads(engine, [prompt, later_prompt], expected)
 
 
-def test_data_parallel_ranks_share_kv(expected, logs):
+def test_data_parallel_ranks_share_kv(sglang, sidecar, storage):
     """Each rank is an engine. Attention that is data parallel needs kernels for GPUs."""
-    prompt = new_prompt()
-    with (
-        serving_sidecar() as sidecar,
-        serving(logs, lmcache_storage(sidecar.socket_path), dp_size=2) as engine,
-    ):
-        wait_attached(engine, sidecar, 2)
-        assert columns_of(sidecar) == [0, 0]
+    prompt = new_prompt(NUM_TOKENS)
+    with serving(sglang.logs, storage, dp_size=2) as engine:
+        assert_ranks(engine, sidecar, [0, 0])
         store(engine, prompt, data_parallel_rank=0)
         answer = generate(engine, prompt, data_parallel_rank=1)
         assert answer.cached["storage"] == HIT
-        expected.check(prompt, answer)
+        sglang.expected.check(prompt, answer)

@@ -7,13 +7,14 @@ import json
 
 import pytest
 
-from testing.processes import RedisProcess
-from testing.sglang.engine import lmcache_storage, make_prompt
+from testing.sglang.engine import patient_storage
+from tests.harness.scope import third
 from tests.harness.sglang_world import (
     full_pages,
     generate,
+    load,
+    new_prompt,
     other_weights,
-    reference,
     save_adapter,
     serving,
     serving_sidecar,
@@ -23,9 +24,8 @@ from tests.harness.sglang_world import (
 
 pytestmark = [pytest.mark.sglang, pytest.mark.redis]
 
-NUM_TOKENS = 1030
+NUM_TOKENS = 400
 HIT = full_pages(NUM_TOKENS)  # in pages of 64 and of 128 tokens
-PROMPT = make_prompt(NUM_TOKENS, "test_sglang_sharing")
 DIFFERENCES = {
     "weights": lambda: {"model": other_weights(1)},
     "dtype": lambda: {"dtype": "bfloat16"},
@@ -37,50 +37,46 @@ DIFFERENCES = {
 
 
 @pytest.fixture(scope="module")
-def logs(tmp_path_factory):
-    return tmp_path_factory.mktemp("logs")
-
-
-@pytest.fixture(scope="module")
-def redis():
-    with RedisProcess() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def other_sidecar(redis):
+def other_sidecar(sglang):
     """A sidecar of other engines. Pages of other sizes need another arena, but all sidecars share Redis."""
-    with serving_sidecar(remote_url=redis.url) as process:
+    with serving_sidecar(remote_url=sglang.redis.url) as process:
         yield process
 
 
-@pytest.fixture(scope="module")
-def expected(logs):
-    with reference(logs) as engine:
-        yield engine
+@pytest.fixture
+def serve(sglang, other_sidecar):
+    """Returns a context manager: another engine with these arguments."""
+
+    @contextlib.contextmanager
+    def run(**arguments):
+        with serving(sglang.logs, patient_storage(other_sidecar.socket_path), **arguments) as engine:
+            wait_attached(engine, other_sidecar)
+            yield engine
+
+    return run
 
 
-@pytest.fixture(scope="module")
-def namespace(redis, logs):
-    """The namespace of an engine that has stored the prompt in Redis."""
-    with (
-        serving_sidecar(remote_url=redis.url) as sidecar,
-        serving(logs, lmcache_storage(sidecar.socket_path)) as engine,
-    ):
-        wait_attached(engine, sidecar)
-        store(engine, PROMPT)
-        sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == 0)
-        return client_of(engine, sidecar)["namespace"]
+@pytest.fixture
+def prompt(sglang_engine, sglang):
+    """A prompt whose KV is in Redis."""
+    prompt = new_prompt(NUM_TOKENS)
+    store(sglang_engine, prompt)
+    sglang.sidecar.settled()
+    return prompt
 
 
-@pytest.mark.parametrize("name", DIFFERENCES)
-def test_an_engine_shares_no_kv_with_an_engine_of_another(name, namespace, other_sidecar, logs):
-    with serving(logs, lmcache_storage(other_sidecar.socket_path), **DIFFERENCES[name]()) as other:
-        wait_attached(other, other_sidecar)
-        (computed,) = store(other, PROMPT)
+@pytest.fixture
+def namespace(sglang_engine, sglang):
+    """The namespace of the engine that has stored the prompt."""
+    return client_of(sglang_engine, sglang.sidecar)["namespace"]
+
+
+@pytest.mark.parametrize("name", third(list(DIFFERENCES)))
+def test_an_engine_shares_no_kv_with_an_engine_of_another(name, prompt, namespace, serve, other_sidecar):
+    with serve(**DIFFERENCES[name]()) as other:
+        (computed,) = store(other, prompt)
         assert computed.num_cached_tokens == 0
-        other.flush_cache()
-        loaded = generate(other, PROMPT)
+        loaded = load(other, prompt)
         assert loaded.cached["storage"] == HIT
         assert loaded.tokens == computed.tokens
         client = client_of(other, other_sidecar)
@@ -88,7 +84,7 @@ def test_an_engine_shares_no_kv_with_an_engine_of_another(name, namespace, other
         assert client["private_reason"] == "", "the engine shares its KV with equal engines"
 
 
-def test_engines_with_other_differences_share_kv(namespace, other_sidecar, expected, logs):
+def test_an_engine_of_another_node_loads_kv_from_redis(prompt, namespace, serve, other_sidecar, sglang):
     """Sizes of pools, policies and names do not change KV."""
     different = {
         "max_total_tokens": 8192,
@@ -99,43 +95,32 @@ def test_engines_with_other_differences_share_kv(namespace, other_sidecar, expec
         "random_seed": 1,
         "chunked_prefill_size": 512,
     }
-    with serving(logs, lmcache_storage(other_sidecar.socket_path), **different) as other:
-        wait_attached(other, other_sidecar)
-        answer = generate(other, PROMPT)
+    with serve(**different) as other:
+        answer = generate(other, prompt)
         assert answer.cached["storage"] == HIT
-        expected.check(PROMPT, answer)
+        sglang.expected.check(prompt, answer)
         assert client_of(other, other_sidecar)["namespace"] == namespace
+        other_sidecar.wait_until(lambda stats: stats["lookups"]["loaded_tokens"].get("remote", 0) >= HIT)
 
 
-def test_engines_share_the_kv_of_adapters_with_the_same_files(other_sidecar, logs):
+def test_engines_share_the_kv_of_adapters_with_the_same_files(prompt, serve, sglang):
     """SGLang names an adapter in its keys by name and path only."""
-    with reference(logs, **with_adapter(save_adapter(logs / "adapter", 1))) as expected:
-        first, second = (expected(PROMPT, lora_path=name) for name in (None, "adapter"))
-        assert first.tokens != second.tokens
-    with adapted(other_sidecar, logs) as engine:
-        store(engine, PROMPT, lora_path="adapter")
-    with adapted(other_sidecar, logs) as engine:
-        answer = generate(engine, PROMPT, lora_path="adapter")
+    path = save_adapter(sglang.logs / "adapter", 1)
+    adapted = {"enable_lora": True, "lora_paths": f"adapter={path}", "lora_backend": "torch_native"}
+    with serve(**adapted) as engine:
+        (computed,) = store(engine, prompt, lora_path="adapter")
+        assert computed.num_cached_tokens == 0
+        assert computed.tokens != sglang.expected(prompt).tokens
+    with serve(**adapted) as engine:
+        answer = generate(engine, prompt, lora_path="adapter")
         assert answer.cached["storage"] == HIT
-        assert answer.tokens == second.tokens
-        assert generate(engine, PROMPT).cached["storage"] == 0
-    save_adapter(logs / "adapter", 2)
-    with adapted(other_sidecar, logs) as engine:
-        answer = generate(engine, PROMPT, lora_path="adapter")
+        assert answer.tokens == computed.tokens
+        assert generate(engine, prompt).cached["storage"] == 0
+    save_adapter(path, 2)
+    with serve(**adapted) as engine:
+        answer = generate(engine, prompt, lora_path="adapter")
         assert answer.num_cached_tokens == 0
-        assert answer.tokens != second.tokens
-
-
-@contextlib.contextmanager
-def adapted(sidecar, logs):
-    storage = lmcache_storage(sidecar.socket_path)
-    with serving(logs, storage, **with_adapter(logs / "adapter")) as engine:
-        wait_attached(engine, sidecar)
-        yield engine
-
-
-def with_adapter(path):
-    return {"enable_lora": True, "lora_paths": f"adapter={path}", "lora_backend": "torch_native"}
+        assert answer.tokens != computed.tokens
 
 
 def client_of(engine, sidecar):
