@@ -259,9 +259,8 @@ def save_adapter(folder: Path, seed: int) -> Path:
     save_file(weights, folder / "adapter_model.safetensors")
     settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": list(sizes), "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
-    # An engine shares no KV of files that may have changed since it started. It knows its start time only
-    # to a hundredth of a second.
-    time.sleep(0.1)
+    # An engine shares no KV of files that may have changed since it started.
+    time.sleep(0.1)  # real time: it knows its start time only to a hundredth of a second
     return folder
 
 

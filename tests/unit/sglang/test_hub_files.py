@@ -36,7 +36,8 @@ def read(folder, began):
 
 def test_model_that_the_start_downloads_is_identified(snapshot):
     """The scheduler adds the weights to the folder of the configuration."""
-    assert read(snapshot, time.time() - 60) == {"model_type": "llama"}
+    began = time.time() - 60
+    assert read(snapshot, began) == {"model_type": "llama"}
 
 
 def test_blob_that_was_overwritten_is_not_trusted(snapshot):
