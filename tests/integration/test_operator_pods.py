@@ -101,11 +101,11 @@ def test_pods_pull_images_with_secrets_of_their_service_account_or_of_the_spec(p
 
     def secrets_of_pods() -> dict[str, set[str]]:
         """Names of the Secrets that the pods of each component have."""
-        found: dict[str, set[str]] = {}
+        by_component: dict[str, set[str]] = {}
         for pod in plane.api.objects("v1/pods", namespace):
             names = {each["name"] for each in pod["spec"].get("imagePullSecrets", [{"name": ""}])}
-            found.setdefault(pod["metadata"]["labels"]["lmcache.io/component"], set()).update(names)
-        return found
+            by_component.setdefault(pod["metadata"]["labels"]["lmcache.io/component"], set()).update(names)
+        return by_component
 
     plane.wait(lambda: secrets_of_pods() == {name: {"registry"} for name in ("engine", "router", "remote")})
     template = {"spec": {"imagePullSecrets": [{"name": "mine"}, {"name": "declared"}]}}

@@ -1,4 +1,4 @@
-"""Which changes of a spec replace pods: those with another spec hash."""
+"""Changes of a spec that replace pods, which are those with another spec hash, and changes that keep them."""
 
 from __future__ import annotations
 
