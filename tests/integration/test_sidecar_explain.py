@@ -21,7 +21,7 @@ from tests.harness.sidecar_command import explain
 from tests.harness.wire import attached, make_keys
 
 
-def explain_in_own_process(sidecar, *arguments: str | bytes) -> tuple[int, str]:
+def explain_in_a_new_process(sidecar, *arguments: str | bytes) -> tuple[int, str]:
     """Run the command in a process of its own. Returns its exit status and what it printed."""
     command = [sys.executable, "-m", "lmcache_sidecar", "explain", "--url", sidecar.url, *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -144,6 +144,6 @@ def test_an_id_of_a_user_cannot_control_the_terminal(sidecar, scheduler):
 
 @pytest.mark.parametrize("name", [b"\xff", "é%&?=\x1b".encode()], ids=["not UTF-8", "special characters"])
 def test_an_unknown_id_of_any_characters_is_not_found(sidecar, name):
-    status, text = explain_in_own_process(sidecar, "--request-id", name)
+    status, text = explain_in_a_new_process(sidecar, "--request-id", name)
     assert (status, len(text.splitlines())) == (1, 1)
     assert "none of the last requests has" in text

@@ -161,8 +161,8 @@ def times_of(sidecar: SidecarProcess, answer: dict[str, Any]) -> dict[str, Any]:
         requests = json.loads(sidecar.get(f"/requests?id={answer['id']}"))["requests"]
         return requests[0] if requests and requests[0]["first_token_seconds"] is not None else None
 
-    found: dict[str, Any] = sidecar.wait_until(ended)
-    return found
+    request: dict[str, Any] = sidecar.wait_until(ended)
+    return request
 
 
 def assert_events_cover(listener: zmq.Socket[bytes], prompt: list[int]) -> None:
