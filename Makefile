@@ -18,7 +18,7 @@ TESTS ?= tests --ignore=tests/e2e --ignore=tests/release
 TINY_MODEL := $(PY) -c 'from testing.engine.tiny_model import tiny_model; tiny_model()'  # before any engine loads it
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-light kube sglang images demo test test-all test-docs e2e test-fast test-light test-changed test-vllm-versions test-avx2 test-kube-versions check docs format generate pins fuzz soak bench bench-peer gpu-check audit test-release release clean
+.PHONY: help setup setup-light kube sglang images demo test test-all test-docs e2e test-fast test-light test-changed test-busy test-vllm-versions test-avx2 test-kube-versions check docs format generate pins fuzz soak bench bench-peer gpu-check audit test-release release clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,7 +44,7 @@ sglang: setup ## install SGLang into the cache directory, for tests (once, 170 M
 
 test: setup kube sglang ## run all tests that need no GPU, with real Redis, vLLM, SGLang and kube-apiserver
 	@$(TINY_MODEL)
-	@$(PYTEST) $(TESTS) $(if $(WITHOUT_DOCS),$(DOCS_TESTS:%=--ignore=%))
+	@$(PYTEST) --cpu-report .pytest_cache/cpu.json $(TESTS) $(if $(WITHOUT_DOCS),$(DOCS_TESTS:%=--ignore=%))
 
 test-all: export LMCACHE_TEST_SCOPE = all
 test-all: export LMCACHE_TEST_SEED := $(or $(LMCACHE_TEST_SEED),$(shell date +%s))
@@ -73,6 +73,9 @@ test-light: setup-light ## run the unit tests that need neither torch nor vLLM, 
 
 test-changed: setup ## run the tests that your change may break; of all commits since REV: make test-changed BASE=REV
 	@files=$$($(PY) -m tools.changed_tests $(BASE)) && if [ -n "$$files" ]; then $(PYTEST) $$files; fi
+
+test-busy: setup ## run FILES 20 times next to 4 busy loops: each new or changed test of real processes must pass
+	@$(PY) -m tools.busy $(FILES)
 
 test-vllm-versions: setup ## test the connector on the oldest and newest vLLM (downloads 500 MB once, some minutes)
 	@$(PY) -m testing.engine.versions

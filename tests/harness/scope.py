@@ -3,7 +3,7 @@
 A run for a change does a third: ``examples`` and ``third`` return fewer cases, and two of three tests marked
 ``rotating`` are deselected. The commit chooses the third, so a failure repeats at the same commit, and later
 commits do the rest. ``make test-all`` does everything, and ten times the random examples
-(``LMCACHE_TEST_SCOPE=all``). ``LMCACHE_TEST_SEED`` replaces the commit.
+(``LMCACHE_TEST_SCOPE=all``). A file that you name runs whole. ``LMCACHE_TEST_SEED`` replaces the commit.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the rotating tests that this run does not do, unless they were asked for by name."""
-    named = any("::" in argument for argument in config.args)
+    """Deselect the rotating tests that this run does not do, unless their file was asked for by name."""
+    named = any(argument.partition("::")[0].endswith(".py") for argument in config.args)
     dropped = [item for item in items if not named and not _is_done(item)]
     if dropped:
         config.hook.pytest_deselected(items=dropped)
