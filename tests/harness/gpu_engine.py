@@ -9,11 +9,11 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import subprocess
 import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -25,8 +25,9 @@ from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.errors import EngineCopiesError, SidecarError
 from lmcache.rpc.hello import Allocation, ClientHello, GroupPages, LayerPages, Role, TransferOffer
 from lmcache.rpc.session import BlockCopy, Session
-from testing.child_process import REPOSITORY, wait_until
+from testing.child_process import REPOSITORY, ChildProcess, wait_until
 from testing.cuda import GPU, Node
+from testing.engine import fork_server
 from testing.processes import SidecarProcess
 from tests.harness.wire import NAMESPACE, attached, make_keys
 
@@ -34,6 +35,8 @@ LAYERS, BLOCKS, PAGE_BYTES, BLOCKS_PER_ROW, GAP_BYTES = 3, 24, 4096, 4, 512
 STRIDE = PAGE_BYTES + GAP_BYTES
 ROW_BYTES = BLOCKS_PER_ROW * LAYERS * PAGE_BYTES
 ATTEMPTS_SECONDS = 60.0
+_MODULE = "tests.harness.gpu_engine"
+_fork_server = fork_server.ForkServer(_MODULE, lambda: {"PYTHONPATH": str(REPOSITORY)}, shares_memory=False)
 
 
 class Rank:
@@ -212,7 +215,10 @@ class Rank:
 
 
 class GpuEngine:
-    """A ``Rank`` in a separate process, with a PID namespace of its own if ``pid`` is given."""
+    """A ``Rank`` in a separate process, with a PID namespace of its own if ``pid`` is given.
+
+    Where ``fork_server.allowed`` allows it, the process starts as a copy of a fork server.
+    """
 
     def __init__(
         self,
@@ -224,21 +230,21 @@ class GpuEngine:
         **settings: Any,
     ) -> None:
         """``driver``: settings of the simulated driver. ``settings``: settings of the rank."""
-        command = [
-            sys.executable,
-            "-m",
-            "tests.harness.gpu_engine",
-            sidecar.socket_path,
-            json.dumps({"namespace": NAMESPACE.hex()} | settings),
-        ]
-        self._process = subprocess.Popen(
-            in_namespace(command, pid) if pid else command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=REPOSITORY,
-            env=os.environ | node.environment("engine", **(driver or {})) | {"PYTHONPATH": f"{REPOSITORY}"},
-            text=True,
-        )
+        self._process = ChildProcess("the engine", sidecar.folder / "engines.log")
+        requests, answers = os.pipe(), os.pipe()
+        self._requests, self._answers = os.fdopen(requests[1], "w"), os.fdopen(answers[0])
+        ends = requests[0], answers[1]
+        arguments = [sidecar.socket_path, json.dumps({"namespace": NAMESPACE.hex()} | settings)]
+        env = os.environ | node.environment("engine", **(driver or {})) | {"PYTHONPATH": f"{REPOSITORY}"}
+        options: dict[str, Any] = {"cwd": str(REPOSITORY), "env": env, "pass_fds": ends}
+        if fork_server.is_allowed() and not pid:
+            copy = _fork_server.start(_MODULE, arguments, self._process.log_path, **options)
+            self._process.adopt(copy)
+        else:
+            command = [sys.executable, "-m", _MODULE, *map(str, ends), *arguments]
+            self._process.spawn(in_namespace(command, pid) if pid else command, **options)
+        for descriptor in ends:
+            os.close(descriptor)
         self.pid = 0
 
     def __enter__(self) -> Self:
@@ -254,12 +260,12 @@ class GpuEngine:
 
     def start_call(self, method: str, *arguments: Any) -> None:
         """Start a call. ``answer`` waits for its result."""
-        assert self._process.stdin is not None
-        print(json.dumps([method, *arguments]), file=self._process.stdin, flush=True)
+        print(json.dumps([method, *arguments]), file=self._requests, flush=True)
 
     def answer(self) -> Any:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
+        line = self._answers.readline()
+        assert line, f"the engine has ended: {self._process.log}"
+        return json.loads(line)
 
     def ask(self, method: str, *arguments: Any) -> Any:
         self.start_call(method, *arguments)
@@ -287,15 +293,13 @@ class GpuEngine:
     def kill(self) -> None:
         """Kill the process and its PID namespace with SIGKILL, and wait."""
         self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
+        for stream in (self._requests, self._answers):
             stream.close()
 
 
 def in_namespace(command: Sequence[str], pid: int) -> list[str]:
     """The command in a new PID namespace with this id there. It ends with its parent."""
-    script = f'exec 3<&0; echo {pid - 1} > /proc/sys/kernel/ns_last_pid; "$@" <&3 & wait'
+    script = f'echo {pid - 1} > /proc/sys/kernel/ns_last_pid; "$@" & wait'
     return ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", script, "sh", *command]
 
 
@@ -322,16 +326,19 @@ def new_engine() -> str:
     return uuid.uuid4().hex
 
 
-def main(socket_path: str, settings: str) -> None:
-    """Run the process of ``GpuEngine``: one answer for each line of standard input."""
-    rank = Rank(socket_path, json.loads(settings))
-    for line in sys.stdin:
-        method, *arguments = json.loads(line)
-        if method == "pid":
-            result: Any = os.getpid()
-        else:
-            result = getattr(rank, method)(*arguments)
-        print(json.dumps(result), flush=True)
+def main(requests: str, answers: str, socket_path: str, settings: str) -> None:
+    """Run the process of ``GpuEngine``: one answer for each line of a pipe."""
+    # In a copy, the linker has read this variable when the fork server started.
+    for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep):
+        if (library := Path(folder, "libcuda.so.1")).exists():
+            ctypes.CDLL(str(library))
+            break
+    with os.fdopen(int(requests)) as lines, os.fdopen(int(answers), "w") as output:
+        rank = Rank(socket_path, json.loads(settings))
+        for line in lines:
+            method, *arguments = json.loads(line)
+            result = os.getpid() if method == "pid" else getattr(rank, method)(*arguments)
+            print(json.dumps(result), file=output, flush=True)
 
 
 if __name__ == "__main__":
