@@ -120,7 +120,7 @@ class OffloadingWorld:
         while not condition():
             if time.monotonic() > deadline:
                 raise AssertionError("the condition does not become true")
-            time.sleep(0.001)
+            time.sleep(0.001)  # real time: polls
             self.step()
 
     def reset(self, new_weights: object) -> None:

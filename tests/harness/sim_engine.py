@@ -191,7 +191,7 @@ class SimEngine:
                 return True
         self._update(*self._batches.popleft())
         if not num_scheduled:
-            time.sleep(0.0005)  # EngineCore's own idle step
+            time.sleep(0.0005)  # real time: EngineCore's own idle step
         return bool(num_scheduled)
 
     # ---- the scheduler side ----

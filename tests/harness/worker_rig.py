@@ -111,7 +111,8 @@ class WorkerRig:
         """Step like the engine until ``done(sent, loaded)``. Returns everything that was reported."""
         sent, loaded, deadline = [], [], time.monotonic() + 60
         while not done(sent, loaded):
-            assert time.monotonic() < deadline, (sent, loaded)
+            if time.monotonic() > deadline:
+                raise AssertionError((sent, loaded))
             newly_sent, newly_loaded = self.collect(held, is_idle=True)
             held = ()
             sent += newly_sent

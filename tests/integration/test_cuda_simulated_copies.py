@@ -171,7 +171,7 @@ def test_orders_limit_the_copy_rate(node):
         node.order(f"rate {SIZE * 10}")
         start = time.monotonic()
         process.call(copy, host, device)
-        assert time.monotonic() - start >= 0.09
+        assert time.monotonic() - start >= 0.09  # real time: a lower bound, which no machine breaks
         assert process.call(held) == DATA
 
 

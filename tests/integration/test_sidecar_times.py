@@ -139,7 +139,8 @@ def test_open_metrics_have_exemplars_of_traced_requests(sidecar, scheduler):
     exemplars = [sample.exemplar for sample in samples if sample.exemplar]
     assert [exemplar.labels for exemplar in exemplars] == [{"trace_id": TRACE.hex()}]
     assert exemplars[0].value == 1.5
-    assert abs(float(exemplars[0].timestamp) - time.time()) < 60
+    # real time: Prometheus compares the timestamps of all processes.
+    assert abs(float(exemplars[0].timestamp) - time.time()) < 600
     counts = [sample for sample in samples if sample.name.endswith("_count")]
     assert [(sample.labels, sample.value) for sample in counts] == [({"hit": "true"}, 2.0)]
 

@@ -65,7 +65,8 @@ def test_each_request_is_sampled_once_with_the_tier_of_each_chunk(world):
     assert [request.tiers[::-1] for request in requests] == ["----", "eeee", "mmmm", "eeee--", "mm-"]
     assert cold.keys == engine_hit.keys == memory_hit.keys == longer.keys[-4:]
     assert shared.keys[-2:] == cold.keys[-2:]
-    assert abs(requests[-1].time - time.time()) < 120
+    # real time: the operator compares the times of all pods.
+    assert abs(requests[-1].time - time.time()) < 600
 
 
 def test_prompt_that_ends_with_a_chunk_is_a_full_hit(world):

@@ -64,7 +64,7 @@ def test_late_job_ends_after_its_copy(tier, rows):
     with mock.patch.object(tier_access.np, "copyto", slow_copy):
         access.begin(1, KEYS[:1], [0], is_store=True)
         assert is_copying.wait(60)
-        time.sleep(0.1)  # the timeout has passed
+        time.sleep(0.1)  # real time: the limit of the job passes
         assert access.take_ended() == []
         may_copy.set()
         assert wait_until(access.take_ended) == [(1, [])]

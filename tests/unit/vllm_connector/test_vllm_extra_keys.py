@@ -102,6 +102,7 @@ def test_check_unchanged_detects_every_change(model, tmp_path, change):
 
 
 def test_process_start_time_is_in_the_past():
+    # real time: the kernel reports the start
     assert time.time() - 3600 * 24 < files.process_start_time() < time.time()
 
 
