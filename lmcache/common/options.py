@@ -8,6 +8,7 @@ a password.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -37,6 +38,9 @@ def number(kind: type[int] | type[float], low: float, high: float, what: str) ->
     return read_number
 
 
+SECONDS = number(float, 0, 3600, "a number of seconds from 0 to 3600")
+
+
 def switch(text: str) -> bool:
     """Parse true or false."""
     if text not in ("true", "false"):
@@ -63,6 +67,12 @@ def checked(check: Callable[[str], object]) -> Reader:
         return text
 
     return read_text
+
+
+def describe(parser: argparse.ArgumentParser, about: str, epilog: str) -> None:
+    """Set the texts before and after the options in a command's help. Their line breaks stay."""
+    parser.description, parser.epilog = about, epilog
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
 
 def setting(default: object, reader: Reader, /, **metadata: object) -> Any:

@@ -71,7 +71,7 @@ class Tenants:
 
     def set_budgets(self, budgets: Budgets) -> None:
         """Use other budgets from now on. All uses get another account."""
-        self._budgets = budgets
+        self.budgets = budgets
         self._accounts: dict[Budget, Account] = {}
         # Requests without a salt have an account for themselves, even if the default budget equals theirs.
         self._no_salt = Account(NO_SALT)
@@ -81,16 +81,11 @@ class Tenants:
             use.account.num_rows += use.num_rows
             use.account.num_bytes += use.num_bytes
 
-    @property
-    def budgets(self) -> Budgets:
-        """Budgets in use."""
-        return self._budgets
-
     def extend(self, budgets: Budgets) -> bool:
         """Use other budgets that differ only for tenants without rows; False: they differ for other tenants.
 
         The accounts stay as they are."""
-        present = self._budgets
+        present = self.budgets
         is_extended = (
             budgets.default == present.default
             and budgets.has_limits == present.has_limits
@@ -98,18 +93,18 @@ class Tenants:
             and all(budgets.of(name) == use.account.budget for name, use in self._uses.items())
         )
         if is_extended:
-            self._budgets = budgets
+            self.budgets = budgets
         return is_extended
 
     def account(self, tenant: bytes) -> Account:
         """Return the account that counts this tenant's rows."""
         if not tenant:
             return self._no_salt
-        budget = self._budgets.of(tenant)
+        budget = self.budgets.of(tenant)
         account = self._accounts.get(budget)
         if account is None:
             account = self._accounts[budget] = Account(budget)
-            is_bounded = budget == self._budgets.default and budget.memory_percent < 100
+            is_bounded = budget == self.budgets.default and budget.memory_percent < 100
             account.has_tenant_bounds = is_bounded
         return account
 

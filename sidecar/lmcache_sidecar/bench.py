@@ -7,6 +7,7 @@ import sys
 
 from lmcache.bench import command
 from lmcache.bench.client import BenchError, Target
+from lmcache.common.options import describe
 
 _EXIT = """\
 exit status: 0; 1 if the benchmark did not run, or is not complete
@@ -17,8 +18,7 @@ example: lmcache-sidecar bench --url http://localhost:8000 --workload chat -o ru
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's texts and options to its parser."""
-    parser.description, parser.epilog = command.ABOUT, _EXIT
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    describe(parser, command.ABOUT, _EXIT)
     about = "address of the engine (default: %(default)s)"
     parser.add_argument("--url", default="http://127.0.0.1:8000", metavar="URL", help=about)
     about = 'address of its sidecar\'s HTTP server; "" for an engine without one (default: %(default)s)'

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import lmcache
+from lmcache.common.options import describe
 from lmcache.logging import FloodFilter, set_up
 from lmcache_sidecar import config as configuration
 from lmcache_sidecar.config import ConfigError, Reading
@@ -43,14 +44,8 @@ def _parser(command: str = "") -> argparse.ArgumentParser:
     parser = _Parser(prog="lmcache-sidecar", description="The KV-cache sidecar of an LLM engine.")
     parser.add_argument("--version", action="version", version=f"lmcache-sidecar {lmcache.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serve = commands.add_parser(
-        "serve",
-        help="run the sidecar",
-        description=_SERVE,
-        epilog=_EXIT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    serve = commands.add_parser("serve", help="run the sidecar", allow_abbrev=False)
+    describe(serve, _SERVE, _EXIT)
     configuration.add_arguments(serve)
     explain.add_arguments(commands)
     bench = commands.add_parser("bench", help="measure what the cache saves")

@@ -29,7 +29,6 @@ _PORT = options.number(int, 0, 65535, "a port: write a number from 1 to 65535, o
 _DEADLINE = options.number(float, 0.01, 60, "a number of seconds from 0.01 to 60")
 _NODE = options.number(int, 0, 1023, "a NUMA node: write its number, 0 is the first")
 _PERCENT = options.number(int, 1, 100, "a percentage: write a number from 1 to 100; 100 is no limit")
-_SECONDS = options.number(float, 0, 3600, "a number of seconds from 0 to 3600")
 
 
 def _read_address(url: str) -> Address | None:
@@ -104,7 +103,7 @@ class Config:
     remote_encryption_keys_dir: str = _option("DIR", "", str,
         "directory with the keys that encrypt rows in the remote tier, as for the disk tier; all pods that"
         " share rows need the same keys; empty: no encryption")
-    remote_encryption_delay_seconds: float = _option("SECONDS", "180", _SECONDS,
+    remote_encryption_delay_seconds: float = _option("SECONDS", "180", options.SECONDS,
         "time after which a new key version encrypts rows of the remote tier; pods that share rows, and read"
         " the version later, miss these rows until then")
     peers_file: str = _option("FILE", "", str,
@@ -122,11 +121,11 @@ class Config:
     peer_tls_dir: str = _option("DIR", "", str,
         "directory with tls.crt and tls.key of this pod, and with ca.crt, the authority of its peers; all"
         " connections between peers then use TLS; empty: no TLS")
-    peer_answer_seconds: float = _option("SECONDS", "0.005", _SECONDS,
+    peer_answer_seconds: float = _option("SECONDS", "0.005", options.SECONDS,
         "time in which other pods must say which rows they have; without an answer they count as having none")
     peer_bandwidth: int = _option("SIZE", "", _read_bandwidth,
         "bytes per second that all peers together read at most, a size from 16Mi; empty: no limit")
-    drain_grace_seconds: float = _option("SECONDS", "20", _SECONDS,
+    drain_grace_seconds: float = _option("SECONDS", "20", options.SECONDS,
         "time that a stopping sidecar has to write queued rows to the disk and remote tiers")
     stay_up: bool = _option("BOOL", "false", options.switch,
         "true, as in the image: a sidecar that can't run does not exit, which would take its pod out of"

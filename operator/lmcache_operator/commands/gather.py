@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -106,12 +107,9 @@ async def read_each(
         async with slots:
             answers[pod["metadata"]["uid"]] = await read(pod)
 
-    tasks = [asyncio.create_task(ask(pod)) for pod in pods]
-    if tasks:
-        _, late = await asyncio.wait(tasks, timeout=seconds)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await asyncio.gather(*map(ask, pods), return_exceptions=True)
     return [answers.get(pod["metadata"]["uid"]) or PodFigures(pod, problem=NO_TIME) for pod in pods]
 
 

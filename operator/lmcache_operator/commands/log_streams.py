@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -65,12 +66,9 @@ class Reader:
                 except (ApiError, aiohttp.ClientError, OSError) as error:
                     problems[source] = _reason(error)
 
-        tasks = [asyncio.create_task(read(source)) for source in sources]
-        if tasks:
-            _, late = await asyncio.wait(tasks, timeout=_ALL_SECONDS)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ALL_SECONDS):
+                await asyncio.gather(*map(read, sources), return_exceptions=True)
         late_answer = f"not complete after {_ALL_SECONDS:g} s: use --since, --tail or --pod"
         return [
             History(source, recent, parser.last, problems.get(source, late_answer))

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from lmcache.common.options import describe
 from lmcache.common.terminal import is_colorful
 from lmcache.explain.text import Style, bar, duration, table, width
 
@@ -23,12 +24,6 @@ __all__ = [
 FORMATS = ("table", "json", "yaml")
 _MIN_WIDTH, _MAX_WIDTH = 60, 120
 _MAX_PROBLEMS = 10
-
-
-def describe(parser: argparse.ArgumentParser, about: str, epilog: str) -> None:
-    """Set the texts before and after the options in a command's help. Their line breaks stay."""
-    parser.description, parser.epilog = about, epilog
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:

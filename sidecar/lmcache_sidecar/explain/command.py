@@ -10,6 +10,7 @@ import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
+from lmcache.common.options import describe
 from lmcache.explain import prompt as prompt_lines
 from lmcache.explain import tables, tenants
 from lmcache.explain.benefit import Benefit, benefit, usd_per_token
@@ -39,13 +40,8 @@ examples: lmcache-sidecar explain --request-id cmpl-8b2f
 
 def add_arguments(commands: Any) -> None:
     """Add the command to a parser's subcommands."""
-    parser = commands.add_parser(
-        "explain",
-        help="show why prompts were computed",
-        description=_ABOUT,
-        epilog=_EXIT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = commands.add_parser("explain", help="show why prompts were computed")
+    describe(parser, _ABOUT, _EXIT)
     add_url(parser)
     subject = parser.add_mutually_exclusive_group()
     subject.add_argument(

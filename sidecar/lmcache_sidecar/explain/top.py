@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from lmcache.common import top
+from lmcache.common.options import describe
 from lmcache.explain.traffic import Answer
 from lmcache_sidecar.explain.asking import ExplainError, add_url, ask
 
@@ -32,8 +33,7 @@ example: lmcache-sidecar top --url http://127.0.0.1:9464
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.description, parser.epilog = _ABOUT, _EXIT
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    describe(parser, _ABOUT, _EXIT)
     add_url(parser)
     top.add_arguments(parser)
     about = "json is for programs, and prints once (default: %(default)s)"
