@@ -48,7 +48,7 @@ class ReviewError(Exception):
     """The API server gave no result. The message says why, and what to do."""
 
 
-class Timing(NamedTuple):
+class Durations(NamedTuple):
     """Durations in seconds."""
 
     review: float = 2.0
@@ -59,19 +59,19 @@ class Timing(NamedTuple):
     """Time for which a refused token is not reviewed again."""
 
 
-DEFAULT = Timing()
+DEFAULT = Durations()
 
 
 class TokenReviews:
     """Decides who may read which page. For one event loop, until ``close``."""
 
-    def __init__(self, directory: str, environ: Mapping[str, str], timing: Timing = DEFAULT) -> None:
+    def __init__(self, directory: str, environ: Mapping[str, str], durations: Durations = DEFAULT) -> None:
         """``directory`` has the files ``token`` and ``ca.crt``, which are read at each review because the
         kubelet renews them. ``environ`` has the API server's address, as in each pod."""
         self.directory = directory
         self.problem = ""
         """Reason why the last review had no result; empty if it had one."""
-        self._environ, self._timing = environ, timing
+        self._environ, self._durations = environ, durations
         self._threads = ThreadPoolExecutor(_MAX_REVIEWS, thread_name_prefix="token-review")
         self._allowed: Recent[tuple[bytes, str], tuple[HTTPStatus, float]] = Recent(_MAX_RESULTS)
         self._refused: Recent[tuple[bytes, str], tuple[HTTPStatus, float]] = Recent(_MAX_RESULTS)
@@ -97,21 +97,21 @@ class TokenReviews:
             return _page(HTTPStatus.SERVICE_UNAVAILABLE)
         self._report("")
         if status is HTTPStatus.OK:
-            self._allowed[key] = status, now + self._timing.allowed
+            self._allowed[key] = status, now + self._durations.allowed
             return None
-        self._refused[key] = status, now + self._timing.refused
+        self._refused[key] = status, now + self._durations.refused
         return _page(status)
 
     async def _review(self, path: str, token: str) -> HTTPStatus:
         """Return the result of a review. Raises ReviewError."""
-        deadline = time.monotonic() + self._timing.review
+        deadline = time.monotonic() + self._durations.review
         loop = asyncio.get_running_loop()
         review = loop.run_in_executor(self._threads, self._ask, path, token, deadline)
         try:
-            async with asyncio.timeout(self._timing.review):
+            async with asyncio.timeout(self._durations.review):
                 return await review
         except TimeoutError:
-            raise ReviewError(f"no answer of the API server within {self._timing.review:g} s") from None
+            raise ReviewError(f"no answer of the API server within {self._durations.review:g} s") from None
 
     def _report(self, problem: str) -> None:
         is_new, self.problem = problem not in ("", self.problem), problem
@@ -174,19 +174,19 @@ class TokenReviews:
 
         host, port = self._address()
         context = ssl.create_default_context(cafile=str(Path(self.directory) / "ca.crt"))
-        request = self._head(path, len(body), f"[{host}]" if ":" in host else host) + body
+        client, headers = http.client.HTTPConnection(host, port), self._headers()
         with (
             socket.create_connection((host, port), timeout=seconds_left()) as plain,
-            context.wrap_socket(plain, server_hostname=host) as connection,
+            context.wrap_socket(plain, server_hostname=host) as client.sock,
         ):
-            connection.settimeout(seconds_left())
-            connection.sendall(request)
+            client.sock.settimeout(seconds_left())
+            client.request("POST", path, body, headers)
             answer = bytearray()
-            while piece := connection.recv(64 << 10):
+            while piece := client.sock.recv(64 << 10):
                 answer += piece
                 if len(answer) > _MAX_ANSWER_BYTES:
                     raise http.client.HTTPException(f"it has more than {_MAX_ANSWER_BYTES} bytes")
-                connection.settimeout(seconds_left())  # a limit of each step would let a slow server go on
+                client.sock.settimeout(seconds_left())  # a limit of each step would let a slow server go on
         response = http.client.HTTPResponse(cast(socket.socket, _Received(bytes(answer))), method="POST")
         response.begin()
         return response.status, response.read()
@@ -199,17 +199,14 @@ class TokenReviews:
             )
         return host, int(port)
 
-    def _head(self, path: str, num_bytes: int, host: str) -> bytes:
+    def _headers(self) -> dict[str, str]:
         file = Path(self.directory) / "token"
         token = file.read_text(encoding="ascii", errors="replace").strip()
         if not _TOKEN.fullmatch(token):
             raise OSError(f"{file} contains no token")
-        lines = (
-            f"POST {path} HTTP/1.1", f"Host: {host}", f"Authorization: Bearer {token}",
-            "Accept: application/json", "Content-Type: application/json", f"Content-Length: {num_bytes}",
-            "User-Agent: lmcache-sidecar", "Connection: close\r\n\r\n",
-        )  # fmt: skip
-        return "\r\n".join(lines).encode()
+        json_type = "application/json"
+        headers = {"Accept": json_type, "Content-Type": json_type, "User-Agent": "lmcache-sidecar"}
+        return headers | {"Authorization": f"Bearer {token}", "Connection": "close"}
 
 
 class _Received:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from lmcache_operator.stats import StatsClient
-from lmcache_sidecar.token_reviews import AUDIENCE, Timing, TokenReviews
+from lmcache_sidecar.token_reviews import AUDIENCE, Durations, TokenReviews
 
 from testing.child_process import reachable_address
 from testing.kube.api import Api, ApiError
@@ -169,16 +169,16 @@ def test_deleted_account_is_refused_when_the_result_expires(place: Place) -> Non
         page = asyncio.run(reviews.refusal("/metrics", token))
         return page.status if page else 200
 
-    def ask(timing: Timing) -> int:
+    def ask(timing: Durations) -> int:
         reviews = TokenReviews(str(place.files), place.environ, timing)
         try:
             return result(reviews)
         finally:
             reviews.close()
 
-    at_once = Timing(review=60, allowed=0, refused=0)
+    at_once = Durations(review=60, allowed=0, refused=0)
     place.plane.wait(lambda: ask(at_once) == 200)
-    cached = TokenReviews(str(place.files), place.environ, Timing(60, 3600, 3600))
+    cached = TokenReviews(str(place.files), place.environ, Durations(60, 3600, 3600))
     assert result(cached) == 200
     place.plane.api.delete("v1/serviceaccounts", "leaver", place.namespace)
     place.plane.wait(lambda: ask(at_once) == 401)  # the API server itself caches tokens for ten seconds

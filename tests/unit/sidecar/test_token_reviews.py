@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lmcache_sidecar.token_reviews import AUDIENCE, Timing, TokenReviews
+from lmcache_sidecar.token_reviews import AUDIENCE, Durations, TokenReviews
 
 from testing.certificates import make_certificates
 
 GOOD, BAD, POOR, FOREIGN = "good.token", "bad.token", "poor.token", "foreign.token"
 SIDECAR_TOKEN = "the.sidecars.own.token"
 USERS = {GOOD: "prometheus", POOR: "poor", FOREIGN: "prometheus"}
-PATIENT = Timing(review=60)
+PATIENT = Durations(review=60)
 Reply = Callable[["ApiServer", Any, str, dict[str, Any]], bytes]
 
 
@@ -116,7 +116,7 @@ def server(tmp_path: Path) -> Iterator[ApiServer]:
 
 
 def statuses(
-    server: ApiServer, *questions: tuple[str, str] | Callable[[], object], timing: Timing = PATIENT
+    server: ApiServer, *questions: tuple[str, str] | Callable[[], object], timing: Durations = PATIENT
 ) -> tuple[list[int], TokenReviews]:
     """Statuses of the answers to (path, token), one after another; 200: the page may be read."""
 
@@ -166,8 +166,10 @@ def test_results_are_cached_by_token_and_page(server: ApiServer) -> None:
     assert server.num_reviews == 3
 
 
-@pytest.mark.parametrize(("timing", "num_reviews"), [(Timing(60, allowed=0), 3), (Timing(60, refused=0), 3)])
-def test_expired_results_are_reviewed_again(server: ApiServer, timing: Timing, num_reviews: int) -> None:
+@pytest.mark.parametrize(
+    ("timing", "num_reviews"), [(Durations(60, allowed=0), 3), (Durations(60, refused=0), 3)]
+)
+def test_expired_results_are_reviewed_again(server: ApiServer, timing: Durations, num_reviews: int) -> None:
     """A deleted ServiceAccount loses its access when the result expires."""
     codes, _ = statuses(server, ("/metrics", GOOD), ("/metrics", BAD), ("/metrics", GOOD), ("/metrics", BAD),
                         timing=timing)  # fmt: skip
@@ -180,7 +182,7 @@ def test_refused_tokens_take_bounded_memory_and_displace_no_allowed_one(
 ) -> None:
     monkeypatch.setattr("lmcache_sidecar.token_reviews._MAX_RESULTS", 3)
     flood = [("/metrics", f"token{number}") for number in range(5)]
-    timing = Timing(60, 600, 600)
+    timing = Durations(60, 600, 600)
     codes, reviews = statuses(server, ("/metrics", GOOD), *flood, ("/metrics", GOOD), timing=timing)
     assert codes == [200, *[401] * 5, 200]
     assert server.num_reviews == 6
@@ -225,7 +227,7 @@ def test_page_is_not_shown_without_a_result(
 ) -> None:
     server.reply = reply
     seconds = 0.3 if reply in (stalled, dripping) else 60
-    codes, reviews = statuses(server, ("/metrics", GOOD), timing=Timing(review=seconds))
+    codes, reviews = statuses(server, ("/metrics", GOOD), timing=Durations(review=seconds))
     assert codes == [503]
     assert re.search(problem, reviews.problem), reviews.problem
     assert reviews.problem in caplog.text
@@ -301,7 +303,7 @@ def test_reviews_are_few_at_once_and_leave_the_loop_free(server: ApiServer) -> N
     server.reply = slow
 
     async def run() -> list[int]:
-        reviews = TokenReviews(str(server.folder), server.environ, Timing(review=60))
+        reviews = TokenReviews(str(server.folder), server.environ, Durations(review=60))
         tasks = [asyncio.create_task(reviews.refusal("/metrics", f"t{number}")) for number in range(32)]
         turns = 0
         while not all(task.done() for task in tasks):
