@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 import redis
 
+from testing import deadlines
 from testing.child_process import REPOSITORY, ChildProcess, free_port, wait_until
 from testing.engine import fork_server
 
@@ -210,7 +211,11 @@ class SidecarProcess(Server):
             part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))
         ]
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("LMCACHE_")}
+        environ = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("LMCACHE_") or name == deadlines.VARIABLE
+        }
         environ |= {"PYTHONPATH": _PYTHON_PATH} | self.environment
         is_plain = not self.prefix and not self.max_descriptors and self.program == _SIDECAR
         is_plain &= not any(name.startswith("PYTHON") for name in self.environment)

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 import lmcache
+from lmcache.common.timing import TIMING
 from lmcache.cuda.pin_status import PinStatus
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
@@ -28,11 +29,6 @@ from lmcache.rpc.open_copies import OpenCopies
 from lmcache.rpc.session import Session, StoreCopier
 from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
 from lmcache.tiers.memory.slots import ENTRY_BYTES
-
-_ATTACH_SECONDS = 2.0
-"""Longest wait for the answer to Hello: a frozen sidecar accepts connections but does not answer."""
-
-_NO_ANSWER = f"the sidecar did not answer within {_ATTACH_SECONDS:g} s: is it frozen?"
 
 _POPULATE_BYTES = 256 << 20
 """Bytes that are mapped at once, in a few 10 ms. Between two of these steps the stream can send."""
@@ -97,7 +93,8 @@ class Attachment:
                 response_deserializer=pb.AttachReply.FromString,
             )
             self._stream = stream = cast(Any, attach(self._requests()))
-            attach_timeout = threading.Timer(_ATTACH_SECONDS, self.cancel, [_NO_ANSWER])
+            silence = f"the sidecar did not answer within {TIMING.hello_seconds:g} s: is it frozen?"
+            attach_timeout = threading.Timer(TIMING.hello_seconds, self.cancel, [silence])
             attach_timeout.daemon = True
             attach_timeout.start()
             try:

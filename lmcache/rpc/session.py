@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import Message
 
+from lmcache.common.timing import TIMING
 from lmcache.rpc import errors, service
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.open_copies import OpenCopies
@@ -21,8 +22,6 @@ from lmcache.rpc.times import RequestTimes
 from lmcache.tiers.base import ROW_KEY_BYTES
 from lmcache.tiers.memory.contracts import LookupResult, Reservation, Reserved, Slot
 from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
-
-DEFAULT_TIMEOUT_SECONDS = 2.0
 
 _MAX_BLOCKS = service.MAX_MESSAGE_BYTES // 8
 """Largest number of blocks in one message, of 4 bytes each."""
@@ -152,7 +151,7 @@ class Session:
         hint: bool = False,
         scheduled: Scheduled | None = None,
         num_handed_over: int = 0,
-        timeout: float = DEFAULT_TIMEOUT_SECONDS,
+        timeout: float | None = None,
     ) -> LookupResult:
         """Look up a request's leading chunks, and lease the rows in memory that a hit of them needs.
 
@@ -170,7 +169,7 @@ class Session:
                 Together with ``hint``, nothing is promoted.
             num_handed_over: leading chunks that another engine has computed a moment ago. The sidecar asks
                 lower tiers for their rows in each call, because they may be stored only now.
-            timeout: deadline in seconds.
+            timeout: deadline in seconds; None: ``TIMING.call_seconds``.
         """
         if not hint:
             self._pending_releases.discard(bounded(request_id))  # a late release would end this lease
@@ -196,7 +195,7 @@ class Session:
         request_id: str = "",
         first_chunk: int = 0,
         tenant: bytes = b"",
-        timeout: float = DEFAULT_TIMEOUT_SECONDS,
+        timeout: float | None = None,
     ) -> list[Reservation]:
         """Reserve slots in this client's column for row keys, in the order of the chunks; one answer per key.
 
@@ -221,9 +220,7 @@ class Session:
             ]
         return reservations
 
-    def copy_blocks(
-        self, copies: Sequence[BlockCopy], timeout: float = DEFAULT_TIMEOUT_SECONDS
-    ) -> list[bool]:
+    def copy_blocks(self, copies: Sequence[BlockCopy], timeout: float | None = None) -> list[bool]:
         """Let the sidecar fill reserved slots from the engine's GPU memory. Return for each if it is filled.
 
         The GPU must have ended the work that writes these blocks. Raises EngineCopiesError if the sidecar
@@ -243,7 +240,7 @@ class Session:
             copied += reply.copied
         return copied
 
-    def commit(self, slots: Sequence[Slot], timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
+    def commit(self, slots: Sequence[Slot], timeout: float | None = None) -> None:
         """Report that the bytes of reserved slots are complete, so that the sidecar publishes them.
 
         Refused if one slot is not held by this client. More than ``MAX_KEYS_PER_CALL`` slots take several
@@ -251,15 +248,12 @@ class Session:
         """
         self._call_sliced(service.COMMIT, slots, timeout)
 
-    def abort(self, slots: Sequence[Slot], timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
+    def abort(self, slots: Sequence[Slot], timeout: float | None = None) -> None:
         """Give reserved slots back. No copy into them may be running."""
         self._call_sliced(service.ABORT, slots, timeout)
 
     def release(
-        self,
-        request_ids: Sequence[str],
-        timeout: float = DEFAULT_TIMEOUT_SECONDS,
-        times: Sequence[RequestTimes] = (),
+        self, request_ids: Sequence[str], timeout: float | None = None, times: Sequence[RequestTimes] = ()
     ) -> None:
         """End leases. Call it once per request: ids that could not be sent follow with the next release.
 
@@ -297,12 +291,13 @@ class Session:
         if self.is_over:
             raise errors.StaleSessionError(f"epoch {self.epoch} is over: use the client's present session")
 
-    def _call_sliced(self, method: service.Method, slots: Sequence[Slot], timeout: float) -> None:
+    def _call_sliced(self, method: service.Method, slots: Sequence[Slot], timeout: float | None) -> None:
         step = service.MAX_KEYS_PER_CALL
         for first in range(0, max(1, len(slots)), step):
             self._call(method, timeout, slots=service.pack_slots(slots[first : first + step]))
 
-    def _call(self, method: service.Method, timeout: float, **fields: Any) -> Any:
+    def _call(self, method: service.Method, timeout: float | None, **fields: Any) -> Any:
+        timeout = TIMING.call_seconds if timeout is None else timeout
         self.check_present()
         try:
             request: Message = method.request(epoch=self.epoch, client_uuid=self._client_uuid, **fields)

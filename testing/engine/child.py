@@ -17,7 +17,6 @@ from typing import IO, Any
 import torch
 
 from testing.engine import kv_digests, simulated_gpu
-from testing.engine.served import keep_late_stores
 
 _SCRUBBED = 0x5A
 """KV bytes that no kernel writes: a load that copies nothing must not leave the right bytes by chance."""
@@ -31,8 +30,6 @@ class Child:
     def __init__(self, engine_args: dict[str, Any]) -> None:
         from vllm import LLM
 
-        if engine_args.pop("is_patient"):
-            keep_late_stores()
         with simulated_gpu.kv_in_device_memory():
             self._engine = LLM(**engine_args).llm_engine
         self._core = self._engine.engine_core.engine_core

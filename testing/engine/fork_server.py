@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from lmcache.common.timing import TIMING
+from testing import deadlines
 from testing.engine.environment import ENVIRONMENT
 
 around_start: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -220,6 +222,7 @@ def _run(
     descriptors = [os.dup(end.fileno()) for end in ends]
     for end in ends:
         end.close()
+    TIMING.read(os.environ.get(deadlines.VARIABLE, deadlines.STANDARD))
     sys.argv = [module, *map(str, descriptors), *arguments]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -116,15 +116,15 @@ class EngineProcess(ChildProcess):
         log: Path,
         connector: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
-        is_patient: bool = False,
         prefix: Sequence[str] = (),
         **engine_args: Any,
     ) -> None:
-        """``engine_args`` override ``ENGINE_ARGS``. The child's output goes to ``log``. The connector of a
-        patient engine waits for late stores. ``prefix`` is a command that starts the child.
+        """``engine_args`` override ``ENGINE_ARGS``. The child's output goes to ``log``.
+
+        ``prefix`` is a command that starts the child.
         """
         super().__init__("the engine", log)
-        args = {"model": str(tiny_model()), "is_patient": is_patient, **ENGINE_ARGS, **engine_args}
+        args = {"model": str(tiny_model()), **ENGINE_ARGS, **engine_args}
         if connector is not None:
             args["kv_transfer_config"] = connector
         child_reads, self._commands = os.pipe()

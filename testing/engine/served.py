@@ -16,11 +16,8 @@ from testing.engine import kv_digests, simulated_gpu
 KV_FILE = "kv.jsonl"
 
 
-def keep_late_stores() -> None:
-    """Wait for late stores of blocks that slid out of windows. A busy machine would otherwise miss more."""
-    from lmcache.engines.core import worker
-
-    worker.HOLD_SECONDS = worker.LEFT_BEHIND_SECONDS = 60.0
+# Wait for late stores of blocks that slid out of windows. A busy machine would otherwise miss more.
+os.environ.setdefault("LMCACHE_TIMING", "hold_seconds=60,left_behind_seconds=60")
 
 
 def _record_kv() -> None:
@@ -43,11 +40,9 @@ def _record_kv() -> None:
 if __name__ == "__mp_main__":
     _device_memory = simulated_gpu.kv_in_device_memory()  # undone if it were garbage-collected
     _device_memory.__enter__()
-    keep_late_stores()
     _record_kv()
 
 if __name__ == "__main__":
-    keep_late_stores()  # in processes that are forks of this one
     from vllm.entrypoints.cli.main import main
 
     main()

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from testing import workers
+from testing import deadlines, workers
 from testing.child_process import free_port, wait_until
 from testing.engine.process import EngineFailed
 from testing.engine.tiny_model import MAX_TOKENS, tiny_model
@@ -109,7 +109,7 @@ def lmcache_storage(socket: str | Path, **settings: Any) -> Storage:
 def patient_storage(socket: str | Path, **settings: Any) -> Storage:
     """Return this project's backend for a busy machine, on which the product's deadlines cause misses."""
     name, extra_config, _ = lmcache_storage(socket, **settings)
-    return Storage(name, extra_config | _PATIENCE, {"LMCACHE_TEST_PATIENT": "1"})
+    return Storage(name, extra_config | _PATIENCE, {deadlines.VARIABLE: deadlines.PATIENT})
 
 
 def file_storage(folder: Path) -> Storage:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from lmcache.engines.core import blocking
+from lmcache.common.timing import TIMING, Timing
 from lmcache.engines.core.blocking import BlockingAccess, EngineRequest, Limits
 from lmcache.engines.core.copier import CpuCopier, RowLoad
 from lmcache.engines.core.jobs import EngineIdentity
@@ -41,19 +41,17 @@ PATIENT = Limits(lookup_seconds=TIMEOUT, row_seconds=TIMEOUT, load_seconds=TIMEO
 
 _FILLERS = itertools.count(1_000_000)
 
-_CALL = Session._call  # before a fixture of tests/integration makes all calls patient
-
 
 @pytest.fixture
 def patient_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let calls of the access take a minute: a sidecar may get no processor for seconds."""
-    monkeypatch.setattr(blocking, "_CALL_SECONDS", TIMEOUT)
+    monkeypatch.setattr(TIMING, "lookup_seconds", TIMEOUT)
 
 
 @pytest.fixture
 def usual_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let calls end after the same time as in an engine."""
-    monkeypatch.setattr(Session, "_call", _CALL)
+    monkeypatch.setattr(TIMING, "call_seconds", Timing.call_seconds)
 
 
 def hash_of(number: int) -> bytes:

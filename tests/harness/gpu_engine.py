@@ -25,6 +25,7 @@ from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.errors import EngineCopiesError, SidecarError
 from lmcache.rpc.hello import Allocation, ClientHello, GroupPages, LayerPages, Role, TransferOffer
 from lmcache.rpc.session import BlockCopy, Session
+from testing import deadlines
 from testing.child_process import REPOSITORY, ChildProcess, wait_until
 from testing.cuda import GPU, Node
 from testing.engine import fork_server
@@ -306,18 +307,14 @@ def in_namespace(command: Sequence[str], pid: int) -> list[str]:
 def make_sidecar(
     node: Node,
     options: dict[str, Any] | None = None,
-    patch: dict[str, float] | None = None,
+    timing: str = "",
     **settings: object,
 ) -> SidecarProcess:
-    """A sidecar whose readers use the simulated driver with ``settings``. ``patch`` replaces constants of
-    ``copiers.gpu``.
-    """
+    """A sidecar whose readers use the simulated driver with ``settings``. ``timing`` sets its deadlines."""
     sidecar = SidecarProcess(**({"memory_size": "16Mi"} | (options or {})))
     sidecar.environment = node.environment("reader", **settings)
-    if patch:
-        lines = [f"gpu.{name} = {value}" for name, value in patch.items()]
-        imports = ["from lmcache_sidecar.copiers import gpu", "from lmcache_sidecar.command import main"]
-        sidecar.program = ["-c", "\n".join([*imports, *lines, "main()"])]
+    if timing:
+        sidecar.environment[deadlines.VARIABLE] = timing
     return sidecar
 
 

@@ -41,7 +41,7 @@ def attached_engine(
     ``options`` are those of ``EngineProcess``.
     """
     config = config or patient_config(sidecar.socket_path)
-    with EngineProcess(folder / "log", config, is_patient=True, **options) as engine:
+    with EngineProcess(folder / "log", config, **options) as engine:
         wait_hit(engine.wait_ready(), sidecar, num_tokens)
         yield engine
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
-from lmcache.rpc.service import Method
-from lmcache.rpc.session import DEFAULT_TIMEOUT_SECONDS, Session
+from testing import deadlines
 from testing.engine import fork_server
 from testing.processes import SidecarProcess
 from tests.harness.engine import attach, connect, sidecar
@@ -49,22 +47,15 @@ def _forked_engines() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _patient_sidecars() -> Iterator[None]:
-    """Let Redis take a minute for an answer unless a test sets a timeout: it may get no processor."""
-    with pytest.MonkeyPatch.context() as patch:
+def _patient(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let processes take a minute for each answer: one of them may get no processor for seconds.
+
+    A module that tests what happens without an answer sets ``DEADLINES``.
+    """
+    text = getattr(request.module, "DEADLINES", deadlines.PATIENT)
+    with deadlines.deadlines(text), pytest.MonkeyPatch.context() as patch:
         patch.setattr(SidecarProcess, "usual", SidecarProcess.usual | {"remote_timeout_seconds": 60})
         yield
-
-
-@pytest.fixture(autouse=True)
-def _patient_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let calls take a minute unless a test sets a timeout: a sidecar may get no processor for seconds."""
-    call = Session._call
-
-    def patient(session: Session, method: Method, timeout: float, **fields: Any) -> Any:
-        return call(session, method, 60.0 if timeout == DEFAULT_TIMEOUT_SECONDS else timeout, **fields)
-
-    monkeypatch.setattr(Session, "_call", patient)
 
 
 @pytest.fixture(scope="module")

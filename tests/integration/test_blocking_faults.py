@@ -10,6 +10,7 @@ import pytest
 
 from lmcache.engines.core.blocking import Limits
 from lmcache.engines.core.page_requests import row_keys
+from testing.deadlines import CALLS
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness import blocking
 from tests.harness.blocking import (
@@ -25,6 +26,8 @@ from tests.harness.blocking import (
 )
 from tests.harness.stalling_proxy import StallingProxy
 from tests.harness.wire import attached
+
+DEADLINES = CALLS
 
 __all__ = ["patient_calls", "usual_calls"]
 

@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from lmcache.engines.core import blocking as product
+from lmcache.common.timing import TIMING
 from testing.processes import SidecarProcess
 from tests.harness import blocking
 from tests.harness.blocking import PageEngine, reattached, wait_released
@@ -35,7 +35,7 @@ class Pages(RuleBasedStateMachine):
 
     @initialize()
     def begin(self):
-        self.patch = mock.patch.object(product, "_CALL_SECONDS", blocking.TIMEOUT)
+        self.patch = mock.patch.object(TIMING, "lookup_seconds", blocking.TIMEOUT)
         self.patch.start()
         self.sidecar.wait_until(lambda stats: not stats["clients"])
         self.namespaces = [os.urandom(32) for _ in range(2)]

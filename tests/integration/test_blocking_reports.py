@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from lmcache.engines.core import blocking as core_blocking
+from lmcache.common.timing import TIMING
+from testing.deadlines import CALLS
 from tests.harness import blocking
 from tests.harness.blocking import (
     PAGE_TOKENS,
@@ -16,6 +17,8 @@ from tests.harness.blocking import (
     usual_calls,
 )
 from tests.harness.blocking_fixtures import engine, fresh_sidecar, shared_sidecar, sidecar
+
+DEADLINES = CALLS
 
 __all__ = ["engine", "fresh_sidecar", "patient_calls", "shared_sidecar", "sidecar", "usual_calls"]
 
@@ -100,7 +103,7 @@ def test_no_request_is_reported_without_a_namespace(fresh_sidecar):
 def test_old_reports_are_dropped(fresh_sidecar, monkeypatch):
     with PageEngine(fresh_sidecar) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(core_blocking, "_REPORT_SECONDS", 0.0)
+            patch.setattr(TIMING, "report_seconds", 0.0)
             engine.report(1, 2, num_engine=0, num_loaded=0)
         engine.report(1, num_engine=0, num_loaded=0)
         stats = fresh_sidecar.wait_until(lambda stats: stats if stats["causes"]["prompt_tokens"] else None)
@@ -121,7 +124,7 @@ def test_report_that_fails_does_not_stop_later_ones(fresh_sidecar, caplog):
 
 def test_report_waits_while_calls_pause(fresh_sidecar, usual_calls, monkeypatch):
     """A call that was not answered in time, of any thread, makes all calls pause."""
-    monkeypatch.setattr(core_blocking, "_CALL_SECONDS", 0.5)
+    monkeypatch.setattr(TIMING, "lookup_seconds", 0.5)
     with PageEngine(fresh_sidecar) as engine:
         fresh_sidecar.freeze()
         assert engine.look_up(1) == 0

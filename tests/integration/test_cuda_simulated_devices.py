@@ -160,6 +160,7 @@ _OPEN = """
 import os, sys
 from lmcache.cuda.errors import CudaError
 from testing import cuda_memory, cuda_peers
+
 for _ in range(int(sys.argv[2])):
     if os.fork():  # the child has another process id
         os._exit(os.waitstatus_to_exitcode(os.wait()[1]))

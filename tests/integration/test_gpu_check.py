@@ -10,6 +10,9 @@ import pytest
 
 from testing import cuda
 from testing.child_process import REPOSITORY
+from testing.deadlines import CALLS
+
+DEADLINES = CALLS
 
 pytestmark = pytest.mark.rotating
 

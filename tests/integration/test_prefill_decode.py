@@ -15,6 +15,7 @@ from urllib.parse import quote, urlsplit
 import pytest
 
 from testing.child_process import wait_until
+from testing.deadlines import COPIES
 from testing.engine.process import ServedEngine
 from testing.processes import SidecarProcess
 from tests.harness.prefill_decode import (
@@ -31,6 +32,8 @@ from tests.harness.prefill_decode import (
     sidecars_on,
 )
 from tests.harness.real_engine import CHUNK, assert_hit
+
+DEADLINES = COPIES
 
 pytestmark = pytest.mark.vllm
 

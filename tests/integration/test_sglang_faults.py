@@ -145,6 +145,9 @@ sys.path.insert(0, "sidecar")
 from lmcache.rpc import service
 service.PROTOCOL_VERSION += 1
 from lmcache_sidecar.__main__ import main
+from testing.deadlines import COPIES
+
+DEADLINES = COPIES
 main()
 """
 

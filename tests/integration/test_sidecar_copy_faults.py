@@ -11,13 +11,13 @@ import pytest
 
 from testing.child_process import wait_until
 from testing.cuda import Node, node
+from testing.deadlines import PATIENT
 from testing.processes import SidecarProcess
 from tests.harness.gpu_engine import GpuEngine, make_sidecar, new_engine
 
 ROW = [5, 0, 23, 7]
 OTHER_ROW = [1, 2, 3, 4]
-PATIENT = {"COPY_SECONDS": 120, "CLOSE_SECONDS": 120}
-HASTY = {"COPY_SECONDS": 0.5, "CLOSE_SECONDS": 0.5}
+HASTY = "copy_seconds=0.5,reader_close_seconds=0.5"
 
 
 @pytest.fixture
@@ -54,8 +54,8 @@ def start_stalled_store(
 
 
 def test_slot_is_not_reused_before_its_copy_ends(gpus):
-    with make_sidecar(gpus, {"memory_size": "1Mi"}, PATIENT) as sidecar, GpuEngine(sidecar, gpus) as engine:
-        start_stalled_store(gpus, sidecar, engine, timeout=3.0)  # the copy must begin before the timeout
+    with make_sidecar(gpus, {"memory_size": "1Mi"}) as sidecar, GpuEngine(sidecar, gpus) as engine:
+        start_stalled_store(gpus, sidecar, engine, timeout=3.0)  # real time: the copy hangs
         assert engine.answer() == "SidecarUnavailableError", "the engine must give up and abort"
         rows = sidecar.stats()["memory"]["usable_rows"]
         assert sidecar.stats()["memory"]["used_rows"] == num_slots_under_way(sidecar) == 1
@@ -69,8 +69,8 @@ def test_slot_is_not_reused_before_its_copy_ends(gpus):
 
 @pytest.mark.parametrize("fault", ["killed", "frozen", "stalled"])
 def test_engine_copies_after_its_reader_failed_during_a_copy(gpus, fault):
-    patch = PATIENT if fault == "killed" else HASTY
-    with make_sidecar(gpus, None, patch) as sidecar, GpuEngine(sidecar, gpus) as engine:
+    timing = PATIENT if fault == "killed" else HASTY
+    with make_sidecar(gpus, None, timing) as sidecar, GpuEngine(sidecar, gpus) as engine:
         engine.wait_until_copied_by(sidecar=True)
         reader = reader_of(gpus)
         gpus.order("reader: stall")
@@ -119,7 +119,7 @@ def test_broken_context_affects_only_one_engine(gpus):
 def test_memory_of_an_engine_killed_during_a_copy_is_closed(gpus):
     """The memory is closed within the time limit of a drain: a restarted engine needs it."""
     with (
-        make_sidecar(gpus, None, PATIENT | {"CLOSE_SECONDS": 0.5}) as sidecar,
+        make_sidecar(gpus, None, f"{PATIENT},reader_close_seconds=0.5") as sidecar,
         GpuEngine(sidecar, gpus, engine=new_engine()) as survivor,
     ):
         survivor.wait_until_copied_by(sidecar=True)
@@ -136,7 +136,7 @@ def test_memory_of_an_engine_killed_during_a_copy_is_closed(gpus):
 def test_memory_is_not_closed_during_a_copy(gpus):
     """Closing the memory would break the context, and with it the copies of all engines on the GPU."""
     with (
-        make_sidecar(gpus, None, PATIENT) as sidecar,
+        make_sidecar(gpus) as sidecar,
         GpuEngine(sidecar, gpus, engine=new_engine()) as survivor,
     ):
         survivor.wait_until_copied_by(sidecar=True)
@@ -166,7 +166,7 @@ def test_memory_of_a_detached_engine_is_closed(gpus):
 
 
 def test_reader_of_a_killed_sidecar_ends(gpus):
-    with make_sidecar(gpus, None, PATIENT) as sidecar, GpuEngine(sidecar, gpus) as engine:
+    with make_sidecar(gpus) as sidecar, GpuEngine(sidecar, gpus) as engine:
         start_stalled_store(gpus, sidecar, engine)
         reader = reader_of(gpus)
         os.kill(reader, signal.SIGSTOP)
@@ -181,7 +181,7 @@ def test_reader_of_a_killed_sidecar_ends(gpus):
 
 
 def test_terminated_sidecar_ends_its_reader(gpus):
-    with make_sidecar(gpus, None, PATIENT) as sidecar, GpuEngine(sidecar, gpus) as engine:
+    with make_sidecar(gpus) as sidecar, GpuEngine(sidecar, gpus) as engine:
         start_stalled_store(gpus, sidecar, engine)
         assert sidecar.terminate(timeout=60) == 0
         assert not gpus.processes("reader")

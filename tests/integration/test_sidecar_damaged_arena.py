@@ -11,8 +11,11 @@ import pytest
 
 from lmcache.tiers.memory.layout import HEAD_BYTES, ArenaLayout, Head
 from lmcache.tiers.memory.slots import ENTRY, State
+from testing.deadlines import CALLS
 from tests.harness.engine import assert_stored, load, store
 from tests.harness.wire import attached, make_keys, usable
+
+DEADLINES = CALLS
 
 NUM_ROWS = 4
 

@@ -14,8 +14,11 @@ from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.contracts import Reserved
 from lmcache.tiers.memory.mapping import MappedColumn
 from testing.child_process import wait_until
+from testing.deadlines import CALLS
 from tests.harness.engine import CHUNK_BYTES, assert_stored, load, payload, store
 from tests.harness.wire import ClientProcess, RawClient, attached, make_hello, make_keys, slots_of, usable
+
+DEADLINES = CALLS
 
 
 def test_stored_rows_are_loaded_byte_for_byte(sidecar, attach):

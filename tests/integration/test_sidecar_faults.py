@@ -14,9 +14,12 @@ from lmcache.rpc.hello import Role
 from lmcache.rpc.service import RESERVE, unpack_slots
 from lmcache.tiers.memory.slots import ENTRY
 from testing.child_process import wait_until
+from testing.deadlines import CALLS
 from testing.processes import SidecarProcess
 from tests.harness.engine import assert_stored, load, store
 from tests.harness.wire import RawClient, attached, make_hello, make_keys, usable
+
+DEADLINES = CALLS
 
 
 def test_restarted_sidecar_serves_its_rows_again(sidecar, connect):
@@ -77,7 +80,7 @@ def test_frozen_sidecar_costs_one_deadline_and_recovers(sidecar, attach):
     store(session, 1)
     sidecar.freeze()
     with pytest.raises(SidecarUnavailableError, match=r"within 0\.2 s"):
-        session.lookup("r", [(0, make_keys(1))], timeout=0.2)
+        session.lookup("r", [(0, make_keys(1))], timeout=0.2)  # real time: the sidecar is frozen
     late = SidecarClient(sidecar.socket_path, make_hello())
     late.start()
     wait_until(lambda: "did not answer within 2 s: is it frozen?" in late.detached_reason)
@@ -94,7 +97,7 @@ def test_slots_of_an_unanswered_store_are_freed(sidecar, connect):
     usable(sidecar)
     sidecar.freeze()
     with pytest.raises(SidecarUnavailableError), session.copying():
-        session.reserve(0, make_keys(1, 2), timeout=0.1)
+        session.reserve(0, make_keys(1, 2), timeout=0.1)  # real time: the sidecar is frozen
     sidecar.thaw()
     new_session = attached(client, newer_than=session)
     sidecar.wait_until(lambda stats: stats["memory"]["used_rows"] == 0)
@@ -107,7 +110,7 @@ def test_unanswered_release_is_repeated_with_the_next_one(sidecar, attach):
     assert session.lookup("r", [(0, make_keys(1))]).num_leased == 1
     sidecar.freeze()
     with pytest.raises(SidecarUnavailableError):
-        session.release(["r"], timeout=0.1)
+        session.release(["r"], timeout=0.1)  # real time: the sidecar is frozen
     sidecar.thaw()
     session.release([])
     assert sidecar.stats()["memory"]["leased_rows"] == 0

@@ -24,9 +24,12 @@ from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.service import LOOKUP, MAX_KEYS_PER_LOOKUP, MAX_MESSAGE_BYTES, RESERVE
 from testing.child_process import wait_until
+from testing.deadlines import CALLS
 from testing.processes import SidecarProcess
 from tests.harness.engine import CHUNK_BYTES, assert_stored, load, session_of, store
 from tests.harness.wire import SEPARATE_CONNECTION, RawClient, make_hello, make_keys, slots_of, usable
+
+DEADLINES = CALLS
 
 MANY_KEYS = 1 << 16
 MAX_GROWTH = 10 << 20

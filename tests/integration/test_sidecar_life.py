@@ -15,8 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.errors import SidecarError, SidecarUnavailableError, StaleSessionError
 from testing.child_process import ProcessDied, wait_until
+from testing.deadlines import CALLS
 from testing.processes import SidecarProcess
 from tests.harness.wire import attached, make_hello, make_keys, usable
+
+DEADLINES = CALLS
 
 
 def test_http_pages_report_health_readiness_and_metrics(sidecar, connect):
@@ -78,7 +81,7 @@ def test_engine_releases_the_arena_when_its_session_ends(sidecar, ending):
         if ending == "unanswered":
             sidecar.freeze()
             with pytest.raises(SidecarUnavailableError, match="was not answered"):
-                session.reserve(0, make_keys(1), timeout=0.1)
+                session.reserve(0, make_keys(1), timeout=0.1)  # real time: the sidecar is frozen
         else:
             sidecar.kill() if ending == "killed" else sidecar.terminate()
         del session

@@ -6,6 +6,9 @@ import pytest
 
 from benchmarks import tenants
 from benchmarks.tenants import BOTH, FLOOD, LOAD, QUIET, STORE, Sizes
+from testing.deadlines import CALLS
+
+DEADLINES = CALLS
 
 pytestmark = pytest.mark.rotating
 

@@ -11,9 +11,12 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from lmcache.explain.findings import findings
+from testing.deadlines import CALLS
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.sim_config import CHUNK, SimSettings
 from tests.harness.sim_world import SimWorld, make_tokens, world
+
+DEADLINES = CALLS
 
 __all__ = ["world"]
 

@@ -13,12 +13,15 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from lmcache.engines.core import events
 from testing.child_process import wait_until
+from testing.deadlines import CALLS
 from testing.processes import SidecarProcess
 from tests.harness.resized_sidecar import ResizedSidecar
 from tests.harness.scope import examples
 from tests.harness.sim_config import BLOCK, CHUNK, SimSettings
 from tests.harness.sim_engine import SimEngine
 from tests.harness.sim_world import SimWorld, assert_idle, make_tokens, wait_attached, world
+
+DEADLINES = CALLS
 
 __all__ = ["world"]
 

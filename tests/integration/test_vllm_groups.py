@@ -13,9 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmcache.engines.core import worker
+from lmcache.common.timing import TIMING
 from lmcache.engines.core.copier import CpuCopier, RowLoad
 from lmcache.rpc.session import Session
+from testing.deadlines import CALLS
 from testing.processes import SidecarProcess
 from tests.harness.fake_model import answer
 from tests.harness.scope import examples
@@ -23,6 +24,8 @@ from tests.harness.sim_config import CHUNK, SimGroup, SimSettings
 from tests.harness.sim_engine import SimEngine
 from tests.harness.sim_scenario import Scenario, events
 from tests.harness.sim_world import SimWorld, assert_idle, make_tokens
+
+DEADLINES = CALLS
 
 pytestmark = pytest.mark.vllm
 
@@ -64,8 +67,8 @@ def world(request):
 @pytest.fixture
 def patient(monkeypatch):
     """No store is abandoned."""
-    monkeypatch.setattr(worker, "LEFT_BEHIND_SECONDS", 60.0)
-    monkeypatch.setattr(worker, "HOLD_SECONDS", 60.0)
+    monkeypatch.setattr(TIMING, "left_behind_seconds", 60.0)
+    monkeypatch.setattr(TIMING, "hold_seconds", 60.0)
 
 
 @pytest.mark.parametrize(

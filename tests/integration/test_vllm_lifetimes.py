@@ -12,10 +12,13 @@ from dataclasses import replace
 import pytest
 
 from testing.child_process import wait_until
+from testing.deadlines import CALLS
 from tests.harness.fake_model import answer
 from tests.harness.scope import third
 from tests.harness.sim_config import CHUNK, SimSettings
 from tests.harness.sim_world import assert_idle, make_tokens, world
+
+DEADLINES = CALLS
 
 __all__ = ["world"]
 

@@ -48,7 +48,7 @@ def start_engine(node, sidecar, folder, pid=0):
     config = patient_config(sidecar.socket_path)
     prefix = in_namespace([], pid) if pid else PID_NAMESPACE
     environment = node.environment("engine")
-    return EngineProcess(folder / "log", config, environment, is_patient=True, prefix=prefix)
+    return EngineProcess(folder / "log", config, environment, prefix=prefix)
 
 
 def wait_mode(sidecar, mode):

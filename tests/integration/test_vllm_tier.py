@@ -15,11 +15,15 @@ pytestmark = [pytest.mark.vllm, pytest.mark.redis]
 import vllm  # noqa: E402
 from vllm.v1.kv_offload.base import LookupResult  # noqa: E402
 
+from lmcache.common.timing import TIMING  # noqa: E402
 from lmcache.engines.vllm import tier as tier_module  # noqa: E402
 from lmcache.engines.vllm import tier_settings  # noqa: E402
 from testing.child_process import REPOSITORY  # noqa: E402
+from testing.deadlines import CALLS  # noqa: E402
 from testing.processes import RedisProcess  # noqa: E402
 from tests.harness.offloading_world import KEYS, SHARED, OffloadingWorld, key_of, make_config  # noqa: E402
+
+DEADLINES = CALLS
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +131,7 @@ def test_fingerprint_is_derived_from_the_weight_files(disk, tmp_path):
 def test_nothing_is_stored_or_found_before_the_fingerprint_is_known(disk, monkeypatch, tmp_path):
     is_known = threading.Event()
     monkeypatch.setattr(tier_settings.TierSettings, "weights", lambda self: is_known.wait(60) and "w1")
-    monkeypatch.setattr(tier_module, "_START_SECONDS", 0)
+    monkeypatch.setattr(TIMING, "start_seconds", 0)
     with OffloadingWorld(**disk, waits_for_weights=False) as world:
         world.store(KEYS[0])
         world.settle()

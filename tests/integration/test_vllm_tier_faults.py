@@ -12,11 +12,14 @@ pytestmark = [pytest.mark.vllm, pytest.mark.redis]
 
 from vllm.v1.kv_offload.base import LookupResult, ReqContext  # noqa: E402
 
+from lmcache.common.timing import TIMING  # noqa: E402
 from lmcache.engines.core import tier_access  # noqa: E402
-from lmcache.engines.vllm import tier as tier_module  # noqa: E402
+from testing.deadlines import CALLS  # noqa: E402
 from testing.processes import RedisProcess  # noqa: E402
 from tests.harness.offloading_world import KEYS, SHARED, OffloadingWorld, key_of  # noqa: E402
 from tests.harness.remote_objects import damage_row  # noqa: E402
+
+DEADLINES = CALLS
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +181,7 @@ def test_stores_hold_at_most_a_quarter_of_the_rows(disk, monkeypatch):
 
 
 def test_shutdown_releases_the_memory_while_the_volume_hangs(disk, monkeypatch):
-    monkeypatch.setattr(tier_module, "_CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(TIMING, "close_seconds", 0.1)
     world = OffloadingWorld(**disk)
     hang = Hang(world.tier._tier, "store", monkeypatch)
     world.store(*KEYS)
@@ -216,7 +219,7 @@ def test_internal_error_takes_the_tier_offline_and_every_job_ends(disk, hook, mo
                 raise fault
 
         monkeypatch.setattr(tier_access.TierAccess, hook, fail)
-        monkeypatch.setattr(tier_module, "_CLOSE_SECONDS", 0.1)
+        monkeypatch.setattr(TIMING, "close_seconds", 0.1)
         HOOKS[hook](world)
         assert world.tier._is_off
         world.settle()

@@ -22,8 +22,11 @@ from vllm.v1.kv_offload.base import LookupResult  # noqa: E402
 from lmcache.engines.vllm.tier_settings import TierSettings  # noqa: E402
 from lmcache.tiers.base import Health, Loaded  # noqa: E402
 from lmcache.tiers.errors import TierUnavailableError  # noqa: E402
+from testing.deadlines import CALLS  # noqa: E402
 from tests.harness.offloading_world import PATIENT, TIMEOUT, OffloadingWorld, key_of  # noqa: E402
 from tests.harness.scope import examples  # noqa: E402
+
+DEADLINES = CALLS
 
 NUM_KEYS, NUM_ROWS = 8, 6
 numbers = st.integers(0, NUM_KEYS - 1)

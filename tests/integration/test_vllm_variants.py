@@ -98,7 +98,7 @@ def test_kv_loaded_by_either_connector_equals_computed_kv(
     storage = tmp_path / "example"
     both = [patient_config(sidecar.socket_path), example_config(storage)]
     config = multi_config(*(both if is_first else both[::-1]))
-    with EngineProcess(tmp_path / "log", config, is_patient=True) as engine:
+    with EngineProcess(tmp_path / "log", config) as engine:
         wait_stored(engine, sidecar, 1, make_prompt(CHUNK + BLOCK))
         prompt = make_prompt(NUM_TOKENS)
         computed = wait_stored(engine, sidecar, 1 + NUM_CHUNKS, prompt)

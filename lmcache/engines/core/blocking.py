@@ -24,6 +24,7 @@ from functools import partial
 import numpy as np
 
 from lmcache.common.recent import Recent
+from lmcache.common.timing import TIMING
 from lmcache.engines.core.calls import Calls
 from lmcache.engines.core.copier import EngineCopier
 from lmcache.engines.core.hits import find_hit
@@ -40,13 +41,9 @@ from lmcache.tiers.memory.contracts import LookupResult
 
 logger = logging.getLogger(__name__)
 
-_CALL_SECONDS = 0.5
 _POLL_SECONDS = 0.002
 _TICK_SECONDS = 0.5
-_CLOSE_SECONDS = 2.0
 _MAX_ENDED = 1024
-_REPORT_SECONDS = 5.0
-"""Deadline of a report, for which no request waits. Older reports are dropped: the sidecar may be frozen."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +136,7 @@ class BlockingAccess:
 
         Only one rank of an engine reports.
         """
-        self._tasks.put(partial(self._report, request, time.monotonic() + _REPORT_SECONDS))
+        self._tasks.put(partial(self._report, request, time.monotonic() + TIMING.report_seconds))
 
     def count_hits(self, hashes: Sequence[bytes]) -> int:
         """Return how many leading pages can be loaded, and lease them."""
@@ -228,19 +225,14 @@ class BlockingAccess:
         keys = row_keys(namespace, hashes, group)
         job = StoreJob(0, request_id, (GroupStore(group, len(prefix), keys, tuple(blocks)),))
         transfer = StoreTransfer(job)
-        try:
-            transfer.run(session, self._copier)
-        except SidecarError as error:
-            logger.debug("A store failed: %s", error)
-        except Exception:
-            logger.exception("A store failed; later stores go on")
+        self._copy_all(transfer, session, "store")
         return transfer.is_complete
 
     def close(self) -> None:
         """End all leases and detach. Waits at most some seconds."""
         self.set_namespace(None)
         self._tasks.put(None)
-        self._thread.join(_CLOSE_SECONDS)
+        self._thread.join(TIMING.close_seconds)
         self._client.close()
         self._copier.close()
 
@@ -260,7 +252,7 @@ class BlockingAccess:
             request.request_id,
             request.keys,
             prefill_tokens_per_second=self._prefill_tokens_per_second,
-            timeout=_CALL_SECONDS,
+            timeout=TIMING.lookup_seconds,
         )
 
     def _count_in_index(self, session: Session, request: PageRequest) -> int:
@@ -309,13 +301,16 @@ class BlockingAccess:
 
     def _copy(self, session: Session, job: LoadJob) -> int:
         transfer = LoadTransfer(job, None)
+        self._copy_all(transfer, session, "load")
+        return len(job.blocks) - len(transfer.bad_blocks)
+
+    def _copy_all(self, transfer: LoadTransfer | StoreTransfer, session: Session, what: str) -> None:
         try:
             transfer.run(session, self._copier)
         except SidecarError as error:
-            logger.debug("A load failed: %s", error)
+            logger.debug("A %s failed: %s", what, error)
         except Exception:
-            logger.exception("A load failed; later loads go on")
-        return len(job.blocks) - len(transfer.bad_blocks)
+            logger.exception("A %s failed; later ones go on", what)
 
     # ---- leases and reports, on the thread ----
 
@@ -352,7 +347,7 @@ class BlockingAccess:
 
     def _send_releases(self) -> None:
         def send(session: Session) -> bool:
-            session.release([], timeout=_CALL_SECONDS)  # sends all that are pending
+            session.release([], timeout=TIMING.lookup_seconds)  # sends all that are pending
             return True
 
         self._has_unsent_releases = not self._calls.attempt(send)
@@ -383,7 +378,7 @@ class BlockingAccess:
         )
         if session.takes_times:
             times = self._times(request_id, hashes)
-            self._calls.attempt(lambda session: session.release([], timeout=_CALL_SECONDS, times=[times]))
+            self._calls.attempt(lambda session: session.release([], TIMING.lookup_seconds, [times]))
 
     def _times(self, request_id: str, hashes: Sequence[bytes]) -> RequestTimes:
         """Return the times of the lookups and loads of these pages that ended since the last report."""

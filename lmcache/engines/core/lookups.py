@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
+from lmcache.common.timing import TIMING
 from lmcache.common.units import ceil_div
 from lmcache.engines.core.calls import PAUSE_SECONDS, Calls
 from lmcache.engines.core.hits import Hit, Index, find_hit, no_hit
@@ -31,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_CALL_SECONDS = 0.5
-"""Deadline of one call, unless the settings allow a longer one."""
 
 _BATCH_SECONDS = 0.1
 """Shortest time between two calls that only report the times of requests. Releases carry them, too."""
@@ -67,7 +66,7 @@ class LookupThread:
         self._rate = rate
         self._clock = clock
         self._fixed_seconds = answer_seconds
-        self._call_seconds = max(_CALL_SECONDS, answer_seconds)
+        self._call_seconds = max(TIMING.lookup_seconds, answer_seconds)
         self.answer_seconds = answer_seconds or MIN_ANSWER_SECONDS
         """Longest silence of the sidecar before its answer is late, in seconds. If measured, it is twice the
         99th percentile of the latest answer times, within bounds."""

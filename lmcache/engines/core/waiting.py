@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-STALL_SECONDS = 0.05
-"""Longest wait for the next row, unless computing the missing rows takes longer."""
-
-FIRST_ROW_SECONDS = 0.2
-"""Longest wait for the first row, unless ``silence_seconds`` is longer. The tier's speed is not known yet."""
+from lmcache.common.timing import TIMING
 
 _WEIGHT = 0.3
 """Weight of the latest measurement in a moving average."""
@@ -67,14 +63,14 @@ class RowWait:
     """
 
     def __init__(self, num_found: int, now: float, num_steps: int, silence_seconds: float = 0.0) -> None:
-        """``silence_seconds``: longest wait for the first row, if more than ``FIRST_ROW_SECONDS``.
+        """``silence_seconds``: longest wait for the first row, if more than ``first_row_seconds``.
 
         It also limits how far the time to compute the missing rows extends later waits.
         """
         self._began_at = self._checked_at = now
         self._num_found = self._num_found_before = num_found
         self._num_steps = num_steps
-        self._silence_seconds = max(FIRST_ROW_SECONDS, silence_seconds)
+        self._silence_seconds = max(TIMING.first_row_seconds, silence_seconds)
         self._is_silence_set = silence_seconds > 0
         self._has_arrivals = False
         self._arrived_at = now  # time of the last row of this request, or the begin of the wait
@@ -90,7 +86,7 @@ class RowWait:
         if is_slow and now - self._began_at >= missing_seconds:
             return True
         has_begun = self._has_arrivals or arrivals.last_at >= self._began_at
-        stall = max(STALL_SECONDS, 4 * pace, min(missing_seconds, self._silence_seconds))
+        stall = max(TIMING.row_seconds, 4 * pace, min(missing_seconds, self._silence_seconds))
         return now - max(self._began_at, arrivals.last_at) >= (stall if has_begun else self._silence_seconds)
 
     def is_overdue(self, progress: Progress, *, is_promoted: bool) -> bool:
@@ -116,7 +112,7 @@ class RowWait:
     def _is_excused_now(self, progress: Progress, *, is_announced: bool = False) -> bool:
         """Record rows that arrived. Return True if the time before ``now`` does not count."""
         num_found, now, num_steps = progress.num_found, progress.now, progress.num_steps
-        is_after_long_step = num_steps != self._num_steps and now - self._checked_at >= STALL_SECONDS
+        is_after_long_step = num_steps != self._num_steps and now - self._checked_at >= TIMING.row_seconds
         self._checked_at, self._num_steps = now, num_steps
         # During a long step, arrivals were not noticed, and the step took processor time from the promotion.
         # So the time of one such step does not count.

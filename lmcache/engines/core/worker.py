@@ -5,14 +5,14 @@ The engine's model thread calls the methods; none waits longer than its docstrin
 engine holds whatever fails:
 
 - Every load is reported exactly once, and only after its copy has ended.
-- Every held request is reported exactly once, at most ``HOLD_SECONDS`` later.
+- Every held request is reported exactly once, at most ``hold_seconds`` later.
 
 The time limit for a copy depends on its blocks. At the limit the worker side aborts the copy:
 
-- **Finished requests**: the engine holds the blocks for at most ``HOLD_SECONDS``.
+- **Finished requests**: the engine holds the blocks for at most ``hold_seconds``.
 - **Reclaimed blocks**, such as those of a preempted request: the engine waits at most
-  ``PREEMPTION_SECONDS`` for copies that read them.
-- **Blocks left behind** by a window or a state: the engine waits at most ``LEFT_BEHIND_SECONDS`` in one step,
+  ``preemption_seconds`` for copies that read them.
+- **Blocks left behind** by a window or a state: the engine waits at most ``left_behind_seconds`` in one step,
   and ``LEFT_BEHIND_SHARE`` of its time. Their copies have a thread of their own, because they are urgent.
 
 The engine then reuses the blocks even if a copy still reads them. The bytes of such a copy may be torn, so
@@ -35,6 +35,7 @@ from concurrent import futures
 from contextlib import ExitStack
 from typing import Any
 
+from lmcache.common.timing import TIMING
 from lmcache.engines.core.copier import EngineCopier, Fence, use_all_cores
 from lmcache.engines.core.jobs import EngineIdentity, StepMeta, WorkerReport
 from lmcache.engines.core.transfers import LoadTransfer, StoreTransfer
@@ -43,23 +44,11 @@ from lmcache.rpc.errors import SidecarError
 
 logger = logging.getLogger(__name__)
 
-HOLD_SECONDS = 2.0
-"""Longest time for which the blocks of a finished request are held."""
-
-PREEMPTION_SECONDS = 0.005
-"""Longest wait of a step for copies that read blocks of a preempted request."""
-
-LEFT_BEHIND_SECONDS = 0.05
-"""Longest wait of a step for copies that read blocks which windows left behind. Without these copies, a long
-prompt could not be resumed."""
 
 LEFT_BEHIND_SHARE = 0.25
 """Largest share of the engine's time spent on these waits. Long steps, which leave many blocks behind, may
 wait longer. The share also bounds the cost of a sidecar that hangs."""
 
-ATTACH_WAIT_SECONDS = 2.0
-"""Longest wait of the engine's start for the cache. It suffices for weights whose hashes are known, so that
-the first request is cached."""
 
 LOAD_WAIT_SECONDS = 0.005
 """Longest wait of an idle engine for a load. Most loads end within such a step. Without the wait, the engine
@@ -96,7 +85,7 @@ class WorkerSide:
         self._step = StepMeta()  # the last step whose stores were announced
         self._waiting: list[StoreTransfer] = []  # stores of that step that have not begun
         # Seconds that a step may wait for copies of blocks left behind, as of the time ``_patience_at``.
-        self._patience, self._patience_at = LEFT_BEHIND_SECONDS, clock()
+        self._patience, self._patience_at = TIMING.left_behind_seconds, clock()
         self._held: dict[str, float] = {}  # finished request -> since when its blocks are held
         self._bad_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -106,12 +95,12 @@ class WorkerSide:
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """Start caching these tensors in the background. On failure, log the reason and stay idle.
 
-        Waits at most ``ATTACH_WAIT_SECONDS``. Hashing the weights may take minutes: meanwhile the engine runs
+        Waits at most ``start_seconds``. Hashing the weights may take minutes: meanwhile the engine runs
         without a cache.
         """
         thread = threading.Thread(target=self._begin, args=(kv_caches,), name="lmcache-begin", daemon=True)
         thread.start()
-        thread.join(ATTACH_WAIT_SECONDS)
+        thread.join(TIMING.start_seconds)
 
     def go_offline(self) -> None:
         """Begin no more copies. Running loads and stores are still reported."""
@@ -124,11 +113,11 @@ class WorkerSide:
         """Wait for copies of blocks that the engine is about to overwrite, and abort them at the limit."""
         step = _step(meta)
         if step.reclaimed:
-            self._end(step.reclaimed, PREEMPTION_SECONDS)
+            self._end(step.reclaimed, TIMING.preemption_seconds)
         if step.left_behind:
             began = self._clock()
             gained = LEFT_BEHIND_SHARE * (began - self._patience_at)
-            patience = min(LEFT_BEHIND_SECONDS, self._patience + gained)
+            patience = min(TIMING.left_behind_seconds, self._patience + gained)
             self._end(step.left_behind, patience)
             self._patience_at = self._clock()
             self._patience = max(0.0, patience - (self._patience_at - began))
@@ -288,7 +277,7 @@ class WorkerSide:
                 self._failed_requests.add(request_id)
 
     def _release_held(self) -> set[str]:
-        expired_since = self._clock() - HOLD_SECONDS
+        expired_since = self._clock() - TIMING.hold_seconds
         busy = {transfer.job.request_id for transfer in self._stores.values()}
         released = {name for name, since in self._held.items() if name not in busy or since <= expired_since}
         for request_id in released:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang.srt.mem_cache import hicache_storage
 
+from lmcache.common.timing import TIMING
 from lmcache.engines.sglang import support
 
 if TYPE_CHECKING:
@@ -33,9 +34,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 logger = logging.getLogger(__name__)
 
-_START_SECONDS = 2.0
-"""Longest wait of the engine's start for the cache. It suffices for weights whose hashes are known, so that
-the first request is cached."""
 
 _ANCHOR = "kv"
 """Name of the pool that all models have."""
@@ -139,16 +137,16 @@ class LMCacheBackend(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # s
         windows.note_radix_cache()
 
     def _attach(self) -> None:
-        """Attach on a thread. Waits at most ``_START_SECONDS``.
+        """Attach on a thread. Waits at most ``start_seconds``.
 
         Hashing the weights may take minutes: meanwhile the engine runs without a cache.
         """
         thread = threading.Thread(target=self._begin, args=[self._pools], name="lmcache-begin", daemon=True)
         thread.start()
-        thread.join(_START_SECONDS)
+        thread.join(TIMING.start_seconds)
 
     def _begin(self, pools: dict[str, Any]) -> None:
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = time.monotonic() + TIMING.start_seconds
         try:
             from lmcache.engines.core.settings import read_settings
             from lmcache.engines.sglang import attach, requests, weights

@@ -28,6 +28,7 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from lmcache import keys
+from lmcache.common.timing import TIMING
 from lmcache.engines.errors import UnnamedError
 from lmcache.engines.vllm.support import check_version
 
@@ -38,12 +39,6 @@ logger = logging.getLogger(__name__)
 _HASH_BYTES = 32
 """Length of block hashes by SHA-256. Authors of prompts can cause collisions of the others, by xxhash."""
 
-_START_SECONDS = 2.0
-"""Longest wait of the engine's start for the fingerprint of the weights. It suffices if hashes are known, so
-that the first request can have hits."""
-
-_CLOSE_SECONDS = 2.0
-"""Longest wait for the threads when the tier closes."""
 
 _RESULTS = {None: LookupResult.RETRY, True: LookupResult.HIT, False: LookupResult.MISS}
 
@@ -113,7 +108,7 @@ class LMCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is untype
         self._listing = listing(config, row_bytes=rows.shape[1], version=minor, device=device)
         self._tier = settings.open(config.parallel)
         self._weights = files.in_background(settings.weights)
-        futures.wait([self._weights], _START_SECONDS)
+        futures.wait([self._weights], TIMING.start_seconds)
         self._access = TierAccess(self._tier, rows, settings.lookup_seconds, settings.job_seconds)
 
     # ---- lookups ----
@@ -227,7 +222,7 @@ class LMCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is untype
     def _go_offline(self) -> None:
         self._is_off = True
         try:
-            self._close(_CLOSE_SECONDS)
+            self._close(TIMING.close_seconds)
         except Exception:
             logger.exception("The LMCache tier could not be closed")
 

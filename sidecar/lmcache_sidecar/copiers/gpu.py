@@ -17,6 +17,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from lmcache.common.timing import TIMING
 from lmcache.cuda.pin_status import PinStatus
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.stats import count_reason
@@ -29,15 +30,6 @@ from lmcache_sidecar.copiers.process import Reader
 
 logger = logging.getLogger(__name__)
 
-START_SECONDS = 60.0
-"""Deadline for a new reader's CUDA context: the driver may have to be loaded first."""
-
-OPEN_SECONDS = 30.0
-COPY_SECONDS = 5.0
-"""Deadline for a batch, which takes a few milliseconds."""
-
-CLOSE_SECONDS = 1.5
-"""Deadline for closing memory: with the reader's extra time 2 s, for which a restarted engine waits."""
 
 _SAME_PID = "the reader of its GPU has the same process id as an engine"
 _PINNED = "the reader of its GPU had memory pinned that the memory tier gives back"
@@ -96,7 +88,7 @@ class Gpu:
         self._copies.drop(number, "the client has left")
         if member.is_asked and self._reader is not None:
             self._closing.add(number)
-            self._reader.ask(Kind.CLOSE, number, b"", Kind.CLOSED, CLOSE_SECONDS)
+            self._reader.ask(Kind.CLOSE, number, b"", Kind.CLOSED, TIMING.reader_close_seconds)
         self._check_end()
 
     def grow(self) -> None:
@@ -141,7 +133,7 @@ class Gpu:
             return
         while (batch := self._copies.take_batch()) is not None:
             number, body = batch
-            reader.ask(Kind.COPY, number, body, Kind.COPIED, COPY_SECONDS)
+            reader.ask(Kind.COPY, number, body, Kind.COPIED, TIMING.copy_seconds)
 
     # ---- the reader ----
 
@@ -179,7 +171,7 @@ class Gpu:
         arena_format = messages.Format(geometry.slot_bytes, self._arena.num_rows, self._arena.ready_rows)
         self._pinned_rows = arena_format.ready_rows
         start = messages.pack_start(self.uuid, arena_format)
-        reader.ask(Kind.START, 0, start, Kind.STARTED, START_SECONDS)
+        reader.ask(Kind.START, 0, start, Kind.STARTED, TIMING.reader_start_seconds)
         while (message := await reader.receive()) is not None:
             kind, number, reason = message
             if kind == Kind.STARTED:
@@ -215,7 +207,7 @@ class Gpu:
             if not member.is_asked:
                 member.is_asked = True
                 body = messages.pack_open(member.column_offset, member.offer.SerializeToString())
-                reader.ask(Kind.OPEN, member.number, body, Kind.OPENED, OPEN_SECONDS)
+                reader.ask(Kind.OPEN, member.number, body, Kind.OPENED, TIMING.reader_open_seconds)
 
     def _opened(self, number: int, reason: str) -> None:
         """Handle the reader's answer to OPEN; a ``reason`` says why it could not open the memory."""

@@ -89,26 +89,9 @@ def register() -> None:
     # A copy of a fork server has the number of threads with which the fork server started.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
 
-    if os.environ.get("LMCACHE_TEST_PATIENT"):
-        _wait_for_the_sidecar()
     _use_gloo()
     _read_latents()
     _lock_no_tensors()
-
-
-def _wait_for_the_sidecar() -> None:
-    """Let each call to the sidecar take a minute. On a busy machine, shorter deadlines cause misses."""
-    from lmcache.engines.core import blocking
-    from lmcache.rpc import attachment
-    from lmcache.rpc.session import Session
-
-    call: Any = Session._call
-
-    def patient(session: Session, method: Any, timeout: float, **fields: Any) -> Any:
-        return call(session, method, 60.0, **fields)
-
-    Session._call = patient  # type: ignore[assignment,method-assign]
-    blocking._REPORT_SECONDS = attachment._ATTACH_SECONDS = 60.0
 
 
 def _use_gloo() -> None:

@@ -6,8 +6,8 @@ import threading
 import pytest
 from opentelemetry.trace import StatusCode
 
+from lmcache.common.timing import TIMING
 from lmcache.engines.core.spans import SpanTracer
-from lmcache.engines.core.waiting import FIRST_ROW_SECONDS
 from tests.harness.scheduler_rig import Rig, blocks, job_ids, make_request
 from tests.harness.spans import SAMPLED, UNSAMPLED, RecordedSpans, figures, milliseconds
 
@@ -159,7 +159,7 @@ def test_wait_for_lower_tiers_counts_the_chunks_that_arrive(rig, recorded):
 
 def test_wait_for_nothing_has_no_arrived_chunks(rig, recorded):
     request = rig.waiting(traced(200))
-    rig.now = FIRST_ROW_SECONDS
+    rig.now = TIMING.first_row_seconds
     assert rig.match(request) == (0, False)
     (wait,) = recorded.take()
     assert figures(wait) == {"wait_reasons": ("lower_tiers",), "arrived_chunks": 0}

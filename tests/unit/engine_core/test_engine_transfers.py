@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from lmcache.common.timing import TIMING
 from lmcache.engines.core import worker as module
 from lmcache.engines.core.jobs import StepMeta
 from tests.harness.worker_rig import IDENTITY, WorkerRig
@@ -71,7 +72,7 @@ def test_blocks_reclaimed_during_a_copy_are_never_committed(rig):
 
 
 def test_preemption_waits_for_a_copy_in_progress(rig, monkeypatch):
-    monkeypatch.setattr(module, "PREEMPTION_SECONDS", 60)
+    monkeypatch.setattr(TIMING, "preemption_seconds", 60)
     rig.copier.gate.clear()
     rig.store()
     assert rig.copier.in_copy.wait(60)
@@ -94,7 +95,7 @@ def test_preemption_waits_at_most_its_limit(rig):
         rig.store(names=(b"%d" % number, b"%d+" % number))
     waits = record_waits(rig)
     rig.reclaim(*range(1, 51))
-    assert sum(waits) == pytest.approx(module.PREEMPTION_SECONDS), "the limit applies to all copies together"
+    assert sum(waits) == pytest.approx(TIMING.preemption_seconds), "the limit applies to all copies together"
 
 
 def test_finished_request_is_held_while_its_blocks_are_copied(rig):
@@ -102,7 +103,7 @@ def test_finished_request_is_held_while_its_blocks_are_copied(rig):
     rig.store()
     assert rig.copier.in_copy.wait(60)
     assert rig.collect(["r"], is_idle=True) == (set(), set())
-    rig.now = module.HOLD_SECONDS - 0.01
+    rig.now = TIMING.hold_seconds - 0.01
     assert rig.collect((), is_idle=True) == (set(), set())
     rig.copier.gate.set()
     sent, _ = rig.collect_until(lambda sent, loaded: sent)
@@ -115,7 +116,7 @@ def test_held_request_is_freed_at_the_limit_and_not_committed(rig):
     rig.store()
     assert rig.copier.in_copy.wait(60)
     rig.collect(["r"], is_idle=False)
-    rig.now = module.HOLD_SECONDS
+    rig.now = TIMING.hold_seconds
     assert rig.collect((), is_idle=False) == ({"r"}, set())
     rig.copier.kv |= dict.fromkeys((1, 2, 3, 4), 99)
     rig.copier.gate.set()
@@ -162,7 +163,7 @@ def test_blocks_freed_at_the_limit_are_never_committed(rig, order):
     for hook in order:
         getattr(rig.worker, hook)(step)
     assert rig.copier.in_copy.wait(60)
-    rig.now = module.HOLD_SECONDS
+    rig.now = TIMING.hold_seconds
     assert rig.collect((), is_idle=False) == ({"r"}, set())
     rig.copier.kv |= dict.fromkeys((1, 2, 3, 4), 99)  # KV of the next owner
     rig.copier.gate.set()
@@ -236,7 +237,7 @@ def test_wait_for_copies_of_transient_blocks_is_limited_to_a_share(rig):
     for seconds in (100.0, 0.0, 0.2, 100.0):
         rig.now += seconds
         rig.worker.handle_preemptions(StepMeta(left_behind={1, 77}))
-    max_wait, share = module.LEFT_BEHIND_SECONDS, module.LEFT_BEHIND_SHARE
+    max_wait, share = TIMING.left_behind_seconds, module.LEFT_BEHIND_SHARE
     assert waits == pytest.approx([max_wait, 0.0, 0.2 * share, max_wait])
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from lmcache.common.timing import TIMING
 from lmcache.engines.core.jobs import WorkerReport
-from lmcache.engines.core.waiting import FIRST_ROW_SECONDS, STALL_SECONDS
 from tests.harness.scheduler_rig import Rig, blocks, make_request
 
 
@@ -24,13 +24,13 @@ def test_stalled_promotion_ends_the_wait(rig):
     rig.stored(1)
     rig.now = 0.01
     assert rig.match(request) == (None, False)
-    rig.now += STALL_SECONDS
+    rig.now += TIMING.row_seconds
     assert rig.match(request) == (64, True)
 
 
 def test_wait_ends_if_no_row_arrives(rig):
     request = rig.waiting()
-    rig.now = FIRST_ROW_SECONDS
+    rig.now = TIMING.first_row_seconds
     assert rig.match(request) == (0, False)
 
 
@@ -102,10 +102,10 @@ def test_single_long_step_does_not_end_the_wait(rig):
     request = rig.waiting()
     other_request = [("other", blocks(2), 0, 64)]
     rig.step(new=other_request)
-    rig.now = 2 * FIRST_ROW_SECONDS
+    rig.now = 2 * TIMING.first_row_seconds
     assert rig.match(request) == (None, False)
     rig.step(new=other_request)
-    rig.now += 2 * FIRST_ROW_SECONDS
+    rig.now += 2 * TIMING.first_row_seconds
     assert rig.match(request) == (0, False)
 
 

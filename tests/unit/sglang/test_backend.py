@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from lmcache.common.timing import TIMING
 from lmcache.engines.errors import UnsupportedError
 from lmcache.engines.sglang import attach, options, support, weights
 
@@ -135,8 +136,8 @@ def make_pool():
 def test_weights_are_watched_before_sglang_continues(world, make_backend, monkeypatch):
     """Even if the attachment takes long, no weight update is missed: SGLang could begin one right after."""
     blocked = threading.Event()
-    module = importlib.import_module("lmcache.engines.sglang.backend")
-    monkeypatch.setattr(module, "_START_SECONDS", 0.0)
+    importlib.import_module("lmcache.engines.sglang.backend")
+    monkeypatch.setattr(TIMING, "start_seconds", 0.0)
     monkeypatch.setattr(attach, "groups_of", lambda _pools: blocked.wait(60) and ["kv"])
     world.is_start = False
     try:
@@ -207,7 +208,7 @@ def test_pools_of_one_operation_share_a_time_limit(world, make_backend):
 
 
 def test_pool_that_comes_while_the_backend_attaches_is_cached(world, make_backend, monkeypatch):
-    module = importlib.import_module("lmcache.engines.sglang.backend")
+    importlib.import_module("lmcache.engines.sglang.backend")
     began, may_end = threading.Event(), threading.Event()
     connect = attach.attach
 
@@ -219,11 +220,11 @@ def test_pool_that_comes_while_the_backend_attaches_is_cached(world, make_backen
         return access
 
     monkeypatch.setattr(attach, "attach", connect_slowly)
-    monkeypatch.setattr(module, "_START_SECONDS", 0.0)
+    monkeypatch.setattr(TIMING, "start_seconds", 0.0)
     backend = make_backend()
     backend.on_host_pools_registered()
     assert began.wait(60)
-    monkeypatch.setattr(module, "_START_SECONDS", 60.0)
+    monkeypatch.setattr(TIMING, "start_seconds", 60.0)
     backend.register_mem_host_pool_v2(make_pool(), "draft")
     may_end.set()
     join_threads()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache.engines.core.waiting import FIRST_ROW_SECONDS
+from lmcache.common.timing import TIMING
 from lmcache.engines.vllm.hand_over import announce, num_announced_tokens
 from tests.harness.scheduler_rig import Rig, blocks, hashes, make_identity, make_request
 from tests.harness.wire import NAMESPACE
@@ -87,7 +87,7 @@ def test_decode_engine_computes_what_does_not_arrive(make_rig):
     rig.session.memory_only = True
     request = rig.arrive(make_request(200, kv_transfer_params=announce(NAMESPACE, 192)))
     assert rig.match(request) == (None, False)
-    rig.now = FIRST_ROW_SECONDS
+    rig.now = TIMING.first_row_seconds
     assert rig.match(request) == (0, False)
 
 
@@ -159,7 +159,7 @@ def test_wait_without_rows_is_short_even_if_computing_takes_long(make_rig):
     rig.session.memory_only = True
     rig.scheduler._rate.tokens_per_second = 64 / 10.0
     request = arrive_and_wait(rig)
-    rig.now = FIRST_ROW_SECONDS
+    rig.now = TIMING.first_row_seconds
     assert rig.match(request) == (0, False)
 
 
@@ -178,7 +178,7 @@ def test_preempted_request_does_not_wait_again(make_rig):
     rig = make_rig()
     rig.session.memory_only = True
     request = arrive_and_wait(rig)
-    rig.now = FIRST_ROW_SECONDS
+    rig.now = TIMING.first_row_seconds
     assert rig.match(request) == (0, False)
     rig.allocate(request, blocks(7), 0)
     rig.step([("r", blocks(7), 0, 200)])

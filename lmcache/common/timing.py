@@ -1,0 +1,73 @@
+"""Deadlines of engine, connector and sidecar for each other. Other modules read ``TIMING``.
+
+The standard values let requests wait only briefly: a cache failure must never be an inference failure. In a
+debugger, set longer ones in the environment: ``LMCACHE_TIMING=lookup_seconds=60,call_seconds=60``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, fields
+
+from lmcache.common import options
+
+
+@dataclass
+class Timing:
+    """Longest waits, in seconds."""
+
+    # Engine for sidecar
+    hello_seconds: float = 2.0
+    """Until the sidecar answers Hello: a frozen sidecar accepts connections but does not answer."""
+    start_seconds: float = 2.0
+    """Until the cache is attached, while the engine starts. It suffices for weights whose hashes are known.
+    The first request is then cached."""
+    call_seconds: float = 2.0
+    """Until the sidecar answers a call for which no request waits."""
+    lookup_seconds: float = 0.5
+    """Until the sidecar answers a lookup, unless the settings allow more."""
+    report_seconds: float = 5.0
+    """Until a report of a blocking engine is sent. Older reports are dropped: the sidecar may be frozen."""
+    row_seconds: float = 0.05
+    """Until the next row is promoted, unless computing the missing rows takes longer."""
+    first_row_seconds: float = 0.2
+    """Until the first row is promoted, unless the settings allow more. The tier's speed is not known yet."""
+    hold_seconds: float = 2.0
+    """Until the engine reuses the blocks of a finished request, even if a copy still reads them."""
+    preemption_seconds: float = 0.005
+    """Until a step goes on without copies that read blocks of a preempted request."""
+    left_behind_seconds: float = 0.05
+    """Until a step goes on without copies that read blocks which windows left behind. Without these copies, a
+    long prompt could not be resumed."""
+    close_seconds: float = 2.0
+    """Until threads of the connector and GPU readers of the sidecar end. They may hang in the kernel."""
+
+    # Sidecar for engine
+    reader_start_seconds: float = 60.0
+    """Until a new GPU reader has a CUDA context: the driver may have to be loaded first."""
+    reader_open_seconds: float = 30.0
+    """Until a GPU reader has opened an engine's memory."""
+    copy_seconds: float = 5.0
+    """Until a batch of a GPU reader is copied, which takes a few milliseconds."""
+    reader_close_seconds: float = 1.5
+    """Until a GPU reader has closed memory. A restarted engine waits 2 s for it: this and the extra time."""
+
+    def read(self, text: str) -> None:
+        """Set the deadlines in ``text``, such as ``copy_seconds=0.5,hold_seconds=9``, others to standard.
+
+        Raises ValueError if a name is unknown or a value is not a number.
+        """
+        words = dict(word.split("=", 1) for word in text.split(",") if word)
+        if unknown := words.keys() - vars(self).keys():
+            raise ValueError(f"{min(unknown)!r} is not one of {', '.join(vars(self))}")
+        values = {name: options.SECONDS(word) for name, word in words.items()}
+        vars(self).update({field.name: field.default for field in fields(self)} | values)
+
+
+TIMING = Timing()
+"""Deadlines of this process."""
+try:
+    TIMING.read(os.environ.get("LMCACHE_TIMING", ""))
+except ValueError as error:
+    logging.getLogger(__name__).warning("LMCACHE_TIMING has no effect: %s", error)

@@ -1,0 +1,33 @@
+"""Sets the product's deadlines in this process, and in sidecars and engines that it starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from lmcache.common.timing import TIMING, Timing
+
+VARIABLE = "LMCACHE_TIMING"
+STANDARD = ""
+PATIENT = ",".join(f"{name}={max(60.0, seconds)}" for name, seconds in vars(Timing()).items())
+"""Deadlines for tests of anything else: on a busy machine, a process may get no processor for seconds."""
+
+CALLS = "call_seconds=60"
+"""Deadlines for tests in which a process does not answer: the waits of requests end as for users."""
+
+COPIES = f"{CALLS},hold_seconds=60,left_behind_seconds=60"
+"""The same for real engines, whose stores may be late."""
+
+
+@contextmanager
+def deadlines(text: str) -> Iterator[None]:
+    """Use ``text``, a value of LMCACHE_TIMING, in this context."""
+    former = os.environ.get(VARIABLE, STANDARD)
+    with mock.patch.dict(os.environ, {VARIABLE: text}):
+        TIMING.read(text)
+        try:
+            yield
+        finally:
+            TIMING.read(former)
