@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import ssl
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +22,12 @@ FIELD_MANAGER = "tools-kube"
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
 PATIENCE = 300.0
-"""Seconds. If a pod is recreated before the disruption controller has seen its eviction, it counts as
-disrupted for two more minutes, and no other pod of its budget can be evicted until then."""
+"""Seconds. An idle machine needs a few; a busy one must not fail a test."""
 _SECONDS = 120.0
 """Seconds to wait for an answer: a slow machine must not fail a test."""
+_MIN_PAUSE, _MAX_PAUSE = 0.02, 0.2
+_idle: defaultdict[tuple[str, Path], list[http.client.HTTPSConnection]] = defaultdict(list)
+"""Open connections by API server, which a new request may use. A handshake costs more than most requests."""
 
 
 class ApiError(RuntimeError):
@@ -40,12 +43,12 @@ def manifests(*paths: Path) -> list[Object]:
     return [obj for path in paths for obj in yaml.safe_load_all(path.read_text()) if obj]
 
 
-def wait_for(condition: Callable[[], T | None], timeout: float = PATIENCE, interval: float = 0.02) -> T:
+def wait_for(condition: Callable[[], T | None], timeout: float = PATIENCE) -> T:
     """Poll until ``condition`` returns a true value. `ApiError` 404 and 5xx and missing answers are retried.
 
-    Raises TimeoutError with the last value or error.
+    Pauses grow to a tenth of the time that has passed. Raises TimeoutError with the last value or error.
     """
-    deadline = time.monotonic() + timeout
+    begin = time.monotonic()
     while True:
         last: object
         try:
@@ -57,9 +60,17 @@ def wait_for(condition: Callable[[], T | None], timeout: float = PATIENCE, inter
             if isinstance(error, ApiError) and error.code != 404 and error.code < 500:
                 raise
             last = error
-        if time.monotonic() > deadline:
+        seconds = time.monotonic() - begin
+        if seconds > timeout:
             raise TimeoutError(f"not within {timeout:g} s; last: {last!r}")
-        time.sleep(interval)
+        time.sleep(min(max(seconds / 10, _MIN_PAUSE), _MAX_PAUSE))
+
+
+def close_idle_connections() -> None:
+    """Close the connections that no request uses. Later requests open new ones."""
+    for connections in _idle.values():
+        while connections:
+            connections.pop().close()
 
 
 @dataclass(frozen=True)
@@ -74,21 +85,40 @@ class Api:
         self, method: str, path: str, body: Object | None = None, content_type: str = "application/json"
     ) -> Any:
         """The decoded JSON of the answer, or its text. Raises `ApiError`, or OSError without an answer."""
-        request = urllib.request.Request(
-            self.url + path,
-            data=None if body is None else json.dumps(body).encode(),
-            method=method,
-            headers={"Authorization": f"Bearer {self.token}", "Content-Type": content_type},
-        )
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {self.token}", "Content-Type": content_type}
+        status, text = self._exchange(method, path, data, headers)
+        with_message = text.startswith("{")
+        if status >= 400:
+            raise ApiError(status, json.loads(text)["message"] if with_message else text)
+        return json.loads(text) if with_message else text
+
+    def _exchange(
+        self, method: str, path: str, data: bytes | None, headers: dict[str, str]
+    ) -> tuple[int, str]:
+        """Send a request on an idle connection or on a new one. Returns the status and the body."""
+        idle = _idle[self.url, self.ca]
+        # A server that was restarted has closed its idle connections.
+        with contextlib.suppress(IndexError, ConnectionError):
+            return self._answer(idle.pop(), method, path, data, headers)
         context = ssl.create_default_context(cafile=str(self.ca))
+        host = urllib.parse.urlsplit(self.url).netloc
+        connection = http.client.HTTPSConnection(host, context=context, timeout=_SECONDS)
+        return self._answer(connection, method, path, data, headers)
+
+    def _answer(
+        self, connection: http.client.HTTPSConnection, method: str, path: str, data: bytes | None,
+        headers: dict[str, str],
+    ) -> tuple[int, str]:  # fmt: skip
         try:
-            with urllib.request.urlopen(request, context=context, timeout=_SECONDS) as answer:
-                text = answer.read().decode()
-        except urllib.error.HTTPError as error:
-            text = error.read().decode()
-            with_message = text.startswith("{")
-            raise ApiError(error.code, json.loads(text)["message"] if with_message else text) from None
-        return json.loads(text) if text.startswith("{") else text
+            connection.request(method, path, data, headers)
+            answer = connection.getresponse()
+            status, text = answer.status, answer.read().decode()
+        except BaseException:
+            connection.close()
+            raise
+        _idle[self.url, self.ca].append(connection)
+        return status, text
 
     def path(self, kind: str, namespace: str | None = None, name: str = "") -> str:
         """The path of a resource. ``kind`` is for example ``v1/pods`` or ``apps/v1/statefulsets``."""

@@ -29,7 +29,15 @@ from typing import IO, TypeVar
 
 from testing.child_process import free_ports
 from testing.kube import pki
-from testing.kube.api import PATIENCE, Api, ApiError, Object, manifests, wait_for
+from testing.kube.api import (
+    PATIENCE,
+    Api,
+    ApiError,
+    Object,
+    close_idle_connections,
+    manifests,
+    wait_for,
+)
 from testing.kube.audit import AuditLog, Request
 from testing.kube.process import Component
 from tools.kube import binaries
@@ -186,6 +194,7 @@ class Cluster:
         """Stop clients first, then the API server, then etcd, and remove all files."""
         for component in reversed(self.components.values()):
             component.stop()
+        close_idle_connections()
         shutil.rmtree(self.directory, ignore_errors=True)
         self._owner.close()
 

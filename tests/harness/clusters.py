@@ -23,9 +23,9 @@ def wait_ready(plane: Cluster, namespace: str) -> None:
 
     def is_ready() -> bool:
         live = plane.api.get(CLUSTERS, NAME, namespace)
-        ready = condition(plane, namespace, "Ready")
-        is_observed = ready.get("observedGeneration") == live["metadata"]["generation"]
-        return is_observed and ready["status"] == "True"
+        conditions = live.get("status", {}).get("conditions", [])
+        ready = [c["observedGeneration"] for c in conditions if (c["type"], c["status"]) == ("Ready", "True")]
+        return ready == [live["metadata"]["generation"]]
 
     plane.wait(is_ready)
 

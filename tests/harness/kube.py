@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from testing.kube import cluster
-from testing.kube.api import ApiError, Object
+from testing.kube.api import ApiError, Object, close_idle_connections
 from testing.kube.cluster import Cluster
 from testing.kube.operator import (
     CHART,
@@ -96,6 +96,13 @@ def plane() -> Iterator[Cluster]:
     with Cluster(crds=CRDS) as started:
         yield started
         started.check()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_idle_connections() -> Iterator[None]:
+    """Leave no connection to the API server open after a module."""
+    yield
+    close_idle_connections()
 
 
 @pytest.fixture(scope="session")
