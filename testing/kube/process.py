@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from testing.child_process import ChildProcess
+
+_ENVIRONMENT = {"GOGC": "400", "GOMEMLIMIT": "600MiB"}
+"""Rarer garbage collections save a quarter of the processor time of a control plane, for 350 MiB."""
 
 
 class Component(ChildProcess):
@@ -19,7 +23,8 @@ class Component(ChildProcess):
         """Start the process without waiting."""
         # The kernel ends the process when its parent thread ends for any reason. setpriv and not preexec_fn,
         # because no Python may run between fork and exec.
-        self.spawn(["setpriv", "--pdeathsig", "KILL", "--", *self.argv], start_new_session=True)
+        argv = ["setpriv", "--pdeathsig", "KILL", "--", *self.argv]
+        self.spawn(argv, env=os.environ | _ENVIRONMENT, start_new_session=True)
 
     def start_again(self) -> bool:
         """Start the process again if it was started and has ended by itself. Returns whether it had."""
