@@ -6,8 +6,9 @@ control plane, with the rights of its pod.
 
 import contextlib
 import itertools
+import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from pathlib import Path
 
@@ -61,10 +62,14 @@ def _numbers_of(version: str) -> list[int]:
     return [int(number) for number in version.split(".")]
 
 
-def helm_error(plane: Cluster, *argv: object) -> str:
+Helm = Callable[..., str]
+"""Runs a helm command. Returns its standard output."""
+
+
+def helm_error(helm: Helm, *argv: object) -> str:
     """Run a helm command that fails. Returns its message."""
     with pytest.raises(subprocess.CalledProcessError) as error:
-        plane.helm(*map(str, argv))
+        helm(*map(str, argv))
     return str(error.value.stderr)
 
 
@@ -86,6 +91,19 @@ def example(**spec: object) -> Object:
     loaded: Object = yaml.safe_load(EXAMPLE.read_text())
     loaded["spec"] |= spec
     return loaded
+
+
+@pytest.fixture(scope="session")
+def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
+    """Helm for commands that need no control plane."""
+    program, home = binaries.path("helm"), tmp_path_factory.mktemp("helm")
+    environment = os.environ | {"HOME": str(home), "KUBECONFIG": os.devnull}
+
+    def run(*argv: str | Path) -> str:
+        command = [program, *argv]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    return run
 
 
 @pytest.fixture(scope="session")

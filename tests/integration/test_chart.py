@@ -1,5 +1,6 @@
 """The chart, installed by Helm into a real API server: objects, rights, upgrades and uninstalls."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,9 @@ from tests.harness.kube import (
     example,
     helm_error,
     new_namespace,
+    since,
 )
+from tools.kube import binaries, schemas
 
 pytestmark = pytest.mark.kube
 
@@ -76,7 +79,7 @@ def test_install_upgrade_uninstall_keep_the_objects_of_users(fresh, tmp_path):
     # A release with another name or namespace adopts it only with --take-ownership.
     fresh.helm("uninstall", "cache", "--namespace", "system", "--wait")
     elsewhere = ["install", "other", CHART, "--namespace", "elsewhere", "--create-namespace"]
-    assert "invalid ownership metadata" in helm_error(fresh, *elsewhere)
+    assert "invalid ownership metadata" in helm_error(fresh.helm, *elsewhere)
     fresh.helm(*elsewhere, "--take-ownership")
     assert fresh.api.get(CLUSTERS, NAME, "default")["metadata"]["uid"] == uid
 
@@ -85,11 +88,11 @@ def test_missing_namespace_stops_the_installation_before_it_begins(plane):
     with new_namespace(plane, "present") as namespace:
         flags = ["--namespace", namespace, "--set", "crds.enabled=false"]
         missing = ["--set", f"watchNamespaces={{{namespace},absent}}"]
-        message = helm_error(plane, "install", "some", CHART, *flags, *missing)
+        message = helm_error(plane.helm, "install", "some", CHART, *flags, *missing)
         assert 'there is no namespace "absent": create it first' in message
         assert plane.helm("list", "--namespace", namespace, "--all", "--short") == ""
         plane.helm("install", "some", CHART, *flags)
-        assert "absent" in helm_error(plane, "upgrade", "some", CHART, *flags, *missing)
+        assert "absent" in helm_error(plane.helm, "upgrade", "some", CHART, *flags, *missing)
         roles = plane.api.objects("rbac.authorization.k8s.io/v1/roles", namespace)
         assert [role["metadata"]["name"] for role in roles] == ["some-lmcache-operator-lease"]
         plane.helm("uninstall", "some", "--namespace", namespace)
@@ -228,3 +231,9 @@ def test_refusals_of_the_operator_are_found_and_those_of_other_users_ignored(pla
 
 def test_service_account_has_the_name_that_the_harness_uses(plane, chart):
     assert plane.api.find("v1/serviceaccounts", SERVICE_ACCOUNT, chart.partition("/")[0]) is not None
+
+
+@since(binaries.NEWEST)
+def test_stored_schemas_equal_those_of_the_control_plane(plane):
+    current = schemas.convert(plane.api.request("GET", "/openapi/v2"))
+    assert json.loads(schemas.SCHEMAS.read_text()) == current

@@ -13,36 +13,29 @@ from lmcache_operator.specs.names import INJECT_LABEL, STOCK_IMAGES
 from lmcache_operator.stats import StatsClient
 from lmcache_sidecar.token_reviews import AUDIENCE
 
-from testing.kube.cluster import Cluster
 from tests.harness import alert_rules
-from tests.harness.kube import (
-    CHART,
-    helm_error,
-    since,
-)
+from tests.harness.kube import CHART, Helm, helm_error
 from tests.harness.operator_model import cluster
-from tools.kube import binaries, schemas
-
-pytestmark = pytest.mark.kube
+from tools.kube import schemas
 
 
-def rendered(plane: Cluster, *settings: str) -> list[dict]:
+def rendered(helm: Helm, *settings: str) -> list[dict]:
     flags = [part for setting in settings for part in ("--set", setting)]
-    return [obj for obj in yaml.safe_load_all(plane.helm("template", "release", CHART, *flags)) if obj]
+    return [obj for obj in yaml.safe_load_all(helm("template", "release", CHART, *flags)) if obj]
 
 
-def test_definition_is_deleted_with_the_release_only_without_keep(plane):
-    with_keep = {obj["kind"]: obj for obj in rendered(plane)}["CustomResourceDefinition"]
+def test_definition_is_deleted_with_the_release_only_without_keep(helm):
+    with_keep = {obj["kind"]: obj for obj in rendered(helm)}["CustomResourceDefinition"]
     assert with_keep["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
-    without = {obj["kind"]: obj for obj in rendered(plane, "crds.keep=false")}["CustomResourceDefinition"]
+    without = {obj["kind"]: obj for obj in rendered(helm, "crds.keep=false")}["CustomResourceDefinition"]
     assert "annotations" not in without["metadata"]
-    assert "CustomResourceDefinition" not in {obj["kind"] for obj in rendered(plane, "crds.enabled=false")}
+    assert "CustomResourceDefinition" not in {obj["kind"] for obj in rendered(helm, "crds.enabled=false")}
 
 
-def test_monitoring_objects_are_rendered_only_if_enabled(plane):
-    assert not [obj for obj in rendered(plane) if "monitoring" in obj["apiVersion"]]
+def test_monitoring_objects_are_rendered_only_if_enabled(helm):
+    assert not [obj for obj in rendered(helm) if "monitoring" in obj["apiVersion"]]
     flags = ["monitoring.enabled=true", "monitoring.labels.team=search", "monitoring.dashboard.enabled=true"]
-    objects = {(obj["kind"], obj["metadata"]["name"]): obj for obj in rendered(plane, *flags)}
+    objects = {(obj["kind"], obj["metadata"]["name"]): obj for obj in rendered(helm, *flags)}
     name = "release-lmcache-operator"
     operator, sidecars = objects["PodMonitor", name], objects["PodMonitor", f"{name}-sidecars"]
     injected = objects["PodMonitor", f"{name}-injected"]["spec"]
@@ -61,15 +54,15 @@ def test_monitoring_objects_are_rendered_only_if_enabled(plane):
     assert {json.loads(text)["uid"] for text in boards.values()} == {
         key.removesuffix(".json") for key in boards
     }
-    listed = rendered(plane, *flags, "watchNamespaces={a,b}")
+    listed = rendered(helm, *flags, "watchNamespaces={a,b}")
     for suffix in ("sidecars", "injected"):
         (monitor,) = [obj for obj in listed if obj["metadata"]["name"] == f"{name}-{suffix}"]
         assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["a", "b"]}
 
 
-def test_metrics_of_the_operator_are_for_prometheus_only_if_wanted(plane):
-    assert "NetworkPolicy" not in {obj["kind"] for obj in rendered(plane)}
-    objects = {obj["kind"]: obj for obj in rendered(plane, "metrics.networkPolicy.enabled=true")}
+def test_metrics_of_the_operator_are_for_prometheus_only_if_wanted(helm):
+    assert "NetworkPolicy" not in {obj["kind"] for obj in rendered(helm)}
+    objects = {obj["kind"]: obj for obj in rendered(helm, "metrics.networkPolicy.enabled=true")}
     policy, pod = objects["NetworkPolicy"]["spec"], objects["Deployment"]["spec"]["template"]
     assert policy["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
     (rule,) = policy["ingress"]
@@ -79,11 +72,11 @@ def test_metrics_of_the_operator_are_for_prometheus_only_if_wanted(plane):
     assert [ports[port["port"]] for port in rule["ports"]] == [9465]
 
 
-def test_monitors_of_sidecars_send_a_token_only_if_it_is_set(plane):
+def test_monitors_of_sidecars_send_a_token_only_if_it_is_set(helm):
     flags, secret = ["monitoring.enabled=true"], "monitoring.authorization.secretName=scrape"
 
     def authorizations(*more: str) -> dict[str, list]:
-        monitors = [obj for obj in rendered(plane, *flags, *more) if obj["kind"] == "PodMonitor"]
+        monitors = [obj for obj in rendered(helm, *flags, *more) if obj["kind"] == "PodMonitor"]
         return {
             obj["metadata"]["name"].rpartition("-")[2]: [
                 endpoint.get("authorization") for endpoint in obj["spec"]["podMetricsEndpoints"]
@@ -98,8 +91,8 @@ def test_monitors_of_sidecars_send_a_token_only_if_it_is_set(plane):
     assert other["sidecars"] == [{"credentials": {"name": "scrape", "key": "jwt"}}]
 
 
-def test_operator_mounts_the_token_that_it_sends_to_sidecars(plane):
-    (deployment,) = [obj for obj in rendered(plane) if obj["kind"] == "Deployment"]
+def test_operator_mounts_the_token_that_it_sends_to_sidecars(helm):
+    (deployment,) = [obj for obj in rendered(helm) if obj["kind"] == "Deployment"]
     spec = deployment["spec"]["template"]["spec"]
     (source,) = next(vol for vol in spec["volumes"] if vol["name"] == "pages-token")["projected"]["sources"]
     assert source["serviceAccountToken"]["audience"] == AUDIENCE
@@ -109,9 +102,9 @@ def test_operator_mounts_the_token_that_it_sends_to_sidecars(plane):
 
 
 @pytest.mark.parametrize("settings", [[], ["watchNamespaces={a}"]])
-def test_roles_for_pages_of_sidecars_are_rendered(plane, settings):
+def test_roles_for_pages_of_sidecars_are_rendered(helm, settings):
     roles = {
-        obj["metadata"]["name"]: obj for obj in rendered(plane, *settings) if obj["kind"] == "ClusterRole"
+        obj["metadata"]["name"]: obj for obj in rendered(helm, *settings) if obj["kind"] == "ClusterRole"
     }
     name = "release-lmcache-operator"
     assert roles[f"{name}-metrics-reader"]["rules"] == [{"nonResourceURLs": ["/metrics"], "verbs": ["get"]}]
@@ -119,9 +112,9 @@ def test_roles_for_pages_of_sidecars_are_rendered(plane, settings):
     assert rules == [{"nonResourceURLs": ["/stats", "/samples"], "verbs": ["get"]}]
 
 
-def test_rendered_rules_are_those_that_promtool_tests(plane):
+def test_rendered_rules_are_those_that_promtool_tests(helm):
     flags = ["monitoring.enabled=true", f"monitoring.runbookUrl={alert_rules.RUNBOOKS}"]
-    (rule,) = [obj for obj in rendered(plane, *flags) if obj["kind"] == "PrometheusRule"]
+    (rule,) = [obj for obj in rendered(helm, *flags) if obj["kind"] == "PrometheusRule"]
     assert rule["spec"]["groups"] == alert_rules.groups()
 
 
@@ -144,11 +137,11 @@ def test_rendered_rules_are_those_that_promtool_tests(plane):
         ("extraArgs={positional}", "extraArgs"),
     ],
 )
-def test_error_names_the_wrong_value(plane, setting, message):
-    assert message in helm_error(plane, "template", "release", CHART, "--set", setting)
+def test_error_names_the_wrong_value(helm, setting, message):
+    assert message in helm_error(helm, "template", "release", CHART, "--set", setting)
 
 
-def test_operator_parses_the_flags_of_the_deployment(plane):
+def test_operator_parses_the_flags_of_the_deployment(helm):
     """The operator's command line accepts all arguments of the container, with all optional ones."""
     from lmcache_operator.__main__ import _parser
     from lmcache_operator.specs.names import OPERATOR_LABELS
@@ -158,7 +151,7 @@ def test_operator_parses_the_flags_of_the_deployment(plane):
         "defaults.shardImage=v:1", "defaults.sglangImage=g:1", "defaults.routerImage=r:1",
         "extraArgs={--log-format=json}", "allowAllGpusSidecar=true",
     ]  # fmt: skip
-    deployment = {obj["kind"]: obj for obj in rendered(plane, *settings)}["Deployment"]
+    deployment = {obj["kind"]: obj for obj in rendered(helm, *settings)}["Deployment"]
     container = deployment["spec"]["template"]["spec"]["containers"][0]
     parsed = _parser(container["args"]).parse_args(container["args"])
     assert parsed.namespace == ["a", "b"]
@@ -173,31 +166,31 @@ def test_operator_parses_the_flags_of_the_deployment(plane):
     assert (parsed.health_port, parsed.metrics_port) == (ports["health"], ports["metrics"])
 
 
-def policies(plane: Cluster, *flags: str) -> list[dict]:
-    text = plane.helm("template", "release", CHART, *flags)
+def policies(helm: Helm, *flags: str) -> list[dict]:
+    text = helm("template", "release", CHART, *flags)
     kinds = ("MutatingAdmissionPolicy", "MutatingAdmissionPolicyBinding")
     return [obj for obj in yaml.safe_load_all(text) if obj and obj["kind"] in kinds]
 
 
 @pytest.mark.parametrize("version", ["v1", "v1beta1"])
-def test_injection_policies_are_rendered_for_an_api_server_that_has_the_kind(plane, version):
+def test_injection_policies_are_rendered_for_an_api_server_that_has_the_kind(helm, version):
     group = f"admissionregistration.k8s.io/{version}"
     has_kind = ["--api-versions", f"{group}/MutatingAdmissionPolicy"]
-    rendered_policies = policies(plane, *has_kind, "--set", "watchNamespaces={a,b}")
+    rendered_policies = policies(helm, *has_kind, "--set", "watchNamespaces={a,b}")
     assert [obj["apiVersion"] for obj in rendered_policies] == [group, group]
     (expression,) = rendered_policies[0]["spec"]["matchConstraints"]["namespaceSelector"]["matchExpressions"]
     assert expression["values"] == ["a", "b"]
 
 
-def test_no_injection_policies_without_the_kind_or_if_disabled(plane):
-    assert policies(plane) == []
+def test_no_injection_policies_without_the_kind_or_if_disabled(helm):
+    assert policies(helm) == []
     has_kind = ["--api-versions", "admissionregistration.k8s.io/v1/MutatingAdmissionPolicy"]
-    assert policies(plane, *has_kind, "--set", "injection.enabled=false") == []
+    assert policies(helm, *has_kind, "--set", "injection.enabled=false") == []
 
 
-def test_policy_for_authors_names_the_allowed_objects_and_can_be_off(plane):
+def test_policy_for_authors_names_the_allowed_objects_and_can_be_off(helm):
     def rendered_policies(*settings: str) -> list[dict]:
-        return [o for o in rendered(plane, *settings) if o["kind"].startswith("ValidatingAdmissionPolicy")]
+        return [o for o in rendered(helm, *settings) if o["kind"].startswith("ValidatingAdmissionPolicy")]
 
     settings = ["policies.restrictClusters.secrets={hf,redis}", "policies.restrictClusters.claims={models}"]
     policy, binding = rendered_policies(*settings)
@@ -208,23 +201,23 @@ def test_policy_for_authors_names_the_allowed_objects_and_can_be_off(plane):
     assert rendered_policies("policies.restrictClusters.enabled=false") == []
 
 
-def test_replicas_elect_a_leader_and_run_on_different_nodes(plane):
+def test_replicas_elect_a_leader_and_run_on_different_nodes(helm):
     for replicas, kinds in ((2, {"PodDisruptionBudget"}), (1, set())):
-        objects = {obj["kind"]: obj for obj in rendered(plane, f"replicas={replicas}")}
+        objects = {obj["kind"]: obj for obj in rendered(helm, f"replicas={replicas}")}
         assert objects.keys() & {"PodDisruptionBudget"} == kinds
         spec = objects["Deployment"]["spec"]
         assert (spec["replicas"], spec["strategy"]["type"]) == (replicas, "RollingUpdate")
         container = spec["template"]["spec"]["containers"][0]
         (lease,) = [rule["resourceNames"] for rule in objects["Role"]["rules"] if "update" in rule["verbs"]]
         assert [f"--leader-elect={name}" for name in lease] == [a for a in container["args"] if "elect" in a]
-    custom = {obj["kind"]: obj for obj in rendered(plane, "affinity.nodeAffinity.a=b")}["Deployment"]
+    custom = {obj["kind"]: obj for obj in rendered(helm, "affinity.nodeAffinity.a=b")}["Deployment"]
     assert custom["spec"]["template"]["spec"]["affinity"] == {"nodeAffinity": {"a": "b"}}
 
 
-def test_two_releases_do_not_collide(plane):
-    first = {(o["kind"], o["metadata"]["name"]) for o in rendered(plane, "crds.enabled=false")}
+def test_two_releases_do_not_collide(helm):
+    first = {(o["kind"], o["metadata"]["name"]) for o in rendered(helm, "crds.enabled=false")}
     flags = ["--set", "crds.enabled=false"]
-    second = yaml.safe_load_all(plane.helm("template", "other", CHART, *flags))
+    second = yaml.safe_load_all(helm("template", "other", CHART, *flags))
     assert first.isdisjoint({(o["kind"], o["metadata"]["name"]) for o in second if o})
 
 
@@ -240,15 +233,9 @@ def test_rendered_manifests_fit_the_schemas():
         (("containers:", "container:"), "container"),
     ],
 )
-def test_schema_check_finds_a_wrong_manifest(plane, change, message):
-    text = plane.helm("template", "release", CHART, "--show-only", "templates/deployment.yaml")
+def test_schema_check_finds_a_wrong_manifest(helm, change, message):
+    text = helm("template", "release", CHART, "--show-only", "templates/deployment.yaml")
     assert change[0] in text
     wrong = schemas.validate(text.replace(*change, 1))
     assert len(wrong) == 1
     assert message in wrong[0]
-
-
-@since(binaries.NEWEST)
-def test_stored_schemas_equal_those_of_the_control_plane(plane):
-    current = schemas.convert(plane.api.request("GET", "/openapi/v2"))
-    assert json.loads(schemas.SCHEMAS.read_text()) == current

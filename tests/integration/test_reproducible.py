@@ -51,7 +51,6 @@ def test_wheel_shows_a_changed_file(wheel, tmp_path):
     assert build(source, tmp_path / "out").items().isdisjoint(wheel.items())
 
 
-@pytest.mark.kube  # needs Helm
 def test_charts_archive_is_reproducible(tmp_path, monkeypatch):
     binaries.path("helm")
     images = dict.fromkeys(release.IMAGES, "sha256:" + "1" * 64)
