@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
 
@@ -34,8 +34,10 @@ __all__ = [
     "CHART",
     "CLUSTERS",
     "EXAMPLE",
+    "IMPATIENT",
     "NAME",
     "SERVICE_ACCOUNT",
+    "USUAL",
     "Operator",
     "example",
     "helm_error",
@@ -43,6 +45,8 @@ __all__ = [
     "new_namespace",
 ]
 
+IMPATIENT, USUAL = ("-m", "testing.kube.impatient_operator"), ("-m", "lmcache_operator")
+"""Programs of an operator that looks at unsettled clusters more often, and of the usual one."""
 EXAMPLE = ROOT / "examples" / "qwen3-8b.yaml"
 NAME = "qwen3-8b"  # name in the example
 
@@ -153,11 +157,13 @@ def operator_process(
 
 
 @contextlib.contextmanager
-def alone(plane: Cluster, account: str, directory: Path) -> Iterator[Operator]:
+def alone(
+    plane: Cluster, account: str, directory: Path, program: Sequence[str] = IMPATIENT
+) -> Iterator[Operator]:
     """The only operator, with the chart's flags except leader election."""
     # Without election no successor waits until the lease of a killed operator expires.
     flags = [flag for flag in chart_flags(plane) if not flag.startswith("--leader-elect=")]
-    process = Operator(plane, directory, account, *flags)
+    process = Operator(plane, directory, account, *flags, program=program)
     yield process
     if process.is_running:
         process.kill()

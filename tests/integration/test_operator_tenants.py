@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from testing.kube.api import Object
 from testing.kube.cluster import Cluster
 from testing.processes import SidecarProcess
 from tests.harness.clusters import ENGINE, condition, pods, wait_quiet, wait_ready, written
-from tests.harness.kube import CLUSTERS, NAME, example
+from tests.harness.kube import CLUSTERS, IMPATIENT, NAME, USUAL, Operator, alone, example
 from tests.harness.wire import RawClient
 
 pytestmark = pytest.mark.kube
@@ -78,11 +79,21 @@ def test_removed_tenants_leave_no_file(plane, operator, namespace):
     assert "tenants_file" not in yaml.safe_load(settings)
 
 
-def test_new_shares_are_known_when_the_sidecar_uses_their_file(plane, operator, namespace, tmp_path):
+@pytest.fixture(params=[IMPATIENT, pytest.param(USUAL, marks=pytest.mark.rotating)], ids=lambda p: p[-1])
+def probing(request, plane, chart, no_operator, tmp_path) -> Iterator[Operator]:
+    """An operator that looks again at unsettled clusters, after short or after its usual times."""
+    with alone(plane, chart, tmp_path, request.param) as process:
+        process.start()
+        yield process
+    assert process.refusals() == []
+
+
+def test_new_shares_are_known_when_the_sidecar_uses_their_file(plane, probing, namespace, tmp_path):
     """The test plays the kubelet: a process of the test is the pod's sidecar container.
 
     Nothing but its own probes shows the operator that the sidecar uses the new file.
     """
+    operator = probing
     resource = example(**named(salted("b", memoryPercent=50)))
     template = {"metadata": {"annotations": {"test/hold": "true"}}}
     resource["spec"]["engine"] |= {"replicas": 1, "podTemplate": template}
