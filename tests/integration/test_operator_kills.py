@@ -1,9 +1,10 @@
 """An operator that is killed after each of its writes: its successor reaches the state of an undisturbed one.
 
-An operator's effects are its writes, so the cases cover all states that a killed operator can leave.
-Each case has a cluster and a namespace of its own. The engines' cluster is created, scaled, rolled, resized
-and deleted. Its GPU claim, which is immutable, is recreated when the cluster is rolled, and removed in the
-end. A second cluster changes its pods' memory while they run, and adds, replaces and removes shards.
+An operator's effects are its writes, so the cases cover all states that a killed operator can leave. A run
+for a change does every third write. Each case has a cluster and a namespace of its own. The engines'
+cluster is created, scaled, rolled, resized and deleted. Its GPU claim, which is immutable, is recreated
+when the cluster is rolled, and removed in the end. A second cluster changes its pods' memory while they
+run, and adds, replaces and removes shards.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -36,6 +37,7 @@ from testing.kube.cluster import Cluster
 from tests.harness.autoscaling import GIB
 from tests.harness.devices import DEVICE_CLASS, published
 from tests.harness.kube import CLUSTERS, NAME, Operator, example, is_since, new_namespace, since
+from tests.harness.scope import third
 
 pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
 T = TypeVar("T")
@@ -70,9 +72,9 @@ class Story:
     begin: Object
     """The first spec of the cluster."""
     changes: dict[str, Object]
-    num_cases: int
-    """Greater than the number of writes of any change up to the last write of a child. The number of status
-    writes depends on time."""
+    max_writes: int
+    """Maximum number of writes of any change, up to its last write of a child. The number of status writes
+    depends on time."""
     num_deleted: dict[str, int] = field(default_factory=dict)
     """Children that each step deletes."""
 
@@ -89,7 +91,7 @@ ENGINES = Story(
         # (kubernetes/kubernetes#138641).
         "sized": {"spec": {"autoscaling": {"mode": "Auto", "memory": {"maxSize": "4Gi"}}}},
     },
-    num_cases=15,
+    max_writes=12,
     num_deleted={"rolled": 1, "without a claim": 1} if HAS_CLAIMS else {},
 )
 
@@ -104,7 +106,7 @@ TIERS = Story(
         "grown": {"spec": {"tiers": tiers("2Gi", 2, "2Gi")}},
         "shrunk": {"spec": {"tiers": tiers("1Gi", 1, "2Gi")}},
     },
-    num_cases=14,
+    max_writes=13,
 )
 
 
@@ -141,9 +143,9 @@ class Case:
     ) -> None:
         self.story, self.api, self.client = story, api, client
         self.namespace, self.dies_after = namespace, dies_after
-        self.was_killed: dict[str, bool] = {}
-        self.has_remaining_writes: dict[str, bool] = {}
-        """Whether the killed operator had left writes other than the status, by step."""
+        self.num_kills = 0
+        self.num_writes: dict[str, int] = {}
+        """Number of writes of the first operator up to its last write of a child, by step."""
 
     async def create(self) -> None:
         resource = example(**self.story.begin)
@@ -155,13 +157,15 @@ class Case:
         first = MortalApi(self.client, self.dies_after)
         with contextlib.suppress(OperatorKilledError):
             await self._reconcile(first)
-        self.was_killed[step] = len(first.written) == self.dies_after
+        self.num_kills += len(first.written) == self.dies_after
+        self.num_writes[step] = max(
+            (number for number, write in enumerate(first.written, start=1) if not _is_status(write)),
+            default=0,
+        )
         second = MortalApi(self.client, None)
         await self._reconcile(second)
         await self._check_idle(step)
-        first_writes, second_writes = _without_status(first.written), _without_status(second.written)
-        self.has_remaining_writes[step] = bool(second_writes)
-        return Counter([*first_writes, *second_writes])
+        return Counter(write for write in (*first.written, *second.written) if not _is_status(write))
 
     async def change(self, step: str) -> None:
         """Apply the user's change. If the shards have a password, change it, too."""
@@ -265,8 +269,8 @@ async def in_a_slot(slots: asyncio.Semaphore, work: Awaitable[T]) -> T:
         return await work
 
 
-def _without_status(written: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    return [write for write in written if not write[1].endswith("/status")]
+def _is_status(write: tuple[str, str]) -> bool:
+    return write[1].endswith("/status")
 
 
 def _normal(child: Object, namespace: str) -> str:
@@ -282,19 +286,21 @@ def _normal(child: Object, namespace: str) -> str:
 
 
 @pytest.fixture
-def alone(plane: Cluster, operator_process: Operator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
-    """The API, while only the test's own operators run and there are devices for all pods."""
+def alone(plane: Cluster, operator_process: Operator, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Only the test's own operators run, and there are devices for all pods."""
     if operator_process.is_running:
         operator_process.terminate()
     monkeypatch.setenv("KUBECONFIG", str(plane.kubeconfig()))
-    with published(plane, per_node=2 * 2 * ENGINES.num_cases) if HAS_CLAIMS else contextlib.nullcontext():
-        yield plane.api
+    per_node = 2 * 2 * (1 + ENGINES.max_writes)
+    with published(plane, per_node) if HAS_CLAIMS else contextlib.nullcontext():
+        yield
 
 
 @contextlib.contextmanager
-def namespaces(plane: Cluster, name: str, number: int) -> Iterator[list[str]]:
+def places(plane: Cluster, name: str, deaths: Sequence[int | None]) -> Iterator[dict[str, int | None]]:
+    """Namespaces for cases, with the number of writes after which the operator dies in each."""
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(new_namespace(plane, f"{name}-{n:02}")) for n in range(number)]
+        yield {stack.enter_context(new_namespace(plane, f"{name}-{n or 0:02}")): n for n in deaths}
 
 
 @contextlib.asynccontextmanager
@@ -303,20 +309,22 @@ async def client() -> AsyncIterator[ApiClient]:
         yield api._client
 
 
-async def run_story(story: Story, api: Api, places: list[str]) -> None:
-    """Run all cases step by step. Compare each with the case whose operator is not killed."""
+def run_story(story: Story, plane: Cluster, name: str) -> None:
+    """Run the cases step by step. Compare each with the first one, whose operator is not killed."""
+    with places(plane, name, [None, *third(range(1, story.max_writes + 1))]) as deaths:
+        asyncio.run(run_cases(story, plane.api, deaths))
+
+
+async def run_cases(story: Story, api: Api, deaths: dict[str, int | None]) -> None:
     async with client() as shared:
         slots = asyncio.Semaphore(NUM_AT_ONCE)
-        cases = [Case(story, api, shared, place, n or None) for n, place in enumerate(places)]
+        cases = [Case(story, api, shared, place, number) for place, number in deaths.items()]
         for step in ("created", *story.changes):
             change = [case.create() if step == "created" else case.change(step) for case in cases]
             await asyncio.gather(*change)
             written = await asyncio.gather(*(in_a_slot(slots, case.run(step)) for case in cases))
-            assert [case.was_killed[step] for case in cases[1:3]] == [True, True]
             is_change = step in story.changes
-            assert not (is_change and cases[-1].has_remaining_writes[step]), (
-                "the change has more writes than the story has cases"
-            )
+            assert not is_change or cases[0].num_writes[step] <= story.max_writes
             deleted = [path for verb, path in written[0] if verb == "DELETE"]
             assert len(deleted) == story.num_deleted.get(step, 0)
             undisturbed, *killed = [(await case.children(), await case.pods()) for case in cases]
@@ -329,31 +337,31 @@ async def run_story(story: Story, api: Api, places: list[str]) -> None:
                 assert repeated == [], where
                 if is_change:
                     assert await case.password() == (step if "remote" in story.begin["tiers"] else ""), where
+        num_writes = max(cases[0].num_writes.values())
+        assert all(case.num_kills for case in cases[1:] if case.dies_after <= num_writes)
         await asyncio.gather(*(case.delete() for case in cases))
 
 
 def test_successor_of_a_killed_operator_completes_and_repeats_no_write(plane, alone):
-    with namespaces(plane, "killed", ENGINES.num_cases) as places:
-        asyncio.run(run_story(ENGINES, alone, places))
+    run_story(ENGINES, plane, "killed")
 
 
 @since("1.35")
 def test_tier_changes_survive_an_operator_killed_after_any_write(plane, alone, monkeypatch):
     for module in (remote, shards):
         monkeypatch.setattr(module, "WINDOW", timedelta(seconds=1))
-    with namespaces(plane, "tiers", TIERS.num_cases) as places:
-        asyncio.run(run_story(TIERS, alone, places))
+    run_story(TIERS, plane, "tiers")
 
 
 def test_cluster_deleted_while_its_operator_is_dead_leaves_nothing(plane, alone):
-    async def scenario(places: list[str]) -> None:
+    async def scenario(deaths: dict[str, int | None]) -> None:
         async with client() as shared:
-            cases = [Case(ENGINES, alone, shared, place, n) for n, place in enumerate(places, start=1)]
+            cases = [Case(ENGINES, plane.api, shared, place, number) for place, number in deaths.items()]
             await asyncio.gather(*(case.create() for case in cases))
             for case in cases:
                 with contextlib.suppress(OperatorKilledError):
                     await case._reconcile(MortalApi(shared, case.dies_after))
             await asyncio.gather(*(case.delete() for case in cases))
 
-    with namespaces(plane, "half-made", 9) as places:
-        asyncio.run(scenario(places))
+    with places(plane, "half-made", third(range(1, 10))) as deaths:
+        asyncio.run(scenario(deaths))
