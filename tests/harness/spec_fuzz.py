@@ -1,6 +1,7 @@
 """Random LMCacheClusters that fit the definition's schema, some of them with one broken value.
 
-A seed determines a walk through the schema as the API server has it. Hypothesis would need seconds for a pod.
+Unit tests reconcile many of them against a model, and an integration test a few on a real API server. A seed
+determines a walk through the schema as the API server has it. Hypothesis would need seconds for a pod.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from lmcache_operator.api.crd import crd
 
+from tests.harness import scope
 from tools.kube import schemas
 
 Object = dict[str, Any]
@@ -37,6 +39,12 @@ _ODD = (
     None, "", " ", "\x00", "ü" * 300, "-1",
     0, -1, 2**63, 1.5, True, [], [None], {}, {"": {}}, {"a": [{"name": "a"}, {"name": "a"}]}, "a" * 5000,
 )  # fmt: skip
+
+
+def seeds(number: int) -> range:
+    """Return a third of ``number`` seeds, or ten times as many. The commit chooses the first one."""
+    first = scope.seed() % 1_000_000
+    return range(first, first + scope.examples(number))
 
 
 def spec(seed: int) -> tuple[Object, bool]:
