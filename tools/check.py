@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tools import commits, docs, docstrings, identifiers, messages, prose
+from tools import commits, docs, docstrings, identifiers, messages, prose, waits
 from tools.cache import uv
 from tools.kube import binaries
 from tools.sources import PRODUCT, ROOT, python_files
@@ -168,6 +168,7 @@ CHECKS: dict[str, Callable[[], Result]] = {
     "identifiers": identifiers.all_problems,
     "messages": messages.all_problems,
     "commits": commits.all_problems,
+    "waits": waits.all_problems,
     "shell": shell,
     "dockerfiles": dockerfiles,
     "chart": chart,

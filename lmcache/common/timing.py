@@ -19,39 +19,39 @@ class Timing:
 
     # Engine for sidecar
     hello_seconds: float = 2.0
-    """Until the sidecar answers Hello: a frozen sidecar accepts connections but does not answer."""
+    """Time until the sidecar answers Hello: a frozen sidecar accepts connections but does not answer."""
     start_seconds: float = 2.0
-    """Until the cache is attached, while the engine starts. It suffices for weights whose hashes are known.
-    The first request is then cached."""
+    """Time until the cache is attached, while the engine starts. It suffices for weights whose hashes are
+    known. The first request is then cached."""
     call_seconds: float = 2.0
-    """Until the sidecar answers a call for which no request waits."""
+    """Time until the sidecar answers a call for which no request waits."""
     lookup_seconds: float = 0.5
-    """Until the sidecar answers a lookup, unless the settings allow more."""
+    """Time until the sidecar answers a lookup, unless the settings allow more."""
     report_seconds: float = 5.0
-    """Until a report of a blocking engine is sent. Older reports are dropped: the sidecar may be frozen."""
+    """Time until a report of a blocking engine is sent. Older reports are dropped, as of a frozen sidecar."""
     row_seconds: float = 0.05
-    """Until the next row is promoted, unless computing the missing rows takes longer."""
+    """Time until the next row is promoted, unless computing the missing rows takes longer."""
     first_row_seconds: float = 0.2
-    """Until the first row is promoted, unless the settings allow more. The tier's speed is not known yet."""
+    """Time until the first row is promoted, unless the settings allow more: the tier's speed is unknown."""
     hold_seconds: float = 2.0
-    """Until the engine reuses the blocks of a finished request, even if a copy still reads them."""
+    """Time until the engine reuses the blocks of a finished request, even if a copy still reads them."""
     preemption_seconds: float = 0.005
-    """Until a step goes on without copies that read blocks of a preempted request."""
+    """Time until a step goes on without copies that read blocks of a preempted request."""
     left_behind_seconds: float = 0.05
-    """Until a step goes on without copies that read blocks which windows left behind. Without these copies, a
-    long prompt could not be resumed."""
+    """Time until a step goes on without copies that read blocks which windows left behind. Without these
+    copies, a long prompt could not be resumed."""
     close_seconds: float = 2.0
-    """Until threads of the connector and GPU readers of the sidecar end. They may hang in the kernel."""
+    """Time until threads of the connector and GPU readers of the sidecar end. They may hang in the kernel."""
 
     # Sidecar for engine
     reader_start_seconds: float = 60.0
-    """Until a new GPU reader has a CUDA context: the driver may have to be loaded first."""
+    """Time until a new GPU reader has a CUDA context: the driver may have to be loaded first."""
     reader_open_seconds: float = 30.0
-    """Until a GPU reader has opened an engine's memory."""
+    """Time until a GPU reader has opened an engine's memory."""
     copy_seconds: float = 5.0
-    """Until a batch of a GPU reader is copied, which takes a few milliseconds."""
+    """Time until a batch of a GPU reader is copied, which takes a few milliseconds."""
     reader_close_seconds: float = 1.5
-    """Until a GPU reader has closed memory. A restarted engine waits 2 s for it: this and the extra time."""
+    """Time until a GPU reader has closed memory. A restarted engine waits 2 s: this and the extra time."""
 
     def read(self, text: str) -> None:
         """Set the deadlines in ``text``, such as ``copy_seconds=0.5,hold_seconds=9``, others to standard.

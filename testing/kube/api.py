@@ -43,10 +43,12 @@ def manifests(*paths: Path) -> list[Object]:
     return [obj for path in paths for obj in yaml.safe_load_all(path.read_text()) if obj]
 
 
-def wait_for(condition: Callable[[], T | None], timeout: float = PATIENCE) -> T:
+def wait_for(
+    condition: Callable[[], T | None], timeout: float = PATIENCE, interval: float | None = None
+) -> T:
     """Poll until ``condition`` returns a true value. `ApiError` 404 and 5xx and missing answers are retried.
 
-    Pauses grow to a tenth of the time that has passed. Raises TimeoutError with the last value or error.
+    Pauses have ``interval`` seconds, or grow to a tenth of the time that has passed. Raises TimeoutError with the last value or error.
     """
     begin = time.monotonic()
     while True:
@@ -63,7 +65,7 @@ def wait_for(condition: Callable[[], T | None], timeout: float = PATIENCE) -> T:
         seconds = time.monotonic() - begin
         if seconds > timeout:
             raise TimeoutError(f"not within {timeout:g} s; last: {last!r}")
-        time.sleep(min(max(seconds / 10, _MIN_PAUSE), _MAX_PAUSE))
+        time.sleep(interval or min(max(seconds / 10, _MIN_PAUSE), _MAX_PAUSE))
 
 
 def close_idle_connections() -> None:

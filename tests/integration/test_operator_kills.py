@@ -189,7 +189,7 @@ class Case:
                 is_idle = due > IDLE_SECONDS and len(api.written) == num_before
                 is_quiet = is_idle and await self._is_ready()
                 num_quiet = num_quiet + 1 if is_quiet else 0
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.2)  # real time: polls
 
     async def _check_idle(self, step: str) -> None:
         """Check that a third operator finds nothing to do."""
@@ -248,7 +248,7 @@ class Case:
         async with asyncio.timeout(SECONDS):
             while await self.children() or await last.find(POD, self.namespace):
                 assert await self._reconciler(last).reconcile(self.key) is None
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(0.5)  # real time: polls
         assert await last.get(CLUSTER, self.namespace, NAME) is None
         assert last.written == []
 
