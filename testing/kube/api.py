@@ -48,7 +48,8 @@ def wait_for(
 ) -> T:
     """Poll until ``condition`` returns a true value. `ApiError` 404 and 5xx and missing answers are retried.
 
-    Pauses have ``interval`` seconds, or grow to a tenth of the time that has passed. Raises TimeoutError with the last value or error.
+    Pauses have ``interval`` seconds, or grow to a tenth of the time that has passed. Raises TimeoutError with
+    the last value or error.
     """
     begin = time.monotonic()
     while True:
