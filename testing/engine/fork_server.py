@@ -3,25 +3,23 @@
 
 A test engine needs one second of processor time to become ready, and nine more to import vLLM. ``allowed()``
 enables copies. Benchmarks, the demo and pods start programs as users do. ``start`` copies vLLM. Other
-programs have a ``ForkServer`` of their own. All pytest workers of a run use the same servers.
+programs have a ``ForkServer`` of their own.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import multiprocessing
 import os
 import runpy
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -142,53 +140,15 @@ class ForkServer:
 
     def _running(self, environment: Mapping[str, str]) -> forkserver.ForkServer:
         if self._server is None:
-            with around_start():
-                self._server = self._joined(environment)
+            server = forkserver.ForkServer()
+            server.set_forkserver_preload([self._imported, __name__])
+            # The interpreter, OpenMP and programs read some variables once, when they are loaded. With
+            # another OMP_WAIT_POLICY, the threads of all engines would spin.
+            variables = {**environment, **self._environment()}
+            with around_start(), mock.patch.dict(os.environ, variables, clear=True):
+                server.ensure_running()
+            self._server = server
         return self._server
-
-    def _joined(self, environment: Mapping[str, str]) -> forkserver.ForkServer:
-        """Return the server of another pytest worker if there is one, and else a new one."""
-        if (run := os.environ.get("PYTEST_XDIST_TESTRUNUID")) is None:
-            return self._started(environment)
-        with Path(tempfile.gettempdir(), f"lmc-fork-{run}-{self._imported}").open("a+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
-            with contextlib.suppress(OSError, TypeError):  # there is none, or its worker has ended
-                return _JoinedServer(*file.read().split())
-            server = self._started(environment)
-            private: Any = server
-            file.truncate(0)
-            file.write(f"{private._forkserver_address} /proc/{os.getpid()}/fd/{private._forkserver_alive_fd}")
-            atexit.register(Path(file.name).unlink, missing_ok=True)
-        return server
-
-    def _started(self, environment: Mapping[str, str]) -> forkserver.ForkServer:
-        server = forkserver.ForkServer()
-        server.set_forkserver_preload([self._imported, __name__])
-        # The interpreter, OpenMP and programs read some variables once, when they are loaded. With another
-        # OMP_WAIT_POLICY, the threads of all engines would spin.
-        variables = {**environment, **self._environment()}
-        with mock.patch.dict(os.environ, variables, clear=True):
-            server.ensure_running()
-        return server
-
-
-class _JoinedServer(forkserver.ForkServer):
-    """A server that another process has started. It lives as long as any process that can ask it for copies.
-
-    Raises OSError if the process that started it has ended, and TypeError if a name is missing.
-    """
-
-    def __init__(self, address: str, alive: str) -> None:
-        """``address`` is the server's socket. ``alive`` is the pipe that the server waits on."""
-        super().__init__()
-        self._forkserver_alive_fd = os.open(alive, os.O_WRONLY)
-        # The other process removes its name of the socket when it ends.
-        self._forkserver_address = os.path.join(util.get_temp_dir(), Path(address).name)
-        os.link(address, self._forkserver_address)
-
-    def ensure_running(self) -> None:
-        """Do nothing: the server is not a child of this process."""
 
 
 start = ForkServer("testing.engine.imported", lambda: ENVIRONMENT).start
