@@ -43,6 +43,7 @@ __all__ = [
     "helm_error",
     "install",
     "new_namespace",
+    "stop_operator",
 ]
 
 IMPATIENT, USUAL = ("-m", "testing.kube.impatient_operator"), ("-m", "lmcache_operator")
@@ -140,6 +141,11 @@ _operators: list[Operator] = []
 @pytest.fixture
 def no_operator() -> None:
     """No operator runs during the test. It would create pods of its own for the test's clusters."""
+    stop_operator()
+
+
+def stop_operator() -> None:
+    """Stop the operator of former tests, if it runs. Fixtures of a module call this before `no_operator`."""
     for process in _operators:
         if process.is_running:
             process.kill()

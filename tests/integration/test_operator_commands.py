@@ -15,7 +15,7 @@ from lmcache.rpc.session import Scheduled
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 from tests.harness.engine import session_of
-from tests.harness.kube import CLUSTERS, NAME, example, new_namespace
+from tests.harness.kube import CLUSTERS, NAME, example, new_namespace, stop_operator
 from tests.harness.plugin import Commands, Plugin, create_pod, kubeconfig_with
 from tests.harness.tmux import Tmux
 from tests.harness.wire import make_keys
@@ -40,6 +40,7 @@ SIZES = {
 @pytest.fixture(scope="module")
 def namespace(plane):
     """A namespace with an LMCacheCluster and two pods. Each sidecar counted one request of 517 tokens."""
+    stop_operator()  # it would create pods of the same names
     with new_namespace(plane, "commands") as name, ExitStack() as stack:
         # Mode Off, so that no operator of other tests fills the status.
         plane.api.create(CLUSTERS, example(autoscaling={"mode": "Off"}), name)
