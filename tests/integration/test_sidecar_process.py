@@ -278,10 +278,9 @@ def test_probes_are_answered_without_free_descriptors(few_descriptors):
 
 @pytest.fixture
 def few_descriptors():
-    with SidecarProcess() as sidecar:
-        sidecar.kill()
-        sidecar.max_descriptors = 64
-        sidecar.start()
+    sidecar = SidecarProcess()
+    sidecar.max_descriptors = 64
+    with sidecar:
         yield sidecar
 
 
