@@ -8,23 +8,20 @@ from pathlib import Path
 
 from testing.child_process import ChildProcess
 
-_ENVIRONMENT = {"GOGC": "400", "GOMEMLIMIT": "600MiB"}
-"""Rarer garbage collections save a quarter of the processor time of a control plane, for 350 MiB."""
-
 
 class Component(ChildProcess):
-    """One server process, and the command that starts it."""
+    """One server process, with the command and additional variables that start it."""
 
-    def __init__(self, name: str, argv: Sequence[str | Path], log: Path) -> None:
+    def __init__(self, name: str, argv: Sequence[str | Path], log: Path, **environment: str) -> None:
         super().__init__(name, log)
-        self.argv = argv
+        self.argv, self.environment = argv, environment
 
     def start(self) -> None:
         """Start the process without waiting."""
         # The kernel ends the process when its parent thread ends for any reason. setpriv and not preexec_fn,
         # because no Python may run between fork and exec.
         argv = ["setpriv", "--pdeathsig", "KILL", "--", *self.argv]
-        self.spawn(argv, env=os.environ | _ENVIRONMENT, start_new_session=True)
+        self.spawn(argv, env=os.environ | self.environment, start_new_session=True)
 
     def start_again(self) -> bool:
         """Start the process again if it was started and has ended by itself. Returns whether it had."""
