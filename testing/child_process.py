@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import os
 import random
@@ -15,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
+from unittest import mock
 
 from testing import workers
 
@@ -130,6 +132,23 @@ class ChildProcess:
         except subprocess.TimeoutExpired:
             self.kill()
             return -signal.SIGKILL
+
+
+def run_in_process(
+    main: Callable[[Sequence[str]], int], *words: str | Path, prompt: bytes = b""
+) -> subprocess.CompletedProcess[str]:
+    """Run the function ``main`` of a program in this process: another would mostly import modules.
+
+    ``prompt`` is its standard input. It must not be called in several threads at once.
+    """
+    arguments, output, errors = [*map(str, words)], io.StringIO(), io.StringIO()
+    with (
+        mock.patch("sys.stdin", io.TextIOWrapper(io.BytesIO(prompt))),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+    ):
+        status = main(arguments)
+    return subprocess.CompletedProcess(arguments, status, output.getvalue(), errors.getvalue())
 
 
 def wait_until(predicate: Callable[[], Any], *, timeout: float = 60.0, what: str = "") -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import subprocess
 import sys
@@ -13,7 +11,7 @@ from typing import Any
 
 from lmcache_operator.__main__ import main
 
-from testing.child_process import REPOSITORY, reachable_address
+from testing.child_process import REPOSITORY, reachable_address, run_in_process
 from testing.kube.cluster import Cluster
 
 _PROGRAMS = {"kubectl-lmcache": "lmcache_operator", "kubectl_complete-lmcache": "lmcache_operator.completion"}
@@ -56,11 +54,7 @@ class Commands:
 
     def __call__(self, command: str, *argv: str | Path) -> subprocess.CompletedProcess[str]:
         """Run a command in the namespace."""
-        words = [command, *self._options, *map(str, argv)]
-        output, errors = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            status = main(words)
-        return subprocess.CompletedProcess(words, status, output.getvalue(), errors.getvalue())
+        return run_in_process(main, command, *self._options, *argv)
 
 
 def create_pod(

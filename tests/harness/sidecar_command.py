@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
+from pathlib import Path
 from unittest import mock
 
 from lmcache_sidecar.command import main
 from lmcache_sidecar.explain import asking
 
+from testing.child_process import run_in_process
 from testing.processes import SidecarProcess
 
 
-def run_command(*arguments: str, prompt: bytes = b"", answer_seconds: float = 60.0) -> tuple[int, str]:
+def run_command(*arguments: str | Path, prompt: bytes = b"", answer_seconds: float = 60.0) -> tuple[int, str]:
     """Run a command. Returns its exit status and what it printed.
 
     ``prompt``: its standard input. ``answer_seconds``: how long it waits for each answer.
     """
-    printed = io.StringIO()
-    with (
-        mock.patch("sys.stdin", io.TextIOWrapper(io.BytesIO(prompt))),
-        mock.patch.object(asking, "_TIMEOUT_SECONDS", answer_seconds),
-        contextlib.redirect_stdout(printed),
-        contextlib.redirect_stderr(printed),
-    ):
-        status = main(arguments)
-    return status, printed.getvalue()
+    with mock.patch.object(asking, "_TIMEOUT_SECONDS", answer_seconds):
+        done = run_in_process(main, *arguments, prompt=prompt)
+    return done.returncode, done.stdout + done.stderr
 
 
 def explain(sidecar: SidecarProcess | str, *arguments: str, **options: float | bytes) -> tuple[int, str]:

@@ -11,13 +11,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from testing.child_process import REPOSITORY, free_port, wait_until
+from lmcache.bench.client import REQUEST_ID
+from testing.child_process import REPOSITORY, free_port, run_in_process, wait_until
 from testing.engine.process import ServedEngine, patient_config
 from testing.processes import SidecarProcess
 from tests.harness.forwarding_api import NAME, ForwardingApi, pod, served
@@ -93,9 +95,7 @@ def started(words: list[str]) -> subprocess.Popen[str]:
 
 
 def run(module: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    with started(command(module, *arguments)) as process:
-        out, error = process.communicate(timeout=300)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, error)
+    return run_in_process(import_module(f"{module}.__main__").main, *arguments)
 
 
 def hit_share(phase: dict[str, Any]) -> float:
@@ -133,9 +133,17 @@ def test_warm_prompts_hit_and_runs_can_be_compared(world, tmp_path) -> None:
 
 def test_only_requests_of_others_stop_a_benchmark(world) -> None:
     """A second benchmark does not take the requests of the first for those of others."""
-    world.sidecar.restart()  # the sidecar forgets the requests of other tests
-    world.start()
-    assert run("lmcache_sidecar", "bench", *world.urls, *SMALL, "--workload", "chat", "--yes").returncode == 0
+
+    def is_alone() -> bool:
+        """Whether the sidecar got no report of a short request, after which engines attach."""
+        world.sidecar.restart()  # it forgets the requests of other tests
+        world.start()
+        done = run("lmcache_sidecar", "bench", *world.urls, *SMALL, "--workload", "chat", "--yes")
+        assert done.returncode == 0
+        requests = json.loads(world.sidecar.get("/requests"))["requests"]
+        return all(REQUEST_ID in request["request_id"] for request in requests)
+
+    wait_until(is_alone)
     again = run("lmcache_sidecar", "bench", *world.urls, *SMALL, "--workload", "chat")
     assert again.returncode == 1
     assert f"Send {2 * NUM_REQUESTS} requests to" in again.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -13,6 +11,7 @@ from vllm.lora.request import LoRARequest
 from lmcache.explain.findings import findings
 from testing.deadlines import CALLS
 from testing.processes import RedisProcess, SidecarProcess
+from tests.harness.sidecar_command import explain
 from tests.harness.sim_config import CHUNK, SimSettings
 from tests.harness.sim_world import SimWorld, make_tokens, world
 
@@ -185,8 +184,7 @@ def test_engines_own_hits_count_for_the_engine(world):
 
 def explained(sidecar: SidecarProcess) -> str:
     """Output of ``lmcache-sidecar explain``, in one line."""
-    command = [sys.executable, "-m", "lmcache_sidecar", "explain", "--url", sidecar.url]
-    return " ".join(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    return " ".join(explain(sidecar)[1].split())
 
 
 def first_finding(tokens: dict[str, int]) -> str:

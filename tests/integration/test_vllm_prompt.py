@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from testing.engine.tiny_model import tiny_model
 from testing.processes import RedisProcess, SidecarProcess
+from tests.harness import sidecar_command
 from tests.harness.real_engine import BLOCK, CHUNK, attached_engine, make_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis]
@@ -18,10 +17,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.redis]
 def explain(sidecar, prompt, *arguments):
     """Run the command. Returns its JSON output, or the text of its error."""
     text = prompt if isinstance(prompt, str) else json.dumps(prompt)
-    command = [sys.executable, "-m", "lmcache_sidecar", "explain", "--url", sidecar.url, "--prompt", "-"]
-    command += ["--output", "json", *arguments]
-    ended = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
-    return json.loads(ended.stdout) if ended.returncode == 0 else ended.stderr
+    words = "--prompt", "-", "--output", "json", *arguments
+    status, printed = sidecar_command.explain(sidecar, *words, prompt=text.encode())
+    return json.loads(printed) if status == 0 else printed
 
 
 def runs(answer):
