@@ -40,9 +40,10 @@ def test_bad_text_changes_nothing(timing, text, message):
     assert timing == Timing()
 
 
-def test_patient_deadlines_are_a_minute_or_more():
+def test_patient_deadlines_are_a_minute_except_for_waits_of_requests():
     with deadlines(PATIENT):
-        assert min(vars(TIMING).values()) >= 60
+        short = [name for name, seconds in vars(TIMING).items() if seconds < 60]
+    assert short == ["row_seconds", "first_row_seconds"]
     assert Timing() == TIMING
 
 
