@@ -22,6 +22,9 @@ PATIENT = ",".join(
 CALLS = "call_seconds=60"
 """Deadlines for tests in which a process does not answer: the waits of requests end as for users."""
 
+SIMULATED = f"{CALLS},hello_seconds=60"
+"""The same for simulated engines, of which each test expects that they attach."""
+
 COPIES = f"{CALLS},hold_seconds=60,left_behind_seconds=60"
 """The same for real engines, whose stores may be late."""
 

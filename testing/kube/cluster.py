@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TypeVar
+from typing import IO, ClassVar, TypeVar
 
 from testing.child_process import free_ports
 from testing.kube import pki
@@ -55,8 +55,6 @@ _RESTARTED = ("kube-controller-manager", "kube-scheduler")
 """Components that end by themselves to recover, for example when the scheduler's cache contradicts the API
 server after a restart. On a real node, the kubelet starts them again."""
 _MAX_RESTARTS = 20
-_GO = {"GOGC": "400", "GOMEMLIMIT": "600MiB", "GOMAXPROCS": "1"}
-"""Settings of Go's runtime. They save a third of the processor time, and take 350 MiB more memory."""
 T = TypeVar("T")
 
 
@@ -70,6 +68,9 @@ class Cluster:
     programs: Sequence[str] = PROGRAMS
     api_server_flags: Sequence[str] = ("--advertise-address=127.0.0.1", "--endpoint-reconciler-type=none")
     """Flags of this class of clusters, in addition to the common flags."""
+
+    go: ClassVar[dict[str, str]] = {"GOGC": "400", "GOMEMLIMIT": "600MiB", "GOMAXPROCS": "1"}
+    """Settings of Go's runtime. They save a third of the processor time, and take 350 MiB more memory."""
 
     def __init__(self, *, crds: Sequence[Path] = (), num_nodes: int = 2, bin_dir: Path | None = None) -> None:
         """``bin_dir`` holds `PROGRAMS`. By default the pinned versions are used."""
@@ -261,7 +262,7 @@ class Cluster:
 
     def _launch(self, program: str, *flags: str) -> None:
         log = self.directory / f"{program}.log"
-        component = self.components[program] = Component(program, [self.bin / program, *flags], log, **_GO)
+        component = self.components[program] = Component(program, [self.bin / program, *flags], log, **self.go)
         component.start()
 
     def _describe(self, error: Exception) -> None:

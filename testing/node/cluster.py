@@ -49,6 +49,7 @@ class NodeCluster(cluster.Cluster):
     """
 
     programs = PROGRAMS
+    go = cluster.Cluster.go | {"GOMAXPROCS": str(os.cpu_count())}
     api_server_flags = (
         # Pods reach the API server at the bridge's address, by the Service that it maintains itself.
         "--bind-address=0.0.0.0", f"--advertise-address={inside.ADDRESS}",

@@ -275,7 +275,7 @@ class TestStores:
             engine.copier.before_store = fail
             assert not engine.store(1, 2)
             engine.copier.before_store = blocking.nothing
-            assert "A store failed; later stores go on" in caplog.text
+            assert "A store failed; later ones go on" in caplog.text
             assert engine.look_up(1, 2) == 0
             assert engine.store(1, 2)
             assert engine.run(1, 2) == 2
@@ -290,7 +290,7 @@ class TestStores:
 
             engine.copier.before_load = fail
             assert engine.run(1, 2, 3) == 1
-            assert "A load failed; later loads go on" in caplog.text
+            assert "A load failed; later ones go on" in caplog.text
             assert engine.run(1, 2, 3) == 3
             wait_released(sidecar)
 

@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from lmcache.engines.core import events
 from testing.child_process import wait_until
-from testing.deadlines import CALLS
+from testing.deadlines import SIMULATED
 from testing.processes import SidecarProcess
 from tests.harness.resized_sidecar import ResizedSidecar
 from tests.harness.scope import examples
@@ -21,7 +21,7 @@ from tests.harness.sim_config import BLOCK, CHUNK, SimSettings
 from tests.harness.sim_engine import SimEngine
 from tests.harness.sim_world import SimWorld, assert_idle, make_tokens, wait_attached, world
 
-DEADLINES = CALLS
+DEADLINES = SIMULATED
 
 __all__ = ["world"]
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lmcache.common.timing import TIMING
 from lmcache.engines.core.copier import CpuCopier, RowLoad
 from lmcache.rpc.session import Session
-from testing.deadlines import CALLS
+from testing.deadlines import SIMULATED
 from testing.processes import SidecarProcess
 from tests.harness.fake_model import answer
 from tests.harness.scope import examples
@@ -25,7 +25,7 @@ from tests.harness.sim_engine import SimEngine
 from tests.harness.sim_scenario import Scenario, events
 from tests.harness.sim_world import SimWorld, assert_idle, make_tokens
 
-DEADLINES = CALLS
+DEADLINES = SIMULATED
 
 pytestmark = pytest.mark.vllm
 

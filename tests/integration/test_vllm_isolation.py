@@ -27,14 +27,14 @@ from vllm.multimodal.inputs import (
 
 from lmcache.engines.core import files
 from testing.child_process import wait_until
-from testing.deadlines import CALLS
+from testing.deadlines import SIMULATED
 from tests.harness.fake_model import Content, TokenChain
 from tests.harness.scope import examples, third
 from tests.harness.sim_config import CHUNK, SimSettings
 from tests.harness.sim_engine import SimEngine
 from tests.harness.sim_world import SimWorld, assert_idle, make_tokens, world
 
-DEADLINES = CALLS
+DEADLINES = SIMULATED
 
 __all__ = ["world"]
 

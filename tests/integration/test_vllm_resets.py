@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from testing.deadlines import CALLS
+from testing.deadlines import SIMULATED
 from tests.harness.fake_model import answer
 from tests.harness.scope import third
 from tests.harness.sim_config import CHUNK, SimSettings
 from tests.harness.sim_world import assert_idle, make_tokens, world
 
-DEADLINES = CALLS
+DEADLINES = SIMULATED
 
 __all__ = ["world"]
 

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from testing.deadlines import CALLS
+from testing.deadlines import SIMULATED
 from tests.harness.scope import examples
 from tests.harness.sim_config import SimSettings
 from tests.harness.sim_scenario import Scenario, events
 from tests.harness.sim_world import world
 
-DEADLINES = CALLS
+DEADLINES = SIMULATED
 
 __all__ = ["world"]
 
