@@ -262,7 +262,8 @@ class Cluster:
 
     def _launch(self, program: str, *flags: str) -> None:
         log = self.directory / f"{program}.log"
-        component = self.components[program] = Component(program, [self.bin / program, *flags], log, **self.go)
+        component = Component(program, [self.bin / program, *flags], log, **self.go)
+        self.components[program] = component
         component.start()
 
     def _describe(self, error: Exception) -> None:
