@@ -65,7 +65,7 @@ e2e: setup sglang ## test chart, operator and engines as pods of a real kubelet 
 
 # Unit tests compute and do not wait.
 test-fast test-light: TEST_WORKERS = $(shell nproc)
-test-fast: setup ## run the unit tests, 3 minutes
+test-fast: setup ## run the unit tests, 2.5 minutes
 	@$(PYTEST) tests/unit
 
 test-light: setup-light ## run the unit tests that need neither torch nor vLLM, and skip the others
