@@ -94,8 +94,9 @@ def busy_client():
 
 
 def state_of(sidecar: SidecarProcess) -> dict[str, object]:
-    """Statistics without the time and without detached clients, which earlier tests may have left."""
+    """Statistics without the time, and without the background work and detached clients of earlier tests."""
     stats = sidecar.stats()
+    del stats["pending_work"]
     del stats["time"], stats["uptime_seconds"], stats["num_clients"], stats["benefit"]["tier_byte_seconds"]
     stats["clients"] = [client for client in stats["clients"] if client["is_attached"]]
     return stats
