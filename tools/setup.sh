@@ -36,7 +36,7 @@ if [ "${1:-}" != light ]; then
   need openssl openssl
 fi
 case ${1:-} in base | light) ;; *)
-  # Only tests need Prometheus, so its absence stops nobody else.
+  # Only tests need Prometheus, so other commands work without it.
   if can_install; then need promtool prometheus
   elif ! command -v promtool >/dev/null 2>&1; then say "tests of metrics need Prometheus: sudo apt-get install prometheus"; fi
   need tmux tmux  # tests of commands in a real terminal

@@ -41,7 +41,7 @@ class Timing:
     """Time until a step goes on without copies that read blocks which windows left behind. Without these
     copies, a long prompt could not be resumed."""
     close_seconds: float = 2.0
-    """Time until threads of the connector and GPU readers of the sidecar end. They may hang in the kernel."""
+    """Time until the threads of a connector end. A thread may hang in the kernel."""
 
     # Sidecar for engine
     reader_start_seconds: float = 60.0

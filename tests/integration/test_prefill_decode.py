@@ -82,7 +82,7 @@ def test_decode_engine_answers_like_one_engine_from_the_prefill_engines_kv(pools
 
 
 def wait_loaded(sidecars: list[SidecarProcess], num_tokens: int) -> None:
-    """Wait until so many tokens were loaded from memory. Engines report loads after their answers."""
+    """Wait until this number of tokens was loaded from memory. Engines report loads after their answers."""
     wait_until(lambda: num_loaded_tokens(sidecars) >= num_tokens, what="the KV was loaded")
 
 
