@@ -1,7 +1,5 @@
 """A node with the chart installed, and one LMCacheCluster that tests share. ``make e2e`` starts it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

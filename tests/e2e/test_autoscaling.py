@@ -3,8 +3,6 @@
 The operator runs in its pod as installed, except that its autoscaler's clock runs an hour in a minute.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -3,8 +3,6 @@
 The tests depend on their order: each continues with the pod as the previous test left it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """`spec.clients` on a real kubelet whose NetworkPolicies hold: only listed pods connect, and probes work."""
 
-from __future__ import annotations
-
 from testing.node.app import NAMESPACE
 from testing.node.pods import ENGINE_PORT, SIDECAR_PORT
 from tests.harness.client_pods import client_pod

@@ -1,7 +1,5 @@
 """``kubectl lmcache`` on a real kubelet, whose containers have logs, and whose network policies hold."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import threading

@@ -3,8 +3,6 @@
 The tests depend on their order, and share one pod.
 """
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path

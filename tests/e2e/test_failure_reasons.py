@@ -4,8 +4,6 @@ The engine is a program that only reports that it is healthy. A pod that serves 
 the spec changes, so each test applies its own spec.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A Deployment that existed before: with one label its pods get a cache, and hit."""
 
-from __future__ import annotations
-
 from lmcache_operator.components.injection.pods import OUTCOME
 
 from testing.kube.operator import CLUSTERS

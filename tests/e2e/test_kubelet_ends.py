@@ -4,8 +4,6 @@ A sidecar that never listens must not be ended. The engine is a program that onl
 because these tests are about probes, limits and restarts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """The test node itself: it behaves like a kubelet of any cluster, and survives faults."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 

@@ -1,7 +1,5 @@
 """Tokens for the sidecar's pages, as files that a real kubelet mounts for the uids of the images."""
 
-from __future__ import annotations
-
 from urllib.error import HTTPError
 
 import pytest

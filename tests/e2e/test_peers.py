@@ -1,7 +1,5 @@
 """Pods that read each other's memory tiers, without a remote tier. The tests depend on their order."""
 
-from __future__ import annotations
-
 import base64
 import json
 import socket

@@ -3,8 +3,6 @@
 All tests share one pod, and each leaves it Ready.
 """
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 from functools import partial

@@ -1,7 +1,5 @@
 """A node that loses power while engine, sidecar, Redis and operator run."""
 
-from __future__ import annotations
-
 import random
 
 from testing.kube.operator import SYSTEM_NAMESPACE

@@ -1,7 +1,5 @@
 """Prompts and answers on different pods, with a real router and engines. The tests depend on their order."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

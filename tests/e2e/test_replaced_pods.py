@@ -1,7 +1,5 @@
 """Pods that are replaced: a drained node, a missing image, an invalid setting."""
 
-from __future__ import annotations
-
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """In-place resizes of a running sidecar: manually, as a kubelet does them, and by a changed spec."""
 
-from __future__ import annotations
-
 import random
 import threading
 

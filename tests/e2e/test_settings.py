@@ -1,7 +1,5 @@
 """ConfigMaps, Secrets and NetworkPolicies reach the engine's pod without a restart of any container."""
 
-from __future__ import annotations
-
 import base64
 
 from testing.kube.operator import SYSTEM_NAMESPACE

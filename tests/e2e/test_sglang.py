@@ -3,8 +3,6 @@
 The tests depend on their order: each continues with the pods as the previous test left them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

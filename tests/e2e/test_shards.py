@@ -1,7 +1,5 @@
 """Servers of a remote tier as pods of a real kubelet. The tests depend on their order."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import random

@@ -3,8 +3,6 @@
 The tests depend on their order, and share one LMCacheCluster.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Iterator

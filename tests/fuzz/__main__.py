@@ -1,7 +1,5 @@
 """``python -m tests.fuzz``: fuzz the targets one after the other, and save each crash for the tests."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

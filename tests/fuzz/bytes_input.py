@@ -1,7 +1,5 @@
 """An input of a fuzz target, read as numbers and strings. Any bytes are a valid input."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import TypeVar

@@ -3,8 +3,6 @@
 The flags and folders are those of libFuzzer.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """Changes of a valid value, as an attacker makes them who can write to a medium but has no key."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tests.fuzz.bytes_input import BytesInput

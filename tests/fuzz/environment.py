@@ -3,8 +3,6 @@
 It is not part of the project's environment, because only ``make fuzz`` needs it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The event loop of a fuzz target that calls coroutines. All its inputs share the loop."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Runs a fuzz target in a child process, and saves the input of a crash."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import subprocess

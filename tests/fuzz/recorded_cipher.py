@@ -1,7 +1,5 @@
 """A cipher that remembers what it encrypted, so that a fuzz target knows which bytes are genuine."""
 
-from __future__ import annotations
-
 from lmcache.tiers.encryption.aes import AesGcm
 from lmcache.tiers.encryption.pieces import Place
 from lmcache.tiers.header import Buffer

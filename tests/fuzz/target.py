@@ -9,8 +9,6 @@ An input is a **crash** in any of these cases:
 A target checks stronger promises by assertions of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import time

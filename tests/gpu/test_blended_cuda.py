@@ -1,7 +1,5 @@
 """Blending on a GPU, with segments stored on the host or on the GPU. Needs a GPU: `make gpu-check`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Serdes accept tensors in device memory. Needs a GPU: `make gpu-check`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The library's engine with GPU tensors and chunks on the host or the GPU. Needs a GPU: `make gpu-check`."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

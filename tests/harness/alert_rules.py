@@ -1,7 +1,5 @@
 """The chart's rules without Helm, and tests of alerts by promtool."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Accepted and refused declarations of sizes, and an autoscaler whose choice a test sets."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from typing import Any

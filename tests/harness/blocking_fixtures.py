@@ -1,7 +1,5 @@
 """Fixtures with a real sidecar for tests of ``BlockingAccess``."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The documentation site in headless Chromium: built strictly, and served on loopback."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

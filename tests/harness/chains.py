@@ -1,7 +1,5 @@
 """A request's row keys in one KV group, as most tests of the tiers use them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from lmcache.kv_groups import KVGroup

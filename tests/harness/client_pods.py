@@ -1,7 +1,5 @@
 """Pods that can run Python and have no cache, for tests of NetworkPolicies on a node."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Clusters, pods and reports of sidecars for the tests of commands."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lmcache_operator.commands.gather import Gathered, PodFigures

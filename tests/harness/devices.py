@@ -1,7 +1,5 @@
 """Devices that exist only as API objects: enough for a real scheduler to allocate them to claims."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

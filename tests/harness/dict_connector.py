@@ -1,7 +1,5 @@
 """A remote store inside the process that can fail, stall and count its calls."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 

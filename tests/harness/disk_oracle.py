@@ -1,7 +1,5 @@
 """A plain model of a disk tier: which objects it holds, and which one it evicts next."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

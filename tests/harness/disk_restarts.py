@@ -1,7 +1,5 @@
 """Restarts of a disk tier over the same directory, and the addresses of test buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A directory for disk tiers, with opened tiers, objects and faults."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

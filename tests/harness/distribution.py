@@ -5,8 +5,6 @@ first: a second control plane would cost a minute of processor time. These tests
 so the other workers can use the processor. The files with SGLang share a worker, too, and its engines.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterable
 from types import SimpleNamespace
 from typing import Any

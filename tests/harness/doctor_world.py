@@ -1,7 +1,5 @@
 """Facts of a healthy installation with one cluster, for the tests of ``doctor``."""
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Keys and ciphers for tests of encrypted tiers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 

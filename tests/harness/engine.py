@@ -1,7 +1,5 @@
 """Both sides of an engine in this process, with a real sidecar: store and load rows of random bytes."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

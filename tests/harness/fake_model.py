@@ -6,8 +6,6 @@ compare every byte that attention would read with the expected byte. That reveal
 were never loaded, and blocks that were overwritten.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Code fences of the documentation: their language, their text, and why tests do not run them."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The ports of all pods are those of this machine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

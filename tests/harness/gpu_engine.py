@@ -4,8 +4,6 @@
 PyTorch only for a copier of its own, because the import takes most of the start.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

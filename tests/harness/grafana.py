@@ -1,7 +1,5 @@
 """Dashboards as Grafana shows them: variables get their values, and queries are substituted."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

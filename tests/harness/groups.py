@@ -1,7 +1,5 @@
 """An engine with several KV groups and a real sidecar: rows of random bytes, read back like a hit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

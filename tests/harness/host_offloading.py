@@ -3,8 +3,6 @@
 Everything else is vLLM's: the connector, the scheduler side, the managers, and the region of the tiers.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion

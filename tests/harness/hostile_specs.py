@@ -3,8 +3,6 @@
 The fields come from the CRD's schema, so a new field fails a test until somebody has decided about it.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """A user's Deployment on a node, whose label refers to an LMCacheCluster, and its pods."""
 
-from __future__ import annotations
-
 from lmcache_operator.components.injection.pods import has_cache
 from lmcache_operator.specs.names import INJECT_LABEL
 

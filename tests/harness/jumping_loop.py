@@ -1,7 +1,5 @@
 """An event loop whose clock jumps from timer to timer, so that hours of waiting take no time."""
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 from collections.abc import Coroutine

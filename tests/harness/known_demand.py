@@ -1,7 +1,5 @@
 """Demand with a known curve, and services and tiers whose sizes can be decided by hand."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import pairwise
 

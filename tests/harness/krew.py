@@ -1,7 +1,5 @@
 """The rules of krew for a plugin's manifest, of the format v1alpha2."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any

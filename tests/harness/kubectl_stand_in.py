@@ -5,8 +5,6 @@ does not watch. A path in ``-o jsonpath`` must be a field of the custom resource
 itself prints nothing.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

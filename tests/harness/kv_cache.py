@@ -1,7 +1,5 @@
 """KV caches of small models, and a backend with exactly the methods that the LMCache 0.1-0.3 API requires."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

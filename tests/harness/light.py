@@ -4,8 +4,6 @@ That environment has no torch, no vLLM and no servers. A test that imports a mis
 missing program is skipped. In the complete environment, the same error fails the test.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Generator, Sequence
 from importlib.abc import MetaPathFinder

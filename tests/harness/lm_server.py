@@ -1,7 +1,5 @@
 """A server of lm:// in this process or in its own process, and peers that speak the protocol directly."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import struct

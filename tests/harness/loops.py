@@ -1,7 +1,5 @@
 """Calls in an event loop, in threads, and until they succeed."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """A memory tier with the bookkeeping of its oracle, for model-based tests."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Hashable
 

@@ -1,7 +1,5 @@
 """A plain model of the rows of a memory tier, as its users know them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """A cluster on an in-memory API server, and the operator's real reconciler with a clock of the test."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """A further component for tests: pods that exist while a cluster has more than one engine pod."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lmcache_operator.api.parse import Cluster

@@ -1,7 +1,5 @@
 """Users' pods for the command line and the API server: some can have a cache, and some cannot."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import strategies as st

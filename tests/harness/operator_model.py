@@ -4,8 +4,6 @@ It stores applied objects, answers reads, creates pods for StatefulSets, and set
 server. It is a simplification: behaviour that depends on a real API server is tested with a real one.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Plans for in-memory LMCacheClusters: observations, and the effects of a plan."""
 
-from __future__ import annotations
-
 import asyncio
 from datetime import UTC, datetime
 from typing import Any

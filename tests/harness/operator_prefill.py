@@ -1,7 +1,5 @@
 """Clusters with prefill pods, on an in-memory API server."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lmcache_operator.api import KIND

@@ -1,7 +1,5 @@
 """Pods whose memory tiers are resized, with their kubelets and sidecars."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """An in-memory cluster with a managed remote tier, and a clock that the test sets."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any

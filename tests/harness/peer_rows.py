@@ -1,7 +1,5 @@
 """Rows in the memory of a test, a server of them, and a tier that reads them."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 

@@ -1,7 +1,5 @@
 """A device that pins memory, as the arena sees it."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -1,7 +1,5 @@
 """``kubectl lmcache`` as a user runs it, and sidecars as pods that the API server can reach."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

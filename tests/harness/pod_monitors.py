@@ -4,8 +4,6 @@ Debian builds Prometheus without the discovery of pods. The configuration theref
 pods as targets, with the labels that discovery gives them. Prometheus itself selects and relabels.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

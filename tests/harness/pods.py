@@ -1,7 +1,5 @@
 """Requests and observations of tests on a node, in addition to `testing.node.pods`."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 

@@ -1,7 +1,5 @@
 """Sidecars as HTTP servers, and a poller that knows their clusters, with a clock that never waits."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable

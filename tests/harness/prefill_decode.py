@@ -1,7 +1,5 @@
 """A prefill engine and a decode engine on one node or on two, and vLLM's router in front of them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import urllib.request

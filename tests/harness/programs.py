@@ -1,7 +1,5 @@
 """Programs from ConfigMaps that replace an engine's ``vllm``."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from testing.node.app import NAMESPACE

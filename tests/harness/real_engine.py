@@ -3,8 +3,6 @@
 Tests of deadlines start ``EngineProcess`` with ``connector_config`` instead.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Connected servers: a master with a replica under a Sentinel, and a Redis Cluster."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 from collections.abc import Iterator, Sequence

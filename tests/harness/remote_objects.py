@@ -1,7 +1,5 @@
 """Objects in a remote tier: their content, reads and faults."""
 
-from __future__ import annotations
-
 import os
 
 import redis

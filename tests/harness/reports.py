@@ -1,7 +1,5 @@
 """A cluster with figures, Events and a past, as the command ``report`` gathers them."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A sidecar whose memory tier is resized as by a kubelet."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A client of a sidecar whose memory tier is resized: the real end of its stream, and a modelled device."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """Samples of looked-up requests, read from a sidecar as its page defines them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, NamedTuple
 

@@ -6,8 +6,6 @@ commits do the rest. ``make test-all`` does everything, and ten times the random
 (``LMCACHE_TEST_SCOPE=all``). A file that you name runs whole. ``LMCACHE_TEST_SEED`` replaces the commit.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import zlib

@@ -1,7 +1,5 @@
 """Reconciles a spec, and checks that it settles, or is refused with the name of the field."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from typing import Any, cast

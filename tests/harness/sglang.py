@@ -4,8 +4,6 @@ Tests have prompts of their own. The fixtures of a test wait until the engines u
 may kill the sidecar. It starts again what it has killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A backend that is off in one of two tensor-parallel ranks, while a file exists."""
 
-from __future__ import annotations
-
 import os
 
 from lmcache.engines.sglang.backend import LMCacheBackend

@@ -5,8 +5,6 @@ pools, in a program with SGLang's modules (``testing.sglang.program``). As a pro
 loads pages with SGLang's own backend ``file``, and prints outcomes as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

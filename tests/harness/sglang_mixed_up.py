@@ -1,7 +1,5 @@
 """A backend with a fault, as a proof that comparisons of answers notice wrong KV."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lmcache.engines.sglang.backend import LMCacheBackend

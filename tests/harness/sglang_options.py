@@ -1,7 +1,5 @@
 """A program with SGLang's modules: prints all names of each option, and the values of arguments, as JSON."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -4,8 +4,6 @@ SGLang makes the backend on this thread. The record begins with the first lookup
 per line, at the path in the environment variable ``sglang_world.TRACE``.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from types import FrameType

@@ -1,7 +1,5 @@
 """A trainer: sends weights to SGLang servers in the ways that SGLang offers."""
 
-from __future__ import annotations
-
 import base64
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Fakes of SGLang's classes that change weights and empty caches."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 from unittest import mock

@@ -1,7 +1,5 @@
 """``lmcache-sidecar`` in this process. A process of its own would mostly import modules."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest import mock
 

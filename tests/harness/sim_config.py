@@ -1,7 +1,5 @@
 """Configurations for vLLM's scheduler and the connector without an engine, a model and a device."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -5,8 +5,6 @@ memory and kernels are delayed: they run during the next step, in the order of t
 GPU. A copy that does not wait for its fence reads or leaves wrong bytes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -9,8 +9,6 @@ Every rank compares all KV that the model would read with the expected KV (``sim
 differences in ``wrong_reads``.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import time

@@ -6,8 +6,6 @@ be reused from then on, so that a late copy is detected. All of that happens in 
 compute stream (``sim_device``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Random events for two simulated engines on one sidecar, and the checks at the end."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, field
 from typing import Any

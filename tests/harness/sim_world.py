@@ -1,7 +1,5 @@
 """Simulated engines on one real sidecar, gates that hold copies back, and an auditor of the arena."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,7 +1,5 @@
 """Functions that processes on a simulated driver run in its tests."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Two pods with exact tiers, polled every minute, and the decisions about their size."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A process's tracer provider for tests, and trace headers of requests."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 

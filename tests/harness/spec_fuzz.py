@@ -4,8 +4,6 @@ Unit tests reconcile many of them against a model, and an integration test a few
 determines a walk through the schema as the API server has it. Hypothesis would need seconds for a pod.
 """
 
-from __future__ import annotations
-
 import random
 import string
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The commands are the real ones: kubectl, Helm, redis-cli, curl and the project's
 few that cannot run in a test, and still fails for a wrong argument.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

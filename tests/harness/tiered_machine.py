@@ -1,7 +1,5 @@
 """A tiered store over a disk and a fake remote tier, for model-based tests."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import tempfile

@@ -1,7 +1,5 @@
 """A terminal for tests: tmux runs a shell in a window of a chosen size, and says what the window shows."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

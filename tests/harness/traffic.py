@@ -1,7 +1,5 @@
 """Requests of an engine to a real sidecar, again and again: each stores a row, and loads an earlier one."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import threading

@@ -1,7 +1,5 @@
 """Sessions of a sidecar without sockets, processes and clocks."""
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Lookups over documents of falling popularity, for miss-ratio curves."""
 
-from __future__ import annotations
-
 from lmcache.curves import HASHES, Lookup
 from tools.simulate import key_hash
 

@@ -1,7 +1,5 @@
 """Fixtures for tests that run a real sidecar."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

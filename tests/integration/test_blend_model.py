@@ -1,7 +1,5 @@
 """Blending on a model that learned to read across documents. ``python -m benchmarks blend`` runs more."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Faults, losses and changes during blending cost time and never change the answer."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """KV blended inside transformers models, compared with the same models without blending."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

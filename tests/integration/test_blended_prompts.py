@@ -1,7 +1,5 @@
 """Prompts, configurations and models that may be blended. Every accepted prompt gets an answer."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 

@@ -1,7 +1,5 @@
 """Lookups, loads and stores of whole pages, with a real sidecar: bytes, leases and counts."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os

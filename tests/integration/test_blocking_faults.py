@@ -1,7 +1,5 @@
 """Lookups, loads and stores of pages while the sidecar is killed, frozen, restarted or slow."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 import time

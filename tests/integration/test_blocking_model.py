@@ -4,8 +4,6 @@ The bytes of a page follow from its hash, the column and the weights of its name
 that it got exactly the page that it asked for. At the end no row is leased.
 """
 
-from __future__ import annotations
-
 import os
 from unittest import mock
 

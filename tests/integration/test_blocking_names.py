@@ -1,7 +1,5 @@
 """Names, windows and columns of whole pages, with a real sidecar."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

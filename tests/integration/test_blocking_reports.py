@@ -1,7 +1,5 @@
 """Reports of an engine that loads whole pages, as a real sidecar counts them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -6,8 +6,6 @@
   (``tests/harness/sim_device.py``).
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Copies on the simulated driver that break, hang, are slow, or run on an old driver."""
 
-from __future__ import annotations
-
 import mmap
 import signal
 import time

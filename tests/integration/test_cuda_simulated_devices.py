@@ -1,7 +1,5 @@
 """Devices and handles of the simulated driver that are missing, busy or stale."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Dashboards and queries of the documentation on a real Prometheus, which scrapes real sidecars and an"
 " operator."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The chart is installed by Helm, and the operator runs as a process. Pods are on 
 a container therefore only check their arguments (``tests.harness.kubectl_stand_in``).
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

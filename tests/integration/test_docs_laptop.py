@@ -1,7 +1,5 @@
 """The commands of "Get started on a laptop", on a real sidecar and a real vLLM."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

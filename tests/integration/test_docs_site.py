@@ -1,7 +1,5 @@
 """The documentation site as readers see it: in Chromium, light and dark, on a desktop and on a phone."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The YAML of the documentation is valid: objects, and parts of them, on a real API server."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Real sidecars whose disk and remote tiers are encrypted, with keys that change while they run."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Programs that start as copies of a process behave like programs that Popen starts."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

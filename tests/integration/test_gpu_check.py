@@ -1,7 +1,5 @@
 """``make gpu-check`` reports a missing GPU, and works with a driver."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ An author without the right to create pods meets the chart's admission policy. A
 reaches what a StatefulSet reaches: the operator and the namespace's Pod Security level limit the pods.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

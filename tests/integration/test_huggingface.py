@@ -1,7 +1,5 @@
 """Generation with stored prompts gives the same answers as without. The model is a small random Llama."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 

@@ -1,7 +1,5 @@
 """The API server injects the cache into users' pods, with the same result as `lmcache-operator inject`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

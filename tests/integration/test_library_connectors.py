@@ -1,7 +1,5 @@
 """The library's connectors on real servers: one server, Sentinel, Cluster, TLS, and failing servers."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Chunks that were acknowledged survive SIGKILL and SIGTERM of their process."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

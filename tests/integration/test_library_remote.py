@@ -1,7 +1,5 @@
 """Engines that share real servers, which are killed, frozen and restarted."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 

@@ -4,8 +4,6 @@ No operator takes part. Unit tests of the parser have more cases. Each rule of t
 because only the API server evaluates the rules.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Autoscaling on a real API server: the status, and persistence across restarts."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass

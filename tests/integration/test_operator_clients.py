@@ -1,7 +1,5 @@
 """`spec.clients` on a real API server: NetworkPolicies follow the list."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Commands of ``kubectl lmcache`` on a real API server, with real sidecars as pods."""
 
-from __future__ import annotations
-
 import json
 import socket
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """``kubectl lmcache doctor`` on a real API server, with real faults, sidecars and Redis servers."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Encrypted rows on a real API server: the sidecars mount the Secret, which the operator never touches."""
 
-from __future__ import annotations
-
 import pytest
 
 from testing.kube.api import Object

@@ -1,7 +1,5 @@
 """Random specs on a real API server. Each is refused by the name of its field, or settles in few writes."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor

@@ -7,8 +7,6 @@ when the cluster is rolled, and removed in the end. A second cluster changes its
 run, and adds, replaces and removes shards.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

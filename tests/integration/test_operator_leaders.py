@@ -3,8 +3,6 @@
 A thread changes the cluster all the time, so that the leader always has something to write.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

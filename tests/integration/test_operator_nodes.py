@@ -1,7 +1,5 @@
 """A node that stops responding under an engine's pod."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 
 import pytest

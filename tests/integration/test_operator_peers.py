@@ -1,7 +1,5 @@
 """Peers on a real API server: the list follows the number of replicas, and pods are not replaced for it."""
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prefill pods on a real API server: the operator runs them as an LMCacheCluster of their own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

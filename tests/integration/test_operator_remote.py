@@ -1,7 +1,5 @@
 """Shards on a real API server: created, listed, drained and deleted while engines keep running."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 from collections.abc import Iterator

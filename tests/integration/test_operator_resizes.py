@@ -1,7 +1,5 @@
 """Resizes of the memory tiers of running pods on a real API server, which has its own rules for them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

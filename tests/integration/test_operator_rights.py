@@ -3,8 +3,6 @@
 ``kubectl auth can-i --list`` makes the same request.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 

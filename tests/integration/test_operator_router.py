@@ -1,7 +1,5 @@
 """The router with the rights that the operator gives it, on a real API server: it finds the engine pods."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import random

@@ -1,7 +1,5 @@
 """The operator's list of shards with real servers and real sidecars: where rows are found."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Statistics of a real sidecar in the status, read over the network with a real API server."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

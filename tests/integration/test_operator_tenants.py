@@ -1,7 +1,5 @@
 """Budgets for tenants on a real API server: new shares replace no pod."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``kubectl lmcache top`` on a real API server, with real sidecars as pods."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Pages and the log of a real sidecar contain no tokens, no salts and no row keys."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

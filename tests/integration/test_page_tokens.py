@@ -1,7 +1,5 @@
 """Tokens for a sidecar's pages, reviewed by a real API server."""
 
-from __future__ import annotations
-
 import asyncio
 import urllib.error
 import urllib.request

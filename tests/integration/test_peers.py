@@ -1,7 +1,5 @@
 """Rows that a sidecar reads from the memory tier of another sidecar, with real sidecars."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """The archive of ``kubectl lmcache`` for krew, built from real wheels, as krew installs it."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

@@ -3,8 +3,6 @@
 All tests share the engines. When an engine or a sidecar fails, the decode engine computes what is missing.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 from collections.abc import Iterator

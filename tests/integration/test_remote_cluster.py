@@ -1,7 +1,5 @@
 """Redis Cluster: objects spread over its slots, moved slots, and failing masters."""
 
-from __future__ import annotations
-
 import binascii
 
 import pytest

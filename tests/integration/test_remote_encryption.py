@@ -1,7 +1,5 @@
 """Encrypted rows on a real Redis that several writers share, some of them without keys."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import threading

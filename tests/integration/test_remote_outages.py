@@ -1,7 +1,5 @@
 """The remote tier with a server that is down, frozen, full, protected, or not Redis at all."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import socket

@@ -1,7 +1,5 @@
 """Rows of realistic sizes on a Redis that evicts and that sidecars of an older release share."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random

@@ -1,7 +1,5 @@
 """The password of the remote tier never appears in a log, and is read again after a rotation."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import socket

@@ -1,7 +1,5 @@
 """A master that Sentinels name: only it is read and written, and a new master is found automatically."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -3,8 +3,6 @@
 ``test_remote_shards_model`` shows which rows are found while the shard list and the servers change.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import threading

@@ -2,8 +2,6 @@
 the shards in question hold.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import tempfile

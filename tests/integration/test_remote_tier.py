@@ -1,7 +1,5 @@
 """The remote tier on a real Redis: reads return what was stored, and invalid values are misses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

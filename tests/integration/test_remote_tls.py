@@ -1,7 +1,5 @@
 """The remote tier over TLS: trusted certificates, error messages, and failing servers."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmcache.tiers.base import ObjectId

@@ -1,7 +1,5 @@
 """The page of ``kubectl lmcache report`` in Chromium, opened as a file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

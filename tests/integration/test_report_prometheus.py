@@ -1,7 +1,5 @@
 """The past of a cluster, read from a real Prometheus that scrapes real sidecars."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

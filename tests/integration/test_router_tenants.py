@@ -1,7 +1,5 @@
 """vLLM's router and the header of a tenant: where it passes the header on, and where it does not."""
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import json

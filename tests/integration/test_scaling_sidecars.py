@@ -1,7 +1,5 @@
 """The operator's poller reads the samples of two real sidecars and recommends a size."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """SGLang servers with a sidecar: what they load, and that loaded KV gives the answers of computed KV."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """The arguments that the operator renders for SGLang, and the options of users that it refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The real SGLang runs without a GPU, with its own storage backend, and the stand-ins for CUDA copy right."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Faults of sidecar and Redis below running SGLang servers: no request fails, and no token is wrong."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -4,8 +4,6 @@ SGLang's backend ``file`` shows that SGLang computes these models on a CPU as tr
 part of a prompt a storage backend can serve. This project's backend must serve the same part.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 

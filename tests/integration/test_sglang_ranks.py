@@ -1,7 +1,5 @@
 """SGLang servers with several ranks: tensor, pipeline and data parallelism, and MLA."""
 
-from __future__ import annotations
-
 import pytest
 
 from testing.engine import tiny_kinds

@@ -1,7 +1,5 @@
 """SGLang servers share KV if their KV is the same, byte by byte, and only then."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 

@@ -1,7 +1,5 @@
 """Updates of the weights of running SGLang servers: no KV of other weights is ever used."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The rendered container of a shard, run as a process: a real server with its rights and limits."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

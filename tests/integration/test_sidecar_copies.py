@@ -1,7 +1,5 @@
 """The sidecar copies stores from a simulated GPU, and reports why the engine copies if it cannot."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

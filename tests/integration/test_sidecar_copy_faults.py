@@ -1,7 +1,5 @@
 """Copies from a simulated GPU while a process dies or hangs: slots are reused, and never too early."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

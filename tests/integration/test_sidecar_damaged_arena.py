@@ -2,8 +2,6 @@
 next sidecar starts, serves, and never returns the bytes of another row.
 """
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

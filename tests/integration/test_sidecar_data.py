@@ -1,7 +1,5 @@
 """Stores and loads of rows with a real sidecar process, and engines that fail."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """A real sidecar with a disk: rows found after SIGTERM and SIGKILL, and a disk that fails."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmcache.rpc.service import RESERVE

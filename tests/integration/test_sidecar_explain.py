@@ -1,7 +1,5 @@
 """``lmcache-sidecar explain`` and the page ``/requests``, with a real sidecar."""
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import json

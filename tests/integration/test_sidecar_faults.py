@@ -1,7 +1,5 @@
 """A sidecar that is killed, frozen or absent, as its clients see it."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A real sidecar with models whose KV groups need different rows: windows, states, groups without rows."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmcache.tiers.memory.contracts import LookupResult

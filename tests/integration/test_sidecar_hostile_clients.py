@@ -3,8 +3,6 @@
 In each test another engine stores and loads as before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """The sidecar as a process: its HTTP pages, its files, its start and its end."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

@@ -2,8 +2,6 @@
 reports the reason, and ends on SIGTERM.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Bad prompts, bad questions and missing parts of ``lmcache-sidecar explain --prompt``."""
 
-from __future__ import annotations
-
 import http.client
 import json
 

@@ -1,7 +1,5 @@
 """A sidecar on a Redis that loses or refuses rows: recently hit rows are stored there again."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmcache.rpc.client import SidecarClient

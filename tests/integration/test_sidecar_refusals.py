@@ -1,7 +1,5 @@
 """Calls that a real sidecar refuses with a status and a sentence. A refused call changes nothing."""
 
-from __future__ import annotations
-
 import re
 
 import grpc

@@ -1,7 +1,5 @@
 """A real sidecar with a Redis that is killed, frozen or absent."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

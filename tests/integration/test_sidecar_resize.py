@@ -1,7 +1,5 @@
 """A real sidecar's memory tier grows and shrinks while clients use it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

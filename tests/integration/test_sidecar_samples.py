@@ -1,7 +1,5 @@
 """Samples of requests that a real sidecar serves over HTTP."""
 
-from __future__ import annotations
-
 import json
 import random
 import urllib.error

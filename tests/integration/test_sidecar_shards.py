@@ -1,7 +1,5 @@
 """A real sidecar that follows changes of the shard list."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Times of requests over the wire, with engines and sidecars of earlier versions, and in ``/metrics``."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

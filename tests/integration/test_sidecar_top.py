@@ -1,7 +1,5 @@
 """``lmcache-sidecar top`` with a real sidecar and its traffic, once and on a real terminal."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Budgets of tenants in a real sidecar: a tenant that floods the cache, and one with a guaranteed share."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pages and ``explain`` of a real sidecar name tenants, and never show salts."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A small run of the benchmark of two tenants: real rows of both tenants move, and all are counted."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import tenants

@@ -7,8 +7,6 @@ were overwritten before the load. Two engines serve all cases:
 - ``small_engine``: KV memory for a few requests only; its sidecar starts late, is killed and frozen
 """
 
-from __future__ import annotations
-
 import pytest
 
 from testing.child_process import wait_until

@@ -3,8 +3,6 @@
 Another command that uses the engine's server is tested here, too: ``explain``, which lets it tokenise text.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Causes of computed tokens, as a sidecar counts them for engines under vLLM's scheduler."""
 
-from __future__ import annotations
-
 import re
 import threading
 

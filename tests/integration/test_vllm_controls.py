@@ -1,7 +1,5 @@
 """Control experiments: each test breaks one promise of engine or connector, and the simulation detects it."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmcache.engines.core.copier import CpuCopier

@@ -1,7 +1,5 @@
 """vLLM's own KV events for routers: about blocks that enter and leave the sidecar's memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ vLLM's scheduler, block pools and runner hooks are real, and so are the connecto
 is simulated (``tests/harness/sim_engine.py``), and everything that its layers would read is compared.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

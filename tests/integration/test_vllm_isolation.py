@@ -4,8 +4,6 @@ The tests use vLLM's own scheduler and block hashes with a simulated model whose
 KV of another request would be a wrong read.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import time

@@ -1,7 +1,5 @@
 """An arena of 8 GiB serves while it is being populated, from the first second and after a restart."""
 
-from __future__ import annotations
-
 import pytest
 
 from testing.processes import SidecarProcess

@@ -4,8 +4,6 @@ vLLM's scheduler, block pool and runner hooks are real, and so are the connector
 simulated (``tests/harness/sim_engine.py``). Gates hold copies back, so that each race is lost on purpose.
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 

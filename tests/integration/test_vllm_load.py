@@ -4,8 +4,6 @@ The engines share a sidecar with a disk. ``busy`` runs two requests at a time. `
 ``vllm serve`` streams to many concurrent clients.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import urllib.request

@@ -4,8 +4,6 @@ One engine is started per model: gpt-oss and Gemma 3 (full and window groups), M
 Llama 4 (chunked attention), DeepSeek (latents), Qwen3-Next (states of linear attention).
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The connector inside vLLM's MultiConnector, in first and in last place: the engine's start."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -4,8 +4,6 @@ Both run in their own PID namespaces, like two containers, so that their process
 and the sidecar's reader are frozen and killed during copies, and restarted.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from testing import cuda

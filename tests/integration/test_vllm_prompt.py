@@ -1,7 +1,5 @@
 """``lmcache-sidecar explain --prompt`` with a real vLLM, a real sidecar and a real Redis."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -5,8 +5,6 @@ than ranks. All ranks run in one process, each with its own KV, runner hooks and
 go through vLLM's own aggregator.
 """
 
-from __future__ import annotations
-
 from contextlib import closing, contextmanager
 from dataclasses import replace
 

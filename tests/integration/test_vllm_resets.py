@@ -1,7 +1,5 @@
 """A reset of the caches, as before a weight update: KV of the old weights is never read again."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

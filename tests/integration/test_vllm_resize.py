@@ -1,7 +1,5 @@
 """A real engine gives right answers and hits while its sidecar's memory tier grows and shrinks."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import threading

@@ -1,7 +1,5 @@
 """vLLM's router in front of real engines: requests go to the engine whose sidecar has their KV."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

@@ -1,7 +1,5 @@
 """The sidecar's samples describe what vLLM's scheduler did with requests, and where their KV was found."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

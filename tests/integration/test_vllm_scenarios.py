@@ -4,8 +4,6 @@ Two engines of random shapes share one sidecar. Requests arrive, share prefixes,
 copies are held back, the sidecar stops, and drafts are right or wrong.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -3,8 +3,6 @@
 All tests share the engine, which restarts if a test has ended it. Each request has the header of a tenant.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

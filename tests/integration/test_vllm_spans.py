@@ -1,7 +1,5 @@
 """Spans of requests that vLLM hands over with their trace, under vLLM's own scheduler."""
 
-from __future__ import annotations
-
 import pytest
 from opentelemetry import trace
 

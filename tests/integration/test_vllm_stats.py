@@ -1,7 +1,5 @@
 """The connector's figures in vLLM's metrics of KV connectors, alone and inside MultiConnector."""
 
-from __future__ import annotations
-
 import pickle
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """This project's tiers under vLLM's own tiering manager: loaded bytes equal stored bytes."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import threading

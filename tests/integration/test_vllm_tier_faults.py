@@ -1,8 +1,6 @@
 """Faults of this project's tiers under vLLM's own tiering manager. A fault causes misses, but never a wrong
 byte, a row that stays held, or a job that is reported twice."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

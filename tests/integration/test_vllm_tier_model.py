@@ -4,8 +4,6 @@ The tier never offers a wrong byte, reports every job once, and leaves no row he
 order: no check depends on the time.
 """
 
-from __future__ import annotations
-
 import threading
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """A real engine with a lower tier below its sidecar's memory, and faults of that tier."""
 
-from __future__ import annotations
-
 import pytest
 
 from testing.child_process import wait_until

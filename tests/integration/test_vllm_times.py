@@ -1,7 +1,5 @@
 """Times and failed loads of requests, as a sidecar knows them of engines under vLLM's scheduler."""
 
-from __future__ import annotations
-
 import json
 import urllib.parse
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ blocks in the next step. A copy is faster than the next step, so the order of ho
 be held back: test_vllm_lifetimes.py.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Seeds and saved crashes of all fuzz targets, and the limits of a target."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.fuzz import target

@@ -1,7 +1,5 @@
 """Rules of KV groups, compared with attention token by token."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

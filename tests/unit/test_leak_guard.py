@@ -1,7 +1,5 @@
 """Leak guard of the test suite: modules that leave resources open fail, others pass."""
 
-from __future__ import annotations
-
 import os
 import select
 import shutil

@@ -1,7 +1,5 @@
 """The environment of ``make setup-light``: tests that need more are skipped and say so."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

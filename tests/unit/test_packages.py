@@ -1,7 +1,5 @@
 """Pinned packages in folders of the cache directory: installed once, in a folder for each set of pins."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 

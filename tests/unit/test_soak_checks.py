@@ -1,7 +1,5 @@
 """Checks at the end of a soak run: each finds its fault, and accepts a right run."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

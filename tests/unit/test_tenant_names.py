@@ -1,7 +1,5 @@
 """Names of tenants: the definition of the LMCacheCluster and the tenants file accept the same names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

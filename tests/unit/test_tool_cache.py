@@ -1,7 +1,5 @@
 """Cached results of tools in the cache directory."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools import cache

@@ -5,8 +5,6 @@ Input: operations of several clients on a new sidecar, each a number of one byte
 last, because the fuzzer cannot guess them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from pathlib import Path

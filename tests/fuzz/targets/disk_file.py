@@ -4,8 +4,6 @@ Input: a header (two bytes of length in front; its checksum is corrected), a fla
 flag, the header is that of the payload, and the rest of the header's bytes is ignored.
 """
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ file. Zeros that pad pieces to whole pages have no meaning, and may change. Piec
 that the file has several.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import tempfile

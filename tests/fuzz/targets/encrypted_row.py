@@ -6,8 +6,6 @@ key version, the disk tier's key, a plain row, the same object with other conten
 older key.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple

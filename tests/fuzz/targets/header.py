@@ -4,8 +4,6 @@ Input: a flag, and the header. With the flag, the header's checksum is corrected
 the checks after it.
 """
 
-from __future__ import annotations
-
 import xxhash
 
 from lmcache.tiers.errors import HeaderError

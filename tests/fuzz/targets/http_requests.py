@@ -4,8 +4,6 @@ Input: a flag, and the bytes that the client sends before it closes its side. Wi
 question about a prompt, and the head of the POST request is added.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

@@ -4,8 +4,6 @@ Input: for each file a flag, its name and its content (two bytes of length in fr
 the content begins with a text that no message may have.
 """
 
-from __future__ import annotations
-
 from lmcache.tiers.encryption.keys import KEY_BYTES, MAX_VERSION, parse_keys
 from tests.fuzz.bytes_input import BytesInput
 from tests.fuzz.target import Target

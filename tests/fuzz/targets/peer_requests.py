@@ -4,8 +4,6 @@ Input: a flag that says whether the server needs a password, and the bytes that 
 closes its side.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from collections.abc import Iterator

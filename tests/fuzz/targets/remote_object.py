@@ -4,8 +4,6 @@ Input: for the marker a flag and its bytes, then for each piece a flag and its b
 front of each string). With the flag, the marker's checksum is corrected, or the seal of the piece.
 """
 
-from __future__ import annotations
-
 from lmcache.tiers.errors import InvalidObjectError, TierError
 from lmcache.tiers.header import HeaderError, parse
 from lmcache.tiers.remote import objects

@@ -4,8 +4,6 @@ Input: the number of an operation, a flag for ASKING, and the bytes that the ser
 connection.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from unittest import mock

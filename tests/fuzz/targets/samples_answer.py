@@ -3,8 +3,6 @@
 Input: the number of keys to read (one byte), and the answer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -4,8 +4,6 @@ Input: a flag that chooses the peers file, and the text. The text is short, beca
 with the square of the number of open brackets. Only the operator writes these files.
 """
 
-from __future__ import annotations
-
 import math
 
 from lmcache_sidecar.peers import PeersFile

@@ -3,8 +3,6 @@
 Input: patches of the file, each a position (three bytes) and a string (two bytes of length in front).
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import tempfile

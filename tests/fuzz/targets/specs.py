@@ -3,8 +3,6 @@
 Input: random numbers for a walk through the resource's schema. Many results break one value.
 """
 
-from __future__ import annotations
-
 from tests.fuzz.bytes_input import InputRandom
 from tests.fuzz.event_loop import opened_runner, runner
 from tests.fuzz.target import Target

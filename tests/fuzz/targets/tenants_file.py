@@ -4,8 +4,6 @@ Input: the text. It is short, because PyYAML's time grows with the square of the
 the operator writes this file. Salts are read from one empty folder, so that no input reads a device.
 """
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Input: the lengths of the two answers' bytes, and the bytes. The answers are tho
 SubjectAccessReview.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import io

@@ -1,7 +1,5 @@
 """The driver for these tests: a real one, or the simulated one (integration/test_cuda_driver.py)."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

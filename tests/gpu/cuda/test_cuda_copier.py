@@ -1,7 +1,5 @@
 """Copies of the engine between device memory and the arena."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

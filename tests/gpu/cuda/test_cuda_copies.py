@@ -1,7 +1,5 @@
 """Batches of copies between memories of every kind."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

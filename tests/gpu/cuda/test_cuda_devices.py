@@ -1,7 +1,5 @@
 """GPUs of this machine, and contexts on them."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Device memory shared with another process."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Extents of memory that are pinned in the background."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

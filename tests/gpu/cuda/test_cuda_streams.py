@@ -1,7 +1,5 @@
 """Streams, events, and delayed copies."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -3,8 +3,6 @@
 They need the simulated GPU, whose kernels can be held back. See ``tests/harness/sim_device.py``.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Validation of sidecars' answers: samples and figures are read completely, or refused."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

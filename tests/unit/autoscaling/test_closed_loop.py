@@ -3,8 +3,6 @@
 Workloads are sampled (``scale``). There are 2 pods with bounds of 16 to 512 GiB, and they start at 64 GiB.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from functools import cache

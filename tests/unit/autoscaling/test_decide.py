@@ -1,7 +1,5 @@
 """Sizing decisions: calculated by hand, with invalid measurements, and with routing losses; shrinks."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Sizing decisions with random curves, bounds, prices and measurements."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Intake of pods' samples: each sample is counted once."""
 
-from __future__ import annotations
-
 from array import array
 
 import pytest

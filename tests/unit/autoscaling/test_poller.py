@@ -3,8 +3,6 @@
 No test waits for a fixed time. Each test waits for its expected state, and passes the clock for decisions.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A poller with many clusters: pods of a cluster never delay other clusters."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence

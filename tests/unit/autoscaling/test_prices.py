@@ -1,7 +1,5 @@
 """Prices of memory: a pod's memory is often paid for anyway, and shards' memory is not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

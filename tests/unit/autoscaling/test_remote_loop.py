@@ -3,8 +3,6 @@
 Four pods have 32 GiB each, and a shard has 64 GiB. Any pod gets the next turn of a conversation.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Reports of decisions: status fields, and the state that survives a restart."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Sizes from pods' samples: simulated pods with exact tiers, polled every minute, and their failures."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """Chosen sizes until pods have them, or cannot have them."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 

@@ -1,7 +1,5 @@
 """The number of shards from pods' samples. Shards and pods' memory are sized in turns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 

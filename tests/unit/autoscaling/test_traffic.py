@@ -1,7 +1,5 @@
 """Traffic statistics of lookups: compared with exact tiers, over pods, and across a restart."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The load generator: prompts, results, and engines that fail."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

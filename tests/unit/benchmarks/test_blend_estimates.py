@@ -1,7 +1,5 @@
 """Statistics of the blending benchmark: means, shares, their errors, and answers."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 

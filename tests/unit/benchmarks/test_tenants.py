@@ -1,7 +1,5 @@
 """Benchmark of two tenants: its figures, and a small run on a real sidecar with a disk or a Redis."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import tenants

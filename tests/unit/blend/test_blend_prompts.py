@@ -1,7 +1,5 @@
 """Prompts and questions for tests of real models; building them needs no weights."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

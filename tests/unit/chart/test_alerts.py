@@ -1,7 +1,5 @@
 """Each alert of the chart fires, does not fire too early or for healthy series, and resolves: by promtool."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 

@@ -1,7 +1,5 @@
 """Consistency of alerts, dashboards and runbooks with metrics, reasons and each other."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Errors and limits of ``kubectl lmcache bench``, through a stand-in for the API server."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

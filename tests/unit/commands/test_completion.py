@@ -1,7 +1,5 @@
 """Suggestions for the words of ``kubectl lmcache``, with a stand-in for kubectl."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Commands with wrong names, broken kubeconfigs, and servers that are no API server."""
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import io

@@ -1,7 +1,5 @@
 """``doctor``: checks of one cluster, its namespace's limits, engines, sidecars and Redis."""
 
-from __future__ import annotations
-
 import pytest
 from lmcache_operator.commands.doctor.answers import Answer
 from lmcache_operator.commands.doctor.checks import run_checks

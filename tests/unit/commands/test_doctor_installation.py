@@ -1,7 +1,5 @@
 """``doctor``: checks of the installation and of the namespace."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``doctor``: reading with faults of the API server, and printing."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

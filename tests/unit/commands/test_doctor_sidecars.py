@@ -1,7 +1,5 @@
 """``doctor``: checks of engines, sidecars and Redis."""
 
-from __future__ import annotations
-
 import pytest
 from lmcache_operator.commands.doctor.checks import run_checks
 from lmcache_operator.commands.doctor.checks.engine_kinds import MAX_VLLM, MIN_VLLM, SGLANG_VERSION

@@ -1,7 +1,5 @@
 """``kubectl lmcache explain`` with hostile, old and silent sidecars."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

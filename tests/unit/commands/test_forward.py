@@ -1,7 +1,5 @@
 """Local ports that lead to pods, through a stand-in for the API server."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,7 +1,5 @@
 """Reading a cluster and the figures of its sidecars."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

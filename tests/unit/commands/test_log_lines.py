@@ -1,7 +1,5 @@
 """Lines of logs: splitting, cleaning, choice of the operator's lines, and order by time."""
 
-from __future__ import annotations
-
 import random
 from datetime import UTC, datetime, timedelta
 

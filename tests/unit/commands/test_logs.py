@@ -1,7 +1,5 @@
 """``kubectl lmcache logs`` through a stand-in for the API server, with the faults of real ones."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Pages of pods, through a stand-in for the API server with the faults of real ones."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,7 +1,5 @@
 """The page of ``kubectl lmcache report``."""
 
-from __future__ import annotations
-
 import copy
 import math
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """The screen of ``kubectl lmcache status``."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Copies that wait for the reader of a GPU: tenants of one engine take turns."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from lmcache_sidecar.copiers import batches, messages

@@ -1,7 +1,5 @@
 """Fair queue: a client's items delay another client by one item at most."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Addresses of blocks, compared with copies byte by byte; addresses outside are refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The reader process: its id, its deadlines, and the release of all resources."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Copy batches: adjacent pieces are joined, and pieces are split at memory edges."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Pinned memory: exactly the ready extents are pinned, while memory becomes ready and unready."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 

@@ -1,7 +1,5 @@
 """Windows of miss-ratio curves: weights of older accesses, measured traffic, and saved state."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial

@@ -1,7 +1,5 @@
 """Miss-ratio curves, compared with exact stack distances."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

@@ -1,7 +1,5 @@
 """Samplers record heads, and keys below a threshold, in a bounded ring."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

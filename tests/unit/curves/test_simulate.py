@@ -1,7 +1,5 @@
 """The trace simulator, and the accuracy of its estimate on both traces."""
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The table of ARCHITECTURE.md names modules and folders that exist."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The choice of tests for a change."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -1,7 +1,5 @@
 """The commit check reads the messages since the default branch."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The decision records in docs/adr have consecutive numbers and the same headings."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

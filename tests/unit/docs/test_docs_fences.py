@@ -1,7 +1,5 @@
 """Code fences of the documentation: every command runs in a test or says why not, and data parse."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 

@@ -1,7 +1,5 @@
 """The hook of the documentation site, which converts links and lists from GitHub's Markdown to MkDocs'."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -1,7 +1,5 @@
 """The docstring check refuses first lines that are tails of sentences."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools import docstrings

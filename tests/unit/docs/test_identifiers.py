@@ -1,7 +1,5 @@
 """The identifier check refuses clipped words in names."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools import identifiers

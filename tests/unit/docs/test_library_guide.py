@@ -1,7 +1,5 @@
 """Programs in the library's guide: each runs separately and prints the documented output."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

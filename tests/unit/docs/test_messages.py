@@ -1,7 +1,5 @@
 """The message check covers CRDs and the strings of the product that read as prose."""
 
-from __future__ import annotations
-
 from tools import messages
 
 

@@ -1,7 +1,5 @@
 """The prose checker finds long sentences and clipped words, and ignores code and tables."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools import prose

@@ -1,7 +1,5 @@
 """The prose check covers headings, table cells, list items and generated pages."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools import prose

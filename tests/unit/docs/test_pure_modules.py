@@ -1,7 +1,5 @@
 """Modules whose docstring says that they are pure have a contract of import-linter that enforces it."""
 
-from __future__ import annotations
-
 import ast
 import configparser
 import re

@@ -1,7 +1,5 @@
 """The reference of the resource: its examples are valid, and every field has an example."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

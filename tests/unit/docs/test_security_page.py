@@ -1,7 +1,5 @@
 """The threat model names tests that exist, and says for each attacker what does not hold."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Calls that pause after the sidecar was silent."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import grpc

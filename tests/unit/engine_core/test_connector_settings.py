@@ -1,7 +1,5 @@
 """Settings that an engine's configuration carries."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Loads after lookups that the engine dropped: a request with the same first pages was aborted."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmcache.engines.core.page_requests import PageRequest, PageRequests

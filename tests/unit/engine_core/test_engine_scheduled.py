@@ -1,7 +1,5 @@
 """Reports of scheduled requests to the sidecar: chunks that the engine had, loads, or computes."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmcache.rpc.session import Scheduled

@@ -1,7 +1,5 @@
 """Requests of an engine that names none: which lookup a load belongs to, and when a request ends."""
 
-from __future__ import annotations
-
 import hashlib
 
 import hypothesis.strategies as st

@@ -1,7 +1,5 @@
 """Times of requests, as the scheduler side measures them and reports them to the sidecar."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import threading

@@ -1,7 +1,5 @@
 """``vllm serve`` for tests: no process is left after any failure."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Loads that share a time limit, with a clock of their own and a sidecar that never has the rows."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

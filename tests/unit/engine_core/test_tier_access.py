@@ -3,8 +3,6 @@
 tests/integration/test_vllm_tier*.py tests the rest with vLLM's own manager.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from types import SimpleNamespace

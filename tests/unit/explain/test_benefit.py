@@ -1,7 +1,5 @@
 """Savings and costs of the cache, from the statistics of sidecars."""
 
-from __future__ import annotations
-
 import math
 from statistics import quantiles
 

@@ -1,7 +1,5 @@
 """Findings about the causes, and their table on a terminal."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmcache.explain import tables

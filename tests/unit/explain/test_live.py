@@ -1,7 +1,5 @@
 """The screen of ``top``: tables, order, position, and keys."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmcache.common.terminal import keys

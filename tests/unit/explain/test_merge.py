@@ -1,7 +1,5 @@
 """Adding up the reports of several sidecars."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Places of a prompt's chunks: questions to a sidecar, and its joined answers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

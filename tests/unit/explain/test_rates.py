@@ -1,7 +1,5 @@
 """Rates from two reports of a sidecar, and the figures of several pods."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Advice about a larger memory tier, from samples of a workload with a known working set."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmcache.curves.answers import InvalidAnswerError

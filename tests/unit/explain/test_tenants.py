@@ -1,7 +1,5 @@
 """Figures, advice and lines about tenants, from the reports of sidecars."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

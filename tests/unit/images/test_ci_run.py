@@ -1,7 +1,5 @@
 """``.ci/run`` with a stand-in for make: which targets run, what the output ends with, and the exit status."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

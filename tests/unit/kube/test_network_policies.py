@@ -1,7 +1,5 @@
 """NetworkPolicies as iptables rules of the tests' node."""
 
-from __future__ import annotations
-
 import pytest
 
 from testing.node.network_policies import matches, rules

@@ -1,7 +1,5 @@
 """Control groups of the tests' node, in both cgroup versions, with folders in place of cgroup mounts."""
 
-from __future__ import annotations
-
 import pytest
 
 from testing.node import groups

@@ -1,7 +1,5 @@
 """The report of a failed node."""
 
-from __future__ import annotations
-
 import subprocess
 import urllib.error
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Fixtures shared by the tests of the library."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmcache.config import LMCacheMemPoolMetadata

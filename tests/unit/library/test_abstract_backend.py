@@ -1,7 +1,5 @@
 """Methods that a backend inherits."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Backends that configurations create, and engines of a process by name."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

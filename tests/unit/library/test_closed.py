@@ -1,7 +1,5 @@
 """Closed engines and backends: reads miss, writes are dropped, and running calls finish."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

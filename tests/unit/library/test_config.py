@@ -1,7 +1,5 @@
 """Configuration from defaults, files, environment variables and the legacy form."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import yaml

@@ -1,7 +1,5 @@
 """Connectors: URLs, created clients, and the documented subset of redis-py that a client needs."""
 
-from __future__ import annotations
-
 import fnmatch
 import socket
 

@@ -1,7 +1,5 @@
 """Custom evictors in memory and disk backends, as in the LMCache 0.1-0.3 API."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 from lmcache.cache_engine import LMCacheEngine

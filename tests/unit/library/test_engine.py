@@ -1,7 +1,5 @@
 """The engine over a backend with only the documented methods."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Behaviour of the engine that all backends share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

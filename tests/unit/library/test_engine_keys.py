@@ -1,7 +1,5 @@
 """Keys of the engine: the documented hash chain of tokens."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest

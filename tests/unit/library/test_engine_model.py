@@ -1,7 +1,5 @@
 """Model-based test of the engine: stores, retrieves and evictions match a dict of prefixes."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import torch
 from hypothesis import given, settings

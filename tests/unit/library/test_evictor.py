@@ -1,7 +1,5 @@
 """Evictors: the contract of the LMCache 0.1-0.3 API, with exact byte counts."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import pytest

@@ -1,7 +1,5 @@
 """Guard in front of a medium that may be unavailable."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

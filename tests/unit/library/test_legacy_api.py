@@ -1,7 +1,5 @@
 """Names of the LMCache 0.1-0.3 API, exactly, and calls of its users."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 

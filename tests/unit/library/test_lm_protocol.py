@@ -1,7 +1,5 @@
 """Bytes of lm:// messages, and the stream that carries them."""
 
-from __future__ import annotations
-
 import socket
 import struct
 import threading

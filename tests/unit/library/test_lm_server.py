@@ -1,7 +1,5 @@
 """The lm:// server with its connector, and with faulty clients."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import socket

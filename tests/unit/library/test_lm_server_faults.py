@@ -1,7 +1,5 @@
 """The lm:// connector with faulty servers and restarted servers."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import struct

@@ -1,7 +1,5 @@
 """Storage of the lm:// server, and the server as a program."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -1,7 +1,5 @@
 """Local backends: what memory and disk have in common."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Log lines: their format and rate limit."""
 
-from __future__ import annotations
-
 import datetime
 import logging
 import os

@@ -1,7 +1,5 @@
 """Loggers of the library."""
 
-from __future__ import annotations
-
 import logging
 import uuid
 

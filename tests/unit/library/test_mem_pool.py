@@ -1,7 +1,5 @@
 """Memory pools and their arena."""
 
-from __future__ import annotations
-
 import hashlib
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Bounded maps of recent keys."""
 
-from __future__ import annotations
-
 from lmcache.common.recent import Recent
 
 

@@ -1,7 +1,5 @@
 """Tensor copies of any layout write exactly the target bytes, streamed or not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Text form of keys, and other shared helpers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

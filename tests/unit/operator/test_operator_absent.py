@@ -1,7 +1,5 @@
 """Reconciliations do not read children that do not exist and that the spec does not ask for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

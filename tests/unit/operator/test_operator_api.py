@@ -1,7 +1,5 @@
 """The LMCacheCluster resource: one source for CRD and parser, and errors that name the field."""
 
-from __future__ import annotations
-
 import contextlib
 from decimal import Decimal
 from pathlib import Path

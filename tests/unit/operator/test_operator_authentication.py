@@ -1,7 +1,5 @@
 """Tokens for the sidecar's pages: the volume that the sidecar alone mounts, its options, the condition."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

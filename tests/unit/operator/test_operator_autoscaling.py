@@ -1,7 +1,5 @@
 """Chosen sizes: how they are rendered, and how they survive a restart of the operator."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any

@@ -1,7 +1,5 @@
 """Model-based test of chosen sizes when the operator is killed after any write, and users change the spec."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import settings

@@ -1,7 +1,5 @@
 """Reports of autoscaling decisions: status, condition, Events and metrics; no writes without a change."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace

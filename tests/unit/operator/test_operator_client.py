@@ -1,7 +1,5 @@
 """Patches that the client sends to the API server."""
 
-from __future__ import annotations
-
 import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """`spec.clients`: who reaches which port of engines and routers, by all rendered NetworkPolicies together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The component framework: an added component needs no other change, and all components obey the contract."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``lmcache-operator curve``: the hit curve of a tier as text and as a picture."""
 
-from __future__ import annotations
-
 import copy
 import re
 import tomllib

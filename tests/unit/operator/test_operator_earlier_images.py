@@ -6,8 +6,6 @@ Therefore the sets here may only shrink. A setting of a later version goes into 
 sidecar ignores unknown keys there with a warning.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

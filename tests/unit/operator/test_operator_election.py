@@ -1,7 +1,5 @@
 """Leader election: several operators, one Lease, and an API server that is slow and loses answers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

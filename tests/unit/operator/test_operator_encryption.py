@@ -1,7 +1,5 @@
 """Encryption of rows: Secrets that only sidecars mount, the sidecar's options, and the condition."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The engine's command line, and the termination of its pod."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reports of failures during a reconciliation, and the work that continues despite them."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from typing import Any, cast
 

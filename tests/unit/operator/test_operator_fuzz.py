@@ -3,8 +3,6 @@
 The operator neither stops nor loops on any of them, and names the field of each spec that it refuses.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """GPUs of a pod, and the transfer mode of its KV: as specified, rendered, changed and reported."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

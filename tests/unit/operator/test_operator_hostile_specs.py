@@ -1,7 +1,5 @@
 """Fields of the schema that reach a pod are all decided, and the operator refuses what only it can refuse."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

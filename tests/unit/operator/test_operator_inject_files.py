@@ -1,7 +1,5 @@
 """`lmcache-operator inject` on files of users: injected objects, remarks and errors."""
 
-from __future__ import annotations
-
 import copy
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Injection of the cache into users' pods: injected fields, refusals and conditions."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """Refusals of `lmcache-operator inject` and of the chart's admission policy have the same texts."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Requests to the API server, and handling of its responses."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Responses of the API server as kopf sees them: only metadata, also of very deep objects."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

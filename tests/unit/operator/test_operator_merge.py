@@ -1,7 +1,5 @@
 """Merging of specs, and the first difference between a wanted and a live object."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pods on lost nodes: when the operator force-deletes them, and what it reports until then."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 from typing import Any
 

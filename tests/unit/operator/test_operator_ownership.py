@@ -1,7 +1,5 @@
 """Drift of a child, detected by the managed fields that the API server records."""
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Events that wake a cluster, with kopf's handlers, the queue and the reconciler on a simulated clock."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The peers tier: the list of engine pods, their password, and the options of their sidecars."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

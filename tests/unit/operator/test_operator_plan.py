@@ -1,7 +1,5 @@
 """Plans from observed and wanted objects: convergence, replacement of pods, and problems for users."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterable

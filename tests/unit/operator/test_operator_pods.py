@@ -1,7 +1,5 @@
 """Reasons why pods do not serve, from pod status and Events."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prefill pods: their LMCacheCluster, the router's two pools, and their part of the parent's status."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Times at which a router starts and stops to use prefill pods, and settings that no prefill pod can have."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

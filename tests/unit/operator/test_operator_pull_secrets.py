@@ -1,7 +1,5 @@
 """`spec.images.pullSecrets` on every pod that the operator creates."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The queue of keys, on an event loop with a simulated clock."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

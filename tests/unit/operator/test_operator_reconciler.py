@@ -1,7 +1,5 @@
 """Full reconciliations of a cluster against a simulated API server."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """The managed remote tier: shards follow the spec, and engines are not restarted for that."""
 
-from __future__ import annotations
-
 import copy
 from datetime import timedelta
 from typing import Any

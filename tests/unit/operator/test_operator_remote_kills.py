@@ -1,7 +1,5 @@
 """Model-based test of shards when the operator is killed after any write, and when two operators run."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta

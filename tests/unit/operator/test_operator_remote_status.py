@@ -1,7 +1,5 @@
 """Status of the remote tier, and the Secret of a managed remote tier."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Reasons to delay decisions about the number of shards, and their limits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """Resizing memory tiers of running pods: each step, refusals, and edited annotations."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Model-based test of resizing memory tiers: random answers of kubelet and sidecar, and killed operators."""
 
-from __future__ import annotations
-
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule

@@ -1,7 +1,5 @@
 """The router: its objects, the events of its engines, and its status."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

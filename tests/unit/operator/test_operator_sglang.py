@@ -1,7 +1,5 @@
 """Pods of SGLang: command line, refused arguments, probes, images, and who copies KV."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The list of shards: which shards are read and written while their number changes."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 
 import hypothesis.strategies as st

@@ -1,7 +1,5 @@
 """Clusters that share peers: the list has the pods of all, and a missing list changes no running pod."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Statistics of sidecars: validation of their answers, the conditions from them, and limits of polling."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Changes of a spec that replace pods, which are those with another spec hash, and changes that keep them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

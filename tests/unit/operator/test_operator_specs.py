@@ -1,7 +1,5 @@
 """Rendered objects of an engine: golden files, determinism, spec hash, and the contents of the pod."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

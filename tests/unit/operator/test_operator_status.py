@@ -1,7 +1,5 @@
 """The status of a cluster, its conditions and Events, and reasons for missing or unready pods."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Pod settings of the user, from podTemplate and from fields of spec.engine: merging, and refusals."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

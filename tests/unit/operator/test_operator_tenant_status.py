@@ -1,7 +1,5 @@
 """Hits and memory of each tenant in the status, from reports that are not trusted."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

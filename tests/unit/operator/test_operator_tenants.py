@@ -1,7 +1,5 @@
 """Budgets for tenants: bad specs, the file that sidecars follow, salts from Secrets, and the condition."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from typing import Any

@@ -1,7 +1,5 @@
 """The condition TenantsKnown while the kubelet updates the file with the tenants in running pods."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

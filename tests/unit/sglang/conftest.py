@@ -1,7 +1,5 @@
 """Stand-ins for modules of SGLang, which the unit tests do not need."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 

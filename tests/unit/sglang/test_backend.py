@@ -1,7 +1,5 @@
 """The life of the backend that SGLang loads, with stand-ins for SGLang's modules and for the sidecar."""
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import importlib

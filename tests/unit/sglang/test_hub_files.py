@@ -1,7 +1,5 @@
 """Models of Hugging Face's hub, which SGLang downloads when it starts."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

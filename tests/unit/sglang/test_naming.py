@@ -1,7 +1,5 @@
 """The namespace of an engine: what changes KV changes it, and nothing else does."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

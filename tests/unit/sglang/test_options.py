@@ -1,7 +1,5 @@
 """SGLang's options as the engine uses them, and our settings."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Pages of SGLang's host pools, copied from and to slots of the arena."""
 
-from __future__ import annotations
-
 import math
 import threading
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Places of SGLang's ranks in the columns of a row, ids of engines, and engines that are refused."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Reports of SGLang's requests, with a stand-in for its batch of prompts."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Weight updates of SGLang: no KV of old weights is found under the name of new ones."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

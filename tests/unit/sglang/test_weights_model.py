@@ -1,7 +1,5 @@
 """A model of engines whose weights change: KV of one state of weights is never found in another."""
 
-from __future__ import annotations
-
 import itertools
 
 import hypothesis.strategies as st

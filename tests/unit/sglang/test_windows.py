@@ -1,7 +1,5 @@
 """The size of windows, which only the callers of the backend know."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmcache.engines.errors import UnsupportedError

@@ -1,7 +1,5 @@
 """One cause for each token of a prompt."""
 
-from __future__ import annotations
-
 import hashlib
 from unittest.mock import Mock
 

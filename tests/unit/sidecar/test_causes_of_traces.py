@@ -3,8 +3,6 @@
 The sidecar's records are bounded and use 64 bits of each key. The model has none of these limits.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """The directory with the encryption keys of a tier, and handling of directories that are invalid."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """The count of background work: when it is 0, the effects of all earlier calls can be seen."""
 
-from __future__ import annotations
-
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.tiered.refresh import REFRESH_SECONDS

@@ -1,7 +1,5 @@
 """The ends of requests: their times, failed loads, and what they saved."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Conditions that a shrinking memory tier waits for, separately. ``test_resizing_model`` combines them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 

@@ -6,8 +6,6 @@ Arena, memory tier, sessions, resizer and the client's end of the stream are rea
 continues to use the pages that it has pinned when holes are punched.
 """
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import itertools

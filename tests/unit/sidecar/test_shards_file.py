@@ -1,7 +1,5 @@
 """The file with the shards of the remote tier: its format, and handling of invalid files."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Configuration of the sidecar: sources and their order, and a clear line for each mistake."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """CopyBlocks: which slots a client may copy, how long they are held, and when the engine must copy."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The HTTP server: it is read-only, and a bug in a page affects only that page."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import http.client

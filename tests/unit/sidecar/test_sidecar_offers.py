@@ -1,7 +1,5 @@
 """Validation of clients' offers of GPU memory, before the sidecar stores anything."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

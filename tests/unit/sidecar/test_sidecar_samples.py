@@ -1,7 +1,5 @@
 """Samples of lookups that a sidecar returns at ``/samples``."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

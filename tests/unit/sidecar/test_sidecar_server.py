@@ -1,7 +1,5 @@
 """The gRPC server and its statistics: a bug in a handler, the JSON document, and the metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

@@ -1,7 +1,5 @@
 """Sessions: which client may use which rows, in which epoch, and for how long."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Model-based test of the slot reuse rule with random actions of clients, sidecar and clock."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The file with the target size of the memory tier, and handling of invalid files."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Statistics of tenants by name: shares in bytes, bounds on disk, and causes."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The file with budgets of tenants: its format, and handling of invalid files."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import logging

@@ -1,7 +1,5 @@
 """Fixtures shared by the tests of tiers."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.harness.disk_restarts import restartable_tier

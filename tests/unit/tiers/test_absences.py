@@ -1,7 +1,5 @@
 """Why a row was not in memory when a request needed it."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmcache.tiers.memory.contracts import Geometry

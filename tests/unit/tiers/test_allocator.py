@@ -1,7 +1,5 @@
 """Frame allocator, compared with a plain list of slots."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Checks of the arena's capacity against the volume, the memory limit and the available memory."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The slot table after the process that writes rows was killed."""
 
-from __future__ import annotations
-
 import random
 import signal
 import subprocess

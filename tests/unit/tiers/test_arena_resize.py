@@ -1,7 +1,5 @@
 """Resizing of an arena that clients have mapped."""
 
-from __future__ import annotations
-
 import tempfile
 import threading
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Each machine has other budgets. The oracle checks which row each store evicts, and which stores are refused.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 from hypothesis import settings

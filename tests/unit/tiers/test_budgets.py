@@ -1,7 +1,5 @@
 """Budgets of tenants; ``test_budget_model`` covers random sequences of stores, loads and evictions."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The chunks of the past: compared with a model that forgets nothing, and bounded."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os

@@ -3,8 +3,6 @@
 Engines map both as long as they live.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from lmcache.tiers.memory.arena import ArenaFile

@@ -1,7 +1,5 @@
 """Upper bounds of the bytes that a tenant's objects take on disk."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A disk tier after its process was killed, and under many threads."""
 
-from __future__ import annotations
-
 import random
 import signal
 import subprocess

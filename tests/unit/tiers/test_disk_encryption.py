@@ -1,7 +1,5 @@
 """A disk tier whose files are encrypted: damage, rotation, restarts, and files of the other format."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A disk tier on a volume that fails or fills up."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

@@ -3,8 +3,6 @@
 Restarts and faults happen between any two steps.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

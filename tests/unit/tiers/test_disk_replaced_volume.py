@@ -1,7 +1,5 @@
 """A disk tier whose directory or volume is replaced while the tier runs."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 

@@ -1,7 +1,5 @@
 """A disk tier before its index is complete."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

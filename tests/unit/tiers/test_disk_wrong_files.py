@@ -1,7 +1,5 @@
 """A disk tier whose directory has damaged, deleted or foreign files."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Encryption keys and the cipher: what it accepts, and everything that it must refuse."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import itertools

@@ -1,7 +1,5 @@
 """Eviction order when a hit needs rows of several KV groups: the remaining rows are usable."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmcache.kv_groups import GroupKind, KVGroup

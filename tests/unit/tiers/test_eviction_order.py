@@ -1,7 +1,5 @@
 """Eviction order: a chain's tail before its head, however the chain was stored and read."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmcache.tiers.memory.contracts import Geometry

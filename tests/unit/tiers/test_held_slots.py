@@ -1,7 +1,5 @@
 """Held slots, into which the sidecar copies for their owner, are neither committed nor reused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import settings

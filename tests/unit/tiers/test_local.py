@@ -1,7 +1,5 @@
 """Local store for payloads of any length, shared by threads."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Model-based test of the local store: bytes, counts, eviction order and victims for longer payloads."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule

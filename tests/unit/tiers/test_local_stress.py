@@ -3,8 +3,6 @@
 ``python -m benchmarks stress`` runs the same test for a minute.
 """
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Model-based test of the memory tier: resident rows, users of bytes and eviction order match an oracle."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import hypothesis.strategies as st

@@ -3,8 +3,6 @@
 ``test_memory_model`` covers the eviction order; this model covers which bytes belong to which row.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st

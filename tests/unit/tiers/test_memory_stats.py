@@ -1,7 +1,5 @@
 """Hits and misses of the memory tier: the first answer counts, once for each key of a request."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmcache.tiers.memory.contracts import Geometry

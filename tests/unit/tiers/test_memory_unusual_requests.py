@@ -1,7 +1,5 @@
 """Requests of clients that are valid but make no sense."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmcache.tiers.memory import leases

@@ -1,7 +1,5 @@
 """Buffers for transfers with O_DIRECT."""
 
-from __future__ import annotations
-
 import mmap
 import re
 from pathlib import Path

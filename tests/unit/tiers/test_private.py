@@ -1,7 +1,5 @@
 """An arena in the private memory of a process."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Limits of promotions that run at once: in small tiers, and between tenants."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmcache.kv_groups import KVGroup

@@ -1,7 +1,5 @@
 """Parsing of remote tier URLs."""
 
-from __future__ import annotations
-
 import contextlib
 from urllib.parse import quote
 

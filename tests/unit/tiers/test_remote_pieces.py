@@ -1,7 +1,5 @@
 """Pieces of a column's payload: the format that all readers and writers of a Redis share."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given

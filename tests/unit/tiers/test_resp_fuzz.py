@@ -1,7 +1,5 @@
 """Fuzz test of the Redis connection: arbitrary replies never cause hangs, large buffers or unknown errors."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

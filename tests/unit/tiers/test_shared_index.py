@@ -1,7 +1,5 @@
 """Index in shared memory: lookups between any two stores of the writer, and after faulty writes."""
 
-from __future__ import annotations
-
 import hashlib
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tenant quotas of the memory tier; ``test_budget_model`` covers random sequences."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmcache.tiers.budgets import Budget, Budgets

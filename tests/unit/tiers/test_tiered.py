@@ -1,7 +1,5 @@
 """Lookups, promotions and verification of the tiered store, and an unhealthy remote tier."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """Bounds of tenants in the disk tier, from the write queue to the files."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

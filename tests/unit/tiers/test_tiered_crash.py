@@ -1,7 +1,5 @@
 """A process with a disk tier is killed while it writes: the rows that it drained are on disk."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import subprocess

@@ -1,7 +1,5 @@
 """Load or recompute: the measured rate of a tier, and the rows that are not promoted because of it."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

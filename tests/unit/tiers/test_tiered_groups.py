@@ -3,8 +3,6 @@
 The oracle: a lookup finds the longest hit over the rows of all tiers.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 from hypothesis import example, given, settings

@@ -1,7 +1,5 @@
 """Rows of chunks that another engine has computed a moment ago, and may still be storing."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmcache.tiers.memory.contracts import LookupResult

@@ -1,7 +1,5 @@
 """Effects of a hit in memory on lower tiers: refreshed copies, and the first write under ``OnReuse``."""
 
-from __future__ import annotations
-
 from lmcache.tiers.tiered.refresh import REFRESH_SECONDS
 from lmcache.tiers.tiered.store import Admit
 from tests.harness.tiered_world import LEASE, NUM_COLUMNS, chain, run, until

@@ -1,7 +1,5 @@
 """A tier whose calls never return, or rows that fail verification, do not block other requests."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

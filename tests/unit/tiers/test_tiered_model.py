@@ -4,8 +4,6 @@ Each key has a fixed content, so the test can check all returned bytes. The orac
 and leases.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import shutil

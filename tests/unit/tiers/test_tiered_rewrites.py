@@ -1,7 +1,5 @@
 """Repeated write-through: rows that a lower tier refused, lost or never received are offered again."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

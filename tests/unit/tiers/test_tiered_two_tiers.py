@@ -1,7 +1,5 @@
 """The tiered store over two lower tiers: the first is looked up first, and neither delays the other."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import tempfile

@@ -1,7 +1,5 @@
 """Commits, write-through and eviction of the tiered store."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmcache.tiers.errors import StaleSlotError

@@ -1,7 +1,5 @@
 """Owners of objects: rendezvous hashing with a previous list, and hash slots of a cluster."""
 
-from __future__ import annotations
-
 import binascii
 import contextlib
 import socket

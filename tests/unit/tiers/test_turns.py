@@ -1,7 +1,5 @@
 """Turns of tenants in the queues of lower tiers: one that floods a queue delays another by one task."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Unusable rows, not populated or vacated: the tier does not reserve, lease or evict rows for them."""
 
-from __future__ import annotations
-
 from lmcache.tiers.memory.contracts import Geometry, Reserved
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.memory.tier import MemoryTier

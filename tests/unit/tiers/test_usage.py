@@ -1,7 +1,5 @@
 """Residence time of values, computed from a server's INFO."""
 
-from __future__ import annotations
-
 import math
 
 import hypothesis.strategies as st

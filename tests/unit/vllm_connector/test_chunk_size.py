@@ -1,7 +1,5 @@
 """The chunk size is a multiple of the engine's block size. A size that differs from the setting is logged."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmcache.engines.vllm.attach import whole_chunk_tokens

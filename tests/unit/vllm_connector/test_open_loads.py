@@ -1,7 +1,5 @@
 """Loads that hold blocks while their requests do not run."""
 
-from __future__ import annotations
-
 from lmcache.engines.vllm.scheduler import OpenLoads
 
 

@@ -1,7 +1,5 @@
 """The answers that vLLM's router needs from an engine before it follows the engine's KV events."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from types import SimpleNamespace

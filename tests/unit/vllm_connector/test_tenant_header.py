@@ -1,7 +1,5 @@
 """The middleware that sets the cache salt of a request from the header of a gateway."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The log of vLLM after a step that failed: what it shows of the connector."""
 
-from __future__ import annotations
-
 import pytest
 from vllm.logging_utils.dump_input import prepare_object_to_dump
 from vllm.v1.core.sched.output import SchedulerOutput

@@ -1,7 +1,5 @@
 """The hand-over of a prompt from a prefill engine to a decode engine, by vLLM's ``kv_transfer_params``."""
 
-from __future__ import annotations
-
 import pytest
 
 from lmcache.common.timing import TIMING

@@ -1,7 +1,5 @@
 """Block hashes that are derived without vLLM equal those of vLLM."""
 
-from __future__ import annotations
-
 import cbor2
 import pytest
 from hypothesis import given, settings
