@@ -29,10 +29,6 @@ if sys.argv[2] == "describe":
     descriptors = sorted(set(open_descriptors()) - {resource_tracker._resource_tracker._fd})
     is_imported = "lmcache_sidecar.daemon" in sys.modules
     say(json.dumps([os.getcwd(), dict(os.environ), sys.argv, is_imported, __name__, descriptors]))
-elif sys.argv[2] == "server":
-    with open(f"/proc/{os.getppid()}/environ") as file:
-        server = dict(line.split("=", 1) for line in file.read().split("\\0") if line)
-    say(json.dumps(server["OMP_WAIT_POLICY"]))
 elif sys.argv[2] == "wait":
     say("waiting")
     signal.pause()
@@ -52,10 +48,7 @@ else:
 """
 
 
-server = ForkServer(
-    "testing.imported",
-    lambda: {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'sidecar'}", "OMP_WAIT_POLICY": "passive"},
-)
+server = ForkServer("testing.imported", lambda: {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'sidecar'}"})
 
 
 @pytest.fixture(autouse=True)
@@ -86,14 +79,6 @@ def test_program_gets_its_modules_environment_directory_and_arguments(tmp_path):
     assert environment == {**os.environ, "GREETING": "hello"}
     assert argv[2:] == ["describe"]
     assert descriptors == [1, 2, int(argv[1])]
-
-
-def test_variables_of_the_modules_are_those_of_the_server(tmp_path):
-    """The environment of the program that started the server does not matter."""
-    started = Started(tmp_path, "server")
-    with started.output as output:
-        assert json.loads(output.readline()) == "passive"
-    assert started.process.wait(60) == 0
 
 
 def test_concurrent_programs_end_independently(tmp_path):
@@ -129,19 +114,13 @@ def test_shared_memory_of_a_killed_program_is_removed(tmp_path):
     wait_until(lambda: "leaked shared_memory" in started.log.read_text())
 
 
-def test_failing_program_returns_its_status_and_logs_a_traceback(tmp_path):
+def test_failing_program_ends_its_child_process_and_logs_a_traceback(tmp_path):
     for argument, status in (("exit", 7), ("unknown", 1)):
-        started = Started(tmp_path, argument)
-        started.output.close()
-        assert started.process.wait(60) == status
+        with ChildProcess("the program", tmp_path / f"{argument}.log") as child:
+            started = Started(tmp_path, argument)
+            started.output.close()
+            child.adopt(started.process)
+            assert started.process.wait(60) == status
+            with pytest.raises(ProcessDied, match=f"the program exited with {status}"):
+                child.check()
     assert "ValueError: unknown" in (tmp_path / "unknown.log").read_text()
-
-
-def test_child_process_adopts_a_copy(tmp_path):
-    with ChildProcess("the program", tmp_path / "exit.log") as child:
-        started = Started(tmp_path, "exit")
-        started.output.close()
-        child.adopt(started.process)
-        assert started.process.wait(60) == 7
-        with pytest.raises(ProcessDied, match="the program exited with 7"):
-            child.check()
