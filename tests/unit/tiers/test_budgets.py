@@ -46,32 +46,6 @@ def order(tier: MemoryTier) -> list[str]:
     return [tier._rows.key(row).decode().strip() for row in tier._rows.policy.victims()]
 
 
-def test_tenant_below_its_share_gets_rows_of_tenants_above_theirs():
-    tier = new_tier(4, Budgets(by_tenant={b"a": Budget("a", min_memory_percent=50)}))
-    for name in ("a0", "b0", "b1", "b2"):
-        assert store(tier, name) is Reserved.SLOT
-    assert store(tier, "a.0") is Reserved.SLOT
-    assert order(tier) == ["a0", "b1", "b0", "a.0"]  # not a0, although it is older than the rows of b
-    assert [store(tier, f"b.{n}") for n in range(3)] == [Reserved.SLOT, Reserved.SLOT, Reserved.BUSY]
-    assert order(tier) == ["a0", "a.0", "b.1", "b.0"]
-
-
-def test_guarantee_of_a_tenant_without_rows_takes_nothing():
-    tier = new_tier(4, Budgets(by_tenant={b"a": Budget("a", min_memory_percent=100)}))
-    assert {store(tier, f"b{n}") for n in range(4)} == {Reserved.SLOT}
-    assert [store(tier, f"a{n}") for n in range(4)] == [Reserved.SLOT] * 4
-    assert store(tier, "b.0") is Reserved.BUSY
-    assert store(tier, "a.0") is Reserved.SLOT  # its own rows make place
-
-
-def test_rows_of_lower_priority_are_evicted_first():
-    budgets = Budgets(by_tenant={b"a": Budget("a", priority=1), b"b": Budget("b", priority=-1)})
-    tier = new_tier(3, budgets)
-    for name in ("a0", "b0", ".0", ".1", "a.0", "a,0"):
-        assert store(tier, name) is Reserved.SLOT
-    assert order(tier) == ["a0", "a.0", "a,0"]
-
-
 def test_neighbors_below_their_share_are_not_evicted_for_a_long_row():
     tier = new_tier(8, slots_per_frame=4)
     for name in ("b0", "a0", "b1", "b2", "b.0", "b.1", "b.2", "a1"):
@@ -143,31 +117,23 @@ def flood(tier: MemoryTier, num_rows: int) -> None:
         tier.pin(slot)
 
 
-def test_pinned_rows_of_lower_priority_refuse_no_stores():
-    tier = new_tier(200, Budgets(by_tenant={b"b": Budget("batch", priority=-10)}))
+@pytest.mark.parametrize(
+    "budgets",
+    [
+        pytest.param(Budgets(by_tenant={b"b": Budget("batch", priority=-10)}), id="lower priority"),
+        pytest.param(Budgets(by_tenant={b"a": Budget("search", min_memory_percent=60)}), id="a guarantee"),
+        pytest.param(Budgets(Budget(memory_percent=99), {b"b": Budget("batch")}), id="equal priority"),
+    ],
+)
+@pytest.mark.parametrize("tenants", ["a", "ac", "ac."])
+def test_pinned_rows_of_a_flood_refuse_no_stores(budgets, tenants):
+    tier = new_tier(200, budgets)
     flood(tier, 100)
     for number in range(100):
-        assert store(tier, f"a.{number}") is Reserved.SLOT
-    assert [store(tier, f"{tenant}0") for tenant in "ac."] == [Reserved.SLOT] * 3
+        assert store(tier, f"{tenants[number % len(tenants)]}.{number}") is Reserved.SLOT
+    assert store(tier, "a0") is Reserved.SLOT
     assert tier.num_used == 200
     assert sum(name.startswith("b") for name in order(tier)) == 100
-
-
-def test_pinned_rows_of_a_flood_refuse_no_stores_within_a_guarantee():
-    tier = new_tier(200, Budgets(by_tenant={b"a": Budget("search", min_memory_percent=60)}))
-    flood(tier, 100)
-    for number in range(100):
-        assert store(tier, f"a.{number}") is Reserved.SLOT
-    assert store(tier, "a0") is Reserved.SLOT
-    assert sum(name.startswith("b") for name in order(tier)) == 100
-
-
-def test_pinned_rows_of_equal_priority_refuse_no_stores():
-    tier = new_tier(200, Budgets(Budget(memory_percent=99), {b"b": Budget("batch")}))
-    flood(tier, 100)
-    for number in range(100):
-        assert store(tier, f"{'ac'[number % 2]}.{number}") is Reserved.SLOT
-    assert store(tier, "a0") is Reserved.SLOT
 
 
 def test_salts_are_resolved_for_each_namespace():

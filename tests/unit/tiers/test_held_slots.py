@@ -30,18 +30,6 @@ def reserve(memory: MemoryTier, number: int, owner: bytes = OWNERS[0], column: i
     return memory.reserve(key(number), column, owner, length=num_slots * SLOT_BYTES).slot
 
 
-def test_refuses_to_commit_or_hold_a_held_slot():
-    memory = make_memory()
-    slot = reserve(memory, 1)
-    memory.hold([slot], 0, OWNERS[0], [SLOT_BYTES])
-    for operation, lengths in ((memory.commit, []), (memory.hold, [[SLOT_BYTES]])):
-        with pytest.raises(StaleSlotError, match="a copy into column 0 of row 0 is under way"):
-            operation([slot], 0, OWNERS[0], *lengths)
-    memory.end_hold([slot], 0)
-    memory.commit([slot], 0, OWNERS[0])
-    assert memory.num_held == 0
-
-
 def test_holds_only_slots_reserved_by_the_owner():
     memory = make_memory()
     slot = reserve(memory, 1)

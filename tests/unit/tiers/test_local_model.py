@@ -20,6 +20,8 @@ requests = st.sampled_from(["r0", "r1", None])
 
 
 class LocalMachine(RuleBasedStateMachine):
+    """Also the defects 13, 14 and 15 of LMCache 0.1-0.3: wrong counts, evicted heads, wasted bytes."""
+
     @initialize(num_slots=st.integers(1, 3 * FRAME))
     def begin(self, num_slots):
         self.arena = PrivateArena(Geometry(SLOT, 1), num_slots)

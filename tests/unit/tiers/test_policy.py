@@ -12,41 +12,6 @@ def order(policy: LRU) -> list[int]:
     return list(policy.victims())
 
 
-def test_evicts_tails_before_heads():
-    policy = LRU(16)
-    for row, group in ((1, "a"), (7, "b"), (2, "a"), (8, "b"), (3, "a")):
-        policy.admit(row, group)
-    assert order(policy) == [8, 7, 3, 2, 1]
-
-
-def test_touched_rows_become_the_head():
-    policy = LRU(16)
-    for row in (4, 5, 6):
-        policy.admit(row, "a")
-    policy.touch([1, 2, 3], "a")
-    assert order(policy) == [6, 5, 4, 3, 2, 1]
-
-
-def test_touched_rows_move_to_the_touching_group():
-    policy = LRU(16)
-    for row in (1, 2, 3):
-        policy.admit(row, "a")
-    policy.touch([1, 2], "b")
-    assert order(policy) == [3, 2, 1]
-
-
-def test_groups_without_rows_are_forgotten():
-    policy = LRU(16)
-    policy.admit(1, "a")
-    policy.touch([1], "b")
-    policy.touch([], "c")
-    policy.remove(1)
-    policy.remove(6)
-    assert order(policy) == []
-    assert not policy._groups
-    assert not policy._ends
-
-
 def test_rows_of_forgotten_groups_keep_their_position(monkeypatch):
     monkeypatch.setattr("lmcache.tiers.policy._MAX_GROUPS", 2)
     policy = LRU(16)

@@ -5,7 +5,6 @@ import pytest
 from lmcache.tiers.budgets import Budget, Budgets
 from lmcache.tiers.memory.contracts import Geometry, Reserved
 from lmcache.tiers.memory.private import PrivateArena
-from lmcache.tiers.memory.rows import INCOMPLETE_SECONDS
 from lmcache.tiers.memory.tier import MemoryTier
 from lmcache.tiers.stats import Removal
 from tests.harness.chains import one_chain
@@ -17,39 +16,21 @@ class Bench:
     """A memory tier of eight rows with a quota of three rows per tenant."""
 
     def __init__(self) -> None:
-        self.now = 0.0
-        self.tier = self.new_tier(num_columns=1)
-
-    def new_tier(self, num_columns: int) -> MemoryTier:
-        arena = PrivateArena(Geometry(4096, num_columns), 8)
-        tier = MemoryTier(arena, lambda: self.now, budgets=Budgets(Budget(memory_percent=40)))
-        for _ in tier.adopt():
+        self.tier = MemoryTier(PrivateArena(Geometry(4096, 1), 8), budgets=Budgets(Budget(memory_percent=40)))
+        for _ in self.tier.adopt():
             pass
-        return tier
-
-    def reserve(self, name: str, tenant: str = "") -> Reserved:
-        result, slot = self.tier.reserve(
-            key(name), 0, OWNER, length=4096, request=name[:-1], tenant=(tenant or name[0]).encode()
-        )
-        self.slot = slot
-        return result
 
     def store(self, *names: str) -> None:
         for name in names:
-            assert self.reserve(name) is Reserved.SLOT
-            assert self.slot is not None
-            self.tier.commit([self.slot], 0, OWNER)
-
-    def lookup(self, *names: str) -> None:
-        self.tier.lookup((ENGINE, names[0]), one_chain([*map(key, names)]))
+            slot = self.tier.reserve(
+                key(name), 0, OWNER, length=4096, request=name[:-1], tenant=name[0].encode()
+            ).slot
+            assert slot is not None
+            self.tier.commit([slot], 0, OWNER)
 
     def present(self) -> list[str]:
-        names = [f"{request}{number}" for request in ("a.", "a,", "b.", "c.") for number in range(9)]
+        names = [f"{request}{number}" for request in ("a.", "a,", "b.") for number in range(9)]
         return [name for name in names if self.tier.is_resident(key(name))]
-
-    @property
-    def removed(self) -> dict[Removal, int]:
-        return dict(self.tier.stats.removed)
 
 
 def key(name: str) -> bytes:
@@ -65,48 +46,11 @@ def test_tenant_at_its_quota_evicts_its_own_rows_first(bench: Bench) -> None:
     bench.store("b.0", "b.1", "a.0", "a.1", "a.2")
     bench.store("a,0")
     assert bench.present() == ["a.0", "a.1", "a,0", "b.0", "b.1"]  # the tail of the older request was evicted
-    bench.lookup("a.0")
+    bench.tier.lookup((ENGINE, "a.0"), one_chain([key("a.0")]))
     bench.tier.release((ENGINE, "a.0"))
     bench.store("a,1", "a,2")
     assert bench.present() == ["a,0", "a,1", "a,2", "b.0", "b.1"]
-    assert bench.removed == {Removal.QUOTA: 3}
-
-
-def test_request_longer_than_the_quota_keeps_its_head(bench: Bench) -> None:
-    bench.store("a.0", "a.1", "a.2")
-    assert bench.reserve("a.3") is Reserved.BUSY
-    assert bench.present() == ["a.0", "a.1", "a.2"]
-    assert bench.tier.stats.refused == 1
-
-
-def test_leased_rows_are_not_evicted_and_other_tenants_rows_neither(bench: Bench) -> None:
-    bench.store("b.0", "a.0", "a.1", "a.2")
-    bench.lookup("a.0", "a.1", "a.2")
-    assert bench.reserve("a,0") is Reserved.BUSY
-    bench.tier.release((ENGINE, "a.0"))
-    bench.store("a,0")
-    assert bench.present() == ["a.0", "a.1", "a,0", "b.0"]
-
-
-def test_incomplete_rows_of_the_tenant_are_evicted_first(bench: Bench) -> None:
-    bench.tier = bench.new_tier(num_columns=2)
-    names = ["b.0", "a.0", "a.1", "a.2"]
-    for name in names:
-        assert bench.reserve(name) is Reserved.SLOT
-        assert bench.slot is not None
-        bench.tier.commit([bench.slot], 0, OWNER)  # the other column is never committed
-    assert bench.reserve("a.3") is Reserved.BUSY
-    bench.now += INCOMPLETE_SECONDS + 1
-    assert bench.reserve("a.3") is Reserved.SLOT
-    assert [bench.tier.knows(key(name)) for name in names] == [True, False, True, True]
-
-
-def test_rows_without_a_tenant_are_not_limited(bench: Bench) -> None:
-    for number in range(8):
-        slot = bench.tier.reserve_row(key(f"c.{number}"), 4096)
-        assert slot is not None
-        bench.tier.commit_row(slot, [b"x" * 8])
-    assert len(bench.present()) == 8
+    assert bench.tier.stats.removed == {Removal.QUOTA: 3}
 
 
 def test_promoted_rows_count_for_the_tenant(bench: Bench) -> None:
