@@ -74,12 +74,6 @@ class TestObjects:
         assert (header.key, header.column, header.label) == (key_of(1), 7, b"label")
         assert raw[PAGE:] == content(1, 5) + bytes(PAGE - 5)
 
-    def test_probe_counts_leading_rows_with_all_columns(self, tier):
-        for number, column in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 1), (3, 0), (3, 1)]:
-            store(tier, number, column=column)
-        assert tier.probe([key_of(number) for number in range(4)], 2) == 2
-        assert tier.probe([], 2) == 0
-
     def test_find_each_checks_objects_separately(self, tier):
         for number, column in [(0, 0), (2, 0), (2, 1)]:
             store(tier, number, column=column)
@@ -94,29 +88,8 @@ class TestObjects:
         assert (after.st_ino, tier.stats.stored, tier.stats.touched) == (before.st_ino, 1, 1)
         assert after.st_mtime_ns > before.st_mtime_ns
 
-    def test_removes_an_object_once(self, tmp_path, tier):
-        store(tier, 1)
-        assert tier.contains(ObjectId(key_of(1), 0))
-        assert tier.remove(ObjectId(key_of(1), 0))
-        assert not tier.remove(ObjectId(key_of(1), 0))
-        assert not tier.contains(ObjectId(key_of(1), 0))
-        assert tier.used_bytes == taken_bytes(tmp_path) == 0
-
-    def test_keys_lists_each_row_once(self, tier):
-        for column in range(3):
-            store(tier, 1, column=column)
-        assert tier.keys() == [key_of(1)]
-
 
 class TestCapacity:
-    def test_used_bytes_stay_within_capacity(self, tmp_path):
-        tier = open_tier(tmp_path, 32 * PAGE)
-        for number in range(100):
-            assert store(tier, number, random.randrange(6 * PAGE))
-            assert tier.used_bytes == taken_bytes(tmp_path) <= 32 * PAGE
-        assert tier.stats.evicted > 80
-        tier.close()
-
     def test_refuses_object_larger_than_capacity_without_eviction(self, tmp_path):
         tier = open_tier(tmp_path, 4 * PAGE)
         store(tier, 1)
@@ -132,27 +105,6 @@ class TestCapacity:
         assert numbers(tier) == [*reversed(range(8)), *reversed(range(100, 108))]
         tier.touch([key_of(number) for number in range(4)], 1)
         assert numbers(tier) == [*reversed(range(4, 8)), *reversed(range(100, 108)), *reversed(range(4))]
-        tier.close()
-
-    def test_loads_refresh_age(self, tmp_path):
-        tier = open_tier(tmp_path, 16 * PAGE)  # an epoch holds one object
-        for number in range(8):
-            store(tier, number)
-        load(tier, 0)
-        store(tier, 8)
-        assert numbers(tier) == [*range(2, 8), 0, 8]
-        tier.close()
-
-    def test_age_survives_a_restart(self, tmp_path):
-        tier = open_tier(tmp_path, 16 * PAGE)
-        for number in range(8):
-            store(tier, number)
-        tier.touch([key_of(3)], 1)
-        load(tier, 1)
-        store(tier, 5)
-        tier.close()
-        tier = open_tier(tmp_path, 16 * PAGE)
-        assert numbers(tier) == [0, 2, 4, 6, 7, 3, 1, 5]
         tier.close()
 
     def test_smaller_capacity_evicts_at_start(self, tmp_path):
@@ -172,21 +124,6 @@ class TestCapacity:
         open_tier(tmp_path).close()  # the failed tier has released the directory
 
 
-def test_defect_04_flipped_byte_is_a_miss(tmp_path, tier):
-    """Upstream wrote files without a checksum under their final names and returned corrupt bytes."""
-    for number, position in enumerate([0, 100, HEADER_BYTES - 1, PAGE, 3 * PAGE - 1]):
-        store(tier, number, 2 * PAGE)
-        file = file_of(tmp_path, number)
-        raw = bytearray(file.read_bytes())
-        raw[position] ^= 1
-        file.write_bytes(raw)
-        assert load(tier, number) is None
-        assert not file.exists()
-    assert tier.stats.invalid == {"header": 3, "checksum": 2}
-    assert store(tier, 0)
-    assert load(tier, 0) == content(0, PAGE)
-
-
 def test_defect_04_file_gets_its_final_name_when_complete(tmp_path, tier, monkeypatch):
     renames = []
     rename = os.rename
@@ -199,21 +136,6 @@ def test_defect_04_file_gets_its_final_name_when_complete(tmp_path, tier, monkey
     store(tier, 1, 3 * PAGE)
     assert renames == [(False, 4 * PAGE)]
     assert not temporaries(tmp_path)
-
-
-def test_defect_16_restart_finds_and_counts_stored_objects(tmp_path):
-    """After a restart, upstream never found, counted or deleted its old files."""
-    tier = open_tier(tmp_path, 32 * PAGE)
-    for number in range(16):
-        store(tier, number)
-    tier.close()
-    tier = open_tier(tmp_path, 32 * PAGE)
-    assert all(tier.contains(ObjectId(key_of(number), 0)) for number in range(16))
-    assert tier.used_bytes == taken_bytes(tmp_path) == 32 * PAGE
-    assert store(tier, 16)
-    assert tier.used_bytes == taken_bytes(tmp_path) == 32 * PAGE
-    assert tier.stats.evicted == 1
-    tier.close()
 
 
 class TestDirectory:

@@ -44,6 +44,8 @@ functions = st.sampled_from(["open", "pwritev", "utime", "rename"])
 
 
 class DiskMachine(RuleBasedStateMachine):
+    """Also the defects 4 and 16 of LMCache 0.1-0.3: corrupt bytes, and files that a restart does not find."""
+
     def __init__(self) -> None:
         super().__init__()
         # Shared memory, where available, because the test creates thousands of files.
