@@ -1,24 +1,15 @@
-"""SGLang stores and loads windows, states and latent KV, with this project's backend and with its own.
-
-SGLang's backend ``file`` shows that SGLang computes these models on a CPU as transformers does, and which
-part of a prompt a storage backend can serve. This project's backend must serve the same part.
-"""
-
-import contextlib
-import json
+"""SGLang stores and loads windows, states and latent KV. Its answers are those of transformers."""
 
 import pytest
 import torch
 
 from testing.engine.tiny_kinds import DEEPSEEK2, LFM2, MELLUM, WINDOW
-from testing.sglang.engine import DEEPSEEK2_ARGUMENTS, PAGE_TOKENS, file_storage, make_prompt, patient_storage
-from testing.sglang.program import Program
+from testing.sglang.engine import DEEPSEEK2_ARGUMENTS, PAGE_TOKENS, make_prompt, patient_storage
 from tests.harness.sglang_world import serving_sidecar, wait_attached
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("one_thread")]
 
 NUM_NEW_TOKENS = 8
-POOLS = ("kv", "swa"), ("kv", "mamba"), ("kv", "indexer")
 LATENTS = DEEPSEEK2, DEEPSEEK2_ARGUMENTS
 WINDOWS = MELLUM, {}
 STATES = (
@@ -34,15 +25,11 @@ STATES = (
 the ends of prompts and answers."""
 
 
-@pytest.fixture(params=["lmcache", pytest.param("file", marks=pytest.mark.rotating)])
-def start(request, start_sglang, tmp_path):
-    """Returns a function that starts an engine of a model. All engines share the stored pages."""
-    with contextlib.ExitStack() as stack:
-        if is_file := request.param == "file":
-            storage = file_storage(tmp_path / "pages")
-        else:
-            sidecar = stack.enter_context(serving_sidecar())
-            storage = patient_storage(sidecar.socket_path, min_page_tokens=1)
+@pytest.fixture
+def start(start_sglang):
+    """Returns a function that starts an engine of a model. All engines share the sidecar's pages."""
+    with serving_sidecar() as sidecar:
+        storage = patient_storage(sidecar.socket_path, min_page_tokens=1)
 
         def run(model, *, attaches_again=False):
             engine = start_sglang(storage, model=model[0].path, **model[1])
@@ -50,8 +37,7 @@ def start(request, start_sglang, tmp_path):
                 engine.request("POST", "/freeze_gc")
                 engine.detach()
                 engine.attach(storage)
-            if not is_file:
-                wait_attached(engine, sidecar)
+            wait_attached(engine, sidecar)
             return engine
 
         yield run
@@ -96,20 +82,6 @@ def test_hit_ends_at_any_page_of_latents(start):
     engine.flush_cache()
     longer = engine.generate(prompt, NUM_NEW_TOKENS)
     assert (longer.cached["storage"], longer.tokens) == (7 * PAGE_TOKENS, reference(LATENTS, prompt))
-
-
-def test_pools_without_an_engine(tmp_path):
-    """The pools of the harness are SGLang's, also those of models that need a GPU."""
-    arguments = [str(tmp_path)]
-    with Program("the pools", tmp_path / "log", "tests.harness.sglang_hybrid_pools", arguments) as program:
-        outcomes = json.loads(program.finish().splitlines()[-1])
-    windowed, stateful, indexed = (dict.fromkeys(names, True) for names in POOLS)
-    direct, tokens, layers = "page_first_direct", "page_first", "layer_first"
-    assert outcomes == {
-        **{f"windowed-{layout}": windowed for layout in (direct, tokens, layers)},
-        **{f"stateful-{layout}": stateful for layout in (direct, tokens)},
-        **{f"indexed-{layout}": indexed for layout in (direct, tokens, layers)},
-    }
 
 
 def stored_answer(start, model, prompt, num_tokens):
