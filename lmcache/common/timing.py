@@ -1,4 +1,4 @@
-"""Deadlines of engine, connector and sidecar for each other. Other modules read ``TIMING``.
+"""Deadlines of engines and sidecars for each other. Other modules read ``TIMING``.
 
 The standard values let requests wait only briefly: a cache failure must never be an inference failure. In a
 debugger, set longer ones in the environment: ``LMCACHE_TIMING=lookup_seconds=60,call_seconds=60``.
@@ -52,6 +52,20 @@ class Timing:
     """Time until a batch of a GPU reader is copied, which takes a few milliseconds."""
     reader_close_seconds: float = 1.5
     """Time until a GPU reader has closed memory. A restarted engine waits 2 s: this and the extra time."""
+    greeting_seconds: float = 5.0
+    """Time from the start of a connection to its settings, and from the start of a stream to its Hello."""
+    page_seconds: float = 10.0
+    """Time from the start of a connection for a page to its end."""
+
+    # Sidecars for each other
+    peer_password_seconds: float = 5.0
+    """Time until a client of the peers' server has sent its password."""
+    peer_send_seconds: float = 2.0
+    """Time until a client has read one reply. Otherwise, it loses its connection."""
+    peer_pin_seconds: float = 1.0
+    """Time until a client reads the next piece of a row. Until then, the row stays in memory."""
+    peer_turn_seconds: float = 2.0
+    """Time until the event loop finds a row for a peer. Then the row counts as absent."""
 
     def read(self, text: str) -> None:
         """Set the deadlines in ``text``, such as ``copy_seconds=0.5,hold_seconds=9``, others to standard.

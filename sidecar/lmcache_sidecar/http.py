@@ -6,8 +6,6 @@ clients therefore cannot block the kubelet's probe. The server answers even when
 descriptor left.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ipaddress
@@ -21,10 +19,11 @@ from email.utils import formatdate
 from http import HTTPStatus
 from typing import NamedTuple
 
+from lmcache.common.timing import TIMING
+
 logger = logging.getLogger(__name__)
 
 _MAX_CONNECTIONS = 32  # with one more, the oldest is closed
-_CONNECTION_SECONDS = 10.0  # from accepting it to closing it
 _MAX_HEAD_BYTES = 16 << 10
 _MAX_BODY_BYTES = 256 << 10
 _BACKLOG = 128
@@ -151,7 +150,7 @@ class HttpServer:
         """Answer the one request of a connection."""
         loop = asyncio.get_running_loop()
         with connection, contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(_CONNECTION_SECONDS):
+            async with asyncio.timeout(TIMING.page_seconds):
                 head = b""
                 while b"\r\n\r\n" not in head and len(head) <= _MAX_HEAD_BYTES:
                     piece = await loop.sock_recv(connection, _MAX_HEAD_BYTES)

@@ -3,14 +3,13 @@
 One event loop owns the memory tier. Each question and each pin therefore takes a turn of that loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as NotYet
 from typing import TypeVar
 
+from lmcache.common.timing import TIMING
 from lmcache.tiers.base import ObjectId, RowKey
 from lmcache.tiers.memory.contracts import Slot
 from lmcache.tiers.peers.tier import PeersTier
@@ -22,8 +21,6 @@ T = TypeVar("T")
 TIER_NAME = "peers"
 _OFFER_SECONDS = 1.0
 """Longest time to read a row that another pod offers. By default, that pod waits as long."""
-_TURN_SECONDS = 2.0
-"""Longest wait for the loop. Then the row counts as absent."""
 
 
 class PinnedRow:
@@ -127,7 +124,7 @@ class PeerRows:
 
         try:
             self._loop.call_soon_threadsafe(act)
-            return result.result(_TURN_SECONDS)
+            return result.result(TIMING.peer_turn_seconds)
         except NotYet:
             if not result.cancel():
                 undo(result.result())

@@ -26,6 +26,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
+from lmcache.common.timing import TIMING
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache_sidecar.calls import CallStats
@@ -50,11 +51,6 @@ MAX_STREAMS = 128
 Without a limit, a call of an engine waits behind thousands of calls of one client. The limit is far above
 the number that an engine needs, about six: gRPC fails calls of clients that use more than half of it."""
 
-HELLO_SECONDS = 5.0
-"""Time from the start of a connection to its settings, and from the start of a stream to its Hello.
-
-An engine's client gives up after 2 s."""
-
 _IDLE_SECONDS = 10.0
 """Time after which a connection without calls is closed. An attached client always has one: its stream."""
 
@@ -63,7 +59,6 @@ _OPTIONS = [
     ("grpc.max_send_message_length", -1),  # requests bound the size of their answers
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.max_concurrent_streams", MAX_STREAMS),
-    ("grpc.server_handshake_timeout_ms", int(HELLO_SECONDS * 1000)),
     ("grpc.max_connection_idle_ms", int(_IDLE_SECONDS * 1000)),
 ]
 
@@ -85,7 +80,8 @@ class Server:
 
     async def start(self) -> None:
         """Listen. Raises ConfigError if the socket can't be created."""
-        server = grpc.aio.server(options=_OPTIONS)
+        hello_ms = int(TIMING.greeting_seconds * 1000)
+        server = grpc.aio.server(options=[*_OPTIONS, ("grpc.server_handshake_timeout_ms", hello_ms)])
         methods = {
             method.name: self._unary(method, getattr(self._sessions, _snake_case(method.name)))
             for method in service.UNARY_METHODS
@@ -200,9 +196,9 @@ def _snake_case(name: str) -> str:
 async def _read_hello(context: _Context) -> pb.Hello:
     """Read the first message of a stream. Raises CallRefusedError unless a Hello arrives in time."""
     try:
-        message = await asyncio.wait_for(_read(context), HELLO_SECONDS)
+        message = await asyncio.wait_for(_read(context), TIMING.greeting_seconds)
     except TimeoutError:
-        sentence = f"no hello arrived within {HELLO_SECONDS:g} s: send it as soon as the stream is open"
+        sentence = f"no hello arrived in {TIMING.greeting_seconds:g} s: send it as soon as the stream is open"
         raise CallRefusedError(grpc.StatusCode.DEADLINE_EXCEEDED, sentence) from None
     if message is None or message.WhichOneof("message") != "hello":
         raise invalid("the first message of Attach must be hello")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from lmcache.common.sockets import Stream
+from lmcache.common.timing import TIMING
 from lmcache.tiers.base import ObjectId, RowKey
 from lmcache.tiers.header import Buffer, Header
 from lmcache.tiers.peers.limits import Turn
@@ -25,16 +26,10 @@ if TYPE_CHECKING:
 
 OFFER = b"OFFER"
 """Command with which a stopping pod offers a row: name, bytes per column, and the pod's own name."""
-_ROW_SECONDS = 1.0
-"""Time after which a pin ends, unless the client reads another piece. Meanwhile, the arena can't change."""
 _PIN_SECONDS = 2.0
 """Time after which a row is pinned again, if it may still be read. A store that closes waits for its pins."""
 _STEP_SECONDS = 0.5
 """A waiting connection looks for expired pins at these intervals."""
-_ADMIT_SECONDS = 5.0
-"""Deadline of the password."""
-_SEND_SECONDS = 2.0
-"""Deadline of one reply. A client that does not read loses its connection."""
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 """A client whose node is gone loses its connection within a minute."""
 _NO_CHECKSUM = bytes(16)
@@ -60,9 +55,7 @@ class Session:
         self._server = server
         self._connection = connection
         is_secure = isinstance(connection, ssl.SSLSocket)
-        self._stream = (
-            TlsStream(connection, _SEND_SECONDS) if is_secure else Stream(connection, _SEND_SECONDS)
-        )
+        self._stream = (TlsStream if is_secure else Stream)(connection, TIMING.peer_send_seconds)
         _set_options(connection)
         self.is_admitted = not server.needs_password
         """Has the client sent a valid password?"""
@@ -99,14 +92,14 @@ class Session:
 
     def _shake_hands(self) -> None:
         if isinstance(self._connection, ssl.SSLSocket):
-            self._limit_tls(_ADMIT_SECONDS)
+            self._limit_tls(TIMING.peer_password_seconds)
             try:
                 self._connection.do_handshake()
             except OSError as error:
                 raise BadRequestError(f"the TLS handshake failed: {error}") from None
 
     def _release_expired(self) -> None:
-        if self._row is not None and time.monotonic() > self._read_at + _ROW_SECONDS:
+        if self._row is not None and time.monotonic() > self._read_at + TIMING.peer_pin_seconds:
             self.release()
 
     def _receive(self, limit: int) -> bytes:
@@ -118,7 +111,7 @@ class Session:
                 self._limit_tls(_STEP_SECONDS)
                 received = self._connection.recv(limit)
             self._release_expired()
-            if not self.is_admitted and time.monotonic() > self._began + _ADMIT_SECONDS:
+            if not self.is_admitted and time.monotonic() > self._began + TIMING.peer_password_seconds:
                 raise BadRequestError("no password in time")
         self.idle_since = math.inf
         if not received:
@@ -231,7 +224,7 @@ class Session:
             self._connection.settimeout(seconds)
 
     def _send(self, buffers: Sequence[Buffer]) -> None:
-        self._limit_tls(_SEND_SECONDS)
+        self._limit_tls(TIMING.peer_send_seconds)
         self._stream.start()
         self._stream.send_all(buffers)
 

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from lmcache.common.timing import TIMING
 from lmcache.tiers.peers import limits
 from lmcache.tiers.peers import session as module
 from lmcache.tiers.peers.limits import Pace, QuestionBudget
@@ -62,7 +63,7 @@ def test_new_connection_takes_the_place_of_the_one_that_is_idle_longest(rows):
 
 
 def test_strangers_do_not_take_the_places_of_peers(rows, monkeypatch):
-    monkeypatch.setattr(module, "_ADMIT_SECONDS", PATIENT)
+    monkeypatch.setattr(TIMING, "peer_password_seconds", PATIENT)
     with contextlib.ExitStack() as stack:
         server, peer = stack.enter_context(serving(rows, passwords=lambda: ["p"], max_connections=4))
         peers = [stack.enter_context(connect(peer)) for _ in range(3)]
@@ -78,7 +79,7 @@ def test_strangers_do_not_take_the_places_of_peers(rows, monkeypatch):
 
 
 def test_busy_connections_keep_their_places(rows, monkeypatch):
-    monkeypatch.setattr(module, "_SEND_SECONDS", 30.0)
+    monkeypatch.setattr(TIMING, "peer_send_seconds", 30.0)
     rows.add(1, bytes(64 << 20))
     with serving(rows, max_connections=2) as (server, peer), contextlib.ExitStack() as stack:
         for connection in (stack.enter_context(connect(peer)) for _ in range(2)):
@@ -91,13 +92,13 @@ def test_busy_connections_keep_their_places(rows, monkeypatch):
 
 
 def test_connection_without_a_password_is_closed_in_time(rows, monkeypatch):
-    monkeypatch.setattr(module, "_ADMIT_SECONDS", 0.2)
+    monkeypatch.setattr(TIMING, "peer_password_seconds", 0.2)
     with serving(rows, passwords=lambda: ["p"]) as (_, peer), connect(peer) as connection:
         assert is_closed(connection)
 
 
 def test_password_that_arrives_byte_by_byte_is_too_late(rows, monkeypatch):
-    monkeypatch.setattr(module, "_ADMIT_SECONDS", 0.2)
+    monkeypatch.setattr(TIMING, "peer_password_seconds", 0.2)
     with serving(rows, passwords=lambda: ["p"]) as (_, peer), connect(peer) as connection:
         for byte in b"*2\r\n$4\r\nAUTH\r\n$99\r\n" + b"p" * 98:
             with contextlib.suppress(ConnectionError):  # the server closed it a moment ago
@@ -108,7 +109,7 @@ def test_password_that_arrives_byte_by_byte_is_too_late(rows, monkeypatch):
 
 
 def test_client_that_does_not_read_loses_its_pin(rows, monkeypatch):
-    monkeypatch.setattr(module, "_SEND_SECONDS", 0.2)
+    monkeypatch.setattr(TIMING, "peer_send_seconds", 0.2)
     rows.add(1, bytes(64 << 20))
     with serving(rows) as (server, peer), connect(peer) as connection:
         connection.sendall(b"".join(map(ask_for, range(20))))
@@ -117,7 +118,7 @@ def test_client_that_does_not_read_loses_its_pin(rows, monkeypatch):
 
 def test_pin_of_a_client_that_asks_no_more_ends(rows, monkeypatch):
     monkeypatch.setattr(module, "_STEP_SECONDS", 0.1)
-    monkeypatch.setattr(module, "_ROW_SECONDS", 0.3)
+    monkeypatch.setattr(TIMING, "peer_pin_seconds", 0.3)
     rows.add(1, bytes(8 << 20))
     with serving(rows) as (_, peer), connect(peer) as connection:
         connection.sendall(ask_for(0))
@@ -126,7 +127,7 @@ def test_pin_of_a_client_that_asks_no_more_ends(rows, monkeypatch):
 
 
 def test_other_commands_do_not_extend_a_pin(rows, monkeypatch):
-    monkeypatch.setattr(module, "_ROW_SECONDS", PATIENT)
+    monkeypatch.setattr(TIMING, "peer_pin_seconds", PATIENT)
     (object_id,) = rows.add(1, bytes(8 << 20))
     with serving(rows) as (_, peer), connect(peer) as connection:
         connection.sendall(ask_for(0))
@@ -134,7 +135,7 @@ def test_other_commands_do_not_extend_a_pin(rows, monkeypatch):
         while size > 0:
             size -= len(connection.recv(1 << 20))
         assert rows.pinned == [object_id.row_key]
-        monkeypatch.setattr(module, "_ROW_SECONDS", 0.3)
+        monkeypatch.setattr(TIMING, "peer_pin_seconds", 0.3)
         wait_until(lambda: connection.sendall(PING) or (connection.recv(1 << 16) and not rows.pinned))
 
 

@@ -8,6 +8,7 @@ import ssl
 
 import pytest
 
+from lmcache.common.timing import TIMING
 from lmcache.tiers.peers import server, session
 from lmcache.tiers.remote.address import Tls
 from lmcache.tiers.remote.stream import accept_tls
@@ -99,13 +100,13 @@ def test_end_of_a_connection_leaves_it_encrypted(tls):
 
 
 def test_handshake_has_a_deadline(rows, tls, monkeypatch):
-    monkeypatch.setattr(session, "_ADMIT_SECONDS", 0.2)
+    monkeypatch.setattr(TIMING, "peer_password_seconds", 0.2)
     with serving(rows, tls=tls) as (_, peer), connect(peer) as connection:
         assert is_closed(connection)
 
 
 def test_client_that_stops_reading_loses_its_pin_and_may_go_on(rows, tls, monkeypatch):
-    monkeypatch.setattr(session, "_ROW_SECONDS", 0.2)
+    monkeypatch.setattr(TIMING, "peer_pin_seconds", 0.2)
     monkeypatch.setattr(session, "_STEP_SECONDS", 0.05)
     rows.add(1, bytes(SIZE))
     context = ssl.create_default_context(cafile=tls.ca)

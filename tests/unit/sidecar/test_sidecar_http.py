@@ -8,10 +8,12 @@ import struct
 from collections.abc import Callable
 from http import HTTPStatus
 from secrets import token_hex
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from lmcache_sidecar.http import HttpServer, Page
+
+from lmcache.common.timing import TIMING
 
 T = TypeVar("T")
 
@@ -28,11 +30,18 @@ async def _echo_page(body: bytes) -> Page:
     return Page(HTTPStatus.OK, body)
 
 
-def call_server(client: Callable[[int], T]) -> T:
+async def _token_guard(path: str, token: str) -> Page | None:
+    if path == "/healthz" or token == "abc":
+        return None
+    return Page(HTTPStatus.UNAUTHORIZED, f"{token!r}\n".encode())
+
+
+def call_server(client: Callable[[int], T], **options: Any) -> T:
     """Call ``client`` in a thread with the port of a running server, and return its result."""
 
     async def run() -> T:
-        server = HttpServer({"/healthz": _healthy_page, "/broken": _broken_page}, {"/echo": _echo_page})
+        pages = {"/healthz": _healthy_page, "/data": _healthy_page, "/broken": _broken_page}
+        server = HttpServer(pages, {"/echo": _echo_page}, **options)
         port = server.start("127.0.0.1", 0)
         try:
             return await asyncio.to_thread(client, port)
@@ -54,7 +63,7 @@ def request_page(method: str, path: str) -> tuple[int, str | None, bytes]:
     return call_server(request)
 
 
-def send_raw(*pieces: bytes) -> bytes:
+def send_raw(*pieces: bytes, **options: Any) -> bytes:
     """The whole response to these pieces of a request."""
 
     def exchange(port: int) -> bytes:
@@ -64,7 +73,7 @@ def send_raw(*pieces: bytes) -> bytes:
                 connection.sendall(piece)
             return b"".join(iter(lambda: connection.recv(4096), b""))
 
-    return call_server(exchange)
+    return call_server(exchange, **options)
 
 
 def test_page_is_served_unchanged():
@@ -112,7 +121,7 @@ def test_malformed_request_is_refused(raw_request, status):
 
 
 def test_slow_connection_is_closed(monkeypatch):
-    monkeypatch.setattr("lmcache_sidecar.http._CONNECTION_SECONDS", 0.05)
+    monkeypatch.setattr(TIMING, "page_seconds", 0.05)
     assert send_raw() == send_raw(b"GET /healthz HTTP/1.1\r\n") == b""
 
 
@@ -203,18 +212,18 @@ def test_local_page_refuses_other_requests(head, status):
         assert (b"Allow: POST\r\n" if b"/echo" in head else b"Allow: GET, HEAD\r\n") in answer
 
 
-@pytest.mark.parametrize("address", ["10.0.0.7", "::ffff:10.0.0.7", "fe80::1%eth0"])
-def test_local_page_answers_no_other_machine(address, monkeypatch):
+@pytest.mark.parametrize(
+    ("address", "status"),
+    [
+        *((address, b"403") for address in ("10.0.0.7", "::ffff:10.0.0.7", "fe80::1%eth0")),
+        *((address, b"200") for address in ("127.0.0.1", "::1", "::ffff:127.0.0.1")),
+    ],
+)
+def test_local_page_answers_only_this_machine(address, status, monkeypatch):
     monkeypatch.setattr(socket.socket, "getpeername", lambda _: (address, 1))
     answer = send_raw(b"POST /echo HTTP/1.1\r\nContent-Length: 1\r\n\r\nx")
-    assert answer.startswith(b"HTTP/1.1 403")
-    assert b"kubectl port-forward" in answer
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "::ffff:127.0.0.1"])
-def test_local_page_answers_this_machine(address, monkeypatch):
-    monkeypatch.setattr(socket.socket, "getpeername", lambda _: (address, 1))
-    assert send_raw(b"POST /echo HTTP/1.1\r\nContent-Length: 1\r\n\r\nx").startswith(b"HTTP/1.1 200")
+    assert answer.startswith(b"HTTP/1.1 " + status)
+    assert (b"kubectl port-forward" in answer) == (status == b"403")
 
 
 def test_local_page_does_not_answer_web_pages():
@@ -225,31 +234,9 @@ def test_local_page_does_not_answer_web_pages():
     assert b"answers no browser" in answer
 
 
-async def _token_guard(path: str, token: str) -> Page | None:
-    if path == "/healthz" or token == "abc":
-        return None
-    return Page(HTTPStatus.UNAUTHORIZED, f"{token!r}\n".encode())
-
-
 def send_guarded(request: bytes) -> bytes:
     """The response of a server whose pages need the token "abc"."""
-
-    async def run() -> bytes:
-        pages = {"/healthz": _healthy_page, "/data": _healthy_page}
-        server = HttpServer(pages, {"/echo": _echo_page}, _token_guard)
-        port = server.start("127.0.0.1", 0)
-
-        def exchange() -> bytes:
-            with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
-                connection.sendall(request)
-                return b"".join(iter(lambda: connection.recv(4096), b""))
-
-        try:
-            return await asyncio.to_thread(exchange)
-        finally:
-            await server.stop()
-
-    return asyncio.run(run())
+    return send_raw(request, guard=_token_guard)
 
 
 @pytest.mark.parametrize(
