@@ -130,11 +130,6 @@ def test_single_slot_rows_are_allocated_lowest_first():
     assert [allocator.allocate(1, 5000) for _ in range(4)] == [17, 1023, 1024, 4999]
 
 
-def test_rows_beyond_the_bound_are_not_allocated():
-    allocator = FrameAllocator(64)
-    assert [allocator.allocate(1, 2) for _ in range(3)] == [0, 1, None]
-
-
 def test_longer_rows_than_a_frame_are_refused_without_memory():
     """The number comes from a table that a faulty engine may have overwritten."""
     allocator = FrameAllocator(8, 4)

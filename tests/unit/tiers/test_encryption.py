@@ -50,38 +50,27 @@ def is_accepted(piece: bytes, place: Place = PLACE, by: AesGcm | None = None) ->
     return True
 
 
-class TestWriteVersions:
-    @pytest.fixture
-    def choice(self) -> WriteVersions:
-        return WriteVersions(delay_seconds=180.0)
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param(
+            [([1], 0.0, 1), ([1, 2], 1000.0, 1), ([1, 2], 1179.9, 1), ([1, 2], 1180.0, 2)], id="delay"
+        ),
+        pytest.param([([1, 2, 3], 50.0, 1), ([1, 2, 3], 230.0, 3)], id="the lowest of several at a start"),
+        pytest.param([([9], 0.0, 9), ([5, 9], 1.0, 9)], id="a lower number waits, too"),
+        pytest.param([([1], 0.0, 1), ([1, 2], 1000.0, 1), ([2], 1001.0, 2)], id="all others were removed"),
+        pytest.param(
+            [([1, 2], 0.0, 1), ([1, 2], 200.0, 2), ([1], 201.0, 1), ([1, 2], 202.0, 1)], id="new again"
+        ),
+    ],
+)
+def test_a_new_version_encrypts_after_the_delay(steps):
+    choice = WriteVersions(delay_seconds=180.0)
+    assert [choice.choose(versions, now) for versions, now, _ in steps] == [chosen for *_, chosen in steps]
 
-    def test_a_new_version_encrypts_after_the_delay(self, choice):
-        assert choice.choose([1], 0.0) == 1, "the first version has no other to wait for"
-        assert choice.choose([1, 2], 1000.0) == 1
-        assert choice.choose([1, 2], 1179.9) == 1
-        assert choice.choose([1, 2], 1180.0) == 2
 
-    def test_after_a_start_with_several_versions_the_lowest_one_encrypts(self, choice):
-        assert choice.choose([1, 2, 3], 50.0) == 1
-        assert choice.choose([1, 2, 3], 230.0) == 3
-
-    def test_a_lower_number_that_is_added_after_a_start_waits_too(self, choice):
-        assert choice.choose([9], 0.0) == 9
-        assert choice.choose([5, 9], 1.0) == 9
-
-    def test_a_version_encrypts_at_once_when_all_others_were_removed(self, choice):
-        choice.choose([1], 0.0)
-        assert choice.choose([1, 2], 1000.0) == 1
-        assert choice.choose([2], 1001.0) == 2
-
-    def test_a_version_that_was_absent_is_new_again(self, choice):
-        choice.choose([1, 2], 0.0)
-        assert choice.choose([1, 2], 200.0) == 2
-        assert choice.choose([1], 201.0) == 1
-        assert choice.choose([1, 2], 202.0) == 1
-
-    def test_without_a_delay_the_highest_version_encrypts(self):
-        assert WriteVersions(0.0).choose([1, 2, 3], 0.0) == 3
+def test_without_a_delay_the_highest_version_encrypts():
+    assert WriteVersions(0.0).choose([1, 2, 3], 0.0) == 3
 
 
 class TestKeys:

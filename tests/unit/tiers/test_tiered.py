@@ -114,20 +114,6 @@ async def test_rows_being_written_by_another_engine_are_pending(world):
 
 
 @run
-async def test_promotion_is_single_flight(world):
-    world.remote.fill(chain(3))
-    world.remote.open.clear()
-    for request in range(5):
-        assert world.lookup(chain(3), str(request)).is_probing
-    world.remote.open.set()
-    await until(lambda: world.remote.calls["load"])
-    for request in range(5, 10):
-        world.lookup(chain(3), str(request))
-    await world.until_resident(chain(3))
-    assert world.remote.calls == {"probe": 1, "load": 6}
-
-
-@run
 async def test_probes_do_not_wait_for_promotions(world):
     world.remote.fill(chain(3))
     world.remote.held = {"load"}
@@ -172,21 +158,6 @@ async def test_unhealthy_remote_tier_gets_no_requests_until_recovery(world):
 
 
 @run
-async def test_health_probes_continue_after_an_unexpected_error(world):
-    def fail_once() -> None:
-        world.remote._probe = real_probe
-        raise RuntimeError("a bug")
-
-    real_probe, world.remote._probe = world.remote._probe, fail_once
-    world.remote.fill(chain(2))
-    world.remote.is_unhealthy = True
-    assert world.lookup(chain(2)).is_probing
-    await until(lambda: not world.lower.is_healthy)
-    world.remote.is_unhealthy = False
-    await until(lambda: world.lower.is_healthy)
-
-
-@run
 async def test_outage_during_promotion_leaves_no_partial_rows(world):
     world.remote.fill(chain(4))
     world.remote.held = {"load"}
@@ -202,14 +173,15 @@ async def test_outage_during_promotion_leaves_no_partial_rows(world):
 
 
 @run
-async def test_invalid_object_is_a_miss(world):
-    world.remote.fill(chain(3))
-    world.remote.objects[chain(3)[1], 1] = world.remote.INVALID
-    assert world.lookup(chain(3)).is_probing
-    await until(lambda: world.lower.stats.promoted + world.lower.stats.promotions_failed == 3)
-    assert world.lookup(chain(3)).num_resident == 1
+async def test_invalid_and_short_objects_are_misses(world):
+    world.remote.fill(chain(4))
+    world.remote.objects[chain(4)[1], 1] = world.remote.INVALID
+    world.remote.objects[chain(4)[2], 1] = b"short"
+    assert world.lookup(chain(4)).is_probing
+    await until(lambda: world.lower.stats.promoted + world.lower.stats.promotions_failed == 4)
+    assert world.lookup(chain(4)).num_resident == 1
     assert world.store.memory.num_used == 2
-    assert not world.lookup(chain(3)).is_probing
+    assert not world.lookup(chain(4)).is_probing
 
 
 @run
@@ -235,17 +207,6 @@ async def test_groups_of_a_request_are_looked_up_separately_under_a_shared_lease
     await until(lambda: world.lookup(second) == LookupResult(3, 3))
     world.store.memory.release(LEASE)
     assert world.store.memory.num_leased == 0
-
-
-@run
-async def test_promotions_use_at_most_a_quarter_of_the_arena(world):
-    world.remote.fill(chain(8))
-    world.remote.open.clear()
-    world.lookup(chain(8))
-    world.remote.open.set()
-    await until(lambda: world.lower.stats.promoted == 4)
-    assert world.lookup(chain(8)).num_resident == 4
-    await world.until_resident(chain(8))
 
 
 @in_a_loop

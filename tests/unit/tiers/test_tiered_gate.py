@@ -10,33 +10,36 @@ from tests.harness.tiered_world import NUM_COLUMNS, SIZE, chain, run, until
 ROW_BYTES = SIZE * NUM_COLUMNS
 
 
-def test_rate_of_a_single_reader():
+@pytest.mark.parametrize(
+    ("loads", "now", "bytes_per_second", "is_certain"),
+    [
+        pytest.param([], 0.0, 0.0, False, id="no load"),
+        pytest.param([(10.0, 12.0, 100)], 12.0, 50.0, True, id="a single reader"),
+        pytest.param(
+            [(0.0, 1.0, 100), (20.0, 30.0, 0), (40.0, 41.0, 100)], 41.0, 100.0, True, id="idle and failed"
+        ),
+        pytest.param([(0.0, 10.0, 1), (80.0, 80.1, 100)], 80.1, 1000.0, False, id="a load of long ago"),
+        pytest.param([(0.0, 10.0, 1)], 69.0, 0.1, True, id="a minute later"),
+        pytest.param([(0.0, 10.0, 1)], 71.0, 0.0, True, id="expired"),
+    ],
+)
+def test_rate_is_the_bytes_per_second_of_recent_loads(loads, now, bytes_per_second, is_certain):
     rate = Rate()
-    assert rate.bytes_per_second(0.0) == 0.0
-    rate.begin(10.0)
-    assert rate.bytes_per_second(11.0) == 0.0
-    rate.end(12.0, 100)
-    assert rate.bytes_per_second(12.0) == 50.0
+    for begin, end, num_bytes in loads:
+        rate.begin(begin)
+        rate.end(end, num_bytes)
+    assert rate.bytes_per_second(now) == pytest.approx(bytes_per_second)
+    assert rate.is_certain == is_certain
 
 
 def test_rate_of_concurrent_readers_is_their_joint_rate():
     rate = Rate()
     rate.begin(0.0)
     rate.begin(0.0)
+    assert rate.bytes_per_second(1.0) == 0.0
     rate.end(1.0, 100)
     rate.end(1.0, 100)
     assert rate.bytes_per_second(1.0) == pytest.approx(200, rel=0.06)
-
-
-def test_idle_time_and_failed_loads_do_not_count():
-    rate = Rate()
-    rate.begin(0.0)
-    rate.end(1.0, 100)
-    rate.begin(20.0)
-    rate.end(30.0, 0)  # the load failed at its deadline
-    rate.begin(40.0)
-    rate.end(41.0, 100)
-    assert rate.bytes_per_second(41.0) == pytest.approx(100)
 
 
 def test_recent_loads_have_the_largest_weight():
@@ -50,34 +53,11 @@ def test_recent_loads_have_the_largest_weight():
 def test_rate_is_uncertain_after_a_single_stall():
     rate = Rate()
     now = 0.0
-    for seconds in (0.7, *[0.002] * 100):
+    for seconds, is_certain in ((0.7, False), *[(0.002, False)] * 100, *[(0.05, None)] * 9, (0.05, True)):
         rate.begin(now)
         now += seconds
         rate.end(now, 1)
-        assert not rate.is_certain
-    for _ in range(10):
-        rate.begin(now)
-        now += 0.05
-        rate.end(now, 1)
-    assert rate.is_certain, "loads were slow for a second"
-
-
-def test_new_rate_ignores_loads_of_long_ago():
-    rate = Rate()
-    rate.begin(0.0)
-    rate.end(10.0, 1)
-    rate.begin(80.0)
-    rate.end(80.1, 100)
-    assert rate.bytes_per_second(80.1) == pytest.approx(1000)
-    assert not rate.is_certain
-
-
-def test_rate_expires():
-    rate = Rate()
-    rate.begin(0.0)
-    rate.end(10.0, 1)
-    assert rate.bytes_per_second(69.0) > 0
-    assert rate.bytes_per_second(71.0) == 0.0
+        assert is_certain in (None, rate.is_certain), "certain after a second of slow loads"
 
 
 @given(*[st.floats(0, 1e12)] * 2)

@@ -143,18 +143,6 @@ async def test_evicted_refused_rows_use_no_offer_turns(world):
 
 
 @run
-async def test_number_of_remembered_refused_rows_is_bounded(world):
-    world.remote.is_full = True
-    world.put(chain(4))
-    world.put(chain(12, start=4))
-    assert await world.store.drain(60)
-    assert len(world.lower._refused) <= 4
-    world.remote.is_full = False
-    world.now += REFRESH_SECONDS
-    await hit_until_written(world, chain(2))
-
-
-@run
 async def test_hit_writes_rows_dropped_from_the_queue(world):
     world.remote.open.clear()
     world.put(chain(2))
@@ -208,15 +196,6 @@ async def test_queued_rows_at_close_are_counted_across_restarts():
             await until(lambda: remote.num_waiting == 2 and world.lower.num_queued == 4)
             world.remote.objects.clear()
     assert stats["remote"].written + stats["remote"].writes_skipped.total() == 12
-
-
-@run
-async def test_short_object_is_a_miss(world):
-    world.remote.fill(chain(2))
-    world.remote.objects[chain(2)[1], 1] = b"short"
-    assert world.lookup(chain(2)).is_probing
-    await until(lambda: world.lower.stats.promoted + world.lower.stats.promotions_failed == 2)
-    assert world.lookup(chain(2)).num_resident == 1
 
 
 @run

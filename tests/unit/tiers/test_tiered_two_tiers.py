@@ -41,15 +41,6 @@ def with_disk(test):
 
 
 @with_disk
-async def test_committed_rows_are_written_to_both_tiers(world, folder):
-    world.put(chain(4))
-    assert await world.store.drain(60)
-    assert set(world.remote.objects) == {(key, column) for key in chain(4) for column in range(2)}
-    assert len(list(folder.rglob("*.[01]"))) == 8
-    assert world.store.lower["disk"].stats.written == 4
-
-
-@with_disk
 async def test_rows_on_disk_are_promoted_from_disk_and_other_rows_from_remote(world, folder):
     world.put(chain(3))
     assert await world.store.drain(60)
@@ -205,23 +196,12 @@ async def test_skipped_writes_are_counted_by_reason(world):
     world.put(chain(1, start=1))
     assert await world.store.drain(60)
     assert world.lower.stats.writes_skipped == {WriteSkipped.REFUSED: 1}
+    assert world.lower.is_healthy
     world.remote.is_full = False
     world.store._labels.clear()
     world.put(chain(1, start=2))
     assert await world.store.drain(60)
     assert world.remote.objects == {}, "rows of a private namespace stay in memory"
-
-
-@run
-async def test_recovered_tier_gets_rows_stored_during_the_outage(world):
-    world.remote.is_unhealthy = True
-    world.put(chain(1))
-    await until(lambda: not world.lower.is_healthy)  # this write detects the outage
-    world.put(chain(1, start=1))
-    assert not await world.store.drain(0.01)
-    world.remote.is_unhealthy = False
-    assert await world.store.drain(60)
-    assert len(world.remote.objects) == 4
 
 
 @run

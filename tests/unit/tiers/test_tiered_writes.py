@@ -45,15 +45,6 @@ async def test_rows_being_written_are_not_evicted_but_queued_rows_may_be(world):
 
 
 @run
-async def test_full_remote_tier_refuses_rows_but_is_healthy(world):
-    world.remote.is_full = True
-    world.put(chain(2))
-    assert await world.store.drain(60)
-    assert world.lower.stats.writes_skipped[WriteSkipped.REFUSED] == 2
-    assert world.lower.is_healthy
-
-
-@run
 async def test_commit_is_all_or_nothing(world):
     first, second = (answer.slot for answer in world.store.reserve(chain(2), 0, OWNER, length=SIZE))
     for slots in ([first, second._replace(generation=99)], [first, first], [first, second]):
