@@ -23,8 +23,6 @@ def pytest_collection_modifyitems(items):
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.e2e)
             item.add_marker(pytest.mark.timeout(1200))
-    # test_node.py reboots the node, so it runs before anything else is on the node.
-    items.sort(key=lambda item: item.path.name != "test_node.py")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""In-place resizes of a running sidecar: manually, as a kubelet does them, and by a changed spec."""
+"""In-place resizes of a running sidecar by a changed spec."""
 
 import random
 import threading
@@ -6,7 +6,6 @@ import threading
 import pytest
 
 from testing.node import groups
-from testing.node.pods import Pod
 from tests.harness.pods import has_size, sidecar_limit
 
 SECONDS = 180
@@ -20,67 +19,6 @@ def stored_answer(tiny):
     answer = pod.complete(PROMPT)
     tiny.node.wait(lambda: pod.stats()["num_unwritten_rows"] == 0, SECONDS)
     return answer
-
-
-def resize(pod: Pod, memory: str) -> None:
-    both = {"requests": {"memory": memory}, "limits": {"memory": memory}}
-    patch = {"spec": {"initContainers": [{"name": "sidecar", "resources": both}]}}
-    api = pod.node.api
-    path = api.path("v1/pods", pod.namespace, f"{pod.name}/resize")
-    api.request("PATCH", path, patch, "application/strategic-merge-patch+json")
-
-
-def test_memory_grows_and_shrinks_without_a_restart(tiny, stored_answer):
-    before = tiny.ready_pod()
-    (sidecar,) = (c for c in before.object["spec"]["initContainers"] if c["name"] == "sidecar")
-    declared = sidecar["resources"]["limits"]["memory"]
-    mebibytes = groups.memory_limit(before.group("sidecar")) >> 20
-    assert declared == f"{mebibytes}Mi"
-
-    for memory, limit in ((f"{mebibytes + 400}Mi", mebibytes + 400), (declared, mebibytes)):
-        resize(before, memory)
-
-        def is_done(memory=memory, limit=limit):
-            pod = tiny.pod()
-            limit_of_status = pod.container("sidecar").get("resources", {}).get("limits", {}).get("memory")
-            return limit_of_status == memory and groups.memory_limit(pod.group("sidecar")) == limit << 20
-
-        tiny.node.wait(is_done, SECONDS)
-        after = tiny.ready_pod()
-        after.reset_engine_cache()
-        answer = after.complete(PROMPT)
-        assert answer.tokens == stored_answer.tokens
-
-    after = tiny.pod()
-    assert after.uid == before.uid
-    for container in ("sidecar", "engine"):
-        assert after.container(container)["restartCount"] == before.container(container)["restartCount"]
-    assert tiny.wait_condition("Ready")["reason"]
-
-
-def test_limit_below_the_used_memory_is_not_applied(tiny, stored_answer):
-    """The kubelet leaves the limit unchanged and reports that. Reverting the request is enough."""
-    before = tiny.ready_pod()
-    (sidecar,) = (c for c in before.object["spec"]["initContainers"] if c["name"] == "sidecar")
-    resize(before, "16Mi")
-
-    def resize_in_progress():
-        conditions = tiny.pod().object["status"]["conditions"]
-        return next((c for c in conditions if c["type"] == "PodResizeInProgress" and c.get("message")), None)
-
-    assert "memory" in tiny.node.wait(resize_in_progress, SECONDS)["message"]
-    resize(before, sidecar["resources"]["limits"]["memory"])
-
-    def is_over():
-        types = {c["type"] for c in tiny.pod().object["status"]["conditions"] if c["status"] == "True"}
-        return not types & {"PodResizeInProgress", "PodResizePending"}
-
-    tiny.node.wait(is_over, SECONDS)
-    after = tiny.ready_pod()
-    assert after.uid == before.uid
-    assert after.container("sidecar")["restartCount"] == before.container("sidecar")["restartCount"]
-    after.reset_engine_cache()
-    assert after.complete(PROMPT).tokens == stored_answer.tokens
 
 
 def test_changed_size_is_applied_under_load_without_a_restart(tiny, stored_answer):
