@@ -9,7 +9,7 @@ import pytest
 from testing.child_process import wait_until
 from testing.kube.operator import SYSTEM_NAMESPACE
 from testing.node.app import NAMESPACE
-from tests.harness.plugin import Plugin, kubeconfig_with
+from tests.harness.plugin import LIST_PODS, READ, Plugin, kubeconfig_with
 from tests.harness.pods import prompt
 
 
@@ -91,11 +91,7 @@ def test_followed_logs_show_a_new_request(tiny, kubectl, tmp_path):
 def test_each_of_the_two_rights_is_enough(tiny, installed, kubectl, name, resource, verbs):
     """The network policies admit no one but scrapers and the operator to the sidecar's port."""
     pod = tiny.ready_pod()
-    rules = [
-        {"apiGroups": ["lmcache.io"], "resources": ["lmcacheclusters"], "verbs": ["get", "list"]},
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},
-        {"apiGroups": [""], "resources": [resource], "verbs": verbs},
-    ]
+    rules = [READ, LIST_PODS, {"apiGroups": [""], "resources": [resource], "verbs": verbs}]
     kubeconfig = kubeconfig_with(installed, NAMESPACE, f"reads-by-{name}", rules)
     shown = kubectl("status", "tiny", "--kubeconfig", kubeconfig)
     (row,) = [line for line in shown.stdout.splitlines() if line.startswith(pod.name)]

@@ -60,3 +60,17 @@ class ScriptedAutoscaler:
 
     def forget(self, key: ClusterKey) -> None:
         """Forget the cluster. There is nothing to forget."""
+
+
+class Chooser:
+    """An autoscaler that makes one choice for each cluster in mode Auto."""
+
+    def __init__(self, choice: Choice) -> None:
+        self._choice = choice
+
+    def report(self, key: ClusterKey, observed: Mapping[str, Observed]) -> Report | None:
+        is_auto = observed["autoscaling"].resource["spec"]["autoscaling"]["mode"] == "Auto"
+        return Report({}, memory=self._choice, state="counted") if is_auto else None
+
+    def forget(self, key: ClusterKey) -> None:
+        """Forget the cluster. There is nothing to forget."""

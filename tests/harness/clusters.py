@@ -9,6 +9,8 @@ from testing.kube.cluster import Cluster
 from tests.harness.kube import CLUSTERS, NAME, Operator
 
 ENGINE = f"{NAME}-engine"
+HELD: Object = {"metadata": {"annotations": {"test/hold": "true"}}}
+"""Pod template of pods whose status only the test writes: it plays the kubelet."""
 _TIME_CHARS = len("2026-01-31T12:00:00.000000")  # of ISO times in UTC, without the zone
 
 
@@ -28,6 +30,13 @@ def wait_ready(plane: Cluster, namespace: str) -> None:
         return ready == [live["metadata"]["generation"]]
 
     plane.wait(is_ready)
+
+
+def set_running(plane: Cluster, namespace: str, pod: str, address: str, *, is_ready: bool = True) -> None:
+    """Report a pod of the template ``HELD`` as running, with this address."""
+    ready = [{"type": "Ready", "status": str(is_ready)}]
+    status = {"phase": "Running", "podIP": address, "podIPs": [{"ip": address}], "conditions": ready}
+    plane.api.patch("v1/pods", f"{pod}/status", {"status": status}, namespace)
 
 
 def pods(plane: Cluster, namespace: str) -> dict[str, Object]:

@@ -30,89 +30,64 @@ REFUSED = {
     "tiers.remote.managed.tls.secretRef": "Secret ",
 }
 """Fields that the admission policy refuses, with the fields below them, and the beginning of its message."""
-_AMOUNTS = "an amount: a ResourceQuota limits it"
-_NODES = "choice of nodes: a ResourceQuota and the scheduler limit it"
-_PLAIN_POD = "a setting of a pod without a ServiceAccount token"
-_DEVICES = "devices: a ResourceQuota limits them"
-_RUNTIME = "a RuntimeClass, which only an administrator can create"
-_NUMBERS = "a value that the schema limits"
-ADMITTED = {
-    "autoscaling.memory": _NUMBERS,
-    "autoscaling.mode": _NUMBERS,
-    "autoscaling.prices": _NUMBERS,
-    "autoscaling.remote": _NUMBERS,
-    "clients": "narrows who reaches pods of this LMCacheCluster: without it, everybody does",
-    "engine.args": _PLAIN_POD,
-    "engine.env[].name": _PLAIN_POD,
-    "engine.env[].value": _PLAIN_POD,
-    "engine.env[].valueFrom.fieldRef": "fields of the pod itself",
-    "engine.env[].valueFrom.resourceFieldRef": "resources of the pod itself",
-    "engine.gpu.count": _AMOUNTS,
-    "engine.gpu.deviceClassName": _DEVICES,
-    "engine.gpu.resourceName": _DEVICES,
-    "engine.gpu.runtimeClassName": _RUNTIME,
-    "engine.image": "code in a pod without a ServiceAccount token: an engine's image is any code",
-    "engine.kind": _NUMBERS,
-    "engine.nodeSelector": _NODES,
-    "engine.parallelism": _NUMBERS,
-    "engine.prefill.args": _PLAIN_POD,
-    "engine.prefill.gpu.count": _AMOUNTS,
-    "engine.prefill.gpu.deviceClassName": _DEVICES,
-    "engine.prefill.gpu.resourceName": _DEVICES,
-    "engine.prefill.gpu.runtimeClassName": _RUNTIME,
-    "engine.prefill.nodeSelector": _NODES,
-    "engine.prefill.replicas": _AMOUNTS,
-    "engine.prefill.resources": _AMOUNTS,
-    "engine.prefill.tolerations": _NODES,
-    "engine.priorityClassName": "a PriorityClass: a ResourceQuota limits it",
-    "engine.replicas": _AMOUNTS,
-    "engine.resources": _AMOUNTS,
-    "engine.sharedMemorySize": _AMOUNTS,
-    "engine.tolerations": _NODES,
-    "engine.topologySpreadConstraints": _NODES,
-    "images.policy": _NUMBERS,
-    "model.name": "a name that the engine's container reads",
-    "model.revision": "a name that the engine's container reads",
-    "model.volume.emptyDir": "an empty volume",
-    "model.volume.image": "content of an image, as with engine.image",
-    "model.volume.name": "the operator replaces it",
-    "router.args": "arguments of the operator's own image; those that name pods are reserved",
-    "router.policy": _NUMBERS,
-    "router.replicas": _AMOUNTS,
-    "router.resources": _AMOUNTS,
-    "sidecar.chunkTokens": _NUMBERS,
-    "sidecar.httpAuthentication": "a token of an account without rights, in the operator's own image only",
-    "sidecar.payload": _NUMBERS,
-    "sidecar.transfer": _NUMBERS,
-    "tenants.default": _NUMBERS,
-    "tenants.header": "code of this project in the engine",
-    "tenants.named[].lowerTierBytes": _AMOUNTS,
-    "tenants.named[].memoryPercent": _NUMBERS,
-    "tenants.named[].minMemoryPercent": _NUMBERS,
-    "tenants.named[].name": _NUMBERS,
-    "tenants.named[].priority": _NUMBERS,
-    "tenants.named[].saltHash": "a hash, from which no salt can be computed",
-    "tiers.admit": _NUMBERS,
-    "tiers.disk.size": "a new volume: a ResourceQuota limits it",
-    "tiers.disk.storageClassName": "the class of a new, empty volume",
-    "tiers.memory.size": _AMOUNTS,
-    "tiers.memory.tenantQuotaPercent": _NUMBERS,
-    "tiers.peers.bytesPerSecond": _NUMBERS,
-    "tiers.peers.clusterRef": "another LMCacheCluster of the namespace, which the author may change anyway",
-    "tiers.peers.tls.issuerRef": "a certificate for the operator's host names only",
-    "tiers.remote.clusterRef": "another LMCacheCluster of the namespace, which the author may change anyway",
-    "tiers.remote.external.url": "a server that gets this cluster's own KV, and no Secret of others",
-    "tiers.remote.managed.access": _NUMBERS,
-    "tiers.remote.managed.image": "code in a pod without a ServiceAccount token",
-    "tiers.remote.managed.memoryPerShard": _AMOUNTS,
-    "tiers.remote.managed.nodeSelector": _NODES,
-    "tiers.remote.managed.priorityClassName": "a PriorityClass: a ResourceQuota limits it",
-    "tiers.remote.managed.resources": _AMOUNTS,
-    "tiers.remote.managed.shards": _AMOUNTS,
-    "tiers.remote.managed.tls.issuerRef": "a certificate for the operator's host names only",
-    "tiers.remote.managed.tolerations": _NODES,
+_ADMITTED = {
+    "a value that the schema limits": """
+        autoscaling.memory autoscaling.mode autoscaling.prices autoscaling.remote engine.kind
+        engine.parallelism images.policy router.policy sidecar.chunkTokens sidecar.payload
+        sidecar.transfer tenants.default tenants.named[].memoryPercent tenants.named[].minMemoryPercent
+        tenants.named[].name tenants.named[].priority tiers.admit tiers.memory.tenantQuotaPercent
+        tiers.peers.bytesPerSecond tiers.remote.managed.access
+    """,
+    "narrows who reaches pods of this LMCacheCluster: without it, everybody does": "clients",
+    "a setting of a pod without a ServiceAccount token": """
+        engine.args engine.env[].name engine.env[].value engine.prefill.args
+    """,
+    "fields of the pod itself": "engine.env[].valueFrom.fieldRef",
+    "resources of the pod itself": "engine.env[].valueFrom.resourceFieldRef",
+    "an amount: a ResourceQuota limits it": """
+        engine.gpu.count engine.prefill.gpu.count engine.prefill.replicas engine.prefill.resources
+        engine.replicas engine.resources engine.sharedMemorySize router.replicas router.resources
+        tenants.named[].lowerTierBytes tiers.memory.size tiers.remote.managed.memoryPerShard
+        tiers.remote.managed.resources tiers.remote.managed.shards
+    """,
+    "devices: a ResourceQuota limits them": """
+        engine.gpu.deviceClassName engine.gpu.resourceName engine.prefill.gpu.deviceClassName
+        engine.prefill.gpu.resourceName
+    """,
+    "a RuntimeClass, which only an administrator can create": """
+        engine.gpu.runtimeClassName engine.prefill.gpu.runtimeClassName
+    """,
+    "code in a pod without a ServiceAccount token: an engine's image is any code": "engine.image",
+    "choice of nodes: a ResourceQuota and the scheduler limit it": """
+        engine.nodeSelector engine.prefill.nodeSelector engine.prefill.tolerations engine.tolerations
+        engine.topologySpreadConstraints tiers.remote.managed.nodeSelector
+        tiers.remote.managed.tolerations
+    """,
+    "a PriorityClass: a ResourceQuota limits it": """
+        engine.priorityClassName tiers.remote.managed.priorityClassName
+    """,
+    "a name that the engine's container reads": "model.name model.revision",
+    "an empty volume": "model.volume.emptyDir",
+    "content of an image, as with engine.image": "model.volume.image",
+    "the operator replaces it": "model.volume.name",
+    "arguments of the operator's own image; those that name pods are reserved": "router.args",
+    "a token of an account without rights, in the operator's own image only": "sidecar.httpAuthentication",
+    "code of this project in the engine": "tenants.header",
+    "a hash, from which no salt can be computed": "tenants.named[].saltHash",
+    "a new volume: a ResourceQuota limits it": "tiers.disk.size",
+    "the class of a new, empty volume": "tiers.disk.storageClassName",
+    "another LMCacheCluster of the namespace, which the author may change anyway": """
+        tiers.peers.clusterRef tiers.remote.clusterRef
+    """,
+    "a certificate for the operator's host names only": """
+        tiers.peers.tls.issuerRef tiers.remote.managed.tls.issuerRef
+    """,
+    "a server that gets this cluster's own KV, and no Secret of others": "tiers.remote.external.url",
+    "code in a pod without a ServiceAccount token": "tiers.remote.managed.image",
 }
-"""Fields that the policy admits, and why they let their author reach nothing more."""
+"""Reasons why a field lets its author reach nothing more, and the fields."""
+ADMITTED = {path: reason for reason, paths in _ADMITTED.items() for path in paths.split()}
+"""Fields that the policy admits, and why."""
 
 
 def fields() -> list[str]:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from lmcache_operator.components.base import Component, Context
 from lmcache_operator.components.registry import COMPONENTS
@@ -30,6 +30,13 @@ class ReconciledCluster:
         self.world, self.seconds = World(cluster(**changes)), 0.0
         self.components, self.context = components, context
         self.restart_operator()
+
+    @classmethod
+    def settled(cls, *arguments: Any, **changes: Any) -> Self:
+        """A cluster that is as its spec says."""
+        cluster = cls(*arguments, **changes)
+        cluster.settle()
+        return cluster
 
     def restart_operator(self) -> None:
         """Continue with an operator that remembers nothing."""
@@ -66,6 +73,11 @@ class ReconciledCluster:
                 return written
             written += writes
         raise AssertionError(f"does not settle: {written}")
+
+    def change(self, **changes: Any) -> list[str]:
+        """Edit the spec as a user, settle, and return the writes."""
+        self.world.change(**changes)
+        return self.settle()
 
     def answer(self, *answers: Any) -> None:
         """Let the engine pods run, and their sidecars answer with these statistics. None: no answer."""

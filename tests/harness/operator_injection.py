@@ -117,6 +117,11 @@ def refused_pods() -> list[tuple[dict[str, Any], str, str]]:
         (pod_with(initContainers=[_PROXY | {"name": "lmcache-x"}]), spec, "begin with lmcache- are reserved"),
         (pod(ports=[{"containerPort": 9464}]), f"{spec}.containers", "port 9464 is reserved for the sidecar"),
         (pod_with(containers=[_PROXY, vllm]), f"{spec}.containers", "must name the engine container"),
+        (
+            pod_with({"annotations": {"lmcache.io/container": ""}}),
+            f"{spec}.containers",
+            "must name the engine container",
+        ),
         (pod(args=[]), f"{engine}.args", "the image's own arguments would be lost: set command or args"),
         (pod(command=["/bin/sh", "-c"], args=["vllm serve x"]), f"{engine}.command", _SHELL),
         (pod(command=["bash", "-c", "exec vllm serve x"], args=[]), f"{engine}.command", _SHELL),

@@ -2,15 +2,11 @@
 
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Self
 
 import yaml
 from lmcache_operator.autoscaling.policy.report import Report
-from lmcache_operator.components.base import (
-    Context,
-    Observed,
-    Plan,
-)
+from lmcache_operator.components.base import Context, Observed, Plan
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.reconcile import plan as planning
 from lmcache_operator.reconcile.status import derive_status
@@ -48,6 +44,13 @@ class Rig:
         self.plans: dict[str, Plan] = {}
         self.report: Report | None = None
         self.nodes: dict[str, Any] = {}
+
+    @classmethod
+    def settled(cls, **tier: Any) -> Self:
+        """A cluster that is as its spec says."""
+        rig = cls(**tier)
+        rig.settle()
+        return rig
 
     def observed(self, component: Any) -> Observed:
         children = {ref: self.world.objects[ref] for ref in component.refs(NAME) if ref in self.world.objects}

@@ -12,6 +12,10 @@ from lmcache_operator.__main__ import main
 from testing.child_process import REPOSITORY, reachable_address, run_in_process
 from testing.kube.cluster import Cluster
 
+READ = {"apiGroups": ["lmcache.io"], "resources": ["lmcacheclusters"], "verbs": ["get", "list"]}
+LIST_PODS = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}
+GET_PROXY = {"apiGroups": [""], "resources": ["pods/proxy"], "verbs": ["get"]}
+"""Rights of users of the plugin."""
 _PROGRAMS = {"kubectl-lmcache": "lmcache_operator", "kubectl_complete-lmcache": "lmcache_operator.completion"}
 
 

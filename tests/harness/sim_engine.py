@@ -161,6 +161,14 @@ class SimEngine:
         for rank in self.ranks:
             rank.synchronize()
 
+    def serve(self, tokens: Sequence[int], **fields: Any) -> str:
+        """Run one request alone, then empty the engine's own cache. Returns the request's name."""
+        name = self.add(tokens, **fields)
+        self.run(name)
+        self.run()
+        self.forget()
+        return name
+
     def leftovers(self) -> dict[str, object]:
         """State that the connector holds for requests. Empty after all requests and stores have ended."""
         scheduler = self.scheduler.connector._scheduler

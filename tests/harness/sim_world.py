@@ -5,7 +5,7 @@ import os
 import random
 import threading
 from collections.abc import Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 from vllm.distributed.kv_transfer import kv_transfer_state
@@ -163,10 +163,25 @@ class SimWorld:
 
 @pytest.fixture(scope="module", params=TRANSFERS)
 def world(request):
-    with SidecarProcess(memory_size="64Mi", transfer=request.param) as sidecar:
-        world = SimWorld(sidecar)
+    with serving_world(transfer=request.param) as world:
         yield world
-        world.close()
+
+
+@contextmanager
+def serving_world(settings: SimSettings = SimSettings(), *, is_large: bool = False, **options: object):  # noqa: B008
+    """A sidecar of 64 MiB or with these options, without engines."""
+    with (
+        SidecarProcess(**{"memory_size": "64Mi"} | options) as sidecar,
+        closing(SimWorld(sidecar, settings, is_large=is_large)) as world,
+    ):
+        yield world
+
+
+@contextmanager
+def only_engine(settings: SimSettings, **options: object):
+    """A sidecar of its own with these options, and its only engine."""
+    with serving_world(settings, **options) as world, world.engines(settings) as (engine,):
+        yield world.sidecar, engine
 
 
 def assert_idle(engine: SimEngine) -> None:
@@ -181,15 +196,7 @@ def assert_idle(engine: SimEngine) -> None:
 def wait_attached(engine: SimEngine) -> None:
     """Wait until the engine hits chunks that it stored."""
     prompt = make_tokens(CHUNK + 1)
-
-    def is_hit() -> bool:
-        name = engine.add(prompt)
-        engine.run(name)
-        engine.run()
-        engine.forget()
-        return engine.results[name].num_cached_tokens == CHUNK
-
-    wait_until(is_hit, what="a hit")
+    wait_until(lambda: engine.results[engine.serve(prompt)].num_cached_tokens == CHUNK, what="a hit")
 
 
 def wait_copied_for(engine: SimEngine) -> None:

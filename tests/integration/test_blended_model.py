@@ -248,10 +248,12 @@ def test_moved_segments_follow_scaled_rotary_embeddings(rope):
 )
 def test_packed_prompts_do_not_affect_one_another(llama, selection):
     second_prompt = [DOCUMENTS[0], DOCUMENTS[0], QUESTION]  # the same document twice
+    third_prompt = [*DOCUMENTS, *random_tokens(200, seed=5)]  # a long question
+    prompts = [PROMPT, second_prompt, [QUESTION], third_prompt]
     with blended(llama, selection) as blended_model:
         blended_model.precompute(DOCUMENTS)
-        alone = [blended_model.prefill([prompt])[0] for prompt in (PROMPT, second_prompt, [QUESTION])]
-        packed = blended_model.prefill([PROMPT, second_prompt, [QUESTION]])
+        alone = [blended_model.prefill([prompt])[0] for prompt in prompts]
+        packed = blended_model.prefill(prompts)
     for expected, result in zip(alone, packed, strict=True):
         assert torch.allclose(expected.logits, result.logits, atol=1e-3)
         assert torch.allclose(kv_of(expected.cache), kv_of(result.cache), atol=1e-3)

@@ -11,12 +11,12 @@ import yaml
 from testing.kube.api import Api, ApiError
 from testing.kube.cluster import CRDS as CRD_KIND
 from testing.kube.cluster import Cluster
+from tests.harness.clusters import wait_ready
 from tests.harness.kube import (
     CHART,
     CLUSTERS,
     EXAMPLE,
     NAME,
-    SERVICE_ACCOUNT,
     Operator,
     example,
     helm_error,
@@ -101,14 +101,8 @@ def test_missing_namespace_stops_the_installation_before_it_begins(plane):
 def test_pod_is_admitted_in_a_namespace_for_restricted_pods(plane):
     with new_namespace(plane, "strict", **{"pod-security.kubernetes.io/enforce": "restricted"}) as namespace:
         plane.helm("install", "strict", CHART, "--namespace", namespace, "--set", "crds.enabled=false")
-        plane.kubectl(
-            "rollout",
-            "status",
-            "deployment/strict-lmcache-operator",
-            "--namespace",
-            namespace,
-            "--timeout=300s",
-        )
+        deployment = "deployment/strict-lmcache-operator"
+        plane.kubectl("rollout", "status", deployment, "--namespace", namespace, "--timeout=300s")
 
         # The Service finds the pod by its labels and its named port.
         def ports() -> set[int]:
@@ -117,63 +111,6 @@ def test_pod_is_admitted_in_a_namespace_for_restricted_pods(plane):
 
         plane.wait(lambda: ports() == {9465})
         plane.helm("uninstall", "strict", "--namespace", namespace)
-
-
-@pytest.mark.parametrize(
-    ("verb", "resource", "allowed"),
-    [
-        ("patch", "statefulsets.apps", True),
-        ("patch", "lmcacheprofiles.lmcache.io", True),
-        ("delete", "lmcacheprofiles.lmcache.io", False),
-        ("create", "pods/eviction", True),
-        ("patch", "pods", True),
-        ("patch", "pods/resize", True),
-        ("patch", "pods/status", False),
-        ("update", "pods", False),
-        ("delete", "resourceclaimtemplates.resource.k8s.io", True),
-        ("create", "resourceclaims.resource.k8s.io", False),
-        ("patch", "lmcacheclusters.lmcache.io/status", True),
-        ("create", "events", True),
-        ("list", "events", True),
-        ("get", "namespaces", True),
-        ("create", "secrets", True),
-        ("get", "secrets", False),
-        ("list", "secrets", False),
-        ("patch", "secrets", False),
-        ("patch", "lmcacheclusters.lmcache.io", True),
-        ("update", "lmcacheclusters.lmcache.io", False),
-        ("delete", "lmcacheclusters.lmcache.io", True),
-        ("create", "pods", False),
-        ("delete", "pods", True),
-        ("delete", "statefulsets.apps", True),
-        ("create", "pods/exec", False),
-        ("patch", "customresourcedefinitions.apiextensions.k8s.io", False),
-        ("create", "clusterroles.rbac.authorization.k8s.io", False),
-        ("get", "nodes", True),
-        ("list", "nodes", False),
-        ("patch", "nodes", False),
-        ("update", "leases.coordination.k8s.io", False),
-        ("delete", "namespaces", False),
-    ],
-)
-def test_operator_has_only_the_rights_that_it_needs(plane, chart, verb, resource, allowed):
-    group_resource, _, subresource = resource.partition("/")
-    plural, _, group = group_resource.partition(".")
-    attributes = {
-        "verb": verb,
-        "group": group,
-        "resource": plural,
-        "subresource": subresource,
-        "namespace": "x",
-    }
-    review = {
-        "spec": {
-            "user": f"system:serviceaccount:{chart.replace('/', ':')}",
-            "resourceAttributes": attributes,
-        }
-    }
-    answer = plane.api.create("authorization.k8s.io/v1/subjectaccessreviews", review)
-    assert answer["status"]["allowed"] is allowed
 
 
 def test_only_the_listed_namespaces_are_served(plane, tmp_path):
@@ -189,13 +126,7 @@ def test_only_the_listed_namespaces_are_served(plane, tmp_path):
             for namespace in (served, foreign):
                 plane.api.create(CLUSTERS, example(), namespace)
 
-            def is_ready() -> bool:
-                status = plane.api.get(CLUSTERS, NAME, served).get("status", {})
-                return any(
-                    c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions", [])
-                )
-
-            plane.wait(is_ready)
+            wait_ready(plane, served)
             assert plane.written_since(0, by=process.user, namespace=foreign) == []
             assert process.refusals() == []
         finally:
@@ -227,10 +158,6 @@ def test_refusals_of_the_operator_are_found_and_those_of_other_users_ignored(pla
         assert process.refusals() == []
         refused("default")
         assert len(process.refusals()) == 1, "found in the audit log"
-
-
-def test_service_account_has_the_name_that_the_harness_uses(plane, chart):
-    assert plane.api.find("v1/serviceaccounts", SERVICE_ACCOUNT, chart.partition("/")[0]) is not None
 
 
 @since(binaries.NEWEST)

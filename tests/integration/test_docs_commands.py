@@ -5,11 +5,9 @@ a container therefore only check their arguments (``tests.harness.kubectl_stand_
 """
 
 import json
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from testing.kube.cluster import Cluster
 from testing.kube.operator import CHART, CLUSTERS, ROOT, SERVICE_ACCOUNT, SYSTEM_NAMESPACE, Operator
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.fences import COMMANDS, DOCS, PAGES, Fence, fences
+from tests.harness.json_server import JsonHandler, serving
 from tests.harness.kube import alone, new_namespace
 from tests.harness.terminal import Terminal, facts
 
@@ -32,18 +31,12 @@ ON_CLUSTER = DOCS / "get-started" / "cluster.md"
 UNINSTALL = DOCS / "how-to" / "uninstall.md"
 
 
-class _Engine(BaseHTTPRequestHandler):
+class _Engine(JsonHandler):
     """Stands for vLLM's API: takes what it would take, and answers nothing of use."""
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        is_right = self.path == "/v1/completions" and body.keys() >= {"model", "prompt", "max_tokens"}
-        self.send_response(200 if is_right else 400)
-        self.end_headers()
-        self.wfile.write(b'{"choices": []}')
-
-    def log_message(self, *_: object) -> None:
-        """Log nothing."""
+        is_right = self.path == "/v1/completions" and self.body().keys() >= {"model", "prompt", "max_tokens"}
+        self.answer({"choices": []}, 200 if is_right else 400)
 
 
 @dataclass
@@ -134,12 +127,12 @@ def machine(tmp_path_factory) -> Iterator[Machine]:
     known.write_text(facts(CRD, LOGS))
     programs = folder / "bin"
     programs.mkdir()
-    with RedisProcess() as redis, SidecarProcess() as sidecar, engine_api() as api_port:
+    with RedisProcess() as redis, SidecarProcess() as sidecar, serving(_Engine) as api:
         redis.client.execute_command("ACL", "SETUSER", "lmcache", "on", ">OLD")  # for rotate-a-password
         client = programs / "redis-cli"  # a file and no function: xargs calls it, too
         client.write_text(f'#!/bin/sh\nPATH=${{PATH#*:}}\nexec redis-cli -e -s {redis.socket_path} "$@"\n')
         client.chmod(0o755)
-        yield Machine(programs, known, sidecar.http_port, api_port)
+        yield Machine(programs, known, sidecar.http_port, api.server_port)
 
 
 @pytest.fixture
@@ -172,19 +165,6 @@ def terminal(plane, chart, machine, namespace, tmp_path) -> Iterator[Terminal]:
             "--timeout=1h": "--timeout=60s",
         }
         yield shell
-
-
-@contextmanager
-def engine_api() -> Iterator[int]:
-    """An engine's port."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Engine) as server:
-        thread = threading.Thread(target=server.serve_forever, name="engine's API")
-        thread.start()
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 @pytest.fixture(scope="module")

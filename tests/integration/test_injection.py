@@ -152,15 +152,6 @@ def test_deployment_pods_are_injected_and_run(plane, home):
     assert with_token == ["vllm"], "the sidecar must not mount the pod's token"
 
 
-def test_injected_sidecar_alone_mounts_the_keys_of_encrypted_rows(plane, home):
-    created = dry_run(plane, home, pod())["spec"]
-    (volume,) = (v for v in created["volumes"] if v.get("secret", {}).get("secretName") == "kv-keys")
-    assert volume["secret"]["optional"] is True, "the pod starts without it"
-    containers = [*created["containers"], *created["initContainers"]]
-    users = [c["name"] for c in containers if volume["name"] in {m["name"] for m in c["volumeMounts"]}]
-    assert users == ["lmcache-sidecar"]
-
-
 @pytest.mark.parametrize("label", [None, "nothing", "x" * 63])
 def test_pods_that_name_no_cluster_are_unchanged(plane, home, label):
     labels = {INJECT_LABEL: label} if label else {"app": "llm"}
@@ -172,14 +163,6 @@ def test_pods_that_name_no_cluster_are_unchanged(plane, home, label):
 def test_pods_are_created_in_namespaces_without_cluster(plane, home, namespace):
     created = dry_run(plane, namespace, pod())
     assert "initContainers" not in created["spec"]
-
-
-def test_injected_pod_is_not_injected_again(plane, home):
-    injected = dry_run(plane, home, pod())
-    created_again = dry_run(plane, home, {key: injected[key] for key in ("apiVersion", "kind", "spec")} | {
-        "metadata": {"name": "again", "labels": injected["metadata"]["labels"]}
-    })  # fmt: skip
-    assert created_again["spec"] == injected["spec"]
 
 
 def test_restricted_pods_stay_restricted(plane, home):

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import yaml
+from lmcache_operator.autoscaling.policy.report import tier_status
+from lmcache_operator.autoscaling.policy.state import Decision, Point
 
 from testing.kube.api import ApiError, Object
 from testing.kube.cluster import Cluster
 from testing.kube.operator import CRDS
-from tests.harness.autoscaling import ACCEPTED
+from tests.harness.autoscaling import ACCEPTED, GIB
 from tests.harness.kube import CLUSTERS, new_namespace
 from tests.harness.operator_model import cluster
 from tools.resource_docs import COMPLETE
@@ -303,6 +305,20 @@ def test_model_and_kind_of_an_engine_cannot_be_changed(plane, admission, kind):
             change = {"engine": {"kind": "vLLM"}}
         with pytest.raises(ApiError, match=f"{path}: .*{sentence}"):
             plane.api.patch(CLUSTERS, name, {"spec": change}, admission)
+
+
+def test_definition_has_every_field_of_the_status_of_autoscaling(plane, admission):
+    growth = Decision(64 * GIB, 108 * GIB, 108 * GIB, 108 * GIB, "it pays", "Cooldown", 0.16, 0.04)
+    points = [Point(size * GIB, 0.4, 0.38, 0.42, -0.01) for size in (16, 512)]
+    status = {
+        "observedAt": "2026-01-01T00:00:00Z", "window": "24h", "samples": 412334,
+        "memory": tier_status(growth, points) | {"keysInSize": 2048},
+        "remote": tier_status(growth, points, shard_bytes=4 * GIB),
+        "engineHit": "0.01", "localityLoss": {"points": "0.3", "usdPerHour": "0.01"}, "breakEvenAge": "512s",
+    }  # fmt: skip
+    plane.api.create(CLUSTERS, cluster() | {"metadata": {"name": "sized"}}, admission)
+    plane.api.patch(CLUSTERS, "sized/status", {"status": {"autoscaling": status}}, admission)
+    assert plane.api.get(CLUSTERS, "sized", admission)["status"]["autoscaling"] == status
 
 
 def test_deeply_nested_fields_are_pruned_at_admission(plane, admission):

@@ -14,15 +14,12 @@ from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 from tests.harness.engine import session_of
 from tests.harness.kube import CLUSTERS, NAME, example, new_namespace, stop_operator
-from tests.harness.plugin import Commands, Plugin, create_pod, kubeconfig_with
+from tests.harness.plugin import GET_PROXY, LIST_PODS, READ, Commands, Plugin, create_pod, kubeconfig_with
 from tests.harness.tmux import Tmux
 from tests.harness.wire import make_keys
 
 pytestmark = [pytest.mark.kube, pytest.mark.usefixtures("no_operator")]
 
-READ = {"apiGroups": ["lmcache.io"], "resources": ["lmcacheclusters"], "verbs": ["get", "list"]}
-LIST_PODS = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}
-GET_PROXY = {"apiGroups": [""], "resources": ["pods/proxy"], "verbs": ["get"]}
 BASH_COMPLETION = "/usr/share/bash-completion/bash_completion"
 """The package bash-completion. The completion of kubectl needs it."""
 POINT = {"hit": "0.30", "low": "0.29", "high": "0.31", "netPerHour": "0.00"}

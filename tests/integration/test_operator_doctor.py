@@ -16,13 +16,10 @@ from testing.kube.cluster import Cluster
 from testing.kube.operator import CRDS
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.kube import CLUSTERS, NAME, example
-from tests.harness.plugin import Commands, create_pod, kubeconfig_with
+from tests.harness.plugin import GET_PROXY, LIST_PODS, READ, Commands, create_pod, kubeconfig_with
 
 pytestmark = pytest.mark.kube
 
-READ = {"apiGroups": ["lmcache.io"], "resources": ["lmcacheclusters"], "verbs": ["get", "list"]}
-LIST_PODS = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}
-GET_PROXY = {"apiGroups": [""], "resources": ["pods/proxy"], "verbs": ["get"]}
 REDIS = {"remote": {"external": {"url": "redis://redis.cache:6379"}}}
 
 

@@ -8,61 +8,10 @@ from lmcache_operator.specs.names import FIELD_MANAGER
 
 from testing.kube.api import Object
 from testing.kube.cluster import Cluster
-from tests.harness.clusters import (
-    ENGINE,
-    condition,
-    pods,
-    reconcile_once_more,
-    wait_quiet,
-    wait_ready,
-    written,
-)
+from tests.harness.clusters import ENGINE, HELD, condition, pods, reconcile_once_more, wait_ready, written
 from tests.harness.kube import CLUSTERS, NAME, example, new_namespace
 
 pytestmark = pytest.mark.kube
-
-ZERO_VALUES = {
-    "hostNetwork": False,
-    "tolerations": [{"key": "gpu", "operator": "Exists", "value": ""}],
-    "volumes": [{"name": "extra", "persistentVolumeClaim": {"claimName": "x", "readOnly": False}}],
-    "containers": [
-        {
-            "name": "engine",
-            "env": [
-                {"name": "EMPTY", "value": ""},
-                {"name": "CPU", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu", "divisor": 1}}},
-            ],
-            "volumeMounts": [{"name": "extra", "mountPath": "/extra", "subPath": "", "readOnly": False}],
-            "livenessProbe": {"initialDelaySeconds": 0},
-            "resources": {"requests": {"cpu": "0.5", "memory": "1024Mi"}},
-        }
-    ],
-}
-
-
-def test_api_server_defaults_are_not_taken_for_changes(plane, operator, namespace):
-    """The API server drops zero values and normalizes quantities. For the operator these are no changes."""
-    resource = example()
-    resource["spec"]["engine"]["podTemplate"] = {"spec": ZERO_VALUES}
-    plane.api.create(CLUSTERS, resource, namespace)
-    # The claim "x" does not exist: the scheduler's message changes the status once, at any time.
-    plane.wait(lambda: condition(plane, namespace, "Ready").get("reason") == "Unschedulable")
-    wait_quiet(plane, operator, namespace)
-    mark = plane.mark()
-    assert operator.terminate() == 0
-    operator.start()
-    plane.wait(lambda: operator.num_reconciliations() >= operator.metric("lmcache_operator_clusters") > 0)
-    reconcile_once_more(plane, operator, namespace)
-    assert written(plane, operator, mark, namespace) == []
-    # A real change to or from a zero value is reverted.
-    edit = {"spec": {"template": {"spec": {"hostNetwork": True, "automountServiceAccountToken": None}}}}
-    plane.api.patch("apps/v1/statefulsets", ENGINE, edit, namespace)
-
-    def is_restored() -> bool:
-        pod = plane.api.get("apps/v1/statefulsets", ENGINE, namespace)["spec"]["template"]["spec"]
-        return not pod.get("hostNetwork") and pod.get("automountServiceAccountToken") is False
-
-    plane.wait(is_restored)
 
 
 def test_contested_field_does_not_block_other_fields(plane, operator, namespace):
@@ -122,23 +71,6 @@ def test_status_quotes_the_refusal_of_the_api_server(plane, operator, namespace)
     plane.wait(lambda: ("Warning", "Refused") in cluster_events(plane, namespace))
 
 
-def test_failing_webhook_is_reported_until_removed(plane, operator, namespace):
-    kind, name = "admissionregistration.k8s.io/v1/mutatingwebhookconfigurations", "down"
-    rule = {"apiGroups": ["apps"], "apiVersions": ["v1"], "operations": ["*"], "resources": ["statefulsets"]}
-    hook = {
-        "name": "down.example.com", "rules": [rule], "clientConfig": {"url": "https://127.0.0.1:1/"},
-        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}},
-        "sideEffects": "None", "admissionReviewVersions": ["v1"],
-    }  # fmt: skip
-    plane.api.create(kind, {"metadata": {"name": name}, "webhooks": [hook]})
-    try:
-        plane.api.create(CLUSTERS, example(), namespace)
-        plane.wait(lambda: "down.example.com" in condition(plane, namespace, "Degraded").get("message", ""))
-    finally:
-        plane.api.delete(kind, name)
-    wait_ready(plane, namespace)
-
-
 def test_second_disruption_budget_is_reported(plane, operator, namespace):
     plane.api.create(CLUSTERS, example(), namespace)
     wait_ready(plane, namespace)
@@ -193,8 +125,7 @@ def test_pod_that_fits_no_node_is_reported(plane, operator, namespace):
 def test_missing_secret_is_reported_until_mounted(plane, operator, namespace):
     """The test plays the kubelet: no real kubelet mounts volumes here."""
     resource = example(model={"name": "a/model", "tokenSecretRef": {"name": "hub", "key": "token"}})
-    template = {"metadata": {"annotations": {"test/hold": "true"}}}
-    resource["spec"]["engine"] |= {"replicas": 1, "podTemplate": template}
+    resource["spec"]["engine"] |= {"replicas": 1, "podTemplate": HELD}
     plane.api.create(CLUSTERS, resource, namespace)
     plane.wait(lambda: pods(plane, namespace))
     ((uid, pod),) = pods(plane, namespace).items()

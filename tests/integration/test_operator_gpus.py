@@ -79,25 +79,6 @@ def test_engine_and_sidecar_share_a_claim_through_changes_and_removal(plane, ope
         wait_quiet(plane, operator, namespace)
 
 
-def test_cuda_ipc_without_a_shared_gpu_is_reported_while_pods_serve(plane, operator, namespace):
-    plane.api.create(CLUSTERS, example(sidecar={"transfer": "CudaIPC"}), namespace)
-    plane.wait(lambda: condition(plane, namespace, "Ready").get("status") == "True")
-    status = transfer(plane, namespace)
-    assert (status["requested"], status["mode"], status["reason"]) == (
-        "CudaIPC",
-        "SharedMemory",
-        "GPUNotShared",
-    )
-    degraded = condition(plane, namespace, "Degraded")
-    assert (degraded["status"], degraded["reason"]) == ("True", "CudaIPCUnavailable")
-    assert "spec.engine.gpu.deviceClassName" in degraded["message"]
-    # All pods already use shared memory, but the spec changes: pods are replaced, the condition clears.
-    before = set(pods(plane, namespace))
-    change(plane, namespace, sidecar={"transfer": "SharedMemory"})
-    plane.wait(lambda: len(pods(plane, namespace)) == 2 and not before & set(pods(plane, namespace)))
-    plane.wait(lambda: condition(plane, namespace, "Degraded")["status"] == "False")
-
-
 def test_unsatisfiable_claim_is_reported(plane, operator, namespace):
     engine = {"replicas": 1, "gpu": {"deviceClassName": "no-such-class"}}
     plane.api.create(CLUSTERS, example(engine=engine), namespace)

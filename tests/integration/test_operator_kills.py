@@ -13,15 +13,15 @@ import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import pytest
 from kubernetes.aio.client import ApiClient
-from lmcache_operator.autoscaling.policy.report import Choice, Report
-from lmcache_operator.components.base import Context, Observed
+from lmcache_operator.autoscaling.policy.report import Choice
+from lmcache_operator.components.base import Context
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.components.remote import remote, shards
 from lmcache_operator.errors import ApiError
@@ -32,7 +32,7 @@ from lmcache_operator.specs.names import MEMORY_SIZE, RENDERED_HASH, STOCK_IMAGE
 
 from testing.kube.api import Api, Object
 from testing.kube.cluster import Cluster
-from tests.harness.autoscaling import GIB
+from tests.harness.autoscaling import GIB, Chooser
 from tests.harness.devices import DEVICE_CLASS, published
 from tests.harness.kube import CLUSTERS, NAME, Operator, example, is_since, new_namespace, since
 from tests.harness.scope import third
@@ -52,6 +52,7 @@ ONE_GPU: Object = {"gpu": {"deviceClassName": DEVICE_CLASS} if HAS_CLAIMS else {
 TWO_GPUS: Object = {"gpu": {"count": 2}, "parallelism": {"tensor": 2}} if HAS_CLAIMS else {}
 NO_GPU: Object = {"gpu": {"count": 0, "deviceClassName": None}, "parallelism": {"tensor": 1}}
 SECRET = f"{NAME}-remote"
+CHOOSER = Chooser(Choice(3 * GIB, 2 * GIB))
 SERVER_FIELDS = (
     "uid",
     "resourceVersion",
@@ -230,7 +231,7 @@ class Case:
             memory = {"size_bytes": sizes[0], "target_bytes": sizes[0]} if sizes else {}
             return SIDECAR | {"memory": memory}
 
-        return Reconciler(api, Context(STOCK_IMAGES), stats, autoscaler=Chooser())
+        return Reconciler(api, Context(STOCK_IMAGES), stats, autoscaler=CHOOSER)
 
     async def children(self) -> list[str]:
         """All children, without the fields that differ between any two clusters."""
@@ -249,17 +250,6 @@ class Case:
                 await asyncio.sleep(0.5)  # real time: polls
         assert await last.get(CLUSTER, self.namespace, NAME) is None
         assert last.written == []
-
-
-class Chooser:
-    """An autoscaler that chooses 3 GiB for a cluster in mode Auto."""
-
-    def report(self, key: ClusterKey, observed: Mapping[str, Observed]) -> Report | None:
-        is_auto = observed["autoscaling"].resource["spec"]["autoscaling"]["mode"] == "Auto"
-        return Report({}, memory=Choice(3 * GIB, 2 * GIB), state="counted") if is_auto else None
-
-    def forget(self, key: ClusterKey) -> None:
-        """Forget the cluster. There is nothing to forget."""
 
 
 async def in_a_slot(slots: asyncio.Semaphore, work: Awaitable[T]) -> T:

@@ -4,8 +4,7 @@ A thread changes the cluster all the time, so that the leader always has somethi
 """
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from http.client import HTTPException
 from itertools import pairwise
@@ -141,12 +140,6 @@ def _take_turns(pair: Pair) -> Iterator[None]:
     pair.check_writes_do_not_overlap()
 
 
-def print_seconds(event: str, action: Callable[[], object]) -> None:
-    begin = time.monotonic()
-    action()
-    print(f"{event}: {time.monotonic() - begin:.1f} s")
-
-
 def test_leader_writes_while_the_other_operator_stands_by(pair):
     pair.leader()
 
@@ -172,7 +165,7 @@ def test_terminated_leader_releases_the_lease(pair):
     assert leader.terminate(timeout=PATIENCE) in (0, LOST)
     # The leader released the Lease, unless the API server did not answer in time.
     assert pair.holder() is not leader or "could not release the lease" in pair.log(leader)
-    print_seconds("SIGTERM of the leader", lambda: pair.leader(but=leader))
+    pair.leader(but=leader)
 
 
 @pytest.mark.rotating
@@ -198,7 +191,7 @@ def test_frozen_leader_writes_nothing_after_it_thaws(pair):
     leader = pair.leader()
     leader.freeze()
     try:
-        print_seconds("freezing of the leader", lambda: pair.leader(but=leader))
+        pair.leader(but=leader)
     finally:
         leader.thaw()
     assert leader.wait(PATIENCE) == LOST
@@ -212,7 +205,7 @@ def test_standby_takes_over_although_the_lease_names_an_unknown_holder(pair):
     leader.kill()
     with suppress(ApiError):
         pair.plane.api.patch(LEASES, LEASE, {"spec": {"holderIdentity": "a stranger"}}, SYSTEM_NAMESPACE)
-    print_seconds("death of the leader", lambda: pair.leader(but=leader))
+    pair.leader(but=leader)
 
 
 def test_one_operator_leads_after_a_restart_of_the_api_server(pair):

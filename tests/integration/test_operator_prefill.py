@@ -124,13 +124,3 @@ def test_declared_replicas_are_enforced_and_edits_are_reverted(plane, operator, 
     plane.api.delete(CLUSTERS, NAME, namespace)
     for kind, name in ((CLUSTERS, CHILD), (STATEFUL_SETS, CHILD_ENGINE), (STATEFUL_SETS, ENGINE)):
         plane.wait(lambda kind=kind, name=name: plane.api.find(kind, name, namespace) is None)
-
-
-def test_prompts_are_not_sent_to_a_cluster_of_the_user(plane, operator, namespace):
-    users = example(engine={"replicas": 1})
-    users["metadata"]["name"] = CHILD
-    plane.api.create(CLUSTERS, users, namespace)
-    plane.api.create(CLUSTERS, with_prefill(), namespace)
-    plane.wait(lambda: condition(plane, namespace, "Degraded").get("reason") == "NameTaken")
-    wait_quiet(plane, operator, namespace)
-    assert not uses_prefill_pods(plane, namespace)

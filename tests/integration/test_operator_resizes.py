@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from lmcache_operator.autoscaling.policy.report import Choice, Report
-from lmcache_operator.components.base import Context, Observed
+from lmcache_operator.autoscaling.policy.report import Choice
+from lmcache_operator.components.base import Context
 from lmcache_operator.errors import ApiError as KubeError
 from lmcache_operator.kube.client import KubeApi, connect
 from lmcache_operator.pods import resize
@@ -20,12 +20,12 @@ from lmcache_operator.specs.names import MEMORY_SIZE, RESIZE_REFUSED, STOCK_IMAG
 
 from testing.kube.api import ApiError, Object
 from testing.kube.cluster import Cluster
+from tests.harness.autoscaling import GIB, Chooser
 from tests.harness.kube import CLUSTERS, NAME, Operator, example, new_namespace, since
 
 pytestmark = [pytest.mark.kube, pytest.mark.timeout(900), since("1.35")]
 
 SECONDS = 300.0
-GIB = 2**30
 ENGINE = f"{NAME}-engine"
 
 
@@ -245,19 +245,6 @@ def test_pod_replaced_during_a_resize_starts_with_the_new_size(operated: Operate
     assert uid in [pod["metadata"]["uid"] for pod in operated.pods()]
 
 
-class Chooser:
-    """An autoscaler that always chooses the same size."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def report(self, key: ClusterKey, observed: Mapping[str, Observed]) -> Report:
-        return Report({}, memory=Choice(self._size, GIB), state="counted")
-
-    def forget(self, key: ClusterKey) -> None:
-        """Forget the cluster. There is nothing to forget."""
-
-
 def test_two_operators_with_different_sizes_settle(operated: Operated) -> None:
     """Two operators run by mistake. Pods get the size of one of them, and no further writes."""
     auto = {"spec": {"autoscaling": {"mode": "Auto", "memory": {"minSize": "1Gi", "maxSize": "4Gi"}}}}
@@ -272,7 +259,7 @@ def test_two_operators_with_different_sizes_settle(operated: Operated) -> None:
 
     async def scenario() -> None:
         async with connect() as api, asyncio.timeout(SECONDS):
-            both = [operated.reconciler(api, Chooser(size * GIB)) for size in (2, 3)]
+            both = [operated.reconciler(api, Chooser(Choice(size * GIB, GIB))) for size in (2, 3)]
             num_quiet, before = 0, list[str]()
             while num_quiet < 5 or not await asyncio.to_thread(have_chosen_size):
                 for reconciler in both:

@@ -150,15 +150,6 @@ def test_operator_may_read_two_pages_of_sidecars(plane, chart, listed):
     assert pages(plane, chart) == pages(plane, listed[0]) == PAGES
 
 
-@pytest.mark.parametrize("path", sorted(PAGES))
-def test_operator_may_only_get_the_pages(plane, chart, path):
-    for verb, allowed in (("get", True), ("post", False)):
-        user = f"system:serviceaccount:{chart.replace('/', ':')}"
-        review = {"spec": {"user": user, "nonResourceAttributes": {"path": path, "verb": verb}}}
-        answer = plane.api.create("authorization.k8s.io/v1/subjectaccessreviews", review)
-        assert answer["status"]["allowed"] is allowed
-
-
 @pytest.mark.parametrize(
     ("kind", "content"),
     [

@@ -1,18 +1,19 @@
 """The router with the rights that the operator gives it, on a real API server: it finds the engine pods."""
 
+import contextlib
 import http.server
 import json
 import random
-import threading
+import socketserver
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from testing.child_process import wait_until
 from testing.router import RouterProcess
-from tests.harness.clusters import condition
+from tests.harness.clusters import HELD, condition, set_running
+from tests.harness.json_server import JsonHandler, serving
 from tests.harness.kube import CLUSTERS, NAME, example
 
 pytestmark = pytest.mark.kube
@@ -21,55 +22,36 @@ ENGINE_PORT = 8000
 ROUTER = f"{NAME}-router"
 
 
-class Answer(http.server.BaseHTTPRequestHandler):
+class Engine(JsonHandler):
     """The answers of an engine, which name the engine's address."""
 
+    max_tokens: list[int]
+    """Value of each request."""
+
     def do_GET(self) -> None:
-        self._send({"status": "ok"})
+        self.answer({"status": "ok"})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.max_tokens.append(body.get("max_tokens"))  # type: ignore[attr-defined]
-        choice = {"index": 0, "text": self.server.server_address[0], "finish_reason": "stop"}
+        self.max_tokens.append(self.body().get("max_tokens"))
+        choice = {"index": 0, "text": address_of(self.server), "finish_reason": "stop"}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        self._send(
+        self.answer(
             {"id": "1", "object": "text_completion", "model": "m", "choices": [choice], "usage": usage}
         )
 
-    def log_message(self, *_: Any) -> None:
-        pass
 
-    def _send(self, answer: Any) -> None:
-        body = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-
-class Engine(http.server.ThreadingHTTPServer):
-    """A server that answers like an engine."""
-
-    def __init__(self) -> None:
-        address = f"127.{random.randrange(100, 200)}.{random.randrange(256)}.{random.randrange(1, 255)}"
-        super().__init__((address, ENGINE_PORT), Answer)
-        self.max_tokens: list[int] = []
-        """Value of each request."""
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    @property
-    def address(self) -> str:
-        return str(self.server_address[0])
+def address_of(server: socketserver.BaseServer) -> str:
+    return str(server.server_address[0])
 
 
 @pytest.fixture
-def engines() -> Iterator[list[Engine]]:
-    servers = [Engine(), Engine()]
-    yield servers
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+def engines() -> Iterator[list[http.server.ThreadingHTTPServer]]:
+    with contextlib.ExitStack() as stack:
+        addresses = [f"127.{random.randrange(100, 200)}.{random.randrange(256)}.{n}" for n in (1, 2)]
+        yield [
+            stack.enter_context(serving(Engine, (address, ENGINE_PORT), max_tokens=[]))
+            for address in addresses
+        ]
 
 
 def answering_engine(router: RouterProcess, max_tokens: int = 1) -> str:
@@ -85,21 +67,10 @@ def answering_engine(router: RouterProcess, max_tokens: int = 1) -> str:
         return ""
 
 
-def set_running(plane: Any, namespace: str, pod: str, address: str, *, is_ready: bool = True) -> None:
-    status = {
-        "phase": "Running",
-        "podIP": address,
-        "podIPs": [{"ip": address}],
-        "conditions": [{"type": "Ready", "status": str(is_ready)}],
-    }
-    plane.api.patch("v1/pods", f"{pod}/status", {"status": status}, namespace)
-
-
 def test_router_finds_engine_pods_with_the_rights_of_its_role(plane, operator, namespace, engines):
-    addresses = [engine.address for engine in engines]
+    addresses = list(map(address_of, engines))
     resource = example(router={"policy": "RoundRobin", "replicas": 1})
-    held = {"metadata": {"annotations": {"test/hold": "true"}}}  # the test reports the pods as running
-    resource["spec"]["engine"] = resource["spec"].get("engine", {}) | {"replicas": 2, "podTemplate": held}
+    resource["spec"]["engine"] = resource["spec"].get("engine", {}) | {"replicas": 2, "podTemplate": HELD}
     plane.api.create(CLUSTERS, resource, namespace)
     deployment = plane.wait(lambda: plane.api.find("apps/v1/deployments", ROUTER, namespace))
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
@@ -140,8 +111,7 @@ def test_router_finds_engine_pods_with_the_rights_of_its_role(plane, operator, n
 
 
 def test_router_sends_each_prompt_to_a_prefill_pod_first(plane, operator, namespace, engines):
-    held = {"metadata": {"annotations": {"test/hold": "true"}}}  # the test reports the pods as running
-    engine = {"replicas": 1, "podTemplate": held, "prefill": {"replicas": 1}}
+    engine = {"replicas": 1, "podTemplate": HELD, "prefill": {"replicas": 1}}
     resource = example(router={"policy": "RoundRobin"}, engine=engine)
     resource["spec"]["tiers"]["peers"] = {}
     plane.api.create(CLUSTERS, resource, namespace)
@@ -158,20 +128,21 @@ def test_router_sends_each_prompt_to_a_prefill_pod_first(plane, operator, namesp
 
     plane.wait(lambda: plane.api.find("apps/v1/deployments", ROUTER, namespace))
     assert "--prefill-selector" not in router_args(), "no prefill pod was ready yet"
-    set_running(plane, namespace, prefill_pod, prefill.address)
+    set_running(plane, namespace, prefill_pod, address_of(prefill))
     plane.wait(lambda: "--prefill-selector" in router_args())
-    set_running(plane, namespace, prefill_pod, prefill.address, is_ready=False)
+    set_running(plane, namespace, prefill_pod, address_of(prefill), is_ready=False)
     token = plane.service_account_token(namespace, ROUTER)
     kubeconfig = str(plane.kubeconfig(f"router-{namespace}", token=token))
     with RouterProcess([], *router_args(), KUBECONFIG=kubeconfig) as router:
-        set_running(plane, namespace, decode_pod, decode.address)
-        wait_until(lambda: decode.address in str(workers(router)), what="the decode pod")
+        set_running(plane, namespace, decode_pod, address_of(decode))
+        wait_until(lambda: address_of(decode) in str(workers(router)), what="the decode pod")
         assert answering_engine(router, 7) == "", "no prefill pod"
-        set_running(plane, namespace, prefill_pod, prefill.address)
+        set_running(plane, namespace, prefill_pod, address_of(prefill))
         wait_until(
-            lambda: answering_engine(router, 7) == decode.address, what=f"answer; log {router.log[-2000:]}"
+            lambda: answering_engine(router, 7) == address_of(decode),
+            what=f"answer; log {router.log[-2000:]}",
         )
-        assert (prefill.max_tokens, decode.max_tokens) == ([1], [7])
+        assert [engine.RequestHandlerClass.max_tokens for engine in (prefill, decode)] == [[1], [7]]
         # vllm-router has no mode in which the other pods compute prompts, too.
         prefill.shutdown()
         prefill.server_close()

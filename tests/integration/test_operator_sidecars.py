@@ -6,7 +6,16 @@ import pytest
 from lmcache_operator.specs.names import SIDECAR_PORT
 
 from testing.processes import RedisProcess, SidecarProcess
-from tests.harness.clusters import condition, pods, reconcile_once_more, wait_quiet, wait_ready, written
+from tests.harness.clusters import (
+    HELD,
+    condition,
+    pods,
+    reconcile_once_more,
+    set_running,
+    wait_quiet,
+    wait_ready,
+    written,
+)
 from tests.harness.kube import CLUSTERS, example
 from tests.harness.wire import RawClient
 
@@ -29,8 +38,7 @@ def wait_reported(plane, operator, namespace, kind: str, reason: str) -> None:
 def test_failed_sidecar_start_is_reported_until_corrected(plane, operator, namespace, tmp_path):
     """The test plays the kubelet: a process of the test is the pod's sidecar container."""
     resource = example()
-    template = {"metadata": {"annotations": {"test/hold": "true"}}}
-    resource["spec"]["engine"] |= {"replicas": 1, "podTemplate": template}
+    resource["spec"]["engine"] |= {"replicas": 1, "podTemplate": HELD}
     resource["spec"]["autoscaling"] = {"mode": "Off"}  # its first report, after half a minute, is a write
     plane.api.create(CLUSTERS, resource, namespace)
     plane.wait(lambda: pods(plane, namespace))
@@ -38,10 +46,8 @@ def test_failed_sidecar_start_is_reported_until_corrected(plane, operator, names
     options = {"config": tmp_path / "sidecar.yaml", "http_host": ADDRESS, "http_port": SIDECAR_PORT}
     options["config"].write_text("remote_url: redis://h:99999\n")
     with RedisProcess() as redis, SidecarProcess(stay_up="true", **options) as sidecar:
-        running = {"phase": "Running", "podIP": ADDRESS, "podIPs": [{"ip": ADDRESS}]}
-        ready = {"conditions": [{"type": "Ready", "status": "True"}]}
         name = pod["metadata"]["name"]
-        plane.api.patch("v1/pods", f"{name}/status", {"status": running | ready}, namespace)
+        set_running(plane, namespace, name, ADDRESS)
 
         # The engine serves, and the status quotes the sidecar.
         wait_ready(plane, namespace)

@@ -4,13 +4,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import yaml
 from lmcache_operator.specs.names import SIDECAR_PORT
 
 from testing.kube.api import Object
 from testing.kube.cluster import Cluster
 from testing.processes import SidecarProcess
-from tests.harness.clusters import ENGINE, condition, pods, wait_quiet, wait_ready, written
+from tests.harness.clusters import HELD, condition, pods, set_running, wait_quiet, written
 from tests.harness.kube import CLUSTERS, IMPATIENT, NAME, USUAL, Operator, alone, example
 from tests.harness.wire import RawClient
 
@@ -25,56 +24,8 @@ def salted(digit: str, **more: Any) -> Object:
     return {"name": f"t{digit}", "saltHash": digit * 64, **more}
 
 
-def of_secret(name: str = "search-salt", **more: Any) -> Object:
-    return {"name": "search", "saltSecretRef": {"name": name}, **more}
-
-
-def named(*tenants: Object, **more: Any) -> Object:
-    return {"tenants": {"named": list(tenants), **more}}
-
-
-def budgets(plane: Cluster, namespace: str) -> Object:
-    """The file that sidecars follow; empty: none."""
-    live = plane.api.find("v1/configmaps", CONFIG, namespace) or {"data": {}}
-    content: Object = yaml.safe_load(live["data"].get("tenants.yaml", "{}"))
-    return content
-
-
 def patch(plane: Cluster, namespace: str, tenants: Object | None) -> None:
     plane.api.patch(CLUSTERS, NAME, {"spec": {"tenants": tenants}}, namespace)
-
-
-def test_new_shares_reach_the_file_and_replace_no_pod(plane, operator, namespace):
-    plane.api.create(CLUSTERS, example(**named(of_secret(), salted("b", memoryPercent=50))), namespace)
-    wait_ready(plane, namespace)
-    wait_quiet(plane, operator, namespace)
-    before = pods(plane, namespace)
-    assert [tenant["memoryPercent"] for tenant in budgets(plane, namespace)["named"]] == [100, 50]
-    template = plane.api.get("apps/v1/statefulsets", ENGINE, namespace)["spec"]["template"]
-    (salts,) = [vol for vol in template["spec"]["volumes"] if vol["name"] == "tenant-salts"]
-    assert salts["projected"]["sources"][0]["secret"]["optional"] is True
-
-    changed = [of_secret(memoryPercent=30, minMemoryPercent=10), salted("b"), salted("c", priority=-1)]
-    patch(plane, namespace, {"named": changed, "default": {"memoryPercent": 5}})
-    plane.wait(lambda: len(budgets(plane, namespace)["named"]) == 3)
-    wait_quiet(plane, operator, namespace)
-    assert budgets(plane, namespace)["default"]["memoryPercent"] == 5
-    assert pods(plane, namespace).keys() == before.keys()
-    live = plane.api.get("apps/v1/statefulsets", ENGINE, namespace)
-    assert live["spec"]["template"] == template
-
-    patch(plane, namespace, {"named": [of_secret("renamed")]})
-    plane.wait(lambda: not before.keys() & pods(plane, namespace).keys())
-
-
-def test_removed_tenants_leave_no_file(plane, operator, namespace):
-    plane.api.create(CLUSTERS, example(**named(salted("a"))), namespace)
-    wait_ready(plane, namespace)
-    assert budgets(plane, namespace)["named"]
-    patch(plane, namespace, None)
-    plane.wait(lambda: not budgets(plane, namespace))
-    settings = plane.api.get("v1/configmaps", CONFIG, namespace)["data"]["sidecar.yaml"]
-    assert "tenants_file" not in yaml.safe_load(settings)
 
 
 @pytest.fixture(params=[IMPATIENT, pytest.param(USUAL, marks=pytest.mark.rotating)], ids=lambda p: p[-1])
@@ -92,12 +43,11 @@ def test_new_shares_are_known_when_the_sidecar_uses_their_file(plane, probing, n
     Nothing but its own probes shows the operator that the sidecar uses the new file.
     """
     operator = probing
-    resource = example(**named(salted("b", memoryPercent=50)))
-    template = {"metadata": {"annotations": {"test/hold": "true"}}}
-    resource["spec"]["engine"] |= {"replicas": 1, "podTemplate": template}
+    resource = example(tenants={"named": [salted("b", memoryPercent=50)]})
+    resource["spec"]["engine"] |= {"replicas": 1, "podTemplate": HELD}
     resource["spec"]["autoscaling"] = {"mode": "Off"}  # its first report, after half a minute, is a write
     plane.api.create(CLUSTERS, resource, namespace)
-    plane.wait(lambda: pods(plane, namespace))
+    (pod,) = plane.wait(lambda: pods(plane, namespace).values())
     file = tmp_path / "tenants.yaml"
 
     def update_file() -> None:
@@ -110,7 +60,7 @@ def test_new_shares_are_known_when_the_sidecar_uses_their_file(plane, probing, n
     options = {"tenants_file": file, "http_host": ADDRESS, "http_port": SIDECAR_PORT}
     with SidecarProcess(**options) as sidecar, RawClient(sidecar) as engine:
         engine.attach()  # an engine without its cache would degrade the cluster
-        set_running(plane, namespace)
+        set_running(plane, namespace, pod["metadata"]["name"], ADDRESS)
         wait_known(plane, namespace, "True", "TenantsInUse")
         assert names_in_status(plane, namespace) == ["default", "tb"]
         patch(plane, namespace, {"named": [salted("b", memoryPercent=20)]})
@@ -131,20 +81,13 @@ def test_new_shares_are_known_when_the_sidecar_uses_their_file(plane, probing, n
         update_file()
         wait_known(plane, namespace, "True", "TenantsInUse")
         wait_quiet(plane, operator, namespace)
+        assert pods(plane, namespace).keys() == {pod["metadata"]["uid"]}
 
 
 def names_in_status(plane: Cluster, namespace: str) -> list[str]:
     """Names of the tenants whose figures the status has."""
     status = plane.api.get(CLUSTERS, NAME, namespace)["status"]
     return [tenant["name"] for tenant in status.get("tenants", ())]
-
-
-def set_running(plane: Cluster, namespace: str) -> None:
-    """Report the pod as Ready, with the sidecar's address."""
-    (pod,) = pods(plane, namespace).values()
-    running = {"phase": "Running", "podIP": ADDRESS, "podIPs": [{"ip": ADDRESS}]}
-    ready = {"conditions": [{"type": "Ready", "status": "True"}]}
-    plane.api.patch("v1/pods", f"{pod['metadata']['name']}/status", {"status": running | ready}, namespace)
 
 
 def wait_known(plane: Cluster, namespace: str, status: str, reason: str) -> None:

@@ -39,6 +39,7 @@ POD_PARTS: list[Object] = [
         ]
     },
     {"volumes": [{"name": "f", "hostPath": {"path": "/x", "type": ""}}]},
+    {"volumes": [{"name": "g", "persistentVolumeClaim": {"claimName": "x", "readOnly": False}}]},
 ]
 CONTAINER_PARTS: list[Object] = [
     {"env": [{"name": "A"}, {"name": "B", "value": None}, {"name": "C", "value": ""}]},

@@ -5,15 +5,16 @@ import json
 from collections.abc import Iterator
 
 import pytest
+from lmcache_operator.specs.names import STOCK_IMAGES
 
 from testing.kube.api import APPLY, ApiError, Object, manifests
 from testing.kube.cluster import CRDS, Cluster
+from tests.harness.clusters import ENGINE, pods, wait_ready
 from tests.harness.kube import CLUSTERS, NAME, example
 from tests.harness.kube import CRDS as FILES
 
 pytestmark = pytest.mark.kube
 
-ENGINE = f"{NAME}-engine"
 RECORDED = "lmcache.io/default-images"
 EARLIER = {"engine": "vllm/vllm-openai:v0.31.0", "sidecar": "ghcr.io/lmcache-cluster/sidecar:0.0.9"}
 
@@ -24,31 +25,15 @@ def images_of(pod: Object) -> list[str]:
     ]
 
 
-def uids(plane: Cluster, namespace: str) -> list[str]:
-    pods = plane.api.objects("v1/pods", namespace, f"lmcache.io/cluster={NAME}")
-    return sorted(pod["metadata"]["uid"] for pod in pods)
-
-
-def is_ready_now(plane: Cluster, namespace: str) -> bool:
-    """Whether the cluster is Ready in its latest generation."""
-    resource = plane.api.get(CLUSTERS, NAME, namespace)
-    conditions = resource.get("status", {}).get("conditions", [])
-    ready = [c["observedGeneration"] for c in conditions if (c["type"], c["status"]) == ("Ready", "True")]
-    return ready == [resource["metadata"]["generation"]]
-
-
 def test_clusters_follow_default_images_only_with_policy_follow(plane, operator, namespace):
-    from lmcache_operator.specs.names import STOCK_IMAGES
-
     plane.api.create(CLUSTERS, example(), namespace)
 
     def runs(images: Object) -> bool:
-        pods = plane.api.objects("v1/pods", namespace, f"lmcache.io/cluster={NAME}")
+        running = pods(plane, namespace).values()
         expected = [images["engine"], images["sidecar"], images["sidecar"]]
-        ready = [c for pod in pods for c in pod["status"].get("conditions", []) if c["type"] == "Ready"]
-        return [c["status"] for c in ready] == ["True"] * 2 and all(
-            images_of(pod) == expected for pod in pods
-        )
+        ready = [c for pod in running for c in pod["status"].get("conditions", []) if c["type"] == "Ready"]
+        is_ready = [c["status"] for c in ready] == ["True"] * 2
+        return is_ready and all(images_of(pod) == expected for pod in running)
 
     plane.wait(lambda: runs(STOCK_IMAGES))
     # Pretend that an operator with other defaults created the cluster. This one keeps the recorded images.
@@ -68,23 +53,12 @@ def test_clusters_follow_default_images_only_with_policy_follow(plane, operator,
     plane.api.patch(CLUSTERS, NAME, {"spec": {"images": {"policy": "Follow"}}}, namespace)
     plane.wait(lambda: runs(STOCK_IMAGES))
     plane.wait(lambda: in_use() == STOCK_IMAGES)
-    uids_before = uids(plane, namespace)
-    plane.api.patch(CLUSTERS, NAME, {"spec": {"images": {"policy": "Keep"}}}, namespace)
-    plane.wait(lambda: is_ready_now(plane, namespace))
-    assert uids(plane, namespace) == uids_before
-
-
-def test_naming_the_current_image_replaces_no_pod(plane, operator, namespace):
-    from lmcache_operator.specs.names import STOCK_IMAGES
-
-    plane.api.create(CLUSTERS, example(), namespace)
-
-    plane.wait(lambda: is_ready_now(plane, namespace))
-    uids_before = uids(plane, namespace)
-    images = {"engine": {"image": STOCK_IMAGES["engine"]}, "sidecar": {"image": STOCK_IMAGES["sidecar"]}}
-    plane.api.patch(CLUSTERS, NAME, {"spec": images}, namespace)
-    plane.wait(lambda: is_ready_now(plane, namespace))
-    assert uids(plane, namespace) == uids_before
+    before = pods(plane, namespace).keys()
+    named = {"engine": {"image": STOCK_IMAGES["engine"]}, "sidecar": {"image": STOCK_IMAGES["sidecar"]}}
+    for same_images in ({"images": {"policy": "Keep"}}, named):
+        plane.api.patch(CLUSTERS, NAME, {"spec": same_images}, namespace)
+        wait_ready(plane, namespace)
+        assert pods(plane, namespace).keys() == before
 
 
 @contextlib.contextmanager
@@ -115,12 +89,12 @@ def is_images_refused(plane: Cluster, namespace: str) -> bool:
 
 def test_operator_with_an_older_crd_reports_all_fields_that_the_crd_has(plane, operator, namespace):
     plane.api.create(CLUSTERS, example(), namespace)
-    plane.wait(lambda: is_ready_now(plane, namespace))
+    wait_ready(plane, namespace)
     former = plane.api.get(CLUSTERS, NAME, namespace)["status"]
     with crd_without_images(plane):
         plane.wait(lambda: is_images_refused(plane, namespace))
         plane.api.patch(CLUSTERS, NAME, {"spec": {"engine": {"replicas": 3}}}, namespace)
-        plane.wait(lambda: is_ready_now(plane, namespace))
+        wait_ready(plane, namespace)
         status = plane.api.get(CLUSTERS, NAME, namespace)["status"]
         assert status.keys() == former.keys() - {"images"}
         assert status["readyReplicas"] == 3

@@ -1,7 +1,6 @@
 """Pages and the log of a real sidecar contain no tokens, no salts and no row keys."""
 
 import base64
-import contextlib
 import json
 import random
 import re
@@ -15,7 +14,7 @@ import pytest
 from lmcache import keys
 from testing.processes import SidecarProcess
 from tests.harness.sim_config import CHUNK, SimSettings
-from tests.harness.sim_world import SimWorld
+from tests.harness.sim_world import only_engine
 from tests.integration.test_vllm_samples import wait_reported
 
 pytestmark = pytest.mark.vllm
@@ -40,19 +39,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str,
     folder = tmp_path_factory.mktemp("pages")
     tenants = folder / "tenants"
     tenants.write_text(f"named: [{{name: search, saltHash: {keys.salt_hash(SALTS[0]).hex()}}}]")
-    options = {"disk_path": folder / "disk", "tenants_file": tenants, "memory_size": "64Mi"}
-    with SidecarProcess(**options) as sidecar, contextlib.closing(SimWorld(sidecar)) as world:
-        with world.engines(SETTINGS) as (engine,):
-            other = [*TOKENS[: CHUNK + 3], *TOKENS[::-1]]
-            for salt in (*SALTS, None):
-                for tokens in (TOKENS, TOKENS, other):
-                    engine.run(engine.add(tokens, salt=salt))
-                    engine.run()
-                    engine.forget()
-            wait_reported(engine)
-            sidecar.settled()
-            pages = {path: sidecar.get(path) for path in PAGES}
-            pages["OpenMetrics"] = open_metrics(sidecar)
+    options = {"disk_path": folder / "disk", "tenants_file": tenants}
+    with only_engine(SETTINGS, **options) as (sidecar, engine):
+        other = [*TOKENS[: CHUNK + 3], *TOKENS[::-1]]
+        for salt in (*SALTS, None):
+            for tokens in (TOKENS, TOKENS, other):
+                engine.serve(tokens, salt=salt)
+        wait_reported(engine)
+        sidecar.settled()
+        pages = {path: sidecar.get(path) for path in PAGES}
+        pages["OpenMetrics"] = open_metrics(sidecar)
         yield {**pages, "log": sidecar.log}, folder / "disk"
 
 

@@ -1,9 +1,7 @@
 """vLLM's router and the header of a tenant: where it passes the header on, and where it does not."""
 
 import contextlib
-import http.server
 import json
-import threading
 import urllib.request
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -11,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from testing.router import RouterProcess
+from tests.harness.json_server import JsonHandler, serving
 
 pytestmark = pytest.mark.vllm
 
@@ -32,32 +31,20 @@ class Received(NamedTuple):
     key: str | None
 
 
-class Recorder(http.server.BaseHTTPRequestHandler):
+class Recorder(JsonHandler):
     """The answers of an engine, which records the tenants of the requests."""
 
-    protocol_version = "HTTP/1.1"
     received: list[Received]
 
     def do_GET(self) -> None:
-        self._send({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+        self.answer({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         tenant, key = self.headers["X-LMCache-Tenant"], self.headers["Authorization"]
         self.received.append(Received(self.path, tenant, body.get("cache_salt"), key))
         choice = {"index": 0, "text": "x", "message": {"role": "assistant", "content": "x"}}
-        self._send({"id": "1", "object": "text_completion", "model": "tiny", "choices": [choice]})
-
-    def _send(self, answer: dict[str, Any]) -> None:
-        content = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: object) -> None:
-        """Log nothing."""
+        self.answer({"id": "1", "object": "text_completion", "model": "tiny", "choices": [choice]})
 
 
 class Routed(NamedTuple):
@@ -78,20 +65,11 @@ class Routed(NamedTuple):
 
 
 @contextlib.contextmanager
-def recording(received: list[Received]) -> Iterator[str]:
-    """An engine that adds requests to a list. Yields its URL."""
-    recorder = type("Recorder", (Recorder,), {"received": received})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), recorder) as engine:
-        threading.Thread(target=engine.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{engine.server_port}"
-        engine.shutdown()
-
-
-@contextlib.contextmanager
 def routed(*arguments: str, has_prefill: bool = False) -> Iterator[Routed]:
     received: list[Received] = []
     with contextlib.ExitStack() as stack:
-        urls = [stack.enter_context(recording(received)) for _ in range(2)]
+        engines = [stack.enter_context(serving(Recorder, received=received)) for _ in range(2)]
+        urls = [f"http://127.0.0.1:{engine.server_port}" for engine in engines]
         pools = ("--vllm-pd-disaggregation", "--prefill", urls[0], "--decode", urls[1])
         router = RouterProcess(() if has_prefill else urls, *(pools if has_prefill else ()), *arguments)
         stack.enter_context(contextlib.closing(router))
@@ -146,8 +124,9 @@ def test_router_loses_the_header_at_other_spellings_of_a_path(cache_aware: Route
 def test_each_client_of_the_router_can_add_a_server_that_gets_requests() -> None:
     """The guides say that a gateway must forward completions only. If this fails, correct the guides."""
     stolen: list[Received] = []
-    with routed("--policy=round_robin") as router, recording(stolen) as url:
+    with routed("--policy=round_robin") as router, serving(Recorder, received=stolen) as thief:
         assert_header_is_passed_on(router)
+        url = f"http://127.0.0.1:{thief.server_port}"
         added = urllib.request.Request(f"{router.url}/add_worker?url={url}", b"", method="POST")
         with urllib.request.urlopen(added, timeout=60) as answer:
             answer.read()

@@ -105,11 +105,7 @@ def test_engines_share_no_kv_after_an_update(
 
 @pytest.mark.parametrize(
     "update",
-    [
-        sglang_updates.update_from_disk,
-        sglang_updates.update_from_tensors,
-        sglang_updates.update_from_trainer,
-    ],
+    [sglang_updates.update_from_disk, sglang_updates.update_from_tensors, sglang_updates.update_from_trainer],
 )
 def test_an_engine_does_not_use_its_own_kv_of_older_weights(
     update, prompt, engine, new_model, expected_old, expected_new

@@ -88,33 +88,6 @@ def test_loaded_kv_equals_computed_kv(engine, num_tokens, num_loaded):
     assert_hit(hit, reference, num_loaded)
 
 
-def test_engine_reports_the_phases_of_a_hit(engine):
-    """The benchmark breaks the time of a hit down by phase."""
-    prompt = make_prompt(2000)
-    engine.generate(prompt)
-    engine.scrub_kv()
-    (hit,) = engine.generate(prompt, max_tokens=1)
-    assert hit.num_cached_tokens == 1792
-    phases = engine.phases()
-    assert [len(phases[phase]) for phase in ("arrival", "load", "computing")] == [1, 1, 1]
-    assert phases["idle"]
-    steps = phases["arrival"] + phases["idle"] + phases["computing"]
-    assert max(phases["load"]) < sum(steps) <= hit.ended
-
-
-def test_sidecar_reports_both_clients_as_not_private(sidecar, engine):
-    clients = sidecar.stats()["clients"]
-    assert {client["role"] for client in clients} == {"scheduler", "worker"}
-    assert {client["private_reason"] for client in clients} == {""}
-
-
-def test_requests_with_another_salt_do_not_hit(engine):
-    prompt = make_prompt(600)
-    engine.generate(prompt)
-    engine.scrub_kv()
-    assert cold(engine, prompt)[0].num_cached_tokens == 0
-
-
 def test_grammar_changes_the_answer_and_not_the_keys(engine):
     """Sampled tokens get keys like all others, whatever the grammar. The prompt does not depend on it."""
     prompt, letters, digits = make_prompt(700), "[a-z]{80}", "[0-9]{80}"
@@ -139,16 +112,6 @@ def test_requests_share_a_prefix(engine):
     (reference,) = cold(engine, second)
     engine.scrub_kv()
     assert_hit(engine.generate(second)[0], stored, 1024, reference)
-
-
-def test_concurrent_requests_hit(engine):
-    prompts = [make_prompt(1000, 1), make_prompt(1500, 2)]
-    references = [cold(engine, prompt)[0] for prompt in prompts]
-    stored = engine.generate(*prompts)
-    engine.scrub_kv()
-    hits = engine.generate(*prompts)
-    for i, num_loaded in enumerate((768, 1280)):
-        assert_hit(hits[i], stored[i], num_loaded, references[i])
 
 
 def test_same_prompt_twice_concurrently_hits(engine):

@@ -11,7 +11,7 @@ from testing.deadlines import CALLS
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.sidecar_command import explain
 from tests.harness.sim_config import CHUNK, SimSettings
-from tests.harness.sim_world import SimWorld, make_tokens, world
+from tests.harness.sim_world import make_tokens, only_engine, world
 
 DEADLINES = CALLS
 
@@ -40,20 +40,11 @@ class Difference:
         return {cause: number for cause, number in difference.items() if number}
 
 
-def run(engine, tokens):
-    """Run one request alone, in an engine whose own cache is empty."""
-    name = engine.add(tokens)
-    engine.run(name)
-    engine.run()
-    engine.forget()
-    return engine.results[name]
-
-
 def causes_of(sidecar, engine, *prompts) -> dict[str, int]:
     wait_reported(engine)
     difference = Difference(sidecar)
     for prompt in prompts:
-        run(engine, prompt)
+        engine.serve(prompt)
     return difference.tokens(sum(map(len, prompts)))
 
 
@@ -70,11 +61,6 @@ def test_first_prompt_is_new_and_the_second_a_hit(world):
     with world.engines(SETTINGS) as (engine,):
         assert causes_of(world.sidecar, engine, prompt) == {"new": 4 * CHUNK, "tail": 7}
         assert causes_of(world.sidecar, engine, prompt) == {"memory": 4 * CHUNK, "tail": 7}
-
-
-def test_short_prompts_are_tails(world):
-    with world.engines(SETTINGS) as (engine,):
-        assert causes_of(world.sidecar, engine, make_tokens(9), make_tokens(11)) == {"tail": 20}
 
 
 def test_timestamp_at_token_40_is_a_divergence_in_the_first_64_tokens(world):
@@ -114,17 +100,14 @@ def test_chunks_that_another_engine_computes_are_being_stored(world):
 
 def test_prompts_larger_than_the_cache_are_evicted():
     prompts = [make_tokens(8 * CHUNK + 1) for _ in range(60)]
-    with SidecarProcess(memory_size="4Mi") as sidecar:
-        simulated = SimWorld(sidecar)
-        with simulated.engines(SETTINGS) as (engine,):
-            causes_of(sidecar, engine, *prompts)
-            num_rows = sidecar.stats()["memory"]["usable_rows"]
-            more = [make_tokens(8 * CHUNK + 1) for _ in range(num_rows // 8)]
-            causes_of(sidecar, engine, *more)
-            again = causes_of(sidecar, engine, *prompts)
-            causes_of(sidecar, engine, *prompts)
-            advice = explained(sidecar)
-        simulated.close()
+    with only_engine(SETTINGS, memory_size="4Mi") as (sidecar, engine):
+        causes_of(sidecar, engine, *prompts)
+        num_rows = sidecar.stats()["memory"]["usable_rows"]
+        more = [make_tokens(8 * CHUNK + 1) for _ in range(num_rows // 8)]
+        causes_of(sidecar, engine, *more)
+        again = causes_of(sidecar, engine, *prompts)
+        causes_of(sidecar, engine, *prompts)
+        advice = explained(sidecar)
     assert "were stored before, were evicted, and were computed again." in advice
     assert re.search(
         r"A memory tier of [0-9.]+ x the size \([0-9.]+Mi\) would have kept [0-9]+ % of them", advice
@@ -137,40 +120,27 @@ def test_prompts_larger_than_the_cache_are_evicted():
 def test_rows_below_a_frozen_redis_are_unavailable():
     prompt = make_tokens(4 * CHUNK + 1)
     options = {"memory_size": "4Mi", "remote_timeout_seconds": 1}
-    with RedisProcess() as redis, SidecarProcess(remote_url=redis.unix_url, **options) as sidecar:
-        simulated = SimWorld(sidecar)
-        with simulated.engines(SETTINGS) as (engine,):
-            run(engine, prompt)
-            sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
-            num_rows = sidecar.stats()["memory"]["usable_rows"]
-            for _ in range(num_rows // 8 + 1):
-                run(engine, make_tokens(8 * CHUNK + 1))
-            redis.freeze()
-            run(engine, make_tokens(CHUNK + 1))
-            sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
-            causes = causes_of(sidecar, engine, prompt)
-            redis.thaw()
-        simulated.close()
+    with (
+        RedisProcess() as redis,
+        only_engine(SETTINGS, remote_url=redis.unix_url, **options) as (sidecar, engine),
+    ):
+        engine.serve(prompt)
+        sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
+        num_rows = sidecar.stats()["memory"]["usable_rows"]
+        for _ in range(num_rows // 8 + 1):
+            engine.serve(make_tokens(8 * CHUNK + 1))
+        redis.freeze()
+        engine.serve(make_tokens(CHUNK + 1))
+        sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
+        causes = causes_of(sidecar, engine, prompt)
+        redis.thaw()
     assert causes == {"tier_unavailable": 4 * CHUNK, "tail": 1}
-
-
-@pytest.mark.redis
-def test_rows_that_only_redis_has_are_remote_hits():
-    prompt = make_tokens(4 * CHUNK + 1)
-    with RedisProcess() as redis:
-        for causes in ({"new": 4 * CHUNK, "tail": 1}, {"remote": 4 * CHUNK, "tail": 1}):
-            with SidecarProcess(remote_url=redis.unix_url) as sidecar:
-                simulated = SimWorld(sidecar)
-                with simulated.engines(SETTINGS) as (engine,):
-                    assert causes_of(sidecar, engine, prompt) == causes
-                    sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
-                simulated.close()
 
 
 def test_engines_own_hits_count_for_the_engine(world):
     prompt = make_tokens(4 * CHUNK + BLOCK + 1)
     with world.engines(SimSettings(num_blocks=256, has_prefix_caching=True)) as (engine,):
-        run(engine, prompt)
+        engine.serve(prompt)
         wait_reported(engine)
         difference = Difference(world.sidecar)
         for _ in range(2):
@@ -198,21 +168,7 @@ def test_requests_whose_adapter_has_no_hash_are_not_cacheable_and_explain_says_s
         wait_reported(engine)
         difference = Difference(world.sidecar)
         for _ in range(3):
-            engine.run(engine.add(prompt, **adapter))
-            engine.run()
-            engine.forget()
+            engine.serve(prompt, **adapter)
         causes = difference.tokens(3 * len(prompt))
     assert causes == {"not_cacheable": 3 * len(prompt)}
     assert first_finding(causes) == "100 % of all prompt tokens belong to requests that cannot be cached."
-
-
-def test_a_salt_that_changes_with_every_request_makes_its_prompt_new(world):
-    prompt = make_tokens(4 * CHUNK + 1)
-    with world.engines(SETTINGS) as (engine,):
-        wait_reported(engine)
-        difference = Difference(world.sidecar)
-        for number in range(3):
-            engine.run(engine.add(prompt, salt=f"request {number}"))
-            engine.run()
-            engine.forget()
-        assert difference.tokens(3 * len(prompt)) == {"new": 3 * 4 * CHUNK, "tail": 3}

@@ -2,7 +2,6 @@
 
 import pytest
 
-from lmcache.engines.core.copier import CpuCopier
 from tests.harness.fake_model import answer
 from tests.harness.sim_config import CHUNK, SimSettings
 from tests.harness.sim_rank import POISON, ran
@@ -69,17 +68,6 @@ def test_engine_that_reuses_held_blocks_is_detected(world):
         engine.run()
     with pytest.raises(AssertionError, match=WRONG):
         world.audit(SETTINGS, [prompt])
-
-
-def test_load_that_copies_nothing_is_detected(world, monkeypatch):
-    prompt = make_tokens(CHUNK + 1)
-    with world.engines(SETTINGS) as (engine,):
-        engine.add(prompt)
-        engine.run()
-        monkeypatch.setattr(CpuCopier, "load", lambda *_: None)
-        engine.add(prompt)
-        engine.run()
-        assert engine.wrong_reads
 
 
 def test_reset_that_keeps_old_keys_is_detected(world, monkeypatch):

@@ -12,12 +12,18 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from lmcache.engines.core import events
 from testing.child_process import wait_until
 from testing.deadlines import SIMULATED
-from testing.processes import SidecarProcess
-from tests.harness.resized_sidecar import ResizedSidecar
 from tests.harness.scope import examples
 from tests.harness.sim_config import BLOCK, CHUNK, SimSettings
 from tests.harness.sim_engine import SimEngine
-from tests.harness.sim_world import SimWorld, assert_idle, make_tokens, wait_attached, world
+from tests.harness.sim_world import (
+    SimWorld,
+    assert_idle,
+    make_tokens,
+    only_engine,
+    serving_world,
+    wait_attached,
+    world,
+)
 
 DEADLINES = SIMULATED
 
@@ -75,11 +81,7 @@ class Router:
 
 
 def run(engine: SimEngine, tokens: list[int], **fields: Any) -> int:
-    name = engine.add(tokens, **fields)
-    engine.run(name)
-    engine.run()
-    engine.forget()
-    return engine.results[name].num_cached_tokens
+    return engine.results[engine.serve(tokens, **fields)].num_cached_tokens
 
 
 @pytest.mark.parametrize("salt", [None, "salt"])
@@ -141,17 +143,14 @@ def test_reset_reports_all_blocks_as_removed(world: SimWorld) -> None:
 
 
 def test_blocks_of_a_killed_sidecar_are_removed_and_reported_again() -> None:
-    with SidecarProcess(memory_size="64Mi") as sidecar:
-        world = SimWorld(sidecar)
-        with world.engines(WITH_EVENTS) as (engine,):
-            router, tokens = Router(engine), make_tokens(2 * CHUNK + 5)
-            router.learn(tokens)
-            sidecar.kill()
-            wait_until(lambda: router.listen() and not router.in_memory, what="removal events of all blocks")
-            sidecar.start()
-            wait_attached(engine)
-            router.learn(tokens)
-        world.close()
+    with only_engine(WITH_EVENTS) as (sidecar, engine):
+        router, tokens = Router(engine), make_tokens(2 * CHUNK + 5)
+        router.learn(tokens)
+        sidecar.kill()
+        wait_until(lambda: router.listen() and not router.in_memory, what="removal events of all blocks")
+        sidecar.start()
+        wait_attached(engine)
+        router.learn(tokens)
 
 
 def test_router_that_starts_later_learns_all_chunks(world: SimWorld, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,52 +178,24 @@ def forget(engine: SimEngine, router: Router, tokens: list[int]) -> None:
 
 
 def test_chunks_that_return_from_disk_are_reported_again(tmp_path: Path) -> None:
-    with SidecarProcess(memory_size="1Mi", disk_path=tmp_path, disk_size="64Mi") as sidecar:
-        world = SimWorld(sidecar)
-        with world.engines(WITH_EVENTS) as (engine,):
-            router, tokens = Router(engine), make_tokens(2 * CHUNK + 5)
-            router.learn(tokens)
-            sidecar.wait_until(lambda stats: stats["disk"]["written"] >= 2)
-            forget(engine, router, tokens)
-            promoted = sidecar.stats()["disk"]["promoted"]
-            wait_until(lambda: run(engine, tokens) == 2 * CHUNK, what="a hit on promoted chunks")
-            assert sidecar.stats()["disk"]["promoted"] >= promoted + 2
-            router.listen()
-            assert router.num_tokens(tokens) == 2 * CHUNK
-        world.close()
-
-
-def test_chunks_are_removed_when_the_memory_tier_shrinks(tmp_path: Path) -> None:
-    path = tmp_path / "memory-size"
-    path.write_text("8Mi")
-    options = {"memory_size": "8Mi", "memory_max_size": "8Mi", "memory_size_file": path}
-    with SidecarProcess(**options) as sidecar:
-        world, sized = SimWorld(sidecar), ResizedSidecar(sidecar, path)
-        with world.engines(WITH_EVENTS) as (engine,):
-            router = Router(engine)
-            prompts = [make_tokens(4 * CHUNK + 5) for _ in range(60)]
-            for tokens in prompts:
-                router.learn(tokens)
-            sized.write_size("1Mi")
-            rows = sized.settle(1)["capacity_rows"]
-            assert rows < 4 * len(prompts), "everything still fits"
-
-            def are_removed() -> bool:
-                router.listen()
-                return len(router.in_memory) <= rows * CHUNK // BLOCK
-
-            wait_until(are_removed, what="removal events of rows beyond the new size")
-            assert router.in_memory, "rows that still fit are not removed"
-        world.close()
+    options = {"memory_size": "1Mi", "disk_path": tmp_path, "disk_size": "64Mi"}
+    with only_engine(WITH_EVENTS, **options) as (sidecar, engine):
+        router, tokens = Router(engine), make_tokens(2 * CHUNK + 5)
+        router.learn(tokens)
+        sidecar.wait_until(lambda stats: stats["disk"]["written"] >= 2)
+        forget(engine, router, tokens)
+        promoted = sidecar.stats()["disk"]["promoted"]
+        wait_until(lambda: run(engine, tokens) == 2 * CHUNK, what="a hit on promoted chunks")
+        assert sidecar.stats()["disk"]["promoted"] >= promoted + 2
+        router.listen()
+        assert router.num_tokens(tokens) == 2 * CHUNK
 
 
 @pytest.fixture(scope="module")
 def narrow():
     """A sidecar with memory for a few dozen chunks."""
-    with SidecarProcess(memory_size="1Mi") as sidecar:
-        world = SimWorld(sidecar)
+    with serving_world(memory_size="1Mi") as world:
         yield world
-        world.close()
 
 
 @settings(max_examples=examples(10))

@@ -15,13 +15,11 @@ from lmcache.common.timing import TIMING
 from lmcache.engines.core.copier import CpuCopier, RowLoad
 from lmcache.rpc.session import Session
 from testing.deadlines import SIMULATED
-from testing.processes import SidecarProcess
 from tests.harness.fake_model import answer
 from tests.harness.scope import examples
 from tests.harness.sim_config import CHUNK, SimGroup, SimSettings
-from tests.harness.sim_engine import SimEngine
 from tests.harness.sim_scenario import Scenario, events
-from tests.harness.sim_world import SimWorld, assert_idle, make_tokens
+from tests.harness.sim_world import assert_idle, make_tokens, serving_world
 
 DEADLINES = SIMULATED
 
@@ -56,10 +54,8 @@ def world(request):
         num_blocks=64 * len(request.param),
         max_num_batched_tokens=CHUNK,  # a state is stored where a step ends
     )
-    with SidecarProcess(memory_size="64Mi") as sidecar:
-        world = SimWorld(sidecar, replace(settings, has_prefix_caching=settings.has_states))
+    with serving_world(replace(settings, has_prefix_caching=settings.has_states)) as world:
         yield world
-        world.close()
 
 
 @pytest.fixture
@@ -105,27 +101,6 @@ def test_hit_copies_only_blocks_that_the_model_reads(world, monkeypatch):
         num_read = MANY - group.read_from(MANY)
         num_moved = num_blocks[number] * group.block_tokens
         assert num_read <= num_moved < num_read + group.block_tokens, group.kind
-
-
-@pytest.mark.rotating
-@pytest.mark.usefixtures("patient")
-def test_prefix_shared_by_other_prompts_is_a_hit(world):
-    """vLLM's own cache retains only the windows and states that the same prompt needs."""
-    prompt = make_tokens(MANY)
-    with world.engines(replace(world.settings, has_prefix_caching=True)) as (engine,):
-        without_connector = SimEngine("/nowhere", engine.settings)
-        shared = prompt[: 3 * CHUNK + 7] + make_tokens(CHUNK)
-        for is_shared in (False, True):
-            names = {}
-            for sim_engine in (without_connector, engine):
-                names[sim_engine] = sim_engine.add(shared if is_shared else prompt, max_tokens=3)
-                sim_engine.run()
-        assert engine.results[names[engine]].num_cached_tokens == 3 * CHUNK
-        if any(group.kind == "window" for group in world.settings.groups):
-            assert without_connector.results[names[without_connector]].num_cached_tokens == 0
-        assert not engine.wrong_reads
-        assert not without_connector.wrong_reads
-        without_connector.close()
 
 
 @pytest.mark.rotating
@@ -286,8 +261,5 @@ def test_loads_leave_enough_blocks_to_continue(steps):
     groups = KINDS["wide windows"]
     small = SimSettings(num_blocks=52, max_num_seqs=2, max_num_batched_tokens=64, head_size=16, groups=groups)
     large = replace(small, num_blocks=64, max_num_seqs=4, max_num_batched_tokens=160, layout="BLNHC")
-    with SidecarProcess(memory_size="64Mi") as sidecar:
-        pair = SimWorld(sidecar, large)
-        with pair.engines(small, large) as engines:
-            Scenario(pair, engines).play(steps)
-        pair.close()
+    with serving_world(large) as pair, pair.engines(small, large) as engines:
+        Scenario(pair, engines).play(steps)

@@ -2,9 +2,8 @@
 
 import pytest
 
-from testing.processes import SidecarProcess
 from tests.harness.sim_config import CHUNK, SimSettings
-from tests.harness.sim_world import SimWorld, assert_idle, make_tokens
+from tests.harness.sim_world import assert_idle, make_tokens, serving_world
 
 pytestmark = pytest.mark.vllm
 
@@ -14,10 +13,8 @@ NUM_CHUNKS = 16
 
 @pytest.fixture(scope="module")
 def large():
-    with SidecarProcess(memory_size="8Gi") as sidecar:
-        world = SimWorld(sidecar, is_large=True)
+    with serving_world(is_large=True, memory_size="8Gi") as world:
         yield world
-        world.close()
 
 
 def test_no_row_is_lost_while_engines_attach_and_the_arena_grows(large):
@@ -31,9 +28,8 @@ def test_no_row_is_lost_while_engines_attach_and_the_arena_grows(large):
         for prompt in late:
             engine.add(prompt)
         assert_idle(engine)
-        for _ in range(
-            2
-        ):  # adopted rows are verified on first use, and this model is too fast to wait for that
+        # Adopted rows are verified on first use, and this model is too fast to wait for that.
+        for _ in range(2):
             names = [engine.add(prompt) for prompt in early + late]
             assert_idle(engine)
     cached = [engine.results[name].num_cached_tokens for name in names]

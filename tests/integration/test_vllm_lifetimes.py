@@ -114,22 +114,6 @@ def test_blocks_of_an_aborted_request_are_not_reused_before_its_load_ended(world
         assert engine.results[second_name].num_cached_tokens == 4 * CHUNK
 
 
-def test_engines_may_store_the_same_prompt_concurrently(world):
-    settings = SimSettings(has_prefix_caching=True)
-    prompt = make_tokens(6 * CHUNK)
-    with world.engines(settings, replace(settings, runner=2)) as engines:
-        world.store_gate.shut()
-        names = [engine.add(prompt, max_tokens=30) for engine in engines]
-        for _ in range(10):
-            for engine in engines:
-                engine.step()
-        world.store_gate.open()
-        for engine, name in zip(engines, names, strict=True):
-            assert_idle(engine)
-            assert engine.results[name].tokens == answer(prompt, 30)
-    assert world.audit(settings, [prompt]) >= 5 * CHUNK
-
-
 @pytest.mark.parametrize("runner", [1, 2])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_loaded_requests_run_before_a_request_that_gets_no_blocks(world, monkeypatch, runner, is_async):

@@ -139,10 +139,7 @@ def test_streaming_clients_hit_shared_prefixes(tmp_path, sidecar):
     prefixes = [make_prompt(2 * CHUNK) for _ in range(4)]
     prompts = [prefixes[number % 4] + make_prompt(40) for number in range(NUM_CLIENTS)]
     options = ("--max-num-seqs=4", "--speculative-config", json.dumps(DRAFTS))
-    with (
-        served_engine(sidecar, tmp_path, *options) as engine,
-        ThreadPoolExecutor(NUM_CLIENTS) as clients,
-    ):
+    with served_engine(sidecar, tmp_path, *options) as engine, ThreadPoolExecutor(NUM_CLIENTS) as clients:
         references = list(clients.map(lambda prompt: stream(engine, prompt, next(SALTS)), prompts))
         for _ in range(2):
             answers = list(clients.map(lambda prompt: stream(engine, prompt), prompts))

@@ -5,16 +5,15 @@ than ranks. All ranks run in one process, each with its own KV, runner hooks and
 go through vLLM's own aggregator.
 """
 
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 
 from lmcache.engines.core.copier import CpuCopier
-from testing.processes import SidecarProcess
 from tests.harness.fake_model import answer
 from tests.harness.sim_config import CHUNK, SimGroup, SimSettings
-from tests.harness.sim_world import Gate, SimWorld, assert_idle, make_tokens
+from tests.harness.sim_world import Gate, assert_idle, make_tokens, only_engine, serving_world
 
 pytestmark = pytest.mark.vllm
 
@@ -31,10 +30,8 @@ SHAPES = {
 
 @pytest.fixture(scope="module", params=SHAPES.values(), ids=SHAPES)
 def world(request):
-    with SidecarProcess(memory_size="64Mi") as sidecar:
-        world = SimWorld(sidecar, request.param)
+    with serving_world(request.param) as world:
         yield world
-        world.close()
 
 
 class OneRank:
@@ -167,11 +164,7 @@ WINDOWS = {
 def test_all_ranks_compute_until_the_last_rank_attaches(settings):
     """An engine returns to a sidecar that holds its KV: its first requests find one rank not attached."""
     prompt = make_tokens(5 * CHUNK + 10)
-    with (
-        SidecarProcess(memory_size="64Mi") as sidecar,
-        closing(SimWorld(sidecar, settings)) as world,
-        world.engines(settings) as (engine,),
-    ):
+    with only_engine(settings) as (_, engine):
         engine.add(prompt)
         assert_idle(engine)
         with unattached(engine.ranks[-1]):

@@ -120,19 +120,3 @@ def test_reset_of_the_engines_own_cache_during_a_store(world, settings):
         world.store_gate.open()
         assert_idle(engine)
     world.audit(settings, prompts)
-
-
-def test_engines_with_different_new_weights_share_nothing(world):
-    settings = SimSettings()
-    prompt = make_tokens(3 * CHUNK + 5)
-    with world.engines(settings, replace(settings, runner=2)) as engines:
-        for number, engine in enumerate(engines):
-            reset(engine, b"weights %d" % number)
-            engine.add(prompt)
-            assert_idle(engine)
-        for number, engine in enumerate(engines):
-            name = engine.add(prompt, max_tokens=5)
-            assert_idle(engine)
-            assert engine.results[name].num_cached_tokens == 3 * CHUNK
-            assert engine.results[name].tokens == answer(prompt, 5, b"weights %d" % number)
-    assert world.audit(settings, [prompt]) == 0

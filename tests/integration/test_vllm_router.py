@@ -1,12 +1,13 @@
 """vLLM's router in front of real engines: requests go to the engine whose sidecar has their KV."""
 
 import contextlib
+import itertools
 import json
 import random
 import string
 import struct
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -82,9 +83,13 @@ def post(url: str, **body: Any) -> Any:
         return json.load(answer)
 
 
-def num_hit_tokens(url: str, prompt: list[int] | str) -> int:
-    answer = post(f"{url}/v1/completions", prompt=prompt, max_tokens=1, temperature=0)
-    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+def hits(router: RouterProcess, prompts: Sequence[Sequence[Any]]) -> list[int]:
+    """Send the prompts of both engines in turn. Returns the cached tokens of each."""
+    url, numbers = f"{router.url}/v1/completions", []
+    for prompt in itertools.chain(*zip(*prompts, strict=True)):
+        answer = post(url, prompt=prompt, max_tokens=1, temperature=0)
+        numbers.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    return numbers
 
 
 @pytest.fixture(scope="module")
@@ -107,18 +112,6 @@ def wait_learned(router: RouterProcess, pods: list[RoutedPod], last_events: list
 def test_requests_go_to_the_engine_whose_sidecar_has_their_kv(pods: list[RoutedPod]) -> None:
     with contextlib.ExitStack() as stack:
         router = start_router(stack, pods)
-        prompts = [make_prompts(3, f"first {number}") for number in range(2)]
-        last_events = [place(pod, placed) for pod, placed in zip(pods, prompts, strict=True)]
-        wait_learned(router, pods, last_events)
-        hits = [
-            num_hit_tokens(router.url, prompt) for placed in zip(*prompts, strict=True) for prompt in placed
-        ]
-        assert hits == [NUM_CHUNKS * CHUNK] * 6
-
-
-def test_prompts_of_text_go_to_the_engine_whose_sidecar_has_their_kv(pods: list[RoutedPod]) -> None:
-    with contextlib.ExitStack() as stack:
-        router = start_router(stack, pods)
         texts = [make_texts(2, f"text {number}") for number in range(2)]
         tokens = [
             [post(f"{pod.engine.url}/tokenize", prompt=text)["tokens"] for text in placed]
@@ -126,8 +119,9 @@ def test_prompts_of_text_go_to_the_engine_whose_sidecar_has_their_kv(pods: list[
         ]
         last_events = [place(pod, placed) for pod, placed in zip(pods, tokens, strict=True)]
         wait_learned(router, pods, last_events)
-        hits = [num_hit_tokens(router.url, text) for placed in zip(*texts, strict=True) for text in placed]
-        assert hits == [NUM_CHUNKS * CHUNK] * 4
+        # Prompts of text, and of tokens.
+        for prompts in (texts, tokens):
+            assert hits(router, prompts) == [NUM_CHUNKS * CHUNK] * 4
 
 
 def test_router_that_starts_later_learns_what_the_sidecars_have(pods: list[RoutedPod]) -> None:
@@ -149,7 +143,4 @@ def test_router_that_starts_later_learns_what_the_sidecars_have(pods: list[Route
             wait_until(is_repeated, what="the events are repeated")
             last_events.append(listener.last_event)
         wait_learned(router, pods, last_events)
-        hits = [
-            num_hit_tokens(router.url, prompt) for placed in zip(*prompts, strict=True) for prompt in placed
-        ]
-        assert hits == [NUM_CHUNKS * CHUNK] * 6
+        assert hits(router, prompts) == [NUM_CHUNKS * CHUNK] * 6

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from testing.processes import RedisProcess, SidecarProcess
+from testing.processes import RedisProcess
 from tests.harness.samples import Watch
 from tests.harness.sim_config import CHUNK, SimGroup, SimSettings
-from tests.harness.sim_world import SimWorld, assert_idle, make_tokens, wait_attached
+from tests.harness.sim_world import assert_idle, make_tokens, only_engine, serving_world, wait_attached
 
 pytestmark = pytest.mark.vllm
 
@@ -21,10 +21,8 @@ MEMORY_SIZE = "6Mi"
 
 @pytest.fixture(scope="module")
 def world():
-    with SidecarProcess(memory_size=MEMORY_SIZE) as sidecar:
-        world = SimWorld(sidecar)
+    with serving_world(memory_size=MEMORY_SIZE) as world:
         yield world
-        world.close()
 
 
 def watch(sidecar, *engines):
@@ -181,15 +179,13 @@ def test_samples_cover_requests_of_both_engines(world):
 def test_chunk_with_full_attention_and_windows_is_sampled_as_one_key(world):
     groups = (SimGroup(), SimGroup("window", span=24))
     prompt = make_tokens(4 * CHUNK + 1)
-    with SidecarProcess(memory_size=MEMORY_SIZE) as sidecar:
-        new_world = SimWorld(sidecar)
-        with new_world.engines(SimSettings(num_blocks=256, groups=groups)) as (engine,):
-            watcher = watch(sidecar, engine)
-            run(engine, prompt)
-            run(engine, prompt)
-            requests = watcher.next(2)
-            stats = sidecar.stats()
-        new_world.close()
+    settings = SimSettings(num_blocks=256, groups=groups)
+    with only_engine(settings, memory_size=MEMORY_SIZE) as (sidecar, engine):
+        watcher = watch(sidecar, engine)
+        run(engine, prompt)
+        run(engine, prompt)
+        requests = watcher.next(2)
+        stats = sidecar.stats()
     assert [request.tiers for request in requests] == ["----", "mmmm"]
     lookups, geometry = stats["lookups"], stats["geometry"]
     assert lookups["row_bytes"] % geometry["slot_bytes"] == 0
@@ -204,24 +200,20 @@ def test_promoted_chunk_is_a_hit_of_the_lower_tier_once(tier, tmp_path):
         options = (
             {"disk_path": tmp_path, "disk_size": "64Mi"} if tier == "disk" else {"remote_url": redis.unix_url}
         )
-        with SidecarProcess(memory_size=MEMORY_SIZE, **options) as sidecar:
-            new_world = SimWorld(sidecar)
-            with new_world.engines(SimSettings(num_blocks=64)) as (engine,):
-                watcher = watch(sidecar, engine)
-                run(engine, prompt)
-                assert watcher.tiers(1) == ["----"]
-                sidecar.wait_until(
-                    lambda stats: stats[tier]["written"] >= 4 and not stats["num_unwritten_rows"]
-                )
-                sidecar.terminate()
-                sidecar.arena_path.unlink()
-                sidecar.start()
-                wait_attached(engine)
-                watcher = watch(sidecar, engine)
-                run(engine, prompt)  # may compute chunks whose promotion takes too long
-                sidecar.wait_until(lambda stats: stats[tier]["promoted"] == 4)
-                run(engine, prompt)
-                run(engine, prompt)
-                chunks = ["".join(letters) for letters in zip(*watcher.tiers(3), strict=True)]
-            new_world.close()
+        settings = SimSettings(num_blocks=64)
+        with only_engine(settings, memory_size=MEMORY_SIZE, **options) as (sidecar, engine):
+            watcher = watch(sidecar, engine)
+            run(engine, prompt)
+            assert watcher.tiers(1) == ["----"]
+            sidecar.wait_until(lambda stats: stats[tier]["written"] >= 4 and not stats["num_unwritten_rows"])
+            sidecar.terminate()
+            sidecar.arena_path.unlink()
+            sidecar.start()
+            wait_attached(engine)
+            watcher = watch(sidecar, engine)
+            run(engine, prompt)  # may compute chunks whose promotion takes too long
+            sidecar.wait_until(lambda stats: stats[tier]["promoted"] == 4)
+            run(engine, prompt)
+            run(engine, prompt)
+            chunks = ["".join(letters) for letters in zip(*watcher.tiers(3), strict=True)]
     assert all(re.fullmatch(f"-?{tier[0]}m+", letters) for letters in chunks), chunks

@@ -4,9 +4,9 @@ import pytest
 from opentelemetry import trace
 
 from lmcache.engines.core.tracing import NO_TRACER
-from testing.processes import RedisProcess, SidecarProcess
+from testing.processes import RedisProcess
 from tests.harness.sim_config import CHUNK, SimSettings
-from tests.harness.sim_world import SimWorld, make_tokens, world
+from tests.harness.sim_world import make_tokens, only_engine, world
 from tests.harness.spans import SAMPLED, UNSAMPLED, RecordedSpans, figures
 
 __all__ = ["world"]
@@ -25,15 +25,6 @@ def recorded(monkeypatch):
     recorded.close()
 
 
-def run(engine, tokens, **fields):
-    """Run one request alone, in an engine whose own cache is empty."""
-    name = engine.add(tokens, **fields)
-    engine.run(name)
-    engine.run()
-    engine.forget()
-    return engine.results[name]
-
-
 def by_name(spans):
     assert len({span.name for span in spans}) == len(spans), "each name once"
     return {span.name: span for span in spans}
@@ -50,12 +41,12 @@ def test_vllm_hands_over_the_trace_of_a_request(world, recorded, runner):
     prompt = make_tokens(CHUNK + 7)
     with world.engines(SimSettings(runner=runner)) as (engine,):
         assert recorded.take() == [], "requests without headers have no spans"
-        run(engine, prompt, trace_headers=SAMPLED)
+        engine.serve(prompt, trace_headers=SAMPLED)
         spans = by_name(recorded.take())
         assert spans.keys() == {"lmcache.lookup", "lmcache.store"}
         assert figures(spans["lmcache.lookup"])["computed_tokens"] == CHUNK + 7
         assert figures(spans["lmcache.store"]) == {"chunks": 1}
-        run(engine, prompt, trace_headers=SAMPLED)
+        engine.serve(prompt, trace_headers=SAMPLED)
         spans = by_name(recorded.take())
         assert spans.keys() == {"lmcache.lookup", "lmcache.load"}
         assert figures(spans["lmcache.lookup"])["loaded_tokens"] == CHUNK
@@ -65,21 +56,21 @@ def test_vllm_hands_over_the_trace_of_a_request(world, recorded, runner):
 
 def test_unsampled_request_has_no_spans(world, recorded):
     with world.engines(SETTINGS) as (engine,):
-        run(engine, make_tokens(3 * CHUNK), trace_headers=UNSAMPLED)
+        engine.serve(make_tokens(3 * CHUNK), trace_headers=UNSAMPLED)
         assert recorded.take() == []
         assert_forgotten(engine)
 
 
 def test_engine_without_a_provider_has_no_tracer(world):
     with world.engines(SETTINGS) as (engine,):
-        run(engine, make_tokens(3 * CHUNK), trace_headers=SAMPLED)
+        engine.serve(make_tokens(3 * CHUNK), trace_headers=SAMPLED)
         assert engine.scheduler.connector._scheduler._tracer is NO_TRACER
 
 
 def test_aborted_requests_are_forgotten(world, recorded):
     with world.engines(SETTINGS) as (engine,):
         prompt = make_tokens(6 * CHUNK + 1)
-        run(engine, prompt)
+        engine.serve(prompt)
         for num_steps in range(6):
             name = engine.add(prompt, trace_headers=SAMPLED)
             for _ in range(num_steps):
@@ -95,19 +86,13 @@ def test_aborted_requests_are_forgotten(world, recorded):
 def test_load_from_redis_follows_a_wait_for_lower_tiers(recorded):
     prompt = make_tokens(8 * CHUNK + 1)
     with RedisProcess() as redis:
-        with SidecarProcess(remote_url=redis.unix_url) as sidecar:
-            world = SimWorld(sidecar)
-            with world.engines(SETTINGS) as (engine,):
-                run(engine, prompt)
-                sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
-            world.close()
-        with SidecarProcess(remote_url=redis.unix_url) as sidecar:
-            world = SimWorld(sidecar)
-            with world.engines(SETTINGS) as (engine,):
-                recorded.take()
-                result = run(engine, prompt, trace_headers=SAMPLED)
-                spans = by_name(recorded.take())
-            world.close()
+        with only_engine(SETTINGS, remote_url=redis.unix_url) as (sidecar, engine):
+            engine.serve(prompt)
+            sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
+        with only_engine(SETTINGS, remote_url=redis.unix_url) as (_, engine):
+            recorded.take()
+            result = engine.results[engine.serve(prompt, trace_headers=SAMPLED)]
+            spans = by_name(recorded.take())
     assert result.num_cached_tokens == 8 * CHUNK
     assert figures(spans["lmcache.wait"]) == {"wait_reasons": ("lower_tiers",), "arrived_chunks": 8}
     assert spans["lmcache.wait"].end_time <= spans["lmcache.load"].start_time

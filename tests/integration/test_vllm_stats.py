@@ -44,12 +44,6 @@ def multi_connector_stats() -> Any:
     return msgspec.to_builtins(stats.to_dict() if hasattr(stats, "to_dict") else stats.data)
 
 
-def test_figures_are_found_by_name_inside_multi_connector() -> None:
-    built = MultiConnector.build_kv_connector_stats(multi_connector_stats())
-    assert built.data["LMCacheClusterConnector"].data == FIRST
-    assert built.data["LMCacheClusterConnector"].aggregate(LMCacheStats(dict(SECOND))).data["loads"] == 2
-
-
 def test_figures_are_counters_with_the_labels_of_vllm() -> None:
     registry = CollectorRegistry()
 

@@ -14,7 +14,6 @@ from tests.harness.real_engine import (
     wait_hit,
 )
 from tests.harness.remote_objects import damage_row
-from tests.harness.samples import Watch
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis]
 
@@ -84,26 +83,6 @@ def test_rows_are_promoted_from_redis_into_an_empty_arena(engine, sidecar):
     computed = compute(engine, sidecar, prompt)
     restart_with_empty_arena(engine, sidecar)
     assert_promoted(engine, sidecar, prompt, computed)
-
-
-def test_samples_show_the_tier_of_each_chunk(engine, sidecar):
-    prompt, watcher = make_prompt("reported"), Watch(sidecar)
-    computed = compute(engine, sidecar, prompt)
-    assert_hit(engine, prompt, computed)
-    cold, hit = watcher.next(2, NUM_CHUNKS)
-    assert (cold.tiers, hit.tiers) == ("-" * NUM_CHUNKS, "m" * NUM_CHUNKS)
-    assert cold.keys == hit.keys
-    restart_with_empty_arena(engine, sidecar)
-    watcher = Watch(sidecar)
-    assert_promoted(engine, sidecar, prompt, computed)
-    assert_hit(engine, prompt, computed)
-    first, second = watcher.next(2, NUM_CHUNKS)
-    assert first.keys == second.keys == cold.keys
-    assert (first.tiers, second.tiers) == ("r" * NUM_CHUNKS, "m" * NUM_CHUNKS)
-    lookups = sidecar.stats()["lookups"]
-    assert lookups["hit_tokens"]["remote"] == NUM_CHUNKS * CHUNK
-    assert (lookups["gpus"], lookups["chunk_tokens"]) == (1, CHUNK)
-    assert lookups["engine_kv_bytes"] > lookups["row_bytes"] > 0
 
 
 @pytest.mark.parametrize("damage", ["flipped", "foreign"])

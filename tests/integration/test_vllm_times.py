@@ -2,7 +2,6 @@
 
 import json
 import urllib.parse
-from contextlib import contextmanager
 
 import pytest
 import vllm
@@ -10,7 +9,7 @@ import vllm
 from lmcache.engines.core.transfers import LoadTransfer
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.sim_config import CHUNK, SimGroup, SimSettings
-from tests.harness.sim_world import SimWorld, make_tokens, world
+from tests.harness.sim_world import make_tokens, only_engine, world
 
 __all__ = ["world"]
 
@@ -30,15 +29,6 @@ if not vllm.__version__.startswith("0.29."):  # it can't restart a request whose
     ENGINES["windows"] = WINDOWS
 
 
-def run(engine, tokens) -> str:
-    """Run one request alone, in an engine whose own cache is empty. Returns its id."""
-    name = engine.add(tokens)
-    engine.run(name)
-    engine.run()
-    engine.forget()
-    return name
-
-
 def explained(sidecar: SidecarProcess, name: str) -> dict:
     """The request on the page ``/requests``, once the engine has reported its times."""
 
@@ -50,23 +40,13 @@ def explained(sidecar: SidecarProcess, name: str) -> dict:
     return sidecar.wait_until(ended)
 
 
-@contextmanager
-def only_engine(settings: SimSettings):
-    """An engine with a sidecar of its own, because its KV has another format."""
-    with SidecarProcess() as sidecar:
-        simulated = SimWorld(sidecar, settings)
-        with simulated.engines(settings) as (engine,):
-            yield sidecar, engine
-        simulated.close()
-
-
 @pytest.mark.parametrize("settings", ENGINES.values(), ids=ENGINES)
 def test_each_request_is_timed_to_its_first_token(settings):
     prompt = make_tokens(4 * CHUNK + 7)
     with only_engine(settings) as (sidecar, engine):
-        computed = explained(sidecar, run(engine, prompt))
+        computed = explained(sidecar, engine.serve(prompt))
         # On a busy machine, the engine can need blocks of a window before they are copied.
-        repeated = (explained(sidecar, run(engine, prompt)) for _ in range(20))
+        repeated = (explained(sidecar, engine.serve(prompt)) for _ in range(20))
         loaded = next(request for request in repeated if "not_stored" not in request["tokens"])
     assert computed["tokens"] == {"new": 4 * CHUNK, "tail": 7}
     assert computed["load_seconds"] == {}
@@ -95,16 +75,14 @@ def test_a_request_waits_for_a_redis_that_freezes():
     prompt = make_tokens(4 * CHUNK + 1)
     with RedisProcess() as redis:
         for is_stored in (False, True):
-            with SidecarProcess(remote_url=redis.unix_url, remote_timeout_seconds=1) as sidecar:
-                simulated = SimWorld(sidecar)
-                with simulated.engines(SETTINGS) as (engine,):
-                    if is_stored:
-                        redis.freeze()
-                    request = explained(sidecar, run(engine, prompt))
-                    redis.thaw()
-                    sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
-                    metrics, stats = sidecar.get("/metrics"), sidecar.stats()
-                simulated.close()
+            options = {"remote_url": redis.unix_url, "remote_timeout_seconds": 1}
+            with only_engine(SETTINGS, **options) as (sidecar, engine):
+                if is_stored:
+                    redis.freeze()
+                request = explained(sidecar, engine.serve(prompt))
+                redis.thaw()
+                sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
+                metrics, stats = sidecar.get("/metrics"), sidecar.stats()
     assert request["tokens"] == {"new": 4 * CHUNK, "tail": 1}, "this sidecar could not ask Redis"
     assert 0.15 < request["wait_seconds"] < request["first_token_seconds"]
     assert stats["benefit"]["wait_seconds"] > request["wait_seconds"] - 1e-5
@@ -116,13 +94,10 @@ def test_loads_of_promoted_rows_count_for_their_tier():
     prompt = make_tokens(4 * CHUNK + 1)
     with RedisProcess() as redis:
         for _ in range(2):
-            with SidecarProcess(remote_url=redis.unix_url) as sidecar:
-                simulated = SimWorld(sidecar)
-                with simulated.engines(SETTINGS) as (engine,):
-                    request = explained(sidecar, run(engine, prompt))
-                    sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
-                    metrics = sidecar.get("/metrics")
-                simulated.close()
+            with only_engine(SETTINGS, remote_url=redis.unix_url) as (sidecar, engine):
+                request = explained(sidecar, engine.serve(prompt))
+                sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
+                metrics = sidecar.get("/metrics")
     assert request["tokens"] == {"remote": 4 * CHUNK, "tail": 1}
     assert request["load_seconds"].keys() == {"remote"}
     assert 'lmcache_request_load_seconds_count{tier="remote"} 1.0' in metrics
@@ -145,13 +120,13 @@ def test_a_failed_load_is_the_cause_of_the_tokens_that_it_did_not_load(
 ):
     prompt = make_tokens(4 * CHUNK + 7)
     with world.engines(SETTINGS) as (engine,):
-        run(engine, prompt)
+        engine.serve(prompt)
         before = world.sidecar.stats()["causes"]["cause_tokens"].get("load_failed", 0)
         with monkeypatch.context() as patch:
             fail_from(patch, num_good)
-            name = run(engine, prompt)
+            name = engine.serve(prompt)
         request = explained(world.sidecar, name)
-        again = explained(world.sidecar, run(engine, prompt))
+        again = explained(world.sidecar, engine.serve(prompt))
         causes = world.sidecar.stats()["causes"]
     expected = {"memory": num_loaded * CHUNK, "load_failed": (4 - num_loaded) * CHUNK, "tail": 7}
     assert request["tokens"] == {cause: number for cause, number in expected.items() if number}
@@ -163,10 +138,10 @@ def test_a_failed_load_is_the_cause_of_the_tokens_that_it_did_not_load(
 def test_a_failed_load_of_several_kv_groups_fails_as_a_whole(monkeypatch):
     prompt = make_tokens(4 * CHUNK + 7)
     with only_engine(WINDOWS) as (sidecar, engine):
-        run(engine, prompt)
+        engine.serve(prompt)
         with monkeypatch.context() as patch:
             fail_from(patch, 2)
-            name = run(engine, prompt)
+            name = engine.serve(prompt)
         request = explained(sidecar, name)
     assert request["tokens"] == {"load_failed": 4 * CHUNK, "tail": 7}
 
@@ -174,7 +149,7 @@ def test_a_failed_load_of_several_kv_groups_fails_as_a_whole(monkeypatch):
 def test_an_engine_that_ends_leaves_no_tokens_uncounted(world):
     prompt = make_tokens(4 * CHUNK + 7)
     with world.engines(SETTINGS) as (engine,):
-        run(engine, prompt)
+        engine.serve(prompt)
         end = world.sidecar.stats()["causes"]["prompt_tokens"]
         world.load_gate.shut()
         engine.add(prompt)

@@ -6,21 +6,17 @@ blocks in the next step. A copy is faster than the next step, so the order of ho
 be held back: test_vllm_lifetimes.py.
 """
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from testing.child_process import wait_until
 from testing.engine.process import EngineProcess, example_config, multi_config, patient_config
 from testing.engine.tiny_model import tiny_model
-from testing.otlp import OtlpReceiver, traceparent
 from testing.processes import SidecarProcess
 from tests.harness.real_engine import BLOCK, CHUNK, assert_hit, attached_engine, make_prompt
-from tests.harness.spans import PARENT_ID, assert_received, new_trace_id
 
 pytestmark = pytest.mark.vllm
 
@@ -57,35 +53,6 @@ def test_kv_stored_with_speculation_equals_computed_kv(sidecar: SidecarProcess, 
             for layer, (loaded, computed) in enumerate(zip(hit.kv, turn.kv, strict=True)):
                 assert loaded[:end] == computed[:end], f"layer {layer}"
     assert num_loaded > len(turns) * chunk, "most prompts must hit"
-
-
-def test_engine_sends_spans_to_the_endpoint_of_its_arguments(sidecar: SidecarProcess, tmp_path: Path) -> None:
-    with (
-        OtlpReceiver() as receiver,
-        mock.patch.dict(os.environ, OTEL_BSP_SCHEDULE_DELAY="50"),
-        attached_engine(
-            sidecar, tmp_path, otlp_traces_endpoint=receiver.endpoint, disable_log_stats=False
-        ) as engine,
-    ):
-        prompt = make_prompt(NUM_TOKENS)
-        for name in ("lmcache.store", "lmcache.load"):
-            engine.scrub_kv()
-            trace_id = new_trace_id()
-            engine.generate(prompt, trace_headers={"traceparent": traceparent(trace_id, PARENT_ID)})
-            ours = assert_received(receiver.wait_for(trace_id, "llm_request", "lmcache.lookup", name))
-            assert ours.keys() - {"lmcache.wait"} == {"lmcache.lookup", name}
-        assert ours["lmcache.load"].attributes["lmcache.loaded_tokens"] == NUM_CHUNKS * CHUNK
-        assert ours["lmcache.lookup"].attributes["lmcache.computed_tokens"] == 26
-        unsampled = new_trace_id()
-        header = traceparent(unsampled, PARENT_ID, is_sampled=False)
-        engine.generate(prompt, trace_headers={"traceparent": header})
-        engine.generate(prompt)
-        last = new_trace_id()
-        engine.generate(prompt, trace_headers={"traceparent": traceparent(last, PARENT_ID)})
-        receiver.wait_for(last, "lmcache.lookup")
-        ours = [span for span in receiver.spans if span.name.startswith("lmcache.")]
-        assert len({span.trace_id for span in ours}) == 3, "requests without a sampled trace have no spans"
-        assert unsampled not in {span.trace_id for span in receiver.spans}
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["ours first", "ours last"])

@@ -280,20 +280,3 @@ def test_engine_works_with_the_legacy_configuration(tmp_path, monkeypatch, backe
     assert mask.all()
     assert is_same(retrieved, kv)
     engine.close()
-
-
-@pytest.mark.parametrize("backend", ["cpu", "cuda", "file://local_disk/"])
-def test_limit_set_after_start_evicts_the_least_recently_used(tmp_path, monkeypatch, backend):
-    monkeypatch.chdir(tmp_path)
-    config = LMCacheEngineConfig.from_legacy(chunk_size=CHUNK, backend=backend, max_local_cache_size=1 / 64)
-    engine = LMCacheEngine(config, make_metadata())
-    prompts = [(make_tokens(CHUNK, seed), make_kv(CHUNK, seed=seed)) for seed in range(3)]
-    engine.engine_.evictor.MAX_CACHE_SIZE = (
-        sum(part.nbytes for layer in prompts[0][1] for part in layer) * 2.05
-    )
-    for prompt in prompts[:2]:
-        engine.store(*prompt)
-    assert engine.retrieve(prompts[0][0])[1].all()
-    engine.store(*prompts[2])
-    assert [engine.retrieve(tokens)[0] == () for tokens, _ in prompts] == [False, True, False]
-    engine.close()

@@ -155,19 +155,6 @@ def test_evicts_the_least_recently_used_first():
     backend.close()
 
 
-def test_limit_can_be_reduced(backend):
-    for index in range(8):
-        backend.put(make_key(str(index)), make_chunk())
-    backend.evictor.MAX_CACHE_SIZE = 3 * CHUNK_BYTES
-    backend.put(make_key("new"), make_chunk())
-    assert [key.chunk_hash for key in backend.dict] == ["6", "7", "new"]
-    assert backend.evictor.current_cache_size == 3 * CHUNK_BYTES
-    backend.evictor.MAX_CACHE_SIZE = CHUNK_BYTES - 1
-    backend.put(make_key("too large"), make_chunk())
-    assert make_key("too large") not in backend.dict
-    assert backend.num_faults == 1
-
-
 def test_dict_is_a_live_view(backend):
     view = backend.dict
     assert len(view) == 0
@@ -255,14 +242,6 @@ def test_concurrent_reads_return_whole_chunks():
     used_by_threads(use)
     backend.close()
     assert backend.num_faults == 0
-
-
-def test_chunk_larger_than_a_reduced_limit_evicts_nothing(backend):
-    backend.put(make_key("a"), make_chunk(1))
-    backend.evictor.MAX_CACHE_SIZE = float(make_chunk().nbytes - 1)
-    backend.put(make_key("b"), make_chunk())
-    assert backend.contains(make_key("a"))
-    assert not backend.contains(make_key("b"))
 
 
 def test_chunk_is_dropped_if_the_worker_cannot_start(backend, monkeypatch):

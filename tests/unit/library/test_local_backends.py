@@ -46,3 +46,18 @@ def test_defect_08_invalid_put_stops_neither_worker_nor_backend(backend):
     assert backend.num_faults == 1
     size = backend.evictor.current_cache_size
     assert make_chunk().nbytes <= size < 2 * make_chunk().nbytes, "slots of the invalid put are free again"
+
+
+def test_limit_can_be_reduced(make_backend):
+    backend, num_bytes = make_backend(8), make_chunk().nbytes
+    backend.put(make_key("a"), make_chunk())
+    wait_until(lambda: backend.evictor.current_cache_size > 0)  # a disk counts its old files first
+    for name in "bc":
+        backend.put(make_key(name), make_chunk())
+    backend.evictor.MAX_CACHE_SIZE = 2.01 * num_bytes
+    backend.put(make_key("d"), make_chunk())
+    assert [key.chunk_hash for key in backend.dict] == ["c", "d"]
+    backend.evictor.MAX_CACHE_SIZE = num_bytes - 1
+    backend.put(make_key("too large"), make_chunk())
+    assert [key.chunk_hash for key in backend.dict] == ["c", "d"]
+    assert backend.num_faults == 1

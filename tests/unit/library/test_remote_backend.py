@@ -9,14 +9,20 @@ from lmcache.storage_backend.remote_backend import LMCPipelinedRemoteBackend, LM
 from lmcache.storage_backend.serde.formats import RawSerializer
 from testing.child_process import wait_until
 from tests.harness.dict_connector import DictConnector
-from tests.harness.kv_cache import make_chunk, make_config, make_key, make_metadata
+from tests.harness.kv_cache import CHUNK, make_chunk, make_config, make_key, make_metadata
 
 URL = "lm://localhost:1"
 
 
+def open_backend(kind=LMCRemoteBackend, serde="torch", shape=None):
+    metadata = make_metadata()
+    metadata.kv_shape = shape or metadata.kv_shape
+    return kind(make_config(None, remote_url=URL, remote_serde=serde), metadata, "cpu")
+
+
 @pytest.fixture(params=[LMCRemoteBackend, LMCPipelinedRemoteBackend])
 def backend(request, connector):
-    backend = request.param(make_config(None, remote_url=URL, remote_serde="torch"), make_metadata(), "cpu")
+    backend = open_backend(request.param)
     yield backend
     connector.may_answer.set()
     backend.close()
@@ -231,7 +237,7 @@ def test_queued_put_does_not_undo_a_later_put(backend, connector, monkeypatch):
 
 @pytest.mark.parametrize("serde", ["torch", "safetensor", "fast", "cachegen"])
 def test_swapped_values_are_misses_and_are_written_again(connector, serde):
-    backend = LMCRemoteBackend(make_config(None, remote_url=URL, remote_serde=serde), make_metadata(), "cpu")
+    backend = open_backend(serde=serde)
     put_chunks(backend, "ab")
     first, second = (key.to_string() for key in keys_of("ab"))
     connector.values[first], connector.values[second] = connector.values[second], connector.values[first]
@@ -246,19 +252,19 @@ def test_swapped_values_are_misses_and_are_written_again(connector, serde):
     backend.close()
 
 
+def sized(dimension: int, size: int) -> tuple[int, ...]:
+    """Return the shape of a full chunk with another size of one dimension."""
+    shape = list(make_metadata().kv_shape)
+    shape[dimension] = size
+    return tuple(shape)
+
+
 @pytest.mark.parametrize(("dimension", "size"), [(0, 5), (3, 9), (4, 64)])
 def test_chunks_of_another_geometry_are_misses(connector, dimension, size):
-    config, other_metadata = make_config(None, remote_url=URL, remote_serde="torch"), make_metadata()
-    other_metadata.kv_shape = tuple(
-        size if dim == dimension else n for dim, n in enumerate(other_metadata.kv_shape)
-    )
-    chunk = torch.ones(other_metadata.kv_shape, dtype=torch.float16)
-    writer, reader = (
-        LMCRemoteBackend(config, other_metadata, "cpu"),
-        LMCRemoteBackend(config, make_metadata(), "cpu"),
-    )
-    writer.put(make_key("a"), chunk)
-    assert torch.equal(writer.get(make_key("a")), chunk)
+    shape = sized(dimension, size)
+    writer, reader = open_backend(shape=shape), open_backend()
+    writer.put(make_key("a"), torch.ones(shape, dtype=torch.float16))
+    assert torch.equal(writer.get(make_key("a")), torch.ones(shape, dtype=torch.float16))
     assert reader.get(make_key("a")) is None
     assert reader.num_faults == 1
     writer.close()
@@ -266,16 +272,7 @@ def test_chunks_of_another_geometry_are_misses(connector, dimension, size):
 
 
 def test_engines_of_different_chunk_lengths_share_short_chunks(connector):
-    config, other_metadata = make_config(None, remote_url=URL, remote_serde="torch"), make_metadata()
-    other_metadata.kv_shape = (
-        *other_metadata.kv_shape[:2],
-        4 * other_metadata.kv_shape[2],
-        *other_metadata.kv_shape[3:],
-    )
-    writer, reader = (
-        LMCRemoteBackend(config, other_metadata, "cpu"),
-        LMCRemoteBackend(config, make_metadata(), "cpu"),
-    )
+    writer, reader = open_backend(shape=sized(2, 4 * CHUNK)), open_backend()
     writer.put(make_key("a"), make_chunk(3))
     assert torch.equal(reader.get(make_key("a")), make_chunk(3))
     writer.close()
@@ -311,9 +308,7 @@ def batch_connector(monkeypatch):
 
 
 def test_prefix_length_of_many_chunks_takes_a_single_round_trip(batch_connector):
-    backend = LMCRemoteBackend(
-        make_config(None, remote_url=URL, remote_serde="torch"), make_metadata(), "cpu"
-    )
+    backend = open_backend()
     put_chunks(backend, "abcdefg")
     assert backend.prefix_length(keys_of("abcdefgh")) == 7
     assert batch_connector.calls["exists_many"] == 1
@@ -325,9 +320,7 @@ def test_prefix_length_of_many_chunks_takes_a_single_round_trip(batch_connector)
 
 
 def test_fetching_four_chunks_takes_a_single_round_trip(batch_connector):
-    backend = LMCRemoteBackend(
-        make_config(None, remote_url=URL, remote_serde="torch"), make_metadata(), "cpu"
-    )
+    backend = open_backend()
     put_chunks(backend, "abcdefgh")
     assert names_of(backend.batched_get(keys_of("abcdefgh"))) == [*"abcdefgh"]
     assert (batch_connector.calls["get_many"], batch_connector.calls["get"]) == (2, 0)

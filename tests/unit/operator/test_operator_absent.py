@@ -53,8 +53,7 @@ class ReadBench(ReconciledCluster):
 
 @pytest.fixture
 def bench() -> ReadBench:
-    bench = ReadBench()
-    bench.settle()
+    bench = ReadBench.settled()
     return bench
 
 
@@ -83,8 +82,7 @@ def test_changed_spec_makes_the_operator_read_all_children(bench: ReadBench) -> 
 
 
 def test_unwanted_child_of_another_program_is_deleted_within_75_minutes(bench):
-    bench.world.change(tiers=MANAGED)
-    bench.settle()
+    bench.change(tiers=MANAGED)
     config = Ref("ConfigMap", "demo-remote")
     restored = bench.world.objects[config]
     bench.remove_remote()

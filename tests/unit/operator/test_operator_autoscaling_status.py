@@ -139,8 +139,7 @@ def test_invalid_spec_keeps_the_autoscaling_report() -> None:
     rig = Rig()
     rig.decide(GROW)
     before = rig.status(), rig.active()
-    rig.world.change(engine={"args": ["--port=1"]})
-    rig.settle()
+    rig.change(engine={"args": ["--port=1"]})
     assert rig.ready()[0] == "False"
     assert (rig.status(), rig.active()) == before
 

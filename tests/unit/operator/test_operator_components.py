@@ -46,8 +46,7 @@ def test_wanted_component_is_applied_and_reported() -> None:
 
 
 def test_component_that_is_not_ready_makes_the_cluster_unready() -> None:
-    rig = Rig(replicas=2)
-    rig.settle()
+    rig = Rig.settled(replicas=2)
     rig.world.set_ready("demo-extra-0", False)
     rig.run()
     assert (rig.conditions()["ExtraAvailable"], rig.conditions()["Ready"]) == ("False", "False")
@@ -56,8 +55,7 @@ def test_component_that_is_not_ready_makes_the_cluster_unready() -> None:
 
 
 def test_operator_polls_only_pods_with_a_sidecar() -> None:
-    rig = Rig(replicas=2)
-    rig.settle()
+    rig = Rig.settled(replicas=2)
     rig.world.pods["demo-extra-0"]["status"] |= {"phase": "Running", "podIP": "10.0.0.9"}
     rig.answer(GOOD, GOOD)
     rig.run()
@@ -67,25 +65,21 @@ def test_operator_polls_only_pods_with_a_sidecar() -> None:
 
 
 def test_unwanted_component_is_deleted_with_dependents_first() -> None:
-    rig = Rig(replicas=2)
-    rig.settle()
-    rig.world.change(engine={"replicas": 1})
-    written = rig.settle()
+    rig = Rig.settled(replicas=2)
+    written = rig.change(engine={"replicas": 1})
     assert [write for write in written if write.startswith("delete")] == [
         f"delete {SET}", f"delete {CONFIG}",
     ]  # fmt: skip
     assert not {SET, CONFIG} & rig.world.objects.keys()
     assert "ExtraAvailable" not in rig.conditions()
     assert rig.conditions()["Ready"] == "True"
-    rig.world.change(engine={"replicas": 3})
-    rig.settle()
+    rig.change(engine={"replicas": 3})
     assert {SET, CONFIG} <= rig.world.objects.keys()
 
 
 @pytest.mark.parametrize("change", ["another owner", "no label", "ending"])
 def test_objects_of_other_owners_are_never_deleted(change: str) -> None:
-    rig = Rig(replicas=2)
-    rig.settle()
+    rig = Rig.settled(replicas=2)
     metadata = rig.world.objects[CONFIG]["metadata"]
     if change == "another owner":
         metadata["ownerReferences"][0]["uid"] = "of another owner"
@@ -93,16 +87,14 @@ def test_objects_of_other_owners_are_never_deleted(change: str) -> None:
         del metadata["labels"]["app.kubernetes.io/managed-by"]
     else:
         metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    rig.world.change(engine={"replicas": 1})
-    written = rig.settle()
+    written = rig.change(engine={"replicas": 1})
     assert f"delete {SET}" in written
     assert f"delete {CONFIG}" not in written
 
 
 def test_object_recreated_after_the_observation_is_not_deleted() -> None:
     """The operator deletes only the object that it observed, by its uid."""
-    rig = Rig(replicas=2)
-    rig.settle()
+    rig = Rig.settled(replicas=2)
     rig.world.change(engine={"replicas": 1})
     rig.world.replaced.add(CONFIG)
     rig.run()
@@ -110,8 +102,7 @@ def test_object_recreated_after_the_observation_is_not_deleted() -> None:
 
 
 def test_refused_deletion_degrades_the_cluster() -> None:
-    rig = Rig(replicas=2)
-    rig.settle()
+    rig = Rig.settled(replicas=2)
     rig.world.change(engine={"replicas": 1})
     rig.world.failures["delete ConfigMap"] = RefusedError("delete", "no right to it")
     rig.run()
@@ -125,14 +116,12 @@ def test_taken_name_does_not_stop_other_components() -> None:
     rig.settle()
     assert rig.message("Degraded").startswith(f"{CONFIG} exists and does not belong to this LMCacheCluster")
     assert rig.conditions()["EngineAvailable"] == "True"
-    rig.world.change(engine={"replicas": 1})
-    rig.settle()
+    rig.change(engine={"replicas": 1})
     assert rig.world.objects[CONFIG]["metadata"]["uid"] == "1"
 
 
 def test_invalid_spec_changes_no_component() -> None:
-    rig = Rig(replicas=2)
-    rig.settle()
+    rig = Rig.settled(replicas=2)
     rig.world.change(engine={"replicas": 1, "args": ["--port=1"]})
     assert rig.run() == ["status"]
     assert rig.message("Degraded").count("--port") == 1

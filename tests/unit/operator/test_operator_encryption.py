@@ -4,18 +4,17 @@ from typing import Any
 
 import pytest
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.encryption import mounted_secrets
-from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.injection.injection import Injection
-from lmcache_operator.components.prefill.prefill import PrefillPods
 from lmcache_operator.errors import InvalidSpecError, RefusedError
-from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
+from lmcache_operator.specs.kinds import Ref
 
 from tests.harness.operator_components import GOOD, ReconciledCluster
 from tests.harness.operator_injection import injected
 from tests.harness.operator_injection import pod as user_pod
 from tests.harness.operator_model import cluster
+from tests.harness.operator_prefill import child
+from tests.harness.operator_render import child_of, container, env_of, part, pod_of, render
 
 DISK, REMOTE = "LMCACHE_DISK_ENCRYPTION_KEYS_DIR", "LMCACHE_REMOTE_ENCRYPTION_KEYS_DIR"
 EXTERNAL = {"external": {"url": "redis://kv:6379"}}
@@ -31,32 +30,22 @@ def both(disk: str = "kv-keys", remote: str = "kv-keys") -> dict[str, Any]:
     return {"disk": encrypted(disk, size="1Gi"), "remote": encrypted(remote, **EXTERNAL)}
 
 
-def pod_of(tiers: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    rendered = Engine().render(parse(cluster(tiers=tiers, **changes)), Context(IMAGES))
-    spec: dict[str, Any] = rendered[-1]["spec"]["template"]["spec"]
-    return spec
-
-
 def keys_of(spec: dict[str, Any], prefix: str = "") -> dict[str, str]:
     """Secrets that the sidecar of a pod gets its keys from, by variable, as the kubelet mounts them."""
-    (sidecar,) = (each for each in spec["initContainers"] if each["name"] == f"{prefix}sidecar")
-    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    sidecar, secrets = container(spec, f"{prefix}sidecar"), {}
     mounts = {mount["mountPath"]: mount for mount in sidecar["volumeMounts"]}
-    secrets = {}
-    for item in sidecar["env"]:
-        if "ENCRYPTION" in item["name"]:
-            mount = mounts[item["value"]]
-            assert "subPath" not in mount, "such a mount gets no changes"
-            source = volumes[mount["name"]]["secret"]
+    for name, value in env_of(sidecar).items():
+        if "ENCRYPTION" in name:
+            assert "subPath" not in mounts[value], "such a mount gets no changes"
+            source = part(spec["volumes"], mounts[value]["name"])["secret"]
             assert source == {"secretName": source["secretName"], "optional": True}, "pods start without it"
-            secrets[item["name"]] = source["secretName"]
+            secrets[name] = source["secretName"]
     return secrets
 
 
-def secrets_in(spec: dict[str, Any], container: str) -> set[str]:
+def secrets_in(spec: dict[str, Any], name: str) -> set[str]:
     """Secrets that any mount of a container leads to."""
-    (each,) = (c for c in spec["initContainers"] + spec["containers"] if c["name"] == container)
-    names = {mount["name"] for mount in each["volumeMounts"]}
+    names = {mount["name"] for mount in container(spec, name)["volumeMounts"]}
     return {v["secret"]["secretName"] for v in spec["volumes"] if v["name"] in names and "secret" in v}
 
 
@@ -64,10 +53,10 @@ def secrets_in(spec: dict[str, Any], container: str) -> set[str]:
 @pytest.mark.parametrize("remote", REMOTES, ids=lambda remote: next(iter(remote)))
 def test_sidecar_alone_gets_the_keys(remote: dict[str, Any], kind: str) -> None:
     tiers = {"disk": encrypted("disk-secret", size="1Gi"), "remote": encrypted("remote-secret", **remote)}
-    spec = pod_of(tiers, engine={"kind": kind})
+    spec = pod_of(tiers=tiers, engine={"kind": kind})
     assert keys_of(spec) == {DISK: "disk-secret", REMOTE: "remote-secret"}
-    for container in ("engine", "payload"):
-        assert not secrets_in(spec, container) & {"disk-secret", "remote-secret"}
+    for name in ("engine", "payload"):
+        assert not secrets_in(spec, name) & {"disk-secret", "remote-secret"}
     assert "ENCRYPTION" not in str(spec["containers"])
 
 
@@ -80,11 +69,11 @@ def test_sidecar_alone_gets_the_keys(remote: dict[str, Any], kind: str) -> None:
     ],
 )
 def test_tier_without_encryption_gets_no_keys(tiers: dict[str, Any], expected: dict[str, str]) -> None:
-    assert keys_of(pod_of(tiers)) == expected
+    assert keys_of(pod_of(tiers=tiers)) == expected
 
 
 def test_tiers_with_the_same_secret_share_one_volume() -> None:
-    spec = pod_of(both())
+    spec = pod_of(tiers=both())
     assert keys_of(spec) == {DISK: "kv-keys", REMOTE: "kv-keys"}
     assert str(spec["volumes"]).count("kv-keys") == 1
 
@@ -92,20 +81,17 @@ def test_tiers_with_the_same_secret_share_one_volume() -> None:
 @pytest.mark.parametrize("remote", REMOTES, ids=lambda remote: next(iter(remote)))
 def test_prefill_pods_encrypt_like_the_other_pods(remote: dict[str, Any]) -> None:
     tiers = {"disk": encrypted("d", size="1Gi"), "remote": encrypted("r", **remote), "peers": {}}
-    resource = cluster(engine={"prefill": {}}, router={}, tiers=tiers)
-    (child,) = PrefillPods().render(parse(resource), Context(IMAGES))
-    prefill = Engine().render(parse(child), Context(IMAGES))[-1]["spec"]["template"]["spec"]
-    assert keys_of(prefill) == {DISK: "d", REMOTE: "r"}
+    changes = {"engine": {"prefill": {}}, "router": {}, "tiers": tiers}
+    prefill = render(child(changes))[Ref("StatefulSet", "demo-prefill-engine")]
+    assert keys_of(prefill["spec"]["template"]["spec"]) == {DISK: "d", REMOTE: "r"}
 
 
 def test_injected_sidecar_alone_gets_the_keys() -> None:
-    (pod,) = injected(user_pod(), tiers=both("d", "r"))
-    assert keys_of(pod["spec"], "lmcache-") == {DISK: "d", REMOTE: "r"}
-    (engine,) = pod["spec"]["containers"]
-    for container in (engine["name"], "lmcache-payload"):
-        assert not secrets_in(pod["spec"], container)
-    (profile,) = Injection().render(parse(cluster(tiers=both("d", "r"))), Context(IMAGES))
-    assert keys_of(profile["template"]["spec"], "lmcache-") == {DISK: "d", REMOTE: "r"}
+    spec = injected(user_pod(), tiers=both("d", "r"))[0]["spec"]
+    profile = child_of("LMCacheProfile", Injection(), tiers=both("d", "r"))["template"]["spec"]
+    assert keys_of(spec, "lmcache-") == keys_of(profile, "lmcache-") == {DISK: "d", REMOTE: "r"}
+    for name in ("vllm", "lmcache-payload"):
+        assert not secrets_in(spec, name)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +124,7 @@ def test_wrong_encryption_is_refused(tiers: dict[str, Any], path: str, sentence:
 def test_user_cannot_set_the_directory_of_the_keys(variable: str, tiers: dict[str, Any]) -> None:
     sidecar = {"name": "sidecar", "env": [{"name": variable, "value": "/tmp"}]}
     with pytest.raises(InvalidSpecError, match=rf"sets {variable} of the container sidecar: it is set by"):
-        pod_of(tiers, engine={"podTemplate": {"spec": {"initContainers": [sidecar]}}})
+        pod_of(tiers=tiers, engine={"podTemplate": {"spec": {"initContainers": [sidecar]}}})
 
 
 # -- the reconciled cluster
@@ -156,17 +142,30 @@ class Rig(ReconciledCluster):
             self.world.failures[call] = RefusedError(call, "the operator must not read Secrets")
         self.settle()
 
-    def report(self, *reports: dict[str, Any]) -> None:
-        """Let the sidecars report these lower tiers, and reconcile."""
+    def report(self, *reports: dict[str, Any]) -> tuple[str, str]:
+        """Let the sidecars report these lower tiers, reconcile, and return the condition."""
         self.answer(*(GOOD | lower for lower in reports))
         self.run()
+        return self.encrypted
+
+    @property
+    def encrypted(self) -> tuple[str, str]:
+        return self.condition("RowsEncrypted")
+
+    @property
+    def text(self) -> str:
+        return self.message("RowsEncrypted")
+
+
+ENCRYPTED, REPLACING, NO_KEYS = ("True", "Encrypted"), ("False", "Replacing"), ("", "")
+INVALID, SILENT = ("False", "EncryptionKeysInvalid"), ("Unknown", "NoAnswer")
+BOTH_FINE = {"disk": FINE, "remote": FINE}
 
 
 def test_no_secret_is_read_or_written() -> None:
     rig = Rig(both())
-    rig.report({"disk": FINE, "remote": FINE}, {"disk": FINE, "remote": FINE})
-    rig.world.change(tiers=both("other", "other"))
-    writes = rig.settle()
+    rig.report(BOTH_FINE, BOTH_FINE)
+    writes = rig.change(tiers=both("other", "other"))
     assert {w for w in writes if "Secret" in w} == set()
     assert {ref.kind for ref in rig.world.objects} & {"Secret"} == set()
     for pod in rig.world.pods.values():
@@ -175,10 +174,9 @@ def test_no_secret_is_read_or_written() -> None:
 
 def test_sidecars_that_encrypt_make_the_condition_true() -> None:
     rig = Rig(both())
-    assert rig.condition("RowsEncrypted") == ("", "")
-    rig.report({"disk": FINE, "remote": FINE}, {"disk": FINE, "remote": FINE})
-    assert rig.condition("RowsEncrypted") == ("True", "Encrypted")
-    assert rig.message("RowsEncrypted") == "All 2 sidecars encrypt the rows of: disk, remote."
+    assert rig.encrypted == NO_KEYS
+    assert rig.report(BOTH_FINE, BOTH_FINE) == ENCRYPTED
+    assert rig.text == "All 2 sidecars encrypt the rows of: disk, remote."
     assert rig.conditions()["Degraded"] == "False"
     assert rig.run() == []
 
@@ -186,19 +184,15 @@ def test_sidecars_that_encrypt_make_the_condition_true() -> None:
 @pytest.mark.parametrize("tier", ["disk", "remote"])
 def test_problem_with_keys_degrades_the_cluster_and_is_an_event(tier: str) -> None:
     rig = Rig(both("d", "r"))
-    fine = {"disk": FINE, "remote": FINE}
-    rig.report(fine, fine)
-    rig.report(fine, fine | {tier: FINE | {"encryption_problem": WRONG}})
-    assert rig.condition("RowsEncrypted") == ("False", "EncryptionKeysInvalid")
+    rig.report(BOTH_FINE, BOTH_FINE)
+    assert rig.report(BOTH_FINE, BOTH_FINE | {tier: FINE | {"encryption_problem": WRONG}}) == INVALID
     where = f"pod demo-engine-1, {tier} tier, Secret {tier[0]}: {WRONG}"
-    message = f"1 of 2 sidecars have a problem with their keys. First: {where}"
-    assert rig.message("RowsEncrypted") == message
+    assert rig.text == f"1 of 2 sidecars have a problem with their keys. First: {where}"
     assert rig.condition("Degraded") == ("True", "EncryptionKeysInvalid")
-    assert message in rig.message("Degraded")
+    assert rig.text in rig.message("Degraded")
     assert rig.condition("Ready")[0] == "True", "engines serve"
     assert ("Warning", "EncryptionKeysInvalid") in rig.world.events
-    rig.report(fine, fine)
-    assert rig.condition("RowsEncrypted") == ("True", "Encrypted")
+    assert rig.report(BOTH_FINE, BOTH_FINE) == ENCRYPTED
     assert ("Normal", "Encrypted") in rig.world.events
 
 
@@ -206,8 +200,7 @@ def test_tier_that_is_off_is_reported_with_the_reason_of_its_sidecar() -> None:
     rig = Rig(both())
     reason = "/etc/lmcache/keys/disk-remote: no key"
     off = {"is_reachable": False, "off_reason": reason, "encryption_problem": reason}
-    rig.report(*[{"disk": off, "remote": off}] * 2)
-    assert rig.condition("RowsEncrypted") == ("False", "EncryptionKeysInvalid")
+    assert rig.report(*[{"disk": off, "remote": off}] * 2) == INVALID
     assert rig.condition("DiskTierAvailable") == ("False", "DiskTierOff")
     assert rig.condition("RemoteTierReachable") == ("False", "RemoteTierUnreachable")
     for kind in ("DiskTierAvailable", "RemoteTierReachable", "RowsEncrypted"):
@@ -217,61 +210,52 @@ def test_tier_that_is_off_is_reported_with_the_reason_of_its_sidecar() -> None:
 def test_sidecar_of_an_earlier_version_is_not_said_to_encrypt() -> None:
     rig = Rig(both())
     earlier = {"is_reachable": True, "off_reason": ""}
-    rig.report({"disk": FINE, "remote": FINE}, {"disk": earlier, "remote": earlier})
-    assert rig.condition("RowsEncrypted") == ("False", "EncryptionKeysInvalid")
-    assert "earlier version, which does not encrypt. Set spec.images.policy" in rig.message("RowsEncrypted")
+    assert rig.report(BOTH_FINE, {"disk": earlier, "remote": earlier}) == INVALID
+    assert "earlier version, which does not encrypt. Set spec.images.policy" in rig.text
+    assert rig.report(BOTH_FINE, {"disk": FINE}) == ("Unknown", "NotReported"), "it reports on one tier only"
 
 
 def test_pods_from_before_the_encryption_are_not_said_to_encrypt() -> None:
     rig = Rig({"remote": EXTERNAL})
-    rig.report({"remote": FINE}, {"remote": FINE})
-    assert rig.condition("RowsEncrypted") == ("", "")
+    assert rig.report({"remote": FINE}, {"remote": FINE}) == NO_KEYS
     rig.world.change(tiers={"remote": encrypted(**EXTERNAL)})
     rig.run()
-    assert rig.condition("RowsEncrypted") == ("False", "Replacing")
+    assert rig.encrypted == REPLACING
     assert rig.condition("Degraded") == ("False", "AsDeclared")
-    assert rig.message("RowsEncrypted") == "2 of 2 engine pods do not encrypt rows yet. First: demo-engine-0"
+    assert rig.text == "2 of 2 engine pods do not encrypt rows yet. First: demo-engine-0"
     rig.settle()
-    rig.report({"remote": FINE}, {"remote": FINE})
-    assert rig.condition("RowsEncrypted") == ("True", "Encrypted")
-    rig.world.change(tiers={"remote": {"encryption": None}})
-    rig.settle()
-    rig.report({"remote": FINE}, {"remote": FINE})
-    assert rig.condition("RowsEncrypted") == ("", "")
+    assert rig.report({"remote": FINE}, {"remote": FINE}) == ENCRYPTED
+    rig.change(tiers={"remote": {"encryption": None}})
+    assert rig.report({"remote": FINE}, {"remote": FINE}) == NO_KEYS
 
 
 @pytest.mark.parametrize("problem", [[WRONG], 5, {"a": 1}, "", "\x1b[31m" + "x" * 5000])
 def test_invalid_reports_do_no_harm(problem: Any) -> None:
     rig = Rig(both())
     rig.report({"disk": FINE | {"encryption_problem": problem}, "remote": "x"}, {"remote": []})
-    assert rig.condition("RowsEncrypted")[0] in ("False", "Unknown")
-    assert rig.message("RowsEncrypted").isprintable()
-    assert len(rig.message("RowsEncrypted")) < 900
-
-
-BOTH_FINE = {"disk": FINE, "remote": FINE}
+    assert rig.encrypted[0] in ("False", "Unknown")
+    assert rig.text.isprintable()
+    assert len(rig.text) < 900
 
 
 def test_one_missed_answer_does_not_change_the_condition() -> None:
     rig = Rig(both())
     rig.report(BOTH_FINE, BOTH_FINE | {"disk": FINE | {"encryption_problem": WRONG}})
-    before = rig.condition("RowsEncrypted"), rig.message("RowsEncrypted")
+    before = rig.encrypted, rig.text
     rig.world.stats.clear()
     rig.run()
-    assert (rig.condition("RowsEncrypted"), rig.message("RowsEncrypted")) == before
+    assert (rig.encrypted, rig.text) == before
 
 
 def test_silent_sidecar_is_not_said_to_encrypt() -> None:
     rig = Rig(both())
     rig.report(BOTH_FINE, BOTH_FINE)
-    del rig.world.stats["10.0.0.1"]
-    rig.miss_answers()
-    assert rig.condition("RowsEncrypted") == ("Unknown", "NoAnswer")
-    message = "1 of 2 sidecars do not report whether they encrypt rows. First: pod demo-engine-1. See"
-    assert rig.message("RowsEncrypted").startswith(message)
-    del rig.world.stats["10.0.0.0"]
-    rig.miss_answers()
-    assert rig.condition("RowsEncrypted") == ("Unknown", "NoAnswer")
+    for number in (1, 0):
+        del rig.world.stats[f"10.0.0.{number}"]
+        rig.miss_answers()
+        assert rig.encrypted == SILENT
+        count = f"{2 - number} of 2 sidecars do not report whether they encrypt rows"
+        assert rig.text.startswith(f"{count}. First: pod demo-engine-{number}. See")
 
 
 def test_restarted_operator_does_not_doubt_the_condition_after_one_missed_answer() -> None:
@@ -282,15 +266,9 @@ def test_restarted_operator_does_not_doubt_the_condition_after_one_missed_answer
     rig.restart_operator()
     rig.run()
     assert rig.condition("SidecarAttached")[1] == "SidecarNotReady"
-    assert rig.condition("RowsEncrypted") == ("True", "Encrypted")
+    assert rig.encrypted == ENCRYPTED
     rig.miss_answers()
-    assert rig.condition("RowsEncrypted") == ("Unknown", "NoAnswer")
-
-
-def test_sidecar_that_reports_on_one_tier_is_not_said_to_encrypt_both() -> None:
-    rig = Rig(both())
-    rig.report(BOTH_FINE, {"disk": FINE})
-    assert rig.condition("RowsEncrypted") == ("Unknown", "NotReported")
+    assert rig.encrypted == SILENT
 
 
 def test_silent_pod_from_before_the_encryption_is_being_replaced() -> None:
@@ -300,7 +278,7 @@ def test_silent_pod_from_before_the_encryption_is_being_replaced() -> None:
     rig.world.stats.clear()
     rig.miss_answers()
     assert rig.condition("SidecarAttached")[1] == "NoAnswer"
-    assert rig.condition("RowsEncrypted") == ("False", "Replacing")
+    assert rig.encrypted == REPLACING
 
 
 def test_pods_with_the_former_secret_are_being_replaced() -> None:
@@ -308,24 +286,19 @@ def test_pods_with_the_former_secret_are_being_replaced() -> None:
     rig.report({"remote": FINE}, {"remote": FINE})
     rig.world.change(tiers={"remote": encrypted("new", **EXTERNAL)})
     rig.run()
-    assert rig.condition("RowsEncrypted") == ("False", "Replacing")
+    assert rig.encrypted == REPLACING
     count = "2 of 2 engine pods encrypt rows with the keys of another Secret"
-    first = "pod demo-engine-0, remote tier: Secret former instead of new"
-    assert rig.message("RowsEncrypted") == f"{count}. First: {first}"
-    rig.report({"remote": FINE | {"encryption_problem": WRONG}}, {"remote": FINE})
-    assert rig.condition("RowsEncrypted") == ("False", "EncryptionKeysInvalid")
-    assert f"pod demo-engine-0, remote tier, Secret former: {WRONG}" in rig.message("RowsEncrypted")
+    assert rig.text == f"{count}. First: pod demo-engine-0, remote tier: Secret former instead of new"
+    assert rig.report({"remote": FINE | {"encryption_problem": WRONG}}, {"remote": FINE}) == INVALID
+    assert f"pod demo-engine-0, remote tier, Secret former: {WRONG}" in rig.text
     rig.settle()
-    rig.report({"remote": FINE}, {"remote": FINE})
-    assert rig.condition("RowsEncrypted") == ("True", "Encrypted")
+    assert rig.report({"remote": FINE}, {"remote": FINE}) == ENCRYPTED
 
 
 @pytest.mark.parametrize("value", [None, "/elsewhere"])
 def test_variable_without_a_secret_is_not_said_to_encrypt(value: str | None) -> None:
-    spec = pod_of(both())
+    spec = pod_of(tiers=both())
     assert mounted_secrets({"spec": spec}) == {"disk": "kv-keys", "remote": "kv-keys"}
-    (sidecar,) = (each for each in spec["initContainers"] if each["name"] == "sidecar")
-    (variable,) = (item for item in sidecar["env"] if item["name"] == DISK)
-    variable["value"] = value
+    part(container(spec, "sidecar")["env"], DISK)["value"] = value
     assert mounted_secrets({"spec": spec}) == {"disk": "", "remote": "kv-keys"}
     assert mounted_secrets({"spec": {"containers": []}}) == {}

@@ -120,8 +120,7 @@ def test_spec_of_wrong_types_is_reported_and_keeps_pods(engine: Any, has_pods: b
 
 
 def test_transient_failure_is_not_reported() -> None:
-    bench = ReconciledCluster()
-    bench.settle()
+    bench = ReconciledCluster.settled()
     bench.world.failures["get Service"] = UnavailableError("get", "busy")
     with pytest.raises(ApiError):
         bench.reconcile()
@@ -129,8 +128,7 @@ def test_transient_failure_is_not_reported() -> None:
 
 
 def test_internal_error_of_the_operator_is_reported() -> None:
-    bench = ReconciledCluster()
-    bench.settle()
+    bench = ReconciledCluster.settled()
     bench.world.failures["find Pod"] = RecursionError("too deep")
     for _ in range(2):
         with pytest.raises(RecursionError):
@@ -139,8 +137,7 @@ def test_internal_error_of_the_operator_is_reported() -> None:
 
 
 def test_refused_eviction_is_reported() -> None:
-    bench = ReconciledCluster()
-    bench.settle()
+    bench = ReconciledCluster.settled()
     bench.world.change(engine={"args": ["--new"]})
     bench.reconcile()
     bench.world.run_stateful_sets()
@@ -151,8 +148,7 @@ def test_refused_eviction_is_reported() -> None:
 
 @pytest.mark.parametrize("first_pod", ["terminating", "loading"])
 def test_failed_mount_is_reported_regardless_of_other_pods(first_pod: str) -> None:
-    bench = ReconciledCluster(engine={"replicas": 2})
-    bench.settle()
+    bench = ReconciledCluster.settled(engine={"replicas": 2})
     first, second = (bench.world.pods[f"demo-engine-{n}"] for n in range(2))
     second["status"] = {"phase": "Pending"}
     first["status"] = {"containerStatuses": [{"name": "engine", "state": {"running": {}}}]}
@@ -166,8 +162,7 @@ def test_failed_mount_is_reported_regardless_of_other_pods(first_pod: str) -> No
 
 
 def test_pods_of_an_invalid_spec_are_watched_and_abandoned_on_lost_nodes() -> None:
-    bench = ReconciledCluster(engine={"replicas": 2})
-    bench.settle()
+    bench = ReconciledCluster.settled(engine={"replicas": 2})
     bench.world.change(engine={"args": ["--headless"]})
     assert (bench.reconcile() or 0) > 500
     assert bench.ready()[1].startswith("spec.engine.args")

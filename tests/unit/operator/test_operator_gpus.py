@@ -162,10 +162,8 @@ class Rig(ReconciledCluster):
 
 
 def test_claims_can_be_added_changed_and_removed() -> None:
-    rig = Rig()
-    rig.settle()
-    rig.world.change(engine=CLAIMS)
-    written = rig.settle()
+    rig = Rig.settled()
+    written = rig.change(engine=CLAIMS)
     assert written == [f"apply {TEMPLATE}", f"apply {STATEFUL_SET}", "evict demo-engine-0"]
     assert rig.transfer["reason"] == "DRAClaimShared"
     rig.world.change(engine=TWO)
@@ -175,18 +173,19 @@ def test_claims_can_be_added_changed_and_removed() -> None:
         f"delete {TEMPLATE}", f"apply {TEMPLATE}", f"apply {STATEFUL_SET}", "evict demo-engine-0",
     ]  # fmt: skip
     assert rig.world.objects[TEMPLATE]["spec"]["spec"]["devices"]["requests"][0]["exactly"]["count"] == 2
-    rig.world.change(engine={"gpu": {"deviceClassName": None}})
-    assert rig.settle() == [f"apply {STATEFUL_SET}", f"delete {TEMPLATE}", "evict demo-engine-0"]
+    assert rig.change(engine={"gpu": {"deviceClassName": None}}) == [
+        f"apply {STATEFUL_SET}",
+        f"delete {TEMPLATE}",
+        "evict demo-engine-0",
+    ]
     assert rig.condition("Ready")[0] == "True"
 
 
 def test_pods_serve_without_claims_on_an_older_kubernetes() -> None:
-    rig = Rig()
-    rig.settle()
+    rig = Rig.settled()
     error = RefusedError("PATCH x", "it needs a newer Kubernetes")
     rig.world.failures["apply ResourceClaimTemplate"] = error
-    rig.world.change(engine=CLAIMS)
-    assert rig.settle() == []
+    assert rig.change(engine=CLAIMS) == []
     assert "resourceClaims" not in rig.world.objects[STATEFUL_SET]["spec"]["template"]["spec"]
     assert rig.condition("Degraded") == ("True", "Refused")
     assert "needs a newer Kubernetes" in rig.message("Degraded")
@@ -197,8 +196,7 @@ def test_pods_serve_without_claims_on_an_older_kubernetes() -> None:
 
 @pytest.mark.parametrize("field", ["labels", "annotations"])
 def test_edited_labels_of_a_claim_template_are_repaired(field: str) -> None:
-    rig = Rig(engine=CLAIMS)
-    rig.settle()
+    rig = Rig.settled(engine=CLAIMS)
     uid = rig.world.objects[TEMPLATE]["metadata"]["uid"]
     rig.world.edit(TEMPLATE, "metadata", field, "lmcache.io/x", value="y")
     name = {"labels": "lmcache.io/component", "annotations": "lmcache.io/rendered-hash"}[field]
@@ -218,10 +216,8 @@ def test_claim_template_of_another_owner_is_not_changed() -> None:
 
 
 def test_changed_transfer_replaces_pods() -> None:
-    rig = Rig(engine=CLAIMS)
-    rig.settle()
-    rig.world.change(sidecar={"transfer": "SharedMemory"})
-    assert "evict demo-engine-0" in rig.settle()
+    rig = Rig.settled(engine=CLAIMS)
+    assert "evict demo-engine-0" in rig.change(sidecar={"transfer": "SharedMemory"})
     assert rig.transfer == {
         "requested": "SharedMemory", "mode": "SharedMemory", "reason": "Requested",
         "message": "spec.sidecar.transfer is SharedMemory",
@@ -231,47 +227,38 @@ def test_changed_transfer_replaces_pods() -> None:
 @pytest.mark.parametrize("engine", [{}, CLAIMS], ids=["device plugin", "claims"])
 def test_change_from_auto_to_cuda_ipc_replaces_no_pod(engine: dict[str, Any]) -> None:
     """Both settings give the same pod. Only the status differs."""
-    rig = Rig(engine=engine)
-    rig.settle()
-    rig.world.change(sidecar={"transfer": "CudaIPC"})
-    assert not [write for write in rig.settle() if write.startswith("evict")]
+    rig = Rig.settled(engine=engine)
+    assert not [write for write in rig.change(sidecar={"transfer": "CudaIPC"}) if write.startswith("evict")]
     assert rig.transfer["requested"] == "CudaIPC"
-    rig.world.change(sidecar={"transfer": "SharedMemory"})
-    assert "evict demo-engine-0" in rig.settle()
-    rig.world.change(sidecar={"transfer": "CudaIPC"})
-    assert "evict demo-engine-0" in rig.settle()
+    assert "evict demo-engine-0" in rig.change(sidecar={"transfer": "SharedMemory"})
+    assert "evict demo-engine-0" in rig.change(sidecar={"transfer": "CudaIPC"})
 
 
 def test_changed_operator_flag_replaces_no_pod() -> None:
-    rig = Rig()
-    rig.settle()
+    rig = Rig.settled()
     other_rig = Rig(allow_all_gpus=True, world=rig.world)
     assert other_rig.settle() == [f"apply {STATEFUL_SET}"]
     assert other_rig.transfer["reason"] == "AllGPUsVisible"
 
 
 def test_unavailable_cuda_ipc_degrades_the_cluster_and_pods_serve() -> None:
-    rig = Rig(sidecar={"transfer": "CudaIPC"})
-    rig.settle()
+    rig = Rig.settled(sidecar={"transfer": "CudaIPC"})
     assert rig.condition("Degraded") == ("True", "CudaIPCUnavailable")
     assert "spec.engine.gpu.deviceClassName" in rig.message("Degraded")
     assert "--allow-all-gpus-sidecar" in rig.message("Degraded")
     assert rig.condition("Ready")[0] == rig.condition("EngineAvailable")[0] == "True"
-    rig.world.change(engine=CLAIMS)
-    rig.settle()
+    rig.change(engine=CLAIMS)
     assert rig.condition("Degraded")[0] == "False"
 
 
 def test_unavailable_cuda_ipc_is_no_problem_in_mode_auto() -> None:
-    rig = Rig()
-    rig.settle()
+    rig = Rig.settled()
     assert rig.transfer["reason"] == "GPUNotShared"
     assert rig.condition("Degraded")[0] == "False"
 
 
 def test_status_shows_the_transfer_that_sidecars_report() -> None:
-    rig = Rig(engine=CLAIMS | {"replicas": 2}, sidecar={"transfer": "CudaIPC"})
-    rig.settle()
+    rig = Rig.settled(engine=CLAIMS | {"replicas": 2}, sidecar={"transfer": "CudaIPC"})
     rig.report_transfer(mode="CudaIPC", reason="")
     assert (rig.transfer["mode"], rig.transfer["reason"]) == ("CudaIPC", "DRAClaimShared")
     rig.report_transfer(mode="SharedMemory", reason="error 201 for the mapping 1")
@@ -291,8 +278,7 @@ def test_status_shows_the_transfer_that_sidecars_report() -> None:
 
 
 def test_reported_transfer_is_ignored_while_the_engine_starts() -> None:
-    rig = Rig(engine=CLAIMS, sidecar={"transfer": "CudaIPC"})
-    rig.settle()
+    rig = Rig.settled(engine=CLAIMS, sidecar={"transfer": "CudaIPC"})
     rig.world.set_ready("demo-engine-0", False)
     rig.report_transfer(mode="SharedMemory", reason="the reader of its GPU is starting")
     assert (rig.transfer["mode"], rig.condition("Degraded")[0]) == ("CudaIPC", "False")
@@ -300,8 +286,7 @@ def test_reported_transfer_is_ignored_while_the_engine_starts() -> None:
 
 @pytest.mark.parametrize("stats_value", ["x", [1], {"mode": 5}, {"mode": ""}, {}])
 def test_invalid_transfer_statistics_are_ignored(stats_value: Any) -> None:
-    rig = Rig(engine=CLAIMS)
-    rig.settle()
+    rig = Rig.settled(engine=CLAIMS)
     rig.report_transfer()
     for stats in rig.world.stats.values():
         stats["transfer"] = stats_value
@@ -311,12 +296,10 @@ def test_invalid_transfer_statistics_are_ignored(stats_value: Any) -> None:
 
 def test_transfer_status_survives_an_invalid_spec() -> None:
     """The status keeps the mode during an invalid spec, and while no sidecar is polled."""
-    rig = Rig(engine=CLAIMS)
-    rig.settle()
+    rig = Rig.settled(engine=CLAIMS)
     rig.report_transfer(mode="SharedMemory", reason="no driver")
     before = dict(rig.transfer)
-    rig.world.change(engine={"args": ["--port=1"]})
-    rig.settle()
+    rig.change(engine={"args": ["--port=1"]})
     assert rig.transfer == before
     assert rig.condition("Degraded")[1] == "InvalidSpec"
 

@@ -7,17 +7,13 @@ from typing import Any
 
 import pytest
 import yaml
-from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Plan
-from lmcache_operator.components.engine.engine import Engine
+from lmcache_operator.components.base import ComponentStatus, Plan
 from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.components.injection.pods import OUTCOME
-from lmcache_operator.components.injection.workloads import clusters_in, inject_objects
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import INJECT_LABEL
 
 from tests.harness.operator_injection import (
-    CONTEXT,
     SGLANG,
     injected,
     pod,
@@ -27,6 +23,7 @@ from tests.harness.operator_injection import (
 )
 from tests.harness.operator_model import World, cluster
 from tests.harness.operator_plans import observe
+from tests.harness.operator_render import child_of, container, env_of, part, pod_of
 from tools.kube import schemas
 
 NO_TOKEN = {"name": "lmcache-no-token", "mountPath": "/var/run/secrets/kubernetes.io/serviceaccount"}
@@ -39,36 +36,30 @@ KINDS = {
 
 def pod_spec(**changes: Any) -> dict[str, Any]:
     """Spec of an injected pod whose engine has these changes."""
-    (injected_pod,) = injected(pod(**changes))
-    spec: dict[str, Any] = injected_pod["spec"]
-    return spec
+    return injected(pod(**changes))[0]["spec"]
 
 
-def live(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The object as the API server returns it."""
-    return manifest | {"metadata": manifest["metadata"] | {"uid": "1"}}
+def status_of(*pods: dict[str, Any]) -> ComponentStatus:
+    """The status of a cluster with these labelled pods, as the API server returns them."""
+    live = tuple(each | {"metadata": each["metadata"] | {"uid": "1"}} for each in pods)
+    return Injection().status(observe(World(cluster()), foreign_pods=live), Plan())
 
 
 def init_containers(spec: dict[str, Any]) -> list[str]:
     return [container["name"] for container in spec["initContainers"]]
 
 
-def workload_of_kind(kind: str) -> dict[str, Any]:
-    """An object whose pods are `pod()`."""
-    value = pod()
-    for key in reversed(KINDS[kind].split(".") if KINDS[kind] else ()):
-        value = {key: value, "metadata": {"name": "llm"}}
-    return {**value, "kind": kind}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_inject_handles_pods_of_every_kind(kind: str) -> None:
-    before = workload_of_kind(kind)
-    untouched = copy.deepcopy(before)
-    (node,) = injected(before)
-    assert before == untouched
-    for key in KINDS[kind].split(".") if KINDS[kind] else ():
-        node = node[key]
+    keys, workload = KINDS[kind].split("."), pod()
+    for key in reversed(keys):
+        workload = {key: workload, "metadata": {"name": "llm"}} if key else workload
+    workload |= {"kind": kind}
+    untouched = copy.deepcopy(workload)
+    (node,) = injected(workload)
+    assert workload == untouched
+    for key in keys:
+        node = node[key] if key else node
     assert init_containers(node["spec"]) == ["lmcache-sidecar", "lmcache-payload"]
     assert node["metadata"]["annotations"] == {OUTCOME: "injected"}
 
@@ -86,13 +77,10 @@ def with_fixed_size(engine_pod: dict[str, Any]) -> dict[str, Any]:
 
 def test_injected_pod_has_the_same_cache_as_an_engine_pod() -> None:
     """The pods differ only in names, in ownership, and in the fixed memory size of the injected pod."""
-    engine_pod = with_fixed_size(Engine().render(parse(cluster()), CONTEXT)[-1]["spec"]["template"]["spec"])
-    spec = pod_spec()
+    engine_pod, spec = with_fixed_size(pod_of()), pod_spec()
     for expected, actual in zip(engine_pod["initContainers"], spec["initContainers"], strict=True):
-        compared_fields = ("image", "args", "command", "livenessProbe", "resources", "restartPolicy")
-        assert {key: actual.get(key) for key in compared_fields} == {
-            key: expected.get(key) for key in compared_fields
-        }
+        for key in ("image", "args", "command", "livenessProbe", "resources", "restartPolicy"):
+            assert actual.get(key) == expected.get(key), key
         # The user's pod has Service links, which would set this variable.
         port = [{"name": "LMCACHE_HTTP_PORT", "value": "9464"}] if "ports" in expected else []
         assert actual["env"] == [*expected["env"], *port]
@@ -132,11 +120,10 @@ def added_args(manifest: dict[str, Any], **changes: Any) -> list[str]:
     num_before = len(before.get("args") or [])
     assert after[:num_before] == (before.get("args") or [])
     assert "--kv-transfer-config" not in "".join(after)
-    configs = [arg for arg in after[num_before:] if "extra-config" in arg]
-    assert len(configs) == 1
-    config = json.loads(configs[0].partition("=")[2])
+    (extra,) = [arg for arg in after[num_before:] if "extra-config" in arg]
+    config = json.loads(extra.partition("=")[2])
     assert (config["class_name"], config["interface_v1"]) == ("LMCacheBackend", 1)
-    return sorted(arg for arg in after[num_before:] if arg not in configs)
+    return sorted(arg for arg in after[num_before:] if arg != extra)
 
 
 @pytest.mark.parametrize("kind", ["vLLM", "SGLang"])
@@ -153,19 +140,13 @@ def added_args(manifest: dict[str, Any], **changes: Any) -> list[str]:
 )
 def test_sglang_pods_get_the_arguments_of_sglang(kind: str, manifest: dict[str, Any]) -> None:
     assert added_args(manifest, engine={"kind": kind}) == HICACHE
-    (injected_pod,) = injected(manifest)
-    env = [variable["name"] for variable in injected_pod["spec"]["containers"][0]["env"]]
-    assert env == ["LMCACHE_SOCKET", "PYTHONPATH"]
+    (engine,) = injected(manifest)[0]["spec"]["containers"]
+    assert [*env_of(engine)] == ["LMCACHE_SOCKET", "PYTHONPATH"]
 
 
 @pytest.mark.parametrize(
     ("args", "option"),
-    [
-        (["--page-size=32"], "--page-size"),
-        (["--page", "32"], "--page-size"),
-        (["--hicache-ratio", "0.5"], "--hicache-ratio"),
-        (["--hicache-storage-prefetch-policy=best_effort"], "--hicache-storage-prefetch-policy"),
-    ],
+    [(["--page", "32"], "--page-size"), (["--hicache-ratio=0.5"], "--hicache-ratio")],
 )
 def test_options_of_an_sglang_pod_are_not_added_again(args: list[str], option: str) -> None:
     assert added_args(sglang_pod(*args)) == [arg for arg in HICACHE if not arg.startswith(option)]
@@ -181,16 +162,16 @@ def test_options_of_an_sglang_pod_are_not_added_again(args: list[str], option: s
     ],
 )
 def test_vllm_pods_get_the_arguments_of_vllm(manifest: dict[str, Any]) -> None:
-    (injected_pod,) = injected(manifest, engine={"kind": "SGLang"})
-    added = injected_pod["spec"]["containers"][0]["args"][len(manifest["spec"]["containers"][0]["args"]) :]
+    (engine,) = injected(manifest, engine={"kind": "SGLang"})[0]["spec"]["containers"]
+    added = engine["args"][len(manifest["spec"]["containers"][0]["args"]) :]
     assert [arg.partition("=")[0] for arg in added] == ["--kv-transfer-config", "--prefix-caching-hash-algo"]
 
 
 def test_sidecar_of_an_sglang_cluster_gets_no_gpus() -> None:
     gpu = {"count": 1, "deviceClassName": "gpu.nvidia.com"}
     manifest = sglang_pod(resources={"claims": [{"name": "gpu"}]})
-    (injected_pod,) = injected(manifest, engine={"kind": "SGLang", "gpu": gpu})
-    assert "claims" not in injected_pod["spec"]["initContainers"][0]["resources"]
+    spec = injected(manifest, engine={"kind": "SGLang", "gpu": gpu})[0]["spec"]
+    assert "claims" not in container(spec, "lmcache-sidecar")["resources"]
 
 
 def test_injection_keeps_the_fields_of_the_pod() -> None:
@@ -201,44 +182,37 @@ def test_injection_keeps_the_fields_of_the_pod() -> None:
         "initContainers": [fetch], "volumes": [volume], "serviceAccountName": "llm",
         "securityContext": {"runAsUser": 7, "supplementalGroups": [5]},
     }  # fmt: skip
-    (injected_pod,) = injected(before)
-    spec = injected_pod["spec"]
-    assert spec["initContainers"][2] == fetch
-    assert spec["volumes"][0] == volume
+    spec = injected(before)[0]["spec"]
+    assert (spec["initContainers"][2], spec["volumes"][0]) == (fetch, volume)
     assert spec["securityContext"] == {"runAsUser": 7, "supplementalGroups": [5, 2000]}
+    assert spec["serviceAccountName"] == "llm"
     engine, original_engine = spec["containers"][0], before["spec"]["containers"][0]
     for kind in ("args", "env", "volumeMounts"):
         assert engine[kind][: len(original_engine[kind])] == original_engine[kind]
-    assert spec["serviceAccountName"] == "llm"
 
 
 def test_annotation_names_the_engine_among_several_containers() -> None:
-    before = pod()
+    before = pod_with({"annotations": {"lmcache.io/container": "vllm"}})
     before["spec"]["containers"].insert(0, {"name": "proxy", "image": "p"})
-    with pytest.raises(InvalidSpecError, match=r"spec.containers: annotation lmcache.io/container must"):
-        injected(before)
-    before["metadata"]["annotations"] = {"lmcache.io/container": "vllm"}
     proxy, engine = injected(before)[0]["spec"]["containers"]
     assert proxy == {"name": "proxy", "image": "p"}
-    assert "LMCACHE_SOCKET" in [variable["name"] for variable in engine["env"]]
+    assert "LMCACHE_SOCKET" in env_of(engine)
 
 
 def test_injected_sidecar_runs_as_the_engines_user() -> None:
     spec = pod_spec(securityContext={"runAsUser": 7, "runAsNonRoot": True, "privileged": True})
-    for container in spec["initContainers"]:
-        assert container["securityContext"].items() >= {"runAsUser": 7, "runAsNonRoot": True}.items()
-        assert "privileged" not in container["securityContext"]
+    for each in spec["initContainers"]:
+        assert each["securityContext"].items() >= {"runAsUser": 7, "runAsNonRoot": True}.items()
+        assert "privileged" not in each["securityContext"]
     assert "runAsUser" not in pod_spec()["initContainers"][0]["securityContext"]
 
 
 @pytest.mark.parametrize("gpu", [{"count": 1}, {"count": 1, "deviceClassName": "gpu.nvidia.com"}])
 def test_injected_sidecar_shares_the_claim_if_the_cluster_uses_claims(gpu: dict[str, Any]) -> None:
     claims = [{"name": "mine"}]
-    resource = cluster(engine={"gpu": gpu})
     for before in (pod(resources={"claims": claims}), pod()):
-        (injected_pod,) = inject_objects([before], clusters_in([resource]), None, CONTEXT).objects
         has_both = "deviceClassName" in gpu and "resources" in before["spec"]["containers"][0]
-        sidecar, payload = injected_pod["spec"]["initContainers"]
+        sidecar, payload = injected(before, engine={"gpu": gpu})[0]["spec"]["initContainers"]
         assert sidecar["resources"].get("claims") == (claims if has_both else None)
         assert "claims" not in payload["resources"]
 
@@ -251,19 +225,17 @@ def test_injection_refuses_unsupported_pods_and_names_the_field(pod_object, path
 
 
 def test_injection_can_mount_the_connector_as_an_image_volume() -> None:
-    (injected_pod,) = injected(pod(), sidecar={"payload": "ImageVolume"})
-    assert init_containers(injected_pod["spec"]) == ["lmcache-sidecar"]
-    volumes = {volume["name"]: volume for volume in injected_pod["spec"]["volumes"]}
-    assert "image" in volumes["lmcache-payload"]
-    mounts = [mount["name"] for mount in injected_pod["spec"]["containers"][0]["volumeMounts"]]
+    spec = injected(pod(), sidecar={"payload": "ImageVolume"})[0]["spec"]
+    assert init_containers(spec) == ["lmcache-sidecar"]
+    assert "image" in part(spec["volumes"], "lmcache-payload")
+    mounts = [mount["name"] for mount in spec["containers"][0]["volumeMounts"]]
     assert sorted(mounts) == ["lmcache-arena", "lmcache-payload", "lmcache-socket"]
 
 
 def test_applied_profile_template_is_valid_by_the_schema() -> None:
     for changes in ({}, {"engine": {"gpu": {"count": 1, "deviceClassName": "gpu.nvidia.com"}}}):
-        (child,) = Injection().render(parse(cluster(**changes)), CONTEXT)
-        as_pods = child | {"apiVersion": "v1", "kind": "PodTemplate"}
-        assert schemas.validate(yaml.safe_dump(as_pods)) == []
+        profile = child_of("LMCacheProfile", Injection(), **changes)
+        assert schemas.validate(yaml.safe_dump(profile | {"apiVersion": "v1", "kind": "PodTemplate"})) == []
 
 
 @pytest.mark.parametrize(
@@ -274,9 +246,7 @@ def test_applied_profile_template_is_valid_by_the_schema() -> None:
     ],
 )
 def test_labelled_pods_without_cache_degrade_the_cluster(change: dict[str, Any], message: str) -> None:
-    (injected_pod,), uninjected_pod = injected(pod()), pod_with(change)
-    observed = observe(World(cluster()), foreign_pods=(live(injected_pod), uninjected_pod))
-    status = Injection().status(observed, Plan())
+    status = status_of(*injected(pod()), pod_with(change))
     assert status.summary == "1 of 2 labelled pods have the cache"
     (problem,) = status.degraded
     assert problem.reason == "PodsWithoutCache"
@@ -291,8 +261,7 @@ def test_injected_or_finished_pods_do_not_degrade_the_cluster() -> None:
         (injected(pod()), "1 of 1 labelled pods have the cache"),
         ([finished, terminating], ""),
     ):
-        observed = observe(World(cluster()), foreign_pods=tuple(map(live, pods)))
-        status = Injection().status(observed, Plan())
+        status = status_of(*pods)
         assert (status.summary, status.degraded) == (summary, ())
 
 
@@ -304,12 +273,11 @@ def test_names_in_the_users_sidecar_template_keep_the_profile_valid() -> None:
         "volumeDevices": [{"name": volume, "devicePath": "/dev/x"}],
     }  # fmt: skip
     template = {"spec": {"initContainers": [sidecar], "volumes": [{"name": volume, "emptyDir": {}}]}}
-    (injected_pod,) = injected(pod(), engine={"podTemplate": template})
-    container, volumes = injected_pod["spec"]["initContainers"][0], injected_pod["spec"]["volumes"]
-    assert container["ports"] == [{"containerPort": 9464, "name": "lmcache-metrics", "protocol": "TCP"}]
-    assert "volumeDevices" not in container
-    volume_names = [volume["name"] for volume in volumes]
-    assert {mount["name"] for mount in container["volumeMounts"]} <= set(volume_names)
+    spec = injected(pod(), engine={"podTemplate": template})[0]["spec"]
+    rendered, volume_names = spec["initContainers"][0], [volume["name"] for volume in spec["volumes"]]
+    assert rendered["ports"] == [{"containerPort": 9464, "name": "lmcache-metrics", "protocol": "TCP"}]
+    assert "volumeDevices" not in rendered
+    assert {mount["name"] for mount in rendered["volumeMounts"]} <= set(volume_names)
     assert max(map(len, volume_names)) <= 63
     assert len(set(volume_names)) == len(volume_names)
 
@@ -321,11 +289,6 @@ def test_options_of_a_wrapper_command_are_not_engine_options(command: list[str])
     assert init_containers(pod_spec(command=command)) == ["lmcache-sidecar", "lmcache-payload"]
     with pytest.raises(InvalidSpecError, match="second model"):
         pod_spec(command=[*command, "--"])
-
-
-def test_injection_refuses_an_empty_container_annotation() -> None:
-    with pytest.raises(InvalidSpecError, match="must name the engine container"):
-        injected(pod_with({"annotations": {"lmcache.io/container": ""}}))
 
 
 def waiting(container: str, reason: str) -> dict[str, Any]:
@@ -348,5 +311,4 @@ def test_pod_that_cannot_start_because_of_its_cache_degrades_the_cluster() -> No
         ({"initContainerStatuses": other_containers, "containerStatuses": engine_statuses}, []),
         ({}, []),
     ):  # fmt: skip
-        observed = observe(World(cluster()), foreign_pods=(live(injected_pod) | {"status": status},))
-        assert [tuple(problem) for problem in Injection().status(observed, Plan()).degraded] == expected
+        assert [*map(tuple, status_of(injected_pod | {"status": status}).degraded)] == expected

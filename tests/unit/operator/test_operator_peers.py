@@ -134,13 +134,11 @@ def test_only_engine_pods_with_the_same_list_reach_the_port_for_peers() -> None:
 
 
 def test_scaling_changes_only_the_list_and_the_number_of_pods() -> None:
-    rig = Rig(**with_peers(2))
-    rig.settle()
+    rig = Rig.settled(**with_peers(2))
     template = rig.world.objects[ENGINE]["spec"]["template"]
     pods = {name: pod["metadata"]["uid"] for name, pod in rig.world.pods.items()}
     for replicas in (4, 2, 0):
-        rig.world.change(engine={"replicas": replicas})
-        writes = rig.settle()
+        writes = rig.change(engine={"replicas": replicas})
         assert {w for w in writes if w != "status"} == {f"apply {LIST}", f"apply {ENGINE}"}
         assert rig.peers == [f"demo-engine-{n}.demo-engine.team.svc:9465" for n in range(replicas)]
         assert rig.world.objects[ENGINE]["spec"]["template"] == template
@@ -149,8 +147,7 @@ def test_scaling_changes_only_the_list_and_the_number_of_pods() -> None:
 
 
 def test_pods_that_are_being_removed_stay_in_the_list() -> None:
-    rig = Rig(**with_peers(3))
-    rig.settle()
+    rig = Rig.settled(**with_peers(3))
     rig.world.change(engine={"replicas": 1})
     for _ in range(3):
         rig.run()  # the pods still exist
@@ -184,17 +181,14 @@ def test_refused_password_is_created_later() -> None:
 
 
 def test_peers_are_switched_on_and_off_for_running_engines() -> None:
-    rig = Rig(engine={"replicas": 2})
-    rig.settle()
+    rig = Rig.settled(engine={"replicas": 2})
     assert LIST not in rig.world.objects
     pods = {pod["metadata"]["uid"] for pod in rig.world.pods.values()}
-    rig.world.change(tiers={"peers": {}})
-    writes = rig.settle()
+    writes = rig.change(tiers={"peers": {}})
     assert [write for write in writes if write.startswith("create")] == [f"create {SECRET}"]
     assert len(rig.peers) == 2
     assert not pods & {pod["metadata"]["uid"] for pod in rig.world.pods.values()}, "pods are replaced"
-    rig.world.change(tiers={"peers": None})
-    assert f"delete {LIST}" in rig.settle()
+    assert f"delete {LIST}" in rig.change(tiers={"peers": None})
     assert SECRET in rig.world.objects, "the cluster's deletion removes it"
 
 
@@ -225,8 +219,7 @@ def test_inject_makes_no_peers_of_files() -> None:
 
 
 def test_edited_list_is_restored() -> None:
-    rig = Rig(**with_peers(2))
-    rig.settle()
+    rig = Rig.settled(**with_peers(2))
     rig.world.edit(LIST, "data", "peers.yaml", value="peers: [elsewhere:1]")
     assert f"apply {LIST}" in rig.settle()
     assert len(rig.peers) == 2
@@ -247,14 +240,12 @@ def test_sidecar_alone_has_the_certificate(source: str, secret: str) -> None:
 
 
 def test_issuer_gives_a_certificate_for_all_pods() -> None:
-    rig = Rig(**with_peers(2, tls=TLS["issuer"]))
-    rig.settle()
+    rig = Rig.settled(**with_peers(2, tls=TLS["issuer"]))
     certificate = rig.world.objects[Ref("Certificate", "demo-peers")]["spec"]
     assert certificate["secretName"] == "demo-peers-tls"
     assert certificate["dnsNames"] == ["*.demo-engine.team.svc"]
     assert all(name.partition(".")[2] == "demo-engine.team.svc:9465" for name in rig.peers)
-    rig.world.change(tiers={"peers": {"tls": TLS["secret"] | {"issuerRef": None}}})
-    rig.settle()
+    rig.change(tiers={"peers": {"tls": TLS["secret"] | {"issuerRef": None}}})
     assert Ref("Certificate", "demo-peers") not in rig.world.objects
 
 
@@ -265,8 +256,7 @@ def test_cluster_that_uses_another_list_has_a_certificate_and_no_password() -> N
 
 
 def test_hits_in_the_memory_of_peers_are_in_the_status() -> None:
-    rig = Rig(**with_peers(1))
-    rig.settle()
+    rig = Rig.settled(**with_peers(1))
     (live_pod,) = rig.world.pods.values()
     live_pod["status"] |= {"phase": "Running", "podIP": "10.0.0.1"}
     lookups = {"lookup_tokens": 1000, "hit_tokens": {"memory": 100, "peers": 250}}

@@ -140,34 +140,30 @@ def test_replicas_belong_to_autoscalers_unless_they_are_set() -> None:
     assert "replicas" not in child(with_prefill())["spec"]["engine"]
     assert child(with_prefill(replicas=1))["spec"]["engine"]["replicas"] == 1
     assert child(with_prefill(replicas=0))["spec"]["engine"]["replicas"] == 0
-    rig = Rig(**with_prefill())
-    rig.settle()
+    rig = Rig.settled(**with_prefill())
     rig.child["spec"]["engine"]["replicas"] = 7
     assert f"apply {CHILD}" not in rig.settle()
     assert rig.child["spec"]["engine"]["replicas"] == 7
-    rig.world.change(engine={"prefill": {"replicas": 2}})
-    rig.settle()
+    rig.change(engine={"prefill": {"replicas": 2}})
     rig.world.edit(CHILD, "spec", "engine", "replicas", value=7)
     assert f"apply {CHILD}" in rig.settle()
     assert rig.child["spec"]["engine"]["replicas"] == 2
 
 
 def test_cluster_of_prefill_pods_is_created_changed_and_deleted() -> None:
-    rig = Rig(engine={"replicas": 2}, tiers={"peers": {}}, router={})
-    rig.settle()
+    rig = Rig.settled(engine={"replicas": 2}, tiers={"peers": {}}, router={})
     assert CHILD not in rig.world.objects
     pods = {pod["metadata"]["uid"] for pod in rig.world.pods.values()}
-    rig.world.change(engine={"prefill": {}})
-    rig.settle()
+    rig.change(engine={"prefill": {}})
     (owner,) = rig.child["metadata"]["ownerReferences"]
     assert (owner["kind"], owner["name"], owner["controller"]) == (KIND, "demo", True)
-    rig.world.change(engine={"prefill": {"args": ["--a=1"]}})
-    assert {w for w in rig.settle() if w != "status"} == {f"apply {CHILD}"}
+    assert {w for w in rig.change(engine={"prefill": {"args": ["--a=1"]}}) if w != "status"} == {
+        f"apply {CHILD}"
+    }
     rig.report(1)
     rig.run()
     assert "PrefillAvailable" in rig.conditions()
-    rig.world.change(engine={"prefill": None})
-    assert f"delete {CHILD}" in rig.settle()
+    assert f"delete {CHILD}" in rig.change(engine={"prefill": None})
     assert "PrefillAvailable" not in rig.conditions()
     assert "prefill" not in rig.world.resource["status"]
     assert {pod["metadata"]["uid"] for pod in rig.world.pods.values()} == pods, "no pod was replaced"
@@ -188,14 +184,12 @@ def test_prefill_pods_get_the_images_of_the_other_pods() -> None:
     rig.settle()
     spec = rig.child["spec"]
     assert (spec["engine"]["image"], spec["sidecar"]["image"]) == ("vllm:former", "sidecar:former")
-    rig.world.change(images={"policy": "Follow"})
-    rig.settle()
+    rig.change(images={"policy": "Follow"})
     assert "image" not in rig.child["spec"]["engine"]
 
 
 def test_status_of_prefill_pods_is_part_of_the_parents() -> None:
-    rig = Rig(**with_prefill(replicas=2))
-    rig.settle()
+    rig = Rig.settled(**with_prefill(replicas=2))
     assert rig.conditions() | {"PrefillAvailable": "False", "Progressing": "True"} == rig.conditions()
     rig.report(2)
     rig.run()
@@ -214,8 +208,7 @@ def test_status_of_prefill_pods_is_part_of_the_parents() -> None:
 
 
 def test_status_of_a_former_spec_counts_as_progress() -> None:
-    rig = Rig(**with_prefill(replicas=2))
-    rig.settle()
+    rig = Rig.settled(**with_prefill(replicas=2))
     rig.report(2)
     rig.run()
     rig.world.change(engine={"prefill": {"args": ["--a=1"]}})

@@ -13,8 +13,7 @@ ENGINE = Ref("StatefulSet", "demo-engine")
 
 
 def test_router_uses_prefill_pods_when_the_first_one_is_ready() -> None:
-    rig = FullRig(**with_prefill())
-    rig.settle()
+    rig = FullRig.settled(**with_prefill())
     assert not rig.uses_prefill_pods
     assert "the router uses only the other engine pods" in rig.message("PrefillAvailable")
     rig.report(0)
@@ -31,14 +30,12 @@ def test_router_uses_prefill_pods_when_the_first_one_is_ready() -> None:
 
 
 def test_prefill_pods_stay_until_no_router_uses_them() -> None:
-    rig = FullRig(**with_prefill())
-    rig.settle()
+    rig = FullRig.settled(**with_prefill())
     rig.report(1)
     rig.settle()
     rig.roll_out()
     rig.settle()
-    rig.world.change(engine={"prefill": None})
-    assert f"delete {CHILD}" not in rig.settle()
+    assert f"delete {CHILD}" not in rig.change(engine={"prefill": None})
     assert not rig.uses_prefill_pods
     assert rig.conditions()["Progressing"] == "True", "so that the operator looks again"
     assert rig.conditions()["PrefillAvailable"] == "True"
@@ -48,12 +45,10 @@ def test_prefill_pods_stay_until_no_router_uses_them() -> None:
 
 
 def test_prefill_pods_are_deleted_with_their_router() -> None:
-    rig = FullRig(**with_prefill())
-    rig.settle()
+    rig = FullRig.settled(**with_prefill())
     rig.report(1)
     rig.settle()
-    rig.world.change(engine={"prefill": None}, router=None)
-    assert f"delete {CHILD}" in rig.settle()
+    assert f"delete {CHILD}" in rig.change(engine={"prefill": None}, router=None)
 
 
 def test_prompts_are_not_sent_to_a_cluster_of_another_owner() -> None:
@@ -65,8 +60,7 @@ def test_prompts_are_not_sent_to_a_cluster_of_another_owner() -> None:
     assert not rig.uses_prefill_pods
     assert "delete it or rename this cluster" in rig.message("Degraded")
 
-    rig = FullRig(**with_prefill())
-    rig.settle()
+    rig = FullRig.settled(**with_prefill())
     rig.report(1)
     rig.settle()
     rig.world.objects[CHILD] = users
@@ -104,12 +98,10 @@ def test_settings_that_no_prefill_pod_can_have_are_refused(engine: dict[str, Any
     changes["engine"] |= engine | {"args": ["--max-model-len=32768"]}
     with pytest.raises(InvalidSpecError, match=message):
         child(changes)
-    rig = FullRig(**with_prefill())
-    rig.settle()
+    rig = FullRig.settled(**with_prefill())
     rig.report(1)
     rig.settle()
     before = rig.child["spec"], rig.world.objects[ENGINE]["spec"], rig.world.objects[ROUTER]["spec"]
-    rig.world.change(engine=engine)
-    rig.settle()
+    rig.change(engine=engine)
     assert rig.conditions()["Degraded"] == "True"
     assert (rig.child["spec"], rig.world.objects[ENGINE]["spec"], rig.world.objects[ROUTER]["spec"]) == before

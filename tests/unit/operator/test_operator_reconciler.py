@@ -58,8 +58,7 @@ def test_fault_of_a_component_does_not_stop_the_others(monkeypatch: pytest.Monke
 
 
 def test_fault_before_a_change_is_reported_as_incomplete(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = ReconciledCluster()
-    bench.settle()
+    bench = ReconciledCluster.settled()
     bench.world.change(engine={"args": ["--new"]})
     monkeypatch.setattr(Engine, "plan", raise_key_error)
     with pytest.raises(KeyError):
@@ -90,8 +89,7 @@ def test_refused_engine_template_is_not_injected() -> None:
 
 
 def test_restarted_operator_writes_nothing() -> None:
-    bench = ReconciledCluster(engine={"replicas": 2})
-    bench.settle()
+    bench = ReconciledCluster.settled(engine={"replicas": 2})
     bench.restart_operator()
     bench.reconcile()
     assert bench.writes == []
@@ -122,16 +120,14 @@ def test_object_of_another_owner_is_never_taken_over() -> None:
 
 
 def test_child_without_labels_is_found_by_its_name() -> None:
-    bench = ReconciledCluster()
-    bench.settle()
+    bench = ReconciledCluster.settled()
     bench.world.edit(Ref("Service", NAME), "metadata", "labels", value={})
     bench.reconcile()
     assert bench.writes == ["apply Service demo"]
 
 
 def test_nothing_is_created_in_a_terminating_namespace() -> None:
-    bench = ReconciledCluster()
-    bench.settle()
+    bench = ReconciledCluster.settled()
     bench.world.is_namespace_ending = True
     assert bench.reconcile() is not None  # the operator checks this only when a child is missing
     del bench.world.objects[Ref("Service", NAME)]
@@ -140,8 +136,7 @@ def test_nothing_is_created_in_a_terminating_namespace() -> None:
 
 
 def test_repeatedly_reverted_field_is_contested_and_others_are_applied() -> None:
-    bench = ReconciledCluster()
-    bench.settle()
+    bench = ReconciledCluster.settled()
     num_applies = 0
     for _ in range(10):
         bench.seconds += 1
@@ -162,8 +157,7 @@ def test_repeatedly_reverted_field_is_contested_and_others_are_applied() -> None
 @pytest.mark.parametrize(("kind", "name"), [("PodDisruptionBudget", "demo-engine"), ("Service", NAME)])
 def test_child_that_another_program_deletes_or_takes_over_is_not_applied_for_a_while(kind, name):
     """A program that replaces all annotations removes the hash of the applied object."""
-    bench = ReconciledCluster()
-    bench.settle()
+    bench = ReconciledCluster.settled()
     num_applies, ref = 0, Ref(kind, name)
     for _ in range(70):
         bench.seconds += 0.2
@@ -182,8 +176,7 @@ def test_child_that_another_program_deletes_or_takes_over_is_not_applied_for_a_w
 
 def test_two_operators_with_different_renderings_slow_down() -> None:
     """Both operators have the same field manager, so each owns all fields but finds a different rendering."""
-    bench = ReconciledCluster()
-    bench.settle()
+    bench = ReconciledCluster.settled()
     num_written, other_hash = 0, "of another version"
     for _ in range(20):
         bench.seconds += 0.1
@@ -201,8 +194,7 @@ def test_two_operators_with_different_renderings_slow_down() -> None:
 
 
 def test_repeated_spec_changes_are_no_contest() -> None:
-    bench = ReconciledCluster()
-    bench.settle()
+    bench = ReconciledCluster.settled()
     for number in range(20):
         bench.seconds += 1
         bench.world.change(engine={"replicas": 1 + number % 2})
@@ -226,8 +218,7 @@ def test_contest_pauses_grow_and_slow_drift_is_no_contest() -> None:
 
 
 def test_pod_replacement_respects_disruption_budgets() -> None:
-    bench = ReconciledCluster(engine={"replicas": 2})
-    bench.settle()
+    bench = ReconciledCluster.settled(engine={"replicas": 2})
     bench.world.change(engine={"args": ["--new"]})
     bench.world.evictions_allowed = False
     bench.reconcile()
@@ -243,8 +234,7 @@ def test_pod_replacement_respects_disruption_budgets() -> None:
 
 
 def test_pods_of_another_owner_are_not_counted() -> None:
-    bench = ReconciledCluster()
-    bench.settle()
+    bench = ReconciledCluster.settled()
     unowned_pod = bench.world.pods["demo-engine-0"] | {"metadata": {"name": "x", "labels": {
         "lmcache.io/cluster": NAME, "lmcache.io/component": "engine"}}}  # fmt: skip
     bench.world.pods["x"] = unowned_pod
@@ -296,8 +286,7 @@ def test_healthz_fails_when_work_hangs(hung_seconds: float, status: int) -> None
 
 
 def test_sidecars_are_polled_with_growing_pauses_while_one_is_not_ready() -> None:
-    bench = ReconciledCluster()
-    bench.settle()
+    bench = ReconciledCluster.settled()
     bench.world.pods["demo-engine-0"]["status"] |= {"phase": "Running", "podIP": "10.0.0.1"}
     bench.world.stats["10.0.0.1"] = {"is_ready": False, "not_ready_reason": "bad URL"}
     assert bench.reconcile() == 5.0
@@ -320,8 +309,7 @@ def test_sidecars_are_polled_with_growing_pauses_while_one_is_not_ready() -> Non
 
 
 def test_silent_sidecar_does_not_shorten_the_pause() -> None:
-    bench = ReconciledCluster()
-    bench.settle()
+    bench = ReconciledCluster.settled()
     bench.world.pods["demo-engine-0"]["status"] |= {"phase": "Running", "podIP": "10.0.0.1"}
     for expected in (["status"], [], []):
         assert (bench.reconcile() or 0) > 500

@@ -31,8 +31,7 @@ TLS: dict[str, Any] = {
 @functools.cache
 def engine_annotations(tls: str) -> Object:
     """Annotations of the engines' StatefulSet."""
-    rig = Rig(tls=TLS[tls])
-    rig.settle()
+    rig = Rig.settled(tls=TLS[tls])
     return dict(annotations_of(rig.world.objects[ENGINE]))
 
 
@@ -148,8 +147,7 @@ class KillMachine(RuleBasedStateMachine):
 
 
 def test_briefly_unready_shard_is_not_replaced_first():
-    rig = TimedRig()
-    rig.settle()
+    rig = TimedRig.settled()
     rig.now += WINDOW
     rig.declare(2, memoryPerShard="2Gi")
     while "evict demo-remote-0" not in rig.run():

@@ -34,8 +34,7 @@ def usage(rig: Rig, *counts: tuple[int, int]) -> dict[str, Any]:
 
 
 def test_usage_is_reported_when_it_changes_by_5_percent():
-    rig = Rig()
-    rig.settle()
+    rig = Rig.settled()
     assert usage(rig) == {}
     assert usage(rig, (0, 0)) == {}
     assert usage(rig, (1000, 10), (900, 20)) == {"usedBytes": 1000, "evicted": 20}
@@ -92,8 +91,7 @@ def test_hit_percentages_are_reported_by_tier():
         sidecars = [Sidecar(lookups=counters, **figures) for counters in counts]
         return status_fields(rig, *sidecars, component=Engine()).get("hitPercent")
 
-    rig = Rig()
-    rig.settle()
+    rig = Rig.settled()
     assert hits() is None
     assert hits(LookupFigures()) is None
     assert hits(LookupFigures(1000, 100, 300), LookupFigures(1000, 0, 100)) == {"engine": 5, "memory": 20}

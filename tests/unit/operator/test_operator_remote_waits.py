@@ -38,8 +38,7 @@ def test_shard_that_does_not_become_ready_fails_after_ten_minutes():
     def why() -> str:
         return why_never_ready(rig.observed(Remote()))
 
-    rig = Rig(shards=2)
-    rig.settle()
+    rig = Rig.settled(shards=2)
     assert why() == ""
     rig.declare(3)
     rig.run()
@@ -63,8 +62,7 @@ def test_shard_that_cannot_be_created_fails_after_ten_minutes():
         event_meta = {"involvedObject": {"uid": owner}, "lastTimestamp": last}
         return why_never_ready(replace(observed, warnings=(failure | event_meta,)))
 
-    rig = Rig(shards=2)
-    rig.settle()
+    rig = Rig.settled(shards=2)
     rig.declare(3)
     rig.run()
     rig.world.pods.pop("demo-remote-2")
@@ -77,8 +75,7 @@ def test_shard_that_cannot_be_created_fails_after_ten_minutes():
 
 
 def test_removed_shard_is_not_waited_for():
-    rig = Rig(shards=3)
-    rig.settle()
+    rig = Rig.settled(shards=3)
     rig.declare(2)
     rig.settle()
     rig.world.set_ready("demo-remote-2", False)

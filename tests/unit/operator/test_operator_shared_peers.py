@@ -70,8 +70,7 @@ class Rig(ReconciledCluster):
 
 def test_list_has_the_pods_of_all_clusters_that_refer_to_it() -> None:
     joined = {"tiers": {"peers": {"clusterRef": {"name": "demo"}}}}
-    rig = Rig(another(**joined), engine={"replicas": 3}, tiers={"peers": {}})
-    rig.settle()
+    rig = Rig.settled(another(**joined), engine={"replicas": 3}, tiers={"peers": {}})
     assert rig.num_listed() == {"demo-engine": 3, "other-engine": 2}
     data = rig.world.objects[LIST]["data"]["peers.yaml"]
     assert "other-engine-1.other-engine.team.svc:9465" in data
@@ -88,8 +87,7 @@ def test_list_has_the_pods_of_all_clusters_that_refer_to_it() -> None:
 
 def test_invalid_clusters_of_other_users_do_not_break_the_list() -> None:
     odd = another(tiers={"peers": {"clusterRef": {"name": "demo"}}}, engine={"replicas": 10**9})
-    rig = Rig(odd, engine={"replicas": 1}, tiers={"peers": {}})
-    rig.settle()
+    rig = Rig.settled(odd, engine={"replicas": 1}, tiers={"peers": {}})
     assert rig.num_listed() == {"demo-engine": 1, "other-engine": 999}
     rig.other = odd | {"spec": {"tiers": {"peers": {"clusterRef": "demo"}}}}
     rig.settle()
@@ -110,8 +108,7 @@ def test_other_clusters_do_not_make_the_list_too_long_for_sidecars(tmp_path: Pat
 
 
 def test_referring_cluster_uses_the_list_and_password_of_the_other_one() -> None:
-    rig = Rig(another(tiers={"peers": {}}), **REFERRING)
-    rig.settle()
+    rig = Rig.settled(another(tiers={"peers": {}}), **REFERRING)
     assert LIST not in rig.world.objects
     assert Ref("Secret", "demo-peers") not in rig.world.objects
     assert rig.conditions()["Degraded"] == "False"
@@ -152,11 +149,9 @@ NOT_SHARED = [
 
 @pytest.mark.parametrize(("other", "message"), NOT_SHARED)
 def test_pods_keep_their_peers_if_the_reference_is_wrong(other: dict[str, Any] | None, message: str) -> None:
-    rig = Rig(other, engine={"replicas": 2}, tiers={"peers": {}})
-    rig.settle()
+    rig = Rig.settled(other, engine={"replicas": 2}, tiers={"peers": {}})
     before = rig.world.objects[ENGINE]["spec"], {p["metadata"]["uid"] for p in rig.world.pods.values()}
-    rig.world.change(**REFERRING)
-    rig.settle()
+    rig.change(**REFERRING)
     now = rig.world.objects[ENGINE]["spec"], {p["metadata"]["uid"] for p in rig.world.pods.values()}
     assert now == before
     assert rig.num_listed() == {"demo-engine": 2}
@@ -169,19 +164,16 @@ def test_pods_keep_their_peers_if_the_reference_is_wrong(other: dict[str, Any] |
 
 @pytest.mark.parametrize(("other", "message"), NOT_SHARED)
 def test_new_pods_serve_without_peers_if_the_reference_is_wrong(other, message):
-    rig = Rig(other, **REFERRING)
-    rig.settle()
+    rig = Rig.settled(other, **REFERRING)
     assert rig.conditions() | {"Degraded": "True", "EngineAvailable": "True"} == rig.conditions()
     assert message in rig.message("Degraded")
 
 
 def test_cluster_scales_after_the_one_that_it_refers_to_was_deleted() -> None:
-    rig = Rig(another(tiers={"peers": {}}), **REFERRING)
-    rig.settle()
+    rig = Rig.settled(another(tiers={"peers": {}}), **REFERRING)
     template = rig.world.objects[ENGINE]["spec"]["template"]
     rig.other = None
-    rig.world.change(engine={"replicas": 3})
-    rig.settle()
+    rig.change(engine={"replicas": 3})
     assert len(rig.world.pods) == 3
     assert rig.world.objects[ENGINE]["spec"]["template"] == template
     assert "there is no LMCacheCluster other" in rig.message("Degraded")

@@ -155,8 +155,7 @@ def test_cluster_without_pods_has_no_figures() -> None:
     rig = Rig(hits(tokens=1000, hit_tokens=400))
     assert rig.listed()
     rig.world.resource["spec"]["engine"]["replicas"] = 0
-    rig.world.change()
-    rig.settle()
+    rig.change()
     assert not rig.world.pods
     assert rig.world.resource["status"].keys().isdisjoint({"tenants", "hitPercent"})
 

@@ -69,40 +69,56 @@ def run_deferred(engine: Engine) -> None:
     action()
 
 
-def prompt(*chunks: str) -> str:
+def prompt(chunks: str) -> str:
     """A prompt of whole chunks, each a letter."""
     return "".join(chunk * (CHUNK // BLOCK) for chunk in chunks)
 
 
-def test_a_first_prompt_is_new_but_for_its_tail():
-    assert Engine().report(prompt("a", "b")).tokens == {"new": 2 * CHUNK, "tail": 5}
+NEW_TWO = {"new": 2 * CHUNK, "tail": 5}
+UNSTORED = Blocking(Absence.NOT_STORED, is_unstored=False)
+"""Another KV group stored the chunk: an engine has no snapshot of a state at the end of every chunk."""
+
+
+@pytest.mark.parametrize(
+    ("earlier", "report", "tokens"),
+    [
+        pytest.param("", ["ab"], NEW_TWO, id="a first prompt is new but for its tail"),
+        pytest.param("ab", ["abc", 0, 2 * CHUNK], {"memory": 2 * CHUNK, "new": CHUNK, "tail": 5},
+                     id="the next turn of a conversation is new"),
+        pytest.param("abc", ["abcd", 0, CHUNK, Absence.TOO_LATE],
+                     {"memory": CHUNK, "too_late": 2 * CHUNK, "new": CHUNK, "tail": 5},
+                     id="chunks of earlier prompts have the reason of the first absent one"),
+        pytest.param("ab", ["ab", 0, 0, UNSTORED], {"not_stored": 2 * CHUNK, "tail": 5},
+                     id="a chunk that only another KV group stored is not stored"),
+        pytest.param("ab", ["ab", 0, 2 * CHUNK - BLOCK, Absence.EVICTED, 0],
+                     {"memory": 2 * CHUNK - BLOCK, "tail": BLOCK}, id="the last token of a full hit is tail"),
+        pytest.param("ab", ["ab", CHUNK + 3 * BLOCK],
+                     {"engine": CHUNK + 3 * BLOCK, "evicted": CHUNK - 3 * BLOCK, "tail": 5},
+                     id="half a chunk in the engine is not computed"),
+        pytest.param("", ["", 0, 0, Absence.EVICTED, CHUNK + 1], {"not_cacheable": CHUNK + 1},
+                     id="a long request without keys is not cacheable"),
+        pytest.param("", ["", 0, 0, Absence.EVICTED, 53], {"tail": 53}, id="a short one is tail"),
+        pytest.param("", ["ab", 0, 0, Absence.EVICTED, -7], {"new": 2 * CHUNK},
+                     id="a report of fewer tokens than its chunks counts the chunks"),
+    ],
+)  # fmt: skip
+def test_each_token_of_a_prompt_has_one_cause(earlier, report, tokens):
+    engine = Engine()
+    engine.report(prompt(earlier))
+    assert engine.report(prompt(report[0]), *report[1:]).tokens == tokens
 
 
 def test_a_hit_counts_for_the_tier_that_held_it():
-    engine = Engine()
-    explained = engine.report(prompt("a", "b", "c", "d", "e"), CHUNK, 3 * CHUNK, c1="disk", c2="remote")
-    assert explained.tokens == {
-        "engine": CHUNK,
-        "disk": CHUNK,
-        "remote": CHUNK,
-        "memory": CHUNK,
-        "new": CHUNK,
-        "tail": 5,
+    explained = Engine().report(prompt("abcde"), CHUNK, 3 * CHUNK, c1="disk", c2="remote")
+    assert explained.tokens == dict.fromkeys(("engine", "disk", "remote", "memory", "new"), CHUNK) | {
+        "tail": 5
     }
-
-
-def test_the_next_turn_of_a_conversation_is_new():
-    engine = Engine()
-    engine.report(prompt("a", "b"))
-    explained = engine.report(prompt("a", "b", "c"), num_loaded=2 * CHUNK)
-    assert explained.tokens == {"memory": 2 * CHUNK, "new": CHUNK, "tail": 5}
-    assert explained.common_tokens == 2 * CHUNK
 
 
 def test_a_prompt_that_leaves_an_earlier_one_has_diverged():
     engine = Engine()
-    engine.report(prompt("a", "b", "c"))
-    explained = engine.report(prompt("a", "x", "c"), num_loaded=CHUNK)
+    engine.report(prompt("abc"))
+    explained = engine.report(prompt("axc"), num_loaded=CHUNK)
     assert explained.tokens == {"memory": CHUNK, "diverged": 2 * CHUNK, "tail": 5}
     assert engine.causes.stats.diverged_tokens == {"256": 2 * CHUNK}
     (branch,) = engine.causes.branches.top(10)
@@ -112,82 +128,22 @@ def test_a_prompt_that_leaves_an_earlier_one_has_diverged():
 def test_a_timestamp_in_the_first_chunk_is_a_divergence():
     engine = Engine()
     for second in range(10):
-        explained = engine.report("sy" + str(second) + prompt("a", "b"))
+        explained = engine.report("sy" + str(second) + prompt("ab"))
     assert explained.tokens == {"diverged": 2 * CHUNK, "tail": 5 + 3 * BLOCK}
     assert explained.common_tokens == 2 * BLOCK
     assert engine.causes.stats.diverged_requests == {"64": 9}
     assert engine.causes.branches.top(1)[0].num_requests == 9
 
 
-def test_chunks_of_earlier_prompts_have_the_reason_of_the_first_absent_one():
-    engine = Engine()
-    engine.report(prompt("a", "b", "c"))
-    explained = engine.report(prompt("a", "b", "c", "d"), num_loaded=CHUNK, blocking=Absence.TOO_LATE)
-    assert explained.tokens == {"memory": CHUNK, "too_late": 2 * CHUNK, "new": CHUNK, "tail": 5}
-
-
 def test_chunks_of_a_request_that_just_began_are_being_stored():
     engine = Engine()
     engine.report(prompt("a"), time=1000.0)
-    engine.report(prompt("a", "b"), num_loaded=CHUNK, time=2000.0)
+    engine.report(prompt("ab"), num_loaded=CHUNK, time=2000.0)
     for time, cause in ((2000.5, "being_stored"), (2059.0, "being_stored"), (2061.0, "not_stored")):
-        explained = engine.report(prompt("a", "b"), num_loaded=CHUNK, blocking=Absence.NOT_STORED, time=time)
+        explained = engine.report(prompt("ab"), num_loaded=CHUNK, blocking=Absence.NOT_STORED, time=time)
         assert explained.tokens == {"memory": CHUNK, cause: CHUNK, "tail": 5}
-    explained = engine.report(prompt("a", "b"), blocking=Absence.EVICTED, time=2061.0)
+    explained = engine.report(prompt("ab"), blocking=Absence.EVICTED, time=2061.0)
     assert explained.tokens == {"evicted": 2 * CHUNK, "tail": 5}
-
-
-def test_a_chunk_that_only_another_kv_group_stored_is_not_stored():
-    """An engine has no snapshot of a state at the end of every chunk."""
-    engine = Engine()
-    engine.report(prompt("a", "b"))
-    blocking = Blocking(Absence.NOT_STORED, is_unstored=False)
-    assert engine.report(prompt("a", "b"), blocking=blocking).tokens == {"not_stored": 2 * CHUNK, "tail": 5}
-
-
-def test_the_last_token_of_a_full_hit_is_tail():
-    engine = Engine()
-    engine.report(prompt("a", "b"), num_tail=0)
-    explained = engine.report(prompt("a", "b"), num_loaded=2 * CHUNK - BLOCK, num_tail=0)
-    assert explained.tokens == {"memory": 2 * CHUNK - BLOCK, "tail": BLOCK}
-
-
-def test_half_a_chunk_in_the_engine_is_not_computed():
-    engine = Engine()
-    engine.report(prompt("a", "b"))
-    explained = engine.report(prompt("a", "b"), CHUNK + 3 * BLOCK)
-    assert explained.tokens == {"engine": CHUNK + 3 * BLOCK, "evicted": CHUNK - 3 * BLOCK, "tail": 5}
-
-
-def test_a_request_without_keys_is_not_cacheable_unless_it_is_short():
-    engine = Engine()
-    assert engine.report("a" * 3).tokens == {"tail": 3 * BLOCK + 5}
-    assert engine.report("", num_tail=CHUNK + 1).tokens == {"not_cacheable": CHUNK + 1}
-
-
-def test_loaded_chunks_after_the_last_looked_up_one_count_for_memory():
-    """A lookup holds 4,096 keys of all KV groups, and an engine may load more chunks."""
-    engine = Engine()
-    keys = [b"n" * 32 + bytes([number]) * 32 for number in range(2)]
-    chains = Chains(CHUNK, (KVGroup(0, BLOCK, 4096),), (keys,))
-    message = pb.Scheduled(
-        num_engine_chunks=1,
-        num_hit_chunks=5,
-        num_loaded_tokens=4 * CHUNK,
-        num_prompt_tokens=6 * CHUNK + 5,
-        num_engine_tokens=CHUNK,
-    )
-    sources = find_sources(chains, message, {keys[1]: "remote"})
-    engine.causes.note(Scheduled(0.0, "id", chains, message, sources, engine.history, EVICTED))
-    engine.causes.settle()
-    assert engine.causes.stats.cause_tokens == {
-        "engine": CHUNK, "remote": CHUNK, "memory": 3 * CHUNK, "tail": CHUNK + 5,
-    }  # fmt: skip
-
-
-def test_a_report_of_fewer_tokens_than_its_chunks_counts_the_chunks():
-    engine = Engine()
-    assert engine.report(prompt("a", "b"), num_tail=-7).tokens == {"new": 2 * CHUNK}
 
 
 def test_tokens_in_the_engine_are_common_tokens():
@@ -195,15 +151,28 @@ def test_tokens_in_the_engine_are_common_tokens():
     assert engine.report("a" * 3, 2 * BLOCK).common_tokens == 2 * BLOCK
 
 
-def test_an_engine_that_sends_no_tokens_counts_whole_chunks():
+@pytest.mark.parametrize(
+    ("num_keys", "fields", "tokens"),
+    [
+        # A lookup holds 4,096 keys of all KV groups, and an engine may load more chunks.
+        pytest.param(2, {"num_hit_chunks": 5, "num_loaded_tokens": 4 * CHUNK, "num_engine_tokens": CHUNK,
+                         "num_prompt_tokens": 6 * CHUNK + 5},
+                     {"engine": CHUNK, "remote": CHUNK, "memory": 3 * CHUNK, "tail": CHUNK + 5},
+                     id="loaded chunks after the last looked-up one count for memory"),
+        pytest.param(4, {"num_hit_chunks": 3, "num_loaded_tokens": 2 * CHUNK},
+                     {"engine": CHUNK, "remote": CHUNK, "memory": CHUNK, "new": CHUNK},
+                     id="an engine that sends no tokens counts whole chunks"),
+    ],
+)  # fmt: skip
+def test_chunks_count_although_the_report_lacks_keys_or_tokens(num_keys, fields, tokens):
     engine = Engine()
-    keys = [b"n" * 32 + bytes([number]) * 32 for number in range(4)]
+    keys = [b"n" * 32 + bytes([number]) * 32 for number in range(num_keys)]
     chains = Chains(CHUNK, (KVGroup(0, BLOCK, 4096),), (keys,))
-    message = pb.Scheduled(num_engine_chunks=1, num_hit_chunks=3, num_loaded_tokens=2 * CHUNK)
-    sources = find_sources(chains, message, {})
+    message = pb.Scheduled(num_engine_chunks=1, **fields)
+    sources = find_sources(chains, message, {keys[1]: "remote"})
     engine.causes.note(Scheduled(0.0, "id", chains, message, sources, engine.history, EVICTED))
     engine.causes.settle()
-    assert engine.causes.stats.cause_tokens == {"engine": CHUNK, "memory": 2 * CHUNK, "new": CHUNK}
+    assert engine.causes.stats.cause_tokens == tokens
 
 
 @given(
@@ -226,11 +195,16 @@ def test_causes_add_up_to_the_prompts_for_any_report(reports):
     assert sum(stats.diverged_tokens.values()) <= stats.cause_tokens["diverged"]
 
 
-def test_requests_are_counted_in_slices_after_the_call():
+def paused_engine() -> Engine:
+    """An engine whose requests are counted only by its deferred calls."""
     engine = Engine()
-    report = engine.causes.settle
     engine.causes.settle = lambda: None
     engine.causes.requests.append(None)
+    return engine
+
+
+def test_requests_are_counted_in_slices_after_the_call():
+    engine = paused_engine()
     for _ in range(20):
         engine.report(prompt("a"))
     assert engine.causes.stats.prompt_tokens == 0
@@ -240,23 +214,18 @@ def test_requests_are_counted_in_slices_after_the_call():
     assert engine.deferred[0][0] == 0.0  # a pause would bound the rate of requests
     run_deferred(engine)
     assert (engine.causes.stats.prompt_tokens, engine.deferred) == (20 * (CHUNK + 5), [])
-    report()
 
 
 def test_few_long_requests_are_counted_in_a_slice():
-    engine = Engine()
-    engine.causes.settle = lambda: None
-    engine.causes.requests.append(None)
+    engine = paused_engine()
     for _ in range(4):
-        engine.report(prompt(*"abcdefgh" * 50))
+        engine.report(prompt("abcdefgh" * 50))
     run_deferred(engine)
     assert len(engine.causes.requests) == 1 + 3
 
 
 def test_a_request_that_cannot_be_counted_does_not_stop_the_others(monkeypatch):
-    engine = Engine()
-    engine.causes.settle = lambda: None
-    engine.causes.requests.append(None)
+    engine = paused_engine()
     engine.report(prompt("a"))
     engine.report(prompt("b"))
     monkeypatch.setattr(engine.causes, "_explain", Mock(side_effect=RuntimeError))
@@ -298,7 +267,3 @@ def test_a_chunk_may_still_be_computed_if_no_group_ever_stored_it():
     assert blocking_of(reasons) == Blocking(Absence.NOT_STORED, True)
     assert blocking_of(reasons, stored=b"d") == Blocking(Absence.NOT_STORED, False)
     assert not blocking_of({b"b": Absence.EVICTED, b"d": Absence.NOT_STORED}).is_unstored
-
-
-def test_every_reason_has_a_title():
-    assert {absence.value for absence in Absence} <= CAUSES.keys()

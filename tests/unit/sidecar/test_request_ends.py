@@ -92,25 +92,12 @@ def test_a_failed_load_is_a_cause_of_its_own(causes):
     assert causes.requests[-1].document()["load_seconds"] == {"memory": 0.5}
 
 
-def test_more_failed_tokens_than_were_loaded_are_not_counted(causes):
-    report(causes, num_loaded=1)
-    end(causes, num_failed=1 << 60)
-    assert causes.stats.cause_tokens == {"load_failed": CHUNK, "new": 3 * CHUNK, "tail": 5}
-
-
 def test_an_unknown_request_is_ignored(causes):
     end(causes, "unknown", num_failed=7)
     report(causes, num_loaded=1)
     end(causes)
     end(causes, num_failed=CHUNK)
     assert causes.stats.cause_tokens == {"memory": CHUNK, "new": 3 * CHUNK, "tail": 5}
-
-
-def test_a_request_that_starts_again_counts_for_each_start(causes):
-    report(causes, num_loaded=1)
-    report(causes, num_loaded=2)
-    end(causes)
-    assert causes.stats.prompt_tokens == 2 * (4 * CHUNK + 5)
 
 
 def test_loads_of_a_dead_engine_count_as_hits(causes):

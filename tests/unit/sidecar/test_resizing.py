@@ -11,7 +11,7 @@ from lmcache_sidecar.sidecar import Sidecar
 from lmcache_sidecar.stats import document
 
 from testing.child_process import wait_until
-from tests.harness.resizing_worker import CAPACITY, SIZES, Worker, name
+from tests.harness.resizing_worker import CAPACITY, SIZES, Worker
 from tests.unit.sidecar.test_resizing_model import ResizingModel
 
 
@@ -63,79 +63,50 @@ def scenario() -> Iterator[Scenario]:
     scenario.teardown()
 
 
-def test_shrinking_waits_for_leased_rows(scenario):
-    scenario.lease()
-    scenario.shrink()
-    scenario.run_workers()
-    scenario.step()
-    scenario.assert_waits("in use: 1 leased")
-    scenario.release()
-    scenario.step()
-    scenario.run_workers()
-    scenario.assert_done()
-
-
-def test_leased_rows_return_to_the_index_when_the_shrink_is_cancelled(scenario):
-    last_slot, key = scenario.last_row()
-    scenario.lease()
-    scenario.shrink()
-    scenario.assert_waits("in use: 1 leased")
-    scenario.release()
-    scenario.request_size(CAPACITY)
-    assert scenario.memory._rows.find(name(key)) == last_slot.row
-    scenario.check_found_rows_are_in_the_index()
-
-
-def test_slots_above_the_target_are_not_reserved_during_a_shrink(scenario):
-    scenario.lease()
-    scenario.shrink()
-    scenario.fill(FixedWorker(scenario.first))
-    assert scenario.memory.usable_slots <= scenario.arena.rows_within(SIZES[0])
-    scenario.step()
-    scenario.assert_waits("in use: 1 leased")
-
-
-def test_shrinking_waits_for_loads_in_progress(scenario):
+def begin_load(scenario: Scenario) -> None:
     scenario.begin_load(FixedWorker(scenario.second))
+
+
+def begin_load_and_reattach(scenario: Scenario) -> None:
+    begin_load(scenario)
+    scenario.second.attach()
+
+
+@pytest.mark.parametrize(
+    ("begin", "reason", "end"),
+    [
+        pytest.param(Scenario.lease, "in use: 1 leased", Scenario.release, id="leased rows"),
+        pytest.param(begin_load, "not yet released by", lambda s: s.end_load(s.second), id="a load"),
+        pytest.param(
+            begin_load_and_reattach, "not yet released by", lambda s: s.end_load(s.second), id="old pins"
+        ),
+        pytest.param(lambda s: s.second.lose(), "not proven dead", lambda s: s.second.die(), id="lost"),
+    ],
+)
+def test_shrinking_waits_until_nobody_uses_the_memory(scenario, begin, reason, end):
+    begin(scenario)
     scenario.shrink()
     scenario.run_workers()
     scenario.step()
-    scenario.assert_waits("is not yet released by")
-    scenario.end_load(scenario.second)
+    scenario.assert_waits(reason)
+    end(scenario)
+    scenario.step()
     scenario.run_workers()
     scenario.assert_done()
+    assert not any(worker.older_devices for worker in scenario.workers)
 
 
-def test_shrinking_waits_for_a_frozen_worker(scenario):
+def test_shrinking_waits_for_a_frozen_worker_and_ignores_its_answer_to_an_earlier_round(scenario):
+    scenario.shrink()
+    scenario.run_workers()
+    scenario.request_size(CAPACITY)
+    scenario.run_workers()
     scenario.shrink()
     scenario.first.work()
     scenario.step()
     scenario.assert_waits("(attached)")
     scenario.run_workers()
     scenario.assert_done()
-
-
-def test_shrinking_waits_for_a_lost_worker_until_it_is_dead(scenario):
-    scenario.shrink()
-    scenario.second.lose()
-    scenario.run_workers()
-    scenario.step()
-    scenario.assert_waits("(lost, not proven dead)")
-    scenario.second.die()
-    scenario.assert_done()
-
-
-def test_shrinking_waits_for_old_pins_of_a_reattached_worker(scenario):
-    scenario.begin_load(FixedWorker(scenario.second))
-    scenario.second.attach()
-    scenario.shrink()
-    scenario.run_workers()
-    scenario.step()
-    scenario.assert_waits("is not yet released by")
-    scenario.end_load(scenario.second)
-    scenario.run_workers()
-    scenario.assert_done()
-    assert not scenario.second.older_devices
 
 
 def test_shrinking_waits_for_workers_of_the_previous_sidecar(scenario):

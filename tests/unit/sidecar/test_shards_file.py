@@ -4,7 +4,6 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -95,13 +94,6 @@ def test_unusable_file_keeps_the_previous_list(tier, tmp_path, caplog):
     assert caplog.text.count("name at least one shard") == 1
     assert "The list of the remote tier's shards is still a:6379,b:6379" in caplog.text
     assert "'curent' is unknown, and ignored; did you mean 'current'?" in caplog.text
-
-
-def test_binary_file_is_reported(tier, tmp_path: Path):
-    (tmp_path / "shards.yaml").write_bytes(b"\xff\xfe")
-    file = ShardsFile(str(tmp_path / "shards.yaml"), tier)
-    file.follow()
-    assert "can't be read" in file.problem
 
 
 def test_until_that_repeats_lists_is_refused_without_memory():

@@ -228,15 +228,6 @@ def test_sampled_namespace_changes_only_when_its_engines_are_detached(world):
     assert later["started"] > started
 
 
-def test_only_scheduled_lookups_are_sampled(world):
-    client = world.attach(new_uuid())
-    for _ in range(3):
-        world.lookup(client, "r", 1, 2)
-    assert world.sessions.samples.stats.num_lookups == 0
-    world.lookup(client, "r", 1, 2, scheduled=pb.Scheduled())
-    assert world.sessions.samples.stats.num_lookups == 1
-
-
 @settings(max_examples=examples(100))
 @given(
     st.lists(st.tuples(st.lists(st.integers(0, HASHES - 1), max_size=5), st.floats(-5, 5)), max_size=30),

@@ -18,7 +18,18 @@ from lmcache.tiers.budgets import Budget
 from lmcache.tiers.stats import MemoryStats
 
 NAMESPACE = b"n" * 32
-HASH = "a" * 64
+HASH, OTHER_HASH = "a" * 64, "b" * 64
+
+
+def named(*entries: str) -> str:
+    """A file with these tenants. Each one without a salt file has a salt."""
+    hashes = [HASH, OTHER_HASH]
+    return "named: [{}]".format(
+        ", ".join(
+            f"{{{entry}}}" if "salt" in entry else f"{{{entry}, saltHash: {hashes.pop(0)}}}"
+            for entry in entries
+        )
+    )
 
 
 class Bench:
@@ -95,36 +106,39 @@ def test_without_a_file_only_the_quota_counts(tmp_path: Path):
         ("default: {memoryPercent: 0}", "default: memoryPercent: '0' is not a percentage from 1 to 100"),
         ("default: {priority: 101}", "default: priority: '101' is not a priority from -100 to 100"),
         ("default: {priority: [1]}", "default: priority: '' is not a priority"),
+        ("default: {lowerTierBytes: 1025Ti}", "default: lowerTierBytes: must be at most 1024Ti"),
+        # Metrics cannot show 400 digits.
+        (f"default: {{lowerTierBytes: {'9' * 400}}}", "default: lowerTierBytes: must be at most 1024Ti"),
         ("named: [a]", "named[0]: must hold keys and values"),
         (f"named: [{{saltHash: {HASH}}}]", "named[0]: name: write up to 63 lower-case letters"),
-        (f"named: [{{name: A, saltHash: {HASH}}}]", "named[0]: name: write"),
-        (f"named: [{{name: default, saltHash: {HASH}}}]", "named[0]: name: write"),
+        (named("name: A"), "named[0]: name: write"),
+        (named("name: default"), "named[0]: name: write"),
         ("named: [{name: a}]", "named[0] (a): set either saltHash or saltFile"),
+        (named(f"name: a, saltHash: {HASH}, saltFile: /x"), "named[0] (a): set either saltHash or saltFile"),
+        (named("name: a, saltHash: abc"), "named[0] (a): saltHash: must be 64 hexadecimal digits"),
+        (named("name: a, lowerTierBytes: 5Q"), "named[0] (a): lowerTierBytes: '5Q' is not a size"),
         (
-            f"named: [{{name: a, saltHash: {HASH}, saltFile: /x}}]",
-            "named[0] (a): set either saltHash or saltFile",
-        ),
-        ("named: [{name: a, saltHash: abc}]", "named[0] (a): saltHash: must be 64 hexadecimal digits"),
-        (
-            f"named: [{{name: a, saltHash: {HASH}, lowerTierBytes: 5Q}}]",
-            "named[0] (a): lowerTierBytes: '5Q' is not a size",
-        ),
-        (
-            f"named: [{{name: a, saltHash: {HASH}, memoryPercent: 5, minMemoryPercent: 6}}]",
+            named("name: a, memoryPercent: 5, minMemoryPercent: 6"),
             "named[0] (a): minMemoryPercent 6 is more than memoryPercent 5",
         ),
         (
-            f"named: [{{name: a, saltHash: {HASH}}}, {{name: a, saltHash: {'b' * 64}}}]",
-            "named[1]: name 'a' is used twice",
+            "default: {memoryPercent: 20}\n" + named("name: a, minMemoryPercent: 30"),
+            "minMemoryPercent 30 is more than memoryPercent 20",
         ),
+        (named("name: a", "name: a"), "named[1]: name 'a' is used twice"),
+        (named("name: a, saltFile: /absent/x", "name: a"), "named[1]: name 'a' is used twice"),
         (
-            f"named: [{{name: a, saltFile: /absent/x}}, {{name: a, saltHash: {HASH}}}]",
-            "named[1]: name 'a' is used twice",
-        ),
-        (
-            f"named: [{{name: a, saltHash: {HASH}, minMemoryPercent: 60}},"
-            f" {{name: b, saltHash: {'b' * 64}, minMemoryPercent: 41}}]",
+            named("name: a, minMemoryPercent: 60", "name: b, minMemoryPercent: 41"),
             "the sum of all minMemoryPercent is 101",
+        ),
+        # Guarantees of missing and of equal salts count: otherwise, a new salt would make the file invalid.
+        (
+            named("name: a, saltFile: /absent/x, minMemoryPercent: 60", "name: b, minMemoryPercent: 60"),
+            "the sum of all minMemoryPercent is 120",
+        ),
+        (
+            named(*(f"name: {name}, saltHash: {HASH}, minMemoryPercent: 60" for name in "ab")),
+            "the sum of all minMemoryPercent is 120",
         ),
         ("named: [", "is not YAML"),
     ],
@@ -149,13 +163,6 @@ def test_file_with_too_many_tenants_is_refused(bench: Bench):
         f"named: [{', '.join(entries)}]"
     )
     assert "t0" not in bench.file.names, "the former file is in use"
-
-
-def test_named_tenants_get_the_bound_of_the_default(bench: Bench):
-    bench.follow(
-        f"default: {{memoryPercent: 20}}\nnamed: [{{name: a, saltHash: {HASH}, minMemoryPercent: 30}}]"
-    )
-    assert "minMemoryPercent 30 is more than memoryPercent 20" in bench.file.problem
 
 
 def test_salt_file_that_appears_or_changes_is_followed(bench: Bench):
@@ -231,34 +238,10 @@ named:
     assert bench.budget("salt of b") == Budget("b", 80, 20)
 
 
-def test_guarantees_of_equal_salts_count(bench: Bench):
-    """Otherwise, the file would be refused when one of the salts changes."""
-    entries = ", ".join(f"{{name: {name}, saltHash: {HASH}, minMemoryPercent: 60}}" for name in "ab")
-    assert "the sum of all minMemoryPercent is 120" in bench.follow(f"named: [{entries}]")
-
-
-def test_missing_file_is_reported_and_read_when_it_appears(bench: Bench):
-    bench.file.follow()
-    assert "can't be read" in bench.file.problem
-    assert bench.follow("default: {priority: 3}") == ""
-    assert bench.budget("any").priority == 3
-
-
-def test_guarantees_of_missing_salts_count(bench: Bench):
-    """Otherwise, the file would be refused when the salt appears."""
-    hashed = keys.salt_hash("b").hex()
-    problem = bench.follow(f"""
-named:
-- {{name: a, saltFile: {bench.salt_path}, minMemoryPercent: 60}}
-- {{name: b, saltHash: {hashed}, minMemoryPercent: 60}}
-""")
-    assert "the sum of all minMemoryPercent is 120" in problem
-
-
 def test_digest_is_of_the_text_in_use(bench: Bench):
-    assert bench.digest == ""
+    assert "can't be read" in bench.follow()
     bench.follow("named: [")
-    assert bench.digest == "", "the file is invalid"
+    assert bench.digest == "", "the file is missing, or invalid"
     text = f"named: [{{name: a, saltFile: {bench.salt_path}}}]  # ä\n"
     assert "can't be read" in bench.follow(text)
     used = hashlib.sha256(text.encode()).hexdigest()
@@ -266,23 +249,18 @@ def test_digest_is_of_the_text_in_use(bench: Bench):
     bench.salt_path.write_text("s3cret")
     assert bench.follow() == ""
     assert bench.digest == used
+    bench.salt_path.write_text("another salt")
+    assert bench.follow() == ""
+    assert (bench.budget("another salt").name, bench.digest) == ("a", used)
     bench.follow("default: 5")
     assert bench.digest == used, "the budgets in use are those of the former text"
     bench.path.unlink()
     assert "can't be read" in bench.follow()
     assert bench.digest == used
-    bench.follow("")
-    assert bench.digest == hashlib.sha256(b"").hexdigest()
-
-
-def test_digest_is_the_same_for_another_salt_in_the_same_file(bench: Bench):
-    bench.salt_path.write_text("one")
-    bench.follow(f"named: [{{name: a, saltFile: {bench.salt_path}}}]")
-    before = bench.digest
-    bench.salt_path.write_text("two")
-    bench.follow()
-    assert bench.budget("two").name == "a"
-    assert bench.digest == before
+    text = "default: {lowerTierBytes: 1024Ti}"
+    assert bench.follow(text) == "", "a missing file is read when it appears"
+    assert bench.digest == hashlib.sha256(text.encode()).hexdigest()
+    assert bench.file.budgets.default.disk_bytes == 1 << 50, "the largest bound on disk"
 
 
 def test_bytes_on_disk_count_for_the_salt_under_each_name_and_in_each_namespace(bench: Bench):
@@ -301,12 +279,8 @@ def test_bytes_on_disk_count_for_the_salt_under_each_name_and_in_each_namespace(
 
 
 def test_salt_hash_command_ignores_one_newline(monkeypatch, capsys):
-    for text, salt in (
-        (b"s3cret", "s3cret"),
-        (b"s3cret\n", "s3cret"),
-        (b"a\n\n", "a\n"),
-        (b" \xc3\xa9", " é"),
-    ):
+    salts = {b"s3cret": "s3cret", b"s3cret\n": "s3cret", b"a\n\n": "a\n", b" \xc3\xa9": " é"}
+    for text, salt in salts.items():
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
         assert main(["salt-hash"]) == 0
         assert capsys.readouterr().out == keys.salt_hash(salt).hex() + "\n"
@@ -326,11 +300,3 @@ def test_path_of_a_salt_that_no_file_can_have_costs_one_budget(bench: Bench, esc
     assert problem.startswith("named[0] (bad): saltFile: ")
     problem.encode()  # logs and reports are UTF-8
     assert bench.file.names == ["default", "good"]
-
-
-def test_bound_on_disk_is_at_most_that_of_the_spec(bench: Bench):
-    assert bench.follow("default: {lowerTierBytes: 1024Ti}") == ""
-    for text in ("1025Ti", "9" * 400):  # metrics cannot show 400 digits
-        problem = bench.follow(f"default: {{lowerTierBytes: {text}}}")
-        assert problem == "default: lowerTierBytes: must be at most 1024Ti"
-    assert bench.file.budgets.default.disk_bytes == 1 << 50
