@@ -53,8 +53,7 @@ class ReadBench(ReconciledCluster):
 
 @pytest.fixture
 def bench() -> ReadBench:
-    bench = ReadBench.settled()
-    return bench
+    return ReadBench.settled()
 
 
 def test_reconciliation_of_an_idle_cluster_reads_only_existing_children(bench: ReadBench) -> None:
