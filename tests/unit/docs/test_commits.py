@@ -82,34 +82,3 @@ def test_checks_each_commit_since_the_default_branch(repository: Path) -> None:
         "the subject ends with a full stop",
         "the commit changes product code, so its body must say why",
     ]
-
-
-def test_prefers_the_remote_default_branch(
-    repository: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    clone = tmp_path_factory.mktemp("clone")
-    git(clone, "clone", "--quiet", str(repository), ".")
-    git(clone, "config", "user.name", "A")
-    git(clone, "config", "user.email", "a@example.com")
-    commit(clone, "README.md", "Refused on main, before a push")
-    assert len(commits.all_problems(clone)) == 1
-
-
-@pytest.mark.parametrize(
-    "state", ["default branch", "detached", "no default branch", "shallow", "no repository"]
-)
-def test_checks_nothing_without_a_common_commit(
-    repository: Path, tmp_path_factory: pytest.TempPathFactory, state: str
-) -> None:
-    if state == "detached":
-        git(repository, "switch", "--quiet", "--detach")
-    elif state == "no default branch":
-        git(repository, "branch", "--move", "trunk")
-    elif state == "shallow":
-        commit(repository, "README.md", "Refused.")
-        clone = tmp_path_factory.mktemp("clone")
-        git(clone, "clone", "--quiet", "--depth=1", f"file://{repository}", ".")
-        repository = clone
-    elif state == "no repository":
-        repository = tmp_path_factory.mktemp("empty")
-    assert commits.all_problems(repository) == []

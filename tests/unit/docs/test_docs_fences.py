@@ -16,15 +16,6 @@ def test_every_fence_of_a_page_with_commands_has_a_language():
     assert [str(fence) for page in PAGES for fence in fences(page) if not fence.language] == []
 
 
-def test_a_mark_names_its_reason(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("1. a\n   <!-- not run: no GPU -->\n   ```sh\n   nvidia-smi\n   ```\n\n```sh\nls\n```\n")
-    assert [(f.reason, f.text, f.line) for f in fences(page)] == [
-        ("no GPU", "nvidia-smi\n", 3),
-        ("", "ls\n", 7),
-    ]
-
-
 def test_every_mark_belongs_to_a_command():
     marks = sum(page.read_text().count("<!-- not run:") for page in pages())
     assert marks == sum(fence.language in COMMANDS for fence in ALL if fence.reason)

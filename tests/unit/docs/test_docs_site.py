@@ -1,10 +1,7 @@
 """The hook of the documentation site, which converts links and lists from GitHub's Markdown to MkDocs'."""
 
-import subprocess
-
 import pytest
 
-from tools import docs
 from tools.docs_site import with_markdown_lists, with_site_links
 
 REPOSITORY = "https://example.com/repository"
@@ -54,12 +51,3 @@ def test_links_in_code_are_not_converted(code):
 )
 def test_lists_are_converted_for_the_site(markdown, expected):
     assert with_markdown_lists(markdown) == expected
-
-
-def test_site_is_built_only_by_packages_with_hashes(monkeypatch, tmp_path, capfd):
-    monkeypatch.setenv("LMCACHE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(docs, "REQUIREMENTS", tmp_path / "docs.txt")
-    docs.REQUIREMENTS.write_text("mkdocs==1.6.1\n")
-    with pytest.raises(subprocess.CalledProcessError):
-        docs.command("build")
-    assert "--require-hashes" in capfd.readouterr().err
