@@ -1,6 +1,5 @@
 """Rules of KV groups, compared with attention token by token."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -118,33 +117,3 @@ def test_rows_hold_only_blocks_read_by_some_hit(model):
             for token in read_after(group, edge)
         }
         assert min(read, default=chunk_tokens // group.block_tokens) == first_block
-
-
-@pytest.mark.parametrize(
-    ("group", "blocks"),
-    [
-        (KVGroup(0, 32, 1), 8),
-        (KVGroup(0, 32, 1, 128, WINDOW), 4),
-        (KVGroup(0, 32, 1, 129, WINDOW), 4),
-        (KVGroup(0, 32, 1, 130, WINDOW), 5),
-        (KVGroup(0, 32, 1, 1024, WINDOW), 8),
-        (KVGroup(0, 32, 0, 256, CHUNKED), 0),
-        (KVGroup(0, 32, 0, 8192, CHUNKED), 8),
-        (KVGroup(0, 128, 1, 0, STATE), 1),
-    ],
-)
-def test_stored_blocks_of_a_chunk_of_256_tokens(group, blocks):
-    assert stored_blocks(group, 256) == blocks
-
-
-def test_group_without_stored_rows_does_not_limit_hits():
-    groups = KVGroup(0, 16, 4096), KVGroup(1, 16, 0, 256, CHUNKED)
-    assert longest_hit(groups, 256, [b"\1\1\1", b""], 0, 3) == 3
-    assert first_needed_chunk(groups[1], 3, 256) == 3
-
-
-def test_shorter_hit_needs_other_window_rows():
-    full, window = KVGroup(0, 16, 4096), KVGroup(1, 16, 4096, 128, WINDOW)
-    assert longest_hit((full, window), 256, [b"\1\1\1\1", b"\0\1\1\0"], 0, 4) == 3
-    assert longest_hit((full, window), 256, [b"\1\1\0\1", b"\1\0\1\1"], 0, 4) == 1
-    assert longest_hit((full, window), 256, [b"\1\1\1\1", b"\0\0\0\0"], 2, 4) == 2

@@ -29,10 +29,6 @@ def fail(error):
     return call
 
 
-def test_result_of_the_call_is_returned(client, clock):
-    assert Calls(client).attempt(lambda session: session.epoch) == 7
-
-
 def test_nothing_is_called_while_detached(client, clock):
     client.session = None
     calls = Calls(client)
@@ -40,26 +36,17 @@ def test_nothing_is_called_while_detached(client, clock):
     assert calls.attempt(lambda session: pytest.fail("no session")) is None
 
 
-def test_calls_pause_after_silence(client, clock):
+def test_calls_pause_after_each_silence(client, clock):
     calls, made = Calls(client), []
-    assert calls.attempt(fail(SidecarUnavailableError("silent"))) is None
-    assert calls.session is None
-    clock.now += PAUSE_SECONDS * 0.99
-    assert calls.attempt(made.append) is None
-    assert not made
-    clock.now += PAUSE_SECONDS * 0.01
-    assert calls.session is client.session
-    calls.attempt(made.append)
-    assert made == [client.session]
-
-
-def test_each_silence_begins_a_pause(client, clock):
-    calls = Calls(client)
-    for _ in range(3):
-        assert calls.session is client.session
-        calls.attempt(fail(SidecarUnavailableError("silent")))
+    for number in (1, 2):
+        assert calls.attempt(fail(SidecarUnavailableError("silent"))) is None
         assert calls.session is None
-        clock.now += PAUSE_SECONDS
+        clock.now += PAUSE_SECONDS * 0.99
+        assert calls.attempt(made.append) is None
+        clock.now += PAUSE_SECONDS * 0.01
+        assert calls.session is client.session
+        calls.attempt(made.append)
+        assert made == [client.session] * number
 
 
 def test_new_session_is_called_at_once(client, clock):

@@ -88,25 +88,11 @@ def test_chunks_of_all_groups_are_loaded_into_their_blocks(rig):
     assert rig.session.leased == {"second"}
 
 
-def test_chunk_that_is_missing_in_a_group_is_not_offered(rig):
-    first = rig.arrive(make_request(200, "first"))
-    (job,) = schedule(rig, first).stores
-    commit(rig, job)
-    del rig.session.rows[keys.chunk_key(b"p3", group=2)]
-    assert rig.scheduler.num_loadable(rig.arrive(make_request(200, "second")), 0) == 64
-
-
 def test_load_of_an_unknown_request_fails_blocks_of_all_groups(rig):
     rig.scheduler.note_allocated("unknown", TABLES, 160)
     (load,) = rig.scheduler.end_step(0).loads
     assert load.pieces() == []
     assert set(load.blocks) == {block for table in TABLES for block in table}
-
-
-def test_preemption_reclaims_the_store_of_all_groups(rig):
-    (job,) = schedule(rig, rig.arrive(make_request(200))).stores
-    rig.scheduler.note_preempted("r")
-    assert rig.scheduler.end_step(1).reclaimed == {job.job_id}
 
 
 class RecordingCopier:

@@ -30,12 +30,6 @@ GRIDS = st.builds(
 )
 
 
-@given(GRIDS)
-def test_chunk_edges_are_edges_of_blocks_and_hashes(grid):
-    assert grid.chunk_tokens % grid.step_tokens == 0
-    assert grid.chunk_tokens % grid.hash_tokens == 0
-
-
 @given(GRIDS, st.integers(0, 40), st.integers(1, 3000), st.integers(0, 12))
 def test_load_covers_exactly_the_missing_leased_blocks(grid, computed_blocks, num_tokens, num_leased):
     computed = min(computed_blocks, (num_tokens - 1) // grid.step_tokens) * grid.step_tokens
@@ -70,14 +64,6 @@ def test_load_covers_exactly_the_missing_leased_blocks(grid, computed_blocks, nu
     assert not num_loaded or job.groups[0].found.rows[0] == 7 * (computed // grid.chunk_tokens), (
         "earlier chunks must not be in the job"
     )
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "num_leased", "loaded"),
-    [(255, 0, 0), (256, 1, 224), (257, 1, 256), (288, 1, 256), (512, 2, 480), (513, 2, 512)],
-)
-def test_loadable_tokens_leave_a_token_to_compute(num_tokens, num_leased, loaded):
-    assert make_grid(256, 32, 32).loadable_tokens(0, num_tokens, num_leased) == loaded
 
 
 def test_unaligned_local_hit_has_nothing_loadable():

@@ -98,33 +98,6 @@ def test_preemption_waits_at_most_its_limit(rig):
     assert sum(waits) == pytest.approx(TIMING.preemption_seconds), "the limit applies to all copies together"
 
 
-def test_finished_request_is_held_while_its_blocks_are_copied(rig):
-    rig.copier.gate.clear()
-    rig.store()
-    assert rig.copier.in_copy.wait(60)
-    assert rig.collect(["r"], is_idle=True) == (set(), set())
-    rig.now = TIMING.hold_seconds - 0.01
-    assert rig.collect((), is_idle=True) == (set(), set())
-    rig.copier.gate.set()
-    sent, _ = rig.collect_until(lambda sent, loaded: sent)
-    assert sent == ["r"]
-    assert len(rig.session.committed) == 2
-
-
-def test_held_request_is_freed_at_the_limit_and_not_committed(rig):
-    rig.copier.gate.clear()
-    rig.store()
-    assert rig.copier.in_copy.wait(60)
-    rig.collect(["r"], is_idle=False)
-    rig.now = TIMING.hold_seconds
-    assert rig.collect((), is_idle=False) == ({"r"}, set())
-    rig.copier.kv |= dict.fromkeys((1, 2, 3, 4), 99)
-    rig.copier.gate.set()
-    rig.collect_until(lambda *_: len(rig.session.aborted) == 2)
-    assert rig.session.committed == []
-    assert rig.collect((), is_idle=False) == (set(), set()), "the request must be reported once"
-
-
 def test_held_request_without_stores_is_freed_at_once(rig):
     assert rig.collect(["r"], is_idle=False) == ({"r"}, set())
 
@@ -150,6 +123,8 @@ def test_request_that_ends_with_a_store_is_held_in_both_hook_orders(rig, order):
     answers = [getattr(rig.worker, hook)(step) for hook in order]
     assert (set(), set()) in answers, "the blocks are still in use"
     assert rig.copier.in_copy.wait(60)
+    rig.now = TIMING.hold_seconds - 0.01
+    assert rig.collect((), is_idle=True) == (set(), set())
     rig.copier.gate.set()
     sent, _ = rig.collect_until(lambda sent, loaded: sent)
     assert sent == ["r"]
@@ -169,6 +144,7 @@ def test_blocks_freed_at_the_limit_are_never_committed(rig, order):
     rig.copier.gate.set()
     rig.collect_until(lambda *_: len(rig.session.aborted) == 2)
     assert rig.session.committed == []
+    assert rig.collect((), is_idle=False) == (set(), set()), "the request must be reported once"
 
 
 def test_store_without_hook_call_starts_with_the_next_step(rig):

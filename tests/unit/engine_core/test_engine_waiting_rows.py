@@ -7,6 +7,17 @@ from lmcache.engines.core.jobs import WorkerReport
 from tests.harness.scheduler_rig import Rig, blocks, make_request
 
 
+def arrive_together(rig, num_tokens=200):
+    """Return two requests of one prompt without rows below memory. The first one begins to compute."""
+    rig.session.memory_only = True
+    first, second = make_request(200, "first"), make_request(num_tokens, "second")
+    rig.scheduler.on_new_request(first)
+    rig.scheduler.on_new_request(second)
+    assert rig.match(first) == (0, False)
+    rig.allocate(first, blocks(7), 0)
+    return first, second
+
+
 def test_promoted_rows_are_waited_for_while_they_arrive(rig):
     rig.session.num_pending = 3
     request = rig.arrive(make_request(200))
@@ -153,12 +164,7 @@ def test_all_waiting_requests_are_refreshed(rig):
 
 
 def test_shared_prefix_is_computed_once(rig):
-    rig.session.memory_only = True
-    first, second = make_request(200, "first"), make_request(200, "second")
-    rig.scheduler.on_new_request(first)
-    rig.scheduler.on_new_request(second)
-    assert rig.match(first) == (0, False)
-    rig.allocate(first, blocks(7), 0)
+    _, second = arrive_together(rig)
     rig.now = 100.0  # the wait has no time limit
     assert rig.match(second) == (None, False)
     (job,) = rig.step(new=[("first", blocks(7), 0, 200)]).stores
@@ -169,24 +175,14 @@ def test_shared_prefix_is_computed_once(rig):
 
 
 def test_rows_in_the_engines_prefix_cache_are_not_waited_for(rig):
-    rig.session.memory_only = True
-    first, second = make_request(200, "first"), make_request(256 + 8, "second")
-    rig.scheduler.on_new_request(first)
-    rig.scheduler.on_new_request(second)
-    assert rig.match(first) == (0, False)
-    rig.allocate(first, blocks(7), 0)
+    _, second = arrive_together(rig, 256 + 8)
     assert rig.match(second, computed=64) == (None, False), "the second chunk is still being computed"
     assert rig.match(second, computed=192) == (0, False), "the chunks are in the engine's prefix cache"
 
 
 @pytest.mark.parametrize("end", ["preempted", "finished", "not stored", "reset"])
 def test_request_that_stopped_computing_is_not_waited_for(rig, end):
-    rig.session.memory_only = True
-    first, second = make_request(200, "first"), make_request(200, "second")
-    rig.scheduler.on_new_request(first)
-    rig.scheduler.on_new_request(second)
-    assert rig.match(first) == (0, False)
-    rig.allocate(first, blocks(7), 0)
+    first, second = arrive_together(rig)
     assert rig.match(second) == (None, False)
     if end == "preempted":
         rig.step(preempted=["first"])

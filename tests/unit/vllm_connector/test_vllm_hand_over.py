@@ -23,6 +23,14 @@ def make_rig():
         rig.scheduler.go_offline()
 
 
+@pytest.fixture
+def rig(make_rig):
+    """A decode engine whose sidecar has only memory."""
+    rig = make_rig()
+    rig.session.memory_only = True
+    return rig
+
+
 def prefill(rig, request):
     """Compute the whole prompt. Returns what the engine announces."""
     rig.arrive(request)
@@ -70,23 +78,13 @@ def test_decode_engine_waits_for_rows_that_are_still_stored(make_rig, is_memory_
     rig = make_rig()
     rig.session.memory_only = is_memory_only
     rig.session.is_probing = not is_memory_only
-    request = rig.arrive(make_request(200, kv_transfer_params=announce(NAMESPACE, 192)))
-    assert rig.match(request) == (None, False)
+    request = arrive_and_wait(rig)
     rig.stored(2)
     rig.now = 0.01
     assert rig.match(request) == (None, False)
     rig.stored(3)
     assert rig.match(request) == (192, True)
     assert is_memory_only or rig.session.num_handed_over == 3
-
-
-def test_decode_engine_computes_what_does_not_arrive(make_rig):
-    rig = make_rig()
-    rig.session.memory_only = True
-    request = rig.arrive(make_request(200, kv_transfer_params=announce(NAMESPACE, 192)))
-    assert rig.match(request) == (None, False)
-    rig.now = TIMING.first_row_seconds
-    assert rig.match(request) == (0, False)
 
 
 def set_rows_under_way(rig, state):
@@ -139,9 +137,7 @@ def test_wait_takes_no_longer_than_computing(make_rig, state):
     assert rig.match(request) == (0, False)
 
 
-def test_rows_that_arrive_slower_than_computing_end_the_wait(make_rig):
-    rig = make_rig()
-    rig.session.memory_only = True
+def test_rows_that_arrive_slower_than_computing_end_the_wait(rig):
     rig.scheduler._rate.tokens_per_second = 64 / 0.002
     request = arrive_and_wait(rig)
     rig.stored(1)
@@ -150,15 +146,6 @@ def test_rows_that_arrive_slower_than_computing_end_the_wait(make_rig):
     rig.stored(2)
     rig.now = 0.0065
     assert rig.match(request) == (128, True)
-
-
-def test_wait_without_rows_is_short_even_if_computing_takes_long(make_rig):
-    rig = make_rig()
-    rig.session.memory_only = True
-    rig.scheduler._rate.tokens_per_second = 64 / 10.0
-    request = arrive_and_wait(rig)
-    rig.now = TIMING.first_row_seconds
-    assert rig.match(request) == (0, False)
 
 
 def test_answer_seconds_of_the_user_replace_the_limits(make_rig):
@@ -172,9 +159,8 @@ def test_answer_seconds_of_the_user_replace_the_limits(make_rig):
     assert rig.match(request) == (0, False)
 
 
-def test_preempted_request_does_not_wait_again(make_rig):
-    rig = make_rig()
-    rig.session.memory_only = True
+def test_wait_without_rows_is_short_even_if_computing_takes_long_and_is_not_repeated(rig):
+    rig.scheduler._rate.tokens_per_second = 64 / 10.0
     request = arrive_and_wait(rig)
     rig.now = TIMING.first_row_seconds
     assert rig.match(request) == (0, False)
@@ -184,17 +170,13 @@ def test_preempted_request_does_not_wait_again(make_rig):
     assert rig.match(request) == (0, False)
 
 
-def test_decode_engine_does_not_wait_for_later_chunks(make_rig):
-    rig = make_rig()
-    rig.session.memory_only = True
+def test_decode_engine_does_not_wait_for_later_chunks(rig):
     rig.stored(1)
     request = rig.arrive(make_request(200, kv_transfer_params=announce(NAMESPACE, 64)))
     assert rig.match(request) == (64, True)
 
 
-def test_after_a_reset_nothing_is_waited_for(make_rig):
-    rig = make_rig()
-    rig.session.memory_only = True
+def test_after_a_reset_nothing_is_waited_for(rig):
     request = rig.arrive(make_request(200, kv_transfer_params=announce(NAMESPACE, 192)))
     rig.scheduler.reset_cache()
     assert rig.match(request) == (0, False)
@@ -217,9 +199,7 @@ def test_after_a_reset_nothing_is_waited_for(make_rig):
         announce(b"another" + bytes(25), 192),
     ],
 )
-def test_invalid_announcements_and_those_of_other_models_are_ignored(make_rig, params):
-    rig = make_rig()
-    rig.session.memory_only = True
+def test_invalid_announcements_and_those_of_other_models_are_ignored(rig, params):
     request = rig.arrive(make_request(200, kv_transfer_params=params))
     assert rig.match(request) == (0, False)
 
