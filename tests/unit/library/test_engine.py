@@ -27,17 +27,6 @@ def engine(fmt):
 # ---- store and retrieve ----
 
 
-@pytest.mark.parametrize("num_tokens", [1, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK + 3])
-def test_retrieve_returns_the_stored_kv(engine, fmt, num_tokens):
-    tokens, kv = make_tokens(num_tokens), make_kv(num_tokens, fmt)
-    engine.store(tokens, kv)
-    retrieved, mask = engine.retrieve(tokens)
-    assert is_same(retrieved, kv)
-    assert mask.dtype == torch.bool
-    assert mask.all()
-    assert engine.lookup(tokens) == num_tokens
-
-
 def test_empty_engine_returns_no_kv(engine):
     for as_tuple in (True, False):
         retrieved, mask = engine.retrieve(make_tokens(40), return_tuple=as_tuple)
@@ -60,32 +49,6 @@ def test_retrieves_a_single_tensor_on_request(engine, fmt):
     inner = (40, HEADS, HEAD_SIZE) if fmt == "vllm" else (HEADS, 40, HEAD_SIZE)
     assert blob.shape == (LAYERS, 2, *inner)
     assert is_same(tuple((layer[0], layer[1]) for layer in blob), kv)
-
-
-@pytest.mark.parametrize("num_masked", [0, 1, CHUNK - 1, CHUNK, CHUNK + 3, 2 * CHUNK, 40, 43])
-def test_retrieves_behind_masks_of_any_length(engine, fmt, num_masked):
-    tokens, kv = make_tokens(43), make_kv(43, fmt)
-    engine.store(tokens, kv)
-    retrieved, mask = engine.retrieve(tokens, suffix_mask(43, num_masked))
-    assert mask.tolist() == [False] * num_masked + [True] * (43 - num_masked)
-    assert is_same(retrieved, cut(kv, fmt, num_masked) if num_masked < 43 else ())
-
-
-def test_masked_chunks_may_be_missing(engine, fmt):
-    tokens, kv = make_tokens(60), make_kv(60, fmt)
-    engine.store(tokens, cut(kv, fmt, 2 * CHUNK), suffix_mask(60, 2 * CHUNK))
-    assert engine.lookup(tokens) == 0
-    retrieved, _ = engine.retrieve(tokens, suffix_mask(60, 2 * CHUNK + 1))
-    assert is_same(retrieved, cut(kv, fmt, 2 * CHUNK + 1))
-
-
-def test_keeps_existing_chunks_up_to_the_first_missing_chunk(engine, fmt):
-    tokens, old, new = make_tokens(64), make_kv(64, fmt), make_kv(64, fmt, seed=1)
-    engine.store(tokens[:32], cut(old, fmt, 0, 32))
-    engine.store(tokens, new)
-    retrieved, _ = engine.retrieve(tokens)
-    assert is_same(cut(retrieved, fmt, 0, 32), cut(old, fmt, 0, 32))
-    assert is_same(cut(retrieved, fmt, 32), cut(new, fmt, 32))
 
 
 def test_caller_may_change_tensors_after_a_store(engine, fmt):

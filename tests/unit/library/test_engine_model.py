@@ -58,6 +58,7 @@ def test_engine_matches_a_dict_of_prefixes(steps, fmt, is_local_backend):
                     break
                 expected_chunks.append(oracle[prefix])
             retrieved, mask = engine.retrieve(tokens, suffix_mask(len(tokens), num_masked))
+            assert mask.dtype == torch.bool
             if num_masked == len(tokens) or not expected_chunks:
                 assert retrieved == ()
                 assert not mask.any()

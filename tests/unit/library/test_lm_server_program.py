@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from lmcache.protocol import ClientMetaMessage, Constants
 from lmcache.server.__main__ import main
 from lmcache.server.server_storage_backend import (
     CreateStorageBackend,
@@ -22,9 +21,7 @@ from lmcache.server.server_storage_backend import (
 )
 from tests.harness.lm_server import (
     EXIST,
-    GET,
     HOST,
-    LIST,
     PUT,
     connected,
     dialled,
@@ -169,19 +166,3 @@ def test_memory_is_allocated_for_received_bytes_only():
 def test_failed_start_reports_the_cause(arguments, message):
     with pytest.raises(SystemExit, match=message):
         main(arguments)
-
-
-def test_help_lists_the_options(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    assert "--max-size-gb" in capsys.readouterr().out
-
-
-def test_test_harness_uses_the_commands_of_the_protocol():
-    assert (PUT, GET, EXIST, LIST) == (
-        Constants.CLIENT_PUT,
-        Constants.CLIENT_GET,
-        Constants.CLIENT_EXIST,
-        Constants.CLIENT_LIST,
-    )
-    assert head(GET, "k", 3) == ClientMetaMessage(GET, "k", 3).serialize()

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache.utils import CacheEngineKey, DiskCacheMetadata, _lmcache_nvtx_annotate
+from lmcache.utils import CacheEngineKey, _lmcache_nvtx_annotate
 
 TEXT_WITHOUT_AT = st.text().filter(lambda text: "@" not in text)
 
@@ -39,19 +39,6 @@ def test_any_text_parses_or_raises_value_error(text):
 def test_refuses_invalid_key_text(text):
     with pytest.raises(ValueError, match="Invalid key string"):
         CacheEngineKey.from_string(text)
-
-
-def test_keys_are_ordered_hashable_and_match_by_position():
-    low, high = CacheEngineKey("vllm", "m", 1, 0, "a"), CacheEngineKey("vllm", "m", 1, 0, "b")
-    assert sorted([high, low]) == [low, high]
-    assert {low: 1}[CacheEngineKey("vllm", "m", 1, 0, "a")] == 1
-    match low:
-        case CacheEngineKey(fmt, _, _, _, chunk_hash):
-            assert (fmt, chunk_hash) == ("vllm", "a")
-
-
-def test_disk_metadata_needs_only_path_and_size():
-    assert DiskCacheMetadata("/x", 3) == DiskCacheMetadata(path="/x", size=3, shape=None, dtype=None)
 
 
 def test_annotated_function_behaves_like_the_original():
