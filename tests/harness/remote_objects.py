@@ -1,6 +1,7 @@
 """Objects in a remote tier: their content, reads and faults."""
 
 import os
+from typing import Any
 
 import redis
 
@@ -42,9 +43,9 @@ def damage_row(client: redis.Redis, name: bytes, damage: str) -> None:
             client.set(name, b"foreign value")
 
 
-def tier_of(url: str, timeout_seconds: float = 60.0) -> RemoteTier:
+def tier_of(url: str, timeout_seconds: float = 60.0, **options: Any) -> RemoteTier:
     """A tier whose timeout is long enough for a slow machine, unless a test is about the deadline."""
-    return RemoteTier(Address.parse(url), timeout_seconds=timeout_seconds)
+    return RemoteTier(Address.parse(url), timeout_seconds=timeout_seconds, **options)
 
 
 def load(remote: RemoteTier, column: int = 0, room: int = 3 * PART_BYTES, key: bytes = KEY) -> bytes | None:
