@@ -79,14 +79,6 @@ def test_seed_without_cluster_is_skipped(servers):
         remote.close()
 
 
-def test_all_parts_of_a_row_are_in_one_slot(remote):
-    payload = pattern(2 * PART_BYTES + 5)
-    assert remote.store(ObjectId(KEY, 3), memoryview(payload))
-    assert load(remote, 3, key=KEY) == payload
-    assert remote.store(ObjectId(KEY, 3), memoryview(payload))
-    assert (remote.stats.stored, remote.stats.touched) == (1, 1)
-
-
 def test_operations_follow_a_slot_during_and_after_its_move(remote, servers):
     fill(remote)
     payload = pattern(PART_BYTES + 5)

@@ -95,15 +95,15 @@ def test_connection_to_a_read_only_master_is_closed(remote, servers):
         load(remote)
 
 
-def test_unknown_service_is_an_error(servers):
-    remote = tier_of(f"redis-sentinel://127.0.0.1:{servers[0].port}/nonsense")
-    with pytest.raises(TierUnavailableError, match="knows no service 'nonsense'"):
+@pytest.mark.parametrize(
+    ("is_running", "service", "problem"),
+    [
+        (True, "nonsense", "knows no service 'nonsense'"),
+        (False, SERVICE, r"no Sentinel names a master: .*refused"),
+    ],
+)
+def test_missing_master_is_an_error(servers, is_running, service, problem):
+    port = servers[0].port if is_running else free_port()
+    remote = tier_of(f"redis-sentinel://127.0.0.1:{port}/{service}")
+    with contextlib.closing(remote), pytest.raises(TierUnavailableError, match=problem):
         load(remote)
-    remote.close()
-
-
-def test_unreachable_sentinels_are_an_error():
-    remote = tier_of(f"redis-sentinel://127.0.0.1:{free_port()}/{SERVICE}")
-    with pytest.raises(TierUnavailableError, match=r"no Sentinel names a master: .*refused"):
-        load(remote)
-    remote.close()

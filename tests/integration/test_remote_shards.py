@@ -18,7 +18,7 @@ from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.remote.topology import ShardList
 from testing.child_process import wait_until
 from testing.processes import RedisProcess
-from tests.harness.remote_objects import is_available, load, pattern, probe, tier_of
+from tests.harness.remote_objects import load, pattern, tier_of
 
 pytestmark = pytest.mark.redis
 
@@ -67,19 +67,6 @@ def is_loaded(remote: RemoteTier, key: bytes, column: int = 0) -> bool:
     return content is not None
 
 
-def test_rows_are_spread_over_shards_and_found(remote, servers):
-    fill(remote)
-    counts = [server.client.dbsize() for server in servers]
-    assert sum(counts) == len(KEYS)
-    assert all(counts)
-    assert remote.probe(KEYS, 2) == len(KEYS)
-    assert remote.probe([*KEYS[:30], b"x" * 64, *KEYS], 2) == 30
-    assert all(is_loaded(remote, key, 1) for key in KEYS)
-    absent = [b"x" * 64, b"y" * 64]
-    mixed = [absent[0], *KEYS[5:25], absent[1], KEYS[0]]
-    assert remote.find_each([ObjectId(key, 1) for key in mixed]) == [key not in absent for key in mixed]
-
-
 def test_probe_asks_for_each_row_of_the_window_once(remote, servers):
     fill(remote, 1)
     for server in servers:
@@ -121,27 +108,6 @@ def test_lost_shard_costs_only_its_own_rows(remote, servers, fault, monkeypatch)
     # The tier as a whole stayed available: the shard's own circuit closes again.
     wait_until(lambda: remote.store(ObjectId(lost_key, 0), memoryview(payload_of(lost_key, 0))))
     assert is_loaded(remote, lost_key)
-
-
-def test_tier_is_available_again_with_one_of_its_shards(remote, servers):
-    fill(remote, 1)
-    for server in servers:
-        server.kill()
-    with pytest.raises(TierUnavailableError):
-        assert [load(remote, key=key) for key in KEYS]
-    assert remote.health.is_open
-    with pytest.raises(TierUnavailableError):
-        remote.probe(KEYS, 1)
-    with pytest.raises(TierUnavailableError):
-        remote.store(ObjectId(KEYS[0], 0), memoryview(b"x"))
-    with pytest.raises(TierUnavailableError):
-        remote.touch(KEYS, 1)
-    assert not probe(remote)
-    servers[1].start()
-    wait_until(lambda: is_available(remote))
-    assert not remote.health.is_open
-    fill_results = [remote.store(ObjectId(key, 0), memoryview(payload_of(key, 0))) for key in KEYS]
-    assert fill_results.count(True) == servers[1].client.dbsize() > 0
 
 
 def test_threads_share_the_tier_while_shards_die_and_change(remote, servers):

@@ -152,9 +152,12 @@ class ShardsMachine(RuleBasedStateMachine):
                 if loaded.is_misplaced:  # the tiered store moves the row to its current owner
                     self.store_one(key)
 
-    @precondition(lambda self: not self.is_unavailable)
     @rule()
     def touch(self) -> None:
+        if self.is_unavailable:
+            with pytest.raises(TierUnavailableError):
+                self.remote.touch(KEYS, 1)
+            return
         owners = {key: self.owner(self.current, key) for key in KEYS}
         absent = {key for key, n in owners.items() if n not in self.down and key not in self.contents[n]}
         assert self.remote.touch(KEYS, 1) == absent
@@ -184,7 +187,11 @@ class ShardsMachine(RuleBasedStateMachine):
         if not hasattr(self, "remote"):
             return
         is_held = [self.holder(key) is not None for key in KEYS]
-        if not self.is_unavailable:
+        if self.is_unavailable:
+            assert self.remote.health.is_open
+            with pytest.raises(TierUnavailableError):
+                self.remote.probe(KEYS, 1)
+        else:
             assert self.remote.find_each([ObjectId(key, 0) for key in KEYS]) == is_held
             assert self.remote.probe(KEYS, 1) == [*is_held, False].index(False)
 

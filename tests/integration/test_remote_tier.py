@@ -81,13 +81,6 @@ class TestObjects:
         remote.store(ObjectId(KEY, 0), memoryview(payload), b"another writer")
         assert load(remote) == payload
 
-    def test_columns_are_deleted_with_their_row(self, remote, server):
-        for column in range(8):
-            remote.store(ObjectId(KEY, column), memoryview(pattern(4096 + column)))
-        assert [load(remote, column) for column in range(8)] == [pattern(4096 + c) for c in range(8)]
-        assert server.client.delete(NAME) == 1
-        assert [load(remote, column) for column in range(8)] == [None] * 8
-
     @pytest.mark.parametrize("num_columns", [1, 3])
     @pytest.mark.parametrize("num_present", [0, 1, 15, 16, 17, 47, 48, 100])
     def test_probe_counts_leading_rows(self, remote, server, num_columns, num_present):
@@ -179,10 +172,33 @@ class TestDistrust:
             ("0", overwriting(100, b"\xff"), "header"),
             ("0", overwriting(8, b"\x02"), "header"),  # another version
             *(("0", lambda _, text=text: text, "header") for text in (b"", b"hello", b"x" * 704, b"x" * 705)),
+            *((f"0:{piece}", None, "evicted") for piece in (0, 3, 4)),
         ],
     )
     def test_damaged_value_is_a_miss(self, remote, field, damage, reason):
-        self.client.hset(NAME, field, damage(self.client.hget(NAME, field)))
+        if damage:
+            self.client.hset(NAME, field, damage(self.client.hget(NAME, field)))
+        else:
+            self.client.hdel(NAME, field)
+        self.check(remote, reason)
+
+    @pytest.mark.parametrize(
+        ("key", "column", "field", "target", "reason"),
+        [
+            pytest.param(KEY, 0, "0:2", "0:1", "checksum", id="piece of another place"),
+            pytest.param(KEY, 1, "1:1", "0:1", "checksum", id="piece of another column"),
+            pytest.param(KEY[::-1], 0, "0:1", "0:1", "checksum", id="piece of another row"),
+            pytest.param(KEY, 1, "1", "0", "name", id="marker of another column"),
+            pytest.param(KEY[::-1], 0, "0", "0", "name", id="marker of another row"),
+        ],
+    )
+    def test_value_of_another_place_is_a_miss(self, remote, key, column, field, target, reason):
+        """All values have the same bytes: a checksum of the bytes alone would accept them."""
+        self.client.delete(NAME)
+        for name in dict.fromkeys([(KEY, 0), (key, column)]):  # the columns of a row are stored in order
+            remote.store(ObjectId(*name), memoryview(bytes(SEVERAL_PIECES)))
+        remote.stats.stored = 0
+        self.client.hset(NAME, target, self.client.hget(row_name(key), field))
         self.check(remote, reason)
 
     @pytest.mark.parametrize("command", ["set", "rpush", "sadd"])
@@ -190,32 +206,6 @@ class TestDistrust:
         self.client.delete(NAME)
         getattr(self.client, command)(NAME, "a")
         self.check(remote, "type")
-
-    @pytest.mark.parametrize(
-        ("key", "column", "piece"),
-        [(KEY, 0, 2), (KEY, 1, 1), (KEY[::-1], 0, 1)],
-        ids=["place", "column", "row"],
-    )
-    def test_piece_with_the_same_bytes_from_another_place_is_a_miss(self, remote, key, column, piece):
-        """A checksum of the bytes alone would accept the piece."""
-        self.client.delete(NAME)
-        for name in dict.fromkeys([(KEY, 0), (key, column)]):  # the columns of a row are stored in order
-            remote.store(ObjectId(*name), memoryview(bytes(SEVERAL_PIECES)))
-        remote.stats.stored = 0
-        self.client.hset(NAME, "0:1", self.client.hget(row_name(key), f"{column}:{piece}"))
-        self.check(remote, "checksum")
-
-    @pytest.mark.parametrize(("key", "column"), [(KEY[::-1], 0), (KEY, 1)])
-    def test_column_of_another_name_is_a_miss(self, remote, key, column):
-        remote.store(ObjectId(key, column), memoryview(pattern(SEVERAL_PIECES)))
-        remote.stats.stored = 0
-        self.client.hset(NAME, "0", self.client.hget(row_name(key), str(column)))
-        self.check(remote, "name")
-
-    @pytest.mark.parametrize("piece", ["0:0", "0:3", "0:4"])
-    def test_missing_piece_is_a_miss(self, remote, piece):
-        self.client.hdel(NAME, piece)
-        self.check(remote, "evicted")
 
     def test_column_longer_than_the_slot_is_a_miss(self, remote):
         assert load(remote, room=PART_BYTES - 512) is None

@@ -130,16 +130,12 @@ def test_server_evicts_within_its_limit_and_persists_nothing(shard):
     remote.check()
     (usage,) = remote._usages.values()
     assert usage.max_bytes == store_bytes(512 << 20) == 256 << 20
+    assert [store_bytes(gib << 30) for gib in (1, 32)] == [768 << 20, (32 << 30) - (32 << 30) // 5]
     assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
     assert shard.terminate() == 0
     shard.start()
     assert load(remote) is None
     remote.close()
-
-
-def test_store_size_leaves_a_part_of_the_memory_limit_free():
-    assert store_bytes(32 << 30) == (32 << 30) - (32 << 30) // 5
-    assert store_bytes(1 << 30) == 768 << 20
 
 
 def test_server_does_not_start_without_a_password(tmp_path):
