@@ -4,18 +4,14 @@ import contextlib
 import logging
 import socket
 import threading
-from dataclasses import replace
 
 import pytest
 
-from lmcache.tiers.base import ObjectId
 from lmcache.tiers.errors import TierUnavailableError
-from lmcache.tiers.remote.address import Address
-from lmcache.tiers.remote.tier import RemoteTier
-from testing.child_process import ProcessDied, wait_until
+from testing.child_process import ProcessDied
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.engine import session_of, store
-from tests.harness.remote_objects import KEY, is_available, load, probe, tier_of
+from tests.harness.remote_objects import KEY, load, probe, tier_of
 
 SECRETS = ("us3r", "S3cr3t")
 
@@ -82,26 +78,6 @@ def test_sidecar_logs_no_credentials_that_redis_echoes(tmp_path):
             assert "ERR was the answer to AUTH" in sidecar.log
             pages = sidecar.log + sidecar.get("/stats") + sidecar.get("/metrics")
             assert not any(secret in pages for secret in SECRETS)
-
-
-@pytest.mark.redis
-def test_rotated_password_is_requested_again():
-    passwords = ["old"]
-    with RedisProcess(password="old") as server:
-        address = Address.parse(f"redis://127.0.0.1:{server.port}")
-        remote = RemoteTier(
-            address, timeout_seconds=60, present=lambda: replace(address, password=passwords[-1])
-        )
-        assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
-        server.password = "new"
-        server.restart()
-        with pytest.raises(TierUnavailableError, match="WRONGPASS was the answer to AUTH"):
-            load(remote)
-        assert not is_available(remote)
-        passwords.append("new")
-        wait_until(lambda: is_available(remote))
-        assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
-        remote.close()
 
 
 @pytest.mark.redis
