@@ -5,8 +5,9 @@
 
 import pytest
 
+from lmcache.tiers.errors import StaleSlotError
 from lmcache.tiers.memory import leases
-from lmcache.tiers.memory.contracts import Geometry, Reserved
+from lmcache.tiers.memory.contracts import Geometry, Reserved, Slot
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.memory.tier import MemoryTier
 from lmcache.tiers.stats import TenantUse
@@ -168,3 +169,25 @@ def test_forgets_tenants_without_rows(tier):
     uses, _ = tier.stats.tenants.largest()
     assert {use.name for use in uses} == {number.to_bytes(16, "big") for number in range(992, 1000)}
     assert len(tier.stats.tenants._uses) <= 9
+
+
+# ---- slots into which the sidecar copies for their owner ----
+
+
+@pytest.mark.parametrize(
+    ("slots", "column", "owner", "num_bytes"),
+    [
+        pytest.param([0], 1, OWNER, 4096, id="another column"),
+        pytest.param([0], 0, b"p" * 16, 4096, id="another owner"),
+        pytest.param([0, 2], 0, OWNER, 4096, id="a slot that nobody reserved"),
+        pytest.param([0, 1], 0, OWNER, 8193, id="more bytes than reserved"),
+    ],
+)
+def test_holds_only_slots_and_bytes_that_the_owner_reserved(slots, column, owner, num_bytes):
+    tier = MemoryTier(PrivateArena(Geometry(4096, 2, 4), 8))
+    tier.release_adopted()
+    reserved = [tier.reserve(KEYS[n], 0, OWNER, length=4096 * n).slot for n in (1, 2)] + [Slot(5, 1)]
+    with pytest.raises(StaleSlotError):
+        tier.hold([reserved[n] for n in slots], column, owner, [4096, num_bytes][: len(slots)])
+    assert tier.num_held == 0
+    tier.hold(reserved[:2], 0, OWNER, [4096, 8192])

@@ -6,10 +6,12 @@
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lmcache.kv_groups import GroupKind, KVGroup
+from lmcache.tiers.errors import StaleSlotError
 from lmcache.tiers.header import checksum
 from lmcache.tiers.memory.adoption import SIDECAR
 from lmcache.tiers.memory.contracts import Chains, Geometry, Reserved, Slot
@@ -52,6 +54,7 @@ class Row:
     chunk: int
     writers: dict[int, bytes] = field(default_factory=dict)
     quarantined: dict[int, bytes] = field(default_factory=dict)
+    held: set[int] = field(default_factory=set)  # columns into which the sidecar copies for their owner
     committed: set[int] = field(default_factory=set)
     readers: int = 0
 
@@ -69,7 +72,7 @@ class Row:
 
     @property
     def is_in_use(self) -> bool:
-        return bool(self.writers or self.quarantined or self.readers)
+        return bool(self.writers or self.quarantined or self.held or self.readers)
 
     def content(self, column: int) -> bytes:
         word = self.key + self.slot.generation.to_bytes(32, "big") + bytes([column]) * 32
@@ -107,7 +110,7 @@ class SizesMachine(RuleBasedStateMachine):
             row = Row(slot, group, chunk)
             self.add_row(row)
         assert (row.group, row.chunk) == (group, chunk)
-        assert column not in row.writers | row.quarantined
+        assert column not in {*row.writers, *row.quarantined, *row.held}
         row.writers[column] = owner
         self.view(row, column)[:] = row.content(column)
 
@@ -143,8 +146,29 @@ class SizesMachine(RuleBasedStateMachine):
             self.commit(OWNERS[column], column)
 
     @rule(owner=st.sampled_from(OWNERS), column=st.sampled_from(COLUMNS))
+    def hold(self, owner, column):
+        for row in self.rows.values():
+            if row.writers.get(column) == owner and column not in row.held:
+                self.tier.hold([row.slot], column, owner, [row.group.chunk_bytes])
+                row.held.add(column)
+
+    @rule(column=st.sampled_from(COLUMNS))
+    def end_hold(self, column):
+        held = [row for row in self.rows.values() if column in row.held]
+        self.tier.end_hold([row.slot for row in held], column)
+        for row in held:
+            row.held.discard(column)
+
+    @rule(owner=st.sampled_from(OWNERS), column=st.sampled_from(COLUMNS))
     def commit(self, owner, column):
-        batch = [row for row in self.rows.values() if row.writers.get(column) == owner]
+        batch = []
+        for row in [row for row in self.rows.values() if row.writers.get(column) == owner]:
+            if column not in row.held:
+                batch.append(row)
+                continue
+            for operation, lengths in ((self.tier.commit, []), (self.tier.hold, [[row.group.chunk_bytes]])):
+                with pytest.raises(StaleSlotError, match="is under way"):
+                    operation([row.slot], column, owner, *lengths)
         visible = self.tier.commit([row.slot for row in batch], column, owner)
         for row in batch:
             del row.writers[column]
@@ -234,6 +258,8 @@ class SizesMachine(RuleBasedStateMachine):
             self.release(request)
         for owner in OWNERS:
             self.lose_stream(owner)
+        for column in COLUMNS:
+            self.end_hold(column)
         self.start()
         assert self.tier.quarantined_owners >= {
             owner for row in self.rows.values() for owner in row.quarantined.values()
@@ -277,6 +303,7 @@ class SizesMachine(RuleBasedStateMachine):
     def used_bytes_match_the_allocator(self):
         allocator = self.tier._rows.allocator
         assert self.tier.used_bytes == allocator.num_used_slots * SLOT_BYTES * NUM_COLUMNS
+        assert self.tier.num_held == sum(len(row.held) for row in self.rows.values())
         in_use = [row for row in self.rows.values() if row.is_in_use]
         assert sum(num_slots(row.group) for row in in_use) <= allocator.num_used_slots
         assert all(allocator.size(row.slot.row) == num_slots(row.group) for row in in_use)
