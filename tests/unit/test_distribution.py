@@ -2,34 +2,11 @@
 
 import subprocess
 import sys
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
-from tests.harness.distribution import UNITS, pytest_generate_tests, units_of
-
-
-def item(nodeid, *scopes, fixture="plane"):
-    """A test that uses fixtures of one name and these scopes. The last one replaces the earlier ones."""
-    definitions = {fixture: [SimpleNamespace(scope=scope) for scope in scopes]} if scopes else {}
-    return SimpleNamespace(nodeid=nodeid, _fixtureinfo=SimpleNamespace(name2fixturedefs=definitions))
-
-
-@pytest.mark.parametrize(("fixture", "unit"), UNITS.items())
-def test_files_that_use_a_fixture_of_the_session_share_a_unit(fixture, unit):
-    make = partial(item, fixture=fixture)
-    items = [make("a.py::x", "session"), make("a.py::y"), make("b.py::x"), make("b.py::y[@]", "session")]
-    alone = [
-        make("own.py::x", "session", "module"),
-        make("none.py::x"),
-        SimpleNamespace(nodeid="odd.py::x"),
-    ]
-    assert units_of([*items, *alone]) == {
-        "a.py": unit, "b.py": unit,
-        "own.py": "own.py", "none.py": "none.py", "odd.py": "odd.py",
-    }  # fmt: skip
-
+from tests.harness.distribution import pytest_generate_tests
 
 PLUGIN = """
 import pytest

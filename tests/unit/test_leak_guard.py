@@ -126,10 +126,6 @@ def run(pytester, monkeypatch):
         yield run_module
 
 
-def test_all_tests_have_a_guard(pytestconfig):
-    assert pytestconfig.pluginmanager.hasplugin("leak-guard")
-
-
 @pytest.mark.parametrize("left", OPENERS)
 def test_fails_leaking_modules_and_names_the_test(run, left):
     body = "def test_first(): pass\ndef test_middle(leak): leak()\ndef test_last(): pass\n"
@@ -172,16 +168,6 @@ def test_fails_the_module_after_which_the_process_has_too_many_descriptors_of_an
     result.stdout.fnmatch_lines([message])
 
 
-def test_names_each_leaking_test_and_its_parameter(run):
-    body = (
-        "import pytest\n@pytest.mark.parametrize('count', [0, 1])\n"
-        "def test_first(leak, count): [leak() for _ in range(count)]\ndef test_last(leak): leak()\n"
-    )
-    result = run(body, start_thread)
-    result.assert_outcomes(passed=3, errors=1)
-    result.stdout.fnmatch_lines(["*2 threads: *(opened during test_first?1?), *(opened during test_last)*"])
-
-
 def test_names_the_test_whose_resource_is_left_instead_of_one_that_closed_an_equal_one(run):
     body = (
         "def test_first(leak): leak()\ndef test_closes(close): close()\n"
@@ -201,10 +187,3 @@ def test_allows_resources_of_session_fixtures(run):
 def test_reports_no_leak_in_failed_modules(run):
     """A failed test keeps its frame, and its frame keeps everything the test opened."""
     run("def test_sample(leak):\n    leak()\n    raise AssertionError\n").assert_outcomes(failed=1)
-
-
-def test_files_in_the_folder_of_another_process_are_not_leaks(run):
-    with tempfile.TemporaryDirectory(prefix="lmc-guard-", dir="/dev/shm") as folder:
-        leaks._shared_memory.discard(folder)  # as if another process had made it
-        result = run("def test_one(leak): leak()", lambda _: Path(folder, "x").write_text(""))
-    result.assert_outcomes(passed=1)

@@ -15,7 +15,7 @@ from lmcache.tiers.memory.contracts import Slot
 from testing.soak import checks, rows
 from testing.soak.client import Traffic, WrongBytesError
 from testing.soak.faults import Overlap
-from testing.soak.memory import MEBIBYTE, RING_REQUEST_BYTES, Trend, private_bytes, trend, without_ring
+from testing.soak.memory import MEBIBYTE, RING_REQUEST_BYTES, Trend, trend, without_ring
 from testing.soak.pages import InvalidPageError, Reader
 
 pytestmark = pytest.mark.rotating("file")
@@ -32,43 +32,6 @@ IDLE = {
 }
 
 
-def test_right_counts_are_accepted():
-    assert not list(checks.of_counts({"looked_up": 100, "loaded": 20}, HITS))
-
-
-@pytest.mark.parametrize(
-    ("counts", "hits", "violation"),
-    [
-        ({"looked_up": 100, "loaded": 50, "wrong": 1}, HITS, "1 clients loaded wrong bytes"),
-        ({"looked_up": 100, "loaded": 19}, HITS, "19 of 100 looked-up rows were loaded"),
-        ({}, HITS, "0 of 0 looked-up rows were loaded"),
-        ({"looked_up": 100, "loaded": 50}, HITS | {"disk": 0}, "no load hit in the disk tier"),
-    ],
-)
-def test_wrong_counts_are_violations(counts, hits, violation):
-    (only,) = checks.of_counts(counts, hits)
-    assert violation in only
-
-
-def encrypted(version: int, problem: str = "") -> dict[str, object]:
-    tier = {"encryption": {"write_version": version, "versions": [version]}, "encryption_problem": problem}
-    return {"disk": tier, "remote": copy.deepcopy(tier)}
-
-
-def test_tiers_with_the_newest_key_are_accepted():
-    assert not list(checks.of_keys(encrypted(3), 3))
-
-
-def test_old_keys_and_problems_with_keys_are_violations():
-    stats = encrypted(3)
-    stats["disk"]["encryption"]["write_version"] = 2
-    stats["remote"]["encryption_problem"] = "2 files have one version"
-    assert list(checks.of_keys(stats, 3)) == [
-        "the disk tier encrypts with key 2 instead of 3: no problem",
-        "the remote tier encrypts with key 3 instead of 3: 2 files have one version",
-    ]
-
-
 TENANTS = {
     "causes": {"prompt_tokens": 30, "cause_tokens": {"memory": 20, "new": 10}},
     "tenants": {
@@ -78,48 +41,79 @@ TENANTS = {
         "hit_tokens": {"search": 10, "batch": 7, "default": 3},
     },
 }
+LOG = "INFO: Started\nERROR: Lookup failed\nTraceback (most recent call last):\n  x\nKeyError\n"
+FAULTS = {"resize": 60, "kill_redis": 70, "kill_sidecar": 59, "rotate_both": 9, "rotate_keys": 60}
 
 
-def test_right_budgets_and_sums_of_tenants_are_accepted():
-    assert not list(checks.of_tenants(TENANTS, "ab"))
-    assert not list(checks.of_tenant_hits({"search": 1, "batch": 1, "default": 1}))
+def encrypted(problem: str, version: int = 3) -> dict[str, object]:
+    tier = {"encryption": {"write_version": version, "versions": [version]}, "encryption_problem": problem}
+    return {"disk": tier, "remote": copy.deepcopy(tier)}
 
 
-def test_wrong_budgets_sums_and_missing_hits_of_tenants_are_violations():
-    stats = copy.deepcopy(TENANTS)
-    stats["tenants"] |= {"tenants_problem": "bad", "hit_tokens": {"search": 10, "batch": 7, "default": 4}}
-    assert list(checks.of_tenants(stats, "cd")) == [
-        "the sidecar does not use all budgets of tenants: bad",
-        "the sidecar does not use the newest tenants file",
-        "hit_tokens of 20 tokens by tenant: {'search': 10, 'batch': 7, 'default': 4}",
-    ]
-    assert list(checks.of_tenant_hits({"search": 1, "default": 0})) == [
-        "the tenant batch has no hits",
-        "the tenant default has no hits",
-    ]
+def with_tenants(**fields: object) -> dict[str, object]:
+    return TENANTS | {"tenants": TENANTS["tenants"] | fields}
+
+
+def with_idle(path: str, number: int) -> dict[str, object]:
+    """Statistics of an idle sidecar that still holds something."""
+    stats = copy.deepcopy(IDLE)
+    part = stats
+    *parents, field = path.split("/")
+    for parent in parents:
+        part = part[parent]
+    part[field] = number
+    return stats
+
+
+@pytest.mark.parametrize(
+    ("check", "right", "wrong", "violations"),
+    [
+        (checks.of_counts, ({"looked_up": 100, "loaded": 20}, HITS),
+         ({"looked_up": 100, "loaded": 50, "wrong": 1}, HITS), ["1 clients loaded wrong bytes"]),
+        (checks.of_counts, ({"looked_up": 100, "loaded": 20}, HITS),
+         ({"looked_up": 100, "loaded": 19}, HITS), ["19 of 100 looked-up rows were loaded"]),
+        (checks.of_counts, ({"looked_up": 100, "loaded": 20}, HITS), ({}, HITS), ["0 of 0 looked-up rows"]),
+        (checks.of_counts, ({"looked_up": 100, "loaded": 20}, HITS),
+         ({"looked_up": 100, "loaded": 50}, HITS | {"disk": 0}), ["no load hit in the disk tier"]),
+        (checks.of_keys, (encrypted(""), 3), (encrypted("", 2), 3),
+         [f"the {tier} tier encrypts with key 2 instead of 3: no problem" for tier in ("disk", "remote")]),
+        (checks.of_keys, (encrypted(""), 3), (encrypted("two files"), 3),
+         [f"the {tier} tier encrypts with key 3 instead of 3: two files" for tier in ("disk", "remote")]),
+        (checks.of_tenants, (TENANTS, "ab"), (with_tenants(tenants_problem="bad"), "cd"),
+         ["the sidecar does not use all budgets of tenants: bad",
+          "the sidecar does not use the newest tenants file"]),
+        (checks.of_tenants, (TENANTS, "ab"), (with_tenants(hit_tokens={"search": 21}), "ab"),
+         ["hit_tokens of 20 tokens by tenant: {'search': 21}"]),
+        (checks.of_tenant_hits, ({"search": 1, "batch": 1, "default": 1},), ({"search": 1, "default": 0},),
+         ["the tenant batch has no hits", "the tenant default has no hits"]),
+        (checks.of_overlap, (FAULTS, {"resize": 1, "kill_redis": 1}), (FAULTS, {"resize": 1}),
+         ["70 times kill_redis, but never while keys and password rotated together"]),
+        (checks.of_overlap, (FAULTS, {"resize": 1, "kill_redis": 1}), ({}, {}),
+         ["keys and password never rotated together"]),
+        *((checks.of_idle_stats, (IDLE,), (with_idle(path, 2),), [f"the sidecar still has 2 {name}"])
+          for path, name in {
+              "num_clients/quarantined": "clients", "num_previous_clients": "clients of earlier sidecars",
+              "num_unwritten_rows": "unwritten rows", "memory/leased_rows": "leased rows",
+              "memory/quarantined_slots": "slots in quarantine",
+              "transfer/num_slots_under_way": "slots under way", "remote/num_queued_loads": "queued loads",
+          }.items()),
+        (checks.of_log, (LOG[:14],), (LOG,), ["names 1 bugs"]),
+        (checks.of_memory, (Trend(100, 3.2, 900),), (Trend(100, 3.3, 900),), [""]),
+    ],
+)  # fmt: skip
+def test_wrong_result_of_a_run_is_a_violation(check, right, wrong, violations):
+    assert not list(check(*right))
+    texts = list(check(*wrong))
+    assert len(texts) == len(violations)
+    assert all(expected in text for expected, text in zip(violations, texts, strict=True)), texts
 
 
 def test_faults_count_as_at_once_if_both_secrets_rotate_meanwhile():
     overlap = Overlap()
-
-    def resize():
-        pass
-
-    def kill_redis():
-        pass
-
-    overlap.note(resize)
+    overlap.note(list)
     with overlap.rotating():
-        overlap.note(kill_redis)
-    assert (overlap.counts, overlap.at_once) == ({"resize": 1, "kill_redis": 1}, {"kill_redis": 1})
-
-
-def test_faults_that_never_happen_while_both_secrets_rotate_are_violations():
-    counts = {"resize": 60, "kill_redis": 70, "kill_sidecar": 59, "rotate_both": 9, "rotate_keys": 60}
-    assert not list(checks.of_overlap(counts, {"resize": 1, "kill_redis": 1}))
-    (only,) = checks.of_overlap(counts, {"resize": 1, "kill_redis": 0})
-    assert only == "70 times kill_redis, but never while keys and password rotated together"
-    assert list(checks.of_overlap({}, {})) == ["keys and password never rotated together"]
+        overlap.note(dict)
+    assert (overlap.counts, overlap.at_once) == ({"list": 1, "dict": 1}, {"dict": 1})
 
 
 PAGES = {
@@ -148,6 +142,7 @@ def test_valid_pages_are_counted():
     again["/samples"] = again["/samples"].replace('"next": 3', '"next": 6')
     reader.read(1, get(PAGES | dropped | again))
     assert reader.num_in_ring == 3
+    reader.read(2, get(PAGES | {"/metrics": PAGES["/metrics"].replace("2.0", "1.0")}))  # another sidecar
 
 
 def test_pages_are_not_read_while_a_sidecar_opens_its_tiers():
@@ -181,46 +176,6 @@ def test_invalid_pages_are_violations(page, text):
     reader.read(1, get(PAGES))
     with pytest.raises(InvalidPageError, match=f"the page {page} is invalid"):
         reader.read(1, get(PAGES | {page: text}))
-
-
-def test_page_without_an_answer_is_a_violation():
-    def refuse(path):
-        raise ConnectionRefusedError(path)
-
-    with pytest.raises(InvalidPageError, match="ConnectionRefusedError"):
-        Reader().read(1, refuse)
-
-
-def test_counters_of_another_sidecar_start_again():
-    reader = Reader()
-    reader.read(1, get(PAGES))
-    reader.read(2, get(PAGES | {"/metrics": "# TYPE a_total counter\na_total 1.0\n"}))
-
-
-def test_idle_sidecar_is_accepted():
-    assert not list(checks.of_idle_stats(IDLE))
-
-
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        (("num_clients", "quarantined"), "clients"),
-        (("num_previous_clients",), "clients of earlier sidecars"),
-        (("num_unwritten_rows",), "unwritten rows"),
-        (("memory", "leased_rows"), "leased rows"),
-        (("memory", "quarantined_slots"), "slots in quarantine"),
-        (("transfer", "num_slots_under_way"), "slots under way"),
-        (("remote", "num_queued_loads"), "queued loads"),
-    ],
-)
-def test_what_a_sidecar_still_holds_is_a_violation(path, name):
-    stats = copy.deepcopy(IDLE)
-    *parents, field = path
-    part = stats
-    for parent in parents:
-        part = part[parent]
-    part[field] = 2
-    assert list(checks.of_idle_stats(stats)) == [f"the sidecar still has 2 {name}"]
 
 
 def test_leaked_descriptors_and_threads_are_violations():
@@ -282,12 +237,6 @@ def test_leak_of_200_bytes_per_request_is_a_violation_after_an_hour_and_a_ring_t
     assert list(checks.of_memory(trend(memory_of_an_hour(200))))
 
 
-def test_limit_of_growth_depends_on_the_time():
-    assert not list(checks.of_memory(Trend(100, 3.2, 900)))
-    assert list(checks.of_memory(Trend(100, 3.3, 900)))
-    assert not list(checks.of_memory(Trend(100, 3.3, 3600)))
-
-
 def test_ring_takes_no_more_memory_per_request_than_the_check_subtracts():
     sampler = Sampler(rate=0.25)
     tracemalloc.start()
@@ -300,17 +249,6 @@ def test_ring_takes_no_more_memory_per_request_than_the_check_subtracts():
     finally:
         tracemalloc.stop()
     assert 200 < per_request < RING_REQUEST_BYTES
-
-
-def test_memory_of_a_process_is_read():
-    assert private_bytes(threading.get_native_id()) > MEBIBYTE
-
-
-def test_bug_in_the_log_is_a_violation():
-    assert not list(checks.of_log("INFO: Started\nWARNING: Redis does not answer\n"))
-    (only,) = checks.of_log("INFO\nERROR: Lookup failed\nTraceback (most recent call last):\n  x\nKeyError\n")
-    assert "names 1 bugs" in only
-    assert "KeyError" in only
 
 
 class WorkerDouble:
@@ -344,9 +282,3 @@ def test_client_compares_every_byte(traffic):
     worker.reused = {1}  # the sidecar reused the slot during the copy, so its bytes count for nothing
     traffic._load(worker, 3, slots)
     assert traffic.counts["reused"] == 1
-
-
-def test_contents_of_rows_differ_everywhere():
-    first, second = rows.content(0, 0).view("u8"), rows.content(0, 1).view("u8")
-    assert len(set(first)) == len(first)
-    assert not (first == second).any()

@@ -8,10 +8,7 @@ import pytest
 import torch
 
 from benchmarks.blend import mean, share, time_figures
-from testing.blend import prompts
-from testing.blend.accuracy import answers_of
-from testing.blend.experiment import FULL, NAIVE, Comparison, little_cases
-from testing.blend.questions import NUM_PEOPLE
+from testing.blend.experiment import FULL, NAIVE, Comparison
 from testing.blend.timing import Seconds
 
 
@@ -53,27 +50,6 @@ def test_comparison_returns_divergence_and_agreement_with_full_prefill():
     assert comparison.is_equal == [False, True]
     assert comparison.agreement == [0.5, 1.0]  # the first of equal values
     assert comparison.next_token == [0, 0]
-
-
-def test_spread_facts_refer_to_an_earlier_document():
-    cases, facts = little_cases(200)
-    assert {fact.is_spread for fact in facts} == {False, True}
-    for (segments, num_compared), fact in zip(cases, facts, strict=True):
-        *documents, (ask, key) = segments
-        assert (ask, num_compared) == (prompts.ASK, 1)
-        holder = next(tokens for tokens in documents if key in prompts.answers(tokens))
-        value = holder[holder.index(key) + 1]
-        if fact.is_spread:
-            assert value == prompts.SAME
-        if value != prompts.SAME:
-            assert not fact.is_spread
-            assert fact.answer == value
-
-
-def test_answers_of_returns_shares_within_and_across_documents():
-    is_right = np.zeros((2, NUM_PEOPLE), dtype=bool)
-    is_right[0, 0] = is_right[:, 2:] = True
-    assert answers_of(is_right) == (0.25, 1.0)
 
 
 def test_times_are_compared_with_full_prefill_and_reading():

@@ -59,9 +59,3 @@ def test_thread_that_leaves_its_cores_is_detected(family):
     assert parent.stdout.readline() == "chosen\n"
     with pytest.raises(cores.NotPinnedError, match="may run on cores"):
         cores.check_pinned([parent.pid], {core})
-
-
-def test_ended_process_has_no_processor_time():
-    with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        process.wait()
-    assert cores.cpu_seconds([process.pid]) == 0

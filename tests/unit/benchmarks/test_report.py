@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from benchmarks.report import Report, at_least, paired
+from benchmarks.report import paired
 
 
 def test_paired_returns_the_median_ratio():
@@ -25,14 +25,3 @@ def test_interval_covers_the_true_median_in_95_percent_of_runs(number):
     ]
     covered_share = sum(run.low <= 1.0 <= run.high for run in runs) / len(runs)
     assert 0.945 <= covered_share <= 0.995
-
-
-def test_percentage_is_shown_with_its_interval():
-    figure = at_least("load", paired([9.0] * 9, [10.0] * 9), "%", 90)
-    assert figure.row() == ("load", "90 (90-90) %", ">= 90 %", "yes")
-
-
-def test_pictures_are_not_part_of_the_json():
-    report = Report("autoscale", "", [], {"sizes": [1]}, {"curve": "<svg/>"})
-    assert report.to_json()["series"] == {"sizes": [1]}
-    assert "svg" not in str(report.to_json())

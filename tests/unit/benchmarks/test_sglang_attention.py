@@ -1,6 +1,5 @@
 """Attention of new tokens only: the results that SGLang's own function computes for these tokens."""
 
-import os
 import runpy
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from testing.sglang import environment
-from testing.sglang.engine import MEASURED
 
 HEADS, KV_HEADS, HEAD_DIM, POOL_TOKENS = 4, 2, 8, 128
 MODULE = runpy.run_path(str(environment.CPU / "attention_of_new_tokens.py"))
@@ -83,8 +81,3 @@ def test_prompts_of_one_batch_are_computed_separately(original):
 def test_other_kinds_of_attention_are_sglangs_own(original, options):
     run(original, [100], [16], **options)
     assert original.lengths == [[100]]
-
-
-def test_measurements_turn_it_on():
-    assert MEASURED["environment"] == {MODULE["VARIABLE"]: "1"}
-    assert MODULE["VARIABLE"] not in os.environ

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import tenants
-from benchmarks.tenants import BOTH, FLOOD, LOAD, QUIET, STORE, Phase, Sizes
+from benchmarks.tenants import BOTH, FLOOD, QUIET, Phase
 
 ROUNDS = 9
 
@@ -28,11 +28,3 @@ def test_equal_turns_hold_both_bars():
 def test_shares_in_proportion_to_rows_in_flight_miss_both_bars():
     contended, share, *_ = tenants.figures("load, Redis", phases_of(25, 75), 10**9)
     assert (contended.holds, share.holds) == (False, False)
-
-
-@pytest.mark.parametrize("operation", [STORE, LOAD])
-def test_rows_in_flight_fit_the_queues_of_a_sidecar(operation):
-    sizes = Sizes()
-    in_flight = [sizes.in_flight[operation, name] for name in (QUIET, FLOOD)]
-    assert sum(in_flight) <= sizes.arena // 4
-    assert sizes.stored > sizes.arena * sizes.memory_percent // 100 + max(in_flight), "rows stay in memory"

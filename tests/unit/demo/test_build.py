@@ -64,25 +64,11 @@ def test_finished_build_has_nothing_to_pause(log):
     assert not Path(f"/proc/{finished._watcher}").exists()
 
 
-def test_progress_is_the_last_log_line(log):
-    with Build.start(
-        ["sh", "-c", "echo one; echo '[kube] 20 s, 7 packages'; exec sleep 300"], log
-    ) as running:
-        wait_until(lambda: "packages" in running.log)
-        assert running.progress().endswith(": 20 s, 7 packages")
-
-
 def test_close_ends_the_build(started):
     started.close()
     assert members(started.pid) == {}
     assert started.status == -signal.SIGINT
     started.close()
-
-
-def test_close_ends_a_paused_build(started):
-    with started.paused():
-        started.close()
-    assert members(started.pid) == {}
 
 
 def test_build_that_ignores_sigint_is_killed(log, monkeypatch):
