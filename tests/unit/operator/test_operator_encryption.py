@@ -172,28 +172,47 @@ def test_no_secret_is_read_or_written() -> None:
         assert keys_of(pod["spec"]) == {DISK: "other", REMOTE: "other"}
 
 
-def test_sidecars_that_encrypt_make_the_condition_true() -> None:
-    rig = Rig(both())
-    assert rig.encrypted == NO_KEYS
-    assert rig.report(BOTH_FINE, BOTH_FINE) == ENCRYPTED
-    assert rig.text == "All 2 sidecars encrypt the rows of: disk, remote."
-    assert rig.conditions()["Degraded"] == "False"
-    assert rig.run() == []
+def problem(tier: str, why: Any = WRONG) -> dict[str, Any]:
+    """The report of a sidecar that cannot use the keys of a tier."""
+    return BOTH_FINE | {tier: FINE | {"encryption_problem": why}}
 
 
-@pytest.mark.parametrize("tier", ["disk", "remote"])
-def test_problem_with_keys_degrades_the_cluster_and_is_an_event(tier: str) -> None:
+FIRST_OF_TWO = "1 of 2 sidecars have a problem with their keys. First: pod demo-engine"
+NOT_SAID = "sidecars do not report whether they encrypt rows. First: pod demo-engine"
+EARLIER = {"is_reachable": True, "off_reason": ""}
+REPORTS = [
+    ([BOTH_FINE, BOTH_FINE], ENCRYPTED, "All 2 sidecars encrypt the rows of: disk, remote."),
+    ([BOTH_FINE, problem("disk")], INVALID, f"{FIRST_OF_TWO}-1, disk tier, Secret d: {WRONG}"),
+    ([BOTH_FINE, problem("remote")], INVALID, f"{FIRST_OF_TWO}-1, remote tier, Secret r: {WRONG}"),
+    ([BOTH_FINE, dict.fromkeys(BOTH_FINE, EARLIER)], INVALID, "does not encrypt. Set spec.images.policy"),
+    ([BOTH_FINE, {"disk": FINE}], ("Unknown", "NotReported"), f"1 of 2 {NOT_SAID}-1. See"),
+    ([BOTH_FINE, None], SILENT, f"1 of 2 {NOT_SAID}-1. See"),
+    ([None, None], SILENT, f"2 of 2 {NOT_SAID}-0. See"),
+    *(
+        ([problem("disk", odd) | {"remote": "x"}, {"remote": []}], ("Unknown", "NotReported"), NOT_SAID)
+        for odd in ([WRONG], 5, {"a": 1}, "")
+    ),
+    ([BOTH_FINE, problem("disk", "\x1b[31m" + "x" * 5000)], INVALID, FIRST_OF_TWO),
+]
+
+
+@pytest.mark.parametrize(("reports", "expected", "text"), REPORTS)
+def test_reports_of_sidecars_become_a_condition(reports: Any, expected: tuple[str, str], text: str) -> None:
     rig = Rig(both("d", "r"))
-    rig.report(BOTH_FINE, BOTH_FINE)
-    assert rig.report(BOTH_FINE, BOTH_FINE | {tier: FINE | {"encryption_problem": WRONG}}) == INVALID
-    where = f"pod demo-engine-1, {tier} tier, Secret {tier[0]}: {WRONG}"
-    assert rig.text == f"1 of 2 sidecars have a problem with their keys. First: {where}"
-    assert rig.condition("Degraded") == ("True", "EncryptionKeysInvalid")
-    assert rig.text in rig.message("Degraded")
+    assert rig.encrypted == NO_KEYS
+    rig.answer(*(each if each is None else GOOD | each for each in reports))
+    rig.miss_answers()
+    assert (rig.encrypted, text in rig.text) == (expected, True)
+    assert (rig.text.isprintable(), len(rig.text) < 900) == (True, True)
+    is_degraded = expected == INVALID
+    assert rig.condition("Degraded") == (str(is_degraded), expected[1] if is_degraded else "AsDeclared")
     assert rig.condition("Ready")[0] == "True", "engines serve"
-    assert ("Warning", "EncryptionKeysInvalid") in rig.world.events
+    assert (("Warning", "EncryptionKeysInvalid") in rig.world.events) == is_degraded
+    assert rig.text in rig.message("Degraded") or not is_degraded
+    assert rig.run() == []
+    rig.seconds += 61  # so that silent sidecars are probed again
     assert rig.report(BOTH_FINE, BOTH_FINE) == ENCRYPTED
-    assert ("Normal", "Encrypted") in rig.world.events
+    assert (("Normal", "Encrypted") in rig.world.events) == (expected[0] == "False")
 
 
 def test_tier_that_is_off_is_reported_with_the_reason_of_its_sidecar() -> None:
@@ -205,14 +224,6 @@ def test_tier_that_is_off_is_reported_with_the_reason_of_its_sidecar() -> None:
     assert rig.condition("RemoteTierReachable") == ("False", "RemoteTierUnreachable")
     for kind in ("DiskTierAvailable", "RemoteTierReachable", "RowsEncrypted"):
         assert reason in rig.message(kind)
-
-
-def test_sidecar_of_an_earlier_version_is_not_said_to_encrypt() -> None:
-    rig = Rig(both())
-    earlier = {"is_reachable": True, "off_reason": ""}
-    assert rig.report(BOTH_FINE, {"disk": earlier, "remote": earlier}) == INVALID
-    assert "earlier version, which does not encrypt. Set spec.images.policy" in rig.text
-    assert rig.report(BOTH_FINE, {"disk": FINE}) == ("Unknown", "NotReported"), "it reports on one tier only"
 
 
 def test_pods_from_before_the_encryption_are_not_said_to_encrypt() -> None:
@@ -229,33 +240,13 @@ def test_pods_from_before_the_encryption_are_not_said_to_encrypt() -> None:
     assert rig.report({"remote": FINE}, {"remote": FINE}) == NO_KEYS
 
 
-@pytest.mark.parametrize("problem", [[WRONG], 5, {"a": 1}, "", "\x1b[31m" + "x" * 5000])
-def test_invalid_reports_do_no_harm(problem: Any) -> None:
-    rig = Rig(both())
-    rig.report({"disk": FINE | {"encryption_problem": problem}, "remote": "x"}, {"remote": []})
-    assert rig.encrypted[0] in ("False", "Unknown")
-    assert rig.text.isprintable()
-    assert len(rig.text) < 900
-
-
 def test_one_missed_answer_does_not_change_the_condition() -> None:
     rig = Rig(both())
-    rig.report(BOTH_FINE, BOTH_FINE | {"disk": FINE | {"encryption_problem": WRONG}})
+    rig.report(BOTH_FINE, problem("disk"))
     before = rig.encrypted, rig.text
     rig.world.stats.clear()
     rig.run()
     assert (rig.encrypted, rig.text) == before
-
-
-def test_silent_sidecar_is_not_said_to_encrypt() -> None:
-    rig = Rig(both())
-    rig.report(BOTH_FINE, BOTH_FINE)
-    for number in (1, 0):
-        del rig.world.stats[f"10.0.0.{number}"]
-        rig.miss_answers()
-        assert rig.encrypted == SILENT
-        count = f"{2 - number} of 2 sidecars do not report whether they encrypt rows"
-        assert rig.text.startswith(f"{count}. First: pod demo-engine-{number}. See")
 
 
 def test_restarted_operator_does_not_doubt_the_condition_after_one_missed_answer() -> None:

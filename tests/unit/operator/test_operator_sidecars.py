@@ -1,54 +1,40 @@
 """Statistics of sidecars: validation of their answers, the conditions from them, and limits of polling."""
 
 import asyncio
+import contextlib
 import gzip
 import json
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lmcache_operator.components.base import Probed
 from lmcache_operator.reconcile.probe import SidecarProber
 from lmcache_operator.stats import StatsClient
 
-from tests.harness.operator_plans import LATE, settled_world, status_of
+from testing.child_process import free_port
+from tests.harness.operator_components import ReconciledCluster
+from tests.harness.operator_plans import settled_world, status_of
 
 GOOD = {"is_ready": True, "not_ready_reason": "", "num_clients": {"attached": 2}, "remote": None}
 BAD = GOOD | {"is_ready": False, "not_ready_reason": "--remote-url: no such scheme"}
+POD = "demo-engine-0"
 
 
-class Rig:
-    """A settled cluster, the answers of its sidecars, and the prober that polls them."""
+class Rig(ReconciledCluster):
+    """Running engine pods, whose sidecars answer with these statistics."""
 
-    def __init__(self, *answers: Any, is_ready: bool = True) -> None:
-        self.world = settled_world(engine={"replicas": len(answers)})
-        self.answers: dict[str, Any] = {}
-        self.polled: list[str] = []
-        self.now = 0.0
-        self.prober = SidecarProber(self._ask, lambda: self.now)
-        for number, answer in enumerate(answers):
-            self.world.pods[f"demo-engine-{number}"]["status"] = {
-                "phase": "Running", "podIP": f"10.0.0.{number}",
-                "conditions": [{"type": "Ready", "status": str(is_ready)}],
-            }  # fmt: skip
-            self.answers[f"10.0.0.{number}"] = answer
+    def __init__(self, *answers: Any) -> None:
+        super().__init__(engine={"replicas": len(answers)})
+        self.settle()
+        self.answer(*answers)
 
-    async def _ask(self, address: str) -> Any:
-        self.polled.append(address)
-        return self.answers[address]
-
-    def probe(self) -> Probed:
-        return asyncio.run(self.prober.probe(tuple(self.world.pods.values())))
-
-    def condition(self, kind: str = "SidecarAttached") -> tuple[str, str, str]:
-        """Status, reason and message after another poll. The status is stored as by the API server."""
-        self.world.resource["status"] = status_of(self.world, probed=self.probe(), now=LATE)
-        matching = [c for c in self.world.resource["status"]["conditions"] if c["type"] == kind]
-        return (
-            tuple(matching[0][key] for key in ("status", "reason", "message")) if matching else ("", "", "")
-        )
+    def polled(self, kind: str = "SidecarAttached") -> tuple[str, str, str]:
+        """Status, reason and message of a condition after another poll."""
+        self.run()
+        status, reason = self.condition(kind)
+        return status, reason, self.message(kind) if status else ""
 
 
 @pytest.mark.parametrize(
@@ -73,20 +59,22 @@ class Rig:
 )  # fmt: skip
 def test_sidecar_answers_become_conditions(answers: list[Any], expected: tuple[str, str, str | None]) -> None:
     rig = Rig(*answers)
-    status, reason, message = rig.condition()
+    status, reason, message = rig.polled()
     assert (status, reason, message if expected[2] else None) == expected
     is_false = status == "False"
-    assert rig.condition("Degraded")[:2] == (str(is_false), reason if is_false else "AsDeclared")
-    assert rig.condition("Ready")[:2] == ("True", "Ready")
+    assert rig.condition("Degraded") == (str(is_false), reason if is_false else "AsDeclared")
+    assert rig.condition("Ready") == ("True", "Ready")
     assert rig.condition("EngineAvailable")[0] == "True"
 
 
 def test_condition_is_unknown_before_an_engine_runs() -> None:
-    rig = Rig(GOOD | {"num_clients": {"attached": 0}}, is_ready=False)
-    assert rig.condition()[:2] == ("Unknown", "NoEngine")
-    rig.world.pods["demo-engine-0"]["status"]["phase"] = "Pending"
-    assert rig.condition()[:2] == ("Unknown", "NoEngine")
-    assert len(rig.polled) == 1
+    rig = Rig(GOOD | {"num_clients": {"attached": 0}})
+    status = rig.world.pods[POD]["status"]
+    status["conditions"] = [{"type": "Ready", "status": "False"}]
+    assert rig.polled()[:2] == ("Unknown", "NoEngine")
+    status["phase"] = "Pending"
+    assert rig.polled()[:2] == ("Unknown", "NoEngine")
+    assert rig.world.num_stats_reads == 1
 
 
 PINNED = {"pinned_bytes": {"engine": 1 << 30, "reader": 0}, "pin_problem": ""}
@@ -121,21 +109,20 @@ PARTS = {
 def test_part_that_fails_degrades_a_cluster_that_serves(kind):
     good, bad, expected, reason, message = PARTS[kind]
     rig = Rig(GOOD, GOOD)
-    assert rig.condition(kind) == ("", "", "")
-    rig.answers["10.0.0.0"] = GOOD | good
-    assert rig.condition(kind) == expected
-    rig.answers["10.0.0.1"] = GOOD | bad
-    assert rig.condition(kind)[:2] == ("False", reason)
-    assert rig.condition(kind)[2].endswith(message)
-    assert rig.condition("Degraded")[:2] == ("True", reason)
+    assert rig.polled(kind) == ("", "", "")
+    rig.answer(GOOD | good)
+    assert rig.polled(kind) == expected
+    rig.answer(GOOD | good, GOOD | bad)
+    status, found, text = rig.polled(kind)
+    assert (status, found, text.endswith(message)) == ("False", reason, True)
+    assert rig.condition("Degraded") == ("True", reason)
     assert rig.condition("Ready")[0] == "True"
-    rig.answers["10.0.0.1"] = GOOD | good
-    assert rig.condition("Degraded")[0] == "False"
+    rig.answer(GOOD | good, GOOD | good)
+    assert rig.polled("Degraded")[0] == "False"
 
 
 def test_condition_of_unpinned_memory_names_the_remedy():
-    rig = Rig(GOOD | {"transfer": {"pin_problem": UNPINNED}})
-    message = rig.condition("MemoryTierPinned")[2]
+    message = Rig(GOOD | {"transfer": {"pin_problem": UNPINNED}}).polled("MemoryTierPinned")[2]
     assert message.startswith("1 of 1 memory tiers are not fully pinned. ")
     assert "limit of locked memory" in message
 
@@ -146,7 +133,7 @@ def test_condition_of_unpinned_memory_names_the_remedy():
      {"pin_problem": ["x"]}],
 )  # fmt: skip
 def test_invalid_pin_statistics_are_ignored(transfer: Any) -> None:
-    assert Rig(GOOD | {"transfer": transfer}).condition("MemoryTierPinned") == ("", "", "")
+    assert Rig(GOOD | {"transfer": transfer}).polled("MemoryTierPinned") == ("", "", "")
 
 
 @pytest.mark.parametrize(
@@ -161,15 +148,14 @@ def test_invalid_pin_statistics_are_ignored(transfer: Any) -> None:
 )
 def test_invalid_hit_statistics_are_limited_or_ignored(lookups, expected):
     rig = Rig(GOOD | {"lookups": lookups})
-    rig.condition()
+    rig.run()
     hits = expected and {"engine": expected[0], "memory": expected[1]}
     assert rig.world.resource["status"].get("hitPercent") == hits
 
 
 def test_sidecar_texts_are_shortened_and_sanitized() -> None:
     reason = "no\x00 \x1b[31mred\u202e\ud800\r\n" + "x" * 5000
-    rig = Rig(GOOD | {"is_ready": False, "not_ready_reason": reason})
-    message = rig.condition()[2]
+    message = Rig(GOOD | {"is_ready": False, "not_ready_reason": reason}).polled()[2]
     assert "pod demo-engine-0: no [31mred xxx" in message
     assert message.isprintable()
     assert len(message) < 700
@@ -177,49 +163,49 @@ def test_sidecar_texts_are_shortened_and_sanitized() -> None:
 
 def test_single_missing_answer_does_not_change_the_status() -> None:
     rig = Rig(GOOD)
-    before = rig.condition(), rig.world.resource["status"]
-    rig.answers["10.0.0.0"] = None
-    assert (rig.condition(), rig.world.resource["status"]) == before
-    rig.now = 50  # a silent sidecar is polled after a pause
-    rig.condition()
-    assert len(rig.polled) == 2
-    rig.now = 100
-    assert rig.condition()[:2] == ("Unknown", "NoAnswer")
-    rig.now, rig.answers["10.0.0.0"] = 200, GOOD
-    assert rig.condition()[0] == "True"
+    before = rig.polled(), rig.world.resource["status"]
+    rig.world.stats.clear()
+    assert (rig.polled(), rig.world.resource["status"]) == before
+    rig.seconds = 50  # a silent sidecar is polled after a pause
+    rig.run()
+    assert rig.world.num_stats_reads == 2
+    rig.seconds = 100
+    assert rig.polled()[:2] == ("Unknown", "NoAnswer")
+    rig.seconds = 200
+    rig.answer(GOOD)
+    assert rig.polled()[0] == "True"
 
 
 def test_missing_answer_after_a_restart_keeps_the_status() -> None:
     rig = Rig(BAD)
-    before = rig.condition()
-    rig.prober = SidecarProber(rig.prober.read_stats, rig.prober.monotonic)
-    rig.answers["10.0.0.0"] = None
-    assert rig.condition() == before
+    before = rig.polled()
+    rig.restart_operator()
+    rig.world.stats.clear()
+    assert rig.polled() == before
     assert rig.condition("Degraded")[0] == "True"
 
 
 def test_conditions_are_retained_without_a_poll() -> None:
     rig = Rig(BAD)
-    before = rig.condition()
-    rig.world.resource["status"] = status_of(rig.world, probed=None)
-    assert before[2] in str(rig.world.resource["status"])
+    message = rig.polled()[2]
+    assert message in str(status_of(rig.world, probed=None))
     assert "SidecarAttached" not in str(status_of(settled_world(), probed=None))
 
 
 def test_silent_sidecar_does_not_hide_a_failing_sidecar() -> None:
     rig = Rig(GOOD, GOOD)
-    assert rig.condition()[0] == "True"
-    rig.answers |= {"10.0.0.0": None, "10.0.0.1": BAD}
-    assert rig.condition()[:2] == ("False", "SidecarNotReady")
+    assert rig.polled()[0] == "True"
+    rig.answer(None, BAD)
+    assert rig.polled()[:2] == ("False", "SidecarNotReady")
 
 
 def test_changed_number_in_a_reason_does_not_change_the_condition() -> None:
     rig = Rig(BAD | {"not_ready_reason": "17.5 MiB free of 20"})
-    before = rig.condition()
-    rig.answers["10.0.0.0"] = BAD | {"not_ready_reason": "3 MiB free of 20"}
-    assert rig.condition() == before
-    rig.answers["10.0.0.0"] = BAD | {"not_ready_reason": "3 GiB free of 20"}
-    assert "3 GiB" in rig.condition()[2]
+    before = rig.polled()
+    rig.answer(BAD | {"not_ready_reason": "3 MiB free of 20"})
+    assert rig.polled() == before
+    rig.answer(BAD | {"not_ready_reason": "3 GiB free of 20"})
+    assert "3 GiB" in rig.polled()[2]
 
 
 def test_prober_limits_concurrency_and_continues_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +214,6 @@ def test_prober_limits_concurrency_and_continues_with_the_rest(monkeypatch: pyte
     The next poll starts with the sidecars that were not polled in time.
     """
     monkeypatch.setattr("lmcache_operator.reconcile.probe._PROBE_SECONDS", 0.05)
-    rig = Rig(*[GOOD] * 40)
     running, max_running, answered = 0, 0, set()
 
     async def ask(address: str) -> Any:
@@ -243,38 +228,37 @@ def test_prober_limits_concurrency_and_continues_with_the_rest(monkeypatch: pyte
         finally:
             running -= 1
 
-    rig.prober = SidecarProber(ask, lambda: rig.now)
-    probed = rig.probe()
-    assert max_running == 16
+    pods = tuple(Rig(*[GOOD] * 40).world.pods.values())
+    probed = asyncio.run(SidecarProber(ask, lambda: 0.0).probe(pods))
+    assert (max_running, running) == (16, 0)
     assert sum(sidecar.answers for sidecar in probed.sidecars) == 4
-    assert running == 0
 
 
 # -- over HTTP
 
-Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+@contextlib.asynccontextmanager
+async def serving(*pieces: bytes, heads: list[str]) -> AsyncIterator[int]:
+    """The port of a server that sends these bytes, or never answers if there are none. Keeps the requests."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append((await reader.readuntil(b"\r\n\r\n")).decode())
+        if not pieces:
+            await reader.read()  # until the client gives up
+        for piece in pieces:
+            writer.write(piece)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield server.sockets[0].getsockname()[1]
 
 
-def read_from(*pieces: bytes, is_listening: bool = True, timeout_seconds: float = 60.0) -> Any:
-    """Result of reading from a server that sends these bytes, or never answers if there are none."""
+def read_from(*pieces: bytes, timeout_seconds: float = 60.0) -> Any:
+    """Result of reading from such a server."""
 
     async def run() -> Any:
-        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            if not pieces:
-                await reader.read()  # until the client gives up
-            for piece in pieces:
-                writer.write(piece)
-            writer.close()
-
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        if not is_listening:
-            server.close()
-        async with StatsClient(port, seconds=timeout_seconds) as stats:
-            result = await stats.read("127.0.0.1")
-        server.close()
-        return result
+        async with serving(*pieces, heads=[]) as port, StatsClient(port, seconds=timeout_seconds) as stats:
+            return await stats.read("127.0.0.1")
 
     return asyncio.run(run())
 
@@ -309,36 +293,28 @@ def test_stats_client_returns_none_for_an_invalid_response(answer: bytes) -> Non
 
 
 def test_stats_client_returns_none_after_the_timeout() -> None:
-    assert read_from(is_listening=False) is None
     assert read_from(timeout_seconds=0.05) is None
 
 
 def test_stats_client_sends_the_present_token(tmp_path: Path) -> None:
-    token, heads = tmp_path / "token", []
+    token, heads = tmp_path / "token", list[str]()
 
     async def run() -> None:
-        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            heads.append((await reader.readuntil(b"\r\n\r\n")).decode())
-            writer.write(answer_of(b"{}"))
-            writer.close()
-
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        async with StatsClient(server.sockets[0].getsockname()[1], token=token) as stats:
+        async with serving(answer_of(b"{}"), heads=heads) as port, StatsClient(port, token=token) as stats:
             for content in ("", "first\n", "second\n"):
                 if content:
                     token.write_text(content)
                 assert await stats.read("127.0.0.1") == {}
-        server.close()
 
     asyncio.run(run())
     sent = [re.findall(r"Authorization: (.*)\r\n", head) for head in heads]
     assert sent == [[], ["Bearer first"], ["Bearer second"]]
 
 
-def test_stats_client_returns_none_for_an_invalid_address() -> None:
+def test_stats_client_returns_none_for_an_address_without_server() -> None:
     async def run(address: str) -> Any:
-        async with StatsClient() as stats:
+        async with StatsClient(free_port()) as stats:
             return await stats.read(address)
 
-    for address in ("", "a b", "::1:x", "300.0.0.1", "h/../x"):
+    for address in ("", "a b", "::1:x", "300.0.0.1", "h/../x", "127.0.0.1"):
         assert asyncio.run(run(address)) is None
