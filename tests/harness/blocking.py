@@ -25,7 +25,6 @@ from lmcache.kv_groups import GroupKind, KVGroup
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.hello import ClientHello, Role
 from lmcache.rpc.session import Session
-from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 from tests.harness.wire import NAMESPACE, attached, make_hello, usable
 
@@ -290,7 +289,3 @@ def reattached(engine: PageEngine, before: Session) -> Session:
     session = attached(engine.client, newer_than=before)
     usable(engine.sidecar)
     return session
-
-
-def wait_for(condition: Callable[[], Any], what: str = "") -> Any:
-    return wait_until(condition, timeout=TIMEOUT, what=what)

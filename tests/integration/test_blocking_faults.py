@@ -8,6 +8,7 @@ import pytest
 
 from lmcache.engines.core.blocking import Limits
 from lmcache.engines.core.page_requests import row_keys
+from testing.child_process import wait_until
 from testing.deadlines import CALLS
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness import blocking
@@ -19,9 +20,9 @@ from tests.harness.blocking import (
     patient_calls,
     reattached,
     usual_calls,
-    wait_for,
     wait_released,
 )
+from tests.harness.engine import restart_without_memory
 from tests.harness.stalling_proxy import StallingProxy
 from tests.harness.wire import attached
 
@@ -73,7 +74,7 @@ class TestKilledSidecar:
             assert engine.look_up(1, 2) == 2
             session = engine.client.session
             sidecar.kill()
-            wait_for(lambda: not engine.access.is_attached)
+            wait_until(lambda: not engine.access.is_attached)
             assert engine.look_up(1, 2) == 0
             assert engine.load(1, 2) == 0
             assert not engine.store(3)
@@ -127,12 +128,18 @@ class TestKilledSidecar:
             assert lookup.result() in (0, 1), "the index of the killed sidecar may still show the page"
             assert engine.load(1) in (0, 1)
 
-    def test_close_after_its_death(self, sidecar, usual_calls):
-        with PageEngine(sidecar) as engine:
-            engine.store(1)
+
+@pytest.mark.parametrize("fault", ["kill", "freeze"])
+def test_close_ends_in_time_without_the_sidecar(sidecar, usual_calls, fault):
+    with PageEngine(sidecar) as engine:
+        engine.store(1)
+        for _ in range(20):
             assert engine.look_up(1) == 1
-            sidecar.kill()
-            within(4.0, engine.access.close)
+        getattr(sidecar, fault)()
+        within(4.0, engine.access.close)
+        if fault == "freeze":
+            sidecar.thaw()
+            sidecar.wait_until(lambda stats: not stats["clients"])
 
 
 class TestFrozenSidecar:
@@ -164,7 +171,7 @@ class TestFrozenSidecar:
             session = engine.client.session
             sidecar.freeze()
             assert not within(2.0, lambda: engine.store(1))
-            wait_for(lambda: not engine.access.is_attached)
+            wait_until(lambda: not engine.access.is_attached)
             assert not within(0.0, lambda: engine.store(2))
             sidecar.thaw()
             reattached(engine, session)
@@ -186,16 +193,6 @@ class TestFrozenSidecar:
             assert engine.run(1, 2) == 2
             wait_released(sidecar)
 
-    def test_unanswered_releases_follow_later(self, sidecar, usual_calls):
-        with PageEngine(sidecar) as engine:
-            engine.store(1, 2)
-            assert engine.look_up(1, 2) == 2
-            sidecar.freeze()
-            assert engine.load(1, 2) == 2
-            engine.settle()
-            sidecar.thaw()
-            wait_released(sidecar)
-
     def test_change_of_the_namespace_does_not_wait(self, sidecar, usual_calls):
         with PageEngine(sidecar) as engine:
             engine.store(1)
@@ -207,23 +204,6 @@ class TestFrozenSidecar:
             engine.access.set_namespace(blocking.NAMESPACE)
             wait_released(sidecar)
 
-    def test_close_ends_within_its_deadline(self, sidecar, usual_calls):
-        with PageEngine(sidecar) as engine:
-            engine.store(1)
-            for _ in range(20):
-                assert engine.look_up(1) == 1
-            sidecar.freeze()
-            within(4.0, engine.access.close)
-            sidecar.thaw()
-            sidecar.wait_until(lambda stats: not stats["clients"])
-
-
-def empty_memory(sidecar):
-    """Restart the sidecar without its rows in memory, after it has written all of them to its lower tiers."""
-    assert sidecar.terminate() == 0
-    sidecar.arena_path.unlink()
-    sidecar.start()
-
 
 @pytest.mark.usefixtures("patient_calls")
 class TestLowerTiers:
@@ -231,22 +211,15 @@ class TestLowerTiers:
         with SidecarProcess(memory_size="1Mi", disk_path=tmp_path, disk_size="64Mi") as sidecar:
             with PageEngine(sidecar) as engine:
                 engine.store(*range(10))
-            empty_memory(sidecar)
+                engine.store(20, 21, 22)
+            restart_without_memory(sidecar)
             with PageEngine(sidecar) as engine:
+                assert engine.load(20, 21, 22, 23) == 3, "a load without a lookup promotes pages"
                 assert engine.run(*range(11)) == 10
                 engine.report(*range(10), num_engine=0, num_loaded=10)
                 sidecar.wait_until(lambda stats: stats["causes"]["cause_tokens"] == {"disk": 640})
                 wait_released(sidecar)
-                assert sidecar.stats()["disk"]["promoted"] == 10
-
-    def test_load_without_a_lookup_promotes_pages(self, tmp_path):
-        with SidecarProcess(memory_size="1Mi", disk_path=tmp_path, disk_size="64Mi") as sidecar:
-            with PageEngine(sidecar) as engine:
-                engine.store(1, 2, 3)
-            empty_memory(sidecar)
-            with PageEngine(sidecar) as engine:
-                assert engine.load(1, 2, 3, 4) == 3
-                wait_released(sidecar)
+                assert sidecar.stats()["disk"]["promoted"] == 13
 
     @pytest.mark.redis
     @pytest.mark.parametrize("num_groups", [1, 2])
@@ -270,7 +243,7 @@ class TestLowerTiers:
                 for first in range(0, 40, 5):
                     engine.store(*range(first, first + 5), prefix=range(first))
                     sidecar.wait_until(lambda stats: stats["remote"]["written"] == first + 5)  # noqa: B023
-            empty_memory(sidecar)
+            restart_without_memory(sidecar)
             with PageEngine(sidecar) as engine:
                 num_loaded = engine.run(*range(40))
                 assert num_loaded > 0
@@ -318,7 +291,7 @@ class TestSlowRedis:
             with PageEngine(sidecar) as engine:
                 engine.store(*range(8))
                 sidecar.wait_until(lambda stats: stats["remote"]["written"] == 8)
-            empty_memory(sidecar)
+            restart_without_memory(sidecar)
             yield sidecar
 
     def test_lookup_does_not_wait_longer_than_its_limit(self, sidecar, proxy):
@@ -328,41 +301,19 @@ class TestSlowRedis:
             assert within(0.05, lambda: engine.look_up(*range(8))) == 0
             assert state(engine).is_probing, "there is no answer yet"
             proxy.resume()
-            wait_for(lambda: engine.run(*range(8)) == 8)
+            wait_until(lambda: engine.run(*range(8)) == 8)
             wait_released(sidecar)
 
     @pytest.mark.parametrize("limit", ["row_seconds", "load_seconds"])
     def test_load_ends_after_the_limit_of_a_row_or_of_the_load(self, sidecar, proxy, limit):
         with PageEngine(sidecar, dataclasses.replace(PATIENT, **{limit: 0.05})) as engine:
-            proxy.stall(b"HMGET")
-            assert engine.look_up(*range(8)) == 8
-            assert within(0.05, lambda: engine.load(*range(8))) == 0
-            proxy.resume()
-            engine.settle()
-            wait_for(lambda: engine.run(*range(8)) == 8)
-            wait_released(sidecar)
-
-    def test_loads_with_one_begin_share_the_limit(self, sidecar, proxy):
-        """The limit of the second load is over when it begins, but that of the first is not."""
-        limits = dataclasses.replace(PATIENT, load_seconds=50.0)
-        with PageEngine(sidecar, limits) as engine:
-            engine.store(0)
-            proxy.stall(b"HMGET")
-            assert engine.look_up(*range(8)) == 8
-            pages, began_at = engine.pages(8), time.monotonic() - 50.0
-            hashes = blocking.hashes_of(range(8))
-            assert engine.access.load(0, hashes, pages, began_at) == 1, "pages in memory, without a wait"
-            assert state(engine).num_pending == 7
-            proxy.resume()
-
-    def test_pages_in_memory_are_loaded_before_the_wait(self, sidecar, proxy):
-        limits = dataclasses.replace(PATIENT, row_seconds=0.05)
-        with PageEngine(sidecar, limits) as engine:
             engine.store(0, 1, 2)
             proxy.stall(b"HMGET")
             assert engine.look_up(*range(8)) == 8
-            assert engine.load(*range(8)) == 3
+            assert within(0.05, lambda: engine.load(*range(8))) == 3, "pages in memory, before the wait"
             proxy.resume()
+            engine.settle()
+            wait_until(lambda: engine.run(*range(8)) == 8)
             wait_released(sidecar)
 
     def test_change_of_the_namespace_ends_the_wait(self, sidecar, proxy, monkeypatch):

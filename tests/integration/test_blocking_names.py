@@ -22,31 +22,6 @@ pytestmark = pytest.mark.usefixtures("patient_calls")
 
 
 class TestNamespaces:
-    def test_no_page_of_another_namespace_is_found(self, engine):
-        engine.store(1, 2)
-        engine.access.set_namespace(os.urandom(32))
-        assert engine.look_up(1, 2) == 0
-        assert engine.load(1, 2) == 0
-        engine.weights = 1
-        engine.store(1)
-        assert engine.run(1, 2) == 1
-        engine.access.set_namespace(blocking.NAMESPACE)
-        engine.weights = 0
-        assert engine.run(1, 2) == 2
-        wait_released(engine.sidecar)
-
-    def test_without_a_namespace_nothing_is_found_or_stored(self, engine):
-        engine.store(1)
-        assert engine.look_up(1) == 1
-        engine.access.set_namespace(None)
-        assert engine.look_up(1) == 0
-        assert engine.load(1) == 0
-        assert not engine.store(2)
-        wait_released(engine.sidecar)
-        engine.access.set_namespace(blocking.NAMESPACE)
-        assert engine.run(1) == 1
-        assert engine.look_up(2) == 0
-
     def test_lookup_before_a_change_is_not_loaded_after_it(self, engine):
         engine.store(1, 2)
         assert engine.look_up(1, 2) == 2
@@ -70,46 +45,32 @@ class TestNamespaces:
             engine.settle()
             wait_released(sidecar)
 
-    def test_load_that_looks_up_during_a_change_leaves_no_lease(self, sidecar, monkeypatch):
+    @pytest.mark.parametrize("is_load", [True, False], ids=["lookup of a load", "answered lookup"])
+    def test_lookup_that_runs_during_a_change_finds_nothing_and_leaves_no_lease(
+        self, sidecar, monkeypatch, is_load
+    ):
+        """The change comes before the sidecar is asked for the page of a load, or after it has answered."""
         with PageEngine(sidecar) as engine:
             engine.store(1, 2)
-            assert engine.look_up(1, 2) == 2
+            assert not is_load or engine.look_up(1, 2) == 2
             session = engine.client.session
             gate, lookup = Gate(), session.lookup
 
             def late(request_id, group_keys, **options):
-                if not options.get("hint"):
+                if is_load and not options.get("hint"):
                     gate()
-                return lookup(request_id, group_keys, **options)
-
-            monkeypatch.setattr(session, "lookup", late)
-            load = Started(lambda: engine.load(1, 2, 3))
-            gate.wait()
-            engine.access.set_namespace(None)
-            engine.settle()
-            gate.open()
-            assert load.result() == 0
-            engine.settle()
-            wait_released(sidecar)
-
-    def test_lookup_that_runs_during_a_change_finds_nothing(self, sidecar, monkeypatch):
-        with PageEngine(sidecar) as engine:
-            engine.store(1, 2)
-            session = engine.client.session
-            gate, lookup = Gate(), session.lookup
-
-            def late(request_id, group_keys, **options):
                 result = lookup(request_id, group_keys, **options)
-                if not options.get("hint"):
+                if not is_load and not options.get("hint"):
                     gate()
                 return result
 
             monkeypatch.setattr(session, "lookup", late)
-            looked_up = Started(lambda: engine.look_up(1, 2))
+            call = Started(lambda: engine.load(1, 2, 3) if is_load else engine.look_up(1, 2))
             gate.wait()
-            engine.access.set_namespace(os.urandom(32))
+            engine.access.set_namespace(None if is_load else os.urandom(32))
+            engine.settle()
             gate.open()
-            assert looked_up.result() == 0
+            assert call.result() == 0
             engine.settle()
             wait_released(sidecar)
 
@@ -165,20 +126,6 @@ class TestWindows:
 
 
 class TestColumns:
-    def test_page_is_found_when_all_ranks_have_stored_it(self, sidecar):
-        with (
-            PageEngine(sidecar, column=0, num_columns=2) as first,
-            PageEngine(sidecar, column=1, num_columns=2) as second,
-        ):
-            assert first.store(1, 2)
-            assert second.store(1)
-            for rank in (first, second):
-                assert rank.look_up(1, 2) == 1
-            for rank in (first, second):
-                assert rank.load(1) == 1
-                rank.settle()
-            wait_released(sidecar)
-
     def test_lease_of_one_rank_does_not_end_with_that_of_the_other(self, sidecar):
         with (
             PageEngine(sidecar, column=0, num_columns=2) as first,

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from lmcache.common.timing import TIMING
+from testing.child_process import wait_until
 from testing.deadlines import CALLS
 from tests.harness import blocking
 from tests.harness.blocking import (
@@ -59,21 +60,14 @@ def test_pages_that_were_evicted_are_counted_as_such(fresh_sidecar):
         )
 
 
-def test_lookups_and_loads_alone_count_no_request(fresh_sidecar):
-    with PageEngine(fresh_sidecar) as engine:
-        engine.store(1)
-        assert engine.run(1, 2) == 1
-        engine.settle()
-        stats = fresh_sidecar.stats()
-        assert (stats["lookups"]["num_lookups"], stats["causes"]["prompt_tokens"]) == (0, 0)
-
-
 def test_times_of_a_requests_lookups_and_loads_are_reported_once(fresh_sidecar):
     with PageEngine(fresh_sidecar) as engine:
         engine.store(1, 2, 3)
         assert engine.run(1, 2) == 2
         assert engine.run(3) == 1
         engine.settle()
+        stats = fresh_sidecar.stats()
+        assert (stats["lookups"]["num_lookups"], stats["causes"]["prompt_tokens"]) == (0, 0), "no request yet"
         for _ in range(2):
             engine.report(1, 2, 3, num_engine=0, num_loaded=3)
 
@@ -82,41 +76,30 @@ def test_times_of_a_requests_lookups_and_loads_are_reported_once(fresh_sidecar):
             is_timed = len(requests) == 2 and all(r["load_seconds"] is not None for r in requests)
             return requests if is_timed else None
 
-        second, first = blocking.wait_for(times)
+        second, first = wait_until(times)
         assert first["lookup_seconds"] > 0
         assert first["load_seconds"]["memory"] > 0
         assert second["lookup_seconds"] == 0
         assert second["load_seconds"]["memory"] == 0
 
 
-def test_no_request_is_reported_without_a_namespace(fresh_sidecar):
+def test_reports_without_a_namespace_or_hashes_and_late_ones_are_dropped(fresh_sidecar, monkeypatch, caplog):
+    """Later reports go on."""
+
+    def fail():
+        raise ValueError("no hashes")
+
     with PageEngine(fresh_sidecar) as engine:
         engine.access.set_namespace(None)
         engine.report(1, num_engine=0, num_loaded=0)
         engine.access.set_namespace(blocking.NAMESPACE)
-        engine.report(1, num_engine=0, num_loaded=0)
-        fresh_sidecar.wait_until(lambda stats: stats["lookups"]["num_lookups"] == 1)
-
-
-def test_old_reports_are_dropped(fresh_sidecar, monkeypatch):
-    with PageEngine(fresh_sidecar) as engine:
         with monkeypatch.context() as patch:
             patch.setattr(TIMING, "report_seconds", 0.0)
             engine.report(1, 2, num_engine=0, num_loaded=0)
-        engine.report(1, num_engine=0, num_loaded=0)
-        stats = fresh_sidecar.wait_until(lambda stats: stats if stats["causes"]["prompt_tokens"] else None)
-        assert stats["causes"]["prompt_tokens"] == PAGE_TOKENS
-
-
-def test_report_that_fails_does_not_stop_later_ones(fresh_sidecar, caplog):
-    with PageEngine(fresh_sidecar) as engine:
-
-        def fail():
-            raise ValueError("no hashes")
-
         engine.access.report(blocking.EngineRequest(fail, 10, 0, 0))
         engine.report(1, num_engine=0, num_loaded=0)
-        fresh_sidecar.wait_until(lambda stats: stats["causes"]["prompt_tokens"] == PAGE_TOKENS)
+        stats = fresh_sidecar.wait_until(lambda stats: stats if stats["causes"]["prompt_tokens"] else None)
+        assert (stats["causes"]["prompt_tokens"], stats["lookups"]["num_lookups"]) == (PAGE_TOKENS, 1)
         assert "Releasing or reporting a lookup failed" in caplog.text
 
 
