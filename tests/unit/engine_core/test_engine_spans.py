@@ -58,6 +58,19 @@ def end(rig, request):
     rig.finish(request)
 
 
+def run(rig, request, num_external=0):
+    """Run a request from its allocation to its end."""
+    start(rig, request, num_external)
+    end(rig, request)
+
+
+def compute(rig, **fields):
+    """Run a request that finds nothing."""
+    request = rig.arrive(traced(200, **fields))
+    assert rig.match(request) == (0, False)
+    run(rig, request)
+
+
 def end_stores(rig):
     rig.report(ended=rig.storing)
     rig.storing.clear()
@@ -86,10 +99,7 @@ def test_hit_has_a_lookup_and_a_load(rig, recorded):
 
 
 def test_computed_chunks_have_a_store_that_may_end_after_the_request(rig, recorded):
-    request = rig.arrive(traced(200))
-    assert rig.match(request) == (0, False)
-    start(rig, request)
-    end(rig, request)
+    compute(rig)
     (lookup,) = recorded.take()
     assert figures(lookup)["computed_tokens"] == 200
     rig.now += 0.5
@@ -117,8 +127,7 @@ def test_lookup_ends_with_the_answer_and_not_with_the_wait_in_the_engines_queue(
     request = rig.arrive(traced(200))
     rig.now = 0.5
     assert rig.match(request) == (0, False)
-    start(rig, request)
-    end(rig, request)
+    run(rig, request)
     (lookup,) = recorded.take()
     assert milliseconds(lookup) == 4
 
@@ -131,8 +140,7 @@ def test_unanswered_lookup_ends_when_the_wait_for_its_answer_ends(rig, recorded)
     assert rig.match(request) == (None, False)
     rig.now = 0.5
     assert rig.match(request) == (0, False)
-    start(rig, request)
-    end(rig, request)
+    run(rig, request)
     wait, lookup = recorded.take()
     assert (wait.name, lookup.name) == ("lmcache.wait", "lmcache.lookup")
     assert figures(lookup)["is_answered"] is False
@@ -153,8 +161,7 @@ def test_wait_for_lower_tiers_counts_the_chunks_that_arrive(rig, recorded):
     assert milliseconds(wait) == 20
     assert rig.match(request) == (192, True), "the engine asks again while it has no free blocks"
     assert recorded.take() == []
-    start(rig, request, 192)
-    end(rig, request)
+    run(rig, request, 192)
 
 
 def test_wait_for_nothing_has_no_arrived_chunks(rig, recorded):
@@ -163,8 +170,7 @@ def test_wait_for_nothing_has_no_arrived_chunks(rig, recorded):
     assert rig.match(request) == (0, False)
     (wait,) = recorded.take()
     assert figures(wait) == {"wait_reasons": ("lower_tiers",), "arrived_chunks": 0}
-    start(rig, request)
-    end(rig, request)
+    run(rig, request)
 
 
 def test_wait_for_rows_of_another_request_names_this_reason(rig, recorded):
@@ -197,8 +203,7 @@ def test_wait_for_free_blocks_of_the_engine_names_this_reason(rig, recorded):
     (wait,) = recorded.take()
     assert figures(wait)["wait_reasons"] == ("engine_memory",)
     assert milliseconds(wait) == 30
-    start(rig, request, 192)
-    end(rig, request)
+    run(rig, request, 192)
 
 
 def test_failed_load_is_an_error(rig, recorded):
@@ -209,8 +214,7 @@ def test_failed_load_is_an_error(rig, recorded):
     lookup, load = recorded.take()
     assert (lookup.status.status_code, load.status.status_code) == (StatusCode.UNSET, StatusCode.ERROR)
     assert rig.match(request) == (0, False)
-    start(rig, request)
-    end(rig, request)
+    run(rig, request)
     (lookup,) = recorded.take()
     assert lookup.name == "lmcache.lookup", "the request starts again"
 
@@ -242,30 +246,26 @@ def test_preempted_request_has_a_second_lookup(rig, recorded):
     rig.match(request)
     rig.drain_lookups()
     assert rig.match(request) == (0, False)
-    start(rig, request)
-    end(rig, request)
+    run(rig, request)
     names = [span.name for span in recorded.take()]
     assert names.count("lmcache.lookup") == 2
 
 
 @pytest.mark.parametrize(
-    "headers",
-    [None, {}, UNSAMPLED, {"traceparent": "no trace"}, {"traceparent": ""}, {"tracestate": "a=b"}],
+    "fields",
+    [
+        {},
+        *(
+            {"trace_headers": headers}
+            for headers in (None, {}, UNSAMPLED, {"traceparent": "no trace"}, {"tracestate": "a=b"})
+        ),
+    ],
 )
-def test_request_without_a_sampled_trace_has_no_spans(rig, recorded, headers):
+def test_request_without_a_sampled_trace_has_no_spans(rig, recorded, fields):
     rig.stored(3)
-    request = rig.arrive(traced(200, headers=headers))
+    request = rig.arrive(make_request(200, **fields))
     rig.match(request)
-    start(rig, request, 192)
-    end(rig, request)
-    assert recorded.take() == []
-
-
-def test_engine_whose_requests_have_no_trace_headers_has_no_spans(rig, recorded):
-    request = rig.arrive(make_request(200))
-    rig.match(request)
-    start(rig, request)
-    end(rig, request)
+    run(rig, request, 192)
     assert recorded.take() == []
 
 

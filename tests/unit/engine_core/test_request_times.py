@@ -29,6 +29,20 @@ def compute(rig, request, start: int, seconds: float = 0.5) -> int:
     return meta.timed_step
 
 
+def start(rig, request, computed: int = 0):
+    """Match a request and allocate its blocks. Returns the request."""
+    rig.allocate(request, blocks(7), rig.match(request, computed)[0])
+    return request
+
+
+def start_load(rig):
+    """Let a request of three chunks arrive and load them. Returns the request."""
+    rig.stored(3)
+    request = start(rig, rig.arrive(make_request(200)))
+    assert rig.step().is_idle
+    return request
+
+
 def end_step(rig, step: int) -> None:
     rig.scheduler.take_report(WorkerReport(timed_step=step))
 
@@ -131,10 +145,7 @@ def test_a_request_that_is_held_back_for_memory_waits(rig):
 @pytest.mark.parametrize(("num_valid", "num_failed"), [(0, 192), (64, 128), (192, 0)])
 def test_a_failed_load_reports_the_tokens_that_the_engine_computes(rig, num_valid, num_failed):
     """vLLM keeps the part of a load before the first bad block."""
-    rig.stored(3)
-    request = rig.arrive(make_request(200))
-    rig.allocate(request, blocks(7), rig.match(request)[0])
-    rig.step()
+    request = start_load(rig)
     rig.report(failed=["r"], received=["r"])
     if not num_valid:  # the request starts again
         assert rig.match(request) == (0, False)
@@ -145,20 +156,14 @@ def test_a_failed_load_reports_the_tokens_that_the_engine_computes(rig, num_vali
 
 
 def test_a_failed_load_of_a_request_that_is_aborted_counts_as_failed(rig):
-    rig.stored(3)
-    request = rig.arrive(make_request(200))
-    rig.allocate(request, blocks(7), rig.match(request)[0])
-    rig.step()
+    request = start_load(rig)
     rig.report(failed=["r"], received=["r"])
     rig.finish(request)
     assert sent(rig) == [RequestTimes("r", num_failed_tokens=192)]
 
 
 def test_a_request_that_is_aborted_during_its_load_is_reported_after_its_schedule(rig):
-    rig.stored(3)
-    request = rig.arrive(make_request(200))
-    rig.allocate(request, blocks(7), rig.match(request)[0])
-    assert rig.step().is_idle
+    request = start_load(rig)
     rig.finish(request)
     assert not sent(rig), "the sidecar does not know the load yet"
     rig.now = 0.25
@@ -169,9 +174,7 @@ def test_a_request_that_is_aborted_during_its_load_is_reported_after_its_schedul
 
 def test_a_request_that_ends_with_its_first_token_is_reported_after_the_step(rig):
     """vLLM ends such a request before it hands over the workers' report."""
-    request = rig.arrive(make_request(200))
-    rig.match(request)
-    rig.allocate(request, blocks(7), 0)
+    request = start(rig, rig.arrive(make_request(200)))
     step = compute(rig, request, 0)
     rig.finish(request)
     end_step(rig, step)
@@ -188,16 +191,13 @@ def test_a_request_that_was_never_scheduled_is_not_reported(rig):
 def test_a_preempted_request_is_reported_for_each_start(rig):
     request = rig.arrive(make_request(200))
     for _ in range(2):
-        rig.match(request)
-        rig.allocate(request, blocks(7), 0)
+        start(rig, request)
         rig.now += 1.0
         rig.step(preempted=["r"])
-    rig.match(request)
-    rig.allocate(request, blocks(7), 0)
+    start(rig, request)
     end_step(rig, compute(rig, request, 0))
     rig.step(preempted=["r"])
-    rig.match(request)
-    rig.allocate(request, blocks(7), 0)
+    start(rig, request)
     end_step(rig, compute(rig, request, 0))
     first_tokens = [times.first_token_seconds for times in sent(rig)]
     assert first_tokens == [0.0, 0.0, 2.5, 0.0], "only one start computes the first token"
@@ -221,8 +221,7 @@ def test_times_precede_the_report_of_the_next_start(rig, monkeypatch):
     rig.lookups._times_sent_at = math.inf  # times wait for another call
     request = rig.arrive(make_request(200))
     for _ in range(2):
-        rig.match(request)
-        rig.allocate(request, blocks(7), 0)
+        start(rig, request)
         end_step(rig, compute(rig, request, 0))
         rig.step(preempted=["r"])
     assert len(sent(rig)) == 2
@@ -234,8 +233,7 @@ def test_overlapping_steps_end_in_their_order(rig):
     first, second = rig.arrive(make_request(200, "1")), rig.arrive(make_request(200, "2", cache_salt="s"))
     steps = []
     for request in (first, second):
-        rig.match(request)
-        rig.allocate(request, blocks(7), 0)
+        start(rig, request)
         steps.append(compute(rig, request, 0))
     assert steps[0] < steps[1]
     end_step(rig, steps[0])
@@ -246,9 +244,7 @@ def test_overlapping_steps_end_in_their_order(rig):
 
 
 def run_one(rig, name: str) -> None:
-    request = rig.arrive(make_request(200, name, cache_salt=name))
-    rig.match(request)
-    rig.allocate(request, blocks(7), 0)
+    request = start(rig, rig.arrive(make_request(200, name, cache_salt=name)))
     end_step(rig, compute(rig, request, 0))
 
 
@@ -261,9 +257,7 @@ def test_a_sidecar_of_an_older_version_gets_no_times(rig):
 
 def test_times_wait_while_the_sidecar_does_not_answer(rig, monkeypatch):
     monkeypatch.setattr("lmcache.engines.core.calls.PAUSE_SECONDS", 0.0)
-    request = rig.arrive(make_request(200))
-    rig.match(request)
-    rig.allocate(request, blocks(7), 0)
+    request = start(rig, rig.arrive(make_request(200)))
     rig.drain_lookups()
     rig.session.is_down = True
     rig.lookups._calls._paused_until = float("inf")
@@ -298,9 +292,7 @@ def test_many_times_take_few_calls(rig):
 
 def test_times_are_sent_when_the_side_is_taken_offline():
     rig = Rig()
-    request = rig.arrive(make_request(200))
-    rig.match(request)
-    rig.allocate(request, blocks(7), 0)
+    start(rig, rig.arrive(make_request(200)))
     rig.scheduler.go_offline()
     rig.lookups._thread.join(60)
     assert [times.request_id for times in rig.session.times] == ["r"]
@@ -326,8 +318,6 @@ def test_the_trace_id_is_that_of_a_sampled_trace(headers, expected):
 
 def test_the_trace_id_is_sent_with_the_times(rig):
     headers = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
-    request = rig.arrive(make_request(200, trace_headers=headers))
-    rig.match(request)
-    rig.allocate(request, blocks(7), 0)
+    request = start(rig, rig.arrive(make_request(200, trace_headers=headers)))
     end_step(rig, compute(rig, request, 0))
     assert sent(rig)[0].trace_id.hex() == TRACE

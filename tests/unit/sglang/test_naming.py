@@ -72,78 +72,53 @@ def base(sglang):
         {"config": CONFIG | {"rope_theta": 1e6}},
         {"config": {}},
         *({"sizes": SIZES | {name: 2}} for name in SIZES),
+        *(
+            {"server_args": options(**{option: value})}
+            for option, value in {
+                "dtype": "float16", "quantization": "fp8", "kv_cache_dtype": "fp8_e5m2",
+                "speculative_algorithm": "EAGLE", "speculative_draft_kv_cache_dtype": "fp8_e5m2",
+                "speculative_draft_model_quantization": "fp8", "device": "cpu", "attention_backend": "triton",
+                "prefill_attention_backend": "fa3", "decode_attention_backend": "fa3",
+                "enable_page_major_kv_layout": True, "enable_unified_memory": True,
+                "model_impl": "transformers",  # may order the elements of a key in another way
+            }.items()
+        ),
+        *(
+            {"pools": {"kv": Pool(**{field: value})}}
+            for field, value in {
+                "layout": "layer_first", "page_size": 32, "dtype": torch.float16, "layer_num": 3,
+                "head_num": 4, "head_dim": 128, "v_head_dim": 32, "kv_cache_dim": 576, "index_head_dim": 128,
+                "quant_block_size": 128, "temporal_state_shape": (2, 3), "conv_state_shapes": [(2, 3)],
+                "conv_dtype": torch.float32, "storage_format_tag": "packed",
+            }.items()
+        ),
     ],
-)
-def test_identity_of_the_model_changes_the_name(base, changes):
+)  # fmt: skip
+def test_what_changes_kv_changes_the_name(base, changes):
     assert namespace(**changes) != base
 
 
 @pytest.mark.parametrize(
-    "option",
+    "changes",
     [
-        {"dtype": "float16"},
-        {"quantization": "fp8"},
-        {"kv_cache_dtype": "fp8_e5m2"},
-        {"speculative_algorithm": "EAGLE"},
-        {"speculative_draft_kv_cache_dtype": "fp8_e5m2"},
-        {"speculative_draft_model_quantization": "fp8"},
-        {"device": "cpu"},
-        {"attention_backend": "triton"},
-        {"prefill_attention_backend": "fa3"},
-        {"decode_attention_backend": "fa3"},
-        {"enable_page_major_kv_layout": True},
-        {"enable_unified_memory": True},
-        {"model_impl": "transformers"},  # may order the elements of a key otherwise, for the same answers
+        {"pools": {"kv": Pool(size=7, device_capacity_tokens=9, size_per_token=11)}},
+        {"config": dict(reversed(CONFIG.items()))},
+        {"config": CONFIG | {"_name_or_path": "/x", "_commit_hash": "y", "transformers_version": "5"}},
+        {"sizes": dict(reversed(SIZES.items()))},
+        *(
+            {"server_args": options(**{option: value})}
+            for option, value in {
+                "model_path": "/elsewhere/llama", "revision": "main", "port": 30001, "random_seed": 2,
+                "context_length": 2048, "hicache_host_memory_mode": "buffer", "max_running_requests": 4,
+                "hicache_ratio": 3.0, "served_model_name": "x",
+                "speculative_draft_model_path": "/another/path/of/the/draft",
+            }.items()
+        ),
     ],
-)
-def test_options_that_change_kv_change_the_name(base, option):
-    assert namespace(options(**option)) != base
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"model_path": "/elsewhere/llama"},
-        {"revision": "main"},
-        {"port": 30001},
-        {"random_seed": 2},
-        {"context_length": 2048},
-        {"hicache_host_memory_mode": "buffer"},
-        {"max_running_requests": 4},
-        {"hicache_ratio": 3.0},
-        {"served_model_name": "x"},
-        {"speculative_draft_model_path": "/another/path/of/the/draft"},
-    ],
-)
-def test_other_options_do_not(base, option):
-    assert namespace(options(**option)) == base
-
-
-@pytest.mark.parametrize(
-    "field",
-    [
-        {"layout": "layer_first"},
-        {"page_size": 32},
-        {"dtype": torch.float16},
-        {"layer_num": 3},
-        {"head_num": 4},
-        {"head_dim": 128},
-        {"v_head_dim": 32},
-        {"kv_cache_dim": 576},
-        {"index_head_dim": 128},
-        {"quant_block_size": 128},
-        {"temporal_state_shape": (2, 3)},
-        {"conv_state_shapes": [(2, 3)]},
-        {"conv_dtype": torch.float32},
-        {"storage_format_tag": "packed"},
-    ],
-)
-def test_form_of_a_pool_changes_the_name(base, field):
-    assert namespace(pools={"kv": Pool(**field)}) != base
-
-
-def test_size_of_a_pool_does_not(base):
-    assert namespace(pools={"kv": Pool(size=7, device_capacity_tokens=9, size_per_token=11)}) == base
+)  # fmt: skip
+def test_other_changes_do_not_change_the_name(base, changes):
+    assert namespace(**changes) == base
+    assert len(base) == 32
 
 
 def test_kind_name_and_number_of_pools_change_the_name(base):
@@ -167,18 +142,9 @@ def test_modules_that_adapters_change_change_the_name():
     assert adapted((), lora_target_modules={"q"}) == adapted((), lora_target_modules={"k"})
 
 
-def test_order_of_pools_and_of_the_configuration_is_of_no_account(base):
-    assert namespace() == base
-    assert len(base) == 32
+def test_order_of_pools_does_not_change_the_name():
     pools = {"kv": Pool(), "swa": OtherPool()}
     assert namespace(pools=pools) == namespace(pools=dict(reversed(pools.items())))
-    assert namespace(config=dict(reversed(CONFIG.items()))) == base
-    assert namespace(sizes=dict(reversed(SIZES.items()))) == base
-
-
-def test_paths_and_versions_in_the_configuration_are_of_no_account(base):
-    config = CONFIG | {"_name_or_path": "/x", "_commit_hash": "y", "transformers_version": "5"}
-    assert namespace(config=config) == base
 
 
 def test_context_length_matters_if_rope_depends_on_it():

@@ -56,10 +56,6 @@ def name(watch, namespace=NAMESPACE, engine=ENGINE):
     return watch.name(namespace, engine)
 
 
-def test_engine_starts_with_its_shared_name(watch):
-    assert name(watch) == NAMESPACE
-
-
 @pytest.mark.parametrize("method", _UPDATES)
 def test_update_closes_the_cache_until_a_flush(watch, engine, method):
     assert getattr(engine.updater, method)("w1") == "w1"
@@ -68,14 +64,6 @@ def test_update_closes_the_cache_until_a_flush(watch, engine, method):
     assert engine.controller.reset() == "emptied"
     assert engine.during[-1] == ("reset", True), "closed until the queues are empty"
     assert name(watch) not in (None, NAMESPACE)
-
-
-def test_cache_is_closed_while_an_update_in_several_calls_begins_and_ends(watch, engine):
-    assert engine.updater.begin_weight_update() == "begun"
-    engine.controller.reset()
-    assert engine.updater.end_weight_update(run_post_load=True) is True
-    assert engine.during == [("begin", True), ("reset", True), ("end", True)]
-    assert name(watch) is not None
 
 
 @pytest.mark.parametrize(
@@ -120,14 +108,6 @@ def test_names_after_calls(calls, names, watch, engine):
 
 
 class TestNames:
-    def test_all_ranks_of_an_engine_get_the_same_names(self):
-        ranks = [WeightWatch(), WeightWatch()]
-        for _ in range(3):
-            for rank in ranks:
-                rank.begin_change()
-                rank.note_flushed()
-            assert len({name(rank) for rank in ranks}) == 1
-
     def test_each_generation_engine_and_namespace_has_a_name_of_its_own(self, watch):
         all_names = {NAMESPACE}
         for generation in range(1, 12):
@@ -143,18 +123,6 @@ class TestNames:
 
 
 class TestListeners:
-    def test_listener_sees_the_present_name_and_each_change(self, watch):
-        names: list[bytes | None] = []
-        watch.begin_change()
-        watch.subscribe(lambda: names.append(name(watch)))
-        watch.note_flushed()
-        watch.begin_change()
-        watch.begin_change()
-        watch.forget_all()
-        watch.note_flushed()
-        assert [given is None for given in names] == [True, False, True, True, False]
-        assert names[1] != names[4]
-
     def test_each_listener_is_called_until_it_unsubscribes(self, watch):
         calls: list[str] = []
         end_first = watch.subscribe(lambda: calls.append("first"))
@@ -227,11 +195,6 @@ class TestInstall:
     def test_resumed_weights_get_a_new_name(self, watch, engine):
         assert engine.manager._import_static_state() == "restored"
         assert name(watch) not in (None, NAMESPACE)
-
-    def test_wrapped_functions_keep_their_names(self, engine):
-        updater_class, controller_class = engine.classes
-        assert [getattr(updater_class, method).__name__ for method in _UPDATES] == ["update"] * 4
-        assert controller_class.reset.__name__ == "reset"
 
     @pytest.mark.parametrize(
         "missing", [*_UPDATES, "begin_weight_update", "end_weight_update", "reset", "_import_static_state"]
