@@ -37,7 +37,7 @@ class Rig(ReconciledCluster):
         return self.world.objects[CHILD]
 
     def report(self, num_ready: int, *, is_observed: bool = True, **conditions: tuple[str, str]) -> None:
-        """Report the status of the prefill pods, as the operator does for their LMCacheCluster."""
+        """Report the status of the prefill pods, as the operator does for their LMCacheCluster. Settle."""
         generation = self.child["metadata"]["generation"] - (not is_observed)
         given = {"Progressing": ("False", "Complete"), "Degraded": ("False", "AsDeclared")} | conditions
         self.child["status"] = {
@@ -49,6 +49,7 @@ class Rig(ReconciledCluster):
                 for kind, (status, reason) in given.items()
             ],
         }  # fmt: skip
+        self.settle()
 
 
 class FullRig(Rig):

@@ -15,6 +15,7 @@ from lmcache_operator.specs.names import STOCK_IMAGES
 from testing.node.network_policies import rules
 from tests.harness.operator_model import NAME, NAMESPACE, cluster
 from tests.harness.operator_prefill import child, with_prefill
+from tests.harness.operator_render import render
 
 SYSTEM = "lmcache-system"
 ENGINE, SIDECAR, EVENTS, PEERS, ROUTER_METRICS, OTHER = 8000, 9464, 5557, 9465, 29000, 12345
@@ -23,23 +24,13 @@ GATEWAY = {"podSelector": {"matchLabels": {"app": "gateway"}}}
 REMOTE_GATEWAY = {"namespaceSelector": {"matchLabels": {"team": "web"}}, **GATEWAY}
 
 
-def pod(address: str, namespace: str = NAMESPACE, **labels: str) -> dict[str, Any]:
-    labels = {key.replace("__", "/").replace("_", "-"): value for key, value in labels.items()}
-    return {
-        "metadata": {"name": address, "namespace": namespace, "labels": labels},
-        "spec": {},
-        "status": {"phase": "Running", "podIP": address},
-    }
+def pod(address: str, namespace: str = NAMESPACE, labels: Any = None) -> dict[str, Any]:
+    metadata = {"name": address, "namespace": namespace, "labels": labels or {}}
+    return {"metadata": metadata, "spec": {}, "status": {"phase": "Running", "podIP": address}}
 
 
 def made_pod(address: str, name: str, component: str) -> dict[str, Any]:
-    return pod(address) | {
-        "metadata": {
-            "name": address,
-            "namespace": NAMESPACE,
-            "labels": names.selector(name, component) | {names.PEERS_LABEL: NAME},
-        }
-    }
+    return pod(address, labels=names.selector(name, component) | {names.PEERS_LABEL: NAME})
 
 
 PODS = [
@@ -47,13 +38,12 @@ PODS = [
     made_pod("prefill", f"{NAME}-prefill", names.ENGINE),
     made_pod("router", NAME, names.ROUTER),
     made_pod("other-router", "other", names.ROUTER),
-    pod("gateway", app="gateway"),
+    pod("gateway", labels={"app": "gateway"}),
     pod("neighbour"),
-    pod("remote-gateway", "web", app="gateway"),
+    pod("remote-gateway", "web", {"app": "gateway"}),
     pod("remote-neighbour", "web"),
     pod("prometheus", "monitoring"),
-    pod("operator", SYSTEM)
-    | {"metadata": {"name": "o", "namespace": SYSTEM, "labels": names.OPERATOR_LABELS}},
+    pod("operator", SYSTEM, names.OPERATOR_LABELS),
 ]
 SPACES = [
     {"metadata": {"name": name, "labels": {"kubernetes.io/metadata.name": name} | labels}}
@@ -71,13 +61,8 @@ def policies(changes: dict[str, Any]) -> list[dict[str, Any]]:
     if "prefill" in changes.get("engine", {}):
         resources.append(child(changes))
     context = Context(STOCK_IMAGES, SYSTEM)
-    rendered = [
-        item
-        for resource in resources
-        for component in (Engine(), Routing())
-        for item in component.render(parse(resource), context)
-    ]
-    return [item for item in rendered if item["kind"] == "NetworkPolicy"]
+    rendered = [render(each, Engine(), Routing(), context=context) for each in resources]
+    return [item for each in rendered for ref, item in each.items() if ref.kind == "NetworkPolicy"]
 
 
 def reaching(target: str, changes: dict[str, Any]) -> dict[int, set[str]]:
@@ -161,6 +146,15 @@ def expression(**parts: Any) -> dict[str, Any]:
     return {"podSelector": {"matchExpressions": [parts]}}
 
 
+def block(cidr: Any, **parts: Any) -> dict[str, Any]:
+    return {"ipBlock": {"cidr": cidr, **parts}}
+
+
+LABELS = (["a"], {"app": "no blanks"}, {"-app": "a"}, {"a..b/c": "a"}, {"-a.b/c": "a"}, {"a": 1},
+          {"a" * 254 + "/c": "a"}, {"a": "a" * 64})  # fmt: skip
+NETWORKS = ("10.0.0.0", "10.0.0.1/8", "10.0.0.0/33", "10.0.0.0/08", "10.0.0.0/255.0.0.0", "10.00.0.0/8",
+            "fe80::%1/64", "::ffff:10.0.0.0/104", "a/b", 8)  # fmt: skip
+EXCEPTIONS = (["10.0.0.0/8"], ["11.0.0.0/16"], ["fd00::/16"], [None], "10.1.0.0/16")
 INVALID = (
     {},
     {"podSelector": None},
@@ -169,15 +163,8 @@ INVALID = (
     {"service": {}},
     {"podSelector": {"app": "gateway"}},
     {"podSelector": "app=gateway"},
-    {"podSelector": {"matchLabels": ["a"]}},
-    {"podSelector": {"matchLabels": {"app": "no blanks"}}},
-    {"podSelector": {"matchLabels": {"-app": "a"}}},
-    {"podSelector": {"matchLabels": {"a..b/c": "a"}}},
-    {"podSelector": {"matchLabels": {"-a.b/c": "a"}}},
-    {"podSelector": {"matchLabels": {"a" * 254 + "/c": "a"}}},
-    {"podSelector": {"matchLabels": {"a": 1}}},
-    {"podSelector": {"matchLabels": {"a": "a" * 64}}},
     {"podSelector": {"matchExpressions": {}} | {"matchExpressions": "a"}},
+    *({"podSelector": {"matchLabels": labels}} for labels in LABELS),
     expression(key="a", operator="in", values=["b"]),
     expression(key="a", operator="In"),
     expression(key="a", operator="In", values=[]),
@@ -186,25 +173,8 @@ INVALID = (
     expression(operator="Exists"),
     {"ipBlock": {}},
     {"ipBlock": "10.0.0.0/8"},
-    *(
-        {"ipBlock": {"cidr": cidr}}
-        for cidr in (
-            "10.0.0.0",
-            "10.0.0.1/8",
-            "10.0.0.0/33",
-            "10.0.0.0/08",
-            "10.0.0.0/255.0.0.0",
-            "10.00.0.0/8",
-            "fe80::%1/64",
-            "::ffff:10.0.0.0/104",
-            "a/b",
-            8,
-        )
-    ),
-    *(
-        {"ipBlock": {"cidr": "10.0.0.0/8", "except": parts}}
-        for parts in (["10.0.0.0/8"], ["11.0.0.0/16"], ["fd00::/16"], [None], "10.1.0.0/16")
-    ),
+    *map(block, NETWORKS),
+    *(block("10.0.0.0/8", **{"except": parts}) for parts in EXCEPTIONS),
 )
 
 

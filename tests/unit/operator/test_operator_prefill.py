@@ -11,40 +11,33 @@ from lmcache_operator.api.parse import parse, written
 from lmcache_operator.components.engine.engine import Engine, spec_hash
 from lmcache_operator.components.router.router import Routing
 from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES
 
 from tests.harness.operator_model import cluster
-from tests.harness.operator_prefill import CHILD, CONTEXT, Rig, child, with_prefill
+from tests.harness.operator_prefill import CHILD, CONTEXT, ROUTER, FullRig, Rig, child, with_prefill
+from tests.harness.operator_render import ENGINES, child_of, children, render
 
 GOLDEN = Path(__file__).parent / "golden" / "prefill.yaml"
 FULL: dict[str, Any] = {
     "engine": {
-        "replicas": 3,
-        "args": ["--max-model-len=32768"],
-        "resources": {"requests": {"cpu": 4}},
+        "replicas": 3, "args": ["--max-model-len=32768"], "resources": {"requests": {"cpu": 4}},
         "tolerations": [{"operator": "Exists"}],
         "prefill": {
-            "replicas": 1,
-            "gpu": {"deviceClassName": "gpu.nvidia.com"},
-            "args": ["--max-num-batched-tokens=16384"],
-            "resources": {"requests": {"cpu": 8}},
+            "replicas": 1, "gpu": {"deviceClassName": "gpu.nvidia.com"},
+            "args": ["--max-num-batched-tokens=16384"], "resources": {"requests": {"cpu": 8}},
             "nodeSelector": {"gpu": "h200"},
         },
     },
     "sidecar": {"chunkTokens": 512},
     "tiers": {
-        "peers": {"bytesPerSecond": "1Gi"},
-        "disk": {"size": "500Gi"},
+        "peers": {"bytesPerSecond": "1Gi"}, "disk": {"size": "500Gi"},
         "remote": {"managed": {"shards": 2, "memoryPerShard": "4Gi"}},
     },
     "router": {},
     "autoscaling": {"mode": "Auto", "memory": {"maxSize": "4Gi"}, "remote": {"minShards": 1, "maxShards": 4}},
-}
-
-
-def objects(resource: dict[str, Any], component: Any) -> dict[tuple[str, str], Any]:
-    rendered = component.render(parse(resource), CONTEXT)
-    return {(item["kind"], item["metadata"]["name"]): item for item in rendered}
+}  # fmt: skip
+CHILD_ENGINES = Ref("StatefulSet", "demo-prefill-engine")
 
 
 def test_rendered_cluster_equals_the_golden_file() -> None:
@@ -59,34 +52,27 @@ def test_rendered_cluster_equals_the_golden_file() -> None:
 def test_prefill_pods_differ_only_in_the_settings_of_prefill() -> None:
     changes = with_prefill(args=["--max-num-batched-tokens=16384"])
     pods = [
-        objects(resource, Engine())["StatefulSet", f"{resource['metadata']['name']}-engine"]["spec"][
-            "template"
-        ]
-        for resource in (cluster(**changes), child(changes))
+        children(**changes)[ENGINES]["spec"]["template"],
+        render(child(changes))[CHILD_ENGINES]["spec"]["template"],
     ]
     args = [set(pod["spec"]["containers"][0]["args"]) for pod in pods]
-    assert args[1] - args[0] == {"--max-num-batched-tokens=16384"}
-    assert args[0] <= args[1]
-    for pod in pods:
-        assert pod["metadata"]["labels"]["lmcache.io/peers"] == "demo"
+    assert args[1] == args[0] | {"--max-num-batched-tokens=16384"} != args[0]
+    assert [pod["metadata"]["labels"]["lmcache.io/peers"] for pod in pods] == ["demo", "demo"]
     images = [[c["image"] for c in pod["spec"]["initContainers"] + pod["spec"]["containers"]] for pod in pods]
     assert images[0] == images[1]
 
 
-def test_engines_of_both_pools_publish_events_to_the_parents_router_alone() -> None:
-    for policy in ("KVAware", "RoundRobin"):
-        changes = with_prefill() | {"router": {"policy": policy}}
-        rendered = objects(child(changes), Engine())
-        args = rendered["StatefulSet", "demo-prefill-engine"]["spec"]["template"]["spec"]["containers"][0][
-            "args"
-        ]
-        assert any("--kv-events-config" in arg for arg in args) == (policy == "KVAware")
-        ingress = rendered["NetworkPolicy", "demo-prefill-engine"]["spec"]["ingress"]
-        sources = [rule["from"] for rule in ingress if rule["ports"][0]["port"] == 5557]
-        labels = {"lmcache.io/cluster": "demo", "lmcache.io/component": "router"}
-        wanted = [[{"podSelector": {"matchLabels": labels}}]] if policy == "KVAware" else []
-        assert sources == wanted
-        assert objects(child(changes), Routing()) == {}
+@pytest.mark.parametrize("policy", ["KVAware", "RoundRobin"])
+def test_engines_of_both_pools_publish_events_to_the_parents_router_alone(policy: str) -> None:
+    resource = child(with_prefill() | {"router": {"policy": policy}})
+    rendered, has_events = render(resource), policy == "KVAware"
+    args = rendered[CHILD_ENGINES]["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert any("--kv-events-config" in arg for arg in args) == has_events
+    ingress = rendered[Ref("NetworkPolicy", "demo-prefill-engine")]["spec"]["ingress"]
+    sources = [rule["from"] for rule in ingress if rule["ports"][0]["port"] == 5557]
+    labels = {"lmcache.io/cluster": "demo", "lmcache.io/component": "router"}
+    assert sources == ([[{"podSelector": {"matchLabels": labels}}]] if has_events else [])
+    assert render(resource, Routing()) == {}
 
 
 def test_wrong_annotation_is_ignored() -> None:
@@ -126,8 +112,8 @@ def test_tiers_are_those_of_the_parent(tiers: dict[str, Any], expected: Any) -> 
 
 def test_router_sends_prompts_to_the_prefill_pods_and_answers_to_the_others() -> None:
     changes = with_prefill() | {"router": {"args": ["--decode-policy=round_robin"]}}
-    deployment = objects(cluster(**changes), Routing())["Deployment", "demo-router"]
-    args = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    (container,) = child_of("Deployment", Routing(), **changes)["spec"]["template"]["spec"]["containers"]
+    args = container["args"]
     for option, name in (("--prefill-selector", "demo-prefill"), ("--decode-selector", "demo")):
         place = args.index(option)
         assert args[place + 1 : place + 3] == [f"lmcache.io/cluster={name}", "lmcache.io/component=engine"]
@@ -138,7 +124,6 @@ def test_router_sends_prompts_to_the_prefill_pods_and_answers_to_the_others() ->
 
 def test_replicas_belong_to_autoscalers_unless_they_are_set() -> None:
     assert "replicas" not in child(with_prefill())["spec"]["engine"]
-    assert child(with_prefill(replicas=1))["spec"]["engine"]["replicas"] == 1
     assert child(with_prefill(replicas=0))["spec"]["engine"]["replicas"] == 0
     rig = Rig.settled(**with_prefill())
     rig.child["spec"]["engine"]["replicas"] = 7
@@ -161,7 +146,6 @@ def test_cluster_of_prefill_pods_is_created_changed_and_deleted() -> None:
         f"apply {CHILD}"
     }
     rig.report(1)
-    rig.run()
     assert "PrefillAvailable" in rig.conditions()
     assert f"delete {CHILD}" in rig.change(engine={"prefill": None})
     assert "PrefillAvailable" not in rig.conditions()
@@ -171,9 +155,8 @@ def test_cluster_of_prefill_pods_is_created_changed_and_deleted() -> None:
 
 def test_cluster_of_another_owner_is_left_alone() -> None:
     rig = Rig(**with_prefill())
-    rig.world.objects[CHILD] = cluster() | {
-        "metadata": {"name": "demo-prefill", "uid": "1", "namespace": "team"}
-    }
+    metadata = {"name": "demo-prefill", "uid": "1", "namespace": "team"}
+    rig.world.objects[CHILD] = cluster() | {"metadata": metadata}
     assert not [write for write in rig.settle() if str(CHILD) in write]
     assert "exists and does not belong to this LMCacheCluster" in rig.message("Degraded")
 
@@ -192,16 +175,12 @@ def test_status_of_prefill_pods_is_part_of_the_parents() -> None:
     rig = Rig.settled(**with_prefill(replicas=2))
     assert rig.conditions() | {"PrefillAvailable": "False", "Progressing": "True"} == rig.conditions()
     rig.report(2)
-    rig.run()
     assert rig.world.resource["status"]["prefill"] == {"replicas": 2, "readyReplicas": 2}
     assert "2 of 2 prefill pods are ready" in rig.message("Ready")
     assert rig.conditions() | {"PrefillAvailable": "True", "Degraded": "False"} == rig.conditions()
-
     rig.report(2, Progressing=("True", "Replacing"))
-    rig.run()
     assert rig.message("Progressing") == "Prefill pods: it is Replacing"
     rig.report(0, Degraded=("True", "Unschedulable"))
-    rig.run()
     assert rig.conditions() | {"PrefillAvailable": "False", "Degraded": "True"} == rig.conditions()
     assert "LMCacheCluster demo-prefill: it is Unschedulable" in rig.message("Degraded")
     assert "0 of 2 prefill pods are ready; the router uses only the other" in rig.message("PrefillAvailable")
@@ -210,11 +189,9 @@ def test_status_of_prefill_pods_is_part_of_the_parents() -> None:
 def test_status_of_a_former_spec_counts_as_progress() -> None:
     rig = Rig.settled(**with_prefill(replicas=2))
     rig.report(2)
-    rig.run()
     rig.world.change(engine={"prefill": {"args": ["--a=1"]}})
     rig.run()
     rig.report(2, is_observed=False)
-    rig.run()
     assert rig.conditions()["Progressing"] == "True"
 
 
@@ -226,10 +203,7 @@ def test_status_of_a_former_spec_counts_as_progress() -> None:
         ({"engine": {"prefill": {"gpu": {"count": 2}}}}, "gpu.count must equal engine.gpu.count"),
         ({"engine": {"prefill": {"args": ["--tp=2"]}}}, "engine.parallelism"),
         ({"engine": {"prefill": {"image": "a:1"}}}, "engine.prefill.image"),
-        (
-            {"engine": {"kind": "SGLang"}, "router": {"policy": "CacheAware"}},
-            "engine.prefill needs engine.kind vLLM",
-        ),
+        ({"engine": {"kind": "SGLang"}, "router": {"policy": "CacheAware"}}, "needs engine.kind vLLM"),
     ],
 )
 def test_specs_that_cannot_work_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -250,3 +224,91 @@ def test_written_spec_is_parsed_to_the_same_spec() -> None:
     for changes in (FULL, with_prefill(), {}, {"engine": {"gpu": {"count": 0}, "env": [{"name": "A"}]}}):
         spec = parse(cluster(**changes)).spec
         assert parse({"metadata": {"name": "demo"}, "spec": written(spec)}).spec == spec
+
+
+# -- when a router starts and stops to use prefill pods
+
+
+def test_router_uses_prefill_pods_when_the_first_one_is_ready() -> None:
+    rig = FullRig.settled(**with_prefill())
+    assert not rig.uses_prefill_pods
+    assert "the router uses only the other engine pods" in rig.message("PrefillAvailable")
+    rig.report(0)
+    assert not rig.uses_prefill_pods
+    rig.report(1)
+    assert rig.uses_prefill_pods
+    rig.roll_out()
+    rig.report(0)
+    assert rig.uses_prefill_pods, "a router keeps its pools"
+    assert "requests to the router fail" in rig.message("PrefillAvailable")
+
+
+def test_prefill_pods_stay_until_no_router_uses_them() -> None:
+    rig = FullRig.settled(**with_prefill())
+    rig.report(1)
+    rig.roll_out()
+    rig.settle()
+    assert f"delete {CHILD}" not in rig.change(engine={"prefill": None})
+    assert not rig.uses_prefill_pods
+    assert rig.conditions()["Progressing"] == "True", "so that the operator looks again"
+    assert rig.conditions()["PrefillAvailable"] == "True"
+    rig.roll_out()
+    assert f"delete {CHILD}" in rig.settle()
+    assert "PrefillAvailable" not in rig.conditions()
+
+
+def test_prefill_pods_are_deleted_with_their_router() -> None:
+    rig = FullRig.settled(**with_prefill())
+    rig.report(1)
+    assert f"delete {CHILD}" in rig.change(engine={"prefill": None}, router=None)
+
+
+def test_prompts_are_not_sent_to_a_cluster_of_another_owner() -> None:
+    users = cluster() | {"metadata": {"name": "demo-prefill", "uid": "1", "namespace": "team"}}
+    users["status"] = {"readyReplicas": 3}
+    rig = FullRig(**with_prefill())
+    rig.world.objects[CHILD] = users
+    rig.settle()
+    assert not rig.uses_prefill_pods
+    assert "delete it or rename this cluster" in rig.message("Degraded")
+
+    rig = FullRig.settled(**with_prefill())
+    rig.report(1)
+    rig.world.objects[CHILD] = users
+    rig.settle()
+    assert not rig.uses_prefill_pods, "the user replaced the prefill pods"
+
+
+def pod(**spec: Any) -> dict[str, Any]:
+    return {"podTemplate": {"spec": spec}}
+
+
+def cpus(number: int) -> dict[str, Any]:
+    return {"resources": {"requests": {"cpu": number}}}
+
+
+INVALID_CHILDREN = [
+    ({"prefill": {"args": ["--a=8", "--port=1"]}}, r"^spec\.engine\.prefill\.args\[1\]: --port can't be set"),
+    (
+        {"prefill": {"nodeSelector": {"gpu": "h200"}}} | pod(nodeSelector={"gpu": "l40s"}),
+        r"contradicts spec\.engine\.prefill\.nodeSelector at",
+    ),
+    (
+        {"prefill": cpus(8)} | pod(containers=[{"name": "engine", **cpus(4)}]),
+        r"contradicts spec\.engine\.prefill\.resources at",
+    ),
+]
+
+
+@pytest.mark.parametrize(("engine", "message"), INVALID_CHILDREN)
+def test_settings_that_no_prefill_pod_can_have_are_refused(engine: dict[str, Any], message: str) -> None:
+    changes = with_prefill()
+    changes["engine"] |= engine | {"args": ["--max-model-len=32768"]}
+    with pytest.raises(InvalidSpecError, match=message):
+        child(changes)
+    rig = FullRig.settled(**with_prefill())
+    rig.report(1)
+    before = [rig.world.objects[ref]["spec"] for ref in (CHILD, ENGINES, ROUTER)]
+    rig.change(engine=engine)
+    assert rig.conditions()["Degraded"] == "True"
+    assert [rig.world.objects[ref]["spec"] for ref in (CHILD, ENGINES, ROUTER)] == before
