@@ -22,7 +22,6 @@ CHILDREN = [
     ("apps/v1/statefulsets", ENGINE),
     ("lmcache.io/v1alpha1/lmcacheprofiles", f"{NAME}-injection"),
 ]
-ZEROES: Object = {"hostNetwork": True, "automountServiceAccountToken": None}
 EDITS: list[tuple[str, str, Object]] = [
     ("v1/serviceaccounts", ENGINE, {"automountServiceAccountToken": True}),
     ("v1/configmaps", f"{NAME}-sidecar", {"data": {"sidecar.yaml": "arena: /elsewhere"}}),
@@ -31,8 +30,6 @@ EDITS: list[tuple[str, str, Object]] = [
     ("networking.k8s.io/v1/networkpolicies", ENGINE, {"spec": {"policyTypes": ["Egress"]}}),
     ("policy/v1/poddisruptionbudgets", ENGINE, {"spec": {"maxUnavailable": 2}}),
     ("apps/v1/statefulsets", ENGINE, {"spec": {"replicas": 5}}),
-    # The API server stores no field whose value is false or empty.
-    ("apps/v1/statefulsets", ENGINE, {"spec": {"template": {"spec": ZEROES}}}),
 ]
 
 

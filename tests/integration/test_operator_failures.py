@@ -14,6 +14,22 @@ from tests.harness.kube import CLUSTERS, NAME, example, new_namespace
 pytestmark = pytest.mark.kube
 
 
+def test_change_of_a_zero_value_is_reverted(plane, operator, namespace):
+    """The API server stores no such value of the spec."""
+    resource = example()
+    resource["spec"]["engine"]["podTemplate"] = {"spec": {"hostNetwork": False}}
+    plane.api.create(CLUSTERS, resource, namespace)
+    wait_ready(plane, namespace)
+    edit = {"spec": {"template": {"spec": {"hostNetwork": True, "automountServiceAccountToken": None}}}}
+    plane.api.patch("apps/v1/statefulsets", ENGINE, edit, namespace)
+
+    def is_restored() -> bool:
+        pod = plane.api.get("apps/v1/statefulsets", ENGINE, namespace)["spec"]["template"]["spec"]
+        return not pod.get("hostNetwork") and pod.get("automountServiceAccountToken") is False
+
+    plane.wait(is_restored)
+
+
 def test_contested_field_does_not_block_other_fields(plane, operator, namespace):
     plane.api.create(CLUSTERS, example(), namespace)
     wait_ready(plane, namespace)
