@@ -188,6 +188,23 @@ class SizesMachine(RuleBasedStateMachine):
         for row in batch:
             del row.writers[column]
 
+    @rule(
+        group=groups,
+        chunk=chunks,
+        column=st.sampled_from(COLUMNS),
+        owner=st.sampled_from(OWNERS),
+        is_dead=st.booleans(),
+    )
+    def end_a_reservation_during_its_copy(self, group, chunk, column, owner, is_dead):
+        self.reserve(group, chunk, column, owner)
+        self.hold(owner, column)
+        self.commit(owner, column)  # refused
+        if is_dead:
+            self.lose_stream(owner)
+            self.end_quarantine(owner)
+        else:
+            self.abort(owner, column)
+
     @rule(group=groups, chunk=chunks, is_good=st.booleans())
     def promote(self, group, chunk, is_good):
         slot = self.tier.reserve_row(key_of(group, chunk), group.chunk_bytes)
