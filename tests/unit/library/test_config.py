@@ -6,11 +6,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmcache.config import (
-    LMCacheEngineConfig,
-    LMCacheEngineMetadata,
-    parse_local_device,
-)
+from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata, parse_local_device
 from lmcache.storage_backend import CreateStorageBackend
 from tests.harness.scope import examples
 

@@ -185,10 +185,7 @@ def test_defect_28_sentinel_reads_and_writes_at_the_master(monkeypatch):
     monkeypatch.setenv("REDIS_TIMEOUT", "0.5")
     connector = CreateConnector("redis-sentinel://:pw@a:1,b:2/3")
     assert isinstance(connector, RedisSentinelConnector)
-    assert calls == [
-        ([("a", 1), ("b", 2)], 0.5),
-        ("kv", 0.5, 3, "pw"),
-    ]
+    assert calls == [([("a", 1), ("b", 2)], 0.5), ("kv", 0.5, 3, "pw")]
     connector.set(KEY, b"x")
     assert connector.get(KEY) == b"x"
 

@@ -122,7 +122,7 @@ CLASSES: dict[str, dict[str, dict[str, str]]] = {
             "remote_serde='torch' pipelined_backend=False save_decode_cache=False",
             "from_file": "file_path",
             "from_env": "",
-        },
+        }
     },
 }
 

@@ -8,17 +8,7 @@ from lmcache.tiers.tiered.absences import Absence
 from lmcache.tiers.tiered.history import chunk_names
 from lmcache.tiers.tiered.store import TieredStore
 from tests.harness.loops import in_a_loop
-from tests.harness.tiered_world import (
-    LEASE,
-    NUM_COLUMNS,
-    OWNER,
-    SIZE,
-    FakeTier,
-    World,
-    chain,
-    run,
-    until,
-)
+from tests.harness.tiered_world import LEASE, NUM_COLUMNS, OWNER, SIZE, FakeTier, World, chain, run, until
 
 (KEY,) = chain(1)
 

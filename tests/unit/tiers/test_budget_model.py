@@ -19,9 +19,7 @@ SETTINGS = settings(max_examples=NUM_EXAMPLES, stateful_step_count=50)
 class ShareMachine(MemoryMachine):
     """Tenant A is guaranteed a third of the rows. The rows of tenant B are evicted first."""
 
-    budgets = Budgets(
-        by_tenant={b"A": Budget("a", min_memory_percent=34), b"B": Budget("b", priority=-1)},
-    )
+    budgets = Budgets(by_tenant={b"A": Budget("a", min_memory_percent=34), b"B": Budget("b", priority=-1)})
 
     def check_new_row(self, key: bytes, column: int, owner: bytes, request: str | None) -> None:
         before = {row.slot for row in self.rows.values() if row.tenant == b"A" and row.visible}
@@ -40,7 +38,7 @@ class FullShareMachine(MemoryMachine):
         by_tenant={
             b"A": Budget("a", min_memory_percent=67, priority=-5),
             b"B": Budget("b", min_memory_percent=33, priority=5),
-        },
+        }
     )
 
 
@@ -51,7 +49,7 @@ class BoundMachine(MemoryMachine):
         by_tenant={
             b"A": Budget("a", memory_percent=50, min_memory_percent=34),
             b"B": Budget("b", memory_percent=34, priority=1),
-        },
+        }
     )
 
     def bound(self, tenant: bytes) -> int:

@@ -13,10 +13,7 @@ from lmcache.tiers.stats import Removal
 from tests.harness.chains import one_chain
 
 OWNER, ENGINE = b"o" * 16, b"E" * 16
-LIMITED = Budgets(
-    Budget(memory_percent=90),
-    {b"a": Budget("a", min_memory_percent=10), b"b": Budget("b")},
-)
+LIMITED = Budgets(Budget(memory_percent=90), {b"a": Budget("a", min_memory_percent=10), b"b": Budget("b")})
 
 
 def new_tier(num_rows: int, budgets: Budgets | None = None, slots_per_frame: int = 1) -> MemoryTier:

@@ -68,14 +68,7 @@ def test_error_names_unsupported_version():
         parse(raw)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"key": bytes(63)},
-        {"label": bytes(513)},
-        {"checksum": b""},
-    ],
-)
+@pytest.mark.parametrize("fields", [{"key": bytes(63)}, {"label": bytes(513)}, {"checksum": b""}])
 def test_refuses_to_pack_invalid_fields(fields):
     good = {"key": bytes(64), "column": 0, "total_bytes": 0, "checksum": bytes(16)}
     with pytest.raises(ValueError, match=r"."):

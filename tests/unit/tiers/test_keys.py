@@ -14,26 +14,14 @@ LISTING = {
 @pytest.mark.parametrize(
     ("encoded", "golden"),
     [
-        (
-            chunk_key(b"h" * 32),
-            "5ac35dddce2a88683afa8dd7f043192f0670454d7c5b49f69bd8a8d51d7f4cfa",
-        ),
+        (chunk_key(b"h" * 32), "5ac35dddce2a88683afa8dd7f043192f0670454d7c5b49f69bd8a8d51d7f4cfa"),
         (
             chunk_key(b"h" * 32, b"lora", "salt", 3),
             "093462369c4864b1cdad92cdc043bd29ce99b9967c02faab4e7c707beaf20c80",
         ),
-        (
-            namespace(LISTING),
-            "0d28ac42e7c329353ea16f194038c16f9c145b658d6c35d494672bcef49fe3e3",
-        ),
-        (
-            tenant("salt", b"secret"),
-            "f7e438dfe9112fb2ded3a844dbcab4ad2bd23186a2820e5c812238268c1f21ec",
-        ),
-        (
-            salt_hash("salt"),
-            "2599f24d64ea56eaf777abb3eab9a6f7d117d17515c0481a1e7ba92fad5a21b9",
-        ),
+        (namespace(LISTING), "0d28ac42e7c329353ea16f194038c16f9c145b658d6c35d494672bcef49fe3e3"),
+        (tenant("salt", b"secret"), "f7e438dfe9112fb2ded3a844dbcab4ad2bd23186a2820e5c812238268c1f21ec"),
+        (salt_hash("salt"), "2599f24d64ea56eaf777abb3eab9a6f7d117d17515c0481a1e7ba92fad5a21b9"),
     ],
     ids=["plain chunk", "full chunk", "namespace", "tenant", "salt"],
 )

@@ -17,15 +17,7 @@ from lmcache.tiers.memory.contracts import Reserved, Slot
 from lmcache.tiers.tiered.store import Admit
 from tests.harness.scope import examples
 from tests.harness.tiered_machine import COLUMNS, KEYS, NUM_QUEUED, NUM_ROWS, TieredStoreMachine
-from tests.harness.tiered_world import (
-    OWNER,
-    SIZE,
-    TIMEOUT_SECONDS,
-    FakeTier,
-    chain,
-    content,
-    until,
-)
+from tests.harness.tiered_world import OWNER, SIZE, TIMEOUT_SECONDS, FakeTier, chain, content, until
 
 parts = st.tuples(st.integers(0, len(KEYS) - 1), st.integers(1, 6)).map(lambda p: KEYS[p[0] : p[0] + p[1]])
 tiers = st.sampled_from(["disk", "remote"])
