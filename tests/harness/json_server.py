@@ -11,8 +11,6 @@ from typing import Any
 class JsonHandler(BaseHTTPRequestHandler):
     """Answers in JSON, and logs nothing."""
 
-    protocol_version = "HTTP/1.1"
-
     def body(self) -> Any:
         return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
 

@@ -34,6 +34,7 @@ class Received(NamedTuple):
 class Recorder(JsonHandler):
     """The answers of an engine, which records the tenants of the requests."""
 
+    protocol_version = "HTTP/1.1"
     received: list[Received]
 
     def do_GET(self) -> None:
