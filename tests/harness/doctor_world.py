@@ -158,3 +158,9 @@ def check_one(cluster: ClusterFacts, check: str, level: Level, text: str, **chan
     (problem,) = found_problems(cluster, **changes)
     assert problem[:2] == (check, level)
     assert text in problem[2]
+
+
+def result_of(check: str, *clusters: ClusterFacts, **changes: Any) -> Result:
+    """Return the only result of this check."""
+    (result,) = [each for each in run_checks(facts(*clusters, **changes)) if each.check == check]
+    return result

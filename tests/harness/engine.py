@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from lmcache.rpc.client import SidecarClient
-from lmcache.rpc.session import Session
+from lmcache.rpc.hello import Role
+from lmcache.rpc.session import Scheduled, Session
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 from tests.harness.wire import attached, make_hello, make_keys, slots_of, usable
@@ -46,6 +47,18 @@ def attach(sidecar, connect):
         return session
 
     return make
+
+
+@pytest.fixture
+def scheduler(connect) -> Session:
+    return attached(connect(Role.SCHEDULER))
+
+
+def report(scheduler: Session, request: str, *numbers: int, prefill_rate: float = 0.0, **counts: Any) -> None:
+    """Report a scheduled prompt of these chunks and five more tokens, as the engine's scheduler does."""
+    scheduled = Scheduled(**({"num_prompt_tokens": 256 * len(numbers) + 5} | counts))
+    keys = [(0, make_keys(*numbers))]
+    scheduler.lookup(request, keys, hint=True, scheduled=scheduled, prefill_tokens_per_second=prefill_rate)
 
 
 @contextlib.contextmanager

@@ -26,9 +26,10 @@ def children(*components: Component, context: Context = CONTEXT, **changes: Any)
     return render(cluster(**changes), *components, context=context)
 
 
-def child_of(kind: str, *components: Component, **changes: Any) -> Object:
+def child_of(kind: str, *components: Component, context: Context = CONTEXT, **changes: Any) -> Object:
     """The only child of this kind."""
-    (child,) = [each for ref, each in children(*components, **changes).items() if ref.kind == kind]
+    rendered = children(*components, context=context, **changes)
+    (child,) = [each for ref, each in rendered.items() if ref.kind == kind]
     return child
 
 

@@ -8,7 +8,7 @@ import torch
 from testing import deadlines
 from testing.engine import fork_server
 from testing.processes import SidecarProcess
-from tests.harness.engine import attach, connect, sidecar
+from tests.harness.engine import attach, connect, scheduler, sidecar
 from tests.harness.sglang import (
     _sglang_buffered,
     _sglang_engine,
@@ -24,6 +24,7 @@ __all__ = [
     "_sglang_engine",
     "attach",
     "connect",
+    "scheduler",
     "sglang",
     "sglang_buffered",
     "sglang_engine",

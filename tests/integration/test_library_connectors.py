@@ -5,7 +5,7 @@ import random
 import pytest
 
 from lmcache.config import GlobalConfig
-from lmcache.storage_backend.connector import CreateConnector, redis_connector
+from lmcache.storage_backend.connector import CreateConnector
 from testing.certificates import make_certificates
 from testing.processes import RedisProcess
 from tests.harness.loops import retried
@@ -104,32 +104,6 @@ def test_defect_28_sentinel_reads_return_the_latest_write(monkeypatch):
         connector.set(KEYS[0], b"at the new master")
         with replica.client as client:
             assert client.get(KEYS[0]) == b"at the new master"
-        connector.close()
-
-
-def test_defect_12_killed_server_raises_and_recovers():
-    with RedisProcess() as server:
-        connector = CreateConnector(f"redis://127.0.0.1:{server.port}")
-        connector.set(KEYS[0], b"x")
-        server.kill()
-        for call in (connector.exists, connector.get, lambda key: connector.set(key, b"x")):
-            with pytest.raises(ConnectionError):
-                call(KEYS[0])
-        server.restart()
-        assert retried(lambda: connector.exists(KEYS[0])) is False
-        connector.close()
-
-
-def test_defect_12_frozen_server_raises_at_the_deadline(monkeypatch):
-    monkeypatch.setitem(redis_connector._TIMEOUTS, "socket_timeout", 0.2)
-    with RedisProcess() as server:
-        connector = CreateConnector(f"redis://127.0.0.1:{server.port}")
-        connector.set(KEYS[0], b"x")
-        server.freeze()
-        with pytest.raises(ConnectionError):
-            connector.get(KEYS[0])
-        server.thaw()
-        assert retried(lambda: connector.exists(KEYS[0])) is True
         connector.close()
 
 

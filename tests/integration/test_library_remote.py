@@ -4,7 +4,6 @@ import contextlib
 import threading
 
 import pytest
-import redis
 import torch
 
 from lmcache.cache_engine import LMCacheEngine
@@ -17,7 +16,6 @@ from tests.harness.kv_cache import (
     cut,
     is_same,
     make_config,
-    make_key,
     make_kv,
     make_metadata,
     make_tokens,
@@ -79,37 +77,6 @@ def test_engines_share_chunks_on_the_server(url, serde, fmt, pipelined):
         assert is_same(writer.retrieve(longer)[0], cut(kv, fmt, 0, 2 * CHUNK))
 
 
-def test_foreign_keys_are_ignored(redis_server):
-    with redis_server.client as client:
-        client.flushall()
-        client.set("session:42", "{}")
-        client.set("vllm@org/model@1@0@x", b"not a container")
-    url = f"redis://127.0.0.1:{redis_server.port}"
-    with engine_over(url, "cpu", pipelined_backend=True) as engine:
-        assert [key.chunk_hash for key in engine.engine_.remote_store.list()] == ["x"]
-        assert engine.engine_.get(make_key("x")) is None
-        assert len(engine.engine_.local_store.dict) == 0
-
-
-@pytest.mark.parametrize("pipelined", [False, True])
-@pytest.mark.parametrize("serde", [*SERDES, "cachegen"])
-def test_swapped_values_are_misses_until_stored_again(redis_server, serde, pipelined):
-    tokens, kv = make_tokens(4 * CHUNK), make_kv(4 * CHUNK)
-    url = f"redis://127.0.0.1:{redis_server.port}"
-    with redis_server.client as client, engine_over(url, serde=serde, pipelined_backend=pipelined) as engine:
-        client.flushall()
-        engine.store(tokens, kv)
-        names = [key.to_string() for key in engine._keys(tokens)]
-        first, second = client.get(names[1]), client.get(names[2])
-        client.mset({names[1]: second, names[2]: first})
-        assert engine.retrieve(tokens)[1].sum() == CHUNK
-        assert engine.engine_.num_faults > 0
-        engine.store(tokens, kv)
-        assert engine.retrieve(tokens)[1].all()
-        if serde != "cachegen":
-            assert is_same(engine.retrieve(tokens)[0], kv)
-
-
 def test_long_model_names_are_cached(url):
     metadata = make_metadata()
     metadata.model_name = "/models/" + "snapshots/" * 20
@@ -169,35 +136,4 @@ def test_closing_an_engine_writes_queued_chunks_first(url):
     with engine_over(url) as engine:
         engine.store(tokens, kv, blocking=False)
     with engine_over(url) as engine:
-        assert is_same(engine.retrieve(tokens)[0], kv)
-
-
-def test_client_with_five_methods_suffices(monkeypatch):
-    class Client:
-        values: dict[str, bytes] = {}  # noqa: RUF012
-
-        def __init__(self, **_):
-            pass
-
-        def get(self, name):
-            return self.values.get(name)
-
-        def set(self, name, value):
-            self.values[name] = value
-
-        def exists(self, name):
-            return name in self.values
-
-        def scan(self, cursor):
-            return 0, list(self.values)
-
-        def close(self):
-            pass
-
-    monkeypatch.setattr(redis, "Redis", Client)
-    tokens, kv = make_tokens(40), make_kv(40)
-    with engine_over("redis://anywhere:6379", "cpu") as engine:
-        engine.store(tokens, kv)
-        assert len(engine.engine_.remote_store.list()) == 3
-    with engine_over("redis://anywhere:6379") as engine:
         assert is_same(engine.retrieve(tokens)[0], kv)

@@ -1,7 +1,5 @@
 """Rows that a sidecar reads from the memory tier of another sidecar, with real sidecars."""
 
-import contextlib
-
 import pytest
 
 from testing.certificates import make_certificates
@@ -45,17 +43,6 @@ def test_pages_are_read_from_the_pod_that_has_them(tmp_path, num_groups):
         assert pods.sidecars[1].stats()["peer_server"]["read_columns"] == 0
 
 
-def test_each_page_comes_from_the_pod_that_has_it(tmp_path):
-    with PeerSidecars(tmp_path, 3) as pods, contextlib.ExitStack() as engines:
-        first, second = (engines.enter_context(PageEngine(sidecar)) for sidecar in pods.sidecars[:2])
-        first.store(0, 1)
-        second.store(2, 3, prefix=(0, 1))
-        other = engines.enter_context(other_engine(pods.sidecars[2]))
-        assert other.run(0, 1, 2, 3, 4) == 4
-        wait_released(pods.sidecars[2])
-        assert [pod.stats()["peer_server"]["read_columns"] for pod in pods.sidecars] == [2, 2, 0]
-
-
 def test_rows_of_a_private_namespace_are_not_served(tmp_path):
     with PeerSidecars(tmp_path) as pods, PageEngine(pods.sidecars[0], private_reason="a test") as engine:
         engine.store(*PAGES)
@@ -63,16 +50,6 @@ def test_rows_of_a_private_namespace_are_not_served(tmp_path):
         with other_engine(pods.sidecars[1]) as other:
             assert other.run(*PAGES) == 0
         assert pods.sidecars[0].stats()["peer_server"]["read_columns"] == 0
-
-
-def test_evicted_rows_are_misses(tmp_path):
-    with PeerSidecars(tmp_path) as pods, PageEngine(pods.sidecars[0]) as engine:
-        engine.store(*PAGES)
-        engine.evict()
-        with other_engine(pods.sidecars[1]) as other:
-            assert other.run(*PAGES) == 0
-            assert other.store(*PAGES)
-            assert other.run(*PAGES) == len(PAGES)
 
 
 def test_list_and_password_change_while_they_run(tmp_path):
@@ -160,13 +137,3 @@ def test_pod_that_stops_hands_its_hottest_rows_over(tmp_path, num_groups):
         assert stats["memory"]["used_rows"] == 6 * num_groups
         assert f"Other pods took {6 * num_groups} of {6 * num_groups} rows over" in pods.sidecars[0].log
         assert [other.run(page) for page in (0, 1, 2, 9, 3, 4)] == [1, 1, 1, 1, 0, 0]
-
-
-def test_pod_that_stops_does_not_wait_for_a_peer_that_does_not_answer(tmp_path):
-    with PeerSidecars(tmp_path, remote_timeout_seconds=0.2) as pods:
-        with PageEngine(pods.sidecars[0]) as engine:
-            engine.store(*PAGES)
-        pods.sidecars[1].freeze()
-        pods.sidecars[0].terminate()
-        assert "Other pods took 0 of 3 rows over" in pods.sidecars[0].log
-        pods.sidecars[1].thaw()

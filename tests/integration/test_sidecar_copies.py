@@ -247,31 +247,16 @@ def test_driver_without_batched_copies_copies_piece_by_piece(gpus):
         assert (gpus.count("batches", "reader"), gpus.count("single_copies", "reader")) == (0, 12)
 
 
-def test_reader_reads_a_mig_slice():
-    with (
-        node((MIG_SLICE,)) as gpus,
-        make_sidecar(gpus) as sidecar,
-        GpuEngine(sidecar, gpus, gpu=MIG_SLICE) as engine,
-    ):
-        engine.store_by_sidecar([1], [ROW])
-        assert MIG_SLICE in engine.wait_until_copied_by(sidecar=True)
-
-
-def test_each_gpu_has_its_own_reader():
-    with (
-        node((GPU, OTHER_GPU)) as gpus,
-        make_sidecar(gpus) as sidecar,
-        GpuEngine(sidecar, gpus, engine=new_engine(), gpu=GPU, seed=1) as first,
-        GpuEngine(sidecar, gpus, engine=new_engine(), gpu=OTHER_GPU, seed=2) as second,
-    ):
-        for key, engine in enumerate((first, second)):
+def test_each_gpu_and_mig_slice_has_its_own_reader():
+    devices = GPU, OTHER_GPU, MIG_SLICE
+    with node(devices) as gpus, make_sidecar(gpus) as sidecar, contextlib.ExitStack() as stack:
+        for key, gpu in enumerate(devices):
+            engine = stack.enter_context(GpuEngine(sidecar, gpus, engine=new_engine(), gpu=gpu, seed=key))
             engine.store_by_sidecar([key], [ROW])
             assert engine.ask("is_stored", key, ROW)
-        readers = gpus.processes("reader")
-        assert sorted((reader["contexts_on_0"], reader["contexts_on_1"]) for reader in readers) == [
-            (0, 1),
-            (1, 0),
-        ]
+            assert gpu in engine.wait_until_copied_by(sidecar=True)
+        contexts = [[reader[f"contexts_on_{n}"] for n in range(3)] for reader in gpus.processes("reader")]
+        assert sorted(contexts) == [[0, 0, 1], [0, 1, 0], [1, 0, 0]]
 
 
 # ---- process ids and handles ----

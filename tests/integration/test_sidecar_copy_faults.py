@@ -151,24 +151,17 @@ def test_memory_is_not_closed_during_a_copy(gpus):
         assert sidecar.stats()["transfer"]["failed_readers"] == 0
 
 
-def test_memory_of_a_detached_engine_is_closed(gpus):
-    with make_sidecar(gpus) as sidecar, GpuEngine(sidecar, gpus, engine=new_engine()) as remaining:
-        remaining.wait_until_copied_by(sidecar=True)
-        reader = reader_of(gpus)
-        with GpuEngine(sidecar, gpus, engine=new_engine(), seed=2) as leaving:
-            leaving.wait_until_copied_by(sidecar=True)
-            assert gpus.count("mappings", "reader") == 4
-        wait_until(lambda: gpus.count("mappings", "reader") == 2)
-        assert reader_of(gpus) == reader
-        assert remaining.ask("store", [1], [ROW]) == "stored"
-
-
-def test_reader_of_a_killed_sidecar_ends(gpus):
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "terminated"])
+def test_reader_ends_with_its_sidecar(gpus, is_killed):
     with make_sidecar(gpus) as sidecar, GpuEngine(sidecar, gpus) as engine:
         start_stalled_store(gpus, sidecar, engine)
         reader = reader_of(gpus)
-        os.kill(reader, signal.SIGSTOP)
-        sidecar.kill()
+        if is_killed:
+            os.kill(reader, signal.SIGSTOP)
+            sidecar.kill()
+        else:
+            assert sidecar.terminate(timeout=60) == 0
+            assert not gpus.processes("reader")
         assert engine.answer().startswith("SidecarUnavailableError")
         wait_until(lambda: not gpus.processes("reader"), what="the kernel ends the reader with its parent")
         gpus.order("")
@@ -176,14 +169,6 @@ def test_reader_of_a_killed_sidecar_ends(gpus):
         engine.ask("attach_again")
         engine.store_by_sidecar([1], [OTHER_ROW])
         assert engine.ask("is_stored", 1, OTHER_ROW)
-
-
-def test_terminated_sidecar_ends_its_reader(gpus):
-    with make_sidecar(gpus) as sidecar, GpuEngine(sidecar, gpus) as engine:
-        start_stalled_store(gpus, sidecar, engine)
-        assert sidecar.terminate(timeout=60) == 0
-        assert not gpus.processes("reader")
-        assert engine.answer().startswith("SidecarUnavailableError")
 
 
 def test_repeated_attaches_leak_nothing(gpus):

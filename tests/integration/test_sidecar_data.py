@@ -7,14 +7,14 @@ from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.errors import StaleSessionError
 from lmcache.rpc.hello import Role
-from lmcache.rpc.service import LOOKUP, RESERVE, unpack_slots
+from lmcache.rpc.service import RESERVE, unpack_slots
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.contracts import Reserved
 from lmcache.tiers.memory.mapping import MappedColumn
 from testing.child_process import wait_until
 from testing.deadlines import CALLS
 from tests.harness.engine import CHUNK_BYTES, assert_stored, load, payload, store
-from tests.harness.wire import ClientProcess, RawClient, attached, make_hello, make_keys, slots_of, usable
+from tests.harness.wire import ClientProcess, RawClient, attached, make_keys, slots_of, usable
 
 DEADLINES = CALLS
 
@@ -77,36 +77,6 @@ def test_rows_of_another_namespace_are_not_found(attach):
         worker.commit([reserved.slot])
     assert scheduler.lookup("r", [(0, make_keys(1))]).num_resident == 0
     assert scheduler.lookup("r", [(0, make_keys(1, namespace=b"r" * 32))]).num_resident == 1
-
-
-def test_rows_of_a_long_prompt_are_evicted_from_its_tail(sidecar, attach):
-    session = attach()
-    num_rows = sidecar.stats()["memory"]["capacity_rows"]
-
-    def put(request_id, first, end):
-        reserved = session.reserve(0, make_keys(*range(first, end)), request_id=request_id, first_chunk=first)
-        with session.copying():
-            session.commit([reservation.slot for reservation in reserved])
-
-    for first in range(0, 32, 8):  # a prompt of 32 chunks in four engine steps
-        put("long", first, first + 8)
-    sidecar.settled()
-    put("other", 100, 100 + num_rows - 32 + 5)  # five more than are free
-    assert session.lookup("r", [(0, make_keys(*range(32)))]).num_resident == 32 - 5
-
-
-def test_lost_releases_are_sent_after_the_next_attach(sidecar, connect):
-    scheduler, worker = connect(Role.SCHEDULER), attached(connect())
-    usable(sidecar)
-    store(worker, 1)
-    old_session = attached(scheduler)
-    assert old_session.lookup("r", [(0, make_keys(1))]).num_leased == 1
-    scheduler._attachment.cancel()
-    wait_until(lambda: old_session.is_over)
-    with pytest.raises(StaleSessionError):
-        old_session.release(["r"])
-    attached(scheduler, newer_than=old_session).release([])
-    sidecar.wait_until(lambda stats: stats["memory"]["leased_rows"] == 0)
 
 
 @pytest.mark.parametrize("request_id", ["r" * 300, "", "é" * 200, "\ud800"])
@@ -189,20 +159,3 @@ def test_client_reports_drained_after_its_copies_ended(sidecar, connect):
         with pytest.raises(StaleSessionError), session.copying():
             pass
     sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 0)
-
-
-def test_leases_of_a_dead_engine_are_released(sidecar, attach):
-    worker = attach(engine_uuid=b"o" * 16)
-    store(worker, 1)
-    with RawClient(sidecar, make_hello(engine_uuid=b"p" * 16)) as reader:
-        reader.attach()
-        sidecar.wait_until(
-            lambda stats: (
-                reader.call(
-                    LOOKUP, request_id="r", groups=[pb.GroupKeys(group=0, keys=make_keys(1))]
-                ).num_leased
-            )
-        )
-        reader.break_stream()
-        assert sidecar.stats()["memory"]["leased_rows"] == 1
-    sidecar.wait_until(lambda stats: stats["memory"]["leased_rows"] == 0)

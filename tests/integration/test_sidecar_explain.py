@@ -1,22 +1,16 @@
 """``lmcache-sidecar explain`` and the page ``/requests``, with a real sidecar."""
 
-import contextlib
-import http.server
 import json
 import subprocess
 import sys
-import threading
 import urllib.error
-from collections.abc import Iterator
 
 import pytest
 
-from lmcache.rpc.errors import RpcRefusedError
-from lmcache.rpc.hello import Role
-from lmcache.rpc.session import Scheduled
 from testing.child_process import free_port
+from tests.harness.engine import report
+from tests.harness.json_server import JsonHandler, serving
 from tests.harness.sidecar_command import explain
-from tests.harness.wire import attached, make_keys
 
 
 def explain_in_a_new_process(sidecar, *arguments: str | bytes) -> tuple[int, str]:
@@ -24,16 +18,6 @@ def explain_in_a_new_process(sidecar, *arguments: str | bytes) -> tuple[int, str
     command = [sys.executable, "-m", "lmcache_sidecar", "explain", "--url", sidecar.url, *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     return ended.returncode, ended.stdout + ended.stderr
-
-
-def report(scheduler, request: str, *numbers: int, **counts) -> None:
-    counts = {"num_prompt_tokens": 256 * len(numbers) + 5} | counts
-    scheduler.lookup(request, [(0, make_keys(*numbers))], hint=True, scheduled=Scheduled(**counts))
-
-
-@pytest.fixture
-def scheduler(sidecar, connect):
-    return attached(connect(Role.SCHEDULER))
 
 
 def test_explains_all_requests_and_one(sidecar, scheduler):
@@ -67,32 +51,11 @@ def test_requests_are_remembered_newest_first_and_only_the_last_thousand(sidecar
     assert "unknown parameter 'limit': use id" in refused.value.read().decode()
 
 
-@pytest.mark.parametrize("blocks", [b"x" * 7, b"x" * 8 * 64], ids=["not a multiple", "too many"])
-def test_refuses_malformed_first_blocks(sidecar, scheduler, blocks):
-    with pytest.raises(RpcRefusedError, match="first_blocks"):
-        report(scheduler, "r", 1, first_blocks=blocks)
-    assert sidecar.stats()["causes"]["prompt_tokens"] == 0
-
-
-@contextlib.contextmanager
-def answering(body: bytes) -> Iterator[str]:
-    """The URL of another server at the sidecar's address, which answers with ``body``."""
-
-    class Answers(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        threading.Thread(target=server.serve_forever).start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
+class Answers(JsonHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.content)
 
 
 @pytest.mark.parametrize(
@@ -109,8 +72,8 @@ def answering(body: bytes) -> Iterator[str]:
     ],
 )
 def test_says_what_is_wrong_with_the_answer(body, arguments, sentence):
-    with answering(body) as url:
-        status, text = explain(url, *arguments)
+    with serving(Answers, content=body) as server:
+        status, text = explain(f"http://127.0.0.1:{server.server_port}", *arguments)
     assert (status, len(text.splitlines())) == (1, 1)
     assert sentence in text
 

@@ -139,16 +139,6 @@ def test_stream_without_end_takes_bounded_memory(honest):
         assert resident_bytes(honest) - before < MAX_GROWTH
 
 
-def test_connections_without_end_leave_no_descriptors_behind(honest):
-    process = psutil.Process(honest.pid)
-    before, num_connections = process.num_fds(), 500
-    for _ in range(num_connections):
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(honest.socket_path)
-            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
-    wait_until(lambda: process.num_fds() < before + num_connections // 10)
-
-
 @pytest.mark.parametrize(
     "first_bytes", [b"", b"PRI * HTTP/2.0\r\n", PREFACE], ids=["none", "half", "settings"]
 )
@@ -309,24 +299,3 @@ def test_reservations_without_end_are_returned_when_the_client_ends(honest):
             refused = refused or pb.SLOT not in reply.results
         assert refused
     honest.wait_until(lambda stats: not stats["memory"]["used_rows"])
-
-
-def test_many_clients_at_once_are_served(honest):
-    """32 clients attach, ask and leave at the same time, each with its own engine."""
-    problems = []
-
-    def run(number: int) -> None:
-        try:
-            with RawClient(honest, make_hello(engine_uuid=bytes([number]) * 16)) as client:
-                client.attach()
-                client.call(LOOKUP, request_id="r", groups=[pb.GroupKeys(group=0, keys=make_keys(number))])
-        except Exception as error:
-            problems.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(1, 33)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert problems == []
-    honest.wait_until(lambda stats: not stats["num_clients"]["attached"])

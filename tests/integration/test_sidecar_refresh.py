@@ -2,11 +2,10 @@
 
 import pytest
 
-from lmcache.rpc.client import SidecarClient
 from testing.child_process import wait_until
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.engine import CHUNK_BYTES, load, store
-from tests.harness.wire import attached, make_hello, usable
+from tests.harness.wire import attached, usable
 
 pytestmark = pytest.mark.redis
 
@@ -25,25 +24,6 @@ def sidecar(server):
         yield sidecar
 
 
-@pytest.fixture
-def connect(sidecar):
-    """A function that attaches an engine. Other ``fields`` give an engine with another geometry."""
-    clients = []
-
-    def attach(newer_than=None, **fields):
-        client = SidecarClient(sidecar.socket_path, make_hello(**fields))
-        clients.append(client)
-        client.start()
-        session = attached(client, newer_than=newer_than)
-        usable(sidecar)
-        return session
-
-    attach.clients = clients
-    yield attach
-    for client in clients:
-        client.close()
-
-
 def num_stored(server) -> int:
     with server.client as redis:
         return redis.dbsize()
@@ -57,8 +37,8 @@ def hit_until_stored(server, session) -> None:
     wait_until(hit)
 
 
-def test_restarted_redis_gets_hit_rows_again(server, sidecar, connect):
-    session = connect()
+def test_restarted_redis_gets_hit_rows_again(server, sidecar, attach):
+    session = attach()
     store(session, *ROWS)
     sidecar.wait_until(lambda stats: stats["remote"]["written"] == len(ROWS))
     server.restart()
@@ -70,12 +50,12 @@ def test_restarted_redis_gets_hit_rows_again(server, sidecar, connect):
 
 
 @pytest.mark.parametrize("refusing", ["full", "read-only"])
-def test_refused_rows_are_stored_when_redis_accepts_them(server, sidecar, connect, refusing):
+def test_refused_rows_are_stored_when_redis_accepts_them(server, sidecar, attach, refusing):
     if refusing == "full":
         server.client.config_set("maxmemory", 1)
     else:
         server.client.replicaof("127.0.0.1", "1")
-    session = connect()
+    session = attach()
     store(session, *ROWS)
     sidecar.wait_until(lambda stats: stats["remote"]["writes_skipped"].get("refused", 0) >= len(ROWS))
     assert num_stored(server) == 0
@@ -86,14 +66,15 @@ def test_refused_rows_are_stored_when_redis_accepts_them(server, sidecar, connec
 
 def test_queued_rows_of_a_killed_sidecar_are_stored_when_hit(server, sidecar, connect):
     server.freeze()
-    session = connect()
+    session = attached(client := connect())
+    usable(sidecar)
     store(session, *ROWS)
     sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == len(ROWS))
     sidecar.wait_until(lambda stats: not stats["remote"]["is_reachable"])
     sidecar.kill()
     server.thaw()
     sidecar.start()
-    session = attached(connect.clients[0], newer_than=session)
+    session = attached(client, newer_than=session)
     usable(sidecar)
     hit_until_stored(server, session)
 
@@ -102,18 +83,17 @@ def test_queued_rows_of_a_killed_sidecar_are_stored_when_hit(server, sidecar, co
 def test_geometry_change_loses_no_queued_row(server, sidecar, connect, chunk_bytes):
     """The engine that left has stored its rows, whether the new geometry is possible or not."""
     server.freeze()
-    session = connect()
+    session = attached(client := connect())
+    usable(sidecar)
     store(session, *ROWS)
     load(session, session, "hit", *ROWS)
     memory = sidecar.stats()["memory"]
     assert memory["hits"] == len(ROWS) == memory["tenant_rows"]["none"]
     sidecar.wait_until(lambda stats: stats["num_unwritten_rows"] == len(ROWS))
-    connect.clients[0].close()
+    client.close()
     sidecar.wait_until(lambda stats: not stats["clients"])
     server.thaw()
-    second = SidecarClient(sidecar.socket_path, make_hello(engine_uuid=b"f" * 16, chunk_bytes=chunk_bytes))
-    connect.clients.append(second)
-    second.start()
+    second = connect(engine_uuid=b"f" * 16, chunk_bytes=chunk_bytes)
     wait_until(lambda: num_stored(server) == len(ROWS))
     if chunk_bytes == 2 * CHUNK_BYTES:
         attached(second)

@@ -38,6 +38,10 @@ BAD_CALLS = [
     (LOOKUP, keys_of_group(b"k" * 4097 * 64), INVALID, f"at most {service.MAX_KEYS_PER_LOOKUP} keys"),
     (LOOKUP, ASKED | {"tenant": b"t" * 513}, INVALID, "tenant has 513 bytes"),
     (LOOKUP, ASKED | {"prefill_tokens_per_second": float("nan")}, INVALID, "must be a finite number"),
+    *(
+        (LOOKUP, ASKED | {"scheduled": pb.Scheduled(first_blocks=b"x" * size)}, INVALID, "first_blocks")
+        for size in (7, 8 * 64)
+    ),
     (LOOKUP, ASKED | {"epoch": 1}, PRECONDITION, "epoch 1 is over.*attach again"),
     (LOOKUP, {"client_uuid": b"x" * 16}, PRECONDITION, "not attached: attach again"),
     (LOOKUP, {"client_uuid": b""}, PRECONDITION, "not attached: attach again"),

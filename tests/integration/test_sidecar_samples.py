@@ -10,29 +10,22 @@ import pytest
 
 from lmcache.curves import HASHES, Lookup, MissRatioCurve
 from lmcache.rpc.hello import Role
-from lmcache.rpc.session import Scheduled, Session
+from lmcache.rpc.session import Session
 from lmcache.tiers.memory.contracts import Reserved
 from testing.processes import SidecarProcess
-from tests.harness.engine import session_of
+from tests.harness.engine import report, session_of
 from tests.harness.samples import Watch, requests_of
 from tests.harness.wire import attached, make_keys
 
 CHUNK_BYTES = 4096
 
 
-def report_scheduled(scheduler: Session, request: str, *numbers: int, **counts: int) -> None:
-    """Report a scheduled request that loads nothing, as the engine's scheduler does."""
-    keys = [(0, make_keys(*numbers))]
-    scheduler.lookup(request, keys, hint=True, scheduled=Scheduled(**counts))
-
-
-def test_only_scheduled_requests_are_sampled_and_only_once(sidecar, connect):
-    scheduler = attached(connect(Role.SCHEDULER))
+def test_only_scheduled_requests_are_sampled_and_only_once(sidecar, scheduler):
     watch = Watch(sidecar)
     for _ in range(3):
         scheduler.lookup("r", [(0, make_keys(1, 2, 3))], hint=True)
         scheduler.lookup("r", [(0, make_keys(1, 2))])
-    report_scheduled(scheduler, "r", 1, 2, 3, num_engine_chunks=1, num_hit_chunks=2, num_loaded_tokens=256)
+    report(scheduler, "r", 1, 2, 3, num_engine_chunks=1, num_hit_chunks=2, num_loaded_tokens=256)
     (request,) = watch.next(1)
     names = [int.from_bytes(make_keys(number)[-8:], "big") for number in (3, 2, 1)]
     assert (request.keys, request.tiers) == (names, "-me")
@@ -43,8 +36,8 @@ def test_only_scheduled_requests_are_sampled_and_only_once(sidecar, connect):
     assert "lmcache_lookup_tokens_total 768.0" in sidecar.get("/metrics")
 
 
-def test_invalid_queries_are_refused_with_the_reason(sidecar, connect):
-    report_scheduled(attached(connect(Role.SCHEDULER)), "r", 1)
+def test_invalid_queries_are_refused_with_the_reason(sidecar, scheduler):
+    report(scheduler, "r", 1)
     for query, sentence in (
         ("since=-1", "since must be a number from 0 to"),
         ("below=0", "below must be a number from 1 to"),
@@ -64,12 +57,12 @@ def test_invalid_queries_are_refused_with_the_reason(sidecar, connect):
 def test_restarted_sidecar_starts_a_new_ring(sidecar, connect):
     client = connect(Role.SCHEDULER)
     old_session = attached(client)
-    report_scheduled(old_session, "r", 1, 2)
+    report(old_session, "r", 1, 2)
     first_answer = json.loads(sidecar.get("/samples"))
     sidecar.restart()
     scheduler = attached(client, newer_than=old_session)
     for request in range(5):
-        report_scheduled(scheduler, str(request), 7, 8)
+        report(scheduler, str(request), 7, 8)
     second_answer = json.loads(sidecar.get(f"/samples?since={first_answer['next']}"))
     assert second_answer["started"] > first_answer["started"]
     assert len(json.loads(sidecar.get("/samples"))["num"]) == 5
@@ -132,7 +125,7 @@ def serve(scheduler: Session, worker: Session, request: str, chunks: list[int]) 
     """Report the request with its hits, and store the missing chunks."""
     keys = make_keys(*chunks)
     num_hits = len(scheduler.index.find(np.frombuffer(keys, "<u8").reshape(-1, 8)).rows)
-    report_scheduled(scheduler, request, *chunks, num_hit_chunks=num_hits, num_loaded_tokens=256 * num_hits)
+    report(scheduler, request, *chunks, num_hit_chunks=num_hits, num_loaded_tokens=256 * num_hits)
     missing = keys[64 * num_hits :]
     reserved = worker.reserve(0, missing, request_id=request, first_chunk=num_hits) if missing else []
     worker.commit([reservation.slot for reservation in reserved if reservation.result is Reserved.SLOT])

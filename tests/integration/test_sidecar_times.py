@@ -7,40 +7,23 @@ import sys
 import time
 import urllib.request
 
-import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache.rpc.hello import Role
-from lmcache.rpc.session import Scheduled
 from lmcache.rpc.times import RequestTimes
 from testing.processes import SidecarProcess
+from tests.harness.engine import report
 from tests.harness.sidecar_command import explain
-from tests.harness.wire import attached, make_keys
+from tests.harness.wire import attached
 
 TRACE = bytes(range(16))
 TIMES = RequestTimes("cmpl-1", 0.0004, 0.2, 0.03, 1.5, trace_id=TRACE)
 
 
-@pytest.fixture
-def scheduler(sidecar, connect):
-    return attached(connect(Role.SCHEDULER))
-
-
-def report(scheduler, request: str, *numbers: int, num_loaded: int = 0, reports_times: bool = True) -> None:
-    scheduled = Scheduled(
-        num_hit_chunks=num_loaded,
-        num_loaded_tokens=256 * num_loaded,
-        num_prompt_tokens=256 * len(numbers) + 5,
-        reports_times=reports_times,
-    )
-    scheduler.lookup(
-        request,
-        [(0, make_keys(*numbers))],
-        hint=True,
-        scheduled=scheduled,
-        prefill_tokens_per_second=1024.0,
-    )
+def report_loaded(scheduler, request: str, *numbers: int, num_loaded: int = 0) -> None:
+    counts = {"num_hit_chunks": num_loaded, "num_loaded_tokens": 256 * num_loaded, "reports_times": True}
+    report(scheduler, request, *numbers, prefill_rate=1024.0, **counts)
 
 
 def newest(sidecar: SidecarProcess) -> dict:
@@ -59,7 +42,7 @@ def get_open_metrics(sidecar: SidecarProcess) -> tuple[str, str]:
 
 
 def test_times_are_remembered_with_the_request(sidecar, scheduler):
-    report(scheduler, "cmpl-1", 1, 2, 3, num_loaded=2)
+    report_loaded(scheduler, "cmpl-1", 1, 2, 3, num_loaded=2)
     assert newest(sidecar)["lookup_seconds"] is None
     scheduler.release(["cmpl-1"], times=[TIMES])
     assert newest(sidecar) | {"time": 0} == {
@@ -81,33 +64,26 @@ def test_times_are_remembered_with_the_request(sidecar, scheduler):
 
 
 def test_causes_of_a_load_count_with_its_times(sidecar, scheduler):
-    report(scheduler, "cmpl-1", 1, 2, 3, num_loaded=3)
+    report_loaded(scheduler, "cmpl-1", 1, 2, 3, num_loaded=3)
     assert sidecar.stats()["causes"]["prompt_tokens"] == 0
     scheduler.release([], times=[TIMES._replace(num_failed_tokens=512)])
     stats = sidecar.stats()
     assert stats["causes"]["cause_tokens"] == {"memory": 256, "load_failed": 512, "tail": 5}
     assert stats["benefit"]["saved_prefill_seconds"] == {"memory": 0.25}
+    assert json.loads(explain(sidecar, "--output", "json")[1])["benefit"]["loaded_tokens"] == {"memory": 256}
     assert 'lmcache_saved_prefill_seconds_total{tier="memory"} 0.25' in sidecar.get("/metrics")
 
 
 def test_a_request_whose_load_failed_is_not_compared(sidecar, scheduler):
     """The request waited before it computed. As one without a hit, it would make hits look better."""
     for name, num_failed in ("1", 768), ("2", 256), ("3", 0):
-        report(scheduler, name, 1, 2, 3, num_loaded=3)
+        report_loaded(scheduler, name, 1, 2, 3, num_loaded=3)
         scheduler.release([], times=[TIMES._replace(request_id=name, num_failed_tokens=num_failed)])
-    report(scheduler, "4", 5, 6, 7)
+    report_loaded(scheduler, "4", 5, 6, 7)
     scheduler.release([], times=[TIMES._replace(request_id="4")])
     stats = sidecar.stats()
     assert stats["benefit"]["first_tokens"] == {"1024": {"tier": {"1.682": 1}, "none": {"1.682": 1}}}
     assert stats["causes"]["cause_tokens"]["load_failed"] == 1024
-
-
-def test_explain_prints_the_savings(sidecar, scheduler):
-    report(scheduler, "cmpl-1", 1, 2, 3, num_loaded=3)
-    scheduler.release([], times=[TIMES])
-    _, shown = explain(sidecar)
-    assert any(line.split() == ["prefill", "time", "saved", "750.0", "ms"] for line in shown.splitlines())
-    assert json.loads(explain(sidecar, "--output", "json")[1])["benefit"]["loaded_tokens"] == {"memory": 768}
 
 
 def test_explain_does_not_ask_through_a_proxy(sidecar, scheduler):
@@ -120,7 +96,7 @@ def test_explain_does_not_ask_through_a_proxy(sidecar, scheduler):
 
 def test_tokens_of_a_killed_engine_are_counted(sidecar, connect):
     client = connect(Role.SCHEDULER)
-    report(attached(client), "cmpl-1", 1, 2, 3, num_loaded=3)
+    report_loaded(attached(client), "cmpl-1", 1, 2, 3, num_loaded=3)
     assert sidecar.stats()["causes"]["prompt_tokens"] == 0
     client.close()
     sidecar.wait_until(lambda stats: stats["causes"]["cause_tokens"] == {"memory": 768, "tail": 5})
@@ -128,7 +104,7 @@ def test_tokens_of_a_killed_engine_are_counted(sidecar, connect):
 
 def test_open_metrics_have_exemplars_of_traced_requests(sidecar, scheduler):
     for name, trace in ("1", b""), ("2", TRACE):
-        report(scheduler, name, 1, 2, 3, num_loaded=2)
+        report_loaded(scheduler, name, 1, 2, 3, num_loaded=2)
         scheduler.release([name], times=[TIMES._replace(request_id=name, trace_id=trace)])
     content_type, text = get_open_metrics(sidecar)
     assert content_type.startswith("application/openmetrics-text; version=1.0.0")
@@ -144,7 +120,7 @@ def test_open_metrics_have_exemplars_of_traced_requests(sidecar, scheduler):
 
 
 def test_both_formats_have_the_same_metrics(sidecar, scheduler):
-    report(scheduler, "cmpl-1", 1, 2, 3, num_loaded=2)
+    report_loaded(scheduler, "cmpl-1", 1, 2, 3, num_loaded=2)
     scheduler.release(["cmpl-1"], times=[TIMES])
     _, text = get_open_metrics(sidecar)
     open_families = {family.name for family in openmetrics.text_string_to_metric_families(text)}
@@ -155,7 +131,7 @@ def test_both_formats_have_the_same_metrics(sidecar, scheduler):
 
 
 def test_memory_is_held_over_time(sidecar, scheduler):
-    report(scheduler, "cmpl-1", 1)
+    report_loaded(scheduler, "cmpl-1", 1)
     first = sidecar.stats()["benefit"]["tier_byte_seconds"]["memory"]
     size_bytes = sidecar.stats()["memory"]["size_bytes"]
     later = sidecar.wait_until(

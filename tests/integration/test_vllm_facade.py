@@ -21,16 +21,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 )
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout  # noqa: E402
-from vllm.v1.core.sched.output import (  # noqa: E402
-    CachedRequestData,
-    KVConnectorBlockState,
-    NewRequestData,
-    SchedulerOutput,
-)
+from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 
-from lmcache import keys  # noqa: E402
-from lmcache.engines.core.jobs import GroupStore, StepMeta  # noqa: E402
+from lmcache.engines.core.jobs import StepMeta  # noqa: E402
 from lmcache.engines.vllm import connector as module  # noqa: E402
 from lmcache.engines.vllm.connector import LMCacheClusterConnector  # noqa: E402
 from tests.harness.scheduler_rig import make_identity  # noqa: E402
@@ -83,26 +77,11 @@ def make_request(request_id="r"):
     )
 
 
-def make_output(new=(), cached=None):
+def make_output():
     output = SchedulerOutput.make_empty()
-    output.scheduled_new_reqs = list(new)
-    output.scheduled_cached_reqs = cached or CachedRequestData.make_empty()
-    tables = {new.req_id: new.block_ids for new in output.scheduled_new_reqs}
-    tables |= dict(
-        zip(output.scheduled_cached_reqs.req_ids, output.scheduled_cached_reqs.new_block_ids, strict=True)
-    )
     is_old = "block_ids" in KVConnectorBlockState.__dataclass_fields__  # vLLM 0.29
-    constructor_args = (tables, {}) if is_old else (set(tables), tables.__getitem__, {})
-    output.kv_connector_block_state = KVConnectorBlockState(*constructor_args)
-    ids = [request.req_id for request in new] + output.scheduled_cached_reqs.req_ids
-    output.num_scheduled_tokens = dict.fromkeys(ids, 64)
-    output.total_num_scheduled_tokens = 64 * len(ids)
+    output.kv_connector_block_state = KVConnectorBlockState(*(({}, {}) if is_old else (set(), {}.get, {})))
     return output
-
-
-def new_data(**fields):
-    defaults = {"mm_features": [], "sampling_params": None, "pooling_params": None, "lora_request": None}
-    return NewRequestData("r", [1] * 64, block_ids=([4, 5],), num_computed_tokens=0, **defaults, **fields)
 
 
 SCHEDULER_HOOKS = [
@@ -174,23 +153,6 @@ def test_fault_reports_pending_loads_as_failed(scheduler, worker, hook):
         received = worker.get_finished(set())[1]
     assert received == {"r"}
     assert worker.get_block_ids_with_load_errors() == {4, 5}
-
-
-@pytest.mark.parametrize("runner", ["V1", "V2"])
-def test_stores_follow_the_scheduler_output(scheduler, runner):
-    """A preempted request comes back as a cached request with V1, as a new one with V2."""
-    scheduler.on_new_request(make_request())
-    state = scheduler._scheduler._states["r"]
-    while state.ticket.keys is None:
-        scheduler._scheduler._lookups.answered.wait(0.01)
-    if runner == "V1":
-        cached = CachedRequestData(["r"], {"r"}, [], {}, [([6, 7],)], [0], [0])
-        output, blocks = make_output(cached=cached), (6, 7)
-    else:
-        output, blocks = make_output([new_data(prefill_token_ids=[1] * 64)]), (4, 5)
-    (job,) = scheduler.build_connector_meta(output).stores
-    key = IDENTITY.hello.namespace + keys.chunk_key(b"2")
-    assert job.groups == (GroupStore(0, 0, key, blocks),)
 
 
 @pytest.mark.parametrize("fault", ["version", "import"])

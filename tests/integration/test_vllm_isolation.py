@@ -7,7 +7,9 @@ KV of another request would be a wrong read.
 import hashlib
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,26 +106,29 @@ def zero_tokens(variant: Variant) -> Variant:
     return replace(variant, tokens=dict.fromkeys(TAIL, 0) | variant.tokens)
 
 
+PAIRS: dict[str, Callable[[Path, int], tuple[Variant, Variant, int]]] = {
+    "salt": lambda *_: (salted("a"), salted("b"), 0),
+    "a salt or none": lambda *_: (salted("a"), PLAIN, 0),
+    "adapter": lambda folder, _: (adapted(folder, "one"), adapted(folder, "two"), 0),
+    "an adapter or none": lambda folder, _: (adapted(folder, "one"), PLAIN, 0),
+    "image": lambda *_: (medium("cat"), medium("dog"), CHUNK),
+    "an image or none": lambda *_: (medium("cat"), PLAIN, CHUNK),
+    "place of an image": lambda *_: (medium("cat"), medium("cat", start=2 * CHUNK + 1), CHUNK),
+    "audio": lambda *_: (medium("la", "audio"), medium("lo", "audio"), CHUNK),
+    "modality": lambda *_: (medium("la", "audio"), medium("la", "image"), CHUNK),
+    "prompt embeds": lambda _, seed: (embedded(seed), embedded(seed + 1), 0),
+    "embeds or tokens": lambda *_: (embedded(1, *TAIL), PLAIN, CHUNK),
+    "embeds within tokens": lambda *_: (embedded(1, *TAIL), embedded(2, *TAIL), CHUNK),
+    # The block hashes of vLLM are equal here.
+    "zero rows or tokens": lambda *_: (embedded(0, *TAIL), zero_tokens(embedded(0, LENGTH - 1)), CHUNK),
+}
+"""Pairs of variants by kind, each with the number of leading tokens that may be shared."""
+
+
 @pytest.fixture
 def variants(tmp_path):
-    """Pairs of variants by kind, each with the number of leading tokens that may be shared."""
-    folder, seed = tmp_path, next(SEEDS)
-    return {
-        "salt": (salted("a"), salted("b"), 0),
-        "a salt or none": (salted("a"), PLAIN, 0),
-        "adapter": (adapted(folder, "one"), adapted(folder, "two"), 0),
-        "an adapter or none": (adapted(folder, "one"), PLAIN, 0),
-        "image": (medium("cat"), medium("dog"), CHUNK),
-        "an image or none": (medium("cat"), PLAIN, CHUNK),
-        "place of an image": (medium("cat"), medium("cat", start=2 * CHUNK + 1), CHUNK),
-        "audio": (medium("la", "audio"), medium("lo", "audio"), CHUNK),
-        "modality": (medium("la", "audio"), medium("la", "image"), CHUNK),
-        "prompt embeds": (embedded(seed), embedded(seed + 1), 0),
-        "embeds or tokens": (embedded(1, *TAIL), PLAIN, CHUNK),
-        "embeds within tokens": (embedded(1, *TAIL), embedded(2, *TAIL), CHUNK),
-        # The block hashes of vLLM are equal here.
-        "rows of zeros or the token 0": (embedded(0, *TAIL), zero_tokens(embedded(0, LENGTH - 1)), CHUNK),
-    }  # fmt: skip
+    seed = next(SEEDS)
+    return {name: pair(tmp_path, seed) for name, pair in PAIRS.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -142,14 +147,7 @@ def run(engine: SimEngine, variant: Variant, tokens: list[int]) -> int:
     return engine.results[name].num_cached_tokens
 
 
-NAMES = (
-    "salt", "a salt or none", "adapter", "an adapter or none", "image", "an image or none",
-    "place of an image", "audio", "modality", "prompt embeds", "embeds or tokens", "embeds within tokens",
-    "rows of zeros or the token 0",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "runner"), third(list(itertools.product(NAMES, (1, 2)))))
+@pytest.mark.parametrize(("name", "runner"), third(list(itertools.product(PAIRS, (1, 2)))))
 def test_equal_requests_share_kv_and_different_ones_do_not(
     world: SimWorld, variants: dict[str, Any], name: str, runner: int
 ) -> None:
@@ -227,7 +225,7 @@ def run_during_session(engine: SimEngine, tokens: list[int]) -> int:
 
 arrivals = st.tuples(
     st.integers(0, 1),  # the engine
-    st.sampled_from(NAMES),
+    st.sampled_from(list(PAIRS)),
     st.integers(0, 1),  # the variant
     st.sampled_from((1, CHUNK + 8)),  # tokens of the answer
     st.integers(0, 6),  # steps until the next request arrives

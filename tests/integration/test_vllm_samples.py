@@ -51,11 +51,9 @@ def test_each_request_is_sampled_once_with_the_tier_of_each_chunk(world):
     with world.engines(CACHING) as (engine,):
         watcher = watch(world.sidecar, engine)
         run(engine, prompt)
+        engine.serve(prompt)
         run(engine, prompt)
-        engine.forget()
-        run(engine, prompt)
-        run(engine, [*prompt[: 4 * CHUNK], *make_tokens(2 * CHUNK)])
-        engine.forget()
+        engine.serve([*prompt[: 4 * CHUNK], *make_tokens(2 * CHUNK)])
         run(engine, [*prompt[: 2 * CHUNK], *make_tokens(CHUNK)])
         cold, engine_hit, memory_hit, longer, shared = requests = watcher.next(5)
     assert [request.tiers[::-1] for request in requests] == ["----", "eeee", "mmmm", "eeee--", "mm-"]
@@ -71,8 +69,7 @@ def test_prompt_that_ends_with_a_chunk_is_a_full_hit(world):
     with world.engines(CACHING) as (engine,):
         watcher = watch(world.sidecar, engine)
         run(engine, prompt)
-        run(engine, prompt)
-        engine.forget()
+        engine.serve(prompt)
         assert run(engine, prompt).num_cached_tokens > 2 * CHUNK
         assert watcher.tiers(3) == ["---", "eee", "mmm"]
 
@@ -81,8 +78,7 @@ def test_chunk_partly_in_the_engine_counts_as_a_memory_hit(world):
     """vLLM caches blocks. A chunk has several blocks."""
     prompt = make_tokens(2 * CHUNK + 5)
     with world.engines(CACHING) as (engine,):
-        run(engine, prompt)
-        engine.forget()
+        engine.serve(prompt)
         watcher = watch(world.sidecar, engine)
         num_loaded_before = world.sidecar.stats()["lookups"]["loaded_tokens"].get("memory", 0)
         run(engine, prompt[: CHUNK + CHUNK // 2])
@@ -125,33 +121,6 @@ def test_preempted_and_resumed_request_is_sampled_again(world):
     assert resumed
     for request in resumed:  # its computed chunks were stored, if the machine was fast enough
         assert request.keys[-2:] in (first.keys, second.keys)
-
-
-def test_tenants_have_different_keys(world):
-    prompt = make_tokens(2 * CHUNK + 1)
-    with world.engines(SimSettings(num_blocks=64)) as (engine,):
-        watcher = watch(world.sidecar, engine)
-        for salt in ("one", "two", "one"):
-            run(engine, prompt, salt=salt)
-        first, second, third = watcher.next(3)
-    assert (first.tiers, second.tiers, third.tiers) == ("--", "--", "mm")
-    assert first.keys == third.keys
-    assert not set(first.keys) & set(second.keys)
-
-
-def test_new_weights_get_new_keys(world):
-    prompt = make_tokens(2 * CHUNK + 1)
-    with world.engines(CACHING) as (engine,):
-        watcher = watch(world.sidecar, engine)
-        run(engine, prompt)
-        assert engine.reset(b"new weights")
-        run(engine, prompt)
-        engine.forget()
-        run(engine, prompt)
-        first, second, third = watcher.next(3)
-    assert (first.tiers, second.tiers, third.tiers) == ("--", "--", "mm")
-    assert second.keys == third.keys
-    assert not set(first.keys) & set(second.keys)
 
 
 def test_samples_cover_requests_of_both_engines(world):

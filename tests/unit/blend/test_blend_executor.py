@@ -78,16 +78,6 @@ def test_refuses_missing_kv_after_retrieved_kv():
         batch.blend(impl, 2, None, None, *(batch.random(4) for _ in range(3)), batch.positions[:4])
 
 
-def test_layers_above_the_selection_use_indices_of_the_selected_tokens():
-    batch = Batch([8], [True] * 8)
-    impl = executor(0.25)
-    selected = batch.blend(impl, 1, *(batch.random(8) for _ in range(5)), batch.positions)
-    assert selected.local_indices.tolist() == impl.indexes_in_kv.tolist()
-    short = [batch.random(2) for _ in range(3)]
-    above = batch.blend(impl, 2, batch.random(8), batch.random(8), *short, selected.positions)
-    assert above.local_indices.tolist() == [0, 1]
-
-
 def choose_slowly(batch: Batch, ratio: float, rv: torch.Tensor, fv: torch.Tensor) -> list[int]:
     """Select tokens in the simple way, one request and token at a time."""
     chosen = []

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from testing.blend import questions, texts
+from testing.blend import questions
 
 NUM_TOKENS = 60
 SEPARATOR = "[BLEND_SEP]"
@@ -15,30 +15,6 @@ def count(text: str) -> int:
 
 def rng() -> np.random.Generator:
     return np.random.default_rng(5)
-
-
-@pytest.mark.parametrize("make", [texts.prompt, questions.sheet])
-def test_seed_determines_the_prompt(make):
-    assert make(rng(), count, NUM_TOKENS) == make(rng(), count, NUM_TOKENS)
-    another = make(np.random.default_rng(6), count, NUM_TOKENS)
-    assert another.documents != make(rng(), count, NUM_TOKENS).documents
-
-
-def test_documents_are_whole_sentences_of_the_requested_length():
-    longest = max(map(count, texts.SENTENCES))
-    random = rng()
-    for num_tokens in (20, 200, 1000):
-        for document in texts.prompt(random, count, num_tokens).documents:
-            assert num_tokens <= count(document) < num_tokens + longest
-            assert document.endswith(".")
-
-
-def test_text_consists_of_the_documents_and_the_question():
-    prompt = texts.prompt(rng(), count, NUM_TOKENS)
-    assert prompt.text(SEPARATOR).split(SEPARATOR) == [*prompt.documents, prompt.question]
-    assert prompt.text() == "".join([*prompt.documents, prompt.question])
-    assert not prompt.documents[0].startswith(texts.BETWEEN)
-    assert all(part.startswith(texts.BETWEEN) for part in (*prompt.documents[1:], prompt.question))
 
 
 def facts_of(sheet: questions.Sheet, person: int) -> list[str]:

@@ -2,7 +2,6 @@
 
 import pytest
 from lmcache_operator.commands.doctor.answers import Answer
-from lmcache_operator.commands.doctor.checks import run_checks
 from lmcache_operator.commands.doctor.facts import ClusterFacts
 from lmcache_operator.commands.doctor.results import Level
 from lmcache_operator.commands.gather import PodFigures
@@ -13,10 +12,10 @@ from tests.harness.doctor_world import (
     check_one,
     cluster_facts,
     engine,
-    facts,
     figures,
     found_problems,
     listing,
+    result_of,
 )
 
 FAILURE, WARNING, UNKNOWN = Level.FAILURE, Level.WARNING, Level.UNKNOWN
@@ -84,8 +83,7 @@ def user_pod(outcome: str = "", *, has_sidecar: bool = False) -> PodFigures:
 def test_bad_condition_names_its_runbook(conditions, check, level, text):
     cluster = cluster_facts(conditions=[condition(*each) for each in conditions])
     check_one(cluster, check, level, text)
-    results = run_checks(facts(cluster))
-    assert next(each.runbook for each in results if each.level is level) == conditions[0][2]
+    assert result_of(check, cluster).runbook == conditions[0][2]
 
 
 def test_normal_progress_is_no_problem():

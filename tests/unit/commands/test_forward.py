@@ -2,31 +2,18 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 
 import pytest
-from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 from lmcache_operator.errors import RefusedError, UnavailableError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.kube.forward import forwarded
 
 from tests.harness.forwarding_api import NAMESPACE, ForwardingApi
+from tests.unit.commands.test_pod_http import connected
 
 DATA = bytes({*range(256)} - {ord(".")}) * 4096
-
-
-@asynccontextmanager
-async def connected(api: ForwardingApi) -> AsyncIterator[KubeApi]:
-    runner = web.AppRunner(api.application(), shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        async with ApiClient(Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}")) as client:
-            yield KubeApi(client)
-    finally:
-        await runner.cleanup()
 
 
 async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -51,7 +38,7 @@ async def exchanged(port: int, data: bytes) -> bytes:
 
 def run(action: Callable[[KubeApi], Awaitable[None]], api: ForwardingApi) -> None:
     async def main() -> None:
-        async with connected(api) as client:
+        async with connected(api.application()) as client:
             await action(client)
 
     asyncio.run(main())

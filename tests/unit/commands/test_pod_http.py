@@ -12,6 +12,8 @@ from kubernetes.aio.client import ApiClient, Configuration
 from lmcache_operator.kube.client import KubeApi, connect
 from lmcache_operator.kube.pod_http import CREATE_FORWARD, GET_PROXY, PodAnswer, PodHttp
 
+from tests.unit.commands.test_connection import lead_to
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PAGE = b'{"is_ready": true}'
 POD = "/api/v1/namespaces/n/pods/p"
@@ -125,11 +127,6 @@ def test_port_forward_answers_if_the_proxy_does_not(proxy: Handler, frames: tupl
     assert asyncio.run(get(proxy, forward(*frames))) == PodAnswer(200, PAGE)
 
 
-def test_port_forward_is_the_missing_right_if_the_page_needs_a_token() -> None:
-    answer = asyncio.run(get(without_token, forbidden))
-    assert (answer.status, answer.missing_right) == (0, CREATE_FORWARD)
-
-
 def test_error_of_the_page_itself_is_an_answer() -> None:
     async def busy(_: web.Request) -> web.StreamResponse:
         return web.Response(status=503, body=b"not ready")
@@ -144,15 +141,15 @@ def test_hanging_pod_ends_in_time(frames: tuple[bytes, ...]) -> None:
 
 
 def test_missing_rights_are_named() -> None:
-    answer = asyncio.run(get(forbidden, forbidden))
-    assert (answer.status, answer.missing_right) == (0, GET_PROXY)
-    answer = asyncio.run(get(unreachable, forbidden))
-    assert (answer.status, answer.missing_right) == (0, CREATE_FORWARD)
+    for proxy, forwarded, missing in (
+        (forbidden, forbidden, GET_PROXY),
+        (forbidden, hanging, GET_PROXY),
+        (without_token, forbidden, CREATE_FORWARD),
+        (unreachable, forbidden, CREATE_FORWARD),
+    ):
+        answer = asyncio.run(get(proxy, forwarded, seconds=2.0))
+        assert (answer.status, answer.missing_right) == (0, missing)
     assert b"error trying to reach service" in answer.body
-
-
-def test_missing_right_is_named_although_the_other_way_hangs() -> None:
-    assert asyncio.run(get(forbidden, hanging, seconds=2.0)).missing_right == GET_PROXY
 
 
 @pytest.mark.parametrize(
@@ -171,18 +168,19 @@ def test_broken_port_forward_is_an_error(frames: tuple[bytes, ...], reason: byte
     assert reason in answer.body
 
 
-def test_endless_answer_is_an_error() -> None:
-    frames = [b"\x00HTTP/1.0 200 OK\r\n\r\n", *[b"\x00" + bytes(1 << 20)] * 9]
-    answer = asyncio.run(get(unreachable, forward(*frames)))
-    assert answer.status == 0
-    assert b"larger than 8 MiB" in answer.body
+async def endless(_: web.Request) -> web.StreamResponse:
+    return web.Response(body=bytes(9 << 20))
 
 
-def test_endless_answer_of_the_proxy_is_an_error() -> None:
-    async def endless(_: web.Request) -> web.StreamResponse:
-        return web.Response(body=bytes(9 << 20))
-
-    answer = asyncio.run(get(endless, forbidden))
+@pytest.mark.parametrize(
+    ("proxy", "forwarded"),
+    [
+        (unreachable, forward(b"\x00HTTP/1.0 200 OK\r\n\r\n", *[b"\x00" + bytes(1 << 20)] * 9)),
+        (endless, forbidden),
+    ],
+)
+def test_endless_answer_is_an_error(proxy: Handler, forwarded: Handler) -> None:
+    answer = asyncio.run(get(proxy, forwarded))
     assert answer.status == 0
     assert b"larger than 8 MiB" in answer.body
 
@@ -232,13 +230,7 @@ def test_pods_cannot_set_cookies_for_other_pods(tmp_path: Path, monkeypatch: pyt
         application = web.Application()
         application.router.add_get(f"{POD}:9464/proxy/stats", page_with_cookie)
         async with served(application) as port:
-            config = {
-                "current-context": "c",
-                "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
-                "clusters": [{"name": "c", "cluster": {"server": f"http://localhost:{port}"}}],
-                "users": [{"name": "u", "user": {}}],
-            }
-            (tmp_path / "config").write_text(json.dumps(config))
+            lead_to(tmp_path / "config", f"http://localhost:{port}")
             async with connect() as client:
                 for _ in range(2):
                     await PodHttp(client, head_start=5.0).get("n", "p", 9464, "/stats")

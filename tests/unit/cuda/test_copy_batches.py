@@ -42,38 +42,34 @@ def crosses(starts, sizes, edges):
     )
 
 
+def pieces_of(batch):
+    return batch.to, batch.from_, batch.sizes
+
+
 @given(batches())
-def test_copies_the_same_bytes_and_no_piece_crosses_an_edge(batch):
-    to, from_, sizes, edges = batch
-    batch_of_copies = CopyBatch(to, from_, sizes, edges)
-    assert copied(batch_of_copies.to, batch_of_copies.from_, batch_of_copies.sizes) == copied(
-        to, from_, sizes
-    )
-    assert not crosses(batch_of_copies.to, batch_of_copies.sizes, edges)
-    assert not crosses(batch_of_copies.from_, batch_of_copies.sizes, edges)
-    for array in (batch_of_copies.to, batch_of_copies.from_, batch_of_copies.sizes):
+def test_copies_the_same_bytes_and_no_piece_crosses_an_edge(drawn):
+    *arrays, edges = drawn
+    batch = CopyBatch(*arrays, edges)
+    assert copied(*pieces_of(batch)) == copied(*arrays)
+    assert not crosses(batch.to, batch.sizes, edges)
+    assert not crosses(batch.from_, batch.sizes, edges)
+    for array in pieces_of(batch):
         assert array.dtype == np.uint64
         assert array.flags.c_contiguous
 
 
 @given(batches())
-def test_pieces_adjacent_on_both_sides_are_joined(batch):
-    to, from_, sizes, _ = batch
-    batch_of_copies = CopyBatch(to, from_, sizes)
-    assert copied(batch_of_copies.to, batch_of_copies.from_, batch_of_copies.sizes) == copied(
-        to, from_, sizes
-    )
-    is_adjacent = (batch_of_copies.to[1:] == batch_of_copies.to[:-1] + batch_of_copies.sizes[:-1]) & (
-        batch_of_copies.from_[1:] == batch_of_copies.from_[:-1] + batch_of_copies.sizes[:-1]
-    )
-    assert not is_adjacent.any()
+def test_pieces_adjacent_on_both_sides_are_joined(drawn):
+    *arrays, _ = drawn
+    to, from_, sizes = pieces_of(CopyBatch(*arrays))
+    assert copied(to, from_, sizes) == copied(*arrays)
+    assert not ((to[1:] == to[:-1] + sizes[:-1]) & (from_[1:] == from_[:-1] + sizes[:-1])).any()
 
 
 def test_adjacent_pages_of_a_block_outermost_layout_become_a_single_piece():
     pages = np.arange(512, dtype=np.uint64) * np.uint64(4096)
-    assert CopyBatch(pages, pages + np.uint64(1 << 40), np.full(512, 4096, np.uint64)).sizes.tolist() == [
-        512 * 4096
-    ]
+    batch = CopyBatch(pages, pages + np.uint64(1 << 40), np.full(512, 4096, np.uint64))
+    assert batch.sizes.tolist() == [512 * 4096]
 
 
 def test_refuses_arrays_of_unequal_length():

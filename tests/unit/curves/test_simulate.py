@@ -22,10 +22,6 @@ TRACES = Path(__file__).parents[3] / "benchmarks" / "traces"
 BLOCK = 64 << 20
 
 
-def test_stack_distances_count_distinct_blocks():
-    assert stack_distances([[1, 2], [2, 3], [1], [1]]) == [0, 0, 1, 0, 3, 1]
-
-
 def test_prefix_hits_up_to_its_first_missing_block():
     requests = [Request(0, (1, 2, 3)), Request(1, (1, 2, 4)), Request(2, (9, 2, 3))]
     assert simulate(requests, 10, LRU(10)) == 2 / 9

@@ -173,19 +173,8 @@ def test_defect_19_directory_needs_no_trailing_slash(from_text):
     assert from_text("local_device: file:///tmp").local_device == "/tmp"
 
 
-DEVICES = {
-    "cpu": "cpu",
-    "cuda": "cuda",
-    "cuda:0": "cuda:0",
-    "cuda:11": "cuda:11",
-    "/data/kv": "/data/kv",
-    "./kv": "./kv",
-    "kv/": "kv/",
-    "file:///data/kv": "/data/kv",
-    "file://kv": "./kv",
-    "file://data/kv/": "data/kv/",
-    "cuda/": "cuda/",
-}
+DEVICES = {text: text for text in ["cpu", "cuda", "cuda:0", "cuda:11", "/data/kv", "./kv", "kv/", "cuda/"]}
+DEVICES |= {"file:///data/kv": "/data/kv", "file://kv": "./kv", "file://data/kv/": "data/kv/"}
 INVALID_DEVICES = [
     "gpu",
     "CPU",

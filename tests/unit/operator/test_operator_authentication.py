@@ -3,41 +3,31 @@
 from typing import Any
 
 import pytest
-from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Context, Probed, Sidecar
-from lmcache_operator.components.engine.engine import Engine
-from lmcache_operator.components.prefill.prefill import PrefillPods
+from lmcache_operator.components.base import Probed, Sidecar
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.reconcile.probe import read_sidecar
-from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 from lmcache_sidecar.config import read
 
 from tests.harness.operator_injection import injected
 from tests.harness.operator_injection import pod as user_pod
-from tests.harness.operator_model import cluster
 from tests.harness.operator_plans import LATE, settled_world, status_of
+from tests.harness.operator_prefill import child
+from tests.harness.operator_render import container, env_of, part, pod_of
 
 REVIEW = {"httpAuthentication": "TokenReview"}
 DIR = "LMCACHE_HTTP_AUTHENTICATION_DIR"
 
 
-def pod_of(**changes: Any) -> dict[str, Any]:
-    rendered = Engine().render(parse(cluster(**changes)), Context(IMAGES))
-    spec: dict[str, Any] = rendered[-1]["spec"]["template"]["spec"]
-    return spec
-
-
 def volume_of(spec: dict[str, Any], sidecar_name: str = "sidecar") -> dict[str, Any]:
     """The volume from which the sidecar reads its token, which no other container mounts."""
-    (sidecar,) = (each for each in spec["initContainers"] if each["name"] == sidecar_name)
-    options = {item["name"]: item.get("value") for item in sidecar["env"]}
+    sidecar = container(spec, sidecar_name)
+    options = env_of(sidecar)
     assert read({}, options).usable().http_authentication == "TokenReview"
     (mount,) = (each for each in sidecar["volumeMounts"] if each["mountPath"] == options[DIR])
     remaining = [each for each in spec["initContainers"] + spec["containers"] if each is not sidecar]
     assert remaining
     assert mount["name"] not in [each["name"] for other in remaining for each in other["volumeMounts"]]
-    (volume,) = (each for each in spec["volumes"] if each["name"] == mount["name"])
-    return volume
+    return part(spec["volumes"], mount["name"])
 
 
 @pytest.mark.parametrize("kind", ["vLLM", "SGLang"])
@@ -60,16 +50,14 @@ def test_without_authentication_no_container_gets_a_token() -> None:
 
 def test_prefill_pods_ask_for_tokens_too() -> None:
     changes = {"sidecar": REVIEW, "router": {}, "tiers": {"peers": {}}, "engine": {"prefill": {}}}
-    (child,) = PrefillPods().render(parse(cluster(**changes)), Context(IMAGES))
-    assert child["spec"]["sidecar"]["httpAuthentication"] == "TokenReview"
+    assert child(changes)["spec"]["sidecar"]["httpAuthentication"] == "TokenReview"
 
 
 @pytest.mark.parametrize("payload", ["InitContainer", "ImageVolume"])
 def test_injected_sidecar_alone_gets_a_token(payload: str) -> None:
-    (pod,) = injected(user_pod(), sidecar=REVIEW | {"payload": payload})
-    assert (
-        volume_of(pod["spec"], "lmcache-sidecar")["projected"]["sources"][1]["configMap"]["optional"] is True
-    )
+    spec = injected(user_pod(), sidecar=REVIEW | {"payload": payload})[0]["spec"]
+    _, authority = volume_of(spec, "lmcache-sidecar")["projected"]["sources"]
+    assert authority["configMap"]["optional"] is True
 
 
 @pytest.mark.parametrize("name", ["LMCACHE_HTTP_AUTHENTICATION", DIR])
@@ -107,11 +95,7 @@ OLD, SILENT = Sidecar(pod="old"), Sidecar(pod="silent", answers=False)
     ("sidecars", "is_certain", "expected"),
     [
         ((REQUIRED, REQUIRED), True, ("True", "Required", "All 2 sidecars ask for tokens.")),
-        (
-            (REQUIRED, OLD),
-            True,
-            ("False", "PagesOpen", "First: pod old: it does not ask for tokens. If its im"),
-        ),
+        ((REQUIRED, OLD), True, ("False", "PagesOpen", "pod old: it does not ask for tokens. If its im")),
         ((OLD, SILENT), True, ("False", "PagesOpen", "1 of 2 sidecars show their pages to clients without")),
         ((REQUIRED, SILENT), True, ("Unknown", "NoAnswer", "First: pod silent. See the condition Sidecar")),
         ((), True, None),
@@ -127,8 +111,7 @@ def test_condition_says_which_sidecars_ask_for_no_tokens(sidecars, is_certain, e
     condition = by_type["TokensRequired"]
     assert (condition["status"], condition["reason"]) == expected[:2]
     assert expected[2] in condition["message"]
-    is_degraded = by_type["Degraded"]["status"] == "True"
-    assert is_degraded is (expected[1] == "PagesOpen")
+    assert by_type["Degraded"]["status"] == str(expected[1] == "PagesOpen")
 
 
 def test_pods_without_the_setting_are_being_replaced() -> None:

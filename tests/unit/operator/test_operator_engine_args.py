@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Context
-from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.engine.kinds.vllm import VLLM
 from lmcache_operator.errors import InvalidSpecError
-from lmcache_operator.specs.names import STOCK_IMAGES
 
 from tests.harness.operator_model import cluster
+from tests.harness.operator_render import pod_of
 
 
 @pytest.mark.parametrize("num_gpus", [0, 1])
@@ -58,7 +56,7 @@ def test_engine_args_load_the_connector(num_gpus: int) -> None:
         (["--ec-transfer-config={}"], "set spec.engine.prefill for vLLM; no other split is possible"),
         (
             ["--kv-transfer-config", '{"kv_role": "kv_producer"}'],
-            "to split prefill and decode over pods, set spec.engine.prefill",
+            "to split prefill and decode over pods, set",
         ),
         (["-n2"], "an engine is one pod"),
         (["-r0"], "an engine is one pod"),
@@ -96,8 +94,7 @@ def test_engine_args_passes_other_arguments_on(args: list[str]) -> None:
 
 def test_probes_use_https_when_the_engine_has_a_certificate() -> None:
     def schemes(*args: str) -> set[str | None]:
-        rendered = Engine().render(parse(cluster(engine={"args": list(args)})), Context(STOCK_IMAGES))
-        engine = rendered[-1]["spec"]["template"]["spec"]["containers"][0]
+        engine = pod_of(engine={"args": list(args)})["containers"][0]
         probes = [engine[name] for name in ("livenessProbe", "readinessProbe", "startupProbe")]
         return {probe["httpGet"].get("scheme") for probe in probes}
 
@@ -107,38 +104,39 @@ def test_probes_use_https_when_the_engine_has_a_certificate() -> None:
 
 def termination_of(args: list[str], spec: dict[str, Any]) -> tuple[list[str], Any, Any]:
     """Shutdown timeouts of the engine, its preStop handler, and the pod's grace period."""
-    resource = cluster(engine={"args": args, "podTemplate": {"spec": spec}})
-    rendered = Engine().render(parse(resource), Context(STOCK_IMAGES))[-1]["spec"]["template"]["spec"]
+    rendered = pod_of(engine={"args": args, "podTemplate": {"spec": spec}})
     engine = rendered["containers"][0]
     timeouts = [arg for arg in engine["args"] if arg.startswith("--shutdown-timeout")]
     pre_stop = engine.get("lifecycle", {}).get("preStop")
     return timeouts, pre_stop, rendered["terminationGracePeriodSeconds"]
 
 
-def test_terminating_pod_has_time_for_requests_and_queued_writes() -> None:
-    sleep = {"sleep": {"seconds": 5}}
-    pre_stop = {"exec": {"command": ["drain"]}}
-    containers = [{"name": "engine", "lifecycle": {"preStop": pre_stop}}]
-    assert termination_of([], {}) == (["--shutdown-timeout=60"], sleep, 120)
-    assert termination_of(["--shutdown-timeout=300"], {}) == (["--shutdown-timeout=300"], sleep, 360)
-    assert termination_of(["--shutdown-timeout", "9"], {}) == (["--shutdown-timeout"], sleep, 69)
-    assert termination_of([], {"terminationGracePeriodSeconds": 300}) == (
-        ["--shutdown-timeout=240"],
-        sleep,
-        300,
-    )
-    assert termination_of([], {"terminationGracePeriodSeconds": 30}) == (["--shutdown-timeout=0"], sleep, 30)
-    # The API server refuses a sleep that is not shorter than the grace period, and a second handler.
-    assert termination_of([], {"terminationGracePeriodSeconds": 5}) == (["--shutdown-timeout=0"], None, 5)
-    assert termination_of([], {"containers": containers}) == (["--shutdown-timeout=60"], pre_stop, 120)
-    with_grace = {"containers": containers, "terminationGracePeriodSeconds": 90}
-    assert termination_of(["--shutdown-timeout=70"], with_grace) == (["--shutdown-timeout=70"], pre_stop, 90)
+SLEEP, DRAIN = {"sleep": {"seconds": 5}}, {"exec": {"command": ["drain"]}}
+CONTAINERS = {"containers": [{"name": "engine", "lifecycle": {"preStop": DRAIN}}]}
+TIMEOUT, GRACE = "--shutdown-timeout", "terminationGracePeriodSeconds"
+
+
+@pytest.mark.parametrize(
+    ("args", "spec", "expected"),
+    [
+        ([], {}, ([f"{TIMEOUT}=60"], SLEEP, 120)),
+        ([f"{TIMEOUT}=300"], {}, ([f"{TIMEOUT}=300"], SLEEP, 360)),
+        ([TIMEOUT, "9"], {}, ([TIMEOUT], SLEEP, 69)),
+        ([], {GRACE: 300}, ([f"{TIMEOUT}=240"], SLEEP, 300)),
+        ([], {GRACE: 30}, ([f"{TIMEOUT}=0"], SLEEP, 30)),
+        # The API server refuses a sleep that is not shorter than the grace period, and a second handler.
+        ([], {GRACE: 5}, ([f"{TIMEOUT}=0"], None, 5)),
+        ([], CONTAINERS, ([f"{TIMEOUT}=60"], DRAIN, 120)),
+        ([f"{TIMEOUT}=70"], CONTAINERS | {GRACE: 90}, ([f"{TIMEOUT}=70"], DRAIN, 90)),
+    ],
+)
+def test_terminating_pod_has_time_for_requests_and_queued_writes(args, spec, expected):
+    assert termination_of(args, spec) == expected
 
 
 def test_failed_liveness_probe_has_a_shorter_grace_period() -> None:
     def graces(**spec: Any) -> dict[str, Any]:
-        resource = parse(cluster(engine={"podTemplate": {"spec": spec}}))
-        pod = Engine().render(resource, Context(STOCK_IMAGES))[-1]["spec"]["template"]["spec"]
+        pod = pod_of(engine={"podTemplate": {"spec": spec}})
         probes = {c["name"]: c.get("livenessProbe", {}) for c in pod["initContainers"] + pod["containers"]}
         return {name: probe.get("terminationGracePeriodSeconds") for name, probe in probes.items()}
 

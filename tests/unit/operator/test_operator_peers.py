@@ -5,28 +5,27 @@ from typing import Any
 import pytest
 import yaml
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Context
-from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.injection.injection import Injection
-from lmcache_operator.components.injection.workloads import inject_objects
 from lmcache_operator.components.peers.peers import Peers
 from lmcache_operator.errors import InvalidSpecError, RefusedError
 from lmcache_operator.specs.kinds import Ref
-from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 from lmcache_sidecar.config import Config, read
 
-from tests.harness.operator_components import ReconciledCluster
-from tests.harness.operator_injection import pod
+from tests.harness.operator_components import GOOD, ReconciledCluster
+from tests.harness.operator_injection import outcome, pod
 from tests.harness.operator_model import cluster
+from tests.harness.operator_render import (
+    ENGINES,
+    child_of,
+    children,
+    container,
+    env_of,
+    part,
+    pod_of,
+    template_of,
+)
 
-LIST, SECRET, ENGINE = (
-    Ref(kind, name)
-    for kind, name in (
-        ("ConfigMap", "demo-peers"), ("Secret", "demo-peers"), ("StatefulSet", "demo-engine")
-    )
-)  # fmt: skip
-KINDS = ("vLLM", "SGLang")
-
+LIST, SECRET = Ref("ConfigMap", "demo-peers"), Ref("Secret", "demo-peers")
 TLS = {"issuer": {"issuerRef": {"name": "caches"}}, "secret": {"secretRef": {"name": "ours"}}}
 
 
@@ -34,16 +33,10 @@ def with_peers(replicas: int = 2, *, kind: str = "vLLM", **limits: Any) -> dict[
     return {"engine": {"replicas": replicas, "kind": kind}, "tiers": {"peers": limits}}
 
 
-def listed(document: str) -> list[str]:
-    content: dict[str, list[str]] = yaml.safe_load(document)
+def listed(config_map: dict[str, Any]) -> list[str]:
+    content = yaml.safe_load(config_map["data"]["peers.yaml"])
     assert list(content) == ["peers"]
     return content["peers"]
-
-
-def pod_of(changes: dict[str, Any]) -> dict[str, Any]:
-    rendered = Engine().render(parse(cluster(**changes)), Context(IMAGES))
-    pod: dict[str, Any] = rendered[-1]["spec"]["template"]["spec"]
-    return pod
 
 
 def expanded(container: dict[str, Any], pod_name: str) -> dict[str, str]:
@@ -60,10 +53,9 @@ def expanded(container: dict[str, Any], pod_name: str) -> dict[str, str]:
     return env
 
 
-def config_of(changes: dict[str, Any], pod_name: str) -> Config:
+def config_of(changes: dict[str, Any], pod_name: str = "demo-engine-0") -> Config:
     """The options of a sidecar, as the sidecar itself reads them."""
-    sidecar = pod_of(changes)["initContainers"][0]
-    reading = read({}, expanded(sidecar, pod_name))
+    reading = read({}, expanded(container(pod_of(**changes), "sidecar"), pod_name))
     assert not reading.warnings
     return reading.usable()
 
@@ -71,53 +63,46 @@ def config_of(changes: dict[str, Any], pod_name: str) -> Config:
 class Rig(ReconciledCluster):
     @property
     def peers(self) -> list[str]:
-        return listed(self.world.objects[LIST]["data"]["peers.yaml"])
+        return listed(self.world.objects[LIST])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["vLLM", "SGLang"])
 def test_sidecars_read_the_list_and_know_their_own_entry(kind: str) -> None:
     changes = with_peers(3, kind=kind)
-    (config_map,) = Peers().render(parse(cluster(**changes)), Context(IMAGES))
-    peers = listed(config_map["data"]["peers.yaml"])
+    peers = listed(child_of("ConfigMap", Peers(), **changes))
     assert len(set(peers)) == 3
     for number, peer in enumerate(peers):
         config = config_of(changes, f"demo-engine-{number}")
         assert config.peer_name == peer == f"demo-engine-{number}.demo-engine.team.svc:9465"
         assert (config.peer_port, config.peer_bandwidth) == (9465, 0)
-    service = next(
-        child
-        for child in Engine().render(parse(cluster(**changes)), Context(IMAGES))
-        if child["kind"] == "Service" and child["spec"].get("clusterIP") == "None"
-    )
-    assert service["metadata"]["name"] == "demo-engine", "it gives pods these names"
-    assert service["spec"]["publishNotReadyAddresses"] is True
+    service = children(**changes)[Ref("Service", "demo-engine")]["spec"]  # it gives pods these names
+    assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
 
 
 def test_list_and_password_are_mounted_into_the_sidecar_alone() -> None:
-    pod = pod_of(with_peers())
-    config, volumes = config_of(with_peers(), "demo-engine-0"), {v["name"]: v for v in pod["volumes"]}
-    sidecar, payload = pod["initContainers"]
+    pod, config = pod_of(**with_peers()), config_of(with_peers())
+    sidecar, *others = pod["initContainers"] + pod["containers"]
     mounts = {mount["mountPath"]: mount["name"] for mount in sidecar["volumeMounts"]}
     assert all("subPath" not in mount for mount in sidecar["volumeMounts"]), "such a mount follows no change"
     listing, password = (
-        volumes[mounts[path.rpartition("/")[0]]] for path in (config.peers_file, config.peer_password_file)
+        part(pod["volumes"], mounts[path.rpartition("/")[0]])
+        for path in (config.peers_file, config.peer_password_file)
     )
     assert listing["configMap"] == {"name": "demo-peers", "optional": True}
     assert password["secret"]["secretName"] == "demo-peers"
     assert password["secret"]["optional"] is True, "engines start without it"
     assert {"containerPort": 9465, "name": "peers", "protocol": "TCP"} in sidecar["ports"]
-    for container in (payload, *pod["containers"]):
-        assert not {listing["name"], password["name"]} & {m["name"] for m in container["volumeMounts"]}
-        assert not [item for item in container["env"] if "PEER" in item["name"]]
+    for other in others:
+        assert not {listing["name"], password["name"]} & {m["name"] for m in other["volumeMounts"]}
+        assert "PEER" not in str([*env_of(other)])
 
 
 def test_limit_is_passed_in_bytes() -> None:
-    assert config_of(with_peers(bytesPerSecond="1.5Gi"), "demo-engine-0").peer_bandwidth == 3 << 29
+    assert config_of(with_peers(bytesPerSecond="1.5Gi")).peer_bandwidth == 3 << 29
 
 
 def ports_open_to(sources: list[Any] | None, changes: dict[str, Any]) -> list[tuple[int, int]]:
-    rendered = Engine().render(parse(cluster(**changes)), Context(IMAGES))
-    policy = next(child for child in rendered if child["kind"] == "NetworkPolicy")["spec"]
+    policy = child_of("NetworkPolicy", **changes)["spec"]
     rules = [rule for rule in policy["ingress"] if rule.get("from") == sources]
     ports = [port for rule in rules for port in rule["ports"] if port["protocol"] == "TCP"]
     return [(port["port"], port.get("endPort", port["port"])) for port in ports]
@@ -126,8 +111,7 @@ def ports_open_to(sources: list[Any] | None, changes: dict[str, Any]) -> list[tu
 def test_only_engine_pods_with_the_same_list_reach_the_port_for_peers() -> None:
     labels = {"lmcache.io/component": "engine", "lmcache.io/peers": "demo"}
     engines = [{"podSelector": {"matchLabels": labels}}]
-    template = Engine().render(parse(cluster(**with_peers())), Context(IMAGES))[-1]["spec"]["template"]
-    assert labels.items() <= template["metadata"]["labels"].items()
+    assert labels.items() <= template_of(**with_peers())["metadata"]["labels"].items()
     assert ports_open_to(engines, with_peers()) == [(9465, 9465)]
     assert ports_open_to(None, with_peers()) == [(1, 9463), (9466, 65535)]
     assert ports_open_to(None, {}) == [(1, 9463), (9465, 65535)], "the port is the user's without peers"
@@ -135,13 +119,13 @@ def test_only_engine_pods_with_the_same_list_reach_the_port_for_peers() -> None:
 
 def test_scaling_changes_only_the_list_and_the_number_of_pods() -> None:
     rig = Rig.settled(**with_peers(2))
-    template = rig.world.objects[ENGINE]["spec"]["template"]
+    template = rig.world.objects[ENGINES]["spec"]["template"]
     pods = {name: pod["metadata"]["uid"] for name, pod in rig.world.pods.items()}
     for replicas in (4, 2, 0):
         writes = rig.change(engine={"replicas": replicas})
-        assert {w for w in writes if w != "status"} == {f"apply {LIST}", f"apply {ENGINE}"}
+        assert {w for w in writes if w != "status"} == {f"apply {LIST}", f"apply {ENGINES}"}
         assert rig.peers == [f"demo-engine-{n}.demo-engine.team.svc:9465" for n in range(replicas)]
-        assert rig.world.objects[ENGINE]["spec"]["template"] == template
+        assert rig.world.objects[ENGINES]["spec"]["template"] == template
         now = {name: pod["metadata"]["uid"] for name, pod in rig.world.pods.items()}
         assert all(now[name] == pods[name] for name in now.keys() & pods.keys())
 
@@ -161,23 +145,16 @@ def test_pods_that_are_being_removed_stay_in_the_list() -> None:
 
 def test_password_exists_before_the_first_pod_and_is_not_created_again() -> None:
     rig = Rig(**with_peers())
+    rig.world.failures["create"] = RefusedError("create", "forbidden")
+    rig.run()
+    assert {LIST, ENGINES} <= rig.world.objects.keys(), "engines run without peers"
+    assert "forbidden" in rig.message("Degraded")
+    del rig.world.failures["create"], rig.world.objects[ENGINES]
     writes = rig.run()
-    order = [writes.index(f"{verb} {ref}") for verb, ref in (("create", SECRET), ("apply", ENGINE))]
-    assert order == sorted(order)
+    assert writes.index(f"create {SECRET}") < writes.index(f"apply {ENGINES}")
     rig.settle()
     rig.world.failures["create"] = RefusedError("create", "not needed")
     assert rig.run() == []
-
-
-def test_refused_password_is_created_later() -> None:
-    rig = Rig(**with_peers())
-    rig.world.failures["create"] = RefusedError("create", "forbidden")
-    rig.run()
-    assert LIST in rig.world.objects
-    assert ENGINE in rig.world.objects, "engines run without peers"
-    assert "forbidden" in rig.message("Degraded")
-    del rig.world.failures["create"]
-    assert f"create {SECRET}" in rig.run()
 
 
 def test_peers_are_switched_on_and_off_for_running_engines() -> None:
@@ -193,29 +170,12 @@ def test_peers_are_switched_on_and_off_for_running_engines() -> None:
 
 
 def test_injected_pods_are_no_peers() -> None:
-    profiles = [
-        Injection().render(parse(cluster(**changes)), Context(IMAGES))[0]["template"]
-        for changes in ({"engine": {"replicas": 2}}, with_peers(2))
-    ]
-    assert profiles[0] == profiles[1]
-    shared = [
-        next(
-            child["data"]
-            for child in Engine().render(parse(cluster(**changes)), Context(IMAGES))
-            if child["kind"] == "ConfigMap"
-        )
-        for changes in ({}, with_peers())
-    ]
-    assert shared[0] == shared[1], "injected sidecars read this file, too"
-
-
-def test_inject_makes_no_peers_of_files() -> None:
-    results = [
-        inject_objects([pod()], [parse(cluster(**changes))], cluster()["metadata"]["name"], Context(IMAGES))
-        for changes in ({"engine": {"replicas": 2}}, with_peers(2))
-    ]
-    assert results[0] == results[1]
-    assert "lmcache-sidecar" in str(results[0].objects)
+    plain = {"engine": {"replicas": 2}}
+    profile, other = (child_of("LMCacheProfile", Injection(), **each) for each in (plain, with_peers(2)))
+    assert profile["template"] == other["template"]
+    assert child_of("ConfigMap")["data"] == child_of("ConfigMap", **with_peers())["data"], "they read it, too"
+    assert outcome(pod(), **plain) == outcome(pod(), **with_peers(2))
+    assert "lmcache-sidecar" in str(outcome(pod()).objects)
 
 
 def test_edited_list_is_restored() -> None:
@@ -228,15 +188,13 @@ def test_edited_list_is_restored() -> None:
 @pytest.mark.parametrize(("source", "secret"), [("issuer", "demo-peers-tls"), ("secret", "ours")])
 def test_sidecar_alone_has_the_certificate(source: str, secret: str) -> None:
     changes = with_peers(tls=TLS[source])
-    config, pod = config_of(changes, "demo-engine-0"), pod_of(changes)
+    pod = pod_of(**changes)
     (volume,) = (v for v in pod["volumes"] if v.get("secret", {}).get("secretName") == secret)
     assert volume["secret"]["optional"] is True, "engines start without it"
     sidecar, *rest = pod["initContainers"] + pod["containers"]
     mounts = {mount["mountPath"]: mount["name"] for mount in sidecar["volumeMounts"]}
-    assert mounts[config.peer_tls_dir] == volume["name"]
-    assert not any(
-        volume["name"] == mount["name"] for container in rest for mount in container["volumeMounts"]
-    )
+    assert mounts[config_of(changes).peer_tls_dir] == volume["name"]
+    assert volume["name"] not in [mount["name"] for each in rest for mount in each["volumeMounts"]]
 
 
 def test_issuer_gives_a_certificate_for_all_pods() -> None:
@@ -251,16 +209,13 @@ def test_issuer_gives_a_certificate_for_all_pods() -> None:
 
 def test_cluster_that_uses_another_list_has_a_certificate_and_no_password() -> None:
     changes = with_peers(2, tls=TLS["issuer"], clusterRef={"name": "other"})
-    objects = Peers().render(parse(cluster(**changes)), Context(IMAGES))
-    assert [each["kind"] for each in objects] == ["Certificate"]
+    assert [ref.kind for ref in children(Peers(), **changes)] == ["Certificate"]
 
 
 def test_hits_in_the_memory_of_peers_are_in_the_status() -> None:
     rig = Rig.settled(**with_peers(1))
-    (live_pod,) = rig.world.pods.values()
-    live_pod["status"] |= {"phase": "Running", "podIP": "10.0.0.1"}
     lookups = {"lookup_tokens": 1000, "hit_tokens": {"memory": 100, "peers": 250}}
-    rig.world.stats["10.0.0.1"] = {"is_ready": True, "lookups": lookups, "peers": {"is_reachable": True}}
+    rig.answer(GOOD | {"lookups": lookups, "peers": {"is_reachable": True}})
     rig.run()
     assert rig.world.resource["status"]["hitPercent"] == {"engine": 0, "memory": 10, "peers": 25}
 
@@ -271,12 +226,12 @@ def test_user_can_set_only_options_that_the_operator_does_not_set() -> None:
         return {"podTemplate": {"spec": {"initContainers": [sidecar]}}}
 
     changes = with_peers(tls=TLS["secret"])
-    for name in expanded(pod_of(changes)["initContainers"][0], "demo-engine-0"):
+    for name in env_of(container(pod_of(**changes), "sidecar")):
         if "PEER" in name:
             with pytest.raises(InvalidSpecError, match=rf"sets {name} .* set by spec.tiers.peers"):
-                pod_of({"engine": template(name)})
+                pod_of(engine=template(name))
     changes["engine"] |= template("LMCACHE_PEER_ANSWER_SECONDS")
-    assert config_of(changes, "demo-engine-0").peer_answer_seconds == 1
+    assert config_of(changes).peer_answer_seconds == 1
 
 
 @pytest.mark.parametrize(

@@ -153,14 +153,6 @@ def test_cluster_of_prefill_pods_is_created_changed_and_deleted() -> None:
     assert {pod["metadata"]["uid"] for pod in rig.world.pods.values()} == pods, "no pod was replaced"
 
 
-def test_cluster_of_another_owner_is_left_alone() -> None:
-    rig = Rig(**with_prefill())
-    metadata = {"name": "demo-prefill", "uid": "1", "namespace": "team"}
-    rig.world.objects[CHILD] = cluster() | {"metadata": metadata}
-    assert not [write for write in rig.settle() if str(CHILD) in write]
-    assert "exists and does not belong to this LMCacheCluster" in rig.message("Degraded")
-
-
 def test_prefill_pods_get_the_images_of_the_other_pods() -> None:
     rig = Rig(**with_prefill())
     rig.world.resource["status"] = {"images": {"engine": "vllm:former", "sidecar": "sidecar:former"}}
@@ -269,7 +261,8 @@ def test_prompts_are_not_sent_to_a_cluster_of_another_owner() -> None:
     rig = FullRig(**with_prefill())
     rig.world.objects[CHILD] = users
     rig.settle()
-    assert not rig.uses_prefill_pods
+    assert (rig.uses_prefill_pods, rig.child) == (False, users)
+    assert "exists and does not belong to this LMCacheCluster" in rig.message("Degraded")
     assert "delete it or rename this cluster" in rig.message("Degraded")
 
     rig = FullRig.settled(**with_prefill())

@@ -5,40 +5,33 @@ from typing import Any
 
 import pytest
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Context, Observed
-from lmcache_operator.components.engine.engine import Engine
+from lmcache_operator.components.base import Observed
 from lmcache_operator.components.router.router import Routing
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.kinds import Ref
-from lmcache_operator.specs.names import STOCK_IMAGES
 
 from tests.harness.operator_model import NAMESPACE, cluster
 from tests.harness.operator_plans import EARLY
+from tests.harness.operator_render import CONTEXT, child_of, children, pod_of
 
-CONTEXT = Context(STOCK_IMAGES)
 DEPLOYMENT = Ref("Deployment", "demo-router")
 
 
-def objects(component: Any = None, **spec: Any) -> dict[tuple[str, str], Any]:
-    rendered = (component or Routing()).render(parse(cluster(**spec)), CONTEXT)
-    return {(item["kind"], item["metadata"]["name"]): item for item in rendered}
+def routing(**spec: Any) -> dict[Ref, Any]:
+    return children(Routing(), **spec)
 
 
 def router_args(**router: Any) -> list[str]:
-    deployment = objects(router=router)["Deployment", "demo-router"]
-    args: list[str] = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
-    return args
+    return routing(router=router)[DEPLOYMENT]["spec"]["template"]["spec"]["containers"][0]["args"]
 
 
 def engine_args(**spec: Any) -> list[str]:
-    pods = objects(Engine(), **spec)["StatefulSet", "demo-engine"]["spec"]["template"]["spec"]
-    args: list[str] = pods["containers"][0]["args"]
-    return args
+    return pod_of(**spec)["containers"][0]["args"]
 
 
 def test_router_exists_only_if_it_is_declared() -> None:
-    assert objects() == {}
-    assert ("Deployment", "demo-router") in objects(router={})
+    assert routing() == {}
+    assert DEPLOYMENT in routing(router={})
 
 
 def test_router_finds_the_engine_pods_of_its_cluster() -> None:
@@ -52,13 +45,13 @@ def test_router_finds_the_engine_pods_of_its_cluster() -> None:
 
 
 def test_router_may_only_find_pods_of_its_namespace() -> None:
-    rendered = objects(router={})
-    role, binding = rendered["Role", "demo-router"], rendered["RoleBinding", "demo-router"]
+    rendered = routing(router={})
+    role, binding = (rendered[Ref(kind, "demo-router")] for kind in ("Role", "RoleBinding"))
     assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
     (subject,) = binding["subjects"]
     assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) == ("Role", "demo-router")
     assert (subject["name"], subject["namespace"]) == ("demo-router", role["metadata"]["namespace"])
-    pod = rendered["Deployment", "demo-router"]["spec"]["template"]["spec"]
+    pod = rendered[DEPLOYMENT]["spec"]["template"]["spec"]
     assert pod["serviceAccountName"] == "demo-router"
     assert pod["automountServiceAccountToken"] is True
 
@@ -87,7 +80,7 @@ def test_engines_with_https_only_are_refused() -> None:
     secure = {"args": ["--ssl-certfile=/a", "--ssl-keyfile=/b"]}
     for engine in (secure, {"prefill": secure}):
         with pytest.raises(InvalidSpecError, match="remove --ssl-certfile"):
-            objects(router={}, tiers={"peers": {}}, engine=engine)
+            routing(router={}, tiers={"peers": {}}, engine=engine)
 
 
 @pytest.mark.parametrize("policy", ["KVAware", "CacheAware"])
@@ -95,7 +88,7 @@ def test_engines_publish_events_only_to_a_router_that_reads_them(policy: str) ->
     args = engine_args(router={"policy": policy})
     events = [arg for arg in args if arg.startswith("--kv-events-config=")]
     assert any(arg.startswith("--middleware=") for arg in args) == bool(events) == (policy == "KVAware")
-    rules = objects(Engine(), router={"policy": policy})["NetworkPolicy", "demo-engine"]["spec"]["ingress"]
+    rules = child_of("NetworkPolicy", router={"policy": policy})["spec"]["ingress"]
     closed = [rule for rule in rules if rule.get("from") and rule["ports"][0]["port"] == 5557]
     everyone = [port for rule in rules if "from" not in rule for port in rule["ports"]]
     is_open = any(p["protocol"] == "TCP" and p["port"] <= 5557 <= p["endPort"] for p in everyone)
@@ -111,15 +104,10 @@ def test_engines_publish_events_only_to_a_router_that_reads_them(policy: str) ->
 
 
 def test_all_other_ports_of_an_engine_stay_as_they_are() -> None:
-    rules = objects(Engine(), router={})["NetworkPolicy", "demo-engine"]["spec"]["ingress"]
-    open_ports = {
-        port
-        for rule in rules
-        if "from" not in rule
-        for entry in rule["ports"]
-        if entry["protocol"] == "TCP"
-        for port in range(entry["port"], entry["endPort"] + 1)
-    }
+    rules = child_of("NetworkPolicy", router={})["spec"]["ingress"]
+    entries = [entry for rule in rules if "from" not in rule for entry in rule["ports"]]
+    ranges = [range(each["port"], each["endPort"] + 1) for each in entries if each["protocol"] == "TCP"]
+    open_ports = {port for each in ranges for port in each}
     assert set(range(1, 65536)) - open_ports == {5557, 9464}
 
 
@@ -130,57 +118,54 @@ def test_events_of_the_user_are_refused_only_with_a_router_that_reads_events() -
         engine_args(engine=user, router={})
 
 
+LIVE = routing(router={})[DEPLOYMENT]
+
+
+def observed(live: Any = LIVE) -> Observed:
+    return Observed(resource=cluster(router={}), children={DEPLOYMENT: live}, now=EARLY)
+
+
 def test_upgrade_of_the_operator_keeps_the_image() -> None:
-    resource = cluster(router={})
-    (live,) = (item for item in Routing().render(parse(resource), CONTEXT) if item["kind"] == "Deployment")
-    later = CONTEXT._replace(router_image="router:later")
-    observed = Observed(resource=resource, children={DEPLOYMENT: live}, now=EARLY)
+    def image(**changes: Any) -> str:
+        later = CONTEXT._replace(router_image="router:later")
+        wanted = Routing().plan(parse(cluster(**changes)), observed(), later).apply
+        (deployment,) = [item for item in wanted if item["kind"] == "Deployment"] or [LIVE]
+        return deployment["spec"]["template"]["spec"]["containers"][0]["image"]
 
-    def image(resource: Any) -> str:
-        wanted = Routing().plan(parse(resource), observed, later).apply
-        (deployment,) = [item for item in wanted if item["kind"] == "Deployment"] or [live]
-        return str(deployment["spec"]["template"]["spec"]["containers"][0]["image"])
-
-    assert image(resource) == CONTEXT.router_image
-    assert image(cluster(router={}, images={"policy": "Follow"})) == "router:later"
-    assert image(cluster(router={"image": "mine:1"})) == "mine:1"
+    assert image(router={}) == CONTEXT.router_image
+    assert image(router={}, images={"policy": "Follow"}) == "router:later"
+    assert image(router={"image": "mine:1"}) == "mine:1"
 
 
 def status_with(**status: Any) -> Any:
-    resource = cluster(router={})
-    (live,) = (item for item in Routing().render(parse(resource), CONTEXT) if item["kind"] == "Deployment")
-    live = live | {"metadata": live["metadata"] | {"generation": 3, "uid": "u"}, "status": status}
-    observed = Observed(resource=resource, children={DEPLOYMENT: live}, now=EARLY)
-    return Routing().status(observed, Routing().plan(parse(resource), observed, CONTEXT))
+    metadata = LIVE["metadata"] | {"generation": 3, "uid": "u"}
+    seen = observed(LIVE | {"metadata": metadata, "status": {"replicas": 2, "updatedReplicas": 2} | status})
+    return Routing().status(seen, Routing().plan(parse(seen.resource), seen, CONTEXT))
 
 
 def test_status_follows_the_deployment() -> None:
-    starting = status_with(observedGeneration=3, replicas=2, updatedReplicas=2)
+    starting = status_with(observedGeneration=3)
     assert starting.conditions["RouterAvailable"][:2] == ("False", "RouterNotReady")
     assert starting.progressing[:2] == ("True", "Starting")
     assert not starting.degraded
-    ready = status_with(observedGeneration=3, replicas=2, updatedReplicas=2, readyReplicas=2)
+    ready = status_with(observedGeneration=3, readyReplicas=2)
     assert ready.conditions["RouterAvailable"][:2] == ("True", "RouterReady")
     assert ready.progressing[:2] == ("False", "Complete")
     assert ready.summary == "2 of 2 routers are ready"
     assert ready.fields == {"router": {"pools": 1, "replicas": 2, "readyReplicas": 2}}
-    rolling = status_with(observedGeneration=2, replicas=2, updatedReplicas=2, readyReplicas=2)
-    assert rolling.progressing[:2] == ("True", "Starting")
+    assert status_with(observedGeneration=2, readyReplicas=2).progressing[:2] == ("True", "Starting")
 
 
 def test_pods_that_do_not_start_degrade_the_cluster() -> None:
     stuck = {"type": "Progressing", "status": "False", "message": "deadline exceeded"}
-    status = status_with(observedGeneration=3, replicas=2, updatedReplicas=2, conditions=[stuck])
-    assert status.degraded[0].reason == "RouterNotReady"
-    assert status.degraded[0].message == "0 of 2 routers are ready: deadline exceeded"
+    status = status_with(observedGeneration=3, conditions=[stuck])
+    assert tuple(status.degraded[0]) == ("RouterNotReady", "0 of 2 routers are ready: deadline exceeded")
     assert status.progressing.status == "False"
 
 
 def test_removed_router_is_deleted_and_not_reported() -> None:
-    live = Routing().render(parse(cluster(router={})), CONTEXT)
-    children = {Ref(item["kind"], "demo-router"): item for item in live}
-    observed = Observed(resource=cluster(), children=children, now=EARLY)
-    due = Routing().plan(parse(cluster()), observed, CONTEXT)
-    assert due.delete[0] == DEPLOYMENT
-    assert set(due.delete) == set(children)
-    assert Routing().status(observed, due).conditions == {}
+    live = routing(router={})
+    seen = Observed(resource=cluster(), children=live, now=EARLY)
+    due = Routing().plan(parse(cluster()), seen, CONTEXT)
+    assert (due.delete[0], set(due.delete)) == (DEPLOYMENT, set(live))
+    assert Routing().status(seen, due).conditions == {}

@@ -14,27 +14,23 @@ from lmcache_operator.specs.names import SGLANG_IMAGE, STOCK_IMAGES
 
 from tests.harness.operator_model import World, cluster
 from tests.harness.operator_plans import observe, settled_world
+from tests.harness.operator_render import CONTEXT, ENGINES, children, container, env_of, pod_of
 
-CONTEXT = Context(STOCK_IMAGES)
 SGLANG: dict[str, Any] = {"kind": "SGLang"}
 
 
-def template(**changes: Any) -> dict[str, Any]:
-    """The rendered pod template."""
-    changes = changes | {"engine": SGLANG | changes.get("engine", {})}
-    rendered: dict[str, Any] = Engine().render(parse(cluster(**changes)), CONTEXT)[-1]["spec"]["template"]
-    return rendered
+def pod(**changes: Any) -> dict[str, Any]:
+    """The rendered pod."""
+    return pod_of(**changes | {"engine": SGLANG | changes.get("engine", {})})
 
 
 def engine_of(**changes: Any) -> dict[str, Any]:
     """The rendered container of the engine."""
-    container: dict[str, Any] = template(**changes)["spec"]["containers"][0]
-    return container
+    return pod(**changes)["containers"][0]
 
 
-def args_of(*args: str, **engine: Any) -> list[str]:
-    rendered: list[str] = engine_of(engine={"args": list(args), **engine})["args"]
-    return rendered
+def args_of(*args: str) -> list[str]:
+    return engine_of(engine={"args": list(args)})["args"]
 
 
 def test_parallel_sizes_and_revision_are_arguments():
@@ -54,11 +50,10 @@ def test_health_may_take_as_long_as_sglang_allows() -> None:
 
 
 def test_terminating_pod_has_time_for_requests() -> None:
-    pod = template()["spec"]
-    assert pod["terminationGracePeriodSeconds"] == 120
-    assert pod["containers"][0]["lifecycle"]["preStop"] == {"sleep": {"seconds": 5}}
+    assert pod()["terminationGracePeriodSeconds"] == 120
+    assert engine_of()["lifecycle"]["preStop"] == {"sleep": {"seconds": 5}}
     longer = {"podTemplate": {"spec": {"terminationGracePeriodSeconds": 600}}}
-    assert template(engine=longer)["spec"]["terminationGracePeriodSeconds"] == 600
+    assert pod(engine=longer)["terminationGracePeriodSeconds"] == 600
 
 
 @pytest.mark.parametrize(
@@ -143,17 +138,14 @@ def test_other_arguments_are_passed_on(args: list[str]) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (
-            {"sidecar": {"transfer": "CudaIPC"}},
-            "SGLang copies its KV itself: set sidecar.transfer to Auto or",
-        ),
+        ({"sidecar": {"transfer": "CudaIPC"}}, "copies its KV itself: set sidecar.transfer to Auto or"),
         ({"sidecar": {"chunkTokens": 512}}, "leave it out, and set --page-size in engine.args"),
         ({"engine": {"kind": "sglang"}}, "spec.engine.kind: must be one of"),
     ],
 )
 def test_settings_of_vllm_are_refused(changes: Any, sentence: str) -> None:
     with pytest.raises(InvalidSpecError, match=sentence):
-        template(**changes)
+        pod(**changes)
     if "sidecar" in changes:
         assert parse(cluster(**changes))
 
@@ -162,18 +154,15 @@ def test_settings_of_vllm_are_refused(changes: Any, sentence: str) -> None:
 @pytest.mark.parametrize("gpu", [{"count": 1}, {"count": 1, "deviceClassName": "gpu.nvidia.com"}])
 def test_sidecar_of_sglang_sees_no_gpus(gpu: dict[str, Any], allow_all_gpus: bool) -> None:
     context = Context(STOCK_IMAGES, allow_all_gpus=allow_all_gpus)
-    resource = cluster(engine=SGLANG | {"gpu": gpu})
-    plan = Engine().plan(parse(resource), observe(World(resource)), context)
-    stateful_set = Engine().render(parse(resource), context)[-1]
-    assert plan.fields["transfer"] == {
-        "requested": "Auto",
-        "mode": "SharedMemory",
-        "reason": "EngineCopies",
+    changes = {"engine": SGLANG | {"gpu": gpu}}
+    resource = cluster(**changes)
+    assert Engine().plan(parse(resource), observe(World(resource)), context).fields["transfer"] == {
+        "requested": "Auto", "mode": "SharedMemory", "reason": "EngineCopies",
         "message": "SGLang copies its KV through its host memory",
-    }
-    pod = stateful_set["spec"]["template"]["spec"]
-    sidecar, engine = pod["initContainers"][0], pod["containers"][0]
-    assert {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"} in sidecar["env"]
+    }  # fmt: skip
+    rendered = pod_of(context, **changes)
+    sidecar, engine = (container(rendered, name) for name in ("sidecar", "engine"))
+    assert env_of(sidecar)["NVIDIA_VISIBLE_DEVICES"] == "void"
     assert "claims" not in sidecar["resources"]
     assert ("claims" in engine["resources"]) == ("deviceClassName" in gpu)
 
@@ -181,8 +170,7 @@ def test_sidecar_of_sglang_sees_no_gpus(gpu: dict[str, Any], allow_all_gpus: boo
 def test_each_kind_has_its_default_image() -> None:
     def images(kind: str, context: Context = CONTEXT, **engine: Any) -> tuple[str, str]:
         """The engine's image, and the image that the StatefulSet records as the default."""
-        resource = parse(cluster(engine={"kind": kind, **engine}))
-        stateful_set = Engine().render(resource, context)[-1]
+        stateful_set = children(context=context, engine={"kind": kind, **engine})[ENGINES]
         recorded = json.loads(stateful_set["metadata"]["annotations"]["lmcache.io/default-images"])
         assert recorded.keys() == {"engine", "sidecar"}
         return stateful_set["spec"]["template"]["spec"]["containers"][0]["image"], recorded["engine"]

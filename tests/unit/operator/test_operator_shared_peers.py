@@ -8,7 +8,6 @@ import pytest
 import yaml
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
-from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.reconciler import Reconciler
@@ -18,15 +17,11 @@ from lmcache_operator.specs.names import STOCK_IMAGES
 from lmcache_sidecar.peers import PeersFile
 
 from lmcache.tiers.peers.tier import PeersTier
-from tests.harness.operator_components import ReconciledCluster
-from tests.harness.operator_model import NAME, NAMESPACE, UID, cluster
+from tests.harness.operator_components import KEY, ReconciledCluster
+from tests.harness.operator_model import cluster
+from tests.harness.operator_render import ENGINES, container, env_of, part, render
 
-LIST, OTHER, ENGINE = (
-    Ref("ConfigMap", "demo-peers"),
-    Ref(CLUSTER.kind, "other"),
-    Ref("StatefulSet", "demo-engine"),
-)
-KEY = ClusterKey(NAMESPACE, NAME, UID)
+LIST, OTHER = Ref("ConfigMap", "demo-peers"), Ref(CLUSTER.kind, "other")
 REFERRING: dict[str, Any] = {"tiers": {"peers": {"clusterRef": {"name": "other"}}}}
 
 
@@ -59,6 +54,9 @@ class Rig(ReconciledCluster):
         self.world.objects.pop(OTHER, None)
         if other:
             self.world.objects[OTHER] = other
+
+    def engines(self) -> Any:
+        return self.world.objects[ENGINES]["spec"]
 
     def num_listed(self) -> dict[str, int]:
         """Number of listed pods, by the name of their StatefulSet."""
@@ -97,8 +95,7 @@ def test_invalid_clusters_of_other_users_do_not_break_the_list() -> None:
 def test_other_clusters_do_not_make_the_list_too_long_for_sidecars(tmp_path: Path) -> None:
     joined = {"tiers": {"peers": {"clusterRef": {"name": "demo"}}}, "engine": {"replicas": 1000}}
     rig = Rig(another(**joined), engine={"replicas": 30}, tiers={"peers": {}})
-    third = another("x" * 45, **joined)
-    rig.world.objects[Ref(CLUSTER.kind, "x" * 45)] = third
+    rig.world.objects[Ref(CLUSTER.kind, "x" * 45)] = another("x" * 45, **joined)
     rig.settle()
     assert rig.num_listed() == {"demo-engine": 30, "other-engine": 970}
     data = rig.world.objects[LIST]["data"]["peers.yaml"]
@@ -112,54 +109,42 @@ def test_referring_cluster_uses_the_list_and_password_of_the_other_one() -> None
     assert LIST not in rig.world.objects
     assert Ref("Secret", "demo-peers") not in rig.world.objects
     assert rig.conditions()["Degraded"] == "False"
-    template = rig.world.objects[ENGINE]["spec"]["template"]
+    template = rig.engines()["template"]
     assert template["metadata"]["labels"]["lmcache.io/peers"] == "other"
-    volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
-    assert volumes["peers"]["configMap"]["name"] == "other-peers"
-    assert volumes["peers-auth"]["secret"]["secretName"] == "other-peers"
-    env = {item["name"]: item.get("value", "") for item in template["spec"]["initContainers"][0]["env"]}
+    assert part(template["spec"]["volumes"], "peers")["configMap"]["name"] == "other-peers"
+    assert part(template["spec"]["volumes"], "peers-auth")["secret"]["secretName"] == "other-peers"
+    env = env_of(container(template["spec"], "sidecar"))
     assert env["LMCACHE_PEER_NAME"].endswith(".demo-engine.team.svc:9465"), "its entry in the other list"
 
 
 def test_engine_pods_of_both_clusters_reach_each_other() -> None:
-    def rules(changes: dict[str, Any]) -> list[Any]:
-        rendered = Engine().render(parse(cluster(**changes)), Context(STOCK_IMAGES))
-        policy = next(child for child in rendered if child["kind"] == "NetworkPolicy")["spec"]
-        return [rule["from"] for rule in policy["ingress"] if rule["ports"][0]["port"] == 9465]
-
-    owner = another(tiers={"peers": {}})
-    of_owner = Engine().render(parse(owner), Context(STOCK_IMAGES))
-    policy = next(child for child in of_owner if child["kind"] == "NetworkPolicy")["spec"]
-    assert rules(REFERRING) == [r["from"] for r in policy["ingress"] if r["ports"][0]["port"] == 9465]
-    (allowed,) = rules(REFERRING)
-    assert allowed == [
-        {"podSelector": {"matchLabels": {"lmcache.io/component": "engine", "lmcache.io/peers": "other"}}}
-    ]
+    labels = {"lmcache.io/component": "engine", "lmcache.io/peers": "other"}
+    for resource in (cluster(**REFERRING), another(tiers={"peers": {}})):
+        policies = [each for ref, each in render(resource).items() if ref.kind == "NetworkPolicy"]
+        rules = [rule for policy in policies for rule in policy["spec"]["ingress"]]
+        sources = [rule["from"] for rule in rules if rule["ports"][0]["port"] == 9465]
+        assert sources == [[{"podSelector": {"matchLabels": labels}}]]
 
 
 NOT_SHARED = [
     (None, "there is no LMCacheCluster other: create it"),
     (another(), "LMCacheCluster other has no peers: set tiers.peers there"),
-    (
-        another(tiers={"peers": {"clusterRef": {"name": "third"}}}),
-        "other itself uses the peers of third: refer to third",
-    ),
+    (another(tiers={"peers": {"clusterRef": {"name": "third"}}}), "itself uses the peers of third: refer to"),
 ]
 
 
 @pytest.mark.parametrize(("other", "message"), NOT_SHARED)
 def test_pods_keep_their_peers_if_the_reference_is_wrong(other: dict[str, Any] | None, message: str) -> None:
     rig = Rig.settled(other, engine={"replicas": 2}, tiers={"peers": {}})
-    before = rig.world.objects[ENGINE]["spec"], {p["metadata"]["uid"] for p in rig.world.pods.values()}
+    before = rig.engines(), {p["metadata"]["uid"] for p in rig.world.pods.values()}
     rig.change(**REFERRING)
-    now = rig.world.objects[ENGINE]["spec"], {p["metadata"]["uid"] for p in rig.world.pods.values()}
-    assert now == before
+    assert (rig.engines(), {p["metadata"]["uid"] for p in rig.world.pods.values()}) == before
     assert rig.num_listed() == {"demo-engine": 2}
     assert message in rig.message("Degraded")
     rig.other = another(tiers={"peers": {}})
     rig.settle()
     assert LIST not in rig.world.objects
-    assert rig.world.objects[ENGINE]["spec"]["template"]["metadata"]["labels"]["lmcache.io/peers"] == "other"
+    assert rig.engines()["template"]["metadata"]["labels"]["lmcache.io/peers"] == "other"
 
 
 @pytest.mark.parametrize(("other", "message"), NOT_SHARED)
@@ -171,11 +156,11 @@ def test_new_pods_serve_without_peers_if_the_reference_is_wrong(other, message):
 
 def test_cluster_scales_after_the_one_that_it_refers_to_was_deleted() -> None:
     rig = Rig.settled(another(tiers={"peers": {}}), **REFERRING)
-    template = rig.world.objects[ENGINE]["spec"]["template"]
+    template = rig.engines()["template"]
     rig.other = None
     rig.change(engine={"replicas": 3})
     assert len(rig.world.pods) == 3
-    assert rig.world.objects[ENGINE]["spec"]["template"] == template
+    assert rig.engines()["template"] == template
     assert "there is no LMCacheCluster other" in rig.message("Degraded")
 
 

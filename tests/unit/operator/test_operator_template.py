@@ -6,21 +6,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Context
-from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.errors import InvalidSpecError
-from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 
-from tests.harness.operator_model import cluster
+from tests.harness.operator_render import container, env_of, part, pod_of
 from tests.harness.scope import examples
-
-
-def pod_of(changes: dict[str, Any]) -> dict[str, Any]:
-    rendered = Engine().render(parse(cluster(**changes)), Context(IMAGES))[-1]
-    template: dict[str, Any] = rendered["spec"]["template"]
-    return template
-
 
 SMALL = {"limits": {"memory": "1Mi"}}
 
@@ -68,7 +57,7 @@ def template(**engine: Any) -> dict[str, Any]:
 )  # fmt: skip
 def test_pod_template_that_breaks_the_cache_is_refused(changes: dict[str, Any], expected: str) -> None:
     with pytest.raises(InvalidSpecError) as caught:
-        pod_of(changes)
+        pod_of(**changes)
     assert caught.value.path == "spec.engine.podTemplate"
     assert expected in str(caught.value)
 
@@ -87,34 +76,27 @@ garbage = st.recursive(
 @given(st.dictionaries(keys, garbage, max_size=2), st.dictionaries(keys, garbage, max_size=3))
 def test_random_pod_template_is_merged_or_refused(template: dict[str, Any], spec: dict[str, Any]) -> None:
     with contextlib.suppress(InvalidSpecError):
-        pod_of({"engine": {"podTemplate": {"spec": spec, **template}}})
+        pod_of(engine={"podTemplate": {"spec": spec, **template}})
 
 
 def test_pod_template_can_set_the_sidecars_log_level() -> None:
-    sidecar = pod_of(sidecar_env("LMCACHE_LOG_LEVEL"))["spec"]["initContainers"][0]
-    assert {"name": "LMCACHE_LOG_LEVEL", "value": "x"} in sidecar["env"]
+    env = env_of(container(pod_of(**sidecar_env("LMCACHE_LOG_LEVEL")), "sidecar"))
+    assert env["LMCACHE_LOG_LEVEL"] == "x"
 
 
 def test_pod_template_can_change_other_fields() -> None:
-    extra = {"name": "logger", "image": "logger:1"}
     overlay = {
-        "spec": {
-            "containers": [{"name": "engine", "resources": {"limits": {"cpu": "8"}}}, extra],
-            "tolerations": [{"key": "gpu", "operator": "Exists"}],
-            "securityContext": {"fsGroup": 3000},
-            "volumes": [
-                {"name": "scratch", "emptyDir": {}},
-                {"name": "shm", "emptyDir": {"sizeLimit": "32Gi"}},
-            ],
-        }
-    }
-    spec = pod_of({"engine": {"podTemplate": overlay}})["spec"]
+        "containers": [
+            {"name": "engine", "resources": {"limits": {"cpu": "8"}}}, {"name": "logger", "image": "logger:1"}
+        ],
+        "tolerations": [{"key": "gpu", "operator": "Exists"}], "securityContext": {"fsGroup": 3000},
+        "volumes": [{"name": "scratch", "emptyDir": {}}, {"name": "shm", "emptyDir": {"sizeLimit": "32Gi"}}],
+    }  # fmt: skip
+    spec = pod_of(**pod(overlay))
     assert spec["containers"][0]["resources"]["limits"] == {"cpu": "8", "nvidia.com/gpu": "1"}
-    assert [c["name"] for c in spec["containers"]] == ["engine", "logger"]
-    assert spec["securityContext"]["fsGroup"] == 3000
-    assert spec["securityContext"]["runAsUser"] == 2000
-    shm = next(volume for volume in spec["volumes"] if volume["name"] == "shm")
-    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "32Gi"}
+    assert [each["name"] for each in spec["containers"]] == ["engine", "logger"]
+    assert (spec["securityContext"]["fsGroup"], spec["securityContext"]["runAsUser"]) == (3000, 2000)
+    assert part(spec["volumes"], "shm")["emptyDir"] == {"medium": "Memory", "sizeLimit": "32Gi"}
 
 
 # -- fields of spec.engine with the names of pod fields
@@ -128,21 +110,17 @@ def test_engine_fields_are_rendered_like_the_pod_template() -> None:
     engine = {
         "env": [{"name": "VLLM_LOGGING_LEVEL", "value": "DEBUG"}],
         "resources": {"requests": {"cpu": "8", "memory": "48Gi"}, "limits": {"memory": "64Gi"}},
-        "sharedMemorySize": "32Gi",
-        "nodeSelector": {"gpu": "h200"},
-        "tolerations": [toleration],
-        "topologySpreadConstraints": [SPREAD, SPREAD | {"labelSelector": {}}],
-        "priorityClassName": "serving",
-    }
-    spec = pod_of({"engine": engine})["spec"]
-    container = spec["containers"][0]
-    assert engine["env"][0] in container["env"]
-    assert "PYTHONHASHSEED" in str(container["env"])
-    assert container["resources"] == {
-        "requests": {"cpu": "8", "memory": "48Gi"},
-        "limits": {"memory": "64Gi", "nvidia.com/gpu": "1"},
-    }
-    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "32Gi"}} in spec["volumes"]
+        "sharedMemorySize": "32Gi", "nodeSelector": {"gpu": "h200"}, "tolerations": [toleration],
+        "topologySpreadConstraints": [SPREAD, SPREAD | {"labelSelector": {}}], "priorityClassName": "serving",
+    }  # fmt: skip
+    spec = pod_of(engine=engine)
+    rendered = spec["containers"][0]
+    assert {"VLLM_LOGGING_LEVEL": "DEBUG"}.items() <= env_of(rendered).items()
+    assert "PYTHONHASHSEED" in env_of(rendered)
+    assert rendered["resources"] == {
+        "requests": {"cpu": "8", "memory": "48Gi"}, "limits": {"memory": "64Gi", "nvidia.com/gpu": "1"},
+    }  # fmt: skip
+    assert part(spec["volumes"], "shm")["emptyDir"] == {"medium": "Memory", "sizeLimit": "32Gi"}
     assert (spec["nodeSelector"], spec["priorityClassName"]) == ({"gpu": "h200"}, "serving")
     assert spec["tolerations"] == [toleration]
     first, second = spec["topologySpreadConstraints"]
@@ -150,55 +128,48 @@ def test_engine_fields_are_rendered_like_the_pod_template() -> None:
     assert second["labelSelector"] == {}
     # Equal values in podTemplate are no contradiction, and additional fields are merged.
     overlay = template(resources={"limits": {"cpu": "16"}, "requests": {"memory": "48Gi"}})["engine"]
-    spec = pod_of({"engine": engine | overlay})["spec"]
-    assert spec["containers"][0]["resources"]["limits"]["cpu"] == "16"
-    assert "cpu" in spec["containers"][0]["resources"]["requests"]
+    resources = pod_of(engine=engine | overlay)["containers"][0]["resources"]
+    assert (resources["limits"]["cpu"], resources["requests"]["cpu"]) == ("16", "8")
 
 
 def test_limit_replaces_the_default_request_in_both_places() -> None:
     resources = {"limits": {"cpu": "500m", "memory": "2Gi"}}
-    spec = pod_of({"engine": {"resources": resources}})["spec"]
-    assert spec == pod_of(template(resources=resources))["spec"]
+    spec = pod_of(engine={"resources": resources})
+    assert spec == pod_of(**template(resources=resources))
     assert spec["containers"][0]["resources"]["requests"] == {}
-    sidecar = spec["initContainers"][0]["resources"]
-    assert sidecar == pod_of({})["spec"]["initContainers"][0]["resources"]
+    assert container(spec, "sidecar")["resources"] == container(pod_of(), "sidecar")["resources"]
 
 
-@pytest.mark.parametrize(
-    ("engine", "path", "sentence"),
-    [
-        ({"env": [{"name": "PYTHONHASHSEED", "value": "1"}]}, "env", "changes spec.containers[engine].env["),
-        ({"env": [{"name": "VLLM_DP_RANK", "value": "1"}]}, "env", "sets VLLM_DP_RANK of the container"),
-        ({"resources": {"limits": {"nvidia.com/gpu": "4"}}}, "resources", "limits.nvidia.com/gpu"),
-        (
-            {"priorityClassName": "a", **pod({"priorityClassName": "b"})["engine"]},
-            "podTemplate",
-            "contradicts spec.engine.priorityClassName at spec.priorityClassName: set it in only one",
-        ),
-        (
-            {"tolerations": [{"key": "a"}], **pod({"tolerations": [{"key": "b"}]})["engine"]},
-            "podTemplate", "contradicts spec.engine.tolerations",
-        ),
-        (
-            {
-                "sharedMemorySize": "1Gi",
-                **pod({"volumes": [{"name": "shm", "emptyDir": {"sizeLimit": "2Gi"}}]})["engine"],
-            },
-            "podTemplate", "spec.engine.sharedMemorySize at spec.volumes[shm].emptyDir.sizeLimit",
-        ),
-        ({"sharedMemorySize": "1Mi"}, "sharedMemorySize", "between 64Mi and 16Ti"),
-        ({"tolerations": {}}, "tolerations", "must be a list"),
-        ({"tolerations": ["x"]}, "tolerations[0]", "must be an object"),
-    ],
-)  # fmt: skip
+def with_pod(engine: dict[str, Any], **spec: Any) -> dict[str, Any]:
+    return engine | pod(spec)["engine"]
+
+
+SMALL_VOLUME = {"name": "shm", "emptyDir": {"sizeLimit": "2Gi"}}
+ENV, TEMPLATE = "changes spec.containers[engine].env[", "podTemplate"
+CONTRADICTIONS = [
+    ({"env": [{"name": "PYTHONHASHSEED", "value": "1"}]}, "env", ENV),
+    ({"env": [{"name": "VLLM_DP_RANK", "value": "1"}]}, "env", "sets VLLM_DP_RANK of the container"),
+    ({"resources": {"limits": {"nvidia.com/gpu": "4"}}}, "resources", "limits.nvidia.com/gpu"),
+    (with_pod({"priorityClassName": "a"}, priorityClassName="b"), TEMPLATE,
+     "contradicts spec.engine.priorityClassName at spec.priorityClassName: set it in only one"),
+    (with_pod({"tolerations": [{"key": "a"}]}, tolerations=[{"key": "b"}]), TEMPLATE,
+     "contradicts spec.engine.tolerations"),
+    (with_pod({"sharedMemorySize": "1Gi"}, volumes=[SMALL_VOLUME]), TEMPLATE,
+     "spec.engine.sharedMemorySize at spec.volumes[shm].emptyDir.sizeLimit"),
+    ({"sharedMemorySize": "1Mi"}, "sharedMemorySize", "between 64Mi and 16Ti"),
+    ({"tolerations": {}}, "tolerations", "must be a list"),
+    ({"tolerations": ["x"]}, "tolerations[0]", "must be an object"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("engine", "path", "sentence"), CONTRADICTIONS)
 def test_invalid_or_contradictory_engine_fields_are_refused(engine, path, sentence):
     with pytest.raises(InvalidSpecError) as caught:
-        pod_of({"engine": engine})
+        pod_of(engine=engine)
     assert caught.value.path == f"spec.engine.{path}"
     assert sentence in str(caught.value)
 
 
 def test_model_volume_has_a_fixed_name() -> None:
-    changes = {"model": {"name": "m", "volume": {"name": "foo", "hostPath": {"path": "/m"}}}}
-    volumes = pod_of(changes)["spec"]["volumes"]
-    assert {"name": "models", "hostPath": {"path": "/m"}} in volumes
+    model = {"name": "m", "volume": {"name": "foo", "hostPath": {"path": "/m"}}}
+    assert {"name": "models", "hostPath": {"path": "/m"}} in pod_of(model=model)["volumes"]

@@ -51,6 +51,21 @@ def fill(arena: ArenaFile) -> list[int]:
     return ready_counts
 
 
+def tier_over(arena: ArenaFile) -> MemoryTier:
+    """A memory tier that may use all rows."""
+    tier = MemoryTier(arena)
+    tier.usable_slots = arena.num_rows
+    list(tier.adopt())
+    tier.release_adopted()
+    return tier
+
+
+def first_slot(arena: ArenaFile, key: bytes) -> Slot:
+    slot = tier_over(arena).reserve(key, 0, OWNER, length=1).slot
+    assert slot is not None
+    return slot
+
+
 class TestLayout:
     @pytest.mark.parametrize("capacity", [8 * MIB, 1 << 30, (1 << 30) + 12345 * 4096])
     @pytest.mark.parametrize("geometry", [Geometry(4096, 1), GEOMETRY, Geometry(1 << 20, 7)])
@@ -76,9 +91,6 @@ class TestLayout:
 
 
 class TestFile:
-    def test_entries_have_the_documented_size(self):
-        assert ENTRY_BYTES == 128
-
     def test_rows_become_ready_in_extents(self, opened):
         arena = opened()
         arena.format(GEOMETRY)
@@ -165,9 +177,8 @@ class TestFile:
     def test_client_sees_whether_its_slot_is_valid(self, opened, path):
         arena = opened()
         arena.format(GEOMETRY)
-        tier = MemoryTier(arena)
+        tier = tier_over(arena)
         tier.usable_slots = 1
-        list(tier.adopt())
         mapped = MappedColumn(path, arena.table_offset(1), arena.column_offset(1), 64 << 10, arena.num_rows)
         slots = [tier.reserve(b"k" * 64, column, OWNER, length=1).slot for column in range(2)]
         assert not mapped.holds(slots[1])
@@ -245,16 +256,20 @@ class TestFile:
             if geometry:
                 arena.format(geometry)
             epochs.append(arena.epoch)
-            tier = MemoryTier(arena)
-            tier.usable_slots = arena.num_rows
-            list(tier.adopt())
-            tier.release_adopted()
-            slot = tier.reserve(bytes([len(epochs)]) * 64, 0, OWNER, length=1).slot
-            generations.append(slot.generation)
-            del tier
+            generations.append(first_slot(arena, bytes([len(epochs)]) * 64).generation)
             arena.close()
         assert epochs == sorted(set(epochs))
         assert generations == sorted(set(generations))
+
+    def test_new_file_never_repeats_slots_of_the_last_file(self, opened, path):
+        slots = []
+        for _ in ("first", "second"):
+            arena = opened()
+            arena.format(GEOMETRY)
+            slots.append(first_slot(arena, b"k" * 64))
+            arena.close()
+            path.unlink()
+        assert slots[0] != slots[1]
 
     def test_full_volume_during_growth_keeps_ready_rows(self, opened, monkeypatch):
         arena = opened()
@@ -280,19 +295,3 @@ def test_processes_of_the_same_unix_group_can_map_the_file(opened, path):
     finally:
         os.umask(umask)
     assert path.stat().st_mode & 0o777 == 0o660
-
-
-def test_new_file_never_repeats_slots_of_the_last_file(opened, path):
-    slots = []
-    for _ in ("first", "second"):
-        arena = opened()
-        arena.format(GEOMETRY)
-        memory = MemoryTier(arena)
-        for _ in memory.adopt():
-            pass
-        memory.usable_slots = arena.num_rows
-        slots.append(memory.reserve(b"k" * 64, 0, OWNER, length=1).slot)
-        arena.close()
-        path.unlink()
-    assert None not in slots
-    assert slots[0] != slots[1]

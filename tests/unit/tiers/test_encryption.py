@@ -17,7 +17,7 @@ from hypothesis import given
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.encryption.aes import AesGcm
 from lmcache.tiers.encryption.keys import WriteVersions, parse_keys
-from lmcache.tiers.encryption.pieces import OVERHEAD_BYTES, Place, pack_preamble, stored_key
+from lmcache.tiers.encryption.pieces import OVERHEAD_BYTES, Place, stored_key
 from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError, NoKeyError
 from tests.harness.encryption import cipher, flipped, key_of, keys
 
@@ -255,11 +255,6 @@ class TestCipher:
             aead.decrypt(nonce, piece[32:], associated)
         aead, nonce = cipher("disk", 1)._derive(key_of(1), piece[8:32], PLACE)
         assert aead.decrypt(nonce, piece[32:], associated) == CONTENT
-
-    def test_forged_preamble_is_refused(self):
-        piece = encrypted()
-        for salt in (bytes(24), piece[8:31] + b"\0"):
-            assert not is_accepted(pack_preamble(1, salt) + piece[32:])
 
     def test_encryption_releases_the_gil(self):
         """Another thread runs during a call, although the interpreter never makes the caller give way."""
