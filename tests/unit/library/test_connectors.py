@@ -1,6 +1,5 @@
 """Connectors: URLs, created clients, and the documented subset of redis-py that a client needs."""
 
-import fnmatch
 import socket
 
 import pytest
@@ -26,38 +25,12 @@ from lmcache.storage_backend.connector.redis_connector import (
     RedisConnector,
     RedisSentinelConnector,
 )
+from tests.harness.small_redis import SmallRedis
 
 KEY = "vllm@org/model@1@0@ab12"
 
 
-class SmallClient:
-    """A client with only the documented methods."""
-
-    arguments = None
-
-    def __init__(self, host, port):
-        type(self).arguments = {"host": host, "port": port}
-        self.values, self.closed = {}, False
-
-    def get(self, key):
-        return self.values.get(key)
-
-    def set(self, key, value):
-        self.values[key] = value
-
-    def exists(self, key):
-        return int(key in self.values)
-
-    def scan(self, cursor=0, match=None):
-        names = [name for name in self.values if match is None or fnmatch.fnmatchcase(str(name), match)]
-        rest = names[cursor : cursor + 2]
-        return (cursor + 2 if cursor + 2 < len(names) else 0), rest
-
-    def close(self):
-        self.closed = True
-
-
-class OptionClient(SmallClient):
+class OptionClient(SmallRedis):
     """A client that records its arguments."""
 
     def __init__(self, **options):
@@ -74,7 +47,7 @@ def _without_wrapper():
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(redis, "Redis", SmallClient)
+    monkeypatch.setattr(redis, "Redis", SmallRedis)
     return CreateConnector("redis://cache:6380")
 
 
@@ -175,7 +148,7 @@ def test_defect_28_sentinel_reads_and_writes_at_the_master(monkeypatch):
 
         def master_for(self, service, socket_timeout, db, password):
             calls.append((service, socket_timeout, db, password))
-            return SmallClient("master", 1)
+            return SmallRedis("master", 1)
 
         def slave_for(self, *_, **__):
             raise AssertionError("a replica may be stale")
@@ -259,7 +232,7 @@ def test_check_connector_type_returns_the_type():
 
 
 def test_client_needs_only_the_documented_methods(small):
-    assert SmallClient.arguments == {"host": "cache", "port": 6380}
+    assert SmallRedis.arguments == {"host": "cache", "port": 6380}
     assert not small.exists(KEY)
     assert small.get(KEY) is None
     small.set(KEY, b"value")

@@ -109,7 +109,8 @@ def test_unreadable_chunk_is_deleted_by_a_read(backend, num_tokens):
     assert torch.equal(backend.get(make_key("a")), chunk)
 
 
-def test_put_over_an_undeletable_chunk_counts_a_single_fault(backend, monkeypatch):
+@pytest.mark.parametrize("change", ["put", "remove"])
+def test_undeletable_file_counts_a_single_fault(backend, monkeypatch, change):
     """A store keeps an existing file. After a failed removal, reads would return the old chunk."""
 
     def refuse(*_, **__):
@@ -118,20 +119,9 @@ def test_put_over_an_undeletable_chunk_counts_a_single_fault(backend, monkeypatc
     backend.put(make_key("a"), make_chunk(seed=1))
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", refuse)
-        backend.put(make_key("a"), make_chunk(seed=2))
-        assert backend.num_faults == 1
-    wait_until(lambda: backend.contains(make_key("a")))
-
-
-def test_failed_removal_counts_a_fault_without_raising(backend, monkeypatch):
-    def refuse(*_, **__):
-        raise PermissionError(errno.EPERM, "immutable")
-
-    backend.put(make_key("a"), make_chunk())
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", refuse)
-        backend.remove(make_key("a"))
+        getattr(backend, change)(make_key("a"), *[make_chunk(seed=2)] * (change == "put"))
     assert backend.num_faults == 1
+    wait_until(lambda: backend.contains(make_key("a")))
 
 
 def test_save_disk_replaces_the_file_atomically(tmp_path):

@@ -10,6 +10,7 @@ import torch
 from lmcache.cache_engine import LMCacheEngine, LMCacheEngineBuilder
 from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from tests.harness.kv_cache import CHUNK, cut, is_same, make_config, make_kv, make_metadata, make_tokens
+from tests.harness.small_redis import SmallRedis
 
 BACKEND = "config metadata dst_device='cuda'"
 QUEUED = {
@@ -25,104 +26,87 @@ QUEUED = {
 }
 LOCAL = {**QUEUED, "put_nonblocking": "key kv_chunk", "remove": "key"}
 EVICTOR = {"update_on_get": "key cache_dict", "update_on_put": "cache_dict cache_size", "get_size": "kv_obj"}
+POOL = {"__init__": "metadata", "allocate": "kv_chunk", "free": "kv_obj"}
+CONNECTOR = {"exists": "key", "get": "key", "set": "key obj", "list": "", "close": ""}
 CHUNKS = "tokens kv_tensors fmt num_skip_prefix_chunk=0"
 
-# module -> class -> method -> parameters without self, in order, with their defaults
-CLASSES: dict[str, dict[str, dict[str, str]]] = {
-    "storage_backend.abstract_backend": {
-        "LMCBackendInterface": {
-            "__init__": "dst_device='cuda'",
-            **{
-                name: QUEUED[name]
-                for name in ("put", "contains", "get", "batched_put", "batched_get", "close")
-            },
-        }
+# class -> method -> parameters without self, in order, with their defaults
+CLASSES: dict[str, dict[str, str]] = {
+    "storage_backend.abstract_backend.LMCBackendInterface": {
+        "__init__": "dst_device='cuda'",
+        **{name: QUEUED[name] for name in ("put", "contains", "get", "batched_put", "batched_get", "close")},
     },
-    "storage_backend.local_backend": {
-        "LMCLocalBackend": LOCAL,
-        "LMCLocalDiskBackend": {**LOCAL, "buffer_sweeper": ""},
-        "LocalBackendEndSignal": {},
+    "storage_backend.local_backend.LMCLocalBackend": LOCAL,
+    "storage_backend.local_backend.LMCLocalDiskBackend": {**LOCAL, "buffer_sweeper": ""},
+    "storage_backend.local_backend.LocalBackendEndSignal": {},
+    "storage_backend.remote_backend.LMCRemoteBackend": {**QUEUED, "list": ""},
+    "storage_backend.remote_backend.LMCPipelinedRemoteBackend": {
+        **QUEUED,
+        "network_worker": "",
+        "deserialize_worker": "",
     },
-    "storage_backend.remote_backend": {
-        "LMCRemoteBackend": {**QUEUED, "list": ""},
-        "LMCPipelinedRemoteBackend": {**QUEUED, "network_worker": "", "deserialize_worker": ""},
-        "RemoteBackendEndSignal": {},
+    "storage_backend.remote_backend.RemoteBackendEndSignal": {},
+    "storage_backend.hybrid_backend.LMCHybridBackend": {
+        "__init__": "config metadata mpool_metadata dst_device='cuda'",
+        "put": "key value blocking=True",
+        **{name: QUEUED[name] for name in ("contains", "get", "batched_put", "batched_get", "close")},
     },
-    "storage_backend.hybrid_backend": {
-        "LMCHybridBackend": {
-            "__init__": "config metadata mpool_metadata dst_device='cuda'",
-            "put": "key value blocking=True",
-            **{name: QUEUED[name] for name in ("contains", "get", "batched_put", "batched_get", "close")},
-        }
+    "storage_backend.evictor.DummyEvictor": EVICTOR,
+    "storage_backend.evictor.base_evictor.BaseEvictor": EVICTOR,
+    "storage_backend.evictor.base_evictor.DummyEvictor": EVICTOR,
+    "storage_backend.evictor.lru_evictor.LRUEvictor": {**EVICTOR, "__init__": "max_cache_size=10.0"},
+    "storage_backend.mem_pool.LocalPool": POOL,
+    "storage_backend.mem_pool.LocalCPUPool": POOL,
+    "storage_backend.mem_pool.LocalCPUBufferPool": POOL,
+    "storage_backend.mem_pool.LocalGPUPool": POOL,
+    "storage_backend.connector.base_connector.RemoteConnector": CONNECTOR,
+    "storage_backend.connector.base_connector.RemoteBytesConnector": CONNECTOR,
+    "storage_backend.connector.base_connector.RemoteTensorConnector": CONNECTOR,
+    # The label is an extension; calls without it work as in the LMCache 0.1-0.3 API.
+    "storage_backend.serde.serde.Serializer": {"to_bytes": "t label=b''"},
+    "storage_backend.serde.serde.Deserializer": {"__init__": "dtype", "from_bytes": "bs label=b''"},
+    "server.LMCacheServer": {},
+    "server.server_storage_backend.LMSBackendInterface": {},
+    "server.server_storage_backend.LMSLocalBackend": {},
+    "server.server_storage_backend.LMSLocalDiskBackend": {},
+    "protocol.ClientMetaMessage": {"serialize": ""},
+    "protocol.ServerMetaMessage": {"serialize": ""},
+    "protocol.Constants": {},
+    "blend.interfaces.BlendRetrieverTask": {"result": "layer_id"},
+    "blend.interfaces.BlendRetriever": {"new_request": "full_prompts indices"},
+    "blend.interfaces.BlendExecutor": {
+        "blend": "layer_id retrieved_k retrieved_v valid_mask original_positions fresh_q fresh_k fresh_v "
+        "positions query_start_loc token_dim"
     },
-    "storage_backend.evictor": {"DummyEvictor": EVICTOR},
-    "storage_backend.evictor.base_evictor": {"BaseEvictor": EVICTOR, "DummyEvictor": EVICTOR},
-    "storage_backend.evictor.lru_evictor": {"LRUEvictor": {**EVICTOR, "__init__": "max_cache_size=10.0"}},
-    "storage_backend.mem_pool": {
-        name: {"__init__": "metadata", "allocate": "kv_chunk", "free": "kv_obj"}
-        for name in ("LocalPool", "LocalCPUPool", "LocalCPUBufferPool", "LocalGPUPool")
+    "cache_engine.LMCacheEngine": {
+        "__init__": "config metadata",
+        "_make_key": "chunk_hash fmt",
+        "_num_tokens_in_kv": "kv_tensors fmt",
+        "_get_init_hash": "",
+        "_hash": "tokens prefix_hash",
+        "_chunk_tokens": "tokens",
+        "_prefix_hash": "token_chunks num_skip_chunk=0",
+        "_tuple_kv_to_blob": "kv_tensors",
+        "_blob_to_tuple_kv": "blob",
+        "_slice_kv_at": "start_idx kv_tensors fmt",
+        "_chunk_kv": "kv_tensors fmt",
+        "_make_chunks_skip_existing": CHUNKS,
+        "_make_chunks": f"{CHUNKS} skip_existing=True",
+        "store": "tokens kv_tensors_raw kv_tensors_mask=None skip_existing=True blocking=True",
+        "retrieve": "tokens mask=None return_tuple=True",
+        "lookup": "tokens",
+        "close": "",
     },
-    "storage_backend.connector.base_connector": {
-        name: {"exists": "key", "get": "key", "set": "key obj", "list": "", "close": ""}
-        for name in ("RemoteConnector", "RemoteBytesConnector", "RemoteTensorConnector")
+    "cache_engine.LMCacheEngineBuilder": {
+        "get_or_create": "instance_id config metadata",
+        "get": "instance_id",
+        "destroy": "instance_id",
     },
-    "storage_backend.serde.serde": {
-        # The label is an extension; calls without it work as in the LMCache 0.1-0.3 API.
-        "Serializer": {"to_bytes": "t label=b''"},
-        "Deserializer": {"__init__": "dtype", "from_bytes": "bs label=b''"},
-    },
-    "server": {"LMCacheServer": {}},
-    "server.server_storage_backend": {
-        "LMSBackendInterface": {},
-        "LMSLocalBackend": {},
-        "LMSLocalDiskBackend": {},
-    },
-    "protocol": {
-        "ClientMetaMessage": {"serialize": ""},
-        "ServerMetaMessage": {"serialize": ""},
-        "Constants": {},
-    },
-    "blend.interfaces": {
-        "BlendRetrieverTask": {"result": "layer_id"},
-        "BlendRetriever": {"new_request": "full_prompts indices"},
-        "BlendExecutor": {
-            "blend": "layer_id retrieved_k retrieved_v valid_mask original_positions fresh_q fresh_k fresh_v "
-            "positions query_start_loc token_dim"
-        },
-    },
-    "cache_engine": {
-        "LMCacheEngine": {
-            "__init__": "config metadata",
-            "_make_key": "chunk_hash fmt",
-            "_num_tokens_in_kv": "kv_tensors fmt",
-            "_get_init_hash": "",
-            "_hash": "tokens prefix_hash",
-            "_chunk_tokens": "tokens",
-            "_prefix_hash": "token_chunks num_skip_chunk=0",
-            "_tuple_kv_to_blob": "kv_tensors",
-            "_blob_to_tuple_kv": "blob",
-            "_slice_kv_at": "start_idx kv_tensors fmt",
-            "_chunk_kv": "kv_tensors fmt",
-            "_make_chunks_skip_existing": CHUNKS,
-            "_make_chunks": f"{CHUNKS} skip_existing=True",
-            "store": "tokens kv_tensors_raw kv_tensors_mask=None skip_existing=True blocking=True",
-            "retrieve": "tokens mask=None return_tuple=True",
-            "lookup": "tokens",
-            "close": "",
-        },
-        "LMCacheEngineBuilder": {
-            "get_or_create": "instance_id config metadata",
-            "get": "instance_id",
-            "destroy": "instance_id",
-        },
-    },
-    "config": {
-        "LMCacheEngineConfig": {
-            "from_legacy": "chunk_size=256 backend='cuda' max_local_cache_size=5 persist_path=None "
-            "remote_serde='torch' pipelined_backend=False save_decode_cache=False",
-            "from_file": "file_path",
-            "from_env": "",
-        }
+    "config.LMCacheEngineConfig": {
+        "from_legacy": "chunk_size=256 backend='cuda' max_local_cache_size=5 persist_path=None "
+        "remote_serde='torch' pipelined_backend=False save_decode_cache=False",
+        "from_file": "file_path",
+        "from_env": "",
     },
 }
 
@@ -169,9 +153,8 @@ def parameters(function) -> str:
 
 
 METHODS = [
-    (f"{module}.{name}", method, expected)
-    for module, classes in CLASSES.items()
-    for name, methods in classes.items()
+    (name, method, expected)
+    for name, methods in CLASSES.items()
     for method, expected in (methods or {"__doc__": None}).items()
 ]
 
@@ -229,29 +212,6 @@ def test_calls_of_the_vllm_integration():
     finally:
         LMCacheEngineBuilder.destroy("vllm-instance")
     assert LMCacheEngineBuilder.get("vllm-instance") is None
-
-
-class SmallRedis:
-    """A client that is created with host and port only."""
-
-    def __init__(self, host, port):
-        self.store = {}
-
-    def set(self, key, value):
-        self.store[key] = value
-        return True
-
-    def get(self, key):
-        return self.store.get(key)
-
-    def exists(self, key):
-        return key in self.store
-
-    def scan(self, cursor=0, match=None):
-        return 0, [name.encode() for name in self.store]
-
-    def close(self):
-        pass
 
 
 class SmallSentinel:

@@ -78,17 +78,6 @@ def test_device_name_selects_the_storage(tmp_path):
             CreateStorageBackend("cpu", size)
 
 
-def test_flipped_byte_on_disk_is_a_miss(tmp_path):
-    storage = LMSLocalDiskBackend(str(tmp_path), 1 << 24)
-    storage.put(key(1), b"payload" * 1000)
-    (path,) = tmp_path.rglob("*.0")
-    raw = bytearray(path.read_bytes())
-    raw[4096 + 100] ^= 1
-    path.write_bytes(raw)
-    assert storage.get(key(1)) is None
-    storage.close()
-
-
 def test_defect_04_acknowledged_objects_are_intact_after_a_kill_during_a_put(tmp_path):
     dice = random.Random(4)
     payloads = {key(number): dice.randbytes(1 << 20) for number in range(6)}

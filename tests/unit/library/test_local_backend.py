@@ -8,7 +8,7 @@ from lmcache.storage_backend import queued_backend
 from lmcache.storage_backend.local_backend import LMCLocalBackend
 from lmcache.storage_backend.tensors import OutputPool
 from testing.child_process import wait_until
-from tests.harness.kv_cache import make_chunk, make_config, make_key, make_metadata, used_by_threads
+from tests.harness.kv_cache import make_chunk, make_config, make_key, make_metadata
 from tests.harness.loops import in_threads
 
 CHUNK_BYTES = make_chunk().nbytes
@@ -170,14 +170,6 @@ def test_dict_is_a_live_view(backend):
 # ---- puts in the background ----
 
 
-def test_nonblocking_puts_are_stored(backend):
-    for index in range(20):
-        backend.put(make_key(str(index)), make_chunk(seed=index), blocking=False)
-    wait_until(lambda: backend.contains(make_key("19")))
-    for index in range(20):
-        assert torch.equal(backend.get(make_key(str(index))), make_chunk(seed=index))
-
-
 def test_close_stores_queued_puts(monkeypatch):
     backend = make_backend()
     gate = threading.Event()
@@ -224,24 +216,6 @@ def test_defect_11_failed_and_unused_backends_leave_no_threads():
     assert threading.active_count() == before
     backend.close()
     backend.put_worker()  # returns at once, because it has no work
-
-
-def test_concurrent_reads_return_whole_chunks():
-    backend = make_backend(num_chunks=16)
-
-    def use(_: int, generator: torch.Generator) -> None:
-        number = int(torch.randint(0, 24, (), generator=generator))
-        if number % 3:
-            chunk = backend.get(make_key(str(number)))
-            assert chunk is None or (chunk == chunk.flatten()[0]).all()
-        else:
-            value = float(torch.randint(0, 1000, (), generator=generator))
-            chunk = torch.full_like(make_chunk(), value)
-            backend.put(make_key(str(number)), chunk, blocking=bool(number % 2))
-
-    used_by_threads(use)
-    backend.close()
-    assert backend.num_faults == 0
 
 
 def test_chunk_is_dropped_if_the_worker_cannot_start(backend, monkeypatch):
