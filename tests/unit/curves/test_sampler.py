@@ -18,19 +18,6 @@ def keys_of(request: SampledRequest) -> list[int]:
     ]
 
 
-def test_records_heads_and_the_sampled_share_of_other_keys():
-    sampler = Sampler(rate=0.25, max_samples=100_000)
-    keys = [key_hash(number) for number in range(4000)]
-    for first in range(0, 4000, 8):
-        sampler.record(float(first), joined(keys[first : first + 8][::-1]), b"-------m")
-    recorded = {key for request in sampler.since(0)[1] for key in keys_of(request)}
-    sampled = {key_hash(number) for number in range(4000) if key_hash(number) < HASHES // 4}
-    heads = {key_hash(number) for number in range(0, 4000, 8)}
-    assert recorded == sampled | heads
-    assert all(request.tiers.endswith(b"m") for request in sampler.since(0)[1])
-    assert sampler.position == len(recorded)
-
-
 def test_rate_one_records_all_keys_in_a_bounded_ring():
     sampler = Sampler(max_samples=10)
     for time in range(5):

@@ -1,4 +1,9 @@
-"""Limits of promotions that run at once: in small tiers, and between tenants."""
+"""Limits of promotions: in small tiers, between tenants, and while calls of a tier never return."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -6,7 +11,110 @@ from lmcache.kv_groups import KVGroup
 from lmcache.tiers.memory.contracts import Chains
 from tests.harness.chains import CHUNK_TOKENS
 from tests.harness.loops import in_a_loop
-from tests.harness.tiered_world import LEASE, SIZE, World, chain, until
+from tests.harness.tiered_world import LEASE, SIZE, FakeTier, World, chain, run, until
+
+
+@asynccontextmanager
+async def hanging_disk(*held: str) -> AsyncIterator[tuple[World, FakeTier]]:
+    """Yield a world whose disk hangs in the calls ``held`` and whose remote tier works and holds all rows.
+
+    The disk soon counts as stuck, but not before it answers a probe, unless the probe hangs. The remote tier
+    has more time than a busy machine needs.
+    """
+    disk = FakeTier()
+    disk.held = set(held)
+    disk.fill(chain(30))
+    probe = disk.probe
+    async with World(64, disk=disk) as world:
+
+        def use_short_limit() -> None:
+            world.store.lower["disk"]._stuck_seconds = 0.02
+
+        def probe_and_use_short_limit(*arguments: Any) -> int:
+            """The store waits for this answer with the former limit."""
+            num_found = probe(*arguments)
+            use_short_limit()
+            return num_found
+
+        if "probe" in held:
+            use_short_limit()
+        disk.probe = probe_and_use_short_limit  # type: ignore[method-assign]
+        world.remote.fill(chain(200))
+        disk.open.clear()
+        try:
+            yield world, disk
+        finally:
+            disk.open.set()
+
+
+@in_a_loop
+async def test_keys_of_a_hung_probe_are_looked_up_in_the_next_tier():
+    async with hanging_disk("probe") as (world, disk):
+        world.lookup(chain(3))
+        await until(lambda: disk.num_waiting == 1)
+        world.now += 1  # the disk counts as stuck
+        await asyncio.wait_for(world.until_resident(chain(3)), 60)
+        assert disk.num_waiting == 1
+        assert not world.store._promotions._probing
+
+
+@pytest.mark.parametrize(("is_encrypted", "expected"), [(False, 2), (True, 4)])
+@in_a_loop
+async def test_encrypted_tier_moves_twice_as_many_rows_at_once(is_encrypted, expected):
+    """While some threads encrypt or decrypt, others use the medium."""
+    remote = FakeTier()
+    remote.is_encrypted = is_encrypted
+    remote.fill(chain(8))
+    async with World(64, remote=remote) as world:
+        remote.open.clear()
+        try:
+            for held in ("load", "store"):
+                remote.held = {held}
+                if held == "load":
+                    world.lookup(chain(8))
+                else:
+                    world.put(chain(8, start=100))
+                await until(lambda: remote.num_waiting == expected)
+                assert remote.calls[held] == expected
+                remote.open.set()
+                await until(lambda: not remote.num_waiting)
+                await until(lambda: world.is_idle)
+                remote.open.clear()
+        finally:
+            remote.open.set()
+
+
+@in_a_loop
+async def test_rows_behind_a_hung_load_are_not_pending():
+    async with hanging_disk("load") as (world, disk):
+        world.lookup(chain(30))
+        await until(lambda: disk.num_waiting == 2)
+        assert world.store.lower["disk"].num_loads == 16  # as many as may be pending
+        world.now += 1
+        await until(lambda: len(world.store._promotions._pending) == 2)
+        await asyncio.wait_for(world.until_resident(chain(10, start=100)), 60)
+        assert world.store.lower["disk"].num_loads == 2
+
+
+@run
+async def test_failed_verification_leaves_no_pending_rows(world):
+    world.put(chain(3))
+    assert await world.store.drain(60)
+    await world.store.close()
+    async with World(arena=world.arena) as restarted:
+
+        async def fail(slot: object) -> bool:
+            raise MemoryError
+
+        restarted.store.memory.release_adopted()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(restarted.store._checksums, "verify", fail)
+            assert restarted.lookup(chain(3)).num_pending == 3
+            await until(lambda: not restarted.store._promotions._pending)
+        await restarted.until_resident(chain(3))
+
+
+# ---- limits ----
 
 TENANTS = (b"first", b"second")
 

@@ -126,18 +126,6 @@ async def test_probes_do_not_wait_for_promotions(world):
 
 
 @run
-async def test_hung_remote_tier_does_not_delay_lookups(world):
-    world.put(chain(2))
-    assert await world.store.drain(60)
-    world.remote.open.clear()
-    for request in range(3):
-        answer = world.lookup(chain(4), str(request))
-        assert (answer.num_resident, answer.num_leased) == (2, 2)
-    world.put(chain(2, start=8))
-    assert world.lookup(chain(2, start=8), "fresh").num_resident == 2
-
-
-@run
 async def test_unhealthy_remote_tier_gets_no_requests_until_recovery(world):
     world.remote.fill(chain(2))
     world.remote.is_unhealthy = True
@@ -155,21 +143,6 @@ async def test_unhealthy_remote_tier_gets_no_requests_until_recovery(world):
     assert world.lower.stats.written == 2
     world.now += 2
     await world.until_resident(chain(2))
-
-
-@run
-async def test_outage_during_promotion_leaves_no_partial_rows(world):
-    world.remote.fill(chain(4))
-    world.remote.held = {"load"}
-    world.remote.open.clear()
-    assert world.lookup(chain(4)).is_probing
-    await until(lambda: world.remote.num_waiting)
-    world.remote.is_unhealthy = True
-    world.remote.open.set()
-    await until(lambda: world.lower.stats.promotions_failed >= 2 and not world.store._promotions._pending)
-    world.remote.is_unhealthy = False
-    await until(lambda: world.lower.is_healthy)
-    assert world.store.memory.num_used == world.lower.stats.promoted
 
 
 @run

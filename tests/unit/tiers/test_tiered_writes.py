@@ -31,20 +31,6 @@ async def test_write_queue_is_bounded_and_drops_the_deepest(world):
 
 
 @run
-async def test_rows_being_written_are_not_evicted_but_queued_rows_may_be(world):
-    world.remote.open.clear()
-    world.put(chain(6))
-    await until(lambda: world.remote.num_waiting == 2 and world.lower.num_queued == 4)
-    world.put(chain(14, start=100))
-    world.remote.open.set()
-    assert await world.store.drain(60)
-    assert all(payload == content(*name) for name, payload in world.remote.objects.items())
-    stats = world.lower.stats
-    assert stats.written + stats.writes_skipped.total() == 20
-    assert stats.writes_skipped[WriteSkipped.EVICTED] > 0
-
-
-@run
 async def test_commit_is_all_or_nothing(world):
     first, second = (answer.slot for answer in world.store.reserve(chain(2), 0, OWNER, length=SIZE))
     for slots in ([first, second._replace(generation=99)], [first, first], [first, second]):
