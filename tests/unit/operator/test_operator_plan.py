@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lmcache_operator.components.base import Plan
-from lmcache_operator.specs.kinds import Ref, ref_of
+from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 
 from tests.harness.operator_model import World, cluster
@@ -23,6 +23,8 @@ from tests.harness.operator_plans import (
     specs,
     status_of,
 )
+
+NEWER = {"engine": "vllm:next", "sidecar": "sidecar:next"}
 
 
 def names(pods: Iterable[dict[str, Any]]) -> list[str]:
@@ -72,42 +74,37 @@ def test_field_that_is_no_longer_rendered_is_removed() -> None:
 
 
 def test_policy_follow_rolls_out_new_images_one_pod_at_a_time() -> None:
-    newer = {"engine": "vllm:next", "sidecar": "sidecar:next"}
     world = settled_world(engine={"replicas": 2})
-    reported = plan(observe(world), newer).fields["images"]
+    reported = plan(observe(world), NEWER).fields["images"]
     assert {name: reported[name] for name in IMAGES} == IMAGES
     assert reported["message"].startswith(
         "the operator's defaults are engine vllm:next, sidecar sidecar:next"
     )
     world.change(images={"policy": "Follow"})
     assert is_empty(plan(observe(world), IMAGES)), "the policy alone must replace no pod"
-    carry_out(world, plan(observe(world), newer))
-    assert names(plan(observe(world), newer).evict) == ["demo-engine-0"]
+    carry_out(world, plan(observe(world), NEWER))
+    assert names(plan(observe(world), NEWER).evict) == ["demo-engine-0"]
     for _ in range(3):
-        carry_out(world, plan(observe(world), newer))
+        carry_out(world, plan(observe(world), NEWER))
     world.change(images={"policy": "Keep"})
-    for images in (newer, IMAGES):  # also when the operator is downgraded
+    for images in (NEWER, IMAGES):  # also when the operator is downgraded
         due = plan(observe(world), images)
         assert is_empty(due)
-        assert {name: due.fields["images"][name] for name in newer} == newer
+        assert {name: due.fields["images"][name] for name in NEWER} == NEWER
     assert {pod["spec"]["containers"][0]["image"] for pod in world.pods.values()} == {"vllm:next"}
 
 
 def test_image_in_the_spec_overrides_policy_follow() -> None:
-    newer = {"engine": "vllm:next", "sidecar": "sidecar:next"}
     named = {"engine": {"image": "e:1"}, "sidecar": {"image": "s:1"}}
     world = settled_world(images={"policy": "Follow"}, **named)
-    due = plan(observe(world), newer)
+    due = plan(observe(world), NEWER)
     assert due.fields["images"] == {"engine": "e:1", "sidecar": "s:1"}
     assert not due.num_outdated
 
 
 def test_operator_upgrade_changes_no_image_of_an_existing_cluster() -> None:
     world = settled_world()
-    newer = {"engine": "vllm:next", "sidecar": "sidecar:next"}
-    assert is_empty(plan(observe(world), newer))
-    world.edit(STATEFUL_SET, "metadata", "annotations", "lmcache.io/default-images", value="edited")
-    assert plan(observe(world), newer).apply  # the record is unreadable, so the images are resolved again
+    assert is_empty(plan(observe(world), NEWER))
 
 
 def test_image_in_the_spec_is_not_recorded_as_default() -> None:
@@ -120,7 +117,6 @@ def test_image_in_the_spec_is_not_recorded_as_default() -> None:
 
 @pytest.mark.parametrize("lost", ["record", "unreadable", "a list", "StatefulSet"])
 def test_images_are_restored_when_their_record_is_lost(lost: str) -> None:
-    newer = {"engine": "vllm:next", "sidecar": "sidecar:next"}
     world = settled_world()
     world.resource["status"] = status_of(world)
     if lost == "StatefulSet":  # the StatefulSet was deleted without its pods
@@ -128,7 +124,7 @@ def test_images_are_restored_when_their_record_is_lost(lost: str) -> None:
     else:
         value = {"record": None, "unreadable": "edited", "a list": "[1]"}[lost]
         world.edit(STATEFUL_SET, "metadata", "annotations", "lmcache.io/default-images", value=value)
-    due = plan(observe(world), newer)
+    due = plan(observe(world), NEWER)
     ((written),) = due.apply
     assert json.loads(written["metadata"]["annotations"]["lmcache.io/default-images"]) == IMAGES
     assert written["spec"]["template"]["spec"]["containers"][0]["image"] == IMAGES["engine"]
@@ -176,50 +172,13 @@ def test_no_pod_is_evicted_during_an_obstacle(obstacle: str) -> None:
     assert due.num_outdated == len(world.pods)
 
 
-SPEC_HASH_FIELD = (
-    "f:spec", "f:template", "f:metadata", "f:annotations", "f:lmcache.io/spec-hash",
-)  # fmt: skip
-
-
 def test_no_pod_is_evicted_while_the_spec_hash_is_contested() -> None:
     """Otherwise the old pod would be created and evicted again forever."""
     world = settled_world(engine={"replicas": 1})
     world.change(engine={"args": ["--new"]})
-    contested = {STATEFUL_SET: frozenset({SPEC_HASH_FIELD})}
+    spec_hash = ("f:spec", "f:template", "f:metadata", "f:annotations", "f:lmcache.io/spec-hash")
+    contested = {STATEFUL_SET: frozenset({spec_hash})}
     for _ in range(3):
         due = plan(observe(world, contested=contested), IMAGES)
         assert (due.evict, due.num_outdated) == ((), 1)
         carry_out(world, due)
-
-
-def test_uncontested_fields_are_applied_and_rolled_out() -> None:
-    world = settled_world(engine={"replicas": 1})
-    world.edit(STATEFUL_SET, "spec", "replicas", value=2)
-    world.run_stateful_sets()
-    world.change(engine={"image": "e:2"})
-    contested = {STATEFUL_SET: frozenset({("f:spec", "f:replicas")})}
-    evicted = []
-    for _ in range(5):
-        due = plan(observe(world, contested=contested), IMAGES)
-        evicted.append(names(due.evict))
-        carry_out(world, due)
-    assert evicted == [[], ["demo-engine-0"], ["demo-engine-1"], [], []]
-    assert world.objects[STATEFUL_SET]["spec"]["replicas"] == 2
-    assert {pod["spec"]["containers"][0]["image"] for pod in world.pods.values()} == {"e:2"}
-    assert plan(observe(world, contested=contested), IMAGES).apply == ()
-
-
-# -- problems
-
-
-def test_taken_names_and_contested_fields_are_not_applied() -> None:
-    world = World(cluster())
-    service, budget = Ref("Service", "demo"), Ref("PodDisruptionBudget", "demo-engine")
-    contested = {budget: frozenset({("f:spec", "f:maxUnavailable")}), STATEFUL_SET: frozenset({()})}
-    due = plan(observe(world, taken=frozenset({service}), contested=contested), IMAGES)
-    applied = {ref_of(child): child for child in due.apply}
-    assert not {service, STATEFUL_SET} & applied.keys()
-    assert applied[budget]["spec"].keys() == {"selector", "unhealthyPodEvictionPolicy"}
-    assert [problem.reason for problem in due.problems] == ["NameTaken", "FieldContested", "FieldContested"]
-    assert "changing spec.maxUnavailable of PodDisruptionBudget demo-engine" in due.problems[1].message
-    assert "deleting or taking over StatefulSet demo-engine" in due.problems[2].message

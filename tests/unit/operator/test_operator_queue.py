@@ -4,6 +4,8 @@ import asyncio
 import itertools
 import logging
 from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -125,84 +127,49 @@ def test_changed_key_does_not_wait_for_hanging_work() -> None:
     assert run(scenario()) == ["changed"]
 
 
-def test_known_version_wakes_no_key() -> None:
-    """The run itself causes an event with the known version.
+def runs_of(
+    seconds: float, script: Callable[[KeyedQueue[str]], None], *, pause: float | None, run_seconds: float = 0
+) -> list[float]:
+    """Times at which the only key of a queue runs while the script wakes it. Each run asks for a pause."""
 
-    Only the requested pause may start the next run.
-    """
-
-    async def scenario() -> list[float]:
-        times: list[float] = []
-
-        async def work(key: str) -> float:
-            times.append(now())
-            asyncio.get_running_loop().call_later(0.1, queue.wake, key, "a version")
-            return 100.0
-
-        queue = KeyedQueue(work, num_workers=1, debounce_seconds=0)
-        queue.wake("a", "a version")
-        await asyncio.sleep(250)
-        await queue.close()
-        return times
-
-    assert run(scenario()) == pytest.approx([0, 100, 200])
-
-
-def test_burst_of_wake_ups_causes_a_single_run() -> None:
-    async def scenario() -> int:
-        num_runs = 0
-
-        async def work(_: str) -> float:
-            nonlocal num_runs
-            num_runs += 1
-            return 100.0
-
-        queue = KeyedQueue(work, num_workers=1)
-        for _ in range(50):
-            queue.wake("a")
-        await asyncio.sleep(50)
-        await queue.close()
-        return num_runs
-
-    assert run(scenario()) == 1
-
-
-def test_wake_up_during_a_run_causes_another_run() -> None:
-    async def scenario() -> int:
-        num_runs = 0
-        is_running = asyncio.Event()
-
-        async def work(_: str) -> None:
-            nonlocal num_runs
-            num_runs += 1
-            is_running.set()
-            await asyncio.sleep(10)
-
-        queue = KeyedQueue(work, num_workers=1)
-        queue.wake("a")
-        await is_running.wait()
-        queue.wake("a")
-        queue.wake("a")
-        await wait_until_empty(queue)
-        return num_runs
-
-    assert run(scenario()) == 2
-
-
-def test_key_runs_again_after_the_requested_pause() -> None:
     async def scenario() -> list[float]:
         times: list[float] = []
 
         async def work(_: str) -> float | None:
             times.append(now())
-            return 600.0 if len(times) < 3 else None
+            await asyncio.sleep(run_seconds)
+            return pause
 
         queue = KeyedQueue(work, num_workers=1, debounce_seconds=0)
-        queue.wake("a")
-        await wait_until_empty(queue)
+        script(queue)
+        await asyncio.sleep(seconds)
+        await queue.close()
         return times
 
-    assert run(scenario()) == pytest.approx([0, 600, 1200])
+    return run(scenario())
+
+
+def wake_at(queue: KeyedQueue[str], *times: float, version: Any = None) -> None:
+    for time in times:
+        asyncio.get_running_loop().call_later(time, queue.wake, "a", version)
+
+
+def test_known_version_wakes_no_key() -> None:
+    """The run itself causes an event with the known version.
+
+    Only the requested pause may start the next run.
+    """
+    times = runs_of(250, lambda queue: wake_at(queue, 0, 0.1, 100.1, version="a version"), pause=100)
+    assert times == pytest.approx([0, 100, 200])
+
+
+def test_burst_of_wake_ups_causes_a_single_run() -> None:
+    assert len(runs_of(50, lambda queue: wake_at(queue, *[0] * 50), pause=100)) == 1
+
+
+def test_wake_ups_during_a_run_cause_another_run() -> None:
+    times = runs_of(50, lambda queue: wake_at(queue, 0, 1, 2), pause=None, run_seconds=10)
+    assert times == pytest.approx([0, 10])
 
 
 def test_failures_back_off_and_success_resets_the_back_off(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,7 @@ from lmcache_operator.reconcile.contest import ContestLog
 from lmcache_operator.specs.kinds import ClusterKey, Ref
 
 from testing.child_process import free_port
-from tests.harness.operator_components import KEY, ReconciledCluster
+from tests.harness.operator_components import GOOD, KEY, ReconciledCluster
 from tests.harness.operator_model import NAME, NAMESPACE, UID, cluster
 from tests.harness.operator_plans import STATEFUL_SET
 
@@ -24,11 +24,8 @@ from tests.harness.operator_plans import STATEFUL_SET
 def test_new_cluster_becomes_ready_and_then_causes_no_writes() -> None:
     bench = ReconciledCluster()
     bench.reconcile()
-    assert bench.writes[-3:] == [
-        "apply StatefulSet demo-engine",
-        "apply LMCacheProfile demo-injection",
-        "status",
-    ]
+    last = ["apply StatefulSet demo-engine", "apply LMCacheProfile demo-injection", "status"]
+    assert bench.writes[-3:] == last
     bench.settle()
     assert bench.ready() == ("True", "1 of 1 engine pods are ready")
     seconds = bench.reconcile()
@@ -40,21 +37,22 @@ def raise_key_error(*_: object) -> None:
     raise KeyError("name")
 
 
+def reasons(bench: ReconciledCluster) -> dict[str, str]:
+    return {each["type"]: each["reason"] for each in bench.world.resource["status"]["conditions"]}
+
+
 def test_fault_of_a_component_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, progress = ReconciledCluster(), []
     monkeypatch.setattr(Injection, "plan", raise_key_error)
     for _ in range(2):
         with pytest.raises(KeyError):
             bench.reconcile()
-        conditions = {
-            condition["type"]: condition for condition in bench.world.resource["status"]["conditions"]
-        }
-        progress.append(conditions["Progressing"]["reason"])
+        progress.append(reasons(bench)["Progressing"])
         bench.world.run_stateful_sets()
     assert STATEFUL_SET in bench.world.objects
     assert progress == ["Scaling", "InternalError"]  # engines continue, but the reconciliation is incomplete
-    assert conditions["Degraded"]["reason"] == "InternalError"
-    assert conditions["Degraded"]["message"].count("internal error of the operator") == 1
+    assert reasons(bench)["Degraded"] == "InternalError"
+    assert bench.message("Degraded").count("internal error of the operator") == 1
 
 
 def test_fault_before_a_change_is_reported_as_incomplete(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,10 +61,8 @@ def test_fault_before_a_change_is_reported_as_incomplete(monkeypatch: pytest.Mon
     monkeypatch.setattr(Engine, "plan", raise_key_error)
     with pytest.raises(KeyError):
         bench.reconcile()
-    reasons = {
-        condition["type"]: condition["reason"] for condition in bench.world.resource["status"]["conditions"]
-    }
-    assert (reasons["Ready"], reasons["Progressing"], reasons["Degraded"]) == ("InternalError",) * 3
+    found = reasons(bench)
+    assert {found[kind] for kind in ("Ready", "Progressing", "Degraded")} == {"InternalError"}
     assert not any(write.startswith("apply") for write in bench.writes)  # also not for injected pods
 
 
@@ -88,23 +84,12 @@ def test_refused_engine_template_is_not_injected() -> None:
     assert Ref("LMCacheProfile", "demo-injection") in bench.world.objects
 
 
-def test_restarted_operator_writes_nothing() -> None:
-    bench = ReconciledCluster.settled(engine={"replicas": 2})
-    bench.restart_operator()
-    bench.reconcile()
-    assert bench.writes == []
-
-
 def test_deleted_or_recreated_cluster_is_not_touched() -> None:
-    for resource in (None, cluster() | {"metadata": {"uid": "other", "name": NAME}}):
+    ending = cluster()["metadata"] | {"deletionTimestamp": "2026-01-01T00:00:00Z"}
+    for metadata in (None, {"uid": "other", "name": NAME}, ending):
         bench = ReconciledCluster()
-        bench.world.resource = cast(Any, resource)
-        assert bench.reconcile() is None
-        assert bench.writes == []
-    bench = ReconciledCluster()
-    bench.world.resource["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    assert bench.reconcile() is None
-    assert bench.writes == []
+        bench.world.resource = cast(Any, metadata and cluster() | {"metadata": metadata})
+        assert (bench.reconcile(), bench.writes) == (None, [])
 
 
 def test_object_of_another_owner_is_never_taken_over() -> None:
@@ -246,12 +231,12 @@ def test_pods_of_another_owner_are_not_counted() -> None:
 
 
 def test_children_wake_the_cluster_that_owns_them() -> None:
-    owner = {"apiVersion": "lmcache.io/v1alpha1", "kind": "LMCacheCluster", "name": NAME, "uid": UID}
-    assert owner_key(NAMESPACE, {"ownerReferences": [owner | {"controller": True}]}) == KEY
-    assert owner_key(NAMESPACE, {"ownerReferences": [owner]}) is None
+    user = {"apiVersion": "lmcache.io/v1alpha1", "kind": "LMCacheCluster", "name": NAME, "uid": UID}
+    owner = user | {"controller": True}
+    assert owner_key(NAMESPACE, {"ownerReferences": [owner]}) == KEY
+    for others in ([user], [owner | {"apiVersion": "apps/v1", "kind": "Deployment"}], []):
+        assert owner_key(NAMESPACE, {"ownerReferences": others}) is None
     assert owner_key(NAMESPACE, {}) is None
-    deployment_owner = owner | {"controller": True, "apiVersion": "apps/v1", "kind": "Deployment"}
-    assert owner_key(NAMESPACE, {"ownerReferences": [deployment_owner]}) is None
 
 
 def test_kopf_gets_handlers_that_write_nothing() -> None:
@@ -287,18 +272,17 @@ def test_healthz_fails_when_work_hangs(hung_seconds: float, status: int) -> None
 
 def test_sidecars_are_polled_with_growing_pauses_while_one_is_not_ready() -> None:
     bench = ReconciledCluster.settled()
-    bench.world.pods["demo-engine-0"]["status"] |= {"phase": "Running", "podIP": "10.0.0.1"}
-    bench.world.stats["10.0.0.1"] = {"is_ready": False, "not_ready_reason": "bad URL"}
+    bench.answer({"is_ready": False, "not_ready_reason": "bad URL"})
     assert bench.reconcile() == 5.0
     assert bench.writes == ["status"]
     assert "SidecarNotReady" in str(bench.world.events)
     assert bench.ready()[0] == "True"
     pauses = []
     for number in range(6):  # a changed message is written, but causes no earlier poll
-        bench.world.stats["10.0.0.1"]["not_ready_reason"] = f"bad URL {'x' * number}"
+        bench.world.stats["10.0.0.0"]["not_ready_reason"] = f"bad URL {'x' * number}"
         pauses.append(bench.reconcile())
     assert pauses == [10.0, 20.0, 40.0, 60.0, 60.0, 60.0]
-    bench.world.stats["10.0.0.1"] = {"is_ready": True, "num_clients": {"attached": 1}}
+    bench.answer(GOOD)
     num_asked = bench.world.num_stats_reads
     assert (bench.reconcile() or 0) > 500
     assert bench.world.num_stats_reads == num_asked + 1
@@ -310,7 +294,7 @@ def test_sidecars_are_polled_with_growing_pauses_while_one_is_not_ready() -> Non
 
 def test_silent_sidecar_does_not_shorten_the_pause() -> None:
     bench = ReconciledCluster.settled()
-    bench.world.pods["demo-engine-0"]["status"] |= {"phase": "Running", "podIP": "10.0.0.1"}
+    bench.answer(None)
     for expected in (["status"], [], []):
         assert (bench.reconcile() or 0) > 500
         assert bench.writes == expected
