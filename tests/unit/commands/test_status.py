@@ -31,22 +31,14 @@ def test_screen_shows_pods_tiers_and_next_steps() -> None:
     assert "doctor" not in shown
 
 
-def test_share_of_tiers_and_computed_tokens_add_up() -> None:
-    status = status_of(gathered(figures()))
-    assert sum(tier["hitTokens"] for tier in status["tiers"]) + 400 == status["promptTokens"] == 1000
-
-
 def test_remote_tier_is_shared_and_other_tiers_add_up() -> None:
-    disk = {"is_reachable": True, "used_bytes": GiB}
-    tiers = status_of(gathered(figures(0, disk=disk), figures(1, disk=disk)))["tiers"]
-    used = {tier["name"]: tier["usedBytes"] for tier in tiers}
-    assert used == {"engine": None, "memory": 2 * GiB, "disk": 2 * GiB, "remote": 10 * GiB}
-
-
-def test_peers_have_no_bytes_of_their_own() -> None:
-    peers = {"is_reachable": True, "used_bytes": None, "servers": []}
-    (tier,) = [t for t in status_of(gathered(figures(0, peers=peers)))["tiers"] if t["name"] == "peers"]
-    assert (tier["usedBytes"], tier["sizeBytes"], tier["problem"]) == (None, None, "")
+    tiers = {"disk": {"used_bytes": GiB}, "peers": {"is_reachable": True, "servers": []}}
+    status = status_of(gathered(figures(0, **tiers), figures(1, **tiers)))
+    used = {tier["name"]: tier["usedBytes"] for tier in status["tiers"]}
+    assert used == {
+        "engine": None, "memory": 2 * GiB, "disk": 2 * GiB, "peers": None, "remote": 10 * GiB
+    }  # fmt: skip
+    assert sum(tier["hitTokens"] for tier in status["tiers"]) + 800 == status["promptTokens"] == 2000
 
 
 def test_spec_gives_the_sizes_of_lower_tiers() -> None:
