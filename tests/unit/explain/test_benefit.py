@@ -89,22 +89,19 @@ def test_saved_latency_compares_requests_of_like_length():
     assert saved.p50 == pytest.approx((0.4 * 30 + 3.0 * 10) / 40, rel=0.15)
 
 
+def test_hits_that_took_longer_have_a_negative_saving_and_engine_hits_are_not_compared():
+    first_tokens = {"1024": {"tier": requests([1.0]), "engine": requests([9.0])}}
+    assert saved_latency(first_tokens) is None
+    first_tokens["1024"]["none"] = requests([0.25])
+    assert saved_latency(first_tokens).p50 == pytest.approx(-0.75, rel=0.2)
+
+
 def test_saved_latency_is_not_known_without_like_requests():
     first_tokens = {"1024": {"tier": requests([0.1])}, "2048": {"none": requests([0.1])}}
     assert saved_latency(first_tokens) is None
     saved = benefit([stats(first_tokens)], Prices())
     assert saved.num_hits == 1
     assert "Time to the first token that hits save: not known." in text(saved)
-
-
-def test_requests_that_only_the_engines_cache_served_are_not_compared():
-    first_tokens = {"1024": {"tier": requests([0.1]), "engine": requests([9.0])}}
-    assert saved_latency(first_tokens) is None
-
-
-def test_hits_that_took_longer_have_a_negative_saving():
-    first_tokens = {"1024": {"tier": requests([1.0]), "none": requests([0.25])}}
-    assert saved_latency(first_tokens).p50 == pytest.approx(-0.75, rel=0.2)
 
 
 def test_tables_show_savings_costs_and_what_is_not_known():
@@ -126,11 +123,6 @@ def test_tables_show_savings_costs_and_what_is_not_known():
     assert all(len(line) <= 120 for line in lines)
 
 
-def test_no_sidecar_that_counts_is_said_so():
-    assert text(benefit([{}], Prices())).startswith("1 of 1 sidecars count no benefit")
-    assert text(benefit([], Prices())) == ""
-
-
 @pytest.mark.parametrize(
     ("num_tokens", "bucket"),
     [(0, "1"), (1, "1"), (2, "2"), (1024, "1024"), (1025, "2048"), (1 << 40, str(1 << 24))],
@@ -141,13 +133,9 @@ def test_prompts_are_bounded_by_powers_of_two(num_tokens, bucket):
 
 @given(st.floats(1e-4, 500.0))
 def test_a_duration_lies_in_its_bucket(seconds):
+    assert all(float(latency_bucket(extreme)) > 0 for extreme in (0.0, -1.0, 1e-9, 1e9))
     bound = float(latency_bucket(seconds))
     assert bound * 2**-0.25 * 0.999 <= seconds <= bound * 1.001
-
-
-@pytest.mark.parametrize("seconds", [0.0, -1.0, 1e-9, 1e9])
-def test_extreme_durations_have_a_bucket(seconds):
-    assert float(latency_bucket(seconds)) > 0
 
 
 latencies = st.lists(st.floats(1e-3, 100.0), min_size=2, max_size=200)

@@ -28,10 +28,7 @@ def test_divergence_after_a_long_document_is_no_fault():
     (finding,) = findings(causes({"256": 100, "8192": 900}, memory=1000))
     assert finding.statement == "100 % of computed tokens follow a divergence within the first 8,192 tokens."
     assert "Nothing is wrong" in finding.advice
-
-
-def test_very_deep_divergence_is_not_mentioned():
-    assert not findings(causes({"more": 900}, memory=100))
+    assert not findings(causes({"more": 900}, memory=100)), "a very deep divergence is not mentioned"
 
 
 @pytest.mark.parametrize("cause", sorted(COMPUTED.keys() - {"new", "diverged"}))
@@ -68,27 +65,17 @@ def test_overview_shows_every_cause_with_its_share():
     assert all(len(line) <= 120 for line in shown.splitlines())
 
 
-def test_request_shows_only_its_own_causes():
+def test_request_shows_only_its_own_causes_and_how_long_it_took():
     explained = {"request_id": "cmpl-1", "tokens": {"remote": 2000, "tail": 5}, "common_tokens": 2000}
     shown = "\n".join(tables.request(explained))
     assert shown.startswith("Request cmpl-1: 2,005 tokens.")
     assert "remote tier" in shown
     assert "memory tier" not in shown
-
-
-def test_request_shows_how_long_it_took():
-    explained = {"request_id": "cmpl-1", "tokens": {"remote": 2000, "tail": 5}, "common_tokens": 2000}
-    assert "Its engine has not reported how long it took." in tables.request(explained), "an older sidecar"
+    assert "Its engine has not reported how long it took." in shown, "an older sidecar"
     explained |= {"lookup_seconds": 0.0004, "wait_seconds": 0.2, "load_seconds": {"remote": 0.0123}}
-    assert (
-        "Time: lookup 0.4 ms, wait 200.0 ms, load from remote tier 12.3 ms, arrival to first token 1.50 s."
-    ) in tables.request(explained | {"first_token_seconds": 1.5})
-    assert "Time: lookup 0.4 ms, wait 200.0 ms, load from remote tier 12.3 ms." in tables.request(
-        explained | {"first_token_seconds": None}
-    )
-
-
-def test_times_of_wrong_types_count_as_nothing():
-    explained = {"request_id": "cmpl-1", "tokens": {"remote": 2000}, "common_tokens": 2000}
+    times = "Time: lookup 0.4 ms, wait 200.0 ms, load from remote tier 12.3 ms"
+    with_first_token = tables.request(explained | {"first_token_seconds": 1.5})
+    assert f"{times}, arrival to first token 1.50 s." in with_first_token
+    assert f"{times}." in tables.request(explained | {"first_token_seconds": None})
     wrong = {"lookup_seconds": "x", "wait_seconds": [], "load_seconds": 3, "first_token_seconds": "y"}
     assert "Time: lookup 0.0 ms, wait 0.0 ms." in tables.request(explained | wrong)

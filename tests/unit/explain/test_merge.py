@@ -42,10 +42,6 @@ def test_causes_of_two_sidecars_add_up() -> None:
     }
 
 
-def test_no_report_merges_to_zero() -> None:
-    assert merge.causes([])["prompt_tokens"] == 0
-
-
 @pytest.mark.parametrize("value", [True, -1, "7", None, [], float("nan"), float("inf"), 1 << 64])
 def test_values_that_are_no_counts_count_as_nothing(value: Any) -> None:
     assert merge.total([{"a": {"b": value}}, {"a": {"b": 2}}], "a", "b") == 2

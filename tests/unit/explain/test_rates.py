@@ -57,10 +57,6 @@ def test_restarted_sidecar_counts_from_its_start(uptime):
     assert measured.write_bytes["memory"] == 0  # rows that it adopted were not stored again
 
 
-def test_reports_of_the_same_moment_have_no_rates():
-    assert rates(report(10.0), report(10.0)) is None
-
-
 @pytest.mark.parametrize("value", [None, "9", -1, math.nan, math.inf, [], True, {"x": {}}, 1 << 70])
 def test_values_of_a_wrong_type_count_as_nothing(value):
     parts = ("lookups", "causes", "memory", "disk", "remote")
@@ -70,50 +66,38 @@ def test_values_of_a_wrong_type_count_as_nothing(value):
     measured = rates({"uptime_seconds": 1}, {"uptime_seconds": 2, **dict.fromkeys(parts, counted)})
     assert measured is not None
     assert sum(measured.tokens.values()) == measured.requests == 0
-    assert rates({}, {"uptime_seconds": value}) is None
+    assert rates({}, {"uptime_seconds": value}) is rates(report(10.0), report(10.0)) is None
+
+
+def answer(uptime: float, uid: str = "uid", number: int = 0, **parts: Any) -> Answer:
+    """The report of a pod; without an uptime, it gave no answer."""
+    if not uptime:
+        return Answer(uid, f"pod-{number}", "demo", problem="no answer within 2 s")
+    return Answer(uid, f"pod-{number}", "demo", report(uptime, **parts))
 
 
 def test_missed_answer_gives_no_rates_and_the_next_answer_counts_the_whole_time():
     traffic = Traffic()
-    first = Answer("uid", "pod-0", "demo", report(10.0, causes=tokens(new=0)))
-    silent = Answer("uid", "pod-0", "demo", problem="no answer within 2 s")
-    later = Answer("uid", "pod-0", "demo", report(20.0, causes=tokens(new=1000)))
-    (pod,) = traffic.observe([first])
+    (pod,) = traffic.observe([answer(10.0, causes=tokens(new=0))])
     assert (pod["problem"], pod["tokensPerSecond"]) == ("", None)
-    (pod,) = traffic.observe([silent])
+    (pod,) = traffic.observe([answer(0.0)])
     assert (pod["problem"], pod["tokensPerSecond"]) == ("no answer within 2 s", None)
-    (pod,) = traffic.observe([later])
+    (pod,) = traffic.observe([answer(20.0, causes=tokens(new=1000))])
     assert pod["tokensPerSecond"]["computed"] == 100.0
-
-
-def test_pod_with_a_used_name_has_no_rates_yet():
-    traffic = Traffic()
-    traffic.observe([Answer("old", "pod-0", "demo", report(10.0))])
-    (pod,) = traffic.observe([Answer("new", "pod-0", "demo", report(20.0))])
+    (pod,) = traffic.observe([answer(30.0, uid="of a new pod with this name")])
     assert pod["tokensPerSecond"] is None
 
 
 def test_totals_add_up_pods_and_name_the_first_open_circuit():
     traffic = Traffic()
     for seconds in (1.0, 2.0):
+        remotes = [
+            {"is_reachable": bool(number), "off_reason": "refused\x1b[2J", "num_queued_loads": 3}
+            for number in range(3)
+        ]
+        causes = tokens(memory=int(10 * seconds))
         pods = traffic.observe(
-            [
-                Answer(
-                    f"{number}",
-                    f"pod-{number}",
-                    "demo",
-                    report(
-                        seconds,
-                        causes=tokens(memory=int(10 * seconds)),
-                        remote={
-                            "is_reachable": bool(number),
-                            "off_reason": "refused\x1b[2J",
-                            "num_queued_loads": 3,
-                        },
-                    ),
-                )
-                for number in range(3)
-            ]
+            [answer(seconds, f"{n}", n, causes=causes, remote=remote) for n, remote in enumerate(remotes)]
         )
     figures = document(pods, time="now", seconds=2.0, problems=[])
     assert figures["total"]["tokensPerSecond"]["memory"] == 30.0

@@ -42,13 +42,9 @@ def test_names_the_size_that_would_retain_the_evicted_chunks():
     assert finding.advice.startswith("A memory tier of 3 x the size (480Mi) would have kept ")
 
 
-def test_says_nothing_if_no_size_hits_more():
-    assert larger_memory(answer(400), 2 * WORKING_SET, 2 * WORKING_SET) is None
-
-
-def test_says_nothing_about_few_samples():
-    assert larger_memory(answer(50), WORKING_SET, WORKING_SET // 2) is None
-    assert larger_memory(answer(0), WORKING_SET, WORKING_SET // 2) is None
+@pytest.mark.parametrize(("num_requests", "usable"), [(400, 2 * WORKING_SET), (50, WORKING_SET // 2), (0, 1)])
+def test_says_nothing_if_no_size_hits_more_or_samples_are_few(num_requests, usable):
+    assert larger_memory(answer(num_requests), max(usable, WORKING_SET), usable) is None
 
 
 def test_refuses_an_answer_of_another_server():
