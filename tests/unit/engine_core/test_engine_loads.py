@@ -29,20 +29,6 @@ def test_load_is_reported_only_after_its_copy(rig):
     assert rig.collect_until(lambda sent, loaded: loaded)[1] == ["r"]
 
 
-def test_slot_evicted_during_a_load_fails_the_following_blocks(rig):
-    rig.session.committed += [Slot(0, 1), Slot(1, 1)]
-
-    def evict_second():
-        rig.session.committed[:] = [Slot(0, 1)]
-
-    rig.copier.after_copy = evict_second
-    rig.load(Slot(0, 1), Slot(1, 1))
-    assert rig.collect_until(lambda sent, loaded: loaded)[1] == ["r"]
-    assert rig.worker.take_bad_blocks() == {13, 14}
-    assert rig.worker.take_bad_blocks() == set()
-    assert rig.worker.take_report(StepMeta()).failed_loads == {"r"}
-
-
 @pytest.mark.parametrize("batch_bytes", [1, 8192, 1 << 20])
 @pytest.mark.parametrize("is_evicted_before", [True, False])
 def test_slot_evicted_during_a_batch_fails_the_following_blocks(rig, batch_bytes, is_evicted_before):
@@ -61,6 +47,8 @@ def test_slot_evicted_during_a_batch_fails_the_following_blocks(rig, batch_bytes
     rig.load(*slots, blocks=tuple(range(11, 21)))
     assert rig.collect_until(lambda sent, loaded: loaded)[1] == ["r"]
     assert rig.worker.take_bad_blocks() == {15, 16, 17, 18, 19, 20}
+    assert rig.worker.take_bad_blocks() == set()
+    assert rig.worker.take_report(StepMeta()).failed_loads == {"r"}
     assert rig.copier.kv.keys() >= {11, 12, 13, 14}
 
 

@@ -40,6 +40,8 @@ def test_silent_sidecar_does_not_delay_later_requests(rig):
     assert rig.match(rig.arrive(make_request(200, "a"))) == (0, False)
     rig.session.before_lookup = lambda: pytest.fail("no call is allowed so soon")
     assert rig.match(rig.arrive(make_request(200, "b"))) == (0, False)
+    rig.stored(3)
+    assert rig.match(rig.arrive(make_request(200, "c"))) == (192, True), "rows in memory are offered"
 
 
 def test_reattached_sidecar_gets_hints_at_once(rig):
@@ -49,12 +51,6 @@ def test_reattached_sidecar_gets_hints_at_once(rig):
     rig.session.epoch += 1
     rig.arrive(make_request(200, "b"))
     assert rig.session.num_hints == 1
-
-
-def test_rows_in_memory_are_offered_while_the_sidecar_is_silent(rig):
-    rig.stored(3)
-    rig.session.is_down = True
-    assert rig.match(rig.arrive(make_request(200))) == (192, True)
 
 
 def test_release_that_cannot_be_sent_is_left_to_the_client(rig):

@@ -107,6 +107,8 @@ def test_load_during_a_computing_step_is_leased(rig):
 def test_reduced_load_is_reported_with_fewer_tokens(rig):
     request = rig.matched()
     rig.allocate(request, blocks(6), 96)
+    (load,) = rig.step().loads
+    assert load.blocks == (100, 101, 102)
     assert reported(rig) == [("r", 3, figures(0, 2, 96))]
 
 

@@ -55,23 +55,18 @@ def test_engine_hits_are_stored_only_if_not_cached(rig):
     assert chunk_ranges(meta) == [(2, 3)]
 
 
-def test_engine_may_load_less_than_offered(rig):
-    request = rig.matched()
-    rig.allocate(request, blocks(6), 96)
-    (load,) = rig.step().loads
-    assert load.blocks == (100, 101, 102)
-
-
-def test_prompt_without_a_full_chunk_does_not_wait(rig):
-    request = make_request(63)
+@pytest.mark.parametrize(
+    ("num_tokens", "computed", "fields"),
+    [
+        pytest.param(63, 0, {}, id="no full chunk"),
+        pytest.param(200, 192, {}, id="full hit in the engine"),
+        pytest.param(200, 0, {"resumable": True}, id="resumable, which is not cached"),
+    ],
+)
+def test_request_with_nothing_to_load_does_not_wait(rig, num_tokens, computed, fields):
+    request = make_request(num_tokens, **fields)
     rig.scheduler.on_new_request(request)
-    assert rig.match(request) == (0, False)
-
-
-def test_full_local_hit_does_not_wait(rig):
-    request = make_request(200)
-    rig.scheduler.on_new_request(request)
-    assert rig.match(request, computed=192) == (0, False)
+    assert rig.match(request, computed) == (0, False)
 
 
 def test_request_that_skips_reads_is_stored_but_not_loaded(rig):
@@ -247,12 +242,6 @@ def test_offered_load_that_cannot_be_planned_fails_all_blocks(rig):
     assert list(load.pieces()) == []
     assert load.blocks == tuple(blocks(6)), "all blocks must fail"
     assert rig.finish(request) is False
-
-
-def test_resumable_requests_are_not_cached(rig):
-    request = make_request(200, resumable=True)
-    rig.scheduler.on_new_request(request)
-    assert rig.match(request) == (0, False)
 
 
 def test_block_tables_are_retained_between_steps_of_vllm_0_29(rig):

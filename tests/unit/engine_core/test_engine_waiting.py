@@ -32,13 +32,6 @@ def test_waiting_request_has_no_lease(rig):
     assert rig.session.leased == {"r"}
 
 
-def test_rows_stored_while_a_request_is_queued_are_offered(rig):
-    request = rig.arrive(make_request(200))
-    rig.now = 60.0
-    rig.stored(3)
-    assert rig.match(request) == (192, True)
-
-
 def test_unanswered_lookup_offers_rows_in_memory_after_a_timeout(rig):
     rig.stored(2)
     gate = threading.Event()
