@@ -19,23 +19,16 @@ from lmcache.tiers.memory.contracts import LookupResult, Slot
 from tests.harness.wire import make_hello
 
 
-class NoAnswer(grpc.RpcError):
-    def code(self):
-        return grpc.StatusCode.DEADLINE_EXCEEDED
+class CallError(grpc.RpcError):
+    """The end of a call with a status and, optionally, the reason that the sidecar adds."""
 
-    def details(self):
-        return ""
+    def __init__(self, code, details="", reason=""):
+        self.code, self.details = (lambda: code), (lambda: details)
+        self.trailing_metadata = lambda: ((service.REASON_METADATA, reason),)
 
 
-class EngineCopies(grpc.RpcError):
-    def code(self):
-        return grpc.StatusCode.FAILED_PRECONDITION
-
-    def details(self):
-        return "the GPU is not visible here"
-
-    def trailing_metadata(self):
-        return ((service.REASON_METADATA, service.REASON_ENGINE_COPIES),)
+NO_ANSWER = CallError(grpc.StatusCode.DEADLINE_EXCEEDED)
+REFUSAL = CallError(grpc.StatusCode.FAILED_PRECONDITION, "not visible here", service.REASON_ENGINE_COPIES)
 
 
 class Channel:
@@ -104,7 +97,7 @@ def test_pending_release_does_not_end_a_renewed_lease(client):
     """
     channel = Channel()
     session = attach(client, channel)
-    channel.error = NoAnswer()
+    channel.error = NO_ANSWER
     with pytest.raises(SidecarUnavailableError):
         session.release(["preempted", "other"])
     channel.error = None
@@ -152,21 +145,15 @@ def test_copy_of_many_slots_is_split_into_bounded_calls(client):
     assert blocks.tolist() == [list(copy.blocks) for copy in copies]
 
 
-def test_refused_copy_raises_error_so_that_the_engine_copies(client):
+@pytest.mark.parametrize(
+    ("error", "raised"), [(REFUSAL, EngineCopiesError), (NO_ANSWER, SidecarUnavailableError)]
+)
+def test_copy_that_was_refused_or_not_answered_keeps_the_session(client, error, raised):
+    """Only a message of the stream makes the engine copy all further slots."""
     channel = Channel()
     session = attach(client, channel, store_copier=pb.COPIER_SIDECAR)
-    channel.error = EngineCopies()
-    with pytest.raises(EngineCopiesError, match="not visible here"):
-        session.copy_blocks([BlockCopy(0, Slot(1, 1), (1,))])
-    assert session.store_copier.is_sidecar, "only a message of the stream changes this"
-
-
-def test_unanswered_copy_keeps_the_session(client):
-    """The sidecar holds slots whose copy is in progress, also when they are aborted."""
-    channel = Channel()
-    session = attach(client, channel, store_copier=pb.COPIER_SIDECAR)
-    channel.error = NoAnswer()
-    with pytest.raises(SidecarUnavailableError):
+    channel.error = error
+    with pytest.raises(raised, match=error.details() or None):
         session.copy_blocks([BlockCopy(0, Slot(1, 1), (1,))])
     assert session.store_copier.is_sidecar
 

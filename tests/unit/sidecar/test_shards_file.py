@@ -1,13 +1,9 @@
 """The file with the shards of the remote tier: its format, and handling of invalid files."""
 
-import contextlib
 import logging
 from collections.abc import Iterator
-from itertools import pairwise
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import example, given
 from lmcache_sidecar.shards import ShardsFile, read_shards
 
 from lmcache.tiers.remote.address import Address, Endpoint
@@ -62,14 +58,6 @@ def test_read_shards_names_the_key_with_the_mistake(text, mistake):
         read_shards("f", text)
 
 
-@given(st.text() | st.text("curentpviosl:[], -'2026T\n"))
-@example("current: [a]\nprevious: [b]\nuntil: 0001-01-01T00:00:00+23:59")
-@example("current: [a]\nprevious: [b]\nuntil: 9999-12-31T23:59:59-23:59")
-def test_read_shards_returns_a_list_or_raises_value_error(text):
-    with contextlib.suppress(ValueError):
-        assert read_shards("f", text).current
-
-
 def test_unusable_file_keeps_the_previous_list(tier, tmp_path, caplog):
     path = tmp_path / "shards.yaml"
     file = ShardsFile(str(path), tier)
@@ -94,12 +82,3 @@ def test_unusable_file_keeps_the_previous_list(tier, tmp_path, caplog):
     assert caplog.text.count("name at least one shard") == 1
     assert "The list of the remote tier's shards is still a:6379,b:6379" in caplog.text
     assert "'curent' is unknown, and ignored; did you mean 'current'?" in caplog.text
-
-
-def test_until_that_repeats_lists_is_refused_without_memory():
-    """The text of the list would have 9 ** 8 elements."""
-    lines = ["a: &a [x, x, x, x, x, x, x, x, x]"]
-    lines += [f"{name}: &{name} [{', '.join(9 * [f'*{inner}'])}]" for inner, name in pairwise("abcdefgh")]
-    text = "\n".join([*lines, "current: [a]", "previous: [b]", "until: *h"])
-    with pytest.raises(ValueError, match="f: until: write a time"):
-        read_shards("f", text)

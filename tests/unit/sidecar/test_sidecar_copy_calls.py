@@ -65,20 +65,33 @@ def engine(world, monkeypatch):
     return SimpleNamespace(client=client, gpu=gpu, world=world, memory=world.sessions.store.memory)
 
 
-def request(engine, slots: bytes) -> pb.CopyBlocksRequest:
+def request(engine, slots: bytes, client=None) -> pb.CopyBlocksRequest:
+    client = client or engine.client
     blocks = np.zeros(len(slots) // service.SLOT_BYTES, "<u4").tobytes()
     return pb.CopyBlocksRequest(
-        epoch=engine.client.epoch,
-        client_uuid=engine.client.peer.uuid,
+        epoch=client.epoch,
+        client_uuid=client.peer.uuid,
         groups=[pb.GroupCopies(group=0, slots=slots, blocks=blocks)],
     )
 
 
+async def begin_copy(engine, *numbers: int):
+    """Reserve slots, and begin their copy. Returns slots and call."""
+    slots = engine.world.reserve(engine.client, *numbers).slots
+    call = asyncio.create_task(engine.world.sessions.copy_blocks(request(engine, slots)))
+    await asyncio.sleep(0)
+    return slots, call
+
+
+def end_engine(engine) -> None:
+    engine.world.sessions.clients.detach(engine.client)
+    engine.world.die(engine.client.peer.uuid)
+    engine.world.pass_time(10.0)
+
+
 def test_slots_are_held_until_their_copy_ends(engine):
     async def run() -> None:
-        slots = engine.world.reserve(engine.client, 1, 2).slots
-        call = asyncio.create_task(engine.world.sessions.copy_blocks(request(engine, slots)))
-        await asyncio.sleep(0)
+        slots, call = await begin_copy(engine, 1, 2)
         assert engine.memory.num_held == 2
         with pytest.raises(CallRefusedError, match=r"nothing was committed: a copy .* is under way"):
             engine.world.commit(engine.client, slots)
@@ -94,9 +107,7 @@ def test_slots_are_held_until_their_copy_ends(engine):
 
 def test_cancelled_copy_holds_its_slots_until_it_ends(engine):
     async def run() -> None:
-        slots = engine.world.reserve(engine.client, 1).slots
-        call = asyncio.create_task(engine.world.sessions.copy_blocks(request(engine, slots)))
-        await asyncio.sleep(0)
+        slots, call = await begin_copy(engine, 1)
         call.cancel()  # as at the deadline of the call
         with pytest.raises(asyncio.CancelledError):
             await call
@@ -112,9 +123,7 @@ def test_cancelled_copy_holds_its_slots_until_it_ends(engine):
 
 def test_failed_copy_must_be_done_by_the_engine(engine):
     async def run() -> None:
-        slots = engine.world.reserve(engine.client, 1).slots
-        call = asyncio.create_task(engine.world.sessions.copy_blocks(request(engine, slots)))
-        await asyncio.sleep(0)
+        slots, call = await begin_copy(engine, 1)
         engine.gpu.end(is_copied=False)
         with pytest.raises(CallRefusedError, match="the reader died") as caught:
             await call
@@ -132,8 +141,7 @@ def test_invalid_copy_is_refused_and_holds_no_slot(engine):
 
     slots = engine.world.reserve(engine.client, 1).slots
     other_client = engine.world.attach(new_uuid(), transfer=OFFER)
-    stolen = request(engine, slots)
-    stolen.epoch, stolen.client_uuid = other_client.epoch, other_client.peer.uuid
+    stolen = request(engine, slots, other_client)
     assert "not reserved by this client" in asyncio.run(refusal_of(stolen)).message
     stale = request(engine, slots)
     stale.epoch += 1
@@ -152,18 +160,10 @@ def test_copy_with_the_row_size_of_another_group_is_refused(engine):
         GroupPages(group, 9, 1, (LayerPages(0, 0, size, size),)) for group, size in ((0, 12288), (1, 4096))
     ]
     offer = TransferOffer(UUID, OFFER.allocations, tuple(pages))
-    hello_fields = {"engine_uuid": b"o" * 16, "groups": groups, "transfer": offer}
-    engine.world.sessions.clients.detach(engine.client)
-    engine.world.die(engine.client.peer.uuid)
-    engine.world.pass_time(10.0)
-    client = engine.world.attach(new_uuid(), **hello_fields)
-    reserved = engine.world.reserve(client, 1, group=1)
-    blocks = np.zeros(1, "<u4").tobytes()
-    message = pb.CopyBlocksRequest(
-        epoch=client.epoch,
-        client_uuid=client.peer.uuid,
-        groups=[pb.GroupCopies(group=0, slots=reserved.slots, blocks=blocks)],
-    )
+
+    end_engine(engine)
+    client = engine.world.attach(new_uuid(), engine_uuid=b"o" * 16, groups=groups, transfer=offer)
+    message = request(engine, engine.world.reserve(client, 1, group=1).slots, client)
     with pytest.raises(CallRefusedError, match=r"nothing was copied: .* is not reserved for 12288 bytes"):
         asyncio.run(asyncio.wait_for(engine.world.sessions.copy_blocks(message), 60))
     assert engine.world.sessions.store.memory.num_held == 0
@@ -189,9 +189,7 @@ def test_number_of_read_gpus_is_limited(engine):
 
 def test_arena_keeps_its_geometry_during_a_copy(engine):
     engine.gpu.num_slots_under_way = 1
-    engine.world.sessions.clients.detach(engine.client)
-    engine.world.die(engine.client.peer.uuid)
-    engine.world.pass_time(10.0)
+    end_engine(engine)
     with pytest.raises(CallRefusedError, match="may still write to the arena"):
         engine.world.attach(new_uuid(), engine_uuid=b"x" * 16, num_columns=2)
     engine.gpu.num_slots_under_way = 0

@@ -21,8 +21,6 @@ from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.service import LOOKUP, RELEASE
 from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.memory.rows import Removal
-from lmcache.tiers.remote.address import Address
-from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.stats import MemoryStats, ObjectStats, TieredStats, counter, counters
 
 
@@ -160,15 +158,6 @@ def test_other_tasks_run_during_rendering():
 
     asyncio.run(run())
     assert turns >= 2 + 4  # families of calls and of PARTS
-
-
-def test_counts_by_reason_are_json():
-    remote = RemoteTier(Address.parse("unix:///nowhere"))
-    remote.stats.invalid["checksum"] += 2
-    remote.stats.refused["OOM"] += 1
-    part = tier_part("remote", TierHandle("nowhere", remote), None)
-    tier_stats = json.loads(json.dumps(document([part])))["remote"]
-    assert (tier_stats["invalid"], tier_stats["refused"]) == ({"checksum": 2}, {"OOM": 1})
 
 
 def test_reason_why_a_tier_is_off_is_shown(tmp_path):
