@@ -10,8 +10,8 @@ from lmcache.tiers.memory.contracts import Geometry, Slot
 from lmcache.tiers.memory.layout import HEAD_BYTES, ArenaLayout
 from lmcache.tiers.memory.mapping import MappedColumn
 from lmcache.tiers.memory.slots import ENTRY_BYTES, State
-from lmcache.tiers.memory.tier import MemoryTier
 from lmcache.tiers.pages import PAGE_BYTES
+from tests.harness.arenas import mapped_column, tier_over
 
 MIB = 1 << 20
 GEOMETRY = Geometry(64 << 10, 2)
@@ -49,15 +49,6 @@ def fill(arena: ArenaFile) -> list[int]:
             lambda: (ready_counts and ready_counts[-1] == arena.num_rows > 0) or arena.growth_error, 60
         )
     return ready_counts
-
-
-def tier_over(arena: ArenaFile) -> MemoryTier:
-    """A memory tier that may use all rows."""
-    tier = MemoryTier(arena)
-    tier.usable_slots = arena.num_rows
-    list(tier.adopt())
-    tier.release_adopted()
-    return tier
 
 
 def first_slot(arena: ArenaFile, key: bytes) -> Slot:
@@ -157,16 +148,14 @@ class TestFile:
         extent_list_bytes = 16 << 10  # file systems other than tmpfs store a list of extents
         assert 6 * MIB <= path.stat().st_blocks * 512 <= 8 * MIB + extent_list_bytes
 
-    def test_slots_are_separate_and_visible_to_clients(self, opened, path):
+    def test_slots_are_separate_and_visible_to_clients(self, opened):
         arena = opened()
         arena.format(GEOMETRY)
         for row in range(arena.num_rows):
             for column in range(2):
                 arena.view(row, column)[:] = bytes([row + 1, column]) * (32 << 10)
         for column in range(2):
-            mapped = MappedColumn(
-                path, arena.table_offset(column), arena.column_offset(column), 64 << 10, arena.num_rows
-            )
+            mapped = mapped_column(arena, column)
             mapped.populate(0, arena.num_rows)
             for row in range(arena.num_rows):
                 assert mapped.slots[row].tobytes() == bytes([row + 1, column]) * (32 << 10)
@@ -174,12 +163,12 @@ class TestFile:
         with pytest.raises(IndexError):
             arena.view(arena.num_rows, 0)
 
-    def test_client_sees_whether_its_slot_is_valid(self, opened, path):
+    def test_client_sees_whether_its_slot_is_valid(self, opened):
         arena = opened()
         arena.format(GEOMETRY)
         tier = tier_over(arena)
         tier.usable_slots = 1
-        mapped = MappedColumn(path, arena.table_offset(1), arena.column_offset(1), 64 << 10, arena.num_rows)
+        mapped = mapped_column(arena, 1)
         slots = [tier.reserve(b"k" * 64, column, OWNER, length=1).slot for column in range(2)]
         assert not mapped.holds(slots[1])
         for column in range(2):

@@ -10,8 +10,8 @@ import pytest
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.contracts import Geometry
-from lmcache.tiers.memory.mapping import MappedColumn
 from lmcache.tiers.memory.tier import MemoryTier
+from tests.harness.arenas import mapped_column, tier_over
 from tests.harness.chains import one_chain
 
 MIB = 1 << 20
@@ -62,10 +62,7 @@ def growing(shm_path):
 
 @pytest.fixture
 def tier(growing):
-    tier = MemoryTier(growing.arena)
-    list(tier.adopt())
-    tier.usable_slots = growing.arena.num_rows
-    return tier
+    return tier_over(growing.arena)
 
 
 def fill(tier: MemoryTier) -> None:
@@ -102,9 +99,7 @@ def test_shrinking_frees_memory_and_growth_populates_new_memory(growing, tier):
 def test_client_reads_zeros_in_freed_slots(growing, tier):
     fill(tier)
     arena = growing.arena
-    mapped = MappedColumn(
-        arena.path, arena.table_offset(1), arena.column_offset(1), GEOMETRY.slot_bytes, arena.num_rows
-    )
+    mapped = mapped_column(arena, 1)
     last = arena.num_rows - 1
     slot = tier.lookup((b"e" * 16, "r"), one_chain([last.to_bytes(64, "big")])).slots[0]
     assert mapped.slots[last, :4].tobytes() == last.to_bytes(4, "big")

@@ -7,9 +7,8 @@ import pytest
 
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.contracts import Geometry, Reserved
-from lmcache.tiers.memory.mapping import MappedIndex
 from lmcache.tiers.memory.slots import State
-from lmcache.tiers.memory.tier import MemoryTier
+from tests.harness.arenas import mapped_index, tier_over
 from tests.harness.chains import one_chain
 from tests.unit.tiers.test_shared_index import CAPACITY, OWNER, SLOT_BYTES, row_key, words
 
@@ -27,11 +26,7 @@ def arena(tmp_path):
 
 @pytest.fixture
 def tier(arena):
-    tier = MemoryTier(arena)
-    for _ in tier.adopt():
-        pass
-    tier.usable_slots = arena.num_rows
-    return tier
+    return tier_over(arena)
 
 
 def store(tier, key):
@@ -78,7 +73,7 @@ def test_rows_keep_the_stored_key_and_slot(tier, corrupt):
 
 
 def test_rows_invisible_to_readers_are_stored_again(tier, arena, corrupt):
-    reader = MappedIndex(arena.path, arena.table_offset(0), arena.num_rows, *arena.index_place)
+    reader = mapped_index(arena)
     corrupted = store(tier, KEY).slot
     corrupt(corrupted.row)
     second = store(tier, KEY)
@@ -92,9 +87,7 @@ def test_rows_invisible_to_readers_are_stored_again(tier, arena, corrupt):
 def test_rows_unreadable_for_a_rank_are_stored_again_by_all_ranks(tmp_path, order):
     arena = ArenaFile(tmp_path / "arena", CAPACITY)
     arena.format(Geometry(SLOT_BYTES, 2))
-    tier = MemoryTier(arena)
-    tier.usable_slots = arena.num_rows
-    tier.release_adopted()
+    tier = tier_over(arena)
     for _ in range(2):
         slots = [tier.reserve(KEY, column, OWNER, length=SLOT_BYTES).slot for column in order]
         assert slots[0] == slots[1]
@@ -107,7 +100,7 @@ def test_rows_unreadable_for_a_rank_are_stored_again_by_all_ranks(tmp_path, orde
 
 @pytest.mark.parametrize("corrupt", [0, 0xFF, 0x11])
 def test_overwritten_index_shows_stored_rows_again(tier, arena, corrupt):
-    reader = MappedIndex(arena.path, arena.table_offset(0), arena.num_rows, *arena.index_place)
+    reader = mapped_index(arena)
     before = store(tier, KEY).slot
     arena.shared_index._buckets[:] = corrupt
     assert not len(reader.find(words(KEY)).rows)

@@ -14,9 +14,10 @@ from lmcache.common.units import round_up
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.contracts import Geometry, Reserved
-from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
+from lmcache.tiers.memory.mapping import MappedIndex
 from lmcache.tiers.memory.shared_index import BUCKET_BYTES, BUCKET_ENTRIES, U64, SharedIndex, num_buckets
 from lmcache.tiers.memory.tier import MemoryTier
+from tests.harness.arenas import mapped_column, mapped_index, tier_over
 from tests.harness.chains import one_chain
 from tests.harness.scope import examples
 
@@ -75,27 +76,13 @@ class IndexMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        arena = self.arena
-        self.reader = MappedIndex(self.path, arena.table_offset(0), arena.num_rows, *arena.index_place)
-        self.columns = [
-            MappedColumn(
-                self.path,
-                arena.table_offset(column),
-                arena.column_offset(column),
-                SLOT_BYTES,
-                arena.num_rows,
-                SLOTS_PER_FRAME,
-            )
-            for column in range(NUM_COLUMNS)
-        ]
+        self.reader = mapped_index(self.arena)
+        self.columns = [mapped_column(self.arena, column) for column in range(NUM_COLUMNS)]
         self.start()
 
     def start(self) -> None:
-        self.tier = MemoryTier(self.arena)
-        self.tier.usable_slots = self.arena.num_rows
-        list(self.tier.adopt())
+        self.tier = tier_over(self.arena)
         self.tier.end_quarantine(OWNER)
-        self.tier.release_adopted()
         for shared in (self.arena.table, self.arena.shared_index):
             if not isinstance(shared._words, ObservedWords):
                 shared._words = ObservedWords(shared._words, self.found_rows_are_right)
@@ -202,9 +189,7 @@ TestIndexModel.settings = settings(max_examples=NUM_EXAMPLES // 2, stateful_step
 def tier(tmp_path):
     arena = ArenaFile(tmp_path / "arena", 8 << 20)
     arena.format(Geometry(SLOT_BYTES, 1))
-    tier = MemoryTier(arena)
-    tier.usable_slots = arena.num_rows
-    yield tier
+    yield tier_over(arena)
     arena.close()
 
 
@@ -215,13 +200,9 @@ def fill(tier: MemoryTier, number: int) -> list[bytes]:
     return keys
 
 
-def reader_of(arena: ArenaFile) -> MappedIndex:
-    return MappedIndex(arena.path, arena.table_offset(0), arena.num_rows, *arena.index_place)
-
-
 def test_finds_all_rows_of_a_full_arena(tier):
     keys = fill(tier, tier.arena.num_rows)
-    reader = reader_of(tier.arena)
+    reader = mapped_index(tier.arena)
     assert reader.find(words(*keys)).slots() == [tier._rows.slot(tier._rows.row_by_key[k]) for k in keys]
     reader.close()
 
@@ -253,7 +234,7 @@ def test_repeated_insert_is_removed_by_a_single_remove(tier):
 def test_entry_changed_during_the_read_is_a_miss(tier, torn):
     """The row is reused between the two reads of its entry, so the key may be that of another row."""
     (key,) = fill(tier, 1)
-    reader = reader_of(tier.arena)
+    reader = mapped_index(tier.arena)
     state, generation = 14, 13
 
     class Changing:
@@ -294,7 +275,7 @@ def test_refuses_too_short_file(tier):
 
 
 def test_readers_cannot_write(tier):
-    reader = reader_of(tier.arena)
+    reader = mapped_index(tier.arena)
     with pytest.raises(ValueError, match="read-only"):
         reader._buckets[0] = 0
     reader.close()
