@@ -68,22 +68,6 @@ class TestAbsentSidecar:
 
 
 class TestKilledSidecar:
-    def test_memory_is_served_again_after_a_restart(self, sidecar, patient_calls):
-        with PageEngine(sidecar) as engine:
-            assert engine.store(1, 2)
-            assert engine.look_up(1, 2) == 2
-            session = engine.client.session
-            sidecar.kill()
-            wait_until(lambda: not engine.access.is_attached)
-            assert engine.look_up(1, 2) == 0
-            assert engine.load(1, 2) == 0
-            assert not engine.store(3)
-            sidecar.start()
-            reattached(engine, session)
-            assert engine.store(1, 2)
-            assert engine.run(1, 2) == 2
-            wait_released(sidecar)
-
     @pytest.mark.parametrize("hook", ["before_load", "after_load"])
     def test_load_that_runs_while_it_restarts_delivers_only_right_pages(self, sidecar, patient_calls, hook):
         with PageEngine(sidecar) as engine:

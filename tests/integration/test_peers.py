@@ -110,18 +110,6 @@ def test_pod_that_dies_and_comes_back(tmp_path):
             wait_until(lambda: other.run(*PAGES) == len(PAGES))
 
 
-def test_pod_that_does_not_answer_delays_a_lookup_by_the_deadline_only(tmp_path):
-    with PeerSidecars(tmp_path, peer_answer_seconds=0.005) as pods, PageEngine(pods.sidecars[0]) as engine:
-        engine.store(*PAGES)
-        with other_engine(pods.sidecars[1]) as other:
-            pods.sidecars[0].freeze()
-            assert other.run(*PAGES) == 0
-            assert other.store(1, 2)
-            assert other.run(1, 2) == 2
-            pods.sidecars[0].thaw()
-            wait_released(pods.sidecars[1])
-
-
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_pod_that_stops_hands_its_hottest_rows_over(tmp_path, num_groups):
     with PeerSidecars(tmp_path) as pods, other_engine(pods.sidecars[1], num_groups=num_groups) as other:

@@ -151,17 +151,3 @@ def test_frozen_cluster_is_used_again_after_it_thaws(remote, servers):
 
     wait_until(lambda: is_available(remote))
     wait_until(lambda: remote.probe(KEYS, 2) == len(KEYS))
-
-
-def test_unreachable_cluster_raises():
-    remote = tier_of("redis-cluster://127.0.0.1:1,127.0.0.1:2")
-    for _ in range(2):
-        with pytest.raises(TierUnavailableError):
-            load(remote)
-        with pytest.raises(TierUnavailableError):
-            remote.probe(KEYS, 1)
-        with pytest.raises(TierUnavailableError):
-            remote.store(ObjectId(KEY, 0), memoryview(b"x"))
-    assert remote.health.is_open
-    assert not probe(remote)
-    remote.close()

@@ -9,7 +9,7 @@ from lmcache.tiers.base import ObjectId
 from lmcache.tiers.encryption.aes import AesGcm
 from lmcache.tiers.encryption.keys import Keys
 from lmcache.tiers.encryption.pieces import MAGIC
-from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError, TierUnavailableError
+from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError
 from lmcache.tiers.remote import objects
 from lmcache.tiers.remote.address import Address
 from lmcache.tiers.remote.objects import MAX_PIECE_BYTES
@@ -18,7 +18,7 @@ from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.remote.value_formats import EncryptedValues
 from testing.processes import RedisProcess
 from tests.harness.encryption import cipher, flipped, key_of, keys
-from tests.harness.remote_objects import KEY, encrypted_name, load, pattern, probe, row_name, tier_of
+from tests.harness.remote_objects import KEY, encrypted_name, load, pattern, row_name, tier_of
 
 pytestmark = pytest.mark.redis
 
@@ -229,22 +229,3 @@ def test_plain_values_under_an_encrypted_name_are_refused(server, open_tier, red
         assert load(plain) is None
         assert redis.dbsize() == 1
         assert (encrypted.stats.invalid, plain.stats.invalid) == ({"header": 1}, {"header": 1})
-
-
-def test_tier_without_a_key_writes_nothing_until_there_is_one(server, redis):
-    used = AesGcm("remote")
-
-    def present() -> Address:
-        if used.keys is None:
-            raise ConnectionError("add a key")
-        return Address.parse(server.unix_url)
-
-    with contextlib.closing(tier_of(server.unix_url, present=present, cipher=used)) as tier:
-        with pytest.raises(TierUnavailableError):
-            store(tier, pattern(10))
-        assert "add a key" in tier.health.problem
-        assert redis.dbsize() == 0
-        used.use(keys(1))
-        assert probe(tier)
-        assert store(tier, pattern(10))
-        assert load(tier) == pattern(10)

@@ -1,13 +1,11 @@
-"""Rows of realistic sizes on a Redis that evicts and that sidecars of an older release share."""
+"""Rows of realistic sizes on a Redis that evicts."""
 
 import contextlib
 import itertools
 import random
-import struct
 
 import hypothesis.strategies as st
 import pytest
-import xxhash
 from hypothesis import settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -169,53 +167,6 @@ def test_user_without_unlink_is_refused_without_an_outage(server):
         assert not remote.store(ObjectId(KEY, 0), memoryview(b"x"))
         assert remote.stats.refused == {"WRONGTYPE": 1}
         assert not remote.health.is_open
-
-
-class OldWriter:
-    """The format of earlier releases: parts of 4 MiB, each a string with a header. Do not change it."""
-
-    PART = 4 << 20
-
-    def __init__(self, server: RedisProcess) -> None:
-        self.client = server.client
-
-    def names(self, key: bytes, column: int, length: int) -> list[str]:
-        return [
-            f"lmc1:{key[:32].hex()}:{{{key[32:].hex()}:{column}}}:{part}"
-            for part in range(max(1, -(-length // self.PART)))
-        ]
-
-    def store(self, key: bytes, column: int, payload: bytes) -> None:
-        names = self.names(key, column, len(payload))
-        for part, name in reversed(list(enumerate(names))):
-            content = payload[part * self.PART : (part + 1) * self.PART]
-            digest = xxhash.xxh3_128_digest(content)
-            place = part, len(names), len(content), len(payload)
-            fields = struct.pack(
-                "<8sII64sIIQQ16sH512s62x", b"LMCchunk", 1, column, key, *place, digest, 0, b""
-            )
-            self.client.set(name, fields + struct.pack("<Q", xxhash.xxh3_64_intdigest(fields)) + content)
-
-    def finds(self, key: bytes, column: int) -> bool:
-        return bool(self.client.exists(self.names(key, column, 0)[0]))
-
-
-def test_releases_with_different_formats_share_a_redis(server):
-    old, payload = OldWriter(server), pattern(2 * OldWriter.PART + 5)
-    old.store(KEY, 0, payload)
-    with contextlib.closing(tier_of(server.unix_url)) as remote:
-        assert remote.probe([KEY], 1) == 0
-        assert load(remote) is None
-        assert remote.touch([KEY], 1) == {KEY}
-        new_key = KEY[::-1]
-        assert remote.store(ObjectId(new_key, 0), memoryview(payload))
-        assert not old.finds(new_key, 0)
-        assert remote.store(ObjectId(KEY, 0), memoryview(payload))
-        assert load(remote) == payload
-        assert not remote.stats.invalid
-    assert old.finds(KEY, 0), "the old release must still find its own parts"
-    for name in old.names(KEY, 0, len(payload)):
-        assert server.client.type(name) == b"string"
 
 
 KEYS = [bytes([number]) * 64 for number in range(3)]

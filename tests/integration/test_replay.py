@@ -9,7 +9,7 @@ from testing.child_process import wait_until
 from testing.processes import RedisProcess, SidecarProcess
 from testing.workloads.clock import Clock
 from testing.workloads.replay import Engine, Replay
-from testing.workloads.requests import HOUR, TOKENS, Request, Workload, chat
+from testing.workloads.requests import TOKENS, chat
 from testing.workloads.tiers import Service
 
 ROW_BYTES = 256 << 10
@@ -41,19 +41,6 @@ def test_sidecar_hits_equal_those_of_an_exact_tier():
     assert stats["lookups"]["num_lookups"] == len(workload.requests)
     assert stats["lookups"]["lookup_tokens"] == num_rows * TOKENS
     assert stats["lookups"]["hit_tokens"]["memory"] == num_sidecar_hits * TOKENS
-
-
-def test_requests_are_served_at_their_times():
-    workload = Workload([Request(0.1 * HOUR * number, 0, (number,)) for number in range(20)])
-    clock = Clock(time.time(), HOUR)  # an hour in a second
-    with SidecarProcess(memory_size="64Mi") as sidecar, Replay(workload, ROW_BYTES, clock) as replay:
-        began_at = time.time()
-        replay.start([sidecar])
-        wait_until(lambda: replay.is_over, timeout=240)
-        elapsed = time.time() - began_at
-    assert elapsed >= 1.9
-    assert len(replay.served) == 20
-    assert clock.workload_time(clock.origin + 2) == pytest.approx(clock.origin + 2 * HOUR)
 
 
 @pytest.mark.redis

@@ -213,25 +213,20 @@ def is_trusted(shard: Shard, certificates: Certificates) -> bool:
     return False
 
 
-def test_certificate_renewal_causes_no_miss(secure, tmp_path):
+def test_certificate_renewal_after_an_invalid_certificate_causes_no_miss(secure, tmp_path):
     connected = secure_tier(secure, secure.tls.folder / "ca.crt")
     assert connected.store(ObjectId(KEY, 0), memoryview(pattern(5 << 20)))
     assert refusal(secure, PASSWORD), "the server must refuse clients without TLS"
     second = authority(tmp_path, "second")
+    first = Certificates(tmp_path / "first/ca.pem", second.cert, second.key)
     assert not is_trusted(secure, second)
+    secure.tls.write(**{"tls.crt": "nonsense", "tls.key": ""})
+    wait_until(lambda: secure.check() or "certificate: ERR" in secure.log)
+    assert is_trusted(secure, first), "an invalid certificate is ignored"
     write_certificate(secure.tls, second)
     wait_until(lambda: is_trusted(secure, second))
-    assert not is_trusted(secure, Certificates(tmp_path / "first/ca.pem", second.cert, second.key))
+    assert not is_trusted(secure, first)
     for remote in (connected, secure_tier(secure, secure.tls.folder / "ca.crt")):
         assert load(remote) == pattern(5 << 20)
         assert remote.stats.failures == 0
         remote.close()
-
-
-def test_invalid_certificate_is_ignored_until_replaced(secure, tmp_path):
-    secure.tls.write(**{"tls.crt": "nonsense", "tls.key": ""})
-    wait_until(lambda: secure.check() or "certificate: ERR" in secure.log)
-    assert is_trusted(secure, Certificates(tmp_path / "first/ca.pem", Path(), Path()))
-    second = authority(tmp_path, "second")
-    write_certificate(secure.tls, second)
-    wait_until(lambda: is_trusted(secure, second))

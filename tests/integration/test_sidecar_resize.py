@@ -23,24 +23,6 @@ def sized(tmp_path: Path) -> Iterator[ResizedSidecar]:
         yield ResizedSidecar(sidecar, path)
 
 
-def test_growing_keeps_all_rows(sized):
-    assert "memory-size can't be read" in sized.memory["resize_problem"]
-    sized.write_size("16Mi")
-    with session_of(sized.sidecar) as session:
-        before = sized.settle(16)
-        assert before["max_bytes"] == 64 * MIB
-        few, many = range(4), range(before["capacity_rows"] + 8)
-        store(session, *few)
-        sized.write_size("64Mi")
-        after = sized.settle(64)
-        assert after["usable_rows"] == after["capacity_rows"] > len(many)
-        assert_stored(load(session, session, "r", *few), *few)
-        store(session, *many[len(few) :])
-        assert_stored(load(session, session, "s", *many), *many)
-        assert not any(sized.memory["removed"].values())
-        assert sized.memory["used_rows"] == len(many)
-
-
 def test_restarted_sidecar_has_the_size_in_the_file(sized):
     sized.write_size("48Mi")
     sized.settle(48)
@@ -57,12 +39,22 @@ def test_restarted_sidecar_has_the_size_in_the_file(sized):
         assert_stored(load(session, session, "r", *few), *few)
 
 
-def test_rows_are_intact_after_shrinking_and_growing(sized):
-    sized.write_size("64Mi")
+def test_rows_are_intact_after_growing_and_shrinking(sized):
+    assert "memory-size can't be read" in sized.memory["resize_problem"]
+    sized.write_size("16Mi")
     with session_of(sized.sidecar) as session:
-        large = sized.settle(64)["capacity_rows"]
+        assert sized.settle(16)["max_bytes"] == 64 * MIB
+        store(session, *range(4))
+        sized.write_size("64Mi")
+        grown = sized.settle(64)
+        large = grown["capacity_rows"]
+        assert grown["usable_rows"] == large
+        assert_stored(load(session, session, "r", *range(4)), *range(4))
         first, second = range(large), range(large, 2 * large)
-        store(session, *first)
+        store(session, *first[4:])
+        assert_stored(load(session, session, "s", *first), *first)
+        assert not any(sized.memory["removed"].values())
+        assert sized.memory["used_rows"] == large
         sized.write_size("16Mi")
         small = sized.settle(16)
         assert small["usable_rows"] == small["capacity_rows"] < large // 3

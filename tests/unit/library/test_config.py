@@ -102,11 +102,6 @@ def test_error_does_not_show_the_url():
     assert "secret" not in str(error.value)
 
 
-def test_missing_file_raises_file_not_found_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        LMCacheEngineConfig.from_file(str(tmp_path / "missing.yaml"))
-
-
 def test_defect_18_empty_environment_leaves_switches_off():
     assert LMCacheEngineConfig.from_env() == LMCacheEngineConfig(
         256, "cpu", 5, None, None, False, False, False, 0.15, 256, "[BLEND_SEP]", False

@@ -6,7 +6,7 @@ import torch
 from lmcache.config import LMCacheMemPoolMetadata
 from lmcache.storage_backend import remote_backend
 from lmcache.storage_backend.hybrid_backend import LMCHybridBackend
-from lmcache.storage_backend.local_backend import LMCLocalBackend, LMCLocalDiskBackend
+from lmcache.storage_backend.local_backend import LMCLocalBackend
 from lmcache.storage_backend.remote_backend import LMCPipelinedRemoteBackend
 from lmcache.tiers.disk.tier import DiskTier
 from testing.child_process import wait_until
@@ -112,22 +112,6 @@ def test_fetch_does_not_undo_a_concurrent_put(backend, connector, monkeypatch):
     monkeypatch.setattr(connector, "get", put_during_fetch)
     backend.get(key("a"))
     check([backend.get(key("a"))], ["b"])
-
-
-def test_defect_19_directory_works_as_local_backend(connector, tmp_path):
-    backend = open_backend(str(tmp_path / "cache"))
-    assert isinstance(backend.local_store, LMCLocalDiskBackend)
-    put_only(backend, "a")
-    check([backend.local_store.get(key("a"))], ["a"])
-    backend.close()
-
-
-def test_defect_19_foreign_keys_on_the_server_are_ignored(connector):
-    connector.values["session:42"] = b"{}"
-    backend = open_backend()
-    assert len(backend.local_store.dict) == 0
-    assert backend.remote_store.list() == []
-    backend.close()
 
 
 def test_pipelined_option_selects_the_pipelined_backend(connector):

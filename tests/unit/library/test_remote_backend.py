@@ -66,11 +66,28 @@ def test_list_skips_foreign_names(backend, connector):
     assert sorted(backend.list()) == keys_of("ab")
 
 
-def test_invalid_bytes_are_misses(backend, connector):
+@pytest.mark.parametrize(
+    "value", [b"garbage", RawSerializer().to_bytes(make_chunk())], ids=["bytes", "old format"]
+)
+def test_invalid_values_are_misses(backend, connector, value):
     put_chunks(backend, "abc")
-    connector.values[make_key("b").to_string()] = b"garbage"
+    connector.values[make_key("b").to_string()] = value
     assert names_of(backend.batched_get(keys_of("abc"))) == ["a", None, "c"]
     assert backend.num_faults == 1
+
+
+@pytest.mark.parametrize(("serde", "method"), [("_serializer", "to_bytes"), ("_deserializer", "from_bytes")])
+def test_defect_09_any_error_of_the_serde_gives_misses(backend, monkeypatch, serde, method):
+    def fail(content, label):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(backend, serde), method, fail)
+        put_chunks(backend, "a")
+        assert list(backend.batched_get(keys_of("a"))) == [None]
+        assert backend.num_faults == 1
+    put_chunks(backend, "a")
+    assert names_of(backend.batched_get(keys_of("a"))) == ["a"]
 
 
 @pytest.mark.parametrize("pattern", ["aXc", "XXc", "aXXXefXh", "XXXX", "abcdefgh", ""])
@@ -176,37 +193,6 @@ def test_full_queue_drops_and_counts_puts(backend, connector, monkeypatch):
     wait_until(lambda: len(connector.values) == 2)
 
 
-def test_defect_09_any_deserializer_error_gives_misses(backend, monkeypatch):
-    put_chunks(backend, "ab")
-
-    def fail(content, label):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(backend._deserializer, "from_bytes", fail)
-    assert list(backend.batched_get(keys_of("ab"))) == [None, None]
-    monkeypatch.undo()
-    assert names_of(backend.batched_get(keys_of("ab"))) == ["a", "b"]
-
-
-def test_chunk_refused_by_the_serde_is_dropped(backend, monkeypatch):
-    def refuse(chunk, label):
-        raise ValueError("refused")
-
-    monkeypatch.setattr(backend._serializer, "to_bytes", refuse)
-    backend.put(make_key("a"), make_chunk())
-    assert backend.num_faults == 1
-
-
-def test_defect_11_failed_backends_leave_no_threads(connector):
-    before = threading.active_count()
-    for changes in ({"remote_serde": "unknown"}, {"remote_serde": None}):
-        with pytest.raises((ValueError, AssertionError)):
-            LMCPipelinedRemoteBackend(
-                make_config(None, **{"remote_url": URL, **changes}), make_metadata(), "cpu"
-            )
-    assert threading.active_count() == before
-
-
 def test_queued_put_does_not_undo_a_later_put(backend, connector, monkeypatch):
     may_set, set_value, is_blocked = threading.Event(), connector.set, threading.Event()
 
@@ -277,12 +263,6 @@ def test_engines_of_different_chunk_lengths_share_short_chunks(connector):
     assert torch.equal(reader.get(make_key("a")), make_chunk(3))
     writer.close()
     reader.close()
-
-
-def test_value_of_the_old_format_is_a_miss(backend, connector):
-    connector.values[make_key("a").to_string()] = RawSerializer().to_bytes(make_chunk())
-    assert backend.get(make_key("a")) is None
-    assert backend.num_faults == 1
 
 
 # ---- round trips ----

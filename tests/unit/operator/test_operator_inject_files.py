@@ -14,22 +14,21 @@ from lmcache_operator.specs.names import INJECT_LABEL
 
 from tests.harness.operator_injection import CONTEXT, deployment, injected, outcome, pod
 from tests.harness.operator_model import cluster
+from tests.harness.operator_render import part
 from tools.kube import schemas
-
-
-def without_label(deployment_object: dict[str, Any], **engine: Any) -> dict[str, Any]:
-    """A copy of the Deployment without the label that requests a cache, with its container changed."""
-    deployment_object = copy.deepcopy(deployment_object)
-    template = deployment_object["spec"]["template"]
-    del template["metadata"]["labels"][INJECT_LABEL]
-    template["spec"]["containers"][0] |= engine
-    return deployment_object
 
 
 def deployment_of(engine: dict[str, Any]) -> dict[str, Any]:
     """A Deployment that requests the cache, with its container changed."""
     changed = deployment()
     changed["spec"]["template"]["spec"]["containers"][0] |= engine
+    return changed
+
+
+def unlabelled(**engine: Any) -> dict[str, Any]:
+    """The same without the label that requests a cache."""
+    changed = copy.deepcopy(deployment_of(engine))
+    del changed["spec"]["template"]["metadata"]["labels"][INJECT_LABEL]
     return changed
 
 
@@ -40,11 +39,10 @@ def test_second_injection_changes_nothing() -> None:
 
 def test_inject_changes_only_labelled_pods() -> None:
     service = {"kind": "Service", "metadata": {"name": "llm"}}
-    unlabelled = without_label(deployment())
-    results = injected(service, unlabelled, deployment())
-    assert results[:2] == [service, unlabelled]
+    results = injected(service, unlabelled(), deployment())
+    assert results[:2] == [service, unlabelled()]
     assert results[2] != deployment()
-    named = injected(unlabelled, name="demo")[0]
+    named = injected(unlabelled(), name="demo")[0]
     assert named["spec"]["template"]["metadata"]["labels"][INJECT_LABEL] == "demo"
     assert named == results[2]
 
@@ -121,20 +119,15 @@ def test_kubernetes_reads_dumped_strings_unchanged() -> None:
 
 
 def test_pod_gets_the_cache_of_its_own_namespace() -> None:
-    objects, sizes = [], {"a": "1Gi", "b": "2Gi"}
-    for namespace, size in sizes.items():
+    objects = []
+    for namespace, size in (("a", "1Gi"), ("b", "2Gi")):
         manifest = cluster(tiers={"memory": {"size": size}})
         objects.append(manifest | {"metadata": manifest["metadata"] | {"namespace": namespace}})
-    for namespace in sizes:
-        metadata = {"name": "llm", "namespace": namespace}
-        objects.append(deployment() | {"metadata": metadata})
-    *_, first, second = inject_objects(objects, [], None, CONTEXT).objects
+        objects.append(deployment() | {"metadata": {"name": "llm", "namespace": namespace}})
+    _, first, _, second = inject_objects(objects, [], None, CONTEXT).objects
     volumes = (manifest["spec"]["template"]["spec"]["volumes"] for manifest in (first, second))
-    limits = [
-        [v["emptyDir"]["sizeLimit"] for v in pod_volumes if v["name"] == "lmcache-arena"]
-        for pod_volumes in volumes
-    ]
-    assert limits == [["1024Mi"], ["2048Mi"]]
+    arenas = [part(each, "lmcache-arena")["emptyDir"]["sizeLimit"] for each in volumes]
+    assert arenas == ["1024Mi", "2048Mi"]
 
 
 def test_clusters_in_reads_a_list_of_kubectl() -> None:
@@ -142,42 +135,22 @@ def test_clusters_in_reads_a_list_of_kubectl() -> None:
     assert inject_objects([deployment()], clusters_in([listed]), None, CONTEXT) == outcome(deployment())
 
 
-SGLANG_IMAGES = ("lmsysorg/sglang:v0.5.23", "host:5000/a/sglang@sha256:0", "lmsysorg/sglang-rocm:v0.5.23")
-
-
-VLLM_IMAGES = (
-    "vllm/vllm-openai:v0.32.0",
-    "rocm/vllm",
-    "host:5000/a/vllm@sha256:0",
-    "vllm-cpu-release-repo:v1",
-)
-
-
+ENGINE_IMAGES = (
+    "vllm/vllm-openai:v0.32.0", "rocm/vllm", "host:5000/a/vllm@sha256:0", "vllm-cpu-release-repo:v1",
+    "lmsysorg/sglang:v0.5.23", "host:5000/a/sglang@sha256:0", "lmsysorg/sglang-rocm:v0.5.23",
+)  # fmt: skip
 OTHER_IMAGES = (
-    "redis:7",
-    "vllm/router:v1",
-    "x/vllm-router",
-    "host:5000/my-vllm",
-    "vllm/redis",
-    "lmsysorg/sglang-router:v1",
-)
-
-
+    "redis:7", "vllm/router:v1", "x/vllm-router", "host:5000/my-vllm", "vllm/redis", "lmsysorg/sglang-router:v1",
+)  # fmt: skip
+PYTHON = {"image": "mine", "command": ["python3", "-m"]}
 ENGINES: list[dict[str, Any]] = [
-    *({"image": image} for image in VLLM_IMAGES),
+    *({"image": image} for image in ENGINE_IMAGES),
     {"image": "mine", "command": ["/opt/bin/vllm", "serve"]},
-    {
-        "image": "mine",
-        "command": ["python3", "-m"],
-        "args": ["vllm.entrypoints.openai.api_server", "--port=80"],
-    },
     {"image": "mine", "args": ["vllm", "serve", "m"]},
-    *({"image": image} for image in SGLANG_IMAGES),
-    {"image": "mine", "command": ["python3", "-m"], "args": ["sglang.launch_server", "--port=80"]},
     {"image": "mine", "args": ["/opt/bin/sglang", "serve", "m"]},
+    PYTHON | {"args": ["vllm.entrypoints.openai.api_server", "--port=80"]},
+    PYTHON | {"args": ["sglang.launch_server", "--port=80"]},
 ]
-
-
 NON_ENGINES: list[dict[str, Any]] = [
     *({"image": image} for image in OTHER_IMAGES),
     {"image": "redis", "args": ["--appendonly", "yes"]},
@@ -190,26 +163,24 @@ NON_ENGINES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
 def test_name_option_injects_into_unlabelled_engine_pods(engine: dict[str, Any]) -> None:
-    redis = without_label(deployment(), image="redis:7", args=["--appendonly", "yes"])
-    result = outcome(without_label(deployment(), **engine), redis, name="demo")
+    redis = unlabelled(image="redis:7", args=["--appendonly", "yes"])
+    result = outcome(unlabelled(**engine), redis, name="demo")
     assert result.objects == [injected(deployment_of(engine))[0], redis]
     injected_remark, unchanged_remark = result.remarks
     assert injected_remark == "Deployment llm: has the cache of demo"
-    assert unchanged_remark.startswith(
-        "Deployment llm: left unchanged, no container certainly runs vLLM or SGLang: if one does"
-    )
+    assert "left unchanged, no container certainly runs vLLM or SGLang: if one does" in unchanged_remark
 
 
 @pytest.mark.parametrize("container", NON_ENGINES, ids=str)
 def test_name_option_refuses_unlabelled_pods_without_engine(container: dict[str, Any]) -> None:
     with pytest.raises(InvalidSpecError, match="certainly runs vLLM or SGLang: if one does, label the pods"):
-        injected(without_label(deployment(), **container), name="demo")
+        injected(unlabelled(**container), name="demo")
     if "command" not in container:
         assert injected(deployment_of(container)) != [deployment_of(container)]
 
 
 def test_name_option_accepts_pods_whose_annotation_names_the_engine() -> None:
-    workload = without_label(deployment(), image="mine")
+    workload = unlabelled(image="mine")
     workload["spec"]["template"]["metadata"]["annotations"] = {"lmcache.io/container": "vllm"}
     assert injected(workload, name="demo") != [workload]
 

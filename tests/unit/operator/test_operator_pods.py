@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from lmcache_operator.components.conditions import Problem
 from lmcache_operator.pods.pods import has_no_node, kill_problems, next_eviction, pod_problems, why_unplaced
-from lmcache_operator.specs.kinds import ref_of
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 
 from tests.harness.operator_model import World
@@ -86,19 +85,17 @@ def test_old_termination_is_no_reason_why_a_started_container_is_not_ready(reaso
     crash = ended(137, reason) | {"finishedAt": "2025-12-01T00:00:00Z"}
     engine = container("engine", restarts=2, last=crash)
     assert problems(world_with(containerStatuses=[engine | {"started": True}])) == []
-    ((problem_reason, _),) = problems(
-        world_with(containerStatuses=[engine | {"started": False}])
-    )  # it has been loading since the restart
-    assert problem_reason == ("CrashLoopBackOff" if reason == "Error" else reason)
+    loading = world_with(containerStatuses=[engine | {"started": False}])  # since the restart
+    assert [each.reason for each in problems(loading)] == [
+        "CrashLoopBackOff" if reason == "Error" else reason
+    ]
 
 
 @pytest.mark.parametrize("now", ["running", "waiting", "terminated"])
 def test_engine_that_repeatedly_exits_with_0_is_reported(now: str) -> None:
     """An engine that its liveness probe stops ends like this."""
-    world = world_with(
-        containerStatuses=[container("engine", now=now, restarts=4, last=ended(0, "Completed"))]
-    )
-    ((reason, message),) = problems(world)
+    engine = container("engine", now=now, restarts=4, last=ended(0, "Completed"))
+    ((reason, message),) = problems(world_with(containerStatuses=[engine]))
     assert reason == "CrashLoopBackOff"
     assert message.endswith("times, the last time with Completed, exit code 0")
 
@@ -128,12 +125,8 @@ def test_working_containers_are_no_problem(now: str) -> None:
 def test_alternating_kubelet_reasons_map_to_one_reason(kubelet_reason: str, reason: str) -> None:
     waiting = {"waiting": {"reason": kubelet_reason, "message": "why"}}
     world = world_with(containerStatuses=[{"name": "engine", "state": waiting}])
-    ((problem_reason, message),) = problems(world)
-    assert problem_reason == reason
-    assert (
-        message
-        == f"pod {POD}, container engine: {'' if kubelet_reason == reason else f'{kubelet_reason}: '}why"
-    )
+    why = "why" if kubelet_reason == reason else f"{kubelet_reason}: why"
+    assert problems(world) == [Problem(reason, f"pod {POD}, container engine: {why}")]
 
 
 def test_evicted_pod_is_reported() -> None:
@@ -149,10 +142,8 @@ def test_claim_problem_is_reported_before_the_scheduler_message(name: str, reaso
     unbound = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "unbound"}
     world = world_with(conditions=[unbound])
     pod = world.pods[POD]
-    pod["spec"]["volumes"] += [
-        {"name": "models", "persistentVolumeClaim": {"claimName": "models"}},
-        {"name": "disk", "ephemeral": {}},
-    ]  # fmt: skip
+    pod["spec"]["volumes"] += [{"name": "models", "persistentVolumeClaim": {"claimName": "models"}}]
+    pod["spec"]["volumes"] += [{"name": "disk", "ephemeral": {}}]
     claim_ref = {"kind": "PersistentVolumeClaim", "name": name, "uid": "claim"}
     event = {"involvedObject": claim_ref, "reason": reason, "message": "no storage class"}
     world.warnings = [event | {"lastTimestamp": END_TIME}]
@@ -174,18 +165,14 @@ def test_ready_deadline_is_the_startup_probe_after_readiness_was_lost() -> None:
     pod["metadata"]["creationTimestamp"] = "2025-06-01T00:00:00Z"
     ready_condition = pod["status"]["conditions"][0]
     ready_condition["lastTransitionTime"] = "2025-12-31T23:00:00Z"
-    assert (
-        problems(world) == []
-    )  # the pod served for months, and has an hour and five minutes to become ready again
+    # The pod served for months, and has an hour and five minutes to become ready again.
+    assert problems(world) == []
     ready_condition["lastTransitionTime"] = "2025-12-31T22:54:00Z"
     assert [reason for reason, _ in problems(world)] == ["ProgressDeadlineExceeded"]
-    pod["spec"]["containers"][0]["startupProbe"]["failureThreshold"] = 1440
+    probe = pod["spec"]["containers"][0]["startupProbe"]
+    probe["failureThreshold"] = 1440
     assert problems(world) == []
-    # The largest values that the API server accepts.
-    pod["spec"]["containers"][0]["startupProbe"] |= {
-        "failureThreshold": 2**31 - 1,
-        "periodSeconds": 2**31 - 1,
-    }
+    probe |= dict.fromkeys(("failureThreshold", "periodSeconds"), 2**31 - 1)  # what the API server accepts
     assert problems(world) == []
 
 
@@ -194,13 +181,8 @@ NO_MEMORY = "0/2 nodes are available: 2 Insufficient memory."
 
 def unplaced(message: str = NO_MEMORY, minutes: float = 10, placed: str = "False") -> Object:
     """The scheduler's condition of a pod."""
-    transition_time = (EARLY - timedelta(minutes=minutes)).isoformat()
-    return {
-        "type": "PodScheduled",
-        "status": placed,
-        "message": message,
-        "lastTransitionTime": transition_time,
-    }
+    since = (EARLY - timedelta(minutes=minutes)).isoformat()
+    return {"type": "PodScheduled", "status": placed, "message": message, "lastTransitionTime": since}
 
 
 @pytest.mark.parametrize(
@@ -226,13 +208,9 @@ def test_eviction_of_an_unplaced_pod_waits_only_for_the_template() -> None:
     template = owner["spec"]["template"]
     pods[0]["status"] = {"conditions": [{"type": "Ready", "status": "False"}]}  # this pod loads its model
     assert next_eviction(owner, pods, template, pods[1:]) == (pods[1],)
-    assert next_eviction(owner, pods[:2], template, [pods[1]]) == (pods[1],), (
-        "a missing pod does not block the eviction"
-    )
+    assert next_eviction(owner, pods[:2], template, [pods[1]]) == (pods[1],), "a missing pod blocks nothing"
     owner["metadata"]["generation"] += 1
-    assert next_eviction(owner, pods, template, pods[1:]) == (), (
-        "the StatefulSet would create the pod with the old size"
-    )
+    assert next_eviction(owner, pods, template, pods[1:]) == (), "a new pod would have the old size"
 
 
 def test_unplaced_pod_is_recreated_with_a_smaller_size() -> None:
@@ -241,12 +219,9 @@ def test_unplaced_pod_is_recreated_with_a_smaller_size() -> None:
     world.pods[POD]["status"] = {"phase": "Pending", "conditions": [unplaced()]}
     assert not plan(observe(world), IMAGES).evict, "a new pod would have the same size"
     world.change(tiers={"memory": {"size": "64Gi"}})
-    due = plan(observe(world), IMAGES)
-    assert [ref.kind for ref in map(ref_of, due.apply)] == ["StatefulSet"]
-    assert not due.evict, "the template must be written first"
-    carry_out(world, due)
-    assert [pod["metadata"]["name"] for pod in plan(observe(world), IMAGES).evict] == [POD]
-    carry_out(world, plan(observe(world), IMAGES))
-    arguments = world.pods[POD]["spec"]["initContainers"][0]["args"]
-    assert f"--memory-size={64 << 30}" in arguments
-    assert not plan(observe(world), IMAGES).evict
+    for applied, evicted in ((["StatefulSet"], []), ([], [POD]), ([], [])):  # the template is written first
+        due = plan(observe(world), IMAGES)
+        assert [child["kind"] for child in due.apply] == applied
+        assert [pod["metadata"]["name"] for pod in due.evict] == evicted
+        carry_out(world, due)
+    assert f"--memory-size={64 << 30}" in world.pods[POD]["spec"]["initContainers"][0]["args"]

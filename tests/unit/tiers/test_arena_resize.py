@@ -133,19 +133,6 @@ def test_memory_is_freed_only_by_release_surplus(growing, tier):
     assert tier.vacate(num_rows).blocked == {"pinned": 1}
 
 
-def test_reserved_and_quarantined_rows_block_shrinking(growing, tier):
-    arena = growing.arena
-    for number in range(arena.num_rows):
-        tier.reserve(number.to_bytes(64, "big"), 0, OWNER if number % 2 else b"p" * 16, length=4)
-    tier.quarantine(OWNER)
-    num_rows = arena.rows_within(CAPACITY // 2)
-    num_odd = sum(number % 2 for number in range(num_rows, arena.num_rows))
-    num_even = arena.num_rows - num_rows - num_odd
-    assert tier.vacate(num_rows).blocked == {"reserved": num_even, "quarantined": num_odd}
-    tier.end_quarantine(OWNER)
-    assert tier.vacate(num_rows).blocked == {"reserved": num_even}
-
-
 def test_size_is_limited_to_an_extent_and_the_capacity(growing):
     arena = growing.arena
     min_rows = arena.rows_within(0)

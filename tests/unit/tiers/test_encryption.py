@@ -2,7 +2,6 @@
 
 import hashlib
 import hmac
-import itertools
 import os
 import sys
 import threading
@@ -18,7 +17,7 @@ from lmcache.tiers.base import ObjectId
 from lmcache.tiers.encryption.aes import AesGcm
 from lmcache.tiers.encryption.keys import WriteVersions, parse_keys
 from lmcache.tiers.encryption.pieces import OVERHEAD_BYTES, Place, stored_key
-from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError, NoKeyError
+from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError
 from tests.harness.encryption import cipher, flipped, key_of, keys
 
 REFUSALS = (InvalidObjectError, KeyAbsentError)
@@ -166,12 +165,10 @@ class TestCipher:
         assert not is_accepted(encrypted(), PLACE._replace(**change))
         assert not is_accepted(encrypted(PLACE._replace(**change)))
 
-    def test_piece_of_another_domain_is_refused(self):
-        assert not is_accepted(encrypted(by=cipher("remote", 1)))
-
-    def test_piece_under_another_key_of_the_same_version_is_refused(self):
-        forger = AesGcm("disk", parse_keys({"1": key_of(2).hex().encode()}))
-        assert not is_accepted(encrypted(by=forger))
+    def test_piece_of_another_domain_or_key_is_refused(self):
+        other_key = AesGcm("disk", parse_keys({"1": key_of(2).hex().encode()}))
+        for forger in (cipher("remote", 1), other_key):
+            assert not is_accepted(encrypted(by=forger))
 
     def test_truncated_and_extended_pieces_are_refused(self):
         piece = encrypted()
@@ -190,32 +187,6 @@ class TestCipher:
         with pytest.raises(InvalidObjectError, match="not encrypted"):
             decrypted(bytes(100))
 
-    def test_keys_change_while_the_cipher_is_used(self):
-        tier = cipher("disk", 1)
-        old = encrypted(by=tier)
-        tier.use(keys(1, 2))
-        new = encrypted(by=tier)
-        assert (old[4:8], new[4:8]) == (b"\1\0\0\0", b"\2\0\0\0")
-        assert decrypted(old, by=tier) == decrypted(new, by=tier) == CONTENT
-        tier.use(keys(2))
-        assert decrypted(new, by=tier) == CONTENT
-        with pytest.raises(KeyAbsentError):
-            decrypted(old, by=tier)
-
-    def test_cipher_without_a_key_encrypts_nothing(self):
-        tier = AesGcm("disk")
-        with pytest.raises(NoKeyError):
-            tier.check()
-        piece = memoryview(bytearray(len(CONTENT) + OVERHEAD_BYTES))
-        with pytest.raises(NoKeyError):
-            tier.encrypt(PLACE, CONTENT, piece)
-        assert bytes(piece) == bytes(len(piece))
-        with pytest.raises(KeyAbsentError):
-            decrypted(encrypted(), by=tier)
-        tier.use(keys(1))
-        tier.check()
-        assert tier.problem == ""
-
     def test_key_and_nonce_never_repeat(self, monkeypatch):
         derive, derived = AesGcm._derive, []
 
@@ -228,16 +199,6 @@ class TestCipher:
         assert len(set(derived)) == len(derived) == len(pieces)
         assert len({piece[:32] for piece in pieces}) == len(pieces)
         assert len({piece[32:] for piece in pieces}) == len(pieces)
-
-    def test_salt_domain_key_and_row_each_change_key_and_nonce(self):
-        nonces, ciphertexts = set(), set()
-        places = PLACE, PLACE._replace(object_id=ObjectId(b"n" * 32 + b"r" * 32, 3))
-        choices = itertools.product(("disk", "remote"), (1, 2), (bytes(24), b"s" * 24), places)
-        for domain, version, salt, place in choices:
-            aead, nonce = AesGcm(domain)._derive(key_of(version), salt, place)
-            nonces.add(nonce)
-            ciphertexts.add(aead.encrypt(bytes(12), CONTENT, None))
-        assert len(nonces) == len(ciphertexts) == 16
 
     def test_names_of_rows_do_not_change(self):
         name = stored_key(OBJECT.row_key)
