@@ -1,7 +1,6 @@
 """The LMCacheCluster resource: one source for CRD and parser, and errors that name the field."""
 
 import contextlib
-import re
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -102,9 +101,9 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
 
 
 def refuse(resource: dict[str, Any], path: str, sentence: str = "") -> None:
-    with pytest.raises(InvalidSpecError, match=re.escape(sentence)) as caught:
+    with pytest.raises(InvalidSpecError) as caught:
         parse(resource)
-    assert caught.value.path == path
+    assert (caught.value.path, sentence in str(caught.value)) == (path, True)
 
 
 @pytest.mark.parametrize(("changes", "path", "sentence"), INVALID)
@@ -140,7 +139,8 @@ REMOTE_URLS = [
 REFUSED_URLS = [
     "redis://h:99999", "redis://h:0", "redis://:6379,,,", "redis://h?verify=none", "rediss://h?verify=banana",
     "redis://h?prefix=", "redis://h/1234567890", "redis-cluster://h/1", "redis-sentinel://h",
-    "unix:///run/redis.sock", "redis://h,h:6379", "redis-sentinel://h,h:26379/s", "redis://h:1:2", "redis://h#x",
+    "unix:///run/redis.sock", "redis://h,h:6379", "redis-sentinel://h,h:26379/s", "redis://h:1:2",
+    "redis://h#x",
 ]  # fmt: skip
 
 

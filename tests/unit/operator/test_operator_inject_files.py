@@ -140,7 +140,8 @@ ENGINE_IMAGES = (
     "lmsysorg/sglang:v0.5.23", "host:5000/a/sglang@sha256:0", "lmsysorg/sglang-rocm:v0.5.23",
 )  # fmt: skip
 OTHER_IMAGES = (
-    "redis:7", "vllm/router:v1", "x/vllm-router", "host:5000/my-vllm", "vllm/redis", "lmsysorg/sglang-router:v1",
+    "redis:7", "vllm/router:v1", "x/vllm-router", "host:5000/my-vllm", "vllm/redis",
+    "lmsysorg/sglang-router:v1",
 )  # fmt: skip
 PYTHON = {"image": "mine", "command": ["python3", "-m"]}
 ENGINES: list[dict[str, Any]] = [

@@ -11,11 +11,14 @@ from typing import Any
 
 import aiohttp
 import pytest
+import yaml
 from aiohttp import web
+from hypothesis import example, given
+from hypothesis import strategies as st
 from kubernetes.aio.client import ApiClient, Configuration
 from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError, UnavailableError
 from lmcache_operator.kube import client as kube_client
-from lmcache_operator.kube.client import Fence, KubeApi, connect
+from lmcache_operator.kube.client import KubeApi, apply_patch, connect
 from lmcache_operator.kube.refusals import error_of
 from lmcache_operator.specs.kinds import EVENT, NODE, POD
 
@@ -83,21 +86,19 @@ async def served(server: Server) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def call(
-    server: Server,
-    method: str,
-    *arguments: Any,
-    is_down: bool = False,
-    fence: Fence | None = None,
-    **options: Any,
-) -> Any:
-    async with AsyncExitStack() as stack:
-        url = await stack.enter_async_context(served(server))
-        if is_down:
-            await stack.aclose()
-        client = await stack.enter_async_context(ApiClient(Configuration(host=url)))
-        api = KubeApi(client, *([fence] if fence else []))
-        return await getattr(api, method)(*arguments, **options)
+def call(server: Server, method: str, *arguments: Any, is_down: bool = False, **options: Any) -> Any:
+    """Answer of a call. ``is_down``: nothing listens. ``fence``: that of the client."""
+
+    async def run() -> Any:
+        async with AsyncExitStack() as stack:
+            url = await stack.enter_async_context(served(server))
+            if is_down:
+                await stack.aclose()
+            client = await stack.enter_async_context(ApiClient(Configuration(host=url)))
+            api = KubeApi(client, *([options.pop("fence")] if "fence" in options else []))
+            return await getattr(api, method)(*arguments, **options)
+
+    return asyncio.run(run())
 
 
 @pytest.fixture
@@ -121,9 +122,8 @@ SERVICE: dict[str, Any] = {"apiVersion": "v1", "kind": "Service", "metadata": {"
         ("serves", (POD,), (200, {"resources": [{"name": "pods"}]}), True, "GET /api/v1"),
         ("serves", (POD,), (200, {"resources": [{"name": "pods/log"}]}), False, "GET /api/v1"),
         ("serves", (POD,), (404, "page not found"), False, "GET /api/v1"),
-        ("is_ending", ("n",), (200, {"metadata": {}}), False, "GET /api/v1/namespaces/n"),
-        ("is_ending", ("n",), (200, {"metadata": {"deletionTimestamp": "t"}}), True,
-         "GET /api/v1/namespaces/n"),
+        ("is_ending", ("n",), (200, {"metadata": {}}), False, f"GET {CORE}"),
+        ("is_ending", ("n",), (200, {"metadata": {"deletionTimestamp": "t"}}), True, f"GET {CORE}"),
         ("is_ending", ("n",), (403, {}), False, "GET /api/v1/namespaces/n"),
         ("apply", (SERVICE, None), (201, {}), None, f"PATCH {CORE}/services/a{FORCE}"),
         ("apply_status", (SERVICE,), (404, {}), None, f"PATCH {CORE}/services/a/status{FORCE}"),
@@ -137,11 +137,9 @@ SERVICE: dict[str, Any] = {"apiVersion": "v1", "kind": "Service", "metadata": {"
         ("evict", ("n", "p", "u"), (409, {}), False, f"POST {CORE}/pods/p/eviction"),
     ],
 )  # fmt: skip
-def test_call_sends_request_and_interprets_response(
-    server: Server, method: str, arguments: Any, answer: Any, expected: Any, request_line: str
-) -> None:
+def test_call_sends_its_request_and_reads_the_answer(server, method, arguments, answer, expected, request_line):
     server.answer = answer
-    assert asyncio.run(call(server, method, *arguments)) == expected
+    assert call(server, method, *arguments) == expected
     ((verb, path, content_type, _),) = server.requests
     assert f"{verb} {path}" == request_line
     assert content_type == ("application/apply-patch+yaml" if verb == "PATCH" else "application/json")
@@ -150,7 +148,7 @@ def test_call_sends_request_and_interprets_response(
 def test_apply_changes_only_the_observed_object(server: Server) -> None:
     for uid, condition in (("u", {"uid": "u"}), (None, {"resourceVersion": "1"})):
         server.requests.clear()
-        asyncio.run(call(server, "apply", SERVICE, uid))
+        call(server, "apply", SERVICE, uid)
         ((_, _, _, body),) = server.requests
         assert json.loads(body)["metadata"] == SERVICE["metadata"] | condition
 
@@ -161,7 +159,7 @@ def test_repeated_event_increments_its_count(server: Server) -> None:
         server.requests.clear()
         server.answer = answer
         with contextlib.suppress(ApiError):  # the server answers both calls alike
-            asyncio.run(call(server, "post_event", cluster(), "Normal", "Ready", "yes", NOW))
+            call(server, "post_event", cluster(), "Normal", "Ready", "yes", NOW)
         (_, path, *_), (verb, *_, body) = server.requests
         event = json.loads(body)
         assert (verb, event["count"]) == ("PATCH", count)
@@ -170,8 +168,8 @@ def test_repeated_event_increments_its_count(server: Server) -> None:
 
 
 def test_delete_removes_only_the_observed_object(server: Server) -> None:
-    asyncio.run(call(server, "delete", POD, "n", "p", "u"))
-    asyncio.run(call(server, "delete", POD, "n", "p", "u", grace_seconds=0))
+    call(server, "delete", POD, "n", "p", "u")
+    call(server, "delete", POD, "n", "p", "u", grace_seconds=0)
     (_, _, _, body), (_, _, _, forced) = server.requests
     assert json.loads(body)["preconditions"] == json.loads(forced)["preconditions"] == {"uid": "u"}
     assert "gracePeriodSeconds" not in json.loads(body)
@@ -180,13 +178,13 @@ def test_delete_removes_only_the_observed_object(server: Server) -> None:
 
 def test_server_that_does_not_listen_gives_no_answer(server: Server) -> None:
     with pytest.raises(ApiError, match="no answer"):
-        asyncio.run(call(server, "get", POD, "n", "p", is_down=True))
+        call(server, "get", POD, "n", "p", is_down=True)
 
 
 def test_find_passes_selectors(server: Server) -> None:
     server.answer = (200, {"items": [1]})
-    pods = asyncio.run(call(server, "find", POD, "n", labelSelector="a=b"))
-    assert pods == asyncio.run(call(server, "find", EVENT, "n", fieldSelector="involvedObject.uid=u")) == [1]
+    pods = call(server, "find", POD, "n", labelSelector="a=b")
+    assert pods == call(server, "find", EVENT, "n", fieldSelector="involvedObject.uid=u") == [1]
     assert [path for _, path, _, _ in server.requests] == [
         f"{CORE}/pods?labelSelector=a%3Db", f"{CORE}/events?fieldSelector=involvedObject.uid%3Du",
     ]  # fmt: skip
@@ -195,9 +193,9 @@ def test_find_passes_selectors(server: Server) -> None:
 def test_access_review_names_a_user_only_if_it_is_about_another_one(server: Server) -> None:
     server.answer = (201, {"status": {"allowed": True}})
     attributes = {"verb": "get", "resource": "pods"}
-    assert asyncio.run(call(server, "is_allowed", attributes)) is True
+    assert call(server, "is_allowed", attributes) is True
     server.answer = (201, {"status": {"allowed": False, "denied": True}})
-    assert asyncio.run(call(server, "is_allowed", attributes, "system:serviceaccount:n:a")) is False
+    assert call(server, "is_allowed", attributes, "system:serviceaccount:n:a") is False
     (_, path, _, body), (_, path_of_other, _, body_of_other) = server.requests
     root = "/apis/authorization.k8s.io/v1"
     assert (path, path_of_other) == (f"{root}/selfsubjectaccessreviews", f"{root}/subjectaccessreviews")
@@ -206,9 +204,9 @@ def test_access_review_names_a_user_only_if_it_is_about_another_one(server: Serv
 
 
 def test_date_is_that_of_the_server_or_empty(server: Server) -> None:
-    date = parsedate_to_datetime(asyncio.run(call(server, "date", seconds=60.0)))
+    date = parsedate_to_datetime(call(server, "date", seconds=60.0))
     assert abs((datetime.now(UTC) - date).total_seconds()) < 600
-    assert asyncio.run(call(server, "date", seconds=60.0, is_down=True)) == ""
+    assert call(server, "date", seconds=60.0, is_down=True) == ""
 
 
 # -- the fence
@@ -230,9 +228,9 @@ WRITES: list[tuple[str, tuple[Any, ...]]] = [
 @pytest.mark.parametrize(("method", "arguments"), WRITES)
 def test_write_is_refused_without_enough_time_for_the_answer(server, method, arguments):
     with pytest.raises(NoAnswerError, match="does not lead"):
-        asyncio.run(call(server, method, *arguments, fence=lambda: 4.9))
+        call(server, method, *arguments, fence=lambda: 4.9)
     assert [verb for verb, *_ in server.requests if verb != "GET"] == []
-    asyncio.run(call(server, method, *arguments, fence=lambda: 5.1))
+    call(server, method, *arguments, fence=lambda: 5.1)
     number = 2 if method == "resize" else 1  # the first is a dry run
     bodies = [body for verb, *_, body in server.requests if verb != "GET"]
     assert len(bodies) == number
@@ -247,7 +245,7 @@ def test_every_writing_call_is_fenced() -> None:
 
 
 def test_read_needs_no_leadership(server: Server) -> None:
-    assert asyncio.run(call(server, "get", POD, "n", "p", fence=lambda: 0.0)) == {}
+    assert call(server, "get", POD, "n", "p", fence=lambda: 0.0) == {}
 
 
 def test_fence_is_checked_again_when_the_request_is_written(server, monkeypatch):
@@ -260,8 +258,6 @@ def test_fence_is_checked_again_when_the_request_is_written(server, monkeypatch)
         seconds_left = 0.0
         return response
 
-    monkeypatch.setattr(aiohttp.ClientRequest, "send", freeze_after_send)
-
     async def write() -> None:
         async with served(server) as url:
 
@@ -272,6 +268,7 @@ def test_fence_is_checked_again_when_the_request_is_written(server, monkeypatch)
             async with connect(lambda: seconds_left) as api:
                 await api.apply(SERVICE, "u")
 
+    monkeypatch.setattr(aiohttp.ClientRequest, "send", freeze_after_send)
     with pytest.raises(NoAnswerError, match="does not lead"):
         asyncio.run(write())
     assert server.requests == []
@@ -296,3 +293,10 @@ def test_settle_waits_for_writes_of_cancelled_callers(server: Server) -> None:
         assert server.num_answered == 1
 
     asyncio.run(write())
+
+
+@given(st.text())
+@example("a model \U0001f999")
+@example("next line\x85, line separator\u2028, delete\x7f, byte order mark\ufeff")
+def test_apply_patch_preserves_text_for_a_yaml_reader(text: str) -> None:
+    assert yaml.safe_load(apply_patch({"key": text})) == {"key": text}

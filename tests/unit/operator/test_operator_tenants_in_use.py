@@ -36,8 +36,10 @@ class Rig(ReconciledCluster):
         answers[number] = GOOD | {"tenants": tenants}
         self.answer(*answers)
 
-    def change_share(self, percent: int) -> None:
+    def change_share(self, percent: int) -> float | None:
+        """Change the share of other tenants, and reconcile once."""
         self.world.change(tenants={"default": {"memoryPercent": percent}})
+        return self.reconcile()
 
     @property
     def known(self) -> tuple[str, str]:
@@ -52,7 +54,6 @@ def test_condition_waits_for_each_sidecar_to_use_the_new_file() -> None:
     assert rig.known == IN_USE
     assert rig.reconcile() > SETTLED_SECONDS
     rig.change_share(30)
-    rig.reconcile()
     assert rig.known == PENDING, "already in the reconciliation that writes the file"
     rig.use_file(0)
     rig.reconcile()
@@ -69,7 +70,6 @@ def test_pending_file_is_probed_again_soon_and_written_to_the_status_once() -> N
     """No watch reports that a sidecar uses a new file, and no wait may become a hot loop."""
     rig = Rig()
     rig.change_share(30)
-    rig.reconcile()
     waits, writes = [], []
     for _ in range(8):
         waits.append(rig.reconcile())
@@ -83,9 +83,7 @@ def test_pending_file_is_probed_again_soon_and_written_to_the_status_once() -> N
 def test_changed_back_file_is_in_use_at_once() -> None:
     rig = Rig()
     rig.change_share(30)
-    rig.reconcile()
     rig.change_share(50)
-    rig.reconcile()
     assert rig.known == IN_USE
 
 
@@ -111,10 +109,9 @@ def test_restarted_operator_trusts_no_condition_of_an_earlier_spec() -> None:
     del rig.world.stats["10.0.0.1"]
     rig.reconcile()
     assert rig.known == IN_USE, "one missed answer says nothing about the same file"
-    rig.world.change(tenants={"default": {"memoryPercent": 30}})
     rig.restart_operator()
     rig.world.stats.clear()
-    assert rig.reconcile() < 100, "no watch reports that the sidecars answer"
+    assert rig.change_share(30) < 100, "no watch reports that the sidecars answer"
     assert rig.known == ("Unknown", "NoAnswer")
     rig.use_file(0, 1)
     rig.seconds += 61  # so that silent sidecars are probed again
@@ -125,9 +122,8 @@ def test_restarted_operator_trusts_no_condition_of_an_earlier_spec() -> None:
 @pytest.mark.parametrize("problem", ["", "/x can't be read"])
 def test_invalid_spec_keeps_the_former_condition_but_reports_problems(problem: str) -> None:
     rig = Rig()
-    rig.world.change(tenants={"default": {"memoryPercent": 1000}})
     rig.report(0, tenants_problem=problem, tenants_digest="0" * 64)
-    rig.reconcile()
+    rig.change_share(1000)
     assert rig.conditions()["Ready"] == "False"
     assert rig.known == (("False", "TenantsInvalid") if problem else IN_USE)
     (known,) = [c for c in rig.world.resource["status"]["conditions"] if c["type"] == "TenantsKnown"]
@@ -137,8 +133,7 @@ def test_invalid_spec_keeps_the_former_condition_but_reports_problems(problem: s
 
 def test_file_that_could_not_be_written_is_pending() -> None:
     rig = Rig()
-    rig.change_share(30)
     rig.world.failures["apply ConfigMap"] = RefusedError("apply ConfigMap", "no")
-    rig.reconcile()
+    rig.change_share(30)
     assert rig.conditions()["Ready"] == "False"
     assert rig.known == PENDING
