@@ -12,7 +12,7 @@ import pytest
 from lmcache.common.timing import TIMING
 from lmcache.tiers.peers import limits
 from lmcache.tiers.peers import session as module
-from lmcache.tiers.peers.limits import Pace, QuestionBudget
+from lmcache.tiers.peers.limits import Pace
 from lmcache.tiers.remote import objects
 from testing.child_process import wait_until
 from tests.harness.peer_rows import PATIENT, ask_for, connect, is_closed, load, reading, rows, serving
@@ -116,16 +116,6 @@ def test_client_that_does_not_read_loses_its_pin(rows, monkeypatch):
         wait_until(lambda: rows.num_pins and not rows.pinned and not server.num_connections)
 
 
-def test_pin_of_a_client_that_asks_no_more_ends(rows, monkeypatch):
-    monkeypatch.setattr(module, "_STEP_SECONDS", 0.1)
-    monkeypatch.setattr(TIMING, "peer_pin_seconds", 0.3)
-    rows.add(1, bytes(8 << 20))
-    with serving(rows) as (_, peer), connect(peer) as connection:
-        connection.sendall(ask_for(0))
-        connection.recv(100)
-        wait_until(lambda: rows.num_pins and not rows.pinned)
-
-
 def test_other_commands_do_not_extend_a_pin(rows, monkeypatch):
     monkeypatch.setattr(TIMING, "peer_pin_seconds", PATIENT)
     (object_id,) = rows.add(1, bytes(8 << 20))
@@ -215,16 +205,3 @@ def test_questions_have_a_budget(rows, monkeypatch):
         wait_until(lambda: not all(tier.find_each(ids)))
         assert server.stats.refused_questions
         wait_until(lambda: tier.find_each(ids[:1]) == [True])
-
-
-def test_budget_returns_with_time(monkeypatch):
-    now = 100.0
-    monkeypatch.setattr(limits.time, "monotonic", lambda: now)
-    budget = QuestionBudget()
-    number = 0
-    while budget.has_time():
-        budget.spend(100)
-        number += 1
-    assert 10 <= number <= 100
-    now += 1.0
-    assert budget.has_time()

@@ -41,15 +41,6 @@ def test_columns_are_read_whole(rows, size):
     assert (tier.stats.hits, tier.stats.misses, tier.stats.invalid) == (6, 0, {})
 
 
-def test_absent_rows_are_misses(rows):
-    (present,) = rows.add(1, b"x" * 1000)
-    with serving(rows) as (_, peer), reading(peer) as tier:
-        assert load(tier, ObjectId(key(2), 0), 1000) is None
-        assert load(tier, ObjectId(key(1), 1), 1000) is None
-        assert load(tier, present, 1000) == b"x" * 1000
-    assert (tier.stats.hits, tier.stats.misses) == (1, 2)
-
-
 def test_leading_rows_are_counted(rows):
     for number in range(40):
         rows.add(number, b"a", b"b")

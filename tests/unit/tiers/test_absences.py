@@ -2,11 +2,12 @@
 
 import pytest
 
-from lmcache.tiers.memory.contracts import Geometry
+from lmcache.tiers.memory.contracts import Geometry, LookupResult
 from lmcache.tiers.memory.private import PrivateArena
 from lmcache.tiers.tiered.absences import Absence
 from lmcache.tiers.tiered.history import chunk_names
 from lmcache.tiers.tiered.store import TieredStore
+from tests.harness.chains import one_chain
 from tests.harness.loops import in_a_loop
 from tests.harness.tiered_world import LEASE, NUM_COLUMNS, OWNER, SIZE, FakeTier, World, chain, run, until
 
@@ -226,5 +227,6 @@ async def test_without_lower_tiers_an_evicted_row_is_evicted():
         for column, answer in enumerate(answers):
             store.commit([answer.slot], column, OWNER)
         assert await store.drain(60)
+    assert store.lookup(LEASE, one_chain(chain(1, start=1), SIZE)) == LookupResult(1)
     assert store.absence(KEY) is Absence.EVICTED
     await store.close()

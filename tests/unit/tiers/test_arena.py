@@ -90,14 +90,6 @@ class TestFile:
         assert len(set(ready_counts)) > 4
         assert os.stat(arena.path).st_blocks * 512 >= arena.column_offset(1) + arena.num_rows * 65536
 
-    def test_populates_before_the_first_format(self, opened):
-        arena = opened()
-        filled = threading.Event()
-        arena.start(lambda: filled.set() if os.stat(arena.path).st_blocks * 512 >= 8 * MIB else None)
-        assert filled.wait(60)
-        assert arena.ready_rows == 0
-        arena.close()
-
     def test_format_during_population_makes_all_rows_ready(self, opened):
         arena = opened(32 * MIB)
         ready = threading.Event()

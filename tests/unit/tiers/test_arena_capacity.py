@@ -20,6 +20,11 @@ def write_cgroup_files(folder, membership, files):
         file.write_text(text)
 
 
+def used(limit, num_bytes, folder=""):
+    """Return the files of a control group."""
+    return {f"{folder}memory.max": f"{limit}\n", f"{folder}memory.current": f"{num_bytes}\n"}
+
+
 class TestCapacityChecks:
     def test_error_names_missing_bytes_and_volume(self, path):
         with pytest.raises(ArenaError, match=rf"{path} needs 1024Ti more, its volume has"):
@@ -59,28 +64,17 @@ class TestCapacityChecks:
     @pytest.mark.parametrize(
         ("membership", "files", "available_bytes"),
         [
-            ("0::/\n", {"memory.max": "1000\n", "memory.current": "400\n"}, 600),
-            ("0::/\n", {"memory.max": "max\n", "memory.current": "400\n"}, None),
-            (
-                "0::/a/b\n",
-                {
-                    "a/memory.max": "500\n",
-                    "a/memory.current": "450\n",
-                    "a/b/memory.max": "400\n",
-                    "a/b/memory.current": "50\n",
-                },
-                50,
-            ),
-            (
+            pytest.param("0::/\n", used(1000, 400), 600, id="a limit"),
+            pytest.param("0::/\n", used("max", 400), None, id="no limit"),
+            pytest.param("0::/a/b\n", used(500, 450, "a/") | used(400, 50, "a/b/"), 50, id="of the parent"),
+            pytest.param(
                 "0::/\n",
-                {
-                    "memory.max": "1000\n",
-                    "memory.current": "900\n",
-                    "memory.stat": "anon 5\ninactive_file 30\nactive_file 7\nshmem 800\nfile 837\n",
-                },
+                used(1000, 900)
+                | {"memory.stat": "anon 5\ninactive_file 30\nactive_file 7\nshmem 800\nfile 837\n"},
                 137,
+                id="files are reclaimed",
             ),
-            (
+            pytest.param(
                 "4:memory:/x\n",
                 {
                     "memory/x/memory.limit_in_bytes": "700",
@@ -88,8 +82,9 @@ class TestCapacityChecks:
                     "memory/x/memory.stat": "inactive_file 1\ntotal_inactive_file 20\n",
                 },
                 -80,
+                id="version 1",
             ),
-            ("", {}, None),
+            pytest.param("", {}, None, id="no group"),
         ],
     )
     def test_available_memory_follows_cgroups(self, tmp_path, membership, files, available_bytes):

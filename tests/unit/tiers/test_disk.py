@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lmcache.tiers.base import ObjectId
+from lmcache.tiers.base import ObjectId, OwnerBound
 from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.errors import DiskError, TierError
 from lmcache.tiers.header import HEADER_BYTES, digests, parse
@@ -164,3 +164,47 @@ class TestDirectory:
         store(tier, 1)
         assert file_of(tmp_path / "relative", 1).exists()
         tier.close()
+
+
+OBJECT_BYTES = 2 * PAGE  # with the header's page
+
+
+def store_for(tier: DiskTier, number: int, owner: str = "a", limit: int = 3 * OBJECT_BYTES) -> bool:
+    object_id = ObjectId(key_of(number), 0)
+    is_admitted = tier.admits({object_id: PAGE}, OwnerBound(owner, limit))
+    return is_admitted and tier.store_for(object_id, memoryview(bytes(PAGE)), b"", b"", owner)
+
+
+class TestBoundsOfOwners:
+    def test_owner_at_its_bound_stores_no_more_until_an_object_leaves(self, tier):
+        assert [store_for(tier, number) for number in range(4)] == [True, True, True, False]
+        assert store_for(tier, 10, "b")
+        assert store_for(tier, 1), "an object that is stored already is only marked as used"
+        assert tier.stats.refused["tenant"] == 1
+        tier.remove(ObjectId(key_of(0), 0))
+        assert store_for(tier, 4)
+        assert not store_for(tier, 5)
+        assert store_for(tier, 5, limit=4 * OBJECT_BYTES)
+
+    def test_bound_admits_all_columns_of_a_row_or_none(self, tier):
+        lengths = {ObjectId(key_of(0), column): PAGE for column in range(3)}
+        assert not tier.admits(lengths, OwnerBound("a", 2 * OBJECT_BYTES))
+        assert tier.admits(lengths, OwnerBound("a", 3 * OBJECT_BYTES))
+        assert store_for(tier, 0)
+        assert tier.admits(lengths, OwnerBound("a", 3 * OBJECT_BYTES)), "the first column is stored already"
+        assert not tier.admits(lengths, OwnerBound("a", 3 * OBJECT_BYTES - 1))
+
+    def test_objects_without_an_owner_do_not_count(self, tier):
+        for number in range(5):
+            assert store(tier, number)
+        assert store_for(tier, 10)
+        assert tier.bytes_by_owner() == {"a": OBJECT_BYTES}
+
+    def test_objects_from_before_a_restart_count_when_they_are_stored_again(self, restart):
+        tier = restart()
+        assert [store_for(tier, number) for number in range(3)] == [True] * 3
+        tier = restart()
+        assert tier.indexed.wait(60)
+        assert tier.used_bytes == 3 * OBJECT_BYTES
+        assert not tier._index.bytes_by_owner
+        assert [store_for(tier, number) for number in (0, 1, 2, 3)] == [True, True, True, False]

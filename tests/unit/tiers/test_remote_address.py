@@ -12,6 +12,7 @@ from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.remote.topology import ShardList
 
 CACHE = (Endpoint("cache", 6379),)
+FOUR = (Endpoint("a", 6379), Endpoint("b", 7), Endpoint("::1", 6379), Endpoint("::2", 8))
 
 
 @pytest.mark.parametrize(
@@ -22,15 +23,7 @@ CACHE = (Endpoint("cache", 6379),)
         ("redis://:s%40c@cache/1", Address(Kind.SHARDS, CACHE, database=1, password="s@c")),
         ("redis://me:p:w@cache", Address(Kind.SHARDS, CACHE, username="me", password="p:w")),
         ("redis://[::1]:7000", Address(Kind.SHARDS, (Endpoint("::1", 7000),))),
-        (
-            "redis://a,b:7,[::1],[::2]:8/2?prefix=x.y",
-            Address(
-                Kind.SHARDS,
-                (Endpoint("a", 6379), Endpoint("b", 7), Endpoint("::1", 6379), Endpoint("::2", 8)),
-                database=2,
-                prefix="x.y",
-            ),
-        ),
+        ("redis://a,b:7,[::1],[::2]:8/2?prefix=x.y", Address(Kind.SHARDS, FOUR, database=2, prefix="x.y")),
         ("unix:///run/redis.sock", Address(Kind.UNIX, (Endpoint("/run/redis.sock"),))),
         (
             "unix://me:pw@/run/a%40b.sock?db=2",

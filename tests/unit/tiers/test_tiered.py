@@ -4,8 +4,7 @@ import asyncio
 import gc
 import weakref
 
-from lmcache.tiers.memory.contracts import Geometry, LookupResult
-from lmcache.tiers.memory.private import PrivateArena
+from lmcache.tiers.memory.contracts import LookupResult
 from lmcache.tiers.stats import Removal
 from lmcache.tiers.tiered.store import TieredStore
 from tests.harness.chains import one_chain
@@ -230,18 +229,6 @@ async def test_close_waits_for_threads_up_to_its_timeout():
     world.remote.open.set()
     assert await world.store.close()
     assert world.remote.num_waiting == 0
-
-
-@in_a_loop
-async def test_works_without_lower_tiers():
-    store = TieredStore(PrivateArena(Geometry(SIZE, 1), 4))
-    await store.adopt()
-    store.register(NAMESPACE)
-    (answer,) = store.reserve(chain(1), 0, OWNER, length=SIZE)
-    store.commit([answer.slot], 0, OWNER)
-    assert store.lookup(LEASE, one_chain(chain(2), SIZE)) == LookupResult(1, 1)
-    assert await store.drain(60)
-    await store.close()
 
 
 @in_a_loop

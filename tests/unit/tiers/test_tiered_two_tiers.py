@@ -176,19 +176,6 @@ async def test_hung_tier_is_skipped_until_its_next_answer():
 # ---- waiting for writes ----
 
 
-@with_disk
-async def test_drain_waits_for_all_tiers(world, folder):
-    world.remote.held = {"store"}
-    world.remote.open.clear()
-    world.put(chain(2))
-    draining = asyncio.create_task(world.store.drain(60))
-    await until(lambda: world.store.lower["disk"].stats.written == 2)
-    assert not draining.done()
-    world.remote.open.set()
-    assert await draining
-    assert len(world.remote.objects) == 4
-
-
 @run
 async def test_skipped_writes_are_counted_by_reason(world):
     world.fill(chain(1), 0)
