@@ -1,17 +1,11 @@
-"""Clients of a real sidecar: one that sends raw messages, and one in a process that can be killed."""
+"""Clients of a real sidecar, also one that sends raw messages."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import queue
-import signal
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -26,7 +20,7 @@ from lmcache.rpc.hello import ClientHello, Role
 from lmcache.rpc.lockfile import LockFile
 from lmcache.rpc.session import Session
 from lmcache.tiers.memory.contracts import Slot
-from testing.child_process import REPOSITORY, wait_until
+from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 
 NAMESPACE = b"n" * 32
@@ -138,67 +132,3 @@ class RawClient:
 def _until_none(messages: queue.SimpleQueue[pb.AttachRequest | None]) -> Iterator[pb.AttachRequest]:
     while (message := messages.get()) is not None:
         yield message
-
-
-class ClientProcess:
-    """A worker in a separate process, which runs ``reserve``."""
-
-    def __init__(self, socket_path: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, socket_path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=REPOSITORY,
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-            text=True,
-        )
-
-    def __enter__(self) -> ClientProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def reserve(self, keys: bytes) -> list[tuple[int, int]]:
-        """Reserve slots and fill half of each. Returns (row, generation) of each slot."""
-        return [(row, generation) for row, generation in self._ask("reserve", keys.hex())]
-
-    def leave(self) -> int:
-        """End the process normally. Returns its exit status."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        return self._process.wait(60)
-
-    def kill(self) -> None:
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
-
-    def _ask(self, *words: str) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps(words), file=self._process.stdin, flush=True)
-        return json.loads(self._process.stdout.readline())
-
-
-def main(socket_path: str) -> None:
-    """Run the process of ``ClientProcess``: one answer for each line of standard input."""
-    client = SidecarClient(socket_path, make_hello())
-    client.start()
-    for line in sys.stdin:
-        _, keys = json.loads(line)
-        session = attached(client)
-        slots = wait_until(lambda: _reserve_all(session, bytes.fromhex(keys)))  # noqa: B023
-        assert session.slots is not None
-        for slot in slots:
-            session.slots[slot.row, : session.slots.shape[1] // 2] = 0xAB
-        print(json.dumps(slots), flush=True)
-
-
-def _reserve_all(session: Session, keys: bytes) -> list[Any] | None:
-    slots = [reservation.slot for reservation in session.reserve(0, keys)]
-    return slots if all(slots) else None
-
-
-if __name__ == "__main__":
-    main(*map(str, map(Path, sys.argv[1:])))

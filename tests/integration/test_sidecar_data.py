@@ -5,6 +5,7 @@ import pytest
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
+from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.errors import StaleSessionError
 from lmcache.rpc.hello import Role
 from lmcache.rpc.service import RESERVE, unpack_slots
@@ -12,9 +13,10 @@ from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.contracts import Reserved
 from lmcache.tiers.memory.mapping import MappedColumn
 from testing.child_process import wait_until
+from testing.cuda_peers import peer
 from testing.deadlines import CALLS
 from tests.harness.engine import CHUNK_BYTES, assert_stored, load, payload, store
-from tests.harness.wire import ClientProcess, RawClient, attached, make_keys, slots_of, usable
+from tests.harness.wire import RawClient, attached, make_hello, make_keys, slots_of, usable
 
 DEADLINES = CALLS
 
@@ -98,14 +100,29 @@ def test_client_reports_why_it_cannot_populate(sidecar, connect, monkeypatch):
     wait_until(lambda: client.detached_reason == "out of memory")
 
 
-# ---- faults of the engine ----
+# ---- faults of the engine, which is a process of its own ----
+
+
+def reserve(state, socket_path, keys):
+    """Reserve slots and fill half of each."""
+    state["client"] = SidecarClient(socket_path, make_hello())
+    state["client"].start()
+    session = attached(state["client"])
+    slots = wait_until(lambda: all_slots(session.reserve(0, keys)))
+    for slot in slots:
+        session.slots[slot.row, : session.slots.shape[1] // 2] = 0xAB
+
+
+def all_slots(reserved):
+    slots = [reservation.slot for reservation in reserved]
+    return slots if all(slots) else None
 
 
 def test_slots_of_a_killed_worker_are_freed_after_proof_of_death(sidecar, connect):
     scheduler = attached(connect(Role.SCHEDULER))
-    with ClientProcess(sidecar.socket_path) as victim:
-        victim.reserve(make_keys(1, 2, 3))
-        victim.kill()
+    with peer() as victim:
+        victim.call(reserve, sidecar.socket_path, make_keys(1, 2, 3))
+        victim.process.kill()
         sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 3)
     assert scheduler.lookup("r", [(0, make_keys(1, 2, 3))]).num_resident == 0
     sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 0)
@@ -114,24 +131,26 @@ def test_slots_of_a_killed_worker_are_freed_after_proof_of_death(sidecar, connec
 
 
 def test_process_removes_its_lock_file_when_it_ends(sidecar):
-    with ClientProcess(sidecar.socket_path) as client:
-        client.reserve(make_keys(1))
-        assert client.leave() == 0
+    with peer() as client:
+        client.call(reserve, sidecar.socket_path, make_keys(1))
+        client._connection.close()
+        client.process.join(60)
+        assert client.process.exitcode == 0
     assert list((sidecar.folder / "clients").iterdir()) == []
     sidecar.wait_until(lambda stats: stats["memory"]["used_rows"] == 0 and not stats["clients"])
 
 
 def test_slots_of_a_live_client_stay_quarantined_until_drained(sidecar):
     # This process holds the lock all the time, so that only Drained may free the slots.
-    with RawClient(sidecar) as client, ClientProcess(sidecar.socket_path) as victim:
+    with RawClient(sidecar) as client, peer() as victim:
         client.attach()
         reserved = client.call(RESERVE, group=0, keys=make_keys(1, 2))
         assert list(reserved.results) == [pb.SLOT, pb.SLOT]
-        victim.reserve(make_keys(3))
+        victim.call(reserve, sidecar.socket_path, make_keys(3))
         client.break_stream()
         sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 2)
         old_epoch = client.epoch
-        victim.kill()
+        victim.process.kill()
         sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] == 3)
         # When the victim's slots are freed, the grace period has passed for the first client, too.
         sidecar.wait_until(lambda stats: stats["memory"]["quarantined_slots"] < 3)

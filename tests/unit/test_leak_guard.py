@@ -11,7 +11,6 @@ from collections import Counter
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing import shared_memory
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -42,20 +41,10 @@ def make_folder(stack: ExitStack) -> None:
     stack.callback(shutil.rmtree, tempfile.mkdtemp(dir="/dev/shm", prefix="lmc-guard-"))
 
 
-def make_file(stack: ExitStack) -> None:
-    file = Path(f"/dev/shm/lmc-guard-file-{os.getpid()}")
-    file.write_text("")
-    stack.callback(file.unlink)
-
-
 def map_segment(stack: ExitStack) -> None:
     segment = shared_memory.SharedMemory(create=True, size=16)
     segment.close()
     stack.callback(segment.unlink)
-
-
-def open_memfd(stack: ExitStack) -> None:
-    stack.callback(os.close, os.memfd_create("lmc"))
 
 
 def open_file(stack: ExitStack) -> None:
@@ -79,9 +68,7 @@ OPENERS = {
     "1 threads: Thread-*": start_thread,
     "1 children: sleep 30*": start_child,
     "1 shared_memory: /dev/shm/lmc-guard-*": make_folder,
-    "1 shared_memory: /dev/shm/lmc-guard-file*": make_file,
     "1 shared_memory: */psm_*": map_segment,
-    "1 descriptors: /memfd:lmc*": open_memfd,
     f"1 descriptors: {os.path.realpath(tempfile.gettempdir())}/lmc-guard-*": open_file,
 }
 SESSION_CHILD = """

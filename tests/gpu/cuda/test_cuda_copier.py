@@ -74,13 +74,6 @@ def test_stored_row_holds_the_blocks_in_order(copier, layout, slots):
     assert not slots[0].any()
 
 
-def test_cpu_copier_writes_the_same_bytes(copier, layout, slots):
-    copier.store(3, slots[0], TABLE, copier.fence())
-    on_the_host = Layout(tuple(pages.cpu().contiguous() for pages in layout.pages), BLOCKS_PER_ROW)
-    CpuCopier({3: on_the_host}).store(3, slots[1], TABLE, None)
-    np.testing.assert_array_equal(slots[0], slots[1])
-
-
 @pytest.mark.parametrize("is_pinned", [False, True])
 def test_load_restores_its_blocks_and_changes_no_other_byte(copier, layout, slots, is_pinned):
     if is_pinned:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lmcache.cuda.driver import Device, load
+from lmcache.cuda.driver import Device
 from lmcache.cuda.errors import CudaError, CudaUnavailableError, DeviceNotVisibleError
 from testing import cuda_memory
 
@@ -24,12 +24,6 @@ def test_device_is_found_by_its_uuid(device):
 def test_error_names_the_hidden_device_and_the_visible_ones(device, uuid, name):
     with pytest.raises(DeviceNotVisibleError, match=f"{name} is not visible here; visible: {device.uuid}"):
         Device.find(uuid)
-
-
-def test_device_has_plausible_attributes(device):
-    assert device.attribute("COMPUTE_CAPABILITY_MAJOR") >= 7
-    assert not device.is_exclusive
-    assert load().version >= 12000
 
 
 def test_device_of_an_address_is_found(context, device):

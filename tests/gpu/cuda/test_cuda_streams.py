@@ -92,12 +92,6 @@ def test_event_waits_for_its_latest_record(context, stream):
     event.close()
 
 
-def test_closing_twice_has_no_effect(context):
-    stream, event = Stream(context), Event(context)
-    for resource in (event, event, stream, stream):
-        resource.close()
-
-
 def test_work_of_a_closed_stream_still_runs(context, memory, host):
     stream, event = Stream(context), Event(context)
     with gate(context) as closed_gate:

@@ -49,10 +49,8 @@ class IntakeModel(RuleBasedStateMachine):
                 parsed = answers.samples(raw_answer if pod not in refusing else None)
                 answers_by_uid[uid] = Answer(self.now, parsed, answers.figures(self.sidecars.stats(pod)))
             except answers.InvalidAnswerError as error:  # also if its clock was set back
-                answers_by_uid[uid], self.is_clean = (
-                    NoAnswer(str(error), answers.next_request(raw_answer)),
-                    False,
-                )
+                answers_by_uid[uid] = NoAnswer(str(error), answers.next_request(raw_answer))
+                self.is_clean = False
         for _ in self.intake.take(self.now, ["0", "1", "2"], (1.0, 2.0**40), answers_by_uid, 1000):
             pass
 
@@ -101,22 +99,11 @@ class PolledPods:
         for uid, counts in self.pods.items():
             rows, remote = counts["rows"], {name: counts[name] for name in answers.Counts._fields[6:]}
             lookups = {"lookup_tokens": 100 * rows, "hit_tokens": {"memory": 40 * rows, "remote": 30 * rows}}
-            measured = dict.fromkeys(
-                ("gpus", "prefill_tokens_per_second", "kv_bytes_per_token", "engine_kv_bytes"), 1
-            )
-            raw_answer = {"memory": {"size_bytes": 1 << 30}, "lookups": lookups | measured}
+            names = "gpus", "prefill_tokens_per_second", "kv_bytes_per_token", "engine_kv_bytes"
+            raw_answer = {"memory": {"size_bytes": 1 << 30}, "lookups": lookups | dict.fromkeys(names, 1)}
             raw_answer["remote"] = remote | {"load_bytes_per_second": self.load_bytes_per_second}
-            samples = answers.Samples(
-                self.now,
-                START,
-                self.namespaces[uid],
-                1.0,
-                rows,
-                0,
-                self.row_bytes[uid],
-                100,
-                *(array(code) for code in "dlQ"),
-            )
+            header = self.now, START, self.namespaces[uid], 1.0, rows, 0, self.row_bytes[uid], 100
+            samples = answers.Samples(*header, *(array(code) for code in "dlQ"))
             answers_by_uid[uid] = Answer(self.now, samples, answers.figures(raw_answer))
         for _ in self.intake.take(self.now, list(answers_by_uid), (1.0, 2.0**40), answers_by_uid, 1000):
             pass
@@ -148,18 +135,13 @@ def test_pods_of_another_namespace_are_not_counted():
 def test_hours_without_pods_do_not_count():
     """A cluster that is scaled to zero over a weekend has neither accesses nor costs then."""
     polled = PolledPods()
-    for _ in range(24 * 60):
-        for counts in polled.pods.values():
-            counts["rows"] += 10
-        polled.poll()
-    pods, polled.pods = polled.pods, {}
-    for _ in range(60 * 60):
-        polled.poll()
-    polled.pods = pods
-    for _ in range(10):
-        for counts in polled.pods.values():
-            counts["rows"] += 10
-        polled.poll()
+    pods = polled.pods
+    for running, num_minutes in ((pods, 24 * 60), ({}, 60 * 60), (pods, 10)):
+        polled.pods = running
+        for _ in range(num_minutes):
+            for counts in running.values():
+                counts["rows"] += 10
+            polled.poll()
     traffic = polled.intake.traffic
     rate = traffic.curve.windows[0].accesses_per_hour / traffic.num_pods
     assert rate == pytest.approx(600, rel=0.05)

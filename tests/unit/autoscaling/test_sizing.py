@@ -29,9 +29,8 @@ def test_samples_lead_to_the_best_size_despite_clock_and_restart():
     assert curve.rate == pytest.approx(0.5)
     # The measured hits equal the curve's hits at this size.
     day = curve.windows[0]
-    assert day.hit_ratio(0.97 * loop.sidecars.size_bytes).hit_ratio == pytest.approx(
-        day.measured_hits, abs=0.05
-    )
+    predicted = day.hit_ratio(0.97 * loop.sidecars.size_bytes).hit_ratio
+    assert predicted == pytest.approx(day.measured_hits, abs=0.05)
     requests = sum(START + 60 < request.time <= loop.now for request in loop.workload.requests)
     assert 0.5 * requests < loop.sizing.intake.num_samples
 
@@ -117,10 +116,14 @@ def loop_before_growth() -> Loop:
     return loop
 
 
+def memory_of(loop: Loop) -> tuple[object, object]:
+    return loop.memory_status()["limitedBy"], loop.memory_status()["reason"]
+
+
 def decide_now(loop: Loop, situation: Situation | None = None) -> tuple[object, object]:
     loop.situation = situation or loop.situation
     loop.report = loop.sizing.decide(loop.now, loop.situation)
-    return loop.memory_status()["limitedBy"], loop.memory_status()["reason"]
+    return memory_of(loop)
 
 
 def test_silent_pods_are_reported_and_prevent_a_decision():
@@ -130,10 +133,8 @@ def test_silent_pods_are_reported_and_prevent_a_decision():
     loop.run(0.04)
     assert decide_now(loop)[0] == "Young"  # two missed polls are fewer than three
     loop.run(1.0)
-    assert decide_now(loop) == (
-        "Samples",
-        "1 of 2 pods return no usable samples (pod-1: its sidecar does not answer)",
-    )
+    reason = "1 of 2 pods return no usable samples (pod-1: its sidecar does not answer)"
+    assert decide_now(loop) == ("Samples", reason)
     assert loop.report.memory is None
     del loop.refusals["uid-1"]
     loop.poll()
@@ -150,10 +151,8 @@ def test_lost_samples_are_reported():
 
 def test_missing_measurements_are_reported():
     loop = Loop()
-    original_stats = loop.sidecars.stats
-    loop.sidecars.stats = lambda pod: (
-        original_stats(pod) | {"lookups": original_stats(pod)["lookups"] | {"gpus": 0}}
-    )
+    stats = loop.sidecars.stats
+    loop.sidecars.stats = lambda pod: stats(pod) | {"lookups": stats(pod)["lookups"] | {"gpus": 0}}
     loop.run(0.6)
     assert decide_now(loop) == ("Samples", "sidecars have not measured yet: gpus")
 
@@ -161,10 +160,7 @@ def test_missing_measurements_are_reported():
 def test_report_has_a_reason_before_the_first_lookup():
     loop = Loop(workload=Workload([Request(START + 1e9, 0, (1,))]))
     loop.poll()
-    assert (loop.memory_status()["limitedBy"], loop.memory_status()["reason"]) == (
-        "Samples",
-        "no lookups were counted",
-    )
+    assert memory_of(loop) == ("Samples", "no lookups were counted")
     assert decide_now(loop, loop.situation._replace(pods={})) == ("Samples", "no pod is running")
 
 
@@ -202,10 +198,7 @@ def test_unavailable_size_is_dropped():
     unavailable = UnavailableSize(loop.report.memory.size, "pod pod-1: its node has no free memory")
     loop.situation = loop.situation._replace(refusals=(unavailable,))
     loop.poll()
-    assert (loop.memory_status()["limitedBy"], loop.memory_status()["reason"]) == (
-        "Infeasible",
-        "pod pod-1: its node has no free memory",
-    )
+    assert memory_of(loop) == ("Infeasible", "pod pod-1: its node has no free memory")
     assert loop.report.memory == Choice(SIZE, SIZE)
     loop.run(1.0, follow=False)
     assert loop.report.memory == Choice(SIZE, SIZE)
@@ -224,9 +217,7 @@ def test_new_namespace_restarts_counting():
     loop.run(1.0, follow=False)
     loop.sidecars.namespace = "77" * 32
     loop.poll()
-    limited_by, reason = decide_now(loop)
-    assert limited_by == "Young"
-    assert reason == "lookups counted for 0 min; a decision needs 30 min"
+    assert decide_now(loop) == ("Young", "lookups counted for 0 min; a decision needs 30 min")
     assert loop.sizing.intake.traffic.namespace == "77" * 32
 
 
@@ -235,11 +226,14 @@ def test_single_pod_of_another_namespace_is_ignored():
     loop = Loop()
     loop.run(0.5)
     original_ask, other_namespace = loop.ask, "77" * 32
-    loop.ask = lambda pod: (
-        (answer._replace(samples=answer.samples._replace(namespace=other_namespace)) if pod else answer)
-        if isinstance(answer := original_ask(pod), Answer)
-        else answer
-    )
+
+    def ask(pod: int) -> Answer | NoAnswer:
+        answer = original_ask(pod)
+        if not pod or not isinstance(answer, Answer):
+            return answer
+        return answer._replace(samples=answer.samples._replace(namespace=other_namespace))
+
+    loop.ask = ask
     before = loop.sizing.intake.num_samples
     loop.run(0.2)
     assert loop.sizing.intake.traffic.namespace != other_namespace
@@ -261,14 +255,8 @@ def test_small_change_of_bounds_keeps_the_traffic():
 
 
 def test_state_is_small_for_any_bounds_and_stable_without_traffic():
-    widest = Settings(
-        SIZE,
-        (64 << 20, 16 << 40),
-        Prices(2.5, 0.004, 0.004),
-        shards=4,
-        shard_bounds=(1, 64),
-        shard_bytes=16 << 40,
-    )
+    bounds, prices = (64 << 20, 16 << 40), Prices(2.5, 0.004, 0.004)
+    widest = Settings(SIZE, bounds, prices, shards=4, shard_bounds=(1, 64), shard_bytes=16 << 40)
     loop = Loop(settings=widest)
     loop.run(1.0)
     loop.following = Request(START + 1e9, 0, (1,))

@@ -69,23 +69,18 @@ def test_choice_is_dropped_for_a_pod_that_fits_no_node():
     """A drained pod must start again, although its node lacks memory for the chosen size."""
     loop = chosen_loop(128 << 30, hours=12)
     loop.resize(128 << 30)
-    unplaced = UnavailableSize(
-        128 << 30, "pod chat-engine-1: 0/2 nodes are available: 2 Insufficient memory."
-    )
+    why = "pod chat-engine-1: 0/2 nodes are available: 2 Insufficient memory."
+    unplaced = UnavailableSize(128 << 30, why)
     pod_missing = Obstacle("Cooldown", "1 of 2 pods are ready and match the spec")
     loop.situation = loop.situation._replace(obstacle=pod_missing, num_shards=2)
     loop.run(0.5, follow=False)
     assert loop.report.memory == Choice(128 << 30, SIZE), "a node may still be added"
     loop.situation = loop.situation._replace(unplaced=(unplaced,))
     loop.poll()
-    assert loop.report.memory is None, (
-        "the choice must be dropped at once, not at the next decision after 15 minutes"
-    )
+    assert loop.report.memory is None, "it is dropped at once, not at the next decision after 15 minutes"
     assert loop.memory_status()["limitedBy"] == "Infeasible"
-    assert loop.memory_status()["reason"] == (
-        "back to the declared 64Gi: no node had 128Gi of free memory for 10 minutes "
-        "(pod chat-engine-1: 0/2 nodes are available: 2 Insufficient memory.)"
-    )
+    reason = f"back to the declared 64Gi: no node had 128Gi of free memory for 10 minutes ({why})"
+    assert loop.memory_status()["reason"] == reason
     # The pod runs with the declared size. For six hours no size that may not fit is chosen.
     loop.situation = loop.situation._replace(obstacle=None, unplaced=())
     loop.resize(SIZE)
@@ -147,11 +142,9 @@ class SampledLoop(Loop):
 @cache
 def dense_workload() -> Workload:
     """A chat workload with four times as many rows of a quarter of the size."""
-    chat_workload = chat(5, 0.2, scale=1)
-    moved = [
-        Request(request.time + START, request.session, request.keys) for request in chat_workload.requests
-    ]
-    return Workload(moved, chat_workload.scale)
+    whole = chat(5, 0.2, scale=1)
+    moved = [Request(each.time + START, each.session, each.keys) for each in whole.requests]
+    return Workload(moved, whole.scale)
 
 
 @pytest.mark.rotating

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 from lmcache_operator.autoscaling.policy.report import Choice
@@ -44,6 +45,10 @@ class ShardLoop(Loop):
         self.changes: list[int] = []
         self.changing_until = 0.0
 
+    def declare(self, **changes: Any) -> None:
+        self.settings = self.settings._replace(**changes)
+        self.situation = self.situation._replace(settings=self.settings)
+
     def poll(self) -> None:
         super().poll()
         assert self.report
@@ -54,9 +59,8 @@ class ShardLoop(Loop):
             self.changing_until = self.now + Shards.TRANSITION
             self.situation = self.situation._replace(num_shards=num_wanted)
         changing = Obstacle("Cooldown", "a change of the shards is in progress")
-        self.situation = self.situation._replace(
-            shards_obstacle=changing if self.now < self.changing_until else None
-        )
+        obstacle = changing if self.now < self.changing_until else None
+        self.situation = self.situation._replace(shards_obstacle=obstacle)
 
 
 @cache
@@ -92,8 +96,7 @@ def test_memory_and_shards_together_reach_the_best_sizes():
     """Shards already have the additional hits of memory, so memory saves only their loading time."""
     loop = ShardLoop(2)
     loop.sidecars.load_bytes_per_second = rate = 12e9
-    loop.settings = loop.settings._replace(is_memory_auto=True)
-    loop.situation = loop.situation._replace(settings=loop.settings)
+    loop.declare(is_memory_auto=True)
     loop.run(11.0)
     memory, count = loop.sidecars.size_bytes, loop.situation.num_shards
     pairs = [(size << 30, number) for size in (8, 16, 32) for number in (4, 6, 8)]
@@ -107,11 +110,8 @@ def test_memory_and_shards_together_reach_the_best_sizes():
 def test_memory_without_a_price_grows_before_shards():
     """Shards are judged with the final memory size of pods."""
     loop = ShardLoop(2)
-    free_memory = loop.settings._replace(
-        is_memory_auto=True, memory_bounds=(8 << 30, 128 << 30), prices=Prices(2.5, 0.0, 0.004),
-        shard_bounds=(1, 16),
-    )  # fmt: skip
-    loop.settings, loop.situation = free_memory, loop.situation._replace(settings=free_memory)
+    bounds = {"memory_bounds": (8 << 30, 128 << 30), "shard_bounds": (1, 16)}
+    loop.declare(is_memory_auto=True, prices=Prices(2.5, 0.0, 0.004), **bounds)
     loop.run(4.0)
     assert loop.sidecars.size_bytes == 128 << 30
     loop.run(7.0)
@@ -123,17 +123,14 @@ def test_memory_without_a_price_grows_before_shards():
 @cache
 def constant_of_shards(count: int) -> float:
     """Cost in USD per hour with 128 GiB of free memory per pod."""
-    workload, free_memory = chat(12, 0.4, scale=16), Prices(2.5, 0.0, 0.004)
-    return RemoteSetup(workload, num_pods=4, route=scattered, start=128.0, prices=free_memory).with_shards(
-        count
-    )
+    free = {"start": 128.0, "prices": Prices(2.5, 0.0, 0.004)}
+    return RemoteSetup(chat(12, 0.4, scale=16), num_pods=4, route=scattered, **free).with_shards(count)
 
 
 def test_infeasible_memory_size_does_not_block_shards():
     """A node without free memory must not revert a change of shards either."""
     loop = ShardLoop(2)
-    loop.settings = loop.settings._replace(is_memory_auto=True)
-    loop.situation = loop.situation._replace(settings=loop.settings)
+    loop.declare(is_memory_auto=True)
     loop.run(1.0, follow=False)
     loop.sizing._memory.chosen = Choice(2 * MEMORY, MEMORY)
     unavailable = UnavailableSize(2 * MEMORY, "pod x: its node has no free memory")
@@ -152,10 +149,7 @@ def test_memory_shrinks_if_shards_have_the_same_rows(num_shards):
     loop = ShardLoop(num_shards)
     loop.route = sticky(4)
     loop.sidecars.load_bytes_per_second = rate = 12e9
-    loop.settings = loop.settings._replace(
-        memory=64 << 30, is_memory_auto=True, are_shards_auto=False
-    )  # fmt: skip
-    loop.situation = loop.situation._replace(settings=loop.settings)
+    loop.declare(memory=64 << 30, is_memory_auto=True, are_shards_auto=False)
     loop.resize(64 << 30)
     loop.run(11.5)
     best = min(constant(num_shards, size << 30, rate, sticky) for size in (8, 16, 64))
@@ -164,8 +158,7 @@ def test_memory_shrinks_if_shards_have_the_same_rows(num_shards):
 
 def test_tier_waits_while_the_other_tier_is_judged():
     loop = ShardLoop(2)
-    loop.settings = loop.settings._replace(is_memory_auto=True)
-    loop.situation = loop.situation._replace(settings=loop.settings)
+    loop.declare(is_memory_auto=True)
     loop.run(1.0, follow=False)
     sizing: Sizing = loop.sizing
 
@@ -182,6 +175,6 @@ def test_tier_waits_while_the_other_tier_is_judged():
     assert reasons("_memory")[1] == "the size of pods' memory has just changed"
     assert reasons("_remote")[0] == "the number of shards has just changed"
     # Growth of memory without a price has no risk. Memory grows first.
-    loop.situation = loop.situation._replace(settings=loop.settings._replace(prices=Prices(2.5, 0.0, 0.004)))
+    loop.declare(prices=Prices(2.5, 0.0, 0.004))
     assert reasons("_remote")[0] != "the number of shards has just changed"
     assert reasons("_memory")[1] == "the size of pods' memory has just changed"

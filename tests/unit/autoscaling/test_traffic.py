@@ -74,11 +74,11 @@ def test_restart_forgets_only_the_last_hour():
     restarted.restore(json.loads(text))
     restarted.curve.feed(lookups(workload, batch))
     for gib in (16, 64, 256):
-        for restored, whole_window in ((restarted.curve.windows, whole.curve.windows),
-                               (restarted.curve.shared_windows, whole.curve.shared_windows)):  # fmt: skip
-            assert restored[0].hit_ratio(gib * GIB) == pytest.approx(
-                whole_window[0].hit_ratio(gib * GIB), abs=1e-3
+        for name in ("windows", "shared_windows"):
+            restored, known = (
+                getattr(each.curve, name)[0].hit_ratio(gib * GIB) for each in (restarted, whole)
             )
+            assert restored == pytest.approx(known, abs=1e-3)
     assert restarted.curve.new_bytes == pytest.approx(whole.curve.new_bytes)
     for invalid_state in ({}, {**json.loads(text), "namespace": "other"}, {**json.loads(text), "days": [1]}):
         with pytest.raises(ValueError, match=r"traffic is invalid|namespace 'other'|window|zip"):

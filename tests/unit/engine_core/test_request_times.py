@@ -142,19 +142,6 @@ def test_a_request_that_is_held_back_for_memory_waits(rig):
     ]
 
 
-@pytest.mark.parametrize(("num_valid", "num_failed"), [(0, 192), (64, 128), (192, 0)])
-def test_a_failed_load_reports_the_tokens_that_the_engine_computes(rig, num_valid, num_failed):
-    """vLLM keeps the part of a load before the first bad block."""
-    request = start_load(rig)
-    rig.report(failed=["r"], received=["r"])
-    if not num_valid:  # the request starts again
-        assert rig.match(request) == (0, False)
-        rig.allocate(request, blocks(7), 0)
-    rig.step(new=[("r", blocks(7), num_valid, 4)])  # the prompt takes two steps
-    end_step(rig, compute(rig, request, num_valid + 4))
-    assert sent(rig) == [RequestTimes("r", first_token_seconds=0.5, num_failed_tokens=num_failed)]
-
-
 def test_a_failed_load_of_a_request_that_is_aborted_counts_as_failed(rig):
     request = start_load(rig)
     rig.report(failed=["r"], received=["r"])

@@ -1,3 +1,4 @@
+import contextlib
 import struct
 import threading
 
@@ -14,14 +15,22 @@ from tests.harness.kv_cache import CHUNK, make_chunk, make_config, make_key, mak
 URL = "lm://localhost:1"
 
 
-def open_backend(kind=LMCRemoteBackend, serde="torch", shape=None):
-    metadata = make_metadata()
-    metadata.kv_shape = shape or metadata.kv_shape
-    return kind(make_config(None, remote_url=URL, remote_serde=serde), metadata, "cpu")
+@pytest.fixture
+def open_backend(connector):
+    """Open backends and close them at teardown."""
+    with contextlib.ExitStack() as stack:
+
+        def make(kind=LMCRemoteBackend, serde="torch", shape=None):
+            metadata = make_metadata()
+            metadata.kv_shape = shape or metadata.kv_shape
+            config = make_config(None, remote_url=URL, remote_serde=serde)
+            return stack.enter_context(contextlib.closing(kind(config, metadata, "cpu")))
+
+        yield make
 
 
 @pytest.fixture(params=[LMCRemoteBackend, LMCPipelinedRemoteBackend])
-def backend(request, connector):
+def backend(request, connector, open_backend):
     backend = open_backend(request.param)
     yield backend
     connector.may_answer.set()
@@ -222,7 +231,7 @@ def test_queued_put_does_not_undo_a_later_put(backend, connector, monkeypatch):
 
 
 @pytest.mark.parametrize("serde", ["torch", "safetensor", "fast", "cachegen"])
-def test_swapped_values_are_misses_and_are_written_again(connector, serde):
+def test_swapped_values_are_misses_and_are_written_again(connector, open_backend, serde):
     backend = open_backend(serde=serde)
     put_chunks(backend, "ab")
     first, second = (key.to_string() for key in keys_of("ab"))
@@ -235,7 +244,6 @@ def test_swapped_values_are_misses_and_are_written_again(connector, serde):
     put_chunks(backend, "ab")
     assert backend.prefix_length(keys_of("ab")) == 2
     assert None not in list(backend.batched_get(keys_of("ab")))
-    backend.close()
 
 
 def sized(dimension: int, size: int) -> tuple[int, ...]:
@@ -246,23 +254,19 @@ def sized(dimension: int, size: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(("dimension", "size"), [(0, 5), (3, 9), (4, 64)])
-def test_chunks_of_another_geometry_are_misses(connector, dimension, size):
+def test_chunks_of_another_geometry_are_misses(open_backend, dimension, size):
     shape = sized(dimension, size)
     writer, reader = open_backend(shape=shape), open_backend()
     writer.put(make_key("a"), torch.ones(shape, dtype=torch.float16))
     assert torch.equal(writer.get(make_key("a")), torch.ones(shape, dtype=torch.float16))
     assert reader.get(make_key("a")) is None
     assert reader.num_faults == 1
-    writer.close()
-    reader.close()
 
 
-def test_engines_of_different_chunk_lengths_share_short_chunks(connector):
+def test_engines_of_different_chunk_lengths_share_short_chunks(open_backend):
     writer, reader = open_backend(shape=sized(2, 4 * CHUNK)), open_backend()
     writer.put(make_key("a"), make_chunk(3))
     assert torch.equal(reader.get(make_key("a")), make_chunk(3))
-    writer.close()
-    reader.close()
 
 
 # ---- round trips ----
@@ -287,7 +291,7 @@ def batch_connector(monkeypatch):
     return connector
 
 
-def test_prefix_length_of_many_chunks_takes_a_single_round_trip(batch_connector):
+def test_prefix_length_of_many_chunks_takes_a_single_round_trip(open_backend, batch_connector):
     backend = open_backend()
     put_chunks(backend, "abcdefg")
     assert backend.prefix_length(keys_of("abcdefgh")) == 7
@@ -296,15 +300,13 @@ def test_prefix_length_of_many_chunks_takes_a_single_round_trip(batch_connector)
     assert backend.prefix_length(keys_of("a" * 100 + "h")) == 100
     assert batch_connector.calls["exists_many"] == 4
     assert batch_connector.calls["exists"] == 0
-    backend.close()
 
 
-def test_fetching_four_chunks_takes_a_single_round_trip(batch_connector):
+def test_fetching_four_chunks_takes_a_single_round_trip(open_backend, batch_connector):
     backend = open_backend()
     put_chunks(backend, "abcdefgh")
     assert names_of(backend.batched_get(keys_of("abcdefgh"))) == [*"abcdefgh"]
     assert (batch_connector.calls["get_many"], batch_connector.calls["get"]) == (2, 0)
-    backend.close()
 
 
 def test_refused_key_does_not_affect_other_keys(backend, connector, monkeypatch):

@@ -137,7 +137,7 @@ SERVICE: dict[str, Any] = {"apiVersion": "v1", "kind": "Service", "metadata": {"
         ("evict", ("n", "p", "u"), (409, {}), False, f"POST {CORE}/pods/p/eviction"),
     ],
 )  # fmt: skip
-def test_call_sends_its_request_and_reads_the_answer(server, method, arguments, answer, expected, request_line):
+def test_call_sends_request_and_reads_answer(server, method, arguments, answer, expected, request_line):
     server.answer = answer
     assert call(server, method, *arguments) == expected
     ((verb, path, content_type, _),) = server.requests

@@ -203,12 +203,9 @@ def test_times_of_a_release_are_parsed():
         ({"request_id": ""}, "request_id must not be empty"),
     ],
 )
-def test_bad_times_are_refused(fields, sentence):
+def test_bad_times_and_those_of_too_many_requests_are_refused(fields, sentence):
+    times = pb.RequestTimes(**({"request_id": "r"} | fields))
     with pytest.raises(CallRefusedError, match=sentence):
-        parse_times(pb.ReleaseRequest(times=[pb.RequestTimes(**({"request_id": "r"} | fields))]), ENGINE)
-
-
-def test_times_of_too_many_requests_are_refused():
-    times = [pb.RequestTimes(request_id="r")] * (service.MAX_TIMES + 1)
+        parse_times(pb.ReleaseRequest(times=[times]), ENGINE)
     with pytest.raises(CallRefusedError, match="at most 256 requests"):
-        parse_times(pb.ReleaseRequest(times=times), ENGINE)
+        parse_times(pb.ReleaseRequest(times=[times] * (service.MAX_TIMES + 1)), ENGINE)

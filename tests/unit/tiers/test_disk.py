@@ -90,33 +90,30 @@ class TestObjects:
 
 
 class TestCapacity:
-    def test_refuses_object_larger_than_capacity_without_eviction(self, tmp_path):
-        tier = open_tier(tmp_path, 4 * PAGE)
+    def test_refuses_object_larger_than_capacity_without_eviction(self, restart):
+        tier = restart(4 * PAGE)
         store(tier, 1)
         assert not store(tier, 2, 4 * PAGE)
         assert tier.stats.refused == {"capacity": 1}
         assert load(tier, 1) == content(1, PAGE)
-        tier.close()
 
-    def test_evicts_tails_before_heads(self, tmp_path):
-        tier = open_tier(tmp_path, 128 * PAGE)  # an epoch holds 8 of these objects
+    def test_evicts_tails_before_heads(self, restart):
+        tier = restart(128 * PAGE)  # an epoch holds 8 of these objects
         for number in (*range(8), *range(100, 108)):
             store(tier, number)
         assert numbers(tier) == [*reversed(range(8)), *reversed(range(100, 108))]
         tier.touch([key_of(number) for number in range(4)], 1)
         assert numbers(tier) == [*reversed(range(4, 8)), *reversed(range(100, 108)), *reversed(range(4))]
-        tier.close()
 
-    def test_smaller_capacity_evicts_at_start(self, tmp_path):
-        tier = open_tier(tmp_path, 64 * PAGE)
+    def test_smaller_capacity_evicts_at_start(self, path, restart):
+        tier = restart(64 * PAGE)
         for number in range(32):
             store(tier, number)
         store(tier, 99, 20 * PAGE)
-        tier.close()
-        tier = open_tier(tmp_path, 16 * PAGE)
+        tier = restart(16 * PAGE)
+        assert tier.indexed.wait(60)
         assert set(numbers(tier)) == set(range(24, 32))
-        assert tier.used_bytes == taken_bytes(tmp_path) <= 16 * PAGE
-        tier.close()
+        assert tier.used_bytes == taken_bytes(path) <= 16 * PAGE
 
     def test_refuses_capacity_larger_than_the_volume(self, tmp_path):
         with pytest.raises(DiskError, match=r"more than 90% of the volume .* reduce the disk tier"):

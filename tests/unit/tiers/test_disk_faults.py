@@ -180,6 +180,13 @@ class TestUnhealthyVolume:
             DiskTier(path, MIB)
 
 
+@pytest.fixture
+def small(volume):
+    """A tier on a volume of 1 MiB."""
+    with contextlib.closing(open_tier(volume, 512 << 10)) as tier:
+        yield tier
+
+
 class TestFullVolume:
     def test_evicts_when_the_volume_is_full_below_capacity(self, volume):
         tier = open_tier(volume, 900 << 10)
@@ -191,46 +198,40 @@ class TestFullVolume:
         assert tier.stats.evicted > 10
         tier.close()
 
-    def test_refuses_stores_when_foreign_files_fill_the_volume(self, volume):
-        tier = open_tier(volume, 512 << 10)
-        store(tier, 1)
+    def test_refuses_stores_when_foreign_files_fill_the_volume(self, volume, small):
+        store(small, 1)
         with contextlib.suppress(OSError):
             (volume / "foreign").write_bytes(bytes(MIB))
-        assert not store(tier, 2, 15 * PAGE)
-        assert tier.stats.refused == {"ENOSPC": 1}
-        assert not tier.health.is_open
-        tier.health.failure()
-        assert tier.health.probe()
+        assert not store(small, 2, 15 * PAGE)
+        assert small.stats.refused == {"ENOSPC": 1}
+        assert not small.health.is_open
+        small.health.failure()
+        assert small.health.probe()
         assert not temporaries(volume)
         (volume / "foreign").unlink()
-        assert store(tier, 2, 15 * PAGE)
-        tier.close()
+        assert store(small, 2, 15 * PAGE)
 
-    def test_read_only_remount_opens_the_circuit(self, volume):
-        tier = open_tier(volume, 512 << 10)
-        assert tier.health.problem == ""
-        store(tier, 1)
+    def test_read_only_remount_opens_the_circuit(self, volume, small):
+        assert small.health.problem == ""
+        store(small, 1)
         subprocess.run(["mount", "-o", "remount,ro", volume], check=True)
         with pytest.raises(TierUnavailableError):
-            store(tier, 2)
-        check_unavailable(tier)
-        assert not tier.health.probe()
-        assert "Read-only file system" in tier.health.problem
+            store(small, 2)
+        check_unavailable(small)
+        assert not small.health.probe()
+        assert "Read-only file system" in small.health.problem
         subprocess.run(["mount", "-o", "remount,rw", volume], check=True)
-        assert tier.health.probe()
-        assert tier.health.problem == ""
-        assert load(tier, 1) == content(1, PAGE)
-        assert store(tier, 2)
-        tier.close()
+        assert small.health.probe()
+        assert small.health.problem == ""
+        assert load(small, 1) == content(1, PAGE)
+        assert store(small, 2)
 
-    def test_unmounted_volume_leaves_the_mount_point_empty(self, volume):
-        tier = open_tier(volume, 512 << 10)
-        store(tier, 1)
+    def test_unmounted_volume_leaves_the_mount_point_empty(self, volume, small):
+        store(small, 1)
         subprocess.run(["umount", "-l", volume], check=True)
-        assert store(tier, 2)
-        assert load(tier, 2) == content(2, PAGE)
+        assert store(small, 2)
+        assert load(small, 2) == content(2, PAGE)
         assert list(volume.iterdir()) == []
-        tier.close()
         subprocess.run(["mount", "-t", "tmpfs", "tmpfs", volume], check=True)  # for the fixture to unmount
 
     def test_works_without_direct_io(self, restart, monkeypatch):
@@ -312,21 +313,19 @@ def test_does_not_use_recreated_directory_of_another_tier(path):
     tier.close()
 
 
-def test_uses_remounted_volume_but_not_the_mount_point(volume):
-    tier = open_tier(volume, 512 << 10)
-    store(tier, 1)
+def test_uses_remounted_volume_but_not_the_mount_point(volume, small):
+    store(small, 1)
     subprocess.run(["mount", "-o", "remount,ro", volume], check=True)
     subprocess.run(["umount", "-l", volume], check=True)
     with pytest.raises(TierUnavailableError):
-        store(tier, 2)
-    assert not tier.health.probe()
+        store(small, 2)
+    assert not small.health.probe()
     assert list(volume.iterdir()) == []
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", volume], check=True)
-    assert not tier.health.probe()  # too small
+    assert not small.health.probe()  # too small
     subprocess.run(["umount", volume], check=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", volume], check=True)
-    assert tier.health.probe()
-    assert tier.indexed.wait(60)
-    assert store(tier, 2)
-    assert tier.used_bytes == taken_bytes(volume)
-    tier.close()
+    assert small.health.probe()
+    assert small.indexed.wait(60)
+    assert store(small, 2)
+    assert small.used_bytes == taken_bytes(volume)

@@ -3,9 +3,6 @@
 import hashlib
 import hmac
 import os
-import sys
-import threading
-from functools import partial
 
 import hypothesis.strategies as st
 import pytest
@@ -216,35 +213,3 @@ class TestCipher:
             aead.decrypt(nonce, piece[32:], associated)
         aead, nonce = cipher("disk", 1)._derive(key_of(1), piece[8:32], PLACE)
         assert aead.decrypt(nonce, piece[32:], associated) == CONTENT
-
-    def test_encryption_releases_the_gil(self):
-        """Another thread runs during a call, although the interpreter never makes the caller give way."""
-        aead, nonce = cipher("disk", 1)._derive(key_of(1), bytes(24), PLACE)
-        content, piece = bytearray(8 << 20), bytearray((8 << 20) + 16)
-        interval = sys.getswitchinterval()
-        try:
-            sys.setswitchinterval(1e4)
-            assert not any(_runs_during(lambda: sum(range(500_000))) for _ in range(20)), "a control"
-            encrypt = partial(aead.encrypt_into, nonce, content, None, piece)
-            assert any(_runs_during(encrypt) for _ in range(500))
-            decrypt = partial(aead.decrypt_into, nonce, piece, None, content)
-            assert any(_runs_during(decrypt) for _ in range(500))
-        finally:
-            sys.setswitchinterval(interval)
-
-
-def _runs_during(call) -> bool:
-    start, ran = threading.Lock(), []
-    start.acquire()
-
-    def run() -> None:
-        start.acquire()
-        ran.append(True)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    start.release()  # the thread now waits for the GIL
-    call()
-    has_run = bool(ran)
-    thread.join()
-    return has_run

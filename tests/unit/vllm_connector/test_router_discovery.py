@@ -70,10 +70,7 @@ def test_router_gets_the_publisher_of_each_rank_with_its_encoding() -> None:
     assert set(answer) == {"0", "1"}
     assert answer["1"]["endpoint"] == "tcp://*:5557"
     assert (answer["1"]["encoding"], answer["1"]["schema_version"]) == ("msgpack", 1)
-
-
-def test_older_engines_answer_from_their_configuration() -> None:
-    older = SimpleNamespace()
+    older = SimpleNamespace()  # an engine that answers from its configuration
     assert set(request("/kv_event_sources", server_state(older))) == {"0"}
     assert request("/kv_event_sources", server_state(older, kv_events=None)) == {}
 
@@ -83,6 +80,7 @@ def test_other_requests_reach_the_server() -> None:
     assert request("/health", state) is None
     assert request("/get_server_info", state, method="POST") is None
     assert request("/get_server_info", state, kind="websocket") is None
+    assert request("/get_server_info", SimpleNamespace()) is None, "the middleware has no answer"
 
 
 def refuse() -> None:
@@ -122,7 +120,3 @@ async def called(app: FastAPI, middleware: Any) -> None:
         assert scope["type"] == "lifespan"
 
     await middleware(server)({"type": "lifespan", "app": app}, None, None)
-
-
-def test_server_answers_itself_if_the_middleware_cannot() -> None:
-    assert request("/get_server_info", SimpleNamespace()) is None
