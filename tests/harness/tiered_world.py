@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import math
 import threading
 from collections import Counter
@@ -245,13 +246,15 @@ async def until(condition) -> None:
 
 
 def run(test=None, **options):
-    """Run an async test with its own World, which is opened with these options."""
+    """Run an async test with its own World, which is opened with these options, and with fixtures."""
     if test is None:
         return functools.partial(run, **options)
 
-    async def in_world() -> None:
+    async def in_world(**fixtures: object) -> None:
         async with World(**options) as world:
-            await test(world)
+            await test(world, **fixtures)
 
     in_world.__name__, in_world.__doc__ = test.__name__, test.__doc__
+    signature = inspect.signature(test)
+    in_world.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
     return in_a_loop(in_world)
