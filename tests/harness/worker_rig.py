@@ -89,6 +89,19 @@ class WorkerRig:
     def store(self, **fields):
         self.worker.start_stores(StepMeta(stores=[self.job(**fields)]))
 
+    def hold_store(self, **fields):
+        """Start a store whose first copy stays in progress until the gate opens."""
+        self.copier.gate.clear()
+        self.store(**fields)
+        assert self.copier.in_copy.wait(60)
+
+    def end_torn_store(self):
+        """End a store of two rows whose blocks have got KV of another request: nothing is committed."""
+        self.copier.kv |= dict.fromkeys((1, 2, 3, 4), 99)
+        self.copier.gate.set()
+        self.collect_until(lambda *_: len(self.session.aborted) == 2)
+        assert self.session.committed == []
+
     def stored_bytes(self):
         return [self.session.slots[slot.row][:2].tolist() for slot in self.session.committed]
 

@@ -49,13 +49,6 @@ def test_calls_pause_after_each_silence(client, clock):
         assert made == [client.session] * number
 
 
-def test_new_session_is_called_at_once(client, clock):
-    calls = Calls(client)
-    calls.attempt(fail(SidecarUnavailableError("silent")))
-    client.session = SimpleNamespace(epoch=8)
-    assert calls.attempt(lambda session: session.epoch) == 8
-
-
 @pytest.mark.parametrize(
     "error", [StaleSessionError("over"), RpcRefusedError(grpc.StatusCode.INVALID_ARGUMENT, "no")]
 )

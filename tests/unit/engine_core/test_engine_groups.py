@@ -1,15 +1,13 @@
 """Two KV groups with blocks of different sizes: keys, pieces and blocks are separate by group."""
 
-import numpy as np
 import pytest
 
 from lmcache import keys
 from lmcache.engines.core.grid import Grid
-from lmcache.engines.core.jobs import GroupLoad, GroupStore, LoadJob, Offer, Piece, StoreJob
-from lmcache.engines.core.transfers import LoadTransfer, StoreTransfer
+from lmcache.engines.core.jobs import GroupStore, LoadJob, Piece
 from lmcache.kv_groups import GroupKind, KVGroup
 from lmcache.tiers.base import ROW_KEY_BYTES
-from lmcache.tiers.memory.contracts import Found, Slot
+from lmcache.tiers.memory.contracts import Slot
 from tests.harness.scheduler_rig import Rig, hashes, make_identity, make_request
 from tests.harness.wire import NAMESPACE
 
@@ -19,10 +17,6 @@ TABLES = (list(range(100, 113)), [0], list(range(500, 507)))  # of 200 tokens
 
 def row_keys(group, *chunk_hashes):
     return b"".join(NAMESPACE + keys.chunk_key(chunk_hash, group=group) for chunk_hash in chunk_hashes)
-
-
-def found_rows(*rows):
-    return Found(np.array(rows), np.ones(len(rows), np.uint64))
 
 
 @pytest.fixture
@@ -93,56 +87,6 @@ def test_load_of_an_unknown_request_fails_blocks_of_all_groups(rig):
     (load,) = rig.scheduler.end_step(0).loads
     assert load.pieces() == []
     assert set(load.blocks) == {block for table in TABLES for block in table}
-
-
-class RecordingCopier:
-    """A copier that records copies."""
-
-    def __init__(self):
-        self.stored, self.loaded, self.row_bytes = [], [], {0: 4096, 2: 4096}
-
-    def store(self, group, slot, blocks, fence):
-        self.stored.append((group, *blocks))
-
-    batch_bytes = 0
-
-    def load(self, loads, fence):
-        self.loaded += [(row.first_block, tuple(row.blocks)) for row in loads]
-
-    def share(self, work):
-        work()
-
-
-def test_evicted_slot_fails_the_following_blocks_of_all_groups(rig):
-    copier, session = RecordingCopier(), rig.session
-    job = StoreJob(
-        1,
-        "r",
-        (GroupStore(0, 0, row_keys(0, b"p1"), (1, 2, 3, 4)), GroupStore(2, 0, row_keys(2, b"p1"), (8, 9))),
-    )
-    StoreTransfer(job).run(session, copier)
-    assert copier.stored == [(0, 1, 2, 3, 4), (2, 8, 9)]
-    assert session.committed == [Slot(0, 1), Slot(1, 1)]
-    parts = (GroupLoad(0, (1, 2, 3, 4), found_rows(0), 0, 4), GroupLoad(2, (8, 9), found_rows(1), 0, 2))
-    good_transfer = LoadTransfer(LoadJob("r", parts), None)
-    good_transfer.run(session, copier)
-    assert good_transfer.bad_blocks == ()
-    del session.committed[1]
-    bad_transfer = LoadTransfer(LoadJob("r", parts), None)
-    bad_transfer.run(session, copier)
-    assert bad_transfer.bad_blocks == (8, 9)
-
-
-def test_offer_is_split_by_the_blocks_of_each_group():
-    grid = Grid(64, 32, (SMALL, LARGE))
-    offer = Offer(96, 64, (found_rows(7, 8, 9), found_rows(17, 18, 19)))
-    load = LoadJob.from_offer("r", grid, offer, 64, TABLES)
-    assert load.pieces() == [
-        Piece(0, Slot(8, 1), 2, (106, 107)),
-        Piece(0, Slot(9, 1), 0, (108, 109)),
-        Piece(2, Slot(18, 1), 1, (503,)),
-        Piece(2, Slot(19, 1), 0, (504,)),
-    ]
 
 
 def test_load_job_states_whether_it_fails_by_block():

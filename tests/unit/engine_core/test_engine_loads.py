@@ -18,10 +18,15 @@ def rig():
     rig.finish()
 
 
-def test_load_is_reported_only_after_its_copy(rig):
+def begin_load(rig):
+    """Start a load of one row, whose copy stays in progress until the gate opens."""
     rig.session.committed.append(Slot(0, 1))
     rig.copier.gate.clear()
     rig.load(Slot(0, 1))
+
+
+def test_load_is_reported_only_after_its_copy(rig):
+    begin_load(rig)
     assert rig.copier.in_copy.wait(60)
     for _ in range(20):
         assert rig.collect((), is_idle=True) == (set(), set())
@@ -97,9 +102,7 @@ def test_no_thread_copies_chunks_after_a_missing_chunk(rig):
 
 
 def test_load_that_is_started_twice_is_copied_once(rig):
-    rig.session.committed.append(Slot(0, 1))
-    rig.copier.gate.clear()
-    rig.load(Slot(0, 1))
+    begin_load(rig)
     rig.load(Slot(0, 1))
     rig.copier.gate.set()
     rig.collect_until(lambda sent, loaded: loaded)
@@ -109,9 +112,7 @@ def test_load_that_is_started_twice_is_copied_once(rig):
 
 def test_idle_engine_waits_for_the_end_of_a_load(rig, monkeypatch):
     monkeypatch.setattr(module, "LOAD_WAIT_SECONDS", 60)
-    rig.session.committed.append(Slot(0, 1))
-    rig.copier.gate.clear()
-    rig.load(Slot(0, 1))
+    begin_load(rig)
     assert rig.collect((), is_idle=False) == (set(), set()), "a busy engine does not wait"
     threading.Timer(0.05, rig.copier.gate.set).start()
     rig.store(request_id="another")  # its end must not end the wait
@@ -119,9 +120,7 @@ def test_idle_engine_waits_for_the_end_of_a_load(rig, monkeypatch):
 
 
 def test_idle_engine_accepts_requests_while_a_load_hangs(rig):
-    rig.session.committed.append(Slot(0, 1))
-    rig.copier.gate.clear()
-    rig.load(Slot(0, 1))
+    begin_load(rig)
     assert rig.collect((), is_idle=True) == (set(), set())
 
 

@@ -60,22 +60,15 @@ def test_stored_chunks_are_not_copied_again(rig):
 
 def test_blocks_reclaimed_during_a_copy_are_never_committed(rig):
     """After a preemption the bytes of the copy in progress may be torn."""
-    rig.copier.gate.clear()
-    rig.store()
-    assert rig.copier.in_copy.wait(60)
+    rig.hold_store()
     rig.reclaim(1, 77)
-    rig.copier.kv |= dict.fromkeys((1, 2, 3, 4), 99)  # the engine writes another request's KV
-    rig.copier.gate.set()
-    rig.collect_until(lambda *_: len(rig.session.aborted) == 2)
-    assert rig.session.committed == []
+    rig.end_torn_store()
     assert len(rig.copier.fences) == 1, "no further copy must start"
 
 
 def test_preemption_waits_for_a_copy_in_progress(rig, monkeypatch):
     monkeypatch.setattr(TIMING, "preemption_seconds", 60)
-    rig.copier.gate.clear()
-    rig.store()
-    assert rig.copier.in_copy.wait(60)
+    rig.hold_store()
     threading.Timer(0.05, rig.copier.gate.set).start()
     rig.reclaim(1, 77)
     assert len(rig.session.committed) == 2
@@ -103,9 +96,7 @@ def test_held_request_without_stores_is_freed_at_once(rig):
 
 
 def test_offline_aborts_stores_and_frees_blocks(rig):
-    rig.copier.gate.clear()
-    rig.store()
-    assert rig.copier.in_copy.wait(60)
+    rig.hold_store()
     rig.worker.go_offline()
     rig.copier.gate.set()
     assert rig.collect_until(lambda sent, loaded: sent, held=["r"])[0] == ["r"]
@@ -140,10 +131,7 @@ def test_blocks_freed_at_the_limit_are_never_committed(rig, order):
     assert rig.copier.in_copy.wait(60)
     rig.now = TIMING.hold_seconds
     assert rig.collect((), is_idle=False) == ({"r"}, set())
-    rig.copier.kv |= dict.fromkeys((1, 2, 3, 4), 99)  # KV of the next owner
-    rig.copier.gate.set()
-    rig.collect_until(lambda *_: len(rig.session.aborted) == 2)
-    assert rig.session.committed == []
+    rig.end_torn_store()
     assert rig.collect((), is_idle=False) == (set(), set()), "the request must be reported once"
 
 
@@ -200,9 +188,7 @@ def test_replica_rank_stores_nothing_and_frees_blocks(rig):
 
 def test_wait_for_copies_of_transient_blocks_is_limited_to_a_share(rig):
     """The limit also applies while the sidecar hangs. The budget refills over time."""
-    rig.copier.gate.clear()
-    rig.store(is_transient=True)
-    assert rig.copier.in_copy.wait(60)
+    rig.hold_store(is_transient=True)
     waits, ended = [], rig.worker._stores[1].ended
 
     def wait(seconds):
@@ -218,9 +204,7 @@ def test_wait_for_copies_of_transient_blocks_is_limited_to_a_share(rig):
 
 
 def test_store_of_transient_blocks_overtakes_other_stores(rig):
-    rig.copier.gate.clear()
-    rig.store(names=(b"a",), blocks=(1, 2))
-    assert rig.copier.in_copy.wait(60)
+    rig.hold_store(names=(b"a",), blocks=(1, 2))
     copied, store = threading.Event(), rig.copier.store
     rig.copier.store = lambda *args: copied.set()
     rig.store(names=(b"b",), blocks=(3, 4), is_transient=True)

@@ -14,6 +14,9 @@ def give_module(monkeypatch):
         module = ModuleType(name)
         module.__dict__.update(content)
         monkeypatch.setitem(sys.modules, name, module)
+        package, _, last_name = name.rpartition(".")
+        if package:
+            setattr(sys.modules.get(package) or give(package), last_name, module)
         return module
 
     return give

@@ -5,7 +5,7 @@ import contextlib
 import importlib
 import sys
 import threading
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +14,7 @@ from lmcache.engines.errors import UnsupportedError
 from lmcache.engines.sglang import attach, options, support, weights
 
 NAMESPACE = b"n" * 32
+STORAGE = "sglang.srt.mem_cache.hicache_storage"
 
 
 class Storage:
@@ -68,7 +69,7 @@ class Indices(list):
 
 
 @pytest.fixture
-def world(monkeypatch):
+def world(monkeypatch, give_module):
     """SGLang's process: the accesses of the backend, and whether SGLang's start loads the backend."""
     state = SimpleNamespace(accesses=[], is_start=True, installs=[], watch=weights.WeightWatch())
 
@@ -79,7 +80,7 @@ def world(monkeypatch):
     def install(*, is_start):
         state.installs.append((is_start, threading.current_thread()))
 
-    give_sglang(monkeypatch, HiCacheStorage=Storage, PoolTransferResult=SimpleNamespace)
+    give_module(STORAGE, HiCacheStorage=Storage, PoolTransferResult=SimpleNamespace)
     monkeypatch.delitem(sys.modules, "lmcache.engines.sglang.backend", raising=False)
     monkeypatch.setattr(support, "check_version", lambda: None)
     monkeypatch.setattr(weights, "install", install)
@@ -92,17 +93,6 @@ def world(monkeypatch):
     state.backend_class = importlib.import_module("lmcache.engines.sglang.backend").LMCacheBackend
     yield state
     sys.modules.pop("lmcache.engines.sglang.backend", None)
-
-
-def give_sglang(monkeypatch, **content):
-    """Let imports find a version of SGLang whose module of storage backends has this content."""
-    module = None
-    for name in ("sglang", "sglang.srt", "sglang.srt.mem_cache", "sglang.srt.mem_cache.hicache_storage"):
-        parent, module = module, ModuleType(name)
-        monkeypatch.setitem(sys.modules, name, module)
-        if parent is not None:
-            setattr(parent, name.rpartition(".")[2], module)
-    module.__dict__.update(content)
 
 
 @pytest.fixture
@@ -243,7 +233,7 @@ def test_pool_that_is_registered_again_changes_nothing(world, make_backend):
     assert not access.is_closed
 
 
-def test_engine_of_another_version_starts_without_the_cache(world, monkeypatch, caplog):
+def test_engine_of_another_version_starts_without_the_cache(world, monkeypatch, give_module, caplog):
     """An older version lacks classes, and a later one may ask for more methods."""
 
     class OtherStorage(Storage, abc.ABC):
@@ -254,7 +244,7 @@ def test_engine_of_another_version_starts_without_the_cache(world, monkeypatch, 
     def refuse():
         raise UnsupportedError("SGLang 0.1 is not supported")
 
-    give_sglang(monkeypatch, HiCacheStorage=OtherStorage)
+    give_module(STORAGE, HiCacheStorage=OtherStorage)
     monkeypatch.setattr(support, "check_version", refuse)
     sys.modules.pop("lmcache.engines.sglang.backend")
     other = importlib.import_module("lmcache.engines.sglang.backend")

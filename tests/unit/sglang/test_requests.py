@@ -1,7 +1,6 @@
 """Reports of SGLang's requests, with a stand-in for its batch of prompts."""
 
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,7 +26,7 @@ class Request:
 
 
 @pytest.fixture
-def prepare(monkeypatch):
+def prepare(give_module):
     """``prepare(*requests)``: SGLang prepares a batch. Returns what the backend reported."""
 
     class ScheduleBatch:
@@ -38,20 +37,14 @@ def prepare(monkeypatch):
             for request in self.reqs:
                 request.extend_batch_idx += 1
 
-    names = "sglang", "sglang.srt", "sglang.srt.managers", "sglang.srt.managers.schedule_batch"
-    for name in names:
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules[names[-1]].ScheduleBatch = ScheduleBatch
+    give_module("sglang.srt.managers.schedule_batch", ScheduleBatch=ScheduleBatch)
     reported = []
     unsubscribe = requests.subscribe(reported.append, 64)
 
     def run(*batch):
         reported.clear()
         ScheduleBatch(list(batch)).prepare_for_extend()
-        return [
-            (report.num_prompt_tokens, report.num_engine_tokens, report.num_loaded_tokens)
-            for report in reported
-        ]
+        return [(each.num_prompt_tokens, each.num_engine_tokens, each.num_loaded_tokens) for each in reported]
 
     yield run
     unsubscribe()
