@@ -30,10 +30,9 @@ class FakeApi:
         del self.objects[kind, name]
 
     def allocate(self, name, uid, *devices, driver=NAME):
-        results = [
-            {"request": "gpu", "driver": driver, "pool": "node", "device": device} for device in devices
-        ]
-        results.append({"request": "nic", "driver": "net.example.com", "pool": "node", "device": "nic-0"})
+        gpu, nic = ({"request": name, "driver": driver, "pool": "node"} for name in ("gpu", "nic"))
+        results = [gpu | {"device": device} for device in devices]
+        results.append(nic | {"driver": "net.example.com", "device": "nic-0"})
         status = {"allocation": {"devices": {"results": results}}}
         self.objects[CLAIMS, name] = {"metadata": {"name": name, "uid": uid}, "status": status}
 
@@ -142,22 +141,15 @@ def test_claim_gets_only_devices_of_this_driver(api, kubelet, tmp_path):
     api.allocate("two", "u-2", "gpu-1", "gpu-2")
     prepared = kubelet.prepare(two="u-2")["u-2"]
     assert not prepared.error
-    assert [(d.pool_name, d.device_name, list(d.request_names)) for d in prepared.devices] == [
-        ("node", "gpu-1", ["gpu"]),
-        ("node", "gpu-2", ["gpu"]),
-    ]
+    devices = [(d.pool_name, d.device_name, list(d.request_names)) for d in prepared.devices]
+    assert devices == [("node", "gpu-1", ["gpu"]), ("node", "gpu-2", ["gpu"])]
     edits = cdi_devices(tmp_path)
     assert sorted(edits) == [name for device in prepared.devices for name in device.cdi_device_ids]
-    assert {f"CUDASIM_DEVICES={UUIDS[1]},{UUIDS[2]}", f"CUDASIM_NODE={GPUS_DIR}"} < set(
-        edits[f"{NAME}/claim=u-2-gpu-2"]["env"]
-    )
-    assert [item["path"] for edit in edits.values() for item in edit["deviceNodes"]] == [
-        "/dev/gpu-1",
-        "/dev/gpu-2",
-    ]
-    assert kubelet.prepare(two="u-2")["u-2"] == prepared, (
-        "a repeated call of the kubelet must return the same"
-    )
+    env = edits[f"{NAME}/claim=u-2-gpu-2"]["env"]
+    assert {f"CUDASIM_DEVICES={UUIDS[1]},{UUIDS[2]}", f"CUDASIM_NODE={GPUS_DIR}"} < set(env)
+    nodes = [item["path"] for edit in edits.values() for item in edit["deviceNodes"]]
+    assert nodes == ["/dev/gpu-1", "/dev/gpu-2"]
+    assert kubelet.prepare(two="u-2")["u-2"] == prepared, "a repeated call must return the same"
 
 
 def test_failed_claim_does_not_affect_others(api, kubelet, tmp_path):

@@ -19,11 +19,9 @@ SECRET = re.compile(r"(?i)(password|token|secret|api_?key)\s*=")
 def instructions(text: str) -> list[tuple[str, str]]:
     """Instructions with arguments, with joined continuation lines and without comments."""
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
-    return [
-        (name.upper(), argument.strip())
-        for name, _, argument in (line.partition(" ") for line in joined.splitlines())
-    ]
+    joined = re.sub(r"\\\n\s*", " ", "\n".join(lines)).splitlines()
+    parts = (line.partition(" ") for line in joined)
+    return [(name.upper(), argument.strip()) for name, _, argument in parts]
 
 
 def ignored(path: str) -> bool:
@@ -31,11 +29,8 @@ def ignored(path: str) -> bool:
     is_ignored = False
     for pattern in (ROOT / ".dockerignore").read_text().split("\n"):
         negated, bare_pattern = pattern.startswith("!"), pattern.lstrip("!")
-        if (
-            pattern
-            and not pattern.startswith("#")
-            and (fnmatch(path, bare_pattern) or fnmatch(path + "/x", bare_pattern))
-        ):
+        is_pattern = pattern and not pattern.startswith("#")
+        if is_pattern and (fnmatch(path, bare_pattern) or fnmatch(path + "/x", bare_pattern)):
             is_ignored = not negated
     return is_ignored
 

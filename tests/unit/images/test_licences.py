@@ -32,16 +32,12 @@ def test_shipped_licences_are_allowed(image):
 @pytest.mark.parametrize(
     ("expression", "allowed"),
     [
-        ("MIT", True),
-        ("GPL-3.0-only", False),
-        ("MIT AND GPL-3.0-only", False),
-        ("GPL-3.0-only OR MIT", True),
-        ("MPL-2.0 AND (Apache-2.0 OR GPL-3.0-only)", True),
+        ("MIT", True), ("GPL-3.0-only", False), ("MIT AND GPL-3.0-only", False),
+        ("GPL-3.0-only OR MIT", True), ("MPL-2.0 AND (Apache-2.0 OR GPL-3.0-only)", True),
         ("MPL-2.0 AND (AGPL-3.0-only OR GPL-3.0-only)", False),
-        ("MIT OR GPL-3.0-only AND GPL-2.0-only", True),
-        ("GPL-3.0-only WITH GCC-exception-3.1", False),
+        ("MIT OR GPL-3.0-only AND GPL-2.0-only", True), ("GPL-3.0-only WITH GCC-exception-3.1", False),
     ],
-)
+)  # fmt: skip
 def test_expressions(expression, allowed):
     assert licences.is_allowed(expression) is allowed
 
@@ -52,17 +48,17 @@ def test_text_that_is_no_expression_is_reported(text):
     assert "no SPDX expression" in line
 
 
+APPROVED = "Classifier: License :: OSI Approved"
+
+
 @pytest.mark.parametrize(
     ("fields", "licence"),
     [
         ("License-Expression: MIT AND Apache-2.0\nLicense: something", "MIT AND Apache-2.0"),
         ("License: 3-Clause BSD License", "BSD-3-Clause"),
         ("License: GPLv3", "GPLv3"),
-        (
-            "License: Copyright\n        text\nClassifier: License :: OSI Approved :: BSD License",
-            "BSD-3-Clause",
-        ),
-        ("Classifier: License :: OSI Approved :: GNU General Public License v3 (GPLv3)", UNKNOWN),
+        (f"License: Copyright\n        text\n{APPROVED} :: BSD License", "BSD-3-Clause"),
+        (f"{APPROVED} :: GNU General Public License v3 (GPLv3)", UNKNOWN),
         ("Summary: nothing", UNKNOWN),
     ],
 )

@@ -52,6 +52,9 @@ def metadata(name: str, version: str, licence: str = "BSD-3-Clause") -> str:
     return f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\nLicense-Expression: {licence}\n"
 
 
+PROJECT = metadata("lmcache-cluster", "0.1.0", "Apache-2.0")
+
+
 def image(path: Path, files: dict[str, str], links: dict[str, str] | None = None) -> Path:
     with tarfile.open(path, "w") as archive:
         for name, target in (links or {}).items():
@@ -74,9 +77,7 @@ def document(tmp_path):
             f"{SITE}/numpy-2.3.5.dist-info/METADATA": metadata("numpy", "2.3.5"),
             "opt/lmcache/payload/cp312/numpy-2.3.5.dist-info/METADATA": metadata("numpy", "2.3.5"),
             f"{SITE}/numpy-2.3.5.dist-info/RECORD": "",
-            "opt/lmcache/project/lmcache_cluster-0.1.0.dist-info/METADATA": metadata(
-                "lmcache-cluster", "0.1.0", "Apache-2.0"
-            ),
+            "opt/lmcache/project/lmcache_cluster-0.1.0.dist-info/METADATA": PROJECT,
             "usr/share/doc/glibc/copyright": FREE_TEXT,
             "./usr/share/doc/zlib1g/copyright": FIELDS,
         },
@@ -86,13 +87,11 @@ def document(tmp_path):
 
 
 def test_sbom_has_installed_packages_only(document):
-    purls = [component["purl"] for component in document["components"]]
-    assert purls == [
-        "pkg:pypi/lmcache-cluster@0.1.0",
-        "pkg:pypi/numpy@2.3.5",
-        "pkg:deb/debian/libc6@2.36-9%2Bdeb12u10",
+    assert document["metadata"]["component"]["version"] == DIGEST
+    assert [component["purl"] for component in document["components"]] == [
+        "pkg:pypi/lmcache-cluster@0.1.0", "pkg:pypi/numpy@2.3.5", "pkg:deb/debian/libc6@2.36-9%2Bdeb12u10",
         "pkg:deb/debian/zlib1g@1%3A1.2.13.dfsg-1",
-    ]
+    ]  # fmt: skip
 
 
 def test_python_package_has_licence_hashes_and_folders(document):
@@ -103,24 +102,15 @@ def test_python_package_has_licence_hashes_and_folders(document):
 
 
 def test_debian_packages_have_the_licences_of_their_copyright_files(document):
-    libc, zlib = (
-        [entry["license"]["name"] for entry in component["licenses"]]
-        for component in document["components"][2:]
-    )
-    assert libc == ["CC0-1.0", "GPL-2", "LGPL-2.1"]
-    assert zlib == ["GPL-2+ with OpenSSL exception", "Zlib"]
-
-
-def test_sbom_names_the_image_by_digest(document):
-    assert document["metadata"]["component"]["version"] == DIGEST
+    licences = [
+        [entry["license"]["name"] for entry in each["licenses"]] for each in document["components"][2:]
+    ]
+    assert licences == [["CC0-1.0", "GPL-2", "LGPL-2.1"], ["GPL-2+ with OpenSSL exception", "Zlib"]]
 
 
 @pytest.mark.parametrize(
     ("name", "version", "problem"),
-    [
-        ("numpy", "2.3.4", "the lock file has 2.3.5"),
-        ("evil", "1.0", "the lock file does not have it"),
-    ],
+    [("numpy", "2.3.4", "the lock file has 2.3.5"), ("evil", "1.0", "the lock file does not have it")],
 )
 def test_package_that_is_not_locked_is_refused(tmp_path, name, version, problem):
     files = image(tmp_path / "files.tar", {f"{SITE}/x.dist-info/METADATA": metadata(name, version)})
@@ -142,13 +132,11 @@ def test_provenance_names_commit_lock_files_and_base():
     text = statement.provenance("sidecar", "0.1.0", SOURCE, [LOCK_FILE], ("debian:bookworm-slim", DIGEST), {})
     build = json.loads(text)["buildDefinition"]
     git_url = f"git+https://github.com/o/r@{'1' * 40}"
+    locked = hashlib.sha256(LOCK_FILE.read_bytes()).hexdigest()
     assert build["externalParameters"] == {"artifact": "sidecar", "version": "0.1.0", "source": git_url}
     assert build["resolvedDependencies"] == [
         {"uri": git_url, "digest": {"gitCommit": "1" * 40}},
-        {
-            "uri": f"{git_url}#sidecar/requirements.txt",
-            "digest": {"sha256": hashlib.sha256(LOCK_FILE.read_bytes()).hexdigest()},
-        },
+        {"uri": f"{git_url}#sidecar/requirements.txt", "digest": {"sha256": locked}},
         {"uri": "docker://debian:bookworm-slim", "digest": {"sha256": "a" * 64}},
     ]
     assert json.loads(text)["runDetails"] == {"builder": {"id": statement.LOCAL_BUILDER}}
@@ -156,11 +144,9 @@ def test_provenance_names_commit_lock_files_and_base():
 
 def test_builder_is_the_workflow_on_github():
     environment = {
-        "GITHUB_SERVER_URL": "https://github.com",
-        "GITHUB_REPOSITORY": "o/r",
+        "GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "o/r", "GITHUB_RUN_ID": "7",
         "GITHUB_WORKFLOW_REF": "o/r/.github/workflows/release.yml@refs/tags/v0.1.0",
-        "GITHUB_RUN_ID": "7",
-    }
+    }  # fmt: skip
     run = json.loads(statement.provenance("chart", "0.1.0", SOURCE, [], None, environment))["runDetails"]
     assert run["builder"]["id"] == "https://github.com/o/r/.github/workflows/release.yml@refs/tags/v0.1.0"
     assert run["metadata"]["invocationId"] == "https://github.com/o/r/actions/runs/7/attempts/1"

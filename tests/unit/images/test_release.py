@@ -84,25 +84,16 @@ def test_images_depend_only_on_base_and_commit(commands):
     builds = [call for call in commands if "--metadata-file" in call]
     assert len(builds) == 3
     base = f"debian:bookworm-slim=docker-image://docker.io/library/debian@{BASE}"
-    wanted = {
-        base,
-        "SOURCE_DATE_EPOCH=1700000000",
-        "type=registry,rewrite-timestamp=true",
-        "--provenance=false",
-    }
-    assert all(wanted <= set(call) for call in builds)
-    assert [call for call in commands if call[:2] == ["crane", "digest"]] == [
-        ["crane", "digest", release.BASE]
-    ]
+    epoch, output = "SOURCE_DATE_EPOCH=1700000000", "type=registry,rewrite-timestamp=true"
+    assert all({base, epoch, output, "--provenance=false"} <= set(call) for call in builds)
+    assert [call[2:] for call in commands if call[:2] == ["crane", "digest"]] == [[release.BASE]]
 
 
 def test_all_artifacts_are_signed_by_digest_with_their_statements(commands, tmp_path):
     release.release("0.1.0", "r.example/me", None, "cosign.key", tmp_path)
     signed = {call[-1] for call in commands if call[:2] == ["cosign", "sign"]}
-    paths = {name: f"r.example/me/{name}" for name in NAMES} | {
-        "chart": "r.example/me/charts/lmcache-operator"
-    }
-    assert signed == {f"{paths[name]}@{digest}" for name, digest in DIGESTS.items()}
+    paths = {name: name for name in NAMES} | {"chart": "charts/lmcache-operator"}
+    assert signed == {f"r.example/me/{paths[name]}@{digest}" for name, digest in DIGESTS.items()}
     attested = [(call[call.index("--type") + 1], call[-1]) for call in commands if "attest" in call]
     assert {reference for kind, reference in attested if kind == "slsaprovenance1"} == signed
     assert len([kind for kind, _ in attested if kind == "cyclonedx"]) == 3
@@ -131,9 +122,8 @@ def test_empty_key_is_refused(commands, monkeypatch, capsys):
 
 def test_uncommitted_change_publishes_nothing(commands, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(
-        statement, "git", lambda *arguments: " M lmcache/keys.py" if "status" in arguments else "1"
-    )
+    changed = " M lmcache/keys.py"
+    monkeypatch.setattr(statement, "git", lambda *arguments: changed if "status" in arguments else "1")
     with pytest.raises(statement.SourceError, match=r"first ' M lmcache/keys\.py': commit them"):
         release.release("0.1.0", "r.example/me", None, "cosign.key")
 
@@ -155,9 +145,8 @@ def test_version_mismatch_publishes_nothing(commands):
 
 def test_manifest_of_the_plugin_covers_all_platforms_and_follows_krews_rules():
     sums = dict.fromkeys(plugin.PLATFORMS, "0" * 64)
-    manifest = yaml.safe_load(
-        plugin.manifest("0.1.0", "https://github.com/o/r/releases/download/v0.1.0", sums)
-    )
+    url = "https://github.com/o/r/releases/download/v0.1.0"
+    manifest = yaml.safe_load(plugin.manifest("0.1.0", url, sums))
     assert list(krew.problems("lmcache", manifest)) == []
     assert len(manifest["spec"]["platforms"]) == 4
     assert manifest["spec"]["homepage"] == "https://github.com/o/r"

@@ -59,10 +59,8 @@ def test_nightly_run_fuzzes_all_targets():
 def test_nightly_run_has_each_test_file_once():
     paths = [path for words in nightly_words("TESTS") for path in ROOT.glob(words)]
     files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("test_*.py"))]
-    all_files = [
-        file for name in ("unit", "integration") for file in (ROOT / "tests" / name).rglob("test_*.py")
-    ]
-    assert sorted(files) == sorted(all_files)
+    folders = (ROOT / "tests" / name for name in ("unit", "integration"))
+    assert sorted(files) == sorted(file for folder in folders for file in folder.rglob("test_*.py"))
 
 
 def test_release_needs_tested_main_and_approval():

@@ -43,10 +43,6 @@ def places(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_demo_programs_have_version_rules():
-    assert set(machine.RULES) == set(binaries.CLUSTER) == set(PRINTED)
-
-
 def test_only_missing_programs_are_built(places, capsys):
     etcd = create_program(places / "assets", "etcd")
     api_server = create_program(places / "path", "kube-apiserver")

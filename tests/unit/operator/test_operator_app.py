@@ -70,11 +70,7 @@ def test_ending_operator_waits_for_the_answer_to_its_last_write():
 
         queue = KeyedQueue(work, num_workers=1, debounce_seconds=0)
         handlers = app.build_registry(queue, api.settle)._activities.get_all_handlers()
-        (cleanup,) = (
-            handler.fn
-            for handler in handlers
-            if handler.activity is not None and handler.activity.value == "cleanup"
-        )
+        (cleanup,) = (each.fn for each in handlers if each.activity and each.activity.value == "cleanup")
         queue.wake("a")
         await asyncio.sleep(1)
         await cleanup()

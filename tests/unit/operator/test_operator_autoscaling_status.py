@@ -21,9 +21,7 @@ from tests.harness.operator_resizes import Node
 
 GIB = 1 << 30
 BOUNDS = {"minSize": "32Gi", "maxSize": "256Gi"}
-NO_CHANGE = Decision(
-    64 * GIB, 64 * GIB, 64 * GIB, 64 * GIB, "lookups counted for 5 min; a decision needs 30 min", "Young"
-)
+NO_CHANGE = Decision(*[64 * GIB] * 4, "lookups counted for 5 min; a decision needs 30 min", "Young")
 GROW = Decision(64 * GIB, 108 * GIB, 108 * GIB, 108 * GIB, "108Gi instead of 64Gi", "None", 0.16, 0.04)
 HITS = {32: 0.3, 64: 0.45, 108: 0.55}
 CURVE = [Point(size * GIB, hits, hits, hits, 0.0) for size, hits in HITS.items()]
@@ -159,14 +157,8 @@ def test_size_metrics_exist_until_the_cluster_is_deleted(monkeypatch: pytest.Mon
     rig.world.resource = cast(Any, None)
     rig.reconcile()
     assert rig.watcher.forgotten_keys == [KEY]
-    for gauge in (
-        metrics.MEMORY_BYTES,
-        metrics.PREDICTED_HITS,
-        metrics.SHARDS,
-        metrics.SAVING,
-        metrics.LIMITED,
-    ):
-        assert samples(gauge) == {}
+    for name in ("MEMORY_BYTES", "PREDICTED_HITS", "SHARDS", "SAVING", "LIMITED"):
+        assert samples(getattr(metrics, name)) == {}
 
 
 def test_remote_tier_is_reported_in_shards() -> None:

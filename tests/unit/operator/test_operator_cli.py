@@ -23,16 +23,8 @@ def test_examples_render(example: Path, capsys: pytest.CaptureFixture[str]) -> N
     clusters = [manifest for manifest in yaml.safe_load_all(text) if manifest["kind"] == "LMCacheCluster"]
     assert main(["render", "-f", str(example)]) == (0 if clusters else 2)
     kinds = [rendered["kind"] for rendered in yaml.safe_load_all(capsys.readouterr().out)]
-    engine = [
-        "ServiceAccount",
-        "ConfigMap",
-        "Service",
-        "Service",
-        "NetworkPolicy",
-        "PodDisruptionBudget",
-        *(["ResourceClaimTemplate"] if "deviceClassName" in text else []),
-        "StatefulSet",
-    ]
+    engine = ["ServiceAccount", "ConfigMap", "Service", "Service", "NetworkPolicy", "PodDisruptionBudget"]
+    engine += [*(["ResourceClaimTemplate"] if "deviceClassName" in text else []), "StatefulSet"]
     prefill = engine if "prefill:" in text else []
     engine = [*engine, *(["LMCacheCluster"] if prefill else []), "LMCacheProfile"]
     shards = ["ConfigMap", "Service", "NetworkPolicy", "PodDisruptionBudget", "StatefulSet"]

@@ -11,13 +11,9 @@ import re
 from typing import Any
 
 import yaml
-from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Context
-from lmcache_operator.components.engine.engine import Engine
-from lmcache_operator.specs.names import STOCK_IMAGES
 from lmcache_sidecar.config import read
 
-from tests.harness.operator_model import cluster
+from tests.harness import operator_render
 
 SIDECAR_ARGS = {"serve", "--config", "--memory-size"}
 ENGINE_ARGS = {
@@ -46,14 +42,8 @@ FULL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def rendered(kind: str, **changes: Any) -> Any:
-    objects = Engine().render(parse(cluster(**FULL, **changes)), Context(STOCK_IMAGES))
-    return next(child for child in objects if child["kind"] == kind)
-
-
 def container(name: str, **changes: Any) -> Any:
-    pod = rendered("StatefulSet", **changes)["spec"]["template"]["spec"]
-    return next(c for c in [*pod["initContainers"], *pod["containers"]] if c["name"] == name)
+    return operator_render.container(operator_render.pod_of(**FULL, **changes), name)
 
 
 def test_earlier_sidecars_know_all_rendered_arguments() -> None:
@@ -85,7 +75,7 @@ def test_earlier_sglang_engines_and_clients_know_all_rendered_arguments() -> Non
 
 
 def test_sidecar_ignores_unknown_settings_of_a_later_operator(tmp_path: Any) -> None:
-    later = yaml.safe_load(rendered("ConfigMap")["data"]["sidecar.yaml"])
+    later = yaml.safe_load(operator_render.child_of("ConfigMap", **FULL)["data"]["sidecar.yaml"])
     later |= {"tenants": {"quota": [1, {"share": 0.5}]}, "log_color": None}
     later = {key: value for key, value in later.items() if not re.search("remote_(user|pass)", key)}
     file = tmp_path / "sidecar.yaml"

@@ -28,9 +28,8 @@ def pod(status: str = "False", minutes: float = 60, *, ends: float | None = None
 
 
 def node(status: str, minutes: float) -> dict[str, Any]:
-    return {
-        "status": {"conditions": [{"type": "MemoryPressure", "status": "Unknown"}, ready(status, minutes)]}
-    }
+    pressure = {"type": "MemoryPressure", "status": "Unknown"}
+    return {"status": {"conditions": [pressure, ready(status, minutes)]}}
 
 
 def observation(pods: list[dict[str, Any]], nodes: dict[str, Any], refusal: str = "") -> Observed:
@@ -56,15 +55,11 @@ CASES = [
 
 
 @pytest.mark.parametrize(("candidate", "its_node", "is_abandoned", "is_reported"), CASES)
-def test_pod_is_abandoned_after_its_node_was_lost_for_five_minutes(
-    candidate: dict[str, Any], its_node: dict[str, Any] | None, is_abandoned: bool, is_reported: bool
-) -> None:
+def test_pod_is_abandoned_five_minutes_after_its_node(candidate, its_node, is_abandoned, is_reported):
     observed = observation([candidate], {"a": its_node})
     assert list(abandoned(observed)) == ([candidate] if is_abandoned else [])
-    problems = list(node_problems(observed))
-    assert [(problem.reason, "node a" in problem.message) for problem in problems] == (
-        [("NodeLost", True)] if is_reported else []
-    )
+    problems = [(problem.reason, "node a" in problem.message) for problem in node_problems(observed)]
+    assert problems == ([("NodeLost", True)] if is_reported else [])
 
 
 def test_only_nodes_of_unready_or_terminating_pods_are_read() -> None:

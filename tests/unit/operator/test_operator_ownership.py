@@ -41,23 +41,14 @@ RECORDED = json.loads(r"""{
     "f:volumes": {"k:{\"name\":\"v\"}": {".": {}, "f:emptyDir": {}, "f:name": {}}}}}}
 }""")
 POD = ("f:spec", "f:template", "f:spec")
+PORT = 'k:{"containerPort":80,"protocol":"TCP"}'
 ENGINE = (*POD, "f:containers", 'k:{"name":"c"}')
 
 
 def live(fields: Any = None, **entry: Any) -> dict[str, Any]:
-    operator_manager = {
-        "manager": "lmcache-operator",
-        "operation": "Apply",
-        "fieldsV1": fields or RECORDED,
-        **entry,
-    }
-    status_manager = {
-        "manager": "kube-controller-manager",
-        "operation": "Update",
-        "subresource": "status",
-        "fieldsV1": {},
-    }
-    return {"metadata": {"managedFields": [status_manager, operator_manager]}}
+    operator = {"manager": "lmcache-operator", "operation": "Apply", "fieldsV1": fields or RECORDED} | entry
+    status = {"manager": "kube-controller-manager", "operation": "Update", "subresource": "status"}
+    return {"metadata": {"managedFields": [status | {"fieldsV1": {}}, operator]}}
 
 
 def without_field(fields: Any, path: tuple[str, ...]) -> Any:
@@ -79,10 +70,7 @@ def test_unchanged_object_has_no_lost_fields() -> None:
         (("f:spec", "f:selector"), "spec.selector"),
         ((*ENGINE, "f:image"), "spec.template.spec.containers[c].image"),
         ((*ENGINE, "f:env", 'k:{"name":"E"}', "f:value"), "spec.template.spec.containers[c].env[E].value"),
-        (
-            (*ENGINE, "f:ports", 'k:{"containerPort":80,"protocol":"TCP"}', "f:hostPort"),
-            "spec.template.spec.containers[c].ports[80/TCP].hostPort",
-        ),
+        ((*ENGINE, "f:ports", PORT, "f:hostPort"), "spec.template.spec.containers[c].ports[80/TCP].hostPort"),
         ((*POD, "f:volumes", 'k:{"name":"v"}', "f:emptyDir"), "spec.template.spec.volumes[v].emptyDir"),
     ],
 )

@@ -4,31 +4,24 @@ from typing import Any
 
 import pytest
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Context
-from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.injection.profile import profile
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.errors import InvalidSpecError
-from lmcache_operator.specs.names import SPEC_HASH, STOCK_IMAGES
+from lmcache_operator.specs.names import SPEC_HASH
 
 from tests.harness.operator_model import cluster
 from tests.harness.operator_prefill import child, with_prefill
+from tests.harness.operator_render import CONTEXT, render
 
-CONTEXT = Context(STOCK_IMAGES)
 BOTH = {"images": {"pullSecrets": ["registry", "mirror"]}}
-WHOLE: dict[str, Any] = with_prefill() | {
-    "tiers": {"peers": {}, "remote": {"managed": {"memoryPerShard": "1Gi"}}}
-}
+TIERS = {"peers": {}, "remote": {"managed": {"memoryPerShard": "1Gi"}}}
+WHOLE: dict[str, Any] = with_prefill() | {"tiers": TIERS}
 
 
 def templates(resource: dict[str, Any]) -> dict[str, Any]:
     """The pod templates, by the names of the objects that have them."""
-    rendered = [item for each in COMPONENTS for item in each.render(parse(resource), CONTEXT)]
-    return {
-        item["metadata"]["name"]: item["spec"]["template"]
-        for item in rendered
-        if item["kind"] in ("StatefulSet", "Deployment")
-    }
+    rendered, kinds = render(resource, *COMPONENTS).items(), ("StatefulSet", "Deployment")
+    return {ref.name: child["spec"]["template"] for ref, child in rendered if ref.kind in kinds}
 
 
 def all_templates(**changes: Any) -> dict[str, Any]:
@@ -67,7 +60,7 @@ def test_pod_template_cannot_remove_the_secrets() -> None:
     resource = cluster(**BOTH)
     resource["spec"]["engine"]["podTemplate"] = {"spec": {"imagePullSecrets": None}}
     with pytest.raises(InvalidSpecError, match=r"podTemplate: changes spec\.imagePullSecrets"):
-        Engine().render(parse(resource), CONTEXT)
+        render(resource)
 
 
 def test_injection_adds_no_secrets_to_pods_of_users() -> None:

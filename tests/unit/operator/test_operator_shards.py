@@ -39,19 +39,10 @@ def test_parse_reads_written_shards(current, previous, until):
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "x",
-        "0",
-        "-1",
-        "65",
-        "999",
-        "2 from 99 until 2026-01-31T12:00:00Z",
-        "0 from 2 until 2026-01-31T12:00:00Z",
-        "2 from 3",
-        "2 from 3 until noon",
-        "2 from 3 until 2026-01-31T12:00:00",
+        "", "x", "0", "-1", "65", "999", "2 from 99 until 2026-01-31T12:00:00Z", "2 from 3",
+        "0 from 2 until 2026-01-31T12:00:00Z", "2 from 3 until noon", "2 from 3 until 2026-01-31T12:00:00",
     ],
-)
+)  # fmt: skip
 def test_parse_returns_none_for_invalid_text(text):
     assert Shards.parse(text) is None
 
