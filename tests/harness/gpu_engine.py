@@ -303,10 +303,7 @@ def in_namespace(command: Sequence[str], pid: int) -> list[str]:
 
 
 def make_sidecar(
-    node: Node,
-    options: dict[str, Any] | None = None,
-    timing: str = "",
-    **settings: object,
+    node: Node, options: dict[str, Any] | None = None, timing: str = "", **settings: object
 ) -> SidecarProcess:
     """A sidecar whose readers use the simulated driver with ``settings``. ``timing`` sets its deadlines."""
     sidecar = SidecarProcess(**({"memory_size": "16Mi"} | (options or {})))

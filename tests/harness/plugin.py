@@ -69,9 +69,7 @@ def create_pod(
     name = f"{cluster}-engine-{number}"
     ports = [{"name": "metrics", "containerPort": port}]
     containers = {
-        "initContainers": [
-            {"name": "sidecar", "image": "i", "restartPolicy": "Always", "ports": ports},
-        ],
+        "initContainers": [{"name": "sidecar", "image": "i", "restartPolicy": "Always", "ports": ports}],
         "containers": [{"name": "engine", "image": "i"} | engine],
         "schedulerName": "none",  # a fake node would replace the pod's address
     }

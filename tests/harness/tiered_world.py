@@ -202,11 +202,7 @@ class World:
             self.store.commit(self.fill(keys, column, request), column, OWNER)
 
     def lookup(
-        self,
-        keys: list[bytes],
-        request: str = "request",
-        row_seconds: float = 0.0,
-        num_handed_over: int = 0,
+        self, keys: list[bytes], request: str = "request", row_seconds: float = 0.0, num_handed_over: int = 0
     ) -> LookupResult:
         chains = one_chain(keys, SIZE, num_handed_over)
         return self.store.lookup((LEASE[0], request), chains, chunk_seconds=row_seconds)

@@ -66,12 +66,6 @@ class TestLeases:
             assert engine.load(2, 3, group=group) == 2
         wait_released(engine.sidecar)
 
-    def test_lookup_that_finds_nothing_leases_nothing(self, engine):
-        engine.store(2)
-        assert engine.look_up(1, 2) == 0
-        engine.settle()
-        wait_released(engine.sidecar)
-
     def test_leased_rows_survive_eviction(self, engine):
         engine.store(1, 2, 3)
         assert engine.look_up(1, 2, 3) == 3
@@ -84,11 +78,18 @@ class TestLeases:
         engine.evict()
         assert engine.look_up(1, 2, 3) == 0
 
-    def test_partial_load_ends_the_lease(self, engine):
+    def test_nothing_stays_leased_by_partial_loads_and_lookups_that_find_nothing(self, engine):
         engine.store(1, 2, 3)
+        assert engine.look_up(9, 1) == 0
         assert engine.look_up(1, 2, 3) == 3
-        assert engine.load(1, 2, 9) == 2
+        for group in range(engine.num_groups):
+            assert engine.load(1, 2, 9, group=group) == 2
+            assert engine.load(9, group=group) == 0, "a load without a lookup"
+        for group in range(engine.num_groups):
+            assert engine.load(1, 2, group=group) == 2
+        engine.settle()
         wait_released(engine.sidecar)
+        assert not len(engine.access._requests)
 
     def test_lookups_of_the_same_pages_are_loaded_in_their_order(self, sidecar):
         with PageEngine(sidecar) as engine:
@@ -104,17 +105,6 @@ class TestLeases:
             wait_leased(sidecar, 4)
             assert engine.load(3, 4) == 2
             wait_released(sidecar)
-
-    def test_load_without_a_lookup_leaves_no_lease(self, engine):
-        engine.store(1, 2)
-        for group in range(engine.num_groups):
-            assert engine.load(1, 2, 3, group=group) == 2
-            assert engine.load(9, group=group) == 0
-        for group in range(engine.num_groups):
-            assert engine.load(1, 2, group=group) == 2
-        engine.settle()
-        wait_released(engine.sidecar)
-        assert not len(engine.access._requests)
 
     def test_lookup_without_a_load_ends_after_the_limit_while_others_go_on(self, sidecar):
         with PageEngine(sidecar, dataclasses.replace(PATIENT, lease_seconds=0.05)) as engine:

@@ -149,10 +149,7 @@ class Pages(RuleBasedStateMachine):
 
 
 Pages.TestCase.settings = settings(
-    max_examples=NUM_EXAMPLES,
-    stateful_step_count=30,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
+    max_examples=NUM_EXAMPLES, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -46,20 +46,6 @@ def test_counts_are_right_to_the_token(fresh_sidecar, num_groups):
         assert lookups["loaded_tokens"] == {"memory": 4 * page}
 
 
-def test_pages_that_were_evicted_are_counted_as_such(fresh_sidecar):
-    with PageEngine(fresh_sidecar) as engine:
-        engine.report(1, 2, 3, num_engine=0, num_loaded=0)
-        engine.store(1, 2, 3)
-        engine.evict()
-        assert engine.run(1, 2, 3) == 0
-        engine.report(1, 2, 3, num_engine=0, num_loaded=0)
-        fresh_sidecar.wait_until(
-            lambda stats: (
-                stats["causes"]["cause_tokens"] == {"new": 3 * PAGE_TOKENS, "evicted": 3 * PAGE_TOKENS}
-            )
-        )
-
-
 def test_times_of_a_requests_lookups_and_loads_are_reported_once(fresh_sidecar):
     with PageEngine(fresh_sidecar) as engine:
         engine.store(1, 2, 3)

@@ -77,17 +77,6 @@ def test_engines_share_chunks_on_the_server(url, serde, fmt, pipelined):
         assert is_same(writer.retrieve(longer)[0], cut(kv, fmt, 0, 2 * CHUNK))
 
 
-def test_long_model_names_are_cached(url):
-    metadata = make_metadata()
-    metadata.model_name = "/models/" + "snapshots/" * 20
-    tokens, kv = make_tokens(3 * CHUNK), make_kv(3 * CHUNK)
-    engine = LMCacheEngine(make_config(None, remote_url=url, remote_serde="torch"), metadata)
-    engine.store(tokens, kv)
-    assert engine.lookup(tokens) == 3 * CHUNK
-    assert is_same(engine.retrieve(tokens)[0], kv)
-    engine.close()
-
-
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_defect_12_killed_server_causes_misses_until_restart(pipelined):
     tokens, kv = make_tokens(6 * CHUNK), make_kv(6 * CHUNK)

@@ -117,20 +117,6 @@ class TestOutages:
         assert load(remote, key=bytes([0]) * 64) is not None
         remote.close()
 
-    def test_password_is_required(self, server):
-        with RedisProcess(password="s3cret") as protected:
-            remote = tier_of(protected.url)
-            assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
-            assert load(remote) == b"x"
-            remote.close()
-            for url in (protected.url.replace("s3cret", "wr0ng"), protected.url.replace(":s3cret@", "")):
-                with (
-                    contextlib.closing(tier_of(url)) as unauthorized,
-                    pytest.raises(TierUnavailableError, match=r"NOAUTH|WRONGPASS") as caught,
-                ):
-                    load(unauthorized)
-                assert "wr0ng" not in str(caught.value)
-
     def test_user_restricted_to_the_prefix_suffices(self, server):
         server.client.acl_setuser(
             "kv", enabled=True, passwords=["+s3cret"], keys=["lmc1:*"], categories=["+@all"]

@@ -71,16 +71,6 @@ class TestObjects:
         fields = [words[2::2] for words in commands]
         assert fields == [["7:0"], ["7:1"], ["7:2", "7"]]
 
-    def test_pieces_of_several_writers_form_one_column(self, remote, server):
-        payload = pattern(2 * PART_BYTES)
-        remote.store(ObjectId(KEY, 0), memoryview(payload), b"one writer")
-        server.client.hdel(NAME, "0")
-        assert remote.probe([KEY], 1) == 0
-        assert load(remote) is None
-        assert not remote.stats.invalid, "another writer may be storing the column"
-        remote.store(ObjectId(KEY, 0), memoryview(payload), b"another writer")
-        assert load(remote) == payload
-
     @pytest.mark.parametrize("num_columns", [1, 3])
     @pytest.mark.parametrize("num_present", [0, 1, 15, 16, 17, 47, 48, 100])
     def test_probe_counts_leading_rows(self, remote, server, num_columns, num_present):
@@ -130,13 +120,6 @@ class TestObjects:
         assert load(prefixed) == b"theirs"
         assert remote.probe([KEY], 1) == prefixed.probe([KEY], 1) == 1
         prefixed.close()
-
-    def test_url_selects_the_database(self, server):
-        remote = tier_of(server.url.removesuffix("/0") + "/5")
-        remote.store(ObjectId(KEY, 0), memoryview(b"x"))
-        assert server.client.dbsize() == 0
-        assert server.client.execute_command("INFO", "keyspace")["db5"]["keys"] == 1
-        remote.close()
 
 
 def overwriting(start: int, content: bytes) -> Callable[[bytes], bytes]:

@@ -1,14 +1,13 @@
 """Workloads replayed on a real sidecar hit like an exact simulation of its memory tier."""
 
-import contextlib
 import time
 
 import pytest
 
 from testing.child_process import wait_until
-from testing.processes import RedisProcess, SidecarProcess
+from testing.processes import SidecarProcess
 from testing.workloads.clock import Clock
-from testing.workloads.replay import Engine, Replay
+from testing.workloads.replay import Replay
 from testing.workloads.requests import TOKENS, chat
 from testing.workloads.tiers import Service
 
@@ -41,31 +40,3 @@ def test_sidecar_hits_equal_those_of_an_exact_tier():
     assert stats["lookups"]["num_lookups"] == len(workload.requests)
     assert stats["lookups"]["lookup_tokens"] == num_rows * TOKENS
     assert stats["lookups"]["hit_tokens"]["memory"] == num_sidecar_hits * TOKENS
-
-
-@pytest.mark.redis
-def test_rows_stored_by_one_pod_are_promoted_in_another():
-    num_rows, keys = 20, [tuple(range(start, start + 20)) for start in range(0, 400, 20)]
-    assert len(keys) * num_rows * ROW_BYTES > 64 << 20
-    with RedisProcess() as redis, contextlib.ExitStack() as stack:
-        # Even on a slow machine no request times out, and nothing is computed instead of loaded.
-        processes = [SidecarProcess(remote_url=redis.url, remote_timeout_seconds=60) for _ in range(2)]
-        sidecars = [stack.enter_context(process) for process in processes]
-        first, second = (
-            stack.enter_context(contextlib.closing(Engine(sidecar, bytes(32), ROW_BYTES, 1e-3)))
-            for sidecar in sidecars
-        )
-        for number, request in enumerate(keys):
-            assert first.serve(f"first-{number}", request) == (0, 0)
-            settle(sidecars[0])
-        for number, request in enumerate(keys):
-            assert second.serve(f"second-{number}", request) == (0, num_rows)
-        assert second.serve("third", keys[-1]) == (num_rows, 0)
-        # real time: a sidecar remembers for a second which rows were absent, here before the stores
-        time.sleep(1.1)
-        assert first.serve("fourth", keys[0]) == (0, num_rows), (
-            "the rows were evicted, and are promoted again"
-        )
-        hits = [sidecar.stats()["lookups"]["hit_tokens"] for sidecar in sidecars]
-    assert hits[1] == {"remote": len(keys) * num_rows * TOKENS, "memory": num_rows * TOKENS}
-    assert hits[0] == {"remote": num_rows * TOKENS}

@@ -90,15 +90,6 @@ def test_engine_copies_after_its_reader_failed_during_a_copy(gpus, fault):
         engine.store_by_sidecar([1], [ROW])
 
 
-def test_reader_that_dies_between_copies_is_replaced(gpus):
-    with make_sidecar(gpus) as sidecar, GpuEngine(sidecar, gpus) as engine:
-        engine.wait_until_copied_by(sidecar=True)
-        first = reader_of(gpus)
-        os.kill(first, signal.SIGKILL)
-        wait_until(lambda: any(each["pid"] != first for each in gpus.processes("reader")))
-        engine.store_by_sidecar([1], [ROW])
-
-
 def test_broken_context_affects_only_one_engine(gpus):
     with (
         make_sidecar(gpus) as sidecar,
@@ -133,10 +124,7 @@ def test_memory_of_an_engine_killed_during_a_copy_is_closed(gpus):
 
 def test_memory_is_not_closed_during_a_copy(gpus):
     """Closing the memory would break the context, and with it the copies of all engines on the GPU."""
-    with (
-        make_sidecar(gpus) as sidecar,
-        GpuEngine(sidecar, gpus, engine=new_engine()) as survivor,
-    ):
+    with make_sidecar(gpus) as sidecar, GpuEngine(sidecar, gpus, engine=new_engine()) as survivor:
         survivor.wait_until_copied_by(sidecar=True)
         with GpuEngine(sidecar, gpus, engine=new_engine(), seed=2) as engine:
             start_stalled_store(gpus, sidecar, engine)

@@ -62,16 +62,6 @@ def test_many_keys_are_split_over_several_calls(sidecar, connect):
     assert scheduler.lookup("other", [(0, make_keys(10**6))], hint=True).num_pending == 0
 
 
-def test_scheduler_reads_the_index_without_a_call(sidecar, attach):
-    worker, scheduler = attach(), attach(Role.SCHEDULER)
-    store(worker, 1, 2)
-    sidecar.freeze()
-    slots = slots_of(scheduler, make_keys(1, 2, 3))
-    assert_stored([worker.slots[slot.row, :CHUNK_BYTES] for slot in slots], 1, 2)
-    assert all(map(worker.holds, slots))
-    sidecar.thaw()
-
-
 def test_rows_of_another_namespace_are_not_found(attach):
     worker, scheduler = attach(), attach(Role.SCHEDULER)
     (reserved,) = worker.reserve(0, make_keys(1, namespace=b"r" * 32))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc.session import Session
 from lmcache.tiers.memory.contracts import Slot
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
@@ -49,25 +50,25 @@ def test_rows_are_intact_after_growing_and_shrinking(sized):
         grown = sized.settle(64)
         large = grown["capacity_rows"]
         assert grown["usable_rows"] == large
-        assert_stored(load(session, session, "r", *range(4)), *range(4))
         first, second = range(large), range(large, 2 * large)
         store(session, *first[4:])
-        assert_stored(load(session, session, "s", *first), *first)
         assert not any(sized.memory["removed"].values())
-        assert sized.memory["used_rows"] == large
+        assert_resident(session, first, large)
         sized.write_size("16Mi")
         small = sized.settle(16)
-        assert small["usable_rows"] == small["capacity_rows"] < large // 3
-        assert small["used_rows"] == small["capacity_rows"]
-        remaining = resident_slots(session, first)
-        assert len(remaining) == small["used_rows"]
-        assert_stored([session.slots[slot.row, :CHUNK_BYTES] for slot in remaining.values()], *remaining)
+        assert small["usable_rows"] == small["capacity_rows"] == small["used_rows"] < large // 3
+        assert_resident(session, first, small["used_rows"])
         sized.write_size("64Mi")
         sized.settle(64)
         store(session, *second)
-        remaining = resident_slots(session, second)
-        assert len(remaining) == large
-        assert_stored([session.slots[slot.row, :CHUNK_BYTES] for slot in remaining.values()], *remaining)
+        assert_resident(session, second, large)
+
+
+def assert_resident(session: Session, numbers: range, num_rows: int) -> None:
+    """Compare the bytes of all chunks that are in memory, and their number."""
+    slots = resident_slots(session, numbers)
+    assert len(slots) == num_rows
+    assert_stored([session.slots[slot.row, :CHUNK_BYTES] for slot in slots.values()], *slots)
 
 
 def test_shrinking_waits_for_rows_in_use(sized):
@@ -130,19 +131,6 @@ def test_sidecar_killed_while_shrinking_continues_after_its_restart(sized):
     with session_of(sized.sidecar) as session:
         store(session, 1000, 1001)
         assert_stored(load(session, session, "r", 1000, 1001), 1000, 1001)
-
-
-def test_last_of_many_sizes_is_applied(sized):
-    with session_of(sized.sidecar) as session:
-        for step, mebibytes in enumerate((64, 16, 48, 17, 64, 20, 16, 64, 33)):
-            sized.write_size(f"{mebibytes}Mi")
-            size = mebibytes * MIB
-            sized.sidecar.wait_until(lambda stats, size=size: stats["memory"]["target_bytes"] == size)
-            numbers = range(step * 60, (step + 1) * 60)
-            store(session, *numbers)
-            assert sized.used_bytes() <= 65 * MIB
-        sized.settle(33)
-        assert_stored(load(session, session, "r", *numbers), *numbers)
 
 
 def resident_slots(session, numbers) -> dict[int, Slot]:

@@ -109,6 +109,9 @@ def test_open_metrics_have_exemplars_of_traced_requests(sidecar, scheduler):
     content_type, text = get_open_metrics(sidecar)
     assert content_type.startswith("application/openmetrics-text; version=1.0.0")
     families = {family.name: family for family in openmetrics.text_string_to_metric_families(text)}
+    plain = sidecar.get("/metrics")
+    assert families.keys() == {family.name for family in text_string_to_metric_families(plain)}
+    assert "trace_id" not in plain, "only OpenMetrics has exemplars"
     samples = families["lmcache_request_first_token_seconds"].samples
     exemplars = [sample.exemplar for sample in samples if sample.exemplar]
     assert [exemplar.labels for exemplar in exemplars] == [{"trace_id": TRACE.hex()}]
@@ -117,14 +120,3 @@ def test_open_metrics_have_exemplars_of_traced_requests(sidecar, scheduler):
     assert abs(float(exemplars[0].timestamp) - time.time()) < 600
     counts = [sample for sample in samples if sample.name.endswith("_count")]
     assert [(sample.labels, sample.value) for sample in counts] == [({"hit": "true"}, 2.0)]
-
-
-def test_both_formats_have_the_same_metrics(sidecar, scheduler):
-    report_loaded(scheduler, "cmpl-1", 1, 2, 3, num_loaded=2)
-    scheduler.release(["cmpl-1"], times=[TIMES])
-    _, text = get_open_metrics(sidecar)
-    open_families = {family.name for family in openmetrics.text_string_to_metric_families(text)}
-    plain = sidecar.get("/metrics")
-    assert open_families == {family.name for family in text_string_to_metric_families(plain)}
-    assert "trace_id" not in plain, "only OpenMetrics has exemplars"
-    assert "# EOF" not in plain
