@@ -47,6 +47,7 @@ def test_options_of_each_command_are_suggested(command):
 
 def test_names_of_clusters_are_suggested_once(calls):
     assert suggested("status", "") == ["demo", "other"]
+    assert suggested("top", "--once", "d") == ["demo"], "a flag takes no value"
     assert suggested("top", "-n", "team", "--context=local", "d") == ["demo"]
     assert suggested("status", "demo", "") == []
     assert calls.read_text().splitlines()[-1] == (
@@ -68,31 +69,20 @@ def test_files_are_left_to_the_shell(calls):
     assert completion.complete(["top", "--interval", ""]) == ((), 4)
 
 
-def test_flag_takes_no_value(calls):
-    assert suggested("top", "--once", "d") == ["demo"]
-
-
 def test_no_kubectl_gives_no_suggestions(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert suggested("status", "") == []
 
 
-def test_program_prints_the_directive_last():
-    code = "import sys; sys.argv = ['x', 'stat']; from lmcache_operator import completion; completion.main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY / "operator"
-    )
-    assert done.stdout == f"status\t{COMMANDS['status']}\n:4\n"
-
-
-def test_suggesting_commands_and_options_needs_no_client():
+def test_program_prints_suggestions_and_the_directive_without_a_client():
     code = (
         "import sys; from lmcache_operator import completion\n"
         "completion.complete(['']); completion.complete(['top', '--']); completion.complete(['logs', '--'])\n"
-        "print(sorted({'kubernetes', 'kopf'} & set(sys.modules)))"
+        "print(sorted({'kubernetes', 'kopf'} & set(sys.modules)))\n"
+        "sys.argv = ['x', 'stat']; completion.main()"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True,
         env={"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'operator'}"},
     )  # fmt: skip
-    assert done.stdout == "[]\n"
+    assert done.stdout == f"[]\nstatus\t{COMMANDS['status']}\n:4\n"

@@ -1,15 +1,12 @@
 """Commands with wrong names, broken kubeconfigs, and servers that are no API server."""
 
-import contextlib
-import http.server
 import io
 import json
 import os
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,8 @@ import pytest
 from lmcache_operator.__main__ import main
 from lmcache_operator.commands.connection import reported
 from lmcache_operator.kube import watch
+
+from tests.harness.json_server import serving
 
 CONFIG: dict[str, Any] = {
     "current-context": "c",
@@ -91,11 +90,10 @@ def test_empty_variable_counts_as_none(tmp_path) -> None:
     assert "error: ~/.kube/config: it is not a valid kubeconfig" in done.stderr
 
 
-@contextlib.contextmanager
-def server(body: bytes) -> Iterator[str]:
-    """Serve one page on all paths. Yields the URL."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
+@pytest.mark.parametrize("body", [b"<html>Log in</html>", b"[1, 2]", b"{}", b'"text"', b"\xff"])
+@pytest.mark.parametrize("words", [["status", "demo"], ["status"], ["top", "--once"], ["logs", "demo"]])
+def test_server_that_is_no_api_server_is_an_error(kubeconfig, capsys, words: list[str], body: bytes) -> None:
+    class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
@@ -105,21 +103,8 @@ def server(body: bytes) -> Iterator[str]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as started:
-        thread = threading.Thread(target=started.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{started.server_port}"
-        finally:
-            started.shutdown()
-            thread.join()
-
-
-@pytest.mark.parametrize("body", [b"<html>Log in</html>", b"[1, 2]", b"{}", b'"text"', b"\xff"])
-@pytest.mark.parametrize("words", [["status", "demo"], ["status"], ["top", "--once"], ["logs", "demo"]])
-def test_server_that_is_no_api_server_is_an_error(kubeconfig, capsys, words: list[str], body: bytes) -> None:
-    with server(body) as url:
-        lead_to(kubeconfig, url)
+    with serving(Handler) as server:
+        lead_to(kubeconfig, f"http://127.0.0.1:{server.server_port}")
         assert main(words) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "does not answer like a Kubernetes API server" in line

@@ -68,14 +68,11 @@ def test_sidecar_that_does_not_answer_is_named(answer, problem, monkeypatch, cap
     assert problem in capsys.readouterr().err
 
 
-def test_version_of_an_old_sidecar_is_printable() -> None:
+def test_version_of_an_old_sidecar_is_printable_and_many_problems_take_few_lines(capsys) -> None:
     old = figures(0, version=ESCAPES)
     old = old._replace(stats={name: part for name, part in old.stats.items() if name != "causes"})
     [problem] = problems_of([old], ())
     assert problem == "demo-engine-0: its sidecar, version ]0;title 2J, does not count causes"
-
-
-def test_problems_of_many_pods_take_few_lines(capsys) -> None:
     print_problems([f"pod {number}" for number in range(1000)])
     assert capsys.readouterr().err.splitlines()[9:] == ["pod 9", "and 990 more problems"]
 

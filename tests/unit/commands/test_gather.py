@@ -31,11 +31,6 @@ def read(answer: PodAnswer, **changes: Any) -> PodFigures:
     return figures
 
 
-def test_answer_of_a_sidecar_is_read() -> None:
-    figures = read(PodAnswer(200, json.dumps(stats()).encode()))
-    assert (figures.stats, figures.problem) == (stats(), "")
-
-
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
@@ -54,9 +49,10 @@ def test_other_answers_are_problems(answer: PodAnswer, problem: str) -> None:
 
 
 def test_pods_that_cannot_answer_are_not_asked() -> None:
-    unasked = PodAnswer(200, b"{}")
-    assert read(unasked, phase="Pending").problem == "the pod is Pending"
-    assert read(unasked, initContainers=[]).problem == "the pod has no sidecar"
+    readable = PodAnswer(200, json.dumps(stats()).encode())
+    assert (read(readable).stats, read(readable).problem) == (stats(), "")
+    assert read(readable, phase="Pending").problem == "the pod is Pending"
+    assert read(readable, initContainers=[]).problem == "the pod has no sidecar"
 
 
 def test_hanging_pods_do_not_delay_the_answers_of_others() -> None:
