@@ -84,15 +84,15 @@ def test_chunked_body_is_joined():
     assert b"Transfer-Encoding" not in result.headers
 
 
-def test_request_without_the_header_is_unchanged():
+def test_request_without_the_header_or_a_body_is_unchanged():
+    assert request(b"", method="GET", path="/health").body == b""
+    assert request(b"", path="/v1/completions", root_path="/v1").body == b""
+    assert request(type="lifespan", headers=(JSON,)).body == b""
+    left = request(headers=(JSON, TENANT))
+    assert (left.body, left.sent) == (None, []), "a client that leaves reaches no server"
     result = request(b"{", b"not JSON", headers=(JSON, (b"x", b"y")))
     assert result.body == b"{not JSON"
     assert result.headers == {JSON[0]: JSON[1], b"x": b"y"}
-
-
-def test_request_without_a_body_passes():
-    assert request(b"", method="GET", path="/health").body == b""
-    assert request(b"", path="/v1/completions", root_path="/v1").body == b""
 
 
 @pytest.mark.parametrize("path", sorted(tenant_header.PATHS))
@@ -167,15 +167,6 @@ def test_engine_behind_a_router_accepts_other_requests():
     assert request(headers=(JSON,), path="/invocations", **options).body is None, "the client left"
     assert request(type="lifespan", headers=(JSON,), **options).body == b""
     assert request(type="websocket", headers=(JSON,), path="/v1/realtime", **options).body == b""
-
-
-def test_other_events_pass():
-    assert request(type="lifespan", headers=(JSON,)).body == b""
-
-
-def test_client_that_leaves_reaches_no_server():
-    result = request(headers=(JSON, TENANT))
-    assert (result.body, result.sent) == (None, [])
 
 
 def answered(salt: str, status: int, *parts: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> Any:
