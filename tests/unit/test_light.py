@@ -45,13 +45,9 @@ def run(pytester, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", NEEDING)
-def test_skips_a_test_that_needs_more(run, capsys, kind):
+def test_skips_a_test_that_needs_more_only_in_the_light_environment(run, capsys, kind):
     assert run(NEEDING[kind], is_light=True) == (0, 1, 0)
     assert "which `make setup` installs" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("kind", NEEDING)
-def test_skips_nothing_in_the_complete_environment(run, kind):
     assert run(NEEDING[kind], is_light=False) == (0, 0, 1)
 
 

@@ -1,7 +1,8 @@
 """Conditions that a shrinking memory tier waits for, separately. ``test_resizing_model`` combines them."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import pytest
 from lmcache_sidecar.calls import CallStats
@@ -149,6 +150,25 @@ def test_growth_during_a_shrink_waits_for_the_workers(scenario):
 BUG = "resizing failed and is retried; this is a bug, see the sidecar's log: ValueError('a bug')"
 
 
+def memory_of(sidecar: Sidecar) -> dict[str, Any]:
+    memory: dict[str, Any] = document(sidecar.stats())["memory"]
+    return memory
+
+
+def run_sidecar(config: Config, use: Callable[[Sidecar], Awaitable[Any]]) -> Any:
+    """Run a sidecar until ``use`` ends. Returns its result."""
+
+    async def run() -> Any:
+        sidecar = Sidecar(config, CallStats())
+        await sidecar.start()
+        try:
+            return await use(sidecar)
+        finally:
+            await sidecar.stop()
+
+    return asyncio.run(run())
+
+
 def test_unexpected_error_is_reported_and_retried(tmp_path, monkeypatch, caplog):
     step, bugs = Resizer.step, [ValueError("a bug")]
 
@@ -157,26 +177,13 @@ def test_unexpected_error_is_reported_and_retried(tmp_path, monkeypatch, caplog)
             raise bugs[0]
         return step(resizer)
 
-    async def wait_for_problem(sidecar: Sidecar, text: str) -> None:
-        def is_reported() -> bool:
-            return document(sidecar.stats())["memory"]["resize_problem"] == text
-
-        await asyncio.to_thread(wait_until, is_reported, timeout=60)
-
-    async def run() -> None:
-        sidecar = Sidecar(
-            Config(socket=str(tmp_path / "socket"), memory_size=8 << 20, http_port=0), CallStats()
-        )
-        await sidecar.start()
-        try:
-            await wait_for_problem(sidecar, BUG)
-            bugs.clear()
-            await wait_for_problem(sidecar, "")
-        finally:
-            await sidecar.stop()
+    async def use(sidecar: Sidecar) -> None:
+        await asyncio.to_thread(wait_until, lambda: memory_of(sidecar)["resize_problem"] == BUG, timeout=60)
+        bugs.clear()
+        await asyncio.to_thread(wait_until, lambda: not memory_of(sidecar)["resize_problem"], timeout=60)
 
     monkeypatch.setattr(Resizer, "step", failing_step)
-    asyncio.run(run())
+    run_sidecar(Config(socket=str(tmp_path / "socket"), memory_size=8 << 20, http_port=0), use)
     assert caplog.text.count("Traceback") == 1
 
 
@@ -188,18 +195,13 @@ def test_size_above_the_volume_is_refused(tmp_path, monkeypatch):
         memory_size_file=str(size_file), http_port=0,
     )  # fmt: skip
 
-    async def run(text: str) -> tuple[int, str]:
-        size_file.write_text(text)
-        sidecar = Sidecar(config, CallStats())
-        await sidecar.start()
-        try:
-            memory = document(sidecar.stats())["memory"]
-            return memory["target_bytes"], memory["resize_problem"]
-        finally:
-            await sidecar.stop()
+    async def read(sidecar: Sidecar) -> tuple[int, str]:
+        return memory_of(sidecar)["target_bytes"], memory_of(sidecar)["resize_problem"]
 
     monkeypatch.setattr("lmcache_sidecar.sidecar.volume_bytes", lambda path: 24 << 20)
-    num_bytes, problem = asyncio.run(run("32Mi"))
+    size_file.write_text("32Mi")
+    num_bytes, problem = run_sidecar(config, read)
     assert num_bytes == 8 << 20
     assert problem.endswith("increase --memory-max-size and the arena's volume, then restart it")
-    assert asyncio.run(run("24Mi")) == (24 << 20, "")
+    size_file.write_text("24Mi")
+    assert run_sidecar(config, read) == (24 << 20, "")

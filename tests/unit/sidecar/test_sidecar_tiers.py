@@ -148,11 +148,8 @@ def test_additional_tier_needs_only_a_line_in_the_table(
         store(session, 1, 2, 3)
         wait_until(lambda: sidecar.stats()["attic"]["written"] == 3)
         tier_stats = sidecar.stats()["attic"]
-        assert (tier_stats["address"], tier_stats["is_reachable"], tier_stats["off_reason"]) == (
-            dict_tier.address,
-            True,
-            "",
-        )
+        address_and_state = tier_stats["address"], tier_stats["is_reachable"], tier_stats["off_reason"]
+        assert address_and_state == (dict_tier.address, True, "")
         assert (tier_stats["stored"], tier_stats["used_bytes"]) == (3, dict_tier.used_bytes) == (3, 300_000)
         assert 'lmcache_tier_written_total{tier="attic"} 3.0' in sidecar.metrics()
         wait_until(lambda: "check" in dict_tier.calls)
