@@ -83,10 +83,13 @@ def load(tier, object_id, length):
     return None if loaded is None else bytes(into)
 
 
+def command(*words):
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
+
+
 def ask_for(piece):
     """The command that reads a piece of row 1."""
-    name, field = objects.redis_name(PREFIX, key(1)).encode(), b"0:%d" % piece
-    return b"*3\r\n$4\r\nHGET\r\n$%d\r\n%s\r\n$%d\r\n%s\r\n" % (len(name), name, len(field), field)
+    return command(b"HGET", objects.redis_name(PREFIX, key(1)).encode(), b"0:%d" % piece)
 
 
 def connect(peer):
