@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-from lmcache_operator.autoscaling.policy.state import Obstacle
 from lmcache_operator.autoscaling.policy.tier import Prices
 
 from lmcache.common.units import format_size
@@ -164,14 +163,6 @@ def test_reason_states_the_recommended_size():
         assert decision.reason.startswith(f"{format_size(decision.recommended)} per pod instead of ")
         low, high = sorted((decision.size, decision.recommended))
         assert low <= decision.next <= high
-
-
-def test_size_stays_without_samples():
-    """Pods stop answering after the first hour, before the tier would grow."""
-    no_answers = Obstacle("Samples", "1 of 2 pods did not answer for 3 minutes")
-    run = simulate(Setup(chat(6, 0.2), obstacle=lambda time: no_answers if time > HOUR else None))
-    assert run.resizes == []
-    assert {decision.limited_by for hour, decision in run.decisions if hour > 1} == {"Samples"}
 
 
 def test_memory_without_a_price_grows_without_verification():

@@ -11,7 +11,7 @@ import pytest
 from testing.workloads.closed_loop import scattered, sticky
 from testing.workloads.remote_loop import RemoteSetup, simulate_remote
 from testing.workloads.requests import Workload, chat, row_hash, unique
-from testing.workloads.tiers import Rows, Service, Shards, owner
+from testing.workloads.tiers import Shards, owner
 
 
 @cache
@@ -79,15 +79,3 @@ def test_moved_rows_are_read_from_the_previous_shard_until_rewritten():
     shards.resize(2, 5000.0)
     assert shards.run(keys, 0, 5000.0) == 400
     assert shards.run(keys, 0, 5000.0 + Shards.TRANSITION) < 400
-
-
-def test_service_looks_up_nearest_tier_first_and_evicts_lru():
-    pods = Service(2, engine_rows=2, memory_rows=4, remote=Shards(2, 100))
-    assert pods.serve(0, [1, 2, 3, 4, 5, 6]) == (0, 0, 0, 6)
-    # The tail was touched first: the engine has rows 1 and 2, memory has 1 to 4, and shards have all rows.
-    assert pods.serve(0, [1, 2, 3, 4, 5, 7]) == (2, 2, 1, 1)
-    assert pods.serve(1, [1, 2, 3]) == (0, 0, 3, 0)
-    rows = Rows(3)
-    rows.touch([1, 2, 3])
-    rows.resize(2)
-    assert list(rows) == [2, 1]

@@ -51,18 +51,22 @@ class Rig:
         plans = self.plan(report)
         (engine,) = [child for child in plans["engine"].apply if child["kind"] == "StatefulSet"]
         sidecar = engine["spec"]["template"]["spec"]["initContainers"][0]
-        (size,) = [arg for arg in sidecar["args"] if arg.startswith("--memory-size=")]
-        return int(size.partition("=")[2]) // GIB, plans["remote"].fields["wanted"]
+        args = dict(arg.partition("=")[::2] for arg in sidecar["args"])
+        return int(args["--memory-size"]) // GIB, plans["remote"].fields["wanted"]
 
 
 AUTO = {"mode": "Auto", "memory": BOUNDS, "remote": {"maxShards": 4}}
 
 
-@pytest.mark.parametrize(("autoscaling", "tiers"), ACCEPTED)
-def test_parse_accepts_valid_autoscaling(autoscaling: Any, tiers: Any) -> None:
+def scaled(autoscaling: Any, tiers: Any) -> dict[str, Any]:
     resource = cluster(tiers={"memory": {"size": "64Gi"}} | tiers)
     resource["spec"]["autoscaling"] = autoscaling
-    scaling = parse(resource).spec.autoscaling
+    return resource
+
+
+@pytest.mark.parametrize(("autoscaling", "tiers"), ACCEPTED)
+def test_parse_accepts_valid_autoscaling(autoscaling: Any, tiers: Any) -> None:
+    scaling = parse(scaled(autoscaling, tiers)).spec.autoscaling
     assert scaling.mode == autoscaling.get("mode", "Recommend")
     min_bytes, max_bytes = scaling.memory_bounds(64 * GIB)
     assert min_bytes <= 64 * GIB <= max_bytes
@@ -71,10 +75,8 @@ def test_parse_accepts_valid_autoscaling(autoscaling: Any, tiers: Any) -> None:
 
 @pytest.mark.parametrize(("autoscaling", "tiers", "sentence"), REFUSED)
 def test_parse_refuses_invalid_autoscaling_and_names_the_field(autoscaling, tiers, sentence):
-    resource = cluster(tiers={"memory": {"size": "64Gi"}} | tiers)
-    resource["spec"]["autoscaling"] = autoscaling
     with pytest.raises(InvalidSpecError, match=sentence):
-        parse(resource)
+        parse(scaled(autoscaling, tiers))
 
 
 def test_auto_renders_chosen_sizes_also_after_a_restart() -> None:
@@ -93,13 +95,6 @@ def test_only_auto_changes_sizes_and_only_sizes_with_bounds() -> None:
     assert rig.sizes(CHOSEN) == (64, 3)
     rig.declare(mode="Recommend", memory=BOUNDS)
     assert rig.sizes() == rig.sizes(CHOSEN) == (64, 2)
-
-
-def test_size_changed_in_the_spec_replaces_the_choice() -> None:
-    rig = Rig(**AUTO)
-    rig.plan(CHOSEN)
-    rig.declare(tiers=TIERS | {"memory": {"size": "96Gi"}}, **AUTO)
-    assert rig.sizes() == rig.sizes(CHOSEN) == (96, 3)
 
 
 def test_new_bounds_limit_earlier_choices() -> None:

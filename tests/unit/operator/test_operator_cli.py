@@ -79,10 +79,8 @@ def test_monitoring_example_selects_the_engine_pods(capsys: pytest.CaptureFixtur
 
 
 def test_autoscaling_example_targets_its_cluster() -> None:
-    cluster, hpa = (
-        yaml.safe_load((ROOT / "examples" / "autoscaling" / name).read_text())
-        for name in ("cluster.yaml", "hpa.yaml")
-    )
+    folder = ROOT / "examples" / "autoscaling"
+    cluster, hpa = (yaml.safe_load((folder / f"{name}.yaml").read_text()) for name in ("cluster", "hpa"))
     target = {key: cluster[key] for key in ("apiVersion", "kind")} | {"name": cluster["metadata"]["name"]}
     assert hpa["spec"]["scaleTargetRef"] == target
 
@@ -91,9 +89,7 @@ def test_render_accepts_the_image_options_of_run(capsys: pytest.CaptureFixture[s
     example = str(ROOT / "examples" / "qwen3-8b.yaml")
     arguments = ["--engine-image", "e:1", "--sidecar-image", "s:1"]
     assert main(["render", "-f", example, *arguments]) == 0
-    output = capsys.readouterr().out
-    assert "image: e:1" in output
-    assert "image: s:1" in output
+    assert {"image: e:1", "image: s:1"} <= {*map(str.strip, capsys.readouterr().out.splitlines())}
 
 
 @pytest.mark.parametrize(
@@ -129,13 +125,6 @@ def test_help_lists_defaults(command: str, capsys: pytest.CaptureFixture[str]) -
     assert "default" in capsys.readouterr().out
 
 
-def test_json_formatter_writes_all_fields() -> None:
-    try:
-        raise ValueError("x")
-    except ValueError as error:
-        record = logging.LogRecord("a", logging.ERROR, "f", 1, "%s %s", ("b", "c"), (ValueError, error, None))
-    record.created = record.msecs = 0.0
-    line = json.loads(formatter("json").format(record))
-    assert (line["level"], line["logger"], line["message"]) == ("ERROR", "a", "b c")
-    assert "ValueError: x" in line["exc_info"]
-    assert line["time"] == "1970-01-01T00:00:00.000Z"
+def test_json_lines_have_the_traceback() -> None:
+    record = logging.LogRecord("a", logging.ERROR, "f", 1, "b", (), (ValueError, ValueError("x"), None))
+    assert "ValueError: x" in json.loads(formatter("json").format(record))["exc_info"]

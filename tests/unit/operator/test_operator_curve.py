@@ -169,22 +169,6 @@ def test_curve_reports_invalid_arguments(arguments, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_curve_without_a_file_needs_a_kubeconfig(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    assert main(["curve"]) == 2
-    assert str(tmp_path / "none") in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("content", ["", "apiVersion: v1\nkind: Config\ncontexts: []\n"])
-def test_curve_names_a_kubeconfig_without_server(content, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("KUBECONFIG", "")  # so that pytest undoes what the command sets
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    file = tmp_path / "config"
-    file.write_text(content)
-    assert main(["curve", "x", "--kubeconfig", str(file)]) == 2
-    assert str(file) in capsys.readouterr().err
-
-
 def test_kubectl_finds_the_plugin() -> None:
     """``kubectl lmcache`` runs the program kubectl-lmcache on PATH."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]

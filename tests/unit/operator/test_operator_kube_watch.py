@@ -3,7 +3,7 @@
 import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,18 +51,13 @@ SLIM = METADATA | {"annotations": {"digest": digest({"huge": "x" * 10})}}
 
 
 def write_kubeconfig(url: str) -> None:
-    config = {
-        "current-context": "x",
-        "contexts": [{"name": "x", "context": {"cluster": "x", "user": "x"}}],
-        "users": [{"name": "x", "user": {"token": "t"}}],
-        "clusters": [{"name": "x", "cluster": {"server": url}}],
-    }
+    context = {"name": "x", "context": {"cluster": "x", "user": "x"}}
+    users, clusters = {"name": "x", "user": {"token": "t"}}, {"name": "x", "cluster": {"server": url}}
+    config = {"current-context": "x", "contexts": [context], "users": [users], "clusters": [clusters]}
     Path(os.environ["KUBECONFIG"]).write_text(json.dumps(config))
 
 
-async def fetch(
-    path: str, body: str, use: Callable[[aiohttp.ClientResponse], Awaitable[Any]]
-) -> tuple[Any, str]:
+async def fetch(path: str, body: str, use: Callable[[aiohttp.ClientResponse], Any]) -> tuple[Any, str]:
     """Return the result of `use` for a response with this body, and the requested formats."""
     accepted = []
 
@@ -107,9 +102,8 @@ def test_watch_returns_metadata_also_after_a_deep_event() -> None:
         chunks = [chunk async for chunk in response.content.iter_chunked(5)]
         return [json.loads(line) for line in b"".join(chunks).splitlines()]
 
-    (deep_event, whole_event, error), accepted = asyncio.run(
-        fetch("/apis/a/v1/things?watch=true", body, read)
-    )
+    events, accepted = asyncio.run(fetch("/apis/a/v1/things?watch=true", body, read))
+    deep_event, whole_event, error = events
     assert accepted == "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
     assert deep_event["object"]["metadata"] == {"name": "deep"}
     assert (whole_event["type"], whole_event["object"]["metadata"]) == ("MODIFIED", SLIM)

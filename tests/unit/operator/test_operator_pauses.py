@@ -7,16 +7,15 @@ from typing import Any, cast
 
 import pytest
 from lmcache_operator.app import build_registry
-from lmcache_operator.components.base import Context
 from lmcache_operator.errors import ApiError, RefusedError, UnavailableError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.reconciler import Reconciler
 from lmcache_operator.specs.kinds import ClusterKey
-from lmcache_operator.specs.names import STOCK_IMAGES
 
 from tests.harness.jumping_loop import now, run
 from tests.harness.operator_model import NAMESPACE, World, cluster
+from tests.harness.operator_render import CONTEXT
 
 
 class WatchedWorld(World):
@@ -26,10 +25,9 @@ class WatchedWorld(World):
         super().__init__(cluster())
         self.runs: list[float] = []
 
-        async def ask(address: str) -> Any:
-            return await self.ask(address)
-
-        reconciler = Reconciler(cast(KubeApi, self), Context(STOCK_IMAGES), ask, monotonic=now)
+        reconciler = Reconciler(
+            cast(KubeApi, self), CONTEXT, lambda address: self.ask(address), monotonic=now
+        )
 
         async def work(key: ClusterKey) -> float | None:
             self.runs.append(now())

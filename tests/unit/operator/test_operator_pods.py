@@ -67,8 +67,7 @@ def test_last_log_lines_are_shortened() -> None:
 def test_oom_killed_container_is_reported_while_it_is_not_ready(kind: str, now: str) -> None:
     killed = container("sidecar", now=now, restarts=1, last=ended(137, "OOMKilled"))
     ((reason, message),) = problems(world_with(**{kind: [killed]}))
-    assert reason == "OOMKilled"
-    assert "container sidecar: ended" in message
+    assert (reason, "container sidecar: ended" in message) == ("OOMKilled", True)
 
 
 def test_oom_kill_of_a_recovered_pod_is_reported_for_a_limited_time() -> None:

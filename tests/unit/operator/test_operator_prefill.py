@@ -155,10 +155,10 @@ def test_cluster_of_prefill_pods_is_created_changed_and_deleted() -> None:
 
 def test_prefill_pods_get_the_images_of_the_other_pods() -> None:
     rig = Rig(**with_prefill())
-    rig.world.resource["status"] = {"images": {"engine": "vllm:former", "sidecar": "sidecar:former"}}
+    former = {"engine": "vllm:former", "sidecar": "sidecar:former"}
+    rig.world.resource["status"] = {"images": former}
     rig.settle()
-    spec = rig.child["spec"]
-    assert (spec["engine"]["image"], spec["sidecar"]["image"]) == ("vllm:former", "sidecar:former")
+    assert {name: rig.child["spec"][name]["image"] for name in former} == former
     rig.change(images={"policy": "Follow"})
     assert "image" not in rig.child["spec"]["engine"]
 

@@ -1,6 +1,7 @@
 """Full reconciliations of a cluster against a simulated API server."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, cast
 
 import kopf
@@ -120,15 +121,26 @@ def test_nothing_is_created_in_a_terminating_namespace() -> None:
     assert bench.writes == []
 
 
+def num_applied(
+    bench: ReconciledCluster, ref: Ref, change: Callable[[int], object], *, times: int, every: float
+) -> int:
+    """How many of these reconciliations apply the object. A change precedes each."""
+    number = 0
+    for time in range(times):
+        bench.seconds += every
+        change(time)
+        number += f"apply {ref}" in bench.run()
+    return number
+
+
 def test_repeatedly_reverted_field_is_contested_and_others_are_applied() -> None:
     bench = ReconciledCluster.settled()
-    num_applies = 0
-    for _ in range(10):
-        bench.seconds += 1
+
+    def scale(_: int) -> None:
         bench.world.edit(STATEFUL_SET, "spec", "replicas", value=9)
-        bench.reconcile()
-        num_applies += "apply StatefulSet demo-engine" in bench.writes
-    assert num_applies == 5  # four times with the field, once without it
+
+    # four times with the field, once without it
+    assert num_applied(bench, STATEFUL_SET, scale, times=10, every=1) == 5
     assert "spec.replicas of StatefulSet demo-engine" in bench.ready()[1]
     bench.world.change(engine={"image": "e:2"})
     bench.reconcile()
@@ -142,17 +154,15 @@ def test_repeatedly_reverted_field_is_contested_and_others_are_applied() -> None
 @pytest.mark.parametrize(("kind", "name"), [("PodDisruptionBudget", "demo-engine"), ("Service", NAME)])
 def test_child_that_another_program_deletes_or_takes_over_is_not_applied_for_a_while(kind, name):
     """A program that replaces all annotations removes the hash of the applied object."""
-    bench = ReconciledCluster.settled()
-    num_applies, ref = 0, Ref(kind, name)
-    for _ in range(70):
-        bench.seconds += 0.2
+    bench, ref = ReconciledCluster.settled(), Ref(kind, name)
+
+    def take(_: int) -> None:
         if kind == "Service":
             bench.world.edit(ref, "metadata", "annotations", value={})
         else:
             bench.world.objects.pop(ref, None)
-        bench.reconcile()
-        num_applies += f"apply {ref}" in bench.writes
-    assert num_applies == 3  # the first apply was at creation
+
+    assert num_applied(bench, ref, take, times=70, every=0.2) == 3  # the first apply was at creation
     assert f"deleting or taking over {ref}" in bench.ready()[1]
     bench.seconds += 31
     bench.settle()
@@ -162,17 +172,15 @@ def test_child_that_another_program_deletes_or_takes_over_is_not_applied_for_a_w
 def test_two_operators_with_different_renderings_slow_down() -> None:
     """Both operators have the same field manager, so each owns all fields but finds a different rendering."""
     bench = ReconciledCluster.settled()
-    num_written, other_hash = 0, "of another version"
-    for _ in range(20):
-        bench.seconds += 0.1
-        bench.world.objects[STATEFUL_SET]["metadata"]["annotations"]["lmcache.io/rendered-hash"] = other_hash
-        bench.reconcile()
-        num_written += "apply StatefulSet demo-engine" in bench.writes
-    assert num_written == 4
+
+    def render(_: int) -> None:
+        annotations = bench.world.objects[STATEFUL_SET]["metadata"]["annotations"]
+        annotations["lmcache.io/rendered-hash"] = "of another version"
+
+    assert num_applied(bench, STATEFUL_SET, render, times=20, every=0.1) == 4
     assert "writing a different StatefulSet demo-engine, as a second operator would" in bench.ready()[1]
     bench.world.change(engine={"replicas": 2})
-    bench.reconcile()
-    assert "apply StatefulSet demo-engine" in bench.writes, "a change of the spec is no contest"
+    assert "apply StatefulSet demo-engine" in bench.run(), "a change of the spec is no contest"
     bench.seconds += 700
     bench.settle()
     assert bench.ready()[0] == "True"
@@ -180,11 +188,11 @@ def test_two_operators_with_different_renderings_slow_down() -> None:
 
 def test_repeated_spec_changes_are_no_contest() -> None:
     bench = ReconciledCluster.settled()
-    for number in range(20):
-        bench.seconds += 1
-        bench.world.change(engine={"replicas": 1 + number % 2})
-        bench.reconcile()
-        assert "apply StatefulSet demo-engine" in bench.writes or not number
+
+    def scale(time: int) -> None:
+        bench.world.change(engine={"replicas": 2 - time % 2})
+
+    assert num_applied(bench, STATEFUL_SET, scale, times=20, every=1) == 20
 
 
 def test_contest_pauses_grow_and_slow_drift_is_no_contest() -> None:

@@ -179,11 +179,11 @@ def test_events_report_only_changed_conditions() -> None:
     bad = status_of(world, (Problem("Refused", "no quota"),))
     complete = ("Normal", "Complete", "All 1 engine pods match the spec.")
     ready = ("Normal", "Ready", "1 of 1 engine pods are ready")
-    assert list(events({}, changed_conditions({}, good))) == [complete, ready]
-    assert changed_conditions(good, good) == changed_conditions(bad, bad) == []
-    assert list(events(good, changed_conditions(good, bad))) == [("Warning", "Refused", "no quota")]
     recovered = ("Normal", "AsDeclared", "nothing prevents the declared state")
-    assert list(events(bad, changed_conditions(bad, good))) == [recovered, ready]
+    refused = ("Warning", "Refused", "no quota")
+    steps = [({}, good, [complete, ready]), (good, good, []), (good, bad, [refused]), (bad, bad, [])]
+    for before, after, expected in (*steps, (bad, good, [recovered, ready])):
+        assert list(events(before, changed_conditions(before, after))) == expected
 
 
 def test_events_report_part_failures_of_a_degraded_cluster() -> None:

@@ -128,8 +128,7 @@ def test_small_changes_write_no_status() -> None:
     rig = Rig(report(default=(100, 50, 500), search=(1000, 400, 400)))
     before = rig.listed()
     rig.answer(report(default=(100, 50, 505), search=(2000, 830, 410)))
-    assert rig.listed() == before
-    assert rig.world.writes == []
+    assert (rig.listed(), rig.world.writes) == (before, [])
     rig.answer(report(default=(100, 50, 505), search=(2000, 860, 410)))
     assert rig.listed() == [entry("default", 50, 50), entry("search", 43, 41)]
 
@@ -141,8 +140,7 @@ def test_small_figures_that_change_by_two_points_write_no_status() -> None:
     assert before == [entry("default", None, 0), entry("search", 4, 4)]
     for near in (60, 20, 55):
         rig.answer(hits(tokens=1000, hit_tokens=near))
-        assert rig.listed() == before
-        assert rig.world.writes == []
+        assert (rig.listed(), rig.world.writes) == (before, [])
     rig.answer(hits(tokens=1000, hit_tokens=70))
     assert rig.listed() == [entry("default", None, 0), entry("search", 7, 7)]
     assert rig.world.resource["status"]["hitPercent"] == {"engine": 0, "memory": 7}
@@ -183,8 +181,7 @@ def test_figures_stay_while_one_of_two_sidecars_misses_an_answer() -> None:
     assert rig.world.resource["status"]["hitPercent"] == {"engine": 0, "memory": 90}
     rig.restart_operator()
     rig.answer(answers[0], None)
-    assert rig.listed() == before
-    assert rig.world.writes == []
+    assert (rig.listed(), rig.world.writes) == (before, [])
 
 
 def test_names_that_differ_in_a_figure_are_different() -> None:
