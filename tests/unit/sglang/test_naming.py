@@ -193,19 +193,15 @@ def test_scales_of_kv_are_named_by_their_content(base, tmp_path):
 
 
 class TestPrivateReasons:
-    def test_usual_engine_has_none(self):
-        assert naming.private_reason(options(), is_from_start=True) == ""
-
-    def test_cache_that_was_attached_later_is_private(self):
-        assert "running engine" in naming.private_reason(options(), is_from_start=False)
-
     @pytest.mark.parametrize(
         "option", sorted({"forward_hooks", "kt_weight_path", "uno_lora_path", *dict(naming._OTHER_SOURCES)})
     )
     def test_weights_from_elsewhere_are_private(self, option):
         reason = naming.private_reason(options(**{option: "x"}), is_from_start=True)
         assert option in reason
-        assert naming.private_reason(options(**{option: None}), is_from_start=True) == ""
+        usual = options(**{option: None})
+        assert naming.private_reason(usual, is_from_start=True) == ""
+        assert "running engine" in naming.private_reason(usual, is_from_start=False)
 
     def test_weights_of_another_process_are_private(self):
         assert "weight_cache_mode" in naming.private_reason(
@@ -307,11 +303,13 @@ class TestAttachment:
 
         return make
 
-    def test_two_engines_of_one_model_share_a_namespace(self, name, model):
+    def test_two_engines_of_one_model_share_a_namespace(self, name, model, monkeypatch):
         first, second = (name(options(model_path=str(model)), uuid) for uuid in (b"1" * 16, b"2" * 16))
-        assert first.namespace == second.namespace
-        assert first.private_reason == ""
-        assert first.config == CONFIG
+        assert (first.namespace, first.private_reason, first.config) == (second.namespace, "", CONFIG)
+        monkeypatch.setattr(attach.WATCH, "is_complete", False)
+        first, second = (name(options(model_path=str(model)), uuid) for uuid in (b"1" * 16, b"2" * 16))
+        assert "running engine" in first.private_reason, "its weights may have changed"
+        assert first.namespace != second.namespace
 
     @pytest.mark.parametrize(
         ("option", "reason"),
@@ -331,20 +329,6 @@ class TestAttachment:
         assert first.namespace != second.namespace
         assert name(given, b"1" * 16).namespace == first.namespace, "the same in all ranks"
 
-    def test_engine_whose_weights_may_have_changed_gets_a_namespace_of_its_own(
-        self, name, model, monkeypatch
-    ):
-        monkeypatch.setattr(attach.WATCH, "is_complete", False)
-        first, second = (name(options(model_path=str(model)), uuid) for uuid in (b"1" * 16, b"2" * 16))
-        assert "running engine" in first.private_reason
-        assert first.namespace != second.namespace
-
-    def test_id_of_a_single_rank_is_random(self):
-        engine = options()
-        ids = {attach.engine_uuid(engine, 0, is_alone=True) for _ in range(3)}
-        assert len(ids) == 3
-        assert {len(uuid) for uuid in ids} == {16}
-
     def test_ranks_of_one_engine_share_an_id(self):
         """The replicas of ``--dp-size`` are engines, with the same parent and the same options."""
         changes = [{}, {"port": 1}, {"random_seed": 2}, {"dp_rank": 0}, {"dp_rank": 1}]
@@ -352,6 +336,9 @@ class TestAttachment:
         ids = [attach.engine_uuid(*engine, is_alone=False) for engine in engines]
         assert ids == [attach.engine_uuid(*engine, is_alone=False) for engine in engines]
         assert len(set(ids)) == len(engines)
+        random_ids = {attach.engine_uuid(options(), 0, is_alone=True) for _ in range(3)}
+        assert len(random_ids) == 3, "a single rank needs no common id"
+        assert {len(uuid) for uuid in {*ids, *random_ids}} == {16}
 
     def test_id_of_an_engine_with_another_parent_differs(self, monkeypatch):
         first = attach.engine_uuid(options(), 0, is_alone=False)

@@ -107,20 +107,23 @@ def attach_with(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("extra_config", [None, {}, {"interface_v1": 0}])
-def test_engine_that_passes_no_pages_is_refused(attach_with, extra_config):
-    with pytest.raises(UnsupportedError, match='add "interface_v1": 1 to'):
-        attach_with(config(extra_config=extra_config), nnodes=1)
-
-
-def test_page_on_several_machines_is_refused(attach_with):
-    with pytest.raises(UnsupportedError, match="is on 2 machines"):
-        attach_with(config(tp_size=2), nnodes=2)
-
-
-def test_replicas_on_several_machines_are_not_refused(attach_with):
-    with pytest.raises(UnsupportedError, match="too small"):  # the next check
-        attach_with(config(tp_size=2, is_mla_model=True), nnodes=2)
+@pytest.mark.parametrize(
+    ("fields", "num_nodes", "message"),
+    [
+        *(
+            ({"extra_config": extra_config}, 1, 'add "interface_v1": 1 to')
+            for extra_config in (None, {}, {"interface_v1": 0})
+        ),
+        ({"tp_size": 2}, 2, "is on 2 machines"),
+        ({"tp_size": 2, "is_mla_model": True}, 2, "too small"),  # replicas may be: this is the next check
+    ],
+)
+def test_engine_that_passes_no_pages_or_parts_of_them_on_other_machines_is_refused(
+    monkeypatch, fields, num_nodes, message
+):
+    monkeypatch.setattr(attach, "EngineOptions", lambda: SimpleNamespace(nnodes=num_nodes))
+    with pytest.raises(UnsupportedError, match=message):
+        attach.attach(config(**fields), {"kv": SimpleNamespace(page_size=1)}, Settings())
 
 
 def test_groups_begin_with_the_pools_of_full_attention():

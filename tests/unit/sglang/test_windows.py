@@ -45,14 +45,8 @@ def test_window_of_the_caller_is_known_from_then_on(make):
     assert windows.window_pages() == 2
 
 
-@pytest.mark.parametrize("components", [(), (Component(),), (Component(full_window_pages=0),)])
-def test_unknown_window_is_refused(components):
-    RadixCache(*components).attach()
-    with pytest.raises(UnsupportedError, match="windows is not known"):
-        windows.window_pages()
-
-
-def test_windows_of_several_sizes_are_refused():
-    RadixCache(Component(full_window_pages=2), Component(full_window_pages=3)).attach()
-    with pytest.raises(UnsupportedError):
+@pytest.mark.parametrize("pages", [(), (None,), (0,), (2, 3)], ids=str)
+def test_windows_that_are_unknown_or_of_several_sizes_are_refused(pages):
+    RadixCache(*(Component(**({} if n is None else {"full_window_pages": n})) for n in pages)).attach()
+    with pytest.raises(UnsupportedError, match="windows"):
         windows.window_pages()
