@@ -1,6 +1,10 @@
 """Objects in a remote tier: their content, reads and faults."""
 
+import contextlib
 import os
+import socket
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import redis
@@ -64,3 +68,22 @@ def probe(remote: RemoteTier) -> bool:
 def is_available(remote: RemoteTier) -> bool:
     """Whether the tier's own probe found it healthy."""
     return not remote.health.is_open
+
+
+@contextlib.contextmanager
+def answering(reply: bytes, *, is_silent_after: bool = True) -> Iterator[str]:
+    """The address of a server that answers each client with these bytes, and then is silent or closes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as peers:
+
+        def run() -> None:
+            with contextlib.suppress(OSError):  # the test has ended
+                while True:
+                    peer = peers.enter_context(listener.accept()[0])
+                    peer.recv(65536)
+                    peer.sendall(reply)
+                    if not is_silent_after:
+                        peer.close()
+
+        threading.Thread(target=run, daemon=True).start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)

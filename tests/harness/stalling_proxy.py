@@ -14,7 +14,6 @@ class StallingProxy:
         self._target_port = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
-        self.has_stalled = threading.Event()
         self._command = b""  # requests with this text are held back; empty: none
         self._passes = threading.Event()
         self._passes.set()
@@ -44,7 +43,6 @@ class StallingProxy:
 
     def stall(self, command: bytes) -> None:
         """Hold back requests of this command, and all later bytes of their connections."""
-        self.has_stalled.clear()
         self._passes.clear()
         self._command = command
 
@@ -73,7 +71,6 @@ class StallingProxy:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 if is_request and self._command and self._command in data:
-                    self.has_stalled.set()
                     self._passes.wait()
                 target.sendall(data)
         with contextlib.suppress(OSError):

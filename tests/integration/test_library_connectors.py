@@ -1,5 +1,6 @@
 """The library's connectors on real servers: one server, Sentinel, Cluster, TLS, and failing servers."""
 
+import contextlib
 import random
 
 import pytest
@@ -34,6 +35,11 @@ def check_everything(connector):
     assert connector.get_many([]) == []
 
 
+def check_server(url):
+    with contextlib.closing(CreateConnector(url)) as connector:
+        check_everything(connector)
+
+
 @pytest.mark.parametrize("debug", [False, True])
 def test_exists_many_takes_one_round_trip(debug, monkeypatch):
     monkeypatch.setattr(GlobalConfig, "enable_debug", debug)
@@ -49,14 +55,12 @@ def test_exists_many_takes_one_round_trip(debug, monkeypatch):
 
 def test_defect_19_url_selects_password_and_database():
     with RedisProcess(password="p@ss/word:1") as server:
-        connector = CreateConnector(f"redis://:p%40ss%2Fword%3A1@127.0.0.1:{server.port}/3")
         with server.client as client:
             client.set("foreign", "x")
             client.select(3)
             client.set("session@of@some@other@app", "x")
             client.set(b"\xff@a@b@c@d", "x")
-        check_everything(connector)
-        connector.close()
+        check_server(f"redis://:p%40ss%2Fword%3A1@127.0.0.1:{server.port}/3")
 
 
 def test_documented_acl_rules_suffice():
@@ -64,9 +68,7 @@ def test_documented_acl_rules_suffice():
     with RedisProcess() as server:
         with server.client as client:
             client.execute_command("ACL", "SETUSER", *rules)
-        connector = CreateConnector(f"redis://lmc:pw@127.0.0.1:{server.port}")
-        check_everything(connector)
-        connector.close()
+        check_server(f"redis://lmc:pw@127.0.0.1:{server.port}")
         refused = CreateConnector(f"redis://lmc:wrong@127.0.0.1:{server.port}")
         with pytest.raises(ConnectionError) as caught:
             refused.get(KEYS[0])
@@ -80,16 +82,12 @@ def test_tls_trusts_the_configured_authority(tmp_path, monkeypatch):
         with pytest.raises(ConnectionError, match="certificate"):
             untrusting.get(KEYS[0])
         monkeypatch.setenv("SSL_CERT_FILE", str(certificates.ca))
-        connector = CreateConnector(f"rediss://127.0.0.1:{server.port}")
-        check_everything(connector)
-        connector.close()
+        check_server(f"rediss://127.0.0.1:{server.port}")
 
 
 def test_cluster_lists_keys_of_all_nodes():
     with cluster() as servers:
-        connector = CreateConnector(servers.url)
-        check_everything(connector)
-        connector.close()
+        check_server(servers.url)
 
 
 def test_defect_28_sentinel_reads_return_the_latest_write(monkeypatch):

@@ -13,7 +13,7 @@ from lmcache.tiers.header import PART_BYTES
 from testing.certificates import make_certificates
 from testing.child_process import free_port, wait_until
 from testing.processes import BINARY, RedisProcess
-from tests.harness.remote_objects import KEY, is_available, load, pattern, tier_of
+from tests.harness.remote_objects import KEY, answering, is_available, load, pattern, tier_of
 
 pytestmark = pytest.mark.redis
 
@@ -37,25 +37,20 @@ def server(certificates):
 
 
 @pytest.fixture
-def deadline():
-    return 60.0
-
-
-@pytest.fixture
-def remote(medium, server, certificates, deadline):
+def remote(request, medium, server, certificates):
     urls = {
         "unix": server.unix_url,
         "tcp": server.url,
         "tls": f"{server.url}?ca={certificates and certificates.ca}",
     }
-    tier = tier_of(urls[medium], deadline)
+    tier = tier_of(urls[medium], getattr(request, "param", 60.0))
     yield tier
     tier.close()
 
 
 class TestOutages:
     @pytest.mark.parametrize("medium", ["unix", "tcp", pytest.param("tls", marks=HAS_NO_TLS)])
-    @pytest.mark.parametrize("deadline", [3.0])
+    @pytest.mark.parametrize("remote", [3.0], indirect=True)
     def test_server_is_used_again_after_a_freeze_and_restarts(self, remote, server):
         assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
         server.freeze()
@@ -79,7 +74,7 @@ class TestOutages:
         wait_until(lambda: is_available(remote))
         assert load(remote) is None
 
-    @pytest.mark.parametrize("deadline", [3.0])
+    @pytest.mark.parametrize("remote", [3.0], indirect=True)
     def test_frozen_server_costs_one_deadline_once(self, remote, server, monkeypatch):
         remote.store(ObjectId(KEY, 0), memoryview(b"x"))
 
@@ -189,36 +184,6 @@ class TestOutages:
 class TestBrokenServer:
     """A server with invalid answers: each answer has a defined result."""
 
-    @pytest.fixture
-    def answer(self, tmp_path):
-        """A function that sends these bytes to each client, then closes or stays silent. Returns the URL."""
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(str(tmp_path / "s"))
-        listener.listen()
-        peers = []
-
-        def serve(reply: bytes, *, is_silent_after: bool = False) -> str:
-            def run() -> None:
-                for _ in range(2):  # the client retries a reset connection once
-                    try:
-                        peer, _ = listener.accept()
-                        peers.append(peer)
-                        peer.recv(65536)
-                        peer.sendall(reply)
-                    except OSError:  # the test has ended
-                        return
-                    if not is_silent_after:
-                        peer.close()
-
-            threading.Thread(target=run, daemon=True).start()
-            return f"unix://{tmp_path}/s"
-
-        yield serve
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        for peer in peers:
-            peer.close()
-
     @pytest.mark.parametrize(
         ("reply", "is_silent_after", "message"),
         [
@@ -237,17 +202,19 @@ class TestBrokenServer:
             (b"x" * 10_000, True, "does not speak RESP"),
         ],
     )
-    def test_invalid_answers_raise_within_the_deadline(self, answer, reply, is_silent_after, message):
-        remote = tier_of(answer(reply, is_silent_after=is_silent_after), 1.0 if "within" in message else 60.0)
-        with pytest.raises(TierUnavailableError, match=message):
-            load(remote)
-        assert remote.health.is_open
-        remote.close()
+    def test_invalid_answers_raise_within_the_deadline(self, reply, is_silent_after, message):
+        with answering(reply, is_silent_after=is_silent_after) as address:
+            remote = tier_of(f"redis://{address}", 1.0 if "within" in message else 60.0)
+            with pytest.raises(TierUnavailableError, match=message):
+                load(remote)
+            assert remote.health.is_open
+            remote.close()
 
-    def test_nil_is_a_miss(self, answer):
-        remote = tier_of(answer(b"*2\r\n$-1\r\n$-1\r\n", is_silent_after=True))
-        assert load(remote) is None
-        remote.close()
+    def test_nil_is_a_miss(self):
+        with answering(b"*2\r\n$-1\r\n$-1\r\n") as address:
+            remote = tier_of(f"redis://{address}")
+            assert load(remote) is None
+            remote.close()
 
     @pytest.mark.parametrize("url", ["redis://:s3cret@", "redis://"])
     def test_trickling_server_raises_at_the_deadline(self, url):

@@ -1,9 +1,6 @@
 """The password of the remote tier never appears in a log, and is read again after a rotation."""
 
-import contextlib
 import logging
-import socket
-import threading
 
 import pytest
 
@@ -11,29 +8,9 @@ from lmcache.tiers.errors import TierUnavailableError
 from testing.child_process import ProcessDied
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.engine import session_of, store
-from tests.harness.remote_objects import KEY, load, probe, tier_of
+from tests.harness.remote_objects import KEY, answering, load, probe, tier_of
 
 SECRETS = ("us3r", "S3cr3t")
-
-
-@pytest.fixture
-def echoing():
-    """A function that starts a server with one fixed answer to everything. Returns its port."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as peers:
-
-        def serve(answer: str) -> int:
-            def run() -> None:
-                with contextlib.suppress(OSError):
-                    while True:
-                        peer = peers.enter_context(listener.accept()[0])
-                        peer.recv(65536)
-                        peer.sendall(answer.encode())
-
-            threading.Thread(target=run, daemon=True).start()
-            return listener.getsockname()[1]
-
-        yield serve
-        listener.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.mark.parametrize(
@@ -47,25 +24,26 @@ def echoing():
         "$S3cr3t\r\n",
     ],
 )
-def test_credentials_echoed_by_a_server_are_not_logged(echoing, caplog, answer):
+def test_credentials_echoed_by_a_server_are_not_logged(caplog, answer):
     caplog.set_level(logging.DEBUG)
-    remote = tier_of(f"redis://us3r:S3cr3t@127.0.0.1:{echoing(answer)}")
-    with pytest.raises(TierUnavailableError, match="AUTH") as caught:
-        load(remote)
-    assert not probe(remote)
-    assert "AUTH" in caplog.text
-    for secret in SECRETS:
-        assert secret not in caplog.text + repr(caught.value)
-    remote.close()
+    with answering(answer.encode()) as address:
+        remote = tier_of(f"redis://us3r:S3cr3t@{address}")
+        with pytest.raises(TierUnavailableError, match="AUTH") as caught:
+            load(remote)
+        assert not probe(remote)
+        assert "AUTH" in caplog.text
+        assert not any(secret in caplog.text + repr(caught.value) for secret in SECRETS)
+        remote.close()
 
 
-def test_payloads_and_keys_echoed_by_a_server_are_not_logged(echoing, caplog):
+def test_payloads_and_keys_echoed_by_a_server_are_not_logged(caplog):
     answer = f"-ERR unknown command 'GET', with args beginning with: '{KEY.hex()}' \r\n"
-    remote = tier_of(f"redis://127.0.0.1:{echoing(answer)}", 3.0)  # the server answers only once
-    with pytest.raises(TierUnavailableError, match="unknown command 'GET'") as caught:
-        load(remote)
-    assert KEY.hex() not in caplog.text + repr(caught.value)
-    remote.close()
+    with answering(answer.encode()) as address:
+        remote = tier_of(f"redis://{address}", 3.0)  # the server answers only once
+        with pytest.raises(TierUnavailableError, match="unknown command 'GET'") as caught:
+            load(remote)
+        assert KEY.hex() not in caplog.text + repr(caught.value)
+        remote.close()
 
 
 @pytest.mark.redis

@@ -36,13 +36,8 @@ def name_of(server: RedisProcess) -> str:
 
 
 @pytest.fixture
-def deadline():
-    return 60.0
-
-
-@pytest.fixture
-def remote(servers, deadline):
-    tier = tier_of(f"redis://{','.join(map(name_of, servers))}/0", deadline)
+def remote(request, servers):
+    tier = tier_of(f"redis://{','.join(map(name_of, servers))}/0", getattr(request, "param", 60.0))
     yield tier
     tier.close()
 
@@ -83,7 +78,7 @@ def time_out() -> None:
     raise TimeoutError
 
 
-@pytest.mark.parametrize(("fault", "deadline"), [("kill", 60.0), ("freeze", 3.0)])
+@pytest.mark.parametrize(("fault", "remote"), [("kill", 60.0), ("freeze", 3.0)], indirect=["remote"])
 def test_lost_shard_costs_only_its_own_rows(remote, servers, fault, monkeypatch):
     fill(remote)
     getattr(servers[0], fault)()
@@ -113,10 +108,8 @@ def test_lost_shard_costs_only_its_own_rows(remote, servers, fault, monkeypatch)
 def test_threads_share_the_tier_while_shards_die_and_change(remote, servers):
     """Every read returns what was written, and at the end all rows are found."""
     is_over = threading.Event()
-    remaining, all_names = (
-        [name_of(server) for server in servers[:2]],
-        [name_of(server) for server in servers],
-    )
+    all_names = [name_of(server) for server in servers]
+    remaining = all_names[:2]
 
     def work(number: int) -> int:
         num_loads = 0

@@ -54,15 +54,13 @@ def test_rows_found_after_sigkill_are_intact(tmp_path):
                 assert (session.slots[slot.row, :100_000] == payload(number)).all()
 
 
-@pytest.mark.parametrize("reason", ["can't hold a disk tier", "are more than 90% of the volume"])
-def test_unusable_disk_is_off_while_the_sidecar_serves(tmp_path, reason):
+@pytest.mark.parametrize(
+    ("name", "size", "reason"),
+    [("file", "1Mi", "can't hold a disk tier"), ("", "900Ti", "are more than 90% of the volume")],
+)
+def test_unusable_disk_is_off_while_the_sidecar_serves(tmp_path, name, size, reason):
     (tmp_path / "file").touch()
-    options = (
-        {"disk_path": tmp_path / "file"}
-        if "hold" in reason
-        else {"disk_path": tmp_path, "disk_size": "900Ti"}
-    )
-    with SidecarProcess(**options) as sidecar:
+    with SidecarProcess(disk_path=tmp_path / name, disk_size=size) as sidecar:
         assert sidecar.get("/readyz") == "ready\n"
         assert reason in sidecar.stats()["disk"]["off_reason"]
         assert "The disk tier is off: --disk-path: " in sidecar.log
