@@ -73,15 +73,6 @@ def test_rows_are_encrypted_in_both_tiers_and_survive_restarts(redis_server, tmp
             assert 'lmcache_tier_key_absent_total{tier="disk"} 0.0' in text
 
 
-def test_plain_rows_are_visible_without_keys(redis_server, tmp_path):
-    """A control of the test above."""
-    tiers = {"remote_url": redis_server.unix_url, "disk_path": tmp_path / "tier"}
-    with SidecarProcess(**tiers) as sidecar, session_of(sidecar) as session:
-        store(session, 1)
-        sidecar.settled()
-        assert media(redis_server, tmp_path / "tier").count(bytes(payload(1)[:64])) >= 2
-
-
 @pytest.mark.parametrize("tier", ["disk", "remote"])
 def test_keys_rotate_while_the_sidecar_runs(redis_server, tmp_path, keys, tier):
     medium = (

@@ -1,15 +1,14 @@
 """Engines that share real servers, which are killed, frozen and restarted."""
 
 import contextlib
-import threading
 
 import pytest
 import torch
 
 from lmcache.cache_engine import LMCacheEngine
-from lmcache.server import LMCacheServer
 from testing.child_process import wait_until
 from testing.processes import RedisProcess
+from tests.harness import lm_server
 from tests.harness.kv_cache import (
     CHUNK,
     FORMATS,
@@ -39,12 +38,8 @@ def url(request, redis_server):
             client.flushall()
         yield f"redis://127.0.0.1:{redis_server.port}"
     else:
-        server = LMCacheServer("127.0.0.1", 0, "cpu", max_size_gb=0.1)
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        yield f"lm://127.0.0.1:{server.port}"
-        server.stop()
-        thread.join()
+        with lm_server.serving() as server:
+            yield f"lm://127.0.0.1:{server.port}"
 
 
 @contextlib.contextmanager

@@ -28,13 +28,8 @@ def servers():
 
 
 @pytest.fixture
-def deadline():
-    return 60.0
-
-
-@pytest.fixture
-def remote(servers, deadline):
-    tier = tier_of(servers.url, deadline)
+def remote(request, servers):
+    tier = tier_of(servers.url, getattr(request, "param", 60.0))
     yield tier
     tier.close()
 
@@ -79,7 +74,16 @@ def test_seed_without_cluster_is_skipped(servers):
         remote.close()
 
 
-def test_operations_follow_a_slot_during_and_after_its_move(remote, servers):
+@pytest.mark.parametrize(
+    ("operation", "arguments"),
+    [
+        ("load", (ObjectId(KEY, 0), memoryview(bytearray(2 * PART_BYTES)))),
+        ("store", (ObjectId(KEY, 0), memoryview(b"x"))),
+        ("probe", ([KEY], 1)),
+    ],
+    ids=["load", "store", "probe"],
+)
+def test_operations_follow_a_slot_during_its_move_and_learn_it(remote, servers, operation, arguments):
     fill(remote)
     payload = pattern(PART_BYTES + 5)
     source = servers.owner_of(SLOT)
@@ -96,33 +100,15 @@ def test_operations_follow_a_slot_during_and_after_its_move(remote, servers):
     # The move is complete (MOVED).
     for index in (target, source):
         servers.set_slot(index, SLOT, "NODE", servers.id_of(target))
+    assert getattr(remote, operation)(*arguments)
+    num_calls_before = [calls(servers, source, command) for command in ("hexists", "hmget", "hset")]
     assert remote.probe([KEY], 1) == 1
     assert load(remote, key=KEY) == payload
     assert remote.store(ObjectId(KEY, 0), memoryview(payload))
+    num_calls = [calls(servers, source, command) for command in ("hexists", "hmget", "hset")]
+    assert num_calls == num_calls_before, "the client has learned the move"
     assert remote.stats.invalid == {}
     assert not remote.health.is_open
-
-
-@pytest.mark.parametrize("operation", ["load", "store", "probe"])
-def test_each_operation_learns_a_moved_slot(remote, servers, operation):
-    fill(remote)
-    source = servers.owner_of(SLOT)
-    target = (source + 1) % 3
-    servers.nodes[source].client.delete(row_name(KEY))
-    for index in (target, source):
-        servers.set_slot(index, SLOT, "NODE", servers.id_of(target))
-    if operation == "store":
-        assert remote.store(ObjectId(KEY, 0), memoryview(b"x"))
-    else:
-        second_tier = tier_of(servers.url)
-        assert second_tier.store(ObjectId(KEY, 0), memoryview(b"x"))
-        second_tier.close()
-    if operation == "probe":
-        assert remote.probe([KEY], 1) == 1
-    assert load(remote, key=KEY) == b"x"
-    num_calls_before = calls(servers, source, "hmget")
-    assert load(remote, key=KEY) == b"x"
-    assert calls(servers, source, "hmget") == num_calls_before  # the client has learned the move
 
 
 def test_replica_of_a_dead_master_is_used(remote, servers):
@@ -137,7 +123,7 @@ def test_replica_of_a_dead_master_is_used(remote, servers):
     assert all(remote.store(ObjectId(key, 5), memoryview(b"x")) for key in KEYS)
 
 
-@pytest.mark.parametrize("deadline", [2.0])
+@pytest.mark.parametrize("remote", [2.0], indirect=True)
 def test_frozen_cluster_is_used_again_after_it_thaws(remote, servers):
     fill(remote)
     for node in servers.nodes:

@@ -17,7 +17,7 @@ from lmcache.tiers.remote.resp import Connection
 from lmcache.tiers.remote.tier import RemoteTier
 from lmcache.tiers.remote.value_formats import EncryptedValues
 from testing.processes import RedisProcess
-from tests.harness.encryption import cipher, flipped, key_of, keys
+from tests.harness.encryption import cipher, flipped, key_of
 from tests.harness.remote_objects import KEY, encrypted_name, load, pattern, row_name, tier_of
 
 pytestmark = pytest.mark.redis
@@ -122,31 +122,6 @@ def test_values_of_other_places_are_refused(open_tier, redis):
     assert load(tier) == pattern(size)
     assert load(other_domain) is None
     assert tier.stats.invalid.total() == len(wrong)
-
-
-def test_rotation_loses_no_hit_until_the_old_key_is_removed(open_tier, redis):
-    """Two pods, which see each change of the keys at different times."""
-    ciphers = [cipher("remote", 1), cipher("remote", 1)]
-    pods = [open_tier(used) for used in ciphers]
-    rows = [KEY[:-1] + bytes([number]) for number in range(6)]
-    for number, key in enumerate(rows[:2]):
-        assert store(pods[number], pattern(3000), ObjectId(key, 0))
-    ciphers[0].use(keys(1, 2))
-    assert store(pods[1], pattern(3000), ObjectId(rows[2], 0))  # still with version 1
-    ciphers[1].use(keys(1, 2))
-    for number in (3, 4, 5):
-        assert store(pods[number % 2], pattern(3000), ObjectId(rows[number], 0))
-    assert [[load(pod, key=key) for key in rows] for pod in pods] == [[pattern(3000)] * 6] * 2
-    assert all(store(pod, pattern(3000), ObjectId(rows[0], 0)) for pod in pods)
-    assert [pod.stats.touched for pod in pods] == [1, 1], (
-        "a row under a readable version is not written again"
-    )
-    for used in ciphers:
-        used.use(keys(2))
-    for pod in pods:
-        assert [load(pod, key=key) for key in rows] == [None] * 3 + [pattern(3000)] * 3
-        assert (pod.stats.key_absent, pod.stats.invalid, pod.health.is_open) == (3, {}, False)
-    assert redis.dbsize() == 6, "rows of a removed version are not deleted"
 
 
 @pytest.mark.parametrize("length", [0, 1, 751, 753, (1 << 16) + 1, 64 << 20, "absent version", "wrong key"])

@@ -109,16 +109,6 @@ def test_hit_needs_all_full_attention_rows_and_the_last_window_and_state(sidecar
     assert (memory["used_rows"], memory["leased_rows"]) == (24, 8 + 2 + 1)
 
 
-def test_hole_in_a_window_moves_the_end_of_the_hit(session):
-    store(session, range(8), (FULL, STATE))
-    for chunks in (range(3), range(4, 5), range(6, 8)):
-        store(session, chunks, (WINDOW,))
-    assert find(session, 8)[0] == look_up(session, 8).num_resident == 8
-    assert look_up(session, 7).num_resident == find(session, 7)[0] == 3
-    assert_hit(session, 3)
-    assert_hit(session, 8)
-
-
 def test_rows_that_survive_a_restart_are_verified_and_hit(sidecar, session):
     store(session, range(8))
     sidecar.settled()

@@ -1,9 +1,8 @@
 """Samples of requests that a real sidecar serves over HTTP."""
 
 import json
-import random
 import urllib.error
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from lmcache.rpc.hello import Role
 from lmcache.rpc.session import Session
 from lmcache.tiers.memory.contracts import Reserved
 from testing.processes import SidecarProcess
+from testing.workloads.requests import chat
 from tests.harness.engine import report, session_of
 from tests.harness.samples import Watch, requests_of
 from tests.harness.wire import attached, make_keys
@@ -58,33 +58,15 @@ def test_samples_are_unavailable_until_the_sidecar_is_ready():
         assert refused.value.read()
 
 
-def sessions(seed: int, number: int) -> Iterator[list[int]]:
-    """Requests of sessions that grow with every turn. When a session ends, a new one replaces it, sometimes
-    with the same first chunks.
-    """
-    generator = random.Random(seed)
-    chains = [[1_000_000 * (1 + index)] for index in range(60)]
-    for _ in range(number):
-        index = min(int(generator.paretovariate(0.6)) - 1, len(chains) - 1)
-        chain = chains[index]
-        chain += range(chain[-1] + 1, chain[-1] + 1 + generator.randrange(1, 6))
-        yield list(chain)
-        if len(chain) > 60 or generator.random() < 0.03:
-            shared = chain[: generator.choice((0, 0, 8))]
-            chains[index] = [*shared, generator.randrange(10**8, 10**12) * 100]
-        if generator.random() < 0.02:
-            generator.shuffle(chains)
-
-
 def test_curve_of_the_samples_predicts_the_hits_of_the_sidecar():
     with (
-        SidecarProcess(memory_size="12Mi") as sidecar,
+        SidecarProcess(memory_size="8Mi") as sidecar,
         session_of(sidecar, chunk_bytes=CHUNK_BYTES) as worker,
         session_of(sidecar, role=Role.SCHEDULER, chunk_bytes=CHUNK_BYTES) as scheduler,
     ):
         curve, since = None, 0
-        for number, chunks in enumerate(sessions(1, 3000)):
-            serve(scheduler, worker, f"r{number}", chunks)
+        for number, request in enumerate(chat(1, 0.2, scale=1, systems=3, first=3).requests[:1500]):
+            serve(scheduler, worker, f"r{number}", request.keys)
             if number % 500 == 499:
                 answer = json.loads(sidecar.get(f"/samples?since={since}"))
                 assert not answer["dropped"]
@@ -103,7 +85,7 @@ def test_curve_of_the_samples_predicts_the_hits_of_the_sidecar():
     assert min(between(size / 2, size).share, between(size, 4 * size).share) > 0.01, "the curve is flat"
 
 
-def serve(scheduler: Session, worker: Session, request: str, chunks: list[int]) -> None:
+def serve(scheduler: Session, worker: Session, request: str, chunks: Sequence[int]) -> None:
     """Report the request with its hits, and store the missing chunks."""
     keys = make_keys(*chunks)
     num_hits = len(scheduler.index.find(np.frombuffer(keys, "<u8").reshape(-1, 8)).rows)
