@@ -38,7 +38,7 @@ def pinned_extents(context, host):
     return [is_pinned(context, host.ctypes.data + n * EXTENT) for n in range(4)]
 
 
-def test_ready_memory_is_pinned_extent_by_extent(context, pins, host):
+def test_exactly_the_ready_extents_are_pinned_until_the_end(context, pins, host):
     assert pins.edges.tolist() == [host.ctypes.data + n * EXTENT for n in range(5)]
     pins.set_ready(2 * EXTENT + 5)
     assert pins.wait(60)
@@ -46,17 +46,10 @@ def test_ready_memory_is_pinned_extent_by_extent(context, pins, host):
     pins.set_ready(host.nbytes)
     assert pins.wait(60)
     assert (pins.pinned_bytes, pins.failures) == (host.nbytes, 0)
-
-
-def test_memory_that_is_no_longer_ready_is_unpinned_at_once(context, pins, host):
-    pins.set_ready(host.nbytes)
-    assert pins.wait(60)
     pins.set_ready(EXTENT + 1)
     assert pinned_extents(context, host) == [True, False, False, False]
-    assert pins.pinned_bytes == EXTENT
-    pins.set_ready(host.nbytes)
-    assert pins.wait(60)
-    assert all(pinned_extents(context, host))
+    pins.close()
+    assert not any(pinned_extents(context, host))
 
 
 def test_partly_ready_extent_is_unpinned_between_copies(context, pins, host):
@@ -72,16 +65,6 @@ def test_partly_ready_extent_is_unpinned_between_copies(context, pins, host):
     assert pinned_extents(context, host) == [True, False, False, False]
     with pins.in_use():
         pass
-
-
-def test_closing_unpins_all_extents(context, host):
-    pins = Pins(context, host.ctypes.data, host.nbytes, EXTENT)
-    pins.set_ready(host.nbytes)
-    pins.close()
-    assert not any(pinned_extents(context, host))
-    pins.close()
-    pins.set_ready(host.nbytes)  # has no effect after closing
-    assert not any(pinned_extents(context, host))
 
 
 def test_pinning_thread_may_close(context, host, monkeypatch):
@@ -112,12 +95,3 @@ def test_memory_that_is_already_pinned_is_counted_as_a_failure(context, host):
     pins.close()
     context.call("cuMemHostUnregister", host.ctypes.data + EXTENT)  # the foreign registration still exists
     context.call("cuMemGetInfo")  # no error is sticky
-
-
-@pytest.mark.parametrize(("num_bytes", "num_pages"), [(PAGE_BYTES * 3, 2), (100, 0)])
-def test_only_whole_pages_are_pinned(context, host, num_bytes, num_pages):
-    pins = Pins(context, host.ctypes.data + 10, num_bytes, EXTENT)
-    pins.set_ready(num_bytes)
-    assert pins.wait(60)
-    assert (pins.pinned_bytes, len(pins.edges) > 0) == (num_pages * PAGE_BYTES, num_pages > 0)
-    pins.close()

@@ -133,8 +133,7 @@ def test_slot_of_an_older_arena_is_not_read(rig, slot, caplog):
     rig.session.committed.append(Slot(0, 1))
     rig.load(slot)
     assert rig.collect_until(lambda sent, loaded: loaded)[1] == ["r"]
-    assert rig.worker.take_bad_blocks() == {11, 12, 13, 14}
-    assert rig.copier.fences == []
+    assert (rig.worker.take_bad_blocks(), rig.copier.fences) == ({11, 12, 13, 14}, [])
     assert caplog.text == ""
 
 
@@ -146,5 +145,4 @@ def test_load_of_several_groups_fails_as_a_whole(rig, is_attached):
     rig.load(Slot(5, 1), fails_by_block=False)
     assert rig.collect_until(lambda sent, loaded: loaded)[1] == ["r"]
     assert rig.worker.take_bad_blocks() == set(), "vLLM would stop the engine"
-    assert rig.worker.take_failed_requests() == {"r"}
-    assert rig.worker.take_failed_requests() == set()
+    assert (rig.worker.take_failed_requests(), rig.worker.take_failed_requests()) == ({"r"}, set())

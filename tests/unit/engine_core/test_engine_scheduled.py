@@ -79,8 +79,7 @@ def test_load_that_ends_within_an_idle_step_is_reported_without_lease(rig):
     assert not rig.session.scheduled
     rig.report(received=["r"])
     rig.drain_lookups()
-    assert rig.session.scheduled == [("r", 3, figures(0, 3, 192))]
-    assert rig.session.leased == set()
+    assert (rig.session.scheduled, rig.session.leased) == ([("r", 3, figures(0, 3, 192))], set())
     assert not released, "nothing was leased"
     rig.step()
     assert len(reported(rig)) == 1

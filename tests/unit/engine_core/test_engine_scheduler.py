@@ -146,8 +146,7 @@ def test_preempted_request_is_looked_up_and_stored_again(rig, runner):
         meta = rig.step(cached=[("r", table, 64, 136, True)])
     else:
         meta = rig.step(new=[("r", table, 64, 136)])
-    assert chunk_ranges(meta) == [(1, 3)]
-    assert meta.stores[0].groups[0].blocks == tuple(table[2:6])
+    assert (chunk_ranges(meta), meta.stores[0].groups[0].blocks) == ([(1, 3)], tuple(table[2:6]))
 
 
 def test_request_preempted_between_steps_reclaims_its_stores(rig):
@@ -191,8 +190,7 @@ def test_blocks_are_held_until_all_ranks_end_their_stores(num_ranks):
     (job,) = rig.step(new=[("r", blocks(7), 0, 200)]).stores
     request.num_computed_tokens = 200
     assert rig.finish(request) is True
-    assert rig.step().held == ["r"]
-    assert rig.step().held == []
+    assert (rig.step().held, rig.step().held) == (["r"], [])
     for _ in range(num_ranks):
         rig.report(ended=[job.job_id])
     rig.report(sent=["r"])
@@ -217,8 +215,7 @@ def test_async_scheduling_stores_the_last_chunk_at_the_end(rig):
     request.num_tokens, request.num_computed_tokens, request.block_hashes = 257, 257, hashes(256)
     assert rig.finish(request) is True
     meta = rig.step()
-    assert chunk_ranges(meta) == [(3, 4)]
-    assert meta.held == ["r"]
+    assert (chunk_ranges(meta), meta.held) == ([(3, 4)], ["r"])
 
 
 def test_abort_during_a_load_frees_blocks_and_keeps_the_lease(rig):
@@ -229,8 +226,7 @@ def test_abort_during_a_load_frees_blocks_and_keeps_the_lease(rig):
     assert rig.session.leased == {"r"}, "the copy still reads the slots"
     rig.report(received=["r"])
     rig.drain_lookups()
-    assert rig.session.leased == set()
-    assert rig.scheduler._states == {}
+    assert (rig.session.leased, rig.scheduler._states) == (set(), {})
 
 
 def test_offered_load_that_cannot_be_planned_fails_all_blocks(rig):

@@ -47,50 +47,11 @@ def rig():
     rig.finish()
 
 
-def committed(rig, count):
-    return lambda *_: len(rig.session.committed) == count
-
-
-def all_ended(rig):
-    return lambda *_: not rig.worker._stores
-
-
 def test_sidecar_copies_and_engine_commits(rig):
     rig.store()
-    rig.collect_until(committed(rig, 2))
-    assert rig.stored_bytes() == [[1, 2], [3, 4]]
-    assert rig.copier.waits == ["fence"]
+    rig.collect_until(lambda *_: len(rig.session.committed) == 2)
+    assert (rig.stored_bytes(), rig.copier.waits) == ([[1, 2], [3, 4]], ["fence"])
     assert not rig.copier.fences, "the engine must not copy"
-
-
-def test_sidecar_copy_waits_for_the_engines_work(rig):
-    """The sidecar reads current bytes. A queued kernel may still write them later."""
-    has_started, may_end = threading.Event(), threading.Event()
-
-    def wait(fence):
-        rig.copier.waits.append(fence)
-        has_started.set()
-        assert may_end.wait(60)
-
-    rig.copier.wait = wait
-    rig.store()
-    assert has_started.wait(60)
-    rig.copier.kv |= {1: 51, 2: 52, 3: 53, 4: 54}  # the forward ends
-    assert not rig.sidecar.calls
-    may_end.set()
-    rig.collect_until(committed(rig, 2))
-    assert rig.stored_bytes() == [[51, 52], [53, 54]]
-
-
-def test_blocks_reclaimed_during_a_copy_are_aborted(rig):
-    rig.sidecar.gate.clear()
-    rig.store()
-    assert rig.sidecar.in_copy.wait(60)
-    rig.reclaim(1)
-    rig.copier.kv |= dict.fromkeys((1, 2, 3, 4), 99)  # KV of another request
-    rig.sidecar.gate.set()
-    rig.collect_until(lambda *_: len(rig.session.aborted) == 2)
-    assert rig.session.committed == []
 
 
 def test_copies_finished_before_the_reclaim_are_committed(rig, monkeypatch):
@@ -102,16 +63,15 @@ def test_copies_finished_before_the_reclaim_are_committed(rig, monkeypatch):
 
     rig.sidecar.fault = reclaim_in_the_second_call
     rig.store(names=(b"a", b"b", b"c"), blocks=(1, 2, 3, 4, 5, 6))
-    rig.collect_until(all_ended(rig))
-    assert rig.stored_bytes() == [[1, 2]]
-    assert len(rig.session.aborted) == 2
+    rig.collect_until(lambda *_: not rig.worker._stores)
+    assert (rig.stored_bytes(), len(rig.session.aborted)) == ([[1, 2]], 2)
     assert len(rig.sidecar.calls) == 2, "no further copy must start"
 
 
 def test_unfilled_slots_are_aborted(rig):
     rig.sidecar.fault = lambda _: [False, True]
     rig.store()
-    rig.collect_until(all_ended(rig))
+    rig.collect_until(lambda *_: not rig.worker._stores)
     assert [slot.row for slot in rig.session.committed] == [1]
     assert [slot.row for slot in rig.session.aborted] == [0]
 
@@ -128,11 +88,10 @@ def test_refused_call_makes_the_engine_copy_the_rest(rig, monkeypatch, refused_c
 
     rig.sidecar.fault = refuse
     rig.store()
-    rig.collect_until(committed(rig, 2))
-    assert rig.stored_bytes() == [[1, 2], [3, 4]]
-    assert len(rig.copier.fences) == 3 - refused_call
+    rig.collect_until(lambda *_: len(rig.session.committed) == 2)
+    assert (rig.stored_bytes(), len(rig.copier.fences)) == ([[1, 2], [3, 4]], 3 - refused_call)
     rig.store(names=(b"c",), blocks=(7, 8))
-    rig.collect_until(committed(rig, 3))
+    rig.collect_until(lambda *_: len(rig.session.committed) == 3)
     assert len(rig.sidecar.calls) == refused_call, "the sidecar must not get another call"
 
 
@@ -144,7 +103,7 @@ def test_unanswered_call_aborts_the_slots_without_engine_copy(rig):
 
     rig.sidecar.fault = lose_the_answer
     rig.store()
-    rig.collect_until(all_ended(rig))
+    rig.collect_until(lambda *_: not rig.worker._stores)
     assert len(rig.session.aborted) == 2
     assert not rig.session.committed
     assert not rig.copier.fences

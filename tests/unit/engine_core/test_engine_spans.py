@@ -201,8 +201,7 @@ def test_wait_for_free_blocks_of_the_engine_names_this_reason(rig, recorded):
     rig.scheduler._open_loads.forget("other")
     assert rig.match(request) == (192, True)
     (wait,) = recorded.take()
-    assert figures(wait)["wait_reasons"] == ("engine_memory",)
-    assert milliseconds(wait) == 30
+    assert (figures(wait)["wait_reasons"], milliseconds(wait)) == (("engine_memory",), 30)
     run(rig, request, 192)
 
 

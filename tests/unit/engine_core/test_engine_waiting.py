@@ -21,8 +21,7 @@ def test_rows_in_memory_are_offered_without_a_call(rig):
 def test_waiting_request_has_no_lease(rig):
     rig.stored(3)
     request = rig.arrive(make_request(2000))
-    assert rig.session.num_hints == 1
-    assert rig.session.leased == set()
+    assert (rig.session.num_hints, rig.session.leased) == (1, set())
     assert rig.match(request) == (192, True)
     rig.drain_lookups()
     assert rig.session.leased == set(), "the request has no blocks yet"

@@ -193,8 +193,7 @@ def test_request_that_stopped_computing_is_not_waited_for(rig, end):
     else:
         (job,) = rig.step(new=[("first", blocks(7), 0, 200)]).stores
         rig.report(ended=[job.job_id])
-    assert rig.match(second) == (0, False)
-    assert rig.scheduler._computing._states == {}
+    assert (rig.match(second), rig.scheduler._computing._states) == ((0, False), {})
 
 
 def test_request_does_not_wait_for_itself_after_a_preemption(rig):

@@ -213,13 +213,11 @@ def test_find_hit_returns_the_longest_complete_hit(data, num_chunks, at_least, g
     if hit.num_chunks > at_least:
         for group, group_rows in zip(grid.stored, hit.found, strict=True):
             for chunk in range(max(first_needed_chunk(group, hit.num_chunks, 64), at_least), hit.num_chunks):
-                assert group_rows.rows[chunk] == chunk
-                assert group_rows.generations[chunk] == 1
+                assert (group_rows.rows[chunk], group_rows.generations[chunk]) == (chunk, 1)
 
 
 def test_find_hit_looks_up_only_the_end_of_a_window():
     grid = Grid(64, 32, (FULL, WINDOW))
     words = [np.array([[group, chunk] + [0] * 6 for chunk in range(100)], np.uint64) for group in (1, 0)]
     index = CountingIndex({1: [True] * 100, 0: [True] * 100})
-    assert find_hit(index, grid, words).num_chunks == 100
-    assert index.num_looked_up == 1
+    assert (find_hit(index, grid, words).num_chunks, index.num_looked_up) == (100, 1)

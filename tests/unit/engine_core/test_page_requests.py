@@ -113,8 +113,7 @@ class TestOpenRequests:
         for made in requests:
             opened.add(made)
         assert opened.end_expired(now) == [requests[number] for number in expired]
-        assert len(opened) == 2 - len(expired)
-        assert opened.end_expired(now) == []
+        assert (len(opened), opened.end_expired(now)) == (2 - len(expired), [])
 
 
 @given(
@@ -147,8 +146,7 @@ class TestLineage:
         lineage = Lineage()
         a, b, c, d, e = map(hash_of, range(5))
         first = lineage.of([], [a, b])
-        assert lineage.of([a, b], [c]) == first
-        assert lineage.of([a, b, c], [d, e]) == first
+        assert (lineage.of([a, b], [c]), lineage.of([a, b, c], [d, e])) == (first, first)
         other = lineage.of([], [b])
         assert other != first
         assert lineage.of([b], [c]) == other, "the last store of a page names its chain"
