@@ -135,8 +135,7 @@ def get(pages):
 def test_valid_pages_are_counted():
     reader = Reader()
     reader.read(1, get(PAGES))
-    assert set(reader.num_answers.values()) == {1}
-    assert reader.num_in_ring == 2
+    assert (set(reader.num_answers.values()), reader.num_in_ring) == ({1}, 2)
     dropped = {"/stats": json.dumps(TENANTS | {"lookups": {"samples_dropped": 2}})}
     again = {"/samples": PAGES["/samples"].replace('"since": 0', '"since": 3')}
     again["/samples"] = again["/samples"].replace('"next": 3', '"next": 6')

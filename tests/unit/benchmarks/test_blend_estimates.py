@@ -13,8 +13,7 @@ from testing.blend.timing import Seconds
 
 
 def test_mean_has_the_standard_error_of_its_sample():
-    assert mean([1.0, 3.0]) == (2.0, 1.0)
-    assert mean([5.0] * 9) == (5.0, 0.0)
+    assert (mean([1.0, 3.0]), mean([5.0] * 9)) == ((2.0, 1.0), (5.0, 0.0))
     with pytest.raises(ValueError, match="1 values have no standard error"):
         mean([1.0])
 

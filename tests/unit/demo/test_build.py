@@ -57,17 +57,14 @@ def test_finished_build_has_nothing_to_pause(log):
         assert finished.is_over(60)
         with finished.paused():
             pass
-    assert finished.status == 3
-    assert finished.log == "[kube] done in 3 s\n"
-    assert finished.progress() == ""
+    assert (finished.status, finished.log, finished.progress()) == (3, "[kube] done in 3 s\n", "")
     assert not Path(f"/proc/{finished.pid}").exists()
     assert not Path(f"/proc/{finished._watcher}").exists()
 
 
 def test_close_ends_the_build(started):
     started.close()
-    assert members(started.pid) == {}
-    assert started.status == -signal.SIGINT
+    assert (members(started.pid), started.status) == ({}, -signal.SIGINT)
     started.close()
 
 

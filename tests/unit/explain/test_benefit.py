@@ -53,8 +53,7 @@ def text(saved: Benefit) -> str:
 
 def test_saved_gpu_time_has_the_price_of_the_engines_gpus():
     saved = benefit([stats(saved={"memory": 1800.0, "remote": 900.0})], Prices(gpu_hour=4.0))
-    assert (saved.prefill_seconds, saved.gpu_hours) == (2700.0, 1.5)
-    assert saved.saved_usd == 6.0
+    assert ((saved.prefill_seconds, saved.gpu_hours), saved.saved_usd) == ((2700.0, 1.5), 6.0)
     assert saved.loaded_tokens == {"memory": 1000, "remote": 500}, "the engine's own hits do not count"
 
 

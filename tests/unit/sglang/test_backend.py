@@ -162,8 +162,7 @@ def test_pool_of_a_draft_model_is_cached(world, make_backend):
     assert not second.is_closed
     assert second.pools == {"kv": kv, "draft": draft}
     transfer = SimpleNamespace(name="draft", keys=["00" * 32], host_indices=Indices([4, 5]))
-    assert backend.batch_get_v2([transfer]) == {"draft": [True]}
-    assert second.loads == [(1, [2])]
+    assert (backend.batch_get_v2([transfer]), second.loads) == ({"draft": [True]}, [(1, [2])])
     world.watch.forget_all()
     assert second.namespace == world.watch.name(NAMESPACE, second.engine_uuid)
     backend.close()

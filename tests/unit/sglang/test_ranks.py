@@ -51,8 +51,7 @@ def test_ranks_with_the_same_kv_share_a_column_that_one_of_them_writes(tp, pp, c
     ranks = all_ranks(tp, pp, cp, is_mla=True)
     for column in range(pp * cp):
         members = [rank for rank in ranks if rank.column == column]
-        assert len(members) == tp
-        assert sum(not rank.is_replica for rank in members) == 1
+        assert (len(members), sum(not rank.is_replica for rank in members)) == (tp, 1)
     for rank in ranks:
         assert rank.num_columns == pp * cp
         assert (rank.num_replicas, rank.num_ranks) == (tp, tp * pp * cp)

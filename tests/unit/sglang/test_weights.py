@@ -118,8 +118,7 @@ class TestNames:
                 for engine in (ENGINE, b"f" * 16)
             }
             all_names |= names
-            assert len(all_names) == 1 + 4 * generation
-            assert {len(digest) for digest in names} == {32}
+            assert (len(all_names), {len(digest) for digest in names}) == (1 + 4 * generation, {32})
 
 
 class TestListeners:

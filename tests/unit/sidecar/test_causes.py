@@ -207,8 +207,7 @@ def test_requests_are_counted_in_slices_after_the_call():
     engine = paused_engine()
     for _ in range(20):
         engine.report(prompt("a"))
-    assert engine.causes.stats.prompt_tokens == 0
-    assert len(engine.deferred) == 1
+    assert (engine.causes.stats.prompt_tokens, len(engine.deferred)) == (0, 1)
     run_deferred(engine)
     assert engine.causes.stats.prompt_tokens == 16 * (CHUNK + 5)
     assert engine.deferred[0][0] == 0.0  # a pause would bound the rate of requests

@@ -52,8 +52,7 @@ class Scenario(ResizingModel):
 
     def assert_done(self) -> None:
         self.step()
-        assert self.resizer.problem == ""
-        assert self.arena.size_bytes == self.size.num_bytes
+        assert (self.resizer.problem, self.arena.size_bytes) == ("", self.size.num_bytes)
         assert not self.faults
 
 

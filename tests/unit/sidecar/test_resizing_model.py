@@ -113,8 +113,7 @@ class ResizingModel(RuleBasedStateMachine):
             self.step()
             for worker in self.workers:
                 worker.work()
-        assert self.resizer.problem == ""
-        assert self.arena.size_bytes == self.size.num_bytes
+        assert (self.resizer.problem, self.arena.size_bytes) == ("", self.size.num_bytes)
         assert self.arena.path.stat().st_blocks * 512 <= self.size.num_bytes
         assert self.memory.usable_slots == self.arena.ready_rows == self.arena.target_rows
 

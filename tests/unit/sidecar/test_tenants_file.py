@@ -86,8 +86,7 @@ named:
 def test_without_a_file_only_the_quota_counts(tmp_path: Path):
     file = TenantsFile("", 30)
     file.follow()
-    assert file.problem == ""
-    assert file.budgets.of(b"any") == Budget("default", 30)
+    assert (file.problem, file.budgets.of(b"any")) == ("", Budget("default", 30))
     facts = document([tenants_part(file, MemoryStats())])["tenants"]
     assert facts["tenants_problem"] is None
     assert facts["tenants_digest"] is None
@@ -168,8 +167,7 @@ def test_file_with_too_many_tenants_is_refused(bench: Bench):
 def test_salt_file_that_appears_or_changes_is_followed(bench: Bench):
     assert "can't be read" in bench.follow(f"named: [{{name: a, saltFile: {bench.salt_path}}}]")
     bench.salt_path.write_text("one")
-    assert bench.follow() == ""
-    assert bench.budget("one").name == "a"
+    assert (bench.follow(), bench.budget("one").name) == ("", "a")
     bench.salt_path.write_text("two")
     assert bench.follow() == ""
     assert (bench.budget("one").name, bench.budget("two").name) == ("default", "a")
@@ -228,8 +226,7 @@ named:
         "named[1] (b): has the same salt as a, whose budget counts: give each tenant its own salt, or remove"
         " one of them"
     )
-    assert bench.budget("pepper").name == "a"
-    assert bench.file.names == ["default", "a", "d"]
+    assert (bench.budget("pepper").name, bench.file.names) == ("a", ["default", "a", "d"])
     assert bench.digest == hashlib.sha256(text.encode()).hexdigest()
     assert problem in caplog.text
     assert not {"pepper", hashed} & set(re.findall(r"\w+", caplog.text))
@@ -247,8 +244,7 @@ def test_digest_is_of_the_text_in_use(bench: Bench):
     used = hashlib.sha256(text.encode()).hexdigest()
     assert bench.digest == used, "a missing salt does not stop the budgets of others"
     bench.salt_path.write_text("s3cret")
-    assert bench.follow() == ""
-    assert bench.digest == used
+    assert (bench.follow(), bench.digest) == ("", used)
     bench.salt_path.write_text("another salt")
     assert bench.follow() == ""
     assert (bench.budget("another salt").name, bench.digest) == ("a", used)

@@ -59,16 +59,14 @@ def request(path: str, state: Any, method: str = "GET", kind: str = "http") -> A
 
 def test_router_gets_block_size_and_an_identity_of_its_own() -> None:
     answer = request("/get_server_info", server_state(client=None))
-    assert answer["kv_block_size"] == 32
-    assert answer["model_path"] == "/models/tiny"
+    assert (answer["kv_block_size"], answer["model_path"]) == (32, "/models/tiny")
     assert answer["instance_id"].endswith("-17")
 
 
 def test_router_gets_the_publisher_of_each_rank_with_its_encoding() -> None:
     client = SimpleNamespace(get_kv_event_sources=lambda: {0: CONFIG, 1: CONFIG})
     answer = request("/kv_event_sources", server_state(client))
-    assert set(answer) == {"0", "1"}
-    assert answer["1"]["endpoint"] == "tcp://*:5557"
+    assert (set(answer), answer["1"]["endpoint"]) == ({"0", "1"}, "tcp://*:5557")
     assert (answer["1"]["encoding"], answer["1"]["schema_version"]) == ("msgpack", 1)
     older = SimpleNamespace()  # an engine that answers from its configuration
     assert set(request("/kv_event_sources", server_state(older))) == {"0"}

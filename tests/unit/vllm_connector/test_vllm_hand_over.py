@@ -45,8 +45,7 @@ def prefill(rig, request):
 
 def test_prefill_engine_announces_its_full_chunks(make_rig):
     params = prefill(make_rig(), make_request(200, kv_transfer_params=TO_DECODE))
-    assert num_announced_tokens(params, NAMESPACE) == 192
-    assert list(params) == ["lmcache"]
+    assert (num_announced_tokens(params, NAMESPACE), list(params)) == (192, ["lmcache"])
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": False}, {"do_remote_prefill": True}])
