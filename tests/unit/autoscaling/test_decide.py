@@ -190,10 +190,15 @@ def test_recommendation_is_stable_while_a_step_is_judged():
     assert (decision.limited_by, decision.recommended) == ("Verifying", recommended)
 
 
-def test_size_outside_the_bounds_moves_to_the_bound():
-    for gib, bound, limited_by in ((4, 16, "Min"), (600, 512, "Max")):
-        decision, _ = decide(WIDE, replace(SETTLED, size=gib * GIB), measurements(STEEP, gib=gib))
-        assert (decision.next, decision.limited_by) == (bound * GIB, limited_by)
+@pytest.mark.parametrize(
+    ("demand", "gib", "bound", "limited_by"),
+    # The last one is the minimum size, rounded as by a pod that loses a part of an extent.
+    [(STEEP, 4, 16, "Min"), (STEEP, 600, 512, "Max"), (FLAT, 15.99, 15.99, "Min")],
+)
+def test_size_outside_the_bounds_moves_to_the_bound(demand, gib, bound, limited_by):
+    size = 16 if gib == bound else gib
+    decision, _ = decide(WIDE, replace(SETTLED, size=size * GIB), measurements(demand, gib=gib))
+    assert (decision.next, decision.limited_by) == (bound * GIB, limited_by)
 
 
 def test_wrong_step_is_reverted_also_after_a_restart():
@@ -210,12 +215,6 @@ def test_wrong_step_is_reverted_also_after_a_restart():
     assert reasons[1] == "back to 64Gi per pod: hits of 128Gi per pod stayed below the prediction"
     now = measurements(demand, gib=64, time=12 * HOUR)
     assert decide(WIDE, replace(state, back_to=64 * GIB), now)[1].back_to == 0
-
-
-def test_rounded_size_counts_as_the_same_size():
-    """The minimum size, rounded as by a pod that loses a part of an extent."""
-    decision, _ = decide(WIDE, replace(SETTLED, size=16 * GIB), measurements(FLAT, gib=15.99))
-    assert (decision.next, decision.limited_by) == (15.99 * GIB, "Min")
 
 
 def test_shards_grow_by_one_or_to_the_minimum_for_bandwidth():

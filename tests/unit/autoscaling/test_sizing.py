@@ -107,15 +107,6 @@ def test_state_of_another_version_is_dropped_and_the_choice_is_retained(state):
     assert loop.memory_status()["limitedBy"] == "Young"
 
 
-def loop_before_growth() -> Loop:
-    """A loop whose next decision would be a growth."""
-    loop = Loop()
-    loop.run(1.0, follow=False)
-    loop.report = None
-    loop.settings = AUTO
-    return loop
-
-
 def memory_of(loop: Loop) -> tuple[object, object]:
     return loop.memory_status()["limitedBy"], loop.memory_status()["reason"]
 
@@ -165,7 +156,8 @@ def test_report_has_a_reason_before_the_first_lookup():
 
 
 def test_rollout_delays_a_decision():
-    loop = loop_before_growth()
+    loop = Loop()
+    loop.run(1.0, follow=False)
     rollout = Obstacle("Cooldown", "1 of 2 pods are ready and match the spec")
     assert decide_now(loop, loop.situation._replace(obstacle=rollout)) == rollout
 

@@ -68,12 +68,6 @@ def test_nothing_is_built_if_the_machine_has_all_programs(places):
     assert not binaries.cache_directory().exists()
 
 
-def test_users_assets_are_preferred_over_path(places):
-    assets = create_program(places / "assets", "helm")
-    create_program(places / "path", "helm")
-    assert machine.programs(["helm"]) == ({"helm": assets}, [])
-
-
 @pytest.mark.parametrize(
     ("name", "printed"),
     [

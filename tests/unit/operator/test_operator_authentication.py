@@ -11,7 +11,6 @@ from lmcache_sidecar.config import read
 from tests.harness.operator_injection import injected
 from tests.harness.operator_injection import pod as user_pod
 from tests.harness.operator_plans import LATE, settled_world, status_of
-from tests.harness.operator_prefill import child
 from tests.harness.operator_render import container, env_of, part, pod_of
 
 REVIEW = {"httpAuthentication": "TokenReview"}
@@ -42,30 +41,11 @@ def test_sidecar_alone_gets_a_token(kind: str, payload: str) -> None:
     assert str(spec).count("serviceAccountToken") == 1
 
 
-def test_without_authentication_no_container_gets_a_token() -> None:
-    assert pod_of() == pod_of(sidecar={"httpAuthentication": "None"})
-    assert "serviceAccountToken" not in str(pod_of())
-    assert "AUTHENTICATION" not in str(pod_of())
-
-
-def test_prefill_pods_ask_for_tokens_too() -> None:
-    changes = {"sidecar": REVIEW, "router": {}, "tiers": {"peers": {}}, "engine": {"prefill": {}}}
-    assert child(changes)["spec"]["sidecar"]["httpAuthentication"] == "TokenReview"
-
-
 @pytest.mark.parametrize("payload", ["InitContainer", "ImageVolume"])
 def test_injected_sidecar_alone_gets_a_token(payload: str) -> None:
     spec = injected(user_pod(), sidecar=REVIEW | {"payload": payload})[0]["spec"]
     _, authority = volume_of(spec, "lmcache-sidecar")["projected"]["sources"]
     assert authority["configMap"]["optional"] is True
-
-
-@pytest.mark.parametrize("name", ["LMCACHE_HTTP_AUTHENTICATION", DIR])
-def test_pod_template_cannot_turn_authentication_off(name: str) -> None:
-    sidecar = {"name": "sidecar", "env": [{"name": name, "value": "None"}]}
-    template = {"spec": {"initContainers": [sidecar]}}
-    with pytest.raises(InvalidSpecError, match=f"sets {name} of the container sidecar"):
-        pod_of(sidecar=REVIEW, engine={"podTemplate": template})
 
 
 def test_users_volume_of_the_same_name_is_no_token() -> None:

@@ -106,16 +106,6 @@ def test_refused_deletion_degrades_the_cluster() -> None:
     assert SET not in rig.world.objects
 
 
-def test_taken_name_does_not_stop_other_components() -> None:
-    rig = Rig(replicas=2)
-    rig.world.objects[CONFIG] = {"metadata": {"name": "demo-extra", "uid": "1", "labels": {}}}
-    rig.settle()
-    assert rig.message("Degraded").startswith(f"{CONFIG} exists and does not belong to this LMCacheCluster")
-    assert rig.conditions()["EngineAvailable"] == "True"
-    rig.change(engine={"replicas": 1})
-    assert rig.world.objects[CONFIG]["metadata"]["uid"] == "1"
-
-
 def test_invalid_spec_changes_no_component() -> None:
     rig = Rig.settled(replicas=2)
     rig.world.change(engine={"replicas": 1, "args": ["--port=1"]})

@@ -7,14 +7,12 @@ from lmcache_operator.api.parse import parse
 from lmcache_operator.components.engine.encryption import mounted_secrets
 from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.errors import InvalidSpecError, RefusedError
-from lmcache_operator.specs.kinds import Ref
 
 from tests.harness.operator_components import GOOD, ReconciledCluster
 from tests.harness.operator_injection import injected
 from tests.harness.operator_injection import pod as user_pod
 from tests.harness.operator_model import cluster
-from tests.harness.operator_prefill import child
-from tests.harness.operator_render import child_of, container, env_of, part, pod_of, render
+from tests.harness.operator_render import child_of, container, env_of, part, pod_of
 
 DISK, REMOTE = "LMCACHE_DISK_ENCRYPTION_KEYS_DIR", "LMCACHE_REMOTE_ENCRYPTION_KEYS_DIR"
 EXTERNAL = {"external": {"url": "redis://kv:6379"}}
@@ -78,14 +76,6 @@ def test_tiers_with_the_same_secret_share_one_volume() -> None:
     assert str(spec["volumes"]).count("kv-keys") == 1
 
 
-@pytest.mark.parametrize("remote", REMOTES, ids=lambda remote: next(iter(remote)))
-def test_prefill_pods_encrypt_like_the_other_pods(remote: dict[str, Any]) -> None:
-    tiers = {"disk": encrypted("d", size="1Gi"), "remote": encrypted("r", **remote), "peers": {}}
-    changes = {"engine": {"prefill": {}}, "router": {}, "tiers": tiers}
-    prefill = render(child(changes))[Ref("StatefulSet", "demo-prefill-engine")]
-    assert keys_of(prefill["spec"]["template"]["spec"]) == {DISK: "d", REMOTE: "r"}
-
-
 def test_injected_sidecar_alone_gets_the_keys() -> None:
     spec = injected(user_pod(), tiers=both("d", "r"))[0]["spec"]
     profile = child_of("LMCacheProfile", Injection(), tiers=both("d", "r"))["template"]["spec"]
@@ -117,14 +107,6 @@ def test_wrong_encryption_is_refused(tiers: dict[str, Any], path: str, sentence:
     with pytest.raises(InvalidSpecError, match=sentence) as caught:
         parse(cluster(tiers=tiers))
     assert caught.value.path == f"spec.tiers.{path}"
-
-
-@pytest.mark.parametrize("variable", [DISK, REMOTE])
-@pytest.mark.parametrize("tiers", [both(), {}])
-def test_user_cannot_set_the_directory_of_the_keys(variable: str, tiers: dict[str, Any]) -> None:
-    sidecar = {"name": "sidecar", "env": [{"name": variable, "value": "/tmp"}]}
-    with pytest.raises(InvalidSpecError, match=rf"sets {variable} of the container sidecar: it is set by"):
-        pod_of(tiers=tiers, engine={"podTemplate": {"spec": {"initContainers": [sidecar]}}})
 
 
 # -- the reconciled cluster

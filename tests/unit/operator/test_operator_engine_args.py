@@ -12,19 +12,12 @@ from tests.harness.operator_model import cluster
 from tests.harness.operator_render import pod_of
 
 
-@pytest.mark.parametrize("num_gpus", [0, 1])
-def test_engine_args_load_the_connector(num_gpus: int) -> None:
-    changes = {"engine": {"gpu": {"count": num_gpus}}, "sidecar": {"chunkTokens": 512}}
-    rendered = VLLM().args(parse(cluster(**changes)), 60)
+def test_engine_without_gpus_gets_no_layout_of_its_kv() -> None:
+    """The golden files have the configuration of engines with GPUs."""
+    rendered = VLLM().args(parse(cluster(engine={"gpu": {"count": 0}})), 60)
     (argument,) = [arg for arg in rendered if arg.startswith("--kv-transfer-config=")]
-    config = json.loads(argument.partition("=")[2])
-    assert config["kv_connector"] == "LMCacheClusterConnector"
-    assert config["kv_load_failure_policy"] == "recompute"
-    assert config["kv_connector_extra_config"] == {
-        "lmcache.socket": "/run/lmcache/kvcache.sock",
-        "lmcache.chunk_tokens": 512,
-        **({"lmcache.kv_cache_layout": "BLHNC"} if num_gpus else {}),
-    }
+    settings = json.loads(argument.partition("=")[2])["kv_connector_extra_config"]
+    assert settings == {"lmcache.socket": "/run/lmcache/kvcache.sock", "lmcache.chunk_tokens": 256}
 
 
 @pytest.mark.parametrize(

@@ -97,10 +97,6 @@ def test_list_and_password_are_mounted_into_the_sidecar_alone() -> None:
         assert "PEER" not in str([*env_of(other)])
 
 
-def test_limit_is_passed_in_bytes() -> None:
-    assert config_of(with_peers(bytesPerSecond="1.5Gi")).peer_bandwidth == 3 << 29
-
-
 def ports_open_to(sources: list[Any] | None, changes: dict[str, Any]) -> list[tuple[int, int]]:
     policy = child_of("NetworkPolicy", **changes)["spec"]
     rules = [rule for rule in policy["ingress"] if rule.get("from") == sources]

@@ -29,10 +29,13 @@ FULL: dict[str, Any] = {
             "nodeSelector": {"gpu": "h200"},
         },
     },
-    "sidecar": {"chunkTokens": 512},
+    "sidecar": {"chunkTokens": 512, "httpAuthentication": "TokenReview"},
     "tiers": {
-        "peers": {"bytesPerSecond": "1Gi"}, "disk": {"size": "500Gi"},
-        "remote": {"managed": {"shards": 2, "memoryPerShard": "4Gi"}},
+        "peers": {"bytesPerSecond": "1Gi"},
+        "disk": {"size": "500Gi", "encryption": {"secretRef": {"name": "d"}}},
+        "remote": {
+            "managed": {"shards": 2, "memoryPerShard": "4Gi"}, "encryption": {"secretRef": {"name": "r"}}
+        },
     },
     "router": {},
     "autoscaling": {"mode": "Auto", "memory": {"maxSize": "4Gi"}, "remote": {"minShards": 1, "maxShards": 4}},

@@ -100,6 +100,7 @@ def test_object_of_another_owner_is_never_taken_over() -> None:
     bench.settle()
     assert bench.world.objects[Ref("Service", NAME)] is foreign_service
     assert bench.ready()[1].startswith("Service demo exists and does not belong to this LMCacheCluster")
+    assert bench.conditions()["EngineAvailable"] == "True", "other children are applied"
     del bench.world.objects[Ref("Service", NAME)]
     bench.settle()
     assert bench.ready()[0] == "True"

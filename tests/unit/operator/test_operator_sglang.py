@@ -40,11 +40,7 @@ def test_parallel_sizes_and_revision_are_arguments():
     assert {"--tp-size=2", "--pp-size=2", "--revision=main"} <= set(args)
 
 
-def test_health_may_take_as_long_as_sglang_allows() -> None:
-    engine = engine_of()
-    probes = {name: engine[name] for name in ("livenessProbe", "readinessProbe", "startupProbe")}
-    assert {probe["httpGet"]["path"] for probe in probes.values()} == {"/health"}
-    assert probes["livenessProbe"]["timeoutSeconds"] > 20
+def test_probes_use_https_when_the_engine_has_a_certificate() -> None:
     tls = engine_of(engine={"args": ["--ssl-certfile=/tls.crt"]})
     assert tls["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
 

@@ -84,7 +84,7 @@ KEEPING = [
     ({}, engine(resources={}, env=[], tolerations=[])),
     ({}, sidecar(image=IMAGES["sidecar"])),
     ({}, sidecar(transfer="Auto")),
-    ({}, sidecar(payload="InitContainer")),
+    ({}, sidecar(payload="InitContainer", httpAuthentication="None")),
     ({}, tiers(memory={"size": "2Gi"})),
     ({}, tiers(memory={"tenantQuotaPercent": 100})),
     ({}, tiers(admit="All")),

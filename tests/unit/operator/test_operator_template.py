@@ -26,6 +26,12 @@ def template(**engine: Any) -> dict[str, Any]:
     return pod({"containers": [{"name": "engine", **engine}]})
 
 
+REVIEW = {"sidecar": {"httpAuthentication": "TokenReview"}}
+KEYS = {"external": {"url": "redis://kv:6379"}, "encryption": {"secretRef": {"name": "keys"}}}
+REMOTE_KEYS, MODE = "LMCACHE_REMOTE_ENCRYPTION_KEYS_DIR", "LMCACHE_HTTP_AUTHENTICATION"
+ENCRYPTED = {"tiers": {"remote": KEYS}}
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -42,7 +48,13 @@ def template(**engine: Any) -> dict[str, Any]:
         (pod({"volumes": [{"name": "arena", "emptyDir": None}]}), "volumes[arena]"),
         (pod({"initContainers": None}), "spec.initContainers"),
         (pod({"initContainers": [{"name": "sidecar", "resources": SMALL}]}), "resources.limits.memory"),
-        (sidecar_env("LMCACHE_TENANTS_FILE"), "sets LMCACHE_TENANTS_FILE of the container sidecar"),
+        *(
+            (sidecar_env(name), f"sets {name} of the container sidecar: it is set by")
+            for name in ("LMCACHE_TENANTS_FILE", "LMCACHE_DISK_ENCRYPTION_KEYS_DIR")
+        ),
+        (sidecar_env(REMOTE_KEYS) | ENCRYPTED, f"sets {REMOTE_KEYS} of the container sidecar: it is set by"),
+        (sidecar_env(MODE) | REVIEW, f"sets {MODE} of the container sidecar"),
+        (sidecar_env(f"{MODE}_DIR") | REVIEW, f"sets {MODE}_DIR of the container sidecar"),
         (sidecar_env("LMCACHE_ADMIT"), "sets LMCACHE_ADMIT of the container sidecar: it is set"),
         (sidecar_env("LMCACHE_SOCKET"), "so that engine, sidecar and operator find each other"),
         (sidecar_env("LMCACHE_DISK_SIZE"), "it is set by spec.tiers.disk"),

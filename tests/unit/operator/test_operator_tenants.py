@@ -13,12 +13,11 @@ from lmcache_sidecar.tenants import MAX_DISK_BYTES
 
 from lmcache.tenant_names import DEFAULT_NAME
 from tests.harness.operator_components import GOOD, ReconciledCluster
-from tests.harness.operator_model import Object, World, cluster
+from tests.harness.operator_model import World, cluster
 from tests.harness.operator_plans import settled_world
 from tests.harness.operator_prefill import child, with_prefill
 from tests.harness.operator_render import child_of, container, part, pod_of
 
-HASH = "a" * 64
 HEADER = "--middleware=lmcache.engines.vllm.tenant_header.TenantHeader"
 NO_RUST_SERVER = {"name": "VLLM_USE_RUST_FRONTEND", "value": "0"}
 CONFIG = Ref("ConfigMap", "demo-sidecar")
@@ -92,33 +91,6 @@ def config_of(**changes: Any) -> dict[str, Any]:
     return {name: yaml.safe_load(text) for name, text in data.items()}
 
 
-def budget(memory: int = 100, least: int = 0, lower: int = 0, priority: int = 0, **more: str) -> Object:
-    amounts = {"memoryPercent": memory, "minMemoryPercent": least, "lowerTierBytes": lower}
-    return more | amounts | {"priority": priority}
-
-
-def test_file_has_all_budgets_in_bytes_and_per_cent() -> None:
-    config = config_of(
-        **named(
-            SECRET | {"memoryPercent": 50, "minMemoryPercent": 20, "lowerTierBytes": "1.5Gi", "priority": 10},
-            hashed("a"),
-            default={"memoryPercent": 30, "lowerTierBytes": "1Gi", "priority": -5},
-        )
-    )
-    salt = "/etc/lmcache/tenant-salts/search-salt/salt"
-    assert config["tenants.yaml"] == {
-        "default": budget(30, 0, 1 << 30, -5),
-        "named": [budget(50, 20, 3 << 29, 10, name="t0", saltFile=salt), budget(name="t1", saltHash=HASH)],
-    }
-    assert config["sidecar.yaml"]["tenants_file"] == "/etc/lmcache/config/tenants.yaml"
-
-
-def test_cluster_without_tenants_has_no_file() -> None:
-    config = config_of()
-    assert config.keys() == {"sidecar.yaml"}
-    assert "tenants_file" not in config["sidecar.yaml"]
-
-
 @pytest.mark.parametrize("default", [{}, {"memoryPercent": 30}])
 def test_short_form_is_the_budget_of_other_salts(default: dict[str, Any]) -> None:
     config = config_of(**named(default=default), tiers={"memory": {"tenantQuotaPercent": 30}})
@@ -139,15 +111,6 @@ def test_salts_are_mounted_into_the_sidecar_alone() -> None:
     followed = {"mountPath": "/etc/lmcache/tenant-salts", "name": "tenant-salts"}  # without subPath
     assert mounts == {"sidecar": [followed], "payload": [], "engine": []}
     assert "subPath" not in str(container(pod, "sidecar")["volumeMounts"]), "the file would not be followed"
-
-
-def test_header_adds_one_middleware() -> None:
-    plain, with_header = (pod_of(**named(header=header)) for header in (False, True))
-    engine = with_header["containers"][0]
-    assert engine["args"].count(HEADER) == 1
-    engine["args"].remove(HEADER)
-    engine["env"].remove(NO_RUST_SERVER)
-    assert plain == with_header
 
 
 def test_engines_behind_a_router_refuse_requests_whose_header_it_drops() -> None:
