@@ -11,7 +11,7 @@ from lmcache.kv_groups import KVGroup
 from lmcache.tiers.base import ROW_KEY_BYTES
 from lmcache.tiers.memory.contracts import Slot
 from tests.harness.session_double import SessionDouble
-from tests.harness.wire import make_hello
+from tests.harness.wire import NAMESPACE, make_hello
 
 
 def make_identity(*groups, chunk_tokens=64, **hello):
@@ -60,6 +60,10 @@ def chunk_ranges(meta):
     return [(start, start + num_chunks(job)) for start, job in zip(starts, meta.stores, strict=True)]
 
 
+def row_keys(group, *chunk_hashes):
+    return b"".join(NAMESPACE + keys.chunk_key(chunk_hash, group=group) for chunk_hash in chunk_hashes)
+
+
 class Rig:
     def __init__(self, identity=IDENTITY, **settings):
         self.now = 0.0
@@ -84,6 +88,21 @@ class Rig:
             slot = Slot(len(self.session.rows), 1)
             self.session.rows[keys.chunk_key(chunk_hash, **context)] = slot
             self.session.committed.append(slot)
+
+    def commit(self, meta, without=()):
+        """Let the sidecar hold the rows that a step stores, but not those of some groups and chunks."""
+        for store in (part for job in meta.stores for part in job.groups):
+            for number, offset in enumerate(range(0, len(store.keys), ROW_KEY_BYTES)):
+                if (store.group, store.first_chunk + number) not in without:
+                    slot = Slot(len(self.session.rows), 1)
+                    key = store.keys[offset : offset + ROW_KEY_BYTES].removeprefix(NAMESPACE)
+                    self.session.rows[key] = slot
+                    self.session.committed.append(slot)
+
+    def schedule(self, request, num_computed_tokens, tables, **fields):
+        """End a step after which this many tokens are computed."""
+        self.scheduler.note_scheduled(request.request_id, lambda _: tables, num_computed_tokens, **fields)
+        return self.scheduler.end_step(200)
 
     def drain_lookups(self):
         """Wait until the lookup thread has finished all tasks so far."""

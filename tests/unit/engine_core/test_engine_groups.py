@@ -2,21 +2,14 @@
 
 import pytest
 
-from lmcache import keys
 from lmcache.engines.core.grid import Grid
 from lmcache.engines.core.jobs import GroupStore, LoadJob, Piece
 from lmcache.kv_groups import GroupKind, KVGroup
-from lmcache.tiers.base import ROW_KEY_BYTES
 from lmcache.tiers.memory.contracts import Slot
-from tests.harness.scheduler_rig import Rig, hashes, make_identity, make_request
-from tests.harness.wire import NAMESPACE
+from tests.harness.scheduler_rig import Rig, hashes, make_identity, make_request, row_keys
 
 SMALL, LARGE = KVGroup(0, 16, 4096), KVGroup(2, 32, 4096)  # the engine has a group 1 that is not cached
 TABLES = (list(range(100, 113)), [0], list(range(500, 507)))  # of 200 tokens
-
-
-def row_keys(group, *chunk_hashes):
-    return b"".join(NAMESPACE + keys.chunk_key(chunk_hash, group=group) for chunk_hash in chunk_hashes)
 
 
 @pytest.fixture
@@ -24,20 +17,6 @@ def rig():
     rig = Rig(identity=make_identity(SMALL, LARGE))
     yield rig
     rig.scheduler.go_offline()
-
-
-def schedule(rig, request, num_computed_tokens=200, tables=TABLES, **fields):
-    """End a step after which this many tokens are computed."""
-    rig.scheduler.note_scheduled(request.request_id, lambda _: tables, num_computed_tokens, **fields)
-    return rig.scheduler.end_step(200)
-
-
-def commit(rig, job):
-    for store in job.groups:
-        for offset in range(0, len(store.keys), ROW_KEY_BYTES):
-            slot = Slot(len(rig.session.rows), 1)
-            rig.session.rows[store.keys[offset : offset + ROW_KEY_BYTES].removeprefix(NAMESPACE)] = slot
-            rig.session.committed.append(slot)
 
 
 def test_load_ends_at_a_block_edge_of_all_groups():
@@ -49,7 +28,7 @@ def test_load_ends_at_a_block_edge_of_all_groups():
 
 def test_stores_use_keys_and_blocks_of_each_group(rig):
     request = rig.arrive(make_request(200))
-    (job,) = schedule(rig, request, 130).stores
+    (job,) = rig.schedule(request, 130, TABLES).stores
     assert job.groups == (
         GroupStore(0, 0, row_keys(0, b"p1", b"p3"), tuple(range(100, 108))),
         GroupStore(2, 0, row_keys(2, b"p1", b"p3"), tuple(range(500, 504))),
@@ -57,14 +36,13 @@ def test_stores_use_keys_and_blocks_of_each_group(rig):
     request.block_hashes = hashes(256)
     # Decoding completes chunks that no lookup contained.
     tables = TABLES[0] + list(range(113, 116)), [], TABLES[2] + [507]
-    (job,) = schedule(rig, request, 256, tables).stores
+    (job,) = rig.schedule(request, 256, tables).stores
     assert job.groups[1] == GroupStore(2, 2, row_keys(2, b"p5", b"p7"), tuple(range(504, 508)))
 
 
 def test_chunks_of_all_groups_are_loaded_into_their_blocks(rig):
     first = rig.arrive(make_request(200, "first"))
-    (job,) = schedule(rig, first).stores
-    commit(rig, job)
+    rig.commit(rig.schedule(first, 200, TABLES))
     second = rig.arrive(make_request(200, "second"))
     assert rig.scheduler.num_loadable(second, 32) == 160
     rig.scheduler.note_allocated("second", TABLES, 160)

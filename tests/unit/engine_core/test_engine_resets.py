@@ -1,7 +1,5 @@
 """Resets of the engine's caches: no earlier KV is found, stored or loaded afterwards."""
 
-from lmcache.tiers.base import ROW_KEY_BYTES
-from lmcache.tiers.memory.contracts import Slot
 from tests.harness.scheduler_rig import blocks, chunk_ranges, job_ids, make_request
 
 
@@ -13,13 +11,9 @@ def test_reset_hides_earlier_rows_and_finds_new_rows(rig):
     assert rig.scheduler.reset_cache() is True
     assert rig.match(request_before) == (0, False), "the reset also applies to earlier requests"
     rig.allocate(request_before, blocks(7), 0)
-    (job,) = rig.step(new=[("before", blocks(7), 0, 200)]).stores
-    (store,) = job.groups
-    for offset in 0, ROW_KEY_BYTES:
-        slot = Slot(len(rig.session.rows), 1)
-        rig.session.rows[store.keys[offset : offset + ROW_KEY_BYTES]] = slot
-        rig.session.committed.append(slot)
-    rig.report(ended=[job.job_id])
+    meta = rig.step(new=[("before", blocks(7), 0, 200)])
+    rig.commit(meta, without=[(0, 2)])
+    rig.report(ended=job_ids(meta))
     assert rig.match(rig.arrive(make_request(200, "after"))) == (128, True)
     assert rig.scheduler.reset_cache() is True
     assert rig.match(rig.arrive(make_request(200, "last"))) == (0, False), "each reset starts a new namespace"

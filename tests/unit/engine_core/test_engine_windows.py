@@ -10,10 +10,8 @@ from lmcache.engines.core.grid import Grid
 from lmcache.engines.core.hits import find_hit
 from lmcache.engines.core.jobs import Piece
 from lmcache.kv_groups import GroupKind, KVGroup, first_needed_chunk
-from lmcache.tiers.base import ROW_KEY_BYTES
-from lmcache.tiers.memory.contracts import Found, Located, Slot
-from tests.harness.scheduler_rig import Rig, make_identity, make_request
-from tests.harness.wire import NAMESPACE
+from lmcache.tiers.memory.contracts import Found, Located
+from tests.harness.scheduler_rig import Rig, make_identity, make_request, row_keys
 
 FULL = KVGroup(1, 16, 4096)
 WINDOW = KVGroup(0, 16, 2048, 33, GroupKind.SLIDING_WINDOW)  # reads two blocks before an edge
@@ -37,30 +35,13 @@ def rig(request):
     rig.scheduler.go_offline()
 
 
-def chunk_keys(group, *chunk_hashes):
-    return b"".join(NAMESPACE + keys.chunk_key(chunk_hash, group=group) for chunk_hash in chunk_hashes)
-
-
 def schedule(rig, request, num_computed_tokens, block_tables=None, **fields):
-    """End a step after which this many tokens are computed."""
-    rig.scheduler.note_scheduled(
-        request.request_id, lambda _: block_tables or tables(), num_computed_tokens, **fields
-    )
-    return rig.scheduler.end_step(200)
+    return rig.schedule(request, num_computed_tokens, block_tables or tables(), **fields)
 
 
 def parts(meta):
     """First chunk and blocks of each job and group."""
     return [{part.group: (part.first_chunk, part.blocks) for part in job.groups} for job in meta.stores]
-
-
-def commit(rig, meta, without=()):
-    for store in (part for job in meta.stores for part in job.groups):
-        for number, offset in enumerate(range(0, len(store.keys), ROW_KEY_BYTES)):
-            if (store.group, store.first_chunk + number) not in without:
-                slot = Slot(len(rig.session.rows), 1)
-                rig.session.rows[store.keys[offset : offset + ROW_KEY_BYTES].removeprefix(NAMESPACE)] = slot
-                rig.session.committed.append(slot)
 
 
 def test_row_holds_the_blocks_that_a_hit_at_its_end_reads(rig):
@@ -69,8 +50,8 @@ def test_row_holds_the_blocks_that_a_hit_at_its_end_reads(rig):
         {0: (0, (3, 4, 7, 8, 11, 12)), 3: (2, (306,))},
         {1: (0, tuple(range(101, 113)))},
     ], "groups that free blocks first are stored first; chunked attention stores nothing"
-    assert meta.stores[0].groups[0].keys == chunk_keys(0, b"p1", b"p3", b"p5")
-    assert meta.stores[0].groups[1].keys == chunk_keys(3, b"p5")
+    assert meta.stores[0].groups[0].keys == row_keys(0, b"p1", b"p3", b"p5")
+    assert meta.stores[0].groups[1].keys == row_keys(3, b"p5")
 
 
 def test_state_is_stored_at_step_ends_and_from_snapshots(rig):
@@ -91,7 +72,7 @@ def test_blocks_freed_by_a_window_are_not_stored(rig):
 def test_request_resumes_where_all_groups_have_the_needed_rows(rig, without):
     first = rig.arrive(make_request(200, "first"))
     for end in (64, 128, 192):
-        commit(rig, schedule(rig, first, end), without)
+        rig.commit(schedule(rig, first, end), without)
     second = rig.arrive(
         make_request(192, "second")
     )  # a token must remain to compute, so not all chunks are loadable
@@ -111,7 +92,7 @@ def test_request_resumes_where_all_groups_have_the_needed_rows(rig, without):
 
 @pytest.mark.parametrize("fault", ["null block", "fewer tokens"])
 def test_load_into_missing_blocks_fails(rig, fault):
-    commit(rig, schedule(rig, rig.arrive(make_request(200, "first")), 128))
+    rig.commit(schedule(rig, rig.arrive(make_request(200, "first")), 128))
     second = rig.arrive(make_request(200, "second"))
     num_tokens = rig.scheduler.num_loadable(second, 0)
     assert num_tokens == 128
@@ -141,7 +122,7 @@ def test_store_is_reclaimed_only_when_its_blocks_are_reused(rig):
 
 def test_blocks_that_a_load_fills_count_as_reused(rig):
     first = rig.arrive(make_request(200, "first"))
-    commit(rig, meta := schedule(rig, first, 128))
+    rig.commit(meta := schedule(rig, first, 128))
     assert rig.scheduler.num_loadable(rig.arrive(make_request(200, "second")), 0) == 128
     rig.scheduler.note_allocated("second", tables(), 128)
     rig.scheduler.reclaim_blocks(set())
@@ -150,7 +131,7 @@ def test_blocks_that_a_load_fills_count_as_reused(rig):
 
 @pytest.mark.parametrize("rig", [(WINDOW,)], indirect=True)
 def test_window_group_alone_needs_only_its_last_rows(rig):
-    commit(rig, schedule(rig, rig.arrive(make_request(200, "first")), 192), without=[(0, 0), (0, 1)])
+    rig.commit(schedule(rig, rig.arrive(make_request(200, "first")), 192), without=[(0, 0), (0, 1)])
     second = rig.arrive(make_request(200, "second"))
     assert rig.scheduler.num_loadable(second, 0) == 192
     rig.scheduler.note_allocated("second", tables()[:1], 192)
