@@ -83,7 +83,7 @@ def begin_load_and_reattach(scenario: Scenario) -> None:
         pytest.param(lambda s: s.second.lose(), "not proven dead", lambda s: s.second.die(), id="lost"),
     ],
 )
-def test_shrinking_waits_until_nobody_uses_the_memory(scenario, begin, reason, end):
+def test_shrinking_waits_for_all_users_of_the_memory(scenario, begin, reason, end):
     begin(scenario)
     scenario.shrink()
     scenario.run_workers()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_sidecar.clients.registry import Clients
-from lmcache_sidecar.clients.validation import Peer, parse_hello
+from lmcache_sidecar.clients.validation import parse_hello
 from lmcache_sidecar.explain.sources import find_sources
 from lmcache_sidecar.samples import Samples
 
@@ -44,24 +44,19 @@ class Ring:
         self.now = 1000.0
         self.origins: dict[bytes, str] = {}
         self.samples = Samples(Clients(tmp_path, FakeLock, self.clock), self.clock)
-        self.peer = self.make_peer(**fields)
+        self.peer = parse_hello(hello_message(make_hello(Role.SCHEDULER, **fields), new_uuid()))
 
     def clock(self) -> float:
         return self.now
 
-    @staticmethod
-    def make_peer(**fields) -> Peer:
-        return parse_hello(hello_message(make_hello(Role.SCHEDULER, **fields), new_uuid()))
-
     def note(self, tails: list[int], held: int = 0, hit: int = 0, loaded: int = 0, **fields) -> None:
-        peer, usable = fields.get("peer", self.peer), fields.get("usable", 100)
-        namespace = fields.get("namespace", peer.hello.namespace)
-        groups = range(len(peer.storing))
+        namespace = fields.get("namespace", self.peer.hello.namespace)
+        groups = range(len(self.peer.storing))
         rows = tuple([row_key(tail, group, namespace) for tail in tails] for group in groups)
-        chains = Chains(256, tuple(peer.groups.values()), rows)
+        chains = Chains(256, tuple(self.peer.groups.values()), rows)
         scheduled = pb.Scheduled(num_engine_chunks=held, num_hit_chunks=hit, num_loaded_tokens=loaded)
         sources = find_sources(chains, scheduled, self.origins)
-        self.samples.note(peer, chains, sources, loaded, usable)
+        self.samples.note(self.peer, chains, sources, loaded, fields.get("usable", 100))
 
 
 @pytest.fixture

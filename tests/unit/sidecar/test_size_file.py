@@ -22,12 +22,18 @@ def file(path: Path) -> SizeFile:
     return SizeFile(str(path), GIB, 4 * GIB)
 
 
-def test_follow_applies_changes_of_the_file(file, path, caplog):
+def follow(file: SizeFile, path: Path, content: str | bytes) -> tuple[int, str]:
+    """Use a file with this content. Returns the size and the problem."""
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    file.follow()
+    return file.num_bytes, file.problem
+
+
+def test_follow_applies_changes_of_the_file_and_ignores_an_empty_one(file, path, caplog):
     caplog.set_level(logging.INFO)
-    for text, size in (("2Gi\n", 2 * GIB), ("4294967296", 4 * GIB), ("1", 1), ("64Mi", 64 * MIB)):
-        path.write_text(text)
-        file.follow()
-        assert (file.num_bytes, file.problem) == (size, "")
+    sizes = {"": GIB, "2Gi\n": 2 * GIB, "4294967296": 4 * GIB, "1": 1, "64Mi": 64 * MIB, "\n": 64 * MIB}
+    for text, size in sizes.items():
+        assert follow(file, path, text) == (size, "")
     assert "The size of the memory tier is 2Gi" in caplog.text
 
 
@@ -44,37 +50,22 @@ def test_follow_applies_changes_of_the_file(file, path, caplog):
     ],
 )
 def test_invalid_file_keeps_the_size(file, path, caplog, text, problem):
-    path.write_text("2Gi")
-    file.follow()
-    path.write_text(text)
-    file.follow()
-    file.follow()
-    assert file.num_bytes == 2 * GIB
-    assert problem in file.problem
+    follow(file, path, "2Gi")
+    for _ in range(2):
+        size, reported = follow(file, path, text)
+        assert size == 2 * GIB
+        assert problem in reported
     assert caplog.text.count("The size of the memory tier is still 2Gi") == 1
-    path.write_text("2Gi")
-    file.follow()
-    assert file.problem == ""
+    assert follow(file, path, "2Gi") == (2 * GIB, "")
 
 
-def test_missing_file_keeps_the_size_until_it_exists(file, path):
+def test_missing_or_unreadable_file_keeps_the_size(file, path):
     file.follow()
-    assert file.num_bytes == GIB
     assert "can't be read: no such file" in file.problem
-    path.write_bytes(b"\xff\xfe")
-    file.follow()
-    assert file.num_bytes == GIB
-    assert "can't be read" in file.problem
-    path.write_text("512Mi")
-    file.follow()
-    assert (file.num_bytes, file.problem) == (512 * MIB, "")
-
-
-def test_empty_file_keeps_the_size(file, path):
-    for text, size in (("", GIB), ("2Gi", 2 * GIB), ("\n", 2 * GIB)):
-        path.write_text(text)
-        file.follow()
-        assert (file.num_bytes, file.problem) == (size, "")
+    size, problem = follow(file, path, b"\xff\xfe")
+    assert size == GIB
+    assert "can't be read" in problem
+    assert follow(file, path, "512Mi") == (512 * MIB, "")
 
 
 def test_size_is_fixed_without_a_file():
