@@ -120,12 +120,8 @@ def test_private_keys_are_a_failure_only_with_lower_tiers():
         ({"version": "0.0.9"}, "sidecarVersions", WARNING, "has version 0.1.0, and the sidecar 0.0.9"),
         ({"time": NOW + 8}, "podClocks", WARNING, "clock of the API server by more than 5 s"),
         ({"transfer": {"pin_problem": "no memory"}}, "pinnedMemory", WARNING, "copies are slow: no memory"),
-        (
-            {"remote": remote(is_reachable=False, off_reason="NOAUTH")},
-            "remoteReachable",
-            FAILURE,
-            "NOAUTH.",
-        ),
+        ({"remote": remote(is_reachable=False, off_reason="NOAUTH")}, "remoteReachable", FAILURE,
+         "NOAUTH."),
         ({"remote": remote(server(problem="refused"))}, "remoteReachable", FAILURE, "cache:6379: refused"),
         ({"remote": remote(shards_problem="not YAML")}, "remoteReachable", WARNING, "of shards: not YAML"),
         ({"remote": remote(refused={"NOPERM": 3})}, "remoteRefusals", FAILURE, "lacks rights"),
@@ -136,16 +132,12 @@ def test_private_keys_are_a_failure_only_with_lower_tiers():
         ({"remote": remote({"name": "a", "problem": ""})}, "remoteSettings", WARNING, "not let the sidecars"),
         ({"remote": {"is_reachable": True}}, "remoteSettings", UNKNOWN, "earlier version"),
         ({"remote": remote(server(answer_seconds=0.2))}, "remoteLatency", WARNING, "up to 200 ms"),
-        (
-            {"peers": remote(server(problem="NO"))},
-            "peersReachable",
-            WARNING,
-            "from peer redis.cache:6379: NO",
-        ),
+        ({"peers": remote(server(problem="NO"))}, "peersReachable", WARNING,
+         "from peer redis.cache:6379: NO"),
         ({"peers": remote(shards_problem="not YAML")}, "peersReachable", WARNING, "list of peers: not YAML"),
         ({"remote": remote(residence_seconds=90)}, "remoteEvictions", WARNING, "after about 90s"),
     ],
-)
+)  # fmt: skip
 def test_problem_that_a_sidecar_reports_is_found(changes, check, level, text):
     check_one(cluster_facts(figures(**changes)), check, level, text)
 

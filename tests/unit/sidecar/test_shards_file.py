@@ -40,19 +40,15 @@ def test_read_shards_parses_current_and_previous_shards():
         ("current: ['/run/redis.sock:1']\n", "f: current: the host or port can't be read"),
         ("current: [a, 'a:6379']\n", "f: current: a host is listed twice"),
         ("current: [a]\nprevious: [b]\n", "f: until: write a time with its time zone"),
-        (
-            "current: [a]\nprevious: [b]\nuntil: 2026-01-31T12:00:00\n",
-            "f: until: write a time with its time zone",
-        ),
-        (
-            "current: [a]\nprevious: [b]\nuntil: [2026-01-31T12:00:00Z]\n",
-            "f: until: write a time with its time zone",
-        ),
+        ("current: [a]\nprevious: [b]\nuntil: 2026-01-31T12:00:00\n",
+         "f: until: write a time with its time zone"),
+        ("current: [a]\nprevious: [b]\nuntil: [2026-01-31T12:00:00Z]\n",
+         "f: until: write a time with its time zone"),
         ("current: [a]\nprevious: {b: c}\n", "f: previous: must be a list"),
         ("current: [a\n", "f is not YAML, look at line"),
         ("- a\n", "f must hold keys and values"),
     ],
-)
+)  # fmt: skip
 def test_read_shards_names_the_key_with_the_mistake(text, mistake):
     with pytest.raises(ValueError, match=mistake.replace("(", r"\(")):
         read_shards("f", text)

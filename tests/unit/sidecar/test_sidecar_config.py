@@ -176,21 +176,15 @@ def test_mistakes_do_not_repeat_secrets_of_the_file(path, content):
         ({"log_format": "xml"}, {}, "'xml' is not one of text, json"),
         ({"log_level": "loud"}, {}, "'loud' is not one of debug"),
         ({"socket": "/" + "s" * 107}, {}, "has 108 bytes, the system takes at most 107"),
-        (
-            {"remote_url": "http://host"},
-            {},
-            "--remote-url: remote URL: scheme 'http' is not one of redis, unix",
-        ),
+        ({"remote_url": "http://host"}, {},
+         "--remote-url: remote URL: scheme 'http' is not one of redis, unix"),
         ({"remote_password_file": "/x"}, {}, "--remote-password-file need --remote-url"),
         ({"remote_shards_file": "/x"}, {}, "--remote-shards-file needs --remote-url with redis://"),
-        (
-            {"remote_shards_file": "/x", "remote_url": "redis-cluster://host"},
-            {},
-            "--remote-shards-file needs --remote-url with redis://",
-        ),
+        ({"remote_shards_file": "/x", "remote_url": "redis-cluster://host"}, {},
+         "--remote-shards-file needs --remote-url with redis://"),
         ({"config": "/nowhere/x.yaml"}, {}, "/nowhere/x.yaml can't be read: no such file"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_name_their_source(arguments, environ, sentence):
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         load(arguments, environ)

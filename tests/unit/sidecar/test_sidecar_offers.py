@@ -64,15 +64,11 @@ def test_valid_offer_is_accepted(transfer):
         (offer(allocations=(Allocation(b"h" * 63, END),)), "an ipc_handle has 64 bytes"),
         (offer(allocations=(Allocation(HANDLE, END),) * 2), "every allocation must be offered once"),
         (offer(allocations=(Allocation(HANDLE, 0),)), "num_bytes of an allocation is out of range"),
-        (
-            offer(allocations=(Allocation(HANDLE, (1 << 64) - 1),)),
-            "num_bytes of an allocation is out of range",
-        ),
+        (offer(allocations=(Allocation(HANDLE, (1 << 64) - 1),)),
+         "num_bytes of an allocation is out of range"),
         (offer(allocations=(Allocation(HANDLE, END),) * 4097), "at most 4096 allocations"),
-        (
-            offer(allocations=(Allocation(HANDLE, END - 1),)),
-            f"ends at byte {END} of an allocation of {END - 1}",
-        ),
+        (offer(allocations=(Allocation(HANDLE, END - 1),)),
+         f"ends at byte {END} of an allocation of {END - 1}"),
         (offer(groups=()), r"once for each of the groups \[0\], not"),
         (offer(groups=(GROUP, GROUP)), r"once for each of the groups \[0\], not"),
         (offer(groups=(replace(GROUP, group=1),)), r"once for each of the groups \[0\], not"),
@@ -81,10 +77,8 @@ def test_valid_offer_is_accepted(transfer):
         (offer(groups=(replace(GROUP, num_blocks=11),)), "ends at byte"),
         (offer(groups=(replace(GROUP, num_blocks=(1 << 32) - 1),)), "ends at byte"),
         (offer(groups=(replace(GROUP, blocks_per_row=0),)), "a row of group 0 must have 1 to"),
-        (
-            offer(groups=(replace(GROUP, blocks_per_row=3),)),
-            "a row of group 0 has 6144 bytes, its chunk_bytes",
-        ),
+        (offer(groups=(replace(GROUP, blocks_per_row=3),)),
+         "a row of group 0 has 6144 bytes, its chunk_bytes"),
         (offer(groups=(replace(GROUP, blocks_per_row=(1 << 32) - 1),)), "a row of group 0 must have 1 to"),
         (offer(groups=(replace(GROUP, layers=()),)), "layers of group 0 must be 1 to"),
         (offer(groups=(replace(GROUP, layers=(PAGES,) * 4097),)), "layers of group 0 must be 1 to"),
@@ -95,7 +89,7 @@ def test_valid_offer_is_accepted(transfer):
         (offer(groups=layers(block_stride=(1 << 64) - 1)), "ends at byte 166020696"),
         (offer(groups=layers(page_bytes=(1 << 64) - 1, block_stride=(1 << 64) - 1)), "its chunk_bytes"),
     ],
-)
+)  # fmt: skip
 def test_invalid_offer_is_refused_with_a_reason(transfer, sentence):
     with pytest.raises(CallRefusedError, match=sentence):
         offers.check_offer(peer_of(transfer))
@@ -130,10 +124,8 @@ def test_parse_copies_returns_the_blocks_of_each_slot():
     ("copy_request", "sentence"),
     [
         (request(copies((1, 1), group=1)), "no pages of group 1 were offered"),
-        (
-            request(copies((1, 1), blocks=(1, 2, 3))),
-            "1 slots of group 0 need 2 blocks of 4 bytes, not 12 bytes",
-        ),
+        (request(copies((1, 1), blocks=(1, 2, 3))),
+         "1 slots of group 0 need 2 blocks of 4 bytes, not 12 bytes"),
         (request(copies((1, 1), blocks=(1, 10))), "blocks of group 0 must be below 10"),
         (request(copies((1, 1), blocks=(1, (1 << 32) - 1))), "blocks of group 0 must be below 10"),
         (request(copies((5, 1))), "row 5 is out of range"),
@@ -142,12 +134,10 @@ def test_parse_copies_returns_the_blocks_of_each_slot():
         (request(copies(*((row, 1) for row in range(257)))), "at most 256"),
         (request(*[copies((row, 1)) for row in range(5)] * 60), "at most 64 groups"),
         (request(pb.GroupCopies(slots=b"x" * 17)), "17 bytes are not a multiple"),
-        (
-            request(pb.GroupCopies(slots=b"x" * 8), pb.GroupCopies(slots=b"x" * 8)),
-            "not a multiple|out of range",
-        ),
+        (request(pb.GroupCopies(slots=b"x" * 8), pb.GroupCopies(slots=b"x" * 8)),
+         "not a multiple|out of range"),
     ],
-)
+)  # fmt: skip
 def test_invalid_copy_is_refused_with_a_reason(copy_request, sentence):
     with pytest.raises(CallRefusedError, match=sentence):
         offers.parse_copies(copy_request, peer_of(offer()), 5)

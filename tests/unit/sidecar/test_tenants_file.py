@@ -98,10 +98,8 @@ def test_without_a_file_only_the_quota_counts(tmp_path: Path):
         ("named: {a: b}", "named: must be a list of up to 64 tenants"),
         ("other: 1", "key 'other' is unknown"),
         ("default: 5", "default: must hold keys and values"),
-        (
-            "default: {memorypercent: 5}",
-            "default: key 'memorypercent' is unknown; did you mean 'memoryPercent'?",
-        ),
+        ("default: {memorypercent: 5}",
+         "default: key 'memorypercent' is unknown; did you mean 'memoryPercent'?"),
         ("default: {memoryPercent: 0}", "default: memoryPercent: '0' is not a percentage from 1 to 100"),
         ("default: {priority: 101}", "default: priority: '101' is not a priority from -100 to 100"),
         ("default: {priority: [1]}", "default: priority: '' is not a priority"),
@@ -116,32 +114,22 @@ def test_without_a_file_only_the_quota_counts(tmp_path: Path):
         (named(f"name: a, saltHash: {HASH}, saltFile: /x"), "named[0] (a): set either saltHash or saltFile"),
         (named("name: a, saltHash: abc"), "named[0] (a): saltHash: must be 64 hexadecimal digits"),
         (named("name: a, lowerTierBytes: 5Q"), "named[0] (a): lowerTierBytes: '5Q' is not a size"),
-        (
-            named("name: a, memoryPercent: 5, minMemoryPercent: 6"),
-            "named[0] (a): minMemoryPercent 6 is more than memoryPercent 5",
-        ),
-        (
-            "default: {memoryPercent: 20}\n" + named("name: a, minMemoryPercent: 30"),
-            "minMemoryPercent 30 is more than memoryPercent 20",
-        ),
+        (named("name: a, memoryPercent: 5, minMemoryPercent: 6"),
+         "named[0] (a): minMemoryPercent 6 is more than memoryPercent 5"),
+        ("default: {memoryPercent: 20}\n" + named("name: a, minMemoryPercent: 30"),
+         "minMemoryPercent 30 is more than memoryPercent 20"),
         (named("name: a", "name: a"), "named[1]: name 'a' is used twice"),
         (named("name: a, saltFile: /absent/x", "name: a"), "named[1]: name 'a' is used twice"),
-        (
-            named("name: a, minMemoryPercent: 60", "name: b, minMemoryPercent: 41"),
-            "the sum of all minMemoryPercent is 101",
-        ),
+        (named("name: a, minMemoryPercent: 60", "name: b, minMemoryPercent: 41"),
+         "the sum of all minMemoryPercent is 101"),
         # Guarantees of missing and of equal salts count: otherwise, a new salt would make the file invalid.
-        (
-            named("name: a, saltFile: /absent/x, minMemoryPercent: 60", "name: b, minMemoryPercent: 60"),
-            "the sum of all minMemoryPercent is 120",
-        ),
-        (
-            named(*(f"name: {name}, saltHash: {HASH}, minMemoryPercent: 60" for name in "ab")),
-            "the sum of all minMemoryPercent is 120",
-        ),
+        (named("name: a, saltFile: /absent/x, minMemoryPercent: 60", "name: b, minMemoryPercent: 60"),
+         "the sum of all minMemoryPercent is 120"),
+        (named(*(f"name: {name}, saltHash: {HASH}, minMemoryPercent: 60" for name in "ab")),
+         "the sum of all minMemoryPercent is 120"),
         ("named: [", "is not YAML"),
     ],
-)
+)  # fmt: skip
 def test_invalid_file_changes_nothing_and_is_reported(bench: Bench, caplog, text: str, mistake: str):
     bench.follow(f"named: [{{name: search, saltHash: {keys.salt_hash('s').hex()}, priority: 7}}]")
     with caplog.at_level(logging.ERROR):
