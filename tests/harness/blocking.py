@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -266,22 +267,17 @@ class Started:
     """A call on a thread of its own. ``result`` waits for it, and raises what it raised."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
-        self._call, self._value, self._error = call, None, None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._future: Future[Any] = Future()
+        threading.Thread(target=self._run, args=(call,), daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self, call: Callable[[], Any]) -> None:
         try:
-            self._value = self._call()
+            self._future.set_result(call())
         except BaseException as error:
-            self._error = error
+            self._future.set_exception(error)
 
     def result(self) -> Any:
-        self._thread.join(TIMEOUT)
-        assert not self._thread.is_alive(), "the call does not end"
-        if self._error is not None:
-            raise self._error
-        return self._value
+        return self._future.result(TIMEOUT)
 
 
 def reattached(engine: PageEngine, before: Session) -> Session:

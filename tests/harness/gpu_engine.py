@@ -51,8 +51,7 @@ class Rank:
         # A copy of the GPU's memory, for comparison.
         self.host = [np.zeros((layers, BLOCKS, STRIDE), np.uint8) for layers in (1, LAYERS - 1)]
         self.layers = [layer[:, :PAGE_BYTES] for host in self.host for layer in host]
-        self.addresses: list[int] = []
-        self.allocate()
+        self.addresses = [int(self.context.call("cuMemAlloc", host.nbytes)) for host in self.host]
         self.fill(settings.get("seed", 1))
         self.socket_path = socket_path
         self.client, self.session = self.attach(self.offer())
@@ -189,22 +188,6 @@ class Rank:
             self.session.view(reservation.slot.row, ROW_BYTES)[...] = 7
             self.session.commit([reservation.slot])
         return len(rows)
-
-    def free_and_attach_again(self) -> None:
-        """Attach again as a new client, with memory that has been freed."""
-        self.client.close()
-        offer = self.offer()
-        self.free()
-        self.client, self.session = self.attach(offer)
-
-    def allocate(self) -> None:
-        """Allocate new memory for the KV, filled with zeros."""
-        self.addresses = [int(self.context.call("cuMemAlloc", host.nbytes)) for host in self.host]
-
-    def free(self) -> None:
-        """Free the KV without telling the sidecar."""
-        for address in self.addresses:
-            self.context.call("cuMemFree", address)
 
     def _is_in(self, slot: int, row: Sequence[int]) -> bool:
         """Whether the slot holds these blocks in order, each with all layers of its group."""

@@ -25,16 +25,17 @@ class ResizedSidecar:
 
     def settle(self, mebibytes: int) -> dict:
         """Wait until the tier has this size and no resize is in progress."""
-        size = mebibytes * MIB
+        expected = mebibytes * MIB, mebibytes * MIB, ""
+        names = "target_bytes", "size_bytes", "resize_problem"
+        self.sidecar.wait_until(lambda stats: tuple(stats["memory"][name] for name in names) == expected)
+        assert self.used_bytes() <= expected[0] + MIB
+        return self.memory
 
-        def is_settled(memory: dict) -> bool:
-            is_resized = memory["target_bytes"] == memory["size_bytes"] == size
-            return is_resized and not memory["resize_problem"]
-
-        self.sidecar.wait_until(lambda stats: is_settled(stats["memory"]))
-        memory = self.memory
-        assert self.used_bytes() <= size + MIB
-        return memory
+    def wait_problem(self, text: str = "") -> None:
+        """Wait until a resize has a problem that contains this text."""
+        self.sidecar.wait_until(
+            lambda stats: (problem := stats["memory"]["resize_problem"]) and text in problem
+        )
 
     def used_bytes(self) -> int:
         return self.sidecar.arena_path.stat().st_blocks * 512

@@ -160,19 +160,16 @@ class TestEvictionDuringALoad:
             engine.settle()
             wait_released(sidecar)
 
-    def test_row_that_is_reused_after_its_copy_is_not_delivered(self, sidecar):
+    @pytest.mark.parametrize("num_copies", [1, 2], ids=["before its copy", "after its copy"])
+    def test_row_that_is_reused_around_its_copy_is_not_delivered(self, sidecar, num_copies):
+        """Another engine has a lease of the first page only. No row is copied after it is reused."""
         with PageEngine(sidecar) as engine, PageEngine(sidecar, engine_uuid=b"o" * 16) as other:
             engine.store(1, 2, 3)
-            engine.copier.after_load = lambda: other.evict() if engine.copier.num_loads == 2 else None
+            assert other.look_up(1) == 1
+            copier = engine.copier
+            copier.after_load = lambda: other.evict() if copier.num_loads == num_copies else None
             assert engine.load(1, 2, 3) == 1
-
-    def test_row_that_is_reused_before_its_copy_is_not_copied(self, sidecar):
-        with PageEngine(sidecar) as engine, PageEngine(sidecar, engine_uuid=b"o" * 16) as other:
-            engine.store(1, 2, 3)
-            assert other.look_up(1) == 1, "a lease of the first page only"
-            engine.copier.after_load = lambda: other.evict() if engine.copier.num_loads == 1 else None
-            assert engine.load(1, 2, 3) == 1
-            assert engine.copier.num_loads == 1
+            assert copier.num_loads == num_copies
 
     def test_pages_evicted_between_lookup_and_load_are_not_loaded(self, sidecar):
         limits = dataclasses.replace(PATIENT, lease_seconds=0.05)

@@ -152,11 +152,6 @@ class TestOutages:
             assert remote.health.is_open
             remote.close()
 
-    def test_rows_fit_the_lowest_value_limit_of_redis(self, remote, server):
-        server.client.config_set("proto-max-bulk-len", 1 << 20)
-        assert remote.store(ObjectId(KEY, 0), memoryview(pattern(3 * PART_BYTES)))
-        assert load(remote) == pattern(3 * PART_BYTES)
-
     def test_unknown_command_is_not_an_outage(self, server, tmp_path):
         (tmp_path / "conf").write_text('rename-command HEXISTS ""\n')
         with RedisProcess(include=tmp_path / "conf") as limited:

@@ -127,9 +127,7 @@ def test_server_memory_is_mostly_payload(server, row_bytes, num_columns, share):
 @pytest.mark.parametrize("num_before", range(4))
 def test_column_stored_by_two_writers_concurrently_can_be_read(server, monkeypatch, num_before):
     """Engines compute the same tokens in batches of other shapes, which changes the last bits of their KV."""
-    first_content, second_content = (
-        memoryview(bytes([value]) * (6 * MAX_PIECE_BYTES + 5)) for value in (1, 2)
-    )
+    contents = [memoryview(bytes([value]) * (6 * MAX_PIECE_BYTES + 5)) for value in (1, 2)]
     read_replies = objects._read_replies
     calls = []
     with (
@@ -141,14 +139,14 @@ def test_column_stored_by_two_writers_concurrently_can_be_read(server, monkeypat
             replies = read_replies(connection, number)
             calls.append(number)
             if len(calls) == num_before + 1:
-                assert second_tier.store(ObjectId(KEY, 0), second_content)
+                assert second_tier.store(ObjectId(KEY, 0), contents[1])
             return replies
 
         monkeypatch.setattr(objects, "_read_replies", read_and_store)
-        assert remote.store(ObjectId(KEY, 0), first_content)
+        assert remote.store(ObjectId(KEY, 0), contents[0])
         assert len(calls) > num_before
         for reader in (remote, second_tier):
-            content = load(reader, room=len(first_content))
+            content = load(reader, room=len(contents[0]))
             assert content is not None
             assert not reader.stats.invalid
             assert set(content) <= {1, 2}

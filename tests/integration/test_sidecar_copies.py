@@ -296,13 +296,6 @@ def test_handle_equal_to_that_of_a_dead_engine_is_opened_again(gpus, sidecar):
             wait_until(lambda: gpus.count("mappings", "reader") == 2)
 
 
-def test_freed_allocation_is_refused(gpus, sidecar):
-    with GpuEngine(sidecar, gpus) as engine:
-        engine.wait_until_copied_by(sidecar=True)
-        engine.ask("free_and_attach_again")
-        assert "can't be opened: cuIpcOpenMemHandle" in engine.wait_until_copied_by(sidecar=False)
-
-
 def test_reader_ends_before_its_pinned_memory_is_released(gpus, tmp_path):
     size = tmp_path / "memory-size"
     size.write_text("16Mi")

@@ -1,6 +1,7 @@
 """``lmcache-sidecar explain`` and the page ``/requests``, with a real sidecar."""
 
 import json
+import os
 import subprocess
 import sys
 import urllib.error
@@ -13,10 +14,11 @@ from tests.harness.json_server import JsonHandler, serving
 from tests.harness.sidecar_command import explain
 
 
-def explain_in_a_new_process(sidecar, *arguments: str | bytes) -> tuple[int, str]:
+def explain_in_a_new_process(sidecar, *arguments: str | bytes, **variables: str) -> tuple[int, str]:
     """Run the command in a process of its own. Returns its exit status and what it printed."""
     command = [sys.executable, "-m", "lmcache_sidecar", "explain", "--url", sidecar.url, *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    environment = os.environ | variables
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     return ended.returncode, ended.stdout + ended.stderr
 
 
@@ -86,6 +88,13 @@ def test_says_where_no_sidecar_listens():
         f"lmcache-sidecar: error: no sidecar answers at {url}: [Errno 111] Connection refused. "
         "Give the address of its HTTP server with --url\n"
     )
+
+
+def test_proxy_is_not_asked_for_the_sidecar(sidecar):
+    """A pod may have a proxy for the internet, which can't reach the pod's own sidecar."""
+    variables = {"http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
+    status, text = explain_in_a_new_process(sidecar, **variables)
+    assert (status, text) == (0, "No prompt was counted yet: send a request to the engine.\n")
 
 
 def test_frozen_sidecar_is_given_up(sidecar):

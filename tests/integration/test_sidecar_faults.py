@@ -30,10 +30,8 @@ def test_restarted_sidecar_serves_its_rows_again(sidecar, connect):
     sidecar.settled()  # rows without a checksum are not adopted
     sidecar.restart()
 
-    new_session, new_scheduler = (
-        attached(client, newer_than=session),
-        attached(scheduler, newer_than=old_scheduler),
-    )
+    new_session = attached(client, newer_than=session)
+    new_scheduler = attached(scheduler, newer_than=old_scheduler)
     assert new_session.epoch > session.epoch
     usable(sidecar)
     with pytest.raises(StaleSessionError):

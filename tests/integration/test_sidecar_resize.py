@@ -82,20 +82,15 @@ def test_shrinking_waits_for_rows_in_use(sized):
         assert session.lookup("reader", [(0, keys)]).num_leased == 1
         with session.copying():
             sized.write_size("32Mi")
-            sized.sidecar.wait_until(
-                lambda stats: (
-                    stats["memory"]["resize_problem"] == "rows beyond the target size are in use: 1 leased"
-                )
-            )
+            sized.wait_problem("rows beyond the target size are in use: 1 leased")
             assert sized.memory["target_bytes"] == 32 * MIB
             assert sized.memory["size_bytes"] == 64 * MIB
             assert_stored([session.slots[last_row, :CHUNK_BYTES]], number)
             session.release(["reader"])
-            sized.sidecar.wait_until(lambda stats: "(attached)" in stats["memory"]["resize_problem"])
+            sized.wait_problem("(attached)")
             assert sized.used_bytes() > 63 * MIB
-            assert_stored(
-                [session.slots[last_row, :CHUNK_BYTES]], number
-            )  # a copy in progress must not read zeros
+            # A copy in progress must not read zeros.
+            assert_stored([session.slots[last_row, :CHUNK_BYTES]], number)
             assert not session.holds(slots[number])
         sized.settle(32)
 
@@ -107,7 +102,7 @@ def test_client_that_cannot_release_memory_prevents_shrinking(sized):
         old.hello.can_release_extents = False
         next(old.open(pb.AttachRequest(hello=old.hello)))
         sized.write_size("16Mi")
-        sized.sidecar.wait_until(lambda stats: "can't release memory" in stats["memory"]["resize_problem"])
+        sized.wait_problem("can't release memory")
         memory = sized.memory
         assert memory["size_bytes"] == 32 * MIB
         assert memory["usable_rows"] == memory["capacity_rows"] == memory["ready_rows"]
@@ -121,11 +116,9 @@ def test_sidecar_killed_while_shrinking_continues_after_its_restart(sized):
         store(session, *range(large))
         with session.copying():
             sized.write_size("16Mi")
-            sized.sidecar.wait_until(
-                lambda stats: "is not yet released by" in stats["memory"]["resize_problem"]
-            )
+            sized.wait_problem("is not yet released by")
             sized.sidecar.restart()
-            sized.sidecar.wait_until(lambda stats: stats["memory"]["resize_problem"])
+            sized.wait_problem()
             assert sized.used_bytes() > 63 * MIB
         sized.settle(16)
     with session_of(sized.sidecar) as session:

@@ -1,9 +1,6 @@
 """Times of requests over the wire, with engines and sidecars of earlier versions, and in ``/metrics``."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 import urllib.request
 
@@ -84,14 +81,6 @@ def test_a_request_whose_load_failed_is_not_compared(sidecar, scheduler):
     stats = sidecar.stats()
     assert stats["benefit"]["first_tokens"] == {"1024": {"tier": {"1.682": 1}, "none": {"1.682": 1}}}
     assert stats["causes"]["cause_tokens"]["load_failed"] == 1024
-
-
-def test_explain_does_not_ask_through_a_proxy(sidecar, scheduler):
-    """A pod may have a proxy for the internet, which can't reach the pod's own sidecar."""
-    command = [sys.executable, "-m", "lmcache_sidecar", "explain", "--url", sidecar.url]
-    environment = {**os.environ, "http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
-    assert (shown.returncode, shown.stderr) == (0, "")
 
 
 def test_tokens_of_a_killed_engine_are_counted(sidecar, connect):

@@ -22,16 +22,15 @@ def tenants_file(path: Path, **budget: int) -> str:
     return str(path)
 
 
+def engine(sidecar: SidecarProcess, salt: str, namespace: bytes = NAMESPACE) -> contextlib.closing[Engine]:
+    return contextlib.closing(Engine(sidecar, namespace, ROW_BYTES, tenant=keys.tenant(salt, namespace)))
+
+
 def hit_ratio(sidecar: SidecarProcess, *, is_flooded: bool) -> float:
     """Replay the quiet tenant's requests; before each, another tenant may store rows that nobody reads."""
     flood = itertools.count(1 << 40)
     with contextlib.ExitStack() as stack:
-        quiet, flooding = (
-            stack.enter_context(
-                contextlib.closing(Engine(sidecar, NAMESPACE, ROW_BYTES, tenant=keys.tenant(salt, NAMESPACE)))
-            )
-            for salt in ("quiet", "flooding")
-        )
+        quiet, flooding = (stack.enter_context(engine(sidecar, salt)) for salt in ("quiet", "flooding"))
         num_hits = num_rows = 0
         for number, request in enumerate(chat(0.2, 0.1, scale=1, systems=3, first=3).requests):
             if is_flooded:
@@ -64,13 +63,8 @@ def test_flood_of_another_tenant_costs_a_guaranteed_tenant_one_point_of_hits_at_
 def test_sidecar_follows_the_file_and_continues_after_a_mistake(tmp_path):
     path = tmp_path / "tenants"
     file = tenants_file(path, memoryPercent=50)
-    with (
-        SidecarProcess(memory_size="8Mi", tenants_file=file) as sidecar,
-        contextlib.closing(
-            Engine(sidecar, NAMESPACE, ROW_BYTES, tenant=keys.tenant("quiet", NAMESPACE))
-        ) as engine,
-    ):
-        assert engine.serve("first", tuple(range(20))) == (0, 0)
+    with SidecarProcess(memory_size="8Mi", tenants_file=file) as sidecar, engine(sidecar, "quiet") as quiet:
+        assert quiet.serve("first", tuple(range(20))) == (0, 0)
         path.write_text("named: [{name: quiet}]")
         problem = sidecar.wait_until(lambda stats: stats["tenants"]["tenants_problem"])
         assert "set either saltHash or saltFile" in str(problem)
@@ -78,9 +72,9 @@ def test_sidecar_follows_the_file_and_continues_after_a_mistake(tmp_path):
         tenants_file(path, memoryPercent=1)
         sidecar.wait_until(lambda stats: not stats["tenants"]["tenants_problem"])
         sidecar.settled()
-        engine.serve("second", tuple(range(100, 120)))
+        quiet.serve("second", tuple(range(100, 120)))
         sidecar.wait_until(lambda stats: stats["tenants"]["rows"]["quiet"] <= 2)
-        assert engine.serve("third", tuple(range(20))) == (0, 0)
+        assert quiet.serve("third", tuple(range(20))) == (0, 0)
 
 
 def test_budgets_apply_to_namespaces_that_attach_later_and_stay_for_attached_ones(tmp_path):
@@ -88,19 +82,15 @@ def test_budgets_apply_to_namespaces_that_attach_later_and_stay_for_attached_one
     with SidecarProcess(memory_size="8Mi", tenants_file=file) as sidecar, contextlib.ExitStack() as stack:
 
         def attach(number: int, salt: str) -> Engine:
-            namespace = number.to_bytes(32, "big")
-            tenant = keys.tenant(salt, namespace)
-            return stack.enter_context(
-                contextlib.closing(Engine(sidecar, namespace, ROW_BYTES, tenant=tenant))
-            )
+            return stack.enter_context(engine(sidecar, salt, number.to_bytes(32, "big")))
 
         first, later = attach(0, "quiet"), attach(1, "quiet")
-        for engine in (first, later):
-            engine.serve("before", tuple(range(5)))
+        for attached in (first, later):
+            attached.serve("before", tuple(range(5)))
         assert sidecar.stats()["tenants"]["rows"] == {"default": 0, "quiet": 10}
         for number in range(2, MAX_NAMESPACES + 2):  # engines that restart, each with a namespace of its own
-            engine = attach(number, "other")
-            engine.serve("once", (0,))
-            engine.close()
+            restarted = attach(number, "other")
+            restarted.serve("once", (0,))
+            restarted.close()
         first.serve("after", tuple(range(100, 103)))
         assert sidecar.stats()["tenants"]["rows"] == {"default": MAX_NAMESPACES, "quiet": 13}
