@@ -169,9 +169,9 @@ def world(request):
 
 @contextmanager
 def serving_world(settings: SimSettings = SimSettings(), *, is_large: bool = False, **options: object):  # noqa: B008
-    """A sidecar of 64 MiB or with these options, without engines."""
+    """A sidecar with these options, without engines."""
     with (
-        SidecarProcess(**{"memory_size": "64Mi"} | options) as sidecar,
+        SidecarProcess(**options) as sidecar,
         closing(SimWorld(sidecar, settings, is_large=is_large)) as world,
     ):
         yield world
