@@ -68,50 +68,42 @@ def test_sampler_matches_a_list(requests, max_samples, since, rate):
         assert reduced.bound == min(lower, bound)
 
 
-def test_small_ring_lowers_the_rate_until_a_reader_loses_nothing():
-    """A reader that reads once a minute loses nothing after the change.
+class Reader:
+    """Requests of ``num_keys`` keys, and a reader that reads once a minute."""
 
-    With less traffic the rate rises again.
-    """
-    sampler, time, number = Sampler(max_samples=4096, kept_seconds=240.0), 0.0, 0
-    position, lost = 0, []
+    def __init__(self, num_keys: int, kept_seconds: float) -> None:
+        self.sampler = Sampler(max_samples=4096, kept_seconds=kept_seconds)
+        self.num_keys, self.seconds, self.number, self.position = num_keys, 0, 0, 0
+        self.lost: list[int] = []  # in each minute
 
-    def serve(seconds: float, per_second: int) -> None:
-        nonlocal time, number, position
-        for second in range(int(seconds)):
+    def serve(self, seconds: int, per_second: int) -> None:
+        for _ in range(seconds):
             for _ in range(per_second):
-                number += 1
-                keys = [key_hash(100 * number + index) for index in range(30)]
-                sampler.record(time, joined(keys), b"-" * 30)
-            time += 1.0
-            if second % 60 == 59:
-                first, _ = sampler.since(position)
-                lost.append(first - position)
-                position = sampler.position
+                self.number += 1
+                keys = [key_hash(100 * self.number + index) for index in range(self.num_keys)]
+                self.sampler.record(float(self.seconds), joined(keys), b"-" * self.num_keys)
+            self.seconds += 1
+            if self.seconds % 60 == 0:
+                self.lost.append(self.sampler.since(self.position)[0] - self.position)
+                self.position = self.sampler.position
 
-    serve(1800, 10)
-    assert any(lost)
-    assert not any(lost[-15:])
-    assert sampler.rate < 0.2
-    low_rate = sampler.rate
-    serve(7200, 1)
-    assert not any(lost[-120:])
-    assert sampler.rate > low_rate
+
+def test_small_ring_lowers_the_rate_until_a_reader_loses_nothing():
+    """With less traffic the rate rises again."""
+    reader = Reader(num_keys=30, kept_seconds=240.0)
+    reader.serve(1800, 10)
+    assert any(reader.lost)
+    assert not any(reader.lost[-15:])
+    low_rate = reader.sampler.rate
+    assert low_rate < 0.2
+    reader.serve(7200, 1)
+    assert not any(reader.lost[-120:])
+    assert reader.sampler.rate > low_rate
 
 
 def test_ring_full_of_requests_keeps_several_keys_per_request():
     """The last key is always recorded, so a lower rate would not make the ring last longer."""
-    sampler, number, position = Sampler(max_samples=4096, kept_seconds=480.0), 0, 0
-    lost = []
-    for second in range(1200):
-        for _ in range(10):
-            number += 1
-            sampler.record(
-                float(second), joined([key_hash(100 * number + index) for index in range(8)]), b"-" * 8
-            )
-        if second % 60 == 59:
-            first, _ = sampler.since(position)
-            lost.append(first - position)
-            position = sampler.position
-    assert sampler.rate >= 1 / 16
-    assert not any(lost[-10:])
+    reader = Reader(num_keys=8, kept_seconds=480.0)
+    reader.serve(1200, 10)
+    assert reader.sampler.rate >= 1 / 16
+    assert not any(reader.lost[-10:])

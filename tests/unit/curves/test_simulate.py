@@ -22,19 +22,17 @@ TRACES = Path(__file__).parents[3] / "benchmarks" / "traces"
 BLOCK = 64 << 20
 
 
-def test_prefix_hits_up_to_its_first_missing_block():
-    requests = [Request(0, (1, 2, 3)), Request(1, (1, 2, 4)), Request(2, (9, 2, 3))]
-    assert simulate(requests, 10, LRU(10)) == 2 / 9
-
-
-def test_evicts_tails_before_heads():
-    requests = [Request(0, (1, 2, 3)), Request(1, (1, 2, 3))]
-    assert simulate(requests, 2, LRU(2)) == 2 / 6
-
-
-def test_no_eviction_policy_keeps_the_first_blocks():
-    requests = [Request(0, (1, 2)), Request(1, (3, 4)), Request(2, (1, 2, 3))]
-    assert simulate(requests, 2, NoEviction(2)) == 2 / 7
+@pytest.mark.parametrize(
+    ("prompts", "num_rows", "policy", "ratio"),
+    [
+        pytest.param([(1, 2, 3), (1, 2, 4), (9, 2, 3)], 10, LRU, 2 / 9, id="up to the first missing block"),
+        pytest.param([(1, 2, 3), (1, 2, 3)], 2, LRU, 2 / 6, id="tails are evicted before heads"),
+        pytest.param([(1, 2), (3, 4), (1, 2, 3)], 2, NoEviction, 2 / 7, id="the first blocks are kept"),
+    ],
+)
+def test_hit_ratio_of_a_trace(prompts, num_rows, policy, ratio):
+    requests = [Request(time, blocks) for time, blocks in enumerate(prompts)]
+    assert simulate(requests, num_rows, policy(num_rows)) == ratio
 
 
 @pytest.mark.rotating

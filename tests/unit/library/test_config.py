@@ -29,26 +29,15 @@ def from_text(tmp_path):
     return read
 
 
-def test_defaults():
+def test_each_source_has_its_documented_defaults(from_text):
+    rest = False, False, False, 0.15, 256, "[BLEND_SEP]", False
     assert LMCacheEngineConfig.from_defaults() == LMCacheEngineConfig(
-        256,
-        "cuda",
-        5,
-        "redis://localhost:6379",
-        "torch",
-        False,
-        False,
-        False,
-        0.15,
-        256,
-        "[BLEND_SEP]",
-        False,
+        256, "cuda", 5, "redis://localhost:6379", "torch", *rest
     )
-
-
-@pytest.mark.parametrize("text", ["", "# nothing\n", "{}"])
-def test_empty_file_gives_the_defaults_of_files(from_text, text):
-    assert from_text(text) == LMCacheEngineConfig(256, None, 20, None, None, False, False, False, 0.15, 256)
+    for text in ("", "# nothing\n", "{}"):
+        assert from_text(text) == LMCacheEngineConfig(256, None, 20, None, None, *rest)
+    # Defect 18: an empty environment leaves the switches off.
+    assert LMCacheEngineConfig.from_env() == LMCacheEngineConfig(256, "cpu", 5, None, None, *rest)
 
 
 def test_reads_fields_from_a_file(from_text):
@@ -100,12 +89,6 @@ def test_error_does_not_show_the_url():
     with pytest.raises(ValueError, match="remote storage url") as error:
         LMCacheEngineConfig.from_legacy.__globals__["_READERS"]["remote_url"]("redis://:secret@host")
     assert "secret" not in str(error.value)
-
-
-def test_defect_18_empty_environment_leaves_switches_off():
-    assert LMCacheEngineConfig.from_env() == LMCacheEngineConfig(
-        256, "cpu", 5, None, None, False, False, False, 0.15, 256, "[BLEND_SEP]", False
-    )
 
 
 @pytest.mark.parametrize("flag", [True, False])

@@ -2,6 +2,8 @@
 
 from collections import OrderedDict
 
+import pytest
+
 from lmcache.cache_engine import LMCacheEngine
 from lmcache.config import LMCacheMemPoolMetadata
 from lmcache.storage_backend.evictor import BaseEvictor, DummyEvictor, LRUEvictor, PutStatus
@@ -98,21 +100,17 @@ def test_assigned_lru_evictor_evicts_the_least_recently_used(make_backend):
     assert names_in(backend) == ["c", "a", "e"]
 
 
-def test_chunks_refused_by_the_evictor_are_dropped_and_counted(make_backend):
-    backend = make_backend()
-    backend.evictor = MostRecent(0)
-    put(backend, "ab")
-    assert names_in(backend) == []
-    assert not backend.contains(make_key("a"))
-    assert backend.num_faults == 2
-
-
-def test_backend_evicts_only_victims_of_the_evictor(make_backend):
+@pytest.mark.parametrize(
+    ("evictor", "kept"),
+    [pytest.param(MostRecent(0), "", id="refused"), pytest.param(DummyEvictor(), "abcd", id="no victims")],
+)
+def test_chunks_that_the_evictor_gives_no_place_are_dropped_and_counted(make_backend, evictor, kept):
     backend = make_backend(4)
-    backend.evictor = DummyEvictor()
+    backend.evictor = evictor
     put(backend, "abcdef")
-    assert names_in(backend) == [*"abcd"]
-    assert backend.num_faults == 2, "chunks beyond the capacity are dropped and counted"
+    assert names_in(backend) == [*kept]
+    assert [name for name in "abcdef" if backend.contains(make_key(name))] == [*kept]
+    assert backend.num_faults == 6 - len(kept)
 
 
 def test_short_chunks_count_as_full_chunks(make_backend):

@@ -138,15 +138,19 @@ async def test_rows_that_another_sidecar_stored_are_not_new(world):
     assert absence(world) is Absence.TOO_LATE
 
 
-@run
-async def test_unavailable_is_a_row_below_a_tier_that_is_down(world):
-    await put(world, [KEY])
-    await fill_memory(world)
-    world.remote.is_unhealthy = True
-    world.put(chain(1, start=17))
-    await until(lambda: not world.lower.is_healthy)
-    assert absence(world) is Absence.UNAVAILABLE
-    await heal(world)
+@pytest.mark.parametrize("has_disk", [False, True], ids=["remote", "a disk without the row"])
+@in_a_loop
+async def test_unavailable_is_a_row_that_a_tier_that_is_down_may_have(has_disk):
+    async with World(disk=FakeTier() if has_disk else None) as world:
+        await put(world, [KEY])
+        await fill_memory(world)
+        if has_disk:
+            world.store.lower["disk"]._tier.objects.clear()
+        world.remote.is_unhealthy = True
+        world.put(chain(1, start=17))
+        await until(lambda: not world.lower.is_healthy)
+        assert absence(world) is Absence.UNAVAILABLE
+        await heal(world)
 
 
 async def check_failed_load(world, request="request"):
@@ -165,18 +169,6 @@ async def check_failed_load(world, request="request"):
 async def test_unavailable_is_a_row_whose_load_failed(world):
     world.remote.fill([KEY])
     await check_failed_load(world)
-
-
-@run(disk=FakeTier())
-async def test_unavailable_is_a_row_that_one_of_two_tiers_may_have(world):
-    await put(world, [KEY])
-    await fill_memory(world)
-    world.store.lower["disk"]._tier.objects.clear()
-    world.remote.is_unhealthy = True
-    world.put(chain(1, start=17))
-    await until(lambda: not world.lower.is_healthy)
-    assert absence(world) is Absence.UNAVAILABLE
-    await heal(world)
 
 
 @run

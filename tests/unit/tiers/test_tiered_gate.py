@@ -84,42 +84,30 @@ async def measure(world, seconds: float) -> None:
 
 
 @run
-async def test_does_not_promote_rows_faster_to_recompute(world):
-    world.remote.fill(chain(3))
-    await measure(world, 1.0)
-    assert world.lower.bytes_per_second == ROW_BYTES
-    assert world.lookup(chain(3), row_seconds=1.2).is_probing
-    await until(lambda: world.lower.stats.skipped_slower_than_recompute)
-    answer = world.lookup(chain(3), row_seconds=1.2)
-    assert (answer.num_pending, answer.is_probing) == (0, False)
-    assert world.lower.stats.skipped_slower_than_recompute == 3
-    assert world.remote.calls["load"] == NUM_COLUMNS  # loads of the measurement only
-
-
-@run
-async def test_single_slow_load_does_not_stop_promotions(world):
-    world.remote.fill(chain(3))
-    await measure(world, 0.9)
-    assert world.lookup(chain(3), row_seconds=0.001).is_probing
-    await until(lambda: world.lower.stats.promoted == 4)
-    assert world.lower.stats.skipped_slower_than_recompute == 0
-
-
-@run
 async def test_decision_uses_the_prefill_rate_of_the_request(world):
     world.remote.fill(chain(3))
     await measure(world, 1.0)
+    assert world.lower.bytes_per_second == ROW_BYTES
     assert world.lookup(chain(3), "fast", row_seconds=1.2).is_probing
     await until(lambda: world.lower.stats.skipped_slower_than_recompute)
+    answer = world.lookup(chain(3), "fast", row_seconds=1.2)
+    assert (answer.num_pending, answer.is_probing) == (0, False)
+    assert world.lower.stats.skipped_slower_than_recompute == 3
+    assert world.remote.calls["load"] == NUM_COLUMNS  # loads of the measurement only
     assert world.lookup(chain(3), "slow", row_seconds=1.3).is_probing
     await until(lambda: world.lower.stats.promoted == 4)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "row_seconds"),
+    [pytest.param(0.9, 0.001, id="a single slow load"), pytest.param(1000.0, 0.0, id="no prefill rate")],
+)
 @run
-async def test_promotes_all_rows_without_a_prefill_rate(world):
+async def test_promotes_all_rows_if_a_rate_is_uncertain(world, seconds, row_seconds):
     world.remote.fill(chain(3))
-    await measure(world, 1000.0)
-    await world.until_resident(chain(3))
+    await measure(world, seconds)
+    assert world.lookup(chain(3), row_seconds=row_seconds).is_probing
+    await until(lambda: world.lower.stats.promoted == 4)
     assert world.lower.stats.skipped_slower_than_recompute == 0
 
 
