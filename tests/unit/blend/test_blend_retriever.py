@@ -94,32 +94,18 @@ def test_defect_23_accepts_segments_without_tokens():
     assert len(empty.valid_mask) == 0
 
 
-def test_defect_26_request_returns_before_its_kv_arrives():
+def test_defect_26_request_returns_before_its_kv_arrives_and_a_failed_segment_is_a_miss():
     engine = FakeEngine()
     engine.held = {(1, 2): 2}
     engine.may_answer.clear()
-    task = retriever(engine).new_request([torch.tensor([1, 2])], [[]])
+    task = retriever(engine).new_request([torch.tensor([-1, 5, 1, 2])], [[2]])
     assert engine.retrieved == []
     engine.may_answer.set()
-    check(task.result(0), engine, 0, [1, 2], [0, 1])
-
-
-def test_failed_segment_is_a_miss():
-    engine = FakeEngine()
-    engine.held = {(1, 2): 2}
-    task = retriever(engine).new_request([torch.tensor([-1, 5, 1, 2])], [[2]])
-    check(task.result(1), engine, 1, [-1, 5, 1, 2], [None, None, 0, 1])
-
-
-def test_caller_owns_results():
-    engine = FakeEngine()
-    engine.held = {(1, 2): 2}
-    task = retriever(engine).new_request([torch.tensor([1, 2])], [[]])
     for layer in range(NUM_LAYERS):
         result = task.result(layer)
-        check(result, engine, layer, [1, 2], [0, 1])
+        check(result, engine, layer, [-1, 5, 1, 2], [None, None, 0, 1])
         for tensor in (result.k, result.v, result.valid_mask, result.original_positions):
-            tensor.zero_()
+            tensor.zero_()  # the caller owns the results
 
 
 @pytest.mark.parametrize("starts", [[2, 1], [-1], [4]])

@@ -7,12 +7,9 @@ import pytest
 from hypothesis import given
 
 from lmcache.tiers.peers.requests import MAX_WORD_BYTES, MAX_WORDS, BadRequestError, Requests
+from tests.harness.peer_rows import command
 
 WORDS = st.lists(st.binary(max_size=40), min_size=1, max_size=MAX_WORDS)
-
-
-def encode(words):
-    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
 
 
 def reader(*packets):
@@ -35,14 +32,14 @@ def read_all(requests, number):
 
 @given(st.lists(WORDS, min_size=1, max_size=6), st.data())
 def test_commands_are_read_however_they_arrive(commands, data):
-    sent = b"".join(map(encode, commands))
+    sent = b"".join(itertools.starmap(command, commands))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(sent) - 1), max_size=8)))
     packets = [sent[start:end] for start, end in itertools.pairwise([0, *cuts, len(sent)])]
     assert read_all(reader(*packets), len(commands)) == commands
 
 
 def test_commands_that_arrive_together_are_returned_together():
-    requests = reader(encode([b"PING"]) * 3 + encode([b"HGET", b"a", b"b"])[:-1], b"\n")
+    requests = reader(command(b"PING") * 3 + command(b"HGET", b"a", b"b")[:-1], b"\n")
     assert requests.read() == [[b"PING"]] * 3
     assert requests.read() == [[b"HGET", b"a", b"b"]]
 

@@ -16,6 +16,7 @@ from tests.harness.peer_rows import (
     PATIENT,
     PREFIX,
     Rows,
+    command,
     connect,
     is_closed,
     key,
@@ -121,12 +122,11 @@ def test_garbage_ends_its_connection_only(rows, sent):
 
 
 @pytest.mark.parametrize(
-    "command", ["SET a b", "HSET a b c", "FLUSHALL", "KEYS *", "CONFIG GET x", "UNLINK a", "HGETALL a"]
+    "text", ["SET a b", "HSET a b c", "FLUSHALL", "KEYS *", "CONFIG GET x", "UNLINK a", "HGETALL a"]
 )
-def test_other_commands_are_refused(rows, command):
-    words = [word.encode() for word in command.split()]
+def test_other_commands_are_refused(rows, text):
     with serving(rows) as (_, peer), connect(peer) as connection:
-        connection.sendall(b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(w), w) for w in words))
+        connection.sendall(command(*text.encode().split()))
         assert connection.recv(100).startswith(b"-ERR")
 
 
@@ -146,9 +146,7 @@ def test_other_commands_are_refused(rows, command):
 def test_names_and_fields_that_do_not_exist_are_nil(rows, name, field):
     rows.add(1, b"x" * 1000)
     with serving(rows) as (_, peer), connect(peer) as connection:
-        connection.sendall(
-            b"*3\r\n$4\r\nHGET\r\n$%d\r\n%s\r\n$%d\r\n%s\r\n" % (len(name), name, len(field), field)
-        )
+        connection.sendall(command(b"HGET", name, field))
         assert connection.recv(100) == b"$-1\r\n"
 
 

@@ -38,6 +38,10 @@ class Growing:
     def taken_bytes(self) -> int:
         return self.arena.path.stat().st_blocks * 512
 
+    def start_at(self, num_bytes: int) -> None:
+        self.arena.start(self.note_change)
+        self.wait_for(lambda: self.arena.size_bytes == num_bytes)
+
     def grow_to(self, num_rows: int) -> None:
         self.wait_for(lambda: self.arena.ready_rows == num_rows)
 
@@ -207,8 +211,7 @@ class TestSmallerThanItsFile:
     def test_rows_become_ready_before_all_surplus_is_freed(self, growing, monkeypatch):
         """Rows overlap only a part of the pages that were populated before the first format."""
         arena, filled = growing.arena, []
-        arena.start(growing.note_change)
-        growing.wait_for(lambda: arena.size_bytes == CAPACITY // 4)
+        growing.start_at(CAPACITY // 4)
         taken, punch = [], ArenaFile._punch
 
         def record_punch(self, *extent) -> bool:
@@ -230,8 +233,7 @@ class TestSmallerThanItsFile:
         arena, available = growing.arena, [1 << 40]
         monkeypatch.setattr("lmcache.tiers.memory.capacity.available_memory", lambda: available[0])
         monkeypatch.setattr("lmcache.tiers.memory.growth._RETRY_SECONDS", 0.01)
-        arena.start(growing.note_change)
-        growing.wait_for(lambda: arena.size_bytes == CAPACITY // 4)
+        growing.start_at(CAPACITY // 4)
         available[0] = 0
         arena.format(Geometry(16 << 10, 4))
         growing.wait_for(lambda: growing.taken_bytes() < CAPACITY // 8 and arena.growth_error is not None)
@@ -242,8 +244,7 @@ class TestSmallerThanItsFile:
         arena = growing.arena
         arena.format(GEOMETRY)
         arena.resize(CAPACITY // 2)
-        arena.start(growing.note_change)
-        growing.wait_for(lambda: arena.size_bytes == CAPACITY // 2)
+        growing.start_at(CAPACITY // 2)
         num_rows, before = arena.ready_rows, growing.taken_bytes()
         arena.view(num_rows - 1, 1, 4)[:] = b"last"
         arena.close()
@@ -259,8 +260,7 @@ class TestSmallerThanItsFile:
     def test_restart_without_surplus_marks_only_populated_rows_as_filled(self, growing):
         arena = growing.arena
         arena.format(GEOMETRY)
-        arena.start(growing.note_change)
-        growing.wait_for(lambda: arena.size_bytes == CAPACITY // 4)
+        growing.start_at(CAPACITY // 4)
         arena.close()
         growing.arena = arena = ArenaFile(arena.path, CAPACITY, target_bytes=arena.target_bytes)
         assert arena._num_filled < arena.num_rows // 2
@@ -271,8 +271,7 @@ class TestSmallerThanItsFile:
         monkeypatch.setattr("lmcache.tiers.memory.growth._STEP_BYTES", MIB)
         monkeypatch.setattr("lmcache.tiers.memory.growth._RETRY_SECONDS", 0.01)
         arena.format(GEOMETRY)
-        arena.start(growing.note_change)
-        growing.wait_for(lambda: arena.size_bytes == CAPACITY // 4)
+        growing.start_at(CAPACITY // 4)
         available[0] = 64 * MIB
         arena.resize(CAPACITY)
         growing.wait_for(lambda: arena.growth_error is not None)
@@ -303,10 +302,8 @@ class TestSmallerThanItsFile:
     def test_populated_pages_need_no_available_memory(self, growing, monkeypatch):
         arena = growing.arena
         arena.format(GEOMETRY)
-        arena.start(growing.note_change)
-        growing.wait_for(lambda: arena.size_bytes == CAPACITY // 4)
+        growing.start_at(CAPACITY // 4)
         arena.close()
         monkeypatch.setattr("lmcache.tiers.memory.capacity.available_memory", lambda: 0)
         growing.arena = arena = ArenaFile(arena.path, CAPACITY, target_bytes=CAPACITY // 4)
-        arena.start(growing.note_change)
-        growing.wait_for(lambda: arena.size_bytes == CAPACITY // 4)
+        growing.start_at(CAPACITY // 4)
