@@ -1,13 +1,10 @@
 """KV caches of small models, and a backend with exactly the methods that the LMCache 0.1-0.3 API requires."""
 
-from collections.abc import Callable
-
 import torch
 
 from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache.storage_backend.abstract_backend import LMCBackendInterface
 from lmcache.utils import CacheEngineKey, KVCache
-from tests.harness.loops import in_threads
 
 LAYERS, HEADS, HEAD_SIZE, CHUNK = 4, 2, 32, 16  # a full chunk has four pages
 FORMATS = ("vllm", "huggingface")
@@ -89,14 +86,3 @@ class DictBackend(LMCBackendInterface):
 
     def close(self) -> None:
         self.is_closed = True
-
-
-def used_by_threads(use: Callable[[int, torch.Generator], None]) -> None:
-    """Call ``use`` 50 times from each of 8 threads, with its number and its own random generator."""
-
-    def work(number: int) -> None:
-        generator = torch.Generator().manual_seed(number)
-        for _ in range(50):
-            use(number, generator)
-
-    in_threads(work, range(8))

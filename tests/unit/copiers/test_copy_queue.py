@@ -85,15 +85,6 @@ async def test_job_of_several_tenants_ends_when_it_is_dropped(queue):
     assert queue.take_batch() is None
 
 
-def test_greedy_client_does_not_starve_another():
-    queue: FairQueue[str] = FairQueue()
-    queue.put(1, ["greedy"] * 1000)
-    queue.put(2, ["a", "b"])
-    assert [queue.take_next() for _ in range(4)] == ["greedy", "a", "greedy", "b"]
-    queue.put(3, ["late"])
-    assert "late" in [queue.take_next() for _ in range(2)]
-
-
 @given(
     st.lists(
         st.one_of(

@@ -270,22 +270,6 @@ def test_client_attached_while_a_reader_stops_gets_the_next_reader():
     model.teardown()
 
 
-def test_attach_during_reaping_succeeds_and_copies_during_reaping_are_refused():
-    """A process that hangs in the kernel may need a long time to exit."""
-    model = GpuMachine()
-    model.attach(pid=200, handle=1)
-    model.serve_all()
-    model.die()
-    model.attach(pid=201, handle=2)
-    model.begin(1, 2)
-    assert model.gpu.num_slots_under_way == 0
-    model.serve_all()
-    assert model.copies_by_sidecar == {1: True, 2: True}
-    ((_, _, job),) = model.jobs
-    assert job.refusal == "died"
-    model.teardown()
-
-
 def test_client_present_at_repeated_reader_exits_copies_by_itself():
     model = GpuMachine()
     model.attach(pid=200, handle=1)

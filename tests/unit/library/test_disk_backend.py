@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import os
 import threading
@@ -13,16 +14,22 @@ from testing.child_process import wait_until
 from tests.harness.kv_cache import CHUNK, make_chunk, make_config, make_key, make_metadata
 
 
-def open_backend(directory, dtype: torch.dtype = torch.float16) -> LMCLocalDiskBackend:
-    pool = LMCacheMemPoolMetadata(make_metadata().kv_shape, dtype, 1 / 16)
-    return LMCLocalDiskBackend(make_config(str(directory)), pool, "cpu")
+@pytest.fixture
+def open_backend(tmp_path):
+    """Open backends on one directory, and close them at teardown."""
+    with contextlib.ExitStack() as stack:
+
+        def make(shape=None, dtype: torch.dtype = torch.float16, size=1 / 16):
+            pool = LMCacheMemPoolMetadata(shape or make_metadata().kv_shape, dtype, size)
+            backend = LMCLocalDiskBackend(make_config(str(tmp_path)), pool, "cpu")
+            return stack.enter_context(contextlib.closing(backend))
+
+        yield make
 
 
 @pytest.fixture
-def backend(tmp_path):
-    backend = open_backend(tmp_path / "cache")
-    yield backend
-    backend.close()
+def backend(open_backend):
+    return open_backend()
 
 
 def files(directory) -> list:
@@ -30,38 +37,35 @@ def files(directory) -> list:
     return [path for path in directory.rglob("*") if path.is_file() and path.stat().st_size > 1000]
 
 
-def test_defect_16_finds_chunks_after_a_restart(tmp_path):
-    backend = open_backend(tmp_path)
+def test_defect_16_finds_chunks_after_a_restart(open_backend):
+    backend = open_backend()
     backend.put(make_key("a"), make_chunk(seed=1))
     backend.put(make_key("b"), make_chunk(5, seed=2), blocking=False)
     backend.close()
-    backend = open_backend(tmp_path)
+    backend = open_backend()
     assert backend.contains(make_key("a"))
     assert torch.equal(backend.get(make_key("a")), make_chunk(seed=1))
     assert torch.equal(backend.get(make_key("b")), make_chunk(5, seed=2))
     wait_until(lambda: backend.evictor.current_cache_size > 0)
-    backend.close()
 
 
-def test_engines_sharing_a_directory_do_not_share_chunks(tmp_path):
-    backends = [open_backend(tmp_path) for _ in range(3)]
+def test_engines_sharing_a_directory_do_not_share_chunks(open_backend):
+    backends = [open_backend() for _ in range(3)]
     for index, backend in enumerate(backends):
         backend.put(make_key("a"), make_chunk(seed=index))
     for index, backend in enumerate(backends):
         assert torch.equal(backend.get(make_key("a")), make_chunk(seed=index))
         backend.close()
-    backend = open_backend(tmp_path)
+    backend = open_backend()
     assert torch.equal(backend.get(make_key("a")), make_chunk(seed=0))
-    backend.close()
 
 
-def test_chunks_of_another_dtype_are_misses(tmp_path):
-    backend = open_backend(tmp_path)
+def test_chunks_of_another_dtype_are_misses(open_backend):
+    backend = open_backend()
     backend.put(make_key("a"), make_chunk())
     backend.close()
-    backend = open_backend(tmp_path, torch.bfloat16)
+    backend = open_backend(dtype=torch.bfloat16)
     assert backend.get(make_key("a")) is None
-    backend.close()
 
 
 def flip(file) -> None:
@@ -80,11 +84,11 @@ def test_defect_08_damaged_or_deleted_file_is_a_miss(tmp_path, backend, damage):
     assert torch.equal(backend.get(make_key("a")), make_chunk(seed=1))
 
 
-def test_foreign_files_are_not_changed(tmp_path):
+def test_foreign_files_are_not_changed(tmp_path, open_backend):
     legacy = tmp_path / "vllm@org-model@1@0@a.pt"
     save_disk(str(legacy), make_chunk())
     (tmp_path / "notes.txt").write_text("foreign")
-    backend = open_backend(tmp_path)
+    backend = open_backend()
     assert not backend.contains(make_key("a"))
     backend.put(make_key("a"), make_chunk(seed=1))
     assert torch.equal(backend.get(make_key("a")), make_chunk(seed=1))
@@ -133,10 +137,9 @@ def test_save_disk_replaces_the_file_atomically(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["chunk.pt"]
 
 
-def test_directory_stays_within_its_limit(tmp_path):
+def test_directory_stays_within_its_limit(tmp_path, open_backend):
     shape = (1, 2, 1024, 32, 64)  # 8 MiB
-    pool = LMCacheMemPoolMetadata(shape, torch.float16, 3 * 8 / 1024)
-    backend = LMCLocalDiskBackend(make_config(str(tmp_path)), pool, "cpu")
+    backend = open_backend(shape, size=3 * 8 / 1024)
     assert backend.evictor.MAX_CACHE_SIZE == 3 << 23
     backend._tier.indexed.wait(60)
     for index in range(7):
@@ -146,7 +149,6 @@ def test_directory_stays_within_its_limit(tmp_path):
     assert 3 << 23 <= backend.evictor.current_cache_size <= (3 << 23) + 3 * 8192
     assert backend.contains(make_key("4"))
     assert not backend.contains(make_key("3"))
-    backend.close()
 
 
 def test_chunk_larger_than_a_full_chunk_is_dropped_and_counted(backend):

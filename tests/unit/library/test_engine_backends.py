@@ -1,5 +1,7 @@
 """Behaviour of the engine that all backends share."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -14,7 +16,6 @@ from tests.harness.kv_cache import (
     make_kv,
     make_metadata,
     make_tokens,
-    used_by_threads,
 )
 
 
@@ -75,32 +76,38 @@ def test_defect_05_large_values_are_returned_unchanged_or_missed(engine, fmt):
     assert retrieved == () or is_same(retrieved, kv)
 
 
-def test_uses_local_chunks_while_the_server_is_down(connector):
+@pytest.fixture
+def open_engine():
+    """Open engines over memory and close them at teardown."""
+    with contextlib.ExitStack() as stack:
+
+        def make(**options):
+            engine = LMCacheEngine(make_config("cpu", **options), make_metadata())
+            return stack.enter_context(contextlib.closing(engine))
+
+        yield make
+
+
+def test_uses_local_chunks_while_the_server_is_down(connector, open_engine):
     connector.is_down = True
-    engine = LMCacheEngine(
-        make_config("cpu", remote_url="lm://localhost:1", remote_serde="torch"), make_metadata()
-    )
+    engine = open_engine(remote_url="lm://localhost:1", remote_serde="torch")
     tokens, kv = make_tokens(40), make_kv(40)
     engine.store(tokens, kv)
     assert is_same(engine.retrieve(tokens)[0], kv)
-    engine.close()
 
 
-def test_evicts_the_tail_of_an_older_prompt_first():
-    size = 3 * make_chunk().nbytes / 1024**3
-    engine = LMCacheEngine(make_config("cpu", max_local_cache_size=size), make_metadata())
+def test_evicts_the_tail_of_an_older_prompt_first(open_engine):
+    engine = open_engine(max_local_cache_size=3 * make_chunk().nbytes / 1024**3)
     tokens, kv = make_tokens(2 * CHUNK), make_kv(2 * CHUNK)
     engine.store(tokens, kv)
     other, other_kv = make_tokens(2 * CHUNK, seed=1), make_kv(2 * CHUNK, seed=1)
     engine.store(other, other_kv)
     assert engine.lookup(tokens) == CHUNK, "the older prompt lost its tail, not its head"
     assert is_same(engine.retrieve(other)[0], other_kv)
-    engine.close()
 
 
-def test_evicts_own_chunks_of_a_prompt_before_shared_chunks():
-    size = 4 * make_chunk().nbytes / 1024**3
-    engine = LMCacheEngine(make_config("cpu", max_local_cache_size=size), make_metadata())
+def test_evicts_own_chunks_of_a_prompt_before_shared_chunks(open_engine):
+    engine = open_engine(max_local_cache_size=4 * make_chunk().nbytes / 1024**3)
     shared, kv = make_tokens(CHUNK), make_kv(3 * CHUNK)
     first, second = (torch.cat((shared, make_tokens(CHUNK, seed))) for seed in (1, 2))
     engine.store(first, cut(kv, "vllm", 0, 2 * CHUNK))
@@ -108,12 +115,11 @@ def test_evicts_own_chunks_of_a_prompt_before_shared_chunks():
     engine.store(make_tokens(2 * CHUNK, seed=3), cut(kv, "vllm", 0, 2 * CHUNK))
     assert engine.lookup(first) == CHUNK
     assert engine.lookup(second) == 2 * CHUNK
-    engine.close()
 
 
-def test_masked_chunks_count_as_used():
+def test_masked_chunks_count_as_used(open_engine):
     """An engine with a prefix cache masks the head, which must not be evicted before the tail."""
-    engine = LMCacheEngine(make_config("cpu"), make_metadata())
+    engine = open_engine()
     tokens, kv = make_tokens(3 * CHUNK), make_kv(3 * CHUNK)
     hashes = [key.chunk_hash for key in engine._keys(tokens)]
     engine.store(tokens, kv)
@@ -123,32 +129,3 @@ def test_masked_chunks_count_as_used():
     longer = torch.cat((tokens, make_tokens(CHUNK, seed=1)))
     engine.store(longer, make_kv(CHUNK), torch.arange(len(longer)) >= len(tokens))
     assert [key.chunk_hash for key in engine.engine_.dict][1:] == hashes[::-1]
-    engine.close()
-
-
-def test_eight_threads_retrieve_only_right_bytes():
-    """Prompts share heads and evict each other. Each retrieve must return a prefix of the stored KV."""
-    size = 24 * make_chunk().nbytes / 1024**3
-    engine = LMCacheEngine(make_config("cpu", max_local_cache_size=size), make_metadata())
-    prompts = []
-    for seed in range(12):
-        tokens = torch.cat((make_tokens(CHUNK, seed % 3), make_tokens(3 * CHUNK + seed, 100 + seed)))
-        head, tail = make_kv(CHUNK, seed=seed % 3), make_kv(3 * CHUNK + seed, seed=100 + seed)
-        kv = tuple(
-            (torch.cat((a[0], b[0])), torch.cat((a[1], b[1]))) for a, b in zip(head, tail, strict=True)
-        )
-        prompts.append((tokens, kv))
-    num_hits: list[int] = []
-
-    def use(number: int, generator: torch.Generator) -> None:
-        tokens, kv = prompts[int(torch.randint(0, 12, (), generator=generator))]
-        if torch.rand((), generator=generator) < 0.5:
-            engine.store(tokens, kv, blocking=bool(number % 2))
-        else:
-            retrieved, mask = engine.retrieve(tokens)
-            num_hits.append(int(mask.sum()))
-            assert retrieved == () or is_same(retrieved, cut(kv, "vllm", 0, int(mask.sum())))
-
-    used_by_threads(use)
-    engine.close()
-    assert any(num_hits)
