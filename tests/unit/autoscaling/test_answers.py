@@ -42,8 +42,7 @@ def test_samples_reads_the_answer_of_a_sidecar(requests, since, below):
             sampled_keys = [key for key in keys[:0:-1] if key < below] + [keys[0]]
             expected.append((time + 1000.25, tuple(sampled_keys)))
         position += len(keys)
-    assert list(parsed.requests()) == expected
-    assert parsed.next == position
+    assert (list(parsed.requests()), parsed.next) == (expected, position)
     assert parsed.rate == pytest.approx(below / HASHES)
 
 

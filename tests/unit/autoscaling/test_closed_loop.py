@@ -150,8 +150,7 @@ def test_useless_growth_is_reverted_and_then_frozen():
 def test_scattered_requests_are_reported_and_do_not_grow_the_tier():
     """Any of sixteen pods gets the next turn of a conversation."""
     run = simulate(Setup(chat(3, 1.6), num_pods=16, route=scattered))
-    assert run.resizes == []
-    assert run.decisions[-1][1].limited_by == "Locality"
+    assert (run.resizes, run.decisions[-1][1].limited_by) == ([], "Locality")
     assert "Route requests by prefix or by session" in run.decisions[-1][1].reason
 
 

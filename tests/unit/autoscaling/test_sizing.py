@@ -50,8 +50,7 @@ def test_every_report_has_a_reason_and_a_small_state():
         assert report.status["memory"]["reason"]
         assert len(report.state.encode()) <= MAX_STATE_BYTES
     status = loop.report.status
-    assert status["window"] == "24h"
-    assert status["breakEvenAge"] == "512s"
+    assert (status["window"], status["breakEvenAge"]) == ("24h", "512s")
     assert status["localityLoss"].keys() == {"points", "usdPerHour"}
     assert status["memory"]["keysInSize"] == SIZE // int(loop.workload.row_bytes)
     assert status["memory"]["curve"]
@@ -103,8 +102,7 @@ def test_saved_state_is_retained_until_new_samples_exist(settings):
 def test_state_of_another_version_is_dropped_and_the_choice_is_retained(state):
     loop = Loop(sizing=Sizing(Saved(Choice(SIZE, SIZE), None, state)))
     loop.run(0.3)
-    assert loop.report.memory == Choice(SIZE, SIZE)
-    assert loop.memory_status()["limitedBy"] == "Young"
+    assert (loop.report.memory, loop.memory_status()["limitedBy"]) == (Choice(SIZE, SIZE), "Young")
 
 
 def memory_of(loop: Loop) -> tuple[object, object]:

@@ -57,8 +57,7 @@ def test_scattering_over_sixteen_pods_loses_twenty_percentage_points():
         measured = traffic.memory(3600.0, 64 * GIB, setup.service, state)
         assert measured.locality_loss == pytest.approx(loss, abs=error)
         decision, _ = decide(setup.tier, state, measured)
-        assert decision.next == 64 * GIB
-        assert (decision.limited_by == "Locality") == (loss > 0.1)
+        assert (decision.next, decision.limited_by == "Locality") == (64 * GIB, loss > 0.1)
 
 
 def test_restart_forgets_only_the_last_hour():

@@ -107,14 +107,10 @@ def test_alerts_are_few_and_complete() -> None:
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board["title"])
 def test_panels_do_not_overlap(board: dict[str, typing.Any]) -> None:
-    cells = [
-        cell
-        for panel in board["panels"]
-        for place in [panel["gridPos"]]
-        for cell in itertools.product(
-            range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"])
-        )
-    ]
+    def cells_of(x: int, y: int, w: int, h: int) -> typing.Any:
+        return itertools.product(range(x, x + w), range(y, y + h))
+
+    cells = [cell for panel in board["panels"] for cell in cells_of(**panel["gridPos"])]
     assert len(set(cells)) == len(cells)
     assert all(x < 24 for x, _ in cells)
     assert len({panel["title"] for panel in board["panels"]}) == len(board["panels"])

@@ -75,8 +75,7 @@ def test_chart_refers_to_pushed_images_by_digest(commands, tmp_path):
     assert values["defaults"]["sidecarImage"] == f"registry.example/me/sidecar:0.1.0@{DIGESTS['sidecar']}"
     assert values["defaults"]["routerImage"] == f"registry.example/me/router:0.1.0@{DIGESTS['router']}"
     assert (tmp_path / "digests").read_text() == "".join(f"{k}={v}\n" for k, v in DIGESTS.items())
-    assert commands[-2][:2] == ["helm", "push"]
-    assert commands[-2][-1] == "oci://registry.example/me/charts"
+    assert (commands[-2][:2], commands[-2][-1]) == (["helm", "push"], "oci://registry.example/me/charts")
 
 
 def test_images_depend_only_on_base_and_commit(commands):
@@ -147,13 +146,11 @@ def test_manifest_of_the_plugin_covers_all_platforms_and_follows_krews_rules():
     sums = dict.fromkeys(plugin.PLATFORMS, "0" * 64)
     url = "https://github.com/o/r/releases/download/v0.1.0"
     manifest = yaml.safe_load(plugin.manifest("0.1.0", url, sums))
-    assert list(krew.problems("lmcache", manifest)) == []
-    assert len(manifest["spec"]["platforms"]) == 4
+    assert (list(krew.problems("lmcache", manifest)), len(manifest["spec"]["platforms"])) == ([], 4)
     assert manifest["spec"]["homepage"] == "https://github.com/o/r"
 
 
 def test_failed_plugin_publishes_nothing(commands, monkeypatch, tmp_path):
     argv = ["release", "--version", "0.1.0", "--registry", "r", "--url", "https://github.com/o/r", "--plugin"]
     monkeypatch.setattr("sys.argv", [*argv, str(tmp_path)])  # the folder exists
-    assert release.main() == 1
-    assert commands == []
+    assert (release.main(), commands) == (1, [])

@@ -110,8 +110,7 @@ def test_programs_of_a_shared_binary_are_links_and_built_once(fake_go, binary):
     log, names = fake_go(), binaries.LINKS[binary]
     folder = binaries.directory(names)
     assert {os.readlink(folder / name) for name in names} == {binary}
-    assert binaries.directory(names) == folder
-    assert len(log.read_text().splitlines()) == 1
+    assert (binaries.directory(names), len(log.read_text().splitlines())) == (folder, 1)
 
 
 def test_programs_with_shared_packages_are_built_by_a_single_call(fake_go):

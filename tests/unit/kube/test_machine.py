@@ -48,8 +48,7 @@ def test_only_missing_programs_are_built(places, capsys):
     api_server = create_program(places / "path", "kube-apiserver")
     assert "etcd" not in machine.missing(binaries.CLUSTER)
     folder = machine.directory(binaries.CLUSTER)
-    assert (folder / "etcd").resolve() == etcd
-    assert (folder / "kube-apiserver").resolve() == api_server
+    assert ((folder / "etcd").resolve(), (folder / "kube-apiserver").resolve()) == (etcd, api_server)
     built = {path.name for path in binaries.cache_directory().iterdir()} - {".lock"}
     assert built == set(binaries.CLUSTER) - {"etcd", "kube-apiserver"}
     assert (folder / "helm").resolve() == (binaries.cache_directory() / "helm").resolve()

@@ -1,4 +1,4 @@
-"""Components of the control plane: their end is detected, and they end with the test process."""
+"""Components of the control plane: their end is detected, they end with the test process, and waits."""
 
 import os
 import signal
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from testing import workers
-from testing.child_process import ProcessDied, free_ports
-from testing.kube.api import wait_for
+from testing.child_process import ProcessDied
+from testing.kube.api import ApiError, wait_for
 from testing.kube.cluster import Cluster
 from testing.kube.process import Component
 from tools.kube import binaries
@@ -66,10 +66,6 @@ def test_component_ends_when_its_parent_is_killed(tmp_path):
         wait_for(has_ended)
 
 
-def test_free_ports_are_distinct():
-    assert len(set(free_ports(20))) == 20
-
-
 def test_workers_have_no_port_in_common(monkeypatch):
     """Ports from 22,000 on are chosen by SGLang, and those from 32,768 on by the kernel."""
     ports: list[int] = []
@@ -106,3 +102,21 @@ def test_controllers_are_started_again_and_an_ended_api_server_is_reported(tmp_p
         cluster.components["kube-apiserver"].wait()
     finally:
         cluster.stop()
+
+
+def test_wait_repeats_what_is_missing_and_raises_what_is_refused():
+    answers = iter([ApiError(404, "none"), ApiError(503, "busy"), ConnectionRefusedError(), "", "ready"])
+
+    def condition() -> str:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert wait_for(condition) == "ready"
+    answers = iter([ApiError(403, "forbidden")])
+    with pytest.raises(ApiError, match="forbidden"):
+        wait_for(condition)
+    answers = iter(["", "", ""])
+    with pytest.raises(TimeoutError, match="last: ''"):
+        wait_for(condition, 0)

@@ -1,4 +1,4 @@
-"""Start and end of the operator, and events that wake a cluster, with kopf's handlers on a simulated clock."""
+"""Start and end of the operator, and events that wake a cluster, with kopf on a simulated clock."""
 
 import asyncio
 import itertools
@@ -137,8 +137,7 @@ def test_operator_waits_for_its_crd_and_logs_it_once(monkeypatch, caplog):
     monkeypatch.setattr(app, "_DEFINITION_SECONDS", 0)
     api = Api(UnavailableError("GET /apis", "starting"), False, False, True, True, False)
     asyncio.run(asyncio.wait_for(app.wait_for_definition(api), 60))
-    assert api.answers == [False]
-    assert api.checked_kinds == [CLUSTER] * 4 + [PROFILE]
+    assert (api.answers, api.checked_kinds) == ([False], [CLUSTER] * 4 + [PROFILE])
     assert [record.message for record in caplog.records] == [
         "waiting for the CRD lmcacheclusters.lmcache.io in the API server"
     ]

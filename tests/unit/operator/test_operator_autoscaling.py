@@ -81,8 +81,7 @@ def test_parse_refuses_invalid_autoscaling_and_names_the_field(autoscaling, tier
 
 def test_auto_renders_chosen_sizes_also_after_a_restart() -> None:
     rig = Rig(**AUTO)
-    assert rig.sizes() == (64, 2)
-    assert rig.sizes(CHOSEN) == (108, 3)
+    assert (rig.sizes(), rig.sizes(CHOSEN)) == ((64, 2), (108, 3))
     assert rig.sizes() == (108, 3)  # from the ConfigMap alone
 
 

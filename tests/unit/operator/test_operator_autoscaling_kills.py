@@ -106,8 +106,7 @@ class SizesMachine(RuleBasedStateMachine):
         before = self._size()
         self._start()
         self.bench.reconcile()
-        assert self.bench.writes == []
-        assert self._size() == before
+        assert (self.bench.writes, self._size()) == ([], before)
 
     @rule()
     def check_settled_size(self) -> None:

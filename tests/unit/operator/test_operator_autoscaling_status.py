@@ -36,8 +36,7 @@ class Watcher:
         self.forgotten_keys: list[ClusterKey] = []
 
     def report(self, key: ClusterKey, observed: Mapping[str, Observed]) -> Report | None:
-        assert key == KEY
-        assert observed["engine"].name == NAME
+        assert (key, observed["engine"].name) == (KEY, NAME)
         return self.latest_report
 
     def forget(self, key: ClusterKey) -> None:
@@ -83,10 +82,8 @@ def samples(gauge: Gauge) -> dict[str, float]:
 def test_recommendation_is_reported_once_and_small_changes_are_not_written() -> None:
     rig = Rig()
     assert (rig.status(), rig.active()) == (None, ("", ""))
-    assert rig.decide(NO_CHANGE) == []
-    assert rig.active() == ("Unknown", "Counting")
-    assert rig.decide(GROW) == ["SizeRecommended"]
-    assert rig.active() == ("True", "Recommending")
+    assert (rig.decide(NO_CHANGE), rig.active()) == ([], ("Unknown", "Counting"))
+    assert (rig.decide(GROW), rig.active()) == (["SizeRecommended"], ("True", "Recommending"))
     first = rig.status()
     assert first["memory"]["recommended"] == "108Gi"
     assert "next" not in first["memory"]  # mode Recommend makes no step
@@ -94,8 +91,7 @@ def test_recommendation_is_reported_once_and_small_changes_are_not_written() -> 
         rig.watcher.decide(replace(GROW, saving=usd_per_hour))
         rig.reconcile()
         assert rig.writes == []
-    assert rig.status() == first
-    assert rig.decide(replace(GROW, saving=0.5)) == []
+    assert (rig.status(), rig.decide(replace(GROW, saving=0.5))) == (first, [])
     assert rig.status()["memory"]["saving"]["usdPerHour"] == "0.500"
 
 

@@ -30,8 +30,7 @@ def point(size: str, hit: float, net: float) -> dict[str, str]:
 
 
 CLUSTER: dict[str, Any] = {
-    "apiVersion": "lmcache.io/v1alpha1",
-    "kind": "LMCacheCluster",
+    "apiVersion": "lmcache.io/v1alpha1", "kind": "LMCacheCluster",
     "metadata": {"name": "llama", "namespace": "demo"},
     "status": {
         "autoscaling": {
@@ -48,10 +47,12 @@ CLUSTER: dict[str, Any] = {
 }  # fmt: skip
 
 
-def without(field: str) -> dict[str, Any]:
-    changed = copy.deepcopy(CLUSTER)
-    del changed["status"]["autoscaling"]["memory"][field]
-    return changed
+def changed(field: str, value: Any = None) -> dict[str, Any]:
+    """The cluster with another field of its memory tier. None: without it."""
+    resource = copy.deepcopy(CLUSTER)
+    memory = resource["status"]["autoscaling"]["memory"]
+    memory.pop(field) if value is None else memory.update({field: value})
+    return resource
 
 
 def write(tmp_path: Path, document: Any) -> list[str]:
@@ -81,25 +82,17 @@ def test_text_fits_the_width(width: int) -> None:
 
 
 def test_size_that_is_present_and_recommended_is_marked_once() -> None:
-    changed_cluster = copy.deepcopy(CLUSTER)
-    changed_cluster["status"]["autoscaling"]["memory"]["recommended"] = "64Gi"
-    text = Curve.of(changed_cluster, "memory").text(80)
+    text = Curve.of(changed("recommended", "64Gi"), "memory").text(80)
     assert text.count("present") == 1
     assert "present and recommended" in text
 
 
 def test_remote_curve_matches_sizes_to_numbers_of_shards() -> None:
-    changed_cluster = copy.deepcopy(CLUSTER)
-    managed = {"memoryPerShard": "108Gi", "shards": 1}
-    changed_cluster["spec"] = {
-        "model": {"name": "m"},
-        "engine": {},
-        "tiers": {"memory": {"size": "64Gi"}, "remote": {"managed": managed}},
-    }
+    tiers = {"memory": {"size": "64Gi"}, "remote": {"managed": {"memoryPerShard": "108Gi", "shards": 1}}}
     remote = {"current": 1, "recommended": 3, "next": 2, "reason": REASON}
     remote["curve"] = [point("108Gi", 0.3, 0), point("216Gi", 0.4, 0.1), point("324Gi", 0.45, 0.11)]
-    changed_cluster["status"]["autoscaling"]["remote"] = remote
-    curve = Curve.of(changed_cluster, "remote")
+    spec = {"model": {"name": "m"}, "engine": {}, "tiers": tiers}
+    curve = Curve.of(CLUSTER | {"spec": spec, "status": {"autoscaling": {"remote": remote}}}, "remote")
     assert [curve.what_is(curve_point) for curve_point in curve.points] == ["present", "", "recommended"]
 
 
@@ -121,8 +114,8 @@ def test_picture_draws_logarithmic_sizes_and_net_value() -> None:
     [
         ({**CLUSTER, "status": {}}, "memory", "status.autoscaling is empty.*mode is Off"),
         (CLUSTER, "remote", "its remote tier has no curve; available: --tier memory"),
-        (without("curve"), "memory", f"its memory tier has no curve yet: {REASON}"),
-        (without("current"), "memory", "status.autoscaling is from another version: .*current"),
+        (changed("curve"), "memory", f"its memory tier has no curve yet: {REASON}"),
+        (changed("current"), "memory", "status.autoscaling is from another version: .*current"),
     ],
 )
 def test_missing_curve_raises_error_with_reason(cluster: dict[str, Any], tier: str, message: str) -> None:
@@ -136,11 +129,11 @@ def test_missing_curve_raises_error_with_reason(cluster: dict[str, Any], tier: s
 def test_unexpected_status_values_raise_no_other_error(value: Any) -> None:
     """Another version may have written the status, or a user may have edited it."""
     for field in ("samples", "memory", "current", "curve", "reason"):
-        changed = copy.deepcopy(CLUSTER)
-        autoscaling = changed["status"]["autoscaling"]
+        resource = copy.deepcopy(CLUSTER)
+        autoscaling = resource["status"]["autoscaling"]
         (autoscaling if field in autoscaling else autoscaling["memory"])[field] = value
         try:
-            curve = Curve.of(changed, "memory")
+            curve = Curve.of(resource, "memory")
         except NoCurveError:
             continue
         assert curve.text(80)

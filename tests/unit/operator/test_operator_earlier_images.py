@@ -70,8 +70,7 @@ def test_earlier_sglang_engines_and_clients_know_all_rendered_arguments() -> Non
     options = dict(arg.partition("=")[::2] for arg in container("engine", engine={"kind": "SGLang"})["args"])
     assert options.keys() == SGLANG_ARGS
     config = json.loads(options["--hicache-storage-backend-extra-config"])
-    assert config.keys() == BACKEND_SETTINGS
-    assert config["module_path"] == "lmcache.engines.sglang.backend"
+    assert (config.keys(), config["module_path"]) == (BACKEND_SETTINGS, "lmcache.engines.sglang.backend")
 
 
 def test_sidecar_ignores_unknown_settings_of_a_later_operator(tmp_path: Any) -> None:

@@ -117,8 +117,7 @@ class Process:
 
 def leading_metric() -> float:
     """Value of the metric. All operators of a test share this process and its metric."""
-    (gauge,) = metrics.LEADING.collect()
-    return gauge.samples[0].value
+    return metrics.LEADING.collect()[0].samples[0].value
 
 
 def leading(processes: list[Process]) -> list[Process]:
@@ -145,11 +144,7 @@ def scenario(num: int) -> Callable[[Any], Callable[[], None]]:
             for process in processes:
                 process.task.cancel()
 
-        def wrapped() -> None:
-            run(body())
-
-        wrapped.__name__ = test.__name__
-        return wrapped
+        return lambda: run(body())
 
     return decorate
 
@@ -297,8 +292,7 @@ async def test_api_server_outage_ends_no_operator(server: LeaseServer, both: lis
     for process in both:
         process.connection.trouble = lambda: -1.0
     await asyncio.sleep(60)
-    assert leading_metric() == 0
-    assert leading(both) == []
+    assert (leading_metric(), leading(both)) == (0, [])
     leader.connection.trouble = lambda: 0.0
     assert await wait_for_leader(both, 5) is leader
     assert leader.num_starts == 1

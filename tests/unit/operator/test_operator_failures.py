@@ -151,6 +151,7 @@ def test_pods_of_an_invalid_spec_are_watched_and_abandoned_on_lost_nodes() -> No
     bench = ReconciledCluster.settled(engine={"replicas": 2})
     bench.world.change(engine={"args": ["--headless"]})
     assert (bench.reconcile() or 0) > 500
+    assert bench.message("Degraded").count("--headless") == 1, "also with several components"
     assert bench.ready()[1].startswith("spec.engine.args")
     waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
     statuses = [{"name": "engine", "state": waiting}]

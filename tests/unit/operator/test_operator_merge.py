@@ -18,14 +18,9 @@ values = st.recursive(
 objects = st.dictionaries(names, values, max_size=3)
 
 
-@given(objects)
-def test_first_difference_of_equal_objects_is_none(value: dict[str, Any]) -> None:
-    assert first_difference(value, copy.deepcopy(value)) is None
-
-
 @given(objects, st.dictionaries(st.sampled_from(["x", "y"]), values, max_size=2))
 def test_first_difference_ignores_additional_fields(wanted, other_fields):
-    assert first_difference(wanted, {**other_fields, **wanted}) is None
+    assert first_difference(wanted, {**other_fields, **copy.deepcopy(wanted)}) is None
 
 
 @given(objects, objects)

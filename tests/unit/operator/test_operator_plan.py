@@ -168,8 +168,7 @@ def test_no_pod_is_evicted_during_an_obstacle(obstacle: str) -> None:
     elif obstacle == "unseen template":
         world.objects[STATEFUL_SET]["status"]["observedGeneration"] -= 1
     due = plan(observe(world), IMAGES)
-    assert due.evict == ()
-    assert due.num_outdated == len(world.pods)
+    assert (due.evict, due.num_outdated) == ((), len(world.pods))
 
 
 def test_no_pod_is_evicted_while_the_spec_hash_is_contested() -> None:

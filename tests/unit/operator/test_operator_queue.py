@@ -117,8 +117,7 @@ def test_changed_key_does_not_wait_for_hanging_work() -> None:
         starts.clear()
         queue.wake("changed")
         await asyncio.sleep(10)
-        assert starts == []
-        assert queue.num_waiting == 2
+        assert (starts, queue.num_waiting) == ([], 2)
         queue.wake("changed", version=2)
         await asyncio.sleep(10)
         await queue.close()

@@ -282,8 +282,7 @@ def test_healthz_fails_when_work_hangs(hung_seconds: float, status: int) -> None
 def test_sidecars_are_polled_with_growing_pauses_while_one_is_not_ready() -> None:
     bench = ReconciledCluster.settled()
     bench.answer({"is_ready": False, "not_ready_reason": "bad URL"})
-    assert bench.reconcile() == 5.0
-    assert bench.writes == ["status"]
+    assert (bench.reconcile(), bench.writes) == (5.0, ["status"])
     assert "SidecarNotReady" in str(bench.world.events)
     assert bench.ready()[0] == "True"
     pauses = []

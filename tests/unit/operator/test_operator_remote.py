@@ -58,8 +58,7 @@ def test_added_shards_are_listed_when_all_are_ready():
     assert rig.list == (2, 0)
     rig.world.set_ready("demo-remote-3", True)
     rig.run()
-    assert rig.list == (4, 2)
-    assert rig.condition("Progressing")[0] == "False"
+    assert (rig.list, rig.condition("Progressing")[0]) == ((4, 2), "False")
     assert rig.status()["remote"] == {
         "shards": 4, "readyShards": 4, "previousShards": 2, "previousUntil": "2026-01-31T12:15:00Z"
     }  # fmt: skip
@@ -115,8 +114,7 @@ def test_foreign_pod_with_shard_labels_is_not_counted():
     pod = copy.deepcopy(rig.world.pods["demo-remote-1"])
     pod["metadata"]["name"] = "demo-remote-other"
     rig.world.pods["demo-remote-other"] = pod
-    assert rig.run() == []
-    assert rig.status()["remote"] == {"shards": 2, "readyShards": 2}
+    assert (rig.run(), rig.status()["remote"]) == ([], {"shards": 2, "readyShards": 2})
 
 
 def test_tls_rolls_out_by_shard_and_the_list_names_secure_shards():
@@ -125,16 +123,14 @@ def test_tls_rolls_out_by_shard_and_the_list_names_secure_shards():
     rig.declare(2, tls={"issuerRef": {"name": "caches", "kind": "ClusterIssuer"}})
     assert rig.run() == [f"apply {CERTIFICATE}", f"apply {SET}"]
     for number in range(2):
-        assert secure(rig) == ["0"][:number]
-        assert rig.run() == [f"evict demo-remote-{number}"]
+        assert (secure(rig), rig.run()) == (["0"][:number], [f"evict demo-remote-{number}"])
         ready_at(rig, f"demo-remote-{number}", rig.now)
         assert rig.run() == [f"apply {LIST}"]
         if number == 0:
             assert (rig.run(), rig.plans["remote"].due_seconds) == ([], WINDOW.total_seconds())
             assert rig.condition("Progressing") == ("True", "Replacing")
         rig.now += WINDOW
-    assert rig.condition("Progressing") == ("False", "Complete")
-    assert secure(rig) == ["0", "1"]
+    assert (rig.condition("Progressing"), secure(rig)) == (("False", "Complete"), ["0", "1"])
     assert rig.world.objects[ENGINE]["spec"]["template"] == before
 
 
@@ -157,14 +153,12 @@ def test_shard_on_a_lost_node_is_abandoned_and_stays_listed():
     pod["status"]["conditions"] = [{"type": "Ready", "status": "False", "lastTransitionTime": long_ago}]
     pod["metadata"]["deletionTimestamp"] = long_ago
     rig.nodes = {"gone": None}
-    assert rig.run() == []
-    assert rig.plans["remote"].abandon == (pod,)
+    assert (rig.run(), rig.plans["remote"].abandon) == ([], (pod,))
     assert rig.condition("RemoteTierAvailable") == ("False", "ShardsMissing")
     assert rig.condition("Ready") == ("False", "NodeLost")
     del rig.world.pods["demo-remote-1"]
     rig.settle()
-    assert rig.condition("RemoteTierAvailable") == ("True", "ShardsReady")
-    assert rig.list == (3, 0)
+    assert (rig.condition("RemoteTierAvailable"), rig.list) == (("True", "ShardsReady"), (3, 0))
 
 
 def test_shards_keep_their_image_until_policy_follow():
@@ -204,8 +198,7 @@ def test_invalid_spec_keeps_shards_and_their_status():
     rig = Rig.settled()
     rig.world.resource["status"] = rig.status()
     rig.world.change(engine={"args": ["--port=1"]})
-    assert rig.run() == []
-    assert rig.condition("RemoteTierAvailable") == ("True", "ShardsReady")
+    assert (rig.run(), rig.condition("RemoteTierAvailable")) == ([], ("True", "ShardsReady"))
     assert rig.status()["remote"] == {"shards": 2, "readyShards": 2}
 
 

@@ -37,8 +37,7 @@ def usage(rig: Rig, *counts: tuple[int, int]) -> dict[str, Any]:
 
 def test_usage_is_reported_when_it_changes_by_5_percent():
     rig = Rig.settled()
-    assert usage(rig) == {}
-    assert usage(rig, (0, 0)) == {}
+    assert (usage(rig), usage(rig, (0, 0))) == ({}, {})
     assert usage(rig, (1000, 10), (900, 20)) == {"usedBytes": 1000, "evicted": 20}
     assert usage(rig, (1040, 20)) == {"usedBytes": 1000, "evicted": 20}
     assert usage(rig, (1060, 20)) == {"usedBytes": 1060, "evicted": 20}
@@ -79,8 +78,7 @@ def test_tier_without_engines_reports_usage_of_referring_clusters():
         ("own", {"external": {"url": "redis://h"}}, {"remote": {"usedBytes": 2**40}}),
     ):
         world.objects[Ref("LMCacheCluster", name)] = referring_cluster(name, remote, status)
-    assert reported_usage(world) == (1040, 20)
-    assert reconcile(world) == []
+    assert (reported_usage(world), reconcile(world)) == ((1040, 20), [])
     engines = World(cluster(tiers=managed()))
     engines.objects |= {ref: each for ref, each in world.objects.items() if ref.kind == "LMCacheCluster"}
     assert reported_usage(engines) == (None, None), "the tier's own sidecars are polled"
@@ -125,8 +123,7 @@ def test_password_is_random_and_created_once():
         assert secret["metadata"]["ownerReferences"][0]["uid"] == UID
         assert reconcile(world) == [], "ready servers have a Secret"
         world.set_ready("demo-remote-0", False)
-        assert reconcile(world) == [f"create {SECRET}"]
-        assert reconcile(world) == []
+        assert (reconcile(world), reconcile(world)) == ([f"create {SECRET}"], [])
     assert len(set(passwords)) == 2
     assert min(map(len, passwords)) >= 43
 
@@ -250,5 +247,4 @@ def test_removed_shard_is_not_waited_for():
     rig.world.set_ready("demo-remote-2", False)
     rig.world.pods["demo-remote-2"]["metadata"]["creationTimestamp"] = rig.now.isoformat()
     rig.now += timedelta(minutes=11)
-    assert rig.list == (2, 3)
-    assert why_never_ready(rig.observed(Remote())) == ""
+    assert (rig.list, why_never_ready(rig.observed(Remote()))) == ((2, 3), "")

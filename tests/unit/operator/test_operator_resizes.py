@@ -38,10 +38,8 @@ def test_pod_grows_after_the_kubelet_granted_the_memory() -> None:
     assert condition(node.status(), "Progressing") == ("True", "Resizing", message)
     assert condition(node.status(), "Ready")[:2] == ("True", "Ready")
     node.answer(POD)
-    assert node.operate() == [f"annotate {POD}"]
-    assert annotated_sizes(node)[POD] == LARGE
-    assert node.operate() == []
-    assert condition(node.status(), "Progressing")[1] == "Complete"
+    assert (node.operate(), annotated_sizes(node)[POD]) == ([f"annotate {POD}"], LARGE)
+    assert (node.operate(), condition(node.status(), "Progressing")[1]) == ([], "Complete")
 
 
 def test_limit_is_lowered_after_the_sidecar_released_memory() -> None:
@@ -59,8 +57,7 @@ def test_limit_is_lowered_after_the_sidecar_released_memory() -> None:
     assert (node.operate(), limits(node)[POD]) == ([f"resize {POD}"], SMALL_LIMIT)
     assert "has not reclaimed" in condition(node.status(), "Progressing")[2]
     node.answer(POD)
-    assert node.operate() == []
-    assert condition(node.status(), "Progressing")[1] == "Complete"
+    assert (node.operate(), condition(node.status(), "Progressing")[1]) == ([], "Complete")
 
 
 @pytest.mark.parametrize(
@@ -81,8 +78,7 @@ def test_ungranted_resize_is_reverted_and_reported(verdict: str, minutes: int, m
         node.wait(9)
         assert node.operate() == []
     node.wait(minutes - 9 if minutes else 0)
-    assert node.operate() == [f"annotate {POD}"]
-    assert node.operate() == [f"resize {POD}"]
+    assert (node.operate(), node.operate()) == ([f"annotate {POD}"], [f"resize {POD}"])
     assert sizes(node) == (SMALL_LIMIT, SMALL)
     node.answer(POD)
     assert node.operate() == []
@@ -98,8 +94,7 @@ def test_ungranted_resize_is_reverted_and_reported(verdict: str, minutes: int, m
     node.wait(2)
     assert node.operate() == [f"resize {POD}"]
     node.answer(POD)
-    assert node.operate() == [f"annotate {POD}"]
-    assert annotated_sizes(node)[POD] == LARGE
+    assert (node.operate(), annotated_sizes(node)[POD]) == ([f"annotate {POD}"], LARGE)
     assert condition(node.status(), "Degraded")[0] == "False"
 
 
@@ -132,8 +127,7 @@ def test_earlier_sidecar_that_cannot_resize_gets_no_memory() -> None:
     node = Node()
     node.sidecars[POD].is_following = False
     node.declare("2Gi")
-    assert node.operate()[1:] == [f"annotate {POD}"]
-    assert sizes(node) == (SMALL_LIMIT, SMALL)
+    assert (node.operate()[1:], sizes(node)) == ([f"annotate {POD}"], (SMALL_LIMIT, SMALL))
     assert "replace the pod with a later image" in condition(node.status(), "Degraded")[2]
 
 
@@ -141,8 +135,7 @@ def test_at_most_a_tenth_of_pods_grow_at_a_time_and_all_shrink() -> None:
     node = Node(replicas=12)
     node.declare("2Gi")
     assert LARGE_LIMIT not in limits(node).values()
-    assert len(node.operate()) == 1 + 2
-    assert node.operate() == []
+    assert (len(node.operate()), node.operate()) == (1 + 2, [])
     node.converge()
     assert set(annotated_sizes(node).values()) == {LARGE}
     node.declare("1Gi")
@@ -244,8 +237,7 @@ def test_operator_upgrade_resizes_no_pod(monkeypatch: pytest.MonkeyPatch) -> Non
     """A changed memory formula applies only to pods whose size changes."""
     node = Node()
     monkeypatch.setattr("lmcache_operator.pods.resize._BASE_BYTES", 600 * MI)
-    assert node.operate() == ["apply StatefulSet demo-engine"]
-    assert node.operate() == []
+    assert (node.operate(), node.operate()) == (["apply StatefulSet demo-engine"], [])
 
 
 def test_sidecar_that_sees_all_gpus_gets_more_memory() -> None:

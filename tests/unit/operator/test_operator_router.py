@@ -29,17 +29,11 @@ def engine_args(**spec: Any) -> list[str]:
     return pod_of(**spec)["containers"][0]["args"]
 
 
-def test_router_exists_only_if_it_is_declared() -> None:
-    assert routing() == {}
-    assert DEPLOYMENT in routing(router={})
-
-
 def test_router_finds_the_engine_pods_of_its_cluster() -> None:
     args = router_args(args=["--request-timeout-secs=3600"])
     labels = "lmcache.io/cluster=demo", "lmcache.io/component=engine"
     place = args.index("--selector")
-    assert tuple(args[place + 1 : place + 3]) == labels
-    assert args[-1] == "--request-timeout-secs=3600"
+    assert (tuple(args[place + 1 : place + 3]), args[-1]) == (labels, "--request-timeout-secs=3600")
     assert {"--service-discovery", "--service-discovery-port=8000", "--policy=kv_aware"} <= set(args)
     assert f"--service-discovery-namespace={NAMESPACE}" in args
 
@@ -150,8 +144,7 @@ def test_status_follows_the_deployment() -> None:
     assert not starting.degraded
     ready = status_with(observedGeneration=3, readyReplicas=2)
     assert ready.conditions["RouterAvailable"][:2] == ("True", "RouterReady")
-    assert ready.progressing[:2] == ("False", "Complete")
-    assert ready.summary == "2 of 2 routers are ready"
+    assert (ready.progressing[:2], ready.summary) == (("False", "Complete"), "2 of 2 routers are ready")
     assert ready.fields == {"router": {"pools": 1, "replicas": 2, "readyReplicas": 2}}
     assert status_with(observedGeneration=2, readyReplicas=2).progressing[:2] == ("True", "Starting")
 

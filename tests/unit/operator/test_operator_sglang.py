@@ -45,13 +45,6 @@ def test_probes_use_https_when_the_engine_has_a_certificate() -> None:
     assert tls["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
 
 
-def test_terminating_pod_has_time_for_requests() -> None:
-    assert pod()["terminationGracePeriodSeconds"] == 120
-    assert engine_of()["lifecycle"]["preStop"] == {"sleep": {"seconds": 5}}
-    longer = {"podTemplate": {"spec": {"terminationGracePeriodSeconds": 600}}}
-    assert pod(engine=longer)["terminationGracePeriodSeconds"] == 600
-
-
 @pytest.mark.parametrize(
     ("args", "left_out"),
     [
@@ -171,8 +164,7 @@ def test_each_kind_has_its_default_image() -> None:
         assert recorded.keys() == {"engine", "sidecar"}
         return stateful_set["spec"]["template"]["spec"]["containers"][0]["image"], recorded["engine"]
 
-    assert images("vLLM") == (STOCK_IMAGES["engine"],) * 2
-    assert images("SGLang") == (SGLANG_IMAGE,) * 2
+    assert (images("vLLM"), images("SGLang")) == ((STOCK_IMAGES["engine"],) * 2, (SGLANG_IMAGE,) * 2)
     assert images("SGLang", CONTEXT._replace(sglang_image="sglang:next")) == ("sglang:next",) * 2
     assert images("vLLM", CONTEXT._replace(sglang_image="sglang:next")) == (STOCK_IMAGES["engine"],) * 2
     assert images("SGLang", image="mine:1") == ("mine:1", SGLANG_IMAGE)

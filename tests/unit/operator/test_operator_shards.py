@@ -18,10 +18,6 @@ SECOND = timedelta(seconds=1)
 ENDPOINTS = [f"s-{number}.s.team.svc:6379" for number in range(64)]
 
 
-def test_first_list_has_the_number_in_the_spec():
-    assert next_shards(None, 3, set(), NOON) == Shards(3)
-
-
 def test_window_end_beyond_the_maximum_is_shortened():
     """An operator with a slow clock took over. The previous shards are still in use."""
     changing = next_shards(Shards(2, 4, NOON + WINDOW + SECOND), 2, ALL, NOON)

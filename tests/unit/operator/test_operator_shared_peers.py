@@ -159,8 +159,7 @@ def test_cluster_scales_after_the_one_that_it_refers_to_was_deleted() -> None:
     template = rig.engines()["template"]
     rig.other = None
     rig.change(engine={"replicas": 3})
-    assert len(rig.world.pods) == 3
-    assert rig.engines()["template"] == template
+    assert (len(rig.world.pods), rig.engines()["template"]) == (3, template)
     assert "there is no LMCacheCluster other" in rig.message("Degraded")
 
 
@@ -185,8 +184,7 @@ def test_change_of_a_cluster_wakes_those_that_refer_to_it_or_that_it_refers_to()
     assert references.note(key("b"), ["a"], 2) == [key("a")], "another number of pods"
     assert references.note(key("b"), ["c"], 3) == [key("a"), key("c")]
     assert references.note(key("b"), ["c"], None) == [key("c")]
-    assert references.note(key("a"), [], None) == [key("c")]
-    assert references.note(key("a"), [], None) == []
+    assert (references.note(key("a"), [], None), references.note(key("a"), [], None)) == ([key("c")], [])
     references.note(key("a")._replace(uid="another uid"), [], 1)
     assert references.note(key("a"), [], None) == [], "a former cluster of this name"
 
@@ -208,8 +206,7 @@ def test_reconciliation_of_a_changed_cluster_wakes_the_other_one() -> None:
         return [each.name for each in woken]
 
     other = ClusterKey("team", "other", "uid of other")
-    assert reconcile(other) == []
-    assert reconcile(KEY) == ["other"]
+    assert (reconcile(other), reconcile(KEY)) == ([], ["other"])
     assert reconcile(KEY) == []
     rig.world.change(engine={"replicas": 5})
     assert reconcile(KEY) == ["other"]

@@ -214,8 +214,7 @@ def test_invalid_spec_keeps_the_former_list() -> None:
     before = rig.listed()
     rig.world.change(tenants={"default": {"memoryPercent": 1000}})
     rig.answer(report(default=(100, 90, 500)))
-    assert rig.listed() == before
-    assert rig.conditions()["Ready"] == "False"
+    assert (rig.listed(), rig.conditions()["Ready"]) == (before, "False")
 
 
 # -- the condition TenantsKnown while the kubelet updates the file with the tenants in running pods
@@ -274,8 +273,7 @@ def test_condition_waits_for_each_sidecar_to_use_the_new_file() -> None:
     assert rig.message("TenantsKnown").startswith(message)
     rig.use_file(1)
     assert rig.reconcile() > SETTLED_SECONDS
-    assert rig.known == IN_USE
-    assert rig.conditions()["Degraded"] == "False"
+    assert (rig.known, rig.conditions()["Degraded"]) == (IN_USE, "False")
 
 
 def test_pending_file_is_probed_again_soon_and_written_to_the_status_once() -> None:
@@ -286,8 +284,7 @@ def test_pending_file_is_probed_again_soon_and_written_to_the_status_once() -> N
     for _ in range(8):
         waits.append(rig.reconcile())
         writes += rig.world.writes
-    assert rig.known == PENDING
-    assert writes == []
+    assert (rig.known, writes) == (PENDING, [])
     assert all(2 < wait < 100 for wait in waits)
     assert waits[-1] > 30, "the waits grow"
 
@@ -347,5 +344,4 @@ def test_file_that_could_not_be_written_is_pending() -> None:
     rig = FollowedFile()
     rig.world.failures["apply ConfigMap"] = RefusedError("apply ConfigMap", "no")
     rig.change_share(30)
-    assert rig.conditions()["Ready"] == "False"
-    assert rig.known == PENDING
+    assert (rig.conditions()["Ready"], rig.known) == ("False", PENDING)
