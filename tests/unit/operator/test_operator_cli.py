@@ -117,14 +117,6 @@ def test_render_reports_missing_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "No such file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["run", "render"])
-def test_help_lists_defaults(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([command, "--help"])
-    assert caught.value.code == 0
-    assert "default" in capsys.readouterr().out
-
-
 def test_json_lines_have_the_traceback() -> None:
     record = logging.LogRecord("a", logging.ERROR, "f", 1, "b", (), (ValueError, ValueError("x"), None))
     assert "ValueError: x" in json.loads(formatter("json").format(record))["exc_info"]

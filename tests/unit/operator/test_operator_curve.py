@@ -162,6 +162,12 @@ def test_curve_reports_invalid_arguments(arguments, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_curve_without_a_file_needs_a_kubeconfig(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    assert main(["curve"]) == 2
+    assert str(tmp_path / "none") in capsys.readouterr().err
+
+
 def test_kubectl_finds_the_plugin() -> None:
     """``kubectl lmcache`` runs the program kubectl-lmcache on PATH."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]

@@ -14,7 +14,7 @@ from lmcache_sidecar.tenants import MAX_DISK_BYTES
 from lmcache.tenant_names import DEFAULT_NAME
 from tests.harness.operator_components import GOOD, ReconciledCluster
 from tests.harness.operator_model import World, cluster
-from tests.harness.operator_plans import settled_world
+from tests.harness.operator_plans import settled_world, status_of
 from tests.harness.operator_prefill import child, with_prefill
 from tests.harness.operator_render import child_of, container, part, pod_of
 
@@ -243,6 +243,7 @@ def test_problem_names_the_present_secret() -> None:
         rig.answer(GOOD | report(problem))
         rig.run()
         assert problem in rig.message("TenantsKnown")
+        assert problem in str(status_of(rig.world, probed=None)), "no sidecar was polled"
 
 
 def test_problem_of_tenants_degrades_the_cluster() -> None:
