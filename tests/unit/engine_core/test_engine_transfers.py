@@ -113,6 +113,8 @@ def test_blocks_freed_at_the_limit_are_never_committed(rig, order):
     for hook in order:
         getattr(rig.worker, hook)(step)
     assert rig.copier.in_copy.wait(60)
+    rig.now = TIMING.hold_seconds - 0.01
+    assert rig.collect((), is_idle=True) == (set(), set())
     rig.now = TIMING.hold_seconds
     assert rig.collect((), is_idle=False) == ({"r"}, set())
     rig.end_torn_store()

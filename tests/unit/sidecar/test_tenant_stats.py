@@ -24,6 +24,12 @@ SLOT_BYTES, NUM_COLUMNS, NUM_SLOTS = 4096, 2, 7
 UNNAMED = keys.tenant("unnamed", bytes(32)).hex()
 
 
+def opened_memory() -> MemoryTier:
+    memory = MemoryTier(PrivateArena(Geometry(SLOT_BYTES, NUM_COLUMNS), NUM_SLOTS))
+    list(memory.adopt())
+    return memory
+
+
 def file_of(path: Path, text: str) -> TenantsFile:
     path.write_text(text)
     file = TenantsFile(str(path))
@@ -44,9 +50,7 @@ def stats(file: TenantsFile, **sources: Any) -> dict[str, Any]:
 
 def test_shares_are_bytes_of_whole_slots(tmp_path: Path) -> None:
     file = file_of(tmp_path / "tenants", f"named: [{named('search', 'minMemoryPercent: 50')}]")
-    memory = MemoryTier(PrivateArena(Geometry(SLOT_BYTES, NUM_COLUMNS), NUM_SLOTS))
-    list(memory.adopt())
-    part = stats(file, memory=memory)
+    part = stats(file, memory=opened_memory())
     row_bytes = SLOT_BYTES * NUM_COLUMNS
     assert part["guaranteed_bytes"] == {"default": 0, "search": 3 * row_bytes}
     assert part["bound_bytes"] == {"default": 7 * row_bytes, "search": 7 * row_bytes}
@@ -106,17 +110,11 @@ def test_operator_can_read_the_statistics_of_the_largest_file(tmp_path: Path) ->
         counted.note_divergence(depth, 10**15)
     counted.count(dict.fromkeys(CAUSES, 10**15))
     counts = MemoryStats()
-    for numbers in (
-        counts.tenant_counts.evicted,
-        counts.tenant_counts.refused,
-        counts.tenant_counts.disk_refused,
-    ):
-        numbers.update(dict.fromkeys(names, 10**15))
-    memory = MemoryTier(PrivateArena(Geometry(SLOT_BYTES, NUM_COLUMNS), NUM_SLOTS))
-    list(memory.adopt())
+    for name in ("evicted", "refused", "disk_refused"):
+        getattr(counts.tenant_counts, name).update(dict.fromkeys(names, 10**15))
     disk = DiskTier(tmp_path / "disk", 1 << 20)
     try:
-        part = tenants_part(file, counts, dict.fromkeys(names, counted), memory, disk)
+        part = tenants_part(file, counts, dict.fromkeys(names, counted), opened_memory(), disk)
         content = document([part])
     finally:
         disk.close()
