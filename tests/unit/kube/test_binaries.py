@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import io
 import os
+import sys
 import tarfile
 import threading
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tools import cache as tools_cache
 from tools.kube import binaries
 
 GO = """#!/bin/sh
@@ -180,3 +182,19 @@ def test_changed_pin_changes_the_directory(monkeypatch):
 def test_unknown_program_is_reported():
     with pytest.raises(binaries.BinariesError, match=r"unknown program kubelt; there are .*kubelet"):
         binaries.path("kubelt")
+
+
+# -- the installer uv, also for programs that ``make`` did not start
+
+
+def test_uv_of_the_project_is_found_without_make(monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert tools_cache.uv() == Path(sys.executable).parent / "uv"
+
+
+def test_missing_uv_raises_error_with_remedy(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setenv("LMCACHE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(FileNotFoundError, match="make setup"):
+        tools_cache.uv()

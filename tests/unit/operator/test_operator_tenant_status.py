@@ -305,13 +305,6 @@ def test_sidecar_of_an_earlier_version_needs_no_further_probes() -> None:
     assert rig.world.writes == []
 
 
-def test_one_missed_answer_does_not_change_the_condition() -> None:
-    rig = FollowedFile()
-    rig.world.stats.clear()
-    rig.reconcile()
-    assert rig.known == IN_USE
-
-
 def test_restarted_operator_trusts_no_condition_of_an_earlier_spec() -> None:
     rig = FollowedFile()
     rig.restart_operator()
