@@ -81,7 +81,7 @@ def test_sidecars_read_the_list_and_know_their_own_entry(kind: str) -> None:
 
 def test_list_and_password_are_mounted_into_the_sidecar_alone() -> None:
     pod, config = pod_of(**with_peers()), config_of(with_peers())
-    sidecar, *others = pod["initContainers"] + pod["containers"]
+    sidecar, *containers = pod["initContainers"] + pod["containers"]
     mounts = {mount["mountPath"]: mount["name"] for mount in sidecar["volumeMounts"]}
     assert all("subPath" not in mount for mount in sidecar["volumeMounts"]), "such a mount follows no change"
     listing, password = (
@@ -92,7 +92,7 @@ def test_list_and_password_are_mounted_into_the_sidecar_alone() -> None:
     assert password["secret"]["secretName"] == "demo-peers"
     assert password["secret"]["optional"] is True, "engines start without it"
     assert {"containerPort": 9465, "name": "peers", "protocol": "TCP"} in sidecar["ports"]
-    for other in others:
+    for other in containers:
         assert not {listing["name"], password["name"]} & {m["name"] for m in other["volumeMounts"]}
         assert "PEER" not in str([*env_of(other)])
 

@@ -62,8 +62,8 @@ def test_fault_before_a_change_is_reported_as_incomplete(monkeypatch: pytest.Mon
     monkeypatch.setattr(Engine, "plan", raise_key_error)
     with pytest.raises(KeyError):
         bench.reconcile()
-    found = reasons(bench)
-    assert {found[kind] for kind in ("Ready", "Progressing", "Degraded")} == {"InternalError"}
+    by_kind = reasons(bench)
+    assert {by_kind[kind] for kind in ("Ready", "Progressing", "Degraded")} == {"InternalError"}
     assert not any(write.startswith("apply") for write in bench.writes)  # also not for injected pods
 
 
@@ -243,8 +243,8 @@ def test_children_wake_the_cluster_that_owns_them() -> None:
     user = {"apiVersion": "lmcache.io/v1alpha1", "kind": "LMCacheCluster", "name": NAME, "uid": UID}
     owner = user | {"controller": True}
     assert owner_key(NAMESPACE, {"ownerReferences": [owner]}) == KEY
-    for others in ([user], [owner | {"apiVersion": "apps/v1", "kind": "Deployment"}], []):
-        assert owner_key(NAMESPACE, {"ownerReferences": others}) is None
+    for references in ([user], [owner | {"apiVersion": "apps/v1", "kind": "Deployment"}], []):
+        assert owner_key(NAMESPACE, {"ownerReferences": references}) is None
     assert owner_key(NAMESPACE, {}) is None
 
 

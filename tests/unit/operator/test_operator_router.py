@@ -132,9 +132,9 @@ def test_upgrade_of_the_operator_keeps_the_image() -> None:
 
 
 def status_with(**status: Any) -> Any:
-    metadata = LIVE["metadata"] | {"generation": 3, "uid": "u"}
-    seen = observed(LIVE | {"metadata": metadata, "status": {"replicas": 2, "updatedReplicas": 2} | status})
-    return Routing().status(seen, Routing().plan(parse(seen.resource), seen, CONTEXT))
+    live = LIVE | {"metadata": LIVE["metadata"] | {"generation": 3, "uid": "u"}}
+    state = observed(live | {"status": {"replicas": 2, "updatedReplicas": 2} | status})
+    return Routing().status(state, Routing().plan(parse(state.resource), state, CONTEXT))
 
 
 def test_status_follows_the_deployment() -> None:
@@ -158,7 +158,7 @@ def test_pods_that_do_not_start_degrade_the_cluster() -> None:
 
 def test_removed_router_is_deleted_and_not_reported() -> None:
     live = routing(router={})
-    seen = Observed(resource=cluster(), children=live, now=EARLY)
-    due = Routing().plan(parse(cluster()), seen, CONTEXT)
+    observation = Observed(resource=cluster(), children=live, now=EARLY)
+    due = Routing().plan(parse(cluster()), observation, CONTEXT)
     assert (due.delete[0], set(due.delete)) == (DEPLOYMENT, set(live))
-    assert Routing().status(seen, due).conditions == {}
+    assert Routing().status(observation, due).conditions == {}

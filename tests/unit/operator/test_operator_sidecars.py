@@ -113,8 +113,8 @@ def test_part_that_fails_degrades_a_cluster_that_serves(kind):
     rig.answer(GOOD | good)
     assert rig.polled(kind) == expected
     rig.answer(GOOD | good, GOOD | bad)
-    status, found, text = rig.polled(kind)
-    assert (status, found, text.endswith(message)) == ("False", reason, True)
+    status, polled_reason, text = rig.polled(kind)
+    assert (status, polled_reason, text.endswith(message)) == ("False", reason, True)
     assert (rig.condition("Degraded"), rig.condition("Ready")[0]) == (("True", reason), "True")
     rig.answer(GOOD | good, GOOD | good)
     assert rig.polled("Degraded")[0] == "False"

@@ -256,5 +256,5 @@ def test_cluster_without_tenants_has_no_condition() -> None:
 
 
 def test_former_file_does_not_degrade_the_cluster() -> None:
-    found = conditions(using(OTHER_DIGEST))
-    assert (found["Degraded"]["status"], found["Ready"]["status"]) == ("False", "True")
+    by_type = conditions(using(OTHER_DIGEST))
+    assert (by_type["Degraded"]["status"], by_type["Ready"]["status"]) == ("False", "True")
