@@ -71,8 +71,8 @@ def test_sampler_matches_a_list(requests, max_samples, since, rate):
 class Reader:
     """Requests of ``num_keys`` keys, and a reader that reads once a minute."""
 
-    def __init__(self, num_keys: int, kept_seconds: float) -> None:
-        self.sampler = Sampler(max_samples=4096, kept_seconds=kept_seconds)
+    def __init__(self, num_keys: int, retained_seconds: float) -> None:
+        self.sampler = Sampler(max_samples=4096, kept_seconds=retained_seconds)
         self.num_keys, self.seconds, self.number, self.position = num_keys, 0, 0, 0
         self.lost: list[int] = []  # in each minute
 
@@ -90,7 +90,7 @@ class Reader:
 
 def test_small_ring_lowers_the_rate_until_a_reader_loses_nothing():
     """With less traffic the rate rises again."""
-    reader = Reader(num_keys=30, kept_seconds=240.0)
+    reader = Reader(num_keys=30, retained_seconds=240.0)
     reader.serve(1800, 10)
     assert any(reader.lost)
     assert not any(reader.lost[-15:])
@@ -103,7 +103,7 @@ def test_small_ring_lowers_the_rate_until_a_reader_loses_nothing():
 
 def test_ring_full_of_requests_keeps_several_keys_per_request():
     """The last key is always recorded, so a lower rate would not make the ring last longer."""
-    reader = Reader(num_keys=8, kept_seconds=480.0)
+    reader = Reader(num_keys=8, retained_seconds=480.0)
     reader.serve(1200, 10)
     assert reader.sampler.rate >= 1 / 16
     assert not any(reader.lost[-10:])

@@ -101,16 +101,16 @@ def test_assigned_lru_evictor_evicts_the_least_recently_used(make_backend):
 
 
 @pytest.mark.parametrize(
-    ("evictor", "kept"),
+    ("evictor", "retained"),
     [pytest.param(MostRecent(0), "", id="refused"), pytest.param(DummyEvictor(), "abcd", id="no victims")],
 )
-def test_chunks_that_the_evictor_gives_no_place_are_dropped_and_counted(make_backend, evictor, kept):
+def test_chunks_that_the_evictor_gives_no_place_are_dropped_and_counted(make_backend, evictor, retained):
     backend = make_backend(4)
     backend.evictor = evictor
     put(backend, "abcdef")
-    assert names_in(backend) == [*kept]
-    assert [name for name in "abcdef" if backend.contains(make_key(name))] == [*kept]
-    assert backend.num_faults == 6 - len(kept)
+    assert names_in(backend) == [*retained]
+    assert [name for name in "abcdef" if backend.contains(make_key(name))] == [*retained]
+    assert backend.num_faults == 6 - len(retained)
 
 
 def test_short_chunks_count_as_full_chunks(make_backend):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import lmcache
-from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
+from lmcache.config import GlobalConfig, LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache.storage_backend.serde import ContainerError, CreateSerde
 from lmcache.storage_backend.serde.container import DTYPES, HEADER_BYTES, Kind, pack
 from tests.harness.scope import examples
@@ -90,6 +90,16 @@ def test_each_serde_reads_containers_of_all_serdes(writer, reader):
 def test_error_for_unknown_serde_lists_the_known_serdes():
     with pytest.raises(ValueError, match="write torch, safetensor, cachegen, fast"):
         make_serde("pickle")
+
+
+@pytest.mark.parametrize("debug", [True, False])
+def test_calls_are_timed_in_debug_mode(debug, monkeypatch):
+    lines = []
+    monkeypatch.setattr(GlobalConfig, "enable_debug", debug)
+    monkeypatch.setattr("lmcache.storage_backend.serde.serde.logger.debug", lambda *line: lines.append(line))
+    serializer, deserializer = make_serde("torch")
+    deserializer.from_bytes(serializer.to_bytes(torch.zeros(1).half()))
+    assert len(lines) == (2 if debug else 0)
 
 
 @pytest.mark.parametrize("name", SERDES)

@@ -189,8 +189,8 @@ def test_refuses_streams_of_another_length():
     shape = (1, 2, 2, 2, 8)  # 3 symbols per channel, 96 in total
     stream = deflated(bytes(range(96)))
     assert read(with_streams([stream], shape), shape).shape == shape
-    others = [deflated(bytes(num_symbols)) for num_symbols in (0, 95, 97, 10**7)]
-    for damaged in (stream + b"\0", *(other.ljust(12, b"\0") for other in others)):
+    other_streams = [deflated(bytes(num_symbols)) for num_symbols in (0, 95, 97, 10**7)]
+    for damaged in (stream + b"\0", *(other.ljust(12, b"\0") for other in other_streams)):
         with pytest.raises(ContainerError, match="does not have exactly 96"):
             read(with_streams([damaged], shape), shape)
 

@@ -14,7 +14,7 @@ from lmcache.tiers.base import ObjectId
 from lmcache.tiers.encryption.aes import AesGcm
 from lmcache.tiers.encryption.keys import WriteVersions, parse_keys
 from lmcache.tiers.encryption.pieces import OVERHEAD_BYTES, Place, stored_key
-from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError
+from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError, NoKeyError
 from tests.harness.encryption import cipher, flipped, key_of, keys
 
 REFUSALS = (InvalidObjectError, KeyAbsentError)
@@ -183,6 +183,12 @@ class TestCipher:
             decrypted(encrypted(by=cipher("disk", 2)))
         with pytest.raises(InvalidObjectError, match="not encrypted"):
             decrypted(bytes(100))
+
+    def test_cipher_without_a_key_encrypts_nothing(self):
+        piece = memoryview(bytearray(len(CONTENT) + OVERHEAD_BYTES))
+        with pytest.raises(NoKeyError):
+            AesGcm("disk").encrypt(PLACE, CONTENT, piece)
+        assert bytes(piece) == bytes(len(piece))
 
     def test_key_and_nonce_never_repeat(self, monkeypatch):
         derive, derived = AesGcm._derive, []

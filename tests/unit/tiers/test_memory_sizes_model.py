@@ -197,6 +197,7 @@ class SizesMachine(RuleBasedStateMachine):
     )
     def end_a_reservation_during_its_copy(self, group, chunk, column, owner, is_dead):
         self.reserve(group, chunk, column, owner)
+        self.refuse_to_share_a_shorter_row(group, owner, chunk)
         self.hold(owner, column)
         self.commit(owner, column)  # refused
         if is_dead:

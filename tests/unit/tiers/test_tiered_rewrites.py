@@ -143,6 +143,18 @@ async def test_evicted_refused_rows_use_no_offer_turns(world):
 
 
 @run
+async def test_number_of_remembered_refused_rows_is_bounded(world):
+    world.remote.is_full = True
+    world.put(chain(4))
+    world.put(chain(12, start=4))
+    assert await world.store.drain(60)
+    assert len(world.lower._refused) <= 4
+    world.remote.is_full = False
+    world.now += REFRESH_SECONDS
+    await hit_until_written(world, chain(2))
+
+
+@run
 async def test_hit_writes_rows_dropped_from_the_queue(world):
     world.remote.open.clear()
     world.put(chain(2))
