@@ -1,5 +1,6 @@
 """Memory pools and their arena."""
 
+import hashlib
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from lmcache.storage_backend.mem_pool import (
     TorchArena,
 )
 from lmcache.tiers.memory.contracts import Geometry
+from lmcache.tiers.memory.local import LocalStore
 from tests.harness.scope import examples
 
 SHAPE = (2, 2, 64, 8, 16)  # a full chunk: 64 KiB of fp16, 16 slots of 4 KiB
@@ -112,6 +114,18 @@ def test_any_mix_of_chunks_preserves_bytes(lengths, random):
 def test_gpu_pool_without_a_gpu_uses_host_memory():
     kv_obj = LocalGPUPool(metadata()).allocate(chunk(64))
     assert kv_obj.data.device.type == "cpu"
+
+
+def test_store_over_tensors_returns_the_put_bytes():
+    arena = TorchArena.for_chunks(CHUNK_BYTES, 4 * CHUNK_BYTES)
+    store, source = LocalStore(arena), chunk(64)
+    key = hashlib.sha256(b"a").digest() * 2
+    assert store.put(
+        key, CHUNK_BYTES, lambda row: arena.tensor(row, source.shape, source.dtype).copy_(source)
+    )
+    result = store.get(key, lambda row, length: arena.tensor(row, source.shape, source.dtype).clone())
+    assert torch.equal(result, source)
+    assert bytes(arena.view(0, 0, 4)) == source.view(torch.uint8).flatten()[:4].numpy().tobytes()
 
 
 def test_tiny_chunks_share_frames():
