@@ -12,7 +12,9 @@ from lmcache.storage_backend.mem_pool import KVObj
 from lmcache.utils import DiskCacheMetadata
 
 STEPS = st.tuples(
-    st.sampled_from(["put", "get", "remove", "fail"]), st.sampled_from("abcdef"), st.integers(0, 120)
+    st.sampled_from(["put", "get", "remove", "fail"]),
+    st.sampled_from("abcdef"),
+    st.sampled_from([20, 40, 60, 100, 101]),
 )
 
 
