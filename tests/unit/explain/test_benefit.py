@@ -74,6 +74,8 @@ def test_figures_of_several_sidecars_add_up_and_silent_ones_are_counted():
     assert (saved.gpu_hours, saved.wait_seconds, saved.load_seconds) == (1.0, 3.0, 6.0)
     assert saved.loaded_tokens == {"memory": 2000, "remote": 1000}
     assert "1 of 3 sidecars count no benefit" in text(saved)
+    assert text(benefit([{}], Prices())).startswith("1 of 1 sidecars count no benefit")
+    assert text(benefit([], Prices())) == ""
 
 
 def test_saved_latency_compares_requests_of_like_length():
