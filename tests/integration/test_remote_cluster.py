@@ -1,6 +1,8 @@
 """Redis Cluster: objects spread over its slots, moved slots, and failing masters."""
 
 import binascii
+import contextlib
+from functools import partial
 
 import pytest
 
@@ -137,3 +139,12 @@ def test_frozen_cluster_is_used_again_after_it_thaws(remote, servers):
 
     wait_until(lambda: is_available(remote))
     wait_until(lambda: remote.probe(KEYS, 2) == len(KEYS))
+
+
+def test_unreachable_cluster_raises():
+    with contextlib.closing(tier_of("redis-cluster://127.0.0.1:1,127.0.0.1:2")) as remote:
+        store = partial(remote.store, ObjectId(KEY, 0), memoryview(b"x"))
+        for call in (partial(load, remote), partial(remote.probe, KEYS, 1), store) * 2:
+            with pytest.raises(TierUnavailableError):
+                call()
+        assert remote.health.is_open

@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 
@@ -74,10 +75,6 @@ def test_probe_asks_for_each_row_of_the_window_once(remote, servers):
     assert sum(calls) == 16
 
 
-def time_out() -> None:
-    raise TimeoutError
-
-
 @pytest.mark.parametrize(("fault", "remote"), [("kill", 60.0), ("freeze", 3.0)], indirect=["remote"])
 def test_lost_shard_costs_only_its_own_rows(remote, servers, fault, monkeypatch):
     fill(remote)
@@ -90,15 +87,14 @@ def test_lost_shard_costs_only_its_own_rows(remote, servers, fault, monkeypatch)
     lost_key, served_key = KEYS[hits.index(False)], KEYS[hits.index(True)]
     (unhealthy,) = (server for server in remote._topology.servers() if server.circuit.is_open)
     with monkeypatch.context() as patch:
-        attempts: list[object] = []
-        patch.setattr(unhealthy.circuit, "_probe", time_out)
-        patch.setattr(unhealthy, "_attempt", lambda operation, **_: attempts.append(operation))
+        patch.setattr(unhealthy.circuit, "_probe", mock.Mock(side_effect=TimeoutError))
+        patch.setattr(unhealthy, "_attempt", attempt := mock.Mock())
         assert remote.probe(KEYS, 2) == hits.index(False)
         assert not remote.store(ObjectId(lost_key, 0), memoryview(payload_of(lost_key, 0)))
         assert remote.stats.refused == {"unavailable": 1}
         assert remote.store(ObjectId(served_key, 0), memoryview(payload_of(served_key, 0)))
         remote.touch(KEYS, 2)
-        assert not attempts
+        attempt.assert_not_called()
     servers[0].start() if fault == "kill" else servers[0].thaw()
     # The tier as a whole stayed available: the shard's own circuit closes again.
     wait_until(lambda: remote.store(ObjectId(lost_key, 0), memoryview(payload_of(lost_key, 0))))

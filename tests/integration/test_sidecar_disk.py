@@ -48,9 +48,8 @@ def test_rows_found_after_sigkill_are_intact(tmp_path):
             session.lookup("more", [(0, make_keys(*range(10, 60)))])
             sidecar.settled()
             wait_until(lambda: not session.lookup("more", [(0, make_keys(*range(10, 60)))]).is_probing)
-            for slot, number in zip(
-                slots_of(session, make_keys(*range(10, 60))), range(10, 60), strict=False
-            ):
+            slots = slots_of(session, make_keys(*range(10, 60)))
+            for slot, number in zip(slots, range(10, 60), strict=False):
                 assert (session.slots[slot.row, :100_000] == payload(number)).all()
 
 

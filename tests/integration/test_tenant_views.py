@@ -38,12 +38,9 @@ def sidecar(tmp_path_factory) -> Iterator[SidecarProcess]:
         ) as sidecar,
         contextlib.ExitStack() as stack,
     ):
-        search, batch, unnamed, unsalted = (
-            stack.enter_context(
-                contextlib.closing(Engine(sidecar, NAMESPACE, ROW_BYTES, tenant=keys.tenant(salt, NAMESPACE)))
-            )
-            for salt in (NAMED["search"], NAMED["batch"], UNNAMED, "")
-        )
+        tenants = [keys.tenant(salt, NAMESPACE) for salt in (NAMED["search"], NAMED["batch"], UNNAMED, "")]
+        engines = (contextlib.closing(Engine(sidecar, NAMESPACE, ROW_BYTES, tenant=each)) for each in tenants)
+        search, batch, unnamed, unsalted = map(stack.enter_context, engines)
         batch.serve("b-1", tuple(range(10)))
         sidecar.wait_until(lambda stats: stats["tenants"]["disk_refused"]["batch"] == 10)
         search.serve("s-1", tuple(range(100, 120)))
