@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
 
 from lmcache.common.timing import TIMING, Timing
 
@@ -33,9 +32,10 @@ COPIES = f"{CALLS},hold_seconds=60,left_behind_seconds=60"
 def deadlines(text: str) -> Iterator[None]:
     """Use ``text``, a value of LMCACHE_TIMING, in this context."""
     former = os.environ.get(VARIABLE, STANDARD)
-    with mock.patch.dict(os.environ, {VARIABLE: text}):
+    os.environ[VARIABLE] = text  # and restore no other variable: vLLM sets some once in a process
+    try:
         TIMING.read(text)
-        try:
-            yield
-        finally:
-            TIMING.read(former)
+        yield
+    finally:
+        os.environ[VARIABLE] = former
+        TIMING.read(former)
