@@ -83,6 +83,9 @@ def base(sglang):
                 "model_impl": "transformers",  # may order the elements of a key in another way
             }.items()
         ),
+        {"pools": {"kv": OtherPool()}},
+        {"pools": {"swa": Pool()}},
+        {"pools": {"kv": Pool(), "swa": Pool()}},
         *(
             {"pools": {"kv": Pool(**{field: value})}}
             for field, value in {
@@ -121,17 +124,6 @@ def test_other_changes_do_not_change_the_name(base, changes):
     assert len(base) == 32
 
 
-def test_kind_name_and_number_of_pools_change_the_name(base):
-    names = {
-        base,
-        namespace(pools={"kv": OtherPool()}),
-        namespace(pools={"swa": Pool()}),
-        namespace(pools={"kv": Pool(), "swa": Pool()}),
-        namespace(pools={"kv": Pool(), "swa": OtherPool()}),
-    }
-    assert len(names) == 5
-
-
 def test_modules_that_adapters_change_change_the_name():
     def adapted(loras=(["a", "/a", "00"],), **given):
         return namespace(options(**given), loras=list(loras))
@@ -142,9 +134,10 @@ def test_modules_that_adapters_change_change_the_name():
     assert adapted((), lora_target_modules={"q"}) == adapted((), lora_target_modules={"k"})
 
 
-def test_order_of_pools_does_not_change_the_name():
+def test_kind_of_a_second_pool_changes_the_name_and_their_order_does_not():
     pools = {"kv": Pool(), "swa": OtherPool()}
     assert namespace(pools=pools) == namespace(pools=dict(reversed(pools.items())))
+    assert namespace(pools=pools) != namespace(pools={"kv": Pool(), "swa": Pool()})
 
 
 def test_context_length_matters_if_rope_depends_on_it():
@@ -161,12 +154,6 @@ def test_version_and_hash_of_sglang_change_the_name(base, sglang, give_module):
     assert namespace() != base
 
 
-@pytest.mark.parametrize("variable", ["SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT"])
-def test_order_of_bytes_on_the_device_changes_the_name(base, monkeypatch, variable):
-    monkeypatch.setenv(variable, "1")
-    assert namespace() != base
-
-
 def test_stages_with_different_layers_have_the_same_name():
     """All ranks of an engine have the same name, but the first stage may have more layers."""
     sizes = SIZES | {"pipeline_parallel": 2}
@@ -174,39 +161,40 @@ def test_stages_with_different_layers_have_the_same_name():
     assert len(names) == 1
 
 
-def test_division_into_stages_changes_the_name(base, monkeypatch):
-    monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", "1,3")
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        pytest.param("SGLANG_USE_HND_KVCACHE", "1", id="order of bytes on the device"),
+        pytest.param("SGLANG_AITER_KV_CACHE_LAYOUT", "1", id="order of bytes on the device of AMD"),
+        pytest.param("SGLANG_PP_LAYER_PARTITION", "1,3", id="division into stages"),
+    ],
+)
+def test_variable_of_the_environment_changes_the_name(base, monkeypatch, variable, value):
+    monkeypatch.setenv(variable, value)
     assert namespace() != base
 
 
 def test_scales_of_kv_are_named_by_their_content(base, tmp_path):
-    scales = tmp_path / "scales.json"
-    scales.write_text("1")
-    first = namespace(options(quantization_param_path=str(scales)))
-    copy = tmp_path / "copy.json"
-    copy.write_text("1")
-    assert namespace(options(quantization_param_path=str(copy))) == first != base
-    scales.write_text("2")
-    assert namespace(options(quantization_param_path=str(scales))) != first
+    names = []
+    for name, content in (("scales", "1"), ("copy", "1"), ("scales", "2")):
+        (tmp_path / name).write_text(content)
+        names.append(namespace(options(quantization_param_path=str(tmp_path / name))))
+    assert names[0] == names[1]
+    assert len({base, *names}) == 3
     with pytest.raises(UnnamedError, match="can't be read"):
         namespace(options(quantization_param_path=str(tmp_path / "missing")))
 
 
-class TestPrivateReasons:
-    @pytest.mark.parametrize(
-        "option", sorted({"forward_hooks", "kt_weight_path", "uno_lora_path", *dict(naming._OTHER_SOURCES)})
-    )
-    def test_weights_from_elsewhere_are_private(self, option):
-        reason = naming.private_reason(options(**{option: "x"}), is_from_start=True)
-        assert option in reason
-        usual = options(**{option: None})
-        assert naming.private_reason(usual, is_from_start=True) == ""
-        assert "running engine" in naming.private_reason(usual, is_from_start=False)
-
-    def test_weights_of_another_process_are_private(self):
-        assert "weight_cache_mode" in naming.private_reason(
-            options(weight_cache_mode="client"), is_from_start=True
-        )
+@pytest.mark.parametrize(
+    "option", sorted({"forward_hooks", "kt_weight_path", "uno_lora_path", *dict(naming._OTHER_SOURCES)})
+)
+def test_weights_from_elsewhere_are_private(option):
+    assert option in naming.private_reason(options(**{option: "x"}), is_from_start=True)
+    usual = options(**{option: None})
+    assert naming.private_reason(usual, is_from_start=True) == ""
+    assert "running engine" in naming.private_reason(usual, is_from_start=False)
+    shared = options(weight_cache_mode="client")
+    assert "weight_cache_mode" in naming.private_reason(shared, is_from_start=True)
 
 
 @pytest.fixture
@@ -229,25 +217,22 @@ class TestFiles:
         given = options(model_path=str(model), json_model_override_args='{"rope_theta": 5}')
         assert naming.model_config(given, later()) == CONFIG | {"rope_theta": 5}
 
-    @pytest.mark.parametrize("content", [b"{", b"", b"\xff"])
-    def test_invalid_configuration_has_no_name(self, model, content):
-        (model / "config.json").write_bytes(content)
+    @pytest.mark.parametrize("content", [b"{", b"", b"\xff", None])
+    def test_invalid_or_missing_configuration_has_no_name(self, model, content):
+        (model / "config.json").unlink()
+        if content is not None:
+            (model / "config.json").write_bytes(content)
         with pytest.raises(UnnamedError, match="can't be read"):
             naming.model_config(options(model_path=str(model)), later())
-
-    def test_missing_or_changed_configuration_has_no_name(self, model, tmp_path):
-        with pytest.raises(UnnamedError, match="can't be read"):
-            naming.model_config(options(model_path=str(tmp_path / "no")), later())
-        with pytest.raises(UnnamedError, match="changed after the engine's start"):
-            naming.model_config(options(model_path=str(model)), time.time() - 60)
 
     def test_weights_are_named_by_their_content(self, model):
         given = options(model_path=str(model))
         first = naming.weights_fingerprint(given, later())
         (model / "model.safetensors").write_bytes(b"weights 2")
         assert naming.weights_fingerprint(given, later()) != first
-        with pytest.raises(UnnamedError, match="changed after"):
-            naming.weights_fingerprint(given, time.time() - 60)
+        for read in (naming.model_config, naming.weights_fingerprint):
+            with pytest.raises(UnnamedError, match="changed after the engine's start"):
+                read(given, time.time() - 60)
 
     @pytest.mark.parametrize("load_format", ["dummy", "remote", "gguf", "pt"])
     def test_other_sources_of_weights_have_no_name(self, model, load_format):
@@ -329,7 +314,7 @@ class TestAttachment:
         assert first.namespace != second.namespace
         assert name(given, b"1" * 16).namespace == first.namespace, "the same in all ranks"
 
-    def test_ranks_of_one_engine_share_an_id(self):
+    def test_ranks_of_one_engine_share_an_id(self, monkeypatch):
         """The replicas of ``--dp-size`` are engines, with the same parent and the same options."""
         changes = [{}, {"port": 1}, {"random_seed": 2}, {"dp_rank": 0}, {"dp_rank": 1}]
         engines = [*((options(**change), 0) for change in changes), (options(), 1)]
@@ -339,11 +324,8 @@ class TestAttachment:
         random_ids = {attach.engine_uuid(options(), 0, is_alone=True) for _ in range(3)}
         assert len(random_ids) == 3, "a single rank needs no common id"
         assert {len(uuid) for uuid in {*ids, *random_ids}} == {16}
-
-    def test_id_of_an_engine_with_another_parent_differs(self, monkeypatch):
-        first = attach.engine_uuid(options(), 0, is_alone=False)
         monkeypatch.setattr(os, "getppid", os.getpid)
-        assert attach.engine_uuid(options(), 0, is_alone=False) != first
+        assert attach.engine_uuid(options(), 0, is_alone=False) != ids[0], "another parent"
 
     def test_kv_of_the_engine_includes_its_host_cache(self):
         pools = {"kv": Pool(size=5000, device_capacity_tokens=4096, size_per_token=10)}

@@ -51,8 +51,7 @@ class CopyingPool(Pool):
     """A pool whose pages are not in one place, such as that of states."""
 
     def get_data_page(self, index, flat=True):
-        page = super().get_data_page(index, flat=False).clone()
-        return page.flatten() if flat else page
+        return super().get_data_page(index, flat).clone()
 
     def set_from_flat_data_page(self, index, data_page):
         page = super().get_data_page(index, flat=False)
@@ -69,22 +68,22 @@ class MovedPool(Pool):
 
 
 SHAPES = {
-    "layer_first": ((2, LAYERS, PAGE * PAGES, HEADS, DIM), 2, False),
-    "page_first": ((2, PAGE * PAGES, LAYERS, HEADS, DIM), 1, False),
-    "page_first_direct": ((2, PAGES, LAYERS, PAGE, HEADS, DIM), 1, True),
-    "page_head": ((2, PAGES, HEADS, PAGE, LAYERS, DIM), 1, True),
-    "mla_layer_first": ((LAYERS, PAGE * PAGES, 1, DIM), 1, False),
-    "mla_page_first": ((PAGE * PAGES, LAYERS, 1, DIM), 0, False),
-    "mla_page_first_direct": ((PAGES, LAYERS, PAGE, 1, DIM), 0, True),
-    "indexer_layer_first": ((LAYERS, PAGES, 7), 1, True),
+    "layer_first": ((2, LAYERS, PAGE * PAGES, HEADS, DIM), 2, False, 2 * LAYERS),
+    "page_first": ((2, PAGE * PAGES, LAYERS, HEADS, DIM), 1, False, 2),
+    "page_first_direct": ((2, PAGES, LAYERS, PAGE, HEADS, DIM), 1, True, 2),
+    "page_head": ((2, PAGES, HEADS, PAGE, LAYERS, DIM), 1, True, 2),
+    "mla_layer_first": ((LAYERS, PAGE * PAGES, 1, DIM), 1, False, LAYERS),
+    "mla_page_first": ((PAGE * PAGES, LAYERS, 1, DIM), 0, False, 1),
+    "mla_page_first_direct": ((PAGES, LAYERS, PAGE, 1, DIM), 0, True, 1),
+    "indexer_layer_first": ((LAYERS, PAGES, 7), 1, True, LAYERS),
 }
-"""Shapes of SGLang's pools, their axis of tokens or pages, and whether it is one of pages."""
+"""Shapes of SGLang's pools, their axis of tokens or pages, whether it is one of pages, and runs of a page."""
 
 DTYPES = [torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn]
 
 
 def make_pool(name, kind=Pool, **fields):
-    shape, axis, is_by_page = SHAPES[name]
+    shape, axis, is_by_page, _ = SHAPES[name]
     return kind(shape, axis, is_by_page=is_by_page, **fields)
 
 
@@ -120,27 +119,20 @@ def check_copies(pool):
     copier.close()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fields", [*({"dtype": dtype} for dtype in DTYPES), {"offset": 13}], ids=str)
 @pytest.mark.parametrize("name", SHAPES)
-def test_page_is_copied_as_the_pool_would(name, dtype):
-    pool = make_pool(name, dtype=dtype)
+def test_page_is_copied_as_the_pool_would_in_runs_as_long_as_the_layout_allows(name, fields):
+    """Without the pool's own functions, also if it begins inside its memory."""
+    pool = make_pool(name, **fields)
     layout = layout_of(pool)
-    assert layout is not None, "copied without the pool's own functions"
-    assert layout.blocks_per_row == 1
-    assert all(len(pages) == PAGES for pages in layout.pages)
+    assert (layout.blocks_per_row, [len(pages) for pages in layout.pages]) == (1, [PAGES] * SHAPES[name][3])
     check_copies(pool)
 
 
+@pytest.mark.parametrize("kind", [CopyingPool, MovedPool])
 @pytest.mark.parametrize("name", SHAPES)
-def test_pool_copies_a_page_that_is_no_view(name):
-    pool = make_pool(name, CopyingPool)
-    assert layout_of(pool) is None
-    check_copies(pool)
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_pages_at_unequal_distances_go_through_the_pool(name):
-    pool = make_pool(name, MovedPool)
+def test_page_that_is_no_view_or_at_unequal_distances_goes_through_the_pool(name, kind):
+    pool = make_pool(name, kind)
     assert layout_of(pool) is None
     check_copies(pool)
 
@@ -159,27 +151,6 @@ def test_pool_whose_pages_move_is_copied_by_its_own_functions():
     copier.close()
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_pool_may_begin_inside_its_memory(name):
-    pool = make_pool(name, offset=13)
-    assert layout_of(pool) is not None
-    check_copies(pool)
-
-
-def test_runs_are_as_long_as_the_layout_allows():
-    counts = {name: len(layout_of(make_pool(name)).pages) for name in SHAPES}
-    assert counts == {
-        "layer_first": 2 * LAYERS,
-        "page_first": 2,
-        "page_first_direct": 2,
-        "page_head": 2,
-        "mla_layer_first": LAYERS,
-        "mla_page_first": 1,
-        "mla_page_first_direct": 1,
-        "indexer_layer_first": LAYERS,
-    }
-
-
 @pytest.mark.parametrize("error", [NotImplementedError("no pages"), ValueError("Unsupported layout: x")])
 def test_pool_without_pages_is_refused(error):
     def fail(index, flat):
@@ -196,10 +167,9 @@ def test_each_group_copies_its_own_pool():
         1: make_pool("indexer_layer_first", dtype=torch.uint8),
         2: make_pool("layer_first", CopyingPool),
     }
-    for seed, pool in pools.items():
-        pool.fill(seed)
     copier = PoolCopier(pools, 2)
     for group, pool in pools.items():
+        pool.fill(group)
         slot = slot_for(copier, group)
         copier.store(group, slot, [3], None)
         assert np.array_equal(slot[: copier.row_bytes[group]], raw(pool.get_data_page(3 * PAGE)))
