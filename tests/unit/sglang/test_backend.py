@@ -35,11 +35,8 @@ class Access:
     engine_uuid = b"e" * 16
 
     def __init__(self, pools):
-        self.pools = pools
-        self.namespace = None
-        self.is_closed = False
-        self.loads = []
-        self.times = []
+        self.pools, self.namespace, self.is_closed = pools, None, False
+        self.loads, self.times = [], []
 
     def set_namespace(self, namespace):
         self.namespace = namespace
@@ -154,13 +151,13 @@ def test_pool_of_a_draft_model_is_cached(world, make_backend):
     backend = make_backend(kv)
     backend.register_mem_host_pool_v2(kv, "kv")
     backend.on_host_pools_registered()
+    backend.register_mem_host_pool_v2(kv, "kv")
+    assert [access.is_closed for access in world.accesses] == [False], "a known pool changes nothing"
     draft = make_pool()
     backend.register_mem_host_pool_v2(draft, "draft")
     first, second = world.accesses
-    assert first.is_closed
-    assert first.pools == {"kv": kv}
-    assert not second.is_closed
-    assert second.pools == {"kv": kv, "draft": draft}
+    assert (first.is_closed, first.pools) == (True, {"kv": kv})
+    assert (second.is_closed, second.pools) == (False, {"kv": kv, "draft": draft})
     transfer = SimpleNamespace(name="draft", keys=["00" * 32], host_indices=Indices([4, 5]))
     assert (backend.batch_get_v2([transfer]), second.loads) == ({"draft": [True]}, [(1, [2])])
     world.watch.forget_all()
@@ -177,19 +174,16 @@ def test_pools_of_one_operation_share_a_time_limit(world, make_backend):
     backend.on_host_pools_registered()
     (access,) = world.accesses
 
-    def load(first, *keys):
-        indices = Indices([0, 1] * len(keys))
-        if first:
-            backend.batch_get_v1(list(keys), indices)
-        pools = [
-            SimpleNamespace(name=name, keys=list(keys), host_indices=indices) for name in ("indexer", "draft")
-        ]
-        backend.batch_get_v2(pools)
+    def load(key, *, is_first=True):
+        request = {"keys": [key], "host_indices": Indices([0, 1])}
+        if is_first:
+            backend.batch_get_v1(*request.values())
+        backend.batch_get_v2([SimpleNamespace(name=name, **request) for name in ("indexer", "draft")])
         times, access.times = access.times, []
         return times
 
-    a, b = load(True, "00" * 32), load(True, "11" * 32)
-    windows = load(False, "22" * 32)  # an operation of its own
+    a, b = load("00" * 32), load("11" * 32)
+    windows = load("22" * 32, is_first=False)  # an operation of its own
     assert [len(times) for times in (a, b, windows)] == [3, 3, 2]
     assert a[0] == a[1] == a[2] < b[0] == b[1] == b[2] < windows[0] == windows[1]
 
@@ -216,20 +210,9 @@ def test_pool_that_comes_while_the_backend_attaches_is_cached(world, make_backen
     may_end.set()
     join_threads()
     first, second = world.accesses
-    assert first.is_closed
-    assert set(second.pools) == {"kv", "draft"}
+    assert (first.is_closed, set(second.pools)) == (True, {"kv", "draft"})
     assert backend.batch_get_v1(["00" * 32], Indices([6, 7])) == [True]
-    assert second.loads == [(0, [3])]
-    assert not first.loads
-
-
-def test_pool_that_is_registered_again_changes_nothing(world, make_backend):
-    kv = make_pool()
-    backend = make_backend(kv)
-    backend.on_host_pools_registered()
-    backend.register_mem_host_pool_v2(kv, "kv")
-    (access,) = world.accesses
-    assert not access.is_closed
+    assert (first.loads, second.loads) == ([], [(0, [3])])
 
 
 def test_engine_of_another_version_starts_without_the_cache(world, monkeypatch, give_module, caplog):

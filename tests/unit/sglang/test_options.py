@@ -60,29 +60,19 @@ def test_sources_without_an_option_are_passed_over(engine, error):
     ("backend", "config", "is_ours"),
     [
         ("dynamic", OURS, True),
-        ("dynamic", json.dumps({"module_path": "mooncake"}), False),
-        ("dynamic", "{}", False),
-        ("dynamic", "[1]", False),
-        ("dynamic", "{not json", False),
-        ("dynamic", None, False),
-        ("file", OURS, False),
-        (None, OURS, False),
+        *(("dynamic", other, False) for other in ('{"module_path": "mooncake"}', "{}", "[1]", "{", None)),
+        *((backend, OURS, False) for backend in ("file", None)),
         ("dynamic", "@/no/such/file.yaml", False),
+        ("dynamic", "@ours", True),
+        ("dynamic", "@other", False),
     ],
 )
-def test_backend_of_the_start(engine, backend, config, is_ours):
+def test_backend_of_the_start(engine, tmp_path, monkeypatch, backend, config, is_ours):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ours").write_text(f"module_path: {MODULE}")
+    (tmp_path / "other").write_text("module_path: other")
     given = SimpleNamespace(hicache_storage_backend=backend, hicache_storage_backend_extra_config=config)
     assert engine(given).loads_backend_at_start is is_ours
-
-
-def test_configuration_may_be_a_file(engine, tmp_path):
-    given = SimpleNamespace(
-        hicache_storage_backend="dynamic", hicache_storage_backend_extra_config=f"@{tmp_path}/config"
-    )
-    (tmp_path / "config").write_text(f"module_path: {MODULE}")
-    assert engine(given).loads_backend_at_start
-    (tmp_path / "config").write_text("module_path: other")
-    assert not engine(given).loads_backend_at_start
 
 
 def test_settings(monkeypatch):
@@ -96,15 +86,11 @@ def test_settings(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("copy_threads", 0),
-        ("copy_threads", 65),
-        ("lookup_seconds", 0),
-        ("row_seconds", -1),
+        *(("copy_threads", threads) for threads in (0, 65)),
+        *(("lookup_seconds", seconds) for seconds in (0, 9)),
+        *(("row_seconds", seconds) for seconds in (-1, 9)),
         ("load_seconds", 8.1),
-        ("row_seconds", 9),
-        ("lookup_seconds", 9),
-        ("lease_seconds", 3601),
-        ("lease_seconds", "soon"),
+        *(("lease_seconds", seconds) for seconds in (3601, "soon")),
         ("min_page_tokens", 0),
         ("prefill_tokens_per_second", -1),
     ],

@@ -95,17 +95,6 @@ def test_split_pool_next_to_replicated_kv_is_refused(pool):
         Ranks.of(config(tp_size=2, is_mla_model=True), pools)
 
 
-@pytest.fixture
-def attach_with(monkeypatch):
-    """``attach_with(config, **options)``: attach a rank of an engine with these options of SGLang."""
-
-    def run(config, **options):
-        monkeypatch.setattr(attach, "EngineOptions", lambda: SimpleNamespace(**options))
-        return attach.attach(config, {"kv": SimpleNamespace(page_size=1)}, Settings())
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("fields", "num_nodes", "message"),
     [
