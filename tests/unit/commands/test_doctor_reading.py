@@ -130,8 +130,8 @@ def test_missing_kind_differs_from_a_missing_cluster():
 
 
 def test_pods_belong_to_their_clusters():
-    pods = [labelled(0, cluster="demo", component="engine"), labelled(1, cluster="other", component="engine")]
-    pods += [labelled(2, cluster="demo", component="remote")]
+    places = (("demo", "engine"), ("other", "engine"), ("demo", "remote"))
+    pods = [labelled(n, cluster=name, component=part) for n, (name, part) in enumerate(places)]
     page = f"{PODS}?labelSelector="
     pages = {
         f"{ROOT}/demo": cluster(),
@@ -154,12 +154,9 @@ def test_engines_report_version_and_cache_settings():
 
     tls = pod(1, containers=[engine("--ssl-certfile=/tls.crt")])
     ((first, second), none) = run(read_engines(get, [[pod(), tls], []], seconds=1.0))
-    assert first.stats == {
-        "version": "0.32.0",
-        "cache": {"block_size": "16", "engine": "0", "quoted": 'a\\"b'},
-    }
+    cache = {"block_size": "16", "engine": "0", "quoted": 'a\\"b'}
+    assert (first.stats, none) == ({"version": "0.32.0", "cache": cache}, [])
     assert "HTTPS" in second.problem
-    assert none == []
 
 
 def test_sglang_reports_version_and_settings_at_its_own_port():
