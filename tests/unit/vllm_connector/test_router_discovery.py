@@ -85,36 +85,35 @@ def refuse() -> None:
     """The endpoint of paths that vLLM refuses without an option."""
 
 
+def endpoints_of(router: Any) -> dict[str, Any]:
+    return {route.path: route.endpoint for route in router.routes if isinstance(route, APIRoute)}
+
+
 def test_engine_tokenizes_prompts_for_the_router_and_opens_nothing_else() -> None:
     opened = {"/v1/completions/render", "/v1/chat/completions/render"}
-    handlers = {route.path: route.endpoint for route in render_router.routes if isinstance(route, APIRoute)}
+    handlers = endpoints_of(render_router)
     assert opened < set(handlers)
-    app = FastAPI()
-    closed = (
-        *handlers,
-        *(route.path for route in token_router.routes if isinstance(route, APIRoute)),
-        "/mine",
-    )
+    app, closed = FastAPI(), {*handlers, *endpoints_of(token_router), "/mine"}
     for path in closed:
         app.add_api_route(path, refuse, methods=["POST"])
-    asyncio.run(called(app, RouterDiscovery))
-    endpoints = {route.path: route.endpoint for route in app.router.routes if isinstance(route, APIRoute)}
+    asyncio.run(called(app))
+    endpoints = endpoints_of(app.router)
     assert {path: endpoints[path] for path in opened} == {path: handlers[path] for path in opened}
-    assert all(endpoints[path] is refuse for path in set(closed) - opened)
+    assert all(endpoints[path] is refuse for path in closed - opened)
 
 
 def test_paths_that_the_server_answers_stay_as_they_are() -> None:
     app = FastAPI()
     app.include_router(render_router)
     before = [*app.router.routes]
-    asyncio.run(called(app, RouterDiscovery))
+    asyncio.run(called(app))
     assert app.router.routes == before
 
 
-async def called(app: FastAPI, middleware: Any) -> None:
+async def called(app: FastAPI) -> None:
     """Pass one message of the server through the middleware."""
 
     async def server(scope: Any, receive: Any, send: Any) -> None:
         assert scope["type"] == "lifespan"
 
-    await middleware(server)({"type": "lifespan", "app": app}, None, None)
+    await RouterDiscovery(server)({"type": "lifespan", "app": app}, None, None)

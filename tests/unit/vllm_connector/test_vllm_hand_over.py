@@ -48,28 +48,28 @@ def test_prefill_engine_announces_its_full_chunks(make_rig):
     assert (num_announced_tokens(params, NAMESPACE), list(params)) == (192, ["lmcache"])
 
 
-@pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": False}, {"do_remote_prefill": True}])
-def test_nothing_is_announced_to_no_decode_engine(make_rig, params):
-    assert prefill(make_rig(), make_request(200, kv_transfer_params=params)) is None
-
-
-def test_nothing_is_announced_of_short_prompts(make_rig):
-    assert prefill(make_rig(), make_request(63, kv_transfer_params=TO_DECODE)) is None
+@pytest.mark.parametrize(
+    ("num_tokens", "params"),
+    [
+        *((200, other) for other in (None, {}, {"do_remote_decode": False}, {"do_remote_prefill": True})),
+        (63, TO_DECODE),
+    ],
+)
+def test_nothing_is_announced_of_short_prompts_or_to_no_decode_engine(make_rig, num_tokens, params):
+    assert prefill(make_rig(), make_request(num_tokens, kv_transfer_params=params)) is None
 
 
 def test_nothing_is_announced_of_kv_that_others_cannot_find(make_rig):
-    request = make_request(200, kv_transfer_params=TO_DECODE)
-    assert prefill(make_rig(make_identity(private_reason="a test")), request) is None
-    rig = make_rig()
-    rig.scheduler.reset_cache()
-    assert prefill(rig, make_request(200, kv_transfer_params=TO_DECODE)) is None
+    def request():
+        return make_request(200, kv_transfer_params=TO_DECODE)
 
-
-def test_nothing_is_announced_offline(make_rig):
-    rig = make_rig()
-    request = rig.arrive(make_request(200, kv_transfer_params=TO_DECODE))
-    rig.scheduler.go_offline()
-    assert rig.scheduler.hand_over(request) is None
+    assert prefill(make_rig(make_identity(private_reason="a test")), request()) is None
+    reset, offline = make_rig(), make_rig()
+    reset.scheduler.reset_cache()
+    assert prefill(reset, request()) is None
+    arrived = offline.arrive(request())
+    offline.scheduler.go_offline()
+    assert offline.scheduler.hand_over(arrived) is None
 
 
 @pytest.mark.parametrize("is_memory_only", [True, False])
@@ -190,10 +190,7 @@ def test_after_a_reset_nothing_is_waited_for(rig):
         {"lmcache": None},
         {"lmcache": {}},
         {"lmcache": {"namespace": NAMESPACE.hex()}},
-        {"lmcache": {"namespace": NAMESPACE.hex(), "num_tokens": "192"}},
-        {"lmcache": {"namespace": NAMESPACE.hex(), "num_tokens": -192}},
-        {"lmcache": {"namespace": NAMESPACE.hex(), "num_tokens": True}},
-        {"lmcache": {"namespace": NAMESPACE.hex(), "num_tokens": 192.0}},
+        *(announce(NAMESPACE, number) for number in ("192", -192, True, 192.0)),
         {"lmcache": {"namespace": 7, "num_tokens": 192}},
         announce(b"another" + bytes(25), 192),
     ],

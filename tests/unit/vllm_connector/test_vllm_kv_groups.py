@@ -46,11 +46,10 @@ def uniform(**specs):
 
 
 def config(*specs, **group):
-    defaults = {"is_eagle_group": False}
-    groups = [
-        SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layer{number}"], **defaults | group)
-        for number, spec in enumerate(specs)
-    ]
+    fields = {"is_eagle_group": False} | group
+    groups = [SimpleNamespace(kv_cache_spec=spec, **fields) for spec in specs]
+    for number, each in enumerate(groups):
+        each.layer_names = [f"layer{number}"]
     return SimpleNamespace(kv_cache_groups=groups)
 
 
@@ -98,10 +97,7 @@ def test_engine_that_cannot_fail_requests_caches_only_full_attention(specs):
 @pytest.mark.parametrize(
     ("spec", "reported", "replicas"),
     [
-        (FULL, None, 1),
-        (FULL, 2, 2),
-        (LATENT, 8, 8),
-        (LATENT, None, 8),
+        *((FULL, None, 1), (FULL, 2, 2), (LATENT, 8, 8), (LATENT, None, 8)),
         (uniform(a=LATENT, b=LATENT), None, 8),
         (uniform(a=LATENT, b=STATE), None, 1),
     ],
