@@ -25,12 +25,9 @@ class ForwardingApi:
         self.num_forwards = 0
         self.is_forbidden = False
         self._pods = pods
-        resource = {"apiVersion": "lmcache.io/v1alpha1", "kind": "LMCacheCluster"}
-        self._cluster = {
-            **resource,
-            "metadata": {"name": NAME, "namespace": NAMESPACE, "uid": "u"},
-            "spec": {},
-        }
+        metadata = {"name": NAME, "namespace": NAMESPACE, "uid": "u"}
+        kind = {"apiVersion": "lmcache.io/v1alpha1", "kind": "LMCacheCluster"}
+        self._cluster = {**kind, "metadata": metadata, "spec": {}}
 
     def application(self) -> web.Application:
         """The routes that commands use."""

@@ -58,11 +58,10 @@ SETTLED = State(namespace="ns", time=0.0, size=64 * GIB, usable=1.0, shrinks_sin
 """A long-running, fully usable tier without recent changes, so that figures equal those by hand."""
 
 
-def tier(service: Service = SMALL, lowest: float = 64, highest: float = 96, prices: Prices = PRICES):
+def tier(service: Service = SMALL, lowest: float = 64):
     """A tier that has only two sizes, by default 64 and 96 GiB."""
-    return replace(
-        memory_tier(lowest * GIB, highest * GIB, service, prices), sizes=(lowest * GIB, highest * GIB)
-    )
+    sizes = lowest * GIB, 96 * GIB
+    return replace(memory_tier(*sizes, service, PRICES), sizes=sizes)
 
 
 BY_HAND = KnownDemand([(32, 0.30), (64, 0.40), (96, 0.46)])

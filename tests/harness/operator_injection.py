@@ -36,10 +36,7 @@ def sglang_pod(*args: str, **changes: Any) -> dict[str, Any]:
 def pod_with(metadata: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
     """The same pod with changed fields of the pod."""
     manifest = pod()
-    return manifest | {
-        "metadata": manifest["metadata"] | (metadata or {}),
-        "spec": manifest["spec"] | spec,
-    }
+    return manifest | {"metadata": manifest["metadata"] | (metadata or {}), "spec": manifest["spec"] | spec}
 
 
 def deployment(**spec: Any) -> dict[str, Any]:
@@ -60,43 +57,38 @@ _SHELL = (
 )
 _GROUP = {"labels": {INJECT_LABEL: NAME, "leaderworkerset.sigs.k8s.io/name": "x"}}
 _OPTIONS = {
-    "--kv-transfer-config={}": "--kv-transfer-config can't be set: it loads LMCache",
-    "--kv_transfer_config": "--kv-transfer-config can't be set: it loads LMCache",
-    "--kv-transfer-config.kv_role=kv_both": "--kv-transfer-config can't be set: it loads LMCache",
-    "--kv-t": "--kv-transfer-config can't be set: it loads LMCache",
-    "--prefix-caching-hash-algo=sha256": "chunk keys must be the same in every pod",
-    "--no-enable-prefix-caching": "the keys of cached chunks are made",
-    "--kv-offloading-size=5": "it would replace LMCache",
-    "--data-parallel-size=2": "for more engines run more pods",
-    "-dp": "for more engines run more pods",
-    "--nnodes": "for more engines run more pods",
-    "-n2": "for more engines run more pods",
-    "--node_rank=1": "for more engines run more pods",
-    "-r1": "for more engines run more pods",
-    "--headless": "for more engines run more pods",
-    "--data-parallel-rank=1": "for more engines run more pods",
-    "-dpn": "for more engines run more pods",
-    "--config=/x.yaml": "a file may hold options that can't be set",
-    "--distributed-executor-backend=ray": "can't be ray or external_launcher",
-    "--dist=external_launcher": "can't be ray or external_launcher",
-    "--": "what follows it would be taken for a second model",
+    "--kv-transfer-config can't be set: it loads LMCache": (
+        "--kv-transfer-config={} --kv_transfer_config --kv-transfer-config.kv_role=kv_both --kv-t"
+    ),
+    "chunk keys must be the same in every pod": "--prefix-caching-hash-algo=sha256",
+    "the keys of cached chunks are made": "--no-enable-prefix-caching",
+    "it would replace LMCache": "--kv-offloading-size=5",
+    "for more engines run more pods": (
+        "--data-parallel-size=2 -dp --nnodes -n2 --node_rank=1 -r1 --headless --data-parallel-rank=1 -dpn"
+    ),
+    "a file may hold options that can't be set": "--config=/x.yaml",
+    "can't be ray or external_launcher": "--distributed-executor-backend=ray --dist=external_launcher",
+    "what follows it would be taken for a second model": "--",
 }
+"""Messages, and the options of vLLM that they refuse."""
 _SGLANG_OPTIONS = {
-    "--hicache-storage-backend=file": "it loads LMCache, and HiCache has only one storage backend",
-    "--hicache-storage-backend-extra-config={}": "it loads LMCache, and names the socket of the sidecar",
-    "--hicache-storage-backend-e": "--hicache-storage-backend-extra-config can't be set",
-    "--hicache-mem-layout=layer_first": "LMCache copies whole pages",
-    "--disable-radix-cache": "without the radix cache, the engine has no prefixes to store",
-    "--disable-radix": "--disable-radix-cache can't be set",
-    "--enable-lmcache": "it would replace HiCache",
-    "--dp=2": "for more engines run more pods",
-    "--data-parallel-size=2": "for more engines run more pods",
-    "--nnodes": "for more engines run more pods",
-    "--dcp-size=2": "the engine would run without its cache",
-    "--disaggregation-mode=prefill": "to split prefill and decode over pods, set spec.engine.prefill",
-    "--config=/x.yaml": "a file may hold options that can't be set",
-    "--": "what follows it would not be read as options",
+    "it loads LMCache, and HiCache has only one storage backend": "--hicache-storage-backend=file",
+    "it loads LMCache, and names the socket of the sidecar": "--hicache-storage-backend-extra-config={}",
+    "--hicache-storage-backend-extra-config can't be set": "--hicache-storage-backend-e",
+    "LMCache copies whole pages": "--hicache-mem-layout=layer_first",
+    "without the radix cache, the engine has no prefixes to store": "--disable-radix-cache",
+    "--disable-radix-cache can't be set": "--disable-radix",
+    "it would replace HiCache": "--enable-lmcache",
+    "for more engines run more pods": "--dp=2 --data-parallel-size=2 --nnodes",
+    "the engine would run without its cache": "--dcp-size=2",
+    "to split prefill and decode over pods, set spec.engine.prefill": "--disaggregation-mode=prefill",
+    "a file may hold options that can't be set": "--config=/x.yaml",
+    "what follows it would not be read as options": "--",
 }
+
+
+def _each(options: dict[str, str]) -> list[tuple[str, str]]:
+    return [(option, message) for message, words in options.items() for option in words.split()]
 
 
 def refused_pods() -> list[tuple[dict[str, Any], str, str]]:
@@ -104,24 +96,19 @@ def refused_pods() -> list[tuple[dict[str, Any], str, str]]:
     spec, engine = "spec", "spec.containers[0]"
     volume, (vllm,) = {"name": "lmcache-x", "emptyDir": {}}, pod()["spec"]["containers"]
     mounted = vllm | {"volumeMounts": [{"name": "run", "mountPath": "/run/lmcache"}]}
+    two_mounts = pod_with(containers=[mounted], volumes=[volume | {"name": "run"}])
+    memory = pod_with(resources={"limits": {"memory": "1Gi"}})
+    nameless = pod_with({"annotations": {"lmcache.io/container": ""}})
     variables = {"PYTHONPATH": "/opt/lmcache/client", "PYTHONHASHSEED": "0"}
     return [
         (pod_with(_GROUP), spec, "an engine of several pods can't have a cache"),
         (pod_with(hostNetwork=True), f"{spec}.hostNetwork", "each sidecar needs port 9464"),
-        (
-            pod_with(resources={"limits": {"memory": "1Gi"}}),
-            f"{spec}.resources",
-            "set resources for each cont",
-        ),
+        (memory, f"{spec}.resources", "set resources for each cont"),
         (pod_with(volumes=[volume]), spec, "begin with lmcache- are reserved for the cache"),
         (pod_with(initContainers=[_PROXY | {"name": "lmcache-x"}]), spec, "begin with lmcache- are reserved"),
         (pod(ports=[{"containerPort": 9464}]), f"{spec}.containers", "port 9464 is reserved for the sidecar"),
         (pod_with(containers=[_PROXY, vllm]), f"{spec}.containers", "must name the engine container"),
-        (
-            pod_with({"annotations": {"lmcache.io/container": ""}}),
-            f"{spec}.containers",
-            "must name the engine container",
-        ),
+        (nameless, f"{spec}.containers", "must name the engine container"),
         (pod(args=[]), f"{engine}.args", "the image's own arguments would be lost: set command or args"),
         (pod(command=["/bin/sh", "-c"], args=["vllm serve x"]), f"{engine}.command", _SHELL),
         (pod(command=["bash", "-c", "exec vllm serve x"], args=[]), f"{engine}.command", _SHELL),
@@ -132,8 +119,8 @@ def refused_pods() -> list[tuple[dict[str, Any], str, str]]:
         (pod(command=["bash", "-c", "sglang serve x"]), f"{engine}.command", _SHELL),
         (pod(args=["python3 -m sglang.launch_server --x"]), f"{engine}.command", _SHELL),
         (pod(command=["python3", "-m", "x"]), f"{engine}.command", "starts neither vLLM nor SGLang"),
-        *((sglang_pod(option), f"{engine}.args", meaning) for option, meaning in _SGLANG_OPTIONS.items()),
-        *((pod(args=["x", option]), f"{engine}.args", meaning) for option, meaning in _OPTIONS.items()),
+        *((sglang_pod(option), f"{engine}.args", text) for option, text in _each(_SGLANG_OPTIONS)),
+        *((pod(args=["x", option]), f"{engine}.args", text) for option, text in _each(_OPTIONS)),
         *(
             (
                 pod(env=[{"name": name, "value": "x"}]),
@@ -142,11 +129,7 @@ def refused_pods() -> list[tuple[dict[str, Any], str, str]]:
             )
             for name, value in variables.items()
         ),
-        (
-            pod_with(containers=[mounted], volumes=[volume | {"name": "run"}]),
-            f"{engine}.volumeMounts",
-            "/run/lmcache is reserved for the cache",
-        ),
+        (two_mounts, f"{engine}.volumeMounts", "/run/lmcache is reserved for the cache"),
     ]
 
 

@@ -80,37 +80,32 @@ def outdated_world(**changes: Any) -> World:
     return world
 
 
-specs = st.fixed_dictionaries(
+def _object(optional: dict[str, Any], **required: Any) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries(required, optional=optional)
+
+
+_GPUS = [{"count": 0}, {"runtimeClassName": "nvidia"}, {"deviceClassName": "gpu.nvidia.com"}]
+_TRANSFER = {"transfer": st.sampled_from(["Auto", "SharedMemory"])}
+_TENANTS: list[dict[str, Any]] = [
     {},
-    optional={
-        "engine": st.fixed_dictionaries(
-            {"replicas": st.integers(0, 3)},
-            optional={
-                "args": st.lists(st.sampled_from(["--a=1", "--b"]), max_size=2),
-                "image": st.sampled_from(["e:1", "e:2"]),
-                "gpu": st.sampled_from(
-                    [{"count": 0}, {"runtimeClassName": "nvidia"}, {"deviceClassName": "gpu.nvidia.com"}]
-                ),
-            },
-        ),
-        "sidecar": st.fixed_dictionaries(
-            {"chunkTokens": st.sampled_from([64, 256])},
-            optional={"transfer": st.sampled_from(["Auto", "SharedMemory"])},
-        ),
-        "tenants": st.sampled_from(
-            [
-                {},
-                {"header": True},
-                {"default": {"memoryPercent": 30}},
-                {"named": [{"name": "search", "saltSecretRef": {"name": "salt"}, "priority": 1}]},
-            ]
-        ),
-        "tiers": st.fixed_dictionaries(
-            {"memory": st.fixed_dictionaries({"size": st.sampled_from(["1Gi", "1024Mi", "3Gi"])})},
-            optional={
-                "peers": st.sampled_from([{}, {"bytesPerSecond": "1Gi"}]),
-                "remote": st.just({"external": {"url": "redis://h:1"}}),
-            },
-        ),
-    },
+    {"header": True},
+    {"default": {"memoryPercent": 30}},
+    {"named": [{"name": "search", "saltSecretRef": {"name": "salt"}, "priority": 1}]},
+]
+_ENGINE = {
+    "args": st.lists(st.sampled_from(["--a=1", "--b"]), max_size=2),
+    "image": st.sampled_from(["e:1", "e:2"]),
+    "gpu": st.sampled_from(_GPUS),
+}
+_TIERS = {
+    "peers": st.sampled_from([{}, {"bytesPerSecond": "1Gi"}]),
+    "remote": st.just({"external": {"url": "redis://h:1"}}),
+}
+specs = _object(
+    {
+        "engine": _object(_ENGINE, replicas=st.integers(0, 3)),
+        "sidecar": _object(_TRANSFER, chunkTokens=st.sampled_from([64, 256])),
+        "tenants": st.sampled_from(_TENANTS),
+        "tiers": _object(_TIERS, memory=_object({}, size=st.sampled_from(["1Gi", "1024Mi", "3Gi"]))),
+    }
 )

@@ -38,10 +38,6 @@ class Sidecar:
         self.restart()
 
     @property
-    def container(self) -> Object:
-        return next(c for c in self.pod["spec"]["initContainers"] if c["name"] == "sidecar")
-
-    @property
     def granted(self) -> int:
         """The memory limit of its cgroup."""
         (status,) = self.pod["status"]["initContainerStatuses"]
@@ -57,9 +53,9 @@ class Sidecar:
     def answer(self) -> Any:
         if self.is_silent:
             return None
-        memory = {"size_bytes": self.size, "target_bytes": self.file}
-        if not self.is_following:
-            memory = {"size_bytes": 1}
+        memory = (
+            {"size_bytes": self.size, "target_bytes": self.file} if self.is_following else {"size_bytes": 1}
+        )
         return {"is_ready": True, "num_clients": {"attached": 1}, "memory": memory, "engine": {}}
 
 
@@ -143,9 +139,9 @@ class Node:
     def due(self) -> Plan:
         return plan(observe(self.world, now=self.world.now), IMAGES)
 
-    def converge(self, rounds: int = 30) -> None:
+    def converge(self) -> None:
         """Run operator, kubelet and sidecars, until the operator has nothing left to do."""
-        for _ in range(rounds):
+        for _ in range(30):
             written = self.operate()
             self.run_pods()
             for name in self.sidecars:

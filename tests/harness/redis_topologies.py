@@ -100,15 +100,6 @@ class Cluster:
 @contextlib.contextmanager
 def cluster() -> Iterator[Cluster]:
     with contextlib.ExitStack() as stack:
-        nodes = [
-            stack.enter_context(
-                RedisProcess(
-                    cluster_enabled="yes",
-                    cluster_port=free_port(),
-                    cluster_node_timeout=500,
-                    repl_diskless_sync_delay=0,
-                )
-            )
-            for _ in range(4)
-        ]
-        yield Cluster(nodes)
+        options = {"cluster_enabled": "yes", "cluster_node_timeout": 500, "repl_diskless_sync_delay": 0}
+        nodes = [RedisProcess(cluster_port=free_port(), **options) for _ in range(4)]
+        yield Cluster([stack.enter_context(node) for node in nodes])

@@ -46,11 +46,8 @@ class Watch:
 
         def answered() -> list[SampledRequest] | None:
             answer = self._ask(self._since)
-            requests = [
-                request
-                for request in requests_of(answer)
-                if len(request.keys) == (num_chunks or len(request.keys))
-            ]
+            found = requests_of(answer)
+            requests = [each for each in found if num_chunks in (0, len(each.keys))]
             if len(requests) < number:
                 return None
             self._since = answer["next"]

@@ -157,10 +157,8 @@ def attached(
 @contextlib.contextmanager
 def serving_sidecar(kind: type[SidecarProcess] = SidecarProcess, **options: Any) -> Iterator[SidecarProcess]:
     """Run a sidecar of 256 MiB, which holds 65,000 tokens of the tiny Llama."""
-    with (
-        _copies(),
-        kind(**{"memory_size": "256Mi", "remote_timeout_seconds": 60, **options}) as sidecar,
-    ):
+    options = {"memory_size": "256Mi", "remote_timeout_seconds": 60, **options}
+    with _copies(), kind(**options) as sidecar:
         yield sidecar
 
 
@@ -282,16 +280,14 @@ class Streams:
     them and raises the first error.
     """
 
-    def __init__(
-        self, engine: SGLangEngine, expected: Reference, prompts: Sequence[list[int]], num_streams: int = 8
-    ) -> None:
+    def __init__(self, engine: SGLangEngine, expected: Reference, prompts: Sequence[list[int]]) -> None:
         for prompt in prompts:
             expected(prompt)  # the engine of the reference should be idle later
         self._engine, self._expected, self._prompts = engine, expected, prompts
         self._is_over = threading.Event()
         self._errors: list[BaseException] = []
         self.answers: list[Answer] = []
-        self._threads = [threading.Thread(target=self._run, args=(seed,)) for seed in range(num_streams)]
+        self._threads = [threading.Thread(target=self._run, args=(seed,)) for seed in range(8)]
 
     def __enter__(self) -> Self:
         for thread in self._threads:

@@ -31,8 +31,10 @@ events = st.one_of(
     _steps,
     _steps,
     st.tuples(st.just("abort"), _engines, st.integers(0, 3)),
-    st.tuples(st.sampled_from(("shut", "open")), st.sampled_from(("load_gate", "store_gate"))),
-    st.tuples(st.sampled_from(("freeze", "thaw"))),
+    st.tuples(
+        st.just("gate"), st.sampled_from(("load_gate", "store_gate")), st.sampled_from(("shut", "open"))
+    ),
+    st.tuples(st.just("sidecar"), st.sampled_from(("freeze", "thaw"))),
     st.tuples(st.just("drafts"), _engines, st.integers(0, 3)),
     st.tuples(st.just("reset"), _engines),
 )
@@ -75,17 +77,13 @@ class Scenario:
                 name for owner, name, *_ in self.requests if owner is self.engines[engine]
             )
 
-    def shut(self, gate: str) -> None:
-        getattr(self.world, gate).shut()
+    def gate(self, gate: str, action: str) -> None:
+        """Shut or open a gate."""
+        getattr(getattr(self.world, gate), action)()
 
-    def open(self, gate: str) -> None:
-        getattr(self.world, gate).open()
-
-    def freeze(self) -> None:
-        self.world.sidecar.freeze()
-
-    def thaw(self) -> None:
-        self.world.sidecar.thaw()
+    def sidecar(self, action: str) -> None:
+        """Freeze or thaw the sidecar."""
+        getattr(self.world.sidecar, action)()
 
     def drafts(self, engine: int, num_right: int) -> None:
         """Let the first ``num_right`` drafts of each step be right from now on."""
@@ -97,7 +95,7 @@ class Scenario:
 
     def check(self) -> None:
         """Check all answers and all committed KV, after all events."""
-        self.thaw()
+        self.world.sidecar.thaw()
         self.world.open_gates()
         for engine in self.engines:
             assert_idle(engine)
@@ -123,4 +121,4 @@ class Scenario:
                 getattr(self, name)(*arguments)
             self.check()
         finally:
-            self.thaw()
+            self.world.sidecar.thaw()

@@ -116,10 +116,7 @@ def _obey_rules(spec: Object) -> None:
     if prefill := engine.get("prefill"):
         _obey_prefill(spec, engine, prefill)
     remote = tiers.get("remote") or {}
-    for other in list(remote)[1:]:
-        del remote[other]
-    if not remote:
-        tiers.pop("remote", None)
+    _keep_first(tiers, "remote")
     _keep_first(remote.get("managed") or {}, "tls")
     for amounts in (remote.get("managed") or {}).get("resources", {}).values():
         if isinstance(amounts, dict):
