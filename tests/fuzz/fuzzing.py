@@ -37,11 +37,10 @@ def fuzz(
         tail = follow(command, lambda line: say(f"{name}: {line}"))
         artifacts = [path for path in Path(folder).iterdir() if path.is_file()]
         paths = [save(path, crashes / name) for path in artifacts]
+    if tail or paths:
+        say("\n".join(tail))
     if tail and not paths:
-        say("\n".join(tail))
         raise RuntimeError(f"the fuzzer of {name} ended without a result")
-    if paths:
-        say("\n".join(tail))
     return paths
 
 

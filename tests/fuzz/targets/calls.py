@@ -7,6 +7,7 @@ last, because the fuzzer cannot guess them.
 
 import asyncio
 import contextlib
+import re
 from pathlib import Path
 from typing import NoReturn
 
@@ -40,6 +41,10 @@ HELLO = ClientHello(
     groups=(KVGroup(0, 16, 4096), KVGroup(1, 16, 8192, 16, GroupKind.SLIDING_WINDOW)),
     model="m",
 )
+
+
+def snake_case(name: str) -> str:
+    return re.sub("(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 class RefusedError(Exception):
@@ -76,13 +81,12 @@ class Connections:
         FakeLock.held.clear()
         arena = FakeArena()
         clients = Clients(Path("/fuzz"), FakeLock, lambda: self.now)
-        self.sessions = Sessions(
-            arena,
-            "/fuzz/arena",
-            clients,
-            SidecarCopier(Mode.AUTO, arena),
-            lambda: TieredStore(arena, history=ChunkHistory(1 << 10)),
-        )
+        copier = SidecarCopier(Mode.AUTO, arena)
+
+        def new_store() -> TieredStore:
+            return TieredStore(arena, history=ChunkHistory(1 << 10))
+
+        self.sessions = Sessions(arena, "/fuzz/arena", clients, copier, new_store)
         self.server = Server(self.sessions, "/fuzz/socket", CallStats())
         self.streams: list[tuple[bytes, Context, asyncio.Task[None]]] = []
         self.slots = b""
@@ -139,7 +143,7 @@ class Connections:
                 raw += method.request(client_uuid=uuid, epoch=context.attached.epoch).SerializeToString()
         if flags & 2 and method in (service.COMMIT, service.ABORT):
             raw += method.request(slots=self.slots).SerializeToString()
-        handler = self.server._unary(method, getattr(self.sessions, _SNAKE_CASE[method.name]))
+        handler = self.server._unary(method, getattr(self.sessions, snake_case(method.name)))
         with contextlib.suppress(RefusedError):
             reply = await handler.unary_unary(raw, Context())
             handler.response_serializer(reply)
@@ -177,21 +181,9 @@ class Connections:
         if (store := self.sessions.store) is not None:
             assert await store.drain(5.0)
             memory = store.memory
-            assert not memory.num_leased
-            assert not memory.num_quarantined
-            assert not memory.quarantined_owners
+            assert (memory.num_leased, memory.num_quarantined, len(memory.quarantined_owners)) == (0, 0, 0)
             assert not memory.vacate(0).blocked
             assert not memory.num_used
-
-
-_SNAKE_CASE = {
-    "Lookup": "lookup",
-    "Reserve": "reserve",
-    "CopyBlocks": "copy_blocks",
-    "Commit": "commit",
-    "Abort": "abort",
-    "Release": "release",
-}
 
 
 def run(data: bytes) -> None:

@@ -56,6 +56,12 @@ def written(folder: Path, object_id: ObjectId, by: Cipher | None, payload: bytes
         directory.close()
 
 
+def foreign(known: Cipher, tier: str, other_tier: str) -> list[tuple[ObjectId, Cipher | None]]:
+    """Return the objects that an input copies from, each with its cipher."""
+    of_the_tier = [(object_id, known) for object_id in (OBJECT, OTHER_ROW, OTHER_COLUMN)]
+    return [*of_the_tier, (OBJECT, cipher(tier, 3)), (OBJECT, cipher(other_tier, 1, 2)), (OBJECT, None)]
+
+
 @contextlib.contextmanager
 def opened() -> Iterator[None]:
     with (
@@ -67,11 +73,7 @@ def opened() -> Iterator[None]:
         known.use(keys(1))
         longer = written(folder, OBJECT, known, LONGER_PAYLOAD)
         known.use(keys(1, 2))
-        foreign = [
-            (OBJECT, known), (OTHER_ROW, known), (OTHER_COLUMN, known), (OBJECT, cipher("disk", 3)),
-            (OBJECT, cipher("remote", 1, 2)), (OBJECT, None),
-        ]  # fmt: skip
-        files = [written(folder, object_id, by) for object_id, by in foreign]
+        files = [written(folder, object_id, by) for object_id, by in foreign(known, "disk", "remote")]
         files += [written(folder, OBJECT, known, OTHER_PAYLOAD), longer]
         directory = Directory(name, known)
         stack.callback(lambda: _opened.pop().directory.close())

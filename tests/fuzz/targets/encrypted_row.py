@@ -21,17 +21,10 @@ from tests.fuzz.bytes_input import BytesInput
 from tests.fuzz.edits import edited
 from tests.fuzz.recorded_cipher import RecordedCipher
 from tests.fuzz.target import Target
-from tests.fuzz.targets.encrypted_file import (
-    LONGER_PAYLOAD,
-    OBJECT,
-    OTHER_COLUMN,
-    OTHER_PAYLOAD,
-    OTHER_ROW,
-    PAYLOAD,
-)
+from tests.fuzz.targets.encrypted_file import LONGER_PAYLOAD, OBJECT, OTHER_PAYLOAD, PAYLOAD, foreign
 from tests.fuzz.targets.remote_object import bulk
 from tests.fuzz.targets.resp_replies import replying
-from tests.harness.encryption import cipher, keys
+from tests.harness.encryption import keys
 
 
 class World(NamedTuple):
@@ -64,12 +57,10 @@ def opened() -> Iterator[None]:
     known.use(keys(1))
     longer = values_of(OBJECT, form, LONGER_PAYLOAD)
     known.use(keys(1, 2))
-    foreign: list[tuple[ObjectId, ValueFormat]] = [
-        (OBJECT, form), (OTHER_ROW, form), (OTHER_COLUMN, form),
-        (OBJECT, EncryptedValues(cipher("remote", 3))), (OBJECT, EncryptedValues(cipher("disk", 1, 2))),
-        (OBJECT, PLAIN),
-    ]  # fmt: skip
-    values = [values_of(*other) for other in foreign]
+    values = [
+        values_of(object_id, EncryptedValues(by) if by else PLAIN)
+        for object_id, by in foreign(known, "remote", "disk")
+    ]
     _opened.append(World(form, known, [*values, values_of(OBJECT, form, OTHER_PAYLOAD), longer]))
     yield
     _opened.pop()

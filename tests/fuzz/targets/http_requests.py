@@ -73,7 +73,4 @@ def run(data: bytes) -> None:
     assert match[1] != b"500", answer[:200]
 
 
-TARGET = Target(
-    run,
-    opened=opened,
-)
+TARGET = Target(run, opened=opened)

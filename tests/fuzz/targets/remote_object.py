@@ -46,7 +46,4 @@ def run(data: bytes) -> None:
     assert loaded.length == total
 
 
-TARGET = Target(
-    run,
-    (OSError, TierError, InvalidObjectError),
-)
+TARGET = Target(run, (OSError, TierError, InvalidObjectError))

@@ -61,7 +61,4 @@ def run(data: bytes) -> None:
         operation(connection)
 
 
-TARGET = Target(
-    run,
-    (OSError, TierError, InvalidObjectError),
-)
+TARGET = Target(run, (OSError, TierError, InvalidObjectError))

@@ -42,7 +42,4 @@ def check_figures(answer: object) -> None:
     assert all(math.isfinite(number) for number in figures[1:])
 
 
-TARGET = Target(
-    run,
-    (),
-)
+TARGET = Target(run)

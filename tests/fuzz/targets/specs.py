@@ -15,4 +15,4 @@ def run(data: bytes) -> None:
     check(runner(), generated)
 
 
-TARGET = Target(run, (), max_bytes=1024, opened=opened_runner)
+TARGET = Target(run, max_bytes=1024, opened=opened_runner)
