@@ -17,16 +17,10 @@ from tests.harness.operator_model import NAME, World, cluster
 from tests.harness.operator_plans import carry_out
 
 NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
-SET, LIST, SECRET, CERTIFICATE, ENGINE = (
-    Ref(kind, name)
-    for kind, name in (
-        ("StatefulSet", "demo-remote"),
-        ("ConfigMap", "demo-remote"),
-        ("Secret", "demo-remote"),
-        ("Certificate", "demo-remote"),
-        ("StatefulSet", "demo-engine"),
-    )
+SET, LIST, SECRET, CERTIFICATE = (
+    Ref(kind, "demo-remote") for kind in ("StatefulSet", "ConfigMap", "Secret", "Certificate")
 )
+ENGINE = Ref("StatefulSet", "demo-engine")
 
 
 def managed(shards: int = 2, **more: Any) -> dict[str, Any]:

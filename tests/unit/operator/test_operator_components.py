@@ -5,17 +5,59 @@ from typing import Any
 
 import pytest
 import yaml
-from lmcache_operator.api.parse import parse
+from lmcache_operator.api.parse import Cluster, parse
+from lmcache_operator.components.base import Component, ComponentStatus, Context, Observed, Plan
+from lmcache_operator.components.conditions import Condition
 from lmcache_operator.components.engine.engine import spec_hash
 from lmcache_operator.components.registry import COMPONENTS, kinds_of
 from lmcache_operator.errors import RefusedError
+from lmcache_operator.pods.differences import differences
+from lmcache_operator.pods.pods import is_ready
 from lmcache_operator.specs.kinds import Ref
-from lmcache_operator.specs.names import AUTOSCALING, STOCK_IMAGES
+from lmcache_operator.specs.names import AUTOSCALING, STOCK_IMAGES, child, labels, selector
 
 from tests.harness.operator_components import GOOD, ReconciledCluster
-from tests.harness.operator_extra import Extra
 from tests.harness.operator_model import NAME, cluster
 from tests.harness.operator_render import children
+
+
+class Extra(Component):
+    """A StatefulSet and a ConfigMap that depend on the number of engine pods."""
+
+    name = "extra"
+
+    def refs(self, cluster_name: str) -> tuple[Ref, ...]:
+        return tuple(Ref(kind, f"{cluster_name}-extra") for kind in ("ConfigMap", "StatefulSet"))
+
+    def render(self, cluster: Cluster, context: Context) -> list[dict[str, Any]]:
+        if cluster.engine.replicas < 2:
+            return []
+        name, pods = f"{cluster.name}-extra", selector(cluster.name, self.name)
+        pod = {"containers": [{"name": "extra", "image": "registry.example/extra:1"}], "initContainers": []}
+        template = {"metadata": {"labels": labels(cluster, self.name)}, "spec": pod}
+        spec = {"replicas": 1, "selector": {"matchLabels": pods}, "serviceName": name, "template": template}
+        data = {"engines": str(cluster.engine.replicas)}
+        return [
+            child(cluster, self.name, "ConfigMap", name, data=data),
+            child(cluster, self.name, "StatefulSet", name, spec=spec),
+        ]
+
+    def plan(self, cluster: Cluster, observed: Observed, context: Context) -> Plan:
+        return differences(self.render(cluster, context), observed)
+
+    def status(self, observed: Observed, plan: Plan) -> ComponentStatus:
+        if not observed.children or plan.delete:
+            return ComponentStatus()
+        is_serving = any(map(is_ready, observed.pods))
+        serving = Condition("True", "Serving", "the pod answers") if is_serving else None
+        waiting = Condition("False", "NotServing", "the pod does not answer")
+        progressing = Condition("False", "Complete", "") if is_serving else Condition("True", "Starting", "")
+        return ComponentStatus(
+            summary="the pod serves",
+            progressing=progressing,
+            conditions={"ExtraAvailable": serving or waiting},
+        )
+
 
 BOTH = (*COMPONENTS, Extra())
 FULL_ENGINE = {"replicas": 2, "gpu": {"deviceClassName": "gpu.nvidia.com"}, "prefill": {}}

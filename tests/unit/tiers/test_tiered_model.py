@@ -7,24 +7,91 @@ and leases.
 import asyncio
 import logging
 import shutil
+import tempfile
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lmcache.tiers.base import ObjectId
+from lmcache.tiers.disk.tier import DiskTier
 from lmcache.tiers.memory.contracts import Reserved, Slot
+from lmcache.tiers.stats import WriteSkipped
+from lmcache.tiers.tiered import refresh as hits
+from lmcache.tiers.tiered import tier_worker as lower_module
 from lmcache.tiers.tiered.store import Admit
 from tests.harness.scope import examples
-from tests.harness.tiered_machine import COLUMNS, KEYS, NUM_QUEUED, NUM_ROWS, TieredStoreMachine
-from tests.harness.tiered_world import OWNER, SIZE, TIMEOUT_SECONDS, FakeTier, chain, content, until
+from tests.harness.tiered_world import (
+    OWNER,
+    SIZE,
+    TIMEOUT_SECONDS,
+    FakeTier,
+    FaultyDisk,
+    World,
+    chain,
+    content,
+    until,
+)
+
+NUM_ROWS = 16
+NUM_QUEUED = NUM_ROWS // 4  # capacity of a write queue
+KEYS = chain(32)
+COLUMNS = (0, 1)
 
 parts = st.tuples(st.integers(0, len(KEYS) - 1), st.integers(1, 6)).map(lambda p: KEYS[p[0] : p[0] + p[1]])
 tiers = st.sampled_from(["disk", "remote"])
 states = st.sampled_from(["healthy", "unhealthy", "held", "full"])
 
 
-class TieredMachine(TieredStoreMachine):
+class Errors(logging.Handler):
+    """Errors that background work logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.records: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(self.format(record))
+
+
+class TieredMachine(RuleBasedStateMachine):
+    """A tiered store over a real disk and a fake remote tier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(lower_module, "_OFFER_SECONDS", 0.002)
+        self.patch.setattr(lower_module, "_MAX_OFFER_SECONDS", 0.01)
+        self.patch.setattr(hits, "_PAUSE_SECONDS", 0.001)
+        self.errors = Errors()
+        logging.getLogger("lmcache.tiers").addHandler(self.errors)
+        self.runner = asyncio.Runner()
+        self.folder = Path(tempfile.mkdtemp(prefix="lmc-tiered-"))
+        self.disk = DiskTier(self.folder, 64 << 20)
+        self.tiers: dict[str, FaultyDisk | FakeTier] = {"disk": FaultyDisk(self.disk), "remote": FakeTier()}
+        self.leases: dict[str, dict[bytes, Slot]] = {}
+        self.writes: list[tuple[list[bytes], asyncio.Task[set[WriteSkipped]]]] = []
+        self.acknowledged: set[tuple[bytes, str]] = set()
+        self.damaged: set[tuple[bytes, str]] = set()
+        self.admit = Admit.ALL
+        self.open_world(None)
+
+    def run(self, work):
+        return self.runner.run(asyncio.wait_for(work, TIMEOUT_SECONDS))
+
+    def open_world(self, arena) -> None:
+        async def make() -> World:
+            world = World(NUM_ROWS, arena, self.tiers["disk"], self.admit, remote=self.tiers["remote"])
+            await world.store.adopt()
+            return world
+
+        self.world = self.run(make())
+        for owner in self.world.store.memory.quarantined_owners:
+            self.world.store.memory.end_quarantine(owner)
+        self.world.store.memory.release_adopted()
+
     @initialize()
     def fill_all_tiers(self):
         for first in range(0, NUM_ROWS, NUM_QUEUED):
