@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from lmcache_operator.__main__ import main
 from lmcache_operator.commands.connection import reported
 from lmcache_operator.kube import watch
 
-from tests.harness.json_server import serving
+from tests.harness.json_server import JsonHandler, serving
 
 CONFIG: dict[str, Any] = {
     "current-context": "c",
@@ -35,8 +34,8 @@ def kubeconfig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def lead_to(kubeconfig: Path, server: str) -> None:
-    cluster = {"name": "c", "cluster": {"server": server}}
-    kubeconfig.write_text(json.dumps(CONFIG | {"clusters": [cluster]}))
+    clusters = [{"name": "c", "cluster": {"server": server}}]
+    kubeconfig.write_text(json.dumps(CONFIG | {"clusters": clusters}))
 
 
 @pytest.mark.parametrize(
@@ -93,15 +92,11 @@ def test_empty_variable_counts_as_none(tmp_path) -> None:
 @pytest.mark.parametrize("body", [b"<html>Log in</html>", b"[1, 2]", b"{}", b'"text"', b"\xff"])
 @pytest.mark.parametrize("words", [["status", "demo"], ["status"], ["top", "--once"], ["logs", "demo"]])
 def test_server_that_is_no_api_server_is_an_error(kubeconfig, capsys, words: list[str], body: bytes) -> None:
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(JsonHandler):
         def do_GET(self) -> None:
             self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            pass
 
     with serving(Handler) as server:
         lead_to(kubeconfig, f"http://127.0.0.1:{server.server_port}")

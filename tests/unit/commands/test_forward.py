@@ -36,9 +36,9 @@ async def exchanged(port: int, data: bytes) -> bytes:
         writer.close()
 
 
-def run(action: Callable[[KubeApi], Awaitable[None]], api: ForwardingApi) -> None:
+def run(action: Callable[[KubeApi], Awaitable[None]], api: ForwardingApi | None = None) -> None:
     async def main() -> None:
-        async with connected(api.application()) as client:
+        async with connected((api or ForwardingApi([])).application()) as client:
             await action(client)
 
     asyncio.run(main())
@@ -51,18 +51,20 @@ def test_data_passes_in_both_directions_on_several_connections() -> None:
             sent = [bytes([number]) + DATA + b"." for number in range(8)]
             assert await asyncio.gather(*(exchanged(port, data) for data in sent)) == sent
 
-    run(action, ForwardingApi([]))
+    run(action)
 
 
-def test_closed_port_of_a_pod_closes_the_connection() -> None:
+def test_closed_port_of_a_pod_closes_the_connection_and_the_local_port_is_closed_afterwards() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         closed = listener.getsockname()[1]
 
     async def action(client: KubeApi) -> None:
         async with forwarded(client, NAMESPACE, "p", closed) as port:
             assert await exchanged(port, b"GET / HTTP/1.0\r\n\r\n") == b""
+        with pytest.raises(OSError, match="Connect"):
+            await asyncio.open_connection("127.0.0.1", port)
 
-    run(action, ForwardingApi([]))
+    run(action)
 
 
 def test_missing_right_is_known_at_once() -> None:
@@ -85,13 +87,3 @@ def test_api_server_that_does_not_listen_is_known_at_once() -> None:
                     raise AssertionError
 
     asyncio.run(main())
-
-
-def test_local_port_is_closed_afterwards() -> None:
-    async def action(client: KubeApi) -> None:
-        async with forwarded(client, NAMESPACE, "p", 1) as port:
-            pass
-        with pytest.raises(OSError, match="Connect"):
-            await asyncio.open_connection("127.0.0.1", port)
-
-    run(action, ForwardingApi([]))

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import pytest
+from lmcache_operator.commands.connection import Connection
 from lmcache_operator.commands.gather import (
     NO_TIME,
     PodFigures,
@@ -84,20 +85,15 @@ def test_injected_sidecars_can_listen_on_another_port() -> None:
 def test_missing_right_is_said_once_for_all_pods() -> None:
     forbidden = [PodFigures(pod(number), problem=f"forbidden: {CREATE_FORWARD}") for number in range(3)]
     [sentence] = missing_rights(forbidden, "team")
-    assert "demo-engine-0 and 2 more" in sentence
-    assert '"get pods/proxy"' in sentence
-    assert "kubectl -n team create role" in sentence
+    for part in ("demo-engine-0 and 2 more", '"get pods/proxy"', "kubectl -n team create role"):
+        assert part in sentence
     assert missing_rights([PodFigures(pod())], "team") == []
 
 
 def test_pods_are_in_the_order_of_their_numbers() -> None:
-    class Connection:
-        namespace = "default"
+    class Api:
+        async def find(self, *_: Any, labelSelector: str) -> list[Any]:
+            return [pod(10), pod(2)] if "inject" not in labelSelector else [pod(2)]
 
-        class api:
-            @staticmethod
-            async def find(_: Any, __: str, labelSelector: str) -> list[Any]:
-                return [pod(10), pod(2)] if "inject" not in labelSelector else [pod(2)]
-
-    pods = asyncio.run(pods_of(Connection(), "demo"))  # type: ignore[arg-type]
+    pods = asyncio.run(pods_of(Connection(Api(), "default"), "demo"))  # type: ignore[arg-type]
     assert [each["metadata"]["name"] for each in pods] == ["demo-engine-2", "demo-engine-10"]

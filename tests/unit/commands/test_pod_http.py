@@ -75,17 +75,11 @@ ANSWER = b"\x00HTTP/1.0 200 OK\r\nContent-Length: 18\r\n\r\n"
 async def get(
     proxy: Handler, forwarded: Handler, *, seconds: float = 5.0, head_start: float = 0.0
 ) -> PodAnswer:
-    async with api(proxy, forwarded) as client:
-        return await PodHttp(client, seconds=seconds, head_start=head_start).get("n", "p", 9464, "/stats")
-
-
-@asynccontextmanager
-async def api(proxy: Handler, forwarded: Handler) -> AsyncIterator[KubeApi]:
     application = web.Application()
     application.router.add_get(f"{POD}:9464/proxy/stats", proxy)
     application.router.add_get(f"{POD}/portforward", forwarded)
     async with connected(application) as client:
-        yield client
+        return await PodHttp(client, seconds=seconds, head_start=head_start).get("n", "p", 9464, "/stats")
 
 
 @asynccontextmanager
@@ -152,37 +146,29 @@ def test_missing_rights_are_named() -> None:
     assert b"error trying to reach service" in answer.body
 
 
-@pytest.mark.parametrize(
-    ("frames", "reason"),
-    [
-        ((b"\x01an error occurred: connection refused",), b"connection refused"),
-        ((b"\x00SSH-2.0-OpenSSH\r\n\r\n",), b"no HTTP server"),
-        ((b"\x00",), b"no HTTP server"),
-        ((b"", b"\x05x", b"\x00\r\n\r\n"), b"no HTTP server"),
-        ((b"\x00HTTP/1.0 twohundred OK\r\n\r\n",), b"no HTTP server"),
-    ],
-)
-def test_broken_port_forward_is_an_error(frames: tuple[bytes, ...], reason: bytes) -> None:
-    answer = asyncio.run(get(unreachable, forward(*frames)))
-    assert answer.status == 0
-    assert reason in answer.body
-
-
 async def endless(_: web.Request) -> web.StreamResponse:
     return web.Response(body=bytes(9 << 20))
 
 
+ENDLESS = (b"\x00HTTP/1.0 200 OK\r\n\r\n", *[b"\x00" + bytes(1 << 20)] * 9)
+
+
 @pytest.mark.parametrize(
-    ("proxy", "forwarded"),
+    ("proxy", "forwarded", "reason"),
     [
-        (unreachable, forward(b"\x00HTTP/1.0 200 OK\r\n\r\n", *[b"\x00" + bytes(1 << 20)] * 9)),
-        (endless, forbidden),
+        (unreachable, forward(b"\x01an error occurred: connection refused"), b"connection refused"),
+        (unreachable, forward(b"\x00SSH-2.0-OpenSSH\r\n\r\n"), b"no HTTP server"),
+        (unreachable, forward(b"\x00"), b"no HTTP server"),
+        (unreachable, forward(b"", b"\x05x", b"\x00\r\n\r\n"), b"no HTTP server"),
+        (unreachable, forward(b"\x00HTTP/1.0 twohundred OK\r\n\r\n"), b"no HTTP server"),
+        (unreachable, forward(*ENDLESS), b"larger than 8 MiB"),
+        (endless, forbidden, b"larger than 8 MiB"),
     ],
 )
-def test_endless_answer_is_an_error(proxy: Handler, forwarded: Handler) -> None:
+def test_broken_or_endless_answer_is_an_error(proxy: Handler, forwarded: Handler, reason: bytes) -> None:
     answer = asyncio.run(get(proxy, forwarded))
     assert answer.status == 0
-    assert b"larger than 8 MiB" in answer.body
+    assert reason in answer.body
 
 
 def test_unreachable_api_server_is_an_error() -> None:
@@ -200,20 +186,13 @@ def test_pods_cannot_redirect_a_command() -> None:
     followed = []
 
     async def redirect(_: web.Request) -> web.StreamResponse:
-        raise web.HTTPFound("/api/v1/namespaces/other/services/s/proxy/stats")
+        raise web.HTTPFound(f"{POD}/portforward")
 
     async def other(request: web.Request) -> web.StreamResponse:
         followed.append(request.path)
         return web.Response(body=PAGE)
 
-    async def read() -> PodAnswer:
-        application = web.Application()
-        application.router.add_get(f"{POD}:9464/proxy/stats", redirect)
-        application.router.add_get("/{rest:.*}", other)
-        async with connected(application) as client:
-            return await PodHttp(client, head_start=5.0).get("n", "p", 9464, "/stats")
-
-    answer = asyncio.run(read())
+    answer = asyncio.run(get(redirect, other, head_start=5.0))
     assert (answer.status, followed) == (302, [])
 
 

@@ -100,12 +100,15 @@ def test_a_thousand_pods_fit_on_a_screen() -> None:
     assert len(text(world, all_pods=True).splitlines()) > 1000
 
 
-def test_cluster_without_pods_or_requests_says_so() -> None:
-    assert "It has no pods." in text(gathered())
-    idle = stats()["causes"] | {"prompt_tokens": 0, "cause_tokens": {}}
-    assert "No prompt was counted yet: send a request to the engines." in text(
-        gathered(figures(0, causes=idle))
-    )
+def test_cluster_without_pods_requests_or_a_status_says_so() -> None:
+    world = gathered()
+    assert "It has no pods." in text(world)
+    del world.cluster["status"]
+    assert "It has no pods." in text(world)
+    unreported = "- The operator has not reported on this cluster. Find the reason: kubectl lmcache doctor"
+    assert unreported in text(world)
+    idle = gathered(figures(0, causes=stats()["causes"] | {"prompt_tokens": 0, "cause_tokens": {}}))
+    assert "No prompt was counted yet: send a request to the engines." in text(idle)
 
 
 def test_what_could_not_be_read_is_the_first_next_step() -> None:
@@ -161,11 +164,3 @@ def test_any_report_of_a_pod_can_be_shown(reports: list[Any]) -> None:
     """Sidecars run in users' pods."""
     world = gathered(*(PodFigures(pod(number), report) for number, report in enumerate(reports)))
     assert "\x1b" not in text(world)
-
-
-def test_cluster_without_a_status_leads_to_doctor() -> None:
-    world = gathered()
-    del world.cluster["status"]
-    shown = text(world)
-    assert "It has no pods." in shown
-    assert "- The operator has not reported on this cluster. Find the reason: kubectl lmcache doctor" in shown
