@@ -1,8 +1,11 @@
 """A cipher that remembers what it encrypted, so that a fuzz target knows which bytes are genuine."""
 
+from collections.abc import Callable, Iterable
+
+from lmcache.tiers.base import ObjectId
 from lmcache.tiers.encryption.aes import AesGcm
 from lmcache.tiers.encryption.pieces import Place
-from lmcache.tiers.header import Buffer
+from lmcache.tiers.header import Buffer, parse
 
 
 class RecordedCipher(AesGcm):
@@ -16,3 +19,19 @@ class RecordedCipher(AesGcm):
         """See Cipher."""
         super().encrypt(place, content, into)
         self.contents[place, bytes(into)] = bytes(content)
+
+    def genuine(self, of: ObjectId, marker: bytes, split: Callable[[int], Iterable[bytes]]) -> bytes | None:
+        """Return the payload of an object if this cipher encrypted its marker and all its pieces; else None.
+
+        ``split`` gets the length of the payload, and returns the encrypted pieces.
+        """
+        header = self.contents.get((Place.of_header(of), marker))
+        if header is None:
+            return None
+        total, payload = parse(header).total_bytes, b""
+        for value in split(total):
+            piece = self.contents.get((Place(of, total, len(payload)), value))
+            if piece is None:
+                return None
+            payload += piece
+        return payload if len(payload) == total else None

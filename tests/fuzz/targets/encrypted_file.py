@@ -19,7 +19,7 @@ from lmcache.tiers.disk import file_formats
 from lmcache.tiers.disk.files import Directory, path_of
 from lmcache.tiers.encryption.pieces import MAGIC, OVERHEAD_BYTES, Cipher, Place, parse_preamble
 from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError
-from lmcache.tiers.header import HEADER_BYTES, parse
+from lmcache.tiers.header import HEADER_BYTES
 from lmcache.tiers.pages import PAGE_BYTES
 from tests.fuzz.bytes_input import BytesInput
 from tests.fuzz.edits import edited
@@ -81,21 +81,13 @@ def opened() -> Iterator[None]:
         yield
 
 
-def genuine(content: bytes, known: RecordedCipher) -> bytes | None:
-    """Return the payload of a file, all parts of which the cipher encrypted for their place; else None."""
-    header = known.contents.get((Place.of_header(OBJECT), content[:MARKER_BYTES]))
-    total = parse(header).total_bytes if header else 0
+def split(content: bytes, total: int) -> list[bytes]:
+    """Return the pieces of a file with a payload of this length; none if the file has another length."""
     starts = range(0, total, PIECE_BYTES)
-    if header is None or len(content) != PAGE_BYTES * (1 + len(starts)):
-        return None
-    payload = b""
-    for number, start in enumerate(starts, 1):
-        end = PAGE_BYTES * number + min(PIECE_BYTES, total - start) + OVERHEAD_BYTES
-        piece = known.contents.get((Place(OBJECT, total, start), content[PAGE_BYTES * number : end]))
-        if piece is None:
-            return None
-        payload += piece
-    return payload
+    if len(content) != PAGE_BYTES * (1 + len(starts)):
+        return []
+    lengths = [min(PIECE_BYTES, total - start) + OVERHEAD_BYTES for start in starts]
+    return [content[PAGE_BYTES * n :][:length] for n, length in enumerate(lengths, 1)]
 
 
 def lacks_key(page: bytes) -> bool:
@@ -107,7 +99,7 @@ def run(data: bytes) -> None:
     directory, known, path, files = _opened[-1]
     content = edited(BytesInput(data), files[0], files)
     path.write_bytes(content)
-    payload = genuine(content, known)
+    payload = known.genuine(OBJECT, content[:MARKER_BYTES], lambda total: split(content, total))
     into = memoryview(bytearray(1 << 14))
     has_header = len(content) >= PAGE_BYTES and (
         (Place.of_header(OBJECT), content[:MARKER_BYTES]) in known.contents

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from lmcache.tiers.base import ObjectId
 from lmcache.tiers.encryption.pieces import OVERHEAD_BYTES, Place
 from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError, TierError
-from lmcache.tiers.header import NO_CHECKSUM, Header, parse
+from lmcache.tiers.header import NO_CHECKSUM, Header
 from lmcache.tiers.remote import objects
 from lmcache.tiers.remote.objects import piece_sizes
 from lmcache.tiers.remote.value_formats import PLAIN, EncryptedValues, ValueFormat
@@ -75,27 +75,13 @@ def split(content: bytes, lengths: list[int]) -> list[bytes]:
     return [*parts, content]
 
 
-def genuine(marker: bytes, pieces: list[bytes], known: RecordedCipher) -> bytes | None:
-    """Return the payload of a row, all parts of which the cipher encrypted for their place; else None."""
-    header = known.contents.get((Place.of_header(OBJECT), marker))
-    if header is None:
-        return None
-    total, payload = parse(header).total_bytes, b""
-    for _, value in zip(piece_sizes(total), pieces, strict=False):
-        piece = known.contents.get((Place(OBJECT, total, len(payload)), value))
-        if piece is None:
-            return None
-        payload += piece
-    return payload if len(payload) == total else None
-
-
 def run(data: bytes) -> None:
     form, known, values = _opened[-1]
     source = BytesInput(data)
     sizes = piece_sizes(len(LONGER_PAYLOAD if source.flag() else PAYLOAD))
     content = edited(source, values[0], values)
     marker, *pieces = split(content, [form.marker_bytes, *(size + OVERHEAD_BYTES for size in sizes[:-1])])
-    payload = genuine(marker, pieces, known)
+    payload = known.genuine(OBJECT, marker, lambda total: pieces[: len(piece_sizes(total))])
     into = memoryview(bytearray(1 << 14))
     try:
         with replying(b"*2\r\n" + b"".join(map(bulk, [marker, *pieces]))) as connection:

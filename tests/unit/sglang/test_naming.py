@@ -1,5 +1,6 @@
 """The namespace of an engine: what changes KV changes it, and nothing else does."""
 
+import hashlib
 import json
 import os
 import time
@@ -272,6 +273,29 @@ class TestFiles:
         adapters[0].lora_path = str(tmp_path / "missing")
         with pytest.raises((UnnamedError, OSError)):
             naming.adapters(options(lora_paths=adapters), later())
+
+
+class TestHub:
+    """Models of Hugging Face's hub, which SGLang downloads when it starts."""
+
+    @pytest.fixture
+    def snapshot(self, model):
+        """A snapshot in the hub's cache: links to blobs, which are named by hashes of their contents."""
+        content = (model / "config.json").read_bytes()
+        blob = model.parent / "blobs" / hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        blob.parent.mkdir()
+        (model / "config.json").rename(blob)
+        (model / "config.json").symlink_to(blob)
+        return model
+
+    def test_model_that_the_start_downloads_is_identified(self, snapshot):
+        """The scheduler adds the weights to the folder of the configuration."""
+        assert naming.model_config(options(model_path=str(snapshot)), time.time() - 60) == CONFIG
+
+    def test_blob_that_was_overwritten_is_not_trusted(self, snapshot):
+        (snapshot / "config.json").resolve().write_bytes(b"{}")
+        with pytest.raises(UnnamedError, match="changed after the engine's start"):
+            naming.model_config(options(model_path=str(snapshot)), time.time() - 60)
 
 
 class TestAttachment:
