@@ -1,14 +1,9 @@
 """A process's tracer provider for tests, and trace headers of requests."""
 
-import os
-from collections.abc import Iterable
-
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-from testing.otlp import ReceivedSpan
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
@@ -69,19 +64,3 @@ def milliseconds(span: ReadableSpan) -> int:
     assert span.end_time is not None
     assert span.start_time is not None
     return round((span.end_time - span.start_time) / 1e6)
-
-
-def new_trace_id() -> str:
-    """Return the id of a trace that no other test uses."""
-    return os.urandom(16).hex()
-
-
-def assert_received(spans: Iterable[ReceivedSpan]) -> dict[str, ReceivedSpan]:
-    """Check parent, attributes and status of the connector's received spans. Returns them by name."""
-    ours = {span.name: span for span in spans if span.name.startswith("lmcache.")}
-    for span in ours.values():
-        assert span.parent_id == PARENT_ID
-        assert span.attributes.keys() <= ATTRIBUTES[span.name] | {"lmcache.request_id"}
-        assert span.start_ns <= span.end_ns
-        assert not span.is_error
-    return ours

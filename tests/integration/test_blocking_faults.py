@@ -1,6 +1,8 @@
 """Lookups, loads and stores of pages while the sidecar is killed, frozen, restarted or slow."""
 
+import contextlib
 import dataclasses
+import socket
 import threading
 import time
 
@@ -23,7 +25,6 @@ from tests.harness.blocking import (
     wait_released,
 )
 from tests.harness.engine import restart_without_memory
-from tests.harness.stalling_proxy import StallingProxy
 from tests.harness.wire import attached
 
 DEADLINES = CALLS
@@ -34,6 +35,72 @@ SLACK_SECONDS = 30.0
 """Time that a busy machine may add to a limit. It is shorter than the limits of ``PATIENT``."""
 
 SHORT = Limits(lookup_seconds=0.2, row_seconds=0.2, load_seconds=0.5, lease_seconds=3600.0)
+
+
+class StallingProxy:
+    """A proxy before Redis that holds back requests of one command; a context manager."""
+
+    def __init__(self, port):
+        self._target_port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
+        self._command = b""  # requests with this text are held back; empty: none
+        self._passes = threading.Event()
+        self._passes.set()
+        self._sockets = []
+        self._threads = []
+        self._begin(self._accept)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.resume()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for connection in self._sockets:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(60)
+        for connection in self._sockets:
+            connection.close()
+
+    def stall(self, command):
+        """Hold back requests of this command, and all later bytes of their connections."""
+        self._passes.clear()
+        self._command = command
+
+    def resume(self):
+        """Send what was held back."""
+        self._command = b""
+        self._passes.set()
+
+    def _begin(self, function, *arguments):
+        thread = threading.Thread(target=function, args=arguments, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self):
+        while True:
+            try:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._target_port))
+            except OSError:
+                return
+            self._sockets += [client, server]
+            self._begin(self._forward, client, server, True)
+            self._begin(self._forward, server, client, False)
+
+    def _forward(self, source, target, is_request):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if is_request and self._command and self._command in data:
+                    self._passes.wait()
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
 
 
 @pytest.fixture
