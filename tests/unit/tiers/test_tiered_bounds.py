@@ -19,12 +19,7 @@ def put(world: World, keys: list[bytes], tenant: bytes) -> None:
         world.store.commit([answer.slot for answer in answers], column, OWNER)
 
 
-async def write(path: Path, budgets: Budgets, *stores: tuple[bytes, int]) -> World:
-    """Store the number of rows for each tenant in turn."""
-    return await write_with(path, *((budgets, *store) for store in stores))
-
-
-async def write_with(path: Path, *stores: tuple[Budgets, bytes, int]) -> World:
+async def write(path: Path, *stores: tuple[Budgets, bytes, int]) -> World:
     """Store the number of rows for each tenant in turn, under these budgets. None may wait for a retry."""
     disk = DiskTier(path / "disk", 1 << 20)
     assert disk.indexed.wait(60)
@@ -46,7 +41,7 @@ def test_bound_of_the_default_is_for_each_salt_alone(tmp_path: Path, tenants, nu
     shared = Budget("shared", disk_bytes=2 * ROW_BYTES)
     salt_hashes = {b"a": b"one salt", b"b": b"one salt"}  # in two namespaces
     budgets = Budgets(Budget(disk_bytes=2 * ROW_BYTES), {b"a": shared, b"b": shared}, salt_hashes)
-    world = asyncio.run(write(tmp_path, budgets, *((tenant, 2) for tenant in tenants)))
+    world = asyncio.run(write(tmp_path, *((budgets, tenant, 2) for tenant in tenants)))
     stats = world.store.lower["disk"].stats
     assert (stats.written, stats.writes_skipped[WriteSkipped.BOUND]) == (4 - num_refused, num_refused)
     refused = world.store.memory.stats.tenant_counts.disk_refused
@@ -61,14 +56,14 @@ def test_renamed_tenant_has_the_rest_of_its_bound(tmp_path: Path):
 
     (tenant,) = named("search").by_tenant
     stores = [(named("search"), tenant, 2), (named("renamed"), tenant, 1), (named("renamed"), tenant, 1)]
-    world = asyncio.run(write_with(tmp_path, *stores))
+    world = asyncio.run(write(tmp_path, *stores))
     stats = world.store.lower["disk"].stats
     assert (stats.written, stats.writes_skipped[WriteSkipped.BOUND]) == (3, 1)
 
 
 def test_bound_refuses_whole_rows_without_a_retry(tmp_path: Path):
     budgets = Budgets(Budget(disk_bytes=ROW_BYTES * 3 // 2))
-    world = asyncio.run(write(tmp_path, budgets, *[(b"x", 1)] * 3))
+    world = asyncio.run(write(tmp_path, *[(budgets, b"x", 1)] * 3))
     worker = world.store.lower["disk"]
     assert (worker.stats.written, worker.stats.writes_skipped[WriteSkipped.BOUND]) == (1, 2)
     assert not worker.stats.writes_skipped[WriteSkipped.REFUSED]

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from lmcache.tiers.load_or_recompute import Rate
 from lmcache.tiers.memory.contracts import LookupResult
 from tests.harness.tiered_world import NUM_COLUMNS, SIZE, World, chain, content, run, until
 
@@ -78,25 +79,12 @@ async def test_rows_after_those_that_were_handed_over_are_asked_for_once(world):
 @run
 async def test_rows_that_load_slower_than_they_are_computed_are_asked_for_once(world):
     world.remote.fill(chain(2))
-    world.lower._rate = SlowRate()
+    world.lower._rate = Rate()
+    world.lower._rate.begin(world.now - 2)
+    world.lower._rate.end(world.now, 2)
     assert (await ask(world, chain(2), row_seconds=1e-9, num_handed_over=2)).is_probing
     assert not world.lookup(chain(2), row_seconds=1e-9, num_handed_over=2).is_probing
     assert world.lower.stats.skipped_slower_than_recompute == 2
-
-
-class SlowRate:
-    """A measured rate of one byte per second."""
-
-    is_certain = True
-
-    def bytes_per_second(self, now):
-        return 1.0
-
-    def begin(self, now):
-        pass
-
-    def end(self, now, num_bytes):
-        pass
 
 
 # ---- rows that another pod offers ----

@@ -145,19 +145,6 @@ async def test_hung_tier_does_not_delay_writes_to_the_other_tier(first):
 
 
 @in_a_loop
-async def test_unhealthy_disk_is_skipped():
-    async with two_tier_world() as world:
-        world.remote.fill(chain(3))
-        world.disk.is_unhealthy = True
-        await world.until_resident(chain(3))
-        assert not world.store.lower["disk"].is_healthy
-        assert not await world.store.drain(0.01)
-        world.disk.is_unhealthy = False
-        assert await world.store.drain(60)
-        assert len(world.disk.objects) == 6  # writes of promoted rows waited for the disk
-
-
-@in_a_loop
 async def test_hung_tier_is_skipped_until_its_next_answer():
     async with two_tier_world() as world:
         world.disk.held = {"probe"}
@@ -184,11 +171,6 @@ async def test_skipped_writes_are_counted_by_reason(world):
     assert await world.store.drain(60)
     assert world.lower.stats.writes_skipped == {WriteSkipped.REFUSED: 1}
     assert world.lower.is_healthy
-    world.remote.is_full = False
-    world.store._labels.clear()
-    world.put(chain(1, start=2))
-    assert await world.store.drain(60)
-    assert world.remote.objects == {}, "rows of a private namespace stay in memory"
 
 
 @run
