@@ -84,7 +84,7 @@ def test_refuses_truncated_and_extended_containers(payload, data):
     truncated = blob[: data.draw(st.integers(0, len(blob) - 1))]
     for damaged in (truncated, blob + b"\0"):
         assert is_container(damaged)
-        with pytest.raises(ContainerError):
+        with pytest.raises(ContainerError, match="payload has" if len(damaged) >= HEADER_BYTES else None):
             parse(damaged)
 
 
@@ -97,13 +97,6 @@ def test_changed_fields_with_right_checksum_are_refused_or_parsed_exactly(data):
         kind, dtype, shape, payload = parse(seal(bytes(fields), bytes(12)))
         assert pack(kind, dtype, shape, [payload]) == seal(bytes(fields), bytes(12))
         assert tensor_from_bytes(payload, dtype, shape).nbytes == 12
-
-
-def test_refuses_wrong_length_before_reading_the_payload():
-    blob = pack(Kind.RAW, torch.uint8, [9], [bytes(9)])
-    for damaged in (blob[:-1], blob + b"\0"):
-        with pytest.raises(ContainerError, match="payload has"):
-            parse(damaged)
 
 
 @pytest.mark.parametrize(
