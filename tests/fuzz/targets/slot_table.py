@@ -43,8 +43,7 @@ def store(tier: MemoryTier, number: int, length: int = SLOT_BYTES) -> list[Reser
 
 def adopted(arena: ArenaFile) -> MemoryTier:
     tier = MemoryTier(arena)
-    for _ in tier.adopt():
-        pass
+    list(tier.adopt())
     tier.usable_slots = arena.num_rows
     return tier
 

@@ -39,22 +39,23 @@ BARE = INJECTED | {"spec": {"containers": [{"name": "c"}]}}
 STRANGER = BARE | {"metadata": {"name": "pod-1", "labels": {"lmcache.io/inject": "nobody"}}}
 
 
+CHANGES = {
+    "older": lambda spec: spec["tiers"]["properties"].pop("disk"),
+    "newer": lambda spec: spec["tiers"]["properties"].update(tape={"type": "string"}),
+    "rules": lambda spec: spec["engine"]["properties"]["replicas"].update(maximum=3),
+    "text": lambda spec: spec["engine"].update(description="Another text."),
+    "template": lambda spec: spec["engine"]["properties"]["podTemplate"]["properties"].pop("metadata"),
+}
+
+
 def changed_definition(change: str) -> Answer:
     """Return the CRD of another version."""
     live = definition()
-    spec = live["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
-    if change == "older":
-        del spec["tiers"]["properties"]["disk"]
-    elif change == "newer":
-        spec["tiers"]["properties"]["tape"] = {"type": "string"}
-    elif change == "rules":
-        spec["engine"]["properties"]["replicas"]["maximum"] = 3
-    elif change == "text":
-        spec["engine"]["description"] = "Another text."
-    elif change == "template":
-        del spec["engine"]["properties"]["podTemplate"]["properties"]["metadata"]
-    elif change == "version":
-        live["spec"]["versions"][0]["name"] = "v9"
+    version = live["spec"]["versions"][0]
+    if change == "version":
+        version["name"] = "v9"
+    else:
+        CHANGES[change](version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"])
     return Answer(200, live)
 
 

@@ -241,19 +241,18 @@ class TestFiles:
             naming.weights_fingerprint(options(model_path=str(model), load_format=load_format), later())
 
     def test_draft_model_is_named_by_its_content(self, model, tmp_path):
-        assert naming.draft_fingerprint(options(model_path=str(model)), later()) == ""
-        undrafted = options(model_path=str(model), speculative_draft_model_path=str(model))
-        assert naming.draft_fingerprint(undrafted, later()) == "", "the weights name it"
+        def name(**draft):
+            return naming.draft_fingerprint(options(model_path=str(model), **draft), later())
+
+        assert name() == name(speculative_draft_model_path=str(model)) == "", "the weights name the model"
         names = []
-        for name, content in (("1", b"a"), ("2", b"a"), ("3", b"b")):
-            (tmp_path / name).mkdir()
-            (tmp_path / name / "model.safetensors").write_bytes(content)
-            draft = options(model_path=str(model), speculative_draft_model_path=str(tmp_path / name))
-            names.append(naming.draft_fingerprint(draft, later()))
+        for folder, content in ((tmp_path / "1", b"a"), (tmp_path / "2", b"a"), (tmp_path / "3", b"b")):
+            folder.mkdir()
+            (folder / "model.safetensors").write_bytes(content)
+            names.append(name(speculative_draft_model_path=str(folder)))
         assert names[0] == names[1] != names[2]
-        missing = options(model_path=str(model), speculative_draft_model_path=str(tmp_path / "no"))
         with pytest.raises(UnnamedError):
-            naming.draft_fingerprint(missing, later())
+            name(speculative_draft_model_path=str(tmp_path / "no"))
 
     def test_adapters_are_named_by_name_path_and_content(self, tmp_path):
         adapters = []

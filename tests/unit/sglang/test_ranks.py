@@ -60,10 +60,8 @@ def test_ranks_with_the_same_kv_share_a_column_that_one_of_them_writes(tp, pp, c
 
 
 def test_sizes_that_divide_kv_differently_have_different_sizes():
-    sizes = {
-        tuple(sorted(all_ranks(*numbers)[0].sizes.items())) for numbers in itertools.product([1, 2], repeat=3)
-    }
-    assert len(sizes) == 8
+    ranks = [all_ranks(*numbers)[0] for numbers in itertools.product([1, 2], repeat=3)]
+    assert len({tuple(sorted(rank.sizes.items())) for rank in ranks}) == 8
 
 
 def test_one_rank_reports():

@@ -1,14 +1,11 @@
 """The size of windows, which only the callers of the backend know."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from lmcache.engines.errors import UnsupportedError
 from lmcache.engines.sglang import windows
-
-
-class Component:
-    def __init__(self, **fields):
-        self.__dict__.update(fields)
 
 
 class RadixCache:
@@ -41,12 +38,12 @@ def _new_process(monkeypatch):
 
 @pytest.mark.parametrize("make", [lambda cache: cache, Manager])
 def test_window_of_the_caller_is_known_from_then_on(make):
-    make(RadixCache(Component(), Component(full_window_pages=2))).attach()
+    make(RadixCache(SimpleNamespace(), SimpleNamespace(full_window_pages=2))).attach()
     assert windows.window_pages() == 2
 
 
 @pytest.mark.parametrize("pages", [(), (None,), (0,), (2, 3)], ids=str)
 def test_windows_that_are_unknown_or_of_several_sizes_are_refused(pages):
-    RadixCache(*(Component(**({} if n is None else {"full_window_pages": n})) for n in pages)).attach()
+    RadixCache(*(SimpleNamespace(**({} if n is None else {"full_window_pages": n})) for n in pages)).attach()
     with pytest.raises(UnsupportedError, match="windows"):
         windows.window_pages()
