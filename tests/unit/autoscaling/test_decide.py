@@ -256,12 +256,6 @@ def test_profitable_growth_is_chosen_despite_routing_losses():
     assert f"{without_loss.reason}; 90.0 % of prompt tokens miss because another pod " in decision.reason
 
 
-def test_reason_names_routing_if_no_size_is_better_and_losses_are_high():
-    for loss, reason in ((0.04, "Min"), (0.9, "Locality")):
-        decision, _ = decide(tier(), SETTLED, measurements(BY_HAND, locality_loss=loss))
-        assert decision.limited_by == reason
-
-
 CHURN = Obstacle("Cooldown", "7 of 8 pods are ready and match the spec")
 
 

@@ -4,11 +4,8 @@ from typing import Any
 
 import pytest
 from lmcache_operator.api.parse import parse
-from lmcache_operator.autoscaling.policy.tier import GIB, Prices, Service, memory_tier, remote_tier
 
 from tests.harness.operator_model import cluster
-
-SERVICE = Service(4, 1, 10_000.0, 128 << 10, 512)
 
 
 @pytest.mark.parametrize(
@@ -25,10 +22,3 @@ def test_shards_have_a_default_price_and_memory_has_none(declared: Any, usd_per_
     resource = cluster(tiers={"memory": {"size": "64Gi"}})
     resource["spec"]["autoscaling"] = {"prices": declared}
     assert parse(resource).spec.autoscaling.prices.usd_per_hour == usd_per_hour
-
-
-def test_each_tier_has_its_own_price() -> None:
-    prices = Prices(2.5, 0.0, 0.004)
-    assert memory_tier(16 * GIB, 512 * GIB, SERVICE, prices).is_free
-    shards = remote_tier(range(1, 9), 64 * GIB, SERVICE, prices, 1e9)
-    assert shards.usd_per_byte_hour * GIB == pytest.approx(0.004)

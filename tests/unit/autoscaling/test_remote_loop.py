@@ -10,8 +10,7 @@ import pytest
 
 from testing.workloads.closed_loop import scattered, sticky
 from testing.workloads.remote_loop import RemoteSetup, simulate_remote
-from testing.workloads.requests import Workload, chat, row_hash, unique
-from testing.workloads.tiers import Shards, owner
+from testing.workloads.requests import Workload, chat, unique
 
 
 @cache
@@ -51,29 +50,3 @@ def test_sticky_routing_needs_few_shards():
     shards = setup(chat(9, 0.2, scale=16), route=sticky, start=64.0, start_count=3)
     run = simulate_remote(shards)
     assert run.moments[-1].size <= 64 * 2
-
-
-@pytest.mark.rotating
-def test_refresh_by_residence_time_keeps_hot_rows():
-    """A refresh every 600 s is too rare if a tier evicts rows after 600 s: pods hit these rows locally."""
-    assert constant(4) < setup(chat_workload(), refresh=600.0).with_shards(4)
-
-
-def test_added_shard_moves_only_rows_to_itself():
-    keys = [row_hash(9, number) for number in range(4000)]
-    moved = [owner(key, 4) for key in keys if owner(key, 4) != owner(key, 3)]
-    assert (set(moved), len(moved) / len(keys)) == ({3}, pytest.approx(1 / 4, abs=0.03))
-
-
-def test_moved_rows_are_read_from_the_previous_shard_until_rewritten():
-    keys = [row_hash(9, number) for number in range(400)]
-    shards = Shards(3, 400)
-    shards.touch(keys, 0, 0.0)
-    shards.resize(4, 1000.0)
-    assert shards.run(keys, 0, 1000.0) == 400
-    assert shards.run(keys, 0, 1000.0 + Shards.TRANSITION) < 400
-    shards.touch(keys, 0, 1001.0)
-    assert shards.run(keys, 0, 1000.0 + Shards.TRANSITION) == 400
-    shards.resize(2, 5000.0)
-    assert shards.run(keys, 0, 5000.0) == 400
-    assert shards.run(keys, 0, 5000.0 + Shards.TRANSITION) < 400

@@ -3,7 +3,7 @@
 from functools import cache
 
 import pytest
-from lmcache_operator.autoscaling.intake.lookups import Answer, NoAnswer
+from lmcache_operator.autoscaling.intake.lookups import NoAnswer
 from lmcache_operator.autoscaling.policy.report import MAX_STATE_BYTES, Choice, Saved, restore, save
 from lmcache_operator.autoscaling.policy.state import Obstacle
 from lmcache_operator.autoscaling.policy.tier import GIB, Prices
@@ -209,25 +209,6 @@ def test_new_namespace_restarts_counting():
     loop.poll()
     assert decide_now(loop) == ("Young", "lookups counted for 0 min; a decision needs 30 min")
     assert loop.sizing.intake.traffic.namespace == "77" * 32
-
-
-def test_single_pod_of_another_namespace_is_ignored():
-    """More than half of the pods must report a namespace to change it."""
-    loop = Loop()
-    loop.run(0.5)
-    original_ask, other_namespace = loop.ask, "77" * 32
-
-    def ask(pod: int) -> Answer | NoAnswer:
-        answer = original_ask(pod)
-        if not pod or not isinstance(answer, Answer):
-            return answer
-        return answer._replace(samples=answer.samples._replace(namespace=other_namespace))
-
-    loop.ask = ask
-    before = loop.sizing.intake.num_samples
-    loop.run(0.2)
-    assert loop.sizing.intake.traffic.namespace != other_namespace
-    assert loop.sizing.intake.num_samples > before
 
 
 def test_small_change_of_bounds_keeps_the_traffic():

@@ -10,7 +10,7 @@ from lmcache_operator.autoscaling.policy.state import State
 from lmcache_operator.autoscaling.policy.tier import GIB
 from lmcache_operator.autoscaling.policy.traffic import Traffic
 
-from lmcache.curves import Lookup, MissRatioCurve
+from lmcache.curves import MissRatioCurve
 from testing.workloads.closed_loop import Routing, Setup, lookups, scattered, sticky
 from testing.workloads.requests import Workload, agents, chat, mooncake
 from testing.workloads.tiers import Service
@@ -94,12 +94,3 @@ def test_saved_state_is_small_for_any_amount_of_traffic():
             steps = window.steps([int(size)], 1.0, 1)
             window.add(60.0 * number, [random_source.randrange(17)], steps, random_source.random())
     assert len(json.dumps(traffic.state())) <= 64 << 10
-
-
-def test_forgotten_pod_starts_with_an_empty_cache():
-    traffic = Traffic("ns", 1 * GIB, 16 * GIB)
-    for pod in ("a", "b"):
-        traffic.curve.feed([Lookup(0.0, [1, 2, 3], 1 << 20, pod)])
-    traffic.curve.forget("a")
-    traffic.curve.feed([Lookup(1.0, [1, 2, 3], 1 << 20, pod) for pod in ("a", "b")])
-    assert traffic.curve.windows[0].hit_ratio(GIB).hit_ratio == pytest.approx(1 / 4, abs=0.001)
