@@ -87,13 +87,8 @@ def figures(number: int = 0, container: Any = None, **changes: Any) -> PodFigure
 
 def remote(*servers: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """Return the part of the remote tier in /stats."""
-    healthy = {
-        "is_reachable": True,
-        "refused": {},
-        "shards_problem": "",
-        "servers": list(servers or [SERVER]),
-    }
-    return healthy | {"residence_seconds": 86400.0} | changes
+    healthy = {"is_reachable": True, "refused": {}, "shards_problem": "", "residence_seconds": 86400.0}
+    return healthy | {"servers": list(servers or [SERVER])} | changes
 
 
 def server(**changes: Any) -> dict[str, Any]:

@@ -12,17 +12,12 @@ FORMATS = ("vllm", "huggingface")
 
 def make_config(local_device: str | None = "cpu", **changes: object) -> LMCacheEngineConfig:
     """A small cache: 64 MiB, chunks of 16 tokens, no remote server."""
-    fields: dict[str, object] = {
-        "chunk_size": CHUNK,
-        "max_local_cache_size": 1 / 16,
-        "remote_url": None,
-        "remote_serde": None,
-    }
+    fields = {"chunk_size": CHUNK, "max_local_cache_size": 1 / 16, "remote_url": None, "remote_serde": None}
     return LMCacheEngineConfig.from_defaults(local_device=local_device, **{**fields, **changes})  # type: ignore[arg-type]
 
 
-def make_metadata(fmt: str = "vllm", dtype: torch.dtype = torch.float16) -> LMCacheEngineMetadata:
-    return LMCacheEngineMetadata("org/model", 1, 0, fmt, dtype, (LAYERS, 2, CHUNK, HEADS, HEAD_SIZE))
+def make_metadata(fmt: str = "vllm") -> LMCacheEngineMetadata:
+    return LMCacheEngineMetadata("org/model", 1, 0, fmt, torch.float16, (LAYERS, 2, CHUNK, HEADS, HEAD_SIZE))
 
 
 def make_tokens(num_tokens: int, seed: int = 0) -> torch.Tensor:

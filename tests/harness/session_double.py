@@ -20,9 +20,9 @@ from tests.harness.wire import NAMESPACE
 class SessionDouble:
     """Rows are allocated in order and never evicted. ``committed`` and ``aborted`` list their outcome."""
 
-    def __init__(self, num_rows: int = 64, slot_bytes: int = 4096) -> None:
+    def __init__(self) -> None:
         self.epoch = 1
-        self.slots: Any = np.zeros((num_rows, slot_bytes), np.uint8)
+        self.slots: Any = np.zeros((64, 4096), np.uint8)
         self.rows: dict[bytes, Slot] = {}
         self.committed: list[Slot] = []
         self.aborted: list[Slot] = []
