@@ -7,10 +7,7 @@ from lmcache.blend.selection import AllTokens, FirstTokens, LargestDeviation, Mo
 from lmcache.engines.huggingface import BlendedModel
 from testing.blend.tiny import engine_for, random_tokens, tiny_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 PROMPT = [*random_tokens(40, 33, 50), *random_tokens(9, seed=1)]
 
 

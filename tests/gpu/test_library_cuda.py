@@ -18,10 +18,7 @@ from tests.harness.kv_cache import (
     make_tokens,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
 
 
 @pytest.fixture(params=["cpu", "cuda", "disk"])

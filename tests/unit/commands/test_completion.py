@@ -64,12 +64,9 @@ def test_values_of_options_are_suggested(calls):
     assert suggested("logs", "--pod", "") == ["demo-engine-0"]
 
 
-def test_files_are_left_to_the_shell(calls):
+def test_files_are_left_to_the_shell_and_no_kubectl_gives_no_suggestions(tmp_path, monkeypatch):
     assert completion.complete(["status", "--kubeconfig", ""]) == ((), 0)
     assert completion.complete(["top", "--interval", ""]) == ((), 4)
-
-
-def test_no_kubectl_gives_no_suggestions(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert suggested("status", "") == []
 

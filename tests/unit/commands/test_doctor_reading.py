@@ -18,7 +18,7 @@ from lmcache_operator.commands.doctor.facts import Facts
 from lmcache_operator.commands.doctor.pod_reading import read_engines
 from lmcache_operator.commands.doctor.reading import read_facts
 from lmcache_operator.commands.doctor.results import Level
-from lmcache_operator.errors import NotFoundError, RefusedError
+from lmcache_operator.errors import NoAnswerError, NotFoundError, RefusedError
 from lmcache_operator.kube.pod_http import PodAnswer
 
 from testing.child_process import REPOSITORY
@@ -94,6 +94,11 @@ def test_reads_that_hang_end_in_time_and_become_unknown():
     assert {result.level for result in sidecars} == {Level.WARNING, Level.UNKNOWN}
     assert "64 of 1000 pods: demo-engine-0, and 63 more." in sidecars[0].statement
     assert "936 of 1000 sidecars: no answer before the time" in sidecars[1].statement
+
+
+def test_api_server_that_hangs_is_an_error():
+    with pytest.raises(NoAnswerError, match="no answer: timeout"):
+        read({}, hangs=True)
 
 
 def test_refused_reads_name_the_missing_rights():

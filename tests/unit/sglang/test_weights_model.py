@@ -8,12 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lmcache.engines.sglang.weights import _UPDATES, WeightWatch
 from tests.harness.scope import examples
-from tests.harness.sglang_weights import (
-    NAMESPACE,
-    UpdateError,
-    installed,
-    make_classes,
-)
+from tests.harness.sglang_weights import NAMESPACE, UpdateError, installed, make_classes
 
 
 class Rank:

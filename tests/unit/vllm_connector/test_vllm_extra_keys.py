@@ -156,8 +156,7 @@ def test_adapter_is_hashed_in_a_background_thread(model, monkeypatch):
     assert extra_keys_after_hashing(finder, request(model))
     ((thread, niceness),) = threads
     assert thread is not threading.current_thread()
-    assert niceness == 19
-    assert thread.daemon, "the thread must not block the engine's exit"
+    assert (niceness, thread.daemon) == (19, True), "the thread must not block the engine's exit"
 
 
 class Item(dict):
