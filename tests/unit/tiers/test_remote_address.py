@@ -53,7 +53,6 @@ def test_parses_urls(url, address):
         ("http://:secret@cache", "scheme 'http' is not one of"),
         ("cache:6379", "scheme 'cache' is not one of"),
         (":secret@cache:6379", "scheme '' is not one of"),
-        ("unixs:///run/redis.sock", "scheme 'unixs' is not one of"),
         ("unix-cluster:///run/redis.sock", "scheme 'unix-cluster' is not one of"),
         ("redis://:secret@", "needs a host"),
         ("redis://:secret@cache:port", "host or port"),
