@@ -1,12 +1,18 @@
-"""A cluster with real sidecars, shards, traffic and a real operator, which a real Prometheus scrapes."""
+"""A cluster with real sidecars, shards, traffic and a real operator, which a real Prometheus scrapes.
+
+Debian builds Prometheus without the discovery of pods. The configuration therefore lists all ports of all
+pods as targets, with the labels that discovery gives them. Prometheus itself selects and relabels.
+The chart's PodMonitors become scrape configurations, as the Prometheus Operator writes them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +27,11 @@ from testing.kube.sidecars import PodSidecars
 from testing.processes import SidecarProcess
 from testing.prometheus import PrometheusProcess
 from testing.workloads.replay import Engine
-from tests.harness import pod_monitors
 from tests.harness.kube import CLUSTERS, NAME, example
 
 MODEL = "Qwen/Qwen3-8B"
 NUM_PODS = 2
+_POD = "__meta_kubernetes_pod"
 _FACTOR = 240
 """Speed of the operator's clock: the half hour before its first decision takes 7.5 s."""
 _ROW_BYTES = 256 << 10
@@ -142,9 +148,7 @@ def _jobs(plane: Cluster, operator: Operator, namespace: str) -> list[dict[str, 
     text = plane.helm("template", RELEASE, CHART, "-n", SYSTEM_NAMESPACE, "--set", "monitoring.enabled=true")
     monitors = [obj for obj in yaml.safe_load_all(text) if obj and obj["kind"] == "PodMonitor"]
     pods = plane.api.objects("v1/pods", namespace)
-    return [
-        job for monitor in monitors for job in pod_monitors.jobs(monitor, [*pods, _pod_of(plane, operator)])
-    ]
+    return [job for monitor in monitors for job in _jobs_of(monitor, [*pods, _pod_of(plane, operator)])]
 
 
 def _pod_of(plane: Cluster, operator: Operator) -> dict[str, Any]:
@@ -154,3 +158,79 @@ def _pod_of(plane: Cluster, operator: Operator) -> dict[str, Any]:
     port["containerPort"] = operator.metrics_port
     pod["status"]["podIP"] = "127.0.0.1"
     return pod
+
+
+def _jobs_of(monitor: Mapping[str, Any], pods: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield one job for each endpoint of a PodMonitor."""
+    for number, _ in enumerate(monitor["spec"]["podMetricsEndpoints"]):
+        targets = [target for pod in pods if _is_in_namespaces(monitor, pod) for target in _targets(pod)]
+        yield _job(monitor, number) | {"static_configs": targets}
+
+
+def _job(monitor: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return the job of one endpoint, without its targets."""
+    spec, name = monitor["spec"], f"{monitor['metadata']['namespace']}/{monitor['metadata']['name']}"
+    endpoint = spec["podMetricsEndpoints"][number]
+    relabelings = [
+        {_snake(key): value for key, value in rule.items()} for rule in endpoint.get("relabelings", ())
+    ]
+    pod, container = f"{_POD}_name", f"{_POD}_container_name"
+    targets = {"namespace": "__meta_kubernetes_namespace", "pod": pod, "container": container}
+    rules = [
+        _rule("drop", f"{_POD}_phase", regex="(Failed|Succeeded)"),
+        *_selection(spec["selector"]),
+        _rule("keep", f"{_POD}_container_port_name", regex=endpoint["port"]),
+        *(_rule("replace", source, target_label=label) for label, source in targets.items()),
+        *(
+            _rule("replace", f"{_POD}_label_{_label(label)}", target_label=_label(label), regex="(.+)")
+            for label in spec.get("podTargetLabels", ())
+        ),
+        {"action": "replace", "target_label": "job", "replacement": name},
+        *relabelings,
+    ]
+    return {
+        "job_name": f"podMonitor/{name}/{number}",
+        "honor_labels": endpoint.get("honorLabels", False),
+        "relabel_configs": rules,
+    }
+
+
+def _is_in_namespaces(monitor: Mapping[str, Any], pod: Mapping[str, Any]) -> bool:
+    selector = monitor["spec"].get("namespaceSelector", {})
+    names = selector.get("matchNames", [monitor["metadata"]["namespace"]])
+    return selector.get("any", False) or pod["metadata"]["namespace"] in names
+
+
+def _targets(pod: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a target for each port of a pod's containers, with the labels of Prometheus' discovery."""
+    meta, spec = pod["metadata"], pod["spec"]
+    labels = {f"{_POD}_label_{_label(key)}": value for key, value in meta["labels"].items()}
+    labels |= {f"{_POD}_labelpresent_{_label(key)}": "true" for key in meta["labels"]}
+    labels |= {"__meta_kubernetes_namespace": meta["namespace"], f"{_POD}_name": meta["name"]}
+    labels |= {f"{_POD}_phase": pod["status"]["phase"]}
+    for container in (*spec["containers"], *spec.get("initContainers", ())):
+        for port in container.get("ports", ()):
+            address = f"{pod['status']['podIP']}:{port['containerPort']}"
+            names = {f"{_POD}_container_name": container["name"], f"{_POD}_container_port_name": port["name"]}
+            yield {"targets": [address], "labels": labels | names}
+
+
+def _selection(selector: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for key, value in selector.get("matchLabels", {}).items():
+        yield _rule("keep", f"{_POD}_label_{_label(key)}", regex=re.escape(value))
+    for expression in selector.get("matchExpressions", ()):
+        assert expression["operator"] == "Exists", "add this operator to the harness"
+        yield _rule("keep", f"{_POD}_labelpresent_{_label(expression['key'])}", regex="true")
+
+
+def _rule(action: str, source: str, **fields: str) -> dict[str, Any]:
+    return {"action": action, "source_labels": [source], **fields}
+
+
+def _label(name: str) -> str:
+    """Return the name that Prometheus gives a Kubernetes label."""
+    return re.sub(r"\W", "_", name)
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()

@@ -22,7 +22,7 @@ _PROGRAMS = {"kubectl-lmcache": "lmcache_operator", "kubectl_complete-lmcache": 
 class Plugin:
     """Runs ``kubectl lmcache``. The plugin is on the PATH, as after an installation by pip."""
 
-    def __init__(self, plane: Cluster, folder: Path, namespace: str, kubeconfig: Path | None = None) -> None:
+    def __init__(self, plane: Cluster, folder: Path, namespace: str) -> None:
         for program, module in _PROGRAMS.items():
             plugin = folder / program
             plugin.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
@@ -33,7 +33,7 @@ class Plugin:
             "PATH": f"{plane.bin}:{folder}:{os.environ['PATH']}",
             "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'operator'}",
             "HOME": str(folder),
-            "KUBECONFIG": str(kubeconfig or plane.kubeconfig()),
+            "KUBECONFIG": str(plane.kubeconfig()),
         }
 
     def __call__(self, command: str, *argv: str | Path) -> subprocess.CompletedProcess[str]:
@@ -60,7 +60,7 @@ class Commands:
 
 
 def create_pod(
-    plane: Cluster, namespace: str, cluster: str, number: int, *, port: int, address: str = "", **engine: Any
+    plane: Cluster, namespace: str, cluster: str, number: int, *, port: int, **engine: Any
 ) -> dict[str, Any]:
     """Create a running engine pod whose sidecar listens on this port. It gets no node and no kubelet.
 
@@ -74,18 +74,9 @@ def create_pod(
         "schedulerName": "none",  # a fake node would replace the pod's address
     }
     labels = {"lmcache.io/cluster": cluster, "lmcache.io/component": "engine"}
-    plane.api.create(
-        "v1/pods",
-        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": containers},
-        namespace,
-    )
-    address = address or reachable_address()
-    status = {
-        "phase": "Running",
-        "podIP": address,
-        "podIPs": [{"ip": address}],
-        "conditions": [{"type": "Ready", "status": "True"}],
-    }
+    plane.api.create("v1/pods", {"metadata": {"name": name, "labels": labels}, "spec": containers}, namespace)
+    address, ready = reachable_address(), [{"type": "Ready", "status": "True"}]
+    status = {"phase": "Running", "podIP": address, "podIPs": [{"ip": address}], "conditions": ready}
     patched: dict[str, Any] = plane.api.patch("v1/pods", f"{name}/status", {"status": status}, namespace)
     return patched
 

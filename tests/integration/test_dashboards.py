@@ -1,9 +1,12 @@
 """Dashboards and queries of the documentation on a real Prometheus, which scrapes real sidecars and an"
 " operator."""
 
+import json
 import math
+import re
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +14,9 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from testing.child_process import wait_until
-from testing.prometheus import program
+from testing.kube.operator import CHART
+from testing.prometheus import PrometheusProcess, program
 from tests.harness.fences import fences, pages
-from tests.harness.grafana import FILES, Dashboard
 from tests.harness.kube import NAME, new_namespace
 from tests.harness.monitored import MODEL, NUM_PODS, Monitored, monitored
 from tools import metrics_docs
@@ -26,7 +29,59 @@ RARE = {
     ("fleet", "Tiers that do not answer", "A"): "all tiers answer",
 }
 """Queries that may return nothing, each with the reason. They must be valid."""
-BOARDS = {path.stem: Dashboard(path) for path in FILES}
+_LABEL_VALUES = re.compile(r"label_values\((?:(?P<selector>.+),)?\s*(?P<label>\w+)\)")
+_VARIABLE = re.compile(r"\$(?:([a-z_]\w*)|\{(\w+)\})")
+
+
+class Dashboard:
+    """A dashboard as Grafana shows it: variables get their values, and queries are substituted."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.stem
+        self.content: dict[str, Any] = json.loads(path.read_text())
+        # Values of Grafana's own variables, for a server that scrapes every second.
+        self.values = {"__rate_interval": "1m", "__range": "10m"}
+        """Text that replaces each variable."""
+        self.options: dict[str, list[str]] = {}
+        """Choices of each variable with a query."""
+
+    def choose(self, prometheus: PrometheusProcess, **chosen: str) -> None:
+        """Refresh the variables. Those that are not ``chosen`` are "All", or have their default."""
+        for variable in self.content["templating"]["list"]:
+            name = variable["name"]
+            if variable["type"] == "query":
+                self.options[name] = self._label_values(prometheus, variable["query"]["query"])
+                all_value = variable.get("allValue") or _joined(self.options[name])
+                self.values[name] = _escaped(chosen[name]) if name in chosen else all_value
+            elif variable["type"] == "textbox":
+                self.values[name] = variable["query"]
+
+    def substitute(self, text: str) -> str:
+        """Return a query with its variables replaced. Raises KeyError for an unknown variable."""
+        return _VARIABLE.sub(lambda match: self.values[match[1] or match[2]], text)
+
+    def queries(self, title: str) -> dict[str, str]:
+        """Substituted queries of the panel with this title, by their letter."""
+        (panel,) = (panel for panel in self.content["panels"] if panel["title"] == title)
+        return {target["refId"]: self.substitute(target["expr"]) for target in panel["targets"]}
+
+    def _label_values(self, prometheus: PrometheusProcess, query: str) -> list[str]:
+        match = _LABEL_VALUES.fullmatch(self.substitute(query))
+        assert match is not None, f"{query} is no query of label values"
+        return [value for value in prometheus.label_values(match["label"], match["selector"]) if value]
+
+
+def _joined(values: list[str]) -> str:
+    return f"({'|'.join(map(_escaped, values))})" if len(values) > 1 else "".join(map(_escaped, values))
+
+
+def _escaped(value: str) -> str:
+    """Escape a value for a regular expression in a string of PromQL, as Grafana does."""
+    return re.sub(r"[$^*{}\[\]+?.()|]", r"\\\\\g<0>", value)
+
+
+FILES = (CHART / "files" / "dashboards").glob("*.json")
+BOARDS = {path.stem: Dashboard(path) for path in sorted(FILES)}
 PANELS = [
     (board.name, panel["title"])
     for board in BOARDS.values()
