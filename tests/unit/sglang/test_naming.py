@@ -289,7 +289,8 @@ class TestHub:
 
     def test_model_that_the_start_downloads_is_identified(self, snapshot):
         """The scheduler adds the weights to the folder of the configuration."""
-        assert naming.model_config(options(model_path=str(snapshot)), time.time() - 60) == CONFIG
+        began = time.time() - 60
+        assert naming.model_config(options(model_path=str(snapshot)), began) == CONFIG
 
     def test_blob_that_was_overwritten_is_not_trusted(self, snapshot):
         (snapshot / "config.json").resolve().write_bytes(b"{}")
