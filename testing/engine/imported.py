@@ -1,9 +1,11 @@
 """Modules that all test engines use. ``fork_server`` imports them before the first copy."""
 
 import contextlib
+import functools
 import gc
 import importlib
 import os
+import time
 from typing import Any
 
 MODULES = (
@@ -41,10 +43,22 @@ def _inspect_models_in_process() -> None:
     registry._run_in_subprocess = lambda inspect: inspect()
 
 
+def _sleep_between_polls() -> None:
+    """Let a rank sleep while it waits for the others.
+
+    vLLM polls with ``sched_yield``. Beside busy loops on Linux 6.18, other processes then got no processor
+    for 53 s (run delay in /proc/PID/schedstat).
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.sched_yield = functools.partial(time.sleep, 1e-4)
+
+
 for name in MODULES:
     with contextlib.suppress(ImportError):  # other versions of vLLM lack some modules
         importlib.import_module(name)
 _fork_engine_cores_and_workers()
 _inspect_models_in_process()
+_sleep_between_polls()
 gc.collect()
 gc.freeze()  # a collection in a copy would write to all pages and so copy them: one second for each engine
