@@ -46,8 +46,7 @@ class Watch:
 
         def answered() -> list[SampledRequest] | None:
             answer = self._ask(self._since)
-            found = requests_of(answer)
-            requests = [each for each in found if num_chunks in (0, len(each.keys))]
+            requests = [each for each in requests_of(answer) if num_chunks in (0, len(each.keys))]
             if len(requests) < number:
                 return None
             self._since = answer["next"]

@@ -131,7 +131,7 @@ def test_page_is_copied_as_the_pool_would_in_runs_as_long_as_the_layout_allows(n
 
 @pytest.mark.parametrize("kind", [CopyingPool, MovedPool])
 @pytest.mark.parametrize("name", SHAPES)
-def test_page_that_is_no_view_or_at_unequal_distances_goes_through_the_pool(name, kind):
+def test_page_that_is_no_view_or_at_unequal_distances_is_copied_by_the_pool(name, kind):
     pool = make_pool(name, kind)
     assert layout_of(pool) is None
     check_copies(pool)
