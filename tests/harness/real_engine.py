@@ -79,13 +79,15 @@ def cold(engine: EngineProcess, *prompts: list[int], **options: Any) -> list[Gen
     return engine.generate(*prompts, cache_salt=next(_SALTS), **options)
 
 
-def restart_with_empty_arena(engine: EngineProcess, sidecar: SidecarProcess) -> None:
+def restart_with_empty_arena(
+    engine: EngineProcess, sidecar: SidecarProcess, num_tokens: int = CHUNK + BLOCK
+) -> None:
     """Empty the memory tier, once a lower tier has all rows."""
     sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
     sidecar.terminate()
     sidecar.arena_path.unlink()
     sidecar.start()
-    wait_hit(engine, sidecar)
+    wait_hit(engine, sidecar, num_tokens)
     sidecar.wait_until(lambda stats: not stats["num_unwritten_rows"])
 
 

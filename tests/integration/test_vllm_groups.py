@@ -246,7 +246,7 @@ BLOCKED_BY_LOADS = [
     *[("reset", engine) for engine in (0, 1, 0)],
     ("abort", 0, 2),
     ("arrive", 1, 0, 192, 64, 104, 3),
-    ("open", "store_gate"),
+    ("gate", "store_gate", "open"),
     ("reset", 0),
     ("step", 0, 6),
     ("drafts", 1, 0),
