@@ -59,11 +59,11 @@ class Timing:
 
     # Sidecars for each other
     peer_password_seconds: float = 5.0
-    """Time until a client of the peers' server has sent its password."""
+    """Time until another pod has sent its password, and time of its TLS handshake."""
     peer_send_seconds: float = 2.0
-    """Time until a client has read one reply. Otherwise, it loses its connection."""
+    """Time until another pod has read one reply. Otherwise, it loses its connection."""
     peer_pin_seconds: float = 1.0
-    """Time until a client reads the next piece of a row. Until then, the row stays in memory."""
+    """Time until another pod reads the next piece of a row. Until then, the row stays in memory."""
     peer_turn_seconds: float = 2.0
     """Time until the event loop finds a row for a peer. Then the row counts as absent."""
 
