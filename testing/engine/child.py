@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import torch
 
-from testing.engine import kv_digests, simulated_gpu
+from testing.engine import gpu, kv_digests, simulated_gpu
 
 _SCRUBBED = 0x5A
 """KV bytes that no kernel writes: a load that copies nothing must not leave the right bytes by chance."""
@@ -39,6 +39,7 @@ class Child:
         self._num_preemptions = 0
         self._loaded_blocks: list[int] | None = None
         self._phases: dict[str, list[float]] = {phase: [] for phase in _PHASES}
+        self._steps: list[tuple[float, int]] = []
         kv_digests.watch(self._core, self._kv.__setitem__, lambda: self._hashes_kv)
         self._count_preemptions()
         self._recomputed_from: dict[str, int] = {}
@@ -48,46 +49,29 @@ class Child:
 
     def generate(self, requests: list[dict[str, Any]], reset_after: int = 0) -> list[dict[str, Any]]:
         """Run requests ``{prompt: [token ids], max_tokens, cache_salt?, prompt_logprobs?, regex?,
-        trace_headers?, kv_transfer_params?}`` concurrently to their end. ``regex`` is a grammar for the
-        answer. After ``reset_after`` steps, if any, all caches are reset while the requests run.
+        trace_headers?, kv_transfer_params?, first_step?}`` concurrently to their end. ``regex`` is a grammar
+        for the answer. A request arrives before the step ``first_step``, by default before the first one.
+        After ``reset_after`` steps, if any, all caches are reset while the requests run.
         """
-        from vllm import SamplingParams
-        from vllm.sampling_params import StructuredOutputsParams
-
-        ids: list[str] = []
-        results: dict[str, dict[str, Any]] = {}
+        results: dict[str, dict[str, Any]] = {str(self._next_id + n): {} for n in range(len(requests))}
+        self._next_id += len(requests)
+        waiting = sorted(zip(results, requests, strict=True), key=lambda each: each[1].get("first_step", 1))
         self._phases = {phase: [] for phase in _PHASES}
+        self._steps = []
         started = time.perf_counter()
-        for request in requests:
-            request_id = str(self._next_id)
-            self._next_id += 1
-            prompt = {"prompt_token_ids": request["prompt"]}
-            if salt := request.get("cache_salt"):
-                prompt["cache_salt"] = salt
-            regex, transfer = request.get("regex"), request.get("kv_transfer_params")
-            params = SamplingParams(
-                temperature=0.0,
-                max_tokens=request["max_tokens"],
-                ignore_eos=True,
-                logprobs=0,
-                prompt_logprobs=request.get("prompt_logprobs"),
-                detokenize=False,
-                structured_outputs=StructuredOutputsParams(regex=regex) if regex else None,
-                extra_args={"kv_transfer_params": transfer} if transfer else None,
-            )
-            results[request_id] = {"began_at": time.perf_counter()}
-            headers = request.get("trace_headers")
-            ids.append(self._engine.add_request(request_id, prompt, params, trace_headers=headers))
-            self._phases["arrival"].append(time.perf_counter() - results[request_id]["began_at"])
         for step in itertools.count(1):
-            if not self._engine.has_unfinished_requests():
+            while waiting and waiting[0][1].get("first_step", 1) <= step:
+                request_id, request = waiting.pop(0)
+                self._add(request_id, request, results[request_id])
+            if not self._engine.has_unfinished_requests() and not waiting:
                 break
             if reset_after and step >= reset_after and self._reset():
                 reset_after = 0
             step_began_at = time.perf_counter()
             outputs = self._engine.step()
-            phase = "computing" if self._num_step_tokens else "idle"
-            self._phases[phase].append(time.perf_counter() - step_began_at)
+            seconds = time.perf_counter() - step_began_at
+            self._phases["computing" if self._num_step_tokens else "idle"].append(seconds)
+            self._steps.append((seconds, self._num_step_tokens))
             for output in outputs:
                 self._note(results[output.request_id], output, started)
         if reset_after:
@@ -106,6 +90,10 @@ class Child:
             )
         return list(results.values())
 
+    def steps(self) -> list[tuple[float, int]]:
+        """Seconds and number of scheduled tokens of each step of the last ``generate``."""
+        return self._steps
+
     def block_tokens(self) -> list[int]:
         """Tokens in a block of each layer, in the order of the model."""
         return [tokens for _, tokens in kv_digests.layers(self._core.scheduler)]
@@ -121,6 +109,19 @@ class Child:
             for spec, blocks in zip(groups, self._loaded_blocks, strict=True)
         ]
 
+    def describe(self) -> dict[str, str]:
+        """Return versions, and how this engine computes."""
+        import vllm
+        from vllm.platforms import current_platform
+
+        (kv,) = self._on_workers(_describe_kv)[:1]
+        worker = self._core.model_executor.driver_worker.worker
+        return {
+            "vLLM": f"{vllm.__version__}, torch {torch.__version__}, {type(current_platform).__name__}",
+            "model runner": type(worker.model_runner).__module__,
+            "KV of a layer": kv,
+        }
+
     def num_preemptions(self) -> int:
         """Number of preemptions so far."""
         return self._num_preemptions
@@ -128,6 +129,10 @@ class Child:
     def stop_hashing_kv(self) -> None:
         """For benchmarks: with one answer token, hashing would be part of the time to first token."""
         self._hashes_kv = False
+
+    def start_hashing_kv(self) -> None:
+        """Undo ``stop_hashing_kv``."""
+        self._hashes_kv = True
 
     def scrub_kv(self) -> None:
         """Overwrite all KV blocks, and empty the engine's own prefix cache."""
@@ -145,6 +150,29 @@ class Child:
         each step that was "idle" or "computing", and each "load" from the cache.
         """
         return self._phases
+
+    def _add(self, request_id: str, request: dict[str, Any], result: dict[str, Any]) -> None:
+        """Let a request arrive."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+
+        prompt = {"prompt_token_ids": request["prompt"]}
+        if salt := request.get("cache_salt"):
+            prompt["cache_salt"] = salt
+        regex, transfer = request.get("regex"), request.get("kv_transfer_params")
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=request["max_tokens"],
+            ignore_eos=True,
+            logprobs=0,
+            prompt_logprobs=request.get("prompt_logprobs"),
+            detokenize=False,
+            structured_outputs=StructuredOutputsParams(regex=regex) if regex else None,
+            extra_args={"kv_transfer_params": transfer} if transfer else None,
+        )
+        result["began_at"] = time.perf_counter()
+        self._engine.add_request(request_id, prompt, params, trace_headers=request.get("trace_headers"))
+        self._phases["arrival"].append(time.perf_counter() - result["began_at"])
 
     def _reset(self) -> bool:
         try:
@@ -178,16 +206,19 @@ class Child:
         return results
 
     def _count_loads(self, num_blocks: list[int]) -> None:
-        from lmcache.engines.core.copier import CpuCopier, RowLoad
+        from lmcache.engines.core.copier import CpuCopier, EngineCopier, RowLoad
+        from lmcache.engines.core.cuda_copier import CudaCopier
 
-        load = CpuCopier.load
+        def counting(load: Callable[..., None]) -> Callable[..., None]:
+            def count(copier: EngineCopier, rows: Sequence[RowLoad], fence: Any) -> None:
+                for row in rows:
+                    num_blocks[row.group] += len(row.blocks)
+                load(copier, rows, fence)
 
-        def count(copier: CpuCopier, rows: Sequence[RowLoad], fence: Any) -> None:
-            for row in rows:
-                num_blocks[row.group] += len(row.blocks)
-            load(copier, rows, fence)
+            return count
 
-        CpuCopier.load = count  # type: ignore[assignment,method-assign]
+        for kind in (CpuCopier, CudaCopier):
+            kind.load = counting(kind.load)  # type: ignore[method-assign]
 
     def _count_preemptions(self) -> None:
         preempt = self._core.scheduler._preempt_request
@@ -237,6 +268,16 @@ def _scrub(worker: Any) -> None:
         kv.view(torch.uint8).fill_(_SCRUBBED)
 
 
+def _describe_kv(worker: Any) -> str:
+    kv = worker.worker.model_runner.kv_caches
+    storages = len({layer.untyped_storage().data_ptr() for layer in kv})
+    first = kv[0]
+    return (
+        f"shape {list(first.shape)}, strides {list(first.stride())}, {first.dtype}, {first.device};"
+        f" {len(kv)} layers in {storages} allocations"
+    )
+
+
 def _serve(child: Child, commands: IO[str], answers: IO[str]) -> None:
     for line in commands:
         command = json.loads(line)
@@ -250,6 +291,7 @@ def _serve(child: Child, commands: IO[str], answers: IO[str]) -> None:
 
 def main() -> None:
     """``child.py COMMAND_FD ANSWER_FD ENGINE_ARGS_JSON``."""
+    gpu.prepare()
     with open(int(sys.argv[1])) as commands, open(int(sys.argv[2]), "w") as answers:
         child = Child(json.loads(sys.argv[3]))
         answers.write('{"answer": "ready"}\n')

@@ -27,6 +27,7 @@ from unittest import mock
 
 from lmcache.common.timing import TIMING
 from testing import deadlines
+from testing.engine import gpu
 from testing.engine.environment import ENVIRONMENT
 
 around_start: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -151,7 +152,18 @@ class ForkServer:
         return self._server
 
 
-start = ForkServer("testing.engine.imported", lambda: ENVIRONMENT).start
+_engines = {
+    None: ForkServer("testing.engine.imported", lambda: ENVIRONMENT),
+    gpu.EMULATED: ForkServer(
+        "testing.vllm_gpu.imported", lambda: ENVIRONMENT | gpu.environment_of(gpu.EMULATED)
+    ),
+}
+start = _engines[None].start
+
+
+def of_engines(kind: str | None) -> ForkServer | None:
+    """Return the server of engines on this kind of GPU (``testing.engine.gpu``), if there is one."""
+    return _engines.get(kind)
 
 
 def _run(

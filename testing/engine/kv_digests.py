@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import xxhash
 
 Digests = list[list[str]]
 """A digest of each full block's bytes, by layer of each rank. "" if the block slid out before."""
@@ -48,10 +48,13 @@ def layers(scheduler: Any) -> list[tuple[int, int]]:
 def _of_blocks(worker: Any, blocks: list[list[int]]) -> Digests:
     """Digests of these blocks, which are listed by layer."""
     caches = worker.worker.model_runner.kv_caches
+    return [_of_layer(kv, ids) for kv, ids in zip(caches, blocks, strict=True)]
+
+
+def _of_layer(kv: torch.Tensor, ids: list[int]) -> list[str]:
+    """Digests of blocks of one layer. They are copied to the host together: on a GPU each copy waits."""
+    content = kv[torch.tensor(ids, dtype=torch.int64, device=kv.device)].contiguous().view(torch.uint8).cpu()
     return [
-        [_digest(kv[block]) if block else "" for block in ids] for kv, ids in zip(caches, blocks, strict=True)
+        xxhash.xxh3_128_hexdigest(content[number].numpy().tobytes())[:16] if block else ""
+        for number, block in enumerate(ids)
     ]
-
-
-def _digest(block: torch.Tensor) -> str:
-    return hashlib.sha256(block.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from testing.child_process import REPOSITORY, ChildProcess, answers, wait_readable
-from testing.engine import fork_server
+from testing.engine import fork_server, gpu
 from testing.engine.environment import ENVIRONMENT
 from testing.engine.tiny_model import tiny_model
 
@@ -124,18 +124,22 @@ class EngineProcess(ChildProcess):
         ``prefix`` is a command that starts the child.
         """
         super().__init__("the engine", log)
-        args = {"model": str(tiny_model()), **ENGINE_ARGS, **engine_args}
+        variables = {**os.environ, **ENVIRONMENT, **(environment or {})}
+        args = {**ENGINE_ARGS, **gpu.engine_args(variables), **engine_args}
+        if "model" not in args:
+            args["model"] = str(tiny_model())
         if connector is not None:
             args["kv_transfer_config"] = connector
         child_reads, self._commands = os.pipe()
         self._answers, child_writes = os.pipe()
-        paths = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": _python_path(self.python_path)}
-        variables = {**os.environ, **ENVIRONMENT, **paths, **(environment or {})}
+        variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": _python_path(self.python_path)}
+        variables |= environment or {}
         is_standard = not prefix and self.child == EngineProcess.child
-        if is_standard and fork_server.is_allowed():
+        server = fork_server.of_engines(variables.get(gpu.VARIABLE))
+        if is_standard and server is not None and fork_server.is_allowed():
             ends = child_reads, child_writes
             cwd = str(self.python_path)
-            copy = fork_server.start(CHILD, [json.dumps(args)], log, cwd=cwd, env=variables, pass_fds=ends)
+            copy = server.start(CHILD, [json.dumps(args)], log, cwd=cwd, env=variables, pass_fds=ends)
             self.adopt(copy)
         else:
             command = [*prefix, sys.executable, *self.child, child_reads, child_writes, json.dumps(args)]
@@ -198,6 +202,14 @@ class EngineProcess(ChildProcess):
         """Leave ``Generated.kv`` empty from now on, so that no measured time includes the hashing."""
         self._call("stop_hashing_kv")
 
+    def start_hashing_kv(self) -> None:
+        """Undo ``stop_hashing_kv``."""
+        self._call("start_hashing_kv")
+
+    def steps(self) -> list[tuple[float, int]]:
+        """Seconds and number of scheduled tokens of each step of the last ``generate``."""
+        return [(seconds, tokens) for seconds, tokens in self._call("steps")]
+
     def block_tokens(self) -> list[int]:
         """Tokens in a block of each layer, in the order of the model."""
         tokens: list[int] = self._call("block_tokens")
@@ -206,6 +218,11 @@ class EngineProcess(ChildProcess):
     def loaded_tokens(self) -> list[tuple[str, int]]:
         """For each KV group: its kind in vLLM, and the number of tokens loaded since the first call."""
         return [(kind, tokens) for kind, tokens in self._call("loaded_tokens")]
+
+    def describe(self) -> dict[str, str]:
+        """Return versions, and how this engine computes."""
+        facts: dict[str, str] = self._call("describe")
+        return facts
 
     def num_preemptions(self) -> int:
         """Number of preemptions so far."""

@@ -1,4 +1,4 @@
-"""KV of a CPU engine in memory of the simulated GPU, for processes on a simulated node."""
+"""KV of an engine that computes on the CPU, in memory of the simulated GPU."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
 
 from lmcache.cuda.driver import Context, Device
+from testing.engine import gpu
 
 
 def zeros(context: Context, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
@@ -27,7 +29,7 @@ def kv_in_device_memory() -> Iterator[None]:
     if "CUDASIM_NODE" not in os.environ:
         yield
         return
-    from vllm.v1.worker import gpu_model_runner, utils
+    from vllm.v1.worker import utils
 
     allocate = utils.allocate_kv_cache
 
@@ -40,5 +42,18 @@ def kv_in_device_memory() -> Iterator[None]:
         with mock.patch.object(torch, "zeros", device_zeros):
             return allocate(*args, **kwargs)
 
-    with mock.patch.object(gpu_model_runner, "allocate_kv_cache", allocate_on_device):
+    with contextlib.ExitStack() as patches:
+        for module in _runners():
+            patches.enter_context(mock.patch.object(module, "allocate_kv_cache", allocate_on_device))
         yield
+
+
+def _runners() -> list[ModuleType]:
+    """The modules of vLLM that allocate KV."""
+    from vllm.v1.worker import gpu_model_runner
+
+    if gpu.VARIABLE not in os.environ:
+        return [gpu_model_runner]
+    from vllm.v1.worker.gpu import attn_utils
+
+    return [gpu_model_runner, attn_utils]
