@@ -121,8 +121,9 @@ bench: setup ## run all benchmarks; one: python -m benchmarks NAME [--json FILE]
 bench-peer: setup ## compare with upstream's packages, each in a separate environment
 	@$(PY) -m benchmarks peer peer_server
 
-gpu-check: setup ## test the GPU paths on a GPU, write docs/reference/gpu-facts.md
-	@$(PY) -m benchmarks.gpu
+gpu-check: ## test and measure the GPU of this machine, no network, 10 min; with your engine's Python: PYTHON=...
+	@PATH="$${PATH#$(CURDIR)/.venv/bin:}" $${PYTHON:-python3} -m benchmarks.gpu --folder "$${OUT:-/tmp/gpu-check}" \
+	  --page docs/reference/gpu-facts.md $(STEPS)
 
 audit: ## look for known vulnerabilities and licences in shipped packages; exit status 3: no answer
 	@tools/setup.sh base

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
-import platform
 import sys
 import time
 from pathlib import Path
 
+from benchmarks.machine import machine
 from benchmarks.report import Report, table
 
 NAMES = {
@@ -49,11 +48,6 @@ NAMES = {
     "prefill_decode": "prompts in one engine, answers in another: hand-over, time between tokens",
     "load": "hits on a busy engine: queued requests, one hot prefix, a new engine",
 }
-
-
-def machine() -> str:
-    system = f"{platform.machine()}, Linux {platform.release()}, Python {platform.python_version()}"
-    return f"{os.cpu_count()} cores, {system}"
 
 
 def main() -> int:

@@ -35,6 +35,11 @@ class Peer:
         """Start a call without waiting. ``result`` returns its result."""
         self._connection.send((function, arguments))
 
+    @property
+    def has_result(self) -> bool:
+        """True if the call of ``start`` has ended, or the process has."""
+        return self._connection.poll(0)
+
     def result(self) -> Any:
         assert self._connection.poll(TIMEOUT), "the call in the other process does not end"
         error, result = self._connection.recv()

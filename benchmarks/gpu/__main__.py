@@ -1,121 +1,167 @@
-"""Run the CUDA tests on the real driver, then measure the GPU and write a report: ``make gpu-check``.
+"""Test and measure this project on a GPU: ``make gpu-check``, or ``python -m benchmarks.gpu [STEP...]``.
 
-Exits with 2 if there is no GPU, and with 1 if a test fails.
+It needs no network. Each step is a process with a time limit, and writes what it finds at once. The page
+``gpu-facts.md`` is written again after each step.
+
+Exit status: 0 if all steps passed, 1 if one failed or was stopped, 2 without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
-from benchmarks.__main__ import machine
-from benchmarks.gpu import copies, interference, memory
-from benchmarks.gpu.section import TINY, Scale, Section
-from lmcache.cuda.driver import Device
-from lmcache.cuda.errors import CudaUnavailableError
+from benchmarks.gpu import page
+from benchmarks.gpu.page import FAILED, LATE, MISSING, PASSED, Outcome
+from benchmarks.gpu.plan import STEPS, Step
 
 ROOT = Path(__file__).parents[2]
-TESTS = [
-    "tests/gpu",
-    "tests/integration/test_sidecar_copies.py",
-    "tests/integration/test_sidecar_copy_faults.py",
-]
-"""Tests for any driver. They skip cases that need the controls of the simulated driver."""
-NOT_TESTS = ["tests/integration/test_sidecar_copies.py::test_engine_copies_without_the_driver_or_its_binding"]
 OUTPUT = ROOT / "docs" / "reference" / "gpu-facts.md"
+_SHORTEST_SECONDS = 15
+_NEEDED = (("torch", "torch"), ("numpy", "numpy"), ("cuda.bindings", "cuda-bindings"))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument(
-        "--output", type=Path, default=OUTPUT, help="file of the report (default: %(default)s)"
+    args = arguments()
+    if problem := unusable(args.simulated):
+        print(problem, file=sys.stderr)
+        return 2
+    from lmcache.cuda.driver import Device
+
+    folder: Path = args.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen = [step for step in STEPS if step.name in (args.steps or [s.name for s in STEPS])]
+    for step in chosen:
+        (folder / f"{step.name}.jsonl").unlink(missing_ok=True)
+    head = page.head_of(Device.visible()[0])
+    ends_at = time.monotonic() + args.seconds
+    outcomes: list[Outcome] = []
+    for step in chosen:
+        print(f"== {step.name}: {step.what}", flush=True)
+        outcomes.append(run(step, folder, ends_at - time.monotonic(), is_tiny=args.simulated))
+        done = outcomes[-1]
+        print(f"== {step.name}: {done.state} {done.why or f'after {done.seconds:.0f} s'}", flush=True)
+        written = page.write(folder, head, outcomes, is_simulated=args.simulated)
+        with tarfile.open(folder / "logs.tgz", "w:gz") as archive:
+            archive.add(folder / "logs", "logs")
+    if args.page is not None:
+        shutil.copy(written, args.page)
+    print(f"\nThe page is {args.page or written}. Logs are in {folder / 'logs.tgz'}.")
+    line = page.last_line(folder, outcomes)
+    (folder / "summary.txt").write_text(line + "\n")
+    print(line)
+    return 1 if any(outcome.state in (FAILED, LATE) for outcome in outcomes) else 0
+
+
+def arguments() -> argparse.Namespace:
+    steps = "\n".join(f"  {step.name:<8} {step.seconds:>4} s  {step.what}" for step in STEPS)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description=f"{__doc__}\nSteps, with their time limits:\n{steps}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--no-tests", action="store_true", help="measure, without tests")
-    parser.add_argument("--simulated", action="store_true", help="try this program on the simulated driver")
+    parser.add_argument("steps", nargs="*", metavar="STEP", help="steps to run (default: all)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("/tmp/gpu-check"), help="folder of the results (%(default)s)"
+    )
+    parser.add_argument("--page", type=Path, help="also copy the page to this file")
+    parser.add_argument(
+        "--seconds", type=float, default=560, help="time limit of all steps together (%(default)s)"
+    )
+    parser.add_argument(
+        "--simulated", action="store_true", help="try this program on the simulated driver, with tiny sizes"
+    )
     args = parser.parse_args()
+    if unknown := set(args.steps) - {step.name for step in STEPS}:
+        parser.error(f"unknown step {', '.join(sorted(unknown))}: --help lists all steps")
+    return args
+
+
+def unusable(is_simulated: bool) -> str:
+    """Return the reason why nothing can be measured here, with the remedy; empty if there is none."""
+    with contextlib.suppress(ModuleNotFoundError):  # of a parent package
+        missing = [name for module, name in _NEEDED if importlib.util.find_spec(module) is None]
+        if missing:
+            return f"missing: {', '.join(missing)}. {install(missing)}"
+    import torch
+
+    from lmcache.cuda.driver import Device
+    from lmcache.cuda.errors import CudaUnavailableError
+
     try:
-        device = Device.visible()[0]
+        Device.visible()
     except CudaUnavailableError as error:
-        print(f"no GPU here: {error}", file=sys.stderr)
-        return 2
-    if "CUDASIM_NODE" in os.environ and not args.simulated:
-        print(
-            "no GPU here: the simulated driver can't measure these figures; try --simulated", file=sys.stderr
+        return f"no GPU here: {error}"
+    if "CUDASIM_NODE" in os.environ and not is_simulated:
+        return "no GPU here: the simulated driver can't measure these figures; try --simulated"
+    if not is_simulated and not torch.cuda.is_available():
+        return (
+            f"torch {torch.__version__} can't use the GPU: run with the Python of your engine, PYTHON=/path"
         )
-        return 2
-    tested = "not run" if args.no_tests else run_tests(device)
-    if tested is None:
-        return 1
-    sections = measure(device, TINY if args.simulated else Scale())
-    args.output.write_text(report(device, tested, sections, is_simulated=args.simulated))
-    print(f"wrote {args.output}")
-    return 0
+    return ""
 
 
-def run_tests(device: Device) -> str | None:
-    """Run the tests. Returns the last line of their output, or None if a test failed."""
-    argv = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-rs",
-        *TESTS,
-        *(f"--deselect={name}" for name in NOT_TESTS),
-    ]
-    environment = os.environ | {"LMCACHE_TEST_GPU": device.uuid}
-    with subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as tests:
-        assert tests.stdout is not None
-        last = ""
-        for line in tests.stdout:
-            print(line, end="", flush=True)
-            last = line.strip() or last
-    return None if tests.returncode else last
+def install(distributions: list[str]) -> str:
+    """Return the command that installs distributions."""
+    return f"Run: {sys.executable} -m pip install {' '.join(distributions)} (no network: make gpu-bundle)"
 
 
-def measure(device: Device, scale: Scale) -> list[Section]:
-    context = device.primary_context()
-    sections = []
-    for part in (copies, memory, interference):
-        print(f"measuring {part.__name__.rsplit('.', 1)[1]}", flush=True)
-        sections += part.measure(context, scale)
-    context.close()
-    return sections
+def run(step: Step, folder: Path, seconds: float, *, is_tiny: bool) -> Outcome:
+    """Run a step in its own process group, for at most ``seconds``."""
+    if missing := step.missing():
+        return Outcome(step.name, MISSING, why=f"missing: {', '.join(missing)}. {install(missing)}")
+    if seconds < _SHORTEST_SECONDS:
+        return Outcome(step.name, MISSING, why="no time was left")
+    limit = min(step.seconds, seconds) * (4 if is_tiny else 1)  # the simulated driver is no yardstick
+    argv = [sys.executable, "-m", "benchmarks.gpu.run_step", step.name, str(folder), str(limit - 5)]
+    paths = [str(ROOT), str(ROOT / "sidecar"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    began_at = time.monotonic()
+    log = folder / "logs" / f"{step.name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            argv + ["--tiny"] * is_tiny,
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        state = _wait(process, limit, log)
+    return Outcome(step.name, state, time.monotonic() - began_at)
 
 
-def report(device: Device, tested: str, sections: list[Section], *, is_simulated: bool) -> str:
-    what = "Simulated driver: **no figure here means anything**" if is_simulated else "Measurements on a GPU"
-    version = device.driver.version
-    facts = {
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "GPU": chip(device),
-        "CUDA of the driver": f"{version // 1000}.{version % 1000 // 10}",
-        "compute capability": ".".join(
-            str(device.attribute(f"COMPUTE_CAPABILITY_{part}")) for part in ("MAJOR", "MINOR")
-        ),
-        "copy engines": str(device.attribute("ASYNC_ENGINE_COUNT")),
-        "host": machine(),
-        "tests": tested,
-    }
-    lines = [f"| {name} | {value} |" for name, value in facts.items()]
-    head = f"# {what}\n`make gpu-check` generates this page.\n\n| | |\n|---|---|\n" + "\n".join(lines)
-    return "\n\n".join([head, *(section.markdown().rstrip() for section in sections)]) + "\n"
-
-
-def chip(device: Device) -> str:
-    """Return name, driver and bus from nvidia-smi, or only the name if nvidia-smi is missing."""
-    name = device.driver.call("cuDeviceGetName", 64, device.ordinal).split(b"\0")[0].decode()
-    if (program := shutil.which("nvidia-smi")) is None:
-        return str(name)
-    fields = "name,driver_version,pcie.link.gen.max,pcie.link.width.max,memory.total"
-    argv = [program, f"--query-gpu={fields}", "--format=csv,noheader", f"--id={device.uuid}"]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or str(name)
+def _wait(process: subprocess.Popen[bytes], limit: float, log: Path) -> str:
+    """Wait for a step, and print its lines of progress. Returns its state."""
+    ends_at = time.monotonic() + limit
+    try:
+        with log.open() as lines:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(1)
+                for line in lines:
+                    if line.startswith("["):
+                        print(line, end="", flush=True)
+                if process.returncode is not None:
+                    return FAILED if process.returncode else PASSED
+                if time.monotonic() > ends_at:
+                    return LATE
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):  # also for children that outlived the step
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.section import Scale, Section, held, size
+from benchmarks.gpu.results import Results, held
+from benchmarks.gpu.scale import Scale, size
 from lmcache.cuda import ipc
 from lmcache.cuda.copies import CopyBatch
 from lmcache.cuda.driver import Context, Stream
@@ -72,15 +73,15 @@ def singly(batch: CopyBatch, stream: Stream) -> None:
             copy(*piece, int(stream.raw))
 
 
-def measure(context: Context, scale: Scale) -> list[Section]:
+def measure(results: Results, context: Context, scale: Scale) -> None:
     address = int(context.call("cuMemAlloc", scale.copy_bytes))
-    sections = [_by_size(context, address, scale), _other_ways(context, address, scale)]
+    _by_size(results, context, address, scale)
+    _other_ways(results, context, address, scale)
     context.call("cuMemFree", address)
-    return sections
 
 
-def _by_size(context: Context, address: int, scale: Scale) -> Section:
-    section = Section(
+def _by_size(results: Results, context: Context, address: int, scale: Scale) -> None:
+    section = results.section(
         "Copies by the size of their pieces",
         ("piece size", "to the host", "to the GPU", "read by another process over IPC", "bar"),
         "GB/s of one batch, pinned memory, pieces at random addresses of the GPU. A gather kernel is needed"
@@ -95,13 +96,12 @@ def _by_size(context: Context, address: int, scale: Scale) -> Section:
             to_host, to_gpu = (ours.gbytes(ours.batch(piece_bytes, is_store=way)) for way in (True, False))
             read = reader.call(speed, piece_bytes)
             bar = held(min(to_host, read), BAR_GBYTES, is_least=True) if piece_bytes == 2 * MIB else ""
-            section.rows.append((size(piece_bytes), f"{to_host:.1f}", f"{to_gpu:.1f}", f"{read:.1f}", bar))
+            section.add(size(piece_bytes), f"{to_host:.1f}", f"{to_gpu:.1f}", f"{read:.1f}", bar)
     ours.close()
-    return section
 
 
-def _other_ways(context: Context, address: int, scale: Scale) -> Section:
-    section = Section(
+def _other_ways(results: Results, context: Context, address: int, scale: Scale) -> None:
+    section = results.section(
         "Other ways to copy",
         ("way", "piece size", "to the host", "to the GPU"),
         "GB/s. Both directions: at the same time, on separate streams.",
@@ -110,22 +110,21 @@ def _other_ways(context: Context, address: int, scale: Scale) -> Section:
 
     def add(what: str, piece_bytes: int, gbytes: Callable[[CopyBatch], float]) -> None:
         both = (gbytes(ours.batch(piece_bytes, is_store=way)) for way in (True, False))
-        section.rows.append((what, size(piece_bytes), *(f"{speed:.1f}" for speed in both)))
+        section.add(what, size(piece_bytes), *(f"{speed:.1f}" for speed in both))
 
     for piece_bytes in (32 * KIB, 2 * MIB):
         add("a call for each piece", piece_bytes, lambda batch: ours.gbytes(batch, singly))
     stores = pageable.batch(2 * MIB, is_store=True), pageable.batch(2 * MIB, is_store=False)
     slow = (f"{pageable.gbytes(batch):.1f}" for batch in stores)
-    section.rows.append(("not pinned", size(2 * MIB), *slow))
+    section.add("not pinned", size(2 * MIB), *slow)
     other = Buffers(context, address, scale)
     with background(lambda: copy_once(other, other.batch(2 * MIB, is_store=False))):
         to_host = ours.gbytes(ours.batch(2 * MIB, is_store=True))
     with background(lambda: copy_once(other, other.batch(2 * MIB, is_store=True))):
         to_gpu = ours.gbytes(ours.batch(2 * MIB, is_store=False))
-    section.rows.append(("both directions", size(2 * MIB), f"{to_host:.1f}", f"{to_gpu:.1f}"))
+    section.add("both directions", size(2 * MIB), f"{to_host:.1f}", f"{to_gpu:.1f}")
     for buffers in (ours, pageable, other):
         buffers.close()
-    return section
 
 
 def copy_once(buffers: Buffers, batch: CopyBatch) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from benchmarks.gpu.copies import KIB, MIB, Buffers, attach, background, copy_once, read_while
 from benchmarks.gpu.kernel import Kernel
-from benchmarks.gpu.section import Scale, Section, held, size
+from benchmarks.gpu.results import Results, held
+from benchmarks.gpu.scale import Scale, size
 from lmcache.cuda import ipc
 from lmcache.cuda.driver import Context
 from testing.cuda_peers import Peer, open_context, peer
@@ -17,8 +18,8 @@ from testing.cuda_peers import Peer, open_context, peer
 ALLOWED = 1.05
 
 
-def measure(context: Context, scale: Scale) -> list[Section]:
-    section = Section(
+def measure(results: Results, context: Context, scale: Scale) -> None:
+    section = results.section(
         "Kernels during copies",
         ("background work", "p50", "p99", "p99 / alone", "bar"),
         f"Times of {scale.kernel_runs} runs of a kernel that reads {size(scale.kernel_bytes)}. The sidecar's"
@@ -35,8 +36,7 @@ def measure(context: Context, scale: Scale) -> list[Section]:
         p50, p99 = times[len(times) // 2], times[len(times) * 99 // 100]
         alone = alone or p99
         bar = held(p99 / alone, ALLOWED) if has_bar else ""
-        row = (what, f"{p50 * 1e6:.1f} us", f"{p99 * 1e6:.1f} us", f"{p99 / alone:.3f}", bar)
-        section.rows.append(row)
+        section.add(what, f"{p50 * 1e6:.1f} us", f"{p99 * 1e6:.1f} us", f"{p99 / alone:.3f}", bar)
 
     add("nothing")
     with peer() as reader:
@@ -55,7 +55,6 @@ def measure(context: Context, scale: Scale) -> list[Section]:
     ours.close()
     kernel.close()
     context.call("cuMemFree", address)
-    return [section]
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import time
 from typing import Any
 
 from lmcache.cuda.driver import Context, Stream
@@ -74,19 +75,30 @@ class Kernel:
     def times(self, number: int) -> list[float]:
         """Run the kernel ``number`` times. Returns the seconds of each run on the device, ascending."""
         events: list[Any] = [self._context.call("cuEventCreate", 0) for _ in range(number + 1)]
-        arguments = (self._data, self._num_bytes // 16, self._out), (ctypes.c_uint64,) * 3
         with self._context:
             call = self._context.driver.call
             call("cuEventRecord", events[0], self._stream.raw)
             for event in events[1:]:
-                call("cuLaunchKernel", self._function, self._blocks, 1, 1, 256, 1, 1, 0, self._stream.raw,
-                     arguments, 0)  # fmt: skip
+                self._launch()
                 call("cuEventRecord", event, self._stream.raw)
             call("cuEventSynchronize", events[-1])
             milliseconds = [call("cuEventElapsedTime", *pair) for pair in itertools.pairwise(events)]
             for event in events:
                 call("cuEventDestroy", event)
         return sorted(float(each) * 1e-3 for each in milliseconds)
+
+    def step(self) -> float:
+        """Launch the kernel and wait for its end, as an engine's step does. Returns seconds on the host."""
+        began_at = time.perf_counter()
+        with self._context:
+            self._launch()
+        self._stream.synchronize()
+        return time.perf_counter() - began_at
+
+    def _launch(self) -> None:
+        arguments = (self._data, self._num_bytes // 16, self._out), (ctypes.c_uint64,) * 3
+        shape = self._blocks, 1, 1, 256, 1, 1, 0
+        self._context.driver.call("cuLaunchKernel", self._function, *shape, self._stream.raw, arguments, 0)
 
     def close(self) -> None:
         self._stream.close()

@@ -212,12 +212,13 @@ class GpuEngine:
         **settings: Any,
     ) -> None:
         """``driver``: settings of the simulated driver. ``settings``: settings of the rank."""
+        # First: the node may skip the test, and then nothing is open.
+        env = os.environ | node.environment("engine", **(driver or {})) | {"PYTHONPATH": f"{REPOSITORY}"}
         self._process = ChildProcess("the engine", sidecar.folder / "engines.log")
         requests, answers = os.pipe(), os.pipe()
         self._requests, self._answers = os.fdopen(requests[1], "w"), os.fdopen(answers[0])
         ends = requests[0], answers[1]
         arguments = [sidecar.socket_path, json.dumps({"namespace": NAMESPACE.hex()} | settings)]
-        env = os.environ | node.environment("engine", **(driver or {})) | {"PYTHONPATH": f"{REPOSITORY}"}
         options: dict[str, Any] = {"cwd": str(REPOSITORY), "env": env, "pass_fds": ends}
         if fork_server.is_allowed() and not pid:
             copy = _fork_server.start(_MODULE, arguments, self._process.log_path, **options)
@@ -289,8 +290,9 @@ def make_sidecar(
     node: Node, options: dict[str, Any] | None = None, timing: str = "", **settings: object
 ) -> SidecarProcess:
     """A sidecar whose readers use the simulated driver with ``settings``. ``timing`` sets its deadlines."""
+    environment = node.environment("reader", **settings)  # first: it may skip the test, and leaves nothing
     sidecar = SidecarProcess(**({"memory_size": "16Mi"} | (options or {})))
-    sidecar.environment = node.environment("reader", **settings)
+    sidecar.environment = environment
     if timing:
         sidecar.environment[deadlines.VARIABLE] = timing
     return sidecar

@@ -1,4 +1,4 @@
-"""``make gpu-check`` reports a missing GPU, and works with a driver."""
+"""``make gpu-check`` on the simulated driver: all of its steps, and what it says if something is missing."""
 
 import os
 import subprocess
@@ -11,46 +11,73 @@ from testing.child_process import REPOSITORY
 from testing.deadlines import CALLS
 
 DEADLINES = CALLS
+LIGHT_STEPS = ["facts", "bench", "library", "blend", "arena"]
 
-pytestmark = pytest.mark.rotating
 
-
-def check(*arguments, **environment):
+def check(folder, *arguments, **environment):
     return subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", *map(str, arguments)],
+        [sys.executable, "-m", "benchmarks.gpu", "--folder", str(folder), *arguments],
         cwd=REPOSITORY,
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         check=False,
     )
 
 
 @pytest.mark.parametrize("is_simulated", [False, True])
 def test_missing_gpu_is_reported_and_no_file_is_written(tmp_path, is_simulated):
-    report = tmp_path / "facts.md"
+    folder = tmp_path / "results"
     with cuda.node() as node:
         environment = node.environment() if is_simulated else {"CUDA_VISIBLE_DEVICES": ""}
-        completed = check("--output", report, **environment)
+        completed = check(folder, **environment)
     assert completed.returncode == 2
     assert ("no GPU here: the simulated driver" if is_simulated else "no GPU here") in completed.stderr
-    assert not report.exists()
+    assert not folder.exists()
 
 
-def test_simulated_check_writes_every_section_of_the_report(tmp_path):
-    report = tmp_path / "facts.md"
+def test_every_step_that_needs_no_engine_passes_and_is_on_the_page(tmp_path):
     with cuda.node() as node:
-        completed = check("--output", report, "--simulated", "--no-tests", **node.environment())
-        assert completed.returncode == 0, completed.stderr
+        completed = check(tmp_path, "--simulated", *LIGHT_STEPS, **node.environment())
+        assert completed.returncode == 0, completed.stdout + completed.stderr
+        assert completed.stdout.splitlines()[-1] == "gpu-check: passed"
         assert node.processes() == []
-    text = report.read_text()
+    text = (tmp_path / "gpu-facts.md").read_text()
     assert "no figure here means anything" in text
+    impossible = [line for line in text.splitlines() if "not possible here" in line]
+    assert len(impossible) <= 1, "only another user can't use the simulated driver"
     for row in (
+        "memory opened: own PID, IPC and mount namespace",
+        "memory opened: after the exporter was killed",
         "28 KiB",
         "not pinned",
-        "pinning it",
         "stores by the sidecar, pieces of 2 MiB",
         "loads by the engine",
+        "a second process's context",
+        "cpu | 256",
+        "AllTokens",
+        "pinning by another process",
     ):
-        assert f"| {row}" in text
+        assert f"| {row}" in text, row
+
+
+def test_tests_that_skip_on_a_real_driver_leave_nothing_behind(tmp_path):
+    """The tests take the simulated driver for a real one, and skip what needs orders to it."""
+    with cuda.node() as node:
+        completed = check(tmp_path, "--simulated", "tests", **node.environment())
+    assert completed.returncode == 0, (tmp_path / "logs" / "tests.log").read_text()
+
+
+def test_after_a_failure_the_rest_is_measured_and_the_last_line_says_what_it_means(tmp_path):
+    with cuda.node() as node:
+        environment = node.environment(orders="fail cuIpcOpenMemHandle_v2 * 1")
+        completed = check(tmp_path, "--simulated", "facts", "arena", **environment)
+    assert completed.returncode == 1
+    last_line = completed.stdout.splitlines()[-1]
+    assert last_line.startswith("gpu-check: 1 of 2 steps failed: facts (memory opened: another process")
+    assert "use --transfer SharedMemory" in last_line
+    assert (tmp_path / "summary.txt").read_text() == last_line + "\n"
+    text = (tmp_path / "gpu-facts.md").read_text()
+    assert "another process | error 1 | its bytes |" in text
+    assert "| pinning by another process" in text

@@ -3,8 +3,6 @@
 They need the simulated GPU, whose kernels can be held back. See ``tests/harness/sim_device.py``.
 """
 
-import os
-
 import pytest
 
 from lmcache.cuda.driver import Stream
@@ -15,11 +13,7 @@ from tests.harness.sim_world import assert_idle, make_tokens, world
 
 __all__ = ["world"]
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.vllm,
-    pytest.mark.skipif("CUDASIM_NODE" not in os.environ, reason="the driver is not simulated"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 
 SETTINGS = SimSettings()
 

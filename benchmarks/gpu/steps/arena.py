@@ -1,0 +1,136 @@
+"""A large arena: time to populate and to pin it, and what a stream of kernels feels meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.gpu.copies import MIB
+from benchmarks.gpu.kernel import Kernel
+from benchmarks.gpu.results import Results, Section
+from benchmarks.gpu.scale import Scale, size
+from lmcache.cuda.driver import Context, Device
+from lmcache.cuda.pins import Pins
+from lmcache.tiers.memory.kernel_pages import populate
+from testing.cuda_peers import open_context, peer
+
+Bytes = npt.NDArray[np.uint8]
+
+_FOLDER = "/dev/shm"
+_PARTS = 8
+_EXTENTS = (256 * MIB, 64 * MIB, 16 * MIB)
+
+
+def run(results: Results, scale: Scale) -> None:
+    context = Device.visible()[0].primary_context()
+    kernel = Kernel(context, scale.kernel_bytes)
+    num_bytes = _arena_bytes(scale)
+    section = results.section(
+        f"An arena of {size(num_bytes)}",
+        ("work", "seconds per GiB", "step p50", "step p99", "longest step"),
+        "Steps are launches of a kernel, each with a wait for its end, as an engine's thread makes them."
+        f" Each kind of pinning registers one of {_PARTS} parts of the arena.",
+    )
+    with _arena(num_bytes) as (name, arena):
+        _add(section, "nothing", 0.0, [kernel.step() for _ in range(scale.kernel_runs)])
+        steps, seconds = _during(kernel, lambda: populate(arena))
+        _add(section, "populating by this process", seconds / (num_bytes / 2**30), steps)
+        parts = iter(np.split(arena, _PARTS))
+        for extent_bytes in _EXTENTS:
+            _pin_here(section, context, kernel, next(parts), extent_bytes)
+        with peer() as reader:
+            reader.call(open_context)
+            part = next(parts)
+            offset = part.ctypes.data - arena.ctypes.data
+            reader.start(pin, name, offset, part.nbytes)
+            steps = _until(kernel, lambda: reader.has_result)
+            _add(section, "pinning by another process", reader.result() / (part.nbytes / 2**30), steps)
+    kernel.close()
+    context.close()
+
+
+def _arena_bytes(scale: Scale) -> int:
+    """Return the size of the arena: at most 0.8 of what is free in memory and in /dev/shm."""
+    free = os.statvfs(_FOLDER)
+    pages = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
+    least = min(scale.arena_bytes, int(0.8 * min(free.f_bavail * free.f_frsize, pages)))
+    unit = _PARTS * 4 * MIB
+    return least // unit * unit
+
+
+@contextlib.contextmanager
+def _arena(num_bytes: int) -> Iterator[tuple[str, Bytes]]:
+    """Memory on tmpfs, and the name of its file."""
+    with tempfile.NamedTemporaryFile(dir=_FOLDER, prefix="lmc-gpu-check-") as file:
+        file.truncate(num_bytes)
+        yield file.name, _map(file.name, 0, num_bytes)
+
+
+def _map(name: str, offset: int, num_bytes: int) -> Bytes:
+    with open(name, "r+b") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), num_bytes, offset=offset), np.uint8)
+
+
+def _pin_here(section: Section, context: Context, kernel: Kernel, part: Bytes, extent_bytes: int) -> None:
+    pins = Pins(context, part.ctypes.data, part.nbytes, extent_bytes)
+    began_at = time.perf_counter()
+    pins.set_ready(part.nbytes)
+    steps = _until(kernel, lambda: pins.wait(0))
+    seconds = (time.perf_counter() - began_at) / (part.nbytes / 2**30)
+    refused = f", {pins.failures} refused: {pins.problem}" if pins.failures else ""
+    _add(section, f"pinning by this process, {size(extent_bytes)} at once{refused}", seconds, steps)
+    pins.close()
+
+
+def _until(kernel: Kernel, is_over: Callable[[], bool]) -> list[float]:
+    """Run steps until ``is_over``. Returns the seconds of each."""
+    steps = [kernel.step()]
+    while not is_over():
+        steps.append(kernel.step())
+    return steps
+
+
+def _add(section: Section, what: str, seconds: float, steps: list[float]) -> None:
+    steps = sorted(steps)
+    chosen = steps[len(steps) // 2], steps[len(steps) * 99 // 100], steps[-1]
+    section.add(what, f"{seconds:.2f}" if seconds else "", *(f"{step * 1e3:.2f} ms" for step in chosen))
+
+
+def _during(kernel: Kernel, work: Callable[[], object]) -> tuple[list[float], float]:
+    """Run steps while ``work`` runs in another thread. Returns their seconds, and those of the work."""
+    ended: list[float] = []
+
+    def timed() -> None:
+        began_at = time.perf_counter()
+        try:
+            work()
+        finally:
+            ended.append(time.perf_counter() - began_at)
+
+    thread = threading.Thread(target=timed)
+    thread.start()
+    steps = _until(kernel, lambda: bool(ended))
+    thread.join()
+    return steps, ended[0]
+
+
+def pin(state: dict[str, Any], name: str, offset: int, num_bytes: int) -> float:
+    """Pin a part of the arena in another process, as the sidecar's reader does. Returns seconds."""
+    part = _map(name, offset, num_bytes)
+    pins = Pins(state["context"], part.ctypes.data, num_bytes)
+    began_at = time.perf_counter()
+    pins.set_ready(num_bytes)
+    while not pins.wait(10):
+        pass
+    seconds = time.perf_counter() - began_at
+    pins.close()
+    return seconds

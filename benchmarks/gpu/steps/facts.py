@@ -1,0 +1,242 @@
+"""Facts about driver and host, and how processes share GPU memory: in namespaces, by users, after kills."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu.results import Results, Section
+from benchmarks.gpu.scale import Scale, size
+from lmcache.cuda.copies import CopyBatch
+from lmcache.cuda.driver import Context, Device, Stream
+from lmcache.cuda.errors import CudaError
+from testing.cuda_memory import allocate, pages
+from testing.cuda_peers import Peer, export_content, open_context, peer
+
+_ANSWER_SECONDS = 20.0
+_USER = 1234
+_NAMESPACES = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+_CONTAINER = [*_NAMESPACES, "--ipc", "--mount"]
+_PAGEABLE_BYTES = 1 << 20
+NO_IPC = "the sidecar can't read this GPU's memory there: use --transfer SharedMemory"
+
+
+def run(results: Results, scale: Scale) -> None:
+    device = Device.visible()[0]
+    _host(results, device)
+    section = results.section(
+        "What the driver does",
+        ("case", "result", "expected"),
+        "A second process opens GPU memory of a first one over CUDA IPC. Both are ended as crashes end them.",
+    )
+    Ipc(results, section).run()
+    _own_calls(results, section, device)
+
+
+def _host(results: Results, device: Device) -> None:
+    """Write what the host offers."""
+    section = results.section(
+        "Host and driver", ("fact", "value"), "Versions, limits and devices of this host."
+    )
+    shared = os.statvfs("/dev/shm")
+    facts = {
+        "kernel": f"Linux {platform.release()}",
+        "Python": platform.python_version(),
+        **{name: _version(name) for name in ("torch", "cuda-bindings", "vllm", "transformers", "triton")},
+        "driver": _nvidia_smi("driver_version"),
+        "PCIe generation and width": _nvidia_smi("pcie.link.gen.current,pcie.link.width.current"),
+        "compute mode, MIG mode": _nvidia_smi("compute_mode,mig.mode.current"),
+        "devices": ", ".join(each.uuid.split("-")[0] for each in Device.visible()),
+        "processes may share the GPU": str(not device.is_exclusive),
+        "/dev/shm": size(shared.f_bavail * shared.f_frsize),
+        "memory": size(os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE),
+        "NUMA nodes": str(len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
+        "locked memory (ulimit -l)": str(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
+        "user": str(os.getuid()),
+    }
+    for name, value in facts.items():
+        section.add(name, value)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _nvidia_smi(fields: str) -> str:
+    if (program := shutil.which("nvidia-smi")) is None:
+        return "no nvidia-smi"
+    argv = [program, f"--query-gpu={fields}", "--format=csv,noheader"]
+    return (
+        subprocess.run(argv, capture_output=True, text=True, check=False).stdout.strip().replace("\n", "; ")
+    )
+
+
+class Importer:
+    """The process of ``benchmarks.gpu.importer``, started by a command that sets its conditions."""
+
+    def __init__(self, prefix: Sequence[str] = (), uid: int = 0) -> None:
+        command = [*prefix, sys.executable, "-m", "benchmarks.gpu.importer"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process: subprocess.Popen[str] = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
+        self._send(uid)
+        self.hello = self._receive()
+
+    def open(self, handle: bytes) -> dict[str, Any]:
+        """Open memory, or read it again. Returns the code of the driver and the digest of the memory."""
+        self._send({"handle": handle.hex()})
+        return self._receive()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _send(self, message: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message) + "\n")
+        self._process.stdin.flush()
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the process could not be started or has ended")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+class Ipc:
+    """Cases of CUDA IPC. A case whose conditions this host can't give, is reported as such."""
+
+    def __init__(self, results: Results, section: Section) -> None:
+        self._results, self._section = results, section
+        self._content = os.urandom(1 << 16)
+        self._digest = hashlib.sha256(self._content).hexdigest()
+
+    def run(self) -> None:
+        with peer() as exporter:
+            exporter.call(open_context)
+            handle = exporter.call(export_content, self._content).handle
+            self._case("another process", lambda: self._open(handle), "its bytes")
+            self._case("the same process", lambda: exporter.call(open_own, handle), "error 201")
+            self._case("own PID namespace", lambda: self._open(handle, _NAMESPACES), "its bytes")
+            self._case(
+                "own PID, IPC and mount namespace", lambda: self._open(handle, _CONTAINER), "its bytes"
+            )
+            self._case(f"user {_USER}", lambda: self._open(handle, uid=_USER), "its bytes")
+            self._case("after an importer was killed", lambda: self._open_after_kill(handle), "its bytes")
+            self._case("after the exporter was killed", lambda: self._kill(exporter, handle), "its bytes")
+
+    def _case(self, what: str, work: Callable[[], str], expected: str) -> None:
+        try:
+            result = work()
+        except (OSError, RuntimeError) as error:
+            result = f"not possible here: {error}"
+        self._section.add(f"memory opened: {what}", result, expected)
+        if result != expected and not result.startswith("not possible"):
+            self._results.problem(f"memory opened: {what}: {result}, expected {expected}", NO_IPC)
+
+    def _open(self, handle: bytes, prefix: Sequence[str] = (), uid: int = 0) -> str:
+        importer = Importer(prefix, uid)
+        try:
+            return self._read(importer, handle)
+        finally:
+            importer.kill()
+
+    def _read(self, importer: Importer, handle: bytes) -> str:
+        answer = importer.open(handle)
+        if answer["code"]:
+            return f"error {answer['code']}"
+        return "its bytes" if answer["digest"] == self._digest else "**wrong bytes**"
+
+    def _open_after_kill(self, handle: bytes) -> str:
+        killed = Importer()
+        killed.open(handle)
+        killed.kill()
+        return self._open(handle)
+
+    def _kill(self, exporter: Peer, handle: bytes) -> str:
+        importer = Importer()
+        try:
+            importer.open(handle)
+            exporter.process.kill()
+            exporter.process.join()
+            return self._read(importer, handle)
+        finally:
+            importer.kill()
+
+
+def open_own(state: dict[str, Any], handle: bytes) -> str:
+    """Open memory of the same process. Returns the error of the driver."""
+    try:
+        state["mappings"].open(handle).close()
+    except CudaError as error:
+        return f"error {error.code}"
+    return "opened"
+
+
+def _own_calls(results: Results, section: Section, device: Device) -> None:
+    """Report calls of one process whose results decide what the engine's copier does."""
+    context = device.primary_context()
+    for to_host in (True, False):
+        way = "from the GPU to memory that is not pinned" if to_host else "from memory that is not pinned"
+        section.add(f"a batch of copies {way}", _pageable(context, to_host=to_host), "right bytes")
+    with peer() as other:
+        other.call(open_context)
+        section.add(
+            f"pinning by user {_USER} with 64 KiB of locked memory", other.call(pin_as_user), "pinned"
+        )
+    context.close()
+
+
+def _pageable(context: Context, *, to_host: bool) -> str:
+    host, stream = pages(_PAGEABLE_BYTES), Stream(context)
+    content = os.urandom(_PAGEABLE_BYTES)
+    address = allocate(context, content if to_host else bytes(_PAGEABLE_BYTES))
+    if not to_host:
+        host[:] = np.frombuffer(content, np.uint8)
+    ends = [host.ctypes.data, address]
+    to, from_ = ends if to_host else reversed(ends)
+    try:
+        words = (np.array([word], np.uint64) for word in (to, from_, _PAGEABLE_BYTES))
+        CopyBatch(*words).submit(stream, is_source_stable=not to_host)
+        stream.synchronize()
+        got = np.zeros(_PAGEABLE_BYTES, np.uint8)
+        context.call("cuMemcpyDtoH", got.ctypes.data, address, got.nbytes)
+        result = host if to_host else got
+        return "right bytes" if result.tobytes() == content else "**wrong bytes**"
+    except CudaError as error:
+        return f"error {error.code}"
+    finally:
+        stream.close()
+        context.call("cuMemFree", address)
+
+
+def pin_as_user(state: dict[str, Any]) -> str:
+    """Pin memory in a process of another user with a small limit of locked memory."""
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 16))
+    os.setuid(_USER)
+    memory = pages(_PAGEABLE_BYTES)
+    try:
+        state["context"].call("cuMemHostRegister", memory.ctypes.data, memory.nbytes, 0)
+    except CudaError as error:
+        return f"error {error.code}"
+    return "pinned"

@@ -1,0 +1,48 @@
+"""A real vLLM with random weights beside the real sidecar: hits from each tier, and decoding meanwhile.
+
+| engine | what |
+|---|---|
+| A | cold prompts; then all KV is overwritten and loaded from the sidecar's memory; decoding |
+| B | a new process, as after a restart of the engine |
+| C | on another pod, whose sidecar reads from the peer, and from Redis if there is one |
+| D | no connector, for comparison |
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from benchmarks.gpu.results import Results
+from benchmarks.gpu.scale import Scale
+
+ROOT = Path(__file__).parents[3]
+_BUNDLED_REDIS = ROOT / ".gpu" / "redis" / "redis-server"
+
+
+def run(results: Results, scale: Scale) -> None:
+    # The runner of the steps sends SIGTERM before SIGKILL. An arena in shared memory would outlive the step.
+    signal.signal(signal.SIGTERM, _stop)
+    if _find_redis() is None and _BUNDLED_REDIS.exists():
+        os.environ["LMCACHE_TEST_SERVER"] = str(_BUNDLED_REDIS)
+    from benchmarks.gpu.engine.course import Course
+    from benchmarks.gpu.engine.world import NoTimeError, World
+
+    with World(results, scale) as world:
+        try:
+            Course(world, has_redis=_find_redis() is not None).run()
+        except NoTimeError as error:
+            results.problem(f"not everything was measured: {error}", "some figures are missing on the page")
+
+
+def _find_redis() -> str | None:
+    return shutil.which(os.environ.get("LMCACHE_TEST_SERVER", "redis-server"))
+
+
+def _stop(number: int, _: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + number)
