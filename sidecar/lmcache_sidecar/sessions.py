@@ -14,6 +14,7 @@ from lmcache.tiers.base import KEY_BYTES
 from lmcache.tiers.errors import ArenaError, StaleSlotError
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.contracts import Geometry, Slot
+from lmcache.tiers.memory.kernel_pages import reason_not_pinnable
 from lmcache.tiers.tiered.store import TieredStore
 from lmcache_sidecar.clients import offers, validation
 from lmcache_sidecar.clients.registry import Client, Clients
@@ -85,6 +86,8 @@ class Sessions:
         """Admit a client under a new epoch. Raises CallRefusedError."""
         peer = validation.parse_hello(hello)
         offers.check_offer(peer)
+        if hello.transfer.gpu_uuid and (reason := reason_not_pinnable(self.arena.path)):
+            raise precondition(reason)
         probe = self.clients.probe(peer)
         try:
             async with self.forming:

@@ -14,6 +14,7 @@ from lmcache.rpc import service
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.capacity import volume_bytes
+from lmcache.tiers.memory.kernel_pages import reason_not_pinnable
 from lmcache.tiers.peers.server import PeerServer
 from lmcache.tiers.stats import MemoryStats
 from lmcache.tiers.tiered.history import ChunkHistory
@@ -243,6 +244,9 @@ def _open_arena(config: Config, num_bytes: int) -> ArenaFile:
     directory = os.path.dirname(config.arena_path) or "."
     if not os.path.isdir(directory):
         raise ConfigError(f"--arena: {directory} is not a directory: create it, or mount a volume there")
+    reason = reason_not_pinnable(Path(config.arena_path))
+    if reason and Mode(config.transfer) is Mode.CUDA_IPC:
+        raise ConfigError(f"--arena: {reason}")
     try:
         return ArenaFile(
             config.arena_path,

@@ -2,6 +2,7 @@
 
 import asyncio
 import uuid
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -25,6 +26,8 @@ NUM_ROWS = 6
 
 class FakeArena:
     """A heap arena that is formatted later, like the file."""
+
+    path = Path("/dev/shm/arena")
 
     def __init__(self) -> None:
         self.geometry: Geometry | None = None

@@ -2,6 +2,9 @@
 
 import itertools
 import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
@@ -11,12 +14,15 @@ from lmcache.kv_groups import GroupKind, KVGroup
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.client import SidecarClient
-from lmcache.rpc.hello import Role
+from lmcache.rpc.hello import Role, TransferOffer
 from lmcache.rpc.service import ABORT, COMMIT, LOOKUP, RELEASE, RESERVE, pack_slots
-from testing.child_process import wait_until
+from lmcache.tiers.memory.kernel_pages import reason_not_pinnable
+from testing.child_process import REPOSITORY, wait_until
+from testing.cuda import GPU
 from testing.processes import SidecarProcess
 from tests.harness.engine import store
 from tests.harness.wire import RawClient, attached, make_hello, make_keys, usable
+from tools.cache import cache_root
 
 ONE_GROUP = [pb.GroupKeys(group=0, keys=make_keys(1))]
 ASKED = {"request_id": "r", "groups": ONE_GROUP}
@@ -253,3 +259,37 @@ def test_client_reports_what_to_upgrade_and_does_not_retry(sidecar, caplog, monk
     client.close()
     misconfigured.close()
     assert len([record for record in caplog.records if "upgrade" in record.getMessage()]) == 1
+
+
+@pytest.fixture
+def disk_arena() -> Iterator[Path]:
+    """Path of an arena on a file system that is not in memory."""
+    for folder in (cache_root(), Path(tempfile.gettempdir()), REPOSITORY):
+        if reason_not_pinnable(folder / "arena"):
+            with tempfile.TemporaryDirectory(dir=folder) as path:
+                yield Path(path, "arena")
+            return
+    pytest.skip("all file systems here are in memory")
+
+
+def test_engine_on_a_gpu_is_refused_if_the_arena_is_not_on_tmpfs(disk_arena, caplog):
+    """Linux refuses to pin such an arena. Engines on CPUs use it."""
+    with SidecarProcess(arena=disk_arena, memory_size="4Mi") as sidecar:
+        on_gpu = SidecarClient(sidecar.socket_path, make_hello(transfer=TransferOffer(GPU, refusal="no IPC")))
+        on_gpu.start()
+        wait_until(lambda: "is not on tmpfs" in on_gpu.detached_reason)
+        assert "an emptyDir with medium: Memory" in on_gpu.detached_reason
+        refused = re.compile(r'lmcache_rpcs_total\{code="FAILED_PRECONDITION",method="Attach"\} [2-9]')
+        wait_until(lambda: refused.search(sidecar.get("/metrics")), what="the client tries again")
+        assert len([record for record in caplog.records if "tmpfs" in record.getMessage()]) == 1
+        on_cpu = SidecarClient(sidecar.socket_path, make_hello(engine_uuid=b"c" * 16))
+        on_cpu.start()
+        store(attached(on_cpu), 1)
+        for client in (on_gpu, on_cpu):
+            client.close()
+
+
+def test_cuda_ipc_needs_an_arena_on_tmpfs(disk_arena):
+    with SidecarProcess(arena=disk_arena, transfer="CudaIPC", stay_up="true") as sidecar:
+        assert re.match(f"--arena: {disk_arena} is not on tmpfs, .*", sidecar.stats()["not_ready_reason"])
+        assert not disk_arena.exists()

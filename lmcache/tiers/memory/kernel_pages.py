@@ -25,6 +25,8 @@ _MPOL_PREFERRED = 1
 _STAT_BLOCK_BYTES = 512  # unit of st_blocks, on all file systems
 _MBIND = {"x86_64": 237, "aarch64": 235}  # number of the system call; libc has no wrapper
 
+_MEMORY_FILE_SYSTEMS = {0x01021994, 0x958458F6, 0x858458F6}  # tmpfs, hugetlbfs, ramfs
+
 _NODES = Path("/sys/devices/system/node")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -94,6 +96,17 @@ def missing_bytes(fd: int, start: int, end: int) -> int:
         missing += data - offset
         offset = min(os.lseek(fd, data, os.SEEK_HOLE), end) if data < end else end
     return missing
+
+
+def reason_not_pinnable(path: Path) -> str:
+    """Return why GPUs can't use an arena at this path, with the remedy; empty if they can."""
+    status = (ctypes.c_long * 64)()  # more than a struct statfs, which begins with the type
+    if not _libc.statfs(os.fsencode(path.parent), status) and status[0] in _MEMORY_FILE_SYSTEMS:
+        return ""
+    return (
+        f"{path} is not on tmpfs, and Linux 6.5 and later refuse to pin it for a GPU: "
+        "put --arena on tmpfs (in Kubernetes an emptyDir with medium: Memory)"
+    )
 
 
 def check_node(node: int) -> None:
