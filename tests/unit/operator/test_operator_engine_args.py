@@ -20,6 +20,22 @@ def test_engine_without_gpus_gets_no_layout_of_its_kv() -> None:
     assert settings == {"lmcache.socket": "/run/lmcache/kvcache.sock", "lmcache.chunk_tokens": 256}
 
 
+GPU_CLAIM = {"count": 1, "deviceClassName": "gpu.nvidia.com", "resourceName": None}
+
+
+def gpu_share(args: list[str], **spec: Any) -> list[str]:
+    """Arguments of the engine that set its share of GPU memory."""
+    engine = pod_of(engine={"args": args, "gpu": GPU_CLAIM}, **spec)["containers"][0]
+    return [arg for arg in engine["args"] if arg.startswith(("--gpu-memory", "--gpu_memory"))]
+
+
+def test_engine_leaves_gpu_memory_for_the_reader_of_the_sidecar() -> None:
+    assert gpu_share([]) == ["--gpu-memory-utilization=0.9"]
+    assert gpu_share(["--gpu_memory_util", "0.5"]) == ["--gpu_memory_util"], "the user's value counts"
+    assert gpu_share(["--kv-cache-memory-bytes=1G"]) == [], "this option replaces the share"
+    assert gpu_share([], sidecar={"transfer": "SharedMemory"}) == [], "the sidecar has no reader"
+
+
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [

@@ -87,7 +87,7 @@ def _pod_spec(cluster: Cluster, images: Images, transfer: gpus.Transfer, size: M
         init_containers.append(_payload(cluster, sidecar_image))
     spec: Object = {
         "automountServiceAccountToken": False,
-        "containers": [_engine(cluster, images[names.ENGINE], ending)],
+        "containers": [_engine(cluster, images[names.ENGINE], ending, transfer)],
         # The variables of a Service named lmcache... would look like the sidecar's options, LMCACHE_*.
         "enableServiceLinks": False,
         "initContainers": init_containers,
@@ -123,7 +123,7 @@ def _ending(cluster: Cluster) -> _Ending:
     return _Ending(shutdown, shutdown + overhead)
 
 
-def _engine(cluster: Cluster, image: str, ending: _Ending) -> Object:
+def _engine(cluster: Cluster, image: str, ending: _Ending, transfer: gpus.Transfer) -> Object:
     kind, is_mounted = kind_of(cluster), cluster.spec.sidecar.payload == IMAGE_VOLUME
     env = {
         **kind.variables_of(cluster),
@@ -148,7 +148,7 @@ def _engine(cluster: Cluster, image: str, ending: _Ending) -> Object:
         _container(cluster, names.ENGINE, image, env)
         | engine
         | {
-            "args": kind.args(cluster, ending.shutdown),
+            "args": kind.args(cluster, ending.shutdown, has_reader=transfer.mode == gpus.CUDA_IPC),
             "command": [*kind.command],
             "livenessProbe": health(period=10, failures=6) | _HUNG | {"timeoutSeconds": kind.health_seconds},
             "ports": [{"containerPort": names.ENGINE_PORT, "name": "http", "protocol": "TCP"}],

@@ -67,10 +67,11 @@ class EngineKind(ABC):
         """
 
     @abstractmethod
-    def args(self, cluster: Cluster, shutdown_seconds: int) -> list[str]:
+    def args(self, cluster: Cluster, shutdown_seconds: int, has_reader: bool = False) -> list[str]:
         """The arguments of the engine's container: the operator's by name, then the user's in their order.
 
-        ``shutdown_seconds``: time for a stopping engine to finish its requests.
+        ``shutdown_seconds``: time for a stopping engine to finish its requests. ``has_reader``: a process of
+        the sidecar takes memory of each GPU.
 
         Raises:
             InvalidSpecError: an argument of the user breaks what the cache needs.

@@ -128,7 +128,7 @@ class SGLang(EngineKind):
         }
         return ["--enable-hierarchical-cache", *(f"{name}={value}" for name, value in options.items())]
 
-    def args(self, cluster: Cluster, shutdown_seconds: int) -> list[str]:
+    def args(self, cluster: Cluster, shutdown_seconds: int, has_reader: bool = False) -> list[str]:
         """The operator's arguments by name, then the user's in their order.
 
         SGLang finishes its requests without a limit of its own: the pod's grace period is the limit.
