@@ -48,8 +48,9 @@ class Timing:
     """Time until a new GPU reader has a CUDA context: the driver may have to be loaded first."""
     reader_open_seconds: float = 30.0
     """Time until a GPU reader has opened an engine's memory."""
-    copy_seconds: float = 5.0
-    """Time until a batch of a GPU reader is copied, which takes a few milliseconds."""
+    copy_seconds: float = 30.0
+    """Time until a batch of a GPU reader is copied, which takes a few milliseconds. It may take longer if
+    other processes keep the GPU busy. The time starts again when the reader has registered memory."""
     reader_close_seconds: float = 1.5
     """Time until a GPU reader has closed memory. A restarted engine waits 2 s: this and the extra time."""
     greeting_seconds: float = 5.0

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from lmcache.cuda.errors import CudaError, CudaUnavailableError, DeviceNotVisibleError
+from lmcache.cuda.errors import SHARE_GPU, CudaError, CudaUnavailableError, DeviceNotVisibleError
+
+UPDATE_DRIVER = "update the NVIDIA driver, or install a version of cuda-bindings that is as old as the driver"
 
 _NOT_READY, _NO_DEVICE, _NOT_FOUND = 600, 100, 500
 _NON_BLOCKING = 1  # flag of a stream: it and the legacy stream don't wait for each other
@@ -28,13 +30,15 @@ class Driver:
         """Module ``cuda.bindings.driver``, for its types."""
         self.version = int(self.call("cuDriverGetVersion"))
         """CUDA version: 1000 times the major plus 10 times the minor version, such as 12080 for 12.8."""
+        self.can_batch_pageable = True
+        """False once the driver has refused a batch of copies because of memory that is not pinned."""
 
     def call(self, function: str, *arguments: object) -> Any:
         """Call ``function`` of the driver. Return its one result, or a tuple of them. Raises CudaError."""
         try:
             code, *results = getattr(self.bindings, function)(*arguments)
         except RuntimeError as error:  # of cuda-bindings: the driver has no such function
-            raise CudaError(function, _NOT_FOUND, str(error)) from error
+            raise CudaError(function, _NOT_FOUND, f"{error}", f": {UPDATE_DRIVER}") from error
         if int(code):
             raise self.error(function, int(code))
         return results[0] if len(results) == 1 else tuple(results)
@@ -43,6 +47,15 @@ class Driver:
         """Create the error for a call that returned ``code``."""
         name = self.bindings.cuGetErrorName(self.bindings.CUresult(code))[1]
         return CudaError(function, code, name.decode() if name else "an unknown error", detail)
+
+    def allow_calls_during_captures(self) -> None:
+        """Let this thread make any call while another thread of this process captures a CUDA graph.
+
+        Engines capture graphs at their start. Without this, registering memory at that time fails, and so
+        does the engine's capture. Call it on threads that capture nothing. Raises CudaError.
+        """
+        relaxed = self.bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self.call("cuThreadExchangeStreamCaptureMode", relaxed)
 
     @functools.cache  # noqa: B019 - there is one driver
     def function(self, name: str, version: int, *types: type) -> Any:
@@ -99,7 +112,7 @@ class Device:
                 return device
         kind = "the MIG slice" if wanted.startswith("MIG-") else "GPU"
         visible = ", ".join(device.uuid for device in devices)
-        raise DeviceNotVisibleError(f"{kind} {wanted} is not visible here; visible: {visible}")
+        raise DeviceNotVisibleError(f"{kind} {wanted} is not visible here; visible: {visible}: {SHARE_GPU}")
 
     @classmethod
     def of(cls, address: int) -> Device | None:
@@ -120,7 +133,9 @@ class Device:
         device = driver.call("cuDeviceGet", ordinal)
         # Only the name shows whether the device is a MIG slice. The UUID of a slice is its own.
         is_slice = b" MIG " in driver.call("cuDeviceGetName", 64, device)
-        raw = uuid.UUID(bytes=bytes(driver.call("cuDeviceGetUuid", device).bytes))
+        # In cuda-bindings 12, the first form returns the UUID of the GPU that a slice belongs to.
+        form = "cuDeviceGetUuid_v2" if hasattr(driver.bindings, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
+        raw = uuid.UUID(bytes=bytes(driver.call(form, device).bytes))
         return cls(driver, ordinal, f"{'MIG' if is_slice else 'GPU'}-{raw}")
 
     def attribute(self, name: str) -> int:

@@ -1,15 +1,21 @@
-"""Pins host memory, so that the driver copies without a staging buffer and without blocking the caller."""
+"""Pins host memory, so that the driver copies without a staging buffer and without blocking the caller.
+
+A registration is valid in one process. The engine pins the memory of its loads, which only the engine makes.
+The sidecar's reader pins the memory of stores, once for all engines that share it. If the reader can't copy,
+the engine stores too, and needs no other pins.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import mmap
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from lmcache.cuda.copies import Words
 from lmcache.cuda.driver import Context
@@ -19,8 +25,8 @@ from lmcache.cuda.pin_status import PinStatus
 logger = logging.getLogger(__name__)
 
 PAGE_BYTES = mmap.PAGESIZE  # 64 KiB on some hosts
-EXTENT_BYTES = 256 << 20
-"""Default bytes of a registration, which takes about 0.1 s per GiB. The thread can stop between extents."""
+EXTENT_BYTES = 64 << 20
+"""Default bytes of a registration, which takes about 0.1 s per GiB. Other calls may wait for it."""
 
 
 class Pins:
@@ -37,19 +43,32 @@ class Pins:
         num_bytes: int,
         extent_bytes: int = EXTENT_BYTES,
         on_change: Callable[[], None] = lambda: None,
+        *,
+        pause_ratio: float = 0.0,
+        reports_progress: bool = False,
     ) -> None:
-        """``extent_bytes``: a multiple of the page size.
+        """Start no thread yet; ``set_ready`` starts it.
 
-        ``on_change``: called without a lock when the status has changed, that is after a failure, and when
-        the last ready extent has been tried. It must not block.
+        Args:
+            context: the context in which the memory is registered.
+            address: first byte of the memory.
+            num_bytes: bytes of the memory.
+            extent_bytes: bytes of a registration, a multiple of the page size.
+            on_change: called without a lock when the status has changed, that is after a failure, and when
+                the last ready extent has been tried. Must not block.
+            pause_ratio: pause after each registration, as a multiple of the time that it took. In a process
+                that launches kernels, 3 limits the launches that wait to a quarter of the time.
+            reports_progress: call ``on_change`` after every registration.
         """
         self._context = context
         self._on_change = on_change
+        self._pause_ratio, self._reports_progress = pause_ratio, reports_progress
         begin = -(-address // PAGE_BYTES) * PAGE_BYTES
         end = (address + num_bytes) // PAGE_BYTES * PAGE_BYTES
-        self._begin, self._end = address, end
-        bounds = [*range(begin, end, extent_bytes), end] if begin < end else []
-        self.edges: Words = np.array(bounds, np.uint64)
+        self._begin = address
+        # The extent with number n lies between the bounds n - 1 and n.
+        self._bounds: list[int] = [*range(begin, end, extent_bytes), end] if begin < end else []
+        self.edges: Words = np.array(self._bounds, np.uint64)
         """Addresses of all extents' edges, ascending. No copied piece may cross an edge."""
         self.failures = 0
         """Number of extents that could not be registered."""
@@ -58,8 +77,9 @@ class Pins:
         self.pinned_bytes = 0
         self._changed = threading.Condition()  # protects the fields below
         self._ready = address  # end of the ready memory
-        self._pinned: dict[int, int] = {}  # first address -> end, of registered extents
+        self._is_pinned = np.zeros(len(self._bounds) + 1, bool)  # by extent; the memory around them is not
         self._refused: set[int] = set()
+        self._next = 1  # all extents before it are registered or refused
         self._registering_end = 0  # end of the extent that is being registered; 0: none
         self._num_uses = 0
         self._is_shut = False  # True: new uses must wait
@@ -91,6 +111,10 @@ class Pins:
         """The pinned bytes now, and all failures so far."""
         return PinStatus(self.pinned_bytes, self.failures, self.problem)
 
+    def covers(self, addresses: Words) -> npt.NDArray[np.bool_]:
+        """Return for each address whether it is registered. Ready memory stays so while it is ``in_use``."""
+        return self._is_pinned[np.searchsorted(self.edges, addresses, "right")]
+
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Hold this around copies, so that no registered ready memory is unregistered meanwhile."""
@@ -107,7 +131,7 @@ class Pins:
     def wait(self, timeout: float) -> bool:
         """Wait until every ready extent is registered or refused. Returns False after ``timeout`` seconds."""
         with self._changed:
-            return self._changed.wait_for(lambda: next(self._wanted(), None) is None, timeout)
+            return self._changed.wait_for(lambda: not self._find_wanted(), timeout)
 
     def close(self) -> None:
         """Unregister all extents. Waits for the extent that is being registered.
@@ -120,66 +144,84 @@ class Pins:
         if self._thread not in (None, threading.current_thread()):
             self._thread.join()
         with self._changed:
-            for start in list(self._pinned):
+            for number in self._is_pinned.nonzero()[0].tolist():
                 with contextlib.suppress(CudaError):  # a broken context: the end of the process unregisters
-                    self._unpin(start)
+                    self._unpin(number)
 
     def _unpin_one(self) -> bool:
         """Unregister the last extent that is no longer completely ready. Return False if there is none."""
         with self._changed:
-            start = max((start for start, end in self._pinned.items() if end > self._ready), default=None)
-            if start is None:
+            number = max(self._is_pinned.nonzero()[0].tolist(), default=0)
+            if not number or self._bounds[number] <= self._ready:
                 return False
             try:
-                self._is_shut = start < self._ready  # copies may use the ready part of the extent
+                self._is_shut = self._bounds[number - 1] < self._ready  # copies may use the ready part of it
                 self._changed.wait_for(lambda: not (self._is_shut and self._num_uses))
-                self._unpin(start)
+                self._unpin(number)
             finally:
                 self._is_shut = False
                 self._changed.notify_all()
             return True
 
-    def _wanted(self) -> Iterator[tuple[int, int]]:
-        """Yield (start, end) of the extents that must still be registered, in order."""
-        bounds = self.edges.tolist()
-        for start, end in itertools.pairwise(bounds):
-            if end <= self._ready and start not in self._pinned and start not in self._refused:
-                yield start, end
+    def _find_wanted(self) -> int:
+        """Return the number of the first extent that must still be registered; 0: none."""
+        while self._next < len(self._bounds) and self._bounds[self._next] <= self._ready:
+            if not self._is_pinned[self._next] and self._next not in self._refused:
+                return self._next
+            self._next += 1
+        return 0
 
     def _work(self) -> None:
+        self._context.driver.allow_calls_during_captures()
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or next(self._wanted(), None) is not None)
+                self._changed.wait_for(lambda: self._is_closed or self._find_wanted())
                 if self._is_closed:
                     return
-                start, end = next(self._wanted())
-                self._registering_end = end
-            is_pinned = self._register(start, end - start)
+                number = self._find_wanted()
+                self._registering_end = end = self._bounds[number]
+            began = time.monotonic()
+            is_pinned = self._register(number)
+            seconds = time.monotonic() - began
             with self._changed:
                 self._registering_end = 0
                 if is_pinned:
-                    self._pinned[start] = end
-                    self.pinned_bytes += end - start
+                    self._is_pinned[number] = True
+                    self.pinned_bytes += self._num_bytes(number)
                     if end > self._ready or self._is_closed:
                         with contextlib.suppress(CudaError):  # ``set_ready`` or ``close`` tries again
-                            self._unpin(start)
+                            self._unpin(number)
                 else:
-                    self._refused.add(start)
+                    self._refused.add(number)
                     self.failures += 1
-                has_changed = not is_pinned or next(self._wanted(), None) is None
+                has_changed = self._reports_progress or not is_pinned or not self._find_wanted()
                 self._changed.notify_all()
             if has_changed:
                 self._on_change()
+            self._pause(self._pause_ratio * seconds)
 
-    def _register(self, start: int, num_bytes: int) -> bool:
+    def _pause(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed, seconds)
+
+    def _num_bytes(self, number: int) -> int:
+        return self._bounds[number] - self._bounds[number - 1]
+
+    def _register(self, number: int) -> bool:
+        num_bytes = self._num_bytes(number)
         try:
-            self._context.call("cuMemHostRegister", start, num_bytes, 0)
+            self._context.call("cuMemHostRegister", self._bounds[number - 1], num_bytes, 0)
         except CudaError as error:
-            logger.warning("Can't pin %d MiB of the arena: its copies are slow: %s", num_bytes >> 20, error)
-            self.problem = self.problem or str(error)
+            if not self.problem:
+                self.problem = str(error)
+                logger.warning(
+                    "Can't pin %d MiB of the arena: its copies are slow: %s", num_bytes >> 20, error
+                )
             return False
         return True
 
-    def _unpin(self, start: int) -> None:
-        self._context.call("cuMemHostUnregister", start)
-        self.pinned_bytes -= self._pinned.pop(start) - start
+    def _unpin(self, number: int) -> None:
+        self._context.call("cuMemHostUnregister", self._bounds[number - 1])
+        self._is_pinned[number] = False
+        self._next = min(self._next, number)
+        self.pinned_bytes -= self._num_bytes(number)

@@ -65,6 +65,12 @@ def failure(state, function, *arguments):
         return repr(error)
 
 
+def failure_text(state, function, *arguments):
+    with pytest.raises(CudaError) as error:
+        function(state, *arguments)
+    return str(error.value)
+
+
 def submit(state, to, from_, size=SIZE):
     CopyBatch(*(np.array([value], np.uint64) for value in (to, from_, size))).submit(state["stream"])
 
@@ -76,6 +82,13 @@ def synchronize(state):
 def copy(state, *arguments):
     submit(state, *arguments)
     synchronize(state)
+
+
+def copy_with_pins(state, to, from_, size=SIZE):
+    batch = CopyBatch(*(np.array([value], np.uint64) for value in (to, from_, size)), state["pins"].edges)
+    batch.submit(state["stream"], is_pinned=lambda: bool(state["pins"].covers(batch.to).all()))
+    synchronize(state)
+    return bytes(state["host"][to - state["host"].ctypes.data :][:size])
 
 
 def held(state):
@@ -158,6 +171,28 @@ def test_wrong_copies_write_nothing(node, to, from_, size, error):
         if error == INVALID:
             process.call(copy, host, device)
             assert process.call(held) == DATA
+
+
+def test_refused_batches_of_pageable_memory_become_single_copies(node):
+    with peer(**node.environment("copier", pinned_batches=1)) as process:
+        process.call(open_context)
+        device, host = process.call(make_memory)
+        assert process.call(failure, copy, host + SIZE, device) == INVALID, (
+            "the caller claims that it is pinned"
+        )
+        before = node.count("single_copies")
+        for target in (host + SIZE, host, host + SIZE, host + SIZE // 2):
+            assert process.call(copy_with_pins, target, device) == DATA
+        assert (node.count("batches"), node.count("refused_batches")) == (1, 2)
+        assert node.count("single_copies") - before == 1 + 1 + 2, "the last target lies in both parts"
+
+
+def test_call_that_the_driver_lacks_is_reported_with_a_remedy(node):
+    with peer(**node.environment("copier", missing="cuIpcGetMemHandle")) as process:
+        process.call(open_context)
+        reason = process.call(failure_text, cuda_peers.export_content, DATA)
+        assert "cuIpcGetMemHandle" in reason
+        assert "update the NVIDIA driver, or install a version of cuda-bindings" in reason
 
 
 def test_first_slot_of_a_large_arena_does_not_wait_for_pinning(node, tmp_path):

@@ -130,10 +130,21 @@ def test_rows_of_different_groups_share_frames(gpus, sidecar):
 @pytest.mark.parametrize(
     ("of_engine", "orders", "reason"),
     [
-        ({"offered_gpu": OTHER_GPU}, "", f"no NVIDIA GPU is visible here|{OTHER_GPU} is not visible here"),
+        ({"offered_gpu": OTHER_GPU}, "", "no NVIDIA GPU is visible here: .*by one resource claim for"),
         ({"claimed_blocks": 1 << 20}, "", "can't be opened: a layer of group 0 ends at byte .* of an alloc"),
         ({"refusal": "its memory is of the VMM kind"}, "", "its memory is of the VMM kind"),
-        ({}, "reader: fail cuIpcOpenMemHandle_v2 1 201", "can't be opened: cuIpcOpenMemHandle: .*201"),
+        ({}, "reader: fail cuIpcOpenMemHandle_v2 1 201", r"cuIpcOpenMemHandle: .*\(201\): .*delete the pod"),
+        (
+            {},
+            "reader: fail cuIpcOpenMemHandle_v2 1 1",
+            r"cuIpcOpenMemHandle: .*\(1\): .*same GPU or MIG slice",
+        ),
+        (
+            {},
+            "reader: fail cuIpcOpenMemHandle_v2 1 801",
+            r"cuIpcOpenMemHandle: .*\(801\): .*--transfer Shared",
+        ),
+        ({}, "reader: fail cuInit 1 803", r"no working CUDA driver: cuInit: .*\(803\): .*reboot the node"),
         ({}, "reader: fail cuIpcOpenMemHandle_v2 2 700", "cuIpcOpenMemHandle: .*700"),
     ],
 )
@@ -146,8 +157,12 @@ def test_engine_copies_and_the_reason_is_reported(gpus, sidecar, of_engine, orde
 @pytest.mark.parametrize(
     ("of_driver", "reason"),
     [
-        ({"compute_mode": 3}, "CUDA_ERROR_DEVICE_UNAVAILABLE .*compute mode"),
-        ({"memory": 1 << 20, "context_bytes": 1 << 20}, "CUDA_ERROR_OUT_OF_MEMORY"),
+        ({"compute_mode": 3}, "CUDA_ERROR_DEVICE_UNAVAILABLE .*set its compute mode to Default"),
+        ({"memory": 1 << 20, "context_bytes": 1 << 20}, "CUDA_ERROR_OUT_OF_MEMORY .*lower --gpu-memory-util"),
+        (
+            {"missing": "cuIpcOpenMemHandle"},
+            "update the NVIDIA driver, or install a version of cuda-bindings",
+        ),
     ],
 )
 def test_engine_copies_if_the_reader_gets_no_context(gpus, of_driver, reason):
@@ -175,7 +190,7 @@ def check_left_to_the_engine(gpus: Node, sidecar: SidecarProcess, reason: str, *
 # ---- memory that CUDA cannot pin ----
 
 NO_PINS = {"orders": "fail cuMemHostRegister_v2 * 2"}
-ERROR = r"cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY \(2\)"
+ERROR = r"cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY \(2\): raise the limit of locked memory .*"
 
 
 def test_pin_failures_of_the_reader_are_reported(gpus, sidecar):
@@ -219,7 +234,19 @@ def test_pin_failures_of_an_engine_are_reported_by_client(gpus, sidecar):
         assert not sidecar.stats()["transfer"]["pin_problem"], "the pins of a client end with its stream"
 
 
+def test_driver_may_refuse_batches_of_memory_that_is_not_pinned(gpus):
+    with make_sidecar(gpus, pinned_batches=1, **NO_PINS) as sidecar, GpuEngine(sidecar, gpus) as engine:
+        engine.store_by_sidecar([1, 2], [ROW, OTHER_ROW])
+        assert engine.ask("store", [3], [OTHER_ROW]) == "stored"
+        for key, row in ((1, ROW), (2, OTHER_ROW), (3, OTHER_ROW)):
+            assert engine.ask("is_stored", key, row)
+        assert (gpus.count("batches", "reader"), gpus.count("refused_batches", "reader")) == (0, 1)
+        assert sidecar.log.count("copied in single pieces") == 1
+        assert sidecar.stats()["transfer"]["failed_readers"] == 0
+
+
 def test_engine_copies_without_the_driver_or_its_binding(gpus, tmp_path):
+    gpus.order("")  # skips the test on a real driver, which can't be taken away
     with make_sidecar(gpus, None) as sidecar:
         sidecar.kill()
         del sidecar.environment["LD_LIBRARY_PATH"]

@@ -27,6 +27,19 @@ CUresult entered(const char *function, int needs_context) {
     return current->sticky;
 }
 
+#define RELAXED 2
+static __thread int capture_mode; /* 0: global, 1: by thread */
+
+int may_call(void) { return capture_mode == RELAXED || !is_capturing(); }
+
+API CUresult cuThreadExchangeStreamCaptureMode(int *mode) {
+    ENTER(0);
+    int former = capture_mode;
+    capture_mode = *mode;
+    *mode = former;
+    return OK;
+}
+
 static void read_devices(void) {
     char copy[1024], *rest = copy;
     snprintf(copy, sizeof copy, "%s", setting("CUDASIM_DEVICES", "GPU-00000000-0000-0000-0000-000000000000"));

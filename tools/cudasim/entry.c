@@ -14,6 +14,7 @@ API CUresult cuGetErrorName(CUresult error, const char **name) {
         {ALREADY_REGISTERED, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"},
         {NOT_REGISTERED, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"},
         {719, "CUDA_ERROR_LAUNCH_FAILED"}, {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED"},
+        {CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"},
     };
     for (size_t i = 0; i < sizeof NAMES / sizeof *NAMES; i++)
         if (NAMES[i].error == error) return *name = NAMES[i].name, OK;
@@ -40,6 +41,7 @@ API CUresult cuGetProcAddress_v2(const char *name, void **function, int version,
     *function = is_batch && version < NEW_BATCHES_SINCE ? NULL : find_entry(name, 1);
     if (!*function) *function = find_entry(name, 0);
     if (is_batch && version < BATCHES_SINCE) *function = NULL;
+    if (!strcmp(name, setting("CUDASIM_MISSING", ""))) *function = NULL;
     if (status) *status = *function ? 0 : 1;
     return *function ? OK : NOT_FOUND;
 }

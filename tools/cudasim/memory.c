@@ -258,6 +258,7 @@ API CUresult cuMemHostRegister_v2(void *address, size_t bytes, unsigned flags) {
     (void)flags;
     uint64_t start = (uint64_t)address;
     unsigned char resident;
+    if (!may_call()) return CAPTURE_UNSUPPORTED;
     if (!bytes || is_device_address(start) || mincore((void *)(start & ~4095ull), 1, &resident)) return INVALID_VALUE;
     if (rate("pin_rate") > 0) nap((double)bytes / rate("pin_rate"));
     pthread_mutex_lock(&lock);

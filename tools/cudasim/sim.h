@@ -30,7 +30,7 @@ typedef unsigned long long CUdeviceptr;
 enum { /* as in cuda.h */
     OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, DEVICE_UNAVAILABLE = 46,
     NO_DEVICE = 100, INVALID_DEVICE = 101, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500,
-    NOT_READY = 600, ILLEGAL_ADDRESS = 700, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713,
+    NOT_READY = 600, ILLEGAL_ADDRESS = 700, CAPTURE_UNSUPPORTED = 900, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713,
     NOT_SUPPORTED = 801,
 };
 
@@ -40,6 +40,7 @@ enum { /* as in cuda.h */
 enum counter {
     PID, CONTEXTS, ALLOCATIONS, ALLOCATED_BYTES, MAPPINGS, STREAMS, EVENTS, PINS, PINNED_BYTES,
     BATCHES, SINGLE_COPIES, PIECES, COPIED_BYTES, PAGEABLE_PIECES, WRITES_TO_IMPORTS, ILLEGAL_PIECES,
+    REFUSED_BATCHES,
     CONTEXTS_ON_0, /* .. + MAX_DEVICES - 1: contexts by device */
     NUM_COUNTERS = CONTEXTS_ON_0 + 8,
 };
@@ -60,6 +61,7 @@ int num_contexts(int device);   /* of all processes */
 /* Orders: the environment variable CUDASIM_ORDERS and the file `orders` in the node's folder. */
 int fault(const char *function); /* error that this call must return, or 0; counts the call */
 int is_stalled(void);
+int is_capturing(void);          /* an engine captures a CUDA graph, in the mode "global" */
 double rate(const char *name);   /* `rate` or `pin_rate` in bytes per second; 0: no limit */
 double die_after(void);          /* bytes of copies after which the process dies; 0: never */
 void nap(double seconds);
@@ -83,6 +85,7 @@ int visible(int ordinal);          /* number on the node of a visible device, or
 int ordinal_of(int device);
 const char *device_uuid(int device);
 CUresult entered(const char *function, int needs_context);
+int may_call(void); /* 0: a capture forbids calls that may synchronize, and this thread is not exempt */
 
 /* First line of every entry point: faults on demand, no context, a broken context. */
 #define ENTER(needs_context)                                    \

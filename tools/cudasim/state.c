@@ -17,7 +17,7 @@ pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static const char *NAMES[NUM_COUNTERS] = {
     "pid", "contexts", "allocations", "allocated_bytes", "mappings", "streams", "events", "pins",
     "pinned_bytes", "batches", "single_copies", "pieces", "copied_bytes", "pageable_pieces",
-    "writes_to_imports", "illegal_pieces", "contexts_on_0", "contexts_on_1", "contexts_on_2",
+    "writes_to_imports", "illegal_pieces", "refused_batches", "contexts_on_0", "contexts_on_1", "contexts_on_2",
     "contexts_on_3", "contexts_on_4", "contexts_on_5", "contexts_on_6", "contexts_on_7",
 };
 struct entry { char name[24]; int64_t value; };
@@ -125,10 +125,10 @@ static void without_suffix(char *function) {
 }
 
 static int is_word(const char *word) {
-    return !strcmp(word, "stall") || !strcmp(word, "rate") || !strcmp(word, "pin_rate") || !strcmp(word, "die_after");
+    return !strcmp(word, "stall") || !strcmp(word, "capture") || !strcmp(word, "rate") || !strcmp(word, "pin_rate") || !strcmp(word, "die_after");
 }
 
-/* One order: [ROLE:] fail FUNCTION N|* CODE | stall | rate B | pin_rate B | die_after BYTES */
+/* One order: [ROLE:] fail FUNCTION N|* CODE | stall | capture | rate B | pin_rate B | die_after BYTES */
 static void add_order(char *text) {
     char *colon = strchr(text, ':'), role[64], word[64], nth[32];
     if (colon) {
@@ -214,6 +214,7 @@ static int order_value(const char *word, double *value) {
     return found;
 }
 
+int is_capturing(void) { double unused; return order_value("capture", &unused); }
 int is_stalled(void) { double unused; return order_value("stall", &unused); }
 double rate(const char *name) { double value = 0; order_value(name, &value); return value; }
 double die_after(void) { double value = 0; order_value("die_after", &value); return value; }

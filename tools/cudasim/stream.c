@@ -423,7 +423,8 @@ static CUresult resolve(uint64_t address, uint64_t bytes, struct region **last) 
     return after && after->kind == PINNED && after->start - address < bytes ? INVALID_VALUE : OK;
 }
 
-static CUresult copy(uint64_t handle, const uint64_t *to, const uint64_t *from, const size_t *sizes, size_t number, size_t *failed) {
+static CUresult copy(uint64_t handle, const uint64_t *to, const uint64_t *from, const size_t *sizes, size_t number, size_t *failed,
+                     int takes_pageable) {
     WITH_STREAM(handle);
     struct op *op = new_op(COPY, number);
     struct region *to_region = NULL, *from_region = NULL;
@@ -437,6 +438,7 @@ static CUresult copy(uint64_t handle, const uint64_t *to, const uint64_t *from, 
         pageable += (!to_region && !is_device_address(to[i])) || (!from_region && !is_device_address(from[i]));
         to_imports += to_region && to_region->kind == IMPORTED;
     }
+    if (!rc && pageable && !takes_pageable) rc = INVALID_VALUE;
     if (rc) {
         free(op);
     } else {
@@ -453,7 +455,7 @@ static CUresult copy(uint64_t handle, const uint64_t *to, const uint64_t *from, 
 static CUresult copy_one(uint64_t stream, uint64_t to, uint64_t from, size_t bytes) {
     if (!bytes) return OK;
     count(SINGLE_COPIES, 1);
-    return copy(stream, &to, &from, &bytes, 1, NULL);
+    return copy(stream, &to, &from, &bytes, 1, NULL, 1);
 }
 
 API CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, uint64_t stream) { ENTER(1); return copy_one(stream, to, from, bytes); }
@@ -501,8 +503,8 @@ static CUresult batch(uint64_t *to, uint64_t *from, size_t *sizes, size_t number
             return INVALID_VALUE;
     for (size_t i = 0; i < number; i++)
         if (!sizes[i]) return failed ? *failed = i : 0, INVALID_VALUE;
-    CUresult rc = copy(stream, to, from, sizes, number, failed);
-    if (!rc) count(BATCHES, 1);
+    CUresult rc = copy(stream, to, from, sizes, number, failed, !*setting("CUDASIM_PINNED_BATCHES", ""));
+    count(rc ? REFUSED_BATCHES : BATCHES, 1);
     return rc;
 }
 

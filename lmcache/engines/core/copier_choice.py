@@ -17,7 +17,8 @@ def make_copier(layouts: Mapping[int, Layout], num_threads: int | None = None) -
     ``layouts``: by KV group; ``num_threads``: threads of a load in host memory, by default 2 if there is more
     than one core.
 
-    Raises ValueError if no copier fits.
+    On a GPU, the calling thread must not be one that captures CUDA graphs. Raises ValueError if no copier
+    fits.
     """
     pages = next(iter(layouts.values())).pages[0]
     try:
@@ -27,6 +28,7 @@ def make_copier(layouts: Mapping[int, Layout], num_threads: int | None = None) -
             raise ValueError(f"the KV is on a GPU that can't be used: {error}") from error
         device = None
     if device is not None:
+        device.driver.allow_calls_during_captures()
         return CudaCopier(layouts, device)
     if pages.device.type == "cpu":
         return CpuCopier(layouts, num_threads or min(2, len(allowed_cores())))

@@ -26,8 +26,12 @@ from lmcache.rpc.hello import Allocation, GroupPages, LayerPages, TransferOffer
 _LOAD_THREADS = 2
 """Two threads keep the bus busy: while one waits for its row, the other creates the next batch."""
 
-_PIN_EXTENT_BYTES = 64 << 20
-"""Bytes of one registration, about 10 ms of work in the background. All of its rows must be ready."""
+_PIN_EXTENT_BYTES = 16 << 20
+"""Bytes of one registration. Kernel launches of the engine may wait for it, 1 to 2 ms as expected."""
+
+_PIN_PAUSE_RATIO = 3.0
+"""Pause after a registration, as a multiple of its time: launches may wait in a quarter of the time at most.
+An arena of 64 GiB is then pinned within about half a minute. Not yet verified on a GPU."""
 
 
 class CudaCopier(LoadThreads):
@@ -96,10 +100,15 @@ class CudaCopier(LoadThreads):
     ) -> None:
         pins = self.pins
         batch = CopyBatch(to, from_, sizes, pins.edges if pins is not None else None)
+        in_arena = batch.to if stream is self._store_stream else batch.from_
+
+        def is_pinned() -> bool:
+            return pins is not None and bool(pins.covers(in_arena).all())
+
         with pins.in_use() if pins is not None else contextlib.nullcontext():
             try:
                 stream.wait(fence.event)
-                batch.submit(stream, is_source_stable=is_source_stable)
+                batch.submit(stream, is_source_stable=is_source_stable, is_pinned=is_pinned)
             finally:  # even a failed copy has ended only when the stream has no piece of it queued
                 stream.synchronize()
 
@@ -111,8 +120,9 @@ class CudaCopier(LoadThreads):
         mapping, slot_bytes = slots.base, slots.shape[1]
         if self.pins is None or self._mapping() is not mapping:
             self.pins = Pins(
-                self._context, slots.ctypes.data, slots.nbytes, _PIN_EXTENT_BYTES, self._on_pins_changed
-            )
+                self._context, slots.ctypes.data, slots.nbytes, _PIN_EXTENT_BYTES, self._on_pins_changed,
+                pause_ratio=_PIN_PAUSE_RATIO,
+            )  # fmt: skip
             unpin = weakref.finalize(mapping, self.pins.close)
             unpin.atexit = False  # at exit the driver is shut down before finalizers run
             self._mapping = weakref.ref(mapping)

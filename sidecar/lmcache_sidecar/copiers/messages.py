@@ -10,7 +10,7 @@
                                     <-   OPENED(client, problem or empty)
     COPY(batch, copies)             ->
                                     <-   COPIED(batch)
-                                    <-   PINNED(bytes, failures), when they change
+                                    <-   PINNED(bytes, failures), after each registration
     CLOSE(client)                   ->
                                     <-   CLOSED(client)
                                     <-   FAILED(reason); then the reader ends

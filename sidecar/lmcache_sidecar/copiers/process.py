@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import socket
 import sys
@@ -37,6 +38,7 @@ class Reader:
         self._process = process
         self._incoming, self._outgoing = incoming, outgoing
         self._deadlines: dict[tuple[Kind, int], asyncio.TimerHandle] = {}
+        self._pinned_at = -math.inf  # time of the last report that the reader has registered memory
         self._logging = asyncio.create_task(self._log())
 
     @classmethod
@@ -71,15 +73,20 @@ class Reader:
         return cls(process, *await asyncio.open_connection(sock=ours))
 
     def ask(self, kind: Kind, number: int, body: bytes, answer: Kind, seconds: float) -> None:
-        """Send a request; kill the reader if ``answer`` does not arrive within ``seconds``."""
+        """Send a request; kill the reader if ``answer`` does not arrive within ``seconds``.
+
+        While the reader registers memory, copies may wait for the driver. Each registration therefore starts
+        the time of a copy again.
+        """
         self.send(kind, number, body)
         loop = asyncio.get_running_loop()
 
         def late(is_final: bool = False) -> None:
-            if is_final:
+            left = self._pinned_at + seconds - loop.time() if kind is Kind.COPY else 0.0
+            if is_final and left <= 0:
                 self.kill(f"the reader of its GPU did not answer {kind.name} within {seconds:g} s")
             else:
-                self._deadlines[answer, number] = loop.call_later(_FINAL_SECONDS, late, True)
+                self._deadlines[answer, number] = loop.call_later(max(left, _FINAL_SECONDS), late, left <= 0)
 
         self._deadlines[answer, number] = loop.call_later(seconds, late)
 
@@ -101,7 +108,9 @@ class Reader:
             return None
         if (deadline := self._deadlines.pop((kind, number), None)) is not None:
             deadline.cancel()
-        if kind == Kind.FAILED:
+        if kind == Kind.PINNED:
+            self._pinned_at = asyncio.get_running_loop().time()
+        elif kind == Kind.FAILED:
             self.verdict, self.is_ending = self.verdict or reason, True
             return None
         return kind, number, reason

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lmcache.cuda.copies import CopyBatch
-from lmcache.cuda.driver import Context, Device, Event, Stream
+from lmcache.cuda.driver import Device, Event, Stream
 from lmcache.cuda.errors import CudaError, CudaUnavailableError
 from lmcache.cuda.ipc import Mapping, Mappings
 from lmcache.cuda.pin_status import PinStatus
@@ -88,7 +88,7 @@ class Reader:
         self._link = link
         self._arena = np.frombuffer(arena, np.uint8)
         self._format = arena_format
-        self._context = _open_context(Device.find(gpu_uuid))
+        self._context = Device.find(gpu_uuid).primary_context()
         self._stream = Stream(self._context)
         self._mappings = Mappings(self._context)
         self._clients: dict[int, OpenedMemory] = {}
@@ -162,8 +162,9 @@ class Reader:
     def _pin(self, column: Column) -> None:
         if column.offset not in self._pins:
             pins = self._pins[column.offset] = Pins(
-                self._context, column.address, column.num_bytes, on_change=self._report_pins
-            )
+                self._context, column.address, column.num_bytes, on_change=self._report_pins,
+                reports_progress=True,
+            )  # fmt: skip
             pins.set_ready(self._format.ready_rows * self._format.slot_bytes)
 
     def _report_pins(self) -> None:
@@ -177,9 +178,15 @@ class Reader:
             for copies in messages.parse_copies(body)
         ]
         to, from_, sizes = (np.concatenate(words) for words in zip(*parts, strict=True))
-        edges = np.sort(np.concatenate([pins.edges for pins in list(self._pins.values())]))
+        columns = list(self._pins.values())
+        edges = np.sort(np.concatenate([pins.edges for pins in columns]))
         event = Event(self._context)
-        CopyBatch(to, from_, sizes, edges).submit(self._stream, is_source_stable=True)
+        pieces = CopyBatch(to, from_, sizes, edges)
+
+        def is_pinned() -> bool:
+            return bool(np.any([pins.covers(pieces.to) for pins in columns], axis=0).all())
+
+        pieces.submit(self._stream, is_source_stable=True, is_pinned=is_pinned)
         event.record(self._stream)
 
         def end() -> None:
@@ -197,17 +204,6 @@ class Reader:
             self._link.send(Kind.CLOSED, number)
 
         self._ends.put(end)
-
-
-def _open_context(device: Device) -> Context:
-    try:
-        return device.primary_context()
-    except CudaError as error:
-        if device.is_exclusive:
-            raise CudaUnavailableError(
-                f"{error}: the GPU's compute mode admits only one process: set the mode to Default"
-            ) from error
-        raise
 
 
 @contextlib.contextmanager

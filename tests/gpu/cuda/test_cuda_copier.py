@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+import threading
 from concurrent import futures
 
 import numpy as np
@@ -12,6 +13,8 @@ import torch
 from lmcache.cuda import ipc
 from lmcache.cuda.driver import Device, Stream
 from lmcache.cuda.errors import CudaError
+from lmcache.cuda.pins import Pins
+from lmcache.engines.core import cuda_copier
 from lmcache.engines.core.copier import CpuCopier, RowLoad
 from lmcache.engines.core.copier_choice import make_copier
 from lmcache.engines.core.cuda_copier import CudaCopier
@@ -177,6 +180,66 @@ def test_copies_continue_without_registration(copier, layout, slots, simulated):
     np.testing.assert_array_equal(slots[1], row_of(layout))
 
 
+def test_rows_are_copied_during_the_pauses_between_registrations(copier, layout, monkeypatch):
+    """One extent of several is pinned when the copies run."""
+    paused = threading.Event()
+    monkeypatch.setattr(cuda_copier, "_PIN_EXTENT_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(cuda_copier, "_PIN_PAUSE_RATIO", 1e9)
+    pause = Pins._pause
+
+    def note_and_pause(pins: Pins, seconds: float) -> None:
+        paused.set()
+        pause(pins, seconds)
+
+    monkeypatch.setattr(Pins, "_pause", note_and_pause)
+    slots = pages(2 * ROW_BYTES).reshape(2, ROW_BYTES)
+    copier.prepare(slots, 2)
+    assert paused.wait(60)
+    copier.store(3, slots[0], TABLE, copier.fence())
+    np.testing.assert_array_equal(slots[0], row_of(layout))
+    for pages_ in layout.pages:
+        pages_[TABLE] = 0
+    copier.load([RowLoad(3, slots[0], 0, TABLE)], copier.fence())
+    np.testing.assert_array_equal(slots[0], row_of(layout))
+    assert copier.pins.pinned_bytes == PAGE_BYTES
+
+
+def test_memory_is_pinned_while_the_engine_captures_graphs(copier, context, simulated):
+    simulated.order("capture")
+    slots = pages(ROW_BYTES)
+    with futures.ThreadPoolExecutor(1) as other_thread:
+        register = other_thread.submit(context.call, "cuMemHostRegister", slots.ctypes.data, ROW_BYTES, 0)
+        with pytest.raises(CudaError, match="CAPTURE_UNSUPPORTED"):
+            register.result()
+    copier.prepare(slots.reshape(1, ROW_BYTES), 1)
+    assert copier.pins.wait(60)
+    assert (copier.pins.pinned_bytes, copier.pins.failures) == (ROW_BYTES, 0)
+
+
+def test_driver_may_refuse_batches_of_memory_that_is_not_pinned(copier, layout, simulated, monkeypatch):
+    """The driver is asked once. Batches of pinned memory go on."""
+    monkeypatch.setenv("CUDASIM_PINNED_BATCHES", "1")
+    monkeypatch.setattr(copier._context.driver, "can_batch_pageable", True)
+    slots = pages(2 * ROW_BYTES).reshape(2, ROW_BYTES)
+    refused = simulated.count("refused_batches")
+    for _ in range(2):
+        slots[:] = 0
+        copier.store(3, slots[0], TABLE, copier.fence())
+        np.testing.assert_array_equal(slots[0], row_of(layout))
+    for pages_ in layout.pages:
+        pages_[TABLE] = 0
+    copier.load([RowLoad(3, slots[0], 0, TABLE)], copier.fence())
+    np.testing.assert_array_equal(slots[0], row_of(layout))
+    assert simulated.count("refused_batches") - refused == 1
+    copier.prepare(slots, 2)
+    assert copier.pins.wait(60)
+    single_copies = simulated.count("single_copies")
+    copier.store(3, slots[1], TABLE, copier.fence())
+    np.testing.assert_array_equal(slots[1], row_of(layout))
+    assert simulated.count("single_copies") == single_copies
+    assert simulated.count("refused_batches") - refused == 1
+
+
 def test_mapping_is_unpinned_after_its_last_copy(copier, simulated):
     """The two copying threads switch to a new session one after the other."""
     old, new = (pages(2 * ROW_BYTES).reshape(2, ROW_BYTES) for _ in range(2))
@@ -226,8 +289,9 @@ def test_release_of_rows_that_stay_pinned_is_never_reported(copier, monkeypatch)
         with pytest.raises(CudaError, match="an older mapping stays registered"):
             copier.prepare(new, 2, True)
     monkeypatch.undo()
-    for start in list(copier._mappings[0][1]._pinned):
-        copier._mappings[0][1]._unpin(start)
+    old_pins = copier._mappings[0][1]
+    for number in old_pins._is_pinned.nonzero()[0].tolist():
+        old_pins._unpin(number)
 
 
 def test_a_thousand_sessions_leak_nothing(copier, simulated):
@@ -260,6 +324,14 @@ def test_offer_gives_the_reason_if_memory_cannot_be_shared(copier, simulated):
     offer = copier.offer()
     assert not offer.allocations
     assert "can't be exported: cuIpcGetMemHandle" in offer.refusal
+
+
+def test_offer_names_the_settings_that_make_memory_virtual(copier, simulated):
+    """Memory of expandable segments and of sleep mode has no IPC handle."""
+    simulated.order("fail cuPointerGetAttribute * 1")
+    offer = copier.offer()
+    assert not offer.allocations
+    assert "expandable_segments in PYTORCH_ALLOC_CONF" in offer.refusal
 
 
 def test_kv_in_host_memory_gets_the_cpu_copier(device):

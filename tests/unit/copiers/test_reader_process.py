@@ -17,6 +17,7 @@ from lmcache_sidecar.copiers import messages
 from lmcache_sidecar.copiers.messages import Format, Kind
 from lmcache_sidecar.copiers.process import Reader
 
+from lmcache.cuda.pin_status import PinStatus
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.arena import ArenaFile
@@ -102,6 +103,33 @@ async def test_silent_reader_is_killed_but_not_because_the_sidecar_slept():
     assert reader.verdict == "the reader of its GPU did not answer COPY within 0.05 s"
     other_end.close()
     assert await reader.receive() is None
+
+
+@in_a_loop
+async def test_registrations_do_not_count_for_the_deadline_of_a_copy(monkeypatch):
+    """Copies wait for the driver while it registers memory."""
+    process, timers = FakeProcess(), []
+    reader, other_end = await reader_of(process)
+    loop, now = asyncio.get_running_loop(), 0.0
+    monkeypatch.setattr(loop, "time", lambda: now)
+
+    def call_later(seconds, call, *arguments):
+        timers.append((now + seconds, call, arguments))
+        return SimpleNamespace(cancel=lambda: None)
+
+    monkeypatch.setattr(loop, "call_later", call_later)
+    reader.ask(Kind.COPY, 1, b"", Kind.COPIED, 5.0)
+    for now in (4.0, 8.0, 12.0):  # noqa: B007 - the clock
+        other_end.sendall(messages.pack_pinned(PinStatus(1)))
+        assert await reader.receive() == (Kind.PINNED, 1, "0 ")
+    expirations = []
+    while not process.killed.is_set():
+        ((now, call, arguments),) = timers
+        timers.clear()
+        expirations.append(now)
+        call(*arguments)
+    assert expirations == [5.0, 17.0, 17.5]
+    other_end.close()
 
 
 @in_a_loop

@@ -98,9 +98,8 @@ PARTS = {
         {"transfer": {"pin_problem": UNPINNED}},
         ("True", "Pinned", "The memory tiers of all 1 GPU pods are pinned"),
         "MemoryNotPinned",
-        "1 of 2 memory tiers are not fully pinned. Copies between GPU and memory tier are slow there. Raise "
-        "the limit of locked memory for containers on the node, or give the pod's sidecar and engine more "
-        f"memory. First: pod demo-engine-1: {UNPINNED}",
+        "1 of 2 memory tiers are not fully pinned. Copies between GPU and memory tier are slow there. "
+        f"First: pod demo-engine-1: {UNPINNED}",
     ),
 }
 

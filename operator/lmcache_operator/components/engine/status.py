@@ -32,10 +32,6 @@ from lmcache_operator.specs.names import ENGINE, engine_name, selector_text
 _DEADLINE: Final = "ProgressDeadlineExceeded"
 _ATTACHED, _REACHABLE, _DISK = "SidecarAttached", "RemoteTierReachable", "DiskTierAvailable"
 _PINNED, _ENCRYPTED = "MemoryTierPinned", "RowsEncrypted"
-_PIN_REMEDY: Final = (
-    "Copies between GPU and memory tier are slow there. Raise the limit of locked memory for containers on "
-    "the node, or give the pod's sidecar and engine more memory"
-)
 
 
 def engine_status(observed: Observed, plan: Plan) -> ComponentStatus:
@@ -200,7 +196,8 @@ def _pinned(sidecars: Sequence[Sidecar]) -> Condition | None:
     if failed := [sidecar for sidecar in with_gpu if not sidecar.is_memory_pinned]:
         count = f"{len(failed)} of {len(with_gpu)} memory tiers are not fully pinned"
         why = f"pod {failed[0].pod}: {failed[0].pin_problem}"
-        return Condition("False", "MemoryNotPinned", f"{count}. {_PIN_REMEDY}. First: {why}")
+        slow = "Copies between GPU and memory tier are slow there"
+        return Condition("False", "MemoryNotPinned", f"{count}. {slow}. First: {why}")
     if with_gpu:
         return Condition("True", "Pinned", f"The memory tiers of all {len(with_gpu)} GPU pods are pinned")
     return None

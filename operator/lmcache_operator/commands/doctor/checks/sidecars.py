@@ -124,7 +124,8 @@ def transfer(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     is_wanted = state.get("requested") == CUDA_IPC or state.get("reason") == "SidecarCannotCopy"
     if mode != CUDA_IPC and is_wanted:
         text = f"Engines copy KV out of the GPUs, and not the sidecars: {why}."
-        yield warning(name, text, "Share the GPUs with the sidecar.", "CudaIPCUnavailable")
+        remedy = "Repair what the message names, or set spec.sidecar.transfer to SharedMemory."
+        yield warning(name, text, remedy, "CudaIPCUnavailable")
     else:
         yield ok(name, f"Mode {mode}: {why}.")
 
@@ -177,7 +178,7 @@ def pinned_memory(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
         num_pinned += any(merge.totals([state], "pinned_bytes").values())
         if why := plain(state.get("pin_problem")):
             text = f"CUDA has not pinned all of the memory tier, so copies are slow: {why}."
-            remedy = "Raise the limit of locked memory for containers on the node."
+            remedy = "Repair what the message names, and delete the pod."
             problems.append((figures.name, warning(name, text, remedy, "MemoryNotPinned")))
     yield from grouped(problems, len(cluster.pods))
     if num_pinned and not problems:
