@@ -15,10 +15,13 @@ import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 from unittest import mock
 
 from testing import workers
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.11
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 _TAIL_LINES = 30

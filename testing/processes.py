@@ -15,13 +15,16 @@ import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import redis
 
 from testing import deadlines
 from testing.child_process import REPOSITORY, ChildProcess, free_port, wait_until
 from testing.engine import fork_server
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.11
 
 BINARY = os.environ.get("LMCACHE_TEST_SERVER", "redis-server")
 _PYTHON_PATH = f"{REPOSITORY}:{REPOSITORY / 'sidecar'}"

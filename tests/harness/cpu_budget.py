@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import threading
-import tomllib
 from collections import Counter
 from collections.abc import Generator, Mapping
 from pathlib import Path
@@ -178,6 +177,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if is_worker or not config.getoption("numprocesses", None):
         config.pluginmanager.register(Meter(), "cpu-meter")
     if not is_worker:
+        import tomllib  # Python 3.11; tests on a GPU also run with 3.10
+
         config.pluginmanager.register(
             Report(Path(report), tomllib.loads(FILE.read_text()), "CI" in os.environ)
         )

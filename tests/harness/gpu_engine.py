@@ -4,6 +4,8 @@
 PyTorch only for a copier of its own, because the import takes most of the start.
 """
 
+from __future__ import annotations
+
 import ctypes
 import json
 import os
@@ -12,7 +14,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +31,9 @@ from testing.cuda import GPU, Node
 from testing.engine import fork_server
 from testing.processes import SidecarProcess
 from tests.harness.wire import NAMESPACE, attached, make_keys
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.11
 
 LAYERS, BLOCKS, PAGE_BYTES, BLOCKS_PER_ROW, GAP_BYTES = 3, 24, 4096, 4, 512
 STRIDE = PAGE_BYTES + GAP_BYTES

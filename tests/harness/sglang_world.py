@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
@@ -31,6 +31,9 @@ from testing.sglang.engine import (
     patient_storage,
 )
 from tests.harness.leaks import lasting
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.11
 
 ANSWER_TOKENS = 16
 LOGPROB_TOLERANCE = 1e-3
