@@ -264,8 +264,11 @@ class Child:
 
 
 def _scrub(worker: Any) -> None:
-    for kv in worker.worker.model_runner.kv_caches:
+    kv_caches = worker.worker.model_runner.kv_caches
+    for kv in kv_caches:
         kv.view(torch.uint8).fill_(_SCRUBBED)
+    if kv_caches[0].is_cuda:  # loads run in streams of their own
+        torch.cuda.synchronize()
 
 
 def _describe_kv(worker: Any) -> str:

@@ -183,6 +183,11 @@ class EngineProcess(ChildProcess):
         """Wait for the requests of ``start_generate``."""
         return [Generated(**result) for result in self._receive(timeout)]
 
+    def run(self, requests: Sequence[dict[str, Any]], timeout: float = 300) -> list[Generated]:
+        """Run requests of ``child.Child.generate``, which may arrive at different steps, to their end."""
+        self._send(do="generate", requests=requests)
+        return self.finish_generate(timeout)
+
     def scrub_kv(self) -> None:
         """Overwrite all of the engine's KV, and empty its own prefix cache."""
         self._call("scrub_kv")

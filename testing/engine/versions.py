@@ -2,7 +2,8 @@
 
 The wheel of a version is unpacked once, in the cache directory, and precedes the installed packages on the
 path. Its dependencies are the installed ones. vLLM 0.33 has no build for the CPU: only the Python files of
-its wheel for GPUs are used. Its schedulers, managers and runner hooks run with them, but no engine.
+its wheel for GPUs are used. Its schedulers, managers and runner hooks run with them, and an engine on an
+emulated GPU.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ ENGINES = (
     "tests/integration/test_vllm_served.py",
     "tests/integration/test_vllm_variants.py",
 )
+GPU_RUNNER = ("tests/integration/test_vllm_gpu_runner.py",)
+"""Runs the Python files of a wheel for GPUs on an emulated GPU."""
 NEEDS_KERNELS = "test_content_of_the_cpu_backend_is_unchanged"
 
 
@@ -69,7 +72,7 @@ def run_tests(version: str) -> int:
     """Run the tests that work with this version. Returns pytest's exit status."""
     path = str(package(version))
     has_kernels = VERSIONS[version].has_kernels
-    tests = (*SIMULATED, *ENGINES) if has_kernels else SIMULATED
+    tests = (*SIMULATED, *(ENGINES if has_kernels else GPU_RUNNER))
     command = [sys.executable, "-m", "pytest", "-q", *tests]
     command += [] if has_kernels else ["-k", f"not {NEEDS_KERNELS}"]
     paths = {"LMCACHE_TEST_VLLM": path, "PYTHONPATH": os.pathsep.join([path, str(REPOSITORY)])}

@@ -6,6 +6,7 @@
 | B | a new process, as after a restart of the engine |
 | C | on another pod, whose sidecar reads from the peer, and from Redis if there is one |
 | D | no connector, for comparison |
+| E | on the simulated driver only: makes all copies itself |
 """
 
 from __future__ import annotations

@@ -1,0 +1,219 @@
+"""A model, sidecars and engines of the step ``vllm``, with their sizes and the time that is left."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks.gpu.results import Results
+from benchmarks.gpu.scale import Scale
+from testing.child_process import free_port, wait_until
+from testing.engine import gpu
+from testing.engine.process import PATIENCE, EngineFailed, EngineProcess, connector_config
+from testing.processes import SidecarProcess
+
+CHUNK_TOKENS, BLOCK_TOKENS = 256, 16
+_ATTACH_SECONDS = 30.0
+_LEAST_SECONDS = 45.0
+"""An engine is not started with less time. On an H100 its start takes about 30 s."""
+_RESERVE_SECONDS = 8.0
+"""Time to end all processes."""
+_ATTEMPTS = (("FLASH_ATTN", "V2"), ("TRITON_ATTN", "V2"), ("FLASH_ATTN", "V1"), ("TRITON_ATTN", "V1"))
+"""Attention backends and model runners of vLLM, in the order in which they are tried."""
+
+
+class NoTimeError(Exception):
+    """Too little time is left for another engine."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    prompts: tuple[int, ...]
+    """Tokens of the prompts. One more than whole chunks, so that a hit computes one token."""
+    kv_bytes: int
+    """KV of the engine."""
+    memory_size: str
+    """Memory tier of a sidecar."""
+    streams: int
+    """Requests that decode at the same time."""
+    stream_tokens: int
+    """Tokens that each stream decodes: with its prompt less than a chunk, so that it stores nothing."""
+    stored_prompts: int
+    """Prompts that arrive while the streams decode."""
+    rounds: int
+    """Runs of each measurement of decoding."""
+    restarts: int
+    """Restarts of the engine."""
+
+
+LARGE = Sizes((8193, 8193, 32769), 12 << 30, "16Gi", 8, 180, 4, 2, 1)
+SMALL = Sizes((257, 513), 16 << 20, "64Mi", 2, 24, 1, 1, 3)
+
+
+def make_prompt(num_tokens: int, vocab: int, seed: object) -> list[int]:
+    """Return token ids that depend on the length and the seed."""
+    return random.Random(f"{num_tokens} {seed}").choices(range(4, vocab), k=num_tokens)
+
+
+class World:
+    """A context manager that ends all its processes and removes its files."""
+
+    def __init__(self, results: Results, scale: Scale) -> None:
+        self.results, self.scale = results, scale
+        self.sizes = SMALL if scale.is_tiny else LARGE
+        self.facts = results.section(
+            "vLLM and its sidecar", ("fact", "value"), "The engine that was measured, and what it runs on."
+        )
+        self._kind = gpu.EMULATED if scale.is_tiny else gpu.REAL
+        self._attempts = list(_ATTEMPTS[:1] if scale.is_tiny else _ATTEMPTS)
+        self._is_described = False
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> World:
+        self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu-check-")))
+        self.model = self._make_model()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def prompt(self, num_tokens: int, seed: object) -> list[int]:
+        return make_prompt(num_tokens, self.scale.shape.vocab, seed)
+
+    def start_sidecar(self, name: str, **options: Any) -> SidecarProcess:
+        """Start a sidecar that lives as long as this world. Other pods may read its memory tier."""
+        usual = {"memory_size": self.sizes.memory_size, "peer_host": "127.0.0.1", "peer_port": free_port()}
+        sidecar = SidecarProcess(**usual | options)
+        sidecar.environment = {"CUDASIM_ROLE": name} if self.scale.is_tiny else {}
+        self._stack.enter_context(sidecar)
+        self._stack.callback(shutil.copy, sidecar.log_path, self.results.folder / f"{name}.log")
+        return sidecar
+
+    @contextlib.contextmanager
+    def engine(self, name: str, sidecar: SidecarProcess | None, **settings: Any) -> Iterator[EngineProcess]:
+        """Start an engine, attached to ``sidecar`` unless that is None. ``settings`` are those of the
+        connector. Raises NoTimeError, and EngineFailed if no kind of engine starts.
+        """
+        patience = PATIENCE if self.scale.is_tiny else {}
+        connector = connector_config(sidecar.socket_path, **patience | settings) if sidecar else None
+        with self._started(name, connector) as engine:
+            if sidecar is not None:
+                self._attach(name, sidecar, engine)
+            yield engine
+
+    @contextlib.contextmanager
+    def _started(self, name: str, connector: dict[str, Any] | None) -> Iterator[EngineProcess]:
+        """Start the first kind of engine that works. Later engines are of the same kind."""
+        while True:
+            backend, runner = self._attempts[0]
+            if self.results.seconds_left() < _LEAST_SECONDS:
+                raise NoTimeError(f"{self.results.seconds_left():.0f} s were left for engine {name}")
+            log = self.results.folder / f"engine-{name}-{backend}-{runner}.log"
+            log.unlink(missing_ok=True)
+            with EngineProcess(
+                log, connector, self._environment(runner), attention_backend=backend, **self._arguments()
+            ) as engine:
+                try:
+                    engine.wait_ready(self.results.seconds_left() - _RESERVE_SECONDS)
+                    engine.generate(self.prompt(CHUNK_TOKENS // 2, name), max_tokens=2)
+                except EngineFailed as error:
+                    self.facts.add(f"attempt with {backend}, runner {runner}", _brief(error))
+                    del self._attempts[0]
+                    if not self._attempts:
+                        raise
+                    continue
+                self._describe(engine)
+                del self._attempts[1:]
+                yield engine
+                return
+
+    def _describe(self, engine: EngineProcess) -> None:
+        """Write what is measured: once, because all engines are of one kind."""
+        if not self._is_described:
+            self._is_described = True
+            for name, value in engine.describe().items():
+                self.facts.add(name, value)
+
+    def _environment(self, runner: str) -> dict[str, str]:
+        variables = gpu.environment_of(self._kind)
+        if runner == "V1":
+            variables["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        if self.scale.is_tiny:
+            variables["CUDASIM_ROLE"] = "engine"
+        return variables
+
+    def _arguments(self) -> dict[str, Any]:
+        sizes = self.sizes
+        longest = max(sizes.prompts)
+        return {
+            "model": str(self.model),
+            "skip_tokenizer_init": True,
+            "block_size": BLOCK_TOKENS,
+            "max_model_len": longest + CHUNK_TOKENS,
+            "max_num_seqs": 2 * sizes.streams,
+            "max_num_batched_tokens": min(8704, longest + CHUNK_TOKENS),
+            "kv_cache_memory_bytes": sizes.kv_bytes,
+            "enable_prefix_caching": True,
+            "async_scheduling": False,  # a step's time is then that of its own tokens
+        }
+
+    def _attach(self, name: str, sidecar: SidecarProcess, engine: EngineProcess) -> None:
+        """Wait until both sides of the connector are attached, and the sidecar copies if it can."""
+        sidecar.wait_attached(engine.run_short_request)
+        expected = "SharedMemory" if sidecar.options.get("transfer") == "SharedMemory" else "CudaIPC"
+        processes = ("engine", "reader") if expected == "CudaIPC" else ("engine",)
+
+        def is_complete() -> bool:
+            stats = sidecar.stats()
+            pinned, wanted = stats["transfer"]["pinned_bytes"], 0.9 * stats["memory"]["capacity_bytes"]
+            is_pinned = all(pinned.get(process, 0) > wanted for process in processes)
+            return stats["transfer"]["mode"] == expected and is_pinned
+
+        with contextlib.suppress(AssertionError):  # too late: what follows says why
+            wait_until(is_complete, timeout=_ATTACH_SECONDS, what="the sidecar reads the GPU")
+        transfer = sidecar.stats()["transfer"]
+        self.facts.add(f"engine {name}: copies", f"{transfer['mode']}: {transfer['reason']}")
+        self.facts.add(f"engine {name}: pinned bytes", json.dumps(transfer["pinned_bytes"]))
+        if transfer["mode"] != expected:
+            self.results.problem(
+                f"stores of engine {name} are copied with {transfer['mode']}: {transfer['reason']}",
+                "the sidecar can't read the engine's GPU memory, so the engine copies, which slows it down",
+            )
+        if transfer["pin_problem"]:
+            self.results.problem(
+                f"memory of the arena can't be pinned: {transfer['pin_problem']}", "copies are slow"
+            )
+
+    def _make_model(self) -> Path:
+        """Write a model with random weights into shared memory, or beside it if that is too small."""
+        parts = self.scale.shape
+        num_bytes = 2 * parts.layers * parts.hidden * (4 * parts.hidden + 3 * parts.mlp) * 5 // 4
+        shared = Path("/dev/shm")
+        is_large = shutil.disk_usage(shared).free > 2 * num_bytes + (24 << 30) * (not self.scale.is_tiny)
+        parent = shared if is_large else self.folder
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lmc-model-", dir=parent)))
+        command = [sys.executable, "-m", "benchmarks.gpu.engine.weights", str(folder)]
+        command.append(json.dumps(dataclasses.asdict(parts)))
+        with (self.results.folder / "model.log").open("w") as log:
+            subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
+        self.results.note(f"the model is in {folder}")
+        return folder
+
+
+def _brief(error: Exception) -> str:
+    """The lines of an engine's output that name errors."""
+    lines = [line for line in str(error).splitlines() if "Error" in line]
+    return " / ".join(lines[-3:])[-600:] or str(error)[-300:]

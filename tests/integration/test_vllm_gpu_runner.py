@@ -1,0 +1,172 @@
+"""vLLM's GPU runner (V2) with FlashAttention's layout on an emulated GPU: the step ``vllm`` of gpu-check.
+
+The KV lies in memory of the simulated driver, so connector and sidecar copy as on a GPU. The step compares
+bytes of KV, tokens and logprobs after each hit, with both copiers and after restarts of the engine.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks.gpu.engine.hits import Hits, Reference
+from benchmarks.gpu.results import Results, problems
+from benchmarks.gpu.scale import TINY
+from testing import cuda
+from testing.child_process import REPOSITORY
+from testing.deadlines import CALLS
+from testing.engine.process import Generated
+from testing.vllm_gpu import attention
+from testing.vllm_gpu.device import NotEmulatedError
+
+DEADLINES = CALLS
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+SIMULATED = not os.environ.get("LMCACHE_TEST_GPU")
+RESTARTS = 3
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """Run the step. Returns its rows, by the title of their table."""
+    folder = tmp_path_factory.mktemp("step")
+    with cuda.node() as node:
+        if not SIMULATED:
+            pytest.skip("the driver is not simulated")
+        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.gpu.run_step", "vllm", str(folder), "500", "--tiny"],
+            cwd=REPOSITORY,
+            env=os.environ | node.environment() | {"PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        assert node.processes() == [], "engines or readers outlived the step"
+    assert done.returncode == 0, done.stdout[-8000:]
+    assert problems(folder / "vllm.jsonl") == []
+    by_title = {}
+    for line in (folder / "vllm.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        if "row" in entry:
+            by_title.setdefault(entry["of"], []).append(entry["row"])
+    return by_title
+
+
+def test_engine_is_the_gpu_runner_with_the_layout_of_flash_attention(rows):
+    facts = dict(map(tuple, rows["vLLM and its sidecar"]))
+    version = metadata.version("vllm").removesuffix("+cpu")
+    assert facts["vLLM"].startswith(f"{version},")
+    assert facts["vLLM"].endswith("NonNvmlCudaPlatform")
+    assert facts["model runner"] == "vllm.v1.worker.gpu.model_runner"
+    assert facts["KV of a layer"].startswith("shape [512, 2, 16, 128]"), (
+        "blocks, heads, tokens, key and value"
+    )
+    assert facts["KV of a layer"].endswith("4 layers in 1 allocations")
+    assert not [fact for fact in facts if fact.startswith("attempt")]
+
+
+def test_kv_and_answers_are_right_with_both_copiers_and_after_restarts(rows):
+    hits = [
+        row for row in rows["Time to the first token"] if row[1] not in ("nothing: cold", "vLLM's own cache")
+    ]
+    assert all(row[8] == str(int(row[2]) - 1) and row[9:11] == ["same", "same"] for row in hits)
+    copies = [
+        (fact, value.partition(":")[0]) for fact, value in rows["vLLM and its sidecar"] if "copies" in fact
+    ]
+    for engine, copier in (("B", "CudaIPC"), ("E", "SharedMemory")):
+        restarted = [row for row in hits if row[:2] == [engine, "memory, after a restart of the engine"]]
+        assert len({row[2] for row in restarted}) * RESTARTS == len(restarted) > 0
+        assert {value for fact, value in copies if fact == f"engine {engine}: copies"} == {copier}
+    assert {row[1] for row in hits} >= {"memory", "another pod's memory", "Redis"}
+
+
+def test_decoding_is_measured_with_and_without_other_work(rows):
+    measured = [(row[0], row[1].partition(" reads")[0]) for row in rows["Decoding beside the cache"]]
+    assert measured == [
+        ("A", "nothing"),
+        ("A", "prompts arrive, and are stored"),
+        ("A", "another pod"),
+        ("D", "nothing"),
+        ("D", "prompts arrive"),
+    ]
+    assert all(int(row[2]) for row in rows["Decoding beside the cache"])
+
+
+GENERATED = Generated([1], [0.0], 0.1, 0.1, 32, 32, "length", None, [["a", "b", "of the answer"]])
+
+
+@pytest.mark.parametrize(
+    ("hit", "num_loaded", "what"),
+    [
+        (GENERATED, 32, ""),
+        (GENERATED._replace(kv=[["a", "other", "of the answer"]]), 32, "bytes of KV differ"),
+        (GENERATED._replace(tokens=[2]), 32, "tokens or logprobs differ"),
+        (GENERATED._replace(logprobs=[0.1]), 32, "tokens or logprobs differ"),
+        (GENERATED._replace(num_used_cached_tokens=16), 32, "16 tokens were a hit"),
+        (GENERATED, 0, "0 were copied"),
+    ],
+)
+def test_difference_fails_the_step(tmp_path, hit, num_loaded, what):
+    results = Results(tmp_path, "vllm")
+    hits = Hits(SimpleNamespace(results=results, scale=TINY))
+    engine = mock.Mock()
+    engine.generate.return_value = [hit]
+    engine.phases.return_value = {"load": [0.001]}
+    engine.loaded_tokens.side_effect = [[("kind", 0)], [("kind", num_loaded)]]
+    hits.measure(engine, "A", "memory", [Reference([0] * 33, GENERATED, GENERATED, True)], has_bar=True)
+    assert results.num_problems == bool(what)
+    assert [what in problem.what for problem in problems(tmp_path / "vllm.jsonl")] == [True] * bool(what)
+
+
+def attend(query, cache, pages, num_keys, **options):
+    """Call the emulated FlashAttention for one sequence."""
+    given = dict.fromkeys(attention._PARAMETERS) | attention._NEUTRAL
+    given |= {
+        "q": query,
+        "k": cache[..., :8],
+        "v": cache[..., 8:],
+        "softmax_scale": 8**-0.5,
+        "is_causal": True,
+    }
+    given |= {"cu_seqlens_q": torch.tensor([0, len(query)]), "seqused_k": torch.tensor([num_keys])}
+    given |= {"page_table": torch.tensor([pages])}
+    return attention.fwd(*(given | options).values())[0]
+
+
+def test_emulated_attention_is_causal_attention_over_pages():
+    torch.manual_seed(0)
+    cache = torch.randn(4, 16, 2, 16)  # pages, tokens, heads, key and value
+    query = torch.randn(5, 4, 8)
+    pages, num_keys = [3, 1], 20
+    result = attend(query, cache, pages, num_keys)
+    key, value = (part.flatten(0, 1)[:num_keys] for part in cache[pages].chunk(2, -1))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(0, 1),
+        key.transpose(0, 1),
+        value.transpose(0, 1),
+        attn_mask=torch.ones(5, num_keys, dtype=torch.bool).tril(num_keys - 5),
+        enable_gqa=True,
+    )
+    assert torch.allclose(result, expected.transpose(0, 1), atol=1e-5)
+    with pytest.raises(NotEmulatedError, match="window_left=4"):
+        attend(query, cache, pages, num_keys, window_left=4)
+
+
+def test_function_that_is_not_emulated_is_named():
+    code = (
+        "from testing.vllm_gpu import device\ndevice.emulate()\nimport torch\n"
+        "torch.cuda.synchronize()\ntorch.cuda.memory_summary()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert "NotEmulatedError: torch.cuda.memory_summary is not emulated" in done.stderr
