@@ -147,21 +147,23 @@ class HttpServer:
             self._spare = -1
 
     async def _serve(self, connection: socket.socket) -> None:
-        """Answer the one request of a connection."""
+        """Answer the one request of a connection, within a time limit."""
+        with connection, contextlib.suppress(OSError, asyncio.TimeoutError):
+            await asyncio.wait_for(self._respond(connection), TIMING.page_seconds)
+
+    async def _respond(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        with connection, contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(TIMING.page_seconds):
-                head = b""
-                while b"\r\n\r\n" not in head and len(head) <= _MAX_HEAD_BYTES:
-                    piece = await loop.sock_recv(connection, _MAX_HEAD_BYTES)
-                    if not piece:
-                        return
-                    head += piece
-                await loop.sock_sendall(connection, await self._answer(head, connection))
-                connection.shutdown(socket.SHUT_WR)
-                # Unread input would reset the connection, and the client would lose the answer.
-                while await loop.sock_recv(connection, _MAX_HEAD_BYTES):
-                    pass
+        head = b""
+        while b"\r\n\r\n" not in head and len(head) <= _MAX_HEAD_BYTES:
+            piece = await loop.sock_recv(connection, _MAX_HEAD_BYTES)
+            if not piece:
+                return
+            head += piece
+        await loop.sock_sendall(connection, await self._answer(head, connection))
+        connection.shutdown(socket.SHUT_WR)
+        # Unread input would reset the connection, and the client would lose the answer.
+        while await loop.sock_recv(connection, _MAX_HEAD_BYTES):
+            pass
 
     # ---- requests ----
 
