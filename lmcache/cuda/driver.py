@@ -10,6 +10,7 @@ import functools
 import threading
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,8 @@ from lmcache.cuda.errors import SHARE_GPU, CudaError, CudaUnavailableError, Devi
 UPDATE_DRIVER = "update the NVIDIA driver, or install a version of cuda-bindings that is as old as the driver"
 
 _NOT_READY, _NO_DEVICE, _NOT_FOUND = 600, 100, 500
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+_SLOT_BYTES = 32  # at least 13, for 0000:00:00.0
 _NON_BLOCKING = 1  # flag of a stream: it and the legacy stream don't wait for each other
 _SLEEPING, _WITHOUT_TIME = 1, 2  # flags of an event: threads sleep while they wait for it, and it has no time
 
@@ -142,6 +145,17 @@ class Device:
         """Return the value of ``CU_DEVICE_ATTRIBUTE_<name>``. Raises CudaError."""
         attribute = getattr(self.driver.bindings.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(self.driver.call("cuDeviceGetAttribute", attribute, self.ordinal))
+
+    @property
+    def numa_node(self) -> int | None:
+        """NUMA node of the device's slot; None if the host does not say. A virtual machine may not."""
+        try:
+            slot = self.driver.call("cuDeviceGetPCIBusId", _SLOT_BYTES, self.ordinal)
+            name = slot.split(b"\0")[0].decode().lower()
+            node = int((_PCI_DEVICES / name / "numa_node").read_text())
+        except (CudaError, OSError, ValueError):
+            return None
+        return node if node >= 0 else None
 
     @property
     def is_exclusive(self) -> bool:

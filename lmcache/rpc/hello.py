@@ -98,3 +98,5 @@ class ClientHello:
     kv_bytes: int = 0
     """Bytes of a worker's own KV cache; 0: unknown."""
     block_hashes: BlockHashes = BlockHashes()
+    numa_nodes: tuple[int, ...] = ()
+    """NUMA node of the GPU of each column; empty: unknown."""

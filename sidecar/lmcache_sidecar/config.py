@@ -73,7 +73,7 @@ class Config:
     huge_pages: bool = _option("BOOL", "false", options.switch,
         "true: use huge pages for the memory tier if the kernel has them: faster copies, slower start")
     numa_node: int | None = _option("NODE", "", lambda text: _NODE(text) if text else None,
-        "preferred NUMA node for the memory tier's pages; empty: the kernel chooses")
+        "preferred NUMA node for the memory tier's pages; empty: that of the GPU of each rank")
     transfer: str = _option("MODE", "Auto", options.one_of("Auto", "CudaIPC", "SharedMemory"),
         "copier of stores from GPUs: with Auto or CudaIPC the sidecar if it can read the GPU, otherwise the"
         " engine; with SharedMemory always the engine")

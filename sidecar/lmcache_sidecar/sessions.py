@@ -92,7 +92,7 @@ class Sessions:
         try:
             async with self.forming:
                 self.clients.check_admissible(peer)
-                store = await self._agree_on_format(peer.geometry)
+                store = await self._agree_on_format(peer.geometry, tuple(hello.numa_nodes))
         except BaseException:
             probe.close()
             raise
@@ -253,7 +253,7 @@ class Sessions:
 
     # ---- the arena's format ----
 
-    async def _agree_on_format(self, geometry: Geometry) -> TieredStore:
+    async def _agree_on_format(self, geometry: Geometry, column_nodes: Sequence[int]) -> TieredStore:
         """Return the store for this geometry. Formats the arena if it has another one and no live clients."""
         present = self.arena.geometry
         if present != geometry:
@@ -268,10 +268,12 @@ class Sessions:
             try:
                 self.arena.check(geometry)
                 await self._close_store()
-                self.arena.format(geometry)
+                self.arena.format(geometry, column_nodes)
             except ArenaError as error:
                 raise precondition(f"the arena can't be formatted: {error}") from error
             logger.info("Arena formatted: %d rows, %s", self.arena.num_rows, geometry)
+        elif column_nodes:
+            self.arena.column_nodes = column_nodes
         if self.store is not None and self.store.is_closed:
             await self._close_store()
         return self.store or await self._open_store()

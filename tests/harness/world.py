@@ -2,6 +2,7 @@
 
 import asyncio
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -37,8 +38,9 @@ class FakeArena:
     def check(self, geometry: Geometry) -> None:
         pass
 
-    def format(self, geometry: Geometry) -> None:
+    def format(self, geometry: Geometry, column_nodes: Sequence[int]) -> None:
         self._heap = PrivateArena(geometry, NUM_ROWS)
+        self.column_nodes = column_nodes
         self.geometry, self.num_rows = geometry, NUM_ROWS
 
     def __getattr__(self, name: str) -> object:

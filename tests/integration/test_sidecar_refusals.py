@@ -81,6 +81,7 @@ BAD_HELLOS = [
     ({"column": 1}, INVALID, "column 1 is not below num_columns, 1"),
     ({"model": "m" * 513}, INVALID, "model has 513 bytes"),
     ({"namespace": b"m" * 32}, PRECONDITION, "another client of this engine_uuid"),
+    ({"numa_nodes": [0, 1]}, INVALID, "numa_nodes must name none or 1 nodes"),
     ({"geometry": pb.Geometry()}, INVALID, "num_columns must be 1 to"),
     ({"geometry": pb.Geometry(num_columns=1)}, INVALID, "1 to 64 groups"),
 ]

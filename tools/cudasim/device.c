@@ -105,6 +105,13 @@ API CUresult cuDeviceGetName(char *name, int length, int device) {
     return OK;
 }
 
+API CUresult cuDeviceGetPCIBusId(char *name, int length, int device) {
+    ENTER(0);
+    if (visible(device) < 0) return INVALID_DEVICE;
+    snprintf(name, (size_t)length, "0000:%02X:00.0", visible(device) + 1);
+    return OK;
+}
+
 API CUresult cuDeviceGetUuid_v2(unsigned char *out, int device) {
     ENTER(0);
     if (visible(device) < 0) return INVALID_DEVICE;

@@ -14,6 +14,7 @@ import torch
 from lmcache import keys
 from lmcache.common import options
 from lmcache.common.units import round_up
+from lmcache.cuda.driver import Device
 from lmcache.engines.core import files
 from lmcache.engines.core.copier import EngineCopier
 from lmcache.engines.core.copier_choice import make_copier
@@ -93,6 +94,9 @@ def attach_worker(
         kv_bytes=0 if rank % replicas else num_bytes(kv_caches),  # replicas count as one cache
         block_hashes=hashes_of_engine(vllm_config.cache_config.prefix_caching_hash_algo, hash_tokens),
     )
+    ranks = range(0, parallel.tensor_parallel_size * parallel.pipeline_parallel_size, replicas)
+    nodes = _numa_nodes(hello.transfer.gpu_uuid, stage * parallel.tensor_parallel_size + rank, ranks)
+    hello = replace(hello, numa_nodes=nodes)
     identity = EngineIdentity(hello, hash_tokens, replicas, is_replica=bool(rank % replicas))
     return start_client(settings.socket, hello, copier), copier, identity
 
@@ -203,6 +207,18 @@ def _transfer(copier: EngineCopier, *, is_replica: bool) -> TransferOffer:
     if is_replica and offer.gpu_uuid:
         return TransferOffer(offer.gpu_uuid, refusal="another rank stores the same KV")
     return offer
+
+
+def _numa_nodes(gpu_uuid: str, rank: int, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return the NUMA node of the GPU of each of these ranks; empty if one is unknown.
+
+    vLLM's rank n uses the visible GPU n, unless each rank sees only its own GPU.
+    """
+    devices = Device.visible() if gpu_uuid else []
+    if len(devices) <= max(rank, *ranks) or devices[rank].uuid != gpu_uuid:
+        return ()
+    nodes = [devices[other].numa_node for other in ranks]
+    return tuple(node for node in nodes if node is not None) if None not in nodes else ()
 
 
 def _of_largest_stage(

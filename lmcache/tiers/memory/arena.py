@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.allocator import first_slot
 from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.growth import GrowingFile
-from lmcache.tiers.memory.kernel_pages import check_node, prefer_huge_pages, prefer_node, punch_hole
+from lmcache.tiers.memory.kernel_pages import check_node, may_be_elsewhere, prefer_huge_pages, punch_hole
 from lmcache.tiers.memory.layout import HEAD_BYTES, ArenaLayout, Head
 from lmcache.tiers.memory.opening import allocate, open_arena
 from lmcache.tiers.memory.shared_index import BUCKET_BYTES, SharedIndex
@@ -70,8 +71,7 @@ class ArenaFile(GrowingFile):
             super().__init__(path, fd, capacity, target, huge_pages=huge_pages)
         except OSError as error:
             raise ArenaError(f"can't open the arena {path}: {error.strerror}") from error
-        if numa_node is not None:
-            prefer_node(self._data, numa_node)
+        self.numa_node = numa_node
         if huge_pages:
             prefer_huge_pages(self._data)
         self.epoch = head.epoch
@@ -89,9 +89,12 @@ class ArenaFile(GrowingFile):
         """Raise ArenaError if the arena is too small for one row of this geometry."""
         ArenaLayout.plan(self.capacity_bytes, geometry)
 
-    def format(self, geometry: Geometry) -> None:
+    def format(self, geometry: Geometry, column_nodes: Sequence[int] = ()) -> None:
         """Drop all rows and lay the arena out anew. All slots are free, the epoch changes, and generations
         continue to rise.
+
+        ``column_nodes``: NUMA node of each column's GPU. A column that may lie elsewhere gives its memory
+        back, and the background thread takes it again on this node.
 
         Raises ArenaError, changing nothing, when not even one row fits. The caller must make sure that no
         client uses the old layout.
@@ -104,7 +107,11 @@ class ArenaFile(GrowingFile):
         self._write_head(None, first_generation)
         allocate(self._fd, 0, layout.data_offset)
         self._data[HEAD_BYTES : layout.data_offset] = 0
-        for start, end in layout.gaps(self.capacity_bytes):
+        self.column_nodes = column_nodes
+        unused = layout.gaps(self.capacity_bytes)
+        columns = layout.pieces(range(layout.num_rows))
+        unused += [columns[number] for number, node in enumerate(column_nodes) if self._is_misplaced(node)]
+        for start, end in unused:
             punch_hole(self._fd, start, end - start)
         self._set_layout(layout)
         self._write_head(geometry, first_generation)
@@ -147,6 +154,9 @@ class ArenaFile(GrowingFile):
         # Views that other objects still hold keep the mapping alive.
         with contextlib.suppress(BufferError):
             self._map.close()
+
+    def _is_misplaced(self, node: int) -> bool:
+        return self.numa_node is None and may_be_elsewhere(node)
 
     def _formatted(self) -> ArenaLayout:
         if self.geometry is None:

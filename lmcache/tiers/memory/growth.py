@@ -21,7 +21,7 @@ import bisect
 import logging
 import mmap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +54,8 @@ class GrowingFile:
         self.growth_error: str | None = None  # why the last attempt to grow or shrink failed
         self.capacity_bytes = capacity_bytes
         self.target_bytes = target_bytes
+        self.numa_node: int | None = None  # preferred for all new memory; None: that of the column
+        self.column_nodes: Sequence[int] = ()  # preferred NUMA node of each column; empty: the kernel chooses
         self._huge_pages = huge_pages
         self._fd = fd
         self._map = mmap.mmap(fd, capacity_bytes)
@@ -236,18 +238,24 @@ class GrowingFile:
 
     def _populate(self, layout: ArenaLayout, rows: range) -> bool:
         """Take memory for these rows. Returns False if the arena changed before all of them had memory."""
-        for start, end in layout.pieces(rows):
+        for column, (start, end) in enumerate(layout.pieces(rows)):
             for offset in range(start, end, _STEP_BYTES):
                 if self._closing or self._layout is not layout or rows.stop > self.target_rows:
                     return False
                 step = min(_STEP_BYTES, end - offset)
                 if missing := kernel_pages.missing_bytes(self._fd, offset, offset + step):
                     check_available(missing)
-                    allocate(self._fd, offset, step)
-                    kernel_pages.populate(self._data[offset : offset + step])
+                    with kernel_pages.on_node(self._node_of(column)):
+                        allocate(self._fd, offset, step)
+                        kernel_pages.populate(self._data[offset : offset + step])
                 if self._huge_pages:
                     kernel_pages.collapse(self._data[offset : offset + step])
         return True
+
+    def _node_of(self, column: int) -> int | None:
+        if self.numa_node is not None or column >= len(self.column_nodes):
+            return self.numa_node
+        return self.column_nodes[column]
 
     def _punch(self, layout: ArenaLayout, rows: range) -> bool:
         # The lock keeps ``format`` out: the slot table of the next format may lie where these rows were.

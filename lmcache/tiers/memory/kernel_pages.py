@@ -5,10 +5,11 @@ The caller is usually the arena: the file in shared memory that holds the memory
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
-import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +22,7 @@ from lmcache.tiers.errors import ArenaError
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MADV_COLLAPSE = 25  # Linux 6.1
 _FALLOC_KEEP_SIZE_PUNCH_HOLE = 1 | 2
-_MPOL_PREFERRED = 1
 _STAT_BLOCK_BYTES = 512  # unit of st_blocks, on all file systems
-_MBIND = {"x86_64": 237, "aarch64": 235}  # number of the system call; libc has no wrapper
 
 _MEMORY_FILE_SYSTEMS = {0x01021994, 0x958458F6, 0x858458F6}  # tmpfs, hugetlbfs, ramfs
 
@@ -32,7 +31,6 @@ _NODES = Path("/sys/devices/system/node")
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-_libc.syscall.restype = ctypes.c_long
 
 
 def populate(memory: NDArray[np.uint8]) -> None:
@@ -110,35 +108,53 @@ def reason_not_pinnable(path: Path) -> str:
 
 
 def check_node(node: int) -> None:
-    """Raise ArenaError if this NUMA node does not exist."""
-    nodes = numa_nodes()
-    if node not in nodes:
+    """Raise ArenaError if this process can't take memory on this NUMA node."""
+    if node not in (nodes := numa_nodes()):
         raise ArenaError(f"no NUMA node {node}; the nodes are {', '.join(map(str, nodes)) or 'none'}")
+    if not _cores_of(node) & os.sched_getaffinity(0):
+        raise ArenaError(f"this process may use no core of NUMA node {node}, so its pages can't lie there")
 
 
-def prefer_node(memory: NDArray[np.uint8], node: int) -> None:
-    """Prefer this NUMA node for new pages. (A strict binding would end in the OOM killer.)
+@contextlib.contextmanager
+def on_node(node: int | None) -> Iterator[None]:
+    """Run this thread, and those that it starts, on the cores of a NUMA node. New pages then lie on this node
+    while it has memory.
 
-    Raises ArenaError if the process may not choose a node.
+    The seccomp profile of containers allows this, and forbids ``mbind``. Without effect if ``node`` is None,
+    or if this process may use none of its cores.
     """
-    mask = ctypes.c_uint64 * (node // 64 + 1)
-    wanted = mask(*([0] * (node // 64)), 1 << node % 64)
-    start, num_bytes = _whole_pages(memory)
-    memory_range = ctypes.c_void_p(start), ctypes.c_size_t(num_bytes)
-    num_bits = ctypes.c_ulong(len(wanted) * 64 + 1)  # the kernel subtracts one
-    mbind = ctypes.c_long(_MBIND.get(platform.machine(), -1))
-    if _libc.syscall(mbind, *memory_range, _MPOL_PREFERRED, wanted, num_bits, 0):
-        raise ArenaError(f"can't place the arena on NUMA node {node}: {_last_error()}")
+    cores = os.sched_getaffinity(0)
+    near = cores & _cores_of(node) if node is not None else set()
+    os.sched_setaffinity(0, near or cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def may_be_elsewhere(node: int) -> bool:
+    """Return True if pages of this process may lie on another NUMA node, and ``on_node`` would avoid that."""
+    cores = os.sched_getaffinity(0)
+    return bool(cores & _cores_of(node)) and not cores <= _cores_of(node)
 
 
 def numa_nodes() -> list[int]:
     """Return the numbers of the nodes that have memory."""
+    return _listed(_NODES / "has_memory")
+
+
+def _cores_of(node: int) -> set[int]:
+    return set(_listed(_NODES / f"node{node}" / "cpulist"))
+
+
+def _listed(path: Path) -> list[int]:
+    """Return the numbers in a list of the kernel, such as 0-3,8; none without the file."""
     try:
-        listed = (_NODES / "has_memory").read_text().strip()
+        listed = path.read_text().strip()
     except OSError:
         return []
     ranges = (part.partition("-") for part in listed.split(",") if part)
-    return [node for first, _, last in ranges for node in range(int(first), int(last or first) + 1)]
+    return [number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)]
 
 
 def _advise(memory: NDArray[np.uint8], advice: int) -> int:

@@ -119,6 +119,7 @@ def parse_hello(hello: pb.Hello) -> Peer:
     num_columns, num_groups = hello.geometry.num_columns, len(hello.geometry.groups)
     require(1 <= num_columns <= _MAX_COLUMNS, f"num_columns must be 1 to {_MAX_COLUMNS}, it is {num_columns}")
     require(hello.column < num_columns, f"column {hello.column} is not below num_columns, {num_columns}")
+    require(len(hello.numa_nodes) in (0, num_columns), f"numa_nodes must name none or {num_columns} nodes")
     require(1 <= num_groups <= MAX_GROUPS, f"geometry must have 1 to {MAX_GROUPS} groups, not {num_groups}")
     groups = {
         group.group: _parse_group(group, hello.geometry.chunk_tokens) for group in hello.geometry.groups

@@ -36,6 +36,7 @@ from lmcache.cuda.ipc import Mapping, Mappings
 from lmcache.cuda.pin_status import PinStatus
 from lmcache.cuda.pins import Pins
 from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.tiers.memory.kernel_pages import on_node
 from lmcache_sidecar.copiers import messages
 from lmcache_sidecar.copiers.messages import Format, Kind, MessageError
 from lmcache_sidecar.copiers.pages import Column, Opened, Pages
@@ -234,7 +235,8 @@ def main(arguments: list[str]) -> None:
         if first is not None and first[0] == Kind.START:
             gpu_uuid, arena_format = messages.parse_start(first[2])
             arena = mmap.mmap(arena_fd, os.fstat(arena_fd).st_size)
-            Reader(link, arena, gpu_uuid, arena_format).run()
+            with on_node(Device.find(gpu_uuid).numa_node):
+                Reader(link, arena, gpu_uuid, arena_format).run()
     os._exit(0)  # the kernel frees everything, faster and more reliably than this code
 
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from lmcache.cuda import driver
 from lmcache.cuda.driver import Device
 from lmcache.cuda.errors import CudaError, CudaUnavailableError, DeviceNotVisibleError
 from testing import cuda_memory
@@ -32,6 +33,16 @@ def test_device_of_an_address_is_found(context, device):
     context.call("cuMemFree", address)
     host = ctypes.create_string_buffer(16)
     assert Device.of(ctypes.addressof(host)) is None
+
+
+@pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("-1\n", None), ("", None), (None, None)])
+def test_numa_node_is_that_of_the_slot(device, text, node, tmp_path, monkeypatch):
+    slot = device.driver.call("cuDeviceGetPCIBusId", 32, device.ordinal).split(b"\0")[0].decode()
+    if text is not None:
+        (tmp_path / slot.lower()).mkdir()
+        (tmp_path / slot.lower() / "numa_node").write_text(text)
+    monkeypatch.setattr(driver, "_PCI_DEVICES", tmp_path)
+    assert device.numa_node == node
 
 
 def test_context_is_current_only_inside_its_with_block(context):

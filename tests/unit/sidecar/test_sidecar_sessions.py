@@ -31,6 +31,15 @@ def test_second_stream_of_a_client_ends_the_first(world):
     assert second.is_attached
 
 
+def test_engines_say_on_which_numa_nodes_their_gpus_are(world):
+    world.attach(new_uuid(), num_columns=2, numa_nodes=(1, 0))
+    assert world.sessions.arena.column_nodes == (1, 0)
+    world.attach(new_uuid(), num_columns=2)  # does not know
+    assert world.sessions.arena.column_nodes == (1, 0)
+    world.attach(new_uuid(), num_columns=2, numa_nodes=(2**32 - 1, 1))  # its engine was moved to other GPUs
+    assert world.sessions.arena.column_nodes == (2**32 - 1, 1)
+
+
 def test_late_message_of_a_replaced_stream_frees_no_slot(world):
     first = world.attach(client_uuid := new_uuid())
     world.reserve(first, 1)

@@ -1,6 +1,5 @@
 """An arena in the private memory of a process."""
 
-import mmap
 import os
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 
 from lmcache.tiers.errors import ArenaError
-from lmcache.tiers.memory import kernel_pages as pages
 from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.private import PrivateArena
 
@@ -74,27 +72,3 @@ def test_discarded_memory_reads_zeros_and_is_writable_again():
 def test_error_reports_failed_allocation():
     with pytest.raises(ArenaError, match=r"can't allocate \d+ bytes"):
         PrivateArena(Geometry(1 << 40, 1), 1 << 10)
-
-
-def test_error_for_unknown_numa_node_lists_the_nodes(monkeypatch, tmp_path):
-    (tmp_path / "has_memory").write_text("0-1,3\n")
-    monkeypatch.setattr(pages, "_NODES", tmp_path)
-    with pytest.raises(ArenaError, match=r"no NUMA node 2; the nodes are 0, 1, 3"):
-        pages.check_node(2)
-
-
-def test_memory_prefers_the_chosen_numa_node():
-    if not pages.numa_nodes():
-        pytest.skip("the kernel lists no NUMA nodes")
-    node = pages.numa_nodes()[-1]
-    memory = np.frombuffer(mmap.mmap(-1, 16 * 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
-    try:
-        pages.prefer_node(memory, node)
-    except ArenaError as error:
-        if "not permitted" in str(error) or "not implemented" in str(error):
-            pytest.skip(str(error))
-        raise
-    address = memory.ctypes.data
-    maps = dict(line.split(maxsplit=1) for line in Path("/proc/self/numa_maps").read_text().splitlines())
-    mapping_start = max(int(start, 16) for start in maps if int(start, 16) <= address)
-    assert maps[f"{mapping_start:08x}"].startswith(f"prefer:{node}")
