@@ -83,10 +83,10 @@ def last_line(folder: Path, outcomes: list[Outcome]) -> str:
     bad = [outcome for outcome in outcomes if outcome.state in (FAILED, LATE)]
     parts = []
     for outcome in bad:
-        found = results.problems(folder / f"{outcome.step}.jsonl")
-        what = found[0].what.splitlines()[0][:160] if found else outcome.state
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        meaning = found[0].meaning if found else by_name[outcome.step].meaning
+        faults = results.problems(folder / f"{outcome.step}.jsonl")
+        what = faults[0].what.splitlines()[0][:160] if faults else outcome.state
+        more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
+        meaning = faults[0].meaning if faults else by_name[outcome.step].meaning
         parts.append(f"{outcome.step} ({what}{more}): {meaning}")
     verdict = f"{len(bad)} of {len(outcomes)} steps failed: {'; '.join(parts)}" if bad else "passed"
     absent = [f"{outcome.step} ({outcome.why})" for outcome in outcomes if outcome.state == MISSING]

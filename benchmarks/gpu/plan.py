@@ -13,7 +13,7 @@ class Step:
     """Time limit. All limits together are less than ten minutes."""
     what: str
     meaning: str
-    """What a failure means for the user."""
+    """Meaning of a failure for the user."""
     packages: tuple[tuple[str, str], ...] = ()
     """Modules that the step needs, each with the name of its distribution."""
 

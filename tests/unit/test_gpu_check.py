@@ -15,10 +15,10 @@ from benchmarks.gpu.steps import tests as tests_step
 
 
 def make_results(folder, step="facts"):
-    found = Results(folder, step)
-    section = found.section("Copies", ("size", "GB/s"), "How fast.")
+    noted = Results(folder, step)
+    section = noted.section("Copies", ("size", "GB/s"), "How fast.")
     section.add("2 MiB", "50.1")
-    return found, section
+    return noted, section
 
 
 def test_rows_written_before_a_kill_are_on_the_page(tmp_path):
@@ -38,9 +38,9 @@ def test_cells_can_not_break_a_table(tmp_path):
 
 
 def test_last_line_names_failures_their_meaning_and_what_did_not_run(tmp_path):
-    found, _ = make_results(tmp_path)
-    found.problem("wrong bytes", "do not use it")
-    found.problem("another", "also bad")
+    noted, _ = make_results(tmp_path)
+    noted.problem("wrong bytes", "do not use it")
+    noted.problem("another", "also bad")
     outcomes = [
         Outcome("facts", FAILED, 3),
         Outcome("bench", PASSED, 4),
@@ -97,8 +97,8 @@ def test_only_skips_that_need_the_simulated_driver_are_allowed(tmp_path):
             for n, (outcome, reason) in enumerate(entries)
         )
     )
-    found = Results(tmp_path, "tests")
-    tests_step._report(found, notes, 0, ["tests/gpu"], 1)
+    noted = Results(tmp_path, "tests")
+    tests_step._report(noted, notes, 0, ["tests/gpu"], 1)
     (problem,) = results.problems(tmp_path / "tests.jsonl")
     assert problem.what == "test_2 was skipped: no vLLM"
 
@@ -107,9 +107,9 @@ def test_only_skips_that_need_the_simulated_driver_are_allowed(tmp_path):
     ("status", "least", "problem"), [(4, 0, "pytest ended"), (0, 9, "only 0 tests passed")]
 )
 def test_run_without_tests_is_a_problem(tmp_path, status, least, problem):
-    found = Results(tmp_path, "tests")
-    tests_step._report(found, tmp_path / "absent", status, ["tests/gpu"], least)
-    assert found.num_problems == 1
+    noted = Results(tmp_path, "tests")
+    tests_step._report(noted, tmp_path / "absent", status, ["tests/gpu"], least)
+    assert noted.num_problems == 1
     assert results.problems(tmp_path / "tests.jsonl")[0].what.startswith(problem)
 
 

@@ -16,22 +16,25 @@ import numpy.typing as npt
 
 from benchmarks.gpu.copies import MIB
 from benchmarks.gpu.kernel import Kernel
-from benchmarks.gpu.results import Results, Section
+from benchmarks.gpu.page_nodes import sampled_nodes
+from benchmarks.gpu.results import Results, Section, held
 from benchmarks.gpu.scale import Scale, size
 from lmcache.cuda.driver import Context, Device
 from lmcache.cuda.pins import Pins
-from lmcache.tiers.memory.kernel_pages import populate
+from lmcache.tiers.memory.kernel_pages import on_node, populate
 from testing.cuda_peers import open_context, peer
 
 Bytes = npt.NDArray[np.uint8]
 
 _FOLDER = "/dev/shm"
 _PARTS = 8
-_EXTENTS = (256 * MIB, 64 * MIB, 16 * MIB)
+_KINDS = ((256 * MIB, 0.0), (64 * MIB, 0.0), (16 * MIB, 0.0), (16 * MIB, 3.0))
+"""Bytes of a registration, and the pause after it as a multiple of its time. The engine uses the last one."""
 
 
 def run(results: Results, scale: Scale) -> None:
-    context = Device.visible()[0].primary_context()
+    device = Device.visible()[0]
+    context = device.primary_context()
     kernel = Kernel(context, scale.kernel_bytes)
     num_bytes = _arena_bytes(scale)
     section = results.section(
@@ -42,11 +45,11 @@ def run(results: Results, scale: Scale) -> None:
     )
     with _arena(num_bytes) as (name, arena):
         _add(section, "nothing", 0.0, [kernel.step() for _ in range(scale.kernel_runs)])
-        steps, seconds = _during(kernel, lambda: populate(arena))
+        steps, seconds = _during(kernel, lambda: _populate(arena, device.numa_node))
         _add(section, "populating by this process", seconds / (num_bytes / 2**30), steps)
         parts = iter(np.split(arena, _PARTS))
-        for extent_bytes in _EXTENTS:
-            _pin_here(section, context, kernel, next(parts), extent_bytes)
+        for extent_bytes, pause_ratio in _KINDS:
+            _pin_here(section, context, kernel, next(parts), extent_bytes, pause_ratio)
         with peer() as reader:
             reader.call(open_context)
             part = next(parts)
@@ -54,8 +57,32 @@ def run(results: Results, scale: Scale) -> None:
             reader.start(pin, name, offset, part.nbytes)
             steps = _until(kernel, lambda: reader.has_result)
             _add(section, "pinning by another process", reader.result() / (part.nbytes / 2**30), steps)
+        _report_nodes(results, arena, device.numa_node)
     kernel.close()
     context.close()
+
+
+def _populate(arena: Bytes, node: int | None) -> None:
+    with on_node(node):  # as the sidecar does for each column
+        populate(arena)
+
+
+def _report_nodes(results: Results, arena: Bytes, node: int | None) -> None:
+    """Report how many pages lie on another NUMA node than the GPU."""
+    section = results.section(
+        "NUMA nodes",
+        ("node of the GPU", "pages by node", "pages elsewhere", "bar"),
+        "One page of every 2 MiB.",
+    )
+    try:
+        pages = sampled_nodes(arena)
+    except OSError as error:
+        section.add(str(node), f"not known: {error}", "", "")
+        return
+    by_node = ", ".join(f"{number}: {count}" for number, count in sorted(pages.items()))
+    share = 0.0 if node is None else 1 - pages[node] / sum(pages.values())
+    bar = "" if node is None else held(share, 0.0)
+    section.add("the host does not say" if node is None else str(node), by_node, f"{share:.1%}", bar)
 
 
 def _arena_bytes(scale: Scale) -> int:
@@ -80,14 +107,17 @@ def _map(name: str, offset: int, num_bytes: int) -> Bytes:
         return np.frombuffer(mmap.mmap(file.fileno(), num_bytes, offset=offset), np.uint8)
 
 
-def _pin_here(section: Section, context: Context, kernel: Kernel, part: Bytes, extent_bytes: int) -> None:
-    pins = Pins(context, part.ctypes.data, part.nbytes, extent_bytes)
+def _pin_here(
+    section: Section, context: Context, kernel: Kernel, part: Bytes, extent_bytes: int, pause_ratio: float
+) -> None:
+    pins = Pins(context, part.ctypes.data, part.nbytes, extent_bytes, pause_ratio=pause_ratio)
     began_at = time.perf_counter()
     pins.set_ready(part.nbytes)
     steps = _until(kernel, lambda: pins.wait(0))
     seconds = (time.perf_counter() - began_at) / (part.nbytes / 2**30)
     refused = f", {pins.failures} refused: {pins.problem}" if pins.failures else ""
-    _add(section, f"pinning by this process, {size(extent_bytes)} at once{refused}", seconds, steps)
+    kind = f"{size(extent_bytes)} at once" + (", with pauses" if pause_ratio else "")
+    _add(section, f"pinning by this process, {kind}{refused}", seconds, steps)
     pins.close()
 
 

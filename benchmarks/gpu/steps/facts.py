@@ -43,7 +43,7 @@ def run(results: Results, scale: Scale) -> None:
         "A second process opens GPU memory of a first one over CUDA IPC. Both are ended as crashes end them.",
     )
     Ipc(results, section).run()
-    _own_calls(results, section, device)
+    _calls_of_a_process(results, section, device)
 
 
 def _host(results: Results, device: Device) -> None:
@@ -136,7 +136,7 @@ class Ipc:
             exporter.call(open_context)
             handle = exporter.call(export_content, self._content).handle
             self._case("another process", lambda: self._open(handle), "its bytes")
-            self._case("the same process", lambda: exporter.call(open_own, handle), "error 201")
+            self._case("the same process", lambda: exporter.call(open_in_exporter, handle), "error 201")
             self._case("own PID namespace", lambda: self._open(handle, _NAMESPACES), "its bytes")
             self._case(
                 "own PID, IPC and mount namespace", lambda: self._open(handle, _CONTAINER), "its bytes"
@@ -184,7 +184,7 @@ class Ipc:
             importer.kill()
 
 
-def open_own(state: dict[str, Any], handle: bytes) -> str:
+def open_in_exporter(state: dict[str, Any], handle: bytes) -> str:
     """Open memory of the same process. Returns the error of the driver."""
     try:
         state["mappings"].open(handle).close()
@@ -193,7 +193,7 @@ def open_own(state: dict[str, Any], handle: bytes) -> str:
     return "opened"
 
 
-def _own_calls(results: Results, section: Section, device: Device) -> None:
+def _calls_of_a_process(results: Results, section: Section, device: Device) -> None:
     """Report calls of one process whose results decide what the engine's copier does."""
     context = device.primary_context()
     for to_host in (True, False):

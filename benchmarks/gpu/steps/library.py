@@ -56,8 +56,8 @@ def _measure(
     hits = [answer(cached.generate) for _ in range(_ROUNDS)]
     what = f"{num_tokens} tokens with chunks in {place}"
     meaning = "the library's cache gives wrong or no hits on this GPU; the sidecar is not affected"
-    if (found := engine.hit_tokens_count - before) < _ROUNDS * num_tokens:
-        results.problem(f"{what}: {found} tokens were hits, not {_ROUNDS * num_tokens}", meaning)
+    if (num_hits := engine.hit_tokens_count - before) < _ROUNDS * num_tokens:
+        results.problem(f"{what}: {num_hits} tokens were hits, not {_ROUNDS * num_tokens}", meaning)
     for _, got in [(0.0, first), *hits]:
         if not torch.equal(got, plain[0][1]):
             results.problem(f"{what}: the answer differs from the one without the cache", meaning)

@@ -126,7 +126,7 @@ def test_columns_of_unknown_gpus_keep_their_memory(growing, taken):
 
 @pytest.mark.parametrize("is_chosen", [True, False])
 def test_memory_that_lies_right_is_not_taken_again(nodes, shm_path, taken, is_chosen):
-    """It lies right if the user chose the node, or if this process runs on the node only."""
+    """Memory lies right if the user chose the node, or if this process runs on the node only."""
     os.sched_setaffinity(0, CORES if is_chosen else nodes[1])
     try:
         growing = Growing(shm_path / "arena", **({"numa_node": 1} if is_chosen else {}))
