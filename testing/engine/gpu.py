@@ -21,11 +21,6 @@ BASE_ENVIRONMENT = {
 }
 
 
-def environment() -> dict[str, str]:
-    """Environment variables of an engine on the GPU in ``LMCACHE_TEST_GPU``, or on an emulated one."""
-    return environment_of(REAL if os.environ.get("LMCACHE_TEST_GPU") else EMULATED)
-
-
 def environment_of(kind: str) -> dict[str, str]:
     """Environment variables of an engine on a GPU of this kind: REAL or EMULATED."""
     variables = {VARIABLE: kind, **BASE_ENVIRONMENT}

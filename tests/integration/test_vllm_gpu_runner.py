@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import metadata
 from types import SimpleNamespace
 from unittest import mock
@@ -16,12 +17,13 @@ import pytest
 import torch
 
 from benchmarks.gpu.engine.hits import Hits, Reference
+from benchmarks.gpu.engine.world import NoTimeError, World
 from benchmarks.gpu.results import Results, problems
 from benchmarks.gpu.scale import TINY
 from testing import cuda
 from testing.child_process import REPOSITORY
 from testing.deadlines import CALLS
-from testing.engine.process import Generated
+from testing.engine.process import EngineFailed, Generated
 from testing.vllm_gpu import attention
 from testing.vllm_gpu.device import NotEmulatedError
 
@@ -99,6 +101,48 @@ def test_decoding_is_measured_with_and_without_other_work(rows):
         ("D", "prompts arrive"),
     ]
     assert all(int(row[2]) for row in rows["Decoding beside the cache"])
+
+
+class FailingEngine:
+    """An engine that starts with Triton's attention only."""
+
+    def __init__(self, log, connector, environment, *, attention_backend, **arguments):
+        self.backend, self.environment = attention_backend, environment
+        self.generate = mock.Mock()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def wait_ready(self, timeout):
+        if self.backend == "FLASH_ATTN":
+            raise EngineFailed("the engine ended\nRuntimeError: no kernel image is available")
+
+    def describe(self):
+        return {"vLLM": "0.33.0"}
+
+
+def test_other_attention_is_tried_and_each_attempt_is_reported(tmp_path):
+    world = World(Results(tmp_path, "vllm"), replace(TINY, is_tiny=False))
+    world.model = tmp_path
+    with mock.patch("benchmarks.gpu.engine.world.EngineProcess", FailingEngine):
+        for name in ("A", "B"):
+            with world.engine(name, None) as engine:
+                assert engine.backend == "TRITON_ATTN"
+                assert "VLLM_USE_V2_MODEL_RUNNER" not in engine.environment
+    entries = [json.loads(line) for line in (tmp_path / "vllm.jsonl").read_text().splitlines()]
+    assert [entry["row"] for entry in entries if "row" in entry] == [
+        ["attempt with FLASH_ATTN, runner V2", "RuntimeError: no kernel image is available"],
+        ["vLLM", "0.33.0"],
+    ]
+
+
+def test_engine_is_not_started_without_time(tmp_path):
+    world = World(Results(tmp_path, "vllm", seconds=10), TINY)
+    with pytest.raises(NoTimeError, match="were left for engine B"), world.engine("B", None):
+        pass
 
 
 GENERATED = Generated([1], [0.0], 0.1, 0.1, 32, 32, "length", None, [["a", "b", "of the answer"]])
