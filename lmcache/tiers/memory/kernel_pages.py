@@ -125,11 +125,13 @@ def on_node(node: int | None) -> Iterator[None]:
     """
     cores = os.sched_getaffinity(0)
     near = cores & _cores_of(node) if node is not None else set()
-    os.sched_setaffinity(0, near or cores)
     try:
+        if near:
+            os.sched_setaffinity(0, near)
         yield
     finally:
-        os.sched_setaffinity(0, cores)
+        if near:
+            os.sched_setaffinity(0, cores)
 
 
 def may_be_elsewhere(node: int) -> bool:
