@@ -110,7 +110,8 @@ class ArenaFile(GrowingFile):
         self.column_nodes = column_nodes
         unused = layout.gaps(self.capacity_bytes)
         columns = layout.pieces(range(layout.num_rows))
-        unused += [columns[number] for number, node in enumerate(column_nodes) if self._is_misplaced(node)]
+        if self.numa_node is None:
+            unused += [columns[number] for number, node in enumerate(column_nodes) if may_be_elsewhere(node)]
         for start, end in unused:
             punch_hole(self._fd, start, end - start)
         self._set_layout(layout)
@@ -154,9 +155,6 @@ class ArenaFile(GrowingFile):
         # Views that other objects still hold keep the mapping alive.
         with contextlib.suppress(BufferError):
             self._map.close()
-
-    def _is_misplaced(self, node: int) -> bool:
-        return self.numa_node is None and may_be_elsewhere(node)
 
     def _formatted(self) -> ArenaLayout:
         if self.geometry is None:
