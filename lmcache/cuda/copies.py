@@ -86,7 +86,7 @@ class CopyBatch:
         Args:
             stream: the stream.
             is_source_stable: no queued work writes to the sources, which may then be read at once.
-            is_pinned: returns True if all host memory of the copies is pinned. Called only if it matters.
+            is_pinned: returns True if all host memory of the copies is pinned now.
 
         Raises:
             CudaError: some pieces may be queued nevertheless.
@@ -97,7 +97,8 @@ class CopyBatch:
         handle = int(stream.raw)
         with stream.context:
             batch: Any = driver.function("cuMemcpyBatchAsync", BATCHES_SINCE, *_BATCH)
-            if batch is None or not (driver.can_batch_pageable or is_pinned()):
+            was_pinned = is_pinned()  # another thread may pin it meanwhile
+            if batch is None or not (driver.can_batch_pageable or was_pinned):
                 self._submit_singly(driver, handle)
                 return
             attributes = _Attributes(order=_IN_ANY_ORDER if is_source_stable else _IN_STREAM_ORDER)
@@ -109,7 +110,7 @@ class CopyBatch:
             if code:
                 detail = f", piece {failed.value} of {len(self)}" if failed.value < len(self) else ""
                 error = driver.error("cuMemcpyBatchAsync", code, detail)
-                if code not in _REFUSALS or is_pinned():
+                if code not in _REFUSALS or was_pinned:
                     raise error
                 driver.can_batch_pageable = False
                 logger.warning("Memory that is not pinned is copied in single pieces, more slowly: %s", error)

@@ -45,10 +45,7 @@ REMEDIES = {
     ("cuInit", 804): "remove the package cuda-compat from the image: it does not support this GPU",
     ("cuInit", 999): "load the kernel module nvidia-uvm on the node, and give the container /dev/nvidia-uvm",
     ("cuDevicePrimaryCtxRetain", 2): "the GPU's memory is full: lower --gpu-memory-utilization of the engine",
-    (
-        "cuDevicePrimaryCtxRetain",
-        46,
-    ): "one process may have the GPU to itself: set its compute mode to Default",
+    ("cuDevicePrimaryCtxRetain", 46): "only one process may use the GPU: set its compute mode to Default",
     ("cuMemHostRegister", 2): "raise the limit of locked memory (ulimit -l), or reduce the memory tier",
     ("cuMemHostRegister", 800): "this platform forbids pinning, so copies stay slow",
     ("cuMemHostRegister", 801): "this platform forbids pinning, so copies stay slow",
