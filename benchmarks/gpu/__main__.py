@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import shutil
 import signal
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.gpu import page
 from benchmarks.gpu.page import FAILED, LATE, MISSING, PASSED, Outcome
-from benchmarks.gpu.plan import STEPS, Step
+from benchmarks.gpu.plan import STEPS, Step, missing
 
 ROOT = Path(__file__).parents[2]
 OUTPUT = ROOT / "docs" / "reference" / "gpu-facts.md"
@@ -88,10 +87,8 @@ def arguments() -> argparse.Namespace:
 
 def unusable(is_simulated: bool) -> str:
     """Return the reason why nothing can be measured here, with the remedy; empty if there is none."""
-    with contextlib.suppress(ModuleNotFoundError):  # of a parent package
-        missing = [name for module, name in _NEEDED if importlib.util.find_spec(module) is None]
-        if missing:
-            return f"missing: {', '.join(missing)}. {install(missing)}"
+    if absent := missing(_NEEDED):
+        return f"missing: {', '.join(absent)}. {install(absent)}"
     import torch
 
     from lmcache.cuda.driver import Device
@@ -117,8 +114,8 @@ def install(distributions: list[str]) -> str:
 
 def run(step: Step, folder: Path, seconds: float, *, is_tiny: bool) -> Outcome:
     """Run a step in its own process group, for at most ``seconds``."""
-    if missing := step.missing():
-        return Outcome(step.name, MISSING, why=f"missing: {', '.join(missing)}. {install(missing)}")
+    if absent := step.missing():
+        return Outcome(step.name, MISSING, why=f"missing: {', '.join(absent)}. {install(absent)}")
     if seconds < _SHORTEST_SECONDS:
         return Outcome(step.name, MISSING, why="no time was left")
     limit = min(step.seconds, seconds) * (4 if is_tiny else 1)  # the simulated driver is no yardstick

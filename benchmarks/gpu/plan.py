@@ -19,7 +19,19 @@ class Step:
 
     def missing(self) -> list[str]:
         """Return the distributions that are not installed."""
-        return [name for module, name in self.packages if importlib.util.find_spec(module) is None]
+        return missing(self.packages)
+
+
+def missing(packages: tuple[tuple[str, str], ...]) -> list[str]:
+    """Return the distributions of the modules that are not installed."""
+    return [name for module, name in packages if not _is_installed(module)]
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package that contains it
+        return False
 
 
 _SIDECAR = (("grpc", "grpcio"), ("redis", "redis"), ("cryptography", "cryptography"), ("xxhash", "xxhash"))

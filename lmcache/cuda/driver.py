@@ -41,7 +41,8 @@ class Driver:
         try:
             code, *results = getattr(self.bindings, function)(*arguments)
         except RuntimeError as error:  # of cuda-bindings: the driver has no such function
-            raise CudaError(function, _NOT_FOUND, f"{error}", f": {UPDATE_DRIVER}") from error
+            remedy = UPDATE_DRIVER if hasattr(self, "version") else SHARE_GPU  # no driver has no version
+            raise CudaError(function, _NOT_FOUND, f"{error}", f": {remedy}") from error
         if int(code):
             raise self.error(function, int(code))
         return results[0] if len(results) == 1 else tuple(results)

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import page, results
 from benchmarks.gpu.page import FAILED, LATE, MISSING, PASSED, Outcome
-from benchmarks.gpu.plan import STEPS, Step
+from benchmarks.gpu.plan import STEPS, Step, missing
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.steps import tests as tests_step
 
@@ -78,6 +78,10 @@ def test_missing_package_is_named_with_its_command(tmp_path):
     assert outcome.state == MISSING
     assert outcome.why.startswith("missing: no-such-package. Run: ")
     assert "-m pip install no-such-package" in outcome.why
+
+
+def test_package_inside_a_missing_package_is_missing():
+    assert missing((("no_such.module", "a"), ("json.decoder", "b"))) == ["a"]
 
 
 def test_step_without_time_is_not_started(tmp_path):
