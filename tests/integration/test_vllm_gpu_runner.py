@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from benchmarks.gpu.engine.hits import Hits, Reference
+from benchmarks.gpu.engine.sizes import choose
 from benchmarks.gpu.engine.world import NoTimeError, World
 from benchmarks.gpu.results import Results, problems
-from benchmarks.gpu.scale import TINY
+from benchmarks.gpu.scale import TINY, Scale
 from testing import cuda
 from testing.child_process import REPOSITORY
 from testing.deadlines import CALLS
@@ -125,7 +126,7 @@ class FailingEngine:
 
 
 def test_other_attention_is_tried_and_each_attempt_is_reported(tmp_path):
-    world = World(Results(tmp_path, "vllm"), replace(TINY, is_tiny=False))
+    world = World(Results(tmp_path, "vllm"), replace(TINY, is_tiny=False), choose(TINY, 0, 0))
     world.model = tmp_path
     with mock.patch("benchmarks.gpu.engine.world.EngineProcess", FailingEngine):
         for name in ("A", "B"):
@@ -139,8 +140,20 @@ def test_other_attention_is_tried_and_each_attempt_is_reported(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("gpu_gib", "shared_gib", "layers"), [(80, 64, 32), (80, 24, 16), (24, 64, 16), (40, 32, 32)]
+)
+def test_model_is_the_largest_that_gpu_and_host_can_hold(gpu_gib, shared_gib, layers):
+    sizes = choose(Scale(), gpu_gib << 30, shared_gib << 30)
+    assert sizes.shape.layers == layers
+    assert sum(sizes.prompts) * sizes.shape.token_bytes < sizes.kv_bytes, "all prompts stay in vLLM's cache"
+    in_decoding = (sizes.rounds * sizes.stored_prompts + sizes.restarts + 1) * sizes.prompts[0]
+    assert (sum(sizes.prompts) + in_decoding) * sizes.shape.token_bytes < sizes.memory_bytes
+    assert (sum(sizes.prompts) + 2 * sizes.prompts[0]) * sizes.shape.token_bytes < sizes.other_memory_bytes
+
+
 def test_engine_is_not_started_without_time(tmp_path):
-    world = World(Results(tmp_path, "vllm", seconds=10), TINY)
+    world = World(Results(tmp_path, "vllm", seconds=10), TINY, choose(TINY, 0, 0))
     with pytest.raises(NoTimeError, match="were left for engine B"), world.engine("B", None):
         pass
 
@@ -161,7 +174,7 @@ GENERATED = Generated([1], [0.0], 0.1, 0.1, 32, 32, "length", None, [["a", "b", 
 )
 def test_difference_fails_the_step(tmp_path, hit, num_loaded, what):
     results = Results(tmp_path, "vllm")
-    hits = Hits(SimpleNamespace(results=results, scale=TINY))
+    hits = Hits(SimpleNamespace(results=results, sizes=SimpleNamespace(shape=TINY.shape)))
     engine = mock.Mock()
     engine.generate.return_value = [hit]
     engine.phases.return_value = {"load": [0.001]}

@@ -80,6 +80,7 @@ class Course:
         peers.write_text(f"peers: ['{sidecar.options['peer_host']}:{sidecar.options['peer_port']}']\n")
         with contextlib.ExitStack() as stack:
             options = {"peers_file": peers, "peer_answer_seconds": 10}
+            options["memory_size"] = world.sizes.other_memory_bytes
             if self._has_redis:
                 options["remote_url"] = stack.enter_context(RedisProcess()).unix_url
             other = world.start_sidecar("other", **options)

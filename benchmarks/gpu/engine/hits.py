@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from benchmarks.gpu.engine.world import BLOCK_TOKENS, World
 from benchmarks.gpu.results import held
+from benchmarks.gpu.scale import Scale
 from testing.engine.process import EngineProcess, Generated
 
 ANSWER_TOKENS = 16
 HIT_OF_COLD, HIT_OF_ENGINE_CACHE = 0.06, 1.3
-"""Bars for the time to the first token of a hit of 8,192 tokens."""
+"""Bars for the time to the first token of a hit of 8,192 tokens with a model of 8B."""
 _BAR_TOKENS = 8193
 _MEANING = "the cache gives wrong KV on this GPU: don't use it there, and send us the page"
 _HEADINGS = (
@@ -81,9 +82,9 @@ class Hits:
     def _add(
         self, name: str, source: str, reference: Reference, hit: Generated, seconds: float, *, has_bar: bool
     ) -> None:
-        num_bytes = reference.num_hit_tokens * self._world.scale.shape.token_bytes
+        num_bytes = reference.num_hit_tokens * self._world.sizes.shape.token_bytes
         of_cold, of_engine = hit.ttft / reference.cold.ttft, hit.ttft / reference.engine_hit.ttft
-        bars = has_bar and len(reference.prompt) == _BAR_TOKENS
+        is_bar_size = len(reference.prompt) == _BAR_TOKENS and self._world.sizes.shape == Scale().shape
         self._section.add(
             *(name, source, f"{len(reference.prompt)}", _milliseconds(hit.ttft)),
             *(f"{of_cold:.3f}", f"{of_engine:.2f}", _milliseconds(seconds)),
@@ -91,7 +92,9 @@ class Hits:
             f"{hit.num_used_cached_tokens}",
             "same" if _is_same_kv(reference, hit) else "**other**",
             "same" if _answer(hit) == _answer(reference.engine_hit) else "**other**",
-            f"{held(of_cold, HIT_OF_COLD)}; {held(of_engine, HIT_OF_ENGINE_CACHE)}" if bars else "",
+            f"{held(of_cold, HIT_OF_COLD)}; {held(of_engine, HIT_OF_ENGINE_CACHE)}"
+            if has_bar and is_bar_size
+            else "",
         )
 
     def _check(self, what: str, reference: Reference, hit: Generated, num_loaded: int) -> None:

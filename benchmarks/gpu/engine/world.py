@@ -11,13 +11,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from benchmarks.gpu.engine.sizes import SHARED_MEMORY, Sizes
 from benchmarks.gpu.results import Results
-from benchmarks.gpu.scale import Scale
+from benchmarks.gpu.scale import Scale, size
 from testing.child_process import free_port, wait_until
 from testing.engine import gpu
 from testing.engine.process import PATIENCE, EngineFailed, EngineProcess, connector_config
@@ -37,32 +37,6 @@ class NoTimeError(Exception):
     """Too little time is left for another engine."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    prompts: tuple[int, ...]
-    """Tokens of the prompts. One more than whole chunks, so that a hit computes one token."""
-    kv_bytes: int
-    """KV of the engine."""
-    memory_size: str
-    """Memory tier of a sidecar."""
-    streams: int
-    """Requests that decode at the same time."""
-    stream_tokens: int
-    """Tokens that each stream decodes: with its prompt less than a chunk, so that it stores nothing."""
-    stored_prompts: int
-    """Prompts that arrive while the streams decode."""
-    rounds: int
-    """Runs of each measurement of decoding."""
-    restarts: int
-    """Restarts of the engine."""
-
-
-# A token of an 8B model has 128 KiB of KV. The memory tier must hold all prompts until the engine's restart:
-# 6 GiB of prompts that are hit, 6 GiB that arrive during decoding, and 1 GiB of each engine's first prompt.
-LARGE = Sizes((8193, 8193, 32769), 12 << 30, "16Gi", 8, 180, 3, 2, 1)
-SMALL = Sizes((257, 513), 16 << 20, "64Mi", 2, 24, 1, 1, 3)
-
-
 def make_prompt(num_tokens: int, vocab: int, seed: object) -> list[int]:
     """Return token ids that depend on the length and the seed."""
     return random.Random(f"{num_tokens} {seed}").choices(range(4, vocab), k=num_tokens)
@@ -71,9 +45,8 @@ def make_prompt(num_tokens: int, vocab: int, seed: object) -> list[int]:
 class World:
     """A context manager that ends all its processes and removes its files."""
 
-    def __init__(self, results: Results, scale: Scale) -> None:
-        self.results, self.scale = results, scale
-        self.sizes = SMALL if scale.is_tiny else LARGE
+    def __init__(self, results: Results, scale: Scale, sizes: Sizes) -> None:
+        self.results, self.scale, self.sizes = results, scale, sizes
         self.facts = results.section(
             "vLLM and its sidecar", ("fact", "value"), "The engine that was measured, and what it runs on."
         )
@@ -93,11 +66,11 @@ class World:
         self._stack.__exit__(kind, error, trace)
 
     def prompt(self, num_tokens: int, seed: object) -> list[int]:
-        return make_prompt(num_tokens, self.scale.shape.vocab, seed)
+        return make_prompt(num_tokens, self.sizes.shape.vocab, seed)
 
     def start_sidecar(self, name: str, **options: Any) -> SidecarProcess:
         """Start a sidecar that lives as long as this world. Other pods may read its memory tier."""
-        usual = {"memory_size": self.sizes.memory_size, "peer_host": "127.0.0.1", "peer_port": free_port()}
+        usual = {"memory_size": self.sizes.memory_bytes, "peer_host": "127.0.0.1", "peer_port": free_port()}
         sidecar = SidecarProcess(**usual | options)
         sidecar.environment = {"CUDASIM_ROLE": name} if self.scale.is_tiny else {}
         self._stack.enter_context(sidecar)
@@ -201,18 +174,17 @@ class World:
             )
 
     def _make_model(self) -> Path:
-        """Write a model with random weights into shared memory, or beside it if that is too small."""
-        parts = self.scale.shape
-        num_bytes = 2 * parts.layers * parts.hidden * (4 * parts.hidden + 3 * parts.mlp) * 5 // 4
-        shared = Path("/dev/shm")
-        is_large = shutil.disk_usage(shared).free > 2 * num_bytes + (24 << 30) * (not self.scale.is_tiny)
-        parent = shared if is_large else self.folder
+        """Write a model with random weights into shared memory, or to the disk if that is too small."""
+        sizes = self.sizes
+        needed = sizes.weight_bytes + sizes.memory_bytes + sizes.other_memory_bytes
+        parent = SHARED_MEMORY if needed < shutil.disk_usage(SHARED_MEMORY).free else self.folder
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lmc-model-", dir=parent)))
         command = [sys.executable, "-m", "benchmarks.gpu.engine.weights", str(folder)]
-        command.append(json.dumps(dataclasses.asdict(parts)))
+        command.append(json.dumps(dataclasses.asdict(sizes.shape)))
         with (self.results.folder / "model.log").open("w") as log:
             subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
-        self.results.note(f"the model is in {folder}")
+        self.facts.add("model", f"{sizes.shape}, weights of {size(sizes.weight_bytes)}, random")
+        self.facts.add("weights are in", str(parent))
         return folder
 
 

@@ -31,9 +31,10 @@ def run(results: Results, scale: Scale) -> None:
     if _find_redis() is None and _BUNDLED_REDIS.exists():
         os.environ["LMCACHE_TEST_SERVER"] = str(_BUNDLED_REDIS)
     from benchmarks.gpu.engine.course import Course
+    from benchmarks.gpu.engine.sizes import of_this_machine
     from benchmarks.gpu.engine.world import NoTimeError, World
 
-    with World(results, scale) as world:
+    with World(results, scale, of_this_machine(scale)) as world:
         try:
             Course(world, has_redis=_find_redis() is not None).run()
         except NoTimeError as error:
