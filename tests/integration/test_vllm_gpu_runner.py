@@ -23,12 +23,9 @@ from benchmarks.gpu.results import Results, problems
 from benchmarks.gpu.scale import TINY, Scale
 from testing import cuda
 from testing.child_process import REPOSITORY
-from testing.deadlines import CALLS
 from testing.engine.process import EngineFailed, Generated
 from testing.vllm_gpu import attention
 from testing.vllm_gpu.device import NotEmulatedError
-
-DEADLINES = CALLS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
