@@ -40,26 +40,26 @@ _MODEL = (("torch", "torch"), ("transformers", "transformers"))
 STEPS = (
     Step(
         "facts",
-        60,
+        40,
         "driver, GPU, and how processes share GPU memory",
         "the sidecar can't read this GPU's memory: engines copy by themselves (--transfer SharedMemory)",
     ),
     Step(
         "tests",
-        120,
+        110,
         "tests of the CUDA code on the real driver",
         "copies of KV may fail or be wrong on this GPU: don't use the cache on it, and send us the page",
         (("pytest", "pytest"), ("torch", "torch"), *_SIDECAR),
     ),
     Step(
         "bench",
-        70,
+        45,
         "speed of copies, and their effect on kernels",
         "speed on this GPU is unknown",
     ),
     Step(
         "vllm",
-        200,
+        260,
         "a real vLLM with an 8B model of random weights, beside a real sidecar",
         "vLLM with the cache does not work right on this GPU: don't use it there, and send us the page",
         (("vllm", "vllm"), *_MODEL, *_SIDECAR),
@@ -80,7 +80,7 @@ STEPS = (
     ),
     Step(
         "arena",
-        50,
+        45,
         "an arena of 64 GiB: time to populate and to pin it, and what kernels feel meanwhile",
         "the start of a large arena may disturb the engine",
     ),
