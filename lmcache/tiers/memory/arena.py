@@ -14,11 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
+from lmcache.common.numa import may_be_elsewhere
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory.allocator import first_slot
 from lmcache.tiers.memory.contracts import Geometry
 from lmcache.tiers.memory.growth import GrowingFile
-from lmcache.tiers.memory.kernel_pages import check_node, may_be_elsewhere, prefer_huge_pages, punch_hole
+from lmcache.tiers.memory.kernel_pages import check_node, prefer_huge_pages, punch_hole
 from lmcache.tiers.memory.layout import HEAD_BYTES, ArenaLayout, Head
 from lmcache.tiers.memory.opening import allocate, open_arena
 from lmcache.tiers.memory.shared_index import BUCKET_BYTES, SharedIndex

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lmcache.common import numa
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory import kernel_pages
 from lmcache.tiers.memory.capacity import check_available
@@ -245,7 +246,7 @@ class GrowingFile:
                 step = min(_STEP_BYTES, end - offset)
                 if missing := kernel_pages.missing_bytes(self._fd, offset, offset + step):
                     check_available(missing)
-                    with kernel_pages.on_node(self._node_of(column)):
+                    with numa.on_node(self._node_of(column)):
                         allocate(self._fd, offset, step)
                         kernel_pages.populate(self._data[offset : offset + step])
                 if self._huge_pages:

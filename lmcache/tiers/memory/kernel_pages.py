@@ -5,16 +5,15 @@ The caller is usually the arena: the file in shared memory that holds the memory
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lmcache.common import numa
 from lmcache.common.units import round_up
 from lmcache.tiers.errors import ArenaError
 
@@ -25,8 +24,6 @@ _FALLOC_KEEP_SIZE_PUNCH_HOLE = 1 | 2
 _STAT_BLOCK_BYTES = 512  # unit of st_blocks, on all file systems
 
 _MEMORY_FILE_SYSTEMS = {0x01021994, 0x958458F6, 0x858458F6}  # tmpfs, hugetlbfs, ramfs
-
-_NODES = Path("/sys/devices/system/node")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -109,54 +106,10 @@ def reason_not_pinnable(path: Path) -> str:
 
 def check_node(node: int) -> None:
     """Raise ArenaError if this process can't take memory on this NUMA node."""
-    if node not in (nodes := numa_nodes()):
+    if node not in (nodes := numa.nodes()):
         raise ArenaError(f"no NUMA node {node}; the nodes are {', '.join(map(str, nodes)) or 'none'}")
-    if not _cores_of(node) & os.sched_getaffinity(0):
+    if not numa.cores_of(node) & os.sched_getaffinity(0):
         raise ArenaError(f"this process may use no core of NUMA node {node}, so its pages can't lie there")
-
-
-@contextlib.contextmanager
-def on_node(node: int | None) -> Iterator[None]:
-    """Run this thread, and those that it starts, on the cores of a NUMA node. New pages then lie on this node
-    while it has memory.
-
-    The seccomp profile of containers allows this, and forbids ``mbind``. Without effect if ``node`` is None,
-    or if this process may use none of its cores.
-    """
-    cores = os.sched_getaffinity(0)
-    near = cores & _cores_of(node) if node is not None else set()
-    try:
-        if near:
-            os.sched_setaffinity(0, near)
-        yield
-    finally:
-        if near:
-            os.sched_setaffinity(0, cores)
-
-
-def may_be_elsewhere(node: int) -> bool:
-    """Return True if pages of this process may lie on another NUMA node, and ``on_node`` would avoid that."""
-    cores = os.sched_getaffinity(0)
-    return bool(cores & _cores_of(node)) and not cores <= _cores_of(node)
-
-
-def numa_nodes() -> list[int]:
-    """Return the numbers of the nodes that have memory."""
-    return _listed(_NODES / "has_memory")
-
-
-def _cores_of(node: int) -> set[int]:
-    return set(_listed(_NODES / f"node{node}" / "cpulist"))
-
-
-def _listed(path: Path) -> list[int]:
-    """Return the numbers in a list of the kernel, such as 0-3,8; none without the file."""
-    try:
-        listed = path.read_text().strip()
-    except OSError:
-        return []
-    ranges = (part.partition("-") for part in listed.split(",") if part)
-    return [number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)]
 
 
 def _advise(memory: NDArray[np.uint8], advice: int) -> int:

@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lmcache.common.numa import on_node
 from lmcache.cuda.copies import CopyBatch
 from lmcache.cuda.driver import Device, Event, Stream
 from lmcache.cuda.errors import CudaError, CudaUnavailableError
@@ -36,7 +37,6 @@ from lmcache.cuda.ipc import Mapping, Mappings
 from lmcache.cuda.pin_status import PinStatus
 from lmcache.cuda.pins import Pins
 from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.tiers.memory.kernel_pages import on_node
 from lmcache_sidecar.copiers import messages
 from lmcache_sidecar.copiers.messages import Format, Kind, MessageError
 from lmcache_sidecar.copiers.pages import Column, Opened, Pages

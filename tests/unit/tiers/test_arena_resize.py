@@ -172,7 +172,7 @@ def test_resizes_during_population(shm_path):
 
 
 def test_refuses_unknown_numa_node(shm_path, monkeypatch):
-    monkeypatch.setattr("lmcache.tiers.memory.kernel_pages.numa_nodes", lambda: [0, 1])
+    monkeypatch.setattr("lmcache.common.numa.nodes", lambda: [0, 1])
     with pytest.raises(ArenaError, match="no NUMA node 7; the nodes are 0, 1"):
         ArenaFile(shm_path / "arena", CAPACITY, numa_node=7)
     assert not (shm_path / "arena").exists()

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lmcache.common import numa
 from lmcache.tiers.errors import ArenaError
 from lmcache.tiers.memory import kernel_pages as pages
 from lmcache.tiers.memory.arena import ArenaFile
@@ -29,7 +30,7 @@ def nodes(tmp_path, monkeypatch):
     for node, cores in nodes.items():
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "cpulist").write_text(",".join(map(str, cores)) + "\n")
-    monkeypatch.setattr(pages, "_NODES", tmp_path)
+    monkeypatch.setattr(numa, "_NODES", tmp_path)
     return nodes
 
 
@@ -81,10 +82,10 @@ def cores_of_columns(growing, taken):
 
 def test_thread_runs_on_the_node_and_then_as_before(nodes):
     for node, cores in ((0, nodes[0]), (1, nodes[1]), (3, CORES), (7, CORES), (None, CORES)):
-        with pages.on_node(node):
+        with numa.on_node(node):
             assert os.sched_getaffinity(0) == set(cores)
         assert os.sched_getaffinity(0) == set(CORES)
-    with pytest.raises(KeyError), pages.on_node(1):
+    with pytest.raises(KeyError), numa.on_node(1):
         raise KeyError
     assert os.sched_getaffinity(0) == set(CORES)
 
@@ -99,9 +100,9 @@ def test_node_that_can_not_be_used_is_refused_before_a_file_exists(nodes, shm_pa
 
 
 def test_host_without_nodes_has_no_effect(tmp_path, monkeypatch):
-    monkeypatch.setattr(pages, "_NODES", tmp_path)
-    assert not pages.may_be_elsewhere(0)
-    with pages.on_node(0):
+    monkeypatch.setattr(numa, "_NODES", tmp_path)
+    assert not numa.may_be_elsewhere(0)
+    with numa.on_node(0):
         assert os.sched_getaffinity(0) == set(CORES)
     with pytest.raises(ArenaError, match="the nodes are none"):
         pages.check_node(0)
