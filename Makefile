@@ -18,7 +18,7 @@ TESTS ?= tests --ignore=tests/e2e --ignore=tests/release
 TINY_MODEL := $(PY) -c 'from testing.engine.tiny_model import tiny_model; tiny_model()'  # before any engine loads it
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-light kube sglang images demo test test-all test-docs e2e test-fast test-light test-changed test-busy test-vllm-versions test-avx2 test-kube-versions check docs format generate pins fuzz soak bench bench-peer gpu-check audit test-release release clean
+.PHONY: help setup setup-light kube sglang images demo test test-all test-docs e2e test-fast test-light test-changed test-busy test-vllm-versions test-avx2 test-kube-versions check docs format generate pins fuzz soak bench bench-peer gpu-check gpu-bundle audit test-release release clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -124,6 +124,11 @@ bench-peer: setup ## compare with upstream's packages, each in a separate enviro
 gpu-check: ## test and measure the GPU of this machine, no network, 10 min; with your engine's Python: PYTHON=...
 	@PATH="$${PATH#$(CURDIR)/.venv/bin:}" $${PYTHON:-python3} -m benchmarks.gpu --folder "$${OUT:-/tmp/gpu-check}" \
 	  --page docs/reference/gpu-facts.md $(STEPS)
+
+gpu-bundle: ## pack .gpu/ for a GPU machine without network; with vLLM: make gpu-bundle ENGINE=vllm
+	@tools/setup.sh base
+	@$${PYTHON:-python3} -m tools.gpu_bundle $(if $(ENGINE),--engine "$(ENGINE)") $(if $(MACHINE),--machine "$(MACHINE)") \
+	  $(if $(TARGET_PYTHON),--python "$(TARGET_PYTHON)") $(if $(ARCHITECTURE),--architecture "$(ARCHITECTURE)")
 
 audit: ## look for known vulnerabilities and licences in shipped packages; exit status 3: no answer
 	@tools/setup.sh base

@@ -6,9 +6,11 @@ set -eu
 cd "$(dirname "$0")/.."
 lock() { uv pip compile --quiet --no-emit-index-url --no-header --no-annotate --python-version 3.11 --generate-hashes "$@"; }
 compile() { lock --upgrade --constraint tools/requirements/engine.txt "$@"; }
-versions=$(sed -n 's/^\([A-Za-z0-9._-]*==[^ ]*\).*/\1/p' tools/requirements/engine.txt)
-printf '%s\n' "$versions" | lock --no-deps --output-file tools/requirements/engine.new -
-mv tools/requirements/engine.new tools/requirements/engine.txt
+renew_hashes() {
+  sed -n 's/^\([A-Za-z0-9._-]*==[^ ]*\).*/\1/p' "$1" | lock --no-deps --output-file "$1.new" -
+  mv "$1.new" "$1"
+}
+renew_hashes tools/requirements/engine.txt
 compile pyproject.toml --extra sidecar --extra operator --extra dev --output-file tools/requirements/dev.txt
 echo 'torch==2.13.0' | compile --output-file tools/requirements/torch.txt -
 
@@ -31,3 +33,13 @@ printf 'sglang==0.5.23\norjson\nipython\ntraitlets\nsoundfile==0.13.1\n' | compi
   --output-file tools/requirements/sglang.txt -
 # Atheris, which finds inputs for `make fuzz`. tests/fuzz/environment.py installs it into a folder of its own.
 echo 'atheris==3.0.0' | compile --no-deps --output-file tools/requirements/fuzz.txt -
+# Packages of the bundle for GPU machines (make gpu-bundle), which run Python 3.10 or later. The versions of vllm.txt are
+# edited by hand, like the engine's. Its transformers must suit this vLLM, too.
+bundle=tools/gpu_bundle/requirements
+compile_for_oldest() {
+  uv pip compile --quiet --no-emit-index-url --no-header --no-annotate --python-version 3.10 --generate-hashes --upgrade "$@"
+}
+printf 'opentelemetry-api\npytest\npytest-timeout\npytest-xdist\nredis\nsafetensors\n' | compile_for_oldest pyproject.toml \
+  --extra sidecar --extra cuda --output-file $bundle/project.txt -
+echo 'transformers>=5.16.1,<5.21' | compile_for_oldest --constraint $bundle/project.txt --output-file $bundle/transformers.txt -
+renew_hashes $bundle/vllm.txt

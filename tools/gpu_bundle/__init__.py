@@ -1,0 +1,1 @@
+"""Pack what a GPU machine without network lacks, to test this project there: ``make gpu-bundle``."""
