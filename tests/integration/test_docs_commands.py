@@ -191,7 +191,8 @@ def run(terminal: Terminal, page: Path, after: Callable[[Fence], None] = lambda 
 def test_every_page_has_its_test():
     on_laptop = "laptop"  # test_docs_laptop.py
     in_release_tests = "verify-a-release"  # tests/release
-    assert {page.stem for page in PAGES} == {*HOW_TO, on_laptop, ON_CLUSTER.stem, in_release_tests}
+    on_gpu = "check-your-gpu"  # test_gpu_bundle.py
+    assert {page.stem for page in PAGES} == {*HOW_TO, on_laptop, ON_CLUSTER.stem, in_release_tests, on_gpu}
 
 
 def test_get_started_on_a_cluster(plane, terminal, tmp_path):
