@@ -12,16 +12,30 @@ VARIABLE = "GPU_CHECK_TESTS"
 _MAX_REASON = 300
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Note what a test did: calls, skips, and failures of any phase."""
-    if report.when == "call" or not report.passed:
-        _note(report.nodeid, report.outcome, str(report.when), _reason(report.longrepr))
+def pytest_configure(config: pytest.Config) -> None:
+    """Write outcomes in one process. pytest-xdist's controller gets the reports of its workers."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Writer(Path(os.environ[VARIABLE])))
 
 
-def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """Note a file that can't be collected, or skips itself."""
-    if not report.passed:
-        _note(report.nodeid, report.outcome, "collect", _reason(report.longrepr))
+class _Writer:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Write what a test did: calls, skips, and failures of any phase."""
+        if report.when == "call" or not report.passed:
+            self._write(report.nodeid, report.outcome, str(report.when), _reason(report.longrepr))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Write that a file can't be collected, or skips itself."""
+        if not report.passed:
+            self._write(report.nodeid, report.outcome, "collect", _reason(report.longrepr))
+
+    def _write(self, test: str, outcome: str, phase: str, reason: str) -> None:
+        entry = {"test": test, "outcome": outcome, "phase": phase, "reason": reason}
+        with self._path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
 
 
 def _reason(text: object) -> str:
@@ -29,10 +43,3 @@ def _reason(text: object) -> str:
         return str(text[-1])
     crash = getattr(text, "reprcrash", None)
     return str(crash.message if crash is not None else text or "")[:_MAX_REASON]
-
-
-def _note(test: str, outcome: str, phase: str, reason: str) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:  # the controller gets the reports of its workers
-        return
-    with Path(os.environ[VARIABLE]).open("a") as file:
-        file.write(json.dumps({"test": test, "outcome": outcome, "phase": phase, "reason": reason}) + "\n")
