@@ -177,9 +177,12 @@ def test_engine_is_cut(tmp_path, architecture, used, unused):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(extension)
+    cached = tmp_path / "cached"
+    cached.hardlink_to(tmp_path / used)
     lines: list[str] = []
     engine.cut(tmp_path, architecture, lines.append)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert left == {"vllm/llm.py", *extensions} - {unused}
+    assert left == {"cached", "vllm/llm.py", *extensions} - {unused}
+    assert cached.read_bytes() == extension
     assert [[a for a, _ in images] for images in contents((tmp_path / used).read_bytes())] == [[architecture]]
     assert len(lines) == 3

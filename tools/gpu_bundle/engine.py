@@ -73,6 +73,7 @@ def cut(folder: Path, architecture: int, say: Callable[[str], None]) -> None:
             replacement,
             is_needed if name == used else lambda _kernel: True,
         )
+        path.unlink()  # the file may be a link to the one in uv's cache, which must not change
         path.write_bytes(pruned.content)
         remaining, dropped = pruned.remaining_bytes >> 20, pruned.dropped_bytes >> 20
         say(f"{path.name}: {remaining} MiB of GPU code remain, {dropped} MiB are removed")

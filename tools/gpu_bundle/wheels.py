@@ -18,6 +18,8 @@ PLATFORM = "x86_64-manylinux_2_31"
 def install(packages: Sequence[Requirement], folder: Path, python: str) -> None:
     """Unpack wheels into a folder. Raises SystemExit with a remedy if one cannot be downloaded.
 
+    Files may be links to those in uv's cache: replace files, and never write to them.
+
     Args:
         packages: The packages, without their dependencies.
         folder: The folder; its Python modules can be imported from there.
