@@ -95,7 +95,7 @@ class Daemon:
         for sentence in self._reading.warnings:
             logger.warning("%s", sentence)
         while not await self._try_to_start() and not self._stopping.is_set():
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), _RETRY_SECONDS)
             with contextlib.suppress(ConfigError):  # it may lack stay_up now: keep running
                 self._reading = read_again()

@@ -197,7 +197,7 @@ async def _read_hello(context: _Context) -> pb.Hello:
     """Read the first message of a stream. Raises CallRefusedError unless a Hello arrives in time."""
     try:
         message = await asyncio.wait_for(_read(context), TIMING.greeting_seconds)
-    except TimeoutError:
+    except asyncio.TimeoutError:
         sentence = f"no hello arrived in {TIMING.greeting_seconds:g} s: send it as soon as the stream is open"
         raise CallRefusedError(grpc.StatusCode.DEADLINE_EXCEEDED, sentence) from None
     if message is None or message.WhichOneof("message") != "hello":

@@ -108,9 +108,8 @@ class TokenReviews:
         loop = asyncio.get_running_loop()
         review = loop.run_in_executor(self._threads, self._ask, path, token, deadline)
         try:
-            async with asyncio.timeout(self._durations.review):
-                return await review
-        except TimeoutError:
+            return await asyncio.wait_for(review, self._durations.review)
+        except asyncio.TimeoutError:
             raise ReviewError(f"no answer of the API server within {self._durations.review:g} s") from None
 
     def _report(self, problem: str) -> None:

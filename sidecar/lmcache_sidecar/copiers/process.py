@@ -127,7 +127,7 @@ class Reader:
             deadline.cancel()
         self._outgoing.close()
         if not self.verdict:  # the reader ends by itself
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(asyncio.TimeoutError):
                 status = await asyncio.wait_for(self._process.wait(), _FINAL_SECONDS)
                 how = f"by signal {-status}" if status < 0 else f"with exit status {status}"
                 self.verdict = f"the reader of its GPU ended {how}"

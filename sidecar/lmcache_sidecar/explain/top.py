@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             asking = _in_thread(lambda: ask(arguments.url, "/stats"))
             report = await asyncio.wait_for(asking, seconds)
-        except TimeoutError:
+        except asyncio.TimeoutError:
             return top.Reading([Answer(name, name, "", problem=f"no answer within {seconds:g} s")])
         except ExplainError as error:
             return top.Reading([Answer(name, name, "", problem=str(error))])
