@@ -269,11 +269,11 @@ class GpuEngine:
         return str(wait_until(reason, timeout=ATTEMPTS_SECONDS, what=f"copied by the sidecar: {sidecar}"))
 
     def store_by_sidecar(self, keys: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
-        """Store rows by the sidecar, once it copies again. Its message to the engine may take a moment."""
+        """Store rows by the sidecar, once it copies, and the arena has memory for them."""
 
         def is_stored() -> bool:
             outcome = self.ask("store", keys, rows)
-            assert outcome == "stored" or outcome.startswith("engine copies"), outcome
+            assert outcome in ("stored", "busy") or outcome.startswith("engine copies"), outcome
             return bool(outcome == "stored")
 
         wait_until(is_stored, timeout=ATTEMPTS_SECONDS)

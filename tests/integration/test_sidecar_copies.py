@@ -83,7 +83,7 @@ def test_sidecar_copies_the_content_of_the_gpu(gpus, sidecar):
             "failed_slots": 0, "started_readers": 1, "failed_readers": 0,
         }  # fmt: skip
         assert GPU in figures["reason"]
-        assert figures["pinned_bytes"]["reader"] > 0
+        sidecar.wait_until(lambda stats: stats["transfer"]["pinned_bytes"]["reader"] > 0)
         assert figures["num_pin_failures"] == {"engine": 0, "reader": 0}
         assert (figures["asked"], figures["mode"], figures["pin_problem"]) == ("Auto", "CudaIPC", "")
         assert figures["num_workers"] == {"CudaIPC": 1, "SharedMemory": 0}
