@@ -16,10 +16,11 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.gpu import page
+from benchmarks.gpu import page, results
 from benchmarks.gpu.page import FAILED, LATE, MISSING, PASSED, Outcome
 from benchmarks.gpu.plan import STEPS, Step, missing
 
@@ -31,6 +32,7 @@ _NEEDED = (("torch", "torch"), ("numpy", "numpy"), ("cuda.bindings", "cuda-bindi
 
 def main() -> int:
     args = arguments()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that no step is left running
     if problem := unusable(args.simulated):
         print(problem, file=sys.stderr)
         return 2
@@ -38,24 +40,24 @@ def main() -> int:
 
     folder: Path = args.folder
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = [step for step in STEPS if step.name in (args.steps or [s.name for s in STEPS])]
-    for step in chosen:
-        (folder / f"{step.name}.jsonl").unlink(missing_ok=True)
+    names = args.steps or [step.name for step in STEPS]
+    outcomes: list[Outcome] = []
+    before = page.earlier(folder, names)
     head = page.head_of(Device.visible()[0])
     ends_at = time.monotonic() + args.seconds
-    outcomes: list[Outcome] = []
-    for step in chosen:
-        print(f"== {step.name}: {step.what}", flush=True)
-        outcomes.append(run(step, folder, ends_at - time.monotonic(), is_tiny=args.simulated))
-        done = outcomes[-1]
-        print(f"== {step.name}: {done.state} {done.why or f'after {done.seconds:.0f} s'}", flush=True)
-        written = page.write(folder, head, outcomes, is_simulated=args.simulated)
-        with tarfile.open(folder / "logs.tgz", "w:gz") as archive:
-            archive.add(folder / "logs", "logs")
+    with tempfile.TemporaryDirectory(prefix="lmc-gpu-check-") as name:
+        for step in (step for step in STEPS if step.name in names):
+            print(f"== {step.name}: {step.what}", flush=True)
+            outcomes.append(run(step, Path(name), ends_at - time.monotonic(), is_tiny=args.simulated))
+            done = outcomes[-1]
+            print(f"== {step.name}: {done.state} {done.why or f'after {done.seconds:.0f} s'}", flush=True)
+            written = page.write(folder, head, before + outcomes, is_simulated=args.simulated)
+            with tarfile.open(folder / "logs.tgz", "w:gz") as archive:
+                archive.add(name, "gpu-check")
     if args.page is not None:
         shutil.copy(written, args.page)
     print(f"\nThe page is {args.page or written}. Logs are in {folder / 'logs.tgz'}.")
-    line = page.last_line(folder, outcomes)
+    line = page.last_line(outcomes)
     (folder / "summary.txt").write_text(line + "\n")
     print(line)
     return 1 if any(outcome.state in (FAILED, LATE) for outcome in outcomes) else 0
@@ -113,7 +115,7 @@ def install(distributions: list[str]) -> str:
 
 
 def run(step: Step, folder: Path, seconds: float, *, is_tiny: bool) -> Outcome:
-    """Run a step in its own process group, for at most ``seconds``."""
+    """Run a step in its own process group, for at most ``seconds``. Its files are written to ``folder``."""
     if absent := step.missing():
         return Outcome(step.name, MISSING, why=f"missing: {', '.join(absent)}. {install(absent)}")
     if seconds < _SHORTEST_SECONDS:
@@ -135,7 +137,7 @@ def run(step: Step, folder: Path, seconds: float, *, is_tiny: bool) -> Outcome:
             stderr=subprocess.STDOUT,
         )
         state = _wait(process, limit, log)
-    return Outcome(step.name, state, time.monotonic() - began_at)
+    return Outcome(step.name, state, time.monotonic() - began_at, entries=results.read(folder, step.name))
 
 
 def _wait(process: subprocess.Popen[bytes], limit: float, log: Path) -> str:

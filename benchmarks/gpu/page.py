@@ -6,50 +6,63 @@ import json
 import shutil
 import subprocess
 import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu import results
-from benchmarks.gpu.plan import STEPS, Step
+from benchmarks.gpu.plan import STEPS
 from benchmarks.machine import machine
 from lmcache.cuda.driver import Device
 
+BY_NAME = {step.name: step for step in STEPS}
 PASSED, FAILED, LATE, MISSING = "passed", "failed", "stopped at its time limit", "not run"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a step."""
+    """The end of a step, and what it wrote."""
 
     step: str
     state: str
-    """PASSED, FAILED, LATE or MISSING."""
+    """BY_NAME = {step.name: step for step in STEPS}
+PASSED, FAILED, LATE or MISSING."""
     seconds: float = 0.0
     why: str = ""
     """Reason if the step did not run."""
+    entries: Sequence[Mapping[str, Any]] = ()
+    """Lines of the step's file."""
+
+
+def earlier(folder: Path, steps: Collection[str]) -> list[Outcome]:
+    """Return the outcomes of earlier runs in a folder, without those of ``steps``, which run again."""
+    path = folder / "results.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    outcomes = [Outcome(**json.loads(line)) for line in lines]
+    return [outcome for outcome in outcomes if outcome.step not in steps]
 
 
 def write(folder: Path, head: dict[str, str], outcomes: list[Outcome], *, is_simulated: bool) -> Path:
-    """Write ``FOLDER/gpu-facts.md`` and ``FOLDER/steps.json``. Returns the page's path."""
-    (folder / "steps.json").write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
+    """Write ``gpu-facts.md`` and ``results.jsonl`` into a folder. Returns the page's path."""
+    outcomes = sorted(outcomes, key=lambda outcome: list(BY_NAME).index(outcome.step))
+    texts = (json.dumps(asdict(outcome)) + "\n" for outcome in outcomes)
+    (folder / "results.jsonl").write_text("".join(texts))
     what = "Simulated driver: **no figure here means anything**" if is_simulated else "Measurements on a GPU"
     lines = [f"# {what}", "`make gpu-check` writes this page.\n", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in head.items()]
-    by_name = {step.name: step for step in STEPS}
-    for outcome in outcomes:
-        lines.append("\n" + _section(folder, by_name[outcome.step], outcome).rstrip())
+    lines += ["\n" + _section(outcome).rstrip() for outcome in outcomes]
     page = folder / "gpu-facts.md"
     page.write_text("\n".join(lines) + "\n")
     return page
 
 
-def _section(folder: Path, step: Step, outcome: Outcome) -> str:
-    path = folder / f"{step.name}.jsonl"
-    text = f"## {step.name}: {step.what}\n**{outcome.state}**"
+def _section(outcome: Outcome) -> str:
+    text = f"## {outcome.step}: {BY_NAME[outcome.step].what}\n**{outcome.state}**"
     text += f": {outcome.why}" if outcome.why else f" after {outcome.seconds:.0f} s"
-    for problem in results.problems(path):
+    for problem in results.problems(outcome.entries):
         text += f"\n- {problem.what}: {problem.meaning}"
-    return f"{text}\n\n{results.markdown(path)}"
+    return f"{text}\n\n{results.markdown(outcome.entries)}"
 
 
 def head_of(device: Device) -> dict[str, str]:
@@ -77,16 +90,15 @@ def chip(device: Device) -> str:
     return done.stdout.strip() or str(name)
 
 
-def last_line(folder: Path, outcomes: list[Outcome]) -> str:
+def last_line(outcomes: list[Outcome]) -> str:
     """Return one line that says what failed, and what it means for the user."""
-    by_name = {step.name: step for step in STEPS}
     bad = [outcome for outcome in outcomes if outcome.state in (FAILED, LATE)]
     parts = []
     for outcome in bad:
-        faults = results.problems(folder / f"{outcome.step}.jsonl")
+        faults = results.problems(outcome.entries)
         what = faults[0].what.splitlines()[0][:160] if faults else outcome.state
         more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
-        meaning = faults[0].meaning if faults else by_name[outcome.step].meaning
+        meaning = faults[0].meaning if faults else BY_NAME[outcome.step].meaning
         parts.append(f"{outcome.step} ({what}{more}): {meaning}")
     verdict = f"{len(bad)} of {len(outcomes)} steps failed: {'; '.join(parts)}" if bad else "passed"
     absent = [f"{outcome.step} ({outcome.why})" for outcome in outcomes if outcome.state == MISSING]

@@ -34,8 +34,17 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-_SIDECAR = (("grpc", "grpcio"), ("redis", "redis"), ("cryptography", "cryptography"), ("xxhash", "xxhash"))
-_MODEL = (("torch", "torch"), ("transformers", "transformers"))
+_SIDECAR = (
+    ("grpc", "grpcio"),
+    ("google.protobuf", "protobuf"),
+    ("redis", "redis"),
+    ("cryptography", "cryptography"),
+    ("xxhash", "xxhash"),
+    ("prometheus_client", "prometheus-client"),
+    ("yaml", "PyYAML"),
+)
+_MODEL = (("torch", "torch"), ("transformers", "transformers"), ("safetensors", "safetensors"))
+_TESTS = (("pytest", "pytest"), ("pytest_timeout", "pytest-timeout"), ("xdist", "pytest-xdist"))
 
 STEPS = (
     Step(
@@ -49,7 +58,7 @@ STEPS = (
         110,
         "tests of the CUDA code on the real driver",
         "copies of KV may fail or be wrong on this GPU: don't use the cache on it, and send us the page",
-        (("pytest", "pytest"), ("torch", "torch"), *_SIDECAR),
+        (*_TESTS, *_MODEL, *_SIDECAR),
     ),
     Step(
         "bench",
@@ -69,7 +78,7 @@ STEPS = (
         40,
         "the library with an 8B model of transformers",
         "the library's cache does not work as it should on this GPU; the sidecar is not affected",
-        (*_MODEL, ("safetensors", "safetensors")),
+        _MODEL,
     ),
     Step(
         "blend",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,15 +70,15 @@ class Problem:
     meaning: str
 
 
-def problems(path: Path) -> list[Problem]:
-    """Return the problems in the file of a step."""
-    return [Problem(entry["problem"], entry["meaning"]) for entry in _entries(path) if "problem" in entry]
+def problems(entries: Iterable[Mapping[str, Any]]) -> list[Problem]:
+    """Return the problems among the entries of a step."""
+    return [Problem(entry["problem"], entry["meaning"]) for entry in entries if "problem" in entry]
 
 
-def markdown(path: Path) -> str:
-    """Return the tables in the file of a step, as sections of the page."""
+def markdown(entries: Iterable[Mapping[str, Any]]) -> str:
+    """Return the tables among the entries of a step, as sections of the page."""
     tables: dict[str, list[str]] = {}
-    for entry in _entries(path):
+    for entry in entries:
         if "section" in entry:
             head = f"### {entry['section']}\n{entry['text']}\n\n{_row(entry['headings'])}\n"
             tables[entry["section"]] = [head + _row(["---"] * len(entry["headings"]))]
@@ -91,8 +91,9 @@ def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cell.replace('|', '/').replace(chr(10), ' ') for cell in cells)} |"
 
 
-def _entries(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines. A killed step may leave half a line at the end."""
+def read(folder: Path, step: str) -> list[dict[str, Any]]:
+    """Return what a step has written. A killed step may leave half a line at the end, which is left out."""
+    path = folder / f"{step}.jsonl"
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -11,6 +11,7 @@ from testing.child_process import REPOSITORY
 from testing.deadlines import CALLS
 
 DEADLINES = CALLS
+FILES = {"gpu-facts.md", "logs.tgz", "results.jsonl", "summary.txt"}
 LIGHT_STEPS = ["facts", "bench", "library", "blend", "arena"]
 
 
@@ -43,6 +44,7 @@ def test_every_step_that_needs_no_engine_passes_and_is_on_the_page(tmp_path):
         assert completed.returncode == 0, completed.stdout + completed.stderr
         assert completed.stdout.splitlines()[-1] == "gpu-check: passed"
         assert node.processes() == []
+    assert {path.name for path in tmp_path.iterdir()} == FILES
     text = (tmp_path / "gpu-facts.md").read_text()
     assert "no figure here means anything" in text
     impossible = [line for line in text.splitlines() if "not possible here" in line]
@@ -66,7 +68,7 @@ def test_tests_that_skip_on_a_real_driver_leave_nothing_behind(tmp_path):
     """The tests take the simulated driver for a real one, and skip what needs orders to it."""
     with cuda.node() as node:
         completed = check(tmp_path, "--simulated", "tests", **node.environment())
-    assert completed.returncode == 0, (tmp_path / "logs" / "tests.log").read_text()
+    assert completed.returncode == 0, completed.stdout
 
 
 def test_after_a_failure_the_rest_is_measured_and_the_last_line_says_what_it_means(tmp_path):

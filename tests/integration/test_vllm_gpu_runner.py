@@ -19,7 +19,7 @@ import torch
 from benchmarks.gpu.engine.hits import Hits, Reference
 from benchmarks.gpu.engine.sizes import choose
 from benchmarks.gpu.engine.world import NoTimeError, World
-from benchmarks.gpu.results import Results, problems
+from benchmarks.gpu.results import Results, problems, read
 from benchmarks.gpu.scale import TINY, Scale
 from testing import cuda
 from testing.child_process import REPOSITORY
@@ -52,7 +52,7 @@ def rows(tmp_path_factory):
         )
         assert node.processes() == [], "engines or readers outlived the step"
     assert done.returncode == 0, done.stdout[-8000:]
-    assert problems(folder / "vllm.jsonl") == []
+    assert problems(read(folder, "vllm")) == []
     by_title = {}
     for line in (folder / "vllm.jsonl").read_text().splitlines():
         entry = json.loads(line)
@@ -178,7 +178,7 @@ def test_difference_fails_the_step(tmp_path, hit, num_loaded, what):
     engine.loaded_tokens.side_effect = [[("kind", 0)], [("kind", num_loaded)]]
     hits.measure(engine, "A", "memory", [Reference([0] * 33, GENERATED, GENERATED, True)], has_bar=True)
     assert results.num_problems == bool(what)
-    assert [what in problem.what for problem in problems(tmp_path / "vllm.jsonl")] == [True] * bool(what)
+    assert [what in problem.what for problem in problems(read(tmp_path, "vllm"))] == [True] * bool(what)
 
 
 def attend(query, cache, pages, num_keys, **options):

@@ -94,9 +94,7 @@ class Course:
             self._measure(engine, "C", "another pod's memory")
             self._check_cause(other, "peers")
             if not self._has_redis:
-                world.facts.add(
-                    "hit from Redis", "not run: there is no redis-server on PATH or in .gpu/redis"
-                )
+                world.facts.add("hit from Redis", "not run: there is no redis-server on PATH")
                 return
             remote = self._hits.reference(engine, "C", world.prompt(world.sizes.prompts[0], "remote"))
             other.settled()  # its rows are in Redis

@@ -15,15 +15,11 @@ import os
 import shutil
 import signal
 import sys
-from pathlib import Path
 from types import FrameType
 
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.scale import Scale
 from testing import deadlines
-
-ROOT = Path(__file__).parents[3]
-_BUNDLED_REDIS = ROOT / ".gpu" / "redis" / "redis-server"
 
 
 def run(results: Results, scale: Scale) -> None:
@@ -31,8 +27,6 @@ def run(results: Results, scale: Scale) -> None:
     signal.signal(signal.SIGTERM, _stop)
     if scale.is_tiny:  # a test's machine may be busy
         os.environ[deadlines.VARIABLE] = deadlines.PATIENT
-    if _find_redis() is None and _BUNDLED_REDIS.exists():
-        os.environ["LMCACHE_TEST_SERVER"] = str(_BUNDLED_REDIS)
     from benchmarks.gpu.engine.course import Course
     from benchmarks.gpu.engine.sizes import of_this_machine
     from benchmarks.gpu.engine.world import NoTimeError, World

@@ -11,13 +11,9 @@ out=${OUT:-/tmp/gpu-out}
 environment=${GPU_ENVIRONMENT:-${TMPDIR:-/tmp}/lmcache-gpu-$(id -u)}
 started=$(date +%s)
 
-mkdir -p "$out/logs"
+mkdir -p "$out"
 out=$(cd "$out" && pwd)
-if ! "${PYTHON:-python3}" "$bundle/environment.py" "$environment" > "$out/logs/setup.log" 2>&1; then
-  cat "$out/logs/setup.log" >&2
-  exit 1
-fi
-cat "$out/logs/setup.log"
+"${PYTHON:-python3}" "$bundle/environment.py" "$environment" || exit 1
 
 # Nothing asks the network: the machine has none, and each attempt would wait for a timeout.
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
