@@ -8,7 +8,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "ARCHITECTURE.md").read_text()
 TABLE = TEXT[TEXT.index("## Where to find what") : TEXT.index("## Rules that hold everywhere")]
-FOLDERS = ["benchmarks", "lmcache", "operator", "sidecar", "testing", "tests", "tools", "charts", "docs", "crds"]
+FOLDERS = [
+    "benchmarks",
+    "lmcache",
+    "operator",
+    "sidecar",
+    "testing",
+    "tests",
+    "tools",
+    "charts",
+    "docs",
+    "crds",
+]
 FILES = {
     f"/{path.relative_to(ROOT).with_suffix('') if suffix else path.relative_to(ROOT)}"
     for folder in FOLDERS
