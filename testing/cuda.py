@@ -84,6 +84,10 @@ class Node:
                     counters.append({n.rstrip(b"\0").decode(): v for n, v in _ENTRY.iter_unpack(file.read())})
         return counters
 
+    def num_copies(self, role: str | None = None) -> int:
+        """Number of calls that copied KV, over all live processes of a role: batches, and single copies."""
+        return self.count("batches", role) + self.count("single_copies", role)
+
     def count(self, counter: str, role: str | None = None) -> int:
         """Sum of a counter over all live processes of a role."""
         return sum(process[counter] for process in self.processes(role))

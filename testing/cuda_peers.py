@@ -108,7 +108,8 @@ def read(state: dict[str, Any], handle: bytes, offset: int, num_bytes: int) -> b
     out = (ctypes.c_char * num_bytes)()
     try:
         arguments = ([ctypes.addressof(out)], [mapping.base + offset], [num_bytes])
-        CopyBatch(*(np.array(words, np.uint64) for words in arguments)).submit(state["stream"])
+        batch = CopyBatch(*(np.array(words, np.uint64) for words in arguments))
+        batch.submit(state["stream"], is_pinned=False)
         state["stream"].synchronize()
     finally:
         mapping.close()

@@ -21,12 +21,15 @@ def on_node(node: int | None) -> Iterator[None]:
     cores = os.sched_getaffinity(0)
     near = cores & cores_of(node) if node is not None else set()
     try:
-        if near:
-            os.sched_setaffinity(0, near)
+        _use(near)
         yield
     finally:
-        if near:
-            os.sched_setaffinity(0, cores)
+        _use(cores if near else set())
+
+
+def _use(cores: set[int]) -> None:
+    with contextlib.suppress(OSError):  # the container has lost these cores, or none is wanted
+        os.sched_setaffinity(0, cores)
 
 
 def may_be_elsewhere(node: int) -> bool:

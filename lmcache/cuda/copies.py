@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import logging
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lmcache.cuda.driver import Driver, Stream
-
-logger = logging.getLogger(__name__)
 
 Words = npt.NDArray[np.uint64]
 
@@ -21,9 +17,6 @@ BATCHES_SINCE = 12080
 argument but one returns the number of the failed piece. Later drivers still support it."""
 
 _IN_STREAM_ORDER, _IN_ANY_ORDER = 1, 3  # CUmemcpySrcAccessOrder
-
-_REFUSALS = 1, 800, 801
-"""Codes with which a driver may refuse a batch: INVALID_VALUE, NOT_PERMITTED and NOT_SUPPORTED."""
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 
@@ -71,22 +64,15 @@ class CopyBatch:
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def submit(
-        self,
-        stream: Stream,
-        *,
-        is_source_stable: bool = False,
-        is_pinned: Callable[[], bool] = lambda: True,
-    ) -> None:
+    def submit(self, stream: Stream, *, is_source_stable: bool = False, is_pinned: bool = True) -> None:
         """Queue the copies on ``stream``.
-
-        CUDA documents no batches with host memory that is not pinned. If the driver refuses one, this and
-        all later batches with such memory become single copies.
 
         Args:
             stream: the stream.
             is_source_stable: no queued work writes to the sources, which may then be read at once.
-            is_pinned: returns True if all host memory of the copies is pinned now.
+            is_pinned: all host memory of the copies is pinned. Otherwise each piece is copied by a call of
+                its own, because CUDA documents no batches with other memory. Such a call may block until
+                earlier work of the stream has ended.
 
         Raises:
             CudaError: some pieces may be queued nevertheless.
@@ -97,8 +83,7 @@ class CopyBatch:
         handle = int(stream.raw)
         with stream.context:
             batch: Any = driver.function("cuMemcpyBatchAsync", BATCHES_SINCE, *_BATCH)
-            was_pinned = is_pinned()  # another thread may pin it meanwhile
-            if batch is None or not (driver.can_batch_pageable or was_pinned):
+            if batch is None or not (is_pinned and stream.context.can_batch):
                 self._submit_singly(driver, handle)
                 return
             attributes = _Attributes(order=_IN_ANY_ORDER if is_source_stable else _IN_STREAM_ORDER)
@@ -109,12 +94,7 @@ class CopyBatch:
             )  # fmt: skip
             if code:
                 detail = f", piece {failed.value} of {len(self)}" if failed.value < len(self) else ""
-                error = driver.error("cuMemcpyBatchAsync", code, detail)
-                if code not in _REFUSALS or was_pinned:
-                    raise error
-                driver.can_batch_pageable = False
-                logger.warning("Memory that is not pinned is copied in single pieces, more slowly: %s", error)
-                self._submit_singly(driver, handle)  # a piece that the batch has queued is copied twice
+                raise driver.error("cuMemcpyBatchAsync", code, detail)
 
     def _submit_singly(self, driver: Driver, handle: int) -> None:
         """Queue one copy per piece."""

@@ -33,8 +33,6 @@ class Driver:
         """Module ``cuda.bindings.driver``, for its types."""
         self.version = int(self.call("cuDriverGetVersion"))
         """CUDA version: 1000 times the major plus 10 times the minor version, such as 12080 for 12.8."""
-        self.can_batch_pageable = True
-        """False once the driver has refused a batch of copies because of memory that is not pinned."""
 
     def call(self, function: str, *arguments: object) -> Any:
         """Call ``function`` of the driver. Return its one result, or a tuple of them. Raises CudaError."""
@@ -174,6 +172,9 @@ class Context:
     def __init__(self, device: Device) -> None:
         """Raises CudaError, for example if memory is exhausted or another process owns the device."""
         self.device, self.driver = device, device.driver
+        self.can_batch = bool(device.attribute("CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM"))
+        """False on WSL and others, where batches of copies with pinned memory fail later, and break the
+        context."""
         self._raw: Any = self.driver.call("cuDevicePrimaryCtxRetain", device.ordinal)
 
     def __enter__(self) -> Context:

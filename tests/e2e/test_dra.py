@@ -176,13 +176,13 @@ def assert_hit(app, gpu, prompt, computed):
 
     def is_loaded():
         pod.reset_engine_cache()
-        num_batches = gpu.count("batches", "engine")
+        num_batches = gpu.num_copies("engine")
         answer = Answer(pod, prompt)
         assert answer.tokens == computed.tokens
         num_blocks = answer.num_cached // BLOCK
         for layer, (loaded, expected) in enumerate(zip(answer.kv, computed.kv, strict=True)):
             assert loaded[:num_blocks] == expected[:num_blocks], f"layer {layer}"
-        return answer.num_cached == num_tokens and gpu.count("batches", "engine") > num_batches
+        return answer.num_cached == num_tokens and gpu.num_copies("engine") > num_batches
 
     wait(app, is_loaded)
 
@@ -263,19 +263,19 @@ def test_partial_copy_of_a_killed_engine_is_not_served(on_gpu, claim):
     expected = cold(pod, THIRD_PROMPT, "c")
     expected_before = cold(pod, PROMPT, "d")
     claim.order("sidecar: stall")
-    num_batches, num_failed = claim.count("batches", "sidecar"), num_failed_readers(pod)
+    num_batches, num_failed = claim.num_copies("sidecar"), num_failed_readers(pod)
     request = threading.Thread(target=complete_or_fail, args=(pod, THIRD_PROMPT))
     request.start()
     # A reader that hangs for some seconds is killed. On a slow machine that may happen first.
     wait(
         on_gpu,
-        lambda: claim.count("batches", "sidecar") > num_batches or num_failed_readers(pod) > num_failed,
+        lambda: claim.num_copies("sidecar") > num_batches or num_failed_readers(pod) > num_failed,
     )
     kill_engine(on_gpu, claim, request)
     wait_copies(on_gpu)
     assert_hit(on_gpu, claim, THIRD_PROMPT, expected)
     assert_hit(on_gpu, claim, PROMPT, expected_before)
-    assert claim.count("batches", "sidecar"), "the sidecar must copy again"
+    assert claim.num_copies("sidecar"), "the sidecar must copy again"
 
 
 def num_failed_readers(pod):

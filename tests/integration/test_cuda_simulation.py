@@ -71,8 +71,9 @@ def failure_text(state, function, *arguments):
     return str(error.value)
 
 
-def submit(state, to, from_, size=SIZE):
-    CopyBatch(*(np.array([value], np.uint64) for value in (to, from_, size))).submit(state["stream"])
+def submit(state, to, from_, size=SIZE, *, is_pinned=True):
+    batch = CopyBatch(*(np.array([value], np.uint64) for value in (to, from_, size)))
+    batch.submit(state["stream"], is_pinned=is_pinned)
 
 
 def synchronize(state):
@@ -86,7 +87,7 @@ def copy(state, *arguments):
 
 def copy_with_pins(state, to, from_, size=SIZE):
     batch = CopyBatch(*(np.array([value], np.uint64) for value in (to, from_, size)), state["pins"].edges)
-    batch.submit(state["stream"], is_pinned=lambda: bool(state["pins"].covers(batch.to).all()))
+    batch.submit(state["stream"], is_pinned=bool(state["pins"].covers(batch.to).all()))
     synchronize(state)
     return bytes(state["host"][to - state["host"].ctypes.data :][:size])
 
@@ -113,7 +114,8 @@ def pin_slowly_and_copy(state, path, num_bytes, to_copy):
         arena = np.frombuffer(mmap.mmap(file.fileno(), num_bytes), np.uint8)
     pins = Pins(state["context"], arena.ctypes.data, num_bytes)
     pins.set_ready(num_bytes)
-    copy(state, arena.ctypes.data, to_copy)
+    submit(state, arena.ctypes.data, to_copy, is_pinned=False)
+    synchronize(state)
     return bytes(arena[:SIZE]) == DATA and not pins.pinned_bytes
 
 
@@ -158,7 +160,7 @@ def test_copying_freed_memory_breaks_the_context(node, vanish):
         pytest.param(("host", 0), ("device", SIZE), 4096, BROKEN, id="behind the allocation"),
         pytest.param(("host", 0), ("device", SIZE - 4096), 8192, BROKEN, id="over its end"),
         pytest.param(("host", 0), ("device", 1 << 40), 1, BROKEN, id="far away"),
-        pytest.param(("device", 0), ("nowhere", 4096), 4096, BROKEN, id="unmapped host memory"),
+        pytest.param(("device", 0), ("nowhere", 4096), 4096, INVALID, id="unmapped host memory"),
         pytest.param(("host", SIZE - 4096), ("device", 0), 8192, INVALID, id="over two registrations"),
     ],
 )
@@ -173,8 +175,8 @@ def test_wrong_copies_write_nothing(node, to, from_, size, error):
             assert process.call(held) == DATA
 
 
-def test_refused_batches_of_pageable_memory_become_single_copies(node):
-    with peer(**node.environment("copier", pinned_batches=1)) as process:
+def test_memory_that_is_not_pinned_is_copied_in_single_pieces(node):
+    with peer(**node.environment("copier")) as process:
         process.call(open_context)
         device, host = process.call(make_memory)
         assert process.call(failure, copy, host + SIZE, device) == INVALID, (
@@ -183,8 +185,18 @@ def test_refused_batches_of_pageable_memory_become_single_copies(node):
         before = node.count("single_copies")
         for target in (host + SIZE, host, host + SIZE, host + SIZE // 2):
             assert process.call(copy_with_pins, target, device) == DATA
-        assert (node.count("batches"), node.count("refused_batches")) == (1, 2)
+        assert (node.count("batches"), node.count("refused_batches")) == (1, 1)
         assert node.count("single_copies") - before == 1 + 1 + 2, "the last target lies in both parts"
+
+
+def test_pinned_memory_is_copied_in_single_pieces_if_it_has_another_address_on_the_gpu(node):
+    with peer(**node.environment("copier", no_host_pointers=1)) as process:
+        process.call(open_context)
+        device, host = process.call(make_memory)
+        before = node.count("single_copies")
+        process.call(copy, host, device)
+        assert process.call(held) == DATA
+        assert (node.count("batches"), node.count("single_copies") - before) == (0, 1)
 
 
 def test_call_that_the_driver_lacks_is_reported_with_a_remedy(node):

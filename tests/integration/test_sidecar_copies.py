@@ -234,14 +234,14 @@ def test_pin_failures_of_an_engine_are_reported_by_client(gpus, sidecar):
         assert not sidecar.stats()["transfer"]["pin_problem"], "the pins of a client end with its stream"
 
 
-def test_driver_may_refuse_batches_of_memory_that_is_not_pinned(gpus):
-    with make_sidecar(gpus, pinned_batches=1, **NO_PINS) as sidecar, GpuEngine(sidecar, gpus) as engine:
+def test_memory_that_is_not_pinned_is_copied_in_single_pieces(gpus):
+    with make_sidecar(gpus, **NO_PINS) as sidecar, GpuEngine(sidecar, gpus) as engine:
         engine.store_by_sidecar([1, 2], [ROW, OTHER_ROW])
         assert engine.ask("store", [3], [OTHER_ROW]) == "stored"
         for key, row in ((1, ROW), (2, OTHER_ROW), (3, OTHER_ROW)):
             assert engine.ask("is_stored", key, row)
-        assert (gpus.count("batches", "reader"), gpus.count("refused_batches", "reader")) == (0, 1)
-        assert sidecar.log.count("copied in single pieces") == 1
+        assert (gpus.count("batches", "reader"), gpus.count("refused_batches", "reader")) == (0, 0)
+        assert gpus.count("single_copies", "reader")
         assert sidecar.stats()["transfer"]["failed_readers"] == 0
 
 

@@ -77,11 +77,11 @@ def store_and_load(engine, sidecar, node):
     """Store and load a prompt. The sidecar copies stored KV, and the engine copies loaded KV."""
     (stored,) = engine.generate(PROMPT)
     assert stored.num_cached_tokens == 0
-    assert node.count("batches", "sidecar")
-    assert not node.count("batches", "engine")
+    assert node.num_copies("sidecar")
+    assert not node.num_copies("engine")
     assert stored.kv == cold(engine, PROMPT)[0].kv
     assert_hit(engine, PROMPT, stored)
-    assert node.count("batches", "engine") == 4
+    assert node.num_copies("engine") >= 4
     assert not node.count("writes_to_imports", "sidecar"), "the sidecar must only read"
     return stored
 
@@ -89,11 +89,9 @@ def store_and_load(engine, sidecar, node):
 def kill_engine_during_a_copy(engine, prompt, node):
     """Kill the engine during a copy. The sidecar closes its memory. Returns the reader's process id."""
     node.order("sidecar: stall")
-    num_batches_before = node.count("batches", "sidecar")
+    num_batches_before = node.num_copies("sidecar")
     engine.start_generate(prompt)
-    wait_until(
-        lambda: node.count("batches", "sidecar") > num_batches_before, timeout=60, what="a copy in progress"
-    )
+    wait_until(lambda: node.num_copies("sidecar") > num_batches_before, timeout=60, what="a copy in progress")
     pid = reader_pid(node)
     engine.kill()
     node.order("")
@@ -109,9 +107,9 @@ def hang_reader(engine, sidecar, node):
     wait_mode(sidecar, "SharedMemory")
     node.order("")
     assert "did not" in sidecar.stats()["transfer"]["reason"]
-    num_batches_before = node.count("batches", "engine")
+    num_batches_before = node.num_copies("engine")
     assert_hit(engine, prompt, engine.generate(prompt)[0])
-    assert node.count("batches", "engine") > num_batches_before
+    assert node.num_copies("engine") > num_batches_before
 
 
 def kill_sidecar(engine, stored, sidecar):

@@ -137,6 +137,7 @@ API CUresult cuDeviceGetAttribute(int *value, int attribute, int device) {
     case 41: *value = 1; break;              /* unified addressing */
     case 75: *value = 9; break;              /* compute capability */
     case 76: *value = 0; break;
+    case 91: *value = !*setting("CUDASIM_NO_HOST_POINTERS", ""); break; /* pinned memory has its own address */
     case 125: *value = 1; break;             /* IPC events */
     default: return INVALID_VALUE;           /* not simulated */
     }

@@ -503,7 +503,7 @@ static CUresult batch(uint64_t *to, uint64_t *from, size_t *sizes, size_t number
             return INVALID_VALUE;
     for (size_t i = 0; i < number; i++)
         if (!sizes[i]) return failed ? *failed = i : 0, INVALID_VALUE;
-    CUresult rc = copy(stream, to, from, sizes, number, failed, !*setting("CUDASIM_PINNED_BATCHES", ""));
+    CUresult rc = copy(stream, to, from, sizes, number, failed, 0); /* no document allows memory that is not pinned */
     count(rc ? REFUSED_BATCHES : BATCHES, 1);
     return rc;
 }

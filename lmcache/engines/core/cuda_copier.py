@@ -101,12 +101,11 @@ class CudaCopier(LoadThreads):
         pins = self.pins
         batch = CopyBatch(to, from_, sizes, pins.edges if pins is not None else None)
         in_arena = batch.to if stream is self._store_stream else batch.from_
-
-        def is_pinned() -> bool:
-            return pins is not None and bool(pins.covers(in_arena).all())
-
         with pins.in_use() if pins is not None else contextlib.nullcontext():
+            is_pinned = pins is not None and bool(pins.covers(in_arena).all())
             try:
+                if not is_pinned:  # its copies would wait inside the driver, perhaps with a lock
+                    fence.event.synchronize()
                 stream.wait(fence.event)
                 batch.submit(stream, is_source_stable=is_source_stable, is_pinned=is_pinned)
             finally:  # even a failed copy has ended only when the stream has no piece of it queued

@@ -183,10 +183,7 @@ class Reader:
         edges = np.sort(np.concatenate([pins.edges for pins in columns]))
         event = Event(self._context)
         pieces = CopyBatch(to, from_, sizes, edges)
-
-        def is_pinned() -> bool:
-            return bool(np.any([pins.covers(pieces.to) for pins in columns], axis=0).all())
-
+        is_pinned = bool(np.any([pins.covers(pieces.to) for pins in columns], axis=0).all())
         pieces.submit(self._stream, is_source_stable=True, is_pinned=is_pinned)
         event.record(self._stream)
 

@@ -32,12 +32,13 @@ def addresses(array):
     return np.uint64(array.ctypes.data) + OFFSETS
 
 
-def copy_both_ways(context, stream, memory, host, edges=None):
+def copy_both_ways(context, stream, memory, host, edges=None, *, is_pinned=True):
     """Gather the pieces into ``host`` and scatter them back in another order."""
-    CopyBatch(addresses(host), memory + OFFSETS[ORDER], SIZES, edges).submit(stream)
+    CopyBatch(addresses(host), memory + OFFSETS[ORDER], SIZES, edges).submit(stream, is_pinned=is_pinned)
     stream.synchronize()
     np.testing.assert_array_equal(host.reshape(DATA.shape), DATA[ORDER])
-    CopyBatch(memory + OFFSETS, addresses(host), SIZES, edges).submit(stream, is_source_stable=True)
+    back = CopyBatch(memory + OFFSETS, addresses(host), SIZES, edges)
+    back.submit(stream, is_source_stable=True, is_pinned=is_pinned)
     stream.synchronize()
     assert cuda_memory.content(context, int(memory), SIZE) == DATA[ORDER].tobytes()
 
@@ -48,7 +49,7 @@ def test_pinned_memory_is_copied_both_ways(context, stream, memory):
 
 
 def test_pageable_memory_is_copied_both_ways(context, stream, memory):
-    copy_both_ways(context, stream, memory, pages(SIZE))
+    copy_both_ways(context, stream, memory, pages(SIZE), is_pinned=False)
 
 
 def test_memory_is_copied_within_the_device(context, stream, memory):
@@ -66,7 +67,7 @@ def test_pieces_may_cross_the_edges_of_registrations(context, stream, memory):
     pins.set_ready(2 * 171 * 4096 + 5000)
     assert pins.wait(60)
     assert pins.pinned_bytes == 2 * 171 * 4096
-    copy_both_ways(context, stream, memory, host[2000 : 2000 + SIZE], pins.edges)
+    copy_both_ways(context, stream, memory, host[2000 : 2000 + SIZE], pins.edges, is_pinned=False)
     pins.close()
 
 
