@@ -8,6 +8,7 @@ from lmcache.engines.huggingface import BlendedModel
 from testing.blend.tiny import engine_for, random_tokens, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]
+FIXED = [NoTokens(), FirstTokens(0.3)]
 PROMPT = [*random_tokens(40, 33, 50), *random_tokens(9, seed=1)]
 
 
@@ -27,16 +28,21 @@ def test_recomputing_everything_equals_a_full_prefill(device):
     model = tiny_model("llama").cuda()
     with torch.no_grad():
         expected = model(torch.cat(PROMPT)[None].cuda()).logits[0, -9:]
-    for logits in prefilled(model, device, AllTokens()):
-        assert torch.equal(logits, expected)
+    for logits in prefilled(model, device, AllTokens()):  # of another number of rows, so kernels may differ
+        assert (logits - expected).norm() <= 1e-3 * expected.norm()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "selection", [NoTokens(), FirstTokens(0.3), LargestDeviation(0.3), MostAttended(0.3)], ids=type
+    ("selection", "dtype"),
+    [
+        *((selection, dtype) for selection in FIXED for dtype in (torch.float32, torch.bfloat16)),
+        *((selection, torch.float32) for selection in (LargestDeviation(0.3), MostAttended(0.3))),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, torch.dtype) else str(value),
 )
 def test_gpu_blends_like_the_processor(device, dtype, selection):
+    """Selections by values may choose other tokens in bfloat16, whose rounding differs between kernels."""
     expected = prefilled(tiny_model("llama").to(dtype), "cpu", selection)[0].float()
     for logits in prefilled(tiny_model("llama").to("cuda", dtype), device, selection):
         assert logits.is_cuda

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 LAYERS, BLOCKS, PAGE_BYTES, BLOCKS_PER_ROW, GAP_BYTES = 3, 24, 4096, 4, 512
 STRIDE = PAGE_BYTES + GAP_BYTES
 ROW_BYTES = BLOCKS_PER_ROW * LAYERS * PAGE_BYTES
+_BLOCK_BYTES = 2 << 20
 ATTEMPTS_SECONDS = 60.0
 _MODULE = "tests.harness.gpu_engine"
 _fork_server = fork_server.ForkServer(_MODULE, lambda: {"PYTHONPATH": str(REPOSITORY)}, shares_memory=False)
@@ -56,7 +57,9 @@ class Rank:
         # A copy of the GPU's memory, for comparison.
         self.host = [np.zeros((layers, BLOCKS, STRIDE), np.uint8) for layers in (1, LAYERS - 1)]
         self.layers = [layer[:, :PAGE_BYTES] for host in self.host for layer in host]
-        self.addresses = [int(self.context.call("cuMemAlloc", host.nbytes)) for host in self.host]
+        # CUDA may put smaller allocations into one block, and an importer maps the block.
+        sizes = [max(host.nbytes, _BLOCK_BYTES) for host in self.host]
+        self.addresses = [int(self.context.call("cuMemAlloc", size)) for size in sizes]
         self.fill(settings.get("seed", 1))
         self.socket_path = socket_path
         self.client, self.session = self.attach(self.offer())

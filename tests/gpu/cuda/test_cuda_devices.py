@@ -3,6 +3,7 @@
 import ctypes
 import subprocess
 import sys
+from concurrent import futures
 
 import pytest
 
@@ -49,13 +50,17 @@ def test_context_is_current_only_inside_its_with_block(context):
     def is_current():
         return bool(int(context.driver.call("cuCtxGetCurrent")))
 
-    assert not is_current()
-    with context:
-        assert is_current()
+    def observe():
+        observed = [is_current()]
         with context:
-            pass
-        assert is_current()
-    assert not is_current()
+            observed.append(is_current())
+            with context:
+                pass
+            observed.append(is_current())
+        return [*observed, is_current()]
+
+    with futures.ThreadPoolExecutor(1) as new_thread:  # torch leaves a context on threads that use it
+        assert new_thread.submit(observe).result() == [False, True, True, False]
 
 
 def test_errors_name_the_call_and_its_code(context):
