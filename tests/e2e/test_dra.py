@@ -33,7 +33,7 @@ WAIT_SECONDS = 180
 SERVED = """#!/bin/sh
 PYTHONPATH="$PYTHONPATH:/opt/test" exec python -m testing.engine.served "$@"
 """
-MODULES = ("kv_digests", "served", "simulated_gpu")
+MODULES = ("gpu", "kv_digests", "served", "simulated_gpu")
 
 
 def make_prompt(number: int) -> list[int]:
