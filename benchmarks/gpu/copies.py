@@ -18,6 +18,7 @@ from benchmarks.gpu.scale import Scale, size
 from lmcache.cuda import ipc
 from lmcache.cuda.copies import CopyBatch
 from lmcache.cuda.driver import Context, Stream
+from lmcache.cuda.errors import CudaError
 from testing.cuda_memory import pages
 from testing.cuda_peers import open_context, peer
 
@@ -70,7 +71,8 @@ def singly(batch: CopyBatch, stream: Stream) -> None:
     copy: Any = stream.context.driver.function("cuMemcpyAsync", 4000, *types)
     with stream.context:
         for piece in zip(batch.to.tolist(), batch.from_.tolist(), batch.sizes.tolist(), strict=True):
-            copy(*piece, int(stream.raw))
+            if code := copy(*piece, int(stream.raw)):
+                raise stream.context.driver.error("cuMemcpyAsync", code)
 
 
 def measure(results: Results, context: Context, scale: Scale) -> None:
@@ -106,7 +108,7 @@ def _other_ways(results: Results, context: Context, address: int, scale: Scale) 
         ("way", "piece size", "to the host", "to the GPU"),
         "GB/s. Both directions: at the same time, on separate streams.",
     )
-    ours, pageable = (Buffers(context, address, scale, is_pinned=way) for way in (True, False))
+    ours = Buffers(context, address, scale)
 
     def add(what: str, piece_bytes: int, gbytes: Callable[[CopyBatch], float]) -> None:
         both = (gbytes(ours.batch(piece_bytes, is_store=way)) for way in (True, False))
@@ -114,17 +116,40 @@ def _other_ways(results: Results, context: Context, address: int, scale: Scale) 
 
     for piece_bytes in (32 * KIB, 2 * MIB):
         add("a call for each piece", piece_bytes, lambda batch: ours.gbytes(batch, singly))
-    stores = pageable.batch(2 * MIB, is_store=True), pageable.batch(2 * MIB, is_store=False)
-    slow = (f"{pageable.gbytes(batch):.1f}" for batch in stores)
-    section.add("not pinned", size(2 * MIB), *slow)
     other = Buffers(context, address, scale)
     with background(lambda: copy_once(other, other.batch(2 * MIB, is_store=False))):
         to_host = ours.gbytes(ours.batch(2 * MIB, is_store=True))
     with background(lambda: copy_once(other, other.batch(2 * MIB, is_store=True))):
         to_gpu = ours.gbytes(ours.batch(2 * MIB, is_store=False))
     section.add("both directions", size(2 * MIB), f"{to_host:.1f}", f"{to_gpu:.1f}")
-    for buffers in (ours, pageable, other):
+    for buffers in (ours, other):
         buffers.close()
+
+
+def measure_pageable(results: Results, context: Context, scale: Scale) -> None:
+    """Measure copies of memory that is not pinned. An error becomes the cell of its row."""
+    section = results.section(
+        "Copies of memory that is not pinned",
+        ("way", "piece size", "to the host", "to the GPU"),
+        "GB/s, with a call for each piece, as engines copy memory that is not pinned yet.",
+    )
+    with contextlib.suppress(CudaError):  # after an error, the context may refuse the calls of the cleanup
+        address = int(context.call("cuMemAlloc", scale.copy_bytes))
+        pageable = Buffers(context, address, scale, is_pinned=False)
+        for piece_bytes in (32 * KIB, 2 * MIB):
+            cells = (_pageable_speed(pageable, piece_bytes, is_store=way) for way in (True, False))
+            section.add("not pinned", size(piece_bytes), *cells)
+        pageable.close()
+        context.call("cuMemFree", address)
+
+
+def _pageable_speed(buffers: Buffers, piece_bytes: int, *, is_store: bool) -> str:
+    """Return GB/s, or the error."""
+    batch = buffers.batch(piece_bytes, is_store=is_store)
+    try:
+        return f"{buffers.gbytes(batch, lambda batch, stream: batch.submit(stream, is_pinned=False)):.1f}"
+    except CudaError as error:
+        return str(error)
 
 
 def copy_once(buffers: Buffers, batch: CopyBatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import mmap
@@ -20,17 +21,22 @@ import numpy as np
 
 from benchmarks.gpu.results import Results, Section
 from benchmarks.gpu.scale import Scale, size
-from lmcache.cuda.copies import CopyBatch
+from lmcache.cuda.copies import BATCHES_SINCE, CopyBatch
 from lmcache.cuda.driver import Context, Device, Stream
 from lmcache.cuda.errors import CudaError
+from testing.child_process import wait_readable, wait_until
 from testing.cuda_memory import allocate, pages
 from testing.cuda_peers import Peer, export_content, open_context, peer
 
 _ANSWER_SECONDS = 20.0
+"""Deadline of another process. A call that hangs is a result, too."""
+_CONTENT_BYTES = 2 << 20
+"""CUDA IPC shares the whole block of 2 MiB that contains a smaller allocation."""
 _USER = 1234
 _NAMESPACES = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 _CONTAINER = [*_NAMESPACES, "--ipc", "--mount"]
 _PAGEABLE_BYTES = 1 << 20
+_RIGHT, _WRONG = "right bytes", "**wrong bytes**"
 NO_IPC = "the sidecar can't read this GPU's memory there: use --transfer SharedMemory"
 
 
@@ -43,7 +49,7 @@ def run(results: Results, scale: Scale) -> None:
         "A second process opens GPU memory of a first one over CUDA IPC. Both are ended as crashes end them.",
     )
     Ipc(results, section).run()
-    _calls_of_a_process(results, section, device)
+    _calls_of_a_process(results, section)
 
 
 def _host(results: Results, device: Device) -> None:
@@ -87,6 +93,10 @@ def _nvidia_smi(fields: str) -> str:
     )
 
 
+class NoAnswerError(Exception):
+    """Another process has ended or hangs."""
+
+
 class Importer:
     """The process of ``benchmarks.gpu.importer``, started by a command that sets its conditions."""
 
@@ -94,8 +104,11 @@ class Importer:
         command = [*prefix, sys.executable, "-m", "benchmarks.gpu.importer"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._process: subprocess.Popen[str] = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
-        self._send(uid)
-        self.hello = self._receive()
+        try:
+            self._send(uid)
+            self.hello = self._receive()
+        except NoAnswerError as error:
+            raise RuntimeError(f"the process could not be started: {error}") from error
 
     def open(self, handle: bytes) -> dict[str, Any]:
         """Open memory, or read it again. Returns the code of the driver and the digest of the memory."""
@@ -106,19 +119,24 @@ class Importer:
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):  # a request that was not read
+                assert pipe is not None
                 pipe.close()
 
     def _send(self, message: object) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message) + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which the answer shows
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
 
     def _receive(self) -> dict[str, Any]:
+        """Return the answer. Kills the process and raises NoAnswerError if there is none."""
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        is_in_time = wait_readable(self._process.stdout.fileno(), _ANSWER_SECONDS)
+        line = self._process.stdout.readline() if is_in_time else ""
         if not line:
-            raise RuntimeError("the process could not be started or has ended")
+            self.kill()
+            raise NoAnswerError("it has ended" if is_in_time else f"no answer within {_ANSWER_SECONDS:.0f} s")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -128,7 +146,7 @@ class Ipc:
 
     def __init__(self, results: Results, section: Section) -> None:
         self._results, self._section = results, section
-        self._content = os.urandom(1 << 16)
+        self._content = os.urandom(_CONTENT_BYTES)
         self._digest = hashlib.sha256(self._content).hexdigest()
 
     def run(self) -> None:
@@ -150,6 +168,8 @@ class Ipc:
             result = work()
         except (OSError, RuntimeError) as error:
             result = f"not possible here: {error}"
+        except NoAnswerError as error:
+            result = f"**{error}**"
         self._section.add(f"memory opened: {what}", result, expected)
         if result != expected and not result.startswith("not possible"):
             self._results.problem(f"memory opened: {what}: {result}, expected {expected}", NO_IPC)
@@ -165,7 +185,7 @@ class Ipc:
         answer = importer.open(handle)
         if answer["code"]:
             return f"error {answer['code']}"
-        return "its bytes" if answer["digest"] == self._digest else "**wrong bytes**"
+        return "its bytes" if answer["digest"] == self._digest else _WRONG
 
     def _open_after_kill(self, handle: bytes) -> str:
         killed = Importer()
@@ -193,21 +213,48 @@ def open_in_exporter(state: dict[str, Any], handle: bytes) -> str:
     return "opened"
 
 
-def _calls_of_a_process(results: Results, section: Section, device: Device) -> None:
+def _calls_of_a_process(results: Results, section: Section) -> None:
     """Report calls of one process whose results decide what the engine's copier does."""
-    context = device.primary_context()
     for to_host in (True, False):
         way = "from the GPU to memory that is not pinned" if to_host else "from memory that is not pinned"
-        section.add(f"a batch of copies {way}", _pageable(context, to_host=to_host), "right bytes")
+        single = _in_peer(copy_pageable, to_host, False)
+        batch = _in_peer(copy_pageable, to_host, True)
+        section.add(f"a single copy {way}", single, _RIGHT)
+        section.add(f"a batch of copies {way}", batch, f"{_RIGHT} or an error")
+        for what, result, is_bad in (("copy", single, single != _RIGHT), ("batch", batch, batch == _WRONG)):
+            if is_bad:
+                results.problem(f"a {what} {way}: {result}", "copies of KV may be wrong: send us the page")
     with peer() as other:
         other.call(open_context)
         section.add(
             f"pinning by user {_USER} with 64 KiB of locked memory", other.call(pin_as_user), "pinned"
         )
-    context.close()
 
 
-def _pageable(context: Context, *, to_host: bool) -> str:
+def _in_peer(function: Callable[..., str], *arguments: object) -> str:
+    """Call a function in a process of its own, whose context it may break."""
+    try:
+        with peer() as other:
+            other.call(open_context)
+            other.start(function, *arguments)
+            wait_until(lambda: other.has_result, timeout=_ANSWER_SECONDS, what="the call ends")
+            return str(other.result())
+    except (AssertionError, EOFError, OSError) as error:
+        return f"**{(str(error) or 'the process has ended').splitlines()[-1]}**"
+
+
+def copy_pageable(state: dict[str, Any], to_host: bool, is_batch: bool) -> str:
+    """Copy memory that is not pinned. Returns whether the bytes are right, or the error."""
+    context: Context = state["context"]
+    if is_batch and (context.driver.version < BATCHES_SINCE or not context.can_batch):
+        return "no batches: the driver is too old, or this platform does not support them"
+    try:
+        return _copy_pageable(context, to_host=to_host, is_batch=is_batch)
+    except CudaError as error:
+        return f"error {error.code}"
+
+
+def _copy_pageable(context: Context, *, to_host: bool, is_batch: bool) -> str:
     host, stream = pages(_PAGEABLE_BYTES), Stream(context)
     content = os.urandom(_PAGEABLE_BYTES)
     address = allocate(context, content if to_host else bytes(_PAGEABLE_BYTES))
@@ -215,19 +262,14 @@ def _pageable(context: Context, *, to_host: bool) -> str:
         host[:] = np.frombuffer(content, np.uint8)
     ends = [host.ctypes.data, address]
     to, from_ = ends if to_host else reversed(ends)
-    try:
-        words = (np.array([word], np.uint64) for word in (to, from_, _PAGEABLE_BYTES))
-        CopyBatch(*words).submit(stream, is_source_stable=not to_host)
-        stream.synchronize()
-        got = np.zeros(_PAGEABLE_BYTES, np.uint8)
-        context.call("cuMemcpyDtoH", got.ctypes.data, address, got.nbytes)
-        result = host if to_host else got
-        return "right bytes" if result.tobytes() == content else "**wrong bytes**"
-    except CudaError as error:
-        return f"error {error.code}"
-    finally:
-        stream.close()
-        context.call("cuMemFree", address)
+    words = (np.array([word], np.uint64) for word in (to, from_, _PAGEABLE_BYTES))
+    # Declared as pinned, so that it is a batch for the driver.
+    CopyBatch(*words).submit(stream, is_source_stable=not to_host, is_pinned=is_batch)
+    stream.synchronize()
+    got = np.zeros(_PAGEABLE_BYTES, np.uint8)
+    context.call("cuMemcpyDtoH", got.ctypes.data, address, got.nbytes)
+    result = host if to_host else got
+    return _RIGHT if result.tobytes() == content else _WRONG
 
 
 def pin_as_user(state: dict[str, Any]) -> str:
