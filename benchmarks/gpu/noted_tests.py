@@ -1,4 +1,4 @@
-"""A pytest plugin: writes the outcome of each test to the file ``GPU_CHECK_TESTS``, as soon as it ends."""
+"""A pytest plugin: writes start and outcome of each test to the file ``GPU_CHECK_TESTS``, as they happen."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 VARIABLE = "GPU_CHECK_TESTS"
 _MAX_REASON = 300
+STARTED = "started"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -21,6 +22,10 @@ def pytest_configure(config: pytest.Config) -> None:
 class _Writer:
     def __init__(self, path: Path) -> None:
         self._path = path
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Write that a test starts. If it hangs, this is its only entry."""
+        self._write(nodeid, STARTED, "setup", "")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write what a test did: calls, skips, and failures of any phase."""
