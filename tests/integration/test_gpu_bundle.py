@@ -49,7 +49,7 @@ def test_bundle_runs_without_network(tree, tmp_path):
     argv = without_network("sh", tree / ".gpu" / "run.sh", "--simulated", "facts")
     done = subprocess.run(argv, cwd="/", env=os.environ | variables | node, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    (step,) = json.loads((tmp_path / "out" / "steps.json").read_text())
+    step = json.loads((tmp_path / "out" / "results.jsonl").read_text())
     assert (step["step"], step["state"]) == ("facts", "passed")
 
     packed = {
