@@ -20,13 +20,15 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.gpu import page, results
+from benchmarks.gpu import page, results, shared_files
 from benchmarks.gpu.page import FAILED, LATE, MISSING, PASSED, Outcome
 from benchmarks.gpu.plan import STEPS, Step, missing
 
 ROOT = Path(__file__).parents[2]
 OUTPUT = ROOT / "docs" / "reference" / "gpu-facts.md"
 _SHORTEST_SECONDS = 15
+_STOP_SECONDS = 15.0
+"""Time that a stopped step has to end its children and to remove its files."""
 _NEEDED = (("torch", "torch"), ("numpy", "numpy"), ("cuda.bindings", "cuda-bindings"))
 
 
@@ -127,16 +129,16 @@ def run(step: Step, folder: Path, seconds: float, *, is_tiny: bool) -> Outcome:
     began_at = time.monotonic()
     log = folder / "logs" / f"{step.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            argv + ["--tiny"] * is_tiny,
-            cwd=ROOT,
-            env=environment,
-            start_new_session=True,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-        state = _wait(process, limit, log)
+    argv += ["--tiny"] * is_tiny
+    try:
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                argv, cwd=ROOT, env=environment, start_new_session=True, stdout=output, stderr=output
+            )
+            state = _wait(process, limit, log)
+    finally:
+        if names := shared_files.remove(folder):
+            print(f"removed from {shared_files.FOLDER}: {', '.join(names)}", flush=True)
     return Outcome(step.name, state, time.monotonic() - began_at, entries=results.read(folder, step.name))
 
 
@@ -156,11 +158,13 @@ def _wait(process: subprocess.Popen[bytes], limit: float, log: Path) -> str:
                 if time.monotonic() > ends_at:
                     return LATE
     finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):  # also for children that outlived the step
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(5)
+        process.terminate()  # only the step itself, which ends its children
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_SECONDS)
+        with contextlib.suppress(ProcessLookupError):  # children that outlived the step
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
 
 
 if __name__ == "__main__":

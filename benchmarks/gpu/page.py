@@ -18,6 +18,8 @@ from lmcache.cuda.driver import Device
 
 BY_NAME = {step.name: step for step in STEPS}
 PASSED, FAILED, LATE, MISSING = "passed", "failed", "stopped at its time limit", "not run"
+_INCOMPLETE = "not completely measured"
+"""Meaning of a step that was stopped without a problem: it says nothing against this GPU."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,7 @@ class Outcome:
 
     step: str
     state: str
-    """BY_NAME = {step.name: step for step in STEPS}
-PASSED, FAILED, LATE or MISSING."""
+    """PASSED, FAILED, LATE or MISSING."""
     seconds: float = 0.0
     why: str = ""
     """Reason if the step did not run."""
@@ -60,6 +61,7 @@ def write(folder: Path, head: dict[str, str], outcomes: list[Outcome], *, is_sim
 def _section(outcome: Outcome) -> str:
     text = f"## {outcome.step}: {BY_NAME[outcome.step].what}\n**{outcome.state}**"
     text += f": {outcome.why}" if outcome.why else f" after {outcome.seconds:.0f} s"
+    text += f": {_INCOMPLETE}" if _is_incomplete(outcome) else ""
     for problem in results.problems(outcome.entries):
         text += f"\n- {problem.what}: {problem.meaning}"
     return f"{text}\n\n{results.markdown(outcome.entries)}"
@@ -90,9 +92,15 @@ def chip(device: Device) -> str:
     return done.stdout.strip() or str(name)
 
 
+def _is_incomplete(outcome: Outcome) -> bool:
+    """True if a step was stopped at its time limit, and had found no problem until then."""
+    return outcome.state == LATE and not results.problems(outcome.entries)
+
+
 def last_line(outcomes: list[Outcome]) -> str:
-    """Return one line that says what failed, and what it means for the user."""
-    bad = [outcome for outcome in outcomes if outcome.state in (FAILED, LATE)]
+    """Return one line that says what failed or was stopped, and what it means for the user."""
+    late = [f"{outcome.step} ({LATE}): {_INCOMPLETE}" for outcome in outcomes if _is_incomplete(outcome)]
+    bad = [each for each in outcomes if each.state in (FAILED, LATE) and not _is_incomplete(each)]
     parts = []
     for outcome in bad:
         faults = results.problems(outcome.entries)
@@ -100,6 +108,7 @@ def last_line(outcomes: list[Outcome]) -> str:
         more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
         meaning = faults[0].meaning if faults else BY_NAME[outcome.step].meaning
         parts.append(f"{outcome.step} ({what}{more}): {meaning}")
-    verdict = f"{len(bad)} of {len(outcomes)} steps failed: {'; '.join(parts)}" if bad else "passed"
+    failed = [f"{len(bad)} of {len(outcomes)} steps failed: {'; '.join(parts)}"] if bad else []
+    verdict = "; ".join(failed + late) or "passed"
     absent = [f"{outcome.step} ({outcome.why})" for outcome in outcomes if outcome.state == MISSING]
     return f"gpu-check: {verdict}" + (f"; not run: {', '.join(absent)}" if absent else "")

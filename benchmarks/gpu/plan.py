@@ -90,7 +90,7 @@ STEPS = (
     Step(
         "arena",
         45,
-        "an arena of 64 GiB: time to populate and to pin it, and what kernels feel meanwhile",
+        "an arena of up to 64 GiB: time to populate and to pin it, and what kernels feel meanwhile",
         "the start of a large arena may disturb the engine",
     ),
 )

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.shared_files import prefix
+
 
 class Results:
     """Results that one step writes to ``FOLDER/STEP.jsonl``."""
@@ -20,6 +22,8 @@ class Results:
         """``seconds``: time limit of the step."""
         self.folder = folder / "logs"
         """Folder for output of child processes."""
+        self.shared_prefix = prefix(folder)
+        """Begin of the names of this step's files in /dev/shm. They are removed if the step is killed."""
         self.num_problems = 0
         self.folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"{step}.jsonl"

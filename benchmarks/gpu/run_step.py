@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
+import sys
 import traceback
 from pathlib import Path
+from types import FrameType
 
 from benchmarks.gpu.plan import STEPS
 from benchmarks.gpu.results import Results
@@ -22,6 +25,7 @@ def main() -> int:
     parser.add_argument("seconds", type=float)
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, _stop)
     step = next(step for step in STEPS if step.name == args.step)
     results = Results(args.folder, args.step, args.seconds)
     try:
@@ -31,6 +35,12 @@ def main() -> int:
         traceback.print_exc()
         results.problem(f"{type(error).__name__}: {error}", step.meaning)
     return 1 if results.num_problems else 0
+
+
+def _stop(number: int, _: FrameType | None) -> None:
+    """End the step at its time limit, so that it removes its files in shared memory and ends its children."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """``make gpu-check`` on the simulated driver: all of its steps, and what it says if something is missing."""
 
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
+from benchmarks.gpu import shared_files
 from testing import cuda
-from testing.child_process import REPOSITORY
+from testing.child_process import REPOSITORY, wait_until
 from testing.deadlines import CALLS
 
 DEADLINES = CALLS
@@ -52,6 +54,7 @@ def test_every_step_that_needs_no_engine_passes_and_is_on_the_page(tmp_path):
     for row in (
         "memory opened: own PID, IPC and mount namespace",
         "memory opened: after the exporter was killed",
+        "a batch of copies from memory that is not pinned | error 1 | right bytes or an error",
         "28 KiB",
         "not pinned",
         "stores by the sidecar, pieces of 2 MiB",
@@ -69,6 +72,19 @@ def test_tests_that_skip_on_a_real_driver_leave_nothing_behind(tmp_path):
     with cuda.node() as node:
         completed = check(tmp_path, "--simulated", "tests", **node.environment())
     assert completed.returncode == 0, completed.stdout
+
+
+def test_killed_arena_step_leaves_nothing_in_shared_memory(tmp_path):
+    with cuda.node() as node:
+        argv = [sys.executable, "-m", "benchmarks.gpu.run_step", "arena", str(tmp_path), "100", "--tiny"]
+        with (tmp_path / "log").open("w") as log:
+            process = subprocess.Popen(argv, cwd=REPOSITORY, env=os.environ | node.environment(), stdout=log)
+            pattern = f"{shared_files.prefix(tmp_path)}*"
+            wait_until(lambda: [*shared_files.FOLDER.glob(pattern)], what="the arena has a file")
+            process.terminate()
+            assert process.wait(60) == 128 + signal.SIGTERM
+        assert [*shared_files.FOLDER.glob(pattern)] == []
+        assert node.processes() == []
 
 
 def test_after_a_failure_the_rest_is_measured_and_the_last_line_says_what_it_means(tmp_path):

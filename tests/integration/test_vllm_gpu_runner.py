@@ -155,6 +155,18 @@ def test_engine_is_not_started_without_time(tmp_path):
         pass
 
 
+@pytest.mark.parametrize(
+    ("pinned", "has_bars"), [({"engine": 10, "reader": 8}, False), ({"engine": 9, "reader": 9}, True)]
+)
+def test_engine_with_too_little_pinned_memory_has_no_bars(tmp_path, pinned, has_bars):
+    world = World(Results(tmp_path, "vllm"), TINY, choose(TINY, 0, 0))
+    transfer = {"mode": "CudaIPC", "reason": "", "pinned_bytes": pinned, "pin_problem": ""}
+    stats = {"transfer": transfer, "memory": {"capacity_bytes": 10}}
+    world._report_transfer("A", stats, "CudaIPC", ("engine", "reader"))
+    assert world.has_bars == has_bars
+    assert ("only 80% of the arena" in (tmp_path / "vllm.jsonl").read_text()) != has_bars
+
+
 GENERATED = Generated([1], [0.0], 0.1, 0.1, 32, 32, "length", None, [["a", "b", "of the answer"]])
 
 
@@ -171,7 +183,7 @@ GENERATED = Generated([1], [0.0], 0.1, 0.1, 32, 32, "length", None, [["a", "b", 
 )
 def test_difference_fails_the_step(tmp_path, hit, num_loaded, what):
     results = Results(tmp_path, "vllm")
-    hits = Hits(SimpleNamespace(results=results, sizes=SimpleNamespace(shape=TINY.shape)))
+    hits = Hits(SimpleNamespace(results=results, sizes=SimpleNamespace(shape=TINY.shape), has_bars=True))
     engine = mock.Mock()
     engine.generate.return_value = [hit]
     engine.phases.return_value = {"load": [0.001]}

@@ -83,7 +83,7 @@ class Decode:
         self._section.add(
             *(name, what, f"{len(steps)}", _milliseconds(steps[len(steps) // 2]), _milliseconds(p99)),
             *(_milliseconds(steps[-1]), f"{p99 / alone:.3f}"),
-            held(p99 / alone, MAX_SLOWDOWN) if has_bar else "",
+            held(p99 / alone, MAX_SLOWDOWN) if has_bar and self._world.has_bars else "",
         )
 
     @contextmanager

@@ -93,7 +93,7 @@ class Hits:
             "same" if _is_same_kv(reference, hit) else "**other**",
             "same" if _answer(hit) == _answer(reference.engine_hit) else "**other**",
             f"{held(of_cold, HIT_OF_COLD)}; {held(of_engine, HIT_OF_ENGINE_CACHE)}"
-            if has_bar and is_bar_size
+            if has_bar and is_bar_size and self._world.has_bars
             else "",
         )
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
 from benchmarks.gpu.scale import Scale, Shape
+from benchmarks.gpu.shared_files import free_bytes
 from lmcache.cuda.driver import Device
-
-SHARED_MEMORY = Path("/dev/shm")
 
 _ACTIVATION_BYTES = 6 << 30
 """GPU memory for contexts, activations and workspaces."""
+PROCESS_BYTES = 8 << 30
+"""Host memory for engine, sidecars and Redis, besides arenas and weights."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +49,11 @@ def of_this_machine(scale: Scale) -> Sizes:
     """Return the sizes for the first GPU and this host."""
     device = Device.visible()[0]
     gpu_bytes = int(device.driver.call("cuDeviceTotalMem", device.ordinal))
-    return choose(scale, gpu_bytes, shutil.disk_usage(SHARED_MEMORY).free)
+    return choose(scale, gpu_bytes, free_bytes(PROCESS_BYTES))
 
 
 def choose(scale: Scale, gpu_bytes: int, shared_bytes: int) -> Sizes:
-    """Return the sizes for a GPU with ``gpu_bytes``, and a host whose /dev/shm has ``shared_bytes`` free."""
+    """Return the sizes for a GPU with ``gpu_bytes``, and a host that has ``shared_bytes`` free for arenas."""
     if scale.is_tiny:
         return Sizes(scale.shape, (257, 513), 16 << 20, 64 << 20, 64 << 20, 2, 24, 1, 1, 3)
     prompts = (8193, 8193, 32769)

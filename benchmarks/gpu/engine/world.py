@@ -10,12 +10,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.gpu.engine.sizes import SHARED_MEMORY, Sizes
+from benchmarks.gpu import shared_files
+from benchmarks.gpu.engine.sizes import PROCESS_BYTES, Sizes
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.scale import Scale, size
 from testing.child_process import free_port, wait_until
@@ -29,6 +30,8 @@ _PATIENT_SECONDS = 120.0
 """The same on the simulated driver: a test's machine may be busy."""
 _LEAST_SECONDS = 45.0
 """An engine is not started with less time. On an H100 its start takes about 30 s."""
+_LEAST_PINNED = 0.9
+"""Share of the arena that must be pinned before anything is measured."""
 _RESERVE_SECONDS = 8.0
 """Time to end all processes."""
 _ATTEMPTS = (("FLASH_ATTN", "V2"), ("TRITON_ATTN", "V2"), ("FLASH_ATTN", "V1"), ("TRITON_ATTN", "V1"))
@@ -55,10 +58,13 @@ class World:
         self._kind = gpu.EMULATED if scale.is_tiny else gpu.REAL
         self._attempts = list(_ATTEMPTS[:1] if scale.is_tiny else _ATTEMPTS)
         self._is_described = False
+        self.has_bars = True
+        """False if too little of the arena is pinned: figures of the last engine say nothing about bars."""
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> World:
         self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu-check-")))
+        self.arenas = self._shared_folder("arenas-", shared_files.FOLDER)
         self.model = self._make_model()
         return self
 
@@ -74,6 +80,7 @@ class World:
         """Start a sidecar that lives as long as this world. Other pods may read its memory tier."""
         usual = {"memory_size": self.sizes.memory_bytes, "peer_host": "127.0.0.1", "peer_port": free_port()}
         sidecar = SidecarProcess(**usual | options)
+        sidecar.arena_path = self.arenas / name
         sidecar.environment = {"CUDASIM_ROLE": name} if self.scale.is_tiny else {}
         self._stack.enter_context(sidecar)
         self._stack.callback(shutil.copy, sidecar.log_path, self.results.folder / f"{name}.log")
@@ -156,16 +163,25 @@ class World:
 
         def is_complete() -> bool:
             stats = sidecar.stats()
-            pinned, wanted = stats["transfer"]["pinned_bytes"], 0.9 * stats["memory"]["capacity_bytes"]
-            is_pinned = all(pinned.get(process, 0) > wanted for process in processes)
-            return stats["transfer"]["mode"] == expected and is_pinned
+            return stats["transfer"]["mode"] == expected and _pinned_share(stats, processes) >= _LEAST_PINNED
 
         seconds = _PATIENT_SECONDS if self.scale.is_tiny else _ATTACH_SECONDS
-        with contextlib.suppress(AssertionError):  # too late: what follows says why
+        with contextlib.suppress(AssertionError):  # the rows below say what is missing
             wait_until(is_complete, timeout=seconds, what="the sidecar reads the GPU")
-        transfer = sidecar.stats()["transfer"]
+        self._report_transfer(name, sidecar.stats(), expected, processes)
+
+    def _report_transfer(
+        self, name: str, stats: dict[str, Any], expected: str, processes: Sequence[str]
+    ) -> None:
+        """Report who copies, and how much of the arena ``processes`` have pinned."""
+        transfer = stats["transfer"]
         self.facts.add(f"engine {name}: copies", f"{transfer['mode']}: {transfer['reason']}")
         self.facts.add(f"engine {name}: pinned bytes", json.dumps(transfer["pinned_bytes"]))
+        share = _pinned_share(stats, processes)
+        self.has_bars = share >= _LEAST_PINNED
+        if not self.has_bars:
+            text = f"**only {share:.0%} of the arena**: copies are slow, so no bars apply"
+            self.facts.add(f"engine {name}: pinned in time", text)
         if transfer["mode"] != expected:
             self.results.problem(
                 f"stores of engine {name} are copied with {transfer['mode']}: {transfer['reason']}",
@@ -176,12 +192,18 @@ class World:
                 f"memory of the arena can't be pinned: {transfer['pin_problem']}", "copies are slow"
             )
 
+    def _shared_folder(self, name: str, parent: Path) -> Path:
+        """Create a folder that is removed with this world, or by the program if this process is killed."""
+        prefix = self.results.shared_prefix + name
+        return Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, dir=parent)))
+
     def _make_model(self) -> Path:
         """Write a model with random weights into shared memory, or to the disk if that is too small."""
         sizes = self.sizes
         needed = sizes.weight_bytes + sizes.memory_bytes + sizes.other_memory_bytes
-        parent = SHARED_MEMORY if needed < shutil.disk_usage(SHARED_MEMORY).free else self.folder
-        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lmc-model-", dir=parent)))
+        is_in_memory = needed < shared_files.free_bytes(PROCESS_BYTES)
+        parent = shared_files.FOLDER if is_in_memory else self.folder
+        folder = self._shared_folder("model-", parent)
         command = [sys.executable, "-m", "benchmarks.gpu.engine.weights", str(folder)]
         command.append(json.dumps(dataclasses.asdict(sizes.shape)))
         with (self.results.folder / "model.log").open("w") as log:
@@ -189,6 +211,14 @@ class World:
         self.facts.add("model", f"{sizes.shape}, weights of {size(sizes.weight_bytes)}, random")
         self.facts.add("weights are in", str(parent))
         return folder
+
+
+def _pinned_share(stats: dict[str, Any], processes: Sequence[str]) -> float:
+    """Return the share of the arena that each of ``processes`` has pinned."""
+    pinned = stats["transfer"]["pinned_bytes"]
+    return float(
+        min(pinned.get(process, 0) for process in processes) / max(1, stats["memory"]["capacity_bytes"])
+    )
 
 
 def _brief(error: Exception) -> str:

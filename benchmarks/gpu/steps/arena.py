@@ -19,6 +19,7 @@ from benchmarks.gpu.kernel import Kernel
 from benchmarks.gpu.page_nodes import sampled_nodes
 from benchmarks.gpu.results import Results, Section, held
 from benchmarks.gpu.scale import Scale, size
+from benchmarks.gpu.shared_files import FOLDER, free_bytes
 from lmcache.common.numa import on_node
 from lmcache.cuda.driver import Context, Device
 from lmcache.cuda.pins import Pins
@@ -27,24 +28,37 @@ from testing.cuda_peers import open_context, peer
 
 Bytes = npt.NDArray[np.uint8]
 
-_FOLDER = "/dev/shm"
 _PARTS = 8
+_UNIT = _PARTS * 4 * MIB
+"""The arena's size is a multiple of this."""
+_SAMPLE_BYTES = 1 << 30
+"""Bytes that are populated first. Their time decides the size of the arena."""
+_POPULATING_SHARE = 0.4
+"""Share of the remaining time that populating may take. Pinning needs the rest."""
 _KINDS = ((256 * MIB, 0.0), (64 * MIB, 0.0), (16 * MIB, 0.0), (16 * MIB, 3.0))
 """Bytes of a registration, and the pause after it as a multiple of its time. The engine uses the last one."""
 
 
 def run(results: Results, scale: Scale) -> None:
     device = Device.visible()[0]
+    max_bytes = _usable_bytes(scale)
+    if not max_bytes:
+        results.problem(f"less than {size(_UNIT)} of memory are free", "pinning of an arena was not measured")
+        return
     context = device.primary_context()
     kernel = Kernel(context, scale.kernel_bytes)
-    num_bytes = _arena_bytes(scale)
+    with _arena(results, min(_SAMPLE_BYTES, max_bytes)) as (_, sample):
+        steps, seconds = _during(kernel, lambda: _populate(sample, device.numa_node))
+    per_gib = seconds / (sample.nbytes / 2**30)
+    num_bytes = _fitting_bytes(max_bytes, per_gib, results.seconds_left())
     section = results.section(
         f"An arena of {size(num_bytes)}",
         ("work", "seconds per GiB", "step p50", "step p99", "longest step"),
         "Steps are launches of a kernel, each with a wait for its end, as an engine's thread makes them."
         f" Each kind of pinning registers one of {_PARTS} parts of the arena.",
     )
-    with _arena(num_bytes) as (name, arena):
+    _add(section, f"populating {size(sample.nbytes)} first", per_gib, steps)
+    with _arena(results, num_bytes) as (name, arena):
         _add(section, "nothing", 0.0, [kernel.step() for _ in range(scale.kernel_runs)])
         steps, seconds = _during(kernel, lambda: _populate(arena, device.numa_node))
         _add(section, "populating by this process", seconds / (num_bytes / 2**30), steps)
@@ -86,19 +100,22 @@ def _report_nodes(results: Results, arena: Bytes, node: int | None) -> None:
     section.add("the host does not say" if node is None else str(node), by_node, f"{share:.1%}", bar)
 
 
-def _arena_bytes(scale: Scale) -> int:
-    """Return the size of the arena: at most 0.8 of what is free in memory and in /dev/shm."""
-    free = os.statvfs(_FOLDER)
+def _usable_bytes(scale: Scale) -> int:
+    """Return at most 0.8 of the free memory: of the host, in /dev/shm, and below the container's limit."""
     pages = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
-    least = min(scale.arena_bytes, int(0.8 * min(free.f_bavail * free.f_frsize, pages)))
-    unit = _PARTS * 4 * MIB
-    return least // unit * unit
+    return min(scale.arena_bytes, int(0.8 * min(free_bytes(), pages))) // _UNIT * _UNIT
+
+
+def _fitting_bytes(max_bytes: int, seconds_per_gib: float, seconds_left: float) -> int:
+    """Return the size of an arena that is populated in a share of the remaining time."""
+    gib = _POPULATING_SHARE * max(0.0, seconds_left) / seconds_per_gib
+    return max(_UNIT, min(max_bytes, int(gib * 2**30) // _UNIT * _UNIT))
 
 
 @contextlib.contextmanager
-def _arena(num_bytes: int) -> Iterator[tuple[str, Bytes]]:
+def _arena(results: Results, num_bytes: int) -> Iterator[tuple[str, Bytes]]:
     """Memory on tmpfs, and the name of its file."""
-    with tempfile.NamedTemporaryFile(dir=_FOLDER, prefix="lmc-gpu-check-") as file:
+    with tempfile.NamedTemporaryFile(dir=FOLDER, prefix=f"{results.shared_prefix}arena-") as file:
         file.truncate(num_bytes)
         yield file.name, _map(file.name, 0, num_bytes)
 
@@ -138,20 +155,23 @@ def _add(section: Section, what: str, seconds: float, steps: list[float]) -> Non
 
 def _during(kernel: Kernel, work: Callable[[], object]) -> tuple[list[float], float]:
     """Run steps while ``work`` runs in another thread. Returns their seconds, and those of the work."""
-    ended: list[float] = []
+    ended: list[float | Exception] = []
 
     def timed() -> None:
         began_at = time.perf_counter()
         try:
             work()
-        finally:
             ended.append(time.perf_counter() - began_at)
+        except Exception as error:
+            ended.append(error)
 
-    thread = threading.Thread(target=timed)
-    thread.start()
+    # A daemon: the end of a stopped step does not wait for it.
+    threading.Thread(target=timed, daemon=True).start()
     steps = _until(kernel, lambda: bool(ended))
-    thread.join()
-    return steps, ended[0]
+    (end,) = ended
+    if isinstance(end, Exception):
+        raise end
+    return steps, end
 
 
 def pin(state: dict[str, Any], name: str, offset: int, num_bytes: int) -> float:

@@ -13,9 +13,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import sys
-from types import FrameType
 
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.scale import Scale
@@ -23,8 +20,6 @@ from testing import deadlines
 
 
 def run(results: Results, scale: Scale) -> None:
-    # The runner of the steps sends SIGTERM before SIGKILL. An arena in shared memory would outlive the step.
-    signal.signal(signal.SIGTERM, _stop)
     if scale.is_tiny:  # a test's machine may be busy
         os.environ[deadlines.VARIABLE] = deadlines.PATIENT
     from benchmarks.gpu.engine.course import Course
@@ -40,8 +35,3 @@ def run(results: Results, scale: Scale) -> None:
 
 def _find_redis() -> str | None:
     return shutil.which(os.environ.get("LMCACHE_TEST_SERVER", "redis-server"))
-
-
-def _stop(number: int, _: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(128 + number)
