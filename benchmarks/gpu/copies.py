@@ -26,7 +26,7 @@ KIB, MIB = 1 << 10, 1 << 20
 SIZES = [4 * KIB, 8 * KIB, 16 * KIB, 28 * KIB, 32 * KIB, 64 * KIB, 256 * KIB, 2 * MIB, 32 * MIB]
 BAR_GBYTES = 45.0
 LEAST_SHARE = 0.9
-"""Bar for 2 MiB, which a block of an 8B model has if all its layers lie together, as a share of the best batch."""
+"""Bar for 2 MiB, the size of an 8B model's block in all layers, as a share of the best batch."""
 
 
 class Buffers:
@@ -104,7 +104,7 @@ def _by_size(results: Results, context: Context, address: int, scale: Scale) -> 
             bar = held(min(to_host, read), BAR_GBYTES, is_least=True) if piece_bytes == 2 * MIB else ""
             section.add(size(piece_bytes), f"{to_host:.1f}", f"{to_gpu:.1f}", f"{read:.1f}", bar)
     ours.close()
-    shares = [ours / max(ways) for ours, *ways in zip(speeds[2 * MIB], *speeds.values(), strict=True)]
+    shares = [block / max(others) for block, *others in zip(speeds[2 * MIB], *speeds.values(), strict=True)]
     bar = held(min(shares), LEAST_SHARE, is_least=True)
     section.add("2 MiB / the best", *(f"{share:.2f}" for share in shares), bar)
 
