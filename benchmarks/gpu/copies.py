@@ -104,7 +104,10 @@ def _by_size(results: Results, context: Context, address: int, scale: Scale) -> 
             bar = held(min(to_host, read), BAR_GBYTES, is_least=True) if piece_bytes == 2 * MIB else ""
             section.add(size(piece_bytes), f"{to_host:.1f}", f"{to_gpu:.1f}", f"{read:.1f}", bar)
     ours.close()
-    shares = [block / max(others) for block, *others in zip(speeds[2 * MIB], *speeds.values(), strict=True)]
+    shares = [
+        of_block / max(speeds_of_way)
+        for of_block, *speeds_of_way in zip(speeds[2 * MIB], *speeds.values(), strict=True)
+    ]
     bar = held(min(shares), LEAST_SHARE, is_least=True)
     section.add("2 MiB / the best", *(f"{share:.2f}" for share in shares), bar)
 
