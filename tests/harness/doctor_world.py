@@ -9,7 +9,7 @@ from lmcache_operator.api import GROUP, PLURAL, PROFILE_PLURAL
 from lmcache_operator.commands.doctor.answers import Answer
 from lmcache_operator.commands.doctor.checks import run_checks
 from lmcache_operator.commands.doctor.checks.rights import OPERATOR_RIGHTS, USER_RIGHTS
-from lmcache_operator.commands.doctor.facts import ClusterFacts, Facts
+from lmcache_operator.commands.doctor.facts import ClusterFacts, Facts, PodTrial
 from lmcache_operator.commands.doctor.results import Level, Result
 from lmcache_operator.commands.gather import PodFigures
 
@@ -39,7 +39,6 @@ def listing(*items: Any) -> Answer:
 def definition(name: str = f"{PLURAL}.{GROUP}") -> dict[str, Any]:
     """Return a CRD as the API server returns it."""
     copied: dict[str, Any] = copy.deepcopy(_DEFINITIONS[name])
-    copied["metadata"]["labels"] = {"app.kubernetes.io/version": "0.1.0"}
     return copied | {"status": {"conditions": [{"type": "Established", "status": "True"}]}}
 
 
@@ -104,7 +103,8 @@ def cluster_facts(*pods: PodFigures, conditions: Any = (), **changes: Any) -> Cl
     resource["status"] = {"conditions": [each | {"observedGeneration": 1} for each in listed]}
     report = {"version": "0.32.0", "cache": {"block_size": "16", "enable_prefix_caching": "True"}}
     engines = [PodFigures(pod(), report)]
-    return ClusterFacts(**({"resource": resource, "pods": pods or (figures(),), "engines": engines} | fields))
+    healthy = {"pods": pods or (figures(),), "engines": engines, "trials": [PodTrial("engine", Answer(200))]}
+    return ClusterFacts(**({"resource": resource} | healthy | fields))
 
 
 def facts(*clusters: ClusterFacts, **changes: Any) -> Facts:
@@ -124,9 +124,6 @@ def facts(*clusters: ClusterFacts, **changes: Any) -> Facts:
         "policies": listing({"metadata": {"name": "policy"}}),
         "bindings": listing({"metadata": {"name": "binding"}}),
         "profiles": listing({"metadata": {"name": "demo-injection"}}),
-        "namespace_object": Answer(200, {"metadata": {"labels": {}}}),
-        "quotas": listing(),
-        "limit_ranges": listing(),
         "listed_clusters": listing(*(each.resource for each in listed)),
         "cluster_pods": listing(),
         "injected_pods": listing(),

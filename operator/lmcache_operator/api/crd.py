@@ -6,6 +6,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from lmcache_operator import __version__
 from lmcache_operator.api import GROUP, KIND, PLURAL, PROFILE_KIND, PROFILE_PLURAL, VERSION
 from lmcache_operator.api.documents import dump
 from lmcache_operator.api.fields import Field, Rule, is_part
@@ -96,7 +97,7 @@ def _definition(kind: str, plural: str, schema: Any, names: Any, more: Any) -> d
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{plural}.{GROUP}"},
+        "metadata": {"name": f"{plural}.{GROUP}", "labels": {"app.kubernetes.io/version": __version__}},
         "spec": {"group": GROUP, "names": names, "scope": "Namespaced", "versions": [version]},
     }
 

@@ -17,7 +17,7 @@ from kubernetes.aio.client import ApiClient
 
 from lmcache_operator import metrics
 from lmcache_operator.errors import RefusedError
-from lmcache_operator.kube.refusals import error_of, parsed, with_field
+from lmcache_operator.kube.refusals import error_of, parsed, warning_of, with_field
 from lmcache_operator.kube.watch import configuration
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import BY_NAME, EVENT, POD, Kind
@@ -160,25 +160,25 @@ class KubeApi:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return 0, _no_answer(error, seconds)
 
+    async def ask(self, path: str, body: Object, *, seconds: float) -> tuple[int, bytes, list[str]]:
+        """Send a review or a dry run, which stores no object. Returns what `read` returns, and warnings."""
+        pool, url, options = await self._unlimited_get(path)
+        options["json"] = body
+        try:
+            async with asyncio.timeout(seconds), self._slots, pool.post(url, **options) as response:
+                warnings = [warning_of(header) for header in response.headers.getall("Warning", ())]
+                return response.status, await response.read(), warnings
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return 0, _no_answer(error, seconds), []
+
     async def date(self, *, seconds: float) -> str:
         """Return the header Date of an answer of the API server; empty without an answer."""
-        method, url, headers, *_ = await self._client.param_serialize(
-            "GET", "/version", header_params={}, auth_settings=["BearerToken"]
-        )
+        pool, url, options = await self._unlimited_get("/version")
         try:
-            response = await self._client.call_api(method, url, headers, _request_timeout=seconds)
-            await response.read()
-            return str(response.headers.get("Date", ""))
+            async with asyncio.timeout(seconds), pool.get(url, **options) as response:
+                return str(response.headers.get("Date", ""))
         except (aiohttp.ClientError, TimeoutError, OSError):
             return ""
-
-    async def is_allowed(self, attributes: Mapping[str, str], user: str = "") -> bool:
-        """Whether a user has a right. ``user`` is a name; empty: the client's own. Stores no object."""
-        plural = "subjectaccessreviews" if user else "selfsubjectaccessreviews"
-        spec: Object = {"resourceAttributes": dict(attributes)} | ({"user": user} if user else {})
-        path = f"/apis/authorization.k8s.io/v1/{plural}"
-        _, answer = await self._call("POST", path, {"apiVersion": "authorization.k8s.io/v1", "spec": spec})
-        return bool(answer["status"]["allowed"])
 
     @asynccontextmanager
     async def web_socket(

@@ -33,6 +33,11 @@ def with_field(name: str, answer: Object) -> Object:
     return answer
 
 
+def warning_of(header: str) -> str:
+    """Return the text of a header Warning, such as `299 - "the text"`."""
+    return header.partition('"')[2].removesuffix('"').replace('\\"', '"')
+
+
 def error_of(what: str, status: int, body: bytes) -> ApiError:
     """The error for a failed call. ``what``: the call; ``status``: HTTP status, or 0 without an answer."""
     try:

@@ -2,7 +2,8 @@
 
 import pytest
 from lmcache_operator.commands.doctor.answers import Answer
-from lmcache_operator.commands.doctor.facts import ClusterFacts
+from lmcache_operator.commands.doctor.checks.admission import lacks_pods, pod_of
+from lmcache_operator.commands.doctor.facts import PodTrial
 from lmcache_operator.commands.doctor.results import Level
 from lmcache_operator.commands.gather import PodFigures
 
@@ -23,9 +24,7 @@ AUTO = {"autoscaling": {"mode": "Auto", "memory": {"maxSize": "8Gi"}}}
 CLAIM = {"engine": {"gpu": {"deviceClassName": "gpu.nvidia.com"}}}
 IMAGES = {"sidecar": {"payload": "ImageVolume"}}
 CLASS = Answer(200, {})
-RESTRICTED = Answer(200, {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}})
-BASELINE = Answer(200, {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "baseline"}}})
-HOST_PATH = {"model": {"volume": {"hostPath": {"path": "/models"}}}}
+ADMITTED = Answer(200)
 DEMO = {
     "metadata": {"labels": {"lmcache.io/inject": "demo"}, "name": "own-0", "namespace": "team", "uid": "u"}
 }
@@ -38,26 +37,6 @@ def kubernetes(version: str) -> Answer:
 def node(kubelet: str, runtime: str = "containerd://2.1.0") -> dict[str, Answer]:
     info = {"kubeletVersion": kubelet, "containerRuntimeVersion": runtime}
     return {"node-0": Answer(200, {"status": {"nodeInfo": info}})}
-
-
-def quota(used: dict[str, str] | None = None, spec: dict | None = None, **hard: str) -> Answer:
-    amounts = {name.replace("_", "."): value for name, value in hard.items()}
-    status = {"used": used or {}}
-    return listing(
-        {"metadata": {"name": "small"}, "spec": {"hard": amounts} | (spec or {}), "status": status}
-    )
-
-
-def operated(count: int, **spec: dict) -> ClusterFacts:
-    """Return a cluster with this number of pods of the operator."""
-    pods = [figures(number) for number in range(count)]
-    for each in pods:
-        each.pod["metadata"]["labels"] = {"lmcache.io/component": "engine"}
-    return cluster_facts(*pods, **spec)
-
-
-def limit_range(**fields: dict[str, str]) -> Answer:
-    return listing({"metadata": {"name": "l"}, "spec": {"limits": [{"type": "Container"} | fields]}})
 
 
 def user_pod(outcome: str = "", *, has_sidecar: bool = False) -> PodFigures:
@@ -136,75 +115,42 @@ def test_feature_that_kubernetes_has_is_no_problem(spec, fields):
     assert found_problems(cluster_facts(**spec, **fields)) == []
 
 
-@pytest.mark.parametrize(
-    ("level", "spec", "text"),
-    [
-        (BASELINE, HOST_PATH, "volume models is a hostPath"),
-        (RESTRICTED, {"engine": {"podTemplate": {"spec": {"securityContext": {"runAsNonRoot": False}}}}},
-         "container sidecar does not set runAsNonRoot"),
-        (RESTRICTED, {"model": {"volume": {"nfs": {"server": "s", "path": "/"}}}}, "volume models is a nfs"),
-        (BASELINE, {"engine": {"podTemplate": {"spec": {"hostIPC": True}}}}, "hostIPC is true"),
-    ],
-)  # fmt: skip
-def test_pods_that_pod_security_refuses_are_found(level, spec, text):
-    check_one(cluster_facts(**spec), "podSecurity", FAILURE, text, namespace_object=level)
-
-
-@pytest.mark.parametrize("level", [BASELINE, RESTRICTED])
-def test_pods_of_the_operator_pass_every_pod_security_level(level):
-    managed = {"tiers": {"remote": {"managed": {"memoryPerShard": "1Gi"}}, "disk": {"size": "10Gi"}}}
-    assert found_problems(cluster_facts(shard_pods=[pod()], **managed), namespace_object=level) == []
-    assert found_problems(cluster_facts(**HOST_PATH)) == []  # no level is enforced
+QUOTA = 'pods "demo-engine-dry-run" is forbidden: exceeded quota: small, requested: pods=1, limited: pods=1'
 
 
 @pytest.mark.parametrize(
-    ("answer", "level", "text"),
+    ("trial", "level", "text"),
     [
-        (quota(pods="1", used={"pods": "1"}), FAILURE, "has 0 of pods left. 2 missing pods"),
-        (
-            quota(requests_memory="6Gi", used={"requests.memory": "5Gi"}),
-            FAILURE,
-            "has 1Gi of requests.memory",
-        ),
-        (quota(limits_memory="64Gi"), FAILURE, "requires a memory limit of container engine"),
-        (FORBIDDEN, UNKNOWN, "list things"),
+        (PodTrial("engine", ADMITTED, QUOTA), FAILURE, f"refuses pods of component engine: {QUOTA}."),
+        (PodTrial("engine", ADMITTED, "no such class", lacks_pods=False), WARNING, "The present pods run."),
+        (PodTrial("remote", ADMITTED, warnings=["hostPath"]), WARNING, "remote, and warns: hostPath."),
+        (PodTrial("engine", FORBIDDEN), UNKNOWN, "list things"),
     ],
 )
-def test_quota_that_stops_missing_pods_is_found(answer, level, text):
-    check_one(operated(1, engine={"replicas": 3}), "resourceQuota", level, text, quotas=answer)
+def test_answer_to_a_dry_run_of_a_pod_is_reported(trial, level, text):
+    check_one(cluster_facts(trials=[trial]), "podAdmission", level, text)
 
 
-def test_quota_with_free_amounts_or_for_other_pods_is_no_problem():
-    three = operated(0, engine={"replicas": 3})
-    assert found_problems(three, quotas=quota(pods="3", requests_memory="100Gi")) == []
-    assert found_problems(three, quotas=quota(pods="1", spec={"scopes": ["BestEffort"]})) == []
-    default = limit_range(default={"memory": "64Gi", "cpu": "8"})
-    assert found_problems(three, quotas=quota(limits_memory="640Gi"), limit_ranges=default) == []
+def test_quota_that_the_present_pods_use_up_is_no_problem():
+    trial = PodTrial("engine", ADMITTED, QUOTA, lacks_pods=False)
+    assert found_problems(cluster_facts(trials=[trial])) == []
 
 
-def test_quota_that_stops_growth_is_a_warning():
-    grown = quota(requests_memory="8Gi", used={"requests.memory": "6Gi"})
-    check_one(operated(1, **AUTO), "resourceQuota", WARNING, "Autoscaling may use 7Gi more", quotas=grown)
+@pytest.mark.parametrize(("replicas", "created", "expected"), [(2, 1, True), (2, 2, False), (0, None, False)])
+def test_missing_pods_are_those_that_the_controller_has_not_created(replicas, created, expected):
+    status = {} if created is None else {"replicas": created}
+    assert lacks_pods({"spec": {"replicas": replicas}, "status": status}) is expected
 
 
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"max": {"memory": "2Gi"}}, "container engine has no memory limit, and the maximum is 2Gi"),
-        ({"max": {"memory": "512Mi"}, "default": {"memory": "512Mi"}}, "more than its default limit 512Mi"),
-        ({"min": {"cpu": "500m"}}, "requests cpu 0.1, and the minimum is 0.5"),
-    ],
-)
-def test_limit_range_that_refuses_pods_is_found(fields, text):
-    results = found_problems(cluster_facts(), limit_ranges=limit_range(**fields))
-    assert {result[:2] for result in results} == {("limitRange", FAILURE)}
-    assert any(text in statement for _, _, statement in results)
-
-
-def test_limit_range_with_large_defaults_is_no_problem():
-    answer = limit_range(default={"memory": "64Gi", "cpu": "8"}, max={"memory": "64Gi"})
-    assert found_problems(cluster_facts(), limit_ranges=answer) == []
-    check_one(cluster_facts(), "limitRange", UNKNOWN, "list things", limit_ranges=FORBIDDEN)
+def test_pod_of_a_dry_run_is_that_of_the_template():
+    (rendered,) = cluster_facts().stateful_sets.values()
+    tried = pod_of(rendered)
+    template = rendered["spec"]["template"]
+    assert tried["metadata"]["labels"] == template["metadata"]["labels"]
+    assert tried["spec"]["containers"] == template["spec"]["containers"]
+    assert "serviceAccountName" not in tried["spec"], "the account does not exist yet"
+    rendered["metadata"]["uid"] = "u"
+    assert pod_of(rendered)["spec"]["serviceAccountName"] == template["spec"]["serviceAccountName"]
 
 
 def test_pod_without_its_cache_is_found_and_an_injected_one_needs_its_profile():

@@ -14,11 +14,11 @@ from lmcache_operator.commands import printing
 from lmcache_operator.commands.connection import Connection
 from lmcache_operator.commands.doctor import view
 from lmcache_operator.commands.doctor.checks import run_checks
-from lmcache_operator.commands.doctor.facts import Facts
+from lmcache_operator.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_operator.commands.doctor.pod_reading import read_engines
 from lmcache_operator.commands.doctor.reading import read_facts
 from lmcache_operator.commands.doctor.results import Level
-from lmcache_operator.errors import NoAnswerError, NotFoundError, RefusedError
+from lmcache_operator.errors import NoAnswerError, NotFoundError
 from lmcache_operator.kube.pod_http import PodAnswer
 
 from testing.child_process import REPOSITORY
@@ -29,14 +29,15 @@ from tests.harness.operator_model import cluster
 
 ROOT = "/apis/lmcache.io/v1alpha1/namespaces/team/lmcacheclusters"
 PODS = "/api/v1/namespaces/team/pods"
+POSTS = {"reviews": "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", "pods": PODS}
 NO_KIND = (404, b"404 page not found\n")
 
 
 class ApiStandIn:
     """An API server with pages by the beginning of their path. All other reads are refused, or hang."""
 
-    def __init__(self, pages: Mapping[str, Any], *, hangs: bool = False) -> None:
-        self.pages, self.hangs = pages, hangs
+    def __init__(self, pages: Mapping[str, Any], answers: Mapping[str, Any], *, hangs: bool = False) -> None:
+        self.pages, self.answers, self.hangs = pages, answers, hangs
 
     async def read(self, path: str, *, seconds: float, max_bytes: int) -> tuple[int, bytes]:
         for beginning, page in self.pages.items():
@@ -51,11 +52,16 @@ class ApiStandIn:
         await asyncio.sleep(seconds if self.hangs else 0)
         return "Thu, 01 Jan 2026 00:00:00 GMT"
 
-    async def is_allowed(self, attributes: Mapping[str, str], user: str = "") -> bool:
-        await asyncio.sleep(3600.0 if self.hangs else 0)
-        if user:
-            raise RefusedError("POST", "subjectaccessreviews is forbidden: no")
-        return True
+    async def ask(self, path: str, body: Any, *, seconds: float) -> tuple[int, bytes, list[str]]:
+        for beginning, (status, answer) in self.answers.items():
+            if path.startswith(beginning):
+                return status, json.dumps(answer).encode(), ["slow"]
+        await asyncio.sleep(seconds if self.hangs else 0)
+        if self.hangs:
+            return 0, b"no answer: timeout", []
+        if "/subjectaccessreviews" in path:
+            return 403, b'{"kind":"Status","message":"no"}', []
+        return 201, b'{"status": {"allowed": true}}', []
 
     @asynccontextmanager
     async def web_socket(self, path: str, protocol: str, *, seconds: float) -> Any:
@@ -64,11 +70,17 @@ class ApiStandIn:
         yield
 
 
-def read(pages: Mapping[str, Any], name: str | None = None, *, hangs: bool = False) -> Facts:
-    """Read the facts of namespace ``team``, in at most 4 s of the loop's time."""
+def read(
+    pages: Mapping[str, Any], name: str | None = None, *, hangs: bool = False, **answers: tuple[int, Any]
+) -> Facts:
+    """Read the facts of namespace ``team``, in at most 4 s of the loop's time.
+
+    ``answers``: those to ``reviews`` of the user's rights, and to dry runs of ``pods``.
+    """
+    by_path = {POSTS[name]: answer for name, answer in answers.items()}
 
     async def timed() -> Facts:
-        connection = Connection(ApiStandIn(pages, hangs=hangs), "team")  # type: ignore[arg-type]
+        connection = Connection(ApiStandIn(pages, by_path, hangs=hangs), "team")  # type: ignore[arg-type]
         collected = await read_facts(connection, name, "")
         assert now() <= 4.0
         return collected
@@ -89,7 +101,7 @@ def test_reads_that_hang_end_in_time_and_become_unknown():
     assert len(collected.clusters[0].pods) == 1000
     results = run_checks(collected)
     unknown = {result.check for result in results if result.level is Level.UNKNOWN}
-    assert {"kubernetesVersion", "operator", "resourceQuota", "podSecurity"} <= unknown
+    assert {"kubernetesVersion", "operator", "podAdmission"} <= unknown
     sidecars = [result for result in results if result.check == "sidecars"]
     assert {result.level for result in sidecars} == {Level.WARNING, Level.UNKNOWN}
     assert "64 of 1000 pods: demo-engine-0, and 63 more." in sidecars[0].statement
@@ -104,9 +116,34 @@ def test_api_server_that_hangs_is_an_error():
 def test_refused_reads_name_the_missing_rights():
     results = run_checks(read({ROOT: listing(cluster()).body}))
     missing = {result.check: result.missing_right for result in results if result.missing_right}
-    assert missing["podSecurity"] == "get namespaces"
-    assert missing["resourceQuota"] == "list resourcequotas"
     assert (missing["operator"], missing["sidecars"]) == ("list deployments.apps", "list pods")
+
+
+@pytest.mark.parametrize(
+    ("answers", "level", "text"),
+    [
+        ({"pods": (201, {})}, Level.WARNING, "admits pods of component engine, and warns: slow."),
+        ({"pods": (403, {"message": "exceeded quota: q"})}, Level.FAILURE, "engine: exceeded quota: q."),
+        ({"pods": (0, {})}, Level.UNKNOWN, "Not checked"),
+        ({"reviews": (201, {"status": {"allowed": False}})}, Level.UNKNOWN, 'the right "create pods"'),
+    ],
+)
+def test_api_server_is_asked_whether_it_admits_a_pod(answers, level, text):
+    results = run_checks(read({ROOT: listing(cluster()).body}, **answers))
+    (result,) = [result for result in results if result.check == "podAdmission"]
+    assert result.level is level
+    assert text in result.statement
+
+
+def test_existing_stateful_set_shows_whether_pods_are_missing():
+    (rendered,) = ClusterFacts(cluster()).stateful_sets.values()
+    live = rendered | {"status": {"replicas": rendered["spec"]["replicas"]}}
+    pages = {
+        ROOT: listing(cluster()).body,
+        "/apis/apps/v1/namespaces/team/statefulsets": listing(live).body,
+    }
+    (of_demo,) = read(pages, pods=(403, {"message": "exceeded quota: q"})).clusters
+    assert [(trial.component, trial.lacks_pods) for trial in of_demo.trials] == [("engine", False)]
 
 
 def test_rights_of_the_operator_need_a_right_of_their_own():
@@ -198,7 +235,7 @@ def test_lines_show_remedy_and_runbook_below_each_problem():
     assert shown[2].startswith("        -> Read the log: kubectl -n lmcache-system logs")
     assert "docs/runbooks/LMCacheOperatorDown.md" in "".join(shown[:5])
     assert all(len(line) <= 80 for line in shown)
-    assert shown[-1].endswith("checks in namespace team: 1 failure, 27 ok.")
+    assert shown[-1].endswith("checks in namespace team: 1 failure, 25 ok.")
     colored = list(view.lines(failing, run_checks(failing), printing.Style(True), 80))
     assert colored[0].startswith("\x1b[31mFAILURE\x1b[0m ")
 
@@ -218,7 +255,7 @@ def test_every_runbook_that_a_check_names_exists():
     pages = {path.stem for path in (REPOSITORY / "docs" / "runbooks").glob("*.md")}
     checks = REPOSITORY / "operator" / "lmcache_operator" / "commands" / "doctor" / "checks"
     text = "".join(path.read_text() for path in checks.glob("*.py"))
-    named = set(re.findall(r'(?:_RUNBOOK = |, )"([A-Z][a-z]+[A-Z]\w+)"(?:\)|\n)', text)) - {"NotTerminating"}
+    named = set(re.findall(r'(?:_RUNBOOK = |, )"([A-Z][a-z]+[A-Z]\w+)"(?:\)|\n)', text))
     assert "EngineNotAttached" in named
     assert {"FailedCreate", "MemoryNotPinned", "ResizeInfeasible"} <= named
     assert named <= pages

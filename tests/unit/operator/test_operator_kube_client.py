@@ -21,6 +21,7 @@ from lmcache_operator.kube import client as kube_client
 from lmcache_operator.kube.client import KubeApi, apply_patch, connect
 from lmcache_operator.kube.refusals import error_of
 from lmcache_operator.specs.kinds import EVENT, NODE, POD
+from multidict import CIMultiDict
 
 from tests.harness.operator_model import cluster
 
@@ -58,6 +59,7 @@ class Server:
 
     def __init__(self) -> None:
         self.answer: tuple[int, Any] = (200, {})
+        self.warnings: list[str] = []
         self.requests: list[tuple[str, str, str, Any]] = []
         self.is_open, self.has_request, self.num_answered = asyncio.Event(), asyncio.Event(), 0
         self.is_open.set()
@@ -69,7 +71,8 @@ class Server:
         await self.is_open.wait()
         self.num_answered += 1
         status, answer = self.answer
-        return web.json_response(answer, status=status)
+        headers = CIMultiDict(("Warning", warning) for warning in self.warnings)
+        return web.json_response(answer, status=status, headers=headers)
 
 
 @asynccontextmanager
@@ -190,17 +193,16 @@ def test_find_passes_selectors(server: Server) -> None:
     ]  # fmt: skip
 
 
-def test_access_review_names_a_user_only_if_it_is_about_another_one(server: Server) -> None:
-    server.answer = (201, {"status": {"allowed": True}})
-    attributes = {"verb": "get", "resource": "pods"}
-    assert call(server, "is_allowed", attributes) is True
-    server.answer = (201, {"status": {"allowed": False, "denied": True}})
-    assert call(server, "is_allowed", attributes, "system:serviceaccount:n:a") is False
-    (_, path, _, body), (_, path_of_other, _, body_of_other) = server.requests
-    root = "/apis/authorization.k8s.io/v1"
-    assert (path, path_of_other) == (f"{root}/selfsubjectaccessreviews", f"{root}/subjectaccessreviews")
-    assert json.loads(body)["spec"] == {"resourceAttributes": attributes}
-    assert json.loads(body_of_other)["spec"]["user"] == "system:serviceaccount:n:a"
+def test_question_returns_status_body_and_warnings(server: Server) -> None:
+    server.answer, server.warnings = (403, {"message": "no"}), ['299 - "level \\"baseline\\""', "odd"]
+    status, body, warnings = call(server, "ask", f"{CORE}/pods?dryRun=All", {"kind": "Pod"}, seconds=60.0)
+    assert (status, json.loads(body), warnings) == (403, {"message": "no"}, ['level "baseline"', ""])
+    assert [request[:3] for request in server.requests] == [
+        ("POST", f"{CORE}/pods?dryRun=All", "application/json")
+    ]
+    status, body, warnings = call(server, "ask", CORE, {}, seconds=60.0, is_down=True)
+    assert (status, warnings) == (0, [])
+    assert body.startswith(b"no answer")
 
 
 def test_date_is_that_of_the_server_or_empty(server: Server) -> None:
@@ -239,7 +241,7 @@ def test_write_is_refused_without_enough_time_for_the_answer(server, method, arg
 
 def test_every_writing_call_is_fenced() -> None:
     reads = {"get", "find", "is_ending", "read", "serves", "settle", "web_socket", "date"}
-    reads |= {"is_allowed", "stream"}
+    reads |= {"ask", "stream"}
     calls = {name for name in vars(KubeApi) if not name.startswith("_")}
     assert calls == reads | {name for name, _ in WRITES}
 

@@ -38,6 +38,19 @@ class Right(NamedTuple):
         return named | ({"subresource": subresource} if subresource else {})
 
 
+class PodTrial(NamedTuple):
+    """The API server's answer to the creation of a pod, as a dry run."""
+
+    component: str
+    answer: Answer
+    """Unknown if the API server did not decide."""
+    refusal: str = ""
+    """Why the API server refuses the pod; empty: it admits the pod."""
+    warnings: Sequence[str] = ()
+    lacks_pods: bool = True
+    """Whether pods of the component are missing."""
+
+
 @dataclass(frozen=True)
 class ClusterFacts:
     """One LMCacheCluster with its pods."""
@@ -48,6 +61,7 @@ class ClusterFacts:
     shard_pods: Sequence[Object] = ()
     engines: Sequence[PodFigures] = ()
     """Some of the pods, with ``version`` and ``cache`` of the engine in place of /stats."""
+    trials: Sequence[PodTrial] = ()
     device_class: Answer = NO_ANSWER
     """DeviceClass that the spec names."""
     nodes: Mapping[str, Answer] = field(default_factory=dict)
@@ -109,9 +123,6 @@ class Facts:
     """MutatingAdmissionPolicies."""
     bindings: Answer = NO_ANSWER
     profiles: Answer = NO_ANSWER
-    namespace_object: Answer = NO_ANSWER
-    quotas: Answer = NO_ANSWER
-    limit_ranges: Answer = NO_ANSWER
     listed_clusters: Answer = NO_ANSWER
     """All clusters of the namespace, or the one that the user names."""
     cluster_pods: Answer = NO_ANSWER

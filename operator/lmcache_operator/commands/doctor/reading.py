@@ -15,14 +15,17 @@ from lmcache.explain.text import plain
 from lmcache_operator.api import GROUP, PLURAL, PROFILE_PLURAL, VERSION
 from lmcache_operator.commands.connection import Connection
 from lmcache_operator.commands.doctor.answers import Answer
+from lmcache_operator.commands.doctor.checks.admission import lacks_pods, pod_of
 from lmcache_operator.commands.doctor.checks.features import uses_nodes
-from lmcache_operator.commands.doctor.checks.rights import OPERATOR_RIGHTS, USER_RIGHTS
-from lmcache_operator.commands.doctor.facts import ClusterFacts, Facts, Right
+from lmcache_operator.commands.doctor.checks.rights import CREATE_PODS, OPERATOR_RIGHTS, USER_RIGHTS
+from lmcache_operator.commands.doctor.facts import ClusterFacts, Facts, PodTrial, Right
 from lmcache_operator.commands.doctor.pod_reading import natural, read_engines
 from lmcache_operator.commands.gather import PodFigures, read_stats
-from lmcache_operator.errors import ApiError, NoAnswerError, NotFoundError
+from lmcache_operator.errors import NoAnswerError, NotFoundError
 from lmcache_operator.kube.pod_http import PodHttp
+from lmcache_operator.kube.refusals import error_of
 from lmcache_operator.specs import Object, names
+from lmcache_operator.specs.merge import dig
 
 _SECONDS = 3.8
 """Time for all reads. With the start of the program, an answer takes less than five seconds."""
@@ -54,8 +57,11 @@ async def read_facts(connection: Connection, name: str | None, operator_namespac
         reader.rights(USER_RIGHTS),
         reader.api_offset(),
     )
-    pods = await reader.clusters_with_pods(listed, of_api_server)
-    fixed_answers, operators, policies, user_rights, offset = await of_api_server
+    try:
+        pods = await reader.clusters_with_pods(listed, of_api_server)
+        fixed_answers, operators, policies, user_rights, offset = await of_api_server
+    finally:
+        of_api_server.cancel()  # a read that outlives the connection would print a traceback
     answers = dict(zip(reader.fixed_paths(), fixed_answers, strict=True))
     return Facts(
         namespace=connection.namespace,
@@ -89,21 +95,10 @@ class _Reader:
     async def get(self, path: str, right: str) -> Answer:
         """Read an object or a list. ``right``: the right that this needs."""
         seconds = min(_READ_SECONDS, self._seconds)
-        status, body = await self._api.read(path, seconds=seconds, max_bytes=_MAX_BYTES)
-        if status == HTTPStatus.FORBIDDEN:
-            return Answer(status, missing_right=right)
-        try:
-            parsed = json.loads(body)
-        except (ValueError, RecursionError):
-            parsed = None
-        if status == HTTPStatus.NOT_FOUND or (status == HTTPStatus.OK and isinstance(parsed, dict)):
-            return Answer(status, parsed)
-        text = plain(body.decode(errors="replace"))
-        return Answer(problem=f"HTTP {status}: {text}." if status else f"{text}.")
+        return _answer(*await self._api.read(path, seconds=seconds, max_bytes=_MAX_BYTES), right)
 
     def fixed_paths(self) -> dict[str, tuple[str, str]]:
         """Return paths and rights of reads that depend on no other read, by the name of the fact."""
-        core = f"/api/v1/namespaces/{self._namespace}"
         definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
         profiles = f"/apis/{GROUP}/{VERSION}/namespaces/{self._namespace}/{PROFILE_PLURAL}"
         right = "get customresourcedefinitions.apiextensions.k8s.io"
@@ -111,9 +106,6 @@ class _Reader:
             "version": ("/version", "get /version"),
             "core": ("/api/v1", "get /api/v1"),
             "groups": ("/apis", "get /apis"),
-            "namespace_object": (core, "get namespaces"),
-            "quotas": (f"{core}/resourcequotas", "list resourcequotas"),
-            "limit_ranges": (f"{core}/limitranges", "list limitranges"),
             "profiles": (profiles, f"list {PROFILE_PLURAL}.{GROUP}"),
             **{
                 f"{plural}.{GROUP}": (f"{definitions}/{plural}.{GROUP}", right)
@@ -188,9 +180,9 @@ class _Reader:
         return {"cluster_pods": of_clusters, "injected_pods": injected, "clusters": clusters}
 
     async def _details(self, resource: Object, pods: Iterable[Object]) -> dict[str, Any]:
-        """Read the DeviceClass and the nodes of a cluster, as far as its spec depends on them."""
+        """Try the pods of a cluster. Read its DeviceClass and nodes if its spec depends on them."""
         cluster = ClusterFacts(resource)
-        details: dict[str, Any] = {}
+        details: dict[str, Any] = {"trials": await self._trials(cluster)}
         engine = cluster.parsed.spec.engine if cluster.parsed else None
         if engine and engine.gpu.device_class_name is not None:
             path = f"/apis/resource.k8s.io/v1/deviceclasses/{engine.gpu.device_class_name}"
@@ -200,6 +192,28 @@ class _Reader:
             read = await asyncio.gather(*(self.get(f"/api/v1/nodes/{node}", "get nodes") for node in nodes))
             details["nodes"] = dict(zip(nodes, read, strict=True))
         return details
+
+    async def _trials(self, cluster: ClusterFacts) -> list[PodTrial]:
+        """Try a pod of each StatefulSet: of the live one, or else of the rendered one."""
+        selector = quote(f"{names.CLUSTER_LABEL}={cluster.name}")
+        path = f"/apis/apps/v1/namespaces/{self._namespace}/statefulsets?labelSelector={selector}"
+        live, allowed = await asyncio.gather(
+            self.get(path, "list statefulsets.apps"), self._review(CREATE_PODS)
+        )
+        of_labels = {dig(each, "metadata", "labels", names.COMPONENT_LABEL): each for each in live.items}
+        stateful_sets = cluster.stateful_sets | of_labels
+        if allowed is not True:
+            answer = allowed or Answer(missing_right=str(CREATE_PODS))
+            return [PodTrial(component, answer) for component in stateful_sets]
+        return await asyncio.gather(*(self._trial(*item) for item in stateful_sets.items()))
+
+    async def _trial(self, component: str, stateful_set: Object) -> PodTrial:
+        path = f"/api/v1/namespaces/{self._namespace}/pods?dryRun=All"
+        status, body, warnings = await self._api.ask(path, pod_of(stateful_set), seconds=self._seconds)
+        if status < HTTPStatus.BAD_REQUEST:
+            return PodTrial(component, _answer(status, body, ""), warnings=warnings)
+        refusal = error_of("POST pods", status, body).message
+        return PodTrial(component, Answer(HTTPStatus.OK), refusal, warnings, lacks_pods(stateful_set))
 
     # ---- the installation
 
@@ -234,16 +248,16 @@ class _Reader:
             for right, answer in zip(asked, answers, strict=True)
         }
 
-    async def _review(self, right: Right, user: str) -> bool | Answer:
+    async def _review(self, right: Right, user: str = "") -> bool | Answer:
         """Return whether a user has a right, or why this is unknown."""
-        try:
-            async with asyncio.timeout(self._seconds):
-                return await self._api.is_allowed(right.attributes | {"namespace": self._namespace}, user)
-        except TimeoutError:
-            return Answer()
-        except ApiError as error:
-            is_forbidden = "forbidden" in error.message
-            return Answer(problem=f"{plain(error.message)}.", missing_right=_REVIEW if is_forbidden else "")
+        plural = "subjectaccessreviews" if user else "selfsubjectaccessreviews"
+        attributes = right.attributes | {"namespace": self._namespace}
+        spec = {"resourceAttributes": attributes} | ({"user": user} if user else {})
+        body = {"apiVersion": "authorization.k8s.io/v1", "spec": spec}
+        path = f"/apis/authorization.k8s.io/v1/{plural}"
+        status, text, _ = await self._api.ask(path, body, seconds=self._seconds)
+        allowed = dig((answer := _answer(status, text, _REVIEW)).object, "status", "allowed")
+        return answer if allowed is None else bool(allowed)
 
     async def policies(self) -> dict[str, Any]:
         """Read the admission policies of the chart, and their bindings. Returns fields of `Facts`."""
@@ -270,6 +284,22 @@ class _Reader:
             return parsedate_to_datetime(text).timestamp() + 0.5 - middle
         except (ValueError, TypeError):
             return None
+
+
+def _answer(status: int, body: bytes, right: str) -> Answer:
+    """Parse an answer of the API server. ``right``: the right that the request needs."""
+    if status == HTTPStatus.FORBIDDEN:
+        return Answer(status, missing_right=right)
+    try:
+        parsed = json.loads(body)
+    except (ValueError, RecursionError):
+        parsed = None
+    if status == HTTPStatus.NOT_FOUND:
+        return Answer(status, parsed)
+    if status in (HTTPStatus.OK, HTTPStatus.CREATED) and isinstance(parsed, dict):
+        return Answer(HTTPStatus.OK, parsed)
+    text = plain(body.decode(errors="replace"))
+    return Answer(problem=f"HTTP {status}: {text}." if status else f"{text}.")
 
 
 def _of(by_uid: Mapping[str, PodFigures], pods: Sequence[Object]) -> list[PodFigures]:

@@ -43,7 +43,8 @@ def lines(facts: Facts, results: Sequence[Result], style: printing.Style, column
         if number
     ]
     yield ""
-    yield style.title(f"{len(results)} checks in namespace {facts.namespace}: {', '.join(counts)}.")
+    checks = f"{len(results)} check{'s' if len(results) > 1 else ''}"
+    yield style.title(f"{checks} in namespace {facts.namespace}: {', '.join(counts)}.")
 
 
 def _result_lines(result: Result, style: printing.Style, columns: int) -> Iterator[str]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from lmcache_operator.commands.doctor.checks import (
+    admission,
     conditions,
     engines,
     features,
     injection,
     installation,
-    limits,
     peers,
-    pod_security,
     redis_servers,
     rights,
     sidecars,
@@ -41,9 +40,7 @@ CLUSTER: Sequence[Callable[[Facts, ClusterFacts], Iterator[Result]]] = (
     features.gpu_claims,
     features.image_volumes,
     features.resizes,
-    pod_security.pod_security,
-    limits.quotas,
-    limits.limit_ranges,
+    admission.admission,
     injection.injected_pods,
     engines.arguments,
     engines.engine_versions,
@@ -69,6 +66,8 @@ _INSTALLATION = "installation"
 
 def run_checks(facts: Facts) -> list[Result]:
     """Return the results of all checks, failures first."""
+    if installation.is_absent(facts):
+        return [installation.absent()._replace(subject=_INSTALLATION)]
     results = [*_listed(facts)]
     subjects: Mapping[str, Sequence[Callable[[Facts], Iterator[Result]]]] = {
         _INSTALLATION: INSTALLATION,

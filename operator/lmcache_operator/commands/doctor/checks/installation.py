@@ -8,7 +8,6 @@ from typing import Any
 
 from lmcache_operator import __version__
 from lmcache_operator.api import GROUP, PLURAL
-from lmcache_operator.commands.doctor.definition import differences, schema_of
 from lmcache_operator.commands.doctor.facts import Facts
 from lmcache_operator.commands.doctor.results import Result, failure, first_of, ok, unknown, warning
 from lmcache_operator.specs import Object
@@ -20,6 +19,19 @@ MAX_CLOCK_SECONDS = 5.0
 _APPLY = "Upgrade the chart with crds.enabled=true, or run: kubectl apply --server-side -f crds/"
 _INSTALL = "Install the chart charts/lmcache-operator, as docs/get-started/cluster.md describes."
 _VERSION_LABEL = "app.kubernetes.io/version"
+
+
+def is_absent(facts: Facts) -> bool:
+    """Whether neither the CRDs nor the operator are installed."""
+    operators = facts.operators
+    return facts.listed_clusters.is_missing and operators.is_known and not operators.items
+
+
+def absent() -> Result:
+    """Return the only result if LMCache Cluster is not installed."""
+    text = "LMCache Cluster is not installed in this Kubernetes cluster."
+    remedy = f"Check the context: kubectl config current-context. If it is the right one: {_INSTALL}"
+    return failure("installed", text, remedy)
 
 
 def listed_clusters(facts: Facts) -> Iterator[Result]:
@@ -65,7 +77,7 @@ def parse_version(text: str) -> tuple[int, int] | None:
 
 
 def definitions(facts: Facts) -> Iterator[Result]:
-    """Check that the CRDs are present, and that their fields are those of this version."""
+    """Check that the API server serves the CRDs."""
     for name, answer in facts.definitions.items():
         check = f"crd:{name.partition('.')[0]}"
         if not answer.is_known:
@@ -75,8 +87,6 @@ def definitions(facts: Facts) -> Iterator[Result]:
         elif not _is_established(answer.object):
             text = f"The API server does not serve the CRD {name}."
             yield failure(check, text, f"Read the reason: kubectl describe crd {name}")
-        elif name == f"{PLURAL}.{GROUP}":
-            yield _schema(check, name, answer.object, facts)
         else:
             yield ok(check, f"The CRD {name} is present.")
 
@@ -84,27 +94,6 @@ def definitions(facts: Facts) -> Iterator[Result]:
 def _is_established(definition: Object) -> bool:
     conditions = dig(definition, "status", "conditions") or ()
     return any(item.get("type") == "Established" and item.get("status") == "True" for item in conditions)
-
-
-def _schema(check: str, name: str, definition: Object, facts: Facts) -> Result:
-    live = schema_of(definition)
-    versions = {version_label(deployment) for deployment in facts.operators.items}
-    remedy = _APPLY
-    if versions and __version__ not in versions:
-        remedy = f"This command has version {__version__}. Use the version of the operator, or upgrade both."
-    if live is None:
-        return failure(check, f"The CRD {name} does not serve version v1alpha1.", remedy)
-    differing = differences(live)
-    if differing.missing:
-        text = f"The CRD {name} is of another version: it lacks {first_of(differing.missing)}."
-        return failure(check, text, remedy)
-    if differing.added:
-        text = f"The CRD {name} is newer than this command: it adds {first_of(differing.added)}."
-        return warning(check, text, f"Upgrade this command. Its version is {__version__}.")
-    if differing.changed:
-        text = f"The CRD {name} has other rules than this version for {first_of(differing.changed)}."
-        return warning(check, text, remedy)
-    return ok(check, f"The CRD {name} has the schema of version {__version__}.")
 
 
 def operator(facts: Facts) -> Iterator[Result]:

@@ -10,6 +10,8 @@ from lmcache_operator.commands.doctor.facts import Facts, Right
 from lmcache_operator.commands.doctor.results import Result, failure, first_of, ok, unknown, warning
 
 PROXY, FORWARD = Right("get", "", "pods/proxy"), Right("create", "", "pods/portforward")
+CREATE_PODS = Right("create", "", "pods")
+"""Right to try whether the API server admits pods."""
 USER_RIGHTS: Mapping[Right, str] = {
     Right("get", GROUP, PLURAL): "reads LMCacheClusters",
     Right("list", GROUP, PLURAL): "finds LMCacheClusters",
