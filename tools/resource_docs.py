@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -13,9 +12,8 @@ from lmcache_operator.api import API_VERSION, KIND
 from lmcache_operator.api.fields import Field, Part, is_part
 from lmcache_operator.api.keywords import CLUSTER_NAME
 from lmcache_operator.api.types import Spec, Status
-from lmcache_operator.components.conditions import Expected, Trouble
+from lmcache_operator.components.conditions import Expected, Trouble, runbook
 
-RUNBOOKS = Path(__file__).resolve().parent.parent / "docs" / "runbooks"
 COMPLETE = """\
 apiVersion: lmcache.io/v1alpha1
 kind: LMCacheCluster
@@ -266,5 +264,4 @@ def _conditions() -> Iterator[str]:
 
 
 def _linked(reason: str) -> str:
-    page = RUNBOOKS / f"{reason}.md"
-    return f"[`{reason}`](../runbooks/{page.name})" if page.exists() else f"`{reason}`"
+    return f"[`{reason}`](../runbooks/{runbook(reason)})"

@@ -30,10 +30,10 @@ def crd(definitions: Mapping[str, Any]) -> dict[str, Any]:
     """
     more = {"subresources": {"status": {}, "scale": _SCALE}, "additionalPrinterColumns": _COLUMNS}
     names = {"shortNames": ["lmcluster"], "categories": ["lmcache"]}
-    return _definition(KIND, PLURAL, _resolved(declared_schema(), definitions), names, more)
+    return _definition(KIND, PLURAL, _resolved(_declared_schema(), definitions), names, more)
 
 
-def declared_schema() -> dict[str, Any]:
+def _declared_schema() -> dict[str, Any]:
     """Return the schema of LMCacheCluster. The keyword ``shape`` stands for the types of Kubernetes."""
     return {
         "type": "object",

@@ -25,8 +25,19 @@ Trouble = Literal[
     "RemoteTierNotShared", "RemoteTierUnreachable", "ResizeInfeasible", "RouterNotReady", "ShardsMissing",
     "SidecarNotReady", "TenantsInvalid", "Unschedulable",
 ]  # fmt: skip
-"""Reasons of problems. Each has a page in docs/runbooks."""
+"""Reasons of problems. `runbook` leads to the explanation of each."""
+_OF_PODS = frozenset((
+    "CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError", "FailedBinding", "FailedCreate",
+    "FailedMount", "ImagePullBackOff", "NodeLost", "OOMKilled", "PodFailed", "ProgressDeadlineExceeded",
+    "Unschedulable",
+))  # fmt: skip
+"""Reasons for which a pod does not run. They share one page."""
 Reason = Expected | Trouble
+
+
+def runbook(reason: str) -> str:
+    """Return the page in docs/runbooks about a reason or an alert, with the anchor of its section."""
+    return f"PodDoesNotStart.md#{reason.lower()}" if reason in _OF_PODS else f"{reason}.md"
 
 
 class Problem(NamedTuple):

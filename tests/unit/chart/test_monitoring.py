@@ -7,7 +7,7 @@ import typing
 from pathlib import Path
 
 import pytest
-from lmcache_operator.components.conditions import Expected, Trouble
+from lmcache_operator.components.conditions import Expected, Trouble, runbook
 
 from tests.harness.alert_rules import ALERTS, SOURCE
 from tests.harness.fences import fences
@@ -17,6 +17,7 @@ from tools.metrics_docs import Metric
 ROOT = Path(__file__).resolve().parents[3]
 FILES = ROOT / "charts" / "lmcache-operator" / "files"
 RUNBOOKS = ROOT / "docs" / "runbooks"
+POD_PAGE = RUNBOOKS / "PodDoesNotStart.md"
 BOARDS = [json.loads(path.read_text()) for path in sorted((FILES / "dashboards").glob("*.json"))]
 OF_ALERTS = [
     *(alert["expr"] for alert in ALERTS.values() if ":ratio_rate" not in alert["expr"]),
@@ -38,13 +39,20 @@ def series_names() -> set[str]:
 
 
 def test_runbooks_match_reasons_and_alerts() -> None:
-    pages = {path.stem for path in RUNBOOKS.glob("*.md")} - {"README"}
-    assert pages == {*typing.get_args(Trouble), *ALERTS}
+    pages = {path.name for path in RUNBOOKS.glob("*.md")} - {"README.md"}
+    linked = [runbook(reason).partition("#") for reason in (*typing.get_args(Trouble), *ALERTS)]
+    assert pages == {page for page, _, _ in linked}
+    anchors = {anchor for page, _, anchor in linked if page == POD_PAGE.name}
+    headings = re.findall(r"^## (\w+)$", POD_PAGE.read_text(), re.MULTILINE)
+    assert sorted(anchors) == [heading.lower() for heading in headings]
 
 
 def test_list_of_runbooks_is_complete() -> None:
     text = (RUNBOOKS / "README.md").read_text()
-    assert set(re.findall(r"\[\w+\]\((\w+)\.md\)", text)) == {*typing.get_args(Trouble), *ALERTS}
+    names = {*typing.get_args(Trouble), *ALERTS}
+    assert {*re.findall(r"^\| \[(\w+)\]\(([\w.#]+)\) \|", text, re.MULTILINE)} == {
+        (name, runbook(name)) for name in names
+    }
     _, _, expected_section = text.partition("Reasons that need no action")
     listed = re.findall(
         r"\w+", " ".join(re.findall(r"^\| ([A-Z][\w, ]+) \|", expected_section, re.MULTILINE))
@@ -52,7 +60,9 @@ def test_list_of_runbooks_is_complete() -> None:
     assert sorted(listed) == sorted(typing.get_args(Expected))
 
 
-@pytest.mark.parametrize("page", sorted(RUNBOOKS.glob("[A-Z]*[a-z].md")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "page", sorted({*RUNBOOKS.glob("[A-Z]*[a-z].md")} - {POD_PAGE}), ids=lambda path: path.stem
+)
 def test_runbook_has_summary_and_both_sections(page: Path) -> None:
     title, *lines = page.read_text().splitlines()
     assert title == f"# {page.stem}"

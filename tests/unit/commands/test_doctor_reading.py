@@ -17,7 +17,8 @@ from lmcache_operator.commands.doctor.checks import run_checks
 from lmcache_operator.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_operator.commands.doctor.pod_reading import read_engines
 from lmcache_operator.commands.doctor.reading import read_facts
-from lmcache_operator.commands.doctor.results import Level
+from lmcache_operator.commands.doctor.results import Level, Result
+from lmcache_operator.components.conditions import runbook
 from lmcache_operator.errors import NoAnswerError, NotFoundError
 from lmcache_operator.kube.pod_http import PodAnswer
 
@@ -247,15 +248,18 @@ def test_document_is_the_same_in_json_and_yaml():
     assert yaml.safe_load(printing.document(document, "yaml")) == document
     assert (document["version"], document["time"]) == (1, "2026-01-01T00:00:00+00:00")
     assert document["summary"]["ok"] == len(document["checks"])
+    assert Result("c", Level.WARNING, "s", "r", "OOMKilled").document()["runbook"] == (
+        "PodDoesNotStart.md#oomkilled"
+    )
     keys = {"check", "level", "subject", "statement", "remedy", "runbook", "missingRight"}
     assert {key for each in document["checks"] for key in each} == keys
 
 
 def test_every_runbook_that_a_check_names_exists():
-    pages = {path.stem for path in (REPOSITORY / "docs" / "runbooks").glob("*.md")}
+    pages = {path.name for path in (REPOSITORY / "docs" / "runbooks").glob("*.md")}
     checks = REPOSITORY / "operator" / "lmcache_operator" / "commands" / "doctor" / "checks"
     text = "".join(path.read_text() for path in checks.glob("*.py"))
     named = set(re.findall(r'(?:_RUNBOOK = |, )"([A-Z][a-z]+[A-Z]\w+)"(?:\)|\n)', text))
     assert "EngineNotAttached" in named
     assert {"FailedCreate", "MemoryNotPinned", "ResizeInfeasible"} <= named
-    assert named <= pages
+    assert {runbook(name).partition("#")[0] for name in named} <= pages

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from lmcache_operator.commands.doctor.answers import Answer
+from lmcache_operator.components.conditions import runbook
 
 
 class Level(StrEnum):
@@ -30,7 +31,7 @@ class Result(NamedTuple):
     remedy: str = ""
     """Repair, as a sentence; empty: nothing is to be done."""
     runbook: str = ""
-    """Name of a page in docs/runbooks; empty: none fits."""
+    """Reason or alert with a runbook; empty: none fits."""
     missing_right: str = ""
     """Right that the user lacks for this check, such as "get namespaces"; empty: none."""
     subject: str = ""
@@ -39,7 +40,12 @@ class Result(NamedTuple):
     def document(self) -> dict[str, Any]:
         """Return the result as plain data with stable field names."""
         fields = self._asdict()
-        return fields | {"level": self.level.value, "missingRight": fields.pop("missing_right")}
+        page = runbook(self.runbook) if self.runbook else ""
+        return fields | {
+            "level": self.level.value,
+            "runbook": page,
+            "missingRight": fields.pop("missing_right"),
+        }
 
 
 def ok(check: str, statement: str) -> Result:

@@ -9,6 +9,7 @@ from typing import Any
 from lmcache_operator.commands import printing
 from lmcache_operator.commands.doctor.facts import Facts
 from lmcache_operator.commands.doctor.results import Level, Result, summary
+from lmcache_operator.components.conditions import runbook
 
 _WORDS = {
     Level.FAILURE: ("FAILURE", "red"),
@@ -57,7 +58,7 @@ def _result_lines(result: Result, style: printing.Style, columns: int) -> Iterat
     yield from (f"{indent}{line}" for line in rest)
     remedy = result.remedy
     if result.runbook:
-        remedy = f"{remedy} Runbook: {_RUNBOOKS}/{result.runbook}.md".strip()
+        remedy = f"{remedy} Runbook: {_RUNBOOKS}/{runbook(result.runbook)}".strip()
     if remedy:
         begin = f"{indent}-> "
         yield from printing.wrapped(remedy, columns, begin, indent=len(begin))
