@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[3] / "docs" / "adr"
-RECORDS = sorted(FOLDER.glob("*.md"))
+RECORDS = sorted(FOLDER.glob("[0-9]*.md"))
 HEADINGS = ["Context", "Decision", "Consequences", "Alternatives"]
 
 
@@ -22,3 +22,10 @@ def test_record_has_number_status_and_usual_headings(path: Path) -> None:
     assert title is not None
     assert int(title[1]) == int(path.name[:4])
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == HEADINGS
+
+
+def test_index_lists_records_that_no_longer_stand() -> None:
+    statuses = {path.name: path.read_text().split("\nStatus: ", 1)[1].lower() for path in RECORDS}
+    former = [name for name, status in statuses.items() if status.startswith(("superseded", "withdrawn"))]
+    index, _, _ = (FOLDER / "README.md").read_text().partition("These records stand")
+    assert re.findall(r"^\| \[\d+\.[^]]*\]\(([\w.-]+)\)", index, re.MULTILINE) == former
