@@ -353,7 +353,7 @@ class KubeApi:
 
 def _no_answer(error: Exception, seconds: float) -> bytes:
     if isinstance(error, TimeoutError):
-        return f"no answer within {seconds:g} s".encode()
+        return f"no answer within {round(seconds, 1):g} s".encode()
     return f"no answer: {str(error) or type(error).__name__}".encode()
 
 

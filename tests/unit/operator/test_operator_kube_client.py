@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -203,6 +204,26 @@ def test_question_returns_status_body_and_warnings(server: Server) -> None:
     status, body, warnings = call(server, "ask", CORE, {}, seconds=60.0, is_down=True)
     assert (status, warnings) == (0, [])
     assert body.startswith(b"no answer")
+
+
+def test_question_that_waits_for_a_connection_ends_with_the_client(server: Server) -> None:
+    """A request that outlives its client prints a traceback."""
+
+    async def run() -> list[str]:
+        problems: list[str] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: problems.append(context["message"]))
+        server.is_open.clear()
+        async with served(server) as url:
+            async with ApiClient(Configuration(host=url)) as client:
+                api = KubeApi(client)
+                answers = await asyncio.gather(*(api.ask(CORE, {}, seconds=0.5) for _ in range(70)))
+            server.is_open.set()
+        assert {status for status, *_ in answers} == {0}
+        gc.collect()
+        return problems
+
+    assert asyncio.run(run()) == []
 
 
 def test_date_is_that_of_the_server_or_empty(server: Server) -> None:
