@@ -30,11 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lmcache_operator.autoscaling.show.curve import Curve
-
 from benchmarks.replayed import NUM_PODS, MemorySize, ShardCount, SizedTier
 from benchmarks.report import Figure, Report, at_least, at_most
-from lmcache.common.svg import Line, Mark, Panel, svg
 from testing.kube import operator as kube
 from testing.kube.api import Object
 from testing.kube.cluster import Cluster
@@ -107,10 +104,6 @@ class Cloud:
         """Return (hour, measured hits in per cent) for each hour."""
         return [(hour + 0.5, self.hits(self.replay.served, hour, hour + 1)) for hour in range(HOURS)]
 
-    def predicted(self) -> list[tuple[float, float]]:
-        """Return (hour, predicted hits in per cent) for each decision and the size at that time."""
-        return [(decision["hour"], 100 * decision["hits"]) for decision in self.decisions]
-
     def predicted_before(self) -> float:
         """Return the prediction for the final size, in per cent, at the time of its choice."""
         chosen: list[float] = [
@@ -136,9 +129,7 @@ def run() -> Report:
         }
         for cloud, resource in clouds
     }  # fmt: skip
-    pictures = {cloud.name: picture(cloud) for cloud, _ in clouds}
-    pictures |= {f"{cloud.name}-curve": Curve.of(resource, tier.name).picture() for cloud, resource in clouds}
-    return Report("autoscale", conditions, figures, series, pictures)
+    return Report("autoscale", conditions, figures, series)
 
 
 def replayed(tier: SizedTier) -> list[tuple[Cloud, Object]]:
@@ -243,20 +234,3 @@ def figures_of(cloud: Cloud) -> Iterator[Figure]:
     yield Figure("    an exact tier of that size: more than until then", drift, "points")
     yield at_most("    the difference", abs(surplus - drift), "points", 2)
     yield at_most(f"{name}: longest delay of a request", cloud.replay.longest_lag, "s of the trace", 900)
-
-
-def picture(cloud: Cloud) -> str:
-    """Draw the size, and predicted and measured hits, over time."""
-    tier, ticks = cloud.tier, [(float(hour), f"{hour} h") for hour in range(0, HOURS + 1, 2)]
-    best = tier.best
-    unit, name = (1.0, "shards") if tier.name == "remote" else (2.0**30, "GiB")
-    marks = [Mark(hour, tier.described(size)) for hour, size in cloud.changes]
-    ideal = [(0.0, best / unit), (float(HOURS), best / unit)]
-    sizes = [
-        Line(f"{tier.name} tier", [(hour, size / unit) for hour, size in cloud.sizes], is_stepped=True),
-        Line(f"best fixed size: {tier.described(best)}", ideal),
-    ]
-    hits = [Line("hit", cloud.realised()), Line("predicted for this size", cloud.predicted())]
-    panels = [Panel(name, sizes, ticks, marks), Panel("% of prompt tokens", hits, ticks, marks)]
-    reason = cloud.decisions[-1]["reason"]
-    return svg(panels, f"At the end: {reason}")

@@ -43,7 +43,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         kind, help_text = _number(low, high), f"{about} (default: %(default)s)"
         parser.add_argument(flag, type=kind, default=default, metavar="N", help=help_text)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.json", help="also write results as JSON")
-    parser.add_argument("--picture", type=_svg, metavar="FILE.svg", help="also draw times, as SVG")
     about = "run without a question, also if the engines serve others"
     parser.add_argument("--yes", action="store_true", help=about)
     about = "show the differences between two results, and send nothing"
@@ -57,12 +56,6 @@ def _number(low: int, high: int) -> Callable[[str], int]:
         return int(text)
 
     return number
-
-
-def _svg(text: str) -> Path:
-    if not text.endswith(".svg"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no SVG file: name a file that ends in .svg")
-    return Path(text)
 
 
 def runner_for(arguments: argparse.Namespace, targets: Sequence[Target]) -> Runner:
@@ -107,11 +100,6 @@ def report(arguments: argparse.Namespace, runner: Runner) -> int:
     print(*results.table(document), sep="\n")
     if arguments.output:
         _write(arguments.output, json.dumps(document, indent=2) + "\n")
-    if arguments.picture:
-        try:
-            _write(arguments.picture, results.picture(document))
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
     if document["problem"]:
         print(f"error: {document['problem']}", file=sys.stderr)
         return EXIT_INCOMPLETE

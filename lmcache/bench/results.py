@@ -1,4 +1,4 @@
-"""Results of benchmarks as JSON, as tables and as a picture. Pure."""
+"""Results of benchmarks as JSON and as tables. Pure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from datetime import datetime, timezone
 from typing import Any
 
 from lmcache.bench.runner import Phase, Run
-from lmcache.common.svg import Line, Panel, svg
 from lmcache.explain.causes import HITS
 
 _VERSION = 1
-_TICKS = (0, 25, 50, 75, 90, 100)
 
 
 def document(run: Run) -> dict[str, Any]:
@@ -137,19 +135,3 @@ def _hits(phase: Mapping[str, Any]) -> str:
     return (
         ", ".join(f"{name} {100 * number / total:.0f} %" for name, number in parts.items()) if total else ""
     )
-
-
-def picture(results: Mapping[str, Any]) -> str:
-    """Draw the time to the first token over the share of requests that were as fast, as SVG."""
-    lines: dict[str, list[Line]] = {}
-    for (workload, name), phase in read(results).items():
-        times = [1000 * seconds for seconds in phase["ttfts"]]
-        points = [(100 * number / len(times), time) for number, time in enumerate(times, 1)]
-        if points:
-            lines.setdefault(workload, []).append(Line(name, points))
-    if not lines:
-        raise ValueError("there is nothing to draw: no request was answered")
-    ticks = [(float(tick), f"{tick} %") for tick in _TICKS]
-    about = "time to the first token in ms, by share of requests"
-    panels = [Panel(f"{workload}: {about}", drawn, ticks) for workload, drawn in lines.items()]
-    return svg(panels, f"{results['model']}, {results['started']}")

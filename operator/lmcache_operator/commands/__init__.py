@@ -13,7 +13,6 @@ COMMANDS: Mapping[str, str] = {
     "top": "show what the pods of clusters do at present, live",
     "logs": "show the logs of a cluster's engines, sidecars and operator, by time",
     "explain": "show why prompts were computed",
-    "report": "write a page about a cluster for people, as HTML",
     "bench": "measure what the cache of a cluster saves",
     "doctor": "check an installation and its clusters, and say how to repair them",
     "curve": "show the hit ratio and value of each size of a cluster's cache tier",

@@ -1,4 +1,4 @@
-"""``kubectl lmcache curve``: the hit ratio and value of each size of a tier, as text and as a picture."""
+"""``kubectl lmcache curve``: the hit ratio and value of each size of a tier."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from lmcache_operator.api import KIND
 from lmcache_operator.autoscaling.show.curve import TIERS, Curve
 from lmcache_operator.commands import connection, printing
 from lmcache_operator.commands.files import file_errors, read_objects
-from lmcache_operator.errors import FileError
 from lmcache_operator.specs import Object
 
 
@@ -24,8 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "read the LMCacheCluster from a YAML or JSON file instead of the API server; - for standard input"
     parser.add_argument("-f", "--filename", type=Path, metavar="FILE", help=about)
     parser.add_argument("--tier", choices=TIERS, default=TIERS[0], help="default: %(default)s")
-    about = "also write the curve to this file, as a picture"
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE.svg", help=about)
     parser.set_defaults(command=_run)
 
 
@@ -40,14 +37,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace, resource: Object) -> int:
-    picture: Path | None = arguments.output
-    if picture and picture.suffix != ".svg":
-        raise FileError(f"{picture}: pictures are SVG: name a file that ends in .svg")
     curve = Curve.of(resource, arguments.tier)
     print(curve.text(shutil.get_terminal_size().columns), end="")
-    if picture:
-        with file_errors(picture):
-            picture.write_text(curve.picture(), encoding="utf-8")
     return 0
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -87,11 +86,9 @@ def test_table_shows_times_hits_and_what_is_incomplete() -> None:
     assert "The results are not complete: the engine ended." in text
 
 
-def test_results_without_answers_are_shown_and_not_drawn() -> None:
+def test_results_without_answers_are_shown() -> None:
     empty = run_with([], problem="no engine")
     assert "no engine" in "\n".join(results.table(empty))
-    with pytest.raises(ValueError, match="nothing to draw"):
-        results.picture(empty)
 
 
 def test_comparison_shows_changes_and_other_settings() -> None:
@@ -113,19 +110,6 @@ def test_other_files_are_no_results(document: Any, tmp_path: Any) -> None:
     file.write_text(json.dumps(document))
     with pytest.raises(BenchError, match=r"a\.json: .*results"):
         command.compare([file, file])
-
-
-def test_picture_is_svg() -> None:
-    root = ElementTree.fromstring(results.picture(run_with([0.1, 0.2, 0.4])))
-    assert root.tag.endswith("svg")
-
-
-def test_other_pictures_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    command.add_options(parser)
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--picture", "run.png"])
-    assert "'run.png' is no SVG file" in capsys.readouterr().err
 
 
 FIRST = b'data: {"choices": [{"text": "a"}]}\n\n'

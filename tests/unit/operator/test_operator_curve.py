@@ -1,11 +1,10 @@
-"""``lmcache-operator curve``: the hit curve of a tier as text and as a picture."""
+"""``lmcache-operator curve``: the hit curve of a tier as text."""
 
 import copy
 import re
 import tomllib
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -15,11 +14,8 @@ from lmcache_operator.__main__ import main
 from lmcache_operator.autoscaling.show.curve import Curve
 from lmcache_operator.errors import NoCurveError
 
-from lmcache.common.svg import Line, Mark, Panel, nice_ticks, svg
-
 ROOT = Path(__file__).resolve().parents[3]
 REASON = "108Gi per pod instead of 64Gi: 16.2 percentage points more hits, <0.51 USD/h> of GPU time"
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def point(size: str, hit: float, net: float) -> dict[str, str]:
@@ -96,19 +92,6 @@ def test_remote_curve_matches_sizes_to_numbers_of_shards() -> None:
     assert [curve.what_is(curve_point) for curve_point in curve.points] == ["present", "", "recommended"]
 
 
-def test_picture_draws_logarithmic_sizes_and_net_value() -> None:
-    root = ElementTree.fromstring(Curve.of(CLUSTER, "memory").picture())
-    texts = ["".join(element.itertext()) for element in root.iter(f"{SVG}text")]
-    assert {"present: 65536Mi", "recommended: 108Gi", "16Gi", "512Gi", REASON} <= set(texts)
-    hits, net = (element.attrib["points"] for element in root.iter(f"{SVG}polyline"))
-    xs = [float(pair.split(",")[0]) for pair in hits.split()]
-    octaves = [4.0, 6.0, 6.755, 9.0]  # the axis of sizes is logarithmic
-    for x, octave in zip(xs, octaves, strict=True):
-        assert (x - xs[0]) / (xs[-1] - xs[0]) == pytest.approx((octave - 4) / 5, abs=0.001)
-    ys = [float(pair.split(",")[1]) for pair in net.split()]
-    assert min(ys) == ys[2]  # the best value is drawn highest
-
-
 @pytest.mark.parametrize(
     ("cluster", "tier", "message"),
     [
@@ -137,24 +120,19 @@ def test_unexpected_status_values_raise_no_other_error(value: Any) -> None:
         except NoCurveError:
             continue
         assert curve.text(80)
-        ElementTree.fromstring(curve.picture())
 
 
 def test_curve_reads_a_list_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The file is a list as ``kubectl get -o yaml`` prints it."""
-    picture = tmp_path / "curve.svg"
     listed = write(tmp_path, {"kind": "List", "items": [{"kind": "Pod"}, CLUSTER]})
-    assert main([*listed, "llama", "--output", str(picture)]) == 0
+    assert main([*listed, "llama"]) == 0
     assert "demo/llama: the memory tier" in capsys.readouterr().out
-    assert ElementTree.parse(picture).getroot().tag == f"{SVG}svg"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["other"], "cluster.yaml: contains no LMCacheCluster other"),
-        (["--output", "x.png"], "x.png: pictures are SVG: name a file that ends in .svg"),
-        (["--output", "/nowhere/x.svg"], "/nowhere/x.svg: No such file or directory"),
     ],
 )
 def test_curve_reports_invalid_arguments(arguments, message, tmp_path, capsys):
@@ -172,35 +150,3 @@ def test_kubectl_finds_the_plugin() -> None:
     """``kubectl lmcache`` runs the program kubectl-lmcache on PATH."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts["kubectl-lmcache"] == scripts["lmcache-operator"] == "lmcache_operator.__main__:main"
-
-
-finite = st.floats(-1e12, 1e12).map(lambda number: round(number, 6))
-points = st.lists(st.tuples(st.floats(1e-3, 1e15), finite), min_size=1, max_size=20)
-
-
-@given(points, st.booleans(), st.booleans(), st.text(st.characters(codec="utf-8"), max_size=20))
-def test_picture_contains_all_lines_and_labels(xys, is_stepped, is_logarithmic, label):
-    """All lines are within the picture, and labels are escaped as text."""
-    printable = "".join(letter for letter in label if letter.isprintable())
-    band = [(x, y - 1, y + 1) for x, y in xys]
-    lines = [Line(label, xys, band, is_stepped)]
-    panel = Panel(label, lines, [(xys[0][0], label)], [Mark(xys[-1][0], label)], is_logarithmic)
-    root = ElementTree.fromstring(svg([panel, panel], label))
-    _, _, width, height = map(float, root.attrib["viewBox"].split())
-    for drawn in root.iter(f"{SVG}polyline"):
-        for pair in drawn.attrib["points"].split():
-            x, y = map(float, pair.split(","))
-            assert 0 <= x <= width
-            assert 0 <= y <= height
-    # Title, tick, mark and line of both panels. The caption is wrapped.
-    assert sum("".join(element.itertext()) == printable for element in root.iter(f"{SVG}text")) >= 6
-
-
-@given(finite, st.floats(0, 1e12))
-def test_ticks_enclose_the_range(low: float, span: float) -> None:
-    ticks = nice_ticks(low, low + span)
-    assert 2 <= len(ticks) <= 11
-    assert ticks == sorted(ticks)
-    rounding = 1e-6 * (abs(low) + span)
-    assert ticks[0] <= low + rounding
-    assert ticks[-1] >= low + span - rounding

@@ -1,1 +1,1 @@
-"""Miss-ratio curves for people: in the terminal, and as SVG. Pure."""
+"""Miss-ratio curves for people, as text. Pure."""

@@ -1,13 +1,12 @@
-"""The curve of one tier from a cluster's status, as text and as a picture. Pure."""
+"""The curve of one tier from a cluster's status, as text. Pure."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
-from lmcache.common.svg import Line, Mark, Panel, svg
 from lmcache.common.units import format_size, parse_size
 from lmcache_operator.api.parse import parse
 from lmcache_operator.errors import NoCurveError
@@ -101,29 +100,6 @@ class Curve:
         lines = ["  ".join(row).rstrip() for row in (header, *rows)]
         sentences = textwrap.wrap(self.reason, width)
         return "\n".join([self.title, f"({self.about})", "", *lines, "", *sentences]) + "\n"
-
-    def picture(self, width: int = 720) -> str:
-        """Return the curve as SVG: hits over the size, and below them money. ``width`` is in pixels."""
-        first, *following = self.panels()
-        first = replace(first, title=f"{self.title}, {first.title}")
-        return svg([first, *following], self.reason, width=width)
-
-    def panels(self) -> list[Panel]:
-        """Return the charts of the curve: hits over the size, and money."""
-        ticks = [(float(point.num_bytes), point.size) for point in self.points if not self.what_is(point)]
-        marks = [
-            Mark(point.num_bytes, f"{word}: {point.size}")
-            for point in self.points
-            if (word := self.what_is(point))
-        ]
-        hits = Line(
-            "hits, and their sampling error (95 %)",
-            [(point.num_bytes, point.hit) for point in self.points],
-            [(point.num_bytes, point.low, point.high) for point in self.points],
-        )
-        net = Line("compared with the present size", [(point.num_bytes, point.net) for point in self.points])
-        titles = {"hits in % of prompt tokens": hits, "worth in USD per hour": net}
-        return [Panel(title, [line], ticks, marks, is_logarithmic=True) for title, line in titles.items()]
 
 
 def _available(scaling: Mapping[str, Any]) -> str:
