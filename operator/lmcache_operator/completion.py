@@ -21,7 +21,6 @@ _NO_FILES, _FILES = 4, 0
 _KUBECTL_SECONDS = 3.0
 _CLUSTER_OPTIONS = ("--namespace", "--context", "--kubeconfig")
 _GET = ("get", "--request-timeout=2s", "--output=name")
-_ENGINE_PODS = "--selector=lmcache.io/component=engine"
 
 
 class Suggestions(NamedTuple):
@@ -120,8 +119,6 @@ def _values(action: argparse.Action, typed: Typed, last: str) -> Suggestions:
         return Suggestions(_matching(_objects(typed, "namespaces"), last))
     if name == "--context":
         return Suggestions(_matching(_kubectl(typed, "config", "get-contexts", "--output=name"), last))
-    if name == "--pod":
-        return Suggestions(_matching(_objects(typed, "pods", _ENGINE_PODS), last))
     is_file = "FILE" in str(action.metavar)
     return Suggestions((), _FILES if is_file else _NO_FILES)
 
@@ -130,9 +127,9 @@ def _matching(texts: Sequence[str], begin: str) -> list[str]:
     return [text for text in texts if text.startswith(begin)]
 
 
-def _objects(typed: Typed, kind: str, *options: str) -> list[str]:
+def _objects(typed: Typed, kind: str) -> list[str]:
     """Return the names of objects; empty if the API server does not answer."""
-    lines = _kubectl(typed, _GET[0], kind, *_GET[1:], *options)
+    lines = _kubectl(typed, _GET[0], kind, *_GET[1:])
     return [line.rpartition("/")[2] for line in lines]
 
 

@@ -68,8 +68,8 @@ def test_installed_plugin_runs_with_nothing_but_python(installed):
     missing = run(installed, sys.executable, "kubectl-lmcache", "status", "--kubeconfig", "/missing")
     assert missing.returncode == 2
     assert "error: /missing: " in missing.stderr
-    usage = run(installed, sys.executable, "kubectl-lmcache", "logs", "--help").stdout
-    assert usage.startswith("usage: kubectl lmcache logs")
+    usage = run(installed, sys.executable, "kubectl-lmcache", "top", "--help").stdout
+    assert usage.startswith("usage: kubectl lmcache top")
     assert run(installed, sys.executable, "kubectl_complete-lmcache", "to").stdout.endswith("\n:4\n")
 
 

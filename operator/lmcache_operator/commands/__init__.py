@@ -11,7 +11,6 @@ from collections.abc import Mapping
 COMMANDS: Mapping[str, str] = {
     "status": "show pods, tiers, conditions and advice of a cluster",
     "top": "show what the pods of clusters do at present, live",
-    "logs": "show the logs of a cluster's engines, sidecars and operator, by time",
     "explain": "show why prompts were computed",
     "bench": "measure what the cache of a cluster saves",
     "doctor": "check an installation and its clusters, and say how to repair them",

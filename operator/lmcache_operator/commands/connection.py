@@ -24,8 +24,6 @@ from lmcache_operator.specs.kinds import CLUSTER
 if TYPE_CHECKING:  # the client takes half a second to import, which completion and --help need not spend
     from lmcache_operator.kube.client import KubeApi
 
-MAX_CONNECTIONS = 64
-"""Connections to the API server, unless a command needs more."""
 _FIRST_SECONDS = 4.0
 """Time for the first answer of the API server, which is small."""
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
@@ -108,16 +106,11 @@ def add_namespace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kubeconfig", metavar="FILE", help="default: the same file as kubectl")
 
 
-def run(
-    arguments: argparse.Namespace,
-    command: Callable[[Connection], Awaitable[int]],
-    *,
-    max_connections: int = MAX_CONNECTIONS,
-) -> int:
+def run(arguments: argparse.Namespace, command: Callable[[Connection], Awaitable[int]]) -> int:
     """Run a command with a connection. Prints errors, and returns the exit status."""
 
     async def connected_command() -> int:
-        async with connected(arguments, max_connections) as connection:
+        async with connected(arguments) as connection:
             return await command(connection)
 
     return reported(lambda: asyncio.run(connected_command()))
@@ -142,9 +135,7 @@ def reported(command: Callable[[], int]) -> int:
 
 
 @asynccontextmanager
-async def connected(
-    arguments: argparse.Namespace, max_connections: int = MAX_CONNECTIONS
-) -> AsyncIterator[Connection]:
+async def connected(arguments: argparse.Namespace) -> AsyncIterator[Connection]:
     """Connect as the options say. Raises FileError if the kubeconfig is unusable."""
     from kubernetes.aio.config import ConfigException
 
@@ -155,7 +146,7 @@ async def connected(
         os.environ["KUBECONFIG"] = arguments.kubeconfig
     try:
         namespace = arguments.namespace or default_namespace(arguments.context)
-        opened = connect(context=arguments.context, max_connections=max_connections)
+        opened = connect(context=arguments.context)
         api = await opened.__aenter__()
     except (ConfigException, OSError, yaml.YAMLError) as error:
         raise _kubeconfig_error(str(error)) from error

@@ -31,8 +31,6 @@ _MAX_REQUESTS = 64
 _MIN_WRITE_SECONDS = 5.0
 """Minimum timeout of a write. A write is not sent if the operator's right to write ends sooner."""
 _MAX_EVENT_MESSAGE = 1024
-_STREAM_BYTES = 16 << 10
-"""Bytes of a stream that wait in memory. A command can have many streams."""
 _READS = frozenset({"GET"})
 _FORCE = {"fieldManager": FIELD_MANAGER, "force": "true"}
 _NOT_SENT = "not sent: this operator does not lead, or cannot renew its lease"
@@ -50,15 +48,12 @@ Fence = Callable[[], float]
 
 
 @asynccontextmanager
-async def connect(
-    fence: Fence = lambda: math.inf, context: str | None = None, *, max_connections: int = _MAX_REQUESTS
-) -> AsyncIterator[KubeApi]:
+async def connect(fence: Fence = lambda: math.inf, context: str | None = None) -> AsyncIterator[KubeApi]:
     """Connect to the configured Kubernetes cluster. The client writes only while the fence allows it.
 
     Args:
         fence: see `Fence`.
         context: context of the kubeconfig; None: the present one.
-        max_connections: connections for requests and streams together. Requests alone use at most 64.
     """
 
     class Request(aiohttp.ClientRequest):
@@ -76,7 +71,7 @@ async def connect(
             await super().write_bytes(writer, conn, content_length)
 
     server = await configuration(context)
-    server.connection_pool_maxsize = max_connections
+    server.connection_pool_maxsize = _MAX_REQUESTS
     # Pods answer through the API server, and a cookie of one pod would be sent to the others.
     server.client_session_kwargs = {"request_class": Request, "cookie_jar": aiohttp.DummyCookieJar()}
     async with ApiClient(server) as client:
@@ -192,25 +187,6 @@ class KubeApi:
             yield socket
         finally:
             await socket.close()
-
-    @asynccontextmanager
-    async def stream(self, path: str, *, seconds: float) -> AsyncIterator[aiohttp.StreamReader]:
-        """Open a body that may never end, such as a log. ``seconds``: limit until it begins.
-
-        Raises:
-            ApiError: the API server refused the call.
-            aiohttp.ClientError, OSError, TimeoutError: the connection broke.
-        """
-        pool, url, options = await self._unlimited_get(path)
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=seconds)
-        async with asyncio.timeout(seconds):
-            response = await pool.get(url, timeout=limits, read_bufsize=_STREAM_BYTES, **options)
-        try:
-            if response.status != HTTPStatus.OK:
-                raise error_of(f"GET {path}", response.status, await response.read())
-            yield response.content
-        finally:
-            response.close()
 
     async def _unlimited_get(self, path: str) -> tuple[aiohttp.ClientSession, str, dict[str, Any]]:
         """Return the connections, URL and options for a GET whose answer has no time limit."""

@@ -14,7 +14,6 @@ echo "$@" >> "$(dirname "$0")/calls"
 case "$1 $2" in
   "get lmcacheclusters") echo lmcachecluster.lmcache.io/demo; echo lmcachecluster.lmcache.io/other;;
   "get namespaces") echo namespace/default; echo namespace/team;;
-  "get pods") echo pod/demo-engine-0;;
   "config get-contexts") echo local; echo production;;
 esac
 """
@@ -61,7 +60,6 @@ def test_values_of_options_are_suggested(calls):
     assert suggested("status", "--context", "") == ["local", "production"]
     assert suggested("status", "--output", "") == ["table", "json", "yaml"]
     assert suggested("top", "--sort", "req") == ["requests"]
-    assert suggested("logs", "--pod", "") == ["demo-engine-0"]
 
 
 def test_files_are_left_to_the_shell_and_no_kubectl_gives_no_suggestions(tmp_path, monkeypatch):
@@ -74,7 +72,7 @@ def test_files_are_left_to_the_shell_and_no_kubectl_gives_no_suggestions(tmp_pat
 def test_program_prints_suggestions_and_the_directive_without_a_client():
     code = (
         "import sys; from lmcache_operator import completion\n"
-        "completion.complete(['']); completion.complete(['top', '--']); completion.complete(['logs', '--'])\n"
+        "completion.complete(['']); completion.complete(['top', '--']); completion.complete(['curve', '--'])\n"
         "print(sorted({'kubernetes', 'kopf'} & set(sys.modules)))\n"
         "sys.argv = ['x', 'stat']; completion.main()"
     )

@@ -50,7 +50,7 @@ def _problem(name: str, figures: PodFigures) -> Result | None:
     stats = figures.stats
     if not stats:
         text = f"The sidecar does not answer: {plain(figures.problem)}."
-        return warning(name, text, "Read its log: kubectl lmcache logs --component sidecar", "NoAnswer")
+        return warning(name, text, "Read its log: kubectl logs POD -c sidecar", "NoAnswer")
     if stats.get("is_ready") is not True:
         text = f"The sidecar is not ready: {plain(stats.get('not_ready_reason')) or 'it gives no reason'}."
         return failure(name, text, "Correct the setting that the reason names.", "SidecarNotReady")
