@@ -1,10 +1,12 @@
-"""``kubectl lmcache`` on a real kubelet, whose network policies hold."""
+"""``kubectl lmcache`` on a real kubelet, whose containers have logs, and whose network policies hold."""
 
 import json
 import threading
+from zipfile import ZipFile
 
 import pytest
 
+from testing.kube.operator import SYSTEM_NAMESPACE
 from testing.node.app import NAMESPACE
 from tests.harness.plugin import LIST_PODS, READ, Plugin, kubeconfig_with
 from tests.harness.pods import prompt
@@ -39,6 +41,21 @@ def test_status_and_top_reach_the_sidecar_through_network_policies(tiny, kubectl
     assert (top.returncode, figures["problem"]) == (0, "")
     assert figures["requestsPerSecond"] > 0
     assert figures["tokensPerSecond"]["engine"] > 0
+
+
+def test_report_has_the_logs_of_engine_sidecar_and_operator(tiny, kubectl, tmp_path):
+    pod = tiny.ready_pod()
+    shown = kubectl("report", "tiny", "-o", tmp_path / "report.zip")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    with ZipFile(tmp_path / "report.zip") as archive:
+        files = {name: archive.read(name).decode() for name in archive.namelist()}
+    assert files["errors.txt"] == "Nothing is missing."
+    log = files[f"logs/{NAMESPACE}/{pod.name}/sidecar.log"].splitlines()
+    raw = pod.logs("sidecar").splitlines()
+    assert [line.partition(" ")[2] for line in log[:10]] == raw[:10]
+    assert files[f"logs/{NAMESPACE}/{pod.name}/engine.log"]
+    logs_of_operator = [name for name in files if name.startswith(f"logs/{SYSTEM_NAMESPACE}/")]
+    assert any(f"{NAMESPACE}/tiny: " in files[name] for name in logs_of_operator)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Commands of ``kubectl lmcache`` on a real API server, with real sidecars as pods."""
 
+import base64
 import json
 import socket
 from contextlib import ExitStack
+from zipfile import ZipFile
 
 import pytest
 import yaml
@@ -91,7 +93,7 @@ def test_explain_adds_up_the_causes_and_finds_a_request(lmcache):
         (["explain", "--request-id", "x"], "no pod knows a request with 'x' in its id"),
         *(
             ([command, "nobody"], "there is no LMCacheCluster nobody in namespace commands: ")
-            for command in ("status", "explain", "top", "curve", "doctor")
+            for command in ("status", "explain", "top", "curve", "report", "doctor")
         ),
     ],
     ids=str,
@@ -149,6 +151,65 @@ def test_curve_is_printed(plane, namespace, lmcache):
     assert f"{namespace}/{NAME}: the memory tier" in shown
     assert "128Gi    30.0 %   29.0-31.0" in shown
     plane.api.patch(CLUSTERS, f"{NAME}/status", {"status": {"autoscaling": None}}, namespace)
+
+
+def test_report_has_all_parts_and_no_secret(plane, tmp_path):
+    secret = "hunter2-Zq8vXw"
+    with new_namespace(plane, "report") as namespace, SidecarProcess(http_host="0.0.0.0") as sidecar:
+        plane.api.create(CLUSTERS, example(autoscaling={"mode": "Off"}), namespace)
+        labels, data = {"lmcache.io/cluster": NAME}, {"password": secret}
+        named = {"metadata": {"name": NAME, "labels": labels}}
+        plane.api.create("v1/secrets", {**named, "stringData": data}, namespace)
+        plane.api.create(
+            "v1/configmaps", {**named, "data": {"a": f"redis://:{secret}@redis:6379"}}, namespace
+        )
+        source = {"secretKeyRef": {"name": NAME, "key": "password"}}
+        env = [
+            {"name": "REDIS_PASSWORD", "valueFrom": source},
+            {"name": "HF_TOKEN", "value": secret},
+            {"name": "HF_HOME", "value": "/models"},
+        ]
+        create_pod(plane, namespace, NAME, 0, port=sidecar.http_port, env=env, args=["--api-key", secret])
+        event = {"metadata": {"name": "a"}, "message": f"The token is {secret}.", "reason": "Failed"}
+        involved = {"kind": "Pod", "name": f"{NAME}-engine-0", "namespace": namespace}
+        plane.api.create("v1/events", {**event, "involvedObject": involved}, namespace)
+        file = tmp_path / "cache report.zip"
+        shown = Commands(plane, namespace)("report", NAME, "-o", file)
+        limited = kubeconfig_with(plane, namespace, "limited", [READ, LIST_PODS])
+        few = Commands(plane, namespace, limited)("report", "-o", tmp_path / "few.zip")
+    assert (shown.returncode, few.returncode) == (0, 0)
+    assert shown.stdout.startswith(f"Wrote {file} ({file.stat().st_size / 1e3:,.0f} kB).")
+    content = files_of(file)
+    for part in (file.read_bytes(), *content.values()):
+        assert secret.encode() not in part
+        assert base64.b64encode(secret.encode()) not in part
+    assert not any("/Secret/" in name for name in content)
+    pod = yaml.safe_load(content[f"objects/{namespace}/Pod/{NAME}-engine-0.yaml"])
+    [engine] = pod["spec"]["containers"]
+    assert engine["args"] == ["--api-key", "<removed>"]
+    values = {"REDIS_PASSWORD": None, "HF_TOKEN": "<removed>", "HF_HOME": "/models"}
+    assert {each["name"]: each.get("value") for each in engine["env"]} == values
+    assert yaml.safe_load(content[f"objects/{namespace}/ConfigMap/{NAME}.yaml"])["data"] == {
+        "a": "redis://:<removed>@redis:6379"
+    }
+    assert yaml.safe_load(content[f"objects/{namespace}/LMCacheCluster/{NAME}.yaml"])["spec"]
+    assert "The token is <removed>." in content["events.yaml"].decode()
+    assert yaml.safe_load(content[f"stats/{NAME}-engine-0.yaml"])["version"]
+    assert f"{namespace}/{NAME}" in content["status.txt"].decode()
+    assert b"gitVersion" in content["versions/kubernetes.json"]
+    # Pods of this test have no kubelet, and so no logs.
+    assert f"logs/{namespace}/{NAME}-engine-0/engine.log: " in content["errors.txt"].decode()
+    assert f"logs/{namespace}/{NAME}-engine-0/engine.log: " in shown.stderr
+    missing = files_of(tmp_path / "few.zip")["errors.txt"].decode()
+    for plural in ("events", "configmaps", "statefulsets.apps", "pods"):
+        assert f"{plural} is forbidden" in missing
+    assert "forbidden: get pods/proxy" in missing
+
+
+def files_of(archive):
+    """The files of a zip file by name."""
+    with ZipFile(archive) as opened:
+        return {name: opened.read(name) for name in opened.namelist()}
 
 
 def test_kubectl_lists_the_plugin_and_completes_its_words(kubectl, plane, namespace, tmp_path):

@@ -41,7 +41,7 @@ def lead_to(kubeconfig: Path, server: str) -> None:
 @pytest.mark.parametrize(
     "name", ["", "a/b", "demo/status", "demo?watch=1", "../x", "a b", "Ä", "-", "x" * 254]
 )
-@pytest.mark.parametrize("command", ["status", "top", "explain", "bench", "doctor", "curve"])
+@pytest.mark.parametrize("command", ["status", "top", "explain", "report", "bench", "doctor", "curve"])
 def test_names_cannot_be_paths_of_the_api_server(kubeconfig, capsys, command: str, name: str) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([command, "--", name])
@@ -88,7 +88,7 @@ def test_empty_variable_counts_as_none(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("body", [b"<html>Log in</html>", b"[1, 2]", b"{}", b'"text"', b"\xff"])
-@pytest.mark.parametrize("words", [["status", "demo"], ["status"], ["top", "--once"]])
+@pytest.mark.parametrize("words", [["status", "demo"], ["status"], ["top", "--once"], ["report", "demo"]])
 def test_server_that_is_no_api_server_is_an_error(kubeconfig, capsys, words: list[str], body: bytes) -> None:
     class Handler(JsonHandler):
         def do_GET(self) -> None:
