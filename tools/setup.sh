@@ -39,7 +39,6 @@ case ${1:-} in base | light) ;; *)
   # Only tests need Prometheus, so other commands work without it.
   if can_install; then need promtool prometheus
   elif ! command -v promtool >/dev/null 2>&1; then say "tests of metrics need Prometheus: sudo apt-get install prometheus"; fi
-  need tmux tmux  # tests of commands in a real terminal
   [ -e /usr/share/bash-completion/bash_completion ] || missing="$missing bash-completion"
   if can_install; then  # in tests, SGLang compiles a C++ module
     need c++ g++

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_CODES = {"bold": 1, "dim": 2, "reverse": 7, "red": 31, "green": 32, "yellow": 33, "blue": 34, "cyan": 36}
+_CODES = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "blue": 34, "cyan": 36}
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _RESET = "\x1b[0m"
 _BAR = "█"
@@ -20,7 +20,7 @@ class Style:
         self._has_colors = has_colors
 
     def paint(self, text: str, color: str) -> str:
-        """Return the text in a color, or bold, dim or reverse."""
+        """Return the text in a color, or bold or dim."""
         return f"\x1b[{_CODES[color]}m{text}{_RESET}" if self._has_colors and text else text
 
     def title(self, text: str) -> str:
@@ -55,25 +55,6 @@ def _columns(character: str) -> int:
     if character.isascii():
         return 1
     return 0 if unicodedata.combining(character) else 1 + (unicodedata.east_asian_width(character) in "FW")
-
-
-def cut(text: str, columns: int) -> str:
-    """Return the part of a text that fits a number of columns, with its colors."""
-    if width(text) <= columns:
-        return text
-    parts, left = [], columns
-    for part in re.split(f"({_ESCAPES.pattern})", text):
-        if part.startswith("\x1b"):
-            parts.append(part)
-            continue
-        for character in part:
-            left -= _columns(character)
-            if left < 0:
-                break
-            parts.append(character)
-        if left < 0:
-            break
-    return "".join(parts) + (_RESET if "\x1b" in text else "")
 
 
 def bar(share: float, columns: int) -> str:

@@ -17,7 +17,7 @@ PACKAGES = frozenset((
     "cbor2", "fastapi", "opentelemetry", "safetensors", "tokenizers", "torch", "transformers", "vllm",
 ))  # fmt: skip
 """Packages of the complete environment that tests import. The product works without the others."""
-PROGRAMS = frozenset(("c++", "openssl", "promtool", "redis-cli", "redis-server", "tmux"))
+PROGRAMS = frozenset(("c++", "openssl", "promtool", "redis-cli", "redis-server"))
 IS_LIGHT = Path(sys.prefix, ".setup-light-stamp").exists()
 """Whether ``make setup-light`` created the environment, and not ``make setup``."""
 

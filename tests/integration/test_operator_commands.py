@@ -2,7 +2,9 @@
 
 import base64
 import json
+import shlex
 import socket
+import subprocess
 from contextlib import ExitStack
 from zipfile import ZipFile
 
@@ -11,12 +13,10 @@ import yaml
 
 from lmcache.rpc.hello import Role
 from lmcache.rpc.session import Scheduled
-from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 from tests.harness.engine import session_of
 from tests.harness.kube import CLUSTERS, NAME, example, new_namespace, stop_operator
 from tests.harness.plugin import GET_PROXY, LIST_PODS, READ, Commands, Plugin, create_pod, kubeconfig_with
-from tests.harness.tmux import Tmux
 from tests.harness.wire import make_keys
 
 pytestmark = [pytest.mark.kube, pytest.mark.usefixtures("no_operator")]
@@ -228,12 +228,18 @@ def test_kubectl_lists_the_plugin_and_completes_its_words(kubectl, plane, namesp
 
 
 def test_bash_completes_a_command_and_a_name(kubectl, namespace):
-    with Tmux(120, 20, kubectl.environment) as terminal:
-        terminal.run(f"source {BASH_COMPLETION}; source <(kubectl completion bash); echo sour''ced")
-        terminal.wait_for("sourced")
-        terminal.type("kubectl lmcache stat")
-        terminal.press("Tab")
-        terminal.wait_for("kubectl lmcache status")
-        terminal.type(f"-n {namespace} {NAME[:3]}")
-        terminal.press("Tab")
-        wait_until(lambda: f"status -n {namespace} {NAME}" in terminal.text, what="the name is completed")
+    def suggested(*words: str) -> list[str]:
+        """The suggestions of bash for the last word."""
+        line = shlex.join(["kubectl", "lmcache", *words])
+        script = f"""
+            source {BASH_COMPLETION}; source <(kubectl completion bash); compopt() {{ :; }}
+            COMP_LINE={shlex.quote(line)}; COMP_POINT=${{#COMP_LINE}}; COMP_TYPE=9
+            COMP_WORDS=($COMP_LINE); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+            __start_kubectl; printf '%s\\n' "${{COMPREPLY[@]}}"
+        """
+        shell = ["bash", "--norc", "-c", script]
+        done = subprocess.run(shell, env=kubectl.environment, capture_output=True, text=True, timeout=300)
+        return [suggestion.strip() for suggestion in done.stdout.splitlines()]
+
+    assert suggested("stat") == ["status"]
+    assert suggested("status", "-n", namespace, NAME[:3]) == [NAME]

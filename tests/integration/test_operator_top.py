@@ -1,17 +1,14 @@
 """``kubectl lmcache top`` on a real API server, with real sidecars as pods."""
 
 import json
-import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
 
-from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 from tests.harness.kube import CLUSTERS, NAME, example, new_namespace
-from tests.harness.plugin import Commands, Plugin, create_pod
-from tests.harness.tmux import Tmux
+from tests.harness.plugin import Commands, create_pod
 from tests.harness.traffic import traffic
 
 pytestmark = [pytest.mark.kube, pytest.mark.usefixtures("no_operator")]
@@ -55,21 +52,13 @@ def test_once_prints_the_rates_of_all_pods(plane, namespace):
     assert figures["total"]["requestsPerSecond"] == pytest.approx(total, abs=0.01)
 
 
-def test_live_screen_shows_pods_and_a_hung_sidecar_does_not_freeze_it(sidecars, plane, namespace, tmp_path):
-    words = ["kubectl", "lmcache", "top", "-n", namespace, NAME]
-    with Tmux(160, 30, Plugin(plane, tmp_path, namespace).environment) as terminal:
-        terminal.run(shlex.join(words))
-        terminal.wait_for("2 of 2 pods counted")
-        assert terminal.is_alternate()
-        sidecars[1].freeze()
-        try:
-            screen = terminal.wait_for("no answer within")
-            (hung,) = [line for line in screen if "no answer within" in line]
-            assert hung.startswith(f"{NAME}-engine-1")
-            assert any(line.startswith(f"{NAME}-engine-0") and line.endswith("ok") for line in screen)
-            terminal.press("s")
-            terminal.wait_for("sorted by cluster")
-            terminal.press("q")
-            wait_until(terminal.is_restored)
-        finally:
-            sidecars[1].thaw()
+def test_hung_sidecar_keeps_its_line_and_does_not_delay_the_others(sidecars, plane, namespace):
+    sidecars[1].freeze()
+    try:
+        shown = Commands(plane, namespace)("top", NAME)
+    finally:
+        sidecars[1].thaw()
+    assert shown.returncode == 0
+    rows = [line for line in shown.stdout.splitlines() if line.startswith(f"{NAME}-engine-")]
+    assert rows[0].endswith("ok")
+    assert "no answer within" in rows[1]

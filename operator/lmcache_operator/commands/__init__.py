@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 COMMANDS: Mapping[str, str] = {
     "status": "show pods, tiers, conditions and advice of a cluster",
-    "top": "show what the pods of clusters do at present, live",
+    "top": "show what the pods of clusters do at present",
     "explain": "show why prompts were computed",
     "report": "write a zip file for a bug report: objects, Events, figures and logs",
     "bench": "measure what the cache of a cluster saves",
