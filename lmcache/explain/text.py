@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_CODES = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "blue": 34, "cyan": 36}
+_CODES = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33}
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _RESET = "\x1b[0m"
 _BAR = "█"

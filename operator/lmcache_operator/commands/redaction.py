@@ -14,11 +14,13 @@ _WORD = (
     r"(?:pass(?:word|wd|phrase)s?|pwd|secrets?|token|credentials?|authorization"
     r"|(?:api|access|private|encryption|signing)[-_]?keys?)(?![a-z])(?![-_]?(?:file|path|dir|name|ref)(?![a-z]))"
 )
-_SECRET_NAME = re.compile(rf"{_WORD}|[-_](?:key|auth|pass)s?$", re.IGNORECASE)
+_SECRET_NAME = re.compile(rf"{_WORD}|[-_.](?:key|auth|pass)s?$", re.IGNORECASE)
 _ASSIGNED = re.compile(
     rf"(?i)((?:{_WORD}[\\\"' ]{{0,9}}[=:]|--[\w-]{{0,40}}{_WORD} |\bbearer |\bbasic )"
     r"[\\\"'\[( ]{0,9}(?:bearer |basic )?)[^\s\\\"',;&)\]}<]+"
 )
+# Tokens of Hugging Face, OpenAI, GitHub and AWS, JSON Web Tokens, and private keys.
+_KEY = re.compile(r"\b(?:hf_|sk-|gh[pos]_|AKIA|eyJ)[\w.-]{16,}|-BEGIN [A-Z ]*PRIVATE KEY-[\s\S]{0,9999}?-END")
 _URL_PASSWORD = re.compile(r"(\w://[^/\s:@\"']*:)[^/\s@\"']+@")
 
 
@@ -33,12 +35,10 @@ class Redactor:
         if isinstance(value, Mapping):
             # The value of {"name": "PASSWORD", "value": "x"} is the value of a variable.
             variable = str(value.get("name", ""))
-            included = {key: value[key] for key in value if key not in _LEFT_OUT}
-            return {
-                key: self.value(included[key], variable if key == "value" else str(key)) for key in included
-            }
+            fields = {key: value[key] for key in value if key not in _LEFT_OUT}
+            return {key: self.value(fields[key], variable if key == "value" else str(key)) for key in fields}
         if isinstance(value, list):
-            return list(self._arguments(value))
+            return list(self._arguments(value, name))
         if not isinstance(value, str) or not value:
             return value
         if not _SECRET_NAME.search(name):
@@ -46,19 +46,19 @@ class Redactor:
         self._secrets |= {value} if len(value) >= 8 else set()  # a shorter one can be a common word
         return REMOVED
 
-    def _arguments(self, items: Sequence[Any]) -> Iterator[Any]:
+    def _arguments(self, items: Sequence[Any], option: str) -> Iterator[Any]:
         """Yield the items of a list. In a command line, values of secret options are removed."""
-        option = ""
         for item in items:
             if not isinstance(item, str) or not item.startswith("-"):
                 yield self.value(item, option)
                 continue
             option, separator, value = item.partition("=")
-            yield f"{option}={self.value(value, option)}" if separator else item
+            yield self.text(f"{option}={self.value(value, option)}" if separator else item)
             option = "" if separator else option
 
     def text(self, text: str) -> str:
         """Return a text without passwords of URLs, values that look like secrets, and known secrets."""
         for secret in sorted(self._secrets, key=len, reverse=True):
             text = text.replace(secret, REMOVED)
-        return _ASSIGNED.sub(rf"\1{REMOVED}", _URL_PASSWORD.sub(rf"\1{REMOVED}@", text))
+        text = _KEY.sub(REMOVED, _URL_PASSWORD.sub(rf"\1{REMOVED}@", text))
+        return _ASSIGNED.sub(rf"\1{REMOVED}", text)

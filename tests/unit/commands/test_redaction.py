@@ -54,6 +54,8 @@ def test_references_to_secrets_stay() -> None:
         ["--api-key", SECRET, "other-" + SECRET],
         [f"--api-key={SECRET}"],
         [f"--admin-auth={SECRET}"],
+        [f"--api-key {SECRET}"],
+        [f"--url redis://:{SECRET}@redis --size=1"],
         ["sh", "-c", f"exec valkey-server --requirepass-token {SECRET} --port 6379"],
         ["sh", "-c", f"PASSWORD={SECRET} exec engine"],
         [f"redis://user:{SECRET}@redis:6379"],
@@ -83,6 +85,30 @@ def test_secrets_of_logs_are_removed(line: str) -> None:
     shown = Redactor().text(line)
     assert SECRET not in shown
     assert "8000" in shown
+
+
+@pytest.mark.parametrize("prefix", ["hf_", "sk-", "ghp_", "AKIA", "eyJhbGciOiJSUzI1NiJ9."])
+def test_values_that_look_like_tokens_are_removed(prefix: str) -> None:
+    token = f"{prefix}abcdefghijklmnop0123"
+    assert redacted({"name": "MODEL", "value": token}) == {"name": "MODEL", "value": REMOVED}
+    assert (
+        Redactor().text(f"use {token}, disk-0123456789abcdef0123")
+        == f"use {REMOVED}, disk-0123456789abcdef0123"
+    )
+
+
+def test_private_keys_are_removed() -> None:
+    pem = f"-----BEGIN RSA PRIVATE KEY-----\n{SECRET}\n{SECRET}\n-----END RSA PRIVATE KEY-----\nrest"
+    for shown in (Redactor().text(pem), str(redacted({"data": {"tls.crt": pem, "tls.key": pem}}))):
+        assert SECRET not in shown
+        assert "rest" in shown
+
+
+def test_secret_lists_are_removed() -> None:
+    assert redacted({"apiKeys": [SECRET, SECRET], "ports": ["a"]}) == {
+        "apiKeys": [REMOVED] * 2,
+        "ports": ["a"],
+    }
 
 
 def test_secret_of_an_object_is_removed_from_later_texts() -> None:
