@@ -1,4 +1,4 @@
-"""The command line: ``lmcache-sidecar serve | explain | bench | top | salt-hash``."""
+"""The command line: ``lmcache-sidecar serve | explain | top | salt-hash``."""
 
 from __future__ import annotations
 
@@ -48,11 +48,6 @@ def _parser(command: str = "") -> argparse.ArgumentParser:
     describe(serve, _SERVE, _EXIT)
     configuration.add_arguments(serve)
     explain.add_arguments(commands)
-    bench = commands.add_parser("bench", help="measure what the cache saves")
-    if command == "bench":  # importing the load generator takes 50 ms, which a sidecar need not spend
-        from lmcache_sidecar.bench import add_arguments
-
-        add_arguments(bench)
     live = commands.add_parser("top", help="show what the sidecar does at present")
     commands.add_parser(
         "salt-hash",
@@ -92,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     try:
         words = sys.argv[1:] if arguments is None else [*arguments]
-        if words[:1] in (["explain"], ["bench"], ["top"]):
+        if words[:1] in (["explain"], ["top"]):
             parsed = _parser(words[0]).parse_args(words)
             return int(parsed.run(parsed))
         if words[:1] == ["salt-hash"]:

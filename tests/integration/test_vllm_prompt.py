@@ -4,10 +4,11 @@ import json
 
 import pytest
 
+from testing.child_process import wait_until
 from testing.engine.tiny_model import tiny_model
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness import sidecar_command
-from tests.harness.real_engine import BLOCK, CHUNK, attached_engine, make_prompt
+from tests.harness.real_engine import BLOCK, CHUNK, attached_engine, make_prompt, served_engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis]
 
@@ -159,3 +160,20 @@ def test_keys_of_an_unreproducible_algorithm_are_refused_with_the_remedy(tmp_pat
         error = explain(sidecar, [1, 2, 3])
     assert "block hashes by sha256 can't be reproduced in other processes" in error
     assert "--prefix-caching-hash-algo sha256_cbor" in error
+
+
+def test_server_tokenises_text_and_chats_whose_chunks_are_explained(tmp_path):
+    with SidecarProcess() as sidecar, served_engine(sidecar, tmp_path) as engine:
+        url = ("--engine-url", engine.url)
+        text = "A prompt for the engine. " * 40
+        answer = explain(sidecar, text, *url)
+        assert runs(answer)[0][1:] == ("nowhere", "new")
+        engine.complete(text)
+        num_tokens = answer["num_tokens"] // CHUNK * CHUNK
+        wait_until(
+            lambda: runs(explain(sidecar, text, *url))[0][:2] == (num_tokens, "memory"),
+            what="the chunks of the prompt",
+        )
+        answer = explain(sidecar, {"messages": [{"role": "user", "content": text}]}, *url)
+        assert runs(answer)[0][1:] == ("nowhere", "new")
+        assert answer["num_tokens"] > len(text)

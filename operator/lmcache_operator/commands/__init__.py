@@ -13,7 +13,6 @@ COMMANDS: Mapping[str, str] = {
     "top": "show what the pods of clusters do at present",
     "explain": "show why prompts were computed",
     "report": "write a zip file for a bug report: objects, Events, figures and logs",
-    "bench": "measure what the cache of a cluster saves",
     "doctor": "check an installation and its clusters, and say how to repair them",
     "curve": "show the hit ratio and value of each size of a cluster's cache tier",
 }
