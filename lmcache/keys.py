@@ -26,22 +26,14 @@ Listed = Union[None, bool, int, float, str, bytes, "Sequence[Listed]", "Mapping[
 """Values that the listing of a namespace may contain."""
 
 
-def chunk_key(
-    block_hash: bytes, lora_fingerprint: bytes = b"", cache_salt: str = "", group: int = 0
-) -> bytes:
-    """Return the key of one chunk (32 bytes).
-
-    ``block_hash`` is the engine's hash of the chunk's last block, which covers all tokens up to its end. The
-    engine's hash also covers LoRA and salt, but without tags, so that one can imitate the other. Therefore
-    the key contains both again.
-    """
-    return _chunk_key(block_hash, _qualifiers(lora_fingerprint, cache_salt, group))
-
-
 def chunk_keys(
     block_hashes: Iterable[bytes], lora_fingerprint: bytes = b"", cache_salt: str = "", group: int = 0
 ) -> list[bytes]:
-    """Return the keys of many chunks, each as from ``chunk_key``.
+    """Return the keys of chunks (32 bytes each).
+
+    A block hash is the engine's hash of the chunk's last block, which covers all tokens up to its end. The
+    engine's hash also covers LoRA and salt, but without tags, so that one can imitate the other. Therefore
+    the key contains both again.
 
     The most recent keys are cached, because many prompts begin alike, and each turn of a conversation begins
     like the turn before.

@@ -21,11 +21,8 @@ from tools.cache import cached_directory, uv
 
 SIMULATED = (
     "tests/unit/vllm_connector",
-    *(
-        f"tests/integration/test_vllm_{name}.py"
-        for name in ("facade", "multi", "tier", "tier_faults", "tier_model")
-    ),
-    *(f"tests/integration/test_vllm_{name}.py" for name in ("events", "isolation", "spans", "stats")),
+    *(f"tests/integration/test_vllm_{name}.py" for name in ("facade", "multi", "events", "isolation")),
+    *(f"tests/integration/test_vllm_{name}.py" for name in ("spans", "stats")),
     *(f"tests/integration/test_vllm_{name}.py" for name in ("lifetimes", "resets", "scenarios", "times")),
 )
 ENGINES = (

@@ -61,7 +61,7 @@ def chunk_ranges(meta):
 
 
 def row_keys(group, *chunk_hashes):
-    return b"".join(NAMESPACE + keys.chunk_key(chunk_hash, group=group) for chunk_hash in chunk_hashes)
+    return b"".join(NAMESPACE + key for key in keys.chunk_keys(chunk_hashes, group=group))
 
 
 class Rig:
@@ -86,7 +86,7 @@ class Rig:
         """Let the sidecar hold the first chunks of a prompt, see ``hashes``."""
         for chunk_hash in GRID.chunk_hashes(hashes(4096, name), 0, num_chunks):
             slot = Slot(len(self.session.rows), 1)
-            self.session.rows[keys.chunk_key(chunk_hash, **context)] = slot
+            self.session.rows[keys.chunk_keys([chunk_hash], **context)[0]] = slot
             self.session.committed.append(slot)
 
     def commit(self, meta, without=()):

@@ -14,7 +14,6 @@ import pytest
 
 from testing.child_process import wait_until
 from testing.engine.process import EngineProcess, example_config, multi_config, patient_config
-from testing.engine.tiny_model import tiny_model
 from testing.processes import SidecarProcess
 from tests.harness.real_engine import BLOCK, CHUNK, assert_hit, attached_engine, make_prompt
 
@@ -97,54 +96,3 @@ def wait_stored(engine: EngineProcess, sidecar: SidecarProcess, num_rows: int, p
     wait_until(is_stored, what="stored rows")
     sidecar.wait_usable()
     return computed
-
-
-def offloading_config(disk: Path) -> dict[str, Any]:
-    """The config of vLLM's own offloading over this project's disk tier."""
-    tier = {
-        "type": "LMCacheTier",
-        "module_path": "lmcache.engines.vllm.tier",
-        "disk_path": str(disk),
-        "disk_size": "1Gi",
-        "weights_path": str(tiny_model()),
-        "lookup_seconds": 60,
-        "job_seconds": 60,
-    }
-    extra = {
-        "spec_name": "HostTieringSpec",
-        "spec_module_path": "tests.harness.host_offloading",
-        "cpu_bytes_to_use": 64 << 20,
-        "blocks_per_chunk": CHUNK // BLOCK,
-        "offload_prompt_only": False,
-        "secondary_tiers": [tier],
-    }
-    names = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
-    return names | {"kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}
-
-
-def chunk_files(disk: Path) -> list[Path]:
-    """Files of chunks: each has 1 MiB and a header."""
-    files = [file for file in disk.rglob("*") if file.is_file() and file.suffix != ".tmp"]
-    return [file for file in files if file.stat().st_size > 1 << 20]
-
-
-def test_kv_offloaded_to_the_disk_by_another_engine_equals_computed_kv(tmp_path: Path) -> None:
-    prompt, other = make_prompt(NUM_TOKENS, "hit"), make_prompt(NUM_TOKENS, "other")
-    config = offloading_config(tmp_path / "disk")
-    with EngineProcess(tmp_path / "first.log", config) as engine:
-        (computed,) = engine.generate(prompt)
-        (cold,) = engine.generate(other)
-        assert (computed.num_cached_tokens, cold.num_cached_tokens) == (0, 0)
-        engine.run_short_request()  # vLLM passes chunks on during further steps
-        wait_until(lambda: len(chunk_files(tmp_path / "disk")) == 2 * NUM_CHUNKS, what="all chunks")
-    with EngineProcess(tmp_path / "second.log", config) as engine:
-        # A hit shows that the fingerprint of the weights is known.
-        wait_until(lambda: engine.generate(other)[0].num_cached_tokens, what="a hit")
-        engine.scrub_kv()
-        (hit,) = engine.generate(prompt)
-        (half_hit,) = engine.generate([*prompt[: NUM_TOKENS // 2], *other[NUM_TOKENS // 2 :]])
-    assert_hit(hit, computed, NUM_CHUNKS * CHUNK)
-    assert half_hit.num_cached_tokens == NUM_CHUNKS // 2 * CHUNK
-    log = (tmp_path / "second.log").read_text()
-    assert "stay private" not in log
-    assert "goes offline" not in log

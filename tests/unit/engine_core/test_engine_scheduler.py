@@ -95,7 +95,7 @@ def test_chunk_is_stored_in_the_step_that_completes_it(rig):
     assert chunk_ranges(meta) == [(1, 3)]
     (store,) = meta.stores[0].groups
     assert store.blocks == tuple(blocks(4, 102))
-    assert store.keys == b"".join(NAMESPACE + keys.chunk_key(chunk_hash) for chunk_hash in (b"p3", b"p5"))
+    assert store.keys == b"".join(NAMESPACE + key for key in keys.chunk_keys([b"p3", b"p5"]))
     assert meta.stores[0].tenant == b""
     # Decoding: token 255 completes chunk 3.
     request.block_hashes = hashes(256)

@@ -82,7 +82,7 @@ def test_request_resumes_where_all_groups_have_the_needed_rows(rig, without):
     assert rig.scheduler.num_loadable(second, 64) == 64
     rig.scheduler.note_allocated("second", tables(), 64)
     (load,) = rig.scheduler.end_step(0).loads
-    slots = {group: rig.session.rows[keys.chunk_key(b"p3", group=group)] for group in (0, 1, 3)}
+    slots = {group: rig.session.rows[keys.chunk_keys([b"p3"], group=group)[0]] for group in (0, 1, 3)}
     assert load.pieces() == [
         Piece(1, slots[1], 0, (105, 106, 107, 108)),
         Piece(0, slots[0], 0, (7, 8)),

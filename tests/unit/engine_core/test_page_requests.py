@@ -30,7 +30,7 @@ def request(*numbers: int, hits: int | None = None, began_at: float = 0.0, group
 def test_request_has_the_keys_of_each_group_as_bytes_and_as_words():
     made = request(1, 2, groups=TWO_GROUPS)
     expected = {
-        group: b"".join(NAMESPACE + keys.chunk_key(hash_of(number), group=group) for number in (1, 2))
+        group: b"".join(NAMESPACE + key for key in keys.chunk_keys(map(hash_of, (1, 2)), group=group))
         for group in (0, 1)
     }
     assert dict(made.keys) == expected
