@@ -56,7 +56,7 @@ spec:
     transfer: CudaIPC
   images: {policy: Follow, pullSecrets: [registry]}
   tiers:
-    memory: {size: 256Gi, tenantQuotaPercent: 30}
+    memory: {size: 256Gi}
     disk: {size: 2Ti, storageClassName: local-nvme, encryption: {secretRef: {name: kv-keys}}}
     peers:
       bytesPerSecond: 1Gi

@@ -28,7 +28,6 @@ _SOCKET = options.checked(check_socket_path)
 _PORT = options.number(int, 0, 65535, "a port: write a number from 1 to 65535, or 0 for any free one")
 _DEADLINE = options.number(float, 0.01, 60, "a number of seconds from 0.01 to 60")
 _NODE = options.number(int, 0, 1023, "a NUMA node: write its number, 0 is the first")
-_PERCENT = options.number(int, 1, 100, "a percentage: write a number from 1 to 100; 100 is no limit")
 
 
 def _read_address(url: str) -> Address | None:
@@ -64,9 +63,6 @@ class Config:
     memory_size_file: str = _option("FILE", "", str,
         "file with the target size of the memory tier, a size as above; the sidecar follows its changes;"
         " empty, or while the file does not exist: --memory-size")
-    tenant_quota_percent: int = _option("PERCENT", "100", _PERCENT,
-        "share of the memory tier that rows of one tenant (one cache salt) may take; a tenant that reaches it"
-        " evicts its own rows; requests without a salt are not limited")
     tenants_file: str = _option("FILE", "", str,
         "file with the budgets of tenants; the sidecar follows its changes. Keys: default, a budget, and"
         " named, a list of budgets with a name and a saltHash or saltFile; empty: no named tenants")

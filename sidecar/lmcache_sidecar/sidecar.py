@@ -63,7 +63,7 @@ class Sidecar:
         largest = min(config.memory_capacity, max(config.memory_size, volume_bytes(Path(config.arena_path))))
         self._size = SizeFile(config.memory_size_file, config.memory_size, largest)
         self._size.follow()
-        self._tenants = TenantsFile(config.tenants_file, config.tenant_quota_percent)
+        self._tenants = TenantsFile(config.tenants_file)
         self._tenants.follow()
         with ExitStack() as opened:
             self._arena = _open_arena(config, self._size.num_bytes)

@@ -81,11 +81,9 @@ class TenantsFile(FollowedFile):
     ``follow`` runs in a thread; all other methods belong to the event loop.
     """
 
-    def __init__(self, path: str, default_percent: int = 100) -> None:
-        """``default_percent``: upper bound of the default budget, unless the file has another."""
+    def __init__(self, path: str) -> None:
         super().__init__(path)
-        self._default = Budget(memory_percent=default_percent)
-        self._salted = SaltedBudgets(self._default)
+        self._salted = SaltedBudgets(Budget())
         self._salts: dict[str, str | None] = {}  # salts by their files; None: the file is not readable
         self._last_salts: dict[str, str] = {}  # of the files that the text in use names
         self._failed: list[str] = []  # problems of tenants whose salts cannot be used
@@ -94,7 +92,7 @@ class TenantsFile(FollowedFile):
         self.digest = ""
         """SHA-256 of the text in use, in hexadecimal; empty: no text was valid so far. The text has hashes
         and files of salts, but no salts."""
-        self.budgets = Budgets(self._default)
+        self.budgets = Budgets()
         """Budgets of the tenants in all known namespaces, since the last ``resolve``."""
 
     def follow(self) -> None:
@@ -115,7 +113,7 @@ class TenantsFile(FollowedFile):
     def use(self, text: str) -> None:
         """Use the budgets of this text. Raises ValueError, naming file and key."""
         self._salts, failed = {}, list[str]()
-        self._salted = _parse(self.path, text, self._default, self._salt_of, failed)
+        self._salted = _parse(self.path, text, self._salt_of, failed)
         self.digest = hashlib.sha256(text.encode()).hexdigest()
         self._failed = failed
         self._last_salts = {path: salt for path, salt in self._last_salts.items() if path in self._salts}
@@ -192,13 +190,11 @@ def _without_newline(text: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _parse(
-    path: str, text: str, default: Budget, salt_of: Callable[[str], _Salt], failed: list[str]
-) -> SaltedBudgets:
+def _parse(path: str, text: str, salt_of: Callable[[str], _Salt], failed: list[str]) -> SaltedBudgets:
     """Return the budgets of a file. Appends the problems of salts that cannot be used to ``failed``."""
     content = read_yaml(path, text)
     _refuse_unknown(path, content, ("default", "named"))
-    default = _budget(f"{path}: default", content.get("default") or {}, default)
+    default = _budget(f"{path}: default", content.get("default") or {}, Budget())
     named = content.get("named") or []
     if not isinstance(named, list):
         raise ValueError(f"{path}: named: must be a list of up to {MAX_NAMED} tenants")

@@ -35,7 +35,7 @@ _ADMITTED = {
         autoscaling.memory autoscaling.mode autoscaling.prices autoscaling.remote engine.kind
         engine.parallelism images.policy router.policy sidecar.chunkTokens sidecar.payload
         sidecar.transfer tenants.default tenants.named[].memoryPercent tenants.named[].minMemoryPercent
-        tenants.named[].name tenants.named[].priority tiers.admit tiers.memory.tenantQuotaPercent
+        tenants.named[].name tenants.named[].priority tiers.admit
         tiers.peers.bytesPerSecond tiers.remote.managed.access
     """,
     "narrows who reaches pods of this LMCacheCluster: without it, everybody does": "clients",

@@ -160,10 +160,6 @@ REFUSED = [
     (named(header=True) | engine(**SGLANG), "tenants.header needs engine.kind vLLM"),
     (named() | {"router": {}}, "salts of tenants in clear text to the router's network"),
     (split() | CACHE_AWARE | named(header=True), "vLLM's router drops the header with engine.prefill"),
-    (
-        named(default={"memoryPercent": 40}) | tiers(memory={"tenantQuotaPercent": 30}),
-        "tiers.memory.tenantQuotaPercent differ",
-    ),
     # autoscaling
     (scaling(mode="Auto"), "mode Auto changes only tiers with bounds"),
     (scaling(memory={"maxSize": "1Ki"}), "autoscaling.memory.maxSize must be between 64Mi and 16Ti"),
@@ -217,7 +213,7 @@ STORED = [
     named(),
     named(of_secret(minMemoryPercent=50), salted("b", minMemoryPercent=50, lowerTierBytes="1")),
     named(header=True, default={"priority": -100}) | CACHE_AWARE,
-    named(default={"memoryPercent": 30}) | tiers(memory={"tenantQuotaPercent": 30}),
+    named(default={"memoryPercent": 30}),
     named(salted("a")) | engine(**SGLANG),
     # The most expensive object for the rules that compare all tenants with each other.
     named(*[of_secret(f"{number:0250}") | {"name": f"{number:063}"} for number in range(64)]),

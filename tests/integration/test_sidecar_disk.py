@@ -79,8 +79,10 @@ def test_admit_on_reuse_writes_only_hit_rows(tmp_path):
 
 
 def test_promoted_rows_count_in_the_quota_of_their_tenant(tmp_path):
-    tenant = b"\xab" * 32
-    with SidecarProcess(disk_path=tmp_path, disk_size="64Mi", tenant_quota_percent=50) as sidecar:
+    tenant, tenants_file = b"\xab" * 32, tmp_path / "tenants.yaml"
+    tenants_file.write_text("default: {memoryPercent: 50}")
+    options = {"disk_path": tmp_path / "disk", "disk_size": "64Mi", "tenants_file": tenants_file}
+    with SidecarProcess(**options) as sidecar:
         with session_of(sidecar) as session:
             store(session, *range(4))
             assert sidecar.terminate() == 0

@@ -39,8 +39,10 @@ class SaltSecretRef(Part):
 class DefaultTenant(Part):
     """The budget of each salt that has no entry in ``named``."""
 
-    memory_percent: int | None = field(
-        "Per cent of the memory tier that one such salt may use. Default: tiers.memory.tenantQuotaPercent.",
+    memory_percent: int = field(
+        "Per cent of the memory tier that one such salt may use. At this bound, it evicts its own rows. "
+        "Requests without a cache_salt have no bound. 100: no bound.",
+        default=NO_LIMIT_PERCENT,
         minimum=1,
         maximum=100,
     )
@@ -207,21 +209,8 @@ TENANTS_STATUS: dict[str, Any] = {"maxItems": MAX_NAMED + 1, **_MAP_BY_NAME}
 """Keywords of the list in the status."""
 
 
-def memory_percent_of_default(tenants: Tenants, tenant_quota_percent: int) -> int:
-    """Per cent of the memory tier that a salt without an entry may use."""
-    declared = tenants.default.memory_percent
-    return tenant_quota_percent if declared is None else declared
-
-
 def _bytes(size: str | None) -> int:
     return 0 if size is None else int(parse_quantity(size))
-
-
-def _agrees_with_short_form(spec: Any) -> bool:
-    if spec.tenants is None or spec.tiers.memory is None:
-        return True
-    quota, percent = spec.tiers.memory.tenant_quota_percent, spec.tenants.default.memory_percent
-    return quota == NO_LIMIT_PERCENT or percent is None or percent == quota
 
 
 _NO_TENANTS = "!has(self.tenants)"
@@ -249,13 +238,6 @@ SPEC_RULES = (
         "router.policy KVAware would publish the salts of tenants in clear text to the router's network: set "
         "router.policy to CacheAware",
         lambda spec: spec.tenants is None or spec.router is None or spec.router.policy != KV_AWARE,
-    ),
-    Rule(
-        f"{_NO_TENANTS} || !has(self.tiers.memory) || self.tiers.memory.tenantQuotaPercent == 100 || "
-        "!has(self.tenants.default.memoryPercent) || "
-        "self.tenants.default.memoryPercent == self.tiers.memory.tenantQuotaPercent",
-        "tenants.default.memoryPercent and tiers.memory.tenantQuotaPercent differ: remove tenantQuotaPercent",
-        _agrees_with_short_form,
     ),
 )
 """Rules of the whole spec."""

@@ -28,15 +28,6 @@ class MemoryTier(Part):
         "autoscaling.memory.maxSize, or else to four times the size that they were created with.",
         **size_between("tiers.memory.size", "64Mi", "16Ti"),
     )
-    tenant_quota_percent: int = field(
-        "Per cent of the memory tier that one tenant, all requests with the same cache_salt, may use. A "
-        "tenant at its limit evicts its own rows. Requests without a cache_salt have no limit. 100: no "
-        "limits. A change replaces the pods, one at a time. Short form of tenants.default.memoryPercent, "
-        "which replaces no pods.",
-        default=100,
-        minimum=1,
-        maximum=100,
-    )
 
     @property
     def num_bytes(self) -> int:

@@ -294,7 +294,7 @@ class Spec(Part):
     tenants: Tenants | None = field(
         "Budgets for tenants in the tiers of each pod. Adding or removing this field replaces the pods, one "
         "at a time; most changes in it do not. So set {} if you want to name tenants later. Default: "
-        "no budgets but tiers.memory.tenantQuotaPercent."
+        "no budgets."
     )
     router: Router | None = field("Router in front of the engines, at Service NAME-router. Default: none.")
     clients: list[dict[str, Any]] | None = field(

@@ -14,7 +14,6 @@ from tests.harness.operator_prefill import with_prefill
 EXTERNAL = {"external": {"url": "redis://kv:6379"}}
 MANAGED = {"managed": {"memoryPerShard": "1Gi"}}
 REFERENCE = {"clusterRef": {"name": "kv"}}
-QUOTA = {"tiers": {"memory": {"tenantQuotaPercent": 30}}}
 SALT = {"name": "search", "saltSecretRef": {"name": "search-salt"}}
 HASHED = {"name": "batch", "saltHash": "a" * 64}
 
@@ -60,7 +59,6 @@ REPLACING = [
     ({}, tiers(disk=DISK)),
     ({}, tiers(admit="OnReuse")),
     ({}, tiers(peers={})),
-    ({}, QUOTA),
     ({}, {"router": {}}),
     (tiers(disk=DISK), tiers(disk=DISK | {"storageClassName": "nvme"})),
     (tiers(disk=DISK), tiers(disk=encrypted(DISK))),
@@ -86,7 +84,6 @@ KEEPING = [
     ({}, sidecar(transfer="Auto")),
     ({}, sidecar(payload="InitContainer", httpAuthentication="None")),
     ({}, tiers(memory={"size": "2Gi"})),
-    ({}, tiers(memory={"tenantQuotaPercent": 100})),
     ({}, tiers(admit="All")),
     ({}, CACHE_AWARE | {"clients": []}),
     ({}, {"images": {"pullSecrets": []}}),
@@ -100,7 +97,6 @@ KEEPING = [
     (TWO, named(SALT, HASHED, HASHED | {"name": "new", "saltHash": "b" * 64, "minMemoryPercent": 20})),
     (TWO, named(SALT | {"name": "renamed"})),
     (TWO, TWO | named(SALT, default={"memoryPercent": 5, "lowerTierBytes": "1Gi"})),
-    (TWO, TWO | QUOTA),
     (named(), named(header=False) | CACHE_AWARE),
 ]
 

@@ -84,14 +84,6 @@ def test_rendering_does_not_depend_on_the_hash_seed(tmp_path: Path) -> None:
         assert output.decode() == dumped(Engine(), Injection(), **FULL)
 
 
-def test_tenant_quota_is_rendered_only_in_the_sidecar_config() -> None:
-    changes = {"tiers": {"memory": {"tenantQuotaPercent": 30}}}
-    plain, limited = (child_of("ConfigMap", **each)["data"]["sidecar.yaml"] for each in ({}, changes))
-    assert yaml.safe_load(limited)["tenant_quota_percent"] == 30
-    assert "tenant_quota_percent" not in plain
-    assert pod_of() == pod_of(**changes)
-
-
 def test_payload_can_be_an_image_volume() -> None:
     spec = pod_of(sidecar={"payload": "ImageVolume", "image": "sidecar:2"})
     assert [each["name"] for each in spec["initContainers"]] == ["sidecar"]

@@ -63,11 +63,6 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     (named(header=True) | {"engine": {"kind": "SGLang"}}, "spec", "tenants.header needs engine.kind vLLM"),
     (named() | {"router": {}}, "spec", "set router.policy to CacheAware"),
     (with_prefill() | CACHE_AWARE | named(header=True), "spec", "the header with engine.prefill: remove ten"),
-    (
-        named(default={"memoryPercent": 40}) | {"tiers": {"memory": {"tenantQuotaPercent": 30}}},
-        "spec",
-        "differ: remove tenantQuotaPercent",
-    ),
 ]
 
 
@@ -91,11 +86,10 @@ def config_of(**changes: Any) -> dict[str, Any]:
     return {name: yaml.safe_load(text) for name, text in data.items()}
 
 
-@pytest.mark.parametrize("default", [{}, {"memoryPercent": 30}])
-def test_short_form_is_the_budget_of_other_salts(default: dict[str, Any]) -> None:
-    config = config_of(**named(default=default), tiers={"memory": {"tenantQuotaPercent": 30}})
-    assert config["tenants.yaml"]["default"]["memoryPercent"] == 30
-    assert "tenant_quota_percent" not in config["sidecar.yaml"], "the sidecar would have two values"
+@pytest.mark.parametrize(("default", "percent"), [({}, 100), ({"memoryPercent": 30}, 30)])
+def test_default_is_the_budget_of_other_salts(default: dict[str, Any], percent: int) -> None:
+    config = config_of(**named(default=default))
+    assert config["tenants.yaml"]["default"]["memoryPercent"] == percent
 
 
 def test_salts_are_mounted_into_the_sidecar_alone() -> None:

@@ -37,7 +37,7 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.path, self.salt_path = folder / "tenants.yaml", folder / "salt"
-        self.file = TenantsFile(str(self.path), 80)
+        self.file = TenantsFile(str(self.path))
         self.file.add_namespace(NAMESPACE)
 
     def follow(self, text: str | None = None) -> str:
@@ -80,13 +80,13 @@ named:
     assert bench.budget("unknown") == Budget("default", 50, 0, 0, 1)
     assert bench.file.names == ["default", "search", "batch-2"]
     assert bench.follow("") == ""
-    assert bench.budget("s3cret") == Budget("default", 80)
+    assert bench.budget("s3cret") == Budget("default")
 
 
-def test_without_a_file_only_the_quota_counts(tmp_path: Path):
-    file = TenantsFile("", 30)
+def test_without_a_file_tenants_have_no_bounds():
+    file = TenantsFile("")
     file.follow()
-    assert (file.problem, file.budgets.of(b"any")) == ("", Budget("default", 30))
+    assert (file.problem, file.budgets.of(b"any")) == ("", Budget())
     facts = document([tenants_part(file, MemoryStats())])["tenants"]
     assert facts["tenants_problem"] is None
     assert facts["tenants_digest"] is None
@@ -220,7 +220,7 @@ named:
     assert not {"pepper", hashed} & set(re.findall(r"\w+", caplog.text))
     bench.salt_path.write_text("salt of b")
     assert bench.follow().startswith("named[2] (c): has the same salt as a")
-    assert bench.budget("salt of b") == Budget("b", 80, 20)
+    assert bench.budget("salt of b") == Budget("b", 100, 20)
 
 
 def test_digest_is_of_the_text_in_use(bench: Bench):

@@ -128,7 +128,7 @@ class Engine(Component):
                 "images": _images_in_use(cluster, images, present),
                 "transfer": {"requested": cluster.spec.sidecar.transfer, **transfer._asdict()},
                 NAMES_FIELD: cluster.spec.tenants.names if cluster.spec.tenants else (),
-                DIGEST_FIELD: tenants_digest(cluster.spec.tenants, cluster.memory.tenant_quota_percent),
+                DIGEST_FIELD: tenants_digest(cluster.spec.tenants),
             },
         )
 
@@ -211,7 +211,6 @@ def spec_hash(cluster: Cluster, default_images: Images) -> str:
         wanted["tenants"] = in_spec_hash(tenants)
         if tenants.header and cluster.spec.router is not None:
             wanted["tenants"]["is_routed"] = True  # another middleware
-        tiers.get("memory", {}).pop("tenant_quota_percent", None)  # it is in the followed file
     if cluster.events_reader:
         wanted["events"] = True
     if (peers := cluster.spec.tiers.peers) is not None:
@@ -254,7 +253,7 @@ def _config_files(cluster: Cluster) -> dict[str, str]:
     """Content of the sidecars' ConfigMap. Sidecars follow only the file with the tenants."""
     files = {"sidecar.yaml": _sidecar_yaml(cluster)}
     if (tenants := cluster.spec.tenants) is not None:
-        files[paths.TENANTS_FILE] = tenants_yaml(tenants, cluster.memory.tenant_quota_percent)
+        files[paths.TENANTS_FILE] = tenants_yaml(tenants)
     return files
 
 
@@ -272,8 +271,6 @@ def _sidecar_yaml(cluster: Cluster) -> str:
         config["admit"] = admit
     if cluster.spec.tenants is not None:
         config["tenants_file"] = f"{paths.CONFIG_DIR}/{paths.TENANTS_FILE}"
-    elif (quota := cluster.memory.tenant_quota_percent) != 100:
-        config["tenant_quota_percent"] = quota
     if external := cluster.spec.tiers.external:
         config["remote_url"] = external.url
     if owner := names.remote_owner(cluster):

@@ -43,7 +43,6 @@ _RESERVED: dict[str, dict[str, str]] = {
         "LMCACHE_REMOTE_PASSWORD_FILE": _SET_BY.format("tiers.remote"),
         "LMCACHE_REMOTE_USERNAME_FILE": _SET_BY.format("tiers.remote"),
         "LMCACHE_TENANTS_FILE": _SET_BY.format("tenants"),
-        "LMCACHE_TENANT_QUOTA_PERCENT": _SET_BY.format("tiers.memory.tenantQuotaPercent"),
         "LMCACHE_TRANSFER": _SET_BY.format("sidecar.transfer"),
         "LMCACHE_STAY_UP": "a sidecar that exits makes its pod unready",
     },

@@ -8,7 +8,7 @@ from typing import Final
 
 import yaml
 
-from lmcache_operator.api.tenants import Tenant, Tenants, memory_percent_of_default
+from lmcache_operator.api.tenants import Tenant, Tenants
 from lmcache_operator.components.base import Observed, Sidecar
 from lmcache_operator.components.conditions import Condition, Reason, former_conditions
 from lmcache_operator.specs import Object, paths
@@ -33,10 +33,10 @@ _PENDING: Final = (
 )
 
 
-def tenants_yaml(tenants: Tenants, tenant_quota_percent: int) -> str:
+def tenants_yaml(tenants: Tenants) -> str:
     """The file with all budgets. Sidecars follow its changes, so that new shares need no new pods."""
     default: Object = {
-        "memoryPercent": memory_percent_of_default(tenants, tenant_quota_percent),
+        "memoryPercent": tenants.default.memory_percent,
         "minMemoryPercent": 0,
         "lowerTierBytes": tenants.default.disk_bytes,
         "priority": tenants.default.priority,
@@ -45,11 +45,11 @@ def tenants_yaml(tenants: Tenants, tenant_quota_percent: int) -> str:
     return str(yaml.safe_dump(content, sort_keys=False))
 
 
-def tenants_digest(tenants: Tenants | None, tenant_quota_percent: int) -> str | None:
+def tenants_digest(tenants: Tenants | None) -> str | None:
     """SHA-256 of the declared file, as sidecars report it; None without tenants."""
     if tenants is None:
         return None
-    return hashlib.sha256(tenants_yaml(tenants, tenant_quota_percent).encode()).hexdigest()
+    return hashlib.sha256(tenants_yaml(tenants).encode()).hexdigest()
 
 
 def _entry(tenant: Tenant) -> Object:
