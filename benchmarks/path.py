@@ -1,8 +1,8 @@
 """Compare the sidecar's whole path to Redis and disk with bare loops on the same Redis and volume.
 
 Store: from the commit of rows in memory until they are sealed and written through. Load: from the first
-lookup of rows in the lower tier to the lookup that finds all of them in memory. The benchmarks ``remote`` and
-``disk`` measure the tiers alone. The same rows also go through tiers with encryption, in the same rounds.
+lookup of rows in the lower tier to the lookup that finds all of them in memory. The benchmark ``remote``
+measures the tier alone. The same rows also go through tiers with encryption, in the same rounds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from pathlib import Path
 import numpy as np
 import redis
 
-from benchmarks.disk import scratch
 from benchmarks.remote import connect, url_of
 from benchmarks.report import Figure, Report, at_least, of, paired
 from lmcache.kv_groups import KVGroup
@@ -48,6 +47,16 @@ DISK_CAPACITY = 8 << 30
 LIMIT_SECONDS = 30
 
 Way = Callable[[], None]
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """Create a directory on the volume of TMPDIR."""
+    path = Path(tempfile.mkdtemp(prefix="lmcache-bench-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
 
 
 class Sidecar:

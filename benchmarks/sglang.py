@@ -1,4 +1,4 @@
-"""Measure SGLang with the cache: time to first token, throughput, copies of pages, size of the host pool.
+"""Measure SGLang with the cache: time to first token, throughput, copies of pages.
 
 Each prompt of 8,208 tokens meets all ways, in random order, on engines that run at the same time. Engines
 that share no KV give the references:
@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import sglang_engines, sglang_pages, sglang_pool, sglang_throughput
+from benchmarks import sglang_engines, sglang_pages, sglang_throughput
 from benchmarks.report import Figure, Report, at_most, of, paired, spread
 from benchmarks.sglang_engines import (
     BUFFER,
@@ -168,15 +168,13 @@ def run() -> Report:
                     firsts.measure(running, f"{start} {number}")
             with sglang_throughput.pods(folder) as pods:
                 sglang_throughput.measure(pods, throughput)
-        pools = sglang_pool.measure(Path(name))
-    parts = firsts.conditions(), sglang_throughput.conditions(throughput), sglang_pool.conditions(pools)
+    parts = firsts.conditions(), sglang_throughput.conditions(throughput)
     return Report(
         "sglang",
         "\n".join(parts),
         [
             *firsts.figures(),
             *sglang_throughput.figures(throughput),
-            *sglang_pool.figures(pools),
             *sglang_pages.figures(pages),
         ],
     )

@@ -1,1 +1,1 @@
-"""Measurements of CacheBlend: a small model that reads across documents, accuracy and time of blending."""
+"""Tests of CacheBlend: a small model that reads across documents, and the effect of blending."""

@@ -6,8 +6,6 @@ with each selection of tokens.
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -26,12 +24,9 @@ from lmcache.blend.selection import (
     Selection,
 )
 from lmcache.engines.huggingface import BlendedModel
-from testing.blend import prompts, texts
-from testing.blend.texts import CountTokens
+from testing.blend import prompts
 from testing.blend.tiny import engine_for
-from testing.blend.weights import Pretrained
 
-RATIOS = (0.0, 0.05, 0.1, 0.15, 0.25, 0.5)
 FULL, NAIVE = "full prefill", "naive reuse"
 KINDS: dict[str, Callable[[float], Selection]] = {
     "largest deviation": LargestDeviation,
@@ -55,8 +50,6 @@ class Comparison:
 
     divergence: list[float] = field(default_factory=list)
     """KL(full prefill || this way) in nats, mean over the compared tokens."""
-    agreement: list[float] = field(default_factory=list)
-    """Share of compared tokens with the same most likely next token."""
     next_token: list[int] = field(default_factory=list)
     """The most likely token after the prompt."""
     is_equal: list[bool] = field(default_factory=list)
@@ -66,7 +59,6 @@ class Comparison:
         distributions = logits.log_softmax(-1), full.log_softmax(-1)
         sums = kl_div(*distributions, log_target=True, reduction="sum")
         self.divergence.append(sums.item() / len(full))
-        self.agreement.append((logits.argmax(-1) == full.argmax(-1)).double().mean().item())
         self.next_token.append(int(logits[-1].argmax()))
         self.is_equal.append(torch.equal(logits, full))
 
@@ -75,7 +67,7 @@ def name_of(kind: str, ratio: float) -> str:
     return f"{kind}, {ratio:.0%}".replace("%", " %")
 
 
-def selections(ratios: Sequence[float] = RATIOS) -> dict[str, Selection]:
+def selections(ratios: Sequence[float]) -> dict[str, Selection]:
     """All kinds of selections with these ratios, by name, after naive reuse. Most kinds equal it at 0 %."""
     ranked = {
         name_of(kind, ratio): selection
@@ -88,56 +80,20 @@ def selections(ratios: Sequence[float] = RATIOS) -> dict[str, Selection]:
 
 @torch.no_grad()
 def compared(
-    model: PreTrainedModel, cases: Sequence[Case], ways: dict[str, Selection], unit: str = "prompts"
+    model: PreTrainedModel, cases: Sequence[Case], ways: dict[str, Selection]
 ) -> dict[str, Comparison]:
     """Compare the answers of each way with those of full prefill, which is the first way."""
     comparisons = {name: Comparison() for name in (FULL, *ways)}
     with engine_for(model, max_local_cache_size=CACHE_GB) as engine:
         blended = BlendedModel(model, engine)
-        progress = Progress(unit, len(cases))
         for segments, num_compared in cases:
             tokens = torch.tensor([[token for segment in segments for token in segment]])
             full = model(tokens, logits_to_keep=num_compared).logits[0]
             comparisons[FULL].add(full, full)
             for name, blended.selection in ways.items():
                 comparisons[name].add(blended.prefill([segments], num_compared)[0].logits, full)
-            progress.step()
         blended.close()
     return comparisons
-
-
-class Progress:
-    """Prints the progress to stderr a few times a minute."""
-
-    def __init__(self, unit: str, number: int) -> None:
-        self._unit, self._number, self._num_done = unit, number, 0
-        self._start = self._printed_at = time.monotonic()
-
-    def step(self) -> None:
-        self._num_done += 1
-        if time.monotonic() - self._printed_at > 15 or self._num_done == self._number:
-            self._printed_at = time.monotonic()
-            seconds = self._printed_at - self._start
-            print(
-                f"{self._unit}: {self._num_done} of {self._number}, {seconds:.0f} s",
-                file=sys.stderr,
-                flush=True,
-            )
-
-
-def counter(pretrained: Pretrained) -> CountTokens:
-    return lambda text: len(pretrained.tokenizer(text)["input_ids"])
-
-
-def real_cases(pretrained: Pretrained, number: int, num_tokens: int = 200, seed: int = 0) -> list[Case]:
-    """Prompts of natural English. The tokens of the question are compared."""
-    rng = np.random.default_rng(seed)
-    generated = [texts.prompt(rng, counter(pretrained), num_tokens) for _ in range(number)]
-    ids = [
-        [pretrained.tokenizer(text)["input_ids"] for text in (*prompt.documents, prompt.question)]
-        for prompt in generated
-    ]
-    return [Case(segments, len(segments[-1])) for segments in ids]
 
 
 class Fact(NamedTuple):

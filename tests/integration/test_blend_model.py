@@ -1,4 +1,4 @@
-"""Blending on a model that learned to read across documents. ``python -m benchmarks blend`` runs more."""
+"""Blending on a model that learned to read across documents."""
 
 from itertools import pairwise
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.kube
 LEASES = "coordination.k8s.io/v1/leases"
 LEASE = SERVICE_ACCOUNT
 PATIENCE = 240.0
-"""Seconds to wait for a new leader. ``python -m benchmarks failover`` measures the real time."""
+"""Seconds to wait for a new leader."""
 LOST = 3
 """Exit status of an operator that lost the Lease to the other.
 

@@ -25,7 +25,7 @@ _CHANGE_SECONDS = 30 * 60.0
 """Deadline for the next pod to reach the chosen size. After it, the other pods cannot get the size."""
 SHARD_USABLE = 0.78
 """First guess of the share of a shard's memory that holds payload. ``maxmemory`` is 80 % of the memory. At
-least 96 % of ``maxmemory`` is payload (``python -m benchmarks shards``)."""
+least 96 % of ``maxmemory`` is payload (docs/reference/benchmarks.md)."""
 
 
 class Settings(NamedTuple):

@@ -1,7 +1,4 @@
-"""Local store for payloads of any length, shared by threads; ``test_local_model`` covers random sequences.
-
-``python -m benchmarks stress`` runs the stress test for a minute.
-"""
+"""Local store for payloads of any length, shared by threads; ``test_local_model`` covers random sequences."""
 
 import sys
 import threading
