@@ -41,7 +41,7 @@ POD_NUMBERS = (2, 4, 8)
 PAID, FREE = Prices(2.50, 0.004, 0.004), Prices(2.50, 0.0, 0.004)
 PAYLOAD = 0.8 * 0.98
 """Payload of a shard, as a share of its memory. ``maxmemory`` is 80 % of the memory, and 97-99.8 % of
-``maxmemory`` is payload (``benchmarks shards``)."""
+``maxmemory`` is payload (docs/reference/benchmarks.md)."""
 
 
 def run() -> Report:
