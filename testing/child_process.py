@@ -138,15 +138,15 @@ class ChildProcess:
 
 
 def run_in_process(
-    main: Callable[[Sequence[str]], int], *words: str | Path, prompt: bytes = b""
+    main: Callable[[Sequence[str]], int], *words: str | Path
 ) -> subprocess.CompletedProcess[str]:
     """Run the function ``main`` of a program in this process: another would mostly import modules.
 
-    ``prompt`` is its standard input. It must not be called in several threads at once.
+    Its standard input is empty. It must not be called in several threads at once.
     """
     arguments, output, errors = [*map(str, words)], io.StringIO(), io.StringIO()
     with (
-        mock.patch("sys.stdin", io.TextIOWrapper(io.BytesIO(prompt))),
+        mock.patch("sys.stdin", io.TextIOWrapper(io.BytesIO())),
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(errors),
     ):

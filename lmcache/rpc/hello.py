@@ -63,19 +63,6 @@ class TransferOffer:
 
 
 @dataclass(frozen=True)
-class BlockHashes:
-    """How an engine hashes the blocks of a prompt, see ``lmcache/block_hashes.py``."""
-
-    algorithm: str = ""
-    """The engine's name of the algorithm; empty: unknown."""
-    root: bytes = b""
-    """Hash before the first block; empty: other processes can't reproduce the hashes."""
-    block_tokens: int = 0
-    """Tokens of one hash."""
-    tags_extra_keys: bool = False
-
-
-@dataclass(frozen=True)
 class ClientHello:
     """Identity of a client, the same for all its sessions."""
 
@@ -97,6 +84,5 @@ class ClientHello:
     """A worker's KV that the sidecar may read."""
     kv_bytes: int = 0
     """Bytes of a worker's own KV cache; 0: unknown."""
-    block_hashes: BlockHashes = BlockHashes()
     numa_nodes: tuple[int, ...] = ()
     """NUMA node of the GPU of each column; empty: unknown."""

@@ -59,7 +59,7 @@ class AttachReply(_message.Message):
     def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., extents: _Optional[_Union[Extents, _Mapping]] = ..., copier: _Optional[_Union[StoreCopier, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "client_version", "client_uuid", "engine_uuid", "pid", "uid", "role", "namespace", "private_reason", "geometry", "column", "model", "transfer", "kv_bytes", "can_release_extents", "block_hashes", "numa_nodes")
+    __slots__ = ("protocol_version", "client_version", "client_uuid", "engine_uuid", "pid", "uid", "role", "namespace", "private_reason", "geometry", "column", "model", "transfer", "kv_bytes", "can_release_extents", "numa_nodes")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     CLIENT_VERSION_FIELD_NUMBER: _ClassVar[int]
     CLIENT_UUID_FIELD_NUMBER: _ClassVar[int]
@@ -75,7 +75,6 @@ class Hello(_message.Message):
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     CAN_RELEASE_EXTENTS_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     NUMA_NODES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     client_version: str
@@ -92,21 +91,8 @@ class Hello(_message.Message):
     transfer: TransferOffer
     kv_bytes: int
     can_release_extents: bool
-    block_hashes: BlockHashes
     numa_nodes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, protocol_version: _Optional[int] = ..., client_version: _Optional[str] = ..., client_uuid: _Optional[bytes] = ..., engine_uuid: _Optional[bytes] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., namespace: _Optional[bytes] = ..., private_reason: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., column: _Optional[int] = ..., model: _Optional[str] = ..., transfer: _Optional[_Union[TransferOffer, _Mapping]] = ..., kv_bytes: _Optional[int] = ..., can_release_extents: bool = ..., block_hashes: _Optional[_Union[BlockHashes, _Mapping]] = ..., numa_nodes: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class BlockHashes(_message.Message):
-    __slots__ = ("algorithm", "root", "block_tokens", "tags_extra_keys")
-    ALGORITHM_FIELD_NUMBER: _ClassVar[int]
-    ROOT_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    TAGS_EXTRA_KEYS_FIELD_NUMBER: _ClassVar[int]
-    algorithm: str
-    root: bytes
-    block_tokens: int
-    tags_extra_keys: bool
-    def __init__(self, algorithm: _Optional[str] = ..., root: _Optional[bytes] = ..., block_tokens: _Optional[int] = ..., tags_extra_keys: bool = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., client_version: _Optional[str] = ..., client_uuid: _Optional[bytes] = ..., engine_uuid: _Optional[bytes] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., namespace: _Optional[bytes] = ..., private_reason: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., column: _Optional[int] = ..., model: _Optional[str] = ..., transfer: _Optional[_Union[TransferOffer, _Mapping]] = ..., kv_bytes: _Optional[int] = ..., can_release_extents: bool = ..., numa_nodes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Geometry(_message.Message):
     __slots__ = ("chunk_tokens", "num_columns", "groups")

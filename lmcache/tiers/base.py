@@ -149,11 +149,8 @@ class LowerTier(Protocol):
     def probe(self, keys: Sequence[RowKey], num_columns: int) -> int:
         """Return how many leading rows have all their columns in this tier."""
 
-    def find_each(self, ids: Sequence[ObjectId], *, is_use: bool = True) -> list[bool]:
-        """Say of each object whether this tier holds it.
-
-        ``is_use`` is False if the question must not count as a use of the objects. The answer may then be
-        True for an object that is half written. It raises TierUnavailableError if only a use can answer."""
+    def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
+        """Say of each object whether this tier holds it. In Redis, this counts as a use of the object."""
 
     def load(self, object_id: ObjectId, into: memoryview, length: int | None = None) -> Loaded | None:
         """Read one object into ``into``. Returns None on a miss; the contents of ``into`` are then undefined.

@@ -20,7 +20,6 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from http import HTTPStatus
-from typing import Any
 
 import lmcache
 from lmcache.rpc import service
@@ -153,7 +152,7 @@ class Daemon:
             if self._http_address == address:
                 return
             await self._http.stop()
-        self._http = HttpServer(self._pages, {"/prompt": self._page(Sidecar.prompt)}, self._guard)
+        self._http = HttpServer(self._pages, self._guard)
         self._http_address = address
         try:
             self._http_port = self._http.start(*address)
@@ -232,10 +231,10 @@ class Daemon:
         text = json.dumps(document(self._stats()))
         return Page(HTTPStatus.OK, text.encode() + b"\n", "application/json")
 
-    def _page(self, ask: Callable[[Sidecar, Any], Awaitable[bytes]]) -> Callable[[Any], Awaitable[Page]]:
+    def _page(self, ask: Callable[[Sidecar, str], Awaitable[bytes]]) -> Callable[[str], Awaitable[Page]]:
         """Return a page with the answer to a query. ``ask`` raises ValueError if the query is invalid."""
 
-        async def answer(query: Any) -> Page:
+        async def answer(query: str) -> Page:
             if self._sidecar is None:
                 return Page(HTTPStatus.SERVICE_UNAVAILABLE, f"{self.not_ready_reason}\n".encode())
             try:

@@ -25,14 +25,11 @@ logger = logging.getLogger(__name__)
 
 _MAX_CONNECTIONS = 32  # with one more, the oldest is closed
 _MAX_HEAD_BYTES = 16 << 10
-_MAX_BODY_BYTES = 256 << 10
 _BACKLOG = 128
-_CONTENT_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,9})[ \t]*(?:\r\n|$)", re.IGNORECASE)
 _REQUEST_LINE = re.compile(rb"([A-Z]+) (\S+) HTTP/1\.[01]\r\n")
 _ACCEPT = re.compile(rb"^accept:([^\r]*)", re.MULTILINE | re.IGNORECASE)
 _AUTHORIZATION = re.compile(rb"^authorization:([^\r\n]*)", re.MULTILINE | re.IGNORECASE)
 _BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE)
-_ORIGIN = re.compile(rb"^origin:", re.MULTILINE | re.IGNORECASE)
 _PAUSE_SECONDS = 0.05  # while no descriptor is left, and none can be closed
 
 
@@ -55,21 +52,17 @@ class HttpServer:
     """Serves ``pages`` by path, for GET and HEAD, between ``start`` and ``stop``.
 
     Each page gets the query of the URL, the text after "?". A page whose name is a path, a space and a media
-    type replaces the page of this path for clients that accept the type. ``local_pages`` serve POST requests
-    from this machine only, which includes ``kubectl port-forward``. They refuse browsers, because a web page
-    could otherwise ask through its visitor's port-forward. Each gets the request's body. ``guard`` is asked
-    for each page that another machine reads, with the request's bearer token, or an empty text.
+    type replaces the page of this path for clients that accept the type. ``guard`` is asked for each page
+    that another machine reads, with the request's bearer token, or an empty text.
     """
 
     def __init__(
         self,
         pages: Mapping[str, Callable[[str], Awaitable[Page]]],
-        local_pages: Mapping[str, Callable[[bytes], Awaitable[Page]]] | None = None,
         guard: Guard | None = None,
     ) -> None:
         self._pages = pages
         self._guard = guard
-        self._local_pages = local_pages or {}
         self._listener: socket.socket | None = None
         self._connections: dict[asyncio.Task[None], None] = {}  # the oldest first
         self._spare = -1  # a descriptor to free when no other is left
@@ -171,15 +164,12 @@ class HttpServer:
         """Return the whole answer to a request. ``head``: what was received, up to the end of the head."""
         is_head = head.startswith(b"HEAD ")
         status, body, content_type = await self._page(head, connection)
-        allowed = (
-            "POST" if head.split(b" ", 2)[1:2] in ([path.encode()] for path in self._local_pages) else ""
-        )
         lines = (
             f"HTTP/1.1 {status.value} {status.phrase}",
             f"Date: {formatdate(usegmt=True)}",
             f"Content-Type: {content_type}",
             f"Content-Length: {len(body)}",
-            *([f"Allow: {allowed or 'GET, HEAD'}"] if status is HTTPStatus.METHOD_NOT_ALLOWED else []),
+            *(["Allow: GET, HEAD"] if status is HTTPStatus.METHOD_NOT_ALLOWED else []),
             *(["WWW-Authenticate: Bearer"] if status is HTTPStatus.UNAUTHORIZED else []),
             "Connection: close\r\n\r\n",
         )
@@ -193,22 +183,16 @@ class HttpServer:
             return _error(HTTPStatus.BAD_REQUEST)
         method, target = request.groups()
         path, _, query = target.decode(errors="replace").partition("?")
-        page, local_page = self._find(path, head), self._local_pages.get(path)
-        if page is None and local_page is None:
+        page = self._find(path, head)
+        if page is None:
             return _error(HTTPStatus.NOT_FOUND)
-        if method not in ((b"GET", b"HEAD") if page else (b"POST",)):
+        if method not in (b"GET", b"HEAD"):
             return _error(HTTPStatus.METHOD_NOT_ALLOWED)
         # Outside of the try block: a client that resets its connection is no bug.
         guard = None if self._guard is None or _is_local(connection) else self._guard
-        body = b"" if page else await _receive_local(head, connection)
-        if isinstance(body, Page):
-            return body
         try:
-            if page is not None:
-                refusal = await guard(path, _token_of(head)) if guard else None
-                return refusal or await page(query)
-            assert local_page is not None
-            return await local_page(body)
+            refusal = await guard(path, _token_of(head)) if guard else None
+            return refusal or await page(query)
         except Exception:
             logger.exception("%s %s failed: this is a bug", method.decode(), path)
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR)
@@ -233,28 +217,6 @@ def _token_of(head: bytes) -> str:
     values = _AUTHORIZATION.findall(head.partition(b"\r\n\r\n")[0])
     bearer = _BEARER.fullmatch(values[0].decode("ascii", "replace").strip()) if len(values) == 1 else None
     return bearer[1] if bearer else ""
-
-
-async def _receive_local(head: bytes, connection: socket.socket) -> bytes | Page:
-    """Return the body of a POST request of a client on this machine, or a refusal. Raises OSError."""
-    if not _is_local(connection):
-        remedy = "run the command in the pod (kubectl exec), or through kubectl port-forward"
-        return Page(HTTPStatus.FORBIDDEN, f"this page answers only its own machine: {remedy}\n".encode())
-    head, _, body = head.partition(b"\r\n\r\n")
-    if _ORIGIN.search(head):  # browsers send this header with each POST request
-        return Page(HTTPStatus.FORBIDDEN, b"this page answers no browser: use lmcache-sidecar explain\n")
-    length = _CONTENT_LENGTH.search(head)
-    if length is None:
-        return _error(HTTPStatus.LENGTH_REQUIRED)
-    num_bytes = int(length[1])
-    if num_bytes > _MAX_BODY_BYTES:
-        return _error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-    while len(body) < num_bytes:
-        piece = await asyncio.get_running_loop().sock_recv(connection, _MAX_HEAD_BYTES)
-        if not piece:
-            return _error(HTTPStatus.BAD_REQUEST)
-        body += piece
-    return body[:num_bytes]
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 import lmcache
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
-from lmcache.tiers.base import KEY_BYTES
 from lmcache.tiers.errors import ArenaError, StaleSlotError
 from lmcache.tiers.memory.arena import ArenaFile
 from lmcache.tiers.memory.contracts import Geometry, Slot
@@ -164,7 +163,6 @@ class Sessions:
             )
             if not chains.num_chunks:
                 return pb.LookupReply()
-            client.namespace = chains.keys[0][0][:KEY_BYTES]
         num_resident, num_leased, num_pending, is_probing = store.lookup(
             (client.peer.engine, request.request_id),
             chains,

@@ -25,7 +25,7 @@ from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.clients.registry import Clients
 from lmcache_sidecar.config import Config, ConfigError
 from lmcache_sidecar.copiers.copier import Mode, SidecarCopier
-from lmcache_sidecar.explain import page, prompt_page
+from lmcache_sidecar.explain import page
 from lmcache_sidecar.explain.request_times import RequestHistograms
 from lmcache_sidecar.lower_tiers import open_tiers
 from lmcache_sidecar.peer_rows import TIER_NAME
@@ -160,11 +160,6 @@ class Sidecar:
         causes = self._sessions.causes
         causes.settle()
         return page.answer(reversed(causes.requests), query)
-
-    async def prompt(self, body: bytes) -> bytes:
-        """Return where the chunks of a prompt are. Raises ValueError for a bad question."""
-        sessions = self._sessions
-        return await prompt_page.answer(body, sessions.clients.by_uuid.values(), sessions.store)
 
     def stats(self) -> list[Part]:
         """Statistics of all components of this sidecar."""

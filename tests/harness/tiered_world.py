@@ -93,7 +93,7 @@ class FaultyDisk(FaultyTier):
         self._enter("probe")
         return self.disk.probe(keys, num_columns)
 
-    def find_each(self, ids, is_use=True):
+    def find_each(self, ids):
         self._enter("probe")
         return self.disk.find_each(ids)
 
@@ -127,7 +127,7 @@ class FakeTier(FaultyTier):
         present = [all((key, column) in self.objects for column in range(num_columns)) for key in keys]
         return present.index(False) if False in present else len(keys)
 
-    def find_each(self, ids, is_use=True):
+    def find_each(self, ids):
         self._enter("probe")
         return [(object_id.row_key, object_id.column) in self.objects for object_id in ids]
 

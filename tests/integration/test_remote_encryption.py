@@ -165,7 +165,7 @@ def test_pods_with_and_without_keys_share_a_redis(server, open_tier, redis):
     with contextlib.closing(plain):
         assert store(encrypted, b"e" * 3000)
         assert plain.probe([KEY], 1) == 0
-        assert plain.find_each([OBJECT], is_use=False) == [False]
+        assert plain.find_each([OBJECT]) == [False]
         assert plain.touch([KEY], 1) == {KEY}
         assert load(plain) is None
         assert store(plain, b"p" * 3000)

@@ -24,7 +24,6 @@ from lmcache.engines.core.settings import TOKENS_PER_SECOND, read_settings
 from lmcache.engines.errors import UnnamedError, UnsupportedError
 from lmcache.engines.vllm import fingerprint
 from lmcache.engines.vllm.groups import GroupSpec, num_replicas, read_groups
-from lmcache.engines.vllm.hashes import hashes_of_engine
 from lmcache.engines.vllm.layouts import check_stages, check_supported, content_id
 from lmcache.kv_groups import KVGroup, stored_blocks
 from lmcache.rpc.client import SidecarClient
@@ -92,7 +91,6 @@ def attach_worker(
         model=vllm_config.model_config.model,
         transfer=_transfer(copier, is_replica=bool(rank % replicas)),
         kv_bytes=0 if rank % replicas else num_bytes(kv_caches),  # replicas count as one cache
-        block_hashes=hashes_of_engine(vllm_config.cache_config.prefix_caching_hash_algo, hash_tokens),
     )
     ranks = range(0, parallel.tensor_parallel_size * parallel.pipeline_parallel_size, replicas)
     nodes = _numa_nodes(hello.transfer.gpu_uuid, stage * parallel.tensor_parallel_size + rank, ranks)

@@ -112,7 +112,7 @@ class DiskTier:
                     return position
             return len(keys)
 
-    def find_each(self, ids: Sequence[ObjectId], *, is_use: bool = True) -> list[bool]:
+    def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
         """Say of each object whether it is stored. This never counts as a use."""
         with self._watching():
             return list(map(self._contains, ids))

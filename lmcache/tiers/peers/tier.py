@@ -101,7 +101,7 @@ class PeersTier:
         """See LowerTier."""
         return num_leading(self.find_each, keys, num_columns)
 
-    def find_each(self, ids: Sequence[ObjectId], *, is_use: bool = True) -> list[bool]:
+    def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
         """Ask all peers at once. An object is absent if no peer has said in time that it has it."""
         present = [False] * len(ids)
         deadline = monotonic() + self._ask_seconds

@@ -25,7 +25,6 @@ The user needs the commands HSET, HGET, HMGET, HEXISTS and PING. In addition:
 - in a cluster: CLUSTER SLOTS and ASKING
 - if ``db`` is not 0: SELECT
 - INFO (optional) shows the tier how long a server keeps values.
-- EXISTS (optional) lets ``lmcache-sidecar explain --prompt`` see what a server holds, without using it.
 - UNLINK (optional) deletes a row that the server evicted while the tier wrote it.
 """
 

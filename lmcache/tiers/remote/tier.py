@@ -116,8 +116,8 @@ class RemoteTier:
         """Return how many leading rows have all their columns stored."""
         return num_leading(self.find_each, keys, num_columns)
 
-    def find_each(self, ids: Sequence[ObjectId], *, is_use: bool = True) -> list[bool]:
-        """Say of each object whether it is stored. For ``is_use``, see LowerTier.
+    def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
+        """Say of each object whether it is stored.
 
         Takes one pipelined round trip per server, and another one for absent objects that another server may
         hold. An object whose slot a cluster is migrating (ASK) counts as absent."""
@@ -132,11 +132,9 @@ class RemoteTier:
             if not asked:
                 return present
             for server, indices in asked.items():
-                replies = self._call_all(server, [self._ask_for(ids[index], is_use) for index in indices])
+                replies = self._call_all(server, [self._ask_for(ids[index]) for index in indices])
                 for index, reply in zip(indices, replies, strict=False):
                     present[index] = reply == 1
-                    if not is_use and isinstance(reply, ServerError) and reply.code == "NOPERM":
-                        raise TierUnavailableError(f"the user of {server} lacks the right to EXISTS")
 
     def load(self, object_id: ObjectId, into: memoryview, length: int | None = None) -> Loaded | None:
         """Read one column of a row into ``into``. None: a miss; the contents are then undefined."""
@@ -243,9 +241,7 @@ class RemoteTier:
         for server, questions in asked.items():
             for start in range(0, len(questions), _MAX_NAMES):
                 batch = questions[start : start + _MAX_NAMES]
-                replies = self._call_all(
-                    server, [self._ask_for(object_id, is_use=True) for object_id, _ in batch]
-                )
+                replies = self._call_all(server, [self._ask_for(object_id) for object_id, _ in batch])
                 absent |= {
                     object_id.row_key
                     for (object_id, is_owner), reply in zip(batch, replies, strict=False)
@@ -309,14 +305,9 @@ class RemoteTier:
                 raise
             return None
 
-    def _ask_for(self, object_id: ObjectId, is_use: bool) -> tuple[str, ...]:
-        """Return the command that checks for a column.
-
-        For Redis, HEXISTS counts as a use of the row. EXISTS does not, and finds half-written rows, too.
-        """
+    def _ask_for(self, object_id: ObjectId) -> tuple[str, ...]:
+        """Return the command that checks for a column. For Redis, it counts as a use of the row."""
         name = objects.row_name(self.address.prefix, object_id.row_key, self._format)
-        if not is_use:
-            return ("EXISTS", name)
         return ("HEXISTS", name, objects.marker_field(object_id))
 
     def _note_invalid(self, object_id: ObjectId, reason: str) -> None:

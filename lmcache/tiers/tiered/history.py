@@ -34,17 +34,6 @@ class Past(NamedTuple):
     """True if an earlier request went on with another chunk after the last known one."""
 
 
-class KnownChunks(NamedTuple):
-    """Records of the history about each chunk of a chain."""
-
-    is_looked_up: npt.NDArray[np.bool_]
-    """True for chunks that an earlier request looked up."""
-    has_other_next: npt.NDArray[np.bool_]
-    """True for chunks after which the latest request went on with another chunk than this chain does."""
-    first_seconds: npt.NDArray[np.uint32]
-    """Time of the first look-up, see ``ChunkHistory.observe``; 0: never."""
-
-
 def chunk_names(keys: list[RowKey]) -> Names:
     """Return the names of row keys. Chunks of different namespaces have different names."""
     words = np.frombuffer(b"".join(keys), "<u8").reshape(len(keys), _WORDS)
@@ -88,16 +77,6 @@ class ChunkHistory:
         self._flags[places[num_engine:num_hit]] |= _STORED
         self._next[places[:-1]] = following
         return Past(num_known, has_diverged)
-
-    def look(self, names: Names) -> KnownChunks:
-        """Return what is known about each chunk, and record nothing."""
-        places, is_known = self._find(names)
-        is_looked_up = is_known & ((self._flags[places] & _LOOKED_UP) != 0)
-        following = np.zeros(len(names), np.uint32)  # nothing follows the last chunk
-        following[:-1] = _following(names)
-        present = self._next[places]
-        has_other = is_known & (present != 0) & (following != 0) & (present != following)
-        return KnownChunks(is_looked_up, has_other, np.where(is_looked_up, self._seconds[places], 0))
 
     def note_stored(self, names: Names) -> None:
         """Record that these chunks are, or were, in a tier."""

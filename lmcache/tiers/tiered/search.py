@@ -138,7 +138,7 @@ class Search:
         asked = [place for place in places if self._asked.get(place, -1) < position]
         asked = [place for place in asked if not self._is_present(place)]
         keys = list(map(self.chains.key, asked))
-        answers = await lower.look(keys, self.chains.tenant, is_use=True) if asked else None
+        answers = await lower.look(keys, self.chains.tenant) if asked else None
         self._asked |= dict.fromkeys(asked, position)
         self._sources |= dict.fromkeys(itertools.compress(asked, answers or ()), position)
 

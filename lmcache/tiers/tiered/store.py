@@ -31,7 +31,6 @@ from lmcache.tiers.stats import MemoryStats, TieredStats
 from lmcache.tiers.tiered.absences import Absence, Absences
 from lmcache.tiers.tiered.checksums import Checksums
 from lmcache.tiers.tiered.history import ChunkHistory, chunk_names
-from lmcache.tiers.tiered.places import find_places
 from lmcache.tiers.tiered.promotions import Promotions
 from lmcache.tiers.tiered.refresh import RefreshQueue
 from lmcache.tiers.tiered.tasks import Outstanding, Tasks
@@ -188,10 +187,6 @@ class TieredStore:
             return Absence.PRIVATE
         are_all_healthy = all(worker.is_healthy for worker in self.lower.values())
         return Absence.EVICTED if are_all_healthy else Absence.UNAVAILABLE
-
-    async def places(self, keys: Sequence[RowKey]) -> str:
-        """Return one letter per row: where it is now. Uses and counts nothing, see ``find_places``."""
-        return await find_places(self.memory, tuple(self.lower.values()), keys)
 
     # ---- store ----
 

@@ -92,14 +92,11 @@ class TierWorker(TierOperations):
         """Return how many leading rows the tier holds; 0 while it is unhealthy."""
         return await self._ask(lambda: self._tier.probe(keys, self._num_columns), 0, tenant)
 
-    async def look(
-        self, keys: Sequence[RowKey], tenant: bytes = b"", *, is_use: bool = False
-    ) -> list[bool] | None:
-        """Say of each row whether the tier holds all its columns; None: no answer. Counts as a use of the
-        rows only with ``is_use``."""
+    async def look(self, keys: Sequence[RowKey], tenant: bytes) -> list[bool] | None:
+        """Say of each row whether the tier holds all its columns; None: no answer."""
         ids = [ObjectId(key, column) for key in keys for column in range(self._num_columns)]
         nothing: list[bool] | None = None
-        present = await self._ask(lambda: self._tier.find_each(ids, is_use=is_use), nothing, tenant)
+        present = await self._ask(lambda: self._tier.find_each(ids), nothing, tenant)
         if present is None:
             return None
         return [all(present[i : i + self._num_columns]) for i in range(0, len(ids), self._num_columns)]

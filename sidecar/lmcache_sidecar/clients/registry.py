@@ -67,8 +67,6 @@ class Client:
     """Present copier of the client's stores."""
     pins: PinStatus | None = None
     """Amount of its column that its CUDA driver has pinned; None: the client has not reported it."""
-    namespace: bytes = b""
-    """Namespace of the latest scheduled request, which changes if the engine's caches are reset."""
     released_round: int = 0
     """Last release round that the client answered."""
 

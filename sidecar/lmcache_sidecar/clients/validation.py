@@ -81,11 +81,6 @@ class Peer:
         """Sorted numbers of the groups that store KV."""
         return sorted(number for number, group in self.groups.items() if group.chunk_bytes)
 
-    @cached_property
-    def stored_groups(self) -> tuple[KVGroup, ...]:
-        """Groups that store KV, in the engine's order. The first one names the chunks of a request."""
-        return tuple(group for group in self.groups.values() if group.chunk_bytes)
-
     @property
     def is_worker(self) -> bool:
         """True for a rank, False for the scheduler."""
@@ -115,7 +110,6 @@ def parse_hello(hello: pb.Hello) -> Peer:
     require(hello.role in (pb.ROLE_SCHEDULER, pb.ROLE_WORKER), "role must be ROLE_SCHEDULER or ROLE_WORKER")
     for name in ("client_version", "private_reason", "model"):
         check_length(name, getattr(hello, name).encode())
-    _check_block_hashes(hello.block_hashes, hello.geometry.chunk_tokens)
     num_columns, num_groups = hello.geometry.num_columns, len(hello.geometry.groups)
     require(1 <= num_columns <= _MAX_COLUMNS, f"num_columns must be 1 to {_MAX_COLUMNS}, it is {num_columns}")
     require(hello.column < num_columns, f"column {hello.column} is not below num_columns, {num_columns}")
@@ -218,16 +212,6 @@ def _check_protocol(hello: pb.Hello) -> None:
             f" {lmcache.__version__} speaks {ours}: upgrade {older}",
             service.REASON_PROTOCOL,
         )
-
-
-def _check_block_hashes(hashes: pb.BlockHashes, chunk_tokens: int) -> None:
-    check_length("block_hashes.algorithm", hashes.algorithm.encode())
-    require(len(hashes.root) in (0, KEY_BYTES), f"block_hashes.root must have {KEY_BYTES} bytes, or none")
-    is_divisor = 0 < hashes.block_tokens <= chunk_tokens and not chunk_tokens % hashes.block_tokens
-    require(
-        is_divisor or not hashes.root,
-        f"block_hashes.block_tokens, {hashes.block_tokens}, must divide chunk_tokens, {chunk_tokens}",
-    )
 
 
 def _parse_group(group: pb.KVGroup, chunk_tokens: int) -> KVGroup:

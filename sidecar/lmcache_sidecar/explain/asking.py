@@ -1,4 +1,4 @@
-"""Asks the HTTP servers of a sidecar and of an engine, for commands."""
+"""Asks the HTTP server of a sidecar, for commands."""
 
 from __future__ import annotations
 
@@ -25,16 +25,10 @@ def add_url(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=_URL, help=about)
 
 
-def ask(url: str, path: str, question: Any = None, *, server: str = "sidecar", option: str = "--url") -> Any:
-    """Return the parsed JSON of a page. Sends ``question`` as JSON, unless it is None. Raises ExplainError.
-
-    ``server`` and ``option`` are for messages: what answers, and the option with its address.
-    """
-    body = None if question is None else json.dumps(question).encode()
-    headers = {"Content-Type": "application/json"}
+def ask(url: str, path: str) -> Any:
+    """Return the parsed JSON of a page. Raises ExplainError."""
     try:
-        request = urllib.request.Request(url.rstrip("/") + path, body, headers)
-        with _opener.open(request, timeout=_TIMEOUT_SECONDS) as answer:
+        with _opener.open(url.rstrip("/") + path, timeout=_TIMEOUT_SECONDS) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         reason = error.read(1000).decode(errors="replace").strip()
@@ -42,5 +36,5 @@ def ask(url: str, path: str, question: Any = None, *, server: str = "sidecar", o
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or str(error) or type(error).__name__
         raise ExplainError(
-            f"no {server} answers at {url}: {reason}. Give the address of its HTTP server with {option}"
+            f"no sidecar answers at {url}: {reason}. Give the address of its HTTP server with --url"
         ) from error

@@ -40,7 +40,7 @@ NEW, DIVERGED, TAIL, NOT_CACHEABLE = "new", "diverged", "tail", "not_cacheable"
 _DEPTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _MAX_REQUESTS = 1000
 _DEFER_SECONDS = 0.02
-STORING_SECONDS = 60.0
+_STORING_SECONDS = 60.0
 """Time in which an engine computes and stores a chunk that it looked up."""
 _SLICE_CHUNKS, _REQUEST_CHUNKS = 1024, 64
 """Chunks to count before other tasks run, in about 1 ms. A request costs as much as 64 chunks."""
@@ -172,7 +172,7 @@ class Causes:
         position = depth = num_engine + num_loaded
         tokens["memory"] += position - tokens.total()  # of chunks for which the lookup had no keys
         if num_chunks:
-            blocks = first_block_names(message.first_blocks, chains.keys[0][0])
+            blocks = _first_block_names(message.first_blocks, chains.keys[0][0])
             chain = np.concatenate((blocks, chunk_names(list(chains.keys[0]))))
             before = len(blocks) if num_hit else 0
             past = request.history.observe(
@@ -182,7 +182,7 @@ class Causes:
             depth = max(depth, num_known * chunk or min(past.num_known * message.block_tokens, chunk))
             if num_known > num_hit:
                 first_seconds = request.history.first_seconds(chain[len(blocks) + num_hit :])
-                is_recent = request.time - first_seconds < STORING_SECONDS
+                is_recent = request.time - first_seconds < _STORING_SECONDS
                 is_storing = is_recent and request.blocking.is_unstored
                 blocking = Absence.BEING_STORED if is_storing else request.blocking.absence
                 tokens[blocking.value] = max(0, num_known * chunk - max(position, num_hit * chunk))
@@ -241,7 +241,7 @@ def find_blocking(
     return Blocking(blocking, blocking is Absence.NOT_STORED and not any(map(is_stored, keys)))
 
 
-def first_block_names(first_blocks: bytes, key: RowKey) -> Names:
+def _first_block_names(first_blocks: bytes, key: RowKey) -> Names:
     """Return the names of the engine's blocks in the first chunk, without the last block.
 
     ``first_blocks``: see ``Scheduled`` in kvcache.proto. ``key``: the first chunk's key.

@@ -11,30 +11,23 @@ from collections.abc import Iterator
 from typing import Any
 
 from lmcache.common.options import describe
-from lmcache.explain import prompt as prompt_lines
 from lmcache.explain import tables, tenants
 from lmcache.explain.benefit import Benefit, benefit, usd_per_token
 from lmcache.explain.prices import Prices
 from lmcache.explain.sizes import LargerMemory, larger_memory
-from lmcache_sidecar.explain import prompt_command
 from lmcache_sidecar.explain.asking import ExplainError, add_url, ask
 
 _ABOUT = """\
 Show where the tokens of prompts came from, and why the others were computed.
 
 By default: all requests since the sidecar started, with advice. With --tenant: the requests of one tenant.
-With --request-id: one of the last 1,000 requests. With --prompt: where the chunks of a prompt are now.
-
-A prompt is a file with its text, or with JSON: [1, 2, 3], {"token_ids": [1, 2, 3]}, {"prompt": "text"} or
-{"messages": [...]}. The objects can have a "cache_salt". Run the command in the pod, or use kubectl
-port-forward. The sidecar receives hashes of the prompt's chunks, and stores nothing.
+With --request-id: one of the last 1,000 requests.
 """
 _EXIT = """\
 exit status: 0; 1 if the sidecar does not answer, or does not know the request or the tenant
 
 examples: lmcache-sidecar explain --request-id cmpl-8b2f
           lmcache-sidecar explain --tenant search
-          lmcache-sidecar explain --prompt prompt.txt --engine-url http://127.0.0.1:8000
 """
 
 
@@ -48,16 +41,6 @@ def add_arguments(commands: Any) -> None:
         "--request-id", metavar="ID", help="request id as in the engine's answer, or a part of it"
     )
     subject.add_argument("--tenant", metavar="NAME", help=tenants.ABOUT)
-    subject.add_argument("--prompt", metavar="FILE", help="file with a prompt; -: standard input")
-    parser.add_argument(
-        "--engine-url", metavar="URL", help="address of the engine, which then tokenises the prompt's text"
-    )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        help="directory of the tokenizer (default: the engine's model, if it is here)",
-    )
-    parser.add_argument("--model", help="model of the engine, if several engines are attached")
     parser.add_argument("--output", choices=("table", "json"), default="table", help="default: %(default)s")
     parser.set_defaults(run=run)
 
@@ -80,9 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> tuple[Any, Iterator[str]]:
-    if arguments.prompt is not None:
-        places = prompt_command.explain(arguments)
-        return places.as_dict(), prompt_lines.lines(places)
     if arguments.request_id is None:
         stats = ask(arguments.url, "/stats")
         if "causes" not in stats:

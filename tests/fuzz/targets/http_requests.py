@@ -1,7 +1,6 @@
 """Any bytes of a client of the sidecar's HTTP server get one well-formed answer, and never an internal error.
 
-Input: a flag, and the bytes that the client sends before it closes its side. With the flag, the bytes are a
-question about a prompt, and the head of the POST request is added.
+Input: the bytes that the client sends before it closes its side.
 """
 
 import asyncio
@@ -15,12 +14,10 @@ from pathlib import Path
 from lmcache_sidecar.config import Config, Reading
 from lmcache_sidecar.daemon import Daemon
 from lmcache_sidecar.http import HttpServer
-from lmcache_sidecar.sidecar import Sidecar
 
 from tests.fuzz.target import Target
 
 ANSWER = re.compile(rb"HTTP/1\.1 ([0-9]{3}) [^\r\n]+\r\n(?:[A-Za-z-]+: [^\r\n]*\r\n)+\r\n", re.DOTALL)
-_POST = b"POST /prompt HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s"
 _opened: list[tuple[asyncio.Runner, int]] = []
 
 
@@ -42,7 +39,7 @@ async def start(config: Config) -> tuple[Daemon, HttpServer, int]:
     """Start a sidecar and a server of its pages. Returns the server's port."""
     daemon = Daemon(Reading(config))
     await daemon._start_sidecar(config)
-    server = HttpServer(daemon._pages, {"/prompt": daemon._page(Sidecar.prompt)})
+    server = HttpServer(daemon._pages)
     return daemon, server, server.start("127.0.0.1", 0)
 
 
@@ -63,10 +60,9 @@ async def exchange(port: int, request: bytes) -> bytes:
 
 def run(data: bytes) -> None:
     runner, port = _opened[-1]
-    request = data[1:] if data[:1] != b"\1" else _POST % (len(data) - 1, data[1:])
-    answer = runner.run(exchange(port, request))
+    answer = runner.run(exchange(port, data))
     if not answer:  # the request was not complete
-        assert b"\r\n\r\n" not in request
+        assert b"\r\n\r\n" not in data
         return
     match = ANSWER.match(answer)
     assert match, answer[:200]

@@ -101,16 +101,3 @@ def test_chunks_of_one_request_do_not_take_the_place_of_each_other():
     names = np.arange(1, 5, dtype=np.uint64)
     history.observe(names)
     assert history.observe(names).num_known == 4
-
-
-@given(st.lists(TREE, max_size=20), TREE)
-def test_a_look_shows_the_same_past_and_records_nothing(prompts, prompt):
-    history, names = ChunkHistory(1 << 10), names_of(prompt)
-    for number, earlier in enumerate(prompts, 1):
-        history.observe(names_of(earlier), now=number)
-    for _ in range(2):
-        known = history.look(names)
-        num_known = [*known.is_looked_up.tolist(), False].index(False)
-        assert (known.first_seconds > 0).tolist() == known.is_looked_up.tolist()
-    has_diverged = 0 < num_known < len(prompt) and bool(known.has_other_next[num_known - 1])
-    assert history.observe(names) == Past(num_known, has_diverged)
