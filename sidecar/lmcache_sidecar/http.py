@@ -3,7 +3,7 @@
 No request changes the sidecar's state.
 Each connection serves one request, in limited time, and the number of connections is limited. Slow or broken
 clients therefore cannot block the kubelet's probe. The server answers even when the process has no file
-descriptor left.
+descriptor left. The head of a request follows RFC 9112, with targets in origin form only.
 """
 
 import asyncio
@@ -26,9 +26,10 @@ logger = logging.getLogger(__name__)
 _MAX_CONNECTIONS = 32  # with one more, the oldest is closed
 _MAX_HEAD_BYTES = 16 << 10
 _BACKLOG = 128
-_REQUEST_LINE = re.compile(rb"([A-Z]+) (\S+) HTTP/1\.[01]\r\n")
-_ACCEPT = re.compile(rb"^accept:([^\r]*)", re.MULTILINE | re.IGNORECASE)
-_AUTHORIZATION = re.compile(rb"^authorization:([^\r\n]*)", re.MULTILINE | re.IGNORECASE)
+_TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_REQUEST_LINE = re.compile(rf"({_TOKEN}) (/[!-~]*) HTTP/1\.([01])")
+_FIELD = re.compile(rf"({_TOKEN}):([\t -~\x80-\xff]*)")
+_HOST = re.compile(r"([^:]+|\[[^]]+\])(:[0-9]*)?")
 _BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE)
 _PAUSE_SECONDS = 0.05  # while no descriptor is left, and none can be closed
 
@@ -42,6 +43,17 @@ class Page(NamedTuple):
     status: HTTPStatus
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
+
+
+class Request(NamedTuple):
+    """The head of a request."""
+
+    method: str
+    path: str
+    query: str
+    """Text after the first "?" of the target."""
+    headers: Mapping[str, str]
+    """Values by name in lower case. Repeated headers are joined by a comma, as RFC 9110 says."""
 
 
 Guard = Callable[[str, str], Awaitable[Page | None]]
@@ -160,10 +172,15 @@ class HttpServer:
 
     # ---- requests ----
 
-    async def _answer(self, head: bytes, connection: socket.socket) -> bytes:
-        """Return the whole answer to a request. ``head``: what was received, up to the end of the head."""
-        is_head = head.startswith(b"HEAD ")
-        status, body, content_type = await self._page(head, connection)
+    async def _answer(self, received: bytes, connection: socket.socket) -> bytes:
+        """Return the whole answer to a request. ``received``: its head, and what follows."""
+        head, end, _ = received.partition(b"\r\n\r\n")
+        request = parse_head(head)
+        is_head = request is not None and request.method == "HEAD"
+        if end:
+            status, body, content_type = await self._page(request, connection)
+        else:
+            status, body, content_type = _error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
         lines = (
             f"HTTP/1.1 {status.value} {status.phrase}",
             f"Date: {formatdate(usegmt=True)}",
@@ -175,35 +192,53 @@ class HttpServer:
         )
         return "\r\n".join(lines).encode() + (b"" if is_head else body)
 
-    async def _page(self, head: bytes, connection: socket.socket) -> Page:
-        if b"\r\n\r\n" not in head:
-            return _error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-        request = _REQUEST_LINE.match(head)
+    async def _page(self, request: Request | None, connection: socket.socket) -> Page:
         if request is None:
             return _error(HTTPStatus.BAD_REQUEST)
-        method, target = request.groups()
-        path, _, query = target.decode(errors="replace").partition("?")
-        page = self._find(path, head)
+        page = self._find(request)
         if page is None:
             return _error(HTTPStatus.NOT_FOUND)
-        if method not in (b"GET", b"HEAD"):
+        if request.method not in ("GET", "HEAD"):
             return _error(HTTPStatus.METHOD_NOT_ALLOWED)
         # Outside of the try block: a client that resets its connection is no bug.
-        guard = None if self._guard is None or _is_local(connection) else self._guard
+        is_local = _is_local(connection)
+        if is_local and not _is_local_name(request.headers.get("host", "")):
+            return _error(HTTPStatus.MISDIRECTED_REQUEST)
         try:
-            refusal = await guard(path, _token_of(head)) if guard else None
-            return refusal or await page(query)
+            if self._guard and not is_local:
+                bearer = _BEARER.fullmatch(request.headers.get("authorization", ""))
+                if refusal := await self._guard(request.path, bearer[1] if bearer else ""):
+                    return refusal
+            return await page(request.query)
         except Exception:
-            logger.exception("%s %s failed: this is a bug", method.decode(), path)
+            logger.exception("%s %s failed: this is a bug", request.method, request.path)
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR)
 
-    def _find(self, path: str, head: bytes) -> Callable[[str], Awaitable[Page]] | None:
-        accepted = b",".join(_ACCEPT.findall(head)).decode(errors="replace").lower()
+    def _find(self, request: Request) -> Callable[[str], Awaitable[Page]] | None:
+        accepted = request.headers.get("accept", "").lower()
         for name in self._pages:
-            other_path, _, media_type = name.partition(" ")
-            if other_path == path and media_type and media_type in accepted:
+            path, _, media_type = name.partition(" ")
+            if path == request.path and media_type and media_type in accepted:
                 return self._pages[name]
-        return self._pages.get(path) if " " not in path else None
+        return self._pages.get(request.path)
+
+
+def parse_head(head: bytes) -> Request | None:
+    """Return the request with this head, which ends before the empty line. None: it is malformed."""
+    first, *lines = head.decode("latin-1").split("\r\n")
+    line, fields = _REQUEST_LINE.fullmatch(first), [_FIELD.fullmatch(each) for each in lines]
+    headers: dict[str, str] = {}
+    for field in fields:
+        if field is None:
+            return None
+        name, value = field[1].lower(), field[2].strip(" \t")
+        if name == "host" and name in headers:
+            return None
+        headers[name] = f"{headers[name]}, {value}" if name in headers else value
+    if line is None or (line[3] == "1" and "host" not in headers):
+        return None
+    path, _, query = line[2].partition("?")
+    return Request(line[1], path, query, headers)
 
 
 def _is_local(connection: socket.socket) -> bool:
@@ -212,11 +247,19 @@ def _is_local(connection: socket.socket) -> bool:
     return bool((getattr(address, "ipv4_mapped", None) or address).is_loopback)
 
 
-def _token_of(head: bytes) -> str:
-    """Return the bearer token of a request; empty if it has none, or several."""
-    values = _AUTHORIZATION.findall(head.partition(b"\r\n\r\n")[0])
-    bearer = _BEARER.fullmatch(values[0].decode("ascii", "replace").strip()) if len(values) == 1 else None
-    return bearer[1] if bearer else ""
+def _is_local_name(host: str) -> bool:
+    """Return True if a Host header names no server, or this machine by "localhost" or an IP address.
+
+    Local clients need no token. A web page could otherwise read pages through the port-forward of its
+    visitor, under a name of its own that it resolves to 127.0.0.1. The name is the page's, so the check finds
+    it. Other clients may send any name: the API server's proxy sends its own.
+    """
+    match = _HOST.fullmatch(host)
+    name = match[1].lower() if match else host
+    try:
+        return name in ("", "localhost") or bool(ipaddress.ip_address(name.strip("[]")))
+    except ValueError:
+        return False
 
 
 def _listen(host: str, port: int) -> socket.socket:

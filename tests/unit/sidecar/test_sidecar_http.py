@@ -5,13 +5,14 @@ import contextlib
 import http.client
 import socket
 import struct
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 from secrets import token_hex
 from typing import Any, TypeVar
 
 import pytest
-from lmcache_sidecar.http import HttpServer, Page
+from lmcache_sidecar.http import HttpServer, Page, parse_head
 
 from lmcache.common.timing import TIMING
 
@@ -92,7 +93,7 @@ def test_other_paths_and_methods_are_refused(method, path, status):
 
 
 def test_head_returns_headers_without_body():
-    answer = send_raw(b"HEAD /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+    answer = send_raw(b"HEAD /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b"Content-Length: 5\r\n" in answer
     assert answer.endswith(b"\r\n\r\n")
@@ -108,7 +109,15 @@ def test_request_may_arrive_in_pieces():
         (b"GET /healthz\r\n\r\n", 400),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
         (b"\x16\x03\x01\x02\x00 a TLS hello\r\n\r\n", 400),
-        (b"GET /\xff\xfe HTTP/1.1\r\n\r\n", 404),
+        (b"GET /\xff\xfe HTTP/1.0\r\n\r\n", 400),
+        (b"GET http://localhost/healthz HTTP/1.0\r\n\r\n", 400),
+        (b"GET  /healthz HTTP/1.0\r\n\r\n", 400),
+        (b"GET /healthz HTTP/1.1\r\n\r\n ", 400),
+        (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nHOST: localhost\r\n\r\n", 400),
+        *(
+            (b"GET /healthz HTTP/1.0\r\n" + field + b"\r\n\r\n", 400)
+            for field in (b"X", b": x", b"X : x", b" X: x", b"X: 1\r\n 2", b"X: 1\n2", b"X: \0", b"X\xff: x")
+        ),
         (b"GET /healthz HTTP/1.1\r\nX: " + b"x" * 20_000, 431),
     ],
 )
@@ -137,7 +146,7 @@ def test_server_listens_on_the_given_host_or_on_all(host):
                 async with asyncio.timeout(30):
                     reader, writer = await asyncio.open_connection(address, port)
                     with contextlib.closing(writer):
-                        writer.write(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+                        writer.write(b"GET / HTTP/1.0\r\n\r\n")
                         if (await reader.read()).endswith(token):
                             answering.append(address)
         await server.stop()
@@ -184,6 +193,39 @@ def test_port_in_use_raises_error():
     asyncio.run(run())
 
 
+def test_head_is_parsed_as_rfc_9112_says():
+    lines = b"GET /a?b?c HTTP/1.1", b"Host:x", b"X-Empty:", b"aCCept: \t a \t", b"Accept:b,c", b"X: \xe9:"
+    request = parse_head(b"\r\n".join(lines))
+    assert request is not None
+    assert request[:3] == ("GET", "/a", "b?c")
+    assert request.headers == {"host": "x", "x-empty": "", "accept": "a, b,c", "x": "\xe9:"}
+
+
+@pytest.mark.parametrize("space", [b" ", b"\t", b"\xff", b"a"])
+def test_long_field_takes_linear_time(space):
+    began = time.process_time()
+    assert parse_head(b"GET / HTTP/1.0\r\nX: " + space * 30_000 + b"\0") is None
+    assert time.process_time() - began < 1
+
+
+@pytest.mark.parametrize(
+    ("host", "is_served"),
+    [
+        *((host, True) for host in ("localhost", "LOCALHOST:1", "127.0.0.1:9464", "[::1]:9464", "10.0.0.7")),
+        *(
+            (host, False)
+            for host in ("evil.example", "evil.example:9464", "localhost.evil.example", "[", "a:b:c")
+        ),
+    ],
+)
+def test_local_client_must_not_use_the_name_of_a_web_page(host, is_served, monkeypatch):
+    """A web page can reach the port-forward of its visitor, under any name that it gives 127.0.0.1."""
+    request = f"GET /healthz HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
+    assert send_raw(request).startswith(b"HTTP/1.1 200" if is_served else b"HTTP/1.1 421")
+    monkeypatch.setattr(socket.socket, "getpeername", lambda _: ("10.0.0.7", 1))
+    assert send_raw(request).startswith(b"HTTP/1.1 200"), "the API server's proxy sends its own name"
+
+
 def send_guarded(request: bytes) -> bytes:
     """The response of a server whose pages need the token "abc"."""
     return send_raw(request, guard=_token_guard)
@@ -205,7 +247,7 @@ def send_guarded(request: bytes) -> bytes:
 @pytest.mark.parametrize("method", [b"GET", b"HEAD"])
 def test_guarded_page_is_refused_without_its_token(headers, token, method, monkeypatch):
     monkeypatch.setattr(socket.socket, "getpeername", lambda _: ("10.0.0.7", 1))
-    answer = send_guarded(method + b" /data HTTP/1.1\r\n" + headers + b"\r\n")
+    answer = send_guarded(method + b" /data HTTP/1.1\r\nHost: 10.0.0.9\r\n" + headers + b"\r\n")
     assert answer.startswith(b"HTTP/1.1 401")
     assert b"WWW-Authenticate: Bearer\r\n" in answer
     assert answer.endswith(b"\r\n\r\n" + (b"'%s'\n" % token if method == b"GET" else b""))
@@ -214,7 +256,7 @@ def test_guarded_page_is_refused_without_its_token(headers, token, method, monke
 @pytest.mark.parametrize("header", [b"Authorization: Bearer abc", b"AUTHORIZATION:bearer  abc "])
 def test_guarded_page_is_served_with_its_token(header, monkeypatch):
     monkeypatch.setattr(socket.socket, "getpeername", lambda _: ("10.0.0.7", 1))
-    assert send_guarded(b"GET /data HTTP/1.1\r\n" + header + b"\r\n\r\n").endswith(b"well\n")
+    assert send_guarded(b"GET /data HTTP/1.0\r\n" + header + b"\r\n\r\n").endswith(b"well\n")
 
 
 @pytest.mark.parametrize(
@@ -226,7 +268,7 @@ def test_guarded_page_is_served_with_its_token(header, monkeypatch):
 )
 def test_guarded_page_is_served_to_this_machine_without_a_token(address, status, monkeypatch):
     monkeypatch.setattr(socket.socket, "getpeername", lambda _: (address, 1))
-    answer = send_guarded(b"GET /data HTTP/1.1\r\n\r\n")
+    answer = send_guarded(b"GET /data HTTP/1.0\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 " + status)
 
 
@@ -236,7 +278,7 @@ def test_client_that_resets_its_connection_is_no_bug(caplog):
     def reset(port: int) -> None:
         with socket.create_connection(("127.0.0.1", port)) as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            client.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+            client.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
         wait_answered(port)
 
     def wait_answered(port: int) -> None:
