@@ -52,7 +52,7 @@ spec:
     image: ghcr.io/lmcache-cluster/sidecar:0.1.0
     chunkTokens: 256
     payload: ImageVolume
-    httpAuthentication: TokenReview
+    httpAuthentication: Token
     transfer: CudaIPC
   images: {policy: Follow, pullSecrets: [registry]}
   tiers:
@@ -135,7 +135,7 @@ CONDITIONS = {
     "RouterAvailable": "At least one router pod is Ready. Present with spec.router.",
     "AutoscalingActive": "The operator sizes tiers by lookups. Present after it read the first samples.",
     "MemoryTierPinned": "CUDA has pinned the memory tiers of all GPUs. Present after a sidecar reported it.",
-    "TokensRequired": "All sidecars ask for tokens. Present with sidecar.httpAuthentication TokenReview.",
+    "TokensRequired": "All sidecars ask for tokens. Present with sidecar.httpAuthentication Token.",
     "TenantsKnown": "The sidecars use the declared tenants. Present with spec.tenants.",
     "DiskTierAvailable": "Every disk tier is in use. Present after a sidecar reported it.",
     "RowsEncrypted": "All sidecars encrypt the rows of the tiers with encryption. Present with such a tier.",

@@ -8,6 +8,7 @@ down, and a restart changes nothing.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import itertools
 import logging
@@ -16,6 +17,7 @@ import os
 import platform
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from secrets import token_urlsafe
 from typing import Any, cast
 
 import kopf
@@ -28,12 +30,22 @@ from lmcache_operator.autoscaling.intake.poller import Poller
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.registry import COMPONENTS, kinds_of
 from lmcache_operator.election import Elector, LeaseName
-from lmcache_operator.errors import ApiError
+from lmcache_operator.errors import ApiError, RefusedError
 from lmcache_operator.kube.client import Fence, KubeApi, connect
 from lmcache_operator.kube.watch import login
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.reconciler import Reconciler
-from lmcache_operator.specs.kinds import CERTIFICATE, CLUSTER, PROFILE, ClusterKey, Kind, controller_of
+from lmcache_operator.specs import Object
+from lmcache_operator.specs.kinds import (
+    CERTIFICATE,
+    CLUSTER,
+    PROFILE,
+    SECRET,
+    ClusterKey,
+    Kind,
+    controller_of,
+)
+from lmcache_operator.specs.merge import dig
 from lmcache_operator.specs.names import FIELD_MANAGER, MANAGED_BY_LABEL
 from lmcache_operator.stats import StatsClient
 
@@ -79,23 +91,30 @@ async def run(
     async with health.serve(health_port):
         if lease is None:
             metrics.LEADING.set(1)
-            await _work(context, namespaces, health)
+            await _work(context, namespaces, health, lease)
             return
         async with connect() as api:
             elector = Elector(api, lease, os.environ.get("POD_NAME") or platform.node())
-            await elector.lead(lambda: _work(context, namespaces, health, elector.seconds_left))
+            await elector.lead(lambda: _work(context, namespaces, health, lease, elector.seconds_left))
 
 
 async def _work(
-    context: Context, namespaces: Sequence[str], health: Health, fence: Fence = lambda: math.inf
+    context: Context,
+    namespaces: Sequence[str],
+    health: Health,
+    lease: LeaseName | None,
+    fence: Fence = lambda: math.inf,
 ) -> None:
     async with (
         connect(fence) as api,
-        StatsClient() as stats,
-        StatsClient(seconds=_POLL_SECONDS) as patient,
+        StatsClient(key=(key := await token_key(api, lease))) as stats,
+        StatsClient(seconds=_POLL_SECONDS, key=key) as patient,
     ):
         poller = Poller(patient, lambda key: queue.wake(key))
-        reconciler = Reconciler(api, context, stats.read, autoscaler=poller, wake=lambda key: queue.wake(key))
+        reconciler = Reconciler(
+            api, context, stats.read,
+            token_of=stats.token, autoscaler=poller, wake=lambda key: queue.wake(key),
+        )  # fmt: skip
         queue = KeyedQueue(reconciler.reconcile, num_workers=_NUM_WORKERS)
 
         async def settle() -> None:
@@ -118,6 +137,31 @@ async def _work(
             )
         finally:
             await settle()
+
+
+async def token_key(api: KubeApi, lease: LeaseName | None) -> bytes:
+    """Return the key of the operator's tokens for sidecars, from the Secret in its own namespace.
+
+    The operator creates this Secret, which is the only one that it may read. Empty: the API server refuses,
+    or the operator has no Lease and therefore no namespace. Sidecars that ask for a token then refuse it.
+    """
+    if lease is None:
+        return b""
+    name = f"{lease.name}-pages-key"
+    metadata = {"name": name, "namespace": lease.namespace, "labels": {MANAGED_BY_LABEL: FIELD_MANAGER}}
+    secret: Object = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata}
+    secret["stringData"] = {"key": token_urlsafe(32)}
+    while True:
+        try:
+            stored = await api.create(SECRET, secret) or await api.get(SECRET, lease.namespace, name)
+            return base64.b64decode(dig(stored, "data", "key") or "")
+        except RefusedError as error:
+            logger.error(
+                "no token opens pages of sidecars that ask for one, without Secret %s: %s", name, error
+            )
+            return b""
+        except ApiError:
+            await asyncio.sleep(_DEFINITION_SECONDS)
 
 
 class Health:

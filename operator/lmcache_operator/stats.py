@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import hmac
 import json
 from collections.abc import Mapping
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
@@ -21,10 +20,6 @@ _MAX_PARTS = 16
 """Maximum number of lists and objects in an answer of /samples, which bounds memory. A valid one has four."""
 
 
-_TOKEN = Path("/var/run/secrets/lmcache.io/token")
-"""The operator's token for sidecars, as the chart mounts it. The API server refuses its audience."""
-
-
 class StatsClient:
     """An HTTP client for the sidecars' /stats and /samples; an async context manager.
 
@@ -32,10 +27,10 @@ class StatsClient:
     nothing and stores no cookies.
     """
 
-    def __init__(self, port: int = SIDECAR_PORT, *, seconds: float = 1.0, token: Path = _TOKEN) -> None:
-        """``seconds``: timeout of one request. ``token``: file with the token to send, if it exists."""
+    def __init__(self, port: int = SIDECAR_PORT, *, seconds: float = 1.0, key: bytes = b"") -> None:
+        """``seconds``: timeout of one request. ``key``: the operator's secret key for tokens; empty: none."""
         self._port = port
-        self._token = token
+        self._key = key
         self._timeout = aiohttp.ClientTimeout(total=seconds)
 
     async def __aenter__(self) -> Self:
@@ -49,28 +44,31 @@ class StatsClient:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def read(self, address: str) -> Any:
-        """Read /stats of the sidecar at an IP address, as JSON; None if no valid answer arrives in time."""
-        return await self._get(address, "/stats", {}, MAX_STATS_BYTES, None)
+    def token(self, uid: str) -> str:
+        """Token for the sidecars of the cluster with this uid, which no other cluster's accept; empty: none.
 
-    async def samples(self, address: str, question: Mapping[str, int]) -> Any:
+        Pods that users control receive this token, so it must not open the pages of other users.
+        """
+        return hmac.new(self._key, uid.encode(), "sha256").hexdigest() if self._key else ""
+
+    async def read(self, address: str, uid: str) -> Any:
+        """Read /stats of the sidecar at an IP address, as JSON; None if no valid answer arrives in time.
+
+        ``uid`` is that of the sidecar's cluster.
+        """
+        return await self._get(address, uid, "/stats", {}, MAX_STATS_BYTES, None)
+
+    async def samples(self, address: str, uid: str, question: Mapping[str, int]) -> Any:
         """Read /samples; {} if the sidecar does not serve it, None if no valid answer arrives in time."""
-        return await self._get(address, "/samples", question, _MAX_SAMPLES_BYTES, {})
-
-    def _headers(self) -> dict[str, str]:
-        """Read the token at each request, because the kubelet renews it."""
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            return {"Authorization": f"Bearer {self._token.read_text(encoding='ascii').strip()}"}
-        return {}
+        return await self._get(address, uid, "/samples", question, _MAX_SAMPLES_BYTES, {})
 
     async def _get(
-        self, address: str, path: str, query: Mapping[str, int], max_bytes: int, unknown: Any
+        self, address: str, uid: str, path: str, query: Mapping[str, int], max_bytes: int, unknown: Any
     ) -> Any:
+        headers = {"Authorization": f"Bearer {token}"} if (token := self.token(uid)) else {}
         try:
             url = URL.build(scheme="http", host=address, port=self._port, path=path, query=query)
-            request = self._session.get(
-                url, allow_redirects=False, timeout=self._timeout, headers=self._headers()
-            )
+            request = self._session.get(url, allow_redirects=False, timeout=self._timeout, headers=headers)
             async with request as answer:
                 if answer.status == HTTPStatus.NOT_FOUND:
                     return unknown

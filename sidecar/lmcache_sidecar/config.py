@@ -130,11 +130,9 @@ class Config:
         "address of the read-only HTTP server; empty: all IPv4 and IPv6 addresses")
     http_port: int = _option("PORT", "9464", _PORT,
         "port of /metrics, /stats, /samples, /healthz and /readyz; 0: any free port, which the log names")
-    http_authentication: str = _option("MODE", "None", options.one_of("None", "TokenReview"),
-        "TokenReview: other machines can read pages that show data only with a token of a ServiceAccount,"
-        " which the Kubernetes API server reviews; /healthz and /readyz need none")
-    http_authentication_dir: str = _option("DIR", "/var/run/secrets/kubernetes.io/serviceaccount", str,
-        "directory with the sidecar's own token and ca.crt for the API server; they may change at any time")
+    http_tokens_dir: str = _option("DIR", "", str,
+        "directory whose files each have one bearer token, and may change at any time; other machines then"
+        " need one of them for all pages except /healthz and /readyz; empty: no token")
     log_format: str = _option("FORMAT", "text", options.one_of("text", "json"), "text or json")
     log_level: str = _option("LEVEL", "info", options.one_of("debug", "info", "warning", "error"),
         "debug, info, warning or error")

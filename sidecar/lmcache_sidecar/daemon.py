@@ -26,14 +26,15 @@ from lmcache.rpc import service
 from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.config import Config, ConfigError, Reading
 from lmcache_sidecar.http import OPEN_METRICS, HttpServer, Page
+from lmcache_sidecar.page_tokens import PageTokens
 from lmcache_sidecar.sidecar import Sidecar
 from lmcache_sidecar.stats import Figure, Part, document, read
-from lmcache_sidecar.token_reviews import TokenReviews
 
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 2.0
 _SLOW_SECONDS = 1.0
+_FOLLOW_SECONDS = 1.0
 _OPEN_PAGES = "/healthz", "/readyz"
 """Pages that never need a token, because the kubelet sends none. They show no data."""
 _END_SECONDS = 2.0
@@ -78,7 +79,8 @@ class Daemon:
         self._http: HttpServer | None = None
         self._http_address = ("", 0)  # as configured
         self._http_port = 0  # the port in use
-        self._reviews: TokenReviews | None = None  # None: no page needed a review yet
+        self._tokens = PageTokens("")
+        self._following: asyncio.Task[None] | None = None
 
     def end_soon(self, *_: object) -> None:
         """Begin to stop (a signal handler). A watchdog ends the process if something hangs."""
@@ -107,8 +109,8 @@ class Daemon:
             await self._sidecar.stop()
         if self._http is not None:
             await self._http.stop()
-        if self._reviews is not None:
-            self._reviews.close()
+        if self._following is not None:
+            self._following.cancel()
 
     # ---- starting ----
 
@@ -147,6 +149,10 @@ class Daemon:
 
     async def _listen(self, config: Config) -> None:
         """Serve the pages on the configured address; moves there if it has changed."""
+        if self._tokens.path != config.http_tokens_dir:
+            self._tokens = PageTokens(config.http_tokens_dir)
+        if self._following is None:
+            self._following = asyncio.create_task(self._follow_tokens())
         address = config.http_host, config.http_port
         if self._http is not None:
             if self._http_address == address:
@@ -187,16 +193,15 @@ class Daemon:
             "/readyz": self._readyz_page,
         }
 
-    async def _guard(self, path: str, token: str) -> Page | None:
+    def _guard(self, path: str, token: str) -> Page | None:
         """Return the answer to another machine that may not read the page; None if it may."""
-        config = self._reading.config
-        if config.http_authentication == "None" or path in _OPEN_PAGES:
-            return None
-        if self._reviews is None or self._reviews.directory != config.http_authentication_dir:
-            if self._reviews is not None:
-                self._reviews.close()
-            self._reviews = TokenReviews(config.http_authentication_dir, os.environ)
-        return await self._reviews.refusal(path, token)
+        return None if path in _OPEN_PAGES else self._tokens.refusal(token)
+
+    async def _follow_tokens(self) -> None:
+        while True:
+            if self._tokens.path:
+                await asyncio.to_thread(self._tokens.follow)
+            await asyncio.sleep(_FOLLOW_SECONDS)
 
     @property
     def not_ready_reason(self) -> str:
@@ -215,8 +220,8 @@ class Daemon:
             "pid": os.getpid(),
             "time": round(time.time(), 3),
             "not_ready_reason": self.not_ready_reason,
-            "http_authentication": self._reading.config.http_authentication,
-            "http_authentication_problem": self._reviews.problem if self._reviews else "",
+            "http_authentication": "Token" if self._tokens.path else "None",
+            "http_authentication_problem": self._tokens.problem,
         }
         return [Part("", facts, read(FIGURES, self)), *(self._sidecar.stats() if self._sidecar else ())]
 

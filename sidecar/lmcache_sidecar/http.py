@@ -56,7 +56,7 @@ class Request(NamedTuple):
     """Values by name in lower case. Repeated headers are joined by a comma, as RFC 9110 says."""
 
 
-Guard = Callable[[str, str], Awaitable[Page | None]]
+Guard = Callable[[str, str], Page | None]
 """Decides from a path and a token whether another machine may read the page. Returns a refusal, or None."""
 
 
@@ -207,7 +207,7 @@ class HttpServer:
         try:
             if self._guard and not is_local:
                 bearer = _BEARER.fullmatch(request.headers.get("authorization", ""))
-                if refusal := await self._guard(request.path, bearer[1] if bearer else ""):
+                if refusal := self._guard(request.path, bearer[1] if bearer else ""):
                     return refusal
             return await page(request.query)
         except Exception:

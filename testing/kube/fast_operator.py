@@ -79,11 +79,12 @@ def run(argv: list[str]) -> int:
     clock, scale = Clock(float(argv[0]), float(argv[1])), int(argv[2])
 
     class Sidecars(StatsClient):
-        async def read(self, address: str) -> Any:
-            return scale_bytes(await super().read(address), scale)
+        async def read(self, address: str, uid: str) -> Any:
+            return scale_bytes(await super().read(address, uid), scale)
 
-        async def samples(self, address: str, question: Mapping[str, int]) -> Any:
-            return scale_bytes(convert_times(await super().samples(address, question), clock), scale)
+        async def samples(self, address: str, uid: str, question: Mapping[str, int]) -> Any:
+            answer = await super().samples(address, uid, question)
+            return scale_bytes(convert_times(answer, clock), scale)
 
     fast = partial(Poller, clock=clock.now, poll_seconds=sizing.POLL_SECONDS / clock.factor)
     window = shards.WINDOW / clock.factor

@@ -1,5 +1,6 @@
-"""Tokens for the sidecar's pages, as files that a real kubelet mounts for the uids of the images."""
+"""Tokens for the sidecar's pages, as a Secret that a real kubelet mounts for the uids of the images."""
 
+import base64
 from urllib.error import HTTPError
 
 import pytest
@@ -9,29 +10,16 @@ from testing.node.app import NAMESPACE
 from testing.node.pods import SIDECAR_PORT
 
 NAME = "tokens"
-BINDINGS = "rbac.authorization.k8s.io/v1/clusterrolebindings"
-BINDING = {
-    "metadata": {"name": f"{NAMESPACE}-{NAME}-reviews"},
-    "roleRef": {
-        "apiGroup": "rbac.authorization.k8s.io",
-        "kind": "ClusterRole",
-        "name": "system:auth-delegator",
-    },
-    "subjects": [{"kind": "ServiceAccount", "name": f"{NAME}-engine", "namespace": NAMESPACE}],
-}
+SECRET = f"{NAME}-pages"
 
 
 @pytest.fixture
 def app(make_app):
     app = make_app(NAME)
-    app.node.api.create(BINDINGS, BINDING)
-    try:
-        app.spec["spec"]["sidecar"] = {"httpAuthentication": "TokenReview"}
-        app.apply()
-        yield app
-        app.delete()
-    finally:
-        app.node.api.delete(BINDINGS, BINDING["metadata"]["name"])
+    app.spec["spec"]["sidecar"] = {"httpAuthentication": "Token"}
+    app.apply()
+    yield app
+    app.delete()
 
 
 def test_operator_reads_a_sidecar_that_refuses_clients_without_a_token(app):
@@ -44,6 +32,9 @@ def test_operator_reads_a_sidecar_that_refuses_clients_without_a_token(app):
         assert refused.value.code == 401
     status = app.node.api.get(CLUSTERS, app.name, NAMESPACE)["status"]
     assert status["transfer"]["mode"] == "SharedMemory", "the operator has read /stats"
-    volumes = {volume["name"] for volume in pod.object["spec"]["volumes"]}
+    volumes = {volume["name"]: volume for volume in pod.object["spec"]["volumes"]}
     (engine,) = pod.object["spec"]["containers"]
-    assert "api-access" in volumes - {mount["name"] for mount in engine["volumeMounts"]}
+    assert volumes["pages"]["secret"]["secretName"] == SECRET
+    assert "pages" not in {mount["name"] for mount in engine["volumeMounts"]}
+    secret = app.node.api.get("v1/secrets", SECRET, NAMESPACE)
+    assert {len(base64.b64decode(value)) for value in secret["data"].values()} == {43, 64}

@@ -71,7 +71,7 @@ _ADMITTED = {
     "content of an image, as with engine.image": "model.volume.image",
     "the operator replaces it": "model.volume.name",
     "arguments of the operator's own image; those that name pods are reserved": "router.args",
-    "a token of an account without rights, in the operator's own image only": "sidecar.httpAuthentication",
+    "a Secret with a random token for the sidecar's own pages": "sidecar.httpAuthentication",
     "code of this project in the engine": "tenants.header",
     "a hash, from which no salt can be computed": "tenants.named[].saltHash",
     "a new volume: a ResourceQuota limits it": "tiers.disk.size",

@@ -107,7 +107,7 @@ class World:
         """Time of the API server."""
         self._uids = itertools.count(100)
 
-    async def ask(self, address: str) -> Any:
+    async def ask(self, address: str, _uid: str = "") -> Any:
         """A sidecar's /stats. None if it does not answer."""
         self.num_stats_reads += 1
         return self.stats.get(address)
@@ -152,8 +152,9 @@ class World:
         if ref in self.objects:
             return None
         self.writes.append(f"create {ref}")
-        self.objects[ref] = copy.deepcopy(wanted)
-        return wanted
+        stored = self.objects[ref] = copy.deepcopy(wanted)
+        stored["metadata"]["uid"] = str(next(self._uids))
+        return stored
 
     async def apply(self, wanted: Object, uid: str | None) -> None:
         ref = Ref(wanted["kind"], wanted["metadata"]["name"])

@@ -153,7 +153,7 @@ class Node:
     def status(self) -> Object:
         return status_of(self.world, now=self.world.now)
 
-    async def ask(self, address: str) -> Any:
+    async def ask(self, address: str, _uid: str = "") -> Any:
         answers = (s for s in self.sidecars.values() if s.pod["status"]["podIP"] == address)
         return next(answers).answer()
 

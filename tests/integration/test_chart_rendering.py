@@ -1,6 +1,5 @@
 """The objects that Helm renders from the chart, and the values that it refuses."""
 
-import inspect
 import json
 
 import pytest
@@ -9,9 +8,7 @@ from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.injection.profile import profile
 from lmcache_operator.components.traffic import SCRAPER_LABEL
-from lmcache_operator.specs.names import INJECT_LABEL, STOCK_IMAGES
-from lmcache_operator.stats import StatsClient
-from lmcache_sidecar.token_reviews import AUDIENCE
+from lmcache_operator.specs.names import INJECT_LABEL, PAGES_LABEL, STOCK_IMAGES
 
 from tests.harness import alert_rules
 from tests.harness.kube import CHART, Helm, helm_error
@@ -39,7 +36,7 @@ def test_monitoring_objects_are_rendered_only_if_enabled(helm):
     name = "release-lmcache-operator"
     operator, sidecars = objects["PodMonitor", name], objects["PodMonitor", f"{name}-sidecars"]
     injected = objects["PodMonitor", f"{name}-injected"]["spec"]
-    assert injected["selector"]["matchExpressions"] == [{"key": INJECT_LABEL, "operator": "Exists"}]
+    assert {"key": INJECT_LABEL, "operator": "Exists"} in injected["selector"]["matchExpressions"]
     containers = profile(parse(cluster()), Context(STOCK_IMAGES))["spec"]["initContainers"]
     ports = [port["name"] for container in containers for port in container.get("ports") or ()]
     assert [endpoint["port"] for endpoint in injected["podMetricsEndpoints"]] == ports
@@ -72,44 +69,17 @@ def test_metrics_of_the_operator_are_for_prometheus_only_if_wanted(helm):
     assert [ports[port["port"]] for port in rule["ports"]] == [9465]
 
 
-def test_monitors_of_sidecars_send_a_token_only_if_it_is_set(helm):
-    flags, secret = ["monitoring.enabled=true"], "monitoring.authorization.secretName=scrape"
-
-    def authorizations(*more: str) -> dict[str, list]:
-        monitors = [obj for obj in rendered(helm, *flags, *more) if obj["kind"] == "PodMonitor"]
-        return {
-            obj["metadata"]["name"].rpartition("-")[2]: [
-                endpoint.get("authorization") for endpoint in obj["spec"]["podMetricsEndpoints"]
-            ]
-            for obj in monitors
-        }
-
-    assert authorizations() == {"operator": [None], "sidecars": [None], "injected": [None]}
-    token = {"credentials": {"name": "scrape", "key": "token"}}
-    assert authorizations(secret) == {"operator": [None], "sidecars": [token], "injected": [token]}
-    other = authorizations(secret, "monitoring.authorization.key=jwt")
-    assert other["sidecars"] == [{"credentials": {"name": "scrape", "key": "jwt"}}]
-
-
-def test_operator_mounts_the_token_that_it_sends_to_sidecars(helm):
-    (deployment,) = [obj for obj in rendered(helm) if obj["kind"] == "Deployment"]
-    spec = deployment["spec"]["template"]["spec"]
-    (source,) = next(vol for vol in spec["volumes"] if vol["name"] == "pages-token")["projected"]["sources"]
-    assert source["serviceAccountToken"]["audience"] == AUDIENCE
-    (mount,) = [each for each in spec["containers"][0]["volumeMounts"] if each["name"] == "pages-token"]
-    path = inspect.signature(StatsClient).parameters["token"].default
-    assert f"{mount['mountPath']}/{source['serviceAccountToken']['path']}" == str(path)
-
-
-@pytest.mark.parametrize("settings", [[], ["watchNamespaces={a}"]])
-def test_roles_for_pages_of_sidecars_are_rendered(helm, settings):
-    roles = {
-        obj["metadata"]["name"]: obj for obj in rendered(helm, *settings) if obj["kind"] == "ClusterRole"
+def test_monitors_skip_sidecars_whose_pages_need_a_token(helm):
+    objects = rendered(helm, "monitoring.enabled=true")
+    selectors = {
+        obj["metadata"]["name"].rpartition("-")[2]: obj["spec"]["selector"].get("matchExpressions", [])
+        for obj in objects
+        if obj["kind"] == "PodMonitor"
     }
-    name = "release-lmcache-operator"
-    assert roles[f"{name}-metrics-reader"]["rules"] == [{"nonResourceURLs": ["/metrics"], "verbs": ["get"]}]
-    rules = [rule for rule in roles[name]["rules"] if "nonResourceURLs" in rule]
-    assert rules == [{"nonResourceURLs": ["/stats", "/samples"], "verbs": ["get"]}]
+    skip = {"key": PAGES_LABEL, "operator": "DoesNotExist"}
+    assert {name: skip in selector for name, selector in selectors.items()} == {
+        "operator": False, "sidecars": True, "injected": True,
+    }  # fmt: skip
 
 
 def test_rendered_rules_are_those_that_promtool_tests(helm):

@@ -20,7 +20,7 @@ FENCES = {str(fence): fence for page in pages() for fence in fences(page, "yaml"
 CLUSTER = yaml.safe_load((ROOT / "examples" / "qwen3-8b.yaml").read_text())
 MANAGED = {"managed": {"memoryPerShard": "1Gi"}}
 _, DEPLOYMENT = yaml.safe_load_all((ROOT / "examples" / "injection.yaml").read_text())
-FOREIGN_KINDS = {"ClusterPolicy", "HTTPRoute", "ScaledObject"}
+FOREIGN_KINDS = {"ClusterPolicy", "HTTPRoute", "PodMonitor", "ScaledObject"}
 """Kinds that this API server does not have."""
 SPEC = {"model", "engine", "sidecar", "images", "tiers", "autoscaling", "clients"}
 TIERS = {"memory", "disk", "remote", "admit"}

@@ -100,7 +100,7 @@ def test_prober_reads_the_transfer_of_a_real_sidecar():
     async def read(sidecar: SidecarProcess) -> Sidecar:
         async def stats(_: str) -> Any:
             async with StatsClient(sidecar.http_port) as client:
-                return await client.read("127.0.0.1")
+                return await client.read("127.0.0.1", "uid")
 
         status = {"phase": "Running", "podIP": "127.0.0.1"}
         pod = {"metadata": {"name": "p", "uid": "u"}, "spec": {"initContainers": [{"name": "sidecar"}]}}

@@ -220,7 +220,7 @@ class Case:
         }
 
     def _reconciler(self, api: KubeApi) -> Reconciler:
-        async def stats(address: str) -> Object:
+        async def stats(address: str, _: str) -> Object:
             """Statistics of a sidecar that reaches its target size at once."""
             pods = await KubeApi(self.client).find(POD, self.namespace)
             sizes = [

@@ -73,7 +73,7 @@ class Operated:
                 await asyncio.sleep(0.2)  # real time: a pause between polls
 
     def reconciler(self, api: KubeApi, autoscaler: Autoscaler | None = None) -> Reconciler:
-        async def stats(address: str) -> Any:
+        async def stats(address: str, _: str) -> Any:
             pods = await api.find(POD, self.namespace)
             (pod,) = (pod for pod in pods if pod["status"].get("podIP") == address)
             size = int(annotations_of(pod)[MEMORY_SIZE])

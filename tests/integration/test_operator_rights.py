@@ -44,15 +44,17 @@ NAMESPACED = {
 """Verbs by group and resource, in all namespaces, or only in those of ``watchNamespaces``."""
 CLUSTER = {"apiextensions.k8s.io/customresourcedefinitions": "list watch", "/nodes": "get"}
 """Verbs in any namespace."""
-PAGES = {"/stats", "/samples"}
-"""Pages of sidecars that the operator may read, besides those that every account may read."""
 LISTED = CLUSTER | {"/namespaces": "list watch"}
 """Verbs in any namespace with ``watchNamespaces``."""
 
 
 def lease(name: str) -> dict[str, str]:
     """Verbs in the operator's own namespace."""
-    return {f"coordination.k8s.io/leases[{name}]": "get update", "coordination.k8s.io/leases": "create"}
+    return {
+        f"coordination.k8s.io/leases[{name}]": "get update",
+        "coordination.k8s.io/leases": "create",
+        f"/secrets[{name}-pages-key]": "get",
+    }
 
 
 def merged(*parts: dict[str, str]) -> dict[str, set[str]]:
@@ -131,23 +133,6 @@ def test_operator_has_no_right_that_leads_to_all_others(plane, chart):
     assert held["/secrets"] == {"create"}
     paths = rules(api_of(plane, chart), "default")["nonResourceRules"]
     assert {verb for rule in paths for verb in rule["verbs"]} == {"get"}
-
-
-def pages(plane: Cluster, account: str) -> set[str]:
-    """Paths that the account may read and an account without any Role may not."""
-    read = [
-        {
-            path
-            for rule in rules(api_of(plane, each), "default")["nonResourceRules"]
-            for path in rule["nonResourceURLs"]
-        }
-        for each in (account, "default/default")
-    ]
-    return read[0] - read[1]
-
-
-def test_operator_may_read_two_pages_of_sidecars(plane, chart, listed):
-    assert pages(plane, chart) == pages(plane, listed[0]) == PAGES
 
 
 @pytest.mark.parametrize(

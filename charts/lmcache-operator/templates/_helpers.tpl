@@ -80,7 +80,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [""]
   resources: [serviceaccounts, configmaps, services]
   verbs: [get, list, watch, create, patch, delete]
-# Random password of a managed remote tier. The operator creates this Secret and never reads it.
+# Random passwords and tokens of an LMCacheCluster. The operator creates these Secrets and never reads them.
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create]

@@ -19,7 +19,7 @@ _MODEL: dict[str, Any] = {"maxLength": 512, "pattern": r"^[^-\s\x00-\x1f][^\s\x0
 _MAP_BY_TYPE: dict[str, Any] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
 VLLM: Literal["vLLM"] = "vLLM"
 SGLANG: Literal["SGLang"] = "SGLang"
-TOKEN_REVIEW: Literal["TokenReview"] = "TokenReview"
+TOKEN: Literal["Token"] = "Token"
 _CHUNK_TOKENS = 256
 
 
@@ -162,12 +162,10 @@ class Sidecar(Part):
         enum=["Auto", "CudaIPC", "SharedMemory"],
     )
     http_authentication: str = field(
-        "None: pages such as /metrics need no token. TokenReview: clients outside the pod need a token of a "
-        "ServiceAccount that may get the page, for the audience lmcache.io. Each sidecar gets a token of its "
-        "pod's ServiceAccount: bind the ClusterRole system:auth-delegator to it. A change replaces the pods, "
-        "one at a time.",
+        "None: pages such as /metrics need no token. Token: clients outside the pod need the bearer token in "
+        "the Secret NAME-pages, which the operator creates. A change replaces the pods, one at a time.",
         default="None",
-        enum=["None", TOKEN_REVIEW],
+        enum=["None", TOKEN],
     )
 
 

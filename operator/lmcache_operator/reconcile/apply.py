@@ -19,7 +19,7 @@ from lmcache_operator.reconcile.contest import ContestLog
 from lmcache_operator.reconcile.probe import ReadStats, read_sidecar
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import BY_NAME, POD, ClusterKey, Ref, ref_of
-from lmcache_operator.specs.names import SIDECAR
+from lmcache_operator.specs.names import SIDECAR, pages_name
 from lmcache_operator.specs.ownership import spell
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,8 @@ class Applier:
     contests: ContestLog
     time: float
     read_stats: ReadStats
+    token: str = ""
+    """Token that the operator itself sends to the cluster's sidecars; empty: it has none."""
     problems: list[Problem] = field(default_factory=list)
     """Permanent failures: calls that the API server refused."""
     failure: ApiError | None = None
@@ -129,8 +131,10 @@ class Applier:
 
     async def _make(self, secret: Object) -> bool:
         """Create a Secret with a random password; False if it exists, since its password works as well."""
-        password = {"password": token_urlsafe(32)}
-        return await self.api.create(BY_NAME[secret["kind"]], secret | {"stringData": password}) is not None
+        data = {"password": token_urlsafe(32)}
+        if secret["metadata"]["name"] == pages_name(self.key.name):
+            data = {"token": data["password"]} | ({"operator": self.token} if self.token else {})
+        return await self.api.create(BY_NAME[secret["kind"]], secret | {"stringData": data}) is not None
 
     async def _attempt(self, verb: str, ref: Ref, call: Awaitable[bool | None]) -> bool:
         """Await one call and record its failure. Returns whether it changed something; None counts as yes."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from lmcache.explain.text import plain
 from lmcache.tenant_names import MAX_NAMED
-from lmcache_operator.api.types import TOKEN_REVIEW
+from lmcache_operator.api.types import TOKEN
 from lmcache_operator.components.base import LookupFigures, Probed, RemoteFigures, Sidecar, TenantFigures
 from lmcache_operator.pods.pods import is_ready, is_running
 from lmcache_operator.specs import Object
@@ -137,7 +137,7 @@ def read_sidecar(stats: dict[str, Any]) -> Sidecar:
         memory_bytes=_count(memory.get("size_bytes")) if "target_bytes" in memory else None,
         memory_target=_count(memory.get("target_bytes")),
         resize_problem=plain(memory.get("resize_problem")),
-        requires_tokens=stats.get("http_authentication") == TOKEN_REVIEW,
+        requires_tokens=stats.get("http_authentication") == TOKEN,
         tenants_digest=plain(digest) if isinstance(digest, str) else None,
         tenants_problem=plain(tenants.get(_TENANTS_PROBLEM)),
         tenants=_tenants(tenants),

@@ -8,11 +8,11 @@ import math
 import random
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 from lmcache.common.backoff import Backoff
 from lmcache_operator import metrics
@@ -88,17 +88,23 @@ class Reconciler:
         self,
         api: KubeApi,
         context: Context,
-        read_stats: ReadStats,
+        read_stats: Callable[[str, str], Awaitable[Any]],
         *,
+        token_of: Callable[[str], str] = lambda _: "",
         components: Sequence[Component] = COMPONENTS,
         autoscaler: Autoscaler | None = None,
         wake: Callable[[ClusterKey], None] = lambda _: None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``wake`` schedules a reconciliation of another cluster, which a change of this one affects."""
+        """
+        Args:
+            read_stats: reads /stats of the sidecar at an IP address, with the token for a cluster's uid.
+            token_of: the operator's token for the sidecars of the cluster with this uid; empty: none.
+            wake: schedules a reconciliation of another cluster, which a change of this one affects.
+        """
         self._api = api
         self._context = context
-        self._read_stats = read_stats
+        self._read_stats, self._token_of = read_stats, token_of
         self._components = components
         self._autoscaler = autoscaler
         self._monotonic = monotonic
@@ -128,8 +134,11 @@ class Reconciler:
                 self._forget(key)
                 return None
             self._wake_affected(key, resource)
-            fresh = _Memory(SidecarProber(self._read_stats, self._monotonic))
+            fresh = _Memory(SidecarProber(self._read_stats_of(key), self._monotonic))
             return await self._reconcile(key, resource, self._memories.setdefault(key.uid, fresh))
+
+    def _read_stats_of(self, key: ClusterKey) -> ReadStats:
+        return lambda address: self._read_stats(address, key.uid)
 
     def _wake_affected(self, key: ClusterKey, resource: Object | None) -> None:
         """Wake the clusters that a change of this one affects. ``resource``: None if it was deleted."""
@@ -145,7 +154,8 @@ class Reconciler:
 
     async def _reconcile(self, key: ClusterKey, resource: Object, memory: _Memory) -> float | None:
         now, observed, plans = datetime.now(UTC), dict[str, Observed](), dict[str, Plan]()
-        applier = Applier(self._api, key, memory.contests, self._monotonic(), self._read_stats)
+        read_stats, token = self._read_stats_of(key), self._token_of(key.uid)
+        applier = Applier(self._api, key, memory.contests, self._monotonic(), read_stats, token)
         failure: Exception | None = None
         try:
             observed = await self._observe(key, resource, memory, now)

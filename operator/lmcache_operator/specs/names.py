@@ -37,6 +37,8 @@ RESIZE_REFUSED = "lmcache.io/resize-refused"
 PEERS_LABEL = "lmcache.io/peers"
 """On engine pods: name of the LMCacheCluster whose list of peers their sidecars use. Sidecars with the same
 list may read each other's memory tiers."""
+PAGES_LABEL = "lmcache.io/pages"
+"""On engine pods: "Token" if the sidecar's pages need a token. The chart's PodMonitors skip these pods."""
 INJECT_LABEL = "lmcache.io/inject"
 """On users' own pods: name of the LMCacheCluster in their namespace whose cache is injected."""
 INJECTION = "injection"
@@ -116,6 +118,11 @@ def peers_certificate(cluster: Cluster) -> str:
 def config_name(cluster_name: str) -> str:
     """Name of the ConfigMap with the sidecar's settings."""
     return f"{cluster_name}-sidecar"
+
+
+def pages_name(cluster_name: str) -> str:
+    """Name of the Secret with the tokens for the sidecars' pages."""
+    return f"{cluster_name}-pages"
 
 
 def autoscaling_name(cluster_name: str) -> str:

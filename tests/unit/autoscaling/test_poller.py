@@ -194,7 +194,7 @@ class CountingSidecars:
         self.hangs = hangs
         self.num_running = self.max_concurrent = 0
 
-    async def samples(self, address: str, question: object) -> Any:
+    async def samples(self, address: str, _: str, question: object) -> Any:
         self.num_running += 1
         self.max_concurrent = max(self.max_concurrent, self.num_running)
         for _ in range(3):
@@ -203,7 +203,7 @@ class CountingSidecars:
             await asyncio.Event().wait()
         self.num_running -= 1
 
-    async def read(self, address: str) -> Any:
+    async def read(self, address: str, _: str) -> Any:
         raise AssertionError
 
 
@@ -273,7 +273,7 @@ class FloodingSidecars:
         self.clock, self.num_keys, self.num_polls = clock, 0, 0
         self.is_counting = asyncio.Event()
 
-    async def samples(self, address: str, question: Mapping[str, int]) -> Any:
+    async def samples(self, address: str, _: str, question: Mapping[str, int]) -> Any:
         if address == "127.0.0.4":
             number, size = 60, 1000
             self.num_polls += 1 / 4
@@ -290,7 +290,7 @@ class FloodingSidecars:
             "num": [size] * number, "key": "".join(f"{key:016x}" for key in keys),
         }  # fmt: skip
 
-    async def read(self, address: str) -> Any:
+    async def read(self, address: str, _: str) -> Any:
         lookups = dict.fromkeys(("gpus", "prefill_tokens_per_second", "kv_bytes_per_token"), 1)
         lookups |= {"lookup_tokens": self.num_keys, "hit_tokens": {}, "engine_kv_bytes": 0}
         return {"memory": {"size_bytes": 64 << 30}, "lookups": lookups}

@@ -51,10 +51,8 @@ def test_each_example_is_accepted_alone() -> None:
 
 
 def test_all_conditions_are_documented() -> None:
-    keys, token_review = {"secretRef": {"name": "kv-keys"}}, {"httpAuthentication": "TokenReview"}
-    world = settled_world(
-        tiers={"disk": {"size": "1Gi", "encryption": keys}}, tenants={}, sidecar=token_review
-    )
+    keys, token = {"secretRef": {"name": "kv-keys"}}, {"httpAuthentication": "Token"}
+    world = settled_world(tiers={"disk": {"size": "1Gi", "encryption": keys}}, tenants={}, sidecar=token)
     working = dict.fromkeys(("is_remote_reachable", "is_disk_available", "is_memory_pinned"), True)
     sidecar = Sidecar(
         pod="demo-engine-0",

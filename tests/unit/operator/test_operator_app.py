@@ -27,7 +27,7 @@ class WatchedWorld(World):
         self.runs: list[float] = []
 
         reconciler = Reconciler(
-            cast(KubeApi, self), CONTEXT, lambda address: self.ask(address), monotonic=now
+            cast(KubeApi, self), CONTEXT, lambda address, _: self.ask(address), monotonic=now
         )
 
         async def work(key: ClusterKey) -> float | None:

@@ -1,27 +1,31 @@
-"""Tokens for the sidecar's pages: the volume that the sidecar alone mounts, its options, the condition."""
+"""Tokens for the sidecar's pages: the Secret, the volume that the sidecar alone mounts, the condition."""
 
 from typing import Any
 
 import pytest
 from lmcache_operator.components.base import Probed, Sidecar
-from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.reconcile.probe import read_sidecar
+from lmcache_operator.specs.kinds import Ref
+from lmcache_operator.specs.names import PAGES_LABEL
 from lmcache_sidecar.config import read
 
+from tests.harness.operator_components import KEY, ReconciledCluster
 from tests.harness.operator_injection import injected
 from tests.harness.operator_injection import pod as user_pod
+from tests.harness.operator_model import NAME
 from tests.harness.operator_plans import LATE, settled_world, status_of
 from tests.harness.operator_render import container, env_of, part, pod_of
 
-REVIEW = {"httpAuthentication": "TokenReview"}
-DIR = "LMCACHE_HTTP_AUTHENTICATION_DIR"
+TOKEN = {"httpAuthentication": "Token"}
+DIR = "LMCACHE_HTTP_TOKENS_DIR"
+SECRET = Ref("Secret", f"{NAME}-pages")
 
 
 def volume_of(spec: dict[str, Any], sidecar_name: str = "sidecar") -> dict[str, Any]:
-    """The volume from which the sidecar reads its token, which no other container mounts."""
+    """The volume from which the sidecar reads its tokens, which no other container mounts."""
     sidecar = container(spec, sidecar_name)
     options = env_of(sidecar)
-    assert read({}, options).usable().http_authentication == "TokenReview"
+    assert read({}, options).usable().http_tokens_dir == options[DIR]
     (mount,) = (each for each in sidecar["volumeMounts"] if each["mountPath"] == options[DIR])
     remaining = [each for each in spec["initContainers"] + spec["containers"] if each is not sidecar]
     assert remaining
@@ -31,33 +35,57 @@ def volume_of(spec: dict[str, Any], sidecar_name: str = "sidecar") -> dict[str, 
 
 @pytest.mark.parametrize("kind", ["vLLM", "SGLang"])
 @pytest.mark.parametrize("payload", ["InitContainer", "ImageVolume"])
-def test_sidecar_alone_gets_a_token(kind: str, payload: str) -> None:
-    spec = pod_of(sidecar=REVIEW | {"payload": payload}, engine={"kind": kind})
-    token, authority = volume_of(spec)["projected"]["sources"]
-    assert token == {"serviceAccountToken": {"expirationSeconds": 3600, "path": "token"}}
-    assert authority["configMap"]["name"] == "kube-root-ca.crt"
-    assert authority["configMap"]["optional"] is True, "pods start without it"
-    assert spec["automountServiceAccountToken"] is False
-    assert str(spec).count("serviceAccountToken") == 1
+def test_sidecar_alone_mounts_the_tokens(kind: str, payload: str) -> None:
+    spec = pod_of(sidecar=TOKEN | {"payload": payload}, engine={"kind": kind})
+    assert volume_of(spec)["secret"] == {"optional": True, "secretName": SECRET.name}, "pods start without it"
+    assert "serviceAccountToken" not in str(spec)
 
 
 @pytest.mark.parametrize("payload", ["InitContainer", "ImageVolume"])
-def test_injected_sidecar_alone_gets_a_token(payload: str) -> None:
-    spec = injected(user_pod(), sidecar=REVIEW | {"payload": payload})[0]["spec"]
-    _, authority = volume_of(spec, "lmcache-sidecar")["projected"]["sources"]
-    assert authority["configMap"]["optional"] is True
+def test_injected_sidecar_alone_mounts_the_tokens(payload: str) -> None:
+    spec = injected(user_pod(), sidecar=TOKEN | {"payload": payload})[0]["spec"]
+    assert volume_of(spec, "lmcache-sidecar")["secret"]["secretName"] == SECRET.name
 
 
-def test_users_volume_of_the_same_name_is_no_token() -> None:
-    engine = {"name": "engine", "volumeMounts": [{"mountPath": "/x", "name": "api-access"}]}
-    volumes = [{"name": "api-access", "emptyDir": {}}]
-    template = {"spec": {"containers": [engine], "volumes": volumes}}
-    pod_of(engine={"podTemplate": template})
-    with pytest.raises(InvalidSpecError, match="api-access"):
-        pod_of(sidecar=REVIEW, engine={"podTemplate": template})
+def test_secret_is_made_once_and_again_after_its_deletion() -> None:
+    bench = ReconciledCluster.settled(sidecar=TOKEN)
+    first = bench.world.objects[SECRET]
+    assert first["metadata"]["ownerReferences"][0]["uid"] == bench.world.resource["metadata"]["uid"]
+    assert [*first["stringData"]] == ["token"], "this operator has no key"
+    assert len(first["stringData"]["token"]) == 43
+    assert bench.run() == []
+    del bench.world.objects[SECRET]
+    assert bench.run() == [f"create {SECRET}"]
+    token = bench.world.objects[SECRET]["stringData"]["token"]
+    assert token != first["stringData"]["token"]
+    assert token not in str([bench.world.resource, *bench.world.pods.values()])
 
 
-@pytest.mark.parametrize(("sidecar", "is_named"), [(REVIEW, True), ({}, False)])
+def test_secret_has_the_token_that_the_operator_sends() -> None:
+    bench = ReconciledCluster.settled(sidecar=TOKEN)
+    del bench.world.objects[SECRET]
+    bench.reconciler._token_of = lambda uid: f"token-for-{uid}"
+    bench.run()
+    stored = bench.world.objects[SECRET]["stringData"]
+    assert stored["operator"] == f"token-for-{KEY.uid}"
+    assert stored["token"] != stored["operator"]
+
+
+def test_no_secret_is_made_without_the_setting() -> None:
+    assert SECRET not in ReconciledCluster.settled().world.objects
+
+
+def test_pods_with_tokens_have_a_label_that_monitors_skip() -> None:
+    def labels(**changes: Any) -> dict[str, str]:
+        world = settled_world(**changes)
+        (pod,) = world.pods.values()
+        return dict(pod["metadata"]["labels"])
+
+    assert PAGES_LABEL not in labels()
+    assert labels(sidecar=TOKEN)[PAGES_LABEL] == "Token"
+
+
+@pytest.mark.parametrize(("sidecar", "is_named"), [(TOKEN, True), ({}, False)])
 def test_condition_of_silent_sidecars_names_the_token(sidecar: dict[str, Any], is_named: bool) -> None:
     world = settled_world(sidecar=sidecar)
     status = status_of(world, probed=Probed((Sidecar(pod="p", answers=False),), True), now=LATE)
@@ -82,7 +110,7 @@ OLD, SILENT = Sidecar(pod="old"), Sidecar(pod="silent", answers=False)
     ],
 )
 def test_condition_says_which_sidecars_ask_for_no_tokens(sidecars, is_certain, expected):
-    world = settled_world(sidecar=REVIEW)
+    world = settled_world(sidecar=TOKEN)
     status = status_of(world, probed=Probed(sidecars, is_certain), now=LATE)
     by_type = {each["type"]: each for each in status["conditions"]}
     if expected is None:
@@ -96,7 +124,7 @@ def test_condition_says_which_sidecars_ask_for_no_tokens(sidecars, is_certain, e
 
 def test_pods_without_the_setting_are_being_replaced() -> None:
     world = settled_world()
-    world.change(sidecar=REVIEW)
+    world.change(sidecar=TOKEN)
     status = status_of(world, probed=Probed((OLD,), True), now=LATE)
     (condition,) = (each for each in status["conditions"] if each["type"] == "TokensRequired")
     assert (condition["status"], condition["reason"]) == ("False", "Replacing")
@@ -111,9 +139,9 @@ def test_condition_is_absent_without_the_setting() -> None:
 @pytest.mark.parametrize(
     ("stats", "expected"),
     [
-        ({"http_authentication": "TokenReview"}, True),
+        ({"http_authentication": "Token"}, True),
         ({"http_authentication": "None"}, False),
-        ({"http_authentication": ["TokenReview"]}, False),
+        ({"http_authentication": ["Token"]}, False),
         ({}, False),
     ],
 )

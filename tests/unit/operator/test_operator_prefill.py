@@ -29,7 +29,7 @@ FULL: dict[str, Any] = {
             "nodeSelector": {"gpu": "h200"},
         },
     },
-    "sidecar": {"chunkTokens": 512, "httpAuthentication": "TokenReview"},
+    "sidecar": {"chunkTokens": 512, "httpAuthentication": "Token"},
     "tiers": {
         "peers": {"bytesPerSecond": "1Gi"},
         "disk": {"size": "500Gi", "encryption": {"secretRef": {"name": "d"}}},

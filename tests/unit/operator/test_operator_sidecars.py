@@ -6,7 +6,6 @@ import gzip
 import json
 import re
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -249,7 +248,7 @@ def read_from(*pieces: bytes, timeout_seconds: float = 60.0) -> Any:
 
     async def run() -> Any:
         async with serving(*pieces, heads=[]) as port, StatsClient(port, seconds=timeout_seconds) as stats:
-            return await stats.read("127.0.0.1")
+            return await stats.read("127.0.0.1", "uid")
 
     return asyncio.run(run())
 
@@ -283,28 +282,27 @@ def test_stats_client_returns_none_after_the_timeout() -> None:
     assert read_from(timeout_seconds=0.05) is None
 
 
-def test_stats_client_sends_the_present_token(tmp_path: Path) -> None:
-    token, heads = tmp_path / "token", list[str]()
+def test_stats_client_sends_each_cluster_a_token_of_its_own() -> None:
+    heads = list[str]()
 
     async def run() -> None:
-        async with (
-            serving(answer_of(json.dumps(GOOD).encode()), heads=heads) as port,
-            StatsClient(port, token=token) as stats,
-        ):
-            for content in ("", "first\n", "second\n"):
-                if content:
-                    token.write_text(content)
-                assert await stats.read("127.0.0.1") == GOOD
+        async with serving(answer_of(json.dumps(GOOD).encode()), heads=heads) as port:
+            for key in (b"", b"key", b"other"):
+                async with StatsClient(port, key=key) as stats:
+                    for uid in ("1", "2"):
+                        assert await stats.read("127.0.0.1", uid) == GOOD
 
     asyncio.run(run())
-    sent = [re.findall(r"Authorization: (.*)\r\n", head) for head in heads]
-    assert sent == [[], ["Bearer first"], ["Bearer second"]]
+    none, also_none, *sent = ([*re.findall(r"Authorization: Bearer (.*)\r\n", head)] for head in heads)
+    assert none == also_none == []
+    assert len({token for (token,) in sent}) == 4
+    assert all(re.fullmatch("[0-9a-f]{64}", token) for (token,) in sent)
 
 
 def test_stats_client_returns_none_for_an_address_without_server() -> None:
     async def run(address: str) -> Any:
         async with StatsClient(free_port()) as stats:
-            return await stats.read(address)
+            return await stats.read(address, "uid")
 
     for address in ("", "a b", "::1:x", "300.0.0.1", "h/../x", "127.0.0.1"):
         assert asyncio.run(run(address)) is None

@@ -26,9 +26,9 @@ def template(**engine: Any) -> dict[str, Any]:
     return pod({"containers": [{"name": "engine", **engine}]})
 
 
-REVIEW = {"sidecar": {"httpAuthentication": "TokenReview"}}
+TOKEN = {"sidecar": {"httpAuthentication": "Token"}}
 KEYS = {"external": {"url": "redis://kv:6379"}, "encryption": {"secretRef": {"name": "keys"}}}
-REMOTE_KEYS, MODE = "LMCACHE_REMOTE_ENCRYPTION_KEYS_DIR", "LMCACHE_HTTP_AUTHENTICATION"
+REMOTE_KEYS, TOKENS = "LMCACHE_REMOTE_ENCRYPTION_KEYS_DIR", "LMCACHE_HTTP_TOKENS_DIR"
 ENCRYPTED = {"tiers": {"remote": KEYS}}
 
 
@@ -40,11 +40,6 @@ ENCRYPTED = {"tiers": {"remote": KEYS}}
         (template(env=[{"name": "PYTHONHASHSEED", "value": "1"}]), "env[PYTHONHASHSEED].value"),
         (template(image="x"), "spec.containers[engine].image"),
         (template(volumeMounts=[{"mountPath": "/run/lmcache", "name": "x"}]), "[/run/lmcache].name"),
-        (
-            template(volumeMounts=[{"mountPath": "/x", "name": "api-access"}])
-            | {"sidecar": {"httpAuthentication": "TokenReview"}},
-            "mounts the volume api-access, which only the sidecar may read",
-        ),
         (pod({"volumes": [{"name": "arena", "emptyDir": None}]}), "volumes[arena]"),
         (pod({"initContainers": None}), "spec.initContainers"),
         (pod({"initContainers": [{"name": "sidecar", "resources": SMALL}]}), "resources.limits.memory"),
@@ -53,8 +48,7 @@ ENCRYPTED = {"tiers": {"remote": KEYS}}
             for name in ("LMCACHE_TENANTS_FILE", "LMCACHE_DISK_ENCRYPTION_KEYS_DIR")
         ),
         (sidecar_env(REMOTE_KEYS) | ENCRYPTED, f"sets {REMOTE_KEYS} of the container sidecar: it is set by"),
-        (sidecar_env(MODE) | REVIEW, f"sets {MODE} of the container sidecar"),
-        (sidecar_env(f"{MODE}_DIR") | REVIEW, f"sets {MODE}_DIR of the container sidecar"),
+        (sidecar_env(TOKENS) | TOKEN, f"sets {TOKENS} of the container sidecar"),
         (sidecar_env("LMCACHE_ADMIT"), "sets LMCACHE_ADMIT of the container sidecar: it is set"),
         (sidecar_env("LMCACHE_SOCKET"), "so that engine, sidecar and operator find each other"),
         (sidecar_env("LMCACHE_DISK_SIZE"), "it is set by spec.tiers.disk"),

@@ -27,7 +27,7 @@ async def _broken_page(_: str) -> Page:
     raise RuntimeError("a bug")
 
 
-async def _token_guard(path: str, token: str) -> Page | None:
+def _token_guard(path: str, token: str) -> Page | None:
     if path == "/healthz" or token == "abc":
         return None
     return Page(HTTPStatus.UNAUTHORIZED, f"{token!r}\n".encode())

@@ -57,11 +57,11 @@ sidecar that looks up 20,000 tokens a second reaches the limit after seven minut
 class Sidecars(Protocol):
     """Client of the sidecars. Its calls return None if the sidecar does not answer."""
 
-    async def samples(self, address: str, question: Mapping[str, int]) -> Any:
-        """Get ``/samples`` of the sidecar at this address."""
+    async def samples(self, address: str, uid: str, question: Mapping[str, int]) -> Any:
+        """Get ``/samples`` of the sidecar at this address, of the cluster with this uid."""
 
-    async def read(self, address: str) -> Any:
-        """Get ``/stats`` of the sidecar at this address."""
+    async def read(self, address: str, uid: str) -> Any:
+        """Get ``/stats`` of this sidecar."""
 
 
 @dataclass
@@ -179,7 +179,8 @@ class Poller:
         position = None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline), slots, self._slots:
-                answer = await self._sidecars.samples(address, watched.sizing.intake.question(uid))
+                cluster, question = watched.key.uid, watched.sizing.intake.question(uid)
+                answer = await self._sidecars.samples(address, cluster, question)
                 time, position = self._clock(), parsing.next_request(answer)
                 known = watched.sizing.intake.pods.get(uid)
                 is_known = known is not None and 0 <= time - known.answered <= STALE_SECONDS
@@ -187,7 +188,7 @@ class Poller:
                     if answer is not None:
                         samples = parsing.samples(answer, limits[not is_known])
                         answer = None  # frees its memory while the second request waits
-                        if (figures := await self._sidecars.read(address)) is not None:
+                        if (figures := await self._sidecars.read(address, cluster)) is not None:
                             return Answer(time, samples, parsing.figures(figures))
                 except parsing.InvalidAnswerError as error:
                     return NoAnswer(plain(str(error), 200), position)

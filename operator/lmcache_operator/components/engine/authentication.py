@@ -1,11 +1,12 @@
-"""Tokens for the sidecar's pages: the token that it mounts, its options, and the condition. Pure."""
+"""Tokens for the sidecar's pages: the Secret, the sidecar's mount and options, and the condition. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final
 
-from lmcache_operator.api.types import TOKEN_REVIEW
+from lmcache_operator.api.parse import Cluster
+from lmcache_operator.api.types import TOKEN
 from lmcache_operator.components.base import Observed, Sidecar
 from lmcache_operator.components.conditions import Condition
 from lmcache_operator.specs import Object, names, paths
@@ -14,12 +15,8 @@ from lmcache_operator.specs.merge import dig
 TOKENS_REQUIRED: Final = "TokensRequired"
 """Type of the condition."""
 
-VOLUME = "api-access"
-_TOKEN_SECONDS = 3600
-"""Lifetime of the token. The kubelet renews it earlier, and the sidecar reads it at each review."""
-_AUTHORITY = "kube-root-ca.crt"
-"""ConfigMap with the API server's authority, which Kubernetes creates in each namespace."""
-_MODE = "LMCACHE_HTTP_AUTHENTICATION"
+VOLUME = "pages"
+_TOKENS_DIR = "LMCACHE_HTTP_TOKENS_DIR"
 _OPEN = (
     "it does not ask for tokens. If its image is of an earlier version, set spec.images.policy to Follow, or "
     "spec.sidecar.image to a later image"
@@ -29,21 +26,25 @@ _OPEN = (
 def options(authentication: str) -> dict[str, str]:
     """Variables of the sidecar; none without authentication.
 
-    These are variables and not keys of the shared file, because only pods that mount the token may get them.
+    These are variables and not keys of the shared file, because only pods that mount the tokens may get them.
     """
-    if authentication != TOKEN_REVIEW:
-        return {}
-    return {
-        _MODE: TOKEN_REVIEW,
-        "LMCACHE_HTTP_AUTHENTICATION_DIR": paths.API_ACCESS_DIR,
-    }
+    return {_TOKENS_DIR: paths.PAGES_DIR} if authentication == TOKEN else {}
 
 
-def token_volume() -> Object:
-    """The volume source of the sidecar's token for the API server. A missing authority stops no pod."""
-    token = {"expirationSeconds": _TOKEN_SECONDS, "path": "token"}
-    authority = {"items": [{"key": "ca.crt", "path": "ca.crt"}], "name": _AUTHORITY, "optional": True}
-    return {"projected": {"sources": [{"serviceAccountToken": token}, {"configMap": authority}]}}
+def token_volume(cluster: Cluster) -> Object:
+    """The volume source of the tokens. A missing Secret stops no pod: its sidecar accepts no token."""
+    return {"secret": {"optional": True, "secretName": names.pages_name(cluster.name)}}
+
+
+def secrets(cluster: Cluster) -> tuple[Object, ...]:
+    """The Secret with the tokens; none without authentication. An existing Secret is used as it is.
+
+    The operator cannot read Secrets, so it tries to create this one at each reconciliation. A user who
+    deletes it gets another token.
+    """
+    if cluster.spec.sidecar.http_authentication != TOKEN:
+        return ()
+    return (names.child(cluster, names.ENGINE, "Secret", names.pages_name(cluster.name)),)
 
 
 def tokens_required(observed: Observed, sidecars: Sequence[Sidecar]) -> Condition | None:
@@ -72,14 +73,14 @@ def silence_remedy(resource: Object) -> str:
 
 
 def _is_wanted(resource: Object) -> bool:
-    return bool(dig(resource, "spec", "sidecar", "httpAuthentication") == TOKEN_REVIEW)
+    return bool(dig(resource, "spec", "sidecar", "httpAuthentication") == TOKEN)
 
 
 def _has_mode(pod: Object) -> bool:
     """Whether a pod's sidecar has the setting."""
     containers = pod["spec"].get("initContainers") or ()
     return any(
-        item["name"] == _MODE
+        item["name"] == _TOKENS_DIR
         for container in containers
         if container["name"] == names.SIDECAR
         for item in container.get("env") or ()

@@ -16,6 +16,7 @@ import yaml
 
 from lmcache_operator.api.parse import Cluster, declared
 from lmcache_operator.components.base import Component, ComponentStatus, Context, Observed, Plan
+from lmcache_operator.components.engine.authentication import secrets
 from lmcache_operator.components.engine.gpus import CUDA_IPC, claim_spec, planned_transfer
 from lmcache_operator.components.engine.pod import DISK_SIZE, MemorySize, pod_template
 from lmcache_operator.components.engine.status import engine_status
@@ -116,6 +117,7 @@ class Engine(Component):
         fixed = {*resized.fixed, *(pod["metadata"]["name"] for pod in other_disks)}
         return replace(
             due,
+            make=secrets(cluster),
             resize=resized.steps,
             num_starts=resized.num_starts,
             # ``due.lost`` has an entry for each child that this plan writes. Evict only after the template is

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from lmcache.common.units import format_mebibytes
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.tiers import DiskTier, Tiers
-from lmcache_operator.api.types import TOKEN_REVIEW
+from lmcache_operator.api.types import TOKEN
 from lmcache_operator.components.engine import authentication, gpus, template
 from lmcache_operator.components.engine.encryption import key_options, key_volumes
 from lmcache_operator.components.engine.kinds import kind_of
@@ -75,7 +75,11 @@ def pod_template(
 
 def _labels(cluster: Cluster) -> dict[str, str]:
     labels = names.labels(cluster, names.ENGINE)
-    return labels | ({names.PEERS_LABEL: names.peers_owner(cluster)} if cluster.spec.tiers.peers else {})
+    if cluster.spec.tiers.peers:
+        labels[names.PEERS_LABEL] = names.peers_owner(cluster)
+    if cluster.spec.sidecar.http_authentication == TOKEN:
+        labels[names.PAGES_LABEL] = TOKEN
+    return labels
 
 
 def _pod_spec(cluster: Cluster, images: Images, transfer: gpus.Transfer, size: MemorySize) -> Object:
@@ -327,14 +331,14 @@ def _volumes(cluster: Cluster, size: MemorySize | None, sidecar_image: str = "")
     if auth := spec.tiers.remote_auth:
         source = _secret(auth.name, password=auth.password_key, username=auth.username_key)
         volumes.append(_Volume("remote-auth", paths.REMOTE_AUTH_DIR, sidecar, source))
-    return sorted([*volumes, *_keys(spec.tiers), *_api_token(cluster)])
+    return sorted([*volumes, *_keys(spec.tiers), *_tokens(cluster)])
 
 
-def _api_token(cluster: Cluster) -> Iterator[_Volume]:
-    """The sidecar's token for the API server, if the pages need tokens."""
-    if cluster.spec.sidecar.http_authentication == TOKEN_REVIEW:
-        source = authentication.token_volume()
-        yield _Volume(authentication.VOLUME, paths.API_ACCESS_DIR, (names.SIDECAR,), source)
+def _tokens(cluster: Cluster) -> Iterator[_Volume]:
+    """The tokens for the sidecar's pages, if the pages need any."""
+    if cluster.spec.sidecar.http_authentication == TOKEN:
+        source = authentication.token_volume(cluster)
+        yield _Volume(authentication.VOLUME, paths.PAGES_DIR, (names.SIDECAR,), source)
 
 
 def _keys(tiers: Tiers) -> Iterator[_Volume]:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.components.engine.authentication import VOLUME
 from lmcache_operator.components.engine.kinds.base import ONE_POD
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object, names
@@ -79,8 +78,6 @@ def with_template(base: Object, cluster: Cluster) -> Object:
         path = f"spec.engine.{name}"
         _check_reserved(part, path)
         merged = merge(merged, part)
-        if any(volume["name"] == VOLUME for volume in base["spec"]["volumes"]):
-            _check_token(merged, path)
         if broken := first_difference(needed, merged):
             raise InvalidSpecError(path, f"changes {broken}, which the cache depends on")
     return merged
@@ -133,15 +130,6 @@ def _check_reserved(part: Object, path: str) -> None:
             variable = str(dig(item, "name"))
             if why := next((why for begin, why in reserved.items() if variable.startswith(begin)), ""):
                 raise InvalidSpecError(path, f"sets {variable} of the container {container}: {why}")
-
-
-def _check_token(merged: Object, path: str) -> None:
-    """Refuse a template in which another container than the sidecar mounts the sidecar's token."""
-    for kind in ("containers", "initContainers", "ephemeralContainers"):
-        for container in as_list(dig(merged, "spec", kind)):
-            mounts = [dig(mount, "name") for mount in as_list(dig(container, "volumeMounts"))]
-            if dig(container, "name") != names.SIDECAR and VOLUME in mounts:
-                raise InvalidSpecError(path, f"mounts the volume {VOLUME}, which only the sidecar may read")
 
 
 def _needed(base: Object) -> Object:
