@@ -94,7 +94,7 @@ PARTS = (
     DocumentedPart(
         "`peer_server`: reads of this pod's memory tier by other pods",
         "lmcache_peer_server_",
-        (stats.PEER_SERVER, *declared(PeerServerStats)),
+        declared(PeerServerStats),
     ),
 )
 """All parts of the sidecar's statistics."""

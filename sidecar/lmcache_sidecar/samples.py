@@ -44,7 +44,6 @@ class LookupStats:
     lookup_tokens: int = counter("Tokens that these requests looked up")
     hit_tokens: Counter[str] = counters("tier", "Tokens found in the engine's own cache, or else in a tier")
     loaded_tokens: Counter[str] = counters("tier", "Tokens that engines load, by the tier that held them")
-    miss_bytes: int = counter("Bytes of rows found neither in the engine's own cache nor in a tier")
 
 
 class Samples:
@@ -119,7 +118,6 @@ class Samples:
         stats, chunk_tokens = self.stats, self.chunk_tokens
         stats.num_lookups += 1
         stats.lookup_tokens += num_chunks * chunk_tokens
-        stats.miss_bytes += (num_chunks - len(sources)) * self.row_bytes
         for letter, num_found in Counter(sources).items():  # a chunk that was partly in the engine: memory
             stats.hit_tokens[NAMES[letter]] += num_found * chunk_tokens
         stats.loaded_tokens.update(loaded_tokens(sources, num_loaded, chunk_tokens))

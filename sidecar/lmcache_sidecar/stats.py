@@ -249,7 +249,6 @@ ARENA: tuple[Figure[ArenaFile], ...] = (
     Figure("capacity_bytes", "Bytes of capacity_rows",
         lambda arena: _capacity_rows(arena) * slot_bytes(arena)),
     Figure("ready_rows", "Rows (or slots) whose memory is populated", lambda arena: arena.ready_rows),
-    Figure("ready_bytes", "Bytes of ready_rows", lambda arena: arena.ready_rows * slot_bytes(arena)),
 )
 MEMORY: tuple[Figure[MemoryTier], ...] = (
     Figure("usable_rows", "Rows (or slots) that may be reserved or leased",
@@ -277,8 +276,6 @@ USED_BYTES: Figure[LowerTier] = Figure(
 RESIDENCE: Figure[LowerTier] = Figure(
     "residence_seconds", "Estimated seconds until the tier evicts an object that is not used",
     lambda tier: tier.residence_seconds)
-PEER_SERVER: Figure[PeerServer] = Figure(
-    "num_connections", "Open connections of other pods", lambda server: server.num_connections)
 LOOKUPS: tuple[Figure[Samples], ...] = (
     Figure("samples_dropped", "Samples dropped from the ring that /samples serves",
         lambda samples: samples.num_dropped, is_counter=True),
@@ -339,8 +336,7 @@ def peer_server_parts(server: PeerServer | None) -> list[Part]:
     """Return the statistics of the server that other pods read from; none if it does not run."""
     if server is None:
         return []
-    figures = read([PEER_SERVER], server) | read(declared(PeerServerStats), server.stats)
-    return [Part("peer_server", {}, figures, "lmcache_peer_server")]
+    return [Part("peer_server", {}, read(declared(PeerServerStats), server.stats), "lmcache_peer_server")]
 
 
 def tier_part(name: str, handle: TierHandle, worker: TierWorker | None) -> Part:

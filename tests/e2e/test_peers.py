@@ -87,7 +87,7 @@ def test_prompt_of_one_pod_is_a_hit_in_the_other(app, cold):
     assert second.stats()["memory"]["used_rows"] == 0
     load_from_peers(second, cold)
     assert tokens_from_peers(first) == 0
-    assert first.stats()["peer_server"]["read_bytes"] > 0
+    assert first.stats()["peer_server"]["read_columns"] > 0
     assert second.stats()["peers"]["invalid"] == {}
 
 

@@ -16,9 +16,6 @@ from testing.cuda import GPU, MIG_SLICE, OTHER_GPU, Node, node
 from testing.processes import SidecarProcess
 from tests.harness import gpu_engine
 from tests.harness.gpu_engine import (
-    BLOCKS_PER_ROW,
-    LAYERS,
-    PAGE_BYTES,
     GpuEngine,
     in_namespace,
     make_sidecar,
@@ -28,7 +25,7 @@ from tests.harness.gpu_engine import (
 ROW = [5, 0, 23, 7]
 OTHER_ROW = [1, 2, 3, 4]
 COUNTERS = {
-    "copied_slots", "copied_bytes", "copy_batches", "failed_slots", "started_readers", "failed_readers",
+    "copied_slots", "copy_batches", "failed_slots", "started_readers", "failed_readers",
 }  # fmt: skip
 
 
@@ -79,7 +76,7 @@ def test_sidecar_copies_the_content_of_the_gpu(gpus, sidecar):
         figures = sidecar.settled()["transfer"]
         counters = {name: number - before[name] for name, number in figures.items() if name in COUNTERS}
         assert counters == {
-            "copied_slots": 3, "copied_bytes": 3 * BLOCKS_PER_ROW * LAYERS * PAGE_BYTES, "copy_batches": 2,
+            "copied_slots": 3, "copy_batches": 2,
             "failed_slots": 0, "started_readers": 1, "failed_readers": 0,
         }  # fmt: skip
         assert GPU in figures["reason"]

@@ -59,12 +59,10 @@ class PeerServerStats:
     """Counters of a peer server. Only the server changes them."""
 
     read_columns: int = counter("Columns of rows that other pods began to read")
-    read_bytes: int = counter("Bytes of KV sent to other pods")
     taken_rows: int = counter("Rows that a stopping pod offered, and that are in this memory tier now")
     refused_connections: int = counter(
         "Connections that were refused: too many, a wrong password, or not the protocol of peers"
     )
-    refused_questions: int = counter("Questions for rows that were answered with no: there were too many")
 
 
 class PeerServer:
@@ -157,8 +155,6 @@ class PeerServer:
     def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
         """Say of each object whether it can be read now; of none if questions have taken too much time."""
         if not self._questions.has_time():
-            with self._lock:
-                self.stats.refused_questions += len(ids)
             return [False] * len(ids)
         self._questions.spend(len(ids))
         return self.rows.find_each(ids)
@@ -167,11 +163,10 @@ class PeerServer:
         """Reserve time for a column, as the rate limit demands. Returns None if it would begin too late."""
         return self._pace.reserve(num_bytes)
 
-    def note_sent(self, num_bytes: int, *, is_first: bool) -> None:
-        """Count a piece."""
+    def note_read(self) -> None:
+        """Count a column that a client begins to read."""
         with self._lock:
-            self.stats.read_bytes += num_bytes
-            self.stats.read_columns += is_first
+            self.stats.read_columns += 1
 
     def take_over(self, key: RowKey, length: int, peer: str) -> bool:
         """Read a row from the peer that offers it. False: refused."""

@@ -182,7 +182,8 @@ class Session:
         piece = payload[start : start + sizes[number]]
         seal = seal_of(ObjectId(self._key, column), len(payload), start, piece)
         self._send([head, b"$%d\r\n" % (len(piece) + len(seal)), piece, seal, b"\r\n"])
-        self._server.note_sent(len(piece), is_first=number == 0)
+        if number == 0:
+            self._server.note_read()
         if number == len(sizes) - 1:
             self.release()
 

@@ -43,7 +43,6 @@ class _Item(NamedTuple):
     member: int
     """Number of the member."""
     copy: PlacedCopy
-    num_bytes: int
     cost: int
 
 
@@ -67,7 +66,7 @@ class CopyQueue:
         for position, copy in enumerate(copies):
             num_bytes, num_pages = member.row_costs[copy.group]
             cost = num_bytes + num_pages * _PAGE_COST
-            item = _Item(job, position, member.number, copy, num_bytes, cost)
+            item = _Item(job, position, member.number, copy, cost)
             self._waiting.setdefault(member.number, FairQueue()).put(copy.tenant, (item,))
         return job
 
@@ -116,7 +115,6 @@ class CopyQueue:
                 item.job.refusal = item.job.refusal or refusal
             else:
                 self._stats.copied_slots += 1
-                self._stats.copied_bytes += item.num_bytes
             item.job.note_end(item.position, is_copied=not refusal)
 
     def end_all(self, refusal: str) -> set[int]:

@@ -18,7 +18,6 @@ class CopyStats:
     """Counters of copies from GPU memory."""
 
     copied_slots: int = counter("Slots filled from GPU memory")
-    copied_bytes: int = counter("Bytes copied from GPU memory into slots")
     copy_batches: int = counter("Batches of copies that were sent to readers")
     failed_slots: int = counter("Slots not filled because a reader ended; the engines copied their KV")
     started_readers: int = counter("Reader processes that were started")

@@ -201,7 +201,6 @@ def test_wait_for_the_rate_ends_when_the_server_closes():
 def test_questions_have_a_budget(rows, monkeypatch):
     monkeypatch.setattr(limits, "_SECONDS_PER_ROW", 1e-3)
     ids = rows.add(1, b"x") * 1000
-    with serving(rows) as (server, peer), reading(peer) as tier:
+    with serving(rows) as (_, peer), reading(peer) as tier:
         wait_until(lambda: not all(tier.find_each(ids)))
-        assert server.stats.refused_questions
         wait_until(lambda: tier.find_each(ids[:1]) == [True])

@@ -92,7 +92,6 @@ def test_answer_lists_chunks_tail_first_with_their_tiers(ring):
     assert (stats.num_lookups, stats.lookup_tokens) == (2, 2560)
     assert stats.hit_tokens == {"engine": 256, "memory": 6 * 256, "disk": 256, "remote": 256}
     assert stats.loaded_tokens == {"remote": 256, "disk": 256, "memory": 188}
-    assert stats.miss_bytes == ring.samples.row_bytes
     assert ring.origins == {row_key(9): "disk"}
 
 
