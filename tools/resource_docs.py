@@ -51,7 +51,6 @@ spec:
   sidecar:
     image: ghcr.io/lmcache-cluster/sidecar:0.1.0
     chunkTokens: 256
-    payload: ImageVolume
     httpAuthentication: Token
     transfer: CudaIPC
   images: {policy: Follow, pullSecrets: [registry]}

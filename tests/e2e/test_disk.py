@@ -1,4 +1,4 @@
-"""A cluster whose pods have disks, and a connector from a mounted image. Both need a real kubelet.
+"""A cluster whose pods have disks. It needs a real kubelet.
 
 The tests depend on their order, and share one pod.
 """
@@ -32,7 +32,6 @@ def app(make_app, volume) -> Iterator[App]:
     disk = {"size": "1Gi", "storageClassName": STORAGE_CLASS}
     app = make_app("disk", disk=disk)
     del app.spec["spec"]["tiers"]["remote"]
-    app.spec["spec"]["sidecar"] = {"payload": "ImageVolume"}
     app.apply()
     yield app
     app.delete()
@@ -58,10 +57,6 @@ def test_missing_volume_is_reported_in_the_status(app, volume):
 
 def test_computed_rows_are_written_to_the_disk(app):
     pod = app.ready_pod()
-    names = [container["name"] for container in pod.object["spec"]["initContainers"]]
-    assert names == [
-        "sidecar"
-    ]  # no payload container: the image is mounted, and its compiled modules are loaded
     pod.complete(PROMPT)
     app.node.wait(lambda: pod.stats()["disk"]["written"] >= len(PROMPT) // 256, 120)
     assert app.wait_condition("SidecarAttached")["reason"] == "Attached"

@@ -79,9 +79,8 @@ def spec_of_init_container(seed: int) -> Object:
     values.get("resources", {}).pop("claims", None)
     values |= {key: None for key in values if rng.random() < 0.1}
     container = values | {"name": rng.choice(("sidecar", "payload"))}
-    payload = {"sidecar": {"payload": "ImageVolume"}} if rng.random() < 0.2 else {}
     kind = rng.choice(("vLLM", "SGLang"))
-    return payload | {
+    return {
         "model": {"name": "m"},
         "engine": {"kind": kind, "podTemplate": {"spec": {"initContainers": [container]}}},
         "tiers": {"memory": {"size": "1Gi"}},

@@ -146,13 +146,6 @@ class Sidecar(Part):
         maximum=8192,
         multipleOf=16,
     )
-    payload: str = field(
-        "How the connector gets into the engine's container. InitContainer: copied from the sidecar's image. "
-        "ImageVolume: the image is mounted, which takes no time and no space. It needs Kubernetes >= 1.35, "
-        "containerd >= 2.1, and a runtime that does not mount images noexec.",
-        default="InitContainer",
-        enum=["InitContainer", "ImageVolume"],
-    )
     transfer: str = field(
         "Process that copies KV out of the GPUs. CudaIPC: the sidecar. It must see the engine's GPUs: set "
         "gpu.deviceClassName, or run the operator with --allow-all-gpus-sidecar. SharedMemory: the engine. "

@@ -34,16 +34,14 @@ def volume_of(spec: dict[str, Any], sidecar_name: str = "sidecar") -> dict[str, 
 
 
 @pytest.mark.parametrize("kind", ["vLLM", "SGLang"])
-@pytest.mark.parametrize("payload", ["InitContainer", "ImageVolume"])
-def test_sidecar_alone_mounts_the_tokens(kind: str, payload: str) -> None:
-    spec = pod_of(sidecar=TOKEN | {"payload": payload}, engine={"kind": kind})
+def test_sidecar_alone_mounts_the_tokens(kind: str) -> None:
+    spec = pod_of(sidecar=TOKEN, engine={"kind": kind})
     assert volume_of(spec)["secret"] == {"optional": True, "secretName": SECRET.name}, "pods start without it"
     assert "serviceAccountToken" not in str(spec)
 
 
-@pytest.mark.parametrize("payload", ["InitContainer", "ImageVolume"])
-def test_injected_sidecar_alone_mounts_the_tokens(payload: str) -> None:
-    spec = injected(user_pod(), sidecar=TOKEN | {"payload": payload})[0]["spec"]
+def test_injected_sidecar_alone_mounts_the_tokens() -> None:
+    spec = injected(user_pod(), sidecar=TOKEN)[0]["spec"]
     assert volume_of(spec, "lmcache-sidecar")["secret"]["secretName"] == SECRET.name
 
 

@@ -24,7 +24,7 @@ from tests.harness.operator_injection import (
 )
 from tests.harness.operator_model import World, cluster
 from tests.harness.operator_plans import observe
-from tests.harness.operator_render import child_of, container, env_of, part, pod_of
+from tests.harness.operator_render import child_of, container, env_of, pod_of
 from tools.kube import schemas
 
 NO_TOKEN = {"name": "lmcache-no-token", "mountPath": "/var/run/secrets/kubernetes.io/serviceaccount"}
@@ -217,14 +217,6 @@ def test_injection_refuses_unsupported_pods_and_names_the_field(pod_object, path
     with pytest.raises(InvalidSpecError, match=re.escape(sentence)) as refused:
         injected({**pod_object, "kind": "Pod"})
     assert refused.value.path == f"Pod llm: {path}"
-
-
-def test_injection_can_mount_the_connector_as_an_image_volume() -> None:
-    spec = injected(pod(), sidecar={"payload": "ImageVolume"})[0]["spec"]
-    assert init_containers(spec) == ["lmcache-sidecar"]
-    assert "image" in part(spec["volumes"], "lmcache-payload")
-    mounts = [mount["name"] for mount in spec["containers"][0]["volumeMounts"]]
-    assert sorted(mounts) == ["lmcache-arena", "lmcache-payload", "lmcache-socket"]
 
 
 def test_applied_profile_template_is_valid_by_the_schema() -> None:

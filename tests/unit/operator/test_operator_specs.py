@@ -84,14 +84,6 @@ def test_rendering_does_not_depend_on_the_hash_seed(tmp_path: Path) -> None:
         assert output.decode() == dumped(Engine(), Injection(), **FULL)
 
 
-def test_payload_can_be_an_image_volume() -> None:
-    spec = pod_of(sidecar={"payload": "ImageVolume", "image": "sidecar:2"})
-    assert [each["name"] for each in spec["initContainers"]] == ["sidecar"]
-    assert {"name": "payload", "image": {"reference": "sidecar:2"}} in spec["volumes"]
-    engine = spec["containers"][0]
-    assert {"mountPath": "/opt/lmcache/client", "name": "payload"} in engine["volumeMounts"]
-    # The whole image is mounted, because not every runtime can mount a part of an image.
-    assert env_of(engine)["PYTHONPATH"] == "/opt/lmcache/client/opt/lmcache/payload"
 
 
 @given(st.integers(2**26, 2**44))

@@ -36,7 +36,6 @@ _POD_SECURITY = {
     "runAsUser": _UID, "seccompProfile": {"type": "RuntimeDefault"},
 }  # fmt: skip
 _CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-IMAGE_VOLUME = "ImageVolume"
 DISK_SIZE = "LMCACHE_DISK_SIZE"
 _POD_NAME = "KUBERNETES_POD_NAME"
 """Variable with the pod's name, from which the kubelet makes other variables."""
@@ -85,16 +84,16 @@ def _labels(cluster: Cluster) -> dict[str, str]:
 def _pod_spec(cluster: Cluster, images: Images, transfer: gpus.Transfer, size: MemorySize) -> Object:
     sidecar_image = images[names.SIDECAR]
     ending = _ending(cluster)
-    volumes = _volumes(cluster, size, sidecar_image)
-    init_containers = [_sidecar(cluster, sidecar_image, transfer, size)]
-    if cluster.spec.sidecar.payload != IMAGE_VOLUME:
-        init_containers.append(_payload(cluster, sidecar_image))
+    volumes = _volumes(cluster, size)
     spec: Object = {
         "automountServiceAccountToken": False,
         "containers": [_engine(cluster, images[names.ENGINE], ending, transfer)],
         # The variables of a Service named lmcache... would look like the sidecar's options, LMCACHE_*.
         "enableServiceLinks": False,
-        "initContainers": init_containers,
+        "initContainers": [
+            _sidecar(cluster, sidecar_image, transfer, size),
+            _payload(cluster, sidecar_image),
+        ],
         "securityContext": _POD_SECURITY,
         "serviceAccountName": names.engine_name(cluster.name),
         "terminationGracePeriodSeconds": ending.grace,
@@ -128,13 +127,13 @@ def _ending(cluster: Cluster) -> _Ending:
 
 
 def _engine(cluster: Cluster, image: str, ending: _Ending, transfer: gpus.Transfer) -> Object:
-    kind, is_mounted = kind_of(cluster), cluster.spec.sidecar.payload == IMAGE_VOLUME
+    kind = kind_of(cluster)
     env = {
         **kind.variables_of(cluster),
         "HF_HOME": f"{paths.MODELS_DIR}/huggingface",
         "HOME": paths.HOME_DIR,
         "LMCACHE_SOCKET": paths.SOCKET_PATH,
-        "PYTHONPATH": paths.PAYLOAD_DIR + (paths.PAYLOAD_SOURCE if is_mounted else ""),
+        "PYTHONPATH": paths.PAYLOAD_DIR,
         # torch looks up the user's name, and the image may not know the uid.
         "USER": "lmcache",
     }
@@ -273,10 +272,7 @@ class _Volume(NamedTuple):
     source: Object
 
 
-def _volumes(cluster: Cluster, size: MemorySize | None, sidecar_image: str = "") -> list[_Volume]:
-    payload: Object = {"emptyDir": {}}
-    if cluster.spec.sidecar.payload == IMAGE_VOLUME:
-        payload = {"image": {"reference": sidecar_image}}
+def _volumes(cluster: Cluster, size: MemorySize | None) -> list[_Volume]:
     spec, engine, sidecar = cluster.spec, (names.ENGINE,), (names.SIDECAR,)
     # The arena's file is as long as the largest size of the tier, head, slot table and index included. Only
     # pages of the tier's present size are allocated.
@@ -288,7 +284,7 @@ def _volumes(cluster: Cluster, size: MemorySize | None, sidecar_image: str = "")
         _Volume("config", paths.CONFIG_DIR, sidecar, config),
         _Volume("home", paths.HOME_DIR, engine, {"emptyDir": {}}),
         _Volume("models", paths.MODELS_DIR, engine, cluster.model.volume or {"emptyDir": {}}),
-        _Volume("payload", paths.PAYLOAD_DIR, (*engine, names.PAYLOAD), payload),
+        _Volume("payload", paths.PAYLOAD_DIR, (*engine, names.PAYLOAD), {"emptyDir": {}}),
         # Workers exchange tensors in /dev/shm; a container's default of 64 MiB is too small.
         _Volume(template.SHM, "/dev/shm", engine, _in_memory("8Gi")),
         _Volume("socket", paths.SOCKET_DIR, engine + sidecar, _in_memory("16Mi")),

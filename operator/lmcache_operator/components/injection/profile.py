@@ -16,7 +16,7 @@ from lmcache_operator.components.engine.engine import resolved_images
 from lmcache_operator.components.engine.gpus import CUDA_IPC, planned_transfer
 from lmcache_operator.components.engine.kinds import KINDS
 from lmcache_operator.components.engine.kinds.base import EngineKind
-from lmcache_operator.components.engine.pod import IMAGE_VOLUME, MemorySize, pod_template
+from lmcache_operator.components.engine.pod import MemorySize, pod_template
 from lmcache_operator.specs import Object, names, paths
 
 RESERVED_ARGS = {VLLM: "lmcache.io/reserved-args", SGLANG: "lmcache.io/reserved-sglang-args"}
@@ -55,8 +55,7 @@ def profile(cluster: Cluster, context: Context) -> Object:
     images, size = resolved_images(cluster, context.images_for(cluster)), MemorySize(cluster.memory.num_bytes)
     whole = pod_template(cluster, images, "", transfer, size)["spec"]
     (engine,) = (container for container in whole["containers"] if container["name"] == names.ENGINE)
-    # If the payload is an image volume, a container named "payload" is the user's own.
-    used = {names.SIDECAR} if cluster.spec.sidecar.payload == IMAGE_VOLUME else {names.SIDECAR, names.PAYLOAD}
+    used = {names.SIDECAR, names.PAYLOAD}
     added = [_init_container(container) for container in whole["initContainers"] if container["name"] in used]
     engines = [_engine(kind, engine, cluster) for kind in KINDS]
     mounted = {mount["name"] for container in (*added, *engines) for mount in container["volumeMounts"]}

@@ -38,7 +38,6 @@ CLUSTER: Sequence[Callable[[Facts, ClusterFacts], Iterator[Result]]] = (
     conditions.progress,
     conditions.conditions,
     features.gpu_claims,
-    features.image_volumes,
     features.resizes,
     admission.admission,
     injection.injected_pods,

@@ -1,4 +1,4 @@
-"""Checks of the features that the spec uses: claims, image volumes and resizes need versions. Pure."""
+"""Checks of the features that the spec uses: claims and resizes need versions. Pure."""
 
 from __future__ import annotations
 
@@ -9,27 +9,16 @@ from lmcache_operator.commands.doctor.checks.installation import parse_version, 
 from lmcache_operator.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_operator.commands.doctor.results import Result, failure, first_of, ok, unknown, warning
 from lmcache_operator.components.engine.gpus import has_claim
-from lmcache_operator.components.engine.pod import IMAGE_VOLUME
 from lmcache_operator.specs.merge import dig
 
-_CLAIMS, _RESIZES, _IMAGES = (1, 34), (1, 35), (1, 35)
+_CLAIMS, _RESIZES = (1, 34), (1, 35)
 _CLAIMS_WITHOUT_RESIZES = (1, 36)
 """Newest version of Kubernetes that refuses to resize pods with claims."""
-_CONTAINERD = (2, 1)
 _DRA_GROUP = "resource.k8s.io"
 
 
 def uses_nodes(cluster: ClusterFacts) -> bool:
     """Whether a feature of the spec depends on the versions of the nodes."""
-    return _uses_image_volumes(cluster) or _uses_resizes(cluster)
-
-
-def _uses_image_volumes(cluster: ClusterFacts) -> bool:
-    parsed = cluster.parsed
-    return bool(parsed and parsed.spec.engine and parsed.spec.sidecar.payload == IMAGE_VOLUME)
-
-
-def _uses_resizes(cluster: ClusterFacts) -> bool:
     parsed = cluster.parsed
     return bool(parsed and parsed.spec.autoscaling.mode == AUTO and parsed.spec.autoscaling.memory)
 
@@ -55,30 +44,10 @@ def gpu_claims(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
         yield ok(name, f"The DeviceClass {device_class} exists.")
 
 
-def image_volumes(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
-    """Check that API server and nodes can mount images as volumes."""
-    name, number = "imageVolumes", version_of(facts)
-    if not _uses_image_volumes(cluster):
-        return
-    remedy = "Set spec.sidecar.payload to InitContainer, or upgrade the nodes."
-    if number and number < _IMAGES:
-        yield failure(name, "spec.sidecar.payload ImageVolume needs Kubernetes 1.35.", remedy)
-        return
-    old = [
-        *_old_nodes(cluster, "kubeletVersion", _IMAGES),
-        *_old_nodes(cluster, "containerRuntimeVersion", _CONTAINERD),
-    ]
-    if old:
-        text = f"Image volumes need a kubelet 1.35 and containerd 2.1. Older: {first_of(old)}."
-        yield failure(name, text, remedy, "CreateContainerError")
-    else:
-        yield from _unread_nodes(name, cluster) or [ok(name, "Kubernetes can mount images as volumes.")]
-
-
 def resizes(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Check that the memory tier of running pods can be resized, if autoscaling does so."""
     name, number, parsed = "resizes", version_of(facts), cluster.parsed
-    if not _uses_resizes(cluster) or parsed is None:
+    if not uses_nodes(cluster) or parsed is None:
         return
     remedy = "Upgrade Kubernetes. Until then, pods get a new size when they are replaced."
     resources = {item.get("name") for item in facts.core.object.get("resources") or ()}
@@ -90,24 +59,19 @@ def resizes(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     elif parsed.spec.engine and has_claim(parsed) and number and number <= _CLAIMS_WITHOUT_RESIZES:
         text = "This version of Kubernetes does not resize pods with GPU claims."
         yield warning(name, text, remedy, "ResizeInfeasible")
-    elif old := _old_nodes(cluster, "kubeletVersion", _RESIZES):
+    elif old := _old_nodes(cluster):
         text = f"Resizing running pods needs a kubelet 1.35. Older: {first_of(old)}."
         yield warning(name, text, "Upgrade the nodes.", "ResizeInfeasible")
     else:
-        yield from _unread_nodes(name, cluster) or [ok(name, "Kubernetes can resize running pods.")]
+        unread = [unknown(name, answer) for answer in cluster.nodes.values() if not answer.is_known]
+        yield from unread[:1] or [ok(name, "Kubernetes can resize running pods.")]
 
 
-def _old_nodes(cluster: ClusterFacts, field: str, least: tuple[int, int]) -> list[str]:
-    """Return nodes with a version below ``least``. Only containerd is known of the container runtimes."""
+def _old_nodes(cluster: ClusterFacts) -> list[str]:
+    """Return the nodes whose kubelet cannot resize running pods."""
     old = []
     for name, answer in cluster.nodes.items():
-        text = str(dig(answer.object, "status", "nodeInfo", field) or "")
-        number = parse_version(text)
-        is_other = "://" in text and not text.startswith("containerd://")
-        if number and number < least and not is_other:
+        text = str(dig(answer.object, "status", "nodeInfo", "kubeletVersion") or "")
+        if (number := parse_version(text)) and number < _RESIZES:
             old.append(f"node {name} has {text}")
     return old
-
-
-def _unread_nodes(name: str, cluster: ClusterFacts) -> list[Result]:
-    return [unknown(name, answer) for answer in cluster.nodes.values() if not answer.is_known][:1]
