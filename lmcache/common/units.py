@@ -1,4 +1,4 @@
-"""Parsing, formatting and rounding of sizes, as people and Kubernetes write them. Pure."""
+"""Parsing, formatting and rounding of sizes and durations, as people and Kubernetes write them. Pure."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ _SUFFIXES |= {f"{suffix}i": Decimal(1024) ** power for power, suffix in enumerat
 _QUANTITY = re.compile(
     r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))(?:[eE]([+-]?[0-9]{1,2}))?([numkMGTPE]|[KMGTPE]i)?"
 )
+
+_SECONDS = {"ms": 1e-3, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_DURATION_PART = r"([0-9]{1,9})([smhdw])"
 
 
 def parse_quantity(value: object) -> Decimal:
@@ -59,6 +62,26 @@ def format_size(num_bytes: float) -> str:
 def format_mebibytes(num_bytes: int) -> str:
     """Format a size for a Kubernetes object. Rounds up to whole MiB: the object never gets less memory."""
     return f"{ceil_div(num_bytes, 2**20)}Mi"
+
+
+def parse_seconds(text: str) -> int:
+    """Return the seconds of a duration such as ``30s``, ``1h30m`` or ``7d``; 0 if the text is none."""
+    if not re.fullmatch(f"({_DURATION_PART})+", text):
+        return 0
+    return sum(int(number) * int(_SECONDS[unit]) for number, unit in re.findall(_DURATION_PART, text))
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration in its unit, as kubectl does: ``12.3ms``, ``4.56s``, ``90m``, ``2.5h``, ``1,234d``.
+
+    Minutes are whole, so that a status with a growing duration does not change with every second.
+    """
+    size = abs(seconds)
+    unit = "ms" if 0 < size < 0.9995 else next((unit for unit in "dhm" if size >= 2 * _SECONDS[unit]), "s")
+    number = seconds / _SECONDS[unit]
+    if unit in ("ms", "s"):
+        return f"{number:.3g}{unit}"
+    return f"{number:,.0f}m" if unit == "m" else f"{number:,.1f}".removesuffix(".0") + unit
 
 
 def ceil_div(number: int, divisor: int) -> int:

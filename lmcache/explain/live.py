@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from lmcache.common.units import format_seconds
 from lmcache.explain.causes import HITS
 from lmcache.explain.findings import percent
 from lmcache.explain.rates import LOWER_TIERS
-from lmcache.explain.text import Style, bar, duration, gigabytes, rate, table
+from lmcache.explain.text import Style, bar, gigabytes, rate, table
 
 _BAR_COLUMNS = 24
 _STATE_COLUMNS = 60
@@ -91,7 +92,7 @@ def _traffic(title: str, name: str, field: str) -> _Column:
 COLUMNS = (
     _Column("POD", "pod", lambda pod: pod["name"], _natural, is_right=False),
     _Column("CLUSTER", "cluster", lambda pod: pod["cluster"], _natural, is_right=False),
-    _Column("UP", "up", lambda pod: duration(pod["uptimeSeconds"]) if pod["uptimeSeconds"] else "-",
+    _Column("UP", "up", lambda pod: format_seconds(pod["uptimeSeconds"]) if pod["uptimeSeconds"] else "-",
         lambda pod: pod["uptimeSeconds"]),
     _Column("REQ/S", "requests", lambda pod: _rate(pod["requestsPerSecond"]),
         lambda pod: -(pod["requestsPerSecond"] or 0)),

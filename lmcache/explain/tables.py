@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from textwrap import wrap
 from typing import Any
 
+from lmcache.common.units import format_seconds
 from lmcache.explain import merge
 from lmcache.explain.benefit import Benefit
 from lmcache.explain.causes import COMPUTED, HITS, num_computed
@@ -65,7 +66,7 @@ def benefit(saved: Benefit) -> Iterator[str]:
         return
     yield f"{'SAVED AND SPENT':38}  {f'IN {saved.uptime_seconds / 3600:,.1f} HOURS':>16}  {'USD':>10}"
     yield f"{'tokens loaded from tiers':38}  {sum(saved.loaded_tokens.values()):16,}"
-    yield f"{'prefill time saved':38}  {duration(saved.prefill_seconds):>16}"
+    yield f"{'prefill time saved':38}  {format_seconds(saved.prefill_seconds):>16}"
     yield f"{'GPU time saved':38}  {f'{saved.gpu_hours:,.2f} h':>16}  {saved.saved_usd:+10,.2f}"
     for tier, hours in saved.gib_hours.items():
         if hours:
@@ -74,16 +75,9 @@ def benefit(saved: Benefit) -> Iterator[str]:
     yield f"{'net':38}  {'':16}  {saved.net_usd:+10,.2f}"
     if saved.unrated_tokens:
         yield f"{saved.unrated_tokens:,} loaded tokens are not priced: the engine's speed is not known yet."
-    waits = duration(saved.wait_seconds), duration(saved.load_seconds)
+    waits = format_seconds(saved.wait_seconds), format_seconds(saved.load_seconds)
     yield "Requests waited {} for rows or memory, and spent {} loading, all together.".format(*waits)
     yield from wrap(_saved_latency(saved), _WIDTH)
-
-
-def duration(seconds: float) -> str:
-    """Return a duration for people, such as "12.3 ms"."""
-    if abs(seconds) < 1:
-        return f"{seconds * 1000:.1f} ms"
-    return f"{seconds:,.2f} s" if abs(seconds) < 600 else f"{seconds / 3600:,.2f} h"
 
 
 def _saved_latency(saved: Benefit) -> str:
@@ -94,7 +88,7 @@ def _saved_latency(saved: Benefit) -> str:
         )
     p50, p95, number = saved.saved_latency
     return (
-        f"A hit saves {duration(p50)} to the first token (median), and {duration(p95)} at p95. "
+        f"A hit saves {format_seconds(p50)} to the first token (median), and {format_seconds(p95)} at p95. "
         f"{number:,} of {saved.num_hits:,} requests with hits were compared with requests of like length."
     )
 
@@ -105,11 +99,11 @@ def _times(explained: Mapping[str, Any]) -> Iterator[str]:
         yield "Its engine has not reported how long it took."
         return
     seconds = {name: merge.count(explained.get(f"{name}_seconds")) for name in ("lookup", "wait")}
-    parts = [f"{name} {duration(number)}" for name, number in seconds.items()]
+    parts = [f"{name} {format_seconds(number)}" for name, number in seconds.items()]
     loads = merge.sums([explained], "load_seconds")
-    parts += [f"load from {HITS[tier]} {duration(loads[tier])}" for tier in HITS if tier in loads]
+    parts += [f"load from {HITS[tier]} {format_seconds(loads[tier])}" for tier in HITS if tier in loads]
     if first := merge.count(explained.get("first_token_seconds")):
-        parts.append(f"arrival to first token {duration(first)}")
+        parts.append(f"arrival to first token {format_seconds(first)}")
     yield f"Time: {', '.join(parts)}."
 
 

@@ -62,14 +62,6 @@ def bar(share: float, columns: int) -> str:
     return _BAR * round(columns * min(1.0, max(0.0, share)))
 
 
-def duration(seconds: float) -> str:
-    """Return a time for people, as kubectl does: "45s", "12m", "3h", "5d"."""
-    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
-        if seconds >= 2 * length:
-            return f"{int(seconds // length)}{unit}"
-    return f"{max(0, int(seconds))}s"
-
-
 def rate(number: float) -> str:
     """Return a number per second with three digits: "0", "0.42", "12.3", "1,234"."""
     if not number:

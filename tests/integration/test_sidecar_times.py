@@ -55,7 +55,7 @@ def test_times_are_remembered_with_the_request(sidecar, scheduler):
     }
     _, shown = explain(sidecar, "--request-id", "1")
     expected = (
-        "Time: lookup 0.4 ms, wait 200.0 ms, load from memory tier 30.0 ms, arrival to first token 1.50 s."
+        "Time: lookup 0.4ms, wait 200ms, load from memory tier 30ms, arrival to first token 1.5s."
     )
     assert expected in shown.splitlines()
 

@@ -14,10 +14,10 @@ import yaml
 
 from lmcache.common.options import describe
 from lmcache.common.terminal import is_colorful
-from lmcache.explain.text import Style, bar, duration, table, width
+from lmcache.explain.text import Style, bar, table, width
 
 __all__ = [
-    "FORMATS", "Style", "add_output", "bar", "describe", "document", "duration", "is_colorful",
+    "FORMATS", "Style", "add_output", "bar", "describe", "document", "is_colorful",
     "print_problems", "shortened", "table", "terminal_width", "width", "wrapped",
 ]  # fmt: skip
 

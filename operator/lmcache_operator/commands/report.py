@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlencode
 from zipfile import ZIP_DEFLATED, ZipFile
 
+from lmcache.common.units import parse_seconds
 from lmcache.explain.text import plain
 from lmcache_operator import __version__
 from lmcache_operator.commands import connection, printing
@@ -22,7 +23,6 @@ from lmcache_operator.commands.files import file_errors
 from lmcache_operator.commands.gather import POD_SECONDS, Gathered, read_stats, sidecar_port
 from lmcache_operator.commands.redaction import Redactor
 from lmcache_operator.commands.status import screen, status_of
-from lmcache_operator.commands.times import parse_seconds
 from lmcache_operator.kube.pod_http import PodHttp
 from lmcache_operator.kube.refusals import error_of
 from lmcache_operator.specs import Object, names

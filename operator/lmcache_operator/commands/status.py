@@ -10,12 +10,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from lmcache.common.top import seconds
-from lmcache.common.units import format_size, parse_size
+from lmcache.common.units import format_seconds, format_size, parse_size
 from lmcache.explain import merge
 from lmcache.explain.benefit import usd_per_token
 from lmcache.explain.causes import HITS, num_computed
 from lmcache.explain.findings import findings, percent
-from lmcache.explain.tables import duration
 from lmcache.explain.text import plain
 from lmcache_operator.api.parse import parse
 from lmcache_operator.commands import connection, printing
@@ -212,7 +211,7 @@ def _pod_lines(pods: Sequence[Mapping[str, Any]], style: printing.Style, number:
             (
                 pod["name"],
                 style.paint("yes", "green") if pod["isReady"] else style.paint("no", "red"),
-                printing.duration(pod["uptimeSeconds"]) if is_known else "-",
+                format_seconds(pod["uptimeSeconds"]) if is_known else "-",
                 memory if is_known else "-",
                 percent(pod["loadedTokens"], pod["promptTokens"]) if pod["promptTokens"] else "-",
                 style.paint(pod["problem"][:70], "yellow") if pod["problem"] else "in use",
@@ -256,14 +255,14 @@ def _saving_lines(savings: Mapping[str, Any], style: printing.Style) -> Iterator
     """Yield what the cache saved, what its tiers cost, and what a hit saves."""
     spent = sum(savings["spentUSD"].values())
     rows = [
-        ("SAVINGS", f"IN {duration(savings['seconds'])}", "USD"),
+        ("SAVINGS", f"IN {format_seconds(savings['seconds'])}", "USD"),
         ("GPU time saved", f"{savings['gpuHours']:,.2f} h", f"{savings['savedUSD']:+,.2f}"),
         ("tiers", "", f"{-spent:+,.2f}" if spent else "0.00"),
         ("net", "", f"{savings['netUSD']:+,.2f}"),
     ]
     yield from _titled(printing.table(rows, right=(1, 2)), style)
     if latency := savings["firstTokenSavedSeconds"]:
-        p50, p95 = duration(latency["p50"]), duration(latency["p95"])
+        p50, p95 = format_seconds(latency["p50"]), format_seconds(latency["p95"])
         yield f"A hit saves {p50} to the first token at the median, and {p95} at p95."
     yield ""
 

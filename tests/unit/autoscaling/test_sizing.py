@@ -207,7 +207,7 @@ def test_new_namespace_restarts_counting():
     loop.run(1.0, follow=False)
     loop.sidecars.namespace = "77" * 32
     loop.poll()
-    assert decide_now(loop) == ("Young", "lookups counted for 0 min; a decision needs 30 min")
+    assert decide_now(loop) == ("Young", "lookups counted for 0s; a decision needs 30m")
     assert loop.sizing.intake.traffic.namespace == "77" * 32
 
 

@@ -128,10 +128,10 @@ def test_savings_are_shown_at_the_prices_of_the_spec() -> None:
     world = gathered(figures(benefit=saved), autoscaling={"prices": prices})
     assert status_of(world)["savings"]["netUSD"] == pytest.approx(5.0)
     shown = text(world)
-    assert "GPU time saved     2.00 h  +6.00" in shown
-    assert "tiers                      -1.00" in shown
-    assert "net                        +5.00" in shown
-    assert "A hit saves 1.60 s to the first token at the median, and 1.73 s at p95." in shown
+    assert "GPU time saved  2.00 h  +6.00" in shown
+    assert "tiers                   -1.00" in shown
+    assert "net                     +5.00" in shown
+    assert "A hit saves 1.6s to the first token at the median, and 1.73s at p95." in shown
     assert "SAVINGS" not in text(gathered(figures()))
 
 

@@ -21,7 +21,7 @@ from tests.harness.operator_resizes import Node
 
 GIB = 1 << 30
 BOUNDS = {"minSize": "32Gi", "maxSize": "256Gi"}
-NO_CHANGE = Decision(*[64 * GIB] * 4, "lookups counted for 5 min; a decision needs 30 min", "Young")
+NO_CHANGE = Decision(*[64 * GIB] * 4, "lookups counted for 5m; a decision needs 30m", "Young")
 GROW = Decision(64 * GIB, 108 * GIB, 108 * GIB, 108 * GIB, "108Gi instead of 64Gi", "None", 0.16, 0.04)
 HITS = {32: 0.3, 64: 0.45, 108: 0.55}
 CURVE = [Point(size * GIB, hits, hits, hits, 0.0) for size, hits in HITS.items()]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lmcache.common.units import format_size
+from lmcache.common.units import format_seconds, format_size
 from lmcache_operator.autoscaling.policy import DAY, HOUR, explanations
 from lmcache_operator.autoscaling.policy.state import Decision, Measurements, Outcome, State, Step, keep_size
 from lmcache_operator.autoscaling.policy.tier import Gain, LimitedBy, Tier, is_near
@@ -129,7 +129,7 @@ def _change(
         limited_by, until = wait
         size = measured.size
         if until > measured.time:
-            reason += f"; waiting another {explanations.span(until - measured.time)}"
+            reason += f"; waiting another {format_seconds(until - measured.time)}"
         else:
             reason += f"; waiting for lookups of {tier.describe(2 * measured.size)} of different keys"
     state = state.recommend(target, measured.time)

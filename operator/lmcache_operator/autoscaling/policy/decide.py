@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from lmcache_operator.autoscaling.policy import DAY, HOUR, MINUTE, explanations
+from lmcache.common.units import format_seconds
+from lmcache_operator.autoscaling.policy import DAY, HOUR, MINUTE
 from lmcache_operator.autoscaling.policy.choose import choose
 from lmcache_operator.autoscaling.policy.state import Measurements, Outcome, Point, State, keep_size, set_size
 from lmcache_operator.autoscaling.policy.tier import LimitedBy, Tier
@@ -54,7 +55,7 @@ def decide(tier: Tier, state: State, measured: Measurements) -> Outcome:
     if not 0.99 * tier.sizes[0] <= measured.size <= 1.01 * tier.sizes[-1]:
         return _into_bounds(tier, state, measured)
     if (age := measured.time - state.started) < _MIN_DATA:
-        known, needed = (explanations.span(seconds) for seconds in (age, _MIN_DATA))
+        known, needed = (format_seconds(seconds) for seconds in (age, _MIN_DATA))
         return keep_size(state, measured, "Young", f"lookups counted for {known}; a decision needs {needed}")
     # A growth that costs nothing is never reverted, and the next one need not wait for its result.
     is_harmless = tier.is_free and state.pending is not None and state.pending.new > state.pending.old
@@ -74,11 +75,11 @@ def _unless_verifying(tier: Tier, state: State, measured: Measurements, is_harml
         reason = f"back to {old}: hits of {new} stayed below the prediction"
         return set_size(state, measured, state.back_to, "Verifying", reason)
     if measured.time < state.frozen_until:
-        left = explanations.span(state.frozen_until - measured.time)
+        left = format_seconds(state.frozen_until - measured.time)
         reason = f"hits stayed below the prediction twice; size kept for another {left}"
         return keep_size(state, measured, "Frozen", reason)
     if state.pending and not is_harmless:
-        left = explanations.span(state.due - measured.time)
+        left = format_seconds(state.due - measured.time)
         reason = f"verifying {tier.describe(measured.size)}; result in {left}"
         return keep_size(state, measured, "Verifying", reason)
     return choose(tier, calibrate(tier, state, measured), measured)

@@ -56,8 +56,3 @@ def bare_size(tier: Tier, size: float) -> str:
 def usd(amount: float) -> str:
     """Format the absolute value of an amount of money per hour."""
     return f"{abs(amount):.{2 if abs(amount) >= 0.1 else 3}f} USD/h"
-
-
-def span(seconds: float) -> str:
-    """Format a duration in hours or minutes."""
-    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{max(0.0, seconds) / 60:.0f} min"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lmcache.common.units import format_size
+from lmcache.common.units import format_seconds, format_size
 from lmcache.explain import merge
 from lmcache.explain.text import plain
 from lmcache_operator.commands.doctor.answers import Answer
@@ -20,7 +20,6 @@ from lmcache_operator.commands.doctor.results import (
     warning,
 )
 from lmcache_operator.commands.gather import PodFigures
-from lmcache_operator.commands.printing import duration
 from lmcache_operator.pods.pods import is_ready
 
 _MAX_SERVERS = 64
@@ -175,11 +174,11 @@ def evictions(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     residences = [merge.count(remote.get("residence_seconds")) for remote in _remotes(cluster).values()]
     known = [seconds for seconds in residences if seconds]
     if known and min(known) < _SHORT_SECONDS:
-        text = f"Redis evicts a row that is not used after about {duration(min(known))}."
+        text = f"Redis evicts a row that is not used after about {format_seconds(min(known))}."
         remedy = "Give Redis more memory, or set tiers.admit to OnReuse."
         yield warning(name, text, remedy)
     elif known:
-        yield ok(name, f"Redis keeps a row that is not used for about {duration(min(known))}.")
+        yield ok(name, f"Redis keeps a row that is not used for about {format_seconds(min(known))}.")
 
 
 def shards(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
