@@ -156,11 +156,6 @@ class Device:
             return None
         return node if node >= 0 else None
 
-    @property
-    def is_exclusive(self) -> bool:
-        """True if at most one process may have a context on the device."""
-        return self.attribute("COMPUTE_MODE") in (2, 3)
-
     def primary_context(self) -> Context:
         """Return a reference to the context that this process shares; close it. Raises CudaError."""
         return Context(self)

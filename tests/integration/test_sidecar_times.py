@@ -54,9 +54,7 @@ def test_times_are_remembered_with_the_request(sidecar, scheduler):
         "first_token_seconds": 1.5,
     }
     _, shown = explain(sidecar, "--request-id", "1")
-    expected = (
-        "Time: lookup 0.4ms, wait 200ms, load from memory tier 30ms, arrival to first token 1.5s."
-    )
+    expected = "Time: lookup 0.4ms, wait 200ms, load from memory tier 30ms, arrival to first token 1.5s."
     assert expected in shown.splitlines()
 
 

@@ -66,7 +66,7 @@ def _host(results: Results, device: Device) -> None:
         "PCIe generation and width": _nvidia_smi("pcie.link.gen.current,pcie.link.width.current"),
         "compute mode, MIG mode": _nvidia_smi("compute_mode,mig.mode.current"),
         "devices": ", ".join(each.uuid.split("-")[0] for each in Device.visible()),
-        "processes may share the GPU": str(not device.is_exclusive),
+        "processes may share the GPU": str(device.attribute("COMPUTE_MODE") not in (2, 3)),
         "/dev/shm": size(shared.f_bavail * shared.f_frsize),
         "memory": size(os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE),
         "NUMA nodes": str(len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),

@@ -131,11 +131,6 @@ class PeerServer:
             thread.join()
 
     @property
-    def num_connections(self) -> int:
-        """Open connections."""
-        return len(self._open)
-
-    @property
     def needs_password(self) -> bool:
         """Must a client authenticate first?"""
         return self._passwords is not None

@@ -107,7 +107,7 @@ def test_list_of_peers_changes(rows):
         tier.set_peers([peer])
         assert load(tier, object_id, 1000) == b"x" * 1000
         tier.set_peers([])
-        wait_until(lambda: not server.num_connections)
+        wait_until(lambda: not server._open)
         assert load(tier, object_id, 1000) is None
 
 

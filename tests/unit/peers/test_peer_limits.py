@@ -41,7 +41,7 @@ def wait_idle(server, number, newest=None):
     def are_idle():
         sessions = dict(server._sessions)
         return (
-            len(sessions) == server.num_connections == number
+            len(sessions) == len(server._open) == number
             and all(session.idle_since < math.inf for session in sessions.values())
             and (newest is None or any(map(is_newest, sessions)))
         )
@@ -113,7 +113,7 @@ def test_client_that_does_not_read_loses_its_pin(rows, monkeypatch):
     rows.add(1, bytes(64 << 20))
     with serving(rows) as (server, peer), connect(peer) as connection:
         connection.sendall(b"".join(map(ask_for, range(20))))
-        wait_until(lambda: rows.num_pins and not rows.pinned and not server.num_connections)
+        wait_until(lambda: rows.num_pins and not rows.pinned and not server._open)
 
 
 def test_other_commands_do_not_extend_a_pin(rows, monkeypatch):
