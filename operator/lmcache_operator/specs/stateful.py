@@ -1,9 +1,18 @@
-"""Specs of the objects around a set of pods that have an identity, such as engine pods or shards."""
+"""Specs that engine pods, shards and routers share: the objects around a set of pods, and their security."""
 
 from __future__ import annotations
 
 from lmcache_operator.api.tiers import IssuerRef
 from lmcache_operator.specs import Object
+
+CONTAINER_SECURITY: Object = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+READ_ONLY_SECURITY = CONTAINER_SECURITY | {"readOnlyRootFilesystem": True}
+
+
+def pod_security(uid: int, **fields: object) -> Object:
+    """Security context of a pod that runs as one user, as the restricted Pod Security Standard demands."""
+    profile = {"type": "RuntimeDefault"}
+    return fields | {"runAsGroup": uid, "runAsNonRoot": True, "runAsUser": uid, "seccompProfile": profile}
 
 
 def stateful_set(name: str, selector: dict[str, str], replicas: int, template: Object) -> Object:

@@ -26,16 +26,11 @@ from lmcache_operator.components.engine.encryption import key_options, key_volum
 from lmcache_operator.components.engine.kinds import kind_of
 from lmcache_operator.components.engine.tenants import salts_volume
 from lmcache_operator.pods.resize import MAX_SIZE, SIZE_ARGUMENT, SIZE_FILE, sidecar_memory
-from lmcache_operator.specs import Images, Object, names, paths
+from lmcache_operator.specs import Images, Object, names, paths, stateful
 from lmcache_operator.specs.merge import dig
 
 # The uid of the stock engine image. Engine and sidecar share it, so one user owns socket, locks and arena.
 _UID = 2000
-_POD_SECURITY = {
-    "fsGroup": _UID, "fsGroupChangePolicy": "OnRootMismatch", "runAsGroup": _UID, "runAsNonRoot": True,
-    "runAsUser": _UID, "seccompProfile": {"type": "RuntimeDefault"},
-}  # fmt: skip
-_CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 DISK_SIZE = "LMCACHE_DISK_SIZE"
 _POD_NAME = "KUBERNETES_POD_NAME"
 """Variable with the pod's name, from which the kubelet makes other variables."""
@@ -94,7 +89,7 @@ def _pod_spec(cluster: Cluster, images: Images, transfer: gpus.Transfer, size: M
             _sidecar(cluster, sidecar_image, transfer, size),
             _payload(cluster, sidecar_image),
         ],
-        "securityContext": _POD_SECURITY,
+        "securityContext": stateful.pod_security(_UID, fsGroup=_UID, fsGroupChangePolicy="OnRootMismatch"),
         "serviceAccountName": names.engine_name(cluster.name),
         "terminationGracePeriodSeconds": ending.grace,
         # A source that the user gives may have a name, too. The operator's name replaces it and stays first.
@@ -202,7 +197,7 @@ def _sidecar(cluster: Cluster, image: str, transfer: gpus.Transfer, size: Memory
             **claims,
         },
         "restartPolicy": "Always",
-        "securityContext": {**_CONTAINER_SECURITY, "readOnlyRootFilesystem": True},
+        "securityContext": stateful.READ_ONLY_SECURITY,
     }
 
 
@@ -256,7 +251,7 @@ def _container(
         "env": variables,
         "image": image,
         "name": name,
-        "securityContext": _CONTAINER_SECURITY,
+        "securityContext": stateful.CONTAINER_SECURITY,
         # The kubelet puts a failed container's last lines into the pod's status. Conditions quote them.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [{"mountPath": path, "name": mounts[path]} for path in sorted(mounts)],

@@ -120,17 +120,14 @@ def pod_template(cluster: Cluster, managed: ManagedRemote, image: str, spec_hash
         "automountServiceAccountToken": False,
         "containers": [_server(managed, image)],
         "enableServiceLinks": False,
-        "securityContext": {
-            "fsGroup": _UID, "runAsGroup": _UID, "runAsNonRoot": True, "runAsUser": _UID,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": stateful.pod_security(_UID, fsGroup=_UID),
         "terminationGracePeriodSeconds": 10,
         "volumes": [
             {"name": "auth", "secret": {"secretName": names.remote_name(cluster.name)}},
             {"name": "run", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
         ],
         **cluster.spec.images.of_pod,
-    }  # fmt: skip
+    }
     if managed.tls:
         certificate = names.remote_certificate(cluster)
         spec["volumes"].append({"name": _TLS_VOLUME, "secret": {"secretName": certificate}})
@@ -164,11 +161,7 @@ def _server(managed: ManagedRemote, image: str) -> Object:
         "ports": [{"containerPort": names.REMOTE_PORT, "name": "redis", "protocol": "TCP"}],
         "readinessProbe": _probe(period=5, failures=3),
         "resources": merge(resources, managed.resources),
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-        },
+        "securityContext": stateful.READ_ONLY_SECURITY,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
             {"mountPath": paths.REMOTE_AUTH_DIR, "name": "auth", "readOnly": True},

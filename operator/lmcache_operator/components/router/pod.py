@@ -65,21 +65,16 @@ def pod_template(cluster: Cluster, router: Router, image: str) -> Object:
         "automountServiceAccountToken": True,
         "containers": [_container(cluster, router, image)],
         "enableServiceLinks": False,
-        "securityContext": {
-            "runAsGroup": _UID, "runAsNonRoot": True, "runAsUser": _UID,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": stateful.pod_security(_UID),
         "serviceAccountName": names.router_name(cluster.name),
         "terminationGracePeriodSeconds": _DRAIN_SECONDS,
         **cluster.spec.images.of_pod,
-    }  # fmt: skip
+    }
     return {"metadata": {"labels": names.labels(cluster, names.ROUTER)}, "spec": spec}
 
 
 def _container(cluster: Cluster, router: Router, image: str) -> Object:
-    resources: Object = {
-        "limits": {"memory": "2Gi"}, "requests": {"cpu": "500m", "memory": "512Mi"}
-    }  # fmt: skip
+    resources: Object = {"limits": {"memory": "2Gi"}, "requests": {"cpu": "500m", "memory": "512Mi"}}
     return {
         "args": _args(cluster, router),
         "image": image,
@@ -94,11 +89,7 @@ def _container(cluster: Cluster, router: Router, image: str) -> Object:
         # A router is ready while it knows a healthy engine.
         "readinessProbe": _probe("/readiness", period=5, failures=3),
         "resources": merge(resources, router.resources),
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-        },
+        "securityContext": stateful.READ_ONLY_SECURITY,
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
 
