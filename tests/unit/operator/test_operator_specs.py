@@ -84,8 +84,6 @@ def test_rendering_does_not_depend_on_the_hash_seed(tmp_path: Path) -> None:
         assert output.decode() == dumped(Engine(), Injection(), **FULL)
 
 
-
-
 @given(st.integers(2**26, 2**44))
 def test_sidecar_memory_exceeds_the_tier_by_a_bounded_overhead(size: int) -> None:
     assert size + 2**29 <= sidecar_memory(size) < 1.04 * size + 2**30
