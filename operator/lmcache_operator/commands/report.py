@@ -48,10 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "file to write (default: lmcache-report-NAMESPACE-NAME-TIME.zip)"
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=about)
     about = "only log lines newer than this, such as 30m, 2h or 7d (default: all)"
-    parser.add_argument("--since", type=parse_seconds, metavar="TIME", help=about)
+    parser.add_argument("--since", type=_duration, metavar="TIME", help=about)
     about = "only the last N lines of each log (default: %(default)s)"
     parser.add_argument("--tail", type=int, default=10_000, metavar="N", help=about)
     parser.set_defaults(command=_run)
+
+
+def _duration(text: str) -> int:
+    if not (seconds := parse_seconds(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 30m, 2h or 7d")
+    return seconds
 
 
 def _run(arguments: argparse.Namespace) -> int:
