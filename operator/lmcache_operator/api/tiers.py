@@ -252,6 +252,7 @@ class ManagedRemote(Part):
                     for kind in ("limits", "requests")
                 ),
             ),
+            Rule(None, "a server uses no devices: leave claims out", lambda given: "claims" not in given),
         ),
     )
     node_selector: dict[str, Any] = field(
