@@ -10,12 +10,12 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from lmcache.kv_groups import KVGroup
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.hello import ClientHello, Role
 from lmcache.rpc.session import Session
-from lmcache.tiers.base import ROW_KEY_BYTES
-from lmcache.tiers.memory.contracts import Found, Slot
+from lmcache_store.kv_groups import KVGroup
+from lmcache_store.tiers.base import ROW_KEY_BYTES
+from lmcache_store.tiers.memory.contracts import Found, Slot
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 

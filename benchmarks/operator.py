@@ -21,14 +21,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import aiohttp
+
+from benchmarks.report import Figure, Report, at_least, at_most
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.kube.client import apply_patch
 from lmcache_operator.specs.kinds import BY_NAME
 from lmcache_operator.specs.names import STOCK_IMAGES
-
-from benchmarks.report import Figure, Report, at_least, at_most
 from testing.kube import operator as kube
 from testing.kube.api import APPLY, FIELD_MANAGER, Object, wait_for
 from testing.kube.cluster import Cluster

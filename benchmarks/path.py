@@ -26,17 +26,17 @@ import redis
 
 from benchmarks.remote import connect, url_of
 from benchmarks.report import Figure, Report, at_least, of, paired
-from lmcache.kv_groups import KVGroup
-from lmcache.tiers.base import LowerTier, RowKey
-from lmcache.tiers.disk.tier import DiskTier
-from lmcache.tiers.encryption.aes import AesGcm
-from lmcache.tiers.encryption.keys import Keys
-from lmcache.tiers.header import PART_BYTES
-from lmcache.tiers.memory.contracts import Chains, Geometry, Reserved, Slot
-from lmcache.tiers.memory.private import PrivateArena
-from lmcache.tiers.remote.address import Address
-from lmcache.tiers.remote.tier import RemoteTier
-from lmcache.tiers.tiered.store import TieredStore
+from lmcache_store.kv_groups import KVGroup
+from lmcache_store.tiers.base import LowerTier, RowKey
+from lmcache_store.tiers.disk.tier import DiskTier
+from lmcache_store.tiers.encryption.aes import AesGcm
+from lmcache_store.tiers.encryption.keys import Keys
+from lmcache_store.tiers.header import PART_BYTES
+from lmcache_store.tiers.memory.contracts import Chains, Geometry, Reserved, Slot
+from lmcache_store.tiers.memory.private import PrivateArena
+from lmcache_store.tiers.remote.address import Address
+from lmcache_store.tiers.remote.tier import RemoteTier
+from lmcache_store.tiers.tiered.store import TieredStore
 from testing.processes import RedisProcess
 
 NUM_ROWS, ROUNDS, WARM_UP = 32, 21, 2

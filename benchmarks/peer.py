@@ -17,10 +17,10 @@ import torch
 from benchmarks import engine as ours
 from benchmarks.peers.child import Peer
 from benchmarks.report import Figure, Report, at_least
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.header import PART_BYTES
-from lmcache.tiers.remote.address import Address
-from lmcache.tiers.remote.tier import RemoteTier
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.header import PART_BYTES
+from lmcache_store.tiers.remote.address import Address
+from lmcache_store.tiers.remote.tier import RemoteTier
 from testing.processes import RedisProcess
 
 WARM_UP, ROUNDS = 5, 9

@@ -27,7 +27,7 @@ from lmcache.engines.core.copier import CpuCopier
 from lmcache.engines.core.grid import Grid
 from lmcache.engines.core.jobs import GroupStore, LoadJob, Offer, StoreJob
 from lmcache.engines.core.transfers import LoadTransfer, StoreTransfer
-from lmcache.kv_groups import KVGroup
+from lmcache_store.kv_groups import KVGroup
 from testing.child_process import REPOSITORY
 from testing.engine.process import EngineProcess, connector_config
 from testing.processes import SidecarProcess

@@ -21,11 +21,11 @@ from pathlib import Path
 from benchmarks import path, read_pods
 from benchmarks.clients import NAMESPACE, EngineClients, row_keys
 from benchmarks.report import Figure, Report, at_least, of, paired
-from lmcache.tiers.base import ROW_KEY_BYTES, LowerTier, RowKey
-from lmcache.tiers.header import PART_BYTES
-from lmcache.tiers.peers.tier import PeersTier
-from lmcache.tiers.remote.address import DEFAULT_PREFIX, Address, Endpoint
-from lmcache.tiers.remote.tier import RemoteTier
+from lmcache_store.tiers.base import ROW_KEY_BYTES, LowerTier, RowKey
+from lmcache_store.tiers.header import PART_BYTES
+from lmcache_store.tiers.peers.tier import PeersTier
+from lmcache_store.tiers.remote.address import DEFAULT_PREFIX, Address, Endpoint
+from lmcache_store.tiers.remote.tier import RemoteTier
 from testing.child_process import free_ports
 from testing.processes import RedisProcess, SidecarProcess
 

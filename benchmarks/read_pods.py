@@ -30,11 +30,11 @@ from benchmarks import cores
 from benchmarks.new_prompts import NICENESS, random_tokens
 from benchmarks.report import Figure, at_most, of, paired
 from benchmarks.vllm import ttft
-from lmcache.tiers.base import ObjectId, RowKey
-from lmcache.tiers.memory.layout import ArenaLayout, Head
-from lmcache.tiers.memory.slots import ENTRY, State
-from lmcache.tiers.peers.tier import PeersTier
-from lmcache.tiers.remote.address import DEFAULT_PREFIX, Endpoint
+from lmcache_store.tiers.base import ObjectId, RowKey
+from lmcache_store.tiers.memory.layout import ArenaLayout, Head
+from lmcache_store.tiers.memory.slots import ENTRY, State
+from lmcache_store.tiers.peers.tier import PeersTier
+from lmcache_store.tiers.remote.address import DEFAULT_PREFIX, Endpoint
 from testing.child_process import wait_until
 from testing.engine.process import EngineProcess, connector_config
 from testing.processes import SidecarProcess

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.report import Figure, Report, at_least
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.header import PART_BYTES
-from lmcache.tiers.remote.address import Address
-from lmcache.tiers.remote.tier import RemoteTier
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.header import PART_BYTES
+from lmcache_store.tiers.remote.address import Address
+from lmcache_store.tiers.remote.tier import RemoteTier
 from testing.certificates import make_certificates
 from testing.processes import RedisProcess
 

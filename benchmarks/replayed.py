@@ -12,11 +12,10 @@ from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
 
+from benchmarks.sizing import TRACES
 from lmcache_operator.autoscaling.policy.tier import GIB, Prices
 from lmcache_operator.components.remote.pod import store_bytes
-
-from benchmarks.sizing import TRACES
-from lmcache.common.units import format_size
+from lmcache_store.common.units import format_size
 from testing.kube.api import Object
 from testing.workloads.closed_loop import Routing, Setup, scattered, sticky
 from testing.workloads.replay import Served

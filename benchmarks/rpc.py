@@ -24,8 +24,8 @@ import grpc
 
 from benchmarks.clients import EngineClients, row_keys, words
 from benchmarks.report import Figure, Report, at_most, of, paired
-from lmcache import keys
 from lmcache.rpc import kvcache_pb2 as pb
+from lmcache_store import keys
 from testing.child_process import wait_until
 from testing.processes import RedisProcess, SidecarProcess
 

@@ -15,10 +15,10 @@ from hashlib import blake2b
 from pathlib import Path
 
 from benchmarks.report import Figure, Report, at_least, at_most
-from lmcache.tiers.memory.allocator import SLOTS_PER_FRAME
-from lmcache.tiers.memory.contracts import Geometry
-from lmcache.tiers.memory.local import LocalStore
-from lmcache.tiers.memory.slots import SlotTable
+from lmcache_store.tiers.memory.allocator import SLOTS_PER_FRAME
+from lmcache_store.tiers.memory.contracts import Geometry
+from lmcache_store.tiers.memory.local import LocalStore
+from lmcache_store.tiers.memory.slots import SlotTable
 
 SLOT_BYTES = 4096
 CHUNK_BYTES = SLOTS_PER_FRAME * SLOT_BYTES

@@ -16,7 +16,7 @@ from typing import Any
 
 from demo.engines import Engine, Kind
 from demo.show import command, note, step, title
-from lmcache.explain import tables
+from lmcache_store.explain import tables
 from testing.child_process import reachable_address
 from testing.processes import RedisProcess, SidecarProcess
 

@@ -3,7 +3,9 @@
 import sys
 from pathlib import Path
 
-__version__ = "0.1.0"
+from lmcache_store import __version__
+
+__all__ = ["__version__"]
 
 # In an engine's container this package is a folder on PYTHONPATH, and its dependencies are in a folder next
 # to it (tools/payload.py). That folder goes last, so that it hides none of the engine's own packages.

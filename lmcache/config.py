@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lmcache.common import options
 from lmcache.logging import init_logger
+from lmcache_store.common import options
 
 logger = init_logger(__name__)
 

@@ -15,8 +15,8 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache.common import sockets
-from lmcache.tiers.header import Buffer
+from lmcache_store.common import sockets
+from lmcache_store.tiers.header import Buffer
 
 MAX_KEY_LENGTH = 150  # bytes of UTF-8
 MAX_LENGTH = (1 << 31) - 1  # bytes of a payload

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from typing import Self  # Python 3.11
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+SOURCES = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "operator", REPOSITORY / "sidecar")))
+"""PYTHONPATH of processes that import this project."""
 _TAIL_LINES = 30
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lmcache.common.timing import TIMING, Timing
+from lmcache_store.common.timing import TIMING, Timing
 
 VARIABLE = "LMCACHE_TIMING"
 STANDARD = ""

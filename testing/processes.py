@@ -20,18 +20,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import redis
 
 from testing import deadlines
-from testing.child_process import REPOSITORY, ChildProcess, free_port, wait_until
+from testing.child_process import REPOSITORY, SOURCES, ChildProcess, free_port, wait_until
 from testing.engine import fork_server
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11
 
 BINARY = os.environ.get("LMCACHE_TEST_SERVER", "redis-server")
-_PYTHON_PATH = f"{REPOSITORY}:{REPOSITORY / 'sidecar'}"
 _SIDECAR = ("-m", "lmcache_sidecar")
 _fork_server = fork_server.ForkServer(
     "testing.imported",
-    lambda: {"PYTHONPATH": _PYTHON_PATH, "OPENBLAS_NUM_THREADS": "1"},
+    lambda: {"PYTHONPATH": SOURCES, "OPENBLAS_NUM_THREADS": "1"},
     shares_memory=False,
 )
 
@@ -219,7 +218,7 @@ class SidecarProcess(Server):
             for name, value in os.environ.items()
             if not name.startswith("LMCACHE_") or name == deadlines.VARIABLE
         }
-        environ |= {"PYTHONPATH": _PYTHON_PATH} | self.environment
+        environ |= {"PYTHONPATH": SOURCES} | self.environment
         is_plain = not self.prefix and not self.max_descriptors and self.program == _SIDECAR
         is_plain &= not any(name.startswith("PYTHON") for name in self.environment)
         arguments, cwd = ["serve", *flags], str(REPOSITORY)

@@ -9,9 +9,9 @@ from collections import Counter
 
 import numpy as np
 
-from lmcache.tiers.memory.contracts import Geometry
-from lmcache.tiers.memory.local import LocalStore
-from lmcache.tiers.memory.private import PrivateArena
+from lmcache_store.tiers.memory.contracts import Geometry
+from lmcache_store.tiers.memory.local import LocalStore
+from lmcache_store.tiers.memory.private import PrivateArena
 
 SLOT_BYTES = 4096
 NUM_KEYS = 96

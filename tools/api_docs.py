@@ -28,7 +28,7 @@ MODULES = (
     "lmcache.blend.retriever",
     "lmcache.blend.selection",
     "lmcache.engines.huggingface",
-    "lmcache.curves",
+    "lmcache_store.curves",
     "lmcache.logging",
 )
 _HEAD = """# The `lmcache` library

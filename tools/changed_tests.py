@@ -28,7 +28,8 @@ from tools.commits import default_base
 from tools.sources import ROOT
 
 PACKAGES = (
-    "lmcache", "lmcache_sidecar", "lmcache_operator", "testing", "tools", "benchmarks", "demo", "tests",
+    "lmcache", "lmcache_store", "lmcache_sidecar", "lmcache_operator", "testing", "tools", "benchmarks",
+    "demo", "tests",
 )  # fmt: skip
 MAX_INTEGRATION = 4
 PROCESSES = {
@@ -40,12 +41,12 @@ PROCESSES = {
     "lmcache/engines/sglang/": ("integration/test_sglang",),
     "lmcache/engines/vllm/": ("integration/test_vllm",),
     "lmcache/rpc/": ("integration/test_sidecar_data",),
-    "lmcache/tiers/disk/": ("integration/test_sidecar_disk",),
-    "lmcache/tiers/peers/": ("integration/test_peers",),
-    "lmcache/tiers/remote/": ("integration/test_sidecar_remote",),
+    "sidecar/lmcache_store/tiers/disk/": ("integration/test_sidecar_disk",),
+    "sidecar/lmcache_store/tiers/peers/": ("integration/test_peers",),
+    "sidecar/lmcache_store/tiers/remote/": ("integration/test_sidecar_remote",),
     "operator/": ("integration/test_operator",),
     "operator/lmcache_operator/components/injection/": ("integration/test_injection",),
-    "sidecar/": ("integration/test_sidecar_data", "integration/test_sidecar_process"),
+    "sidecar/lmcache_sidecar/": ("integration/test_sidecar_data", "integration/test_sidecar_process"),
     ".github/": ("unit/images/*",),
     "Makefile": ("unit/images/test_workflows",),
     "tools/": ("unit/images/*",),

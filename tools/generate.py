@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 
 from lmcache_operator.api.crd import render
-
 from tools import api_docs, dashboards, metrics_docs, resource_docs, stats_docs
 from tools.kube import schemas
 from tools.provenance import licences

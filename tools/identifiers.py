@@ -39,8 +39,9 @@ SENTENCE_WORDS = frozenset(("comes", "it", "others", "own", "stays"))
 """Words that the name of a test may contain, because it is a sentence with a subject and a verb."""
 ALLOWED = {
     ("operator", "last_seen"): "Kubernetes shows the time of an Event under this name",
-    ("lmcache", "kept_seconds"): "public parameter of lmcache.curves.Sampler",
+    ("sidecar", "kept_seconds"): "public parameter of lmcache_store.curves.Sampler",
     ("lmcache", "found"): "the rows that Index.find found, a type of the arena's contracts",
+    ("sidecar", "found"): "the rows that Index.find found, a type of the arena's contracts",
 }
 """Folders and names that contain a clipped word, each with the reason why the name is right there."""
 _WORD_START = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")

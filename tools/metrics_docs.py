@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from prometheus_client.metrics import MetricWrapperBase
+
 from lmcache_operator import metrics as operator_metrics
 from lmcache_sidecar import metrics as sidecar_metrics
 from lmcache_sidecar.explain.request_times import RequestHistograms
-from prometheus_client.metrics import MetricWrapperBase
-
 from tools import stats_docs
 from tools.sources import ROOT
 

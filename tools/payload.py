@@ -2,9 +2,9 @@
 
 The sidecar's image gives this folder to engines.
 
-    python -m tools.payload OUT [--part library] [--python 3.12 ...] [--platform x86_64-manylinux_2_28]
+    python -m tools.payload OUT [--part client] [--python 3.12 ...] [--platform x86_64-manylinux_2_28]
 
-    OUT/lmcache/                 the library; the engine's PYTHONPATH contains OUT
+    OUT/lmcache/ ...             our packages; the engine's PYTHONPATH contains OUT
     OUT/lmcache_bundled/cp312/   gRPC and Protobuf for that Python; `lmcache` appends it to sys.path, so that
                                  the engine's own packages take precedence
 
@@ -24,7 +24,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PINS = ROOT / "sidecar" / "requirements.txt"
-PARTS = ("library", "bundle")
+PARTS = ("client", "bundle")
+PACKAGES = ("lmcache", "sidecar/lmcache_store")
+"""Our packages in the payload, as folders of the checkout."""
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 PLATFORM = f"{platform.machine()}-manylinux_2_28"
 BUNDLED = ("grpcio", "protobuf", "typing-extensions")
@@ -40,12 +42,14 @@ def pins() -> list[str]:
     return [pinned[name] for name in BUNDLED]
 
 
-def copy_library(out: Path) -> None:
-    """Copy the library. All users can read the copy, with any umask of the checkout."""
+def copy_packages(out: Path, packages: Sequence[str] = PACKAGES) -> None:
+    """Copy packages of the checkout. All users can read the copies, with any umask of the checkout."""
     unwanted = shutil.ignore_patterns("__pycache__", "*.proto", "*.pyi")
-    shutil.copytree(ROOT / "lmcache", out / "lmcache", ignore=unwanted)
-    for path in [out / "lmcache", *(out / "lmcache").rglob("*")]:
-        path.chmod(0o755 if path.is_dir() else 0o644)
+    for package in packages:
+        copy = out / Path(package).name
+        shutil.copytree(ROOT / package, copy, ignore=unwanted)
+        for path in [copy, *copy.rglob("*")]:
+            path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def bundle(out: Path, python: str, target: str = PLATFORM) -> None:
@@ -68,8 +72,8 @@ def make(
 ) -> None:
     """Create parts of the payload in ``out``, which must not exist."""
     out.mkdir(parents=True)
-    if "library" in parts:
-        copy_library(out)
+    if "client" in parts:
+        copy_packages(out)
     if "bundle" in parts:
         for python in pythons:
             bundle(out, python, target)

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tools.cache import uv
-from tools.payload import copy_library
+from tools.payload import copy_packages
 
 ROOT = Path(__file__).resolve().parent.parent
 PINS = ROOT / "operator" / "requirements.txt"
@@ -36,6 +36,8 @@ PROGRAMS = {
     "kubectl-lmcache": "lmcache_operator.__main__",
     "kubectl_complete-lmcache": "lmcache_operator.completion",
 }
+PACKAGES = ("lmcache", "sidecar/lmcache_store", "operator/lmcache_operator")
+"""Our packages in the archives, as folders of the checkout."""
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 PLATFORMS = {
     "linux-amd64": "x86_64-manylinux_2_28",
@@ -156,9 +158,7 @@ def _make_common(common: Path, platform: str, python: str) -> None:
     if compiled := [*common.rglob("*.so"), *common.rglob("*.dylib")]:
         raise ValueError(f"{compiled[0].relative_to(common)} is compiled: add its package to COMPILED")
     subprocess.run([ROOT / "tools" / "images" / "slim.sh", common], check=True)
-    copy_library(common)
-    unwanted = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "operator" / "lmcache_operator", common / "lmcache_operator", ignore=unwanted)
+    copy_packages(common, PACKAGES)
 
 
 def _pinned() -> dict[str, str]:

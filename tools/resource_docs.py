@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import yaml
+
 from lmcache_operator.api import API_VERSION, KIND
 from lmcache_operator.api.fields import Field, Part, is_part
 from lmcache_operator.api.keywords import CLUSTER_NAME

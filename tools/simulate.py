@@ -21,9 +21,9 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmcache.common.units import format_size, parse_size
-from lmcache.curves import Lookup, MissRatioCurve, RecencyStack
-from lmcache.tiers.policy import LRU
+from lmcache_store.common.units import format_size, parse_size
+from lmcache_store.curves import Lookup, MissRatioCurve, RecencyStack
+from lmcache_store.tiers.policy import LRU
 
 
 class NoEviction(LRU):

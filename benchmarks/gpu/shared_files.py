@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from lmcache.tiers.memory.capacity import available_memory
+from lmcache_store.tiers.memory.capacity import available_memory
 
 FOLDER = Path("/dev/shm")
 

@@ -18,8 +18,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-import lmcache
-from lmcache.common.timing import TIMING
+import lmcache_store
 from lmcache.cuda.pin_status import PinStatus
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
@@ -27,8 +26,9 @@ from lmcache.rpc.errors import SidecarUnavailableError
 from lmcache.rpc.hello import ClientHello
 from lmcache.rpc.open_copies import OpenCopies
 from lmcache.rpc.session import Session, StoreCopier
-from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
-from lmcache.tiers.memory.slots import ENTRY_BYTES
+from lmcache_store.common.timing import TIMING
+from lmcache_store.tiers.memory.mapping import MappedColumn, MappedIndex
+from lmcache_store.tiers.memory.slots import ENTRY_BYTES
 
 _POPULATE_BYTES = 256 << 20
 """Bytes that are mapped at once, in a few 10 ms. Between two of these steps the stream can send."""
@@ -246,7 +246,7 @@ def hello_message(hello: ClientHello, client_uuid: bytes) -> pb.Hello:
     geometry = {name: fields.pop(name) for name in ("chunk_tokens", "num_columns")}
     return pb.Hello(
         protocol_version=service.PROTOCOL_VERSION,
-        client_version=lmcache.__version__,
+        client_version=lmcache_store.__version__,
         client_uuid=client_uuid,
         pid=os.getpid(),
         uid=os.getuid(),

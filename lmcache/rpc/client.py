@@ -25,7 +25,6 @@ from collections.abc import Callable
 
 import grpc
 
-from lmcache.common.backoff import Backoff
 from lmcache.cuda.pin_status import PinStatus
 from lmcache.rpc import service
 from lmcache.rpc.attachment import Attachment, OnRows, hello_message
@@ -34,6 +33,7 @@ from lmcache.rpc.hello import ClientHello
 from lmcache.rpc.lockfile import LockFile
 from lmcache.rpc.open_copies import OpenCopies
 from lmcache.rpc.session import Session, bounded
+from lmcache_store.common.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 

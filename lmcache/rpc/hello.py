@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from lmcache.kv_groups import KVGroup
+from lmcache_store.kv_groups import KVGroup
 
 
 class Role(enum.Enum):
@@ -70,7 +70,7 @@ class ClientHello:
     engine_uuid: bytes
     """16 bytes, the same in all processes of one engine instance."""
     namespace: bytes
-    """Namespace of the engine's keys, 32 bytes, see lmcache/keys.py."""
+    """Namespace of the engine's keys, 32 bytes, see sidecar/lmcache_store/keys.py."""
     chunk_tokens: int
     groups: tuple[KVGroup, ...]
     num_columns: int = 1

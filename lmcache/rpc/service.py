@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.message import Message
 
 from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.tiers.memory.contracts import Slot
+from lmcache_store.tiers.memory.contracts import Slot
 
 PROTOCOL_VERSION = 4
 """Version of the protocol, which changes if an old peer would misread a message; new fields don't count."""

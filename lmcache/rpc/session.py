@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import Message
 
-from lmcache.common.timing import TIMING
 from lmcache.rpc import errors, service
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.open_copies import OpenCopies
 from lmcache.rpc.times import RequestTimes
-from lmcache.tiers.base import ROW_KEY_BYTES
-from lmcache.tiers.memory.contracts import LookupResult, Reservation, Reserved, Slot
-from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
+from lmcache_store.common.timing import TIMING
+from lmcache_store.tiers.base import ROW_KEY_BYTES
+from lmcache_store.tiers.memory.contracts import LookupResult, Reservation, Reserved, Slot
+from lmcache_store.tiers.memory.mapping import MappedColumn, MappedIndex
 
 _MAX_BLOCKS = service.MAX_MESSAGE_BYTES // 8
 """Largest number of blocks in one message, of 4 bytes each."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from lmcache.protocol import MAX_LENGTH
 from lmcache.server.server import LMCacheServer
-from lmcache.tiers.errors import TierError
+from lmcache_store.tiers.errors import TierError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

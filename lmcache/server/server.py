@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from lmcache.logging import init_logger
 from lmcache.protocol import MAX_LENGTH, ClientMetaMessage, Constants, ServerMetaMessage, Stream
 from lmcache.server.server_storage_backend import CreateStorageBackend
-from lmcache.tiers.header import Buffer
+from lmcache_store.tiers.header import Buffer
 
 logger = init_logger(__name__)
 

@@ -12,10 +12,10 @@ from typing import TypeAlias
 
 import torch
 
-from lmcache import keys
 from lmcache.storage_backend import tensors
-from lmcache.tiers.base import RowKey
 from lmcache.utils import CacheEngineKey
+from lmcache_store import keys
+from lmcache_store.tiers.base import RowKey
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from lmcache.storage_backend.evictor.base_evictor import CacheDict
 from lmcache.storage_backend.mem_pool import KVObj
 from lmcache.storage_backend.queued_backend import QueuedBackend
 from lmcache.storage_backend.tensors import OutputPool
-from lmcache.tiers.base import RowKey
 from lmcache.utils import CacheEngineKey, DiskCacheMetadata
+from lmcache_store.tiers.base import RowKey
 
 
 class EvictingBackend(QueuedBackend):

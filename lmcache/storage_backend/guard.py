@@ -1,7 +1,7 @@
 """Protection around storage: turns faults of a medium into values, and refuses use after closing.
 
-A medium is a disk or a remote server. Its **circuit** is a circuit breaker (``lmcache.tiers.circuit``). After
-a fault, the circuit is open until a probe of the medium succeeds.
+A medium is a disk or a remote server. Its **circuit** is a circuit breaker (``lmcache_store.tiers.circuit``).
+After a fault, the circuit is open until a probe of the medium succeeds.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from lmcache.tiers.circuit import Circuit
-from lmcache.tiers.errors import TierUnavailableError
+from lmcache_store.tiers.circuit import Circuit
+from lmcache_store.tiers.errors import TierUnavailableError
 
 T = TypeVar("T")
 D = TypeVar("D")

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-from lmcache.common.units import ceil_div
 from lmcache.config import (
     LMCacheEngineConfig,
     LMCacheEngineMetadata,
@@ -27,9 +26,10 @@ from lmcache.storage_backend.guard import UseGate
 from lmcache.storage_backend.local_disk_backend import LMCLocalDiskBackend, save_disk
 from lmcache.storage_backend.mem_pool import KVObj, TorchArena
 from lmcache.storage_backend.tensors import usable_device
-from lmcache.tiers.base import RowKey
-from lmcache.tiers.memory.local import LocalStore
 from lmcache.utils import CacheEngineKey
+from lmcache_store.common.units import ceil_div
+from lmcache_store.tiers.base import RowKey
+from lmcache_store.tiers.memory.local import LocalStore
 
 __all__ = ["LMCLocalBackend", "LMCLocalDiskBackend", "LocalBackendEndSignal", "save_disk"]
 

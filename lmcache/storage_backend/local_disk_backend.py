@@ -16,12 +16,12 @@ from lmcache.storage_backend.chunks import ChunkSource, Keys
 from lmcache.storage_backend.evicting_backend import EvictingBackend
 from lmcache.storage_backend.guard import Guard
 from lmcache.storage_backend.serde.container import DESCRIPTION_BYTES, describe, described
-from lmcache.tiers.base import ObjectId, RowKey, StoredId
-from lmcache.tiers.disk.files import path_of
-from lmcache.tiers.disk.tier import DiskTier
-from lmcache.tiers.errors import DirectoryInUseError
-from lmcache.tiers.header import MAX_LABEL_BYTES
 from lmcache.utils import CacheEngineKey, DiskCacheMetadata
+from lmcache_store.tiers.base import ObjectId, RowKey, StoredId
+from lmcache_store.tiers.disk.files import path_of
+from lmcache_store.tiers.disk.tier import DiskTier
+from lmcache_store.tiers.errors import DirectoryInUseError
+from lmcache_store.tiers.header import MAX_LABEL_BYTES
 
 logger = init_logger(__name__)
 

@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 
-from lmcache.common.recent import Recent
 from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache.logging import init_logger
 from lmcache.storage_backend.chunks import Keys
@@ -19,8 +18,9 @@ from lmcache.storage_backend.connector import CreateConnector
 from lmcache.storage_backend.guard import Guard
 from lmcache.storage_backend.queued_backend import QueuedBackend
 from lmcache.storage_backend.serde import CreateSerde
-from lmcache.tiers.circuit import Circuit
 from lmcache.utils import CacheEngineKey
+from lmcache_store.common.recent import Recent
+from lmcache_store.tiers.circuit import Circuit
 
 logger = init_logger(__name__)
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from lmcache.common import nontemporal
 from lmcache.logging import init_logger
+from lmcache_store.common import nontemporal
 
 logger = init_logger(__name__)
 
@@ -49,8 +49,8 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy ``source`` into ``target``, of the same shape and dtype, without holding the GIL.
 
     On the host, the calling thread copies, past the processor's caches if possible
-    (``lmcache.common.nontemporal``). torch would start a team of threads for every piece. The team costs more
-    than it saves, and stalls as soon as another program uses one of its cores.
+    (``lmcache_store.common.nontemporal``). torch would start a team of threads for every piece. The team
+    costs more than it saves, and stalls as soon as another program uses one of its cores.
     """
     width = _SAME_SIZE.get(target.dtype.itemsize)  # None: complex128
     if not (width and target.device.type == source.device.type == "cpu" and target.dtype == source.dtype):

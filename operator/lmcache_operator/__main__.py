@@ -12,7 +12,6 @@ from importlib import import_module
 from itertools import chain
 from pathlib import Path
 
-from lmcache.logging import set_up
 from lmcache_operator import __version__
 from lmcache_operator.api import KIND
 from lmcache_operator.api.documents import dump
@@ -32,6 +31,7 @@ from lmcache_operator.specs.names import (
     SIDECAR,
     STOCK_IMAGES,
 )
+from lmcache_store.common.logs import set_up
 
 _EXIT_USAGE, _EXIT_LEASE_LOST = 2, 3
 

@@ -19,8 +19,8 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
-from lmcache.common.backoff import Backoff
 from lmcache_operator.errors import OperatorError
+from lmcache_store.common.backoff import Backoff
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-import lmcache
-from lmcache.common.options import describe
-from lmcache.logging import FloodFilter, set_up
+import lmcache_store
 from lmcache_sidecar import config as configuration
 from lmcache_sidecar.config import ConfigError, Reading
 from lmcache_sidecar.explain import command as explain
 from lmcache_sidecar.tenants import print_salt_hash
+from lmcache_store.common.logs import FloodFilter, set_up
+from lmcache_store.common.options import describe
 
 _PR_SET_PDEATHSIG = 1
 _SERVE = """\
@@ -42,7 +42,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(command: str = "") -> argparse.ArgumentParser:
     parser = _Parser(prog="lmcache-sidecar", description="The KV-cache sidecar of an LLM engine.")
-    parser.add_argument("--version", action="version", version=f"lmcache-sidecar {lmcache.__version__}")
+    parser.add_argument("--version", action="version", version=f"lmcache-sidecar {lmcache_store.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="run the sidecar", allow_abbrev=False)
     describe(serve, _SERVE, _EXIT)

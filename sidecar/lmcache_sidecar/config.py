@@ -13,11 +13,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lmcache.common import options
-from lmcache.common.units import parse_size
 from lmcache.rpc.service import DEFAULT_SOCKET, check_socket_path
-from lmcache.tiers.peers.limits import MIN_BYTES_PER_SECOND
-from lmcache.tiers.remote.address import Address, Kind, Tls
+from lmcache_store.common import options
+from lmcache_store.common.units import parse_size
+from lmcache_store.tiers.peers.limits import MIN_BYTES_PER_SECOND
+from lmcache_store.tiers.remote.address import Address, Kind, Tls
 
 
 class ConfigError(Exception):

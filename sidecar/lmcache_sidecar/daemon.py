@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from http import HTTPStatus
 
-import lmcache
+import lmcache_store
 from lmcache.rpc import service
 from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.config import Config, ConfigError, Reading
@@ -47,7 +47,7 @@ FIGURES: tuple[Figure[Daemon], ...] = (
         "1 if engines can attach; otherwise /readyz gives the reason",
         lambda daemon: not daemon.not_ready_reason,
     ),
-    Figure("build_info", "1; the label has the version", lambda _: {lmcache.__version__: 1}, "version"),
+    Figure("build_info", "1; the label has the version", lambda _: {lmcache_store.__version__: 1}, "version"),
 )
 
 
@@ -127,7 +127,7 @@ class Daemon:
         self._reason = ""
         logger.info(
             "LMCache sidecar %s serves %s: arena %s of %d bytes, http port %d",
-            lmcache.__version__, config.socket, config.arena_path, config.memory_size, self._http_port,
+            lmcache_store.__version__, config.socket, config.arena_path, config.memory_size, self._http_port,
         )  # fmt: skip
         return True
 
@@ -215,7 +215,7 @@ class Daemon:
 
     def _stats(self) -> list[Part]:
         facts = {
-            "version": lmcache.__version__,
+            "version": lmcache_store.__version__,
             "protocol_version": service.PROTOCOL_VERSION,
             "pid": os.getpid(),
             "time": round(time.time(), 3),

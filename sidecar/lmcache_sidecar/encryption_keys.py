@@ -1,7 +1,8 @@
 """The encryption keys of one tier, in a directory that the sidecar re-reads while it runs.
 
-In a pod, the directory is a mounted Secret. ``lmcache.tiers.encryption.keys`` describes its files. Only this
-module of the sidecar imports the cipher, so that the package ``cryptography`` is not loaded without need.
+In a pod, the directory is a mounted Secret. ``lmcache_store.tiers.encryption.keys`` describes its files. Only
+this module of the sidecar imports the cipher, so that the package ``cryptography`` is not loaded without
+need.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lmcache.tiers.encryption.aes import AesGcm
-from lmcache.tiers.encryption.keys import Keys, WriteVersions, parse_keys
 from lmcache_sidecar.config import ConfigError
 from lmcache_sidecar.watched_files import Followed
+from lmcache_store.tiers.encryption.aes import AesGcm
+from lmcache_store.tiers.encryption.keys import Keys, WriteVersions, parse_keys
 
 logger = logging.getLogger(__name__)
 

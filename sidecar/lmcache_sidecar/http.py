@@ -19,7 +19,7 @@ from email.utils import formatdate
 from http import HTTPStatus
 from typing import NamedTuple
 
-from lmcache.common.timing import TIMING
+from lmcache_store.common.timing import TIMING
 
 logger = logging.getLogger(__name__)
 

@@ -8,18 +8,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lmcache.tiers.base import LowerTier
-from lmcache.tiers.disk.tier import DiskTier
-from lmcache.tiers.errors import NoKeyError, TierError
-from lmcache.tiers.peers.tier import PeersTier
-from lmcache.tiers.remote.address import DEFAULT_PREFIX, Address
-from lmcache.tiers.remote.tier import RemoteTier
-from lmcache.tiers.stats import TieredStats
 from lmcache_sidecar.config import Config, ConfigError
 from lmcache_sidecar.peer_rows import TIER_NAME
 from lmcache_sidecar.peers import PeersFile, passwords_of
 from lmcache_sidecar.shards import ShardsFile
 from lmcache_sidecar.watched_files import FollowedFile
+from lmcache_store.tiers.base import LowerTier
+from lmcache_store.tiers.disk.tier import DiskTier
+from lmcache_store.tiers.errors import NoKeyError, TierError
+from lmcache_store.tiers.peers.tier import PeersTier
+from lmcache_store.tiers.remote.address import DEFAULT_PREFIX, Address
+from lmcache_store.tiers.remote.tier import RemoteTier
+from lmcache_store.tiers.stats import TieredStats
 
 if TYPE_CHECKING:
     from lmcache_sidecar.encryption_keys import KeysDirectory

@@ -9,12 +9,12 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as NotYet
 from typing import TypeVar
 
-from lmcache.common.timing import TIMING
-from lmcache.tiers.base import ObjectId, RowKey
-from lmcache.tiers.memory.contracts import Slot
-from lmcache.tiers.peers.tier import PeersTier
-from lmcache.tiers.remote.address import parse_endpoints
-from lmcache.tiers.tiered.store import TieredStore
+from lmcache_store.common.timing import TIMING
+from lmcache_store.tiers.base import ObjectId, RowKey
+from lmcache_store.tiers.memory.contracts import Slot
+from lmcache_store.tiers.peers.tier import PeersTier
+from lmcache_store.tiers.remote.address import parse_endpoints
+from lmcache_store.tiers.tiered.store import TieredStore
 
 T = TypeVar("T")
 

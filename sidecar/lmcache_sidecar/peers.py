@@ -14,16 +14,16 @@ import logging
 import time
 from collections.abc import Callable
 
-from lmcache.common.options import read_yaml
-from lmcache.tiers.base import LowerTier
-from lmcache.tiers.peers.server import PeerServer
-from lmcache.tiers.peers.tier import PeersTier
-from lmcache.tiers.remote.address import DEFAULT_PREFIX, parse_endpoints
-from lmcache.tiers.tiered.store import TieredStore
 from lmcache_sidecar.config import Config, ConfigError
 from lmcache_sidecar.peer_rows import PeerRows
 from lmcache_sidecar.shards import endpoints_of, warn_of_unknown
 from lmcache_sidecar.watched_files import FollowedFile
+from lmcache_store.common.options import read_yaml
+from lmcache_store.tiers.base import LowerTier
+from lmcache_store.tiers.peers.server import PeerServer
+from lmcache_store.tiers.peers.tier import PeersTier
+from lmcache_store.tiers.remote.address import DEFAULT_PREFIX, parse_endpoints
+from lmcache_store.tiers.tiered.store import TieredStore
 
 logger = logging.getLogger(__name__)
 

@@ -24,10 +24,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from lmcache.common.units import format_size
 from lmcache_sidecar.copiers.copier import SidecarCopier
 from lmcache_sidecar.sessions import Sessions
 from lmcache_sidecar.watched_files import SizeFile
+from lmcache_store.common.units import format_size
 
 logger = logging.getLogger(__name__)
 

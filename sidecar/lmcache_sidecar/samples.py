@@ -15,14 +15,14 @@ from urllib.parse import parse_qsl
 
 import numpy as np
 
-from lmcache.common.units import ceil_div
-from lmcache.curves import HASHES, Sampler
-from lmcache.tiers.base import KEY_BYTES
-from lmcache.tiers.memory.contracts import Chains
-from lmcache.tiers.stats import counter, counters
 from lmcache_sidecar.clients.registry import Client, Clients
 from lmcache_sidecar.clients.validation import Peer
 from lmcache_sidecar.explain.sources import NAMES, loaded_tokens
+from lmcache_store.common.units import ceil_div
+from lmcache_store.curves import HASHES, Sampler
+from lmcache_store.tiers.base import KEY_BYTES
+from lmcache_store.tiers.memory.contracts import Chains
+from lmcache_store.tiers.stats import counter, counters
 
 _VERSION = 1
 """Version of the answer; it changes when a reader would misread the new format."""

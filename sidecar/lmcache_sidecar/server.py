@@ -26,7 +26,6 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from lmcache.common.timing import TIMING
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache_sidecar.calls import CallStats
@@ -34,6 +33,7 @@ from lmcache_sidecar.clients.registry import MAX_CLIENTS, Client
 from lmcache_sidecar.clients.validation import CallRefusedError, invalid, parse_pinned
 from lmcache_sidecar.config import ConfigError
 from lmcache_sidecar.sessions import Sessions, store_copier
+from lmcache_store.common.timing import TIMING
 
 logger = logging.getLogger(__name__)
 

@@ -7,14 +7,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-import lmcache
+import lmcache_store
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
-from lmcache.tiers.errors import ArenaError, StaleSlotError
-from lmcache.tiers.memory.arena import ArenaFile
-from lmcache.tiers.memory.contracts import Geometry, Slot
-from lmcache.tiers.memory.kernel_pages import reason_not_pinnable
-from lmcache.tiers.tiered.store import TieredStore
 from lmcache_sidecar.clients import offers, validation
 from lmcache_sidecar.clients.registry import Client, Clients
 from lmcache_sidecar.clients.validation import precondition
@@ -23,6 +18,11 @@ from lmcache_sidecar.explain.causes import Causes, Scheduled, find_blocking
 from lmcache_sidecar.explain.requests import Engine
 from lmcache_sidecar.explain.sources import find_sources
 from lmcache_sidecar.samples import Samples
+from lmcache_store.tiers.errors import ArenaError, StaleSlotError
+from lmcache_store.tiers.memory.arena import ArenaFile
+from lmcache_store.tiers.memory.contracts import Geometry, Slot
+from lmcache_store.tiers.memory.kernel_pages import reason_not_pinnable
+from lmcache_store.tiers.tiered.store import TieredStore
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class Sessions:
         copier = store_copier(client)
         return pb.Attached(
             protocol_version=service.PROTOCOL_VERSION,
-            server_version=lmcache.__version__,
+            server_version=lmcache_store.__version__,
             epoch=client.epoch,
             store_copier=copier.store_copier,
             copier_reason=copier.reason,

@@ -18,11 +18,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from lmcache.common.options import read_yaml, unknown_keys
-from lmcache.tiers.remote.address import Endpoint, parse_endpoints
-from lmcache.tiers.remote.tier import RemoteTier
-from lmcache.tiers.remote.topology import ShardList
 from lmcache_sidecar.watched_files import FollowedFile
+from lmcache_store.common.options import read_yaml, unknown_keys
+from lmcache_store.tiers.remote.address import Endpoint, parse_endpoints
+from lmcache_store.tiers.remote.tier import RemoteTier
+from lmcache_store.tiers.remote.topology import ShardList
 
 logger = logging.getLogger(__name__)
 

@@ -11,15 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lmcache.rpc import service
-from lmcache.tiers.errors import ArenaError
-from lmcache.tiers.memory.arena import ArenaFile
-from lmcache.tiers.memory.capacity import volume_bytes
-from lmcache.tiers.memory.kernel_pages import reason_not_pinnable
-from lmcache.tiers.peers.server import PeerServer
-from lmcache.tiers.stats import MemoryStats
-from lmcache.tiers.tiered.history import ChunkHistory
-from lmcache.tiers.tiered.store import Admit, TieredStore
-from lmcache.tiers.tiered.tasks import Tasks
 from lmcache_sidecar import stats
 from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.clients.registry import Clients
@@ -38,6 +29,15 @@ from lmcache_sidecar.stats import Part
 from lmcache_sidecar.tenant_stats import tenants_part
 from lmcache_sidecar.tenants import TenantsFile
 from lmcache_sidecar.watched_files import SizeFile
+from lmcache_store.tiers.errors import ArenaError
+from lmcache_store.tiers.memory.arena import ArenaFile
+from lmcache_store.tiers.memory.capacity import volume_bytes
+from lmcache_store.tiers.memory.kernel_pages import reason_not_pinnable
+from lmcache_store.tiers.peers.server import PeerServer
+from lmcache_store.tiers.stats import MemoryStats
+from lmcache_store.tiers.tiered.history import ChunkHistory
+from lmcache_store.tiers.tiered.store import Admit, TieredStore
+from lmcache_store.tiers.tiered.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,8 @@
 """Statistics of the sidecar: facts for people, and figures that are also metrics.
 
 Each figure is declared once, with its name and a description: gauges here, counters where they are counted
-(``lmcache.tiers.stats``). The declarations produce ``/stats``, ``/metrics`` and docs/reference/stats.md.
+(``lmcache_store.tiers.stats``). The declarations produce ``/stats``, ``/metrics`` and
+docs/reference/stats.md.
 """
 
 from __future__ import annotations
@@ -18,15 +19,6 @@ from typing import Any, Generic, TypeVar
 
 from lmcache.cuda.pin_status import PinStatus
 from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.tiers.base import LowerTier
-from lmcache.tiers.memory.arena import ArenaFile
-from lmcache.tiers.memory.contracts import Arena
-from lmcache.tiers.memory.tier import MemoryTier
-from lmcache.tiers.peers.server import PeerServer, PeerServerStats
-from lmcache.tiers.peers.tier import PeersTier
-from lmcache.tiers.remote.tier import RemoteTier
-from lmcache.tiers.stats import MemoryStats, TieredStats
-from lmcache.tiers.tiered.tier_worker import TierWorker
 from lmcache_sidecar.clients.registry import Client
 from lmcache_sidecar.copiers.copier import Mode
 from lmcache_sidecar.copiers.jobs import CopyStats
@@ -36,6 +28,15 @@ from lmcache_sidecar.lower_tiers import TierHandle
 from lmcache_sidecar.resizing import Resizer
 from lmcache_sidecar.samples import LookupStats, Samples
 from lmcache_sidecar.sessions import Sessions
+from lmcache_store.tiers.base import LowerTier
+from lmcache_store.tiers.memory.arena import ArenaFile
+from lmcache_store.tiers.memory.contracts import Arena
+from lmcache_store.tiers.memory.tier import MemoryTier
+from lmcache_store.tiers.peers.server import PeerServer, PeerServerStats
+from lmcache_store.tiers.peers.tier import PeersTier
+from lmcache_store.tiers.remote.tier import RemoteTier
+from lmcache_store.tiers.stats import MemoryStats, TieredStats
+from lmcache_store.tiers.tiered.tier_worker import TierWorker
 
 T = TypeVar("T")
 
@@ -152,7 +153,7 @@ def pin_problem(sessions: Sessions) -> str:
 
 
 def _benefit_facts(causes: Causes) -> dict[str, Any]:
-    """Return what ``lmcache.explain.benefit`` needs and what is no metric, or a histogram there."""
+    """Return what ``lmcache_store.explain.benefit`` needs and what is no metric, or a histogram there."""
     times = causes.times
     return {
         "first_tokens": causes.benefit.first_tokens,

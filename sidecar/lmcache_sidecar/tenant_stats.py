@@ -10,15 +10,15 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from lmcache.explain.causes import num_computed
-from lmcache.tenant_names import DEFAULT_NAME
-from lmcache.tiers.base import BoundedTier
-from lmcache.tiers.budgets import Budget
-from lmcache.tiers.memory.tier import MemoryTier
-from lmcache.tiers.stats import MemoryStats
 from lmcache_sidecar.explain.causes import CauseStats
 from lmcache_sidecar.stats import Figure, Part, read, slot_bytes
 from lmcache_sidecar.tenants import TenantsFile
+from lmcache_store.causes import num_computed
+from lmcache_store.tenant_names import DEFAULT_NAME
+from lmcache_store.tiers.base import BoundedTier
+from lmcache_store.tiers.budgets import Budget
+from lmcache_store.tiers.memory.tier import MemoryTier
+from lmcache_store.tiers.stats import MemoryStats
 
 _NO_CAUSES: Mapping[str, CauseStats] = {}
 
@@ -150,7 +150,7 @@ def tenants_part(
 
 
 def _causes(stats: CauseStats) -> dict[str, object]:
-    """Return what ``lmcache.explain.merge`` needs. As metrics, they would be tenants times causes."""
+    """Return what ``lmcache_store.explain.merge`` needs. As metrics, they would be tenants times causes."""
     return {
         "prompt_tokens": stats.prompt_tokens,
         "cause_tokens": dict(stats.cause_tokens),

@@ -29,15 +29,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from lmcache import keys
-from lmcache.common import options
-from lmcache.common.options import read_yaml
-from lmcache.common.recent import Recent
-from lmcache.common.units import parse_size
-from lmcache.tenant_names import DEFAULT_NAME, MAX_CHARACTERS, MAX_NAMED, is_name
-from lmcache.tiers.budgets import Budget, Budgets, SaltedBudgets
 from lmcache_sidecar.config import ConfigError, read_text
 from lmcache_sidecar.watched_files import FollowedFile
+from lmcache_store import keys
+from lmcache_store.common import options
+from lmcache_store.common.options import read_yaml
+from lmcache_store.common.recent import Recent
+from lmcache_store.common.units import parse_size
+from lmcache_store.tenant_names import DEFAULT_NAME, MAX_CHARACTERS, MAX_NAMED, is_name
+from lmcache_store.tiers.budgets import Budget, Budgets, SaltedBudgets
 
 logger = logging.getLogger(__name__)
 

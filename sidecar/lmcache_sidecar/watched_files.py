@@ -10,8 +10,8 @@ import logging
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
-from lmcache.common.units import format_size, parse_size
 from lmcache_sidecar.config import ConfigError, read_text
+from lmcache_store.common.units import format_size, parse_size
 
 logger = logging.getLogger(__name__)
 

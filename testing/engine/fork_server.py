@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lmcache.common.timing import TIMING
+from lmcache_store.common.timing import TIMING
 from testing import deadlines
 from testing.engine import gpu
 from testing.engine.environment import ENVIRONMENT

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from testing.child_process import REPOSITORY, ChildProcess, answers, wait_readable
+from testing.child_process import REPOSITORY, SOURCES, ChildProcess, answers, wait_readable
 from testing.engine import fork_server, gpu
 from testing.engine.environment import ENVIRONMENT
 from testing.engine.tiny_model import tiny_model
@@ -109,7 +109,7 @@ class EngineProcess(ChildProcess):
     """A vLLM engine in a child process, which ``child.py`` steps. A context manager."""
 
     child: Sequence[str | Path] = ("-m", CHILD)
-    python_path: str | Path = REPOSITORY
+    python_path: Path | None = None
 
     def __init__(
         self,
@@ -132,20 +132,23 @@ class EngineProcess(ChildProcess):
             args["kv_transfer_config"] = connector
         child_reads, self._commands = os.pipe()
         self._answers, child_writes = os.pipe()
-        variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": _python_path(self.python_path)}
+        variables |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "PYTHONPATH": _python_path(self.python_path or SOURCES),
+        }
         variables |= environment or {}
         is_standard = not prefix and self.child == EngineProcess.child
         server = fork_server.of_engines(variables.get(gpu.VARIABLE))
         if is_standard and server is not None and fork_server.is_allowed():
             ends = child_reads, child_writes
-            cwd = str(self.python_path)
+            cwd = str(self.python_path or REPOSITORY)
             copy = server.start(CHILD, [json.dumps(args)], log, cwd=cwd, env=variables, pass_fds=ends)
             self.adopt(copy)
         else:
             command = [*prefix, sys.executable, *self.child, child_reads, child_writes, json.dumps(args)]
             self.spawn(
                 [*map(str, command)],
-                cwd=self.python_path,
+                cwd=self.python_path or REPOSITORY,
                 env=variables,
                 pass_fds=(child_reads, child_writes),
             )
@@ -300,7 +303,7 @@ class ServedEngine(ChildProcess):
         variables = {
             **os.environ,
             **ENVIRONMENT,
-            "PYTHONPATH": _python_path(REPOSITORY),
+            "PYTHONPATH": _python_path(SOURCES),
             **(environment or {}),
         }
         # The engine core and the workers are in the server's process group, and may outlive the server.

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from testing.child_process import REPOSITORY
+from testing.child_process import REPOSITORY, SOURCES
 from tools.cache import cached_directory, uv
 
 SIMULATED = (
@@ -87,7 +87,7 @@ def run_tests(version: str) -> int:
     tests = (*SIMULATED, *(ENGINES if has_kernels else GPU_RUNNER))
     command = [sys.executable, "-m", "pytest", "-q", *tests]
     command += [] if has_kernels else ["-k", f"not {NEEDS_KERNELS}"]
-    paths = {"LMCACHE_TEST_VLLM": path, "PYTHONPATH": os.pathsep.join([path, str(REPOSITORY)])}
+    paths = {"LMCACHE_TEST_VLLM": path, "PYTHONPATH": os.pathsep.join([path, SOURCES])}
     check = f"import vllm; assert vllm.__version__ == {version!r}, vllm.__version__"
     subprocess.run([sys.executable, "-c", check], env={**os.environ, **paths}, check=True)
     return subprocess.run(command, cwd=REPOSITORY, env={**os.environ, **paths}).returncode

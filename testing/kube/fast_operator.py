@@ -23,7 +23,6 @@ from lmcache_operator.autoscaling.policy import decide as deciding
 from lmcache_operator.autoscaling.policy.state import Decision, Measurements, State
 from lmcache_operator.autoscaling.policy.tier import Tier
 from lmcache_operator.components.remote import remote, shards
-
 from testing.workloads.clock import Clock
 
 MARK = "DECISION "

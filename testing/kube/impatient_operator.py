@@ -12,8 +12,7 @@ import os
 import sys
 
 from lmcache_operator.__main__ import main
-
-from lmcache.common.backoff import Backoff
+from lmcache_store.common.backoff import Backoff
 
 WAIT = Backoff(base=0.5, cap=4.0)
 

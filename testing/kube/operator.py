@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-from testing.child_process import ChildProcess, free_ports
+from testing.child_process import SOURCES, ChildProcess, free_ports
 from testing.kube.api import wait_for
 from testing.kube.cluster import Cluster
 
@@ -89,7 +89,7 @@ class Operator(ChildProcess):
         token = self._plane.service_account_token(namespace, name)
         self.token = token_id(token)
         argv = [sys.executable, *self._program, "run", *self._flags]
-        env = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "operator")]), "PYTHONUNBUFFERED": "1"}
+        env = {"PYTHONPATH": SOURCES, "PYTHONUNBUFFERED": "1"}
         env["POD_NAME"] = self.log_path.parent.name
         if os.getuid() == 0:
             token_file = self.log_path.with_suffix(".token")

@@ -15,7 +15,6 @@ from typing import Any
 
 from lmcache_operator.components.remote.shards import Shards
 from lmcache_operator.specs import names, paths
-
 from testing.child_process import ChildProcess, wait_until
 from testing.kube.api import Api, ApiError, Object
 from testing.kube.pod_processes import PodProcesses

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lmcache_operator.specs import names
-
 from testing.kube.api import Api, Object
 from testing.kube.pod_processes import PodProcesses
 from testing.processes import SidecarProcess

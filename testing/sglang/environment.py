@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from testing.child_process import REPOSITORY
+from testing.child_process import REPOSITORY, SOURCES
 from testing.packages import installed, run
 from tools.cache import exclusive
 
@@ -61,7 +61,7 @@ def prepare() -> None:
 def variables() -> dict[str, str]:
     """Return the environment variables of SGLang's processes. Child processes inherit them."""
     return {
-        "PYTHONPATH": os.pathsep.join(map(str, (CPU, package(), REPOSITORY))),
+        "PYTHONPATH": os.pathsep.join(map(str, (CPU, package(), SOURCES))),
         "TORCH_EXTENSIONS_DIR": str(extensions()),
         "TORCHDYNAMO_DISABLE": "1",  # otherwise the first prompt of a process compiles for seconds
         "HF_HUB_OFFLINE": "1",

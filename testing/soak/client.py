@@ -17,13 +17,13 @@ import uuid
 from collections import Counter
 from pathlib import Path
 
-from lmcache.kv_groups import KVGroup
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.errors import SidecarError
 from lmcache.rpc.hello import ClientHello, Role
 from lmcache.rpc.session import Scheduled, Session
-from lmcache.tiers.base import ROW_KEY_BYTES
-from lmcache.tiers.memory.contracts import Slot
+from lmcache_store.kv_groups import KVGroup
+from lmcache_store.tiers.base import ROW_KEY_BYTES
+from lmcache_store.tiers.memory.contracts import Slot
 from testing.soak import rows
 
 WRONG_STATUS = 3

@@ -10,8 +10,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from lmcache.curves import answers
-from lmcache.explain.causes import CAUSES, num_computed
+from lmcache_store.causes import CAUSES, num_computed
+from lmcache_store.curves import answers
 from testing.soak.rows import TENANTS
 
 _MAX_REQUESTS = 100

@@ -7,8 +7,8 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-from lmcache import keys
-from lmcache.tiers.base import ROW_KEY_BYTES
+from lmcache_store import keys
+from lmcache_store.tiers.base import ROW_KEY_BYTES
 
 NAMESPACE = hashlib.sha256(b"soak").digest()
 CHUNK_TOKENS, BLOCK_TOKENS = 256, 16

@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Self
 
-from lmcache import keys
-from testing.child_process import REPOSITORY, ChildProcess
+from lmcache_store import keys
+from testing.child_process import REPOSITORY, SOURCES, ChildProcess
 from testing.processes import RedisProcess, SidecarProcess
 from testing.soak.rows import SALTS
 
@@ -53,7 +53,7 @@ class Client(ChildProcess):
         self._num_starts += 1
         seed = 1000 * self._number + self._num_starts
         environment = os.environ | {
-            "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'sidecar'}",
+            "PYTHONPATH": SOURCES,
             "OMP_NUM_THREADS": "1",
         }
         command = [

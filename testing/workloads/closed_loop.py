@@ -13,8 +13,7 @@ from lmcache_operator.autoscaling.policy.decide import DECIDE_SECONDS, decide
 from lmcache_operator.autoscaling.policy.state import Decision, Obstacle, State
 from lmcache_operator.autoscaling.policy.tier import GIB, Prices, Service, Tier, memory_tier
 from lmcache_operator.autoscaling.policy.traffic import Traffic
-
-from lmcache.curves import HASHES, Lookup, MissRatioCurve
+from lmcache_store.curves import HASHES, Lookup, MissRatioCurve
 from testing.workloads import tiers
 from testing.workloads.requests import KV_BYTES_PER_TOKEN, Request, Workload, row_hash
 

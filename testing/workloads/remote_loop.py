@@ -9,8 +9,7 @@ from lmcache_operator.autoscaling.policy.decide import FAST_HALF_LIFE, decide
 from lmcache_operator.autoscaling.policy.state import Decision, State
 from lmcache_operator.autoscaling.policy.tier import GIB, Service, remote_tier
 from lmcache_operator.autoscaling.policy.traffic import Traffic
-
-from lmcache.curves import Window
+from lmcache_store.curves import Window
 from testing.workloads import tiers
 from testing.workloads.closed_loop import TICK, Loop, Moment, Run, Setup
 

@@ -13,12 +13,12 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from lmcache.kv_groups import KVGroup
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.hello import ClientHello, Role
 from lmcache.rpc.session import Scheduled, Session
 from lmcache.rpc.times import RequestTimes
-from lmcache.tiers.base import ROW_KEY_BYTES
+from lmcache_store.kv_groups import KVGroup
+from lmcache_store.tiers.base import ROW_KEY_BYTES
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 from testing.workloads.clock import Clock

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmcache.curves import HASHES, Sampler
+from lmcache_store.curves import HASHES, Sampler
 from testing.workloads.requests import KV_BYTES_PER_TOKEN, Request, Workload
 from testing.workloads.tiers import Service
 

@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from lmcache_operator.autoscaling.policy.report import restore
 
+from lmcache_operator.autoscaling.policy.report import restore
 from testing.child_process import REPOSITORY
 from testing.kube.api import Object
 from testing.kube.operator import CLUSTERS, SYSTEM_NAMESPACE

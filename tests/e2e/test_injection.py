@@ -1,7 +1,6 @@
 """A Deployment that existed before: with one label its pods get a cache, and hit."""
 
 from lmcache_operator.components.injection.pods import OUTCOME
-
 from testing.kube.operator import CLUSTERS
 from testing.node import app
 from tests.harness.injected import InjectedPods

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
-from lmcache_operator.components.injection.pods import OUTCOME
 
+from lmcache_operator.components.injection.pods import OUTCOME
 from testing.kube.operator import CLUSTERS
 from testing.node import sglang
 from testing.node.app import NAMESPACE, App

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmcache import keys
+from lmcache_store import keys
 from testing.kube.operator import CLUSTERS
 from testing.node.app import NAMESPACE, READY_SECONDS, App
 from testing.node.pods import Completion, Pod

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from testing.child_process import REPOSITORY
+from testing.child_process import REPOSITORY, SOURCES
 from testing.packages import installed
 from tools.cache import cache_root
 
@@ -28,10 +28,9 @@ def package() -> Path:
 
 def variables() -> dict[str, str]:
     """Return the environment variables of a process that fuzzes."""
-    paths = (REPOSITORY, REPOSITORY / "operator", REPOSITORY / "sidecar", package())
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith("LMCACHE_")},
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "PYTHONPATH": f"{SOURCES}{os.pathsep}{package()}",
         "PYTHONHASHSEED": "0",  # so that a crash repeats
     }
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterable
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.encryption.aes import AesGcm
-from lmcache.tiers.encryption.pieces import Place
-from lmcache.tiers.header import Buffer, parse
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.encryption.aes import AesGcm
+from lmcache_store.tiers.encryption.pieces import Place
+from lmcache_store.tiers.header import Buffer, parse
 
 
 class RecordedCipher(AesGcm):

@@ -1,8 +1,8 @@
 """Memory tiers over arenas of files, and what clients map of them."""
 
-from lmcache.tiers.memory.arena import ArenaFile
-from lmcache.tiers.memory.mapping import MappedColumn, MappedIndex
-from lmcache.tiers.memory.tier import MemoryTier
+from lmcache_store.tiers.memory.arena import ArenaFile
+from lmcache_store.tiers.memory.mapping import MappedColumn, MappedIndex
+from lmcache_store.tiers.memory.tier import MemoryTier
 
 
 def tier_over(arena: ArenaFile) -> MemoryTier:

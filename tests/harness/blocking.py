@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 import torch
 
-from lmcache.common.timing import TIMING, Timing
 from lmcache.engines.core.blocking import BlockingAccess, EngineRequest, Limits
 from lmcache.engines.core.copier import CpuCopier, RowLoad
 from lmcache.engines.core.jobs import EngineIdentity
 from lmcache.engines.core.layout import Layout
-from lmcache.kv_groups import GroupKind, KVGroup
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.hello import ClientHello, Role
 from lmcache.rpc.session import Session
+from lmcache_store.common.timing import TIMING, Timing
+from lmcache_store.kv_groups import GroupKind, KVGroup
 from testing.processes import SidecarProcess
 from tests.harness.wire import NAMESPACE, attached, make_hello, usable
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from lmcache.kv_groups import KVGroup
-from lmcache.tiers.memory.contracts import Chains
+from lmcache_store.kv_groups import KVGroup
+from lmcache_store.tiers.memory.contracts import Chains
 
 CHUNK_TOKENS = 256
 

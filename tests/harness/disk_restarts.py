@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lmcache.tiers.disk.tier import DiskTier
-from lmcache.tiers.encryption.pieces import Cipher
+from lmcache_store.tiers.disk.tier import DiskTier
+from lmcache_store.tiers.encryption.pieces import Cipher
 from tests.harness.disk_world import PAGE
 
 

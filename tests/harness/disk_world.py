@@ -9,13 +9,13 @@ from unittest import mock
 
 import pytest
 
-from lmcache.tiers.base import ObjectId, StoredId
-from lmcache.tiers.circuit import Circuit
-from lmcache.tiers.disk import file_formats as disk_formats
-from lmcache.tiers.disk import files as disk_files
-from lmcache.tiers.disk.files import path_of
-from lmcache.tiers.disk.tier import DiskTier
-from lmcache.tiers.encryption.pieces import stored_key
+from lmcache_store.tiers.base import ObjectId, StoredId
+from lmcache_store.tiers.circuit import Circuit
+from lmcache_store.tiers.disk import file_formats as disk_formats
+from lmcache_store.tiers.disk import files as disk_files
+from lmcache_store.tiers.disk.files import path_of
+from lmcache_store.tiers.disk.tier import DiskTier
+from lmcache_store.tiers.encryption.pieces import stored_key
 
 PAGE = 4096
 MIB = 1 << 20

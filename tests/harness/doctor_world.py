@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import yaml
+
 from lmcache_operator.api import GROUP, PLURAL, PROFILE_PLURAL
 from lmcache_operator.commands.doctor.answers import Answer
 from lmcache_operator.commands.doctor.checks import run_checks
@@ -12,7 +13,6 @@ from lmcache_operator.commands.doctor.checks.rights import OPERATOR_RIGHTS, USER
 from lmcache_operator.commands.doctor.facts import ClusterFacts, Facts, PodTrial
 from lmcache_operator.commands.doctor.results import Level, Result
 from lmcache_operator.commands.gather import PodFigures
-
 from testing.kube.operator import CRDS
 from tests.harness.command_world import NOW, GiB, condition, pod, stats
 from tests.harness.operator_model import cluster

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from lmcache.tiers.encryption.aes import AesGcm
-from lmcache.tiers.encryption.keys import Keys
+from lmcache_store.tiers.encryption.aes import AesGcm
+from lmcache_store.tiers.encryption.keys import Keys
 
 
 def key_of(version: int) -> bytes:

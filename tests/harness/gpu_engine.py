@@ -20,13 +20,13 @@ import numpy as np
 
 from lmcache.cuda.driver import Device
 from lmcache.cuda.ipc import export
-from lmcache.kv_groups import KVGroup
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.errors import EngineCopiesError, SidecarError
 from lmcache.rpc.hello import Allocation, ClientHello, GroupPages, LayerPages, Role, TransferOffer
 from lmcache.rpc.session import BlockCopy, Session
+from lmcache_store.kv_groups import KVGroup
 from testing import deadlines
-from testing.child_process import REPOSITORY, ChildProcess, wait_until
+from testing.child_process import REPOSITORY, SOURCES, ChildProcess, wait_until
 from testing.cuda import GPU, Node
 from testing.engine import fork_server
 from testing.processes import SidecarProcess
@@ -41,7 +41,7 @@ ROW_BYTES = BLOCKS_PER_ROW * LAYERS * PAGE_BYTES
 _BLOCK_BYTES = 2 << 20
 ATTEMPTS_SECONDS = 60.0
 _MODULE = "tests.harness.gpu_engine"
-_fork_server = fork_server.ForkServer(_MODULE, lambda: {"PYTHONPATH": str(REPOSITORY)}, shares_memory=False)
+_fork_server = fork_server.ForkServer(_MODULE, lambda: {"PYTHONPATH": SOURCES}, shares_memory=False)
 
 
 class Rank:
@@ -221,7 +221,7 @@ class GpuEngine:
     ) -> None:
         """``driver``: settings of the simulated driver. ``settings``: settings of the rank."""
         # First: the node may skip the test, and then nothing is open.
-        env = os.environ | node.environment("engine", **(driver or {})) | {"PYTHONPATH": f"{REPOSITORY}"}
+        env = os.environ | node.environment("engine", **(driver or {})) | {"PYTHONPATH": SOURCES}
         self._process = ChildProcess("the engine", sidecar.folder / "engines.log")
         requests, answers = os.pipe(), os.pipe()
         self._requests, self._answers = os.fdopen(requests[1], "w"), os.fdopen(answers[0])

@@ -2,7 +2,6 @@
 
 from lmcache_operator.components.injection.pods import has_cache
 from lmcache_operator.specs.names import INJECT_LABEL
-
 from testing.kube.api import Object
 from testing.node import app
 from testing.node.cluster import NodeCluster

@@ -5,8 +5,7 @@ from itertools import pairwise
 
 from lmcache_operator.autoscaling.policy.state import Measurements, State
 from lmcache_operator.autoscaling.policy.tier import GIB, Prices, Service, memory_tier
-
-from lmcache.curves import Difference
+from lmcache_store.curves import Difference
 
 HOUR = 3600.0
 PRICES = Prices(gpu_hour=2.50, memory_gib_hour=0.004, shard_gib_hour=0.004)

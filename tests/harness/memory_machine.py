@@ -5,10 +5,10 @@ from collections.abc import Hashable
 
 from hypothesis.stateful import RuleBasedStateMachine
 
-from lmcache.tiers.budgets import Budget, Budgets
-from lmcache.tiers.memory.contracts import Geometry, Slot
-from lmcache.tiers.memory.private import PrivateArena
-from lmcache.tiers.memory.tier import MemoryTier
+from lmcache_store.tiers.budgets import Budget, Budgets
+from lmcache_store.tiers.memory.contracts import Geometry, Slot
+from lmcache_store.tiers.memory.private import PrivateArena
+from lmcache_store.tiers.memory.tier import MemoryTier
 from tests.harness.memory_oracle import KnownRow, Orders, abandoned
 
 NUM_ROWS, NUM_COLUMNS, SLOT_BYTES = 6, 2, 4096

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lmcache.tiers.memory.contracts import Slot
-from lmcache.tiers.memory.rows import INCOMPLETE_SECONDS
+from lmcache_store.tiers.memory.contracts import Slot
+from lmcache_store.tiers.memory.rows import INCOMPLETE_SECONDS
 
 
 def tenant_of(key: bytes) -> bytes:

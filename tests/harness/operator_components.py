@@ -10,7 +10,6 @@ from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.reconciler import Autoscaler, Reconciler
 from lmcache_operator.specs.kinds import ClusterKey
 from lmcache_operator.specs.names import STOCK_IMAGES
-
 from tests.harness.operator_model import NAME, NAMESPACE, UID, World, cluster
 
 KEY = ClusterKey(NAMESPACE, NAME, UID)

@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from hypothesis import strategies as st
+
 from lmcache_operator.components.base import Context, Observed, Plan
 from lmcache_operator.components.conditions import Problem
 from lmcache_operator.components.engine.engine import Engine
@@ -13,7 +14,6 @@ from lmcache_operator.reconcile.status import derive_status
 from lmcache_operator.specs import Images
 from lmcache_operator.specs.kinds import BY_NAME, SECRET, Ref, ref_of
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
-
 from tests.harness.operator_model import World, cluster
 
 STATEFUL_SET = Ref("StatefulSet", "demo-engine")

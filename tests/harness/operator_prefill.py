@@ -9,7 +9,6 @@ from lmcache_operator.components.prefill.prefill import PrefillPods
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES
-
 from tests.harness.operator_components import ReconciledCluster
 from tests.harness.operator_model import cluster
 

@@ -13,8 +13,7 @@ from lmcache_operator.reconcile.contest import ContestLog
 from lmcache_operator.specs.kinds import ClusterKey
 from lmcache_operator.specs.names import MEMORY_SIZE
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
-
-from lmcache.common.units import parse_quantity
+from lmcache_store.common.units import parse_quantity
 from tests.harness.operator_model import NAME, NAMESPACE, UID, Object, World
 from tests.harness.operator_plans import observe, plan, settled_world, status_of
 

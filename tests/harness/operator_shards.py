@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from typing import Any, Self
 
 import yaml
+
 from lmcache_operator.autoscaling.policy.report import Report
 from lmcache_operator.components.base import Context, Observed, Plan
 from lmcache_operator.components.registry import COMPONENTS
@@ -12,7 +13,6 @@ from lmcache_operator.reconcile import plan as planning
 from lmcache_operator.reconcile.status import derive_status
 from lmcache_operator.specs.kinds import Ref, controller_uid
 from lmcache_operator.specs.names import STOCK_IMAGES
-
 from tests.harness.operator_model import NAME, World, cluster
 from tests.harness.operator_plans import carry_out
 

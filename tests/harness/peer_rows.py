@@ -5,11 +5,11 @@ import socket
 
 import pytest
 
-from lmcache.tiers.base import KEY_BYTES, ObjectId
-from lmcache.tiers.peers.server import PeerServer
-from lmcache.tiers.peers.tier import PeersTier
-from lmcache.tiers.remote import objects
-from lmcache.tiers.remote.address import Endpoint
+from lmcache_store.tiers.base import KEY_BYTES, ObjectId
+from lmcache_store.tiers.peers.server import PeerServer
+from lmcache_store.tiers.peers.tier import PeersTier
+from lmcache_store.tiers.remote import objects
+from lmcache_store.tiers.remote.address import Endpoint
 
 PREFIX = "lmc1"
 NAMESPACE = b"n" * KEY_BYTES

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_operator.__main__ import main
-
-from testing.child_process import REPOSITORY, reachable_address, run_in_process
+from testing.child_process import SOURCES, reachable_address, run_in_process
 from testing.kube.cluster import Cluster
 
 READ = {"apiGroups": ["lmcache.io"], "resources": ["lmcacheclusters"], "verbs": ["get", "list"]}
@@ -31,7 +30,7 @@ class Plugin:
         self.environment = {
             **os.environ,
             "PATH": f"{plane.bin}:{folder}:{os.environ['PATH']}",
-            "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'operator'}",
+            "PYTHONPATH": SOURCES,
             "HOME": str(folder),
             "KUBECONFIG": str(plane.kubeconfig()),
         }

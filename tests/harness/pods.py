@@ -5,7 +5,6 @@ import random
 
 from lmcache_operator.pods.resize import sidecar_memory
 from lmcache_operator.specs.names import MEMORY_SIZE
-
 from testing.kube.api import ApiError
 from testing.node import groups
 from testing.node.app import NAMESPACE, App

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from aiohttp import web
+
 from lmcache_operator.autoscaling.intake.poller import Poller
 from lmcache_operator.autoscaling.policy.report import Report
 from lmcache_operator.components.base import Observed
@@ -16,7 +17,6 @@ from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.specs.kinds import ClusterKey, Ref
 from lmcache_operator.specs.names import SIDECAR, SPEC_HASH
 from lmcache_operator.stats import StatsClient
-
 from testing.workloads.requests import Request, Workload
 from testing.workloads.sidecars import Sidecars
 from testing.workloads.tiers import Service

@@ -9,12 +9,12 @@ from typing import Any
 
 import redis
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.encryption.pieces import stored_key
-from lmcache.tiers.header import PART_BYTES
-from lmcache.tiers.remote.address import DEFAULT_PREFIX, Address
-from lmcache.tiers.remote.objects import redis_name
-from lmcache.tiers.remote.tier import RemoteTier
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.encryption.pieces import stored_key
+from lmcache_store.tiers.header import PART_BYTES
+from lmcache_store.tiers.remote.address import DEFAULT_PREFIX, Address
+from lmcache_store.tiers.remote.objects import redis_name
+from lmcache_store.tiers.remote.tier import RemoteTier
 
 KEY = b"n" * 32 + b"k" * 32
 

@@ -6,15 +6,15 @@ import hashlib
 from typing import Any
 
 import numpy as np
-from lmcache_sidecar.clients.registry import Client
 
-from lmcache.kv_groups import KVGroup
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.attachment import Attachment, hello_message
 from lmcache.rpc.hello import ClientHello, Role
 from lmcache.rpc.open_copies import OpenCopies
-from lmcache.tiers.memory.contracts import Slot
-from lmcache.tiers.memory.mapping import MappedColumn
+from lmcache_sidecar.clients.registry import Client
+from lmcache_store.kv_groups import KVGroup
+from lmcache_store.tiers.memory.contracts import Slot
+from lmcache_store.tiers.memory.mapping import MappedColumn
 from tests.harness.world import FakeLock
 
 SLOT_BYTES, CAPACITY = 4096, 40 * 4096

@@ -3,13 +3,13 @@
 import threading
 from types import SimpleNamespace
 
-from lmcache import keys
 from lmcache.engines.core.jobs import EngineIdentity, WorkerReport
 from lmcache.engines.core.requests import Ticket
 from lmcache.engines.vllm.scheduler import VLLMScheduler
-from lmcache.kv_groups import KVGroup
-from lmcache.tiers.base import ROW_KEY_BYTES
-from lmcache.tiers.memory.contracts import Slot
+from lmcache_store import keys
+from lmcache_store.kv_groups import KVGroup
+from lmcache_store.tiers.base import ROW_KEY_BYTES
+from lmcache_store.tiers.memory.contracts import Slot
 from tests.harness.session_double import SessionDouble
 from tests.harness.wire import NAMESPACE, make_hello
 

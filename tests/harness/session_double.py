@@ -12,8 +12,8 @@ import numpy as np
 from lmcache.rpc.errors import SidecarUnavailableError
 from lmcache.rpc.session import BlockCopy, LookupResult, Scheduled, StoreCopier
 from lmcache.rpc.times import RequestTimes
-from lmcache.tiers.base import ROW_KEY_BYTES
-from lmcache.tiers.memory.contracts import Found, Located, Reservation, Reserved, Slot
+from lmcache_store.tiers.base import ROW_KEY_BYTES
+from lmcache_store.tiers.memory.contracts import Found, Located, Reservation, Reserved, Slot
 from tests.harness.wire import NAMESPACE
 
 

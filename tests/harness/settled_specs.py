@@ -9,7 +9,6 @@ from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.reconciler import Reconciler
 from lmcache_operator.specs.kinds import ClusterKey
 from lmcache_operator.specs.names import STOCK_IMAGES
-
 from tests.harness.operator_model import NAME, NAMESPACE, UID, World, cluster
 
 KEY = ClusterKey(NAMESPACE, NAME, UID)

@@ -5,7 +5,6 @@ from unittest import mock
 
 from lmcache_sidecar.command import main
 from lmcache_sidecar.explain import asking
-
 from testing.child_process import run_in_process
 from testing.processes import SidecarProcess
 

@@ -10,7 +10,6 @@ from lmcache_operator.autoscaling.intake.lookups import Answer, NoAnswer
 from lmcache_operator.autoscaling.policy.report import Report
 from lmcache_operator.autoscaling.policy.tier import Prices
 from lmcache_operator.autoscaling.sizing import POLL_SECONDS, Settings, Situation, Sizing
-
 from testing.workloads.closed_loop import sticky
 from testing.workloads.requests import HOUR, Request, Workload, chat
 from testing.workloads.sidecars import Sidecars

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from lmcache_operator.api.crd import crd
-
 from tests.harness import scope
 from tools.kube import schemas
 

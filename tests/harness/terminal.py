@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import yaml
 
-from testing.child_process import REPOSITORY
+from testing.child_process import REPOSITORY, SOURCES
 from tests.harness.fences import Fence
 from tools.resource_docs import CONDITIONS
 
@@ -51,13 +51,12 @@ class Terminal:
         self.temporary.mkdir()
         self.words: dict[str, str] = {}
         """Words of a page, such as NAME, and what stands for them here."""
-        python_path = os.pathsep.join(str(REPOSITORY / part) for part in ("", "operator", "sidecar"))
         programs = os.pathsep.join(map(str, [*path, Path(sys.executable).parent]))
         self._environment = {
             **os.environ,
             "HOME": str(folder),
             "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": python_path,
+            "PYTHONPATH": SOURCES,
             **environment,
         }
 

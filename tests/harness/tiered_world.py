@@ -9,15 +9,15 @@ import math
 import threading
 from collections import Counter
 
-from lmcache.tiers.base import Loaded, LowerTier
-from lmcache.tiers.circuit import Circuit
-from lmcache.tiers.disk.tier import DiskTier
-from lmcache.tiers.errors import TierUnavailableError
-from lmcache.tiers.header import digests as digests_of
-from lmcache.tiers.memory.contracts import Geometry, LookupResult, Reserved, Slot
-from lmcache.tiers.memory.private import PrivateArena
-from lmcache.tiers.stats import ObjectStats, TieredStats
-from lmcache.tiers.tiered.store import Admit, TieredStore
+from lmcache_store.tiers.base import Loaded, LowerTier
+from lmcache_store.tiers.circuit import Circuit
+from lmcache_store.tiers.disk.tier import DiskTier
+from lmcache_store.tiers.errors import TierUnavailableError
+from lmcache_store.tiers.header import digests as digests_of
+from lmcache_store.tiers.memory.contracts import Geometry, LookupResult, Reserved, Slot
+from lmcache_store.tiers.memory.private import PrivateArena
+from lmcache_store.tiers.stats import ObjectStats, TieredStats
+from lmcache_store.tiers.tiered.store import Admit, TieredStore
 from tests.harness.chains import one_chain
 from tests.harness.loops import in_a_loop
 

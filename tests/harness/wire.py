@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 import numpy as np
 
-from lmcache.kv_groups import KVGroup
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.attachment import hello_message
@@ -19,7 +18,8 @@ from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.hello import ClientHello, Role
 from lmcache.rpc.lockfile import LockFile
 from lmcache.rpc.session import Session
-from lmcache.tiers.memory.contracts import Slot
+from lmcache_store.kv_groups import KVGroup
+from lmcache_store.tiers.memory.contracts import Slot
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 

@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+
+from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc.attachment import hello_message
+from lmcache.rpc.hello import ClientHello, Role
 from lmcache_sidecar.clients.registry import Client, Clients
 from lmcache_sidecar.copiers.copier import Mode, SidecarCopier
 from lmcache_sidecar.explain.causes import Causes
 from lmcache_sidecar.sessions import Sessions
-
-from lmcache.kv_groups import KVGroup
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc.attachment import hello_message
-from lmcache.rpc.hello import ClientHello, Role
-from lmcache.tiers.memory.contracts import Geometry, LookupResult
-from lmcache.tiers.memory.private import PrivateArena
-from lmcache.tiers.memory.tier import MemoryTier
-from lmcache.tiers.tiered.absences import Absence
-from lmcache.tiers.tiered.history import ChunkHistory
+from lmcache_store.kv_groups import KVGroup
+from lmcache_store.tiers.memory.contracts import Geometry, LookupResult
+from lmcache_store.tiers.memory.private import PrivateArena
+from lmcache_store.tiers.memory.tier import MemoryTier
+from lmcache_store.tiers.tiered.absences import Absence
+from lmcache_store.tiers.tiered.history import ChunkHistory
 
 NUM_ROWS = 6
 

@@ -1,6 +1,6 @@
 """Lookups over documents of falling popularity, for miss-ratio curves."""
 
-from lmcache.curves import HASHES, Lookup
+from lmcache_store.curves import HASHES, Lookup
 from tools.simulate import key_hash
 
 SIZES = [1000 * 2 ** (i / 2) for i in range(12, 29)]

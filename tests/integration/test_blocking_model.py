@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from lmcache.common.timing import TIMING
+from lmcache_store.common.timing import TIMING
 from testing.processes import SidecarProcess
 from tests.harness import blocking
 from tests.harness.blocking import PageEngine, reattached, wait_released

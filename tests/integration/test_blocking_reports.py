@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lmcache.common.timing import TIMING
+from lmcache_store.common.timing import TIMING
 from testing.child_process import wait_until
 from testing.deadlines import CALLS
 from tests.harness import blocking

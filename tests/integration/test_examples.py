@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from lmcache_operator.api.crd import dump
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.specs.names import STOCK_IMAGES
-
 from testing.kube.api import Object
 from testing.kube.cluster import Cluster
 from tests.harness.clusters import wait_quiet

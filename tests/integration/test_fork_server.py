@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from testing.child_process import REPOSITORY, ChildProcess, ProcessDied, wait_until
+from testing.child_process import SOURCES, ChildProcess, ProcessDied, wait_until
 from testing.engine.fork_server import ForkServer
 
 PROGRAM = """
@@ -48,7 +48,7 @@ else:
 """
 
 
-server = ForkServer("testing.imported", lambda: {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'sidecar'}"})
+server = ForkServer("testing.imported", lambda: {"PYTHONPATH": SOURCES})
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,11 @@ reaches what a StatefulSet reaches: the operator and the namespace's Pod Securit
 from collections.abc import Callable, Iterator
 
 import pytest
+
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.specs import names
-
 from testing.kube.api import Api, ApiError, Object
 from testing.kube.cluster import Cluster
 from testing.kube.operator import RELEASE, SYSTEM_NAMESPACE

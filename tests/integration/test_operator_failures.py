@@ -4,8 +4,8 @@ import time
 from datetime import datetime
 
 import pytest
-from lmcache_operator.specs.names import FIELD_MANAGER
 
+from lmcache_operator.specs.names import FIELD_MANAGER
 from testing.kube.api import Object
 from testing.kube.cluster import Cluster
 from tests.harness.clusters import ENGINE, HELD, condition, pods, reconcile_once_more, wait_ready, written

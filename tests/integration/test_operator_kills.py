@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import pytest
 from kubernetes.aio.client import ApiClient
+
 from lmcache_operator.autoscaling.policy.report import Choice
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.registry import COMPONENTS
@@ -29,7 +30,6 @@ from lmcache_operator.kube.client import KubeApi, connect
 from lmcache_operator.reconcile.reconciler import Reconciler
 from lmcache_operator.specs.kinds import BY_NAME, CLUSTER, POD, ClusterKey
 from lmcache_operator.specs.names import MEMORY_SIZE, RENDERED_HASH, STOCK_IMAGES, annotations_of
-
 from testing.kube.api import Api, Object
 from testing.kube.cluster import Cluster
 from tests.harness.autoscaling import GIB, Chooser

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+
 from lmcache_operator.autoscaling.policy.report import Choice
 from lmcache_operator.components.base import Context
 from lmcache_operator.errors import ApiError as KubeError
@@ -17,7 +18,6 @@ from lmcache_operator.pods.resize import sidecar_memory
 from lmcache_operator.reconcile.reconciler import Autoscaler, Reconciler
 from lmcache_operator.specs.kinds import POD, ClusterKey
 from lmcache_operator.specs.names import MEMORY_SIZE, RESIZE_REFUSED, STOCK_IMAGES, annotations_of
-
 from testing.kube.api import ApiError, Object
 from testing.kube.cluster import Cluster
 from tests.harness.autoscaling import GIB, Chooser

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from lmcache_operator.specs.names import SIDECAR_PORT
 
+from lmcache_operator.specs.names import SIDECAR_PORT
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.clusters import (
     HELD,

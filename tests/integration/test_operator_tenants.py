@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from lmcache_operator.specs.names import SIDECAR_PORT
 
+from lmcache_operator.specs.names import SIDECAR_PORT
 from testing.kube.api import Object
 from testing.kube.cluster import Cluster
 from testing.processes import SidecarProcess

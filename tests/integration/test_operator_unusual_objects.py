@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from functools import reduce
 
 import pytest
-from lmcache_operator.specs.merge import merge
 
+from lmcache_operator.specs.merge import merge
 from testing.kube.api import ApiError, Object
 from testing.kube.audit import Request
 from testing.kube.cluster import CRDS, Cluster

@@ -5,8 +5,8 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from lmcache_operator.specs.names import STOCK_IMAGES
 
+from lmcache_operator.specs.names import STOCK_IMAGES
 from testing.kube.api import APPLY, ApiError, Object, manifests
 from testing.kube.cluster import CRDS, Cluster
 from tests.harness.clusters import ENGINE, pods, wait_ready

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache import keys
+from lmcache_store import keys
 from testing.processes import SidecarProcess
 from tests.harness.sim_config import CHUNK, SimSettings
 from tests.harness.sim_world import only_engine

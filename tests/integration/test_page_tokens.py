@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from lmcache_operator.app import token_key
 from lmcache_operator.election import LeaseName
 from lmcache_operator.kube.client import connect
 from lmcache_operator.stats import StatsClient
-
 from testing.child_process import reachable_address, wait_until
 from testing.kube.cluster import Cluster
 from testing.processes import SidecarProcess

@@ -46,8 +46,8 @@ def test_client_imports_with_nothing_but_the_payload(out, version):
     assert completed.stdout.split() == expected, completed.stderr
 
 
-def test_payload_has_no_top_level_names_but_the_library(out):
-    assert {path.name for path in out.iterdir()} == {"lmcache", "lmcache_bundled"}
+def test_payload_has_no_other_top_level_names(out):
+    assert {path.name for path in out.iterdir()} == {"lmcache", "lmcache_store", "lmcache_bundled"}
 
 
 def test_payload_copies_with_plain_cp(out, tmp_path):

@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.errors import TierUnavailableError
-from lmcache.tiers.header import PART_BYTES
-from lmcache.tiers.remote.objects import hash_tag
-from lmcache.tiers.remote.tier import RemoteTier
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.errors import TierUnavailableError
+from lmcache_store.tiers.header import PART_BYTES
+from lmcache_store.tiers.remote.objects import hash_tag
+from lmcache_store.tiers.remote.tier import RemoteTier
 from testing.child_process import free_port, wait_until
 from testing.processes import RedisProcess
 from tests.harness.redis_topologies import Cluster, cluster

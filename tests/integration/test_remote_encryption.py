@@ -5,17 +5,17 @@ import itertools
 
 import pytest
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.encryption.aes import AesGcm
-from lmcache.tiers.encryption.keys import Keys
-from lmcache.tiers.encryption.pieces import MAGIC
-from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError
-from lmcache.tiers.remote import objects
-from lmcache.tiers.remote.address import Address
-from lmcache.tiers.remote.objects import MAX_PIECE_BYTES
-from lmcache.tiers.remote.resp import Connection
-from lmcache.tiers.remote.tier import RemoteTier
-from lmcache.tiers.remote.value_formats import EncryptedValues
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.encryption.aes import AesGcm
+from lmcache_store.tiers.encryption.keys import Keys
+from lmcache_store.tiers.encryption.pieces import MAGIC
+from lmcache_store.tiers.errors import InvalidObjectError, KeyAbsentError
+from lmcache_store.tiers.remote import objects
+from lmcache_store.tiers.remote.address import Address
+from lmcache_store.tiers.remote.objects import MAX_PIECE_BYTES
+from lmcache_store.tiers.remote.resp import Connection
+from lmcache_store.tiers.remote.tier import RemoteTier
+from lmcache_store.tiers.remote.value_formats import EncryptedValues
 from testing.processes import RedisProcess
 from tests.harness.encryption import cipher, flipped, key_of
 from tests.harness.remote_objects import KEY, encrypted_name, load, pattern, row_name, tier_of

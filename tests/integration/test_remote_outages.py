@@ -8,9 +8,9 @@ from unittest import mock
 
 import pytest
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.errors import TierUnavailableError
-from lmcache.tiers.header import PART_BYTES
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.errors import TierUnavailableError
+from lmcache_store.tiers.header import PART_BYTES
 from testing.certificates import make_certificates
 from testing.child_process import free_port, wait_until
 from testing.processes import BINARY, RedisProcess

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.encryption.aes import AesGcm
-from lmcache.tiers.remote import objects
-from lmcache.tiers.remote.objects import MAX_PIECE_BYTES
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.encryption.aes import AesGcm
+from lmcache_store.tiers.remote import objects
+from lmcache_store.tiers.remote.objects import MAX_PIECE_BYTES
 from testing.child_process import wait_until
 from testing.processes import RedisProcess
 from tests.harness.encryption import cipher

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from lmcache.tiers.errors import TierUnavailableError
+from lmcache_store.tiers.errors import TierUnavailableError
 from testing.child_process import ProcessDied
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.engine import session_of, store

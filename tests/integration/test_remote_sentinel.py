@@ -4,8 +4,8 @@ import contextlib
 
 import pytest
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.errors import TierUnavailableError
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.errors import TierUnavailableError
 from testing.child_process import free_port, wait_until
 from testing.processes import RedisProcess
 from tests.harness.redis_topologies import SERVICE, sentinel_set

@@ -12,11 +12,11 @@ from unittest import mock
 
 import pytest
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.errors import TierUnavailableError
-from lmcache.tiers.remote.address import Address, parse_endpoints
-from lmcache.tiers.remote.tier import RemoteTier
-from lmcache.tiers.remote.topology import ShardList
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.errors import TierUnavailableError
+from lmcache_store.tiers.remote.address import Address, parse_endpoints
+from lmcache_store.tiers.remote.tier import RemoteTier
+from lmcache_store.tiers.remote.topology import ShardList
 from testing.child_process import wait_until
 from testing.processes import RedisProcess
 from tests.harness.remote_objects import load, pattern, tier_of

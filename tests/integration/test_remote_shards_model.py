@@ -15,13 +15,13 @@ import pytest
 import xxhash
 from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from lmcache_sidecar.shards import ShardsFile
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.circuit import Circuit
-from lmcache.tiers.errors import TierUnavailableError
-from lmcache.tiers.remote.address import Address
-from lmcache.tiers.remote.tier import RemoteTier
+from lmcache_sidecar.shards import ShardsFile
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.circuit import Circuit
+from lmcache_store.tiers.errors import TierUnavailableError
+from lmcache_store.tiers.remote.address import Address
+from lmcache_store.tiers.remote.tier import RemoteTier
 from testing.processes import RedisProcess
 from tests.harness.scope import examples
 

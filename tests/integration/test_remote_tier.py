@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.header import PART_BYTES, digests
-from lmcache.tiers.remote.objects import MAX_PIECE_BYTES
-from lmcache.tiers.remote.tier import RemoteTier
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.header import PART_BYTES, digests
+from lmcache_store.tiers.remote.objects import MAX_PIECE_BYTES
+from lmcache_store.tiers.remote.tier import RemoteTier
 from testing.child_process import wait_until
 from testing.processes import RedisProcess
 from tests.harness.remote_objects import KEY, load, pattern, row_name, tier_of

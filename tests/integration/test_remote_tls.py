@@ -2,9 +2,9 @@
 
 import pytest
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.errors import TierUnavailableError
-from lmcache.tiers.header import PART_BYTES
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.errors import TierUnavailableError
+from lmcache_store.tiers.header import PART_BYTES
 from testing.certificates import make_certificates
 from testing.processes import BINARY, RedisProcess
 from tests.harness.remote_objects import KEY, load, pattern, tier_of

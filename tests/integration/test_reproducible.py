@@ -63,10 +63,10 @@ def test_charts_archive_is_reproducible(tmp_path, monkeypatch):
     assert results[0] == results[1]
 
 
-def test_engines_can_read_the_library_of_a_private_checkout(tmp_path, monkeypatch):
-    private = copy(tmp_path / "private", 0o077, 1_000_000_000, ["lmcache"])
+def test_engines_can_read_the_client_of_a_private_checkout(tmp_path, monkeypatch):
+    private = copy(tmp_path / "private", 0o077, 1_000_000_000, [*payload.PACKAGES])
     monkeypatch.setattr(payload, "ROOT", private)
-    payload.copy_library(tmp_path / "out")
-    copied = [*(tmp_path / "out" / "lmcache").rglob("*")]
+    payload.copy_packages(tmp_path / "out")
+    copied = [*(tmp_path / "out").rglob("*")]
     assert copied
     assert {path.stat().st_mode & 0o777 for path in copied} == {0o644, 0o755}

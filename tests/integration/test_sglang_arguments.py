@@ -5,10 +5,10 @@ import os
 import signal
 
 import pytest
+
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.engine.kinds.base import option_name
 from lmcache_operator.components.engine.kinds.sglang import SGLang
-
 from testing.child_process import wait_until
 from testing.engine.process import EngineFailed
 from testing.sglang.engine import SGLangEngine

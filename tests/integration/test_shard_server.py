@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.remote.pod import store_bytes
 from lmcache_operator.components.remote.remote import Remote
 from lmcache_operator.specs.names import REMOTE_PORT, REMOTE_USER, STOCK_IMAGES
-
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.errors import ServerError, TierUnavailableError
-from lmcache.tiers.remote.address import Address, Endpoint, Kind
-from lmcache.tiers.remote.resp import Connection
-from lmcache.tiers.remote.tier import RemoteTier
-from lmcache.tiers.remote.topology import ShardList
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.errors import ServerError, TierUnavailableError
+from lmcache_store.tiers.remote.address import Address, Endpoint, Kind
+from lmcache_store.tiers.remote.resp import Connection
+from lmcache_store.tiers.remote.tier import RemoteTier
+from lmcache_store.tiers.remote.topology import ShardList
 from testing.certificates import Certificates, make_certificates
 from testing.child_process import free_port, wait_until
 from testing.kube.shards import MountedSecret, ShardProcess

@@ -6,12 +6,11 @@ import re
 import unittest
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from testing.child_process import wait_until
+from testing.child_process import SOURCES, wait_until
 from testing.cuda import GPU, MIG_SLICE, OTHER_GPU, Node, node
 from testing.processes import SidecarProcess
 from tests.harness import gpu_engine
@@ -253,7 +252,7 @@ def test_engine_copies_without_the_driver_or_its_binding(gpus, tmp_path):
         sidecar.kill()
         (tmp_path / "cuda").mkdir()
         (tmp_path / "cuda" / "__init__.py").write_text("raise ImportError('no module')")
-        sidecar.environment["PYTHONPATH"] = f"{tmp_path}:{Path.cwd()}:{Path.cwd() / 'sidecar'}"
+        sidecar.environment["PYTHONPATH"] = f"{tmp_path}:{SOURCES}"
         sidecar.start()
         with GpuEngine(sidecar, gpus) as engine:
             assert "cuda-bindings is not installed" in engine.wait_until_copied_by(sidecar=False)

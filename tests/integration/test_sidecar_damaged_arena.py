@@ -7,8 +7,8 @@ import struct
 import numpy as np
 import pytest
 
-from lmcache.tiers.memory.layout import HEAD_BYTES, ArenaLayout, Head
-from lmcache.tiers.memory.slots import ENTRY, State
+from lmcache_store.tiers.memory.layout import HEAD_BYTES, ArenaLayout, Head
+from lmcache_store.tiers.memory.slots import ENTRY, State
 from testing.deadlines import CALLS
 from tests.harness.engine import assert_stored, load, store
 from tests.harness.wire import attached, make_keys, usable

@@ -9,9 +9,9 @@ from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.errors import StaleSessionError
 from lmcache.rpc.hello import Role
 from lmcache.rpc.service import RESERVE, unpack_slots
-from lmcache.tiers.errors import ArenaError
-from lmcache.tiers.memory.contracts import Reserved
-from lmcache.tiers.memory.mapping import MappedColumn
+from lmcache_store.tiers.errors import ArenaError
+from lmcache_store.tiers.memory.contracts import Reserved
+from lmcache_store.tiers.memory.mapping import MappedColumn
 from testing.child_process import wait_until
 from testing.cuda_peers import peer
 from testing.deadlines import CALLS

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from lmcache.kv_groups import GroupKind, KVGroup, first_needed_chunk, longest_hit
 from lmcache.rpc.session import Session
-from lmcache.tiers.memory.contracts import LookupResult, Slot
+from lmcache_store.kv_groups import GroupKind, KVGroup, first_needed_chunk, longest_hit
+from lmcache_store.tiers.memory.contracts import LookupResult, Slot
 from testing.child_process import wait_until
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.engine import restart_without_memory, session_of

@@ -19,7 +19,7 @@ import pytest
 
 from lmcache.rpc import service
 from lmcache.rpc.service import LOOKUP, UNARY_METHODS
-from testing.child_process import REPOSITORY, ProcessDied, free_port, wait_until
+from testing.child_process import SOURCES, ProcessDied, free_port, wait_until
 from testing.processes import SidecarProcess
 from tests.harness.wire import RawClient
 
@@ -321,7 +321,7 @@ def hanging(tmp_path: Path, part: str, program: str = HANGING) -> subprocess.Pop
         [sys.executable, "-c", program, *([part] if part else []), "serve", *flags],
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'sidecar'}"},
+        env=os.environ | {"PYTHONPATH": SOURCES},
     )
 
 

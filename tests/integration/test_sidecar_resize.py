@@ -8,7 +8,7 @@ import pytest
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.session import Session
-from lmcache.tiers.memory.contracts import Slot
+from lmcache_store.tiers.memory.contracts import Slot
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 from tests.harness.engine import CHUNK_BYTES, assert_stored, load, session_of, store

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from lmcache.curves import HASHES, Lookup, MissRatioCurve
 from lmcache.rpc.hello import Role
 from lmcache.rpc.session import Session
-from lmcache.tiers.memory.contracts import Reserved
+from lmcache_store.curves import HASHES, Lookup, MissRatioCurve
+from lmcache_store.tiers.memory.contracts import Reserved
 from testing.processes import SidecarProcess
 from testing.workloads.requests import chat
 from tests.harness.engine import report, session_of

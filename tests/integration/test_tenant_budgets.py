@@ -5,8 +5,7 @@ import itertools
 from pathlib import Path
 
 from lmcache_sidecar.tenants import MAX_NAMESPACES
-
-from lmcache import keys
+from lmcache_store import keys
 from testing.processes import SidecarProcess
 from testing.workloads.replay import Engine
 from testing.workloads.requests import chat

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache import keys
+from lmcache_store import keys
 from testing.processes import SidecarProcess
 from testing.workloads.replay import Engine
 from testing.workloads.requests import TOKENS

@@ -3,6 +3,7 @@
 import argparse
 
 import pytest
+
 from lmcache_operator.components.engine.kinds.vllm import VLLM
 
 pytestmark = pytest.mark.vllm

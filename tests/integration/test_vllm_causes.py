@@ -6,7 +6,7 @@ import threading
 import pytest
 from vllm.lora.request import LoRARequest
 
-from lmcache.explain.findings import findings
+from lmcache_store.explain.findings import findings
 from testing.deadlines import CALLS
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.sidecar_command import explain

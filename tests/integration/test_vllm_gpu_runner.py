@@ -22,7 +22,7 @@ from benchmarks.gpu.engine.world import NoTimeError, World
 from benchmarks.gpu.results import Results, problems, read
 from benchmarks.gpu.scale import TINY, Scale
 from testing import cuda
-from testing.child_process import REPOSITORY
+from testing.child_process import REPOSITORY, SOURCES
 from testing.engine.process import EngineFailed, Generated
 from testing.vllm_gpu import attention
 from testing.vllm_gpu.device import NotEmulatedError
@@ -40,7 +40,7 @@ def rows(tmp_path_factory):
     with cuda.node() as node:
         if not SIMULATED:
             pytest.skip("the driver is not simulated")
-        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [SOURCES, os.environ.get("PYTHONPATH")]))
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.gpu.run_step", "vllm", str(folder), "500", "--tiny"],
             cwd=REPOSITORY,

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from lmcache.engines.vllm.tenant_header import PATHS
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.specs.names import STOCK_IMAGES
-
-from lmcache import keys
-from lmcache.engines.vllm.tenant_header import PATHS
+from lmcache_store import keys
 from testing.child_process import free_port, wait_until
 from testing.engine.process import ServedEngine, patient_config
 from testing.otlp import OtlpReceiver, traceparent

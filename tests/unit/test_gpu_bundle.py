@@ -19,6 +19,7 @@ from tools.gpu_bundle import archive, lists, redis_server
 RUN_ON_GPU_MACHINES = (
     "benchmarks/gpu",
     "sidecar/lmcache_sidecar",
+    "sidecar/lmcache_store",
     "tests/gpu",
     "tests/integration/test_sidecar_copies.py",
     "tests/integration/test_sidecar_copy_faults.py",
@@ -35,7 +36,7 @@ DISTRIBUTIONS = {
     "yaml": "pyyaml",
 }
 FOLDERS = (REPOSITORY, REPOSITORY / "sidecar", REPOSITORY / "operator")
-OUR_PACKAGES = {"benchmarks", "lmcache", "lmcache_operator", "lmcache_sidecar", "testing", "tests", "tools"}
+OUR_PACKAGES = {path.name for folder in FOLDERS for path in folder.iterdir() if path.is_dir()}
 
 
 def imports(path: Path) -> set[str]:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache.kv_groups import (
+from lmcache_store.kv_groups import (
     GroupKind,
     KVGroup,
     first_needed_chunk,

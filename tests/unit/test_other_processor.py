@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from testing.child_process import SOURCES
 from testing.engine.process import _python_path
 from tests.harness.light import needs
 
@@ -26,7 +27,7 @@ for feature in ("avx512", "avx512_bf16", "vnni", "amx_tile"):
 def test_torch_sees_no_avx512(monkeypatch):
     """The answers are the replaced ones even on machines without AVX-512."""
     monkeypatch.setenv("LMCACHE_TEST_CPU", str(FOLDER))
-    env = {**os.environ, "PYTHONPATH": _python_path("."), "ATEN_CPU_CAPABILITY": "avx2"}
+    env = {**os.environ, "PYTHONPATH": _python_path(SOURCES), "ATEN_CPU_CAPABILITY": "avx2"}
     output = subprocess.run(
         [sys.executable, "-c", _FEATURE_PROGRAM], env=env, capture_output=True, text=True, check=True
     ).stdout.split("\n")

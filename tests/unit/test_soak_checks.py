@@ -10,8 +10,8 @@ from collections import Counter
 
 import pytest
 
-from lmcache.curves.samples import Sampler
-from lmcache.tiers.memory.contracts import Slot
+from lmcache_store.curves.samples import Sampler
+from lmcache_store.tiers.memory.contracts import Slot
 from testing.soak import checks, rows
 from testing.soak.client import Traffic, WrongBytesError
 from testing.soak.faults import Overlap

@@ -1,6 +1,6 @@
 import pytest
 
-from lmcache.common.units import format_seconds, parse_seconds
+from lmcache_store.common.units import format_seconds, parse_seconds
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.memory.layout import HEAD_BYTES, ArenaLayout, Head
-from lmcache.tiers.memory.slots import ENTRY, State
-from lmcache.tiers.peers.peer import Peer
-from lmcache.tiers.remote.address import DEFAULT_PREFIX, Endpoint
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.memory.layout import HEAD_BYTES, ArenaLayout, Head
+from lmcache_store.tiers.memory.slots import ENTRY, State
+from lmcache_store.tiers.peers.peer import Peer
+from lmcache_store.tiers.remote.address import DEFAULT_PREFIX, Endpoint
 
 _TIMEOUT_SECONDS = 10.0
 

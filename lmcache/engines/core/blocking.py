@@ -23,8 +23,6 @@ from functools import partial
 
 import numpy as np
 
-from lmcache.common.recent import Recent
-from lmcache.common.timing import TIMING
 from lmcache.engines.core.calls import Calls
 from lmcache.engines.core.copier import EngineCopier
 from lmcache.engines.core.hits import find_hit
@@ -32,12 +30,14 @@ from lmcache.engines.core.jobs import EngineIdentity, GroupLoad, GroupStore, Loa
 from lmcache.engines.core.lineage import Lineage
 from lmcache.engines.core.page_requests import PageRequest, PageRequests, row_keys, words_of
 from lmcache.engines.core.transfers import LoadTransfer, StoreTransfer
-from lmcache.kv_groups import first_needed_chunk
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.errors import SidecarError
 from lmcache.rpc.session import Scheduled, Session
 from lmcache.rpc.times import RequestTimes
-from lmcache.tiers.memory.contracts import LookupResult
+from lmcache_store.common.recent import Recent
+from lmcache_store.common.timing import TIMING
+from lmcache_store.kv_groups import first_needed_chunk
+from lmcache_store.tiers.memory.contracts import LookupResult
 
 logger = logging.getLogger(__name__)
 

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lmcache.common import nontemporal
 from lmcache.cuda.pin_status import PinStatus
 from lmcache.engines.core.layout import Layout
 from lmcache.rpc.hello import TransferOffer
+from lmcache_store.common import nontemporal
 
 Fence = Any
 """A point in the engine's compute stream: copies wait for the work before it. None for KV in host memory."""

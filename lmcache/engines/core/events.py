@@ -19,7 +19,7 @@ import numpy as np
 from lmcache.engines.core.hits import Index
 from lmcache.engines.core.jobs import StoreJob
 from lmcache.engines.core.requests import EngineRequest
-from lmcache.tiers.base import ROW_KEY_BYTES, RowKey
+from lmcache_store.tiers.base import ROW_KEY_BYTES, RowKey
 
 CHECKED_PER_STEP = 32
 """Number of reported chunks that each step looks up again, about 30 us of the scheduler's thread."""

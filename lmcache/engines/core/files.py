@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from lmcache.common.threads import lower_priority
 from lmcache.engines.errors import UnnamedError
+from lmcache_store.common.threads import lower_priority
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from lmcache.common.units import ceil_div
-from lmcache.kv_groups import KVGroup, first_needed_token, stored_blocks
+from lmcache_store.common.units import ceil_div
+from lmcache_store.kv_groups import KVGroup, first_needed_token, stored_blocks
 
 BlockTables = Sequence[Sequence[int]]
 """Ids of a request's blocks in the engine's KV, from the request's start: one list per KV group."""

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache.engines.core.grid import Grid
-from lmcache.kv_groups import first_needed_chunk, longest_hit
-from lmcache.tiers.memory.contracts import Found, Located
+from lmcache_store.kv_groups import first_needed_chunk, longest_hit
+from lmcache_store.tiers.memory.contracts import Found, Located
 
 T = TypeVar("T", bound=np.generic)
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lmcache.common.units import ceil_div
 from lmcache.engines.core.grid import NULL_BLOCK, BlockTables, Grid
 from lmcache.rpc.hello import ClientHello
-from lmcache.tiers.base import ROW_KEY_BYTES
-from lmcache.tiers.memory.contracts import Found, Slot
+from lmcache_store.common.units import ceil_div
+from lmcache_store.tiers.base import ROW_KEY_BYTES
+from lmcache_store.tiers.memory.contracts import Found, Slot
 
 
 class Offer(NamedTuple):

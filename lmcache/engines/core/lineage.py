@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from lmcache.common.recent import Recent
+from lmcache_store.common.recent import Recent
 
 _MAX_CHAINS = 8192
 

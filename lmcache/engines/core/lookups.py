@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from lmcache.common.timing import TIMING
-from lmcache.common.units import ceil_div
 from lmcache.engines.core.calls import PAUSE_SECONDS, Calls
 from lmcache.engines.core.hits import Hit, Index, find_hit, no_hit
 from lmcache.engines.core.jobs import EngineIdentity
@@ -26,7 +24,9 @@ from lmcache.engines.core.waiting import PrefillRate
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.service import MAX_FIRST_BLOCKS, MAX_TIMES, NAME_BYTES
 from lmcache.rpc.session import Scheduled, Session
-from lmcache.tiers.memory.contracts import LookupResult
+from lmcache_store.common.timing import TIMING
+from lmcache_store.common.units import ceil_div
+from lmcache_store.tiers.memory.contracts import LookupResult
 
 logger = logging.getLogger(__name__)
 

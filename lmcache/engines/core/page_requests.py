@@ -14,9 +14,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from lmcache import keys
-from lmcache.kv_groups import KVGroup
-from lmcache.tiers.base import ROW_KEY_BYTES
+from lmcache_store import keys
+from lmcache_store.kv_groups import KVGroup
+from lmcache_store.tiers.base import ROW_KEY_BYTES
 
 _WORD = np.dtype("<u8")
 

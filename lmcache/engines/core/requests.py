@@ -9,12 +9,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lmcache import keys
 from lmcache.engines.core.jobs import Offer
 from lmcache.engines.core.times import RequestClock
 from lmcache.engines.core.waiting import RowWait
-from lmcache.tiers.base import ROW_KEY_BYTES, RowKey
-from lmcache.tiers.memory.contracts import LookupResult
+from lmcache_store import keys
+from lmcache_store.tiers.base import ROW_KEY_BYTES, RowKey
+from lmcache_store.tiers.memory.contracts import LookupResult
 
 ExtraKeys = tuple[tuple[int, bytes], ...]
 """Fingerprints of adapters and media that chunks depend on, as (first chunk, fingerprint), ascending."""

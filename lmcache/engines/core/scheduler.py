@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterable, Set
 from functools import partial
 from typing import Any
 
-from lmcache import keys
 from lmcache.engines.core.events import Chunk, ChunkEvents
 from lmcache.engines.core.grid import BlockTables, Grid
 from lmcache.engines.core.jobs import EngineIdentity, LoadJob, Offer, StepMeta, WorkerReport
@@ -45,6 +44,7 @@ from lmcache.engines.core.tracing import NO_TRACER, Tracer
 from lmcache.engines.core.wait_decisions import WaitDecisions
 from lmcache.engines.core.waiting import PrefillRate
 from lmcache.rpc.client import SidecarClient
+from lmcache_store import keys
 
 GetTables = Callable[[str], "BlockTables | None"]
 """Returns the present block tables of a request that this step schedules."""

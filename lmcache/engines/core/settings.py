@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from lmcache.common import options
 from lmcache.engines.errors import UnsupportedError
+from lmcache_store.common import options
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from opentelemetry.util.types import AttributeValue
 from lmcache.engines.core.jobs import LoadJob, StoreJob
 from lmcache.engines.core.requests import RequestState
 from lmcache.engines.core.tracing import Tracer
-from lmcache.tiers.base import ROW_KEY_BYTES
+from lmcache_store.tiers.base import ROW_KEY_BYTES
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from lmcache.engines.core.grid import NULL_BLOCK, BlockTables, Grid
 from lmcache.engines.core.jobs import GroupStore, StoreJob
 from lmcache.engines.core.requests import Computing, RequestState
-from lmcache.kv_groups import GroupKind, KVGroup
+from lmcache_store.kv_groups import GroupKind, KVGroup
 
 Snapshot = tuple[int, int, int]
 """A state that the engine hands over: (KV group, block, number of tokens that the state covers)."""

@@ -18,7 +18,7 @@ from lmcache.engines.core.copier import EngineCopier, Fence, RowLoad
 from lmcache.engines.core.jobs import GroupStore, LoadJob, Piece, StoreJob
 from lmcache.rpc.errors import EngineCopiesError
 from lmcache.rpc.session import BlockCopy, Session
-from lmcache.tiers.memory.contracts import Reserved, Slot
+from lmcache_store.tiers.memory.contracts import Reserved, Slot
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lmcache.common.timing import TIMING
+from lmcache_store.common.timing import TIMING
 
 _WEIGHT = 0.3
 """Weight of the latest measurement in a moving average."""

@@ -35,12 +35,12 @@ from concurrent import futures
 from contextlib import ExitStack
 from typing import Any
 
-from lmcache.common.timing import TIMING
 from lmcache.engines.core.copier import EngineCopier, Fence, use_all_cores
 from lmcache.engines.core.jobs import EngineIdentity, StepMeta, WorkerReport
 from lmcache.engines.core.transfers import LoadTransfer, StoreTransfer
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.errors import SidecarError
+from lmcache_store.common.timing import TIMING
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lmcache import keys
 from lmcache.engines.core import files
 from lmcache.engines.core.blocking import BlockingAccess, Limits
 from lmcache.engines.core.copier import allowed_cores
@@ -21,9 +20,10 @@ from lmcache.engines.sglang.options import EngineOptions, Settings
 from lmcache.engines.sglang.pools import PoolCopier
 from lmcache.engines.sglang.ranks import Ranks
 from lmcache.engines.sglang.weights import WATCH
-from lmcache.kv_groups import GroupKind, KVGroup
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.hello import ClientHello, Role
+from lmcache_store import keys
+from lmcache_store.kv_groups import GroupKind, KVGroup
 
 logger = logging.getLogger(__name__)
 

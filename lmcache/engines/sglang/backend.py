@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang.srt.mem_cache import hicache_storage
 
-from lmcache.common.timing import TIMING
 from lmcache.engines.sglang import support
+from lmcache_store.common.timing import TIMING
 
 if TYPE_CHECKING:
     from lmcache.engines.core.blocking import BlockingAccess

@@ -17,7 +17,7 @@ import torch
 
 from lmcache.engines.core import files
 from lmcache.engines.errors import UnnamedError
-from lmcache.keys import Listed
+from lmcache_store.keys import Listed
 
 _FILE_FORMATS = {"auto", "safetensors", "instanttensor", "bitsandbytes", "layered", "presharded"}
 """Values of ``load_format`` that read the safetensors files of the model's folder."""

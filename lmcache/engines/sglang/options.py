@@ -7,9 +7,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache.common import options
 from lmcache.engines.core.settings import TOKENS_PER_SECOND
 from lmcache.rpc.service import DEFAULT_SOCKET
+from lmcache_store.common import options
 
 MODULE = "lmcache.engines.sglang.backend"
 """Module that SGLang's option ``hicache_storage_backend_extra_config`` names."""

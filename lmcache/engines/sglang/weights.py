@@ -26,8 +26,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from lmcache import keys
 from lmcache.engines.errors import UnsupportedError
+from lmcache_store import keys
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,6 @@ from typing import Any
 
 import torch
 
-from lmcache import keys
-from lmcache.common import options
-from lmcache.common.units import round_up
 from lmcache.cuda.driver import Device
 from lmcache.engines.core import files
 from lmcache.engines.core.copier import EngineCopier
@@ -25,10 +22,13 @@ from lmcache.engines.errors import UnnamedError, UnsupportedError
 from lmcache.engines.vllm import fingerprint
 from lmcache.engines.vllm.groups import GroupSpec, num_replicas, read_groups
 from lmcache.engines.vllm.layouts import check_stages, check_supported, content_id
-from lmcache.kv_groups import KVGroup, stored_blocks
 from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.hello import ClientHello, Role, TransferOffer
 from lmcache.rpc.service import DEFAULT_SOCKET
+from lmcache_store import keys
+from lmcache_store.common import options
+from lmcache_store.common.units import round_up
+from lmcache_store.kv_groups import KVGroup, stored_blocks
 
 logger = logging.getLogger(__name__)
 

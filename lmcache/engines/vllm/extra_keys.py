@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from lmcache import keys
-from lmcache.common.recent import Recent
 from lmcache.engines.core import files
 from lmcache.engines.core.requests import ExtraKeys, FindExtraKeys
 from lmcache.engines.errors import UnnamedError
+from lmcache_store import keys
+from lmcache_store.common.recent import Recent
 
 logger = logging.getLogger(__name__)
 

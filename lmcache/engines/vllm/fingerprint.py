@@ -10,7 +10,7 @@ from typing import Any
 
 from lmcache.engines.core import files
 from lmcache.engines.errors import UnnamedError
-from lmcache.keys import Listed
+from lmcache_store.keys import Listed
 
 _FILE_FORMATS = {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "bitsandbytes", "mistral"}
 """Values of ``load_format`` that read the safetensors files of the model's folder."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lmcache.engines.errors import UnsupportedError
-from lmcache.kv_groups import GroupKind
+from lmcache_store.kv_groups import GroupKind
 
 _LATENTS = "MLAAttentionSpec"
 """KV that is one latent per token, whatever the number of heads (DeepSeek, Kimi)."""

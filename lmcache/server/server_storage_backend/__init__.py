@@ -20,7 +20,7 @@ def CreateStorageBackend(
 
     ``max_size_gb`` is the capacity in GiB. Its default is 5 in memory, or half of the directory's volume.
     Raises ValueError for "cuda" and for an invalid size. Raises OSError or
-    ``lmcache.tiers.disk.files.DiskError`` if the directory is unusable.
+    ``lmcache_store.tiers.disk.files.DiskError`` if the directory is unusable.
     """
     if max_size_gb is not None and not 0 < max_size_gb < 1 << 30:
         raise ValueError(f"{max_size_gb} GiB is not a size: write a positive number of GiB")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 
-from lmcache.tiers.header import Buffer
+from lmcache_store.tiers.header import Buffer
 
 
 class LMSBackendInterface(abc.ABC):

@@ -9,13 +9,13 @@ import os
 import threading
 from collections import OrderedDict
 
-from lmcache.keys import namespace
 from lmcache.server.server_storage_backend.abstract_backend import LMSBackendInterface
-from lmcache.tiers.base import ObjectId, RowKey, StoredId
-from lmcache.tiers.disk.files import path_of
-from lmcache.tiers.disk.tier import DiskTier
-from lmcache.tiers.errors import HeaderError, TierUnavailableError
-from lmcache.tiers.header import HEADER_BYTES, Buffer, Header, checksum, parse
+from lmcache_store.keys import namespace
+from lmcache_store.tiers.base import ObjectId, RowKey, StoredId
+from lmcache_store.tiers.disk.files import path_of
+from lmcache_store.tiers.disk.tier import DiskTier
+from lmcache_store.tiers.errors import HeaderError, TierUnavailableError
+from lmcache_store.tiers.header import HEADER_BYTES, Buffer, Header, checksum, parse
 
 _OVERHEAD_BYTES = 512  # per object: key, dictionary entry, allocation
 _NAMESPACE = namespace({"what": "objects of lm://"})

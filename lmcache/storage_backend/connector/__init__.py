@@ -16,7 +16,7 @@ from lmcache.storage_backend.connector.base_connector import (
     check_connector_type,
 )
 from lmcache.storage_backend.connector.lm_connector import LMCServerConnector
-from lmcache.tiers.remote.address import Endpoint
+from lmcache_store.tiers.remote.address import Endpoint
 
 __all__ = [
     "ConnectorType",

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from lmcache.protocol import MAX_KEY_LENGTH, ClientMetaMessage, Constants, ServerMetaMessage, Stream
 from lmcache.storage_backend.connector.base_connector import RemoteBytesConnector
-from lmcache.tiers.circuit import Circuit
 from lmcache.utils import CacheEngineKey
+from lmcache_store.tiers.circuit import Circuit
 
 _CONNECT_SECONDS = 2.0
 _TIMEOUT_SECONDS = 3.0  # per message; protocol.Stream adds time for large payloads

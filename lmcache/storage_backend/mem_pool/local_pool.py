@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from lmcache.common.units import ceil_div
 from lmcache.config import LMCacheMemPoolMetadata
 from lmcache.storage_backend.mem_pool.torch_arena import TorchArena
 from lmcache.storage_backend.tensors import usable_device
-from lmcache.tiers.memory.allocator import SLOTS_PER_FRAME, FrameAllocator
+from lmcache_store.common.units import ceil_div
+from lmcache_store.tiers.memory.allocator import SLOTS_PER_FRAME, FrameAllocator
 
 
 @dataclass

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from lmcache.common.units import ceil_div, round_up
 from lmcache.logging import init_logger
-from lmcache.tiers.memory.allocator import SLOTS_PER_FRAME
-from lmcache.tiers.memory.contracts import Geometry
-from lmcache.tiers.memory.private import PrivateArena
-from lmcache.tiers.memory.slots import SlotTable
-from lmcache.tiers.pages import PAGE_BYTES
+from lmcache_store.common.units import ceil_div, round_up
+from lmcache_store.tiers.memory.allocator import SLOTS_PER_FRAME
+from lmcache_store.tiers.memory.contracts import Geometry
+from lmcache_store.tiers.memory.private import PrivateArena
+from lmcache_store.tiers.memory.slots import SlotTable
+from lmcache_store.tiers.pages import PAGE_BYTES
 
 logger = init_logger(__name__)
 
@@ -25,9 +25,9 @@ _PIN_BYTES = 64 << 20  # pinned at once; clearing these pages takes as long, and
 class TorchArena:
     """An arena of ``num_slots`` slots for a ``LocalStore`` or a pool.
 
-    A row is numbered by its first slot, and never crosses a frame (``lmcache.tiers.memory.allocator``). Host
-    memory is allocated (and pinned if CUDA is available) piece by piece, when rows are first used. A piece
-    that can't be pinned still works, with slower copies. Memory on a GPU is allocated at once.
+    A row is numbered by its first slot, and never crosses a frame (``lmcache_store.tiers.memory.allocator``).
+    Host memory is allocated (and pinned if CUDA is available) piece by piece, when rows are first used. A
+    piece that can't be pinned still works, with slower copies. Memory on a GPU is allocated at once.
 
     Raises MemoryError, or RuntimeError such as torch's OutOfMemoryError, if memory is insufficient.
     """
@@ -71,7 +71,7 @@ class TorchArena:
         return self._memory[start:end].view(dtype).view(tuple(shape))
 
     def view(self, row: int, column: int, length: int | None = None) -> memoryview:
-        """See ``lmcache.tiers.memory.contracts.Arena``. Raises TypeError for memory on a GPU."""
+        """See ``lmcache_store.tiers.memory.contracts.Arena``. Raises TypeError for memory on a GPU."""
         if self._host is None:
             raise TypeError("memory on a GPU has no view on the host")
         return self._host.view(row, column, length)

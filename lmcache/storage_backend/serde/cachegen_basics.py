@@ -48,7 +48,7 @@ from lmcache.storage_backend.serde.container import (
     tensor_bytes,
     tensor_from_bytes,
 )
-from lmcache.tiers.header import Buffer
+from lmcache_store.tiers.header import Buffer
 
 _FIELDS = struct.Struct("<BBxx")
 _LENGTH = np.dtype("<u4")

@@ -37,8 +37,8 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from lmcache.tiers.header import Buffer, checksum
-from lmcache.tiers.memory.kernel_pages import prefer_huge_pages
+from lmcache_store.tiers.header import Buffer, checksum
+from lmcache_store.tiers.memory.kernel_pages import prefer_huge_pages
 
 MAGIC = b"LMCserde"
 _PLAIN, _BOUND = 1, 2  # versions

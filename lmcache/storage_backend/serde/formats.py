@@ -30,8 +30,8 @@ from lmcache.storage_backend.serde.container import (
     tensor_from_bytes,
 )
 from lmcache.storage_backend.serde.serde import Deserializer, Serializer, timed
-from lmcache.tiers.header import Buffer
 from lmcache.utils import token_dim
+from lmcache_store.tiers.header import Buffer
 
 BINS = 32
 """Number of quantization levels. The original CacheGen uses 32 for the first layers and 16 after them.

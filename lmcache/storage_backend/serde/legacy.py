@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 from lmcache.storage_backend.serde.container import ContainerError
-from lmcache.tiers.header import Buffer
+from lmcache_store.tiers.header import Buffer
 
 TENSOR_NAME = "tensor_bytes"
 """Name of the one tensor in a safetensors payload."""

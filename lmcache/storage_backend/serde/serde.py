@@ -12,7 +12,7 @@ import torch
 
 from lmcache.config import GlobalConfig
 from lmcache.logging import init_logger
-from lmcache.tiers.header import Buffer
+from lmcache_store.tiers.header import Buffer
 
 logger = init_logger(__name__)
 

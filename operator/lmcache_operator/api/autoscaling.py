@@ -5,10 +5,10 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Any, Literal
 
-from lmcache.common.units import parse_quantity, parse_size
 from lmcache_operator.api.fields import Part, Rule, field
 from lmcache_operator.api.keywords import matches, size_between
 from lmcache_operator.api.tiers import MAX_SHARDS
+from lmcache_store.common.units import parse_quantity, parse_size
 
 OFF: Literal["Off"] = "Off"
 AUTO: Literal["Auto"] = "Auto"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from lmcache.common.units import SIZE_PATTERN, parse_quantity
 from lmcache_operator.api.fields import Rule
 from lmcache_operator.api.grammar import IMAGE
+from lmcache_store.common.units import SIZE_PATTERN, parse_quantity
 
 NAME: dict[str, Any] = {"maxLength": 253, "pattern": r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"}
 SECRET_KEY: dict[str, Any] = {"maxLength": 253, "pattern": r"^[-._a-zA-Z0-9]+$"}

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lmcache.common.units import parse_quantity
-from lmcache.tenant_names import DEFAULT_NAME, MAX_CHARACTERS, MAX_NAMED, PATTERN
 from lmcache_operator.api.fields import Part, Rule, field
 from lmcache_operator.api.keywords import NAME, size_between
 from lmcache_operator.api.router import KV_AWARE
+from lmcache_store.common.units import parse_quantity
+from lmcache_store.tenant_names import DEFAULT_NAME, MAX_CHARACTERS, MAX_NAMED, PATTERN
 
 NO_LIMIT_PERCENT = 100
 _MAP_BY_NAME: dict[str, Any] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lmcache.common.units import parse_size
 from lmcache_operator.api.fields import Part, Rule, field
 from lmcache_operator.api.grammar import REMOTE_URL, hosts_of
 from lmcache_operator.api.keywords import (
@@ -15,6 +14,7 @@ from lmcache_operator.api.keywords import (
     matches,
     size_between,
 )
+from lmcache_store.common.units import parse_size
 
 MAX_SHARDS = 64
 """Largest number of shards of a managed remote tier, and in the list of a sidecar."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from lmcache.common.units import parse_quantity
 from lmcache_operator.api.autoscaling import Autoscaling, AutoscalingStatus
 from lmcache_operator.api.clients import CLIENTS, MAX_CLIENTS
 from lmcache_operator.api.engine_pods import NO_PARALLEL_SIZES, Gpu, Parallelism, Prefill, PrefillStatus
@@ -14,6 +13,7 @@ from lmcache_operator.api.keywords import ARGUMENTS, IMAGE_NAME, NAME, SECRET_KE
 from lmcache_operator.api.router import KV_AWARE, Router, RouterStatus
 from lmcache_operator.api.tenants import SPEC_RULES, TENANTS_STATUS, Tenants, TenantStatus
 from lmcache_operator.api.tiers import Tiers
+from lmcache_store.common.units import parse_quantity
 
 _MODEL: dict[str, Any] = {"maxLength": 512, "pattern": r"^[^-\s\x00-\x1f][^\s\x00-\x1f]*$"}
 _MAP_BY_TYPE: dict[str, Any] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import yaml
 
-from lmcache.explain.text import plain
 from lmcache_operator.errors import FileError, NoAnswerError, NotFoundError, OperatorError
 from lmcache_operator.kube.refusals import with_field
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import CLUSTER
+from lmcache_store.common.text import plain
 
 if TYPE_CHECKING:  # the client takes half a second to import, which completion and --help need not spend
     from lmcache_operator.kube.client import KubeApi

@@ -7,10 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
 
-from lmcache.explain import merge, tables, tenants
-from lmcache.explain.benefit import usd_per_token
-from lmcache.explain.findings import findings
-from lmcache.explain.text import plain
 from lmcache_operator.commands import connection, printing
 from lmcache_operator.commands.gather import (
     POD_SECONDS,
@@ -27,6 +23,10 @@ from lmcache_operator.commands.savings import document, prices_of, saved_by
 from lmcache_operator.commands.status import shard_bytes, tiers_of
 from lmcache_operator.errors import NotFoundError
 from lmcache_operator.kube.pod_http import PodHttp
+from lmcache_store.common.text import plain
+from lmcache_store.explain import merge, tables, tenants
+from lmcache_store.explain.benefit import usd_per_token
+from lmcache_store.explain.findings import findings
 
 _ABOUT = """\
 Show where the tokens of all prompts came from, why the others were computed, and what to do about it.

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
-from lmcache.explain.text import plain
 from lmcache_operator.commands.connection import Connection
 from lmcache_operator.components.injection.profile import SIDECARS
 from lmcache_operator.errors import ApiError
@@ -19,6 +18,7 @@ from lmcache_operator.kube.pod_http import CREATE_FORWARD, GET_PROXY, Get, PodHt
 from lmcache_operator.pods.pods import is_running
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.kinds import POD
+from lmcache_store.common.text import plain
 
 _ALL_SECONDS, POD_SECONDS = 4.5, 3.0
 """Time for all sidecars of a cluster, and for one. A command answers within five seconds."""

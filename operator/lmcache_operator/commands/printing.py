@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-from lmcache.common.options import describe
-from lmcache.common.terminal import is_colorful
-from lmcache.explain.text import Style, bar, table, width
+from lmcache_store.common.options import describe
+from lmcache_store.common.terminal import is_colorful
+from lmcache_store.common.text import Style, bar, table, width
 
 __all__ = [
     "FORMATS", "Style", "add_output", "bar", "describe", "document", "is_colorful",

@@ -15,8 +15,6 @@ from typing import Any
 from urllib.parse import urlencode
 from zipfile import ZIP_DEFLATED, ZipFile
 
-from lmcache.common.units import parse_seconds
-from lmcache.explain.text import plain
 from lmcache_operator import __version__
 from lmcache_operator.commands import connection, printing
 from lmcache_operator.commands.files import file_errors
@@ -28,6 +26,8 @@ from lmcache_operator.kube.refusals import error_of
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.kinds import CHILDREN, CLUSTER, EVENT, POD, Kind
 from lmcache_operator.specs.merge import dig
+from lmcache_store.common.text import plain
+from lmcache_store.common.units import parse_seconds
 
 _CLAIM = Kind("", "v1", "PersistentVolumeClaim", "persistentvolumeclaims")
 _ALL_STATS_SECONDS, _LOG_SECONDS = 30.0, 20.0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from lmcache.explain.benefit import Benefit, benefit
-from lmcache.explain.prices import Prices
 from lmcache_operator.api.parse import parse
 from lmcache_operator.commands.gather import Gathered
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object
+from lmcache_store.common.prices import Prices
+from lmcache_store.explain.benefit import Benefit, benefit
 
 
 def prices_of(cluster: Object) -> Prices:

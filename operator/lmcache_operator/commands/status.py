@@ -9,13 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from lmcache.common.top import seconds
-from lmcache.common.units import format_seconds, format_size, parse_size
-from lmcache.explain import merge
-from lmcache.explain.benefit import usd_per_token
-from lmcache.explain.causes import HITS, num_computed
-from lmcache.explain.findings import findings, percent
-from lmcache.explain.text import plain
 from lmcache_operator.api.parse import parse
 from lmcache_operator.commands import connection, printing
 from lmcache_operator.commands.gather import Gathered, PodFigures, gather
@@ -24,6 +17,13 @@ from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.pods.pods import is_ready
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.merge import dig
+from lmcache_store.causes import HITS, num_computed
+from lmcache_store.common.text import plain
+from lmcache_store.common.units import format_seconds, format_size, parse_size
+from lmcache_store.explain import merge
+from lmcache_store.explain.benefit import usd_per_token
+from lmcache_store.explain.findings import findings, percent
+from lmcache_store.top import seconds
 
 _MAX_PODS = 12
 """Pods that are listed without --all-pods. Pods with a problem come first."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from lmcache.common import top
-from lmcache.explain.traffic import Answer
 from lmcache_operator.commands import connection, printing
 from lmcache_operator.commands.gather import PodFigures, missing_rights, pods_of, read_stats
 from lmcache_operator.errors import ApiError
 from lmcache_operator.kube.pod_http import PodHttp
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.names import CLUSTER_LABEL, INJECT_LABEL
+from lmcache_store import top
+from lmcache_store.explain.traffic import Answer
 
 _MIN_SECONDS, _MAX_SECONDS = 1.5, 3.0
 """Time for all sidecars. Between these, it is the interval: a hung sidecar does not delay the others."""

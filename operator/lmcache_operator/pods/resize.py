@@ -16,12 +16,12 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
-from lmcache.common.units import ceil_div, format_mebibytes, parse_quantity
-from lmcache.explain.text import plain
 from lmcache_operator.components.base import Resize
 from lmcache_operator.pods.pods import is_running
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.merge import dig
+from lmcache_store.common.text import plain
+from lmcache_store.common.units import ceil_div, format_mebibytes, parse_quantity
 
 MAX_SIZE, SIZE_FILE = "LMCACHE_MEMORY_MAX_SIZE", "LMCACHE_MEMORY_SIZE_FILE"
 """Variables of the sidecar. They are not arguments, because images of earlier versions must ignore them."""

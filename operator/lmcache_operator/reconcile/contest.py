@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from lmcache.common.backoff import Backoff
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.ownership import Path
+from lmcache_store.common.backoff import Backoff
 
 _NUM_FREE = 3
 _FORGET_SECONDS = 60.0

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
-from lmcache.explain.text import plain
-from lmcache.tenant_names import MAX_NAMED
 from lmcache_operator.api.types import TOKEN
 from lmcache_operator.components.base import LookupFigures, Probed, RemoteFigures, Sidecar, TenantFigures
 from lmcache_operator.pods.pods import is_ready, is_running
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.names import SIDECAR
+from lmcache_store.common.text import plain
+from lmcache_store.tenant_names import MAX_NAMED
 
 ReadStats = Callable[[str], Awaitable[Any]]
 """Reads /stats of the sidecar at an IP address; None if no answer arrives in about a second."""

@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 from itertools import chain
 from typing import Any, Protocol
 
-from lmcache.common.backoff import Backoff
 from lmcache_operator import metrics
 from lmcache_operator.api import API_VERSION, KIND
 from lmcache_operator.autoscaling.metrics import measure, unmeasure
@@ -34,6 +33,7 @@ from lmcache_operator.reconcile.references import References
 from lmcache_operator.reconcile.status import changed_conditions, derive_status, events, is_settled
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import CLUSTER, ClusterKey
+from lmcache_store.common.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lmcache.common.units import quantity_equal
+from lmcache_store.common.units import quantity_equal
 
 # The order matters: a volume mount has a name and a path, and only the path is unique.
 ITEM_KEYS = ("mountPath", "containerPort", "name")

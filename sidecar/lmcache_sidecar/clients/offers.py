@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
-from lmcache.tiers.memory.contracts import Slot
 from lmcache_sidecar.clients.validation import MAX_GROUPS, Peer, check_length, invalid, parse_slots, require
+from lmcache_store.tiers.memory.contracts import Slot
 
 HANDLE_BYTES = 64
 MAX_ALLOCATIONS = 4096

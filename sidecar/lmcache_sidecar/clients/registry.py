@@ -21,9 +21,9 @@ import grpc
 from lmcache.cuda.pin_status import PinStatus
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
-from lmcache.tiers.memory.tier import MemoryTier
 from lmcache_sidecar.clients.liveness import LivenessMonitor, LockProbe, probes_in
 from lmcache_sidecar.clients.validation import CallRefusedError, Peer, precondition
+from lmcache_store.tiers.memory.tier import MemoryTier
 
 logger = logging.getLogger(__name__)
 

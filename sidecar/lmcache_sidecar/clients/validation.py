@@ -12,17 +12,17 @@ from functools import cached_property
 
 import grpc
 
-import lmcache
+import lmcache_store
 from lmcache.cuda.pin_status import PinStatus
-from lmcache.kv_groups import GroupKind, KVGroup, stored_blocks
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
-from lmcache.tiers.base import KEY_BYTES, ROW_KEY_BYTES, RowKey
-from lmcache.tiers.memory.allocator import best_slots_per_frame
-from lmcache.tiers.memory.contracts import Chains, Geometry, Slot
-from lmcache.tiers.pages import PAGE_BYTES
 from lmcache_sidecar.explain.open_requests import EndedRequest
 from lmcache_sidecar.explain.requests import Times
+from lmcache_store.kv_groups import GroupKind, KVGroup, stored_blocks
+from lmcache_store.tiers.base import KEY_BYTES, ROW_KEY_BYTES, RowKey
+from lmcache_store.tiers.memory.allocator import best_slots_per_frame
+from lmcache_store.tiers.memory.contracts import Chains, Geometry, Slot
+from lmcache_store.tiers.pages import PAGE_BYTES
 
 _UUID_BYTES = 16
 _MAX_TEXT_BYTES = 512
@@ -209,7 +209,7 @@ def _check_protocol(hello: pb.Hello) -> None:
         older = "the engine's LMCache" if theirs < ours else "the sidecar"
         raise precondition(
             f"the engine's LMCache {hello.client_version[:64]!r} speaks protocol {theirs}, sidecar"
-            f" {lmcache.__version__} speaks {ours}: upgrade {older}",
+            f" {lmcache_store.__version__} speaks {ours}: upgrade {older}",
             service.REASON_PROTOCOL,
         )
 

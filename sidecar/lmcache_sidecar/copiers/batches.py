@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lmcache.common.fair_queue import FairQueue
 from lmcache_sidecar.copiers import messages
 from lmcache_sidecar.copiers.jobs import CopyStats, Job, PlacedCopy
 from lmcache_sidecar.copiers.members import Member
+from lmcache_store.common.fair_queue import FairQueue
 
 _MAX_BATCHES = 2
 """Batches under way at once: the reader copies one while the sidecar prepares the next one."""

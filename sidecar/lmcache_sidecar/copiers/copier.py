@@ -10,9 +10,6 @@ from typing import NamedTuple
 from lmcache.cuda.pin_status import PinStatus
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
-from lmcache.tiers.memory.arena import ArenaFile
-from lmcache.tiers.memory.contracts import Slot
-from lmcache.tiers.stats import count_reason
 from lmcache_sidecar.clients.offers import SlotCopy
 from lmcache_sidecar.clients.registry import Client, Transfer
 from lmcache_sidecar.clients.validation import precondition
@@ -20,6 +17,9 @@ from lmcache_sidecar.copiers import jobs
 from lmcache_sidecar.copiers.gpu import Gpu
 from lmcache_sidecar.copiers.jobs import CopyStats, Job
 from lmcache_sidecar.copiers.members import Member
+from lmcache_store.tiers.memory.arena import ArenaFile
+from lmcache_store.tiers.memory.contracts import Slot
+from lmcache_store.tiers.stats import count_reason
 
 CLOSE_SECONDS = 2.0
 """Time for readers to end; a reader that hangs in the driver may never end."""

@@ -17,16 +17,16 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from lmcache.common.timing import TIMING
 from lmcache.cuda.pin_status import PinStatus
-from lmcache.tiers.memory.arena import ArenaFile
-from lmcache.tiers.stats import count_reason
 from lmcache_sidecar.copiers import messages
 from lmcache_sidecar.copiers.batches import CopyQueue
 from lmcache_sidecar.copiers.jobs import CopyStats, Job, PlacedCopy
 from lmcache_sidecar.copiers.members import Member
 from lmcache_sidecar.copiers.messages import Kind
 from lmcache_sidecar.copiers.process import Reader
+from lmcache_store.common.timing import TIMING
+from lmcache_store.tiers.memory.arena import ArenaFile
+from lmcache_store.tiers.stats import count_reason
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lmcache.tiers.stats import counter, counters
+from lmcache_store.tiers.stats import counter, counters
 
 
 @dataclass

@@ -29,7 +29,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lmcache.common.numa import on_node
 from lmcache.cuda.copies import CopyBatch
 from lmcache.cuda.driver import Device, Event, Stream
 from lmcache.cuda.errors import CudaError, CudaUnavailableError
@@ -40,6 +39,7 @@ from lmcache.rpc import kvcache_pb2 as pb
 from lmcache_sidecar.copiers import messages
 from lmcache_sidecar.copiers.messages import Format, Kind, MessageError
 from lmcache_sidecar.copiers.pages import Column, Opened, Pages
+from lmcache_store.common.numa import on_node
 
 _PR_SET_PDEATHSIG = 1
 

@@ -1,4 +1,4 @@
-"""Counters of what the cache saves and takes, as ``/stats`` has it for ``lmcache.explain.benefit``."""
+"""Counters of what the cache saves and takes, as ``/stats`` has it for ``lmcache_store.explain.benefit``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lmcache.explain.benefit import FirstTokens, latency_bucket, length_bucket
-from lmcache.tiers.stats import counter, counters
 from lmcache_sidecar.explain.requests import LOAD_FAILED, TIERS, ExplainedRequest
+from lmcache_store.explain.benefit import FirstTokens, latency_bucket, length_bucket
+from lmcache_store.tiers.stats import counter, counters
 
 
 @dataclass

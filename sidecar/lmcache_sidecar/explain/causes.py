@@ -23,18 +23,18 @@ from typing import NamedTuple
 import numpy as np
 
 from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.tenant_names import DEFAULT_NAME
-from lmcache.tiers.base import RowKey
-from lmcache.tiers.memory.contracts import Chains
-from lmcache.tiers.stats import counter, counters
-from lmcache.tiers.tiered.absences import Absence
-from lmcache.tiers.tiered.history import ChunkHistory, Names, chunk_names
 from lmcache_sidecar.explain.benefit_stats import BenefitStats
 from lmcache_sidecar.explain.branches import Branches
 from lmcache_sidecar.explain.open_requests import EndedRequest, OpenRequests
 from lmcache_sidecar.explain.request_times import RequestHistograms
 from lmcache_sidecar.explain.requests import UNKNOWN_ENGINE, Engine, ExplainedRequest
 from lmcache_sidecar.explain.sources import loaded_tokens
+from lmcache_store.tenant_names import DEFAULT_NAME
+from lmcache_store.tiers.base import RowKey
+from lmcache_store.tiers.memory.contracts import Chains
+from lmcache_store.tiers.stats import counter, counters
+from lmcache_store.tiers.tiered.absences import Absence
+from lmcache_store.tiers.tiered.history import ChunkHistory, Names, chunk_names
 
 NEW, DIVERGED, TAIL, NOT_CACHEABLE = "new", "diverged", "tail", "not_cacheable"
 _DEPTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)

@@ -10,12 +10,12 @@ import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
-from lmcache.common.options import describe
-from lmcache.explain import tables, tenants
-from lmcache.explain.benefit import Benefit, benefit, usd_per_token
-from lmcache.explain.prices import Prices
-from lmcache.explain.sizes import LargerMemory, larger_memory
 from lmcache_sidecar.explain.asking import ExplainError, add_url, ask
+from lmcache_store.common.options import describe
+from lmcache_store.common.prices import Prices
+from lmcache_store.explain import tables, tenants
+from lmcache_store.explain.benefit import Benefit, benefit, usd_per_token
+from lmcache_store.explain.sizes import LargerMemory, larger_memory
 
 _ABOUT = """\
 Show where the tokens of prompts came from, and why the others were computed.

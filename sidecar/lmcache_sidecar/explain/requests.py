@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lmcache.explain.benefit import Source
-from lmcache.tenant_names import DEFAULT_NAME
+from lmcache_store.explain.benefit import Source
+from lmcache_store.tenant_names import DEFAULT_NAME
 
 TIERS = ("remote", "peers", "disk", "memory")
 """Tiers that an engine loads from, the slowest first."""

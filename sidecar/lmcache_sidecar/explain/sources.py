@@ -10,8 +10,8 @@ from collections.abc import MutableMapping
 from itertools import product
 
 from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.tiers.base import RowKey
-from lmcache.tiers.memory.contracts import Chains
+from lmcache_store.tiers.base import RowKey
+from lmcache_store.tiers.memory.contracts import Chains
 
 _LOWER = {"disk": ord("d"), "peers": ord("p"), "remote": ord("r")}
 _MEMORY = ord("m")

@@ -7,10 +7,10 @@ import asyncio
 import json
 from typing import Any
 
-from lmcache.common import top
-from lmcache.common.options import describe
-from lmcache.explain.traffic import Answer
 from lmcache_sidecar.explain.asking import ExplainError, add_url, ask
+from lmcache_store import top
+from lmcache_store.common.options import describe
+from lmcache_store.explain.traffic import Answer
 
 _ABOUT = """\
 Show what a sidecar does at present: requests, prompt tokens by where they came from, and traffic by tier.

@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import NoReturn
 
 import grpc
+
+from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc import service
+from lmcache.rpc.attachment import hello_message
+from lmcache.rpc.hello import ClientHello, Role
 from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.clients.registry import Clients
 from lmcache_sidecar.copiers.copier import Mode, SidecarCopier
 from lmcache_sidecar.server import Server
 from lmcache_sidecar.sessions import Sessions
-
-from lmcache.kv_groups import GroupKind, KVGroup
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc import service
-from lmcache.rpc.attachment import hello_message
-from lmcache.rpc.hello import ClientHello, Role
-from lmcache.tiers.tiered.history import ChunkHistory
-from lmcache.tiers.tiered.store import TieredStore
+from lmcache_store.kv_groups import GroupKind, KVGroup
+from lmcache_store.tiers.tiered.history import ChunkHistory
+from lmcache_store.tiers.tiered.store import TieredStore
 from tests.fuzz.bytes_input import BytesInput
 from tests.fuzz.event_loop import opened_runner, runner
 from tests.fuzz.target import Target

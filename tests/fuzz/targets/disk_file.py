@@ -9,11 +9,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.disk.files import Directory, path_of
-from lmcache.tiers.errors import InvalidObjectError
-from lmcache.tiers.header import Header, checksum, parse
-from lmcache.tiers.pages import PAGE_BYTES
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.disk.files import Directory, path_of
+from lmcache_store.tiers.errors import InvalidObjectError
+from lmcache_store.tiers.header import Header, checksum, parse
+from lmcache_store.tiers.pages import PAGE_BYTES
 from tests.fuzz.bytes_input import BytesInput
 from tests.fuzz.target import Target
 from tests.fuzz.targets.header import sealed

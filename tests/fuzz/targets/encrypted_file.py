@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.disk import file_formats
-from lmcache.tiers.disk.files import Directory, path_of
-from lmcache.tiers.encryption.pieces import MAGIC, OVERHEAD_BYTES, Cipher, Place, parse_preamble
-from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError
-from lmcache.tiers.header import HEADER_BYTES
-from lmcache.tiers.pages import PAGE_BYTES
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.disk import file_formats
+from lmcache_store.tiers.disk.files import Directory, path_of
+from lmcache_store.tiers.encryption.pieces import MAGIC, OVERHEAD_BYTES, Cipher, Place, parse_preamble
+from lmcache_store.tiers.errors import InvalidObjectError, KeyAbsentError
+from lmcache_store.tiers.header import HEADER_BYTES
+from lmcache_store.tiers.pages import PAGE_BYTES
 from tests.fuzz.bytes_input import BytesInput
 from tests.fuzz.edits import edited
 from tests.fuzz.recorded_cipher import RecordedCipher

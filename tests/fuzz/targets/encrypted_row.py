@@ -10,13 +10,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.encryption.pieces import OVERHEAD_BYTES, Place
-from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError, TierError
-from lmcache.tiers.header import NO_CHECKSUM, Header
-from lmcache.tiers.remote import objects
-from lmcache.tiers.remote.objects import piece_sizes
-from lmcache.tiers.remote.value_formats import PLAIN, EncryptedValues, ValueFormat
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.encryption.pieces import OVERHEAD_BYTES, Place
+from lmcache_store.tiers.errors import InvalidObjectError, KeyAbsentError, TierError
+from lmcache_store.tiers.header import NO_CHECKSUM, Header
+from lmcache_store.tiers.remote import objects
+from lmcache_store.tiers.remote.objects import piece_sizes
+from lmcache_store.tiers.remote.value_formats import PLAIN, EncryptedValues, ValueFormat
 from tests.fuzz.bytes_input import BytesInput
 from tests.fuzz.edits import edited
 from tests.fuzz.recorded_cipher import RecordedCipher

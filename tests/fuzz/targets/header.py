@@ -6,8 +6,8 @@ the checks after it.
 
 import xxhash
 
-from lmcache.tiers.errors import HeaderError
-from lmcache.tiers.header import HEADER_BYTES, parse
+from lmcache_store.tiers.errors import HeaderError
+from lmcache_store.tiers.header import HEADER_BYTES, parse
 from tests.fuzz.target import Target
 
 _CHECKSUM_BYTES = 8

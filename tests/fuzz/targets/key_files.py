@@ -4,7 +4,7 @@ Input: for each file a flag, its name and its content (two bytes of length in fr
 the content begins with a text that no message may have.
 """
 
-from lmcache.tiers.encryption.keys import KEY_BYTES, MAX_VERSION, parse_keys
+from lmcache_store.tiers.encryption.keys import KEY_BYTES, MAX_VERSION, parse_keys
 from tests.fuzz.bytes_input import BytesInput
 from tests.fuzz.target import Target
 

@@ -8,9 +8,9 @@ import contextlib
 import socket
 from collections.abc import Iterator
 
-from lmcache.tiers.peers.requests import BadRequestError
-from lmcache.tiers.peers.server import PeerServer
-from lmcache.tiers.peers.session import Session
+from lmcache_store.tiers.peers.requests import BadRequestError
+from lmcache_store.tiers.peers.server import PeerServer
+from lmcache_store.tiers.peers.session import Session
 from tests.fuzz.target import Target
 from tests.harness.peer_rows import PREFIX, Rows
 

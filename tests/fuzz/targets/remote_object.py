@@ -4,10 +4,10 @@ Input: for the marker a flag and its bytes, then for each piece a flag and its b
 front of each string). With the flag, the marker's checksum is corrected, or the seal of the piece.
 """
 
-from lmcache.tiers.errors import InvalidObjectError, TierError
-from lmcache.tiers.header import HeaderError, parse
-from lmcache.tiers.remote import objects
-from lmcache.tiers.remote.value_formats import seal_of
+from lmcache_store.tiers.errors import InvalidObjectError, TierError
+from lmcache_store.tiers.header import HeaderError, parse
+from lmcache_store.tiers.remote import objects
+from lmcache_store.tiers.remote.value_formats import seal_of
 from tests.fuzz.bytes_input import BytesInput
 from tests.fuzz.target import Target
 from tests.fuzz.targets.header import sealed

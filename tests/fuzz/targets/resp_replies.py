@@ -8,11 +8,11 @@ import contextlib
 import socket
 from unittest import mock
 
-from lmcache.common.sockets import Stream
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.errors import InvalidObjectError, TierError
-from lmcache.tiers.remote import objects, resp
-from lmcache.tiers.remote.address import Address, Endpoint
+from lmcache_store.common.sockets import Stream
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.errors import InvalidObjectError, TierError
+from lmcache_store.tiers.remote import objects, resp
+from lmcache_store.tiers.remote.address import Address, Endpoint
 from tests.fuzz.bytes_input import BytesInput
 from tests.fuzz.target import Target
 

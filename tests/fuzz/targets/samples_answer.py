@@ -8,7 +8,6 @@ import json
 import math
 
 from lmcache_operator.autoscaling.intake import answers
-
 from tests.fuzz.target import Target
 
 JSON_ERRORS = ValueError, RecursionError

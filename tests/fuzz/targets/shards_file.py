@@ -8,8 +8,7 @@ import math
 
 from lmcache_sidecar.peers import PeersFile
 from lmcache_sidecar.shards import read_shards
-
-from lmcache.tiers.remote.address import Endpoint
+from lmcache_store.tiers.remote.address import Endpoint
 from tests.fuzz.target import Target
 
 PATH = "/list.yaml"

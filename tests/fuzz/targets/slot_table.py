@@ -9,11 +9,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from lmcache.tiers.errors import ArenaError
-from lmcache.tiers.header import digests, slot_checksum
-from lmcache.tiers.memory.arena import ArenaFile
-from lmcache.tiers.memory.contracts import Geometry, Reserved
-from lmcache.tiers.memory.tier import MemoryTier
+from lmcache_store.tiers.errors import ArenaError
+from lmcache_store.tiers.header import digests, slot_checksum
+from lmcache_store.tiers.memory.arena import ArenaFile
+from lmcache_store.tiers.memory.contracts import Geometry, Reserved
+from lmcache_store.tiers.memory.tier import MemoryTier
 from tests.fuzz.bytes_input import BytesInput
 from tests.fuzz.target import Target
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lmcache_operator.autoscaling.intake.answers import (
     Counts,
     InvalidAnswerError,
@@ -15,8 +16,7 @@ from lmcache_operator.autoscaling.intake.answers import (
     next_request,
     samples,
 )
-
-from lmcache.curves import HASHES
+from lmcache_store.curves import HASHES
 from testing.workloads.requests import Request, Workload
 from testing.workloads.sidecars import Sidecars
 from testing.workloads.tiers import Service

@@ -6,10 +6,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+
 from lmcache_operator.autoscaling.policy.decide import decide, points
 from lmcache_operator.autoscaling.policy.state import Obstacle, State, Step
 from lmcache_operator.autoscaling.policy.tier import GIB, memory_tier, remote_tier
-
 from tests.harness.known_demand import (
     BY_HAND,
     FLAT,

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from lmcache_operator.autoscaling.intake import answers
 from lmcache_operator.autoscaling.intake.lookups import Answer, Intake, NoAnswer
-
 from testing.workloads.requests import Request, Workload
 from testing.workloads.sidecars import Sidecars
 from testing.workloads.tiers import Service

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+
 from lmcache_operator.autoscaling.intake.lookups import Intake
 from lmcache_operator.autoscaling.intake.poller import Poller
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.specs.kinds import ClusterKey
 from lmcache_operator.specs.names import RESIZE_REFUSED, SIDECAR
-
-from lmcache.curves import HASHES, Lookup
+from lmcache_store.curves import HASHES, Lookup
 from testing.workloads.requests import row_hash
 from tests.harness.loops import in_a_loop
 from tests.harness.polled_pods import many, rig, serve

@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from lmcache_operator.api.parse import parse
 
+from lmcache_operator.api.parse import parse
 from tests.harness.operator_model import cluster
 
 

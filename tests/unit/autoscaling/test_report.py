@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lmcache_operator.autoscaling.policy.report import (
     MAX_STATE_BYTES,
     Choice,

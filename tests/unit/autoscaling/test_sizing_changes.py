@@ -4,11 +4,11 @@ import json
 from functools import cache
 
 import pytest
+
 from lmcache_operator.autoscaling.policy.report import Choice
 from lmcache_operator.autoscaling.policy.state import Obstacle
 from lmcache_operator.autoscaling.sizing import Situation, UnavailableSize
-
-from lmcache.common.units import parse_quantity
+from lmcache_store.common.units import parse_quantity
 from testing.workloads.requests import Request, Workload, chat
 from tests.harness.sizing_loop import AUTO, PODS, SIZE, START, Loop, talk
 

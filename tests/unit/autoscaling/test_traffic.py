@@ -5,12 +5,12 @@ import random
 from pathlib import Path
 
 import pytest
+
 from lmcache_operator.autoscaling.policy.decide import decide
 from lmcache_operator.autoscaling.policy.state import State
 from lmcache_operator.autoscaling.policy.tier import GIB
 from lmcache_operator.autoscaling.policy.traffic import Traffic
-
-from lmcache.curves import MissRatioCurve
+from lmcache_store.curves import MissRatioCurve
 from testing.workloads.closed_loop import Routing, Setup, lookups, scattered, sticky
 from testing.workloads.requests import Workload, agents, chat, mooncake
 from testing.workloads.tiers import Service

@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from lmcache_operator import completion
 from lmcache_operator.commands import COMMANDS
+from testing.child_process import REPOSITORY, SOURCES
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 KUBECTL = """#!/bin/sh
 echo "$@" >> "$(dirname "$0")/calls"
 case "$1 $2" in
@@ -78,6 +79,6 @@ def test_program_prints_suggestions_and_the_directive_without_a_client():
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True,
-        env={"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'operator'}"},
+        env={"PYTHONPATH": SOURCES},
     )  # fmt: skip
     assert done.stdout == f"[]\nstatus\t{COMMANDS['status']}\n:4\n"

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from lmcache_operator.__main__ import main
 from lmcache_operator.commands.connection import reported
 from lmcache_operator.kube import watch
-
 from tests.harness.json_server import JsonHandler, serving
 
 CONFIG: dict[str, Any] = {

@@ -1,12 +1,12 @@
 """``doctor``: checks of one cluster, its namespace's limits, engines, sidecars and Redis."""
 
 import pytest
+
 from lmcache_operator.commands.doctor.answers import Answer
 from lmcache_operator.commands.doctor.checks.admission import lacks_pods, pod_of
 from lmcache_operator.commands.doctor.facts import PodTrial
 from lmcache_operator.commands.doctor.results import Level
 from lmcache_operator.commands.gather import PodFigures
-
 from tests.harness.command_world import NOW, condition, pod
 from tests.harness.doctor_world import (
     FORBIDDEN,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from lmcache_operator.api import GROUP, PLURAL
 from lmcache_operator.commands.doctor.answers import Answer
 from lmcache_operator.commands.doctor.checks import run_checks
@@ -12,7 +13,6 @@ from lmcache_operator.commands.doctor.checks.rights import FORWARD, OPERATOR_RIG
 from lmcache_operator.commands.doctor.command import exit_status
 from lmcache_operator.commands.doctor.facts import Right
 from lmcache_operator.commands.doctor.results import Level
-
 from tests.harness.command_world import NOW
 from tests.harness.doctor_world import (
     FORBIDDEN,

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 import yaml
+
 from lmcache_operator.commands import printing
 from lmcache_operator.commands.connection import Connection
 from lmcache_operator.commands.doctor import view
@@ -21,7 +22,6 @@ from lmcache_operator.commands.doctor.results import Level, Result
 from lmcache_operator.components.conditions import runbook
 from lmcache_operator.errors import NoAnswerError, NotFoundError
 from lmcache_operator.kube.pod_http import PodAnswer
-
 from testing.child_process import REPOSITORY
 from tests.harness.command_world import pod, stats
 from tests.harness.doctor_world import deployment, engine, facts, listing, sglang

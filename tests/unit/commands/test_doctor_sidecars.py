@@ -1,14 +1,14 @@
 """``doctor``: checks of engines, sidecars and Redis."""
 
 import pytest
+
+from lmcache.engines.sglang.support import SUPPORTED_VERSIONS as SUPPORTED_SGLANG
+from lmcache.engines.vllm.support import SUPPORTED_VERSIONS
 from lmcache_operator.commands.doctor.checks import run_checks
 from lmcache_operator.commands.doctor.checks.engine_kinds import MAX_VLLM, MIN_VLLM, SGLANG_VERSION
 from lmcache_operator.commands.doctor.results import Level
 from lmcache_operator.commands.gather import PodFigures
-
-from lmcache.engines.sglang.support import SUPPORTED_VERSIONS as SUPPORTED_SGLANG
-from lmcache.engines.vllm.support import SUPPORTED_VERSIONS
-from lmcache.explain.text import plain
+from lmcache_store.common.text import plain
 from tests.harness.command_world import NOW, pod
 from tests.harness.doctor_world import (
     FORBIDDEN,

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import pytest
+
 from lmcache_operator.__main__ import _parser
 from lmcache_operator.commands import explain
 from lmcache_operator.commands.connection import Connection
@@ -13,7 +14,6 @@ from lmcache_operator.commands.printing import document, print_problems
 from lmcache_operator.errors import NotFoundError
 from lmcache_operator.kube import pod_http
 from lmcache_operator.kube.pod_http import PodAnswer
-
 from tests.harness.command_world import figures, gathered, pod, stats
 from tests.harness.operator_model import cluster
 

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import pytest
+
 from lmcache_operator.commands.connection import Connection
 from lmcache_operator.commands.gather import (
     NO_TIME,
@@ -17,7 +18,6 @@ from lmcache_operator.commands.gather import (
     sidecar_port,
 )
 from lmcache_operator.kube.pod_http import CREATE_FORWARD, GET_PROXY, PodAnswer
-
 from tests.harness import jumping_loop
 from tests.harness.command_world import pod, stats
 

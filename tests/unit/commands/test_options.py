@@ -3,6 +3,7 @@
 import argparse
 
 import pytest
+
 from lmcache_operator.__main__ import _parser
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
+
 from lmcache_operator.kube.client import KubeApi, connect
 from lmcache_operator.kube.pod_http import CREATE_FORWARD, GET_PROXY, PodAnswer, PodHttp
-
 from tests.unit.commands.test_connection import lead_to
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

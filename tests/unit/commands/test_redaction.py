@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import pytest
+
 from lmcache_operator.commands.redaction import REMOVED, Redactor
 
 SECRET = "hunter2-Zq8vXw"

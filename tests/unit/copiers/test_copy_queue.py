@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from lmcache.rpc import kvcache_pb2 as pb
 from lmcache_sidecar.copiers import batches, messages
 from lmcache_sidecar.copiers.batches import CopyQueue
 from lmcache_sidecar.copiers.jobs import CopyStats, PlacedCopy
 from lmcache_sidecar.copiers.members import Member
-
-from lmcache.common.fair_queue import FairQueue
-from lmcache.rpc import kvcache_pb2 as pb
+from lmcache_store.common.fair_queue import FairQueue
 from tests.harness.loops import in_a_loop
 
 PAGE_BYTES, ROWS_PER_BATCH = 1 << 20, 4

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lmcache.rpc import kvcache_pb2 as pb
 from lmcache_sidecar.copiers import gpu, messages
 from lmcache_sidecar.copiers.gpu import Gpu
 from lmcache_sidecar.copiers.jobs import CopyStats, PlacedCopy
 from lmcache_sidecar.copiers.members import Member
 from lmcache_sidecar.copiers.messages import Kind
-
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.tiers.memory.contracts import Geometry
+from lmcache_store.tiers.memory.contracts import Geometry
 from tests.harness.scope import examples
 
 PIDS = st.sampled_from([100, 101, 200, 201, 202, 203])

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from lmcache.rpc import kvcache_pb2 as pb
 from lmcache_sidecar.copiers import messages
 from lmcache_sidecar.copiers.messages import Copies, Format, Kind, MessageError
 from lmcache_sidecar.copiers.pages import Column, Opened, Pages
-
-from lmcache.rpc import kvcache_pb2 as pb
 
 BASES = (1 << 44, 1 << 45)
 COLUMN = Column(offset=8192, num_bytes=10 * 4096, slot_bytes=4096, address=1 << 46)

@@ -13,16 +13,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from lmcache_sidecar.copiers import messages
-from lmcache_sidecar.copiers.messages import Format, Kind
-from lmcache_sidecar.copiers.process import Reader
 
 from lmcache.cuda.pin_status import PinStatus
 from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.tiers.errors import ArenaError
-from lmcache.tiers.memory.arena import ArenaFile
-from lmcache.tiers.memory.contracts import Geometry
-from testing.child_process import REPOSITORY
+from lmcache_sidecar.copiers import messages
+from lmcache_sidecar.copiers.messages import Format, Kind
+from lmcache_sidecar.copiers.process import Reader
+from lmcache_store.tiers.errors import ArenaError
+from lmcache_store.tiers.memory.arena import ArenaFile
+from lmcache_store.tiers.memory.contracts import Geometry
+from testing.child_process import SOURCES
 from testing.cuda import GPU, Node, node
 from tests.harness.light import needs
 from tests.harness.loops import in_a_loop
@@ -172,7 +172,7 @@ sys.stdin.read()
 @contextlib.contextmanager
 def exported(gpus: Node, content: bytes) -> Iterator[bytes]:
     """Yield the handle of GPU memory of another process."""
-    environment = os.environ | gpus.environment("engine") | {"PYTHONPATH": str(REPOSITORY)}
+    environment = os.environ | gpus.environment("engine") | {"PYTHONPATH": SOURCES}
     command = [sys.executable, "-c", EXPORT_PROGRAM, content.hex()]
     with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, env=environment) as engine:
         assert engine.stdout is not None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache.curves import Lookup, MissRatioCurve, Window
+from lmcache_store.curves import Lookup, MissRatioCurve, Window
 from tests.harness.scope import examples
 from tests.harness.zipf_lookups import SIZES, zipf
 

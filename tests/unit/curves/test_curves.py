@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache.curves import HASHES, Lookup, MissRatioCurve, RecencyStack, merged
+from lmcache_store.curves import HASHES, Lookup, MissRatioCurve, RecencyStack, merged
 from tests.harness.zipf_lookups import SIZES, num_accesses, zipf
 from tools.simulate import key_hash, stack_distances
 

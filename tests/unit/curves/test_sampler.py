@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache.curves import HASHES, SampledRequest, Sampler
+from lmcache_store.curves import HASHES, SampledRequest, Sampler
 from tests.harness.scope import examples
 from tools.simulate import key_hash
 

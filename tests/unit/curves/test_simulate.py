@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache.tiers.policy import LRU
+from lmcache_store.tiers.policy import LRU
 from tools.simulate import (
     NoEviction,
     Request,

@@ -52,8 +52,16 @@ def test_a_change_is_all_that_differs_from_the_base(repository):
     [
         ("tests/unit/tiers/test_policy.py", "unit/tiers/test_policy", "changed"),
         ("tests/unit/tiers/conftest.py", "unit/tiers/test_policy", "tests tests/unit/tiers/conftest.py"),
-        ("lmcache/tiers/policy.py", "unit/tiers/test_policy", "imports lmcache.tiers.policy"),
-        ("sidecar/lmcache_sidecar/daemon.py", "integration/test_sidecar_process", "tests sidecar/"),
+        (
+            "sidecar/lmcache_store/tiers/policy.py",
+            "unit/tiers/test_policy",
+            "imports lmcache_store.tiers.policy",
+        ),
+        (
+            "sidecar/lmcache_sidecar/daemon.py",
+            "integration/test_sidecar_process",
+            "tests sidecar/lmcache_sidecar/",
+        ),
         ("charts/lmcache-operator/values.yaml", "integration/test_chart", "tests charts/"),
     ],
 )  # fmt: skip
@@ -63,7 +71,9 @@ def test_chooses_a_test_and_says_why(graph, path, test, reason):
 
 
 def test_chooses_tests_through_other_modules_but_leaves_distant_integration_tests_out(graph):
-    files, num_left_out = changed_tests.chosen(["lmcache/common/units.py", "LICENSE", "removed.py"], graph)
+    files, num_left_out = changed_tests.chosen(
+        ["sidecar/lmcache_store/common/units.py", "LICENSE", "removed.py"], graph
+    )
     assert any(reason.endswith("steps") for reason in files.values())
     assert sum(path.startswith("tests/integration/") for path in files) == MAX_INTEGRATION
     assert num_left_out > 0

@@ -64,10 +64,13 @@ def test_accepts_one_imperative(subject: str) -> None:
 
 @pytest.mark.parametrize("body", ["", "\n", "Signed-off-by: A <a@example.com>"])
 def test_demands_a_body_for_product_code_only(body: str) -> None:
-    (problem,) = problems("Refuse chunks", body, "README.md", "lmcache/tiers/base.py")
+    (problem,) = problems("Refuse chunks", body, "README.md", "sidecar/lmcache_store/tiers/base.py")
     assert problem.endswith("the commit changes product code, so its body must say why")
     assert problems("Refuse chunks", body, "README.md", "tools/check.py") == []
-    assert problems("Refuse chunks", f"Readers expect it.\n\n{body}", "lmcache/tiers/base.py") == []
+    assert (
+        problems("Refuse chunks", f"Readers expect it.\n\n{body}", "sidecar/lmcache_store/tiers/base.py")
+        == []
+    )
 
 
 def test_checks_each_commit_since_the_default_branch(repository: Path) -> None:

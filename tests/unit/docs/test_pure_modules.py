@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-PACKAGES = ("lmcache", "sidecar/lmcache_sidecar", "operator/lmcache_operator")
+PACKAGES = ("lmcache", "sidecar/lmcache_store", "sidecar/lmcache_sidecar", "operator/lmcache_operator")
 
 
 def pure_modules() -> list[str]:
@@ -30,7 +30,7 @@ def test_pure_modules_have_a_contract() -> None:
         for module in contract["source_modules"].split()
     }
     modules = pure_modules()
-    assert "lmcache.tiers.policy" in modules
+    assert "lmcache_store.tiers.policy" in modules
     missing = [
         name for name in modules if not any(f"{name}.".startswith(f"{prefix}.") for prefix in enforced)
     ]

@@ -4,11 +4,11 @@ import copy
 from typing import Any
 
 import yaml
+
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context, Probed, Sidecar
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.specs.names import STOCK_IMAGES
-
 from tests.harness.operator_plans import settled_world, status_of
 from tools import resource_docs
 from tools.resource_docs import COMPLETE, CONDITIONS

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from lmcache.common import options
 from lmcache.engines.core.settings import TOKENS_PER_SECOND, read_settings
 from lmcache.engines.errors import UnsupportedError
+from lmcache_store.common import options
 
 
 @dataclass(frozen=True)

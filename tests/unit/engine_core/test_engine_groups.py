@@ -4,8 +4,8 @@ import pytest
 
 from lmcache.engines.core.grid import Grid
 from lmcache.engines.core.jobs import GroupStore, LoadJob, Piece
-from lmcache.kv_groups import GroupKind, KVGroup
-from lmcache.tiers.memory.contracts import Slot
+from lmcache_store.kv_groups import GroupKind, KVGroup
+from lmcache_store.tiers.memory.contracts import Slot
 from tests.harness.scheduler_rig import Rig, hashes, make_identity, make_request, row_keys
 
 SMALL, LARGE = KVGroup(0, 16, 4096), KVGroup(2, 32, 4096)  # the engine has a group 1 that is not cached

@@ -6,7 +6,7 @@ import pytest
 
 from lmcache.engines.core import worker as module
 from lmcache.engines.core.jobs import GroupLoad, LoadJob, StepMeta
-from lmcache.tiers.memory.contracts import Slot
+from lmcache_store.tiers.memory.contracts import Slot
 from tests.harness.session_double import SessionDouble
 from tests.harness.worker_rig import WorkerRig, found_rows
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmcache import keys
+from lmcache_store import keys
 from tests.harness.scheduler_rig import (
     Rig,
     blocks,

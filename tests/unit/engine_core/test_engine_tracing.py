@@ -10,7 +10,7 @@ from opentelemetry import trace
 from lmcache.engines.core import tracing
 from lmcache.engines.core.spans import SpanTracer
 from lmcache.engines.core.tracing import NO_TRACER, make_tracer
-from testing.child_process import REPOSITORY
+from testing.child_process import SOURCES
 from testing.otlp import OtlpReceiver
 from tests.harness.scheduler_rig import Rig, blocks, job_ids, make_request
 from tests.harness.spans import PARENT_ID, SAMPLED, TRACE_ID, RecordedSpans
@@ -29,7 +29,7 @@ def _clean_environment(monkeypatch):
 
 def run_python(code, **environment):
     command = [sys.executable, "-c", code]
-    paths = {"PYTHONPATH": str(REPOSITORY), "PATH": ""}
+    paths = {"PYTHONPATH": SOURCES, "PATH": ""}
     subprocess.run(command, env={**paths, **environment}, check=True, timeout=60)
 
 

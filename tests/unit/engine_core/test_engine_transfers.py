@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmcache.common.timing import TIMING
 from lmcache.engines.core import worker as module
 from lmcache.engines.core.jobs import StepMeta
+from lmcache_store.common.timing import TIMING
 from tests.harness.worker_rig import IDENTITY, WorkerRig
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from lmcache.common.timing import TIMING
 from lmcache.engines.core.jobs import WorkerReport
+from lmcache_store.common.timing import TIMING
 from tests.harness.scheduler_rig import Rig, blocks, make_request
 
 

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache import keys
 from lmcache.engines.core.grid import Grid
 from lmcache.engines.core.hits import find_hit
 from lmcache.engines.core.jobs import Piece
-from lmcache.kv_groups import GroupKind, KVGroup, first_needed_chunk
-from lmcache.tiers.memory.contracts import Found, Located
+from lmcache_store import keys
+from lmcache_store.kv_groups import GroupKind, KVGroup, first_needed_chunk
+from lmcache_store.tiers.memory.contracts import Found, Located
 from tests.harness.scheduler_rig import Rig, make_identity, make_request, row_keys
 
 FULL = KVGroup(1, 16, 4096)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from lmcache import keys
 from lmcache.engines.core.lineage import _MAX_CHAINS, Lineage
 from lmcache.engines.core.page_requests import PageRequest, PageRequests, words_of
-from lmcache.kv_groups import GroupKind, KVGroup
+from lmcache_store import keys
+from lmcache_store.kv_groups import GroupKind, KVGroup
 
 NAMESPACE = b"n" * 32
 ONE_GROUP = (KVGroup(0, 64, 100),)

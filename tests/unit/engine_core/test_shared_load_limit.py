@@ -8,9 +8,9 @@ import pytest
 from lmcache.engines.core import blocking
 from lmcache.engines.core.blocking import BlockingAccess, Limits
 from lmcache.engines.core.jobs import EngineIdentity
-from lmcache.kv_groups import GroupKind, KVGroup
 from lmcache.rpc.hello import ClientHello, Role
-from lmcache.tiers.memory.contracts import LookupResult
+from lmcache_store.kv_groups import GroupKind, KVGroup
+from lmcache_store.tiers.memory.contracts import LookupResult
 
 LIMITS = Limits(row_seconds=60.0, load_seconds=5.0)
 

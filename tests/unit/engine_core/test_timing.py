@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lmcache.common.timing import TIMING, Timing
+from lmcache_store.common.timing import TIMING, Timing
 from testing.deadlines import PATIENT, STANDARD, VARIABLE, deadlines
 
 
@@ -49,7 +49,7 @@ def test_patient_deadlines_are_a_minute_except_for_waits_of_requests():
 
 @pytest.mark.parametrize(("text", "expected"), [("call_seconds=9", "9.0"), ("call_seconds=x", "2.0")])
 def test_a_process_reads_its_environment_and_starts_with_a_bad_one(text, expected):
-    code = "from lmcache.common.timing import TIMING; print(TIMING.call_seconds)"
+    code = "from lmcache_store.common.timing import TIMING; print(TIMING.call_seconds)"
     environment = {**os.environ, VARIABLE: text}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == expected

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache.explain import tables
-from lmcache.explain.benefit import (
+from lmcache_store.common.prices import GIB, Prices
+from lmcache_store.explain import tables
+from lmcache_store.explain.benefit import (
     Benefit,
     benefit,
     latency_bucket,
@@ -18,7 +19,6 @@ from lmcache.explain.benefit import (
     saved_latency,
     usd_per_token,
 )
-from lmcache.explain.prices import GIB, Prices
 
 HOUR = 3600.0
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from lmcache.explain import tables
-from lmcache.explain.causes import CAUSES, COMPUTED, HITS
-from lmcache.explain.findings import findings
+from lmcache_store.causes import CAUSES, COMPUTED, HITS
+from lmcache_store.explain import tables
+from lmcache_store.explain.findings import findings
 
 
 def causes(diverged: dict[str, int] | None = None, **tokens: int) -> dict:

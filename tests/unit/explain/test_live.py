@@ -2,10 +2,10 @@
 
 import pytest
 
-from lmcache.explain import live
-from lmcache.explain.rates import GROUPS
-from lmcache.explain.text import Style, gigabytes, rate, width
-from lmcache.explain.traffic import document
+from lmcache_store.common.text import Style, gigabytes, rate, width
+from lmcache_store.explain import live
+from lmcache_store.explain.rates import GROUPS
+from lmcache_store.explain.traffic import document
 
 PLAIN = Style(False)
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from lmcache.explain.rates import rates
-from lmcache.explain.traffic import Answer, Traffic, document
+from lmcache_store.explain.rates import rates
+from lmcache_store.explain.traffic import Answer, Traffic, document
 
 
 def report(uptime: float, **parts: Any) -> dict[str, Any]:

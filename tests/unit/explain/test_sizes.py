@@ -2,9 +2,9 @@
 
 import pytest
 
-from lmcache.curves.answers import InvalidAnswerError
-from lmcache.explain.findings import findings
-from lmcache.explain.sizes import larger_memory
+from lmcache_store.curves.answers import InvalidAnswerError
+from lmcache_store.explain.findings import findings
+from lmcache_store.explain.sizes import larger_memory
 from testing.workloads.requests import row_hash
 
 ROW_BYTES = 1 << 20

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache.explain import tenants
+from lmcache_store.explain import tenants
 from tests.unit.explain.test_merge import ANY
 
 GB = 10**9

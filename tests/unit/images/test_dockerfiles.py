@@ -6,6 +6,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+
 from lmcache_sidecar.config import read
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -126,6 +127,6 @@ def test_sidecar_image_has_the_uid_and_paths_of_rendered_pods():
 
     assert "USER 2000:2000" in text
     assert f"tools.payload --part bundle -- {paths.PAYLOAD_SOURCE} " in text
-    assert f" /opt/lmcache/library {paths.PAYLOAD_SOURCE}\n" in text
+    assert f" /opt/lmcache/client {paths.PAYLOAD_SOURCE}\n" in text
     assert paths.SOCKET_DIR in text
     assert paths.ARENA_DIR in text

@@ -12,7 +12,7 @@ from tools import payload
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    payload.copy_library(tmp_path / "out")
+    payload.copy_packages(tmp_path / "out")
     return tmp_path / "out"
 
 
@@ -29,9 +29,10 @@ def add_bundled(out: Path, name: str, text: str) -> None:
     (folder / f"{name}.py").write_text(text)
 
 
-def test_payload_contains_the_whole_library_without_build_files(out):
+def test_payload_contains_whole_packages_without_build_files(out):
     copied = {path.relative_to(out) for path in out.rglob("*.py")}
-    assert copied == {path.relative_to(payload.ROOT) for path in (payload.ROOT / "lmcache").rglob("*.py")}
+    folders = [payload.ROOT / package for package in payload.PACKAGES]
+    assert copied == {path.relative_to(folder.parent) for folder in folders for path in folder.rglob("*.py")}
     assert not [path for path in out.rglob("*") if path.suffix in (".pyc", ".proto", ".pyi")]
 
 

@@ -121,9 +121,9 @@ def test_empty_key_is_refused(commands, monkeypatch, capsys):
 
 def test_uncommitted_change_publishes_nothing(commands, monkeypatch):
     monkeypatch.undo()
-    changed = " M lmcache/keys.py"
+    changed = " M sidecar/lmcache_store/keys.py"
     monkeypatch.setattr(statement, "git", lambda *arguments: changed if "status" in arguments else "1")
-    with pytest.raises(statement.SourceError, match=r"first ' M lmcache/keys\.py': commit them"):
+    with pytest.raises(statement.SourceError, match=rf"first '{changed}': commit them"):
         release.release("0.1.0", "r.example/me", None, "cosign.key")
 
 

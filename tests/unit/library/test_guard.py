@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from lmcache.storage_backend.guard import FaultLog, Guard
-from lmcache.tiers.circuit import Circuit
+from lmcache_store.tiers.circuit import Circuit
 from testing.child_process import wait_until
 
 

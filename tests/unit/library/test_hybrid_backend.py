@@ -8,7 +8,7 @@ from lmcache.storage_backend import remote_backend
 from lmcache.storage_backend.hybrid_backend import LMCHybridBackend
 from lmcache.storage_backend.local_backend import LMCLocalBackend
 from lmcache.storage_backend.remote_backend import LMCPipelinedRemoteBackend
-from lmcache.tiers.disk.tier import DiskTier
+from lmcache_store.tiers.disk.tier import DiskTier
 from testing.child_process import wait_until
 from tests.harness.kv_cache import make_chunk, make_config, make_key, make_metadata
 

@@ -10,7 +10,8 @@ import uuid
 
 import pytest
 
-from lmcache.logging import FloodFilter, formatter, init_logger
+from lmcache.logging import init_logger
+from lmcache_store.common.logs import FloodFilter, formatter
 
 
 def line(line_number: int, level: int = logging.WARNING) -> logging.LogRecord:
@@ -50,7 +51,7 @@ def test_control_characters_in_messages_are_escaped():
 
 _PROGRAM = """
 import logging, sys
-from lmcache.logging import set_up
+from lmcache_store.common.logs import set_up
 set_up(sys.argv[1], "info")
 logging.getLogger("name").info("%d bytes", 3)
 logging.getLogger("name").debug("more")

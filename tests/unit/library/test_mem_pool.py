@@ -17,8 +17,8 @@ from lmcache.storage_backend.mem_pool import (
     LocalPool,
     TorchArena,
 )
-from lmcache.tiers.memory.contracts import Geometry
-from lmcache.tiers.memory.local import LocalStore
+from lmcache_store.tiers.memory.contracts import Geometry
+from lmcache_store.tiers.memory.local import LocalStore
 from tests.harness.scope import examples
 
 SHAPE = (2, 2, 64, 8, 16)  # a full chunk: 64 KiB of fp16, 16 slots of 4 KiB

@@ -1,6 +1,6 @@
 """Bounded maps of recent keys."""
 
-from lmcache.common.recent import Recent
+from lmcache_store.common.recent import Recent
 
 
 def test_oldest_key_is_dropped_and_only_setting_refreshes_an_age() -> None:

@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
+
 from lmcache_operator.errors import UnavailableError
 from lmcache_operator.specs.kinds import Ref
-
 from tests.harness.operator_components import ReconciledCluster
 from tests.harness.operator_plans import STATEFUL_SET
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from lmcache_operator.api.crd import crd, profile_crd, render
 from lmcache_operator.api.fields import is_part
 from lmcache_operator.api.parse import declared, parse
 from lmcache_operator.api.types import Spec, Status
 from lmcache_operator.errors import InvalidSpecError
-
-from lmcache.common.units import format_mebibytes, parse_quantity, quantity_equal
-from lmcache.tiers.remote.address import Address
+from lmcache_store.common.units import format_mebibytes, parse_quantity, quantity_equal
+from lmcache_store.tiers.remote.address import Address
 from tests.harness.operator_model import cluster
 from tests.harness.scope import examples
 from tools.kube.schemas import definitions

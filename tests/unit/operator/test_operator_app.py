@@ -7,13 +7,13 @@ from typing import Any, cast
 
 import pytest
 from kubernetes.aio.client import ApiClient
+
 from lmcache_operator import app
 from lmcache_operator.errors import ApiError, RefusedError, UnavailableError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.reconciler import Reconciler
 from lmcache_operator.specs.kinds import CLUSTER, PROFILE, ClusterKey
-
 from tests.harness.jumping_loop import now, run
 from tests.harness.operator_model import NAMESPACE, World, cluster
 from tests.harness.operator_render import CONTEXT

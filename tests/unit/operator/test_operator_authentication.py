@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
+
 from lmcache_operator.components.base import Probed, Sidecar
 from lmcache_operator.reconcile.probe import read_sidecar
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import PAGES_LABEL
 from lmcache_sidecar.config import read
-
 from tests.harness.operator_components import KEY, ReconciledCluster
 from tests.harness.operator_injection import injected
 from tests.harness.operator_injection import pod as user_pod

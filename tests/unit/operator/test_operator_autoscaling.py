@@ -5,6 +5,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+
 from lmcache_operator.api.parse import parse
 from lmcache_operator.autoscaling.policy.report import Choice, Report
 from lmcache_operator.components.base import Context, Observed, Plan
@@ -13,7 +14,6 @@ from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.reconcile.plan import plan
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES
-
 from tests.harness.autoscaling import ACCEPTED, GIB, REFUSED
 from tests.harness.operator_model import World, cluster
 from tests.harness.operator_plans import carry_out

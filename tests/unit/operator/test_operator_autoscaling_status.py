@@ -7,14 +7,14 @@ from datetime import datetime, timedelta, tzinfo
 from typing import Any, Self, cast
 
 import pytest
+from prometheus_client import Gauge
+
 from lmcache_operator import metrics
 from lmcache_operator.autoscaling.policy.report import Choice, Report, tier_status
 from lmcache_operator.autoscaling.policy.state import Decision, Point
 from lmcache_operator.components.base import Observed
 from lmcache_operator.reconcile import reconciler
 from lmcache_operator.specs.kinds import ClusterKey
-from prometheus_client import Gauge
-
 from tests.harness.operator_components import KEY, ReconciledCluster
 from tests.harness.operator_model import NAME
 from tests.harness.operator_resizes import Node

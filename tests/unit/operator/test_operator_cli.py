@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
+
 from lmcache_operator.__main__ import main
 from lmcache_operator.specs.names import peers_name, remote_name
-
-from lmcache.logging import formatter
+from lmcache_store.common.logs import formatter
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))

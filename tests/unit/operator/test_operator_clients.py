@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+
 from lmcache_operator.api.clients import MAX_CLIENTS
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
@@ -11,7 +12,6 @@ from lmcache_operator.components.router.router import Routing
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import names
 from lmcache_operator.specs.names import STOCK_IMAGES
-
 from testing.node.network_policies import rules
 from tests.harness.operator_model import NAME, NAMESPACE, cluster
 from tests.harness.operator_prefill import child, with_prefill

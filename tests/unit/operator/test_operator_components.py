@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from lmcache_operator.api.parse import Cluster, parse
 from lmcache_operator.components.base import Component, ComponentStatus, Context, Observed, Plan
 from lmcache_operator.components.conditions import Condition
@@ -15,7 +16,6 @@ from lmcache_operator.pods.differences import differences
 from lmcache_operator.pods.pods import is_ready
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import AUTOSCALING, STOCK_IMAGES, child, labels, selector
-
 from tests.harness.operator_components import GOOD, ReconciledCluster
 from tests.harness.operator_model import NAME, cluster
 from tests.harness.operator_render import children

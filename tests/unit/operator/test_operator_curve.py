@@ -10,6 +10,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lmcache_operator.__main__ import main
 from lmcache_operator.autoscaling.show.curve import Curve
 from lmcache_operator.errors import NoCurveError

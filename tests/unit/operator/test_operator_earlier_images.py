@@ -11,8 +11,8 @@ import re
 from typing import Any
 
 import yaml
-from lmcache_sidecar.config import read
 
+from lmcache_sidecar.config import read
 from tests.harness import operator_render
 
 SIDECAR_ARGS = {"serve", "--config", "--memory-size"}

@@ -11,13 +11,13 @@ from typing import Any, cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from lmcache_operator import election, metrics
 from lmcache_operator.election import LEASE_SECONDS, Elector, LeaseName
 from lmcache_operator.errors import LeaseLostError, NoAnswerError, UnavailableError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import LEASE, Kind
-
 from tests.harness.jumping_loop import now, run
 from tests.harness.scope import examples
 

@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
+
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.engine.encryption import mounted_secrets
 from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.errors import InvalidSpecError, RefusedError
-
 from tests.harness.operator_components import GOOD, ReconciledCluster
 from tests.harness.operator_injection import injected
 from tests.harness.operator_injection import pod as user_pod

@@ -4,10 +4,10 @@ import json
 from typing import Any
 
 import pytest
+
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.engine.kinds.vllm import VLLM
 from lmcache_operator.errors import InvalidSpecError
-
 from tests.harness.operator_model import cluster
 from tests.harness.operator_render import pod_of
 

@@ -4,9 +4,9 @@ from datetime import UTC, datetime
 from typing import Any, cast
 
 import pytest
+
 from lmcache_operator import metrics
 from lmcache_operator.errors import ApiError, RefusedError, UnavailableError
-
 from tests.harness.operator_components import ReconciledCluster
 from tests.harness.operator_model import NAME
 from tests.harness.operator_plans import STATEFUL_SET

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from lmcache_operator.__main__ import main
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
@@ -15,7 +16,6 @@ from lmcache_operator.kube.refusals import error_of
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES
 from lmcache_sidecar import config
-
 from tests.harness.operator_components import GOOD, ReconciledCluster
 from tests.harness.operator_model import World, cluster
 from tests.harness.operator_render import child_of, children, container, env_of, pod_of

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import yaml
+
 from lmcache_operator.__main__ import main
 from lmcache_operator.api.documents import dump, load
 from lmcache_operator.components.injection.workloads import clusters_in, inject_objects
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import INJECT_LABEL
-
 from tests.harness.operator_injection import CONTEXT, deployment, injected, outcome, pod
 from tests.harness.operator_model import cluster
 from tests.harness.operator_render import part

@@ -17,13 +17,13 @@ from aiohttp import web
 from hypothesis import example, given
 from hypothesis import strategies as st
 from kubernetes.aio.client import ApiClient, Configuration
+from multidict import CIMultiDict
+
 from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError, UnavailableError
 from lmcache_operator.kube import client as kube_client
 from lmcache_operator.kube.client import KubeApi, apply_patch, connect
 from lmcache_operator.kube.refusals import error_of
 from lmcache_operator.specs.kinds import EVENT, NODE, POD
-from multidict import CIMultiDict
-
 from tests.harness.operator_model import cluster
 
 # -- errors and requests

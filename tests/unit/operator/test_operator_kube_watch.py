@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lmcache_operator.kube.shallow import loads
 from lmcache_operator.kube.watch import login
 from lmcache_operator.specs.names import digest

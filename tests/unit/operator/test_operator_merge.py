@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lmcache_operator.specs.merge import first_difference, merge
 
 names = st.sampled_from(["a", "b", "c"])

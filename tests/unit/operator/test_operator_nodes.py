@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lmcache_operator.components.base import Observed
 from lmcache_operator.pods.nodes import abandoned, doubtful_nodes, node_problems
 

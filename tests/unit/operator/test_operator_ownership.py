@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import pytest
+
 from lmcache_operator.specs.ownership import lost_fields, spell, without
 
 CONTAINER = {

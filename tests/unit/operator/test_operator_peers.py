@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import yaml
+
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.components.peers.peers import Peers
 from lmcache_operator.errors import InvalidSpecError, RefusedError
 from lmcache_operator.specs.kinds import Ref
 from lmcache_sidecar.config import Config, read
-
 from tests.harness.operator_components import GOOD, ReconciledCluster
 from tests.harness.operator_injection import outcome, pod
 from tests.harness.operator_model import cluster

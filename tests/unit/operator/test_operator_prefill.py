@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from lmcache_operator.api import KIND
 from lmcache_operator.api.documents import dump
 from lmcache_operator.api.parse import parse, written
@@ -13,7 +14,6 @@ from lmcache_operator.components.router.router import Routing
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES
-
 from tests.harness.operator_model import cluster
 from tests.harness.operator_prefill import CHILD, CONTEXT, ROUTER, FullRig, Rig, child, with_prefill
 from tests.harness.operator_render import ENGINES, child_of, children, render

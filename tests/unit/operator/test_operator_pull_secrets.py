@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
+
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.injection.profile import profile
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import SPEC_HASH
-
 from tests.harness.operator_model import cluster
 from tests.harness.operator_prefill import child, with_prefill
 from tests.harness.operator_render import CONTEXT, render

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lmcache_operator.errors import OperatorError
 from lmcache_operator.queue import BACKOFF, NUM_RESERVED, KeyedQueue
-
 from tests.harness.jumping_loop import now, run
 
 

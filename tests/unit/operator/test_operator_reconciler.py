@@ -7,6 +7,7 @@ from typing import Any, cast
 import kopf
 import pytest
 from aiohttp import ClientSession
+
 from lmcache_operator.app import Health, build_registry, owner_key
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.injection.injection import Injection
@@ -15,7 +16,6 @@ from lmcache_operator.errors import RefusedError
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.contest import ContestLog
 from lmcache_operator.specs.kinds import ClusterKey, Ref
-
 from testing.child_process import free_port
 from tests.harness.operator_components import GOOD, KEY, ReconciledCluster
 from tests.harness.operator_model import NAME, NAMESPACE, UID, cluster

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 import pytest
+
 from lmcache_operator.components.base import Context, LookupFigures, Probed, RemoteFigures, Sidecar
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.remote.remote import Remote, why_filling, why_never_ready
@@ -15,7 +16,6 @@ from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.reconciler import Reconciler
 from lmcache_operator.specs.kinds import ClusterKey, Ref
 from lmcache_operator.specs.names import STOCK_IMAGES
-
 from tests.harness.operator_model import NAME, NAMESPACE, UID, World, cluster
 from tests.harness.operator_shards import SECRET, SET, Rig, managed, ready_at
 

@@ -4,12 +4,12 @@ import json
 from typing import Any
 
 import pytest
+
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Observed
 from lmcache_operator.components.router.router import Routing
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.kinds import Ref
-
 from tests.harness.operator_model import NAMESPACE, cluster
 from tests.harness.operator_plans import EARLY
 from tests.harness.operator_render import CONTEXT, child_of, children, pod_of

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 import yaml
+
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
 from lmcache_operator.errors import InvalidSpecError
@@ -15,8 +16,7 @@ from lmcache_operator.reconcile.references import References
 from lmcache_operator.specs.kinds import CLUSTER, ClusterKey, Ref
 from lmcache_operator.specs.names import STOCK_IMAGES
 from lmcache_sidecar.peers import PeersFile
-
-from lmcache.tiers.peers.tier import PeersTier
+from lmcache_store.tiers.peers.tier import PeersTier
 from tests.harness.operator_components import KEY, ReconciledCluster
 from tests.harness.operator_model import cluster
 from tests.harness.operator_render import ENGINES, container, env_of, part, render

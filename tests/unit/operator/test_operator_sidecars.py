@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+
 from lmcache_operator.reconcile.probe import SidecarProber
 from lmcache_operator.stats import StatsClient
-
 from testing.child_process import free_port
 from tests.harness.operator_components import ReconciledCluster
 from tests.harness.operator_plans import settled_world, status_of

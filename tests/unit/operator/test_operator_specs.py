@@ -10,12 +10,12 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lmcache_operator.api.crd import dump
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.pods.resize import sidecar_memory
 from lmcache_sidecar.config import read
-
 from tests.harness.operator_model import Object, cluster
 from tests.harness.operator_render import child_of, children, container, env_of, pod_of
 

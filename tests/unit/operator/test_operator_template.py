@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lmcache_operator.errors import InvalidSpecError
 
+from lmcache_operator.errors import InvalidSpecError
 from tests.harness.operator_render import container, env_of, part, pod_of
 from tests.harness.scope import examples
 

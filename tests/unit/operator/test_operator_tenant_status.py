@@ -5,11 +5,11 @@ import json
 from typing import Any
 
 import pytest
+
 from lmcache_operator.errors import RefusedError
 from lmcache_operator.reconcile.probe import read_sidecar
 from lmcache_operator.specs.kinds import Ref
-
-from lmcache.tenant_names import DEFAULT_NAME, MAX_NAMED
+from lmcache_store.tenant_names import DEFAULT_NAME, MAX_NAMED
 from tests.harness.operator_components import GOOD, ReconciledCluster
 
 USABLE = 1000

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import yaml
+
 from lmcache_operator.api.parse import parse, written
 from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.kinds import Ref
 from lmcache_sidecar.tenants import MAX_DISK_BYTES
-
-from lmcache.tenant_names import DEFAULT_NAME
+from lmcache_store.tenant_names import DEFAULT_NAME
 from tests.harness.operator_components import GOOD, ReconciledCluster
 from tests.harness.operator_model import World, cluster
 from tests.harness.operator_plans import settled_world, status_of

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.peers.server import PeerServer
-from lmcache.tiers.remote.address import Endpoint
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.peers.server import PeerServer
+from lmcache_store.tiers.remote.address import Endpoint
 from testing.child_process import wait_until
 from tests.harness.peer_rows import PREFIX, key, load, reading, rows, serving
 

@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from lmcache.common.timing import TIMING
-from lmcache.tiers.peers import limits
-from lmcache.tiers.peers import session as module
-from lmcache.tiers.peers.limits import Pace
-from lmcache.tiers.remote import objects
+from lmcache_store.common.timing import TIMING
+from lmcache_store.tiers.peers import limits
+from lmcache_store.tiers.peers import session as module
+from lmcache_store.tiers.peers.limits import Pace
+from lmcache_store.tiers.remote import objects
 from testing.child_process import wait_until
 from tests.harness.peer_rows import PATIENT, ask_for, connect, is_closed, load, reading, rows, serving
 

@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.peers import peer as peer_module
-from lmcache.tiers.peers.server import PeerServerStats
-from lmcache.tiers.remote import objects
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.peers import peer as peer_module
+from lmcache_store.tiers.peers.server import PeerServerStats
+from lmcache_store.tiers.remote import objects
 from testing.child_process import wait_until
 from tests.harness.peer_rows import (
     PATIENT,

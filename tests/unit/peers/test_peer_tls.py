@@ -8,10 +8,10 @@ import ssl
 
 import pytest
 
-from lmcache.common.timing import TIMING
-from lmcache.tiers.peers import server, session
-from lmcache.tiers.remote.address import Tls
-from lmcache.tiers.remote.stream import accept_tls
+from lmcache_store.common.timing import TIMING
+from lmcache_store.tiers.peers import server, session
+from lmcache_store.tiers.remote.address import Tls
+from lmcache_store.tiers.remote.stream import accept_tls
 from testing.certificates import make_certificates
 from testing.child_process import wait_until
 from tests.harness.peer_rows import ask_for, connect, is_closed, load, reading, rows, serving

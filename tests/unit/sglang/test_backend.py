@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmcache.common.timing import TIMING
 from lmcache.engines.errors import UnsupportedError
 from lmcache.engines.sglang import attach, options, support, weights
+from lmcache_store.common.timing import TIMING
 
 NAMESPACE = b"n" * 32
 STORAGE = "sglang.srt.mem_cache.hicache_storage"

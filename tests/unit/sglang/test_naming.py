@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmcache import keys
 from lmcache.engines.errors import UnnamedError
 from lmcache.engines.sglang import attach, naming
+from lmcache_store import keys
 
 SIZES = {"page_tokens": 64, "tensor_parallel": 1, "pipeline_parallel": 1, "context_parallel": 1}
 CONFIG = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "max_position_embeddings": 4096}

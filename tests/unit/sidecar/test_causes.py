@@ -6,15 +6,15 @@ from unittest.mock import Mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from lmcache.rpc import kvcache_pb2 as pb
 from lmcache_sidecar.explain.causes import Blocking, Causes, ExplainedRequest, Scheduled, find_blocking
 from lmcache_sidecar.explain.sources import find_sources
-
-from lmcache.explain.causes import CAUSES
-from lmcache.kv_groups import KVGroup
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.tiers.memory.contracts import Chains
-from lmcache.tiers.tiered.absences import Absence
-from lmcache.tiers.tiered.history import ChunkHistory
+from lmcache_store.causes import CAUSES
+from lmcache_store.kv_groups import KVGroup
+from lmcache_store.tiers.memory.contracts import Chains
+from lmcache_store.tiers.tiered.absences import Absence
+from lmcache_store.tiers.tiered.history import ChunkHistory
 
 CHUNK, BLOCK = 256, 16
 EVICTED = Blocking(Absence.EVICTED)

@@ -10,14 +10,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+from lmcache.rpc import kvcache_pb2 as pb
 from lmcache_sidecar.explain.causes import Causes, Scheduled, find_blocking
 from lmcache_sidecar.explain.sources import find_sources
-
-from lmcache.kv_groups import KVGroup
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.tiers.memory.contracts import Chains
-from lmcache.tiers.tiered.absences import Absence
-from lmcache.tiers.tiered.history import ChunkHistory, chunk_names
+from lmcache_store.kv_groups import KVGroup
+from lmcache_store.tiers.memory.contracts import Chains
+from lmcache_store.tiers.tiered.absences import Absence
+from lmcache_store.tiers.tiered.history import ChunkHistory, chunk_names
 from testing.workloads.requests import TOKENS, agents
 from testing.workloads.tiers import Rows
 from tools.simulate import read_trace

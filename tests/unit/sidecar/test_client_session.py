@@ -15,7 +15,7 @@ from lmcache.rpc.client import SidecarClient
 from lmcache.rpc.errors import EngineCopiesError, SidecarUnavailableError
 from lmcache.rpc.open_copies import OpenCopies
 from lmcache.rpc.session import BlockCopy, Session
-from lmcache.tiers.memory.contracts import LookupResult, Slot
+from lmcache_store.tiers.memory.contracts import LookupResult, Slot
 from tests.harness.wire import make_hello
 
 

@@ -4,6 +4,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 import pytest
+
 from lmcache_sidecar.page_tokens import PageTokens
 
 FIRST, SECOND = "first-token-of-a-secret", "second_token+of/a~secret=="

@@ -1,8 +1,8 @@
 """The count of background work: when it is 0, the effects of all earlier calls can be seen."""
 
-from lmcache.tiers.memory.arena import ArenaFile
-from lmcache.tiers.memory.contracts import Geometry
-from lmcache.tiers.tiered.refresh import REFRESH_SECONDS
+from lmcache_store.tiers.memory.arena import ArenaFile
+from lmcache_store.tiers.memory.contracts import Geometry
+from lmcache_store.tiers.tiered.refresh import REFRESH_SECONDS
 from testing.child_process import wait_until
 from tests.harness.tiered_world import NUM_COLUMNS, World, chain, content, run, until
 

@@ -5,18 +5,18 @@ import hashlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc import service
 from lmcache_sidecar.clients.validation import CallRefusedError, parse_times
 from lmcache_sidecar.explain.causes import Blocking, Causes, Scheduled
 from lmcache_sidecar.explain.open_requests import EndedRequest, OpenRequests
 from lmcache_sidecar.explain.requests import Engine, ExplainedRequest, Times
 from lmcache_sidecar.explain.sources import find_sources
-
-from lmcache.kv_groups import KVGroup
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc import service
-from lmcache.tiers.memory.contracts import Chains
-from lmcache.tiers.tiered.absences import Absence
-from lmcache.tiers.tiered.history import ChunkHistory
+from lmcache_store.kv_groups import KVGroup
+from lmcache_store.tiers.memory.contracts import Chains
+from lmcache_store.tiers.tiered.absences import Absence
+from lmcache_store.tiers.tiered.history import ChunkHistory
 
 CHUNK = 256
 ENGINE = b"e" * 16

@@ -18,16 +18,16 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
 from lmcache_sidecar.clients.registry import Clients
 from lmcache_sidecar.copiers.copier import Mode, SidecarCopier
 from lmcache_sidecar.resizing import Resizer
 from lmcache_sidecar.sessions import Sessions
 from lmcache_sidecar.watched_files import SizeFile
-
-from lmcache.tiers.memory import arena as arenas
-from lmcache.tiers.memory.arena import ArenaFile
-from lmcache.tiers.memory.contracts import Slot
-from lmcache.tiers.memory.mapping import MappedIndex
+from lmcache_store.tiers.memory import arena as arenas
+from lmcache_store.tiers.memory.arena import ArenaFile
+from lmcache_store.tiers.memory.contracts import Slot
+from lmcache_store.tiers.memory.mapping import MappedIndex
 from tests.harness.resizing_worker import CAPACITY, KEYS, SIZES, SLOT_BYTES, Worker, name, payload
 from tests.harness.scope import examples
 from tests.harness.world import FakeLock, FakeStore

@@ -4,11 +4,11 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from lmcache_sidecar.shards import ShardsFile, read_shards
 
-from lmcache.tiers.remote.address import Address, Endpoint
-from lmcache.tiers.remote.tier import RemoteTier
-from lmcache.tiers.remote.topology import ShardList
+from lmcache_sidecar.shards import ShardsFile, read_shards
+from lmcache_store.tiers.remote.address import Address, Endpoint
+from lmcache_store.tiers.remote.tier import RemoteTier
+from lmcache_store.tiers.remote.topology import ShardList
 
 NOON = 1769860800.0  # 2026-01-31T12:00:00Z
 

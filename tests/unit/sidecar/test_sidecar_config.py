@@ -4,12 +4,12 @@ import re
 from dataclasses import replace
 
 import pytest
+
 from lmcache_sidecar.command import main
 from lmcache_sidecar.config import Config, ConfigError, read, suspect_variables
-
-from lmcache.common.options import readers_of
-from lmcache.common.units import parse_size
-from lmcache.tiers.remote.address import Address
+from lmcache_store.common.options import readers_of
+from lmcache_store.common.units import parse_size
+from lmcache_store.tiers.remote.address import Address
 
 
 @pytest.fixture

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+
+from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc import service
+from lmcache.rpc.hello import Allocation, GroupPages, LayerPages, TransferOffer
 from lmcache_sidecar.clients.registry import Transfer
 from lmcache_sidecar.clients.validation import CallRefusedError
 from lmcache_sidecar.copiers import copier
 from lmcache_sidecar.copiers.jobs import Job
-
-from lmcache.kv_groups import KVGroup
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc import service
-from lmcache.rpc.hello import Allocation, GroupPages, LayerPages, TransferOffer
+from lmcache_store.kv_groups import KVGroup
 from tests.harness.world import new_uuid, world
 
 __all__ = ["world"]

@@ -12,9 +12,9 @@ from secrets import token_hex
 from typing import Any, TypeVar
 
 import pytest
-from lmcache_sidecar.http import HttpServer, Page, parse_head
 
-from lmcache.common.timing import TIMING
+from lmcache_sidecar.http import HttpServer, Page, parse_head
+from lmcache_store.common.timing import TIMING
 
 T = TypeVar("T")
 

@@ -5,15 +5,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lmcache_sidecar.clients import offers
-from lmcache_sidecar.clients.validation import CallRefusedError, parse_hello
 
-from lmcache.kv_groups import KVGroup
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.attachment import hello_message
 from lmcache.rpc.hello import Allocation, ClientHello, GroupPages, LayerPages, Role, TransferOffer
-from lmcache.tiers.memory.contracts import Slot
+from lmcache_sidecar.clients import offers
+from lmcache_sidecar.clients.validation import CallRefusedError, parse_hello
+from lmcache_store.kv_groups import KVGroup
+from lmcache_store.tiers.memory.contracts import Slot
 
 UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"
 HANDLE = b"h" * 64

@@ -6,17 +6,17 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc.attachment import hello_message
+from lmcache.rpc.hello import Role
 from lmcache_sidecar.clients.registry import Clients
 from lmcache_sidecar.clients.validation import parse_hello
 from lmcache_sidecar.explain.sources import find_sources
 from lmcache_sidecar.samples import Samples
-
-from lmcache.curves import HASHES
-from lmcache.kv_groups import KVGroup
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc.attachment import hello_message
-from lmcache.rpc.hello import Role
-from lmcache.tiers.memory.contracts import Chains
+from lmcache_store.curves import HASHES
+from lmcache_store.kv_groups import KVGroup
+from lmcache_store.tiers.memory.contracts import Chains
 from tests.harness.scope import examples
 from tests.harness.wire import NAMESPACE, make_hello
 from tests.harness.world import FakeLock, new_uuid, world

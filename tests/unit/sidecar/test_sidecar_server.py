@@ -10,18 +10,18 @@ from dataclasses import dataclass, fields
 import grpc
 import grpc.aio
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from lmcache.rpc import kvcache_pb2 as pb
+from lmcache.rpc.service import LOOKUP, RELEASE
 from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.lower_tiers import TierHandle
 from lmcache_sidecar.metrics import render
 from lmcache_sidecar.server import Server
 from lmcache_sidecar.stats import Figure, Part, declared, document, read, tier_part
-from prometheus_client.parser import text_string_to_metric_families
-
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc.service import LOOKUP, RELEASE
-from lmcache.tiers.disk.tier import DiskTier
-from lmcache.tiers.memory.rows import Removal
-from lmcache.tiers.stats import MemoryStats, ObjectStats, TieredStats, counter, counters
+from lmcache_store.tiers.disk.tier import DiskTier
+from lmcache_store.tiers.memory.rows import Removal
+from lmcache_store.tiers.stats import MemoryStats, ObjectStats, TieredStats, counter, counters
 
 
 class BrokenSessions:

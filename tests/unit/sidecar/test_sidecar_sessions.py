@@ -3,14 +3,14 @@
 import os
 
 import pytest
-from lmcache_sidecar.clients import liveness
-from lmcache_sidecar.clients.liveness import GRACE_SECONDS, LivenessMonitor
-from lmcache_sidecar.clients.validation import CallRefusedError
 
-from lmcache.kv_groups import KVGroup
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc import service
 from lmcache.rpc.hello import Role
+from lmcache_sidecar.clients import liveness
+from lmcache_sidecar.clients.liveness import GRACE_SECONDS, LivenessMonitor
+from lmcache_sidecar.clients.validation import CallRefusedError
+from lmcache_store.kv_groups import KVGroup
 from tests.harness.world import FakeLock, new_uuid, world
 
 __all__ = ["world"]

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
-from lmcache_sidecar.clients.liveness import GRACE_SECONDS
-from lmcache_sidecar.clients.registry import Client
-from lmcache_sidecar.clients.validation import CallRefusedError
 
 from lmcache.rpc import kvcache_pb2 as pb
 from lmcache.rpc.service import pack_slots, unpack_slots
+from lmcache_sidecar.clients.liveness import GRACE_SECONDS
+from lmcache_sidecar.clients.registry import Client
+from lmcache_sidecar.clients.validation import CallRefusedError
 from tests.harness.scope import examples
 from tests.harness.world import FakeLock, World, new_uuid
 

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from lmcache.rpc.client import SidecarClient
+from lmcache.rpc.session import Session
 from lmcache_sidecar import lower_tiers, metrics
 from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.clients import liveness
@@ -20,13 +23,10 @@ from lmcache_sidecar.config import Config, ConfigError
 from lmcache_sidecar.lower_tiers import TierHandle, open_tiers
 from lmcache_sidecar.sidecar import Sidecar
 from lmcache_sidecar.stats import document
-
-from lmcache.rpc.client import SidecarClient
-from lmcache.rpc.session import Session
-from lmcache.tiers.base import Loaded, LowerTier, ObjectId, RowKey
-from lmcache.tiers.circuit import Circuit
-from lmcache.tiers.header import digests as digests_of
-from lmcache.tiers.stats import ObjectStats
+from lmcache_store.tiers.base import Loaded, LowerTier, ObjectId, RowKey
+from lmcache_store.tiers.circuit import Circuit
+from lmcache_store.tiers.header import digests as digests_of
+from lmcache_store.tiers.stats import ObjectStats
 from testing.child_process import wait_until
 from tests.harness.engine import assert_stored, load, store
 from tests.harness.wire import attached, make_hello, make_keys

@@ -7,6 +7,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
+
 from lmcache_sidecar.watched_files import SizeFile
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -10,15 +10,14 @@ from lmcache_sidecar.explain.causes import CauseStats
 from lmcache_sidecar.stats import document
 from lmcache_sidecar.tenant_stats import tenants_part
 from lmcache_sidecar.tenants import TenantsFile
-
-from lmcache import keys
-from lmcache.explain.causes import CAUSES
-from lmcache.tenant_names import MAX_CHARACTERS, MAX_NAMED
-from lmcache.tiers.disk.tier import DiskTier
-from lmcache.tiers.memory.contracts import Geometry
-from lmcache.tiers.memory.private import PrivateArena
-from lmcache.tiers.memory.tier import MemoryTier
-from lmcache.tiers.stats import MemoryStats
+from lmcache_store import keys
+from lmcache_store.causes import CAUSES
+from lmcache_store.tenant_names import MAX_CHARACTERS, MAX_NAMED
+from lmcache_store.tiers.disk.tier import DiskTier
+from lmcache_store.tiers.memory.contracts import Geometry
+from lmcache_store.tiers.memory.private import PrivateArena
+from lmcache_store.tiers.memory.tier import MemoryTier
+from lmcache_store.tiers.stats import MemoryStats
 
 SLOT_BYTES, NUM_COLUMNS, NUM_SLOTS = 4096, 2, 7
 UNNAMED = keys.tenant("unnamed", bytes(32)).hex()

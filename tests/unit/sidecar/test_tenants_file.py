@@ -7,15 +7,15 @@ import re
 from pathlib import Path
 
 import pytest
+
 from lmcache_sidecar.command import main
 from lmcache_sidecar.stats import document
 from lmcache_sidecar.tenant_stats import tenants_part
 from lmcache_sidecar.tenants import TenantsFile
-
-from lmcache import keys
-from lmcache.tenant_names import MAX_NAMED
-from lmcache.tiers.budgets import Budget
-from lmcache.tiers.stats import MemoryStats
+from lmcache_store import keys
+from lmcache_store.tenant_names import MAX_NAMED
+from lmcache_store.tiers.budgets import Budget
+from lmcache_store.tiers.stats import MemoryStats
 
 NAMESPACE = b"n" * 32
 HASH, OTHER_HASH = "a" * 64, "b" * 64

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lmcache.tiers.memory.allocator import (
+from lmcache_store.tiers.memory.allocator import (
     EMPTY,
     GUARANTEED,
     SHARED,

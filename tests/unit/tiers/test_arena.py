@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from lmcache.tiers.errors import ArenaError
-from lmcache.tiers.memory.arena import ArenaFile
-from lmcache.tiers.memory.contracts import Geometry, Slot
-from lmcache.tiers.memory.layout import HEAD_BYTES, ArenaLayout
-from lmcache.tiers.memory.mapping import MappedColumn
-from lmcache.tiers.memory.slots import ENTRY_BYTES, State
-from lmcache.tiers.pages import PAGE_BYTES
+from lmcache_store.tiers.errors import ArenaError
+from lmcache_store.tiers.memory.arena import ArenaFile
+from lmcache_store.tiers.memory.contracts import Geometry, Slot
+from lmcache_store.tiers.memory.layout import HEAD_BYTES, ArenaLayout
+from lmcache_store.tiers.memory.mapping import MappedColumn
+from lmcache_store.tiers.memory.slots import ENTRY_BYTES, State
+from lmcache_store.tiers.pages import PAGE_BYTES
 from tests.harness.arenas import mapped_column, tier_over
 
 MIB = 1 << 20
@@ -202,7 +202,7 @@ class TestFile:
         arena.table.reserve(3, 1, key=b"k" * 64, owner=OWNER, length=5, generation=7)
         arena.close()
         before = path.read_bytes()
-        monkeypatch.setattr("lmcache.tiers.memory.capacity.memory_limit", lambda: limit)
+        monkeypatch.setattr("lmcache_store.tiers.memory.capacity.memory_limit", lambda: limit)
         with pytest.raises(ArenaError, match="not enough memory"):
             ArenaFile(path, 1 << 50 if limit is None else 16 * MIB)
         monkeypatch.undo()
@@ -219,8 +219,8 @@ class TestFile:
             while not arena._closing:
                 time.sleep(0.001)  # real time: polls
 
-        monkeypatch.setattr("lmcache.tiers.memory.growth.kernel_pages.populate", populate_slowly)
-        monkeypatch.setattr("lmcache.tiers.memory.growth._STEP_BYTES", 4096)
+        monkeypatch.setattr("lmcache_store.tiers.memory.growth.kernel_pages.populate", populate_slowly)
+        monkeypatch.setattr("lmcache_store.tiers.memory.growth._STEP_BYTES", 4096)
         arena.start(lambda: None)
         assert populating.wait(60)
         arena.close()

@@ -4,9 +4,14 @@ import os
 
 import pytest
 
-from lmcache.tiers.errors import ArenaError
-from lmcache.tiers.memory.arena import ArenaFile
-from lmcache.tiers.memory.capacity import available_memory, check_available, check_capacity, memory_limit
+from lmcache_store.tiers.errors import ArenaError
+from lmcache_store.tiers.memory.arena import ArenaFile
+from lmcache_store.tiers.memory.capacity import (
+    available_memory,
+    check_available,
+    check_capacity,
+    memory_limit,
+)
 
 MIB = 1 << 20
 
@@ -32,7 +37,7 @@ class TestCapacityChecks:
         assert not path.exists()
 
     def test_bytes_already_in_the_file_count_as_available(self, path, monkeypatch):
-        monkeypatch.setattr("lmcache.tiers.memory.capacity.memory_limit", lambda: None)
+        monkeypatch.setattr("lmcache_store.tiers.memory.capacity.memory_limit", lambda: None)
         volume = os.statvfs(path.parent)
         too_much = volume.f_bavail * volume.f_frsize + (1 << 34)
         with pytest.raises(ArenaError, match="volume"):
@@ -40,7 +45,7 @@ class TestCapacityChecks:
         check_capacity(path, too_much, 1 << 35)
 
     def test_error_names_the_memory_limit(self, path, monkeypatch):
-        monkeypatch.setattr("lmcache.tiers.memory.capacity.memory_limit", lambda: 100 * MIB)
+        monkeypatch.setattr("lmcache_store.tiers.memory.capacity.memory_limit", lambda: 100 * MIB)
         with pytest.raises(ArenaError, match=r"memory limit of this container is 100Mi"):
             check_capacity(path, 90 * MIB)
         check_capacity(path, 30 * MIB)
@@ -92,7 +97,7 @@ class TestCapacityChecks:
         assert available_memory(tmp_path / "fs", tmp_path / "cgroup") == available_bytes
 
     def test_refuses_growth_into_the_memory_reserve(self, monkeypatch):
-        monkeypatch.setattr("lmcache.tiers.memory.capacity.available_memory", lambda: 100 * MIB)
+        monkeypatch.setattr("lmcache_store.tiers.memory.capacity.available_memory", lambda: 100 * MIB)
         check_available(36 * MIB)
         with pytest.raises(ArenaError, match="leaves 100Mi, of which 64Mi must stay free"):
             check_available(37 * MIB)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from lmcache.tiers.header import checksum
-from lmcache.tiers.memory.arena import ArenaFile
-from lmcache.tiers.memory.slots import ENTRY, SlotTable, State
-from lmcache.tiers.memory.tier import MemoryTier
+from lmcache_store.tiers.header import checksum
+from lmcache_store.tiers.memory.arena import ArenaFile
+from lmcache_store.tiers.memory.slots import ENTRY, SlotTable, State
+from lmcache_store.tiers.memory.tier import MemoryTier
 from tests.harness.scope import examples
 
 OWNER = b"o" * 16
@@ -20,10 +20,10 @@ OWNER = b"o" * 16
 CRASHER = """
 import random, sys
 from pathlib import Path
-from lmcache.tiers.memory.arena import ArenaFile
-from lmcache.tiers.memory.contracts import Geometry, Reserved
-from lmcache.tiers.header import checksum
-from lmcache.tiers.memory.tier import MemoryTier
+from lmcache_store.tiers.memory.arena import ArenaFile
+from lmcache_store.tiers.memory.contracts import Geometry, Reserved
+from lmcache_store.tiers.header import checksum
+from lmcache_store.tiers.memory.tier import MemoryTier
 
 owner = b"o" * 16
 arena = ArenaFile(sys.argv[1], 2 << 20)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lmcache.tiers.errors import ArenaError
-from lmcache.tiers.memory.arena import ArenaFile
-from lmcache.tiers.memory.contracts import Geometry
-from lmcache.tiers.memory.tier import MemoryTier
+from lmcache_store.tiers.errors import ArenaError
+from lmcache_store.tiers.memory.arena import ArenaFile
+from lmcache_store.tiers.memory.contracts import Geometry
+from lmcache_store.tiers.memory.tier import MemoryTier
 from tests.harness.arenas import mapped_column, tier_over
 from tests.harness.chains import one_chain
 
@@ -172,7 +172,7 @@ def test_resizes_during_population(shm_path):
 
 
 def test_refuses_unknown_numa_node(shm_path, monkeypatch):
-    monkeypatch.setattr("lmcache.common.numa.nodes", lambda: [0, 1])
+    monkeypatch.setattr("lmcache_store.common.numa.nodes", lambda: [0, 1])
     with pytest.raises(ArenaError, match="no NUMA node 7; the nodes are 0, 1"):
         ArenaFile(shm_path / "arena", CAPACITY, numa_node=7)
     assert not (shm_path / "arena").exists()
@@ -223,7 +223,7 @@ class TestSmallerThanItsFile:
             taken.append(growing.taken_bytes() + num_bytes)
 
         monkeypatch.setattr(ArenaFile, "_punch", record_punch)
-        monkeypatch.setattr("lmcache.tiers.memory.growth.check_available", record_check)
+        monkeypatch.setattr("lmcache_store.tiers.memory.growth.check_available", record_check)
         arena.format(Geometry(16 << 10, 4))
         growing.wait_for(lambda: self.has_settled_at(growing, CAPACITY // 4))
         assert any(ready and num_filled > arena.target_rows for ready, num_filled in filled), filled
@@ -231,8 +231,8 @@ class TestSmallerThanItsFile:
 
     def test_frees_surplus_even_without_available_memory(self, growing, monkeypatch):
         arena, available = growing.arena, [1 << 40]
-        monkeypatch.setattr("lmcache.tiers.memory.capacity.available_memory", lambda: available[0])
-        monkeypatch.setattr("lmcache.tiers.memory.growth._RETRY_SECONDS", 0.01)
+        monkeypatch.setattr("lmcache_store.tiers.memory.capacity.available_memory", lambda: available[0])
+        monkeypatch.setattr("lmcache_store.tiers.memory.growth._RETRY_SECONDS", 0.01)
         growing.start_at(CAPACITY // 4)
         available[0] = 0
         arena.format(Geometry(16 << 10, 4))
@@ -267,9 +267,9 @@ class TestSmallerThanItsFile:
 
     def test_waits_for_available_memory_and_reports_the_shortage(self, growing, monkeypatch, caplog):
         arena, available = growing.arena, [128 * MIB]
-        monkeypatch.setattr("lmcache.tiers.memory.capacity.available_memory", lambda: available[0])
-        monkeypatch.setattr("lmcache.tiers.memory.growth._STEP_BYTES", MIB)
-        monkeypatch.setattr("lmcache.tiers.memory.growth._RETRY_SECONDS", 0.01)
+        monkeypatch.setattr("lmcache_store.tiers.memory.capacity.available_memory", lambda: available[0])
+        monkeypatch.setattr("lmcache_store.tiers.memory.growth._STEP_BYTES", MIB)
+        monkeypatch.setattr("lmcache_store.tiers.memory.growth._RETRY_SECONDS", 0.01)
         arena.format(GEOMETRY)
         growing.start_at(CAPACITY // 4)
         available[0] = 64 * MIB
@@ -290,8 +290,8 @@ class TestSmallerThanItsFile:
             if bugs:
                 raise bugs[0]
 
-        monkeypatch.setattr("lmcache.tiers.memory.growth.check_available", fail_with_bug)
-        monkeypatch.setattr("lmcache.tiers.memory.growth._RETRY_SECONDS", 0.01)
+        monkeypatch.setattr("lmcache_store.tiers.memory.growth.check_available", fail_with_bug)
+        monkeypatch.setattr("lmcache_store.tiers.memory.growth._RETRY_SECONDS", 0.01)
         arena.start(growing.note_change)
         growing.wait_for(lambda: arena.growth_error is not None)
         assert "ValueError('a bug'); the arena" in arena.growth_error
@@ -304,6 +304,6 @@ class TestSmallerThanItsFile:
         arena.format(GEOMETRY)
         growing.start_at(CAPACITY // 4)
         arena.close()
-        monkeypatch.setattr("lmcache.tiers.memory.capacity.available_memory", lambda: 0)
+        monkeypatch.setattr("lmcache_store.tiers.memory.capacity.available_memory", lambda: 0)
         growing.arena = arena = ArenaFile(arena.path, CAPACITY, target_bytes=CAPACITY // 4)
         growing.start_at(CAPACITY // 4)

@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
-from lmcache.tiers.budgets import Budget, Budgets
+from lmcache_store.tiers.budgets import Budget, Budgets
 from tests.harness.memory_machine import NUM_ROWS
 from tests.harness.memory_oracle import abandoned
 from tests.unit.tiers.test_memory_model import NUM_EXAMPLES, MemoryMachine

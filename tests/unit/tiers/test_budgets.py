@@ -4,12 +4,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from lmcache import keys
-from lmcache.tiers.budgets import NO_SALT, Budget, Budgets, SaltedBudgets
-from lmcache.tiers.memory.contracts import Geometry, Reserved
-from lmcache.tiers.memory.private import PrivateArena
-from lmcache.tiers.memory.tier import MemoryTier
-from lmcache.tiers.stats import Removal
+from lmcache_store import keys
+from lmcache_store.tiers.budgets import NO_SALT, Budget, Budgets, SaltedBudgets
+from lmcache_store.tiers.memory.contracts import Geometry, Reserved
+from lmcache_store.tiers.memory.private import PrivateArena
+from lmcache_store.tiers.memory.tier import MemoryTier
+from lmcache_store.tiers.stats import Removal
 from tests.harness.chains import one_chain
 
 OWNER, ENGINE = b"o" * 16, b"E" * 16

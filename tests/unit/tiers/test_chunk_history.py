@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache.tiers.tiered.history import ChunkHistory, Past, chunk_names
+from lmcache_store.tiers.tiered.history import ChunkHistory, Past, chunk_names
 
 TREE = st.lists(st.sampled_from("abc"), min_size=1, max_size=6).map("".join)
 """A prompt: each prefix of the text is a chunk, as in a chain of hashes."""

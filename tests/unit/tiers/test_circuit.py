@@ -4,10 +4,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from lmcache.common.backoff import Backoff
-from lmcache.tiers.circuit import Circuit, JointHealth
-from lmcache.tiers.errors import ServerError, TierUnavailableError
-from lmcache.tiers.remote.server import RedisServer
+from lmcache_store.common.backoff import Backoff
+from lmcache_store.tiers.circuit import Circuit, JointHealth
+from lmcache_store.tiers.errors import ServerError, TierUnavailableError
+from lmcache_store.tiers.remote.server import RedisServer
 from testing.child_process import wait_until
 
 

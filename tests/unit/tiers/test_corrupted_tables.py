@@ -5,9 +5,9 @@ Engines map both as long as they live.
 
 import pytest
 
-from lmcache.tiers.memory.arena import ArenaFile
-from lmcache.tiers.memory.contracts import Geometry, Reserved
-from lmcache.tiers.memory.slots import State
+from lmcache_store.tiers.memory.arena import ArenaFile
+from lmcache_store.tiers.memory.contracts import Geometry, Reserved
+from lmcache_store.tiers.memory.slots import State
 from tests.harness.arenas import mapped_index, tier_over
 from tests.harness.chains import one_chain
 from tests.unit.tiers.test_shared_index import CAPACITY, OWNER, SLOT_BYTES, row_key, words

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from lmcache.tiers.base import ObjectId, OwnerBound
-from lmcache.tiers.disk.tier import DiskTier
-from lmcache.tiers.errors import DiskError, TierError
-from lmcache.tiers.header import HEADER_BYTES, digests, parse
+from lmcache_store.tiers.base import ObjectId, OwnerBound
+from lmcache_store.tiers.disk.tier import DiskTier
+from lmcache_store.tiers.errors import DiskError, TierError
+from lmcache_store.tiers.header import HEADER_BYTES, digests, parse
 from tests.harness.disk_world import (
     MIB,
     PAGE,
@@ -137,7 +137,7 @@ def test_defect_04_file_gets_its_final_name_when_complete(tmp_path, tier, monkey
 
 class TestDirectory:
     def test_refuses_second_tier_in_another_process(self, tmp_path, tier):
-        program = f"from lmcache.tiers.disk.tier import DiskTier; DiskTier({str(tmp_path)!r}, 1 << 20)"
+        program = f"from lmcache_store.tiers.disk.tier import DiskTier; DiskTier({str(tmp_path)!r}, 1 << 20)"
         child = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, check=False)
         assert b"in use by another process" in child.stderr
 

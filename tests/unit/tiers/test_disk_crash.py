@@ -7,8 +7,8 @@ import sys
 import threading
 from pathlib import Path
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.disk.tier import DiskTier
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.disk.tier import DiskTier
 from tests.harness.disk_world import (
     MIB,
     PAGE,
@@ -27,7 +27,7 @@ NUM_OBJECTS = 160  # up to 256 KiB each
 
 WRITER = """
 import os, random, sys
-from lmcache.tiers.base import ObjectId
+from lmcache_store.tiers.base import ObjectId
 from tests.harness.disk_world import key_of, open_tier, store
 
 tier = open_tier(sys.argv[1], int(sys.argv[2]))

@@ -5,16 +5,16 @@ from functools import partial
 
 import pytest
 
-from lmcache.tiers.base import ObjectId, OwnerBound
-from lmcache.tiers.disk.file_formats import PIECE_BYTES, EncryptedFiles, PlainFiles
-from lmcache.tiers.disk.files import Directory
-from lmcache.tiers.disk.tier import DiskTier
-from lmcache.tiers.encryption.aes import AesGcm
-from lmcache.tiers.encryption.keys import Keys
-from lmcache.tiers.encryption.pieces import OVERHEAD_BYTES
-from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError, TierUnavailableError
-from lmcache.tiers.header import HEADER_BYTES, digests
-from lmcache.tiers.tiered.tier_worker import _load_columns, _store_columns
+from lmcache_store.tiers.base import ObjectId, OwnerBound
+from lmcache_store.tiers.disk.file_formats import PIECE_BYTES, EncryptedFiles, PlainFiles
+from lmcache_store.tiers.disk.files import Directory
+from lmcache_store.tiers.disk.tier import DiskTier
+from lmcache_store.tiers.encryption.aes import AesGcm
+from lmcache_store.tiers.encryption.keys import Keys
+from lmcache_store.tiers.encryption.pieces import OVERHEAD_BYTES
+from lmcache_store.tiers.errors import InvalidObjectError, KeyAbsentError, TierUnavailableError
+from lmcache_store.tiers.header import HEADER_BYTES, digests
+from lmcache_store.tiers.tiered.tier_worker import _load_columns, _store_columns
 from testing.child_process import wait_until
 from tests.harness.disk_restarts import address_of
 from tests.harness.disk_world import MIB, PAGE, content, file_of, key_of, load, store, taken_bytes

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.disk.tier import DiskTier
-from lmcache.tiers.errors import DiskError, TierUnavailableError
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.disk.tier import DiskTier
+from lmcache_store.tiers.errors import DiskError, TierUnavailableError
 from tests.harness.disk_restarts import address_of
 from tests.harness.disk_world import (
     MIB,

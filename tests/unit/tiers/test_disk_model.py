@@ -16,9 +16,9 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.errors import TierUnavailableError
-from lmcache.tiers.header import HEADER_BYTES
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.errors import TierUnavailableError
+from lmcache_store.tiers.header import HEADER_BYTES
 from tests.harness.disk_world import (
     PAGE,
     content,

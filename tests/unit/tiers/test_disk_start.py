@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.disk.files import Directory
-from lmcache.tiers.disk.tier import DiskTier
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.disk.files import Directory
+from lmcache_store.tiers.disk.tier import DiskTier
 from tests.harness.disk_world import PAGE, content, key_of, load, open_tier, store, taken_bytes
 
 

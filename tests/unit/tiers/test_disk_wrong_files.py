@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.header import HEADER_BYTES
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.header import HEADER_BYTES
 from tests.harness.disk_restarts import address_of
 from tests.harness.disk_world import PAGE, content, file_of, key_of, load, store, temporaries
 

@@ -10,11 +10,11 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.encryption.aes import AesGcm
-from lmcache.tiers.encryption.keys import WriteVersions, parse_keys
-from lmcache.tiers.encryption.pieces import OVERHEAD_BYTES, Place, stored_key
-from lmcache.tiers.errors import InvalidObjectError, KeyAbsentError, NoKeyError
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.encryption.aes import AesGcm
+from lmcache_store.tiers.encryption.keys import WriteVersions, parse_keys
+from lmcache_store.tiers.encryption.pieces import OVERHEAD_BYTES, Place, stored_key
+from lmcache_store.tiers.errors import InvalidObjectError, KeyAbsentError, NoKeyError
 from tests.harness.encryption import cipher, flipped, key_of, keys
 
 REFUSALS = (InvalidObjectError, KeyAbsentError)

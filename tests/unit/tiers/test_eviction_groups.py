@@ -2,10 +2,10 @@
 
 import pytest
 
-from lmcache.kv_groups import GroupKind, KVGroup
-from lmcache.tiers.memory.contracts import Chains, Geometry
-from lmcache.tiers.memory.private import PrivateArena
-from lmcache.tiers.memory.tier import MemoryTier
+from lmcache_store.kv_groups import GroupKind, KVGroup
+from lmcache_store.tiers.memory.contracts import Chains, Geometry
+from lmcache_store.tiers.memory.private import PrivateArena
+from lmcache_store.tiers.memory.tier import MemoryTier
 
 OWNER, ENGINE = b"o" * 16, b"e" * 16
 SLOT_BYTES, NUM_CHUNKS = 4096, 12

@@ -6,8 +6,8 @@ import pytest
 import xxhash
 from hypothesis import given
 
-from lmcache.tiers.errors import HeaderError
-from lmcache.tiers.header import (
+from lmcache_store.tiers.errors import HeaderError
+from lmcache_store.tiers.header import (
     HEADER_BYTES,
     MAX_LABEL_BYTES,
     PART_BYTES,

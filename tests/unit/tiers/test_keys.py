@@ -2,7 +2,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from lmcache.keys import chunk_keys, namespace, salt_hash, tenant, tenant_of_hash
+from lmcache_store.keys import chunk_keys, namespace, salt_hash, tenant, tenant_of_hash
 
 
 def chunk_key(block_hash: bytes, *qualifiers, **context) -> bytes:

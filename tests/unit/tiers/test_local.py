@@ -5,11 +5,11 @@ import threading
 
 import pytest
 
-from lmcache.tiers.errors import ArenaError
-from lmcache.tiers.memory.contracts import Geometry
-from lmcache.tiers.memory.local import LocalStore
-from lmcache.tiers.memory.private import PrivateArena
-from lmcache.tiers.stats import Removal
+from lmcache_store.tiers.errors import ArenaError
+from lmcache_store.tiers.memory.contracts import Geometry
+from lmcache_store.tiers.memory.local import LocalStore
+from lmcache_store.tiers.memory.private import PrivateArena
+from lmcache_store.tiers.stats import Removal
 from testing.stress import Stress
 
 SLOT = 4096

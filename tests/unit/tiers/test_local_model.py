@@ -4,9 +4,9 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lmcache.tiers.memory.contracts import Geometry
-from lmcache.tiers.memory.local import LocalStore
-from lmcache.tiers.memory.private import PrivateArena
+from lmcache_store.tiers.memory.contracts import Geometry
+from lmcache_store.tiers.memory.local import LocalStore
+from lmcache_store.tiers.memory.private import PrivateArena
 from tests.harness.memory_oracle import Order
 from tests.harness.scope import examples
 

@@ -5,12 +5,12 @@
 
 import pytest
 
-from lmcache.tiers.errors import StaleSlotError
-from lmcache.tiers.memory import leases
-from lmcache.tiers.memory.contracts import Geometry, Reserved, Slot
-from lmcache.tiers.memory.private import PrivateArena
-from lmcache.tiers.memory.tier import MemoryTier
-from lmcache.tiers.stats import TenantUse
+from lmcache_store.tiers.errors import StaleSlotError
+from lmcache_store.tiers.memory import leases
+from lmcache_store.tiers.memory.contracts import Geometry, Reserved, Slot
+from lmcache_store.tiers.memory.private import PrivateArena
+from lmcache_store.tiers.memory.tier import MemoryTier
+from lmcache_store.tiers.stats import TenantUse
 from tests.harness.chains import one_chain
 
 OWNER, ENGINE = b"o" * 16, b"e" * 16

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from lmcache.tiers.errors import StaleSlotError
-from lmcache.tiers.header import checksum
-from lmcache.tiers.memory.contracts import Reserved
-from lmcache.tiers.memory.rows import INCOMPLETE_SECONDS
+from lmcache_store.tiers.errors import StaleSlotError
+from lmcache_store.tiers.header import checksum
+from lmcache_store.tiers.memory.contracts import Reserved
+from lmcache_store.tiers.memory.rows import INCOMPLETE_SECONDS
 from tests.harness.chains import one_chain
 from tests.harness.memory_machine import (
     CHAIN,

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lmcache.kv_groups import GroupKind, KVGroup
-from lmcache.tiers.errors import StaleSlotError
-from lmcache.tiers.header import checksum
-from lmcache.tiers.memory.adoption import SIDECAR
-from lmcache.tiers.memory.contracts import Chains, Geometry, Reserved, Slot
-from lmcache.tiers.memory.private import PrivateArena
-from lmcache.tiers.memory.tier import MemoryTier
+from lmcache_store.kv_groups import GroupKind, KVGroup
+from lmcache_store.tiers.errors import StaleSlotError
+from lmcache_store.tiers.header import checksum
+from lmcache_store.tiers.memory.adoption import SIDECAR
+from lmcache_store.tiers.memory.contracts import Chains, Geometry, Reserved, Slot
+from lmcache_store.tiers.memory.private import PrivateArena
+from lmcache_store.tiers.memory.tier import MemoryTier
 from tests.harness.scope import examples
 
 SLOT_BYTES, SLOTS_PER_FRAME, NUM_FRAMES, NUM_COLUMNS = 4096, 3, 7, 2

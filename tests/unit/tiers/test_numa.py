@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmcache.common import numa
-from lmcache.tiers.errors import ArenaError
-from lmcache.tiers.memory import kernel_pages as pages
-from lmcache.tiers.memory.arena import ArenaFile
-from lmcache.tiers.memory.contracts import Geometry
+from lmcache_store.common import numa
+from lmcache_store.tiers.errors import ArenaError
+from lmcache_store.tiers.memory import kernel_pages as pages
+from lmcache_store.tiers.memory.arena import ArenaFile
+from lmcache_store.tiers.memory.contracts import Geometry
 from tests.unit.tiers.test_arena_resize import CAPACITY, GEOMETRY, MIB, Growing
 
 CORES = sorted(os.sched_getaffinity(0))

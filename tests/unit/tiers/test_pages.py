@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmcache.tiers.pages import PAGE_BYTES, transfer_buffer
+from lmcache_store.tiers.pages import PAGE_BYTES, transfer_buffer
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

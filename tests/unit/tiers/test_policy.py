@@ -1,9 +1,9 @@
 import hypothesis.strategies as st
 from hypothesis import given
 
-from lmcache.tiers.memory.contracts import Slot
-from lmcache.tiers.policy import LRU
-from lmcache.tiers.tiered.write_queue import Write, WriteQueue
+from lmcache_store.tiers.memory.contracts import Slot
+from lmcache_store.tiers.policy import LRU
+from lmcache_store.tiers.tiered.write_queue import Write, WriteQueue
 from tests.harness.memory_oracle import Order
 
 
@@ -13,7 +13,7 @@ def order(policy: LRU) -> list[int]:
 
 
 def test_rows_of_forgotten_groups_keep_their_position(monkeypatch):
-    monkeypatch.setattr("lmcache.tiers.policy._MAX_GROUPS", 2)
+    monkeypatch.setattr("lmcache_store.tiers.policy._MAX_GROUPS", 2)
     policy = LRU(16)
     for row, group in ((1, "a"), (2, "a"), (3, "b"), (4, "c"), (5, "a")):
         policy.admit(row, group)

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmcache.tiers.errors import ArenaError
-from lmcache.tiers.memory.contracts import Geometry
-from lmcache.tiers.memory.private import PrivateArena
+from lmcache_store.tiers.errors import ArenaError
+from lmcache_store.tiers.memory.contracts import Geometry
+from lmcache_store.tiers.memory.private import PrivateArena
 
 MIB = 1 << 20
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lmcache.kv_groups import KVGroup
-from lmcache.tiers.memory.contracts import Chains
+from lmcache_store.kv_groups import KVGroup
+from lmcache_store.tiers.memory.contracts import Chains
 from tests.harness.chains import CHUNK_TOKENS
 from tests.harness.loops import in_a_loop
 from tests.harness.tiered_world import LEASE, SIZE, FakeTier, World, chain, run, until

@@ -7,9 +7,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from lmcache.tiers.remote.address import Address, Endpoint, Kind, Tls
-from lmcache.tiers.remote.tier import RemoteTier
-from lmcache.tiers.remote.topology import ShardList
+from lmcache_store.tiers.remote.address import Address, Endpoint, Kind, Tls
+from lmcache_store.tiers.remote.tier import RemoteTier
+from lmcache_store.tiers.remote.topology import ShardList
 
 CACHE = (Endpoint("cache", 6379),)
 FOUR = (Endpoint("a", 6379), Endpoint("b", 7), Endpoint("::1", 6379), Endpoint("::2", 8))

@@ -4,9 +4,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from lmcache.tiers.encryption.pieces import OVERHEAD_BYTES
-from lmcache.tiers.remote.objects import MAX_PIECE_BYTES, piece_sizes
-from lmcache.tiers.remote.value_formats import SEAL_BYTES
+from lmcache_store.tiers.encryption.pieces import OVERHEAD_BYTES
+from lmcache_store.tiers.remote.objects import MAX_PIECE_BYTES, piece_sizes
+from lmcache_store.tiers.remote.value_formats import SEAL_BYTES
 
 KIB, MIB = 1 << 10, 1 << 20
 STRING_BYTES = 10

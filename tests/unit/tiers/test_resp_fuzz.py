@@ -9,15 +9,15 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given, settings
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.errors import InvalidObjectError, ServerError, TierError
-from lmcache.tiers.header import Header, checksum
-from lmcache.tiers.remote import objects as parts
-from lmcache.tiers.remote.address import Address, Endpoint
-from lmcache.tiers.remote.resp import Connection
-from lmcache.tiers.remote.server import RedisServer
-from lmcache.tiers.remote.tier import RemoteTier
-from lmcache.tiers.remote.value_formats import seal_of
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.errors import InvalidObjectError, ServerError, TierError
+from lmcache_store.tiers.header import Header, checksum
+from lmcache_store.tiers.remote import objects as parts
+from lmcache_store.tiers.remote.address import Address, Endpoint
+from lmcache_store.tiers.remote.resp import Connection
+from lmcache_store.tiers.remote.server import RedisServer
+from lmcache_store.tiers.remote.tier import RemoteTier
+from lmcache_store.tiers.remote.value_formats import seal_of
 from tests.harness.scope import examples
 
 OBJECT = ObjectId(bytes(64), 0)

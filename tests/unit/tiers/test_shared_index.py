@@ -10,13 +10,19 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from lmcache.common.units import round_up
-from lmcache.tiers.errors import ArenaError
-from lmcache.tiers.memory.arena import ArenaFile
-from lmcache.tiers.memory.contracts import Geometry, Reserved
-from lmcache.tiers.memory.mapping import MappedIndex
-from lmcache.tiers.memory.shared_index import BUCKET_BYTES, BUCKET_ENTRIES, U64, SharedIndex, num_buckets
-from lmcache.tiers.memory.tier import MemoryTier
+from lmcache_store.common.units import round_up
+from lmcache_store.tiers.errors import ArenaError
+from lmcache_store.tiers.memory.arena import ArenaFile
+from lmcache_store.tiers.memory.contracts import Geometry, Reserved
+from lmcache_store.tiers.memory.mapping import MappedIndex
+from lmcache_store.tiers.memory.shared_index import (
+    BUCKET_BYTES,
+    BUCKET_ENTRIES,
+    U64,
+    SharedIndex,
+    num_buckets,
+)
+from lmcache_store.tiers.memory.tier import MemoryTier
 from tests.harness.arenas import mapped_column, mapped_index, tier_over
 from tests.harness.chains import one_chain
 from tests.harness.scope import examples

@@ -4,9 +4,9 @@ import asyncio
 import gc
 import weakref
 
-from lmcache.tiers.memory.contracts import LookupResult
-from lmcache.tiers.stats import Removal
-from lmcache.tiers.tiered.store import TieredStore
+from lmcache_store.tiers.memory.contracts import LookupResult
+from lmcache_store.tiers.stats import Removal
+from lmcache_store.tiers.tiered.store import TieredStore
 from tests.harness.chains import one_chain
 from tests.harness.loops import in_a_loop
 from tests.harness.tiered_world import (

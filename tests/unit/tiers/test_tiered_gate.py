@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache.tiers.load_or_recompute import Rate, should_load
+from lmcache_store.tiers.load_or_recompute import Rate, should_load
 from tests.harness.tiered_world import NUM_COLUMNS, SIZE, chain, run, until
 
 ROW_BYTES = SIZE * NUM_COLUMNS

@@ -8,10 +8,10 @@ import asyncio
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lmcache.kv_groups import GroupKind, KVGroup, longest_hit
-from lmcache.tiers.memory.contracts import Chains, Geometry, LookupResult, Reserved
-from lmcache.tiers.memory.private import PrivateArena
-from lmcache.tiers.tiered.store import TieredStore
+from lmcache_store.kv_groups import GroupKind, KVGroup, longest_hit
+from lmcache_store.tiers.memory.contracts import Chains, Geometry, LookupResult, Reserved
+from lmcache_store.tiers.memory.private import PrivateArena
+from lmcache_store.tiers.tiered.store import TieredStore
 from tests.harness.scope import examples
 from tests.harness.tiered_world import LEASE, NAMESPACE, OWNER, FakeTier
 

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from lmcache.tiers.load_or_recompute import Rate
-from lmcache.tiers.memory.contracts import LookupResult
+from lmcache_store.tiers.load_or_recompute import Rate
+from lmcache_store.tiers.memory.contracts import LookupResult
 from tests.harness.tiered_world import NUM_COLUMNS, SIZE, World, chain, content, run, until
 
 

@@ -15,13 +15,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.disk.tier import DiskTier
-from lmcache.tiers.memory.contracts import Reserved, Slot
-from lmcache.tiers.stats import WriteSkipped
-from lmcache.tiers.tiered import refresh as hits
-from lmcache.tiers.tiered import tier_worker as lower_module
-from lmcache.tiers.tiered.store import Admit
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.disk.tier import DiskTier
+from lmcache_store.tiers.memory.contracts import Reserved, Slot
+from lmcache_store.tiers.stats import WriteSkipped
+from lmcache_store.tiers.tiered import refresh as hits
+from lmcache_store.tiers.tiered import tier_worker as lower_module
+from lmcache_store.tiers.tiered.store import Admit
 from tests.harness.scope import examples
 from tests.harness.tiered_world import (
     OWNER,
@@ -66,7 +66,7 @@ class TieredMachine(RuleBasedStateMachine):
         self.patch.setattr(lower_module, "_MAX_OFFER_SECONDS", 0.01)
         self.patch.setattr(hits, "_PAUSE_SECONDS", 0.001)
         self.errors = Errors()
-        logging.getLogger("lmcache.tiers").addHandler(self.errors)
+        logging.getLogger("lmcache_store.tiers").addHandler(self.errors)
         self.runner = asyncio.Runner()
         self.folder = Path(tempfile.mkdtemp(prefix="lmc-tiered-"))
         self.disk = DiskTier(self.folder, 64 << 20)
@@ -110,7 +110,7 @@ class TieredMachine(RuleBasedStateMachine):
             self.runner.close()
             self.disk.close()
             shutil.rmtree(self.folder)
-            logging.getLogger("lmcache.tiers").removeHandler(self.errors)
+            logging.getLogger("lmcache_store.tiers").removeHandler(self.errors)
 
     # ---- actions of an engine ----
 

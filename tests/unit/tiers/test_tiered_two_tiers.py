@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lmcache.tiers.disk.tier import DiskTier
-from lmcache.tiers.stats import WriteSkipped
+from lmcache_store.tiers.disk.tier import DiskTier
+from lmcache_store.tiers.stats import WriteSkipped
 from tests.harness.loops import in_a_loop
 from tests.harness.tiered_world import LEASE, FakeTier, World, chain, content, run, until
 

@@ -11,15 +11,15 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from lmcache.tiers.base import ObjectId
-from lmcache.tiers.errors import ServerError, TierUnavailableError
-from lmcache.tiers.remote import stream
-from lmcache.tiers.remote.address import Address, Endpoint
-from lmcache.tiers.remote.cluster import RedisCluster
-from lmcache.tiers.remote.objects import hash_tag, redis_name
-from lmcache.tiers.remote.server import RedisServer
-from lmcache.tiers.remote.tier import RemoteTier
-from lmcache.tiers.remote.topology import ShardList, Shards, endpoint_of
+from lmcache_store.tiers.base import ObjectId
+from lmcache_store.tiers.errors import ServerError, TierUnavailableError
+from lmcache_store.tiers.remote import stream
+from lmcache_store.tiers.remote.address import Address, Endpoint
+from lmcache_store.tiers.remote.cluster import RedisCluster
+from lmcache_store.tiers.remote.objects import hash_tag, redis_name
+from lmcache_store.tiers.remote.server import RedisServer
+from lmcache_store.tiers.remote.tier import RemoteTier
+from lmcache_store.tiers.remote.topology import ShardList, Shards, endpoint_of
 from testing.child_process import wait_until
 from tests.harness.remote_objects import probe
 

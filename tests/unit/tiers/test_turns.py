@@ -4,9 +4,9 @@ import asyncio
 import sys
 import threading
 
-from lmcache.common import fair_queue
-from lmcache.tiers.tiered import tasks
-from lmcache.tiers.tiered.tasks import Turns, Workers
+from lmcache_store.common import fair_queue
+from lmcache_store.tiers.tiered import tasks
+from lmcache_store.tiers.tiered.tasks import Turns, Workers
 from tests.harness.loops import in_a_loop
 
 

@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from lmcache.tiers.errors import ServerError
-from lmcache.tiers.remote.usage import Usage
+from lmcache_store.tiers.errors import ServerError
+from lmcache_store.tiers.remote.usage import Usage
 
 MEMORY = b"# Memory\r\nused_memory:1000\r\nused_memory_human:1K\r\nmaxmemory:8000\r\n"
 STATS = b"# Stats\r\ntotal_net_input_bytes:500\r\nevicted_keys:7\r\n"

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmcache import keys
 from lmcache.engines.core import files
 from lmcache.engines.errors import UnnamedError, UnsupportedError
 from lmcache.engines.vllm import fingerprint
 from lmcache.engines.vllm.attach import Settings
+from lmcache_store import keys
 
 
 def engine(algorithm="sha256_cbor", load_format="auto", model=".", **cache):

@@ -8,7 +8,7 @@ import torch
 from lmcache.engines.errors import UnsupportedError
 from lmcache.engines.vllm.attach import _lay_out
 from lmcache.engines.vllm.groups import GroupSpec, num_replicas, read_groups
-from lmcache.kv_groups import GroupKind, KVGroup
+from lmcache_store.kv_groups import GroupKind, KVGroup
 
 
 class FullAttentionSpec(SimpleNamespace):

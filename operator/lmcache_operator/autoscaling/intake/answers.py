@@ -1,4 +1,4 @@
-"""Parsing and validation of the sidecars' ``/stats``, and of ``/samples`` by ``lmcache.curves``. Pure.
+"""Parsing and validation of the sidecars' ``/stats``, and of ``/samples`` by ``lmcache_store.curves``. Pure.
 
 The answers come from users' pods: one invalid part makes the whole answer invalid.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from lmcache.curves.answers import (
+from lmcache_store.curves.answers import (
     MAX_KEYS_OF_A_REQUEST,
     MAX_NUMBER,
     InvalidAnswerError,

@@ -14,10 +14,10 @@ from operator import itemgetter
 from statistics import median
 from typing import Any, NamedTuple
 
-from lmcache.curves import HASHES, Lookup, Window, threshold_of
 from lmcache_operator.autoscaling.intake.answers import NOTHING, Counts, Figures, Samples
 from lmcache_operator.autoscaling.policy.decide import DAY_HALF_LIFE, FAST_HALF_LIFE
 from lmcache_operator.autoscaling.policy.traffic import Traffic
+from lmcache_store.curves import HASHES, Lookup, Window, threshold_of
 
 _CLOCK_SECONDS = 2.0
 """Change of a pod's clock offset that is believed. Smaller ones are the delay of answers."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Protocol
 
-from lmcache.explain.text import plain
 from lmcache_operator.api.autoscaling import AUTO, OFF
 from lmcache_operator.api.parse import Cluster, parse
 from lmcache_operator.autoscaling.component import saved
@@ -38,6 +37,7 @@ from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.probe import has_running_sidecar
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.kinds import ClusterKey
+from lmcache_store.common.text import plain
 
 _NUM_WORKERS = 16
 """Clusters that are polled at the same time."""

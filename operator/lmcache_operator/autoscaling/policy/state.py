@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from lmcache.curves import Window
 from lmcache_operator.autoscaling.policy.tier import LimitedBy
+from lmcache_store.curves import Window
 
 
 class Obstacle(NamedTuple):

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from lmcache.common.units import format_size
-from lmcache.curves import Window
-from lmcache.explain.prices import GIB as GIB
-from lmcache.explain.prices import Prices as Prices
+from lmcache_store.common.prices import GIB as GIB
+from lmcache_store.common.prices import Prices as Prices
+from lmcache_store.common.units import format_size
+from lmcache_store.curves import Window
 
 BYTES_PER_SECOND_OF_A_SHARD = 1e9
 """Planned traffic of one shard: half of the measured rate of one connection."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from lmcache.curves import Window
 from lmcache_operator.autoscaling.policy import DAY, HOUR, MINUTE, explanations
 from lmcache_operator.autoscaling.policy.state import Decision, Measurements, State, set_size
 from lmcache_operator.autoscaling.policy.tier import LimitedBy, Tier, is_near
+from lmcache_store.curves import Window
 
 _COOLDOWN = 30 * MINUTE
 """Pause after any change."""

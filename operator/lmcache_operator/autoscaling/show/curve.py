@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
-from lmcache.common.units import format_size, parse_size
 from lmcache_operator.api.parse import parse
 from lmcache_operator.errors import NoCurveError
 from lmcache_operator.specs import Object
+from lmcache_store.common.units import format_size, parse_size
 
 TIERS = ("memory", "remote")
 _ABOUT = {"samples": "samples", "half-life": "window", "observed": "observedAt"}

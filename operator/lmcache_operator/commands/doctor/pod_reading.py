@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from http import HTTPStatus
 
-from lmcache.explain.text import plain
 from lmcache_operator.commands.doctor.checks.engines import engine_port, has_tls, kind_checks
 from lmcache_operator.commands.gather import PodFigures, natural_order, read_each
 from lmcache_operator.kube.pod_http import Get
 from lmcache_operator.pods.pods import is_ready
 from lmcache_operator.specs import Object
+from lmcache_store.common.text import plain
 
 _MAX_ENGINES = 4
 """Engines to read of each cluster. All engine pods of a cluster come from one template."""

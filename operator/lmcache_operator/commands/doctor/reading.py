@@ -11,7 +11,6 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
-from lmcache.explain.text import plain
 from lmcache_operator.api import GROUP, PLURAL, PROFILE_PLURAL, VERSION
 from lmcache_operator.commands.connection import Connection
 from lmcache_operator.commands.doctor.answers import Answer
@@ -26,6 +25,7 @@ from lmcache_operator.kube.pod_http import PodHttp
 from lmcache_operator.kube.refusals import error_of
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.merge import dig
+from lmcache_store.common.text import plain
 
 _SECONDS = 3.8
 """Time for all reads. With the start of the program, an answer takes less than five seconds."""

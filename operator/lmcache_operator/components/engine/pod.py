@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
-from lmcache.common.units import format_mebibytes
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.tiers import DiskTier, Tiers
 from lmcache_operator.api.types import TOKEN
@@ -28,6 +27,7 @@ from lmcache_operator.components.engine.tenants import salts_volume
 from lmcache_operator.pods.resize import MAX_SIZE, SIZE_ARGUMENT, SIZE_FILE, sidecar_memory
 from lmcache_operator.specs import Images, Object, names, paths, stateful
 from lmcache_operator.specs.merge import dig
+from lmcache_store.common.units import format_mebibytes
 
 # The uid of the stock engine image. Engine and sidecar share it, so one user owns socket, locks and arena.
 _UID = 2000

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, cast, get_args
 
-from lmcache.common.units import format_size
 from lmcache_operator.autoscaling.tier_status import hit_percent, tenant_usage
 from lmcache_operator.components.base import ComponentStatus, Observed, Plan, Sidecar
 from lmcache_operator.components.conditions import Condition, Problem, Trouble, former_conditions
@@ -28,6 +27,7 @@ from lmcache_operator.pods.resize import Resizing
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import ENGINE, engine_name, selector_text
+from lmcache_store.common.units import format_size
 
 _DEADLINE: Final = "ProgressDeadlineExceeded"
 _ATTACHED, _REACHABLE, _DISK = "SidecarAttached", "RemoteTierReachable", "DiskTierAvailable"

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lmcache.explain.text import plain
 from lmcache_operator.api import PROFILE_KIND
 from lmcache_operator.api.parse import AS_DECLARED, Cluster
 from lmcache_operator.components.base import Component, ComponentStatus, Context, Observed, Plan
@@ -21,6 +20,7 @@ from lmcache_operator.pods.differences import differences
 from lmcache_operator.pods.pods import pod_problems
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.kinds import Ref
+from lmcache_store.common.text import plain
 
 _INSUFFICIENT = re.compile(r"Insufficient (memory|ephemeral-storage)")
 _NOT_INJECTED = (

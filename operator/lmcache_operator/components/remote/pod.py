@@ -5,11 +5,11 @@ All sidecars log in as one Redis user. The default user is disabled.
 
 from __future__ import annotations
 
-from lmcache.common.units import format_mebibytes
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.tiers import ManagedRemote
 from lmcache_operator.specs import Object, names, paths, stateful
 from lmcache_operator.specs.merge import merge
+from lmcache_store.common.units import format_mebibytes
 
 _UID = 999
 """The uid of the stock Redis and Valkey images."""
@@ -19,7 +19,7 @@ _RIGHTS = (
     "+get +set +exists +touch"  # for sidecars of earlier releases, until their pods are replaced
 )
 """ACL rules for sidecars: the commands that they use, on keys with their prefix
-(lmcache/tiers/remote/address.py)."""
+(sidecar/lmcache_store/tiers/remote/address.py)."""
 _KEEPER_RIGHTS = "resetkeys resetchannels -@all +config|set +acl|setuser"
 _SOCKET = f"{_RUN_DIR}/socket"
 _KEEPER = "keeper"

@@ -12,7 +12,6 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 
-from lmcache.explain.text import plain
 from lmcache_operator.api.parse import Cluster, declared
 from lmcache_operator.api.tiers import MAX_SHARDS, ManagedRemote
 from lmcache_operator.autoscaling.tier_status import remote_usage
@@ -35,6 +34,7 @@ from lmcache_operator.specs import Object, names, paths, stateful
 from lmcache_operator.specs.cluster_refs import referred
 from lmcache_operator.specs.kinds import Ref, ref_of
 from lmcache_operator.specs.merge import dig
+from lmcache_store.common.text import plain
 
 _REMOTE = ("spec", "tiers", "remote")
 _AVAILABLE = "RemoteTierAvailable"

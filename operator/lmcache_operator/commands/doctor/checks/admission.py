@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lmcache.explain.text import plain
 from lmcache_operator.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_operator.commands.doctor.results import Result, failure, ok, unknown, warning
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.merge import dig
+from lmcache_store.common.text import plain
 
 _QUOTA = "exceeded quota"
 """Part of a refusal by a ResourceQuota, which counts the running pods too."""

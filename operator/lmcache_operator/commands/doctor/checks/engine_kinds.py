@@ -8,12 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from lmcache.explain.text import plain
 from lmcache_operator.commands.doctor.results import Result, failure, warning
 from lmcache_operator.components.engine.kinds import KINDS, kind_in
 from lmcache_operator.components.engine.kinds.base import EngineKind, words_of
 from lmcache_operator.components.engine.kinds.sglang import BACKEND, BACKEND_CONFIG, NO_RADIX_CACHE
 from lmcache_operator.specs import Object
+from lmcache_store.common.text import plain
 
 MIN_VLLM, MAX_VLLM = (0, 29), (0, 33)
 """Oldest and newest supported version of vLLM. A test compares them with the connector."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lmcache.explain import merge
-from lmcache.explain.text import plain
 from lmcache_operator.commands.doctor.answers import Answer
 from lmcache_operator.commands.doctor.checks.engine_kinds import KindChecks, checks_for
 from lmcache_operator.commands.doctor.facts import ClusterFacts, Facts
@@ -15,6 +13,8 @@ from lmcache_operator.commands.gather import PodFigures, sidecar_port
 from lmcache_operator.components.engine.kinds.base import words_of
 from lmcache_operator.components.injection.pods import CONTAINER
 from lmcache_operator.specs import Object, names
+from lmcache_store.common.text import plain
+from lmcache_store.explain import merge
 
 _MAX_CLIENTS = 128
 

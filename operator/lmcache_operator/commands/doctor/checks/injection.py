@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lmcache.explain.text import plain
 from lmcache_operator.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_operator.commands.doctor.results import (
     Result,
@@ -17,6 +16,7 @@ from lmcache_operator.commands.doctor.results import (
 )
 from lmcache_operator.components.injection.pods import OUTCOME, has_cache
 from lmcache_operator.specs import Object, names
+from lmcache_store.common.text import plain
 
 _RUNBOOK = "PodsWithoutCache"
 _FILES = "Or add the cache on files: lmcache-operator inject."

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lmcache.explain import merge
-from lmcache.explain.text import plain
 from lmcache_operator.commands.doctor.checks.redis_servers import servers_of
 from lmcache_operator.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_operator.commands.doctor.results import Result, grouped, ok, warning
 from lmcache_operator.specs import names
 from lmcache_operator.specs.cluster_refs import referred
 from lmcache_operator.specs.merge import dig
+from lmcache_store.common.text import plain
+from lmcache_store.explain import merge
 
 
 def reachable(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lmcache.common.units import format_seconds, format_size
-from lmcache.explain import merge
-from lmcache.explain.text import plain
 from lmcache_operator.commands.doctor.answers import Answer
 from lmcache_operator.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_operator.commands.doctor.results import (
@@ -21,6 +18,9 @@ from lmcache_operator.commands.doctor.results import (
 )
 from lmcache_operator.commands.gather import PodFigures
 from lmcache_operator.pods.pods import is_ready
+from lmcache_store.common.text import plain
+from lmcache_store.common.units import format_seconds, format_size
+from lmcache_store.explain import merge
 
 _MAX_SERVERS = 64
 _SLOW_SECONDS = 0.05

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lmcache.explain import merge
-from lmcache.explain.text import plain
 from lmcache_operator.commands.doctor.answers import Answer
 from lmcache_operator.commands.doctor.checks.engines import clients
 from lmcache_operator.commands.doctor.checks.installation import MAX_CLOCK_SECONDS, version_label
@@ -18,6 +16,8 @@ from lmcache_operator.components.engine.gpus import CUDA_IPC
 from lmcache_operator.components.injection.profile import SIDECARS
 from lmcache_operator.pods.pods import is_ready
 from lmcache_operator.specs.merge import dig
+from lmcache_store.common.text import plain
+from lmcache_store.explain import merge
 
 _FORBIDDEN = "forbidden: "
 

@@ -1,0 +1,119 @@
+"""Tables of causes for a terminal. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from textwrap import wrap
+from typing import Any
+
+from lmcache_store.causes import COMPUTED, HITS, num_computed
+from lmcache_store.common.text import plain
+from lmcache_store.common.units import format_seconds
+from lmcache_store.explain import merge
+from lmcache_store.explain.benefit import Benefit
+from lmcache_store.explain.findings import Adviser, findings, percent
+
+_BAR, _WIDTH = 30, 100  # columns of the largest bar, and of a line of text
+_INDENT = "     "
+_MIN_USD = 0.01
+
+
+def overview(
+    causes: Mapping[str, Any], adviser: Adviser | None = None, usd_per_token: float = 0.0
+) -> Iterator[str]:
+    """Yield the lines that explain all counted prompts. See ``findings`` for the arguments."""
+    tokens, total = causes["cause_tokens"], causes["prompt_tokens"]
+    if not total:
+        yield "No prompt was counted yet: send a request to the engine."
+        return
+    computed = num_computed(tokens)
+    shares = percent(total - computed, total), percent(computed, total)
+    yield "{:,} tokens of prompts: {} loaded, {} computed.".format(total, *shares)
+    yield ""
+    yield from _rows("LOADED FROM", HITS, tokens, total)
+    yield from _rows("COMPUTED BECAUSE", COMPUTED, tokens, total)
+    found = findings(causes, adviser, usd_per_token)
+    yield "What stands out:" if found else "Nothing stands out."
+    for number, finding in enumerate(found, 1):
+        statement = finding.statement
+        if finding.usd >= _MIN_USD:
+            statement += f" That took {finding.usd:,.2f} USD of GPU time."
+        yield from wrap(statement, _WIDTH, initial_indent=f"{number:3}. ", subsequent_indent=_INDENT)
+        yield from wrap(finding.advice, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
+
+
+def request(explained: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines that explain one request."""
+    tokens = explained["tokens"]
+    total = sum(tokens.values())
+    request_id = explained["request_id"].encode("unicode_escape").decode()  # users of the engine choose ids
+    yield f"Request {request_id}: {total:,} tokens."
+    yield f"An earlier prompt began with the same {explained['common_tokens']:,} tokens."
+    if tenant := plain(explained.get("tenant")):  # empty for an older sidecar
+        yield f"Its tenant is {tenant}."
+    yield from _times(explained)
+    yield ""
+    yield from _rows("LOADED FROM", HITS, tokens, total)
+    yield from _rows("COMPUTED BECAUSE", COMPUTED, tokens, total)
+
+
+def benefit(saved: Benefit) -> Iterator[str]:
+    """Yield the lines that say what the cache saves, and what it costs."""
+    if saved.num_silent:
+        total = saved.num_sidecars + saved.num_silent
+        yield f"{saved.num_silent} of {total} sidecars count no benefit: they are old, or starting."
+    if not saved.num_sidecars:
+        return
+    yield f"{'SAVED AND SPENT':38}  {f'IN {saved.uptime_seconds / 3600:,.1f} HOURS':>16}  {'USD':>10}"
+    yield f"{'tokens loaded from tiers':38}  {sum(saved.loaded_tokens.values()):16,}"
+    yield f"{'prefill time saved':38}  {format_seconds(saved.prefill_seconds):>16}"
+    yield f"{'GPU time saved':38}  {f'{saved.gpu_hours:,.2f} h':>16}  {saved.saved_usd:+10,.2f}"
+    for tier, hours in saved.gib_hours.items():
+        if hours:
+            title = "shards of the remote tier" if tier == "remote" else HITS[tier]
+            yield f"{title:38}  {f'{hours:,.1f} GiB h':>16}  {-saved.spent_usd[tier]:+10,.2f}"
+    yield f"{'net':38}  {'':16}  {saved.net_usd:+10,.2f}"
+    if saved.unrated_tokens:
+        yield f"{saved.unrated_tokens:,} loaded tokens are not priced: the engine's speed is not known yet."
+    waits = format_seconds(saved.wait_seconds), format_seconds(saved.load_seconds)
+    yield "Requests waited {} for rows or memory, and spent {} loading, all together.".format(*waits)
+    yield from wrap(_saved_latency(saved), _WIDTH)
+
+
+def _saved_latency(saved: Benefit) -> str:
+    if saved.saved_latency is None:
+        return (
+            "Time to the first token that hits save: not known. The sidecars saw no requests with hits "
+            "and requests of like length without hits."
+        )
+    p50, p95, number = saved.saved_latency
+    return (
+        f"A hit saves {format_seconds(p50)} to the first token (median), and {format_seconds(p95)} at p95. "
+        f"{number:,} of {saved.num_hits:,} requests with hits were compared with requests of like length."
+    )
+
+
+def _times(explained: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how long a request took, as far as its engine reported it."""
+    if explained.get("lookup_seconds") is None:  # also of an older sidecar
+        yield "Its engine has not reported how long it took."
+        return
+    seconds = {name: merge.count(explained.get(f"{name}_seconds")) for name in ("lookup", "wait")}
+    parts = [f"{name} {format_seconds(number)}" for name, number in seconds.items()]
+    loads = merge.sums([explained], "load_seconds")
+    parts += [f"load from {HITS[tier]} {format_seconds(loads[tier])}" for tier in HITS if tier in loads]
+    if first := merge.count(explained.get("first_token_seconds")):
+        parts.append(f"arrival to first token {format_seconds(first)}")
+    yield f"Time: {', '.join(parts)}."
+
+
+def _rows(title: str, titles: Mapping[str, str], tokens: Mapping[str, int], total: int) -> Iterator[str]:
+    present = {titles[cause]: tokens[cause] for cause in titles if tokens.get(cause)}
+    if not present:
+        return
+    width = max(map(len, (title, *COMPUTED.values())))
+    yield f"{title:{width}}  {'TOKENS':>13}  {'SHARE':>5}"
+    for about, number in present.items():
+        bar = "█" * round(_BAR * number / total)
+        yield f"{about:{width}}  {number:13,}  {percent(number, total):>5}  {bar}".rstrip()
+    yield ""

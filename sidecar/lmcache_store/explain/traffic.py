@@ -1,0 +1,147 @@
+"""The present work of several sidecars, as plain data that programs may read. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lmcache_store.common.text import plain
+from lmcache_store.explain import merge
+from lmcache_store.explain.rates import GROUPS, LOWER_TIERS, TIERS, Rates, rates
+
+VERSION = 1
+"""Version of the data; a change of the meaning of a field increases it."""
+
+
+class Answer(NamedTuple):
+    """Answer of one sidecar."""
+
+    key: str
+    """Identifies the pod, also from a later pod with the same name."""
+    name: str
+    cluster: str
+    report: Mapping[str, Any] = {}
+    """/stats; empty if the sidecar did not answer."""
+    problem: str = ""
+    """Why there is no answer; empty: there is one."""
+
+
+class Traffic:
+    """Remembers the last report of each sidecar, and derives rates from the next one."""
+
+    def __init__(self) -> None:
+        self._reports: dict[str, Mapping[str, Any]] = {}
+
+    def observe(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+        """Return the figures of each pod, in the order of the answers."""
+        known = {answer.key for answer in answers}
+        self._reports = {key: report for key, report in self._reports.items() if key in known}
+        return [self._pod(answer) for answer in answers]
+
+    def _pod(self, answer: Answer) -> dict[str, Any]:
+        before, report = self._reports.get(answer.key), answer.report
+        present = rates(before, report) if before and report else None
+        if report:
+            self._reports[answer.key] = report
+        return {
+            "cluster": answer.cluster,
+            "name": answer.name,
+            "problem": plain(answer.problem) or _problem(report),
+            "uptimeSeconds": merge.count(report.get("uptime_seconds")),
+            **_rates(present),
+            "queuedLoads": _queued(report, "num_queued_loads"),
+            "queuedWrites": _queued(report, "num_queued_writes"),
+            "unwrittenRows": int(merge.count(report.get("num_unwritten_rows"))),
+            "tiers": [_tier(tier, report, present) for tier in TIERS if merge.part(report, tier)],
+        }
+
+
+def _queued(report: Mapping[str, Any], field: str) -> int:
+    return int(sum(merge.total([report], tier, field) for tier in LOWER_TIERS))
+
+
+def _rates(present: Rates | None) -> dict[str, Any]:
+    """Return the rates of a pod; None for each that is not known (yet)."""
+    if present is None:
+        return {"requestsPerSecond": None, "tokensPerSecond": None}
+    tokens = {group: round(number, 2) for group, number in present.tokens.items()}
+    return {"requestsPerSecond": round(present.requests, 3), "tokensPerSecond": tokens}
+
+
+def _tier(name: str, report: Mapping[str, Any], present: Rates | None) -> dict[str, Any]:
+    tier = merge.part(report, name)
+    is_off = tier.get("is_reachable") is False
+    return {
+        "name": name,
+        "loadBytesPerSecond": round(present.load_bytes[name]) if present else None,
+        "writeBytesPerSecond": round(present.write_bytes[name]) if present else None,
+        "measuredLoadBytesPerSecond": merge.count(tier.get("load_bytes_per_second")),
+        "queuedLoads": int(merge.count(tier.get("num_queued_loads"))),
+        "queuedWrites": int(merge.count(tier.get("num_queued_writes"))),
+        "isCircuitOpen": is_off,
+        "problem": plain(tier.get("off_reason")) or "unavailable" if is_off else "",
+    }
+
+
+def _problem(report: Mapping[str, Any]) -> str:
+    """Return why a sidecar that answers does not work; empty if it works."""
+    if report.get("is_ready") is not True:
+        return plain(report.get("not_ready_reason")) or "the sidecar is not ready"
+    if not merge.part(report, "causes"):
+        return f"its version, {plain(report.get('version'))}, does not count causes"
+    return ""
+
+
+def total(pods: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the sums over all pods."""
+    counted = [pod for pod in pods if pod["tokensPerSecond"] is not None]
+    by_group = {group: sum(pod["tokensPerSecond"][group] for pod in counted) for group in GROUPS}
+    return {
+        "pods": len(counted),
+        "requestsPerSecond": round(sum(pod["requestsPerSecond"] for pod in counted), 3),
+        "tokensPerSecond": {group: round(number, 2) for group, number in by_group.items()},
+    }
+
+
+def tiers(pods: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the sums by tier over all pods that have the tier."""
+    listed = list(pods)
+    return [
+        _tier_total(name, having)
+        for name in TIERS
+        if (having := [tier for pod in listed for tier in pod["tiers"] if tier["name"] == name])
+    ]
+
+
+def _tier_total(name: str, having: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    sums = ("loadBytesPerSecond", "writeBytesPerSecond", "queuedLoads", "queuedWrites")
+    problems = [tier["problem"] for tier in having if tier["isCircuitOpen"]]
+    return {
+        "name": name,
+        **{field: sum(tier[field] or 0 for tier in having) for field in sums},
+        "pods": len(having),
+        "openCircuits": len(problems),
+        "problem": problems[0] if problems else "",
+    }
+
+
+def document(
+    pods: Sequence[Mapping[str, Any]], *, time: str, seconds: float, problems: Sequence[str]
+) -> dict[str, Any]:
+    """Return everything as plain data. Its fields are stable.
+
+    Args:
+        pods: figures as `Traffic.observe` returns them.
+        time: time of the answers (RFC 3339).
+        seconds: wanted seconds between the answers.
+        problems: what could not be read, with what to do.
+    """
+    return {
+        "version": VERSION,
+        "time": time,
+        "intervalSeconds": seconds,
+        "total": total(pods),
+        "tiers": tiers(pods),
+        "pods": list(pods),
+        "problems": list(problems),
+    }

@@ -1,0 +1,96 @@
+"""AES-256-GCM with a key and a nonce of its own for each piece. The only module that needs ``cryptography``.
+
+The functions of ``cryptography`` release the GIL while they encrypt and decrypt, and write into the caller's
+memory without a copy.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from lmcache_store.tiers.encryption.keys import KEY_BYTES, Keys
+from lmcache_store.tiers.encryption.pieces import (
+    MAGIC,
+    OVERHEAD_BYTES,
+    PREAMBLE_BYTES,
+    SALT_BYTES,
+    Place,
+    pack_preamble,
+    parse_preamble,
+)
+from lmcache_store.tiers.errors import InvalidObjectError, KeyAbsentError, NoKeyError
+from lmcache_store.tiers.header import Buffer
+from lmcache_store.tiers.pages import transfer_buffer
+
+_NONCE_BYTES = 12
+
+
+class AesGcm:
+    """The cipher of one tier; see ``Cipher``. Without keys until ``use`` is called.
+
+    ``domain`` names the tier ("disk", "remote"). One key gives other ciphertexts in each domain, and none is
+    valid in another domain.
+    """
+
+    def __init__(self, domain: str, keys: Keys | None = None) -> None:
+        self.keys = keys
+        """Keys in use. One assignment replaces them all, so that threads need no lock."""
+        self.problem = "" if keys else "no encryption key was read yet"
+        """See Cipher."""
+        self._info = MAGIC + domain.encode()
+        self._thread = threading.local()
+
+    def use(self, keys: Keys) -> None:
+        """Use other keys from now on. Pieces in progress are completed with the earlier ones."""
+        self.keys, self.problem = keys, ""
+
+    def check(self) -> None:
+        """See Cipher."""
+        if self.keys is None:
+            raise NoKeyError(self.problem)
+
+    def buffer(self, num_bytes: int) -> memoryview:
+        """See Cipher."""
+        present: memoryview | None = getattr(self._thread, "buffer", None)
+        if present is None or len(present) < num_bytes:
+            present = self._thread.buffer = transfer_buffer(num_bytes)
+        return present[:num_bytes]
+
+    def encrypt(self, place: Place, content: Buffer, into: memoryview) -> None:
+        """See Cipher."""
+        keys = self.keys
+        if keys is None:
+            raise NoKeyError(self.problem)
+        version, salt = keys.write_version, os.urandom(SALT_BYTES)
+        aead, nonce = self._derive(keys.by_version[version], salt, place)
+        into[:PREAMBLE_BYTES] = pack_preamble(version, salt)
+        associated = place.associated_data(version, len(content))
+        aead.encrypt_into(nonce, content, associated, into[PREAMBLE_BYTES:])
+
+    def decrypt(self, place: Place, piece: memoryview, into: memoryview) -> None:
+        """See Cipher."""
+        version, salt = parse_preamble(piece)
+        key = self.keys.by_version.get(version) if self.keys else None
+        if key is None:
+            raise KeyAbsentError(f"key version {version} is absent")
+        if len(piece) != len(into) + OVERHEAD_BYTES:
+            raise InvalidObjectError("length")
+        aead, nonce = self._derive(key, salt, place)
+        associated = place.associated_data(version, len(into))
+        try:
+            aead.decrypt_into(nonce, piece[PREAMBLE_BYTES:], associated, into)
+        except InvalidTag:
+            raise InvalidObjectError("authentication") from None
+
+    def _derive(self, key: bytes, salt: bytes, place: Place) -> tuple[AESGCM, bytes]:
+        """Derive the cipher and the nonce of one piece, also from the row key, which the medium hides."""
+        info = self._info + place.object_id.row_key
+        hkdf = HKDF(algorithm=SHA256(), length=KEY_BYTES + _NONCE_BYTES, salt=salt, info=info)
+        derived = hkdf.derive(key)
+        return AESGCM(derived[:KEY_BYTES]), derived[KEY_BYTES:]

@@ -1,0 +1,165 @@
+"""The header in front of every stored payload, and the checksum of payloads.
+
+A payload is the engine's bytes, unchanged: one rank's KV of one chunk. Header and payload together are one
+object of a lower tier: a file on disk, or a value in Redis. A reader trusts only the header and its checksum.
+It does not trust the object's name or length, or the version that wrote the object.
+
+The checksum covers **parts** of 4 MiB. These parts exist only in the computation: every object has one header
+and one payload.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import xxhash
+
+from lmcache_store.tiers.base import KEY_BYTES, RowKey
+from lmcache_store.tiers.errors import HeaderError
+
+MAGIC = b"LMCchunk"
+VERSION = 1
+MAX_LABEL_BYTES = 512
+
+_FIELDS = struct.Struct("<8sII64sIIQQ16sH512s62x")
+_ONE_PART = 0, 1
+"""Constant fields: piece 0 of 1. Earlier releases split a payload into several pieces, each with a header."""
+_HEADER_CHECKSUM = struct.Struct("<Q")
+HEADER_BYTES = _FIELDS.size + _HEADER_CHECKSUM.size
+"""Length of a header: 704, a multiple of a cache line."""
+
+PART_BYTES = 4 << 20
+"""Length of the parts in which payloads are checksummed. At 10-30 GB/s a part takes well under 1 ms. A build
+of xxhash that does not release the GIL therefore stops other threads only for that time."""
+
+_DIGEST_BYTES = 16
+NO_CHECKSUM = bytes(_DIGEST_BYTES)
+"""Checksum in the header of a payload whose pieces are checked one by one."""
+
+_SEALED = struct.Struct("<64sIQ")
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class Header:
+    """Description of one stored payload."""
+
+    key: RowKey
+    column: int
+    """Number of the rank whose KV the payload is. Ranks with the same KV share a column."""
+    total_bytes: int
+    """Length of the payload."""
+    checksum: bytes
+    """Result of ``checksum`` for the payload."""
+
+    label: bytes = b""
+    """Bytes that say what the object holds: the sidecar writes the model's name, and the library writes the
+    key. ``parse`` does not interpret them."""
+
+    def pack(self) -> bytes:
+        """Return the header, HEADER_BYTES bytes. Raises ValueError for fields that ``parse`` would refuse."""
+        problem = self._problem()
+        if problem:
+            raise ValueError(problem)
+        fields = _FIELDS.pack(
+            MAGIC,
+            VERSION,
+            self.column,
+            self.key,
+            *_ONE_PART,
+            self.total_bytes,
+            self.total_bytes,  # twice, because the only piece is the whole payload
+            self.checksum,
+            len(self.label),
+            self.label,
+        )
+        return fields + _HEADER_CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
+
+    def _problem(self) -> str:
+        if len(self.key) != 2 * KEY_BYTES or len(self.checksum) != 16:
+            return "key or checksum has a wrong length"
+        if len(self.label) > MAX_LABEL_BYTES:
+            return f"label is longer than {MAX_LABEL_BYTES} bytes"
+        return ""
+
+
+def parse(buffer: Buffer) -> Header:
+    """Parse a header. Raises HeaderError unless the bytes are exactly what ``pack`` returns."""
+    raw = bytes(buffer[: HEADER_BYTES + 1])
+    if len(raw) != HEADER_BYTES:
+        raise HeaderError(f"header has {len(buffer)} bytes, not {HEADER_BYTES}")
+    magic, version, column, key, *_, total, checksum, label_bytes, label = _FIELDS.unpack_from(raw)
+    if magic != MAGIC:
+        raise HeaderError("wrong magic number: not an object of LMCache")
+    if version != VERSION:
+        raise HeaderError(f"version {version}, not {VERSION}")
+    if _HEADER_CHECKSUM.unpack_from(raw, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(raw[: _FIELDS.size]):
+        raise HeaderError("the header's checksum does not match")
+    header = Header(key, column, total, checksum, label[:label_bytes])
+    problem = header._problem()
+    if problem or label_bytes > MAX_LABEL_BYTES:
+        raise HeaderError(problem or "label is too long")
+    if header.pack() != raw:
+        raise HeaderError("a constant field has another value")
+    return header
+
+
+def checksum(buffer: Buffer) -> bytes:
+    """Return the checksum of a payload: its xxh3-128, or that of its digests if it has several parts."""
+    return combined(digests(buffer))
+
+
+class Digests:
+    """Digests of a payload that arrives in pieces of any length."""
+
+    def __init__(self) -> None:
+        self._done = bytearray()
+        self._current = xxhash.xxh3_128()  # unlike the one-shot function, it releases the GIL
+        self._part_left = PART_BYTES
+
+    def update(self, buffer: Buffer) -> None:
+        """Add the next bytes of the payload."""
+        view = memoryview(buffer)
+        while len(view) > self._part_left:
+            self._current.update(view[: self._part_left])
+            view = view[self._part_left :]
+            self._done += self._current.digest()
+            self._current.reset()
+            self._part_left = PART_BYTES
+        self._current.update(view)
+        self._part_left -= len(view)
+
+    def digests(self) -> bytes:
+        """Return the digests of all bytes so far."""
+        return bytes(self._done) + self._current.digest()
+
+
+def digests(buffer: Buffer) -> bytes:
+    """Return the xxh3-128 of each part of a payload, concatenated.
+
+    With the digests, the payload can be written to any tier without another pass for its checksum."""
+    whole = Digests()
+    whole.update(buffer)
+    return whole.digests()
+
+
+def combined(part_digests: bytes) -> bytes:
+    """Return the checksum of a payload with these digests."""
+    return part_digests if len(part_digests) == _DIGEST_BYTES else _digest(part_digests)
+
+
+def slot_checksum(key: RowKey, column: int, length: int, part_digests: bytes) -> bytes:
+    """Return a checksum of the payload together with its key, column and length.
+
+    It is stored in the slot table of the arena, the file that holds the memory tier. A faulty engine may
+    overwrite this table. If that engine exchanged two entries, the checksum of the payload alone would still
+    match."""
+    return _digest(_SEALED.pack(key, column, length) + part_digests)
+
+
+def _digest(buffer: bytes) -> bytes:
+    digest: bytes = xxhash.xxh3_128_digest(buffer)
+    return digest

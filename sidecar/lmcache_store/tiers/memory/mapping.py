@@ -1,0 +1,157 @@
+"""Clients' views of the arena file: a worker maps its column, a scheduler the index. Needs no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmcache_store.tiers.errors import ArenaError
+from lmcache_store.tiers.memory.allocator import first_slot
+from lmcache_store.tiers.memory.contracts import Found, Located, Slot
+from lmcache_store.tiers.memory.kernel_pages import populate
+from lmcache_store.tiers.memory.shared_index import BUCKET_BYTES, BUCKET_ENTRIES, U64, hashes
+from lmcache_store.tiers.memory.slots import ENTRY, State
+
+
+class MappedColumn:
+    """A worker's view of its column of an arena file. The offsets are those of ``Attached``.
+
+    Raises ArenaError when the file is too small, OSError when it can't be opened.
+    """
+
+    slots: NDArray[np.uint8]
+    """Slots in memory order, ``[num_rows, slot_bytes]``. Never touch slots that are not populated."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        table_offset: int,
+        column_offset: int,
+        slot_bytes: int,
+        num_rows: int,
+        slots_per_frame: int = 1,
+    ) -> None:
+        self._slots_per_frame = slots_per_frame
+        end = max(table_offset + num_rows * ENTRY.itemsize, column_offset + num_rows * slot_bytes)
+        self._map = _map(path, end, mmap.ACCESS_WRITE)
+        data = np.frombuffer(self._map, np.uint8)
+        self.slots = data[column_offset : column_offset + num_rows * slot_bytes].reshape(num_rows, slot_bytes)
+        table = data[table_offset : table_offset + num_rows * ENTRY.itemsize].view(ENTRY)
+        self._generations = table["generation"]
+        self._states = table["state"]
+
+    def view(self, row: int, num_bytes: int) -> NDArray[np.uint8]:
+        """Return the first ``num_bytes`` of a row, flat. Raises IndexError if the row can't be that long."""
+        num_slots, slot_bytes = self.slots.shape
+        first = first_slot(row, num_slots // self._slots_per_frame, self._slots_per_frame)
+        max_bytes = (self._slots_per_frame - first % self._slots_per_frame) * slot_bytes
+        if not (0 <= row < num_slots and 0 <= num_bytes <= max_bytes):
+            raise IndexError(f"there is no row {row} of {num_bytes} bytes in the arena")
+        return self.slots.reshape(-1)[first * slot_bytes :][:num_bytes]
+
+    def populate(self, first: int, end: int) -> None:
+        """Fault slots ``first`` .. ``end - 1`` into this process's page tables. Releases the GIL."""
+        if first < end:
+            populate(self.slots[first:end].reshape(-1))
+
+    def holds(self, slot: Slot) -> bool:
+        """Is the slot committed under this generation? If so after a copy, the copy is valid."""
+        # The state is read first and last: between two writes of the sidecar an entry is FREE.
+        return bool(
+            self._states[slot.row] == State.COMMITTED
+            and self._generations[slot.row] == slot.generation
+            and self._states[slot.row] == State.COMMITTED
+        )
+
+    def close(self) -> None:
+        """Release the mapping. It ends with the last array made from ``slots``."""
+        del self.slots, self._generations, self._states
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+
+class MappedIndex:
+    """A scheduler's read-only view of the shared index and the slot table's column 0; see ``shared_index``.
+
+    Raises ArenaError when the file is too small, OSError when it can't be opened.
+    """
+
+    def __init__(
+        self, path: str | Path, table_offset: int, num_rows: int, index_offset: int, num_buckets: int
+    ) -> None:
+        end = index_offset + num_buckets * BUCKET_BYTES
+        self._map = _map(path, end, mmap.ACCESS_READ)
+        words = np.frombuffer(self._map, U64)
+        first = table_offset // U64.itemsize
+        quads = ENTRY.itemsize // U64.itemsize
+        self._table = words[first : first + num_rows * quads].reshape(num_rows, quads)
+        self._buckets = words[index_offset // U64.itemsize :].reshape(num_buckets, BUCKET_ENTRIES)
+
+    def find(self, keys: NDArray[np.uint64]) -> Found:
+        """Find the leading visible rows of row keys ``[n, 8]`` (words). 128 keys take about 50 us."""
+        rows, is_indexed = self._candidates(keys)
+        rows = rows[: _prefix(is_indexed)]
+        is_there, generations = self._check(rows, keys[: len(rows)])
+        num_found = _prefix(is_there)
+        return Found(rows[:num_found], generations[:num_found])
+
+    def find_each(self, keys: NDArray[np.uint64]) -> Located:
+        """Find every visible row of row keys ``[n, 8]`` (words)."""
+        rows, is_indexed = self._candidates(keys)
+        rows[~is_indexed] = 0
+        is_there, generations = self._check(rows, keys)
+        return Located(is_indexed & is_there, rows, generations)
+
+    def _candidates(self, keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the rows that the index names, and for which keys it names a row."""
+        mixed = hashes(keys)
+        home = (mixed & np.uint64(len(self._buckets) - 1)).astype(np.int64)
+        after = (home + 1) & (len(self._buckets) - 1)
+        entries = np.concatenate(
+            (self._buckets.take(home, axis=0), self._buckets.take(after, axis=0)), axis=1
+        )
+        upper = mixed >> _HALF
+        is_match = entries >> _HALF == upper[:, None]
+        entry = entries[np.arange(len(keys)), is_match.argmax(axis=1)]
+        rows = (entry & _LOWER).astype(np.int64) - 1
+        return rows, (entry >> _HALF == upper) & (rows >= 0) & (rows < len(self._table))
+
+    def _check(
+        self, rows: NDArray[np.int64], keys: NDArray[np.uint64]
+    ) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
+        """Return which rows have these keys in the slot table, and their generations."""
+        before = self._table[rows, _GENERATION_AND_STATE]
+        names = self._table[rows, :_KEY]
+        since = self._table[rows, _GENERATION_AND_STATE]
+        is_whole = (before == since).all(axis=1) & (since[:, 1] == State.COMMITTED)
+        return is_whole & (names == keys).all(axis=1), since[:, 0]
+
+    def close(self) -> None:
+        """Release the mapping. It ends with the last array made from it."""
+        del self._table, self._buckets
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+
+_HALF, _LOWER = np.uint64(32), np.uint64((1 << 32) - 1)
+# In 8-byte words of an entry of column 0. The upper half of the state's word is the column number, 0.
+_KEY = ENTRY["key"].itemsize // U64.itemsize
+_GENERATION_AND_STATE = slice(13, 15)
+
+
+def _prefix(flags: NDArray[np.bool_]) -> int:
+    """Return the number of leading True values."""
+    return len(flags) if flags.all() else int(flags.argmin())
+
+
+def _map(path: str | Path, end: int, access: int) -> mmap.mmap:
+    with Path(path).open("r+b" if access == mmap.ACCESS_WRITE else "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if end > size:
+            raise ArenaError(f"{path} has {size} bytes, but the arena at least {end}: not the same file")
+        return mmap.mmap(file.fileno(), end, access=access)

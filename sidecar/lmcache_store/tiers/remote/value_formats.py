@@ -1,0 +1,151 @@
+"""The two formats of values in Redis: plain pieces with checksums, and encrypted pieces.
+
+Rows of the two formats have different names, so that a client of one format never reads, replaces or deletes
+rows of the other one.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Protocol
+
+import xxhash
+
+from lmcache_store.tiers.base import ObjectId, RowKey
+from lmcache_store.tiers.encryption.pieces import OVERHEAD_BYTES, Cipher, Place, stored_key
+from lmcache_store.tiers.errors import HeaderError, InvalidObjectError
+from lmcache_store.tiers.header import HEADER_BYTES, Buffer, Header, parse
+
+SEAL_BYTES = 16
+"""Length of the xxh3-128 that follows each plain piece."""
+
+_SEALED_PLACE = struct.Struct("<68sQQ")
+"""Fields of a seal besides the piece: object id, length of the payload, position of the piece in it."""
+
+
+class ValueFormat(Protocol):
+    """How pieces and markers are written and read."""
+
+    marker_bytes: int
+    """Length of a marker."""
+
+    def prefix(self, prefix: str) -> str:
+        """Return the first part of the names of this format. ``prefix``: that of the tier."""
+
+    def stored_key(self, row_key: RowKey) -> RowKey:
+        """Return the key by which Redis names a row."""
+
+    def pack_marker(self, object_id: ObjectId, header: Header) -> Buffer:
+        """Return the value of a marker."""
+
+    def parse_marker(self, object_id: ObjectId, marker: Buffer) -> Header:
+        """Return the header in a marker. Raises InvalidObjectError or KeyAbsentError."""
+
+    def pack_piece(self, place: Place, piece: memoryview) -> Sequence[Buffer]:
+        """Return the value of a piece, in buffers that are valid until the next call in this thread."""
+
+    def buffers(self, piece: memoryview) -> Sequence[memoryview]:
+        """Return the memory into which to read the value of a piece that has the length of ``piece``."""
+
+    def finish_piece(self, place: Place, buffers: Sequence[memoryview], piece: memoryview) -> None:
+        """Check the value that was read into ``buffers``. Its content is then in ``piece``.
+
+        Raises InvalidObjectError or KeyAbsentError."""
+
+
+class PlainValues:
+    """Pieces that a checksum follows. See ``ValueFormat``."""
+
+    marker_bytes = HEADER_BYTES
+
+    def prefix(self, prefix: str) -> str:
+        """See ValueFormat."""
+        return prefix
+
+    def stored_key(self, row_key: RowKey) -> RowKey:
+        """See ValueFormat."""
+        return row_key
+
+    def pack_marker(self, object_id: ObjectId, header: Header) -> Buffer:
+        """See ValueFormat."""
+        return header.pack()
+
+    def parse_marker(self, object_id: ObjectId, marker: Buffer) -> Header:
+        """See ValueFormat."""
+        try:
+            header = parse(marker)
+        except HeaderError:
+            raise InvalidObjectError("header") from None
+        if (header.key, header.column) != (object_id.row_key, object_id.column):
+            raise InvalidObjectError("name")
+        return header
+
+    def pack_piece(self, place: Place, piece: memoryview) -> Sequence[Buffer]:
+        """See ValueFormat."""
+        return [piece, seal_of(place.object_id, place.total_bytes, place.start, piece)]
+
+    def buffers(self, piece: memoryview) -> Sequence[memoryview]:
+        """See ValueFormat."""
+        return [piece, memoryview(bytearray(SEAL_BYTES))]
+
+    def finish_piece(self, place: Place, buffers: Sequence[memoryview], piece: memoryview) -> None:
+        """See ValueFormat."""
+        if seal_of(place.object_id, place.total_bytes, place.start, piece) != buffers[1]:
+            raise InvalidObjectError("checksum")
+
+
+class EncryptedValues:
+    """Encrypted pieces and markers. See ``ValueFormat``.
+
+    The tag of a piece takes the place of the seal, so the ciphertext is not hashed.
+    """
+
+    marker_bytes = HEADER_BYTES + OVERHEAD_BYTES
+
+    def __init__(self, cipher: Cipher) -> None:
+        self._cipher = cipher
+
+    def prefix(self, prefix: str) -> str:
+        """See ValueFormat."""
+        return f"{prefix}:enc"
+
+    def stored_key(self, row_key: RowKey) -> RowKey:
+        """See ValueFormat."""
+        return stored_key(row_key)
+
+    def pack_marker(self, object_id: ObjectId, header: Header) -> Buffer:
+        """See ValueFormat."""
+        marker = memoryview(bytearray(self.marker_bytes))
+        self._cipher.encrypt(Place.of_header(object_id), header.pack(), marker)
+        return marker
+
+    def parse_marker(self, object_id: ObjectId, marker: Buffer) -> Header:
+        """See ValueFormat."""
+        header = memoryview(bytearray(HEADER_BYTES))
+        self._cipher.decrypt(Place.of_header(object_id), memoryview(marker), header)
+        return PLAIN.parse_marker(object_id, header)
+
+    def pack_piece(self, place: Place, piece: memoryview) -> Sequence[Buffer]:
+        """See ValueFormat."""
+        (value,) = self.buffers(piece)
+        self._cipher.encrypt(place, piece, value)
+        return [value]
+
+    def buffers(self, piece: memoryview) -> Sequence[memoryview]:
+        """See ValueFormat."""
+        return [self._cipher.buffer(len(piece) + OVERHEAD_BYTES)]
+
+    def finish_piece(self, place: Place, buffers: Sequence[memoryview], piece: memoryview) -> None:
+        """See ValueFormat."""
+        self._cipher.decrypt(place, buffers[0], piece)
+
+
+PLAIN: ValueFormat = PlainValues()
+
+
+def seal_of(object_id: ObjectId, total_bytes: int, start: int, piece: memoryview) -> bytes:
+    """Return the seal of a plain piece that starts at byte ``start`` of the payload."""
+    seal = xxhash.xxh3_128(_SEALED_PLACE.pack(object_id, total_bytes, start))
+    seal.update(piece)
+    return bytes(seal.digest())
