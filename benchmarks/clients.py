@@ -10,9 +10,9 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from lmcache.rpc.client import SidecarClient
-from lmcache.rpc.hello import ClientHello, Role
-from lmcache.rpc.session import Session
+from lmcache_client.rpc.client import SidecarClient
+from lmcache_client.rpc.hello import ClientHello, Role
+from lmcache_client.rpc.session import Session
 from lmcache_store.kv_groups import KVGroup
 from lmcache_store.tiers.base import ROW_KEY_BYTES
 from lmcache_store.tiers.memory.contracts import Found, Slot

@@ -23,10 +23,10 @@ from benchmarks.peers.child import CHILDREN, Peer, site_packages
 from benchmarks.report import Figure, Report, at_least, of, paired, spread
 from benchmarks.transfer import BLOCKS, BLOCKS_PER_CHUNK, CHUNK_BYTES, CHUNKS, TOTAL_BYTES, make_kv
 from benchmarks.vllm import prompt, ttft
-from lmcache.engines.core.copier import CpuCopier
-from lmcache.engines.core.grid import Grid
-from lmcache.engines.core.jobs import GroupStore, LoadJob, Offer, StoreJob
-from lmcache.engines.core.transfers import LoadTransfer, StoreTransfer
+from lmcache_client.core.copier import CpuCopier
+from lmcache_client.core.grid import Grid
+from lmcache_client.core.jobs import GroupStore, LoadJob, Offer, StoreJob
+from lmcache_client.core.transfers import LoadTransfer, StoreTransfer
 from lmcache_store.kv_groups import KVGroup
 from testing.child_process import REPOSITORY
 from testing.engine.process import EngineProcess, connector_config

@@ -24,7 +24,7 @@ import grpc
 
 from benchmarks.clients import EngineClients, row_keys, words
 from benchmarks.report import Figure, Report, at_most, of, paired
-from lmcache.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_store import keys
 from testing.child_process import wait_until
 from testing.processes import RedisProcess, SidecarProcess

@@ -215,7 +215,7 @@ def _backend(pool: Any, socket: str, num_threads: int) -> Any:
     """Return a storage backend with this pool, attached to the sidecar."""
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
-    from lmcache.engines.sglang.backend import LMCacheBackend
+    from lmcache_client.sglang.backend import LMCacheBackend
 
     ranks = dict.fromkeys(("tp_rank", "pp_rank", "attn_cp_rank"), 0)
     sizes = dict.fromkeys(("tp_size", "pp_size", "attn_cp_size"), 1)

@@ -20,8 +20,8 @@ import torch
 
 from benchmarks import yardstick
 from benchmarks.report import Figure, Report, at_least, of, paired
-from lmcache.engines.core.copier import CpuCopier, RowLoad
-from lmcache.engines.core.layout import Layout
+from lmcache_client.core.copier import CpuCopier, RowLoad
+from lmcache_client.core.layout import Layout
 
 LAYERS, PAGE_BYTES, BLOCKS_PER_CHUNK, CHUNKS, BLOCKS = 32, 64 << 10, 16, 8, 160
 CHUNK_BYTES = LAYERS * BLOCKS_PER_CHUNK * PAGE_BYTES

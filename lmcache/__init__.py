@@ -1,14 +1,8 @@
-"""LMCache Cluster's library: cache engine, storage tiers, wire client and engine connectors."""
+"""The API of LMCache 0.1-0.3 on this project's storage core, and an engine for transformers.
 
-import sys
-from pathlib import Path
+It has the name of LMCache's own package, so it is a distribution of its own, which replaces that package.
+"""
 
 from lmcache_store import __version__
 
 __all__ = ["__version__"]
-
-# In an engine's container this package is a folder on PYTHONPATH, and its dependencies are in a folder next
-# to it (tools/payload.py). That folder goes last, so that it hides none of the engine's own packages.
-_bundled = Path(__file__).parent.parent / "lmcache_bundled" / f"cp{sys.version_info[0]}{sys.version_info[1]}"
-if _bundled.is_dir() and str(_bundled) not in sys.path:
-    sys.path.append(str(_bundled))

@@ -41,7 +41,7 @@ class LMCacheEngineConfig:
     save_decode_cache: bool
     """Whether chunks that are computed during decoding are stored, too."""
     enable_blending: bool
-    """Whether to reuse KV of separately stored segments (``lmcache.engines.huggingface.BlendedModel``)."""
+    """Whether to reuse KV of separately stored segments (``lmcache.huggingface.BlendedModel``)."""
     blend_recompute_ratio: float
     """Share of a prompt's reused tokens that is recomputed, 0 to 1."""
     blend_min_tokens: int

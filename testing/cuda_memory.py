@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from lmcache.cuda.driver import Context, Event, Stream
+from lmcache_client.cuda.driver import Context, Event, Stream
 
 
 def allocate(context: Context, content: bytes) -> int:

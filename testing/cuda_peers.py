@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from lmcache.cuda import ipc
-from lmcache.cuda.copies import CopyBatch
-from lmcache.cuda.driver import Device, Stream
+from lmcache_client.cuda import ipc
+from lmcache_client.cuda.copies import CopyBatch
+from lmcache_client.cuda.driver import Device, Stream
 from testing.cuda_memory import allocate
 
 TIMEOUT = 200.0

@@ -25,7 +25,7 @@ from testing.engine.process import ServedEngine, patient_config
 from testing.packages import installed
 from testing.processes import Server, SidecarProcess
 
-MIDDLEWARE = "lmcache.engines.vllm.router_discovery.RouterDiscovery"
+MIDDLEWARE = "lmcache_client.vllm.router_discovery.RouterDiscovery"
 REQUIREMENTS = REPOSITORY / "router" / "requirements.txt"
 _SEQUENCE = re.compile(r"live sequence advanced source=(\S+) rank=0 seq=(\d+)")
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")

@@ -27,7 +27,7 @@ MODULES = (
     "lmcache.blend.executor",
     "lmcache.blend.retriever",
     "lmcache.blend.selection",
-    "lmcache.engines.huggingface",
+    "lmcache.huggingface",
     "lmcache_store.curves",
     "lmcache.logging",
 )

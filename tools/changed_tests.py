@@ -28,8 +28,8 @@ from tools.commits import default_base
 from tools.sources import ROOT
 
 PACKAGES = (
-    "lmcache", "lmcache_store", "lmcache_sidecar", "lmcache_operator", "testing", "tools", "benchmarks",
-    "demo", "tests",
+    "lmcache", "lmcache_store", "lmcache_client", "lmcache_sidecar", "lmcache_operator", "testing", "tools",
+    "benchmarks", "demo", "tests",
 )  # fmt: skip
 MAX_INTEGRATION = 4
 PROCESSES = {
@@ -37,10 +37,10 @@ PROCESSES = {
     "crds/": ("unit/chart/*", "integration/test_operator_admission"),
     "docs/": ("unit/docs/*", "integration/test_docs_yaml"),
     "examples/": ("integration/test_examples", "integration/test_docs_yaml"),
-    "lmcache/engines/core/": ("integration/test_vllm",),
-    "lmcache/engines/sglang/": ("integration/test_sglang",),
-    "lmcache/engines/vllm/": ("integration/test_vllm",),
-    "lmcache/rpc/": ("integration/test_sidecar_data",),
+    "sidecar/lmcache_client/core/": ("integration/test_vllm",),
+    "sidecar/lmcache_client/sglang/": ("integration/test_sglang",),
+    "sidecar/lmcache_client/vllm/": ("integration/test_vllm",),
+    "sidecar/lmcache_client/rpc/": ("integration/test_sidecar_data",),
     "sidecar/lmcache_store/tiers/disk/": ("integration/test_sidecar_disk",),
     "sidecar/lmcache_store/tiers/peers/": ("integration/test_peers",),
     "sidecar/lmcache_store/tiers/remote/": ("integration/test_sidecar_remote",),

@@ -23,7 +23,7 @@ METRICS = ROOT / "docs" / "reference" / "metrics.md"
 STATS = ROOT / "docs" / "reference" / "stats.md"
 PROTO_CODE = [
     ROOT / f"{name}_pb2.{suffix}"
-    for name in ("lmcache/rpc/kvcache", "testing/dra/kubelet")
+    for name in ("sidecar/lmcache_client/rpc/kvcache", "testing/dra/kubelet")
     for suffix in ("py", "pyi")
 ]
 

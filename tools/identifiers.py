@@ -40,7 +40,6 @@ SENTENCE_WORDS = frozenset(("comes", "it", "others", "own", "stays"))
 ALLOWED = {
     ("operator", "last_seen"): "Kubernetes shows the time of an Event under this name",
     ("sidecar", "kept_seconds"): "public parameter of lmcache_store.curves.Sampler",
-    ("lmcache", "found"): "the rows that Index.find found, a type of the arena's contracts",
     ("sidecar", "found"): "the rows that Index.find found, a type of the arena's contracts",
 }
 """Folders and names that contain a clipped word, each with the reason why the name is right there."""

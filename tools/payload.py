@@ -4,8 +4,10 @@ The sidecar's image gives this folder to engines.
 
     python -m tools.payload OUT [--part client] [--python 3.12 ...] [--platform x86_64-manylinux_2_28]
 
-    OUT/lmcache/ ...             our packages; the engine's PYTHONPATH contains OUT
-    OUT/lmcache_bundled/cp312/   gRPC and Protobuf for that Python; `lmcache` appends it to sys.path, so that
+    OUT/lmcache_client/          the connectors of engines; the engine's PYTHONPATH contains OUT
+    OUT/lmcache_store/           the storage core
+    OUT/lmcache_bundled/cp312/   gRPC and Protobuf for that Python; `lmcache_client` appends it to sys.path,
+    so that
                                  the engine's own packages take precedence
 
 Limits: Linux with glibc, and the given Pythons and platform. numpy and torch come from the engine.
@@ -25,8 +27,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PINS = ROOT / "sidecar" / "requirements.txt"
 PARTS = ("client", "bundle")
-PACKAGES = ("lmcache", "sidecar/lmcache_store")
-"""Our packages in the payload, as folders of the checkout."""
+PACKAGES = ("sidecar/lmcache_client", "sidecar/lmcache_store")
+"""Our packages in the payload, as folders of the checkout.
+
+None is named ``lmcache``, so that an engine can also import LMCache's own package of this name.
+"""
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 PLATFORM = f"{platform.machine()}-manylinux_2_28"
 BUNDLED = ("grpcio", "protobuf", "typing-extensions")

@@ -36,7 +36,7 @@ PROGRAMS = {
     "kubectl-lmcache": "lmcache_operator.__main__",
     "kubectl_complete-lmcache": "lmcache_operator.completion",
 }
-PACKAGES = ("lmcache", "sidecar/lmcache_store", "operator/lmcache_operator")
+PACKAGES = ("sidecar/lmcache_store", "operator/lmcache_operator")
 """Our packages in the archives, as folders of the checkout."""
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 PLATFORMS = {

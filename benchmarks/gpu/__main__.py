@@ -38,7 +38,7 @@ def main() -> int:
     if problem := unusable(args.simulated):
         print(problem, file=sys.stderr)
         return 2
-    from lmcache.cuda.driver import Device
+    from lmcache_client.cuda.driver import Device
 
     folder: Path = args.folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,8 +95,8 @@ def unusable(is_simulated: bool) -> str:
         return f"missing: {', '.join(absent)}. {install(absent)}"
     import torch
 
-    from lmcache.cuda.driver import Device
-    from lmcache.cuda.errors import CudaUnavailableError
+    from lmcache_client.cuda.driver import Device
+    from lmcache_client.cuda.errors import CudaUnavailableError
 
     try:
         Device.visible()

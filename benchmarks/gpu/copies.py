@@ -15,10 +15,10 @@ import numpy as np
 
 from benchmarks.gpu.results import Results, held
 from benchmarks.gpu.scale import Scale, size
-from lmcache.cuda import ipc
-from lmcache.cuda.copies import CopyBatch
-from lmcache.cuda.driver import Context, Stream
-from lmcache.cuda.errors import CudaError
+from lmcache_client.cuda import ipc
+from lmcache_client.cuda.copies import CopyBatch
+from lmcache_client.cuda.driver import Context, Stream
+from lmcache_client.cuda.errors import CudaError
 from testing.cuda_memory import pages
 from testing.cuda_peers import open_context, peer
 

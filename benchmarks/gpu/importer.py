@@ -15,9 +15,9 @@ import sys
 
 import numpy as np
 
-from lmcache.cuda.driver import Device
-from lmcache.cuda.errors import CudaError
-from lmcache.cuda.ipc import Mappings
+from lmcache_client.cuda.driver import Device
+from lmcache_client.cuda.errors import CudaError
+from lmcache_client.cuda.ipc import Mappings
 
 
 def main() -> None:

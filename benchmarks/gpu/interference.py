@@ -11,8 +11,8 @@ from benchmarks.gpu.copies import KIB, MIB, Buffers, attach, background, copy_on
 from benchmarks.gpu.kernel import Kernel
 from benchmarks.gpu.results import Results, held
 from benchmarks.gpu.scale import Scale, size
-from lmcache.cuda import ipc
-from lmcache.cuda.driver import Context
+from lmcache_client.cuda import ipc
+from lmcache_client.cuda.driver import Context
 from testing.cuda_peers import Peer, open_context, peer
 
 ALLOWED = 1.05

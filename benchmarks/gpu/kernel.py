@@ -7,7 +7,7 @@ import itertools
 import time
 from typing import Any
 
-from lmcache.cuda.driver import Context, Stream
+from lmcache_client.cuda.driver import Context, Stream
 
 PTX = b"""
 .version 7.0

@@ -9,8 +9,8 @@ from typing import Any
 from benchmarks.gpu.copies import MIB
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.scale import Scale
-from lmcache.cuda import ipc
-from lmcache.cuda.driver import Context
+from lmcache_client.cuda import ipc
+from lmcache_client.cuda.driver import Context
 from testing.cuda_peers import open_context, peer
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.gpu import results
 from benchmarks.gpu.plan import STEPS
 from benchmarks.machine import machine
-from lmcache.cuda.driver import Device
+from lmcache_client.cuda.driver import Device
 
 BY_NAME = {step.name: step for step in STEPS}
 PASSED, FAILED, LATE, MISSING = "passed", "failed", "stopped at its time limit", "not run"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lmcache.rpc.service import DEFAULT_SOCKET, check_socket_path
+from lmcache_client.rpc.service import DEFAULT_SOCKET, check_socket_path
 from lmcache_store.common import options
 from lmcache_store.common.units import parse_size
 from lmcache_store.tiers.peers.limits import MIN_BYTES_PER_SECOND

@@ -22,7 +22,7 @@ from functools import partial
 from http import HTTPStatus
 
 import lmcache_store
-from lmcache.rpc import service
+from lmcache_client.rpc import service
 from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.config import Config, ConfigError, Reading
 from lmcache_sidecar.http import OPEN_METRICS, HttpServer, Page

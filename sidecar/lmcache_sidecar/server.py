@@ -26,8 +26,8 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc import service
+from lmcache_client.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import service
 from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.clients.registry import MAX_CLIENTS, Client
 from lmcache_sidecar.clients.validation import CallRefusedError, invalid, parse_pinned

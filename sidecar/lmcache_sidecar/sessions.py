@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 
 import lmcache_store
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc import service
+from lmcache_client.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import service
 from lmcache_sidecar.clients import offers, validation
 from lmcache_sidecar.clients.registry import Client, Clients
 from lmcache_sidecar.clients.validation import precondition

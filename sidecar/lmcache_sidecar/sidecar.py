@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from lmcache.rpc import service
+from lmcache_client.rpc import service
 from lmcache_sidecar import stats
 from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.clients.registry import Clients

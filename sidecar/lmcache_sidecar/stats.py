@@ -17,8 +17,8 @@ from itertools import islice
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
-from lmcache.cuda.pin_status import PinStatus
-from lmcache.rpc import kvcache_pb2 as pb
+from lmcache_client.cuda.pin_status import PinStatus
+from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_sidecar.clients.registry import Client
 from lmcache_sidecar.copiers.copier import Mode
 from lmcache_sidecar.copiers.jobs import CopyStats

@@ -23,7 +23,7 @@ from lmcache.blend.selection import (
     NoTokens,
     Selection,
 )
-from lmcache.engines.huggingface import BlendedModel
+from lmcache.huggingface import BlendedModel
 from testing.blend import prompts
 from testing.blend.tiny import engine_for
 

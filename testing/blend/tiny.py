@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lmcache.cache_engine import LMCacheEngine
 from lmcache.config import LMCacheEngineConfig
-from lmcache.engines.huggingface import metadata_of
+from lmcache.huggingface import metadata_of
 
 BOS = 1
 CHUNK = 16

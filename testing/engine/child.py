@@ -206,8 +206,8 @@ class Child:
         return results
 
     def _count_loads(self, num_blocks: list[int]) -> None:
-        from lmcache.engines.core.copier import CpuCopier, EngineCopier, RowLoad
-        from lmcache.engines.core.cuda_copier import CudaCopier
+        from lmcache_client.core.copier import CpuCopier, EngineCopier, RowLoad
+        from lmcache_client.core.cuda_copier import CudaCopier
 
         def counting(load: Callable[..., None]) -> Callable[..., None]:
             def count(copier: EngineCopier, rows: Sequence[RowLoad], fence: Any) -> None:
@@ -230,7 +230,7 @@ class Child:
         self._core.scheduler._preempt_request = count
 
     def _note_steps(self) -> None:
-        from lmcache.engines.core.worker import WorkerSide
+        from lmcache_client.core.worker import WorkerSide
 
         schedule, take_figures = self._core.scheduler.schedule, WorkerSide.take_figures
 

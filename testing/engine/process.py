@@ -44,7 +44,7 @@ def connector_config(socket: str | Path, **extra: Any) -> dict[str, Any]:
     settings = {"lmcache.socket": str(socket), **{f"lmcache.{name}": value for name, value in extra.items()}}
     return {
         "kv_connector": "LMCacheClusterConnector",
-        "kv_connector_module_path": "lmcache.engines.vllm.connector",
+        "kv_connector_module_path": "lmcache_client.vllm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": settings,

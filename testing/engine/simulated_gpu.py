@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from lmcache.cuda.driver import Context, Device
+from lmcache_client.cuda.driver import Context, Device
 from testing.engine import gpu
 
 

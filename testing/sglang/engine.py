@@ -99,7 +99,7 @@ def lmcache_storage(socket: str | Path, **settings: Any) -> Storage:
     prefixed = {f"lmcache.{name}": value for name, value in {"socket": str(socket), **settings}.items()}
     backend = {
         "backend_name": "lmcache",
-        "module_path": "lmcache.engines.sglang.backend",
+        "module_path": "lmcache_client.sglang.backend",
         "class_name": "LMCacheBackend",
         "interface_v1": 1,
     }

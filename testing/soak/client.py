@@ -17,10 +17,10 @@ import uuid
 from collections import Counter
 from pathlib import Path
 
-from lmcache.rpc.client import SidecarClient
-from lmcache.rpc.errors import SidecarError
-from lmcache.rpc.hello import ClientHello, Role
-from lmcache.rpc.session import Scheduled, Session
+from lmcache_client.rpc.client import SidecarClient
+from lmcache_client.rpc.errors import SidecarError
+from lmcache_client.rpc.hello import ClientHello, Role
+from lmcache_client.rpc.session import Scheduled, Session
 from lmcache_store.kv_groups import KVGroup
 from lmcache_store.tiers.base import ROW_KEY_BYTES
 from lmcache_store.tiers.memory.contracts import Slot

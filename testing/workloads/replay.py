@@ -13,10 +13,10 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from lmcache.rpc.client import SidecarClient
-from lmcache.rpc.hello import ClientHello, Role
-from lmcache.rpc.session import Scheduled, Session
-from lmcache.rpc.times import RequestTimes
+from lmcache_client.rpc.client import SidecarClient
+from lmcache_client.rpc.hello import ClientHello, Role
+from lmcache_client.rpc.session import Scheduled, Session
+from lmcache_client.rpc.times import RequestTimes
 from lmcache_store.kv_groups import KVGroup
 from lmcache_store.tiers.base import ROW_KEY_BYTES
 from testing.child_process import wait_until

@@ -85,11 +85,12 @@ def test_sidecar_payload_has_bundles_for_all_supported_pythons():
     image = Container("sidecar")
     try:
         payload = image.root / "opt/lmcache/payload"
-        assert (payload / "lmcache" / "__init__.py").exists()
+        assert (payload / "lmcache_client" / "__init__.py").exists()
         assert {path.name for path in (payload / "lmcache_bundled").iterdir()} == {
             "cp310", "cp311", "cp312", "cp313",
         }  # fmt: skip
-        code = "import sys; sys.path.insert(0, '/opt/lmcache/payload'); import lmcache, grpc, google.protobuf"
+        code = "import sys; sys.path.insert(0, '/opt/lmcache/payload'); "
+        code += "import lmcache_client, grpc, google.protobuf"
         image.run("/usr/bin/python3", "-c", code)
     finally:
         image.close()

@@ -95,7 +95,7 @@ def ask_again(pod: Pod, cold: Completion) -> None:
 
 def test_stock_image_gets_the_connector_without_rights(engine):
     pod = engine.ready_pod()
-    where = ("python3", "-c", "import lmcache; print(lmcache.__file__)")
+    where = ("python3", "-c", "import lmcache_client; print(lmcache_client.__file__)")
     assert pod.exec("engine", *where).startswith("/opt/lmcache/client/")
     with pytest.raises(subprocess.CalledProcessError) as missing:
         pod.exec("engine", "env", "-u", "PYTHONPATH", *where)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lmcache.blend.selection import AllTokens, FirstTokens, LargestDeviation, MostAttended, NoTokens
-from lmcache.engines.huggingface import BlendedModel
+from lmcache.huggingface import BlendedModel
 from testing.blend.tiny import engine_for, random_tokens, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")]

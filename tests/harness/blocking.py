@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 
-from lmcache.engines.core.blocking import BlockingAccess, EngineRequest, Limits
-from lmcache.engines.core.copier import CpuCopier, RowLoad
-from lmcache.engines.core.jobs import EngineIdentity
-from lmcache.engines.core.layout import Layout
-from lmcache.rpc.client import SidecarClient
-from lmcache.rpc.hello import ClientHello, Role
-from lmcache.rpc.session import Session
+from lmcache_client.core.copier import CpuCopier, RowLoad
+from lmcache_client.core.jobs import EngineIdentity
+from lmcache_client.core.layout import Layout
+from lmcache_client.core.paged.blocking import BlockingAccess, EngineRequest, Limits
+from lmcache_client.rpc.client import SidecarClient
+from lmcache_client.rpc.hello import ClientHello, Role
+from lmcache_client.rpc.session import Session
 from lmcache_store.common.timing import TIMING, Timing
 from lmcache_store.kv_groups import GroupKind, KVGroup
 from testing.processes import SidecarProcess

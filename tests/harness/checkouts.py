@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tools.images.build import ROOT, tracked
 
-IMAGE_SOURCES = ["pyproject.toml", "README.md", "LICENSE", "lmcache", "operator", "sidecar"]
+IMAGE_SOURCES = ["pyproject.toml", "README.md", "LICENSE", "operator", "sidecar"]
 """Files from which the wheel is built."""
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmcache.rpc.client import SidecarClient
-from lmcache.rpc.hello import Role
-from lmcache.rpc.session import Scheduled, Session
+from lmcache_client.rpc.client import SidecarClient
+from lmcache_client.rpc.hello import Role
+from lmcache_client.rpc.session import Scheduled, Session
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 from tests.harness.wire import attached, make_hello, make_keys, slots_of, usable

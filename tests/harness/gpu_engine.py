@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lmcache.cuda.driver import Device
-from lmcache.cuda.ipc import export
-from lmcache.rpc.client import SidecarClient
-from lmcache.rpc.errors import EngineCopiesError, SidecarError
-from lmcache.rpc.hello import Allocation, ClientHello, GroupPages, LayerPages, Role, TransferOffer
-from lmcache.rpc.session import BlockCopy, Session
+from lmcache_client.cuda.driver import Device
+from lmcache_client.cuda.ipc import export
+from lmcache_client.rpc.client import SidecarClient
+from lmcache_client.rpc.errors import EngineCopiesError, SidecarError
+from lmcache_client.rpc.hello import Allocation, ClientHello, GroupPages, LayerPages, Role, TransferOffer
+from lmcache_client.rpc.session import BlockCopy, Session
 from lmcache_store.kv_groups import KVGroup
 from testing import deadlines
 from testing.child_process import REPOSITORY, SOURCES, ChildProcess, wait_until
@@ -88,9 +88,9 @@ class Rank:
         """Start a client that also copies by itself, and reports what it has pinned."""
         import torch
 
-        from lmcache.engines.core.cuda_copier import CudaCopier
-        from lmcache.engines.core.layout import Layout
-        from lmcache.engines.vllm.attach import start_client
+        from lmcache_client.core.cuda_copier import CudaCopier
+        from lmcache_client.core.layout import Layout
+        from lmcache_client.vllm.attach import start_client
 
         layers = []
         for host, address in zip(self.host, self.addresses, strict=True):

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc.attachment import Attachment, hello_message
-from lmcache.rpc.hello import ClientHello, Role
-from lmcache.rpc.open_copies import OpenCopies
+from lmcache_client.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc.attachment import Attachment, hello_message
+from lmcache_client.rpc.hello import ClientHello, Role
+from lmcache_client.rpc.open_copies import OpenCopies
 from lmcache_sidecar.clients.registry import Client
 from lmcache_store.kv_groups import KVGroup
 from lmcache_store.tiers.memory.contracts import Slot

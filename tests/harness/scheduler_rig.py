@@ -3,9 +3,9 @@
 import threading
 from types import SimpleNamespace
 
-from lmcache.engines.core.jobs import EngineIdentity, WorkerReport
-from lmcache.engines.core.requests import Ticket
-from lmcache.engines.vllm.scheduler import VLLMScheduler
+from lmcache_client.core.jobs import EngineIdentity, WorkerReport
+from lmcache_client.core.requests import Ticket
+from lmcache_client.vllm.scheduler import VLLMScheduler
 from lmcache_store import keys
 from lmcache_store.kv_groups import KVGroup
 from lmcache_store.tiers.base import ROW_KEY_BYTES

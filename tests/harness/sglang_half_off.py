@@ -2,7 +2,7 @@
 
 import os
 
-from lmcache.engines.sglang.backend import LMCacheBackend
+from lmcache_client.sglang.backend import LMCacheBackend
 from tests.harness.sglang_world import SWITCH
 
 

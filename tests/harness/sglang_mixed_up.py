@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lmcache.engines.sglang.backend import LMCacheBackend
+from lmcache_client.sglang.backend import LMCacheBackend
 
 
 class MixedUpPages(LMCacheBackend):

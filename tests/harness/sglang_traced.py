@@ -9,11 +9,11 @@ import sys
 from types import FrameType
 from typing import Any, TextIO
 
-import lmcache
-from lmcache.engines.sglang.backend import LMCacheBackend
+import lmcache_client
+from lmcache_client.sglang.backend import LMCacheBackend
 from tests.harness.sglang_world import TRACE
 
-_FOLDER = os.path.dirname(lmcache.__file__)
+_FOLDER = os.path.dirname(lmcache_client.__file__)
 
 
 class TracedBackend(LMCacheBackend):

@@ -4,7 +4,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
-from lmcache.engines.sglang.weights import _UPDATES, install
+from lmcache_client.sglang.weights import _UPDATES, install
 
 NAMESPACE, ENGINE = b"n" * 32, b"e" * 16
 MANAGERS = "sglang.srt.managers"

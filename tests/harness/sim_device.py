@@ -17,7 +17,7 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from lmcache.cuda.driver import Device, Stream
+from lmcache_client.cuda.driver import Device, Stream
 from testing.engine import simulated_gpu
 
 Kernel = Callable[[], None]

@@ -30,7 +30,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from lmcache.engines.vllm.connector import LMCacheClusterConnector
+from lmcache_client.vllm.connector import LMCacheClusterConnector
 from tests.harness.fake_model import Content, TokenChain
 from tests.harness.sim_config import SimSettings, make_configs, model_runner
 from tests.harness.sim_rank import Computation, SimRank, Step

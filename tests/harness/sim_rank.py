@@ -26,7 +26,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from lmcache.engines.vllm.connector import LMCacheClusterConnector
+from lmcache_client.vllm.connector import LMCacheClusterConnector
 from tests.harness.fake_model import CELL, Cells, layer_cells
 from tests.harness.sim_config import SimGroup, SimSettings, make_cache_config
 from tests.harness.sim_device import make_device

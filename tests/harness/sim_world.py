@@ -10,10 +10,10 @@ from contextlib import closing, contextmanager
 import pytest
 from vllm.distributed.kv_transfer import kv_transfer_state
 
-from lmcache.engines.core.copier import CpuCopier
-from lmcache.engines.core.cuda_copier import CudaCopier
-from lmcache.engines.core.worker import WorkerSide
-from lmcache.rpc.session import Session
+from lmcache_client.core.copier import CpuCopier
+from lmcache_client.core.cuda_copier import CudaCopier
+from lmcache_client.core.worker import WorkerSide
+from lmcache_client.rpc.session import Session
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 from tests.harness.sim_config import CHUNK, SimSettings

@@ -5,8 +5,8 @@ import itertools
 import threading
 from collections.abc import Iterator
 
-from lmcache.rpc.hello import Role
-from lmcache.rpc.session import Scheduled, Session
+from lmcache_client.rpc.hello import Role
+from lmcache_client.rpc.session import Scheduled, Session
 from testing.processes import SidecarProcess
 from tests.harness.engine import session_of, store
 from tests.harness.wire import make_keys

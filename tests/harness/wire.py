@@ -11,13 +11,13 @@ from typing import Any
 import grpc
 import numpy as np
 
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc import service
-from lmcache.rpc.attachment import hello_message
-from lmcache.rpc.client import SidecarClient
-from lmcache.rpc.hello import ClientHello, Role
-from lmcache.rpc.lockfile import LockFile
-from lmcache.rpc.session import Session
+from lmcache_client.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import service
+from lmcache_client.rpc.attachment import hello_message
+from lmcache_client.rpc.client import SidecarClient
+from lmcache_client.rpc.hello import ClientHello, Role
+from lmcache_client.rpc.lockfile import LockFile
+from lmcache_client.rpc.session import Session
 from lmcache_store.kv_groups import KVGroup
 from lmcache_store.tiers.memory.contracts import Slot
 from testing.child_process import wait_until

@@ -5,8 +5,8 @@ import time
 
 import numpy as np
 
-from lmcache.engines.core.jobs import GroupLoad, GroupStore, LoadJob, StepMeta, StoreJob
-from lmcache.engines.core.worker import WorkerSide
+from lmcache_client.core.jobs import GroupLoad, GroupStore, LoadJob, StepMeta, StoreJob
+from lmcache_client.core.worker import WorkerSide
 from lmcache_store.tiers.memory.contracts import Found
 from tests.harness.scheduler_rig import make_identity
 from tests.harness.session_double import SessionDouble

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import pytest
 
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc.attachment import hello_message
-from lmcache.rpc.hello import ClientHello, Role
+from lmcache_client.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc.attachment import hello_message
+from lmcache_client.rpc.hello import ClientHello, Role
 from lmcache_sidecar.clients.registry import Client, Clients
 from lmcache_sidecar.copiers.copier import Mode, SidecarCopier
 from lmcache_sidecar.explain.causes import Causes

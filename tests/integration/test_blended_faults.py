@@ -8,7 +8,7 @@ import torch
 
 from lmcache.blend.retriever import SPTBlendRetrieverTask
 from lmcache.blend.selection import AllTokens, NoTokens, Selection
-from lmcache.engines.huggingface.blending import BlendedCache
+from lmcache.huggingface.blending import BlendedCache
 from testing.blend.tiny import VOCAB_SIZE, tiny_model
 from tests.integration.test_blended_model import joined, kv_of
 from tests.integration.test_blended_prompts import (

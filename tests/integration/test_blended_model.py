@@ -7,8 +7,8 @@ import torch
 from transformers import DynamicCache
 
 from lmcache.blend.selection import AllTokens, FirstTokens, LargestDeviation, MostAttended, NoTokens
-from lmcache.engines.huggingface import BlendedModel, CachedModel
-from lmcache.engines.huggingface.blended import FAMILIES
+from lmcache.huggingface import BlendedModel, CachedModel
+from lmcache.huggingface.blended import FAMILIES
 from testing.blend.tiny import engine_for, random_tokens, tiny_model
 
 DOCUMENTS = random_tokens(40, 33, 50)

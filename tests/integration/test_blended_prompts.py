@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from lmcache.blend.selection import AllTokens, LargestDeviation, NoTokens, Selection
-from lmcache.engines.huggingface import BlendedModel
+from lmcache.huggingface import BlendedModel
 from testing.blend.tiny import BOS, VOCAB_SIZE, WINDOW, engine_for, random_tokens, tiny_model
 from tests.integration.test_blended_model import joined, kv_alone, kv_of
 

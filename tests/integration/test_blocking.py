@@ -238,7 +238,7 @@ class TestStores:
 
     def test_pages_outside_the_engines_memory_are_refused(self, engine, caplog):
         # A captured stack would keep the arena mapped until the next test.
-        caplog.set_level(logging.CRITICAL, "lmcache.engines.core.blocking")
+        caplog.set_level(logging.CRITICAL, "lmcache_client.core.paged.blocking")
         assert not engine.access.store(0, hashes_of([1]), [blocking.NUM_PAGES])
         assert engine.look_up(1) == 0
         engine.store(1)

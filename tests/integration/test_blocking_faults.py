@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from lmcache.engines.core.blocking import Limits
-from lmcache.engines.core.page_requests import row_keys
+from lmcache_client.core.paged.blocking import Limits
+from lmcache_client.core.paged.page_requests import row_keys
 from testing.child_process import wait_until
 from testing.deadlines import CALLS
 from testing.processes import RedisProcess, SidecarProcess
@@ -196,7 +196,7 @@ class TestFrozenSidecar:
 
     def test_calls_pause_after_the_first_silence(self, sidecar, usual_calls, monkeypatch):
         """Only the first of many lookups waits for the sidecar."""
-        monkeypatch.setattr("lmcache.engines.core.calls.PAUSE_SECONDS", 3600.0)
+        monkeypatch.setattr("lmcache_client.core.calls.PAUSE_SECONDS", 3600.0)
         with PageEngine(sidecar) as engine:
             engine.store(1)
             sidecar.freeze()

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from lmcache.cuda import ipc
-from lmcache.cuda.copies import CopyBatch
-from lmcache.cuda.driver import Device
-from lmcache.cuda.errors import CudaError
-from lmcache.cuda.pins import Pins
+from lmcache_client.cuda import ipc
+from lmcache_client.cuda.copies import CopyBatch
+from lmcache_client.cuda.driver import Device
+from lmcache_client.cuda.errors import CudaError
+from lmcache_client.cuda.pins import Pins
 from testing import cuda, cuda_memory, cuda_peers
 from testing.cuda_memory import pages
 from testing.cuda_peers import open_context, peer

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from lmcache.cache_engine import LMCacheEngine
 from lmcache.config import LMCacheEngineConfig
-from lmcache.engines.huggingface import CachedModel, metadata_of
+from lmcache.huggingface import CachedModel, metadata_of
 
 CHUNK = 16
 SIZES = {
@@ -124,7 +124,7 @@ def test_cache_faults_do_not_change_the_answer(model, engine, broken, monkeypatc
 
     cached = CachedModel(model, engine)
     monkeypatch.setattr(engine, broken, fail)
-    monkeypatch.setattr(logging.getLogger("lmcache.engines.huggingface"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("lmcache.huggingface"), "propagate", True)
     for _ in range(2):
         assert torch.equal(cached.generate(prompt(40), **GREEDY), model.generate(prompt(40), **GREEDY))
     assert "the storage is unavailable" in caplog.text

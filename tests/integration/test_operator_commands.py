@@ -11,8 +11,8 @@ from zipfile import ZipFile
 import pytest
 import yaml
 
-from lmcache.rpc.hello import Role
-from lmcache.rpc.session import Scheduled
+from lmcache_client.rpc.hello import Role
+from lmcache_client.rpc.session import Scheduled
 from testing.processes import SidecarProcess
 from tests.harness.engine import session_of
 from tests.harness.kube import CLUSTERS, NAME, example, new_namespace, stop_operator

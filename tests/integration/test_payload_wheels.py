@@ -35,7 +35,7 @@ def python(version: str) -> str:
 @pytest.mark.parametrize("version", payload.PYTHONS)
 def test_client_imports_with_nothing_but_the_payload(out, version):
     code = (
-        "import lmcache, sys; from lmcache.rpc import kvcache_pb2; import grpc, google.protobuf;"
+        "import sys; from lmcache_client.rpc import kvcache_pb2; import grpc, google.protobuf;"
         "print(grpc.__version__, google.protobuf.__version__, *sys.version_info[:2])"
     )
     env = {**os.environ, "PYTHONPATH": str(out)}
@@ -47,7 +47,7 @@ def test_client_imports_with_nothing_but_the_payload(out, version):
 
 
 def test_payload_has_no_other_top_level_names(out):
-    assert {path.name for path in out.iterdir()} == {"lmcache", "lmcache_store", "lmcache_bundled"}
+    assert {path.name for path in out.iterdir()} == {"lmcache_client", "lmcache_store", "lmcache_bundled"}
 
 
 def test_payload_copies_with_plain_cp(out, tmp_path):

@@ -46,7 +46,7 @@ def test_wheel_is_reproducible(wheel, tmp_path):
 
 def test_wheel_shows_a_changed_file(wheel, tmp_path):
     source = copy(tmp_path / "a", 0o022, 1_000_000_000, IMAGE_SOURCES)
-    with (source / "lmcache" / "__init__.py").open("a") as file:
+    with (source / "sidecar" / "lmcache_client" / "__init__.py").open("a") as file:
         file.write("# changed\n")
     assert build(source, tmp_path / "out").items().isdisjoint(wheel.items())
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from lmcache.rpc import service
+from lmcache_client.rpc import service
 from testing.sglang.engine import PAGE_TOKENS, lmcache_storage, make_prompt
 from tests.harness import sglang_world
 from tests.harness.remote_objects import damage_row
@@ -140,7 +140,7 @@ def test_a_sidecar_that_is_late_or_of_another_release_or_frozen(sglang):
 OTHER_RELEASE = """
 import sys
 sys.path.insert(0, "sidecar")
-from lmcache.rpc import service
+from lmcache_client.rpc import service
 service.PROTOCOL_VERSION += 1
 from lmcache_sidecar.__main__ import main
 from testing.deadlines import COPIES

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc import service
-from lmcache.rpc.client import SidecarClient
-from lmcache.rpc.errors import StaleSessionError
-from lmcache.rpc.hello import Role
-from lmcache.rpc.service import RESERVE, unpack_slots
+from lmcache_client.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import service
+from lmcache_client.rpc.client import SidecarClient
+from lmcache_client.rpc.errors import StaleSessionError
+from lmcache_client.rpc.hello import Role
+from lmcache_client.rpc.service import RESERVE, unpack_slots
 from lmcache_store.tiers.errors import ArenaError
 from lmcache_store.tiers.memory.contracts import Reserved
 from lmcache_store.tiers.memory.mapping import MappedColumn

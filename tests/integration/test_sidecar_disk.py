@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmcache.rpc.service import RESERVE
+from lmcache_client.rpc.service import RESERVE
 from testing.child_process import wait_until
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.engine import check_promoted, load, payload, restart_without_memory, session_of, store

@@ -4,11 +4,11 @@ import os
 
 import pytest
 
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc.client import SidecarClient
-from lmcache.rpc.errors import SidecarUnavailableError, StaleSessionError
-from lmcache.rpc.hello import Role
-from lmcache.rpc.service import RESERVE, unpack_slots
+from lmcache_client.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc.client import SidecarClient
+from lmcache_client.rpc.errors import SidecarUnavailableError, StaleSessionError
+from lmcache_client.rpc.hello import Role
+from lmcache_client.rpc.service import RESERVE, unpack_slots
 from testing.child_process import wait_until
 from testing.deadlines import CALLS
 from testing.processes import SidecarProcess

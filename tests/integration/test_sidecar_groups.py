@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from lmcache.rpc.session import Session
+from lmcache_client.rpc.session import Session
 from lmcache_store.kv_groups import GroupKind, KVGroup, first_needed_chunk, longest_hit
 from lmcache_store.tiers.memory.contracts import LookupResult, Slot
 from testing.child_process import wait_until

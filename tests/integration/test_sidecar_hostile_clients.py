@@ -14,9 +14,9 @@ import grpc
 import psutil
 import pytest
 
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc import service
-from lmcache.rpc.service import LOOKUP, MAX_KEYS_PER_LOOKUP, MAX_MESSAGE_BYTES, RESERVE
+from lmcache_client.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import service
+from lmcache_client.rpc.service import LOOKUP, MAX_KEYS_PER_LOOKUP, MAX_MESSAGE_BYTES, RESERVE
 from lmcache_operator.stats import MAX_STATS_BYTES
 from lmcache_sidecar.clients.registry import MAX_CLIENTS
 from lmcache_sidecar.server import MAX_CONNECTIONS, MAX_STREAMS

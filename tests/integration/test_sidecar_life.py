@@ -10,8 +10,8 @@ import weakref
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from lmcache.rpc.client import SidecarClient
-from lmcache.rpc.errors import SidecarUnavailableError
+from lmcache_client.rpc.client import SidecarClient
+from lmcache_client.rpc.errors import SidecarUnavailableError
 from testing.child_process import ProcessDied, wait_until
 from testing.deadlines import CALLS
 from testing.processes import SidecarProcess

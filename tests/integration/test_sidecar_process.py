@@ -17,8 +17,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from lmcache.rpc import service
-from lmcache.rpc.service import LOOKUP, UNARY_METHODS
+from lmcache_client.rpc import service
+from lmcache_client.rpc.service import LOOKUP, UNARY_METHODS
 from testing.child_process import SOURCES, ProcessDied, free_port, wait_until
 from testing.processes import SidecarProcess
 from tests.harness.wire import RawClient

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc import service
-from lmcache.rpc.client import SidecarClient
-from lmcache.rpc.hello import Role, TransferOffer
-from lmcache.rpc.service import ABORT, COMMIT, LOOKUP, RELEASE, RESERVE, pack_slots
+from lmcache_client.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import service
+from lmcache_client.rpc.client import SidecarClient
+from lmcache_client.rpc.hello import Role, TransferOffer
+from lmcache_client.rpc.service import ABORT, COMMIT, LOOKUP, RELEASE, RESERVE, pack_slots
 from lmcache_store.kv_groups import GroupKind, KVGroup
 from lmcache_store.tiers.memory.kernel_pages import reason_not_pinnable
 from testing.child_process import REPOSITORY, wait_until

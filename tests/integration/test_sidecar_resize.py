@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc.session import Session
+from lmcache_client.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc.session import Session
 from lmcache_store.tiers.memory.contracts import Slot
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess

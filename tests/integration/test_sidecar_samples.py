@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from lmcache.rpc.hello import Role
-from lmcache.rpc.session import Session
+from lmcache_client.rpc.hello import Role
+from lmcache_client.rpc.session import Session
 from lmcache_store.curves import HASHES, Lookup, MissRatioCurve
 from lmcache_store.tiers.memory.contracts import Reserved
 from testing.processes import SidecarProcess

@@ -7,8 +7,8 @@ import urllib.request
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from lmcache.rpc.hello import Role
-from lmcache.rpc.times import RequestTimes
+from lmcache_client.rpc.hello import Role
+from lmcache_client.rpc.times import RequestTimes
 from testing.processes import SidecarProcess
 from tests.harness.engine import report
 from tests.harness.sidecar_command import explain

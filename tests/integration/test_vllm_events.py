@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from lmcache.engines.core import events
+from lmcache_client.core import events
 from testing.child_process import wait_until
 from testing.deadlines import SIMULATED
 from tests.harness.scope import examples

@@ -24,9 +24,9 @@ from vllm.v1.attention.backends.utils import resolve_kv_cache_layout  # noqa: E4
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 
-from lmcache.engines.core.jobs import StepMeta  # noqa: E402
-from lmcache.engines.vllm import connector as module  # noqa: E402
-from lmcache.engines.vllm.connector import LMCacheClusterConnector  # noqa: E402
+from lmcache_client.core.jobs import StepMeta  # noqa: E402
+from lmcache_client.vllm import connector as module  # noqa: E402
+from lmcache_client.vllm.connector import LMCacheClusterConnector  # noqa: E402
 from tests.harness.scheduler_rig import make_identity  # noqa: E402
 
 IDENTITY = make_identity()
@@ -36,7 +36,7 @@ BLOCKS = SimpleNamespace(get_block_ids=lambda: ([4, 5],))
 def make_config():
     transfer = KVTransferConfig(
         kv_connector="LMCacheClusterConnector",
-        kv_connector_module_path="lmcache.engines.vllm.connector",
+        kv_connector_module_path="lmcache_client.vllm.connector",
         kv_role="kv_both",
         kv_connector_extra_config={"lmcache.socket": "/nonexistent/kvcache.sock"},
     )
@@ -235,7 +235,7 @@ def test_unset_layout_leaves_the_choice_to_other_connectors(monkeypatch):
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     ours = {
         "kv_connector": "LMCacheClusterConnector",
-        "kv_connector_module_path": "lmcache.engines.vllm.connector",
+        "kv_connector_module_path": "lmcache_client.vllm.connector",
         "kv_role": "kv_both",
     }
     other = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmcache.engines.core.copier import CpuCopier, RowLoad
-from lmcache.rpc.session import Session
+from lmcache_client.core.copier import CpuCopier, RowLoad
+from lmcache_client.rpc.session import Session
 from lmcache_store.common.timing import TIMING
 from testing.deadlines import SIMULATED
 from tests.harness.fake_model import answer

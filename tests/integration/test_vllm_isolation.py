@@ -25,7 +25,7 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 
-from lmcache.engines.core import files
+from lmcache_client.core import files
 from testing.child_process import wait_until
 from testing.deadlines import SIMULATED
 from tests.harness.fake_model import Content, TokenChain

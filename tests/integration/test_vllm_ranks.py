@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from lmcache.engines.core.copier import CpuCopier
+from lmcache_client.core.copier import CpuCopier
 from tests.harness.fake_model import answer
 from tests.harness.sim_config import CHUNK, SimGroup, SimSettings
 from tests.harness.sim_world import Gate, assert_idle, make_tokens, only_engine, serving_world

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lmcache.engines.vllm.tenant_header import PATHS
+from lmcache_client.vllm.tenant_header import PATHS
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.engine import Engine
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.vllm
 NUM_TOKENS = 100
 HEADER = "X-LMCache-Tenant"
 SALT, OTHER_SALT = "salt of search", "salt of batch"
-MIDDLEWARE = "lmcache.engines.vllm.tenant_header.RoutedTenantHeader"
+MIDDLEWARE = "lmcache_client.vllm.tenant_header.RoutedTenantHeader"
 SEEDS = map("served {}".format, itertools.count())
 
 

@@ -3,7 +3,7 @@
 import pytest
 from opentelemetry import trace
 
-from lmcache.engines.core.tracing import NO_TRACER
+from lmcache_client.core.tracing import NO_TRACER
 from testing.processes import RedisProcess
 from tests.harness.sim_config import CHUNK, SimSettings
 from tests.harness.sim_world import make_tokens, only_engine, world

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
 
-from lmcache.engines.vllm.connector import LMCacheClusterConnector
-from lmcache.engines.vllm.stats import FIGURES, LMCacheStats
+from lmcache_client.vllm.connector import LMCacheClusterConnector
+from lmcache_client.vllm.stats import FIGURES, LMCacheStats
 from testing.engine.process import connector_config
 
 pytestmark = pytest.mark.vllm

@@ -6,7 +6,7 @@ import urllib.parse
 import pytest
 import vllm
 
-from lmcache.engines.core.transfers import LoadTransfer
+from lmcache_client.core.transfers import LoadTransfer
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.sim_config import CHUNK, SimGroup, SimSettings
 from tests.harness.sim_world import make_tokens, only_engine, world

@@ -10,7 +10,7 @@ from tools.images.build import bud, buildah, exclusive_store
 
 CONTEXT = [
     *(".dockerignore", "pyproject.toml", "README.md", "LICENSE"),
-    *("lmcache", "operator", "router", "sidecar", "tools"),
+    *("operator", "router", "sidecar", "tools"),
 ]
 
 

@@ -15,7 +15,7 @@ from benchmarks.gpu.plan import STEPS, Step, missing
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.steps import arena, facts, library
 from benchmarks.gpu.steps import tests as tests_step
-from lmcache.cuda.errors import CudaError
+from lmcache_client.cuda.errors import CudaError
 from testing.child_process import wait_until
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from benchmarks.gpu.scale import Scale, Shape
 from benchmarks.gpu.shared_files import free_bytes
-from lmcache.cuda.driver import Device
+from lmcache_client.cuda.driver import Device
 
 _ACTIVATION_BYTES = 6 << 30
 """GPU memory for contexts, activations and workspaces."""

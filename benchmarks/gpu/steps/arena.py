@@ -20,8 +20,8 @@ from benchmarks.gpu.page_nodes import sampled_nodes
 from benchmarks.gpu.results import Results, Section, held
 from benchmarks.gpu.scale import Scale, size
 from benchmarks.gpu.shared_files import FOLDER, free_bytes
-from lmcache.cuda.driver import Context, Device
-from lmcache.cuda.pins import Pins
+from lmcache_client.cuda.driver import Context, Device
+from lmcache_client.cuda.pins import Pins
 from lmcache_store.common.numa import on_node
 from lmcache_store.tiers.memory.kernel_pages import populate
 from testing.cuda_peers import open_context, peer

@@ -7,8 +7,8 @@ import contextlib
 from benchmarks.gpu import copies, interference, memory
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.scale import Scale
-from lmcache.cuda.driver import Device
-from lmcache.cuda.errors import CudaError
+from lmcache_client.cuda.driver import Device
+from lmcache_client.cuda.errors import CudaError
 
 
 def run(results: Results, scale: Scale) -> None:

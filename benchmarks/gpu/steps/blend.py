@@ -9,7 +9,7 @@ from benchmarks.gpu.results import Results, held
 from benchmarks.gpu.scale import Scale
 from lmcache.blend.selection import AllTokens, LargestDeviation, MostAttended, Selection
 from lmcache.cache_engine import LMCacheEngine
-from lmcache.engines.huggingface import BlendedModel, metadata_of
+from lmcache.huggingface import BlendedModel, metadata_of
 
 _DOCUMENTS = 3
 _RATIO = 0.15

@@ -21,9 +21,9 @@ import numpy as np
 
 from benchmarks.gpu.results import Results, Section
 from benchmarks.gpu.scale import Scale, size
-from lmcache.cuda.copies import BATCHES_SINCE, CopyBatch
-from lmcache.cuda.driver import Context, Device, Stream
-from lmcache.cuda.errors import CudaError
+from lmcache_client.cuda.copies import BATCHES_SINCE, CopyBatch
+from lmcache_client.cuda.driver import Context, Device, Stream
+from lmcache_client.cuda.errors import CudaError
 from testing.child_process import wait_readable, wait_until
 from testing.cuda_memory import allocate, pages
 from testing.cuda_peers import Peer, export_content, open_context, peer

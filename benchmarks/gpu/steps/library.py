@@ -12,7 +12,7 @@ from benchmarks.gpu.llama import configuration, device, random_model, timed
 from benchmarks.gpu.results import Results, Section
 from benchmarks.gpu.scale import Scale
 from lmcache.cache_engine import LMCacheEngine
-from lmcache.engines.huggingface import CachedModel, metadata_of
+from lmcache.huggingface import CachedModel, metadata_of
 from testing.child_process import wait_until
 
 _ROUNDS = 2

@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.gpu.noted_tests import STARTED, VARIABLE
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.scale import Scale
-from lmcache.cuda.driver import Device
+from lmcache_client.cuda.driver import Device
 
 ROOT = Path(__file__).parents[3]
 TESTS = [

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc import service
+from lmcache_client.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import service
 from lmcache_sidecar.clients.validation import MAX_GROUPS, Peer, check_length, invalid, parse_slots, require
 from lmcache_store.tiers.memory.contracts import Slot
 

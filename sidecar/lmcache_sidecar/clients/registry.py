@@ -18,9 +18,9 @@ from typing import NamedTuple, Protocol
 
 import grpc
 
-from lmcache.cuda.pin_status import PinStatus
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc import service
+from lmcache_client.cuda.pin_status import PinStatus
+from lmcache_client.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import service
 from lmcache_sidecar.clients.liveness import LivenessMonitor, LockProbe, probes_in
 from lmcache_sidecar.clients.validation import CallRefusedError, Peer, precondition
 from lmcache_store.tiers.memory.tier import MemoryTier

@@ -13,9 +13,9 @@ from functools import cached_property
 import grpc
 
 import lmcache_store
-from lmcache.cuda.pin_status import PinStatus
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc import service
+from lmcache_client.cuda.pin_status import PinStatus
+from lmcache_client.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import service
 from lmcache_sidecar.explain.open_requests import EndedRequest
 from lmcache_sidecar.explain.requests import Times
 from lmcache_store.kv_groups import GroupKind, KVGroup, stored_blocks

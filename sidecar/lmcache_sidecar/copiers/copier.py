@@ -7,9 +7,9 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from lmcache.cuda.pin_status import PinStatus
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc import service
+from lmcache_client.cuda.pin_status import PinStatus
+from lmcache_client.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import service
 from lmcache_sidecar.clients.offers import SlotCopy
 from lmcache_sidecar.clients.registry import Client, Transfer
 from lmcache_sidecar.clients.validation import precondition

@@ -17,7 +17,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from lmcache.cuda.pin_status import PinStatus
+from lmcache_client.cuda.pin_status import PinStatus
 from lmcache_sidecar.copiers import messages
 from lmcache_sidecar.copiers.batches import CopyQueue
 from lmcache_sidecar.copiers.jobs import CopyStats, Job, PlacedCopy

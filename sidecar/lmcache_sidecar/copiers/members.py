@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lmcache.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import kvcache_pb2 as pb
 
 
 @dataclass(eq=False)

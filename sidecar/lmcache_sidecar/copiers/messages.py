@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lmcache.cuda.pin_status import PinStatus
+from lmcache_client.cuda.pin_status import PinStatus
 
 HEAD = struct.Struct("<IIQ")
 """Kind, bytes of the body, and a number: of a client, of a batch, or of ready rows."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lmcache.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import kvcache_pb2 as pb
 
 Words = NDArray[np.uint64]
 

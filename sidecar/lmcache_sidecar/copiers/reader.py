@@ -29,13 +29,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lmcache.cuda.copies import CopyBatch
-from lmcache.cuda.driver import Device, Event, Stream
-from lmcache.cuda.errors import CudaError, CudaUnavailableError
-from lmcache.cuda.ipc import Mapping, Mappings
-from lmcache.cuda.pin_status import PinStatus
-from lmcache.cuda.pins import Pins
-from lmcache.rpc import kvcache_pb2 as pb
+from lmcache_client.cuda.copies import CopyBatch
+from lmcache_client.cuda.driver import Device, Event, Stream
+from lmcache_client.cuda.errors import CudaError, CudaUnavailableError
+from lmcache_client.cuda.ipc import Mapping, Mappings
+from lmcache_client.cuda.pin_status import PinStatus
+from lmcache_client.cuda.pins import Pins
+from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_sidecar.copiers import messages
 from lmcache_sidecar.copiers.messages import Format, Kind, MessageError
 from lmcache_sidecar.copiers.pages import Column, Opened, Pages

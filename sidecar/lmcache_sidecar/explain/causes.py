@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lmcache.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_sidecar.explain.benefit_stats import BenefitStats
 from lmcache_sidecar.explain.branches import Branches
 from lmcache_sidecar.explain.open_requests import EndedRequest, OpenRequests

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from itertools import product
 
-from lmcache.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_store.tiers.base import RowKey
 from lmcache_store.tiers.memory.contracts import Chains
 

@@ -13,10 +13,10 @@ from typing import NoReturn
 
 import grpc
 
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc import service
-from lmcache.rpc.attachment import hello_message
-from lmcache.rpc.hello import ClientHello, Role
+from lmcache_client.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import service
+from lmcache_client.rpc.attachment import hello_message
+from lmcache_client.rpc.hello import ClientHello, Role
 from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.clients.registry import Clients
 from lmcache_sidecar.copiers.copier import Mode, SidecarCopier

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lmcache.cuda.driver import Device, Stream
-from lmcache.cuda.errors import CudaUnavailableError
+from lmcache_client.cuda.driver import Device, Stream
+from lmcache_client.cuda.errors import CudaUnavailableError
 from testing.cuda import Node
 
 

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from lmcache.cuda import ipc
-from lmcache.cuda.driver import Device, Stream
-from lmcache.cuda.errors import CudaError
-from lmcache.cuda.pins import Pins
-from lmcache.engines.core import cuda_copier
-from lmcache.engines.core.copier import CpuCopier, RowLoad
-from lmcache.engines.core.copier_choice import make_copier
-from lmcache.engines.core.cuda_copier import CudaCopier
-from lmcache.engines.core.layout import Layout
-from lmcache.rpc.hello import Allocation
+from lmcache_client.core import cuda_copier
+from lmcache_client.core.copier import CpuCopier, RowLoad
+from lmcache_client.core.copier_choice import make_copier
+from lmcache_client.core.cuda_copier import CudaCopier
+from lmcache_client.core.layout import Layout
+from lmcache_client.cuda import ipc
+from lmcache_client.cuda.driver import Device, Stream
+from lmcache_client.cuda.errors import CudaError
+from lmcache_client.cuda.pins import Pins
+from lmcache_client.rpc.hello import Allocation
 from testing.cuda_memory import gate, pages
 
 pytestmark = pytest.mark.gpu

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from lmcache.cuda.copies import CopyBatch
-from lmcache.cuda.driver import Driver
-from lmcache.cuda.errors import CudaError
-from lmcache.cuda.pins import Pins
+from lmcache_client.cuda.copies import CopyBatch
+from lmcache_client.cuda.driver import Driver
+from lmcache_client.cuda.errors import CudaError
+from lmcache_client.cuda.pins import Pins
 from testing import cuda_memory
 from testing.cuda_memory import pages, pinned
 

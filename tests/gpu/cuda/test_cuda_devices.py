@@ -7,9 +7,9 @@ from concurrent import futures
 
 import pytest
 
-from lmcache.cuda import driver
-from lmcache.cuda.driver import Device
-from lmcache.cuda.errors import CudaError, CudaUnavailableError, DeviceNotVisibleError
+from lmcache_client.cuda import driver
+from lmcache_client.cuda.driver import Device
+from lmcache_client.cuda.errors import CudaError, CudaUnavailableError, DeviceNotVisibleError
 from testing import cuda_memory
 
 pytestmark = pytest.mark.gpu
@@ -78,7 +78,7 @@ def run(code, **environment):
 
 
 def test_missing_driver_is_reported():
-    code = "from lmcache.cuda import driver\ntry: driver.load()\nexcept Exception as e: print(repr(e))"
+    code = "from lmcache_client.cuda import driver\ntry: driver.load()\nexcept Exception as e: print(repr(e))"
     hidden = "import sys; sys.modules['cuda.bindings'] = None\n" + code
     assert "install the extra cuda" in run(hidden, PYTHONPATH=":".join(sys.path))
     assert CudaUnavailableError.__name__ in run(hidden, PYTHONPATH=":".join(sys.path))

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from lmcache.cuda import ipc
-from lmcache.cuda.errors import CudaError
+from lmcache_client.cuda import ipc
+from lmcache_client.cuda.errors import CudaError
 from testing import cuda_memory, cuda_peers
 
 pytestmark = pytest.mark.gpu

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from lmcache.cuda.errors import CudaError
-from lmcache.cuda.pins import PAGE_BYTES, Pins
+from lmcache_client.cuda.errors import CudaError
+from lmcache_client.cuda.pins import PAGE_BYTES, Pins
 from testing.cuda_memory import pages
 
 pytestmark = pytest.mark.gpu

@@ -5,8 +5,8 @@ import threading
 import numpy as np
 import pytest
 
-from lmcache.cuda.copies import CopyBatch
-from lmcache.cuda.driver import Event, Stream
+from lmcache_client.cuda.copies import CopyBatch
+from lmcache_client.cuda.driver import Event, Stream
 from testing import cuda_memory
 from testing.cuda_memory import gate, pinned
 

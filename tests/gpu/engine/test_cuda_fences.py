@@ -5,8 +5,8 @@ They need the simulated GPU, whose kernels can be held back. See ``tests/harness
 
 import pytest
 
-from lmcache.cuda.driver import Stream
-from lmcache.engines.core.cuda_copier import CudaCopier
+from lmcache_client.core.cuda_copier import CudaCopier
+from lmcache_client.cuda.driver import Stream
 from testing.child_process import wait_until
 from tests.harness.sim_config import CHUNK, SimSettings
 from tests.harness.sim_world import assert_idle, make_tokens, world

@@ -2,8 +2,8 @@
 
 import pytest
 
-from lmcache.engines.sglang.support import SUPPORTED_VERSIONS as SUPPORTED_SGLANG
-from lmcache.engines.vllm.support import SUPPORTED_VERSIONS
+from lmcache_client.sglang.support import SUPPORTED_VERSIONS as SUPPORTED_SGLANG
+from lmcache_client.vllm.support import SUPPORTED_VERSIONS
 from lmcache_operator.commands.doctor.checks import run_checks
 from lmcache_operator.commands.doctor.checks.engine_kinds import MAX_VLLM, MIN_VLLM, SGLANG_VERSION
 from lmcache_operator.commands.doctor.results import Level

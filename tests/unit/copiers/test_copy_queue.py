@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_sidecar.copiers import batches, messages
 from lmcache_sidecar.copiers.batches import CopyQueue
 from lmcache_sidecar.copiers.jobs import CopyStats, PlacedCopy

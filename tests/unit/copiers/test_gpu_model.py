@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lmcache.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_sidecar.copiers import gpu, messages
 from lmcache_sidecar.copiers.gpu import Gpu
 from lmcache_sidecar.copiers.jobs import CopyStats, PlacedCopy

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_sidecar.copiers import messages
 from lmcache_sidecar.copiers.messages import Copies, Format, Kind, MessageError
 from lmcache_sidecar.copiers.pages import Column, Opened, Pages

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lmcache.cuda.pin_status import PinStatus
-from lmcache.rpc import kvcache_pb2 as pb
+from lmcache_client.cuda.pin_status import PinStatus
+from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_sidecar.copiers import messages
 from lmcache_sidecar.copiers.messages import Format, Kind
 from lmcache_sidecar.copiers.process import Reader
@@ -158,8 +158,8 @@ def test_many_clients_leave_no_resources_behind(tmp_path):
 
 EXPORT_PROGRAM = """
 import sys
-from lmcache.cuda.driver import Device
-from lmcache.cuda.ipc import export
+from lmcache_client.cuda.driver import Device
+from lmcache_client.cuda.ipc import export
 content = bytes.fromhex(sys.argv[1])
 context = Device.visible()[0].primary_context()
 address = int(context.call("cuMemAlloc", len(content)))

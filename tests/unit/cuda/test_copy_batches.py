@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache.cuda.copies import CopyBatch
+from lmcache_client.cuda.copies import CopyBatch
 
 MEMORY = 200
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmcache.cuda.driver import Device
+from lmcache_client.cuda.driver import Device
 
 GPU, SLICE = uuid.UUID(int=1), uuid.UUID(int=2)
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache.cuda import pins as pins_module
-from lmcache.cuda.errors import CudaError
-from lmcache.cuda.pin_status import PinStatus
-from lmcache.cuda.pins import PAGE_BYTES, Pins
+from lmcache_client.cuda import pins as pins_module
+from lmcache_client.cuda.errors import CudaError
+from lmcache_client.cuda.pin_status import PinStatus
+from lmcache_client.cuda.pins import PAGE_BYTES, Pins
 
 EXTENT = 2 * PAGE_BYTES
 ADDRESS = 100 * PAGE_BYTES

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache.cuda.errors import REMEDIES, CudaError
+from lmcache_client.cuda.errors import REMEDIES, CudaError
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "operations" / "troubleshooting.md"
 

@@ -6,7 +6,13 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-PACKAGES = ("lmcache", "sidecar/lmcache_store", "sidecar/lmcache_sidecar", "operator/lmcache_operator")
+PACKAGES = (
+    "lmcache",
+    "sidecar/lmcache_store",
+    "sidecar/lmcache_client",
+    "sidecar/lmcache_sidecar",
+    "operator/lmcache_operator",
+)
 
 
 def pure_modules() -> list[str]:

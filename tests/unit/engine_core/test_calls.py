@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from lmcache.engines.core import calls as calls_module
-from lmcache.engines.core.calls import PAUSE_SECONDS, Calls
-from lmcache.rpc.errors import RpcRefusedError, SidecarUnavailableError, StaleSessionError
+from lmcache_client.core import calls as calls_module
+from lmcache_client.core.calls import PAUSE_SECONDS, Calls
+from lmcache_client.rpc.errors import RpcRefusedError, SidecarUnavailableError, StaleSessionError
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from lmcache.engines.core.settings import TOKENS_PER_SECOND, read_settings
-from lmcache.engines.errors import UnsupportedError
+from lmcache_client.core.settings import TOKENS_PER_SECOND, read_settings
+from lmcache_client.errors import UnsupportedError
 from lmcache_store.common import options
 
 

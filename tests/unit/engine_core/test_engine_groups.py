@@ -2,8 +2,8 @@
 
 import pytest
 
-from lmcache.engines.core.grid import Grid
-from lmcache.engines.core.jobs import GroupStore, LoadJob, Piece
+from lmcache_client.core.grid import Grid
+from lmcache_client.core.jobs import GroupStore, LoadJob, Piece
 from lmcache_store.kv_groups import GroupKind, KVGroup
 from lmcache_store.tiers.memory.contracts import Slot
 from tests.harness.scheduler_rig import Rig, hashes, make_identity, make_request, row_keys

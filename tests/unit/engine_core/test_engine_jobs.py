@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache.engines.core.grid import Grid
-from lmcache.engines.core.jobs import GroupStore, LoadJob, Offer, StepMeta, StoreJob, WorkerReport
-from lmcache.engines.core.waiting import PrefillRate
+from lmcache_client.core.grid import Grid
+from lmcache_client.core.jobs import GroupStore, LoadJob, Offer, StepMeta, StoreJob, WorkerReport
+from lmcache_client.core.waiting import PrefillRate
 from lmcache_store.kv_groups import KVGroup
 from lmcache_store.tiers.memory.contracts import Found
 from tests.harness.scheduler_rig import make_identity

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from lmcache.engines.core import worker as module
-from lmcache.engines.core.jobs import GroupLoad, LoadJob, StepMeta
+from lmcache_client.core import worker as module
+from lmcache_client.core.jobs import GroupLoad, LoadJob, StepMeta
 from lmcache_store.tiers.memory.contracts import Slot
 from tests.harness.session_double import SessionDouble
 from tests.harness.worker_rig import WorkerRig, found_rows

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmcache.engines.core.scheduler import SchedulerSide
+from lmcache_client.core.scheduler import SchedulerSide
 from tests.harness.scheduler_rig import (
     blocks,
     job_ids,

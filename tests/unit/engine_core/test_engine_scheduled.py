@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmcache.rpc.session import Scheduled
+from lmcache_client.rpc.session import Scheduled
 from tests.harness.scheduler_rig import blocks, make_request
 
 CHUNK = 64

@@ -5,9 +5,9 @@ import threading
 import grpc
 import pytest
 
-from lmcache.engines.core import transfers
-from lmcache.rpc.errors import EngineCopiesError, SidecarUnavailableError
-from lmcache.rpc.session import StoreCopier
+from lmcache_client.core import transfers
+from lmcache_client.rpc.errors import EngineCopiesError, SidecarUnavailableError
+from lmcache_client.rpc.session import StoreCopier
 from tests.harness.worker_rig import WorkerRig
 
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 from opentelemetry.trace import StatusCode
 
-from lmcache.engines.core.spans import SpanTracer
+from lmcache_client.core.spans import SpanTracer
 from lmcache_store.common.timing import TIMING
 from tests.harness.scheduler_rig import Rig, blocks, job_ids, make_request
 from tests.harness.spans import SAMPLED, UNSAMPLED, RecordedSpans, figures, milliseconds

@@ -5,11 +5,12 @@ import sys
 import threading
 
 import pytest
+from lmcache_client.core.tracer_choice import make_tracer
 from opentelemetry import trace
 
-from lmcache.engines.core import tracing
-from lmcache.engines.core.spans import SpanTracer
-from lmcache.engines.core.tracing import NO_TRACER, make_tracer
+from lmcache_client.core import tracing
+from lmcache_client.core.spans import SpanTracer
+from lmcache_client.core.tracing import NO_TRACER
 from testing.child_process import SOURCES
 from testing.otlp import OtlpReceiver
 from tests.harness.scheduler_rig import Rig, blocks, job_ids, make_request
@@ -55,11 +56,11 @@ def run_request(rig, request):
 def test_process_without_an_endpoint_records_nothing_and_imports_nothing_of_opentelemetry(imported):
     run_python(
         f"import sys\n{imported}\n"
-        "from lmcache.engines.core.scheduler import SchedulerSide\n"
-        "from lmcache.engines.core.tracing import NO_TRACER, make_tracer\n"
+        "from lmcache_client.core.scheduler import SchedulerSide\n"
+        "from lmcache_client.core.tracer_choice import NO_TRACER, make_tracer\n"
         "assert make_tracer() is SchedulerSide(None, None)._tracer is NO_TRACER\n"
         f"assert {imported!r} or not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
-        "assert 'lmcache.engines.core.spans' not in sys.modules\n"
+        "assert 'lmcache_client.core.spans' not in sys.modules\n"
     )
 
 
@@ -68,7 +69,7 @@ def test_absent_packages_leave_the_engine_without_spans_and_name_the_remedy(abse
     run_python(
         "import logging, sys\n"
         f"sys.modules[{absent!r}] = None\n"
-        "from lmcache.engines.core.tracing import NO_TRACER, logger, make_tracer\n"
+        "from lmcache_client.core.tracer_choice import NO_TRACER, logger, make_tracer\n"
         "texts = []\n"
         "logger.addFilter(lambda record: texts.append(record.getMessage()))\n"
         "assert make_tracer('http://127.0.0.1:1') is NO_TRACER\n"

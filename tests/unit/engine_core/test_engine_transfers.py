@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmcache.engines.core import worker as module
-from lmcache.engines.core.jobs import StepMeta
+from lmcache_client.core import worker as module
+from lmcache_client.core.jobs import StepMeta
 from lmcache_store.common.timing import TIMING
 from tests.harness.worker_rig import IDENTITY, WorkerRig
 

@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
-from lmcache.engines.core.lookups import MAX_ANSWER_SECONDS, MIN_ANSWER_SECONDS
-from lmcache.engines.core.requests import Ticket
-from lmcache.engines.core.wait_decisions import OLD_SECONDS
+from lmcache_client.core.lookups import MAX_ANSWER_SECONDS, MIN_ANSWER_SECONDS
+from lmcache_client.core.requests import Ticket
+from lmcache_client.core.wait_decisions import OLD_SECONDS
 from tests.harness.scheduler_rig import GRID, blocks, hashes, make_request
 
 

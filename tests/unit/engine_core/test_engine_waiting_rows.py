@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmcache.engines.core.jobs import WorkerReport
+from lmcache_client.core.jobs import WorkerReport
 from lmcache_store.common.timing import TIMING
 from tests.harness.scheduler_rig import Rig, blocks, make_request
 

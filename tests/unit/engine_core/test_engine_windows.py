@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache.engines.core.grid import Grid
-from lmcache.engines.core.hits import find_hit
-from lmcache.engines.core.jobs import Piece
+from lmcache_client.core.grid import Grid
+from lmcache_client.core.hits import find_hit
+from lmcache_client.core.jobs import Piece
 from lmcache_store import keys
 from lmcache_store.kv_groups import GroupKind, KVGroup, first_needed_chunk
 from lmcache_store.tiers.memory.contracts import Found, Located

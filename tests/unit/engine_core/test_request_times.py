@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from lmcache.engines.core.jobs import WorkerReport
-from lmcache.engines.core.times import trace_id_of
-from lmcache.rpc.times import RequestTimes
+from lmcache_client.core.jobs import WorkerReport
+from lmcache_client.core.times import trace_id_of
+from lmcache_client.rpc.times import RequestTimes
 from tests.harness.scheduler_rig import Rig, blocks, make_request
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -243,7 +243,7 @@ def test_a_sidecar_of_an_older_version_gets_no_times(rig):
 
 
 def test_times_wait_while_the_sidecar_does_not_answer(rig, monkeypatch):
-    monkeypatch.setattr("lmcache.engines.core.calls.PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("lmcache_client.core.calls.PAUSE_SECONDS", 0.0)
     request = start(rig, rig.arrive(make_request(200)))
     rig.drain_lookups()
     rig.session.is_down = True

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lmcache.engines.core import blocking
-from lmcache.engines.core.blocking import BlockingAccess, Limits
-from lmcache.engines.core.jobs import EngineIdentity
-from lmcache.rpc.hello import ClientHello, Role
+from lmcache_client.core.jobs import EngineIdentity
+from lmcache_client.core.paged import blocking
+from lmcache_client.core.paged.blocking import BlockingAccess, Limits
+from lmcache_client.rpc.hello import ClientHello, Role
 from lmcache_store.kv_groups import GroupKind, KVGroup
 from lmcache_store.tiers.memory.contracts import LookupResult
 

@@ -36,20 +36,21 @@ def test_payload_contains_whole_packages_without_build_files(out):
     assert not [path for path in out.rglob("*") if path.suffix in (".pyc", ".proto", ".pyi")]
 
 
-def test_library_imports_without_bundled_packages(out):
-    assert run(out, "import lmcache; print(lmcache.__file__)") == str(out / "lmcache" / "__init__.py")
+def test_client_imports_without_bundled_packages(out):
+    file = run(out, "import lmcache_client; print(lmcache_client.__file__)")
+    assert file == str(out / "lmcache_client" / "__init__.py")
 
 
 def test_bundled_packages_are_importable_and_have_lowest_priority(out):
     add_bundled(out, "only_bundled", "where = 'payload'")
     add_bundled(out, "json", "where = 'payload'")
-    code = "import lmcache, only_bundled, json; print(only_bundled.where, hasattr(json, 'where'))"
+    code = "import lmcache_client, only_bundled, json; print(only_bundled.where, hasattr(json, 'where'))"
     assert run(out, code) == "payload False"
 
 
 def test_packages_of_another_python_version_are_not_importable(out):
     (out / "lmcache_bundled" / "cp399").mkdir(parents=True)
-    assert run(out, "import sys, lmcache; print(any('bundled' in p for p in sys.path))") == "False"
+    assert run(out, "import sys, lmcache_client; print(any('bundled' in p for p in sys.path))") == "False"
 
 
 def test_bundled_packages_have_the_tested_versions():

@@ -63,14 +63,14 @@ def test_earlier_engines_and_clients_know_all_rendered_arguments() -> None:
     assert options.keys() == ENGINE_ARGS
     transfer = json.loads(options["--kv-transfer-config"])
     assert transfer["kv_connector_extra_config"].keys() == CLIENT_SETTINGS
-    assert transfer["kv_connector_module_path"] == "lmcache.engines.vllm.connector"
+    assert transfer["kv_connector_module_path"] == "lmcache_client.vllm.connector"
 
 
 def test_earlier_sglang_engines_and_clients_know_all_rendered_arguments() -> None:
     options = dict(arg.partition("=")[::2] for arg in container("engine", engine={"kind": "SGLang"})["args"])
     assert options.keys() == SGLANG_ARGS
     config = json.loads(options["--hicache-storage-backend-extra-config"])
-    assert (config.keys(), config["module_path"]) == (BACKEND_SETTINGS, "lmcache.engines.sglang.backend")
+    assert (config.keys(), config["module_path"]) == (BACKEND_SETTINGS, "lmcache_client.sglang.backend")
 
 
 def test_sidecar_ignores_unknown_settings_of_a_later_operator(tmp_path: Any) -> None:

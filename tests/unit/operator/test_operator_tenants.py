@@ -18,7 +18,7 @@ from tests.harness.operator_plans import settled_world, status_of
 from tests.harness.operator_prefill import child, with_prefill
 from tests.harness.operator_render import child_of, container, part, pod_of
 
-HEADER = "--middleware=lmcache.engines.vllm.tenant_header.TenantHeader"
+HEADER = "--middleware=lmcache_client.vllm.tenant_header.TenantHeader"
 NO_RUST_SERVER = {"name": "VLLM_USE_RUST_FRONTEND", "value": "0"}
 CONFIG = Ref("ConfigMap", "demo-sidecar")
 SECRET = {"saltSecretRef": {"name": "search-salt"}}

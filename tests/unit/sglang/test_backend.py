@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmcache.engines.errors import UnsupportedError
-from lmcache.engines.sglang import attach, options, support, weights
+from lmcache_client.errors import UnsupportedError
+from lmcache_client.sglang import attach, options, support, weights
 from lmcache_store.common.timing import TIMING
 
 NAMESPACE = b"n" * 32
@@ -78,7 +78,7 @@ def world(monkeypatch, give_module):
         state.installs.append((is_start, threading.current_thread()))
 
     give_module(STORAGE, HiCacheStorage=Storage, PoolTransferResult=SimpleNamespace)
-    monkeypatch.delitem(sys.modules, "lmcache.engines.sglang.backend", raising=False)
+    monkeypatch.delitem(sys.modules, "lmcache_client.sglang.backend", raising=False)
     monkeypatch.setattr(support, "check_version", lambda: None)
     monkeypatch.setattr(weights, "install", install)
     monkeypatch.setattr(weights, "WATCH", state.watch)
@@ -87,9 +87,9 @@ def world(monkeypatch, give_module):
     monkeypatch.setattr(
         options, "EngineOptions", lambda: SimpleNamespace(loads_backend_at_start=state.is_start)
     )
-    state.backend_class = importlib.import_module("lmcache.engines.sglang.backend").LMCacheBackend
+    state.backend_class = importlib.import_module("lmcache_client.sglang.backend").LMCacheBackend
     yield state
-    sys.modules.pop("lmcache.engines.sglang.backend", None)
+    sys.modules.pop("lmcache_client.sglang.backend", None)
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def make_pool():
 def test_weights_are_watched_before_sglang_continues(world, make_backend, monkeypatch):
     """Even if the attachment takes long, no weight update is missed: SGLang could begin one right after."""
     blocked = threading.Event()
-    importlib.import_module("lmcache.engines.sglang.backend")
+    importlib.import_module("lmcache_client.sglang.backend")
     monkeypatch.setattr(TIMING, "start_seconds", 0.0)
     monkeypatch.setattr(attach, "groups_of", lambda _pools: blocked.wait(60) and ["kv"])
     world.is_start = False
@@ -189,7 +189,7 @@ def test_pools_of_one_operation_share_a_time_limit(world, make_backend):
 
 
 def test_pool_that_comes_while_the_backend_attaches_is_cached(world, make_backend, monkeypatch):
-    importlib.import_module("lmcache.engines.sglang.backend")
+    importlib.import_module("lmcache_client.sglang.backend")
     began, may_end = threading.Event(), threading.Event()
     connect = attach.attach
 
@@ -228,8 +228,8 @@ def test_engine_of_another_version_starts_without_the_cache(world, monkeypatch, 
 
     give_module(STORAGE, HiCacheStorage=OtherStorage)
     monkeypatch.setattr(support, "check_version", refuse)
-    sys.modules.pop("lmcache.engines.sglang.backend")
-    other = importlib.import_module("lmcache.engines.sglang.backend")
+    sys.modules.pop("lmcache_client.sglang.backend")
+    other = importlib.import_module("lmcache_client.sglang.backend")
     backend = other.LMCacheBackend(SimpleNamespace(extra_config=None), {})
     assert "SGLang 0.1 is not supported" in caplog.text
     backend.register_mem_pool_host(make_pool())

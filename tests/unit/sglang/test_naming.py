@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmcache.engines.errors import UnnamedError
-from lmcache.engines.sglang import attach, naming
+from lmcache_client.errors import UnnamedError
+from lmcache_client.sglang import attach, naming
 from lmcache_store import keys
 
 SIZES = {"page_tokens": 64, "tensor_parallel": 1, "pipeline_parallel": 1, "context_parallel": 1}

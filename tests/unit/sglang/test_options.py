@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmcache.engines.core.settings import read_settings
-from lmcache.engines.errors import UnsupportedError
-from lmcache.engines.sglang.options import MODULE, EngineOptions, Settings
-from lmcache.engines.sglang.support import check_version
-from lmcache.rpc.service import DEFAULT_SOCKET
+from lmcache_client.core.settings import read_settings
+from lmcache_client.errors import UnsupportedError
+from lmcache_client.rpc.service import DEFAULT_SOCKET
+from lmcache_client.sglang.options import MODULE, EngineOptions, Settings
+from lmcache_client.sglang.support import check_version
 
 OURS = json.dumps({"backend_name": "lmcache", "module_path": MODULE})
 

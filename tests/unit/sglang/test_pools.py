@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from lmcache.engines.core.copier import RowLoad
-from lmcache.engines.errors import UnsupportedError
-from lmcache.engines.sglang.pools import PoolCopier, layout_of
+from lmcache_client.core.copier import RowLoad
+from lmcache_client.errors import UnsupportedError
+from lmcache_client.sglang.pools import PoolCopier, layout_of
 from tests.harness.scope import examples
 
 PAGES, PAGE, LAYERS, HEADS, DIM = 6, 4, 3, 2, 5

@@ -7,11 +7,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from lmcache.engines.errors import UnsupportedError
-from lmcache.engines.sglang import attach
-from lmcache.engines.sglang.attach import is_reporter
-from lmcache.engines.sglang.options import Settings
-from lmcache.engines.sglang.ranks import Ranks
+from lmcache_client.errors import UnsupportedError
+from lmcache_client.sglang import attach
+from lmcache_client.sglang.attach import is_reporter
+from lmcache_client.sglang.options import Settings
+from lmcache_client.sglang.ranks import Ranks
 
 
 def config(**fields):

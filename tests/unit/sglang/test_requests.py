@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmcache.engines.sglang import requests
+from lmcache_client.sglang import requests
 
 
 class Request:

@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
-from lmcache.engines.errors import UnsupportedError
-from lmcache.engines.sglang.weights import _UPDATES, WeightWatch, install
+from lmcache_client.errors import UnsupportedError
+from lmcache_client.sglang.weights import _UPDATES, WeightWatch, install
 from tests.harness.sglang_weights import (
     COMPONENTS,
     ENGINE,

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lmcache.engines.sglang.weights import _UPDATES, WeightWatch
+from lmcache_client.sglang.weights import _UPDATES, WeightWatch
 from tests.harness.scope import examples
 from tests.harness.sglang_weights import NAMESPACE, UpdateError, installed, make_classes
 

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmcache.engines.errors import UnsupportedError
-from lmcache.engines.sglang import windows
+from lmcache_client.errors import UnsupportedError
+from lmcache_client.sglang import windows
 
 
 class RadixCache:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_sidecar.explain.causes import Blocking, Causes, ExplainedRequest, Scheduled, find_blocking
 from lmcache_sidecar.explain.sources import find_sources
 from lmcache_store.causes import CAUSES

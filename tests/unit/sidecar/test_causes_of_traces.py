@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_sidecar.explain.causes import Causes, Scheduled, find_blocking
 from lmcache_sidecar.explain.sources import find_sources
 from lmcache_store.kv_groups import KVGroup

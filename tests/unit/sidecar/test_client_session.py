@@ -7,14 +7,14 @@ import grpc
 import numpy as np
 import pytest
 
-from lmcache.cuda.pin_status import PinStatus
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc import service
-from lmcache.rpc.attachment import Attachment
-from lmcache.rpc.client import SidecarClient
-from lmcache.rpc.errors import EngineCopiesError, SidecarUnavailableError
-from lmcache.rpc.open_copies import OpenCopies
-from lmcache.rpc.session import BlockCopy, Session
+from lmcache_client.cuda.pin_status import PinStatus
+from lmcache_client.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import service
+from lmcache_client.rpc.attachment import Attachment
+from lmcache_client.rpc.client import SidecarClient
+from lmcache_client.rpc.errors import EngineCopiesError, SidecarUnavailableError
+from lmcache_client.rpc.open_copies import OpenCopies
+from lmcache_client.rpc.session import BlockCopy, Session
 from lmcache_store.tiers.memory.contracts import LookupResult, Slot
 from tests.harness.wire import make_hello
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc import service
+from lmcache_client.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import service
 from lmcache_sidecar.clients.validation import CallRefusedError, parse_times
 from lmcache_sidecar.explain.causes import Blocking, Causes, Scheduled
 from lmcache_sidecar.explain.open_requests import EndedRequest, OpenRequests

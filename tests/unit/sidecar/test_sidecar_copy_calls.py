@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc import service
-from lmcache.rpc.hello import Allocation, GroupPages, LayerPages, TransferOffer
+from lmcache_client.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import service
+from lmcache_client.rpc.hello import Allocation, GroupPages, LayerPages, TransferOffer
 from lmcache_sidecar.clients.registry import Transfer
 from lmcache_sidecar.clients.validation import CallRefusedError
 from lmcache_sidecar.copiers import copier

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc import service
-from lmcache.rpc.attachment import hello_message
-from lmcache.rpc.hello import Allocation, ClientHello, GroupPages, LayerPages, Role, TransferOffer
+from lmcache_client.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import service
+from lmcache_client.rpc.attachment import hello_message
+from lmcache_client.rpc.hello import Allocation, ClientHello, GroupPages, LayerPages, Role, TransferOffer
 from lmcache_sidecar.clients import offers
 from lmcache_sidecar.clients.validation import CallRefusedError, parse_hello
 from lmcache_store.kv_groups import KVGroup

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc.attachment import hello_message
-from lmcache.rpc.hello import Role
+from lmcache_client.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc.attachment import hello_message
+from lmcache_client.rpc.hello import Role
 from lmcache_sidecar.clients.registry import Clients
 from lmcache_sidecar.clients.validation import parse_hello
 from lmcache_sidecar.explain.sources import find_sources

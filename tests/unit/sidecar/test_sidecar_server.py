@@ -12,8 +12,8 @@ import grpc.aio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc.service import LOOKUP, RELEASE
+from lmcache_client.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc.service import LOOKUP, RELEASE
 from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.lower_tiers import TierHandle
 from lmcache_sidecar.metrics import render

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc import service
-from lmcache.rpc.hello import Role
+from lmcache_client.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc import service
+from lmcache_client.rpc.hello import Role
 from lmcache_sidecar.clients import liveness
 from lmcache_sidecar.clients.liveness import GRACE_SECONDS, LivenessMonitor
 from lmcache_sidecar.clients.validation import CallRefusedError

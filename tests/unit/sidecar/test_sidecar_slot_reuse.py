@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from lmcache.rpc import kvcache_pb2 as pb
-from lmcache.rpc.service import pack_slots, unpack_slots
+from lmcache_client.rpc import kvcache_pb2 as pb
+from lmcache_client.rpc.service import pack_slots, unpack_slots
 from lmcache_sidecar.clients.liveness import GRACE_SECONDS
 from lmcache_sidecar.clients.registry import Client
 from lmcache_sidecar.clients.validation import CallRefusedError

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from lmcache.rpc.client import SidecarClient
-from lmcache.rpc.session import Session
+from lmcache_client.rpc.client import SidecarClient
+from lmcache_client.rpc.session import Session
 from lmcache_sidecar import lower_tiers, metrics
 from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.clients import liveness

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmcache.engines.vllm.attach import whole_chunk_tokens
+from lmcache_client.vllm.attach import whole_chunk_tokens
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmcache.engines.vllm import attach
+from lmcache_client.vllm import attach
 
 ALL = [0, 1, 2, 3]
 

@@ -1,6 +1,6 @@
 """Loads that hold blocks while their requests do not run."""
 
-from lmcache.engines.vllm.scheduler import OpenLoads
+from lmcache_client.vllm.scheduler import OpenLoads
 
 
 def test_another_load_waits_until_all_open_loads_could_be_completed():

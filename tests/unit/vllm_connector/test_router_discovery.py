@@ -10,7 +10,7 @@ from fastapi.routing import APIRoute
 from vllm.entrypoints.scale_out.render.api_router import router as render_router
 from vllm.entrypoints.scale_out.token_in_token_out.api_router import router as token_router
 
-from lmcache.engines.vllm.router_discovery import RouterDiscovery
+from lmcache_client.vllm.router_discovery import RouterDiscovery
 
 CONFIG = SimpleNamespace(
     enable_kv_cache_events=True,

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from lmcache.engines.vllm import tenant_header
-from lmcache.engines.vllm.tenant_header import RoutedTenantHeader, TenantHeader
+from lmcache_client.vllm import tenant_header
+from lmcache_client.vllm.tenant_header import RoutedTenantHeader, TenantHeader
 
 JSON = (b"Content-Type", b"application/json; charset=utf-8")
 TENANT = (b"X-LMCache-Tenant", b"s3cret")

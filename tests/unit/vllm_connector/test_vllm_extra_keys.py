@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmcache.engines.core import files
-from lmcache.engines.core.requests import Ticket
-from lmcache.engines.errors import UnnamedError
-from lmcache.engines.vllm.extra_keys import ExtraKeyFinder
+from lmcache_client.core import files
+from lmcache_client.core.requests import Ticket
+from lmcache_client.errors import UnnamedError
+from lmcache_client.vllm.extra_keys import ExtraKeyFinder
 
 CHUNK = 64
 
@@ -238,7 +238,7 @@ def test_identifier_with_two_contents_is_not_cached():
 def test_item_digest_is_cached_for_the_lifetime_of_the_item(monkeypatch):
     finder, item = ExtraKeyFinder(), feature()
     first_keys = finder.extra_keys(request(None, item), CHUNK)
-    monkeypatch.setattr("lmcache.engines.vllm.extra_keys._item_digest", None)
+    monkeypatch.setattr("lmcache_client.vllm.extra_keys._item_digest", None)
     assert finder.extra_keys(request(None, item), CHUNK) == first_keys
     del item
     assert finder._media == {}

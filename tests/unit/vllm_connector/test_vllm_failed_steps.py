@@ -4,7 +4,7 @@ import pytest
 from vllm.logging_utils.dump_input import prepare_object_to_dump
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from lmcache.engines.core.jobs import GroupStore, StepMeta, StoreJob
+from lmcache_client.core.jobs import GroupStore, StepMeta, StoreJob
 
 pytestmark = pytest.mark.vllm
 

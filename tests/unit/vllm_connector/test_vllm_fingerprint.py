@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmcache.engines.core import files
-from lmcache.engines.errors import UnnamedError, UnsupportedError
-from lmcache.engines.vllm import fingerprint
-from lmcache.engines.vllm.attach import Settings
+from lmcache_client.core import files
+from lmcache_client.errors import UnnamedError, UnsupportedError
+from lmcache_client.vllm import fingerprint
+from lmcache_client.vllm.attach import Settings
 from lmcache_store import keys
 
 

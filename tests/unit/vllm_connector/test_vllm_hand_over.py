@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmcache.engines.vllm.hand_over import announce, num_announced_tokens
+from lmcache_client.vllm.hand_over import announce, num_announced_tokens
 from lmcache_store.common.timing import TIMING
 from tests.harness.scheduler_rig import Rig, blocks, hashes, make_identity, make_request
 from tests.harness.wire import NAMESPACE

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmcache.engines.errors import UnsupportedError
-from lmcache.engines.vllm.attach import _lay_out
-from lmcache.engines.vllm.groups import GroupSpec, num_replicas, read_groups
+from lmcache_client.errors import UnsupportedError
+from lmcache_client.vllm.attach import _lay_out
+from lmcache_client.vllm.groups import GroupSpec, num_replicas, read_groups
 from lmcache_store.kv_groups import GroupKind, KVGroup
 
 

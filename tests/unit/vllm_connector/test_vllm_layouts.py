@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmcache.engines.core.layout import Layout
-from lmcache.engines.errors import UnsupportedError
-from lmcache.engines.vllm.layouts import check_stages, check_supported, content_id
+from lmcache_client.core.layout import Layout
+from lmcache_client.errors import UnsupportedError
+from lmcache_client.vllm.layouts import check_stages, check_supported, content_id
 from tests.harness.kv_layouts import ORDERS, B, kv_caches
 
 

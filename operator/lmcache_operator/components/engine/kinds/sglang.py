@@ -160,7 +160,7 @@ class SGLang(EngineKind):
 def _backend_config() -> str:
     config = {
         "backend_name": "lmcache",
-        "module_path": "lmcache.engines.sglang.backend",
+        "module_path": "lmcache_client.sglang.backend",
         "class_name": "LMCacheBackend",
         "interface_v1": 1,
         # Look up every prefix that is at least one page longer than what the engine has itself.

@@ -34,11 +34,11 @@ _EVENTS_CONFIG = json.dumps(
     sort_keys=True,
     separators=(",", ":"),
 )
-_DISCOVERY = "lmcache.engines.vllm.router_discovery.RouterDiscovery"
+_DISCOVERY = "lmcache_client.vllm.router_discovery.RouterDiscovery"
 """Middleware that answers the router's questions about KV events."""
-_TENANT_HEADER = "lmcache.engines.vllm.tenant_header.TenantHeader"
+_TENANT_HEADER = "lmcache_client.vllm.tenant_header.TenantHeader"
 """Middleware that makes the gateway's header X-LMCache-Tenant the salt of a request."""
-_ROUTED_TENANT_HEADER = "lmcache.engines.vllm.tenant_header.RoutedTenantHeader"
+_ROUTED_TENANT_HEADER = "lmcache_client.vllm.tenant_header.RoutedTenantHeader"
 """The same, which refuses requests whose header vLLM's router drops."""
 _RESERVED = {
     "--host": ALL_ADDRESSES,
@@ -181,7 +181,7 @@ def _kv_transfer_config(cluster: Cluster) -> str:
     layout = {"lmcache.kv_cache_layout": "BLHNC"} if cluster.engine.gpu.count else {}
     config = {
         "kv_connector": "LMCacheClusterConnector",
-        "kv_connector_module_path": "lmcache.engines.vllm.connector",
+        "kv_connector_module_path": "lmcache_client.vllm.connector",
         "kv_role": "kv_both",
         # A chunk that fails to load is recomputed, and its request does not fail.
         "kv_load_failure_policy": "recompute",

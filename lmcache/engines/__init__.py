@@ -1,1 +1,0 @@
-"""Engine connectors: each reads and writes one engine's KV cache."""

@@ -1,6 +1,0 @@
-"""The SGLang connector: ``lmcache.engines.sglang.backend.LMCacheBackend``, a storage backend of HiCache.
-
-``backend`` is the class that SGLang loads. ``attach`` and ``naming`` identify the engine's KV, ``pools``
-copies SGLang's host pages, and ``weights`` notices weight updates. The engine-neutral parts are in
-``lmcache.engines.core``, mainly ``blocking``.
-"""

@@ -1,0 +1,1 @@
+"""Parts for engines that look up, load and store whole pages on threads of their own."""

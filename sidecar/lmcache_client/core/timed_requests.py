@@ -1,0 +1,100 @@
+"""Measures how long requests take, for the scheduler side, and reports each request once (``times``).
+
+The OpenTelemetry spans of a request use the same time stamps: ``RequestState.clock``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lmcache_client.core.requests import RequestState
+from lmcache_client.core.times import FirstTokens, RequestClock, trace_id_of
+
+
+class TimedRequests:
+    """The clocks of the engine's requests. Used by the scheduler's thread only.
+
+    A request's clock ends with the step that computes its last prompt token, or with the request.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.report: Callable[[Sequence[RequestClock]], object] = lambda _: None
+        """Called with the clocks that ended, of requests that were reported as scheduled."""
+        self._clock = clock
+        self._first_tokens = FirstTokens()
+
+    def start(self, state: RequestState, arrived_at: float | None, asked_at: float | None = None) -> None:
+        """Start to measure a request. See ``RequestClock``; without ``asked_at``, its lookup is sent now."""
+        request = state.request
+        trace_id = trace_id_of(getattr(request, "trace_headers", None))
+        state.clock = RequestClock(
+            request.request_id,
+            request.num_tokens,
+            self._clock() if asked_at is None else asked_at,
+            arrived_at,
+            trace_id,
+        )
+
+    def restart(self, state: RequestState) -> None:
+        """Start again to measure a request that starts again. After a failed load, measuring goes on."""
+        if not state.has_failed:
+            arrived_at = state.clock.arrived_at if state.clock is not None else None
+            self.end(state)
+            self.start(state, arrived_at)
+
+    def note_decision(self, state: RequestState | None, *, is_held: bool) -> None:
+        """Record that the connector holds the request back, or lets it go on."""
+        if state is not None and state.clock is not None:
+            ticket = state.ticket
+            answered_at = ticket.answered_at if ticket.answer is not None else None
+            state.clock.note_decision(self._clock(), answered_at, is_held=is_held)
+
+    def begin_load(self, state: RequestState, start: int, num_tokens: int) -> None:
+        """Record that a load of ``num_tokens`` tokens from token ``start`` on begins."""
+        if state.clock is not None:
+            state.clock.begin_load(self._clock(), start + num_tokens, num_tokens)
+
+    def end_load(self, state: RequestState) -> None:
+        """Record that the request's load ended on all ranks."""
+        if state.clock is not None:
+            state.clock.load_ended_at = self._clock()
+
+    def fail_load(self, state: RequestState) -> None:
+        """Record that the request's load failed."""
+        if state.clock is not None:
+            state.clock.note_failed()
+
+    def note_scheduled(
+        self, state: RequestState, clock: RequestClock, num_computed: int, num_new: int
+    ) -> None:
+        """Record that the step being scheduled computes ``num_new`` tokens of the request.
+
+        ``num_computed``: tokens of the request after the step.
+        """
+        clock.note_first_step(num_computed - num_new)
+        if num_computed >= clock.num_tokens:
+            self._first_tokens.add(clock)
+            state.clock = None
+
+    @property
+    def is_step_watched(self) -> bool:
+        """True if the workers must report the end of the step being scheduled."""
+        return self._first_tokens.is_expected
+
+    def begin_step(self, step: int) -> None:
+        """Record the number of the step that was just scheduled; 0: its end is not reported."""
+        self._first_tokens.begin(step)
+
+    def end_step(self, step: int, now: float) -> None:
+        """Report the requests whose first token this step computed."""
+        self._send(self._first_tokens.end(step, now))
+
+    def end(self, state: RequestState) -> None:
+        """Report a request that ends, or starts again, before its first token."""
+        if state.clock is not None:
+            self._send([state.clock])
+            state.clock = None
+
+    def _send(self, clocks: Sequence[RequestClock]) -> None:
+        if reported := [clock for clock in clocks if clock.is_reported]:
+            self.report(reported)

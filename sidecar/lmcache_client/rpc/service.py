@@ -1,0 +1,132 @@
+"""Agreements of client and sidecar apart from the messages: names, limits, versions and paths of files."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import grpc
+from google.protobuf.message import Message
+
+from lmcache_client.rpc import kvcache_pb2 as pb
+from lmcache_store.tiers.memory.contracts import Slot
+
+PROTOCOL_VERSION = 4
+"""Version of the protocol, which changes if an old peer would misread a message; new fields don't count."""
+
+SERVICE = "lmcache.kvcache.v1.KVCache"
+
+DEFAULT_SOCKET = "/run/lmcache/kvcache.sock"
+"""Default path of the sidecar's socket. ``LMCACHE_SOCKET`` overrides it on both sides."""
+
+MAX_SOCKET_PATH_BYTES = 107
+"""Longest path of a UNIX socket: ``sun_path`` has 108 bytes, including its terminating zero."""
+
+MAX_MESSAGE_BYTES = 1 << 20
+"""Largest message. gRPC refuses larger ones with RESOURCE_EXHAUSTED. The largest Lookup has a quarter of it.
+
+The sidecar needs about three times the size of each message that clients send at the same time."""
+
+MAX_KEYS_PER_CALL = 256
+"""Largest number of keys or slots in a call; clients split longer lists. A Reserve of this size takes about
+4 ms, while all other clients wait."""
+
+MAX_KEYS_PER_LOOKUP = 4096
+"""Largest number of keys in a Lookup, of all groups together; the sidecar takes about 1 ms for them. A Lookup
+is not split, because the rows that a window needs depend on the end of the hit. Later keys are ignored."""
+
+NAME_BYTES, MAX_FIRST_BLOCKS = 8, 63
+"""Bytes of a block's hash in Scheduled.first_blocks, and the largest number of blocks."""
+
+MAX_REQUEST_ID_BYTES = 256
+
+MAX_TIMES = 256
+"""Largest number of requests whose times one Release reports."""
+
+TRACE_ID_BYTES = 16
+
+REASON_METADATA = "lmcache-reason"
+"""Trailing metadata of a refused call, with the reasons that a client acts on."""
+
+REASON_ATTACH_AGAIN = "attach-again"
+"""The epoch is over, or the client is not attached: the client must attach again."""
+
+REASON_ENGINE_COPIES = "engine-copies"
+"""The sidecar can't read the client's GPU memory: the engine must copy, from now on."""
+
+REASON_PROTOCOL = "protocol"
+"""The protocol versions differ: only an upgrade helps, so clients retry slowly."""
+
+
+_SLOT = struct.Struct("<QQ")
+SLOT_BYTES = _SLOT.size
+"""Bytes of a slot in a message: row and generation."""
+
+BLOCK_BYTES = 4
+"""Bytes of a block's number in a message."""
+
+
+class Method(NamedTuple):
+    """One unary call of the service."""
+
+    name: str
+    request: type[Message]
+    reply: type[Message]
+
+    @property
+    def path(self) -> str:
+        """Path of the call in gRPC."""
+        return f"/{SERVICE}/{self.name}"
+
+
+LOOKUP = Method("Lookup", pb.LookupRequest, pb.LookupReply)
+RESERVE = Method("Reserve", pb.ReserveRequest, pb.ReserveReply)
+COMMIT = Method("Commit", pb.CommitRequest, pb.CommitReply)
+ABORT = Method("Abort", pb.AbortRequest, pb.AbortReply)
+COPY_BLOCKS = Method("CopyBlocks", pb.CopyBlocksRequest, pb.CopyBlocksReply)
+RELEASE = Method("Release", pb.ReleaseRequest, pb.ReleaseReply)
+UNARY_METHODS = (LOOKUP, RESERVE, COPY_BLOCKS, COMMIT, ABORT, RELEASE)
+ATTACH_PATH = f"/{SERVICE}/Attach"
+
+
+def pack_slots(slots: Iterable[Slot]) -> bytes:
+    """Encode slots for a message. Raises ValueError if one is out of range."""
+    try:
+        return b"".join(itertools.starmap(_SLOT.pack, slots))
+    except struct.error as error:
+        raise ValueError(f"not a slot: {error}") from error
+
+
+def unpack_slots(packed: bytes) -> list[Slot]:
+    """Decode the slots of a message, whose length must be a multiple of ``SLOT_BYTES``."""
+    return list(map(Slot._make, _SLOT.iter_unpack(packed)))
+
+
+def check_socket_path(path: str) -> None:
+    """Raise ValueError if the system can't address a UNIX socket at ``path``."""
+    num_bytes = len(os.fsencode(path))
+    if num_bytes > MAX_SOCKET_PATH_BYTES:
+        raise ValueError(
+            f"socket path {path!r} has {num_bytes} bytes, the system takes at most {MAX_SOCKET_PATH_BYTES}:"
+            " choose a shorter directory"
+        )
+
+
+def locks_directory(socket_path: str) -> Path:
+    """Return the directory of the clients' lock files, which the sidecar creates."""
+    return Path(socket_path).parent / "clients"
+
+
+def lock_path(socket_path: str, client_uuid: bytes) -> Path:
+    """Return the path of the file on which a client holds a POSIX record lock as long as it is alive."""
+    return locks_directory(socket_path) / f"{client_uuid.hex()}.lock"
+
+
+def reason_of(error: grpc.RpcError) -> str:
+    """Return the reason of a refused call from REASON_METADATA; empty if there is none."""
+    metadata = cast("Iterable[tuple[str, str]]", error.trailing_metadata() or ())
+    return next((value for key, value in metadata if key == REASON_METADATA), "")

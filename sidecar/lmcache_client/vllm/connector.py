@@ -1,0 +1,286 @@
+"""The vLLM KV connector: a facade whose every hook is one guarded call of a side.
+
+::
+
+    vllm serve MODEL --prefix-caching-hash-algo sha256_cbor --kv-transfer-config '{
+        "kv_connector": "LMCacheClusterConnector",
+        "kv_connector_module_path": "lmcache_client.vllm.connector",
+        "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"lmcache.socket": "/run/lmcache/kvcache.sock"}}'
+
+**A cache failure is never an inference failure.** If a hook raises, its side goes offline for the life of the
+process, and one log line shows the stack. After that, every hook returns what an engine without a cache
+expects. Loads that the engine already waits for are still reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import vllm
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from lmcache_client.errors import UnsupportedError
+from lmcache_client.vllm.support import check_version
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+    from lmcache_client.core.jobs import EngineIdentity, StepMeta, WorkerReport
+    from lmcache_client.core.worker import WorkerSide
+    from lmcache_client.vllm.scheduler import VLLMScheduler
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class LMCacheClusterConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vllm is untyped
+    """The connector, see the module: the scheduler side in the scheduler's process, else a worker side."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._scheduler: VLLMScheduler | None = None
+        self._worker: WorkerSide | None = None
+        try:
+            check_version(vllm.__version__)
+            if role == KVConnectorRole.SCHEDULER:
+                self._scheduler = _make_scheduler(vllm_config, kv_cache_config)
+            else:
+                self._worker = _make_worker(vllm_config, kv_cache_config)
+        except Exception as error:
+            # The scheduler side warns once for the engine, so the workers need not repeat it.
+            is_repeated = isinstance(error, UnsupportedError) and role == KVConnectorRole.WORKER
+            level = logging.DEBUG if is_repeated else logging.WARNING
+            logger.log(level, "LMCache Cluster is off, the engine runs without it: %s", error)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a dropped store is only a future miss."""
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Return the KV layout of the settings, or None if none is set.
+
+        If the attention backend does not support it, vLLM uses another layout and logs a warning. There is no
+        default, because an engine ends if two children of a MultiConnector require different layouts.
+        """
+        try:
+            return _wanted_layout(vllm_config)
+        except Exception as error:  # an invalid setting, about which the worker warns
+            logger.debug("The connector requires no KV layout: %s", error)
+            return None
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Return True, because vLLM 0.33 would otherwise refuse to start.
+
+        An engine that may sleep is not cached (``layouts``), so the connector need not follow its sleep.
+        """
+        return True
+
+    def shutdown(self) -> None:
+        """End the threads and detach."""
+        _call(self._scheduler, "go_offline", None)
+        _call(self._worker, "close", None)
+
+    # ---- worker ----
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Start caching the engine's KV tensors."""
+        _call(self._worker, "register_kv_caches", None, kv_caches)
+
+    def get_handshake_metadata(self) -> EngineIdentity | None:
+        """Return the engine's identity for the scheduler side, before the first request.
+
+        Inside a MultiConnector, all of its children would get the identity and fail. So it returns None
+        there, and the report of the first step carries the identity.
+        """
+        if self._worker is None or not has_kv_transfer_group() or get_kv_transfer_group() is not self:
+            return None
+        return self._worker.identity
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Wait shortly for copies of blocks that the engine is about to overwrite, or abort them."""
+        _call(self._worker, "handle_preemptions", None, kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin the step's loads."""
+        _call(self._worker, "start_loads", None, self._connector_metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: loads are asynchronous, so no layer waits."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Do nothing: whole chunks are stored after the step."""
+
+    def wait_for_save(self) -> None:
+        """Begin the step's stores without waiting for them."""
+        _call(self._worker, "start_stores", None, self._connector_metadata)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Return the requests whose blocks are released, and the requests whose loads ended."""
+        return _call(self._worker, "collect", (None, None), self._connector_metadata)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Return the same as ``get_finished``, and loads that failed as a whole (vLLM 0.30 and later)."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving = _call(self._worker, "take_failed_requests", set())
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return blocks of failed loads, in the step that reports the load as ended."""
+        return _call(self._worker, "take_bad_blocks", set())
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """Return the worker's report for the scheduler side; None if it would be empty."""
+        return _call(self._worker, "take_report", None, self._connector_metadata)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Return the figures of copies that ended in this step, if any did."""
+        figures: dict[str, float] = _call(self._worker, "take_figures", {})
+        return self.build_kv_connector_stats(figures) if figures else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """Create the statistics from the ``data`` of another process, where vLLM logs and counts them."""
+        from lmcache_client.vllm.stats import LMCacheStats
+
+        return LMCacheStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KVConnectorPromMetrics:
+        """Create the Prometheus metrics in which vLLM counts the statistics."""
+        from lmcache_client.vllm.stats import LMCachePromMetrics
+
+        return LMCachePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # ---- scheduler ----
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
+        """Take the workers' identities. Inside a MultiConnector, messages may be another connector's."""
+        _call(self._scheduler, "adopt", None, metadata.values())
+
+    set_xfer_handshake_metadata = set_xfer_handshake_metadata_pp_aware  # older engines call this name
+
+    def on_new_request(self, request: Any) -> None:
+        """Send the sidecar a hint of the request."""
+        _call(self._scheduler, "on_new_request", None, request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return (tokens to load after the computed ones, True if the load is asynchronous).
+
+        None tokens: vLLM asks again in the next step.
+        """
+        return _call(self._scheduler, "get_num_new_matched_tokens", (0, False), request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Create the load, now that vLLM has allocated its blocks."""
+        _call(self._scheduler, "update_state_after_alloc", None, request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMeta | KVConnectorMetadata:
+        """Return the step's loads and stores for the workers."""
+        return _call(self._scheduler, "build_connector_meta", KVConnectorMetadata(), scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Record the jobs that the workers ended."""
+        _call(self._scheduler, "update_connector_output", None, connector_output)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Return the KV events since the last call, for vLLM's publisher."""
+        return _call(self._scheduler, "take_events", [])
+
+    def reset_cache(self) -> bool:
+        """Invalidate all cached KV, because the weights may change. Returns False if a load still runs."""
+        return _call(self._scheduler, "reset_cache", True)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Return (True if the engine must hold the blocks, parameters for the next engine or None)."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return (True if the engine must hold the blocks, parameters for the next engine or None)."""
+        params = _call(self._scheduler, "hand_over", None, request)
+        return _call(self._scheduler, "finish", False, request, block_ids), params
+
+
+with contextlib.suppress(ValueError):  # a MultiConnector finds its children's statistics by their names
+    KVConnectorFactory.register_connector(
+        LMCacheClusterConnector.__name__, __name__, LMCacheClusterConnector.__name__
+    )
+
+
+def _call(side: VLLMScheduler | WorkerSide | None, hook: str, neutral: T, *args: Any) -> T:
+    """Call a hook of a side. If it raises, take the side offline and call the hook once more.
+
+    An offline side still fails the loads that the engine waits for, and releases held blocks.
+    """
+    if side is None:
+        return neutral
+    try:
+        return cast("T", getattr(side, hook)(*args))
+    except Exception:
+        logger.exception("LMCache Cluster goes offline in this process: %s failed, the engine goes on", hook)
+    try:
+        side.go_offline()
+        return cast("T", getattr(side, hook)(*args))
+    except Exception:
+        return neutral
+
+
+# Imported here and not above, so that the engine runs even if an import fails.
+
+
+def _make_scheduler(vllm_config: Any, kv_cache_config: Any) -> VLLMScheduler:
+    from lmcache_client.core.events import ChunkEvents
+    from lmcache_client.core.tracer_choice import make_tracer
+    from lmcache_client.vllm.attach import Settings, start_scheduler_client
+    from lmcache_client.vllm.extra_keys import ExtraKeyFinder
+    from lmcache_client.vllm.scheduler import VLLMScheduler
+
+    settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    connect = partial(start_scheduler_client, settings.socket)
+    events = vllm_config.kv_events_config
+    observability = getattr(vllm_config, "observability_config", None)
+    return VLLMScheduler(
+        connect,
+        ExtraKeyFinder().extra_keys_of,
+        settings.answer_seconds,
+        settings.prefill_tokens_per_second,
+        num_blocks=kv_cache_config.num_blocks,
+        events=ChunkEvents() if events is not None and events.enable_kv_cache_events else None,
+        tracer=make_tracer(getattr(observability, "otlp_traces_endpoint", None)),
+    )
+
+
+def _wanted_layout(vllm_config: Any) -> str | None:
+    from vllm.platforms import current_platform
+
+    from lmcache_client.vllm.attach import Settings
+
+    if current_platform.is_cpu():  # its attention supports only one layout
+        return None
+    return Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config).kv_cache_layout
+
+
+def _make_worker(vllm_config: Any, kv_cache_config: Any) -> WorkerSide:
+    from lmcache_client.core.worker import WorkerSide
+    from lmcache_client.vllm.attach import attach_worker
+
+    return WorkerSide(lambda kv_caches: attach_worker(vllm_config, kv_cache_config, kv_caches))

@@ -1,0 +1,116 @@
+"""Answers the questions that vLLM's router asks an engine, so that it can follow the engine's KV events.
+
+``vllm-router`` (0.1.17) gets ``/get_server_info`` for the block size, and ``/kv_event_sources`` for the
+address of the events. vLLM does not serve the first path, and its answer to the second has no encoding.
+Without both answers the router ignores the engine's events, and routes by load alone.
+
+For each prompt of text, the router posts to ``/v1/completions/render`` or ``/v1/chat/completions/render``. It
+gets the tokens. vLLM >= 0.32 refuses these paths without ``--enable-scale-out``, which older versions do not
+know. That option would also let each client of the engine abort requests of others. So the middleware
+replaces only the refusal of these two paths by vLLM's own handlers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+ENCODING, SCHEMA_VERSION = "msgpack", 1
+"""Format of vLLM's events, as the router names it. The router ignores sources without these two fields."""
+_RENDER_PATHS = frozenset({"/v1/completions/render", "/v1/chat/completions/render"})
+_PUBLISHER_FIELDS = ("enable_kv_cache_events", "publisher", "endpoint", "replay_endpoint", "topic", "hwm")
+
+_Message = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[_Message]]
+_Send = Callable[[_Message], Awaitable[None]]
+_App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
+
+
+class RouterDiscovery:
+    """ASGI middleware for ``vllm serve --middleware lmcache_client.vllm.router_discovery.RouterDiscovery``.
+
+    It answers two paths, and passes all other requests to vLLM. vLLM then answers two paths more.
+    """
+
+    def __init__(self, app: _App) -> None:
+        self._app = app
+        self._has_opened = False
+
+    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+        """Answer a request, or pass it on."""
+        if not self._has_opened and "app" in scope:
+            self._has_opened = True
+            _open_render(scope["app"])
+        answer = _ANSWERS.get(scope.get("path", "")) if scope["type"] == "http" else None
+        body = _encoded(answer, scope) if answer is not None and scope["method"] == "GET" else None
+        if body is None:
+            await self._app(scope, receive, send)
+            return
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+def _open_render(app: Any) -> None:
+    """Let vLLM tokenize prompts for the router, if it refuses to. All other checks of requests remain."""
+    try:
+        from vllm.entrypoints.scale_out.render.api_router import router
+
+        handlers = {route.path: route for route in router.routes if route.path in _RENDER_PATHS}
+        for number, route in enumerate(app.router.routes):
+            handler = handlers.get(getattr(route, "path", ""))
+            if handler is not None and route.endpoint is not handler.endpoint:
+                app.router.routes[number] = handler
+    except Exception as error:
+        logger.warning("LMCache Cluster cannot tokenize prompts for routers, which may ignore KV: %s", error)
+
+
+def server_info(state: Any) -> dict[str, Any]:
+    """Return the identity of the engine, and the number of tokens in a block of its events.
+
+    ``state``: the state of vLLM's server.
+    """
+    config = state.vllm_config
+    block_tokens = getattr(config.cache_config, "effective_attention_block_size", None)
+    return {
+        "model_path": config.model_config.model,
+        # The router tells engines apart by this name. vLLM's own name has five random characters, so two
+        # engines may have the same.
+        "instance_id": f"{socket.gethostname()}-{config.instance_id}",
+        "kv_block_size": block_tokens or config.cache_config.block_size,
+    }
+
+
+def kv_event_sources(state: Any) -> dict[str, dict[str, Any]]:
+    """Return the publishers of events by data-parallel rank; empty if the engine publishes no events."""
+    client, config = state.engine_client, state.vllm_config.kv_events_config
+    get_sources = getattr(client, "get_kv_event_sources", None)
+    sources: Mapping[int, Any] = {0: config} if config is not None else {}
+    if get_sources is not None:  # vLLM >= 0.31 knows the port of each rank
+        sources = get_sources()
+    return {str(rank): _source(publisher) for rank, publisher in sources.items()}
+
+
+def _source(publisher: Any) -> dict[str, Any]:
+    fields = {name: getattr(publisher, name) for name in _PUBLISHER_FIELDS}
+    return fields | {"encoding": ENCODING, "schema_version": SCHEMA_VERSION}
+
+
+def _encoded(answer: Callable[[Any], Any], scope: _Message) -> bytes | None:
+    """Return the answer as JSON. None if it fails: the cache works, only the router gets no events."""
+    try:
+        return json.dumps(answer(scope["app"].state)).encode()
+    except Exception:
+        logger.exception("LMCache Cluster cannot answer GET %s, so routers ignore KV events", scope["path"])
+        return None
+
+
+_ANSWERS: Mapping[str, Callable[[Any], Any]] = {
+    "/get_server_info": server_info,
+    "/kv_event_sources": kv_event_sources,
+}

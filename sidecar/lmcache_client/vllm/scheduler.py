@@ -1,0 +1,200 @@
+"""Translates vLLM's types for the scheduler side: requests, SchedulerOutput and KVConnectorOutput."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from lmcache_client.core.grid import BlockTables
+from lmcache_client.core.jobs import StepMeta, WorkerReport
+from lmcache_client.core.scheduler import SchedulerSide
+from lmcache_client.core.tracing import ENGINE_MEMORY
+from lmcache_client.vllm import hand_over
+
+logger = logging.getLogger(__name__)
+
+
+class OpenLoads:
+    """Loads that hold blocks while their requests do not run. Prevents that they stop the engine.
+
+    vLLM cannot preempt such requests. They could hold so many blocks that none of them gets the rest of its
+    blocks. A load therefore begins only if all open loads could be completed together.
+
+    The scheduler of vLLM 0.29 also stops at the first waiting request that gets no blocks. Later requests may
+    hold all blocks, filled by loads that have ended. The scheduler would then stop there in every step. It
+    skips the first request only if the connector has no answer for it yet.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        """``num_blocks``: blocks of the engine's KV memory."""
+        self._num_blocks = num_blocks
+        self._loading: dict[str, int] = {}  # blocks that each request needs in the end
+        self._loaded: dict[
+            str, int
+        ] = {}  # the same of requests that were not scheduled since their load ended
+        self._num_steps = 0  # successive steps that computed nothing while requests were loaded
+
+    def may_begin(self, request_id: str, num_blocks: int) -> bool:
+        """Return True if the load of a request that needs ``num_blocks`` blocks can begin now."""
+        open_loads = self._loading | self._loaded
+        open_loads.pop(request_id, None)
+        return not open_loads or sum(open_loads.values()) + num_blocks <= self._num_blocks
+
+    def begin(self, request_id: str, num_blocks: int) -> None:
+        """Note that the request waits for a load."""
+        self._loading[request_id] = num_blocks
+
+    def end(self, request_id: str) -> None:
+        """Note that the request's load has ended, successfully or not."""
+        if request_id in self._loading:
+            self._loaded[request_id] = self._loading.pop(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Note that the request is finished."""
+        self._loading.pop(request_id, None)
+        self._loaded.pop(request_id, None)
+
+    def note_step(self, scheduled: Iterable[str], num_tokens: int) -> None:
+        """Note which requests a step computes, and how many tokens of all."""
+        if self._loaded:
+            for request_id in scheduled:
+                self._loaded.pop(request_id, None)
+        self._num_steps = self._num_steps + 1 if self._loaded and not num_tokens else 0
+
+    def must_yield(self, request_id: str) -> bool:
+        """Return True if this request must wait, so that vLLM considers the loaded requests.
+
+        True only in every second step: if the loaded requests get no blocks either, this one may get some.
+        """
+        return self._num_steps % 2 == 1 and request_id not in self._loaded
+
+
+class VLLMScheduler(SchedulerSide):
+    """The scheduler side with vLLM's hooks, which ``connector`` documents and calls."""
+
+    def __init__(self, *args: Any, num_blocks: int, **settings: Any) -> None:
+        """``num_blocks``: blocks of the engine's KV memory. See ``SchedulerSide`` for the others."""
+        super().__init__(*args, **settings)
+        self._tables: dict[str, BlockTables] = {}  # with vLLM 0.29
+        self._open_loads = OpenLoads(num_blocks)
+
+    def on_new_request(self, request: Any) -> None:
+        """Send a hint. Ignores streaming sessions, because they replace tokens that were already hashed."""
+        if not getattr(request, "resumable", False):
+            params = getattr(request, "kv_transfer_params", None)
+            self.add(request, hand_over.num_announced_tokens(params, self._namespace))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return (tokens to load, True if there is a load); (None, False): ask again in the next step."""
+        request_id = request.request_id
+        if self._open_loads.must_yield(request_id):
+            self._times.note_decision(self._states.get(request_id), is_held=True)
+            return None, False
+        num_tokens = self.num_loadable(request, num_computed_tokens)
+        if num_tokens and not self._open_loads.may_begin(request_id, self._num_blocks(request)):
+            self._times.note_decision(self._states.get(request_id), is_held=True)
+            self._tracer.hold(request_id, ENGINE_MEMORY)
+            return None, False
+        if num_tokens is not None:
+            self._tracer.resume(request_id)
+        return num_tokens, bool(num_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Create the load. ``blocks`` holds the ids of the whole request's blocks, a list per KV group."""
+        if num_external_tokens:
+            self._open_loads.begin(request.request_id, self._num_blocks(request))
+        tables = blocks.get_block_ids() if num_external_tokens else ()
+        self.note_allocated(request.request_id, tables, num_external_tokens)
+
+    def build_connector_meta(self, output: Any) -> StepMeta:
+        """Return the step's jobs. ``output`` is the engine's SchedulerOutput and is not changed."""
+        for request_id in getattr(output, "preempted_req_ids", None) or ():
+            self.note_preempted(request_id)
+        if self.reads_transient_blocks:
+            self.reclaim_blocks(_allocated_blocks(output))
+        if self._states:
+            self._follow(output)
+        self._open_loads.note_step(output.num_scheduled_tokens, output.total_num_scheduled_tokens)
+        return self.end_step(output.total_num_scheduled_tokens)
+
+    def update_connector_output(self, output: Any) -> None:
+        """Record ended jobs. ``output`` is the engine's KVConnectorOutput, merged over all ranks."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self.take_report(report)
+        for request_id in output.finished_recving or ():
+            self._open_loads.end(request_id)
+            self.note_loaded(request_id)
+        for request_id in output.finished_sending or ():
+            self.note_released(request_id)
+
+    def hand_over(self, request: Any) -> dict[str, Any] | None:
+        """Return parameters for the engine that continues this request.
+
+        Returns None if no engine continues it, or if there is no KV for that engine.
+
+        Call this before ``finish``.
+        """
+        if not hand_over.wants_hand_over(getattr(request, "kv_transfer_params", None)):
+            return None
+        num_tokens = self.num_stored_tokens(request.request_id)
+        return hand_over.announce(self._namespace, num_tokens) if num_tokens else None
+
+    def finish(self, request: Any, tables: BlockTables) -> bool:
+        """Return True if the blocks must be held. ``tables`` has null blocks that windows left behind."""
+        self._tables.pop(request.request_id, None)
+        self._open_loads.forget(request.request_id)
+        return super().finish(request, tables)
+
+    def take_events(self) -> list[Any]:
+        """Return KV events of chunks that came into memory or left it. If this fails, only the events end."""
+        if self._events is None:
+            return []
+        try:
+            from lmcache_client.vllm import events  # imported here, so that this module does not need vLLM
+
+            stored, removed = self.take_changes(lambda chunk: events.describe(chunk, self._grid))
+            removals: list[Any] = [events.removed_event(chunk, self._grid) for chunk in removed]
+            return removals + [events.stored_event(chunk, self._grid) for chunk in stored]
+        except Exception:
+            logger.exception("LMCache Cluster sends no more KV events in this process")
+            self._events = None
+            return []
+
+    def _num_blocks(self, request: Any) -> int:
+        """Return how many blocks hold all tokens that the request has now, at most."""
+        return self._grid.num_blocks(request.num_tokens)
+
+    def _follow(self, output: Any) -> None:
+        """Record what the step computes of each request.
+
+        With the V2 model runner, a preempted request returns as a new request. Block tables are read from the
+        engine's present state. The tables that it sends to its workers would still name blocks that a window
+        left behind.
+        """
+        drafts, cached = output.scheduled_spec_decode_tokens, output.scheduled_cached_reqs
+        blocks = output.kv_connector_block_state
+        get_tables = getattr(blocks, "get_block_ids", None)
+        if get_tables is None:  # vLLM 0.29 has only the tables that grew in this step
+            self._tables |= blocks.block_ids
+            get_tables = self._tables.get
+        scheduled, snapshots = output.num_scheduled_tokens, blocks.boundary_state_offloads
+        computed = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+        computed += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        for request_id, num_tokens in computed:
+            num_drafts = len(drafts.get(request_id, ())) if drafts else 0
+            states = snapshots.get(request_id, ()) if snapshots else ()
+            num_new = scheduled[request_id] - num_drafts
+            self.note_scheduled(request_id, get_tables, num_tokens + num_new, num_drafts, states, num_new)
+
+
+def _allocated_blocks(output: Any) -> set[int]:
+    """Return the blocks that requests may write to from this step on."""
+    tables = itertools.chain(
+        *(new.block_ids for new in output.scheduled_new_reqs),
+        *filter(None, output.scheduled_cached_reqs.new_block_ids),
+    )
+    copies = getattr(output, "kv_cache_block_copies", None) or ()
+    return {copy.dst_block_id for copy in copies}.union(*tables)

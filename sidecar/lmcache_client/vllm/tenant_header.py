@@ -1,0 +1,261 @@
+"""Sets the cache salt of a request from a header that a gateway sets, so that clients can't choose it.
+
+A salt separates the KV of tenants, and budgets of tenants go by it. vLLM reads it from ``cache_salt`` in the
+body, which the client writes. A gateway that knows the tenant can set a header more easily than a body.
+
+- With the header, its value replaces ``cache_salt``. A request whose salt can't be set gets status 400.
+- Without the header, nothing is changed. The gateway must therefore set the header in each request, and
+  replace a header of the client. Clients must not reach the engine by another way.
+- Requests without a body, such as ``GET /health``, pass.
+- Errors of vLLM may repeat the request's body. The salt in them is replaced by ``***``. vLLM's logs of errors
+  and its debug logs may still contain it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+HEADER = b"x-lmcache-tenant"
+MAX_BODY_BYTES = 32 << 20
+"""Longest body that the middleware changes. It holds the body in memory several times."""
+
+MAX_ERROR_BYTES = 1 << 20
+"""Longest error that is passed to the client. Another text replaces a longer one."""
+
+MAX_SALT_BYTES = 256
+PATHS = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/completions/render",
+        "/v1/chat/completions/render",
+    }
+)
+"""Paths whose requests have a ``cache_salt`` in all supported versions. At other paths vLLM may ignore it."""
+
+_RENDERS = frozenset({"/v1/completions/render", "/v1/chat/completions/render"})
+"""Paths to which vLLM's router sends requests of its own. They compute no KV, so their salt has no effect."""
+
+_MIN_PIECE = 3  # bytes of a shortened salt
+_POLICY_VIOLATION = 1008  # code of a closed WebSocket
+
+_Message = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[_Message]]
+_Send = Callable[[_Message], Awaitable[None]]
+_App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
+
+
+class _RefusedError(Exception):
+    """The salt of this request can't be set; the text says why."""
+
+
+class TenantHeader:
+    """ASGI middleware for ``vllm serve --middleware lmcache_client.vllm.tenant_header.TenantHeader``."""
+
+    def __init__(self, app: _App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+        """Pass a request on with the salt of its header, or refuse it."""
+        salts = [value for name, value in scope.get("headers", ()) if name.lower() == HEADER]
+        if not salts or scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        try:
+            salt = _read_salt(salts)
+            if scope["type"] == "websocket":
+                raise _RefusedError("a WebSocket can't have a tenant: send requests over HTTP")
+            body = await _read_body(scope, receive)
+            if body is None:
+                return
+            changed = _with_salt(scope, body, salt) if body else body
+        except _RefusedError as error:
+            await _refuse(scope, receive, send, f"X-LMCache-Tenant: {error}")
+            return
+        changed_scope = _with_length(scope, len(changed))
+        await self._app(changed_scope, _again(changed, receive), _Errors(send, salt).send)
+
+
+class RoutedTenantHeader(TenantHeader):
+    """ASGI middleware for engines behind vLLM's router. It refuses requests with a body and no header.
+
+    vllm-router 0.1.17 passes the header on at ``/v1/completions`` and ``/v1/chat/completions``, and drops it
+    at most other paths. The engine can't know by the path whether the router dropped the header: it gets
+    ``/v1/%63ompletions`` and ``/x/../v1/completions`` as ``/v1/completions``. Without the header, the client
+    would choose its tenant by the salt in the body.
+    """
+
+    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+        """Pass a request on with the salt of its header, or refuse it."""
+        has_header = any(name.lower() == HEADER for name, _ in scope.get("headers", ()))
+        if scope["type"] != "http" or has_header or _path(scope) in _RENDERS:
+            await super().__call__(scope, receive, send)
+            return
+        first = await receive()
+        if first.get("body") or first.get("more_body"):
+            reason = "the header is missing. The gateway must set it, and vLLM's router passes it on only at"
+            paths = "/v1/completions and /v1/chat/completions"
+            await _refuse(scope, receive, send, f"X-LMCache-Tenant: {reason} {paths}")
+        elif first["type"] == "http.request":
+            await self._app(scope, _again(b"", receive), send)
+
+
+class _Errors:
+    """The answer to one request. Successful answers pass as they are; the salt is removed from errors."""
+
+    def __init__(self, send: _Send, salt: str) -> None:
+        self._send = send
+        self._salt = salt
+        self._start: _Message | None = None  # of an error, until its body is complete
+        self._body = bytearray()
+
+    async def send(self, message: _Message) -> None:
+        """Send a message, or wait for the rest of an error."""
+        if message["type"] == "http.response.start" and message["status"] >= 400:
+            self._start = message
+        elif self._start is None or message["type"] != "http.response.body":
+            await self._send(message)
+        else:
+            self._body += message.get("body", b"")[: MAX_ERROR_BYTES + 1 - len(self._body)]
+            if not message.get("more_body", False):
+                start, self._start = self._start, None
+                await self._send_error(start)
+
+    async def _send_error(self, start: _Message) -> None:
+        headers = [header for header in start.get("headers", ()) if header[0].lower() != b"content-length"]
+        is_encoded = any(name.lower() == b"content-encoding" for name, _ in headers)
+        if is_encoded or len(self._body) > MAX_ERROR_BYTES:
+            headers = [(b"content-type", b"application/json")]
+            body = _error("the server's error is withheld: it is too long or compressed", start["status"])
+        else:
+            body = _without_salt(bytes(self._body), self._salt)
+        headers.append((b"content-length", str(len(body)).encode()))
+        await self._send({**start, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+
+def _escaped(text: str) -> tuple[str, ...]:
+    """Return the text as it may appear in JSON or a representation. One with both quotes escapes ``'``."""
+    quotes = "\"'"
+    return (
+        json.dumps(text)[1:-1],
+        json.dumps(text, ensure_ascii=False)[1:-1],
+        *(represent(text)[1:-1] for represent in (repr, ascii)),
+        *(represent(quotes + text)[4:-1] for represent in (repr, ascii)),
+    )
+
+
+def _without_salt(body: bytes, salt: str) -> bytes:
+    """Return the text of an error without the salt, which may be escaped, or shortened by ``...``."""
+    forms = {salt}
+    for _ in range(3):  # such as the representation of a body in JSON, in JSON
+        forms.update(*map(_escaped, tuple(forms)))
+    for known in sorted((form.encode() for form in forms), key=len, reverse=True):
+        body = body.replace(known, b"***")
+        if len(known) > _MIN_PIECE and b"..." in body:
+            body = _without_start(body, known)
+            body = _without_start(body[::-1], known[::-1])[::-1]
+    return body
+
+
+def _without_start(body: bytes, known: bytes) -> bytes:
+    """Replace parts before ``...`` with which ``known`` starts. Takes time in proportion to the body."""
+    rest = known[_MIN_PIECE:]
+    parts = b"|".join(re.escape(rest[:length]) for length in range(len(rest), -1, -1))
+    return re.sub(re.escape(known[:_MIN_PIECE]) + b"(?:" + parts + b")(?=\\.\\.\\.)", b"***", body)
+
+
+def _read_salt(values: list[bytes]) -> str:
+    if len(values) > 1:
+        raise _RefusedError("the header is set more than once: the gateway must replace the client's header")
+    try:
+        salt = values[0].decode("utf-8").strip()
+    except UnicodeDecodeError:
+        raise _RefusedError("the header is not UTF-8 text") from None
+    if not salt or len(values[0]) > MAX_SALT_BYTES:
+        raise _RefusedError(f"the header must have 1 to {MAX_SALT_BYTES} bytes")
+    return salt
+
+
+async def _read_body(scope: _Message, receive: _Receive) -> bytes | None:
+    """Return the whole body of a request; None if the client left."""
+    parts: list[bytes] = []
+    num_bytes, has_more = 0, True
+    while has_more:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        parts.append(message.get("body", b""))
+        num_bytes += len(parts[-1])
+        if num_bytes > MAX_BODY_BYTES:
+            raise _RefusedError(f"the body is longer than {MAX_BODY_BYTES} bytes")
+        has_more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+def _path(scope: _Message) -> str:
+    """Return the path below the server's root."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+def _with_salt(scope: _Message, body: bytes, salt: str) -> bytes:
+    """Return the body with this ``cache_salt``."""
+    path = _path(scope)
+    if path not in PATHS:
+        raise _RefusedError(f"requests to {path[:100]!r} can't have a tenant")
+    headers = {name.lower(): value.lower() for name, value in scope["headers"]}
+    media_type = headers.get(b"content-type", b"").partition(b";")[0].strip()
+    if media_type != b"application/json":
+        raise _RefusedError("the body must be JSON, with Content-Type: application/json")
+    if headers.get(b"content-encoding", b"identity") != b"identity":
+        raise _RefusedError("the body must not be compressed")
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError):
+        raise _RefusedError("the body is not valid JSON") from None
+    if not isinstance(content, dict):
+        raise _RefusedError("the body must be a JSON object")
+    content["cache_salt"] = salt
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def _with_length(scope: _Message, num_bytes: int) -> _Message:
+    """Return the scope for a body of this length, without the header, so that no log shows the salt."""
+    replaced = (HEADER, b"content-length", b"transfer-encoding")
+    headers = [(name, value) for name, value in scope["headers"] if name.lower() not in replaced]
+    return {**scope, "headers": [*headers, (b"content-length", str(num_bytes).encode())]}
+
+
+def _again(body: bytes, receive: _Receive) -> _Receive:
+    """Return a function that returns the body once, and then what ``receive`` returns."""
+    messages: list[_Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_again() -> _Message:
+        return messages.pop() if messages else await receive()
+
+    return receive_again
+
+
+async def _refuse(scope: _Message, receive: _Receive, send: _Send, reason: str) -> None:
+    """Answer with status 400 and the reason; a WebSocket is closed before it opens."""
+    kind = "http.response"
+    if scope["type"] == "websocket":
+        await receive()
+        kind = "websocket.http.response"
+        if kind not in (scope.get("extensions") or {}):
+            await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": reason[:100]})
+            return
+    body = _error(reason, 400)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": f"{kind}.start", "status": 400, "headers": headers})
+    await send({"type": f"{kind}.body", "body": body})
+
+
+def _error(reason: str, status: int) -> bytes:
+    kind = "BadRequestError" if status == 400 else "Error"
+    return json.dumps({"error": {"message": reason, "type": kind, "code": status}}).encode()
