@@ -4,7 +4,7 @@ import gc
 
 import lmcache_sidecar.command
 import lmcache_sidecar.daemon
-import lmcache_sidecar.metrics  # noqa: F401
+import lmcache_sidecar.pages.metrics  # noqa: F401
 
 gc.collect()
 gc.freeze()  # a collection in a copy would write to all pages and so copy them

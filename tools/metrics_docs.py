@@ -12,8 +12,8 @@ from typing import NamedTuple
 from prometheus_client.metrics import MetricWrapperBase
 
 from lmcache_operator import metrics as operator_metrics
-from lmcache_sidecar import metrics as sidecar_metrics
 from lmcache_sidecar.explain.request_times import RequestHistograms
+from lmcache_sidecar.pages import metrics as sidecar_metrics
 from tools import stats_docs
 from tools.sources import ROOT
 

@@ -13,9 +13,9 @@ from typing import NoReturn
 
 import lmcache_store
 from lmcache_sidecar import config as configuration
+from lmcache_sidecar.commands import explain as explain
 from lmcache_sidecar.config import ConfigError, Reading
-from lmcache_sidecar.explain import command as explain
-from lmcache_sidecar.tenants import print_salt_hash
+from lmcache_sidecar.files.tenants import print_salt_hash
 from lmcache_store.common.logs import FloodFilter, set_up
 from lmcache_store.common.options import describe
 
@@ -57,7 +57,7 @@ def _parser(command: str = "") -> argparse.ArgumentParser:
         epilog="example: lmcache-sidecar salt-hash < salt.txt",
     )
     if command == "top":
-        from lmcache_sidecar.explain import top
+        from lmcache_sidecar.commands import top
 
         top.add_arguments(live)
     return parser

@@ -25,10 +25,10 @@ import lmcache_store
 from lmcache_client.rpc import service
 from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.config import Config, ConfigError, Reading
-from lmcache_sidecar.http import OPEN_METRICS, HttpServer, Page
-from lmcache_sidecar.page_tokens import PageTokens
+from lmcache_sidecar.pages.http import OPEN_METRICS, HttpServer, Page
+from lmcache_sidecar.pages.stats import Figure, Part, document, read
+from lmcache_sidecar.pages.tokens import PageTokens
 from lmcache_sidecar.sidecar import Sidecar
-from lmcache_sidecar.stats import Figure, Part, document, read
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ class Daemon:
         return [Part("", facts, read(FIGURES, self)), *(self._sidecar.stats() if self._sidecar else ())]
 
     async def _metrics_page(self, _: str, *, is_open_metrics: bool = False) -> Page:
-        metrics = await asyncio.to_thread(importlib.import_module, "lmcache_sidecar.metrics")
+        metrics = await asyncio.to_thread(importlib.import_module, "lmcache_sidecar.pages.metrics")
         times = self._sidecar.times if self._sidecar else None
         text = await metrics.render(self._calls, self._stats(), times, is_open_metrics=is_open_metrics)
         form = f"{OPEN_METRICS}; version=1.0.0" if is_open_metrics else "text/plain; version=0.0.4"

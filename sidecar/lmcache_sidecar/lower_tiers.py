@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lmcache_sidecar.config import Config, ConfigError
+from lmcache_sidecar.files.peers import PeersFile, passwords_of
+from lmcache_sidecar.files.shards import ShardsFile
+from lmcache_sidecar.files.watched_files import FollowedFile
 from lmcache_sidecar.peer_rows import TIER_NAME
-from lmcache_sidecar.peers import PeersFile, passwords_of
-from lmcache_sidecar.shards import ShardsFile
-from lmcache_sidecar.watched_files import FollowedFile
 from lmcache_store.tiers.base import LowerTier
 from lmcache_store.tiers.disk.tier import DiskTier
 from lmcache_store.tiers.errors import NoKeyError, TierError
@@ -22,7 +22,7 @@ from lmcache_store.tiers.remote.tier import RemoteTier
 from lmcache_store.tiers.stats import TieredStats
 
 if TYPE_CHECKING:
-    from lmcache_sidecar.encryption_keys import KeysDirectory
+    from lmcache_sidecar.files.encryption_keys import KeysDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def _open_keys(path: str, option: str, tier: str, delay_seconds: float) -> KeysD
         return None
     # Importing cryptography takes time that a sidecar without encryption need not spend.
     try:
-        from lmcache_sidecar.encryption_keys import KeysDirectory
+        from lmcache_sidecar.files.encryption_keys import KeysDirectory
     except ImportError as error:
         raise ConfigError(f"{option} needs the package cryptography, install it: {error}") from error
 

@@ -25,8 +25,8 @@ import logging
 from collections.abc import Callable
 
 from lmcache_sidecar.copiers.copier import SidecarCopier
+from lmcache_sidecar.files.watched_files import SizeFile
 from lmcache_sidecar.sessions import Sessions
-from lmcache_sidecar.watched_files import SizeFile
 from lmcache_store.common.units import format_size
 
 logger = logging.getLogger(__name__)

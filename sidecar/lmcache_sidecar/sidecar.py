@@ -11,24 +11,24 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lmcache_client.rpc import service
-from lmcache_sidecar import stats
 from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.clients.registry import Clients
 from lmcache_sidecar.config import Config, ConfigError
 from lmcache_sidecar.copiers.copier import Mode, SidecarCopier
-from lmcache_sidecar.explain import page
 from lmcache_sidecar.explain.request_times import RequestHistograms
+from lmcache_sidecar.files.peers import hand_over, start_peer_server
+from lmcache_sidecar.files.tenants import TenantsFile
+from lmcache_sidecar.files.watched_files import SizeFile
 from lmcache_sidecar.lower_tiers import open_tiers
+from lmcache_sidecar.pages import requests as page
+from lmcache_sidecar.pages import stats
+from lmcache_sidecar.pages.stats import Part
+from lmcache_sidecar.pages.tenant_stats import tenants_part
 from lmcache_sidecar.peer_rows import TIER_NAME
-from lmcache_sidecar.peers import hand_over, start_peer_server
 from lmcache_sidecar.resizing import Resizer
 from lmcache_sidecar.samples import Samples
 from lmcache_sidecar.server import Server, claim_socket
 from lmcache_sidecar.sessions import Sessions
-from lmcache_sidecar.stats import Part
-from lmcache_sidecar.tenant_stats import tenants_part
-from lmcache_sidecar.tenants import TenantsFile
-from lmcache_sidecar.watched_files import SizeFile
 from lmcache_store.tiers.errors import ArenaError
 from lmcache_store.tiers.memory.arena import ArenaFile
 from lmcache_store.tiers.memory.capacity import volume_bytes

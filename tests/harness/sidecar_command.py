@@ -4,7 +4,7 @@ from pathlib import Path
 from unittest import mock
 
 from lmcache_sidecar.command import main
-from lmcache_sidecar.explain import asking
+from lmcache_sidecar.commands import asking
 from testing.child_process import run_in_process
 from testing.processes import SidecarProcess
 

@@ -16,7 +16,7 @@ import xxhash
 from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lmcache_sidecar.shards import ShardsFile
+from lmcache_sidecar.files.shards import ShardsFile
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.circuit import Circuit
 from lmcache_store.tiers.errors import TierUnavailableError

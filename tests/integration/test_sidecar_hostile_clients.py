@@ -19,8 +19,8 @@ from lmcache_client.rpc import service
 from lmcache_client.rpc.service import LOOKUP, MAX_KEYS_PER_LOOKUP, MAX_MESSAGE_BYTES, RESERVE
 from lmcache_operator.stats import MAX_STATS_BYTES
 from lmcache_sidecar.clients.registry import MAX_CLIENTS
+from lmcache_sidecar.pages.stats import MAX_LISTED_CLIENTS
 from lmcache_sidecar.server import MAX_CONNECTIONS, MAX_STREAMS
-from lmcache_sidecar.stats import MAX_LISTED_CLIENTS
 from testing.child_process import wait_until
 from testing.deadlines import CALLS
 from testing.processes import SidecarProcess

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 from pathlib import Path
 
-from lmcache_sidecar.tenants import MAX_NAMESPACES
+from lmcache_sidecar.files.tenants import MAX_NAMESPACES
 from lmcache_store import keys
 from testing.processes import SidecarProcess
 from testing.workloads.replay import Engine

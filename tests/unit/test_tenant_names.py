@@ -6,7 +6,7 @@ import pytest
 
 from lmcache_operator.api.parse import parse
 from lmcache_operator.errors import InvalidSpecError
-from lmcache_sidecar.tenants import TenantsFile
+from lmcache_sidecar.files.tenants import TenantsFile
 from lmcache_store.tenant_names import DEFAULT_NAME, MAX_CHARACTERS, is_name
 from tests.harness.operator_model import cluster
 

@@ -158,7 +158,7 @@ class Removal(enum.Enum):
 
 @dataclass
 class TenantCounts:
-    """Counters by the name of the tenants' budget. ``lmcache_sidecar.tenant_stats`` shows them."""
+    """Counters by the name of the tenants' budget. ``lmcache_sidecar.pages.tenant_stats`` shows them."""
 
     evicted: Counter[str] = field(default_factory=Counter)
     """Rows evicted for capacity or for an upper bound."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lmcache_sidecar.config import Config, Reading
 from lmcache_sidecar.daemon import Daemon
-from lmcache_sidecar.http import HttpServer
+from lmcache_sidecar.pages.http import HttpServer
 from tests.fuzz.target import Target
 
 ANSWER = re.compile(rb"HTTP/1\.1 ([0-9]{3}) [^\r\n]+\r\n(?:[A-Za-z-]+: [^\r\n]*\r\n)+\r\n", re.DOTALL)

@@ -6,8 +6,8 @@ with the square of the number of open brackets. Only the operator writes these f
 
 import math
 
-from lmcache_sidecar.peers import PeersFile
-from lmcache_sidecar.shards import read_shards
+from lmcache_sidecar.files.peers import PeersFile
+from lmcache_sidecar.files.shards import read_shards
 from lmcache_store.tiers.remote.address import Endpoint
 from tests.fuzz.target import Target
 

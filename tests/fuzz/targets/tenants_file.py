@@ -9,9 +9,9 @@ import tempfile
 from collections.abc import Iterator
 from unittest import mock
 
-from lmcache_sidecar import tenants
 from lmcache_sidecar.config import read_text
-from lmcache_sidecar.tenants import MAX_DISK_BYTES, TenantsFile
+from lmcache_sidecar.files import tenants
+from lmcache_sidecar.files.tenants import MAX_DISK_BYTES, TenantsFile
 from lmcache_store.tenant_names import DEFAULT_NAME, MAX_NAMED, is_name
 from tests.fuzz.target import Target
 

@@ -5,11 +5,11 @@ import sys
 import threading
 
 import pytest
-from lmcache_client.core.tracer_choice import make_tracer
 from opentelemetry import trace
 
 from lmcache_client.core import tracing
 from lmcache_client.core.spans import SpanTracer
+from lmcache_client.core.tracer_choice import make_tracer
 from lmcache_client.core.tracing import NO_TRACER
 from testing.child_process import SOURCES
 from testing.otlp import OtlpReceiver

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lmcache_operator.components.remote.shards import WINDOW, Shards, next_shards
-from lmcache_sidecar.shards import read_shards
+from lmcache_sidecar.files.shards import read_shards
 from lmcache_store.tiers.remote.address import Endpoint
 
 NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)

@@ -15,7 +15,7 @@ from lmcache_operator.reconcile.reconciler import Reconciler
 from lmcache_operator.reconcile.references import References
 from lmcache_operator.specs.kinds import CLUSTER, ClusterKey, Ref
 from lmcache_operator.specs.names import STOCK_IMAGES
-from lmcache_sidecar.peers import PeersFile
+from lmcache_sidecar.files.peers import PeersFile
 from lmcache_store.tiers.peers.tier import PeersTier
 from tests.harness.operator_components import KEY, ReconciledCluster
 from tests.harness.operator_model import cluster

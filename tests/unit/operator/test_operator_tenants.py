@@ -10,7 +10,7 @@ from lmcache_operator.api.parse import parse, written
 from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.kinds import Ref
-from lmcache_sidecar.tenants import MAX_DISK_BYTES
+from lmcache_sidecar.files.tenants import MAX_DISK_BYTES
 from lmcache_store.tenant_names import DEFAULT_NAME
 from tests.harness.operator_components import GOOD, ReconciledCluster
 from tests.harness.operator_model import World, cluster

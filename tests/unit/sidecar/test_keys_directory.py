@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from lmcache_sidecar.config import read
-from lmcache_sidecar.encryption_keys import KeysDirectory
+from lmcache_sidecar.files.encryption_keys import KeysDirectory
 from lmcache_sidecar.lower_tiers import open_tiers
-from lmcache_sidecar.stats import document, tier_part
+from lmcache_sidecar.pages.stats import document, tier_part
 from lmcache_store.tiers.errors import NoKeyError
 from testing.child_process import wait_until
 from tests.harness.encryption import key_of, write_keys

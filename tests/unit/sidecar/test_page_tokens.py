@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_sidecar.page_tokens import PageTokens
+from lmcache_sidecar.pages.tokens import PageTokens
 
 FIRST, SECOND = "first-token-of-a-secret", "second_token+of/a~secret=="
 

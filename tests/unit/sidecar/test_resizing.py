@@ -8,9 +8,9 @@ import pytest
 
 from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.config import Config
+from lmcache_sidecar.pages.stats import document
 from lmcache_sidecar.resizing import Resizer
 from lmcache_sidecar.sidecar import Sidecar
-from lmcache_sidecar.stats import document
 from testing.child_process import wait_until
 from tests.harness.resizing_worker import CAPACITY, SIZES, Worker
 from tests.unit.sidecar.test_resizing_model import ResizingModel

@@ -21,9 +21,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lmcache_sidecar.clients.registry import Clients
 from lmcache_sidecar.copiers.copier import Mode, SidecarCopier
+from lmcache_sidecar.files.watched_files import SizeFile
 from lmcache_sidecar.resizing import Resizer
 from lmcache_sidecar.sessions import Sessions
-from lmcache_sidecar.watched_files import SizeFile
 from lmcache_store.tiers.memory import arena as arenas
 from lmcache_store.tiers.memory.arena import ArenaFile
 from lmcache_store.tiers.memory.contracts import Slot

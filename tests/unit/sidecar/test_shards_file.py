@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmcache_sidecar.shards import ShardsFile, read_shards
+from lmcache_sidecar.files.shards import ShardsFile, read_shards
 from lmcache_store.tiers.remote.address import Address, Endpoint
 from lmcache_store.tiers.remote.tier import RemoteTier
 from lmcache_store.tiers.remote.topology import ShardList

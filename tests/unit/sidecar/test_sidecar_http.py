@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from lmcache_sidecar.http import HttpServer, Page, parse_head
+from lmcache_sidecar.pages.http import HttpServer, Page, parse_head
 from lmcache_store.common.timing import TIMING
 
 T = TypeVar("T")

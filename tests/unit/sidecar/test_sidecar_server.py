@@ -16,9 +16,9 @@ from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_client.rpc.service import LOOKUP, RELEASE
 from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.lower_tiers import TierHandle
-from lmcache_sidecar.metrics import render
+from lmcache_sidecar.pages.metrics import render
+from lmcache_sidecar.pages.stats import Figure, Part, declared, document, read, tier_part
 from lmcache_sidecar.server import Server
-from lmcache_sidecar.stats import Figure, Part, declared, document, read, tier_part
 from lmcache_store.tiers.disk.tier import DiskTier
 from lmcache_store.tiers.memory.rows import Removal
 from lmcache_store.tiers.stats import MemoryStats, ObjectStats, TieredStats, counter, counters

@@ -15,14 +15,15 @@ import pytest
 
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.session import Session
-from lmcache_sidecar import lower_tiers, metrics
+from lmcache_sidecar import lower_tiers
 from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.clients import liveness
 from lmcache_sidecar.clients.liveness import LockProbe
 from lmcache_sidecar.config import Config, ConfigError
 from lmcache_sidecar.lower_tiers import TierHandle, open_tiers
+from lmcache_sidecar.pages import metrics
+from lmcache_sidecar.pages.stats import document
 from lmcache_sidecar.sidecar import Sidecar
-from lmcache_sidecar.stats import document
 from lmcache_store.tiers.base import Loaded, LowerTier, ObjectId, RowKey
 from lmcache_store.tiers.circuit import Circuit
 from lmcache_store.tiers.header import digests as digests_of

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from lmcache_sidecar.watched_files import SizeFile
+from lmcache_sidecar.files.watched_files import SizeFile
 
 MIB, GIB = 1 << 20, 1 << 30
 

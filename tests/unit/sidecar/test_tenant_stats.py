@@ -7,9 +7,9 @@ from typing import Any
 
 from lmcache_operator.stats import MAX_STATS_BYTES
 from lmcache_sidecar.explain.causes import CauseStats
-from lmcache_sidecar.stats import document
-from lmcache_sidecar.tenant_stats import tenants_part
-from lmcache_sidecar.tenants import TenantsFile
+from lmcache_sidecar.files.tenants import TenantsFile
+from lmcache_sidecar.pages.stats import document
+from lmcache_sidecar.pages.tenant_stats import tenants_part
 from lmcache_store import keys
 from lmcache_store.causes import CAUSES
 from lmcache_store.tenant_names import MAX_CHARACTERS, MAX_NAMED

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from lmcache_sidecar.command import main
-from lmcache_sidecar.stats import document
-from lmcache_sidecar.tenant_stats import tenants_part
-from lmcache_sidecar.tenants import TenantsFile
+from lmcache_sidecar.files.tenants import TenantsFile
+from lmcache_sidecar.pages.stats import document
+from lmcache_sidecar.pages.tenant_stats import tenants_part
 from lmcache_store import keys
 from lmcache_store.tenant_names import MAX_NAMED
 from lmcache_store.tiers.budgets import Budget

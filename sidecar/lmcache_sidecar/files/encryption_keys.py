@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_sidecar.config import ConfigError
-from lmcache_sidecar.watched_files import Followed
+from lmcache_sidecar.files.watched_files import Followed
 from lmcache_store.tiers.encryption.aes import AesGcm
 from lmcache_store.tiers.encryption.keys import Keys, WriteVersions, parse_keys
 

@@ -18,7 +18,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from lmcache_sidecar.watched_files import FollowedFile
+from lmcache_sidecar.files.watched_files import FollowedFile
 from lmcache_store.common.options import read_yaml, unknown_keys
 from lmcache_store.tiers.remote.address import Endpoint, parse_endpoints
 from lmcache_store.tiers.remote.tier import RemoteTier

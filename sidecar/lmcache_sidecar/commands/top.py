@@ -7,7 +7,7 @@ import asyncio
 import json
 from typing import Any
 
-from lmcache_sidecar.explain.asking import ExplainError, add_url, ask
+from lmcache_sidecar.commands.asking import ExplainError, add_url, ask
 from lmcache_store import top
 from lmcache_store.common.options import describe
 from lmcache_store.explain.traffic import Answer

@@ -8,8 +8,8 @@ import re
 from http import HTTPStatus
 
 from lmcache_sidecar.config import ConfigError, read_text
-from lmcache_sidecar.http import Page
-from lmcache_sidecar.watched_files import Followed
+from lmcache_sidecar.files.watched_files import Followed
+from lmcache_sidecar.pages.http import Page
 
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{16,}=*")
 _REFUSAL = Page(HTTPStatus.UNAUTHORIZED, b"401 Unauthorized: this page needs a bearer token\n")

@@ -22,7 +22,7 @@ from lmcache_sidecar import histograms
 from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.explain.request_times import RequestHistograms
 from lmcache_sidecar.histograms import Histogram
-from lmcache_sidecar.stats import Part
+from lmcache_sidecar.pages.stats import Part
 
 _ABOUT_SECONDS = "Seconds from the arrival of a call in the sidecar to its answer"
 RPC_SECONDS = ("lmcache_rpc_seconds", _ABOUT_SECONDS, "method")

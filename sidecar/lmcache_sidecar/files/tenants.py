@@ -30,7 +30,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lmcache_sidecar.config import ConfigError, read_text
-from lmcache_sidecar.watched_files import FollowedFile
+from lmcache_sidecar.files.watched_files import FollowedFile
 from lmcache_store import keys
 from lmcache_store.common import options
 from lmcache_store.common.options import read_yaml

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from lmcache_sidecar.explain.causes import CauseStats
-from lmcache_sidecar.stats import Figure, Part, read, slot_bytes
-from lmcache_sidecar.tenants import TenantsFile
+from lmcache_sidecar.files.tenants import TenantsFile
+from lmcache_sidecar.pages.stats import Figure, Part, read, slot_bytes
 from lmcache_store.causes import num_computed
 from lmcache_store.tenant_names import DEFAULT_NAME
 from lmcache_store.tiers.base import BoundedTier

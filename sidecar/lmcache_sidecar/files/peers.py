@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable
 
 from lmcache_sidecar.config import Config, ConfigError
+from lmcache_sidecar.files.shards import endpoints_of, warn_of_unknown
+from lmcache_sidecar.files.watched_files import FollowedFile
 from lmcache_sidecar.peer_rows import PeerRows
-from lmcache_sidecar.shards import endpoints_of, warn_of_unknown
-from lmcache_sidecar.watched_files import FollowedFile
 from lmcache_store.common.options import read_yaml
 from lmcache_store.tiers.base import LowerTier
 from lmcache_store.tiers.peers.server import PeerServer

@@ -10,7 +10,7 @@ import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
-from lmcache_sidecar.explain.asking import ExplainError, add_url, ask
+from lmcache_sidecar.commands.asking import ExplainError, add_url, ask
 from lmcache_store.common.options import describe
 from lmcache_store.common.prices import Prices
 from lmcache_store.explain import tables, tenants

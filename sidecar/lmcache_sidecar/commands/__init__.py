@@ -1,0 +1,1 @@
+"""Commands for people: they ask a running sidecar and print its answers."""

@@ -1,0 +1,1 @@
+"""Files and directories that the operator mounts, and that the sidecar re-reads while it runs."""

@@ -1,0 +1,1 @@
+"""The pages that the sidecar serves over HTTP, and what they show."""
