@@ -24,8 +24,8 @@ import aiohttp
 
 from benchmarks.report import Figure, Report, at_least, at_most
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Context
 from lmcache_operator.components.registry import COMPONENTS
+from lmcache_operator.contract.base import Context
 from lmcache_operator.kube.client import apply_patch
 from lmcache_operator.specs.kinds import BY_NAME
 from lmcache_operator.specs.names import STOCK_IMAGES

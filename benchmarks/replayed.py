@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import ClassVar
 
 from benchmarks.sizing import TRACES
-from lmcache_operator.autoscaling.policy.tier import GIB, Prices
 from lmcache_operator.components.remote.pod import store_bytes
+from lmcache_operator.policy.tier import GIB, Prices
 from lmcache_store.common.units import format_size
 from testing.kube.api import Object
 from testing.workloads.closed_loop import Routing, Setup, scattered, sticky

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.report import Figure, Report, at_least, at_most
-from lmcache_operator.autoscaling.policy.tier import Prices
 from lmcache_operator.autoscaling.sizing import SHARD_USABLE
+from lmcache_operator.policy.tier import Prices
 from testing.workloads import requests
 from testing.workloads.closed_loop import Run, Setup, scattered, simulate, sticky
 from testing.workloads.remote_loop import RemoteSetup, simulate_remote

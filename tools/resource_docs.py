@@ -13,7 +13,7 @@ from lmcache_operator.api import API_VERSION, KIND
 from lmcache_operator.api.fields import Field, Part, is_part
 from lmcache_operator.api.keywords import CLUSTER_NAME
 from lmcache_operator.api.types import Spec, Status
-from lmcache_operator.components.conditions import Expected, Trouble, runbook
+from lmcache_operator.contract.conditions import Expected, Trouble, runbook
 
 COMPLETE = """\
 apiVersion: lmcache.io/v1alpha1

@@ -18,9 +18,9 @@ from lmcache_operator.api.documents import dump
 from lmcache_operator.api.parse import Cluster, parse
 from lmcache_operator.commands import COMMANDS
 from lmcache_operator.commands.files import file_errors, read_objects
-from lmcache_operator.components.base import Context
 from lmcache_operator.components.injection.workloads import clusters_in, inject_objects
 from lmcache_operator.components.registry import COMPONENTS
+from lmcache_operator.contract.base import Context
 from lmcache_operator.errors import FileError, LeaseLostError
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.names import (

@@ -26,9 +26,9 @@ from prometheus_client import start_http_server
 
 from lmcache_operator import metrics
 from lmcache_operator.api import GROUP, KIND
-from lmcache_operator.autoscaling.intake.poller import Poller
-from lmcache_operator.components.base import Context
+from lmcache_operator.autoscaling.poller import Poller
 from lmcache_operator.components.registry import COMPONENTS, kinds_of
+from lmcache_operator.contract.base import Context
 from lmcache_operator.election import Elector, LeaseName
 from lmcache_operator.errors import ApiError, RefusedError
 from lmcache_operator.kube.client import Fence, KubeApi, connect

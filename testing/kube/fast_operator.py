@@ -19,10 +19,10 @@ from typing import Any
 
 from lmcache_operator.__main__ import main
 from lmcache_operator.autoscaling import sizing
-from lmcache_operator.autoscaling.policy import decide as deciding
-from lmcache_operator.autoscaling.policy.state import Decision, Measurements, State
-from lmcache_operator.autoscaling.policy.tier import Tier
 from lmcache_operator.components.remote import remote, shards
+from lmcache_operator.policy import decide as deciding
+from lmcache_operator.policy.state import Decision, Measurements, State
+from lmcache_operator.policy.tier import Tier
 from testing.workloads.clock import Clock
 
 MARK = "DECISION "
@@ -72,7 +72,7 @@ def decide(tier: Tier, state: State, measured: Measurements) -> tuple[Decision, 
 def run(argv: list[str]) -> int:
     os.environ.setdefault("HOME", "/")  # like lmcache_operator.__main__ before its imports
     from lmcache_operator import app
-    from lmcache_operator.autoscaling.intake.poller import Poller
+    from lmcache_operator.autoscaling.poller import Poller
     from lmcache_operator.stats import StatsClient
 
     clock, scale = Clock(float(argv[0]), float(argv[1])), int(argv[2])

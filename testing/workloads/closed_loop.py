@@ -9,10 +9,10 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from lmcache_operator.autoscaling.policy.decide import DECIDE_SECONDS, decide
-from lmcache_operator.autoscaling.policy.state import Decision, Obstacle, State
-from lmcache_operator.autoscaling.policy.tier import GIB, Prices, Service, Tier, memory_tier
-from lmcache_operator.autoscaling.policy.traffic import Traffic
+from lmcache_operator.policy.decide import DECIDE_SECONDS, decide
+from lmcache_operator.policy.state import Decision, Obstacle, State
+from lmcache_operator.policy.tier import GIB, Prices, Service, Tier, memory_tier
+from lmcache_operator.policy.traffic import Traffic
 from lmcache_store.curves import HASHES, Lookup, MissRatioCurve
 from testing.workloads import tiers
 from testing.workloads.requests import KV_BYTES_PER_TOKEN, Request, Workload, row_hash

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lmcache_operator.autoscaling.policy.decide import FAST_HALF_LIFE, decide
-from lmcache_operator.autoscaling.policy.state import Decision, State
-from lmcache_operator.autoscaling.policy.tier import GIB, Service, remote_tier
-from lmcache_operator.autoscaling.policy.traffic import Traffic
+from lmcache_operator.policy.decide import FAST_HALF_LIFE, decide
+from lmcache_operator.policy.state import Decision, State
+from lmcache_operator.policy.tier import GIB, Service, remote_tier
+from lmcache_operator.policy.traffic import Traffic
 from lmcache_store.curves import Window
 from testing.workloads import tiers
 from testing.workloads.closed_loop import TICK, Loop, Moment, Run, Setup

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmcache_operator.autoscaling.policy.report import restore
+from lmcache_operator.policy.report import restore
 from testing.child_process import REPOSITORY
 from testing.kube.api import Object
 from testing.kube.operator import CLUSTERS, SYSTEM_NAMESPACE

@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from lmcache_operator.autoscaling.policy.report import Choice, Report, restore
-from lmcache_operator.components.base import Observed
+from lmcache_operator.contract.base import Observed
+from lmcache_operator.policy.report import Choice, Report, restore
 from lmcache_operator.specs.kinds import ClusterKey, Ref
 
 GIB = 1 << 30

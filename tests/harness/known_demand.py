@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from lmcache_operator.autoscaling.policy.state import Measurements, State
-from lmcache_operator.autoscaling.policy.tier import GIB, Prices, Service, memory_tier
+from lmcache_operator.policy.state import Measurements, State
+from lmcache_operator.policy.tier import GIB, Prices, Service, memory_tier
 from lmcache_store.curves import Difference
 
 HOUR = 3600.0

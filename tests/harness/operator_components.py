@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Self, cast
 
-from lmcache_operator.components.base import Component, Context
 from lmcache_operator.components.registry import COMPONENTS
+from lmcache_operator.contract.base import Component, Context
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.reconciler import Autoscaler, Reconciler
 from lmcache_operator.specs.kinds import ClusterKey

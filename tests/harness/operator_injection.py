@@ -4,8 +4,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from lmcache_operator.components.base import Context
 from lmcache_operator.components.injection.workloads import Injected, clusters_in, inject_objects
+from lmcache_operator.contract.base import Context
 from lmcache_operator.specs.names import INJECT_LABEL, STOCK_IMAGES
 from tests.harness.operator_model import cluster
 

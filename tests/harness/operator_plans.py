@@ -6,9 +6,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from lmcache_operator.components.base import Context, Observed, Plan
-from lmcache_operator.components.conditions import Problem
 from lmcache_operator.components.engine.engine import Engine
+from lmcache_operator.contract.base import Context, Observed, Plan
+from lmcache_operator.contract.conditions import Problem
 from lmcache_operator.reconcile import plan as planning
 from lmcache_operator.reconcile.status import derive_status
 from lmcache_operator.specs import Images

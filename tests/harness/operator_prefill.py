@@ -4,9 +4,9 @@ from typing import Any
 
 from lmcache_operator.api import KIND
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Context
 from lmcache_operator.components.prefill.prefill import PrefillPods
 from lmcache_operator.components.registry import COMPONENTS
+from lmcache_operator.contract.base import Context
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES
 from tests.harness.operator_components import ReconciledCluster

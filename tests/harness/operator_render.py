@@ -3,8 +3,8 @@
 from typing import Any
 
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Component, Context
 from lmcache_operator.components.engine.engine import Engine
+from lmcache_operator.contract.base import Component, Context
 from lmcache_operator.specs.kinds import Ref, ref_of
 from lmcache_operator.specs.names import STOCK_IMAGES
 from tests.harness.operator_model import Object, cluster

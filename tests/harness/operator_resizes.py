@@ -5,7 +5,7 @@ import contextlib
 from datetime import timedelta
 from typing import Any
 
-from lmcache_operator.components.base import Plan
+from lmcache_operator.contract.base import Plan
 from lmcache_operator.errors import RefusedError
 from lmcache_operator.pods.resize import sidecar_memory
 from lmcache_operator.reconcile.apply import Applier

@@ -6,9 +6,9 @@ from typing import Any, Self
 
 import yaml
 
-from lmcache_operator.autoscaling.policy.report import Report
-from lmcache_operator.components.base import Context, Observed, Plan
 from lmcache_operator.components.registry import COMPONENTS
+from lmcache_operator.contract.base import Context, Observed, Plan
+from lmcache_operator.policy.report import Report
 from lmcache_operator.reconcile import plan as planning
 from lmcache_operator.reconcile.status import derive_status
 from lmcache_operator.specs.kinds import Ref, controller_uid

@@ -10,10 +10,10 @@ from typing import Any
 
 from aiohttp import web
 
-from lmcache_operator.autoscaling.intake.poller import Poller
-from lmcache_operator.autoscaling.policy.report import Report
-from lmcache_operator.components.base import Observed
+from lmcache_operator.autoscaling.poller import Poller
 from lmcache_operator.components.registry import COMPONENTS
+from lmcache_operator.contract.base import Observed
+from lmcache_operator.policy.report import Report
 from lmcache_operator.specs.kinds import ClusterKey, Ref
 from lmcache_operator.specs.names import SIDECAR, SPEC_HASH
 from lmcache_operator.stats import StatsClient

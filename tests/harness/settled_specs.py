@@ -4,7 +4,7 @@ import asyncio
 import re
 from typing import Any, cast
 
-from lmcache_operator.components.base import Context
+from lmcache_operator.contract.base import Context
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.reconciler import Reconciler
 from lmcache_operator.specs.kinds import ClusterKey

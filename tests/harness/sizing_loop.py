@@ -7,9 +7,9 @@ from functools import cache
 
 from lmcache_operator.autoscaling.intake import answers
 from lmcache_operator.autoscaling.intake.lookups import Answer, NoAnswer
-from lmcache_operator.autoscaling.policy.report import Report
-from lmcache_operator.autoscaling.policy.tier import Prices
 from lmcache_operator.autoscaling.sizing import POLL_SECONDS, Settings, Situation, Sizing
+from lmcache_operator.policy.report import Report
+from lmcache_operator.policy.tier import Prices
 from testing.workloads.closed_loop import sticky
 from testing.workloads.requests import HOUR, Request, Workload, chat
 from testing.workloads.sidecars import Sidecars

@@ -8,8 +8,8 @@ import yaml
 
 from lmcache_operator.api.crd import dump
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Context
 from lmcache_operator.components.registry import COMPONENTS
+from lmcache_operator.contract.base import Context
 from lmcache_operator.specs.names import STOCK_IMAGES
 from testing.kube.api import Object
 from testing.kube.cluster import Cluster

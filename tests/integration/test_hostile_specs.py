@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.engine import Engine
+from lmcache_operator.contract.base import Context
 from lmcache_operator.specs import names
 from testing.kube.api import Api, ApiError, Object
 from testing.kube.cluster import Cluster

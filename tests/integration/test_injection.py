@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, event, example, given, settings
 
-from lmcache_operator.components.base import Context
 from lmcache_operator.components.injection.pods import OUTCOME, has_cache
 from lmcache_operator.components.injection.workloads import clusters_in, inject_objects
+from lmcache_operator.contract.base import Context
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import INJECT_LABEL, STOCK_IMAGES
 from testing.kube.api import ApiError, Object

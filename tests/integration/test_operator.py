@@ -78,8 +78,8 @@ def test_example_gets_all_children_and_becomes_ready(plane, operator, namespace)
 
 def test_children_equal_the_output_of_render(plane, operator, shared):
     from lmcache_operator.api.parse import parse
-    from lmcache_operator.components.base import Context
     from lmcache_operator.components.registry import COMPONENTS, kinds_of
+    from lmcache_operator.contract.base import Context
     from lmcache_operator.specs.names import STOCK_IMAGES
 
     resource = plane.api.get(CLUSTERS, NAME, shared)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from lmcache_operator.autoscaling.policy.report import tier_status
-from lmcache_operator.autoscaling.policy.state import Decision, Point
+from lmcache_operator.policy.report import tier_status
+from lmcache_operator.policy.state import Decision, Point
 from testing.kube.api import ApiError, Object
 from testing.kube.cluster import Cluster
 from testing.kube.operator import CRDS

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_operator.components.base import Sidecar
+from lmcache_operator.contract.base import Sidecar
 from lmcache_operator.reconcile.probe import SidecarProber
 from lmcache_operator.stats import StatsClient
 from testing.kube.api import Object

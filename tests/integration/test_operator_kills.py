@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 import pytest
 from kubernetes.aio.client import ApiClient
 
-from lmcache_operator.autoscaling.policy.report import Choice
-from lmcache_operator.components.base import Context
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.components.remote import remote, shards
+from lmcache_operator.contract.base import Context
 from lmcache_operator.errors import ApiError
 from lmcache_operator.kube.client import KubeApi, connect
+from lmcache_operator.policy.report import Choice
 from lmcache_operator.reconcile.reconciler import Reconciler
 from lmcache_operator.specs.kinds import BY_NAME, CLUSTER, POD, ClusterKey
 from lmcache_operator.specs.names import MEMORY_SIZE, RENDERED_HASH, STOCK_IMAGES, annotations_of

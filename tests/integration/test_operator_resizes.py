@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from lmcache_operator.autoscaling.policy.report import Choice
-from lmcache_operator.components.base import Context
+from lmcache_operator.contract.base import Context
 from lmcache_operator.errors import ApiError as KubeError
 from lmcache_operator.kube.client import KubeApi, connect
 from lmcache_operator.pods import resize
 from lmcache_operator.pods.resize import sidecar_memory
+from lmcache_operator.policy.report import Choice
 from lmcache_operator.reconcile.reconciler import Autoscaler, Reconciler
 from lmcache_operator.specs.kinds import POD, ClusterKey
 from lmcache_operator.specs.names import MEMORY_SIZE, RESIZE_REFUSED, STOCK_IMAGES, annotations_of

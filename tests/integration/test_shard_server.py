@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Context
 from lmcache_operator.components.remote.pod import store_bytes
 from lmcache_operator.components.remote.remote import Remote
+from lmcache_operator.contract.base import Context
 from lmcache_operator.specs.names import REMOTE_PORT, REMOTE_USER, STOCK_IMAGES
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.errors import ServerError, TierUnavailableError

@@ -17,8 +17,8 @@ import pytest
 
 from lmcache_client.vllm.tenant_header import PATHS
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.engine import Engine
+from lmcache_operator.contract.base import Context
 from lmcache_operator.specs.names import STOCK_IMAGES
 from lmcache_store import keys
 from testing.child_process import free_port, wait_until

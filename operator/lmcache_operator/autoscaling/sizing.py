@@ -12,11 +12,11 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from lmcache_operator.autoscaling.intake.lookups import Intake, Pod
-from lmcache_operator.autoscaling.policy.decide import DAY_HALF_LIFE, DECIDE_SECONDS, decide, points
-from lmcache_operator.autoscaling.policy.report import MAX_STATE_BYTES, Choice, Report, Saved, tier_status
-from lmcache_operator.autoscaling.policy.state import Decision, Measurements, Obstacle, State
-from lmcache_operator.autoscaling.policy.tier import Prices, Service, Tier, is_near, memory_tier, remote_tier
-from lmcache_operator.autoscaling.policy.traffic import Traffic
+from lmcache_operator.policy.decide import DAY_HALF_LIFE, DECIDE_SECONDS, decide, points
+from lmcache_operator.policy.report import MAX_STATE_BYTES, Choice, Report, Saved, tier_status
+from lmcache_operator.policy.state import Decision, Measurements, Obstacle, State
+from lmcache_operator.policy.tier import Prices, Service, Tier, is_near, memory_tier, remote_tier
+from lmcache_operator.policy.traffic import Traffic
 from lmcache_store.common.units import format_size
 
 POLL_SECONDS = 60.0

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lmcache_operator.autoscaling.component import Autoscaling
-from lmcache_operator.components.base import Component
+from lmcache_operator.components.autoscaling.component import Autoscaling
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.components.peers.peers import Peers
 from lmcache_operator.components.prefill.prefill import PrefillPods
 from lmcache_operator.components.remote.remote import Remote
 from lmcache_operator.components.router.router import Routing
+from lmcache_operator.contract.base import Component
 from lmcache_operator.specs.kinds import BY_NAME, Kind
 
 COMPONENTS: tuple[Component, ...] = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lmcache_operator.components.base import Observed, Plan
-from lmcache_operator.components.conditions import Problem
+from lmcache_operator.contract.base import Observed, Plan
+from lmcache_operator.contract.conditions import Problem
 from lmcache_operator.pods.nodes import abandoned, node_problems
 from lmcache_operator.pods.pods import pod_problems
 from lmcache_operator.specs import Object, names

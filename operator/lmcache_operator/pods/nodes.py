@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 
-from lmcache_operator.components.base import Observed
-from lmcache_operator.components.conditions import Problem
+from lmcache_operator.contract.base import Observed
+from lmcache_operator.contract.conditions import Problem
 from lmcache_operator.pods.pods import condition_of, is_ready, time_of
 from lmcache_operator.specs import Object
 

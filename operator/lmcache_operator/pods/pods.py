@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 
-from lmcache_operator.components.base import Observed
-from lmcache_operator.components.conditions import Problem, Trouble
+from lmcache_operator.contract.base import Observed
+from lmcache_operator.contract.conditions import Problem, Trouble
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import controller_uid
 from lmcache_operator.specs.names import SPEC_HASH, annotations_of

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
-from lmcache_operator.components.base import Resize
+from lmcache_operator.contract.base import Resize
 from lmcache_operator.pods.pods import is_running
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.merge import dig

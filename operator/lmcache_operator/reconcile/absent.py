@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lmcache_operator.components.base import Component, Observed, Plan
+from lmcache_operator.contract.base import Component, Observed, Plan
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import Ref, ref_of
 

@@ -9,8 +9,8 @@ from datetime import datetime
 from secrets import token_urlsafe
 
 from lmcache_operator import metrics
-from lmcache_operator.components.base import Observed, Plan, Resize
-from lmcache_operator.components.conditions import Event, Problem
+from lmcache_operator.contract.base import Observed, Plan, Resize
+from lmcache_operator.contract.conditions import Event, Problem
 from lmcache_operator.errors import ApiError, NoAnswerError, RefusedError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.pods.differences import rendering

@@ -7,7 +7,7 @@ from collections.abc import Set
 from dataclasses import replace
 from datetime import datetime
 
-from lmcache_operator.components.base import Component, Observed
+from lmcache_operator.contract.base import Component, Observed
 from lmcache_operator.errors import RefusedError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.pods.nodes import doubtful_nodes

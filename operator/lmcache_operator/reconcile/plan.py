@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Component, Context, Observed, Plan
-from lmcache_operator.components.conditions import Problem
+from lmcache_operator.contract.base import Component, Context, Observed, Plan
+from lmcache_operator.contract.conditions import Problem
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.pods.differences import unchanged
 from lmcache_operator.specs import Object

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from lmcache_operator.api.types import TOKEN
-from lmcache_operator.components.base import LookupFigures, Probed, RemoteFigures, Sidecar, TenantFigures
+from lmcache_operator.contract.base import LookupFigures, Probed, RemoteFigures, Sidecar, TenantFigures
 from lmcache_operator.pods.pods import is_ready, is_running
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.names import SIDECAR

@@ -16,16 +16,16 @@ from typing import Any, Protocol
 
 from lmcache_operator import metrics
 from lmcache_operator.api import API_VERSION, KIND
-from lmcache_operator.autoscaling.metrics import measure, unmeasure
-from lmcache_operator.autoscaling.policy.report import Report
-from lmcache_operator.components.base import Component, ComponentStatus, Context, Observed, Plan
-from lmcache_operator.components.conditions import Event, Problem
 from lmcache_operator.components.registry import COMPONENTS
+from lmcache_operator.contract.base import Component, ComponentStatus, Context, Observed, Plan
+from lmcache_operator.contract.conditions import Event, Problem
 from lmcache_operator.errors import ApiError, RefusedError
 from lmcache_operator.kube.client import KubeApi
+from lmcache_operator.policy.report import Report
 from lmcache_operator.reconcile.absent import AbsentChildren
 from lmcache_operator.reconcile.apply import Applier
 from lmcache_operator.reconcile.contest import ContestLog
+from lmcache_operator.reconcile.measures import measure, unmeasure
 from lmcache_operator.reconcile.observe import observe
 from lmcache_operator.reconcile.plan import creates_something, internal_error, plan
 from lmcache_operator.reconcile.probe import ReadStats, SidecarProber

@@ -10,8 +10,8 @@ from datetime import datetime
 from itertools import chain
 from typing import get_args
 
-from lmcache_operator.components.base import ComponentStatus, Plan
-from lmcache_operator.components.conditions import Condition, Event, Problem, Trouble, former_conditions
+from lmcache_operator.contract.base import ComponentStatus, Plan
+from lmcache_operator.contract.conditions import Condition, Event, Problem, Trouble, former_conditions
 from lmcache_operator.specs import Object
 
 _MAX_MESSAGE = 4096

@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from lmcache_operator.autoscaling.policy.tier import Prices
+from lmcache_operator.policy.tier import Prices
 from testing.workloads import requests
 from testing.workloads.closed_loop import Run, Setup, scattered, simulate
 from testing.workloads.requests import HOUR, Workload, chat, together, uniform, unique

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from lmcache_operator.autoscaling.policy.decide import decide, points
-from lmcache_operator.autoscaling.policy.state import Obstacle, State, Step
-from lmcache_operator.autoscaling.policy.tier import GIB, memory_tier, remote_tier
+from lmcache_operator.policy.decide import decide, points
+from lmcache_operator.policy.state import Obstacle, State, Step
+from lmcache_operator.policy.tier import GIB, memory_tier, remote_tier
 from tests.harness.known_demand import (
     BY_HAND,
     FLAT,

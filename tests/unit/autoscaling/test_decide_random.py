@@ -7,9 +7,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_operator.autoscaling.policy.decide import DECIDE_SECONDS, decide
-from lmcache_operator.autoscaling.policy.state import State, Step
-from lmcache_operator.autoscaling.policy.tier import GIB, Prices, memory_tier, remote_tier
+from lmcache_operator.policy.decide import DECIDE_SECONDS, decide
+from lmcache_operator.policy.state import State, Step
+from lmcache_operator.policy.tier import GIB, Prices, memory_tier, remote_tier
 from tests.harness.known_demand import (
     HOUR,
     LARGE,

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from lmcache_operator.autoscaling.intake.lookups import Intake
-from lmcache_operator.autoscaling.intake.poller import Poller
+from lmcache_operator.autoscaling.poller import Poller
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.specs.kinds import ClusterKey
 from lmcache_operator.specs.names import RESIZE_REFUSED, SIDECAR

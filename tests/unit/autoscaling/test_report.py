@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_operator.autoscaling.policy.report import (
+from lmcache_operator.policy.report import (
     MAX_STATE_BYTES,
     Choice,
     Report,
@@ -17,8 +17,8 @@ from lmcache_operator.autoscaling.policy.report import (
     steady,
     tier_status,
 )
-from lmcache_operator.autoscaling.policy.state import Decision, Point
-from lmcache_operator.autoscaling.policy.tier import GIB
+from lmcache_operator.policy.state import Decision, Point
+from lmcache_operator.policy.tier import GIB
 
 CHOICES = st.none() | st.builds(Choice, st.integers(1, 1 << 44), st.integers(1, 1 << 44))
 GROW = Decision(

@@ -5,10 +5,10 @@ from functools import cache
 import pytest
 
 from lmcache_operator.autoscaling.intake.lookups import NoAnswer
-from lmcache_operator.autoscaling.policy.report import MAX_STATE_BYTES, Choice, Saved, restore, save
-from lmcache_operator.autoscaling.policy.state import Obstacle
-from lmcache_operator.autoscaling.policy.tier import GIB, Prices
 from lmcache_operator.autoscaling.sizing import Settings, Situation, Sizing, UnavailableSize
+from lmcache_operator.policy.report import MAX_STATE_BYTES, Choice, Saved, restore, save
+from lmcache_operator.policy.state import Obstacle
+from lmcache_operator.policy.tier import GIB, Prices
 from testing.workloads.closed_loop import Setup
 from testing.workloads.requests import Request, Workload, chat
 from tests.harness.sizing_loop import AUTO, SIZE, START, Loop

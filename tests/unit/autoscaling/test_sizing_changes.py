@@ -5,9 +5,9 @@ from functools import cache
 
 import pytest
 
-from lmcache_operator.autoscaling.policy.report import Choice
-from lmcache_operator.autoscaling.policy.state import Obstacle
 from lmcache_operator.autoscaling.sizing import Situation, UnavailableSize
+from lmcache_operator.policy.report import Choice
+from lmcache_operator.policy.state import Obstacle
 from lmcache_store.common.units import parse_quantity
 from testing.workloads.requests import Request, Workload, chat
 from tests.harness.sizing_loop import AUTO, PODS, SIZE, START, Loop, talk

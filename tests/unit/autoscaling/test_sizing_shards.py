@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from lmcache_operator.autoscaling.policy.report import Choice
-from lmcache_operator.autoscaling.policy.state import Obstacle, Step
-from lmcache_operator.autoscaling.policy.tier import GIB, Prices
 from lmcache_operator.autoscaling.sizing import Settings, Situation, Sizing, UnavailableSize
+from lmcache_operator.policy.report import Choice
+from lmcache_operator.policy.state import Obstacle, Step
+from lmcache_operator.policy.tier import GIB, Prices
 from lmcache_store.common.units import format_size
 from testing.workloads.closed_loop import Routing, scattered, sticky
 from testing.workloads.remote_loop import RemoteSetup

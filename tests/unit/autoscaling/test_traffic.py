@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_operator.autoscaling.policy.decide import decide
-from lmcache_operator.autoscaling.policy.state import State
-from lmcache_operator.autoscaling.policy.tier import GIB
-from lmcache_operator.autoscaling.policy.traffic import Traffic
+from lmcache_operator.policy.decide import decide
+from lmcache_operator.policy.state import State
+from lmcache_operator.policy.tier import GIB
+from lmcache_operator.policy.traffic import Traffic
 from lmcache_store.curves import MissRatioCurve
 from testing.workloads.closed_loop import Routing, Setup, lookups, scattered, sticky
 from testing.workloads.requests import Workload, agents, chat, mooncake

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_operator.components.conditions import Expected, Trouble, runbook
+from lmcache_operator.contract.conditions import Expected, Trouble, runbook
 from tests.harness.alert_rules import ALERTS, SOURCE
 from tests.harness.fences import fences
 from tools import metrics_docs

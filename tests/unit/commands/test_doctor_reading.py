@@ -19,7 +19,7 @@ from lmcache_operator.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_operator.commands.doctor.pod_reading import read_engines
 from lmcache_operator.commands.doctor.reading import read_facts
 from lmcache_operator.commands.doctor.results import Level, Result
-from lmcache_operator.components.conditions import runbook
+from lmcache_operator.contract.conditions import runbook
 from lmcache_operator.errors import NoAnswerError, NotFoundError
 from lmcache_operator.kube.pod_http import PodAnswer
 from testing.child_process import REPOSITORY

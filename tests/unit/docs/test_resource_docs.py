@@ -6,8 +6,8 @@ from typing import Any
 import yaml
 
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Context, Probed, Sidecar
 from lmcache_operator.components.registry import COMPONENTS
+from lmcache_operator.contract.base import Context, Probed, Sidecar
 from lmcache_operator.specs.names import STOCK_IMAGES
 from tests.harness.operator_plans import settled_world, status_of
 from tools import resource_docs

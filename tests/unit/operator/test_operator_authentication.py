@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_operator.components.base import Probed, Sidecar
+from lmcache_operator.contract.base import Probed, Sidecar
 from lmcache_operator.reconcile.probe import read_sidecar
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import PAGES_LABEL

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from lmcache_operator.api.parse import parse
-from lmcache_operator.autoscaling.policy.report import Choice, Report
-from lmcache_operator.components.base import Context, Observed, Plan
 from lmcache_operator.components.registry import COMPONENTS
+from lmcache_operator.contract.base import Context, Observed, Plan
 from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.policy.report import Choice, Report
 from lmcache_operator.reconcile.plan import plan
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from lmcache_operator.autoscaling.policy.report import Choice
+from lmcache_operator.policy.report import Choice
 from lmcache_operator.specs.kinds import Ref
 from tests.harness.autoscaling import GIB, ScriptedAutoscaler
 from tests.harness.operator_components import ReconciledCluster

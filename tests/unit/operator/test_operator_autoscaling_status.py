@@ -10,9 +10,9 @@ import pytest
 from prometheus_client import Gauge
 
 from lmcache_operator import metrics
-from lmcache_operator.autoscaling.policy.report import Choice, Report, tier_status
-from lmcache_operator.autoscaling.policy.state import Decision, Point
-from lmcache_operator.components.base import Observed
+from lmcache_operator.contract.base import Observed
+from lmcache_operator.policy.report import Choice, Report, tier_status
+from lmcache_operator.policy.state import Decision, Point
 from lmcache_operator.reconcile import reconciler
 from lmcache_operator.specs.kinds import ClusterKey
 from tests.harness.operator_components import KEY, ReconciledCluster

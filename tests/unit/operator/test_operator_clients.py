@@ -6,9 +6,9 @@ import pytest
 
 from lmcache_operator.api.clients import MAX_CLIENTS
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.router.router import Routing
+from lmcache_operator.contract.base import Context
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import names
 from lmcache_operator.specs.names import STOCK_IMAGES

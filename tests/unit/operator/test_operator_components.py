@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 from lmcache_operator.api.parse import Cluster, parse
-from lmcache_operator.components.base import Component, ComponentStatus, Context, Observed, Plan
-from lmcache_operator.components.conditions import Condition
 from lmcache_operator.components.engine.engine import spec_hash
 from lmcache_operator.components.registry import COMPONENTS, kinds_of
+from lmcache_operator.contract.base import Component, ComponentStatus, Context, Observed, Plan
+from lmcache_operator.contract.conditions import Condition
 from lmcache_operator.errors import RefusedError
 from lmcache_operator.pods.differences import differences
 from lmcache_operator.pods.pods import is_ready

@@ -8,9 +8,9 @@ import yaml
 
 from lmcache_operator.__main__ import main
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.engine.gpus import planned_transfer
+from lmcache_operator.contract.base import Context
 from lmcache_operator.errors import InvalidSpecError, RefusedError
 from lmcache_operator.kube.refusals import error_of
 from lmcache_operator.specs.kinds import Ref

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from lmcache_operator.components.base import ComponentStatus, Plan
 from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.components.injection.pods import OUTCOME
+from lmcache_operator.contract.base import ComponentStatus, Plan
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import INJECT_LABEL
 from tests.harness.operator_injection import (

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_operator.components.base import Observed
+from lmcache_operator.contract.base import Observed
 from lmcache_operator.pods.nodes import abandoned, doubtful_nodes, node_problems
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_operator.components.base import Plan
+from lmcache_operator.contract.base import Plan
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 from tests.harness.operator_model import World, cluster

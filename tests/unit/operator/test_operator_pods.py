@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_operator.components.conditions import Problem
+from lmcache_operator.contract.conditions import Problem
 from lmcache_operator.pods.pods import has_no_node, kill_problems, next_eviction, pod_problems, why_unplaced
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
 from tests.harness.operator_model import World

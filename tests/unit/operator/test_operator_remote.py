@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import yaml
 
-from lmcache_operator.autoscaling.policy.report import Choice, Report
-from lmcache_operator.components.base import Context
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.components.remote.remote import Remote
 from lmcache_operator.components.remote.shards import WINDOW
+from lmcache_operator.contract.base import Context
+from lmcache_operator.policy.report import Choice, Report
 from lmcache_operator.specs.names import STOCK_IMAGES
 from tests.harness.operator_model import NAME, World, cluster
 from tests.harness.operator_render import child_of, container, part, pod_of, render, template_of

@@ -9,9 +9,9 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from lmcache_operator.components.base import Observed, Plan
 from lmcache_operator.components.remote.pod import speaks_tls
 from lmcache_operator.components.remote.shards import WINDOW, Shards
+from lmcache_operator.contract.base import Observed, Plan
 from lmcache_operator.pods.pods import is_outdated, is_ready, started_at
 from lmcache_operator.specs.names import annotations_of
 from lmcache_store.common.units import parse_quantity

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from lmcache_operator.components.base import Context, LookupFigures, Probed, RemoteFigures, Sidecar
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.remote.remote import Remote, why_filling, why_never_ready
 from lmcache_operator.components.remote.shards import WINDOW
+from lmcache_operator.contract.base import Context, LookupFigures, Probed, RemoteFigures, Sidecar
 from lmcache_operator.errors import RefusedError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.reconciler import Reconciler

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Observed
 from lmcache_operator.components.router.router import Routing
+from lmcache_operator.contract.base import Observed
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.kinds import Ref
 from tests.harness.operator_model import NAMESPACE, cluster

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.engine.kinds import KINDS, kind_of
 from lmcache_operator.components.engine.kinds.base import option_name
+from lmcache_operator.contract.base import Context
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import SGLANG_IMAGE, STOCK_IMAGES
 from tests.harness.operator_model import World, cluster

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components.base import Context
+from lmcache_operator.contract.base import Context
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.reconciler import Reconciler

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_operator.components.conditions import Problem
+from lmcache_operator.contract.conditions import Problem
 from lmcache_operator.reconcile.status import changed_conditions, derive_status, events
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES

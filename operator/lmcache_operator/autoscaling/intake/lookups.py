@@ -15,8 +15,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from lmcache_operator.autoscaling.intake.answers import NOTHING, Counts, Figures, Samples
-from lmcache_operator.autoscaling.policy.decide import DAY_HALF_LIFE, FAST_HALF_LIFE
-from lmcache_operator.autoscaling.policy.traffic import Traffic
+from lmcache_operator.policy.decide import DAY_HALF_LIFE, FAST_HALF_LIFE
+from lmcache_operator.policy.traffic import Traffic
 from lmcache_store.curves import HASHES, Lookup, Window, threshold_of
 
 _CLOCK_SECONDS = 2.0

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from lmcache_operator.api.parse import Cluster, parse
 from lmcache_operator.commands.doctor.answers import Answer
 from lmcache_operator.commands.gather import PodFigures
-from lmcache_operator.components.base import Context
 from lmcache_operator.components.registry import COMPONENTS
+from lmcache_operator.contract.base import Context
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object, names
 

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from lmcache_operator.commands.doctor.answers import Answer
-from lmcache_operator.components.conditions import runbook
+from lmcache_operator.contract.conditions import runbook
 
 
 class Level(StrEnum):

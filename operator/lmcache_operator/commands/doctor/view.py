@@ -9,7 +9,7 @@ from typing import Any
 from lmcache_operator.commands import printing
 from lmcache_operator.commands.doctor.facts import Facts
 from lmcache_operator.commands.doctor.results import Level, Result, summary
-from lmcache_operator.components.conditions import runbook
+from lmcache_operator.contract.conditions import runbook
 
 _WORDS = {
     Level.FAILURE: ("FAILURE", "red"),

@@ -7,8 +7,8 @@ from typing import Final
 
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.types import TOKEN
-from lmcache_operator.components.base import Observed, Sidecar
-from lmcache_operator.components.conditions import Condition
+from lmcache_operator.contract.base import Observed, Sidecar
+from lmcache_operator.contract.conditions import Condition
 from lmcache_operator.specs import Object, names, paths
 from lmcache_operator.specs.merge import dig
 

@@ -9,8 +9,8 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from lmcache_operator.api.tiers import Tiers
-from lmcache_operator.components.base import Observed, Sidecar
-from lmcache_operator.components.conditions import Condition, Reason
+from lmcache_operator.contract.base import Observed, Sidecar
+from lmcache_operator.contract.conditions import Condition, Reason
 from lmcache_operator.specs import Object, names, paths
 from lmcache_operator.specs.merge import dig
 

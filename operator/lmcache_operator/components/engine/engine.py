@@ -15,7 +15,6 @@ from itertools import pairwise
 import yaml
 
 from lmcache_operator.api.parse import Cluster, declared
-from lmcache_operator.components.base import Component, ComponentStatus, Context, Observed, Plan
 from lmcache_operator.components.engine.authentication import secrets
 from lmcache_operator.components.engine.gpus import CUDA_IPC, claim_spec, planned_transfer
 from lmcache_operator.components.engine.pod import DISK_SIZE, MemorySize, pod_template
@@ -28,6 +27,7 @@ from lmcache_operator.components.engine.tenants import (
     tenants_yaml,
 )
 from lmcache_operator.components.traffic import from_clients, from_pods, scrapers
+from lmcache_operator.contract.base import Component, ComponentStatus, Context, Observed, Plan
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.pods.differences import differences
 from lmcache_operator.pods.pods import has_no_node, is_outdated, next_eviction

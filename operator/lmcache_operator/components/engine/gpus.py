@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.components.base import Sidecar
-from lmcache_operator.components.conditions import Problem
 from lmcache_operator.components.engine.kinds import kind_of
+from lmcache_operator.contract.base import Sidecar
+from lmcache_operator.contract.conditions import Problem
 from lmcache_operator.specs import Object, names
 
 CUDA_IPC, SHARED_MEMORY = "CudaIPC", "SharedMemory"

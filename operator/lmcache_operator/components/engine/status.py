@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, cast, get_args
 
-from lmcache_operator.autoscaling.tier_status import hit_percent, tenant_usage
-from lmcache_operator.components.base import ComponentStatus, Observed, Plan, Sidecar
-from lmcache_operator.components.conditions import Condition, Problem, Trouble, former_conditions
+from lmcache_operator.components.autoscaling.tier_status import hit_percent, tenant_usage
 from lmcache_operator.components.engine.authentication import (
     TOKENS_REQUIRED,
     silence_remedy,
@@ -22,6 +20,8 @@ from lmcache_operator.components.engine.tenants import (
     TENANTS_KNOWN,
     tenants_known,
 )
+from lmcache_operator.contract.base import ComponentStatus, Observed, Plan, Sidecar
+from lmcache_operator.contract.conditions import Condition, Problem, Trouble, former_conditions
 from lmcache_operator.pods.pods import is_ready, kill_problems
 from lmcache_operator.pods.resize import Resizing
 from lmcache_operator.specs import Object

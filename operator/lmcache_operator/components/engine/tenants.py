@@ -9,8 +9,8 @@ from typing import Final
 import yaml
 
 from lmcache_operator.api.tenants import Tenant, Tenants
-from lmcache_operator.components.base import Observed, Sidecar
-from lmcache_operator.components.conditions import Condition, Reason, former_conditions
+from lmcache_operator.contract.base import Observed, Sidecar
+from lmcache_operator.contract.conditions import Condition, Reason, former_conditions
 from lmcache_operator.specs import Object, paths
 from lmcache_operator.specs.merge import dig
 

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from lmcache_operator.api import PROFILE_KIND
 from lmcache_operator.api.parse import AS_DECLARED, Cluster
-from lmcache_operator.components.base import Component, ComponentStatus, Context, Observed, Plan
-from lmcache_operator.components.conditions import Problem
 from lmcache_operator.components.injection.pods import OUTCOME, has_cache
 from lmcache_operator.components.injection.profile import PREFIX, profile
+from lmcache_operator.contract.base import Component, ComponentStatus, Context, Observed, Plan
+from lmcache_operator.contract.conditions import Problem
 from lmcache_operator.pods.differences import differences
 from lmcache_operator.pods.pods import pod_problems
 from lmcache_operator.specs import Object, names

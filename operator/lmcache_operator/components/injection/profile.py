@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.types import SGLANG, VLLM
-from lmcache_operator.components.base import Context
 from lmcache_operator.components.engine.engine import resolved_images
 from lmcache_operator.components.engine.gpus import CUDA_IPC, planned_transfer
 from lmcache_operator.components.engine.kinds import KINDS
 from lmcache_operator.components.engine.kinds.base import EngineKind
 from lmcache_operator.components.engine.pod import MemorySize, pod_template
+from lmcache_operator.contract.base import Context
 from lmcache_operator.specs import Object, names, paths
 
 RESERVED_ARGS = {VLLM: "lmcache.io/reserved-args", SGLANG: "lmcache.io/reserved-sglang-args"}

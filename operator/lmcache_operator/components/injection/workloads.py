@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from lmcache_operator.api import KIND
 from lmcache_operator.api.parse import TYPE_NAMES, Cluster, parse
-from lmcache_operator.components.base import Context
 from lmcache_operator.components.injection.pods import has_cache, has_engine, inject
 from lmcache_operator.components.injection.profile import profile
+from lmcache_operator.contract.base import Context
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.merge import dig

@@ -17,8 +17,8 @@ import yaml
 
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.tiers import PeersTier
-from lmcache_operator.components.base import Component, ComponentStatus, Context, Observed, Plan
-from lmcache_operator.components.conditions import Problem
+from lmcache_operator.contract.base import Component, ComponentStatus, Context, Observed, Plan
+from lmcache_operator.contract.conditions import Problem
 from lmcache_operator.pods.differences import differences
 from lmcache_operator.specs import Object, names, paths, stateful
 from lmcache_operator.specs.cluster_refs import referred, why_no_peers

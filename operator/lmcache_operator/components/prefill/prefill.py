@@ -15,11 +15,11 @@ from lmcache_operator.api.naming import prefill_name
 from lmcache_operator.api.parse import EVENTS_FOR, Cluster, parse, written
 from lmcache_operator.api.tiers import ClusterRef, Tiers
 from lmcache_operator.api.types import Engine as EngineSpec
-from lmcache_operator.components.base import Component, ComponentStatus, Context, Observed, Plan
-from lmcache_operator.components.conditions import Condition, Problem, Reason, Trouble
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.router.router import had_prefill_pods
 from lmcache_operator.components.traffic import from_pods
+from lmcache_operator.contract.base import Component, ComponentStatus, Context, Observed, Plan
+from lmcache_operator.contract.conditions import Condition, Problem, Reason, Trouble
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.pods.differences import differences
 from lmcache_operator.specs import Images, Object, names

@@ -14,12 +14,12 @@ from functools import partial
 
 from lmcache_operator.api.parse import Cluster, declared
 from lmcache_operator.api.tiers import MAX_SHARDS, ManagedRemote
-from lmcache_operator.autoscaling.tier_status import remote_usage
-from lmcache_operator.components.base import Component, ComponentStatus, Context, Observed, Plan
-from lmcache_operator.components.conditions import Condition, Problem, former_conditions
+from lmcache_operator.components.autoscaling.tier_status import remote_usage
 from lmcache_operator.components.images import default_image, recorded
 from lmcache_operator.components.remote.pod import pod_template, speaks_tls
 from lmcache_operator.components.remote.shards import WINDOW, Shards, next_shards, utc
+from lmcache_operator.contract.base import Component, ComponentStatus, Context, Observed, Plan
+from lmcache_operator.contract.conditions import Condition, Problem, former_conditions
 from lmcache_operator.pods.differences import differences
 from lmcache_operator.pods.pods import (
     creation_failures,

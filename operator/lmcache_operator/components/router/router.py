@@ -9,11 +9,11 @@ from typing import Any
 from lmcache_operator.api.naming import prefill_name
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.router import Router
-from lmcache_operator.components.base import Component, ComponentStatus, Context, Observed, Plan
-from lmcache_operator.components.conditions import Condition, Problem, former_conditions
 from lmcache_operator.components.images import default_image, recorded
 from lmcache_operator.components.router.pod import WITH_PREFILL, pod_template
 from lmcache_operator.components.traffic import from_clients, scrapers
+from lmcache_operator.contract.base import Component, ComponentStatus, Context, Observed, Plan
+from lmcache_operator.contract.conditions import Condition, Problem, former_conditions
 from lmcache_operator.pods.differences import differences
 from lmcache_operator.specs import Object, names, stateful
 from lmcache_operator.specs.kinds import Ref, controller_uid

@@ -9,7 +9,7 @@ from typing import get_args
 from lmcache_operator.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_operator.commands.doctor.results import Result, failure, ok, warning
 from lmcache_operator.commands.status import is_bad
-from lmcache_operator.components.conditions import Trouble
+from lmcache_operator.contract.conditions import Trouble
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.merge import dig
 from lmcache_store.common.text import plain

@@ -17,8 +17,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.types import SGLANG
-from lmcache_operator.autoscaling.policy.report import Report
-from lmcache_operator.components.conditions import Condition, Event, Problem
+from lmcache_operator.contract.conditions import Condition, Event, Problem
+from lmcache_operator.policy.report import Report
 from lmcache_operator.specs import Images, Object
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import ENGINE, ROUTER_IMAGE, SGLANG_IMAGE, SHARD_IMAGE

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lmcache_operator.autoscaling.policy.state import Step
-from lmcache_operator.autoscaling.policy.tier import Gain, Tier
+from lmcache_operator.policy.state import Step
+from lmcache_operator.policy.tier import Gain, Tier
 
 
 def change(tier: Tier, present: float, target: float, gain: Gain) -> str:

@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from lmcache_operator.autoscaling.policy import DAY, HOUR, MINUTE
-from lmcache_operator.autoscaling.policy.choose import choose
-from lmcache_operator.autoscaling.policy.state import Measurements, Outcome, Point, State, keep_size, set_size
-from lmcache_operator.autoscaling.policy.tier import LimitedBy, Tier
-from lmcache_operator.autoscaling.policy.verify import calibrate, note_size, verify
+from lmcache_operator.policy import DAY, HOUR, MINUTE
+from lmcache_operator.policy.choose import choose
+from lmcache_operator.policy.state import Measurements, Outcome, Point, State, keep_size, set_size
+from lmcache_operator.policy.tier import LimitedBy, Tier
+from lmcache_operator.policy.verify import calibrate, note_size, verify
 from lmcache_store.common.units import format_seconds
 
 DECIDE_SECONDS = 900.0

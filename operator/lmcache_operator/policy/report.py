@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lmcache_operator.autoscaling.policy.state import Decision, Point
+from lmcache_operator.policy.state import Decision, Point
 from lmcache_store.common.units import format_size
 
 MAX_STATE_BYTES = 64 << 10

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from lmcache_operator.autoscaling.policy import DAY, HOUR, MINUTE, explanations
-from lmcache_operator.autoscaling.policy.state import Decision, Measurements, State, set_size
-from lmcache_operator.autoscaling.policy.tier import LimitedBy, Tier, is_near
+from lmcache_operator.policy import DAY, HOUR, MINUTE, explanations
+from lmcache_operator.policy.state import Decision, Measurements, State, set_size
+from lmcache_operator.policy.tier import LimitedBy, Tier, is_near
 from lmcache_store.curves import Window
 
 _COOLDOWN = 30 * MINUTE

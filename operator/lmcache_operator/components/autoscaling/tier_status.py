@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lmcache_operator.autoscaling.policy.report import steady
-from lmcache_operator.components.base import Observed, RemoteFigures, Sidecar, TenantFigures
+from lmcache_operator.contract.base import Observed, RemoteFigures, Sidecar, TenantFigures
+from lmcache_operator.policy.report import steady
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.merge import dig
 

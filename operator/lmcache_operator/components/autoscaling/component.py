@@ -11,10 +11,10 @@ from typing import Any
 
 from lmcache_operator.api.autoscaling import AUTO, OFF
 from lmcache_operator.api.parse import Cluster, Sizes
-from lmcache_operator.autoscaling.policy.report import Choice, Report, Saved, restore, save, steady
-from lmcache_operator.components.base import Component, ComponentStatus, Context, Observed, Plan
-from lmcache_operator.components.conditions import Condition, Event, former_conditions
+from lmcache_operator.contract.base import Component, ComponentStatus, Context, Observed, Plan
+from lmcache_operator.contract.conditions import Condition, Event, former_conditions
 from lmcache_operator.pods.differences import differences
+from lmcache_operator.policy.report import Choice, Report, Saved, restore, save, steady
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.kinds import Ref
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from lmcache_operator.autoscaling.policy.tier import LimitedBy
+from lmcache_operator.policy.tier import LimitedBy
 from lmcache_store.curves import Window
 
 

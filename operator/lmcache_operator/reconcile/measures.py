@@ -7,7 +7,7 @@ from typing import get_args
 from prometheus_client import Gauge
 
 from lmcache_operator import metrics
-from lmcache_operator.autoscaling.policy.tier import LimitedBy
+from lmcache_operator.policy.tier import LimitedBy
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import ClusterKey
 from lmcache_store.common.units import parse_quantity

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lmcache_operator.autoscaling.policy.decide import DAY_HALF_LIFE, FAST_HALF_LIFE
-from lmcache_operator.autoscaling.policy.state import Measurements, Obstacle, State
-from lmcache_operator.autoscaling.policy.tier import Service
+from lmcache_operator.policy.decide import DAY_HALF_LIFE, FAST_HALF_LIFE
+from lmcache_operator.policy.state import Measurements, Obstacle, State
+from lmcache_operator.policy.tier import Service
 from lmcache_store.curves import MissRatioCurve, Window
 
 _MIN_USABLE = 0.45  # the smallest share of a size that decisions look up on the curve

@@ -13,13 +13,8 @@ from typing import Any, Protocol
 
 from lmcache_operator.api.autoscaling import AUTO, OFF
 from lmcache_operator.api.parse import Cluster, parse
-from lmcache_operator.autoscaling.component import saved
 from lmcache_operator.autoscaling.intake import answers as parsing
 from lmcache_operator.autoscaling.intake.lookups import Answer, NoAnswer
-from lmcache_operator.autoscaling.policy.decide import DECIDE_SECONDS
-from lmcache_operator.autoscaling.policy.report import Report, steady
-from lmcache_operator.autoscaling.policy.state import Obstacle
-from lmcache_operator.autoscaling.policy.tier import Prices
 from lmcache_operator.autoscaling.sizing import (
     POLL_SECONDS,
     STALE_SECONDS,
@@ -28,11 +23,16 @@ from lmcache_operator.autoscaling.sizing import (
     Sizing,
     UnavailableSize,
 )
-from lmcache_operator.components.base import Observed
+from lmcache_operator.components.autoscaling.component import saved
 from lmcache_operator.components.remote.remote import listed_shards, why_filling, why_never_ready
+from lmcache_operator.contract.base import Observed
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.pods.pods import is_outdated, is_ready, why_unplaced
 from lmcache_operator.pods.resize import RefusedResize, initial_bytes, largest_in_place
+from lmcache_operator.policy.decide import DECIDE_SECONDS
+from lmcache_operator.policy.report import Report, steady
+from lmcache_operator.policy.state import Obstacle
+from lmcache_operator.policy.tier import Prices
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.probe import has_running_sidecar
 from lmcache_operator.specs import Object, names

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lmcache_operator.autoscaling.policy import DAY, HOUR, explanations
-from lmcache_operator.autoscaling.policy.state import Decision, Measurements, Outcome, State, Step, keep_size
-from lmcache_operator.autoscaling.policy.tier import Gain, LimitedBy, Tier, is_near
+from lmcache_operator.policy import DAY, HOUR, explanations
+from lmcache_operator.policy.state import Decision, Measurements, Outcome, State, Step, keep_size
+from lmcache_operator.policy.tier import Gain, LimitedBy, Tier, is_near
 from lmcache_store.common.units import format_seconds, format_size
 
 _MIN_SHRINK_DATA = 6 * HOUR

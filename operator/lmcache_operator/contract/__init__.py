@@ -1,0 +1,1 @@
+"""The contract between the reconciler and components: objects, answers of sidecars, and conditions."""
