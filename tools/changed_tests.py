@@ -28,8 +28,8 @@ from tools.commits import default_base
 from tools.sources import ROOT
 
 PACKAGES = (
-    "lmcache", "lmcache_store", "lmcache_client", "lmcache_sidecar", "lmcache_operator", "testing", "tools",
-    "benchmarks", "demo", "tests",
+    "lmcache", "lmcache_store", "lmcache_client", "lmcache_sidecar", "lmcache_operator", "lmcache_cli",
+    "testing", "tools", "benchmarks", "demo", "tests",
 )  # fmt: skip
 MAX_INTEGRATION = 4
 PROCESSES = {
@@ -53,7 +53,7 @@ PROCESSES = {
 }
 """Test files, as globs below ``tests`` without ``.py``, for paths that begin so."""
 DOCS = (
-    "docs/", "charts/", "crds/", "examples/", "operator/lmcache_operator/commands/", "mkdocs.yml",
+    "docs/", "charts/", "crds/", "examples/", "operator/lmcache_cli/commands/", "mkdocs.yml",
     "tools/docs", "tools/plugin.py", "tools/payload.py", "tests/harness/terminal.py",
     "tests/integration/test_docs_",
 )  # fmt: skip

@@ -33,10 +33,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PINS = ROOT / "operator" / "requirements.txt"
 NAME = "lmcache"
 PROGRAMS = {
-    "kubectl-lmcache": "lmcache_operator.__main__",
-    "kubectl_complete-lmcache": "lmcache_operator.completion",
+    "kubectl-lmcache": "lmcache_cli.__main__",
+    "kubectl_complete-lmcache": "lmcache_cli.completion",
 }
-PACKAGES = ("sidecar/lmcache_store", "operator/lmcache_operator")
+PACKAGES = ("sidecar/lmcache_store", "operator/lmcache_cli", "operator/lmcache_operator")
 """Our packages in the archives, as folders of the checkout."""
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 PLATFORMS = {

@@ -14,7 +14,14 @@ import atheris
 
 from tests.fuzz.target import MAX_BYTES, MAX_SECONDS, load
 
-INSTRUMENTED = ["lmcache", "lmcache_store", "lmcache_client", "lmcache_sidecar", "lmcache_operator"]
+INSTRUMENTED = [
+    "lmcache",
+    "lmcache_store",
+    "lmcache_client",
+    "lmcache_sidecar",
+    "lmcache_operator",
+    "lmcache_cli",
+]
 """Packages whose coverage guides the fuzzer."""
 INPUTS_BETWEEN_COLLECTIONS = 100
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lmcache_operator.commands.gather import Gathered, PodFigures
+from lmcache_cli.commands.gather import Gathered, PodFigures
 from tests.harness.operator_model import cluster
 
 NOW = 1_767_225_600.0

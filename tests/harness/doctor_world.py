@@ -6,13 +6,13 @@ from typing import Any
 
 import yaml
 
+from lmcache_cli.commands.doctor.answers import Answer
+from lmcache_cli.commands.doctor.checks import run_checks
+from lmcache_cli.commands.doctor.checks.rights import OPERATOR_RIGHTS, USER_RIGHTS
+from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts, PodTrial
+from lmcache_cli.commands.doctor.results import Level, Result
+from lmcache_cli.commands.gather import PodFigures
 from lmcache_operator.api import GROUP, PLURAL, PROFILE_PLURAL
-from lmcache_operator.commands.doctor.answers import Answer
-from lmcache_operator.commands.doctor.checks import run_checks
-from lmcache_operator.commands.doctor.checks.rights import OPERATOR_RIGHTS, USER_RIGHTS
-from lmcache_operator.commands.doctor.facts import ClusterFacts, Facts, PodTrial
-from lmcache_operator.commands.doctor.results import Level, Result
-from lmcache_operator.commands.gather import PodFigures
 from testing.kube.operator import CRDS
 from tests.harness.command_world import NOW, GiB, condition, pod, stats
 from tests.harness.operator_model import cluster

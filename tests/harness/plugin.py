@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lmcache_operator.__main__ import main
+from lmcache_cli.__main__ import main
 from testing.child_process import SOURCES, reachable_address, run_in_process
 from testing.kube.cluster import Cluster
 
@@ -15,7 +15,7 @@ READ = {"apiGroups": ["lmcache.io"], "resources": ["lmcacheclusters"], "verbs": 
 LIST_PODS = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}
 GET_PROXY = {"apiGroups": [""], "resources": ["pods/proxy"], "verbs": ["get"]}
 """Rights of users of the plugin."""
-_PROGRAMS = {"kubectl-lmcache": "lmcache_operator", "kubectl_complete-lmcache": "lmcache_operator.completion"}
+_PROGRAMS = {"kubectl-lmcache": "lmcache_cli", "kubectl_complete-lmcache": "lmcache_cli.completion"}
 
 
 class Plugin:

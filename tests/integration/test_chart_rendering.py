@@ -123,7 +123,7 @@ def test_operator_parses_the_flags_of_the_deployment(helm):
     ]  # fmt: skip
     deployment = {obj["kind"]: obj for obj in rendered(helm, *settings)}["Deployment"]
     container = deployment["spec"]["template"]["spec"]["containers"][0]
-    parsed = _parser(container["args"]).parse_args(container["args"])
+    parsed = _parser().parse_args(container["args"])
     assert parsed.namespace == ["a", "b"]
     assert parsed.allow_all_gpus_sidecar is True
     # The NetworkPolicies of the sidecars admit the operator by these.

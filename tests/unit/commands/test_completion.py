@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_operator import completion
-from lmcache_operator.commands import COMMANDS
+from lmcache_cli import completion
+from lmcache_cli.commands import COMMANDS
 from testing.child_process import REPOSITORY, SOURCES
 
 KUBECTL = """#!/bin/sh
@@ -72,7 +72,7 @@ def test_files_are_left_to_the_shell_and_no_kubectl_gives_no_suggestions(tmp_pat
 
 def test_program_prints_suggestions_and_the_directive_without_a_client():
     code = (
-        "import sys; from lmcache_operator import completion\n"
+        "import sys; from lmcache_cli import completion\n"
         "completion.complete(['']); completion.complete(['top', '--']); completion.complete(['report', ''])\n"
         "print(sorted({'kubernetes', 'kopf'} & set(sys.modules)))\n"
         "sys.argv = ['x', 'stat']; completion.main()"

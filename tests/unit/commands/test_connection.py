@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from lmcache_operator.__main__ import main
-from lmcache_operator.commands.connection import reported
+from lmcache_cli.__main__ import main
+from lmcache_cli.commands.connection import reported
 from lmcache_operator.kube import watch
 from tests.harness.json_server import JsonHandler, serving
 
@@ -81,7 +81,7 @@ def test_empty_variable_counts_as_none(tmp_path) -> None:
     """In a process of its own, because the client reads the variable at import."""
     (tmp_path / ".kube").mkdir()
     (tmp_path / ".kube" / "config").write_text("text")
-    words = [sys.executable, "-m", "lmcache_operator", "status", "demo"]
+    words = [sys.executable, "-m", "lmcache_cli", "status", "demo"]
     environment = {**os.environ, "KUBECONFIG": "", "HOME": str(tmp_path)}
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert "error: ~/.kube/config: it is not a valid kubeconfig" in done.stderr
@@ -120,7 +120,7 @@ def test_namespace_of_a_pod_is_that_of_its_service_account(tmp_path, monkeypatch
 
 
 def test_reader_that_closes_the_pipe_ends_the_command_quietly() -> None:
-    code = "from lmcache_operator.commands.connection import reported; reported(lambda: print('text') or 0)"
+    code = "from lmcache_cli.commands.connection import reported; reported(lambda: print('text') or 0)"
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True)

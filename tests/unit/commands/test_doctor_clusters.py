@@ -2,11 +2,11 @@
 
 import pytest
 
-from lmcache_operator.commands.doctor.answers import Answer
-from lmcache_operator.commands.doctor.checks.admission import lacks_pods, pod_of
-from lmcache_operator.commands.doctor.facts import PodTrial
-from lmcache_operator.commands.doctor.results import Level
-from lmcache_operator.commands.gather import PodFigures
+from lmcache_cli.commands.doctor.answers import Answer
+from lmcache_cli.commands.doctor.checks.admission import lacks_pods, pod_of
+from lmcache_cli.commands.doctor.facts import PodTrial
+from lmcache_cli.commands.doctor.results import Level
+from lmcache_cli.commands.gather import PodFigures
 from tests.harness.command_world import NOW, condition, pod
 from tests.harness.doctor_world import (
     FORBIDDEN,

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lmcache_cli.commands.doctor.answers import Answer
+from lmcache_cli.commands.doctor.checks import run_checks
+from lmcache_cli.commands.doctor.checks.rights import FORWARD, OPERATOR_RIGHTS, PROXY, USER_RIGHTS
+from lmcache_cli.commands.doctor.command import exit_status
+from lmcache_cli.commands.doctor.facts import Right
+from lmcache_cli.commands.doctor.results import Level
 from lmcache_operator.api import GROUP, PLURAL
-from lmcache_operator.commands.doctor.answers import Answer
-from lmcache_operator.commands.doctor.checks import run_checks
-from lmcache_operator.commands.doctor.checks.rights import FORWARD, OPERATOR_RIGHTS, PROXY, USER_RIGHTS
-from lmcache_operator.commands.doctor.command import exit_status
-from lmcache_operator.commands.doctor.facts import Right
-from lmcache_operator.commands.doctor.results import Level
 from tests.harness.command_world import NOW
 from tests.harness.doctor_world import (
     FORBIDDEN,

@@ -11,14 +11,14 @@ import aiohttp
 import pytest
 import yaml
 
-from lmcache_operator.commands import printing
-from lmcache_operator.commands.connection import Connection
-from lmcache_operator.commands.doctor import view
-from lmcache_operator.commands.doctor.checks import run_checks
-from lmcache_operator.commands.doctor.facts import ClusterFacts, Facts
-from lmcache_operator.commands.doctor.pod_reading import read_engines
-from lmcache_operator.commands.doctor.reading import read_facts
-from lmcache_operator.commands.doctor.results import Level, Result
+from lmcache_cli.commands import printing
+from lmcache_cli.commands.connection import Connection
+from lmcache_cli.commands.doctor import view
+from lmcache_cli.commands.doctor.checks import run_checks
+from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
+from lmcache_cli.commands.doctor.pod_reading import read_engines
+from lmcache_cli.commands.doctor.reading import read_facts
+from lmcache_cli.commands.doctor.results import Level, Result
 from lmcache_operator.contract.conditions import runbook
 from lmcache_operator.errors import NoAnswerError, NotFoundError
 from lmcache_operator.kube.pod_http import PodAnswer
@@ -257,7 +257,7 @@ def test_document_is_the_same_in_json_and_yaml():
 
 def test_every_runbook_that_a_check_names_exists():
     pages = {path.name for path in (REPOSITORY / "docs" / "runbooks").glob("*.md")}
-    checks = REPOSITORY / "operator" / "lmcache_operator" / "commands" / "doctor" / "checks"
+    checks = REPOSITORY / "operator" / "lmcache_cli" / "commands" / "doctor" / "checks"
     text = "".join(path.read_text() for path in checks.glob("*.py"))
     named = set(re.findall(r'(?:_RUNBOOK = |, )"([A-Z][a-z]+[A-Z]\w+)"(?:\)|\n)', text))
     assert "EngineNotAttached" in named

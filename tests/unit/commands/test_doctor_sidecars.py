@@ -2,12 +2,12 @@
 
 import pytest
 
+from lmcache_cli.commands.doctor.checks import run_checks
+from lmcache_cli.commands.doctor.checks.engine_kinds import MAX_VLLM, MIN_VLLM, SGLANG_VERSION
+from lmcache_cli.commands.doctor.results import Level
+from lmcache_cli.commands.gather import PodFigures
 from lmcache_client.sglang.support import SUPPORTED_VERSIONS as SUPPORTED_SGLANG
 from lmcache_client.vllm.support import SUPPORTED_VERSIONS
-from lmcache_operator.commands.doctor.checks import run_checks
-from lmcache_operator.commands.doctor.checks.engine_kinds import MAX_VLLM, MIN_VLLM, SGLANG_VERSION
-from lmcache_operator.commands.doctor.results import Level
-from lmcache_operator.commands.gather import PodFigures
 from lmcache_store.common.text import plain
 from tests.harness.command_world import NOW, pod
 from tests.harness.doctor_world import (

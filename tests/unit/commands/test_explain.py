@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from lmcache_operator.__main__ import _parser
-from lmcache_operator.commands import explain
-from lmcache_operator.commands.connection import Connection
-from lmcache_operator.commands.explain import explanation, problems_of
-from lmcache_operator.commands.printing import document, print_problems
+from lmcache_cli.__main__ import _parser
+from lmcache_cli.commands import explain
+from lmcache_cli.commands.connection import Connection
+from lmcache_cli.commands.explain import explanation, problems_of
+from lmcache_cli.commands.printing import document, print_problems
 from lmcache_operator.errors import NotFoundError
 from lmcache_operator.kube import pod_http
 from lmcache_operator.kube.pod_http import PodAnswer

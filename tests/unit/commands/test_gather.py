@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lmcache_operator.commands.connection import Connection
-from lmcache_operator.commands.gather import (
+from lmcache_cli.commands.connection import Connection
+from lmcache_cli.commands.gather import (
     NO_TIME,
     PodFigures,
     late_pods,

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from lmcache_operator.__main__ import _parser
+from lmcache_cli.__main__ import _parser
 
 
 def parsed(*words: str) -> argparse.Namespace:

@@ -9,7 +9,7 @@ from zipfile import ZipFile
 import pytest
 import yaml
 
-from lmcache_operator.__main__ import main
+from lmcache_cli.__main__ import main
 from tests.harness.command_world import pod, stats
 from tests.harness.json_server import JsonHandler, serving
 from tests.harness.operator_model import cluster

@@ -8,6 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 PACKAGES = (
     "lmcache",
+    "operator/lmcache_cli",
     "sidecar/lmcache_store",
     "sidecar/lmcache_client",
     "sidecar/lmcache_sidecar",

@@ -1,4 +1,4 @@
-"""``lmcache-operator curve``: the hit curve of a tier as text."""
+"""``kubectl lmcache curve``: the hit curve of a tier as text."""
 
 import copy
 import re
@@ -11,8 +11,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_operator.__main__ import main
-from lmcache_operator.autoscaling.show.curve import Curve
+from lmcache_cli.__main__ import main
+from lmcache_cli.curves import Curve
 from lmcache_operator.errors import NoCurveError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -150,4 +150,4 @@ def test_curve_without_a_file_needs_a_kubeconfig(tmp_path, monkeypatch, capsys):
 def test_kubectl_finds_the_plugin() -> None:
     """``kubectl lmcache`` runs the program kubectl-lmcache on PATH."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts["kubectl-lmcache"] == scripts["lmcache-operator"] == "lmcache_operator.__main__:main"
+    assert scripts["kubectl-lmcache"] == "lmcache_cli.__main__:main"

@@ -1,0 +1,1 @@
+"""The commands of ``kubectl lmcache``. They read a cluster and change nothing in it."""

@@ -1,0 +1,38 @@
+"""The command line ``kubectl lmcache``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from lmcache_cli.commands import COMMANDS
+from lmcache_operator import __version__, manifests
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Returns the exit status."""
+    words = sys.argv[1:] if argv is None else argv
+    if not os.environ.get("KUBECONFIG"):
+        os.environ.pop("KUBECONFIG", None)  # as for kubectl, an empty variable is not set
+    arguments = _parser(words).parse_args(words)
+    return int(arguments.command(arguments))
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    about = "Answers questions about LMCacheClusters, and prints the objects that they become."
+    parser = argparse.ArgumentParser(prog="kubectl lmcache", description=about)
+    parser.add_argument("--version", action="version", version=f"kubectl-lmcache {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, about in COMMANDS.items():
+        command = commands.add_parser(name, help=about)
+        if name in words:  # importing the client takes half a second, which other commands need not spend
+            import_module(f"lmcache_cli.commands.{name}").add_arguments(command)
+    manifests.add_commands(commands, manifests.rendering_options())
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Checks whether the API server admits the pods of a cluster. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
+from lmcache_cli.commands.doctor.results import Result, failure, ok, unknown, warning
+from lmcache_operator.specs import Object
+from lmcache_operator.specs.merge import dig
+from lmcache_store.common.text import plain
+
+_QUOTA = "exceeded quota"
+"""Part of a refusal by a ResourceQuota, which counts the running pods too."""
+
+
+def pod_of(stateful_set: Object) -> Object:
+    """Return a pod of a StatefulSet for a dry run. A StatefulSet without uid does not exist yet."""
+    metadata, template = stateful_set["metadata"], stateful_set["spec"]["template"]
+    spec = dict(template["spec"])
+    if "uid" not in metadata:
+        spec.pop("serviceAccountName", None)  # the operator creates the account together with the StatefulSet
+    labelled = {key: value for key, value in template["metadata"].items() if key in ("annotations", "labels")}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": labelled | {"name": f"{metadata['name']}-dry-run"},
+        "spec": spec,
+    }
+
+
+def lacks_pods(stateful_set: Object) -> bool:
+    """Whether the StatefulSet declares more pods than its controller has created."""
+    return int(stateful_set["spec"].get("replicas", 1)) > int(dig(stateful_set, "status", "replicas") or 0)
+
+
+def admission(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
+    """Report the API server's answer to a dry run of each kind of pod."""
+    name = "podAdmission"
+    for trial in cluster.trials:
+        pods = f"pods of component {trial.component}"
+        text = f"The API server refuses {pods}: {plain(trial.refusal)}."
+        remedy = f"Change what the message names in namespace {facts.namespace}, or the spec."
+        if not trial.answer.is_known:
+            yield unknown(name, trial.answer)
+        elif trial.refusal and trial.lacks_pods:
+            yield failure(name, text, remedy, "FailedCreate")
+        elif trial.refusal and _QUOTA not in trial.refusal:
+            yield warning(name, f"{text} The present pods run.", remedy, "FailedCreate")
+        elif trial.warnings:
+            text = f"The API server admits {pods}, and warns: {plain(trial.warnings[0])}."
+            yield warning(name, text, remedy, "FailedCreate")
+        else:
+            yield ok(name, f"The API server admits {pods}.")

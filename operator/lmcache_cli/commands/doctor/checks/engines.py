@@ -1,0 +1,131 @@
+"""Checks of the engines: arguments, versions, settings, and whether pods can share keys. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lmcache_cli.commands.doctor.answers import Answer
+from lmcache_cli.commands.doctor.checks.engine_kinds import KindChecks, checks_for
+from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
+from lmcache_cli.commands.doctor.results import Result, failure, grouped, ok, unknown, warning
+from lmcache_cli.commands.gather import PodFigures, sidecar_port
+from lmcache_operator.components.engine.kinds.base import words_of
+from lmcache_operator.components.injection.pods import CONTAINER
+from lmcache_operator.specs import Object, names
+from lmcache_store.common.text import plain
+from lmcache_store.explain import merge
+
+_MAX_CLIENTS = 128
+
+
+def engine_container(pod: Object) -> Object | None:
+    """Return the container of the engine; None if the pod does not say which one it is."""
+    containers = pod["spec"].get("containers") or []
+    chosen = (pod["metadata"].get("annotations") or {}).get(CONTAINER, names.ENGINE)
+    by_name = {container["name"]: container for container in containers}
+    return by_name.get(chosen) or (containers[0] if len(containers) == 1 else None)
+
+
+def kind_checks(pod: Object) -> KindChecks:
+    """Return the checks for the kind of engine that a pod runs."""
+    return checks_for(engine_container(pod))
+
+
+def engine_port(pod: Object) -> int:
+    """Return the port of the engine's HTTP server."""
+    kind = kind_checks(pod).kind
+    return kind.int_option(words_of(engine_container(pod) or {}), "--port") or kind.default_port
+
+
+def has_tls(pod: Object) -> bool:
+    """Whether the engine serves HTTPS only."""
+    kind = kind_checks(pod).kind
+    return kind.option(words_of(engine_container(pod) or {}), kind.certificate) is not None
+
+
+def clients(stats: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the engine's processes that are attached to a sidecar, as it reports them."""
+    listed = stats.get("clients")
+    valid = (
+        [each for each in listed[:_MAX_CLIENTS] if isinstance(each, Mapping)]
+        if isinstance(listed, list)
+        else []
+    )
+    return [each for each in valid if each.get("is_attached") is True]
+
+
+def arguments(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
+    """Check the arguments of each engine that has a sidecar."""
+    name = "engineArguments"
+    pods = [figures for figures in cluster.pods if sidecar_port(figures.pod) is not None]
+    problems = [(figures.name, problem) for figures in pods for problem in argument_problems(name, figures)]
+    yield from grouped(problems, len(pods))
+    if pods and not problems:
+        yield ok(name, "The arguments of the engines are right for the cache.")
+
+
+def argument_problems(name: str, figures: PodFigures) -> Iterator[Result]:
+    """Yield the problems in the arguments and variables of one engine."""
+    if container := engine_container(figures.pod):
+        is_shared = any(not each.get("private_reason") for each in clients(figures.stats))
+        yield from kind_checks(figures.pod).argument_problems(name, container, is_shared=is_shared)
+
+
+def engine_versions(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
+    """Check that the engines run a supported version."""
+    name = "engineVersion"
+    known = [(each, plain(each.stats.get("version"))) for each in cluster.engines if each.stats]
+    known = [(each, version) for each, version in known if version]
+    checked = [(each.name, kind_checks(each.pod).version_problem(name, version)) for each, version in known]
+    problems = [(pod, problem) for pod, problem in checked if problem]
+    yield from grouped(problems, len(known))
+    if known and not problems:
+        versions = {f"{kind_checks(each.pod).kind.name} {version}" for each, version in known}
+        yield ok(name, f"The engines run {', '.join(sorted(versions)[:3])}.")
+    elif cluster.engines and not known:
+        yield unknown(name, _unread(cluster))
+
+
+def _unread(cluster: ClusterFacts) -> Answer:
+    figures = cluster.engines[0]
+    right = figures.problem.removeprefix("forbidden: ") if figures.problem.startswith("forbidden: ") else ""
+    return Answer(problem=f"engine of pod {figures.name}: {figures.problem}.", missing_right=right)
+
+
+def engine_settings(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
+    """Check the engines' cache settings, as the engines report them."""
+    name, parsed = "engineSettings", cluster.parsed
+    chunk_tokens = parsed.spec.sidecar.chunk_tokens if parsed and parsed.spec.engine else 0
+    known = [(each, merge.part(each.stats, "cache")) for each in cluster.engines]
+    known = [(each, cache) for each, cache in known if cache]
+    problems = [
+        (each.name, problem)
+        for each, cache in known
+        for problem in kind_checks(each.pod).setting_problems(name, cache, chunk_tokens)
+    ]
+    yield from grouped(problems, len(known))
+    if known and not problems:
+        yield ok(name, " ".join(sorted({kind_checks(e.pod).settings(cache) for e, cache in known})[:3]))
+
+
+def private_keys(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
+    """Check that chunks can be shared between pods and survive in lower tiers."""
+    name = "privateKeys"
+    attached = {figures.name: clients(figures.stats) for figures in cluster.pods}
+    attached = {pod: listed for pod, listed in attached.items() if listed}
+    problems = []
+    for pod, listed in attached.items():
+        reasons = sorted({plain(each.get("private_reason")) for each in listed} - {""})
+        for reason in reasons[:1]:
+            text = f"Keys are private, so only the memory tier of this pod is used: {reason}."
+            remedy = "Correct this setting of the engine (docs/guides/sidecar.md, Settings of the engine)."
+            problems.append((pod, (failure if _has_lower_tier(cluster) else warning)(name, text, remedy)))
+    yield from grouped(problems, len(attached))
+    if attached and not problems:
+        yield ok(name, "Keys are the same in all engines, so pods can share rows.")
+
+
+def _has_lower_tier(cluster: ClusterFacts) -> bool:
+    tiers = cluster.resource["spec"].get("tiers") or {}
+    return bool(tiers.get("disk") or tiers.get("remote") or tiers.get("peers") is not None)

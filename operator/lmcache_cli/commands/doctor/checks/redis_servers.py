@@ -1,0 +1,184 @@
+"""Checks of the remote tier: Redis or Valkey servers, as the sidecars see them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lmcache_cli.commands.doctor.answers import Answer
+from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
+from lmcache_cli.commands.doctor.results import Result, failure, first_of, grouped, ok, unknown, warning
+from lmcache_cli.commands.gather import PodFigures
+from lmcache_operator.pods.pods import is_ready
+from lmcache_store.common.text import plain
+from lmcache_store.common.units import format_seconds, format_size
+from lmcache_store.explain import merge
+
+_MAX_SERVERS = 64
+_SLOW_SECONDS = 0.05
+"""Time of an answer beyond which loads from the tier hardly ever arrive before the engine has computed."""
+_SHORT_SECONDS = 600.0
+"""Residence below which most conversations end up evicted between two turns."""
+_FIRST_CHECK_SECONDS = 60.0
+"""Time within which a sidecar has asked the servers for INFO."""
+_GUIDE = "docs/guides/sidecar.md, Redis"
+_REFUSALS: Mapping[str, tuple[str, str]] = {
+    "NOPERM": (
+        "The Redis user lacks rights, so it refuses rows",
+        "Grant the user ~lmc1:* +hset +hget +hmget +hexists +unlink +ping +info.",
+    ),
+    "OOM": (
+        "Redis is full and evicts nothing, so it refuses rows",
+        "Set maxmemory-policy allkeys-lru in Redis.",
+    ),
+    "READONLY": ("The server is a read-only replica", "Name the master, or Sentinel, in the URL."),
+    "MISCONF": ("Redis cannot save its data to disk", "Turn off persistence: set save to an empty string."),
+    "NOREPLICAS": ("Redis lacks the replicas that it requires", "Set min-replicas-to-write 0."),
+}
+"""Errors of Redis for writes, each with the problem and the remedy."""
+
+
+def _remotes(cluster: ClusterFacts) -> dict[str, Mapping[str, Any]]:
+    """Return the part of the remote tier in /stats, by pod."""
+    parts = {figures.name: merge.part(figures.stats, "remote") for figures in cluster.pods}
+    return {pod: part for pod, part in parts.items() if part}
+
+
+def reachable(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
+    """Check that the sidecars reach the servers."""
+    name, remotes = "remoteReachable", _remotes(cluster)
+    problems = []
+    for pod, remote in remotes.items():
+        if remote.get("is_reachable") is not True:
+            reason = plain(remote.get("off_reason")) or "unavailable"
+            text = f"The sidecar cannot reach the remote tier: {reason}."
+            remedy = "Check the server, the network policies and the password."
+            problems.append((pod, failure(name, text, remedy, "RemoteTierUnreachable")))
+        else:
+            for server in servers_of(remote):
+                if why := plain(server.get("problem")):
+                    text = f"The sidecar cannot reach server {plain(server.get('name'))}: {why}."
+                    problems.append((pod, failure(name, text, "Check this server.", "RemoteTierUnreachable")))
+        if why := plain(remote.get("shards_problem")):
+            text = f"The sidecar cannot use its list of shards: {why}."
+            problems.append((pod, warning(name, text, "Check that the operator runs.", "ShardsMissing")))
+    yield from grouped(problems, len(remotes))
+    if remotes and not problems:
+        yield ok(name, f"Sidecars that reach the remote tier: {len(remotes)}.")
+
+
+def refusals(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
+    """Check that the servers accept rows, since the sidecars started."""
+    name, remotes = "remoteRefusals", _remotes(cluster)
+    refused = merge.totals(remotes.values(), "refused")
+    problems = [
+        failure(name, f"{what} ({refused[code]:,} so far).", remedy)
+        for code, (what, remedy) in _REFUSALS.items()
+        if refused[code]
+    ]
+    yield from problems
+    if remotes and not problems:
+        yield ok(name, "Redis has accepted the rows of all sidecars.")
+
+
+def servers_of(tier: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the servers that a tier's part of /stats lists, at most 64."""
+    servers = tier.get("servers")
+    listed = servers[:_MAX_SERVERS] if isinstance(servers, list) else []
+    return [server for server in listed if isinstance(server, Mapping)]
+
+
+def _servers(cluster: ClusterFacts) -> dict[str, Mapping[str, Any]]:
+    """Return the servers that any sidecar could ask, by name. All sidecars have the same servers."""
+    servers: dict[str, Mapping[str, Any]] = {}
+    for remote in _remotes(cluster).values():
+        for server in servers_of(remote):
+            if server.get("policy") and len(servers) < _MAX_SERVERS:
+                servers.setdefault(plain(server.get("name")), server)
+    return servers
+
+
+def settings(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
+    """Check the memory limit and the eviction policy of each server."""
+    name, servers = "remoteSettings", _servers(cluster)
+    if not servers:
+        yield from _without_figures(name, cluster)
+        return
+    problems = []
+    for server, state in servers.items():
+        policy, limit = plain(state.get("policy")), merge.count(state.get("max_bytes"))
+        if not limit:
+            text = f"The server has no memory limit, and its policy is {policy}."
+            remedy = "Set maxmemory, and maxmemory-policy allkeys-lru, in Redis."
+            problems.append((server, warning(name, text, remedy)))
+        elif not policy.startswith("allkeys-"):
+            text = f"The eviction policy is {policy}: a full server refuses new rows."
+            problems.append((server, failure(name, text, "Set maxmemory-policy allkeys-lru in Redis.")))
+    for result in dict.fromkeys(result for _, result in problems):
+        concerned = [server for server, problem in problems if problem == result]
+        text = f"{result.statement} Servers: {first_of(concerned)}."
+        yield result._replace(statement=text)
+    if not problems:
+        sizes = {format_size(merge.count(state.get("max_bytes"))) for state in servers.values()}
+        shown = ", ".join(sorted(sizes)[:3])
+        yield ok(name, f"Servers with an allkeys policy and a memory limit of {shown}: {len(servers)}.")
+
+
+def _without_figures(name: str, cluster: ClusterFacts) -> Iterator[Result]:
+    reports = [figures for figures in cluster.pods if merge.part(figures.stats, "remote")]
+    if not reports:
+        return
+    if not any("servers" in merge.part(figures.stats, "remote") for figures in reports):
+        yield unknown(name, Answer(problem="the sidecars are of an earlier version and do not report it."))
+    elif any(_could_ask(figures) for figures in reports):
+        text = "Redis does not let the sidecars read its memory limit and policy."
+        yield warning(name, text, f"Grant the Redis user +info ({_GUIDE}).")
+
+
+def _could_ask(figures: PodFigures) -> bool:
+    """Whether a sidecar has reached its servers for long enough to know their settings."""
+    is_old = merge.count(figures.stats.get("uptime_seconds")) > _FIRST_CHECK_SECONDS
+    return is_old and merge.part(figures.stats, "remote").get("is_reachable") is True
+
+
+def latency(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
+    """Check how fast the servers answer."""
+    name = "remoteLatency"
+    remotes = _remotes(cluster)
+    slowest = {
+        pod: max((merge.count(server.get("answer_seconds")) for server in servers_of(remote)), default=0.0)
+        for pod, remote in remotes.items()
+    }
+    known = {pod: seconds for pod, seconds in slowest.items() if seconds}
+    slow = sorted((pod for pod in known if known[pod] > _SLOW_SECONDS), key=lambda pod: -known[pod])
+    if slow:
+        count, milliseconds = f"{len(slow)} of {len(known)}", f"{1000 * known[slow[0]]:.0f}"
+        text = f"Redis takes up to {milliseconds} ms to answer {count} sidecars."
+        remedy = "Run Redis in the same zone, check its load, and check the CPU of the sidecars."
+        yield warning(name, f"{text} Slowest: {first_of(slow)}.", remedy)
+    elif known:
+        yield ok(name, f"Redis answers within {1000 * max(known.values()):.0f} ms.")
+
+
+def evictions(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
+    """Check how long the servers keep rows that are not used."""
+    name = "remoteEvictions"
+    residences = [merge.count(remote.get("residence_seconds")) for remote in _remotes(cluster).values()]
+    known = [seconds for seconds in residences if seconds]
+    if known and min(known) < _SHORT_SECONDS:
+        text = f"Redis evicts a row that is not used after about {format_seconds(min(known))}."
+        remedy = "Give Redis more memory, or set tiers.admit to OnReuse."
+        yield warning(name, text, remedy)
+    elif known:
+        yield ok(name, f"Redis keeps a row that is not used for about {format_seconds(min(known))}.")
+
+
+def shards(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
+    """Check that the pods of managed servers are ready."""
+    pods = cluster.shard_pods
+    unready = [str(pod["metadata"]["name"]) for pod in pods if not is_ready(pod)]
+    if unready:
+        text = f"{len(unready)} of {len(pods)} server pods are not ready: {first_of(unready)}."
+        yield failure("shards", text, f"Read the Events: kubectl describe pod {unready[0]}", "ShardsMissing")
+    elif pods:
+        yield ok("shards", f"Server pods that are ready: {len(pods)}.")

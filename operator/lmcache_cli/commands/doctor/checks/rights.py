@@ -1,0 +1,99 @@
+"""Checks of rights: of the user, and of the operator's ServiceAccount. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from lmcache_cli.commands.doctor.answers import Answer
+from lmcache_cli.commands.doctor.facts import Facts, Right
+from lmcache_cli.commands.doctor.results import Result, failure, first_of, ok, unknown, warning
+from lmcache_operator.api import GROUP, PLURAL, PROFILE_PLURAL
+
+PROXY, FORWARD = Right("get", "", "pods/proxy"), Right("create", "", "pods/portforward")
+CREATE_PODS = Right("create", "", "pods")
+"""Right to try whether the API server admits pods."""
+USER_RIGHTS: Mapping[Right, str] = {
+    Right("get", GROUP, PLURAL): "reads LMCacheClusters",
+    Right("list", GROUP, PLURAL): "finds LMCacheClusters",
+    Right("list", "", "pods"): "shows pods",
+    Right("get", "", "pods/log"): "shows logs",
+    PROXY: "reads sidecars",
+    FORWARD: "reads sidecars behind network policies",
+}
+"""Rights that the commands of `kubectl lmcache` use, with what each right is for."""
+
+_READ, _CREATE = ("get", "list", "watch"), ("create", "patch")
+_CHILD = (*_READ, *_CREATE, "delete")
+_OF_OPERATOR: Mapping[tuple[str, str], Sequence[str]] = {
+    (GROUP, PLURAL): _CHILD,
+    (GROUP, f"{PLURAL}/status"): ("patch",),
+    (GROUP, f"{PLURAL}/finalizers"): ("update",),
+    ("", "serviceaccounts"): _CHILD,
+    ("", "configmaps"): _CHILD,
+    ("", "services"): _CHILD,
+    ("", "secrets"): ("create",),
+    (GROUP, PROFILE_PLURAL): (*_READ, *_CREATE),
+    ("networking.k8s.io", "networkpolicies"): _CHILD,
+    ("policy", "poddisruptionbudgets"): _CHILD,
+    ("apps", "statefulsets"): _CHILD,
+    ("apps", "deployments"): _CHILD,
+    ("rbac.authorization.k8s.io", "roles"): _CHILD,
+    ("rbac.authorization.k8s.io", "rolebindings"): _CHILD,
+    ("cert-manager.io", "certificates"): _CHILD,
+    ("resource.k8s.io", "resourceclaimtemplates"): _CHILD,
+    ("", "pods"): ("list", "watch", "patch", "delete"),
+    ("", "pods/resize"): ("patch",),
+    ("", "events"): ("get", "list", *_CREATE),
+    ("", "namespaces"): ("get",),
+    ("", "pods/eviction"): ("create",),
+}
+"""Verbs that the chart grants the operator, by group and resource. A test compares this with the chart."""
+OPERATOR_RIGHTS: Sequence[Right] = [
+    Right(verb, group, resource) for (group, resource), verbs in _OF_OPERATOR.items() for verb in verbs
+]
+
+
+def user_rights(facts: Facts) -> Iterator[Result]:
+    """Check the rights of the user that the other commands need."""
+    name, allowed = "userRights", dict(facts.user_rights)
+    if allowed.get(PROXY):  # either right suffices to read sidecars
+        allowed[FORWARD] = True
+    missing = [right for right in USER_RIGHTS if allowed.get(right) is False]
+    if missing:
+        text = f'Your user lacks the right "{missing[0]}", which {USER_RIGHTS[missing[0]]}.'
+        if len(missing) > 1:
+            text += f" It also lacks: {', '.join(map(str, missing[1:]))}."
+        remedy = f"Example: {_example(facts.namespace, missing)}"
+        yield warning(name, text, remedy)._replace(missing_right=str(missing[0]))
+    elif any(allowed.get(right) is None for right in USER_RIGHTS):
+        yield unknown(name, Answer())
+    else:
+        yield ok(name, "Your user may read LMCacheClusters, pods, logs and sidecars.")
+
+
+def _example(namespace: str, missing: Sequence[Right]) -> str:
+    """Return a command that creates a role with the missing rights of one verb."""
+    verb = missing[0].verb
+    resources = [
+        f"{plural}.{group}{'/' if subresource else ''}{subresource}" if group else resource
+        for _, group, resource in (right for right in missing if right.verb == verb)
+        for plural, _, subresource in [resource.partition("/")]
+    ]
+    command = f"kubectl -n {namespace} create role lmcache-read --verb={verb}"
+    return f"{command} --resource={','.join(resources)}"
+
+
+def operator_rights(facts: Facts) -> Iterator[Result]:
+    """Check that the operator's ServiceAccount has the rights of the chart in the namespace."""
+    name = "operatorRights"
+    if not facts.operators.items:
+        return
+    if not facts.operator_rights or None in facts.operator_rights.values():
+        yield unknown(name, facts.operator_rights_problem)
+        return
+    missing = [str(right) for right, is_allowed in facts.operator_rights.items() if not is_allowed]
+    if missing:
+        text = f"The operator lacks rights in namespace {facts.namespace}: {first_of(missing)}."
+        yield failure(name, text, "Upgrade the chart, which creates its roles.", "ApiError")
+    else:
+        yield ok(name, "The operator has all rights of the chart.")

@@ -1,0 +1,306 @@
+"""Reads all facts at the same time, within a few seconds. A read that fails becomes a fact, too."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from email.utils import parsedate_to_datetime
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import quote
+
+from lmcache_cli.commands.connection import Connection
+from lmcache_cli.commands.doctor.answers import Answer
+from lmcache_cli.commands.doctor.checks.admission import lacks_pods, pod_of
+from lmcache_cli.commands.doctor.checks.features import uses_nodes
+from lmcache_cli.commands.doctor.checks.rights import CREATE_PODS, OPERATOR_RIGHTS, USER_RIGHTS
+from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts, PodTrial, Right
+from lmcache_cli.commands.doctor.pod_reading import natural, read_engines
+from lmcache_cli.commands.gather import PodFigures, read_stats
+from lmcache_operator.api import GROUP, PLURAL, PROFILE_PLURAL, VERSION
+from lmcache_operator.errors import NoAnswerError, NotFoundError
+from lmcache_operator.kube.pod_http import PodHttp
+from lmcache_operator.kube.refusals import error_of
+from lmcache_operator.specs import Object, names
+from lmcache_operator.specs.merge import dig
+from lmcache_store.common.text import plain
+
+_SECONDS = 3.8
+"""Time for all reads. With the start of the program, an answer takes less than five seconds."""
+_READ_SECONDS, _POD_SECONDS, _HEAD_START_SECONDS = 3.0, 2.0, 0.5
+_MAX_NODES = 4
+_MIN_SECONDS = 0.1
+_MAX_BYTES = 64 << 20
+"""Largest answer of the API server. A list of 1,000 pods has about 10 MiB."""
+_ADMISSION, _ADMISSION_VERSIONS = "admissionregistration.k8s.io", ("v1", "v1beta1")
+_SYSTEM_NAMESPACE = "lmcache-system"
+_OPERATOR_SELECTOR = ",".join(f"{key}={value}" for key, value in names.OPERATOR_LABELS.items())
+_PART_OF = f"app.kubernetes.io/part-of={names.OPERATOR_LABELS['app.kubernetes.io/part-of']}"
+_REVIEW = "create subjectaccessreviews.authorization.k8s.io"
+
+
+async def read_facts(connection: Connection, name: str | None, operator_namespace: str) -> Facts:
+    """Read everything that the checks need. ``name``: the cluster to check; None: all of the namespace.
+
+    Raises:
+        NoAnswerError: the API server cannot be reached.
+        NotFoundError: the namespace has no cluster of this name.
+    """
+    reader = _Reader(connection, name)
+    listed = await reader.clusters()
+    of_api_server = asyncio.gather(
+        asyncio.gather(*(reader.get(path, right) for path, right in reader.fixed_paths().values())),
+        reader.operators(operator_namespace),
+        reader.policies(),
+        reader.rights(USER_RIGHTS),
+        reader.api_offset(),
+    )
+    try:
+        pods = await reader.clusters_with_pods(listed, of_api_server)
+        fixed_answers, operators, policies, user_rights, offset = await of_api_server
+    finally:
+        of_api_server.cancel()  # a read that outlives the connection would print a traceback
+    answers = dict(zip(reader.fixed_paths(), fixed_answers, strict=True))
+    return Facts(
+        namespace=connection.namespace,
+        now=time.time(),
+        definitions={
+            f"{plural}.{GROUP}": answers.pop(f"{plural}.{GROUP}") for plural in (PLURAL, PROFILE_PLURAL)
+        },
+        listed_clusters=listed,
+        api_offset_seconds=offset,
+        user_rights=user_rights,
+        has_one_cluster=name is not None,
+        **answers,
+        **pods,
+        **operators,
+        **policies,
+    )
+
+
+class _Reader:
+    """Reads of one run, which share a deadline."""
+
+    def __init__(self, connection: Connection, name: str | None) -> None:
+        self._api, self._namespace, self._name = connection.api, connection.namespace, name
+        self._loop = asyncio.get_running_loop()
+        self._deadline = self._loop.time() + _SECONDS
+
+    @property
+    def _seconds(self) -> float:
+        return max(_MIN_SECONDS, self._deadline - self._loop.time())
+
+    async def get(self, path: str, right: str) -> Answer:
+        """Read an object or a list. ``right``: the right that this needs."""
+        seconds = min(_READ_SECONDS, self._seconds)
+        return _answer(*await self._api.read(path, seconds=seconds, max_bytes=_MAX_BYTES), right)
+
+    def fixed_paths(self) -> dict[str, tuple[str, str]]:
+        """Return paths and rights of reads that depend on no other read, by the name of the fact."""
+        definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+        profiles = f"/apis/{GROUP}/{VERSION}/namespaces/{self._namespace}/{PROFILE_PLURAL}"
+        right = "get customresourcedefinitions.apiextensions.k8s.io"
+        return {
+            "version": ("/version", "get /version"),
+            "core": ("/api/v1", "get /api/v1"),
+            "groups": ("/apis", "get /apis"),
+            "profiles": (profiles, f"list {PROFILE_PLURAL}.{GROUP}"),
+            **{
+                f"{plural}.{GROUP}": (f"{definitions}/{plural}.{GROUP}", right)
+                for plural in (PLURAL, PROFILE_PLURAL)
+            },
+        }
+
+    async def clusters(self) -> Answer:
+        """Read the LMCacheClusters as a list. Raises NoAnswerError or NotFoundError."""
+        path = f"/apis/{GROUP}/{VERSION}/namespaces/{self._namespace}/{PLURAL}"
+        if self._name is not None:
+            path = f"{path}/{quote(self._name, safe='')}"
+        answer = await self.get(path, f"{'list' if self._name is None else 'get'} {PLURAL}.{GROUP}")
+        if not answer.status:
+            raise NoAnswerError(f"GET {path}", answer.problem)
+        if self._name is None:
+            return answer
+        if answer.is_missing and isinstance(answer.body, dict):  # else the API server lacks the kind
+            raise NotFoundError(
+                f"there is no LMCacheCluster {self._name} in namespace {self._namespace}: "
+                "`kubectl get lmcacheclusters -A` lists all"
+            )
+        return answer._replace(body={"items": [answer.body]}) if answer.object else answer
+
+    # ---- pods
+
+    async def clusters_with_pods(self, listed: Answer, before: asyncio.Future[Any]) -> dict[str, Any]:
+        """Read pods, sidecars, engines and nodes. Returns fields of `Facts`.
+
+        ``before``: reads that go first for some time, because pods that hang would use all connections.
+        """
+        equals = f"={self._name}" if self._name is not None else ""
+        path = f"/api/v1/namespaces/{self._namespace}/pods?labelSelector="
+        of_clusters, injected = await asyncio.gather(
+            *(
+                self.get(path + quote(f"{label}{equals}"), "list pods")
+                for label in (names.CLUSTER_LABEL, names.INJECT_LABEL)
+            )
+        )
+        known = [resource["metadata"]["name"] for resource in listed.items]
+        engine_pods: dict[str, list[Object]] = {name: [] for name in known}
+        shard_pods: dict[str, list[Object]] = {name: [] for name in known}
+        for pod in of_clusters.items:
+            labels = pod["metadata"].get("labels") or {}
+            by_component = {names.ENGINE: engine_pods, names.REMOTE: shard_pods}
+            listed_pods = by_component.get(labels.get(names.COMPONENT_LABEL, ""), {})
+            listed_pods.get(labels[names.CLUSTER_LABEL], []).append(pod)
+        for pod in injected.items:
+            engine_pods.get(pod["metadata"]["labels"][names.INJECT_LABEL], []).append(pod)
+        await asyncio.wait((before,), timeout=_HEAD_START_SECONDS)
+        http = PodHttp(self._api, seconds=min(_POD_SECONDS, self._seconds))
+        every_pod = [pod for name in known for pod in sorted(engine_pods[name], key=natural)]
+        engines, figures, *more = await asyncio.gather(
+            read_engines(http.get, [engine_pods[name] for name in known], seconds=self._seconds),
+            read_stats(http.get, every_pod, seconds=self._seconds),
+            *(
+                self._details(resource, engine_pods[resource["metadata"]["name"]])
+                for resource in listed.items
+            ),
+        )
+        by_uid = {each.pod["metadata"]["uid"]: each for each in figures}
+        clusters = [
+            ClusterFacts(
+                resource,
+                pods=_of(by_uid, sorted(engine_pods[name], key=natural)),
+                shard_pods=sorted(shard_pods[name], key=natural),
+                engines=of_engines,
+                **details,
+            )
+            for resource, name, of_engines, details in zip(listed.items, known, engines, more, strict=True)
+        ]
+        return {"cluster_pods": of_clusters, "injected_pods": injected, "clusters": clusters}
+
+    async def _details(self, resource: Object, pods: Iterable[Object]) -> dict[str, Any]:
+        """Try the pods of a cluster. Read its DeviceClass and nodes if its spec depends on them."""
+        cluster = ClusterFacts(resource)
+        details: dict[str, Any] = {"trials": await self._trials(cluster)}
+        engine = cluster.parsed.spec.engine if cluster.parsed else None
+        if engine and engine.gpu.device_class_name is not None:
+            path = f"/apis/resource.k8s.io/v1/deviceclasses/{engine.gpu.device_class_name}"
+            details["device_class"] = await self.get(path, "get deviceclasses.resource.k8s.io")
+        if uses_nodes(cluster):
+            nodes = sorted({node for pod in pods if (node := pod["spec"].get("nodeName"))})[:_MAX_NODES]
+            read = await asyncio.gather(*(self.get(f"/api/v1/nodes/{node}", "get nodes") for node in nodes))
+            details["nodes"] = dict(zip(nodes, read, strict=True))
+        return details
+
+    async def _trials(self, cluster: ClusterFacts) -> list[PodTrial]:
+        """Try a pod of each StatefulSet: of the live one, or else of the rendered one."""
+        selector = quote(f"{names.CLUSTER_LABEL}={cluster.name}")
+        path = f"/apis/apps/v1/namespaces/{self._namespace}/statefulsets?labelSelector={selector}"
+        live, allowed = await asyncio.gather(
+            self.get(path, "list statefulsets.apps"), self._review(CREATE_PODS)
+        )
+        of_labels = {dig(each, "metadata", "labels", names.COMPONENT_LABEL): each for each in live.items}
+        stateful_sets = cluster.stateful_sets | of_labels
+        if allowed is not True:
+            answer = allowed or Answer(missing_right=str(CREATE_PODS))
+            return [PodTrial(component, answer) for component in stateful_sets]
+        return await asyncio.gather(*(self._trial(*item) for item in stateful_sets.items()))
+
+    async def _trial(self, component: str, stateful_set: Object) -> PodTrial:
+        path = f"/api/v1/namespaces/{self._namespace}/pods?dryRun=All"
+        status, body, warnings = await self._api.ask(path, pod_of(stateful_set), seconds=self._seconds)
+        if status < HTTPStatus.BAD_REQUEST:
+            return PodTrial(component, _answer(status, body, ""), warnings=warnings)
+        refusal = error_of("POST pods", status, body).message
+        return PodTrial(component, Answer(HTTPStatus.OK), refusal, warnings, lacks_pods(stateful_set))
+
+    # ---- the installation
+
+    async def operators(self, operator_namespace: str) -> dict[str, Any]:
+        """Find the operator and its rights. Returns fields of `Facts`."""
+        selector, right = f"?labelSelector={quote(_OPERATOR_SELECTOR)}", "list deployments.apps"
+        within = f"/apis/apps/v1/namespaces/{operator_namespace or _SYSTEM_NAMESPACE}/deployments{selector}"
+        if operator_namespace:
+            answer = await self.get(within, right)
+        else:
+            answer = await self.get(f"/apis/apps/v1/deployments{selector}", right)
+            if not answer.is_known:
+                in_system = await self.get(within, right)
+                answer = in_system if in_system.items else answer
+        accounts = [
+            f"system:serviceaccount:{each['metadata']['namespace']}:"
+            f"{each['spec']['template']['spec'].get('serviceAccountName', 'default')}"
+            for each in answer.items
+        ]
+        if not accounts:
+            return {"operators": answer}
+        if isinstance(first := await self._review(OPERATOR_RIGHTS[0], accounts[0]), Answer):
+            return {"operators": answer, "operator_rights_problem": first}
+        return {"operators": answer, "operator_rights": await self.rights(OPERATOR_RIGHTS, accounts[0])}
+
+    async def rights(self, rights: Iterable[Right], user: str = "") -> Mapping[Right, bool | None]:
+        """Ask which rights a user has in the namespace. ``user``: a name; empty: the user of the command."""
+        asked = list(rights)
+        answers = await asyncio.gather(*(self._review(right, user) for right in asked))
+        return {
+            right: answer if isinstance(answer, bool) else None
+            for right, answer in zip(asked, answers, strict=True)
+        }
+
+    async def _review(self, right: Right, user: str = "") -> bool | Answer:
+        """Return whether a user has a right, or why this is unknown."""
+        plural = "subjectaccessreviews" if user else "selfsubjectaccessreviews"
+        attributes = right.attributes | {"namespace": self._namespace}
+        spec = {"resourceAttributes": attributes} | ({"user": user} if user else {})
+        body = {"apiVersion": "authorization.k8s.io/v1", "spec": spec}
+        path = f"/apis/authorization.k8s.io/v1/{plural}"
+        status, text, _ = await self._api.ask(path, body, seconds=self._seconds)
+        allowed = dig((answer := _answer(status, text, _REVIEW)).object, "status", "allowed")
+        return answer if allowed is None else bool(allowed)
+
+    async def policies(self) -> dict[str, Any]:
+        """Read the admission policies of the chart, and their bindings. Returns fields of `Facts`."""
+        kinds = ("mutatingadmissionpolicies", "mutatingadmissionpolicybindings")
+        policies, bindings = await asyncio.gather(*map(self._admission, kinds))
+        return {"policies": policies, "bindings": bindings}
+
+    async def _admission(self, plural: str) -> Answer:
+        answer = Answer()
+        for version in _ADMISSION_VERSIONS:
+            path = f"/apis/{_ADMISSION}/{version}/{plural}?labelSelector={quote(_PART_OF)}"
+            answer = await self.get(path, f"list {plural}.{_ADMISSION}")
+            if not answer.is_missing:
+                break
+        return answer
+
+    async def api_offset(self) -> float | None:
+        """Return the clock of the API server minus the clock of the user, in seconds; None: unknown."""
+        began = time.time()
+        text = await self._api.date(seconds=min(_READ_SECONDS, self._seconds))
+        middle = (began + time.time()) / 2
+        try:
+            # The header has whole seconds: on average the clock is half a second further.
+            return parsedate_to_datetime(text).timestamp() + 0.5 - middle
+        except (ValueError, TypeError):
+            return None
+
+
+def _answer(status: int, body: bytes, right: str) -> Answer:
+    """Parse an answer of the API server. ``right``: the right that the request needs."""
+    if status == HTTPStatus.FORBIDDEN:
+        return Answer(status, missing_right=right)
+    try:
+        parsed = json.loads(body)
+    except (ValueError, RecursionError):
+        parsed = None
+    if status == HTTPStatus.NOT_FOUND:
+        return Answer(status, parsed)
+    if status in (HTTPStatus.OK, HTTPStatus.CREATED) and isinstance(parsed, dict):
+        return Answer(HTTPStatus.OK, parsed)
+    text = plain(body.decode(errors="replace"))
+    return Answer(problem=f"HTTP {status}: {text}." if status else f"{text}.")
+
+
+def _of(by_uid: Mapping[str, PodFigures], pods: Sequence[Object]) -> list[PodFigures]:
+    return [by_uid[pod["metadata"]["uid"]] for pod in pods]

@@ -1,0 +1,175 @@
+"""``kubectl lmcache explain``: why the prompts of all pods of a cluster were computed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlencode
+
+from lmcache_cli.commands import connection, printing
+from lmcache_cli.commands.gather import (
+    POD_SECONDS,
+    Gathered,
+    PodFigures,
+    gather,
+    missing_rights,
+    pods_of,
+    read_each,
+    read_page,
+)
+from lmcache_cli.commands.printing import print_problems
+from lmcache_cli.commands.savings import document, prices_of, saved_by
+from lmcache_cli.commands.status import shard_bytes, tiers_of
+from lmcache_operator.errors import NotFoundError
+from lmcache_operator.kube.pod_http import PodHttp
+from lmcache_store.common.text import plain
+from lmcache_store.explain import merge, tables, tenants
+from lmcache_store.explain.benefit import usd_per_token
+from lmcache_store.explain.findings import findings
+
+_ABOUT = """\
+Show where the tokens of all prompts came from, why the others were computed, and what to do about it.
+
+With --tenant: the prompts of one tenant. With --request-id: one of the last 1,000 requests of each pod.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    status = "exit status: 0; 2 if the cluster cannot be read, or no pod knows the request or the tenant"
+    printing.describe(parser, _ABOUT, status)
+    connection.add_connection(parser)
+    printing.add_output(parser)
+    subject = parser.add_mutually_exclusive_group()
+    about = "request id as in the engine's answer, or a part of it"
+    subject.add_argument("--request-id", metavar="ID", help=about)
+    subject.add_argument("--tenant", metavar="NAME", help=tenants.ABOUT)
+    parser.set_defaults(command=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    async def show(connected: connection.Connection) -> int:
+        if arguments.request_id is not None:
+            return await _explain_request(connected, arguments)
+        gathered = await gather(connected, arguments.name)
+        if arguments.tenant is not None:
+            _print_tenant(gathered, arguments)
+            return 0
+        print_problems(problems_of(gathered.pods, gathered.problems))
+        if arguments.output == "table":
+            print(*_lines(gathered), sep="\n")
+        else:
+            print(printing.document(explanation(gathered), arguments.output), end="")
+        return 0
+
+    return connection.run(arguments, show)
+
+
+def _lines(gathered: Gathered) -> Iterator[str]:
+    causes = merge.causes(gathered.stats)
+    price = usd_per_token(gathered.stats, prices_of(gathered.cluster))
+    yield from tables.overview(causes, usd_per_token=price)
+    yield from tenants.overview(gathered.stats)
+    if causes["prompt_tokens"]:
+        yield ""
+        yield from tables.benefit(saved_by(gathered, shard_bytes(tiers_of(gathered))))
+
+
+def explanation(gathered: Gathered) -> dict[str, Any]:
+    """Return the causes of a cluster as plain data. Its fields are stable: programs may read them."""
+    causes = merge.causes(gathered.stats)
+    price = usd_per_token(gathered.stats, prices_of(gathered.cluster))
+    return {
+        "version": 1,
+        "namespace": gathered.cluster["metadata"]["namespace"],
+        "name": gathered.cluster["metadata"]["name"],
+        "pods": len(gathered.stats),
+        "promptTokens": causes["prompt_tokens"],
+        "causeTokens": causes["cause_tokens"],
+        "divergedTokens": causes["diverged_tokens"],
+        "divergedRequests": causes["diverged_requests"],
+        "branches": causes["branches"],
+        "tenants": [tenants.document(each) for each in tenants.by_name(gathered.stats)],
+        "findings": [finding._asdict() for finding in findings(causes, usd_per_token=price)],
+        "savings": document(saved_by(gathered, shard_bytes(tiers_of(gathered)))),
+        "problems": problems_of(gathered.pods, gathered.problems),
+    }
+
+
+def _print_tenant(gathered: Gathered, arguments: argparse.Namespace) -> None:
+    """Print the causes and figures of one tenant. Raises NotFoundError for an unknown name."""
+    name, known = arguments.tenant, tenants.names(gathered.stats)
+    problems = [*problems_of(gathered.pods, gathered.problems), *_without_tenants(gathered.pods)]
+    print_problems(problems)
+    if not gathered.stats:
+        raise NotFoundError("no sidecar answered: check that the pods of the LMCacheCluster run")
+    if name not in known:
+        raise NotFoundError(tenants.unknown(name, known))
+    price = usd_per_token(gathered.stats, prices_of(gathered.cluster))
+    if arguments.output == "table":
+        print(*tenants.lines(gathered.stats, name, price), sep="\n")
+        return
+    figures, causes = tenants.tenant(gathered.stats, name), tenants.causes(gathered.stats, name)
+    content = {
+        "version": 1,
+        **tenants.document(figures),
+        "causeTokens": causes["cause_tokens"],
+        "divergedTokens": causes["diverged_tokens"],
+        "findings": [finding._asdict() for finding in findings(causes, figures, price)],
+        "problems": problems,
+    }
+    print(printing.document(content, arguments.output), end="")
+
+
+def problems_of(pods: Sequence[PodFigures], problems: Iterable[str]) -> list[str]:
+    """Return the problems of all pods together, and a line for each pod that did not answer."""
+    silent = [f"{pod.name}: {plain(pod.problem)}" for pod in pods if pod.problem]
+    old = [
+        f"{pod.name}: its sidecar, version {plain(pod.stats.get('version'))}, does not count causes"
+        for pod in pods
+        if pod.stats.get("is_ready") is True and "causes" not in pod.stats
+    ]
+    return [*problems, *silent, *old]
+
+
+def _without_tenants(pods: Sequence[PodFigures]) -> list[str]:
+    return [
+        f"{pod.name}: its sidecar, version {plain(pod.stats.get('version'))}, does not count by tenant"
+        for pod in pods
+        if pod.stats.get("is_ready") is True and "causes" in pod.stats and not tenants.counting([pod.stats])
+    ]
+
+
+async def _explain_request(connected: connection.Connection, arguments: argparse.Namespace) -> int:
+    cluster = await connected.cluster(arguments.name)
+    pods = await pods_of(connected, cluster["metadata"]["name"])
+    get = PodHttp(connected.api, seconds=POD_SECONDS).get
+    query = urlencode({"id": arguments.request_id}, errors="replace")
+    figures = await read_each(pods, lambda pod: read_page(get, pod, f"/requests?{query}"))
+    matching = [(each.name, request) for each in figures for request in _requests(each.stats)]
+    if not matching:
+        print_problems(problems_of(figures, missing_rights(figures, connected.namespace)))
+        raise NotFoundError(
+            f"no pod knows a request with {arguments.request_id!r} in its id: each remembers its last 1,000"
+        )
+    pod, newest = max(matching, key=lambda each: merge.count(each[1].get("time")))
+    if arguments.output == "table":
+        print(f"Pod {pod}.", *tables.request(newest), sep="\n")
+    else:
+        print(printing.document({"pod": pod, **newest}, arguments.output), end="")
+    return 0
+
+
+def _requests(answer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the requests of an answer that can be shown. Pods are not trusted."""
+    listed = answer.get("requests")
+    return [
+        {
+            **request,
+            "common_tokens": int(merge.count(request.get("common_tokens"))),
+            "tokens": dict(merge.totals([request], "tokens")),
+        }
+        for request in (listed if isinstance(listed, list) else ())
+        if isinstance(request, Mapping) and isinstance(request.get("request_id"), str)
+    ]

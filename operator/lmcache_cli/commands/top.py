@@ -1,0 +1,69 @@
+"""``kubectl lmcache top``: the present work of all pods of one cluster or of a namespace."""
+
+from __future__ import annotations
+
+import argparse
+
+from lmcache_cli.commands import connection, printing
+from lmcache_cli.commands.gather import PodFigures, missing_rights, pods_of, read_stats
+from lmcache_operator.errors import ApiError
+from lmcache_operator.kube.pod_http import PodHttp
+from lmcache_operator.specs import Object
+from lmcache_operator.specs.names import CLUSTER_LABEL, INJECT_LABEL
+from lmcache_store import top
+from lmcache_store.explain.traffic import Answer
+
+_MIN_SECONDS, _MAX_SECONDS = 1.5, 3.0
+"""Time for all sidecars. Between these, it is the interval: a hung sidecar does not delay the others."""
+_ABOUT = """\
+Show what the pods of a cluster do at present: requests, prompt tokens by where they came from, traffic by
+tier, and queues. Without NAME: all clusters of the namespace.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    status = "exit status: 0; 1 if no sidecar answers; 2 if the cluster cannot be read"
+    printing.describe(parser, _ABOUT, status)
+    about = "name of the LMCacheCluster (default: all of the namespace)"
+    parser.add_argument("name", nargs="?", type=connection.object_name, metavar="NAME", help=about)
+    connection.add_namespace(parser)
+    top.add_arguments(parser)
+    printing.add_output(parser)
+    parser.set_defaults(command=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    async def show(connected: connection.Connection) -> int:
+        await _check_name(connected, arguments.name)
+        seconds = max(_MIN_SECONDS, min(_MAX_SECONDS, arguments.interval - 0.1))
+        get = PodHttp(connected.api, seconds=seconds).get
+        pods, problems = list[Object](), list[str]()
+        try:
+            pods = await pods_of(connected, arguments.name)
+        except ApiError as error:
+            problems = [f"the pods cannot be listed: {error.message}"]
+
+        async def read() -> top.Reading:
+            figures = await read_stats(get, pods, seconds=seconds + 0.1)
+            missing = missing_rights(figures, connected.namespace)
+            return top.Reading([_answer(each) for each in figures], [*problems, *missing])
+
+        return await top.run(read, arguments, lambda figures: printing.document(figures, arguments.output))
+
+    return connection.run(arguments, show)
+
+
+async def _check_name(connected: connection.Connection, name: str | None) -> None:
+    """Raise NotFoundError unless the cluster exists, or the namespace has one."""
+    if name is not None:
+        await connected.cluster(name)
+    else:
+        await connected.clusters()
+
+
+def _answer(figures: PodFigures) -> Answer:
+    metadata = figures.pod["metadata"]
+    labels = metadata.get("labels") or {}
+    cluster = labels.get(INJECT_LABEL) or labels.get(CLUSTER_LABEL) or ""
+    return Answer(metadata["uid"], figures.name, cluster, figures.stats, figures.problem)

@@ -1,1 +1,0 @@
-"""Miss-ratio curves for people, as text. Pure."""

@@ -1,0 +1,142 @@
+"""Manifests in files: read them, and print the objects that the operator derives from them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from lmcache_operator.api import KIND
+from lmcache_operator.api.documents import dump, load
+from lmcache_operator.api.parse import Cluster, parse
+from lmcache_operator.components.injection.workloads import clusters_in, inject_objects
+from lmcache_operator.components.registry import COMPONENTS
+from lmcache_operator.contract.base import Context
+from lmcache_operator.errors import FileError, InvalidSpecError
+from lmcache_operator.specs import Object
+from lmcache_operator.specs.names import (
+    ENGINE,
+    ROUTER_IMAGE,
+    SGLANG_IMAGE,
+    SHARD_IMAGE,
+    SIDECAR,
+    STOCK_IMAGES,
+)
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_EXIT_USAGE = 2
+_OTHER_IMAGES = (
+    ("sglang", SGLANG_IMAGE, "image of the engine container if spec.engine.kind is SGLang"),
+    ("shard", SHARD_IMAGE, "Valkey or Redis image of managed remote tiers"),
+    ("router", ROUTER_IMAGE, "image of routers"),
+)
+"""Default images with flags, besides those of an engine pod: the flag's name, the image, and its use."""
+
+
+@contextmanager
+def file_errors(path: Path) -> Iterator[None]:
+    """Convert errors in the context to `FileError` with the file's name. A FileError passes unchanged."""
+    try:
+        yield
+    except RecursionError as error:
+        raise FileError(f"{path}: is nested too deeply") from error
+    except OSError as error:
+        raise FileError(f"{path}: {error.strerror}") from error
+    except (ValueError, yaml.YAMLError, InvalidSpecError) as error:
+        raise FileError(f"{path}: {error}") from error
+
+
+def read_objects(path: Path) -> list[Any]:
+    """Read all YAML documents of a file; "-" is standard input."""
+    return load(sys.stdin.read() if str(path) == "-" else path.read_text())
+
+
+def rendering_options() -> argparse.ArgumentParser:
+    """Return the options that decide how objects are rendered, as a parent of other parsers."""
+    rendering = argparse.ArgumentParser(add_help=False)
+    for name, image in STOCK_IMAGES.items():
+        about = f"default image of the {name} container (default: %(default)s)"
+        rendering.add_argument(f"--{name}-image", metavar="IMAGE", default=image, help=about)
+    for name, image, users in _OTHER_IMAGES:
+        about = f"default {users} (default: %(default)s)"
+        rendering.add_argument(f"--{name}-image", metavar="IMAGE", default=image, help=about)
+    about = "namespace of the operator's pod; the operator may then reach sidecars' metrics (default: none)"
+    rendering.add_argument("--operator-namespace", metavar="NAME", default="", help=about)
+    about = "without a shared claim, let sidecars see all GPUs of their nodes (default: no GPUs)"
+    rendering.add_argument("--allow-all-gpus-sidecar", action="store_true", help=about)
+    return rendering
+
+
+def add_commands(commands: Commands, rendering: argparse.ArgumentParser) -> None:
+    """Add the commands ``render`` and ``inject``. ``rendering``: see ``rendering_options``."""
+    about = "print the objects that `run` would apply; needs no Kubernetes cluster"
+    render = commands.add_parser("render", parents=[rendering], help=about)
+    render.set_defaults(command=_print, objects=_render)
+    about = "YAML file with LMCacheClusters; - for standard input"
+    render.add_argument("-f", "--filename", type=Path, required=True, metavar="FILE", help=about)
+
+    about = "inject the cache into Deployments and similar objects; needs no Kubernetes cluster"
+    inject = commands.add_parser("inject", parents=[rendering], help=about)
+    inject.set_defaults(command=_print, objects=_inject)
+    about = "YAML file with Deployments or similar objects; - for standard input"
+    inject.add_argument("-f", "--filename", type=Path, required=True, metavar="FILE", help=about)
+    about = "YAML file with LMCacheClusters (default: those in FILE)"
+    inject.add_argument("--cluster", type=Path, metavar="FILE", help=about)
+    about = "LMCacheCluster for pods that have no label and certainly run vLLM or SGLang (default: none)"
+    inject.add_argument("--name", metavar="NAME", help=about)
+
+
+def context(arguments: argparse.Namespace) -> Context:
+    """Return the settings of ``rendering_options`` as components need them."""
+    images = {ENGINE: arguments.engine_image, SIDECAR: arguments.sidecar_image}
+    flags = arguments.operator_namespace, arguments.allow_all_gpus_sidecar, arguments.shard_image
+    return Context(images, *flags, arguments.sglang_image, arguments.router_image)
+
+
+def _print(arguments: argparse.Namespace) -> int:
+    """Print the objects that a command derives from a file."""
+    try:
+        with file_errors(arguments.filename):
+            text = dump(arguments.objects(arguments))
+    except FileError as error:
+        print(error, file=sys.stderr)
+        return _EXIT_USAGE
+    print(text, end="")
+    return 0
+
+
+def _render(arguments: argparse.Namespace) -> list[Object]:
+    rendered = []
+    for resource in read_objects(arguments.filename):
+        if isinstance(resource, dict) and resource.get("kind") == KIND:
+            rendered += _rendered(resource, context(arguments))
+    if not rendered:
+        raise ValueError(f"contains no {KIND}")
+    return rendered
+
+
+def _rendered(resource: Object, context: Context) -> list[Object]:
+    """The objects of a cluster, and those of the cluster of its prefill pods."""
+    cluster = parse(resource)
+    children = [child for component in COMPONENTS for child in component.render(cluster, context)]
+    inner = [_rendered(child, context) for child in children if child["kind"] == KIND]
+    return [*children, *chain.from_iterable(inner)]
+
+
+def _inject(arguments: argparse.Namespace) -> list[Object]:
+    clusters: list[Cluster] = []
+    if arguments.cluster:
+        with file_errors(arguments.cluster):
+            clusters = clusters_in(read_objects(arguments.cluster))
+    objects = read_objects(arguments.filename)
+    injected = inject_objects(objects, clusters, arguments.name, context(arguments))
+    print(*injected.remarks, sep="\n", file=sys.stderr)
+    return injected.objects
