@@ -60,6 +60,7 @@ test-docs: setup kube ## run the commands and the YAML of the documentation, ope
 e2e: setup sglang ## test chart, operator and engines as pods of a real kubelet (root); one file: make e2e E2E=FILE
 	@$(PY) -m testing.node
 	@$(PY) -m tools.kube.binaries $$($(PY) -c 'from testing.node.cluster import PROGRAMS; print(*PROGRAMS)')
+	@$(PY) -m testing.engine.upstream
 	@$(PY) -m tools.images
 	@$(PY) -m testing.node $(PY) -m pytest -v --durations=8 $(E2E)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from testing.child_process import REPOSITORY
+from testing.engine import upstream
 from testing.engine.tiny_model import tiny_model
 from testing.kube.api import Object
 from testing.kube.operator import CHART, CLUSTERS, RELEASE, SERVICE_ACCOUNT, SYSTEM_NAMESPACE
@@ -26,7 +27,9 @@ READY_SECONDS = 420
 _RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 # The engine's image is small: the 6 GB that a real image contains are in these directories of the machine.
 HOST_DIRECTORIES = {"venv": (REPOSITORY / ".venv").resolve(), "python": Path(sys.base_prefix)}
-_MODELS = "models"
+_MODELS, _UPSTREAM = "models", "upstream"
+UPSTREAM_FOLDER = Path("/opt/upstream")
+"""Folder of LMCache's own package in engine containers."""
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "2",
@@ -53,7 +56,7 @@ def prepare(node: NodeCluster, references: Mapping[str, str]) -> None:
     for namespace in (NAMESPACE, REDIS_NAMESPACE):
         secret = {"metadata": {"name": REDIS_SECRET}, "stringData": {"password": PASSWORD}}
         node.api.create("v1/secrets", secret, namespace)
-    for name, path in {**HOST_DIRECTORIES, _MODELS: tiny_model()}.items():
+    for name, path in {**HOST_DIRECTORIES, _MODELS: tiny_model(), _UPSTREAM: upstream.package()}.items():
         create_claim(node, name, path)
     node.api.create("v1/pods", _redis(references["redis"]), REDIS_NAMESPACE)
     service = {"metadata": {"name": "kv"}, "spec": {"selector": {"app": "kv"}, "ports": [{"port": 6379}]}}
@@ -72,7 +75,7 @@ def install(node: NodeCluster, *flags: str) -> None:
 
 def tiny_cluster(name: str, image: str, **tiers: Any) -> Object:
     """An LMCacheCluster with one vLLM, the tiny model, 512 MiB of memory, and the Redis or ``tiers``."""
-    pod = engine_pod(HOST_DIRECTORIES, ENVIRONMENT)
+    pod = engine_pod({**HOST_DIRECTORIES, _UPSTREAM: UPSTREAM_FOLDER}, ENVIRONMENT)
     return cluster(name, {"image": image, "args": list(ENGINE_ARGS), "podTemplate": {"spec": pod}}, **tiers)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from testing.child_process import REPOSITORY
 from testing.node import groups
-from testing.node.app import PASSWORD, REDIS_NAMESPACE
+from testing.node.app import PASSWORD, REDIS_NAMESPACE, UPSTREAM_FOLDER
 from testing.node.pods import Pod
 from tests.harness.pods import hit, is_terminating, least_cached, prompt, retained, termination_states
 
@@ -47,6 +47,19 @@ def test_second_request_hits_in_memory(tiny, cold):
     assert cold.num_cached == 0
     hit(tiny.ready_pod(), PROMPT, cold)
     tiny.node.reached("first hit")
+
+
+def test_engine_can_import_upstreams_package_and_the_connector(tiny, cold):
+    code = (
+        f"import sys; sys.path.append('{UPSTREAM_FOLDER}')\n"
+        "import lmcache.v1, lmcache_client.vllm.connector\n"
+        "import lmcache.integration.vllm.vllm_multi_process_adapter\n"
+        "print(lmcache.__file__, lmcache_client.__file__)"
+    )
+    printed = tiny.ready_pod().exec("engine", "env", "LMCACHE_TRACK_USAGE=false", PYTHON, "-c", code)
+    theirs, ours = printed.split()[-2:]
+    assert theirs == f"{UPSTREAM_FOLDER}/lmcache/__init__.py"
+    assert ours == "/opt/lmcache/client/lmcache_client/__init__.py"
 
 
 def test_restarted_engine_hits_after_an_oom_kill(tiny, cold):

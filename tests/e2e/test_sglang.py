@@ -99,7 +99,7 @@ def test_stock_image_gets_the_connector_without_rights(engine):
     assert pod.exec("engine", *where).startswith("/opt/lmcache/client/")
     with pytest.raises(subprocess.CalledProcessError) as missing:
         pod.exec("engine", "env", "-u", "PYTHONPATH", *where)
-    assert "No module named 'lmcache'" in missing.value.stderr
+    assert "No module named 'lmcache_client'" in missing.value.stderr
     lines = pod.exec("engine", "cat", "/proc/1/status").splitlines()
     status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
     assert set(status["Uid"].split()) == {"2000"}

@@ -10,14 +10,14 @@ import pytest
 
 from benchmarks.peers.child import CHILDREN, Peer, site_packages
 from testing.child_process import REPOSITORY
+from testing.engine import upstream
 from testing.engine.process import EngineProcess, multi_config, patient_config
 from testing.processes import SidecarProcess
 from tests.harness.real_engine import CHUNK, make_prompt
 from tools import payload
 
-pytestmark = [pytest.mark.vllm, pytest.mark.rotating("file")]
+pytestmark = pytest.mark.vllm
 
-VERSION = "0.5.6"
 NUM_CHUNKS = 2
 QUIET = {"LMCACHE_TRACK_USAGE": "false"}
 """Environment in which upstream's package reports nothing to its authors."""
@@ -31,15 +31,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def path(client: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The folders of an engine's image with upstream's package, and the payload in front of them."""
-    upstream = tmp_path_factory.mktemp("upstream")
-    (upstream / "lmcache").symlink_to(site_packages(VERSION) / "lmcache")
-    return [client, upstream, site_packages(VERSION)]
-
-
-def test_both_packages_can_be_imported(path: list[Path]) -> None:
+def test_both_packages_can_be_imported(client: Path) -> None:
+    path = [client, upstream.package()]
     code = (
         "import lmcache_client.vllm.connector, lmcache.v1.config\n"
         "import lmcache.integration.vllm.vllm_multi_process_adapter\n"
@@ -55,22 +48,25 @@ def test_both_packages_can_be_imported(path: list[Path]) -> None:
 class _Engine(EngineProcess):
     child = (CHILDREN / "engine.py", REPOSITORY / "testing" / "engine" / "child.py")
 
-    def __init__(self, log: Path, connector: dict[str, object], path: list[Path]) -> None:
-        self.python_path = path[1]  # the child's working directory, which must not contain our library
-        folders = os.pathsep.join(map(str, [*path, REPOSITORY]))
+    def __init__(self, log: Path, connector: dict[str, object], client: Path) -> None:
+        # This folder is first. The child runs in it, because the checkout contains our library.
+        self.python_path = upstream.package()
+        path = [self.python_path, client, site_packages(upstream.VERSION), REPOSITORY]
+        folders = os.pathsep.join(map(str, path))
         super().__init__(log, connector, {**QUIET, "PYTHONPATH": folders})
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[int]:
     """The port of upstream's server."""
-    with Peer(VERSION, "server.py", "serve") as peer:
+    with Peer(upstream.VERSION, "server.py", "serve") as peer:
         yield int(peer.round()["port"])
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("is_first", [True, False], ids=["ours first", "ours last"])
 def test_one_engine_runs_both_connectors(
-    sidecar: SidecarProcess, server: int, path: list[Path], tmp_path: Path, is_first: bool
+    sidecar: SidecarProcess, server: int, client: Path, tmp_path: Path, is_first: bool
 ) -> None:
     theirs = {
         "kv_connector": "LMCacheMPConnector",
@@ -78,7 +74,7 @@ def test_one_engine_runs_both_connectors(
         "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": server},
     }
     both = [patient_config(sidecar.socket_path), theirs]
-    with _Engine(tmp_path / "log", multi_config(*(both if is_first else both[::-1])), path) as engine:
+    with _Engine(tmp_path / "log", multi_config(*(both if is_first else both[::-1])), client) as engine:
         prompt = make_prompt(NUM_CHUNKS * CHUNK + 26, seed=is_first)
         (computed,) = engine.generate(prompt)
         assert computed.num_cached_tokens == 0
