@@ -203,9 +203,12 @@ def _part(cls: type[Part], path: str) -> Iterator[str]:
         name = f"{path}.{field.json_name}"
         cells = [f"`{field.json_name}`", _type_of(field), _default_of(field)]
         if has_examples:
-            if name not in example_of and not is_part(_item_of(field)):
+            # The default of a number or a choice is a good example.
+            is_plain = isinstance(field.default, int) or "enum" in field.keywords
+            example = example_of.get(name, field.default if is_plain else None)
+            if example is None and name not in example_of and not is_part(_item_of(field)):
                 raise ValueError(f"tools/resource_docs.py has no example of {name}")
-            cells.append(_code(example_of[name]) if example_of.get(name) is not None else "")
+            cells.append("" if example is None else _code(example))
         yield "| " + " | ".join([*cells, _about(field)]) + " |"
         if is_part(item := _item_of(field)):
             inner.append((item, name if item is field.type else f"{name}[]"))

@@ -14,16 +14,16 @@ import yaml
 
 from lmcache_operator.api import KIND
 from lmcache_operator.api.documents import dump, load
+from lmcache_operator.api.engine_kinds import ANY_ENGINE, ENGINE_KINDS, VLLM
 from lmcache_operator.api.parse import Cluster, parse
 from lmcache_operator.components.injection.workloads import clusters_in, inject_objects
 from lmcache_operator.components.registry import COMPONENTS
-from lmcache_operator.contract.base import Context
+from lmcache_operator.contract.base import OTHER_ENGINES, Context
 from lmcache_operator.errors import FileError, InvalidSpecError
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.names import (
     ENGINE,
     ROUTER_IMAGE,
-    SGLANG_IMAGE,
     SHARD_IMAGE,
     SIDECAR,
     STOCK_IMAGES,
@@ -34,7 +34,11 @@ if TYPE_CHECKING:
 
 _EXIT_USAGE = 2
 _OTHER_IMAGES = (
-    ("sglang", SGLANG_IMAGE, "image of the engine container if spec.engine.kind is SGLang"),
+    *(
+        (kind.image_flag, kind.image, f"image of the engine container if spec.engine.kind is {kind.name}")
+        for kind in ENGINE_KINDS.values()
+        if kind != VLLM
+    ),
     ("shard", SHARD_IMAGE, "Valkey or Redis image of managed remote tiers"),
     ("router", ROUTER_IMAGE, "image of routers"),
 )
@@ -90,7 +94,7 @@ def add_commands(commands: Commands, rendering: argparse.ArgumentParser) -> None
     inject.add_argument("-f", "--filename", type=Path, required=True, metavar="FILE", help=about)
     about = "YAML file with LMCacheClusters (default: those in FILE)"
     inject.add_argument("--cluster", type=Path, metavar="FILE", help=about)
-    about = "LMCacheCluster for pods that have no label and certainly run vLLM or SGLang (default: none)"
+    about = f"LMCacheCluster for pods that have no label and certainly run {ANY_ENGINE} (default: none)"
     inject.add_argument("--name", metavar="NAME", help=about)
 
 
@@ -98,7 +102,9 @@ def context(arguments: argparse.Namespace) -> Context:
     """Return the settings of ``rendering_options`` as components need them."""
     images = {ENGINE: arguments.engine_image, SIDECAR: arguments.sidecar_image}
     flags = arguments.operator_namespace, arguments.allow_all_gpus_sidecar, arguments.shard_image
-    return Context(images, *flags, arguments.sglang_image, arguments.router_image)
+    flag_of = {kind.name: f"{kind.image_flag}_image" for kind in ENGINE_KINDS.values()}
+    engines = {name: getattr(arguments, flag_of[name]) for name in OTHER_ENGINES}
+    return Context(images, *flags, engines, arguments.router_image)
 
 
 def _print(arguments: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from lmcache_operator import __version__
 from lmcache_operator.api import GROUP, KIND, PLURAL, PROFILE_KIND, PROFILE_PLURAL, VERSION
 from lmcache_operator.api.documents import dump
+from lmcache_operator.api.engine_kinds import ENGINE_KINDS
 from lmcache_operator.api.fields import Field, Rule, is_part
 from lmcache_operator.api.keywords import CLUSTER_NAME
 from lmcache_operator.api.naming import NAMING
@@ -57,8 +58,8 @@ def profile_crd(definitions: Mapping[str, Any]) -> dict[str, Any]:
     annotations = {"type": "object", "additionalProperties": _TYPES[str]}
     template = {
         "type": "object",
-        "description": "Additions to the pod. The first container has the additions to a container that runs "
-        "vLLM, and the second has those to a container that runs SGLang.",
+        "description": "Additions to the pod. Its containers have the additions to a container that runs the "
+        f"engine, one for each kind in this order: {', '.join(ENGINE_KINDS)}.",
         "required": ["metadata", "spec"],
         "properties": {
             "metadata": {"type": "object", "properties": {"annotations": annotations}},

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lmcache_operator.api import GROUP
+from lmcache_operator.api.engine_kinds import ENGINE_KINDS
 from lmcache_operator.api.fields import Field, Part, Rule, is_part
 from lmcache_operator.api.keywords import CLUSTER_NAME, CLUSTER_NAME_PATTERN
 from lmcache_operator.api.naming import NAMING
 from lmcache_operator.api.router import KV_AWARE
 from lmcache_operator.api.tiers import MemoryTier
-from lmcache_operator.api.types import VLLM, Engine, Model, Spec
+from lmcache_operator.api.types import Engine, Model, Spec
 from lmcache_operator.errors import InvalidSpecError
 
 # More than any pod template needs, and far less than the limit of recursion.
@@ -81,7 +82,8 @@ class Cluster:
         router, engine = self.spec.router, self.spec.engine
         if router is not None and router.policy == KV_AWARE:
             return self.name
-        return self.prefills_for if engine is not None and engine.kind == VLLM else ""
+        has_events = engine is not None and ENGINE_KINDS[engine.kind].publishes_events
+        return self.prefills_for if has_events else ""
 
     @property
     def engine(self) -> Engine:

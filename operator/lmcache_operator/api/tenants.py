@@ -221,13 +221,6 @@ SPEC_RULES = (
         lambda spec: spec.tenants is None or spec.engine is not None,
     ),
     Rule(
-        f"{_NO_TENANTS} || !self.tenants.header || !has(self.engine) || self.engine.kind == 'vLLM'",
-        "tenants.header needs engine.kind vLLM: leave it out, and let the gateway set cache_salt instead",
-        lambda spec: (
-            not (spec.tenants and spec.tenants.header and spec.engine and spec.engine.kind != "vLLM")
-        ),
-    ),
-    Rule(
         f"{_NO_TENANTS} || !self.tenants.header || !has(self.engine) || !has(self.engine.prefill)",
         "vLLM's router drops the header with engine.prefill: remove tenants.header, and let the gateway "
         "replace cache_salt in the body",

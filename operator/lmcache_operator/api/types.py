@@ -6,21 +6,19 @@ from typing import Any, Literal
 
 from lmcache_operator.api.autoscaling import Autoscaling, AutoscalingStatus
 from lmcache_operator.api.clients import CLIENTS, MAX_CLIENTS
+from lmcache_operator.api.engine_kinds import CHUNK_TOKENS, ENGINE_KINDS, VERSIONS, VLLM
 from lmcache_operator.api.engine_pods import NO_PARALLEL_SIZES, Gpu, Parallelism, Prefill, PrefillStatus
 from lmcache_operator.api.fields import Part, Rule, field
 from lmcache_operator.api.images import ImageDefaults, ImagesStatus
 from lmcache_operator.api.keywords import ARGUMENTS, IMAGE_NAME, NAME, SECRET_KEY, size_between
-from lmcache_operator.api.router import KV_AWARE, Router, RouterStatus
+from lmcache_operator.api.router import Router, RouterStatus
 from lmcache_operator.api.tenants import SPEC_RULES, TENANTS_STATUS, Tenants, TenantStatus
 from lmcache_operator.api.tiers import Tiers
 from lmcache_store.common.units import parse_quantity
 
 _MODEL: dict[str, Any] = {"maxLength": 512, "pattern": r"^[^-\s\x00-\x1f][^\s\x00-\x1f]*$"}
 _MAP_BY_TYPE: dict[str, Any] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
-VLLM: Literal["vLLM"] = "vLLM"
-SGLANG: Literal["SGLang"] = "SGLang"
 TOKEN: Literal["Token"] = "Token"
-_CHUNK_TOKENS = 256
 
 
 class SecretKeyRef(Part):
@@ -59,11 +57,6 @@ class Engine(Part):
             lambda engine: engine.gpu.count in (0, engine.parallelism.num_ranks),
         ),
         Rule(
-            f"!has(self.prefill) || self.kind == '{VLLM}'",
-            "engine.prefill needs engine.kind vLLM",
-            lambda engine: engine.prefill is None or engine.kind == VLLM,
-        ),
-        Rule(
             "!has(self.prefill) || !has(self.prefill.gpu) || self.prefill.gpu.count == self.gpu.count",
             "engine.prefill.gpu.count must equal engine.gpu.count: KV is shared only at equal parallelism",
             lambda engine: (
@@ -75,20 +68,20 @@ class Engine(Part):
     kind: str = field(
         "Inference engine. You cannot change it: while pods are replaced, one Service would answer with two "
         "engines, and neither engine can load KV of the other.",
-        default=VLLM,
-        enum=[VLLM, SGLANG],
+        default=VLLM.name,
+        enum=[*ENGINE_KINDS],
         rules=(Rule("self == oldSelf", "cannot be changed: create another LMCacheCluster", lambda _: True),),
     )
     image: str | None = field(
-        "Image with vLLM 0.29-0.33 or SGLang 0.5.23, by kind. Default: see lmcache-operator --help.",
+        f"Image with {VERSIONS}, by kind. Default: see lmcache-operator --help.",
         **IMAGE_NAME,
     )
     replicas: int = field("Number of engine pods. Autoscalers change it.", default=1, minimum=0, maximum=1000)
     gpu: Gpu = field("GPUs of one pod.", default={})
     parallelism: Parallelism = field("Split of the model over the GPUs of a pod.", default={})
     args: list[str] = field(
-        "Additional arguments for `vllm serve` or SGLang's server. Arguments that the cache depends on are "
-        "refused.",
+        "Additional arguments of the engine's server, such as `vllm serve`. Arguments that the cache depends "
+        "on are refused.",
         default=[],
         **ARGUMENTS,
         rules=(NO_PARALLEL_SIZES,),
@@ -141,7 +134,7 @@ class Sidecar(Part):
     chunk_tokens: int = field(
         "Tokens of one chunk, the unit of storage. It must be a multiple of vLLM's block size. SGLang stores "
         "pages: set --page-size in engine.args instead.",
-        default=_CHUNK_TOKENS,
+        default=CHUNK_TOKENS,
         minimum=16,
         maximum=8192,
         multipleOf=16,
@@ -169,7 +162,6 @@ def _within(path: str, operator: str, bound: str) -> str:
     return f"(!isQuantity({value}) || !isQuantity({other}) || {compared})"
 
 
-_NO_SGLANG = f"!has(self.engine) || self.engine.kind != '{SGLANG}'"
 _NO_MEMORY_BOUNDS = "!has(self.autoscaling) || !has(self.autoscaling.memory) || !has(self.tiers.memory)"
 
 
@@ -188,16 +180,7 @@ class Spec(Part):
             "alone",
             lambda spec: (spec.engine is None) == (spec.model is None),
         ),
-        Rule(
-            f"{_NO_SGLANG} || self.sidecar.transfer != 'CudaIPC'",
-            "SGLang copies its KV itself: set sidecar.transfer to Auto or SharedMemory",
-            lambda spec: not _runs_sglang(spec) or spec.sidecar.transfer != "CudaIPC",
-        ),
-        Rule(
-            f"{_NO_SGLANG} || self.sidecar.chunkTokens == {_CHUNK_TOKENS}",
-            "sidecar.chunkTokens is for vLLM only: leave it out, and set --page-size in engine.args",
-            lambda spec: not _runs_sglang(spec) or spec.sidecar.chunk_tokens == _CHUNK_TOKENS,
-        ),
+        *(rule for kind in ENGINE_KINDS.values() for rule in kind.rules),
         Rule(
             "!has(self.router) || has(self.engine)",
             "router needs an engine: set router at the clusters that have engines",
@@ -221,11 +204,6 @@ class Spec(Part):
             lambda spec: (
                 not (spec.engine and spec.engine.prefill) or None not in (spec.router, spec.tiers.peers)
             ),
-        ),
-        Rule(
-            f"{_NO_SGLANG} || !has(self.router) || self.router.policy != '{KV_AWARE}'",
-            "SGLang reports no KV events about the sidecar: set router.policy to CacheAware",
-            lambda spec: not _runs_sglang(spec) or spec.router is None or spec.router.policy != KV_AWARE,
         ),
         Rule(
             "!has(self.engine) || has(self.tiers.memory)",
@@ -296,10 +274,6 @@ class Spec(Part):
         **CLIENTS,
     )
     autoscaling: Autoscaling = field("Autoscaling of tiers by their savings and costs.", default={})
-
-
-def _runs_sglang(spec: Spec) -> bool:
-    return spec.engine is not None and spec.engine.kind == SGLANG
 
 
 def _is_memory_within(spec: Spec) -> bool:

@@ -15,66 +15,48 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
+from lmcache_operator.api.engine_kinds import ENGINE_KINDS, VLLM
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.api.types import SGLANG
 from lmcache_operator.contract.conditions import Condition, Event, Problem
 from lmcache_operator.policy.report import Report
 from lmcache_operator.specs import Images, Object
 from lmcache_operator.specs.kinds import Ref
-from lmcache_operator.specs.names import ENGINE, ROUTER_IMAGE, SGLANG_IMAGE, SHARD_IMAGE
+from lmcache_operator.specs.names import ENGINE, ROUTER_IMAGE, SHARD_IMAGE
 from lmcache_operator.specs.ownership import Path
+
+OTHER_ENGINES: Images = {kind.name: kind.image for kind in ENGINE_KINDS.values() if kind != VLLM}
+"""Default images of engines that are not of the default kind, by kind."""
 
 
 class Context(NamedTuple):
     """Settings of the operator that shape a cluster's objects."""
 
     images: Images
-    """Default images by container; that of the engine has vLLM."""
+    """Default images by container. That of the engine has the default kind."""
     operator_namespace: str = ""
     """Namespace of the operator that may reach the sidecars' metrics port; empty: none."""
     allow_all_gpus: bool = False
     """Whether sidecars may see all GPUs of their nodes, including those of other pods."""
     shard_image: str = SHARD_IMAGE
     """Default image of the servers of a managed remote tier."""
-    sglang_image: str = SGLANG_IMAGE
-    """Default image of engines that are SGLang."""
+    engine_images: Images = OTHER_ENGINES
+    """Default images of the other kinds of engines, by kind."""
     router_image: str = ROUTER_IMAGE
     """Default image of routers."""
 
     def images_for(self, cluster: Cluster) -> Images:
         """Default images of a cluster's containers. The cluster must have an engine."""
-        return self.images | ({ENGINE: self.sglang_image} if cluster.engine.kind == SGLANG else {})
-
-
-class RemoteFigures(NamedTuple):
-    """A sidecar's counters of its remote tier, since it started."""
-
-    used_bytes: int = 0
-    """Bytes in use on all servers together; 0: unknown."""
-    evicted: int = 0
-    """Values that the servers evicted."""
+        image = self.engine_images.get(cluster.engine.kind, self.images[ENGINE])
+        return self.images | {ENGINE: image}
 
 
 class LookupFigures(NamedTuple):
-    """A sidecar's counters of looked-up tokens, and of hits in each tier, since it started."""
+    """A sidecar's counters since it started."""
 
     tokens: int = 0
-    engine: int = 0
-    """Hits in the engine's own prefix cache."""
-    memory: int = 0
-    disk: int = 0
-    peers: int = 0
-    remote: int = 0
-
-
-class TenantFigures(NamedTuple):
-    """A sidecar's figures of one tenant. Tokens count since the sidecar started."""
-
-    prompt_tokens: int = 0
-    hit_tokens: int = 0
-    """Prompt tokens that the engine did not compute."""
-    bytes: int = 0
-    """Bytes that the tenant's rows take in memory now."""
+    """Looked-up tokens."""
+    hit_tokens: Mapping[str, int] = MappingProxyType({})
+    """Tokens of hits by tier. The tier ``engine`` is the engine's own prefix cache."""
 
 
 class Sidecar(NamedTuple):
@@ -88,46 +70,19 @@ class Sidecar(NamedTuple):
     """Why the sidecar is not ready; empty: it is ready."""
     is_attached: bool = False
     """Whether its engine is connected and uses it."""
-    is_remote_reachable: bool | None = None
-    """Whether the sidecar reaches the remote tier; None: no remote tier, or unknown."""
-    remote_reason: str = ""
-    """Why the remote tier is not reachable."""
-    remote: RemoteFigures = RemoteFigures()
     lookups: LookupFigures = LookupFigures()
-    is_disk_available: bool | None = None
-    """Whether the disk tier is in use; None: no disk tier, or unknown."""
-    disk_reason: str = ""
-    """Why the disk tier is not available."""
-    encryption: Mapping[str, str | None] = MappingProxyType({})
-    """Problem of the encryption of each lower tier that the sidecar has, by tier. Empty text: no problem.
-    None: the sidecar has an earlier version, which does not encrypt."""
-    has_peers: bool = False
-    """Whether the sidecar can read the memory tiers of other pods."""
     transfer: str = ""
     """CudaIPC (the sidecar copies KV) or SharedMemory (the engine copies); empty: no engine, or unknown."""
     transfer_reason: str = ""
     """Why the transfer is this one."""
-    is_memory_pinned: bool | None = None
-    """Whether CUDA has pinned all memory of the tier that copies use; None: no GPU, or unknown."""
-    pin_problem: str = ""
-    """Process that could not pin memory, and the reason."""
     memory_bytes: int | None = None
     """Present size of the memory tier; None: the sidecar cannot resize, or unknown."""
     memory_target: int = 0
     """Size in bytes that the sidecar resizes its memory tier to."""
     resize_problem: str = ""
     """Why the memory tier does not have its target size."""
-    requires_tokens: bool = False
-    """Whether clients outside the pod need a token for pages such as /metrics."""
-    tenants_digest: str | None = None
-    """SHA-256 of the tenants file that the sidecar uses, in hexadecimal; empty: it could use none so far.
-    None: it has no such file, or an earlier version, which does not report the digest."""
-    tenants_problem: str = ""
-    """Why the sidecar does not use all declared tenants."""
-    tenants: Mapping[str, TenantFigures] = MappingProxyType({})
-    """Figures of tenants by name, which the spec may not declare. Empty: none were reported."""
-    usable_bytes: int = 0
-    """Bytes of the memory tier that rows can use; 0: unknown."""
+    features: Mapping[str, Any] = MappingProxyType({})
+    """Report on each feature of the pod, by name. ``PodFeature.report`` knows its type."""
 
 
 class Resize(NamedTuple):

@@ -5,6 +5,7 @@ Programs match on the reasons, and people look them up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from lmcache_operator.specs import Object
@@ -55,6 +56,33 @@ class Condition(NamedTuple):
     message: str
     generation: int | None = None
     """Generation of the spec that it was derived from; None: the present generation."""
+
+
+def problem_message(problem: str, pods: Sequence[tuple[str, str]], total: int, remedy: str = "") -> str:
+    """The message about a problem of some of ``total`` pods. ``pods``: their names, each with its reason.
+
+    ``1 of 3 sidecars are not ready. First: pod demo-engine-0: no socket. See its log.``
+    """
+    pod, why = pods[0]
+    first = f"First: pod {pod}: {why}" if why else f"First: pod {pod}"
+    sentences = (f"{len(pods)} of {total} {problem}", first, remedy)
+    return " ".join(f"{sentence.removesuffix('.')}." for sentence in sentences if sentence)
+
+
+def failure_of(
+    reason: Reason, problem: str, pods: Sequence[tuple[str, str]], total: int, remedy: str = ""
+) -> Condition | None:
+    """The condition about a problem of some pods; None: no pod has it."""
+    return Condition("False", reason, problem_message(problem, pods, total, remedy)) if pods else None
+
+
+def silence_of(
+    reason: Reason, problem: str, pods: Sequence[str], total: int, remedy: str = ""
+) -> Condition | None:
+    """The condition about a report that some pods do not give; None: all give it."""
+    remedy = remedy or "See the condition SidecarAttached"
+    message = problem_message(problem, [(pod, "") for pod in pods], total, remedy) if pods else ""
+    return Condition("Unknown", reason, message) if pods else None
 
 
 class Event(NamedTuple):

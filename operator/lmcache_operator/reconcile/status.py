@@ -110,7 +110,9 @@ def _unobserved(resource: Object, now: datetime, failures: Sequence[Problem]) ->
 def _degraded(problems: Sequence[Problem]) -> Condition:
     if not problems:
         return Condition("False", "AsDeclared", "nothing prevents the declared state")
-    return Condition("True", problems[0].reason, "; ".join(problem.message for problem in problems))
+    *messages, last = (problem.message for problem in problems)
+    message = "; ".join([*(each.removesuffix(".") for each in messages), last])
+    return Condition("True", problems[0].reason, message)
 
 
 def _conditions(resource: Object, now: datetime, wanted: Mapping[str, Condition]) -> list[Object]:

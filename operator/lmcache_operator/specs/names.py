@@ -8,6 +8,7 @@ from typing import Any
 
 from lmcache_operator import __version__
 from lmcache_operator.api import API_VERSION, KIND
+from lmcache_operator.api.engine_kinds import VLLM
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.specs import Images, Object
 from lmcache_operator.specs.kinds import BY_NAME
@@ -66,12 +67,10 @@ ENGINE = "engine"
 SIDECAR = "sidecar"
 PAYLOAD = "payload"
 STOCK_IMAGES: Images = {
-    ENGINE: "vllm/vllm-openai:v0.32.0",
+    ENGINE: VLLM.image,
     SIDECAR: f"ghcr.io/lmcache-cluster/sidecar:{__version__}",
 }
 """Default images by container. The operator's flags may name others."""
-SGLANG_IMAGE = "lmsysorg/sglang:v0.5.23"
-"""Default image of engines that are SGLang."""
 
 ENGINE_PORT = 8000
 SIDECAR_PORT = 9464

@@ -3,11 +3,11 @@
 import pytest
 
 from lmcache_cli.commands.doctor.checks import run_checks
-from lmcache_cli.commands.doctor.checks.engine_kinds import MAX_VLLM, MIN_VLLM, SGLANG_VERSION
 from lmcache_cli.commands.doctor.results import Level
 from lmcache_cli.commands.gather import PodFigures
 from lmcache_client.sglang.support import SUPPORTED_VERSIONS as SUPPORTED_SGLANG
 from lmcache_client.vllm.support import SUPPORTED_VERSIONS
+from lmcache_operator.api.engine_kinds import SGLANG, VLLM
 from lmcache_store.common.text import plain
 from tests.harness.command_world import NOW, pod
 from tests.harness.doctor_world import (
@@ -97,9 +97,9 @@ def test_wrong_arguments_version_or_settings_of_sglang_are_found(container, read
 
 def test_supported_versions_are_those_of_the_connector_and_the_backend():
     first, last = SUPPORTED_VERSIONS[0], SUPPORTED_VERSIONS[-1]
-    assert [".".join(map(str, version)) for version in (MIN_VLLM, MAX_VLLM)] == [first, last]
-    assert SUPPORTED_SGLANG == (SGLANG_VERSION,)
-    assert found_problems(cluster_facts(engines=sglang_engines(f"{SGLANG_VERSION}.post1"))) == []
+    assert VLLM.versions == f"{first}-{last}"
+    assert (SGLANG.versions,) == SUPPORTED_SGLANG
+    assert found_problems(cluster_facts(engines=sglang_engines(f"{SGLANG.versions}.post1"))) == []
 
 
 def test_private_keys_are_a_failure_only_with_lower_tiers():

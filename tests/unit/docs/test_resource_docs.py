@@ -7,7 +7,8 @@ import yaml
 
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.registry import COMPONENTS
-from lmcache_operator.contract.base import Context, Probed, Sidecar
+from lmcache_operator.contract.base import Context, Probed
+from lmcache_operator.reconcile.probe import read_sidecar
 from lmcache_operator.specs.names import STOCK_IMAGES
 from tests.harness.operator_plans import settled_world, status_of
 from tools import resource_docs
@@ -53,15 +54,16 @@ def test_each_example_is_accepted_alone() -> None:
 def test_all_conditions_are_documented() -> None:
     keys, token = {"secretRef": {"name": "kv-keys"}}, {"httpAuthentication": "Token"}
     world = settled_world(tiers={"disk": {"size": "1Gi", "encryption": keys}}, tenants={}, sidecar=token)
-    working = dict.fromkeys(("is_remote_reachable", "is_disk_available", "is_memory_pinned"), True)
-    sidecar = Sidecar(
-        pod="demo-engine-0",
-        is_attached=True,
-        encryption={"disk": ""},
-        requires_tokens=True,
-        tenants_digest="",
-        **working,
-    )
+    stats = {
+        "is_ready": True,
+        "num_clients": {"attached": 1},
+        "disk": {"is_reachable": True, "encryption_problem": ""},
+        "remote": {"is_reachable": True},
+        "transfer": {"pinned_bytes": {"engine": 1}},
+        "http_authentication": "Token",
+        "tenants": {"tenants_problem": "", "tenants_digest": ""},
+    }
+    sidecar = read_sidecar(stats)._replace(pod="demo-engine-0")
     status = status_of(world, probed=Probed((sidecar,), True))
     tested_elsewhere = {"AutoscalingActive", "PrefillAvailable", "RemoteTierAvailable", "RouterAvailable"}
     assert {condition["type"] for condition in status["conditions"]} == set(CONDITIONS) - tested_elsewhere

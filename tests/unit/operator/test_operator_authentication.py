@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from lmcache_operator.components.engine.features.tokens import Tokens
 from lmcache_operator.contract.base import Probed, Sidecar
-from lmcache_operator.reconcile.probe import read_sidecar
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import PAGES_LABEL
 from lmcache_sidecar.config import read
@@ -93,7 +93,7 @@ def test_condition_of_silent_sidecars_names_the_token(sidecar: dict[str, Any], i
     assert ("refused its token: see the log of the sidecar" in attached["message"]) is is_named
 
 
-REQUIRED = Sidecar(pod="good", requires_tokens=True)
+REQUIRED = Sidecar(pod="good", features={Tokens.name: True})
 OLD, SILENT = Sidecar(pod="old"), Sidecar(pod="silent", answers=False)
 
 
@@ -144,4 +144,4 @@ def test_condition_is_absent_without_the_setting() -> None:
     ],
 )
 def test_mode_is_read_from_the_figures_of_a_sidecar(stats: dict[str, Any], expected: bool) -> None:
-    assert read_sidecar(stats).requires_tokens is expected
+    assert Tokens().read(stats) is expected

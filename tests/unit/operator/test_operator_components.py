@@ -100,7 +100,7 @@ def test_operator_polls_only_pods_with_a_sidecar() -> None:
     rig.answer(GOOD, GOOD)
     rig.run()
     assert (len(rig.world.pods), rig.world.num_stats_reads) == (3, 2)
-    assert rig.message("SidecarAttached") == "2 of 2 engines use their sidecars"
+    assert rig.message("SidecarAttached") == "2 of 2 engines use their sidecars."
 
 
 def test_unwanted_component_is_deleted_with_dependents_first() -> None:

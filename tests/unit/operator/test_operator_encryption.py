@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lmcache_operator.api.parse import parse
-from lmcache_operator.components.engine.encryption import mounted_secrets
+from lmcache_operator.components.engine.features.encryption import mounted_secrets
 from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.errors import InvalidSpecError, RefusedError
 from tests.harness.operator_components import GOOD, ReconciledCluster
@@ -163,8 +163,8 @@ NOT_SAID = "sidecars do not report whether they encrypt rows. First: pod demo-en
 EARLIER = {"is_reachable": True, "off_reason": ""}
 REPORTS = [
     ([BOTH_FINE, BOTH_FINE], ENCRYPTED, "All 2 sidecars encrypt the rows of: disk, remote."),
-    ([BOTH_FINE, problem("disk")], INVALID, f"{FIRST_OF_TWO}-1, disk tier, Secret d: {WRONG}"),
-    ([BOTH_FINE, problem("remote")], INVALID, f"{FIRST_OF_TWO}-1, remote tier, Secret r: {WRONG}"),
+    ([BOTH_FINE, problem("disk")], INVALID, f"{FIRST_OF_TWO}-1: disk tier, Secret d: {WRONG}"),
+    ([BOTH_FINE, problem("remote")], INVALID, f"{FIRST_OF_TWO}-1: remote tier, Secret r: {WRONG}"),
     ([BOTH_FINE, dict.fromkeys(BOTH_FINE, EARLIER)], INVALID, "does not encrypt. Set spec.images.policy"),
     ([BOTH_FINE, {"disk": FINE}], ("Unknown", "NotReported"), f"1 of 2 {NOT_SAID}-1. See"),
     ([BOTH_FINE, None], SILENT, f"1 of 2 {NOT_SAID}-1. See"),
@@ -213,7 +213,7 @@ def test_pods_from_before_the_encryption_are_not_said_to_encrypt() -> None:
     rig.world.change(tiers={"remote": encrypted(**EXTERNAL)})
     rig.run()
     assert (rig.encrypted, rig.condition("Degraded")) == (REPLACING, ("False", "AsDeclared"))
-    assert rig.text == "2 of 2 engine pods do not encrypt rows yet. First: demo-engine-0"
+    assert rig.text == "2 of 2 engine pods do not encrypt rows yet. First: pod demo-engine-0."
     rig.settle()
     assert rig.report({"remote": FINE}, {"remote": FINE}) == ENCRYPTED
     rig.change(tiers={"remote": {"encryption": None}})
@@ -257,9 +257,9 @@ def test_pods_with_the_former_secret_are_being_replaced() -> None:
     rig.run()
     assert rig.encrypted == REPLACING
     count = "2 of 2 engine pods encrypt rows with the keys of another Secret"
-    assert rig.text == f"{count}. First: pod demo-engine-0, remote tier: Secret former instead of new"
+    assert rig.text == f"{count}. First: pod demo-engine-0: remote tier: Secret former instead of new."
     assert rig.report({"remote": FINE | {"encryption_problem": WRONG}}, {"remote": FINE}) == INVALID
-    assert f"pod demo-engine-0, remote tier, Secret former: {WRONG}" in rig.text
+    assert f"pod demo-engine-0: remote tier, Secret former: {WRONG}" in rig.text
     rig.settle()
     assert rig.report({"remote": FINE}, {"remote": FINE}) == ENCRYPTED
 

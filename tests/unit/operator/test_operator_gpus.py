@@ -241,9 +241,9 @@ def test_status_shows_the_transfer_that_sidecars_report() -> None:
     rig = Rig.settled(engine=CLAIMS | {"replicas": 2}, sidecar={"transfer": "CudaIPC"})
     rig.report_transfer(mode="CudaIPC", reason="")
     assert (rig.transfer["mode"], rig.transfer["reason"]) == ("CudaIPC", "DRAClaimShared")
-    rig.report_transfer(mode="SharedMemory", reason="error 201 for the mapping 1")
+    rig.report_transfer(mode="SharedMemory", reason="error 201 for the mapping 1.")
     count = "2 of 2 sidecars cannot copy, so their engines do"
-    message = f"{count}. First: pod demo-engine-0: error 201 for the mapping 1"
+    message = f"{count}. First: pod demo-engine-0: error 201 for the mapping 1."
     assert rig.transfer == {
         "requested": "CudaIPC", "mode": "SharedMemory", "reason": "SidecarCannotCopy", "message": message,
     }  # fmt: skip

@@ -8,9 +8,10 @@ from typing import Any, cast
 import pytest
 
 from lmcache_operator.components.engine.engine import Engine
+from lmcache_operator.components.engine.features.base import TierReport
 from lmcache_operator.components.remote.remote import Remote, why_filling, why_never_ready
 from lmcache_operator.components.remote.shards import WINDOW
-from lmcache_operator.contract.base import Context, LookupFigures, Probed, RemoteFigures, Sidecar
+from lmcache_operator.contract.base import Context, LookupFigures, Probed, Sidecar
 from lmcache_operator.errors import RefusedError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.reconciler import Reconciler
@@ -30,7 +31,9 @@ def status_fields(rig: Rig, *sidecars: Sidecar, component: Any = None) -> dict[s
 
 
 def usage(rig: Rig, *counts: tuple[int, int]) -> dict[str, Any]:
-    sidecars = [Sidecar(remote=RemoteFigures(used, evicted)) for used, evicted in counts]
+    sidecars = [
+        Sidecar(features={"remote": TierReport(used_bytes=used, evicted=evicted)}) for used, evicted in counts
+    ]
     remote = status_fields(rig, *sidecars).get("remote", {})
     return {name: remote[name] for name in ("usedBytes", "evicted") if name in remote}
 
@@ -85,20 +88,23 @@ def test_tier_without_engines_reports_usage_of_referring_clusters():
 
 
 def test_hit_percentages_are_reported_by_tier():
-    def hits(*counts: LookupFigures, **figures: Any) -> Any:
-        sidecars = [Sidecar(lookups=counters, **figures) for counters in counts]
+    def hits(*counts: LookupFigures, **features: Any) -> Any:
+        sidecars = [Sidecar(lookups=counters, features=features) for counters in counts]
         return status_fields(rig, *sidecars, component=Engine()).get("hitPercent")
 
     rig = Rig.settled()
     assert hits() is None
     assert hits(LookupFigures()) is None
-    assert hits(LookupFigures(1000, 100, 300), LookupFigures(1000, 0, 100)) == {"engine": 5, "memory": 20}
-    assert hits(LookupFigures(1000, 50, 209)) == {"engine": 5, "memory": 20}, "a small change is not reported"
-    tiers = {"is_remote_reachable": False, "is_disk_available": True, "has_peers": True}
-    assert hits(LookupFigures(1000, 50, 300, 7, 120, 150), **tiers) == {
+    former = LookupFigures(1000, {"engine": 100, "memory": 300}), LookupFigures(1000, {"memory": 100})
+    assert hits(*former) == {"engine": 5, "memory": 20}
+    small_change = LookupFigures(1000, {"engine": 50, "memory": 209})
+    assert hits(small_change) == {"engine": 5, "memory": 20}, "a small change is not reported"
+    tiers = {"remote": TierReport(False), "disk": TierReport(True), "peers": True}
+    tokens = {"engine": 50, "memory": 300, "disk": 7, "peers": 120, "remote": 150}
+    assert hits(LookupFigures(1000, tokens), **tiers) == {
         "engine": 5, "memory": 30, "disk": 0, "peers": 12, "remote": 15
     }  # fmt: skip
-    assert hits(LookupFigures(1, 2**60))["engine"] == 100
+    assert hits(LookupFigures(1, {"engine": 2**60}))["engine"] == 100
     assert rig.status()["hitPercent"]["engine"] == 100, "while no sidecar is polled"
 
 

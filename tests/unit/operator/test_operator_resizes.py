@@ -100,7 +100,7 @@ def test_ungranted_resize_is_reverted_and_reported(verdict: str, minutes: int, m
     status, reason, message_text = condition(node.status(), "Degraded")
     assert (status, reason) == ("True", "ResizeInfeasible")
     assert message_text.startswith("1 of 1 memory tiers cannot be resized to 2Gi. First: pod ")
-    assert message_text.endswith(message)
+    assert message_text.endswith(f"{message}.")
     assert condition(node.status(), "Ready")[0] == "True"
     assert condition(node.status(), "Progressing")[1] == "Complete"
     # The operator retries after an hour.
@@ -130,11 +130,11 @@ def test_other_size_is_requested_at_once_after_a_refusal() -> None:
 def test_refused_resize_is_reported_and_not_retried() -> None:
     node = Node(replicas=2)
     node.declare("2Gi")
-    node.world.failures["resize"] = refused_by("exceeded quota: q")
+    node.world.failures["resize"] = refused_by("exceeded quota: q.")
     node.operate()
     node.operate()
     assert [node.operate(), limits(node)] == [[], dict.fromkeys(limits(node), SMALL_LIMIT)]
-    message = f"2 of 2 memory tiers cannot be resized to 2Gi. First: pod {POD}: exceeded quota: q"
+    message = f"2 of 2 memory tiers cannot be resized to 2Gi. First: pod {POD}: exceeded quota: q."
     assert condition(node.status(), "Degraded") == ("True", "ResizeInfeasible", message)
 
 

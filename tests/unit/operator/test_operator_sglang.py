@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 
+from lmcache_operator.api.engine_kinds import ENGINE_KINDS
+from lmcache_operator.api.engine_kinds import SGLANG as SGLANG_API
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.engine.kinds import KINDS, kind_of
 from lmcache_operator.components.engine.kinds.base import option_name
 from lmcache_operator.contract.base import Context
 from lmcache_operator.errors import InvalidSpecError
-from lmcache_operator.specs.names import SGLANG_IMAGE, STOCK_IMAGES
+from lmcache_operator.specs.names import STOCK_IMAGES
 from tests.harness.operator_model import World, cluster
 from tests.harness.operator_plans import observe, settled_world
 from tests.harness.operator_render import CONTEXT, ENGINES, children, container, env_of, pod_of
@@ -164,22 +166,26 @@ def test_each_kind_has_its_default_image() -> None:
         assert recorded.keys() == {"engine", "sidecar"}
         return stateful_set["spec"]["template"]["spec"]["containers"][0]["image"], recorded["engine"]
 
-    assert (images("vLLM"), images("SGLang")) == ((STOCK_IMAGES["engine"],) * 2, (SGLANG_IMAGE,) * 2)
-    assert images("SGLang", CONTEXT._replace(sglang_image="sglang:next")) == ("sglang:next",) * 2
-    assert images("vLLM", CONTEXT._replace(sglang_image="sglang:next")) == (STOCK_IMAGES["engine"],) * 2
-    assert images("SGLang", image="mine:1") == ("mine:1", SGLANG_IMAGE)
+    assert (images("vLLM"), images("SGLang")) == ((STOCK_IMAGES["engine"],) * 2, (SGLANG_API.image,) * 2)
+    assert images("SGLang", CONTEXT._replace(engine_images={"SGLang": "sglang:next"})) == ("sglang:next",) * 2
+    assert (
+        images("vLLM", CONTEXT._replace(engine_images={"SGLang": "sglang:next"}))
+        == (STOCK_IMAGES["engine"],) * 2
+    )
+    assert images("SGLang", image="mine:1") == ("mine:1", SGLANG_API.image)
 
 
 def test_upgrade_of_the_operator_keeps_the_image_of_sglang() -> None:
     world = settled_world(engine=SGLANG)
-    later = CONTEXT._replace(sglang_image="sglang:next")
+    later = CONTEXT._replace(engine_images={"SGLang": "sglang:next"})
     plan = Engine().plan(parse(world.resource), observe(world), later)
     assert (plan.apply, plan.evict) == ((), ())
-    assert plan.fields["images"]["engine"] == SGLANG_IMAGE
+    assert plan.fields["images"]["engine"] == SGLANG_API.image
     assert "engine sglang:next" in plan.fields["images"]["message"]
 
 
 def test_every_kind_of_the_api_has_an_implementation() -> None:
+    assert [kind.name for kind in KINDS] == [*ENGINE_KINDS]
     for kind in KINDS:
         assert kind_of(parse(cluster(engine={"kind": kind.name}))) is kind
         assert set(kind.reserved) <= set(kind.read)

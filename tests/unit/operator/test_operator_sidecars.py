@@ -39,12 +39,12 @@ class Rig(ReconciledCluster):
 @pytest.mark.parametrize(
     ("answers", "expected"),
     [
-        ([GOOD, GOOD], ("True", "Attached", "2 of 2 engines use their sidecars")),
+        ([GOOD, GOOD], ("True", "Attached", "2 of 2 engines use their sidecars.")),
         (
             [GOOD, BAD],
             (
                 "False", "SidecarNotReady",
-                "1 of 2 sidecars are not ready. First: pod demo-engine-1: --remote-url: no such scheme",
+                "1 of 2 sidecars are not ready. First: pod demo-engine-1: --remote-url: no such scheme.",
             ),
         ),
         ([None, BAD], ("False", "SidecarNotReady", None)),
@@ -83,22 +83,22 @@ PARTS = {
         ("True", "Reachable", "1 of 2 sidecars can reach the remote tier."),
         "RemoteTierUnreachable",
         "1 of 2 sidecars cannot reach the remote tier. First: pod demo-engine-1: "
-        "NOAUTH was the answer to AUTH",
+        "NOAUTH was the answer to AUTH.",
     ),
     "DiskTierAvailable": (
         {"disk": {"is_reachable": True, "off_reason": ""}},
         {"disk": {"is_reachable": False, "off_reason": "[Errno 30] Read-only file system"}},
         ("True", "Available", "All 1 disk tiers are in use."),
         "DiskTierOff",
-        "1 of 2 disk tiers are off. First: pod demo-engine-1: [Errno 30] Read-only file system",
+        "1 of 2 disk tiers are off. First: pod demo-engine-1: [Errno 30] Read-only file system.",
     ),
     "MemoryTierPinned": (
         {"transfer": PINNED},
         {"transfer": {"pin_problem": UNPINNED}},
-        ("True", "Pinned", "The memory tiers of all 1 GPU pods are pinned"),
+        ("True", "Pinned", "The memory tiers of all 1 GPU pods are pinned."),
         "MemoryNotPinned",
-        "1 of 2 memory tiers are not fully pinned. Copies between GPU and memory tier are slow there. "
-        f"First: pod demo-engine-1: {UNPINNED}",
+        "1 of 2 memory tiers are not fully pinned, so copies between them and the GPU are slow. "
+        f"First: pod demo-engine-1: {UNPINNED}.",
     ),
 }
 

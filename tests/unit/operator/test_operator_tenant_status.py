@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from lmcache_operator.components.engine.features.tenants import TenantBudgets
 from lmcache_operator.errors import RefusedError
-from lmcache_operator.reconcile.probe import read_sidecar
 from lmcache_operator.specs.kinds import Ref
 from lmcache_store.tenant_names import DEFAULT_NAME, MAX_NAMED
 from tests.harness.operator_components import GOOD, ReconciledCluster
@@ -116,7 +116,7 @@ def test_wrong_figures_are_limited_or_ignored(answer: Any, expected: dict[str, A
 def test_report_with_many_names_is_cut() -> None:
     """A report has at most 256 KiB, which a sidecar could fill with names."""
     names = {f"n{number}": (1, 1, 1) for number in range(5000)}
-    assert len(read_sidecar(report(**names)).tenants) == MAX_NAMED + 1
+    assert len(TenantBudgets().read(report(**names)).figures) == MAX_NAMED + 1
 
 
 def test_all_tenants_of_the_largest_spec_are_reported() -> None:

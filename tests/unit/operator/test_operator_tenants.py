@@ -188,7 +188,7 @@ def using(digest: Any) -> dict[str, Any]:
             (
                 "False", "TenantsInvalid",
                 "1 of 2 sidecars cannot use all of spec.tenants. First: pod demo-engine-1: "
-                "salt of tenant search: /x can't be read",
+                "salt of tenant search: /x can't be read.",
             ),
         ),
         (
@@ -197,7 +197,7 @@ def using(digest: Any) -> dict[str, Any]:
                 "False", "TenantsPending",
                 "2 of 3 sidecars do not use the declared tenants yet. First: pod demo-engine-1. "
                 "The kubelet updates the file in running pods within two minutes. If it takes longer, check "
-                "the node of the pod. If the node is Ready, delete the pod",
+                "the node of the pod. If the node is Ready, delete the pod.",
             ),
         ),
         ([report(""), {}], ("Unknown", "NotReported", None)),
@@ -216,7 +216,7 @@ def using(digest: Any) -> dict[str, Any]:
             (
                 "Unknown", "NoAnswer",
                 "1 of 2 sidecars do not report which tenants they use. First: pod demo-engine-1. "
-                "See the condition SidecarAttached",
+                "See the condition SidecarAttached.",
             ),
         ),
         ([{}, None], ("Unknown", "NoAnswer", None)),

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from http import HTTPStatus
 
-from lmcache_cli.commands.doctor.checks.engines import engine_port, has_tls, kind_checks
+from lmcache_cli.commands.doctor.checks.engines import engine_port, has_tls, kind_of_pod
 from lmcache_cli.commands.gather import PodFigures, natural_order, read_each
 from lmcache_operator.kube.pod_http import Get
 from lmcache_operator.pods.pods import is_ready
@@ -37,12 +37,12 @@ async def _read(get: Get, pod: Object) -> PodFigures:
     if has_tls(pod):
         return PodFigures(pod, problem="it serves HTTPS, which this command does not read")
     place = pod["metadata"]["namespace"], pod["metadata"]["name"], engine_port(pod)
-    checks = kind_checks(pod)
-    answers = await asyncio.gather(*(get(*place, path) for path in checks.paths))
+    kind = kind_of_pod(pod)
+    answers = await asyncio.gather(*(get(*place, path) for path in kind.pages))
     if answers[0].missing_right:
         return PodFigures(pod, problem=f"forbidden: {answers[0].missing_right}")
     if HTTPStatus.OK not in [answer.status for answer in answers]:
         problem = plain(answers[0].body.decode(errors="replace")) or f"HTTP {answers[0].status}"
         return PodFigures(pod, problem=problem)
     bodies = [answer.body if answer.status == HTTPStatus.OK else b"" for answer in answers]
-    return PodFigures(pod, checks.read(bodies))
+    return PodFigures(pod, kind.read_pages(bodies))

@@ -15,27 +15,17 @@ from itertools import pairwise
 import yaml
 
 from lmcache_operator.api.parse import Cluster, declared
-from lmcache_operator.components.engine.authentication import secrets
+from lmcache_operator.components.engine.features import FEATURES
 from lmcache_operator.components.engine.gpus import CUDA_IPC, claim_spec, planned_transfer
-from lmcache_operator.components.engine.pod import DISK_SIZE, MemorySize, pod_template
+from lmcache_operator.components.engine.pod import MemorySize, pod_template
 from lmcache_operator.components.engine.status import engine_status
-from lmcache_operator.components.engine.tenants import (
-    DIGEST_FIELD,
-    NAMES_FIELD,
-    in_spec_hash,
-    tenants_digest,
-    tenants_yaml,
-)
 from lmcache_operator.components.traffic import from_clients, from_pods, scrapers
 from lmcache_operator.contract.base import Component, ComponentStatus, Context, Observed, Plan
-from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.pods.differences import differences
 from lmcache_operator.pods.pods import has_no_node, is_outdated, next_eviction
-from lmcache_operator.pods.resize import initial_bytes, named_sidecar, resizing
+from lmcache_operator.pods.resize import initial_bytes, resizing
 from lmcache_operator.specs import Images, Object, names, paths, stateful
-from lmcache_operator.specs.cluster_refs import referred, why_no_peers
 from lmcache_operator.specs.kinds import Ref, ref_of
-from lmcache_operator.specs.merge import dig
 
 _HIGHEST_PORT = 65535
 _HTTP_PORT = {"name": "http", "port": names.ENGINE_PORT, "protocol": "TCP", "targetPort": "http"}
@@ -59,8 +49,8 @@ class Engine(Component):
         return (*config_and_service, *(Ref(kind, engine) for kind in (*kinds, "StatefulSet")))
 
     def referred(self, resource: Object) -> str:
-        """Name of the cluster whose peers this one uses; empty: none."""
-        return referred(resource, "peers")
+        """Name of the cluster that a feature uses; empty: none. At most one feature can refer to one."""
+        return next(filter(None, (feature.referred(resource) for feature in FEATURES)), "")
 
     def render(self, cluster: Cluster, context: Context) -> list[Object]:
         """The children that the spec asks for, in the order of ``refs``; none without ``spec.engine``."""
@@ -99,7 +89,8 @@ class Engine(Component):
         if cluster.spec.engine is None:
             return Plan()
         live = observed.children.get(Ref("StatefulSet", names.engine_name(cluster.name)))
-        _check_new_peers(observed, live)
+        for feature in FEATURES:
+            feature.check_change(observed, live)
         present = context.images_for(cluster)
         images = _default_images(cluster, observed, live, present)
         wanted = self._children(cluster, context, images)
@@ -113,11 +104,11 @@ class Engine(Component):
         too_large = [pod for pod in observed.pods if has_no_node(pod) and 0 < made < initial_bytes(pod)]
         evict = next_eviction(live, observed.pods, template, too_large)
         transfer = planned_transfer(cluster, context.allow_all_gpus)
-        other_disks = (pod for pod in latest if _disk_size(pod) != _disk_size(template))
-        fixed = {*resized.fixed, *(pod["metadata"]["name"] for pod in other_disks)}
+        former = (pod for pod in latest if any(each.has_former_size(pod, template) for each in FEATURES))
+        fixed = {*resized.fixed, *(pod["metadata"]["name"] for pod in former)}
         return replace(
             due,
-            make=secrets(cluster),
+            make=tuple(child for feature in FEATURES for child in feature.made(cluster)),
             resize=resized.steps,
             num_starts=resized.num_starts,
             # ``due.lost`` has an entry for each child that this plan writes. Evict only after the template is
@@ -129,8 +120,7 @@ class Engine(Component):
                 "resizing": resized,
                 "images": _images_in_use(cluster, images, present),
                 "transfer": {"requested": cluster.spec.sidecar.transfer, **transfer._asdict()},
-                NAMES_FIELD: cluster.spec.tenants.names if cluster.spec.tenants else (),
-                DIGEST_FIELD: tenants_digest(cluster.spec.tenants),
+                **{key: value for each in FEATURES for key, value in each.plan_fields(cluster).items()},
             },
         )
 
@@ -138,25 +128,6 @@ class Engine(Component):
         """Status of the engine pods and their sidecars; empty for a cluster without engines."""
         has_engine = observed.children or "engine" in observed.resource["spec"]
         return engine_status(observed, plan) if has_engine else ComponentStatus()
-
-
-def _check_new_peers(observed: Observed, live: Object | None) -> None:
-    """Keep the peers of existing pods if the spec now refers to peers that do not exist.
-
-    Raises:
-        InvalidSpecError: the cluster that the spec refers to has no list of peers.
-    """
-    name = referred(observed.resource, "peers")
-    if live and name and (why := why_no_peers(name, observed.referred)):
-        labels = dig(live, "spec", "template", "metadata", "labels")
-        if dig(labels, names.PEERS_LABEL) != name:
-            raise InvalidSpecError("spec.tiers.peers.clusterRef", why)
-
-
-def _disk_size(pod_or_template: Object) -> list[str]:
-    """Size of the disk tier in the sidecar's environment: one value, or none without a disk tier."""
-    variables = named_sidecar(pod_or_template["spec"].get("initContainers")).get("env") or ()
-    return [item.get("value", "") for item in variables if item["name"] == DISK_SIZE]
 
 
 def _default_images(cluster: Cluster, observed: Observed, live: Object | None, images: Images) -> Images:
@@ -198,43 +169,31 @@ def spec_hash(cluster: Cluster, default_images: Images) -> str:
 
     Four kinds of changes do not change the hash, so that they replace no pod:
     - replicas and tier sizes: a resize of the cache never reloads a model;
-    - shares of tenants: sidecars follow the file that has them;
+    - what sidecars follow in a file, such as shares of tenants;
     - everything that the operator chooses: an upgrade of the operator restarts no pod;
     - an image that the user writes into the spec, if it equals the default that the pod already runs.
     """
-    wanted = declared(cluster.spec)
-    wanted.pop("autoscaling", None)
-    engine, sidecar, tiers = (wanted.pop(part, {}) for part in ("engine", "sidecar", "tiers"))
-    for tier in ("memory", "disk"):
-        tiers.get(tier, {}).pop("size", None)
-    for part in ("clients", "router"):
-        wanted.pop(part, None)
-    if (tenants := cluster.spec.tenants) is not None:
-        wanted["tenants"] = in_spec_hash(tenants)
-        if tenants.header and cluster.spec.router is not None:
-            wanted["tenants"]["is_routed"] = True  # another middleware
+    settings = declared(cluster.spec)
+    engine, sidecar = settings.pop("engine", {}), settings.pop("sidecar", {})
+    for part in ("autoscaling", "clients", "images", "router"):
+        settings.pop(part, None)
+    tiers = settings.setdefault("tiers", {})
+    tiers.get("memory", {}).pop("size", None)
+    for feature in FEATURES:
+        feature.hashed(cluster, settings)
+    if not tiers.get("memory"):
+        tiers.pop("memory", None)
+    unhashed = ("image", "prefill", "replicas")
+    settings["engine"] = {key: value for key, value in engine.items() if key not in unhashed}
+    settings["images"] = resolved_images(cluster, default_images)
     if cluster.events_reader:
-        wanted["events"] = True
-    if (peers := cluster.spec.tiers.peers) is not None:
-        tiers["peers"] = declared(peers)  # also if it has only defaults; the list is not part of the pod
-    if cluster.spec.tiers.managed is not None:  # nothing else of it is in the pod
-        encryption = tiers["remote"].get("encryption")
-        tiers["remote"] = {"managed": True} | ({"encryption": encryption} if encryption else {})
-        if (secret := names.remote_certificate(cluster)) != names.remote_tls_name(cluster.name):
-            tiers["remote"]["tls"] = secret  # the pod mounts the Secret by name
-    hashed: Object = {
-        "engine": {
-            key: value for key, value in engine.items() if key not in ("image", "prefill", "replicas")
-        },
-        "tiers": {key: value for key, value in tiers.items() if value or key != "memory"},
-        "images": resolved_images(cluster, default_images),
-    }
-    same_as_auto = ("transfer", CUDA_IPC)  # renders the same pod as Auto
+        settings["events"] = True
     if secrets := cluster.spec.images.pull_secrets:
-        hashed["pull_secrets"] = secrets
+        settings["pull_secrets"] = secrets
+    same_as_auto = ("transfer", CUDA_IPC)  # renders the same pod as Auto
     if sidecar := dict(item for item in sidecar.items() if item[0] != "image" and item != same_as_auto):
-        hashed["sidecar"] = sidecar
-    return names.digest(wanted | hashed)
+        settings["sidecar"] = sidecar
+    return names.digest(settings)
 
 
 def _selector(cluster: Cluster) -> dict[str, str]:
@@ -252,10 +211,10 @@ def _memory_size(cluster: Cluster) -> MemorySize:
 
 
 def _config_files(cluster: Cluster) -> dict[str, str]:
-    """Content of the sidecars' ConfigMap. Sidecars follow only the file with the tenants."""
+    """Content of the sidecars' ConfigMap. Sidecars follow only the files of features."""
     files = {"sidecar.yaml": _sidecar_yaml(cluster)}
-    if (tenants := cluster.spec.tenants) is not None:
-        files[paths.TENANTS_FILE] = tenants_yaml(tenants)
+    for feature in FEATURES:
+        files |= feature.files(cluster)
     return files
 
 
@@ -271,28 +230,16 @@ def _sidecar_yaml(cluster: Cluster) -> str:
         config["transfer"] = transfer
     if (admit := cluster.spec.tiers.admit) != "All":
         config["admit"] = admit
-    if cluster.spec.tenants is not None:
-        config["tenants_file"] = f"{paths.CONFIG_DIR}/{paths.TENANTS_FILE}"
-    if external := cluster.spec.tiers.external:
-        config["remote_url"] = external.url
-    if owner := names.remote_owner(cluster):
-        # Sidecars use this host only while they have no list of shards; it also helps people who debug.
-        host = names.remote_host(cluster, owner)
-        config["remote_url"] = f"redis://{names.REMOTE_USER}@{host}:{names.REMOTE_PORT}"
-        config["remote_shards_file"] = f"{paths.REMOTE_DIR}/{paths.SHARDS_FILE}"
-        config["remote_password_file"] = f"{paths.REMOTE_AUTH_DIR}/password"
-    if auth := cluster.spec.tiers.remote_auth:
-        config["remote_password_file"] = f"{paths.REMOTE_AUTH_DIR}/password"
-        if auth.username_key is not None:
-            config["remote_username_file"] = f"{paths.REMOTE_AUTH_DIR}/username"
+    for feature in FEATURES:
+        config |= feature.config(cluster)
     return str(yaml.safe_dump(config, sort_keys=True))
 
 
 def _network_policy(cluster: Cluster, context: Context) -> Object:
     """Allow only scrapers and the operator to reach the sidecar's port.
 
-    Only engine pods with the same list of peers reach the port for peers, and only the router reads KV
-    events. Clients reach the other ports, and the router that of the engine. Egress stays open.
+    Ports of features have senders of their own, and only the router reads KV events. Clients reach the other
+    ports, and the router that of the engine. Egress stays open.
     """
     metrics = scrapers()
     if context.operator_namespace:
@@ -302,9 +249,8 @@ def _network_policy(cluster: Cluster, context: Context) -> Object:
             {"namespaceSelector": namespace, "podSelector": {"matchLabels": names.OPERATOR_LABELS}}
         )
     senders: dict[int, list[Object]] = {names.SIDECAR_PORT: metrics}
-    if cluster.spec.tiers.peers:
-        peers = {names.COMPONENT_LABEL: names.ENGINE, names.PEERS_LABEL: names.peers_owner(cluster)}
-        senders[names.PEERS_PORT] = [from_pods(peers)]
+    for feature in FEATURES:
+        senders |= feature.senders(cluster)
     if reader := cluster.events_reader:
         senders[names.EVENTS_PORT] = [from_pods(names.selector(reader, names.ROUTER))]
     ranges = _open_ranges(sorted(senders))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.components.engine.kinds import kind_of
 from lmcache_operator.contract.base import Sidecar
-from lmcache_operator.contract.conditions import Problem
+from lmcache_operator.contract.conditions import Problem, problem_message
 from lmcache_operator.specs import Object, names
 
 CUDA_IPC, SHARED_MEMORY = "CudaIPC", "SharedMemory"
@@ -103,8 +103,8 @@ def transfer_in_use(fields: Mapping[str, Any], sidecars: Sequence[Sidecar]) -> O
     failed = [sidecar for sidecar in reporting if sidecar.transfer != CUDA_IPC]
     if fields.get("mode") != CUDA_IPC or not failed:
         return dict(fields)
-    why = f"pod {failed[0].pod}: {failed[0].transfer_reason}"
-    message = f"{len(failed)} of {len(reporting)} sidecars cannot copy, so their engines do. First: {why}"
+    reasons = [(sidecar.pod, sidecar.transfer_reason) for sidecar in failed]
+    message = problem_message("sidecars cannot copy, so their engines do", reasons, len(reporting))
     return {**fields, "mode": SHARED_MEMORY, "reason": "SidecarCannotCopy", "message": message}
 
 

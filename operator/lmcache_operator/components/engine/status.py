@@ -5,33 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, cast, get_args
 
-from lmcache_operator.components.autoscaling.tier_status import hit_percent, tenant_usage
-from lmcache_operator.components.engine.authentication import (
-    TOKENS_REQUIRED,
-    silence_remedy,
-    tokens_required,
-)
-from lmcache_operator.components.engine.encryption import rows_encrypted
+from lmcache_operator.components.engine.features import FEATURES, TIERS
+from lmcache_operator.components.engine.features.tokens import silence_remedy
 from lmcache_operator.components.engine.gpus import transfer_in_use, transfer_problems
-from lmcache_operator.components.engine.tenants import (
-    AWAITED_REASONS,
-    DIGEST_FIELD,
-    NAMES_FIELD,
-    TENANTS_KNOWN,
-    tenants_known,
-)
+from lmcache_operator.components.figures import SHARE_POINTS, percent_of, steady_figures, summable
 from lmcache_operator.contract.base import ComponentStatus, Observed, Plan, Sidecar
-from lmcache_operator.contract.conditions import Condition, Problem, Trouble, former_conditions
+from lmcache_operator.contract.conditions import (
+    Condition,
+    Problem,
+    Trouble,
+    failure_of,
+    former_conditions,
+    problem_message,
+    silence_of,
+)
 from lmcache_operator.pods.pods import is_ready, kill_problems
 from lmcache_operator.pods.resize import Resizing
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.kinds import Ref
+from lmcache_operator.specs.merge import dig
 from lmcache_operator.specs.names import ENGINE, engine_name, selector_text
 from lmcache_store.common.units import format_size
 
 _DEADLINE: Final = "ProgressDeadlineExceeded"
-_ATTACHED, _REACHABLE, _DISK = "SidecarAttached", "RemoteTierReachable", "DiskTierAvailable"
-_PINNED, _ENCRYPTED = "MemoryTierPinned", "RowsEncrypted"
+_ATTACHED: Final = "SidecarAttached"
 
 
 def engine_status(observed: Observed, plan: Plan) -> ComponentStatus:
@@ -43,17 +40,15 @@ def engine_status(observed: Observed, plan: Plan) -> ComponentStatus:
     desired = _num_desired(observed, plan)
     count = f"{num_ready} of {desired} engine pods are ready"
     summary = f"{count}; {plan.note}" if plan.note else count
-    conditions, transfer = _sidecar_conditions(observed), _transfer(observed, plan)
-    tenants = tenants_known(observed, plan.fields.get(DIGEST_FIELD))
-    if tenants is not None:
-        conditions[TENANTS_KNOWN] = tenants
+    conditions, transfer = _sidecar_conditions(observed, plan), _transfer(observed, plan)
     known = {
         "images": plan.fields.get("images") or _former(observed, "images"),
         "transfer": transfer,
     }
     if desired or num_pods:  # without pods, no cache has these figures
-        known["hitPercent"] = hit_percent(observed)
-        known["tenants"] = tenant_usage(observed, plan.fields.get(NAMES_FIELD))
+        known["hitPercent"] = _hit_percent(observed)
+        for feature in FEATURES:
+            known |= feature.status_fields(observed, plan)
     resized = plan.fields.get("resizing") or Resizing()
     troubles = [condition for condition in conditions.values() if _is_trouble(condition)]
     return ComponentStatus(
@@ -72,7 +67,11 @@ def engine_status(observed: Observed, plan: Plan) -> ComponentStatus:
             "selector": selector_text(observed.name, ENGINE),
             **{field: value for field, value in known.items() if value},
         },
-        awaits_sidecars=tenants is not None and tenants.reason in AWAITED_REASONS,
+        awaits_sidecars=any(
+            feature.condition_type in conditions
+            and conditions[feature.condition_type].reason in feature.awaited_reasons
+            for feature in FEATURES
+        ),
     )
 
 
@@ -137,10 +136,9 @@ def _resize_waits(observed: Observed, resized: Resizing) -> list[str]:
 def _refused(observed: Observed, resized: Resizing) -> Iterator[Problem]:
     """One problem for all pods that could not be resized; it quotes the first pod."""
     if resized.refused:
-        name, refusal = resized.refused[0]
-        number, size = f"{len(resized.refused)} of {len(observed.pods)}", format_size(refusal.num_bytes)
-        what = f"{number} memory tiers cannot be resized to {size}"
-        yield Problem("ResizeInfeasible", f"{what}. First: pod {name}: {refusal.message}")
+        problem = f"memory tiers cannot be resized to {format_size(resized.refused[0][1].num_bytes)}"
+        refused = [(name, refusal.message) for name, refusal in resized.refused]
+        yield Problem("ResizeInfeasible", problem_message(problem, refused, len(observed.pods)))
 
 
 def _engine_available(desired: int, num_ready: int, count: str) -> Condition:
@@ -151,56 +149,29 @@ def _engine_available(desired: int, num_ready: int, count: str) -> Condition:
     return Condition("False", "NoEngineReady", f"0 of {desired} engine pods are ready")
 
 
-def _sidecar_conditions(observed: Observed) -> dict[str, Condition]:
-    kinds = _ATTACHED, _REACHABLE, _DISK, _PINNED, _ENCRYPTED, TOKENS_REQUIRED
-    former = former_conditions(observed.resource, *kinds)
-    if observed.probed is None:
-        return former
-    sidecars, is_certain = observed.probed
-    conditions = {_ATTACHED: _attached(sidecars, silence_remedy(observed.resource))}
-    was_known = _ATTACHED in former and former[_ATTACHED].status != "Unknown"
-    if conditions[_ATTACHED].status == "Unknown" and was_known and not is_certain:
-        return former
-    with_remote = [sidecar for sidecar in sidecars if sidecar.is_remote_reachable is not None]
-    if lost := [sidecar for sidecar in with_remote if not sidecar.is_remote_reachable]:
-        where = f"pod {lost[0].pod}: {lost[0].remote_reason}"
-        message = f"{len(lost)} of {len(sidecars)} sidecars cannot reach the remote tier. First: {where}"
-        conditions[_REACHABLE] = Condition("False", "RemoteTierUnreachable", message)
-    elif with_remote:
-        count = f"{len(with_remote)} of" if len(with_remote) < len(sidecars) else "All"
-        message = f"{count} {len(sidecars)} sidecars can reach the remote tier."
-        conditions[_REACHABLE] = Condition("True", "Reachable", message)
-    with_disk = [sidecar for sidecar in sidecars if sidecar.is_disk_available is not None]
-    if bare := [sidecar for sidecar in with_disk if not sidecar.is_disk_available]:
-        where = f"pod {bare[0].pod}: {bare[0].disk_reason}"
-        message = f"{len(bare)} of {len(with_disk)} disk tiers are off. First: {where}"
-        conditions[_DISK] = Condition("False", "DiskTierOff", message)
-    elif with_disk:
-        conditions[_DISK] = Condition("True", "Available", f"All {len(with_disk)} disk tiers are in use.")
-    if pinned := _pinned(sidecars):
-        conditions[_PINNED] = pinned
-    declared = {
-        _ENCRYPTED: rows_encrypted(observed, sidecars),
-        TOKENS_REQUIRED: tokens_required(observed, sidecars),
-    }
-    for kind, condition in declared.items():
-        if condition:
-            is_early = condition.status == "Unknown" and not is_certain
-            conditions[kind] = former.get(kind, condition) if is_early else condition
+def _hit_percent(observed: Observed) -> Object:
+    """``status.hitPercent``: the share of looked-up tokens that each tier hit."""
+    sidecars = summable(observed)
+    num_tokens = sum(sidecar.lookups.tokens for sidecar in sidecars)
+    present = [tier.name for tier in TIERS if any(map(tier.is_present, sidecars))]
+    percent: Object = {}
+    for tier in ("engine", "memory", *present) if num_tokens else ():
+        num_hits = sum(sidecar.lookups.hit_tokens.get(tier, 0) for sidecar in sidecars)
+        percent[tier] = percent_of(num_hits, num_tokens)
+    return steady_figures(dig(observed.resource, "status", "hitPercent"), percent, SHARE_POINTS)
+
+
+def _sidecar_conditions(observed: Observed, plan: Plan) -> dict[str, Condition]:
+    conditions, is_silence = former_conditions(observed.resource, _ATTACHED), False
+    if observed.probed:
+        attached = _attached(observed.probed.sidecars, silence_remedy(observed.resource))
+        was_known = _ATTACHED in conditions and conditions[_ATTACHED].status != "Unknown"
+        is_silence = attached.status == "Unknown" and was_known and not observed.probed.is_certain
+        conditions = conditions if is_silence else {_ATTACHED: attached}
+    for feature in FEATURES:
+        if condition := feature.steady_condition(observed, plan, is_silence=is_silence):
+            conditions[feature.condition_type] = condition
     return conditions
-
-
-def _pinned(sidecars: Sequence[Sidecar]) -> Condition | None:
-    """Whether CUDA has pinned the memory tiers; None: no sidecar reports it, such as without GPUs."""
-    with_gpu = [sidecar for sidecar in sidecars if sidecar.is_memory_pinned is not None]
-    if failed := [sidecar for sidecar in with_gpu if not sidecar.is_memory_pinned]:
-        count = f"{len(failed)} of {len(with_gpu)} memory tiers are not fully pinned"
-        why = f"pod {failed[0].pod}: {failed[0].pin_problem}"
-        slow = "Copies between GPU and memory tier are slow there"
-        return Condition("False", "MemoryNotPinned", f"{count}. {slow}. First: {why}")
-    if with_gpu:
-        return Condition("True", "Pinned", f"The memory tiers of all {len(with_gpu)} GPU pods are pinned")
-    return None
 
 
 def _attached(sidecars: Sequence[Sidecar], remedy: str) -> Condition:
@@ -208,20 +179,16 @@ def _attached(sidecars: Sequence[Sidecar], remedy: str) -> Condition:
 
     ``remedy``: what to do if sidecars do not answer.
     """
-
-    def count(part: Sequence[Sidecar]) -> str:
-        return f"{len(part)} of {len(sidecars)}"
-
-    if failed := [sidecar for sidecar in sidecars if sidecar.reason]:
-        why = f"pod {failed[0].pod}: {failed[0].reason}"
-        return Condition("False", "SidecarNotReady", f"{count(failed)} sidecars are not ready. First: {why}")
-    if silent := [sidecar for sidecar in sidecars if not sidecar.answers]:
-        why = f"pod {silent[0].pod}. {remedy}"
-        return Condition("Unknown", "NoAnswer", f"{count(silent)} sidecars do not answer. First: {why}")
-    attached = [sidecar for sidecar in sidecars if sidecar.is_attached]
-    if bare := [s for s in sidecars if s.is_engine_ready and not s.is_attached]:
-        message = f"{count(bare)} engines serve without their cache. See the log of pod {bare[0].pod}"
-        return Condition("False", "EngineNotAttached", message)
-    if not attached:
-        return Condition("Unknown", "NoEngine", "No engine is running yet.")
-    return Condition("True", "Attached", f"{count(attached)} engines use their sidecars")
+    total = len(sidecars)
+    failed = [(each.pod, each.reason) for each in sidecars if each.reason]
+    silent = [each.pod for each in sidecars if not each.answers]
+    unused = [(each.pod, "") for each in sidecars if each.is_engine_ready and not each.is_attached]
+    problem, see_log = "engines serve without their cache", "See the log of this pod"
+    num_attached = sum(each.is_attached for each in sidecars)
+    return (
+        failure_of("SidecarNotReady", "sidecars are not ready", failed, total)
+        or silence_of("NoAnswer", "sidecars do not answer", silent, total, remedy)
+        or failure_of("EngineNotAttached", problem, unused, total, see_log)
+        or (Condition("Unknown", "NoEngine", "No engine is running yet.") if not num_attached else None)
+        or Condition("True", "Attached", f"{num_attached} of {total} engines use their sidecars.")
+    )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lmcache_operator.api.parse import Cluster
+from lmcache_operator.components.engine.features import FEATURES
 from lmcache_operator.components.engine.kinds.base import ONE_POD
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object, names
@@ -23,10 +24,6 @@ _FREE_TO_CHANGE = (
 )  # fmt: skip
 _PLACES = "the operator sets it, so that engine, sidecar and operator find each other"
 _SET_BY = "it is set by spec.{}"
-_PEERS = (
-    "LMCACHE_PEERS_FILE", "LMCACHE_PEER_BANDWIDTH", "LMCACHE_PEER_HOST", "LMCACHE_PEER_NAME",
-    "LMCACHE_PEER_PASSWORD_FILE", "LMCACHE_PEER_PORT", "LMCACHE_PEER_TLS_DIR",
-)  # fmt: skip
 _RESERVED: dict[str, dict[str, str]] = {
     names.ENGINE: {"VLLM_DP_": ONE_POD},
     names.SIDECAR: {
@@ -34,16 +31,10 @@ _RESERVED: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             ("LMCACHE_MEMORY_SIZE", "LMCACHE_MEMORY_MAX_SIZE"), _SET_BY.format("tiers.memory.size")
         ),
-        "LMCACHE_DISK_": _SET_BY.format("tiers.disk"),
         "LMCACHE_ADMIT": _SET_BY.format("tiers.admit"),
-        **dict.fromkeys(_PEERS, _SET_BY.format("tiers.peers")),
-        "LMCACHE_REMOTE_ENCRYPTION_KEYS_DIR": _SET_BY.format("tiers.remote.encryption"),
-        "LMCACHE_REMOTE_URL": _SET_BY.format("tiers.remote"),
-        "LMCACHE_REMOTE_PASSWORD_FILE": _SET_BY.format("tiers.remote"),
-        "LMCACHE_REMOTE_USERNAME_FILE": _SET_BY.format("tiers.remote"),
-        "LMCACHE_TENANTS_FILE": _SET_BY.format("tenants"),
         "LMCACHE_TRANSFER": _SET_BY.format("sidecar.transfer"),
         "LMCACHE_STAY_UP": "a sidecar that exits makes its pod unready",
+        **{begin: _SET_BY.format(field) for each in FEATURES for begin, field in each.reserved.items()},
     },
 }
 """Reasons why the user may not set a variable, by container and prefix of the variable's name."""
@@ -123,8 +114,9 @@ def _of_engine(**fields: Any) -> Object:
 
 
 def _check_reserved(part: Object, path: str) -> None:
-    if dig(part, "metadata", "labels", names.PEERS_LABEL) is not None:
-        raise InvalidSpecError(path, f"sets the label {names.PEERS_LABEL}: {_SET_BY.format('tiers.peers')}")
+    for label, field in (item for each in FEATURES for item in each.reserved_labels.items()):
+        if dig(part, "metadata", "labels", label) is not None:
+            raise InvalidSpecError(path, f"sets the label {label}: {_SET_BY.format(field)}")
     for container, reserved in _RESERVED.items():
         for item in as_list(dig(find_container(part, container), "env")):
             variable = str(dig(item, "name"))

@@ -15,7 +15,7 @@ from lmcache_operator.api.parse import AS_DECLARED, Cluster
 from lmcache_operator.components.injection.pods import OUTCOME, has_cache
 from lmcache_operator.components.injection.profile import PREFIX, profile
 from lmcache_operator.contract.base import Component, ComponentStatus, Context, Observed, Plan
-from lmcache_operator.contract.conditions import Problem
+from lmcache_operator.contract.conditions import Problem, problem_message
 from lmcache_operator.pods.differences import differences
 from lmcache_operator.pods.pods import pod_problems
 from lmcache_operator.specs import Object, names
@@ -68,11 +68,15 @@ class Injection(Component):
         stuck = tuple(_stuck(observed, [pod for pod in pods if has_cache(pod)]))
         if not bare:
             return ComponentStatus(summary=summary, degraded=stuck)
-        first, label = bare[0], f"{names.INJECT_LABEL}={observed.name}"
-        why = plain(names.annotations_of(first).get(OUTCOME, _NOT_INJECTED))
-        count = f"{len(bare)} of {len(pods)} pods labelled {label} have no cache"
-        message = f"{count}. First: pod {first['metadata']['name']}: {why}"
+        problem = f"pods labelled {names.INJECT_LABEL}={observed.name} have no cache"
+        message = problem_message(
+            problem, [(pod["metadata"]["name"], _why_bare(pod)) for pod in bare], len(pods)
+        )
         return ComponentStatus(summary=summary, degraded=(*stuck, Problem("PodsWithoutCache", message)))
+
+
+def _why_bare(pod: Object) -> str:
+    return plain(names.annotations_of(pod).get(OUTCOME, _NOT_INJECTED))
 
 
 def _stuck(observed: Observed, pods: list[Object]) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ import re
 
 from lmcache_operator.components.engine.kinds import KINDS, kind_in
 from lmcache_operator.components.engine.kinds.base import ONE_INJECTED_POD, EngineKind, option_name, words_of
-from lmcache_operator.components.injection.profile import PREFIX, RESERVED_ARGS, SIDECAR
+from lmcache_operator.components.injection.profile import PREFIX, SIDECAR
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object, names
 
@@ -20,10 +20,10 @@ CONTAINER = "lmcache.io/container"
 OUTCOME = "lmcache.io/injection"
 """Annotation: the outcome of the injection."""
 INJECTED = "injected"
-_SHELL = r"(.*/)?(sh|bash|dash|ash|ksh|zsh)|.*\.sh|.*(vllm serve|sglang serve|sglang\.launch_server) .*"
-_SHELL_SENTENCE = (
-    "a shell does not pass arguments on: write command: [vllm, serve] or [sglang, serve], and args as a list"
-)
+_COMMANDS = "|".join(re.escape(command) for kind in KINDS for command in kind.shell_commands)
+_SHELL = rf"(.*/)?(sh|bash|dash|ash|ksh|zsh)|.*\.sh|.*({_COMMANDS}) .*"
+_LISTS = " or ".join(f"[{', '.join(kind.shell_commands[0].split())}]" for kind in KINDS)
+_SHELL_SENTENCE = f"a shell does not pass arguments on: write command: {_LISTS}, and args as a list"
 _OTHER_EXECUTOR = r"(^|\n)--dis[a-z_-]*[=\n](ray|external_launcher)(\n|$)"
 _EXECUTOR_SENTENCE = f"--distributed-executor-backend can't be ray or external_launcher: {ONE_INJECTED_POD}"
 _RANK_VARIABLES = "VLLM_DP_"
@@ -132,12 +132,14 @@ def _checked_args(engine: Object, profile: Object, path: str) -> tuple[EngineKin
         raise InvalidSpecError(f"{path}.command", _SHELL_SENTENCE)
     kind, text = kind_in(engine), "\n".join(words)
     if kind is None:
-        raise InvalidSpecError(f"{path}.command", "starts neither vLLM nor SGLang")
+        raise InvalidSpecError(
+            f"{path}.command", f"starts neither {' nor '.join(kind.name for kind in KINDS)}"
+        )
     # Options before the engine's name belong to a wrapper, such as tini -- or nice -n 5.
     if command or kind.launcher.search(text):
         text = text[text.find(kind.name.lower()) :]
     flags = [_flag(word) for word in text.split("\n")]
-    for line in profile["metadata"]["annotations"][RESERVED_ARGS[kind.name]].splitlines():
+    for line in profile["metadata"]["annotations"][kind.reserved_annotation].splitlines():
         if any(_is_option(flag, line.partition(" ")[0]) for flag in flags):
             raise InvalidSpecError(f"{path}.args", line)
     if re.search(_OTHER_EXECUTOR, text):

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.api.types import SGLANG, VLLM
 from lmcache_operator.components.engine.engine import resolved_images
+from lmcache_operator.components.engine.features import FEATURES
 from lmcache_operator.components.engine.gpus import CUDA_IPC, planned_transfer
 from lmcache_operator.components.engine.kinds import KINDS
 from lmcache_operator.components.engine.kinds.base import EngineKind
@@ -19,8 +19,6 @@ from lmcache_operator.components.engine.pod import MemorySize, pod_template
 from lmcache_operator.contract.base import Context
 from lmcache_operator.specs import Object, names, paths
 
-RESERVED_ARGS = {VLLM: "lmcache.io/reserved-args", SGLANG: "lmcache.io/reserved-sglang-args"}
-"""Annotations by kind of engine. Each has a line for each option that an injected pod must not set."""
 PREFIX = "lmcache-"
 """Prefix of injected containers and volumes, since a pod may already have a "config" or a "sidecar"."""
 SIDECAR = f"{PREFIX}{names.SIDECAR}"
@@ -44,13 +42,14 @@ def profile(cluster: Cluster, context: Context) -> Object:
 
     Its containers have the arguments, variables and mounts to add to the engine's: one container for each
     kind of engine, in the order of ``KINDS``. So one cluster holds the settings for pods of all kinds. If the
-    template has a claim, the sidecar shares the pod's own claims. Injected pods are no peers: they have no
-    stable DNS names.
+    template has a claim, the sidecar shares the pod's own claims. Features may be
+    missing in injected pods.
 
     Raises:
         InvalidSpecError: the spec can't be rendered.
     """
-    cluster = replace(cluster, spec=replace(cluster.spec, tiers=replace(cluster.spec.tiers, peers=None)))
+    for feature in FEATURES:
+        cluster = replace(cluster, spec=feature.for_injected_pods(cluster.spec))
     transfer = planned_transfer(cluster, context.allow_all_gpus)
     images, size = resolved_images(cluster, context.images_for(cluster)), MemorySize(cluster.memory.num_bytes)
     whole = pod_template(cluster, images, "", transfer, size)["spec"]
@@ -68,7 +67,7 @@ def profile(cluster: Cluster, context: Context) -> Object:
     }
     if "resourceClaims" in whole and transfer.mode == CUDA_IPC:
         spec["resourceClaims"] = whole["resourceClaims"]
-    reserved = {RESERVED_ARGS[kind.name]: "\n".join(_reserved_lines(kind)) for kind in KINDS}
+    reserved = {kind.reserved_annotation: "\n".join(_reserved_lines(kind)) for kind in KINDS}
     return {"metadata": {"annotations": reserved}, "spec": spec}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lmcache_operator.api import KIND
+from lmcache_operator.api.engine_kinds import ANY_ENGINE
 from lmcache_operator.api.parse import TYPE_NAMES, Cluster, parse
 from lmcache_operator.components.injection.pods import has_cache, has_engine, inject
 from lmcache_operator.components.injection.profile import profile
@@ -25,7 +26,7 @@ _PODS: Mapping[str, tuple[str, ...]] = {
 """Path of the pod or pod template in an object, by kind."""
 _GROUPS = ("LeaderWorkerSet", "RayCluster", "RayService")
 _NO_LABEL = "no pod has this label: add it, or use --name LMCACHECLUSTER"
-_NOT_CERTAIN = f"no container certainly runs vLLM or SGLang: if one does, label the pods {INJECT_LABEL}: {{}}"
+_NOT_CERTAIN = f"no container certainly runs {ANY_ENGINE}: if one does, label the pods {INJECT_LABEL}: {{}}"
 _NAMED = {"name": str}
 _CONTAINER = _NAMED | {
     "image": str, "command": [str], "args": [str], "env": [_NAMED], "ports": [{}], "volumeMounts": [{}],

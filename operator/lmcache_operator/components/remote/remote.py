@@ -14,7 +14,9 @@ from functools import partial
 
 from lmcache_operator.api.parse import Cluster, declared
 from lmcache_operator.api.tiers import MAX_SHARDS, ManagedRemote
-from lmcache_operator.components.autoscaling.tier_status import remote_usage
+from lmcache_operator.components.engine.features.base import TierReport
+from lmcache_operator.components.engine.features.remote import RemoteTier
+from lmcache_operator.components.figures import steady_figures
 from lmcache_operator.components.images import default_image, recorded
 from lmcache_operator.components.remote.pod import pod_template, speaks_tls
 from lmcache_operator.components.remote.shards import WINDOW, Shards, next_shards, utc
@@ -111,7 +113,7 @@ class Remote(Component):
             message = f"{count}; rows on the other shards are misses"
             available = Condition("False", "ShardsMissing", message)
         fields = {"shards": shards.current, "readyShards": num_ready}
-        fields |= remote_usage(observed)
+        fields |= _usage(observed)
         if shards.previous:
             fields |= {"previousShards": shards.previous, "previousUntil": utc(shards.until)}
         return ComponentStatus(
@@ -187,8 +189,28 @@ def _progressing(
 
 def _external_usage(observed: Observed) -> ComponentStatus:
     """Status of a remote tier of another cluster or of the user, from the sidecars' reports."""
-    usage = remote_usage(observed)
+    usage = _usage(observed)
     return ComponentStatus(fields={"remote": usage} if usage and dig(observed.resource, *_REMOTE) else {})
+
+
+def _usage(observed: Observed) -> Object:
+    """``usedBytes`` and ``evicted`` of ``status.remote``.
+
+    All sidecars use the same servers, and so do those of other clusters that refer to them. A sidecar may not
+    be allowed to ask a server, so the largest figure counts.
+    """
+    reports = list(map(RemoteTier().report, observed.probed.sidecars if observed.probed else ()))
+    # Figures of a cluster without ready engines are old.
+    users = (user for user in observed.users if dig(user, "status", "readyReplicas"))
+    for figures in (dig(user, "status", "remote") or {} for user in users):
+        used, evicted = figures.get("usedBytes", 0), figures.get("evicted", 0)
+        reports.append(TierReport(used_bytes=used, evicted=evicted))
+    usage = {}
+    if used := max((report.used_bytes for report in reports), default=0):
+        usage = {"usedBytes": used, "evicted": max(report.evicted for report in reports)}
+    status = dig(observed.resource, "status", "remote")
+    former = {name: value for name, value in (status or {}).items() if name in ("usedBytes", "evicted")}
+    return steady_figures(former, usage)
 
 
 def _former_status(observed: Observed) -> ComponentStatus:

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lmcache_cli.commands.doctor.answers import Answer
-from lmcache_cli.commands.doctor.checks.engine_kinds import KindChecks, checks_for
 from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_cli.commands.doctor.results import Result, failure, grouped, ok, unknown, warning
 from lmcache_cli.commands.gather import PodFigures, sidecar_port
-from lmcache_operator.components.engine.kinds.base import words_of
+from lmcache_operator.components.engine.kinds import KINDS, kind_in
+from lmcache_operator.components.engine.kinds.base import EngineKind, KindProblem, words_of
 from lmcache_operator.components.injection.pods import CONTAINER
 from lmcache_operator.specs import Object, names
 from lmcache_store.common.text import plain
@@ -27,20 +27,27 @@ def engine_container(pod: Object) -> Object | None:
     return by_name.get(chosen) or (containers[0] if len(containers) == 1 else None)
 
 
-def kind_checks(pod: Object) -> KindChecks:
-    """Return the checks for the kind of engine that a pod runs."""
-    return checks_for(engine_container(pod))
+def kind_of_pod(pod: Object) -> EngineKind:
+    """Return the kind of engine that a pod runs. A command that is not known may start the default kind."""
+    container = engine_container(pod)
+    return (kind_in(container) if container else None) or KINDS[0]
+
+
+def _result(name: str, problem: KindProblem) -> Result:
+    if problem.is_failure:
+        return failure(name, problem.statement, problem.remedy, "EngineNotAttached")
+    return warning(name, problem.statement, problem.remedy)
 
 
 def engine_port(pod: Object) -> int:
     """Return the port of the engine's HTTP server."""
-    kind = kind_checks(pod).kind
+    kind = kind_of_pod(pod)
     return kind.int_option(words_of(engine_container(pod) or {}), "--port") or kind.default_port
 
 
 def has_tls(pod: Object) -> bool:
     """Whether the engine serves HTTPS only."""
-    kind = kind_checks(pod).kind
+    kind = kind_of_pod(pod)
     return kind.option(words_of(engine_container(pod) or {}), kind.certificate) is not None
 
 
@@ -69,7 +76,8 @@ def argument_problems(name: str, figures: PodFigures) -> Iterator[Result]:
     """Yield the problems in the arguments and variables of one engine."""
     if container := engine_container(figures.pod):
         is_shared = any(not each.get("private_reason") for each in clients(figures.stats))
-        yield from kind_checks(figures.pod).argument_problems(name, container, is_shared=is_shared)
+        for problem in kind_of_pod(figures.pod).argument_problems(container, is_shared=is_shared):
+            yield _result(name, problem)
 
 
 def engine_versions(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
@@ -77,14 +85,22 @@ def engine_versions(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     name = "engineVersion"
     known = [(each, plain(each.stats.get("version"))) for each in cluster.engines if each.stats]
     known = [(each, version) for each, version in known if version]
-    checked = [(each.name, kind_checks(each.pod).version_problem(name, version)) for each, version in known]
-    problems = [(pod, problem) for pod, problem in checked if problem]
+    kinds = [(each.name, kind_of_pod(each.pod), version) for each, version in known]
+    problems = [
+        (pod, _unsupported(name, kind, version)) for pod, kind, version in kinds if not kind.supports(version)
+    ]
     yield from grouped(problems, len(known))
     if known and not problems:
-        versions = {f"{kind_checks(each.pod).kind.name} {version}" for each, version in known}
+        versions = {f"{kind.name} {version}" for _, kind, version in kinds}
         yield ok(name, f"The engines run {', '.join(sorted(versions)[:3])}.")
     elif cluster.engines and not known:
         yield unknown(name, _unread(cluster))
+
+
+def _unsupported(name: str, kind: EngineKind, version: str) -> Result:
+    text = f"{kind.name} {version} is not supported, so the engine runs without the cache."
+    remedy = f"Use an image with {kind.name} {kind.api.versions}."
+    return _result(name, KindProblem(True, text, remedy))
 
 
 def _unread(cluster: ClusterFacts) -> Answer:
@@ -100,13 +116,13 @@ def engine_settings(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     known = [(each, merge.part(each.stats, "cache")) for each in cluster.engines]
     known = [(each, cache) for each, cache in known if cache]
     problems = [
-        (each.name, problem)
+        (each.name, _result(name, problem))
         for each, cache in known
-        for problem in kind_checks(each.pod).setting_problems(name, cache, chunk_tokens)
+        for problem in kind_of_pod(each.pod).setting_problems(cache, chunk_tokens)
     ]
     yield from grouped(problems, len(known))
     if known and not problems:
-        yield ok(name, " ".join(sorted({kind_checks(e.pod).settings(cache) for e, cache in known})[:3]))
+        yield ok(name, " ".join(sorted({kind_of_pod(e.pod).settings(cache) for e, cache in known})[:3]))
 
 
 def private_keys(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:

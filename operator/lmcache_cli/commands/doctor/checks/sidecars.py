@@ -11,7 +11,7 @@ from lmcache_cli.commands.doctor.checks.installation import MAX_CLOCK_SECONDS, v
 from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_cli.commands.doctor.results import Result, failure, grouped, ok, unknown, warning
 from lmcache_cli.commands.gather import NO_TIME, PodFigures, sidecar_port
-from lmcache_operator.components.engine.encryption import mounted_secrets
+from lmcache_operator.components.engine.features.encryption import mounted_secrets
 from lmcache_operator.components.engine.gpus import CUDA_IPC
 from lmcache_operator.components.injection.profile import SIDECARS
 from lmcache_operator.pods.pods import is_ready

@@ -1,4 +1,4 @@
-"""The kinds of engines: vLLM and SGLang."""
+"""The kinds of engines. A new kind is a module here, and one entry in ``KINDS``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lmcache_operator.specs import Object
 
 KINDS: tuple[EngineKind, ...] = (VLLM(), SGLang())
 """All kinds. Profiles list their additions to engines in this order."""
-_VLLM, _SGLANG = KINDS
+_DEFAULT = KINDS[0]
 _BY_NAME = {kind.name: kind for kind in KINDS}
 
 
@@ -22,13 +22,14 @@ def kind_of(cluster: Cluster) -> EngineKind:
 def kind_in(container: Object) -> EngineKind | None:
     """The kind of engine that a container runs; None: another program.
 
-    A container without a command runs vLLM, unless its arguments or its image say otherwise: an image of the
-    user's own may have any name. The chart's MutatingAdmissionPolicy decides in the same way.
+    A container without a command runs the default kind, unless its arguments or its image say otherwise: an
+    image of the user's own may have any name. The chart's MutatingAdmissionPolicy decides in the same way.
     """
     words, command = words_of(container), container.get("command")
-    text = "\n".join(words)
-    if _SGLANG.launcher.search(text):
-        return _SGLANG
-    if not command and _SGLANG.has_image(container) and not _VLLM.launcher.search(text):
-        return _SGLANG
-    return _VLLM if not command or any("vllm" in word for word in words) else None
+    started = [kind for kind in KINDS if kind.launcher.search("\n".join(words))]
+    if not started and not command:
+        started = [kind for kind in KINDS if kind.has_image(container)]
+    if started:
+        return started[-1]
+    is_named = any(_DEFAULT.name.lower() in word for word in words)
+    return _DEFAULT if not command or is_named else None

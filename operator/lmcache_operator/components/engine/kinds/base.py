@@ -6,14 +6,27 @@ options that the cache depends on, the probes, and the recognition of containers
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
+from lmcache_operator.api.engine_kinds import EngineApi
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object
+
+
+class KindProblem(NamedTuple):
+    """A problem of an engine that doctor reports."""
+
+    is_failure: bool
+    """Whether the engine runs without its cache."""
+    statement: str
+    remedy: str
+
 
 ONE_POD = "an engine is one pod with the ranks of spec.engine.parallelism; for more set spec.engine.replicas"
 ONE_INJECTED_POD = "an engine with a cache is one pod; for more engines run more pods"
@@ -29,8 +42,8 @@ NO_FILE = "a file may hold options that can't be set: write each into spec.engin
 class EngineKind(ABC):
     """An inference engine that the operator can run, and that can get the cache by injection."""
 
-    name: ClassVar[str]
-    """Value of ``spec.engine.kind``, and the name of the engine in messages."""
+    api: ClassVar[EngineApi]
+    """The kind in the API."""
     command: ClassVar[tuple[str, ...]]
     """Command of the engine's container."""
     variables: ClassVar[Mapping[str, str]] = {}
@@ -39,6 +52,8 @@ class EngineKind(ABC):
     """Reasons why the user may not set an option in ``spec.engine.args``, by option."""
     reserved_by_injection: ClassVar[Mapping[str, str]]
     """Reasons why an injected pod must not set an option, by option."""
+    reserved_annotation: ClassVar[str]
+    """Annotation of the LMCacheProfile with a line for each of these options."""
     read: ClassVar[tuple[str, ...]]
     """Options that are also recognized in abbreviated form. Includes all of ``reserved``."""
     stray_word: ClassVar[str]
@@ -51,12 +66,19 @@ class EngineKind(ABC):
     """Whether a sidecar can copy KV out of the engine's GPUs."""
     launcher: ClassVar[re.Pattern[str]]
     """Command that starts the engine, in a container's words joined by newlines."""
-    shell_line: ClassVar[re.Pattern[str]]
-    """The same inside a line for a shell."""
+    shell_commands: ClassVar[tuple[str, ...]]
+    """The same inside a line for a shell. The first is written in messages."""
     image: ClassVar[re.Pattern[str]]
     """Names of published images."""
+    pages: ClassVar[tuple[str, ...]]
+    """Paths of the engine's HTTP server that have its version and settings."""
     certificate = "--ssl-certfile"
     """Option that makes the engine serve HTTPS only."""
+
+    @property
+    def name(self) -> str:
+        """Value of ``spec.engine.kind``, and the name of the engine in messages."""
+        return self.api.name
 
     @abstractmethod
     def cache_args(self, cluster: Cluster) -> list[str]:
@@ -76,6 +98,33 @@ class EngineKind(ABC):
         Raises:
             InvalidSpecError: an argument of the user breaks what the cache needs.
         """
+
+    # -- doctor
+
+    @abstractmethod
+    def read_pages(self, bodies: Sequence[bytes]) -> dict[str, Any]:
+        """``version`` and ``cache``, the settings as texts, from the answers at ``pages``.
+
+        An empty body is a failed answer.
+        """
+
+    @abstractmethod
+    def argument_problems(self, container: Object, *, is_shared: bool) -> Iterator[KindProblem]:
+        """The problems in arguments and variables. ``is_shared``: a client's keys are not private."""
+
+    @abstractmethod
+    def supports(self, version: str) -> bool:
+        """Whether the cache works with a version, as the engine reports it."""
+
+    @abstractmethod
+    def setting_problems(self, cache: Mapping[str, Any], chunk_tokens: int) -> Iterator[KindProblem]:
+        """The problems in the settings. ``chunk_tokens``: size of a chunk in the spec; 0: none."""
+
+    @abstractmethod
+    def settings(self, cache: Mapping[str, Any]) -> str:
+        """The settings without problems, as a sentence."""
+
+    # -- with a default
 
     def variables_of(self, cluster: Cluster) -> Mapping[str, str]:
         """The variables that the engine's container needs for the cache and for the settings of the spec."""
@@ -131,9 +180,12 @@ class EngineKind(ABC):
     def is_mentioned(self, container: Object) -> bool:
         """Whether a container certainly runs the engine, by its command or, without a command, its image."""
         words = words_of(container)
-        if self.launcher.search("\n".join(words)) or any(map(self.shell_line.search, words)):
+        if self.launcher.search("\n".join(words)) or any(map(self._shell_line().search, words)):
             return True
         return not container.get("command") and self.has_image(container)
+
+    def _shell_line(self) -> re.Pattern[str]:
+        return re.compile(rf"\b({'|'.join(map(re.escape, self.shell_commands))})\b")
 
     def has_image(self, container: Object) -> bool:
         """Whether the container's image is a published image of the engine."""
@@ -143,6 +195,13 @@ class EngineKind(ABC):
 def option_name(arg: str) -> str:
     """Name of the option in an argument that the operator wrote."""
     return arg.partition("=")[0]
+
+
+def json_of(text: str | bytes) -> Any:
+    """The value of a JSON text; None if it is invalid."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(text)
+    return None
 
 
 def words_of(container: Object) -> list[str]:

@@ -9,23 +9,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+from lmcache_operator.api.engine_kinds import SGLANG
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.api.types import SGLANG
-from lmcache_operator.components.engine.kinds.base import (
-    ALL_ADDRESSES,
-    NO_CACHE,
-    NO_FILE,
-    NO_SPLIT,
-    ON_A_PORT,
-    ONE_INJECTED_POD,
-    ONE_POD,
-    EngineKind,
-    option_name,
-)
+from lmcache_operator.components.engine.kinds import base
 from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.specs import Object
 from lmcache_operator.specs.names import ENGINE_PORT
 from lmcache_operator.specs.paths import SOCKET_PATH
+from lmcache_store.common.text import plain
 
 PAGE_TOKENS = 64
 """Tokens of a page, which is also the unit of storage."""
@@ -34,12 +28,13 @@ _MIN_PAGE_TOKENS = 16
 HOST_POOL_RATIO = "1.05"
 """Size of the host pool, relative to the KV cache in the engine's GPUs. SGLang loads no prompt that is longer
 than the pool. So this is the smallest pool that holds any prompt which the engine can hold."""
-BACKEND, BACKEND_CONFIG = "--hicache-storage-backend", "--hicache-storage-backend-extra-config"
-NO_RADIX_CACHE = "--disable-radix-cache"
+_BACKEND, _BACKEND_CONFIG = "--hicache-storage-backend", "--hicache-storage-backend-extra-config"
+_NO_RADIX_CACHE = "--disable-radix-cache"
 _PAGE, _RATIO = "--page-size", "--hicache-ratio"
 _POLICY, _WRITES = "--hicache-storage-prefetch-policy", "--hicache-write-policy"
 _LAYOUT, _IO = "--hicache-mem-layout", "--hicache-io-backend"
 _HOST_MODE = "--hicache-host-memory-mode"
+_SETTINGS = ("disable_radix_cache", "enable_hierarchical_cache", "hicache_storage_backend", "page_size")
 _OTHER_CACHE = "it would replace HiCache, which LMCache is a storage backend of"
 _WHOLE_PAGES = "LMCache copies whole pages, which need the layout page_first_direct"
 _NO_PREFIXES = "without the radix cache, the engine has no prefixes to store"
@@ -51,12 +46,12 @@ _REPLICATED = (
     "--enable-dp-attention",
 )  # fmt: skip
 _WITHOUT_CACHE = {
-    BACKEND: "it loads LMCache, and HiCache has only one storage backend",
-    BACKEND_CONFIG: "it loads LMCache, and names the socket of the sidecar",
+    _BACKEND: "it loads LMCache, and HiCache has only one storage backend",
+    _BACKEND_CONFIG: "it loads LMCache, and names the socket of the sidecar",
     _LAYOUT: _WHOLE_PAGES,
     _IO: _WHOLE_PAGES,
     "--enable-unified-memory": _WHOLE_PAGES,
-    NO_RADIX_CACHE: _NO_PREFIXES,
+    _NO_RADIX_CACHE: _NO_PREFIXES,
     "--prefill-only-disable-kv-cache": _NO_PREFIXES,
     **dict.fromkeys(
         ("--radix-cache-backend", "--enable-lmcache", "--enable-flexkv",
@@ -66,42 +61,43 @@ _WITHOUT_CACHE = {
     **dict.fromkeys(
         ("--dcp-size", "--decode-context-parallel-size", "--enable-kv-cache-sharding",
          "--enable-dsa-cache-layer-split"),
-        NO_CACHE,
+        base.NO_CACHE,
     ),
-    **dict.fromkeys(("--disaggregation-mode", "--encoder-only", "--language-only"), NO_SPLIT),
-    "--config": NO_FILE,
+    **dict.fromkeys(("--disaggregation-mode", "--encoder-only", "--language-only"), base.NO_SPLIT),
+    "--config": base.NO_FILE,
     "--": "what follows it would not be read as options",
 }  # fmt: skip
 _RESERVED = {
     **_WITHOUT_CACHE,
-    "--host": ALL_ADDRESSES,
+    "--host": base.ALL_ADDRESSES,
     "--port": f"the Services expect the engine on port {ENGINE_PORT}",
-    "--grpc-mode": ON_A_PORT,
-    "--smg-grpc-mode": ON_A_PORT,
+    "--grpc-mode": base.ON_A_PORT,
+    "--smg-grpc-mode": base.ON_A_PORT,
     **dict.fromkeys(("--model-path", "--model"), "it is set by spec.model.name"),
     "--revision": "it is set by spec.model.revision",
     **dict.fromkeys(("--tp-size", "--tensor-parallel-size"), "it is set by spec.engine.parallelism.tensor"),
     **dict.fromkeys(
         ("--pp-size", "--pipeline-parallel-size"), "it is set by spec.engine.parallelism.pipeline"
     ),
-    **dict.fromkeys((*_ON_SEVERAL_NODES, *_REPLICATED), ONE_POD),
+    **dict.fromkeys((*_ON_SEVERAL_NODES, *_REPLICATED), base.ONE_POD),
 }
 
 _RESERVED_BY_INJECTION = _WITHOUT_CACHE | dict.fromkeys(
-    ("--nnodes", "--node-rank", "--use-ray", *_REPLICATED), ONE_INJECTED_POD
+    ("--nnodes", "--node-rank", "--use-ray", *_REPLICATED), base.ONE_INJECTED_POD
 )
 
 
-class SGLang(EngineKind):
+class SGLang(base.EngineKind):
     """Pods that run SGLang's server with the storage backend of LMCache."""
 
-    name = SGLANG
+    api = SGLANG
     command = ("python3", "-m", "sglang.launch_server")
     reserved = _RESERVED
     reserved_by_injection = _RESERVED_BY_INJECTION
+    reserved_annotation = "lmcache.io/reserved-sglang-args"
     read = (
         *_RESERVED, _PAGE, _RATIO, _HOST_MODE, _POLICY, _WRITES, "--served-model-name",
-        EngineKind.certificate,
+        base.EngineKind.certificate,
     )  # fmt: skip
     stray_word = "the engine would not start"
     default_port = 30000
@@ -109,7 +105,8 @@ class SGLang(EngineKind):
     health_seconds = 25
     can_share_gpus = False
     launcher = re.compile(r"(^|\n)((.*bin/)?sglang\nserve|sglang\.launch_server)(\n|$)")
-    shell_line = re.compile(r"\b(sglang serve|sglang\.launch_server)\b")
+    shell_commands = ("sglang serve", "sglang.launch_server")
+    pages = ("/server_info",)
     # The images of SGLang's router must not match.
     image = re.compile(r"(.*/)?sglang(-(rocm|cpu|xpu|npu|daily|dev)[^/:@]*)?([:@].*)?")
 
@@ -120,8 +117,8 @@ class SGLang(EngineKind):
             _IO: "direct",
             _LAYOUT: "page_first_direct",
             _RATIO: HOST_POOL_RATIO,
-            BACKEND: "dynamic",
-            BACKEND_CONFIG: _backend_config(),
+            _BACKEND: "dynamic",
+            _BACKEND_CONFIG: _backend_config(),
             _POLICY: "timeout",
             _WRITES: "write_through",
             _PAGE: PAGE_TOKENS,
@@ -138,7 +135,9 @@ class SGLang(EngineKind):
         page = self.int_option(user_args, _PAGE)
         if page is not None and page < _MIN_PAGE_TOKENS:
             path = f"spec.engine.args[{flags.index(_PAGE)}]"
-            raise InvalidSpecError(path, f"a page must have at least {_MIN_PAGE_TOKENS} tokens: {NO_CACHE}")
+            raise InvalidSpecError(
+                path, f"a page must have at least {_MIN_PAGE_TOKENS} tokens: {base.NO_CACHE}"
+            )
         options: dict[str, str | int] = {
             "--host": "0.0.0.0",
             "--model-path": model.name,
@@ -152,9 +151,52 @@ class SGLang(EngineKind):
         rendered = [*self.cache_args(cluster), "--enable-cache-report", "--enable-metrics"]
         rendered += [f"{name}={value}" for name, value in options.items()]
         return [
-            *sorted((arg for arg in rendered if option_name(arg) not in flags), key=option_name),
+            *sorted((arg for arg in rendered if base.option_name(arg) not in flags), key=base.option_name),
             *user_args,
         ]
+
+    def read_pages(self, bodies: Sequence[bytes]) -> dict[str, Any]:
+        """The version, and the settings of the caches."""
+        parsed = base.json_of(bodies[0])
+        info = parsed if isinstance(parsed, dict) else {}
+        facts: dict[str, Any] = {"version": plain(info.get("version"))}
+        if cache := {name: plain(str(info[name])) for name in _SETTINGS if name in info}:
+            facts["cache"] = cache
+        return facts
+
+    def argument_problems(self, container: Object, *, is_shared: bool) -> Iterator[base.KindProblem]:
+        """The problems of the options of HiCache."""
+        words = base.words_of(container)
+        if _NO_RADIX_CACHE in map(self.flag_of, words):
+            text = f"{_NO_RADIX_CACHE} is set, so the engine has no prefixes to store."
+            yield base.KindProblem(True, text, "Remove the argument.")
+        config = self.option(words, _BACKEND_CONFIG)
+        if config is None or config.startswith("@"):
+            return  # a shell or a file may set the options: /stats says whether the engine is attached
+        if (backend := self.option(words, _BACKEND)) != "dynamic":
+            text = f"{_BACKEND} is {plain(backend) or 'not set'}, so the engine does not load LMCache."
+            yield base.KindProblem(True, text, f"Set {_BACKEND} dynamic.")
+        parsed = base.json_of(config)
+        if not isinstance(parsed, dict):
+            yield base.KindProblem(True, f"{_BACKEND_CONFIG} is not a JSON object.", "Correct the argument.")
+        elif parsed.get("interface_v1") != 1:
+            value = plain(str(parsed.get("interface_v1", "not set")))
+            text = f"interface_v1 is {value}, but LMCache needs 1."
+            yield base.KindProblem(True, text, f'Set "interface_v1": 1 in {_BACKEND_CONFIG}.')
+
+    def supports(self, version: str) -> bool:
+        """Whether the storage backend supports a version."""
+        return version.split("+")[0].split(".post")[0] == SGLANG.versions
+
+    def setting_problems(self, cache: Mapping[str, Any], chunk_tokens: int) -> Iterator[base.KindProblem]:
+        """A problem if HiCache is off."""
+        if cache.get("disable_radix_cache") == "True" or cache.get("enable_hierarchical_cache") == "False":
+            remedy = f"Set --enable-hierarchical-cache, and remove {_NO_RADIX_CACHE}."
+            yield base.KindProblem(True, "HiCache is off, so the engine runs without LMCache.", remedy)
+
+    def settings(self, cache: Mapping[str, Any]) -> str:
+        """The page size."""
+        return f"HiCache is on. A page has {plain(cache.get('page_size'))} tokens."
 
 
 def _backend_config() -> str:

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+from lmcache_operator.api import engine_kinds
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.api.types import VLLM as VLLM_NAME
-from lmcache_operator.components.engine.kinds.base import (
-    ALL_ADDRESSES,
-    NO_CACHE,
-    NO_FILE,
-    NO_SPLIT,
-    ON_A_PORT,
-    ONE_INJECTED_POD,
-    ONE_POD,
-    EngineKind,
-    option_name,
-)
+from lmcache_operator.components.engine.kinds import base
 from lmcache_operator.errors import InvalidSpecError
+from lmcache_operator.specs import Object
 from lmcache_operator.specs.names import ENGINE_PORT, EVENTS_PORT
 from lmcache_operator.specs.paths import SOCKET_PATH
+from lmcache_store.common.text import plain
 
 _CONFIG, _HASH_ALGORITHM = "--kv-transfer-config", "--prefix-caching-hash-algo"
 _EXECUTOR, _BLOCK, _SHUTDOWN = "--distributed-executor-backend", "--block-size", "--shutdown-timeout"
@@ -40,28 +33,35 @@ _TENANT_HEADER = "lmcache_client.vllm.tenant_header.TenantHeader"
 """Middleware that makes the gateway's header X-LMCache-Tenant the salt of a request."""
 _ROUTED_TENANT_HEADER = "lmcache_client.vllm.tenant_header.RoutedTenantHeader"
 """The same, which refuses requests whose header vLLM's router drops."""
+OLDEST, NEWEST = (tuple(map(int, version.split("."))) for version in engine_kinds.VLLM.versions.split("-"))
+"""Oldest and newest supported version. A test compares them with the connector."""
+_ALGORITHM = "sha256_cbor"
+_NO_PREFIXES = "--no-enable-prefix-caching"
+_WITHOUT_PREFIXES = "every prefix is loaded again, and models with recurrent states are not cached."
+_METRIC = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+_LABEL = re.compile(r'([a-z_]{1,64})="((?:[^"\\]|\\.){0,256})"')
 _RESERVED = {
-    "--host": ALL_ADDRESSES,
+    "--host": base.ALL_ADDRESSES,
     "--port": f"the Services expect the engine on port {ENGINE_PORT}",
-    "--uds": ON_A_PORT,
-    "--grpc": ON_A_PORT,
-    "--headless": ON_A_PORT,
+    "--uds": base.ON_A_PORT,
+    "--grpc": base.ON_A_PORT,
+    "--headless": base.ON_A_PORT,
     "--ssl-cert-reqs": "the kubelet's probes have no certificate",
-    "--config": NO_FILE,
+    "--config": base.NO_FILE,
     _HASH_ALGORITHM: "chunk keys must be the same in every pod",
     "--no-enable-prefix-caching": "the keys of cached chunks are made of the engine's own block hashes",
-    "--enable-sleep-mode": f"it takes KV away under copies, and {NO_CACHE}",
-    "--decode-context-parallel-size": NO_CACHE,
-    "-dcp": NO_CACHE,
-    _CONFIG: f"it loads LMCache, and no other connector can run next to it; {NO_SPLIT}",
-    "--ec-transfer-config": NO_SPLIT,
+    "--enable-sleep-mode": f"it takes KV away under copies, and {base.NO_CACHE}",
+    "--decode-context-parallel-size": base.NO_CACHE,
+    "-dcp": base.NO_CACHE,
+    _CONFIG: f"it loads LMCache, and no other connector can run next to it; {base.NO_SPLIT}",
+    "--ec-transfer-config": base.NO_SPLIT,
     "--kv-offloading-size": "it would replace LMCache as the engine's KV connector",
     "--model": "it is set by spec.model.name",
     "--revision": "it is set by spec.model.revision",
     "--tensor-parallel-size": "it is set by spec.engine.parallelism.tensor",
     "--pipeline-parallel-size": "it is set by spec.engine.parallelism.pipeline",
-    **dict.fromkeys(("--prefill-context-parallel-size", "-pcp", "--data-parallel-size"), ONE_POD),
-    **dict.fromkeys(("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port"), ONE_POD),
+    **dict.fromkeys(("--prefill-context-parallel-size", "-pcp", "--data-parallel-size"), base.ONE_POD),
+    **dict.fromkeys(("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port"), base.ONE_POD),
     "--": "what follows it would be taken for a second model",
 }
 
@@ -72,31 +72,34 @@ _RESERVED_BY_INJECTION = {
                        "--enable-sleep-mode", "--kv-offloading-size", "--no-enable-prefix-caching", _CONFIG,
                        _HASH_ALGORITHM)
     },
-    **dict.fromkeys(("--data-parallel-size", "--prefill-context-parallel-size", "-pcp"), ONE_INJECTED_POD),
-    **dict.fromkeys(("--headless", "--nnodes", "-n", "--node-rank", "-r"), ONE_INJECTED_POD),
+    **dict.fromkeys(("--data-parallel-size", "--prefill-context-parallel-size", "-pcp"),
+                    base.ONE_INJECTED_POD),
+    **dict.fromkeys(("--headless", "--nnodes", "-n", "--node-rank", "-r"), base.ONE_INJECTED_POD),
 }  # fmt: skip
 # Block hashes must be equal in every process, or no pod could load KV that another pod stored.
 _VARIABLES = {"PYTHONHASHSEED": "0"}
 
 
-class VLLM(EngineKind):
+class VLLM(base.EngineKind):
     """Pods that run ``vllm serve`` with the KV connector of LMCache."""
 
-    name = VLLM_NAME
+    api = engine_kinds.VLLM
     command = ("vllm", "serve")
     variables = _VARIABLES
     reserved = _RESERVED
     reserved_by_injection = _RESERVED_BY_INJECTION
+    reserved_annotation = "lmcache.io/reserved-args"
     read = (
         *_RESERVED, _EXECUTOR, _BLOCK, _EVENTS, _GPU_SHARE, _KV_BYTES, _SHUTDOWN, "--served-model-name",
-        EngineKind.certificate,
+        base.EngineKind.certificate,
     )  # fmt: skip
     stray_word = "the engine would take it for a second model"
     default_port = 8000
     health_seconds = 5
     can_share_gpus = True
     launcher = re.compile(r"(^|\n)((.*bin/)?vllm|vllm\.entrypoints\..*)(\n|$)")
-    shell_line = re.compile(r"\bvllm serve\b")
+    shell_commands = ("vllm serve",)
+    pages = ("/version", "/metrics")
     # The images of vLLM's router must not match.
     image = re.compile(r"(.*/)?vllm(-(openai|cpu|cuda|rocm|tpu|xpu|hpu|neuron|ascend|dev)[^/:@]*)?([:@].*)?")
 
@@ -115,7 +118,7 @@ class VLLM(EngineKind):
 
     def cache_args(self, cluster: Cluster) -> list[str]:
         """The KV connector, and hashes that are equal in all pods."""
-        return [f"{_CONFIG}={_kv_transfer_config(cluster)}", f"{_HASH_ALGORITHM}=sha256_cbor"]
+        return [f"{_CONFIG}={_kv_transfer_config(cluster)}", f"{_HASH_ALGORITHM}={_ALGORITHM}"]
 
     def args(self, cluster: Cluster, shutdown_seconds: int, has_reader: bool = False) -> list[str]:
         """The model, the operator's arguments by name, then the user's in their order."""
@@ -141,18 +144,77 @@ class VLLM(EngineKind):
         if _has_tenant_header(cluster):
             is_routed = cluster.spec.router is not None
             rendered.append(f"--middleware={_ROUTED_TENANT_HEADER if is_routed else _TENANT_HEADER}")
-        return [model.name, *sorted(rendered, key=option_name), *user_args]
+        return [model.name, *sorted(rendered, key=base.option_name), *user_args]
 
     def variables_of(self, cluster: Cluster) -> dict[str, str]:
         """See EngineKind. The server in Rust would ignore the middleware that sets salts."""
         return {**self.variables, **({"VLLM_USE_RUST_FRONTEND": "0"} if _has_tenant_header(cluster) else {})}
+
+    def read_pages(self, bodies: Sequence[bytes]) -> dict[str, Any]:
+        """The version, and the labels of vLLM's metric about its cache."""
+        version, metrics = base.json_of(bodies[0]), bodies[1]
+        known = version if isinstance(version, dict) else {}
+        facts: dict[str, Any] = {"version": plain(known.get("version"))}
+        if config := _METRIC.search(metrics.decode(errors="replace")):
+            facts["cache"] = dict(_LABEL.findall(config[1]))
+        return facts
+
+    def argument_problems(self, container: Object, *, is_shared: bool) -> Iterator[base.KindProblem]:
+        """The problems of the KV connector's options, and of keys that other pods cannot use."""
+        words = base.words_of(container)
+        if _NO_PREFIXES in map(self.flag_of, words):
+            yield base.KindProblem(
+                False, f"{_NO_PREFIXES} is set: {_WITHOUT_PREFIXES}", "Remove the argument."
+            )
+        config = self.option(words, _CONFIG)
+        if config is None:
+            return  # a shell or a file may set the options: /stats says whether the engine is attached
+        parsed = base.json_of(config)
+        if not isinstance(parsed, dict):
+            yield base.KindProblem(True, f"{_CONFIG} is not a JSON object.", "Correct the argument.")
+        elif (policy := parsed.get("kv_load_failure_policy")) != "recompute":
+            value = plain(policy) or "not set"
+            text = f"kv_load_failure_policy is {value}, so a failed load may fail its request."
+            yield base.KindProblem(False, text, f'Set "kv_load_failure_policy": "recompute" in {_CONFIG}.')
+        if (algorithm := self.option(words, _HASH_ALGORITHM)) != _ALGORITHM:
+            value = plain(algorithm) or "not set"
+            text = f"{_HASH_ALGORITHM} is {value}, so keys are private to the engine."
+            yield base.KindProblem(False, text, f"Set {_HASH_ALGORITHM} {_ALGORITHM}.")
+        seed = next((each for each in container.get("env") or () if each["name"] == "PYTHONHASHSEED"), None)
+        if (seed is None or seed.get("value") == "random") and not is_shared:
+            text = "PYTHONHASHSEED is not set, so keys may be private to the engine."
+            yield base.KindProblem(
+                False, text, "Set the variable PYTHONHASHSEED=0 in the engine's container."
+            )
+
+    def supports(self, version: str) -> bool:
+        """Whether the connector supports a version. Versions of another form may be builds of the user's."""
+        number = re.match(r"v?(\d{1,9})\.(\d{1,9})", version)
+        return not number or OLDEST <= (int(number[1]), int(number[2])) <= NEWEST
+
+    def setting_problems(self, cache: Mapping[str, Any], chunk_tokens: int) -> Iterator[base.KindProblem]:
+        """Problems of prefix caching and of the block size."""
+        if cache.get("enable_prefix_caching") == "False":
+            yield base.KindProblem(
+                False, f"Prefix caching is off: {_WITHOUT_PREFIXES}", f"Remove {_NO_PREFIXES}."
+            )
+        block = plain(cache.get("block_size"))
+        if block.isdecimal() and 0 < int(block) <= 1 << 20 and chunk_tokens % int(block):
+            tokens = -(-chunk_tokens // int(block)) * int(block)
+            text = f"spec.sidecar.chunkTokens {chunk_tokens} is no multiple of the engine's block of {block} "
+            remedy = f"Set it to {tokens}, which the engine uses already."
+            yield base.KindProblem(False, f"{text}tokens.", remedy)
+
+    def settings(self, cache: Mapping[str, Any]) -> str:
+        """The block size."""
+        return f"Prefix caching is on. A block has {plain(cache.get('block_size'))} tokens."
 
     def _checked(self, args: Sequence[str], chunk_tokens: int) -> list[str]:
         """The option that each argument sets. Raises InvalidSpecError for one that breaks the cache."""
         flags = self.checked_flags(args)
         if (executor := self.option(args, _EXECUTOR)) in ("ray", "external_launcher"):
             path = f"spec.engine.args[{flags.index(_EXECUTOR)}]"
-            raise InvalidSpecError(path, f"{_EXECUTOR} can't be {executor}: {ONE_POD}")
+            raise InvalidSpecError(path, f"{_EXECUTOR} can't be {executor}: {base.ONE_POD}")
         block = self.int_option(args, _BLOCK)
         if block is not None and (block == 0 or chunk_tokens % block):
             path = f"spec.engine.args[{flags.index(_BLOCK)}]"

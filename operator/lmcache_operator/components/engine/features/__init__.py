@@ -1,0 +1,27 @@
+"""The features of the engine pod. A new feature is a module here, and one line in ``FEATURES``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmcache_operator.components.engine.features.base import PodFeature
+from lmcache_operator.components.engine.features.disk import Disk
+from lmcache_operator.components.engine.features.encryption import Encryption
+from lmcache_operator.components.engine.features.peers import PeersTier
+from lmcache_operator.components.engine.features.pinning import Pinning
+from lmcache_operator.components.engine.features.remote import RemoteTier
+from lmcache_operator.components.engine.features.tenants import TenantBudgets
+from lmcache_operator.components.engine.features.tokens import Tokens
+
+FEATURES: tuple[PodFeature[Any], ...] = (
+    RemoteTier(),
+    Disk(),
+    PeersTier(),
+    Pinning(),
+    Encryption(),
+    Tokens(),
+    TenantBudgets(),
+)
+"""All features, in the order in which their problems are reported."""
+TIERS = tuple(feature for feature in FEATURES if feature.is_tier)
+"""The features that lookups can hit in."""

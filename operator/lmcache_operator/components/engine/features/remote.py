@@ -1,0 +1,76 @@
+"""The remote tier: the servers that a sidecar uses, their credentials, and the condition. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from lmcache_operator.api.parse import Cluster
+from lmcache_operator.components.engine.features.base import LowerTier, Volume, secret_source
+from lmcache_operator.contract.base import Observed, Sidecar
+from lmcache_operator.contract.conditions import Condition, failure_of
+from lmcache_operator.specs import Object, names, paths
+
+
+class RemoteTier(LowerTier):
+    """The remote tier of an engine pod."""
+
+    name = "remote"
+    condition_type = "RemoteTierReachable"
+    reserved = dict.fromkeys(
+        ("LMCACHE_REMOTE_URL", "LMCACHE_REMOTE_PASSWORD_FILE", "LMCACHE_REMOTE_USERNAME_FILE"), "tiers.remote"
+    )
+
+    def hashed(self, cluster: Cluster, settings: Object) -> None:
+        """The pod has only the encryption of a managed tier, and mounts the certificate by its name."""
+        if cluster.spec.tiers.managed is None:
+            return
+        tiers = settings["tiers"]
+        encryption = tiers["remote"].get("encryption")
+        tiers["remote"] = {"managed": True} | ({"encryption": encryption} if encryption else {})
+        if (secret := names.remote_certificate(cluster)) != names.remote_tls_name(cluster.name):
+            tiers["remote"]["tls"] = secret
+
+    def config(self, cluster: Cluster) -> Object:
+        """URL of the servers, and the files with the list of shards and with credentials."""
+        config: Object = {}
+        if external := cluster.spec.tiers.external:
+            config["remote_url"] = external.url
+        if owner := names.remote_owner(cluster):
+            # Sidecars use this host only while they have no list of shards; it also helps people who debug.
+            host = names.remote_host(cluster, owner)
+            config["remote_url"] = f"redis://{names.REMOTE_USER}@{host}:{names.REMOTE_PORT}"
+            config["remote_shards_file"] = f"{paths.REMOTE_DIR}/{paths.SHARDS_FILE}"
+            config["remote_password_file"] = f"{paths.REMOTE_AUTH_DIR}/password"
+        if auth := cluster.spec.tiers.remote_auth:
+            config["remote_password_file"] = f"{paths.REMOTE_AUTH_DIR}/password"
+            if auth.username_key is not None:
+                config["remote_username_file"] = f"{paths.REMOTE_AUTH_DIR}/username"
+        return config
+
+    def volumes(self, cluster: Cluster) -> Iterator[Volume]:
+        """The list of shards, and the credentials."""
+        if owner := names.remote_owner(cluster):
+            # All sources are optional: if one is missing, the engine runs, and has no remote tier.
+            listed = {"configMap": {"name": names.remote_name(owner), "optional": True}}
+            secrets = {"password": names.remote_name(owner)}
+            secrets[paths.AUTHORITY_FILE] = names.remote_certificate(cluster)
+            sources = [
+                {"secret": {"items": [{"key": key, "path": key}], "name": name, "optional": True}}
+                for key, name in secrets.items()
+            ]
+            files = {"projected": {"sources": sources}}
+            yield Volume("remote", paths.REMOTE_DIR, listed)
+            yield Volume("remote-auth", paths.REMOTE_AUTH_DIR, files)
+        if auth := cluster.spec.tiers.remote_auth:
+            source = secret_source(auth.name, password=auth.password_key, username=auth.username_key)
+            yield Volume("remote-auth", paths.REMOTE_AUTH_DIR, source)
+
+    def condition(self, observed: Observed, sidecars: Sequence[Sidecar]) -> Condition | None:
+        """Whether all sidecars reach the remote tier; None: no sidecar has one."""
+        number, total = sum(map(self.is_present, sidecars)), len(sidecars)
+        problem = "sidecars cannot reach the remote tier"
+        if failure := failure_of("RemoteTierUnreachable", problem, self.lost(sidecars), total):
+            return failure
+        count = f"{number} of" if number < total else "All"
+        message = f"{count} {total} sidecars can reach the remote tier."
+        return Condition("True", "Reachable", message) if number else None
