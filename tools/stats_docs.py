@@ -32,9 +32,7 @@ _HISTOGRAMS = """\
 ## Histograms of durations
 The durations of requests are those of [/requests](causes.md#requests). Engines report them once per request.
 
-A scraper that accepts OpenMetrics, as Prometheus does, also gets **exemplars**: the latest traced request of
-each bucket, by `trace_id`. A request is traced if the client sends the header `traceparent` with the sampled
-flag, and the engine passes it on. No metric contains request ids.
+No metric contains request ids.
 
 The histograms are classic ones: the client library offers native histograms in no format that Prometheus
 scrapes. Prometheus 3 can store them as native histograms with custom buckets

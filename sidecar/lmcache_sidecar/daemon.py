@@ -18,14 +18,13 @@ import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from functools import partial
 from http import HTTPStatus
 
 import lmcache_store
 from lmcache_client.rpc import service
 from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.config import Config, ConfigError, Reading
-from lmcache_sidecar.pages.http import OPEN_METRICS, HttpServer, Page
+from lmcache_sidecar.pages.http import HttpServer, Page
 from lmcache_sidecar.pages.stats import Figure, Part, document, read
 from lmcache_sidecar.pages.tokens import PageTokens
 from lmcache_sidecar.sidecar import Sidecar
@@ -185,7 +184,6 @@ class Daemon:
     def _pages(self) -> dict[str, Callable[[str], Awaitable[Page]]]:
         return {
             "/metrics": self._metrics_page,
-            f"/metrics {OPEN_METRICS}": partial(self._metrics_page, is_open_metrics=True),
             "/stats": self._stats_page,
             "/samples": self._page(lambda sidecar, query: sidecar.samples.answer(query)),
             "/requests": self._page(Sidecar.requests),
@@ -225,12 +223,11 @@ class Daemon:
         }
         return [Part("", facts, read(FIGURES, self)), *(self._sidecar.stats() if self._sidecar else ())]
 
-    async def _metrics_page(self, _: str, *, is_open_metrics: bool = False) -> Page:
+    async def _metrics_page(self, _: str) -> Page:
         metrics = await asyncio.to_thread(importlib.import_module, "lmcache_sidecar.pages.metrics")
         times = self._sidecar.times if self._sidecar else None
-        text = await metrics.render(self._calls, self._stats(), times, is_open_metrics=is_open_metrics)
-        form = f"{OPEN_METRICS}; version=1.0.0" if is_open_metrics else "text/plain; version=0.0.4"
-        return Page(HTTPStatus.OK, text, f"{form}; charset=utf-8")
+        text = await metrics.render(self._calls, self._stats(), times)
+        return Page(HTTPStatus.OK, text, "text/plain; version=0.0.4; charset=utf-8")
 
     async def _stats_page(self, _: str) -> Page:
         text = json.dumps(document(self._stats()))

@@ -5,14 +5,12 @@ import json
 import random
 import re
 import struct
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lmcache_store import keys
-from testing.processes import SidecarProcess
 from tests.harness.sim_config import CHUNK, SimSettings
 from tests.harness.sim_world import only_engine
 from tests.integration.test_vllm_samples import wait_reported
@@ -48,14 +46,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str,
         wait_reported(engine)
         sidecar.settled()
         pages = {path: sidecar.get(path) for path in PAGES}
-        pages["OpenMetrics"] = open_metrics(sidecar)
         yield {**pages, "log": sidecar.log}, folder / "disk"
-
-
-def open_metrics(sidecar: SidecarProcess) -> str:
-    accept = {"Accept": "application/openmetrics-text"}
-    with urllib.request.urlopen(urllib.request.Request(f"{sidecar.url}/metrics", headers=accept)) as answer:
-        return str(answer.read().decode())
 
 
 def test_pages_describe_the_requests(served) -> None:

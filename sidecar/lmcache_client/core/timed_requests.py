@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lmcache_client.core.requests import RequestState
-from lmcache_client.core.times import FirstTokens, RequestClock, trace_id_of
+from lmcache_client.core.times import FirstTokens, RequestClock
 
 
 class TimedRequests:
@@ -26,13 +26,11 @@ class TimedRequests:
     def start(self, state: RequestState, arrived_at: float | None, asked_at: float | None = None) -> None:
         """Start to measure a request. See ``RequestClock``; without ``asked_at``, its lookup is sent now."""
         request = state.request
-        trace_id = trace_id_of(getattr(request, "trace_headers", None))
         state.clock = RequestClock(
             request.request_id,
             request.num_tokens,
             self._clock() if asked_at is None else asked_at,
             arrived_at,
-            trace_id,
         )
 
     def restart(self, state: RequestState) -> None:

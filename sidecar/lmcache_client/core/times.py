@@ -12,14 +12,9 @@ requests deliver, or for the engine's memory. The time in the engine's own queue
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lmcache_client.rpc.times import RequestTimes
-
-_TRACE_PARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]([0-9a-f])")
-_SAMPLED = 1
 
 
 @dataclass(slots=True, eq=False)
@@ -33,8 +28,6 @@ class RequestClock:
     """Time of the first lookup."""
     arrived_at: float | None
     """Time of the request's arrival; None: its first token was computed before this start."""
-    trace_id: bytes = b""
-    """Id of the request's trace, 16 bytes; empty if it has none that is sampled."""
     answered_at: float | None = None
     held_since: float | None = None
     wait_seconds: float = 0.0
@@ -93,7 +86,6 @@ class RequestClock:
             _between(self.load_began_at, self.load_ended_at),
             _between(self.arrived_at, self.first_token_at),
             self.num_failed_tokens,
-            self.trace_id,
         )
 
 
@@ -125,17 +117,6 @@ class FirstTokens:
         for clock in clocks:
             clock.first_token_at = now
         return clocks
-
-
-def trace_id_of(headers: Mapping[str, str] | None) -> bytes:
-    """Return the trace id of a request's trace headers (W3C ``traceparent``).
-
-    Empty if there is none, or if its sampled flag is not set: then nothing stores the trace.
-    """
-    parent = headers.get("traceparent") if headers else None
-    match = _TRACE_PARENT.fullmatch(parent) if isinstance(parent, str) else None
-    trace_id = bytes.fromhex(match[1]) if match and int(match[2], 16) & _SAMPLED else b""
-    return trace_id if any(trace_id) else b""
 
 
 def _between(start: float | None, end: float | None) -> float:

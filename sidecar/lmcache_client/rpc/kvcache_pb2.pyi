@@ -325,22 +325,20 @@ class ReleaseRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., client_uuid: _Optional[bytes] = ..., request_ids: _Optional[_Iterable[str]] = ..., times: _Optional[_Iterable[_Union[RequestTimes, _Mapping]]] = ...) -> None: ...
 
 class RequestTimes(_message.Message):
-    __slots__ = ("request_id", "lookup_seconds", "wait_seconds", "load_seconds", "first_token_seconds", "num_failed_tokens", "trace_id")
+    __slots__ = ("request_id", "lookup_seconds", "wait_seconds", "load_seconds", "first_token_seconds", "num_failed_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     NUM_FAILED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     lookup_seconds: float
     wait_seconds: float
     load_seconds: float
     first_token_seconds: float
     num_failed_tokens: int
-    trace_id: bytes
-    def __init__(self, request_id: _Optional[str] = ..., lookup_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., load_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ..., num_failed_tokens: _Optional[int] = ..., trace_id: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., lookup_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., load_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ..., num_failed_tokens: _Optional[int] = ...) -> None: ...
 
 class ReleaseReply(_message.Message):
     __slots__ = ()

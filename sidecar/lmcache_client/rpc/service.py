@@ -47,8 +47,6 @@ MAX_REQUEST_ID_BYTES = 256
 MAX_TIMES = 256
 """Largest number of requests whose times one Release reports."""
 
-TRACE_ID_BYTES = 16
-
 REASON_METADATA = "lmcache-reason"
 """Trailing metadata of a refused call, with the reasons that a client acts on."""
 

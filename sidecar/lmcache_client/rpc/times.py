@@ -14,4 +14,3 @@ class RequestTimes(NamedTuple):
     load_seconds: float = 0.0
     first_token_seconds: float = 0.0
     num_failed_tokens: int = 0
-    trace_id: bytes = b""

@@ -196,10 +196,8 @@ def parse_times(request: pb.ReleaseRequest, engine: bytes) -> list[EndedRequest]
         )  # fmt: skip
         is_valid = all(0 <= number < math.inf for number in seconds)
         require(is_valid, "the times of a request must be finite numbers of seconds, 0 or more")
-        num_bytes = len(taken.trace_id)
-        require(num_bytes in (0, service.TRACE_ID_BYTES), f"trace_id must have 16 bytes, it has {num_bytes}")
-        times = Times(*seconds, trace_id=taken.trace_id.hex())
-        ended.append(EndedRequest(engine, parse_request_id(taken.request_id), times, taken.num_failed_tokens))
+        request_id = parse_request_id(taken.request_id)
+        ended.append(EndedRequest(engine, request_id, Times(*seconds), taken.num_failed_tokens))
     return ended
 
 

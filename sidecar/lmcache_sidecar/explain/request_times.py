@@ -66,10 +66,10 @@ class RequestHistograms:
         times = request.times
         if times is None:
             return
-        self.lookup.by_value[""].observe(times.lookup_seconds, times.trace_id)
-        self.wait.by_value[""].observe(times.wait_seconds, times.trace_id)
+        self.lookup.by_value[""].observe(times.lookup_seconds)
+        self.wait.by_value[""].observe(times.wait_seconds)
         if request.load_tier:
-            self.load.by_value[request.load_tier].observe(times.load_seconds, times.trace_id)
+            self.load.by_value[request.load_tier].observe(times.load_seconds)
         if times.first_token_seconds:
             hit = "true" if request.source == "tier" else "false"
-            self.first_token.by_value[hit].observe(times.first_token_seconds, times.trace_id)
+            self.first_token.by_value[hit].observe(times.first_token_seconds)

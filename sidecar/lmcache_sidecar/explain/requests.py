@@ -33,8 +33,6 @@ class Times(NamedTuple):
     wait_seconds: float
     load_seconds: float
     first_token_seconds: float
-    trace_id: str = ""
-    """Id of the request's trace in hexadecimal digits; empty if it has none."""
 
 
 @dataclass(slots=True)

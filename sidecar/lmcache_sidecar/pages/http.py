@@ -34,9 +34,6 @@ _BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE)
 _PAUSE_SECONDS = 0.05  # while no descriptor is left, and none can be closed
 
 
-OPEN_METRICS = "application/openmetrics-text"
-
-
 class Page(NamedTuple):
     """An answer's status, body and content type."""
 
@@ -63,9 +60,8 @@ Guard = Callable[[str, str], Page | None]
 class HttpServer:
     """Serves ``pages`` by path, for GET and HEAD, between ``start`` and ``stop``.
 
-    Each page gets the query of the URL, the text after "?". A page whose name is a path, a space and a media
-    type replaces the page of this path for clients that accept the type. ``guard`` is asked for each page
-    that another machine reads, with the request's bearer token, or an empty text.
+    Each page gets the query of the URL, the text after "?". ``guard`` is asked for each page that another
+    machine reads, with the request's bearer token, or an empty text.
     """
 
     def __init__(
@@ -195,7 +191,7 @@ class HttpServer:
     async def _page(self, request: Request | None, connection: socket.socket) -> Page:
         if request is None:
             return _error(HTTPStatus.BAD_REQUEST)
-        page = self._find(request)
+        page = self._pages.get(request.path)
         if page is None:
             return _error(HTTPStatus.NOT_FOUND)
         if request.method not in ("GET", "HEAD"):
@@ -213,14 +209,6 @@ class HttpServer:
         except Exception:
             logger.exception("%s %s failed: this is a bug", request.method, request.path)
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR)
-
-    def _find(self, request: Request) -> Callable[[str], Awaitable[Page]] | None:
-        accepted = request.headers.get("accept", "").lower()
-        for name in self._pages:
-            path, _, media_type = name.partition(" ")
-            if path == request.path and media_type and media_type in accepted:
-                return self._pages[name]
-        return self._pages.get(request.path)
 
 
 def parse_head(head: bytes) -> Request | None:

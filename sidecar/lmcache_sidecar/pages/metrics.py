@@ -1,7 +1,6 @@
-"""``/metrics``: the engines' calls and all figures of the statistics, in Prometheus' text formats.
+"""``/metrics``: the engines' calls and all figures of the statistics, in Prometheus' text format.
 
-Only OpenMetrics has a place for exemplars. The library has no native histograms in a format that Prometheus
-scrapes.
+The library has no native histograms in a format that Prometheus scrapes.
 
 The daemon imports this module at the first scrape, because importing the client library takes a fifth of the
 sidecar's start.
@@ -14,11 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Exemplar
 
-from lmcache_sidecar import histograms
 from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.explain.request_times import RequestHistograms
 from lmcache_sidecar.histograms import Histogram
@@ -29,7 +25,6 @@ RPC_SECONDS = ("lmcache_rpc_seconds", _ABOUT_SECONDS, "method")
 RPCS = ("lmcache_rpcs", "Calls by gRPC status; Attach counts when its stream ends", ["method", "code"])
 """Name, description and labels of the metrics of calls. A call is not a request of the engine's users."""
 
-_END = b"# EOF\n"
 _process = ProcessCollector(registry=CollectorRegistry())
 
 
@@ -56,17 +51,8 @@ def _histograms(name: str, about: str, label: str, by_value: Mapping[str, Histog
     """Make a family of histograms by the value of a label; ``label`` is empty if it has none."""
     family = HistogramMetricFamily(name, about, labels=[label] if label else [])
     for value, histogram in by_value.items():
-        buckets = [_bucket(*bucket) for bucket in histogram.buckets()]
-        family.add_metric([value] if label else [], buckets, histogram.seconds)
+        family.add_metric([value] if label else [], histogram.buckets(), histogram.seconds)
     return family
-
-
-def _bucket(
-    bound: str, number: int, latest: histograms.Exemplar | None
-) -> tuple[str, float] | tuple[str, float, Exemplar]:
-    if latest is None:
-        return bound, number
-    return bound, number, Exemplar({"trace_id": latest.trace_id}, latest.seconds, latest.time)
 
 
 def _families(parts: Iterable[Part]) -> Iterable[Metric]:
@@ -83,20 +69,11 @@ def _families(parts: Iterable[Part]) -> Iterable[Metric]:
     return families.values()
 
 
-async def render(
-    calls: CallStats,
-    parts: Iterable[Part],
-    times: RequestHistograms | None = None,
-    *,
-    is_open_metrics: bool = False,
-) -> bytes:
-    """Render the whole text. Other tasks run between metrics, so that no lookup waits for a scrape.
-
-    ``is_open_metrics``: render OpenMetrics, with exemplars; otherwise Prometheus' text format 0.0.4.
-    """
-    texts, generate = [], openmetrics.generate_latest if is_open_metrics else generate_latest
+async def render(calls: CallStats, parts: Iterable[Part], times: RequestHistograms | None = None) -> bytes:
+    """Render the whole text. Other tasks run between metrics, so that no lookup waits for a scrape."""
+    texts = []
     requests = (_histograms(*family) for family in times.families) if times is not None else ()
     for metric in (*_calls(calls), *requests, *_families(parts), *_process.collect()):
-        texts.append(generate(_SingleMetric(metric)).removesuffix(_END))
+        texts.append(generate_latest(_SingleMetric(metric)))
         await asyncio.sleep(0)
-    return b"".join(texts) + (_END if is_open_metrics else b"")
+    return b"".join(texts)

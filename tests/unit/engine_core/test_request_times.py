@@ -4,14 +4,9 @@ import itertools
 import math
 import threading
 
-import pytest
-
 from lmcache_client.core.jobs import WorkerReport
-from lmcache_client.core.times import trace_id_of
 from lmcache_client.rpc.times import RequestTimes
 from tests.harness.scheduler_rig import Rig, blocks, make_request
-
-TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 
 def sent(rig) -> list[RequestTimes]:
@@ -283,28 +278,3 @@ def test_times_are_sent_when_the_side_is_taken_offline():
     rig.scheduler.go_offline()
     rig.lookups._thread.join(60)
     assert [times.request_id for times in rig.session.times] == ["r"]
-
-
-@pytest.mark.parametrize(
-    ("headers", "expected"),
-    [
-        (None, ""),
-        ({}, ""),
-        ({"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}, TRACE),
-        ({"traceparent": f"00-{TRACE}-00f067aa0ba902b7-03"}, TRACE),
-        ({"traceparent": f"00-{TRACE}-00f067aa0ba902b7-00"}, ""),
-        ({"traceparent": f"00-{TRACE}-00f067aa0ba902b7-02"}, ""),
-        ({"traceparent": "00-00000000000000000000000000000000-00f067aa0ba902b7-01"}, ""),
-        ({"traceparent": "00-4bf9-00f067aa0ba902b7-01"}, ""),
-        ({"traceparent": "nonsense"}, ""),
-    ],
-)  # fmt: skip
-def test_the_trace_id_is_that_of_a_sampled_trace(headers, expected):
-    assert trace_id_of(headers).hex() == expected
-
-
-def test_the_trace_id_is_sent_with_the_times(rig):
-    headers = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
-    request = start(rig, rig.arrive(make_request(200, trace_headers=headers)))
-    end_step(rig, compute(rig, request, 0))
-    assert sent(rig)[0].trace_id.hex() == TRACE
