@@ -34,6 +34,7 @@ _OF_PODS = frozenset((
 ))  # fmt: skip
 """Reasons for which a pod does not run. They share one page."""
 Reason = Expected | Trouble
+_ATTACHED = "See the condition SidecarAttached"
 
 
 def runbook(reason: str) -> str:
@@ -77,12 +78,11 @@ def failure_of(
 
 
 def silence_of(
-    reason: Reason, problem: str, pods: Sequence[str], total: int, remedy: str = ""
+    reason: Reason, problem: str, pods: Sequence[str], total: int, remedy: str = _ATTACHED
 ) -> Condition | None:
     """The condition about a report that some pods do not give; None: all give it."""
-    remedy = remedy or "See the condition SidecarAttached"
-    message = problem_message(problem, [(pod, "") for pod in pods], total, remedy) if pods else ""
-    return Condition("Unknown", reason, message) if pods else None
+    failure = failure_of(reason, problem, [(pod, "") for pod in pods], total, remedy)
+    return failure and failure._replace(status="Unknown")
 
 
 class Event(NamedTuple):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lmcache_operator.components.engine.features import FEATURES, TIERS
-from lmcache_operator.components.engine.features.base import count_of, part_of, reason_of, steady_text
+from lmcache_operator.components.engine.features.base import count_of, part_of, reason_of, steady_texts
 from lmcache_operator.contract.base import LookupFigures, Probed, Sidecar
 from lmcache_operator.pods.pods import is_ready, is_running
 from lmcache_operator.specs import Object
@@ -91,11 +91,8 @@ def _probed(stats: Any, last: _Last, now: float) -> _Last:
         return _Last(last.sidecar if num_misses == 1 else None, now, num_misses)
     sidecar = read_sidecar(stats)
     if former := last.sidecar:
-        steady: dict[str, Any] = {
-            name: steady_text(getattr(sidecar, name), getattr(former, name)) for name in _REASONS
-        }
         features = {each.name: each.steady(each.report(sidecar), each.report(former)) for each in FEATURES}
-        sidecar = sidecar._replace(**steady, features=features)
+        sidecar = steady_texts(sidecar, former, _REASONS)._replace(features=features)
     return _Last(sidecar, now)
 
 

@@ -74,3 +74,9 @@ def certificate(issuer: IssuerRef, host: str, secret_name: str) -> Object:
         "secretName": secret_name,
         "usages": ["digital signature", "key encipherment", "server auth"],
     }
+
+
+def http_probe(path: str, port: int, *, period: int, failures: int, scheme: str | None = None) -> Object:
+    """A probe of an HTTP server each ``period`` seconds, which fails after ``failures`` failures."""
+    request: Object = {"path": path, "port": port} | ({"scheme": scheme} if scheme else {})
+    return {"failureThreshold": failures, "httpGet": request, "periodSeconds": period, "timeoutSeconds": 5}

@@ -38,7 +38,7 @@ def parsed(changes: dict[str, Any]) -> Cluster:
 def parts_of(feature: PodFeature[Any], changes: dict[str, Any]) -> list[Any]:
     """Everything that a feature adds to the pod and to the objects next to it."""
     cluster = parsed(changes)
-    calls = feature.config, feature.files, feature.env, feature.labels, feature.ports, feature.senders
+    calls = feature.config, feature.files, feature.env, feature.labels, feature.ports
     return [part for part in (*(call(cluster) for call in calls), list(feature.volumes(cluster))) if part]
 
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 import yaml
 
 from lmcache_operator.api.parse import Cluster, declared
-from lmcache_operator.components.engine.features import FEATURES
+from lmcache_operator.components.engine.features import FEATURES, merged
 from lmcache_operator.components.engine.gpus import CUDA_IPC, claim_spec, planned_transfer
 from lmcache_operator.components.engine.pod import MemorySize, pod_template
 from lmcache_operator.components.engine.status import engine_status
@@ -60,8 +60,9 @@ class Engine(Component):
 
     def _children(self, cluster: Cluster, context: Context, default_images: Images) -> list[Object]:
         child, engine = partial(names.child, cluster, names.ENGINE), names.engine_name(cluster.name)
-        config, policy = _config_files(cluster), _network_policy(cluster, context)
-        selector = _selector(cluster)
+        # Sidecars follow only the files of features.
+        config = {"sidecar.yaml": _sidecar_yaml(cluster)} | merged(lambda each: each.files(cluster))
+        selector, policy = names.selector(cluster.name, names.ENGINE), _network_policy(cluster, context)
         client_service = {"ports": [_HTTP_PORT], "selector": selector}
         recorded = {names.DEFAULT_IMAGES: json.dumps(default_images, sort_keys=True)}
         transfer = planned_transfer(cluster, context.allow_all_gpus)
@@ -120,7 +121,7 @@ class Engine(Component):
                 "resizing": resized,
                 "images": _images_in_use(cluster, images, present),
                 "transfer": {"requested": cluster.spec.sidecar.transfer, **transfer._asdict()},
-                **{key: value for each in FEATURES for key, value in each.plan_fields(cluster).items()},
+                **merged(lambda each: each.plan_fields(cluster)),
             },
         )
 
@@ -196,10 +197,6 @@ def spec_hash(cluster: Cluster, default_images: Images) -> str:
     return names.digest(settings)
 
 
-def _selector(cluster: Cluster) -> dict[str, str]:
-    return names.selector(cluster.name, names.ENGINE)
-
-
 def _memory_size(cluster: Cluster) -> MemorySize:
     """Present size of a memory tier, and the largest size that it may grow to while the pod runs.
 
@@ -208,14 +205,6 @@ def _memory_size(cluster: Cluster) -> MemorySize:
     """
     _, max_bytes = cluster.spec.autoscaling.memory_bounds(cluster.memory.num_bytes)
     return MemorySize(cluster.memory_bytes, max_bytes)
-
-
-def _config_files(cluster: Cluster) -> dict[str, str]:
-    """Content of the sidecars' ConfigMap. Sidecars follow only the files of features."""
-    files = {"sidecar.yaml": _sidecar_yaml(cluster)}
-    for feature in FEATURES:
-        files |= feature.files(cluster)
-    return files
 
 
 def _sidecar_yaml(cluster: Cluster) -> str:
@@ -230,9 +219,7 @@ def _sidecar_yaml(cluster: Cluster) -> str:
         config["transfer"] = transfer
     if (admit := cluster.spec.tiers.admit) != "All":
         config["admit"] = admit
-    for feature in FEATURES:
-        config |= feature.config(cluster)
-    return str(yaml.safe_dump(config, sort_keys=True))
+    return str(yaml.safe_dump(config | merged(lambda each: each.config(cluster)), sort_keys=True))
 
 
 def _network_policy(cluster: Cluster, context: Context) -> Object:
@@ -250,7 +237,8 @@ def _network_policy(cluster: Cluster, context: Context) -> Object:
         )
     senders: dict[int, list[Object]] = {names.SIDECAR_PORT: metrics}
     for feature in FEATURES:
-        senders |= feature.senders(cluster)
+        engines = from_pods({names.COMPONENT_LABEL: names.ENGINE} | feature.labels(cluster))
+        senders |= {port: [engines] for port in feature.ports(cluster).values()}
     if reader := cluster.events_reader:
         senders[names.EVENTS_PORT] = [from_pods(names.selector(reader, names.ROUTER))]
     ranges = _open_ranges(sorted(senders))
@@ -263,7 +251,8 @@ def _network_policy(cluster: Cluster, context: Context) -> Object:
     limited = [
         {"from": allowed, "ports": [{"port": port, "protocol": "TCP"}]} for port, allowed in senders.items()
     ]
-    return stateful.network_policy(_selector(cluster), *from_clients(cluster.spec, other_ports), *limited)
+    selector = names.selector(cluster.name, names.ENGINE)
+    return stateful.network_policy(selector, *from_clients(cluster.spec, other_ports), *limited)
 
 
 def _open_ranges(restricted: Sequence[int]) -> Iterator[tuple[int, int]]:

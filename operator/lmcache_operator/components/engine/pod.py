@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.components.engine import gpus, template
-from lmcache_operator.components.engine.features import FEATURES
+from lmcache_operator.components.engine.features import FEATURES, merged
 from lmcache_operator.components.engine.features.base import POD_NAME, Volume, secret_source
 from lmcache_operator.components.engine.kinds import kind_of
 from lmcache_operator.pods.resize import MAX_SIZE, SIZE_ARGUMENT, SIZE_FILE, sidecar_memory
@@ -57,16 +57,10 @@ def pod_template(
     annotations = {names.SPEC_HASH: spec_hash, "kubectl.kubernetes.io/default-container": names.ENGINE}
     if size.max_bytes is not None:
         annotations[names.MEMORY_SIZE] = f"{size.num_bytes}"
-    metadata = {"annotations": annotations, "labels": _labels(cluster)}
+    labels = names.labels(cluster, names.ENGINE) | merged(lambda each: each.labels(cluster))
+    metadata = {"annotations": annotations, "labels": labels}
     base = {"metadata": metadata, "spec": _pod_spec(cluster, images, transfer, size)}
     return template.with_template(base, cluster)
-
-
-def _labels(cluster: Cluster) -> dict[str, str]:
-    labels = names.labels(cluster, names.ENGINE)
-    for feature in FEATURES:
-        labels |= feature.labels(cluster)
-    return labels
 
 
 def _pod_spec(cluster: Cluster, images: Images, transfer: gpus.Transfer, size: MemorySize) -> Object:
@@ -135,7 +129,7 @@ def _engine(cluster: Cluster, ending: _Ending, transfer: gpus.Transfer) -> Objec
     kind, engine = kind_of(cluster), dict[str, Any]()
     # With TLS the kubelet must probe over HTTPS. It does not verify the certificate.
     has_tls = kind.option(cluster.engine.args, kind.certificate) is not None
-    health = partial(_probe, "/health", names.ENGINE_PORT, scheme="HTTPS" if has_tls else None)
+    health = partial(stateful.http_probe, "/health", names.ENGINE_PORT, scheme="HTTPS" if has_tls else None)
     container = template.find_container(cluster.engine.pod_template, names.ENGINE)
     # The API server requires that the sleep is shorter than the grace period, and allows one preStop action.
     if ending.grace > _NOTICE_SECONDS and not dig(container, "lifecycle", "preStop"):
@@ -167,16 +161,12 @@ def _sidecar_env(cluster: Cluster, transfer: gpus.Transfer, size: MemorySize) ->
     env = {"HOME": paths.SOCKET_DIR} | gpus.sidecar_env(transfer)
     if size.max_bytes is not None:
         env |= {MAX_SIZE: f"{size.max_bytes}", SIZE_FILE: f"{paths.MEMORY_DIR}/{paths.SIZE_FILE}"}
-    for feature in FEATURES:
-        env |= feature.env(cluster)
-    return env
+    return env | merged(lambda each: each.env(cluster))
 
 
 def _sidecar(cluster: Cluster, transfer: gpus.Transfer, size: MemorySize) -> Object:
     """Fields of the sidecar's container, besides those that all containers have."""
-    ports = {"metrics": names.SIDECAR_PORT}
-    for feature in FEATURES:
-        ports |= feature.ports(cluster)
+    ports = {"metrics": names.SIDECAR_PORT} | merged(lambda each: each.ports(cluster))
     has_gpus = transfer.mode == gpus.CUDA_IPC
     num_gpus = cluster.engine.gpu.count if has_gpus else 0
     memory = format_mebibytes(sidecar_memory(size.num_bytes, num_gpus))
@@ -184,7 +174,7 @@ def _sidecar(cluster: Cluster, transfer: gpus.Transfer, size: MemorySize) -> Obj
     return {
         # The size is an argument and not a key of the shared file, because each pod has its own size.
         "args": ["serve", f"--config={paths.CONFIG_DIR}/sidecar.yaml", f"{SIZE_ARGUMENT}{size.num_bytes}"],
-        "livenessProbe": _probe("/healthz", names.SIDECAR_PORT, period=10, failures=6) | _HUNG,
+        "livenessProbe": stateful.http_probe("/healthz", names.SIDECAR_PORT, period=10, failures=6) | _HUNG,
         "ports": [{"containerPort": port, "name": name, "protocol": "TCP"} for name, port in ports.items()],
         "resources": {
             "limits": {"memory": memory},
@@ -260,8 +250,3 @@ def _volumes(cluster: Cluster, size: MemorySize) -> list[Volume]:
 
 def _in_memory(size: str) -> Object:
     return {"emptyDir": {"medium": "Memory", "sizeLimit": size}}
-
-
-def _probe(path: str, port: int, *, period: int, failures: int, scheme: str | None = None) -> Object:
-    request: Object = {"path": path, "port": port} | ({"scheme": scheme} if scheme else {})
-    return {"failureThreshold": failures, "httpGet": request, "periodSeconds": period, "timeoutSeconds": 5}

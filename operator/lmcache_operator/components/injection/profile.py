@@ -42,8 +42,7 @@ def profile(cluster: Cluster, context: Context) -> Object:
 
     Its containers have the arguments, variables and mounts to add to the engine's: one container for each
     kind of engine, in the order of ``KINDS``. So one cluster holds the settings for pods of all kinds. If the
-    template has a claim, the sidecar shares the pod's own claims. Features may be
-    missing in injected pods.
+    template has a claim, the sidecar shares the pod's own claims. Injected pods may lack features.
 
     Raises:
         InvalidSpecError: the spec can't be rendered.
@@ -54,7 +53,7 @@ def profile(cluster: Cluster, context: Context) -> Object:
     images, size = resolved_images(cluster, context.images_for(cluster)), MemorySize(cluster.memory.num_bytes)
     whole = pod_template(cluster, images, "", transfer, size)["spec"]
     (engine,) = (container for container in whole["containers"] if container["name"] == names.ENGINE)
-    used = {names.SIDECAR, names.PAYLOAD}
+    used = names.SIDECAR, names.PAYLOAD
     added = [_init_container(container) for container in whole["initContainers"] if container["name"] in used]
     engines = [_engine(kind, engine, cluster) for kind in KINDS]
     mounted = {mount["name"] for container in (*added, *engines) for mount in container["volumeMounts"]}

@@ -76,9 +76,11 @@ class Peers(Component):
             return due
         may_be_missing = due.lost or _count(observed.resource, "readyReplicas") < cluster.engine.replicas
         are_leaving = any(each.num_listed > each.num_wanted for each in pods)
+        # A Secret that the user created is used as it is.
+        secret = names.child(cluster, names.PEERS, "Secret", names.peers_name(cluster.name))
         return replace(
             due,
-            make=(_secret(cluster),) if may_be_missing else (),
+            make=(secret,) if may_be_missing else (),
             due_seconds=_LOOK_AGAIN_SECONDS if are_leaving else math.inf,
         )
 
@@ -104,11 +106,6 @@ def _count(resource: Object, field: str) -> int:
     """A number of pods in the status, as of the last reconciliation. This component does not read pods."""
     number = dig(resource, "status", field)
     return number if isinstance(number, int) else 0
-
-
-def _secret(cluster: Cluster) -> Object:
-    """The Secret with the password of all peers. A Secret that the user created is used as it is."""
-    return names.child(cluster, names.PEERS, "Secret", names.peers_name(cluster.name))
 
 
 def _objects(cluster: Cluster, pods: Sequence[_Pods]) -> list[Object]:

@@ -90,9 +90,11 @@ class Remote(Component):
         wanted = _objects(cluster, managed, default, shards, pods)
         due, template = differences(wanted, observed), wanted[-1]["spec"]["template"]
         evict, seconds = _eviction(live, observed, template, shards)
+        # A Secret that the user created is used as it is.
+        secret = names.child(cluster, names.REMOTE, "Secret", names.remote_name(cluster.name))
         return replace(
             due,
-            make=() if len(ready) >= _num_servers(cluster, shards) else (_secret(cluster),),
+            make=() if len(ready) >= _num_servers(cluster, shards) else (secret,),
             # Evict only after the template is written, or the controller would recreate the old pod.
             evict=() if ref_of(wanted[-1]) in due.lost else evict,
             due_seconds=seconds,
@@ -249,11 +251,6 @@ def _eviction(
     # Replace the most recently started shard first: it holds the fewest rows.
     newest = sorted(observed.pods, key=lambda pod: started_at(pod, observed), reverse=True)
     return next_eviction(live, newest, template), math.inf
-
-
-def _secret(cluster: Cluster) -> Object:
-    """The Secret with the shards' password. A Secret that the user created is used as it is."""
-    return names.child(cluster, names.REMOTE, "Secret", names.remote_name(cluster.name))
 
 
 def _objects(

@@ -80,14 +80,14 @@ def _container(cluster: Cluster, router: Router, image: str) -> Object:
         "image": image,
         # Service proxies may send requests for a few seconds after the pod began to terminate.
         "lifecycle": {"preStop": {"sleep": {"seconds": _NOTICE_SECONDS}}},
-        "livenessProbe": _probe("/liveness", period=10, failures=6),
+        "livenessProbe": stateful.http_probe("/liveness", names.ROUTER_PORT, period=10, failures=6),
         "name": names.ROUTER,
         "ports": [
             {"containerPort": names.ROUTER_PORT, "name": "http", "protocol": "TCP"},
             {"containerPort": names.ROUTER_METRICS_PORT, "name": "metrics", "protocol": "TCP"},
         ],
         # A router is ready while it knows a healthy engine.
-        "readinessProbe": _probe("/readiness", period=5, failures=3),
+        "readinessProbe": stateful.http_probe("/readiness", names.ROUTER_PORT, period=5, failures=3),
         "resources": merge(resources, router.resources),
         "securityContext": stateful.READ_ONLY_SECURITY,
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -138,8 +138,3 @@ def _pools(cluster: Cluster) -> list[str]:
         "--decode-selector", *selector(cluster.name),
         *_FAST_CHECKS,
     ]  # fmt: skip
-
-
-def _probe(path: str, *, period: int, failures: int) -> Object:
-    request = {"path": path, "port": names.ROUTER_PORT}
-    return {"failureThreshold": failures, "httpGet": request, "periodSeconds": period, "timeoutSeconds": 5}

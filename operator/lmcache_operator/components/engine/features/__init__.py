@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from lmcache_operator.components.engine.features.base import PodFeature
 from lmcache_operator.components.engine.features.disk import Disk
@@ -12,6 +13,9 @@ from lmcache_operator.components.engine.features.pinning import Pinning
 from lmcache_operator.components.engine.features.remote import RemoteTier
 from lmcache_operator.components.engine.features.tenants import TenantBudgets
 from lmcache_operator.components.engine.features.tokens import Tokens
+
+_Value = TypeVar("_Value")
+_Key = TypeVar("_Key")
 
 FEATURES: tuple[PodFeature[Any], ...] = (
     RemoteTier(),
@@ -25,3 +29,8 @@ FEATURES: tuple[PodFeature[Any], ...] = (
 """All features, in the order in which their problems are reported."""
 TIERS = tuple(feature for feature in FEATURES if feature.is_tier)
 """The features that lookups can hit in."""
+
+
+def merged(part: Callable[[PodFeature[Any]], Mapping[_Key, _Value]]) -> dict[_Key, _Value]:
+    """One mapping of all features, such as their labels. ``part``: the mapping of a feature."""
+    return {key: value for feature in FEATURES for key, value in part(feature).items()}

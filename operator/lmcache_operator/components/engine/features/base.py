@@ -22,6 +22,7 @@ POD_NAME = "KUBERNETES_POD_NAME"
 """Variable with the pod's name, from which the kubelet makes other variables."""
 _SILENT = "the sidecar gives no reason"
 _MAX_COUNT = 1 << 63
+_FIGURE = re.compile(r"[0-9.]+")
 Report = TypeVar("Report")
 """A sidecar's report on one feature."""
 
@@ -54,6 +55,8 @@ class PodFeature(Generic[Report]):
     """Field of the spec that sets a label of the pod, by label."""
     absent: Report
     """Report of a sidecar that does not answer."""
+    quoted: ClassVar[Sequence[str]] = ()
+    """Fields of the report with texts in which figures change often, such as free bytes."""
 
     # -- the pod
 
@@ -84,11 +87,7 @@ class PodFeature(Generic[Report]):
         return {}
 
     def ports(self, cluster: Cluster) -> dict[str, int]:
-        """Ports of the sidecar, by name."""
-        return {}
-
-    def senders(self, cluster: Cluster) -> dict[int, list[Object]]:
-        """Peers of a NetworkPolicy that alone may connect to a port, by port."""
+        """Ports of the sidecar, by name. Only engine pods with the feature's labels may connect to them."""
         return {}
 
     def made(self, cluster: Cluster) -> Iterable[Object]:
@@ -128,7 +127,8 @@ class PodFeature(Generic[Report]):
 
     def steady(self, report: Report, former: Report) -> Report:
         """The report, with the texts of the former one where only figures in them changed."""
-        return report
+        steady: Report = steady_texts(report, former, self.quoted)
+        return steady
 
     def report(self, sidecar: Sidecar) -> Report:
         """The report of a sidecar on this feature."""
@@ -178,6 +178,7 @@ class LowerTier(PodFeature[TierReport]):
 
     is_tier = True
     absent = TierReport()
+    quoted = ("reason",)
 
     def read(self, stats: Mapping[str, Any]) -> TierReport:
         """Parse the tier's part of ``/stats``."""
@@ -186,10 +187,6 @@ class LowerTier(PodFeature[TierReport]):
         counts = (count_of(part.get(name)) for name in ("used_bytes", "evicted"))
         is_known = isinstance(is_reachable, bool)
         return TierReport(is_reachable if is_known else None, reason_of(part, "off_reason"), *counts)
-
-    def steady(self, report: TierReport, former: TierReport) -> TierReport:
-        """The report with a steady reason."""
-        return report._replace(reason=steady_text(report.reason, former.reason))
 
     def is_present(self, sidecar: Sidecar) -> bool:
         """Whether a sidecar has the tier."""
@@ -217,13 +214,11 @@ def reason_of(part: Mapping[str, Any], name: str) -> str:
     return plain(part.get(name)) or _SILENT
 
 
-def steady_text(reason: str, former: str) -> str:
-    """The former reason if only its figures changed, such as free bytes, so that it is reported once."""
-    return former if _without_figures(former) == _without_figures(reason) else reason
-
-
-def _without_figures(reason: str) -> str:
-    return re.sub(r"[0-9.]+", "", reason)
+def steady_texts(report: Any, former: Any, fields: Iterable[str]) -> Any:
+    """A report with the former text of each field in which only figures changed. It is reported once."""
+    texts = {name: (getattr(report, name), getattr(former, name)) for name in fields}
+    steady = {name: old for name, (new, old) in texts.items() if _FIGURE.sub("", new) == _FIGURE.sub("", old)}
+    return report._replace(**steady) if steady else report
 
 
 def secret_source(name: str, **keys: str | None) -> Object:

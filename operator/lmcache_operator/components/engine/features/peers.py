@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from lmcache_operator.api.parse import Cluster, declared
 from lmcache_operator.api.types import Spec
 from lmcache_operator.components.engine.features.base import POD_NAME, PodFeature, Volume, part_of
-from lmcache_operator.components.traffic import from_pods
 from lmcache_operator.contract.base import Observed, Sidecar
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object, names, paths
@@ -77,13 +76,6 @@ class PeersTier(PodFeature[bool]):
     def ports(self, cluster: Cluster) -> dict[str, int]:
         """The port on which the sidecar serves its memory tier."""
         return {"peers": names.PEERS_PORT} if cluster.spec.tiers.peers else {}
-
-    def senders(self, cluster: Cluster) -> dict[int, list[Object]]:
-        """Only engine pods with the same list of peers reach that port."""
-        if not cluster.spec.tiers.peers:
-            return {}
-        pods = {names.COMPONENT_LABEL: names.ENGINE} | self.labels(cluster)
-        return {names.PEERS_PORT: [from_pods(pods)]}
 
     def for_injected_pods(self, spec: Spec) -> Spec:
         """Injected pods are no peers, because they have no stable DNS names."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lmcache_operator.components.engine.features.base import PodFeature, count_of, part_of, steady_text
+from lmcache_operator.components.engine.features.base import PodFeature, count_of, part_of
 from lmcache_operator.contract.base import Observed, Sidecar
 from lmcache_operator.contract.conditions import Condition, failure_of
 from lmcache_store.common.text import plain
@@ -26,6 +26,7 @@ class Pinning(PodFeature[PinReport]):
     name = "pinning"
     condition_type = "MemoryTierPinned"
     absent = PinReport()
+    quoted = ("problem",)
 
     def read(self, stats: Mapping[str, Any]) -> PinReport:
         """Parse the part of ``/stats`` about copies."""
@@ -34,10 +35,6 @@ class Pinning(PodFeature[PinReport]):
             return PinReport(False, problem)
         is_pinned = any(map(count_of, part_of(transfer, "pinned_bytes").values()))
         return PinReport(True if is_pinned else None)
-
-    def steady(self, report: PinReport, former: PinReport) -> PinReport:
-        """The report with a steady problem."""
-        return report._replace(problem=steady_text(report.problem, former.problem))
 
     def condition(self, observed: Observed, sidecars: Sequence[Sidecar]) -> Condition | None:
         """Whether CUDA has pinned the memory tiers; None: no sidecar reports it, such as without GPUs."""
