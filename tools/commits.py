@@ -28,6 +28,8 @@ IMPERATIVES = frozenset(
 )
 """Imperatives that end like a participle."""
 _PARTICIPLE = re.compile(r"\w{2,}(?:ed|ing)")
+_LIMIT_FILE, _REASONS = "tools/check.py", "docs/comparison.md"
+_LIMIT = re.compile(r"^MAX_PRODUCT_LINES = ([0-9_]+)", re.MULTILINE)
 _TRAILER = re.compile(r"^[A-Z][\w-]*: .*$", re.MULTILINE)
 
 
@@ -59,6 +61,22 @@ def problems(commit: Commit) -> Iterator[str]:
         yield f"{name}: the commit changes product code, so its body must say why"
 
 
+def limit_problem(commit: Commit, repository: Path = ROOT) -> str | None:
+    """Return what is wrong with a commit that raises the limit of the product's size, or None.
+
+    The limit rises for a row in the comparison with other projects, and for nothing else.
+    """
+    if _LIMIT_FILE not in commit.paths or _REASONS in commit.paths:
+        return None
+    texts = (
+        _git(repository, "show", f"{revision}:{_LIMIT_FILE}") for revision in (f"{commit.id}~1", commit.id)
+    )
+    limits = [int(match[1]) for text in texts if (match := _LIMIT.search(text or ""))]
+    if len(limits) < 2 or limits[1] <= limits[0]:
+        return None
+    return f"{commit.id[:10]} {commit.subject!r}: raises MAX_PRODUCT_LINES without a row of {_REASONS}"
+
+
 def default_base(repository: Path = ROOT) -> str | None:
     """The commit at which HEAD left the default branch; None if Git does not find it."""
     if _git(repository, "rev-parse", "--is-shallow-repository") != "false":
@@ -80,7 +98,11 @@ def commits(base: str, repository: Path = ROOT) -> Iterator[Commit]:
 def all_problems(repository: Path = ROOT) -> list[str]:
     """The problems of all commits since the default branch, one line each."""
     base = default_base(repository)
-    return [line for commit in commits(base, repository) for line in problems(commit)] if base else []
+    lines: list[str] = []
+    for commit in commits(base, repository) if base else ():
+        lines += problems(commit)
+        lines += filter(None, [limit_problem(commit, repository)])
+    return lines
 
 
 def _git(repository: Path, *arguments: str) -> str | None:

@@ -85,3 +85,30 @@ def test_checks_each_commit_since_the_default_branch(repository: Path) -> None:
         "the subject ends with a full stop",
         "the commit changes product code, so its body must say why",
     ]
+
+
+@pytest.mark.parametrize(
+    ("limit", "files", "is_refused"),
+    [
+        ("40_001", {}, True),
+        ("40_001", {"docs/comparison.md": "a row"}, False),
+        ("39_999", {}, False),
+    ],
+)
+def test_limit_of_the_product_rises_only_with_a_row_of_the_comparison(
+    repository: Path, limit: str, files: dict[str, str], is_refused: bool
+) -> None:
+    def write(path: str, text: str) -> None:
+        (repository / path).parent.mkdir(exist_ok=True)
+        (repository / path).write_text(text)
+
+    write("tools/check.py", "MAX_PRODUCT_LINES = 40_000\n")
+    commit(repository, "README.md", "Set the limit")
+    git(repository, "checkout", "--quiet", "-b", "change")
+    write("tools/check.py", f"MAX_PRODUCT_LINES = {limit}\n")
+    for path, text in files.items():
+        write(path, text)
+    commit(repository, "README.md", "Change the limit")
+    assert [line.endswith("row of docs/comparison.md") for line in commits.all_problems(repository)] == (
+        [True] if is_refused else []
+    )
