@@ -1,7 +1,8 @@
 """Models of transformers that store the KV of prompts in an LMCacheEngine, and reuse it.
 
 ``CachedModel`` reuses the KV of a common prefix and generates exactly as the model does. ``BlendedModel``
-reuses the KV of documents in any order (CacheBlend), which is approximate.
+reuses the KV of documents in any order (CacheBlend), which is approximate. Its pass inside the model is in
+``blending``. ``prompts`` parses prompts as segments, and ``rotary`` rotates K to new positions.
 """
 
 from lmcache.huggingface.blended import BlendedModel, Prefilled

@@ -1,4 +1,9 @@
-"""The LMCacheCluster resource: typed spec and status, the CRDs, and the parser."""
+"""The LMCacheCluster resource: typed spec and status, the CRDs, and the parser.
+
+``types`` is the typed source; ``tiers``, ``autoscaling``, ``engine_pods``, ``tenants``, ``router``,
+``clients`` and ``images`` are parts of it. ``fields`` declares a field, ``crd`` writes the definitions, and
+``parse`` turns an object into a `Cluster`. ``documents`` reads YAML as kubectl reads it.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,6 @@
-"""All tiers together: write-through, promotion, and the decision to load or recompute."""
+"""All tiers together: write-through, promotion, and the decision to load or recompute.
+
+``store`` joins the tiers. ``search`` and ``promotions`` bring rows of lower tiers into memory,
+``tier_worker`` and ``tier_operations`` run one lower tier, ``write_queue`` and ``refresh`` write to it.
+``checksums`` verifies rows. ``history`` and ``absences`` record why a row was not in memory.
+"""
