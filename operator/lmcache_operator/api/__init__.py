@@ -2,7 +2,8 @@
 
 ``types`` is the typed source; ``tiers``, ``autoscaling``, ``engine_pods``, ``tenants``, ``router``,
 ``clients`` and ``images`` are parts of it. ``fields`` declares a field, ``crd`` writes the definitions, and
-``parse`` turns an object into a `Cluster`. ``documents`` reads YAML as kubectl reads it.
+``parse`` turns an object into a `Cluster`. ``engine_kinds`` lists the engines with versions, images and
+rules. ``documents`` reads YAML as kubectl reads it.
 """
 
 from __future__ import annotations
