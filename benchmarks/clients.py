@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.hello import ClientHello, Role
-from lmcache_client.rpc.session import Session
+from lmcache_client.rpc.session import SidecarSession
 from lmcache_store.kv_groups import KVGroup
 from lmcache_store.tiers.base import ROW_KEY_BYTES
 from lmcache_store.tiers.memory.contracts import Found, Slot
@@ -59,8 +59,8 @@ class EngineClients:
         for client in self._clients:
             client.close()
 
-    scheduler: Session
-    worker: Session
+    scheduler: SidecarSession
+    worker: SidecarSession
 
     def find(self, keys: npt.NDArray[np.uint64]) -> Found:
         """Read the index in shared memory."""

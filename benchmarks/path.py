@@ -30,7 +30,7 @@ from lmcache_store.kv_groups import KVGroup
 from lmcache_store.tiers.base import LowerTier, RowKey
 from lmcache_store.tiers.disk.tier import DiskTier
 from lmcache_store.tiers.encryption.aes import AesGcm
-from lmcache_store.tiers.encryption.keys import Keys
+from lmcache_store.tiers.encryption.keys import EncryptionKeys
 from lmcache_store.tiers.header import PART_BYTES
 from lmcache_store.tiers.memory.contracts import Chains, Geometry, Reserved, Slot
 from lmcache_store.tiers.memory.private import PrivateArena
@@ -139,7 +139,7 @@ async def rounds(
 
 
 def cipher(domain: str) -> AesGcm:
-    return AesGcm(domain, Keys({1: os.urandom(32)}, 1))
+    return AesGcm(domain, EncryptionKeys({1: os.urandom(32)}, 1))
 
 
 @contextmanager

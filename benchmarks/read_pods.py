@@ -32,7 +32,7 @@ from benchmarks.report import Figure, at_most, of, paired
 from benchmarks.vllm import ttft
 from lmcache_store.tiers.base import ObjectId, RowKey
 from lmcache_store.tiers.memory.layout import ArenaLayout, Head
-from lmcache_store.tiers.memory.slots import ENTRY, State
+from lmcache_store.tiers.memory.slots import ENTRY, SlotState
 from lmcache_store.tiers.peers.tier import PeersTier
 from lmcache_store.tiers.remote.address import DEFAULT_PREFIX, Endpoint
 from testing.child_process import wait_until
@@ -58,7 +58,7 @@ def stored_rows(arena: Path) -> list[Row]:
     layout = ArenaLayout.plan(head.capacity_bytes, head.geometry)
     begin = layout.table_offset(0)
     entries = data[begin : begin + layout.num_rows * ENTRY.itemsize].view(ENTRY)
-    stored = entries[entries["state"] == State.COMMITTED]
+    stored = entries[entries["state"] == SlotState.COMMITTED]
     return [(bytes(entry["key"]), int(entry["length"])) for entry in stored]
 
 

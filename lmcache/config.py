@@ -214,7 +214,7 @@ def _check_remote_url(url: str) -> None:
         raise ValueError("Invalid remote storage url (write type://host:port)")
 
 
-_READERS: dict[str, options.Reader] = {
+_READERS: dict[str, options.ValueReader] = {
     "chunk_size": options.number(int, 1, _NO_LIMIT, "a number of tokens: write 1 or more"),
     "local_device": parse_local_device,
     "max_local_cache_size": options.number(float, 0, _NO_LIMIT, "a number of GiB: write 0 or more"),

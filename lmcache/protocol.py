@@ -112,7 +112,7 @@ def _unpack(layout: struct.Struct, raw: bytes) -> tuple[Any, ...]:
     return fields
 
 
-class Stream(sockets.Stream):
+class TimedStream(sockets.Stream):
     """One end of a connection.
 
     Each ``send`` and ``receive`` times out after ``timeout_seconds``, plus one second per MiB.

@@ -9,17 +9,17 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_client.cuda.driver import Context, Event, Stream
+from lmcache_client.cuda.driver import GpuContext, GpuEvent, GpuStream
 
 
-def allocate(context: Context, content: bytes) -> int:
+def allocate(context: GpuContext, content: bytes) -> int:
     """Allocate device memory with this content."""
     address = int(context.call("cuMemAlloc", len(content)))
     context.call("cuMemcpyHtoD", address, content, len(content))
     return address
 
 
-def content(context: Context, address: int, num_bytes: int) -> bytes:
+def content(context: GpuContext, address: int, num_bytes: int) -> bytes:
     """Content of device memory."""
     out = np.zeros(num_bytes, np.uint8)
     context.call("cuMemcpyDtoH", out.ctypes.data, address, num_bytes)
@@ -32,7 +32,7 @@ def pages(num_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 @contextlib.contextmanager
-def pinned(context: Context, num_bytes: int) -> Iterator[npt.NDArray[np.uint8]]:
+def pinned(context: GpuContext, num_bytes: int) -> Iterator[npt.NDArray[np.uint8]]:
     """Zeroed memory that is registered inside the context."""
     array = pages(num_bytes)
     context.call("cuMemHostRegister", array.ctypes.data, num_bytes, 0)
@@ -45,17 +45,17 @@ def pinned(context: Context, num_bytes: int) -> Iterator[npt.NDArray[np.uint8]]:
 class Gate:
     """A word of device memory on which streams wait."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: GpuContext) -> None:
         self._context = context
         self._word = int(context.call("cuMemAlloc", 4))
         context.call("cuMemsetD8", self._word, 0, 4)
-        self._opener = Stream(context)
-        self._waits: list[Event] = []
+        self._opener = GpuStream(context)
+        self._waits: list[GpuEvent] = []
 
-    def hold(self, stream: Stream) -> None:
+    def hold(self, stream: GpuStream) -> None:
         """Hold back later work of ``stream`` until ``open``."""
         self._context.call("cuStreamWaitValue32", stream.raw, self._word, 1, 0)
-        wait_ended = Event(self._context)
+        wait_ended = GpuEvent(self._context)
         wait_ended.record(stream)
         self._waits.append(wait_ended)
 
@@ -72,7 +72,7 @@ class Gate:
 
 
 @contextlib.contextmanager
-def gate(context: Context) -> Iterator[Gate]:
+def gate(context: GpuContext) -> Iterator[Gate]:
     """A gate that is always opened at the end, so that no waiting work outlives it."""
     gate = Gate(context)
     try:

@@ -15,7 +15,7 @@ import numpy as np
 
 from lmcache_client.cuda import ipc
 from lmcache_client.cuda.copies import CopyBatch
-from lmcache_client.cuda.driver import Device, Stream
+from lmcache_client.cuda.driver import Device, GpuStream
 from testing.cuda_memory import allocate
 
 TIMEOUT = 200.0
@@ -88,7 +88,7 @@ def peer(**environment: str) -> Iterator[Peer]:
 def open_context(state: dict[str, Any]) -> int:
     state["context"] = Device.visible()[0].primary_context()
     state["mappings"] = ipc.Mappings(state["context"])
-    state["stream"] = Stream(state["context"])
+    state["stream"] = GpuStream(state["context"])
     return os.getpid()
 
 

@@ -17,7 +17,7 @@ from benchmarks.gpu.results import Results, held
 from benchmarks.gpu.scale import Scale, size
 from lmcache_client.cuda import ipc
 from lmcache_client.cuda.copies import CopyBatch
-from lmcache_client.cuda.driver import Context, Stream
+from lmcache_client.cuda.driver import GpuContext, GpuStream
 from lmcache_client.cuda.errors import CudaError
 from testing.cuda_memory import pages
 from testing.cuda_peers import open_context, peer
@@ -32,14 +32,14 @@ LEAST_SHARE = 0.9
 class Buffers:
     """Device memory, host memory of the same size, and a stream."""
 
-    def __init__(self, context: Context, address: int, scale: Scale, *, is_pinned: bool = True) -> None:
+    def __init__(self, context: GpuContext, address: int, scale: Scale, *, is_pinned: bool = True) -> None:
         self.context, self.address, self.scale = context, address, scale
         self.host = pages(scale.copy_bytes)
         self.host.fill(0)
         self._is_pinned = is_pinned
         if is_pinned:
             context.call("cuMemHostRegister", self.host.ctypes.data, self.host.nbytes, 0)
-        self.stream = Stream(context)
+        self.stream = GpuStream(context)
 
     def batch(self, piece_bytes: int, *, is_store: bool) -> CopyBatch:
         """Create a batch whose pieces are in random order on the device, as blocks of an engine's KV are."""
@@ -51,7 +51,9 @@ class Buffers:
         to, from_ = (here, there) if is_store else (there, here)
         return CopyBatch(to, from_, np.full(number, piece_bytes, np.uint64))
 
-    def gbytes(self, batch: CopyBatch, submit: Callable[[CopyBatch, Stream], object] | None = None) -> float:
+    def gbytes(
+        self, batch: CopyBatch, submit: Callable[[CopyBatch, GpuStream], object] | None = None
+    ) -> float:
         """Return 10^9 bytes per second, including the submission: the median of the rounds."""
         taken = []
         for _ in range(self.scale.rounds + 1):  # the first is not counted
@@ -67,7 +69,7 @@ class Buffers:
             self.context.call("cuMemHostUnregister", self.host.ctypes.data)
 
 
-def singly(batch: CopyBatch, stream: Stream) -> None:
+def singly(batch: CopyBatch, stream: GpuStream) -> None:
     """Copy with one call per piece."""
     types = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
     copy: Any = stream.context.driver.function("cuMemcpyAsync", 4000, *types)
@@ -77,14 +79,14 @@ def singly(batch: CopyBatch, stream: Stream) -> None:
                 raise stream.context.driver.error("cuMemcpyAsync", code)
 
 
-def measure(results: Results, context: Context, scale: Scale) -> None:
+def measure(results: Results, context: GpuContext, scale: Scale) -> None:
     address = int(context.call("cuMemAlloc", scale.copy_bytes))
     _by_size(results, context, address, scale)
     _other_ways(results, context, address, scale)
     context.call("cuMemFree", address)
 
 
-def _by_size(results: Results, context: Context, address: int, scale: Scale) -> None:
+def _by_size(results: Results, context: GpuContext, address: int, scale: Scale) -> None:
     section = results.section(
         "Copies by the size of their pieces",
         ("piece size", "to the host", "to the GPU", "read by another process over IPC", "bar"),
@@ -112,7 +114,7 @@ def _by_size(results: Results, context: Context, address: int, scale: Scale) -> 
     section.add("2 MiB / the best", *(f"{share:.2f}" for share in shares), bar)
 
 
-def _other_ways(results: Results, context: Context, address: int, scale: Scale) -> None:
+def _other_ways(results: Results, context: GpuContext, address: int, scale: Scale) -> None:
     section = results.section(
         "Other ways to copy",
         ("way", "piece size", "to the host", "to the GPU"),
@@ -136,7 +138,7 @@ def _other_ways(results: Results, context: Context, address: int, scale: Scale) 
         buffers.close()
 
 
-def measure_pageable(results: Results, context: Context, scale: Scale) -> None:
+def measure_pageable(results: Results, context: GpuContext, scale: Scale) -> None:
     """Measure copies of memory that is not pinned. An error becomes the cell of its row."""
     section = results.section(
         "Copies of memory that is not pinned",

@@ -12,13 +12,13 @@ from benchmarks.gpu.kernel import Kernel
 from benchmarks.gpu.results import Results, held
 from benchmarks.gpu.scale import Scale, size
 from lmcache_client.cuda import ipc
-from lmcache_client.cuda.driver import Context
+from lmcache_client.cuda.driver import GpuContext
 from testing.cuda_peers import Peer, open_context, peer
 
 ALLOWED = 1.05
 
 
-def measure(results: Results, context: Context, scale: Scale) -> None:
+def measure(results: Results, context: GpuContext, scale: Scale) -> None:
     section = results.section(
         "Kernels during copies",
         ("background work", "p50", "p99", "p99 / alone", "bar"),

@@ -7,7 +7,7 @@ import itertools
 import time
 from typing import Any
 
-from lmcache_client.cuda.driver import Context, Stream
+from lmcache_client.cuda.driver import GpuContext, GpuStream
 
 PTX = b"""
 .version 7.0
@@ -61,7 +61,7 @@ for its chip (checked with ptxas 12.9 for sm_70 to sm_100).
 class Kernel:
     """Reads ``num_bytes`` of device memory on a separate stream, as an engine's attention does."""
 
-    def __init__(self, context: Context, num_bytes: int) -> None:
+    def __init__(self, context: GpuContext, num_bytes: int) -> None:
         """Raises CudaError."""
         self._context, self._num_bytes = context, num_bytes
         self._module = context.call("cuModuleLoadData", PTX)
@@ -70,7 +70,7 @@ class Kernel:
         self._out = int(context.call("cuMemAlloc", 4))
         context.call("cuMemsetD8", self._data, 0, num_bytes)
         self._blocks = 8 * context.device.attribute("MULTIPROCESSOR_COUNT")
-        self._stream = Stream(context)
+        self._stream = GpuStream(context)
 
     def times(self, number: int) -> list[float]:
         """Run the kernel ``number`` times. Returns the seconds of each run on the device, ascending."""

@@ -10,11 +10,11 @@ from benchmarks.gpu.copies import MIB
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.scale import Scale
 from lmcache_client.cuda import ipc
-from lmcache_client.cuda.driver import Context
+from lmcache_client.cuda.driver import GpuContext
 from testing.cuda_peers import open_context, peer
 
 
-def measure(results: Results, context: Context, scale: Scale) -> None:
+def measure(results: Results, context: GpuContext, scale: Scale) -> None:
     section = results.section(
         "Contexts and mappings",
         ("cost", "measured"),
@@ -31,7 +31,7 @@ def measure(results: Results, context: Context, scale: Scale) -> None:
     context.call("cuMemFree", address)
 
 
-def _free_bytes(context: Context) -> int:
+def _free_bytes(context: GpuContext) -> int:
     return int(context.call("cuMemGetInfo")[0])
 
 

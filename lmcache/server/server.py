@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 
 from lmcache.logging import init_logger
-from lmcache.protocol import MAX_LENGTH, ClientMetaMessage, Constants, ServerMetaMessage, Stream
+from lmcache.protocol import MAX_LENGTH, ClientMetaMessage, Constants, ServerMetaMessage, TimedStream
 from lmcache.server.server_storage_backend import CreateStorageBackend
 from lmcache_store.tiers.header import Buffer
 
@@ -58,8 +58,8 @@ class LMCacheServer:
         self._incomplete = _Budget(max_object_bytes)
         self._changed = threading.Condition()
         # protected by _changed
-        self._clients: set[Stream] = set()
-        self._idle: dict[Stream, None] = {}  # clients without a running request, the longest idle first
+        self._clients: set[TimedStream] = set()
+        self._idle: dict[TimedStream, None] = {}  # clients without a running request, the longest idle first
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         self._listener = socket.create_server((host, port), family=family, backlog=128)
         self.port: int = self._listener.getsockname()[1]
@@ -86,7 +86,7 @@ class LMCacheServer:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-            stream = Stream(connection, self._timeout)
+            stream = TimedStream(connection, self._timeout)
             threading.Thread(target=self._serve, args=(stream,), daemon=True).start()
         except (OSError, RuntimeError) as error:  # RuntimeError: no further thread can be started
             if not self._is_stopping:
@@ -101,7 +101,7 @@ class LMCacheServer:
             self._changed.wait_for(lambda: not self._clients, _GRACE_SECONDS)
         self.data_store.close()
 
-    def _serve(self, stream: Stream) -> None:
+    def _serve(self, stream: TimedStream) -> None:
         try:
             is_admitted = self._admit(stream)
             while is_admitted and self._wait(stream) and self._answer(stream):
@@ -114,7 +114,7 @@ class LMCacheServer:
                 self._clients.discard(stream)
                 self._changed.notify_all()
 
-    def _admit(self, stream: Stream) -> bool:
+    def _admit(self, stream: TimedStream) -> bool:
         """Register a new client, if necessary in place of an idle one.
 
         Returns False if there are too many clients.
@@ -130,7 +130,7 @@ class LMCacheServer:
                 self._clients.add(stream)
             return is_admitted
 
-    def _wait(self, stream: Stream) -> bool:
+    def _wait(self, stream: TimedStream) -> bool:
         """Wait for a request. Returns False if the client is idle for too long or disconnects."""
         with self._changed:
             self._idle[stream] = None
@@ -140,7 +140,7 @@ class LMCacheServer:
             with self._changed:
                 self._idle.pop(stream, None)
 
-    def _answer(self, stream: Stream) -> bool:
+    def _answer(self, stream: TimedStream) -> bool:
         """Receive and answer one request. Returns False if it was invalid."""
         try:
             request = ClientMetaMessage.deserialize(stream.receive(ClientMetaMessage.packlength()))
@@ -198,7 +198,7 @@ class _Budget:
                 self._changed.notify_all()
 
 
-def _reply(stream: Stream, payload: Buffer | None) -> None:
+def _reply(stream: TimedStream, payload: Buffer | None) -> None:
     if payload is None:
         stream.send(ServerMetaMessage(Constants.SERVER_FAIL, 0).serialize())
     else:

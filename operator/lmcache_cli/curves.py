@@ -17,7 +17,7 @@ _ABOUT = {"samples": "samples", "half-life": "window", "observed": "observedAt"}
 _MIN_BARS, _MAX_BARS = 10, 60
 
 
-class Point(NamedTuple):
+class CurveRow(NamedTuple):
     """One size on the curve."""
 
     size: str
@@ -45,7 +45,7 @@ class Curve:
     current: int
     """Present size: bytes of one pod, or of all shards."""
     recommended: int
-    points: tuple[Point, ...]
+    points: tuple[CurveRow, ...]
     """Points in ascending order, including the present and the recommended size."""
 
     @classmethod
@@ -74,7 +74,7 @@ class Curve:
                 f"{name}: status.autoscaling is from another version: {type(error).__name__}: {error}"
             ) from error
 
-    def what_is(self, point: Point) -> str:
+    def what_is(self, point: CurveRow) -> str:
         """Return "present", "recommended", both, or nothing."""
         words = {"present": self.current, "recommended": self.recommended}
         return " and ".join(word for word, size in words.items() if size == point.num_bytes)
@@ -116,7 +116,7 @@ def _size(value: Any, shard_bytes: int) -> int:
     return parse_size(format_size(value * shard_bytes)) if shard_bytes else parse_size(value)
 
 
-def _point(values: Mapping[str, Any]) -> Point:
+def _point(values: Mapping[str, Any]) -> CurveRow:
     hit = float(values["hit"])
     low, high = (float(values.get(name, hit)) for name in ("low", "high"))
-    return Point(str(values["size"]), 100 * hit, 100 * low, 100 * high, float(values["netPerHour"]))
+    return CurveRow(str(values["size"]), 100 * hit, 100 * low, 100 * high, float(values["netPerHour"]))

@@ -31,7 +31,7 @@ from lmcache_operator.components.registry import COMPONENTS, kinds_of
 from lmcache_operator.contract.base import Context
 from lmcache_operator.election import Elector, LeaseName
 from lmcache_operator.errors import ApiError, RefusedError
-from lmcache_operator.kube.client import Fence, KubeApi, connect
+from lmcache_operator.kube.client import KubeApi, WriteFence, connect
 from lmcache_operator.kube.watch import login
 from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.reconciler import Reconciler
@@ -103,7 +103,7 @@ async def _work(
     namespaces: Sequence[str],
     health: Health,
     lease: LeaseName | None,
-    fence: Fence = lambda: math.inf,
+    fence: WriteFence = lambda: math.inf,
 ) -> None:
     async with (
         connect(fence) as api,

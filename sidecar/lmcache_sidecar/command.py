@@ -14,7 +14,7 @@ from typing import NoReturn
 import lmcache_store
 from lmcache_sidecar import config as configuration
 from lmcache_sidecar.commands import explain as explain
-from lmcache_sidecar.config import ConfigError, Reading
+from lmcache_sidecar.config import ConfigError, ConfigReading
 from lmcache_sidecar.files.tenants import print_salt_hash
 from lmcache_store.common.logs import FloodFilter, set_up
 from lmcache_store.common.options import describe
@@ -63,7 +63,7 @@ def _parser(command: str = "") -> argparse.ArgumentParser:
     return parser
 
 
-def _read(arguments: Sequence[str] | None) -> Reading:
+def _read(arguments: Sequence[str] | None) -> ConfigReading:
     """Read the options of all sources. Raises ConfigError for a mistake, unless the sidecar stays up."""
     flags: dict[str, str | None] = {}
     mistakes, unknown = [], []

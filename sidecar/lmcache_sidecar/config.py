@@ -17,7 +17,7 @@ from lmcache_client.rpc.service import DEFAULT_SOCKET, check_socket_path
 from lmcache_store.common import options
 from lmcache_store.common.units import parse_size
 from lmcache_store.tiers.peers.limits import MIN_BYTES_PER_SECOND
-from lmcache_store.tiers.remote.address import Address, Kind, Tls
+from lmcache_store.tiers.remote.address import Address, AddressKind, Tls
 
 
 class ConfigError(Exception):
@@ -41,7 +41,7 @@ def _read_bandwidth(text: str) -> int:
     return rate
 
 
-def _option(metavar: str, default: str, parse: options.Reader, about: str) -> Any:
+def _option(metavar: str, default: str, parse: options.ValueReader, about: str) -> Any:
     """Declare a field; ``default`` is text, as a user would write it."""
     return options.setting(parse(default), parse, metavar=metavar, default=default, about=about)
 
@@ -213,7 +213,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag_of(name), metavar=about["metavar"], help=about_all)
 
 
-class Reading(NamedTuple):
+class ConfigReading(NamedTuple):
     """The merged options of all sources, with mistakes and warnings."""
 
     config: Config
@@ -231,7 +231,7 @@ class Reading(NamedTuple):
         return self.config
 
 
-def read(arguments: Mapping[str, str | None], environ: Mapping[str, str]) -> Reading:
+def read(arguments: Mapping[str, str | None], environ: Mapping[str, str]) -> ConfigReading:
     """Merge all sources. ``arguments`` maps field names, and ``config``, to the values of the flags."""
     path = arguments.get("config") or environ.get(options.variable_of("config")) or ""
     file_mistakes: list[str] = []
@@ -247,12 +247,12 @@ def read(arguments: Mapping[str, str | None], environ: Mapping[str, str]) -> Rea
     config = Config(**values)
     if not config.remote_url and config.has_credential_files:
         mistakes.append("--remote-username-file and --remote-password-file need --remote-url")
-    if config.remote_shards_file and not (config.remote_url and config.remote_url.kind is Kind.SHARDS):
+    if config.remote_shards_file and not (config.remote_url and config.remote_url.kind is AddressKind.SHARDS):
         mistakes.append("--remote-shards-file needs --remote-url with redis:// or rediss://")
     if config.memory_capacity < config.memory_size:
         mistakes.append("--memory-max-size must not be less than --memory-size")
     unknown = *options.unknown_keys(path, in_file, readers), *suspect_variables(environ)
-    return Reading(config, (*file_mistakes, *mistakes), (*unknown, *unused_keys(config)))
+    return ConfigReading(config, (*file_mistakes, *mistakes), (*unknown, *unused_keys(config)))
 
 
 def unused_keys(config: Config) -> Iterator[str]:

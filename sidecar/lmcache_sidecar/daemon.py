@@ -23,9 +23,9 @@ from http import HTTPStatus
 import lmcache_store
 from lmcache_client.rpc import service
 from lmcache_sidecar.calls import CallStats
-from lmcache_sidecar.config import Config, ConfigError, Reading
+from lmcache_sidecar.config import Config, ConfigError, ConfigReading
 from lmcache_sidecar.pages.http import HttpServer, Page
-from lmcache_sidecar.pages.stats import Figure, Part, document, read
+from lmcache_sidecar.pages.stats import Figure, StatsPart, document, read
 from lmcache_sidecar.pages.tokens import PageTokens
 from lmcache_sidecar.sidecar import Sidecar
 
@@ -50,7 +50,7 @@ FIGURES: tuple[Figure[Daemon], ...] = (
 )
 
 
-async def serve(reading: Reading, read_again: Callable[[], Reading]) -> None:
+async def serve(reading: ConfigReading, read_again: Callable[[], ConfigReading]) -> None:
     """Run until SIGTERM or SIGINT. Raises ConfigError if the sidecar can't run, unless it must stay up."""
     daemon = Daemon(reading)
     # Signal handlers of the loop would not run while the loop hangs.
@@ -67,7 +67,7 @@ async def serve(reading: Reading, read_again: Callable[[], Reading]) -> None:
 class Daemon:
     """The HTTP server, and the sidecar as soon as it can run."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: ConfigReading) -> None:
         self._reading = reading
         self._loop = asyncio.get_running_loop()
         self._started = time.monotonic()
@@ -90,7 +90,7 @@ class Daemon:
         faulthandler.dump_traceback_later(seconds + 1, exit=True)  # needs neither the GIL nor the log's lock
         self._loop.call_soon_threadsafe(self._stopping.set)
 
-    async def run(self, read_again: Callable[[], Reading]) -> None:
+    async def run(self, read_again: Callable[[], ConfigReading]) -> None:
         """Start the sidecar, with retries, and wait for the end. Raises ConfigError without stay_up."""
         for sentence in self._reading.warnings:
             logger.warning("%s", sentence)
@@ -211,7 +211,7 @@ class Daemon:
         """Seconds since the start."""
         return round(time.monotonic() - self._started, 3)
 
-    def _stats(self) -> list[Part]:
+    def _stats(self) -> list[StatsPart]:
         facts = {
             "version": lmcache_store.__version__,
             "protocol_version": service.PROTOCOL_VERSION,
@@ -221,7 +221,7 @@ class Daemon:
             "http_authentication": "Token" if self._tokens.path else "None",
             "http_authentication_problem": self._tokens.problem,
         }
-        return [Part("", facts, read(FIGURES, self)), *(self._sidecar.stats() if self._sidecar else ())]
+        return [StatsPart("", facts, read(FIGURES, self)), *(self._sidecar.stats() if self._sidecar else ())]
 
     async def _metrics_page(self, _: str) -> Page:
         metrics = await asyncio.to_thread(importlib.import_module, "lmcache_sidecar.pages.metrics")

@@ -23,7 +23,7 @@ _OFFER_SECONDS = 1.0
 """Longest time to read a row that another pod offers. By default, that pod waits as long."""
 
 
-class PinnedRow:
+class PinnedMemoryRow:
     """A pinned row of one store. ``release`` may be called in any thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, store: TieredStore, slot: Slot) -> None:
@@ -67,16 +67,16 @@ class PeerRows:
 
         return self._in_loop(find, lambda _: None) or [False] * len(ids)
 
-    def pin(self, key: RowKey) -> PinnedRow | None:
+    def pin(self, key: RowKey) -> PinnedMemoryRow | None:
         """Pin a row; None if it can't be read."""
 
-        def pin() -> PinnedRow | None:
+        def pin() -> PinnedMemoryRow | None:
             store = self._store()
             slot = store.begin_read(key) if store is not None else None
             if store is None or slot is None:
                 return None
             try:
-                return PinnedRow(self._loop, store, slot)
+                return PinnedMemoryRow(self._loop, store, slot)
             except BaseException:
                 store.end_read(slot)
                 raise

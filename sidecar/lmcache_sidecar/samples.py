@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl
 import numpy as np
 
 from lmcache_sidecar.clients.registry import Client, Clients
-from lmcache_sidecar.clients.validation import Peer
+from lmcache_sidecar.clients.validation import ParsedHello
 from lmcache_sidecar.explain.sources import NAMES, loaded_tokens
 from lmcache_store.common.units import ceil_div
 from lmcache_store.curves import HASHES, Sampler
@@ -46,7 +46,7 @@ class LookupStats:
     loaded_tokens: Counter[str] = counters("tier", "Tokens that engines load, by the tier that held them")
 
 
-class Samples:
+class LookupSampler:
     """Samples the lookups of one namespace. The event loop owns it.
 
     Distances between keys of several namespaces would be noise.
@@ -59,7 +59,7 @@ class Samples:
         self._num_dropped = 0  # samples that earlier samplers dropped
         self._restart(None)
 
-    def _restart(self, peer: Peer | None) -> None:
+    def _restart(self, peer: ParsedHello | None) -> None:
         self._sampler = Sampler(kept_seconds=_RETENTION_SECONDS)
         self._started = self._clock()
         self._num_slots = 0  # usable slots for which the rate was computed
@@ -80,7 +80,7 @@ class Samples:
 
     def note(
         self,
-        peer: Peer,
+        peer: ParsedHello,
         chains: Chains,
         sources: bytes,
         num_loaded_tokens: int,
@@ -101,7 +101,7 @@ class Samples:
             names = names ^ words[:, 0]
         self._sampler.record(self._clock(), names.tobytes(), sources.ljust(len(keys), b"-")[::-1])
 
-    def _follows(self, peer: Peer) -> bool:
+    def _follows(self, peer: ParsedHello) -> bool:
         """Return whether the client's namespace is sampled.
 
         The first namespace is sampled until none of its clients is attached. Then sampling starts again with

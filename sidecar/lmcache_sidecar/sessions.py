@@ -14,10 +14,10 @@ from lmcache_sidecar.clients import offers, validation
 from lmcache_sidecar.clients.registry import Client, Clients
 from lmcache_sidecar.clients.validation import precondition
 from lmcache_sidecar.copiers.copier import SidecarCopier
-from lmcache_sidecar.explain.causes import Causes, Scheduled, find_blocking
-from lmcache_sidecar.explain.requests import Engine
+from lmcache_sidecar.explain.causes import Causes, UncountedRequest, find_blocking
+from lmcache_sidecar.explain.requests import RequestEngine
 from lmcache_sidecar.explain.sources import find_sources
-from lmcache_sidecar.samples import Samples
+from lmcache_sidecar.samples import LookupSampler
 from lmcache_store.tiers.errors import ArenaError, StaleSlotError
 from lmcache_store.tiers.memory.arena import ArenaFile
 from lmcache_store.tiers.memory.contracts import Geometry, Slot
@@ -52,7 +52,7 @@ class Sessions:
         self.store: TieredStore | None = None
         self._arena_path = arena_path
         self._make_store = make_store
-        self.samples = Samples(clients)
+        self.samples = LookupSampler(clients)
         self.causes = Causes()
         self.on_namespace: Callable[[bytes], None] = lambda namespace: None
         """Called with the namespace of each client that attaches, before its first call."""
@@ -149,7 +149,7 @@ class Sessions:
                 chains, len(sources), request.request_id, store.absence, history.is_stored
             )
             self.causes.note(
-                Scheduled(
+                UncountedRequest(
                     time.time(),
                     request.request_id,
                     chains,
@@ -232,9 +232,9 @@ class Sessions:
             self.causes.note(times)
         return pb.ReleaseReply()
 
-    def _engine(self, client: Client) -> Engine:
+    def _engine(self, client: Client) -> RequestEngine:
         engine = client.peer.engine
-        return Engine(engine, self.clients.num_gpus(engine), client.prefill_tokens_per_second)
+        return RequestEngine(engine, self.clients.num_gpus(engine), client.prefill_tokens_per_second)
 
     def _end_reservations(
         self,

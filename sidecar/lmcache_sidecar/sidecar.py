@@ -22,11 +22,11 @@ from lmcache_sidecar.files.watched_files import SizeFile
 from lmcache_sidecar.lower_tiers import open_tiers
 from lmcache_sidecar.pages import requests as page
 from lmcache_sidecar.pages import stats
-from lmcache_sidecar.pages.stats import Part
+from lmcache_sidecar.pages.stats import StatsPart
 from lmcache_sidecar.pages.tenant_stats import tenants_part
 from lmcache_sidecar.peer_rows import TIER_NAME
 from lmcache_sidecar.resizing import Resizer
-from lmcache_sidecar.samples import Samples
+from lmcache_sidecar.samples import LookupSampler
 from lmcache_sidecar.server import Server, claim_socket
 from lmcache_sidecar.sessions import Sessions
 from lmcache_store.tiers.errors import ArenaError
@@ -146,7 +146,7 @@ class Sidecar:
             await hand_over(store, self._tiers.get(TIER_NAME), self._config.peer_name, left)
 
     @property
-    def samples(self) -> Samples:
+    def samples(self) -> LookupSampler:
         """Samples of looked-up keys, from which the operator computes the best sizes of tiers."""
         return self._sessions.samples
 
@@ -161,7 +161,7 @@ class Sidecar:
         causes.settle()
         return page.answer(reversed(causes.requests), query)
 
-    def stats(self) -> list[Part]:
+    def stats(self) -> list[StatsPart]:
         """Statistics of all components of this sidecar."""
         parts = stats.collect(self._sessions, self._handles, self._memory_stats, self._resizer)
         memory = self._sessions.store.memory if self._sessions.store is not None else None

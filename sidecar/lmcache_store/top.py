@@ -13,20 +13,20 @@ from typing import Any, NamedTuple
 from lmcache_store.common.terminal import is_colorful
 from lmcache_store.common.text import Style
 from lmcache_store.explain import live
-from lmcache_store.explain.traffic import Answer, Traffic, document
+from lmcache_store.explain.traffic import SidecarAnswer, SidecarTraffic, document
 
 EXIT_NO_ANSWER = 1
 
 
-class Reading(NamedTuple):
+class TopReading(NamedTuple):
     """The answers of all sidecars at one time."""
 
-    answers: Sequence[Answer]
+    answers: Sequence[SidecarAnswer]
     problems: Sequence[str] = ()
     """Sentences that say what could not be read, and what to do."""
 
 
-Read = Callable[[], Awaitable[Reading]]
+Read = Callable[[], Awaitable[TopReading]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,7 @@ async def run(read: Read, arguments: argparse.Namespace, dump: Callable[[dict[st
         arguments: those of `add_arguments`, and ``output``.
         dump: formats the figures as ``arguments.output`` says, unless that is "table".
     """
-    began, traffic = time.monotonic(), Traffic()
+    began, traffic = time.monotonic(), SidecarTraffic()
     traffic.observe((await read()).answers)
     await asyncio.sleep(max(0.0, began + arguments.interval - time.monotonic()))
     reading = await read()

@@ -12,11 +12,11 @@ from unittest import mock
 
 import torch
 
-from lmcache_client.cuda.driver import Context, Device
+from lmcache_client.cuda.driver import Device, GpuContext
 from testing.engine import gpu
 
 
-def zeros(context: Context, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+def zeros(context: GpuContext, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
     """A zeroed tensor in device memory, which is never freed."""
     address = int(context.call("cuMemAlloc", num_bytes))
     memory = (ctypes.c_char * num_bytes).from_address(address)

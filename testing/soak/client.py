@@ -20,7 +20,7 @@ from pathlib import Path
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.errors import SidecarError
 from lmcache_client.rpc.hello import ClientHello, Role
-from lmcache_client.rpc.session import Scheduled, Session
+from lmcache_client.rpc.session import Scheduled, SidecarSession
 from lmcache_store.kv_groups import KVGroup
 from lmcache_store.tiers.base import ROW_KEY_BYTES
 from lmcache_store.tiers.memory.contracts import Slot
@@ -80,7 +80,7 @@ class Traffic:
         finally:
             self._release(request_id)
 
-    def _serve(self, scheduler: Session, worker: Session, prompt: int, request_id: str) -> None:
+    def _serve(self, scheduler: SidecarSession, worker: SidecarSession, prompt: int, request_id: str) -> None:
         keys, tenant = rows.row_keys(prompt), rows.tenant(prompt)
         num_leased = self._lookup(scheduler, keys, tenant, request_id)
         slots = scheduler.index.find(rows.words(keys)).slots()[:num_leased]
@@ -94,7 +94,7 @@ class Traffic:
         self._load(worker, prompt, slots)
         self._store(worker, prompt, len(slots), keys[len(slots) * ROW_KEY_BYTES :], request_id)
 
-    def _lookup(self, scheduler: Session, keys: bytes, tenant: bytes, request_id: str) -> int:
+    def _lookup(self, scheduler: SidecarSession, keys: bytes, tenant: bytes, request_id: str) -> int:
         """Lease the leading rows in memory. Waits for rows that the sidecar promotes."""
         deadline = time.monotonic() + _PROMOTION_SECONDS
         while True:
@@ -104,7 +104,7 @@ class Traffic:
                 return result.num_leased
             time.sleep(_POLL_SECONDS)
 
-    def _load(self, worker: Session, prompt: int, slots: list[Slot]) -> None:
+    def _load(self, worker: SidecarSession, prompt: int, slots: list[Slot]) -> None:
         with worker.copying():
             copies = [worker.view(slot.row, rows.ROW_BYTES).copy() for slot in slots]
             are_valid = [worker.holds(slot) for slot in slots]
@@ -116,7 +116,9 @@ class Traffic:
                 raise WrongBytesError(f"prompt {prompt}, chunk {chunk}, slot {slots[chunk]}")
             self.counts["loaded"] += 1
 
-    def _store(self, worker: Session, prompt: int, first: int, missing: bytes, request_id: str) -> None:
+    def _store(
+        self, worker: SidecarSession, prompt: int, first: int, missing: bytes, request_id: str
+    ) -> None:
         if not missing:
             return
         tenant = rows.tenant(prompt)

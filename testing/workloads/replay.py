@@ -15,7 +15,7 @@ import numpy as np
 
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.hello import ClientHello, Role
-from lmcache_client.rpc.session import Scheduled, Session
+from lmcache_client.rpc.session import Scheduled, SidecarSession
 from lmcache_client.rpc.times import RequestTimes
 from lmcache_store.kv_groups import KVGroup
 from lmcache_store.tiers.base import ROW_KEY_BYTES
@@ -87,8 +87,10 @@ class Engine:
         for client in self._clients:
             client.close()
 
-    def _session(self, number: int) -> Session:
-        session: Session = wait_until(partial(getattr, self._clients[number], "session"), what="attached")
+    def _session(self, number: int) -> SidecarSession:
+        session: SidecarSession = wait_until(
+            partial(getattr, self._clients[number], "session"), what="attached"
+        )
         return session
 
     def serve(self, name: str, keys: tuple[int, ...], num_in_engine: int = 0) -> tuple[int, int]:
@@ -133,7 +135,7 @@ class Engine:
         return in_memory, num_hits - in_memory
 
 
-def _num_leading(scheduler: Session, names: bytes) -> int:
+def _num_leading(scheduler: SidecarSession, names: bytes) -> int:
     slots = scheduler.index.find(np.frombuffer(names, np.uint64).reshape(-1, ROW_KEY_BYTES // 8))
     return len(slots.rows)
 

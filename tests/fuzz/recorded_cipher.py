@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.encryption.aes import AesGcm
-from lmcache_store.tiers.encryption.pieces import Place
+from lmcache_store.tiers.encryption.pieces import PiecePlace
 from lmcache_store.tiers.header import Buffer, parse
 
 
@@ -13,9 +13,9 @@ class RecordedCipher(AesGcm):
 
     def __init__(self, domain: str) -> None:
         super().__init__(domain)
-        self.contents: dict[tuple[Place, bytes], bytes] = {}
+        self.contents: dict[tuple[PiecePlace, bytes], bytes] = {}
 
-    def encrypt(self, place: Place, content: Buffer, into: memoryview) -> None:
+    def encrypt(self, place: PiecePlace, content: Buffer, into: memoryview) -> None:
         """See Cipher."""
         super().encrypt(place, content, into)
         self.contents[place, bytes(into)] = bytes(content)
@@ -25,12 +25,12 @@ class RecordedCipher(AesGcm):
 
         ``split`` gets the length of the payload, and returns the encrypted pieces.
         """
-        header = self.contents.get((Place.of_header(of), marker))
+        header = self.contents.get((PiecePlace.of_header(of), marker))
         if header is None:
             return None
         total, payload = parse(header).total_bytes, b""
         for value in split(total):
-            piece = self.contents.get((Place(of, total, len(payload)), value))
+            piece = self.contents.get((PiecePlace(of, total, len(payload)), value))
             if piece is None:
                 return None
             payload += piece

@@ -20,10 +20,10 @@ import torch
 from lmcache_client.core.copier import CpuCopier, RowLoad
 from lmcache_client.core.jobs import EngineIdentity
 from lmcache_client.core.layout import Layout
-from lmcache_client.core.paged.blocking import BlockingAccess, EngineRequest, Limits
+from lmcache_client.core.paged.blocking import BlockingAccess, Limits, PagedRequest
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.hello import ClientHello, Role
-from lmcache_client.rpc.session import Session
+from lmcache_client.rpc.session import SidecarSession
 from lmcache_store.common.timing import TIMING, Timing
 from lmcache_store.kv_groups import GroupKind, KVGroup
 from testing.processes import SidecarProcess
@@ -222,7 +222,7 @@ class PageEngine:
 
     def report(self, *numbers: int, num_engine: int, num_loaded: int, num_more_tokens: int = 0) -> None:
         """Report a prompt of these pages: how many leading ones the engine has, and how many it loaded."""
-        request = EngineRequest(
+        request = PagedRequest(
             lambda: hashes_of(numbers),
             len(numbers) * PAGE_TOKENS + num_more_tokens,
             num_engine * PAGE_TOKENS,
@@ -280,7 +280,7 @@ class Started:
         return self._future.result(TIMEOUT)
 
 
-def reattached(engine: PageEngine, before: Session) -> Session:
+def reattached(engine: PageEngine, before: SidecarSession) -> SidecarSession:
     """Wait for a session after ``before`` whose rows can all be used."""
     session = attached(engine.client, newer_than=before)
     usable(engine.sidecar)

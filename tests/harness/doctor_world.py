@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from lmcache_cli.commands.doctor.answers import Answer
+from lmcache_cli.commands.doctor.answers import ApiAnswer
 from lmcache_cli.commands.doctor.checks import run_checks
 from lmcache_cli.commands.doctor.checks.rights import OPERATOR_RIGHTS, USER_RIGHTS
 from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts, PodTrial
@@ -23,7 +23,7 @@ SERVER = {
     "name": "redis.cache:6379", "problem": "", "policy": "allkeys-lru", "answer_seconds": 0.002,
     "used_bytes": 10 * GiB, "max_bytes": 20 * GiB,
 }  # fmt: skip
-FORBIDDEN = Answer(403, missing_right="list things")
+FORBIDDEN = ApiAnswer(403, missing_right="list things")
 _CLIENT = {"version": "0.1.0", "private_reason": "", "is_attached": True}
 _DEFINITIONS = {
     document["metadata"]["name"]: document
@@ -31,9 +31,9 @@ _DEFINITIONS = {
 }
 
 
-def listing(*items: Any) -> Answer:
+def listing(*items: Any) -> ApiAnswer:
     """Return the answer to a list."""
-    return Answer(200, {"items": list(items)})
+    return ApiAnswer(200, {"items": list(items)})
 
 
 def definition(name: str = f"{PLURAL}.{GROUP}") -> dict[str, Any]:
@@ -103,7 +103,11 @@ def cluster_facts(*pods: PodFigures, conditions: Any = (), **changes: Any) -> Cl
     resource["status"] = {"conditions": [each | {"observedGeneration": 1} for each in listed]}
     report = {"version": "0.32.0", "cache": {"block_size": "16", "enable_prefix_caching": "True"}}
     engines = [PodFigures(pod(), report)]
-    healthy = {"pods": pods or (figures(),), "engines": engines, "trials": [PodTrial("engine", Answer(200))]}
+    healthy = {
+        "pods": pods or (figures(),),
+        "engines": engines,
+        "trials": [PodTrial("engine", ApiAnswer(200))],
+    }
     return ClusterFacts(**({"resource": resource} | healthy | fields))
 
 
@@ -113,11 +117,11 @@ def facts(*clusters: ClusterFacts, **changes: Any) -> Facts:
     healthy: dict[str, Any] = {
         "namespace": NAMESPACE,
         "now": NOW,
-        "version": Answer(200, {"gitVersion": "v1.36.2"}),
-        "core": Answer(200, {"resources": [{"name": "pods"}, {"name": "pods/resize"}]}),
-        "groups": Answer(200, {"groups": [{"name": "resource.k8s.io"}]}),
+        "version": ApiAnswer(200, {"gitVersion": "v1.36.2"}),
+        "core": ApiAnswer(200, {"resources": [{"name": "pods"}, {"name": "pods/resize"}]}),
+        "groups": ApiAnswer(200, {"groups": [{"name": "resource.k8s.io"}]}),
         "definitions": {
-            f"{plural}.{GROUP}": Answer(200, definition(f"{plural}.{GROUP}"))
+            f"{plural}.{GROUP}": ApiAnswer(200, definition(f"{plural}.{GROUP}"))
             for plural in (PLURAL, PROFILE_PLURAL)
         },
         "operators": listing(deployment()),

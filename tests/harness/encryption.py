@@ -4,15 +4,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lmcache_store.tiers.encryption.aes import AesGcm
-from lmcache_store.tiers.encryption.keys import Keys
+from lmcache_store.tiers.encryption.keys import EncryptionKeys
 
 
 def key_of(version: int) -> bytes:
     return bytes([version]) * 32
 
 
-def keys(*versions: int) -> Keys:
-    return Keys({version: key_of(version) for version in versions}, max(versions))
+def keys(*versions: int) -> EncryptionKeys:
+    return EncryptionKeys({version: key_of(version) for version in versions}, max(versions))
 
 
 def cipher(domain: str, *versions: int) -> AesGcm:

@@ -9,7 +9,7 @@ import pytest
 
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.hello import Role
-from lmcache_client.rpc.session import Scheduled, Session
+from lmcache_client.rpc.session import Scheduled, SidecarSession
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 from tests.harness.wire import attached, make_hello, make_keys, slots_of, usable
@@ -41,7 +41,7 @@ def connect(sidecar):
 def attach(sidecar, connect):
     """A function that attaches an engine, and waits until all memory can be used."""
 
-    def make(*arguments, **fields) -> Session:
+    def make(*arguments, **fields) -> SidecarSession:
         session = attached(connect(*arguments, **fields))
         sidecar.wait_usable()
         return session
@@ -50,11 +50,13 @@ def attach(sidecar, connect):
 
 
 @pytest.fixture
-def scheduler(connect) -> Session:
+def scheduler(connect) -> SidecarSession:
     return attached(connect(Role.SCHEDULER))
 
 
-def report(scheduler: Session, request: str, *numbers: int, prefill_rate: float = 0.0, **counts: Any) -> None:
+def report(
+    scheduler: SidecarSession, request: str, *numbers: int, prefill_rate: float = 0.0, **counts: Any
+) -> None:
     """Report a scheduled prompt of these chunks and five more tokens, as the engine's scheduler does."""
     scheduled = Scheduled(**({"num_prompt_tokens": 256 * len(numbers) + 5} | counts))
     keys = [(0, make_keys(*numbers))]
@@ -62,7 +64,7 @@ def report(scheduler: Session, request: str, *numbers: int, prefill_rate: float 
 
 
 @contextlib.contextmanager
-def session_of(sidecar: SidecarProcess, **fields: Any) -> Iterator[Session]:
+def session_of(sidecar: SidecarProcess, **fields: Any) -> Iterator[SidecarSession]:
     """The session of an engine that is attached to a fully populated arena."""
     client = SidecarClient(sidecar.socket_path, make_hello(**fields))
     client.start()
@@ -78,7 +80,7 @@ def payload(number: int) -> np.ndarray:
     return np.random.default_rng(number).integers(0, 256, CHUNK_BYTES, dtype=np.uint8)
 
 
-def store(session: Session, *numbers: int) -> None:
+def store(session: SidecarSession, *numbers: int) -> None:
     with session.copying():
         slots = [reservation.slot for reservation in session.reserve(0, make_keys(*numbers))]
         for slot, number in zip(slots, numbers, strict=True):
@@ -86,7 +88,9 @@ def store(session: Session, *numbers: int) -> None:
         session.commit(slots)
 
 
-def load(scheduler: Session, worker: Session, request_id: str, *numbers: int) -> list[np.ndarray]:
+def load(
+    scheduler: SidecarSession, worker: SidecarSession, request_id: str, *numbers: int
+) -> list[np.ndarray]:
     """Lease, copy, verify and release rows."""
     keys = make_keys(*numbers)
     result = scheduler.lookup(request_id, [(0, keys)])
@@ -106,7 +110,7 @@ def restart_without_memory(sidecar: SidecarProcess) -> None:
     sidecar.start()
 
 
-def check_promoted(session: Session, *numbers: int) -> None:
+def check_promoted(session: SidecarSession, *numbers: int) -> None:
     """Wait until all these rows are in memory, and compare their bytes."""
     wait_until(lambda: session.lookup("r", [(0, make_keys(*numbers))]).num_leased == len(numbers))
     assert_stored(load(session, session, "r", *numbers), *numbers)

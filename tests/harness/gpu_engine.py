@@ -23,7 +23,7 @@ from lmcache_client.cuda.ipc import export
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.errors import EngineCopiesError, SidecarError
 from lmcache_client.rpc.hello import Allocation, ClientHello, GroupPages, LayerPages, Role, TransferOffer
-from lmcache_client.rpc.session import BlockCopy, Session
+from lmcache_client.rpc.session import BlockCopy, SidecarSession
 from lmcache_store.kv_groups import KVGroup
 from testing import deadlines
 from testing.child_process import REPOSITORY, SOURCES, ChildProcess, wait_until
@@ -64,7 +64,7 @@ class Rank:
         self.socket_path = socket_path
         self.client, self.session = self.attach(self.offer())
 
-    def attach(self, offer: TransferOffer) -> tuple[SidecarClient, Session]:
+    def attach(self, offer: TransferOffer) -> tuple[SidecarClient, SidecarSession]:
         """Attach a new client."""
         settings = self.settings
         hello = ClientHello(

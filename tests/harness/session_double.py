@@ -1,4 +1,4 @@
-"""A sidecar inside the test: the parts of ``Session`` that the connector uses, with injected faults."""
+"""A sidecar inside the test: the parts of ``SidecarSession`` that the connector uses, with faults."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class SessionDouble:
         return Located(np.array([slot is not None for slot in committed], np.bool_), rows, generations)
 
     def view(self, row: int, num_bytes: int) -> Any:
-        """Like ``Session.view``, with one slot for each row."""
+        """Like ``SidecarSession.view``, with one slot for each row."""
         return self.slots[row][:num_bytes]
 
     def lookup(

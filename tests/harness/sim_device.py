@@ -17,7 +17,7 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from lmcache_client.cuda.driver import Device, Stream
+from lmcache_client.cuda.driver import Device, GpuStream
 from testing.engine import simulated_gpu
 
 Kernel = Callable[[], None]
@@ -54,7 +54,7 @@ class LateDevice(HostDevice):
         self._word = int(self._context.call("cuMemAlloc", 4))
         ctypes.c_uint32.from_address(self._word).value = 0
         self._addresses = [self._word]
-        self._compute = Stream(self._context, 0)  # the legacy stream, which the engine's computations use
+        self._compute = GpuStream(self._context, 0)  # the legacy stream, which the engine's computations use
         self._launched = 0
         self._kernels: queue.SimpleQueue[tuple[int, Kernel] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()  # protects the fields below

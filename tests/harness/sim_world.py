@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from lmcache_client.core.copier import CpuCopier
 from lmcache_client.core.cuda_copier import CudaCopier
 from lmcache_client.core.worker import WorkerSide
-from lmcache_client.rpc.session import Session
+from lmcache_client.rpc.session import SidecarSession
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 from tests.harness.sim_config import CHUNK, SimSettings
@@ -97,7 +97,7 @@ class SimWorld:
         for copier in CpuCopier, CudaCopier:
             self._gated.setattr(copier, "load", self.load_gate.gated(copier.load))
             self._gated.setattr(copier, "store", self.store_gate.gated(copier.store))
-        self._gated.setattr(Session, "copy_blocks", self.store_gate.gated(Session.copy_blocks))
+        self._gated.setattr(SidecarSession, "copy_blocks", self.store_gate.gated(SidecarSession.copy_blocks))
 
     @contextmanager
     def engines(self, *settings: SimSettings):

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 
 from lmcache_client.rpc.hello import Role
-from lmcache_client.rpc.session import Scheduled, Session
+from lmcache_client.rpc.session import Scheduled, SidecarSession
 from testing.processes import SidecarProcess
 from tests.harness.engine import session_of, store
 from tests.harness.wire import make_keys
@@ -29,7 +29,7 @@ def traffic(sidecar: SidecarProcess) -> Iterator[None]:
             thread.join()
 
 
-def _run(scheduler: Session, worker: Session, stop: threading.Event) -> None:
+def _run(scheduler: SidecarSession, worker: SidecarSession, stop: threading.Event) -> None:
     store(worker, 0)
     for number in itertools.count(1):
         if stop.wait(_PAUSE_SECONDS):

@@ -17,7 +17,7 @@ from lmcache_client.rpc.attachment import hello_message
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.hello import ClientHello, Role
 from lmcache_client.rpc.lockfile import LockFile
-from lmcache_client.rpc.session import Session
+from lmcache_client.rpc.session import SidecarSession
 from lmcache_store.kv_groups import KVGroup
 from lmcache_store.tiers.memory.contracts import Slot
 from testing.child_process import wait_until
@@ -45,12 +45,12 @@ def make_keys(*numbers: int, namespace: bytes = NAMESPACE) -> bytes:
     return b"".join(namespace + hashlib.sha256(b"%d" % number).digest() for number in numbers)
 
 
-def slots_of(session: Session, keys: bytes) -> list[Slot]:
+def slots_of(session: SidecarSession, keys: bytes) -> list[Slot]:
     """Slots of the leading keys, according to the index."""
     return session.index.find(np.frombuffer(keys, "<u8").reshape(-1, 8)).slots()
 
 
-def attached(client: SidecarClient, *, newer_than: Session | None = None) -> Session:
+def attached(client: SidecarClient, *, newer_than: SidecarSession | None = None) -> SidecarSession:
     """Wait for a session."""
     return wait_until(
         lambda: client.session if client.session is not newer_than else None,

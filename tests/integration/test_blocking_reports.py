@@ -82,7 +82,7 @@ def test_reports_without_a_namespace_or_hashes_and_late_ones_are_dropped(fresh_s
         with monkeypatch.context() as patch:
             patch.setattr(TIMING, "report_seconds", 0.0)
             engine.report(1, 2, num_engine=0, num_loaded=0)
-        engine.access.report(blocking.EngineRequest(fail, 10, 0, 0))
+        engine.access.report(blocking.PagedRequest(fail, 10, 0, 0))
         engine.report(1, num_engine=0, num_loaded=0)
         stats = fresh_sidecar.wait_until(lambda stats: stats if stats["causes"]["prompt_tokens"] else None)
         assert (stats["causes"]["prompt_tokens"], stats["lookups"]["num_lookups"]) == (PAGE_TOKENS, 1)

@@ -7,13 +7,13 @@ import pytest
 
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.encryption.aes import AesGcm
-from lmcache_store.tiers.encryption.keys import Keys
+from lmcache_store.tiers.encryption.keys import EncryptionKeys
 from lmcache_store.tiers.encryption.pieces import MAGIC
 from lmcache_store.tiers.errors import InvalidObjectError, KeyAbsentError
 from lmcache_store.tiers.remote import objects
 from lmcache_store.tiers.remote.address import Address
 from lmcache_store.tiers.remote.objects import MAX_PIECE_BYTES
-from lmcache_store.tiers.remote.resp import Connection
+from lmcache_store.tiers.remote.resp import RespConnection
 from lmcache_store.tiers.remote.tier import RemoteTier
 from lmcache_store.tiers.remote.value_formats import EncryptedValues
 from testing.processes import RedisProcess
@@ -90,7 +90,7 @@ def test_flipped_bits_are_refused(server, open_tier, redis):
         assert 8 * len(stored) == bits[-1] + 1
         for bit, damaged in zip(bits, flipped(stored, bits), strict=True):
             redis.hset(NAME, field, bytes(damaged))
-            connection = Connection(address.endpoints[0], address, 60)
+            connection = RespConnection(address.endpoints[0], address, 60)
             with contextlib.closing(connection), contextlib.suppress(InvalidObjectError, KeyAbsentError):
                 objects.load(connection, OBJECT, into, None, form)
                 accepted.append((field, bit))
@@ -131,7 +131,7 @@ def test_unreadable_row_is_replaced_by_a_store(open_tier, redis, length):
     if length == "absent version":
         assert store(open_tier(cipher("remote", 1)), pattern(5000))
     elif length == "wrong key":
-        assert store(open_tier(AesGcm("remote", Keys({2: key_of(9)}, 2))), pattern(5000))
+        assert store(open_tier(AesGcm("remote", EncryptionKeys({2: key_of(9)}, 2))), pattern(5000))
         assert load(tier) is None
         assert tier.stats.invalid == {"authentication": 1}
     else:

@@ -17,8 +17,8 @@ from lmcache_operator.contract.base import Context
 from lmcache_operator.specs.names import REMOTE_PORT, REMOTE_USER, STOCK_IMAGES
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.errors import ServerError, TierUnavailableError
-from lmcache_store.tiers.remote.address import Address, Endpoint, Kind
-from lmcache_store.tiers.remote.resp import Connection
+from lmcache_store.tiers.remote.address import Address, AddressKind, Endpoint
+from lmcache_store.tiers.remote.resp import RespConnection
 from lmcache_store.tiers.remote.tier import RemoteTier
 from lmcache_store.tiers.remote.topology import ShardList
 from testing.certificates import Certificates, make_certificates
@@ -98,8 +98,8 @@ def test_sidecar_has_the_rights_that_it_needs(shard):
 def test_sidecar_of_an_earlier_release_has_the_rights_that_it_needs(shard):
     """The earlier sidecar runs until its pod is replaced. It stores each part of a row as a string."""
     endpoint = Endpoint("127.0.0.1", shard.port)
-    address = Address(Kind.SHARDS, (endpoint,), username=REMOTE_USER, password=PASSWORD)
-    with contextlib.closing(Connection(endpoint, address, 60)) as connection:
+    address = Address(AddressKind.SHARDS, (endpoint,), username=REMOTE_USER, password=PASSWORD)
+    with contextlib.closing(RespConnection(endpoint, address, 60)) as connection:
         assert connection.call("SET", "lmc1:old", "x") == b"OK"
         assert connection.call("GET", "lmc1:old") == b"x"
         assert connection.call("EXISTS", "lmc1:old") == connection.call("TOUCH", "lmc1:old") == 1
@@ -109,10 +109,10 @@ def test_sidecar_of_an_earlier_release_has_the_rights_that_it_needs(shard):
 def test_other_users_and_commands_are_refused(shard):
     def refusal(*words: str, username: str = REMOTE_USER, password: str = PASSWORD) -> str:
         endpoint = Endpoint("127.0.0.1", shard.port)
-        address = Address(Kind.SHARDS, (endpoint,), username=username, password=password)
+        address = Address(AddressKind.SHARDS, (endpoint,), username=username, password=password)
         with (
             pytest.raises((ServerError, ConnectionError)) as caught,
-            contextlib.closing(Connection(endpoint, address, 60)) as connection,
+            contextlib.closing(RespConnection(endpoint, address, 60)) as connection,
         ):
             connection.call(*words)
         return str(caught.value)

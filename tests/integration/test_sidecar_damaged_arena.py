@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lmcache_store.tiers.memory.layout import HEAD_BYTES, ArenaLayout, Head
-from lmcache_store.tiers.memory.slots import ENTRY, State
+from lmcache_store.tiers.memory.slots import ENTRY, SlotState
 from testing.deadlines import CALLS
 from tests.harness.engine import assert_stored, load, store
 from tests.harness.wire import attached, make_keys, usable
@@ -52,7 +52,7 @@ def num_offered(session) -> int:
     return result.num_resident
 
 
-@pytest.mark.parametrize("state", [State.FREE, State.COMMITTED])
+@pytest.mark.parametrize("state", [SlotState.FREE, SlotState.COMMITTED])
 @pytest.mark.parametrize("generation", [(1 << 64) - 1, 1 << 63])
 def test_absurd_generation_costs_at_most_its_row(sidecar, abandoned_arena, generation, state):
     path, restart = abandoned_arena
@@ -63,13 +63,13 @@ def test_absurd_generation_costs_at_most_its_row(sidecar, abandoned_arena, gener
     session = restart()
     store(session, 100, 101)
     assert_stored(load(session, session, "r", 100, 101), 100, 101)
-    assert num_offered(session) >= (NUM_ROWS if state == State.FREE else 0)
+    assert num_offered(session) >= (NUM_ROWS if state == SlotState.FREE else 0)
 
 
 def test_rows_with_swapped_keys_are_misses(sidecar, abandoned_arena):
     path, restart = abandoned_arena
     entries = entries_of(path)
-    rows = np.flatnonzero(entries["state"] == State.COMMITTED)[:2]
+    rows = np.flatnonzero(entries["state"] == SlotState.COMMITTED)[:2]
     entries["key"][rows] = entries["key"][rows[::-1]].copy()
     entries.flush()
     session = restart()
@@ -85,7 +85,7 @@ def test_key_overwritten_at_run_time_never_names_another_row(sidecar, attach):
     session = attach()
     store(session, 0)
     entries = entries_of(sidecar.arena_path)
-    entries["key"][entries["state"] == State.COMMITTED] = np.void(b"x" * 64)
+    entries["key"][entries["state"] == SlotState.COMMITTED] = np.void(b"x" * 64)
     for number in range(100, 100 + len(entries), NUM_ROWS):  # every row is reused for another key
         store(session, *range(number, number + NUM_ROWS))
     assert_stored(load(session, session, "r", 0))

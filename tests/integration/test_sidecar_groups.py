@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from lmcache_client.rpc.session import Session
+from lmcache_client.rpc.session import SidecarSession
 from lmcache_store.kv_groups import GroupKind, KVGroup, first_needed_chunk, longest_hit
 from lmcache_store.tiers.memory.contracts import LookupResult, Slot
 from testing.child_process import wait_until
@@ -31,7 +31,9 @@ def payload(group: KVGroup, chunk: int) -> np.ndarray:
     return draw.integers(0, 256, group.chunk_bytes, dtype=np.uint8)
 
 
-def store(worker: Session, chunks: range, groups: Iterable[KVGroup] = STORING, request: str = "s") -> None:
+def store(
+    worker: SidecarSession, chunks: range, groups: Iterable[KVGroup] = STORING, request: str = "s"
+) -> None:
     """Reserve the chunks of every group, and commit all of them at once, as an engine does."""
     with worker.copying():
         slots = []
@@ -45,12 +47,14 @@ def store(worker: Session, chunks: range, groups: Iterable[KVGroup] = STORING, r
         worker.commit(slots)
 
 
-def look_up(session: Session, num_chunks: int, request: str = "r", *, hint: bool = True) -> LookupResult:
+def look_up(
+    session: SidecarSession, num_chunks: int, request: str = "r", *, hint: bool = True
+) -> LookupResult:
     group_keys = [(group.group, keys_of(group, range(num_chunks))) for group in STORING]
     return session.lookup(request, group_keys, hint=hint)
 
 
-def find(session: Session, num_chunks: int) -> tuple[int, dict[tuple[int, int], Slot]]:
+def find(session: SidecarSession, num_chunks: int) -> tuple[int, dict[tuple[int, int], Slot]]:
     """The longest hit according to the index, and the slots of its rows by group and chunk."""
     present, slots = [], {}
     for group in STORING:
@@ -69,7 +73,7 @@ def _needed(end: int, slots: dict[tuple[int, int], Slot]) -> Iterable[tuple[int,
             yield group.group, chunk, slots[group.group, chunk]
 
 
-def assert_hit(session: Session, num_chunks: int, request: str = "hit") -> None:
+def assert_hit(session: SidecarSession, num_chunks: int, request: str = "hit") -> None:
     """Lease a hit of this number of chunks, and compare all rows that it needs."""
     result = look_up(session, num_chunks, request, hint=False)
     assert result.num_leased == num_chunks
@@ -84,7 +88,7 @@ def assert_hit(session: Session, num_chunks: int, request: str = "hit") -> None:
     session.release([request])
 
 
-def until_resident(session: Session, num_chunks: int, *, of: int | None = None) -> None:
+def until_resident(session: SidecarSession, num_chunks: int, *, of: int | None = None) -> None:
     """Repeat the lookup until a hit of this number of chunks is in memory and nothing is pending."""
 
     def is_settled() -> bool:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lmcache_client.rpc import kvcache_pb2 as pb
-from lmcache_client.rpc.session import Session
+from lmcache_client.rpc.session import SidecarSession
 from lmcache_store.tiers.memory.contracts import Slot
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
@@ -64,7 +64,7 @@ def test_rows_are_intact_after_growing_and_shrinking(sized):
         assert_resident(session, second, large)
 
 
-def assert_resident(session: Session, numbers: range, num_rows: int) -> None:
+def assert_resident(session: SidecarSession, numbers: range, num_rows: int) -> None:
     """Compare the bytes of all chunks that are in memory, and their number."""
     slots = resident_slots(session, numbers)
     assert len(slots) == num_rows

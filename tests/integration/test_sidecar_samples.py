@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lmcache_client.rpc.hello import Role
-from lmcache_client.rpc.session import Session
+from lmcache_client.rpc.session import SidecarSession
 from lmcache_store.curves import HASHES, Lookup, MissRatioCurve
 from lmcache_store.tiers.memory.contracts import Reserved
 from testing.processes import SidecarProcess
@@ -85,7 +85,7 @@ def test_curve_of_the_samples_predicts_the_hits_of_the_sidecar():
     assert min(between(size / 2, size).share, between(size, 4 * size).share) > 0.01, "the curve is flat"
 
 
-def serve(scheduler: Session, worker: Session, request: str, chunks: Sequence[int]) -> None:
+def serve(scheduler: SidecarSession, worker: SidecarSession, request: str, chunks: Sequence[int]) -> None:
     """Report the request with its hits, and store the missing chunks."""
     keys = make_keys(*chunks)
     num_hits = len(scheduler.index.find(np.frombuffer(keys, "<u8").reshape(-1, 8)).rows)

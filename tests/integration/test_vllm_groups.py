@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmcache_client.core.copier import CpuCopier, RowLoad
-from lmcache_client.rpc.session import Session
+from lmcache_client.rpc.session import SidecarSession
 from lmcache_store.common.timing import TIMING
 from testing.deadlines import SIMULATED
 from tests.harness.fake_model import answer
@@ -174,7 +174,7 @@ def test_failed_load_is_computed(world, monkeypatch):
         engine.add(prompt)
         assert_idle(engine)
         with monkeypatch.context() as patch:
-            patch.setattr(Session, "holds", lambda *_: False)
+            patch.setattr(SidecarSession, "holds", lambda *_: False)
             name = engine.add(prompt, max_tokens=20)
             assert_idle(engine)
         assert engine.results[name].num_cached_tokens == 0

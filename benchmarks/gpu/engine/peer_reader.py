@@ -15,7 +15,7 @@ import numpy as np
 
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.memory.layout import HEAD_BYTES, ArenaLayout, Head
-from lmcache_store.tiers.memory.slots import ENTRY, State
+from lmcache_store.tiers.memory.slots import ENTRY, SlotState
 from lmcache_store.tiers.peers.peer import Peer
 from lmcache_store.tiers.remote.address import DEFAULT_PREFIX, Endpoint
 
@@ -31,7 +31,7 @@ def committed(arena: Path) -> list[tuple[bytes, int]]:
         layout = ArenaLayout.plan(head.capacity_bytes, head.geometry)
         file.seek(layout.table_offset(0))
         table = np.frombuffer(file.read(layout.num_rows * ENTRY.itemsize), ENTRY)
-    table = table[table["state"] == State.COMMITTED]
+    table = table[table["state"] == SlotState.COMMITTED]
     return [(bytes(entry["key"]), int(entry["length"])) for entry in table]
 
 

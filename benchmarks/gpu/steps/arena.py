@@ -20,7 +20,7 @@ from benchmarks.gpu.page_nodes import sampled_nodes
 from benchmarks.gpu.results import Results, Section, held
 from benchmarks.gpu.scale import Scale, size
 from benchmarks.gpu.shared_files import FOLDER, free_bytes
-from lmcache_client.cuda.driver import Context, Device
+from lmcache_client.cuda.driver import Device, GpuContext
 from lmcache_client.cuda.pins import Pins
 from lmcache_store.common.numa import on_node
 from lmcache_store.tiers.memory.kernel_pages import populate
@@ -126,7 +126,7 @@ def _map(name: str, offset: int, num_bytes: int) -> Bytes:
 
 
 def _pin_here(
-    section: Section, context: Context, kernel: Kernel, part: Bytes, extent_bytes: int, pause_ratio: float
+    section: Section, context: GpuContext, kernel: Kernel, part: Bytes, extent_bytes: int, pause_ratio: float
 ) -> None:
     pins = Pins(context, part.ctypes.data, part.nbytes, extent_bytes, pause_ratio=pause_ratio)
     began_at = time.perf_counter()

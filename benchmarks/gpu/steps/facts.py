@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.gpu.results import Results, Section
 from benchmarks.gpu.scale import Scale, size
 from lmcache_client.cuda.copies import BATCHES_SINCE, CopyBatch
-from lmcache_client.cuda.driver import Context, Device, Stream
+from lmcache_client.cuda.driver import Device, GpuContext, GpuStream
 from lmcache_client.cuda.errors import CudaError
 from testing.child_process import wait_readable, wait_until
 from testing.cuda_memory import allocate, pages
@@ -245,7 +245,7 @@ def _in_peer(function: Callable[..., str], *arguments: object) -> str:
 
 def copy_pageable(state: dict[str, Any], to_host: bool, is_batch: bool) -> str:
     """Copy memory that is not pinned. Returns whether the bytes are right, or the error."""
-    context: Context = state["context"]
+    context: GpuContext = state["context"]
     if is_batch and (context.driver.version < BATCHES_SINCE or not context.can_batch):
         return "no batches: the driver is too old, or this platform does not support them"
     try:
@@ -254,8 +254,8 @@ def copy_pageable(state: dict[str, Any], to_host: bool, is_batch: bool) -> str:
         return f"error {error.code}"
 
 
-def _copy_pageable(context: Context, *, to_host: bool, is_batch: bool) -> str:
-    host, stream = pages(_PAGEABLE_BYTES), Stream(context)
+def _copy_pageable(context: GpuContext, *, to_host: bool, is_batch: bool) -> str:
+    host, stream = pages(_PAGEABLE_BYTES), GpuStream(context)
     content = os.urandom(_PAGEABLE_BYTES)
     address = allocate(context, content if to_host else bytes(_PAGEABLE_BYTES))
     if not to_host:

@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Sequence
 
-from lmcache.protocol import MAX_KEY_LENGTH, ClientMetaMessage, Constants, ServerMetaMessage, Stream
+from lmcache.protocol import MAX_KEY_LENGTH, ClientMetaMessage, Constants, ServerMetaMessage, TimedStream
 from lmcache.storage_backend.connector.base_connector import RemoteBytesConnector
 from lmcache.utils import CacheEngineKey
 from lmcache_store.tiers.circuit import Circuit
@@ -32,7 +32,7 @@ class LMCServerConnector(RemoteBytesConnector):
         self._address = (host, port)
         self._timeout = timeout_seconds
         self._lock = threading.Lock()  # protects what follows
-        self._stream: Stream | None = None
+        self._stream: TimedStream | None = None
         self._circuit = Circuit(f"lm server {host}:{port}", self._probe)
 
     def exists(self, key: str) -> bool:
@@ -102,13 +102,13 @@ class LMCServerConnector(RemoteBytesConnector):
         with self._lock:
             self._connected()
 
-    def _connected(self) -> Stream:
+    def _connected(self) -> TimedStream:
         # A restarted server, or an unexpected reply, is detected here, before a request is lost.
         if self._stream is not None and not self._stream.is_quiet():
             self._disconnect()
         if self._stream is None:
             connection = socket.create_connection(self._address, _CONNECT_SECONDS)
-            self._stream = Stream(connection, self._timeout)
+            self._stream = TimedStream(connection, self._timeout)
         return self._stream
 
     def _disconnect(self) -> None:
@@ -137,7 +137,7 @@ def _head(command: int, key: str, length: int = 0) -> bytes:
     return ClientMetaMessage(command, wire_name(key), length).serialize()
 
 
-def _receive_reply(stream: Stream) -> bytes | None:
+def _receive_reply(stream: TimedStream) -> bytes | None:
     """Receive a reply; return its payload, or None for a failure. Raises ValueError for an invalid reply."""
     reply = ServerMetaMessage.deserialize(stream.receive(ServerMetaMessage.packlength()))
     if reply.code not in (Constants.SERVER_SUCCESS, Constants.SERVER_FAIL):

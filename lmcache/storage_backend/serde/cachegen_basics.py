@@ -41,7 +41,7 @@ import torch
 from lmcache.storage_backend.serde.container import (
     Container,
     ContainerError,
-    Kind,
+    PayloadKind,
     empty_tensor,
     pack,
     parse,
@@ -126,7 +126,7 @@ class CacheGenEncoderOutput:
         fields = _FIELDS.pack(self.token_axis, self.top)
         lengths = np.array([len(stream) for stream in self.streams], _LENGTH).tobytes()
         parts = [fields, lengths, tensor_bytes(self.scales), *self.streams]
-        return pack(Kind.CACHEGEN, self.dtype, self.shape, parts, label)
+        return pack(PayloadKind.CACHEGEN, self.dtype, self.shape, parts, label)
 
     @staticmethod
     def from_bytes(bs: Buffer) -> CacheGenEncoderOutput:
@@ -140,7 +140,7 @@ class CacheGenEncoderOutput:
     def from_container(container: Container) -> CacheGenEncoderOutput:
         """Parse and check a payload; allocates no more memory than its bytes. Raises ContainerError."""
         kind, dtype, shape, payload = container
-        if kind is not Kind.CACHEGEN or not is_encodable(dtype, shape) or len(payload) < _FIELDS.size:
+        if kind is not PayloadKind.CACHEGEN or not is_encodable(dtype, shape) or len(payload) < _FIELDS.size:
             raise ContainerError(f"not KV of this codec: {kind.name}, {dtype}, {shape}")
         token_axis, top = _FIELDS.unpack_from(payload)
         if token_axis not in (2, 3) or top == 0 or top & (top + 1):

@@ -87,7 +87,7 @@ class ContainerError(ValueError):
     """Raised if bytes are not a container, or are damaged; the message gives the reason."""
 
 
-class Kind(enum.IntEnum):
+class PayloadKind(enum.IntEnum):
     """Form of a payload."""
 
     RAW = 1  # the elements, contiguous, in the order of the dimensions
@@ -98,14 +98,14 @@ class Kind(enum.IntEnum):
 class Container(NamedTuple):
     """A verified container. ``payload`` is a view of the parsed bytes."""
 
-    kind: Kind
+    kind: PayloadKind
     dtype: torch.dtype
     shape: tuple[int, ...]
     payload: memoryview
 
 
 def pack(
-    kind: Kind, dtype: torch.dtype, shape: Sequence[int], parts: Sequence[Buffer], label: bytes = b""
+    kind: PayloadKind, dtype: torch.dtype, shape: Sequence[int], parts: Sequence[Buffer], label: bytes = b""
 ) -> bytes:
     """Return a container whose payload is the concatenation of ``parts``, bound to ``label`` if given.
 
@@ -121,7 +121,11 @@ def pack(
 
 
 def describe(
-    dtype: torch.dtype, shape: Sequence[int], payload_bytes: int, kind: Kind = Kind.RAW, label: bytes = b""
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    payload_bytes: int,
+    kind: PayloadKind = PayloadKind.RAW,
+    label: bytes = b"",
 ) -> bytes:
     """Return what a header says of its payload, ``DESCRIPTION_BYTES`` of it: all but checksum and end mark.
 
@@ -134,21 +138,21 @@ def describe(
     return _FIELDS.pack(*what, *dims)
 
 
-def described(fields: Buffer) -> tuple[Kind, torch.dtype, tuple[int, ...]]:
+def described(fields: Buffer) -> tuple[PayloadKind, torch.dtype, tuple[int, ...]]:
     """Parse the bytes that ``describe`` returns. Raises ContainerError."""
     if len(fields) != DESCRIPTION_BYTES:
         raise ContainerError(f"a description must have {DESCRIPTION_BYTES} bytes, not {len(fields)}")
     magic, _, kind, dtype, num_dims, _, *dims = _FIELDS.unpack(fields)
     if magic != MAGIC:
         raise ContainerError("wrong magic: not a container, or a damaged one")
-    if kind not in list(Kind) or dtype >= len(DTYPES) or num_dims > MAX_DIMENSIONS:
+    if kind not in list(PayloadKind) or dtype >= len(DTYPES) or num_dims > MAX_DIMENSIONS:
         raise ContainerError(f"kind {kind}, dtype {dtype} or {num_dims} dimensions are unknown")
     if any(dims[num_dims:]) or any(fields[_ZEROS]):
         raise ContainerError("reserved bytes are not zero")
     shape = tuple(dims[:num_dims])
     if math.prod(max(size, 1) for size in shape) * DTYPES[dtype].itemsize > _MAX_EXTENT:
         raise ContainerError(f"shape {shape} is too large")
-    return Kind(kind), DTYPES[dtype], shape
+    return PayloadKind(kind), DTYPES[dtype], shape
 
 
 def _new_bytes(size: int) -> tuple[bytes, npt.NDArray[np.uint8]]:

@@ -22,7 +22,7 @@ from lmcache.storage_backend.serde import legacy
 from lmcache.storage_backend.serde.cachegen_basics import CacheGenEncoderOutput, is_encodable
 from lmcache.storage_backend.serde.container import (
     ContainerError,
-    Kind,
+    PayloadKind,
     is_container,
     pack,
     parse,
@@ -63,7 +63,7 @@ class RawSerializer(Serializer):
     @timed
     def to_bytes(self, t: torch.Tensor, label: bytes = b"") -> bytes:
         """See Serializer."""
-        return pack(Kind.RAW, t.dtype, t.shape, [tensor_bytes(t)], label)
+        return pack(PayloadKind.RAW, t.dtype, t.shape, [tensor_bytes(t)], label)
 
 
 class SafetensorsSerializer(Serializer):
@@ -76,7 +76,7 @@ class SafetensorsSerializer(Serializer):
     def to_bytes(self, t: torch.Tensor, label: bytes = b"") -> bytes:
         """See Serializer."""
         file = safetensors.torch.save({legacy.TENSOR_NAME: t.detach().cpu().contiguous()})
-        return pack(Kind.SAFETENSORS, t.dtype, t.shape, [file], label)
+        return pack(PayloadKind.SAFETENSORS, t.dtype, t.shape, [file], label)
 
 
 class CacheGenSerializer(Serializer):
@@ -120,9 +120,9 @@ class CacheGenSerializer(Serializer):
 
 def _read(bs: Buffer, label: bytes) -> torch.Tensor:
     kind, dtype, shape, payload = container = parse(bs, label)
-    if kind is Kind.RAW:
+    if kind is PayloadKind.RAW:
         return tensor_from_bytes(payload, dtype, shape)
-    if kind is Kind.CACHEGEN:
+    if kind is PayloadKind.CACHEGEN:
         return CacheGenEncoderOutput.from_container(container).decode()
     tensor = legacy.read_safetensors(payload)
     if tensor.dtype != dtype or tensor.shape != shape:

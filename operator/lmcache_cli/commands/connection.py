@@ -35,7 +35,7 @@ _EXIT_INTERRUPTED = 130
 _T = TypeVar("_T")
 
 
-class Connection(NamedTuple):
+class ApiConnection(NamedTuple):
     """The API server, and the namespace that the user means."""
 
     api: KubeApi
@@ -106,7 +106,7 @@ def add_namespace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kubeconfig", metavar="FILE", help="default: the same file as kubectl")
 
 
-def run(arguments: argparse.Namespace, command: Callable[[Connection], Awaitable[int]]) -> int:
+def run(arguments: argparse.Namespace, command: Callable[[ApiConnection], Awaitable[int]]) -> int:
     """Run a command with a connection. Prints errors, and returns the exit status."""
 
     async def connected_command() -> int:
@@ -135,7 +135,7 @@ def reported(command: Callable[[], int]) -> int:
 
 
 @asynccontextmanager
-async def connected(arguments: argparse.Namespace) -> AsyncIterator[Connection]:
+async def connected(arguments: argparse.Namespace) -> AsyncIterator[ApiConnection]:
     """Connect as the options say. Raises FileError if the kubeconfig is unusable."""
     from kubernetes.aio.config import ConfigException
 
@@ -153,7 +153,7 @@ async def connected(arguments: argparse.Namespace) -> AsyncIterator[Connection]:
     except (ValueError, TypeError, AttributeError, LookupError) as error:  # a value of a wrong type
         raise _kubeconfig_error("it is not a valid kubeconfig") from error
     try:
-        yield Connection(api, namespace)
+        yield ApiConnection(api, namespace)
     finally:
         await opened.__aexit__(None, None, None)
 

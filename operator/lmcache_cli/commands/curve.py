@@ -30,7 +30,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.filename:
         return connection.reported(lambda: _show(arguments, _from_file(arguments)))
 
-    async def show(connected: connection.Connection) -> int:
+    async def show(connected: connection.ApiConnection) -> int:
         return _show(arguments, await connected.cluster(arguments.name))
 
     return connection.run(arguments, show)

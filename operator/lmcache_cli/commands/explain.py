@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    async def show(connected: connection.Connection) -> int:
+    async def show(connected: connection.ApiConnection) -> int:
         if arguments.request_id is not None:
             return await _explain_request(connected, arguments)
         gathered = await gather(connected, arguments.name)
@@ -141,7 +141,7 @@ def _without_tenants(pods: Sequence[PodFigures]) -> list[str]:
     ]
 
 
-async def _explain_request(connected: connection.Connection, arguments: argparse.Namespace) -> int:
+async def _explain_request(connected: connection.ApiConnection, arguments: argparse.Namespace) -> int:
     cluster = await connected.cluster(arguments.name)
     pods = await pods_of(connected, cluster["metadata"]["name"])
     get = PodHttp(connected.api, seconds=POD_SECONDS).get

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
-from lmcache_cli.commands.connection import Connection
+from lmcache_cli.commands.connection import ApiConnection
 from lmcache_operator.components.injection.profile import SIDECARS
 from lmcache_operator.errors import ApiError
 from lmcache_operator.kube.pod_http import CREATE_FORWARD, GET_PROXY, Get, PodHttp
@@ -64,7 +64,7 @@ class Gathered:
         return [pod.stats for pod in self.pods if pod.stats]
 
 
-async def gather(connection: Connection, name: str | None) -> Gathered:
+async def gather(connection: ApiConnection, name: str | None) -> Gathered:
     """Read an LMCacheCluster, its pods, and /stats of their sidecars. Raises ApiError or NotFoundError."""
     cluster = await connection.cluster(name)
     try:
@@ -76,7 +76,7 @@ async def gather(connection: Connection, name: str | None) -> Gathered:
     return Gathered(cluster, tuple(figures), tuple(problems))
 
 
-async def pods_of(connection: Connection, name: str | None) -> list[Object]:
+async def pods_of(connection: ApiConnection, name: str | None) -> list[Object]:
     """Return the engine pods of a cluster and the pods with its cache injected, by name. Raises ApiError.
 
     ``name``: None for the pods of all clusters of the namespace.

@@ -61,7 +61,7 @@ def _duration(text: str) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    async def write(connected: connection.Connection) -> int:
+    async def write(connected: connection.ApiConnection) -> int:
         cluster = await connected.cluster(arguments.name)
         name, time = cluster["metadata"]["name"], datetime.now(UTC)
         file = f"lmcache-report-{connected.namespace}-{name}-{time:%Y%m%dT%H%M%SZ}.zip"
@@ -80,7 +80,7 @@ def _run(arguments: argparse.Namespace) -> int:
 class _Bundle:
     """The zip file of one cluster while it is written. Parts that cannot be read become problems."""
 
-    connected: connection.Connection
+    connected: connection.ApiConnection
     cluster: Object
     archive: ZipFile
     arguments: argparse.Namespace

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    async def show(connected: connection.Connection) -> int:
+    async def show(connected: connection.ApiConnection) -> int:
         while True:
             text = _text(arguments, await gather(connected, arguments.name))
             is_screen = arguments.watch and sys.stdout.isatty()

@@ -11,7 +11,7 @@ from lmcache_operator.kube.pod_http import PodHttp
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.names import CLUSTER_LABEL, INJECT_LABEL
 from lmcache_store import top
-from lmcache_store.explain.traffic import Answer
+from lmcache_store.explain.traffic import SidecarAnswer
 
 _MIN_SECONDS, _MAX_SECONDS = 1.5, 3.0
 """Time for all sidecars. Between these, it is the interval: a hung sidecar does not delay the others."""
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    async def show(connected: connection.Connection) -> int:
+    async def show(connected: connection.ApiConnection) -> int:
         await _check_name(connected, arguments.name)
         seconds = max(_MIN_SECONDS, min(_MAX_SECONDS, arguments.interval - 0.1))
         get = PodHttp(connected.api, seconds=seconds).get
@@ -44,17 +44,17 @@ def _run(arguments: argparse.Namespace) -> int:
         except ApiError as error:
             problems = [f"the pods cannot be listed: {error.message}"]
 
-        async def read() -> top.Reading:
+        async def read() -> top.TopReading:
             figures = await read_stats(get, pods, seconds=seconds + 0.1)
             missing = missing_rights(figures, connected.namespace)
-            return top.Reading([_answer(each) for each in figures], [*problems, *missing])
+            return top.TopReading([_answer(each) for each in figures], [*problems, *missing])
 
         return await top.run(read, arguments, lambda figures: printing.document(figures, arguments.output))
 
     return connection.run(arguments, show)
 
 
-async def _check_name(connected: connection.Connection, name: str | None) -> None:
+async def _check_name(connected: connection.ApiConnection, name: str | None) -> None:
     """Raise NotFoundError unless the cluster exists, or the namespace has one."""
     if name is not None:
         await connected.cluster(name)
@@ -62,8 +62,8 @@ async def _check_name(connected: connection.Connection, name: str | None) -> Non
         await connected.clusters()
 
 
-def _answer(figures: PodFigures) -> Answer:
+def _answer(figures: PodFigures) -> SidecarAnswer:
     metadata = figures.pod["metadata"]
     labels = metadata.get("labels") or {}
     cluster = labels.get(INJECT_LABEL) or labels.get(CLUSTER_LABEL) or ""
-    return Answer(metadata["uid"], figures.name, cluster, figures.stats, figures.problem)
+    return SidecarAnswer(metadata["uid"], figures.name, cluster, figures.stats, figures.problem)

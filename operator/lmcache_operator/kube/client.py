@@ -43,16 +43,16 @@ _ESCAPED_IN_YAML = {
 }
 
 
-Fence = Callable[[], float]
+WriteFence = Callable[[], float]
 """Returns the seconds from now for which this operator may write."""
 
 
 @asynccontextmanager
-async def connect(fence: Fence = lambda: math.inf, context: str | None = None) -> AsyncIterator[KubeApi]:
+async def connect(fence: WriteFence = lambda: math.inf, context: str | None = None) -> AsyncIterator[KubeApi]:
     """Connect to the configured Kubernetes cluster. The client writes only while the fence allows it.
 
     Args:
-        fence: see `Fence`.
+        fence: see `WriteFence`.
         context: context of the kubeconfig; None: the present one.
     """
 
@@ -81,7 +81,7 @@ async def connect(fence: Fence = lambda: math.inf, context: str | None = None) -
 class KubeApi:
     """Calls to the API server. All calls may raise ApiError, and all are safe to repeat."""
 
-    def __init__(self, client: ApiClient, fence: Fence = lambda: math.inf) -> None:
+    def __init__(self, client: ApiClient, fence: WriteFence = lambda: math.inf) -> None:
         self._client = client
         self._fence = fence
         self._slots = asyncio.Semaphore(_MAX_REQUESTS)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.errors import SidecarError, SidecarUnavailableError
-from lmcache_client.rpc.session import Session
+from lmcache_client.rpc.session import SidecarSession
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +28,14 @@ class Calls:
         self._paused_until = 0.0
 
     @property
-    def session(self) -> Session | None:
+    def session(self) -> SidecarSession | None:
         """The present session, or None while its calls pause. A new session is never paused."""
         session = self._client.session
         if session is None or session.epoch != self._silent_epoch or time.monotonic() >= self._paused_until:
             return session
         return None
 
-    def wait(self, deadline: float) -> Session | None:
+    def wait(self, deadline: float) -> SidecarSession | None:
         """Wait while calls pause. Returns the present session; None if there is none, or if the time is over.
 
         ``deadline``: a time of ``time.monotonic``.
@@ -47,7 +47,7 @@ class Calls:
             time.sleep(max(0.0, min(self._paused_until, deadline) - now))
         return session
 
-    def attempt(self, call: Callable[[Session], T]) -> T | None:
+    def attempt(self, call: Callable[[SidecarSession], T]) -> T | None:
         """Return the call's result. Returns None if the sidecar did not answer, or refused the call."""
         session = self.session
         if session is None:

@@ -16,12 +16,13 @@ import torch
 from lmcache_client.core.copier import Bytes, Fence, LoadThreads, Places, RowLoad
 from lmcache_client.core.layout import Layout
 from lmcache_client.cuda import ipc
-from lmcache_client.cuda.copies import CopyBatch, Words
-from lmcache_client.cuda.driver import Context, Device, Event, Stream
+from lmcache_client.cuda.copies import CopyBatch
+from lmcache_client.cuda.driver import Device, GpuContext, GpuEvent, GpuStream
 from lmcache_client.cuda.errors import CudaError
 from lmcache_client.cuda.pin_status import PinStatus
 from lmcache_client.cuda.pins import Pins
 from lmcache_client.rpc.hello import Allocation, GroupPages, LayerPages, TransferOffer
+from lmcache_store.common.nontemporal import Words
 
 _LOAD_THREADS = 2
 """Two threads keep the bus busy: while one waits for its row, the other creates the next batch."""
@@ -51,7 +52,7 @@ class CudaCopier(LoadThreads):
         self._uuid = device.uuid
         self._context = device.primary_context()
         self._compute_stream = compute_stream or _torch_stream(next(iter(layouts.values())).pages[0].device)
-        self._load_stream, self._store_stream = Stream(self._context), Stream(self._context)
+        self._load_stream, self._store_stream = GpuStream(self._context), GpuStream(self._context)
         self.pins: Pins | None = None
         """Pinned memory of the arena's mapping that was prepared last."""
         self._mapping: Callable[[], object]
@@ -79,12 +80,12 @@ class CudaCopier(LoadThreads):
         """See ``EngineCopier``. Kernels before the fence may still read the blocks' old content."""
         for group, slot, first_block, blocks in rows:
             in_slot, in_kv, sizes = self._places[group].of(slot, first_block, blocks)
-            self._copy(self._load_stream, in_kv, in_slot, sizes, fence, is_source_stable=True)
+            self._copy(self._load_stream, in_kv, in_slot, sizes, fence, is_stable=True)
 
     def store(self, group: int, slot: Bytes, blocks: Sequence[int], fence: Fence) -> None:
         """See ``EngineCopier``."""
         in_slot, in_kv, sizes = self._places[group].of(slot, 0, blocks)
-        self._copy(self._store_stream, in_slot, in_kv, sizes, fence, is_source_stable=False)
+        self._copy(self._store_stream, in_slot, in_kv, sizes, fence, is_stable=False)
 
     def close(self) -> None:
         """See ``EngineCopier``."""
@@ -96,7 +97,7 @@ class CudaCopier(LoadThreads):
         self._context.close()
 
     def _copy(
-        self, stream: Stream, to: Words, from_: Words, sizes: Words, fence: Fence, *, is_source_stable: bool
+        self, stream: GpuStream, to: Words, from_: Words, sizes: Words, fence: Fence, *, is_stable: bool
     ) -> None:
         pins = self.pins
         batch = CopyBatch(to, from_, sizes, pins.edges if pins is not None else None)
@@ -107,7 +108,7 @@ class CudaCopier(LoadThreads):
                 if not is_pinned:  # its copies would wait inside the driver, perhaps with a lock
                     fence.event.synchronize()
                 stream.wait(fence.event)
-                batch.submit(stream, is_source_stable=is_source_stable, is_pinned=is_pinned)
+                batch.submit(stream, is_source_stable=is_stable, is_pinned=is_pinned)
             finally:  # even a failed copy has ended only when the stream has no piece of it queued
                 stream.synchronize()
 
@@ -172,9 +173,9 @@ _NOT_EXPORTABLE = (
 class _Fence:
     """An event in the compute stream that is destroyed with its last reference."""
 
-    def __init__(self, context: Context, stream: int) -> None:
-        self.event = Event(context)
-        self.event.record(Stream(context, stream))
+    def __init__(self, context: GpuContext, stream: int) -> None:
+        self.event = GpuEvent(context)
+        self.event.record(GpuStream(context, stream))
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at exit the driver may already be shut down

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lmcache_client.core.hits import Index
+from lmcache_client.core.hits import RowFinder
 from lmcache_client.core.jobs import StoreJob
 from lmcache_client.core.requests import EngineRequest
 from lmcache_store.tiers.base import ROW_KEY_BYTES, RowKey
@@ -80,7 +80,7 @@ class ChunkEvents:
         for chunks in (self._storing, self._candidates, self._reported):
             chunks.clear()
 
-    def take(self, index: Index | None, describe: Callable[[Chunk], Any]) -> tuple[list[Any], list[Any]]:
+    def take(self, index: RowFinder | None, describe: Callable[[Chunk], Any]) -> tuple[list[Any], list[Any]]:
         """Return descriptions of (chunks in memory, removed chunks) since the last call.
 
         A chunk in memory is described when it came into memory, and then again every ``REPEAT_SECONDS``.
@@ -114,7 +114,7 @@ class ChunkEvents:
             self._reported[key] = report
 
 
-def _look_up(index: Index | None, row_keys: list[RowKey]) -> Iterable[tuple[RowKey, bool]]:
+def _look_up(index: RowFinder | None, row_keys: list[RowKey]) -> Iterable[tuple[RowKey, bool]]:
     if index is None or not row_keys:
         return []
     words = np.frombuffer(b"".join(row_keys), "<u8").reshape(len(row_keys), -1)

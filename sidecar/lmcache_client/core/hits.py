@@ -14,17 +14,17 @@ from lmcache_store.tiers.memory.contracts import Found, Located
 
 T = TypeVar("T", bound=np.generic)
 
-Words = npt.NDArray[np.uint64]
+KeyWords = npt.NDArray[np.uint64]
 """Row keys, ``[chunks, 8]``."""
 
 
-class Index(Protocol):
+class RowFinder(Protocol):
     """Index of the rows in memory, such as ``MappedIndex``."""
 
-    def find(self, keys: Words) -> Found:
+    def find(self, keys: KeyWords) -> Found:
         """Find the leading rows of these keys, up to the first row that is missing."""
 
-    def find_each(self, keys: Words) -> Located:
+    def find_each(self, keys: KeyWords) -> Located:
         """Return for each of these keys whether its row is in memory, and where."""
 
 
@@ -47,7 +47,7 @@ def no_hit(grid: Grid) -> Hit:
     return Hit(0, 0, (_NOWHERE,) * len(grid.stored))
 
 
-def find_hit(index: Index, grid: Grid, words: Sequence[Words], at_least: int = 0) -> Hit:
+def find_hit(index: RowFinder, grid: Grid, words: Sequence[KeyWords], at_least: int = 0) -> Hit:
     """Find the longest hit of the chunks whose row keys are ``words``, per group with rows.
 
     ``at_least``: leading chunks that the engine itself has.

@@ -16,14 +16,14 @@ from functools import partial
 from typing import TypeVar
 
 from lmcache_client.core.calls import PAUSE_SECONDS, Calls
-from lmcache_client.core.hits import Hit, Index, find_hit, no_hit
+from lmcache_client.core.hits import Hit, RowFinder, find_hit, no_hit
 from lmcache_client.core.jobs import EngineIdentity
 from lmcache_client.core.requests import RequestState, Ticket
 from lmcache_client.core.times import RequestClock
 from lmcache_client.core.waiting import PrefillRate
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.service import MAX_FIRST_BLOCKS, MAX_TIMES, NAME_BYTES
-from lmcache_client.rpc.session import Scheduled, Session
+from lmcache_client.rpc.session import Scheduled, SidecarSession
 from lmcache_store.common.timing import TIMING
 from lmcache_store.common.units import ceil_div
 from lmcache_store.tiers.memory.contracts import LookupResult
@@ -87,7 +87,7 @@ class LookupThread:
         return self._client.session is not None
 
     @property
-    def index(self) -> Index | None:
+    def index(self) -> RowFinder | None:
         """Index of the rows in memory, readable without a call; None: there is no sidecar."""
         session = self._client.session
         return session.index if session is not None else None
@@ -254,7 +254,7 @@ class LookupThread:
 
     def _lookup(
         self,
-        session: Session,
+        session: SidecarSession,
         ticket: Ticket,
         num_chunks: int | None = None,
         *,
@@ -287,7 +287,7 @@ class LookupThread:
             self._times_sent_at = time.monotonic()
         clocks = [self._times.popleft() for _ in range(num_times)]
 
-        def release(session: Session) -> bool:
+        def release(session: SidecarSession) -> bool:
             session.release(
                 request_ids,
                 timeout=self._call_seconds,
@@ -318,7 +318,7 @@ class LookupThread:
             num_left = len(self._times)
             self._release_ids([])
 
-    def _call(self, call: Callable[[Session], T]) -> T | None:
+    def _call(self, call: Callable[[SidecarSession], T]) -> T | None:
         reply = self._calls.attempt(call)
         if reply is not None:
             self._answered_at = self._clock()

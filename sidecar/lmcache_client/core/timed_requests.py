@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lmcache_client.core.requests import RequestState
-from lmcache_client.core.times import FirstTokens, RequestClock
+from lmcache_client.core.times import FirstTokenSteps, RequestClock
 
 
 class TimedRequests:
@@ -21,7 +21,7 @@ class TimedRequests:
         self.report: Callable[[Sequence[RequestClock]], object] = lambda _: None
         """Called with the clocks that ended, of requests that were reported as scheduled."""
         self._clock = clock
-        self._first_tokens = FirstTokens()
+        self._first_tokens = FirstTokenSteps()
 
     def start(self, state: RequestState, arrived_at: float | None, asked_at: float | None = None) -> None:
         """Start to measure a request. See ``RequestClock``; without ``asked_at``, its lookup is sent now."""

@@ -89,7 +89,7 @@ class RequestClock:
         )
 
 
-class FirstTokens:
+class FirstTokenSteps:
     """Requests whose last prompt token a step computes, until the step ends. Steps end in their order."""
 
     def __init__(self) -> None:

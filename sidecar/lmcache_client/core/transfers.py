@@ -17,7 +17,7 @@ from operator import itemgetter
 from lmcache_client.core.copier import EngineCopier, Fence, RowLoad
 from lmcache_client.core.jobs import GroupStore, LoadJob, Piece, StoreJob
 from lmcache_client.rpc.errors import EngineCopiesError
-from lmcache_client.rpc.session import BlockCopy, Session
+from lmcache_client.rpc.session import BlockCopy, SidecarSession
 from lmcache_store.tiers.memory.contracts import Reserved, Slot
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class LoadTransfer:
         figures = {"loads": 1, "failed_loads": num_bad > 0, "loaded_blocks": num_blocks - num_bad}
         return figures | {"load_seconds": self.seconds}
 
-    def run(self, session: Session, copier: EngineCopier) -> None:
+    def run(self, session: SidecarSession, copier: EngineCopier) -> None:
         """Copy batch by batch, until a piece fails: KV after a gap is useless. Raises SidecarError."""
         if session.slots is None:
             return
@@ -82,7 +82,7 @@ class LoadTransfer:
             num_bytes += size
         return [*batches, range(start, len(sizes))] if sizes else []
 
-    def _copy(self, session: Session, copier: EngineCopier, numbers: range) -> None:
+    def _copy(self, session: SidecarSession, copier: EngineCopier, numbers: range) -> None:
         """Copy pieces, up to the first one whose slot holds another row. Note which bytes are right."""
         loads = []
         for group, slot, first_block, blocks in self._pieces[numbers.start : numbers.stop]:
@@ -137,7 +137,7 @@ class StoreTransfer:
                 self._copied.append(slot)
             return not self._is_cancelled
 
-    def run(self, session: Session, copier: EngineCopier) -> None:
+    def run(self, session: SidecarSession, copier: EngineCopier) -> None:
         """Reserve slots and copy into them. Commit copies that count, abort the rest. Raises SidecarError.
 
         Copies all groups of a chunk one after the other, because a chunk needs all of them. Begins with the
@@ -165,7 +165,9 @@ class StoreTransfer:
             finally:
                 self._commit(session, [piece.slot for _, piece in reserved])
 
-    def _copy_by_sidecar(self, session: Session, copier: EngineCopier, pieces: Sequence[Piece]) -> bool:
+    def _copy_by_sidecar(
+        self, session: SidecarSession, copier: EngineCopier, pieces: Sequence[Piece]
+    ) -> bool:
         """Let the sidecar copy. Returns False if the sidecar can't, and the engine must copy the rest.
 
         The sidecar does not wait for the engine's GPU work. So that work must have ended before the call.
@@ -185,7 +187,7 @@ class StoreTransfer:
                     self.note_copied(copy.slot)
         return True
 
-    def _reserve(self, session: Session, store: GroupStore) -> list[tuple[int, Piece]]:
+    def _reserve(self, session: SidecarSession, store: GroupStore) -> list[tuple[int, Piece]]:
         """Reserve slots. Return (number of the chunk, piece to copy) for each chunk that got a slot."""
         answers = session.reserve(
             store.group,
@@ -203,7 +205,7 @@ class StoreTransfer:
             if answer.slot is not None
         ]
 
-    def _commit(self, session: Session, reserved: list[Slot]) -> None:
+    def _commit(self, session: SidecarSession, reserved: list[Slot]) -> None:
         """Commit the slots whose copies count, and abort the other slots."""
         uncopied = [slot for slot in reserved if slot not in self._copied]
         try:

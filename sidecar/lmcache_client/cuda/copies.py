@@ -6,11 +6,9 @@ import ctypes
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from lmcache_client.cuda.driver import Driver, Stream
-
-Words = npt.NDArray[np.uint64]
+from lmcache_client.cuda.driver import Driver, GpuStream
+from lmcache_store.common.nontemporal import Words
 
 BATCHES_SINCE = 12080
 """First CUDA version with ``cuMemcpyBatchAsync``. This module uses the signature of this version, whose last
@@ -64,7 +62,7 @@ class CopyBatch:
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def submit(self, stream: Stream, *, is_source_stable: bool = False, is_pinned: bool = True) -> None:
+    def submit(self, stream: GpuStream, *, is_source_stable: bool = False, is_pinned: bool = True) -> None:
         """Queue the copies on ``stream``.
 
         Args:

@@ -156,12 +156,12 @@ class Device:
             return None
         return node if node >= 0 else None
 
-    def primary_context(self) -> Context:
+    def primary_context(self) -> GpuContext:
         """Return a reference to the context that this process shares; close it. Raises CudaError."""
-        return Context(self)
+        return GpuContext(self)
 
 
-class Context:
+class GpuContext:
     """A reference to a device's primary context. ``with context:`` makes it current on the calling thread."""
 
     def __init__(self, device: Device) -> None:
@@ -172,7 +172,7 @@ class Context:
         context."""
         self._raw: Any = self.driver.call("cuDevicePrimaryCtxRetain", device.ordinal)
 
-    def __enter__(self) -> Context:
+    def __enter__(self) -> GpuContext:
         self.driver.call("cuCtxPushCurrent", self._raw)
         return self
 
@@ -191,15 +191,15 @@ class Context:
             self.driver.call("cuDevicePrimaryCtxRelease", self.device.ordinal)
 
 
-class Event:
+class GpuEvent:
     """A point in a stream's work. Threads that wait for it sleep, without the GIL."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: GpuContext) -> None:
         """Raises CudaError."""
         self._context = context
         self.raw: Any = context.call("cuEventCreate", _SLEEPING | _WITHOUT_TIME)
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: GpuStream) -> None:
         """Set the event to the present end of the stream's work. Raises CudaError."""
         self._context.call("cuEventRecord", self.raw, stream.raw)
 
@@ -224,10 +224,10 @@ class Event:
             self._context.call("cuEventDestroy", raw)
 
 
-class Stream:
+class GpuStream:
     """A queue of work on a device, in a context."""
 
-    def __init__(self, context: Context, handle: int | None = None) -> None:
+    def __init__(self, context: GpuContext, handle: int | None = None) -> None:
         """Create a stream, or wrap a raw ``handle`` (torch: ``stream.cuda_stream``). Raises CudaError."""
         self.context = context
         self._is_created_here = handle is None
@@ -236,16 +236,16 @@ class Stream:
             context.call("cuStreamCreate", _NON_BLOCKING) if handle is None else bindings.CUstream(handle)
         )
         self._lock = threading.Lock()  # so that only one thread creates the event
-        self._end: Event | None = None
+        self._end: GpuEvent | None = None
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: GpuEvent) -> None:
         """Let later work of the stream begin only after the work before ``event``. Raises CudaError."""
         self.context.call("cuStreamWaitEvent", self.raw, event.raw, 0)
 
     def synchronize(self) -> None:
         """Sleep until all work of the stream has ended. Raises CudaError, also if that work failed."""
         with self._lock:  # cuStreamSynchronize would spin if the engine's context is set so
-            self._end = self._end or Event(self.context)
+            self._end = self._end or GpuEvent(self.context)
             self._end.record(self)
         self._end.synchronize()
 

@@ -15,7 +15,7 @@ import ctypes
 import threading
 from dataclasses import dataclass
 
-from lmcache_client.cuda.driver import Context
+from lmcache_client.cuda.driver import GpuContext
 from lmcache_client.cuda.errors import CudaError
 
 HANDLE_BYTES = 64
@@ -36,7 +36,7 @@ class Exported:
     """Offset of the exported address in the allocation."""
 
 
-def is_exportable(context: Context, address: int) -> bool:
+def is_exportable(context: GpuContext, address: int) -> bool:
     """Return True if ``address`` is device memory that ``export`` can share."""
     attribute = context.driver.bindings.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
     try:
@@ -45,7 +45,7 @@ def is_exportable(context: Context, address: int) -> bool:
         return False
 
 
-def export(context: Context, address: int) -> Exported:
+def export(context: GpuContext, address: int) -> Exported:
     """Export the allocation that contains ``address``. Raises CudaError."""
     base, num_bytes = context.call("cuMemGetAddressRange", address)
     handle = context.call("cuIpcGetMemHandle", int(base))
@@ -73,7 +73,7 @@ class Mapping:
 class Mappings:
     """Open mappings of one context, one per handle with any number of users. Thread-safe."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: GpuContext) -> None:
         self._context = context
         self._lock = threading.Lock()  # protects the table, and the order of opening and closing
         self._open: dict[bytes, Mapping] = {}

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_client.cuda.copies import Words
-from lmcache_client.cuda.driver import Context
+from lmcache_client.cuda.driver import GpuContext
 from lmcache_client.cuda.errors import CudaError
 from lmcache_client.cuda.pin_status import PinStatus
+from lmcache_store.common.nontemporal import Words
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Pins:
 
     def __init__(
         self,
-        context: Context,
+        context: GpuContext,
         address: int,
         num_bytes: int,
         extent_bytes: int = EXTENT_BYTES,

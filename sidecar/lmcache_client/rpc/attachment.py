@@ -25,7 +25,7 @@ from lmcache_client.rpc import service
 from lmcache_client.rpc.errors import SidecarUnavailableError
 from lmcache_client.rpc.hello import ClientHello
 from lmcache_client.rpc.open_copies import OpenCopies
-from lmcache_client.rpc.session import Session, StoreCopier
+from lmcache_client.rpc.session import SidecarSession, StoreCopier
 from lmcache_store.common.timing import TIMING
 from lmcache_store.tiers.memory.mapping import MappedColumn, MappedIndex
 from lmcache_store.tiers.memory.slots import ENTRY_BYTES
@@ -78,7 +78,7 @@ class Attachment:
         self._over = False
         self._reason = ""  # why this client ended the stream
 
-    def run(self, on_session: Callable[[Session], None]) -> None:
+    def run(self, on_session: Callable[[SidecarSession], None]) -> None:
         """Attach, pass the session to ``on_session``, and return when the stream has ended.
 
         Raises:
@@ -140,7 +140,7 @@ class Attachment:
         with self._changed:
             self._changed.notify()
 
-    def _begin(self, channel: grpc.Channel, attached: pb.Attached) -> Session:
+    def _begin(self, channel: grpc.Channel, attached: pb.Attached) -> SidecarSession:
         path = Path(attached.arena_path)
         if not path.exists():  # this container mounts the directory elsewhere
             path = Path(self._socket_path).parent / path.name
@@ -156,7 +156,7 @@ class Attachment:
             self._epoch, self._column = attached.epoch, column
             self._takes_pinned = attached.takes_pinned
         self._extend(pb.Extents(ready_rows=attached.ready_rows))
-        return Session(
+        return SidecarSession(
             channel,
             self._hello.client_uuid,
             attached,

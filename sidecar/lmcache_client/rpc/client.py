@@ -32,7 +32,7 @@ from lmcache_client.rpc.errors import SidecarError
 from lmcache_client.rpc.hello import ClientHello
 from lmcache_client.rpc.lockfile import LockFile
 from lmcache_client.rpc.open_copies import OpenCopies
-from lmcache_client.rpc.session import Session, bounded
+from lmcache_client.rpc.session import SidecarSession, bounded
 from lmcache_store.common.backoff import Backoff
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class SidecarClient:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lmcache-attach", daemon=True)
         self._attachment: Attachment | None = None
-        self._session: Session | None = None
+        self._session: SidecarSession | None = None
         self._reason = "not attached yet"
         self._pins: PinStatus | None = None
 
@@ -98,7 +98,7 @@ class SidecarClient:
         self._thread.start()
 
     @property
-    def session(self) -> Session | None:
+    def session(self) -> SidecarSession | None:
         """The present session, or None while detached."""
         return self._session if os.getpid() == self._pid else None
 
@@ -168,7 +168,7 @@ class SidecarClient:
         finally:
             self._attachment = None
 
-    def _attached(self, session: Session) -> None:
+    def _attached(self, session: SidecarSession) -> None:
         self._session, self._reason = session, ""
         logger.info("Attached to the sidecar at %s, epoch %d", self._socket_path, session.epoch)
         self._on_change()

@@ -76,7 +76,7 @@ class Scheduled(NamedTuple):
     reports_times: bool = False
 
 
-class Session:
+class SidecarSession:
     """One epoch: from an Attach to the end of its stream. All calls raise only ``SidecarError``."""
 
     def __init__(

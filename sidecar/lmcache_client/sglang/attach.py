@@ -18,7 +18,7 @@ from lmcache_client.errors import UnnamedError, UnsupportedError
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.hello import ClientHello, Role
 from lmcache_client.sglang import naming, windows
-from lmcache_client.sglang.options import EngineOptions, Settings
+from lmcache_client.sglang.options import EngineOptions, SGLangSettings
 from lmcache_client.sglang.pools import PoolCopier
 from lmcache_client.sglang.ranks import Ranks
 from lmcache_client.sglang.weights import WATCH
@@ -41,7 +41,7 @@ _KINDS = {
 """Kinds of SGLang's pools that can be cached."""
 
 
-def attach(storage_config: Any, pools: Mapping[str, Any], settings: Settings) -> BlockingAccess:
+def attach(storage_config: Any, pools: Mapping[str, Any], settings: SGLangSettings) -> BlockingAccess:
     """Identify this rank's KV and start its client. May read all weights to hash them.
 
     Args:

@@ -150,9 +150,9 @@ class LMCacheBackend(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # s
         try:
             from lmcache_client.core.settings import read_settings
             from lmcache_client.sglang import attach, requests, weights
-            from lmcache_client.sglang.options import Settings
+            from lmcache_client.sglang.options import SGLangSettings
 
-            settings = read_settings(Settings, self._config.extra_config or {})
+            settings = read_settings(SGLangSettings, self._config.extra_config or {})
             groups = {name: number for number, name in enumerate(attach.groups_of(pools))}
             access = attach.attach(self._config, pools, settings)
         except Exception as error:  # whatever it is: an engine that can't be cached must run unaffected

@@ -20,7 +20,7 @@ _WAIT = options.number(float, 0.001, 8, "a number of seconds from 0.001 to 8")
 
 
 @dataclass(frozen=True)
-class Settings:
+class SGLangSettings:
     """Settings in ``--hicache-storage-backend-extra-config``, where their names start with ``lmcache.``."""
 
     socket: str = options.setting(DEFAULT_SOCKET, str)

@@ -18,11 +18,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lmcache_client.core.paged.blocking import EngineRequest
+from lmcache_client.core.paged.blocking import PagedRequest
 
 logger = logging.getLogger(__name__)
 
-Reporter = Callable[[EngineRequest], None]
+Reporter = Callable[[PagedRequest], None]
 
 _HEALTH_CHECK = "HEALTH_CHECK"
 """Beginning of the names of requests of one token that SGLang makes to answer ``/health``.
@@ -82,7 +82,7 @@ def _report_batch(batch: Any, page_tokens: int) -> None:
             continue
         prompt = request.origin_input_ids
         key = prompt, request.extra_key, request.cache_salt, _has_pairs(batch), page_tokens
-        reported = EngineRequest(
+        reported = PagedRequest(
             functools.partial(_hash_pages, *key),
             len(prompt),
             request.cached_tokens_device + request.cached_tokens_host,

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Settings:
+class VLLMSettings:
     """Settings in ``kv_connector_extra_config``, where their names start with ``lmcache.``."""
 
     socket: str = options.setting(DEFAULT_SOCKET, str)
@@ -50,7 +50,7 @@ class Settings:
     blocks come first, a block is one piece. None: the engine's default."""
 
     @classmethod
-    def read(cls, extra_config: Mapping[str, Any]) -> Settings:
+    def read(cls, extra_config: Mapping[str, Any]) -> VLLMSettings:
         """Read and check the settings, see ``read_settings``. Raises UnsupportedError."""
         return read_settings(cls, extra_config)
 
@@ -64,7 +64,7 @@ def attach_worker(
     """
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-    settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    settings = VLLMSettings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
     check_supported(vllm_config, kv_cache_config)
     specs = read_groups(kv_cache_config, can_fail_requests=hasattr(base, "KVConnectorTransferResults"))
     step_tokens = math.lcm(*(spec.block_tokens for spec in specs))

@@ -250,11 +250,11 @@ def _call(side: VLLMScheduler | WorkerSide | None, hook: str, neutral: T, *args:
 def _make_scheduler(vllm_config: Any, kv_cache_config: Any) -> VLLMScheduler:
     from lmcache_client.core.events import ChunkEvents
     from lmcache_client.core.tracer_choice import make_tracer
-    from lmcache_client.vllm.attach import Settings, start_scheduler_client
+    from lmcache_client.vllm.attach import VLLMSettings, start_scheduler_client
     from lmcache_client.vllm.extra_keys import ExtraKeyFinder
     from lmcache_client.vllm.scheduler import VLLMScheduler
 
-    settings = Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    settings = VLLMSettings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
     connect = partial(start_scheduler_client, settings.socket)
     events = vllm_config.kv_events_config
     observability = getattr(vllm_config, "observability_config", None)
@@ -272,11 +272,11 @@ def _make_scheduler(vllm_config: Any, kv_cache_config: Any) -> VLLMScheduler:
 def _wanted_layout(vllm_config: Any) -> str | None:
     from vllm.platforms import current_platform
 
-    from lmcache_client.vllm.attach import Settings
+    from lmcache_client.vllm.attach import VLLMSettings
 
     if current_platform.is_cpu():  # its attention supports only one layout
         return None
-    return Settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config).kv_cache_layout
+    return VLLMSettings.read(vllm_config.kv_transfer_config.kv_connector_extra_config).kv_cache_layout
 
 
 def _make_worker(vllm_config: Any, kv_cache_config: Any) -> WorkerSide:

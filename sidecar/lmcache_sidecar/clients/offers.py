@@ -14,7 +14,14 @@ from numpy.typing import NDArray
 
 from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_client.rpc import service
-from lmcache_sidecar.clients.validation import MAX_GROUPS, Peer, check_length, invalid, parse_slots, require
+from lmcache_sidecar.clients.validation import (
+    MAX_GROUPS,
+    ParsedHello,
+    check_length,
+    invalid,
+    parse_slots,
+    require,
+)
 from lmcache_store.tiers.memory.contracts import Slot
 
 HANDLE_BYTES = 64
@@ -36,7 +43,7 @@ class SlotCopy(NamedTuple):
     blocks: NDArray[np.uint32]
 
 
-def check_offer(peer: Peer) -> None:
+def check_offer(peer: ParsedHello) -> None:
     """Check the offer of a Hello, as far as possible without opening the memory."""
     offer = peer.hello.transfer
     check_length("refusal", offer.refusal.encode())
@@ -62,7 +69,7 @@ def check_offer(peer: Peer) -> None:
         _check_pages(pages, offer, peer.chunk_bytes[pages.group])
 
 
-def parse_copies(request: pb.CopyBlocksRequest, peer: Peer, num_rows: int) -> list[SlotCopy]:
+def parse_copies(request: pb.CopyBlocksRequest, peer: ParsedHello, num_rows: int) -> list[SlotCopy]:
     """Return the copies that a CopyBlocks requests, in its order."""
     require(len(request.groups) <= MAX_GROUPS, f"a call accepts at most {MAX_GROUPS} groups of slots")
     parse_slots(b"".join(copies.slots for copies in request.groups), num_rows)

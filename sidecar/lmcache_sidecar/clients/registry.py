@@ -22,7 +22,7 @@ from lmcache_client.cuda.pin_status import PinStatus
 from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_client.rpc import service
 from lmcache_sidecar.clients.liveness import LivenessMonitor, LockProbe, probes_in
-from lmcache_sidecar.clients.validation import CallRefusedError, Peer, precondition
+from lmcache_sidecar.clients.validation import CallRefusedError, ParsedHello, precondition
 from lmcache_store.tiers.memory.tier import MemoryTier
 
 logger = logging.getLogger(__name__)
@@ -34,14 +34,14 @@ MAX_CLIENTS = 128
 Each takes about 30 KiB and a descriptor, and some calls take time in proportion to all of them."""
 
 
-class Request(Protocol):
+class ClientCall(Protocol):
     """A call of an attached client."""
 
     client_uuid: bytes
     epoch: int
 
 
-class Transfer(NamedTuple):
+class ChosenCopier(NamedTuple):
     """The copier of a client's stores, and the reason for the choice."""
 
     is_ipc: bool
@@ -49,21 +49,21 @@ class Transfer(NamedTuple):
     reason: str
 
 
-_NOTHING_TO_COPY = Transfer(False, "a scheduler copies nothing")
+_NOTHING_TO_COPY = ChosenCopier(False, "a scheduler copies nothing")
 
 
 @dataclass(eq=False)
 class Client:
     """One client, attached or in quarantine."""
 
-    peer: Peer
+    peer: ParsedHello
     probe: LockProbe
     """Probe of the client's lock; the liveness monitor takes it over when the stream ends."""
     epoch: int
     is_attached: bool = True
     prefill_tokens_per_second: float = 0.0
     """Prefill speed that the engine reported last; 0: not known yet."""
-    transfer: Transfer = _NOTHING_TO_COPY
+    transfer: ChosenCopier = _NOTHING_TO_COPY
     """Present copier of the client's stores."""
     pins: PinStatus | None = None
     """Amount of its column that its CUDA driver has pinned; None: the client has not reported it."""
@@ -123,7 +123,7 @@ class Clients:
             self.previous.add(uuid)
             self.monitor.watch(uuid, probe)
 
-    def probe(self, peer: Peer) -> LockProbe:
+    def probe(self, peer: ParsedHello) -> LockProbe:
         """Open the client's lock file. Raises CallRefusedError unless the client holds its lock."""
         path = self._locks_directory / f"{peer.uuid.hex()}.lock"
         try:
@@ -135,7 +135,7 @@ class Clients:
             raise precondition(f"no other process holds the record lock on {path}: take it, then attach")
         return probe
 
-    def check_admissible(self, peer: Peer) -> None:
+    def check_admissible(self, peer: ParsedHello) -> None:
         """Raise CallRefusedError at MAX_CLIENTS, or if the client contradicts others or its former self."""
         known = self.by_uuid.get(peer.uuid)
         if known is not None and known.peer.engine != peer.engine:
@@ -149,7 +149,7 @@ class Clients:
         if any(other.layout != peer.layout for other in self._peers(peer.engine)):
             raise precondition("another client of this engine_uuid has another namespace or geometry")
 
-    def admit(self, peer: Peer, probe: LockProbe) -> Client:
+    def admit(self, peer: ParsedHello, probe: LockProbe) -> Client:
         """Attach a client under a new epoch, and take over its probe."""
         if (older := self.by_uuid.get(peer.uuid)) is not None:
             self.detach(older)
@@ -175,7 +175,7 @@ class Clients:
         client.check_epoch(message.epoch)
         self._free(client.peer.uuid)
 
-    def caller(self, request: Request) -> Client:
+    def caller(self, request: ClientCall) -> Client:
         """Return the calling client. Raises CallRefusedError unless it is attached with this epoch."""
         client = self.by_uuid.get(request.client_uuid)
         if client is None or not client.is_attached:
@@ -183,7 +183,7 @@ class Clients:
         client.check_epoch(request.epoch)
         return client
 
-    def calling_worker(self, request: Request) -> Peer:
+    def calling_worker(self, request: ClientCall) -> ParsedHello:
         """Return the calling worker. Raises CallRefusedError as ``caller`` does, and for a scheduler."""
         peer = self.caller(request).peer
         if not peer.is_worker:
@@ -211,7 +211,7 @@ class Clients:
     def _workers(self) -> list[Client]:
         return [client for client in self.by_uuid.values() if client.peer.is_worker]
 
-    def _peers(self, engine: bytes) -> list[Peer]:
+    def _peers(self, engine: bytes) -> list[ParsedHello]:
         return [client.peer for client in self.by_uuid.values() if client.peer.engine == engine]
 
     def free_unknown(self) -> None:

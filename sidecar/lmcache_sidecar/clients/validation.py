@@ -53,8 +53,8 @@ def precondition(message: str, reason: str = "") -> CallRefusedError:
 
 
 @dataclass(frozen=True)
-class Peer:
-    """A client: its checked Hello, and the values derived from it."""
+class ParsedHello:
+    """The checked Hello of a client, and the values derived from it."""
 
     hello: pb.Hello
     geometry: Geometry
@@ -100,7 +100,7 @@ class Peer:
         return self.hello.namespace, self.geometry, chunk_tokens, self.groups, private
 
 
-def parse_hello(hello: pb.Hello) -> Peer:
+def parse_hello(hello: pb.Hello) -> ParsedHello:
     """Parse a Hello. Checks everything that does not depend on other clients."""
     _check_protocol(hello)
     lengths = {"client_uuid": _UUID_BYTES, "engine_uuid": _UUID_BYTES, "namespace": KEY_BYTES}
@@ -122,10 +122,10 @@ def parse_hello(hello: pb.Hello) -> Peer:
     row_bytes = [group.chunk_bytes for group in groups.values() if group.chunk_bytes]
     require(bool(row_bytes), "at least one group must store KV")
     slots_per_frame, slot_bytes = best_slots_per_frame(row_bytes, PAGE_BYTES)
-    return Peer(hello, Geometry(slot_bytes, num_columns, slots_per_frame), groups)
+    return ParsedHello(hello, Geometry(slot_bytes, num_columns, slots_per_frame), groups)
 
 
-def parse_lookup(request: pb.LookupRequest, peer: Peer) -> Chains:
+def parse_lookup(request: pb.LookupRequest, peer: ParsedHello) -> Chains:
     """Return the row keys of all groups that store KV."""
     parse_request_id(request.request_id)
     if not 0 <= request.prefill_tokens_per_second < math.inf:
@@ -145,7 +145,7 @@ def parse_lookup(request: pb.LookupRequest, peer: Peer) -> Chains:
     return Chains(peer.hello.geometry.chunk_tokens, groups, keys, request.tenant, num_handed_over)
 
 
-def parse_reserve(request: pb.ReserveRequest, peer: Peer) -> list[RowKey]:
+def parse_reserve(request: pb.ReserveRequest, peer: ParsedHello) -> list[RowKey]:
     """Return the row keys, in the order of the chain."""
     if request.group not in peer.storing:
         raise invalid(
@@ -158,7 +158,7 @@ def parse_reserve(request: pb.ReserveRequest, peer: Peer) -> list[RowKey]:
     return _split_keys(request.keys)
 
 
-def parse_pinned(message: pb.Pinned, peer: Peer) -> PinStatus:
+def parse_pinned(message: pb.Pinned, peer: ParsedHello) -> PinStatus:
     """Return how much of its column a worker has pinned."""
     require(peer.is_worker, "only a worker can pin memory: this client is attached as the scheduler")
     check_length("problem", message.problem.encode())

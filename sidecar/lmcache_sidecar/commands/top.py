@@ -10,7 +10,7 @@ from typing import Any
 from lmcache_sidecar.commands.asking import ExplainError, add_url, ask
 from lmcache_store import top
 from lmcache_store.common.options import describe
-from lmcache_store.explain.traffic import Answer
+from lmcache_store.explain.traffic import SidecarAnswer
 
 _ABOUT = """\
 Show what a sidecar does at present: requests, prompt tokens by where they came from, and traffic by tier.
@@ -35,15 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
 
-    async def read() -> top.Reading:
+    async def read() -> top.TopReading:
         name = arguments.url.rstrip("/").rpartition("//")[2]
         try:
             report = ask(arguments.url, "/stats")
         except ExplainError as error:
-            return top.Reading([Answer(name, name, "", problem=str(error))])
+            return top.TopReading([SidecarAnswer(name, name, "", problem=str(error))])
         if not isinstance(report, dict):
-            return top.Reading([Answer(name, name, "", problem="the server is no sidecar")])
-        return top.Reading([Answer(name, name, "", report)])
+            return top.TopReading([SidecarAnswer(name, name, "", problem="the server is no sidecar")])
+        return top.TopReading([SidecarAnswer(name, name, "", report)])
 
     def dump(figures: dict[str, Any]) -> str:
         return json.dumps(figures, indent=2, ensure_ascii=False) + "\n"

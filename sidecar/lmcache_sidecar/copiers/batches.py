@@ -4,8 +4,8 @@ A **copy** fills one slot of the arena (the cache's shared memory) from GPU memo
 sidecar's child process that reads one GPU over CUDA IPC and writes to the slots. A **member** is a client (a
 worker of an engine) whose KV is on this GPU.
 
-A copy is **under way** from the moment its batch is taken until that batch ends. ``Gpu`` ends a batch when
-the reader has answered, or when the reader's process is reaped.
+A copy is **under way** from the moment its batch is taken until that batch ends. ``GpuCopier`` ends a batch
+when the reader has answered, or when the reader's process is reaped.
 
 Members take turns, and so do the tenants of each member, one copy each. A tenant that stores long prompts
 thus delays a copy of another tenant by the batches under way, and by a share of the next ones.
@@ -47,7 +47,7 @@ class _Item(NamedTuple):
 
 
 class CopyQueue:
-    """Queued copies and batches under way of one GPU. The event loop of its ``Gpu`` owns it."""
+    """Queued copies and batches under way of one GPU. The event loop of its ``GpuCopier`` owns it."""
 
     def __init__(self, stats: CopyStats) -> None:
         self._stats = stats

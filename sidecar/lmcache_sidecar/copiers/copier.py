@@ -11,10 +11,10 @@ from lmcache_client.cuda.pin_status import PinStatus
 from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_client.rpc import service
 from lmcache_sidecar.clients.offers import SlotCopy
-from lmcache_sidecar.clients.registry import Client, Transfer
+from lmcache_sidecar.clients.registry import ChosenCopier, Client
 from lmcache_sidecar.clients.validation import precondition
 from lmcache_sidecar.copiers import jobs
-from lmcache_sidecar.copiers.gpu import Gpu
+from lmcache_sidecar.copiers.gpu import GpuCopier
 from lmcache_sidecar.copiers.jobs import CopyStats, Job
 from lmcache_sidecar.copiers.members import Member
 from lmcache_store.tiers.memory.arena import ArenaFile
@@ -39,7 +39,7 @@ class Mode(enum.Enum):
 class Copying(NamedTuple):
     """A job of copies that were started for one client."""
 
-    gpu: Gpu
+    gpu: GpuCopier
     client: Client
     job: Job
 
@@ -70,7 +70,7 @@ class SidecarCopier:
         self.on_change = on_change
         self.stats = CopyStats()
         self._arena = arena
-        self._gpus: dict[str, Gpu] = {}
+        self._gpus: dict[str, GpuCopier] = {}
 
     @property
     def num_slots_under_way(self) -> int:
@@ -104,7 +104,7 @@ class SidecarCopier:
 
     def _attach_to(self, client: Client, offer: pb.TransferOffer) -> None:
         if offer.gpu_uuid not in self._gpus:
-            self._gpus[offer.gpu_uuid] = Gpu(offer.gpu_uuid, self._arena, self.stats)
+            self._gpus[offer.gpu_uuid] = GpuCopier(offer.gpu_uuid, self._arena, self.stats)
         self._gpus[offer.gpu_uuid].add(
             Member(
                 client.epoch,
@@ -156,5 +156,5 @@ class SidecarCopier:
             await asyncio.wait(closing, timeout=CLOSE_SECONDS)
 
     def _turn(self, client: Client, is_ipc: bool, reason: str) -> None:
-        client.transfer = Transfer(is_ipc, reason if is_ipc else f"the engine copies: {reason}")
+        client.transfer = ChosenCopier(is_ipc, reason if is_ipc else f"the engine copies: {reason}")
         self.on_change()

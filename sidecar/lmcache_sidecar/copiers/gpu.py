@@ -22,8 +22,8 @@ from lmcache_sidecar.copiers import messages
 from lmcache_sidecar.copiers.batches import CopyQueue
 from lmcache_sidecar.copiers.jobs import CopyStats, Job, PlacedCopy
 from lmcache_sidecar.copiers.members import Member
-from lmcache_sidecar.copiers.messages import Kind
-from lmcache_sidecar.copiers.process import Reader
+from lmcache_sidecar.copiers.messages import MessageKind
+from lmcache_sidecar.copiers.process import ReaderProcess
 from lmcache_store.common.timing import TIMING
 from lmcache_store.tiers.memory.arena import ArenaFile
 from lmcache_store.tiers.stats import count_reason
@@ -38,7 +38,7 @@ _MAX_MOVES = 3
 """Moves to another reader after faults that were not the client's; then the client copies for itself."""
 
 
-class Gpu:
+class GpuCopier:
     """One GPU, its clients and its reader; see the module's description."""
 
     def __init__(self, uuid: str, arena: ArenaFile, stats: CopyStats) -> None:
@@ -49,7 +49,7 @@ class Gpu:
         self._members: dict[int, Member] = {}
         self._copies = CopyQueue(stats)
         self._closing: set[int] = set()  # members that left and are still open in the reader
-        self._reader: Reader | None = None
+        self._reader: ReaderProcess | None = None
         self._has_started = False  # the reader has
         self._is_retiring = False  # the reader gets no more work
         self._pinned_rows = 0  # ready rows that were reported to the reader
@@ -88,7 +88,7 @@ class Gpu:
         self._copies.drop(number, "the client has left")
         if member.is_asked and self._reader is not None:
             self._closing.add(number)
-            self._reader.ask(Kind.CLOSE, number, b"", Kind.CLOSED, TIMING.reader_close_seconds)
+            self._reader.ask(MessageKind.CLOSE, number, b"", MessageKind.CLOSED, TIMING.reader_close_seconds)
         self._check_end()
 
     def grow(self) -> None:
@@ -99,7 +99,7 @@ class Gpu:
         ready_rows = self._arena.ready_rows
         if self._reader is not None and self._has_started and ready_rows > self._pinned_rows:
             self._pinned_rows = ready_rows
-            self._reader.send(Kind.GROWN, ready_rows)
+            self._reader.send(MessageKind.GROWN, ready_rows)
 
     def release_surplus(self) -> bool:
         """End the reader if it has rows pinned that are not ready any more. Returns True if it has none."""
@@ -133,7 +133,7 @@ class Gpu:
             return
         while (batch := self._copies.take_batch()) is not None:
             number, body = batch
-            reader.ask(Kind.COPY, number, body, Kind.COPIED, TIMING.copy_seconds)
+            reader.ask(MessageKind.COPY, number, body, MessageKind.COPIED, TIMING.copy_seconds)
 
     # ---- the reader ----
 
@@ -148,7 +148,7 @@ class Gpu:
     async def _run_reader(self) -> None:
         reason = "the sidecar is stopping"
         try:
-            self._reader = await Reader.start(self.uuid, self._arena.fileno(), self._pids)
+            self._reader = await ReaderProcess.start(self.uuid, self._arena.fileno(), self._pids)
             self._stats.started_readers += 1
             await self._serve(self._reader)
         except OSError as error:
@@ -164,34 +164,34 @@ class Gpu:
     def _pids(self) -> set[int]:
         return {member.pid for member in self._members.values()}
 
-    async def _serve(self, reader: Reader) -> None:
+    async def _serve(self, reader: ReaderProcess) -> None:
         """Handle a reader's messages until it ends."""
         geometry = self._arena.geometry
         assert geometry is not None, "clients are attached"
         arena_format = messages.Format(geometry.slot_bytes, self._arena.num_rows, self._arena.ready_rows)
         self._pinned_rows = arena_format.ready_rows
         start = messages.pack_start(self.uuid, arena_format)
-        reader.ask(Kind.START, 0, start, Kind.STARTED, TIMING.reader_start_seconds)
+        reader.ask(MessageKind.START, 0, start, MessageKind.STARTED, TIMING.reader_start_seconds)
         while (message := await reader.receive()) is not None:
             kind, number, reason = message
-            if kind == Kind.STARTED:
+            if kind == MessageKind.STARTED:
                 logger.info("Reader %d reads %s", reader.pid, self.uuid)
                 self._has_started = True
                 self.grow()
                 self._open_waiting()
-            elif kind == Kind.OPENED:
+            elif kind == MessageKind.OPENED:
                 self._opened(number, reason)
-            elif kind == Kind.COPIED:
+            elif kind == MessageKind.COPIED:
                 self._copies.end_batch(number)
-            elif kind == Kind.CLOSED:
+            elif kind == MessageKind.CLOSED:
                 self._closing.discard(number)
-            elif kind == Kind.PINNED:
+            elif kind == MessageKind.PINNED:
                 self.pins = messages.parse_pinned(number, reason)
             self._send_batches()
             self._check_end()
 
     @property
-    def _working_reader(self) -> Reader | None:
+    def _working_reader(self) -> ReaderProcess | None:
         """The reader, unless it gets no more work: a client that asks an ending reader shares its fault."""
         reader = self._reader
         is_working = (
@@ -207,7 +207,9 @@ class Gpu:
             if not member.is_asked:
                 member.is_asked = True
                 body = messages.pack_open(member.column_offset, member.offer.SerializeToString())
-                reader.ask(Kind.OPEN, member.number, body, Kind.OPENED, TIMING.reader_open_seconds)
+                reader.ask(
+                    MessageKind.OPEN, member.number, body, MessageKind.OPENED, TIMING.reader_open_seconds
+                )
 
     def _opened(self, number: int, reason: str) -> None:
         """Handle the reader's answer to OPEN; a ``reason`` says why it could not open the memory."""

@@ -46,7 +46,7 @@ class MessageError(Exception):
     """A message does not follow this module's format."""
 
 
-class Kind(enum.IntEnum):
+class MessageKind(enum.IntEnum):
     """Kinds of messages, as numbered on the socket."""
 
     START = 1
@@ -81,17 +81,17 @@ class Copies(NamedTuple):
     """Numbers of the blocks to copy, ``[num_slots, blocks_per_row]``."""
 
 
-def pack(kind: Kind, number: int = 0, body: bytes = b"") -> bytes:
+def pack(kind: MessageKind, number: int = 0, body: bytes = b"") -> bytes:
     """Return a whole message."""
     return HEAD.pack(kind, len(body), number) + body
 
 
-def parse_head(head: bytes) -> tuple[Kind, int, int]:
+def parse_head(head: bytes) -> tuple[MessageKind, int, int]:
     """Return kind, bytes of the body and number. Raises MessageError."""
     kind, num_bytes, number = HEAD.unpack(head)
-    if kind not in list(Kind) or num_bytes > MAX_BODY_BYTES:
+    if kind not in list(MessageKind) or num_bytes > MAX_BODY_BYTES:
         raise MessageError(f"message {kind} of {num_bytes} bytes")
-    return Kind(kind), num_bytes, number
+    return MessageKind(kind), num_bytes, number
 
 
 def pack_reason(reason: str) -> bytes:
@@ -101,7 +101,9 @@ def pack_reason(reason: str) -> bytes:
 
 def pack_pinned(status: PinStatus) -> bytes:
     """Return PINNED, the whole message."""
-    return pack(Kind.PINNED, status.pinned_bytes, pack_reason(f"{status.num_failures} {status.problem}"))
+    return pack(
+        MessageKind.PINNED, status.pinned_bytes, pack_reason(f"{status.num_failures} {status.problem}")
+    )
 
 
 def parse_pinned(pinned_bytes: int, text: str) -> PinStatus:

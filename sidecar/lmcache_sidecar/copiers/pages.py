@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmcache_client.rpc import kvcache_pb2 as pb
-
-Words = NDArray[np.uint64]
+from lmcache_store.common.nontemporal import Words
 
 
 class Opened(NamedTuple):

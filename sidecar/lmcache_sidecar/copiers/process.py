@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Set
 
 from lmcache_sidecar.copiers import messages
-from lmcache_sidecar.copiers.messages import Kind, MessageError
+from lmcache_sidecar.copiers.messages import MessageError, MessageKind
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ _FINAL_SECONDS = 0.5
 """Extra time after a deadline: if this process was paused, the answer may wait to be read already."""
 
 
-class Reader:
+class ReaderProcess:
     """One reader process. Requests have deadlines; a reader that misses one is killed."""
 
     def __init__(
@@ -37,14 +37,14 @@ class Reader:
         """True once the reader was killed, or has sent its last message."""
         self._process = process
         self._incoming, self._outgoing = incoming, outgoing
-        self._deadlines: dict[tuple[Kind, int], asyncio.TimerHandle] = {}
+        self._deadlines: dict[tuple[MessageKind, int], asyncio.TimerHandle] = {}
         self._pinned_at = -math.inf  # time of the last report that the reader has registered memory
         self._logging = asyncio.create_task(self._log())
 
     @classmethod
-    async def start(cls, gpu_uuid: str, arena_fd: int, pids: Callable[[], Set[int]]) -> Reader:
+    async def start(cls, gpu_uuid: str, arena_fd: int, pids: Callable[[], Set[int]]) -> ReaderProcess:
         """Start a reader whose process id differs from all ``pids``. Raises OSError."""
-        rejected: list[Reader] = []
+        rejected: list[ReaderProcess] = []
         try:
             while (reader := await cls._spawn(gpu_uuid, arena_fd)).pid in pids():
                 rejected.append(reader)  # it stays alive, so that the next reader gets another id
@@ -55,7 +55,7 @@ class Reader:
                 await unusable.reap()
 
     @classmethod
-    async def _spawn(cls, gpu_uuid: str, arena_fd: int) -> Reader:
+    async def _spawn(cls, gpu_uuid: str, arena_fd: int) -> ReaderProcess:
         ours, theirs = socket.socketpair()
         with contextlib.ExitStack() as on_error, theirs:
             on_error.callback(ours.close)
@@ -72,7 +72,7 @@ class Reader:
             on_error.pop_all()
         return cls(process, *await asyncio.open_connection(sock=ours))
 
-    def ask(self, kind: Kind, number: int, body: bytes, answer: Kind, seconds: float) -> None:
+    def ask(self, kind: MessageKind, number: int, body: bytes, answer: MessageKind, seconds: float) -> None:
         """Send a request; kill the reader if ``answer`` does not arrive within ``seconds``.
 
         While the reader registers memory, copies may wait for the driver. Each registration therefore starts
@@ -82,7 +82,7 @@ class Reader:
         loop = asyncio.get_running_loop()
 
         def late(is_final: bool = False) -> None:
-            left = self._pinned_at + seconds - loop.time() if kind is Kind.COPY else 0.0
+            left = self._pinned_at + seconds - loop.time() if kind is MessageKind.COPY else 0.0
             if is_final and left <= 0:
                 self.kill(f"the reader of its GPU did not answer {kind.name} within {seconds:g} s")
             else:
@@ -90,11 +90,11 @@ class Reader:
 
         self._deadlines[answer, number] = loop.call_later(seconds, late)
 
-    def send(self, kind: Kind, number: int, body: bytes = b"") -> None:
+    def send(self, kind: MessageKind, number: int, body: bytes = b"") -> None:
         """Send a message that needs no answer."""
         self._outgoing.write(messages.pack(kind, number, body))
 
-    async def receive(self) -> tuple[Kind, int, str] | None:
+    async def receive(self) -> tuple[MessageKind, int, str] | None:
         """Wait for a message and return its kind, number and reason; None: the reader ended or was killed."""
         try:
             head = await self._incoming.readexactly(messages.HEAD.size)
@@ -108,9 +108,9 @@ class Reader:
             return None
         if (deadline := self._deadlines.pop((kind, number), None)) is not None:
             deadline.cancel()
-        if kind == Kind.PINNED:
+        if kind == MessageKind.PINNED:
             self._pinned_at = asyncio.get_running_loop().time()
-        elif kind == Kind.FAILED:
+        elif kind == MessageKind.FAILED:
             self.verdict, self.is_ending = self.verdict or reason, True
             return None
         return kind, number, reason

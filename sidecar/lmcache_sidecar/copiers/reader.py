@@ -30,14 +30,14 @@ from typing import NamedTuple
 import numpy as np
 
 from lmcache_client.cuda.copies import CopyBatch
-from lmcache_client.cuda.driver import Device, Event, Stream
+from lmcache_client.cuda.driver import Device, GpuEvent, GpuStream
 from lmcache_client.cuda.errors import CudaError, CudaUnavailableError
 from lmcache_client.cuda.ipc import Mapping, Mappings
 from lmcache_client.cuda.pin_status import PinStatus
 from lmcache_client.cuda.pins import Pins
 from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_sidecar.copiers import messages
-from lmcache_sidecar.copiers.messages import Format, Kind, MessageError
+from lmcache_sidecar.copiers.messages import Format, MessageError, MessageKind
 from lmcache_sidecar.copiers.pages import Column, Opened, Pages
 from lmcache_store.common.numa import on_node
 
@@ -51,7 +51,7 @@ class Link:
         self._connection = connection
         self._lock = threading.Lock()  # keeps messages of two threads apart
 
-    def send(self, kind: Kind, number: int = 0, reason: str = "") -> None:
+    def send(self, kind: MessageKind, number: int = 0, reason: str = "") -> None:
         """Send a message without a body, except for a reason. Raises OSError."""
         self.send_packed(messages.pack(kind, number, messages.pack_reason(reason)))
 
@@ -60,7 +60,7 @@ class Link:
         with self._lock:
             self._connection.sendall(message)
 
-    def receive(self) -> tuple[Kind, int, bytes] | None:
+    def receive(self) -> tuple[MessageKind, int, bytes] | None:
         """Wait for the next message; None: the sidecar has ended. Raises MessageError."""
         head = self._read(messages.HEAD.size)
         if head is None:
@@ -90,19 +90,20 @@ class Reader:
         self._arena = np.frombuffer(arena, np.uint8)
         self._format = arena_format
         self._context = Device.find(gpu_uuid).primary_context()
-        self._stream = Stream(self._context)
+        self._stream = GpuStream(self._context)
         self._mappings = Mappings(self._context)
         self._clients: dict[int, OpenedMemory] = {}
         self._pins: dict[int, Pins] = {}  # by offset of the column
         self._ends: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._handlers: dict[Kind, Callable[[int, bytes], None]] = {
-            Kind.GROWN: self._grow, Kind.OPEN: self._open, Kind.COPY: self._copy, Kind.CLOSE: self._close,
+        self._handlers: dict[MessageKind, Callable[[int, bytes], None]] = {
+            MessageKind.GROWN: self._grow, MessageKind.OPEN: self._open,
+            MessageKind.COPY: self._copy, MessageKind.CLOSE: self._close,
         }  # fmt: skip
 
     def run(self) -> None:
         """Serve until the sidecar ends. Raises CudaError, MessageError, ValueError: each ends the process."""
         threading.Thread(target=self._answer, daemon=True).start()
-        self._link.send(Kind.STARTED)
+        self._link.send(MessageKind.STARTED)
         while (message := self._link.receive()) is not None:
             kind, number, body = message
             if kind not in self._handlers:
@@ -136,7 +137,7 @@ class Reader:
                 if isinstance(error, CudaError) and error.is_sticky:
                     raise
                 reason = f"the engine's GPU memory can't be opened: {error}"
-            self._link.send(Kind.OPENED, number, reason)
+            self._link.send(MessageKind.OPENED, number, reason)
 
         self._ends.put(end)
 
@@ -181,7 +182,7 @@ class Reader:
         to, from_, sizes = (np.concatenate(words) for words in zip(*parts, strict=True))
         columns = list(self._pins.values())
         edges = np.sort(np.concatenate([pins.edges for pins in columns]))
-        event = Event(self._context)
+        event = GpuEvent(self._context)
         pieces = CopyBatch(to, from_, sizes, edges)
         is_pinned = bool(np.any([pins.covers(pieces.to) for pins in columns], axis=0).all())
         pieces.submit(self._stream, is_source_stable=True, is_pinned=is_pinned)
@@ -190,7 +191,7 @@ class Reader:
         def end() -> None:
             event.synchronize()
             event.close()
-            self._link.send(Kind.COPIED, batch)
+            self._link.send(MessageKind.COPIED, batch)
 
         self._ends.put(end)
 
@@ -199,7 +200,7 @@ class Reader:
             client = self._clients.pop(number, None)
             for mapping in client.mappings if client else ():
                 mapping.close()
-            self._link.send(Kind.CLOSED, number)
+            self._link.send(MessageKind.CLOSED, number)
 
         self._ends.put(end)
 
@@ -215,7 +216,7 @@ def _ending(link: Link) -> Iterator[None]:
             reason = f"the reader of its GPU has a bug, see the sidecar's log: {error!r}"
             traceback.print_exc()
         with contextlib.suppress(OSError):
-            link.send(Kind.FAILED, reason=reason)
+            link.send(MessageKind.FAILED, reason=reason)
         sys.stderr.flush()
         os._exit(1)
 
@@ -229,7 +230,7 @@ def main(arguments: list[str]) -> None:
     link, arena_fd = Link(socket.socket(fileno=int(arguments[0]))), int(arguments[1])
     with _ending(link):
         first = link.receive()  # the sidecar may reject this process id: start CUDA only after START
-        if first is not None and first[0] == Kind.START:
+        if first is not None and first[0] == MessageKind.START:
             gpu_uuid, arena_format = messages.parse_start(first[2])
             arena = mmap.mmap(arena_fd, os.fstat(arena_fd).st_size)
             with on_node(Device.find(gpu_uuid).numa_node):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lmcache_sidecar.explain.requests import LOAD_FAILED, TIERS, ExplainedRequest
-from lmcache_store.explain.benefit import FirstTokens, latency_bucket, length_bucket
+from lmcache_store.explain.benefit import FirstTokenCounts, latency_bucket, length_bucket
 from lmcache_store.tiers.stats import counter, counters
 
 
@@ -22,7 +22,7 @@ class BenefitStats:
     tier_byte_seconds: dict[str, float] = counters(
         "tier", "Bytes of the memory tier, and bytes in use on disk, multiplied by the seconds they were held"
     )
-    first_tokens: FirstTokens = field(default_factory=dict)
+    first_tokens: FirstTokenCounts = field(default_factory=dict)
     """Numbers of requests by length of the prompt, source of the first tokens, and seconds to the first."""
     unrated_tokens: Counter[str] = field(default_factory=Counter)
     """Loaded tokens of engines whose speed is not known yet, by tier."""

@@ -27,7 +27,7 @@ from lmcache_sidecar.explain.benefit_stats import BenefitStats
 from lmcache_sidecar.explain.branches import Branches
 from lmcache_sidecar.explain.open_requests import EndedRequest, OpenRequests
 from lmcache_sidecar.explain.request_times import RequestHistograms
-from lmcache_sidecar.explain.requests import UNKNOWN_ENGINE, Engine, ExplainedRequest
+from lmcache_sidecar.explain.requests import UNKNOWN_ENGINE, ExplainedRequest, RequestEngine
 from lmcache_sidecar.explain.sources import loaded_tokens
 from lmcache_store.tenant_names import DEFAULT_NAME
 from lmcache_store.tiers.base import RowKey
@@ -85,7 +85,7 @@ class Blocking(NamedTuple):
 _NO_CHUNK = Blocking(Absence.BEING_STORED)
 
 
-class Scheduled(NamedTuple):
+class UncountedRequest(NamedTuple):
     """A request whose causes are not counted yet."""
 
     time: float
@@ -96,7 +96,7 @@ class Scheduled(NamedTuple):
     history: ChunkHistory
     blocking: Blocking
     """Reason why the first chunk after the hit was not one, if an earlier request looked it up."""
-    engine: Engine = UNKNOWN_ENGINE
+    engine: RequestEngine = UNKNOWN_ENGINE
     tenant: str = DEFAULT_NAME
     """Name of the budget of the request's tenant."""
 
@@ -124,9 +124,9 @@ class Causes:
         """Recent requests, the newest last."""
         self.open_requests = OpenRequests(self._count)
         self._defer = defer
-        self._queue: deque[Scheduled | EndedRequest] = deque()
+        self._queue: deque[UncountedRequest | EndedRequest] = deque()
 
-    def note(self, request: Scheduled | EndedRequest) -> None:
+    def note(self, request: UncountedRequest | EndedRequest) -> None:
         """Queue a request, or the end of one that was queued before."""
         self._queue.append(request)
         if len(self._queue) == 1:
@@ -152,7 +152,7 @@ class Causes:
             if self._queue:  # without a pause, so that any rate of requests is counted
                 self._defer(0.0, self._settle_slice)
 
-    def _take(self, request: Scheduled | EndedRequest) -> int:
+    def _take(self, request: UncountedRequest | EndedRequest) -> int:
         """Process a queued request. Returns its cost in chunks."""
         if isinstance(request, EndedRequest):
             if (explained := self.open_requests.end(request)) is not None:
@@ -162,7 +162,7 @@ class Causes:
         self._explain(request)
         return _REQUEST_CHUNKS + request.chains.num_chunks
 
-    def _explain(self, request: Scheduled) -> None:
+    def _explain(self, request: UncountedRequest) -> None:
         chains, message, sources = request.chains, request.message, request.sources
         chunk, num_chunks, num_hit = chains.chunk_tokens, chains.num_chunks, len(request.sources)
         num_prompt = max(message.num_prompt_tokens, num_chunks * chunk)  # an older engine sends 0

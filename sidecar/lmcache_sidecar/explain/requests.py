@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lmcache_store.explain.benefit import Source
+from lmcache_store.explain.benefit import TokenSource
 from lmcache_store.tenant_names import DEFAULT_NAME
 
 TIERS = ("remote", "peers", "disk", "memory")
@@ -14,7 +14,7 @@ LOAD_FAILED = "load_failed"
 """Cause of tokens that the engine computes because their load failed."""
 
 
-class Engine(NamedTuple):
+class RequestEngine(NamedTuple):
     """The engine of a request, as the sidecar knew it when the request was scheduled."""
 
     uuid: bytes
@@ -23,7 +23,7 @@ class Engine(NamedTuple):
     """Prompt tokens that the engine computes per second; 0: not known yet."""
 
 
-UNKNOWN_ENGINE = Engine(b"", 1, 0.0)
+UNKNOWN_ENGINE = RequestEngine(b"", 1, 0.0)
 
 
 class Times(NamedTuple):
@@ -46,7 +46,7 @@ class ExplainedRequest:
     """Tokens of the prompt by cause. Causes without tokens are left out."""
     common_tokens: int
     """Leading tokens that an earlier request had, too; a lower bound."""
-    engine: Engine = UNKNOWN_ENGINE
+    engine: RequestEngine = UNKNOWN_ENGINE
     tenant: str = DEFAULT_NAME
     """Name of the budget of the request's tenant."""
     load_tier: str = ""
@@ -59,7 +59,7 @@ class ExplainedRequest:
         self.load_tier = next((tier for tier in TIERS if self.tokens.get(tier)), "")
 
     @property
-    def source(self) -> Source:
+    def source(self) -> TokenSource:
         """Place of the request's first tokens."""
         if any(tier in self.tokens for tier in TIERS):
             return "tier"

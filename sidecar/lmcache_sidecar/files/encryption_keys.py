@@ -19,7 +19,7 @@ from typing import Any
 from lmcache_sidecar.config import ConfigError
 from lmcache_sidecar.files.watched_files import Followed
 from lmcache_store.tiers.encryption.aes import AesGcm
-from lmcache_store.tiers.encryption.keys import Keys, WriteVersions, parse_keys
+from lmcache_store.tiers.encryption.keys import EncryptionKeys, WriteVersions, parse_keys
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class KeysDirectory(Followed[Mapping[str, bytes]]):
         versions = {"write_version": keys and keys.write_version, "versions": keys.versions if keys else []}
         return {"encryption": versions, "encryption_problem": self.problem}
 
-    def _with_write_version(self, keys: Keys) -> Keys:
+    def _with_write_version(self, keys: EncryptionKeys) -> EncryptionKeys:
         version = self._write_versions.choose(keys.versions, self._clock())
         return replace(keys, write_version=version)
 

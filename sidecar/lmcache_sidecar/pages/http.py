@@ -42,7 +42,7 @@ class Page(NamedTuple):
     content_type: str = "text/plain; charset=utf-8"
 
 
-class Request(NamedTuple):
+class HttpRequest(NamedTuple):
     """The head of a request."""
 
     method: str
@@ -53,7 +53,7 @@ class Request(NamedTuple):
     """Values by name in lower case. Repeated headers are joined by a comma, as RFC 9110 says."""
 
 
-Guard = Callable[[str, str], Page | None]
+PageGuard = Callable[[str, str], Page | None]
 """Decides from a path and a token whether another machine may read the page. Returns a refusal, or None."""
 
 
@@ -67,7 +67,7 @@ class HttpServer:
     def __init__(
         self,
         pages: Mapping[str, Callable[[str], Awaitable[Page]]],
-        guard: Guard | None = None,
+        guard: PageGuard | None = None,
     ) -> None:
         self._pages = pages
         self._guard = guard
@@ -188,7 +188,7 @@ class HttpServer:
         )
         return "\r\n".join(lines).encode() + (b"" if is_head else body)
 
-    async def _page(self, request: Request | None, connection: socket.socket) -> Page:
+    async def _page(self, request: HttpRequest | None, connection: socket.socket) -> Page:
         if request is None:
             return _error(HTTPStatus.BAD_REQUEST)
         page = self._pages.get(request.path)
@@ -211,7 +211,7 @@ class HttpServer:
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
-def parse_head(head: bytes) -> Request | None:
+def parse_head(head: bytes) -> HttpRequest | None:
     """Return the request with this head, which ends before the empty line. None: it is malformed."""
     first, *lines = head.decode("latin-1").split("\r\n")
     line, fields = _REQUEST_LINE.fullmatch(first), [_FIELD.fullmatch(each) for each in lines]
@@ -226,7 +226,7 @@ def parse_head(head: bytes) -> Request | None:
     if line is None or (line[3] == "1" and "host" not in headers):
         return None
     path, _, query = line[2].partition("?")
-    return Request(line[1], path, query, headers)
+    return HttpRequest(line[1], path, query, headers)
 
 
 def _is_local(connection: socket.socket) -> bool:

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.explain.request_times import RequestHistograms
 from lmcache_sidecar.histograms import Histogram
-from lmcache_sidecar.pages.stats import Part
+from lmcache_sidecar.pages.stats import StatsPart
 
 _ABOUT_SECONDS = "Seconds from the arrival of a call in the sidecar to its answer"
 RPC_SECONDS = ("lmcache_rpc_seconds", _ABOUT_SECONDS, "method")
@@ -55,7 +55,7 @@ def _histograms(name: str, about: str, label: str, by_value: Mapping[str, Histog
     return family
 
 
-def _families(parts: Iterable[Part]) -> Iterable[Metric]:
+def _families(parts: Iterable[StatsPart]) -> Iterable[Metric]:
     """Make the metric families of all parts; similar parts, such as two tiers, share families."""
     families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
     for part in parts:
@@ -69,7 +69,9 @@ def _families(parts: Iterable[Part]) -> Iterable[Metric]:
     return families.values()
 
 
-async def render(calls: CallStats, parts: Iterable[Part], times: RequestHistograms | None = None) -> bytes:
+async def render(
+    calls: CallStats, parts: Iterable[StatsPart], times: RequestHistograms | None = None
+) -> bytes:
     """Render the whole text. Other tasks run between metrics, so that no lookup waits for a scrape."""
     texts = []
     requests = (_histograms(*family) for family in times.families) if times is not None else ()

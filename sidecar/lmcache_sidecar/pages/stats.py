@@ -26,7 +26,7 @@ from lmcache_sidecar.explain.benefit_stats import BenefitStats
 from lmcache_sidecar.explain.causes import Causes, CauseStats
 from lmcache_sidecar.lower_tiers import TierHandle
 from lmcache_sidecar.resizing import Resizer
-from lmcache_sidecar.samples import LookupStats, Samples
+from lmcache_sidecar.samples import LookupSampler, LookupStats
 from lmcache_sidecar.sessions import Sessions
 from lmcache_store.tiers.base import LowerTier
 from lmcache_store.tiers.memory.arena import ArenaFile
@@ -64,7 +64,7 @@ class Figure(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Part:
+class StatsPart:
     """Statistics of one part of the sidecar. Figures without a source are left out."""
 
     name: str
@@ -88,7 +88,7 @@ def read(figures: Iterable[Figure[T]], source: T | None) -> dict[Figure[Any], An
     return {} if source is None else {figure: _plain(figure.read(source)) for figure in figures}
 
 
-def document(parts: Iterable[Part]) -> dict[str, Any]:
+def document(parts: Iterable[StatsPart]) -> dict[str, Any]:
     """Return the content of ``/stats``: plain numbers and texts, by name."""
     content: dict[str, Any] = {}
     for part in parts:
@@ -277,7 +277,7 @@ USED_BYTES: Figure[LowerTier] = Figure(
 RESIDENCE: Figure[LowerTier] = Figure(
     "residence_seconds", "Estimated seconds until the tier evicts an object that is not used",
     lambda tier: tier.residence_seconds)
-LOOKUPS: tuple[Figure[Samples], ...] = (
+LOOKUPS: tuple[Figure[LookupSampler], ...] = (
     Figure("samples_dropped", "Samples dropped from the ring that /samples serves",
         lambda samples: samples.num_dropped, is_counter=True),
     Figure("chunk_tokens", "Tokens of a chunk", lambda samples: samples.chunk_tokens),
@@ -297,7 +297,7 @@ LOOKUPS: tuple[Figure[Samples], ...] = (
 
 def collect(
     sessions: Sessions, handles: Mapping[str, TierHandle], counts: MemoryStats, resizer: Resizer
-) -> list[Part]:
+) -> list[StatsPart]:
     """Return the statistics of all parts of a sidecar. Takes time in proportion to the clients."""
     arena, store = sessions.arena, sessions.store
     facts = {
@@ -315,17 +315,17 @@ def collect(
     memory_facts: dict[str, Any] = {"path": str(arena.path), "growth_error": arena.growth_error}
     memory_facts |= {"resize_problem": resizer.problem, **_largest_tenants(counts)}
     return [
-        Part("", facts, read(SESSIONS, sessions)),
-        Part("lookups", {"namespace": sessions.samples.namespace}, samples),
-        Part("causes", branches, read(declared(CauseStats), causes.stats), "lmcache"),
-        Part("benefit", _benefit_facts(causes), read(declared(BenefitStats), causes.benefit), "lmcache"),
-        Part(
+        StatsPart("", facts, read(SESSIONS, sessions)),
+        StatsPart("lookups", {"namespace": sessions.samples.namespace}, samples),
+        StatsPart("causes", branches, read(declared(CauseStats), causes.stats), "lmcache"),
+        StatsPart("benefit", _benefit_facts(causes), read(declared(BenefitStats), causes.benefit), "lmcache"),
+        StatsPart(
             "transfer",
             transfer_facts(sessions) | {"pin_problem": pin_problem(sessions)},
             read(TRANSFER, sessions) | read(declared(CopyStats), sessions.copier.stats),
             "lmcache_transfer",
         ),
-        Part("memory", memory_facts, memory, "lmcache_memory_tier"),
+        StatsPart("memory", memory_facts, memory, "lmcache_memory_tier"),
         *(
             tier_part(name, lower, store.lower.get(name) if store else None)
             for name, lower in handles.items()
@@ -333,14 +333,16 @@ def collect(
     ]
 
 
-def peer_server_parts(server: PeerServer | None) -> list[Part]:
+def peer_server_parts(server: PeerServer | None) -> list[StatsPart]:
     """Return the statistics of the server that other pods read from; none if it does not run."""
     if server is None:
         return []
-    return [Part("peer_server", {}, read(declared(PeerServerStats), server.stats), "lmcache_peer_server")]
+    return [
+        StatsPart("peer_server", {}, read(declared(PeerServerStats), server.stats), "lmcache_peer_server")
+    ]
 
 
-def tier_part(name: str, handle: TierHandle, worker: TierWorker | None) -> Part:
+def tier_part(name: str, handle: TierHandle, worker: TierWorker | None) -> StatsPart:
     """Return the statistics of a lower tier. ``worker`` is None until the arena has a format."""
     figures = read([REACHABLE], (handle, worker))
     if handle.tier is not None:
@@ -362,7 +364,7 @@ def tier_part(name: str, handle: TierHandle, worker: TierWorker | None) -> Part:
         facts["shards_problem"] = handle.servers_file.problem
     if handle.keys is not None:
         facts |= handle.keys.facts
-    return Part(name, facts, figures, "lmcache_tier", {"tier": name})
+    return StatsPart(name, facts, figures, "lmcache_tier", {"tier": name})
 
 
 def _is_reachable(handle: TierHandle, worker: TierWorker | None) -> bool:

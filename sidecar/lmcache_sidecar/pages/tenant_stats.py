@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lmcache_sidecar.explain.causes import CauseStats
 from lmcache_sidecar.files.tenants import TenantsFile
-from lmcache_sidecar.pages.stats import Figure, Part, read, slot_bytes
+from lmcache_sidecar.pages.stats import Figure, StatsPart, read, slot_bytes
 from lmcache_store.causes import num_computed
 from lmcache_store.tenant_names import DEFAULT_NAME
 from lmcache_store.tiers.base import BoundedTier
@@ -122,7 +122,7 @@ def tenants_part(
     causes: Mapping[str, CauseStats] = _NO_CAUSES,
     memory: MemoryTier | None = None,
     disk: object = None,
-) -> Part:
+) -> StatsPart:
     """Return the statistics of tenants by the names of their budgets. Never contains salts or their hashes.
 
     ``tenants_problem`` and ``tenants_digest`` are None without a file: budgets that no file declares have no
@@ -146,7 +146,7 @@ def tenants_part(
     figures |= read(SHARES, Shares(budgets, memory) if memory is not None else None)
     if isinstance(disk, BoundedTier):
         figures |= read(DISK, DiskBounds(bounded, file.names_by_owner, counts, disk))
-    return Part("tenants", facts, figures, "lmcache_tenant")
+    return StatsPart("tenants", facts, figures, "lmcache_tenant")
 
 
 def _causes(stats: CauseStats) -> dict[str, object]:

@@ -28,6 +28,7 @@ PIECE_BYTES = _STREAMS * _LINES * LINE
 """Bytes of which the size of each piece must be a multiple."""
 
 Words = npt.NDArray[np.uint64]
+"""Addresses and sizes in bytes, such as those of the pieces of a copy."""
 
 Copy = Callable[[Words, Words, Words], None]
 """``copy(to, from_, sizes)`` takes the addresses and bytes of each piece. It returns when all are copied."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import field, fields
 from typing import Any, NamedTuple, TypeAlias
 
-Reader: TypeAlias = Callable[[str], Any]
+ValueReader: TypeAlias = Callable[[str], Any]
 
 ENV_PREFIX = "LMCACHE_"
 
@@ -23,7 +23,7 @@ _NUMBER = re.compile(r"-?[0-9]*\.?[0-9]*(e[-+]?[0-9]+)?")
 """Spelling of a number. Stricter than Python, which also accepts ``1_0``, blanks and digits of any script."""
 
 
-def number(kind: type[int] | type[float], low: float, high: float, what: str) -> Reader:
+def number(kind: type[int] | type[float], low: float, high: float, what: str) -> ValueReader:
     """Return a reader of numbers from ``low`` to ``high``; its message is "… is not" and ``what``."""
 
     def read_number(text: str) -> float:
@@ -48,7 +48,7 @@ def switch(text: str) -> bool:
     return text == "true"
 
 
-def one_of(*choices: str) -> Reader:
+def one_of(*choices: str) -> ValueReader:
     """Return a reader that accepts only ``choices``."""
 
     def read_word(text: str) -> str:
@@ -59,7 +59,7 @@ def one_of(*choices: str) -> Reader:
     return read_word
 
 
-def checked(check: Callable[[str], object]) -> Reader:
+def checked(check: Callable[[str], object]) -> ValueReader:
     """Return a reader of text for which ``check`` does not raise ValueError."""
 
     def read_text(text: str) -> str:
@@ -75,12 +75,12 @@ def describe(parser: argparse.ArgumentParser, about: str, epilog: str) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
 
-def setting(default: object, reader: Reader, /, **metadata: object) -> Any:
+def setting(default: object, reader: ValueReader, /, **metadata: object) -> Any:
     """Return a dataclass field whose value ``reader`` parses."""
     return field(default=default, metadata={"reader": reader, **metadata})
 
 
-def readers_of(settings: type[Any]) -> dict[str, Reader]:
+def readers_of(settings: type[Any]) -> dict[str, ValueReader]:
     """Return the readers of a dataclass whose fields are made by ``setting``, by the fields' names."""
     return {declared.name: declared.metadata["reader"] for declared in fields(settings)}
 
@@ -105,7 +105,7 @@ def environment(names: Iterable[str], environ: Mapping[str, str]) -> Source:
 
 
 def read_values(
-    readers: Mapping[str, Reader], sources: Collection[Source]
+    readers: Mapping[str, ValueReader], sources: Collection[Source]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the values of all options that are set, and one message for each invalid value.
 

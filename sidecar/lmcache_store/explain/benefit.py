@@ -17,10 +17,10 @@ from typing import Any, Literal, NamedTuple, get_args
 from lmcache_store.common.prices import GIB, Prices
 from lmcache_store.explain import merge
 
-Source = Literal["tier", "engine", "none"]
+TokenSource = Literal["tier", "engine", "none"]
 """Place of a request's first tokens: in a tier, only in the engine's own cache, or nowhere."""
 
-FirstTokens = dict[str, dict[str, dict[str, int]]]
+FirstTokenCounts = dict[str, dict[str, dict[str, int]]]
 """Numbers of requests by length of the prompt, source, and time to the first token. Keys are upper bounds."""
 
 _PER_OCTAVE = 4  # latency buckets: a quantile is exact to 10 %
@@ -145,11 +145,11 @@ def usd_per_token(stats: Iterable[Mapping[str, Any]], prices: Prices) -> float:
     return usd / tokens if tokens else 0.0
 
 
-def merged(parts: Iterable[Mapping[str, Any]]) -> FirstTokens:
+def merged(parts: Iterable[Mapping[str, Any]]) -> FirstTokenCounts:
     """Return the sum of several sidecars' numbers. Leaves out what is no such number."""
-    total: FirstTokens = {}
+    total: FirstTokenCounts = {}
     for part in parts:
-        for length, source in itertools.product(part, get_args(Source)):
+        for length, source in itertools.product(part, get_args(TokenSource)):
             for bucket, number in merge.part(part, length, source).items():
                 if bucket in _BUCKETS and (requests := int(merge.count(number))):
                     into = total.setdefault(length, {}).setdefault(source, {})
@@ -157,7 +157,7 @@ def merged(parts: Iterable[Mapping[str, Any]]) -> FirstTokens:
     return total
 
 
-def saved_latency(first_tokens: FirstTokens) -> SavedLatency | None:
+def saved_latency(first_tokens: FirstTokenCounts) -> SavedLatency | None:
     """Return the mean difference of quantiles between like requests, weighted by the requests with hits."""
     pairs = list(_like_requests(first_tokens))
     num_requests = sum(sum(hits.values()) for hits, _ in pairs)
@@ -188,7 +188,7 @@ def quantile(numbers: Mapping[str, int], share: float) -> float:
     return buckets[-1][0]
 
 
-def _like_requests(first_tokens: FirstTokens) -> Iterator[tuple[Mapping[str, int], Mapping[str, int]]]:
+def _like_requests(first_tokens: FirstTokenCounts) -> Iterator[tuple[Mapping[str, int], Mapping[str, int]]]:
     """Yield requests with hits and requests without, for each length of prompts that has both."""
     for sources in first_tokens.values():
         hits, misses = sources.get("tier", {}), sources.get("none", {})

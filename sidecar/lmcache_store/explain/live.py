@@ -14,8 +14,8 @@ from lmcache_store.explain.rates import LOWER_TIERS
 _BAR_COLUMNS = 24
 _STATE_COLUMNS = 60
 
-Pod = Mapping[str, Any]
-Key = Callable[[Pod], Any]
+PodRow = Mapping[str, Any]
+SortKey = Callable[[PodRow], Any]
 
 
 class _Column(NamedTuple):
@@ -24,18 +24,18 @@ class _Column(NamedTuple):
     title: str
     name: str
     """Name for ``--sort``."""
-    text: Callable[[Pod], str]
-    sort: Key
+    text: Callable[[PodRow], str]
+    sort: SortKey
     """Sort key; the smallest value comes first."""
     is_right: bool = True
 
 
-def _tokens(pod: Pod, *groups: str) -> float | None:
+def _tokens(pod: PodRow, *groups: str) -> float | None:
     by_group = pod["tokensPerSecond"]
     return sum(by_group[group] for group in groups or by_group) if by_group is not None else None
 
 
-def _bytes(pod: Pod, field: str) -> float | None:
+def _bytes(pod: PodRow, field: str) -> float | None:
     """Return the traffic of the lower tiers; None if it is unknown, or no lower tier exists."""
     lower = [tier for tier in pod["tiers"] if tier["name"] in LOWER_TIERS]
     known = [tier[field] for tier in lower if tier[field] is not None]
@@ -46,12 +46,12 @@ def _rate(number: float | None) -> str:
     return "-" if number is None else rate(number)
 
 
-def _hit(pod: Pod) -> str:
+def _hit(pod: PodRow) -> str:
     tokens = _tokens(pod)
     return percent(_tokens(pod, *HITS) or 0, tokens) if tokens else "-"
 
 
-def _hit_key(pod: Pod) -> float:
+def _hit_key(pod: PodRow) -> float:
     tokens = _tokens(pod)
     return -(_tokens(pod, *HITS) or 0) / tokens if tokens else 1.0
 
@@ -60,11 +60,11 @@ def _gigabytes(number: float | None) -> str:
     return "-" if number is None else gigabytes(number)
 
 
-def _count(field: str) -> Callable[[Pod], str]:
+def _count(field: str) -> Callable[[PodRow], str]:
     return lambda pod: f"{pod[field]:,}" if pod["uptimeSeconds"] else "-"
 
 
-def _state(pod: Pod) -> str:
+def _state(pod: PodRow) -> str:
     if pod["problem"]:
         return str(pod["problem"])
     if open_tiers := [tier["name"] for tier in pod["tiers"] if tier["isCircuitOpen"]]:
@@ -72,7 +72,7 @@ def _state(pod: Pod) -> str:
     return "ok" if pod["tokensPerSecond"] is not None else "new"
 
 
-def _natural(pod: Pod) -> tuple[str, str, int]:
+def _natural(pod: PodRow) -> tuple[str, str, int]:
     start, _, end = pod["name"].rpartition("-")
     return (pod["cluster"], start, int(end)) if end.isdecimal() else (pod["cluster"], pod["name"], -1)
 
@@ -115,13 +115,13 @@ SORTS = tuple(column.name for column in COLUMNS)
 """Names for ``--sort``: a column of the table of pods. Numbers are sorted with the largest first."""
 
 
-def ordered(pods: Sequence[Pod], sort: str) -> list[Pod]:
+def ordered(pods: Sequence[PodRow], sort: str) -> list[PodRow]:
     """Return the pods in the order of a column; pods that are equal there, by name."""
     column = COLUMNS[SORTS.index(sort)]
     return sorted(sorted(pods, key=_natural), key=column.sort)
 
 
-def pod_table(pods: Sequence[Pod], style: Style) -> Sequence[str]:
+def pod_table(pods: Sequence[PodRow], style: Style) -> Sequence[str]:
     """Return the table of pods, with its title first. ``pods``: at least one, in the wanted order."""
     has_clusters = len({pod["cluster"] for pod in pods}) > 1
     shown = [column for column in COLUMNS if column.name != "cluster" or has_clusters]

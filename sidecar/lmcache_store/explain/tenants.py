@@ -22,7 +22,7 @@ _FULL = 0.95
 """Share of its upper bound from which a tenant counts as being at the bound."""
 
 
-class Tenant(NamedTuple):
+class TenantTotals(NamedTuple):
     """Figures of one tenant, of all sidecars together."""
 
     name: str
@@ -84,15 +84,15 @@ def names(reports: Sequence[Any]) -> list[str]:
     return sorted(present, key=lambda name: (name != DEFAULT_NAME, name))[:_MAX_NAMES]
 
 
-def tenant(reports: Sequence[Any], name: str) -> Tenant:
+def tenant(reports: Sequence[Any], name: str) -> TenantTotals:
     """Return the figures of one tenant."""
     reports = counting(reports)
     counted = {
         field: int(merge.total(reports, PART, field, name))
-        for field in Tenant._fields
+        for field in TenantTotals._fields
         if field not in ("name", "usable_bytes")
     }
-    return Tenant(name, **counted, usable_bytes=int(merge.total(reports, "memory", "usable_bytes")))
+    return TenantTotals(name, **counted, usable_bytes=int(merge.total(reports, "memory", "usable_bytes")))
 
 
 def causes(reports: Sequence[Any], name: str) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def causes(reports: Sequence[Any], name: str) -> dict[str, Any]:
     return merge.causes(counting(reports), PART, "causes", name)
 
 
-def by_name(reports: Sequence[Any]) -> list[Tenant]:
+def by_name(reports: Sequence[Any]) -> list[TenantTotals]:
     """Return the figures of all tenants, those with the most prompt tokens first."""
     return sorted((tenant(reports, name) for name in names(reports)), key=lambda each: -each.prompt_tokens)
 
@@ -147,7 +147,7 @@ def lines(reports: Sequence[Any], name: str, usd_per_token: float = 0.0) -> Iter
     yield from _uses(each)
 
 
-def _uses(each: Tenant) -> Iterator[str]:
+def _uses(each: TenantTotals) -> Iterator[str]:
     """Yield what the tenant holds in memory and on disk, and what was refused."""
     scope = " for each salt" if each.name == DEFAULT_NAME else ""
     share = f", guaranteed {gigabytes(each.guaranteed_bytes)}" if each.guaranteed_bytes else ""
@@ -161,7 +161,7 @@ def _uses(each: Tenant) -> Iterator[str]:
     )
 
 
-def document(each: Tenant) -> Mapping[str, Any]:
+def document(each: TenantTotals) -> Mapping[str, Any]:
     """Return the figures of a tenant as plain data for programs, in camel case."""
     return {_camel(field): value for field, value in each._asdict().items() if field != "usable_bytes"}
 

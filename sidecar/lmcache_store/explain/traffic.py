@@ -13,7 +13,7 @@ VERSION = 1
 """Version of the data; a change of the meaning of a field increases it."""
 
 
-class Answer(NamedTuple):
+class SidecarAnswer(NamedTuple):
     """Answer of one sidecar."""
 
     key: str
@@ -26,19 +26,19 @@ class Answer(NamedTuple):
     """Why there is no answer; empty: there is one."""
 
 
-class Traffic:
+class SidecarTraffic:
     """Remembers the last report of each sidecar, and derives rates from the next one."""
 
     def __init__(self) -> None:
         self._reports: dict[str, Mapping[str, Any]] = {}
 
-    def observe(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    def observe(self, answers: Sequence[SidecarAnswer]) -> list[dict[str, Any]]:
         """Return the figures of each pod, in the order of the answers."""
         known = {answer.key for answer in answers}
         self._reports = {key: report for key, report in self._reports.items() if key in known}
         return [self._pod(answer) for answer in answers]
 
-    def _pod(self, answer: Answer) -> dict[str, Any]:
+    def _pod(self, answer: SidecarAnswer) -> dict[str, Any]:
         before, report = self._reports.get(answer.key), answer.report
         present = rates(before, report) if before and report else None
         if report:
@@ -131,7 +131,7 @@ def document(
     """Return everything as plain data. Its fields are stable.
 
     Args:
-        pods: figures as `Traffic.observe` returns them.
+        pods: figures as `SidecarTraffic.observe` returns them.
         time: time of the answers (RFC 3339).
         seconds: wanted seconds between the answers.
         problems: what could not be read, with what to do.

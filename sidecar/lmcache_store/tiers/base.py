@@ -73,7 +73,7 @@ Listener: TypeAlias = Callable[[bool], None]
 servers changed."""
 
 
-class Health(ABC):
+class MediumHealth(ABC):
     """Health of a medium: whether to send it requests."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class LowerTier(Protocol):
     """
 
     @property
-    def health(self) -> Health:
+    def health(self) -> MediumHealth:
         """Circuit of the tier, or the circuits of its servers."""
 
     @property

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 
 from lmcache_store.common.backoff import Backoff
 from lmcache_store.common.recent import Recent
-from lmcache_store.tiers.base import Health
+from lmcache_store.tiers.base import MediumHealth
 from lmcache_store.tiers.errors import TierError, TierUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _QUIET_SECONDS = 60.0  # interval in which the log does not repeat the same prob
 _MAX_PROBLEMS = 16  # logged problems to remember
 
 
-class Circuit(Health):
+class Circuit(MediumHealth):
     """The circuit of one medium. Thread-safe.
 
     ``probe`` sends the medium a request, and raises when the medium is unhealthy. It runs in a thread that
@@ -179,7 +179,7 @@ class Circuit(Health):
             logger.log(level, "%s: %s", self._name, problem, exc_info=bug)
 
 
-class JointHealth(Health):
+class JointHealth(MediumHealth):
     """Combined health of several servers: open only if all their circuits are open."""
 
     def __init__(self, circuits: Callable[[], Iterable[Circuit]]) -> None:

@@ -62,7 +62,7 @@ class TenantUse:
     """Account of the tenant's budget, which counts these rows, too."""
 
 
-class Tenants:
+class TenantUses:
     """Rows and bytes in use, by tenant. Requests without a salt belong to the tenant with an empty name."""
 
     def __init__(self, budgets: Budgets | None = None) -> None:
@@ -181,7 +181,7 @@ class MemoryStats:
         "reason", "Rows that left memory: evicted, evicted for their tenant's quota, or invalid"
     )
     verified: int = counter("Rows from before a restart whose checksum was correct at their first use")
-    tenants: Tenants = field(default_factory=Tenants)
+    tenants: TenantUses = field(default_factory=TenantUses)
     """Tenants that have rows in memory now."""
     tenant_counts: TenantCounts = field(default_factory=TenantCounts)
     """Counters by the name of the tenants' budget."""

@@ -17,7 +17,7 @@ from unittest import mock
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.disk import file_formats
 from lmcache_store.tiers.disk.files import Directory, path_of
-from lmcache_store.tiers.encryption.pieces import MAGIC, OVERHEAD_BYTES, Cipher, Place, parse_preamble
+from lmcache_store.tiers.encryption.pieces import MAGIC, OVERHEAD_BYTES, Cipher, PiecePlace, parse_preamble
 from lmcache_store.tiers.errors import InvalidObjectError, KeyAbsentError
 from lmcache_store.tiers.header import HEADER_BYTES
 from lmcache_store.tiers.pages import PAGE_BYTES
@@ -102,7 +102,7 @@ def run(data: bytes) -> None:
     payload = known.genuine(OBJECT, content[:MARKER_BYTES], lambda total: split(content, total))
     into = memoryview(bytearray(1 << 14))
     has_header = len(content) >= PAGE_BYTES and (
-        (Place.of_header(OBJECT), content[:MARKER_BYTES]) in known.contents
+        (PiecePlace.of_header(OBJECT), content[:MARKER_BYTES]) in known.contents
     )
     assert directory.is_readable(OBJECT) == has_header
     try:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from lmcache_store.tiers.base import ObjectId
-from lmcache_store.tiers.encryption.pieces import OVERHEAD_BYTES, Place
+from lmcache_store.tiers.encryption.pieces import OVERHEAD_BYTES, PiecePlace
 from lmcache_store.tiers.errors import InvalidObjectError, KeyAbsentError, TierError
 from lmcache_store.tiers.header import NO_CHECKSUM, Header
 from lmcache_store.tiers.remote import objects
@@ -45,7 +45,7 @@ def values_of(object_id: ObjectId, form: ValueFormat, payload: bytes = PAYLOAD) 
     values = bytes(form.pack_marker(object_id, header))
     for size in piece_sizes(total):
         piece = memoryview(payload)[start : start + size]
-        values += b"".join(map(bytes, form.pack_piece(Place(object_id, total, start), piece)))
+        values += b"".join(map(bytes, form.pack_piece(PiecePlace(object_id, total, start), piece)))
         start += size
     return values
 

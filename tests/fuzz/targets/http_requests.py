@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from lmcache_sidecar.config import Config, Reading
+from lmcache_sidecar.config import Config, ConfigReading
 from lmcache_sidecar.daemon import Daemon
 from lmcache_sidecar.pages.http import HttpServer
 from tests.fuzz.target import Target
@@ -36,7 +36,7 @@ def opened() -> Iterator[None]:
 
 async def start(config: Config) -> tuple[Daemon, HttpServer, int]:
     """Start a sidecar and a server of its pages. Returns the server's port."""
-    daemon = Daemon(Reading(config))
+    daemon = Daemon(ConfigReading(config))
     await daemon._start_sidecar(config)
     server = HttpServer(daemon._pages)
     return daemon, server, server.start("127.0.0.1", 0)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from lmcache_store.tiers.peers.requests import BadRequestError
 from lmcache_store.tiers.peers.server import PeerServer
-from lmcache_store.tiers.peers.session import Session
+from lmcache_store.tiers.peers.session import PeerSession
 from tests.fuzz.target import Target
 from tests.harness.peer_rows import PREFIX, Rows
 
@@ -36,7 +36,7 @@ def run(data: bytes) -> None:
         with connection:
             client.sendall(data[1:])
             client.shutdown(socket.SHUT_WR)
-            session = Session(server, connection)
+            session = PeerSession(server, connection)
             try:
                 session.run()
             finally:

@@ -22,14 +22,14 @@ MAX_REPLY_BYTES = 64 << 10
 """Bytes that fit into the buffer of a socket, so that no thread has to send them."""
 
 
-def load(connection: resp.Connection) -> None:
+def load(connection: resp.RespConnection) -> None:
     into = memoryview(bytearray(len(PAYLOAD)))
     loaded = objects.load(connection, OBJECT, into)
     # Each piece has its seal. A reply with a valid seal is this row, or a server that computed one.
     assert loaded is None or loaded.length <= len(into)
 
 
-def store(connection: resp.Connection) -> None:
+def store(connection: resp.RespConnection) -> None:
     objects.store(connection, OBJECT, memoryview(PAYLOAD), b"")
 
 
@@ -50,7 +50,7 @@ def replying(reply: bytes):
     with near, far, mock.patch.object(resp, "open_stream", return_value=Stream(near, 2.0)):
         far.sendall(reply[:MAX_REPLY_BYTES])
         far.shutdown(socket.SHUT_WR)
-        yield resp.Connection(Endpoint("/fuzz"), Address.parse("unix:///fuzz"), 2.0)
+        yield resp.RespConnection(Endpoint("/fuzz"), Address.parse("unix:///fuzz"), 2.0)
 
 
 def run(data: bytes) -> None:

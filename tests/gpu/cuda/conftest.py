@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_client.cuda.driver import Device, Stream
+from lmcache_client.cuda.driver import Device, GpuStream
 from lmcache_client.cuda.errors import CudaUnavailableError
 from testing.cuda import Node
 
@@ -27,7 +27,7 @@ def context(device):
 
 @pytest.fixture
 def stream(context):
-    stream = Stream(context)
+    stream = GpuStream(context)
     yield stream
     stream.close()
 

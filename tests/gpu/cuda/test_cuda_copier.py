@@ -16,7 +16,7 @@ from lmcache_client.core.copier_choice import make_copier
 from lmcache_client.core.cuda_copier import CudaCopier
 from lmcache_client.core.layout import Layout
 from lmcache_client.cuda import ipc
-from lmcache_client.cuda.driver import Device, Stream
+from lmcache_client.cuda.driver import Device, GpuStream
 from lmcache_client.cuda.errors import CudaError
 from lmcache_client.cuda.pins import Pins
 from lmcache_client.rpc.hello import Allocation
@@ -115,7 +115,7 @@ def test_store_waits_for_the_work_before_its_fence(copier, context, layout, memo
     """The forward pass may still be queued when its stores are requested."""
     copier.prepare(slots, 2)  # a copy of other memory may hold the driver until the gate opens
     assert copier.pins.wait(60)
-    compute = Stream(context, 0)
+    compute = GpuStream(context, 0)
     with gate(context) as forward, futures.ThreadPoolExecutor(2) as threads:
         forward.hold(compute)
         context.call("cuMemsetD8Async", memory.data_ptr(), 7, KV_BYTES, compute.raw)
@@ -136,7 +136,7 @@ def test_load_waits_for_the_work_before_its_fence(copier, context, layout, memor
     slots[0] = 9
     copier.prepare(slots, 2)  # a copy of other memory may hold the driver until the gate opens
     assert copier.pins.wait(60)
-    compute = Stream(context, 0)
+    compute = GpuStream(context, 0)
     with gate(context) as forward, futures.ThreadPoolExecutor(1) as threads:
         forward.hold(compute)
         context.call("cuMemsetD8Async", memory.data_ptr(), 7, KV_BYTES, compute.raw)

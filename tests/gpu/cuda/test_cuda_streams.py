@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lmcache_client.cuda.copies import CopyBatch
-from lmcache_client.cuda.driver import Event, Stream
+from lmcache_client.cuda.driver import GpuEvent, GpuStream
 from testing import cuda_memory
 from testing.cuda_memory import gate, pinned
 
@@ -33,7 +33,7 @@ def host(context):
 
 
 def test_copy_runs_in_stream_order(context, stream, memory, host):
-    event = Event(context)
+    event = GpuEvent(context)
     with gate(context) as closed_gate:
         closed_gate.hold(stream)
         batch(host.ctypes.data, memory, SIZE).submit(stream)
@@ -59,10 +59,10 @@ def test_waiting_thread_releases_the_gil(context, stream):
 
 def test_stream_waits_for_an_event_of_another_stream(context, stream, memory, host):
     """A store waits for the forward pass in the same way: it has only the raw handle of the other stream."""
-    engine, fence = Stream(context), Event(context)
+    engine, fence = GpuStream(context), GpuEvent(context)
     with gate(context) as closed_gate:
         closed_gate.hold(engine)
-        raw = Stream(context, int(engine.raw))
+        raw = GpuStream(context, int(engine.raw))
         context.call("cuMemsetD8Async", memory, 7, SIZE, raw.raw)
         fence.record(raw)
         context.call("cuMemsetD8Async", memory + SIZE // 2, 9, SIZE // 2, raw.raw)  # may run before the copy
@@ -80,7 +80,7 @@ def test_stream_waits_for_an_event_of_another_stream(context, stream, memory, ho
 
 
 def test_event_waits_for_its_latest_record(context, stream):
-    event = Event(context)
+    event = GpuEvent(context)
     assert event.is_done()  # it was never recorded
     event.record(stream)
     event.synchronize()
@@ -93,7 +93,7 @@ def test_event_waits_for_its_latest_record(context, stream):
 
 
 def test_work_of_a_closed_stream_still_runs(context, memory, host):
-    stream, event = Stream(context), Event(context)
+    stream, event = GpuStream(context), GpuEvent(context)
     with gate(context) as closed_gate:
         closed_gate.hold(stream)
         batch(host.ctypes.data, memory, SIZE).submit(stream)
@@ -109,7 +109,7 @@ def test_calls_work_on_any_thread(context, memory, host):
     errors = []
 
     def copy(part):
-        stream = Stream(context)
+        stream = GpuStream(context)
         try:
             batch(host.ctypes.data + part * 4096, memory, 4096).submit(stream)
             stream.synchronize()

@@ -6,7 +6,7 @@ They need the simulated GPU, whose kernels can be held back. See ``tests/harness
 import pytest
 
 from lmcache_client.core.cuda_copier import CudaCopier
-from lmcache_client.cuda.driver import Stream
+from lmcache_client.cuda.driver import GpuStream
 from testing.child_process import wait_until
 from tests.harness.sim_config import CHUNK, SimSettings
 from tests.harness.sim_world import assert_idle, make_tokens, world
@@ -24,7 +24,7 @@ def ignore_fences(monkeypatch):
 
     def begin():
         monkeypatch.setattr(CudaCopier, "wait", lambda *_: None)
-        monkeypatch.setattr(Stream, "wait", lambda *_: None)
+        monkeypatch.setattr(GpuStream, "wait", lambda *_: None)
 
     yield begin
     monkeypatch.undo()

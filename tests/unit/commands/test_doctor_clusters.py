@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmcache_cli.commands.doctor.answers import Answer
+from lmcache_cli.commands.doctor.answers import ApiAnswer
 from lmcache_cli.commands.doctor.checks.admission import lacks_pods, pod_of
 from lmcache_cli.commands.doctor.facts import PodTrial
 from lmcache_cli.commands.doctor.results import Level
@@ -22,19 +22,19 @@ from tests.harness.doctor_world import (
 FAILURE, WARNING, UNKNOWN = Level.FAILURE, Level.WARNING, Level.UNKNOWN
 AUTO = {"autoscaling": {"mode": "Auto", "memory": {"maxSize": "8Gi"}}}
 CLAIM = {"engine": {"gpu": {"deviceClassName": "gpu.nvidia.com"}}}
-CLASS = Answer(200, {})
-ADMITTED = Answer(200)
+CLASS = ApiAnswer(200, {})
+ADMITTED = ApiAnswer(200)
 DEMO = {
     "metadata": {"labels": {"lmcache.io/inject": "demo"}, "name": "own-0", "namespace": "team", "uid": "u"}
 }
 
 
-def kubernetes(version: str) -> Answer:
-    return Answer(200, {"gitVersion": version})
+def kubernetes(version: str) -> ApiAnswer:
+    return ApiAnswer(200, {"gitVersion": version})
 
 
-def node(kubelet: str) -> dict[str, Answer]:
-    return {"node-0": Answer(200, {"status": {"nodeInfo": {"kubeletVersion": kubelet}}})}
+def node(kubelet: str) -> dict[str, ApiAnswer]:
+    return {"node-0": ApiAnswer(200, {"status": {"nodeInfo": {"kubeletVersion": kubelet}}})}
 
 
 def user_pod(outcome: str = "", *, has_sidecar: bool = False) -> PodFigures:
@@ -82,12 +82,12 @@ def test_operator_that_does_not_follow_or_cannot_is_found():
     ("spec", "fields", "changes", "check", "level", "text"),
     [
         (CLAIM, {"device_class": CLASS}, {"version": kubernetes("v1.33.1")}, "gpuClaims", FAILURE, "1.34"),
-        (CLAIM, {"device_class": CLASS}, {"groups": Answer(200, {"groups": []})}, "gpuClaims", FAILURE,
+        (CLAIM, {"device_class": CLASS}, {"groups": ApiAnswer(200, {"groups": []})}, "gpuClaims", FAILURE,
          "does not serve resource.k8s.io"),
-        (CLAIM, {"device_class": Answer(404)}, {}, "gpuClaims", FAILURE, "no DeviceClass gpu.nvidia.com"),
+        (CLAIM, {"device_class": ApiAnswer(404)}, {}, "gpuClaims", FAILURE, "no DeviceClass gpu.nvidia.com"),
         (CLAIM, {"device_class": FORBIDDEN}, {}, "gpuClaims", UNKNOWN, "list things"),
         (AUTO, {}, {"version": kubernetes("v1.34.0")}, "resizes", WARNING, "needs Kubernetes 1.35"),
-        (AUTO, {}, {"core": Answer(200, {"resources": []})}, "resizes", FAILURE, "pods/resize"),
+        (AUTO, {}, {"core": ApiAnswer(200, {"resources": []})}, "resizes", FAILURE, "pods/resize"),
         (AUTO, {"nodes": node("v1.34.4")}, {}, "resizes", WARNING, "node-0 has v1.34.4"),
         (AUTO, {"nodes": {"n": FORBIDDEN}}, {}, "resizes", UNKNOWN, "list things"),
         (AUTO | CLAIM, {"device_class": CLASS}, {}, "resizes", WARNING, "with GPU claims"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lmcache_cli.commands.doctor.answers import Answer
+from lmcache_cli.commands.doctor.answers import ApiAnswer
 from lmcache_cli.commands.doctor.checks import run_checks
 from lmcache_cli.commands.doctor.checks.rights import FORWARD, OPERATOR_RIGHTS, PROXY, USER_RIGHTS
 from lmcache_cli.commands.doctor.command import exit_status
@@ -27,7 +27,7 @@ from tests.harness.doctor_world import (
 )
 
 FAILURE, WARNING, UNKNOWN = Level.FAILURE, Level.WARNING, Level.UNKNOWN
-MISSING = Answer(404)
+MISSING = ApiAnswer(404)
 NO_SIDECARS = dict.fromkeys(USER_RIGHTS, True) | {PROXY: False, FORWARD: False}
 NO_SECRETS = dict.fromkeys(OPERATOR_RIGHTS, True) | {Right("create", "", "secrets"): False}
 CRD = f"{PLURAL}.{GROUP}"
@@ -39,10 +39,10 @@ BARE = INJECTED | {"spec": {"containers": [{"name": "c"}]}}
 STRANGER = BARE | {"metadata": {"name": "pod-1", "labels": {"lmcache.io/inject": "nobody"}}}
 
 
-def old_definition() -> Answer:
+def old_definition() -> ApiAnswer:
     """Return the CRD of an earlier version."""
     metadata = {"name": CRD, "labels": {"app.kubernetes.io/version": "0.0.9"}}
-    return Answer(200, definition() | {"metadata": metadata})
+    return ApiAnswer(200, definition() | {"metadata": metadata})
 
 
 def test_healthy_installation_has_no_problem():
@@ -55,9 +55,10 @@ def test_healthy_installation_has_no_problem():
 @pytest.mark.parametrize(
     ("changes", "check", "level", "text"),
     [
-        ({"version": Answer(200, {"gitVersion": "v1.32.9"})}, "kubernetesVersion", FAILURE, "not supported"),
-        ({"version": Answer(200, {"gitVersion": "moon"})}, "kubernetesVersion", WARNING, "'moon'"),
-        ({"version": Answer()}, "kubernetesVersion", UNKNOWN, "did not answer in time"),
+        ({"version": ApiAnswer(200, {"gitVersion": "v1.32.9"})}, "kubernetesVersion", FAILURE,
+         "not supported"),
+        ({"version": ApiAnswer(200, {"gitVersion": "moon"})}, "kubernetesVersion", WARNING, "'moon'"),
+        ({"version": ApiAnswer()}, "kubernetesVersion", UNKNOWN, "did not answer in time"),
         ({"operators": listing()}, "operator", FAILURE, "No Deployment of the operator exists"),
         ({"operators": FORBIDDEN}, "operator", UNKNOWN, 'lacks the right "list things"'),
         ({"operators": listing(deployment(ready=0))}, "operator", FAILURE, "0 of 2 pods"),
@@ -96,7 +97,7 @@ def test_fault_is_found_and_nothing_else(changes, check, level, text):
     [
         (MISSING, FAILURE, "is missing"),
         (FORBIDDEN, UNKNOWN, "list things"),
-        (Answer(200, definition() | {"status": {}}), FAILURE, "does not serve the CRD"),
+        (ApiAnswer(200, definition() | {"status": {}}), FAILURE, "does not serve the CRD"),
     ],
 )
 def test_missing_definition_is_found(answer, level, text):

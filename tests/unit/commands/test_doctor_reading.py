@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from lmcache_cli.commands import printing
-from lmcache_cli.commands.connection import Connection
+from lmcache_cli.commands.connection import ApiConnection
 from lmcache_cli.commands.doctor import view
 from lmcache_cli.commands.doctor.checks import run_checks
 from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
@@ -81,7 +81,7 @@ def read(
     by_path = {POSTS[name]: answer for name, answer in answers.items()}
 
     async def timed() -> Facts:
-        connection = Connection(ApiStandIn(pages, by_path, hangs=hangs), "team")  # type: ignore[arg-type]
+        connection = ApiConnection(ApiStandIn(pages, by_path, hangs=hangs), "team")  # type: ignore[arg-type]
         collected = await read_facts(connection, name, "")
         assert now() <= 4.0
         return collected

@@ -8,7 +8,7 @@ import pytest
 
 from lmcache_cli.__main__ import _parser
 from lmcache_cli.commands import explain
-from lmcache_cli.commands.connection import Connection
+from lmcache_cli.commands.connection import ApiConnection
 from lmcache_cli.commands.explain import explanation, problems_of
 from lmcache_cli.commands.printing import document, print_problems
 from lmcache_operator.errors import NotFoundError
@@ -36,7 +36,7 @@ def request_of(answer: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> int
     monkeypatch.setattr(pod_http.PodHttp, "get", get)
     argv = ["explain", "demo", "--request-id", "x", *words]
     arguments = _parser(argv).parse_args(argv)
-    return asyncio.run(explain._explain_request(Connection(Api(), "team"), arguments))  # type: ignore[arg-type]
+    return asyncio.run(explain._explain_request(ApiConnection(Api(), "team"), arguments))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("words", [(), ("-o", "json"), ("-o", "yaml")])

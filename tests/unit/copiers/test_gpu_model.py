@@ -18,10 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_sidecar.copiers import gpu, messages
-from lmcache_sidecar.copiers.gpu import Gpu
+from lmcache_sidecar.copiers.gpu import GpuCopier
 from lmcache_sidecar.copiers.jobs import CopyStats, PlacedCopy
 from lmcache_sidecar.copiers.members import Member
-from lmcache_sidecar.copiers.messages import Kind
+from lmcache_sidecar.copiers.messages import MessageKind
 from lmcache_store.tiers.memory.contracts import Geometry
 from tests.harness.scope import examples
 
@@ -39,8 +39,8 @@ class FakeReader:
 
     def __init__(self, pid: int) -> None:
         self.pid, self.verdict = pid, ""
-        self.requests: deque[tuple[Kind, int, Kind]] = deque()
-        self.replies: asyncio.Queue[tuple[Kind, int, str] | None] = asyncio.Queue()
+        self.requests: deque[tuple[MessageKind, int, MessageKind]] = deque()
+        self.replies: asyncio.Queue[tuple[MessageKind, int, str] | None] = asyncio.Queue()
         self.may_be_reaped = asyncio.Event()
         self.handles: dict[int, set[bytes]] = {}  # open handles of each client
         self.offers: dict[int, set[bytes]] = {}
@@ -55,23 +55,23 @@ class FakeReader:
         cls.alive.append(reader)
         return reader
 
-    def ask(self, kind: Kind, number: int, body: bytes, answer: Kind, seconds: float) -> None:
+    def ask(self, kind: MessageKind, number: int, body: bytes, answer: MessageKind, seconds: float) -> None:
         if self.is_ending:
             return
-        if kind == Kind.OPEN:
+        if kind == MessageKind.OPEN:
             _, offer = messages.parse_open(body)
             handles = {allocation.ipc_handle for allocation in pb.TransferOffer.FromString(offer).allocations}
             self.offers[number] = handles
-        if kind == Kind.COPY:
+        if kind == MessageKind.COPY:
             parts = list(messages.parse_copies(body))
             assert all(part.client in self.handles for part in parts), "a copy for a client that is not open"
             self.writing[number] = [int(offset) for part in parts for offset in part.offsets]
         self.requests.append((kind, number, answer))
 
-    def send(self, kind: Kind, number: int, body: bytes = b"") -> None:
+    def send(self, kind: MessageKind, number: int, body: bytes = b"") -> None:
         pass
 
-    async def receive(self) -> tuple[Kind, int, str] | None:
+    async def receive(self) -> tuple[MessageKind, int, str] | None:
         return await self.replies.get()
 
     @property
@@ -90,15 +90,15 @@ class FakeReader:
 
     def answer(self, reason: str) -> None:
         kind, number, answer = self.requests.popleft()
-        if kind == Kind.OPEN and not reason:
+        if kind == MessageKind.OPEN and not reason:
             open_handles = set().union(*self.handles.values()) if self.handles else set()
             assert not open_handles & self.offers[number], "an old mapping would be used for the new memory"
             self.handles[number] = self.offers[number]
-        if kind == Kind.COPY:
+        if kind == MessageKind.COPY:
             del self.writing[number]
-        if kind == Kind.CLOSE:
+        if kind == MessageKind.CLOSE:
             self.handles.pop(number, None)
-        self.replies.put_nowait((answer, number, reason if kind == Kind.OPEN else ""))
+        self.replies.put_nowait((answer, number, reason if kind == MessageKind.OPEN else ""))
 
 
 class GpuMachine(RuleBasedStateMachine):
@@ -108,10 +108,10 @@ class GpuMachine(RuleBasedStateMachine):
         super().__init__()
         FakeReader.alive, FakeReader.next_pid = [], 100
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(gpu, "Reader", FakeReader)
+        self.patch.setattr(gpu, "ReaderProcess", FakeReader)
         self.loop = asyncio.new_event_loop()
         arena = SimpleNamespace(geometry=Geometry(4096, 1), num_rows=100, ready_rows=100, fileno=lambda: 0)
-        self.gpu = Gpu("GPU-1", arena, CopyStats())
+        self.gpu = GpuCopier("GPU-1", arena, CopyStats())
         self.copies_by_sidecar: dict[int, bool] = {}  # the last answer to each client
         self.present: set[int] = set()
         self.jobs: list[tuple[int, set[int], Any]] = []

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_sidecar.copiers import messages
-from lmcache_sidecar.copiers.messages import Copies, Format, Kind, MessageError
+from lmcache_sidecar.copiers.messages import Copies, Format, MessageError, MessageKind
 from lmcache_sidecar.copiers.pages import Column, Opened, Pages
 
 BASES = (1 << 44, 1 << 45)
@@ -95,8 +95,8 @@ def test_messages_survive_a_round_trip():
         assert parsed.blocks.tolist() == copies.blocks.tolist()
     assert messages.parse_start(messages.pack_start("GPU-1", Format(1, 2, 3))) == ("GPU-1", Format(1, 2, 3))
     assert messages.parse_open(messages.pack_open(5, b"offer")) == (5, b"offer")
-    message = messages.pack(Kind.OPENED, 9, messages.pack_reason("é" * 9000))
-    assert messages.parse_head(message[: messages.HEAD.size]) == (Kind.OPENED, 2048, 9)
+    message = messages.pack(MessageKind.OPENED, 9, messages.pack_reason("é" * 9000))
+    assert messages.parse_head(message[: messages.HEAD.size]) == (MessageKind.OPENED, 2048, 9)
 
 
 @given(st.binary(max_size=80))

@@ -17,8 +17,8 @@ import pytest
 from lmcache_client.cuda.pin_status import PinStatus
 from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_sidecar.copiers import messages
-from lmcache_sidecar.copiers.messages import Format, Kind
-from lmcache_sidecar.copiers.process import Reader
+from lmcache_sidecar.copiers.messages import Format, MessageKind
+from lmcache_sidecar.copiers.process import ReaderProcess
 from lmcache_store.tiers.errors import ArenaError
 from lmcache_store.tiers.memory.arena import ArenaFile
 from lmcache_store.tiers.memory.contracts import Geometry
@@ -49,7 +49,7 @@ async def test_reader_is_restarted_until_its_id_differs_from_engine_ids(tmp_path
     (tmp_path / "arena").touch()
     ids = FirstTwoIds()
     with (tmp_path / "arena").open() as arena:
-        reader = await Reader.start(GPU, arena.fileno(), lambda: ids)
+        reader = await ReaderProcess.start(GPU, arena.fileno(), lambda: ids)
     assert len(set(ids.looked_up)) == 3
     assert reader.pid == ids.looked_up[2]
     for pid in ids.looked_up[:2]:
@@ -63,7 +63,7 @@ async def test_reader_is_restarted_until_its_id_differs_from_engine_ids(tmp_path
 async def test_arena_stays_locked_while_a_reader_lives(tmp_path):
     """After the death of a sidecar, a copy may still write to rows, so no new sidecar may use the arena."""
     arena = ArenaFile(tmp_path / "arena", 1 << 20)
-    reader = await Reader.start(GPU, arena.fileno(), set)
+    reader = await ReaderProcess.start(GPU, arena.fileno(), set)
     arena.close()
     with pytest.raises(ArenaError, match="in use by another sidecar"):
         ArenaFile(tmp_path / "arena", 1 << 20)
@@ -72,9 +72,9 @@ async def test_arena_stays_locked_while_a_reader_lives(tmp_path):
     ArenaFile(tmp_path / "arena", 1 << 20).close()
 
 
-async def reader_of(process: object) -> tuple[Reader, socket.socket]:
+async def reader_of(process: object) -> tuple[ReaderProcess, socket.socket]:
     local, remote = socket.socketpair()
-    return Reader(process, *await asyncio.open_connection(sock=local)), remote
+    return ReaderProcess(process, *await asyncio.open_connection(sock=local)), remote
 
 
 class FakeProcess(SimpleNamespace):
@@ -93,12 +93,12 @@ class FakeProcess(SimpleNamespace):
 async def test_silent_reader_is_killed_but_not_because_the_sidecar_slept():
     process = FakeProcess()
     reader, other_end = await reader_of(process)
-    reader.ask(Kind.COPY, 1, b"", Kind.COPIED, 0.05)
-    other_end.sendall(messages.pack(Kind.COPIED, 1))
+    reader.ask(MessageKind.COPY, 1, b"", MessageKind.COPIED, 0.05)
+    other_end.sendall(messages.pack(MessageKind.COPIED, 1))
     time.sleep(0.3)  # noqa: ASYNC251  # real time: a frozen sidecar
-    assert await reader.receive() == (Kind.COPIED, 1, "")
+    assert await reader.receive() == (MessageKind.COPIED, 1, "")
     assert not process.killed.is_set()
-    reader.ask(Kind.COPY, 2, b"", Kind.COPIED, 0.05)
+    reader.ask(MessageKind.COPY, 2, b"", MessageKind.COPIED, 0.05)
     await process.killed.wait()
     assert reader.verdict == "the reader of its GPU did not answer COPY within 0.05 s"
     other_end.close()
@@ -118,10 +118,10 @@ async def test_registrations_do_not_count_for_the_deadline_of_a_copy(monkeypatch
         return SimpleNamespace(cancel=lambda: None)
 
     monkeypatch.setattr(loop, "call_later", call_later)
-    reader.ask(Kind.COPY, 1, b"", Kind.COPIED, 5.0)
+    reader.ask(MessageKind.COPY, 1, b"", MessageKind.COPIED, 5.0)
     for now in (4.0, 8.0, 12.0):  # noqa: B007 - the clock
         other_end.sendall(messages.pack_pinned(PinStatus(1)))
-        assert await reader.receive() == (Kind.PINNED, 1, "0 ")
+        assert await reader.receive() == (MessageKind.PINNED, 1, "0 ")
     expirations = []
     while not process.killed.is_set():
         ((now, call, arguments),) = timers
@@ -136,7 +136,7 @@ async def test_registrations_do_not_count_for_the_deadline_of_a_copy(monkeypatch
 async def test_invalid_message_ends_the_reader():
     process = FakeProcess()
     reader, other_end = await reader_of(process)
-    other_end.sendall(messages.HEAD.pack(int(Kind.COPIED), 1 << 30, 0))
+    other_end.sendall(messages.HEAD.pack(int(MessageKind.COPIED), 1 << 30, 0))
     assert await reader.receive() is None
     assert process.killed.is_set()
     other_end.close()
@@ -188,24 +188,29 @@ async def attach_and_detach_clients(gpus, arena, offer, content) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in gpus.environment("reader").items():
             patch.setenv(name, value)
-        reader = await Reader.start(GPU, arena.fileno(), set)
+        reader = await ReaderProcess.start(GPU, arena.fileno(), set)
 
-    async def request(kind: Kind, number: int, body: bytes, answer: Kind) -> None:
+    async def request(kind: MessageKind, number: int, body: bytes, answer: MessageKind) -> None:
         reader.ask(kind, number, body, answer, SECONDS)
-        while (message := await reader.receive()) is not None and message[0] == Kind.PINNED:
+        while (message := await reader.receive()) is not None and message[0] == MessageKind.PINNED:
             pass  # may arrive at any time
         assert message == (answer, number, ""), reader.verdict
 
     arena_format = Format(SLOT_BYTES, arena.num_rows, arena.num_rows)
-    await request(Kind.START, 0, messages.pack_start(GPU, arena_format), Kind.STARTED)
+    await request(MessageKind.START, 0, messages.pack_start(GPU, arena_format), MessageKind.STARTED)
     column = arena.column_offset(0)
     counts = []
     for number in range(1, NUM_CLIENTS + 1):
-        await request(Kind.OPEN, number, messages.pack_open(column, offer.SerializeToString()), Kind.OPENED)
+        await request(
+            MessageKind.OPEN,
+            number,
+            messages.pack_open(column, offer.SerializeToString()),
+            MessageKind.OPENED,
+        )
         row, block = number % 50, number % 4
         copies = messages.Copies(number, 0, word(column + row * SLOT_BYTES), word(block, "<u4").reshape(1, 1))
-        await request(Kind.COPY, number, messages.pack_copies([copies]), Kind.COPIED)
-        await request(Kind.CLOSE, number, b"", Kind.CLOSED)
+        await request(MessageKind.COPY, number, messages.pack_copies([copies]), MessageKind.COPIED)
+        await request(MessageKind.CLOSE, number, b"", MessageKind.CLOSED)
         assert bytes(arena.view(row, 0)) == content[block * SLOT_BYTES : (block + 1) * SLOT_BYTES]
         if number in (1, NUM_CLIENTS):
             (process,) = gpus.processes("reader")

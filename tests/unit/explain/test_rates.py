@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lmcache_store.explain.rates import rates
-from lmcache_store.explain.traffic import Answer, Traffic, document
+from lmcache_store.explain.traffic import SidecarAnswer, SidecarTraffic, document
 
 
 def report(uptime: float, **parts: Any) -> dict[str, Any]:
@@ -69,15 +69,15 @@ def test_values_of_a_wrong_type_count_as_nothing(value):
     assert rates({}, {"uptime_seconds": value}) is rates(report(10.0), report(10.0)) is None
 
 
-def answer(uptime: float, uid: str = "uid", number: int = 0, **parts: Any) -> Answer:
+def answer(uptime: float, uid: str = "uid", number: int = 0, **parts: Any) -> SidecarAnswer:
     """The report of a pod; without an uptime, it gave no answer."""
     if not uptime:
-        return Answer(uid, f"pod-{number}", "demo", problem="no answer within 2 s")
-    return Answer(uid, f"pod-{number}", "demo", report(uptime, **parts))
+        return SidecarAnswer(uid, f"pod-{number}", "demo", problem="no answer within 2 s")
+    return SidecarAnswer(uid, f"pod-{number}", "demo", report(uptime, **parts))
 
 
 def test_missed_answer_gives_no_rates_and_the_next_answer_counts_the_whole_time():
-    traffic = Traffic()
+    traffic = SidecarTraffic()
     (pod,) = traffic.observe([answer(10.0, causes=tokens(new=0))])
     assert (pod["problem"], pod["tokensPerSecond"]) == ("", None)
     (pod,) = traffic.observe([answer(0.0)])
@@ -89,7 +89,7 @@ def test_missed_answer_gives_no_rates_and_the_next_answer_counts_the_whole_time(
 
 
 def test_totals_add_up_pods_and_name_the_first_open_circuit():
-    traffic = Traffic()
+    traffic = SidecarTraffic()
     for seconds in (1.0, 2.0):
         remotes = [
             {"is_reachable": bool(number), "off_reason": "refused\x1b[2J", "num_queued_loads": 3}
@@ -108,10 +108,11 @@ def test_totals_add_up_pods_and_name_the_first_open_circuit():
 
 
 def test_sidecar_that_is_not_ready_or_old_says_so():
-    traffic = Traffic()
+    traffic = SidecarTraffic()
     starting = {"is_ready": False, "not_ready_reason": "the arena is\nbusy"}
     old = {"is_ready": True, "version": "0.0.9", "uptime_seconds": 1}
     problems = [
-        pod["problem"] for pod in traffic.observe([Answer("1", "a", "", starting), Answer("2", "b", "", old)])
+        pod["problem"]
+        for pod in traffic.observe([SidecarAnswer("1", "a", "", starting), SidecarAnswer("2", "b", "", old)])
     ]
     assert problems == ["the arena is busy", "its version, 0.0.9, does not count causes"]

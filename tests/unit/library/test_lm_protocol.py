@@ -14,7 +14,7 @@ from lmcache.protocol import (
     ClientMetaMessage,
     Constants,
     ServerMetaMessage,
-    Stream,
+    TimedStream,
 )
 
 
@@ -71,6 +71,6 @@ def test_any_bytes_parse_or_raise_value_error(raw):
 
 def test_send_to_a_peer_without_reads_times_out():
     local, remote = socket.socketpair()
-    stream = Stream(local, timeout_seconds=0.2)
+    stream = TimedStream(local, timeout_seconds=0.2)
     with remote, contextlib.closing(stream), pytest.raises(TimeoutError):
         stream.send(bytes(8 << 20))

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 import lmcache
 from lmcache.config import GlobalConfig, LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache.storage_backend.serde import ContainerError, CreateSerde
-from lmcache.storage_backend.serde.container import DTYPES, Kind, pack
+from lmcache.storage_backend.serde.container import DTYPES, PayloadKind, pack
 from tests.harness.scope import examples
 
 SERDES = ("torch", "safetensor", "fast", "cachegen")
@@ -173,7 +173,7 @@ def test_reads_legacy_bytes(dtype):
 @pytest.mark.parametrize(("dtype", "shape"), [(torch.bfloat16, [6]), (torch.float16, [2, 3])])
 def test_safetensors_payload_must_match_its_container(dtype, shape):
     with pytest.raises(ContainerError, match="payload is"):
-        make_serde("safetensor")[1].from_bytes(pack(Kind.SAFETENSORS, dtype, shape, [SAFE]))
+        make_serde("safetensor")[1].from_bytes(pack(PayloadKind.SAFETENSORS, dtype, shape, [SAFE]))
 
 
 def test_legacy_bytes_of_a_view_contain_only_the_view():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
 from lmcache.storage_backend.serde.cachegen_basics import CacheGenEncoderOutput
-from lmcache.storage_backend.serde.container import HEADER_BYTES, ContainerError, Kind, pack, parse
+from lmcache.storage_backend.serde.container import HEADER_BYTES, ContainerError, PayloadKind, pack, parse
 from lmcache.storage_backend.serde.formats import CacheGenSerializer, ContainerDeserializer
 from tests.harness.scope import examples
 
@@ -113,7 +113,7 @@ def test_non_finite_values_are_stored_raw_and_counted(value, layer):
     kv[layer, 1, 4, 1, 7] = value
     blob = serializer.to_bytes(kv)
     assert serializer.num_raw == 1
-    assert parse(blob).kind is Kind.RAW
+    assert parse(blob).kind is PayloadKind.RAW
     assert deserializer.from_bytes(blob).numpy().tobytes() == kv.numpy().tobytes()
 
 
@@ -144,7 +144,7 @@ VALID_PAYLOAD = bytes(
 FIELDS_BYTES, SCALES_BYTES = 4 + 4 * SHAPE[0], 4 * SHAPE[0] * SHAPE[1] * SHAPE[2]
 
 
-def read(payload, shape=SHAPE, dtype=torch.float16, kind=Kind.CACHEGEN):
+def read(payload, shape=SHAPE, dtype=torch.float16, kind=PayloadKind.CACHEGEN):
     return make_serde()[1].from_bytes(pack(kind, dtype, shape, [payload]))
 
 
@@ -214,7 +214,7 @@ def test_checks_each_field(position, value, reason):
 
 def test_refuses_other_kinds_as_cachegen():
     with pytest.raises(ContainerError, match="RAW"):
-        CacheGenEncoderOutput.from_bytes(pack(Kind.RAW, torch.int8, [0], [b""]))
+        CacheGenEncoderOutput.from_bytes(pack(PayloadKind.RAW, torch.int8, [0], [b""]))
     with pytest.raises(ContainerError, match="int8"):
         read(VALID_PAYLOAD, dtype=torch.int8)
 

@@ -10,7 +10,7 @@ from lmcache.storage_backend.serde.container import (
     DTYPES,
     HEADER_BYTES,
     ContainerError,
-    Kind,
+    PayloadKind,
     is_container,
     pack,
     parse,
@@ -20,7 +20,7 @@ from lmcache.storage_backend.serde.container import (
 
 FIELDS_BYTES = 56
 
-kinds = st.sampled_from(list(Kind))
+kinds = st.sampled_from(list(PayloadKind))
 dtypes = st.sampled_from(DTYPES)
 shapes = st.lists(st.integers(0, 100), max_size=8)
 
@@ -33,7 +33,7 @@ def seal(fields, payload=b""):
 
 def test_packs_golden_bytes():
     tensor = torch.arange(6, dtype=torch.int8).reshape(2, 3)
-    blob = pack(Kind.RAW, tensor.dtype, tensor.shape, [tensor_bytes(tensor)])
+    blob = pack(PayloadKind.RAW, tensor.dtype, tensor.shape, [tensor_bytes(tensor)])
     assert blob.hex() == (
         "4c4d437365726465"  # LMCserde
         "0100" "01" "06" "02" "000000"  # version 1, raw, int8, 2 dimensions
@@ -50,7 +50,11 @@ def test_codes_of_dtypes_and_kinds_never_change():
         "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2",
         "int8", "uint8", "int16", "int32", "int64", "float8_e4m3fnuz", "float8_e5m2fnuz",
     ]  # fmt: skip
-    assert [(kind.name, kind.value) for kind in Kind] == [("RAW", 1), ("SAFETENSORS", 2), ("CACHEGEN", 3)]
+    assert [(kind.name, kind.value) for kind in PayloadKind] == [
+        ("RAW", 1),
+        ("SAFETENSORS", 2),
+        ("CACHEGEN", 3),
+    ]
 
 
 @given(kinds, dtypes, shapes, st.lists(st.binary(max_size=50), max_size=3))
@@ -80,7 +84,7 @@ def test_defect_04_refuses_flipped_bits_and_never_reads_them_as_legacy_bytes(
 
 @given(st.binary(max_size=20), st.data())
 def test_refuses_truncated_and_extended_containers(payload, data):
-    blob = pack(Kind.RAW, torch.uint8, [len(payload)], [payload])
+    blob = pack(PayloadKind.RAW, torch.uint8, [len(payload)], [payload])
     truncated = blob[: data.draw(st.integers(0, len(blob) - 1))]
     for damaged in (truncated, blob + b"\0"):
         assert is_container(damaged)
@@ -90,7 +94,7 @@ def test_refuses_truncated_and_extended_containers(payload, data):
 
 @given(st.data())
 def test_changed_fields_with_right_checksum_are_refused_or_parsed_exactly(data):
-    fields = bytearray(pack(Kind.RAW, torch.float16, [2, 3], [bytes(12)])[:FIELDS_BYTES])
+    fields = bytearray(pack(PayloadKind.RAW, torch.float16, [2, 3], [bytes(12)])[:FIELDS_BYTES])
     for _ in range(data.draw(st.integers(1, 3))):
         fields[data.draw(st.integers(8, FIELDS_BYTES - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(ContainerError):
@@ -105,7 +109,7 @@ def test_changed_fields_with_right_checksum_are_refused_or_parsed_exactly(data):
     ids=["huge", "empty with huge dimensions", "empty middle dimension"],
 )
 def test_checks_declared_sizes(shape):
-    fields = bytearray(pack(Kind.RAW, torch.int64, [0] * len(shape), [b""])[:FIELDS_BYTES])
+    fields = bytearray(pack(PayloadKind.RAW, torch.int64, [0] * len(shape), [b""])[:FIELDS_BYTES])
     for axis, size in enumerate(shape):
         fields[24 + 4 * axis : 28 + 4 * axis] = size.to_bytes(4, "little")
     with pytest.raises(ContainerError, match=r"shape|bytes are no"):
@@ -113,7 +117,7 @@ def test_checks_declared_sizes(shape):
 
 
 def test_error_names_unsupported_version():
-    fields = bytearray(pack(Kind.RAW, torch.int8, [0], [b""])[:FIELDS_BYTES])
+    fields = bytearray(pack(PayloadKind.RAW, torch.int8, [0], [b""])[:FIELDS_BYTES])
     fields[8] = 2
     with pytest.raises(ContainerError, match="version 2"):
         parse(seal(bytes(fields)))
@@ -125,4 +129,4 @@ def test_error_names_unsupported_version():
 )
 def test_refuses_to_pack_unsupported_tensors(dtype, shape):
     with pytest.raises(ValueError, match="can't be stored"):
-        pack(Kind.RAW, dtype, shape, [b""])
+        pack(PayloadKind.RAW, dtype, shape, [b""])

@@ -8,7 +8,7 @@ import pytest
 from lmcache_client.core.settings import read_settings
 from lmcache_client.errors import UnsupportedError
 from lmcache_client.rpc.service import DEFAULT_SOCKET
-from lmcache_client.sglang.options import MODULE, EngineOptions, Settings
+from lmcache_client.sglang.options import MODULE, EngineOptions, SGLangSettings
 from lmcache_client.sglang.support import check_version
 
 OURS = json.dumps({"backend_name": "lmcache", "module_path": MODULE})
@@ -77,10 +77,10 @@ def test_backend_of_the_start(engine, tmp_path, monkeypatch, backend, config, is
 
 def test_settings(monkeypatch):
     monkeypatch.delenv("LMCACHE_SOCKET", raising=False)
-    assert read_settings(Settings, {}) == Settings()
-    assert Settings().socket == DEFAULT_SOCKET
+    assert read_settings(SGLangSettings, {}) == SGLangSettings()
+    assert SGLangSettings().socket == DEFAULT_SOCKET
     given = {"interface_v1": 1, "lmcache.row_seconds": 0.5, "lmcache.copy_threads": 4}
-    assert read_settings(Settings, given) == Settings(row_seconds=0.5, copy_threads=4)
+    assert read_settings(SGLangSettings, given) == SGLangSettings(row_seconds=0.5, copy_threads=4)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_settings(monkeypatch):
 )
 def test_wrong_values_are_refused(name, value):
     with pytest.raises(UnsupportedError, match=rf"lmcache\.{name}: '{value}' is not"):
-        read_settings(Settings, {f"lmcache.{name}": value})
+        read_settings(SGLangSettings, {f"lmcache.{name}": value})
 
 
 @pytest.mark.parametrize("version", ["0.5.2", "0.5.24", "0.5.230", "0.6.0"])

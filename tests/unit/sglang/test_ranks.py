@@ -10,7 +10,7 @@ from hypothesis import given
 from lmcache_client.errors import UnsupportedError
 from lmcache_client.sglang import attach
 from lmcache_client.sglang.attach import is_reporter
-from lmcache_client.sglang.options import Settings
+from lmcache_client.sglang.options import SGLangSettings
 from lmcache_client.sglang.ranks import Ranks
 
 
@@ -109,7 +109,7 @@ def test_engine_that_passes_no_pages_or_parts_of_them_on_other_machines_is_refus
 ):
     monkeypatch.setattr(attach, "EngineOptions", lambda: SimpleNamespace(nnodes=num_nodes))
     with pytest.raises(UnsupportedError, match=message):
-        attach.attach(config(**fields), {"kv": SimpleNamespace(page_size=1)}, Settings())
+        attach.attach(config(**fields), {"kv": SimpleNamespace(page_size=1)}, SGLangSettings())
 
 
 def test_groups_begin_with_the_pools_of_full_attention():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_client.rpc import kvcache_pb2 as pb
-from lmcache_sidecar.explain.causes import Blocking, Causes, ExplainedRequest, Scheduled, find_blocking
+from lmcache_sidecar.explain.causes import Blocking, Causes, ExplainedRequest, UncountedRequest, find_blocking
 from lmcache_sidecar.explain.sources import find_sources
 from lmcache_store.causes import CAUSES
 from lmcache_store.kv_groups import KVGroup
@@ -58,7 +58,7 @@ class Engine:
         sources = find_sources(chains, message, tiers)
         if isinstance(blocking, Absence):
             blocking = Blocking(blocking, blocking is Absence.NOT_STORED)
-        self.causes.note(Scheduled(time, "id", chains, message, sources, self.history, blocking))
+        self.causes.note(UncountedRequest(time, "id", chains, message, sources, self.history, blocking))
         self.causes.settle()
         return self.causes.requests[-1]
 
@@ -170,7 +170,7 @@ def test_chunks_count_although_the_report_lacks_keys_or_tokens(num_keys, fields,
     chains = Chains(CHUNK, (KVGroup(0, BLOCK, 4096),), (keys,))
     message = pb.Scheduled(num_engine_chunks=1, **fields)
     sources = find_sources(chains, message, {keys[1]: "remote"})
-    engine.causes.note(Scheduled(0.0, "id", chains, message, sources, engine.history, EVICTED))
+    engine.causes.note(UncountedRequest(0.0, "id", chains, message, sources, engine.history, EVICTED))
     engine.causes.settle()
     assert engine.causes.stats.cause_tokens == tokens
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_client.rpc import kvcache_pb2 as pb
-from lmcache_sidecar.explain.causes import Causes, Scheduled, find_blocking
+from lmcache_sidecar.explain.causes import Causes, UncountedRequest, find_blocking
 from lmcache_sidecar.explain.sources import find_sources
 from lmcache_store.kv_groups import KVGroup
 from lmcache_store.tiers.memory.contracts import Chains
@@ -79,7 +79,7 @@ class Counted:
         blocking = find_blocking(chains, num_hit, "r", self._absence, is_stored)
         # A whole hour passes, so that no chunk counts as being stored.
         time = 3600.0 * (1 + len(self.causes.requests))
-        self.causes.note(Scheduled(time, "r", chains, message, sources, self._history, blocking))
+        self.causes.note(UncountedRequest(time, "r", chains, message, sources, self._history, blocking))
         self.causes.settle()
         self._history.note_stored(chunk_names(keys[num_hit:]))
 

@@ -14,7 +14,7 @@ from lmcache_client.rpc.attachment import Attachment
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.errors import EngineCopiesError, SidecarUnavailableError
 from lmcache_client.rpc.open_copies import OpenCopies
-from lmcache_client.rpc.session import BlockCopy, Session
+from lmcache_client.rpc.session import BlockCopy, SidecarSession
 from lmcache_store.tiers.memory.contracts import LookupResult, Slot
 from tests.harness.wire import make_hello
 
@@ -66,7 +66,7 @@ def client():
 
 def attach(client, channel, column=None, store_copier=pb.COPIER_ENGINE):
     copies = OpenCopies(lambda: None)
-    session = Session(
+    session = SidecarSession(
         channel,
         b"c" * 16,
         pb.Attached(epoch=1, store_copier=store_copier),

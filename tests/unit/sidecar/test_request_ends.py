@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_client.rpc import service
 from lmcache_sidecar.clients.validation import CallRefusedError, parse_times
-from lmcache_sidecar.explain.causes import Blocking, Causes, Scheduled
+from lmcache_sidecar.explain.causes import Blocking, Causes, UncountedRequest
 from lmcache_sidecar.explain.open_requests import EndedRequest, OpenRequests
-from lmcache_sidecar.explain.requests import Engine, ExplainedRequest, Times
+from lmcache_sidecar.explain.requests import ExplainedRequest, RequestEngine, Times
 from lmcache_sidecar.explain.sources import find_sources
 from lmcache_store.kv_groups import KVGroup
 from lmcache_store.tiers.memory.contracts import Chains
@@ -41,10 +41,9 @@ def report(
     )
     chains = Chains(CHUNK, (KVGroup(0, 16, 4096),), (keys(text),))
     sources = find_sources(chains, message, origins)
-    engine = Engine(fields.get("engine", ENGINE), 2, rate)
-    causes.note(
-        Scheduled(0.0, name, chains, message, sources, HISTORY, Blocking(Absence.EVICTED), engine=engine)
-    )  # fmt: skip
+    engine = RequestEngine(fields.get("engine", ENGINE), 2, rate)
+    blocking = Blocking(Absence.EVICTED)
+    causes.note(UncountedRequest(0.0, name, chains, message, sources, HISTORY, blocking, engine=engine))
 
 
 def end(causes: Causes, name: str = "r", num_failed: int = 0, times: Times = TIMES) -> None:
@@ -113,7 +112,7 @@ def test_open_requests_are_bounded_and_none_is_lost():
     counted: list[ExplainedRequest] = []
     requests = OpenRequests(counted.append, max_requests=10)
     for number in range(25):
-        requests.add(ExplainedRequest(0.0, str(number), {"memory": 1}, 0, Engine(ENGINE, 1, 0.0)))
+        requests.add(ExplainedRequest(0.0, str(number), {"memory": 1}, 0, RequestEngine(ENGINE, 1, 0.0)))
     assert [request.request_id for request in counted] == list(map(str, range(15)))
     requests.end_engine(ENGINE)
     assert len(counted) == 25

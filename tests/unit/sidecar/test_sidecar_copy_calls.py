@@ -10,7 +10,7 @@ import pytest
 from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_client.rpc import service
 from lmcache_client.rpc.hello import Allocation, GroupPages, LayerPages, TransferOffer
-from lmcache_sidecar.clients.registry import Transfer
+from lmcache_sidecar.clients.registry import ChosenCopier
 from lmcache_sidecar.clients.validation import CallRefusedError
 from lmcache_sidecar.copiers import copier
 from lmcache_sidecar.copiers.jobs import Job
@@ -57,10 +57,10 @@ class FakeGpu:
 
 @pytest.fixture
 def engine(world, monkeypatch):
-    monkeypatch.setattr(copier, "Gpu", FakeGpu)
+    monkeypatch.setattr(copier, "GpuCopier", FakeGpu)
     world.arena.row_offset = lambda row, column: row * 4096
     client = world.attach(new_uuid(), transfer=OFFER)
-    assert client.transfer == Transfer(True, "the reader works")
+    assert client.transfer == ChosenCopier(True, "the reader works")
     (gpu,) = world.sessions.copier._gpus.values()
     return SimpleNamespace(client=client, gpu=gpu, world=world, memory=world.sessions.store.memory)
 
@@ -147,7 +147,7 @@ def test_invalid_copy_is_refused_and_holds_no_slot(engine):
     stale.epoch += 1
     assert asyncio.run(refusal_of(stale)).reason == service.REASON_ATTACH_AGAIN
     assert "out of range" in asyncio.run(refusal_of(request(engine, service.pack_slots([(99, 1)])))).message
-    engine.client.transfer = Transfer(False, "the engine copies: no GPU")
+    engine.client.transfer = ChosenCopier(False, "the engine copies: no GPU")
     error = asyncio.run(refusal_of(request(engine, slots)))
     assert (error.message, error.reason) == ("the engine copies: no GPU", service.REASON_ENGINE_COPIES)
     assert engine.memory.num_held == 0
@@ -182,7 +182,7 @@ def test_number_of_read_gpus_is_limited(engine):
     for number in range(copier._MAX_GPUS):
         uuid = f"{UUID[:-4]}{number:04x}"
         client = engine.world.attach(new_uuid(), transfer=replace(OFFER, gpu_uuid=uuid))
-    assert client.transfer == Transfer(False, "the engine copies: the sidecar reads 64 GPUs already")
+    assert client.transfer == ChosenCopier(False, "the engine copies: the sidecar reads 64 GPUs already")
     engine.gpu.is_idle = True
     assert engine.world.attach(new_uuid(), transfer=replace(OFFER, gpu_uuid=uuid)).transfer.is_ipc
 

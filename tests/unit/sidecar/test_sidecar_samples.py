@@ -13,7 +13,7 @@ from lmcache_client.rpc.hello import Role
 from lmcache_sidecar.clients.registry import Clients
 from lmcache_sidecar.clients.validation import parse_hello
 from lmcache_sidecar.explain.sources import find_sources
-from lmcache_sidecar.samples import Samples
+from lmcache_sidecar.samples import LookupSampler
 from lmcache_store.curves import HASHES
 from lmcache_store.kv_groups import KVGroup
 from lmcache_store.tiers.memory.contracts import Chains
@@ -26,7 +26,7 @@ __all__ = ["world"]
 CHUNK_BYTES = 100_000
 
 
-def answer(samples: Samples, query: str = "") -> dict:
+def answer(samples: LookupSampler, query: str = "") -> dict:
     return json.loads(asyncio.run(samples.answer(query)))
 
 
@@ -43,7 +43,7 @@ class Ring:
     def __init__(self, tmp_path, **fields) -> None:
         self.now = 1000.0
         self.origins: dict[bytes, str] = {}
-        self.samples = Samples(Clients(tmp_path, FakeLock, self.clock), self.clock)
+        self.samples = LookupSampler(Clients(tmp_path, FakeLock, self.clock), self.clock)
         self.peer = parse_hello(hello_message(make_hello(Role.SCHEDULER, **fields), new_uuid()))
 
     def clock(self) -> float:

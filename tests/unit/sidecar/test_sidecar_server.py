@@ -17,7 +17,7 @@ from lmcache_client.rpc.service import LOOKUP, RELEASE
 from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.lower_tiers import TierHandle
 from lmcache_sidecar.pages.metrics import render
-from lmcache_sidecar.pages.stats import Figure, Part, declared, document, read, tier_part
+from lmcache_sidecar.pages.stats import Figure, StatsPart, declared, document, read, tier_part
 from lmcache_sidecar.server import Server
 from lmcache_store.tiers.disk.tier import DiskTier
 from lmcache_store.tiers.memory.rows import Removal
@@ -71,7 +71,7 @@ class Counts:
 
 COUNTS = Counts(hits=7, removed=Counter({Removal.EVICTED: 3}))
 PARTS = [
-    Part(
+    StatsPart(
         "",
         {"version": "1.2"},
         read([Figure("num_clients", "Clients", lambda _: {"attached": 2, "quarantined": 1}, "state")], COUNTS)
@@ -79,7 +79,7 @@ PARTS = [
         | read([Figure("absent", "Of a part that is not there", lambda _: 1)], None),
     ),
     *(
-        Part(name, {"address": name}, read(declared(Counts), COUNTS), "lmcache_tier", {"tier": name})
+        StatsPart(name, {"address": name}, read(declared(Counts), COUNTS), "lmcache_tier", {"tier": name})
         for name in ("disk", "remote")
     ),
 ]
@@ -124,7 +124,7 @@ def test_prometheus_parser_reads_the_rendered_text():
         calls.observe("Lookup", seconds)
     calls.count("Lookup", grpc.StatusCode.OK)
     writes = Figure("writes", "Rows", lambda counts: counts, "result", is_counter=True)
-    part = Part("remote", {}, {writes: {'a "quoted" \\ label\n': 1}}, "lmcache_tier", {"tier": "remote"})
+    part = StatsPart("remote", {}, {writes: {'a "quoted" \\ label\n': 1}}, "lmcache_tier", {"tier": "remote"})
     text = asyncio.run(render(calls, [part])).decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     for family in families.values():
@@ -193,5 +193,5 @@ def test_all_counters_of_tiers_are_shown():
         assert {figure.name for figure in declared(kind)} == {
             field.name
             for field in fields(kind)
-            if field.name[0] != "_" and field.type not in ("Tenants", "TenantCounts")
+            if field.name[0] != "_" and field.type not in ("TenantUses", "TenantCounts")
         }

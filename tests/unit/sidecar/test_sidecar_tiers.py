@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lmcache_client.rpc.client import SidecarClient
-from lmcache_client.rpc.session import Session
+from lmcache_client.rpc.session import SidecarSession
 from lmcache_sidecar import lower_tiers
 from lmcache_sidecar.calls import CallStats
 from lmcache_sidecar.clients import liveness
@@ -118,7 +118,7 @@ class RunningSidecar:
         return asyncio.run(metrics.render(CallStats(), self._sidecar.stats())).decode()
 
     @contextlib.contextmanager
-    def session(self) -> Iterator[Session]:
+    def session(self) -> Iterator[SidecarSession]:
         client = SidecarClient(self.socket_path, make_hello())
         client.start()
         try:

@@ -9,7 +9,7 @@ from lmcache_store.tiers.memory.arena import ArenaFile
 from lmcache_store.tiers.memory.contracts import Geometry, Slot
 from lmcache_store.tiers.memory.layout import HEAD_BYTES, ArenaLayout
 from lmcache_store.tiers.memory.mapping import MappedColumn
-from lmcache_store.tiers.memory.slots import ENTRY_BYTES, State
+from lmcache_store.tiers.memory.slots import ENTRY_BYTES, SlotState
 from lmcache_store.tiers.pages import PAGE_BYTES
 from tests.harness.arenas import mapped_column, tier_over
 
@@ -207,7 +207,7 @@ class TestFile:
             ArenaFile(path, 1 << 50 if limit is None else 16 * MIB)
         monkeypatch.undo()
         assert path.read_bytes() == before
-        assert opened().table.snapshot(3, 4)[1]["state"] == State.RESERVED
+        assert opened().table.snapshot(3, 4)[1]["state"] == SlotState.RESERVED
 
     def test_closing_during_population_leaves_no_ready_rows(self, opened, monkeypatch):
         arena = opened()

@@ -10,7 +10,7 @@ import numpy as np
 
 from lmcache_store.tiers.header import checksum
 from lmcache_store.tiers.memory.arena import ArenaFile
-from lmcache_store.tiers.memory.slots import ENTRY, SlotTable, State
+from lmcache_store.tiers.memory.slots import ENTRY, SlotState, SlotTable
 from lmcache_store.tiers.memory.tier import MemoryTier
 from tests.harness.scope import examples
 
@@ -103,7 +103,7 @@ def test_entries_are_marked_free_while_they_change():
 
     words, table._words = table._words, RecordingWords()
     table.reserve(0, 0, key=b"b" * 64, owner=OWNER, length=8, generation=4)
-    assert transitions[0] == (State.COMMITTED, b"a", State.FREE)
-    assert transitions[-1] == (State.FREE, b"b", State.RESERVED)
-    assert {after for _, _, after in transitions[:-1]} == {State.FREE}
+    assert transitions[0] == (SlotState.COMMITTED, b"a", SlotState.FREE)
+    assert transitions[-1] == (SlotState.FREE, b"b", SlotState.RESERVED)
+    assert {after for _, _, after in transitions[:-1]} == {SlotState.FREE}
     assert (entries[0, 0]["length"], entries[0, 0]["generation"], entries[0, 0]["column"]) == (8, 4, 0)

@@ -7,7 +7,7 @@ import pytest
 
 from lmcache_store.tiers.memory.arena import ArenaFile
 from lmcache_store.tiers.memory.contracts import Geometry, Reserved
-from lmcache_store.tiers.memory.slots import State
+from lmcache_store.tiers.memory.slots import SlotState
 from tests.harness.arenas import mapped_index, tier_over
 from tests.harness.chains import one_chain
 from tests.unit.tiers.test_shared_index import CAPACITY, OWNER, SLOT_BYTES, row_key, words
@@ -48,7 +48,7 @@ def corrupt(request, arena):
 
     def write(row):
         entry = arena.table._entries[0]
-        for name, value in (("key", OTHER), ("generation", 1 << 63), ("state", State.FREE)):
+        for name, value in (("key", OTHER), ("generation", 1 << 63), ("state", SlotState.FREE)):
             if request.param in (name, "all"):
                 entry[name][row] = value
 
@@ -94,7 +94,7 @@ def test_rows_unreadable_for_a_rank_are_stored_again_by_all_ranks(tmp_path, orde
         assert slots[0] is not None
         for column in range(2):
             tier.commit(slots[:1], column, OWNER)
-        arena.table._entries["state"][1, slots[0].row] = State.FREE
+        arena.table._entries["state"][1, slots[0].row] = SlotState.FREE
     arena.close()
 
 

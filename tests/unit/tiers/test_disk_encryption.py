@@ -10,7 +10,7 @@ from lmcache_store.tiers.disk.file_formats import PIECE_BYTES, EncryptedFiles, P
 from lmcache_store.tiers.disk.files import Directory
 from lmcache_store.tiers.disk.tier import DiskTier
 from lmcache_store.tiers.encryption.aes import AesGcm
-from lmcache_store.tiers.encryption.keys import Keys
+from lmcache_store.tiers.encryption.keys import EncryptionKeys
 from lmcache_store.tiers.encryption.pieces import OVERHEAD_BYTES
 from lmcache_store.tiers.errors import InvalidObjectError, KeyAbsentError, TierUnavailableError
 from lmcache_store.tiers.header import HEADER_BYTES, digests
@@ -187,7 +187,7 @@ class TestTier:
         other = encrypted(path, 2).read_bytes()
         encrypted(path, 1).write_bytes(other if "another" in damage else content_bytes)
         if reader == "a wrong key":
-            tier = restart(MIB, AesGcm("disk", Keys({1: encryption_key_of(9)}, 1)))
+            tier = restart(MIB, AesGcm("disk", EncryptionKeys({1: encryption_key_of(9)}, 1)))
         is_authentic = (reader, damage) == ("the right key", "")
         assert load(tier, 1) == (content(1, PAGE) if is_authentic else None)
         assert tier.stats.invalid == ({} if is_authentic else {"authentication": 1})

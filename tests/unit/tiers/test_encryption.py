@@ -13,32 +13,32 @@ from hypothesis import given
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.encryption.aes import AesGcm
 from lmcache_store.tiers.encryption.keys import WriteVersions, parse_keys
-from lmcache_store.tiers.encryption.pieces import OVERHEAD_BYTES, Place, stored_key
+from lmcache_store.tiers.encryption.pieces import OVERHEAD_BYTES, PiecePlace, stored_key
 from lmcache_store.tiers.errors import InvalidObjectError, KeyAbsentError, NoKeyError
 from tests.harness.encryption import cipher, flipped, key_of, keys
 
 REFUSALS = (InvalidObjectError, KeyAbsentError)
 OBJECT = ObjectId(b"n" * 32 + b"k" * 32, 3)
-PLACE = Place(OBJECT, 1000, 100)
+PLACE = PiecePlace(OBJECT, 1000, 100)
 CONTENT = bytes(range(40))
 HEX = b"0123456789abcdefABCDEF" + b"0" * 42
 
 
-def encrypted(place: Place = PLACE, content: bytes = CONTENT, by: AesGcm | None = None) -> bytes:
+def encrypted(place: PiecePlace = PLACE, content: bytes = CONTENT, by: AesGcm | None = None) -> bytes:
     piece = memoryview(bytearray(len(content) + OVERHEAD_BYTES))
     (by or cipher("disk", 1)).encrypt(place, content, piece)
     return bytes(piece)
 
 
 def decrypted(
-    piece: bytes, place: Place = PLACE, by: AesGcm | None = None, length: int | None = None
+    piece: bytes, place: PiecePlace = PLACE, by: AesGcm | None = None, length: int | None = None
 ) -> bytes:
     into = memoryview(bytearray(len(piece) - OVERHEAD_BYTES if length is None else length))
     (by or cipher("disk", 1)).decrypt(place, memoryview(piece), into)
     return bytes(into)
 
 
-def is_accepted(piece: bytes, place: Place = PLACE, by: AesGcm | None = None) -> bool:
+def is_accepted(piece: bytes, place: PiecePlace = PLACE, by: AesGcm | None = None) -> bool:
     try:
         decrypted(bytes(piece), place, by, len(CONTENT))
     except REFUSALS:
@@ -76,7 +76,7 @@ class TestKeys:
         assert (parsed.write_version, parsed.versions) == (10, [9, 10])
 
     def test_repr_contains_no_key(self):
-        assert repr(keys(7)) == "Keys(write_version=7)"
+        assert repr(keys(7)) == "EncryptionKeys(write_version=7)"
 
     @pytest.mark.parametrize(
         ("files", "mistake"),
@@ -118,7 +118,7 @@ class TestKeys:
 class TestCipher:
     @given(content=st.binary(max_size=300), total=st.integers(0, 1 << 50), start=st.integers(0, 1 << 50))
     def test_decrypts_what_it_encrypted(self, content, total, start):
-        place = Place(OBJECT, total, start)
+        place = PiecePlace(OBJECT, total, start)
         piece = encrypted(place, content)
         assert len(piece) == len(content) + OVERHEAD_BYTES
         assert decrypted(piece, place) == content

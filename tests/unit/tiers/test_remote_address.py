@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from lmcache_store.tiers.remote.address import Address, Endpoint, Kind, Tls
+from lmcache_store.tiers.remote.address import Address, AddressKind, Endpoint, Tls
 from lmcache_store.tiers.remote.tier import RemoteTier
 from lmcache_store.tiers.remote.topology import ShardList
 
@@ -18,29 +18,32 @@ FOUR = (Endpoint("a", 6379), Endpoint("b", 7), Endpoint("::1", 6379), Endpoint("
 @pytest.mark.parametrize(
     ("url", "address"),
     [
-        ("redis://cache", Address(Kind.SHARDS, CACHE)),
-        ("redis://cache:7000/3", Address(Kind.SHARDS, (Endpoint("cache", 7000),), database=3)),
-        ("redis://:s%40c@cache/1", Address(Kind.SHARDS, CACHE, database=1, password="s@c")),
-        ("redis://me:p:w@cache", Address(Kind.SHARDS, CACHE, username="me", password="p:w")),
-        ("redis://[::1]:7000", Address(Kind.SHARDS, (Endpoint("::1", 7000),))),
-        ("redis://a,b:7,[::1],[::2]:8/2?prefix=x.y", Address(Kind.SHARDS, FOUR, database=2, prefix="x.y")),
-        ("unix:///run/redis.sock", Address(Kind.UNIX, (Endpoint("/run/redis.sock"),))),
+        ("redis://cache", Address(AddressKind.SHARDS, CACHE)),
+        ("redis://cache:7000/3", Address(AddressKind.SHARDS, (Endpoint("cache", 7000),), database=3)),
+        ("redis://:s%40c@cache/1", Address(AddressKind.SHARDS, CACHE, database=1, password="s@c")),
+        ("redis://me:p:w@cache", Address(AddressKind.SHARDS, CACHE, username="me", password="p:w")),
+        ("redis://[::1]:7000", Address(AddressKind.SHARDS, (Endpoint("::1", 7000),))),
+        (
+            "redis://a,b:7,[::1],[::2]:8/2?prefix=x.y",
+            Address(AddressKind.SHARDS, FOUR, database=2, prefix="x.y"),
+        ),
+        ("unix:///run/redis.sock", Address(AddressKind.UNIX, (Endpoint("/run/redis.sock"),))),
         (
             "unix://me:pw@/run/a%40b.sock?db=2",
-            Address(Kind.UNIX, (Endpoint("/run/a@b.sock"),), "", 2, "me", "pw"),
+            Address(AddressKind.UNIX, (Endpoint("/run/a@b.sock"),), "", 2, "me", "pw"),
         ),
-        ("rediss://cache", Address(Kind.SHARDS, CACHE, tls=Tls())),
+        ("rediss://cache", Address(AddressKind.SHARDS, CACHE, tls=Tls())),
         (
             "rediss://cache?ca=/etc/ca.pem&cert=/c&key=/k&verify=ca",
-            Address(Kind.SHARDS, CACHE, tls=Tls("/etc/ca.pem", "/c", "/k", "ca")),
+            Address(AddressKind.SHARDS, CACHE, tls=Tls("/etc/ca.pem", "/c", "/k", "ca")),
         ),
         (
             "redis-sentinel://:pw@a,b:7/my%20master/4",
-            Address(Kind.SENTINEL, (Endpoint("a", 26379), Endpoint("b", 7)), "my master", 4, "", "pw"),
+            Address(AddressKind.SENTINEL, (Endpoint("a", 26379), Endpoint("b", 7)), "my master", 4, "", "pw"),
         ),
-        ("rediss-sentinel://a/m", Address(Kind.SENTINEL, (Endpoint("a", 26379),), "m", tls=Tls())),
-        ("redis-cluster://cache/0", Address(Kind.CLUSTER, CACHE)),
-        ("rediss-cluster://cache", Address(Kind.CLUSTER, CACHE, tls=Tls())),
+        ("rediss-sentinel://a/m", Address(AddressKind.SENTINEL, (Endpoint("a", 26379),), "m", tls=Tls())),
+        ("redis-cluster://cache/0", Address(AddressKind.CLUSTER, CACHE)),
+        ("rediss-cluster://cache", Address(AddressKind.CLUSTER, CACHE, tls=Tls())),
     ],
 )
 def test_parses_urls(url, address):

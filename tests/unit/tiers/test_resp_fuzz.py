@@ -14,7 +14,7 @@ from lmcache_store.tiers.errors import InvalidObjectError, ServerError, TierErro
 from lmcache_store.tiers.header import Header, checksum
 from lmcache_store.tiers.remote import objects as parts
 from lmcache_store.tiers.remote.address import Address, Endpoint
-from lmcache_store.tiers.remote.resp import Connection
+from lmcache_store.tiers.remote.resp import RespConnection
 from lmcache_store.tiers.remote.server import RedisServer
 from lmcache_store.tiers.remote.tier import RemoteTier
 from lmcache_store.tiers.remote.value_formats import seal_of
@@ -49,9 +49,9 @@ class Peer:
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
-    def connect(self) -> Connection:
+    def connect(self) -> RespConnection:
         endpoint = Endpoint(self.path)
-        return Connection(endpoint, Address.parse(f"unix://{self.path}"), 5.0)
+        return RespConnection(endpoint, Address.parse(f"unix://{self.path}"), 5.0)
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)

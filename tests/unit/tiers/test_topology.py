@@ -19,7 +19,7 @@ from lmcache_store.tiers.remote.cluster import RedisCluster
 from lmcache_store.tiers.remote.objects import hash_tag, redis_name
 from lmcache_store.tiers.remote.server import RedisServer
 from lmcache_store.tiers.remote.tier import RemoteTier
-from lmcache_store.tiers.remote.topology import ShardList, Shards, endpoint_of
+from lmcache_store.tiers.remote.topology import ShardList, ShardsTopology, endpoint_of
 from testing.child_process import wait_until
 from tests.harness.remote_objects import probe
 
@@ -31,13 +31,13 @@ def refuse_connection() -> None:
     raise ConnectionRefusedError("connection refused")
 
 
-def shards_of(shards: ShardList, now: float = 0.0) -> Shards:
-    return Shards(
+def shards_of(shards: ShardList, now: float = 0.0) -> ShardsTopology:
+    return ShardsTopology(
         shards, lambda endpoint: RedisServer(str(endpoint), refuse_connection, lambda _: None), lambda: now
     )
 
 
-def owners(shards: Shards) -> list[str]:
+def owners(shards: ShardsTopology) -> list[str]:
     return [shards.owners(ObjectId(key, 0))[0].name for key in KEYS]
 
 

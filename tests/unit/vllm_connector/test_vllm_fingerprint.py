@@ -9,7 +9,7 @@ import pytest
 from lmcache_client.core import files
 from lmcache_client.errors import UnnamedError, UnsupportedError
 from lmcache_client.vllm import fingerprint
-from lmcache_client.vllm.attach import Settings
+from lmcache_client.vllm.attach import VLLMSettings
 from lmcache_store import keys
 
 
@@ -147,9 +147,9 @@ def test_max_model_len_counts_only_for_longrope():
 
 def test_settings_are_read(monkeypatch):
     monkeypatch.delenv("LMCACHE_SOCKET", raising=False)
-    settings = Settings.read({"lmcache.socket": "/s", "lmcache.chunk_tokens": 64, "other": 1})
+    settings = VLLMSettings.read({"lmcache.socket": "/s", "lmcache.chunk_tokens": 64, "other": 1})
     assert astuple(settings) == ("/s", 64, 0.0, 0.0, None, None)
-    assert Settings.read({}).socket == "/run/lmcache/kvcache.sock"
+    assert VLLMSettings.read({}).socket == "/run/lmcache/kvcache.sock"
 
 
 @pytest.mark.parametrize(
@@ -158,4 +158,4 @@ def test_settings_are_read(monkeypatch):
 )
 def test_wrong_settings_are_refused(name, value):
     with pytest.raises(UnsupportedError, match=name):
-        Settings.read({f"lmcache.{name}": value})
+        VLLMSettings.read({f"lmcache.{name}": value})

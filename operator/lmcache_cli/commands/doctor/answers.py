@@ -10,7 +10,7 @@ from lmcache_operator.specs import Object
 NOT_READ = "the API server did not answer in time."
 
 
-class Answer(NamedTuple):
+class ApiAnswer(NamedTuple):
     """The answer to one read."""
 
     status: int = 0

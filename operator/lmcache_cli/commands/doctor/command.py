@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    async def check(connected: connection.Connection) -> int:
+    async def check(connected: connection.ApiConnection) -> int:
         facts = await read_facts(connected, arguments.name, arguments.operator_namespace)
         results = run_checks(facts)
         print(_text(arguments, facts, results), end="", flush=True)

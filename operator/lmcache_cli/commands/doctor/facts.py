@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from lmcache_cli.commands.doctor.answers import Answer
+from lmcache_cli.commands.doctor.answers import ApiAnswer
 from lmcache_cli.commands.gather import PodFigures
 from lmcache_operator.api.parse import Cluster, parse
 from lmcache_operator.components.registry import COMPONENTS
@@ -15,7 +15,7 @@ from lmcache_operator.contract.base import Context
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object, names
 
-NO_ANSWER = Answer()
+NO_ANSWER = ApiAnswer()
 
 
 class Right(NamedTuple):
@@ -42,7 +42,7 @@ class PodTrial(NamedTuple):
     """The API server's answer to the creation of a pod, as a dry run."""
 
     component: str
-    answer: Answer
+    answer: ApiAnswer
     """Unknown if the API server did not decide."""
     refusal: str = ""
     """Why the API server refuses the pod; empty: it admits the pod."""
@@ -62,9 +62,9 @@ class ClusterFacts:
     engines: Sequence[PodFigures] = ()
     """Some of the pods, with ``version`` and ``cache`` of the engine in place of /stats."""
     trials: Sequence[PodTrial] = ()
-    device_class: Answer = NO_ANSWER
+    device_class: ApiAnswer = NO_ANSWER
     """DeviceClass that the spec names."""
-    nodes: Mapping[str, Answer] = field(default_factory=dict)
+    nodes: Mapping[str, ApiAnswer] = field(default_factory=dict)
     """Some nodes of the pods, by name. They are read only if a feature depends on the node."""
 
     @property
@@ -110,30 +110,30 @@ class Facts:
     namespace: str
     now: float = 0.0
     """User's clock, in seconds since 1970."""
-    version: Answer = NO_ANSWER
-    core: Answer = NO_ANSWER
+    version: ApiAnswer = NO_ANSWER
+    core: ApiAnswer = NO_ANSWER
     """Resources of the core API."""
-    groups: Answer = NO_ANSWER
+    groups: ApiAnswer = NO_ANSWER
     """API groups."""
-    definitions: Mapping[str, Answer] = field(default_factory=dict)
+    definitions: Mapping[str, ApiAnswer] = field(default_factory=dict)
     """CustomResourceDefinitions by name."""
-    operators: Answer = NO_ANSWER
+    operators: ApiAnswer = NO_ANSWER
     """Deployments of the operator."""
-    policies: Answer = NO_ANSWER
+    policies: ApiAnswer = NO_ANSWER
     """MutatingAdmissionPolicies."""
-    bindings: Answer = NO_ANSWER
-    profiles: Answer = NO_ANSWER
-    listed_clusters: Answer = NO_ANSWER
+    bindings: ApiAnswer = NO_ANSWER
+    profiles: ApiAnswer = NO_ANSWER
+    listed_clusters: ApiAnswer = NO_ANSWER
     """All clusters of the namespace, or the one that the user names."""
-    cluster_pods: Answer = NO_ANSWER
+    cluster_pods: ApiAnswer = NO_ANSWER
     """Pods of the operator's StatefulSets."""
-    injected_pods: Answer = NO_ANSWER
+    injected_pods: ApiAnswer = NO_ANSWER
     """Pods with the label for injection."""
     user_rights: Mapping[Right, bool | None] = field(default_factory=dict)
     """Rights of the user; None: unknown."""
     operator_rights: Mapping[Right, bool | None] = field(default_factory=dict)
     """Rights of the operator's ServiceAccount in the namespace; None: unknown."""
-    operator_rights_problem: Answer = NO_ANSWER
+    operator_rights_problem: ApiAnswer = NO_ANSWER
     """Why the rights of the operator are unknown."""
     api_offset_seconds: float | None = None
     """Clock of the API server minus the clock of the user; None: unknown."""

@@ -11,8 +11,8 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
-from lmcache_cli.commands.connection import Connection
-from lmcache_cli.commands.doctor.answers import Answer
+from lmcache_cli.commands.connection import ApiConnection
+from lmcache_cli.commands.doctor.answers import ApiAnswer
 from lmcache_cli.commands.doctor.checks.admission import lacks_pods, pod_of
 from lmcache_cli.commands.doctor.checks.features import uses_nodes
 from lmcache_cli.commands.doctor.checks.rights import CREATE_PODS, OPERATOR_RIGHTS, USER_RIGHTS
@@ -41,7 +41,7 @@ _PART_OF = f"app.kubernetes.io/part-of={names.OPERATOR_LABELS['app.kubernetes.io
 _REVIEW = "create subjectaccessreviews.authorization.k8s.io"
 
 
-async def read_facts(connection: Connection, name: str | None, operator_namespace: str) -> Facts:
+async def read_facts(connection: ApiConnection, name: str | None, operator_namespace: str) -> Facts:
     """Read everything that the checks need. ``name``: the cluster to check; None: all of the namespace.
 
     Raises:
@@ -83,7 +83,7 @@ async def read_facts(connection: Connection, name: str | None, operator_namespac
 class _Reader:
     """Reads of one run, which share a deadline."""
 
-    def __init__(self, connection: Connection, name: str | None) -> None:
+    def __init__(self, connection: ApiConnection, name: str | None) -> None:
         self._api, self._namespace, self._name = connection.api, connection.namespace, name
         self._loop = asyncio.get_running_loop()
         self._deadline = self._loop.time() + _SECONDS
@@ -92,7 +92,7 @@ class _Reader:
     def _seconds(self) -> float:
         return max(_MIN_SECONDS, self._deadline - self._loop.time())
 
-    async def get(self, path: str, right: str) -> Answer:
+    async def get(self, path: str, right: str) -> ApiAnswer:
         """Read an object or a list. ``right``: the right that this needs."""
         seconds = min(_READ_SECONDS, self._seconds)
         return _answer(*await self._api.read(path, seconds=seconds, max_bytes=_MAX_BYTES), right)
@@ -113,7 +113,7 @@ class _Reader:
             },
         }
 
-    async def clusters(self) -> Answer:
+    async def clusters(self) -> ApiAnswer:
         """Read the LMCacheClusters as a list. Raises NoAnswerError or NotFoundError."""
         path = f"/apis/{GROUP}/{VERSION}/namespaces/{self._namespace}/{PLURAL}"
         if self._name is not None:
@@ -132,7 +132,7 @@ class _Reader:
 
     # ---- pods
 
-    async def clusters_with_pods(self, listed: Answer, before: asyncio.Future[Any]) -> dict[str, Any]:
+    async def clusters_with_pods(self, listed: ApiAnswer, before: asyncio.Future[Any]) -> dict[str, Any]:
         """Read pods, sidecars, engines and nodes. Returns fields of `Facts`.
 
         ``before``: reads that go first for some time, because pods that hang would use all connections.
@@ -203,7 +203,7 @@ class _Reader:
         of_labels = {dig(each, "metadata", "labels", names.COMPONENT_LABEL): each for each in live.items}
         stateful_sets = cluster.stateful_sets | of_labels
         if allowed is not True:
-            answer = allowed or Answer(missing_right=str(CREATE_PODS))
+            answer = allowed or ApiAnswer(missing_right=str(CREATE_PODS))
             return [PodTrial(component, answer) for component in stateful_sets]
         return await asyncio.gather(*(self._trial(*item) for item in stateful_sets.items()))
 
@@ -213,7 +213,7 @@ class _Reader:
         if status < HTTPStatus.BAD_REQUEST:
             return PodTrial(component, _answer(status, body, ""), warnings=warnings)
         refusal = error_of("POST pods", status, body).message
-        return PodTrial(component, Answer(HTTPStatus.OK), refusal, warnings, lacks_pods(stateful_set))
+        return PodTrial(component, ApiAnswer(HTTPStatus.OK), refusal, warnings, lacks_pods(stateful_set))
 
     # ---- the installation
 
@@ -235,7 +235,7 @@ class _Reader:
         ]
         if not accounts:
             return {"operators": answer}
-        if isinstance(first := await self._review(OPERATOR_RIGHTS[0], accounts[0]), Answer):
+        if isinstance(first := await self._review(OPERATOR_RIGHTS[0], accounts[0]), ApiAnswer):
             return {"operators": answer, "operator_rights_problem": first}
         return {"operators": answer, "operator_rights": await self.rights(OPERATOR_RIGHTS, accounts[0])}
 
@@ -248,7 +248,7 @@ class _Reader:
             for right, answer in zip(asked, answers, strict=True)
         }
 
-    async def _review(self, right: Right, user: str = "") -> bool | Answer:
+    async def _review(self, right: Right, user: str = "") -> bool | ApiAnswer:
         """Return whether a user has a right, or why this is unknown."""
         plural = "subjectaccessreviews" if user else "selfsubjectaccessreviews"
         attributes = right.attributes | {"namespace": self._namespace}
@@ -265,8 +265,8 @@ class _Reader:
         policies, bindings = await asyncio.gather(*map(self._admission, kinds))
         return {"policies": policies, "bindings": bindings}
 
-    async def _admission(self, plural: str) -> Answer:
-        answer = Answer()
+    async def _admission(self, plural: str) -> ApiAnswer:
+        answer = ApiAnswer()
         for version in _ADMISSION_VERSIONS:
             path = f"/apis/{_ADMISSION}/{version}/{plural}?labelSelector={quote(_PART_OF)}"
             answer = await self.get(path, f"list {plural}.{_ADMISSION}")
@@ -286,20 +286,20 @@ class _Reader:
             return None
 
 
-def _answer(status: int, body: bytes, right: str) -> Answer:
+def _answer(status: int, body: bytes, right: str) -> ApiAnswer:
     """Parse an answer of the API server. ``right``: the right that the request needs."""
     if status == HTTPStatus.FORBIDDEN:
-        return Answer(status, missing_right=right)
+        return ApiAnswer(status, missing_right=right)
     try:
         parsed = json.loads(body)
     except (ValueError, RecursionError):
         parsed = None
     if status == HTTPStatus.NOT_FOUND:
-        return Answer(status, parsed)
+        return ApiAnswer(status, parsed)
     if status in (HTTPStatus.OK, HTTPStatus.CREATED) and isinstance(parsed, dict):
-        return Answer(HTTPStatus.OK, parsed)
+        return ApiAnswer(HTTPStatus.OK, parsed)
     text = plain(body.decode(errors="replace"))
-    return Answer(problem=f"HTTP {status}: {text}." if status else f"{text}.")
+    return ApiAnswer(problem=f"HTTP {status}: {text}." if status else f"{text}.")
 
 
 def _of(by_uid: Mapping[str, PodFigures], pods: Sequence[Object]) -> list[PodFigures]:

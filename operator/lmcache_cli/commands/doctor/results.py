@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from lmcache_cli.commands.doctor.answers import Answer
+from lmcache_cli.commands.doctor.answers import ApiAnswer
 from lmcache_operator.contract.conditions import runbook
 
 
@@ -63,7 +63,7 @@ def failure(check: str, statement: str, remedy: str, runbook: str = "") -> Resul
     return Result(check, Level.FAILURE, statement, remedy, runbook)
 
 
-def unknown(check: str, answer: Answer) -> Result:
+def unknown(check: str, answer: ApiAnswer) -> Result:
     """Return the result of a check whose facts could not be read."""
     if answer.missing_right:
         remedy = "Ask an administrator for this right."

@@ -32,7 +32,7 @@ from lmcache_client.core.paged.page_requests import PageRequest, PageRequests, r
 from lmcache_client.core.transfers import LoadTransfer, StoreTransfer
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.errors import SidecarError
-from lmcache_client.rpc.session import Scheduled, Session
+from lmcache_client.rpc.session import Scheduled, SidecarSession
 from lmcache_client.rpc.times import RequestTimes
 from lmcache_store.common.recent import Recent
 from lmcache_store.common.timing import TIMING
@@ -61,7 +61,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class EngineRequest:
+class PagedRequest:
     """How the engine gets the KV of a prompt."""
 
     find_hashes: Callable[[], Sequence[bytes]]
@@ -131,7 +131,7 @@ class BlockingAccess:
         for request in ended:
             self._release(request)
 
-    def report(self, request: EngineRequest) -> None:
+    def report(self, request: PagedRequest) -> None:
         """Report a request that the engine begins to compute, for the sidecar's counts. Returns at once.
 
         Only one rank of an engine reports.
@@ -247,7 +247,7 @@ class BlockingAccess:
                 return result
             time.sleep(_POLL_SECONDS)
 
-    def _call_lookup(self, request: PageRequest, session: Session) -> LookupResult:
+    def _call_lookup(self, request: PageRequest, session: SidecarSession) -> LookupResult:
         return session.lookup(
             request.request_id,
             request.keys,
@@ -255,7 +255,7 @@ class BlockingAccess:
             timeout=TIMING.lookup_seconds,
         )
 
-    def _count_in_index(self, session: Session, request: PageRequest) -> int:
+    def _count_in_index(self, session: SidecarSession, request: PageRequest) -> int:
         words = [request.words[group.group] for group in self._grid.stored]
         return find_hit(session.index, self._grid, words).num_chunks
 
@@ -299,12 +299,12 @@ class BlockingAccess:
         now = time.monotonic()
         return now - began >= self._limits.load_seconds or now - progress_at >= self._limits.row_seconds
 
-    def _copy(self, session: Session, job: LoadJob) -> int:
+    def _copy(self, session: SidecarSession, job: LoadJob) -> int:
         transfer = LoadTransfer(job, None)
         self._copy_all(transfer, session, "load")
         return len(job.blocks) - len(transfer.bad_blocks)
 
-    def _copy_all(self, transfer: LoadTransfer | StoreTransfer, session: Session, what: str) -> None:
+    def _copy_all(self, transfer: LoadTransfer | StoreTransfer, session: SidecarSession, what: str) -> None:
         try:
             transfer.run(session, self._copier)
         except SidecarError as error:
@@ -346,13 +346,13 @@ class BlockingAccess:
         self._send_releases()
 
     def _send_releases(self) -> None:
-        def send(session: Session) -> bool:
+        def send(session: SidecarSession) -> bool:
             session.release([], timeout=TIMING.lookup_seconds)  # sends all that are pending
             return True
 
         self._has_unsent_releases = not self._calls.attempt(send)
 
-    def _report(self, request: EngineRequest, deadline: float) -> None:
+    def _report(self, request: PagedRequest, deadline: float) -> None:
         # Calls pause after a slow one. On a busy machine, the reports of that time would be lost.
         session = self._calls.wait(deadline)
         hashes, namespace = request.find_hashes(), self._namespace

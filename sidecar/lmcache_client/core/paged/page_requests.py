@@ -43,7 +43,7 @@ class PageRequest:
 
     @cached_property
     def keys(self) -> list[tuple[int, bytes]]:
-        """(KV group, joined row keys of all pages), as ``Session.lookup`` takes them."""
+        """(KV group, joined row keys of all pages), as ``SidecarSession.lookup`` takes them."""
         return [(group.group, row_keys(self.namespace, self.hashes, group.group)) for group in self.groups]
 
     @cached_property

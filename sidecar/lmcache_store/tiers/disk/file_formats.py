@@ -16,7 +16,7 @@ import numpy as np
 
 from lmcache_store.common.units import round_up
 from lmcache_store.tiers.base import Loaded, ObjectId, StoredId
-from lmcache_store.tiers.encryption.pieces import OVERHEAD_BYTES, Cipher, Place, stored_key
+from lmcache_store.tiers.encryption.pieces import OVERHEAD_BYTES, Cipher, PiecePlace, stored_key
 from lmcache_store.tiers.errors import HeaderError, InvalidObjectError
 from lmcache_store.tiers.header import (
     HEADER_BYTES,
@@ -152,14 +152,14 @@ class EncryptedFiles:
         buffer = self._cipher.buffer(PAGE_BYTES + _padded(min(total, PIECE_BYTES)))
         checksum = combined(part_digests) if part_digests else NO_CHECKSUM
         header = _header(object_id, total, checksum, label)
-        self._cipher.encrypt(Place.of_header(object_id), header, buffer[:_MARKER_BYTES])
+        self._cipher.encrypt(PiecePlace.of_header(object_id), header, buffer[:_MARKER_BYTES])
         _clear(buffer[_MARKER_BYTES:PAGE_BYTES])
         for start in range(0, max(1, total), PIECE_BYTES):
             piece = payload[start : start + PIECE_BYTES]
             end = begin + _padded(len(piece))
             if total:
                 encrypted_end = begin + len(piece) + OVERHEAD_BYTES
-                self._cipher.encrypt(Place(object_id, total, start), piece, buffer[begin:encrypted_end])
+                self._cipher.encrypt(PiecePlace(object_id, total, start), piece, buffer[begin:encrypted_end])
                 _clear(buffer[encrypted_end:end])
             _check_written(os.pwritev(fd, [buffer[:end]], position), end)
             begin, position = 0, position + end
@@ -181,7 +181,7 @@ class EncryptedFiles:
                 encrypted = self._read_some(fd, min(file_bytes - position, _padded(PIECE_BYTES)), position)
                 position += len(encrypted)
             piece = into[start : min(start + PIECE_BYTES, total)]
-            place = Place(object_id, total, start)
+            place = PiecePlace(object_id, total, start)
             self._cipher.decrypt(place, encrypted[: len(piece) + OVERHEAD_BYTES], piece)
             payload_digests.update(piece)
         part_digests = payload_digests.digests()
@@ -198,7 +198,7 @@ class EncryptedFiles:
     def _parse_page(self, object_id: ObjectId, page: memoryview) -> Header:
         """Decrypt the header at the begin of a file. Raises InvalidObjectError or KeyAbsentError."""
         header = memoryview(bytearray(HEADER_BYTES))
-        self._cipher.decrypt(Place.of_header(object_id), page[:_MARKER_BYTES], header)
+        self._cipher.decrypt(PiecePlace.of_header(object_id), page[:_MARKER_BYTES], header)
         return _parse(object_id, header)
 
     def _read_some(self, fd: int, num_bytes: int, position: int) -> memoryview:

@@ -22,7 +22,7 @@ MAX_OBJECTS = 1 << 24
 _EPOCHS = 8  # number of epochs in which the whole capacity is used
 
 
-class Index:
+class DiskIndex:
     """Not thread-safe. Lists and policy identify an object by its slot number."""
 
     def __init__(self, capacity_bytes: int) -> None:

@@ -36,7 +36,7 @@ import numpy as np
 from lmcache_store.tiers.base import Loaded, ObjectId, OwnerBound, RowKey, StoredId
 from lmcache_store.tiers.circuit import Circuit
 from lmcache_store.tiers.disk.files import FULL, MAX_SHARE, open_directory
-from lmcache_store.tiers.disk.index import Index
+from lmcache_store.tiers.disk.index import DiskIndex
 from lmcache_store.tiers.encryption.pieces import Cipher
 from lmcache_store.tiers.errors import InvalidObjectError, KeyAbsentError
 from lmcache_store.tiers.stats import ObjectStats
@@ -73,7 +73,7 @@ class DiskTier:
         """Set when the index is complete."""
         self._capacity = capacity_bytes
         self._lock = threading.Lock()  # protects stats and the next two
-        self._index: Index | None = None  # None until it is complete
+        self._index: DiskIndex | None = None  # None until it is complete
         self._removed: list[StoredId] = []  # objects removed until then
         self._name_locks = [threading.Lock() for _ in range(_NUM_NAME_LOCKS)]  # serialize changes of one path
         self._directory = open_directory(os.path.abspath(directory), capacity_bytes, cipher)
@@ -287,7 +287,7 @@ class DiskTier:
         return False
 
     def _write(
-        self, index: Index, object_id: ObjectId, payload: memoryview, label: bytes, digests: bytes
+        self, index: DiskIndex, object_id: ObjectId, payload: memoryview, label: bytes, digests: bytes
     ) -> str:
         try:
             return self._directory.write(object_id, payload, label, digests)
@@ -316,7 +316,7 @@ class DiskTier:
             lock.release()
         return is_stored
 
-    def _reserve(self, index: Index, num_bytes: int) -> int | None:
+    def _reserve(self, index: DiskIndex, num_bytes: int) -> int | None:
         """Reserve ``num_bytes``, evicting objects if necessary. None: the capacity is too small."""
         while num_bytes <= self._capacity:
             with self._lock:
@@ -325,7 +325,7 @@ class DiskTier:
                 return slot
         return None
 
-    def _evict(self, index: Index) -> bool:
+    def _evict(self, index: DiskIndex) -> bool:
         """Delete the next victim. False: there is none."""
         with self._lock:
             victim = next(index.ids(), None)
@@ -336,7 +336,7 @@ class DiskTier:
             self.stats.evicted += removed
         return True
 
-    def _remove(self, stored_id: StoredId, building: Index | None = None) -> bool:
+    def _remove(self, stored_id: StoredId, building: DiskIndex | None = None) -> bool:
         with self._name_lock(stored_id):
             removed = self._directory.remove(stored_id)
             with self._lock:
@@ -356,7 +356,7 @@ class DiskTier:
         self._scan.start()
 
     def _build_index(self) -> None:
-        index, ids, sizes, mtimes = Index(self._capacity), [], array("Q"), array("d")
+        index, ids, sizes, mtimes = DiskIndex(self._capacity), [], array("Q"), array("d")
         try:
             for stored_id, num_bytes, mtime in self._directory.scan():
                 ids.append(stored_id)

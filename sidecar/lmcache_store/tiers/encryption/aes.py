@@ -14,13 +14,13 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from lmcache_store.tiers.encryption.keys import KEY_BYTES, Keys
+from lmcache_store.tiers.encryption.keys import KEY_BYTES, EncryptionKeys
 from lmcache_store.tiers.encryption.pieces import (
     MAGIC,
     OVERHEAD_BYTES,
     PREAMBLE_BYTES,
     SALT_BYTES,
-    Place,
+    PiecePlace,
     pack_preamble,
     parse_preamble,
 )
@@ -38,7 +38,7 @@ class AesGcm:
     valid in another domain.
     """
 
-    def __init__(self, domain: str, keys: Keys | None = None) -> None:
+    def __init__(self, domain: str, keys: EncryptionKeys | None = None) -> None:
         self.keys = keys
         """Keys in use. One assignment replaces them all, so that threads need no lock."""
         self.problem = "" if keys else "no encryption key was read yet"
@@ -46,7 +46,7 @@ class AesGcm:
         self._info = MAGIC + domain.encode()
         self._thread = threading.local()
 
-    def use(self, keys: Keys) -> None:
+    def use(self, keys: EncryptionKeys) -> None:
         """Use other keys from now on. Pieces in progress are completed with the earlier ones."""
         self.keys, self.problem = keys, ""
 
@@ -62,7 +62,7 @@ class AesGcm:
             present = self._thread.buffer = transfer_buffer(num_bytes)
         return present[:num_bytes]
 
-    def encrypt(self, place: Place, content: Buffer, into: memoryview) -> None:
+    def encrypt(self, place: PiecePlace, content: Buffer, into: memoryview) -> None:
         """See Cipher."""
         keys = self.keys
         if keys is None:
@@ -73,7 +73,7 @@ class AesGcm:
         associated = place.associated_data(version, len(content))
         aead.encrypt_into(nonce, content, associated, into[PREAMBLE_BYTES:])
 
-    def decrypt(self, place: Place, piece: memoryview, into: memoryview) -> None:
+    def decrypt(self, place: PiecePlace, piece: memoryview, into: memoryview) -> None:
         """See Cipher."""
         version, salt = parse_preamble(piece)
         key = self.keys.by_version.get(version) if self.keys else None
@@ -88,7 +88,7 @@ class AesGcm:
         except InvalidTag:
             raise InvalidObjectError("authentication") from None
 
-    def _derive(self, key: bytes, salt: bytes, place: Place) -> tuple[AESGCM, bytes]:
+    def _derive(self, key: bytes, salt: bytes, place: PiecePlace) -> tuple[AESGCM, bytes]:
         """Derive the cipher and the nonce of one piece, also from the row key, which the medium hides."""
         info = self._info + place.object_id.row_key
         hkdf = HKDF(algorithm=SHA256(), length=KEY_BYTES + _NONCE_BYTES, salt=salt, info=info)

@@ -20,7 +20,7 @@ _REMEDY = "write the output of 'openssl rand -hex 32' to it"
 
 
 @dataclass(frozen=True)
-class Keys:
+class EncryptionKeys:
     """Keys by version, at least one."""
 
     by_version: Mapping[int, bytes] = field(repr=False)  # never part of a message
@@ -56,7 +56,7 @@ class WriteVersions:
         return max(known, default=min(versions, key=lambda version: (self._since[version], version)))
 
 
-def parse_keys(files: Mapping[str, bytes]) -> Keys:
+def parse_keys(files: Mapping[str, bytes]) -> EncryptionKeys:
     """Parse the files of a directory, by name. Names that begin with a dot are ignored. The highest encrypts.
 
     Raises ValueError, which names the file with the mistake and the remedy.
@@ -73,7 +73,7 @@ def parse_keys(files: Mapping[str, bytes]) -> Keys:
         by_version[version] = key
     if not by_version:
         raise ValueError("has no key: add a file named 1, and " + _REMEDY)
-    return Keys(by_version, max(by_version))
+    return EncryptionKeys(by_version, max(by_version))
 
 
 def _version(name: str, files: Mapping[str, bytes]) -> int:

@@ -39,7 +39,7 @@ _PLACE = struct.Struct("<4sI68sQQQ?")
 _NAME_TAG = b"lmcache encrypted name 1"
 
 
-class Place(NamedTuple):
+class PiecePlace(NamedTuple):
     """Place of a piece: its object, and its position there."""
 
     object_id: ObjectId
@@ -50,7 +50,7 @@ class Place(NamedTuple):
     is_header: bool = False
 
     @classmethod
-    def of_header(cls, object_id: ObjectId) -> Place:
+    def of_header(cls, object_id: ObjectId) -> PiecePlace:
         """Return the place of an object's header."""
         return cls(object_id, 0, 0, is_header=True)
 
@@ -76,12 +76,12 @@ class Cipher(Protocol):
 
         Its content is undefined."""
 
-    def encrypt(self, place: Place, content: Buffer, into: memoryview) -> None:
+    def encrypt(self, place: PiecePlace, content: Buffer, into: memoryview) -> None:
         """Encrypt a piece with the newest key. ``into`` must have ``OVERHEAD_BYTES`` more than the content.
 
         Raises NoKeyError if there is no key yet."""
 
-    def decrypt(self, place: Place, piece: memoryview, into: memoryview) -> None:
+    def decrypt(self, place: PiecePlace, piece: memoryview, into: memoryview) -> None:
         """Decrypt a piece into ``into``, which must have its content's length.
 
         Raises KeyAbsentError if the cipher lacks the key version of the piece, and InvalidObjectError if the

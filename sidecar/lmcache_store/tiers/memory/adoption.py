@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from lmcache_store.tiers.base import RowKey
 from lmcache_store.tiers.memory.contracts import Arena, OpenRow, Slot
-from lmcache_store.tiers.memory.rows import Rows
-from lmcache_store.tiers.memory.slots import State, next_generation, were_given, whole_rows
+from lmcache_store.tiers.memory.rows import MemoryRows
+from lmcache_store.tiers.memory.slots import SlotState, next_generation, were_given, whole_rows
 
 SIDECAR = bytes(16)
 """Owner of the rows that the sidecar itself fills (promotions)."""
@@ -27,7 +27,7 @@ Quarantine = dict[bytes, set[tuple[int, int]]]
 
 
 def adopt_rows(
-    arena: Arena, rows: Rows, num_slots: Callable[[int], int], quarantine: Quarantine
+    arena: Arena, rows: MemoryRows, num_slots: Callable[[int], int], quarantine: Quarantine
 ) -> Iterator[None]:
     """Build the index in slices of less than 1 ms. Exhaust the iterator before any other call.
 
@@ -42,8 +42,8 @@ def adopt_rows(
         rows.next_generation = max(rows.next_generation, next_generation(entries, arena.first_generation))
         rows.first_generation = rows.next_generation
         is_whole = whole_rows(entries) & is_given.all(axis=0)
-        lengths = np.where(entries["state"] != State.FREE, entries["length"], 0).max(axis=0)
-        for offset in np.flatnonzero((entries["state"] != State.FREE).any(axis=0)).tolist():
+        lengths = np.where(entries["state"] != SlotState.FREE, entries["length"], 0).max(axis=0)
+        for offset in np.flatnonzero((entries["state"] != SlotState.FREE).any(axis=0)).tolist():
             key = entries[0, offset]["key"].tobytes()
             slot = Slot(first + offset, int(entries[0, offset]["generation"]))
             if not rows.allocator.allocate_at(slot.row, num_slots(int(lengths[offset]))):
@@ -54,7 +54,7 @@ def adopt_rows(
     rows.is_holding_adopted = bool(rows.row_by_key or rows.dropped)
 
 
-def _index(rows: Rows, slot: Slot, key: RowKey, *, is_whole: bool) -> bool:
+def _index(rows: MemoryRows, slot: Slot, key: RowKey, *, is_whole: bool) -> bool:
     """Index a row if it is whole and the first one with its key. It must be verified before use."""
     rows.name(slot, key)
     if not is_whole or rows.row_by_key.setdefault(key, slot.row) != slot.row:
@@ -64,12 +64,12 @@ def _index(rows: Rows, slot: Slot, key: RowKey, *, is_whole: bool) -> bool:
     return True
 
 
-def _open_invalid(rows: Rows, number: int, entries: NDArray[np.void], quarantine: Quarantine) -> None:
+def _open_invalid(rows: MemoryRows, number: int, entries: NDArray[np.void], quarantine: Quarantine) -> None:
     newest = entries[int(entries["generation"].argmax())]
     row = OpenRow(newest["key"].tobytes(), Slot(number, int(newest["generation"])), is_invalid=True)
     for column, entry in enumerate(entries):
         owner = entry["owner"].tobytes()
-        if entry["state"] == State.RESERVED and owner != SIDECAR:
+        if entry["state"] == SlotState.RESERVED and owner != SIDECAR:
             row.writers[column] = None
             quarantine.setdefault(owner, set()).add((number, column))
     rows.open_rows[number] = row

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-from lmcache_store.tiers.memory.rows import Rows
+from lmcache_store.tiers.memory.rows import MemoryRows
 
 MAX_LEASES = 1 << 14
 """Limit of requests with a lease. A lease of one row takes about 700 bytes."""
@@ -29,7 +29,7 @@ LeaseId = tuple[bytes, str]
 class Leases:
     """One lease per request. A leased row is not evicted."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: MemoryRows) -> None:
         self.quarantined: dict[bytes, list[tuple[str, dict[int, None]]]] = {}
         """Leases in quarantine, by engine: (request, rows). They still protect their rows."""
         self._rows = rows

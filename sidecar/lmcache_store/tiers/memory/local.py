@@ -17,7 +17,7 @@ from lmcache_store.tiers.base import RowKey
 from lmcache_store.tiers.errors import ArenaError
 from lmcache_store.tiers.memory.allocator import SLOTS_PER_FRAME
 from lmcache_store.tiers.memory.contracts import Arena, VacateResult
-from lmcache_store.tiers.memory.rows import Rows
+from lmcache_store.tiers.memory.rows import MemoryRows
 from lmcache_store.tiers.stats import MemoryStats
 
 _THIS_PROCESS = bytes(16)  # the owner of all rows is this process
@@ -39,7 +39,7 @@ class LocalStore:
         self._slot_bytes = arena.geometry.slot_bytes
         self._num_slots = arena.num_rows
         self._lock = threading.Lock()
-        self._rows = Rows(arena, slots_per_frame=SLOTS_PER_FRAME)  # protected by _lock
+        self._rows = MemoryRows(arena, slots_per_frame=SLOTS_PER_FRAME)  # protected by _lock
 
     @property
     def capacity_bytes(self) -> int:

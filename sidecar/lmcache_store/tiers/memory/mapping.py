@@ -15,7 +15,7 @@ from lmcache_store.tiers.memory.allocator import first_slot
 from lmcache_store.tiers.memory.contracts import Found, Located, Slot
 from lmcache_store.tiers.memory.kernel_pages import populate
 from lmcache_store.tiers.memory.shared_index import BUCKET_BYTES, BUCKET_ENTRIES, U64, hashes
-from lmcache_store.tiers.memory.slots import ENTRY, State
+from lmcache_store.tiers.memory.slots import ENTRY, SlotState
 
 
 class MappedColumn:
@@ -63,9 +63,9 @@ class MappedColumn:
         """Is the slot committed under this generation? If so after a copy, the copy is valid."""
         # The state is read first and last: between two writes of the sidecar an entry is FREE.
         return bool(
-            self._states[slot.row] == State.COMMITTED
+            self._states[slot.row] == SlotState.COMMITTED
             and self._generations[slot.row] == slot.generation
-            and self._states[slot.row] == State.COMMITTED
+            and self._states[slot.row] == SlotState.COMMITTED
         )
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class MappedIndex:
         before = self._table[rows, _GENERATION_AND_STATE]
         names = self._table[rows, :_KEY]
         since = self._table[rows, _GENERATION_AND_STATE]
-        is_whole = (before == since).all(axis=1) & (since[:, 1] == State.COMMITTED)
+        is_whole = (before == since).all(axis=1) & (since[:, 1] == SlotState.COMMITTED)
         return is_whole & (names == keys).all(axis=1), since[:, 0]
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from lmcache_store.tiers.budgets import Budgets
 from lmcache_store.tiers.errors import ArenaError, StaleSlotError
 from lmcache_store.tiers.memory.adoption import SIDECAR, Quarantine
 from lmcache_store.tiers.memory.contracts import Arena, OpenRow, Reservation, Reserved, Slot
-from lmcache_store.tiers.memory.rows import Rows
+from lmcache_store.tiers.memory.rows import MemoryRows
 from lmcache_store.tiers.stats import MemoryStats, Removal
 
 
@@ -43,7 +43,7 @@ class Reservations:
         if arena.geometry is None:
             raise ArenaError("the arena is not formatted yet")
         self._slot_bytes = arena.geometry.slot_bytes
-        self._rows = Rows(arena, clock, arena.geometry.slots_per_frame, stats, budgets)
+        self._rows = MemoryRows(arena, clock, arena.geometry.slots_per_frame, stats, budgets)
         self._rows.is_holding_adopted = True
         self._table = arena.table
         self._reservations: dict[bytes, set[tuple[int, int]]] = {}  # owner -> (row, column)

@@ -21,7 +21,7 @@ from lmcache_store.tiers.memory.quotas import TenantOrders, leading
 from lmcache_store.tiers.memory.row_index import RowIndex
 from lmcache_store.tiers.pages import zeros
 from lmcache_store.tiers.policy import LRU
-from lmcache_store.tiers.stats import Account, MemoryStats, Removal, Tenants, TenantUse
+from lmcache_store.tiers.stats import Account, MemoryStats, Removal, TenantUse, TenantUses
 
 INCOMPLETE_SECONDS = 30.0
 """Ranks of one engine store a chunk within one step. After this time the missing columns are lost."""
@@ -30,7 +30,7 @@ _MAX_DEPTH = (1 << 32) - 1  # largest 32-bit number
 _MAX_EVICTIONS = 64  # for one new row, and rows to look at (of each budget): bounds the time of one call
 
 
-class Rows(RowIndex):
+class MemoryRows(RowIndex):
     """Rows of one arena. ``stats``: counters to continue, if any. ``budgets``: see ``quotas``."""
 
     def __init__(
@@ -43,7 +43,7 @@ class Rows(RowIndex):
     ) -> None:
         super().__init__(arena, slots_per_frame)
         self.stats = stats or MemoryStats()
-        self.stats.tenants = Tenants(budgets)
+        self.stats.tenants = TenantUses(budgets)
         self._tenants: list[TenantUse] = []  # by row number, up to the largest number used
         num_numbers = self.allocator.num_numbers
         self._orders = TenantOrders(num_numbers, self._tenants) if budgets and budgets.has_limits else None

@@ -42,7 +42,7 @@ _WORDS, _STATE, _COLUMN = ENTRY_BYTES // 4, 28, 29
 _QUADS, _LENGTH, _GENERATION = ENTRY_BYTES // 8, 12, 13
 
 
-class State(enum.IntEnum):
+class SlotState(enum.IntEnum):
     """State of one slot."""
 
     FREE = 0
@@ -50,7 +50,7 @@ class State(enum.IntEnum):
     COMMITTED = 2
 
 
-_FREE, _RESERVED, _COMMITTED = map(int, State)
+_FREE, _RESERVED, _COMMITTED = map(int, SlotState)
 
 
 class SlotTable:
@@ -131,7 +131,7 @@ class SlotTable:
 
     def num_used(self, first_frame: int, num_frames: int) -> int:
         """Count the rows with a used column in the frames from ``first_frame`` on, of ``num_frames``."""
-        is_used = (self._entries["state"] != State.FREE).any(axis=0)
+        is_used = (self._entries["state"] != SlotState.FREE).any(axis=0)
         return int(is_used.reshape(-1, num_frames)[:, first_frame:].sum())
 
     def next_generation(self, first_generation: int) -> int:
@@ -155,7 +155,7 @@ def were_given(entries: NDArray[np.void], first_generation: int) -> NDArray[np.b
 
 def whole_rows(entries: NDArray[np.void]) -> NDArray[np.bool_]:
     """Return which rows of a snapshot are whole: all columns match, are committed and have checksums."""
-    is_whole = (entries["state"] == State.COMMITTED) & (entries["checksum"] != np.void(NO_CHECKSUM))
+    is_whole = (entries["state"] == SlotState.COMMITTED) & (entries["checksum"] != np.void(NO_CHECKSUM))
     is_whole &= entries["generation"] == entries["generation"][0]
     is_whole &= entries["key"] == entries["key"][0]
     whole: NDArray[np.bool_] = is_whole.all(axis=0)

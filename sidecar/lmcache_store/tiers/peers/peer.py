@@ -12,8 +12,8 @@ from lmcache_store.tiers.errors import ServerError, TierUnavailableError
 from lmcache_store.tiers.load_or_recompute import Rate
 from lmcache_store.tiers.peers.session import OFFER
 from lmcache_store.tiers.remote import objects
-from lmcache_store.tiers.remote.address import Address, Endpoint, Kind, Tls
-from lmcache_store.tiers.remote.resp import Connection
+from lmcache_store.tiers.remote.address import Address, AddressKind, Endpoint, Tls
+from lmcache_store.tiers.remote.resp import RespConnection
 from lmcache_store.tiers.remote.server import RedisServer
 
 _MAX_IDLE = 3
@@ -36,9 +36,9 @@ class Peer:
         timeout_seconds: float,
         tls: Tls | None = None,
     ) -> None:
-        def connect() -> Connection:
-            address = Address(Kind.SHARDS, (endpoint,), password=password(), prefix=prefix, tls=tls)
-            return Connection(endpoint, address, timeout_seconds)
+        def connect() -> RespConnection:
+            address = Address(AddressKind.SHARDS, (endpoint,), password=password(), prefix=prefix, tls=tls)
+            return RespConnection(endpoint, address, timeout_seconds)
 
         self.endpoint = endpoint
         self.questions: set[object] = set()
@@ -106,4 +106,4 @@ class Peer:
         self._server.close()
 
     def _numbers(self, commands: Sequence[Sequence[str]]) -> list[int]:
-        return self._server.run(partial(Connection.call_for_numbers, commands=commands))
+        return self._server.run(partial(RespConnection.call_for_numbers, commands=commands))

@@ -28,7 +28,7 @@ from lmcache_store.common.threads import lower_priority
 from lmcache_store.tiers.base import ObjectId, RowKey
 from lmcache_store.tiers.peers.limits import Pace, QuestionBudget, Turn
 from lmcache_store.tiers.peers.requests import BadRequestError
-from lmcache_store.tiers.peers.session import PinnedRow, Session
+from lmcache_store.tiers.peers.session import PeerSession, PinnedRow
 from lmcache_store.tiers.remote.address import Tls
 from lmcache_store.tiers.remote.stream import accept_tls
 from lmcache_store.tiers.stats import counter
@@ -41,7 +41,7 @@ _QUIET_SECONDS = 60.0
 """Time after a log line about a client that is no peer in which there is no other one."""
 
 
-class Rows(Protocol):
+class ServedRows(Protocol):
     """The rows that other pods may read. Methods are called in any thread, and may block."""
 
     def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
@@ -76,7 +76,7 @@ class PeerServer:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: ServedRows,
         prefix: str,
         *,
         passwords: Callable[[], Sequence[str]] | None = None,
@@ -98,7 +98,7 @@ class PeerServer:
         self._lock = threading.Lock()  # protects the following, and the counters
         self._logged_at = -math.inf
         self._open: dict[socket.socket, threading.Thread] = {}
-        self._sessions: dict[socket.socket, Session] = {}
+        self._sessions: dict[socket.socket, PeerSession] = {}
 
     def start(self, host: str, port: int) -> int:
         """Listen, and return the port. Raises OSError. An empty host means all addresses."""
@@ -226,9 +226,9 @@ class PeerServer:
 
     def _serve(self, connection: socket.socket) -> None:
         lower_priority()
-        session: Session | None = None
+        session: PeerSession | None = None
         try:
-            session = Session(self, connection)
+            session = PeerSession(self, connection)
             with self._lock:
                 self._sessions[connection] = session
             session.run()
@@ -257,7 +257,7 @@ class PeerServer:
         logger.log(level, "A connection to the port for peers was closed: %s", error)
 
 
-def _worth(item: tuple[socket.socket, Session]) -> tuple[bool, bool, float]:
+def _worth(item: tuple[socket.socket, PeerSession]) -> tuple[bool, bool, float]:
     """Order connections: busy ones end last, and those without a password first."""
     session = item[1]
     return session.idle_since == math.inf, session.is_admitted, session.idle_since

@@ -48,7 +48,7 @@ class PinnedRow(Protocol):
         """End the pin. Views of the columns must not be used any more."""
 
 
-class Session:
+class PeerSession:
     """Answers the commands of one client. Only its thread uses it, except for ``idle_since``."""
 
     def __init__(self, server: PeerServer, connection: socket.socket) -> None:

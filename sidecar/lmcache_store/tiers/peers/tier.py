@@ -18,7 +18,7 @@ from time import monotonic
 import xxhash
 
 from lmcache_store.common.recent import Recent
-from lmcache_store.tiers.base import Health, Loaded, ObjectId, RowKey
+from lmcache_store.tiers.base import Loaded, MediumHealth, ObjectId, RowKey
 from lmcache_store.tiers.errors import InvalidObjectError, ServerError, TierUnavailableError
 from lmcache_store.tiers.peers.hand_over import HandOver, Row
 from lmcache_store.tiers.peers.peer import Peer
@@ -34,7 +34,7 @@ _MAX_WAITING = 4
 """Questions that one peer has not answered yet. It gets no other one until then. A pod asks three at once."""
 
 
-class PeersHealth(Health):
+class PeersHealth(MediumHealth):
     """Health of a tier that is never unavailable as a whole."""
 
     is_open = False

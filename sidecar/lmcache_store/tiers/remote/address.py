@@ -48,7 +48,7 @@ _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _TLS_OPTIONS = frozenset({"ca", "cert", "key", "verify"})
 
 
-class Kind(enum.Enum):
+class AddressKind(enum.Enum):
     """How the servers of an address form one tier."""
 
     SHARDS = "redis"
@@ -102,7 +102,7 @@ class Tls:
 class Address:
     """Servers and credentials of a remote tier."""
 
-    kind: Kind
+    kind: AddressKind
     endpoints: tuple[Endpoint, ...]
     service: str = ""  # name of the service that the Sentinels watch
     database: int = 0
@@ -125,7 +125,7 @@ class Address:
         scheme, tls, form, authority, path, query = match.groups(default="")
         if "@" in path + query:  # probably part of a password: show nothing of it
             raise ValueError("remote URL: write special characters as %XX, for example '@' as %40")
-        kind = Kind(scheme + form)
+        kind = AddressKind(scheme + form)
         userinfo, _, hosts = authority.rpartition("@")
         username, _, password = userinfo.partition(":")
         options = _options(query, kind, has_tls=bool(tls))
@@ -145,33 +145,35 @@ class Address:
         )
 
 
-def _options(query: str, kind: Kind, *, has_tls: bool) -> dict[str, str]:
+def _options(query: str, kind: AddressKind, *, has_tls: bool) -> dict[str, str]:
     options = dict(parse_qsl(query, keep_blank_values=True))
-    allowed = {"prefix"} | (_TLS_OPTIONS if has_tls else set()) | ({"db"} if kind is Kind.UNIX else set())
+    allowed = (
+        {"prefix"} | (_TLS_OPTIONS if has_tls else set()) | ({"db"} if kind is AddressKind.UNIX else set())
+    )
     for name in options.keys() - allowed:
         hint = ", it needs rediss://" if name in _TLS_OPTIONS else ""
         raise ValueError(f"remote URL: option {name!r} is not one of {', '.join(sorted(allowed))}{hint}")
     return options
 
 
-def _endpoints(kind: Kind, hosts: str, path: str) -> tuple[Endpoint, ...]:
-    if kind is Kind.UNIX:
+def _endpoints(kind: AddressKind, hosts: str, path: str) -> tuple[Endpoint, ...]:
+    if kind is AddressKind.UNIX:
         if not path.strip("/") or hosts:
             raise ValueError("remote URL: unix:// needs an absolute path, as in unix:///run/redis.sock")
         return (Endpoint(unquote(path)),)
     if not hosts:
         raise ValueError(f"remote URL: {kind.value}:// needs a host, as in {kind.value}://cache.example:6379")
     try:
-        return parse_endpoints(hosts.split(","), _SENTINEL_PORT if kind is Kind.SENTINEL else _PORT)
+        return parse_endpoints(hosts.split(","), _SENTINEL_PORT if kind is AddressKind.SENTINEL else _PORT)
     except ValueError as error:
         raise ValueError(f"remote URL: {error}") from None
 
 
-def _service_and_database(kind: Kind, path: str, database: str) -> tuple[str, int]:
+def _service_and_database(kind: AddressKind, path: str, database: str) -> tuple[str, int]:
     service = ""
-    if kind is not Kind.UNIX:
+    if kind is not AddressKind.UNIX:
         database = path.strip("/")
-    if kind is Kind.SENTINEL:
+    if kind is AddressKind.SENTINEL:
         service, _, database = database.partition("/")
         service = unquote(service)
         if not service:
@@ -180,7 +182,7 @@ def _service_and_database(kind: Kind, path: str, database: str) -> tuple[str, in
             )
     if not re.fullmatch("[0-9]{0,9}", database):
         raise ValueError("remote URL: the database is not a number")
-    if kind is Kind.CLUSTER and int(database or 0):
+    if kind is AddressKind.CLUSTER and int(database or 0):
         raise ValueError("remote URL: a Redis Cluster has database 0 only")
     return service, int(database or 0)
 

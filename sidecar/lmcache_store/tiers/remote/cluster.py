@@ -17,7 +17,7 @@ from lmcache_store.tiers.base import Listener, ObjectId
 from lmcache_store.tiers.errors import ServerError, TierUnavailableError
 from lmcache_store.tiers.remote.address import Endpoint
 from lmcache_store.tiers.remote.objects import hash_tag
-from lmcache_store.tiers.remote.resp import Connection, Reply
+from lmcache_store.tiers.remote.resp import Reply, RespConnection
 from lmcache_store.tiers.remote.server import RedisServer
 from lmcache_store.tiers.remote.topology import Topology, endpoint_of
 
@@ -38,7 +38,7 @@ class ClusterNode(RedisServer):
         super().__init__(str(endpoint), lambda: cluster.connect(endpoint), cluster.listener)
         self._cluster = cluster
 
-    def run(self, operation: Callable[[Connection], T], *, asking: bool = False) -> T:
+    def run(self, operation: Callable[[RespConnection], T], *, asking: bool = False) -> T:
         """See RedisServer."""
         try:
             return super().run(operation, asking=asking)
@@ -61,7 +61,7 @@ class RedisCluster(Topology):
     def __init__(
         self,
         seeds: Sequence[Endpoint],
-        connect: Callable[[Endpoint], Connection],
+        connect: Callable[[Endpoint], RespConnection],
         listener: Listener,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -22,10 +22,10 @@ import re
 from collections.abc import Iterator, Sequence
 
 from lmcache_store.tiers.base import Loaded, ObjectId, RowKey, split_row_key
-from lmcache_store.tiers.encryption.pieces import Place
+from lmcache_store.tiers.encryption.pieces import PiecePlace
 from lmcache_store.tiers.errors import InvalidObjectError, KeyAbsentError, ServerError
 from lmcache_store.tiers.header import NO_CHECKSUM, Digests, Header
-from lmcache_store.tiers.remote.resp import Connection, Reply
+from lmcache_store.tiers.remote.resp import Reply, RespConnection
 from lmcache_store.tiers.remote.value_formats import PLAIN, ValueFormat
 
 _OVERHEAD_BYTES = 64
@@ -104,7 +104,7 @@ def piece_sizes(total_bytes: int) -> list[int]:
 
 
 def load(
-    connection: Connection,
+    connection: RespConnection,
     object_id: ObjectId,
     into: memoryview,
     length: int | None = None,
@@ -133,14 +133,14 @@ def load(
         ahead = sizes[1 : 1 + _WINDOW] if number == 0 else sizes[number + _WINDOW : number + _WINDOW + 1]
         if ahead:
             connection.ask([("HGET", name, next(fields)) for _ in ahead])
-        form.finish_piece(Place(object_id, total, start), buffers, piece)
+        form.finish_piece(PiecePlace(object_id, total, start), buffers, piece)
         payload_digests.update(piece)
         start += size
     return Loaded(total, payload_digests.digests())
 
 
 def store(
-    connection: Connection,
+    connection: RespConnection,
     object_id: ObjectId,
     payload: memoryview,
     label: bytes,
@@ -170,7 +170,7 @@ def store(
     fields = list(itertools.islice(_piece_fields(object_id), len(sizes)))
     for number, (field, size) in enumerate(zip(fields, sizes, strict=True)):
         piece = payload[start : start + size]
-        values = {field: form.pack_piece(Place(object_id, total, start), piece)}
+        values = {field: form.pack_piece(PiecePlace(object_id, total, start), piece)}
         if number == len(sizes) - 1:
             _read_replies(connection, min(number, _WINDOW))
             values[marker_field(object_id)] = [marker]
@@ -187,7 +187,7 @@ def store(
     return True
 
 
-def _is_present(connection: Connection, name: str, object_id: ObjectId, form: ValueFormat) -> bool:
+def _is_present(connection: RespConnection, name: str, object_id: ObjectId, form: ValueFormat) -> bool:
     try:
         if form is PLAIN:
             return connection.call("HEXISTS", name, marker_field(object_id)) == 1
@@ -199,7 +199,9 @@ def _is_present(connection: Connection, name: str, object_id: ObjectId, form: Va
     return False
 
 
-def _has_readable_marker(connection: Connection, name: str, object_id: ObjectId, form: ValueFormat) -> bool:
+def _has_readable_marker(
+    connection: RespConnection, name: str, object_id: ObjectId, form: ValueFormat
+) -> bool:
     connection.ask([("HGET", name, marker_field(object_id))])
     num_bytes = connection.read_bulk_length()
     if num_bytes is None:
@@ -215,7 +217,7 @@ def _has_readable_marker(connection: Connection, name: str, object_id: ObjectId,
     return True
 
 
-def _remove(connection: Connection, name: str) -> None:
+def _remove(connection: RespConnection, name: str) -> None:
     """Delete a value that no reader can use."""
     # Without the right to UNLINK, the value stays until Redis evicts it.
     with contextlib.suppress(ServerError):
@@ -226,7 +228,7 @@ def _piece_fields(object_id: ObjectId) -> Iterator[str]:
     return (f"{object_id.column}:{number}" for number in itertools.count())
 
 
-def _read_marker(connection: Connection, object_id: ObjectId, form: ValueFormat) -> Header | None:
+def _read_marker(connection: RespConnection, object_id: ObjectId, form: ValueFormat) -> Header | None:
     """Read the marker, the first of two elements; the second one is the first piece. None: no marker."""
     try:
         connection.read_array_length(2)
@@ -246,7 +248,7 @@ def _read_marker(connection: Connection, object_id: ObjectId, form: ValueFormat)
     return form.parse_marker(object_id, marker)
 
 
-def _read_piece(connection: Connection, into: Sequence[memoryview], *, is_element: bool) -> None:
+def _read_piece(connection: RespConnection, into: Sequence[memoryview], *, is_element: bool) -> None:
     """Read the value of a piece into ``into``. The caller must check it."""
     num_bytes = connection.read_bulk_length(is_element=is_element)
     if num_bytes != sum(map(len, into)):
@@ -254,7 +256,7 @@ def _read_piece(connection: Connection, into: Sequence[memoryview], *, is_elemen
     connection.end_bulk(*into)
 
 
-def _read_replies(connection: Connection, number: int) -> list[Reply]:
+def _read_replies(connection: RespConnection, number: int) -> list[Reply]:
     """Read replies; raises the first error among them when all have been read."""
     replies = connection.read_replies(number)
     for reply in replies:

@@ -30,7 +30,7 @@ _MAX_DEPTH = 5  # CLUSTER SLOTS: ranges, range, server, host names, name
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
 
 
-class Connection:
+class RespConnection:
     """One connection to one server, used by one thread at a time.
 
     Raises TimeoutError and ConnectionError (both OSError), and ServerError for error replies. After an error,

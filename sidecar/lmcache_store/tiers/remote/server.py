@@ -9,7 +9,7 @@ from typing import TypeVar
 from lmcache_store.tiers.base import Listener
 from lmcache_store.tiers.circuit import Circuit
 from lmcache_store.tiers.errors import ServerError
-from lmcache_store.tiers.remote.resp import Connection
+from lmcache_store.tiers.remote.resp import RespConnection
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ class RedisServer:
     def __init__(
         self,
         name: str,
-        connect: Callable[[], Connection],
+        connect: Callable[[], RespConnection],
         listener: Listener,
         kind: str = "remote tier",
         max_idle: int | None = None,
@@ -38,10 +38,10 @@ class RedisServer:
         self._connect = connect
         self._max_idle = max_idle
         self._lock = threading.Lock()  # protects the following
-        self._idle: list[Connection] = []
+        self._idle: list[RespConnection] = []
         self._is_closed = False
 
-    def run(self, operation: Callable[[Connection], T], *, asking: bool = False) -> T:
+    def run(self, operation: Callable[[RespConnection], T], *, asking: bool = False) -> T:
         """Run an operation on a connection.
 
         Raises TierUnavailableError if the server is unhealthy or its circuit is open, and ServerError if a
@@ -87,7 +87,7 @@ class RedisServer:
                 self._drop_idle()
                 raise
 
-    def _attempt(self, operation: Callable[[Connection], T], *, asking: bool = False) -> T:
+    def _attempt(self, operation: Callable[[RespConnection], T], *, asking: bool = False) -> T:
         with self._lock:
             idle = self._idle.pop() if self._idle else None
         try:
@@ -100,20 +100,22 @@ class RedisServer:
         self.circuit.restarted()
         return self._use(self._open(), operation, asking=asking)
 
-    def _open(self) -> Connection:
+    def _open(self) -> RespConnection:
         try:
             return self._connect()
         except ServerError as error:  # any error: the connection is unusable
             raise ConnectionError(str(error)) from error
 
-    def _use(self, connection: Connection, operation: Callable[[Connection], T], *, asking: bool) -> T:
+    def _use(
+        self, connection: RespConnection, operation: Callable[[RespConnection], T], *, asking: bool
+    ) -> T:
         connection.asking = asking
         try:
             return operation(connection)
         finally:
             self._give_back(connection)
 
-    def _give_back(self, connection: Connection) -> None:
+    def _give_back(self, connection: RespConnection) -> None:
         with self._lock:
             is_full = self._max_idle is not None and len(self._idle) >= self._max_idle
             if connection.is_reusable and not self._is_closed and not is_full:

@@ -32,11 +32,11 @@ from lmcache_store.tiers.encryption.pieces import Cipher
 from lmcache_store.tiers.errors import InvalidObjectError, KeyAbsentError, ServerError, TierUnavailableError
 from lmcache_store.tiers.probing import num_leading
 from lmcache_store.tiers.remote import objects
-from lmcache_store.tiers.remote.address import Address, Endpoint, Kind, Tls
+from lmcache_store.tiers.remote.address import Address, AddressKind, Endpoint, Tls
 from lmcache_store.tiers.remote.cluster import RedisCluster
-from lmcache_store.tiers.remote.resp import Connection, Reply
+from lmcache_store.tiers.remote.resp import Reply, RespConnection
 from lmcache_store.tiers.remote.server import RedisServer
-from lmcache_store.tiers.remote.topology import SentinelMaster, ShardList, Shards, Topology
+from lmcache_store.tiers.remote.topology import SentinelMaster, ShardList, ShardsTopology, Topology
 from lmcache_store.tiers.remote.usage import QUESTIONS, Usage
 from lmcache_store.tiers.remote.value_formats import PLAIN, EncryptedValues
 from lmcache_store.tiers.stats import ObjectStats, count_reason
@@ -87,7 +87,7 @@ class RemoteTier:
 
     def set_shards(self, shards: ShardList) -> None:
         """Switch to another list of shards. Raises ValueError if the URL is not of shards."""
-        if not isinstance(self._topology, Shards):
+        if not isinstance(self._topology, ShardsTopology):
             raise ValueError(f"remote tier {self.address} has no list of shards")
         self._secure = dict.fromkeys(shards.secure, Tls(ca=shards.ca))
         self._topology.change(shards)
@@ -175,7 +175,7 @@ class RemoteTier:
         earlier = self._earlier_columns(object_id)
         is_new, reason = None, "unavailable"
 
-        def write(connection: Connection, is_rewrite: bool) -> bool:
+        def write(connection: RespConnection, is_rewrite: bool) -> bool:
             return objects.store(
                 connection,
                 object_id,
@@ -205,7 +205,7 @@ class RemoteTier:
         return True
 
     def _write(
-        self, server: RedisServer, object_id: ObjectId, write: Callable[[Connection, bool], bool]
+        self, server: RedisServer, object_id: ObjectId, write: Callable[[RespConnection, bool], bool]
     ) -> bool | None:
         """Call ``write`` on a connection, as a rewrite if the stored column is invalid. See ``_run``."""
         is_rewrite = object_id in self._rewrite
@@ -296,7 +296,7 @@ class RemoteTier:
             tried.append(server)
             yield server
 
-    def _run(self, server: RedisServer, operation: Callable[[Connection], T]) -> T | None:
+    def _run(self, server: RedisServer, operation: Callable[[RespConnection], T]) -> T | None:
         """Run an operation. Returns None if this server is unhealthy while another one is healthy."""
         try:
             return server.run(operation)
@@ -326,24 +326,24 @@ class RemoteTier:
             self.stats.failures += failed
 
     def _make_topology(self) -> Topology:
-        def connect(endpoint: Endpoint, address: Address | None = None) -> Connection:
-            return Connection(endpoint, address or self._present(), self._timeout)
+        def connect(endpoint: Endpoint, address: Address | None = None) -> RespConnection:
+            return RespConnection(endpoint, address or self._present(), self._timeout)
 
-        def connect_to_shard(endpoint: Endpoint) -> Connection:
+        def connect_to_shard(endpoint: Endpoint) -> RespConnection:
             present = self._present()
             return connect(endpoint, replace(present, tls=present.tls or self._secure.get(endpoint)))
 
         def make_server(endpoint: Endpoint) -> RedisServer:
             return RedisServer(str(endpoint), lambda: connect_to_shard(endpoint), self.health.notify)
 
-        if self.address.kind is Kind.SENTINEL:
+        if self.address.kind is AddressKind.SENTINEL:
             return SentinelMaster(self.address, self._present, connect, self.health.notify)
-        if self.address.kind is Kind.CLUSTER:
+        if self.address.kind is AddressKind.CLUSTER:
             return RedisCluster(self.address.endpoints, connect, self.health.notify)
-        return Shards(ShardList(self.address.endpoints), make_server)
+        return ShardsTopology(ShardList(self.address.endpoints), make_server)
 
 
-def _ask_usage(connection: Connection) -> tuple[list[Reply | ServerError], float]:
+def _ask_usage(connection: RespConnection) -> tuple[list[Reply | ServerError], float]:
     """Return the replies to ``QUESTIONS``, and the seconds that they took on an open connection."""
     began = time.monotonic()
     replies = connection.call_all(QUESTIONS)

@@ -16,7 +16,7 @@ import xxhash
 from lmcache_store.tiers.base import Listener, ObjectId, RowKey
 from lmcache_store.tiers.errors import ServerError
 from lmcache_store.tiers.remote.address import Address, Endpoint
-from lmcache_store.tiers.remote.resp import Connection
+from lmcache_store.tiers.remote.resp import RespConnection
 from lmcache_store.tiers.remote.server import RedisServer
 
 
@@ -54,7 +54,7 @@ class ShardList:
     ca: str = ""  # file with the authorities for their certificates; empty: the system's
 
 
-class Shards(Topology):
+class ShardsTopology(Topology):
     """Independent servers. Each row has one owner among them, by rendezvous hashing.
 
     The owner is the server with the greatest hash of (its endpoint as the list writes it, row key). If a
@@ -119,7 +119,7 @@ class SentinelMaster(Topology):
         self,
         address: Address,
         present: Callable[[], Address],
-        connect: Callable[[Endpoint, Address], Connection],
+        connect: Callable[[Endpoint, Address], RespConnection],
         listener: Listener,
     ) -> None:
         self._address = address
@@ -141,7 +141,7 @@ class SentinelMaster(Topology):
         """See Topology."""
         self._server.close()
 
-    def _connect_to_master(self) -> Connection:
+    def _connect_to_master(self) -> RespConnection:
         endpoint = self._find_master()
         connection = self._connect(endpoint, self._present())
         try:

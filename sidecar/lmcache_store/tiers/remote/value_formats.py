@@ -13,7 +13,7 @@ from typing import Protocol
 import xxhash
 
 from lmcache_store.tiers.base import ObjectId, RowKey
-from lmcache_store.tiers.encryption.pieces import OVERHEAD_BYTES, Cipher, Place, stored_key
+from lmcache_store.tiers.encryption.pieces import OVERHEAD_BYTES, Cipher, PiecePlace, stored_key
 from lmcache_store.tiers.errors import HeaderError, InvalidObjectError
 from lmcache_store.tiers.header import HEADER_BYTES, Buffer, Header, parse
 
@@ -42,13 +42,13 @@ class ValueFormat(Protocol):
     def parse_marker(self, object_id: ObjectId, marker: Buffer) -> Header:
         """Return the header in a marker. Raises InvalidObjectError or KeyAbsentError."""
 
-    def pack_piece(self, place: Place, piece: memoryview) -> Sequence[Buffer]:
+    def pack_piece(self, place: PiecePlace, piece: memoryview) -> Sequence[Buffer]:
         """Return the value of a piece, in buffers that are valid until the next call in this thread."""
 
     def buffers(self, piece: memoryview) -> Sequence[memoryview]:
         """Return the memory into which to read the value of a piece that has the length of ``piece``."""
 
-    def finish_piece(self, place: Place, buffers: Sequence[memoryview], piece: memoryview) -> None:
+    def finish_piece(self, place: PiecePlace, buffers: Sequence[memoryview], piece: memoryview) -> None:
         """Check the value that was read into ``buffers``. Its content is then in ``piece``.
 
         Raises InvalidObjectError or KeyAbsentError."""
@@ -81,7 +81,7 @@ class PlainValues:
             raise InvalidObjectError("name")
         return header
 
-    def pack_piece(self, place: Place, piece: memoryview) -> Sequence[Buffer]:
+    def pack_piece(self, place: PiecePlace, piece: memoryview) -> Sequence[Buffer]:
         """See ValueFormat."""
         return [piece, seal_of(place.object_id, place.total_bytes, place.start, piece)]
 
@@ -89,7 +89,7 @@ class PlainValues:
         """See ValueFormat."""
         return [piece, memoryview(bytearray(SEAL_BYTES))]
 
-    def finish_piece(self, place: Place, buffers: Sequence[memoryview], piece: memoryview) -> None:
+    def finish_piece(self, place: PiecePlace, buffers: Sequence[memoryview], piece: memoryview) -> None:
         """See ValueFormat."""
         if seal_of(place.object_id, place.total_bytes, place.start, piece) != buffers[1]:
             raise InvalidObjectError("checksum")
@@ -117,16 +117,16 @@ class EncryptedValues:
     def pack_marker(self, object_id: ObjectId, header: Header) -> Buffer:
         """See ValueFormat."""
         marker = memoryview(bytearray(self.marker_bytes))
-        self._cipher.encrypt(Place.of_header(object_id), header.pack(), marker)
+        self._cipher.encrypt(PiecePlace.of_header(object_id), header.pack(), marker)
         return marker
 
     def parse_marker(self, object_id: ObjectId, marker: Buffer) -> Header:
         """See ValueFormat."""
         header = memoryview(bytearray(HEADER_BYTES))
-        self._cipher.decrypt(Place.of_header(object_id), memoryview(marker), header)
+        self._cipher.decrypt(PiecePlace.of_header(object_id), memoryview(marker), header)
         return PLAIN.parse_marker(object_id, header)
 
-    def pack_piece(self, place: Place, piece: memoryview) -> Sequence[Buffer]:
+    def pack_piece(self, place: PiecePlace, piece: memoryview) -> Sequence[Buffer]:
         """See ValueFormat."""
         (value,) = self.buffers(piece)
         self._cipher.encrypt(place, piece, value)
@@ -136,7 +136,7 @@ class EncryptedValues:
         """See ValueFormat."""
         return [self._cipher.buffer(len(piece) + OVERHEAD_BYTES)]
 
-    def finish_piece(self, place: Place, buffers: Sequence[memoryview], piece: memoryview) -> None:
+    def finish_piece(self, place: PiecePlace, buffers: Sequence[memoryview], piece: memoryview) -> None:
         """See ValueFormat."""
         self._cipher.decrypt(place, buffers[0], piece)
 

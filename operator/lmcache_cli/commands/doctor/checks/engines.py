@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lmcache_cli.commands.doctor.answers import Answer
+from lmcache_cli.commands.doctor.answers import ApiAnswer
 from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_cli.commands.doctor.results import Result, failure, grouped, ok, unknown, warning
 from lmcache_cli.commands.gather import PodFigures, sidecar_port
@@ -103,10 +103,10 @@ def _unsupported(name: str, kind: EngineKind, version: str) -> Result:
     return _result(name, KindProblem(True, text, remedy))
 
 
-def _unread(cluster: ClusterFacts) -> Answer:
+def _unread(cluster: ClusterFacts) -> ApiAnswer:
     figures = cluster.engines[0]
     right = figures.problem.removeprefix("forbidden: ") if figures.problem.startswith("forbidden: ") else ""
-    return Answer(problem=f"engine of pod {figures.name}: {figures.problem}.", missing_right=right)
+    return ApiAnswer(problem=f"engine of pod {figures.name}: {figures.problem}.", missing_right=right)
 
 
 def engine_settings(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lmcache_cli.commands.doctor.answers import Answer
+from lmcache_cli.commands.doctor.answers import ApiAnswer
 from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
 from lmcache_cli.commands.doctor.results import Result, failure, first_of, grouped, ok, unknown, warning
 from lmcache_cli.commands.gather import PodFigures
@@ -129,7 +129,7 @@ def _without_figures(name: str, cluster: ClusterFacts) -> Iterator[Result]:
     if not reports:
         return
     if not any("servers" in merge.part(figures.stats, "remote") for figures in reports):
-        yield unknown(name, Answer(problem="the sidecars are of an earlier version and do not report it."))
+        yield unknown(name, ApiAnswer(problem="the sidecars are of an earlier version and do not report it."))
     elif any(_could_ask(figures) for figures in reports):
         text = "Redis does not let the sidecars read its memory limit and policy."
         yield warning(name, text, f"Grant the Redis user +info ({_GUIDE}).")

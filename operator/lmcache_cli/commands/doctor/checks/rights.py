@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from lmcache_cli.commands.doctor.answers import Answer
+from lmcache_cli.commands.doctor.answers import ApiAnswer
 from lmcache_cli.commands.doctor.facts import Facts, Right
 from lmcache_cli.commands.doctor.results import Result, failure, first_of, ok, unknown, warning
 from lmcache_operator.api import GROUP, PLURAL, PROFILE_PLURAL
@@ -66,7 +66,7 @@ def user_rights(facts: Facts) -> Iterator[Result]:
         remedy = f"Example: {_example(facts.namespace, missing)}"
         yield warning(name, text, remedy)._replace(missing_right=str(missing[0]))
     elif any(allowed.get(right) is None for right in USER_RIGHTS):
-        yield unknown(name, Answer())
+        yield unknown(name, ApiAnswer())
     else:
         yield ok(name, "Your user may read LMCacheClusters, pods, logs and sidecars.")
 

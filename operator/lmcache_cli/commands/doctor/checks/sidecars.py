@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lmcache_cli.commands.doctor.answers import Answer
+from lmcache_cli.commands.doctor.answers import ApiAnswer
 from lmcache_cli.commands.doctor.checks.engines import clients
 from lmcache_cli.commands.doctor.checks.installation import MAX_CLOCK_SECONDS, version_label
 from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
@@ -31,10 +31,10 @@ def answers(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     pods = [figures for figures in cluster.pods if sidecar_port(figures.pod) is not None]
     refused = [figures for figures in pods if figures.problem.startswith(_FORBIDDEN)]
     if refused:
-        yield unknown(name, Answer(missing_right=refused[0].problem.removeprefix(_FORBIDDEN)))
+        yield unknown(name, ApiAnswer(missing_right=refused[0].problem.removeprefix(_FORBIDDEN)))
     late = [figures.name for figures in pods if figures.problem == NO_TIME]
     if late:
-        yield unknown(name, Answer(problem=f"{len(late)} of {len(pods)} sidecars: {NO_TIME}."))
+        yield unknown(name, ApiAnswer(problem=f"{len(late)} of {len(pods)} sidecars: {NO_TIME}."))
     problems = [
         (figures.name, problem)
         for figures in pods
