@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_operator.contract.base import Sidecar
+from lmcache_operator.contract.base import SidecarState
 from lmcache_operator.reconcile.probe import SidecarProber
 from lmcache_operator.stats import StatsClient
 from testing.kube.api import Object
@@ -97,7 +97,7 @@ def _has_claim_api(plane: Cluster) -> bool:
 
 
 def test_prober_reads_the_transfer_of_a_real_sidecar():
-    async def read(sidecar: SidecarProcess) -> Sidecar:
+    async def read(sidecar: SidecarProcess) -> SidecarState:
         async def stats(_: str) -> Any:
             async with StatsClient(sidecar.http_port) as client:
                 return await client.read("127.0.0.1", "uid")

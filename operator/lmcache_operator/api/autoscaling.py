@@ -58,7 +58,7 @@ class ShardBounds(Part):
     max_shards: int = field("Largest number of shards.", minimum=1, maximum=MAX_SHARDS)
 
 
-class Prices(Part):
+class PricesSpec(Part):
     """Prices in USD. Decisions depend only on their ratio."""
 
     gpu_hour: str = field(
@@ -88,7 +88,7 @@ class Prices(Part):
         return float(gpu), float(memory), float(shard)
 
 
-class Autoscaling(Part):
+class AutoscalingSpec(Part):
     """Autoscaling of tiers by their savings and costs."""
 
     RULES = (
@@ -112,7 +112,7 @@ class Autoscaling(Part):
     remote: ShardBounds | None = field(
         "Bounds of tiers.remote.managed.shards. Default, only for recommendations: 1 to four times as many."
     )
-    prices: Prices = field("Prices in USD. Decisions depend only on their ratio.", default={})
+    prices: PricesSpec = field("Prices in USD. Decisions depend only on their ratio.", default={})
 
     def memory_bounds(self, declared_bytes: int) -> tuple[int, int]:
         """Return the smallest and the largest size of a pod's memory tier, for its declared size."""

@@ -20,7 +20,7 @@ NO_PARALLEL_SIZES = Rule(
 )
 
 
-class Gpu(Part):
+class GpuSpec(Part):
     """The GPUs of one engine pod, from a device plugin or a claim (dynamic resource allocation)."""
 
     RULES = (
@@ -66,7 +66,7 @@ class Prefill(Part):
         minimum=0,
         maximum=1000,
     )
-    gpu: Gpu | None = field("GPUs of one pod, as many as engine.gpu.count.")
+    gpu: GpuSpec | None = field("GPUs of one pod, as many as engine.gpu.count.")
     args: list[str] = field(
         "Additional arguments for `vllm serve`, after those of engine.args.",
         default=[],

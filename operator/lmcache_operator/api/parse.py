@@ -19,8 +19,8 @@ from lmcache_operator.api.fields import Field, Part, Rule, is_part
 from lmcache_operator.api.keywords import CLUSTER_NAME, CLUSTER_NAME_PATTERN
 from lmcache_operator.api.naming import NAMING
 from lmcache_operator.api.router import KV_AWARE
-from lmcache_operator.api.tiers import MemoryTier
-from lmcache_operator.api.types import Engine, Model, Spec
+from lmcache_operator.api.tiers import MemoryTierSpec
+from lmcache_operator.api.types import EngineSpec, Model, Spec
 from lmcache_operator.errors import InvalidSpecError
 
 # More than any pod template needs, and far less than the limit of recursion.
@@ -86,7 +86,7 @@ class Cluster:
         return self.prefills_for if has_events else ""
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> EngineSpec:
         """Spec of the engine. The cluster must have one."""
         assert self.spec.engine is not None
         return self.spec.engine
@@ -98,7 +98,7 @@ class Cluster:
         return self.spec.model
 
     @property
-    def memory(self) -> MemoryTier:
+    def memory(self) -> MemoryTierSpec:
         """Spec of the memory tier. The cluster must have an engine."""
         assert self.spec.tiers.memory is not None
         return self.spec.tiers.memory

@@ -65,7 +65,7 @@ _NOT_DEFAULT = Rule(
 )
 
 
-class Tenant(Part):
+class TenantSpec(Part):
     """The budget of one tenant."""
 
     RULES = (
@@ -157,7 +157,7 @@ _NAMED_RULES = (
 )
 
 
-class Tenants(Part):
+class TenantsSpec(Part):
     """Budgets for tenants. A tenant is all requests with the same cache_salt."""
 
     header: bool = field(
@@ -168,7 +168,7 @@ class Tenants(Part):
         default=False,
     )
     default: DefaultTenant = field("Budget of each salt that has no entry in named.", default={})
-    named: list[Tenant] = field(
+    named: list[TenantSpec] = field(
         "Tenants with a budget of their own. Changes of shares replace no pods.",
         default=[],
         maxItems=MAX_NAMED,

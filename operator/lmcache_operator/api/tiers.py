@@ -20,7 +20,7 @@ MAX_SHARDS = 64
 """Largest number of shards of a managed remote tier, and in the list of a sidecar."""
 
 
-class MemoryTier(Part):
+class MemoryTierSpec(Part):
     """The memory tier: host memory of one pod."""
 
     size: str = field(
@@ -53,13 +53,13 @@ class KeysSecretRef(Part):
     )
 
 
-class Encryption(Part):
+class EncryptionSpec(Part):
     """Encryption of the rows of a tier."""
 
     secret_ref: KeysSecretRef = field("Secret with the keys. The operator never reads it.")
 
 
-class DiskTier(Part):
+class DiskTierSpec(Part):
     """The disk tier: a volume that is created and deleted with its pod."""
 
     size: str = field(
@@ -70,7 +70,7 @@ class DiskTier(Part):
     storage_class_name: str | None = field(
         "StorageClass of the volume, best of local NVMe. Default: that of the Kubernetes cluster.", **NAME
     )
-    encryption: Encryption | None = field(
+    encryption: EncryptionSpec | None = field(
         "Encryption of the rows on the disk. Without a valid key, the tier is off. A change replaces the "
         "pods, one at a time. Default: no encryption."
     )
@@ -133,7 +133,7 @@ class ClusterRef(Part):
     name: str = field("Name of the LMCacheCluster.", maxLength=45, pattern=CLUSTER_NAME_PATTERN)
 
 
-class PeersTier(Part):
+class PeersTierSpec(Part):
     """The peers tier: rows in the memory tiers of other engine pods."""
 
     bytes_per_second: str | None = field(
@@ -269,7 +269,7 @@ class ManagedRemote(Part):
         return parse_size(self.memory_per_shard)
 
 
-class RemoteTier(Part):
+class RemoteTierSpec(Part):
     """The remote tier, which all pods share."""
 
     RULES = (
@@ -286,7 +286,7 @@ class RemoteTier(Part):
         "Another LMCacheCluster whose managed tier this one uses, if its access allows that. They share rows "
         "only for the same model, layout and chunk size."
     )
-    encryption: Encryption | None = field(
+    encryption: EncryptionSpec | None = field(
         "Encryption of the rows in the servers, by the sidecars. The servers never get a key. Clusters share "
         "rows only if they have the same keys. Without a valid key, the tier is off. A change replaces the "
         "engine pods, one at a time. Default: no encryption."
@@ -296,13 +296,13 @@ class RemoteTier(Part):
 class Tiers(Part):
     """Tiers of the cache, fastest first."""
 
-    memory: MemoryTier | None = field("Memory tier of each pod. Required with an engine.")
-    disk: DiskTier | None = field("Disk tier of each pod. Default: none.")
-    peers: PeersTier | None = field(
+    memory: MemoryTierSpec | None = field("Memory tier of each pod. Required with an engine.")
+    disk: DiskTierSpec | None = field("Disk tier of each pod. Default: none.")
+    peers: PeersTierSpec | None = field(
         "Rows that an engine pod reads from the memory tiers of the cluster's other engine pods; {} sets no "
         "limit. It suits up to 32 pods. Pods with an injected sidecar do not take part. Default: off."
     )
-    remote: RemoteTier | None = field("Remote tier that all pods share. Default: none.")
+    remote: RemoteTierSpec | None = field("Remote tier that all pods share. Default: none.")
     admit: str = field(
         "Chunks that are written to the disk and remote tiers. All: every chunk, at once. OnReuse: chunks "
         "that hit in memory, which saves writes if few prompts repeat.",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from lmcache_operator.api.autoscaling import Autoscaling, AutoscalingStatus
+from lmcache_operator.api.autoscaling import AutoscalingSpec, AutoscalingStatus
 from lmcache_operator.api.clients import CLIENTS, MAX_CLIENTS
 from lmcache_operator.api.engine_kinds import CHUNK_TOKENS, ENGINE_KINDS, VERSIONS, VLLM
-from lmcache_operator.api.engine_pods import NO_PARALLEL_SIZES, Gpu, Parallelism, Prefill, PrefillStatus
+from lmcache_operator.api.engine_pods import NO_PARALLEL_SIZES, GpuSpec, Parallelism, Prefill, PrefillStatus
 from lmcache_operator.api.fields import Part, Rule, field
 from lmcache_operator.api.images import ImageDefaults, ImagesStatus
 from lmcache_operator.api.keywords import ARGUMENTS, IMAGE_NAME, NAME, SECRET_KEY, size_between
 from lmcache_operator.api.router import Router, RouterStatus
-from lmcache_operator.api.tenants import SPEC_RULES, TENANTS_STATUS, Tenants, TenantStatus
+from lmcache_operator.api.tenants import SPEC_RULES, TENANTS_STATUS, TenantsSpec, TenantStatus
 from lmcache_operator.api.tiers import Tiers
 from lmcache_store.common.units import parse_quantity
 
@@ -47,7 +47,7 @@ class Model(Part):
     )
 
 
-class Engine(Part):
+class EngineSpec(Part):
     """The inference engine: a StatefulSet of pods, each with a sidecar."""
 
     RULES = (
@@ -77,7 +77,7 @@ class Engine(Part):
         **IMAGE_NAME,
     )
     replicas: int = field("Number of engine pods. Autoscalers change it.", default=1, minimum=0, maximum=1000)
-    gpu: Gpu = field("GPUs of one pod.", default={})
+    gpu: GpuSpec = field("GPUs of one pod.", default={})
     parallelism: Parallelism = field("Split of the model over the GPUs of a pod.", default={})
     args: list[str] = field(
         "Additional arguments of the engine's server, such as `vllm serve`. Arguments that the cache depends "
@@ -127,7 +127,7 @@ class Engine(Part):
     )
 
 
-class Sidecar(Part):
+class SidecarSpec(Part):
     """The sidecar, a container in each engine pod that owns the pod's cache."""
 
     image: str | None = field("Sidecar image. Default: the image of the operator's version.", **IMAGE_NAME)
@@ -253,14 +253,14 @@ class Spec(Part):
     )
 
     model: Model | None = field("The model that the engine serves.")
-    engine: Engine | None = field(
+    engine: EngineSpec | None = field(
         "The inference engine; {} has all defaults. Without it, the cluster is only a managed remote tier, "
         "which other clusters may refer to."
     )
-    sidecar: Sidecar = field("The sidecar of each engine, which owns its cache.", default={})
+    sidecar: SidecarSpec = field("The sidecar of each engine, which owns its cache.", default={})
     images: ImageDefaults = field("Choice of default images, and the Secrets that pull images.", default={})
     tiers: Tiers = field("Tiers of the cache.")
-    tenants: Tenants | None = field(
+    tenants: TenantsSpec | None = field(
         "Budgets for tenants in the tiers of each pod. Adding or removing this field replaces the pods, one "
         "at a time; most changes in it do not. So set {} if you want to name tenants later. Default: "
         "no budgets."
@@ -273,7 +273,7 @@ class Spec(Part):
         "A change replaces no pod. Default: all pods and networks may connect.",
         **CLIENTS,
     )
-    autoscaling: Autoscaling = field("Autoscaling of tiers by their savings and costs.", default={})
+    autoscaling: AutoscalingSpec = field("Autoscaling of tiers by their savings and costs.", default={})
 
 
 def _is_memory_within(spec: Spec) -> bool:
@@ -290,7 +290,7 @@ def _are_shards_within(spec: Spec) -> bool:
     return bounds is None or managed is None or bounds.min_shards <= managed.shards <= bounds.max_shards
 
 
-class Condition(Part):
+class StatusCondition(Part):
     """One aspect of the present state, such as Ready."""
 
     type: str = field("CamelCase name of the aspect.", maxLength=316)
@@ -354,4 +354,4 @@ class Status(Part):
     router: RouterStatus | None = field("Pods of the router.")
     prefill: PrefillStatus | None = field("Pods that only compute prompts.")
     autoscaling: AutoscalingStatus | None = field("Recommended sizes of tiers, and the reasons.")
-    conditions: list[Condition] = field("Aspects of the present state.", default=[], **_MAP_BY_TYPE)
+    conditions: list[StatusCondition] = field("Aspects of the present state.", default=[], **_MAP_BY_TYPE)

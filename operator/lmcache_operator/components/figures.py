@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lmcache_operator.contract.base import Observed, Sidecar
+from lmcache_operator.contract.base import Observed, SidecarState
 from lmcache_operator.policy.report import steady
 from lmcache_operator.specs import Object
 
@@ -13,7 +13,7 @@ SHARE_POINTS = 2
 """A share in per cent that changes by at most this many points is not worth an update."""
 
 
-def summable(observed: Observed) -> Sequence[Sidecar]:
+def summable(observed: Observed) -> Sequence[SidecarState]:
     """The sidecars whose figures can be summed.
 
     None if one of them missed an answer and may give the next one: sums without it would fall and rise again.

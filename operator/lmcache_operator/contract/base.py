@@ -59,7 +59,7 @@ class LookupFigures(NamedTuple):
     """Tokens of hits by tier. The tier ``engine`` is the engine's own prefix cache."""
 
 
-class Sidecar(NamedTuple):
+class SidecarState(NamedTuple):
     """State of the sidecar of a running pod, as the sidecar reports it."""
 
     pod: str = ""
@@ -104,7 +104,7 @@ class Resize(NamedTuple):
 class Probed(NamedTuple):
     """Reports of the sidecars of a cluster."""
 
-    sidecars: tuple[Sidecar, ...]
+    sidecars: tuple[SidecarState, ...]
     is_certain: bool
     """False: a sidecar missed one answer and may answer at the next probe."""
 

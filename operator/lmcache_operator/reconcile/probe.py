@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from lmcache_operator.components.engine.features import FEATURES, TIERS
 from lmcache_operator.components.engine.features.base import count_of, part_of, reason_of, steady_texts
-from lmcache_operator.contract.base import LookupFigures, Probed, Sidecar
+from lmcache_operator.contract.base import LookupFigures, Probed, SidecarState
 from lmcache_operator.pods.pods import is_ready, is_running
 from lmcache_operator.specs import Object
 from lmcache_operator.specs.names import SIDECAR
@@ -33,7 +33,7 @@ _REASONS = "reason", "transfer_reason", "resize_problem"
 class _Last(NamedTuple):
     """The last probe of a sidecar."""
 
-    sidecar: Sidecar | None = None
+    sidecar: SidecarState | None = None
     time: float = float("-inf")
     num_misses: int = 0
 
@@ -69,9 +69,9 @@ class SidecarProber:
                 await asyncio.gather(*map(ask, sorted(due, key=lambda uid: self._last[uid].time)))
         return Probed(tuple(self._sidecars(running)), all(map(_is_certain, self._last.values())))
 
-    def _sidecars(self, running: dict[str, Object]) -> Iterator[Sidecar]:
+    def _sidecars(self, running: dict[str, Object]) -> Iterator[SidecarState]:
         for uid, pod in sorted(running.items(), key=lambda item: str(item[1]["metadata"]["name"])):
-            sidecar = self._last[uid].sidecar or Sidecar(answers=False)
+            sidecar = self._last[uid].sidecar or SidecarState(answers=False)
             yield sidecar._replace(pod=str(pod["metadata"]["name"]), is_engine_ready=is_ready(pod))
 
 
@@ -96,14 +96,14 @@ def _probed(stats: Any, last: _Last, now: float) -> _Last:
     return _Last(sidecar, now)
 
 
-def read_sidecar(stats: dict[str, Any]) -> Sidecar:
+def read_sidecar(stats: dict[str, Any]) -> SidecarState:
     """Parse the /stats of a sidecar. Missing or invalid values get their defaults."""
     clients, transfer, lookups, memory = (
         part_of(stats, name) for name in ("num_clients", "transfer", "lookups", "memory")
     )
     hits, tiers = part_of(lookups, "hit_tokens"), ("engine", "memory", *(tier.name for tier in TIERS))
     num_attached = clients.get("attached")
-    return Sidecar(
+    return SidecarState(
         reason="" if stats.get("is_ready") is True else reason_of(stats, "not_ready_reason"),
         is_attached=isinstance(num_attached, int) and num_attached > 0,
         lookups=LookupFigures(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lmcache_operator.components.engine.features.tokens import Tokens
-from lmcache_operator.contract.base import Probed, Sidecar
+from lmcache_operator.contract.base import Probed, SidecarState
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import PAGES_LABEL
 from lmcache_sidecar.config import read
@@ -86,15 +86,15 @@ def test_pods_with_tokens_have_a_label_that_monitors_skip() -> None:
 @pytest.mark.parametrize(("sidecar", "is_named"), [(TOKEN, True), ({}, False)])
 def test_condition_of_silent_sidecars_names_the_token(sidecar: dict[str, Any], is_named: bool) -> None:
     world = settled_world(sidecar=sidecar)
-    status = status_of(world, probed=Probed((Sidecar(pod="p", answers=False),), True), now=LATE)
+    status = status_of(world, probed=Probed((SidecarState(pod="p", answers=False),), True), now=LATE)
     (attached,) = (each for each in status["conditions"] if each["type"] == "SidecarAttached")
     assert attached["reason"] == "NoAnswer"
     assert "Let the operator reach port 9464" in attached["message"]
     assert ("refused its token: see the log of the sidecar" in attached["message"]) is is_named
 
 
-REQUIRED = Sidecar(pod="good", features={Tokens.name: True})
-OLD, SILENT = Sidecar(pod="old"), Sidecar(pod="silent", answers=False)
+REQUIRED = SidecarState(pod="good", features={Tokens.name: True})
+OLD, SILENT = SidecarState(pod="old"), SidecarState(pod="silent", answers=False)
 
 
 @pytest.mark.parametrize(

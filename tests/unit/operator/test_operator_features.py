@@ -9,7 +9,7 @@ from lmcache_operator.api.parse import Cluster, parse
 from lmcache_operator.components.engine import features
 from lmcache_operator.components.engine.features import FEATURES, TIERS
 from lmcache_operator.components.engine.features.base import PodFeature
-from lmcache_operator.contract.base import Sidecar
+from lmcache_operator.contract.base import SidecarState
 from lmcache_operator.contract.conditions import problem_message
 from lmcache_operator.errors import InvalidSpecError
 from tests.harness.operator_model import cluster
@@ -78,9 +78,9 @@ def test_user_can_not_replace_a_variable_of_a_feature(feature: PodFeature[Any]) 
 def test_odd_report_has_defaults(feature: PodFeature[Any], stats: dict[str, Any]) -> None:
     report = feature.read(stats)
     assert feature.steady(report, feature.absent) == report
-    sidecar = Sidecar(features={feature.name: report})
+    sidecar = SidecarState(features={feature.name: report})
     assert feature.report(sidecar) == report
-    assert feature.report(Sidecar()) == feature.absent
+    assert feature.report(SidecarState()) == feature.absent
     assert not feature.is_present(sidecar)
 
 

@@ -11,7 +11,7 @@ from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.engine.features.base import TierReport
 from lmcache_operator.components.remote.remote import Remote, why_filling, why_never_ready
 from lmcache_operator.components.remote.shards import WINDOW
-from lmcache_operator.contract.base import Context, LookupFigures, Probed, Sidecar
+from lmcache_operator.contract.base import Context, LookupFigures, Probed, SidecarState
 from lmcache_operator.errors import RefusedError
 from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.reconciler import Reconciler
@@ -21,7 +21,7 @@ from tests.harness.operator_model import NAME, NAMESPACE, UID, World, cluster
 from tests.harness.operator_shards import SECRET, SET, Rig, managed, ready_at
 
 
-def status_fields(rig: Rig, *sidecars: Sidecar, component: Any = None) -> dict[str, Any]:
+def status_fields(rig: Rig, *sidecars: SidecarState, component: Any = None) -> dict[str, Any]:
     """Status fields with these sidecars. They become part of the cluster's status."""
     component = component or Remote()
     observed = replace(rig.observed(component), probed=Probed(sidecars, is_certain=True))
@@ -32,7 +32,8 @@ def status_fields(rig: Rig, *sidecars: Sidecar, component: Any = None) -> dict[s
 
 def usage(rig: Rig, *counts: tuple[int, int]) -> dict[str, Any]:
     sidecars = [
-        Sidecar(features={"remote": TierReport(used_bytes=used, evicted=evicted)}) for used, evicted in counts
+        SidecarState(features={"remote": TierReport(used_bytes=used, evicted=evicted)})
+        for used, evicted in counts
     ]
     remote = status_fields(rig, *sidecars).get("remote", {})
     return {name: remote[name] for name in ("usedBytes", "evicted") if name in remote}
@@ -89,7 +90,7 @@ def test_tier_without_engines_reports_usage_of_referring_clusters():
 
 def test_hit_percentages_are_reported_by_tier():
     def hits(*counts: LookupFigures, **features: Any) -> Any:
-        sidecars = [Sidecar(lookups=counters, features=features) for counters in counts]
+        sidecars = [SidecarState(lookups=counters, features=features) for counters in counts]
         return status_fields(rig, *sidecars, component=Engine()).get("hitPercent")
 
     rig = Rig.settled()

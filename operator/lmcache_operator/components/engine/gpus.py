@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.components.engine.kinds import kind_of
-from lmcache_operator.contract.base import Sidecar
+from lmcache_operator.contract.base import SidecarState
 from lmcache_operator.contract.conditions import Problem, problem_message
 from lmcache_operator.specs import Object, names
 
@@ -94,7 +94,7 @@ def sidecar_env(transfer: Transfer) -> dict[str, str]:
     return {"NVIDIA_VISIBLE_DEVICES": "void"}
 
 
-def transfer_in_use(fields: Mapping[str, Any], sidecars: Sequence[Sidecar]) -> Object:
+def transfer_in_use(fields: Mapping[str, Any], sidecars: Sequence[SidecarState]) -> Object:
     """``status.transfer`` corrected by the sidecars' reports; the message quotes the first that cannot copy.
 
     Sidecars whose engine does not serve yet are left out: their GPU readers may still be starting.

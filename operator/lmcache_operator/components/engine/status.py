@@ -9,7 +9,7 @@ from lmcache_operator.components.engine.features import FEATURES, TIERS
 from lmcache_operator.components.engine.features.tokens import silence_remedy
 from lmcache_operator.components.engine.gpus import transfer_in_use, transfer_problems
 from lmcache_operator.components.figures import SHARE_POINTS, percent_of, steady_figures, summable
-from lmcache_operator.contract.base import ComponentStatus, Observed, Plan, Sidecar
+from lmcache_operator.contract.base import ComponentStatus, Observed, Plan, SidecarState
 from lmcache_operator.contract.conditions import (
     Condition,
     Problem,
@@ -174,7 +174,7 @@ def _sidecar_conditions(observed: Observed, plan: Plan) -> dict[str, Condition]:
     return conditions
 
 
-def _attached(sidecars: Sequence[Sidecar], remedy: str) -> Condition:
+def _attached(sidecars: Sequence[SidecarState], remedy: str) -> Condition:
     """Whether engines use their sidecars. A message quotes the first sidecar that has the problem.
 
     ``remedy``: what to do if sidecars do not answer.

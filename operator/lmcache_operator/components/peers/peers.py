@@ -16,7 +16,7 @@ from typing import NamedTuple
 import yaml
 
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.api.tiers import PeersTier
+from lmcache_operator.api.tiers import PeersTierSpec
 from lmcache_operator.contract.base import Component, ComponentStatus, Context, Observed, Plan
 from lmcache_operator.contract.conditions import Problem
 from lmcache_operator.pods.differences import differences
@@ -128,7 +128,7 @@ def _objects(cluster: Cluster, pods: Sequence[_Pods]) -> list[Object]:
     ]
 
 
-def _certificate(cluster: Cluster, peers: PeersTier) -> Iterator[Object]:
+def _certificate(cluster: Cluster, peers: PeersTierSpec) -> Iterator[Object]:
     if peers.tls and (issuer := peers.tls.issuer_ref):
         host = names.engine_host(cluster.name, cluster.namespace)
         spec = stateful.certificate(issuer, host, names.peers_certificate(cluster))

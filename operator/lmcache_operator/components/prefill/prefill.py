@@ -14,7 +14,7 @@ from lmcache_operator.api import KIND
 from lmcache_operator.api.naming import prefill_name
 from lmcache_operator.api.parse import EVENTS_FOR, Cluster, parse, written
 from lmcache_operator.api.tiers import ClusterRef, Tiers
-from lmcache_operator.api.types import Engine as EngineSpec
+from lmcache_operator.api.types import EngineSpec
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.router.router import had_prefill_pods
 from lmcache_operator.components.traffic import from_pods

@@ -15,7 +15,7 @@ from functools import partial
 from lmcache_operator.api.parse import Cluster, declared
 from lmcache_operator.api.tiers import MAX_SHARDS, ManagedRemote
 from lmcache_operator.components.engine.features.base import TierReport
-from lmcache_operator.components.engine.features.remote import RemoteTier
+from lmcache_operator.components.engine.features.remote import RemoteFeature
 from lmcache_operator.components.figures import steady_figures
 from lmcache_operator.components.images import default_image, recorded
 from lmcache_operator.components.remote.pod import pod_template, speaks_tls
@@ -201,7 +201,7 @@ def _usage(observed: Observed) -> Object:
     All sidecars use the same servers, and so do those of other clusters that refer to them. A sidecar may not
     be allowed to ask a server, so the largest figure counts.
     """
-    reports = list(map(RemoteTier().report, observed.probed.sidecars if observed.probed else ()))
+    reports = list(map(RemoteFeature().report, observed.probed.sidecars if observed.probed else ()))
     # Figures of a cluster without ready engines are old.
     users = (user for user in observed.users if dig(user, "status", "readyReplicas"))
     for figures in (dig(user, "status", "remote") or {} for user in users):

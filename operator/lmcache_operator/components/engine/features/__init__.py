@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from lmcache_operator.components.engine.features.base import PodFeature
-from lmcache_operator.components.engine.features.disk import Disk
+from lmcache_operator.components.engine.features.disk import DiskFeature
 from lmcache_operator.components.engine.features.encryption import Encryption
-from lmcache_operator.components.engine.features.peers import PeersTier
+from lmcache_operator.components.engine.features.peers import PeersFeature
 from lmcache_operator.components.engine.features.pinning import Pinning
-from lmcache_operator.components.engine.features.remote import RemoteTier
+from lmcache_operator.components.engine.features.remote import RemoteFeature
 from lmcache_operator.components.engine.features.tenants import TenantBudgets
 from lmcache_operator.components.engine.features.tokens import Tokens
 
@@ -18,9 +18,9 @@ _Value = TypeVar("_Value")
 _Key = TypeVar("_Key")
 
 FEATURES: tuple[PodFeature[Any], ...] = (
-    RemoteTier(),
-    Disk(),
-    PeersTier(),
+    RemoteFeature(),
+    DiskFeature(),
+    PeersFeature(),
     Pinning(),
     Encryption(),
     Tokens(),

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.types import Spec
-from lmcache_operator.contract.base import Observed, Plan, Sidecar
+from lmcache_operator.contract.base import Observed, Plan, SidecarState
 from lmcache_operator.contract.conditions import Condition, former_conditions
 from lmcache_operator.specs import Object, names
 from lmcache_store.common.text import plain
@@ -130,16 +130,16 @@ class PodFeature(Generic[Report]):
         steady: Report = steady_texts(report, former, self.quoted)
         return steady
 
-    def report(self, sidecar: Sidecar) -> Report:
+    def report(self, sidecar: SidecarState) -> Report:
         """The report of a sidecar on this feature."""
         report: Report = sidecar.features.get(self.name, self.absent)
         return report
 
-    def is_present(self, sidecar: Sidecar) -> bool:
+    def is_present(self, sidecar: SidecarState) -> bool:
         """Whether a sidecar has this tier."""
         return False
 
-    def condition(self, observed: Observed, sidecars: Sequence[Sidecar]) -> Condition | None:
+    def condition(self, observed: Observed, sidecars: Sequence[SidecarState]) -> Condition | None:
         """The condition that follows from the sidecars' reports; None: none."""
         return None
 
@@ -173,7 +173,7 @@ class TierReport(NamedTuple):
     """Values that the servers of the remote tier evicted."""
 
 
-class LowerTier(PodFeature[TierReport]):
+class LowerTierFeature(PodFeature[TierReport]):
     """The disk tier or the remote tier."""
 
     is_tier = True
@@ -188,11 +188,11 @@ class LowerTier(PodFeature[TierReport]):
         is_known = isinstance(is_reachable, bool)
         return TierReport(is_reachable if is_known else None, reason_of(part, "off_reason"), *counts)
 
-    def is_present(self, sidecar: Sidecar) -> bool:
+    def is_present(self, sidecar: SidecarState) -> bool:
         """Whether a sidecar has the tier."""
         return self.report(sidecar).is_reachable is not None
 
-    def lost(self, sidecars: Sequence[Sidecar]) -> list[tuple[str, str]]:
+    def lost(self, sidecars: Sequence[SidecarState]) -> list[tuple[str, str]]:
         """Pods whose tier is not in use, and the reasons."""
         reports = ((sidecar.pod, self.report(sidecar)) for sidecar in sidecars)
         return [(pod, report.reason) for pod, report in reports if report.is_reachable is False]

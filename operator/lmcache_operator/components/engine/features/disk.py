@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, Final
 
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.api.tiers import DiskTier
-from lmcache_operator.components.engine.features.base import LowerTier, Volume
-from lmcache_operator.contract.base import Observed, Sidecar
+from lmcache_operator.api.tiers import DiskTierSpec
+from lmcache_operator.components.engine.features.base import LowerTierFeature, Volume
+from lmcache_operator.contract.base import Observed, SidecarState
 from lmcache_operator.contract.conditions import Condition, failure_of
 from lmcache_operator.pods.resize import named_sidecar
 from lmcache_operator.specs import Object, paths
@@ -17,7 +17,7 @@ from lmcache_store.common.units import format_mebibytes
 _SIZE: Final = "LMCACHE_DISK_SIZE"
 
 
-class Disk(LowerTier):
+class DiskFeature(LowerTierFeature):
     """The disk tier of an engine pod."""
 
     name = "disk"
@@ -42,7 +42,7 @@ class Disk(LowerTier):
         """Whether the size in the sidecar's environment differs from the template's."""
         return _size(pod) != _size(template)
 
-    def condition(self, observed: Observed, sidecars: Sequence[Sidecar]) -> Condition | None:
+    def condition(self, observed: Observed, sidecars: Sequence[SidecarState]) -> Condition | None:
         """Whether all disk tiers are in use; None: no sidecar has one."""
         number = sum(map(self.is_present, sidecars))
         message = f"All {number} disk tiers are in use."
@@ -56,7 +56,7 @@ def _size(pod_or_template: Object) -> list[str]:
     return [item.get("value", "") for item in variables if item["name"] == _SIZE]
 
 
-def _ephemeral_volume(disk: DiskTier) -> Object:
+def _ephemeral_volume(disk: DiskTierSpec) -> Object:
     """A generic ephemeral volume: created for the pod, and deleted with it."""
     claim: Object = {"accessModes": ["ReadWriteOnce"]}
     claim["resources"] = {"requests": {"storage": format_mebibytes(disk.volume_bytes)}}

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.tiers import Tiers
 from lmcache_operator.components.engine.features.base import PodFeature, Volume, part_of
-from lmcache_operator.contract.base import Observed, Sidecar
+from lmcache_operator.contract.base import Observed, SidecarState
 from lmcache_operator.contract.conditions import Condition, Reason, failure_of, silence_of
 from lmcache_operator.specs import Object, names, paths
 from lmcache_operator.specs.merge import dig
@@ -64,7 +64,7 @@ class Encryption(PodFeature[_Problems]):
         parts = {tier: part for tier in OPTIONS if (part := part_of(stats, tier))}
         return {tier: _problem(part) for tier, part in parts.items()}
 
-    def condition(self, observed: Observed, sidecars: Sequence[Sidecar]) -> Condition | None:
+    def condition(self, observed: Observed, sidecars: Sequence[SidecarState]) -> Condition | None:
         """Whether sidecars encrypt the rows of all tiers whose encryption the spec asks for.
 
         None: the spec asks for no encryption, or no sidecar runs.
@@ -122,7 +122,7 @@ def mounted_secrets(pod: Object, sidecar_names: Container[str] = (names.SIDECAR,
     return secrets
 
 
-_Reports = Sequence[tuple[Sidecar, _Problems]]
+_Reports = Sequence[tuple[SidecarState, _Problems]]
 
 
 def _invalid(wanted: _Secrets, mounted: Mapping[str, _Secrets], reports: _Reports) -> Condition | None:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from lmcache_operator.api.parse import Cluster, declared
 from lmcache_operator.api.types import Spec
 from lmcache_operator.components.engine.features.base import POD_NAME, PodFeature, Volume, part_of
-from lmcache_operator.contract.base import Observed, Sidecar
+from lmcache_operator.contract.base import Observed, SidecarState
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import Object, names, paths
 from lmcache_operator.specs.cluster_refs import referred, why_no_peers
@@ -21,7 +21,7 @@ from lmcache_operator.specs.merge import dig
 _FIELD = "tiers.peers"
 
 
-class PeersTier(PodFeature[bool]):
+class PeersFeature(PodFeature[bool]):
     """The peers tier of an engine pod. The report says whether a sidecar can read other pods' memory."""
 
     name = "peers"
@@ -101,6 +101,6 @@ class PeersTier(PodFeature[bool]):
         """Whether ``/stats`` has a part about the tier."""
         return bool(part_of(stats, self.name))
 
-    def is_present(self, sidecar: Sidecar) -> bool:
+    def is_present(self, sidecar: SidecarState) -> bool:
         """Whether a sidecar can read the memory tiers of other pods."""
         return self.report(sidecar)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lmcache_operator.components.engine.features.base import PodFeature, count_of, part_of
-from lmcache_operator.contract.base import Observed, Sidecar
+from lmcache_operator.contract.base import Observed, SidecarState
 from lmcache_operator.contract.conditions import Condition, failure_of
 from lmcache_store.common.text import plain
 
@@ -36,7 +36,7 @@ class Pinning(PodFeature[PinReport]):
         is_pinned = any(map(count_of, part_of(transfer, "pinned_bytes").values()))
         return PinReport(True if is_pinned else None)
 
-    def condition(self, observed: Observed, sidecars: Sequence[Sidecar]) -> Condition | None:
+    def condition(self, observed: Observed, sidecars: Sequence[SidecarState]) -> Condition | None:
         """Whether CUDA has pinned the memory tiers; None: no sidecar reports it, such as without GPUs."""
         reports = [(sidecar.pod, self.report(sidecar)) for sidecar in sidecars]
         number = sum(report.is_pinned is not None for _, report in reports)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.components.engine.features.base import LowerTier, Volume, secret_source
-from lmcache_operator.contract.base import Observed, Sidecar
+from lmcache_operator.components.engine.features.base import LowerTierFeature, Volume, secret_source
+from lmcache_operator.contract.base import Observed, SidecarState
 from lmcache_operator.contract.conditions import Condition, failure_of
 from lmcache_operator.specs import Object, names, paths
 
 
-class RemoteTier(LowerTier):
+class RemoteFeature(LowerTierFeature):
     """The remote tier of an engine pod."""
 
     name = "remote"
@@ -65,7 +65,7 @@ class RemoteTier(LowerTier):
             source = secret_source(auth.name, password=auth.password_key, username=auth.username_key)
             yield Volume("remote-auth", paths.REMOTE_AUTH_DIR, source)
 
-    def condition(self, observed: Observed, sidecars: Sequence[Sidecar]) -> Condition | None:
+    def condition(self, observed: Observed, sidecars: Sequence[SidecarState]) -> Condition | None:
         """Whether all sidecars reach the remote tier; None: no sidecar has one."""
         number, total = sum(map(self.is_present, sidecars)), len(sidecars)
         problem = "sidecars cannot reach the remote tier"

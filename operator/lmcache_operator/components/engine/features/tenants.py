@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Final, NamedTuple
 import yaml
 
 from lmcache_operator.api.parse import Cluster
-from lmcache_operator.api.tenants import Tenant, Tenants
+from lmcache_operator.api.tenants import TenantSpec, TenantsSpec
 from lmcache_operator.components.engine.features.base import PodFeature, Volume, count_of, part_of
 from lmcache_operator.components.figures import SHARE_POINTS, percent_of, steady_figures, summable
-from lmcache_operator.contract.base import Observed, Plan, Sidecar
+from lmcache_operator.contract.base import Observed, Plan, SidecarState
 from lmcache_operator.contract.conditions import Condition, failure_of, former_conditions, silence_of
 from lmcache_operator.specs import Object, paths
 from lmcache_operator.specs.merge import dig
@@ -170,7 +170,7 @@ class TenantBudgets(PodFeature[TenantsReport]):
         return {"tenants": [{"name": name, **figures[name]} for name in ordered]}
 
 
-def _file(tenants: Tenants) -> str:
+def _file(tenants: TenantsSpec) -> str:
     default: Object = {
         "memoryPercent": tenants.default.memory_percent,
         "minMemoryPercent": 0,
@@ -181,7 +181,7 @@ def _file(tenants: Tenants) -> str:
     return str(yaml.safe_dump(content, sort_keys=False))
 
 
-def _entry(tenant: Tenant) -> Object:
+def _entry(tenant: TenantSpec) -> Object:
     ref = tenant.salt_secret_ref
     file = f"{paths.SALTS_DIR}/{ref.name}/{ref.key}" if ref else ""
     return {
@@ -207,7 +207,7 @@ def _of_tenant(reports: Sequence[TenantsReport], name: str) -> Object:
     return {field: percent_of(part, whole) for field, (part, whole) in shares.items() if whole}
 
 
-_Reports = Sequence[tuple[Sidecar, TenantsReport]]
+_Reports = Sequence[tuple[SidecarState, TenantsReport]]
 
 
 def _judged(reports: _Reports, digest: str) -> Condition:

@@ -8,7 +8,7 @@ from typing import Any
 from lmcache_operator.api.parse import Cluster
 from lmcache_operator.api.types import TOKEN
 from lmcache_operator.components.engine.features.base import PodFeature, Volume
-from lmcache_operator.contract.base import Observed, Sidecar
+from lmcache_operator.contract.base import Observed, SidecarState
 from lmcache_operator.contract.conditions import Condition, failure_of, silence_of
 from lmcache_operator.pods.resize import named_sidecar
 from lmcache_operator.specs import Object, names, paths
@@ -51,7 +51,7 @@ class Tokens(PodFeature[bool]):
         """Whether the sidecar asks for tokens."""
         return stats.get("http_authentication") == TOKEN
 
-    def condition(self, observed: Observed, sidecars: Sequence[Sidecar]) -> Condition | None:
+    def condition(self, observed: Observed, sidecars: Sequence[SidecarState]) -> Condition | None:
         """Whether all sidecars ask for tokens, as the spec wants. None: it does not, or no sidecar runs."""
         if not _is_wanted(observed.resource) or not sidecars:
             return None
