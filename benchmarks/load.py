@@ -101,9 +101,9 @@ def hot(folder: Path) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
         EngineProcess(
             folder / "with", connector_config(sidecar.socket_path), enable_prefix_caching=True
         ) as engine,
-        EngineProcess(folder / "without", enable_prefix_caching=True) as bare,
+        EngineProcess(folder / "without", enable_prefix_caching=True) as reference,
     ):
-        engines = {"with": engine.wait_ready(), "without": bare.wait_ready()}
+        engines = {"with": engine.wait_ready(), "without": reference.wait_ready()}
         for each in engines.values():
             each.stop_hashing_kv()
             each.generate(new_prompt(HOT_TOKENS), max_tokens=1)

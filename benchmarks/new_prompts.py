@@ -36,7 +36,7 @@ NICENESS = 10
 processor time, and Redis runs on another node."""
 
 WAYS = {"memory": "memory tier", "Redis": "written through to Redis"}
-BARE = "no connector"
+NO_CONNECTOR = "no connector"
 
 Seconds = dict[str, list[float]]
 
@@ -89,7 +89,7 @@ class Measured(NamedTuple):
 
     @classmethod
     def empty(cls) -> Measured:
-        samples: list[Seconds] = [{name: [] for name in (BARE, *WAYS)} for _ in cls._fields]
+        samples: list[Seconds] = [{name: [] for name in (NO_CONNECTOR, *WAYS)} for _ in cls._fields]
         return cls(*samples)
 
 
@@ -124,7 +124,7 @@ def pods(folder: Path, layout: Layout) -> Iterator[dict[str, Pod]]:
             return stack.enter_context(process)
 
         started = {
-            BARE: Pod(engine("bare", None)),
+            NO_CONNECTOR: Pod(engine("bare", None)),
             "memory": Pod(engine("memory", memory), memory),
             "Redis": Pod(engine("redis", written), written, redis),
         }
@@ -165,11 +165,13 @@ def conditions(layout: Layout, measured: Measured) -> str:
 def figures(layout: Layout, measured: Measured) -> Iterator[Figure]:
     """Yield throughput and processor time, as shares of those of an engine with no connector."""
     for way, what in WAYS.items():
-        speed = paired(measured.wall[BARE], measured.wall[way])
+        speed = paired(measured.wall[NO_CONNECTOR], measured.wall[way])
         label = f"throughput of new prompts, cores {layout.name}, {what}"
         yield at_least(label, speed, "%", 97) if layout.name == "apart" else of(label, speed, "%")
         yield of(
-            "    CPU seconds of the engine", paired(measured.engine_cpu[way], measured.engine_cpu[BARE]), "%"
+            "    CPU seconds of the engine",
+            paired(measured.engine_cpu[way], measured.engine_cpu[NO_CONNECTOR]),
+            "%",
         )
 
 

@@ -115,12 +115,12 @@ async def rounds(
     readers = {name: Sidecar(tier) for name, tier in tiers.items()}
     for sidecar in (*writers.values(), *readers.values()):
         await sidecar.store.adopt()
-    bare = {"store": bare_store, "load": bare_load}
-    seconds = {f"{name} {operation}": list[float]() for operation in bare for name in (*tiers, "bare")}
+    loops = {"store": bare_store, "load": bare_load}
+    seconds = {f"{name} {operation}": list[float]() for operation in loops for name in (*tiers, "bare")}
     for turn in range(ROUNDS + WARM_UP):
         keys = [NAMESPACE + os.urandom(32) for _ in range(NUM_ROWS)]
         clear()
-        for operation, way in bare.items():
+        for operation, way in loops.items():
             for name in random.sample([*tiers, "bare"], len(tiers) + 1):
                 if name == "bare":
                     start = time.perf_counter()
@@ -180,14 +180,14 @@ def run() -> Report:
     figures: list[Figure] = []
     with RedisProcess() as server:
         for kind in ("unix", "tcp"):
-            bare = connect(kind, server, NUM_ROWS, ARENA_ROWS // NUM_ROWS)
+            bare_loop = connect(kind, server, NUM_ROWS, ARENA_ROWS // NUM_ROWS)
             ciphers = {"plain": None, "encrypted": cipher("remote")}
             remotes = {
                 name: RemoteTier(Address.parse(url_of(kind, server)), timeout_seconds=10, cipher=used)
                 for name, used in ciphers.items()
             }
             flush = partial(_flush, server.client)
-            figures += _figures(kind, asyncio.run(rounds(remotes, bare.store, bare.load, flush)))
+            figures += _figures(kind, asyncio.run(rounds(remotes, bare_loop.store, bare_loop.load, flush)))
             for tier in remotes.values():
                 tier.close()
     with scratch() as folder:

@@ -103,7 +103,10 @@ def interleaved(
 
 
 def measure(kind: str, server: RedisProcess) -> list[Figure]:
-    remote, bare = RemoteTier(Address.parse(url_of(kind, server)), timeout_seconds=10), connect(kind, server)
+    remote, bare_loop = (
+        RemoteTier(Address.parse(url_of(kind, server)), timeout_seconds=10),
+        connect(kind, server),
+    )
     payload, slot = memoryview(bytearray(os.urandom(SLOT_BYTES))), memoryview(bytearray(SLOT_BYTES))
     client = server.client
 
@@ -115,10 +118,10 @@ def measure(kind: str, server: RedisProcess) -> list[Figure]:
         assert loaded is not None
         assert loaded.length == SLOT_BYTES
 
-    seconds = interleaved({"bare store": bare.store, "store": store}, before=client.flushall)
+    seconds = interleaved({"bare store": bare_loop.store, "store": store}, before=client.flushall)
     store()
-    bare.store()
-    seconds |= interleaved({"bare load": bare.load, "load": load})
+    bare_loop.store()
+    seconds |= interleaved({"bare load": bare_loop.load, "load": load})
     assert slot == payload
     remote.close()
     return [figure for name in ("load", "store") for figure in _figures(kind, name, seconds)]
@@ -126,7 +129,9 @@ def measure(kind: str, server: RedisProcess) -> list[Figure]:
 
 def _figures(kind: str, name: str, seconds: dict[str, list[float]]) -> list[Figure]:
     # Ratios of neighbours in time cancel out other load on the machine.
-    ratios = [bare / ours for bare, ours in zip(seconds[f"bare {name}"], seconds[name], strict=True)]
+    ratios = [
+        bare_loop / ours for bare_loop, ours in zip(seconds[f"bare {name}"], seconds[name], strict=True)
+    ]
     rate = SLOT_BYTES / statistics.median(seconds[name]) / 1e9
     return [
         at_least(

@@ -181,8 +181,8 @@ def run() -> Report:
         held = engine.scheduler.lookup("held", [(0, names)])  # the lease prevents eviction under load
         assert held.num_leased == NUM_KEYS, held
         idle: Seconds = {}
-        with echo(engine, names) as bare:
-            calls = {**ways(engine, names), "echo": bare}
+        with echo(engine, names) as echo_call:
+            calls = {**ways(engine, names), "echo": echo_call}
             for _ in range(ROUNDS):
                 for name, call in calls.items():
                     idle.setdefault(name, []).extend(timed(call, CALLS))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import new_prompts
-from benchmarks.new_prompts import BARE, Measured, Pod, Seconds, random_tokens
+from benchmarks.new_prompts import NO_CONNECTOR, Measured, Pod, Seconds, random_tokens
 from benchmarks.report import Figure, Report, at_most, of, paired, spread
 from testing.child_process import wait_until
 from testing.engine.process import EngineProcess
@@ -85,7 +85,7 @@ class FirstTokens(NamedTuple):
         )
 
 
-def first_tokens(pod: Pod, bare: Pod, seeds: Iterable[int], samples: FirstTokens) -> None:
+def first_tokens(pod: Pod, reference: Pod, seeds: Iterable[int], samples: FirstTokens) -> None:
     """Run a prompt of each seed in all ways, and add the times to ``samples``."""
     engine, sidecar = pod.engine, pod.sidecar
     assert sidecar is not None
@@ -95,16 +95,16 @@ def first_tokens(pod: Pod, bare: Pod, seeds: Iterable[int], samples: FirstTokens
         for phase, seconds in samples.phases.get(name, {}).items():
             seconds.append(sum(engine.phases()[phase]))
 
-    for warm in (engine, bare.engine):
+    for warm in (engine, reference.engine):
         ttft(warm, prompt(WARM_SEED))
     for seed in seeds:
         tokens = prompt(seed)
         written = sidecar.stats()["remote"]["written"]
-        colds = [("bare", bare.engine), ("cold", engine)]
+        colds = [("bare", reference.engine), ("cold", engine)]
         for name, which in random.sample(colds, 2):
             measure(name, which, tokens)
         settle(sidecar, written + ROWS)
-        hits = [("own hit", bare.engine), ("memory hit", engine)]
+        hits = [("own hit", reference.engine), ("memory hit", engine)]
         for name, which in random.sample(hits, 2):
             measure(name, which, tokens, is_hit=True)
         forget_memory(engine, sidecar)
@@ -122,7 +122,7 @@ def run() -> Report:
             ):
                 if layout.name == "shared":
                     seeds = range(start * PROMPTS, (start + 1) * PROMPTS)
-                    first_tokens(pods["Redis"], pods[BARE], seeds, firsts)
+                    first_tokens(pods["Redis"], pods[NO_CONNECTOR], seeds, firsts)
                 new_prompts.measure(layout, pods, measured)
     conditions = "\n".join([_conditions(*firsts), *(new_prompts.conditions(*each) for each in throughput)])
     figures = [figure for each in throughput for figure in new_prompts.figures(*each)]

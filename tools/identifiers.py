@@ -33,6 +33,7 @@ CLIPPED = {
 VAGUE = {
     **dict.fromkeys(("one", "some", "most", "found"), "name the thing"),
     "at": "time, position, index",
+    "bare": "name what is missing",
 }
 """Words that need a noun: ``num_found`` and ``asked_at`` are clear, ``found`` and ``at`` are not."""
 SENTENCE_WORDS = frozenset(("comes", "it", "others", "own", "stays"))

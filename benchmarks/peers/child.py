@@ -53,9 +53,9 @@ class Peer:
 
     def __init__(self, version: str, script: str, *arguments: object) -> None:
         command = [environment(version), "-W", "ignore", CHILDREN / script, *map(str, arguments)]
-        bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=bare, cwd=CHILDREN
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ, cwd=CHILDREN
         )
 
     def round(self) -> dict[str, float]:

@@ -90,9 +90,9 @@ def check_same(plane: Cluster, namespace: str, manifest: Object) -> None:
     try:
         created = dry_run(plane, namespace, manifest)
     except ApiError:
-        bare = manifest | {"metadata": {"name": "llm"}}
+        unlabelled = manifest | {"metadata": {"name": "llm"}}
         with pytest.raises(ApiError):  # the pod itself is invalid, even without injection
-            dry_run(plane, namespace, bare)
+            dry_run(plane, namespace, unlabelled)
         assume(False)
     expected = injected_by_command(manifest)
     event("refused" if isinstance(expected, str) else "injected")
@@ -130,8 +130,8 @@ def test_pods_that_the_command_refuses_are_created_unchanged_with_the_reason(pla
     assert outcome(created) == injected_by_command(manifest)
     assert str(outcome(created)).startswith(f"refused: {path}: ")
     assert sentence in str(outcome(created))
-    bare = dry_run(plane, home, manifest | {"metadata": {"name": "llm"}})
-    assert created["spec"] == bare["spec"]
+    unlabelled = dry_run(plane, home, manifest | {"metadata": {"name": "llm"}})
+    assert created["spec"] == unlabelled["spec"]
 
 
 def test_deployment_pods_are_injected_and_run(plane, home):

@@ -135,8 +135,8 @@ def _is_same(old: Any, new: Any, name: str, absolute: float) -> bool:
     if name in _EXACT:
         return bool(old == new)
     texts = str(old), str(new)
-    bare = [_FIGURE.sub("0", text) for text in texts]
-    if bare[0] != bare[1] or name in _IGNORED_FIGURES:
-        return bare[0] == bare[1]
+    masked = [_FIGURE.sub("0", text) for text in texts]
+    if masked[0] != masked[1] or name in _IGNORED_FIGURES:
+        return masked[0] == masked[1]
     figures = zip(*([float(figure) for figure in _FIGURE.findall(text)] for text in texts), strict=True)
     return all(math.isclose(*pair, rel_tol=_RELATIVE_CHANGE, abs_tol=absolute) for pair in figures)

@@ -205,9 +205,9 @@ def child(
 def hashed(rendered: Object) -> Object:
     """A copy of an object with the annotation ``RENDERED_HASH``, a hash of everything else in it."""
     annotations = {key: value for key, value in annotations_of(rendered).items() if key != RENDERED_HASH}
-    bare = rendered | {"metadata": rendered["metadata"] | {"annotations": annotations}}
-    annotations = annotations | {RENDERED_HASH: digest(bare)}
-    return bare | {"metadata": bare["metadata"] | {"annotations": annotations}}
+    unhashed = rendered | {"metadata": rendered["metadata"] | {"annotations": annotations}}
+    annotations = annotations | {RENDERED_HASH: digest(unhashed)}
+    return unhashed | {"metadata": unhashed["metadata"] | {"annotations": annotations}}
 
 
 def digest(value: Any) -> str:

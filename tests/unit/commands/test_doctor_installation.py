@@ -35,8 +35,9 @@ INJECTED = {
     "metadata": {"name": "pod-0", "labels": {"lmcache.io/inject": "demo"}},
     "spec": {"initContainers": [{"name": "lmcache-sidecar"}], "containers": [{"name": "c"}]},
 }
-BARE = INJECTED | {"spec": {"containers": [{"name": "c"}]}}
-STRANGER = BARE | {"metadata": {"name": "pod-1", "labels": {"lmcache.io/inject": "nobody"}}}
+UNCACHED = INJECTED | {"spec": {"containers": [{"name": "c"}]}}
+NO_CACHE = listing(UNCACHED)
+STRANGER = UNCACHED | {"metadata": {"name": "pod-1", "labels": {"lmcache.io/inject": "nobody"}}}
 
 
 def old_definition() -> ApiAnswer:
@@ -78,12 +79,13 @@ def test_healthy_installation_has_no_problem():
         ({"user_rights": dict.fromkeys(USER_RIGHTS)}, "userRights", UNKNOWN, "did not answer in time"),
         ({"operator_rights": NO_SECRETS}, "operatorRights", FAILURE, "create secrets"),
         ({"operator_rights": {}, "operator_rights_problem": FORBIDDEN}, "operatorRights", UNKNOWN, "things"),
-        ({"injected_pods": listing(BARE), "policies": MISSING}, "injectionPolicy", FAILURE, "have no effect"),
-        ({"injected_pods": listing(BARE), "policies": listing()}, "injectionPolicy", FAILURE, "is missing"),
-        ({"injected_pods": listing(BARE), "bindings": listing()}, "injectionPolicy", FAILURE, "is missing"),
-        ({"injected_pods": listing(BARE), "bindings": FORBIDDEN}, "injectionPolicy", UNKNOWN, "list things"),
+        ({"injected_pods": NO_CACHE, "policies": MISSING}, "injectionPolicy", FAILURE, "have no effect"),
+        ({"injected_pods": NO_CACHE, "policies": listing()}, "injectionPolicy", FAILURE, "is missing"),
+        ({"injected_pods": NO_CACHE, "bindings": listing()}, "injectionPolicy", FAILURE, "is missing"),
+        ({"injected_pods": NO_CACHE, "bindings": FORBIDDEN}, "injectionPolicy", UNKNOWN, "list things"),
         ({"injected_pods": FORBIDDEN}, "injectionPolicy", UNKNOWN, "list things"),
-        ({"injected_pods": listing(STRANGER, BARE)}, "injectionNames", FAILURE, "nobody that does not exist"),
+        ({"injected_pods": listing(STRANGER, UNCACHED)}, "injectionNames", FAILURE,
+         "nobody that does not exist"),
     ],
 )  # fmt: skip
 def test_fault_is_found_and_nothing_else(changes, check, level, text):

@@ -63,19 +63,19 @@ class Injection(Component):
         Pods without a cache still serve, so neither makes the cluster unready.
         """
         pods = [pod for pod in observed.foreign_pods if not _is_ending(pod)]
-        bare = [pod for pod in pods if not has_cache(pod)]
-        summary = f"{len(pods) - len(bare)} of {len(pods)} labelled pods have the cache" if pods else ""
+        uncached = [pod for pod in pods if not has_cache(pod)]
+        summary = f"{len(pods) - len(uncached)} of {len(pods)} labelled pods have the cache" if pods else ""
         stuck = tuple(_stuck(observed, [pod for pod in pods if has_cache(pod)]))
-        if not bare:
+        if not uncached:
             return ComponentStatus(summary=summary, degraded=stuck)
         problem = f"pods labelled {names.INJECT_LABEL}={observed.name} have no cache"
         message = problem_message(
-            problem, [(pod["metadata"]["name"], _why_bare(pod)) for pod in bare], len(pods)
+            problem, [(pod["metadata"]["name"], _reason(pod)) for pod in uncached], len(pods)
         )
         return ComponentStatus(summary=summary, degraded=(*stuck, Problem("PodsWithoutCache", message)))
 
 
-def _why_bare(pod: Object) -> str:
+def _reason(pod: Object) -> str:
     return plain(names.annotations_of(pod).get(OUTCOME, _NOT_INJECTED))
 
 

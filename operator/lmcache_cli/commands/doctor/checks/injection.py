@@ -65,13 +65,13 @@ def injected_pods(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     if facts.profiles.is_known and profile not in [each["metadata"]["name"] for each in facts.profiles.items]:
         text = f"The LMCacheProfile {profile} is missing, so new pods get no cache."
         yield failure(name, text, "Check that the operator runs.", "LMCacheOperatorDown")
-    bare = [(str(pod["metadata"]["name"]), _why_bare(name, pod)) for pod in pods if not has_cache(pod)]
-    yield from grouped(bare, len(pods))
-    if not bare:
+    uncached = [(str(pod["metadata"]["name"]), _reason(name, pod)) for pod in pods if not has_cache(pod)]
+    yield from grouped(uncached, len(pods))
+    if not uncached:
         yield ok(name, f"Pods with the label that have the cache: {len(pods)}.")
 
 
-def _why_bare(name: str, pod: Object) -> Result:
+def _reason(name: str, pod: Object) -> Result:
     outcome = plain((pod["metadata"].get("annotations") or {}).get(OUTCOME))
     if outcome.startswith("refused"):
         text = f"The pod has no cache: {outcome}."
