@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lmcache_operator.components.remote.shards import Shards
+from lmcache_operator.components.remote.shards import ShardCounts
 from lmcache_operator.specs import names, paths
 from testing.child_process import ChildProcess, wait_until
 from testing.kube.api import Api, ApiError, Object
@@ -138,7 +138,7 @@ class PodShards(PodProcesses[ShardProcess]):
         except (ApiError, OSError):
             return
         text, addresses = config["data"][paths.SHARDS_FILE], self.addresses
-        shards = Shards.parse(names.annotations_of(config)[_ANNOTATION])
+        shards = ShardCounts.parse(names.annotations_of(config)[_ANNOTATION])
         are_listening = {match[1] for match in _ENDPOINT.finditer(text)} <= addresses.keys()
         if shards is None or text == self._list or not are_listening:
             return

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from lmcache_operator.autoscaling.intake import answers
-from lmcache_operator.autoscaling.intake.lookups import Answer, NoAnswer
-from lmcache_operator.autoscaling.sizing import POLL_SECONDS, Settings, Situation, Sizing
+from lmcache_operator.autoscaling.intake.lookups import NoAnswer, TimedAnswer
+from lmcache_operator.autoscaling.sizing import POLL_SECONDS, Situation, Sizing, SizingSettings
 from lmcache_operator.policy.report import Report
 from lmcache_operator.policy.tier import Prices
 from testing.workloads.closed_loop import sticky
@@ -17,7 +17,7 @@ from testing.workloads.tiers import Service
 
 START = 1_800_000_000.0
 SIZE = 64 << 30
-AUTO = Settings(SIZE, (16 << 30, 512 << 30), Prices(2.5, 0.004, 0.004), is_memory_auto=True)
+AUTO = SizingSettings(SIZE, (16 << 30, 512 << 30), Prices(2.5, 0.004, 0.004), is_memory_auto=True)
 PODS = {"uid-0": "pod-0", "uid-1": "pod-1"}
 MAX_KEYS = 64_000
 
@@ -34,7 +34,7 @@ class Loop:
     """Two pods, polled once a minute. A change of size takes effect with the next poll."""
 
     sizing: Sizing = field(default_factory=Sizing)
-    settings: Settings = AUTO
+    settings: SizingSettings = AUTO
     workload: Workload = field(default_factory=talk)
     now: float = START
     report: Report | None = None
@@ -49,13 +49,13 @@ class Loop:
         self.refusals: dict[str, NoAnswer] = {}
         self.reports: list[Report] = []
 
-    def ask(self, pod: int) -> Answer | NoAnswer:
+    def ask(self, pod: int) -> TimedAnswer | NoAnswer:
         uid = f"uid-{pod}"
         if uid in self.refusals:
             return self.refusals[uid]
         question = self.sizing.intake.question(uid)
         answer = json.loads(json.dumps(self.sidecars.samples(pod, self.now, **question)))
-        return Answer(self.now, answers.samples(answer), answers.figures(self.sidecars.stats(pod)))
+        return TimedAnswer(self.now, answers.samples(answer), answers.figures(self.sidecars.stats(pod)))
 
     def poll(self) -> None:
         self.now += POLL_SECONDS

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 from lmcache_operator.api.autoscaling import AUTO, OFF
 from lmcache_operator.api.parse import Cluster, parse
 from lmcache_operator.autoscaling.intake import answers as parsing
-from lmcache_operator.autoscaling.intake.lookups import Answer, NoAnswer
+from lmcache_operator.autoscaling.intake.lookups import NoAnswer, TimedAnswer
 from lmcache_operator.autoscaling.sizing import (
     POLL_SECONDS,
     STALE_SECONDS,
-    Settings,
     Situation,
     Sizing,
+    SizingSettings,
     UnavailableSize,
 )
 from lmcache_operator.components.autoscaling.component import saved
@@ -152,7 +152,7 @@ class Poller:
             async with self._counting:  # clusters take turns after each slice
                 is_counted = next(slices, True)
                 await asyncio.sleep(0)
-        watched.has_answered |= any(isinstance(result, Answer) for result in results.values())
+        watched.has_answered |= any(isinstance(result, TimedAnswer) for result in results.values())
         is_new = not watched.has_answered and 0 <= now - watched.since < DECIDE_SECONDS
         if not is_new and watched.sizing.is_due(now, situation):
             former, watched.report = watched.report, watched.sizing.decide(now, situation)
@@ -169,7 +169,7 @@ class Poller:
     async def _ask(
         self, watched: _Watched, uid: str, address: str, limits: tuple[int, int],
         slots: asyncio.Semaphore, deadline: float,
-    ) -> Answer | NoAnswer:  # fmt: skip
+    ) -> TimedAnswer | NoAnswer:  # fmt: skip
         """Ask one sidecar until ``deadline``, a time of the event loop.
 
         Args:
@@ -189,7 +189,7 @@ class Poller:
                         samples = parsing.samples(answer, limits[not is_known])
                         answer = None  # frees its memory while the second request waits
                         if (figures := await self._sidecars.read(address, cluster)) is not None:
-                            return Answer(time, samples, parsing.figures(figures))
+                            return TimedAnswer(time, samples, parsing.figures(figures))
                 except parsing.InvalidAnswerError as error:
                     return NoAnswer(plain(str(error), 200), position)
         return NoAnswer("its sidecar does not answer")
@@ -205,7 +205,7 @@ def _has_changed(former: Report | None, report: Report) -> bool:
 def _situation(cluster: Cluster, observed: Mapping[str, Observed]) -> Situation:
     scaling, managed = cluster.spec.autoscaling, cluster.spec.tiers.managed
     is_auto, declared = scaling.mode == AUTO, cluster.memory.num_bytes
-    settings = Settings(
+    settings = SizingSettings(
         declared,
         scaling.memory_bounds(declared),
         Prices(*scaling.prices.usd_per_hour),

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any, NamedTuple
 
-from lmcache_operator.autoscaling.intake.lookups import Intake, Pod
+from lmcache_operator.autoscaling.intake.lookups import Intake, PolledPod
 from lmcache_operator.policy.decide import DAY_HALF_LIFE, DECIDE_SECONDS, decide, points
 from lmcache_operator.policy.report import MAX_STATE_BYTES, Choice, Report, Saved, tier_status
 from lmcache_operator.policy.state import Decision, Measurements, Obstacle, State
@@ -28,7 +28,7 @@ SHARD_USABLE = 0.78
 least 96 % of ``maxmemory`` is payload (docs/reference/benchmarks.md)."""
 
 
-class Settings(NamedTuple):
+class SizingSettings(NamedTuple):
     """Declared sizes, bounds and prices of a cluster. Sizes are bytes."""
 
     memory: int
@@ -52,7 +52,7 @@ class UnavailableSize(NamedTuple):
 class Situation(NamedTuple):
     """Present state of a cluster: its pods, its shards, and the obstacles to a change."""
 
-    settings: Settings
+    settings: SizingSettings
     pods: Mapping[str, str]
     """Names of the pods with a running sidecar, by uid."""
     obstacle: Obstacle | None = None
@@ -139,7 +139,8 @@ class Sizing:
 
     def decide(self, now: float, situation: Situation) -> Report:
         """Decide about all tiers, and report the results."""
-        settings, pods = situation.settings, [self.intake.pods.get(uid, Pod()) for uid in situation.pods]
+        settings = situation.settings
+        pods = [self.intake.pods.get(uid, PolledPod()) for uid in situation.pods]
         service = self._service(pods)
         autos = settings.is_memory_auto, settings.are_shards_auto
         for tier, is_auto in zip((self._memory, self._remote), autos, strict=True):
@@ -166,7 +167,7 @@ class Sizing:
                 status["remote"] = self._decide_shards(now, situation, service, pods, obstacle)
         return Report(status, self._memory.chosen, self._remote.chosen, self._state())
 
-    def _with_lower(self, traffic: Traffic, service: Service, pods: Sequence[Pod]) -> Service:
+    def _with_lower(self, traffic: Traffic, service: Service, pods: Sequence[PolledPod]) -> Service:
         """Add the hits of lower tiers, and the mean number of pods.
 
         Demand is that of a day, so the price is that of the mean number of pods in a day.
@@ -179,7 +180,7 @@ class Sizing:
         )  # fmt: skip
 
     def _decide_memory(
-        self, now: float, situation: Situation, service: Service, pods: Sequence[Pod],
+        self, now: float, situation: Situation, service: Service, pods: Sequence[PolledPod],
         obstacle: Obstacle | None,
     ) -> dict[str, Any]:  # fmt: skip
         assert self.intake.traffic is not None
@@ -212,7 +213,7 @@ class Sizing:
         return status
 
     def _decide_shards(
-        self, now: float, situation: Situation, service: Service, pods: Sequence[Pod],
+        self, now: float, situation: Situation, service: Service, pods: Sequence[PolledPod],
         obstacle: Obstacle | None,
     ) -> dict[str, Any]:  # fmt: skip
         assert self.intake.traffic is not None
@@ -244,7 +245,7 @@ class Sizing:
 
     def _common_size(self, situation: Situation) -> int:
         """Return the size that all pods report; 0 if they differ or a pod does not report one."""
-        sizes = [self.intake.pods.get(uid, Pod()).figures.size_bytes for uid in situation.pods]
+        sizes = [self.intake.pods.get(uid, PolledPod()).figures.size_bytes for uid in situation.pods]
         return sizes[0] if sizes and all(is_near(size, sizes[0]) for size in sizes) else 0
 
     def _unplaced(self, situation: Situation) -> Obstacle | None:
@@ -284,7 +285,7 @@ class Sizing:
     def _obstacle(self, now: float, situation: Situation, service: Service) -> Obstacle | None:
         if not situation.pods:
             return Obstacle("Samples", "no pod is running")
-        pods = {name: self.intake.pods.get(uid, Pod()) for uid, name in situation.pods.items()}
+        pods = {name: self.intake.pods.get(uid, PolledPod()) for uid, name in situation.pods.items()}
         silent = [name for name, pod in pods.items() if not 0 <= now - pod.answered <= STALE_SECONDS]
         if silent:
             why = f"{silent[0]}: {pods[silent[0]].problem or 'no answer'}"
@@ -301,7 +302,7 @@ class Sizing:
             return Obstacle("Samples", f"sidecars have not measured yet: {', '.join(missing)}")
         return None
 
-    def _service(self, pods: Sequence[Pod]) -> Service:
+    def _service(self, pods: Sequence[PolledPod]) -> Service:
         figures = [pod.figures for pod in pods]
         # The mean of the day matches the lookups that it prices: a pod's own figure moves with each step.
         latest = _median(pod.prefill_tokens_per_second for pod in figures)

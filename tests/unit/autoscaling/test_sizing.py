@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 
 from lmcache_operator.autoscaling.intake.lookups import NoAnswer
-from lmcache_operator.autoscaling.sizing import Settings, Situation, Sizing, UnavailableSize
+from lmcache_operator.autoscaling.sizing import Situation, Sizing, SizingSettings, UnavailableSize
 from lmcache_operator.policy.report import MAX_STATE_BYTES, Choice, Saved, restore, save
 from lmcache_operator.policy.state import Obstacle
 from lmcache_operator.policy.tier import GIB, Prices
@@ -227,7 +227,7 @@ def test_small_change_of_bounds_keeps_the_traffic():
 
 def test_state_is_small_for_any_bounds_and_stable_without_traffic():
     bounds, prices = (64 << 20, 16 << 40), Prices(2.5, 0.004, 0.004)
-    widest = Settings(SIZE, bounds, prices, shards=4, shard_bounds=(1, 64), shard_bytes=16 << 40)
+    widest = SizingSettings(SIZE, bounds, prices, shards=4, shard_bounds=(1, 64), shard_bytes=16 << 40)
     loop = Loop(settings=widest)
     loop.run(1.0)
     loop.following = Request(START + 1e9, 0, (1,))

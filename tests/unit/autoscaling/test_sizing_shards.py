@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_operator.autoscaling.sizing import Settings, Situation, Sizing, UnavailableSize
+from lmcache_operator.autoscaling.sizing import Situation, Sizing, SizingSettings, UnavailableSize
 from lmcache_operator.policy.report import Choice
 from lmcache_operator.policy.state import Obstacle, Step
 from lmcache_operator.policy.tier import GIB, Prices
@@ -19,7 +19,7 @@ from tests.harness.sizing_loop import START, Loop
 
 MEMORY, SHARD = 32 << 30, 64 << 30
 PODS = {f"uid-{number}": f"pod-{number}" for number in range(4)}
-SETTINGS = Settings(
+SETTINGS = SizingSettings(
     MEMORY, (8 << 30, 128 << 30), Prices(2.5, 0.004, 0.004),
     shards=2, shard_bounds=(1, 8), shard_bytes=SHARD, are_shards_auto=True,
 )  # fmt: skip

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lmcache_operator.components.remote.pod import speaks_tls
-from lmcache_operator.components.remote.shards import WINDOW, Shards
+from lmcache_operator.components.remote.shards import WINDOW, ShardCounts
 from lmcache_operator.contract.base import Observed, Plan
 from lmcache_operator.pods.pods import is_outdated, is_ready, started_at
 from lmcache_operator.specs.names import annotations_of
@@ -119,8 +119,8 @@ class KillMachine(RuleBasedStateMachine):
         is_read = live.previous and self.rig.now < live.until
         assert max(live.current, live.previous if is_read else 0) <= self.rig.num_servers
 
-    def check_list(self) -> Shards:
-        live = Shards.parse(annotations_of(self.rig.world.objects[LIST])["lmcache.io/shards"])
+    def check_list(self) -> ShardCounts:
+        live = ShardCounts.parse(annotations_of(self.rig.world.objects[LIST])["lmcache.io/shards"])
         assert live is not None
         assert self.rig.list == (live.current, live.previous)
         # Engines remount a renamed certificate. No other change reaches them.

@@ -8,7 +8,7 @@ import yaml
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from lmcache_operator.components.remote.shards import WINDOW, Shards, next_shards
+from lmcache_operator.components.remote.shards import WINDOW, ShardCounts, next_shards
 from lmcache_sidecar.files.shards import read_shards
 from lmcache_store.tiers.remote.address import Endpoint
 
@@ -20,16 +20,18 @@ ENDPOINTS = [f"s-{number}.s.team.svc:6379" for number in range(64)]
 
 def test_window_end_beyond_the_maximum_is_shortened():
     """An operator with a slow clock took over. The previous shards are still in use."""
-    changing = next_shards(Shards(2, 4, NOON + WINDOW + SECOND), 2, ALL, NOON)
-    assert changing == Shards(2, 4, NOON + WINDOW)
+    changing = next_shards(ShardCounts(2, 4, NOON + WINDOW + SECOND), 2, ALL, NOON)
+    assert changing == ShardCounts(2, 4, NOON + WINDOW)
     assert next_shards(changing, 2, ALL, NOON + SECOND) == changing
-    assert next_shards(changing, 2, ALL, NOON + WINDOW) == Shards(2)
+    assert next_shards(changing, 2, ALL, NOON + WINDOW) == ShardCounts(2)
 
 
 @given(st.integers(1, 64), st.integers(0, 64), st.datetimes(datetime(1990, 1, 1), datetime(2100, 1, 1)))
 def test_parse_reads_written_shards(current, previous, until):
     until = until.replace(microsecond=0, tzinfo=UTC) if previous else datetime.min
-    assert Shards.parse(str(Shards(current, previous, until))) == Shards(current, previous, until)
+    assert ShardCounts.parse(str(ShardCounts(current, previous, until))) == ShardCounts(
+        current, previous, until
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,12 +42,12 @@ def test_parse_reads_written_shards(current, previous, until):
     ],
 )  # fmt: skip
 def test_parse_returns_none_for_invalid_text(text):
-    assert Shards.parse(text) is None
+    assert ShardCounts.parse(text) is None
 
 
 @given(st.integers(1, 64), st.integers(0, 64), st.sets(st.integers(0, 63)))
 def test_sidecar_reads_the_written_document(current, previous, secure):
-    document = Shards(current, previous, NOON).document(ENDPOINTS, secure, "/etc/ca")
+    document = ShardCounts(current, previous, NOON).document(ENDPOINTS, secure, "/etc/ca")
     shards_file = read_shards("f", document)
     assert shards_file.secure == {Endpoint(f"s-{n}.s.team.svc", 6379) for n in secure}
     assert shards_file.ca == ("/etc/ca" if secure else "")
@@ -55,11 +57,11 @@ def test_sidecar_reads_the_written_document(current, previous, secure):
 
 
 def test_document_names_the_shards():
-    document = Shards(1, 2, NOON).document(["a:1", "b:1"], set(), "/ca")
+    document = ShardCounts(1, 2, NOON).document(["a:1", "b:1"], set(), "/ca")
     assert yaml.load(document, yaml.BaseLoader) == {
         "current": ["a:1"], "previous": ["a:1", "b:1"], "until": "2026-01-31T12:00:00Z"
     }  # fmt: skip
-    assert yaml.safe_load(Shards(2).document(["a:1", "b:1"], {1}, "/ca")) == {
+    assert yaml.safe_load(ShardCounts(2).document(["a:1", "b:1"], {1}, "/ca")) == {
         "current": ["a:1", "b:1"], "tls": ["b:1"], "ca": "/ca"
     }  # fmt: skip
 
@@ -82,7 +84,7 @@ class ListMachine(RuleBasedStateMachine):
     @rule(seconds=st.integers(0, 1200), ready=st.sets(st.integers(0, 5)), is_forgotten=st.booleans())
     def advance(self, seconds: int, ready: set[int], is_forgotten: bool) -> None:
         self.now += timedelta(seconds=seconds)
-        live = Shards.parse(str(self.live)) if is_forgotten else self.live
+        live = ShardCounts.parse(str(self.live)) if is_forgotten else self.live
         new = next_shards(live, self.wanted, ready, self.now)
         for number in range(self.live.current, new.current):
             assert number in ready or number in range(self.live.previous)
@@ -100,7 +102,7 @@ class ListMachine(RuleBasedStateMachine):
         live = self.live
         for windows in range(3):
             live = next_shards(live, self.wanted, ALL, self.now + windows * WINDOW)
-        assert live == Shards(self.wanted)
+        assert live == ShardCounts(self.wanted)
 
 
 TestList = ListMachine.TestCase

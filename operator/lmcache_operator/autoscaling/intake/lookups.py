@@ -26,7 +26,7 @@ _KEYS_OF_A_SLICE = 1000
 """Keys fed to the curve without a pause: about 7 ms."""
 
 
-class Answer(NamedTuple):
+class TimedAnswer(NamedTuple):
     """Answer of a pod, and the time at which it arrived."""
 
     time: float
@@ -42,7 +42,7 @@ class NoAnswer(NamedTuple):
 
 
 @dataclass
-class Pod:
+class PolledPod:
     """State of one polled pod."""
 
     answered: float = -math.inf
@@ -65,7 +65,7 @@ class Intake:
 
     def __init__(self, saved_traffic: Mapping[str, Any]) -> None:
         """Start with no lookups. ``saved_traffic``: result of ``Traffic.state``, or empty."""
-        self.pods: dict[str, Pod] = {}
+        self.pods: dict[str, PolledPod] = {}
         """Polled pods by uid."""
         self.traffic: Traffic | None = None
         """Counted lookups; None before the first one."""
@@ -91,7 +91,7 @@ class Intake:
 
     def take(
         self, now: float, pods: Collection[str], bounds: tuple[float, float],
-        results: Mapping[str, Answer | NoAnswer], max_keys: int,
+        results: Mapping[str, TimedAnswer | NoAnswer], max_keys: int,
     ) -> Iterator[None]:  # fmt: skip
         """Count the answers of pods, one slice at each step. ``max_keys`` bounds the tracked keys.
 
@@ -102,9 +102,9 @@ class Intake:
             del self.pods[uid]
             if self.traffic:
                 self.traffic.curve.forget(uid)
-        answers = {uid: result for uid, result in results.items() if isinstance(result, Answer)}
+        answers = {uid: result for uid, result in results.items() if isinstance(result, TimedAnswer)}
         for uid, result in results.items():
-            pod = self.pods.setdefault(uid, Pod())
+            pod = self.pods.setdefault(uid, PolledPod())
             if isinstance(result, NoAnswer):
                 pod.problem = result.problem
                 if result.next is not None:
@@ -128,7 +128,7 @@ class Intake:
                 yield
         self._feed(batch)
 
-    def _note(self, now: float, pod: Pod, answer: Answer) -> Counts:
+    def _note(self, now: float, pod: PolledPod, answer: TimedAnswer) -> Counts:
         """Note the figures of a pod, and return by how much its counts have grown."""
         samples, former = answer.samples, pod.figures.counts
         is_known = samples.started == pod.started
@@ -146,7 +146,7 @@ class Intake:
         grown = [new - old for new, old in zip(answer.figures.counts, former, strict=True)]
         return Counts(*grown) if is_known and min(grown) >= 0 else Counts()
 
-    def _lookups(self, uid: str, answer: Answer, is_counted: bool) -> Iterator[tuple[float, Lookup]]:
+    def _lookups(self, uid: str, answer: TimedAnswer, is_counted: bool) -> Iterator[tuple[float, Lookup]]:
         samples, pod = answer.samples, self.pods[uid]
         if self.traffic and samples.namespace == self.traffic.namespace and pod.started is not None:
             for time, keys in samples.requests():

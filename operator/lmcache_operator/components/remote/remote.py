@@ -19,7 +19,7 @@ from lmcache_operator.components.engine.features.remote import RemoteFeature
 from lmcache_operator.components.figures import steady_figures
 from lmcache_operator.components.images import default_image, recorded
 from lmcache_operator.components.remote.pod import pod_template, speaks_tls
-from lmcache_operator.components.remote.shards import WINDOW, Shards, next_shards, utc
+from lmcache_operator.components.remote.shards import WINDOW, ShardCounts, next_shards, utc
 from lmcache_operator.contract.base import Component, ComponentStatus, Context, Observed, Plan
 from lmcache_operator.contract.conditions import Condition, Problem, former_conditions
 from lmcache_operator.pods.differences import differences
@@ -43,7 +43,7 @@ _AVAILABLE = "RemoteTierAvailable"
 _PATIENCE = timedelta(minutes=10)
 """Time for a new shard to become ready. Afterwards autoscaling gives up a size that it chose."""
 _SHARDS = "lmcache.io/shards"
-"""Annotation of the ConfigMap: ``Shards`` as text."""
+"""Annotation of the ConfigMap: ``ShardCounts`` as text."""
 _NOT_OF_A_POD = ("access", "image", "shards")
 _PORT = {"name": "redis", "port": names.REMOTE_PORT, "protocol": "TCP", "targetPort": "redis"}
 
@@ -71,7 +71,7 @@ class Remote(Component):
         managed = cluster.spec.tiers.managed
         if managed is None:
             return []
-        return _objects(cluster, managed, context.shard_image, Shards(cluster.num_shards), {})
+        return _objects(cluster, managed, context.shard_image, ShardCounts(cluster.num_shards), {})
 
     def plan(self, cluster: Cluster, observed: Observed, context: Context) -> Plan:
         """The steps that are due, from the list in effect and the image recorded on the StatefulSet."""
@@ -82,7 +82,7 @@ class Remote(Component):
         former = listed_shards(observed)
         if former and live and max(former.current, former.previous) > live["spec"].get("replicas", 0):
             # The operator never wrote such a list. Without this check, it would create as many servers.
-            former = Shards(live["spec"]["replicas"]) if live["spec"].get("replicas") else None
+            former = ShardCounts(live["spec"]["replicas"]) if live["spec"].get("replicas") else None
         pods = {_number(pod): pod for pod in observed.pods}
         ready = {number for number, pod in pods.items() if is_ready(pod)}
         shards = next_shards(former, cluster.num_shards, ready, observed.now)
@@ -141,10 +141,10 @@ class Remote(Component):
         yield Problem("RemoteTierNotShared", f"tiers.remote.clusterRef: {what}")
 
 
-def listed_shards(observed: Observed) -> Shards | None:
+def listed_shards(observed: Observed) -> ShardCounts | None:
     """The list of shards in effect; None: there is no valid list."""
     config = observed.children.get(Ref("ConfigMap", names.remote_name(observed.name)))
-    return Shards.parse(names.annotations_of(config).get(_SHARDS, "")) if config else None
+    return ShardCounts.parse(names.annotations_of(config).get(_SHARDS, "")) if config else None
 
 
 def why_filling(observed: Observed) -> str:
@@ -177,7 +177,7 @@ def why_never_ready(observed: Observed) -> str:
 
 
 def _progressing(
-    observed: Observed, plan: Plan, num_wanted: int, shards: Shards, num_ready: int, count: str
+    observed: Observed, plan: Plan, num_wanted: int, shards: ShardCounts, num_ready: int, count: str
 ) -> Condition:
     if num_wanted != shards.current:
         return Condition("True", "Scaling", f"Scaling to {num_wanted} shards: {count}")
@@ -228,13 +228,13 @@ def _number(pod: Object) -> int:
     return int(number) if number.isdecimal() else MAX_SHARDS
 
 
-def _num_servers(cluster: Cluster, shards: Shards) -> int:
+def _num_servers(cluster: Cluster, shards: ShardCounts) -> int:
     """Number of servers that must run: the wanted ones, and those that the list still names."""
     return max(cluster.num_shards, shards.current, shards.previous)
 
 
 def _eviction(
-    live: Object | None, observed: Observed, template: Object, shards: Shards
+    live: Object | None, observed: Observed, template: Object, shards: ShardCounts
 ) -> tuple[tuple[Object, ...], float]:
     """The pod to replace now (one or none), and the seconds until the next one may be due.
 
@@ -254,7 +254,7 @@ def _eviction(
 
 
 def _objects(
-    cluster: Cluster, managed: ManagedRemote, default: str, shards: Shards, pods: Mapping[int, Object]
+    cluster: Cluster, managed: ManagedRemote, default: str, shards: ShardCounts, pods: Mapping[int, Object]
 ) -> list[Object]:
     child, name = partial(names.child, cluster, names.REMOTE), names.remote_name(cluster.name)
     selector = names.selector(cluster.name, names.REMOTE)

@@ -22,7 +22,7 @@ nothing after adding shards, and cost more than it gained after removing shards.
 _STATE = re.compile(r"([0-9]{1,3})(?: from ([0-9]{1,3}) until (\S{1,40}))?")
 
 
-class Shards(NamedTuple):
+class ShardCounts(NamedTuple):
     """The list of shards, as two counts and a time."""
 
     current: int
@@ -36,7 +36,7 @@ class Shards(NamedTuple):
         return f"{self.current}{before}"
 
     @classmethod
-    def parse(cls, text: str) -> Shards | None:
+    def parse(cls, text: str) -> ShardCounts | None:
         """Parse the output of ``str``; None for any other text."""
         match = _STATE.fullmatch(text)
         try:
@@ -68,20 +68,20 @@ class Shards(NamedTuple):
         return text
 
 
-def next_shards(live: Shards | None, wanted: int, ready: set[int], now: datetime) -> Shards:
+def next_shards(live: ShardCounts | None, wanted: int, ready: set[int], now: datetime) -> ShardCounts:
     """The list that should be in effect now. ``ready``: numbers of the servers that are ready.
 
     Changes are made one at a time, because rows from two changes ago would be misses. New servers must be
     ready before the list names them, because rows written to a missing server are lost.
     """
     if live is None:
-        return Shards(wanted)
+        return ShardCounts(wanted)
     if live.previous and now < live.until:
         # The clock of a new leader may be behind, so bound the window. Until then all rows stay readable.
         return live._replace(until=min(live.until, (now + WINDOW).replace(microsecond=0)))
     if wanted == live.current or not set(range(live.current, wanted)) <= ready:
-        return Shards(live.current)
-    return Shards(wanted, live.current, (now + WINDOW).replace(microsecond=0))
+        return ShardCounts(live.current)
+    return ShardCounts(wanted, live.current, (now + WINDOW).replace(microsecond=0))
 
 
 def utc(time: datetime) -> str:
