@@ -1,7 +1,7 @@
-"""Refuse clipped words in the names of Python code: rule 11 of the standard.
+"""Refuse clipped words and repeated types in the names of Python code: rule 11 of the standard.
 
 A name is split at ``_`` and at capital letters. ``CLIPPED`` lists words that no name may contain, ``VAGUE``
-lists words that may not be a name on their own.
+lists words that may not be a name on their own. In the product, no two public types may have the same name.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from tools.sources import ROOT, reworded_files
+from tools.sources import PRODUCT, ROOT, python_files, reworded_files
 
 CLIPPED = {
     **dict.fromkeys(("told", "tell", "tells"), "reported, sent, send"),
@@ -44,6 +45,7 @@ ALLOWED = {
     ("sidecar", "found"): "the rows that Index.find found, a type of the arena's contracts",
 }
 """Folders and names that contain a clipped word, each with the reason why the name is right there."""
+_TYPE_NAME = re.compile(r"[A-Z]\w*[a-z]\w*")
 _WORD_START = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
@@ -90,7 +92,39 @@ def problems(path: str, text: str) -> Iterator[str]:
             yield f"{path}:{line} {name}: {reason}"
 
 
+def public_types(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of each public class and type alias at the top level of a module.
+
+    The result of a call, such as a type variable, is no alias.
+    """
+    for node in tree.body:
+        match node:
+            case ast.ClassDef(name=name):
+                pass
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if not isinstance(value, ast.Call):
+                pass
+            case ast.AnnAssign(target=ast.Name(id=name), annotation=ast.Name(id="TypeAlias")):
+                pass
+            case _:
+                continue
+        if _TYPE_NAME.fullmatch(name):
+            yield node.lineno, name
+
+
+def repeated_types(texts: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each public type whose name another type has. ``texts``: modules by path."""
+    places = defaultdict[str, list[str]](list)
+    for path, text in texts.items():
+        for line, name in public_types(ast.parse(text)):
+            places[name].append(f"{path}:{line}")
+    for name, (first, *repeated) in places.items():
+        for place in repeated:
+            yield f"{place} {name}: {first} has a type of this name: say which idea it is"
+
+
 def all_problems(files: Iterable[Path] | None = None) -> list[str]:
     """The problems of all checked folders, one line each."""
     paths = reworded_files() if files is None else files
-    return [line for path in paths for line in problems(str(path.relative_to(ROOT)), path.read_text())]
+    names = [line for path in paths for line in problems(str(path.relative_to(ROOT)), path.read_text())]
+    product = python_files(PRODUCT) if files is None else ()
+    return names + list(repeated_types({str(path.relative_to(ROOT)): path.read_text() for path in product}))

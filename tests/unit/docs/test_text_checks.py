@@ -81,6 +81,20 @@ def test_all_kinds_of_names_are_checked() -> None:
     )
 
 
+def test_two_public_types_of_one_name_are_refused() -> None:
+    allowed = "class _Job: ...\nKey = TypeVar('Key')\nROW = 2\n"
+    texts = {
+        "sidecar/a.py": allowed + "class Row:\n    class Part: ...\nPlace = tuple[int, int]\n",
+        "operator/b.py": allowed + "class Part: ...\nclass Key: ...\nRow: TypeAlias = 'int'\n",
+        "lmcache/c.py": "Place = int | str\nRow = Any\n",
+    }
+    assert list(identifiers.repeated_types(texts)) == [
+        "operator/b.py:6 Row: sidecar/a.py:4 has a type of this name: say which idea it is",
+        "lmcache/c.py:2 Row: sidecar/a.py:4 has a type of this name: say which idea it is",
+        "lmcache/c.py:1 Place: sidecar/a.py:6 has a type of this name: say which idea it is",
+    ]
+
+
 def test_sentences_of_a_page_exclude_code_tables_and_headings() -> None:
     text = (
         "# Title\n\n```sh\nmake test\n```\n\n| a | b |\n|---|---|\n| c | d |\n\nIt uses Redis 7.2. Two.\n"
