@@ -63,7 +63,7 @@ def test_manifest_follows_krews_rules_and_names_the_archive(built):
 
 def test_installed_plugin_runs_with_nothing_but_python(installed):
     shown = run(installed, sys.executable, "kubectl-lmcache", "--version")
-    assert (shown.returncode, shown.stdout, shown.stderr) == (0, "lmcache-operator 0.1.0\n", "")
+    assert (shown.returncode, shown.stdout, shown.stderr) == (0, "kubectl-lmcache 0.1.0\n", "")
     # The client and all its packages are imported before the kubeconfig is read.
     missing = run(installed, sys.executable, "kubectl-lmcache", "status", "--kubeconfig", "/missing")
     assert missing.returncode == 2
