@@ -90,10 +90,6 @@ class Resizer:
 
     def _shrink(self, wanted: int) -> bool:
         sessions, arena = self._sessions, self._arena
-        if worker := sessions.clients.first_worker_without_release_support():
-            self._wait = f"{worker}, can't release memory: upgrade its LMCache to shrink the memory tier"
-            self._end_round()
-            return False
         if sessions.store is not None:
             evicted, blocked = sessions.store.memory.vacate(arena.rows_within(wanted), _ROWS_PER_STEP)
             users = ", ".join(f"{number} {how}" for how, number in sorted(blocked.items()))

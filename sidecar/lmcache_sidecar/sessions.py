@@ -123,8 +123,6 @@ class Sessions:
             ready_rows=arena.ready_rows,
             index_offset=index_offset,
             index_buckets=index_buckets,
-            takes_pinned=True,
-            takes_times=True,
             memory_only=self._required_store.is_memory_only(client.peer.hello.namespace),
         )
 

@@ -34,7 +34,6 @@ class SessionDouble:
         self.num_handed_over = 0  # of the last lookup
         self.scheduled: list[tuple[str, int, Scheduled]] = []  # id, number of keys, report
         self.times: list[RequestTimes] = []
-        self.takes_times = True
         self.memory_only = False
         self.is_down = False
         self.is_copying = False

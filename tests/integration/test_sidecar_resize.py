@@ -95,20 +95,6 @@ def test_shrinking_waits_for_rows_in_use(sized):
         sized.settle(32)
 
 
-def test_client_that_cannot_release_memory_prevents_shrinking(sized):
-    sized.write_size("32Mi")
-    sized.settle(32)
-    with RawClient(sized.sidecar) as old:
-        old.hello.can_release_extents = False
-        next(old.open(pb.AttachRequest(hello=old.hello)))
-        sized.write_size("16Mi")
-        sized.wait_problem("can't release memory")
-        memory = sized.memory
-        assert memory["size_bytes"] == 32 * MIB
-        assert memory["usable_rows"] == memory["capacity_rows"] == memory["ready_rows"]
-    sized.settle(16)
-
-
 def test_sidecar_killed_while_shrinking_continues_after_its_restart(sized):
     sized.write_size("64Mi")
     with session_of(sized.sidecar) as session:

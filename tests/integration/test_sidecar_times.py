@@ -1,4 +1,4 @@
-"""Times of requests over the wire, with engines and sidecars of earlier versions, and in ``/metrics``."""
+"""Times of requests over the wire, and in ``/metrics``."""
 
 import json
 

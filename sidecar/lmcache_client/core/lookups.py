@@ -169,9 +169,7 @@ class LookupThread:
 
     def note_times(self, clocks: Sequence[RequestClock]) -> None:
         """Report how long requests took that were reported as scheduled. Another call carries the times."""
-        session = self._client.session
-        if session is None or session.takes_times:
-            self._queue.put(partial(self._keep_times, clocks))
+        self._queue.put(partial(self._keep_times, clocks))
 
     def close(self) -> None:
         """Let the thread serve its queue, then end and detach. Returns at once."""

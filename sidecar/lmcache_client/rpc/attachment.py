@@ -72,7 +72,6 @@ class Attachment:
         self._mapped_rows = 0
         self._drained = False
         self._round = 0  # number of the sidecar's request to give up rows, until it is answered
-        self._takes_pinned = False  # True: the sidecar understands reports of pinned memory
         self._pins: PinStatus | None = None
         self._reported_pins: PinStatus | None = None
         self._over = False
@@ -154,7 +153,6 @@ class Attachment:
         index = MappedIndex(path, first_table, num_rows, attached.index_offset, attached.index_buckets)
         with self._changed:
             self._epoch, self._column = attached.epoch, column
-            self._takes_pinned = attached.takes_pinned
         self._extend(pb.Extents(ready_rows=attached.ready_rows))
         return SidecarSession(
             channel,
@@ -227,7 +225,7 @@ class Attachment:
         return pb.Pinned(**status._asdict() | {"problem": problem})
 
     def _must_report_pins(self) -> bool:
-        return self._takes_pinned and self._pins != self._reported_pins
+        return self._epoch > 0 and self._pins != self._reported_pins
 
     def _must_release_extents(self) -> bool:
         return self._round > 0 and self._drained and self._copies.are_marked_closed
@@ -251,6 +249,5 @@ def hello_message(hello: ClientHello, client_uuid: bytes) -> pb.Hello:
         pid=os.getpid(),
         uid=os.getuid(),
         geometry=pb.Geometry(groups=groups, **geometry),
-        can_release_extents=True,
         **fields | {"role": hello.role.value},
     )

@@ -59,7 +59,7 @@ class AttachReply(_message.Message):
     def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., extents: _Optional[_Union[Extents, _Mapping]] = ..., copier: _Optional[_Union[StoreCopier, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "client_version", "client_uuid", "engine_uuid", "pid", "uid", "role", "namespace", "private_reason", "geometry", "column", "model", "transfer", "kv_bytes", "can_release_extents", "numa_nodes")
+    __slots__ = ("protocol_version", "client_version", "client_uuid", "engine_uuid", "pid", "uid", "role", "namespace", "private_reason", "geometry", "column", "model", "transfer", "kv_bytes", "numa_nodes")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     CLIENT_VERSION_FIELD_NUMBER: _ClassVar[int]
     CLIENT_UUID_FIELD_NUMBER: _ClassVar[int]
@@ -74,7 +74,6 @@ class Hello(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
-    CAN_RELEASE_EXTENTS_FIELD_NUMBER: _ClassVar[int]
     NUMA_NODES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     client_version: str
@@ -90,9 +89,8 @@ class Hello(_message.Message):
     model: str
     transfer: TransferOffer
     kv_bytes: int
-    can_release_extents: bool
     numa_nodes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, protocol_version: _Optional[int] = ..., client_version: _Optional[str] = ..., client_uuid: _Optional[bytes] = ..., engine_uuid: _Optional[bytes] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., namespace: _Optional[bytes] = ..., private_reason: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., column: _Optional[int] = ..., model: _Optional[str] = ..., transfer: _Optional[_Union[TransferOffer, _Mapping]] = ..., kv_bytes: _Optional[int] = ..., can_release_extents: bool = ..., numa_nodes: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., client_version: _Optional[str] = ..., client_uuid: _Optional[bytes] = ..., engine_uuid: _Optional[bytes] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., namespace: _Optional[bytes] = ..., private_reason: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., column: _Optional[int] = ..., model: _Optional[str] = ..., transfer: _Optional[_Union[TransferOffer, _Mapping]] = ..., kv_bytes: _Optional[int] = ..., numa_nodes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Geometry(_message.Message):
     __slots__ = ("chunk_tokens", "num_columns", "groups")
@@ -175,7 +173,7 @@ class LayerPages(_message.Message):
     def __init__(self, allocation: _Optional[int] = ..., offset: _Optional[int] = ..., page_bytes: _Optional[int] = ..., block_stride: _Optional[int] = ...) -> None: ...
 
 class Attached(_message.Message):
-    __slots__ = ("protocol_version", "server_version", "epoch", "store_copier", "copier_reason", "arena_path", "table_offset", "column_offset", "slot_bytes", "num_rows", "ready_rows", "index_offset", "index_buckets", "memory_only", "slots_per_frame", "takes_pinned", "takes_times")
+    __slots__ = ("protocol_version", "server_version", "epoch", "store_copier", "copier_reason", "arena_path", "table_offset", "column_offset", "slot_bytes", "num_rows", "ready_rows", "index_offset", "index_buckets", "memory_only", "slots_per_frame")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -191,8 +189,6 @@ class Attached(_message.Message):
     INDEX_BUCKETS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_ONLY_FIELD_NUMBER: _ClassVar[int]
     SLOTS_PER_FRAME_FIELD_NUMBER: _ClassVar[int]
-    TAKES_PINNED_FIELD_NUMBER: _ClassVar[int]
-    TAKES_TIMES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     server_version: str
     epoch: int
@@ -208,9 +204,7 @@ class Attached(_message.Message):
     index_buckets: int
     memory_only: bool
     slots_per_frame: int
-    takes_pinned: bool
-    takes_times: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., epoch: _Optional[int] = ..., store_copier: _Optional[_Union[Copier, str]] = ..., copier_reason: _Optional[str] = ..., arena_path: _Optional[str] = ..., table_offset: _Optional[int] = ..., column_offset: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., num_rows: _Optional[int] = ..., ready_rows: _Optional[int] = ..., index_offset: _Optional[int] = ..., index_buckets: _Optional[int] = ..., memory_only: bool = ..., slots_per_frame: _Optional[int] = ..., takes_pinned: bool = ..., takes_times: bool = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., epoch: _Optional[int] = ..., store_copier: _Optional[_Union[Copier, str]] = ..., copier_reason: _Optional[str] = ..., arena_path: _Optional[str] = ..., table_offset: _Optional[int] = ..., column_offset: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., num_rows: _Optional[int] = ..., ready_rows: _Optional[int] = ..., index_offset: _Optional[int] = ..., index_buckets: _Optional[int] = ..., memory_only: bool = ..., slots_per_frame: _Optional[int] = ...) -> None: ...
 
 class Extents(_message.Message):
     __slots__ = ("ready_rows", "round")

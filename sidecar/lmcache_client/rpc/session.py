@@ -99,8 +99,6 @@ class SidecarSession:
         """Index of the rows in memory, readable without a call."""
         self.memory_only = attached.memory_only
         """True if there is no lower tier: a lookup finds no more than the index shows."""
-        self.takes_times = attached.takes_times
-        """True if the sidecar understands the times of requests."""
         self.store_copier = StoreCopier(attached.store_copier == pb.COPIER_SIDECAR, attached.copier_reason)
         """The side that copies stores now. The sidecar may change this at any time."""
         self._client_uuid = client_uuid

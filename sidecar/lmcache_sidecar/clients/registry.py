@@ -190,11 +190,6 @@ class Clients:
             raise precondition("only a worker can store: this client is attached as the scheduler")
         return peer
 
-    def first_worker_without_release_support(self) -> str:
-        """Describe a worker whose version never answers a release round; empty if there is none."""
-        too_old = [worker for worker in self._workers if not worker.peer.hello.can_release_extents]
-        return "".join(f"{worker.name}, version {worker.peer.hello.client_version}" for worker in too_old[:1])
-
     def first_holder(self, round_: int) -> str:
         """Describe a client that may still use or pin memory that is not ready any more; empty: none."""
         if self.previous:

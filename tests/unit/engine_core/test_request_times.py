@@ -225,18 +225,6 @@ def test_overlapping_steps_end_in_their_order(rig):
     assert [times.first_token_seconds for times in sent(rig)] == [1.0, 2.0]
 
 
-def run_one(rig, name: str) -> None:
-    request = start(rig, rig.arrive(make_request(200, name, cache_salt=name)))
-    end_step(rig, compute(rig, request, 0))
-
-
-def test_a_sidecar_of_an_older_version_gets_no_times(rig):
-    rig.session.takes_times = False
-    run_one(rig, "r")
-    assert not sent(rig)
-    assert not rig.lookups._times
-
-
 def test_times_wait_while_the_sidecar_does_not_answer(rig, monkeypatch):
     monkeypatch.setattr("lmcache_client.core.calls.PAUSE_SECONDS", 0.0)
     request = start(rig, rig.arrive(make_request(200)))

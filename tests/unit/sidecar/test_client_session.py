@@ -158,22 +158,17 @@ def test_copy_that_was_refused_or_not_answered_keeps_the_session(client, error, 
     assert session.store_copier.is_sidecar
 
 
-@pytest.mark.parametrize("takes_pinned", [True, False], ids=["current sidecar", "older sidecar"])
-def test_pins_are_reported_only_to_a_sidecar_that_supports_them(takes_pinned):
-    """An older sidecar closes the stream when it receives an unknown message."""
+def test_pins_are_reported_once_the_sidecar_has_answered():
     stream = Attachment("", pb.Hello(), OpenCopies(lambda: None), set())
     requests = stream._requests()
     assert next(requests).WhichOneof("message") == "hello"
-    stream._takes_pinned = takes_pinned
+    stream._epoch, stream._drained = 1, True
     stream.report_pins(PinStatus(5, 2, "ü" * 300))
-    if takes_pinned:
-        assert next(requests).pinned == pb.Pinned(pinned_bytes=5, num_failures=2, problem="ü" * 256)
+    assert next(requests).pinned == pb.Pinned(pinned_bytes=5, num_failures=2, problem="ü" * 256)
     stream.cancel()
     assert not list(requests)
 
 
 def test_messages_about_released_extents_keep_their_wire_format():
-    """Engines of earlier releases send these bytes: names of fields may change, numbers and types may not."""
-    assert pb.Hello(can_release_extents=True).SerializeToString() == b"\x78\x01"
     released = pb.AttachRequest(extents_released=pb.ExtentsReleased(round=7))
     assert released.SerializeToString() == b"\x22\x02\x08\x07"

@@ -371,14 +371,13 @@ class BlockingAccess:
             num_prompt_tokens=request.num_prompt_tokens,
             num_engine_tokens=request.num_engine_tokens,
             block_tokens=size,
-            reports_times=session.takes_times,
+            reports_times=True,
         )
         self._calls.attempt(
             lambda session: session.lookup(request_id, keys, hint=True, scheduled=scheduled, timeout=left)
         )
-        if session.takes_times:
-            times = self._times(request_id, hashes)
-            self._calls.attempt(lambda session: session.release([], TIMING.lookup_seconds, [times]))
+        times = self._times(request_id, hashes)
+        self._calls.attempt(lambda session: session.release([], TIMING.lookup_seconds, [times]))
 
     def _times(self, request_id: str, hashes: Sequence[bytes]) -> RequestTimes:
         """Return the times of the lookups and loads of these pages that ended since the last report."""
