@@ -31,7 +31,6 @@ class MemoryOracleMachine(RuleBasedStateMachine):
         self.ranks = itertools.count()
         self.dropped: list[int] = []  # useless rows that wait for clients from before the restart
         self.leases: dict[tuple[bytes, str], list[KnownRow]] = {}
-        self.old_leases: dict[bytes, list[tuple[str, list[KnownRow]]]] = {}
         self.is_adopting = False
         self.generations = dict.fromkeys(range(NUM_ROWS), 0)
         self.stale: list[tuple[Slot, int, bytes]] = []

@@ -25,7 +25,7 @@ class KnownRow:
     writing: dict[int, bytes] = field(default_factory=dict)  # column -> owner
     quarantined: dict[int, bytes] = field(default_factory=dict)
     committed: set[int] = field(default_factory=set)
-    readers: int = 0  # leases, including those in quarantine
+    readers: int = 0  # leases
     pins: int = 0
     spoilt: bool = False
     sealed: bool = False

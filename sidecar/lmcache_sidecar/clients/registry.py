@@ -233,5 +233,4 @@ class Clients:
             return
         self.on_engine_dead(client.peer.engine)
         if self.memory is not None:
-            self.memory.quarantine_leases(client.peer.engine)
-            self.memory.end_lease_quarantine(client.peer.engine)
+            self.memory.end_leases(client.peer.engine)

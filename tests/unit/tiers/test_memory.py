@@ -110,9 +110,8 @@ def test_rows_of_all_leases_are_limited(tier, monkeypatch):
     assert [lookup(tier, 1, 2, request=f"r{number}").num_leased for number in range(3)] == [2, 2, 0]
     assert lookup(tier, 1, request="r3").num_leased == 1
     assert lookup(tier, 1, 2, request="r3").num_leased == 1
-    tier.quarantine_leases(ENGINE)
     assert lookup(tier, 1, request="r4").num_leased == 0
-    tier.end_lease_quarantine(ENGINE)
+    tier.end_leases(ENGINE)
     assert lookup(tier, 1, 2, request="r4").num_leased == 2
 
 

@@ -202,16 +202,9 @@ class MemoryMachine(MemoryOracleMachine):
 
     @rule(engine=st.sampled_from(ENGINES))
     def lose_engine(self, engine):
-        self.tier.quarantine_leases(engine)
+        self.tier.end_leases(engine)
         for lease_id in [lease_id for lease_id in self.leases if lease_id[0] == engine]:
-            self.old_leases.setdefault(engine, []).append((lease_id[1], self.leases.pop(lease_id)))
-
-    @rule(engine=st.sampled_from(ENGINES))
-    def end_engine_quarantine(self, engine):
-        leases = self.old_leases.pop(engine, [])
-        self.tier.end_lease_quarantine(engine)
-        for request, lease in leases:
-            self.end_lease(request, lease)
+            self.end_lease(lease_id[1], self.leases.pop(lease_id))
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
@@ -267,7 +260,6 @@ class MemoryMachine(MemoryOracleMachine):
         self.order = self.new_orders()
         self.dropped.clear()
         self.leases.clear()
-        self.old_leases.clear()
         self.is_adopting = True
         for row in sorted(self.rows.values(), key=lambda row: row.slot.row):
             row.quarantined |= row.writing

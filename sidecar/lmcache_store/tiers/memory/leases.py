@@ -6,8 +6,8 @@ rows, and must check after the copy that no slot was reused.
 A row is one chunk of one KV group. It takes one or more slots of the memory tier. A row is visible when all
 ranks have stored their part of it.
 
-When an engine is lost, one of its processes may still read leased rows. The engine's leases are then in
-**quarantine**: they protect their rows until the caller knows that no process of the engine reads them.
+When an engine is lost, one of its processes may still read leased rows. The engine's leases end only when the
+caller knows that no process of the engine reads them.
 """
 
 from __future__ import annotations
@@ -30,46 +30,33 @@ class Leases:
     """One lease per request. A leased row is not evicted."""
 
     def __init__(self, rows: MemoryRows) -> None:
-        self.quarantined: dict[bytes, list[tuple[str, dict[int, None]]]] = {}
-        """Leases in quarantine, by engine: (request, rows). They still protect their rows."""
         self._rows = rows
         self._leases: dict[LeaseId, dict[int, None]] = {}  # rows, those of the first chunks first
-        self._num_leases = self._num_rows = 0  # with those in quarantine
+        self._num_rows = 0
 
     def extend(self, lease_id: LeaseId, rows: list[int]) -> list[int]:
         """Add visible rows to a lease. Returns the leading rows that are leased now."""
         lease = self._leases.get(lease_id, {})
         leased = self._leasable(rows)
         if new := dict.fromkeys(row for row in leased if row not in lease):
-            has_room = bool(lease) or self._num_leases < MAX_LEASES
+            has_room = bool(lease) or len(self._leases) < MAX_LEASES
             if not has_room or self._num_rows + len(new) > MAX_LEASED_ROWS:
                 return list(takewhile(lease.__contains__, leased))
             self._rows.lease(new)
             self._leases[lease_id] = lease | new
-            self._num_leases += not lease
             self._num_rows += len(new)
         return leased
 
     def end(self, lease_id: LeaseId) -> None:
         """End a lease; unknown ids are ignored."""
         if lease := self._leases.pop(lease_id, None):
-            self._end(lease, lease_id[1])
+            self._rows.end_lease(lease, lease_id[1])
+            self._num_rows -= len(lease)
 
-    def quarantine(self, engine: bytes) -> None:
-        """Move the engine's leases to quarantine. Requests can no longer extend or end them."""
+    def end_all(self, engine: bytes) -> None:
+        """End the engine's leases. The caller knows that none of its clients reads a row."""
         for lease_id in [lease_id for lease_id in self._leases if lease_id[0] == engine]:
-            lease = self._leases.pop(lease_id)
-            self.quarantined.setdefault(engine, []).append((lease_id[1], lease))
-
-    def end_quarantine(self, engine: bytes) -> None:
-        """End the engine's leases in quarantine. The caller knows that none of its clients reads a row."""
-        for request, lease in self.quarantined.pop(engine, []):
-            self._end(lease, request)
-
-    def _end(self, lease: dict[int, None], request: str) -> None:
-        self._rows.end_lease(lease, request)
-        self._num_leases -= 1
-        self._num_rows -= len(lease)
+            self.end(lease_id)
 
     def _leasable(self, rows: list[int]) -> list[int]:
         leases, allocator = self._rows.lease_counts, self._rows.allocator

@@ -7,7 +7,7 @@ A row's life::
 
 **Slot reuse.** While a row is reserved, leased, pinned or in quarantine, a client may be copying its bytes.
 No other client gets such a row. The tier reuses a row only after each of its users ended its access, or is
-known to be gone. Only ``end_quarantine`` and ``end_lease_quarantine`` report that a user is gone.
+known to be gone. Only ``end_quarantine`` and ``end_leases`` report that a user is gone.
 """
 
 from __future__ import annotations

@@ -83,19 +83,14 @@ class MemoryTier(Reservations):
         """End a lease. Unknown ids are ignored."""
         self._leases.end(lease_id)
 
-    def quarantine_leases(self, engine: bytes) -> None:
-        """Quarantine the engine's leases: they still protect their rows, but can't be extended or
-        released."""
-        self._leases.quarantine(engine)
-
-    def end_lease_quarantine(self, engine: bytes) -> None:
-        """End the engine's quarantined leases: all its clients are drained or dead."""
-        self._leases.end_quarantine(engine)
+    def end_leases(self, engine: bytes) -> None:
+        """End the engine's leases: all its clients are drained or dead."""
+        self._leases.end_all(engine)
 
     @property
     def quarantined_owners(self) -> set[bytes]:
-        """Clients whose slots, and engines whose leases, are in quarantine."""
-        return self._quarantine.keys() | self._leases.quarantined.keys()
+        """Clients whose slots are in quarantine."""
+        return set(self._quarantine)
 
     # ---- for the lower tiers ----
 
