@@ -31,7 +31,7 @@ misses are samples, too.
 """
 
 from lmcache_store.curves.curve import MissRatioCurve
-from lmcache_store.curves.samples import HASHES, Lookup, SampledRequest, Sampler, merged, threshold_of
+from lmcache_store.curves.samples import HASHES, Lookup, SampledRequest, Sampler, threshold_of
 from lmcache_store.curves.stack import RecencyStack
 from lmcache_store.curves.window import Difference, Estimate, Window
 
@@ -45,6 +45,5 @@ __all__ = [
     "SampledRequest",
     "Sampler",
     "Window",
-    "merged",
     "threshold_of",
 ]

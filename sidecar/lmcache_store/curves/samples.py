@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -122,11 +121,6 @@ def _below(bound: int, keys: bytes, tiers: bytes) -> tuple[bytes, bytes]:
     chosen = [i for i, byte in enumerate(keys[:-8:8]) if byte <= first and keys[8 * i : 8 * i + 8] < low]
     chosen.append(last)
     return b"".join([keys[8 * i : 8 * i + 8] for i in chosen]), bytes([tiers[i] for i in chosen])
-
-
-def merged(streams: Iterable[Iterable[Lookup]]) -> Iterable[Lookup]:
-    """Merge the lookups of several samplers, each in the order of time, into one sequence."""
-    return heapq.merge(*streams, key=lambda lookup: lookup.time)
 
 
 def threshold_of(rate: float) -> int:

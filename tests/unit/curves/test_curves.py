@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_store.curves import HASHES, Lookup, MissRatioCurve, RecencyStack, merged
+from lmcache_store.curves import HASHES, Lookup, MissRatioCurve, RecencyStack
 from tests.harness.zipf_lookups import SIZES, num_accesses, zipf
 from tools.simulate import key_hash, stack_distances
 
@@ -191,19 +191,6 @@ def test_sampled_curves_are_close_and_their_bounds_hold():
     assert max(errors) < 0.03
     assert statistics.mean(errors) < 0.01
     assert statistics.mean(within) > 0.9
-
-
-def test_samples_of_several_processes_give_a_single_curve():
-    samples = zipf(3000, 2)
-    samples_of_processes = [
-        [lookup for lookup in samples if lookup.keys[0] % 3 == process] for process in range(3)
-    ]
-    joint, single = MissRatioCurve(800), MissRatioCurve(800)
-    joint.feed(merged(samples_of_processes))
-    single.feed(sorted(samples, key=lambda lookup: lookup.time))
-    assert joint.rate == single.rate
-    for size in SIZES:
-        assert joint.hit_ratio(size).hit_ratio == pytest.approx(single.hit_ratio(size).hit_ratio, abs=0.02)
 
 
 def test_shared_cache_counts_only_hits_beyond_the_own_caches():

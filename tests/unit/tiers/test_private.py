@@ -54,21 +54,6 @@ def test_views_stay_valid_after_close():
     assert bytes(view[:4]) == b"view"
 
 
-def test_discarded_memory_reads_zeros_and_is_writable_again():
-    arena = PrivateArena(Geometry(MIB, 2), 32)
-    for column in range(2):
-        for row in range(32):
-            arena.view(row, column)[:] = bytes([row + 1]) * MIB
-    before = resident_bytes()
-    arena.discard(8)
-    assert before - resident_bytes() > 40 * MIB
-    for column in range(2):
-        assert bytes(arena.view(7, column)) == bytes([8]) * MIB
-        assert bytes(arena.view(8, column)) == bytes(MIB)
-        arena.view(31, column)[:] = b"z" * MIB
-        assert bytes(arena.view(31, column)) == b"z" * MIB
-
-
 def test_error_reports_failed_allocation():
     with pytest.raises(ArenaError, match=r"can't allocate \d+ bytes"):
         PrivateArena(Geometry(1 << 40, 1), 1 << 10)

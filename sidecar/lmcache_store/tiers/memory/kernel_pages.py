@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmcache_store.common import numa
-from lmcache_store.common.units import round_up
 from lmcache_store.tiers.errors import ArenaError
 
 # Python's mmap module lacks these constants, or has them only in later versions.
@@ -51,14 +50,6 @@ def prefer_huge_pages(memory: NDArray[np.uint8]) -> None:
 def collapse(memory: NDArray[np.uint8]) -> None:
     """Turn populated pages into huge pages, regardless of the system's settings, as far as possible."""
     _advise(memory, _MADV_COLLAPSE)
-
-
-def discard(memory: NDArray[np.uint8]) -> None:
-    """Return the whole pages of a range of private memory to the kernel. They then read as zeros."""
-    start = round_up(memory.ctypes.data, mmap.PAGESIZE)
-    end = (memory.ctypes.data + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if start < end:
-        _libc.madvise(start, end - start, mmap.MADV_DONTNEED)
 
 
 def punch_hole(fd: int, offset: int, num_bytes: int) -> None:

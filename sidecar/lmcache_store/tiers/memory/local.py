@@ -128,8 +128,6 @@ class LocalStore:
 
         Slots beyond the new size take no payloads. Unused payloads there are evicted; call again for the
         rest.
-
-        When none are left, the arena may ``discard`` the slots from ``capacity_bytes`` on.
         """
         num_slots = num_bytes // self._slot_bytes
         if num_slots < self._num_slots:

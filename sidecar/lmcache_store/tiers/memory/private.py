@@ -11,7 +11,7 @@ from lmcache_store.common.units import ceil_div, round_up
 from lmcache_store.tiers.errors import ArenaError
 from lmcache_store.tiers.memory.allocator import SLOTS_PER_FRAME, first_slot
 from lmcache_store.tiers.memory.contracts import Geometry
-from lmcache_store.tiers.memory.kernel_pages import discard, prefer_huge_pages
+from lmcache_store.tiers.memory.kernel_pages import prefer_huge_pages
 from lmcache_store.tiers.memory.slots import SlotTable
 
 
@@ -50,13 +50,6 @@ class PrivateArena:
         slot = first_slot(row, ceil_div(self.num_rows, slots_per_frame), slots_per_frame)
         start = (column * self.num_rows + slot) * slot_bytes
         return self._data[start : start + (slot_bytes if length is None else length)].data
-
-    def discard(self, first_row: int) -> None:
-        """Return the memory from this slot on to the kernel, until it is touched again. It must be unused."""
-        for column in range(self.geometry.num_columns):
-            start = column * self.num_rows
-            rows = slice((start + first_row) * self.geometry.slot_bytes, None)
-            discard(self._data[rows][: (self.num_rows - first_row) * self.geometry.slot_bytes])
 
     def close(self) -> None:
         """Release the memory when its last view is gone."""

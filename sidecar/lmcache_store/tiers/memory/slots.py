@@ -129,11 +129,6 @@ class SlotTable:
         """Copy entries of rows ``first_row`` .. ``last_row - 1``, [num_columns, rows]."""
         return self._entries[:, first_row:last_row].copy()
 
-    def num_used(self, first_frame: int, num_frames: int) -> int:
-        """Count the rows with a used column in the frames from ``first_frame`` on, of ``num_frames``."""
-        is_used = (self._entries["state"] != SlotState.FREE).any(axis=0)
-        return int(is_used.reshape(-1, num_frames)[:, first_frame:].sum())
-
     def next_generation(self, first_generation: int) -> int:
         """Return a generation above all generations of this format, which began with ``first_generation``."""
         return next_generation(self._entries, first_generation)

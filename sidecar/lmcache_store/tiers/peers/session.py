@@ -76,7 +76,7 @@ class PeerSession:
             asked: list[ObjectId | None] = []
             for command in requests.read():
                 self._release_expired()
-                if self.is_admitted and command[0].upper() in (b"HEXISTS", b"EXISTS") and len(command) > 1:
+                if self.is_admitted and command[0].upper() == b"HEXISTS" and len(command) == 3:
                     asked.append(self._object_of(command))
                     continue
                 self._answer_asked(asked)
@@ -142,7 +142,7 @@ class PeerSession:
 
     def _object_of(self, command: Command) -> ObjectId | None:
         key = objects.parse_name(self._server.prefix, command[1])
-        field = objects.parse_field(command[2]) if len(command) > 2 else (0, None)
+        field = objects.parse_field(command[2])
         return None if key is None or field is None or field[1] is not None else ObjectId(key, field[0])
 
     def _answer_asked(self, asked: Sequence[ObjectId | None]) -> None:
