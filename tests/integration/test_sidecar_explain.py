@@ -64,7 +64,7 @@ class Answers(JsonHandler):
     ("body", "arguments", "sentence"),
     [
         (b"<html>", (), "no sidecar answers at"),
-        (b'{"version": "0.0.9"}', (), "version 0.0.9 does not count causes"),
+        (b'{"version": "0.0.9"}', (), "has no causes: it is not ready"),
         (b'{"not_ready_reason": "the disk hangs"}', (), "has no causes: the disk hangs"),
         *(
             (body, arguments, "")

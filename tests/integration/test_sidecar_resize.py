@@ -6,14 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_client.rpc.session import SidecarSession
 from lmcache_store.tiers.memory.contracts import Slot
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 from tests.harness.engine import CHUNK_BYTES, assert_stored, load, session_of, store
 from tests.harness.resized_sidecar import MIB, ResizedSidecar
-from tests.harness.wire import RawClient, make_keys
+from tests.harness.wire import make_keys
 
 
 @pytest.fixture

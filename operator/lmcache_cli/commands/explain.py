@@ -100,7 +100,7 @@ def explanation(gathered: Gathered) -> dict[str, Any]:
 def _print_tenant(gathered: Gathered, arguments: argparse.Namespace) -> None:
     """Print the causes and figures of one tenant. Raises NotFoundError for an unknown name."""
     name, known = arguments.tenant, tenants.names(gathered.stats)
-    problems = [*problems_of(gathered.pods, gathered.problems), *_without_tenants(gathered.pods)]
+    problems = problems_of(gathered.pods, gathered.problems)
     print_problems(problems)
     if not gathered.stats:
         raise NotFoundError("no sidecar answered: check that the pods of the LMCacheCluster run")
@@ -125,20 +125,7 @@ def _print_tenant(gathered: Gathered, arguments: argparse.Namespace) -> None:
 def problems_of(pods: Sequence[PodFigures], problems: Iterable[str]) -> list[str]:
     """Return the problems of all pods together, and a line for each pod that did not answer."""
     silent = [f"{pod.name}: {plain(pod.problem)}" for pod in pods if pod.problem]
-    old = [
-        f"{pod.name}: its sidecar, version {plain(pod.stats.get('version'))}, does not count causes"
-        for pod in pods
-        if pod.stats.get("is_ready") is True and "causes" not in pod.stats
-    ]
-    return [*problems, *silent, *old]
-
-
-def _without_tenants(pods: Sequence[PodFigures]) -> list[str]:
-    return [
-        f"{pod.name}: its sidecar, version {plain(pod.stats.get('version'))}, does not count by tenant"
-        for pod in pods
-        if pod.stats.get("is_ready") is True and "causes" in pod.stats and not tenants.counting([pod.stats])
-    ]
+    return [*problems, *silent]
 
 
 async def _explain_request(connected: connection.ApiConnection, arguments: argparse.Namespace) -> int:

@@ -217,7 +217,7 @@ def _pod_lines(pods: Sequence[Mapping[str, Any]], style: printing.Style, number:
                 style.paint(pod["problem"][:70], "yellow") if pod["problem"] else "in use",
             )
         )
-    yield from _titled(printing.table(rows, right=(2, 4)), style)
+    yield from style.titled(printing.table(rows, right=(2, 4)))
     if len(pods) > number:
         num_bad = sum(bool(pod["problem"]) or not pod["isReady"] for pod in ordered[number:])
         yield f"and {len(pods) - number} more pods, {num_bad} of them with a problem: --all-pods lists all"
@@ -244,7 +244,7 @@ def _tier_lines(status: Mapping[str, Any], style: printing.Style) -> Iterator[st
     computed = num_computed(status["causeTokens"])
     share = percent(computed, prompt_tokens) if prompt_tokens else "-"
     rows.append(("computed", "", "", share, printing.bar(computed / (prompt_tokens or 1), _BAR_COLUMNS), ""))
-    yield from _titled(printing.table(rows, right=(1, 2, 3)), style)
+    yield from style.titled(printing.table(rows, right=(1, 2, 3)))
     yield f"{prompt_tokens:,} tokens of prompts since the sidecars started."
     yield ""
     if status["savings"]:
@@ -260,7 +260,7 @@ def _saving_lines(savings: Mapping[str, Any], style: printing.Style) -> Iterator
         ("tiers", "", f"{-spent:+,.2f}" if spent else "0.00"),
         ("net", "", f"{savings['netUSD']:+,.2f}"),
     ]
-    yield from _titled(printing.table(rows, right=(1, 2)), style)
+    yield from style.titled(printing.table(rows, right=(1, 2)))
     if latency := savings["firstTokenSavedSeconds"]:
         p50, p95 = format_seconds(latency["p50"]), format_seconds(latency["p95"])
         yield f"A hit saves {p50} to the first token at the median, and {p95} at p95."
@@ -284,8 +284,3 @@ def _next_steps(status: Mapping[str, Any], style: printing.Style, width: int) ->
         yield style.title("WHAT TO DO NEXT")
     for step in steps:
         yield from printing.wrapped(step, width, "- ")
-
-
-def _titled(lines: Sequence[str], style: printing.Style) -> Iterator[str]:
-    yield style.title(lines[0])
-    yield from lines[1:]

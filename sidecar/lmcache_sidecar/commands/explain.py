@@ -66,7 +66,7 @@ def _explain(arguments: argparse.Namespace) -> tuple[Any, Iterator[str]]:
     if arguments.request_id is None:
         stats = ask(arguments.url, "/stats")
         if "causes" not in stats:
-            reason = stats.get("not_ready_reason") or f"version {stats.get('version')} does not count causes"
+            reason = stats.get("not_ready_reason") or "it is not ready"
             raise ExplainError(f"the sidecar at {arguments.url} has no causes: {reason}")
         price = usd_per_token([stats], Prices())
         if arguments.tenant is not None:

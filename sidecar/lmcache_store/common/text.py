@@ -27,6 +27,10 @@ class Style:
         """Return the title of a part."""
         return self.paint(text, "bold")
 
+    def titled(self, lines: Sequence[str]) -> list[str]:
+        """Return the lines of a table, the first one as its title."""
+        return [self.title(lines[0]), *lines[1:]]
+
 
 def plain(text: Any, max_characters: int = 512) -> str:
     """Return the beginning of a text as one printable line; empty for anything but a string."""

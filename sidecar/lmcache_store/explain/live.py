@@ -127,8 +127,7 @@ def pod_table(pods: Sequence[PodRow], style: Style) -> Sequence[str]:
     shown = [column for column in COLUMNS if column.name != "cluster" or has_clusters]
     rows = [_colored([column.text(pod) for column in shown], style) for pod in pods]
     right = [number for number, column in enumerate(shown) if column.is_right]
-    title, *lines = table([[column.title for column in shown], *rows], right=right)
-    return [style.title(title), *lines]
+    return style.titled(table([[column.title for column in shown], *rows], right=right))
 
 
 def _colored(row: list[str], style: Style) -> list[str]:
@@ -147,9 +146,7 @@ def tables(figures: Mapping[str, Any], style: Style) -> Iterator[str]:
         share = tokens[group] / (number or 1)
         part = percent(tokens[group], number) if number else "-"
         rows.append((about, rate(tokens[group]), part, bar(share, _BAR_COLUMNS)))
-    title, *lines = table(rows, right=(1, 2))
-    yield style.title(title)
-    yield from lines
+    yield from style.titled(table(rows, right=(1, 2)))
     yield ""
     if not figures["tiers"]:
         return
@@ -159,9 +156,7 @@ def tables(figures: Mapping[str, Any], style: Style) -> Iterator[str]:
         queues = (f"{tier['queuedLoads']:,}", f"{tier['queuedWrites']:,}") if is_lower else ("-", "-")
         traffic = gigabytes(tier["loadBytesPerSecond"]), gigabytes(tier["writeBytesPerSecond"])
         tier_rows.append((tier["name"], *traffic, *queues, _circuits(tier, style) if is_lower else "-"))
-    title, *lines = table(tier_rows, right=(1, 2, 3, 4))
-    yield style.title(title)
-    yield from lines
+    yield from style.titled(table(tier_rows, right=(1, 2, 3, 4)))
     yield ""
 
 

@@ -49,7 +49,7 @@ def request(explained: Mapping[str, Any]) -> Iterator[str]:
     request_id = explained["request_id"].encode("unicode_escape").decode()  # users of the engine choose ids
     yield f"Request {request_id}: {total:,} tokens."
     yield f"An earlier prompt began with the same {explained['common_tokens']:,} tokens."
-    if tenant := plain(explained.get("tenant")):  # empty for an older sidecar
+    if tenant := plain(explained.get("tenant")):
         yield f"Its tenant is {tenant}."
     yield from _times(explained)
     yield ""
@@ -95,7 +95,7 @@ def _saved_latency(saved: Benefit) -> str:
 
 def _times(explained: Mapping[str, Any]) -> Iterator[str]:
     """Yield how long a request took, as far as its engine reported it."""
-    if explained.get("lookup_seconds") is None:  # also of an older sidecar
+    if explained.get("lookup_seconds") is None:
         yield "Its engine has not reported how long it took."
         return
     seconds = {name: merge.count(explained.get(f"{name}_seconds")) for name in ("lookup", "wait")}

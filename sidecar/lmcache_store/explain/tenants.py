@@ -69,24 +69,14 @@ class TenantTotals(NamedTuple):
         return "Increase the tenant's minMemoryPercent, or the memory tier."
 
 
-def counting(reports: Sequence[Any]) -> list[Any]:
-    """Return the reports of sidecars that count causes by tenant. Former versions do not.
-
-    All figures are those of these sidecars: a sum over some, compared with a bound of all, would mislead."""
-    return [report for report in reports if "causes" in merge.part(report, PART)]
-
-
 def names(reports: Sequence[Any]) -> list[str]:
-    """Return the names of all tenants, `DEFAULT_NAME` first; none if no sidecar counts causes by tenant."""
-    present = {
-        name for report in counting(reports) for name in merge.part(report, PART, "bytes") if is_name(name)
-    }
+    """Return the names of all tenants, `DEFAULT_NAME` first; none if no sidecar is ready."""
+    present = {name for report in reports for name in merge.part(report, PART, "bytes") if is_name(name)}
     return sorted(present, key=lambda name: (name != DEFAULT_NAME, name))[:_MAX_NAMES]
 
 
 def tenant(reports: Sequence[Any], name: str) -> TenantTotals:
     """Return the figures of one tenant."""
-    reports = counting(reports)
     counted = {
         field: int(merge.total(reports, PART, field, name))
         for field in TenantTotals._fields
@@ -97,7 +87,7 @@ def tenant(reports: Sequence[Any], name: str) -> TenantTotals:
 
 def causes(reports: Sequence[Any], name: str) -> dict[str, Any]:
     """Return the causes of one tenant's prompt tokens; see ``merge.causes``."""
-    return merge.causes(counting(reports), PART, "causes", name)
+    return merge.causes(reports, PART, "causes", name)
 
 
 def by_name(reports: Sequence[Any]) -> list[TenantTotals]:
@@ -108,7 +98,7 @@ def by_name(reports: Sequence[Any]) -> list[TenantTotals]:
 def unknown(name: str, known: Sequence[str]) -> str:
     """Return a sentence about a name that is not among the known names."""
     if not known:
-        return "no sidecar counts causes by tenant: use a newer version of the sidecar"
+        return "no sidecar is ready, so none counts causes by tenant"
     listed = ", ".join(known)
     return (
         f"there is no tenant {name!r}: the tenants are {listed}. Requests with a salt that has no entry in "

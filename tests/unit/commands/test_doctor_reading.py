@@ -16,8 +16,7 @@ from lmcache_cli.commands.connection import ApiConnection
 from lmcache_cli.commands.doctor import view
 from lmcache_cli.commands.doctor.checks import run_checks
 from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
-from lmcache_cli.commands.doctor.pod_reading import read_engines
-from lmcache_cli.commands.doctor.reading import read_facts
+from lmcache_cli.commands.doctor.reading import read_engines, read_facts
 from lmcache_cli.commands.doctor.results import Level, Result
 from lmcache_operator.contract.conditions import runbook
 from lmcache_operator.errors import NoAnswerError, NotFoundError

@@ -128,7 +128,6 @@ def test_private_keys_are_a_failure_only_with_lower_tiers():
         ({"remote": remote(server(policy="volatile-lru"))}, "remoteSettings", FAILURE, "is volatile-lru"),
         ({"remote": remote(server(max_bytes=0))}, "remoteSettings", WARNING, "has no memory limit"),
         ({"remote": remote({"name": "a", "problem": ""})}, "remoteSettings", WARNING, "not let the sidecars"),
-        ({"remote": {"is_reachable": True}}, "remoteSettings", UNKNOWN, "earlier version"),
         ({"remote": remote(server(answer_seconds=0.2))}, "remoteLatency", WARNING, "up to 200 ms"),
         ({"peers": remote(server(problem="NO"))}, "peersReachable", WARNING,
          "from peer redis.cache:6379: NO"),

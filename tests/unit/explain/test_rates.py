@@ -107,12 +107,7 @@ def test_totals_add_up_pods_and_name_the_first_open_circuit():
     assert remote["problem"] == "refused [2J"
 
 
-def test_sidecar_that_is_not_ready_or_old_says_so():
-    traffic = SidecarTraffic()
+def test_sidecar_that_is_not_ready_says_so():
     starting = {"is_ready": False, "not_ready_reason": "the arena is\nbusy"}
-    old = {"is_ready": True, "version": "0.0.9", "uptime_seconds": 1}
-    problems = [
-        pod["problem"]
-        for pod in traffic.observe([SidecarAnswer("1", "a", "", starting), SidecarAnswer("2", "b", "", old)])
-    ]
-    assert problems == ["the arena is busy", "its version, 0.0.9, does not count causes"]
+    [pod] = SidecarTraffic().observe([SidecarAnswer("1", "a", "", starting)])
+    assert pod["problem"] == "the arena is busy"

@@ -80,20 +80,9 @@ def test_unknown_name_is_answered_with_the_known_names() -> None:
     assert "no tenant 'x': the tenants are default, batch, search." in tenants.unknown("x", known)
 
 
-def test_old_sidecars_know_no_tenants() -> None:
-    old = report()
-    del old["tenants"]["causes"]
-    assert tenants.names([old, {}]) == []
-    assert "newer version" in tenants.unknown("search", [])
-
-
-def test_figures_leave_out_sidecars_that_do_not_count_by_tenant() -> None:
-    """The sum of all bytes, compared with the bounds of some, would look like a tenant at its bound."""
-    old = report(bytes={"search": 9 * GB}, prompt_tokens={"search": 5000})
-    del old["tenants"]["causes"]
-    search = tenants.tenant([old, report(), report()], "search")
-    assert (search.rows, search.bytes, search.hit_tokens, search.usable_bytes) == (40, 4 * GB, 1000, 20 * GB)
-    assert tenants.causes([old, report()], "search") == tenants.causes([report()], "search")
+def test_without_a_ready_sidecar_no_tenant_is_known() -> None:
+    assert tenants.names([{}]) == []
+    assert "no sidecar is ready" in tenants.unknown("search", [])
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(["tenants", "memory", "x"]), ANY, max_size=3), max_size=3))

@@ -14,15 +14,16 @@ from urllib.parse import quote
 from lmcache_cli.commands.connection import ApiConnection
 from lmcache_cli.commands.doctor.answers import ApiAnswer
 from lmcache_cli.commands.doctor.checks.admission import lacks_pods, pod_of
+from lmcache_cli.commands.doctor.checks.engines import engine_port, has_tls, kind_of_pod
 from lmcache_cli.commands.doctor.checks.features import uses_nodes
 from lmcache_cli.commands.doctor.checks.rights import CREATE_PODS, OPERATOR_RIGHTS, USER_RIGHTS
 from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts, PodTrial, Right
-from lmcache_cli.commands.doctor.pod_reading import natural, read_engines
-from lmcache_cli.commands.gather import PodFigures, read_stats
+from lmcache_cli.commands.gather import PodFigures, natural_order, read_each, read_stats
 from lmcache_operator.api import GROUP, PLURAL, PROFILE_PLURAL, VERSION
 from lmcache_operator.errors import NoAnswerError, NotFoundError
-from lmcache_operator.kube.pod_http import PodHttp
+from lmcache_operator.kube.pod_http import Get, PodHttp
 from lmcache_operator.kube.refusals import error_of
+from lmcache_operator.pods.pods import is_ready
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.merge import dig
 from lmcache_store.common.text import plain
@@ -31,6 +32,8 @@ _SECONDS = 3.8
 """Time for all reads. With the start of the program, an answer takes less than five seconds."""
 _READ_SECONDS, _POD_SECONDS, _HEAD_START_SECONDS = 3.0, 2.0, 0.5
 _MAX_NODES = 4
+_MAX_ENGINES = 4
+"""Engines to read of each cluster. All engine pods of a cluster come from one template."""
 _MIN_SECONDS = 0.1
 _MAX_BYTES = 64 << 20
 """Largest answer of the API server. A list of 1,000 pods has about 10 MiB."""
@@ -304,3 +307,36 @@ def _answer(status: int, body: bytes, right: str) -> ApiAnswer:
 
 def _of(by_uid: Mapping[str, PodFigures], pods: Sequence[Object]) -> list[PodFigures]:
     return [by_uid[pod["metadata"]["uid"]] for pod in pods]
+
+
+def natural(pod: Object) -> tuple[str, int]:
+    """Sort key of pods: a number at the end of the name counts as a number."""
+    return natural_order(pod["metadata"]["name"])
+
+
+async def read_engines(
+    get: Get, pods_of_clusters: Sequence[Sequence[Object]], *, seconds: float
+) -> list[list[PodFigures]]:
+    """Read some ready engines of each cluster: ``version`` and ``cache`` take the place of /stats."""
+    chosen = [
+        [pod for pod in sorted(pods, key=natural) if is_ready(pod)][:_MAX_ENGINES]
+        for pods in pods_of_clusters
+    ]
+    every_pod = [pod for pods in chosen for pod in pods]
+    figures = iter(await read_each(every_pod, lambda pod: _read(get, pod), seconds=seconds))
+    return [[next(figures) for _ in pods] for pods in chosen]
+
+
+async def _read(get: Get, pod: Object) -> PodFigures:
+    if has_tls(pod):
+        return PodFigures(pod, problem="it serves HTTPS, which this command does not read")
+    place = pod["metadata"]["namespace"], pod["metadata"]["name"], engine_port(pod)
+    kind = kind_of_pod(pod)
+    answers = await asyncio.gather(*(get(*place, path) for path in kind.pages))
+    if answers[0].missing_right:
+        return PodFigures(pod, problem=f"forbidden: {answers[0].missing_right}")
+    if HTTPStatus.OK not in [answer.status for answer in answers]:
+        problem = plain(answers[0].body.decode(errors="replace")) or f"HTTP {answers[0].status}"
+        return PodFigures(pod, problem=problem)
+    bodies = [answer.body if answer.status == HTTPStatus.OK else b"" for answer in answers]
+    return PodFigures(pod, kind.read_pages(bodies))

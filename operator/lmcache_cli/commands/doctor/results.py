@@ -83,13 +83,20 @@ def of_pods(result: Result, pods: Sequence[str], total: int) -> Result:
     return result._replace(statement=f"{result.statement} This concerns {count}: {first_of(pods)}.")
 
 
-def grouped(results: Iterable[tuple[str, Result]], total: int) -> Iterator[Result]:
-    """Yield each different result once, with the pods that it concerns. The argument has pods and results."""
+def grouped(
+    results: Iterable[tuple[str, Result]], total: int, good: Result | None = None
+) -> Iterator[Result]:
+    """Yield each different result once, with the pods that it concerns. ``results`` has pods and results.
+
+    ``good`` is the result of a check of some pods (``total``) that found no problem.
+    """
     pods: dict[Result, list[str]] = {}
     for pod, result in results:
         pods.setdefault(result, []).append(pod)
     for result, concerned in pods.items():
         yield of_pods(result, concerned, total)
+    if good and total and not pods:
+        yield good
 
 
 def summary(results: Iterable[Result]) -> Mapping[str, int]:

@@ -67,9 +67,8 @@ def arguments(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     name = "engineArguments"
     pods = [figures for figures in cluster.pods if sidecar_port(figures.pod) is not None]
     problems = [(figures.name, problem) for figures in pods for problem in argument_problems(name, figures)]
-    yield from grouped(problems, len(pods))
-    if pods and not problems:
-        yield ok(name, "The arguments of the engines are right for the cache.")
+    good = ok(name, "The arguments of the engines are right for the cache.")
+    yield from grouped(problems, len(pods), good)
 
 
 def argument_problems(name: str, figures: PodFigures) -> Iterator[Result]:
@@ -120,9 +119,8 @@ def engine_settings(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
         for each, cache in known
         for problem in kind_of_pod(each.pod).setting_problems(cache, chunk_tokens)
     ]
-    yield from grouped(problems, len(known))
-    if known and not problems:
-        yield ok(name, " ".join(sorted({kind_of_pod(e.pod).settings(cache) for e, cache in known})[:3]))
+    settings = {kind_of_pod(each.pod).settings(cache) for each, cache in known}
+    yield from grouped(problems, len(known), ok(name, " ".join(sorted(settings)[:3])))
 
 
 def private_keys(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
@@ -137,9 +135,8 @@ def private_keys(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
             text = f"Keys are private, so only the memory tier of this pod is used: {reason}."
             remedy = "Correct this setting of the engine (docs/guides/sidecar.md, Settings of the engine)."
             problems.append((pod, (failure if _has_lower_tier(cluster) else warning)(name, text, remedy)))
-    yield from grouped(problems, len(attached))
-    if attached and not problems:
-        yield ok(name, "Keys are the same in all engines, so pods can share rows.")
+    good = ok(name, "Keys are the same in all engines, so pods can share rows.")
+    yield from grouped(problems, len(attached), good)
 
 
 def _has_lower_tier(cluster: ClusterFacts) -> bool:

@@ -66,9 +66,8 @@ def injected_pods(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
         text = f"The LMCacheProfile {profile} is missing, so new pods get no cache."
         yield failure(name, text, "Check that the operator runs.", "LMCacheOperatorDown")
     uncached = [(str(pod["metadata"]["name"]), _reason(name, pod)) for pod in pods if not has_cache(pod)]
-    yield from grouped(uncached, len(pods))
-    if not uncached:
-        yield ok(name, f"Pods with the label that have the cache: {len(pods)}.")
+    all_well = ok(name, f"Pods with the label that have the cache: {len(pods)}.")
+    yield from grouped(uncached, len(pods), all_well)
 
 
 def _reason(name: str, pod: Object) -> Result:

@@ -34,6 +34,5 @@ def reachable(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
         if why := plain(part.get("shards_problem")):
             text = f"The sidecar cannot use its list of peers: {why}."
             problems.append((pod, warning(name, text, "Check that the operator runs.")))
-    yield from grouped(problems, len(parts))
-    if parts and not problems:
-        yield ok(name, f"Sidecars that can read from all their peers: {len(parts)}.")
+    good = ok(name, f"Sidecars that can read from all their peers: {len(parts)}.")
+    yield from grouped(problems, len(parts), good)

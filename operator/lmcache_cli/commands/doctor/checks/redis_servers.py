@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lmcache_cli.commands.doctor.answers import ApiAnswer
 from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts
-from lmcache_cli.commands.doctor.results import Result, failure, first_of, grouped, ok, unknown, warning
+from lmcache_cli.commands.doctor.results import Result, failure, first_of, grouped, ok, warning
 from lmcache_cli.commands.gather import PodFigures
 from lmcache_operator.pods.pods import is_ready
 from lmcache_store.common.text import plain
@@ -62,9 +61,8 @@ def reachable(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
         if why := plain(remote.get("shards_problem")):
             text = f"The sidecar cannot use its list of shards: {why}."
             problems.append((pod, warning(name, text, "Check that the operator runs.", "ShardsMissing")))
-    yield from grouped(problems, len(remotes))
-    if remotes and not problems:
-        yield ok(name, f"Sidecars that reach the remote tier: {len(remotes)}.")
+    good = ok(name, f"Sidecars that reach the remote tier: {len(remotes)}.")
+    yield from grouped(problems, len(remotes), good)
 
 
 def refusals(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
@@ -126,11 +124,7 @@ def settings(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
 
 def _without_figures(name: str, cluster: ClusterFacts) -> Iterator[Result]:
     reports = [figures for figures in cluster.pods if merge.part(figures.stats, "remote")]
-    if not reports:
-        return
-    if not any("servers" in merge.part(figures.stats, "remote") for figures in reports):
-        yield unknown(name, ApiAnswer(problem="the sidecars are of an earlier version and do not report it."))
-    elif any(_could_ask(figures) for figures in reports):
+    if any(_could_ask(figures) for figures in reports):
         text = "Redis does not let the sidecars read its memory limit and policy."
         yield warning(name, text, f"Grant the Redis user +info ({_GUIDE}).")
 

@@ -102,7 +102,7 @@ def clocks(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     reference = "API server" if facts.api_offset_seconds is not None else "user"
     for figures in cluster.pods:
         if not (time := merge.count(figures.stats.get("time"))):
-            continue  # a sidecar of an earlier version
+            continue  # it did not answer
         num_known += 1
         offset = time - figures.answered_at - (facts.api_offset_seconds or 0.0)
         if abs(offset) > MAX_CLOCK_SECONDS:
@@ -110,9 +110,7 @@ def clocks(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
             problems.append(
                 (figures.name, warning(name, text, "Synchronize the clocks of the nodes with NTP."))
             )
-    yield from grouped(problems, num_known)
-    if num_known and not problems:
-        yield ok(name, "The clocks of the pods are right.")
+    yield from grouped(problems, num_known, ok(name, "The clocks of the pods are right."))
 
 
 def transfer(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
