@@ -56,22 +56,18 @@ class StatsClient:
 
         ``uid`` is that of the sidecar's cluster.
         """
-        return await self._get(address, uid, "/stats", {}, MAX_STATS_BYTES, None)
+        return await self._get(address, uid, "/stats", {}, MAX_STATS_BYTES)
 
     async def samples(self, address: str, uid: str, question: Mapping[str, int]) -> Any:
-        """Read /samples; {} if the sidecar does not serve it, None if no valid answer arrives in time."""
-        return await self._get(address, uid, "/samples", question, _MAX_SAMPLES_BYTES, {})
+        """Read /samples, as JSON; None if no valid answer arrives in time."""
+        return await self._get(address, uid, "/samples", question, _MAX_SAMPLES_BYTES)
 
-    async def _get(
-        self, address: str, uid: str, path: str, query: Mapping[str, int], max_bytes: int, unknown: Any
-    ) -> Any:
+    async def _get(self, address: str, uid: str, path: str, query: Mapping[str, int], max_bytes: int) -> Any:
         headers = {"Authorization": f"Bearer {token}"} if (token := self.token(uid)) else {}
         try:
             url = URL.build(scheme="http", host=address, port=self._port, path=path, query=query)
             request = self._session.get(url, allow_redirects=False, timeout=self._timeout, headers=headers)
             async with request as answer:
-                if answer.status == HTTPStatus.NOT_FOUND:
-                    return unknown
                 body = bytearray()
                 async for chunk in answer.content.iter_any():
                     body += chunk

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
-from lmcache_operator.autoscaling.intake import answers
+from lmcache_operator.autoscaling.intake.answers import figures as figures_of
 from lmcache_operator.autoscaling.intake.lookups import NoAnswer, TimedAnswer
 from lmcache_operator.autoscaling.sizing import POLL_SECONDS, Situation, Sizing, SizingSettings
 from lmcache_operator.policy.report import Report
 from lmcache_operator.policy.tier import Prices
+from lmcache_store.curves import answers
 from testing.workloads.closed_loop import sticky
 from testing.workloads.requests import HOUR, Request, Workload, chat
 from testing.workloads.sidecars import Sidecars
@@ -55,7 +56,7 @@ class Loop:
             return self.refusals[uid]
         question = self.sizing.intake.question(uid)
         answer = json.loads(json.dumps(self.sidecars.samples(pod, self.now, **question)))
-        return TimedAnswer(self.now, answers.samples(answer), answers.figures(self.sidecars.stats(pod)))
+        return TimedAnswer(self.now, answers.samples(answer), figures_of(self.sidecars.stats(pod)))
 
     def poll(self) -> None:
         self.now += POLL_SECONDS

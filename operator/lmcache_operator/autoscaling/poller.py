@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from lmcache_operator.api.autoscaling import AUTO, OFF
 from lmcache_operator.api.parse import Cluster, parse
-from lmcache_operator.autoscaling.intake import answers as parsing
+from lmcache_operator.autoscaling.intake.answers import figures as parsed_figures
 from lmcache_operator.autoscaling.intake.lookups import NoAnswer, TimedAnswer
 from lmcache_operator.autoscaling.sizing import (
     POLL_SECONDS,
@@ -38,6 +38,7 @@ from lmcache_operator.reconcile.probe import has_running_sidecar
 from lmcache_operator.specs import Object, names
 from lmcache_operator.specs.kinds import ClusterKey
 from lmcache_store.common.text import plain
+from lmcache_store.curves import answers as parsing
 
 _NUM_WORKERS = 16
 """Clusters that are polled at the same time."""
@@ -189,7 +190,7 @@ class Poller:
                         samples = parsing.samples(answer, limits[not is_known])
                         answer = None  # frees its memory while the second request waits
                         if (figures := await self._sidecars.read(address, cluster)) is not None:
-                            return TimedAnswer(time, samples, parsing.figures(figures))
+                            return TimedAnswer(time, samples, parsed_figures(figures))
                 except parsing.InvalidAnswerError as error:
                     return NoAnswer(plain(str(error), 200), position)
         return NoAnswer("its sidecar does not answer")

@@ -7,7 +7,8 @@ import contextlib
 import json
 import math
 
-from lmcache_operator.autoscaling.intake import answers
+from lmcache_operator.autoscaling.intake.answers import figures as figures_of
+from lmcache_store.curves import answers
 from tests.fuzz.target import Target
 
 JSON_ERRORS = ValueError, RecursionError
@@ -36,7 +37,7 @@ def check_samples(answer: object, max_keys: int) -> None:
 
 
 def check_figures(answer: object) -> None:
-    figures = answers.figures(answer)
+    figures = figures_of(answer)
     assert all(number >= 0 for number in figures.counts)
     assert all(math.isfinite(number) for number in figures[1:])
 

@@ -9,14 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_operator.autoscaling.intake.answers import (
-    Counts,
-    InvalidAnswerError,
-    figures,
-    next_request,
-    samples,
-)
+from lmcache_operator.autoscaling.intake.answers import Counts, figures
 from lmcache_store.curves import HASHES
+from lmcache_store.curves.answers import InvalidAnswerError, next_request, samples
 from testing.workloads.requests import Request, Workload
 from testing.workloads.sidecars import Sidecars
 from testing.workloads.tiers import Service

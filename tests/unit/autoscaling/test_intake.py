@@ -7,8 +7,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lmcache_operator.autoscaling.intake import answers
+from lmcache_operator.autoscaling.intake.answers import Counts
+from lmcache_operator.autoscaling.intake.answers import figures as figures_of
 from lmcache_operator.autoscaling.intake.lookups import Intake, NoAnswer, TimedAnswer
+from lmcache_store.curves import answers
 from testing.workloads.requests import Request, Workload
 from testing.workloads.sidecars import Sidecars
 from testing.workloads.tiers import Service
@@ -47,7 +49,7 @@ class IntakeModel(RuleBasedStateMachine):
             raw_answer = self.sidecars.samples(pod, self.now, **self.intake.question(uid))
             try:
                 parsed = answers.samples(raw_answer if pod not in refusing else None)
-                answers_by_uid[uid] = TimedAnswer(self.now, parsed, answers.figures(self.sidecars.stats(pod)))
+                answers_by_uid[uid] = TimedAnswer(self.now, parsed, figures_of(self.sidecars.stats(pod)))
             except answers.InvalidAnswerError as error:  # also if its clock was set back
                 answers_by_uid[uid] = NoAnswer(str(error), answers.next_request(raw_answer))
                 self.is_clean = False
@@ -97,14 +99,14 @@ class PolledPods:
         self.now += 60.0
         answers_by_uid = {}
         for uid, counts in self.pods.items():
-            rows, remote = counts["rows"], {name: counts[name] for name in answers.Counts._fields[6:]}
+            rows, remote = counts["rows"], {name: counts[name] for name in Counts._fields[6:]}
             lookups = {"lookup_tokens": 100 * rows, "hit_tokens": {"memory": 40 * rows, "remote": 30 * rows}}
             names = "gpus", "prefill_tokens_per_second", "kv_bytes_per_token", "engine_kv_bytes"
             raw_answer = {"memory": {"size_bytes": 1 << 30}, "lookups": lookups | dict.fromkeys(names, 1)}
             raw_answer["remote"] = remote | {"load_bytes_per_second": self.load_bytes_per_second}
             header = self.now, START, self.namespaces[uid], 1.0, rows, 0, self.row_bytes[uid], 100
             samples = answers.Samples(*header, *(array(code) for code in "dlQ"))
-            answers_by_uid[uid] = TimedAnswer(self.now, samples, answers.figures(raw_answer))
+            answers_by_uid[uid] = TimedAnswer(self.now, samples, figures_of(raw_answer))
         for _ in self.intake.take(self.now, list(answers_by_uid), (1.0, 2.0**40), answers_by_uid, 1000):
             pass
 

@@ -61,23 +61,13 @@ async def expand(request: web.Request) -> web.StreamResponse:
     return web.Response(text='{"key": [' + "[]," * 340_000 + "[]]}", content_type="application/json")
 
 
-async def have_no_samples_endpoint(request: web.Request) -> web.StreamResponse:
-    return web.Response(status=404, text="404: Not Found")
-
-
 async def refuse(request: web.Request) -> web.StreamResponse:
     return web.Response(status=503, text="{}")
-
-
-NO_SAMPLES = (
-    "its sidecar's image lacks /samples: update it (spec.sidecar.image, or spec.images.policy: Follow)"
-)
 
 
 @pytest.mark.parametrize(
     ("fault", "why"),
     [*((fault, "its sidecar does not answer") for fault in (hang, flood, refuse, expand)),
-     (have_no_samples_endpoint, NO_SAMPLES),
      (nonsense, "now is invalid: 'soon'")],
 )  # fmt: skip
 @in_a_loop

@@ -1,4 +1,4 @@
-"""Parsing and validation of the sidecars' ``/stats``, and of ``/samples`` by ``lmcache_store.curves``. Pure.
+"""Parsing and validation of the sidecars' ``/stats``. Pure.
 
 The answers come from users' pods: one invalid part makes the whole answer invalid.
 """
@@ -7,28 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from lmcache_store.curves.answers import (
-    MAX_KEYS_OF_A_REQUEST,
-    MAX_NUMBER,
-    InvalidAnswerError,
-    Samples,
-    next_request,
-    number_of,
-    object_of,
-    samples,
-)
-
-__all__ = [
-    "MAX_KEYS_OF_A_REQUEST",
-    "NOTHING",
-    "Counts",
-    "Figures",
-    "InvalidAnswerError",
-    "Samples",
-    "figures",
-    "next_request",
-    "samples",
-]
+from lmcache_store.curves.answers import MAX_NUMBER, InvalidAnswerError, number_of, object_of
 
 _LOADING = "load_bytes_per_second"
 

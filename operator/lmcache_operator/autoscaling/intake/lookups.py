@@ -14,10 +14,11 @@ from operator import itemgetter
 from statistics import median
 from typing import Any, NamedTuple
 
-from lmcache_operator.autoscaling.intake.answers import NOTHING, Counts, Figures, Samples
+from lmcache_operator.autoscaling.intake.answers import NOTHING, Counts, Figures
 from lmcache_operator.policy.decide import DAY_HALF_LIFE, FAST_HALF_LIFE
 from lmcache_operator.policy.traffic import Traffic
 from lmcache_store.curves import HASHES, Lookup, Window, threshold_of
+from lmcache_store.curves.answers import Samples
 
 _CLOCK_SECONDS = 2.0
 """Change of a pod's clock offset that is believed. Smaller ones are the delay of answers."""
