@@ -1,9 +1,9 @@
 """The API of LMCache 0.1-0.3 on this project's storage core, and an engine for transformers.
 
 It has the name of LMCache's own package, so it is a distribution of its own, which replaces that package.
-``cache_engine`` is the engine, with keys of ``prompt_keys`` and the old calls of ``legacy_chunks``.
-``storage_backend`` holds its chunks. ``server`` and ``protocol`` are the server for lm:// URLs. ``blend``
-is CacheBlend, and ``huggingface`` uses engine and CacheBlend in models of transformers.
+``cache_engine`` is the engine, with keys of ``prompt_keys``. ``storage_backend`` holds its chunks. ``server``
+and ``protocol`` are the server for lm:// URLs. ``blend`` is CacheBlend, and ``huggingface`` uses engine and
+CacheBlend in models of transformers.
 """
 
 from lmcache_store import __version__

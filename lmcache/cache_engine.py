@@ -18,8 +18,8 @@ from typing import ClassVar
 import torch
 
 from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
-from lmcache.legacy_chunks import LegacyChunks
 from lmcache.logging import init_logger
+from lmcache.prompt_keys import LegacyChunks
 from lmcache.storage_backend import CreateStorageBackend, tensors
 from lmcache.storage_backend.chunks import ChunkSource
 from lmcache.storage_backend.tensors import OutputPool
@@ -83,8 +83,7 @@ class LMCacheEngine(LegacyChunks):
         num_chunks_masked, remainder = divmod(num_masked, self.chunk_size)
         _require(remainder == 0, "Store KV mask should align to chunk size")
         _require(
-            skip_existing or num_masked == 0,
-            "When skip_existing is False, the mask must cover all tokens",
+            skip_existing or num_masked == 0, "When skip_existing is False, the mask must cover all tokens"
         )
         _require(
             len(tokens) == self._num_tokens_in_kv(kv_tensors_raw, self.metadata.fmt) + num_masked,

@@ -16,11 +16,11 @@ from lmcache_sidecar.clients.registry import Clients
 from lmcache_sidecar.config import Config, ConfigError
 from lmcache_sidecar.copiers.copier import Mode, SidecarCopier
 from lmcache_sidecar.explain.request_times import RequestHistograms
+from lmcache_sidecar.explain.requests import page_of
 from lmcache_sidecar.files.peers import hand_over, start_peer_server
 from lmcache_sidecar.files.tenants import TenantsFile
 from lmcache_sidecar.files.watched_files import SizeFile
 from lmcache_sidecar.lower_tiers import open_tiers
-from lmcache_sidecar.pages import requests as page
 from lmcache_sidecar.pages import stats
 from lmcache_sidecar.pages.stats import StatsPart
 from lmcache_sidecar.pages.tenant_stats import tenants_part
@@ -159,7 +159,7 @@ class Sidecar:
         """Return the page of recent requests. Raises ValueError for a bad query."""
         causes = self._sessions.causes
         causes.settle()
-        return page.answer(reversed(causes.requests), query)
+        return page_of(reversed(causes.requests), query)
 
     def stats(self) -> list[StatsPart]:
         """Statistics of all components of this sidecar."""

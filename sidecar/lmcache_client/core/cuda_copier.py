@@ -13,12 +13,21 @@ from typing import Any
 
 import torch
 
-from lmcache_client.core.copier import Bytes, Fence, LoadThreads, Places, RowLoad
+from lmcache_client.core.copier import (
+    Bytes,
+    CpuCopier,
+    EngineCopier,
+    Fence,
+    LoadThreads,
+    Places,
+    RowLoad,
+    allowed_cores,
+)
 from lmcache_client.core.layout import Layout
 from lmcache_client.cuda import ipc
 from lmcache_client.cuda.copies import CopyBatch
 from lmcache_client.cuda.driver import Device, GpuContext, GpuEvent, GpuStream
-from lmcache_client.cuda.errors import CudaError
+from lmcache_client.cuda.errors import CudaError, CudaUnavailableError
 from lmcache_client.cuda.pin_status import PinStatus
 from lmcache_client.cuda.pins import Pins
 from lmcache_client.rpc.hello import Allocation, GroupPages, LayerPages, TransferOffer
@@ -187,3 +196,27 @@ def _torch_stream(device: torch.device) -> Callable[[], int]:
     if device.type != "cuda":
         return lambda: 0
     return lambda: int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def make_copier(layouts: Mapping[int, Layout], num_threads: int | None = None) -> EngineCopier:
+    """Create the copier for the memory in which the CUDA driver finds the KV.
+
+    ``layouts``: by KV group; ``num_threads``: threads of a load in host memory, by default 2 if there is more
+    than one core.
+
+    On a GPU, the calling thread must not be one that captures CUDA graphs. Raises ValueError if no copier
+    fits.
+    """
+    pages = next(iter(layouts.values())).pages[0]
+    try:
+        device = Device.of(pages.data_ptr())
+    except CudaUnavailableError as error:
+        if pages.device.type == "cuda":
+            raise ValueError(f"the KV is on a GPU that can't be used: {error}") from error
+        device = None
+    if device is not None:
+        device.driver.allow_calls_during_captures()
+        return CudaCopier(layouts, device)
+    if pages.device.type == "cpu":
+        return CpuCopier(layouts, num_threads or min(2, len(allowed_cores())))
+    raise ValueError(f"KV on a {pages.device.type} device is not supported: only host memory and CUDA are")

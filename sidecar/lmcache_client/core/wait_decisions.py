@@ -88,9 +88,15 @@ class WaitDecisions:
         num_announced = ticket.num_handed_over - num_hit
         if ticket.keys is None:
             return lookups.is_attached and not lookups.is_late(ticket, num_missing * chunk_seconds)
+
+        def progress(num_missing: int) -> Progress:
+            return Progress(state.num_found, num_missing, now, self._arrivals, chunk_seconds, self._num_steps)
+
         if lookups.knows_all(ticket):
             is_coming = num_announced > 0 and lookups.is_attached
-            return is_coming and self._is_announced_in_time(state, num_announced, now, chunk_seconds)
+            return is_coming and not self._wait(state, now).is_overdue(
+                progress(num_announced), is_promoted=False
+            )
         answer = ticket.answer
         if answer is not None and now - ticket.answered_at >= OLD_SECONDS and state.wait is None:
             ticket.answer = None
@@ -105,36 +111,11 @@ class WaitDecisions:
             lookups.ask(ticket)
         is_promoted = answer.num_expected > num_hit
         if num_announced > 0:
-            return self._is_announced_in_time(
-                state, num_announced, now, chunk_seconds, is_promoted=is_promoted
-            )
+            wait = self._wait(state, now)
+            return not wait.is_overdue(progress(num_announced), is_promoted=is_promoted)
         if not answer.is_probing:
             num_missing = answer.num_expected - num_hit
-        return self._is_in_time(state, num_missing, now, chunk_seconds)
-
-    def _is_in_time(self, state: RequestState, num_missing: int, now: float, chunk_seconds: float) -> bool:
-        """Return True if ``num_missing`` rows that are on their way are worth waiting for."""
-        progress = self._progress(state, num_missing, now, chunk_seconds)
-        return not self._wait(state, now).is_over(progress)
-
-    def _is_announced_in_time(
-        self,
-        state: RequestState,
-        num_missing: int,
-        now: float,
-        chunk_seconds: float,
-        *,
-        is_promoted: bool = False,
-    ) -> bool:
-        """Return True if ``num_missing`` rows that another engine announced are worth waiting for.
-
-        ``is_promoted``: the sidecar is promoting some of them.
-        """
-        progress = self._progress(state, num_missing, now, chunk_seconds)
-        return not self._wait(state, now).is_overdue(progress, is_promoted=is_promoted)
-
-    def _progress(self, state: RequestState, num_missing: int, now: float, chunk_seconds: float) -> Progress:
-        return Progress(state.num_found, num_missing, now, self._arrivals, chunk_seconds, self._num_steps)
+        return not self._wait(state, now).is_over(progress(num_missing))
 
     def _wait(self, state: RequestState, now: float) -> RowWait:
         if state.wait is None:

@@ -1,6 +1,6 @@
 """Protocol between engine and sidecar: messages (``kvcache.proto``), generated code and a typed client.
 
 ``client`` holds an ``attachment`` (the stream that proves that a client is alive) and makes a ``session``
-of calls from it. ``service`` has names, limits and versions, ``lockfile`` the lock that the kernel drops
-when a client dies, and ``open_copies`` the copies that a client has open.
+of calls from it. ``service`` has names, limits and versions, and ``open_copies`` the copies that a client has
+open.
 """

@@ -13,7 +13,7 @@ import torch
 
 from lmcache_client.core import files
 from lmcache_client.core.copier import EngineCopier
-from lmcache_client.core.copier_choice import make_copier
+from lmcache_client.core.cuda_copier import make_copier
 from lmcache_client.core.jobs import EngineIdentity
 from lmcache_client.core.layout import KVCaches, Layout, num_bytes, page_views, tensors_of
 from lmcache_client.core.settings import TOKENS_PER_SECOND, read_settings

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +24,6 @@ import numpy as np
 
 from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_sidecar.explain.benefit_stats import BenefitStats
-from lmcache_sidecar.explain.branches import Branches
 from lmcache_sidecar.explain.open_requests import EndedRequest, OpenRequests
 from lmcache_sidecar.explain.request_times import RequestHistograms
 from lmcache_sidecar.explain.requests import UNKNOWN_ENGINE, ExplainedRequest, RequestEngine
@@ -46,6 +45,43 @@ _SLICE_CHUNKS, _REQUEST_CHUNKS = 1024, 64
 """Chunks to count before other tasks run, in about 1 ms. A request costs as much as 64 chunks."""
 _END_CHUNKS = 16
 """Cost of the end of a request."""
+_MAX_BRANCHES = 256
+
+
+@dataclass
+class Branch:
+    """A common prefix after which prompts differ."""
+
+    prefix: str
+    """Hash of the prefix."""
+    depth_tokens: int
+    """Tokens of the prefix, at least."""
+    num_requests: int = 0
+    """Requests that left earlier prompts here."""
+    num_tokens: int = 0
+    """Tokens that they computed after it."""
+
+
+class Branches:
+    """The branches with the most computed tokens. The number of branches is bounded."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[int, Branch] = {}
+
+    def note(self, name: int, depth_tokens: int, num_tokens: int) -> None:
+        """Count a request that leaves earlier prompts after this prefix."""
+        branch = self._by_name.get(name)
+        if branch is None:
+            if len(self._by_name) >= _MAX_BRANCHES:
+                largest = self.top(_MAX_BRANCHES // 2)
+                self._by_name = {int(branch.prefix, 16): branch for branch in largest}
+            branch = self._by_name[name] = Branch(f"{name:016x}", depth_tokens)
+        branch.num_requests += 1
+        branch.num_tokens += num_tokens
+
+    def top(self, number: int) -> Sequence[Branch]:
+        """Return the branches with the most computed tokens, the largest first."""
+        return sorted(self._by_name.values(), key=lambda branch: -branch.num_tokens)[:number]
 
 
 @dataclass

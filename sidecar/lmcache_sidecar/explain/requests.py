@@ -1,15 +1,20 @@
-"""One recent request with its causes and times. Pure."""
+"""One recent request with its causes and times, and the page ``/requests``. Pure."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
 
 from lmcache_store.explain.benefit import TokenSource
 from lmcache_store.tenant_names import DEFAULT_NAME
 
 TIERS = ("remote", "peers", "disk", "memory")
 """Tiers that an engine loads from, the slowest first."""
+_MAX_ANSWER = 100
 LOAD_FAILED = "load_failed"
 """Cause of tokens that the engine computes because their load failed."""
 
@@ -95,3 +100,18 @@ class ExplainedRequest:
             "load_seconds": load if is_known else None,
             "first_token_seconds": round(times.first_token_seconds, 6) or None,
         }
+
+
+def page_of(requests: Iterable[ExplainedRequest], query: str) -> bytes:
+    """Return the JSON text of up to 100 requests whose ids contain the ``id`` of the query.
+
+    Raises ValueError for a bad query.
+    """
+    wanted = ""
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name != "id":
+            raise ValueError(f"unknown parameter {name[:32]!r}: use id")
+        wanted = value
+    matching = (request for request in requests if wanted in request.request_id)
+    fields = [request.document() for request in islice(matching, _MAX_ANSWER)]
+    return json.dumps({"version": 1, "requests": fields}).encode() + b"\n"

@@ -65,9 +65,7 @@ class HttpServer:
     """
 
     def __init__(
-        self,
-        pages: Mapping[str, Callable[[str], Awaitable[Page]]],
-        guard: PageGuard | None = None,
+        self, pages: Mapping[str, Callable[[str], Awaitable[Page]]], guard: PageGuard | None = None
     ) -> None:
         self._pages = pages
         self._guard = guard

@@ -12,8 +12,7 @@ import torch
 
 from lmcache_client.core import cuda_copier
 from lmcache_client.core.copier import CpuCopier, RowLoad
-from lmcache_client.core.copier_choice import make_copier
-from lmcache_client.core.cuda_copier import CudaCopier
+from lmcache_client.core.cuda_copier import CudaCopier, make_copier
 from lmcache_client.core.layout import Layout
 from lmcache_client.cuda import ipc
 from lmcache_client.cuda.driver import Device, GpuStream

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lmcache_client.core.copier import CpuCopier, Places, RowLoad, allowed_cores, use_all_cores
-from lmcache_client.core.copier_choice import make_copier
+from lmcache_client.core.cuda_copier import make_copier
 from lmcache_client.core.layout import Layout, page_views
 from lmcache_client.errors import UnsupportedError
 from tests.harness.kv_layouts import ORDERS, B, C, H, N, kv_caches

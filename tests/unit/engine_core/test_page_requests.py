@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from lmcache_client.core.paged.lineage import _MAX_CHAINS, Lineage
-from lmcache_client.core.paged.page_requests import PageRequest, PageRequests, words_of
+from lmcache_client.core.paged.page_requests import _MAX_CHAINS, Lineage, PageRequest, PageRequests, words_of
 from lmcache_store import keys
 from lmcache_store.kv_groups import GroupKind, KVGroup
 

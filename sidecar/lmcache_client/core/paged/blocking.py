@@ -27,8 +27,7 @@ from lmcache_client.core.calls import Calls
 from lmcache_client.core.copier import EngineCopier
 from lmcache_client.core.hits import find_hit
 from lmcache_client.core.jobs import EngineIdentity, GroupLoad, GroupStore, LoadJob, StoreJob
-from lmcache_client.core.paged.lineage import Lineage
-from lmcache_client.core.paged.page_requests import PageRequest, PageRequests, row_keys, words_of
+from lmcache_client.core.paged.page_requests import Lineage, PageRequest, PageRequests, row_keys, words_of
 from lmcache_client.core.transfers import LoadTransfer, StoreTransfer
 from lmcache_client.rpc.client import SidecarClient
 from lmcache_client.rpc.errors import SidecarError

@@ -7,6 +7,7 @@ ends when its pages are loaded, when a load fails, or after a time limit.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,10 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_store import keys
+from lmcache_store.common.recent import Recent
 from lmcache_store.kv_groups import KVGroup
 from lmcache_store.tiers.base import ROW_KEY_BYTES
 
 _WORD = np.dtype("<u8")
+_MAX_CHAINS = 8192
 
 
 @dataclass(eq=False)
@@ -126,3 +129,22 @@ def row_keys(namespace: bytes, hashes: Sequence[bytes], group: int) -> bytes:
 def words_of(joined: bytes) -> npt.NDArray[np.uint64]:
     """Return joined row keys as numbers ``[keys, 8]``."""
     return np.frombuffer(joined, _WORD).reshape(-1, ROW_KEY_BYTES // _WORD.itemsize)
+
+
+class Lineage:
+    """Gives a store the name of the store whose pages come directly before its own.
+
+    The memory tier evicts the rows of one name from their end, so that the head of a prompt is evicted last.
+    """
+
+    def __init__(self) -> None:
+        self._chains: Recent[bytes, int] = Recent(_MAX_CHAINS)  # by the hash of the chain's last page
+        self._numbers = itertools.count()
+
+    def of(self, prefix: Sequence[bytes], hashes: Sequence[bytes]) -> int:
+        """Return the number of the chain that these pages continue, or a new number."""
+        number = self._chains.get(prefix[-1]) if prefix else None
+        if number is None:
+            number = next(self._numbers)
+        self._chains[hashes[-1]] = number
+        return number
