@@ -14,9 +14,8 @@ import numpy as np
 from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_client.rpc import service
 from lmcache_client.rpc.attachment import hello_message
-from lmcache_client.rpc.client import SidecarClient
+from lmcache_client.rpc.client import LockFile, SidecarClient
 from lmcache_client.rpc.hello import ClientHello, Role
-from lmcache_client.rpc.lockfile import LockFile
 from lmcache_client.rpc.session import SidecarSession
 from lmcache_store.kv_groups import KVGroup
 from lmcache_store.tiers.memory.contracts import Slot

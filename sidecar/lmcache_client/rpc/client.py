@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import logging
 import os
 import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 
@@ -30,7 +31,6 @@ from lmcache_client.rpc import service
 from lmcache_client.rpc.attachment import Attachment, OnRows, hello_message
 from lmcache_client.rpc.errors import SidecarError
 from lmcache_client.rpc.hello import ClientHello
-from lmcache_client.rpc.lockfile import LockFile
 from lmcache_client.rpc.open_copies import OpenCopies
 from lmcache_client.rpc.session import SidecarSession, bounded
 from lmcache_store.common.backoff import Backoff
@@ -58,7 +58,6 @@ class SidecarClient:
         socket_path: str,
         hello: ClientHello,
         *,
-        on_change: Callable[[], None] | None = None,
         on_rows: OnRows | None = None,
     ) -> None:
         """Create a detached client; ``start`` attaches it.
@@ -66,7 +65,6 @@ class SidecarClient:
         Args:
             socket_path: UNIX socket of the sidecar.
             hello: identity of this client.
-            on_change: called on the background thread after ``session`` has changed. Must not block.
             on_rows: called on another background thread whenever its arguments change. These are this
                 worker's column of the arena ``[num_rows, slot_bytes]``, the number of leading rows that may
                 be accessed, and whether no copy of an older column is running. On return, no device may have
@@ -79,7 +77,6 @@ class SidecarClient:
         client_uuid = uuid.uuid4().bytes
         self._socket_path = socket_path
         self._hello = hello_message(hello, client_uuid)
-        self._on_change = on_change or (lambda: None)
         self._on_rows = on_rows
         self._pid = os.getpid()
         self._lock_file = LockFile(service.lock_path(socket_path, client_uuid))
@@ -171,7 +168,6 @@ class SidecarClient:
     def _attached(self, session: SidecarSession) -> None:
         self._session, self._reason = session, ""
         logger.info("Attached to the sidecar at %s, epoch %d", self._socket_path, session.epoch)
-        self._on_change()
         if self._pending_releases:
             with contextlib.suppress(SidecarError):  # they stay pending
                 session.release(list(self._pending_releases))
@@ -182,7 +178,6 @@ class SidecarClient:
         self._reason = reason
         if self._session is not None:
             self._session = None
-            self._on_change()
 
     def _wake(self) -> None:
         if (attachment := self._attachment) is not None:
@@ -198,3 +193,49 @@ def _clear_frames(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
+
+
+class LockFile:
+    """Proves that a client is alive: a POSIX record lock on a file next to the socket. Not thread-safe.
+
+    The lock is held from ``acquire`` to ``release``, or to the end of the process, for whatever reason, and
+    never less. A forked child does not inherit it. Closing any descriptor of the file would release it too,
+    so only this class opens the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = -1
+
+    def acquire(self) -> None:
+        """Create the file and lock it, unless this lock already holds it. Raises OSError."""
+        if self._is_in_place():
+            return
+        self._close()
+        try:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
+        except FileNotFoundError as error:
+            raise OSError(f"{self._path.parent} is missing: the sidecar creates it at its start") from error
+        with contextlib.suppress(PermissionError):  # another user created the file, and granted access to it
+            os.fchmod(self._fd, 0o660)  # despite the umask: the sidecar may run as another user of the group
+        fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def release(self) -> None:
+        """Remove the file, then unlock it. A file that exists without a lock proves that its client died."""
+        if self._is_in_place():
+            self._path.unlink(missing_ok=True)
+        self._close()
+
+    def _is_in_place(self) -> bool:
+        """Return True if the locked file still exists at its path, and was not replaced."""
+        if self._fd < 0:
+            return False
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._fd))
+        except OSError:
+            return False
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

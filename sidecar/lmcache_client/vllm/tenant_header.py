@@ -26,19 +26,11 @@ MAX_ERROR_BYTES = 1 << 20
 """Longest error that is passed to the client. Another text replaces a longer one."""
 
 MAX_SALT_BYTES = 256
-PATHS = frozenset(
-    {
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/responses",
-        "/v1/completions/render",
-        "/v1/chat/completions/render",
-    }
-)
-"""Paths whose requests have a ``cache_salt`` in all supported versions. At other paths vLLM may ignore it."""
-
 _RENDERS = frozenset({"/v1/completions/render", "/v1/chat/completions/render"})
 """Paths to which vLLM's router sends requests of its own. They compute no KV, so their salt has no effect."""
+
+PATHS = _RENDERS | {"/v1/completions", "/v1/chat/completions", "/v1/responses"}
+"""Paths whose requests have a ``cache_salt`` in all supported versions. At other paths vLLM may ignore it."""
 
 _MIN_PIECE = 3  # bytes of a shortened salt
 _POLICY_VIOLATION = 1008  # code of a closed WebSocket
