@@ -62,12 +62,7 @@ class Elector:
     """One operator's part in the election. ``seconds_left`` is the fence for all writes of the leader."""
 
     def __init__(
-        self,
-        api: KubeApi,
-        lease: LeaseName,
-        pod: str,
-        *,
-        clock: Callable[[], float] = _boot_time,
+        self, api: KubeApi, lease: LeaseName, pod: str, *, clock: Callable[[], float] = _boot_time
     ) -> None:
         self._api = api
         self._lease_name = lease

@@ -79,12 +79,7 @@ class LookupSampler:
     # ---- on the hot path ----
 
     def note(
-        self,
-        peer: ParsedHello,
-        chains: Chains,
-        sources: bytes,
-        num_loaded_tokens: int,
-        usable_slots: int,
+        self, peer: ParsedHello, chains: Chains, sources: bytes, num_loaded_tokens: int, usable_slots: int
     ) -> None:
         """Count a request, and sample its keys. ``sources``: see ``find_sources``."""
         keys = chains.keys[0]

@@ -87,8 +87,7 @@ class Server:
             for method in service.UNARY_METHODS
         }
         methods["Attach"] = grpc.stream_stream_rpc_method_handler(
-            self._attach,
-            response_serializer=pb.AttachReply.SerializeToString,
+            self._attach, response_serializer=pb.AttachReply.SerializeToString
         )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.SERVICE, methods),))
         umask = os.umask(0o117)  # the socket must have mode 0660 from its creation on

@@ -306,11 +306,7 @@ class KubeApi:
         return status, parsed(f"{verb} {path}", data) if status < HTTPStatus.BAD_REQUEST else None
 
     async def _exchange(
-        self,
-        method: str,
-        url: str,
-        headers: Mapping[str, str],
-        content: Any,
+        self, method: str, url: str, headers: Mapping[str, str], content: Any
     ) -> tuple[int, bytes]:
         """Send a request. Returns its status and body; status 0: no answer."""
         seconds = _SECONDS

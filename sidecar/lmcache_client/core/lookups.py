@@ -287,9 +287,7 @@ class LookupThread:
 
         def release(session: SidecarSession) -> bool:
             session.release(
-                request_ids,
-                timeout=self._call_seconds,
-                times=[clock.times() for clock in clocks],
+                request_ids, timeout=self._call_seconds, times=[clock.times() for clock in clocks]
             )
             return True
 

@@ -28,12 +28,7 @@ class _Location(ctypes.Structure):
 class _Attributes(ctypes.Structure):
     """CUmemcpyAttributes: order of reads of the source, location hints for both sides, and flags."""
 
-    _fields_ = (
-        ("order", ctypes.c_int),
-        ("from_", _Location),
-        ("to", _Location),
-        ("flags", ctypes.c_uint),
-    )
+    _fields_ = (("order", ctypes.c_int), ("from_", _Location), ("to", _Location), ("flags", ctypes.c_uint))
 
 
 class CopyBatch:

@@ -181,10 +181,7 @@ def install(*, is_start: bool, watch: WeightWatch = WATCH) -> None:
 
 
 def _wrap(
-    owner: Any,
-    name: str,
-    before: Callable[[], None] = lambda: None,
-    after: Callable[[], None] = lambda: None,
+    owner: Any, name: str, before: Callable[[], None] = lambda: None, after: Callable[[], None] = lambda: None
 ) -> None:
     function = getattr(owner, name)
 

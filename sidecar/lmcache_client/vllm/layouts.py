@@ -21,7 +21,7 @@ from lmcache_client.errors import UnsupportedError
 
 KNOWN_CONTENTS: Mapping[tuple[str, str], str] = {
     # Per block and head: K transposed [head_size, tokens], then V [tokens, head_size].
-    ("CPU_ATTN", "vec"): "cpu-vec-1",
+    ("CPU_ATTN", "vec"): "cpu-vec-1"
 }
 """(attention backend, instruction set) -> id of a content order that a golden test verifies.
 

@@ -180,8 +180,7 @@ def parse_slots(packed: bytes, num_rows: int) -> list[Slot]:
 
 def parse_request_id(request_id: str) -> str:
     """Return the request id if its length is valid."""
-    if not request_id:
-        raise invalid("request_id must not be empty")
+    require(bool(request_id), "request_id must not be empty")
     check_length("request_id", request_id.encode(), service.MAX_REQUEST_ID_BYTES)
     return request_id
 

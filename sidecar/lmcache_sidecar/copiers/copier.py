@@ -130,10 +130,7 @@ class SidecarCopier:
         column = client.peer.hello.column
         placed = [
             jobs.PlacedCopy(
-                copy.group,
-                self._arena.row_offset(copy.slot.row, column),
-                copy.blocks,
-                tenant_of(copy.slot),
+                copy.group, self._arena.row_offset(copy.slot.row, column), copy.blocks, tenant_of(copy.slot)
             )
             for copy in copies
         ]

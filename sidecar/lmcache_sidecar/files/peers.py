@@ -84,11 +84,7 @@ def start_peer_server(
     rows = PeerRows(loop, store, tier if isinstance(tier, PeersTier) else None)
     passwords = passwords_of(config)
     server = PeerServer(
-        rows,
-        DEFAULT_PREFIX,
-        passwords=passwords,
-        tls=config.peer_tls,
-        bytes_per_second=config.peer_bandwidth,
+        rows, DEFAULT_PREFIX, passwords=passwords, tls=config.peer_tls, bytes_per_second=config.peer_bandwidth
     )
     try:
         port = server.start(config.peer_host, config.peer_port)

@@ -14,16 +14,14 @@ from lmcache_operator.specs import Object
 from lmcache_operator.specs.merge import dig
 from lmcache_store.common.text import plain
 
-_SERVED = frozenset(
-    (
-        "AutoscalingFrozen",
-        "CudaIPCUnavailable",
-        "MemoryNotPinned",
-        "NoAnswer",
-        "OOMKilled",
-        "ResizeInfeasible",
-    )
-)
+_SERVED = {
+    "AutoscalingFrozen",
+    "CudaIPCUnavailable",
+    "MemoryNotPinned",
+    "NoAnswer",
+    "OOMKilled",
+    "ResizeInfeasible",
+}
 """Reasons of problems with which requests are served and cached."""
 _SUMMARIES = ("Degraded", "Ready")
 """Conditions that repeat the reasons of others."""
