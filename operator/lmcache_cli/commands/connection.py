@@ -46,10 +46,7 @@ class ApiConnection(NamedTuple):
         if name is not None:
             resource = await _soon(self.api.get(CLUSTER, self.namespace, name))
             if resource is None:
-                raise NotFoundError(
-                    f"there is no LMCacheCluster {name} in namespace {self.namespace}: "
-                    "`kubectl get lmcacheclusters -A` lists all"
-                )
+                raise no_cluster(name, self.namespace)
             return with_field("metadata", resource)
         clusters = await self.clusters()
         if len(clusters) == 1:
@@ -66,6 +63,12 @@ class ApiConnection(NamedTuple):
                 "`kubectl get lmcacheclusters -A` lists all"
             )
         return clusters
+
+
+def no_cluster(name: str, namespace: str) -> NotFoundError:
+    """Return the error for the name of a cluster that does not exist."""
+    text = f"there is no LMCacheCluster {name} in namespace {namespace}"
+    return NotFoundError(f"{text}: `kubectl get lmcacheclusters -A` lists all")
 
 
 async def _soon(answer: Awaitable[_T]) -> _T:

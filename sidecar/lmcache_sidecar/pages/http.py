@@ -19,13 +19,13 @@ from email.utils import formatdate
 from http import HTTPStatus
 from typing import NamedTuple
 
+from lmcache_store.common.sockets import listen
 from lmcache_store.common.timing import TIMING
 
 logger = logging.getLogger(__name__)
 
 _MAX_CONNECTIONS = 32  # with one more, the oldest is closed
 _MAX_HEAD_BYTES = 16 << 10
-_BACKLOG = 128
 _TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _REQUEST_LINE = re.compile(rf"({_TOKEN}) (/[!-~]*) HTTP/1\.([01])")
 _FIELD = re.compile(rf"({_TOKEN}):([\t -~\x80-\xff]*)")
@@ -75,7 +75,7 @@ class HttpServer:
 
     def start(self, host: str, port: int) -> int:
         """Listen and return the port. An empty host means every address of IPv4 and IPv6. Raises OSError."""
-        self._listener = _listen(host, port)
+        self._listener = listen(host, port)
         self._listener.setblocking(False)
         self._keep_spare()
         self._watch(self._listener)
@@ -246,16 +246,6 @@ def _is_local_name(host: str) -> bool:
         return name in ("", "localhost") or bool(ipaddress.ip_address(name.strip("[]")))
     except ValueError:
         return False
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    is_any = not host and socket.has_dualstack_ipv6()  # a pod may have addresses of one family only
-    return socket.create_server(
-        ("::" if is_any else host, port),
-        family=socket.AF_INET6 if is_any or ":" in host else socket.AF_INET,
-        backlog=_BACKLOG,
-        dualstack_ipv6=is_any,
-    )
 
 
 def _error(status: HTTPStatus) -> Page:

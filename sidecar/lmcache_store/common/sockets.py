@@ -96,3 +96,10 @@ def _rest(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
     while views and num_bytes >= len(views[0]):
         num_bytes -= len(views.pop(0))
     return [views[0][num_bytes:], *views[1:]] if num_bytes else views
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket. An empty host means every address of IPv4 and IPv6. Raises OSError."""
+    is_any = not host and socket.has_dualstack_ipv6()  # a pod may have addresses of one family only
+    family = socket.AF_INET6 if is_any or ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, dualstack_ipv6=is_any)

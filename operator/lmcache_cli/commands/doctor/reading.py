@@ -11,7 +11,7 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
-from lmcache_cli.commands.connection import ApiConnection
+from lmcache_cli.commands.connection import ApiConnection, no_cluster
 from lmcache_cli.commands.doctor.answers import ApiAnswer
 from lmcache_cli.commands.doctor.checks.admission import lacks_pods, pod_of
 from lmcache_cli.commands.doctor.checks.engines import engine_port, has_tls, kind_of_pod
@@ -20,7 +20,7 @@ from lmcache_cli.commands.doctor.checks.rights import CREATE_PODS, OPERATOR_RIGH
 from lmcache_cli.commands.doctor.facts import ClusterFacts, Facts, PodTrial, Right
 from lmcache_cli.commands.gather import PodFigures, natural_order, read_each, read_stats
 from lmcache_operator.api import GROUP, PLURAL, PROFILE_PLURAL, VERSION
-from lmcache_operator.errors import NoAnswerError, NotFoundError
+from lmcache_operator.errors import NoAnswerError
 from lmcache_operator.kube.pod_http import Get, PodHttp
 from lmcache_operator.kube.refusals import error_of
 from lmcache_operator.pods.pods import is_ready
@@ -127,10 +127,7 @@ class _Reader:
         if self._name is None:
             return answer
         if answer.is_missing and isinstance(answer.body, dict):  # else the API server lacks the kind
-            raise NotFoundError(
-                f"there is no LMCacheCluster {self._name} in namespace {self._namespace}: "
-                "`kubectl get lmcacheclusters -A` lists all"
-            )
+            raise no_cluster(self._name, self._namespace)
         return answer._replace(body={"items": [answer.body]}) if answer.object else answer
 
     # ---- pods

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from lmcache_store.common.sockets import listen
 from lmcache_store.common.threads import lower_priority
 from lmcache_store.tiers.base import ObjectId, RowKey
 from lmcache_store.tiers.peers.limits import Pace, QuestionBudget, Turn
@@ -102,9 +103,7 @@ class PeerServer:
 
     def start(self, host: str, port: int) -> int:
         """Listen, and return the port. Raises OSError. An empty host means all addresses."""
-        is_dual = not host and socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if is_dual or ":" in host else socket.AF_INET
-        self._listening = socket.create_server((host, port), family=family, dualstack_ipv6=is_dual)
+        self._listening = listen(host, port)
         self._accepting = threading.Thread(target=self._accept, name="peers-accept", daemon=True)
         self._accepting.start()
         return int(self._listening.getsockname()[1])
