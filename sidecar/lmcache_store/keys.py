@@ -38,18 +38,13 @@ def chunk_keys(
     The most recent keys are cached, because many prompts begin alike, and each turn of a conversation begins
     like the turn before.
     """
-    qualifiers = _qualifiers(lora_fingerprint, cache_salt, group)
+    qualifiers = b"".join(map(sized, (lora_fingerprint, _utf8(cache_salt), _integer(group))))
     return list(map(_chunk_key, block_hashes, itertools.repeat(qualifiers)))
 
 
 @functools.lru_cache(8192)  # about 3 MB
 def _chunk_key(block_hash: bytes, qualifiers: bytes) -> bytes:
     return hashlib.sha256(sized(CHUNK_TAG) + sized(block_hash) + qualifiers).digest()
-
-
-def _qualifiers(lora_fingerprint: bytes, cache_salt: str, group: int) -> bytes:
-    """Return the fields of a chunk's key other than its hash, as in the pre-image."""
-    return b"".join(map(sized, (lora_fingerprint, _utf8(cache_salt), _integer(group))))
 
 
 def media_fingerprint(lora_fingerprint: bytes, media: Sequence[bytes]) -> bytes:

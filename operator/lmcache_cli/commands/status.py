@@ -136,7 +136,8 @@ def _tiers(cluster: Object, reports: Sequence[Mapping[str, Any]]) -> Iterator[di
             tier["usedBytes"] = int(merge.total(having, name, "used_bytes"))
         elif name == "remote":  # all sidecars share it
             tier["usedBytes"] = int(max(merge.total([report], name, "used_bytes") for report in having))
-        off = [merge.part(report, name) for report in having if _is_off(merge.part(report, name))]
+        parts = [merge.part(report, name) for report in having]
+        off = [part for part in parts if part.get("is_reachable") is False]
         reason = plain(off[0].get("off_reason")) or "unavailable" if off else ""
         tier["problem"] = f"{len(off)} of {len(having)} pods: {reason}" if off else ""
         yield tier
@@ -161,10 +162,6 @@ def _lower_sizes(cluster: Object, num_pods: int) -> dict[str, int]:
         number = shards if isinstance(shards, int) else tiers.managed.shards
         sizes["remote"] = tiers.managed.shard_bytes * number
     return sizes
-
-
-def _is_off(tier: Mapping[str, Any]) -> bool:
-    return tier.get("is_reachable") is False
 
 
 def screen(

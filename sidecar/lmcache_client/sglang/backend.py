@@ -298,7 +298,8 @@ class LMCacheBackend(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # s
         access, blocks = self._access, self._pages(pool, keys, host_indices)
         if access is None or blocks is None:
             return [False] * len(keys)
-        is_stored = access.store(self._groups[pool], _hashes(keys), blocks, _prefix(extra_info))
+        prefix = _hashes(getattr(extra_info, "prefix_keys", None) or ())
+        is_stored = access.store(self._groups[pool], _hashes(keys), blocks, prefix)
         return [is_stored] * len(keys)
 
     def _pages(self, pool: str, keys: Sequence[str], host_indices: Any) -> list[int] | None:
@@ -315,7 +316,3 @@ LMCacheBackend.__abstractmethods__ = frozenset()
 
 def _hashes(keys: Sequence[str]) -> list[bytes]:
     return list(map(bytes.fromhex, keys))
-
-
-def _prefix(extra_info: Any) -> list[bytes]:
-    return _hashes(getattr(extra_info, "prefix_keys", None) or ())

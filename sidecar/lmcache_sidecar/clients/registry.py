@@ -194,17 +194,14 @@ class Clients:
         """Describe a client that may still use or pin memory that is not ready any more; empty: none."""
         if self.previous:
             return f"{len(self.previous)} clients from before the sidecar's restart, which may still run"
-        late = [w for w in self._workers if not w.is_attached or w.released_round != round_]
+        workers = (client for client in self.by_uuid.values() if client.peer.is_worker)
+        late = [w for w in workers if not w.is_attached or w.released_round != round_]
         return "".join(f"{worker.name} ({worker.state})" for worker in late[:1])
 
     def num_gpus(self, engine: bytes) -> int:
         """Return the GPUs of an engine: its attached workers, with one GPU each; at least one."""
         peers = (client.peer for client in self.by_uuid.values() if client.is_attached)
         return max(1, sum(peer.is_worker and peer.engine == engine for peer in peers))
-
-    @property
-    def _workers(self) -> list[Client]:
-        return [client for client in self.by_uuid.values() if client.peer.is_worker]
 
     def _peers(self, engine: bytes) -> list[ParsedHello]:
         return [client.peer for client in self.by_uuid.values() if client.peer.engine == engine]

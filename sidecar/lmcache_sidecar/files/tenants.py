@@ -97,8 +97,6 @@ class TenantsFile(FollowedFile):
 
     def follow(self) -> None:
         """Read the file, if there is one, and the files with salts that it names."""
-        if not self.path:
-            return
         if any(_read_salt(path) != salt for path, salt in self._salts.items()):
             self._last = None
         former = self.problem
@@ -134,11 +132,6 @@ class TenantsFile(FollowedFile):
         names = self._salted.names
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         return "The list of tenants with budgets", shown
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all budgets."""
-        return self._salted.names
 
     @property
     def listed(self) -> list[Budget]:

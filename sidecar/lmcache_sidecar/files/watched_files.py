@@ -29,7 +29,9 @@ class Followed(ABC, Generic[Content]):
         self._last: Content | None = None  # content at the last ``follow``; None: it was not readable
 
     def follow(self) -> None:
-        """Read the content, and use it if it changed."""
+        """Read the content, unless there is no path, and use it if it changed."""
+        if not self.path:
+            return
         content, problem = None, ""
         try:
             content = self.read()
@@ -74,11 +76,6 @@ class SizeFile(FollowedFile):
         super().__init__(path)
         self.num_bytes = num_bytes
         self._max_bytes = max_bytes
-
-    def follow(self) -> None:
-        """Read the file, unless there is no path."""
-        if self.path:
-            super().follow()
 
     def use(self, content: str) -> None:
         """Use a new size. An empty text changes nothing: the pod may lack the annotation."""

@@ -94,9 +94,6 @@ class IndexMachine(RuleBasedStateMachine):
                 shared._words = ObservedWords(shared._words, self.found_rows_are_right)
 
     def teardown(self) -> None:
-        self.reader.close()
-        for column in self.columns:
-            column.close()
         self.arena.table._words = self.arena.shared_index._words = None
         del self.tier
         self.arena.close()
@@ -210,7 +207,6 @@ def test_finds_all_rows_of_a_full_arena(tier):
     keys = fill(tier, tier.arena.num_rows)
     reader = mapped_index(tier.arena)
     assert reader.find(words(*keys)).slots() == [tier._rows.slot(tier._rows.row_by_key[k]) for k in keys]
-    reader.close()
 
 
 def test_insert_into_full_buckets_replaces_a_single_entry(tier):
@@ -255,7 +251,6 @@ def test_entry_changed_during_the_read_is_a_miss(tier, torn):
     assert len(reader.find(words(key)).rows) == 0
     assert reader._table.num_reads == 3
     reader._table = table
-    reader.close()
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 63, 64, 65, 1000, 1 << 20])
@@ -277,4 +272,3 @@ def test_readers_cannot_write(tier):
     reader = mapped_index(tier.arena)
     with pytest.raises(ValueError, match="read-only"):
         reader._buckets[0] = 0
-    reader.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 from pathlib import Path
@@ -68,12 +67,6 @@ class MappedColumn:
             and self._states[slot.row] == SlotState.COMMITTED
         )
 
-    def close(self) -> None:
-        """Release the mapping. It ends with the last array made from ``slots``."""
-        del self.slots, self._generations, self._states
-        with contextlib.suppress(BufferError):
-            self._map.close()
-
 
 class MappedIndex:
     """A scheduler's read-only view of the shared index and the slot table's column 0; see ``shared_index``.
@@ -130,12 +123,6 @@ class MappedIndex:
         since = self._table[rows, _GENERATION_AND_STATE]
         is_whole = (before == since).all(axis=1) & (since[:, 1] == SlotState.COMMITTED)
         return is_whole & (names == keys).all(axis=1), since[:, 0]
-
-    def close(self) -> None:
-        """Release the mapping. It ends with the last array made from it."""
-        del self._table, self._buckets
-        with contextlib.suppress(BufferError):
-            self._map.close()
 
 
 _HALF, _LOWER = np.uint64(32), np.uint64((1 << 32) - 1)

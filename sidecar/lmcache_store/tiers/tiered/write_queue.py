@@ -45,9 +45,6 @@ class WriteQueue:
     def __len__(self) -> int:
         return len(self._tenants)
 
-    def __contains__(self, slot: Slot) -> bool:
-        return slot in self._tenants
-
     def push(self, write: Write, tenant: bytes = b"", *, is_first: bool = False) -> Write | None:
         """Add a row, at the front if ``is_first``. Returns the row that is dropped for it, if any."""
         tenant = self._tenants.setdefault(write.slot, tenant)
