@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from lmcache_cli.commands.doctor.checks import (
     admission,
@@ -67,21 +67,11 @@ def run_checks(facts: Facts) -> list[Result]:
     """Return the results of all checks, failures first."""
     if installation.is_absent(facts):
         return [installation.absent()._replace(subject=_INSTALLATION)]
-    results = [*_listed(facts)]
-    subjects: Mapping[str, Sequence[Callable[[Facts], Iterator[Result]]]] = {
-        _INSTALLATION: INSTALLATION,
-        facts.namespace: NAMESPACE,
-    }
-    for subject, checks in subjects.items():
-        results += [result._replace(subject=subject) for check in checks for result in check(facts)]
+    results = [(facts.namespace, installation.listed_clusters(facts))]
+    results += [(_INSTALLATION, check(facts)) for check in INSTALLATION]
+    results += [(facts.namespace, check(facts)) for check in NAMESPACE]
     for cluster in facts.clusters:
         subject = f"{facts.namespace}/{cluster.name}"
-        of_cluster = [result for check in CLUSTER for result in check(facts, cluster)]
-        results += [result._replace(subject=subject) for result in of_cluster]
-    return sorted(results, key=lambda result: _ORDER[result.level])
-
-
-def _listed(facts: Facts) -> Iterator[Result]:
-    """Yield the result of reading the LMCacheClusters themselves."""
-    for result in installation.listed_clusters(facts):
-        yield result._replace(subject=facts.namespace)
+        results += [(subject, check(facts, cluster)) for check in CLUSTER]
+    found = [result._replace(subject=subject) for subject, checked in results for result in checked]
+    return sorted(found, key=lambda result: _ORDER[result.level])
