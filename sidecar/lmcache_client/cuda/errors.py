@@ -14,17 +14,14 @@ class DeviceNotVisibleError(CudaUnavailableError):
 
 
 class CudaError(Exception):
-    """A call of the driver failed. The message names the remedy if one is known."""
+    """A call of the driver failed. The message names the remedy if one is known.
+
+    ``code`` is the value of ``CUresult``, and ``name`` its name, ``CUDA_ERROR_...``.
+    """
 
     SAME_PID = 201
     """Code of opening a handle in a process with the same process id as the process that exported it, even in
     another PID namespace. (A call without a context returns the same code.)"""
-
-    function: str
-    code: int
-    """Value of ``CUresult``."""
-    name: str
-    """Name of the code, ``CUDA_ERROR_...``."""
 
     def __init__(self, function: str, code: int, name: str, detail: str = "") -> None:
         remedy = REMEDIES.get((function, code))
