@@ -62,7 +62,7 @@ class Benefit(NamedTuple):
     num_sidecars: int
     """Sidecars whose figures are included."""
     num_silent: int
-    """Sidecars that count no benefit: their version is too old, or they are starting."""
+    """Sidecars that count no benefit yet: they are starting."""
     uptime_seconds: float
     """Time since the start of the oldest sidecar."""
     loaded_tokens: Mapping[str, int]

@@ -61,7 +61,7 @@ def benefit(saved: Benefit) -> Iterator[str]:
     """Yield the lines that say what the cache saves, and what it costs."""
     if saved.num_silent:
         total = saved.num_sidecars + saved.num_silent
-        yield f"{saved.num_silent} of {total} sidecars count no benefit: they are old, or starting."
+        yield f"{saved.num_silent} of {total} sidecars count no benefit yet: they are starting."
     if not saved.num_sidecars:
         return
     yield f"{'SAVED AND SPENT':38}  {f'IN {saved.uptime_seconds / 3600:,.1f} HOURS':>16}  {'USD':>10}"

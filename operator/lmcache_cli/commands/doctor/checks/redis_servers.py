@@ -100,7 +100,9 @@ def settings(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
     """Check the memory limit and the eviction policy of each server."""
     name, servers = "remoteSettings", _servers(cluster)
     if not servers:
-        yield from _without_figures(name, cluster)
+        if any(map(_could_ask, cluster.pods)):
+            text = "Redis does not let the sidecars read its memory limit and policy."
+            yield warning(name, text, f"Grant the Redis user +info ({_GUIDE}).")
         return
     problems = []
     for server, state in servers.items():
@@ -120,13 +122,6 @@ def settings(facts: Facts, cluster: ClusterFacts) -> Iterator[Result]:
         sizes = {format_size(merge.count(state.get("max_bytes"))) for state in servers.values()}
         shown = ", ".join(sorted(sizes)[:3])
         yield ok(name, f"Servers with an allkeys policy and a memory limit of {shown}: {len(servers)}.")
-
-
-def _without_figures(name: str, cluster: ClusterFacts) -> Iterator[Result]:
-    reports = [figures for figures in cluster.pods if merge.part(figures.stats, "remote")]
-    if any(_could_ask(figures) for figures in reports):
-        text = "Redis does not let the sidecars read its memory limit and policy."
-        yield warning(name, text, f"Grant the Redis user +info ({_GUIDE}).")
 
 
 def _could_ask(figures: PodFigures) -> bool:
