@@ -40,7 +40,7 @@ def prepare() -> None:
     if kind == EMULATED:
         from testing.vllm_gpu import emulation
 
-        emulation.start()
+        emulation.start(environment_of(kind))
     elif kind == REAL:
         _prepare_real()
 

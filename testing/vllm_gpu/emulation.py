@@ -5,25 +5,25 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from testing.engine import gpu
 from testing.vllm_gpu import device, kernels, tensors
 
 _is_started = False
 
 
-def start() -> None:
-    """Emulate a GPU in this process. Further calls do nothing."""
+def start(environment: Mapping[str, str]) -> None:
+    """Emulate a GPU in this process, with further environment variables. Further calls do nothing."""
     global _is_started
     if _is_started:
         return
     _is_started = True
     if "vllm" in sys.modules:
         raise RuntimeError("vLLM is imported already: it has chosen its platform")
-    os.environ.update(gpu.environment_of(gpu.EMULATED))
+    os.environ.update(environment)
     torch.set_num_threads(1)
     device.emulate()
     tensors.emulate()

@@ -3,6 +3,7 @@
 import gc
 import importlib
 
+from testing.engine import gpu
 from testing.vllm_gpu import emulation
 
 MODULES = (
@@ -15,7 +16,7 @@ MODULES = (
     "vllm.model_executor.models.llama",
 )
 
-emulation.start()
+emulation.start(gpu.environment_of(gpu.EMULATED))
 for name in MODULES:
     importlib.import_module(name)
 from vllm.model_executor.models import registry  # noqa: E402

@@ -22,14 +22,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from lmcache_store.common.sockets import listen
 from lmcache_store.common.threads import lower_priority
 from lmcache_store.tiers.base import ObjectId, RowKey
 from lmcache_store.tiers.peers.limits import Pace, QuestionBudget, Turn
 from lmcache_store.tiers.peers.requests import BadRequestError
-from lmcache_store.tiers.peers.session import PeerSession, PinnedRow
+from lmcache_store.tiers.peers.session import PeerSession, ServedRows
 from lmcache_store.tiers.remote.address import Tls
 from lmcache_store.tiers.remote.stream import accept_tls
 from lmcache_store.tiers.stats import counter
@@ -40,19 +39,6 @@ MAX_CONNECTIONS = 256
 """32 peers, of which each has up to 8 connections."""
 _QUIET_SECONDS = 60.0
 """Time after a log line about a client that is no peer in which there is no other one."""
-
-
-class ServedRows(Protocol):
-    """The rows that other pods may read. Methods are called in any thread, and may block."""
-
-    def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
-        """Say of each object whether it can be read now."""
-
-    def pin(self, key: RowKey) -> PinnedRow | None:
-        """Pin a row; None if it can't be read."""
-
-    def take_over(self, key: RowKey, length: int, peer: str) -> bool:
-        """Read a row from the peer that offers it. ``length``: payload bytes per column. False: refused."""
 
 
 @dataclass

@@ -9,7 +9,7 @@ import ssl
 import struct
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from lmcache_store.common.sockets import Stream
 from lmcache_store.common.timing import TIMING
@@ -20,9 +20,6 @@ from lmcache_store.tiers.peers.requests import BadRequestError, Command, Request
 from lmcache_store.tiers.remote import objects
 from lmcache_store.tiers.remote.stream import TlsStream
 from lmcache_store.tiers.remote.value_formats import seal_of
-
-if TYPE_CHECKING:
-    from lmcache_store.tiers.peers.server import PeerServer
 
 OFFER = b"OFFER"
 """Command with which a stopping pod offers a row: name, bytes per column, and the pod's own name."""
@@ -48,10 +45,49 @@ class PinnedRow(Protocol):
         """End the pin. Views of the columns must not be used any more."""
 
 
+class ServedRows(Protocol):
+    """The rows that other pods may read. Methods are called in any thread, and may block."""
+
+    def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
+        """Say of each object whether it can be read now."""
+
+    def pin(self, key: RowKey) -> PinnedRow | None:
+        """Pin a row; None if it can't be read."""
+
+    def take_over(self, key: RowKey, length: int, peer: str) -> bool:
+        """Read a row from the peer that offers it. ``length``: payload bytes per column. False: refused."""
+
+
+class SessionHost(Protocol):
+    """The server of a session."""
+
+    rows: ServedRows
+    prefix: str
+
+    @property
+    def needs_password(self) -> bool:
+        """Whether a client must authenticate first."""
+
+    def admits(self, password: bytes) -> bool:
+        """Check a password."""
+
+    def find_each(self, ids: Sequence[ObjectId]) -> list[bool]:
+        """Say of each object whether it can be read now."""
+
+    def reserve(self, num_bytes: int) -> Turn | None:
+        """Reserve time for a column; None if it would begin too late."""
+
+    def note_read(self) -> None:
+        """Count a column that a client begins to read."""
+
+    def take_over(self, key: RowKey, length: int, peer: str) -> bool:
+        """Read a row from the peer that offers it. False: refused."""
+
+
 class PeerSession:
     """Answers the commands of one client. Only its thread uses it, except for ``idle_since``."""
 
-    def __init__(self, server: PeerServer, connection: socket.socket) -> None:
+    def __init__(self, server: SessionHost, connection: socket.socket) -> None:
         self._server = server
         self._connection = connection
         is_secure = isinstance(connection, ssl.SSLSocket)
