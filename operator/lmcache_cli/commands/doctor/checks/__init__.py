@@ -73,5 +73,5 @@ def run_checks(facts: Facts) -> list[Result]:
     for cluster in facts.clusters:
         subject = f"{facts.namespace}/{cluster.name}"
         results += [(subject, check(facts, cluster)) for check in CLUSTER]
-    found = [result._replace(subject=subject) for subject, checked in results for result in checked]
-    return sorted(found, key=lambda result: _ORDER[result.level])
+    listed = [result._replace(subject=subject) for subject, checked in results for result in checked]
+    return sorted(listed, key=lambda result: _ORDER[result.level])
