@@ -151,7 +151,6 @@ class TestFile:
             mapped.populate(0, arena.num_rows)
             for row in range(arena.num_rows):
                 assert mapped.slots[row].tobytes() == bytes([row + 1, column]) * (32 << 10)
-            mapped.close()
         with pytest.raises(IndexError):
             arena.view(arena.num_rows, 0)
 
@@ -169,7 +168,6 @@ class TestFile:
         assert not mapped.holds(Slot(slots[1].row, slots[1].generation + 1))
         tier.reserve(b"l" * 64, 1, OWNER, length=1)
         assert not mapped.holds(slots[1])
-        mapped.close()
 
     def test_client_refuses_file_smaller_than_announced(self, opened, path):
         opened(8 * MIB)

@@ -115,7 +115,6 @@ def test_client_reads_zeros_in_freed_slots(growing, tier):
     growing.wait_for(lambda: growing.taken_bytes() < before - CAPACITY // 3)
     assert not mapped.slots[last].any()
     assert not mapped.holds(slot)
-    mapped.close()
 
 
 def test_memory_is_freed_only_by_release_surplus(growing, tier):

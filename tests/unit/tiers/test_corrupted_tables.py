@@ -80,7 +80,6 @@ def test_rows_invisible_to_readers_are_stored_again(tier, arena, corrupt):
     assert second.result is Reserved.SLOT
     assert second.slot != corrupted
     assert reader.find(words(KEY)).slots() == [second.slot]
-    reader.close()
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -107,4 +106,3 @@ def test_overwritten_index_shows_stored_rows_again(tier, arena, corrupt):
     after = store(tier, OTHER).slot
     assert store(tier, KEY).result is Reserved.EXISTS
     assert [reader.find(words(key)).slots() for key in (KEY, OTHER)] == [[before], [after]]
-    reader.close()
