@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, ClassVar, TypeVar
+from typing import IO, ClassVar, Self, TypeVar
 
 from testing.child_process import free_ports
 from testing.kube import pki
@@ -83,7 +83,7 @@ class Cluster:
         self._num_restarts = 0
         self._thread = threading.get_ident()  # components end with the thread that starts them
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> Self:
         try:
             self._start()
         except BaseException as error:

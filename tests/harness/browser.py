@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
 
 from tools import debian, docs
 
@@ -119,11 +119,17 @@ def visit(
         context.add_init_script(_OPEN_SHADOW_ROOTS)
         page = context.new_page()
         opened = Visit(site, page)
-        is_foreign = lambda url: not url.startswith((site.url, "data:", "blob:"))  # noqa: E731
-        page.on("request", lambda sent: is_foreign(sent.url) and opened.errors.append(f"asks {sent.url}"))
+
+        def check_request(sent: Request) -> None:
+            if not sent.url.startswith((site.url, "data:", "blob:")):
+                opened.errors.append(f"asks {sent.url}")
+
+        def check_line(line: ConsoleMessage) -> None:
+            if line.type == "error":
+                opened.errors.append(f"{page.url}: {line.text}")
+
+        page.on("request", check_request)
         page.on("pageerror", lambda error: opened.errors.append(f"{page.url}: {error}"))
-        page.on(
-            "console", lambda line: line.type == "error" and opened.errors.append(f"{page.url}: {line.text}")
-        )
+        page.on("console", check_line)
         yield opened
         assert opened.errors == []

@@ -121,7 +121,7 @@ class Meter:
 
     def _add(self) -> None:
         with self._lock:
-            self.seconds[self._file] += self._tree.used()
+            self.seconds[self._file] += self._tree.used()  # type: ignore[assignment]  # a Counter of seconds
 
 
 class Report:

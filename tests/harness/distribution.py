@@ -27,7 +27,8 @@ def units_of(items: Iterable[pytest.Item]) -> dict[str, str]:
 
 def _uses(item: pytest.Item, fixture: str) -> bool:
     """Whether the test requests this fixture of the session, and not one of its own module."""
-    definitions = getattr(item, "_fixtureinfo", None) and item._fixtureinfo.name2fixturedefs.get(fixture)
+    info: Any = getattr(item, "_fixtureinfo", None)
+    definitions: Any = info.name2fixturedefs.get(fixture) if info else ()
     return bool(definitions) and definitions[-1].scope == "session"
 
 
@@ -57,7 +58,7 @@ def pytest_collection_finish(session: pytest.Session) -> Generator[None]:
     items, units = session.items, units_of(session.items)
     if hasattr(session.config, "workerinput"):
         ids = [f"{item.nodeid}@{units[item.nodeid.partition('::')[0]]}" for item in items]
-        session.items = [SimpleNamespace(nodeid=name) for name in ids]  # type: ignore[misc]
+        session.items = [SimpleNamespace(nodeid=name) for name in ids]
     yield
     session.items = items
 
@@ -67,7 +68,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Replace the scheduler of ``--dist loadfile``."""
     from xdist.scheduler import LoadFileScheduling
 
-    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+    class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return nodeid.rpartition("@")[2]
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from lmcache_client.rpc.client import SidecarClient
@@ -63,6 +64,12 @@ def report(
     scheduler.lookup(request, keys, hint=True, scheduled=scheduled, prefill_tokens_per_second=prefill_rate)
 
 
+def mapped_slots(session: SidecarSession) -> npt.NDArray[np.uint8]:
+    """Return the memory of the column of an attached session, one row per slot."""
+    assert session.slots is not None
+    return session.slots
+
+
 @contextlib.contextmanager
 def session_of(sidecar: SidecarProcess, **fields: Any) -> Iterator[SidecarSession]:
     """The session of an engine that is attached to a fully populated arena."""
@@ -84,7 +91,7 @@ def store(session: SidecarSession, *numbers: int) -> None:
     with session.copying():
         slots = [reservation.slot for reservation in session.reserve(0, make_keys(*numbers))]
         for slot, number in zip(slots, numbers, strict=True):
-            session.slots[slot.row, :CHUNK_BYTES] = payload(number)
+            mapped_slots(session)[slot.row, :CHUNK_BYTES] = payload(number)
         session.commit(slots)
 
 
@@ -96,7 +103,7 @@ def load(
     result = scheduler.lookup(request_id, [(0, keys)])
     slots = slots_of(scheduler, keys)[: result.num_leased]
     with worker.copying():
-        copies = [worker.slots[slot.row, :CHUNK_BYTES].copy() for slot in slots]
+        copies = [mapped_slots(worker)[slot.row, :CHUNK_BYTES].copy() for slot in slots]
         assert all(map(worker.holds, slots))
     scheduler.release([request_id])
     return copies

@@ -20,10 +20,10 @@ class JumpingLoop(asyncio.SelectorEventLoop):
         timers: list[Any] = self._scheduled  # type: ignore[attr-defined]
         while timers and timers[0].cancelled():
             heapq.heappop(timers)._scheduled = False
-            self._timer_cancelled_count -= 1
+            self._timer_cancelled_count -= 1  # type: ignore[attr-defined]
         if timers and not self._ready:  # type: ignore[attr-defined]
             self.now = max(self.now, timers[0].when())
-        super()._run_once()  # type: ignore[misc]
+        super()._run_once()
 
 
 def run(scenario: Coroutine[Any, Any, T]) -> T:

@@ -13,7 +13,7 @@ FORMATS = ("vllm", "huggingface")
 def make_config(local_device: str | None = "cpu", **changes: object) -> LMCacheEngineConfig:
     """A small cache: 64 MiB, chunks of 16 tokens, no remote server."""
     fields = {"chunk_size": CHUNK, "max_local_cache_size": 1 / 16, "remote_url": None, "remote_serde": None}
-    return LMCacheEngineConfig.from_defaults(local_device=local_device, **{**fields, **changes})  # type: ignore[arg-type]
+    return LMCacheEngineConfig.from_defaults(local_device=local_device, **{**fields, **changes})
 
 
 def make_metadata(fmt: str = "vllm") -> LMCacheEngineMetadata:

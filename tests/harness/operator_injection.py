@@ -1,5 +1,6 @@
 """Users' pods for the command line and the API server: some can have a cache, and some cannot."""
 
+from operator import itemgetter
 from typing import Any
 
 from hypothesis import strategies as st
@@ -165,7 +166,7 @@ def pods(draw: st.DrawFn) -> dict[str, Any]:
             "command": st.sampled_from([["vllm", "serve"], SGLANG, ["sglang", "serve"]])
             | st.lists(_WORDS, max_size=2),
             "args": st.just(["Qwen/Qwen3-8B"]) | st.lists(_WORDS, max_size=4),
-            "env": st.lists(_VARIABLES, max_size=2, unique_by=lambda variable: variable["name"]),
+            "env": st.lists(_VARIABLES, max_size=2, unique_by=itemgetter("name")),
             "ports": st.sampled_from([[{"containerPort": 80}], [{"containerPort": 9464}]]),
             "securityContext": _USER,
             "resources": st.just({"claims": [{"name": "gpu"}], "requests": {"cpu": "1"}}),

@@ -57,9 +57,9 @@ def _without(value: Any, owned: Object, applied: Object) -> Any:
     if isinstance(value, list) and any(name.startswith("k:") for name in owned):
         items = []
         for item in value:
-            names = {f"k:{json.dumps({key: item[key]})}" for key in (*ITEM_KEYS, "uid") if key in item}
-            if not names & owned.keys() - applied.keys():
-                name = next(iter(names & owned.keys()), "")
+            item_names = {f"k:{json.dumps({key: item[key]})}" for key in (*ITEM_KEYS, "uid") if key in item}
+            if not item_names & owned.keys() - applied.keys():
+                name = next(iter(item_names & owned.keys()), "")
                 items.append(_without(item, owned.get(name, {}), applied.get(name, {})))
         return items
     return value

@@ -129,7 +129,7 @@ class Node:
         observed = observe(self.world, now=self.world.now)
         due = plan(observed, IMAGES)
         mortal = _Mortal(self.world, dies_after)
-        applier = Applier(mortal, ClusterKey(NAMESPACE, NAME, UID), ContestLog(), 0.0, self.ask)  # type: ignore[arg-type]
+        applier = Applier(mortal, ClusterKey(NAMESPACE, NAME, UID), ContestLog(), 0.0, self.ask)
         with contextlib.suppress(KilledError):
             asyncio.run(applier.carry_out(due, observed))
         assert not applier.problems, applier.problems

@@ -1,6 +1,7 @@
 """Programs from ConfigMaps that replace an engine's ``vllm``."""
 
 from collections.abc import Collection
+from typing import Any
 
 from testing.node.app import NAMESPACE
 
@@ -27,6 +28,8 @@ def use_program(app, name: str, program: str, modules: Collection[str] = ()) -> 
     path = f"{_DIRECTORY}/bin:{venv}/bin:/usr/local/bin:/usr/bin:/bin"
     container["env"].append({"name": "PATH", "value": path})
     container["volumeMounts"].append({"name": name, "mountPath": _DIRECTORY})
-    items = [{"key": f"{module}.py", "path": f"testing/engine/{module}.py"} for module in modules]
+    items: list[dict[str, Any]] = [
+        {"key": f"{module}.py", "path": f"testing/engine/{module}.py"} for module in modules
+    ]
     items.append({"key": program, "path": "bin/vllm", "mode": 0o555})
     template["volumes"].append({"name": name, "configMap": {"name": name, "items": items}})

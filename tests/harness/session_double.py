@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from lmcache_client.rpc.errors import SidecarUnavailableError
-from lmcache_client.rpc.session import BlockCopy, LookupResult, Scheduled, StoreCopier
+from lmcache_client.rpc.session import BlockCopy, Scheduled, StoreCopier
 from lmcache_client.rpc.times import RequestTimes
 from lmcache_store.tiers.base import ROW_KEY_BYTES
-from lmcache_store.tiers.memory.contracts import Found, Located, Reservation, Reserved, Slot
+from lmcache_store.tiers.memory.contracts import Found, Located, LookupResult, Reservation, Reserved, Slot
 from tests.harness.wire import NAMESPACE
 
 

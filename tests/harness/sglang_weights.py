@@ -2,6 +2,7 @@
 
 import sys
 from types import ModuleType, SimpleNamespace
+from typing import Any
 from unittest import mock
 
 from lmcache_client.sglang.weights import _UPDATES, install
@@ -56,10 +57,11 @@ class WeightChecker:
 
 def make_modules(updater_class, controller_class, import_static_state, checker_class=None):
     """SGLang's modules with these classes and this function, by their names."""
-    modules = {name: ModuleType(name) for name in (MANAGERS, COMPONENTS, RUNNER, CHECKER)}
+    modules: dict[str, Any] = {name: ModuleType(name) for name in (MANAGERS, COMPONENTS, RUNNER, CHECKER)}
     modules[CHECKER].WeightChecker = checker_class or type("WeightChecker", (WeightChecker,), {})
     modules[MANAGERS].cache_controller = SimpleNamespace(HiCacheController=controller_class)
-    manager = modules[COMPONENTS].weight_updater = ModuleType("weight_updater")
+    manager: Any = ModuleType("weight_updater")
+    modules[COMPONENTS].weight_updater = manager
     manager._import_static_state = import_static_state
     modules[RUNNER].WeightUpdater = updater_class
     return modules

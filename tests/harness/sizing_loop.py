@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 from lmcache_operator.autoscaling.intake.answers import figures as figures_of
 from lmcache_operator.autoscaling.intake.lookups import NoAnswer, TimedAnswer
@@ -83,6 +84,6 @@ class Loop:
         self.sidecars.size_bytes = size
         self.pods.resize(self.workload.rows(size))
 
-    def memory_status(self) -> Mapping[str, object]:
+    def memory_status(self) -> Mapping[str, Any]:
         assert self.report
         return self.report.status["memory"]

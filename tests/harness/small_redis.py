@@ -1,13 +1,13 @@
 """Clients of Redis with only the methods that the documentation requires, over a dict."""
 
 import fnmatch
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class SmallRedis:
     """A client that is created with host and port only."""
 
-    arguments: ClassVar[dict[str, object]] = {}  # of the last client
+    arguments: ClassVar[dict[str, Any]] = {}  # of the last client
 
     def __init__(self, host, port):
         type(self).arguments = {"host": host, "port": port}

@@ -54,7 +54,9 @@ def check_span(span: ReadableSpan) -> None:
 
 def figures(span: ReadableSpan) -> dict[str, object]:
     """Return the span's attributes without their prefix and without the request id."""
-    attributes = {name.removeprefix("lmcache."): value for name, value in (span.attributes or {}).items()}
+    attributes: dict[str, object] = {
+        name.removeprefix("lmcache."): value for name, value in (span.attributes or {}).items()
+    }
     del attributes["request_id"]
     return attributes
 

@@ -8,6 +8,7 @@ import inspect
 import math
 import threading
 from collections import Counter
+from typing import Self
 
 from lmcache_store.tiers.base import Loaded, LowerTier
 from lmcache_store.tiers.circuit import Circuit
@@ -181,7 +182,7 @@ class World:
         self.lower = self.store.lower["remote"]
         self.store.register(NAMESPACE, label=b"model", chunk_bytes=[SIZE])
 
-    async def __aenter__(self) -> World:
+    async def __aenter__(self) -> Self:
         await self.store.adopt()
         return self
 
@@ -252,5 +253,6 @@ def run(test=None, **options):
 
     in_world.__name__, in_world.__doc__ = test.__name__, test.__doc__
     signature = inspect.signature(test)
-    in_world.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
+    fixtures = list(signature.parameters.values())[1:]
+    in_world.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined]
     return in_a_loop(in_world)

@@ -69,7 +69,7 @@ class RawClient:
         self.uuid = uuid.uuid4().bytes
         self.hello = hello_message(hello or make_hello(), self.uuid)
         self.epoch = 0
-        self._sidecar = sidecar
+        self.sidecar = sidecar
         self.lock = LockFile(service.lock_path(sidecar.socket_path, self.uuid))
         self.lock.acquire()
         self._channel = grpc.insecure_channel(f"unix:{sidecar.socket_path}", options=SEPARATE_CONNECTION)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from typing import Any, cast
 
 import numpy as np
 
@@ -68,7 +69,7 @@ class WorkerRig:
     def __init__(self):
         self.now = 0.0
         self.session, self.copier = SessionDouble(), CopierDouble()
-        self.worker = WorkerSide(lambda _: (self.session, self.copier, IDENTITY), lambda: self.now)
+        self.worker = WorkerSide(lambda _: cast(Any, (self.session, self.copier, IDENTITY)), lambda: self.now)
         self.worker.register_kv_caches({})
         self.jobs = 0
 

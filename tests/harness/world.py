@@ -4,7 +4,7 @@ import asyncio
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import pytest
 
@@ -21,6 +21,7 @@ from lmcache_store.tiers.memory.private import PrivateArena
 from lmcache_store.tiers.memory.tier import MemoryTier
 from lmcache_store.tiers.tiered.absences import Absence
 from lmcache_store.tiers.tiered.history import ChunkHistory
+from lmcache_store.tiers.tiered.store import TieredStore
 
 NUM_ROWS = 6
 
@@ -130,7 +131,7 @@ class World:
             "/arena",
             Clients(tmp_path, FakeLock, self.clock),
             SidecarCopier(Mode.AUTO, self.arena),
-            lambda: FakeStore(self.arena, self.clock),
+            lambda: cast(TieredStore, FakeStore(self.arena, self.clock)),
         )
         self.sessions.causes = Causes(lambda _, action: action())
         asyncio.run(self.sessions.start())

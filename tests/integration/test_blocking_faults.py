@@ -25,7 +25,7 @@ from tests.harness.blocking import (
     wait_released,
 )
 from tests.harness.engine import restart_without_memory
-from tests.harness.wire import attached
+from tests.harness.wire import NAMESPACE, attached, usable
 
 DEADLINES = CALLS
 
@@ -151,7 +151,7 @@ class TestKilledSidecar:
             attached(engine.client, newer_than=session)
             gate.open()
             assert copy.result() <= (3 if is_load else 0)
-            blocking.usable(sidecar)
+            usable(sidecar)
             if not is_load:
                 assert engine.look_up(1, 2, 3) == 0
                 sidecar.wait_until(lambda stats: stats["memory"]["used_rows"] == 0)
@@ -241,7 +241,7 @@ class TestFrozenSidecar:
             within(0.0, lambda: engine.access.set_namespace(None))
             assert engine.load(1) == 0
             sidecar.thaw()
-            engine.access.set_namespace(blocking.NAMESPACE)
+            engine.access.set_namespace(NAMESPACE)
             wait_released(sidecar)
 
 

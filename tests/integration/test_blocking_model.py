@@ -153,7 +153,7 @@ Pages.TestCase.settings = settings(
 )
 
 
-class TestPages(Pages.TestCase):
+class TestPages(Pages.TestCase):  # type: ignore[valid-type]  # Hypothesis makes the class
     @classmethod
     def setUpClass(cls):
         Pages.sidecar = SidecarProcess(memory_size="2Mi")

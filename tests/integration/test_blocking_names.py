@@ -4,7 +4,6 @@ import os
 
 import pytest
 
-from tests.harness import blocking
 from tests.harness.blocking import (
     Gate,
     PageEngine,
@@ -15,6 +14,7 @@ from tests.harness.blocking import (
     wait_released,
 )
 from tests.harness.blocking_fixtures import engine, fresh_sidecar, shared_sidecar, sidecar
+from tests.harness.wire import NAMESPACE
 
 __all__ = ["engine", "fresh_sidecar", "patient_calls", "shared_sidecar", "sidecar"]
 
@@ -85,7 +85,7 @@ class TestNamespaces:
             gate.open()
             assert store.result()
             assert engine.look_up(1, 2) == 0
-            engine.access.set_namespace(blocking.NAMESPACE)
+            engine.access.set_namespace(NAMESPACE)
             assert engine.run(1, 2) == 2
 
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from lmcache_client.core.paged.blocking import PagedRequest
 from lmcache_store.common.timing import TIMING
 from testing.child_process import wait_until
 from testing.deadlines import CALLS
-from tests.harness import blocking
 from tests.harness.blocking import (
     PAGE_TOKENS,
     PageEngine,
@@ -16,6 +16,7 @@ from tests.harness.blocking import (
     usual_calls,
 )
 from tests.harness.blocking_fixtures import engine, fresh_sidecar, shared_sidecar, sidecar
+from tests.harness.wire import NAMESPACE
 
 DEADLINES = CALLS
 
@@ -78,11 +79,11 @@ def test_reports_without_a_namespace_or_hashes_and_late_ones_are_dropped(fresh_s
     with PageEngine(fresh_sidecar) as engine:
         engine.access.set_namespace(None)
         engine.report(1, num_engine=0, num_loaded=0)
-        engine.access.set_namespace(blocking.NAMESPACE)
+        engine.access.set_namespace(NAMESPACE)
         with monkeypatch.context() as patch:
             patch.setattr(TIMING, "report_seconds", 0.0)
             engine.report(1, 2, num_engine=0, num_loaded=0)
-        engine.access.report(blocking.PagedRequest(fail, 10, 0, 0))
+        engine.access.report(PagedRequest(fail, 10, 0, 0))
         engine.report(1, num_engine=0, num_loaded=0)
         stats = fresh_sidecar.wait_until(lambda stats: stats if stats["causes"]["prompt_tokens"] else None)
         assert (stats["causes"]["prompt_tokens"], stats["lookups"]["num_lookups"]) == (PAGE_TOKENS, 1)

@@ -86,7 +86,9 @@ def copy(state, *arguments):
 
 
 def copy_with_pins(state, to, from_, size=SIZE):
-    batch = CopyBatch(*(np.array([value], np.uint64) for value in (to, from_, size)), state["pins"].edges)
+    batch = CopyBatch(
+        *(np.array([value], np.uint64) for value in (to, from_, size)), edges=state["pins"].edges
+    )
     batch.submit(state["stream"], is_pinned=bool(state["pins"].covers(batch.to).all()))
     synchronize(state)
     return bytes(state["host"][to - state["host"].ctypes.data :][:size])

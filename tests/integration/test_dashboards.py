@@ -133,12 +133,17 @@ def test_each_sidecar_and_the_operator_are_scraped_once(world):
 @pytest.mark.parametrize(("name", "title"), PANELS, ids=lambda part: part.replace(" ", "-"))
 def test_panel_shows_data(world, name, title):
     board = BOARDS[name]
-    wait_until(lambda: board.choose(world.prometheus) or all(board.options.values()))
+    wait_until(lambda: has_options(board, world))
     for letter, query in board.queries(title).items():
         if (name, title, letter) in RARE:
             world.prometheus.query(query)
         else:
             wait_for_data(world, query)
+
+
+def has_options(board, world) -> bool:
+    board.choose(world.prometheus)
+    return all(board.options.values())
 
 
 def test_rare_queries_exist():
@@ -147,7 +152,7 @@ def test_rare_queries_exist():
 
 def test_variables_offer_namespaces_models_and_clusters(world):
     board = BOARDS["worth-it"]
-    wait_until(lambda: board.choose(world.prometheus) or all(board.options.values()))
+    wait_until(lambda: has_options(board, world))
     assert board.options == {"namespace": [world.namespace], "model": [MODEL], "cluster": [NAME]}
     board.choose(world.prometheus, model="another")
     assert board.options["cluster"] == []

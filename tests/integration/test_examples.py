@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lmcache_operator.api.crd import dump
+from lmcache_operator.api.documents import dump
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.contract.base import Context

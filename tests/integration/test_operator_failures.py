@@ -148,7 +148,7 @@ def test_missing_secret_is_reported_until_mounted(plane, operator, namespace):
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     about = {"kind": "Pod", "name": pod["metadata"]["name"], "namespace": namespace, "uid": uid}
     # Any client that may post Events can omit fields and set any date.
-    malformed = {"metadata": {"name": "odd"}, "type": "Warning", "involvedObject": about}
+    malformed: Object = {"metadata": {"name": "odd"}, "type": "Warning", "involvedObject": about}
     malformed |= {"firstTimestamp": None, "lastTimestamp": "0000-01-01T00:00:00Z"}
     plane.api.create("v1/events", malformed, namespace)
     message = 'MountVolume.SetUp failed for volume "hub-token" : secret "hub" not found'

@@ -40,6 +40,7 @@ class Engine(JsonHandler):
 
 
 def address_of(server: socketserver.BaseServer) -> str:
+    assert isinstance(server.server_address, tuple)
     return str(server.server_address[0])
 
 

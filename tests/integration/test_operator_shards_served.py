@@ -54,7 +54,12 @@ def test_running_sidecars_use_an_added_shard_without_losing_rows(plane, operator
 
         more = {"spec": {"tiers": {"remote": {"managed": {"shards": 2}}}}}
         plane.api.patch(CLUSTERS, NAME, more, namespace)
-        plane.wait(lambda: shards.check() or shards.numbers[-1][1] == 2)
+
+        def has_second_server() -> bool:
+            shards.check()
+            return bool(shards.numbers[-1][1] == 2)
+
+        plane.wait(has_second_server)
         for sidecar in sidecars:
             sidecar.wait_until(lambda stats: stats["remote"]["address"].count(":6379") == 2)
         # Rows that now belong to the new server are found on their previous server.

@@ -17,7 +17,7 @@ import pytest
 
 from testing.child_process import free_ports, wait_until
 from testing.deadlines import COPIES
-from testing.engine.process import EngineProcess, ServedEngine, connector_config, patient_config
+from testing.engine.process import EngineProcess, Generated, ServedEngine, connector_config, patient_config
 from testing.peers import PeerSidecars
 from testing.processes import SidecarProcess
 from testing.router import RouterProcess
@@ -97,7 +97,7 @@ class Pools:
             wait_hit(engine, sidecar)
         return self
 
-    def compute(self, prompt: list[int]) -> real_engine.Generated:
+    def compute(self, prompt: list[int]) -> Generated:
         """Run a prompt in the decode engine that finds no KV, because another tenant stores it."""
         (answer,) = self.decode.generate(prompt, cache_salt="reference")
         assert answer.num_cached_tokens == 0
@@ -168,7 +168,7 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RoutedPools]:
             *("--vllm-pd-disaggregation", "--policy=round_robin"),
             *("--prefill", engines[0].url, "--decode", engines[1].url),
         )
-        yield RoutedPools(sidecars, *engines, running.enter_context(router))
+        yield RoutedPools(sidecars, *engines, router=running.enter_context(router))
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one node", "two nodes"])

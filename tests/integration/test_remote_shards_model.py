@@ -22,6 +22,7 @@ from lmcache_store.tiers.circuit import Circuit
 from lmcache_store.tiers.errors import TierUnavailableError
 from lmcache_store.tiers.remote.address import Address
 from lmcache_store.tiers.remote.tier import RemoteTier
+from lmcache_store.tiers.remote.topology import ShardsTopology
 from testing.processes import RedisProcess
 from tests.harness.scope import examples
 
@@ -179,6 +180,7 @@ class ShardsMachine(RuleBasedStateMachine):
 
     def update_circuits(self) -> None:
         """Probe all servers now. When a circuit would notice by itself is not tested here."""
+        assert isinstance(self.remote._topology, ShardsTopology)
         for server in self.remote._topology._pools.values():
             server.circuit.probe()
 
@@ -204,7 +206,7 @@ def servers() -> Iterator[None]:
         yield
 
 
-class TestShards(ShardsMachine.TestCase):
+class TestShards(ShardsMachine.TestCase):  # type: ignore[valid-type]  # Hypothesis makes the class
     # No shrinking: each example keeps real servers busy for a second.
     settings = settings(
         max_examples=examples(30), stateful_step_count=30, phases=[Phase.reuse, Phase.generate]

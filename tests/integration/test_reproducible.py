@@ -10,6 +10,7 @@ from tests.harness.checkouts import IMAGE_SOURCES, copy
 from tools import payload, release
 from tools.cache import uv
 from tools.kube import binaries
+from tools.provenance.distributions import IMAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,7 +54,7 @@ def test_wheel_shows_a_changed_file(wheel, tmp_path):
 
 def test_charts_archive_is_reproducible(tmp_path, monkeypatch):
     binaries.path("helm")
-    images = dict.fromkeys(release.IMAGES, "sha256:" + "1" * 64)
+    images = dict.fromkeys(IMAGES, "sha256:" + "1" * 64)
     results = []
     for name, umask, seconds in (("a", 0o022, 1_000_000_000), ("b", 0o077, 1_700_000_000)):
         source, out = copy(tmp_path / name, umask, seconds, ["charts"]), tmp_path / f"{name}-out"

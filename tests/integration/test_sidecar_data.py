@@ -15,7 +15,7 @@ from lmcache_store.tiers.memory.mapping import MappedColumn
 from testing.child_process import wait_until
 from testing.cuda_peers import peer
 from testing.deadlines import CALLS
-from tests.harness.engine import CHUNK_BYTES, assert_stored, load, payload, store
+from tests.harness.engine import CHUNK_BYTES, assert_stored, load, mapped_slots, payload, store
 from tests.harness.wire import RawClient, attached, make_hello, make_keys, slots_of, usable
 
 DEADLINES = CALLS
@@ -42,7 +42,7 @@ def test_row_is_visible_when_all_ranks_have_committed(sidecar, connect):
     (slot,) = slots_of(scheduler, make_keys(1))
     assert [slots_of(rank, make_keys(1)) for rank in ranks] == [[slot]] * 2
     for rank in ranks:
-        assert np.array_equal(rank.slots[slot.row, :CHUNK_BYTES], payload(1))
+        assert np.array_equal(mapped_slots(rank)[slot.row, :CHUNK_BYTES], payload(1))
     assert not np.shares_memory(ranks[0].slots, ranks[1].slots)
 
 
@@ -100,7 +100,7 @@ def reserve(state, socket_path, keys):
     session = attached(state["client"])
     slots = wait_until(lambda: all_slots(session.reserve(0, keys)))
     for slot in slots:
-        session.slots[slot.row, : session.slots.shape[1] // 2] = 0xAB
+        mapped_slots(session)[slot.row, : mapped_slots(session).shape[1] // 2] = 0xAB
 
 
 def all_slots(reserved):

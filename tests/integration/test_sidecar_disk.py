@@ -5,7 +5,15 @@ import pytest
 from lmcache_client.rpc.service import RESERVE
 from testing.child_process import wait_until
 from testing.processes import RedisProcess, SidecarProcess
-from tests.harness.engine import check_promoted, load, payload, restart_without_memory, session_of, store
+from tests.harness.engine import (
+    check_promoted,
+    load,
+    mapped_slots,
+    payload,
+    restart_without_memory,
+    session_of,
+    store,
+)
 from tests.harness.wire import RawClient, make_keys, slots_of
 
 
@@ -50,7 +58,7 @@ def test_rows_found_after_sigkill_are_intact(tmp_path):
             wait_until(lambda: not session.lookup("more", [(0, make_keys(*range(10, 60)))]).is_probing)
             slots = slots_of(session, make_keys(*range(10, 60)))
             for slot, number in zip(slots, range(10, 60), strict=False):
-                assert (session.slots[slot.row, :100_000] == payload(number)).all()
+                assert (mapped_slots(session)[slot.row, :100_000] == payload(number)).all()
 
 
 @pytest.mark.parametrize(

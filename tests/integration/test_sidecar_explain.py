@@ -54,6 +54,8 @@ def test_requests_are_remembered_newest_first_and_only_the_last_thousand(sidecar
 
 
 class Answers(JsonHandler):
+    content: bytes
+
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()

@@ -24,7 +24,7 @@ from lmcache_sidecar.server import MAX_CONNECTIONS, MAX_STREAMS
 from testing.child_process import wait_until
 from testing.deadlines import CALLS
 from testing.processes import SidecarProcess
-from tests.harness.engine import CHUNK_BYTES, assert_stored, load, session_of, store
+from tests.harness.engine import CHUNK_BYTES, assert_stored, load, mapped_slots, session_of, store
 from tests.harness.wire import SEPARATE_CONNECTION, RawClient, make_hello, make_keys, slots_of, usable
 
 DEADLINES = CALLS
@@ -66,8 +66,12 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 def _opened(stream: int) -> bytes:
     """Frame of HTTP/2 that opens a call of Attach. The header's fields are not compressed."""
-    fields = ((":path", service.ATTACH_PATH), (":authority", "l"), ("te", "trailers"))
-    fields += (("content-type", "application/grpc"),)
+    fields = (
+        (":path", service.ATTACH_PATH),
+        (":authority", "l"),
+        ("te", "trailers"),
+        ("content-type", "application/grpc"),
+    )
     post_over_http = b"\x83\x86"
     texts = (text.encode() for field in fields for text in ("", *field))
     block = b"".join(b"\0" if not text else bytes([len(text)]) + text for text in texts)
@@ -160,7 +164,7 @@ def test_silent_connections_are_few_and_are_closed(honest, first_bytes):
 def test_streams_without_hello_are_ended(honest):
     silence, num_streams = threading.Event(), MAX_STREAMS // 2
     with session_of(honest) as session, channel_of(honest) as channel:
-        attach = channel.stream_stream(service.ATTACH_PATH)
+        attach = channel.stream_stream(service.ATTACH_PATH, None, None)
         streams = [attach(_nothing_until(silence)) for _ in range(num_streams)]
         try:
             store(session, 1)
@@ -241,7 +245,7 @@ def test_largest_messages_take_bounded_memory(honest):
     with session_of(honest) as session, channel_of(honest) as channel:
         data = b"\xa2\x06" + _varint(MAX_MESSAGE_BYTES - 16) + bytes(MAX_MESSAGE_BYTES - 16)  # unknown field
         assert MAX_MESSAGE_BYTES - 32 < len(data) <= MAX_MESSAGE_BYTES
-        before, lookup = resident_bytes(honest), channel.unary_unary(LOOKUP.path)
+        before, lookup = resident_bytes(honest), channel.unary_unary(LOOKUP.path, None, None)
         for _ in range(200):
             with pytest.raises(grpc.RpcError, match="not attached"):
                 lookup(data, timeout=60)
@@ -281,7 +285,7 @@ def test_leases_without_end_take_at_most_half_of_the_memory(honest):
             assert other.lookup("late", [(0, keys)]).num_leased == 0
             slots = slots_of(other, keys)
             with other.copying():
-                copies = [other.slots[slot.row, :CHUNK_BYTES].copy() for slot in slots]
+                copies = [mapped_slots(other)[slot.row, :CHUNK_BYTES].copy() for slot in slots]
                 assert all(map(other.holds, slots))
             assert_stored(copies, *range(8000, 8010))
     honest.wait_until(lambda stats: not stats["memory"]["leased_rows"])

@@ -199,8 +199,8 @@ def test_bytes_that_are_no_message_are_refused_with_few_log_lines(sidecar):
     with RawClient(sidecar) as client:
         client.attach()
         channel = grpc.insecure_channel(f"unix:{sidecar.socket_path}")
-        calls = [channel.unary_unary(method.path) for method in UNARY_METHODS]
-        stream = channel.stream_stream(service.ATTACH_PATH)
+        calls = [channel.unary_unary(method.path, None, None) for method in UNARY_METHODS]
+        stream = channel.stream_stream(service.ATTACH_PATH, None, None)
         for call in calls * 40:
             with pytest.raises(grpc.RpcError) as caught:
                 call(b"\xff\xff\xff", timeout=60)
@@ -333,7 +333,9 @@ def test_probes_are_answered_while_the_arena_hangs(tmp_path):
     with hanging(tmp_path, "open") as process:
         port = wait_for_port(process)
         assert ask(port, "/healthz") == (200, "ok\n")
-        assert ask(port, "/readyz")[0] == 503
+        answer = ask(port, "/readyz")
+        assert answer
+        assert answer[0] == 503
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
     assert process.returncode == 0

@@ -3,7 +3,7 @@
 import itertools
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,7 +30,7 @@ INVALID, PRECONDITION = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED
 _, WINDOW, CHUNKED, STATE = GroupKind
 
 
-def keys_of_group(keys: bytes, group: int = 0) -> dict[str, object]:
+def keys_of_group(keys: bytes, group: int = 0) -> Mapping[str, object]:
     return ASKED | {"groups": [pb.GroupKeys(group=group, keys=keys)]}
 
 
@@ -113,7 +113,6 @@ def busy_client():
     with SidecarProcess() as process, RawClient(process) as client:
         client.attach()
         usable(process)
-        client.sidecar = process
         stored = client.call(RESERVE, group=0, keys=make_keys(1))
         client.call(COMMIT, slots=stored.slots)
         process.settled()

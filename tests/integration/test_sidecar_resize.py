@@ -10,7 +10,7 @@ from lmcache_client.rpc.session import SidecarSession
 from lmcache_store.tiers.memory.contracts import Slot
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
-from tests.harness.engine import CHUNK_BYTES, assert_stored, load, session_of, store
+from tests.harness.engine import CHUNK_BYTES, assert_stored, load, mapped_slots, session_of, store
 from tests.harness.resized_sidecar import MIB, ResizedSidecar
 from tests.harness.wire import make_keys
 
@@ -67,7 +67,7 @@ def assert_resident(session: SidecarSession, numbers: range, num_rows: int) -> N
     """Compare the bytes of all chunks that are in memory, and their number."""
     slots = resident_slots(session, numbers)
     assert len(slots) == num_rows
-    assert_stored([session.slots[slot.row, :CHUNK_BYTES] for slot in slots.values()], *slots)
+    assert_stored([mapped_slots(session)[slot.row, :CHUNK_BYTES] for slot in slots.values()], *slots)
 
 
 def test_shrinking_waits_for_rows_in_use(sized):
@@ -84,12 +84,12 @@ def test_shrinking_waits_for_rows_in_use(sized):
             sized.wait_problem("rows beyond the target size are in use: 1 leased")
             assert sized.memory["target_bytes"] == 32 * MIB
             assert sized.memory["size_bytes"] == 64 * MIB
-            assert_stored([session.slots[last_row, :CHUNK_BYTES]], number)
+            assert_stored([mapped_slots(session)[last_row, :CHUNK_BYTES]], number)
             session.release(["reader"])
             sized.wait_problem("(attached)")
             assert sized.used_bytes() > 63 * MIB
             # A copy in progress must not read zeros.
-            assert_stored([session.slots[last_row, :CHUNK_BYTES]], number)
+            assert_stored([mapped_slots(session)[last_row, :CHUNK_BYTES]], number)
             assert not session.holds(slots[number])
         sized.settle(32)
 

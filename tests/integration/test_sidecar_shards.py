@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ class ShardsDocument:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def write(self, current: list[RedisProcess], previous: list[RedisProcess] = ()) -> None:
+    def write(self, current: list[RedisProcess], previous: Sequence[RedisProcess] = ()) -> None:
         until = (datetime.now(UTC) + timedelta(minutes=15)).isoformat()
         lists = [[f"127.0.0.1:{server.port}" for server in servers] for servers in (current, previous)]
         secure = [f"127.0.0.1:{server.port}" for server in current if server.tls]

@@ -128,6 +128,7 @@ def test_other_attention_is_tried_and_each_attempt_is_reported(tmp_path):
     with mock.patch("benchmarks.gpu.engine.world.EngineProcess", FailingEngine):
         for name in ("A", "B"):
             with world.engine(name, None) as engine:
+                assert isinstance(engine, FailingEngine)
                 assert engine.backend == "TRITON_ATTN"
                 assert "VLLM_USE_V2_MODEL_RUNNER" not in engine.environment
     entries = [json.loads(line) for line in (tmp_path / "vllm.jsonl").read_text().splitlines()]

@@ -46,7 +46,7 @@ def stores_only_full(groups):
     )
 
 
-@pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
+@pytest.fixture(scope="module", params=KINDS.values(), ids=list(KINDS))
 def world(request):
     settings = SimSettings(
         groups=request.param,

@@ -71,7 +71,7 @@ class Served:
     sidecar: SidecarProcess
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+@pytest.fixture(scope="module", params=CASES.values(), ids=list(CASES))
 def served(request, tmp_path_factory):
     case, folder = request.param, tmp_path_factory.mktemp("engine")
     with RedisProcess() as redis:

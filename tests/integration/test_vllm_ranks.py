@@ -28,7 +28,7 @@ SHAPES = {
 }
 
 
-@pytest.fixture(scope="module", params=SHAPES.values(), ids=SHAPES)
+@pytest.fixture(scope="module", params=SHAPES.values(), ids=list(SHAPES))
 def world(request):
     with serving_world(request.param) as world:
         yield world

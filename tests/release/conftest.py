@@ -10,6 +10,7 @@ from testing.child_process import answers, free_ports, wait_until
 from tools import release
 from tools.images import build
 from tools.provenance import programs, statement
+from tools.provenance.distributions import IMAGES
 from tools.provenance.evidence import Artifact
 
 VERSION = "0.1.0"
@@ -53,7 +54,7 @@ def published(registry, keys, tmp_path_factory) -> tuple[dict[str, Artifact], di
     """All artifacts of a release, and the SBOMs of its images. buildah stands in for BuildKit."""
     source = statement.source()
     artifacts, sboms = {}, {}
-    for name in release.IMAGES:
+    for name in IMAGES:
         repository = f"{registry}/{name}"
         programs.run("crane", "push", build(name).archive, f"{repository}:{VERSION}")
         artifacts[name] = Artifact(

@@ -8,10 +8,10 @@ import pytest
 
 from tools import release
 from tools.provenance import evidence, programs, statement
-from tools.provenance.distributions import image_locks
+from tools.provenance.distributions import IMAGES, image_locks
 from tools.provenance.evidence import Artifact
 
-NAMES = [*release.IMAGES, "chart"]
+NAMES = [*IMAGES, "chart"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -102,7 +102,7 @@ def test_provenance_names_artifact_and_commit(published, keys, name):
     assert build["externalParameters"]["artifact"] == name
 
 
-@pytest.mark.parametrize("name", release.IMAGES)
+@pytest.mark.parametrize("name", IMAGES)
 def test_sbom_has_the_packages_of_the_image(published, keys, name):
     [document] = statements(published, keys, name, evidence.SBOM)
     assert document["predicate"]["bomFormat"] == "CycloneDX"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -75,12 +76,12 @@ def test_last_line_names_failures_their_meaning_and_what_did_not_run(tmp_path):
 
 @pytest.mark.parametrize(("exit_status", "state"), [(0, PASSED), (1, FAILED)])
 def test_state_is_the_exit_status(tmp_path, exit_status, state, monkeypatch):
-    monkeypatch.setattr(program.sys, "executable", str(script(tmp_path, f"exit {exit_status}")))
+    monkeypatch.setattr(sys, "executable", str(script(tmp_path, f"exit {exit_status}")))
     assert program.run(STEPS[0], tmp_path, 100, is_tiny=False).state == state
 
 
 def test_step_is_killed_with_its_children_at_its_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(program.sys, "executable", str(script(tmp_path, "sleep 1000 & echo $!; wait")))
+    monkeypatch.setattr(sys, "executable", str(script(tmp_path, "sleep 1000 & echo $!; wait")))
     step = Step("facts", 1, "what", "meaning")
     assert program.run(step, tmp_path, 100, is_tiny=False).state == LATE
     wait_for_end((tmp_path / "logs" / "facts.log").read_text().strip())
@@ -91,7 +92,7 @@ def test_files_of_a_killed_step_are_removed_and_those_of_other_runs_are_not(tmp_
     of_another_run = shared_files.FOLDER / f"{shared_files.prefix(run)[:-1]}other"
     left_by_step = shared_files.FOLDER / f"{shared_files.prefix(run)}arena-1"
     commands = f"trap '' TERM; mkdir {left_by_step}; touch {left_by_step}/model; while true; do sleep 1; done"
-    monkeypatch.setattr(program.sys, "executable", str(script(tmp_path, commands)))
+    monkeypatch.setattr(sys, "executable", str(script(tmp_path, commands)))
     monkeypatch.setattr(program, "_STOP_SECONDS", 0.1)
     of_another_run.touch()
     try:
@@ -189,12 +190,12 @@ def test_memory_limit_of_the_container_bounds_files_in_shared_memory():
 
 def test_process_that_hangs_or_has_ended_is_killed_and_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(facts, "_ANSWER_SECONDS", 1.0)
-    monkeypatch.setattr(facts.sys, "executable", str(script(tmp_path, "echo '{}'; exec sleep 1000")))
+    monkeypatch.setattr(sys, "executable", str(script(tmp_path, "echo '{}'; exec sleep 1000")))
     importer = facts.Importer()
     with pytest.raises(facts.NoAnswerError, match="no answer within 1 s"):
         importer.open(b"handle")
     assert importer._process.returncode is not None
-    monkeypatch.setattr(facts.sys, "executable", str(script(tmp_path, "exit 1")))
+    monkeypatch.setattr(sys, "executable", str(script(tmp_path, "exit 1")))
     with pytest.raises(RuntimeError, match="could not be started: it has ended"):
         facts.Importer()
 

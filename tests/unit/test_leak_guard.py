@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from functools import partial
 from multiprocessing import shared_memory
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -90,7 +91,7 @@ def test_restarts(child):
 
 def fixtures(opener, stack: ExitStack) -> ModuleType:
     """Return a plugin whose fixtures open and close the resources of a sample module."""
-    plugin = ModuleType("sample_fixtures")
+    plugin: Any = ModuleType("sample_fixtures")
     plugin.leak = pytest.fixture(scope="session", name="leak")(lambda: partial(opener, stack))
     plugin.close = pytest.fixture(scope="session", name="close")(lambda: stack.close)
     return plugin

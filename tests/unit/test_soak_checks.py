@@ -7,6 +7,7 @@ import random
 import threading
 import tracemalloc
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -57,7 +58,7 @@ def with_tenants(**fields: object) -> dict[str, object]:
 def with_idle(path: str, number: int) -> dict[str, object]:
     """Statistics of an idle sidecar that still holds something."""
     stats = copy.deepcopy(IDLE)
-    part = stats
+    part: Any = stats
     *parents, field = path.split("/")
     for parent in parents:
         part = part[parent]

@@ -9,6 +9,7 @@ import math
 
 from lmcache_operator.autoscaling.intake.answers import figures as figures_of
 from lmcache_store.curves import answers
+from lmcache_store.curves.answers import MAX_NUMBER
 from tests.fuzz.target import Target
 
 JSON_ERRORS = ValueError, RecursionError
@@ -20,7 +21,7 @@ def run(data: bytes) -> None:
         answer = json.loads(data[1:])
     except JSON_ERRORS:
         return
-    max_keys = data[0] if data[0] else answers.MAX_NUMBER
+    max_keys = data[0] if data[0] else MAX_NUMBER
     answers.next_request(answer)
     with contextlib.suppress(answers.InvalidAnswerError):
         check_samples(answer, max_keys)

@@ -68,8 +68,8 @@ def test_decide_never_raises_for_random_measurements(wrong_values, state):
     )
     names = ("time", "new_bytes", "miss_bytes_per_second", "locality_loss", "size")
     now = replace(measurements(demand), settled=demand, **{name: values[name] for name in names})
-    names = ("moved_bytes_per_second", "prefill_tokens_per_second")
-    service = replace(SMALL, **{name: values[name] for name in names})
+    rates = ("moved_bytes_per_second", "prefill_tokens_per_second")
+    service = replace(SMALL, **{name: values[name] for name in rates})
     for any_tier in (
         memory_tier(16 * GIB, 512 * GIB, service, PRICES),
         remote_tier(range(1, 9), 64 * GIB, service, PRICES, values["hits_per_hour"]),

@@ -43,7 +43,7 @@ class IntakeModel(RuleBasedStateMachine):
     @rule(answering=st.sets(st.integers(0, 2)), refusing=st.sets(st.integers(0, 2)))
     def poll(self, answering, refusing):
         self.now += 10.0
-        answers_by_uid = {}
+        answers_by_uid: dict[str, TimedAnswer | NoAnswer] = {}
         for pod in sorted(answering):
             uid = f"{pod}"
             raw_answer = self.sidecars.samples(pod, self.now, **self.intake.question(uid))
@@ -97,7 +97,7 @@ class PolledPods:
 
     def poll(self) -> None:
         self.now += 60.0
-        answers_by_uid = {}
+        answers_by_uid: dict[str, TimedAnswer | NoAnswer] = {}
         for uid, counts in self.pods.items():
             rows, remote = counts["rows"], {name: counts[name] for name in Counts._fields[6:]}
             lookups = {"lookup_tokens": 100 * rows, "hit_tokens": {"memory": 40 * rows, "remote": 30 * rows}}

@@ -187,7 +187,7 @@ class CountingSidecars:
     async def samples(self, address: str, _: str, question: object) -> Any:
         self.num_running += 1
         self.max_concurrent = max(self.max_concurrent, self.num_running)
-        for _ in range(3):
+        for _turn in range(3):
             await asyncio.sleep(0)
         if self.hangs(address):
             await asyncio.Event().wait()
@@ -260,7 +260,7 @@ class FloodingSidecars:
     """Sidecars that return too many samples, and a sidecar that returns few after that intake has begun."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.clock, self.num_keys, self.num_polls = clock, 0, 0
+        self.clock, self.num_keys, self.num_polls = clock, 0, 0.0
         self.is_counting = asyncio.Event()
 
     async def samples(self, address: str, _: str, question: Mapping[str, int]) -> Any:
@@ -281,7 +281,9 @@ class FloodingSidecars:
         }  # fmt: skip
 
     async def read(self, address: str, _: str) -> Any:
-        lookups = dict.fromkeys(("gpus", "prefill_tokens_per_second", "kv_bytes_per_token"), 1)
+        lookups: dict[str, Any] = dict.fromkeys(
+            ("gpus", "prefill_tokens_per_second", "kv_bytes_per_token"), 1
+        )
         lookups |= {"lookup_tokens": self.num_keys, "hit_tokens": {}, "engine_kv_bytes": 0}
         return {"memory": {"size_bytes": 64 << 30}, "lookups": lookups}
 

@@ -82,7 +82,11 @@ def test_tier_status_omits_infinite_and_nan_values() -> None:
 
 
 def test_status_is_updated_only_by_significant_changes() -> None:
-    old_status = {"observedAt": "2026-01-01T00:00:00Z", "samples": 1000, "memory": tier_status(GROW, POINTS)}
+    old_status: dict[str, Any] = {
+        "observedAt": "2026-01-01T00:00:00Z",
+        "samples": 1000,
+        "memory": tier_status(GROW, POINTS),
+    }
 
     def is_updated(**changes: Any) -> bool:
         counters = {"observedAt": "2026-01-01T00:15:00Z", "samples": 1400}

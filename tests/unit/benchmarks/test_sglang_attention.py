@@ -59,7 +59,8 @@ def run(original, lengths, new, **options):
     for number, part in enumerate(query.split(new)):
         start = sum(new[:number])
         prompt = rows[number : number + 1], *(size[number : number + 1] for size in sizes)
-        Original()(None, part, expected[start : start + len(part)], k_cache, v_cache, tables, *prompt, None)
+        output_part = expected[start : start + len(part)]
+        Original()(None, part, output_part, k_cache, v_cache, tables, *prompt, encoded=None)
     return output, expected
 
 

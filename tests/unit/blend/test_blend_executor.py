@@ -73,9 +73,9 @@ def test_computes_all_tokens_if_nothing_was_retrieved():
 def test_refuses_missing_kv_after_retrieved_kv():
     batch = Batch([8], [True] * 8)
     impl = executor(0.5)
-    batch.blend(impl, 1, *(batch.random(8) for _ in range(5)), batch.positions)
+    batch.blend(impl, 1, *(batch.random(8) for _ in range(5)), positions=batch.positions)
     with pytest.raises(AssertionError, match="K and V are missing"):
-        batch.blend(impl, 2, None, None, *(batch.random(4) for _ in range(3)), batch.positions[:4])
+        batch.blend(impl, 2, None, None, *(batch.random(4) for _ in range(3)), positions=batch.positions[:4])
 
 
 def choose_slowly(batch: Batch, ratio: float, rv: torch.Tensor, fv: torch.Tensor) -> list[int]:

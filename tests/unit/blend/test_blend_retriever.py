@@ -1,4 +1,5 @@
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ class FakeEngine:
         return length
 
 
-def retriever(engine: FakeEngine, spt: list[int] | None = None) -> SPTBlendRetriever:
+def retriever(engine: Any, spt: list[int] | None = None) -> SPTBlendRetriever:
     shape = (NUM_LAYERS, 2, 16, NUM_HEADS, HEAD_SIZE)
     metadata = LMCacheEngineMetadata("model", 1, 0, engine.fmt, torch.float32, shape)
     return SPTBlendRetriever(engine, metadata) if spt is None else SPTBlendRetriever(spt, engine, metadata)
@@ -125,7 +126,7 @@ def test_separators_may_be_token_sequences():
 
 
 def test_both_constructors_accept_keyword_arguments():
-    engine = FakeEngine()
+    engine: Any = FakeEngine()
     metadata = retriever(engine).metadata
     assert SPTBlendRetriever(cache_engine=engine, metadata=metadata).spt == []
     assert SPTBlendRetriever([7], engine, metadata=metadata).spt == [7]

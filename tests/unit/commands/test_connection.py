@@ -137,4 +137,4 @@ def test_terminal_that_cannot_show_a_character_gets_another(monkeypatch) -> None
         return 0
 
     assert reported(show) == 0
-    assert output.buffer.getvalue() == b"a??b\n"  # type: ignore[attr-defined]
+    assert output.buffer.getvalue() == b"a??b\n"

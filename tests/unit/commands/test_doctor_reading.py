@@ -80,7 +80,7 @@ def read(
     by_path = {POSTS[name]: answer for name, answer in answers.items()}
 
     async def timed() -> Facts:
-        connection = ApiConnection(ApiStandIn(pages, by_path, hangs=hangs), "team")  # type: ignore[arg-type]
+        connection = ApiConnection(ApiStandIn(pages, by_path, hangs=hangs), "team")
         collected = await read_facts(connection, name, "")
         assert now() <= 4.0
         return collected

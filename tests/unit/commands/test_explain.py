@@ -36,7 +36,7 @@ def request_of(answer: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> int
     monkeypatch.setattr(pod_http.PodHttp, "get", get)
     argv = ["explain", "demo", "--request-id", "x", *words]
     arguments = _parser(argv).parse_args(argv)
-    return asyncio.run(explain._explain_request(ApiConnection(Api(), "team"), arguments))  # type: ignore[arg-type]
+    return asyncio.run(explain._explain_request(ApiConnection(Api(), "team"), arguments))
 
 
 @pytest.mark.parametrize("words", [(), ("-o", "json"), ("-o", "yaml")])

@@ -95,5 +95,5 @@ def test_pods_are_in_the_order_of_their_numbers() -> None:
         async def find(self, *_: Any, labelSelector: str) -> list[Any]:
             return [pod(10), pod(2)] if "inject" not in labelSelector else [pod(2)]
 
-    pods = asyncio.run(pods_of(ApiConnection(Api(), "default"), "demo"))  # type: ignore[arg-type]
+    pods = asyncio.run(pods_of(ApiConnection(Api(), "default"), "demo"))
     assert [each["metadata"]["name"] for each in pods] == ["demo-engine-2", "demo-engine-10"]

@@ -213,14 +213,14 @@ class GpuMachine(RuleBasedStateMachine):
                     reader.answer(reason)
             self.run()
 
-    @precondition(lambda self: FakeReader.alive)
+    @precondition(lambda self: bool(FakeReader.alive))
     @rule()
     def die(self):
         for reader in list(FakeReader.alive):
             reader.kill("died")
         self.run()
 
-    @precondition(lambda self: FakeReader.alive)
+    @precondition(lambda self: bool(FakeReader.alive))
     @rule()
     def reap_readers(self):
         """Reap exited readers. A killed process may hang in the kernel before this step."""

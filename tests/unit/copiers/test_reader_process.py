@@ -7,9 +7,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from subprocess import PIPE
 from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ async def test_reader_is_restarted_until_its_id_differs_from_engine_ids(tmp_path
     (tmp_path / "arena").touch()
     ids = FirstTwoIds()
     with (tmp_path / "arena").open() as arena:
-        reader = await ReaderProcess.start(GPU, arena.fileno(), lambda: ids)
+        reader = await ReaderProcess.start(GPU, arena.fileno(), lambda: cast(Set[int], ids))
     assert len(set(ids.looked_up)) == 3
     assert reader.pid == ids.looked_up[2]
     for pid in ids.looked_up[:2]:

@@ -49,7 +49,7 @@ def pieces_of(batch):
 @given(batches())
 def test_copies_the_same_bytes_and_no_piece_crosses_an_edge(drawn):
     *arrays, edges = drawn
-    batch = CopyBatch(*arrays, edges)
+    batch = CopyBatch(*arrays, edges=edges)
     assert copied(*pieces_of(batch)) == copied(*arrays)
     assert not crosses(batch.to, batch.sizes, edges)
     assert not crosses(batch.from_, batch.sizes, edges)

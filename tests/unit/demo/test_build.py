@@ -87,8 +87,8 @@ with Build.start({COMPILERS!r}, Path({str(tmp_path / "log")!r})) as started, {bl
     print(started.pid, flush=True)
     sys.stdin.read()
 """
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    demo = subprocess.Popen([sys.executable, "-c", script], cwd=REPOSITORY, **pipes)
+    argv, pipe = [sys.executable, "-c", script], subprocess.PIPE
+    demo = subprocess.Popen(argv, cwd=REPOSITORY, stdin=pipe, stdout=pipe)
     with demo:
         group = int(demo.stdout.readline())
         assert members(group)

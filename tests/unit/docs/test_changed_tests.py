@@ -5,7 +5,8 @@ import subprocess
 import pytest
 
 from tools import changed_tests
-from tools.changed_tests import DOCS, MAX_INTEGRATION, PROCESSES, ROOT, changed_paths, may_break_docs
+from tools.changed_tests import DOCS, MAX_INTEGRATION, PROCESSES, changed_paths, may_break_docs
+from tools.sources import ROOT
 
 
 def git(repository, *arguments):

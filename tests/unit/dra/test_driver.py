@@ -59,8 +59,8 @@ class Kubelet:
         self.call(self.socket, REGISTRATION, method, status, answer)
 
     def call_claims(self, method, answer, **claims):
-        claims = [kubelet_pb2.Claim(namespace="app", name=name, uid=uid) for name, uid in claims.items()]
-        request = kubelet_pb2.Claims(claims=claims)
+        messages = [kubelet_pb2.Claim(namespace="app", name=name, uid=uid) for name, uid in claims.items()]
+        request = kubelet_pb2.Claims(claims=messages)
         return dict(self.call(self.info.endpoint, DRA, method, request, answer).claims)
 
     def prepare(self, **claims):

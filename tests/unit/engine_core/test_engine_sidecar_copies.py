@@ -38,10 +38,17 @@ class SidecarCopies:
         return [True] * len(copies)
 
 
+class CopyingRig(WorkerRig):
+    """A worker whose stores the sidecar copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.sidecar = SidecarCopies(self)
+
+
 @pytest.fixture
 def rig():
-    rig = WorkerRig()
-    rig.sidecar = SidecarCopies(rig)
+    rig = CopyingRig()
     yield rig
     rig.sidecar.gate.set()
     rig.finish()

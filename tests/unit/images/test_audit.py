@@ -18,7 +18,7 @@ def status(monkeypatch, *reports: str) -> int:
     texts = iter(reports)
     monkeypatch.setattr(audit, "packages", lambda *_: "folder")
     monkeypatch.setattr(
-        audit.subprocess, "run", lambda argv, **_: subprocess.CompletedProcess(argv, 0, next(texts), "lost")
+        subprocess, "run", lambda argv, **_: subprocess.CompletedProcess(argv, 0, next(texts), "lost")
     )
     return audit.vulnerability_status("pypi")
 

@@ -10,6 +10,7 @@ import yaml
 
 from tests.harness import krew
 from tools import plugin, release
+from tools.kube import binaries
 from tools.provenance import evidence, programs, statement
 
 NAMES = ("operator", "router", "sidecar", "chart")
@@ -62,8 +63,8 @@ def commands(monkeypatch):
         return subprocess.CompletedProcess(words, 0, "", printed)
 
     monkeypatch.setattr(release, "run", run)
-    monkeypatch.setattr(release.subprocess, "run", push)
-    monkeypatch.setattr(release.binaries, "path", lambda name: name)
+    monkeypatch.setattr(subprocess, "run", push)
+    monkeypatch.setattr(binaries, "path", lambda name: name)
     return calls
 
 
@@ -130,8 +131,8 @@ def test_uncommitted_change_publishes_nothing(commands, monkeypatch):
 @pytest.mark.parametrize(("status", "printed"), [(1, "Error: denied"), (0, "Pushed: x")])
 def test_failed_chart_push_stops_the_release(monkeypatch, status, printed):
     completed = subprocess.CompletedProcess([], status, "", printed)
-    monkeypatch.setattr(release.subprocess, "run", lambda *_, **__: completed)
-    monkeypatch.setattr(release.binaries, "path", lambda name: name)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: completed)
+    monkeypatch.setattr(binaries, "path", lambda name: name)
     with pytest.raises(release.ReleaseError, match=rf"(?s)failed: helm push .*{printed}"):
         release.push_chart(release.ROOT / "x.tgz", "registry.example/me")
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.fuzz.target import names
-from tools.release import IMAGES
+from tools.provenance.distributions import IMAGES
 
 ROOT = Path(__file__).resolve().parents[3]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))

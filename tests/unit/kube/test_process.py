@@ -111,6 +111,7 @@ def test_wait_repeats_what_is_missing_and_raises_what_is_refused():
         answer = next(answers)
         if isinstance(answer, Exception):
             raise answer
+        assert isinstance(answer, str)
         return answer
 
     assert wait_for(condition) == "ready"

@@ -46,6 +46,7 @@ def make_backend(request, tmp_path):
     backends = []
 
     def make(num_chunks: float = 8):
+        kind: type[LMCLocalBackend | LMCLocalDiskBackend]
         kind, device = LMCLocalBackend, "cpu"
         if request.param == "disk":
             kind, device = LMCLocalDiskBackend, str(tmp_path / "cache")

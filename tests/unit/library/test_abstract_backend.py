@@ -41,7 +41,13 @@ def test_batched_get_returns_chunks_in_order_and_lazily():
     backend.put(key(0), torch.tensor(0))
     backend.put(key(2), torch.tensor(2))
     requested = []
-    answers = iter(backend.batched_get(requested.append(number) or key(number) for number in range(3)))
+
+    def keys():
+        for number in range(3):
+            requested.append(number)
+            yield key(number)
+
+    answers = iter(backend.batched_get(keys()))
     assert requested == []
     assert next(answers) == torch.tensor(0)
     assert requested == [0]

@@ -79,9 +79,15 @@ def test_close_during_concurrent_calls_causes_no_errors(engine):
 
 def test_close_waits_for_running_calls():
     gate, is_closed, events = UseGate(), threading.Event(), []
+
+    def close():
+        gate.close()
+        events.append("closed")
+        is_closed.set()
+
     with gate.enter() as may_use:
         assert may_use
-        closer = threading.Thread(target=lambda: (gate.close(), events.append("closed"), is_closed.set()))
+        closer = threading.Thread(target=close)
         closer.start()
         while True:  # until the gate refuses new calls
             with gate.enter() as may_enter:

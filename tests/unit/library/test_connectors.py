@@ -167,6 +167,7 @@ def test_sentinel_has_the_documented_defaults(monkeypatch):
     monkeypatch.delenv("REDIS_SERVICE_NAME", raising=False)
     monkeypatch.delenv("REDIS_TIMEOUT", raising=False)
     connector = CreateConnector("redis-sentinel://a:26379")
+    assert isinstance(connector, RedisSentinelConnector)
     pool = connector.connection.connection_pool
     assert (pool.service_name, pool.is_master) == ("mymaster", True)
     assert pool.connection_kwargs["socket_timeout"] == 1

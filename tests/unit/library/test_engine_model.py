@@ -5,11 +5,13 @@ import torch
 from hypothesis import given, settings
 
 from lmcache.cache_engine import LMCacheEngine
+from lmcache.storage_backend.evicting_backend import EvictingBackend
 from tests.harness.dict_engine import make_engine, suffix_mask
 from tests.harness.kv_cache import (
     CHUNK,
     FORMATS,
     LAYERS,
+    DictBackend,
     cut,
     is_same,
     make_config,
@@ -47,6 +49,7 @@ def test_engine_matches_a_dict_of_prefixes(steps, fmt, is_local_backend):
         elif step == "evict" and oracle:
             victim = sorted(oracle)[number % len(oracle)]
             del oracle[victim]
+            assert isinstance(engine.engine_, EvictingBackend | DictBackend)
             engine.engine_.remove(engine._keys(torch.tensor(victim))[-1])
         else:
             assert engine.lookup(tokens) == ([0, *ends])[num_present]

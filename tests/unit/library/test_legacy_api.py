@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+from typing import Any
 
 import pytest
 import redis
@@ -136,7 +137,7 @@ FIELDS = {
 }
 
 
-def import_name(path: str) -> object:
+def import_name(path: str) -> Any:
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(f"lmcache.{module}"), name)
 
@@ -152,10 +153,11 @@ def parameters(function) -> str:
     )
 
 
+NO_METHODS: dict[str, str | None] = {"__doc__": None}
 METHODS = [
     (name, method, expected)
     for name, methods in CLASSES.items()
-    for method, expected in (methods or {"__doc__": None}).items()
+    for method, expected in (methods or NO_METHODS).items()
 ]
 
 

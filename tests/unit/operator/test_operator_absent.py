@@ -21,8 +21,8 @@ class ReadBench(ReconciledCluster):
     def __init__(self, **changes: Any) -> None:
         super().__init__(**changes)
         self.reads: list[Ref] = []
-        self.world.get = self._recorded(self.world.get)  # type: ignore[method-assign]
-        self.world.find = self._recorded(self.world.find)  # type: ignore[method-assign]
+        self.world.get = self._recorded(self.world.get)
+        self.world.find = self._recorded(self.world.find)
 
     def _recorded(self, read: Any) -> Any:
         async def record_and_read(kind: Any, namespace: str, *name: str, **selectors: Any) -> Any:

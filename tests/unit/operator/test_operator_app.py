@@ -77,7 +77,7 @@ def test_error_message_that_changes_each_time_keeps_the_pauses(error: type[ApiEr
                 raise error("PATCH", f'failed calling webhook "v": read tcp 10.0.0.1:{next(ports)}')
             await apply(wanted, uid)
 
-        world.apply = refuse  # type: ignore[method-assign]
+        world.apply = refuse
 
     runs = watch(600, prepare)
     assert 8 < len(runs) < 30, runs
@@ -87,11 +87,11 @@ def test_sidecar_with_changing_answers_is_polled_at_the_pauses() -> None:
     def prepare(world: WatchedWorld) -> None:
         flips = itertools.count()
 
-        async def flip(_: str) -> dict[str, Any]:
+        async def flip(address: str, _uid: str = "") -> dict[str, Any]:
             number = next(flips)
             return {"is_ready": number % 3 == 0, "not_ready_reason": "x" * number}
 
-        world.ask = flip  # type: ignore[method-assign]
+        world.ask = flip
 
     runs = watch(600, prepare)
     assert 8 < len(runs) < 130, runs
@@ -178,7 +178,7 @@ def test_ending_operator_waits_for_the_answer_to_its_last_write():
         (cleanup,) = (each.fn for each in handlers if each.activity and each.activity.value == "cleanup")
         queue.wake("a")
         await asyncio.sleep(1)
-        await cleanup()
+        await cast(Any, cleanup)()
         return now()
 
     assert run(scenario()) == 9

@@ -49,7 +49,7 @@ class SizesMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.bench, self.declared, self.is_auto = ReconciledCluster(), 64, True
-        self.bench.world = KillableWorld(self.bench.world.resource)
+        self.world = self.bench.world = KillableWorld(self.bench.world.resource)
         self._declare()
         self._start()
         self.bench.settle()
@@ -93,12 +93,12 @@ class SizesMachine(RuleBasedStateMachine):
 
     @rule(num_writes=st.integers(1, 4))
     def kill_operator(self, num_writes: int) -> None:
-        self.bench.world.num_left = num_writes
+        self.world.num_left = num_writes
         try:
             self.bench.settle()
         except KilledError:
             self._start()
-        self.bench.world.num_left = 1 << 30
+        self.world.num_left = 1 << 30
 
     @rule()
     def restart_when_settled(self) -> None:

@@ -21,7 +21,9 @@ from tests.harness.operator_resizes import Node
 
 GIB = 1 << 30
 BOUNDS = {"minSize": "32Gi", "maxSize": "256Gi"}
-NO_CHANGE = Decision(*[64 * GIB] * 4, "lookups counted for 5m; a decision needs 30m", "Young")
+NO_CHANGE = Decision(
+    64 * GIB, 64 * GIB, 64 * GIB, 64 * GIB, "lookups counted for 5m; a decision needs 30m", "Young"
+)
 GROW = Decision(64 * GIB, 108 * GIB, 108 * GIB, 108 * GIB, "108Gi instead of 64Gi", "None", 0.16, 0.04)
 HITS = {32: 0.3, 64: 0.45, 108: 0.55}
 CURVE = [Point(size * GIB, hits, hits, hits, 0.0) for size, hits in HITS.items()]
@@ -75,7 +77,9 @@ def uid_of(pod: dict[str, Any]) -> str:
 
 def samples(gauge: Gauge) -> dict[str, float]:
     """Values of the cluster's samples by their other labels."""
-    cluster_samples = [sample for sample in gauge.collect()[0].samples if sample.labels["name"] == NAME]
+    cluster_samples = [
+        sample for sample in next(iter(gauge.collect())).samples if sample.labels["name"] == NAME
+    ]
     return {" ".join(list(sample.labels.values())[2:]): sample.value for sample in cluster_samples}
 
 
@@ -182,7 +186,7 @@ def test_two_operators_with_different_choices_stop_writing(monkeypatch):
     rig = Rig("1Gi", mode="Auto", memory={"maxSize": "4Gi"})
     before = {uid_of(pod) for pod in rig.world.pods.values()}
     node = Node(world=rig.world)
-    rig.world.ask = node.ask  # type: ignore[method-assign]
+    rig.world.ask = node.ask
     operators = []
     for size in (2, 3):
         rig.autoscaler = watcher = Watcher()

@@ -117,7 +117,7 @@ class Process:
 
 def leading_metric() -> float:
     """Value of the metric. All operators of a test share this process and its metric."""
-    return metrics.LEADING.collect()[0].samples[0].value
+    return next(iter(metrics.LEADING.collect())).samples[0].value
 
 
 def leading(processes: list[Process]) -> list[Process]:

@@ -14,7 +14,7 @@ from tests.harness.operator_plans import STATEFUL_SET
 
 def test_condition_metrics_exist_until_the_cluster_is_deleted() -> None:
     def condition_metrics() -> dict[str, float]:
-        samples = metrics.CONDITION.collect()[0].samples
+        samples = next(iter(metrics.CONDITION.collect())).samples
         return {s.labels["condition"]: s.value for s in samples if s.labels["name"] == NAME}
 
     bench = ReconciledCluster()

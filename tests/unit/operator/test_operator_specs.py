@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_operator.api.crd import dump
+from lmcache_operator.api.documents import dump
 from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.pods.resize import sidecar_memory

@@ -101,7 +101,7 @@ def test_unknown_names_are_not_reported() -> None:
         (report(search=(-5, 7, -9)), entry("search", None, 0)),
         (report(search=(2**70, 7, 2**70)), entry("search", None, 0)),
         (report("much", search=(10, 5, 7)), entry("search", 50)),
-        (report(search=("x", [], {})), entry("search", None, 0)),  # type: ignore[arg-type]
+        (report(search=("x", [], {})), entry("search", None, 0)),
         (GOOD | {"memory": {"usable_bytes": USABLE},
                  "tenants": {"tenants_problem": "", "bytes": {"search": 100}, "hit_tokens": [3],
                              "prompt_tokens": "x"}}, entry("search", None, 10)),

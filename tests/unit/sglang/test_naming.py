@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lmcache_client.core import files
 from lmcache_client.errors import UnnamedError
 from lmcache_client.sglang import attach, naming
+from lmcache_client.sglang.weights import WATCH
 from lmcache_store import keys
 
 SIZES = {"page_tokens": 64, "tensor_parallel": 1, "pipeline_parallel": 1, "context_parallel": 1}
@@ -304,8 +306,8 @@ class TestAttachment:
     @pytest.fixture
     def name(self, give_module, monkeypatch):
         give_module("sglang.srt.configs.model_config", is_multimodal_model=lambda names: "VL" in str(names))
-        monkeypatch.setattr(attach.files, "process_start_time", later)
-        monkeypatch.setattr(attach.WATCH, "is_complete", True)
+        monkeypatch.setattr(files, "process_start_time", later)
+        monkeypatch.setattr(WATCH, "is_complete", True)
 
         def make(given, uuid=b"u" * 16):
             return attach._namespace(given, {"kv": Pool()}, uuid, SIZES)
@@ -315,7 +317,7 @@ class TestAttachment:
     def test_two_engines_of_one_model_share_a_namespace(self, name, model, monkeypatch):
         first, second = (name(options(model_path=str(model)), uuid) for uuid in (b"1" * 16, b"2" * 16))
         assert (first.namespace, first.private_reason, first.config) == (second.namespace, "", CONFIG)
-        monkeypatch.setattr(attach.WATCH, "is_complete", False)
+        monkeypatch.setattr(WATCH, "is_complete", False)
         first, second = (name(options(model_path=str(model)), uuid) for uuid in (b"1" * 16, b"2" * 16))
         assert "running engine" in first.private_reason, "its weights may have changed"
         assert first.namespace != second.namespace

@@ -156,10 +156,14 @@ class TestListeners:
             if action == "forget":
                 watch.forget_all()
 
+        def update():
+            watch.begin_change()
+            may_go_on.set()
+
         threads = [threading.Thread(target=begin)]
         threads[0].start()
         assert has_read.wait(60)
-        threads.append(threading.Thread(target=lambda: (watch.begin_change(), may_go_on.set())))
+        threads.append(threading.Thread(target=update))
         threads[1].start()
         for thread in threads:
             thread.join(60)
@@ -189,7 +193,7 @@ class TestInstall:
     )
     def test_missing_function_is_refused_before_any_is_wrapped(self, watch, missing):
         classes = make_classes()
-        modules = make_modules(*classes, lambda: None)
+        modules = make_modules(*classes, import_static_state=lambda: None)
         manager = modules[COMPONENTS].weight_updater
         owner = next(owner for owner in (*classes, manager) if hasattr(owner, missing))
         delattr(owner, missing)

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_client.rpc import kvcache_pb2 as pb
-from lmcache_sidecar.explain.causes import Blocking, Causes, ExplainedRequest, UncountedRequest, find_blocking
+from lmcache_sidecar.explain.causes import Blocking, Causes, UncountedRequest, find_blocking
+from lmcache_sidecar.explain.requests import ExplainedRequest
 from lmcache_sidecar.explain.sources import find_sources
 from lmcache_store.causes import CAUSES
 from lmcache_store.kv_groups import KVGroup

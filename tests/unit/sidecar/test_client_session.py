@@ -2,6 +2,7 @@
 
 import hashlib
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import numpy as np
@@ -24,7 +25,8 @@ class CallError(grpc.RpcError):
 
     def __init__(self, code, details="", reason=""):
         self.code, self.details = (lambda: code), (lambda: details)
-        self.trailing_metadata = lambda: ((service.REASON_METADATA, reason),)
+        metadata: Any = ((service.REASON_METADATA, reason),)
+        self.trailing_metadata = lambda: metadata
 
 
 NO_ANSWER = CallError(grpc.StatusCode.DEADLINE_EXCEEDED)

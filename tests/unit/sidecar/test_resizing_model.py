@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import threading
 from pathlib import Path
+from unittest import mock
 
 import hypothesis.strategies as st
 import numpy as np
@@ -27,6 +28,7 @@ from lmcache_sidecar.sessions import Sessions
 from lmcache_store.tiers.memory import arena as arenas
 from lmcache_store.tiers.memory.arena import ArenaFile
 from lmcache_store.tiers.memory.contracts import Slot
+from lmcache_store.tiers.memory.kernel_pages import punch_hole
 from lmcache_store.tiers.memory.mapping import MappedIndex
 from tests.harness.resizing_worker import CAPACITY, KEYS, SIZES, SLOT_BYTES, Worker, name, payload
 from tests.harness.scope import examples
@@ -41,8 +43,8 @@ class ResizingModel(RuleBasedStateMachine):
         self.changed = threading.Condition()
         self.size = SizeFile("", CAPACITY, CAPACITY)
         self.workers = [Worker(self, number) for number in (1, 2)]
-        self.punch_hole = arenas.punch_hole
-        arenas.punch_hole = self.punch
+        self.patch = mock.patch.object(arenas, "punch_hole", self.punch)
+        self.patch.start()
         FakeLock.held.clear()
         self.faults: list[str] = []
         self.applied_bytes = CAPACITY
@@ -86,13 +88,13 @@ class ResizingModel(RuleBasedStateMachine):
                     self.faults.append(f"a copy from {rows} is in progress")
             if self.sessions.store and self.memory._rows.allocator.used_frames(first_row):
                 self.faults.append(f"rows in {rows} are in use")
-        self.punch_hole(fd, offset, num_bytes)
+        punch_hole(fd, offset, num_bytes)
 
     def teardown(self) -> None:
         try:
             self.finish_and_check()
         finally:
-            arenas.punch_hole = self.punch_hole
+            self.patch.stop()
             self.arena.close()
             shutil.rmtree(self.folder)
 

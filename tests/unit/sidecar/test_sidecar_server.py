@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import json
-import os
 from collections import Counter
 from dataclasses import dataclass, fields
 
@@ -20,8 +19,7 @@ from lmcache_sidecar.pages.metrics import render
 from lmcache_sidecar.pages.stats import Figure, StatsPart, declared, document, read, tier_part
 from lmcache_sidecar.server import Server
 from lmcache_store.tiers.disk.tier import DiskTier
-from lmcache_store.tiers.memory.rows import Removal
-from lmcache_store.tiers.stats import MemoryStats, ObjectStats, TieredStats, counter, counters
+from lmcache_store.tiers.stats import MemoryStats, ObjectStats, Removal, TieredStats, counter, counters
 
 
 class BrokenSessions:
@@ -44,8 +42,8 @@ def test_bug_in_a_handler_returns_internal_error_and_the_server_continues(tmp_pa
         await server.start()
         async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s.sock") as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await channel.unary_unary(LOOKUP.path)(b"", timeout=60)
-            assert await channel.unary_unary(RELEASE.path)(b"", timeout=60) == b""
+                await channel.unary_unary(LOOKUP.path, None, None)(b"", timeout=60)
+            assert await channel.unary_unary(RELEASE.path, None, None)(b"", timeout=60) == b""
         await server.stop()
         return caught.value
 
@@ -132,10 +130,10 @@ def test_prometheus_parser_reads_the_rendered_text():
         assert family.type in ("counter", "gauge", "histogram")
     (written,) = families["lmcache_tier_writes"].samples
     assert written.labels == {"tier": "remote", "result": 'a "quoted" \\ label\n'}
-    seconds = families["lmcache_rpc_seconds"].samples
-    buckets = {sample.labels["le"]: sample.value for sample in seconds if sample.name.endswith("_bucket")}
+    durations = families["lmcache_rpc_seconds"].samples
+    buckets = {sample.labels["le"]: sample.value for sample in durations if sample.name.endswith("_bucket")}
     assert (buckets["5e-05"], buckets["0.0001"], buckets["1.0"], buckets["+Inf"]) == (2, 3, 4, 5)
-    assert {s.name[len("lmcache_rpc_seconds") :]: s.value for s in seconds[-2:]} == {
+    assert {s.name[len("lmcache_rpc_seconds") :]: s.value for s in durations[-2:]} == {
         "_count": 5,
         "_sum": 7.30011,
     }
@@ -163,7 +161,7 @@ def test_other_tasks_run_during_rendering():
 def test_reason_why_a_tier_is_off_is_shown(tmp_path):
     disk = DiskTier(tmp_path, 1 << 20)
     try:
-        disk._directory.check = lambda: os.listdir(tmp_path / "gone")  # the error of its probe
+        disk._directory.check = (tmp_path / "gone").rmdir  # the error of its probe
         disk.health.failure(OSError(errno.EROFS, "Read-only file system"))
         part = tier_part("disk", TierHandle("/disk", disk), None)
     finally:

@@ -145,7 +145,9 @@ async def test_unavailable_is_a_row_that_a_tier_that_is_down_may_have(has_disk):
         await put(world, [KEY])
         await fill_memory(world)
         if has_disk:
-            world.store.lower["disk"]._tier.objects.clear()
+            disk = world.store.lower["disk"]._tier
+            assert isinstance(disk, FakeTier)
+            disk.objects.clear()
         world.remote.is_unhealthy = True
         world.put(chain(1, start=17))
         await until(lambda: not world.lower.is_healthy)

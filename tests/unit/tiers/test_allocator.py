@@ -33,7 +33,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         ]
 
     def owners(self, run: range) -> set[int]:
-        return {self.slots[slot] for slot in run} - {None}
+        return {row for slot in run if (row := self.slots[slot]) is not None}
 
     def kind(self, frame: int) -> int:
         """Kind of the first row since the frame was empty."""
@@ -58,6 +58,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         if not free:
             assert row is None
             return
+        assert row is not None
         first = self.allocator.first_slot(row)
         assert range(first, first + num_slots) in free
         assert row not in self.rows

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
@@ -101,7 +102,7 @@ def test_entries_are_marked_free_while_they_change():
                 (int(before["state"]), before["key"].tobytes()[:1], int(entries[0, 0]["state"]))
             )
 
-    words, table._words = table._words, RecordingWords()
+    words, table._words = table._words, cast(Any, RecordingWords())
     table.reserve(0, 0, key=b"b" * 64, owner=OWNER, length=8, generation=4)
     assert transitions[0] == (SlotState.COMMITTED, b"a", SlotState.FREE)
     assert transitions[-1] == (SlotState.FREE, b"b", SlotState.RESERVED)

@@ -1,4 +1,5 @@
 import threading
+from typing import Any, cast
 
 import hypothesis.strategies as st
 import pytest
@@ -35,7 +36,7 @@ def medium():
 
 class TestCircuit:
     @pytest.fixture(autouse=True)
-    def circuit(self, medium):
+    def prepared(self, medium):
         self.now = 100.0
         self.changes: list[bool] = []
         self.circuit = self.make(medium)
@@ -198,7 +199,7 @@ class StaleConnection:
     ],
 )
 def test_only_stale_connections_are_retried(error, is_retried):
-    server = RedisServer("s", lambda: StaleConnection(error), lambda _: None)
+    server = RedisServer("s", lambda: cast(Any, StaleConnection(error)), lambda _: None)
     assert server.run(StaleConnection.use) == "answer"
     if is_retried:
         assert server.run(StaleConnection.use) == "answer"

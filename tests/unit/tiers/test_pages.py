@@ -22,7 +22,9 @@ def flags_of(memory):
     for mapping in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
         begin, end = (int(bound, 16) for bound in mapping.split(maxsplit=1)[0].split("-"))
         if begin <= address < end:
-            return re.search(r"VmFlags: (.*)", mapping)[1].split()
+            flags = re.search(r"VmFlags: (.*)", mapping)
+            assert flags
+            return flags[1].split()
     raise AssertionError("no mapping")
 
 

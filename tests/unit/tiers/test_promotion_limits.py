@@ -38,7 +38,7 @@ async def hanging_disk(*held: str) -> AsyncIterator[tuple[World, FakeTier]]:
 
         if "probe" in held:
             use_short_limit()
-        disk.probe = probe_and_use_short_limit  # type: ignore[method-assign]
+        disk.probe = probe_and_use_short_limit
         world.remote.fill(chain(200))
         disk.open.clear()
         try:

@@ -3,6 +3,7 @@
 import hashlib
 import tempfile
 from pathlib import Path
+from typing import Any, cast
 
 import hypothesis.strategies as st
 import numpy as np
@@ -94,7 +95,8 @@ class IndexMachine(RuleBasedStateMachine):
                 shared._words = ObservedWords(shared._words, self.found_rows_are_right)
 
     def teardown(self) -> None:
-        self.arena.table._words = self.arena.shared_index._words = None
+        # These views keep the memory mapped.
+        self.arena.table._words = self.arena.shared_index._words = cast(Any, None)
         del self.tier
         self.arena.close()
         self._folder.cleanup()
@@ -247,9 +249,10 @@ def test_entry_changed_during_the_read_is_a_miss(tier, torn):
                 tier.arena.table._quads[row * 16 + (generation if torn == "generation" else state)] += 1
             return table[place]
 
-    table, reader._table = reader._table, Changing()
+    changing = Changing()
+    table, reader._table = reader._table, cast(Any, changing)
     assert len(reader.find(words(key)).rows) == 0
-    assert reader._table.num_reads == 3
+    assert changing.num_reads == 3
     reader._table = table
 
 

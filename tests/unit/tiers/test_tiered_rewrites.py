@@ -107,7 +107,7 @@ async def test_evicted_refused_rows_use_no_offer_turns(world):
         world.store.memory._rows.remove(key)
     world.remote.is_full = False
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lower.asyncio, "sleep", pause)
+        patch.setattr(asyncio, "sleep", pause)
         await until(lambda: not world.lower._is_offering)
     assert written(world) == {chain(4)[3]}
     assert world.lower.stats.writes_skipped[WriteSkipped.EVICTED] == 3

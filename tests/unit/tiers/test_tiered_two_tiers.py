@@ -124,16 +124,18 @@ async def test_requests_with_a_common_tail_promote_the_tail_once(world, folder):
     assert world.lower.stats.promotions_failed == 0
 
 
-def two_tier_world() -> World:
-    world = World(disk=FakeTier())
-    world.disk = world.store.lower["disk"]._tier
-    return world
+class TwoTierWorld(World):
+    """A store with a disk tier in front of the remote tier."""
+
+    def __init__(self) -> None:
+        self.disk = FakeTier()
+        super().__init__(disk=self.disk)
 
 
 @pytest.mark.parametrize("first", ["disk", "remote"])
 @in_a_loop
 async def test_hung_tier_does_not_delay_writes_to_the_other_tier(first):
-    async with two_tier_world() as world:
+    async with TwoTierWorld() as world:
         hung, working = getattr(world, first), world.remote if first == "disk" else world.disk
         hung.open.clear()
         world.put(chain(4))
@@ -146,7 +148,7 @@ async def test_hung_tier_does_not_delay_writes_to_the_other_tier(first):
 
 @in_a_loop
 async def test_hung_tier_is_skipped_until_its_next_answer():
-    async with two_tier_world() as world:
+    async with TwoTierWorld() as world:
         world.disk.held = {"probe"}
         world.disk.open.clear()
         world.remote.fill(chain(1, start=7))

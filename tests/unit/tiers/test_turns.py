@@ -3,6 +3,8 @@
 import asyncio
 import sys
 import threading
+from concurrent.futures import Future
+from typing import Any
 
 from lmcache_store.common import fair_queue
 from lmcache_store.tiers.tiered import tasks
@@ -111,11 +113,11 @@ async def test_waits_that_end_do_not_delay_the_turn_of_their_tenant():
 
 def test_threads_serve_tenants_in_turn():
     workers, go, order = Workers(1, "turns"), threading.Event(), list[str]()
-    begun = workers.submit(go.wait, "flood")
-    futures = [workers.submit(lambda: order.append("flood"), "flood") for _ in range(20)]
+    futures: list[Future[Any]] = [workers.submit(go.wait, "flood")]
+    futures += [workers.submit(lambda: order.append("flood"), "flood") for _ in range(20)]
     futures += [workers.submit(lambda: order.append("quiet"), "quiet") for _ in range(2)]
     go.set()
-    for future in (begun, *futures):
+    for future in futures:
         future.result(10)
     workers.stop()
     assert workers.join(60)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from lmcache_client.cuda.driver import Device
 from lmcache_client.vllm import attach
 
 ALL = [0, 1, 2, 3]
@@ -22,16 +23,16 @@ ALL = [0, 1, 2, 3]
 )
 def test_node_of_each_column_is_that_of_its_rank(nodes, rank, ranks, expected, monkeypatch):
     devices = [SimpleNamespace(uuid=f"GPU-{n}", numa_node=node) for n, node in enumerate(nodes)]
-    monkeypatch.setattr(attach.Device, "visible", lambda: devices)
+    monkeypatch.setattr(Device, "visible", lambda: devices)
     assert attach._numa_nodes(f"GPU-{rank}", rank, ranks) == expected
 
 
 def test_nodes_are_unknown_if_the_ranks_use_other_gpus(monkeypatch):
     devices = [SimpleNamespace(uuid=f"GPU-{n}", numa_node=n) for n in range(4)]
-    monkeypatch.setattr(attach.Device, "visible", lambda: devices)
+    monkeypatch.setattr(Device, "visible", lambda: devices)
     assert attach._numa_nodes("GPU-2", 0, ALL) == ()
 
 
 def test_engine_on_a_cpu_names_no_nodes(monkeypatch):
-    monkeypatch.setattr(attach.Device, "visible", lambda: pytest.fail("there is no driver"))
+    monkeypatch.setattr(Device, "visible", lambda: pytest.fail("there is no driver"))
     assert attach._numa_nodes("", 0, [0]) == ()

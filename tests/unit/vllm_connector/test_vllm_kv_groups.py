@@ -1,6 +1,7 @@
 """vLLM's KV cache groups: conversion of each kind, refusals, and replicated ranks."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -111,7 +112,7 @@ def test_num_replicas_counts_ranks_with_the_same_kv(spec, reported, replicas):
 
 def test_layouts_exist_for_stored_groups_with_full_attention_first():
     specs = read_groups(config(WINDOW, FULL, CHUNKED, STATE), can_fail_requests=True)
-    kv = {f"layer{number}": torch.zeros(4, 1, 32, 2) for number in range(3)}
+    kv: dict[str, Any] = {f"layer{number}": torch.zeros(4, 1, 32, 2) for number in range(3)}
     kv["layer3"] = [torch.zeros(4, 5), torch.zeros(4, 3)]  # two tensors per layer
     groups, layouts = _lay_out(specs, 512, kv, 4)
     assert groups == [
