@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from lmcache_operator.autoscaling.intake import answers
+from lmcache_store.curves import answers
 from testing.kube.fast_operator import convert_times, scale_bytes
 from testing.workloads.clock import Clock
 
