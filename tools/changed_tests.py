@@ -54,7 +54,7 @@ PROCESSES = {
 """Test files, as globs below ``tests`` without ``.py``, for paths that begin so."""
 DOCS = (
     "docs/", "charts/", "crds/", "examples/", "operator/lmcache_cli/commands/", "mkdocs.yml",
-    "tools/docs", "tools/plugin.py", "tools/payload.py", "tests/harness/terminal.py",
+    "tools/docs", "tools/plugin.py", "tools/payload.py", "tests/harness/commands/terminal.py",
     "tests/integration/test_docs_",
 )  # fmt: skip
 """Paths on which the tests of ``make test-docs`` depend begin so."""

@@ -17,7 +17,7 @@ from testing.kube.operator import CLUSTERS, SYSTEM_NAMESPACE
 from testing.node.app import NAMESPACE, OPERATOR, App, create_claim
 from testing.node.cluster import NodeCluster
 from testing.node.pods import Pod
-from tests.harness.pods import has_size, no_restart_between, prompt
+from tests.harness.operator.pods import has_size, no_restart_between, prompt
 
 FACTOR = 60
 SECONDS = 300

@@ -13,7 +13,14 @@ from testing.child_process import REPOSITORY
 from testing.node import groups
 from testing.node.app import PASSWORD, REDIS_NAMESPACE, UPSTREAM_FOLDER
 from testing.node.pods import Pod
-from tests.harness.pods import hit, is_terminating, least_cached, prompt, retained, termination_states
+from tests.harness.operator.pods import (
+    hit,
+    is_terminating,
+    least_cached,
+    prompt,
+    retained,
+    termination_states,
+)
 
 PROMPT, LATE_PROMPT = prompt(7), prompt(41, 2048)
 # A busy API server sends its first token late. The engine must not have computed all tokens by then. It must

@@ -2,8 +2,8 @@
 
 from testing.node.app import NAMESPACE
 from testing.node.pods import ENGINE_PORT, SIDECAR_PORT
-from tests.harness.client_pods import client_pod
-from tests.harness.pods import is_in_service, no_restart_between, prompt
+from tests.harness.operator.client_pods import client_pod
+from tests.harness.operator.pods import is_in_service, no_restart_between, prompt
 
 CLIENT = {"podSelector": {"matchLabels": {"access": "api"}}}
 

@@ -8,8 +8,8 @@ import pytest
 
 from testing.kube.operator import SYSTEM_NAMESPACE
 from testing.node.app import NAMESPACE
-from tests.harness.plugin import LIST_PODS, READ, Plugin, kubeconfig_with
-from tests.harness.pods import prompt
+from tests.harness.commands.plugin import LIST_PODS, READ, Plugin, kubeconfig_with
+from tests.harness.operator.pods import prompt
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from testing.node.app import NAMESPACE, READY_SECONDS
 from testing.node.cluster import KUBELET_ROOT, NODE
 from testing.node.containerd import CDI
 from testing.node.pods import ENGINE_PORT
-from tests.harness.programs import IDLE, offer_programs, use_program
+from tests.harness.commands.programs import IDLE, offer_programs, use_program
 
 PROGRAMS = "programs"
 CHUNK, BLOCK = 256, 32

@@ -12,7 +12,7 @@ import pytest
 
 from testing.node.app import NAMESPACE, PASSWORD, REDIS_NAMESPACE, REDIS_SECRET, REDIS_URL, App
 from testing.node.pods import Pod
-from tests.harness.pods import hit, prompt
+from tests.harness.operator.pods import hit, prompt
 
 KEYS, PREFIX = "row-keys", "encrypted"
 PROMPT = prompt(44)

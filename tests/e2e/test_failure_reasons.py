@@ -12,7 +12,7 @@ import pytest
 from testing.kube.api import Object
 from testing.node.app import READY_SECONDS, App
 from testing.node.cluster import NODE, NodeCluster
-from tests.harness.programs import IDLE, offer_programs, use_program
+from tests.harness.commands.programs import IDLE, offer_programs, use_program
 
 NAME = PROGRAMS = "reasons"
 DIES = """#!/bin/sh

@@ -3,8 +3,8 @@
 from lmcache_operator.components.injection.pods import OUTCOME
 from testing.kube.operator import CLUSTERS
 from testing.node import app
-from tests.harness.injected import InjectedPods
-from tests.harness.pods import hit, prompt
+from tests.harness.operator.injected import InjectedPods
+from tests.harness.operator.pods import hit, prompt
 
 SETTINGS = "settings"
 

@@ -11,8 +11,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from testing.node.app import READY_SECONDS
-from tests.harness.pods import is_in_service, retained
-from tests.harness.programs import IDLE, offer_programs, use_program
+from tests.harness.commands.programs import IDLE, offer_programs, use_program
+from tests.harness.operator.pods import is_in_service, retained
 
 PROGRAMS = "idle"
 DISK, TOO_MUCH = "256Mi", 400

@@ -11,9 +11,9 @@ import pytest
 from testing.kube.operator import CLUSTERS
 from testing.node.app import NAMESPACE, App
 from testing.node.pods import ENGINE_PORT, SIDECAR_PORT, Completion, Pod
-from tests.harness.client_pods import client_pod
-from tests.harness.plugin import Plugin
-from tests.harness.pods import no_restart_between, prompt
+from tests.harness.commands.plugin import Plugin
+from tests.harness.operator.client_pods import client_pod
+from tests.harness.operator.pods import no_restart_between, prompt
 
 NAME, PEERS_PORT = "peers", 9465
 PROMPTS = [prompt(seed, 2048) for seed in range(81, 87)]

@@ -12,7 +12,13 @@ import pytest
 from testing.kube.api import ApiError
 from testing.node import groups
 from testing.node.app import NAMESPACE
-from tests.harness.pods import is_in_service, is_ready, no_restart_between, prompt, stats_after_restart
+from tests.harness.operator.pods import (
+    is_in_service,
+    is_ready,
+    no_restart_between,
+    prompt,
+    stats_after_restart,
+)
 
 PYTHON = "/opt/lmcache/venv/bin/python"
 HOG = "blocks = []\nwhile True: blocks.append(bytearray(b'x' * (32 << 20)))"

@@ -8,8 +8,8 @@ from testing.kube.api import Object
 from testing.kube.operator import CLUSTERS
 from testing.node.app import NAMESPACE, App
 from testing.node.pods import Completion, Pod, complete
-from tests.harness.client_pods import client_pod
-from tests.harness.pods import no_restart_between, prompt
+from tests.harness.operator.client_pods import client_pod
+from tests.harness.operator.pods import no_restart_between, prompt
 
 NAME, PEERS_PORT, EVENTS_PORT = "split", 9465, 5557
 CHILD = f"{NAME}-prefill"

@@ -7,7 +7,7 @@ import pytest
 
 from testing.node.cluster import NODE
 from testing.node.pods import SIDECAR_PORT
-from tests.harness.pods import is_in_service, is_terminating, prompt, retained, termination_states
+from tests.harness.operator.pods import is_in_service, is_terminating, prompt, retained, termination_states
 
 # A busy API server sends its first token late. The engine must not have computed all tokens by then. It must
 # compute the rest within its grace period.

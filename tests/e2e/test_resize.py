@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from testing.node import groups
-from tests.harness.pods import has_size, sidecar_limit
+from tests.harness.operator.pods import has_size, sidecar_limit
 
 SECONDS = 180
 PROMPT = [token + 4 for token in random.Random(11).choices(range(256), k=2048)]

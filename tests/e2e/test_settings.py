@@ -5,8 +5,14 @@ import base64
 from testing.kube.operator import SYSTEM_NAMESPACE
 from testing.node.app import NAMESPACE, OPERATOR, PASSWORD, REDIS_NAMESPACE, REDIS_SECRET
 from testing.node.pods import ENGINE_PORT, SIDECAR_PORT
-from tests.harness.client_pods import client_pod
-from tests.harness.pods import is_in_service, is_ready, no_restart_between, prompt, stats_after_restart
+from tests.harness.operator.client_pods import client_pod
+from tests.harness.operator.pods import (
+    is_in_service,
+    is_ready,
+    no_restart_between,
+    prompt,
+    stats_after_restart,
+)
 
 CONFIG = "tiny-sidecar"
 CONFIG_FILE = "/etc/lmcache/config/sidecar.yaml"

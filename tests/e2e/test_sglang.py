@@ -18,9 +18,9 @@ from testing.node import sglang
 from testing.node.app import NAMESPACE, App
 from testing.node.pods import SIDECAR_PORT, Completion, Pod
 from testing.sglang import environment
-from tests.harness.injected import InjectedPods
-from tests.harness.plugin import Plugin
-from tests.harness.pods import prompt, retained, termination_states
+from tests.harness.commands.plugin import Plugin
+from tests.harness.operator.injected import InjectedPods
+from tests.harness.operator.pods import prompt, retained, termination_states
 
 NAME = "sglang"
 PROMPT = prompt(71, 2048)

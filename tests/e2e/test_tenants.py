@@ -13,7 +13,7 @@ from lmcache_store import keys
 from testing.kube.operator import CLUSTERS
 from testing.node.app import NAMESPACE, READY_SECONDS, App
 from testing.node.pods import Completion, Pod
-from tests.harness.pods import least_cached, prompt
+from tests.harness.operator.pods import least_cached, prompt
 
 SEARCH, BATCH = "salt of search", "salt of batch"
 SECRET = "search-salt"

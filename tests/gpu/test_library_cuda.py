@@ -7,7 +7,7 @@ import torch
 
 from lmcache.cache_engine import LMCacheEngine
 from testing.child_process import wait_until
-from tests.harness.kv_cache import (
+from tests.harness.library.kv_cache import (
     CHUNK,
     FORMATS,
     cut,

@@ -13,7 +13,7 @@ from lmcache_client.rpc.hello import Role
 from lmcache_client.rpc.session import Scheduled, SidecarSession
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
-from tests.harness.wire import attached, make_hello, make_keys, slots_of, usable
+from tests.harness.sidecar.wire import attached, make_hello, make_keys, slots_of, usable
 
 CHUNK_BYTES = 100_000
 

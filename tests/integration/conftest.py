@@ -9,7 +9,7 @@ from testing import deadlines
 from testing.engine import fork_server
 from testing.processes import SidecarProcess
 from tests.harness.engine import attach, connect, scheduler, sidecar
-from tests.harness.sglang import (
+from tests.harness.sglang.fixtures import (
     _sglang_buffered,
     _sglang_engine,
     sglang,

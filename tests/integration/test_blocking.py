@@ -6,8 +6,8 @@ import logging
 import pytest
 
 from testing.child_process import wait_until
-from tests.harness import blocking
-from tests.harness.blocking import (
+from tests.harness.client import blocking
+from tests.harness.client.blocking import (
     PATIENT,
     Gate,
     PageEngine,
@@ -17,7 +17,7 @@ from tests.harness.blocking import (
     wait_leased,
     wait_released,
 )
-from tests.harness.blocking_fixtures import engine, fresh_sidecar, shared_sidecar, sidecar
+from tests.harness.client.blocking_fixtures import engine, fresh_sidecar, shared_sidecar, sidecar
 
 __all__ = ["engine", "fresh_sidecar", "patient_calls", "shared_sidecar", "sidecar"]
 

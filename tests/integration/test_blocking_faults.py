@@ -13,8 +13,8 @@ from lmcache_client.core.paged.page_requests import row_keys
 from testing.child_process import wait_until
 from testing.deadlines import CALLS
 from testing.processes import RedisProcess, SidecarProcess
-from tests.harness import blocking
-from tests.harness.blocking import (
+from tests.harness.client import blocking
+from tests.harness.client.blocking import (
     PATIENT,
     Gate,
     PageEngine,
@@ -25,7 +25,7 @@ from tests.harness.blocking import (
     wait_released,
 )
 from tests.harness.engine import restart_without_memory
-from tests.harness.wire import NAMESPACE, attached, usable
+from tests.harness.sidecar.wire import NAMESPACE, attached, usable
 
 DEADLINES = CALLS
 

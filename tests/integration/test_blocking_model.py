@@ -13,10 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from lmcache_store.common.timing import TIMING
 from testing.processes import SidecarProcess
-from tests.harness import blocking
-from tests.harness.blocking import PageEngine, reattached, wait_released
+from tests.harness.client import blocking
+from tests.harness.client.blocking import PageEngine, reattached, wait_released
 from tests.harness.scope import examples
-from tests.harness.wire import usable
+from tests.harness.sidecar.wire import usable
 
 NUM_EXAMPLES = examples(6)
 NUM_NUMBERS = 12

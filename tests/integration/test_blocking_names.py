@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.harness.blocking import (
+from tests.harness.client.blocking import (
     Gate,
     PageEngine,
     Started,
@@ -13,8 +13,8 @@ from tests.harness.blocking import (
     wait_leased,
     wait_released,
 )
-from tests.harness.blocking_fixtures import engine, fresh_sidecar, shared_sidecar, sidecar
-from tests.harness.wire import NAMESPACE
+from tests.harness.client.blocking_fixtures import engine, fresh_sidecar, shared_sidecar, sidecar
+from tests.harness.sidecar.wire import NAMESPACE
 
 __all__ = ["engine", "fresh_sidecar", "patient_calls", "shared_sidecar", "sidecar"]
 

@@ -8,15 +8,9 @@ from lmcache_client.core.paged.blocking import PagedRequest
 from lmcache_store.common.timing import TIMING
 from testing.child_process import wait_until
 from testing.deadlines import CALLS
-from tests.harness.blocking import (
-    PAGE_TOKENS,
-    PageEngine,
-    Started,
-    patient_calls,
-    usual_calls,
-)
-from tests.harness.blocking_fixtures import engine, fresh_sidecar, shared_sidecar, sidecar
-from tests.harness.wire import NAMESPACE
+from tests.harness.client.blocking import PAGE_TOKENS, PageEngine, Started, patient_calls, usual_calls
+from tests.harness.client.blocking_fixtures import engine, fresh_sidecar, shared_sidecar, sidecar
+from tests.harness.sidecar.wire import NAMESPACE
 
 DEADLINES = CALLS
 

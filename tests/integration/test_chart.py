@@ -11,7 +11,6 @@ import yaml
 from testing.kube.api import Api, ApiError
 from testing.kube.cluster import CRDS as CRD_KIND
 from testing.kube.cluster import Cluster
-from tests.harness.clusters import wait_ready
 from tests.harness.kube import (
     CHART,
     CLUSTERS,
@@ -23,6 +22,7 @@ from tests.harness.kube import (
     new_namespace,
     since,
 )
+from tests.harness.operator.clusters import wait_ready
 from tools.kube import binaries, schemas
 
 pytestmark = pytest.mark.kube

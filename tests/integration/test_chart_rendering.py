@@ -12,7 +12,7 @@ from lmcache_operator.contract.base import Context
 from lmcache_operator.specs.names import INJECT_LABEL, PAGES_LABEL, STOCK_IMAGES
 from tests.harness import alert_rules
 from tests.harness.kube import CHART, Helm, helm_error
-from tests.harness.operator_model import cluster
+from tests.harness.operator.model import cluster
 from tools.kube import schemas
 
 

@@ -3,7 +3,7 @@
 - tests of the driver API and of fences, which a GPU runs, too
 - the tests of block lifetimes with KV in memory of the simulated GPU: the sidecar or the engine copies. Tests
   of fences check that a copy that ignores a fence would be detected, because kernels run late there
-  (``tests/harness/sim_device.py``).
+  (``tests/harness/sim/device.py``).
 """
 
 import os

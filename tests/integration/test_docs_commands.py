@@ -1,7 +1,7 @@
 """The commands of Get started and of the how-to pages, run page by page on a real API server.
 
 The chart is installed by Helm, and the operator runs as a process. Pods are on fake nodes. Commands that need
-a container therefore only check their arguments (``tests.harness.kubectl_stand_in``).
+a container therefore only check their arguments (``tests.harness.commands.kubectl_stand_in``).
 """
 
 import json
@@ -16,10 +16,10 @@ import yaml
 from testing.kube.cluster import Cluster
 from testing.kube.operator import CHART, CLUSTERS, ROOT, SERVICE_ACCOUNT, SYSTEM_NAMESPACE, Operator
 from testing.processes import RedisProcess, SidecarProcess
+from tests.harness.commands.json_server import JsonHandler, serving
+from tests.harness.commands.terminal import Terminal, facts
 from tests.harness.fences import COMMANDS, DOCS, PAGES, Fence, fences
-from tests.harness.json_server import JsonHandler, serving
 from tests.harness.kube import alone, new_namespace
-from tests.harness.terminal import Terminal, facts
 
 pytestmark = [pytest.mark.kube, pytest.mark.rotating("file")]
 

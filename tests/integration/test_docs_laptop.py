@@ -12,8 +12,8 @@ import pytest
 
 from testing.child_process import ChildProcess, free_ports, wait_until
 from testing.engine import fork_server
+from tests.harness.commands.terminal import Terminal
 from tests.harness.fences import COMMANDS, DOCS, Fence, fences
-from tests.harness.terminal import Terminal
 
 pytestmark = [pytest.mark.vllm, pytest.mark.rotating("file")]
 

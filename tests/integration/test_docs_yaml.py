@@ -10,9 +10,9 @@ import yaml
 
 from testing.kube.cluster import Cluster
 from testing.kube.operator import CHART, ROOT
+from tests.harness.commands.terminal import fields
 from tests.harness.fences import Fence, fences, pages
 from tests.harness.kube import new_namespace
-from tests.harness.terminal import fields
 
 pytestmark = [pytest.mark.kube, pytest.mark.rotating("file")]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from testing.processes import RedisProcess, SidecarProcess
-from tests.harness.encryption import key_of, write_keys
 from tests.harness.engine import check_promoted, payload, restart_without_memory, session_of, store
-from tests.harness.wire import make_keys
+from tests.harness.sidecar.wire import make_keys
+from tests.harness.tiers.encryption import key_of, write_keys
 
 pytestmark = pytest.mark.redis
 

@@ -13,8 +13,8 @@ from lmcache_operator.contract.base import Context
 from lmcache_operator.specs.names import STOCK_IMAGES
 from testing.kube.api import Object
 from testing.kube.cluster import Cluster
-from tests.harness.clusters import wait_quiet
 from tests.harness.kube import CLUSTERS, EXAMPLE, NAME, Operator
+from tests.harness.operator.clusters import wait_quiet
 from tools.kube import schemas
 
 pytestmark = pytest.mark.kube

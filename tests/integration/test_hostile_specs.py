@@ -15,8 +15,10 @@ from lmcache_operator.specs import names
 from testing.kube.api import Api, ApiError, Object
 from testing.kube.cluster import Cluster
 from testing.kube.operator import RELEASE, SYSTEM_NAMESPACE
-from tests.harness import hostile_specs, operator_model
-from tests.harness.hostile_specs import (
+from tests.harness.kube import CHART, CLUSTERS, new_namespace
+from tests.harness.operator import hostile_specs
+from tests.harness.operator import model as operator_model
+from tests.harness.operator.hostile_specs import (
     ALLOWED_CLAIM,
     ALLOWED_PULL_SECRET,
     ALLOWED_SECRET,
@@ -24,7 +26,6 @@ from tests.harness.hostile_specs import (
     OPERATOR,
     POD_SECURITY,
 )
-from tests.harness.kube import CHART, CLUSTERS, new_namespace
 
 pytestmark = pytest.mark.kube
 

@@ -15,8 +15,8 @@ from testing.kube.api import ApiError, Object
 from testing.kube.cluster import Cluster
 from testing.kube.operator import CLUSTERS, RELEASE, SYSTEM_NAMESPACE, Operator
 from tests.harness.kube import install, new_namespace, since
-from tests.harness.operator_injection import NAME, deployment, pod, pod_with, pods, refused_pods, sglang_pod
-from tests.harness.operator_model import MINIMAL_SPEC
+from tests.harness.operator.injection import NAME, deployment, pod, pod_with, pods, refused_pods, sglang_pod
+from tests.harness.operator.model import MINIMAL_SPEC
 from tests.harness.scope import examples
 
 pytestmark = [pytest.mark.kube, since("1.36")]

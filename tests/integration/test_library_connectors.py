@@ -10,7 +10,7 @@ from lmcache.storage_backend.connector import CreateConnector
 from testing.certificates import make_certificates
 from testing.processes import RedisProcess
 from tests.harness.loops import retried
-from tests.harness.redis_topologies import SERVICE, cluster, sentinel_set
+from tests.harness.tiers.redis_topologies import SERVICE, cluster, sentinel_set
 
 pytestmark = pytest.mark.redis
 

@@ -9,7 +9,7 @@ import torch
 
 from lmcache.config import LMCacheMemPoolMetadata
 from lmcache.storage_backend.local_backend import LMCLocalDiskBackend
-from tests.harness.kv_cache import make_chunk, make_config, make_key, make_metadata
+from tests.harness.library.kv_cache import make_chunk, make_config, make_key, make_metadata
 
 NUM_CHUNKS = 12
 

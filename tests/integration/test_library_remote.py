@@ -8,8 +8,8 @@ import torch
 from lmcache.cache_engine import LMCacheEngine
 from testing.child_process import wait_until
 from testing.processes import RedisProcess
-from tests.harness import lm_server
-from tests.harness.kv_cache import (
+from tests.harness.library import lm_server
+from tests.harness.library.kv_cache import (
     CHUNK,
     FORMATS,
     cut,

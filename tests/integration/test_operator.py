@@ -6,8 +6,15 @@ import pytest
 
 from testing.kube.api import Object
 from testing.kube.cluster import Cluster
-from tests.harness.clusters import ENGINE, pods, reconcile_once_more, wait_quiet, wait_ready, written
 from tests.harness.kube import CLUSTERS, EXAMPLE, NAME, Operator, example, is_since, new_namespace
+from tests.harness.operator.clusters import (
+    ENGINE,
+    pods,
+    reconcile_once_more,
+    wait_quiet,
+    wait_ready,
+    written,
+)
 
 pytestmark = pytest.mark.kube
 

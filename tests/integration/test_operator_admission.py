@@ -16,9 +16,9 @@ from lmcache_operator.policy.state import Decision, Point
 from testing.kube.api import ApiError, Object
 from testing.kube.cluster import Cluster
 from testing.kube.operator import CRDS
-from tests.harness.autoscaling import ACCEPTED, GIB
 from tests.harness.kube import CLUSTERS, new_namespace
-from tests.harness.operator_model import cluster
+from tests.harness.operator.autoscaling import ACCEPTED, GIB
+from tests.harness.operator.model import cluster
 from tools.resource_docs import COMPLETE
 
 pytestmark = pytest.mark.kube

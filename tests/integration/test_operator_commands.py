@@ -14,10 +14,18 @@ import yaml
 from lmcache_client.rpc.hello import Role
 from lmcache_client.rpc.session import Scheduled
 from testing.processes import SidecarProcess
+from tests.harness.commands.plugin import (
+    GET_PROXY,
+    LIST_PODS,
+    READ,
+    Commands,
+    Plugin,
+    create_pod,
+    kubeconfig_with,
+)
 from tests.harness.engine import session_of
 from tests.harness.kube import CLUSTERS, NAME, example, new_namespace, stop_operator
-from tests.harness.plugin import GET_PROXY, LIST_PODS, READ, Commands, Plugin, create_pod, kubeconfig_with
-from tests.harness.wire import make_keys
+from tests.harness.sidecar.wire import make_keys
 
 pytestmark = [pytest.mark.kube, pytest.mark.usefixtures("no_operator")]
 

@@ -15,8 +15,8 @@ from testing.kube.cluster import CRDS as DEFINITIONS
 from testing.kube.cluster import Cluster
 from testing.kube.operator import CRDS
 from testing.processes import RedisProcess, SidecarProcess
+from tests.harness.commands.plugin import GET_PROXY, LIST_PODS, READ, Commands, create_pod, kubeconfig_with
 from tests.harness.kube import CLUSTERS, NAME, example
-from tests.harness.plugin import GET_PROXY, LIST_PODS, READ, Commands, create_pod, kubeconfig_with
 
 pytestmark = pytest.mark.kube
 

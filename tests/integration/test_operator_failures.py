@@ -8,8 +8,16 @@ import pytest
 from lmcache_operator.specs.names import FIELD_MANAGER
 from testing.kube.api import Object
 from testing.kube.cluster import Cluster
-from tests.harness.clusters import ENGINE, HELD, condition, pods, reconcile_once_more, wait_ready, written
 from tests.harness.kube import CLUSTERS, NAME, example, new_namespace
+from tests.harness.operator.clusters import (
+    ENGINE,
+    HELD,
+    condition,
+    pods,
+    reconcile_once_more,
+    wait_ready,
+    written,
+)
 
 pytestmark = pytest.mark.kube
 

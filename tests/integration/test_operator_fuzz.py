@@ -10,8 +10,8 @@ from testing.kube.api import ApiError, Object
 from testing.kube.audit import Request
 from testing.kube.cluster import Cluster
 from tests.harness.kube import CLUSTERS, Operator, is_since
-from tests.harness.settled_specs import check_condition
-from tests.harness.spec_fuzz import seeds, spec
+from tests.harness.operator.settled_specs import check_condition
+from tests.harness.operator.spec_fuzz import seeds, spec
 
 pytestmark = pytest.mark.kube
 

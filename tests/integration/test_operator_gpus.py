@@ -13,10 +13,10 @@ from lmcache_operator.stats import StatsClient
 from testing.kube.api import Object
 from testing.kube.cluster import Cluster
 from testing.processes import SidecarProcess
-from tests.harness.clusters import ENGINE, condition, pods, wait_quiet, wait_ready
-from tests.harness.devices import DEVICE_CLASS, published
 from tests.harness.kube import CLUSTERS, NAME, example, new_namespace, since
-from tests.harness.wire import RawClient
+from tests.harness.operator.clusters import ENGINE, condition, pods, wait_quiet, wait_ready
+from tests.harness.operator.devices import DEVICE_CLASS, published
+from tests.harness.sidecar.wire import RawClient
 
 pytestmark = pytest.mark.kube
 

@@ -32,9 +32,9 @@ from lmcache_operator.specs.kinds import BY_NAME, CLUSTER, POD, ClusterKey
 from lmcache_operator.specs.names import MEMORY_SIZE, RENDERED_HASH, STOCK_IMAGES, annotations_of
 from testing.kube.api import Api, Object
 from testing.kube.cluster import Cluster
-from tests.harness.autoscaling import GIB, Chooser
-from tests.harness.devices import DEVICE_CLASS, published
 from tests.harness.kube import CLUSTERS, NAME, Operator, example, is_since, new_namespace, since
+from tests.harness.operator.autoscaling import GIB, Chooser
+from tests.harness.operator.devices import DEVICE_CLASS, published
 from tests.harness.scope import third
 
 pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]

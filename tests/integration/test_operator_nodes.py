@@ -5,8 +5,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from testing.kube.cluster import FAKE_NODE
-from tests.harness.clusters import condition, pods, wait_ready, written
 from tests.harness.kube import CLUSTERS, NAME, example
+from tests.harness.operator.clusters import condition, pods, wait_ready, written
 
 pytestmark = pytest.mark.kube
 

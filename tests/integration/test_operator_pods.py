@@ -4,8 +4,8 @@ import pytest
 
 from testing.kube.api import Object
 from testing.kube.cluster import Cluster
-from tests.harness.clusters import condition, reconcile_once_more, wait_ready
 from tests.harness.kube import CLUSTERS, NAME, example
+from tests.harness.operator.clusters import condition, reconcile_once_more, wait_ready
 
 pytestmark = pytest.mark.kube
 

@@ -7,8 +7,8 @@ import yaml
 
 from testing.kube.api import ApiError, Object
 from testing.kube.cluster import Cluster
-from tests.harness.clusters import ENGINE, condition, wait_quiet, written
 from tests.harness.kube import CLUSTERS, NAME, example
+from tests.harness.operator.clusters import ENGINE, condition, wait_quiet, written
 
 pytestmark = pytest.mark.kube
 

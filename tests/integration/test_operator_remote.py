@@ -7,8 +7,8 @@ import pytest
 
 from testing.kube.api import Object
 from testing.kube.cluster import Cluster
-from tests.harness.clusters import wait_quiet, wait_ready
 from tests.harness.kube import CLUSTERS, NAME, example
+from tests.harness.operator.clusters import wait_quiet, wait_ready
 
 pytestmark = pytest.mark.kube
 

@@ -20,8 +20,8 @@ from lmcache_operator.specs.kinds import POD, ClusterKey
 from lmcache_operator.specs.names import MEMORY_SIZE, RESIZE_REFUSED, STOCK_IMAGES, annotations_of
 from testing.kube.api import ApiError, Object
 from testing.kube.cluster import Cluster
-from tests.harness.autoscaling import GIB, Chooser
 from tests.harness.kube import CLUSTERS, NAME, Operator, example, new_namespace, since
+from tests.harness.operator.autoscaling import GIB, Chooser
 
 pytestmark = [pytest.mark.kube, pytest.mark.timeout(900), since("1.35")]
 

@@ -12,9 +12,9 @@ import pytest
 
 from testing.child_process import wait_until
 from testing.router import RouterProcess
-from tests.harness.clusters import HELD, condition, set_running
-from tests.harness.json_server import JsonHandler, serving
+from tests.harness.commands.json_server import JsonHandler, serving
 from tests.harness.kube import CLUSTERS, NAME, example
+from tests.harness.operator.clusters import HELD, condition, set_running
 
 pytestmark = pytest.mark.kube
 

@@ -6,7 +6,8 @@ import pytest
 
 from lmcache_operator.specs.names import SIDECAR_PORT
 from testing.processes import RedisProcess, SidecarProcess
-from tests.harness.clusters import (
+from tests.harness.kube import CLUSTERS, example
+from tests.harness.operator.clusters import (
     HELD,
     condition,
     pods,
@@ -16,8 +17,7 @@ from tests.harness.clusters import (
     wait_ready,
     written,
 )
-from tests.harness.kube import CLUSTERS, example
-from tests.harness.wire import RawClient
+from tests.harness.sidecar.wire import RawClient
 
 pytestmark = pytest.mark.kube
 

@@ -9,9 +9,9 @@ from lmcache_operator.specs.names import SIDECAR_PORT
 from testing.kube.api import Object
 from testing.kube.cluster import Cluster
 from testing.processes import SidecarProcess
-from tests.harness.clusters import HELD, condition, pods, set_running, wait_quiet, written
 from tests.harness.kube import CLUSTERS, IMPATIENT, NAME, USUAL, Operator, alone, example
-from tests.harness.wire import RawClient
+from tests.harness.operator.clusters import HELD, condition, pods, set_running, wait_quiet, written
+from tests.harness.sidecar.wire import RawClient
 
 pytestmark = pytest.mark.kube
 

@@ -7,9 +7,9 @@ from contextlib import ExitStack
 import pytest
 
 from testing.processes import SidecarProcess
+from tests.harness.commands.plugin import Commands, create_pod
+from tests.harness.commands.traffic import traffic
 from tests.harness.kube import CLUSTERS, NAME, example, new_namespace
-from tests.harness.plugin import Commands, create_pod
-from tests.harness.traffic import traffic
 
 pytestmark = [pytest.mark.kube, pytest.mark.usefixtures("no_operator")]
 

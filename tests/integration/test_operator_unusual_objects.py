@@ -11,8 +11,8 @@ from lmcache_operator.specs.merge import merge
 from testing.kube.api import ApiError, Object
 from testing.kube.audit import Request
 from testing.kube.cluster import CRDS, Cluster
-from tests.harness.clusters import condition, written
 from tests.harness.kube import CLUSTERS, Operator, example
+from tests.harness.operator.clusters import condition, written
 
 pytestmark = pytest.mark.kube
 

@@ -10,8 +10,8 @@ from lmcache_operator.specs.names import STOCK_IMAGES
 from testing.kube.api import APPLY, ApiError, Object, manifests
 from testing.kube.cluster import CRDS, Cluster
 from testing.kube.operator import CRDS as FILES
-from tests.harness.clusters import ENGINE, pods, wait_ready
 from tests.harness.kube import CLUSTERS, NAME, example
+from tests.harness.operator.clusters import ENGINE, pods, wait_ready
 
 pytestmark = pytest.mark.kube
 

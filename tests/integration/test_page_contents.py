@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from lmcache_store import keys
-from tests.harness.sim_config import CHUNK, SimSettings
-from tests.harness.sim_world import only_engine
+from tests.harness.sim.config import CHUNK, SimSettings
+from tests.harness.sim.world import only_engine
 from tests.integration.test_vllm_samples import wait_reported
 
 pytestmark = pytest.mark.vllm

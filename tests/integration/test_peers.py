@@ -6,7 +6,7 @@ from testing.certificates import make_certificates
 from testing.child_process import wait_until
 from testing.deadlines import CALLS
 from testing.peers import PeerSidecars
-from tests.harness.blocking import PAGE_TOKENS, PageEngine, patient_calls, reattached, wait_released
+from tests.harness.client.blocking import PAGE_TOKENS, PageEngine, patient_calls, reattached, wait_released
 
 DEADLINES = CALLS
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.harness.krew import problems
+from tests.harness.commands.krew import problems
 from tools import plugin
 
 pytestmark = pytest.mark.rotating("file")

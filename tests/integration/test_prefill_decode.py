@@ -21,8 +21,8 @@ from testing.engine.process import EngineProcess, Generated, ServedEngine, conne
 from testing.peers import PeerSidecars
 from testing.processes import SidecarProcess
 from testing.router import RouterProcess
-from tests.harness import real_engine
-from tests.harness.real_engine import CHUNK, assert_hit, wait_hit
+from tests.harness.client import real_engine
+from tests.harness.client.real_engine import CHUNK, assert_hit, wait_hit
 
 DEADLINES = COPIES
 

@@ -13,8 +13,8 @@ from lmcache_store.tiers.remote.objects import hash_tag
 from lmcache_store.tiers.remote.tier import RemoteTier
 from testing.child_process import free_port, wait_until
 from testing.processes import RedisProcess
-from tests.harness.redis_topologies import Cluster, cluster
-from tests.harness.remote_objects import is_available, load, pattern, probe, row_name, tier_of
+from tests.harness.tiers.redis_topologies import Cluster, cluster
+from tests.harness.tiers.remote_objects import is_available, load, pattern, probe, row_name, tier_of
 
 pytestmark = pytest.mark.redis
 

@@ -17,8 +17,8 @@ from lmcache_store.tiers.remote.resp import RespConnection
 from lmcache_store.tiers.remote.tier import RemoteTier
 from lmcache_store.tiers.remote.value_formats import EncryptedValues
 from testing.processes import RedisProcess
-from tests.harness.encryption import cipher, flipped, key_of
-from tests.harness.remote_objects import KEY, encrypted_name, load, pattern, row_name, tier_of
+from tests.harness.tiers.encryption import cipher, flipped, key_of
+from tests.harness.tiers.remote_objects import KEY, encrypted_name, load, pattern, row_name, tier_of
 
 pytestmark = pytest.mark.redis
 

@@ -14,7 +14,7 @@ from lmcache_store.tiers.header import PART_BYTES
 from testing.certificates import make_certificates
 from testing.child_process import free_port, wait_until
 from testing.processes import BINARY, RedisProcess
-from tests.harness.remote_objects import KEY, answering, is_available, load, pattern, tier_of
+from tests.harness.tiers.remote_objects import KEY, answering, is_available, load, pattern, tier_of
 
 pytestmark = pytest.mark.redis
 

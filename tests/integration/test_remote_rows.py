@@ -15,9 +15,9 @@ from lmcache_store.tiers.remote import objects
 from lmcache_store.tiers.remote.objects import MAX_PIECE_BYTES
 from testing.child_process import wait_until
 from testing.processes import RedisProcess
-from tests.harness.encryption import cipher
-from tests.harness.remote_objects import KEY, encrypted_name, load, pattern, row_name, tier_of
 from tests.harness.scope import examples, third
+from tests.harness.tiers.encryption import cipher
+from tests.harness.tiers.remote_objects import KEY, encrypted_name, load, pattern, row_name, tier_of
 
 pytestmark = pytest.mark.redis
 

@@ -8,7 +8,7 @@ from lmcache_store.tiers.errors import TierUnavailableError
 from testing.child_process import ProcessDied
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.engine import session_of, store
-from tests.harness.remote_objects import KEY, answering, load, probe, tier_of
+from tests.harness.tiers.remote_objects import KEY, answering, load, probe, tier_of
 
 SECRETS = ("us3r", "S3cr3t")
 

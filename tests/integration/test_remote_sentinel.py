@@ -8,8 +8,8 @@ from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.errors import TierUnavailableError
 from testing.child_process import free_port, wait_until
 from testing.processes import RedisProcess
-from tests.harness.redis_topologies import SERVICE, sentinel_set
-from tests.harness.remote_objects import KEY, is_available, load, tier_of
+from tests.harness.tiers.redis_topologies import SERVICE, sentinel_set
+from tests.harness.tiers.remote_objects import KEY, is_available, load, tier_of
 
 pytestmark = pytest.mark.redis
 

@@ -19,7 +19,7 @@ from lmcache_store.tiers.remote.tier import RemoteTier
 from lmcache_store.tiers.remote.topology import ShardList
 from testing.child_process import wait_until
 from testing.processes import RedisProcess
-from tests.harness.remote_objects import load, pattern, tier_of
+from tests.harness.tiers.remote_objects import load, pattern, tier_of
 
 pytestmark = pytest.mark.redis
 

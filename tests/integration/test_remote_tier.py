@@ -10,7 +10,7 @@ from lmcache_store.tiers.remote.objects import MAX_PIECE_BYTES
 from lmcache_store.tiers.remote.tier import RemoteTier
 from testing.child_process import wait_until
 from testing.processes import RedisProcess
-from tests.harness.remote_objects import KEY, load, pattern, row_name, tier_of
+from tests.harness.tiers.remote_objects import KEY, load, pattern, row_name, tier_of
 
 pytestmark = pytest.mark.redis
 

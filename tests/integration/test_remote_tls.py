@@ -7,7 +7,7 @@ from lmcache_store.tiers.errors import TierUnavailableError
 from lmcache_store.tiers.header import PART_BYTES
 from testing.certificates import make_certificates
 from testing.processes import BINARY, RedisProcess
-from tests.harness.remote_objects import KEY, load, pattern, tier_of
+from tests.harness.tiers.remote_objects import KEY, load, pattern, tier_of
 
 pytestmark = [
     pytest.mark.redis,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from testing.router import RouterProcess
-from tests.harness.json_server import JsonHandler, serving
+from tests.harness.commands.json_server import JsonHandler, serving
 
 pytestmark = pytest.mark.vllm
 

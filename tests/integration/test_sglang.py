@@ -7,7 +7,7 @@ import pytest
 
 from testing.child_process import wait_until
 from testing.sglang.engine import PAGE_TOKENS, make_prompt
-from tests.harness.sglang_world import (
+from tests.harness.sglang.world import (
     attached,
     full_pages,
     generate,
@@ -50,7 +50,7 @@ def test_a_prompt_is_loaded_after_sglang_empties_its_own_caches(engine, sglang):
 def test_wrong_kv_changes_the_answers(sglang_engine, sglang):
     """A proof that the comparisons of these tests notice one wrong page."""
     storage = sglang.storage
-    storage.extra_config.update(module_path="tests.harness.sglang_mixed_up", class_name="MixedUpPages")
+    storage.extra_config.update(module_path="tests.harness.sglang.mixed_up", class_name="MixedUpPages")
     prompt = new_prompt(NUM_TOKENS)
     with attached(sglang_engine, sglang.sidecar, storage):
         store(sglang_engine, prompt)

@@ -13,8 +13,8 @@ from testing.child_process import wait_until
 from testing.engine.process import EngineFailed
 from testing.sglang.engine import SGLangEngine
 from testing.sglang.program import Program
-from tests.harness.operator_model import cluster
-from tests.harness.sglang_world import load, new_prompt, store, wait_attached
+from tests.harness.operator.model import cluster
+from tests.harness.sglang.world import load, new_prompt, store, wait_attached
 
 pytestmark = [pytest.mark.sglang, pytest.mark.redis]
 KIND = SGLang()
@@ -27,7 +27,7 @@ _OF_THE_TEST = {"model_path", "revision", "host", "port", "served_model_name", "
 def server(tmp_path_factory):
     """All names of each option by name, and the values of the rendered arguments, as SGLang reads them."""
     log = tmp_path_factory.mktemp("sglang") / "log"
-    with Program("the options", log, "tests.harness.sglang_options", KIND.args(CLUSTER, 60)) as program:
+    with Program("the options", log, "tests.harness.sglang.options", KIND.args(CLUSTER, 60)) as program:
         return json.loads(program.finish().splitlines()[-1])
 
 

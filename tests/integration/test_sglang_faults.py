@@ -6,10 +6,9 @@ import pytest
 
 from lmcache_client.rpc import service
 from testing.sglang.engine import PAGE_TOKENS, lmcache_storage, make_prompt
-from tests.harness import sglang_world
-from tests.harness.remote_objects import damage_row
 from tests.harness.scope import third
-from tests.harness.sglang_world import (
+from tests.harness.sglang import world as sglang_world
+from tests.harness.sglang.world import (
     BUFFERED,
     Streams,
     full_pages,
@@ -21,6 +20,7 @@ from tests.harness.sglang_world import (
     store,
     wait_attached,
 )
+from tests.harness.tiers.remote_objects import damage_row
 
 pytestmark = [pytest.mark.sglang, pytest.mark.redis]
 
@@ -104,7 +104,7 @@ def test_a_sidecar_that_is_late_or_of_another_release_or_frozen(sglang):
     with serving_sidecar() as sidecar:
         sidecar.kill()
         storage = lmcache_storage(sidecar.socket_path)  # with the deadlines of the product
-        storage.extra_config.update(module_path="tests.harness.sglang_traced", class_name="TracedBackend")
+        storage.extra_config.update(module_path="tests.harness.sglang.traced", class_name="TracedBackend")
         environment = {sglang_world.TRACE: str(trace)}
         with serving(sglang.logs, storage, environment=environment, **BUFFERED) as engine:
             prompt = new_prompt(NUM_TOKENS)

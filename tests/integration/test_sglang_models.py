@@ -5,7 +5,7 @@ import torch
 
 from testing.engine.tiny_kinds import DEEPSEEK2, LFM2, MELLUM, WINDOW
 from testing.sglang.engine import DEEPSEEK2_ARGUMENTS, PAGE_TOKENS, make_prompt, patient_storage
-from tests.harness.sglang_world import serving_sidecar, wait_attached
+from tests.harness.sglang.world import serving_sidecar, wait_attached
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("one_thread")]
 

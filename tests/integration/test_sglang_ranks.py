@@ -4,7 +4,7 @@ import pytest
 
 from testing.engine import tiny_kinds
 from testing.sglang.engine import DEEPSEEK2_ARGUMENTS, patient_storage
-from tests.harness.sglang_world import (
+from tests.harness.sglang.world import (
     SWITCH,
     full_pages,
     generate,
@@ -60,7 +60,7 @@ def assert_loads(engine, prompts, expected, loaded=full_pages):
 def test_tensor_parallel_ranks_load_the_same_pages(prompts, sglang, sidecar, storage):
     """A rank without its backend gives misses, and so do pages that it has not stored."""
     switch, other_prompt = sglang.logs / "switch", new_prompt(NUM_TOKENS)
-    storage.extra_config.update(module_path="tests.harness.sglang_half_off", class_name="HalfOff")
+    storage.extra_config.update(module_path="tests.harness.sglang.half_off", class_name="HalfOff")
     with serving(sglang.logs, storage, tp_size=2, environment={SWITCH: str(switch)}) as engine:
         assert_ranks(engine, sidecar, [0, 1])
         store(engine, *prompts, num_ranks=2)

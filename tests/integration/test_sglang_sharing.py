@@ -7,7 +7,7 @@ import pytest
 
 from testing.sglang.engine import patient_storage
 from tests.harness.scope import third
-from tests.harness.sglang_world import (
+from tests.harness.sglang.world import (
     full_pages,
     generate,
     load,

@@ -7,9 +7,9 @@ import pytest
 from testing.child_process import wait_until
 from testing.engine.process import EngineFailed
 from testing.engine.tiny_model import tiny_model
-from tests.harness import sglang_updates
 from tests.harness.scope import third
-from tests.harness.sglang_world import (
+from tests.harness.sglang import updates as sglang_updates
+from tests.harness.sglang.world import (
     full_pages,
     generate,
     generate_all,

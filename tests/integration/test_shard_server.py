@@ -24,8 +24,8 @@ from lmcache_store.tiers.remote.topology import ShardList
 from testing.certificates import Certificates, make_certificates
 from testing.child_process import free_port, wait_until
 from testing.kube.shards import MountedSecret, ShardProcess
-from tests.harness.operator_model import cluster
-from tests.harness.remote_objects import KEY, load, pattern
+from tests.harness.operator.model import cluster
+from tests.harness.tiers.remote_objects import KEY, load, pattern
 
 pytestmark = pytest.mark.redis
 

@@ -13,13 +13,8 @@ import pytest
 from testing.child_process import SOURCES, wait_until
 from testing.cuda import GPU, MIG_SLICE, OTHER_GPU, Node, node
 from testing.processes import SidecarProcess
-from tests.harness import gpu_engine
-from tests.harness.gpu_engine import (
-    GpuEngine,
-    in_namespace,
-    make_sidecar,
-    new_engine,
-)
+from tests.harness.client import gpu_engine
+from tests.harness.client.gpu_engine import GpuEngine, in_namespace, make_sidecar, new_engine
 
 ROW = [5, 0, 23, 7]
 OTHER_ROW = [1, 2, 3, 4]

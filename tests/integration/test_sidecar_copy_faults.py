@@ -11,7 +11,7 @@ from testing.child_process import wait_until
 from testing.cuda import Node, node
 from testing.deadlines import PATIENT
 from testing.processes import SidecarProcess
-from tests.harness.gpu_engine import GpuEngine, make_sidecar, new_engine
+from tests.harness.client.gpu_engine import GpuEngine, make_sidecar, new_engine
 
 ROW = [5, 0, 23, 7]
 OTHER_ROW = [1, 2, 3, 4]

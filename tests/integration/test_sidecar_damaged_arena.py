@@ -11,7 +11,7 @@ from lmcache_store.tiers.memory.layout import HEAD_BYTES, ArenaLayout, Head
 from lmcache_store.tiers.memory.slots import ENTRY, SlotState
 from testing.deadlines import CALLS
 from tests.harness.engine import assert_stored, load, store
-from tests.harness.wire import attached, make_keys, usable
+from tests.harness.sidecar.wire import attached, make_keys, usable
 
 DEADLINES = CALLS
 

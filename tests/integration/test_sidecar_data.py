@@ -16,7 +16,7 @@ from testing.child_process import wait_until
 from testing.cuda_peers import peer
 from testing.deadlines import CALLS
 from tests.harness.engine import CHUNK_BYTES, assert_stored, load, mapped_slots, payload, store
-from tests.harness.wire import RawClient, attached, make_hello, make_keys, slots_of, usable
+from tests.harness.sidecar.wire import RawClient, attached, make_hello, make_keys, slots_of, usable
 
 DEADLINES = CALLS
 

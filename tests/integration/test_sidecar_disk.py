@@ -14,7 +14,7 @@ from tests.harness.engine import (
     session_of,
     store,
 )
-from tests.harness.wire import RawClient, make_keys, slots_of
+from tests.harness.sidecar.wire import RawClient, make_keys, slots_of
 
 
 @pytest.mark.redis

@@ -9,9 +9,9 @@ import urllib.error
 import pytest
 
 from testing.child_process import free_port
+from tests.harness.commands.json_server import JsonHandler, serving
+from tests.harness.commands.sidecar_command import explain
 from tests.harness.engine import report
-from tests.harness.json_server import JsonHandler, serving
-from tests.harness.sidecar_command import explain
 
 
 def explain_in_a_new_process(sidecar, *arguments: str | bytes, **variables: str) -> tuple[int, str]:

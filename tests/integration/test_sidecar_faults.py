@@ -13,7 +13,7 @@ from testing.child_process import wait_until
 from testing.deadlines import CALLS
 from testing.processes import SidecarProcess
 from tests.harness.engine import assert_stored, load, store
-from tests.harness.wire import RawClient, attached, make_hello, make_keys, usable
+from tests.harness.sidecar.wire import RawClient, attached, make_hello, make_keys, usable
 
 DEADLINES = CALLS
 

@@ -11,7 +11,7 @@ from lmcache_store.tiers.memory.contracts import LookupResult, Slot
 from testing.child_process import wait_until
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.engine import restart_without_memory, session_of
-from tests.harness.wire import make_keys
+from tests.harness.sidecar.wire import make_keys
 
 CHUNK_TOKENS = 256
 FULL = KVGroup(0, 16, 100_000)

@@ -25,7 +25,14 @@ from testing.child_process import wait_until
 from testing.deadlines import CALLS
 from testing.processes import SidecarProcess
 from tests.harness.engine import CHUNK_BYTES, assert_stored, load, mapped_slots, session_of, store
-from tests.harness.wire import SEPARATE_CONNECTION, RawClient, make_hello, make_keys, slots_of, usable
+from tests.harness.sidecar.wire import (
+    SEPARATE_CONNECTION,
+    RawClient,
+    make_hello,
+    make_keys,
+    slots_of,
+    usable,
+)
 
 DEADLINES = CALLS
 

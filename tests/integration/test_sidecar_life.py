@@ -15,7 +15,7 @@ from lmcache_client.rpc.errors import SidecarUnavailableError
 from testing.child_process import ProcessDied, wait_until
 from testing.deadlines import CALLS
 from testing.processes import SidecarProcess
-from tests.harness.wire import attached, make_hello, make_keys, usable
+from tests.harness.sidecar.wire import attached, make_hello, make_keys, usable
 
 DEADLINES = CALLS
 

@@ -21,7 +21,7 @@ from lmcache_client.rpc import service
 from lmcache_client.rpc.service import LOOKUP, UNARY_METHODS
 from testing.child_process import SOURCES, ProcessDied, free_port, wait_until
 from testing.processes import SidecarProcess
-from tests.harness.wire import RawClient
+from tests.harness.sidecar.wire import RawClient
 
 
 @pytest.fixture(scope="module", autouse=True)

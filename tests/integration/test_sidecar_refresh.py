@@ -5,7 +5,7 @@ import pytest
 from testing.child_process import wait_until
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.engine import CHUNK_BYTES, load, store
-from tests.harness.wire import attached, usable
+from tests.harness.sidecar.wire import attached, usable
 
 pytestmark = pytest.mark.redis
 

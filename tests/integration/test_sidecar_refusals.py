@@ -21,7 +21,7 @@ from testing.child_process import REPOSITORY, wait_until
 from testing.cuda import GPU
 from testing.processes import SidecarProcess
 from tests.harness.engine import store
-from tests.harness.wire import RawClient, attached, make_hello, make_keys, usable
+from tests.harness.sidecar.wire import RawClient, attached, make_hello, make_keys, usable
 from tools.cache import cache_root
 
 ONE_GROUP = [pb.GroupKeys(group=0, keys=make_keys(1))]

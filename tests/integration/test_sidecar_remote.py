@@ -5,7 +5,7 @@ import pytest
 from testing.child_process import wait_until
 from testing.processes import RedisProcess, SidecarProcess
 from tests.harness.engine import check_promoted, restart_without_memory, session_of, store
-from tests.harness.wire import make_keys
+from tests.harness.sidecar.wire import make_keys
 
 pytestmark = pytest.mark.redis
 

@@ -11,8 +11,8 @@ from lmcache_store.tiers.memory.contracts import Slot
 from testing.child_process import wait_until
 from testing.processes import SidecarProcess
 from tests.harness.engine import CHUNK_BYTES, assert_stored, load, mapped_slots, session_of, store
-from tests.harness.resized_sidecar import MIB, ResizedSidecar
-from tests.harness.wire import make_keys
+from tests.harness.sidecar.resized_sidecar import MIB, ResizedSidecar
+from tests.harness.sidecar.wire import make_keys
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from lmcache_store.tiers.memory.contracts import Reserved
 from testing.processes import SidecarProcess
 from testing.workloads.requests import chat
 from tests.harness.engine import report, session_of
-from tests.harness.samples import Watch, requests_of
-from tests.harness.wire import attached, make_keys
+from tests.harness.sidecar.samples import Watch, requests_of
+from tests.harness.sidecar.wire import attached, make_keys
 
 CHUNK_BYTES = 4096
 

@@ -7,9 +7,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from lmcache_client.rpc.hello import Role
 from lmcache_client.rpc.times import RequestTimes
 from testing.processes import SidecarProcess
+from tests.harness.commands.sidecar_command import explain
 from tests.harness.engine import report
-from tests.harness.sidecar_command import explain
-from tests.harness.wire import attached
+from tests.harness.sidecar.wire import attached
 
 TIMES = RequestTimes("cmpl-1", 0.0004, 0.2, 0.03, 1.5)
 

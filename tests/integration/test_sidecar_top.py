@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from testing.child_process import free_port, wait_until
-from tests.harness.sidecar_command import run_command
-from tests.harness.traffic import traffic
+from tests.harness.commands.sidecar_command import run_command
+from tests.harness.commands.traffic import traffic
 
 TOP = [sys.executable, "-m", "lmcache_sidecar", "top"]
 

@@ -11,7 +11,7 @@ from lmcache_store import keys
 from testing.processes import SidecarProcess
 from testing.workloads.replay import Engine
 from testing.workloads.requests import TOKENS
-from tests.harness.sidecar_command import explain
+from tests.harness.commands.sidecar_command import explain
 
 ROW_BYTES, NAMESPACE = 256 << 10, bytes(32)
 NAMED = {"search": "salt-of-search", "batch": "salt-of-batch"}

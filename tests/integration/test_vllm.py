@@ -12,7 +12,7 @@ import pytest
 from testing.child_process import wait_until
 from testing.engine.process import EngineProcess, connector_config
 from testing.processes import SidecarProcess
-from tests.harness.real_engine import assert_hit, attached_engine, cold, make_prompt, wait_hit
+from tests.harness.client.real_engine import assert_hit, attached_engine, cold, make_prompt, wait_hit
 
 pytestmark = pytest.mark.vllm
 

@@ -9,9 +9,9 @@ from vllm.lora.request import LoRARequest
 from lmcache_store.explain.findings import findings
 from testing.deadlines import CALLS
 from testing.processes import RedisProcess, SidecarProcess
-from tests.harness.sidecar_command import explain
-from tests.harness.sim_config import CHUNK, SimSettings
-from tests.harness.sim_world import make_tokens, only_engine, world
+from tests.harness.commands.sidecar_command import explain
+from tests.harness.sim.config import CHUNK, SimSettings
+from tests.harness.sim.world import make_tokens, only_engine, world
 
 DEADLINES = CALLS
 

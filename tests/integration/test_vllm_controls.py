@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.harness.fake_model import answer
-from tests.harness.sim_config import CHUNK, SimSettings
-from tests.harness.sim_rank import POISON, ran
-from tests.harness.sim_world import make_tokens, world
+from tests.harness.client.fake_model import answer
+from tests.harness.sim.config import CHUNK, SimSettings
+from tests.harness.sim.rank import POISON, ran
+from tests.harness.sim.world import make_tokens, world
 
 __all__ = ["world"]
 

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from tests.harness.sim_config import CHUNK, SimSettings
-from tests.harness.sim_world import assert_idle, make_tokens, world
+from tests.harness.sim.config import CHUNK, SimSettings
+from tests.harness.sim.world import assert_idle, make_tokens, world
 
 __all__ = ["world"]
 

@@ -13,9 +13,9 @@ from lmcache_client.core import events
 from testing.child_process import wait_until
 from testing.deadlines import SIMULATED
 from tests.harness.scope import examples
-from tests.harness.sim_config import BLOCK, CHUNK, SimSettings
-from tests.harness.sim_engine import SimEngine
-from tests.harness.sim_world import (
+from tests.harness.sim.config import BLOCK, CHUNK, SimSettings
+from tests.harness.sim.engine import SimEngine
+from tests.harness.sim.world import (
     SimWorld,
     assert_idle,
     make_tokens,

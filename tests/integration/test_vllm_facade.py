@@ -27,7 +27,7 @@ from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 from lmcache_client.core.jobs import StepMeta  # noqa: E402
 from lmcache_client.vllm import connector as module  # noqa: E402
 from lmcache_client.vllm.connector import LMCacheClusterConnector  # noqa: E402
-from tests.harness.scheduler_rig import make_identity  # noqa: E402
+from tests.harness.client.scheduler_rig import make_identity  # noqa: E402
 
 IDENTITY = make_identity()
 BLOCKS = SimpleNamespace(get_block_ids=lambda: ([4, 5],))

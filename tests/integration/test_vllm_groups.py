@@ -1,7 +1,7 @@
 """KV groups of every kind: loaded KV equals computed KV when blocks slide out, loads fail or copies are late.
 
 vLLM's scheduler, block pools and runner hooks are real, and so are the connector and the sidecar. The model
-is simulated (``tests/harness/sim_engine.py``), and everything that its layers would read is compared.
+is simulated (``tests/harness/sim/engine.py``), and everything that its layers would read is compared.
 """
 
 from collections import Counter
@@ -15,11 +15,11 @@ from lmcache_client.core.copier import CpuCopier, RowLoad
 from lmcache_client.rpc.session import SidecarSession
 from lmcache_store.common.timing import TIMING
 from testing.deadlines import SIMULATED
-from tests.harness.fake_model import answer
+from tests.harness.client.fake_model import answer
 from tests.harness.scope import examples
-from tests.harness.sim_config import CHUNK, SimGroup, SimSettings
-from tests.harness.sim_scenario import Scenario, events
-from tests.harness.sim_world import assert_idle, make_tokens, serving_world
+from tests.harness.sim.config import CHUNK, SimGroup, SimSettings
+from tests.harness.sim.scenario import Scenario, events
+from tests.harness.sim.world import assert_idle, make_tokens, serving_world
 
 DEADLINES = SIMULATED
 

@@ -28,11 +28,11 @@ from vllm.multimodal.inputs import (
 from lmcache_client.core import files
 from testing.child_process import wait_until
 from testing.deadlines import SIMULATED
-from tests.harness.fake_model import Content, TokenChain
+from tests.harness.client.fake_model import Content, TokenChain
 from tests.harness.scope import examples, third
-from tests.harness.sim_config import CHUNK, SimSettings
-from tests.harness.sim_engine import SimEngine
-from tests.harness.sim_world import SimWorld, assert_idle, make_tokens, world
+from tests.harness.sim.config import CHUNK, SimSettings
+from tests.harness.sim.engine import SimEngine
+from tests.harness.sim.world import SimWorld, assert_idle, make_tokens, world
 
 DEADLINES = SIMULATED
 

@@ -3,8 +3,8 @@
 import pytest
 
 from testing.child_process import wait_until
-from tests.harness.sim_config import CHUNK, SimSettings
-from tests.harness.sim_world import assert_idle, make_tokens, serving_world
+from tests.harness.sim.config import CHUNK, SimSettings
+from tests.harness.sim.world import assert_idle, make_tokens, serving_world
 
 pytestmark = pytest.mark.vllm
 

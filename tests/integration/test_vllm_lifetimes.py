@@ -1,7 +1,7 @@
 """Committed KV matches its key and loaded KV is right, whenever blocks are freed or reused.
 
 vLLM's scheduler, block pool and runner hooks are real, and so are the connector and the sidecar. The model is
-simulated (``tests/harness/sim_engine.py``). Gates hold copies back, so that each race is lost on purpose.
+simulated (``tests/harness/sim/engine.py``). Gates hold copies back, so that each race is lost on purpose.
 """
 
 import threading
@@ -11,10 +11,10 @@ import pytest
 
 from testing.child_process import wait_until
 from testing.deadlines import CALLS
-from tests.harness.fake_model import answer
+from tests.harness.client.fake_model import answer
 from tests.harness.scope import third
-from tests.harness.sim_config import CHUNK, SimSettings
-from tests.harness.sim_world import assert_idle, make_tokens, world
+from tests.harness.sim.config import CHUNK, SimSettings
+from tests.harness.sim.world import assert_idle, make_tokens, world
 
 DEADLINES = CALLS
 

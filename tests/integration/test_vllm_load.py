@@ -12,8 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from testing.processes import SidecarProcess
-from tests.harness import real_engine
-from tests.harness.real_engine import BLOCK, CHUNK, attached_engine, restart_with_empty_arena, served_engine
+from tests.harness.client import real_engine
+from tests.harness.client.real_engine import (
+    BLOCK,
+    CHUNK,
+    attached_engine,
+    restart_with_empty_arena,
+    served_engine,
+)
 
 pytestmark = pytest.mark.vllm
 

@@ -14,8 +14,8 @@ from testing.engine import tiny_kinds
 from testing.engine.process import EngineProcess, patient_config
 from testing.engine.tiny_kinds import TinyKind
 from testing.processes import RedisProcess, SidecarProcess
-from tests.harness import real_engine
-from tests.harness.real_engine import attached_engine, cold, restart_with_empty_arena, wait_hit
+from tests.harness.client import real_engine
+from tests.harness.client.real_engine import attached_engine, cold, restart_with_empty_arena, wait_hit
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis]
 

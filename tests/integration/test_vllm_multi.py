@@ -13,8 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
 
 from testing.engine.process import connector_config, example_config, multi_config  # noqa: E402
-from tests.harness.scheduler_rig import make_identity  # noqa: E402
-from tests.harness.sim_config import SimSettings, make_configs  # noqa: E402
+from tests.harness.client.scheduler_rig import make_identity  # noqa: E402
+from tests.harness.sim.config import SimSettings, make_configs  # noqa: E402
 
 IDENTITY = make_identity()
 OURS = connector_config("/nonexistent/kvcache.sock")

@@ -10,9 +10,9 @@ from testing import cuda
 from testing.child_process import wait_until
 from testing.engine.process import EngineProcess, patient_config
 from testing.processes import SidecarProcess
-from tests.harness import real_engine
-from tests.harness.gpu_engine import in_namespace
-from tests.harness.real_engine import CHUNK, assert_loaded, cold
+from tests.harness.client import real_engine
+from tests.harness.client.gpu_engine import in_namespace
+from tests.harness.client.real_engine import CHUNK, assert_loaded, cold
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 
 from lmcache_client.core.copier import CpuCopier
-from tests.harness.fake_model import answer
-from tests.harness.sim_config import CHUNK, SimGroup, SimSettings
-from tests.harness.sim_world import Gate, assert_idle, make_tokens, only_engine, serving_world
+from tests.harness.client.fake_model import answer
+from tests.harness.sim.config import CHUNK, SimGroup, SimSettings
+from tests.harness.sim.world import Gate, assert_idle, make_tokens, only_engine, serving_world
 
 pytestmark = pytest.mark.vllm
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from testing.deadlines import SIMULATED
-from tests.harness.fake_model import answer
+from tests.harness.client.fake_model import answer
 from tests.harness.scope import third
-from tests.harness.sim_config import CHUNK, SimSettings
-from tests.harness.sim_world import assert_idle, make_tokens, world
+from tests.harness.sim.config import CHUNK, SimSettings
+from tests.harness.sim.world import assert_idle, make_tokens, world
 
 DEADLINES = SIMULATED
 

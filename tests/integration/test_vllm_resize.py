@@ -12,8 +12,8 @@ import pytest
 from testing.child_process import wait_until
 from testing.engine.process import EngineProcess, Generated
 from testing.processes import SidecarProcess
-from tests.harness.real_engine import BLOCK, CHUNK, attached_engine, make_prompt
-from tests.harness.resized_sidecar import ResizedSidecar
+from tests.harness.client.real_engine import BLOCK, CHUNK, attached_engine, make_prompt
+from tests.harness.sidecar.resized_sidecar import ResizedSidecar
 
 pytestmark = pytest.mark.vllm
 

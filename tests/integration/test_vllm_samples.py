@@ -7,9 +7,9 @@ import time
 import pytest
 
 from testing.processes import RedisProcess
-from tests.harness.samples import Watch
-from tests.harness.sim_config import CHUNK, SimGroup, SimSettings
-from tests.harness.sim_world import assert_idle, make_tokens, only_engine, serving_world, wait_attached
+from tests.harness.sidecar.samples import Watch
+from tests.harness.sim.config import CHUNK, SimGroup, SimSettings
+from tests.harness.sim.world import assert_idle, make_tokens, only_engine, serving_world, wait_attached
 
 pytestmark = pytest.mark.vllm
 

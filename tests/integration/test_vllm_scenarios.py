@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from testing.deadlines import SIMULATED
 from tests.harness.scope import examples
-from tests.harness.sim_config import SimSettings
-from tests.harness.sim_scenario import Scenario, events
-from tests.harness.sim_world import world
+from tests.harness.sim.config import SimSettings
+from tests.harness.sim.scenario import Scenario, events
+from tests.harness.sim.world import world
 
 DEADLINES = SIMULATED
 

@@ -25,9 +25,9 @@ from testing.child_process import free_port, wait_until
 from testing.engine.process import ServedEngine, patient_config
 from testing.otlp import OtlpReceiver, traceparent
 from testing.processes import SidecarProcess
-from tests.harness.operator_model import cluster
-from tests.harness.real_engine import BLOCK, CHUNK, make_prompt, num_cached
-from tests.harness.spans import ATTRIBUTES, PARENT_ID
+from tests.harness.client.real_engine import BLOCK, CHUNK, make_prompt, num_cached
+from tests.harness.client.spans import ATTRIBUTES, PARENT_ID
+from tests.harness.operator.model import cluster
 
 pytestmark = pytest.mark.vllm
 

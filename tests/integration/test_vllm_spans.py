@@ -5,9 +5,9 @@ from opentelemetry import trace
 
 from lmcache_client.core.tracing import NO_TRACER
 from testing.processes import RedisProcess
-from tests.harness.sim_config import CHUNK, SimSettings
-from tests.harness.sim_world import make_tokens, only_engine, world
-from tests.harness.spans import SAMPLED, UNSAMPLED, RecordedSpans, figures
+from tests.harness.client.spans import SAMPLED, UNSAMPLED, RecordedSpans, figures
+from tests.harness.sim.config import CHUNK, SimSettings
+from tests.harness.sim.world import make_tokens, only_engine, world
 
 __all__ = ["world"]
 

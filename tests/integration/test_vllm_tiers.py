@@ -5,15 +5,15 @@ import pytest
 from testing.child_process import wait_until
 from testing.engine.process import EngineProcess, connector_config
 from testing.processes import RedisProcess, SidecarProcess
-from tests.harness import real_engine
-from tests.harness.real_engine import (
+from tests.harness.client import real_engine
+from tests.harness.client.real_engine import (
     CHUNK,
     assert_loaded,
     attached_engine,
     restart_with_empty_arena,
     wait_hit,
 )
-from tests.harness.remote_objects import damage_row
+from tests.harness.tiers.remote_objects import damage_row
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis]
 

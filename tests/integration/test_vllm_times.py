@@ -8,8 +8,8 @@ import vllm
 
 from lmcache_client.core.transfers import LoadTransfer
 from testing.processes import RedisProcess, SidecarProcess
-from tests.harness.sim_config import CHUNK, SimGroup, SimSettings
-from tests.harness.sim_world import make_tokens, only_engine, world
+from tests.harness.sim.config import CHUNK, SimGroup, SimSettings
+from tests.harness.sim.world import make_tokens, only_engine, world
 
 __all__ = ["world"]
 

@@ -15,7 +15,7 @@ import pytest
 from testing.child_process import wait_until
 from testing.engine.process import EngineProcess, example_config, multi_config, patient_config
 from testing.processes import SidecarProcess
-from tests.harness.real_engine import BLOCK, CHUNK, assert_hit, attached_engine, make_prompt
+from tests.harness.client.real_engine import BLOCK, CHUNK, assert_hit, attached_engine, make_prompt
 
 pytestmark = pytest.mark.vllm
 

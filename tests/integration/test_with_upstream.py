@@ -13,7 +13,7 @@ from testing.child_process import REPOSITORY
 from testing.engine import upstream
 from testing.engine.process import EngineProcess, multi_config, patient_config
 from testing.processes import SidecarProcess
-from tests.harness.real_engine import CHUNK, make_prompt
+from tests.harness.client.real_engine import CHUNK, make_prompt
 from tools import payload
 
 pytestmark = pytest.mark.vllm

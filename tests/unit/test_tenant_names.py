@@ -8,7 +8,7 @@ from lmcache_operator.api.parse import parse
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_sidecar.files.tenants import TenantsFile
 from lmcache_store.tenant_names import DEFAULT_NAME, MAX_CHARACTERS, is_name
-from tests.harness.operator_model import cluster
+from tests.harness.operator.model import cluster
 
 HASH = "a" * 64
 VALID = ["a", "0", "search", "batch-2", "a--b", "a" * MAX_CHARACTERS]

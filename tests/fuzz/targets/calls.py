@@ -28,7 +28,7 @@ from lmcache_store.tiers.tiered.store import TieredStore
 from tests.fuzz.bytes_input import BytesInput
 from tests.fuzz.event_loop import opened_runner, runner
 from tests.fuzz.target import Target
-from tests.harness.world import FakeArena, FakeLock
+from tests.harness.sidecar.world import FakeArena, FakeLock
 
 MAX_OPERATIONS = 64
 DEAD_SECONDS = 10.0

@@ -25,7 +25,7 @@ from tests.fuzz.bytes_input import BytesInput
 from tests.fuzz.edits import edited
 from tests.fuzz.recorded_cipher import RecordedCipher
 from tests.fuzz.target import Target
-from tests.harness.encryption import cipher, keys
+from tests.harness.tiers.encryption import cipher, keys
 
 OBJECT, OTHER_ROW = ObjectId(bytes(range(64)), 0), ObjectId(bytes(64), 0)
 OTHER_COLUMN = ObjectId(OBJECT.row_key, 1)

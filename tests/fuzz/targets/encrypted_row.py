@@ -24,7 +24,7 @@ from tests.fuzz.target import Target
 from tests.fuzz.targets.encrypted_file import LONGER_PAYLOAD, OBJECT, OTHER_PAYLOAD, PAYLOAD, foreign
 from tests.fuzz.targets.remote_object import bulk
 from tests.fuzz.targets.resp_replies import replying
-from tests.harness.encryption import keys
+from tests.harness.tiers.encryption import keys
 
 
 class World(NamedTuple):

@@ -12,7 +12,7 @@ from lmcache_store.tiers.peers.requests import BadRequestError
 from lmcache_store.tiers.peers.server import PeerServer
 from lmcache_store.tiers.peers.session import PeerSession
 from tests.fuzz.target import Target
-from tests.harness.peer_rows import PREFIX, Rows
+from tests.harness.tiers.peer_rows import PREFIX, Rows
 
 PASSWORD = "secret"
 _listeners: list[socket.socket] = []

@@ -6,8 +6,8 @@ Input: random numbers for a walk through the resource's schema. Many results bre
 from tests.fuzz.bytes_input import InputRandom
 from tests.fuzz.event_loop import opened_runner, runner
 from tests.fuzz.target import Target
-from tests.harness.settled_specs import check
-from tests.harness.spec_fuzz import spec_by
+from tests.harness.operator.settled_specs import check
+from tests.harness.operator.spec_fuzz import spec_by
 
 
 def run(data: bytes) -> None:

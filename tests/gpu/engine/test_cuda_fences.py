@@ -1,6 +1,6 @@
 """Control experiments: copies that ignore the engine's fences are detected by the harness.
 
-They need the simulated GPU, whose kernels can be held back. See ``tests/harness/sim_device.py``.
+They need the simulated GPU, whose kernels can be held back. See ``tests/harness/sim/device.py``.
 """
 
 import pytest
@@ -8,8 +8,8 @@ import pytest
 from lmcache_client.core.cuda_copier import CudaCopier
 from lmcache_client.cuda.driver import GpuStream
 from testing.child_process import wait_until
-from tests.harness.sim_config import CHUNK, SimSettings
-from tests.harness.sim_world import assert_idle, make_tokens, world
+from tests.harness.sim.config import CHUNK, SimSettings
+from tests.harness.sim.world import assert_idle, make_tokens, world
 
 __all__ = ["world"]
 

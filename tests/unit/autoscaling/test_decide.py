@@ -10,7 +10,7 @@ import pytest
 from lmcache_operator.policy.decide import decide, points
 from lmcache_operator.policy.state import Obstacle, State, Step
 from lmcache_operator.policy.tier import GIB, memory_tier, remote_tier
-from tests.harness.known_demand import (
+from tests.harness.operator.known_demand import (
     BY_HAND,
     FLAT,
     HOUR,

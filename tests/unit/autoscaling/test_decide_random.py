@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lmcache_operator.policy.decide import DECIDE_SECONDS, decide
 from lmcache_operator.policy.state import State, Step
 from lmcache_operator.policy.tier import GIB, Prices, memory_tier, remote_tier
-from tests.harness.known_demand import (
+from tests.harness.operator.known_demand import (
     HOUR,
     LARGE,
     PRICES,

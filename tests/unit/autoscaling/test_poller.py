@@ -23,7 +23,7 @@ from lmcache_operator.specs.names import RESIZE_REFUSED, SIDECAR
 from lmcache_store.curves import HASHES, Lookup
 from testing.workloads.requests import row_hash
 from tests.harness.loops import in_a_loop
-from tests.harness.polled_pods import many, rig, serve
+from tests.harness.operator.polled_pods import many, rig, serve
 
 
 @in_a_loop

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lmcache_operator.api.parse import parse
-from tests.harness.operator_model import cluster
+from tests.harness.operator.model import cluster
 
 
 @pytest.mark.parametrize(

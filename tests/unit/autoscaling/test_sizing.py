@@ -11,7 +11,7 @@ from lmcache_operator.policy.state import Obstacle
 from lmcache_operator.policy.tier import GIB, Prices
 from testing.workloads.closed_loop import Setup
 from testing.workloads.requests import Request, Workload, chat
-from tests.harness.sizing_loop import AUTO, SIZE, START, Loop
+from tests.harness.operator.sizing_loop import AUTO, SIZE, START, Loop
 
 
 def test_samples_lead_to_the_best_size_despite_clock_and_restart():

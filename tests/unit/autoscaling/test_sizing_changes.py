@@ -10,7 +10,7 @@ from lmcache_operator.policy.report import Choice
 from lmcache_operator.policy.state import Obstacle
 from lmcache_store.common.units import parse_quantity
 from testing.workloads.requests import Request, Workload, chat
-from tests.harness.sizing_loop import AUTO, PODS, SIZE, START, Loop, talk
+from tests.harness.operator.sizing_loop import AUTO, PODS, SIZE, START, Loop, talk
 
 
 def test_choice_is_limited_by_the_maximum_of_running_pods():

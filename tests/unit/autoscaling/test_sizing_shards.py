@@ -15,7 +15,7 @@ from testing.workloads.closed_loop import Routing, scattered, sticky
 from testing.workloads.remote_loop import RemoteSetup
 from testing.workloads.requests import Request, Workload, chat
 from testing.workloads.tiers import Service, Shards
-from tests.harness.sizing_loop import START, Loop
+from tests.harness.operator.sizing_loop import START, Loop
 
 MEMORY, SHARD = 32 << 30, 64 << 30
 PODS = {f"uid-{number}": f"pod-{number}" for number in range(4)}

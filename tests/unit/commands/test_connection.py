@@ -14,7 +14,7 @@ import pytest
 from lmcache_cli.__main__ import main
 from lmcache_cli.commands.connection import reported
 from lmcache_operator.kube import watch
-from tests.harness.json_server import JsonHandler, serving
+from tests.harness.commands.json_server import JsonHandler, serving
 
 CONFIG: dict[str, Any] = {
     "current-context": "c",

@@ -7,8 +7,8 @@ from lmcache_cli.commands.doctor.checks.admission import lacks_pods, pod_of
 from lmcache_cli.commands.doctor.facts import PodTrial
 from lmcache_cli.commands.doctor.results import Level
 from lmcache_cli.commands.gather import PodFigures
-from tests.harness.command_world import NOW, condition, pod
-from tests.harness.doctor_world import (
+from tests.harness.commands.command_world import NOW, condition, pod
+from tests.harness.commands.doctor_world import (
     FORBIDDEN,
     check_one,
     cluster_facts,

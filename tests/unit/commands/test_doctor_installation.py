@@ -13,8 +13,8 @@ from lmcache_cli.commands.doctor.command import exit_status
 from lmcache_cli.commands.doctor.facts import Right
 from lmcache_cli.commands.doctor.results import Level
 from lmcache_operator.api import GROUP, PLURAL
-from tests.harness.command_world import NOW
-from tests.harness.doctor_world import (
+from tests.harness.commands.command_world import NOW
+from tests.harness.commands.doctor_world import (
     FORBIDDEN,
     cluster_facts,
     definition,

@@ -22,10 +22,10 @@ from lmcache_operator.contract.conditions import runbook
 from lmcache_operator.errors import NoAnswerError, NotFoundError
 from lmcache_operator.kube.pod_http import PodAnswer
 from testing.child_process import REPOSITORY
-from tests.harness.command_world import pod, stats
-from tests.harness.doctor_world import deployment, engine, facts, listing, sglang
+from tests.harness.commands.command_world import pod, stats
+from tests.harness.commands.doctor_world import deployment, engine, facts, listing, sglang
 from tests.harness.jumping_loop import now, run
-from tests.harness.operator_model import cluster
+from tests.harness.operator.model import cluster
 
 ROOT = "/apis/lmcache.io/v1alpha1/namespaces/team/lmcacheclusters"
 PODS = "/api/v1/namespaces/team/pods"

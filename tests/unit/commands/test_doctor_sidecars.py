@@ -9,8 +9,8 @@ from lmcache_client.sglang.support import SUPPORTED_VERSIONS as SUPPORTED_SGLANG
 from lmcache_client.vllm.support import SUPPORTED_VERSIONS
 from lmcache_operator.api.engine_kinds import SGLANG, VLLM
 from lmcache_store.common.text import plain
-from tests.harness.command_world import NOW, pod
-from tests.harness.doctor_world import (
+from tests.harness.commands.command_world import NOW, pod
+from tests.harness.commands.doctor_world import (
     FORBIDDEN,
     KV_CONFIG,
     check_one,

@@ -14,8 +14,8 @@ from lmcache_cli.commands.printing import document, print_problems
 from lmcache_operator.errors import NotFoundError
 from lmcache_operator.kube import pod_http
 from lmcache_operator.kube.pod_http import PodAnswer
-from tests.harness.command_world import figures, gathered, pod, stats
-from tests.harness.operator_model import cluster
+from tests.harness.commands.command_world import figures, gathered, pod, stats
+from tests.harness.operator.model import cluster
 
 ESCAPES = "\x1b]0;title\x07\x9b2J\ud800\u202e"
 

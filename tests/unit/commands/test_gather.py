@@ -19,7 +19,7 @@ from lmcache_cli.commands.gather import (
 )
 from lmcache_operator.kube.pod_http import CREATE_FORWARD, GET_PROXY, PodAnswer
 from tests.harness import jumping_loop
-from tests.harness.command_world import pod, stats
+from tests.harness.commands.command_world import pod, stats
 
 
 def read(answer: PodAnswer, **changes: Any) -> PodFigures:

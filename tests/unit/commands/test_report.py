@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from lmcache_cli.__main__ import main
-from tests.harness.command_world import pod, stats
-from tests.harness.json_server import JsonHandler, serving
-from tests.harness.operator_model import cluster
+from tests.harness.commands.command_world import pod, stats
+from tests.harness.commands.json_server import JsonHandler, serving
+from tests.harness.operator.model import cluster
 
 SECRET = "hunter2-Zq8vXw"
 RESTARTED = {"name": "engine", "restartCount": 2, "image": "vllm:1", "imageID": "sha256:12"}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lmcache_cli.commands import printing
 from lmcache_cli.commands.gather import Gathered, PodFigures
 from lmcache_cli.commands.status import screen, status_of
-from tests.harness.command_world import GiB, condition, figures, gathered, pod, stats
+from tests.harness.commands.command_world import GiB, condition, figures, gathered, pod, stats
 from tests.unit.explain.test_merge import ANY
 
 

@@ -10,7 +10,7 @@ from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.contract.base import Context, Probed
 from lmcache_operator.reconcile.probe import read_sidecar
 from lmcache_operator.specs.names import STOCK_IMAGES
-from tests.harness.operator_plans import settled_world, status_of
+from tests.harness.operator.plans import settled_world, status_of
 from tools import resource_docs
 from tools.resource_docs import COMPLETE, CONDITIONS
 

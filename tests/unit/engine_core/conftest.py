@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.harness.scheduler_rig import Rig
+from tests.harness.client.scheduler_rig import Rig
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from lmcache_client.core.copier import CpuCopier, Places, RowLoad, allowed_cores
 from lmcache_client.core.cuda_copier import make_copier
 from lmcache_client.core.layout import Layout, page_views
 from lmcache_client.errors import UnsupportedError
-from tests.harness.kv_layouts import ORDERS, B, C, H, N, kv_caches
+from tests.harness.client.kv_layouts import ORDERS, B, C, H, N, kv_caches
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)

@@ -6,7 +6,7 @@ from lmcache_client.core.grid import Grid
 from lmcache_client.core.jobs import GroupStore, LoadJob, Piece
 from lmcache_store.kv_groups import GroupKind, KVGroup
 from lmcache_store.tiers.memory.contracts import Slot
-from tests.harness.scheduler_rig import Rig, hashes, make_identity, make_request, row_keys
+from tests.harness.client.scheduler_rig import Rig, hashes, make_identity, make_request, row_keys
 
 SMALL, LARGE = KVGroup(0, 16, 4096), KVGroup(2, 32, 4096)  # the engine has a group 1 that is not cached
 TABLES = (list(range(100, 113)), [0], list(range(500, 507)))  # of 200 tokens

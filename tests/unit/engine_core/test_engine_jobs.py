@@ -14,7 +14,7 @@ from lmcache_client.core.jobs import GroupStore, LoadJob, Offer, StepMeta, Store
 from lmcache_client.core.waiting import PrefillRate
 from lmcache_store.kv_groups import KVGroup
 from lmcache_store.tiers.memory.contracts import Found
-from tests.harness.scheduler_rig import make_identity
+from tests.harness.client.scheduler_rig import make_identity
 
 
 def make_grid(chunk_tokens, block_tokens, hash_tokens):

@@ -7,8 +7,8 @@ import pytest
 from lmcache_client.core import worker as module
 from lmcache_client.core.jobs import GroupLoad, LoadJob, StepMeta
 from lmcache_store.tiers.memory.contracts import Slot
-from tests.harness.session_double import SessionDouble
-from tests.harness.worker_rig import WorkerRig, found_rows
+from tests.harness.client.session_double import SessionDouble
+from tests.harness.client.worker_rig import WorkerRig, found_rows
 
 
 @pytest.fixture

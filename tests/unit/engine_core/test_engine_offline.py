@@ -3,11 +3,7 @@
 import pytest
 
 from lmcache_client.core.scheduler import SchedulerSide
-from tests.harness.scheduler_rig import (
-    blocks,
-    job_ids,
-    make_request,
-)
+from tests.harness.client.scheduler_rig import blocks, job_ids, make_request
 
 
 def start_load(rig, request_id="r"):

@@ -1,6 +1,6 @@
 """Resets of the engine's caches: no earlier KV is found, stored or loaded afterwards."""
 
-from tests.harness.scheduler_rig import blocks, chunk_ranges, job_ids, make_request
+from tests.harness.client.scheduler_rig import blocks, chunk_ranges, job_ids, make_request
 
 
 def test_reset_hides_earlier_rows_and_finds_new_rows(rig):

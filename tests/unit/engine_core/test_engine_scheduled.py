@@ -3,7 +3,7 @@
 import pytest
 
 from lmcache_client.rpc.session import Scheduled
-from tests.harness.scheduler_rig import blocks, make_request
+from tests.harness.client.scheduler_rig import blocks, make_request
 
 CHUNK = 64
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from lmcache_store import keys
-from tests.harness.scheduler_rig import (
+from tests.harness.client.scheduler_rig import (
     Rig,
     blocks,
     chunk_ranges,
@@ -14,7 +14,7 @@ from tests.harness.scheduler_rig import (
     make_identity,
     make_request,
 )
-from tests.harness.wire import NAMESPACE
+from tests.harness.sidecar.wire import NAMESPACE
 
 
 def test_hit_is_leased_loaded_and_released(rig):

@@ -8,7 +8,7 @@ import pytest
 from lmcache_client.core import transfers
 from lmcache_client.rpc.errors import EngineCopiesError, SidecarUnavailableError
 from lmcache_client.rpc.session import StoreCopier
-from tests.harness.worker_rig import WorkerRig
+from tests.harness.client.worker_rig import WorkerRig
 
 
 class SidecarCopies:

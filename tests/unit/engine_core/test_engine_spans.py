@@ -8,8 +8,8 @@ from opentelemetry.trace import StatusCode
 
 from lmcache_client.core.spans import SpanTracer
 from lmcache_store.common.timing import TIMING
-from tests.harness.scheduler_rig import Rig, blocks, job_ids, make_request
-from tests.harness.spans import SAMPLED, UNSAMPLED, RecordedSpans, figures, milliseconds
+from tests.harness.client.scheduler_rig import Rig, blocks, job_ids, make_request
+from tests.harness.client.spans import SAMPLED, UNSAMPLED, RecordedSpans, figures, milliseconds
 
 
 @pytest.fixture

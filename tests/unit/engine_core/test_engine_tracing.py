@@ -13,8 +13,8 @@ from lmcache_client.core.tracer_choice import make_tracer
 from lmcache_client.core.tracing import NO_TRACER
 from testing.child_process import SOURCES
 from testing.otlp import OtlpReceiver
-from tests.harness.scheduler_rig import Rig, blocks, job_ids, make_request
-from tests.harness.spans import PARENT_ID, SAMPLED, TRACE_ID, RecordedSpans
+from tests.harness.client.scheduler_rig import Rig, blocks, job_ids, make_request
+from tests.harness.client.spans import PARENT_ID, SAMPLED, TRACE_ID, RecordedSpans
 
 VARIABLES = (
     *("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_SDK_DISABLED"),

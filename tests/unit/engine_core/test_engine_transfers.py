@@ -9,7 +9,7 @@ import pytest
 from lmcache_client.core import worker as module
 from lmcache_client.core.jobs import StepMeta
 from lmcache_store.common.timing import TIMING
-from tests.harness.worker_rig import IDENTITY, WorkerRig
+from tests.harness.client.worker_rig import IDENTITY, WorkerRig
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from lmcache_client.core.lookups import MAX_ANSWER_SECONDS, MIN_ANSWER_SECONDS
 from lmcache_client.core.requests import Ticket
 from lmcache_client.core.wait_decisions import OLD_SECONDS
-from tests.harness.scheduler_rig import GRID, blocks, hashes, make_request
+from tests.harness.client.scheduler_rig import GRID, blocks, hashes, make_request
 
 
 def test_rows_in_memory_are_offered_without_a_call(rig):

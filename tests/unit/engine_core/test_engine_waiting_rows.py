@@ -4,7 +4,7 @@ import pytest
 
 from lmcache_client.core.jobs import WorkerReport
 from lmcache_store.common.timing import TIMING
-from tests.harness.scheduler_rig import Rig, blocks, make_request
+from tests.harness.client.scheduler_rig import Rig, blocks, make_request
 
 
 def arrive_together(rig, num_tokens=200):

@@ -11,7 +11,7 @@ from lmcache_client.core.jobs import Piece
 from lmcache_store import keys
 from lmcache_store.kv_groups import GroupKind, KVGroup, first_needed_chunk
 from lmcache_store.tiers.memory.contracts import Found, Located
-from tests.harness.scheduler_rig import Rig, make_identity, make_request, row_keys
+from tests.harness.client.scheduler_rig import Rig, make_identity, make_request, row_keys
 
 FULL = KVGroup(1, 16, 4096)
 WINDOW = KVGroup(0, 16, 2048, 33, GroupKind.SLIDING_WINDOW)  # reads two blocks before an edge

@@ -6,7 +6,7 @@ import threading
 
 from lmcache_client.core.jobs import WorkerReport
 from lmcache_client.rpc.times import RequestTimes
-from tests.harness.scheduler_rig import Rig, blocks, make_request
+from tests.harness.client.scheduler_rig import Rig, blocks, make_request
 
 
 def sent(rig) -> list[RequestTimes]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.harness import krew
+from tests.harness.commands import krew
 from tools import plugin, release
 from tools.kube import binaries
 from tools.provenance import evidence, programs, statement

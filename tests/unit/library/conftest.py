@@ -5,8 +5,8 @@ import pytest
 from lmcache.config import LMCacheMemPoolMetadata
 from lmcache.storage_backend import remote_backend
 from lmcache.storage_backend.local_backend import LMCLocalBackend, LMCLocalDiskBackend
-from tests.harness.dict_connector import DictConnector
-from tests.harness.kv_cache import FORMATS, make_chunk, make_config, make_metadata
+from tests.harness.library.dict_connector import DictConnector
+from tests.harness.library.kv_cache import FORMATS, make_chunk, make_config, make_metadata
 
 REMOTE = {"remote_url": "lm://localhost:1", "remote_serde": "safetensor"}
 KINDS = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lmcache.storage_backend.abstract_backend import LMCBackendInterface
-from tests.harness.kv_cache import DictBackend, make_key
+from tests.harness.library.kv_cache import DictBackend, make_key
 
 
 class AnyDevice(DictBackend):

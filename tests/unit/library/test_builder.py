@@ -11,7 +11,7 @@ from lmcache.storage_backend import CreateStorageBackend, tensors
 from lmcache.storage_backend.hybrid_backend import LMCHybridBackend
 from lmcache.storage_backend.local_backend import LMCLocalBackend, LMCLocalDiskBackend
 from lmcache.storage_backend.remote_backend import LMCPipelinedRemoteBackend, LMCRemoteBackend
-from tests.harness.kv_cache import DictBackend, make_config, make_metadata
+from tests.harness.library.kv_cache import DictBackend, make_config, make_metadata
 from tests.harness.loops import in_threads
 
 REMOTE = {"remote_url": "lm://localhost:1", "remote_serde": "torch"}

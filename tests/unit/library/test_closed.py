@@ -6,7 +6,7 @@ import pytest
 
 from lmcache.cache_engine import LMCacheEngine
 from lmcache.storage_backend.guard import UseGate
-from tests.harness.kv_cache import (
+from tests.harness.library.kv_cache import (
     CHUNK,
     is_same,
     make_chunk,

@@ -25,7 +25,7 @@ from lmcache.storage_backend.connector.redis_connector import (
     RedisConnector,
     RedisSentinelConnector,
 )
-from tests.harness.small_redis import SmallRedis
+from tests.harness.library.small_redis import SmallRedis
 
 KEY = "vllm@org/model@1@0@ab12"
 

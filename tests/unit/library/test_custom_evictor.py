@@ -8,7 +8,7 @@ from lmcache.cache_engine import LMCacheEngine
 from lmcache.config import LMCacheMemPoolMetadata
 from lmcache.storage_backend.evictor import BaseEvictor, DummyEvictor, LRUEvictor, PutStatus
 from lmcache.storage_backend.local_backend import LMCLocalDiskBackend
-from tests.harness.kv_cache import (
+from tests.harness.library.kv_cache import (
     CHUNK,
     is_same,
     make_chunk,

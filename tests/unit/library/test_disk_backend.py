@@ -11,7 +11,7 @@ from lmcache.config import LMCacheMemPoolMetadata
 from lmcache.storage_backend.local_backend import LMCLocalDiskBackend, save_disk
 from lmcache_store.tiers.base import ObjectId
 from testing.child_process import wait_until
-from tests.harness.kv_cache import CHUNK, make_chunk, make_config, make_key, make_metadata
+from tests.harness.library.kv_cache import CHUNK, make_chunk, make_config, make_key, make_metadata
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lmcache.storage_backend import tensors
-from tests.harness.dict_engine import make_engine, suffix_mask
-from tests.harness.kv_cache import (
+from tests.harness.library.dict_engine import make_engine, suffix_mask
+from tests.harness.library.kv_cache import (
     CHUNK,
     HEAD_SIZE,
     HEADS,

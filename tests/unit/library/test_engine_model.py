@@ -6,8 +6,8 @@ from hypothesis import given, settings
 
 from lmcache.cache_engine import LMCacheEngine
 from lmcache.storage_backend.evicting_backend import EvictingBackend
-from tests.harness.dict_engine import make_engine, suffix_mask
-from tests.harness.kv_cache import (
+from tests.harness.library.dict_engine import make_engine, suffix_mask
+from tests.harness.library.kv_cache import (
     CHUNK,
     FORMATS,
     LAYERS,

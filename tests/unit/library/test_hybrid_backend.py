@@ -10,7 +10,7 @@ from lmcache.storage_backend.local_backend import LMCLocalBackend
 from lmcache.storage_backend.remote_backend import LMCPipelinedRemoteBackend
 from lmcache_store.tiers.disk.tier import DiskTier
 from testing.child_process import wait_until
-from tests.harness.kv_cache import make_chunk, make_config, make_key, make_metadata
+from tests.harness.library.kv_cache import make_chunk, make_config, make_key, make_metadata
 
 
 def open_backend(local_device: str = "cpu", **changes) -> LMCHybridBackend:

@@ -10,8 +10,16 @@ import torch
 
 from lmcache.cache_engine import LMCacheEngine, LMCacheEngineBuilder
 from lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
-from tests.harness.kv_cache import CHUNK, cut, is_same, make_config, make_kv, make_metadata, make_tokens
-from tests.harness.small_redis import SmallRedis
+from tests.harness.library.kv_cache import (
+    CHUNK,
+    cut,
+    is_same,
+    make_config,
+    make_kv,
+    make_metadata,
+    make_tokens,
+)
+from tests.harness.library.small_redis import SmallRedis
 
 BACKEND = "config metadata dst_device='cuda'"
 QUEUED = {

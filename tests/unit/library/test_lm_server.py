@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 
 from lmcache.utils import CacheEngineKey
 from testing.child_process import wait_readable, wait_until
-from tests.harness.lm_server import EXIST, GET, LIST, PUT, connected, dialled, head, key, received, serving
+from tests.harness.library.lm_server import (
+    EXIST,
+    GET,
+    LIST,
+    PUT,
+    connected,
+    dialled,
+    head,
+    key,
+    received,
+    serving,
+)
 from tests.harness.loops import in_threads
 from tests.harness.scope import examples
 

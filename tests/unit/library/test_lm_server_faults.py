@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lmcache.protocol import ServerMetaMessage
 from lmcache.storage_backend.connector.lm_connector import LMCServerConnector
 from lmcache_store.tiers.circuit import Circuit
-from tests.harness.lm_server import HOST, connected, key, received, serving
+from tests.harness.library.lm_server import HOST, connected, key, received, serving
 from tests.harness.loops import retried
 from tests.harness.scope import examples
 

@@ -19,7 +19,7 @@ from lmcache.server.server_storage_backend import (
     LMSLocalBackend,
     LMSLocalDiskBackend,
 )
-from tests.harness.lm_server import (
+from tests.harness.library.lm_server import (
     EXIST,
     HOST,
     PUT,

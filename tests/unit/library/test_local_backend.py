@@ -8,7 +8,7 @@ from lmcache.storage_backend import queued_backend
 from lmcache.storage_backend.local_backend import LMCLocalBackend
 from lmcache.storage_backend.tensors import OutputPool
 from testing.child_process import wait_until
-from tests.harness.kv_cache import make_chunk, make_config, make_key, make_metadata
+from tests.harness.library.kv_cache import make_chunk, make_config, make_key, make_metadata
 from tests.harness.loops import in_threads
 
 CHUNK_BYTES = make_chunk().nbytes

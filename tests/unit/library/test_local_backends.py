@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from testing.child_process import wait_until
-from tests.harness.kv_cache import CHUNK, HEAD_SIZE, HEADS, LAYERS, make_chunk, make_key
+from tests.harness.library.kv_cache import CHUNK, HEAD_SIZE, HEADS, LAYERS, make_chunk, make_key
 
 
 @pytest.fixture

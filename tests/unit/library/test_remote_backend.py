@@ -9,8 +9,8 @@ from lmcache.storage_backend import queued_backend, remote_backend
 from lmcache.storage_backend.remote_backend import LMCPipelinedRemoteBackend, LMCRemoteBackend
 from lmcache.storage_backend.serde.formats import RawSerializer
 from testing.child_process import wait_until
-from tests.harness.dict_connector import DictConnector
-from tests.harness.kv_cache import CHUNK, make_chunk, make_config, make_key, make_metadata
+from tests.harness.library.dict_connector import DictConnector
+from tests.harness.library.kv_cache import CHUNK, make_chunk, make_config, make_key, make_metadata
 
 URL = "lm://localhost:1"
 

@@ -6,8 +6,8 @@ import pytest
 
 from lmcache_operator.errors import UnavailableError
 from lmcache_operator.specs.kinds import Ref
-from tests.harness.operator_components import ReconciledCluster
-from tests.harness.operator_plans import STATEFUL_SET
+from tests.harness.operator.components import ReconciledCluster
+from tests.harness.operator.plans import STATEFUL_SET
 
 REMOTE = {Ref(kind, "demo-remote") for kind in ("ConfigMap", "Service", "StatefulSet", "Certificate")}
 CLAIM = Ref("ResourceClaimTemplate", "demo-engine")

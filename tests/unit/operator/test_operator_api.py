@@ -16,7 +16,7 @@ from lmcache_operator.api.types import Spec, Status
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_store.common.units import format_mebibytes, parse_quantity, quantity_equal
 from lmcache_store.tiers.remote.address import Address
-from tests.harness.operator_model import cluster
+from tests.harness.operator.model import cluster
 from tests.harness.scope import examples
 from tools.kube.schemas import definitions
 

@@ -15,8 +15,8 @@ from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.reconciler import Reconciler
 from lmcache_operator.specs.kinds import CLUSTER, PROFILE, ClusterKey
 from tests.harness.jumping_loop import now, run
-from tests.harness.operator_model import NAMESPACE, World, cluster
-from tests.harness.operator_render import CONTEXT
+from tests.harness.operator.model import NAMESPACE, World, cluster
+from tests.harness.operator.render import CONTEXT
 
 
 class WatchedWorld(World):

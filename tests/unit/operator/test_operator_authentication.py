@@ -9,12 +9,12 @@ from lmcache_operator.contract.base import Probed, SidecarState
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import PAGES_LABEL
 from lmcache_sidecar.config import read
-from tests.harness.operator_components import KEY, ReconciledCluster
-from tests.harness.operator_injection import injected
-from tests.harness.operator_injection import pod as user_pod
-from tests.harness.operator_model import NAME
-from tests.harness.operator_plans import LATE, settled_world, status_of
-from tests.harness.operator_render import container, env_of, part, pod_of
+from tests.harness.operator.components import KEY, ReconciledCluster
+from tests.harness.operator.injection import injected
+from tests.harness.operator.injection import pod as user_pod
+from tests.harness.operator.model import NAME
+from tests.harness.operator.plans import LATE, settled_world, status_of
+from tests.harness.operator.render import container, env_of, part, pod_of
 
 TOKEN = {"httpAuthentication": "Token"}
 DIR = "LMCACHE_HTTP_TOKENS_DIR"

@@ -14,9 +14,9 @@ from lmcache_operator.policy.report import Choice, Report
 from lmcache_operator.reconcile.plan import plan
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES
-from tests.harness.autoscaling import ACCEPTED, GIB, REFUSED
-from tests.harness.operator_model import World, cluster
-from tests.harness.operator_plans import carry_out
+from tests.harness.operator.autoscaling import ACCEPTED, GIB, REFUSED
+from tests.harness.operator.model import World, cluster
+from tests.harness.operator.plans import carry_out
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 CONFIG = Ref("ConfigMap", "demo-autoscaling")

@@ -8,10 +8,10 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from lmcache_operator.policy.report import Choice
 from lmcache_operator.specs.kinds import Ref
-from tests.harness.autoscaling import GIB, ScriptedAutoscaler
-from tests.harness.operator_components import ReconciledCluster
-from tests.harness.operator_model import World
-from tests.harness.operator_plans import STATEFUL_SET
+from tests.harness.operator.autoscaling import GIB, ScriptedAutoscaler
+from tests.harness.operator.components import ReconciledCluster
+from tests.harness.operator.model import World
+from tests.harness.operator.plans import STATEFUL_SET
 from tests.harness.scope import examples
 
 CONFIG = Ref("ConfigMap", "demo-autoscaling")

@@ -15,9 +15,9 @@ from lmcache_operator.policy.report import Choice, Report, tier_status
 from lmcache_operator.policy.state import Decision, Point
 from lmcache_operator.reconcile import reconciler
 from lmcache_operator.specs.kinds import ClusterKey
-from tests.harness.operator_components import KEY, ReconciledCluster
-from tests.harness.operator_model import NAME
-from tests.harness.operator_resizes import Node
+from tests.harness.operator.components import KEY, ReconciledCluster
+from tests.harness.operator.model import NAME
+from tests.harness.operator.resizes import Node
 
 GIB = 1 << 30
 BOUNDS = {"minSize": "32Gi", "maxSize": "256Gi"}

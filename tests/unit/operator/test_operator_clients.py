@@ -13,9 +13,9 @@ from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs import names
 from lmcache_operator.specs.names import STOCK_IMAGES
 from testing.node.network_policies import rules
-from tests.harness.operator_model import NAME, NAMESPACE, cluster
-from tests.harness.operator_prefill import child, with_prefill
-from tests.harness.operator_render import render
+from tests.harness.operator.model import NAME, NAMESPACE, cluster
+from tests.harness.operator.prefill import child, with_prefill
+from tests.harness.operator.render import render
 
 SYSTEM = "lmcache-system"
 ENGINE, SIDECAR, EVENTS, PEERS, ROUTER_METRICS, OTHER = 8000, 9464, 5557, 9465, 29000, 12345

@@ -16,9 +16,9 @@ from lmcache_operator.pods.differences import differences
 from lmcache_operator.pods.pods import is_ready
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import AUTOSCALING, STOCK_IMAGES, child, labels, selector
-from tests.harness.operator_components import GOOD, ReconciledCluster
-from tests.harness.operator_model import NAME, cluster
-from tests.harness.operator_render import children
+from tests.harness.operator.components import GOOD, ReconciledCluster
+from tests.harness.operator.model import NAME, cluster
+from tests.harness.operator.render import children
 
 
 class Extra(Component):

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from lmcache_sidecar.config import read
-from tests.harness import operator_render
+from tests.harness.operator import render as operator_render
 
 SIDECAR_ARGS = {"serve", "--config", "--memory-size"}
 ENGINE_ARGS = {

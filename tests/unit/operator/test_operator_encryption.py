@@ -8,11 +8,11 @@ from lmcache_operator.api.parse import parse
 from lmcache_operator.components.engine.features.encryption import mounted_secrets
 from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.errors import InvalidSpecError, RefusedError
-from tests.harness.operator_components import GOOD, ReconciledCluster
-from tests.harness.operator_injection import injected
-from tests.harness.operator_injection import pod as user_pod
-from tests.harness.operator_model import cluster
-from tests.harness.operator_render import child_of, container, env_of, part, pod_of
+from tests.harness.operator.components import GOOD, ReconciledCluster
+from tests.harness.operator.injection import injected
+from tests.harness.operator.injection import pod as user_pod
+from tests.harness.operator.model import cluster
+from tests.harness.operator.render import child_of, container, env_of, part, pod_of
 
 DISK, REMOTE = "LMCACHE_DISK_ENCRYPTION_KEYS_DIR", "LMCACHE_REMOTE_ENCRYPTION_KEYS_DIR"
 EXTERNAL = {"external": {"url": "redis://kv:6379"}}

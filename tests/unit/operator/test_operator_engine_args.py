@@ -8,8 +8,8 @@ import pytest
 from lmcache_operator.api.parse import parse
 from lmcache_operator.components.engine.kinds.vllm import VLLM
 from lmcache_operator.errors import InvalidSpecError
-from tests.harness.operator_model import cluster
-from tests.harness.operator_render import pod_of
+from tests.harness.operator.model import cluster
+from tests.harness.operator.render import pod_of
 
 
 def test_engine_without_gpus_gets_no_layout_of_its_kv() -> None:

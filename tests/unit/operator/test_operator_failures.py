@@ -7,9 +7,9 @@ import pytest
 
 from lmcache_operator import metrics
 from lmcache_operator.errors import ApiError, RefusedError, UnavailableError
-from tests.harness.operator_components import ReconciledCluster
-from tests.harness.operator_model import NAME
-from tests.harness.operator_plans import STATEFUL_SET
+from tests.harness.operator.components import ReconciledCluster
+from tests.harness.operator.model import NAME
+from tests.harness.operator.plans import STATEFUL_SET
 
 
 def test_condition_metrics_exist_until_the_cluster_is_deleted() -> None:

@@ -12,8 +12,8 @@ from lmcache_operator.components.engine.features.base import PodFeature
 from lmcache_operator.contract.base import SidecarState
 from lmcache_operator.contract.conditions import problem_message
 from lmcache_operator.errors import InvalidSpecError
-from tests.harness.operator_model import cluster
-from tests.harness.operator_render import container, env_of, pod_of
+from tests.harness.operator.model import cluster
+from tests.harness.operator.render import container, env_of, pod_of
 from tools.resource_docs import CONDITIONS
 
 KEYS = {"encryption": {"secretRef": {"name": "keys"}}}

@@ -7,8 +7,8 @@ import asyncio
 from collections import Counter
 from typing import Any
 
-from tests.harness.settled_specs import check
-from tests.harness.spec_fuzz import seeds, spec, spec_of_init_container
+from tests.harness.operator.settled_specs import check
+from tests.harness.operator.spec_fuzz import seeds, spec, spec_of_init_container
 
 
 def kind_in(generated: Any) -> str:

@@ -16,9 +16,9 @@ from lmcache_operator.kube.refusals import error_of
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES
 from lmcache_sidecar import config
-from tests.harness.operator_components import GOOD, ReconciledCluster
-from tests.harness.operator_model import World, cluster
-from tests.harness.operator_render import child_of, children, container, env_of, pod_of
+from tests.harness.operator.components import GOOD, ReconciledCluster
+from tests.harness.operator.model import World, cluster
+from tests.harness.operator.render import child_of, children, container, env_of, pod_of
 
 CLAIMS = {"gpu": {"deviceClassName": "gpu.nvidia.com"}}
 TWO = {"gpu": {"deviceClassName": "gpu.nvidia.com", "count": 2}, "parallelism": {"tensor": 2}}

@@ -9,16 +9,17 @@ from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.contract.base import Context
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import STOCK_IMAGES
-from tests.harness import hostile_specs
-from tests.harness.hostile_specs import ADMITTED, HOSTILE_PODS, OPERATOR, REFUSED, HostilePod
-from tests.harness.operator_model import cluster
+from tests.harness.operator import hostile_specs
+from tests.harness.operator.hostile_specs import ADMITTED, HOSTILE_PODS, OPERATOR, REFUSED, HostilePod
+from tests.harness.operator.model import cluster
 
 
 def test_every_field_of_the_schema_is_decided() -> None:
     undecided = [path for path in hostile_specs.fields() if hostile_specs.entry_of(path) is None]
     remedy = (
         "decide who keeps the author of an LMCacheCluster from reaching more by these fields, in "
-        "tests/harness/hostile_specs.py. A field that names a Secret also belongs in templates/policies.yaml"
+        "tests/harness/operator/hostile_specs.py. A field that names a Secret also belongs in "
+        "templates/policies.yaml"
     )
     assert undecided == [], remedy
 

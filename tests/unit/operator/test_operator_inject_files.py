@@ -12,9 +12,9 @@ from lmcache_operator.api.documents import dump, load
 from lmcache_operator.components.injection.workloads import clusters_in, inject_objects
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import INJECT_LABEL
-from tests.harness.operator_injection import CONTEXT, deployment, injected, outcome, pod
-from tests.harness.operator_model import cluster
-from tests.harness.operator_render import part
+from tests.harness.operator.injection import CONTEXT, deployment, injected, outcome, pod
+from tests.harness.operator.model import cluster
+from tests.harness.operator.render import part
 from tools.kube import schemas
 
 

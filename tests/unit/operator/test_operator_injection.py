@@ -14,17 +14,10 @@ from lmcache_operator.components.injection.pods import OUTCOME
 from lmcache_operator.contract.base import ComponentStatus, Plan
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import INJECT_LABEL
-from tests.harness.operator_injection import (
-    SGLANG,
-    injected,
-    pod,
-    pod_with,
-    refused_pods,
-    sglang_pod,
-)
-from tests.harness.operator_model import World, cluster
-from tests.harness.operator_plans import observe
-from tests.harness.operator_render import child_of, container, env_of, pod_of
+from tests.harness.operator.injection import SGLANG, injected, pod, pod_with, refused_pods, sglang_pod
+from tests.harness.operator.model import World, cluster
+from tests.harness.operator.plans import observe
+from tests.harness.operator.render import child_of, container, env_of, pod_of
 from tools.kube import schemas
 
 NO_TOKEN = {"name": "lmcache-no-token", "mountPath": "/var/run/secrets/kubernetes.io/serviceaccount"}

@@ -24,7 +24,7 @@ from lmcache_operator.kube import client as kube_client
 from lmcache_operator.kube.client import KubeApi, apply_patch, connect
 from lmcache_operator.kube.refusals import error_of
 from lmcache_operator.specs.kinds import EVENT, NODE, POD
-from tests.harness.operator_model import cluster
+from tests.harness.operator.model import cluster
 
 # -- errors and requests
 

@@ -11,10 +11,10 @@ from lmcache_operator.components.peers.peers import Peers
 from lmcache_operator.errors import InvalidSpecError, RefusedError
 from lmcache_operator.specs.kinds import Ref
 from lmcache_sidecar.config import Config, read
-from tests.harness.operator_components import GOOD, ReconciledCluster
-from tests.harness.operator_injection import outcome, pod
-from tests.harness.operator_model import cluster
-from tests.harness.operator_render import (
+from tests.harness.operator.components import GOOD, ReconciledCluster
+from tests.harness.operator.injection import outcome, pod
+from tests.harness.operator.model import cluster
+from tests.harness.operator.render import (
     ENGINES,
     child_of,
     children,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from lmcache_operator.contract.base import Plan
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
-from tests.harness.operator_model import World, cluster
-from tests.harness.operator_plans import (
+from tests.harness.operator.model import World, cluster
+from tests.harness.operator.plans import (
     STATEFUL_SET,
     carry_out,
     observe,

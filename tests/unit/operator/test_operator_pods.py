@@ -8,8 +8,8 @@ import pytest
 from lmcache_operator.contract.conditions import Problem
 from lmcache_operator.pods.pods import has_no_node, kill_problems, next_eviction, pod_problems, why_unplaced
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
-from tests.harness.operator_model import World
-from tests.harness.operator_plans import EARLY, STATEFUL_SET, carry_out, observe, plan, settled_world
+from tests.harness.operator.model import World
+from tests.harness.operator.plans import EARLY, STATEFUL_SET, carry_out, observe, plan, settled_world
 
 Object = dict[str, Any]
 POD = "demo-engine-0"

@@ -14,9 +14,9 @@ from lmcache_operator.components.router.router import Routing
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES
-from tests.harness.operator_model import cluster
-from tests.harness.operator_prefill import CHILD, CONTEXT, ROUTER, FullRig, Rig, child, with_prefill
-from tests.harness.operator_render import ENGINES, child_of, children, render
+from tests.harness.operator.model import cluster
+from tests.harness.operator.prefill import CHILD, CONTEXT, ROUTER, FullRig, Rig, child, with_prefill
+from tests.harness.operator.render import ENGINES, child_of, children, render
 
 GOLDEN = Path(__file__).parent / "golden" / "prefill.yaml"
 FULL: dict[str, Any] = {

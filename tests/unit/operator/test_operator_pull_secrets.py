@@ -9,9 +9,9 @@ from lmcache_operator.components.injection.profile import profile
 from lmcache_operator.components.registry import COMPONENTS
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import SPEC_HASH
-from tests.harness.operator_model import cluster
-from tests.harness.operator_prefill import child, with_prefill
-from tests.harness.operator_render import CONTEXT, render
+from tests.harness.operator.model import cluster
+from tests.harness.operator.prefill import child, with_prefill
+from tests.harness.operator.render import CONTEXT, render
 
 BOTH = {"images": {"pullSecrets": ["registry", "mirror"]}}
 TIERS = {"peers": {}, "remote": {"managed": {"memoryPerShard": "1Gi"}}}

@@ -17,9 +17,9 @@ from lmcache_operator.queue import KeyedQueue
 from lmcache_operator.reconcile.contest import ContestLog
 from lmcache_operator.specs.kinds import ClusterKey, Ref
 from testing.child_process import free_port
-from tests.harness.operator_components import GOOD, KEY, ReconciledCluster
-from tests.harness.operator_model import NAME, NAMESPACE, UID, cluster
-from tests.harness.operator_plans import STATEFUL_SET
+from tests.harness.operator.components import GOOD, KEY, ReconciledCluster
+from tests.harness.operator.model import NAME, NAMESPACE, UID, cluster
+from tests.harness.operator.plans import STATEFUL_SET
 
 
 def test_new_cluster_becomes_ready_and_then_causes_no_writes() -> None:

@@ -13,9 +13,9 @@ from lmcache_operator.components.remote.shards import WINDOW
 from lmcache_operator.contract.base import Context
 from lmcache_operator.policy.report import Choice, Report
 from lmcache_operator.specs.names import STOCK_IMAGES
-from tests.harness.operator_model import NAME, World, cluster
-from tests.harness.operator_render import child_of, container, part, pod_of, render, template_of
-from tests.harness.operator_shards import (
+from tests.harness.operator.model import NAME, World, cluster
+from tests.harness.operator.render import child_of, container, part, pod_of, render, template_of
+from tests.harness.operator.shards import (
     CERTIFICATE,
     ENGINE,
     LIST,

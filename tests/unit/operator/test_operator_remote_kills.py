@@ -15,9 +15,9 @@ from lmcache_operator.contract.base import Observed, Plan
 from lmcache_operator.pods.pods import is_outdated, is_ready, started_at
 from lmcache_operator.specs.names import annotations_of
 from lmcache_store.common.units import parse_quantity
-from tests.harness.operator_model import Object
-from tests.harness.operator_plans import carry_out
-from tests.harness.operator_shards import CERTIFICATE, ENGINE, LIST, SET, Rig, secure
+from tests.harness.operator.model import Object
+from tests.harness.operator.plans import carry_out
+from tests.harness.operator.shards import CERTIFICATE, ENGINE, LIST, SET, Rig, secure
 from tests.harness.scope import examples
 
 TLS: dict[str, Any] = {

@@ -17,8 +17,8 @@ from lmcache_operator.kube.client import KubeApi
 from lmcache_operator.reconcile.reconciler import Reconciler
 from lmcache_operator.specs.kinds import ClusterKey, Ref
 from lmcache_operator.specs.names import STOCK_IMAGES
-from tests.harness.operator_model import NAME, NAMESPACE, UID, World, cluster
-from tests.harness.operator_shards import SECRET, SET, Rig, managed, ready_at
+from tests.harness.operator.model import NAME, NAMESPACE, UID, World, cluster
+from tests.harness.operator.shards import SECRET, SET, Rig, managed, ready_at
 
 
 def status_fields(rig: Rig, *sidecars: SidecarState, component: Any = None) -> dict[str, Any]:

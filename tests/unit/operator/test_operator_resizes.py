@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from lmcache_operator.pods.resize import RefusedResize, largest_in_place, sidecar_memory
 from lmcache_operator.specs.names import MEMORY_SIZE, RESIZE_REFUSED
-from tests.harness.operator_render import container, env_of
-from tests.harness.operator_resizes import MI, NODE_BYTES, Node, annotated_sizes, limits, refused_by
+from tests.harness.operator.render import container, env_of
+from tests.harness.operator.resizes import MI, NODE_BYTES, Node, annotated_sizes, limits, refused_by
 from tests.harness.scope import examples
 
 POD = "demo-engine-0"

@@ -10,9 +10,9 @@ from lmcache_operator.components.router.router import Routing
 from lmcache_operator.contract.base import Observed
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.kinds import Ref
-from tests.harness.operator_model import NAMESPACE, cluster
-from tests.harness.operator_plans import EARLY
-from tests.harness.operator_render import CONTEXT, child_of, children, pod_of
+from tests.harness.operator.model import NAMESPACE, cluster
+from tests.harness.operator.plans import EARLY
+from tests.harness.operator.render import CONTEXT, child_of, children, pod_of
 
 DEPLOYMENT = Ref("Deployment", "demo-router")
 

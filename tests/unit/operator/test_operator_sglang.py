@@ -14,9 +14,9 @@ from lmcache_operator.components.engine.kinds.base import option_name
 from lmcache_operator.contract.base import Context
 from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.names import STOCK_IMAGES
-from tests.harness.operator_model import World, cluster
-from tests.harness.operator_plans import observe, settled_world
-from tests.harness.operator_render import CONTEXT, ENGINES, children, container, env_of, pod_of
+from tests.harness.operator.model import World, cluster
+from tests.harness.operator.plans import observe, settled_world
+from tests.harness.operator.render import CONTEXT, ENGINES, children, container, env_of, pod_of
 
 SGLANG: dict[str, Any] = {"kind": "SGLang"}
 

@@ -17,9 +17,9 @@ from lmcache_operator.specs.kinds import CLUSTER, ClusterKey, Ref
 from lmcache_operator.specs.names import STOCK_IMAGES
 from lmcache_sidecar.files.peers import PeersFile
 from lmcache_store.tiers.peers.tier import PeersTier
-from tests.harness.operator_components import KEY, ReconciledCluster
-from tests.harness.operator_model import cluster
-from tests.harness.operator_render import ENGINES, container, env_of, part, render
+from tests.harness.operator.components import KEY, ReconciledCluster
+from tests.harness.operator.model import cluster
+from tests.harness.operator.render import ENGINES, container, env_of, part, render
 
 LIST, OTHER = Ref("ConfigMap", "demo-peers"), Ref(CLUSTER.kind, "other")
 REFERRING: dict[str, Any] = {"tiers": {"peers": {"clusterRef": {"name": "other"}}}}

@@ -13,8 +13,8 @@ import pytest
 from lmcache_operator.reconcile.probe import SidecarProber
 from lmcache_operator.stats import StatsClient
 from testing.child_process import free_port
-from tests.harness.operator_components import ReconciledCluster
-from tests.harness.operator_plans import settled_world, status_of
+from tests.harness.operator.components import ReconciledCluster
+from tests.harness.operator.plans import settled_world, status_of
 
 GOOD = {"is_ready": True, "not_ready_reason": "", "num_clients": {"attached": 2}, "remote": None}
 BAD = GOOD | {"is_ready": False, "not_ready_reason": "--remote-url: no such scheme"}

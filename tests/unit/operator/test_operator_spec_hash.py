@@ -8,8 +8,8 @@ from lmcache_operator.api.parse import parse
 from lmcache_operator.components.engine.engine import Engine, spec_hash
 from lmcache_operator.contract.base import Context
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
-from tests.harness.operator_model import cluster
-from tests.harness.operator_prefill import with_prefill
+from tests.harness.operator.model import cluster
+from tests.harness.operator.prefill import with_prefill
 
 EXTERNAL = {"external": {"url": "redis://kv:6379"}}
 MANAGED = {"managed": {"memoryPerShard": "1Gi"}}

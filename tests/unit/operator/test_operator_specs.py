@@ -16,8 +16,8 @@ from lmcache_operator.components.engine.engine import Engine
 from lmcache_operator.components.injection.injection import Injection
 from lmcache_operator.pods.resize import sidecar_memory
 from lmcache_sidecar.config import read
-from tests.harness.operator_model import Object, cluster
-from tests.harness.operator_render import child_of, children, container, env_of, pod_of
+from tests.harness.operator.model import Object, cluster
+from tests.harness.operator.render import child_of, children, container, env_of, pod_of
 
 GOLDEN = Path(__file__).parent / "golden"
 AUTH = {"name": "redis-auth", "usernameKey": "user", "passwordKey": "pass"}

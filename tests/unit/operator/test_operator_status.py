@@ -8,8 +8,8 @@ from lmcache_operator.contract.conditions import Problem
 from lmcache_operator.reconcile.status import changed_conditions, derive_status, events
 from lmcache_operator.specs.kinds import Ref
 from lmcache_operator.specs.names import STOCK_IMAGES as IMAGES
-from tests.harness.operator_model import World, cluster
-from tests.harness.operator_plans import (
+from tests.harness.operator.model import World, cluster
+from tests.harness.operator.plans import (
     EARLY,
     LATE,
     STATEFUL_SET,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_operator.errors import InvalidSpecError
-from tests.harness.operator_render import container, env_of, part, pod_of
+from tests.harness.operator.render import container, env_of, part, pod_of
 from tests.harness.scope import examples
 
 SMALL = {"limits": {"memory": "1Mi"}}

@@ -10,7 +10,7 @@ from lmcache_operator.components.engine.features.tenants import TenantBudgets
 from lmcache_operator.errors import RefusedError
 from lmcache_operator.specs.kinds import Ref
 from lmcache_store.tenant_names import DEFAULT_NAME, MAX_NAMED
-from tests.harness.operator_components import GOOD, ReconciledCluster
+from tests.harness.operator.components import GOOD, ReconciledCluster
 
 USABLE = 1000
 

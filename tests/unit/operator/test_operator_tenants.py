@@ -12,11 +12,11 @@ from lmcache_operator.errors import InvalidSpecError
 from lmcache_operator.specs.kinds import Ref
 from lmcache_sidecar.files.tenants import MAX_DISK_BYTES
 from lmcache_store.tenant_names import DEFAULT_NAME
-from tests.harness.operator_components import GOOD, ReconciledCluster
-from tests.harness.operator_model import World, cluster
-from tests.harness.operator_plans import settled_world, status_of
-from tests.harness.operator_prefill import child, with_prefill
-from tests.harness.operator_render import child_of, container, part, pod_of
+from tests.harness.operator.components import GOOD, ReconciledCluster
+from tests.harness.operator.model import World, cluster
+from tests.harness.operator.plans import settled_world, status_of
+from tests.harness.operator.prefill import child, with_prefill
+from tests.harness.operator.render import child_of, container, part, pod_of
 
 HEADER = "--middleware=lmcache_client.vllm.tenant_header.TenantHeader"
 NO_RUST_SERVER = {"name": "VLLM_USE_RUST_FRONTEND", "value": "0"}

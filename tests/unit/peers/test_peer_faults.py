@@ -12,7 +12,7 @@ from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.peers.server import PeerServer
 from lmcache_store.tiers.remote.address import Endpoint
 from testing.child_process import wait_until
-from tests.harness.peer_rows import PREFIX, key, load, reading, rows, serving
+from tests.harness.tiers.peer_rows import PREFIX, key, load, reading, rows, serving
 
 __all__ = ["rows"]
 

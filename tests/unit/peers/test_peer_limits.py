@@ -15,7 +15,7 @@ from lmcache_store.tiers.peers import session as module
 from lmcache_store.tiers.peers.limits import Pace
 from lmcache_store.tiers.remote import objects
 from testing.child_process import wait_until
-from tests.harness.peer_rows import PATIENT, ask_for, connect, is_closed, load, reading, rows, serving
+from tests.harness.tiers.peer_rows import PATIENT, ask_for, connect, is_closed, load, reading, rows, serving
 
 __all__ = ["rows"]
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from lmcache_store.tiers.peers.requests import MAX_WORD_BYTES, MAX_WORDS, BadRequestError, Requests
-from tests.harness.peer_rows import command
+from tests.harness.tiers.peer_rows import command
 
 WORDS = st.lists(st.binary(max_size=40), min_size=1, max_size=MAX_WORDS)
 

@@ -12,7 +12,7 @@ from lmcache_store.tiers.peers import peer as peer_module
 from lmcache_store.tiers.peers.server import PeerServerStats
 from lmcache_store.tiers.remote import objects
 from testing.child_process import wait_until
-from tests.harness.peer_rows import (
+from tests.harness.tiers.peer_rows import (
     PATIENT,
     PREFIX,
     Rows,

@@ -14,7 +14,7 @@ from lmcache_store.tiers.remote.address import Tls
 from lmcache_store.tiers.remote.stream import accept_tls
 from testing.certificates import make_certificates
 from testing.child_process import wait_until
-from tests.harness.peer_rows import ask_for, connect, is_closed, load, reading, rows, serving
+from tests.harness.tiers.peer_rows import ask_for, connect, is_closed, load, reading, rows, serving
 
 __all__ = ["rows"]
 

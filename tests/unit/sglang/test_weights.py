@@ -10,7 +10,7 @@ import pytest
 
 from lmcache_client.errors import UnsupportedError
 from lmcache_client.sglang.weights import _UPDATES, WeightWatch, install
-from tests.harness.sglang_weights import (
+from tests.harness.sglang.weights import (
     COMPONENTS,
     ENGINE,
     MANAGERS,

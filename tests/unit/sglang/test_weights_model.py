@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lmcache_client.sglang.weights import _UPDATES, WeightWatch
 from tests.harness.scope import examples
-from tests.harness.sglang_weights import NAMESPACE, UpdateError, installed, make_classes
+from tests.harness.sglang.weights import NAMESPACE, UpdateError, installed, make_classes
 
 
 class Rank:

@@ -17,7 +17,7 @@ from lmcache_client.rpc.errors import EngineCopiesError, SidecarUnavailableError
 from lmcache_client.rpc.open_copies import OpenCopies
 from lmcache_client.rpc.session import BlockCopy, SidecarSession
 from lmcache_store.tiers.memory.contracts import LookupResult, Slot
-from tests.harness.wire import make_hello
+from tests.harness.sidecar.wire import make_hello
 
 
 class CallError(grpc.RpcError):

@@ -14,7 +14,7 @@ from lmcache_sidecar.lower_tiers import open_tiers
 from lmcache_sidecar.pages.stats import document, tier_part
 from lmcache_store.tiers.errors import NoKeyError
 from testing.child_process import wait_until
-from tests.harness.encryption import key_of, write_keys
+from tests.harness.tiers.encryption import key_of, write_keys
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from lmcache_store.tiers.memory.arena import ArenaFile
 from lmcache_store.tiers.memory.contracts import Geometry
 from lmcache_store.tiers.tiered.refresh import REFRESH_SECONDS
 from testing.child_process import wait_until
-from tests.harness.tiered_world import NUM_COLUMNS, World, chain, content, run, until
+from tests.harness.tiers.tiered_world import NUM_COLUMNS, World, chain, content, run, until
 
 
 def num_pending(world: World) -> int:

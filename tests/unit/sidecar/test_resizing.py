@@ -12,7 +12,7 @@ from lmcache_sidecar.pages.stats import document
 from lmcache_sidecar.resizing import Resizer
 from lmcache_sidecar.sidecar import Sidecar
 from testing.child_process import wait_until
-from tests.harness.resizing_worker import CAPACITY, SIZES, Worker
+from tests.harness.sidecar.resizing_worker import CAPACITY, SIZES, Worker
 from tests.unit.sidecar.test_resizing_model import ResizingModel
 
 

@@ -30,9 +30,9 @@ from lmcache_store.tiers.memory.arena import ArenaFile
 from lmcache_store.tiers.memory.contracts import Slot
 from lmcache_store.tiers.memory.kernel_pages import punch_hole
 from lmcache_store.tiers.memory.mapping import MappedIndex
-from tests.harness.resizing_worker import CAPACITY, KEYS, SIZES, SLOT_BYTES, Worker, name, payload
 from tests.harness.scope import examples
-from tests.harness.world import FakeLock, FakeStore
+from tests.harness.sidecar.resizing_worker import CAPACITY, KEYS, SIZES, SLOT_BYTES, Worker, name, payload
+from tests.harness.sidecar.world import FakeLock, FakeStore
 
 
 class ResizingModel(RuleBasedStateMachine):

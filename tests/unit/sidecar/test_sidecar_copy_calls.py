@@ -15,7 +15,7 @@ from lmcache_sidecar.clients.validation import CallRefusedError
 from lmcache_sidecar.copiers import copier
 from lmcache_sidecar.copiers.jobs import Job
 from lmcache_store.kv_groups import KVGroup
-from tests.harness.world import new_uuid, world
+from tests.harness.sidecar.world import new_uuid, world
 
 __all__ = ["world"]
 

@@ -18,8 +18,8 @@ from lmcache_store.curves import HASHES
 from lmcache_store.kv_groups import KVGroup
 from lmcache_store.tiers.memory.contracts import Chains
 from tests.harness.scope import examples
-from tests.harness.wire import NAMESPACE, make_hello
-from tests.harness.world import FakeLock, new_uuid, world
+from tests.harness.sidecar.wire import NAMESPACE, make_hello
+from tests.harness.sidecar.world import FakeLock, new_uuid, world
 
 __all__ = ["world"]
 

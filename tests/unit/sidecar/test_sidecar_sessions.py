@@ -11,7 +11,7 @@ from lmcache_sidecar.clients import liveness
 from lmcache_sidecar.clients.liveness import GRACE_SECONDS, LivenessMonitor
 from lmcache_sidecar.clients.validation import CallRefusedError
 from lmcache_store.kv_groups import KVGroup
-from tests.harness.world import FakeLock, new_uuid, world
+from tests.harness.sidecar.world import FakeLock, new_uuid, world
 
 __all__ = ["world"]
 

@@ -14,7 +14,7 @@ from lmcache_sidecar.clients.liveness import GRACE_SECONDS
 from lmcache_sidecar.clients.registry import Client
 from lmcache_sidecar.clients.validation import CallRefusedError
 from tests.harness.scope import examples
-from tests.harness.world import FakeLock, World, new_uuid
+from tests.harness.sidecar.world import FakeLock, World, new_uuid
 
 
 @dataclass

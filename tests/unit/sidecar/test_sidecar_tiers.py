@@ -31,7 +31,7 @@ from lmcache_store.tiers.probing import num_leading
 from lmcache_store.tiers.stats import ObjectStats
 from testing.child_process import wait_until
 from tests.harness.engine import assert_stored, load, store
-from tests.harness.wire import attached, make_hello, make_keys
+from tests.harness.sidecar.wire import attached, make_hello, make_keys
 
 
 class DictTier:

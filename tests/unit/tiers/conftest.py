@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.harness.disk_restarts import restartable_tier
-from tests.harness.disk_world import no_prober, volume
+from tests.harness.tiers.disk_restarts import restartable_tier
+from tests.harness.tiers.disk_world import no_prober, volume
 
 __all__ = ["no_prober", "volume"]
 

@@ -7,9 +7,19 @@ from lmcache_store.tiers.memory.private import PrivateArena
 from lmcache_store.tiers.tiered.absences import Absence
 from lmcache_store.tiers.tiered.history import chunk_names
 from lmcache_store.tiers.tiered.store import TieredStore
-from tests.harness.chains import one_chain
 from tests.harness.loops import in_a_loop
-from tests.harness.tiered_world import LEASE, NUM_COLUMNS, OWNER, SIZE, FakeTier, World, chain, run, until
+from tests.harness.tiers.chains import one_chain
+from tests.harness.tiers.tiered_world import (
+    LEASE,
+    NUM_COLUMNS,
+    OWNER,
+    SIZE,
+    FakeTier,
+    World,
+    chain,
+    run,
+    until,
+)
 
 (KEY,) = chain(1)
 

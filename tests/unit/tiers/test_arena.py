@@ -11,7 +11,7 @@ from lmcache_store.tiers.memory.layout import HEAD_BYTES, ArenaLayout
 from lmcache_store.tiers.memory.mapping import MappedColumn
 from lmcache_store.tiers.memory.slots import ENTRY_BYTES, SlotState
 from lmcache_store.tiers.pages import PAGE_BYTES
-from tests.harness.arenas import mapped_column, tier_over
+from tests.harness.tiers.arenas import mapped_column, tier_over
 
 MIB = 1 << 20
 GEOMETRY = Geometry(64 << 10, 2)

@@ -11,8 +11,8 @@ from lmcache_store.tiers.errors import ArenaError
 from lmcache_store.tiers.memory.arena import ArenaFile
 from lmcache_store.tiers.memory.contracts import Geometry
 from lmcache_store.tiers.memory.tier import MemoryTier
-from tests.harness.arenas import mapped_column, tier_over
-from tests.harness.chains import one_chain
+from tests.harness.tiers.arenas import mapped_column, tier_over
+from tests.harness.tiers.chains import one_chain
 
 MIB = 1 << 20
 GEOMETRY = Geometry(64 << 10, 2)

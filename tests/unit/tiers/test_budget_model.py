@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis.stateful import invariant
 
 from lmcache_store.tiers.budgets import Budget, Budgets
-from tests.harness.memory_machine import NUM_ROWS
-from tests.harness.memory_oracle import abandoned
+from tests.harness.tiers.memory_machine import NUM_ROWS
+from tests.harness.tiers.memory_oracle import abandoned
 from tests.unit.tiers.test_memory_model import NUM_EXAMPLES, MemoryMachine
 
 SETTINGS = settings(max_examples=NUM_EXAMPLES, stateful_step_count=50)

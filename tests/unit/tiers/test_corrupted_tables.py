@@ -8,8 +8,8 @@ import pytest
 from lmcache_store.tiers.memory.arena import ArenaFile
 from lmcache_store.tiers.memory.contracts import Geometry, Reserved
 from lmcache_store.tiers.memory.slots import SlotState
-from tests.harness.arenas import mapped_index, tier_over
-from tests.harness.chains import one_chain
+from tests.harness.tiers.arenas import mapped_index, tier_over
+from tests.harness.tiers.chains import one_chain
 from tests.unit.tiers.test_shared_index import CAPACITY, OWNER, SLOT_BYTES, row_key, words
 
 KEY, OTHER = row_key(1), row_key(2)

@@ -10,7 +10,7 @@ from lmcache_store.tiers.base import ObjectId, OwnerBound
 from lmcache_store.tiers.disk.tier import DiskTier
 from lmcache_store.tiers.errors import DiskError, TierError
 from lmcache_store.tiers.header import HEADER_BYTES, digests, parse
-from tests.harness.disk_world import (
+from tests.harness.tiers.disk_world import (
     MIB,
     PAGE,
     content,

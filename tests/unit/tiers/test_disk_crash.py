@@ -9,7 +9,8 @@ from pathlib import Path
 
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.disk.tier import DiskTier
-from tests.harness.disk_world import (
+from tests.harness.loops import in_threads
+from tests.harness.tiers.disk_world import (
     MIB,
     PAGE,
     content,
@@ -20,7 +21,6 @@ from tests.harness.disk_world import (
     taken_bytes,
     temporaries,
 )
-from tests.harness.loops import in_threads
 
 CAPACITY = 48 * MIB
 NUM_OBJECTS = 160  # up to 256 KiB each
@@ -28,7 +28,7 @@ NUM_OBJECTS = 160  # up to 256 KiB each
 WRITER = """
 import os, random, sys
 from lmcache_store.tiers.base import ObjectId
-from tests.harness.disk_world import key_of, open_tier, store
+from tests.harness.tiers.disk_world import key_of, open_tier, store
 
 tier = open_tier(sys.argv[1], int(sys.argv[2]))
 while True:

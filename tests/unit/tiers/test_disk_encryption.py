@@ -16,10 +16,10 @@ from lmcache_store.tiers.errors import InvalidObjectError, KeyAbsentError, TierU
 from lmcache_store.tiers.header import HEADER_BYTES, digests
 from lmcache_store.tiers.tiered.tier_worker import _load_columns, _store_columns
 from testing.child_process import wait_until
-from tests.harness.disk_restarts import address_of
-from tests.harness.disk_world import MIB, PAGE, content, file_of, key_of, load, store, taken_bytes
-from tests.harness.encryption import cipher, flipped, keys
-from tests.harness.encryption import key_of as encryption_key_of
+from tests.harness.tiers.disk_restarts import address_of
+from tests.harness.tiers.disk_world import MIB, PAGE, content, file_of, key_of, load, store, taken_bytes
+from tests.harness.tiers.encryption import cipher, flipped, keys
+from tests.harness.tiers.encryption import key_of as encryption_key_of
 
 SIZES = (0, 1, PAGE, PAGE + 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES + PAGE)
 MARKER_BYTES = HEADER_BYTES + OVERHEAD_BYTES

@@ -14,8 +14,8 @@ import pytest
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.disk.tier import DiskTier
 from lmcache_store.tiers.errors import DiskError, TierUnavailableError
-from tests.harness.disk_restarts import address_of
-from tests.harness.disk_world import (
+from tests.harness.tiers.disk_restarts import address_of
+from tests.harness.tiers.disk_world import (
     MIB,
     PAGE,
     content,

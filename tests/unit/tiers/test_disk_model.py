@@ -19,7 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.errors import TierUnavailableError
 from lmcache_store.tiers.header import HEADER_BYTES
-from tests.harness.disk_world import (
+from tests.harness.scope import examples
+from tests.harness.tiers.disk_world import (
     PAGE,
     content,
     failing,
@@ -31,8 +32,7 @@ from tests.harness.disk_world import (
     taken_bytes,
     temporaries,
 )
-from tests.harness.memory_oracle import Order
-from tests.harness.scope import examples
+from tests.harness.tiers.memory_oracle import Order
 
 CAPACITY = 24 * PAGE
 # The default keeps local runs short; the environment variable asks for more examples.

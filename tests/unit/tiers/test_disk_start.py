@@ -9,7 +9,7 @@ import pytest
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.disk.files import Directory
 from lmcache_store.tiers.disk.tier import DiskTier
-from tests.harness.disk_world import PAGE, content, key_of, load, open_tier, store, taken_bytes
+from tests.harness.tiers.disk_world import PAGE, content, key_of, load, open_tier, store, taken_bytes
 
 
 @pytest.fixture

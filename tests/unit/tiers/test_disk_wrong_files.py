@@ -6,8 +6,8 @@ import pytest
 
 from lmcache_store.tiers.base import ObjectId
 from lmcache_store.tiers.header import HEADER_BYTES
-from tests.harness.disk_restarts import address_of
-from tests.harness.disk_world import PAGE, content, file_of, key_of, load, store, temporaries
+from tests.harness.tiers.disk_restarts import address_of
+from tests.harness.tiers.disk_world import PAGE, content, file_of, key_of, load, store, temporaries
 
 
 def damage_symlink(file):

@@ -15,7 +15,7 @@ from lmcache_store.tiers.encryption.aes import AesGcm
 from lmcache_store.tiers.encryption.keys import WriteVersions, parse_keys
 from lmcache_store.tiers.encryption.pieces import OVERHEAD_BYTES, PiecePlace, stored_key
 from lmcache_store.tiers.errors import InvalidObjectError, KeyAbsentError, NoKeyError
-from tests.harness.encryption import cipher, flipped, key_of, keys
+from tests.harness.tiers.encryption import cipher, flipped, key_of, keys
 
 REFUSALS = (InvalidObjectError, KeyAbsentError)
 OBJECT = ObjectId(b"n" * 32 + b"k" * 32, 3)

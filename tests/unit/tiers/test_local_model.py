@@ -7,8 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lmcache_store.tiers.memory.contracts import Geometry
 from lmcache_store.tiers.memory.local import LocalStore
 from lmcache_store.tiers.memory.private import PrivateArena
-from tests.harness.memory_oracle import Order
 from tests.harness.scope import examples
+from tests.harness.tiers.memory_oracle import Order
 
 SLOT = 4096
 FRAME = 16

@@ -11,7 +11,7 @@ from lmcache_store.tiers.memory.contracts import Geometry, Reserved, Slot
 from lmcache_store.tiers.memory.private import PrivateArena
 from lmcache_store.tiers.memory.tier import MemoryTier
 from lmcache_store.tiers.stats import TenantUse
-from tests.harness.chains import one_chain
+from tests.harness.tiers.chains import one_chain
 
 OWNER, ENGINE = b"o" * 16, b"e" * 16
 KEYS = [bytes(32) + bytes([number]) * 32 for number in range(20)]

@@ -11,8 +11,9 @@ from lmcache_store.tiers.errors import StaleSlotError
 from lmcache_store.tiers.header import checksum
 from lmcache_store.tiers.memory.contracts import Reserved
 from lmcache_store.tiers.memory.rows import INCOMPLETE_SECONDS
-from tests.harness.chains import one_chain
-from tests.harness.memory_machine import (
+from tests.harness.scope import examples
+from tests.harness.tiers.chains import one_chain
+from tests.harness.tiers.memory_machine import (
     CHAIN,
     ENGINES,
     NUM_COLUMNS,
@@ -22,8 +23,7 @@ from tests.harness.memory_machine import (
     SLOT_BYTES,
     MemoryOracleMachine,
 )
-from tests.harness.memory_oracle import KnownRow, tenant_of
-from tests.harness.scope import examples
+from tests.harness.tiers.memory_oracle import KnownRow, tenant_of
 
 # The default keeps local runs short; the environment variable asks for more examples.
 NUM_EXAMPLES = examples(120)

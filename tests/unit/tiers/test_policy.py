@@ -4,7 +4,7 @@ from hypothesis import given
 from lmcache_store.tiers.memory.contracts import Slot
 from lmcache_store.tiers.policy import LRU
 from lmcache_store.tiers.tiered.write_queue import Write, WriteQueue
-from tests.harness.memory_oracle import Order
+from tests.harness.tiers.memory_oracle import Order
 
 
 def order(policy: LRU) -> list[int]:

@@ -9,9 +9,9 @@ import pytest
 
 from lmcache_store.kv_groups import KVGroup
 from lmcache_store.tiers.memory.contracts import Chains
-from tests.harness.chains import CHUNK_TOKENS
 from tests.harness.loops import in_a_loop
-from tests.harness.tiered_world import LEASE, SIZE, FakeTier, World, chain, run, until
+from tests.harness.tiers.chains import CHUNK_TOKENS
+from tests.harness.tiers.tiered_world import LEASE, SIZE, FakeTier, World, chain, run, until
 
 
 @asynccontextmanager

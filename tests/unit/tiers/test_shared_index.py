@@ -24,9 +24,9 @@ from lmcache_store.tiers.memory.shared_index import (
     num_buckets,
 )
 from lmcache_store.tiers.memory.tier import MemoryTier
-from tests.harness.arenas import mapped_column, mapped_index, tier_over
-from tests.harness.chains import one_chain
 from tests.harness.scope import examples
+from tests.harness.tiers.arenas import mapped_column, mapped_index, tier_over
+from tests.harness.tiers.chains import one_chain
 
 SLOT_BYTES = 4096
 NUM_COLUMNS = 2

@@ -7,7 +7,7 @@ from lmcache_store.tiers.memory.contracts import Geometry, Reserved
 from lmcache_store.tiers.memory.private import PrivateArena
 from lmcache_store.tiers.memory.tier import MemoryTier
 from lmcache_store.tiers.stats import Removal
-from tests.harness.chains import one_chain
+from tests.harness.tiers.chains import one_chain
 
 OWNER, ENGINE = b"o" * 16, b"E" * 16
 

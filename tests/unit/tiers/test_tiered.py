@@ -7,9 +7,9 @@ import weakref
 from lmcache_store.tiers.memory.contracts import LookupResult
 from lmcache_store.tiers.stats import Removal
 from lmcache_store.tiers.tiered.store import TieredStore
-from tests.harness.chains import one_chain
 from tests.harness.loops import in_a_loop
-from tests.harness.tiered_world import (
+from tests.harness.tiers.chains import one_chain
+from tests.harness.tiers.tiered_world import (
     LEASE,
     NAMESPACE,
     OWNER,

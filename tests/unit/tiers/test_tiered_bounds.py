@@ -8,7 +8,7 @@ import pytest
 from lmcache_store.tiers.budgets import Budget, Budgets, SaltedBudgets
 from lmcache_store.tiers.disk.tier import DiskTier
 from lmcache_store.tiers.stats import WriteSkipped
-from tests.harness.tiered_world import NUM_COLUMNS, OWNER, SIZE, World, chain
+from tests.harness.tiers.tiered_world import NUM_COLUMNS, OWNER, SIZE, World, chain
 
 ROW_BYTES = NUM_COLUMNS * 2 * SIZE  # each object has a page for its header
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_store.tiers.load_or_recompute import Rate, should_load
-from tests.harness.tiered_world import NUM_COLUMNS, SIZE, chain, run, until
+from tests.harness.tiers.tiered_world import NUM_COLUMNS, SIZE, chain, run, until
 
 ROW_BYTES = SIZE * NUM_COLUMNS
 

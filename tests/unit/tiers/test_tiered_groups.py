@@ -13,7 +13,7 @@ from lmcache_store.tiers.memory.contracts import Chains, Geometry, LookupResult,
 from lmcache_store.tiers.memory.private import PrivateArena
 from lmcache_store.tiers.tiered.store import TieredStore
 from tests.harness.scope import examples
-from tests.harness.tiered_world import LEASE, NAMESPACE, OWNER, FakeTier
+from tests.harness.tiers.tiered_world import LEASE, NAMESPACE, OWNER, FakeTier
 
 NUM_CHUNKS, CHUNK_TOKENS, SLOT_BYTES, NUM_SLOTS = 7, 64, 4096, 256
 KINDS = {

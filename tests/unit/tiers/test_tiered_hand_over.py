@@ -6,7 +6,7 @@ import pytest
 
 from lmcache_store.tiers.load_or_recompute import Rate
 from lmcache_store.tiers.memory.contracts import LookupResult
-from tests.harness.tiered_world import NUM_COLUMNS, SIZE, World, chain, content, run, until
+from tests.harness.tiers.tiered_world import NUM_COLUMNS, SIZE, World, chain, content, run, until
 
 
 async def ask(world, keys, **options):

@@ -23,7 +23,7 @@ from lmcache_store.tiers.tiered import refresh as hits
 from lmcache_store.tiers.tiered import tier_worker as lower_module
 from lmcache_store.tiers.tiered.store import Admit
 from tests.harness.scope import examples
-from tests.harness.tiered_world import (
+from tests.harness.tiers.tiered_world import (
     OWNER,
     SIZE,
     TIMEOUT_SECONDS,

@@ -8,7 +8,7 @@ from lmcache_store.tiers.stats import Removal, TieredStats, WriteSkipped
 from lmcache_store.tiers.tiered import tier_worker as lower
 from lmcache_store.tiers.tiered.refresh import REFRESH_SECONDS
 from tests.harness.loops import in_a_loop
-from tests.harness.tiered_world import FakeTier, World, chain, run, until
+from tests.harness.tiers.tiered_world import FakeTier, World, chain, run, until
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 from lmcache_store.tiers.disk.tier import DiskTier
 from lmcache_store.tiers.stats import WriteSkipped
 from tests.harness.loops import in_a_loop
-from tests.harness.tiered_world import LEASE, FakeTier, World, chain, content, run, until
+from tests.harness.tiers.tiered_world import LEASE, FakeTier, World, chain, content, run, until
 
 CAPACITY_BYTES = 1 << 20
 

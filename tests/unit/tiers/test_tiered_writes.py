@@ -6,7 +6,7 @@ from lmcache_store.tiers.errors import StaleSlotError
 from lmcache_store.tiers.stats import WriteSkipped
 from lmcache_store.tiers.tiered.refresh import REFRESH_SECONDS
 from lmcache_store.tiers.tiered.store import Admit
-from tests.harness.tiered_world import LEASE, NUM_COLUMNS, OWNER, SIZE, chain, content, run, until
+from tests.harness.tiers.tiered_world import LEASE, NUM_COLUMNS, OWNER, SIZE, chain, content, run, until
 
 
 @run

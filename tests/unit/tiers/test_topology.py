@@ -21,7 +21,7 @@ from lmcache_store.tiers.remote.server import RedisServer
 from lmcache_store.tiers.remote.tier import RemoteTier
 from lmcache_store.tiers.remote.topology import ShardList, ShardsTopology, endpoint_of
 from testing.child_process import wait_until
-from tests.harness.remote_objects import probe
+from tests.harness.tiers.remote_objects import probe
 
 ENDPOINTS = [Endpoint(f"shard-{number}.cache", 6379) for number in range(6)]
 KEYS = [number.to_bytes(64, "big") for number in range(600)]

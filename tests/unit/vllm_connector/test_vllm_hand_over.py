@@ -4,8 +4,8 @@ import pytest
 
 from lmcache_client.vllm.hand_over import announce, num_announced_tokens
 from lmcache_store.common.timing import TIMING
-from tests.harness.scheduler_rig import Rig, blocks, hashes, make_identity, make_request
-from tests.harness.wire import NAMESPACE
+from tests.harness.client.scheduler_rig import Rig, blocks, hashes, make_identity, make_request
+from tests.harness.sidecar.wire import NAMESPACE
 
 TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
 

@@ -8,7 +8,7 @@ import torch
 from lmcache_client.core.layout import Layout
 from lmcache_client.errors import UnsupportedError
 from lmcache_client.vllm.layouts import check_stages, check_supported, content_id
-from tests.harness.kv_layouts import ORDERS, B, kv_caches
+from tests.harness.client.kv_layouts import ORDERS, B, kv_caches
 
 
 def test_content_id_changes_only_with_the_bytes():

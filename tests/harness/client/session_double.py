@@ -1,0 +1,148 @@
+"""A sidecar inside the test: the parts of ``SidecarSession`` that the connector uses, with faults."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from lmcache_client.rpc.errors import SidecarUnavailableError
+from lmcache_client.rpc.session import BlockCopy, Scheduled, StoreCopier
+from lmcache_client.rpc.times import RequestTimes
+from lmcache_store.tiers.base import ROW_KEY_BYTES
+from lmcache_store.tiers.memory.contracts import Found, Located, LookupResult, Reservation, Reserved, Slot
+from tests.harness.sidecar.wire import NAMESPACE
+
+
+class SessionDouble:
+    """Rows are allocated in order and never evicted. ``committed`` and ``aborted`` list their outcome."""
+
+    def __init__(self) -> None:
+        self.epoch = 1
+        self.slots: Any = np.zeros((64, 4096), np.uint8)
+        self.rows: dict[bytes, Slot] = {}
+        self.committed: list[Slot] = []
+        self.aborted: list[Slot] = []
+        self.leased: set[str] = set()
+        self.owed: list[str] = []
+        self.num_pending = 0
+        self.is_probing = False
+        self.num_hints = 0
+        self.num_handed_over = 0  # of the last lookup
+        self.scheduled: list[tuple[str, int, Scheduled]] = []  # id, number of keys, report
+        self.times: list[RequestTimes] = []
+        self.memory_only = False
+        self.is_down = False
+        self.is_copying = False
+        self.before_lookup: Callable[[], None] = lambda: None
+        self.store_copier = StoreCopier(False, "KV in host memory")
+        self.copy_blocks: Callable[[Sequence[BlockCopy]], list[bool]]
+        self._next_row = 0
+
+    @property
+    def session(self) -> SessionDouble:
+        return self
+
+    def release_later(self, request_id: str) -> None:
+        self.owed.append(request_id)
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def index(self) -> SessionDouble:
+        return self
+
+    def find(self, row_keys: Any) -> Found:
+        """Like ``MappedIndex.find``."""
+        slots = self._leading(_split(row_keys.tobytes()))
+        rows, generations = [slot.row for slot in slots], [slot.generation for slot in slots]
+        return Found(np.array(rows, np.int64), np.array(generations, np.uint64))
+
+    def find_each(self, row_keys: Any) -> Located:
+        """Like ``MappedIndex.find_each``."""
+        slots = [self.rows.get(key) for key in _split(row_keys.tobytes())]
+        committed = [slot if slot in self.committed else None for slot in slots]
+        rows = np.array([slot.row if slot else 0 for slot in committed], np.int64)
+        generations = np.array([slot.generation if slot else 0 for slot in committed], np.uint64)
+        return Located(np.array([slot is not None for slot in committed], np.bool_), rows, generations)
+
+    def view(self, row: int, num_bytes: int) -> Any:
+        """Like ``SidecarSession.view``, with one slot for each row."""
+        return self.slots[row][:num_bytes]
+
+    def lookup(
+        self,
+        request_id: str,
+        group_keys: Sequence[tuple[int, bytes]],
+        *,
+        hint: bool = False,
+        scheduled: Scheduled | None = None,
+        num_handed_over: int = 0,
+        **_: Any,
+    ) -> LookupResult:
+        self.before_lookup()
+        self.num_handed_over = num_handed_over
+        self._check_up()
+        if scheduled is not None:
+            self.scheduled.append((request_id, len(group_keys[0][1]) // ROW_KEY_BYTES, scheduled))
+        number = min(len(self._leading(_split(keys))) for _, keys in group_keys)
+        self.num_hints += hint
+        if not hint:
+            self.leased.add(request_id)
+        return LookupResult(number, 0 if hint else number, self.num_pending, self.is_probing)
+
+    def _leading(self, keys: Iterable[bytes]) -> list[Slot]:
+        slots = itertools.takewhile(lambda slot: slot in self.committed, map(self.rows.get, keys))
+        return [slot for slot in slots if slot is not None]
+
+    def reserve(self, group: int, keys: bytes, **_: Any) -> list[Reservation]:
+        self._check_up()
+        return list(map(self._reserve, _split(keys)))
+
+    def commit(self, slots: Sequence[Slot], timeout: float = 0) -> None:
+        assert self.is_copying, "commit must be called inside the copying block"
+        self._check_up()
+        self.committed += slots
+
+    def abort(self, slots: Sequence[Slot], timeout: float = 0) -> None:
+        self._check_up()
+        self.aborted += slots
+
+    def release(
+        self, request_ids: Sequence[str], timeout: float = 0, times: Sequence[RequestTimes] = ()
+    ) -> None:
+        self._check_up()
+        self.leased -= set(request_ids)
+        self.times += times
+
+    def holds(self, slot: Slot) -> bool:
+        return slot in self.committed
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        self.is_copying = True
+        try:
+            yield
+        finally:
+            self.is_copying = False
+
+    def _reserve(self, key: bytes) -> Reservation:
+        if key in self.rows:
+            return Reservation(Reserved.EXISTS if self.rows[key] in self.committed else Reserved.BUSY)
+        self.rows[key] = slot = Slot(self._next_row, 1)
+        self._next_row += 1
+        return Reservation(Reserved.SLOT, slot)
+
+    def _check_up(self) -> None:
+        if self.is_down:
+            raise SidecarUnavailableError("down")
+
+
+def _split(keys: bytes) -> list[bytes]:
+    """Row keys, with those of the Hello's namespace shortened to their chunk keys."""
+    row_keys = (keys[start : start + ROW_KEY_BYTES] for start in range(0, len(keys), ROW_KEY_BYTES))
+    return [key.removeprefix(NAMESPACE) for key in row_keys]
