@@ -219,8 +219,8 @@ def _selection(selector: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for key, value in selector.get("matchLabels", {}).items():
         yield _rule("keep", f"{_POD}_label_{_label(key)}", regex=re.escape(value))
     for expression in selector.get("matchExpressions", ()):
-        assert expression["operator"] == "Exists", "add this operator to the harness"
-        yield _rule("keep", f"{_POD}_labelpresent_{_label(expression['key'])}", regex="true")
+        action = {"Exists": "keep", "DoesNotExist": "drop"}[expression["operator"]]
+        yield _rule(action, f"{_POD}_labelpresent_{_label(expression['key'])}", regex="true")
 
 
 def _rule(action: str, source: str, **fields: str) -> dict[str, Any]:
