@@ -151,17 +151,31 @@ async def token_key(api: KubeApi, lease: LeaseName | None) -> bytes:
     metadata = {"name": name, "namespace": lease.namespace, "labels": {MANAGED_BY_LABEL: FIELD_MANAGER}}
     secret: Object = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata}
     secret["stringData"] = {"key": token_urlsafe(32)}
+    problem = ""
     while True:
         try:
-            stored = await api.create(SECRET, secret) or await api.get(SECRET, lease.namespace, name)
-            return base64.b64decode(dig(stored, "data", "key") or "")
+            # The first read: quotas and webhooks refuse a create even if the object exists.
+            stored = await api.get(SECRET, lease.namespace, name) or await api.create(SECRET, secret)
+            if stored is not None:  # None: another operator has just created it
+                return _key_in(stored)
         except RefusedError as error:
             logger.error(
                 "no token opens pages of sidecars that ask for one, without Secret %s: %s", name, error
             )
             return b""
-        except ApiError:
-            await asyncio.sleep(_DEFINITION_SECONDS)
+        except ApiError as error:
+            if str(error) != problem:
+                logger.warning("waiting for Secret %s, which has the key of tokens: %s", name, error)
+            problem = str(error)
+        await asyncio.sleep(_DEFINITION_SECONDS)
+
+
+def _key_in(secret: Object) -> bytes:
+    key = base64.b64decode(dig(secret, "data", "key") or "")
+    if not key:
+        name = secret["metadata"]["name"]
+        logger.error("Secret %s has no key. Delete it, and restart the operator to create another", name)
+    return key
 
 
 class Health:
