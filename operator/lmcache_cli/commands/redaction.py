@@ -11,17 +11,21 @@ _LEFT_OUT = frozenset({"managedFields", "kubectl.kubernetes.io/last-applied-conf
 """Fields that repeat the object with its secrets, or that cannot be searched."""
 # Not tokens, tokenizers or secretName, and not the name of a file.
 _WORD = (
-    r"(?:pass(?:word|wd|phrase)s?|pwd|secrets?|token|credentials?|authorization"
-    r"|(?:api|access|private|encryption|signing)[-_]?keys?)(?![a-z])(?![-_]?(?:file|path|dir|name|ref)(?![a-z]))"
+    r"(?:pass(?:word|wd|phrase)s?|requirepass|pwd|secrets?|token|credentials?|authorization"
+    r"|(?:api|access|private|encryption|signing|secret)[-_]?keys?)(?![a-z])"
+    r"(?![-_]?(?:file|path|dir|name|ref)(?![a-z]))"
 )
 _SECRET_NAME = re.compile(rf"{_WORD}|[-_.](?:key|auth|pass)s?$", re.IGNORECASE)
 _ASSIGNED = re.compile(
     rf"(?i)((?:{_WORD}[\\\"' ]{{0,9}}[=:]|--[\w-]{{0,40}}{_WORD} |\bbearer |\bbasic )"
-    r"[\\\"'\[( ]{0,9}(?:bearer |basic )?)[^\s\\\"',;&)\]}<]+"
+    r"[\\\"'\[( ]{0,9}(?:bearer |basic )?)(?:(?<=\")[^\"\n]+|(?<=')[^'\n]+|[^\s\\\"',;&)\]}<]+)"
 )
-# Tokens of Hugging Face, OpenAI, GitHub and AWS, JSON Web Tokens, and private keys.
-_KEY = re.compile(r"\b(?:hf_|sk-|gh[pos]_|AKIA|eyJ)[\w.-]{16,}|-BEGIN [A-Z ]*PRIVATE KEY-[\s\S]{0,9999}?-END")
-_URL_PASSWORD = re.compile(r"(\w://[^/\s:@\"']*:)[^/\s@\"']+@")
+# Tokens of Hugging Face, OpenAI, GitHub, GitLab, NVIDIA and AWS, JSON Web Tokens, and private keys.
+_KEY = re.compile(
+    r"\b(?:hf_|sk-|gh[pos]_|github_pat_|glpat-|nvapi-|A[KS]IA|eyJ)[\w.-]{16,}"
+    r"|-BEGIN [A-Z ]*PRIVATE KEY-[\s\S]{0,9999}?-END"
+)
+_URL_PASSWORD = re.compile(r"(\w://[^/\s:@\"']*:)[^\s\"']{1,256}@")
 
 
 class Redactor:

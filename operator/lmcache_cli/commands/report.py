@@ -120,12 +120,13 @@ class _Bundle:
             self.archive.writestr(name, text)
 
     async def _find(self, kind: Kind, namespace: str, **selectors: str) -> list[Object]:
-        """List objects, without secrets, and with their kind, which lists of the API server leave out."""
+        """List objects with their kind, which lists of the API server leave out. They still have secrets."""
         with self._part(f"{kind.plural} in {namespace or 'all namespaces'}"):
             if kind not in CHILDREN or await self.connected.api.serves(kind):  # cert-manager may be missing
                 objects = await self.connected.api.find(kind, namespace, **selectors)
                 header = {"apiVersion": kind.api_version, "kind": kind.kind}
-                return [self.redactor.value(header | each) for each in objects]
+                self.redactor.value(objects)  # learns the secrets before any file is written
+                return [header | each for each in objects]
         return []
 
     async def _objects(self) -> tuple[list[Object], list[Object]]:

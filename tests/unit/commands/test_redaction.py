@@ -112,6 +112,21 @@ def test_secret_lists_are_removed() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("S3_SECRET_KEY=abc", f"S3_SECRET_KEY={REMOVED}"),
+        ("redis://:p@ss@kv:6379", f"redis://:{REMOVED}@kv:6379"),
+        ("postgres://u:ab/cd@db/x", f"postgres://u:{REMOVED}@db/x"),
+        ("password='a b c' next", f"password='{REMOVED}' next"),
+        ("--requirepass x --port 1", f"--requirepass {REMOVED} --port 1"),
+        ("http://kv:80/x, max_tokens=7", "http://kv:80/x, max_tokens=7"),
+    ],
+)
+def test_whole_secrets_are_removed_from_texts(text: str, shown: str) -> None:
+    assert redacted(text) == shown
+
+
 def test_secret_of_an_object_is_removed_from_later_texts() -> None:
     redactor = Redactor()
     redactor.value({"env": [{"name": "HF_TOKEN", "value": SECRET}, {"name": "DB_PASSWORD", "value": "abc"}]})
