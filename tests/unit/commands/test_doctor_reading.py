@@ -125,6 +125,12 @@ def test_refused_reads_name_the_missing_rights():
         ({"pods": (201, {})}, Level.WARNING, "admits pods of component engine, and warns: slow."),
         ({"pods": (403, {"message": "exceeded quota: q"})}, Level.FAILURE, "engine: exceeded quota: q."),
         ({"pods": (0, {})}, Level.UNKNOWN, "Not checked"),
+        ({"pods": (503, {"message": "try later"})}, Level.UNKNOWN, "try later"),
+        (
+            {"pods": (400, {"message": "x does not support dry run"})},
+            Level.UNKNOWN,
+            "does not support dry run",
+        ),
         ({"reviews": (201, {"status": {"allowed": False}})}, Level.UNKNOWN, 'the right "create pods"'),
     ],
 )

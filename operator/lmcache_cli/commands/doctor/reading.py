@@ -31,6 +31,9 @@ from lmcache_store.common.text import plain
 _SECONDS = 3.8
 """Time for all reads. With the start of the program, an answer takes less than five seconds."""
 _READ_SECONDS, _POD_SECONDS, _HEAD_START_SECONDS = 3.0, 2.0, 0.5
+_UNDECIDED = (401, 408, 429, 502, 503, 504)
+_NO_DRY_RUN = "does not support dry run"
+"""Statuses, and part of a message, with which the API server does not say whether it admits an object."""
 _MAX_NODES = 4
 _MAX_ENGINES = 4
 """Engines to read of each cluster. All engine pods of a cluster come from one template."""
@@ -213,6 +216,8 @@ class _Reader:
         if status < HTTPStatus.BAD_REQUEST:
             return PodTrial(component, _answer(status, body, ""), warnings=warnings)
         refusal = error_of("POST pods", status, body).message
+        if status in _UNDECIDED or _NO_DRY_RUN in refusal:
+            return PodTrial(component, ApiAnswer(problem=f"{plain(refusal)}."))
         return PodTrial(component, ApiAnswer(HTTPStatus.OK), refusal, warnings, lacks_pods(stateful_set))
 
     # ---- the installation
