@@ -197,8 +197,11 @@ class Daemon:
 
     async def _follow_tokens(self) -> None:
         while True:
-            if self._tokens.path:
-                await asyncio.to_thread(self._tokens.follow)
+            try:
+                if self._tokens.path:
+                    await asyncio.to_thread(self._tokens.follow)
+            except Exception:  # for example no thread: former tokens must not stay valid for good
+                logger.exception("The tokens for pages were not read again")
             await asyncio.sleep(_FOLLOW_SECONDS)
 
     @property
