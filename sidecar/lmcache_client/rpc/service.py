@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from lmcache_client.rpc import kvcache_pb2 as pb
 from lmcache_store.tiers.memory.contracts import Slot
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Version of the protocol, which changes if an old peer would misread a message; new fields don't count."""
 
 SERVICE = "lmcache.kvcache.v1.KVCache"
