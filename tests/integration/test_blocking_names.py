@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from tests.harness.client import blocking
 from tests.harness.client.blocking import (
     Gate,
     PageEngine,
@@ -14,7 +15,6 @@ from tests.harness.client.blocking import (
     wait_released,
 )
 from tests.harness.client.blocking_fixtures import engine, fresh_sidecar, shared_sidecar, sidecar
-from tests.harness.sidecar.wire import NAMESPACE
 
 __all__ = ["engine", "fresh_sidecar", "patient_calls", "shared_sidecar", "sidecar"]
 
@@ -85,7 +85,7 @@ class TestNamespaces:
             gate.open()
             assert store.result()
             assert engine.look_up(1, 2) == 0
-            engine.access.set_namespace(NAMESPACE)
+            engine.access.set_namespace(blocking.NAMESPACE)  # the fixtures give each test another
             assert engine.run(1, 2) == 2
 
 

@@ -27,7 +27,8 @@ from lmcache_client.rpc.session import SidecarSession
 from lmcache_store.common.timing import TIMING, Timing
 from lmcache_store.kv_groups import GroupKind, KVGroup
 from testing.processes import SidecarProcess
-from tests.harness.sidecar.wire import NAMESPACE, attached, make_hello, usable
+from tests.harness.sidecar.wire import NAMESPACE as NAMESPACE
+from tests.harness.sidecar.wire import attached, make_hello, usable
 
 PAGE_TOKENS = 64
 NUM_LAYERS = 3
