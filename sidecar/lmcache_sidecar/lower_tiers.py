@@ -1,4 +1,4 @@
-"""Opens the lower tiers that the configuration enables: disk and remote."""
+"""Opens the lower tiers that the configuration enables: disk, peers and remote."""
 
 from __future__ import annotations
 

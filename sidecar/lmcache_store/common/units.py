@@ -65,7 +65,7 @@ def format_mebibytes(num_bytes: int) -> str:
 
 
 def parse_seconds(text: str) -> int:
-    """Return the seconds of a duration such as ``30s``, ``1h30m`` or ``7d``; 0 if the text is none."""
+    """Return the seconds of a duration such as ``30s``, ``1h30m`` or ``7d``; 0 for other texts."""
     if not re.fullmatch(f"({_DURATION_PART})+", text):
         return 0
     return sum(int(number) * int(_SECONDS[unit]) for number, unit in re.findall(_DURATION_PART, text))

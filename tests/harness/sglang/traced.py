@@ -1,7 +1,7 @@
 """A backend that records which of this project's functions run on the thread of SGLang's scheduler.
 
 SGLang makes the backend on this thread. The record begins with the first lookup. It is a file with one name
-per line, at the path in the environment variable ``sglang_world.TRACE``.
+per line, at the path in the environment variable ``sglang.world.TRACE``.
 """
 
 import os

@@ -5,7 +5,7 @@ One ``SimEngine`` is an engine without a process or threads: ``step`` does what 
 step. Both sides of the connector are real and attach to a real sidecar. vLLM's own classes run the order of
 the connector's hooks, which differs between vLLM's two model runners.
 
-Every rank compares all KV that the model would read with the expected KV (``sim_rank``), and reports
+Every rank compares all KV that the model would read with the expected KV (``rank``), and reports
 differences in ``wrong_reads``.
 """
 

@@ -3,7 +3,7 @@ side.
 
 Every step compares all KV that the model would read with the expected KV, and overwrites the blocks that may
 be reused from then on, so that a late copy is detected. All of that happens in the order of the device's
-compute stream (``sim_device``).
+compute stream (``device``).
 """
 
 from collections.abc import Callable, Sequence
