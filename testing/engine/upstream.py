@@ -7,23 +7,18 @@ Only the package itself is installed, because its modules that the tests import 
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
-from tools.cache import cached_directory, uv
+from testing.engine.versions import install
+from tools.cache import cached_directory
 
 VERSION = "0.5.6"
 
 
 def package() -> Path:
     """Return the directory that contains upstream's ``lmcache``. Downloads it if it is missing."""
-    return cached_directory(f"upstream-lmcache-{VERSION}", _install)
-
-
-def _install(folder: Path) -> None:
-    install = [str(uv()), "pip", "install", "--quiet", "--no-deps", "--no-cache", "--python", sys.executable]
-    subprocess.run([*install, "--target", str(folder), f"lmcache=={VERSION}"], check=True)
+    return cached_directory(f"upstream-lmcache-{VERSION}", partial(install, f"lmcache=={VERSION}"))
 
 
 if __name__ == "__main__":

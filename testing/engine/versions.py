@@ -58,17 +58,18 @@ def package(version: str) -> Path:
 
 def dependencies(version: str) -> list[Path]:
     """Return a directory for each package that only this version needs. Downloads missing packages."""
-    return [cached_directory(name, partial(_install, name)) for name in VERSIONS[version].packages]
+    return [cached_directory(name, partial(install, name)) for name in VERSIONS[version].packages]
 
 
-def _install(requirement: str, folder: Path) -> None:
-    install = [str(uv()), "pip", "install", "--quiet", "--no-deps", "--no-cache", "--python", sys.executable]
-    subprocess.run([*install, "--target", folder, requirement], check=True)
+def install(requirement: str, folder: Path) -> None:
+    """Install one package into a folder, without its dependencies."""
+    command = [str(uv()), "pip", "install", "--quiet", "--no-deps", "--no-cache", "--python", sys.executable]
+    subprocess.run([*command, "--target", folder, requirement], check=True)
 
 
 def _fetch(version: str, folder: Path) -> None:
     distribution, has_kernels, _ = VERSIONS[version]
-    _install(f"{distribution}=={version}", folder)
+    install(f"{distribution}=={version}", folder)
     if not has_kernels:
         for file in folder.rglob("*"):
             if file.is_file() and file.suffix not in {".py", ".json"}:
