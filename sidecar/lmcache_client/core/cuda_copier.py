@@ -99,8 +99,8 @@ class CudaCopier(LoadThreads):
     def close(self) -> None:
         """See ``EngineCopier``."""
         super().close()
-        for unpin, _ in self._mappings:
-            unpin()
+        for _, pins in self._mappings:
+            pins.close()  # waits for a thread that runs its finalizer, which needs the context
         for stream in (self._load_stream, self._store_stream):
             stream.close()
         self._context.close()
@@ -138,9 +138,11 @@ class CudaCopier(LoadThreads):
             self._mappings.append((unpin, self.pins))
         self.pins.set_ready(ready_rows * slot_bytes)
         *older, present = self._mappings
-        for unpin, _ in older if is_alone else ():
-            unpin()
-        older = [(unpin, pins) for unpin, pins in older if unpin.alive or pins.pinned_bytes]
+        for _, pins in older if is_alone else ():
+            pins.close()
+        older = [
+            (unpin, pins) for unpin, pins in older if pins.pinned_bytes or (unpin.alive and not is_alone)
+        ]
         self._mappings = [*older, present]
         if is_alone and older:
             raise CudaError("cuMemHostUnregister", 0, "refused", ": an older mapping stays registered")

@@ -257,6 +257,30 @@ def test_mapping_is_unpinned_after_its_last_copy(copier, simulated):
     assert simulated.count("pinned_bytes") == 2 * ROW_BYTES
 
 
+def test_close_waits_for_another_thread_that_unpins(layout, simulated, monkeypatch):
+    """A thread of gRPC may drop the last reference to the mapping while the engine closes the copier."""
+    copier = make_copier({3: layout})
+    assert isinstance(copier, CudaCopier)
+    mappings = [pages(2 * ROW_BYTES).reshape(2, ROW_BYTES)]
+    copier.prepare(mappings[0], 2)
+    assert copier.pins.wait(60)
+    begun, closed, unpin = threading.Event(), threading.Event(), Pins._unpin
+
+    def unpin_late(pins: Pins, number: int) -> None:
+        begun.set()
+        closed.wait(0.2)  # only a copier that does not wait is closed by then
+        unpin(pins, number)
+
+    monkeypatch.setattr(Pins, "_unpin", unpin_late)
+    other_thread = threading.Thread(target=mappings.clear)
+    other_thread.start()
+    assert begun.wait(60)
+    copier.close()
+    closed.set()
+    other_thread.join(60)
+    assert simulated.count("pinned_bytes") == 0
+
+
 def test_released_rows_are_unpinned_before_release_is_reported(copier, simulated):
     old, new = (pages(2 * ROW_BYTES).reshape(2, ROW_BYTES) for _ in range(2))
     copier.prepare(old, 2)
